@@ -1,9 +1,8 @@
 """Lengths of sequences from data codes and length files; for manifests see ``manifest``.
 
 A *data code* ``g16b4i256f1s0`` describes a stream of synthetic samples: 16 ranks, 4 samples a rank
-and step, 256 x 256 pixels, 1 frame, not compressed in time. Codes joined by commas make a mix, and
-a world larger than the mix holds whole replicas of it. Source of the format and of its token
-counts: KnapFormer, section 4.1.
+and step, 256 x 256 pixels, 1 frame, not compressed in time. Codes joined by commas make a mix. The
+format and its token counts are those of KnapFormer, section 4.1.
 """
 
 import re
@@ -45,22 +44,12 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True, slots=True)
 class SampleShape:
-    """Token counts of one sample, and how its visual tokens lie on a grid.
+    """Token counts of one sample, whose visual tokens lie on a grid in raster order."""
 
-    Visual tokens are in raster order: frame by frame, each frame row by row over ``grid_width``
-    columns. The last row of a frame may be partly filled.
-
-    Attributes:
-        text_tokens: Text tokens, packed in front of the visual ones.
-        image_tokens: Visual tokens over all frames, a multiple of ``frames``.
-        frames: Latent frames.
-        grid_width: Visual tokens in a full row.
-    """
-
-    text_tokens: int
-    image_tokens: int
-    frames: int = 1
-    grid_width: int = 1
+    text_tokens: int  # in front of the visual ones
+    image_tokens: int  # of all frames, alike in each
+    frames: int = 1  # latent ones
+    grid_width: int = 1  # visual tokens in a row; the last row of a frame may be partly filled
 
     def __post_init__(self) -> None:
         if min(self.text_tokens, self.image_tokens) < 0 or min(self.frames, self.grid_width) < 1:
@@ -124,10 +113,9 @@ def latent_frames(num_frames: int, *, compressed: bool) -> int:
 
 
 def keyed_generator(seed: int, stream: str, *key: int) -> np.random.Generator:
-    """Make a random generator that is a pure function of its arguments.
+    """Make a random generator: Philox counts from the key, so no two keys share numbers.
 
-    Philox counts from a start that *is* the key, so different keys never share numbers. A stream
-    has at most 8 ASCII characters, a key at most two numbers, such as step and rank.
+    A stream has at most 8 ASCII characters, a key at most two numbers, such as step and rank.
     """
     if not all(0 <= word < 2**64 for word in (seed, *key)):
         raise ConfigError(f"seed, step and rank must be in 0..2^64-1, got {(seed, *key)}")
@@ -181,9 +169,7 @@ def rank_lengths(
 ) -> list[SampleShape]:
     """Draw the samples of one rank, a pure function of the arguments; replicas follow each other.
 
-    Text tokens are uniform in 0..392 per sample. The visual tokens of a frame are multiplied by
-    one factor per rank and step, uniform in [0.96, 1.04], and rounded, so that all frames of a
-    sample are equal.
+    One factor per rank and step, uniform in `ASPECT_RANGE`, is on the visual tokens of a frame.
     """
     ends = list(accumulate(code.num_ranks for code in codes))
     code = codes[bisect(ends, rank % ends[-1])]
@@ -200,17 +186,7 @@ def rank_lengths(
 def sample_lengths(
     codes: Sequence[DataCode], *, seed: int, step: int, world_size: int | None = None
 ) -> list[list[SampleShape]]:
-    """Draw the samples of all ranks of one step.
-
-    Args:
-        codes: The mix.
-        seed: Seed of the mix.
-        step: Training step, 0 or more.
-        world_size: Ranks; a multiple of the mix's ranks. Default: one replica of the mix.
-
-    Returns:
-        One list of samples per rank.
-    """
+    """Draw the samples of each rank in one step; by default for one replica of the mix."""
     world_size = num_ranks_of(codes) if world_size is None else world_size
     check_world(codes, world_size)
     return [rank_lengths(codes, rank, seed=seed, step=step) for rank in range(world_size)]
@@ -232,13 +208,8 @@ def read_lengths(path: str | Path, *, num_ranks: int | None = None) -> list[list
 
     Text: a line is a source rank, its lengths separated by spaces or commas. An empty line is a
     rank without sequences; what follows ``#`` is a comment, and a line with only a comment is
-    skipped. JSON (the file starts with ``[``): a list of lists, or one flat list.
-
-    Args:
-        path: The file, UTF-8.
-        num_ranks: Ranks wanted. A file with one line or one flat list is dealt round robin (see
-            ``deal``); any other must list exactly this many ranks. Default: the file's ranks.
-
+    skipped. JSON (the file starts with ``[``): a list of lists, or one flat list. With
+    ``num_ranks``, one line or flat list is dealt (see ``deal``); other files have so many ranks.
     """
     lines = list(islice(read_lines(path), MAX_SEQUENCES + 1))
     text = "".join(lines)

@@ -42,7 +42,7 @@ def read_manifest(
     Args:
         path: The file, UTF-8; the first line of a CSV file names its columns.
         patch: Pixels along one side of a visual token; a partial patch at the edge is cut.
-        compress_frames: Whether frames are compressed in time as in data codes with ``s1``.
+        compress_frames: Frames are compressed in time as in data codes with ``s1``.
         bytes_per_token: UTF-8 bytes of caption that make a token: about 4 for English under the
             usual tokenizers, 1 for byte tokens.
         max_samples: Refuse a manifest of more; None reads any number.

@@ -55,50 +55,37 @@ class MaskModel:
     """Random block masks with the sizes, the densities and the imbalance of a video model's.
 
     Of each head the blocks with the highest scores are computed. The score of a query block and a
-    key block is the sum of their closeness on the grid, with a width per head and axis; of how
-    popular the key is and how broadly the query looks, both smooth over the video and partly shared
-    by the heads; of a bonus for keys in the first frame; and of noise. Text and the diagonal are
-    always computed. Real masks are not published: this is a likeness, fitted to a few averages. All
-    heads have the raster order of the tokens (PAROAttention chooses one of six orders a head).
+    key block is the sum of their closeness on the grid, with a width per head and axis; of the
+    key's popularity and the query's breadth, both smooth over the video and partly shared by the
+    heads; of a bonus for keys in the first frame; and of noise. Text and the diagonal are always
+    computed. Real masks are not published: this is a likeness, fitted to a few averages. All heads
+    have the raster order of the tokens (PAROAttention chooses one of six orders a head).
 
-    The densities of the heads are logistic-normal, spread so that in every layer their imbalance is
-    the one given. That of a ring follows from `field_spread` and `first_frame`, which are fitted.
+    The densities of the heads are logistic-normal, spread to the same imbalance in every layer. The
+    imbalance of a ring follows from `field_spread` and `first_frame`, which are fitted.
 
     Over layers and steps all but the noise drifts, as Gaussian processes: n steps apart their
     correlation is `exp(-(n step_drift)^2 / 2)`. This form is an assumption. The default drift is
     fitted to db-SP's account of SpargeAttn on Wan2.1: with a threshold of 1.10, greedy plans of the
     heads are made in 5 of 50 steps (here in 5.1, the mean of 40 layers, with 8 ranks).
-
-    Args:
-        grid: (frames, height, width) of the latent tokens; smaller ones look alike.
-        num_heads: Heads of a layer.
-        text_tokens: Tokens before the video that see all and are seen by all.
-        density: Share of the blocks that are computed, on average over the heads.
-        head_imbalance: Max over mean of the densities of each eighth of the heads, in their order:
-            what 8 Ulysses ranks have. Where full heads do not allow it, nearly the closest.
-        head_contrast: How much neighbouring eighths tend to opposite densities. With independent
-            heads (0), pairs of eighths are at least about half as uneven as eighths are.
-        field_spread: Standard deviation of popularity and of breadth; a block scores 1 for being
-            close to itself.
-        first_frame: Bonus of keys in the first frame.
-        row_top_k: Whether each row of a head has equally many blocks; else one threshold a head.
-        step_drift: Change from step to step; 0 for static masks, such as PAROAttention's.
-        layer_drift: The same from layer to layer; above 3 layers are practically independent.
-        block: Tokens of a block.
     """
 
-    grid: tuple[int, int, int]
+    grid: tuple[int, int, int]  # (frames, height, width) of the latent tokens
     num_heads: int
-    text_tokens: int = 0
-    density: float = 0.41
+    text_tokens: int = 0  # before the video; they see all and are seen by all
+    density: float = 0.41  # share of the blocks that are computed, mean of the heads
+    # Max over mean of the densities of eighths of the heads, in their order, as 8 Ulysses ranks
+    # have them. Where full heads do not allow it, nearly the closest.
     head_imbalance: float = 1.355
+    # Tendency of neighbouring eighths to opposite densities. With independent heads (0), pairs of
+    # eighths are at least about half as uneven as eighths are.
     head_contrast: float = 0.15
-    field_spread: float = 0.15
-    first_frame: float = 0.6
-    row_top_k: bool = False
-    step_drift: float = 0.015
-    layer_drift: float = 3.0
-    block: int = 64
+    field_spread: float = 0.15  # standard deviation of popularity and breadth; closeness is <= 1
+    first_frame: float = 0.6  # bonus of keys in the first frame
+    row_top_k: bool = False  # equally many blocks in each row of a head; else one threshold a head
+    step_drift: float = 0.015  # from step to step; 0 for static masks, such as PAROAttention's
+    layer_drift: float = 3.0  # from layer to layer; above 3 layers are practically independent
+    block: int = 64  # tokens of a block
 
     def __post_init__(self) -> None:
         ones, amounts = (whole, 1), (number, 0.0, 1e3)
@@ -165,10 +152,7 @@ COGVIDEOX15 = MaskModel(
 
 
 def synthetic_masks(model: MaskModel, *, layer: int = 0, step: int = 0, seed: int = 0) -> Bools:
-    """Draw the mask of one layer in one denoising step, (H, N, N) bool.
-
-    It is a pure function of the arguments.
-    """
+    """Draw the mask (H, N, N) of a layer in a denoising step, a pure function of the arguments."""
     whole("layer", layer, 0, 2**32)
     whole("step", step, 0, 2**32)
     generator = keyed_generator(seed, "masks")
@@ -276,9 +260,8 @@ def load_masks(path: str | Path) -> Bools:
     from a file that is larger than the memory. An `.npz` file holds the same as `masks`, or what
     `save_masks` wrote: `packed`, the bits of the array in C order (`numpy.packbits`), and `shape`.
 
-    Returns:
-        (steps, layers, heads, q_blocks, kv_blocks) bool; steps, or steps and layers, may be missing
-        in the file, and are 1 then.
+    The result is (steps, layers, heads, q_blocks, kv_blocks); steps, or steps and layers, may be
+    missing in the file, and are 1 then.
     """
     path = Path(path)
     readers = {".npy": _from_array, ".npz": _from_archive}
@@ -312,12 +295,7 @@ def load_masks(path: str | Path) -> Bools:
 
 
 def save_masks(path: str | Path, masks: Bools) -> None:
-    """Write masks as `load_masks` reads them, eight blocks a byte and compressed.
-
-    Args:
-        path: The file, ending in `.npz`.
-        masks: (..., heads, q_blocks, kv_blocks) bool.
-    """
+    """Write masks (..., heads, q_blocks, kv_blocks) to an `.npz` file, for `load_masks`."""
     if Path(path).suffix != ".npz":  # numpy would append it
         raise ConfigError(f"{path}: packed masks are an .npz file, so give a name that ends in it")
     if masks.dtype != np.bool_:

@@ -90,17 +90,9 @@ class PhotoStream:
     after frame, each cut into patches as a photo is, all together within ``max_tokens``. The
     caption of the folder ``name`` is ``name.txt`` beside it.
 
-    Every rank reads and checks every photo once, here, so all ranks agree on which photos there
-    are. Photos that cannot be decoded are left out, counted in ``skipped`` and logged by rank 0.
-    Steps then draw from a shuffled order of the others, each once per epoch.
-
-    Args:
-        folder: The folder; its subfolders are not read, except as clips.
-        batch_size: Samples a rank and step.
-        rank: This rank.
-        world_size: Ranks.
-        seed: Seed of the order.
-        options: How photos and captions become tokens.
+    Every rank reads and checks every photo once, here, so all ranks agree on the photos. Those that
+    cannot be decoded are left out, counted in ``skipped`` and logged by rank 0. Steps draw from a
+    shuffled order of the others, each once per epoch.
     """
 
     def __init__(
@@ -132,11 +124,9 @@ class PhotoStream:
         return tuple(photo.path.name for photo in self._photos)
 
     def batch(self, step: int) -> SampleBatch:
-        """Return this rank's share of the step's global batch.
+        """Return this rank's contiguous share of the ``world_size * batch_size`` photos of a step.
 
-        The global batch is ``world_size * batch_size`` photos in the shuffled order, and a rank has
-        a contiguous share. A sample's id is its number in that order over all epochs, so ids and
-        photos stay the same when the same global batch is split over other numbers of ranks.
+        A sample's id is its number in the order of all epochs, on any number of ranks.
         """
         return self.samples(self.numbers(step))
 

@@ -42,7 +42,7 @@ class SampleBatch:
 
     image: Tensor  # (Ti, C) float32 at least, clean image tokens (x0), samples one after the other
     text: Tensor  # (Tt, text_dim) float32 at least, text embeddings, samples one after the other
-    is_image: Tensor  # (T,) bool, which packed token is an image token
+    is_image: Tensor  # (T,) bool, True for an image token
     pos: Tensor  # (T, 3) float32, (frame, row, column) of an image token; zeros for text
     pooled: Tensor  # (N, vec_dim) float32 at least, one text vector per sample
     sample_ids: Tensor  # (N,) int64, unique over ranks and steps of a run
@@ -135,10 +135,7 @@ def image_positions(shapes: Sequence[SampleShape]) -> Tensor:
 def sample_normals(
     sample_ids: Sequence[int], lens: Sequence[int], channels: int, *, seed: int, stream: str
 ) -> Tensor:
-    """Draw standard normal rows (sum(lens), channels) float32.
-
-    ``lens[i]`` of them depend on (seed, stream, id of sample i) alone; see `keyed_generator`.
-    """
+    """Draw normal rows (sum(lens), channels) float32; a sample's depend on seed, stream and id."""
     rows = np.empty((sum(lens), channels), dtype=np.float32)
     start = 0
     for sample_id, num_rows in zip(sample_ids, lens, strict=True):
@@ -149,10 +146,7 @@ def sample_normals(
 
 
 def flow_noise(batch: SampleBatch, *, seed: int) -> Tensor:
-    """Draw rectified-flow noise of a batch's image tokens, (Ti, C) float32 on the CPU.
-
-    A sample's noise depends on the seed and its id only, not on its rank or its neighbours.
-    """
+    """Draw rectified-flow noise of a batch's image tokens, (Ti, C) float32 on the CPU."""
     ids, channels = batch.sample_ids.tolist(), batch.image.shape[1]
     return sample_normals(ids, batch.image_lens, channels, seed=seed, stream="noise")
 
@@ -160,8 +154,7 @@ def flow_noise(batch: SampleBatch, *, seed: int) -> Tensor:
 def flow_timesteps(batch: SampleBatch, *, seed: int) -> Tensor:
     """Draw each sample's rectified-flow timestep, (N,) float32 in (0, 1) on the CPU, logit-normal.
 
-    A sample's timestep depends on the seed and its id only. Source of the distribution: Stable
-    Diffusion 3 (Esser et al. 2024), section 3.1, location 0 and scale 1.
+    As in Stable Diffusion 3 (Esser et al. 2024), section 3.1, location 0 and scale 1.
     """
     ids = batch.sample_ids.tolist()
     return sample_normals(ids, [1] * len(ids), 1, seed=seed, stream="timestep")[:, 0].sigmoid()
@@ -173,16 +166,7 @@ class SyntheticStream:
     Each sample has a hidden prompt of eight numbers. Its image tokens are eight fixed waves over
     the positions, weighted by the prompt and mixed into the channels, plus a little noise; its text
     tokens are the prompt in another basis, plus noise. So a model that learns the waves, or reads
-    the text, lowers its loss.
-
-    Args:
-        codes: The mix, as text or parsed. A larger world holds replicas of it, with other samples.
-        rank: This rank.
-        world_size: Ranks; a multiple of the mix's ranks.
-        seed: Seed of lengths and contents.
-        channels: Channels C of an image token.
-        text_dim: Width of a text embedding.
-        vec_dim: Width of a sample's text vector.
+    the text, lowers its loss. A larger world than the mix's holds replicas, with other samples.
     """
 
     def __init__(

@@ -55,28 +55,22 @@ class RankTrace:
     rank: int
     world_size: int | None  # ranks of the run, if the trace says so
     num_left_out: int  # events without a usable time
-    numbered_by: NumberedBy  # what shows where steps begin and end
+    numbered_by: NumberedBy  # the ranges that show the steps
     on_device: bool  # compute and collectives are those of a device
     numbers: Ints  # (S,) of the steps, ascending
     host: Spans  # (S, 2) when each began and ended on the host
     windows: Spans  # (S, 2) the same where compute and collectives are: on the device or the host
     compute: Spans  # (n, 2) union of what it computed
     calls: Spans  # (c, 2) its collectives, by their start
-    # (c,) what each is: those of other ranks with the same key are the same calls
-    call_keys: tuple[str, ...]
+    call_keys: tuple[str, ...]  # (c,); other ranks' calls with the same key are the same calls
     marks: tuple[tuple[float, LengthMark], ...]  # lengths, and when they were said, on the host
 
 
 def read_traces(path: str | Path) -> tuple[tuple[RankTrace, ...], tuple[str, ...]]:
-    """Read the traces of a run.
+    """Read a run's folder of ``*.json`` or ``*.json.gz`` files, or one such file.
 
-    Args:
-        path: A folder with files ``*.json`` or ``*.json.gz``, one a rank, or several of a rank with
-            other steps each; or one such file. The rank is that of `distributedInfo`, or else the
-            number behind "rank" in the file's name.
-
-    Returns:
-        The ranks in their order, and sentences on what was left out.
+    A rank may have several, with other steps in each. Its number is that of `distributedInfo`, or
+    else behind "rank" in the file's name. Returns the ranks in order, and sentences on omissions.
     """
     files, by_rank, notes = _files(Path(path)), dict[int, list[RankTrace]](), list[str]()
     for file in files:
@@ -223,9 +217,9 @@ def _kind_of(category: str, name: str, thread: object, args: object) -> tuple[st
 
 def _key_of(name: str, args: object) -> str:
     """Identify a collective of NCCL by its name, and the group if the trace says so."""
-    known = cast(dict[str, object], args) if isinstance(args, dict) else {}
-    group = (known.get(key) for key in ("Process Group Name", "Process Group Ranks"))
-    what = known.get("Collective name")
+    facts = cast(dict[str, object], args) if isinstance(args, dict) else {}
+    group = (facts.get(key) for key in ("Process Group Name", "Process Group Ranks"))
+    what = facts.get("Collective name")
     parts = [what if isinstance(what, str) and what else name.partition("(")[0]]
     return "|".join([*parts, *(str(value) for value in group if isinstance(value, str | list))])
 

@@ -1,19 +1,12 @@
 """Divide each step of each rank into compute, communication, waiting and the rest.
 
-**Compute** is time in kernels that are no collectives (on a host: in operators). Of the time in
-collectives only that counts which no compute hides. A rank that begins a collective early
-**waits** until the last of its ranks begins; from then on it is **communication**: we assume that
-a collective moves nothing before all are there, and that the last rank waits for nobody. What is
-left is the **rest**: launches, Python, data. So the slowest rank is the one that arrives last, and
-a rank's *own* time is that of its step without the waiting.
+**Compute** is time in kernels that are no collectives (on a host: in operators). Of collectives
+only the time counts that no compute hides. A rank **waits** until the last of the ranks begins a
+collective; from then on it is **communication**: we assume that nothing moves before. The **rest**
+is launches, Python, data. A rank's *own* time is that of its step without the waiting.
 
-The clocks of ranks differ. A collective ends everywhere at once, so clocks are aligned by the
-median difference of ends; those of broadcasts, whose root may end before, and of messages between
-two ranks only count where there is nothing else.
-
-Which calls belong together: the k-th of a name and group in a step. gloo's events do not say their
-group; those of one name are taken to be of one. Where the counts of a step differ, its calls of
-that name count as communication.
+A collective ends everywhere at once, so clocks are aligned by the median difference of ends. The
+k-th calls of a name and group in a step belong together; gloo's events do not say their group.
 
 Legend: S steps, R ranks.
 """
@@ -50,16 +43,13 @@ Meeting = tuple[str, tuple[Call, ...]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankSpans:
-    """Times of a rank: its windows (S, 2) of the common steps, compute (n, 2) and calls (c, 2).
+    """Times of a rank."""
 
-    `waiting` is the union of the parts of its calls before all of their ranks had begun them.
-    """
-
-    windows: Spans
-    compute: Spans
-    calls: Spans
+    windows: Spans  # (S, 2) of the common steps
+    compute: Spans  # (n, 2)
+    calls: Spans  # (c, 2)
     call_keys: tuple[str, ...]
-    waiting: Spans
+    waiting: Spans  # union of the parts of its calls before all of their ranks had begun them
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,8 +65,8 @@ class StepParts:
     hidden: Floats  # (S, R) seconds in collectives behind compute; within `compute`
     spans: tuple[RankSpans, ...]  # (R,) where these parts are, on one clock
     on_device: bool  # they are those of a device
-    numbered_by: str  # what shows the steps
-    notes: tuple[str, ...]  # sentences on what could not be used
+    numbered_by: str  # the ranges that show the steps
+    notes: tuple[str, ...]  # sentences on calls and files that could not be used
     num_missing: int = 0  # ranks of the run that have no trace
 
     @property
@@ -127,12 +117,7 @@ class StepParts:
 
 
 def step_parts(traces: Sequence[RankTrace], notes: Sequence[str] = ()) -> StepParts:
-    """Divide the steps that all ranks have. O(events log events).
-
-    Args:
-        traces: Of the ranks, at least one, from `read_traces`.
-        notes: Sentences to add to those on what could not be used.
-    """
+    """Divide the steps that all ranks have, and add to the notes. O(events log events)."""
     steps = _common_steps(traces)
     windows = [trace.windows[np.searchsorted(trace.numbers, steps)] for trace in traces]
     meetings, unmatched = _meetings(traces, windows)
@@ -241,7 +226,8 @@ def _meetings(
 def _clocks(meetings: Sequence[Meeting], num_ranks: int) -> list[float]:
     """Return (R,) seconds that each clock is ahead of the first that it shares calls with.
 
-    Ranks are aligned in rounds, by the calls that they share with aligned ones.
+    Ranks are aligned in rounds, by the calls that they share with aligned ones. Broadcasts, whose
+    root may end before, count only where there is nothing else.
     """
     sure = [one for one in meetings if _ALL_SIDED.search(one[0]) or not _ONE_SIDED.search(one[0])]
     ahead: dict[int, float] = {}
@@ -263,8 +249,7 @@ def segments_of(
 ) -> Iterator[Segment]:
     """Yield the segments of each rank and step, on one clock that begins with the first step.
 
-    Collectives are as they were, also where compute hides them; waiting is what it does not hide.
-    Lengths of the sequences that were computed are by step and rank, where they are known.
+    Collectives are whole, also where compute hides them; waiting is the part that it does not hide.
     """
     first = min(float(spans.windows.min()) for spans in parts.spans)
     for rank, spans in zip(parts.ranks.tolist(), parts.spans, strict=True):

@@ -103,8 +103,7 @@ class Worth:
 def lengths_of(traces: Sequence[RankTrace]) -> RunLengths:
     """Read lengths from the names of ranges, see `LengthMark`; many in a step add up.
 
-    Those of a step of `SequenceParallel` count before those of a loader's batches, and these before
-    a user's.
+    Those of `SequenceParallel` count before those of a loader, and these before a user's.
     """
     origins = {mark.origin for trace in traces for _, mark in trace.marks}
     origin = next((one for one in ("step", "batch", "") if one in origins), "")
@@ -150,21 +149,16 @@ def read_lens(path: str | Path) -> RunLengths:
 def balancing_worth(parts: StepParts, lens: RunLengths, topology: str | None = None) -> Worth:
     """Fit the cost model to the ranks' own seconds, plan the steps again, and compare.
 
-    A step is taken to be as long as its slowest rank, so as where ranks wait for each other once a
-    step. What moving would cost is not in it, nor are the wires of bags.
-
-    Args:
-        parts: The steps.
-        lens: What ranks computed; steps in which that of a rank is not known are left out.
-        topology: Bags to plan for. Default: one rank each.
+    A step takes as long as its slowest rank; neither moving nor the wires of bags are priced. Steps
+    without the lengths of a rank are left out. `topology` has the bags; default: one rank each.
     """
     if parts.num_missing:
         raise ConfigError(f"{parts.missing}: give those of all ranks")
     ranks, places = parts.ranks.tolist(), _known_places(parts, lens.computed)
     steps = parts.steps[places].tolist()
     computed, loaded = (
-        [[known[step, rank] for rank in ranks] for step in steps]
-        for known in (lens.computed, lens.loaded)
+        [[by_rank[step, rank] for rank in ranks] for step in steps]
+        for by_rank in (lens.computed, lens.loaded)
     )
     cost = fit_iterations(computed, parts.own[places], max_loo_error=MAX_ERROR)
     assert cost.fit is not None
@@ -229,7 +223,7 @@ def _work(seq_lens: Sequence[Sequence[Sequence[int]]]) -> Floats:
 
 
 def _terms(lens: Floats) -> Floats:
-    """Return (n, 3) what the coefficients of a cost multiply, of each sequence."""
+    """Return the factors (n, 3) of a cost's coefficients, of each sequence."""
     return np.stack([lens**2, lens, np.ones_like(lens)], axis=1)
 
 
@@ -249,8 +243,7 @@ def _step_seconds(coefficients: Floats, work: Floats) -> Floats:
 def _speedup_range(mean: Floats, covariance: Floats, work: Floats) -> tuple[float, float]:
     """Return the interval of a plan's speed-up; work (3, S, R, 3) is as run, loaded and planned.
 
-    Coefficients are drawn from the normal distribution of the fit and cut off at 0; the plan stays
-    as it is, since it was made for the fitted ones.
+    Coefficients are drawn from the normal distribution of the fit and cut off at 0.
     """
     # Seconds a square token are 1e-9, seconds a step 0.1: only correlations can be decomposed.
     errors = np.sqrt(covariance.diagonal())

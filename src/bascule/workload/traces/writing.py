@@ -28,23 +28,14 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Something that a rank did for a while.
-
-    Attributes:
-        rank: The rank.
-        kind: A "step", "compute", "communication" (a collective, from when the rank begins it),
-            "waiting" (the part of a collective before the last rank begins it), or "lengths" that
-            the rank computes in the step around it.
-        name: Of a step its number, as text; of lengths a `LengthMark`, as text; of a collective
-            what it is, the same on all ranks that make it, such as "all_reduce".
-        start: When, in seconds, on a clock that all ranks share.
-        seconds: How long.
-    """
+    """Something that a rank did for a while."""
 
     rank: int
+    # "communication" is a whole collective, "waiting" its part before the last rank begins it,
+    # "lengths" are computed in the step around them.
     kind: Kind
-    name: str
-    start: float
+    name: str  # a step's number; a `LengthMark`; or a collective's name, the same on all its ranks
+    start: float  # seconds, on a clock that all ranks share
     seconds: float
 
     def __post_init__(self) -> None:
@@ -55,16 +46,9 @@ class Segment:
 
 
 def write_steps(folder: str | Path, segments: Iterable[Segment], world_size: int) -> list[Path]:
-    """Write `rank0.json`, `rank1.json`, ..: one file for each rank that did something.
+    """Write `rank0.json`, `rank1.json`, ..: one file for each rank with segments, in any order.
 
-    Args:
-        folder: Made if it is not there; files of these names are written over. It must hold no
-            other traces, which would be read with them.
-        segments: In any order.
-        world_size: Ranks of the run.
-
-    Returns:
-        The files, by rank.
+    The folder is made if needed; files of these names are replaced, other traces are refused.
     """
     events: dict[int, list[dict[str, Any]]] = {}
     busy: dict[int, list[float]] = {}
