@@ -207,7 +207,6 @@ class SequenceParallel:
         Raises:
             CommError: Always, on all ranks, with this error's text.
         """
-        error = error or RuntimeError("it said so without an error")
         self._plan_now(self._asked([], "microbatch", error))
 
     def plan_later(

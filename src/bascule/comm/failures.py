@@ -1,14 +1,10 @@
 """A rank that fails ends the waits of all others, within seconds and with its reason.
 
-An error that leaves `shared` becomes one note in the store of the job. Each rank has one thread,
-the watch, that reads the last note once a second. If the rank that left it has not begun a call
-that this rank has begun, and gets no further, this rank waits in vain: the watch closes the
-connections of gloo, torch raises, and the wait raises CommError with the note. Slow ranks are
-waited for as long as the group's timeout says.
-
-A rank that dies leaves no note: its connections close, or the time runs out. Then the ranks that
-are left sign in the store, and the error says who gives no sign. While all goes well, nothing is
-written.
+An error that leaves `shared` becomes a note in the store of the job, which the watch, a thread of
+each rank, reads once a second. A rank waits in vain if it has begun a call that the failed rank has
+not begun: then its watch closes the connections of gloo, and the wait raises CommError with the
+note. A rank that dies leaves no note: its connections close, or the time runs out, the others sign
+in the store, and the error names the ranks that do not. While all goes well, nothing is written.
 """
 
 import atexit

@@ -161,7 +161,7 @@ class RankGroup:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The group for torch's collectives; CommError if it was destroyed."""
+        """Process group for torch's collectives; CommError if it was destroyed."""
         group = self.reference()
         if group is None:
             raise CommError(

@@ -8,10 +8,8 @@ inf or a nan arrives as nan, and so does one of float64 beyond the range of floa
 Keys and values of a head often have a few channels with a large constant offset, which would take
 the codes of all others. So rows may travel as differences from their centre, which goes before them
 as one more row; a row does so only if that is smaller, and the sign of its peak marks it. Rows of
-zeros, such as the output of a query without keys, stay zeros.
-
-Autograd records nothing here: the backward treats the transport as the identity, and gradients
-travel in full.
+zeros, such as the output of a query without keys, stay zeros. The backward treats the transport as
+the identity, and gradients travel in full.
 """
 
 import math
