@@ -32,7 +32,7 @@ from bascule.plan.checks import fields, is_int, of_type
 
 
 def split(x: Tensor, mesh: AttentionMesh, layout: SequenceLayout, dim: int) -> Tensor:
-    """This rank's tokens of a tensor that every rank has. Differentiable, no communication.
+    """Take this rank's tokens of a tensor that every rank has. Differentiable, no communication.
 
     Raises:
         ConfigError: The tensor has another number of tokens than the layout.
@@ -74,7 +74,7 @@ def gather(
     *,
     sums_gradients: bool = False,
 ) -> Tensor:
-    """The tokens of all ranks in the order of the sequence, on every rank. One all-gather.
+    """Gather the tokens of all ranks, in the order of the sequence, on every rank; one all-gather.
 
     The gradient of a rank's tokens is that of this rank's copy, of replicated tokens for the
     rank's share of them: what follows is taken to be the same on every rank. With `sums_gradients`
@@ -168,15 +168,15 @@ def attention(
         CommError: The ranks disagree, or a rank did not come in time.
     """
     refuse_derivatives("attention", q, k, v, attn_mask)
-    given = mesh, attn_mask, is_causal, scale, options
+    settings = mesh, attn_mask, is_causal, scale, options
     if torch.compiler.is_compiling():
-        form = _form(q, k, v, *given)
+        form = _form(q, k, v, *settings)
         q, k, v = _operands(q, k, v, form, attn_mask, is_causal)
         out = usp.attend_op(q, k, v, attn_mask, form.sizes, form.name)[0]
     else:
         key = (*map(look, (q, k, v, attn_mask)), is_causal, scale, options)
         kept = _known(mesh).kept
-        form, call = kept.get(key) or (_form(q, k, v, *given), None)
+        form, call = kept.get(key) or (_form(q, k, v, *settings), None)
         q, k, v = _operands(q, k, v, form, attn_mask, is_causal)
         if call is None:
             call = call_of(form.name, form.sizes, q, k, attn_mask)
@@ -255,7 +255,7 @@ def _operands(
 
 
 def _enough_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
-    """Key-value heads, repeated as often as it takes for each Ulysses rank to have one."""
+    """Count key-value heads, repeated as often as it takes for each Ulysses rank to have one."""
     repeat = num_heads // num_kv_heads
     for times in range(1, repeat + 1):
         if repeat % times == 0 and num_kv_heads * times >= num_ranks:
@@ -293,8 +293,8 @@ def _check(
                 "pass attn_mask.detach()"
             )
         wanted = (q.shape[0], q.shape[1], layout.seq_len, layout.seq_len)
-        given = (1,) * (4 - mask.dim()) + tuple(mask.shape)
-        if len(given) != 4 or any(a not in (1, b) for a, b in zip(given, wanted, strict=True)):
+        shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+        if len(shape) != 4 or any(a not in (1, b) for a, b in zip(shape, wanted, strict=True)):
             raise ConfigError(
                 f"attention: a mask of shape {tuple(mask.shape)} does not broadcast to (batch, "
                 f"heads, tokens, tokens) of the whole sequence, {wanted}"

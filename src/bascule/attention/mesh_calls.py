@@ -1,4 +1,4 @@
-"""Calls of attention over a mesh, found by their names and made when they are first used.
+"""Calls of attention over a mesh, looked up by their names and made when they are first used.
 
 A name is text, so that compilers take it for a constant: the mesh, how tokens lie, and settings.
 The sizes beside it are numbers, which may be symbols: S and this rank's heads of queries and of

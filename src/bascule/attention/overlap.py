@@ -3,11 +3,8 @@
 A rank needs nothing from others to attend with its own tokens' queries to its own tokens' keys, and
 nobody else waits for what its own queries give. So it attends to its own tokens while queries, keys
 and values come. All queries then see the keys of each ring rank in turn; in the last round those of
-others come first, whose results it sends off, and its own attend while they travel. A rank that is
-late by less than the work at hand makes nobody wait. `FastUSP` overlaps a ring in this way, and
-leaves Ulysses exposed.
-
-Only the order of the forward is another than in `usp`. Shapes: as there; tokens lie as they come.
+others come first, and its own attend while their results travel. A rank that is late by less than
+the work at hand makes nobody wait. Shapes: as in `usp`; tokens lie as they come.
 """
 
 from collections.abc import Callable, Sequence
@@ -75,7 +72,7 @@ def forward(
 
 
 def _arrived(x: Tensor, wire: Wire) -> Tensor:
-    """(B, T, heads, D) as it would come by the wire."""
+    """Round (B, T, heads, D) as the wire would."""
     return wire.unpack(wire.pack(x, 1), x.dtype, 1)
 
 

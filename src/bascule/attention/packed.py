@@ -1,8 +1,7 @@
 """Attention inside a bag, on packed sequences: ranks that share heads, and a ring of such groups.
 
-A bag of P = G * R ranks has each of its sequences in P contiguous chunks. Ulysses brings a piece of
-each sequence, G chunks, to every rank of a group, with some of the heads; then the groups pass keys
-and values around the ring, and each query meets its whole sequence.
+A bag of G * R ranks has each of its sequences in as many contiguous chunks. Ulysses brings G chunks
+with some of the heads to every rank of a group; the groups pass keys and values around the ring.
 
 Shapes: C tokens on this rank, S tokens of its Ulysses group, H heads, K key-value heads, D head
 width, n sequences of the bag; R ring ranks, G Ulysses ranks.
@@ -93,12 +92,12 @@ class Bag:
 
     @cached_property
     def causal_tiles(self) -> list[list[Tile]]:
-        """The same where a token sees none that comes later in its sequence."""
+        """Tiles where a token sees none that comes later in its sequence."""
         return self.pieces.tiles(Masks.alike(self.pieces.seq_lens, causal=True))
 
     @cached_property
     def tokens(self) -> list[int]:
-        """(G,) tokens of each rank."""
+        """Tokens of each rank, (G,)."""
         return self.chunk_lens.sum(axis=1).tolist()
 
     @cached_property
@@ -167,19 +166,9 @@ def attend_packed(
     causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """Exact attention within each packed sequence on one rank; (T, H, D) as q. Differentiable.
+    """Attend within each packed sequence on one rank; (T, H, D) as q. Differentiable.
 
-    Args:
-        q_THD: Queries.
-        k_TKD: Keys; H is a multiple of K.
-        v_TKD: Values.
-        seqs: The sequences.
-        kernel: Name of the attention kernel; None takes the fastest.
-        causal: Whether a token sees none that comes later in its sequence.
-        scale: Factor of the scores. Default: D^-0.5.
-
-    Raises:
-        ConfigError: An argument is wrong, or there is no such kernel.
+    H is a multiple of K; without a kernel's name the fastest computes; the scale is D^-0.5 if None.
     """
     check_settings("attend_packed", causal, scale)
     check_tensors("attend_packed", q_THD, k_TKD, v_TKD)

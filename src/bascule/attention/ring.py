@@ -21,12 +21,9 @@ from bascule.comm.wire import Wire
 def ring_forward(
     q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall
 ) -> tuple[Tensor, Tensor]:
-    """Exact attention of this rank's queries to the keys of the whole ring, and its LSE.
+    """Attend to the keys of the whole ring: (B, H, Sq, D), in memory of its own, and its LSE.
 
     R - 1 exchanges with the neighbours. Autograd does not record it; see `usp`.
-
-    Returns:
-        Out (B, H, Sq, D), in memory of its own, and LSE (B, H, Sq).
     """
     if _is_one_tile(tiles) and q.numel() and k.numel():
         out, lse = call.kernel.forward(q, k, v, tiles[0][0].mask, call.scale)
@@ -161,12 +158,12 @@ def rotate(
 
 
 def _shape_in(call: AttentionCall, turn: int, like: Tensor, num_more: int = 0) -> tuple[int, ...]:
-    """(2, B, K, Sk, ...) of the keys and values of a round, and so many rows more."""
+    """Shape (2, B, K, Sk, ...) of the keys and values of a round, with so many rows more."""
     return (*like.shape[:-2], call.kv_lens[call.owner(turn)] + num_more, like.shape[-1])
 
 
 def _packed(k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
-    """(2, B, K, Sk, ...) keys and values as they travel: packed once, passed on as they came."""
+    """Pack keys and values, (2, B, K, Sk, ...), for travel: once, and passed on as they came."""
     if call.wire is not None:
         k, v = call.wire.pack(k), call.wire.pack(v)
     return torch.stack((k, v), out=_staged(call, 0, (2, *k.shape), k))
@@ -207,7 +204,7 @@ class _Travelling:
             self._coming = _shift(call, self._sum, coming, f"gradients, round {turn + 1}")
 
     def home(self) -> Tensor:
-        """(2, B, K, Sk, D) gradients of this rank's own keys and values."""
+        """Return gradients (2, B, K, Sk, D) of this rank's own keys and values."""
         if self._coming is not None:
             return self._coming()
         return self._k.new_empty(2, *self._k.shape) if self._sum is None else self._sum

@@ -1,10 +1,9 @@
 """Tiles for the kernels: queries of one ring rank, and the keys of another that they see.
 
-A mask that is added to the scores may hide all keys of a query by a finite number. Parts of such a
-row cannot be merged as they are: an LSE of -1e9 + log(n) is -1e9 in float32. So what is added to a
-row is taken down by the highest of it, over the keys of all ranks: softmax does not see that, and
-the LSE keeps its digits. Where the number is so large that one process loses the scores themselves
-in it, they do not count here either.
+A mask that is added to the scores may hide all keys of a query by a finite number, and parts of
+such a row cannot be merged as they are: an LSE of -1e9 + log(n) is -1e9 in float32. So the highest
+that is added to a row, over the keys of all ranks, is taken off: softmax does not see that. Where
+it is so large that one process loses the scores themselves in it, they do not count here either.
 
 Shapes: as in `api`; of packed sequences R ring ranks, n chunks of sequences on each.
 """
@@ -132,7 +131,7 @@ class Pieces:
 
     @cached_property
     def kv_lens(self) -> list[int]:
-        """(R,) tokens of each ring rank."""
+        """Tokens of each ring rank, (R,)."""
         return self.lens.sum(axis=1).tolist()
 
     @property
@@ -147,7 +146,7 @@ class Pieces:
 
     @cached_property
     def _starts(self) -> Ints:
-        """(R, n) position of each run in its sequence."""
+        """Position of each run in its sequence, (R, n)."""
         early, *late = np.split(self.lens, self.num_runs, axis=1)
         starts = [np.cumsum(early, axis=0) - early]
         starts += [self.seq_lens - np.cumsum(runs, axis=0) for runs in late]
@@ -160,7 +159,7 @@ class Pieces:
         return [Stretch(*run) for run in zip(*split, strict=True)]
 
     def tiles(self, masks: Masks | None) -> list[list[Tile]]:
-        """By ring rank, what this rank's queries see of its keys: six tiles at most.
+        """Return, by ring rank, what this rank's queries see of its keys: six tiles at most.
 
         `masks` are of the sequences, in their order; without them tokens see everything.
         """
@@ -235,7 +234,7 @@ def without_lost_scores(
 def _masked(
     layout: SequenceLayout, ring: int, mask: Tensor | None, causal: bool, q: Tensor
 ) -> list[Tile]:
-    """By ring rank, all queries and all keys, with what is added to their scores."""
+    """Return, by ring rank, all queries and all keys, with what is added to their scores."""
     places = [positions_on(layout, other, q.device) for other in range(layout.ring_degree)]
     rows = places[ring]
     if mask is None:
@@ -265,7 +264,7 @@ def _rows_of(mask: Tensor, rows: Tensor) -> Tensor:
 
 
 def _highest(part: Tensor, num_keys: int, rows: Tensor | None) -> Tensor:
-    """(B or 1, H or 1, rows or 1, 1) the highest that is added to a score of each row.
+    """Return the highest that is added to a score of each row, (B or 1, H or 1, rows or 1, 1).
 
     With `rows`, their places, of the keys that do not come later.
     """

@@ -34,7 +34,7 @@ def layout_on(form: str, segments: Sequence[int]) -> tuple[AttentionMesh, Sequen
 
 
 def replicated(own: Tensor, ranks: Place, layout: SequenceLayout) -> Tensor:
-    """(B, H, a rank's tokens, D), of replicated segments all, from (B, H, T, D)."""
+    """Complete replicated segments, from (B, H, T, D) to (B, H, all tokens of a rank, D)."""
     if ranks.degrees == (1, 1):
         return own
     parts = list(own.split([num_tokens(runs) for runs in layout.own(*ranks.place)], 2))
@@ -49,7 +49,7 @@ def replicated(own: Tensor, ranks: Place, layout: SequenceLayout) -> Tensor:
 
 @torch.library.custom_op("bascule::gather_tokens", mutates_args=())
 def gather_tokens(x: Tensor, segments: Sequence[int], form: str, sums_gradients: bool) -> Tensor:
-    """From (T, ..) tokens of a rank to (S, ..) those of all, in the order of the sequence.
+    """Gather (T, ..) tokens of a rank to (S, ..), those of all, in the order of the sequence.
 
     One all-gather. The gradient of a rank's tokens is that of its copy, or, with `sums_gradients`,
     the sum over the copies of all ranks, by one reduce-scatter. `form` is that of `form_of`.
@@ -70,7 +70,7 @@ def _(x: Tensor, segments: Sequence[int], form: str, sums_gradients: bool) -> Te
 
 @torch.library.custom_op("bascule::reduce_tokens", mutates_args=())
 def reduce_tokens(x: Tensor, segments: Sequence[int], form: str) -> Tensor:
-    """From (S, ..) on all ranks to (T, ..): a rank's tokens, summed over the ranks.
+    """Sum a rank's tokens over the ranks, (S, ..) on all ranks to (T, ..).
 
     One reduce-scatter, in float32 at least. The adjoint of `gather_tokens`.
     """
@@ -95,9 +95,9 @@ def _(x: Tensor, segments: Sequence[int], form: str) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _gathered_runs(layout: SequenceLayout) -> tuple[list[tuple[int, int, int]], int]:
-    """(row, start in the sequence, tokens) of each run, in the order of the sequence.
+    """Return (row, start in the sequence, tokens) of each run, in order, and the rows of a rank.
 
-    Rows are those of all ranks' tokens, padded to the same number a rank, which is the second.
+    Rows are those of all ranks' tokens, padded to the same number a rank.
     """
     places = product(range(layout.ring_degree), range(layout.ulysses_degree))
     owned = [layout.own_runs(*place) for place in places]

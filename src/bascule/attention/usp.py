@@ -1,11 +1,8 @@
 """Attention of tokens that are shared over ranks: one forward, one backward, recorded once.
 
 Ulysses brings all tokens of some heads to a rank, the ring passes keys and values on, and Ulysses
-takes the output back. Autograd records all of it as one function; compilers, and checkpoints that
-choose what to keep, as one operator over the same two functions. An operator costs the host three
-times as much, which is why there are both.
-
-Source: USP (arXiv:2405.07719), here also for packed sequences and for blocks of a sparse mask.
+takes the output back (USP, arXiv:2405.07719). Autograd records it as one function; compilers, and
+checkpoints that choose what to keep, as one operator, which costs the host three times as much.
 
 Shapes: B batch, T tokens of this rank, S of its Ulysses ranks, H heads, K key-value heads, D head
 width. Tensors at home are (T, H, D) of packed sequences, else (B, H, T, D).
@@ -31,17 +28,10 @@ from bascule.errors import ConfigError
 def attend(
     q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, mask: Tensor | None = None
 ) -> Tensor:
-    """Exact attention of this rank's tokens, as q. Differentiable.
+    """Exact attention of this rank's tokens, at home as q. Differentiable.
 
     Two all-to-alls where heads are shared, and R - 1 exchanges with the neighbours of the ring;
-    backward two and 2 R - 1.
-
-    Args:
-        q: Queries at home.
-        k: Keys; H is a multiple of K.
-        v: Values.
-        call: All else that is fixed.
-        mask: As `call.tiles` takes it.
+    backward two and 2 R - 1. The mask is that of `call.tiles`.
     """
     if call.name and is_recorded():
         return attend_op(q, k, v, mask, call.sizes, call.name)[0]
@@ -121,12 +111,12 @@ def backward(
 
 
 def _by_head(x: Tensor) -> Tensor:
-    """(B, heads, T, D) of a tensor at home."""
+    """View a tensor at home as (B, heads, T, D)."""
     return x if x.dim() == 4 else x.transpose(0, 1)[None]
 
 
 def _parts(whole: Tensor, own: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(B, heads, S, D) queries, keys and values, of which the last two have `own` heads."""
+    """Part queries from keys and values, which have `own` heads, (B, heads, S, D) each."""
     q, k, v = whole.transpose(1, 2).split([whole.shape[2] - 2 * own, own, own], 1)
     return q, k, v
 
@@ -220,7 +210,7 @@ def _empty_at_home(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _by_token(x: Tensor) -> Tensor:
-    """(B, T, H, D) or (T, H, D) of a tensor at home, and back."""
+    """View a tensor at home as (B, T, H, D) or (T, H, D), and back."""
     return x if x.dim() == 3 else x.transpose(1, 2)
 
 

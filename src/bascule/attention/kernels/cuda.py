@@ -216,7 +216,7 @@ def _no_head_dim(form: KernelQuery, alignment: int, largest: int | None = None) 
 
 
 def _aligned(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """(B, H, Sq, Sk) the bias as q, its rows in memory at multiples of 16 elements."""
+    """Expand a bias to (B, H, Sq, Sk) as q; rows start at multiples of 16 elements in memory."""
     if bias is None:
         return None
     whole = bias.to(q.dtype).expand(*bias.shape[:3], k.shape[2])
@@ -225,18 +225,18 @@ def _aligned(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def _as_rows(*tensors: Tensor) -> list[Tensor]:
-    """(B, S, H, D) each, contiguous."""
+    """Transpose each to (B, S, H, D), contiguous."""
     return [x.transpose(1, 2).contiguous() for x in tensors]
 
 
 def _by_head(rows: Sequence[Tensor]) -> Grads:
-    """(B, H, S, D) of the three that `_as_rows` gave."""
+    """Transpose three of `_as_rows` back to (B, H, S, D)."""
     dq, dk, dv = (x.transpose(1, 2) for x in rows)
     return dq, dk, dv
 
 
 def _tokens(*tensors: Tensor) -> list[Tensor]:
-    """(S, H, D) of (1, H, S, D) each."""
+    """Transpose each from (1, H, S, D) to (S, H, D)."""
     return [x[0].transpose(0, 1) for x in tensors]
 
 
@@ -254,7 +254,7 @@ def _without_keys(out: Tensor, lse: Tensor, seqs: PackedSequences) -> OutLse:
 
 
 def _gradients_of(grads: Sequence[Tensor], seqs: PackedSequences) -> Grads:
-    """(1, H, S, D) of (S, H, D) each; of queries without keys here 0, which nothing wrote."""
+    """Transpose from (S, H, D) to (1, H, S, D); 0 for queries without keys, which nothing wrote."""
     dq, dk, dv = (x.transpose(0, 1)[None] for x in grads)
     is_empty = seqs.without_keys
     return (dq if is_empty is None else dq.masked_fill(is_empty[:, None], 0.0)), dk, dv

@@ -121,7 +121,7 @@ def _flex_tables(rows: BlockRows, device: torch.device) -> tuple[Any, Tensor, Te
 
 
 def _ordered(rows: BlockRows, kept: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.int32], ...]:
-    """(Q,) number of the columns that are kept, and (Q, most) which, filled up with 0."""
+    """Return how many columns of each row are kept, (Q,), and which, (Q, most) filled up with 0."""
     num_rows = rows.counts.size
     row_of = np.repeat(np.arange(num_rows), rows.counts)[kept]
     counts = np.bincount(row_of, minlength=num_rows)

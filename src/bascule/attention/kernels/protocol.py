@@ -170,7 +170,7 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Ten
 
 
 def with_adjacent_values(x: Tensor) -> Tensor:
-    """The same tensor, with the values of a head next to each other.
+    """Put the values of a head next to each other.
 
     Torch's operator for CPUs takes them to be (2.13), and reads what is not theirs if they are not.
     """
@@ -191,12 +191,12 @@ def finite(lse: Tensor) -> Tensor:
 
 
 def repeated_heads(kv: Tensor, q: Tensor) -> Tensor:
-    """(B, H, Sk, D) keys or values, each repeated for its query heads."""
+    """Repeat keys or values for their query heads, to (B, H, Sk, D)."""
     repeat = q.shape[1] // kv.shape[1]
     return kv if repeat == 1 else kv.repeat_interleave(repeat, dim=1)
 
 
 def summed_heads(grad: Tensor, kv: Tensor) -> Tensor:
-    """(B, K, Sk, D) the adjoint of `repeated_heads`."""
+    """Sum over the query heads of each key head, to (B, K, Sk, D): adjoint of `repeated_heads`."""
     repeat = grad.shape[1] // kv.shape[1]
     return grad if repeat == 1 else grad.unflatten(1, (kv.shape[1], repeat)).sum(dim=2)

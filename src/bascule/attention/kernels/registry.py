@@ -151,16 +151,9 @@ def select_kernel(
     block: int | None = None,
     is_packed: bool = False,
 ) -> AttentionKernel:
-    """The kernel of that name, or (None) the first in `KERNELS` that fits.
+    """Return the kernel of that name, or (None) the first in `KERNELS` that fits.
 
-    Args:
-        name: A key of `KERNELS`.
-        device_type: Where the tensors are.
-        dtype: Of q, k and v. Without it only kernels that take all dtypes fit.
-        head_dim: D; the same.
-        has_bias: Whether something is added to the scores.
-        block: Tokens of the longest block where queries see only some blocks of keys, else None.
-        is_packed: Whether queries and keys are sequences packed one after another.
+    The rest as in `KernelQuery`; without a dtype or head width only kernels that take all fit.
     """
     form = KernelQuery(device_type, dtype, head_dim, has_bias, block, is_packed)
     fitting = [other for other, kernel in KERNELS.items() if kernel.unfit(form) is None]

@@ -2,9 +2,7 @@
 
 A program works on a tile of a query block and goes through the key blocks that it sees, or, for
 gradients of keys and values, on a tile of a key block and goes through the queries that see it: no
-two programs write to the same place.
-
-Source: FlashAttention-2 (arXiv:2307.08691), algorithms 1 and 2, over the blocks that are seen.
+two programs write to the same place. Source: FlashAttention-2 (arXiv:2307.08691), algorithms 1, 2.
 
 Shapes: as in `skipping`; D is a power of two from 16 on.
 """
@@ -116,7 +114,7 @@ def _tile(bounds, block, part, SIZE: tl.constexpr):
 
 @triton.jit
 def _load(tokens, first, inside, SIZE: tl.constexpr, D: tl.constexpr):
-    """(SIZE, D) tokens from `first` on; 0 for those outside of the block."""
+    """Load (SIZE, D) tokens from `first` on; 0 for those outside of the block."""
     at = tl.arange(0, SIZE)[:, None] * D + tl.arange(0, D)[None, :]
     return tl.load(tokens + first * D + at, mask=inside[:, None], other=0.0)
 

@@ -1,10 +1,8 @@
 """Block-sparse attention over a mesh, by a plan: every rank computes what the plan gives it.
 
-One uneven all-to-all takes queries, keys and values from home to where they are used, whatever
-heads, blocks and orders that means; then the ring of `ring` passes keys and values on, with kernels
-that skip the blocks that are not seen; one all-to-all brings the output home. Masks stay where they
-are: a rank asks for the rows of the mask that it computes, and ranks exchange counts of blocks.
-Source: db-SP, here with one exchange for its three, and plans that need not be alike in all rings.
+One uneven all-to-all takes queries, keys and values to where they are used; the ring passes keys
+and values on, with kernels that skip blocks that are not seen; one all-to-all brings the output
+home. A rank asks for the rows of the mask that it computes. (db-SP, with one exchange, not three.)
 
 Shapes: B batch, H query heads, K key-value heads, T tokens of this rank, D head width; Q query
 blocks and C key blocks of the sequence; X (head, query block) rows that a rank computes; R ring
@@ -66,7 +64,7 @@ class WholeMasks:
     digest: int  # tells others apart
 
     def __call__(self, rows: PackedRows) -> Bools:
-        """(X, C)."""
+        """Return these rows, (X, C)."""
         return self.array[rows.heads, rows.blocks]
 
 
@@ -193,7 +191,7 @@ def _misfit(
 
 
 def _checked(tables: SparseTables, masks: Bools) -> Bools:
-    """(B or 1, X, C) of what a function of the caller gave."""
+    """Check what a function of the caller gave; (B or 1, X, C)."""
     wanted = (tables.rows.heads.size, tables.plan.kv.lens.size)
     whole = (tables.batch, *wanted)
     dtype, shape = getattr(masks, "dtype", type(masks).__name__), getattr(masks, "shape", "")
@@ -206,7 +204,7 @@ def _checked(tables: SparseTables, masks: Bools) -> Bools:
 
 
 def _kept(rule: PooledRule, tables: SparseTables, q: Tensor, k: Tensor, scale: float) -> Bools:
-    """(B, X, C) what a rule keeps of the rows of this rank."""
+    """Return what a rule keeps of the rows of this rank, (B, X, C)."""
     plan, rows, batch = tables.plan, tables.rows, tables.batch
     means_q, means_k = (
         pooled(x[None, None], np.tile(lens, batch))[0, 0].unflatten(0, (batch, lens.size))
@@ -228,7 +226,7 @@ def _kept(rule: PooledRule, tables: SparseTables, q: Tensor, k: Tensor, scale: f
 def gather_counts(
     mesh: AttentionMesh | DeviceMesh, plan: SparsePlan, masks: Bools, *, by_rank: bool = False
 ) -> Ints:
-    """(H, Q, R) tokens that each query block sees, by ring rank where keys are at home.
+    """Count the tokens that each query block sees, (H, Q, R) by ring rank where keys are at home.
 
     What `SparsePlanner.plan` and `PlanReuse.after` take for the next step, the same on all ranks.
     Two all-gathers, of a number and of the counts.
@@ -246,14 +244,15 @@ def gather_counts(
     own = block_counts(masks[:1], kv_lens=plan.kv.lens, kv_of=home, ring_degree=degree)
     own = torch.from_numpy(own[0].astype(np.int64))
     counts = np.zeros((*plan.ring_of.shape, degree), dtype=np.int64)
-    for rank, found in enumerate(_gathered(as_attention_mesh(mesh).whole, own, "counts of blocks")):
+    every = _gathered(as_attention_mesh(mesh).whole, own, "counts of blocks")
+    for rank, there in enumerate(every):
         rows = plan.q_rows(rank)
-        counts[rows.heads, rows.blocks] = found.cpu().numpy()[: rows.heads.size]
+        counts[rows.heads, rows.blocks] = there.cpu().numpy()[: rows.heads.size]
     return counts
 
 
 def _gathered(group: RankGroup | None, own: Tensor, what: str) -> list[Tensor]:
-    """By rank, what each gives, with unused rows behind those of ranks that give fewer."""
+    """Gather, by rank, what each gives; unused rows follow those of ranks that give fewer."""
     if group is None:
         return [own]
     device = own.device if own.is_cuda else device_of(group)

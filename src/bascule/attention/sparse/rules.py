@@ -1,8 +1,7 @@
 """Block masks made where attention runs, from pooled queries and keys.
 
 Scores of blocks are the products of their mean queries and keys; a rule then says which blocks are
-computed. The means and the rules on them are those of SpargeAttn, without its tests of how alike
-the tokens of a block are.
+computed (SpargeAttn, without its tests of how alike the tokens of a block are).
 
 Shapes: B batch, H query heads, T tokens, D head width, N query blocks, M key blocks; block lengths
 are (N,) or (M,) integers and add up to the tokens. Masks are bool, True is computed.
@@ -18,14 +17,9 @@ from bascule.plan.checks import ints, number, whole
 
 
 def pooled(x: Tensor, lens: npt.ArrayLike) -> Tensor:
-    """(B, H, N, D) mean of the tokens of each block, in float32 (of float64 in float64).
+    """Return the mean of the tokens of each block, (B, H, N, D) in float32 (of float64 in float64).
 
-    Args:
-        x: (B, H, T, D).
-        lens: (N,) tokens of each block, at least 1.
-
-    Raises:
-        ConfigError: They do not add up to the tokens.
+    `x` is (B, H, T, D); blocks have 1 token at least.
     """
     lens_N = ints("block lengths", lens)
     if lens_N.sum() != x.shape[2] or not lens_N.all():
@@ -47,20 +41,14 @@ def pooled(x: Tensor, lens: npt.ArrayLike) -> Tensor:
 def always_computed(
     num_blocks: int, dense: npt.ArrayLike = (), *, device: torch.device | None = None
 ) -> Tensor:
-    """(N, N) the diagonal, and the rows and columns of dense blocks, such as those of text.
-
-    Args:
-        num_blocks: N.
-        dense: Indices of the dense blocks.
-        device: Of the mask.
-    """
+    """Mark (N, N) the diagonal, and rows and columns of the dense blocks, such as those of text."""
     mask = torch.eye(num_blocks, dtype=torch.bool, device=device)
     blocks = torch.as_tensor(np.asarray(dense, dtype=np.int64), device=device)
     return mask.index_fill_(0, blocks, True).index_fill_(1, blocks, True)
 
 
 def keep_top_k(scores: Tensor, num_keep: int, always: Tensor | None = None) -> Tensor:
-    """The `num_keep` highest scores of each row, those that are always computed among them.
+    """Keep the `num_keep` highest scores of each row, those that are always computed among them.
 
     Args:
         scores: (..., N, M).
@@ -79,7 +67,7 @@ def keep_top_k(scores: Tensor, num_keep: int, always: Tensor | None = None) -> T
 def keep_mass(
     scores: Tensor, mass: float, kv_lens: npt.ArrayLike, always: Tensor | None = None
 ) -> Tensor:
-    """The fewest highest scores of each row that have this share of its softmax.
+    """Keep the fewest highest scores of each row that have this share of its softmax.
 
     A key block counts once a token, as if all its keys were its mean key.
 
@@ -108,7 +96,7 @@ def keep_mass(
 
 
 def keep_density(scores: Tensor, density: float | Tensor, always: Tensor | None = None) -> Tensor:
-    """The highest scores of each head, so that this share of its blocks is computed.
+    """Keep the highest scores of each head, so that this share of its blocks is computed.
 
     Args:
         scores: (..., N, M).

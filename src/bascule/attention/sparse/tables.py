@@ -45,12 +45,12 @@ class SparseTables:
 
     @cached_property
     def rows(self) -> PackedRows:
-        """(head, query block) rows that this rank computes."""
+        """Rows (head, query block) that this rank computes."""
         return self.plan.q_rows(self.rank)
 
     @cached_property
     def kv_rows(self) -> list[PackedRows]:
-        """By ring rank, the keys that start their way there."""
+        """Keys that start their way on each ring rank."""
         degree = self.plan.ulysses_degree
         owners = range(self.rank % degree, self.plan.num_ranks, degree)
         return [self.plan.kv_rows(owner) for owner in owners]
