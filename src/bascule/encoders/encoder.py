@@ -65,7 +65,7 @@ class EncoderOptions:
     """Options of a BalancedEncoder, where the defaults do not fit.
 
     Attributes:
-        table: What the items of a call are. Default: the one for the module's class.
+        table: The items of a call. Default: the one for the module's class.
         limits: What a rank can hold: tokens, items, and bytes of what is encoded; hard.
         home_tolerance: By how much the slowest rank may take longer than in the best plan, so that
             fewer items move: those of a step that is as even as that stay. 0.02 is 2 %.
@@ -106,15 +106,12 @@ _DEFAULT = EncoderOptions()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Computed:
-    """The features that a rank computed: tensors of each item, by id, and an output as a template.
+    """The features that a rank computed."""
 
-    `unused` it computed for the others' sake; `parcels` are of the features that leave, by id.
-    """
-
-    parts: dict[int, list[Tensor]]
-    unused: list[Tensor]
-    template: Any
-    parcels: dict[int, Parcel]
+    parts: dict[int, list[Tensor]]  # of each item, by id
+    unused: list[Tensor]  # computed so that others do not wait
+    template: Any  # an output of the module
+    parcels: dict[int, Parcel]  # of the features that leave, by id
 
 
 class BalancedEncoder:
@@ -130,7 +127,7 @@ class BalancedEncoder:
 
     Attributes:
         module: The encoder, unedited.
-        last: What the last step moved and saved; None if no rank had an item.
+        last: Report of the last step, see `Encoding`; None if no rank had an item.
 
     Args:
         module: Maps items to features; plain, in DistributedDataParallel, or sharded by FSDP2. Its
@@ -175,8 +172,8 @@ class BalancedEncoder:
             if options.cluster is not None:
                 options.cluster.check_world(self._host.size)
             settings = self._settings()
-        except Exception as met:  # whatever it is, the others must not wait
-            error = met
+        except Exception as failure:  # whatever it is, the others must not wait
+            error = failure
         agree(self._host, settings, error, what="construction")
         if backend != "gloo":
             made = new_group(ranks, "features", options.timeout_s, backend=backend)
@@ -185,40 +182,27 @@ class BalancedEncoder:
     def __call__(self, items: Sequence[Item]) -> Features:
         """Encode items, each on the rank that has time.
 
-        Two small gathers; two all-to-alls where an item moves, none where that does not pay.
-
-        Args:
-            items: Those of this rank, may be empty. Each is what the module takes for one item
-                alone, by name.
-
-        Returns:
-            What the module gives for each alone, in their order. See `Features.attach`.
-
-        Raises:
-            RemoteConfigError: An item of a rank is wrong (on all ranks).
-            CommError: Encoding failed on a rank (on all ranks), or one is gone.
-            PlanError: The limits cannot be kept (on all ranks).
+        `items` are those of this rank, or none: the arguments of the module for one item alone, by
+        name. Returns the module's output for each, in their order; see `Features.attach`. Two small
+        gathers; two all-to-alls where an item moves, none where that does not pay.
         """
         return self.encode(items)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module gives for these arguments, each item by the rank that has time.
+        """Return the module's output for these arguments, each item by the rank that has time.
 
-        Tensors may have no rows. A loss of every rank must depend on what it gets, if any does.
-
-        Raises:
-            As calling with items; ConfigError: no rank has an item (on all ranks).
+        Tensors may have no rows. A loss of every rank must depend on the output, if any does.
         """
         return self.call_after(None, args, kwargs).together
 
     def call_after(self, token: Tensor | None, args: Sequence[Any], kwargs: Item) -> Features:
-        """`call`, whose backward pass comes before that of the token; item by item."""
+        """Make a `call` whose backward pass comes before that of the token; item by item."""
         items, error = list[Item](), None
         function = getattr(self._inner, self.table.method or "forward")
         try:
             items = self.table.cut(called_with(function, args, kwargs))
-        except Exception as met:  # whatever it is, the others must not wait
-            error = met
+        except Exception as failure:  # whatever it is, the others must not wait
+            error = failure
         return self.encode(items, token, error)
 
     def install(self, model: nn.Module) -> "Installed":
@@ -226,13 +210,7 @@ class BalancedEncoder:
 
         The model is not edited: while the part that holds the module computes, a stand-in is in
         the module's place. Ranks whose batch has no images, or videos, take part. Shard or wrap
-        the model before.
-
-        Returns:
-            Its `undo()` takes the encoder out again.
-
-        Raises:
-            ConfigError: The model does not contain the module.
+        the model before. `undo()` of the result takes the encoder out again.
         """
         from bascule.encoders.installed import Installed
 
@@ -249,23 +227,18 @@ class BalancedEncoder:
         inputs: Any = None,
         at_once: int = 0,
     ) -> Features:
-        """Encode items that somebody prepared.
+        """Encode items; this backward pass comes before that of `after`.
 
-        Args:
-            items: As for calling.
-            after: The token before whose backward pass this one's comes.
-            error: What this rank met while it prepared them; then all ranks raise.
-            call: What all ranks must do alike besides.
-            inputs: What the items were made of. Default: the items.
-            at_once: Most items of a call; 0: any number.
+        All ranks raise if one has an `error`, or if `call` is not the same on all. The items were
+        made of `inputs`, by default they are these; `at_once` are at most in a call, 0: any number.
         """
         self._step += 1
-        given, settings, own = self._agree(items, error, call, inputs or items, at_once)
+        all_items, settings, own = self._agree(items, error, call, inputs or items, at_once)
         self.last = None
-        if not given.lens.size:
+        if not all_items.lens.size:
             return Features([], after, None)
         plan, self.last = plan_items(
-            *(given, settings, self.cost),
+            *(all_items, settings, self.cost),
             cluster=self.options.cluster,
             limits=self.options.limits,
             home_tolerance=self.options.home_tolerance,
@@ -279,8 +252,8 @@ class BalancedEncoder:
             computed, error = _Computed({}, [], None, {}), None
             try:
                 computed = self._compute(plan, arrived)
-            except Exception as met:  # whatever it is, the others must not wait
-                error = met
+            except Exception as failure:  # whatever it is, the others must not wait
+                error = failure
             is_over = isinstance(error, STOPS_RECOMPUTING)  # for this rank; others may need more
             if error is not None and self._is_sharded and not is_over:
                 raise error  # others may wait within the module, which the note of this rank ends
@@ -302,7 +275,7 @@ class BalancedEncoder:
         return partial(self.table.length, self._inner)
 
     def _settings(self) -> dict[str, str]:
-        """Return what must be the same on all ranks when an encoder is made."""
+        """Return the settings that must be the same on all ranks when an encoder is made."""
         inner = self._inner
         names = ("limits", "cluster", "home_tolerance", "features_for", "timeout_s")
         return {name: str(getattr(self.options, name)) for name in names} | {
@@ -321,7 +294,7 @@ class BalancedEncoder:
     def _agree(
         self, items: Sequence[Item], error: Exception | None, call: str, inputs: Any, at_once: int
     ) -> tuple[Items, CallSettings, OwnItems]:
-        """Gather what all ranks give; or raise the same error on all of them."""
+        """Gather the items of all ranks; or raise the same error on all of them."""
         own, flags, compared, size = OwnItems(), 0, dict[str, str](), self._host.size
         features_for, is_shared = self.options.features_for, self.options.features_for != "owner"
         most_pieces = _PIECES_A_RANK * size if size > 1 else 1
@@ -349,8 +322,8 @@ class BalancedEncoder:
                 "gradients": f"enabled {records}, of parameters {trains}",
                 "items": contents_of(leaves_of(inputs)) if is_shared else "",
             }
-        except Exception as met:  # whatever it is, the others must not wait
-            error = met
+        except Exception as failure:  # whatever it is, the others must not wait
+            error = failure
         values = np.array([flags, at_once, *own.items.to_words()])
         gathered = self._gather("items", compared, error, values)
         self._capacity = max(self._capacity, *(words.size for words in gathered))
@@ -414,10 +387,7 @@ class BalancedEncoder:
         sizes: Sequence[Ints],
         token: Tensor | None,
     ) -> Features:
-        """Send features to the ranks that get them, and put them into the owner's order.
-
-        `sizes` are the bytes of the features that leave each rank, by id.
-        """
+        """Send features, of `sizes` from each rank by id, and put them into their items' order."""
         rank, parts = self._group.rank, dict(computed.parts)
         if token is not None:
             token = tied(token, computed.unused)

@@ -21,18 +21,15 @@ class Installed:
     In a forward pass the model calls its encoder once for each kind of items that its batch has,
     as images and videos. Ranks' batches have unlike kinds; so every rank takes part once for every
     kind, in the same order: for those that it does not have, before or after its own calls.
-
-    Attributes:
-        encodings: What the last forward pass moved, by kind; None for one that no rank had.
     """
 
     def __init__(self, encoder: "BalancedEncoder", model: nn.Module) -> None:
         self._encoder = encoder
         self._parent, self._name = _holder(model, encoder.module)
         self._kinds = encoder.table.sources
-        self._left: list[bool] = []  # of the kinds that are left: whether the model calls for it
+        self._left: list[bool] = []  # of the kinds that are left: True if the model calls for it
         self._tokens: list[Tensor | None] = []
-        self.encodings: list[Encoding | None] = []
+        self.encodings: list[Encoding | None] = []  # of the last forward pass, by kind
         self._stand_in = _StandIn(encoder.module, self)
         self._hooks = [
             self._parent.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -46,8 +43,8 @@ class Installed:
 
     def _begin(self, parent: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         parameters = inspect.signature(parent.forward).parameters
-        given = dict(zip(parameters, args, strict=False)) | kwargs
-        self._left = [given.get(kind) is not None for kind in self._kinds]
+        arguments = dict(zip(parameters, args, strict=False)) | kwargs
+        self._left = [arguments.get(kind) is not None for kind in self._kinds]
         self._tokens, self.encodings = [], []
         parent._modules[self._name] = self._stand_in
         self._take_part()
@@ -68,7 +65,7 @@ class Installed:
         return None if output is None else attach(output, tokens[-1:])
 
     def _take_part(self) -> None:
-        """Join other ranks in what they encode before this rank's next call, or after its last."""
+        """Join calls of other ranks before this rank's next one, or after its last."""
         while self._left and not self._left[0]:
             self._left.pop(0)
             self._keep(self._encoder.encode([], self._token))
@@ -83,7 +80,7 @@ class Installed:
 
     @shared("a call of a balanced encoder")
     def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return what the model gets when it calls its encoder."""
+        """Return the output that the model gets when it calls its encoder."""
         if not self._left:
             raise ConfigError(
                 f"the model calls its encoder more often than it was given {self._kinds}: name "
@@ -112,10 +109,9 @@ class _StandIn(nn.Module):
 
 
 class InPlace:
-    """Gives some methods of a pipeline's module another meaning, until `undo`.
+    """Puts `methods`, which take no `self`, in the place of those of a pipeline's module.
 
     Neither is edited: another object of the module's class, and of the same state, is in its place.
-    `methods` are called instead, by name, without `self`.
     """
 
     def __init__(
@@ -143,7 +139,7 @@ class InPlace:
 
 
 def _holder(model: nn.Module, module: nn.Module) -> tuple[nn.Module, str]:
-    """Find the part of the model that has the module, and under which name."""
+    """Find the part of the model that has the module, and the module's name there."""
     for parent in model.modules():
         for name, child in parent.named_children():
             if child is module:

@@ -1,7 +1,7 @@
-"""Items of encoders: how a call is cut into them, how long they are, and what comes of them.
+"""Items of encoders: a call cut into items, their lengths, and their features.
 
 Items lie along the first dim of all tensors of a call: one row each, as the images of a batch, or
-several, as the patches of images of unlike sizes. What comes out is cut likewise.
+several, as the patches of images of unlike sizes. Outputs are cut likewise.
 """
 
 import hashlib
@@ -37,12 +37,12 @@ class EncoderTable:
         length: Tokens of an item, from the module and the item; None: the user gives `length_fn`.
         packed: Arguments in which an item has as many rows as its size; the others have one.
         sizes: The sizes of the items of a call, from its arguments; None: all are 1.
-        method: What is called of the module, where it is not the module itself.
+        method: The method of the module that is called, where it is not the module itself.
         split: An item's pieces, at most so many, of an encoder that computes each by itself: their
             outputs one after another are those of the item. None: items stay whole.
         sources: Arguments of the model around the module that hold items; the module is called
             once for each that is there, in this order.
-        settings: What of the module must be the same on all ranks, in each call.
+        settings: Text of the module that must be the same on all ranks, in each call.
     """
 
     length: Callable[[nn.Module, Item], Length] | None = None
@@ -139,8 +139,7 @@ def of_patches(module: nn.Module, item: Mapping[str, Any]) -> tuple[int, float]:
     """Count patches of an image or a video of Qwen-VL, and pairs on the mean of all layers.
 
     Each frame attends to itself: t frames of h x w patches are t (h w)^2 pairs. Layers of
-    Qwen2.5-VL that are not in `fullatt_block_indexes` attend within windows, whose sides are
-    `window_size / patch_size` patches, the last of a row or column less.
+    Qwen2.5-VL that are not in `fullatt_block_indexes` attend within windows.
     """
     config: Any = module.config
     frames, height, width = (int(n) for n in item["grid_thw"][0].tolist())
@@ -237,10 +236,7 @@ TABLES: Mapping[str, EncoderTable] = {
 
 
 def table_of(module: nn.Module) -> EncoderTable:
-    """Find the table of a module's class, or of the nearest class that it is made from.
-
-    That of a module of no known class has one row an item in every argument, and no length.
-    """
+    """Find the table of a module's class, or of its nearest base class; else the default one."""
     for cls in type(module).__mro__:
         table = TABLES.get(f"{cls.__module__}.{cls.__qualname__}")
         if table is not None:
@@ -250,10 +246,10 @@ def table_of(module: nn.Module) -> EncoderTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnItems:
-    """Items of this rank, or pieces of them, ready to travel; each item has so many pieces."""
+    """Items of this rank, or pieces of them, ready to travel."""
 
     pieces: Sequence[Item] = ()
-    num_pieces: Sequence[int] = ()
+    num_pieces: Sequence[int] = ()  # of each item
     parcels: Sequence[Parcel] = ()
     items: Items = NO_ITEMS
 
@@ -285,9 +281,6 @@ def prepare(
     """Cut this rank's items into at most so many pieces each, and describe them.
 
     Items that do not travel get parcels without contents.
-
-    Raises:
-        ConfigError: Something is wrong with an item; names its place.
     """
     pieces, counts, parcels = list[Item](), list[int](), list[Parcel]()
     lens, pairs, forms = list[int](), list[float](), list[int]()
@@ -318,24 +311,16 @@ def prepare(
 
 
 class Features(list[Any]):
-    """The features of a rank's items, in the order in which they were given.
-
-    Attributes:
-        token: () What the backward pass of every rank must reach, or None without gradients.
-        template: An output of the module on this rank, or None if no rank had an item.
-    """
+    """The features of a rank's items, in their order."""
 
     def __init__(self, outputs: Sequence[Any], token: Tensor | None, template: Any) -> None:
         super().__init__(outputs)
-        self.token, self.template = token, template
+        self.token = token  # a scalar that every rank's backward pass must reach, with gradients
+        self.template = template  # an output of the module, or None if no rank had an item
 
     @property
     def together(self) -> Any:
-        """The output of the module for all items in one call; without rows where there are none.
-
-        Raises:
-            ConfigError: No rank has an item.
-        """
+        """The output of the module for all items in one call; without rows where there are none."""
         if self.template is None:
             raise ConfigError("no rank has an item to encode: give one on one rank at least")
         if not self:
@@ -352,7 +337,7 @@ class Features(list[Any]):
 
 
 def attach(output: Any, tokens: Sequence[Tensor | None]) -> Any:
-    """Return the same output; its backward pass lets what made the tokens take part."""
+    """Return the same output; its backward pass reaches the tokens."""
 
     def with_tokens(leaf: Tensor) -> Tensor:
         for token in tokens:
@@ -373,13 +358,9 @@ def names_digest(module: nn.Module) -> str:
 
 
 def values_digest(module: nn.Module) -> str:
-    """Digest the values of parameters and buffers, without FSDP's shards, unlike on all ranks.
-
-    From the sums of their bits as integers, which no order of adding changes: one pass over the
-    weights on their device, and one number of each to the host.
-    """
-    given = [*module.parameters(), *module.buffers()]
-    return _values([x for x in given if not isinstance(x, DTensor) and not x.is_meta])
+    """Digest the values of parameters and buffers, without FSDP's shards, unlike on all ranks."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return _values([x for x in tensors if not isinstance(x, DTensor) and not x.is_meta])
 
 
 def contents_of(tensors: Sequence[Tensor]) -> str:
@@ -389,6 +370,7 @@ def contents_of(tensors: Sequence[Tensor]) -> str:
 
 
 def _values(tensors: Sequence[Tensor]) -> str:
+    """Digest the sums of bits as integers, which no order of adding changes."""
     parts = [part for x in tensors for part in _plain(x.detach()) if part.numel()]
     sums = [_bits(part).sum(dtype=torch.int64).cpu() for part in parts]
     return _digest(repr([int(one) for one in sums]))

@@ -1,4 +1,4 @@
-"""Plans of items: which rank encodes which; numpy only, the same answer on every rank."""
+"""Plans of items over the ranks that encode them; numpy only, the same on every rank."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,24 +20,16 @@ Trip = tuple[Ints, Ints, Ints]
 
 @dataclass(frozen=True, slots=True)
 class CallSettings:
-    """The settings of a call, alike on all ranks.
-
-    Attributes:
-        num_ranks: Number of ranks.
-        num_getting: 0 where each rank gave items of its own, and gets their features. Else all
-            ranks gave the same ones, and so many, the first ones, get the features.
-        items_need_gradient: An item of some rank requires a gradient.
-        needs_gradient: An item or a parameter does.
-        at_once: Most items of one call of the module; None: any number.
-        is_aligned: Every rank makes as many calls, as under FSDP.
-    """
+    """The settings of a call, alike on all ranks."""
 
     num_ranks: int
+    # The first ranks that get the features, where all ranks have the same items. 0: each rank has
+    # items of its own, and gets their features.
     num_getting: int = 0
-    items_need_gradient: bool = False
-    needs_gradient: bool = False
-    at_once: int | None = None
-    is_aligned: bool = False
+    items_need_gradient: bool = False  # those of some rank do
+    needs_gradient: bool = False  # an item or a parameter does
+    at_once: int | None = None  # most items of one call of the module; None: any number
+    is_aligned: bool = False  # every rank makes as many calls, as under FSDP
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,27 +37,15 @@ class Encoding:
     """The items that a step of a balanced encoder moved, or why none.
 
     Gain, seconds and bytes are those of the plan that was weighed, also where its items then stay.
-
-    Attributes:
-        num_items: Items of all ranks.
-        num_moved: Those that another rank than their owner encoded; all of those that all ranks
-            gave.
-        loads_as_given: Cost of the items of each rank, as they were given.
-        loads: Cost of the items that each rank encoded: in seconds if the encoder was given a
-            cluster, else in the unit of its cost model.
-        gain_s: Seconds by which the slowest rank ends earlier, the backward pass included; None
-            without a cluster, or where there was no better plan.
-        exchange_s: Seconds that the exchanges take more than without moving; None likewise.
-        exchange_bytes: Bytes that all ranks together send more than without moving.
     """
 
-    num_items: int
-    num_moved: int
-    loads_as_given: tuple[float, ...]
-    loads: tuple[float, ...]
-    gain_s: float | None = None
-    exchange_s: float | None = None
-    exchange_bytes: int = 0
+    num_items: int  # of all ranks
+    num_moved: int  # to another rank than their owner; all, where all ranks have the same items
+    loads_as_given: tuple[float, ...]  # cost of the items of each rank, before any moves
+    loads: tuple[float, ...]  # as encoded; in seconds with a cluster, else in the cost model's unit
+    gain_s: float | None = None  # of the slowest rank, backward pass included; None without a price
+    exchange_s: float | None = None  # more than without moving; None without a price
+    exchange_bytes: int = 0  # of all ranks, more than without moving
 
     @property
     def loaded(self) -> float:
@@ -94,15 +74,12 @@ class Encoding:
 
 @dataclass(frozen=True, eq=False)
 class ItemPlan:
-    """The rank (n,) that encodes each item, and the calls of the module on each rank.
-
-    `owner` (n,) is the rank that gave an item, and gets its features; -1 where all ranks gave it.
-    """
+    """The rank that encodes each item, and the calls of the module on each rank."""
 
     items: Items
     settings: CallSettings
-    owner: Ints
-    rank_of: Ints
+    owner: Ints  # (n,) rank that has an item, and gets its features; -1 where all ranks have it
+    rank_of: Ints  # (n,) rank that encodes it
 
     @cached_property
     def passes(self) -> list[list[ForwardPass]]:
@@ -117,7 +94,7 @@ class ItemPlan:
         )
 
     def first(self, rank: int) -> int:
-        """Return the id of the first item that a rank gave, if it gave any."""
+        """Return the id of the first item that a rank has, if it has any."""
         return int(np.argmax((self.owner == rank) | (self.owner < 0))) if self.owner.size else 0
 
     @cached_property
@@ -127,14 +104,14 @@ class ItemPlan:
 
     @cached_property
     def brought(self) -> Trip:
-        """The items that leave the rank that gave them."""
+        """The items that leave their owner."""
         ids, dest = _by_rank(self.needed)
         source = self.owner[ids]
         away = (source != dest) & (source >= 0)
         return ids[away], source[away], dest[away]
 
     def wanted(self, rank: int) -> Ints:
-        """Return ids of the items whose features a rank gets."""
+        """Return the ids of the items whose features a rank gets."""
         num = self.settings.num_getting
         return np.flatnonzero((self.owner < 0) & (rank < num) if num else self.owner == rank)
 
@@ -154,7 +131,7 @@ class ItemPlan:
     def exchange(self, cluster: Cluster) -> tuple[float, int]:
         """Return seconds and bytes of all exchanges of a step: items, features, their gradients.
 
-        Features count as many bytes as their item, as their size is not known yet.
+        The features of an item count as many bytes as the item: their size is still open.
         """
         seconds, num_bytes = 0.0, 0.0
         for times, (ids, source, dest) in (
@@ -174,7 +151,7 @@ def _by_rank(ids: list[Ints]) -> tuple[Ints, Ints]:
 
 
 def _exchange_seconds(cluster: Cluster, source: Ints, dest: Ints, num_bytes: Floats) -> float:
-    """Seconds of an all-to-all of items, until the busiest rank has sent and got its bytes."""
+    """Return the seconds of an all-to-all, until the busiest rank has sent and got its bytes."""
     is_near = source // cluster.ranks_per_node == dest // cluster.ranks_per_node
     each = cluster.wire_seconds(num_bytes * is_near, num_bytes * ~is_near)
     busiest = max(np.bincount(ends, each).max(initial=0.0) for ends in (source, dest))
@@ -182,7 +159,7 @@ def _exchange_seconds(cluster: Cluster, source: Ints, dest: Ints, num_bytes: Flo
 
 
 def step_factor(has_backward: bool) -> float:
-    """Seconds of an encoder in a step, in those of its forward pass."""
+    """Return the seconds of an encoder in a step over those of its forward pass."""
     return WITHOUT_RECOMPUTING.linear if has_backward else 1.0
 
 
@@ -197,12 +174,8 @@ def plan_items(
 ) -> tuple[ItemPlan, Encoding]:
     """Spread items over ranks by cost, so that the slowest rank ends early, where that pays.
 
-    Of the plans that are as good as `home_tolerance` allows, the one that moves the fewest tokens.
     With a cluster, items stay where they are if the slowest rank gains no more than the exchanges
     take; without one, moving is taken to pay.
-
-    Raises:
-        ConfigError: The cost model is wrong. PlanError: The limits cannot be kept.
     """
     num_ranks, is_shared = settings.num_ranks, settings.num_getting > 0
     costs = _costs(items, cost, cluster)
@@ -243,10 +216,10 @@ def _keeps(limits: Limits, items: Items, num_ranks: int) -> bool:
 
 
 def _costs(items: Items, cost: Cost, cluster: Cluster | None) -> Floats:
-    """(n,) cost of each: seconds on the cluster, or without one the unit of the model."""
-    is_known = items.pairs >= 0
-    pairs = np.where(is_known, items.pairs, items.lens.astype(np.float64) ** 2)
-    known = pairs if is_known.any() else None
+    """Return the cost (n,) of each: seconds on the cluster, or without one the model's unit."""
+    pairs, is_counted = None, items.pairs >= 0
+    if is_counted.any():
+        pairs = np.where(is_counted, items.pairs, items.lens.astype(np.float64) ** 2)
     if cluster is None:
-        return evaluate(cost, items.lens, known)
-    return cluster.compute_seconds(cost, items.lens, known)
+        return evaluate(cost, items.lens, pairs)
+    return cluster.compute_seconds(cost, items.lens, pairs)

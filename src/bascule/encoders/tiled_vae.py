@@ -1,8 +1,8 @@
 """TiledVAE: the tiles of a VAE's images and videos are computed by the ranks that have time.
 
-The model itself cuts an image into tiles and blends them. It runs twice, with something else in
-the place of its encoder, or decoder: first one that notes what it is called with and gives nothing,
-and at the end one that gives what the ranks computed. Between the two, a tile is a list of calls.
+The model itself cuts an image into tiles and blends them. It runs twice, with a stand-in for its
+encoder, or decoder: the first notes its calls and returns nothing, the second returns the tiles
+that the ranks computed meanwhile. Between the two, a tile is a list of calls.
 """
 
 import copy
@@ -77,27 +77,16 @@ class TiledVAE:
         return self._tiles.last
 
     def encode(self, x: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Return what `vae.encode` gives with its tiles.
+        """Return the output of `vae.encode` of x (B, C, .., H, W), made of tiles; B may be 0.
 
-        Three small gathers; an all-to-all where tiles move, and one of what was made of them.
-
-        Args:
-            x: (B, C, .., H, W), B may be 0; or several of unlike sizes, also none.
-            args: Further arguments of `vae.encode`, as `return_dict`.
-            kwargs: Likewise.
-
-        Returns:
-            The model's output; several of them as `Features`, if several were given. With
-            gradients, a rank that gave none lets its loss take part by their `attach`.
-
-        Raises:
-            ConfigError: Something is wrong here. RemoteConfigError: on another rank.
-            CommError: A tile failed on a rank (on all ranks), ranks disagree, or one is gone.
+        A sequence of tensors of unlike sizes, also an empty one, gives `Features`, one output each.
+        With gradients, a rank without samples lets its loss take part by their `attach`. Three
+        small gathers; an all-to-all where tiles move, and one of their results.
         """
         return self._run("encode", x, args, kwargs)
 
     def decode(self, z: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Return what `vae.decode` gives with its tiles; as `encode`, of latents."""
+        """Return the output of `vae.decode` of latents, made of tiles; as `encode`."""
         return self._run("decode", z, args, kwargs)
 
     def install(self, pipeline: Any) -> InPlace:
@@ -110,26 +99,26 @@ class TiledVAE:
 
     @shared("a call of a TiledVAE")
     def _run(
-        self, way: str, given: Tensor | Sequence[Tensor], args: tuple[Any, ...], kwargs: Item
+        self, way: str, x: Tensor | Sequence[Tensor], args: tuple[Any, ...], kwargs: Item
     ) -> Any:
-        is_one = isinstance(given, Tensor)
+        is_one = isinstance(x, Tensor)
         samples, tiles, empty = list[Tensor](), list[Item](), list[Any]()
         error = None
         try:
-            samples = [given] if isinstance(given, Tensor) else list(given)
-            for x in samples:
-                own, output = noted(self.vae, way, x, *args, **kwargs)
+            samples = [x] if isinstance(x, Tensor) else list(x)
+            for sample in samples:
+                own, output = noted(self.vae, way, sample, *args, **kwargs)
                 tiles += own
                 empty.append(mapped(output, lambda leaf: leaf[:0]))
-        except Exception as met:  # whatever it is, the others must not wait
-            error = met
+        except Exception as failure:  # whatever it is, the others must not wait
+            error = failure
         most = max(map(len, samples), default=0)  # as many as the model itself has in a call
         features = self._tiles.encode(tiles, None, error, call=way, inputs=samples, at_once=most)
         answers, is_mine = deque[Tensor](features), bool(features)
         features.clear()
         outputs = list[Any]()
-        for x, nothing in zip(samples, empty, strict=True):
-            rows = x.split(1) if is_mine and len(x) else ()
+        for sample, nothing in zip(samples, empty, strict=True):
+            rows = sample.split(1) if is_mine and len(sample) else ()
             own = [answered(self.vae, answers, way, one, *args, **kwargs) for one in rows]
             outputs.append(joined(own) if own else nothing)
         if is_one:
@@ -154,8 +143,8 @@ class TileCalls(nn.Module):
     def forward(self, part: str, calls: Sequence[Item], **tensors: Tensor) -> Tensor:
         """Call the "encoder" or "decoder" several times; join outputs along time: (1, C, .., h, w).
 
-        Tensors of a call come as "NUMBER.NAME", its first argument without a name; what else it
-        takes is in `calls`. The cache of the first one is for all.
+        Tensors of a call come as "NUMBER.NAME", its first argument without a name; its other
+        arguments are in `calls`. The cache of the first one is for all.
         """
         module, own = getattr(self.vae, part), copy.deepcopy(list(calls))
         for name, x in tensors.items():
@@ -172,7 +161,7 @@ class TileCalls(nn.Module):
 
 
 def settings_of(calls: nn.Module) -> str:
-    """Describe what ranks' VAEs must have in common besides their weights."""
+    """Describe the settings that VAEs of all ranks must have in common."""
     vae: Any = calls.vae
     name = type(vae).__name__
     parts = getattr(vae, "_modules", {})
@@ -198,10 +187,9 @@ def settings_of(calls: nn.Module) -> str:
 
 
 def pixels_of(calls: nn.Module, tile: Mapping[str, Any]) -> int:
-    """Count the pixels, or latents, that a tile is made of: its convolutions take as long as these.
+    """Count the pixels, or latents, of a tile: its convolutions take as long as these.
 
-    A causal decoder makes one frame of the first latent, and of each of the others as many as it
-    upsamples time by.
+    A causal decoder makes one frame of the first latent, and several of each of the others.
     """
     vae: Any = calls.vae
     firsts = [x for name, x in tile.items() if name.endswith(".")]
@@ -212,10 +200,7 @@ def pixels_of(calls: nn.Module, tile: Mapping[str, Any]) -> int:
 
 
 def noted(vae: nn.Module, way: str, x: Tensor, *args: Any, **kwargs: Any) -> tuple[list[Item], Any]:
-    """Return the tiles that the model makes of samples (B, C, .., H, W), and its output of none.
-
-    `way` is "encode" or "decode".
-    """
+    """Return the tiles that the model makes of samples (B, C, .., H, W), and its output of none."""
     tiles: list[Item] = []
     output = None
     for sample in x.split(1) if len(x) else [x]:
@@ -234,7 +219,7 @@ def noted(vae: nn.Module, way: str, x: Tensor, *args: Any, **kwargs: Any) -> tup
 def answered(
     vae: nn.Module, answers: deque[Tensor], way: str, sample: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Return what the model makes of a sample, with its tiles computed: takes them from answers."""
+    """Return the model's output of a sample, with tiles from the answers."""
     return getattr(_Answers(vae, way, answers).model, way)(sample, *args, **kwargs)
 
 
@@ -242,9 +227,9 @@ def _as_item(part: str, calls: Sequence[Item]) -> Item:
     """Return a tile that can travel."""
     tensors, plain = Item(), list[Item]()
     for number, call in enumerate(calls):
-        given = {name: x for name, x in call.items() if isinstance(x, Tensor)}
-        tensors |= {f"{number}.{name}": x for name, x in given.items()}
-        left_out = given.keys() | ({_CACHE, _HANDED} if number else set())
+        own = {name: x for name, x in call.items() if isinstance(x, Tensor)}
+        tensors |= {f"{number}.{name}": x for name, x in own.items()}
+        left_out = own.keys() | ({_CACHE, _HANDED} if number else set())
         plain.append({name: value for name, value in call.items() if name not in left_out})
     for x in tensors.values():
         if not x.numel():
@@ -256,10 +241,10 @@ def _as_item(part: str, calls: Sequence[Item]) -> Item:
 
 
 class _InPlace(nn.Module):
-    """Stands in for a VAE's encoder, or decoder, within a copy of the VAE around it.
+    """Stands in for a VAE's encoder, or decoder, within `model`, a copy of the VAE that tiles.
 
-    The copy, `model`, tiles. It has the model's modules and settings, and its own state: the model
-    is left alone. Models count the layers of `real`, the part that it stands for.
+    The copy has the VAE's modules and settings, and its own state: the VAE is left alone. Models
+    count the layers of `real`, the part that this stands for.
     """
 
     def __init__(self, vae: nn.Module, way: str) -> None:
@@ -277,13 +262,13 @@ class _InPlace(nn.Module):
         self._hands = _HANDED in inspect.signature(type(self.real).forward).parameters
 
     def _begins(self, call: Item) -> bool:
-        """True if a call begins a tile: it is given nothing of the call before."""
+        """True if a call begins a tile: it takes nothing of the call before."""
         if self._hands:
             return _HANDED not in call
         before, self._cache = self._cache, call.get(_CACHE)
         return self._cache is None or self._cache is not before
 
-    def _given(self, x: Tensor) -> Any:
+    def _output(self, x: Tensor) -> Any:
         """Return an output in the form of the real part's."""
         return (x, {}) if self._hands else x
 
@@ -306,7 +291,7 @@ class _Around(nn.Module):
 
 
 class _Notes(_InPlace):
-    """Notes the calls of every tile. Of what it gives nothing can be blended: no rows of pixels."""
+    """Notes the calls of every tile, and returns outputs without pixels: nothing to blend."""
 
     def __init__(self, vae: nn.Module, way: str) -> None:
         super().__init__(vae, way)
@@ -318,7 +303,7 @@ class _Notes(_InPlace):
             self.tiles.append([])
         self.tiles[-1].append(call)
         halves = 2 * x.shape[1]  # those of moments
-        return self._given(x.new_empty(len(x), halves, *x.shape[2:-2], 0, 0))
+        return self._output(x.new_empty(len(x), halves, *x.shape[2:-2], 0, 0))
 
 
 class _Answers(_InPlace):
@@ -330,7 +315,7 @@ class _Answers(_InPlace):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self._begins(self._named(args, kwargs)):
-            return self._given(self._rest)
+            return self._output(self._rest)
         tile = self._left.popleft()
         self._rest = tile.new_empty(*tile.shape[:2], 0, *tile.shape[3:])
-        return self._given(tile)
+        return self._output(tile)
