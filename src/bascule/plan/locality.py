@@ -66,9 +66,8 @@ def node_shares(topology: Topology, cluster: Cluster) -> Floats:
 def bring_home(decision: Decision, source: Source, tolerance: float | None) -> Decision:
     """Change the earliest plan so that fewer tokens leave home.
 
-    A tolerance of 0.01 accepts a makespan 1 % above the one found; 0 moves nothing where the batch
-    as loaded ends as early; None only relabels equal bags, and moves nothing where it ends as early
-    and is as even.
+    A tolerance of 0.01 accepts a makespan 1 % later; 0 moves nothing where the batch as loaded ends
+    as early; None only relabels equal bags, and moves nothing where it is as early and as even.
     """
     problem = decision.problem
     if not source.lens.size or problem.num_bins == 1:

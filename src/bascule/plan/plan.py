@@ -204,17 +204,11 @@ class Plan:
         return self.chunks.bag_lens(rank)
 
     def route(self, rank: int) -> Route:
-        """Return the part of `rank` in the exchange to the compute layout; `.inverse()` restores.
-
-        O(num_seqs + chunks and tokens of the rank).
-        """
+        """Return a rank's part in the exchange to the compute layout; `.inverse()` restores."""
         return self.chunks.route(rank, self.source_ranks)
 
     def context_route(self, rank: int) -> Route:
-        """Return the part of `rank` in bringing each context to all ranks of its sequence's bag.
-
-        O(num_seqs + contexts of the rank). Contexts of no tokens where it was planned without any.
-        """
+        """Return a rank's part in bringing each context to all ranks of its sequence's bag."""
         source, bags = self.source_ranks, self.bag_of
         lens = np.zeros_like(self.seq_lens) if self.context_lens is None else self.context_lens
         first = cumulative(lens)[:-1]

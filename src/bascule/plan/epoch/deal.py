@@ -362,10 +362,9 @@ def _filled(bin_of: Ints, costs: Floats, num_bins: int, least: int) -> Ints:
 def split_by_room(costs: Floats, shape: StepShape, *, even_counts: bool) -> list[Ints]:
     """Samples of each microbatch: filled one after the other, from what is longest.
 
-    Each rank gets the longest sample that is left, and then such samples as bring it to the
-    level that the microbatch needs: the longest sample with its company, or the mean of what is
-    left if that is more. Microbatches get as many samples each as can be; or, where counts may
-    differ, at least one a rank. O(n) searches in a sorted list, n the samples of the step.
+    Each rank gets the longest sample that is left, and then such samples as bring it to the level
+    that the microbatch needs: the longest sample with its company, or the mean of what is left if
+    that is more. Where counts may differ, microbatches get at least one sample a rank.
     """
     order = np.argsort(costs, kind="stable")
     pool, num_ranks = _Pool(order.tolist(), costs[order].tolist()), shape.num_ranks

@@ -53,7 +53,7 @@ def mean_bound(problem: Problem) -> float:
 def counting_bound(problem: Problem) -> float:
     """The k longest items need k places: longest item on the fastest bin, and pigeonhole.
 
-    Until time t a bin of speed s completes at most ``floor(s t / w)`` items of cost w or more. So
+    Until time t a bin of speed s completes at most `floor(s t / w)` items of cost w or more. So
     the k longest items, the shortest of which costs w_k, need t = w_k q_k, where q_k is the k-th
     smallest of all numbers j / s_b (j = 1, 2, ..). For k = 1 this is the longest item on the
     fastest bin. O(n log n).
@@ -85,7 +85,7 @@ def pigeonhole_bound(problem: Problem) -> float:
 def surplus_bound(problem: Problem) -> float:
     """Other bins must take what bins with few items cannot, for identical bins.
 
-    With n items in m bins, at least ``x = m - floor(n / (k + 1))`` bins have at most k items. Any x
+    With n items in m bins, at least `x = m - floor(n / (k + 1))` bins have at most k items. Any x
     of them hold at most the k x longest items, and the other m - x bins the rest. It beats the
     mean where bins hold two or three items; only k near n / m can. Items that cost nothing do not
     count. O(n).
@@ -152,7 +152,7 @@ def threshold_bound(problem: Problem) -> float:
     For a split of the bins at a speed, let t_i be the time that item i needs on the best slow bin
     (infinite where its size fits none), sorted in descending order. At a makespan T < t_j the
     first j + 1 items run on the fast bins, which pool. So T is at least the smallest
-    ``max(t_j, time of the fast bins for the first j items)``, over j. O(n log n) per speed.
+    `max(t_j, time of the fast bins for the first j items)`, over j. O(n log n) per speed.
     """
     speeds = np.unique(problem.speeds)
     return max((_split_bound(problem, speed) for speed in speeds[1:]), default=0.0)
@@ -205,7 +205,7 @@ def _pooled(work: float, speeds: Floats, carried: Floats) -> float:
 
 
 def _slot_times(speeds: Floats, num_slots: int) -> Floats:
-    """The ``num_slots`` smallest of all numbers j / s_b, j = 1, 2, .., in ascending order."""
+    """The `num_slots` smallest of all numbers j / s_b, j = 1, 2, .., in ascending order."""
     # In time t the bins hold between t sum(s) - m and t sum(s) slots: enough at (n + m) / sum(s).
     horizon = (num_slots + speeds.size) / float(speeds.sum())
     counts = np.minimum(np.ceil(speeds * horizon), num_slots).astype(np.int64)
@@ -226,7 +226,7 @@ def _split_bound(problem: Problem, fast_speed: float) -> float:
 
 
 def _best_times(problem: Problem, among: np.ndarray) -> Floats:
-    """Earliest completion of each item, alone, on the bins ``among`` that can hold it."""
+    """Earliest completion of each item, alone, on the bins `among` that can hold it."""
     best = np.full(problem.num_items, np.inf)
     alike = np.stack([problem.speeds, *problem.room])
     kinds = np.unique(alike[:, among], axis=1) if problem.limited else np.unique(alike[:, among])
@@ -239,7 +239,7 @@ def _best_times(problem: Problem, among: np.ndarray) -> Floats:
 
 
 def _cheapest(costs: Floats, sizes: Floats, size: float) -> float:
-    """Least cost of fractions of items whose sizes add up to ``size``."""
+    """Least cost of fractions of items whose sizes add up to `size`."""
     if size <= 0.0:
         return 0.0
     used = np.flatnonzero(sizes > 0.0)

@@ -235,9 +235,8 @@ def _missed(problem: Problem, closest: Ints) -> str:
 def near_home(problem: Problem, bin_of: Ints, homes: Homes) -> tuple[Ints, str]:
     """Bring items to their preferred bins, with no bin later than the ceiling; and say how, or "".
 
-    First every item is put into its preferred bin, and bins that are then too late are repaired by
-    the cheapest moves and swaps. If that fails, the search starts from `bin_of`, with equal bins
-    renamed so that more items are where they prefer to be.
+    Late bins are repaired from everything at home; if that fails, the search starts from `bin_of`,
+    with equal bins renamed so that more items are at home.
     """
     relabelled = relabel(problem, bin_of, homes)
     home, name = np.where(homes.bins >= 0, homes.bins, bin_of), "everything at home, improved"
@@ -345,7 +344,7 @@ def by_speed(problem: Problem, *, fill_first: bool) -> Ints:
 
     LPT by completion time; with `fill_first` the greedy of KnapFormer: among the bins whose
     remaining share of the total work holds the item, the one that is filled least; if there is
-    none, the one that completes the item first.
+    none (the paper has no rule), the one that completes the item first.
     """
     total = problem.work.sum() + problem.carried_work.sum()
     ceiling = float(total / problem.speeds.sum())

@@ -28,8 +28,7 @@ class Problem:
     """Items with costs, bins with speeds, and what a bin can hold.
 
     An item may have another cost on each *kind* of bin (unrelated machines); in most problems all
-    bins are of one kind. Costs and carried times are the caller's numbers; work and carried work
-    are the same as whole numbers of units.
+    bins are of one kind. Work is costs, and carried work carried times, in whole units.
     """
 
     speeds: Floats  # (bins,) work per unit of time

@@ -246,7 +246,7 @@ class Pairing:
 def _pair(score: Score, state: State, *, alone: bool) -> Pairing | None:
     """Bins above a limit with those below; without any, late bins with early ones.
 
-    With ``alone``, only the worst bin, and without excess with all bins that complete earlier.
+    With `alone`, only the worst bin, and without excess with all bins that complete earlier.
     """
     problem = score.problem
     times = state.work / problem.speeds
@@ -330,7 +330,7 @@ def _in_twos(singles: Groups) -> Groups:
 
 
 def _sample(slot: Ints, most: int) -> Ints:
-    """Indices of at most ``most`` evenly spaced entries of each slot; slots ascend."""
+    """Indices of at most `most` evenly spaced entries of each slot; slots ascend."""
     counts = np.bincount(slot)
     within = np.arange(slot.size) - (np.cumsum(counts) - counts)[slot]
     span = np.maximum(counts, most)[slot]
@@ -449,7 +449,7 @@ def _bring_home(score: Score, state: State) -> State:
 
 
 def _wishes(score: Score, bin_of: Ints, start: int) -> tuple[Ints, Ints, int] | None:
-    """Items, those with most to gain first, and bins that are better for them; from ``start`` on.
+    """Items, those with most to gain first, and bins that are better for them; from `start` on.
 
     As many as a round affords, and where the next window starts; None at the end.
     """

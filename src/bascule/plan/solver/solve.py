@@ -113,11 +113,7 @@ def assign(
 
 
 def knapsack(costs: Floats, speeds: Floats, carried: Floats) -> Assignment:
-    """The greedy of KnapFormer (section 3.3), a baseline for `assign`: no search, no limits.
-
-    Longest first, each item to the least occupied bin whose remaining capacity suffices; where none
-    does (the paper has no rule), to the bin that completes it first.
-    """
+    """Assign by the greedy of KnapFormer (section 3.3), a baseline for `assign`; see `by_speed`."""
     problem = build_problem(costs, speeds, carried=carried)
     bin_of = by_speed(problem, fill_first=True)
     solution = Solution.of(problem, "knapsack", bin_of)

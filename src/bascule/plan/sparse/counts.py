@@ -32,7 +32,7 @@ def block_counts(
     kv_of: npt.ArrayLike | None = None,
     ring_degree: int = 1,
 ) -> Ints:
-    """Count the keys that each query block of each head sees, by the ring rank that has them.
+    """Count the keys (H, Q, R) that a query block of a head sees, by the ring rank that has them.
 
     Ranks send each other these counts instead of masks: each counts for the query blocks it has.
 
@@ -41,9 +41,6 @@ def block_counts(
         kv_lens: (K,) tokens of each key block. Default: 1 each, so that blocks are counted.
         kv_of: (K,) ring rank of each key block. Default: all on rank 0.
         ring_degree: R.
-
-    Returns:
-        (H, Q, R).
     """
     masks, ring_degree = check_masks(masks), whole("ring_degree", ring_degree, 1)
     num_blocks = masks.shape[2]
@@ -149,12 +146,10 @@ def coupled_ends(tiles: Floats) -> Floats:
 
 
 def barrier_imbalance(tiles: Floats) -> float:
-    """Return rho of db-SP on a mesh, as its public code has it, from (U, R, R) tiles.
+    """Return rho of db-SP from (U, R, R) tiles, as for `sparse_imbalance`.
 
-    Max over rings of the sum over rounds of the slowest rank's work, over the mean work of a rank.
-    With R = 1 it is equation 2, with U = 1 equation 3; 1 where nothing is to do. With both above 1
-    it is not equation 1 taken literally, by which all ranks would wait for each other after every
-    round: here those of a ring do, and rings wait for each other at the end only.
+    Max over rings of the sum over rounds of the slowest rank's work, over the mean work of a rank;
+    1 where nothing is to do.
     """
     return _over_mean(barrier_ends(tiles), tiles)
 

@@ -80,9 +80,9 @@ def _cut(counts: Floats, rank_of: Ints, loads: Floats, limit: float) -> None:
 
 
 def _piece(counts: Floats, amount: float) -> tuple[int, Ints]:
-    """Return the last query blocks of the heaviest head that do not pass the amount of work.
+    """Return the last query blocks of the heaviest head with one that does not pass the amount.
 
-    Of the next head where the last block of this one passes it; the lightest block where all do.
+    Where the last block of each head does, the lightest block of all.
     """
     for head in np.argsort(-counts.sum(axis=1), kind="stable").tolist():
         blocks = np.flatnonzero(counts[head])[::-1]

@@ -58,32 +58,23 @@ class Travel:
         pairs = (source.astype(np.int64) * num_ranks + dest).ravel()
         return sums_by(pairs, lens[runs].ravel(), num_ranks**2).reshape(num_ranks, num_ranks)
 
-    def pieces(
-        self, rank: int, num_ranks: int, copies: int, base: Ints
-    ) -> tuple[Ints, Ints, Ranks, Ranks]:
-        """Return (P,) first rows at home, numbers of rows, ranks that have and ranks that get them.
-
-        The tensors, `copies` alike one after another, begin at row `base` (num_ranks,) of each
-        rank.
-        """
-        offsets, tokens = self.layout.offsets(num_ranks)
-        if self.layout.order is not None:
-            offsets = ranges(offsets, self.layout.lens)
-        lens, runs, source, dest = self.runs()
-        row, place = np.nonzero((source == rank) | (dest == rank))
-        source, dest, run = source[row, place], dest[row, place], runs[row, place]
-        heads = np.arange(copies)[:, None] * self.num_heads + self.heads[row]
-        start = heads * tokens[source] + (base[source] + offsets[run])
-        lens = np.tile(lens[run], copies)
-        return start.ravel(), lens, np.tile(source, copies), np.tile(dest, copies)
-
 
 def route_of(travels: Sequence[tuple[Travel, int]], rank: int, num_ranks: int) -> Route:
     """Return one rank's part in the exchange of several tensors, each with a number of copies."""
-    parts, base = list[tuple[Ints, Ints, Ranks, Ranks]](), np.zeros(num_ranks, np.int64)
+    parts = list[tuple[Ints, Ints, Ranks, Ranks]]()
+    base = np.zeros(num_ranks, np.int64)  # first row of a tensor on each rank
     for travel, copies in travels:
-        parts.append(travel.pieces(rank, num_ranks, copies, base))
-        base = base + copies * travel.num_heads * travel.layout.offsets(num_ranks)[1]
+        offsets, tokens = travel.layout.offsets(num_ranks)
+        if travel.layout.order is not None:
+            offsets = ranges(offsets, travel.layout.lens)
+        lens, runs, source, dest = travel.runs()
+        row, place = np.nonzero((source == rank) | (dest == rank))
+        source, dest, run = source[row, place], dest[row, place], runs[row, place]
+        heads = np.arange(copies)[:, None] * travel.num_heads + travel.heads[row]
+        start = heads * tokens[source] + (base[source] + offsets[run])
+        columns = (np.tile(column, copies) for column in (lens[run], source, dest))
+        parts.append((start.ravel(), *columns))
+        base = base + copies * travel.num_heads * tokens
     start, lens, source, dest = (np.concatenate(part) for part in zip(*parts, strict=True))
     return Route.of_items(source, dest, lens, rank, num_ranks, starts=start)
 
@@ -221,9 +212,8 @@ class SparsePlan:
         """Return one rank's part in the exchange of q, k and v from home to where they are used.
 
         Rows are those of q (batch, H, tokens, D), then of k and of v (batch, num_kv_heads, tokens,
-        D), on both sides; what arrives lies by tensor, batch item, head and block, as `q_rows` and
-        `kv_rows` list it. Keys of heads that are in several rings are sent to each: then the
-        exchange has no inverse, and rows may have several gradients.
+        D); they arrive by tensor, batch item, head and block, as in `q_rows` and `kv_rows`. Keys
+        that several rings need are sent to each: such an exchange has no inverse.
         """
         travels = ((self._q_travel, batch), (self._kv_travel, 2 * batch))
         return route_of(travels, rank, self.num_ranks)
