@@ -124,7 +124,7 @@ def check_name(name: str) -> None:
 
 
 def _parts(name: str) -> tuple[str, str]:
-    """Module and function."""
+    """Split the name into module and function."""
     module_name, _, path = name.partition(":")
     if not all(part.isidentifier() for part in [*module_name.split("."), *path.split(".")]):
         raise ConfigError(

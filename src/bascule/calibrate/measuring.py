@@ -63,7 +63,6 @@ class Measured:
     seconds: Floats  # (rounds, N, P)
     device: str  # its name on this rank
     memory_bytes: float | None  # of a rank; None: not known
-    num_hosts: int  # machines of the ranks
     d_model: int  # width of the block
     settings: str  # what was timed, in words
     attention: AttentionLatency | None  # of block-sparse calls, if they were timed
@@ -107,7 +106,6 @@ def measure(
         rounds,
         device_name(device),
         None if own is None else own / sharing,
-        len(set(hosts)),
         options.on(device.type, "d_model"),
         _in_words(options, group, device),
         attention,
@@ -191,11 +189,11 @@ def _run(functions: Sequence[Callable[[], object]]) -> None:
 
 
 def _hosts(group: RankGroup) -> list[str]:
-    """(N,) name of the machine of each rank. One all-gather."""
+    """Return the (N,) names of the machines of the ranks. One all-gather."""
     name = socket.gethostname().encode()[:64].ljust(64, b"\0")
     own = torch.frombuffer(bytearray(name), dtype=torch.uint8)
-    found = all_gather(group, "all_gather (calibrate, hosts)", own)
-    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in found]
+    names = all_gather(group, "all_gather (calibrate, hosts)", own)
+    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in names]
 
 
 def _messages(
@@ -246,13 +244,13 @@ def _attention(group: RankGroup, options: CalibrateOptions, device: torch.device
 
 
 def _round(group: RankGroup, device: torch.device, probes: list[Probe]) -> Floats:
-    """(N, P) seconds; of what is short those of the quickest of several times, on all ranks."""
+    """Return (N, P) seconds; of short probes those of the quickest of several times."""
     seconds = time_round(group, device, probes)
-    is_short = np.array([probe.kind != PASS for probe in probes])
-    short = [probe for probe in probes if probe.kind != PASS]
+    places = [place for place, probe in enumerate(probes) if probe.kind != PASS]
     for _ in range(_MORE_TIMES):
-        again, best = time_round(group, device, short), seconds[:, is_short]
-        seconds[:, is_short] = np.where(again.max(axis=0) < best.max(axis=0), again, best)
+        again = time_round(group, device, [probes[place] for place in places])
+        best = seconds[:, places]
+        seconds[:, places] = np.where(again.max(axis=0) < best.max(axis=0), again, best)
     return seconds
 
 

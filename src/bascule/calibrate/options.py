@@ -12,13 +12,8 @@ from bascule.plan.calibration import TOKENS, least_points
 from bascule.plan.checks import MAX_RANKS, number, shown, whole
 from bascule.plan.machine import HardwareProfile
 
-_MOST_POINTS = 100
-_MOST_ROUNDS = 10_000
-_MOST_MIB = 1024
 _MOST_TOKENS = 2**24
 _MOST_WIDTH = 2**16
-_LONGEST_S = 1e7
-_MOST_LOCAL_RANKS = 256
 
 _RANGE = re.compile("([0-9]{1,9}):([0-9]{1,9})")
 BY_DEVICE: dict[str, dict[str, Any]] = {
@@ -83,9 +78,9 @@ class CalibrateOptions:
     def check(self, world_size: int | None = None) -> None:
         """Refuse values that are out of range, or do not fit the ranks of the job."""
         check_ranks(self.ranks, world_size)
-        whole("--points", self.points, least_points(TOKENS), _MOST_POINTS)
-        whole("--mib", self.mib, 1, _MOST_MIB)
-        whole("--rounds", self.rounds, 1, _MOST_ROUNDS)
+        whole("--points", self.points, least_points(TOKENS), 100)
+        whole("--mib", self.mib, 1, 1024)
+        whole("--rounds", self.rounds, 1, 10_000)
         for name, value, most in (
             ("--d-model", self.d_model, _MOST_WIDTH),
             ("--num-heads", self.num_heads, _MOST_WIDTH),
@@ -99,7 +94,7 @@ class CalibrateOptions:
                 "more, or leave it out"
             )
         number("--limit", self.limit)
-        number("--timeout-s", self.timeout_s, 1.0, _LONGEST_S)
+        number("--timeout-s", self.timeout_s, 1.0, 1e7)
         if self.module is not None and self.num_heads is not None:
             raise ConfigError(
                 f"--num-heads {self.num_heads} and --module {self.module}: the module has heads of "
@@ -148,7 +143,7 @@ class CalibrateOptions:
 def check_ranks(ranks: int | None, world_size: int | None) -> None:
     """Refuse --ranks that cannot be started, or are not those of the job, if there is one yet."""
     if ranks is not None:
-        whole("--ranks", ranks, 1, _MOST_LOCAL_RANKS)
+        whole("--ranks", ranks, 1, 256)
         if world_size not in (None, ranks):
             raise ConfigError(
                 f"--ranks {ranks}: the launcher of this job started {world_size} ranks; leave "

@@ -63,8 +63,7 @@ def profile_of(measured: Measured, options: CalibrateOptions) -> HardwareProfile
 def refusals(profile: HardwareProfile, limit: float, *, attends: bool = True) -> list[str]:
     """Name what is wrong with the curves of a profile: one sentence each, none if all is well.
 
-    `limit` is of what held-out points are missed by in the median; `attends` whether the block is
-    known to have attention, which takes time.
+    `limit` is of the median error of held-out points; with `attends`, attention must take time.
     """
     assert profile.calibration is not None
     sentences: list[str] = []
@@ -98,38 +97,30 @@ def refusals(profile: HardwareProfile, limit: float, *, attends: bool = True) ->
 def _fits(measured: Measured) -> dict[str, Fit]:
     kinds: dict[str, list[int]] = {}
     for place, probe in enumerate(measured.probes):
-        if probe.kind == PASS or probe.kind == COLLECTIVE:
+        if probe.kind in (PASS, COLLECTIVE):
             kinds.setdefault(probe.name, []).append(place)
     return {name: _fit(name, places, measured) for name, places in kinds.items()}
 
 
-def _fit(name: str, places: Sequence[int], measured: Measured) -> Fit:
-    probes = [measured.probes[place] for place in places]
-    times = np.stack([_of_probe(measured, place) for place in places], axis=1)
-    seconds, noise = undisturbed(times)
+def _fit(name: str, places: list[int], measured: Measured) -> Fit:
+    """Fit a curve: to messages of the slowest rank, to a block in the mean over the ranks."""
+    probes, seconds = [measured.probes[place] for place in places], measured.seconds[:, :, places]
+    amounts = np.array([probe.amount for probe in probes])
     if probes[0].kind == COLLECTIVE:
-        sizes = [max(round(probe.amount), 1) for probe in probes]
-        return fit_curve(name, BYTES, sizes, seconds, noise)
-    return fit_curve(name, TOKENS, [probe.size for probe in probes], seconds, noise)
-
-
-def _of_probe(measured: Measured, place: int) -> Floats:
-    """(rounds,) seconds: of messages those of the slowest rank, of a block the mean over ranks."""
-    probe = measured.probes[place]
-    of_ranks = measured.seconds[:, :, place]
-    if probe.kind == COLLECTIVE:
-        return of_ranks.max(axis=1)
-    return of_ranks.mean(axis=1) / probe.amount
+        sizes = [max(round(amount), 1) for amount in amounts.tolist()]
+        return fit_curve(name, BYTES, sizes, *undisturbed(seconds.max(axis=1)))
+    times = seconds.mean(axis=1) / amounts
+    return fit_curve(name, TOKENS, [probe.size for probe in probes], *undisturbed(times))
 
 
 def undisturbed(times: Floats) -> tuple[Floats, Floats]:
-    """(n,) what (rounds, n) positive times come to, and relative standard errors of it.
+    """Return (n,) lower quartiles of (rounds, n) positive times, and their relative errors.
 
-    The lower quartile: what else runs on a machine only makes calls slower, so medians follow it.
+    Other work of a machine only makes calls slower, so medians follow it.
     Least times are luck: a long call is never left alone on a busy machine, while a short one is,
     and messages of gloo are now and then a fourth quicker than ever again. Of 18 rounds of messages
     on two busy cores, held-out sizes were missed by 8.8 % with the least times, 8.1 % with medians,
-    and 4.8 % with quartiles (median of 480 fits). Errors are those over rounds drawn again
+    and 4.8 % with quartiles (median of 480 fits). Standard errors are those over rounds drawn again
     (bootstrap), alike each time.
     """
     drawn = np.random.default_rng(0).integers(len(times), size=(_DRAWS, len(times)))
@@ -139,19 +130,19 @@ def undisturbed(times: Floats) -> tuple[Floats, Floats]:
 
 
 def _overheads(measured: Measured) -> tuple[Overhead, ...]:
-    found: dict[str, tuple[float, float]] = {}
+    times: dict[str, tuple[float, float]] = {}
     for place, probe in enumerate(measured.probes):
         if probe.kind == HOST:
             slowest = measured.seconds[:, :, place].max(axis=1, keepdims=True)
             (seconds,), (noise,) = undisturbed(slowest)
-            found[probe.name] = float(seconds), float(seconds * noise)
-    if ON_RANKS in found:  # to the heads, and back
-        (both_s, both_error), (alone_s, error) = found.pop(ON_RANKS), found[ALONE]
+            times[probe.name] = float(seconds), float(seconds * noise)
+    if ON_RANKS in times:  # to the heads, and back
+        (both_s, both_error), (alone_s, error) = times.pop(ON_RANKS), times[ALONE]
         half = max(both_s - alone_s, 0.0) / 2
-        found[EXCHANGE] = half, float(np.hypot(both_error, error)) / 2
+        times[EXCHANGE] = half, float(np.hypot(both_error, error)) / 2
     return tuple(
         Overhead(what=what, seconds=seconds, error=_NORMAL * error)
-        for what, (seconds, error) in found.items()
+        for what, (seconds, error) in times.items()
     )
 
 

@@ -48,7 +48,7 @@ class Probe:
 
 
 def time_round(group: RankGroup, device: torch.device, probes: Sequence[Probe]) -> Floats:
-    """(ranks, probes) seconds of one run of each probe, alike on all ranks.
+    """Return (ranks, probes) seconds of one run of each probe, alike on all ranks.
 
     One small all-gather before each probe, and one of the seconds, besides what the probes do.
     """

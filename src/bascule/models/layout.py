@@ -23,16 +23,6 @@ class Interleaving:
         self.inverse = self.order.argsort()  # int64 (T,), the permutation back
         self.num_text = count_text(is_image_T) if num_text is None else num_text
 
-    @property
-    def text_index(self) -> Tensor:
-        """Rows of the text tokens, int64 (t,), ascending."""
-        return self.order[: self.num_text]
-
-    @property
-    def image_index(self) -> Tensor:
-        """Rows of the image tokens, int64 (i,), ascending."""
-        return self.order[self.num_text :]
-
     def pack(self, text: Tensor, image: Tensor) -> Tensor:
         """Interleave two streams into packed order."""
         return permute_rows(torch.cat([text, image]), self.inverse, self.order)
@@ -74,6 +64,5 @@ class TokenLayout:
     ) -> None:
         self.interleaving = Interleaving(is_image, num_text)
         self.slot = slot  # int64 (T,), the row of the per-sample vectors that each token uses
-        self.text_slot = slot.index_select(0, self.interleaving.text_index)
-        self.image_slot = slot.index_select(0, self.interleaving.image_index)
+        self.text_slot, self.image_slot = self.interleaving.split(slot)
         self.cos, self.sin = rotary  # (T, D/2), float64 for float64 models, else float32

@@ -7,19 +7,6 @@ import torch
 from torch import Tensor
 
 
-def rotary_frequencies(
-    axes_dim: tuple[int, ...], theta: float, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return of each pair its axis, int64 (P,), and its radians a step, float64 (P,)."""
-    axis_P = torch.cat(
-        [torch.full((dim // 2,), axis, device=device) for axis, dim in enumerate(axes_dim)]
-    )
-    exponent_P = torch.cat(
-        [torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim for dim in axes_dim]
-    )
-    return axis_P, theta**-exponent_P
-
-
 def rotary_table(
     pos_TA: Tensor, axes_dim: tuple[int, ...], theta: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -28,8 +15,13 @@ def rotary_table(
     Angles are formed in float64: at position 4096 a float32 angle is off by 2e-4. The tables are
     float64 for activations (`dtype`) in float64, else float32.
     """
-    axis_P, frequency_P = rotary_frequencies(axes_dim, theta, pos_TA.device)
-    angle_TP = pos_TA.double().index_select(1, axis_P) * frequency_P
+    device = pos_TA.device
+    axes = [torch.full((dim // 2,), axis, device=device) for axis, dim in enumerate(axes_dim)]
+    exponents = [
+        torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim for dim in axes_dim
+    ]
+    radians_P = theta ** -torch.cat(exponents)
+    angle_TP = pos_TA.double().index_select(1, torch.cat(axes)) * radians_P
     table_dtype = torch.promote_types(dtype, torch.float32)
     return angle_TP.cos().to(table_dtype), angle_TP.sin().to(table_dtype)
 

@@ -48,7 +48,7 @@ class Placement:
         return self.lens + self.padding
 
     def by_rank(self, work: Floats) -> Floats:
-        """(N,) sums of (n,) work in each rank's bag, a share for each of its ranks."""
+        """Return (N,) sums of (n,) work in each rank's bag, a share for each of its ranks."""
         sums = np.bincount(self.bag_of, work, self.topology.num_bags) / self.topology.bag_sizes
         return sums[self.topology.bag_of_rank]
 
@@ -96,12 +96,12 @@ def packs(run: Sequence[Loaded]) -> Iterator[Placement]:
     """
     lens, texts, num_ranks, budget = _joined(run)
     length = max(int(np.ceil(budget)), int(lens.max(initial=0)))
-    pack_of, pack, held = np.zeros(lens.size, dtype=np.int64), 0, 0
+    pack_of, pack, filled = np.zeros(lens.size, dtype=np.int64), 0, 0
     for place, tokens in enumerate(lens.tolist()):
-        if held + tokens > length:
-            pack, held = pack + 1, 0
+        if filled + tokens > length:
+            pack, filled = pack + 1, 0
         pack_of[place] = pack
-        held += tokens
+        filled += tokens
     num_packs = pack + 1 if lens.size else 0
     last = max(num_packs // num_ranks * num_ranks, 1)
     for first in range(0, last, num_ranks):

@@ -27,9 +27,6 @@ KINDS = (
 HIDDEN = ("sharding", "loader")
 """Exchanges that go on meanwhile."""
 
-_GRADIENT_BYTES = 4
-"""Gradients are reduced in float32."""
-
 NUM_ROUTES = 4
 """Exchanges of all tokens: to where they are computed and back, and the backward of both."""
 
@@ -38,9 +35,6 @@ _MOST_MICROBATCHES = 100_000
 _BLOCK_VALUES = 34
 """Bytes a token and unit of width that the block that is recomputed holds, without the scores of
 attention. Source: Korthikanti et al. (arXiv:2205.05198), equation 1."""
-
-_PARAMETERS = 12
-"""Parameters of a block in squares of its width: those of 24 L d^2 FLOPs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +46,8 @@ class EncoderStage:
         sample_s: Seconds of a sample, as of a text that is padded.
         text_token_s: Seconds of a text token.
         image_token_s: Seconds of any other token.
-        is_balanced: Whether samples go where there is time, as with a balanced encoder: ranks then
-            wait for each other at its end. Moves are not counted.
+        is_balanced: Samples go where there is time, as with a balanced encoder: ranks then wait for
+            each other at its end. Moves are not counted.
     """
 
     name: str
@@ -67,7 +61,7 @@ class EncoderStage:
         fields(self, sample_s=number, text_token_s=number, image_token_s=number)
 
     def seconds(self, placed: Placement) -> Floats:
-        """(N,) seconds of each rank: where samples were loaded, or the loader brought them."""
+        """Return (N,) seconds of ranks: where samples were loaded, or the loader brought them."""
         num_ranks, images = placed.topology.num_ranks, placed.lens - placed.texts
         seconds = self.sample_s * (placed.lens > 0)
         seconds = seconds + self.text_token_s * placed.texts + self.image_token_s * images
@@ -93,8 +87,8 @@ class Sharding:
         fields(self, num_params=(whole, 1), shard_ranks=(whole, 1))
 
     def params_of(self, cost: TransformerCost) -> int:
-        """Parameters of a model, where they are not given."""
-        return self.num_params or _PARAMETERS * cost.d_model**2 * cost.num_layers
+        """Return the parameters of a model, those of its blocks unless `num_params` is set."""
+        return self.num_params or 12 * cost.d_model**2 * cost.num_layers  # of 24 L d^2 FLOPs
 
     def seconds(self, cost: TransformerCost, cluster: Cluster) -> tuple[float, float]:
         """Predict one all-gather of parameters in bf16, and the reduction of gradients in float32.
@@ -112,7 +106,7 @@ class Sharding:
         speed = cluster.intra_bytes_per_s if shards <= per_node else node
         share, replicas = (shards - 1) / shards, ranks // shards
         between = cluster.intra_bytes_per_s if ranks <= per_node else cluster.inter_bytes_per_s
-        gradients = _GRADIENT_BYTES * params
+        gradients = 4 * params
         reduced = gradients * share / speed
         reduced += 2 * (replicas - 1) / replicas * gradients / shards / between
         return BYTES_PER_VALUE * params * share / speed, reduced
@@ -123,7 +117,7 @@ class SimulationOptions:
     """Settings of a simulation besides data, model and machine.
 
     Args:
-        num_steps: Of data codes; given batches tell theirs.
+        num_steps: Of data codes; lists of batches are as long as they are.
         num_ranks: Of data codes; None: those of the mix.
         ranks_per_node: None: at most 8.
         accumulate: Microbatches of a step; ranks meet at the end of each, as under FSDP2.
@@ -200,8 +194,8 @@ class Microbatch(NamedTuple):
     stage_s: Floats  # (stages, N) of each encoder
     tokens: int
     flops: float  # of all passes, attention in full, as KnapFormer, 4.2
-    workloads: Floats  # (N,) what the cost model says of each rank: forward, without wires
-    activation_bytes: Floats  # (N,) held until the backward pass
+    workloads: Floats  # (N,) cost of each rank by the model: forward, without wires
+    activation_bytes: Floats  # (N,) kept until the backward pass
 
 
 def microbatch(placed: Placement, setup: Setup) -> Microbatch:
@@ -287,7 +281,7 @@ def exchange_seconds(placed: Placement, cluster: Cluster, bytes_per_token: float
 
 
 def _sent(placed: Placement, cluster: Cluster) -> Floats:
-    """(2, N) tokens that each rank sends or receives, the larger: within its node, to others.
+    """Return (2, N) tokens that each rank sends or receives, the larger: in its node, to others.
 
     O(n + N): of the ranks of a bag, those in one node receive the same from other nodes.
     """
@@ -303,10 +297,10 @@ def _sent(placed: Placement, cluster: Cluster) -> Floats:
     starts = np.diff(bag_of_rank, prepend=-1) + (ranks % per_node == 0) > 0
     part = np.cumsum(starts) - 1  # the ranks of a bag in one node
     near = in_node > 0
-    held = np.bincount(part[np.maximum(first, node)[near]], share[near], num_ranks)[part]
+    taken = np.bincount(part[np.maximum(first, node)[near]], share[near], num_ranks)[part]
     own = np.bincount(source[is_own], share[is_own], num_ranks)
     whole = np.bincount(placed.bag_of, share, topology.num_bags)[bag_of_rank]
     sent_near = np.bincount(source, share * (in_node - is_own), num_ranks)
     sent_far = np.bincount(source, share * (size - in_node), num_ranks)
-    sums = np.stack([np.maximum(sent_near, held - own), np.maximum(sent_far, whole - held)])
+    sums = np.stack([np.maximum(sent_near, taken - own), np.maximum(sent_far, whole - taken)])
     return np.maximum(sums, 0.0)  # differences of sums may be a rounding below

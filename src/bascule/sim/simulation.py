@@ -42,8 +42,8 @@ class SimulatedRun:
     stage_s: Floats  # (M, len(stages), N) of each encoder; "encoders" is their sum
     tokens: Ints  # (M,) without padding
     flops: Floats  # (M,) of all passes, without padding, attention in full, as KnapFormer, 4.2
-    workloads: Floats  # (M, N) what the cost model says of each rank: forward, without wires
-    activation_bytes: Floats  # (M, N) held until the backward pass
+    workloads: Floats  # (M, N) cost of each rank by the model: forward, without wires
+    activation_bytes: Floats  # (M, N) kept until the backward pass
     peak_flops_per_s: float | None  # of all ranks; None if the profile has none
     stages: tuple[str, ...]  # names of the encoders
 
@@ -61,7 +61,7 @@ class SimulatedRun:
         return (seconds.mean(axis=(0, 2)) * self.accumulate).tolist()
 
     def spent_on(self, kind: str) -> Floats:
-        """(M, N) seconds of each rank."""
+        """Return the (M, N) seconds of each rank."""
         return self.seconds[:, KINDS.index(choice("kind", kind, *KINDS))]
 
     @property
@@ -104,7 +104,7 @@ class SimulatedRun:
     def to_dict(self) -> dict[str, Any]:
         """Return the metrics, and the mean seconds of a rank and step by kind.
 
-        `wir` is None where it is infinite, which JSON cannot say.
+        `wir` is None where it is infinite, which JSON cannot hold.
         """
         slowest = self.stage_s.max(axis=2).mean(axis=0) * self.accumulate
         imbalances = [
@@ -289,7 +289,9 @@ class SimulationResult:
             "num_params": self.num_params,
             "sequences": self.sequences,
             "num_steps": self.num_steps,
-            **{name: getattr(self.options, name) for name in _OPTIONS},
+            "accumulate": self.options.accumulate,
+            "train_steps": self.options.train_steps,
+            "gpu_hour_price": self.options.gpu_hour_price,
             **{name: getattr(self.model, name) for name in ("d_model", "num_layers", "gamma")},
             "compared_with": self.runs[0].name,
             "runs": [
@@ -305,10 +307,6 @@ class SimulationResult:
             ],
             "warnings": self.warnings,
         }
-
-
-_OPTIONS = ("accumulate", "train_steps", "gpu_hour_price")
-"""Of a simulation, in its JSON."""
 
 
 def simulate(
@@ -337,7 +335,7 @@ def simulate(
         options: Everything else.
 
     Raises:
-        ConfigError: A value is out of range, or something does not fit; says what.
+        ConfigError: A value is out of range, or something does not fit.
         PlanError: A sequence does not fit into the memory of its bag, where the model knows its
             `bytes_per_token` and bags of several sizes are planned.
     """
@@ -424,7 +422,7 @@ def _of_shapes(ranks: Sequence[Sequence[SampleShape]]) -> Loaded:
 
 
 def _read(data: object) -> list[Loaded]:
-    """Batches as users give them: token counts or shapes of each rank."""
+    """Check batches of users: token counts or shapes of each rank."""
     run: list[Loaded] = []
     for batch in listed("data", data):
         ranks = listed("data: each batch", batch)
