@@ -20,7 +20,7 @@ from bascule.models import LocalExchange, MMDiT, MMDiTConfig
 from bascule.plan.checks import called, shown
 
 Make = Callable[[int], Any]
-"""Gives, for a number of tokens, a function or module and its input, or a tuple of inputs."""
+"""Makes, for a number of tokens, a function or module and its input, or a tuple of inputs."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -116,12 +116,10 @@ def _fit(name: str, places: list[int], measured: Measured) -> Fit:
 def undisturbed(times: Floats) -> tuple[Floats, Floats]:
     """Return (n,) lower quartiles of (rounds, n) positive times, and their relative errors.
 
-    Other work of a machine only makes calls slower, so medians follow it.
-    Least times are luck: a long call is never left alone on a busy machine, while a short one is,
-    and messages of gloo are now and then a fourth quicker than ever again. Of 18 rounds of messages
-    on two busy cores, held-out sizes were missed by 8.8 % with the least times, 8.1 % with medians,
-    and 4.8 % with quartiles (median of 480 fits). Standard errors are those over rounds drawn again
-    (bootstrap), alike each time.
+    Other work of a machine only makes calls slower, so medians follow it; least times are luck,
+    which a long call on a busy machine never has. Of 18 rounds of messages on two busy cores,
+    held-out sizes were missed by 8.8 % with the least times, 8.1 % with medians, and 4.8 % with
+    quartiles (median of 480 fits). Standard errors are over rounds drawn again (bootstrap).
     """
     drawn = np.random.default_rng(0).integers(len(times), size=(_DRAWS, len(times)))
     again = np.quantile(times[drawn], _QUARTILE, axis=1)

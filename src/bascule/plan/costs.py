@@ -71,7 +71,7 @@ def describe_cost(cost: Cost) -> str:
 class TransformerCost:
     """Forward cost of a transformer: `num_layers * (24 L d^2 + gamma * 4 L^2 d)`, in TFLOPs.
 
-    Source: KnapFormer, equations 1 and 2. `gamma` says how much dearer (or cheaper) a FLOP of
+    Source: KnapFormer, equations 1 and 2. `gamma` is how much dearer (or cheaper) a FLOP of
     attention is on a device than one of the linear layers; `fit_latency` measures it.
 
     Args:

@@ -118,7 +118,7 @@ def fit_latency(
         d_model: Model width.
         num_layers: Blocks that the latencies cover.
         num_pairs: (n,) pairs of a query and a key that a block computes for each, as an encoder
-            with windows says; None: the square of its tokens.
+            with windows knows them; None: the square of its tokens.
 
     Raises:
         ConfigError: Too few points, a value that is not positive, or latencies that leave the
@@ -210,8 +210,8 @@ def fit_attention_latency(
 
     Args:
         loads: Of each call, in ranges as wide as those that will be predicted. Some should have so
-            little work (0 is legal) that a ring waits for its exchange: else nothing tells how long
-            that takes. Some should be on one rank: they tell launches from latencies.
+            little work (0 is legal) that a ring waits for its exchange, whose time is not known
+            otherwise. Some should be on one rank, to part launches from latencies.
         seconds: (n,) of each; best the median of some repeats, since a stall counts in full.
 
     Raises:

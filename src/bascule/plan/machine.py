@@ -443,8 +443,8 @@ LIMITS: dict[str, tuple[float, float]] = {
     "pack_bytes_per_s": (1.0, 1e24),
     "piece_s": (0.0, 1e6),
 }
-"""Fields that hold a number, and between what: far beyond any machine, so that what is computed of
-them stays finite and no error names something that the user did not write."""
+"""Least and most of the fields that hold a number: far beyond any machine, so that whatever is
+computed of them stays finite."""
 
 
 @dataclass(frozen=True, kw_only=True)

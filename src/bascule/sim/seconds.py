@@ -46,8 +46,8 @@ class EncoderStage:
         sample_s: Seconds of a sample, as of a text that is padded.
         text_token_s: Seconds of a text token.
         image_token_s: Seconds of any other token.
-        is_balanced: Samples go where there is time, as with a balanced encoder: ranks then wait for
-            each other at its end. Moves are not counted.
+        is_balanced: Samples go where there is time, so that ranks wait for each other at its end;
+            moves are not counted.
     """
 
     name: str
