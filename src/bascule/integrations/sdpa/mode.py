@@ -3,7 +3,6 @@
 Shapes: as in `attention.api`; T tokens of this rank, S of the whole sequence.
 """
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +19,8 @@ from bascule.errors import ConfigError
 from bascule.integrations.sdpa.call_mode import CallMode
 from bascule.integrations.sdpa.empty import RESHAPES, reshape_empty
 
+_DENSE = functional.scaled_dot_product_attention
+
 # They call scaled_dot_product_attention where no mode sees it.
 _HIDING = (
     functional.multi_head_attention_forward,
@@ -27,13 +28,11 @@ _HIDING = (
     torch._transformer_encoder_layer_fwd,  # pyright: ignore[reportPrivateImportUsage]
 )
 
+# Functions that a layer calls to compute attention by itself.
 _SOFTMAX = (functional.softmax, torch.softmax, Tensor.softmax)
-"""Functions that a layer calls to compute attention by itself."""
 
-_REPLACED = (
-    *(functional.scaled_dot_product_attention, Tensor.unflatten, *RESHAPES, *_HIDING, *_SOFTMAX),
-)
-"""All others, hundreds in a forward pass, are called at once. A tuple: compilers trace it."""
+# All others, hundreds in a forward pass, are called at once. A tuple: compilers trace it.
+_REPLACED = (_DENSE, Tensor.unflatten, *RESHAPES, *_HIDING, *_SOFTMAX)
 
 _AMBIGUOUS = (
     "{0} keys can be this rank's own tokens or those of a sequence declared as replicated: compute "
@@ -44,10 +43,8 @@ _AMBIGUOUS = (
 class SequenceParallelMode(CallMode):
     """While entered, scaled_dot_product_attention is attention over a mesh.
 
-    Attributes:
-        mesh: The ranks.
-        options: How rows travel, and what computes; without a layout.
-        has_attended: Whether anything was attended over the mesh.
+    The options have no layout. With `watches` a layer that attends by a softmax of its own is
+    refused.
     """
 
     def __init__(
@@ -61,15 +58,14 @@ class SequenceParallelMode(CallMode):
     ) -> None:
         super().__init__()
         self.mesh, self.options = mesh, options or AttentionOptions()
-        self.has_attended = False
+        self.has_attended = False  # anything, over the mesh
         self._layout, self._replicated = layout, frozenset(replicated)
-        self._num_local = 0
+        self._degrees, self._num_local = mesh.degrees, 0
         self._kept: dict[int | SequenceLayout, Any] = {}  # of the host: compilers keep graphs
-        self._watches = watches  # for attention that is not torch's
-        self._own_tokens: set[int] = set()
-        self._softmax_sizes: set[int] = set()
-        if watches and layout is not None:
-            self._own_tokens.add(layout.num_tokens(*mesh.place))
+        self._watches = watches
+        # Tokens of this rank, and keys of softmaxes over as many queries.
+        self._own_tokens = set[int]() if layout is None else {layout.num_tokens(*mesh.place)}
+        self._softmax_sizes = set[int]()
 
     def __torch_function__(
         self,
@@ -94,7 +90,9 @@ class SequenceParallelMode(CallMode):
         is_compiled = torch.compiler.is_compiling()
         if func in _SOFTMAX:
             if self._watches and not is_compiled and not self.attends_locally():
-                self._see_softmax(args[0] if args else kwargs["input"])
+                scores = args[0] if args else kwargs["input"]
+                if scores.dim() > 2 and scores.shape[-1] == scores.shape[-2] > 1:
+                    self._watch(self._softmax_sizes, scores.shape[-1])
             return func(*args, **kwargs)
         if self.attends_locally():
             return as_it_is(func, *args, **kwargs)
@@ -129,15 +127,11 @@ class SequenceParallelMode(CallMode):
         return self._num_local > 0
 
     def layout_of(self, num_tokens: int) -> SequenceLayout:
-        """Return which tokens each rank has, where this one has `num_tokens`."""
+        """Return the layout in which this rank has `num_tokens`."""
         if self._layout is not None:
             return self._layout
-
-        def even() -> SequenceLayout:
-            degrees = self.mesh.degrees
-            return SequenceLayout((num_tokens * math.prod(degrees),), *degrees)
-
-        return self._keep(num_tokens, even)
+        ring, ulysses = self._degrees
+        return self._keep(num_tokens, SequenceLayout, (num_tokens * ring * ulysses,), ring, ulysses)
 
     def mask_of(self, query: Tensor, mask: Tensor | None) -> Tensor | None:
         """Return the mask of the whole sequence, from what the model gives."""
@@ -160,15 +154,15 @@ class SequenceParallelMode(CallMode):
         """Attend over the mesh."""
         of = self.options
         args = layout, of.kernel, of.wire, of.overlap, of.double_buffer
-        options = self._keep(layout, lambda: AttentionOptions(*args))
+        options = self._keep(layout, AttentionOptions, *args)
         settings = {"is_causal": is_causal, "scale": scale, "options": options}
         return attention(query, key, value, self.mesh, attn_mask=mask, **settings)
 
-    def _keep(self, key: int | SequenceLayout, make: Callable[[], Any]) -> Any:
+    def _keep(self, key: int | SequenceLayout, make: Callable[..., Any], *args: Any) -> Any:
         if torch.compiler.is_compiling():
-            return make()
+            return make(*args)
         if key not in self._kept:
-            self._kept[key] = make()
+            self._kept[key] = make(*args)
         return self._kept[key]
 
     def _attend(
@@ -208,8 +202,7 @@ class SequenceParallelMode(CallMode):
                 )
         if others is not None or self._is_cross(query.shape[2], key.shape[2]):
             whole = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-            dense = functional.scaled_dot_product_attention
-            return as_it_is(dense, query, key, value, attn_mask, **whole)
+            return as_it_is(_DENSE, query, key, value, attn_mask, **whole)
         device = query.device.type
         is_cast = torch.is_autocast_enabled(device)
         if is_cast:
@@ -226,20 +219,15 @@ class SequenceParallelMode(CallMode):
         self.has_attended = True
         is_watched = self._watches and not torch.compiler.is_compiling()
         if is_watched and query.shape[2] not in self._own_tokens:
-            self._own_tokens.add(query.shape[2])
-            self._refuse_own_attention()
+            self._watch(self._own_tokens, query.shape[2])
         if not is_cast:
             return self.attend(query, key, value, layout, mask, is_causal, scale)
         with torch.autocast(device, enabled=False):  # of what attention is made of
             return self.attend(query, key, value, layout, mask, is_causal, scale)
 
-    def _see_softmax(self, scores: Tensor) -> None:
-        """Remember the size of a square table of scores, and refuse that of this rank's tokens."""
-        if scores.dim() > 2 and scores.shape[-1] == scores.shape[-2] > 1:
-            self._softmax_sizes.add(scores.shape[-1])
-            self._refuse_own_attention()
-
-    def _refuse_own_attention(self) -> None:
+    def _watch(self, numbers: set[int], num: int) -> None:
+        """Add to the tokens of this rank or the sizes of softmaxes; refuse what is both."""
+        numbers.add(num)
         if sizes := self._softmax_sizes & self._own_tokens:
             raise ConfigError(
                 f"sequence_parallel: a softmax over {min(sizes)} keys of as many queries, and this "
@@ -280,16 +268,15 @@ def sequence_parallel(
     """Make F.scaled_dot_product_attention of any model attend over the mesh, within the `with`.
 
     Each rank gives the queries, keys and values of its own tokens, (B, H, T, D) each. Masks are of
-    the whole sequence, the same on every rank, and broadcast to (B, H, S, S), with the last dim S:
-    this rank's part of a mask is refused. Causal attention, `scale` and `enable_gqa` mean what they
-    mean in torch; dropout is refused. Collectives: those of `attention.api.attention`.
+    the whole sequence, the same on every rank, and broadcast to (B, H, S, S), with the last dim S.
+    Causal attention, `scale` and `enable_gqa` mean what they mean in torch; dropout is refused.
+    Collectives: those of `attention.api.attention`.
 
     Only calls of torch's function are replaced. A layer that computes attention by products and a
     softmax of torch is refused. A model that calls flash-attn, xformers or flex attention directly
-    keeps its local attention. So does a model that leaves out a mask because its
-    own tokens need none: sliding windows longer than this rank's part, and packed documents that
-    end where it ends, arrive as plain causal attention. Give such a model its mask of the whole
-    sequence.
+    keeps its local attention. So does one that leaves out a mask because its own tokens need none,
+    as for windows longer than this rank's part, or packed documents that end where it ends: give
+    it its mask of the whole sequence.
 
     Gradients of what `gather` gives are those of this rank's copy. Under DDP or FSDP, which take
     the mean over ranks, gather with `sums_gradients=True`: the parameters' gradients are then those
@@ -299,8 +286,8 @@ def sequence_parallel(
         mesh: The ranks.
         layout: Which tokens each rank has. Default: one segment, the same number on every rank.
         replicated: Numbers of keys of sequences that every rank has whole, as a prompt that image
-            tokens attend to; such attention is left as it is. Other attention that is to be left
-            as it is goes within `.local()` of what this yields.
+            tokens attend to; such attention is left as it is, and so is any within `.local()` of
+            what this yields.
         wire: How queries, keys, values and outputs travel; None sends them as they are.
         kernel: As in `AttentionOptions`, and so are the next two.
         overlap: Whether Ulysses exchanges while it computes.
