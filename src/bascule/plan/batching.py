@@ -9,14 +9,11 @@ from bascule.arrays import Ints
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardPass:
-    """One forward pass of a bag, by the global ids of its samples, and their tokens.
-
-    A dummy only lets the rank take part in collectives: it counts nothing.
-    """
+    """One forward pass of a bag, by the global ids of its samples."""
 
     ids: Ints
     num_tokens: int
-    is_dummy: bool = False
+    is_dummy: bool = False  # only lets the rank take part in collectives, and counts nothing
 
 
 def forward_passes(

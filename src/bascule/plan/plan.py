@@ -42,16 +42,13 @@ _EVEN = 1.01
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """A sequence, by its place in source order, that alone keeps the slowest bag busy.
+    """A sequence that alone keeps the slowest bag busy."""
 
-    In a bag of `enough_ranks` it would take no longer than the mean load, wires aside.
-    """
-
-    seq_id: int
+    seq_id: int  # its place in source order
     num_tokens: int
     bag: int
     bag_size: int
-    enough_ranks: int
+    enough_ranks: int  # in a bag of them it takes no longer than the mean load, wires aside
 
     def __str__(self) -> str:
         ranks = "1 rank" if self.bag_size == 1 else f"{self.bag_size} ranks"

@@ -49,10 +49,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairs:
-    """Runs of queries, and the run of keys that each of them sees: first rows, and lengths.
-
-    Runs of queries ascend, and no row is in two of them.
-    """
+    """Ascending runs of queries, apart, and the run of keys that each sees: first rows, lengths."""
 
     q_rows: Ints
     q_lens: Ints

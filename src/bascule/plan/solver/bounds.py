@@ -154,8 +154,17 @@ def threshold_bound(problem: Problem) -> float:
     first j + 1 items run on the fast bins, which pool. So T is at least the smallest
     `max(t_j, time of the fast bins for the first j items)`, over j. O(n log n) per speed.
     """
-    speeds = np.unique(problem.speeds)
-    return max((_split_bound(problem, speed) for speed in speeds[1:]), default=0.0)
+    best = 0.0
+    for speed in np.unique(problem.speeds)[1:]:
+        fast = problem.speeds >= speed
+        times = _best_times(problem, ~fast)
+        order = np.argsort(-times, kind="stable")
+        forced = np.concatenate(([0.0], np.cumsum(problem.costs[order])))
+        speeds, carried = problem.speeds[fast], problem.carried[fast]
+        fast_times = (forced + (speeds * carried).sum()) / speeds.sum()
+        slow_times = np.append(times[order], 0.0)
+        best = max(best, float(np.maximum(fast_times, slow_times).min()))
+    return best
 
 
 def eligible_bound(problem: Problem) -> float:
@@ -212,17 +221,6 @@ def _slot_times(speeds: Floats, num_slots: int) -> Floats:
     bins = np.repeat(np.arange(speeds.size), counts)
     within = np.arange(bins.size) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.sort((within + 1) / speeds[bins])[:num_slots]
-
-
-def _split_bound(problem: Problem, fast_speed: float) -> float:
-    fast = problem.speeds >= fast_speed
-    times = _best_times(problem, ~fast)
-    order = np.argsort(-times, kind="stable")
-    forced = np.concatenate(([0.0], np.cumsum(problem.costs[order])))
-    speeds, carried = problem.speeds[fast], problem.carried[fast]
-    fast_times = (forced + (speeds * carried).sum()) / speeds.sum()
-    slow_times = np.append(times[order], 0.0)
-    return float(np.maximum(fast_times, slow_times).min())
 
 
 def _best_times(problem: Problem, among: np.ndarray) -> Floats:

@@ -2,14 +2,10 @@
 
 A search makes exchanges: a bin gives a group of one or two items to another bin, and may take a
 group back. The `Score` of what an exchange leaves in its two bins decides which one is made: a
-search first repairs and then improves. Late bins are paired with early ones, latest with earliest,
-and all pairs are searched together: first single items, then single items of the worst bin and any
-other, then groups of two items of the worst bin. Each of these takes its turn where those before it
-no longer help. With homes, once nothing passes a limit, items are paired with the bins they would
-rather be in.
-
-Between bins of one kind without limits only two returns of a group can be best: those nearest to
-the one that makes both bins complete together. A binary search finds them.
+search first repairs and then improves. Late bins are paired with early ones, latest with earliest:
+first single items are exchanged, then those of the worst bin with any other, then groups of two;
+each takes its turn where those before it no longer help. With homes, once nothing passes a limit,
+items are paired with the bins they would rather be in.
 """
 
 from dataclasses import dataclass
@@ -362,14 +358,13 @@ def _all_options(score: Score, pairing: Pairing, groups: Groups, *, in_twos: boo
 def _nearest(
     score: Score, state: State, pairing: Pairing, groups: Groups
 ) -> tuple[Exchanges, Floats]:
-    """For each group of a late bin, the early bin and the return with the earliest later bin.
+    """Return for each group of a late bin the early bin and the return that end first.
 
     With an exchange that lowers the late bin by d, both complete together at the ideal
-    d = (t_late - t_early) / (1 / s_late + 1 / s_early). A return that leaves d above the ideal
-    makes the early bin the later of the two, and one that leaves d below it the late bin.
-
-    The early bins' groups are one sorted array: each bin holds nothing (work 0), its groups by
-    work, and a stop that no search passes.
+    d = (t_late - t_early) / (1 / s_late + 1 / s_early). Between bins of one kind without limits
+    only the two returns nearest to it can be best: one leaves the early bin the later of the two,
+    the other one the late bin. A binary search finds them in one sorted array: of each early bin
+    nothing (work 0), its groups by work, and a stop that no search passes.
     """
     num_late, num_early, shape = pairing.late.size, pairing.early.size, pairing.early.shape
     split = int(np.searchsorted(groups.slot, num_late))

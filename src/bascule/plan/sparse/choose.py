@@ -144,13 +144,10 @@ def _mesh(name: str, mesh: object) -> Degrees:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlans:
-    """The plans of a layer for its next step, one a mesh; immutable, the same on every rank.
-
-    There is a choice only where there are strategies, and several meshes.
-    """
+    """The plans of a layer for its next step, one a mesh; immutable, the same on every rank."""
 
     reuses: Mapping[Degrees, PlanReuse]
-    strategies: Strategies | None = None
+    strategies: Strategies | None = None  # None where there is one mesh
     choice: StrategyChoice | None = None
 
     @classmethod
@@ -171,7 +168,7 @@ class LayerPlans:
             return cls(reuses)
         loads = {d: AttentionLoad.of_plan(x.ahead, batch, row_bytes) for d, x in reuses.items()}
         if start is None:
-            return cls(reuses, strategies, strategies.choose(list(loads.values()), None))
+            return cls(reuses, strategies, strategies.choose(list(loads.values())))
         return cls(reuses, strategies, StrategyChoice(start, strategies.latency(loads[start])))
 
     @property

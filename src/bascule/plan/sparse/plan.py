@@ -20,15 +20,11 @@ from bascule.plan.traffic import Traffic
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedRows:
-    """The (head, block) rows of a rank, in the order in which they lie; every batch item has them.
+    """The (head, block) rows of a rank, in their order; every batch item has them."""
 
-    Heads (rows,) are query heads or key-value heads, blocks (rows,) those of the sequence, lens
-    (rows,) their tokens.
-    """
-
-    heads: Ints
-    blocks: Ints
-    lens: Ints
+    heads: Ints  # (rows,) query head or key-value head
+    blocks: Ints  # (rows,) block of the sequence
+    lens: Ints  # (rows,) tokens of it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,10 +140,7 @@ class SparsePlan:
 
     @cached_property
     def rows_between(self) -> tuple[Ints, Ints]:
-        """(num_ranks, num_ranks) tokens of heads that go from rank to rank, of q and of k.
-
-        Those of v go as k, those of the output back as q came.
-        """
+        """(num_ranks, num_ranks) rows that go from rank to rank, of q and of k; v goes as k."""
         q, kv = (x.rows_between(self.num_ranks) for x in (self._q_travel, self._kv_travel))
         return frozen(q), frozen(kv)
 
