@@ -68,8 +68,8 @@ def route_of(travels: Sequence[tuple[Travel, int]], rank: int, num_ranks: int) -
         source, dest, run = source[row, place], dest[row, place], runs[row, place]
         heads = np.arange(copies)[:, None] * travel.num_heads + travel.heads[row]
         start = heads * tokens[source] + (base[source] + offsets[run])
-        columns = (np.tile(column, copies) for column in (lens[run], source, dest))
-        parts.append((start.ravel(), *columns))
+        lens = np.tile(lens[run], copies)
+        parts.append((start.ravel(), lens, np.tile(source, copies), np.tile(dest, copies)))
         base = base + copies * travel.num_heads * tokens
     start, lens, source, dest = (np.concatenate(part) for part in zip(*parts, strict=True))
     return Route.of_items(source, dest, lens, rank, num_ranks, starts=start)
