@@ -185,7 +185,8 @@ def explained(ring: int, ulysses: int) -> dict[str, Any]:
     found: dict[str, Any] = {"counted": [], "said": [], "tokens": []}
     mesh = make_mesh(ring, ulysses)
     place = dist.get_rank()
-    for kv_heads, wire in ((6, None), (2, None), (2, Wire("int8"))):
+    centred = Wire("int8", takes_centres=True)
+    for kv_heads, wire in ((6, None), (2, None), (2, Wire("int8")), (2, centred)):
         model = make_toy(heads=6, kv_heads=kv_heads)
         with parallelize(model, mesh=mesh, table=TABLE, wire=wire) as handle:
             with calls_made() as sent, torch.no_grad():

@@ -8,7 +8,7 @@ rank, D head width; R ring ranks, U Ulysses ranks.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 import torch
@@ -101,7 +101,7 @@ class AttentionOptions:
         layout: Which tokens each rank has. Default: one segment, as many tokens on every rank.
         kernel: Name of the block kernel. Default: the fastest for the device.
         wire: How rows travel at 8 bits: of Ulysses q, k, v and the output, of a ring the keys and
-            values of other ranks; see `wires.measure_error`. Gradients and replicated tokens
+            values of other ranks; see `measure_error`. Gradients and replicated tokens
             travel as they are. Default: everything does.
         overlap: Whether Ulysses exchanges while it computes, in up to four more kernel calls,
             and with a ring two more a round; not with zigzag. Default: on CPUs where rows travel as
@@ -229,8 +229,7 @@ def _form(
     overlap = _overlaps(options.overlap, q, ranks, layout, wire)
     settings = (
         f"{layout.replicated}, {causal}, {scale}, {factor}, {options.kernel!r}, "
-        f"{None if wire is None else (wire.format, wire.takes_centres)}, {overlap}, "
-        f"{options.double_buffer}"
+        f"{None if wire is None else astuple(wire)}, {overlap}, {options.double_buffer}"
     )
     name = f"mesh\n{form_of(ranks, layout)}\n{settings}"
     multiplier = None if scale is None or scale > 0 else scale

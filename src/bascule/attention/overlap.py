@@ -21,7 +21,7 @@ from bascule.comm.wire import Wire
 def forward(
     xs: Sequence[Tensor], tiles: Tiles, call: AttentionCall
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (B, T, H, D) the output at home, and `whole`, `out` and `lse` as `usp.Done` has them.
+    """Return (B, T, H, D) the output at home, and `whole`, `out` and `lse` as `usp.forward` does.
 
     Two all-to-alls, and R - 1 exchanges around the ring; `xs` are (B, T, heads, D) q, k and v.
     """

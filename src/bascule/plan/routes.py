@@ -92,7 +92,7 @@ def chunk_starts(seq_lens: Ints, bag_sizes: Ints, rotations: Ints, index: npt.Ar
     """Return where chunk `index` of each sequence begins; `index = bag size` gives its length.
 
     A sequence of L tokens in a bag of G gives every rank L // G tokens; the remainder goes one
-    token a rank to the L % G ranks from `rotation` on, cyclically. All arguments broadcast.
+    token a rank to L % G ranks, the first of which its rotation says. All arguments broadcast.
     """
     base, extra = seq_lens // bag_sizes, seq_lens % bag_sizes
     before = np.asarray(index, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The attention kernels: attention of some queries to some keys, and what merges it with the rest.
+"""The attention kernels: attention of some queries to some keys.
 
 Shapes: B batch, H query heads, K key-value heads (H is a multiple of K), Sq and Sk tokens, D head
 width. LSE is the natural-log sum-exp of the scaled scores, (B, H, Sq), in float64 for float64
@@ -34,7 +34,6 @@ from bascule.attention.kernels.protocol import (
 )
 from bascule.attention.kernels.protocol import AttentionKernel as AttentionKernel
 from bascule.attention.kernels.protocol import KernelQuery as KernelQuery
-from bascule.attention.kernels.protocol import merge as merge
 from bascule.attention.kernels.protocol import wide_dtype as wide_dtype
 from bascule.attention.kernels.skipping import CpuLoopKernel, TritonKernel
 from bascule.attention.mask import AttentionMask

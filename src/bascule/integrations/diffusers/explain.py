@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from bascule.attention.api import AttentionOptions, SequenceLayout
-from bascule.comm.wire import PEAK_BYTES
+from bascule.comm.wire import Wire
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.hooks import SplitModel
 from bascule.integrations.diffusers.pipelines.phases import Phase
@@ -221,9 +221,7 @@ class Prediction:
             attention_flops = 0.0
             for shape, times in work.shapes.items():
                 layout = layouts[shape.segments]
-                row = shape.head_dim + PEAK_BYTES if has_wire else shape.row_bytes
-                row = shape.row_bytes if shape.gathers else row
-                sent += traffic(layout, place, replace(shape, row_bytes=row)) * times
+                sent += traffic(layout, place, _by_wire(shape) if has_wire else shape) * times
                 attention_flops += times * _attention_flops(layout, place, shape)
             attention_s = attention_flops / attention
             works.append(
@@ -363,11 +361,19 @@ def traffic(layout: SequenceLayout, place: tuple[int, int], shape: AttentionShap
     return Traffic.of_attention(
         HeadShares.split(num_kv, layout.ulysses_degree),
         ulysses,
-        [layout.num_tokens(ring, one) for one in range(layout.ulysses_degree)],
-        sum(layout.ring_lens[one] for one in passed),
+        [layout.num_tokens(ring, u) + shape.more_rows for u in range(layout.ulysses_degree)],
+        sum(layout.ring_lens[r] + shape.more_rows for r in passed),
         queries=shape.num_heads // num_kv,
         row_bytes=shape.batch * shape.row_bytes,
     )
+
+
+def _by_wire(shape: AttentionShape) -> AttentionShape:
+    """Return the attention as it travels in 8 bits a value."""
+    wire = Wire("int8")
+    if shape.gathers:
+        return shape
+    return replace(shape, row_bytes=wire.row_bytes(shape.head_dim), more_rows=wire.num_more)
 
 
 def _kv_heads(shape: AttentionShape, ulysses: int) -> int:

@@ -262,11 +262,12 @@ class Forward(SequenceParallelMode):
         self, query: Tensor, key: Tensor, layout: SequenceLayout, *, gathers: bool = False
     ) -> AttentionShape:
         (batch, num_heads, _, head_dim), num_kv_heads = query.shape, key.shape[1]
-        full = head_dim * query.element_size()
-        wire = self.options.wire
-        row_bytes = full if wire is None or gathers else wire.row_bytes(head_dim)
+        row_bytes, more_rows = head_dim * query.element_size(), 0
+        if self.options.wire is not None and not gathers:
+            row_bytes = self.options.wire.row_bytes(head_dim)
+            more_rows = self.options.wire.num_more
         args = batch, num_heads, num_kv_heads, row_bytes, head_dim
-        return AttentionShape(*args, layout.segments, gathers)
+        return AttentionShape(*args, layout.segments, gathers, more_rows)
 
     def _segments(self) -> tuple[str, ...]:
         """Names of what is attended to over the mesh."""

@@ -33,10 +33,11 @@ class AttentionShape:
         batch: B.
         num_heads: H.
         num_kv_heads: K.
-        row_bytes: Of one token and head on the wire.
+        row_bytes: Of one token and head as they travel.
         head_dim: D.
         segments: Tokens of each segment, as they follow each other in attention.
         gathers: Whether every rank gets all keys and values, and nothing else travels.
+        more_rows: Rows that travel besides those of a rank's tokens; see `Wire.num_more`.
     """
 
     batch: int
@@ -46,6 +47,7 @@ class AttentionShape:
     head_dim: int
     segments: tuple[int, ...]
     gathers: bool = False
+    more_rows: int = 0
 
 
 @dataclass(slots=True)

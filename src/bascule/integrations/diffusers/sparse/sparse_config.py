@@ -42,7 +42,7 @@ class SparseConfig:
 
     Attributes:
         masks: (steps, layers, heads, blocks, blocks) bool, True where computed, or a file for
-            `workload.mask_files.load_masks`; leading dims may be missing, and one step or layer
+            `workload.masks.load_masks`; leading dims may be missing, and one step or layer
             stands for all. Becomes the array with all five dims.
         keep: Share of the key blocks that a query block sees: those with the highest products of
             mean queries and keys, its own block among them.
