@@ -63,9 +63,10 @@ class SequenceParallelMode(CallMode):
         self._degrees, self._num_local = mesh.degrees, 0
         self._kept: dict[int | SequenceLayout, Any] = {}  # of the host: compilers keep graphs
         self._watches = watches
-        # Tokens of this rank, and keys of softmaxes over as many queries.
-        self._own_tokens = set[int]() if layout is None else {layout.num_tokens(*mesh.place)}
-        self._softmax_sizes = set[int]()
+        # Tokens of this rank, and keys of softmaxes over as many queries. Compilers trace `set()`,
+        # not `set[int]()`.
+        self._own_tokens: set[int] = set() if layout is None else {layout.num_tokens(*mesh.place)}
+        self._softmax_sizes: set[int] = set()
 
     def __torch_function__(
         self,
