@@ -87,7 +87,7 @@ def collate_padded(
 
 
 def mappings(samples: Iterable[object]) -> list[Sample]:
-    """Return samples, or packs, as a list; refuse what has no fields by name."""
+    """Return samples, or packs, as a list of mappings."""
     every = listed("samples", samples)
     for i, sample in enumerate(every):
         if not isinstance(sample, Mapping):

@@ -79,12 +79,12 @@ class CostTracker:
         discard: The first so many are left out: they compile and allocate.
         window: Measurements between two looks at the drift.
         max_drift: Median relative error of the prediction above which a window is fitted.
-        device: What is computed on. Default: a GPU if there is one.
+        device: Device of the compute. Default: a GPU if there is one.
         timeout_s: Longest wait for the times of other ranks.
 
     Raises:
         RemoteConfigError: A number is out of range (on all ranks).
-        CommError: The ranks were given unlike numbers.
+        CommError: The ranks have unlike numbers.
 
     Example:
         >>> for batch in CostTracker(loader):  # doctest: +SKIP

@@ -60,7 +60,7 @@ class LoaderMetrics:
     predicted_after: float = 0.0  # the same as delivered
 
     def count(self, step: ReadyStep, waited: tuple[float, float]) -> None:
-        """Add a step, and the time in which it was waited for."""
+        """Add a step, and begin and end of the wait for it."""
         verdict, (start, end) = step.batches[0].verdict, step.exchange
         self.steps += 1
         self.applied += verdict.applied
@@ -90,9 +90,9 @@ class LoaderOptions:
         batch_size: Samples of a microbatch, where the loader gives samples one by one.
         unpack: Samples of each item of the loader, for ready-made packs (see `packs.unpack`). Then
             lists of items are kept as microbatches.
-        weight_fn: What a sample counts in the global mean, for `loss_scale`: a whole number, such
+        weight_fn: Weight of a sample in the global mean, for `loss_scale`: a whole number, such
             as its labels for a mean over tokens. Default: 1.
-        limits: What a rank can hold in a microbatch; hard.
+        limits: Limits of a microbatch on a rank; hard.
         ends: "drop_last": the epoch ends where the first rank cannot fill a step. "pad_empty" and
             "finish": it ends when all ranks have run out, and those that ran out earlier get
             samples of the others. With "finish", a microbatch may be empty; otherwise it then holds
@@ -105,7 +105,7 @@ class LoaderOptions:
         prefetch: Steps made ahead.
         collate_fn: A microbatch from a list of samples. Default: the DataLoader's, or
             `default_collate`. Not called for an empty microbatch, whose data are None.
-        pin_memory: Whether tensors are put into pinned memory.
+        pin_memory: True puts tensors into pinned memory.
         timeout_s: Longest wait for other ranks, their loaders included; the same on all.
 
     Raises:
@@ -331,7 +331,7 @@ class BalancedLoader:
             is `Pack(tokens=...)`. Samples are loaded until the next would not fit, whatever lists
             they come in, and no rank gets more tokens than the pack has (but see
             `LoaderOptions.limits`).
-        options: What is seldom changed, and what a sample counts in the loss.
+        options: Settings that are seldom changed, and the weight of a sample in the loss.
 
     Attributes:
         ranks: The ranks that share the samples, with a group for the thread that trains.
@@ -499,7 +499,7 @@ class BalancedLoader:
 
     @shared("set_epoch")
     def set_epoch(self, epoch: int) -> None:
-        """Begin this epoch with the next iteration, on all ranks; keeps what was resumed in it."""
+        """Begin this epoch with the next iteration, on all ranks; a loaded state of it stays."""
         epoch = whole("epoch", epoch)
         if epoch != self._first.epoch:
             self._first = Progress(epoch=epoch)
@@ -512,6 +512,7 @@ class BalancedLoader:
 
         `speeds` are of each data-parallel rank, as `measure_speeds` gives them; None: all alike.
         """
+        function("the cost model", cost)
         if speeds is not None:
             speeds = RankState.of(self.ranks.num, speeds=speeds).speeds
         self._redistributor.costs.append(RankCosts.of(cost, speeds))

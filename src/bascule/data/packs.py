@@ -47,7 +47,7 @@ _GRID_FIELDS = {  # grids, patches, others with a row a grid
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """The form of packs: their size, and which fields hold tokens.
+    """The form of packs: their size, and the fields with tokens.
 
     Attributes:
         tokens: Most tokens of a pack.

@@ -67,11 +67,6 @@ class Lease:
         self.use = 0  # how often it was lent, alike on all ranks
 
     @property
-    def is_free(self) -> bool:
-        """Return whether this rank could use it."""
-        return not self.is_lent and self.group.calls.ended is None
-
-    @property
     def _note(self) -> str:
         return f"left/{self.group.process_group.group_name} {self.use}"
 
@@ -83,7 +78,7 @@ class Lease:
             ask(lambda store: store.compare_set(key, "", text))
 
     def departure(self) -> Departure | None:
-        """Return who left first, if somebody did."""
+        """Return the first rank that left, if there is one."""
         text = None
         with suppress(RuntimeError, ValueError):
             text = ask(lambda store: read(store, self._note))
@@ -110,14 +105,14 @@ class Pool:
         All raise the error of a rank that cannot begin, or that they have unlike settings.
         """
         set_timeout(self.control, timeout_s)
-        free = np.array([lease.is_free for lease in self._leases], dtype=np.int64)
+        is_free = [not one.is_lent and one.group.calls.ended is None for one in self._leases]
         gathered = agree(
             self.control,
             settings,
             error,
             what="beginning an iteration",
-            values=free,
-            capacity=max(_CAPACITY, free.size),
+            values=np.array(is_free, dtype=np.int64),
+            capacity=max(_CAPACITY, len(is_free)),
         )
         free_everywhere = np.flatnonzero(np.stack(gathered).all(axis=0)).tolist()
         if not free_everywhere:
@@ -159,7 +154,7 @@ class Prefetcher:
     ) -> None:
         self._reading, self._redistributor, self._lease = reading, redistributor, lease
         self._first, self._depth, self._loads = first, depth, loads
-        self._changed = threading.Condition()  # of what follows
+        self._changed = threading.Condition()  # of the fields below
         self._ready: deque[ReadyStep] = deque()
         self._taken: ReadyStep | None = None
         self._bytes = 0  # received in steps that are not used up
@@ -201,7 +196,7 @@ class Prefetcher:
             self._handed = position
 
     def _check_open(self) -> None:
-        """Raise what must not wait for what is ready."""
+        """Raise the error that comes before any step that is ready."""
         if self._is_closing:
             raise ConfigError(
                 "this iteration was ended by close(), or by another iteration of the same loader: "
@@ -219,14 +214,14 @@ class Prefetcher:
             self._changed.notify_all()
 
     def join(self, patience_s: float | None = None) -> bool:
-        """Wait for the thread, which ends with those of the other ranks; return whether it did."""
+        """Wait for the thread, which ends with those of the other ranks; return True if it did."""
         if self._thread is threading.current_thread():  # it collects an iteration as garbage
             return False
         with self._changed:
             if not self._changed.wait_for(lambda: self._has_ended, patience_s):
                 logger.warning("the loaders of the other ranks did not end within %g s", patience_s)
                 return False
-        self._thread.join()  # what is left to do is this rank's own
+        self._thread.join()  # the rest does not depend on other ranks
         return True
 
     @property
@@ -288,7 +283,7 @@ class Prefetcher:
             self._bytes += num_bytes
 
     def _wait_until(self, is_possible: Callable[[], bool]) -> bool:
-        """Wait for the training to use what is ready; return whether a rank leaves instead."""
+        """Wait for the training to use steps; return True if a rank leaves instead."""
         while True:
             with self._changed:
                 if self._changed.wait_for(lambda: self._is_closing or is_possible(), _LOOK_S):

@@ -27,17 +27,17 @@ History = Sequence[Sequence[int]]
 
 
 class ResumableSampler(Sampler[int]):
-    """Deals a dataset over ranks, and deals what an earlier run left over any number of ranks.
+    """Deals a dataset, or the rest that earlier runs left of it, over any number of ranks.
 
     The order of an epoch depends on seed and epoch alone; rank r of N takes every N-th index from
     the r-th on. Nothing is padded or dropped: `BalancedLoader` knows how to end.
 
     Args:
         num_samples: Samples of the dataset.
-        rank: Which share is this rank's.
+        rank: This rank's share.
         num_ranks: Shares.
-        shuffle: Whether the order is random.
-        seed: Of the order.
+        shuffle: True for a random order.
+        seed: Seed of the order.
 
     Raises:
         ConfigError: The rank is not one of the ranks, or there are negative samples.
@@ -55,7 +55,7 @@ class ResumableSampler(Sampler[int]):
 
     @property
     def deal(self) -> tuple[int, int, int, int, int]:
-        """Rank, num_ranks, num_samples, shuffle and seed: what decides who gets what."""
+        """Rank, num_ranks, num_samples, shuffle and seed, which decide the deal."""
         return self._rank, self._num_ranks, self._num_samples, self._shuffle, self._seed
 
     def set_epoch(self, epoch: int) -> None:
@@ -63,7 +63,7 @@ class ResumableSampler(Sampler[int]):
         self._epoch = whole("epoch", epoch)
 
     def resume(self, history: History) -> None:
-        """Deal only what is left after these runs of the epoch."""
+        """Deal only the rest after these runs of the epoch."""
         delivered = sum(map(sum, history))
         if delivered > self._num_samples:
             raise too_many(delivered, self._num_samples)
@@ -103,20 +103,20 @@ class SamplerOptions:
     """Options of a BalancedSampler, where the defaults do not fit.
 
     Attributes:
-        shuffle: Whether the order of an epoch is random.
+        shuffle: True for a random order of an epoch.
         sync: When ranks wait for each other, as for `plan_step`: in every "microbatch" (FSDP that
             reshards), or once a "step" (DDP under `no_sync`).
-        limits: What a batch can hold; hard. A step that cannot keep them is a PlanError, on all
+        limits: Limits of a batch; hard. A step that cannot keep them is a PlanError, on all
             ranks alike.
-        even_counts: Whether all batches of a full step have exactly `batch_size` samples. If not,
-            a batch has at least one, and `batch_size` is the mean: more even work with giants, but
+        even_counts: All batches of a full step have exactly `batch_size` samples. If not, a batch
+            has at least one, and `batch_size` is the mean: more even work with giants, but
             `loss_scale` is needed in every step.
-        padded: Whether batches are padded to their longest sample, so that a batch costs its number
-            of samples times the dearest. Samples of like lengths then share a batch. With it,
+        padded: Batches are padded to their longest sample, so that a batch costs its number of
+            samples times the dearest. Samples of like lengths then share a batch. With it,
             `even_counts=False` is what saves most.
-        weights: What each sample counts in the global mean, for `loss_scale`; such as its labels
+        weights: Weight of each sample in the global mean, for `loss_scale`; such as its labels
             for a mean over tokens. None: 1.
-        shards: Which shard (file) each sample lies in. Shard s is at home on rank s % num_ranks;
+        shards: The shard (file) of each sample. Shard s is at home on rank s % num_ranks;
             samples stay there where it costs the step nothing.
         tolerance: Gap to the lower bound of a step at which the search for a better deal stops.
 
@@ -175,13 +175,13 @@ class BalancedSampler(Sampler[list[int]]):
 
     Args:
         lengths: Tokens of each sample: integers from 0.
-        cost: What a sample of so many tokens costs; called once, for all lengths.
+        cost: Costs of samples of so many tokens; called once, for all lengths.
         batch_size: Samples of a batch: per rank and microbatch.
         num_ranks: Data-parallel ranks. Default: of torch.distributed if it is initialised, else 1.
-        rank: Which of them this is; given with num_ranks, or not.
-        seed: Of the order.
+        rank: This rank; set with num_ranks, or not.
+        seed: Seed of the order.
         accumulate: Microbatches of an optimiser step.
-        options: What is seldom changed.
+        options: Settings that are seldom changed.
 
     Attributes:
         batch_size: Samples of a batch; their mean where `even_counts` is off.
@@ -390,7 +390,7 @@ class BalancedSampler(Sampler[list[int]]):
 
 
 def _place(num_ranks: int | None, rank: int | None) -> tuple[int, int]:
-    """Return how many ranks there are, and which this is."""
+    """Return the number of ranks, and this rank."""
     if (num_ranks is None) != (rank is None):
         raise ConfigError(
             f"BalancedSampler(num_ranks={shown(num_ranks)}, rank={shown(rank)}): give both, or "
@@ -406,7 +406,7 @@ def _place(num_ranks: int | None, rank: int | None) -> tuple[int, int]:
 def _check_limits(
     limits: Limits | None, lengths: Ints, shape: StepShape, options: SamplerOptions
 ) -> None:
-    """Refuse what would end training in the middle of an epoch, as far as it can be foreseen."""
+    """Refuse limits that would end training in the middle of an epoch, as far as that shows."""
     if limits is None:
         return
     longest = int(lengths.argmax())

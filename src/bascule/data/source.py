@@ -153,7 +153,7 @@ class Reading:
         self._items = iter(())
 
     def saved(self) -> dict[str, Any] | None:
-        """Return where a loader with a state would go on after the microbatches taken so far."""
+        """Return the state from which a loader with one goes on after the microbatches so far."""
         if self._stateful is None:
             return None
         first, state = self._newest
@@ -204,7 +204,7 @@ def _uncollated(loader: DataLoader[Any]) -> DataLoader[Any]:
     bare = copy.copy(loader)
     if _gives_batches(loader):
         bare.collate_fn = list
-    bare.pin_memory = False  # what is pinned before the exchange is pinned for nothing
+    bare.pin_memory = False  # tensors are pinned after the exchange
     return bare
 
 

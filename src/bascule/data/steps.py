@@ -70,7 +70,7 @@ class Batch:
         num_samples: Samples of this rank, without padding.
         is_padding: True if all there is, is a sample that another rank has, with weight 0.
         plan: Who computes what in this microbatch.
-        verdict: Whether samples moved in this step, and why.
+        verdict: The reason for which samples moved in this step, or stayed.
     """
 
     data: Any
@@ -206,7 +206,7 @@ def named(error: BaseException, place: str) -> Exception:
 
 @dataclass(frozen=True, eq=False)
 class DataRanks:
-    """The ranks of a group, by what they load. Peers (tensor, pipeline) get the same batch."""
+    """The ranks of a group, by data-parallel index. Peers (tensor, pipeline) get the same batch."""
 
     group: RankGroup
     place: Ints  # (group size,) data-parallel index of each, peers included
@@ -229,7 +229,7 @@ class DataRanks:
 
     @cached_property
     def is_leader(self) -> bool:
-        """Return whether this rank loads samples, rather than one of its peers."""
+        """True if this rank loads samples, rather than one of its peers."""
         return int(self.leaders[self.index]) == self.group.rank
 
 
@@ -251,7 +251,7 @@ class Loaded:
         return cls(heads[0, leaders], int(heads[1].min()), heads[2:, leaders], items)
 
     def is_last(self, ends: Ends) -> bool:
-        """Return whether there is no step any more: alike on all ranks."""
+        """Return True if there is no step any more: alike on all ranks."""
         is_short = ends == "drop_last" and bool((self.flags & _SHORT).any())
         return is_short or not (self.flags & _SOME).any()
 
@@ -315,7 +315,7 @@ class Deliveries:
             )
 
     def share(self, items: Items, rank: int, micro: int) -> tuple[Ints, bool, float]:
-        """Return a rank's rows in a microbatch, whether they are padding, and the loss's scale."""
+        """Return a rank's rows in a microbatch, True if they are padding, and the loss's scale."""
         num_micro, num_ranks = items.counts.shape
         rows = np.flatnonzero((self.dest == rank) & (self.micro == micro))
         is_padding, total = bool(self.is_padding[rows].any()), int(items.weights.sum())
@@ -326,7 +326,7 @@ class Deliveries:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decision:
-    """Who gets what in a step: a plan of each microbatch, and the samples of each rank."""
+    """The outcome of a step's planning: a plan of each microbatch, and the samples of each rank."""
 
     plans: tuple[Plan, ...]
     verdict: Verdict
@@ -516,7 +516,7 @@ class Redistributor:
         if seconds is None:
             return "balanced"
         most = max(decision.deliveries.sent.max(), decision.deliveries.received.max())
-        # The exchange runs behind the step; only what is longer than the step is waited for.
+        # The exchange runs behind the step; ranks wait for the part that is longer.
         exposed = max(float(most) * self.seconds_per_byte - after * seconds, 0.0)
         return "exchange" if gain * seconds <= exposed else "balanced"
 

@@ -66,10 +66,10 @@ class EncoderOptions:
 
     Attributes:
         table: The items of a call. Default: the one for the module's class.
-        limits: What a rank can hold: tokens, items, and bytes of what is encoded; hard.
-        home_tolerance: By how much the slowest rank may take longer than in the best plan, so that
-            fewer items move: those of a step that is as even as that stay. 0.02 is 2 %.
-        cluster: What computing and exchanging take: items then move only where that pays; costs
+        limits: Limits of a rank: tokens, items, and bytes of items; hard.
+        home_tolerance: Share by which the slowest rank may take longer than in the best plan, so
+            that fewer items move: those of a step that is as even as that stay. 0.02 is 2 %.
+        cluster: Prices of computing and exchanging: items then move only where that pays; costs
             are in seconds, or those of a TransformerCost. Default: moving is taken to pay.
         device: Where the tensors are. Default: the mesh's, or the group's back end's.
         timeout_s: Longest wait of a collective, in seconds.
@@ -138,7 +138,7 @@ class BalancedEncoder:
             for the module's class says.
         cost: Predicts what an item costs from its tokens, and pairs, where there are any.
         mesh_or_group: A one-axis DeviceMesh, a process group, or None for the default group.
-        options: What is seldom changed.
+        options: Settings that are seldom changed.
 
     Raises:
         ConfigError: An argument is wrong here. RemoteConfigError: on another rank.
@@ -298,7 +298,7 @@ class BalancedEncoder:
         own, flags, compared, size = OwnItems(), 0, dict[str, str](), self._host.size
         features_for, is_shared = self.options.features_for, self.options.features_for != "owner"
         most_pieces = _PIECES_A_RANK * size if size > 1 else 1
-        if self.options.limits is not None:  # what is too long for a rank may fit in pieces
+        if self.options.limits is not None:  # an item that is too long for a rank may fit in pieces
             most_pieces = sys.maxsize
         try:
             if error is not None:

@@ -158,11 +158,6 @@ def _exchange_seconds(cluster: Cluster, source: Ints, dest: Ints, num_bytes: Flo
     return cluster.latency_s + float(busiest)
 
 
-def step_factor(has_backward: bool) -> float:
-    """Return the seconds of an encoder in a step over those of its forward pass."""
-    return WITHOUT_RECOMPUTING.linear if has_backward else 1.0
-
-
 def plan_items(
     items: Items,
     settings: CallSettings,
@@ -198,7 +193,8 @@ def plan_items(
             one.exchange(cluster) for one in (plan, stays)
         )
         exchange_s, exchange_bytes = float(more_s - least_s), more_bytes - least_bytes
-        gain_s = float(before.max() - after.max()) * step_factor(settings.needs_gradient)
+        passes = WITHOUT_RECOMPUTING.linear if settings.needs_gradient else 1.0
+        gain_s = float(before.max() - after.max()) * passes
         if may_stay and round(1e9 * gain_s) <= round(1e9 * exchange_s):
             plan, after = stays, before
     num_moved = int((plan.rank_of != owner).sum()) if num_ranks > 1 else 0

@@ -30,7 +30,7 @@ WIDTH, WIDTH_SPREAD = 0.15, 0.7
 standard deviation of its logarithm: spatial, temporal, local and global heads all occur."""
 
 FIELD_LENGTHS = (0.2, 0.5, 0.5)
-"""Over which share of (frames, height, width) the popularity of keys changes."""
+"""Shares of (frames, height, width) over which the popularity of keys changes."""
 
 SHARED_VARIANCE = 0.7
 """Part of the variance of popularity and breadth that all heads of a layer have in common."""

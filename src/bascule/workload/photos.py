@@ -60,12 +60,11 @@ class PhotoOptions:
     # room for decoded photos in memory, filled by name while they fit
     cache_bytes: int = 256 * 2**20
     clip_frames: int = 0  # most frames of a clip; 0 takes photos alone
-    # frames of a clip, after its first, that become one latent frame; what is left of a multiple is
-    # not taken
+    # frames of a clip, after its first, that become one latent frame; the rest is not taken
     frame_group: int = 1
     # channels of an image token where it is not the pixels of a patch
     token_channels: int | None = None
-    # the text tokens of a caption, and whether it was cut; None takes its bytes
+    # the text tokens of a caption, and True if some were cut; None takes its bytes
     tokenize: Callable[[str], tuple[Sequence[int], bool]] | None = None
 
     def __post_init__(self) -> None:

@@ -60,7 +60,7 @@ class RankTrace:
     numbers: Ints  # (S,) of the steps, ascending
     host: Spans  # (S, 2) when each began and ended on the host
     windows: Spans  # (S, 2) the same where compute and collectives are: on the device or the host
-    compute: Spans  # (n, 2) union of what it computed
+    compute: Spans  # (n, 2) union
     calls: Spans  # (c, 2) its collectives, by their start
     call_keys: tuple[str, ...]  # (c,); other ranks' calls with the same key are the same calls
     marks: tuple[tuple[float, LengthMark], ...]  # lengths, and when they were said, on the host
@@ -143,7 +143,7 @@ def _rank_trace(data: dict[str, Any], rank: object) -> RankTrace:
             windows = _device_windows(events["device step"], numbers, host)
     else:
         # Without operators that only hand work to others, and without those of other threads: a
-        # step does not wait for what a loader's or a collective's thread does.
+        # step does not wait for the thread of a loader or a collective.
         operators, dispatches = (
             union(_spans([one for one in events[kind] if one[0] in threads]))
             for kind in ("operator", "dispatch")

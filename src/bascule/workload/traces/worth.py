@@ -57,13 +57,12 @@ class Worth:
     num_steps: int  # S, of which lengths are known
     measured_s: float  # mean seconds of a step, as measured
     model_s: float  # the same by the cost model
-    as_loaded_s: float  # by the model, if every rank had computed what it loaded
+    as_loaded_s: float  # by the model, if every rank had computed its own samples
     balanced_s: float  # by the model, with the plan
     imbalance: float  # max over mean of the model's loads, as run; mean over the steps
     balanced_imbalance: float  # the same with the plan
     moved_share: float  # share of the tokens that the plan moves
-    # 95 % of what the speed-up may be, by what noise and few steps leave open of the cost model,
-    # and the fit's assumptions with them; not by what the model leaves out
+    # 95 % interval, from noise, few steps and the fit's assumptions; not from the model's errors
     speedup_range: tuple[float, float]
 
     @property
@@ -91,7 +90,7 @@ class Worth:
 
     @property
     def predicted_s(self) -> float:
-        """Predicted seconds of a balanced step: what the model leaves open is scaled with it."""
+        """Predicted seconds of a balanced step: the measured ones over the speed-up."""
         return self.measured_s / self.speedup
 
     @property
