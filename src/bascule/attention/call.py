@@ -38,7 +38,7 @@ class AttentionCall:
     tiles: Tiles | Callable[[Tensor | None], Tiles]
     kv_lens: Sequence[int]  # (R,) keys that each ring rank has at home
     ring: RankGroup | None = None  # the ranks that pass keys and values on; None for one
-    # how ranks share heads; None: this rank's tokens are all of its ring place
+    # how ranks share heads; None: no other rank has tokens of this ring place
     heads: HeadExchange | None = None
     # how rows travel; None: as they are. Gradients always do.
     wire: Wire | None = None

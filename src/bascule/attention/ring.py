@@ -163,14 +163,14 @@ def _shape_in(call: AttentionCall, turn: int, like: Tensor, num_more: int = 0) -
 
 
 def _packed(k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
-    """Pack keys and values, (2, B, K, Sk, ...), for travel: once, and passed on as they came."""
+    """Return keys and values as they travel, (2, B, K, Sk, ...); other ranks pass these on."""
     if call.wire is not None:
         k, v = call.wire.pack(k), call.wire.pack(v)
     return torch.stack((k, v), out=_staged(call, 0, (2, *k.shape), k))
 
 
 def _staged(call: AttentionCall, turn: int, shape: Sequence[int], like: Tensor) -> Tensor:
-    """Memory for the keys and values of a round; the next one's is another, the one's after not."""
+    """Return memory for the keys and values of a round: one buffer for even rounds, one for odd."""
     assert call.ring is not None
     role = f"keys and values, {'even' if turn % 2 == 0 else 'odd'} rounds"
     return call.ring.calls.staging.take(role, math.prod(shape), like).view(*shape)

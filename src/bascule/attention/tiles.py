@@ -36,7 +36,9 @@ _NUM_KEPT = 16  # layouts, heads and dtypes of one mask
 _LEVELLED_FROM = 64.0  # closer to 0, a subtraction in 16 bits could round what is near the highest
 _MOST_READ = 1 << 18  # values of a mask that its digest reads one by one
 _ALL = slice(None)
-_LOST_AT = 8.0  # spacing of the numbers at a row's highest, of which scores of less than half go
+# Scores are lost where numbers as large as a row's highest bias lie this far apart: it is taken
+# off the row first.
+_LOST_AT = 8.0
 
 
 _of_masks: "WeakIdKeyDictionary" = WeakIdKeyDictionary()

@@ -62,8 +62,8 @@ class HeadExchange:
     group: RankGroup  # the Ulysses ranks
     shares: HeadShares  # key-value heads of each; query heads, and packed rows, go with theirs
     lens: Sequence[int]  # (U,) tokens that each rank brings
-    # Which of the tokens, as they come, is at each place where all are together: (S,) numbers, or
-    # slices one after the other; None: as they come. And the inverse.
+    # Tokens arrive rank by rank; attention wants them in `order`: (S,) indices into the arrived, or
+    # slices of them one after another; None: as they arrive. `back` is the inverse.
     order: "Tensor | Sequence[slice] | None" = None
     back: "Tensor | Sequence[slice] | None" = None
     num_kv_heads: int = field(init=False)  # of all ranks

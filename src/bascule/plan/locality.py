@@ -95,7 +95,7 @@ def bring_home(decision: Decision, source: Source, tolerance: float | None) -> D
 
 
 def _is_as_even(first: Decision, second: Decision) -> bool:
-    """Return whether the slowest bag that differs from the second's is no slower than that."""
+    """Compare sorted loads: return whether the first pair that differs is lower in `first`."""
     loads, others = np.sort(first.loads)[::-1], np.sort(second.loads)[::-1]
     differ = np.flatnonzero((loads > others * _SAME) | (others > loads * _SAME))
     return not differ.size or bool(loads[differ[0]] < others[differ[0]])

@@ -1,7 +1,7 @@
 """Price each sequence on each kind of bag, and decide which bag computes it.
 
 Bags of one *kind* have the same size and the same wires. Without a cluster a bag of P ranks takes a
-P-th of a cost, so that there is one kind. With one, a sequence has a price a kind
+P-th of a cost, so that there is one kind. With one, a sequence has a price on each kind
 (`Cluster.seconds`): bags of different size are unrelated machines. In a ring a sequence hides only
 its own exchanges, so that prices add up; in fact long ones also hide those of others in their bag.
 """
@@ -195,7 +195,7 @@ def decide(
 ) -> Decision:
     """Choose a bag for every sequence, so that the last bag finishes early.
 
-    With `quickly`, the makespan may be one that a plan comes below by a little.
+    With `quickly`, a search that would improve the makespan by little is left out.
     """
     if choice("planner", planner, "lpt", "knapsack") == "lpt":
         problem = prices.problem(limits)

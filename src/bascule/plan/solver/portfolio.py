@@ -165,10 +165,10 @@ def _unlimited(
 
 
 def _of_kinds(problem: Problem, guess: Ints) -> Iterator[Solution]:
-    """Assignments without limits at the costs of guessed kinds, with their true makespans.
+    """Yield assignments without limits, made at the costs of guessed kinds, with true makespans.
 
-    The first guess is the fluid optimum, once so that no item leaves its kind; it is corrected
-    where items end up elsewhere.
+    The first guess is the kind that the fluid optimum gives each item. First items stay in their
+    kind; then the guess is corrected by where items ended up.
     """
 
     def at(costs: Floats, items: Ints, bins: Ints) -> Ints:
