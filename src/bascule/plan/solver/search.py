@@ -4,8 +4,8 @@ A search makes exchanges: a bin gives a group of one or two items to another bin
 group back. The `Score` of what an exchange leaves in its two bins decides which one is made: a
 search first repairs and then improves. Late bins are paired with early ones, the latest with
 the earliest. First single items are exchanged within pairs, then items of the worst bin with any
-other bin, then groups of two: each step begins when the one before no longer helps. With homes, once nothing passes a limit,
-items are paired with the bins they would rather be in.
+other bin, then groups of two: each step begins when the one before no longer helps. With homes,
+once nothing passes a limit, items are paired with the bins they would rather be in.
 """
 
 from dataclasses import dataclass
