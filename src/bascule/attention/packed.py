@@ -137,7 +137,7 @@ class Bag:
         heads = None
         if group is not None:
             shares = HeadShares.split(k.shape[1], self.degree)
-            heads = HeadExchange(group, shares, self.tokens, *self.order)
+            heads = HeadExchange(group, shares, self.tokens, *self.order, is_packed=True)
         return AttentionCall(
             kernel=chosen,
             scale=scale,

@@ -169,11 +169,11 @@ def _packed(k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     return torch.stack((k, v), out=_staged(call, 0, (2, *k.shape), k))
 
 
-def _staged(call: AttentionCall, turn: int, shape: Sequence[int], like: Tensor) -> Tensor:
+def _staged(call: AttentionCall, turn: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Return memory for the keys and values of a round: one buffer for even rounds, one for odd."""
     assert call.ring is not None
     role = f"keys and values, {'even' if turn % 2 == 0 else 'odd'} rounds"
-    return call.ring.calls.staging.take(role, math.prod(shape), like).view(*shape)
+    return call.ring.calls.staging.take(role, shape, like)
 
 
 def _unpacked(rows: Tensor, dtype: torch.dtype, wire: Wire | None) -> tuple[Tensor, Tensor]:

@@ -72,7 +72,7 @@ def forward(
             call.count()
         # In place: a view could not be written to by who gets it.
         return out if q.dim() == 4 else out.transpose_(1, 2).squeeze_(0), None, None, lse
-    xs = [x[None] if x.dim() == 3 else x.transpose(1, 2) for x in (q, k, v)]
+    xs = (q, k, v) if heads.is_packed else [x.transpose(1, 2) for x in (q, k, v)]
     if call.overlap:
         own, whole, out, lse = overlap.forward(xs, tiles, call)
     else:
@@ -82,7 +82,7 @@ def forward(
         (own,) = heads.start_to_tokens(out, [out.shape[2]], call.where, call.wire)()
     if call.count is not None:
         call.count()
-    return own.transpose_(1, 2) if q.dim() == 4 else own.squeeze_(0), whole, out, lse
+    return own if heads.is_packed else own.transpose_(1, 2), whole, out, lse
 
 
 def backward(
@@ -102,12 +102,11 @@ def backward(
             return tuple(grads) if grad.dim() == 4 else tuple(x[0].transpose(0, 1) for x in grads)
         whole, out, lse = kept
         saved = *_parts(whole, heads.own_kv_heads), out.transpose(1, 2), lse
-        home = grad[None] if grad.dim() == 3 else grad.transpose(1, 2)
-        grad_here = heads.start_to_heads([home], call.where)().transpose(1, 2)
+        grad_here = heads.start_to_heads([_by_token(grad)], call.where)().transpose(1, 2)
         grads = ring_backward(grad_here, saved, tiles, call)
         together = torch.cat(grads, 1).transpose(1, 2)
         own = heads.start_to_tokens(together, [x.shape[1] for x in grads], call.where)()
-    return tuple([x.transpose(1, 2) if grad.dim() == 4 else x[0] for x in own])
+    return tuple([_by_token(x) for x in own])
 
 
 def _by_head(x: Tensor) -> Tensor:
@@ -117,7 +116,8 @@ def _by_head(x: Tensor) -> Tensor:
 
 def _parts(whole: Tensor, own: int) -> tuple[Tensor, Tensor, Tensor]:
     """Part queries from keys and values, which have `own` heads, (B, heads, S, D) each."""
-    q, k, v = whole.transpose(1, 2).split([whole.shape[2] - 2 * own, own, own], 1)
+    sizes = whole.shape[2] - 2 * own, own, own
+    q, k, v = whole.transpose(1, 2).split_with_sizes(sizes, 1)
     return q, k, v
 
 

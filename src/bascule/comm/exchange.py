@@ -140,12 +140,6 @@ def _summed(route: BoundRoute, copies: Tensor, num_rows: int) -> Tensor:
     return total.index_add(0, route.send_index, copies.to(wide)).to(copies.dtype)
 
 
-def _staged(staging: Staging, role: str, num_rows: int, like: Tensor) -> Tensor:
-    """(num_rows, ...) in memory that is used again."""
-    numel = num_rows * like.shape[1:].numel()
-    return staging.take(role, numel, like).view(num_rows, *like.shape[1:])
-
-
 def move_rows(route: BoundRoute, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the rows that arrive; autograd does not record it."""
     rows = [_as_integers(tensor) for tensor in tensors]
@@ -157,7 +151,7 @@ def move_rows(route: BoundRoute, tensors: Sequence[Tensor]) -> tuple[Tensor, ...
     received = (
         as_bytes(outs[0]).view(num_received, row_bytes)
         if arrives_in_place
-        else _staged(route.group.calls.staging, "rows received", num_received, sent)
+        else route.group.calls.staging.take("rows received", (num_received, row_bytes), sent)
     )
     where = f"step {route.step}: all_to_all ({route.name})"
     start_all_to_all(route.group, where, received, sent, route.recv_splits, route.send_splits)()
@@ -200,8 +194,8 @@ def _pack(
     if len(rows) == 1 and index is None:
         return as_bytes(rows[0].contiguous()).view(rows[0].shape[0], row_bytes)
     num_rows = rows[0].shape[0] if index is None else index.shape[0]
-    like = rows[0].new_empty(0, row_bytes, dtype=torch.uint8)
-    buffer = _staged(staging, "rows sent", num_rows, like)
+    like = rows[0].new_empty(0, dtype=torch.uint8)
+    buffer = staging.take("rows sent", (num_rows, row_bytes), like)
     for row, place in zip(rows, places, strict=True):
         _select(row, index, _part(buffer, row, place))
     return buffer

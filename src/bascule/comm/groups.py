@@ -4,6 +4,7 @@ The differences between versions of torch, and the few names of it that are not 
 """
 
 import hashlib
+import math
 import secrets
 import threading
 import time
@@ -27,6 +28,7 @@ from bascule.errors import CommError, ConfigError
 T = TypeVar("T")
 
 _NUM_AGREED = 4096
+_NUM_VIEWS = 64
 _LONGEST_S = 1e7  # four months: it fits into the clocks of all back ends
 _SLICE_S = 1.0  # of a wait, between looks whether it can end
 
@@ -41,17 +43,25 @@ class Staging(threading.local):
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
+        self._views: dict[Hashable, Tensor] = {}  # of these; a view costs more than a small copy
 
-    def take(self, role: str, numel: int, like: Tensor) -> Tensor:
-        """Return (numel,) without values, of the dtype and device of `like`."""
+    def take(self, role: str, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Return a tensor of that shape without values, of the dtype and device of `like`."""
         if not like.is_cpu:
-            return like.new_empty(numel)
-        num_bytes, buffer = numel * like.element_size(), self._buffers.get(role)
-        if buffer is None or buffer.numel() < num_bytes:
+            return like.new_empty(shape)
+        key = role, shape, like.dtype
+        view = self._views.get(key)
+        if view is None:
+            num_bytes, buffer = math.prod(shape) * like.element_size(), self._buffers.get(role)
             # Plain tensors also where they are made in inference mode, to be written later outside.
             with torch.inference_mode(False):
-                buffer = self._buffers[role] = torch.empty(num_bytes, dtype=torch.uint8)
-        return buffer[:num_bytes].view(like.dtype)
+                if buffer is None or buffer.numel() < num_bytes:
+                    buffer = self._buffers[role] = torch.empty(num_bytes, dtype=torch.uint8)
+                    self._views.clear()  # they may be of the buffer before
+                if len(self._views) >= _NUM_VIEWS:
+                    self._views.clear()
+                view = self._views[key] = buffer[:num_bytes].view(like.dtype).view(shape)
+        return view
 
 
 class Part(Calls):

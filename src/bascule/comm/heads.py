@@ -4,7 +4,7 @@ Source: DeepSpeed Ulysses (arXiv:2309.14509), here with uneven tokens and heads,
 exchange, and nothing of a rank's own on the wire.
 
 Shapes: B batch, T tokens of a rank, S of all U ranks, D head width. Tensors at home are (B, T,
-heads, D); ranks bring their tokens one after the other.
+heads, D), or (T, heads, D) of packed sequences; ranks bring their tokens one after the other.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -40,7 +40,7 @@ class _Run:
         """Return (B, T, ranks, share, D) of each tensor with the heads of all ranks."""
         if self.heads is not None:
             pairs = zip(xs, self.heads, strict=True)
-            xs = [x.narrow(2, first, num_heads) for x, (first, num_heads) in pairs]
+            xs = [x.narrow(-2, first, num_heads) for x, (first, num_heads) in pairs]
         return [x.view(shape) for x, shape in zip(xs, self.views, strict=True)]
 
 
@@ -48,7 +48,8 @@ class _Run:
 class _Form:
     """Sizes and views of exchanges of tensors of some shapes, in both directions."""
 
-    by_heads: list[int]  # (U,) elements of each rank's heads and this rank's tokens
+    sent: tuple[int]  # elements of all heads and this rank's tokens, in a row
+    by_heads: list[int]  # (U,) of these, those of each rank's heads
     by_tokens: list[int]  # (U,) elements of each rank's tokens and this rank's heads
     whole: tuple[int, int, int, int]  # (B, S, this rank's heads of all tensors, D)
     homes: list[tuple[int, ...]]  # shape of each tensor at home
@@ -66,6 +67,7 @@ class HeadExchange:
     # slices of them one after another; None: as they arrive. `back` is the inverse.
     order: "Tensor | Sequence[slice] | None" = None
     back: "Tensor | Sequence[slice] | None" = None
+    is_packed: bool = False  # whether tensors at home are those of packed sequences
     num_kv_heads: int = field(init=False)  # of all ranks
     first_kv_head: int = field(init=False)  # of this rank
     own_kv_heads: int = field(init=False)
@@ -97,9 +99,9 @@ class HeadExchange:
         order, dtype, num_more = self.order, xs[0].dtype, 0
         if wire is not None:
             xs, num_more = [wire.pack(x, 1) for x in xs], wire.num_more
-        factors = tuple([x.shape[2] // self.num_kv_heads for x in xs])
+        factors = tuple([x.shape[-2] // self.num_kv_heads for x in xs])
         form = self._form(xs[0], factors, num_more)
-        sent = self.group.calls.staging.take("sent", sum(form.by_heads), xs[0])
+        sent = self.group.calls.staging.take("sent", form.sent, xs[0])
         for run in form.runs:
             torch.cat(run.of_tensors(xs), dim=3, out=run.of_buffer(sent))
         batch = form.whole[0]
@@ -107,8 +109,8 @@ class HeadExchange:
             rows = xs[0].new_empty(form.whole)
             received = rows.view(-1)
         else:
-            received = self.group.calls.staging.take("received", sum(form.by_tokens), xs[0])
-            rows = received.view(form.whole)
+            rows = self.group.calls.staging.take("received", form.whole, xs[0])
+            received = self.group.calls.staging.take("received", (rows.numel(),), xs[0])
         where = f"{where}: all_to_all (tokens to heads)"
         wait = start_all_to_all(self.group, where, received, sent, form.by_tokens, form.by_heads)
 
@@ -143,7 +145,7 @@ class HeadExchange:
         if form.whole[0] > 1:
             rows = torch.cat([part.reshape(-1) for part in self._by_rank(rows, num_more)])
         sent = rows.contiguous().view(-1)
-        received = self.group.calls.staging.take("received", sum(form.by_heads), rows)
+        received = self.group.calls.staging.take("received", form.sent, rows)
         where = f"{where}: all_to_all (heads to tokens)"
         wait = start_all_to_all(self.group, where, received, sent, form.by_heads, form.by_tokens)
 
@@ -165,7 +167,7 @@ class HeadExchange:
 
     def _form(self, x: Tensor, factors: tuple[int, ...], num_more: int) -> _Form:
         """Return the form of tensors with so many heads for each key-value head, and rows more."""
-        key = x.shape[0], x.shape[-1], num_more, factors
+        key = 1 if self.is_packed else x.shape[0], x.shape[-1], num_more, factors
         form = self._forms.get(key)
         if form is None:
             if len(self._forms) >= _NUM_FORMS:
@@ -177,11 +179,13 @@ class HeadExchange:
         shares, rank, each = self.shares, self.group.rank, sum(factors)
         lens, own = [num + num_more for num in self.lens], self.own_kv_heads
         tokens = lens[rank]
+        home = (tokens,) if self.is_packed else (batch, tokens)
         return _Form(
+            sent=(batch * tokens * each * width * shares.num_kv_heads,),
             by_heads=[batch * tokens * each * width * shares.of(r) for r in range(shares.size)],
             by_tokens=[batch * num * each * width * own for num in lens],
             whole=(batch, sum(lens), each * own, width),
-            homes=[(batch, tokens, num * shares.num_kv_heads, width) for num in factors],
+            homes=[(*home, num * shares.num_kv_heads, width) for num in factors],
             runs=self._runs(batch, tokens, factors, width),
         )
 
