@@ -26,6 +26,7 @@ CASES: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
     ("gamma below 0", partial(TransformerCost, 64, gamma=-1.0), ("gamma=-1.0", "at least 0")),
     ("cost nan", partial(PolynomialCost, math.nan, 1.0, 0.0), ("quadratic=nan", "finite")),
     ("cost below 0", partial(PolynomialCost, 0.0, -1.0, 0.0), ("linear=-1.0", "at least 0")),
+    ("a cost that is a number", by_cost(5), ("the cost model is 5", "must be a function")),  # pyright: ignore[reportArgumentType]
     ("no tokens", partial(Limits, tokens=0), ("tokens=0", "at least 1")),
     ("bytes below 0", partial(Limits, num_bytes=-1), ("num_bytes=-1", "at least 1")),
     ("no bins", partial(assign, [1.0], 0), ("num_bins is 0", "at least 1")),

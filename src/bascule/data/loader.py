@@ -512,7 +512,6 @@ class BalancedLoader:
 
         `speeds` are of each data-parallel rank, as `measure_speeds` gives them; None: all alike.
         """
-        function("the cost model", cost)
         if speeds is not None:
             speeds = RankState.of(self.ranks.num, speeds=speeds).speeds
         self._redistributor.costs.append(RankCosts.of(cost, speeds))

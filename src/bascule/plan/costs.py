@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from bascule.arrays import Floats
 from bascule.errors import ConfigError
-from bascule.plan.checks import called, fields, floats, number, rate, whole
+from bascule.plan.checks import called, fields, floats, function, number, rate, whole
 
 FLOPS_PER_UNIT = 1e12
 
@@ -39,7 +39,9 @@ def evaluate(cost: Cost, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | Non
     name = "the cost model"
     if num_pairs is not None:
         name += ", called with tokens and, as there are masks or contexts, pairs,"
-    costs = floats("what the cost model gives", called(name, cost, *args))
+    costs = floats(
+        "what the cost model gives", called(name, function("the cost model", cost), *args)
+    )
     if costs.shape != lens.shape:
         raise ConfigError(f"the cost model gave {costs.shape} costs for {lens.shape} lengths")
     return costs
