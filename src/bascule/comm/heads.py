@@ -107,10 +107,9 @@ class HeadExchange:
         batch = form.whole[0]
         if batch == 1 and order is None and wire is None:  # it arrives where it stays
             rows = xs[0].new_empty(form.whole)
-            received = rows.view(-1)
         else:
             rows = self.group.calls.staging.take("received", form.whole, xs[0])
-            received = self.group.calls.staging.take("received", (rows.numel(),), xs[0])
+        received = rows.view(-1)
         where = f"{where}: all_to_all (tokens to heads)"
         wait = start_all_to_all(self.group, where, received, sent, form.by_tokens, form.by_heads)
 
