@@ -54,15 +54,19 @@ class Transfers:
         self._works = group.calls.post(where, self._post)
 
     def _post(self, tag: int) -> list[dist.Work]:
-        sent, received = self._kept
-        ranks, operations = self._group.ranks, list[dist.P2POp]()
-        for operation, xs in ((dist.irecv, received), (dist.isend, sent)):
-            for place, x in xs.items():
-                if x.numel() or self._by_gloo:  # there, ranks always meet
-                    to = ranks[place], self._process_group, tag
-                    operations.append(dist.P2POp(operation, x, *to))
-        if self._by_gloo:
-            self._group.calls.num_messages += len(operations)
+        (sent, received), group, calls = self._kept, self._process_group, self._group.calls
+        if self._by_gloo:  # torch's functions take longer than a small message; ranks always meet
+            places = self._group.places
+            works = [group.recv([x], places[of], tag) for of, x in received.items()]
+            works += [group.send([x], places[to], tag) for to, x in sent.items()]
+            calls.num_messages += len(works)
+            return works
+        operations = [
+            dist.P2POp(operation, x, self._group.ranks[place], group, tag)
+            for operation, xs in ((dist.irecv, received), (dist.isend, sent))
+            for place, x in xs.items()
+            if x.numel()
+        ]
         return dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> None:
@@ -100,10 +104,9 @@ def start_all_to_all(
         return transfers.wait
     process_group, options = group.process_group, dist.AllToAllOptions()
     options.asyncOp = True
-    splits = list(recv_splits), list(send_splits)
 
     def post(tag: int) -> dist.Work:  # torch's Python function takes as long as a small one
-        return process_group.alltoall_base(received, sent, *splits, options)
+        return process_group.alltoall_base(received, sent, recv_splits, send_splits, options)
 
     work = group.calls.post(where, post)
 
