@@ -1,6 +1,8 @@
 """Bags of different kinds against brute force, and topologies chosen by what they cost."""
 
 import itertools
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from bascule.plan.machine import Cluster
 from bascule.plan.plan import Plan, plan_batch
 from bascule.plan.prices import RankState, price
 from bascule.plan.sequences import Batch
+from bascule.plan.solver import exact
 from bascule.plan.topology import Topology
 from bascule.plan.topology_search import suggest_topology
 from tests.helpers.simulation import assert_chunks, assert_delivery
@@ -179,6 +182,56 @@ def test_a_ranking_is_sorted_and_says_why() -> None:
     forced = [reason for row in ranking.rows for reason in row.reasons if "60,000" in reason]
     assert forced
     assert ranking == suggest_topology(batches, COST, TWO_NODES)
+
+
+def nearly_full(num_seqs: int) -> list[list[int]]:
+    """Sequences that fill 32 ranks of 40,000 tokens each to 99.8 %."""
+    lens, total = np.random.default_rng(0).lognormal(0.0, 0.6, num_seqs), 32 * 40_000 * 0.998
+    for _ in range(50):
+        lens = np.minimum(lens / lens.sum() * total, 40_000.0 if num_seqs > 32 else total)
+    return [lens[rank::32].astype(int).tolist() for rank in range(32)]
+
+
+@pytest.mark.parametrize(
+    ("batch", "spec", "is_refused", "most_programs"),
+    [
+        (nearly_full(78), "g1n32", True, 0),  # too large for an integer program
+        (nearly_full(78), None, False, 0),
+        (nearly_full(24), None, False, 12),
+        (nearly_full(78), "auto", False, 0),
+        (
+            [[96_000]] * 13 + [[]] * 19,
+            "auto",
+            True,
+            1,
+        ),  # four bags of 8 ranks hold 12, others fewer
+    ],
+)
+def test_limits_that_are_nearly_full_cost_few_steps(
+    batch: list[list[int]],
+    spec: str | None,
+    is_refused: bool,
+    most_programs: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps: list[int] = []
+    milp = exact.milp
+
+    def counted(costs: Any, **arguments: Any) -> Any:
+        if not arguments["integrality"].any():
+            return milp(costs, **arguments)
+        steps.append(arguments["options"]["node_limit"] * (costs.size - 1))
+        return SimpleNamespace(x=None)
+
+    monkeypatch.setattr(exact, "milp", counted)
+    limits = Limits(tokens=40_000)
+    with pytest.raises(PlanError) if is_refused else nullcontext():
+        if spec is None:
+            suggest_topology([batch], COST, FOUR_NODES, limits=limits)
+        else:
+            plan_batch(batch, spec, COST, cluster=FOUR_NODES, limits=limits)
+    assert len(steps) <= most_programs
+    assert max(steps, default=0) <= 2**17
 
 
 def test_nothing_to_rank() -> None:

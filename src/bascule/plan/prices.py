@@ -195,7 +195,7 @@ def decide(
 ) -> Decision:
     """Choose a bag for every sequence, so that the last bag finishes early.
 
-    With `quickly`, a search that would improve the makespan by little is left out.
+    With `quickly`, a plan may end a little earlier, or keep limits that are refused here.
     """
     if choice("planner", planner, "lpt", "knapsack") == "lpt":
         problem = prices.problem(limits)

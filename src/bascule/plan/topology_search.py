@@ -193,13 +193,19 @@ def choose_topology(
     bounds = _bounds(batch, cost, cluster, units, float(ranks.carried.mean()))
     solved: list[tuple[float, Topology, Ints]] = []
     shortest, error = math.inf, PlanError("no candidate")
-    for candidate in np.argsort(bounds, kind="stable").tolist():
+    order = np.argsort(bounds, kind="stable").tolist()
+    # Where no quick answer keeps the limits, the largest bags get all the time: whatever tokens
+    # smaller bags hold, they hold.
+    largest = int(units.sum(axis=1).argmin())
+    for candidate, quickly in [*((candidate, True) for candidate in order), (largest, False)]:
         if len(solved) == _MAX_SOLVED or bounds[candidate] >= shortest * (1 - _WORTH):
+            break
+        if solved and not quickly:
             break
         topology = _topology(units[candidate], cluster)
         try:
             prices = price(batch, topology, cost, cluster, ranks)
-            decision = decide("lpt", prices, limits, quickly=True)
+            decision = decide("lpt", prices, limits, quickly=quickly)
         except PlanError as met:
             error = met
             continue

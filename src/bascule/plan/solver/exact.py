@@ -7,14 +7,14 @@ from scipy.sparse import csc_array
 from bascule.arrays import Floats, Ints
 from bascule.plan.solver.problem import Problem
 
-_MAX_EXACT_CELLS = 4096
-"""Largest number of items times bins that is placed exactly."""
+_MAX_EXACT_CELLS = 512
+"""Largest number of items times bins that is placed exactly: larger programs hardly ever end."""
 
 _MAX_RELAXED_CELLS = 8192
 """Largest number of items times bins whose relaxation is solved."""
 
-_MAX_NODES = 10_000
-"""Step budget of the exact solver."""
+_MAX_EXACT_STEPS = 1 << 17
+"""Step budget of the exact solver, in nodes times cells."""
 
 
 def place_exactly(problem: Problem) -> Ints | None:
@@ -82,7 +82,7 @@ def _place(
         integrality=np.append(np.full(cells, int(whole)), 0),
         bounds=Bounds(0.0, np.append(np.ones(cells), np.inf)),
         constraints=[LinearConstraint(once, 1.0, 1.0), *constraints],
-        options={"node_limit": _MAX_NODES},
+        options={"node_limit": _MAX_EXACT_STEPS // cells},
     )
     if result.x is None:
         return None

@@ -84,7 +84,8 @@ def solve(
     repaired and improved, then starts that put the limits first.
 
     The search stops at a gap of `tolerance`, or at the completion time `enough`, in units of work
-    per unit of speed. With `quick`, one start alone is improved where several are good.
+    per unit of speed. With `quick`, one start alone is improved where several are good, and no
+    integer program is solved where none keeps the limits.
     """
     if problem.num_items == 0:
         return Solution(np.empty(0, np.int64), "nothing to do", 0.0, mean_bound(problem))
@@ -100,7 +101,7 @@ def solve(
         def free() -> Iterator[Solution]:  # where it is asked for
             yield _unlimited(problem.unlimited(), tolerance, enough, bound)
 
-        solution = _best(problem, target, _starts(problem, target, free(), quick))
+        solution = _best(problem, target, _starts(problem, target, free(), quick), quick)
         return replace(solution, bound=bound)
     guess, weights = fluid(problem)
     at_guess = sorted(_of_kinds(problem, guess), key=lambda start: start.makespan)
@@ -108,7 +109,7 @@ def solve(
     early_bound = max(bound, min(price_bound(problem, weights, least), least))
     target = max(_target(problem, early_bound, tolerance), enough)
     at_guess = at_guess[: 1 if quick else _MOST_IMPROVED]
-    solution = _best(problem, target, _starts(problem, target, at_guess, quick))
+    solution = _best(problem, target, _starts(problem, target, at_guess, quick), quick)
     bound = max(bound, price_bound(problem, weights, float(problem.loads(solution.bin_of).max())))
     return replace(solution, bound=bound)
 
@@ -188,13 +189,14 @@ def _of_kinds(problem: Problem, guess: Ints) -> Iterator[Solution]:
         guess = problem.kind_of[bin_of]
 
 
-def _best(problem: Problem, target: float, starts: Iterable[Solution]) -> Solution:
+def _best(problem: Problem, target: float, starts: Iterable[Solution], quick: bool) -> Solution:
     """The first assignment within the limits that ends by the target, or the earliest of all.
 
-    Starts are repaired and improved; where none then keeps the limits, an exact placement is.
+    Starts are repaired and improved; where none then keeps the limits, an exact placement is,
+    unless it has to be quick.
     """
     legal, illegal = list[Solution](), list[Solution]()
-    for start in chain(starts, _exactly(problem, legal)):
+    for start in chain(starts, () if quick else _exactly(problem, legal)):
         is_done = start.makespan <= target or start.is_improved
         solution = start
         if not is_done or problem.excess(start.bin_of):
