@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from bascule import SequenceParallel, Sequences, Span, Step
+from bascule.comm.groups import Staging
 from bascule.parallel import ParallelOptions
 from bascule.training import keep_exchanges
 from tests.helpers.cases import COST
@@ -245,3 +247,19 @@ def test_blocks_are_recorded_and_sharded(
 ) -> None:
     kinds = ("contexts",) if run is compiled else ("mixed", "contexts")
     run_ranks(compare, world_size, kinds, (2, 3), run, is_sharded)
+
+
+def attend_in_new_memory() -> None:
+    step = SequenceParallel(None, "g2n1", COST).plan([5, 3])
+    q = torch.randn(step.local.positions.size, 3, 2, generator=torch.Generator().manual_seed(1))
+    expected = step.attend(q, q, q)
+
+    def take(_: Staging, role: str, shape: Sequence[int], like: Tensor) -> Tensor:
+        return like.new_full(shape, torch.nan)
+
+    with mock.patch.object(Staging, "take", take):
+        assert torch.equal(step.attend(q, q, q), expected)
+
+
+def test_each_request_for_memory_may_bring_another_as_on_devices() -> None:
+    run_ranks(attend_in_new_memory, 2)

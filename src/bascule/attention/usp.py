@@ -102,11 +102,12 @@ def backward(
             return tuple(grads) if grad.dim() == 4 else tuple(x[0].transpose(0, 1) for x in grads)
         whole, out, lse = kept
         saved = *_parts(whole, heads.own_kv_heads), out.transpose(1, 2), lse
-        grad_here = heads.start_to_heads([_by_token(grad)], call.where)().transpose(1, 2)
+        home = grad if heads.is_packed else grad.transpose(1, 2)
+        grad_here = heads.start_to_heads([home], call.where)().transpose(1, 2)
         grads = ring_backward(grad_here, saved, tiles, call)
         together = torch.cat(grads, 1).transpose(1, 2)
         own = heads.start_to_tokens(together, [x.shape[1] for x in grads], call.where)()
-    return tuple([_by_token(x) for x in own])
+    return tuple(own if heads.is_packed else [x.transpose(1, 2) for x in own])
 
 
 def _by_head(x: Tensor) -> Tensor:

@@ -56,9 +56,10 @@ class Transfers:
     def _post(self, tag: int) -> list[dist.Work]:
         (sent, received), group, calls = self._kept, self._process_group, self._group.calls
         if self._by_gloo:  # torch's functions take longer than a small message; ranks always meet
-            places = self._group.places
-            works = [group.recv([x], places[of], tag) for of, x in received.items()]
-            works += [group.send([x], places[to], tag) for to, x in sent.items()]
+            works, places = list[dist.Work](), self._group.places
+            for start, xs in ((group.recv, received), (group.send, sent)):
+                for place, x in xs.items():
+                    works.append(start([x], places[place], tag))
             calls.num_messages += len(works)
             return works
         operations = [
