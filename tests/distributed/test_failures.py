@@ -18,11 +18,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from bascule.attention.api import AttentionOptions
 from bascule.comm.collectives import all_reduce
 from bascule.comm.failures import LOOK_S, ask, leave, read, shared
 from bascule.comm.groups import RankGroup, member_of, new_group, resolve
-from bascule.encoders import BalancedEncoder
+from bascule.data import LoaderOptions
+from bascule.encoders import BalancedEncoder, EncoderOptions
 from bascule.errors import CommError, ConfigError
+from bascule.integrations.diffusers import InferenceOptions
 from bascule.parallel import SequenceParallel
 from bascule.training import train_step
 from tests.helpers.cases import COST
@@ -143,6 +146,28 @@ def test_who_stops_is_named_when_the_time_is_over(place: str, tmp_path: Path) ->
     first, _, last = outcomes_of(fault, tmp_path)
     for outcome in (first, last):
         assert cause_of(fault) in outcome.value.error, outcome
+
+
+OPTIONS: dict[str, Callable[[], object]] = {
+    "AttentionOptions": lambda: AttentionOptions(kernel="none"),
+    "EncoderOptions": lambda: EncoderOptions(home_tolerance=-1.0),
+    "InferenceOptions": lambda: InferenceOptions(kernel="none"),
+    "LoaderOptions": lambda: LoaderOptions(min_gain=2.0),
+}
+
+
+def refused_alone(name: str) -> str:
+    group = group_of_all()
+    if group.rank == VICTIM:
+        OPTIONS[name]()
+    return raised_by(all_reduce, group, "the call that follows", torch.ones(1))[1]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_that_one_rank_refuses_end_the_others(name: str) -> None:
+    first, alone = run_to_the_end(refused_alone, 2, name)
+    assert "ConfigError" in str(alone.error)
+    assert f"rank {VICTIM} failed in" in first.value and name in first.value
 
 
 # --- who goes on ----------------------------------------------------------------------------------

@@ -119,6 +119,7 @@ class AttentionOptions:
     overlap: bool | None = None
     double_buffer: bool = True
 
+    @shared("AttentionOptions")  # ranks that go on to attend do not wait for this one
     def __post_init__(self) -> None:
         if not torch.compiler.is_compiling():
             check_name(self.kernel)

@@ -89,6 +89,7 @@ class EncoderOptions:
     timeout_s: float = 600.0
     features_for: Literal["owner", "all", "first"] = "owner"
 
+    @shared("EncoderOptions")  # ranks that go on to encode do not wait for this one
     def __post_init__(self) -> None:
         fields(
             self,

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from bascule.attention.api import AttentionOptions
+from bascule.comm.failures import shared
 from bascule.comm.wire import Wire
 from bascule.errors import ConfigError
 
@@ -32,6 +33,7 @@ class InferenceOptions:
     overlap: bool | None = None
     double_buffer: bool = True
 
+    @shared("InferenceOptions")  # ranks that go on to compute do not wait for this one
     def __post_init__(self) -> None:
         for name in ("vae", "text_encoders"):
             field = InferenceOptions.__annotations__[name]
