@@ -38,10 +38,9 @@ from bascule.comm.groups import member_of, resolve
 from bascule.comm.items import leaves_of, measure_exchange
 from bascule.encoders import BalancedEncoder, EncoderOptions
 from bascule.encoders.items import Item, form_of, table_of
-from bascule.encoders.plan import step_factor
 from bascule.plan.costs import PolynomialCost, TransformerCost
 from bascule.plan.fits import fit_item_latency, fit_latency
-from bascule.plan.machine import Cluster
+from bascule.plan.machine import WITHOUT_RECOMPUTING, Cluster
 
 WARMUP = 3
 NUM_RANKS, TARGET, SHARE_OF_EVEN = 2, 0.95, 1.02
@@ -133,7 +132,7 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
     }
     for turn in range(WARMUP):
         ways["with"](case.batches[turn % len(case.batches)])
-    factor = step_factor(case.is_trained)
+    factor = WITHOUT_RECOMPUTING.linear if case.is_trained else 1.0
     before, after, exchange, moved = 0.0, 0.0, 0.0, 0
     for items in case.batches:
         ways["with"](items)

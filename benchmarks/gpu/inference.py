@@ -92,7 +92,7 @@ class Denoiser:
         vec_NC = model.condition(timestep_N, batch.pooled)
         x_TC = rows.pack(model.text_in(batch.text_tokens), model.image_in(image_iC))
         out_TC = model.blocks(x_TC, vec_NC, self._layout, self._step.attend)
-        return out_TC.index_select(0, rows.image_index)
+        return rows.split(out_TC)[1]
 
 
 class Recorded:
