@@ -119,9 +119,10 @@ class AttentionOptions:
     overlap: bool | None = None
     double_buffer: bool = True
 
-    @shared("AttentionOptions")  # ranks that go on to attend do not wait for this one
     def __post_init__(self) -> None:
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return
+        with shared("AttentionOptions"):  # ranks that go on to attend do not wait for this one
             check_name(self.kernel)
             flag = of_type, bool, "True or False"
             wire = of_type, Wire, "a Wire, as Wire('int8'), or None"
