@@ -3,11 +3,9 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from bascule.comm.items import leaves_of
-from bascule.encoders import EncoderOptions, TiledVAE
 
 LATENTS = {"kl": 2, "wan": 4, "wan2.2": 4, "qwen": 4, "hunyuan": 4, "cogvideox": 4, "ltx": 8}
 RATIO = {"kl": 2, "wan": 2, "wan2.2": 4, "qwen": 2, "hunyuan": 8, "cogvideox": 8, "ltx": 8}
@@ -90,34 +88,6 @@ def own_tiled(vae: Any, way: str, x: Tensor) -> Tensor:
         return values_of(getattr(vae, way)(x))
     finally:
         vae.disable_tiling()
-
-
-def check_tiles(
-    kind: str, sizes: list[tuple[int, ...]], features_for: str, dtype: torch.dtype
-) -> list[str]:
-    """Both ways, on any number of ranks; what the tiles of each did."""
-    rank, said = dist.get_rank(), list[str]()
-    is_owned = features_for == "owner"
-    vae = tiny_vae(kind)
-    vae = vae.double() if dtype == torch.float64 else vae
-    options = EncoderOptions(features_for=features_for)  # pyright: ignore[reportArgumentType]
-    tiled = TiledVAE(vae, options=options)
-    place, most = rank if is_owned else 0, 1e-6 if dtype == torch.float32 else 1e-10
-    for way in ("encode", "decode"):
-        x = sample_of(kind, way, sizes[place], place, dtype)
-        with torch.no_grad():
-            state = dict(vars(vae))
-            found = values_of(getattr(tiled, way)(x))
-            assert vars(vae) == state and not vae.use_tiling
-            expected = own_tiled(vae, way, x) if len(x) else found
-        if features_for == "first" and rank:
-            assert not len(found)
-        else:
-            assert found.shape == expected.shape and found.dtype == dtype
-            assert len(found) == len(x)
-            assert float((found - expected).norm()) <= most * float(expected.norm())
-        said.append(str(tiled.last))
-    return said
 
 
 def flux_pipeline() -> Any:
