@@ -1,49 +1,69 @@
-"""VLMs whose encoders are balanced, beside the same without: features, losses, gradients."""
+"""Encoders and VLMs in balance, beside the same without: features, losses, gradients."""
 
+import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import bascule
 from bascule.comm.items import leaves_of
 from bascule.encoders import BalancedEncoder, EncoderOptions
 from tests.helpers.ranks import raised_by
 from tests.helpers.tile_cases import tiny_vae
-from tests.helpers.vlm_models import IMAGE, PATCH_VALUES, TEXT, VIDEO, make_model
+from tests.helpers.vlm_models import IMAGE, PATCH_VALUES, QWENS, TEXT, VIDEO, make_model
 
 COST = bascule.TransformerCost(16)
+TEXTS = ("t5", "umt5", "clip")
 
 
-def images_of(name: str, seed: int, sizes: list[tuple[int, int]]) -> dict[str, Any]:
-    """Pixels of images of rows x columns merged patches; of InternVL as many tiles."""
-    generator = torch.Generator().manual_seed(seed)
-    num = sum(rows * columns for rows, columns in sizes)
-    if name == "internvl":
-        shape: tuple[int, ...] = (num, 3, 8, 8)
-    else:
-        shape = (4 * num, PATCH_VALUES)
-    pixels = torch.randn(shape, generator=generator, dtype=torch.float64)
-    if name == "internvl":
-        return {"pixel_values": pixels}
-    grids = torch.tensor([(1, 2 * rows, 2 * columns) for rows, columns in sizes])
-    return {"pixel_values": pixels, "image_grid_thw": grids}
+@dataclass
+class Both:
+    """An output that is nested."""
+
+    first: Tensor
+    rest: tuple[Tensor, dict[str, Tensor | None]]
+
+
+class Toy(nn.Module):
+    """Items (1, L, 4) of unlike L; an output that is nested."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.inner, self.outer = nn.Linear(4, 6).double(), nn.Linear(6, 3).double()
+
+    def forward(self, x: Tensor, ids: Tensor, scale: float = 1.0) -> Both:
+        if bool((ids == 13).any()):
+            raise ValueError("item 13 cannot be encoded")
+        hidden = torch.tanh(self.inner(x) * scale).cumsum(1)
+        return Both(self.outer(hidden), (hidden.mean(1), {"ids": ids, "none": None}))
 
 
 def batch_of(name: str, rank: int, sizes: list[tuple[int, int]], has_video: bool) -> dict[str, Any]:
-    """One sample: text, its images, and a video of two frames of 2 x 2 merged patches."""
+    """One sample: text, images of rows x columns merged patches, of InternVL as many tiles; and a
+    video of two frames of 2 x 2 merged patches."""
     generator = torch.Generator().manual_seed(100 + rank)
     tiles = 4 if name == "internvl" else 1
     ids = [torch.randint(0, 50, (4,), generator=generator)]
     for rows, columns in sizes:
         ids += [torch.full((rows * columns * tiles,), IMAGE)]
         ids += [torch.randint(0, 50, (2,), generator=generator)]
-    batch = images_of(name, rank, sizes) if sizes else {}
+    batch = dict[str, Any]()
+    if sizes:
+        num = sum(rows * columns for rows, columns in sizes)
+        shape = (num, 3, 8, 8) if name == "internvl" else (4 * num, PATCH_VALUES)
+        batch["pixel_values"] = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if sizes and name != "internvl":
+        grids = [(1, 2 * rows, 2 * columns) for rows, columns in sizes]
+        batch["image_grid_thw"] = torch.tensor(grids)
     if has_video:
         video = torch.randn(32, PATCH_VALUES, generator=generator, dtype=torch.float64)
         batch |= {"pixel_values_videos": video, "video_grid_thw": torch.tensor([(2, 4, 4)])}
@@ -120,24 +140,31 @@ def text_encoder(name: str) -> Any:
     return tf.UMT5EncoderModel(tf.UMT5Config(**sizes)).double().eval()
 
 
-def image_encoder(name: str) -> Any:
-    """A tiny VAE with random weights, which does not tile."""
-    return tiny_vae(name).double()
+def items_of(kind: str, sizes: list[Any]) -> list[dict[str, Any]]:
+    """Items of sizes: rows of a toy, words, patches of frames x height x width, or as many pixels.
 
-
-def tokens_of(lengths: list[int]) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(sum(lengths))
-    return [{"input_ids": torch.randint(3, 60, (1, n), generator=generator)} for n in lengths]
-
-
-def pixels_of(name: str, sizes: list[tuple[int, int, int]]) -> list[dict[str, Tensor]]:
-    """Videos, or of AutoencoderKL images, of frames x height x width."""
-    generator = torch.Generator().manual_seed(sum(map(sum, sizes)))
-    items = list[dict[str, Tensor]]()
-    for frames, height, width in sizes:
-        shape = (1, 3, height, width) if name == "kl" else (1, 3, frames, height, width)
-        pixels = torch.randn(shape, generator=generator, dtype=torch.float64)
-        items.append({"x": pixels.requires_grad_()})
+    AutoencoderKL takes images, of one frame.
+    """
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    items = list[dict[str, Any]]()
+    for place, size in enumerate(sizes):
+        if kind in TEXTS:
+            items.append({"input_ids": torch.randint(3, 60, (1, size), generator=generator)})
+            continue
+        if kind == "toy":
+            shape: tuple[int, ...] = (1, size, 4)
+        elif kind in QWENS:
+            shape = (math.prod(size), PATCH_VALUES)
+        else:
+            shape = (1, 3, *(size[1:] if kind == "kl" else size))
+        x = torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        if kind == "toy":
+            ids = torch.tensor([[100 * dist.get_rank() + place]])
+            items.append({"x": x, "ids": ids, "scale": 0.5})
+        elif kind in QWENS:
+            items.append({"hidden_states": x, "grid_thw": torch.tensor([size])})
+        else:
+            items.append({"x": x})
     return items
 
 
@@ -151,37 +178,75 @@ def weighed(numbers: Tensor) -> Tensor:
     return (numbers * torch.arange(len(numbers), dtype=numbers.dtype).sin()).sum()
 
 
-def check_items(kind: str, per_rank: list[Any], way: str) -> str:
-    """Items of a text encoder or a VAE, one by one, have the features and gradients of any rank."""
-    rank = dist.get_rank()
-    is_text = kind in ("t5", "umt5", "clip")
-    make = text_encoder if is_text else image_encoder
-    plain, module = make(kind), make(kind)
-    items = tokens_of(per_rank[rank]) if is_text else pixels_of(kind, per_rank[rank])
-    encode: Any = plain if is_text else plain.encode
-    expected = joined_leaves([encode(**item) for item in items])
+def encoder_of(kind: str) -> Any:
+    if kind == "toy":
+        return Toy()
+    if kind in QWENS:
+        return tower_of(make_model(kind))
+    return text_encoder(kind) if kind in TEXTS else tiny_vae(kind).double()
+
+
+def balanced(kind: str, module: nn.Module, **options: Any) -> BalancedEncoder:
+    if kind != "toy":
+        return BalancedEncoder(module, cost=COST, options=EncoderOptions(**options))
+    return BalancedEncoder(
+        module,
+        length_fn=lambda item: item["x"].shape[1],
+        cost=bascule.PolynomialCost(quadratic=0.0, linear=1.0, constant=0.0),
+        options=EncoderOptions(**options),
+    )
+
+
+def shard_encoder(kind: str, module: Any) -> None:
+    root = module.encoder if kind == "kl" else module  # FSDP cannot see what is in a distribution
+    inner = ("encoder.block", "encoder.layers", "down_blocks")
+    blocks = [part for path, part in root.named_modules() if path.endswith(inner)]
+    for block in [root.inner] if kind == "toy" else [one for part in blocks for one in part]:
+        fully_shard(block)
+    fully_shard(root)
+
+
+def check_items(kind: str, per_rank: list[list[Any]], way: str = "plain", **options: Any) -> str:
+    """Items have the features and gradients of any rank; return what the encoder says at its end.
+
+    Of a step that is "recomputed", nothing but features leads to the encoder.
+    """
+    weight, plain, module = 1 + dist.get_rank(), encoder_of(kind), encoder_of(kind)
+    items = items_of(kind, per_rank[dist.get_rank()])
+    encode: Any = getattr(plain, "encode", plain)
+    expected = [encode(**item) for item in items]
     everything = [p for p in plain.parameters() if p.requires_grad]
-    (weighed(expected) + 0.0 * sum(p.sum() for p in everything)).backward()
-    inputs = [x for item in items for x in item.values() if x.requires_grad]
-    input_grads = [x.grad.clone() for x in inputs if x.grad is not None]
+    loss = weight * weighed(joined_leaves(expected)) + 0.0 * sum(p.sum() for p in everything)
+    loss.backward()
+    inputs = [x for item in items for x in item.values() if getattr(x, "requires_grad", False)]
+    input_grads = [x.grad for x in inputs]
     for x in inputs:
         x.grad = None
+        x.requires_grad_(way != "frozen inputs")
     if way == "fsdp":
-        root = module if is_text else module.encoder  # FSDP cannot see what is in a distribution
-        names = ("encoder.block", "encoder.layers") if is_text else ("down_blocks",)
-        for path, blocks in root.named_modules():
-            for block in blocks if path.endswith(names) else ():
-                fully_shard(block)
-        fully_shard(root)
-    encoder = BalancedEncoder(module, cost=COST)
-    features = encoder(items)
-    found = joined_leaves(features)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-    features.attach(weighed(found)).backward()
+        shard_encoder(kind, module)
+    wrapped = DistributedDataParallel(module) if way == "ddp" else module
+    encoder, kept = balanced(kind, wrapped, **options), list[Any]()
+
+    def balanced_loss(marker: Tensor) -> Tensor:
+        features = encoder(items)
+        kept[:] = features
+        loss = weight * weighed(joined_leaves(features)) + 0.0 * marker
+        return loss if way == "recomputed" else features.attach(loss)
+
+    marker = torch.zeros((), requires_grad=True)
+    if way in ("checkpoint", "recomputed"):
+        found: Any = checkpoint(balanced_loss, marker, use_reentrant=False)
+    else:
+        found = balanced_loss(marker)
+    assert list(map(type, kept)) == list(map(type, expected))
+    for one, wanted in zip(leaves_of(kept), leaves_of(expected), strict=True):
+        torch.testing.assert_close(one, wanted, rtol=1e-10, atol=1e-10)
+    found.backward()
     for x, grad in zip(inputs, input_grads, strict=True):
-        assert x.grad is not None
-        torch.testing.assert_close(x.grad, grad, rtol=1e-10, atol=1e-12)
-    check_gradients(gradients_of(module), gradients_of(plain))
+        if way != "frozen inputs":
+            torch.testing.assert_close(x.grad, grad, rtol=1e-10, atol=1e-12)
+    check_gradients(gradients_of(module, way == "ddp"), gradients_of(plain))
     return str(encoder.last)
 
 
@@ -310,29 +375,3 @@ def check_failing_image() -> tuple[list[str], str]:
     loss_of(model, good, rank).backward()
     assert all(p.grad is not None for p in tower.parameters())
     return said
-
-
-def check_long_video(name: str) -> tuple[str, str]:
-    """One rank has a video; without and with a limit that only a third of it keeps."""
-    rank, said = dist.get_rank(), list[str]()
-    plain = tower_of(make_model(name))
-    generator = torch.Generator().manual_seed(7)
-    patches = torch.randn(9 * 16, PATCH_VALUES, generator=generator, dtype=torch.float64)
-    video = {"hidden_states": patches, "grid_thw": torch.tensor([(9, 4, 4)])}
-    expected = joined_leaves([plain(**video)])
-    weighed(expected).backward()
-    for limits in (None, bascule.Limits(tokens=3 * 16)):
-        tower = tower_of(make_model(name))
-        given = dict(video, hidden_states=patches.clone().requires_grad_())
-        encoder = BalancedEncoder(tower, cost=COST, options=EncoderOptions(limits=limits))
-        features = encoder([given] if rank == 0 else [])
-        found = joined_leaves(features)
-        if rank == 0:
-            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-        features.attach(weighed(found) if rank == 0 else found.sum()).backward()
-        assert (given["hidden_states"].grad is not None) == (rank == 0)
-        check_gradients(
-            gradients_of(tower), {key: grad / 3 for key, grad in gradients_of(plain).items()}
-        )
-        said.append(str(encoder.last))
-    return said[0], said[1]

@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bascule import TransformerCost
 from bascule.plan.sparse import BlockLayout, block_lens
-from tests.helpers.encoder_cases import batch_of, image_encoder, text_encoder
+from tests.helpers.encoder_cases import batch_of, text_encoder
 from tests.helpers.inference_cases import difference, make_mesh
 from tests.helpers.jobs import join_trainer_world
 from tests.helpers.pages import ROOT, run_python
 from tests.helpers.pipeline_cases import prompt_of
-from tests.helpers.tile_cases import flux_pipeline, own_tiled
+from tests.helpers.tile_cases import flux_pipeline, own_tiled, tiny_vae
 from tests.helpers.vlm_models import make_model
 
 Names = dict[str, Any]
@@ -185,8 +185,7 @@ def _encoders(folder: str) -> Names:
     vlm = make_model("qwen2_5_vl")
     batch = batch_of("qwen2_5_vl", rank, [(2, 3), (3, 3), (2, 2)] if rank else [], rank == 0)
     counts = torch.tensor([3, 1, 4, 2] if rank else [1])
-    vae = image_encoder("kl")
-    vae.tile_sample_min_size, vae.tile_latent_min_size = 16, 8
+    vae = tiny_vae("kl").double()
     prompt = {"prompt_embeds": torch.ones(1, 7, 32), "pooled_prompt_embeds": torch.ones(1, 32)}
     return {
         "vlm": vlm,
