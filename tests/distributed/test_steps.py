@@ -2,8 +2,6 @@
 batch, and for slow ranks."""
 
 import threading
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -47,35 +45,28 @@ from tests.helpers.ranks import raised_by, run_ranks
 LENS: list[list[list[int]]] = [[[9, 1], [5]], [[], [7, 7, 2]], [[3], []], [[1], [12]]]
 
 
+SYNCS: tuple[Sync, Sync] = ("microbatch", "step")
+
+
 def lengths_of(rank: int) -> list[list[int]]:
     return [micro[rank] for micro in LENS]
 
 
-def planned(sync: Sync, spec: str) -> dict[str, Any]:
-    """The plans of a step, against those of `plan_step`; numbers, and what was gathered."""
-    parallel, rank = SequenceParallel(None, spec, COST), dist.get_rank()
-    parallel.plan([1])
-    with calls_made() as made:
-        steps = parallel.plan_step(lengths_of(rank), sync=sync)
-    again = parallel.plan([4])
-    wanted = plan_step(LENS, spec, COST, sync=sync)
-    return {
-        "same": [step.plan == want for step, want in zip(steps, wanted, strict=True)],
-        "numbers": [step.number for step in (*steps, again)],
-        "gathers": dict(made.counts),
-        "makespan": step_makespan([step.plan for step in steps], sync=sync),
-    }
-
-
-@pytest.mark.parametrize("spec", ["g2n1", "g1n2"])
-def test_a_step_is_planned_from_one_gather(spec: str) -> None:
-    makespans: dict[str, float] = {}
-    for sync in ("microbatch", "step"):
-        for found in run_ranks(planned, 2, sync, spec):
-            assert all(found["same"]) and found["numbers"] == [2, 3, 4, 5, 6]
-            assert found["gathers"] == {"all_gather": 1}
-            makespans[sync] = found["makespan"]
-    assert makespans["step"] <= makespans["microbatch"]
+def planned() -> None:
+    """A step is planned from one gather, with the plans of `plan_step`."""
+    rank = dist.get_rank()
+    for spec in ("g2n1", "g1n2"):
+        makespans = list[float]()
+        for sync in SYNCS:
+            parallel = SequenceParallel(None, spec, COST)
+            parallel.plan([1])
+            with calls_made() as made:
+                steps = parallel.plan_step(lengths_of(rank), sync=sync)
+            assert dict(made.counts) == {"all_gather": 1}
+            assert [step.plan for step in steps] == list(plan_step(LENS, spec, COST, sync=sync))
+            assert [step.number for step in (*steps, parallel.plan([4]))] == [2, 3, 4, 5, 6]
+            makespans.append(step_makespan([step.plan for step in steps], sync=sync))
+        assert makespans[1] <= makespans[0]
 
 
 def planned_again() -> None:
@@ -95,10 +86,6 @@ def planned_again() -> None:
     assert parallel.plan([4]).number == 4
     assert len(asked) - before == planning // 3  # it was not described again
     assert all("_bag" not in vars(step) for step in steps)
-
-
-def test_what_planning_takes_once() -> None:
-    run_ranks(planned_again, 2)
 
 
 def trained(is_sharded: bool) -> None:
@@ -128,15 +115,10 @@ def trained(is_sharded: bool) -> None:
     assert_same((loss.item(), grads), (sum(one[0] for one in want), total), "four microbatches")  # pyright: ignore
 
 
-@pytest.mark.parametrize("is_sharded", [False, True])
-def test_training_on_them_has_the_gradients_of_one_process(is_sharded: bool) -> None:
-    run_ranks(trained, 2, is_sharded)
-
-
 def mixed() -> None:
     """Sequences change microbatch: each is routed once, and gradients are those of all of them."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    parallel = SequenceParallel(None, "g2n2" if size == 4 else "g1n2", COST)
+    parallel = SequenceParallel(None, "g2n2", COST)
     lens = [[[40, 1], [2], [], [2]], [[1], [38], [], [3, 1]], [[39], [1], [], []]]
     torch.manual_seed(0)
     linear = nn.Linear(8, 24, dtype=torch.float64)
@@ -174,13 +156,8 @@ def mixed() -> None:
     torch.testing.assert_close(grad / size, want, rtol=1e-10, atol=1e-13)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_sequences_may_change_microbatch(world_size: int) -> None:
-    run_ranks(mixed, world_size)
-
-
-def planned_behind() -> dict[str, Any]:
-    """Steps planned behind others, mixed with plans made now; what the main thread sent itself."""
+def planned_behind() -> None:
+    """Steps planned behind others, mixed with plans made now; no thread is left."""
     parallel, rank = SequenceParallel(None, "g2n1", COST), dist.get_rank()
     first = parallel.plan_later([[3 + rank]])
     second = parallel.plan_later(lengths_of(rank), sync="step")
@@ -199,19 +176,11 @@ def planned_behind() -> dict[str, Any]:
     if rank == 0:
         dist.barrier()
     waiting.get()
-    return {
-        "numbers": [step.number for step in (one, *several, now, last)],
-        "same": [step.plan for step in several] == list(plan_step(LENS, "g2n1", COST, sync="step")),
-        "was_ready": was_ready,
-        "threads": [one.name for one in threading.enumerate() if one.name == "bascule plan"],
-    }
-
-
-def test_steps_are_planned_behind_the_current_one() -> None:
-    for rank, found in enumerate(run_ranks(planned_behind, 2)):
-        assert found["numbers"] == [1, 2, 3, 4, 5, 6, 7] and found["same"], found
-        assert found["threads"] == [], found
-        assert rank or not found["was_ready"]
+    assert [step.number for step in (one, *several, now, last)] == [1, 2, 3, 4, 5, 6, 7]
+    wanted = plan_step(LENS, "g2n1", COST, sync="step")
+    assert [step.plan for step in several] == list(wanted)
+    assert rank or not was_ready
+    assert "bascule plan" not in [one.name for one in threading.enumerate()]
 
 
 def failing_behind(kind: str) -> str:
@@ -219,51 +188,36 @@ def failing_behind(kind: str) -> str:
     rank = dist.get_rank()
 
     def cost(lens: Any) -> Any:
-        if rank and np.max(lens, initial=0) == 7:
+        if kind == "the cost" and rank and np.max(lens, initial=0) == 7:
             raise ZeroDivisionError("no such cost")
         return np.asarray(lens, dtype=np.float64)
 
     parallel = SequenceParallel(None, "g1n1", cost, timeout_s=100.0)
     parallel.plan_later([[1]]).get()
-    wrong = {"a length": -1, "the cost": 7}.get(kind, 1)
-    text = ""
+    of_length = raised_by(parallel.plan_later([[-1 if rank else 1]]).get)[1]
+    assert "-1" in of_length and parallel.plan_later([[2]]).get()[0].plan.num_ranks == 2
     try:
         with parallel.plan([3]) as step:
             if kind == "the user's code" and rank:
                 raise ZeroDivisionError("no such sample")
-            later = parallel.plan_later([[wrong if rank or kind == "the cost" else 1]])
-            later.get()
+            parallel.plan_later([[7]]).get()
             step.mean(torch.ones(1))
             parallel.plan_later([[1]]).get()
     except (ZeroDivisionError, CommError, ConfigError) as error:
-        text = str(error)
-    if kind == "a length":
-        assert parallel.plan_later([[2]]).get()[0].plan.num_ranks == 2
-    return text
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
-    [("a length", "-1"), ("the user's code", "no such sample"), ("the cost", "no such cost")],
+    ("kind", "words"), [("the user's code", "no such sample"), ("the cost", "no such cost")]
 )
 def test_an_error_reaches_those_that_plan_behind(kind: str, words: str) -> None:
+    """All go on after a wrong length."""
     for text in run_ranks(failing_behind, 2, kind):
         assert words in text
 
 
-def test_what_ranks_wait_for_follows_from_the_wrapper() -> None:
-    assert sync_of(nn.Linear(2, 2)) == "step"
-
-
-NODE = Cluster(
-    num_nodes=1,
-    ranks_per_node=4,
-    flops_per_s=1e12,
-    memory_bytes=8e10,
-    intra_bytes_per_s=1e10,
-    inter_bytes_per_s=1e9,
-    latency_s=1e-7,
-)
+NODE = Cluster(1, 4, 1e12, 8e10, 1e10, 1e9, 1e-7)
 BATCHES = (
     [[40, 40], [40, 40], [40, 40], [40, 40]],
     [[4000], [], [], []],
@@ -272,12 +226,11 @@ BATCHES = (
 )
 
 
-def bags_of_batches() -> tuple[list[str], tuple[list[str], str]]:
-    """The bags of each batch, within which attention is exact; and the error of too few heads."""
-    rank = dist.get_rank()
+def bags_of_batches() -> list[str]:
+    """Bags follow the batch; within those of each, attention is exact."""
+    rank, topologies = dist.get_rank(), list[str]()
     cost = TransformerCost(256, num_layers=4)
     parallel = SequenceParallel(None, "auto", cost, cluster=NODE, timeout_s=15)
-    topologies: list[str] = []
     for number, lens in enumerate(BATCHES):
         step = parallel.plan(lens[rank])
         all_lens = [length for part in lens for length in part]
@@ -290,36 +243,30 @@ def bags_of_batches() -> tuple[list[str], tuple[list[str], str]]:
         own = slice(first, first + sum(lens[rank]))
         moved = step.route(q=q[own], k=k[own], v=v[own])
         out = step.restore(step.attend(moved["q"], moved["k"], moved["v"]))
-        if lens[rank]:
-            wanted, _ = packed_attention(q, k, v, all_lens)
-            torch.testing.assert_close(out, wanted[own], rtol=1e-10, atol=1e-12)
+        wanted, _ = packed_attention(q, k, v, all_lens)
+        torch.testing.assert_close(out, wanted[own], rtol=1e-10, atol=1e-12)
         metrics = step.metrics()
         assert metrics["makespan"] <= metrics["makespan_unbalanced"] * (1 + 1e-9)
         topologies.append(str(step.plan.topology))
-    attends: list[Callable[[], torch.Tensor]] = []
-    for lens, topology in ((BATCHES[0], "g1n4"), ([[3000], [2000], [2000], []], "g2n1+g1n2")):
-        step = parallel.plan(lens[rank])
-        assert str(step.plan.topology) == topology
-        q, kv = (torch.zeros(step.local.positions.size, heads, 8) for heads in (4, 1))
-        attends.append(partial(step.attend, q, kv, kv))
-    attends[0]()
-    return topologies, raised_by(attends[1])
+    return topologies
 
 
-def test_bags_follow_the_batch() -> None:
-    """A bag that becomes too large for the heads is refused on all ranks."""
-    first, *others = run_ranks(bags_of_batches, 4)
+def on_four_ranks() -> list[str]:
+    mixed()
+    return bags_of_batches()
+
+
+def test_sequences_change_microbatch_and_bags_follow_the_batch() -> None:
+    first, *others = run_ranks(on_four_ranks, 4)
     assert all(one == first for one in others)
-    topologies, (classes, text) = first
-    assert topologies[:2] == ["g1n4", "g4n1"] and len(set(topologies)) >= 3
-    assert "ConfigError" in classes
-    assert "1 key-value heads" in text and "at most 1 ranks" in text
+    assert first[:2] == ["g1n4", "g4n1"] and len(set(first)) >= 3
 
 
 UNEVEN = [[900, 100, 300], [650, 640]]
 
 
-def measured() -> dict[str, Any]:
+def measured() -> None:
+    """A slow rank is measured and gets less."""
     rank, now = dist.get_rank(), [0.0]
 
     def work() -> None:
@@ -327,37 +274,22 @@ def measured() -> dict[str, Any]:
 
     with mock.patch("bascule.training.rank_speeds.time.perf_counter", lambda: now[0]):
         speeds = measure_speeds(work=work)
+    assert speeds[1] == pytest.approx(speeds[0] / 3)
     parallel = SequenceParallel(None, "g1n2", TransformerCost(64))
     alike = parallel.plan(UNEVEN[rank]).plan
     parallel.set_speeds(speeds)
     step = parallel.plan(UNEVEN[rank])
+    assert step.plan.tokens[1] < 0.8 * alike.tokens[1]
     rows = torch.arange(sum(UNEVEN[rank]), dtype=torch.float64)[:, None]
-    back = step.restore(step.route(x=rows)["x"])
+    assert torch.equal(step.restore(step.route(x=rows)["x"]), rows)
     parallel.set_speeds(None)
-    return {
-        "speeds": speeds,
-        "tokens": (alike.tokens.tolist(), step.plan.tokens.tolist()),
-        "same": torch.equal(back, rows),
-        "default": measure_speeds(),
-        "again": parallel.plan(UNEVEN[rank]).plan == alike,
-    }
+    assert parallel.plan(UNEVEN[rank]).plan == alike
+    by_default = measure_speeds()
+    assert len(by_default) == 2 and all(speed > 0 for speed in by_default)
 
 
-def test_a_slow_rank_is_measured_and_gets_less() -> None:
-    first, second = run_ranks(measured, 2)
-    assert first["speeds"] == second["speeds"]
-    fast, slow = first["speeds"]
-    assert slow == pytest.approx(fast / 3)
-    alike, slowed = first["tokens"]
-    assert slowed[1] < 0.8 * alike[1]
-    for found in (first, second):
-        assert found["same"]
-        assert found["again"]
-        assert len(found["default"]) == 2
-        assert all(speed > 0 for speed in found["default"])
-
-
-def loaded() -> list[int]:
+def loaded() -> None:
+    """A loader gives a slow rank less."""
     cost = PolynomialCost(0.0, 1e-3, 0.0)
     samples: Any = [torch.zeros(10 + number) for number in range(8)]
     options = LoaderOptions(batch_size=8, collate_fn=list)
@@ -367,10 +299,20 @@ def loaded() -> list[int]:
     loader.set_cost(cost, speeds=[1.0, 0.5])
     with loader:
         (batch,) = list(loader)
-    return [int(batch.plan.seq_lens[batch.plan.bag_of == place].sum()) for place in range(2)]
+    fast, slow = (batch.plan.seq_lens[batch.plan.bag_of == place].sum() for place in range(2))
+    assert fast == pytest.approx(2 * slow, rel=0.1)
 
 
-def test_a_loader_gives_a_slow_rank_less() -> None:
-    first, second = run_ranks(loaded, 2)
-    assert first == second
-    assert first[0] == pytest.approx(2 * first[1], rel=0.1)
+def on_two_ranks() -> None:
+    planned()
+    planned_again()
+    planned_behind()
+    measured()
+    loaded()
+    assert sync_of(nn.Linear(2, 2)) == "step"
+    for is_sharded in (False, True):
+        trained(is_sharded)
+
+
+def test_steps_of_two_ranks() -> None:
+    run_ranks(on_two_ranks, 2)
