@@ -1,7 +1,8 @@
 """What one rank or all ranks give wrongly is the same error on every rank, and all go on."""
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,6 @@ from bascule import (
     Cluster,
     CostTracker,
     Limits,
-    LoaderOptions,
     ParallelOptions,
     PolynomialCost,
     SequenceParallel,
@@ -28,9 +28,17 @@ from bascule.comm.agree import agree
 from bascule.comm.groups import member_of, resolve
 from bascule.errors import CommError, ConfigError, PlanError
 from bascule.plan.sparse import BlockLayout, SparsePlanner, block_lens
+from tests.helpers.loader_cases import (
+    COST,
+    FAST,
+    PER_RANK,
+    endless,
+    lists,
+    loader_of,
+    loader_threads,
+)
 from tests.helpers.ranks import raised_by, run_ranks
 
-COST = TransformerCost(64)
 SECONDS = TransformerCost(64, seconds_per_unit=1e-3)
 Error = tuple[list[str], str]
 
@@ -151,16 +159,109 @@ def gathered(*shape: int) -> object:
 
 
 def loader(**settings: Any) -> BalancedLoader:
-    options = LoaderOptions(batch_size=2, collate_fn=list, **settings)
-    return BalancedLoader(iter(()), cost=PolynomialCost(0.0, 1.0, 0.0), options=options)
+    samples = settings.pop("samples") if "samples" in settings else lists()
+    return loader_of(samples, **settings)
 
 
-def loaded(**settings: Any) -> object:
-    return next(iter(loader(**settings)), None)
+def loaded(**settings: Any) -> list[int]:
+    return [int(sample["id"]) for batch in loader(**settings) for sample in batch.data]
 
 
 def tracked(**settings: Any) -> object:
-    return CostTracker(loader(), **settings)
+    return CostTracker(loader(cost=PolynomialCost(0.0, 1.0, 0.0)), **settings)
+
+
+class Odd:
+    """A loader of which one method fails."""
+
+    def __init__(self, wrong: str = "") -> None:
+        self.wrong = wrong
+
+    def do(self, name: str) -> None:
+        if name == self.wrong:
+            raise ValueError(f"no {name}")
+
+    def __len__(self) -> int:
+        self.do("len")
+        return 5
+
+    def __iter__(self) -> Iterator[Any]:
+        self.do("iter")
+        return iter(lists())
+
+    def state_dict(self) -> dict[str, Any]:
+        self.do("save")
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.do("load")
+
+    def set_epoch(self, epoch: int) -> None:
+        self.do("epoch")
+
+
+def resumed(samples: Any = None, **change: Any) -> object:
+    """Load the state after two steps, changed."""
+    parts = loader(samples=lists() if samples is None else samples)
+    state = parts.state_dict()
+    for batch in parts:
+        state = parts.state_dict()
+        if batch.step == 1:
+            break
+    parts.load_state_dict(state | change)
+    return list(parts)
+
+
+def right(lens: Any) -> Any:
+    return np.asarray(lens, dtype=float)
+
+
+def costed(value: Callable[[Any], Any], num_right: int) -> object:
+    """Iterate with a cost model that is right so many times."""
+    calls = itertools.count()
+    return loaded(cost=lambda lens: (right if next(calls) < num_right else value)(lens))
+
+
+def of_epoch(epoch: int) -> object:
+    parts = loader()
+    parts.set_epoch(epoch)
+    return list(parts)
+
+
+def one_of_two(index: int) -> object:
+    loaders = [loader(samples=endless(0)), loader(samples=endless(1))]
+    return next(iter(loaders[index]))
+
+
+def two_at_once() -> object:
+    parts = loader()
+    first, second = iter(parts), iter(parts)
+    assert next(first).step == next(second).step == 0
+    assert [batch.step for batch in second] == [1, 2, 3, 4]
+    assert parts.state_dict()["epoch"] == 1
+    return next(first)
+
+
+def closed_within() -> None:
+    parts = loader()
+    for batch in parts:
+        if batch.step == 2:
+            parts.close()
+            assert parts.state_dict()["step"] == 3
+
+
+def loaded_within() -> None:
+    parts = loader()
+    first = iter(parts)
+    next(first)
+    try:
+        parts.load_state_dict(parts.state_dict())
+    finally:
+        assert [batch.step for batch in first] == [1, 2, 3, 4]  # it was not hurt
+
+
+def more_tokens(sample: Any) -> int:
+    return len(sample["input_ids"]) + 1
 
 
 def agreed(error: Exception | None = None, cost: str = "") -> object:
@@ -176,6 +277,7 @@ def both(**wrong: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return wrong, wrong
 
 
+ENDED = ("this iteration was ended by close(), or by another iteration",)
 MASK = ("rank 1", "give a bool tensor of (4,) on the host")
 Row = tuple[Callable[..., object], tuple[dict[str, Any], dict[str, Any]], type, tuple[str, ...]]
 ROWS: dict[str, Row] = {
@@ -472,7 +574,89 @@ ROWS: dict[str, Row] = {
     "a mean of a scalar": (averaged, one("values", ()), ConfigError, ("rank 1", "mean")),
     "weights of one rank": (averaged, one("weights", torch.ones(6)), CommError, ("mean",)),
     # Loaders.
-    "loader": (loaded, one("min_gain", 0.5), CommError, ("disagree on",)),
+    **{
+        f"loader: {name}": (
+            loader,
+            ({name: first}, {name: second}),
+            CommError,
+            (f"disagree on {name}: ranks [0]: ", word),
+        )
+        for name, first, second, word in (
+            ("cost", COST, TransformerCost(65), "d_model=65"),
+            ("accumulate", 1, 2, "ranks [1]: 2"),
+            ("ends", "finish", "drop_last", "ranks [0]: finish"),
+            ("limits", None, Limits(tokens=5), "tokens=5"),
+            ("min_gain", 0.0, 0.5, "ranks [1]: 0.5"),
+            ("bytes_per_s", 10.0, FAST, "10.0"),
+            ("length_fn", len, more_tokens, "more_tokens"),
+            ("timeout_s", 60.0, 61.0, "61.0"),
+        )
+    },
+    **{
+        f"loader: no {name}": (
+            resumed if name == "load" else loaded,
+            ({"samples": Odd()}, {"samples": Odd(name)}),
+            CommError,
+            ("rank 1", f"no {name}"),
+        )
+        for name in ("len", "iter", "save", "epoch", "load")
+    },
+    **{
+        f"loader: cost {word} {num_right}, {place}": (
+            costed,
+            (
+                {"value": value if place == "everywhere" else right, "num_right": num_right},
+                {"value": value, "num_right": num_right},
+            ),
+            # Ranks compare what a cost model gives when they make a loader.
+            CommError if (word, num_right, place) == ("nan", 0, "one rank") else ConfigError,
+            (word,),
+        )
+        for word, value in (("nan", lambda lens: lens * np.nan), ("ZeroDivision", lambda _: 1 / 0))
+        for num_right in (0, 3)
+        for place in ("everywhere", "one rank")
+    },
+    "loader: room": (
+        lambda num: loaded(
+            samples=num * [2 * group for group in lists()], max_bytes_in_flight=1, ends="finish"
+        ),
+        ({"num": 1}, {"num": 0}),
+        PlanError,
+        ("would receive",),
+    ),
+    "loader: counts": (resumed, both(counts=(90, 90)), ConfigError, ("and there are 5",)),
+    "loader: ranks": (resumed, both(counts=(1, 1, 1)), ConfigError, ("3 loaders stopped",)),
+    "loader: state": (resumed, one("counts", (2, 1)), CommError, ("disagree on step",)),
+    "loader: epoch": (of_epoch, ({"epoch": 0}, {"epoch": 3}), CommError, ("disagree on step",)),
+    "loader: no epoch": (of_epoch, both(epoch=-1), ConfigError, ("epoch is -1",)),
+    "loader: another": (
+        one_of_two,
+        ({"index": 0}, {"index": 1}),
+        CommError,
+        ("disagree on loader: ranks [0]: number ",),
+    ),
+    "loader: an int": (loaded, both(samples=5), CommError, ("'int' object is not iterable",)),
+    "loader: no samples": (
+        loaded,
+        both(samples=[[None]] * 3),
+        ConfigError,
+        ('a NoneType without "input_ids"',),
+    ),
+    "loader: accumulate of one rank": (
+        loader,
+        one("accumulate", 0),
+        ConfigError,
+        ("rank 1", "BalancedLoader(accumulate=0)"),
+    ),
+    "loader: no cost": (
+        lambda: loader().set_cost(5),  # pyright: ignore[reportArgumentType]
+        both(),
+        ConfigError,
+        ("cost model is 5",),
+    ),
+    "loader: two at once": (two_at_once, both(), ConfigError, ENDED),
+    "loader: closed within": (closed_within, both(), ConfigError, ENDED),
+    "loader: loaded within": (loaded_within, both(), ConfigError, ("close the loader first",)),
     "tracker": (tracked, one("warmup", 20), CommError, ("warmup=20",)),
     # Errors that ranks tell each other: bad input, or not.
     "bad input": (
@@ -487,7 +671,7 @@ ROWS: dict[str, Row] = {
 
 
 def refused(names: list[str]) -> dict[str, Error]:
-    """The error of each row; after each, all ranks plan, route and restore as usual."""
+    """Return the error of each row; after each all ranks plan and move rows, at the end samples."""
     errors: dict[str, Error] = {}
     for name in names:
         call, arguments, _, _ = ROWS[name]
@@ -496,6 +680,9 @@ def refused(names: list[str]) -> dict[str, Error]:
         assert step.plan.seq_lens.tolist() == [3, 3]
         x = torch.arange(3.0)
         assert torch.equal(step.restore(step.route(x=x)["x"]), x), name
+        assert not loader_threads(), name
+    first = PER_RANK * dist.get_rank()
+    assert loaded() == list(range(first, first + 5))
     return errors
 
 

@@ -342,6 +342,12 @@ def endless(rank: int) -> Iterator[list[dict[str, Any]]]:
         k += 1
 
 
+def lists(num: int = 5) -> list[list[dict[str, Any]]]:
+    """Microbatches of one sample of this rank."""
+    first = PER_RANK * dist.get_rank()
+    return [[sample_of(first + k, 3 + k + first % 7)] for k in range(num)]
+
+
 def loader_threads() -> list[str]:
     """Threads that a loader left behind."""
     return [t.name for t in threading.enumerate() if t.name == "bascule loader"]
