@@ -22,7 +22,14 @@ from bascule.attention.sparse.rules import (
     pooled,
 )
 from bascule.errors import ConfigError
-from bascule.plan.sparse import BlockLayout, PackedRows, block_lens, in_order
+from bascule.plan.sparse import (
+    BlockLayout,
+    PackedRows,
+    block_lens,
+    in_order,
+    sparse_imbalance,
+)
+from bascule.plan.sparse.baselines import greedy
 from bascule.workload import load_masks, save_masks
 from bascule.workload.masks import (
     COGVIDEOX15,
@@ -36,26 +43,10 @@ MODELS = {"wan": WAN21, "cog": COGVIDEOX15}
 SMALL = MaskModel((5, 6, 8), 16, text_tokens=21, block=8)
 
 
-def rho(masks: np.ndarray, ulysses: int, ring: int) -> float:
-    """Equations 1 to 3 of db-SP: runs of heads, runs of blocks, ranks wait after each period."""
-    heads = np.array_split(np.arange(masks.shape[0]), ulysses)
-    cuts = -(-np.arange(ring + 1) * masks.shape[1] // ring)
-    slowest = 0.0
-    for group in heads:
-        seen = masks[group].sum(axis=0)
-        tiles = [
-            [seen[cuts[i] : cuts[i + 1], cuts[j] : cuts[j + 1]].sum() for j in range(ring)]
-            for i in range(ring)
-        ]
-        periods = [max(tiles[i][(i + t) % ring] for i in range(ring)) for t in range(ring)]
-        slowest = max(slowest, float(sum(periods)))
-    return slowest / (masks.sum() / (ulysses * ring))
-
-
 def imbalances(model: MaskModel, num_layers: int) -> np.ndarray:
     """(4,) mean over layers of Ulysses 8, 4 x ring 2, 2 x ring 4 and ring 8."""
     per_layer = [
-        [rho(masks, ulysses, 8 // ulysses) for ulysses in (8, 4, 2, 1)]
+        [sparse_imbalance(masks, ulysses, 8 // ulysses) for ulysses in (8, 4, 2, 1)]
         for masks in (synthetic_masks(model, layer=layer) for layer in range(num_layers))
     ]
     return np.mean(per_layer, axis=0)
@@ -78,7 +69,7 @@ def test_the_imbalance_of_table_1_at_full_size(name: str) -> None:
 @pytest.mark.parametrize(("name", "heads_only"), [("wan", 1.428), ("cog", 1.513)])
 def test_the_imbalance_of_dynamic_masks(name: str, heads_only: float) -> None:
     model = replace(MODELS[name], block=640, head_imbalance=heads_only, row_top_k=True)
-    measured = [rho(synthetic_masks(model, layer=layer), 8, 1) for layer in range(20)]
+    measured = [sparse_imbalance(synthetic_masks(model, layer=layer), 8, 1) for layer in range(20)]
     assert np.mean(measured) == pytest.approx(heads_only, abs=0.03)
 
 
@@ -145,15 +136,6 @@ def test_layers_drift_as_far_as_asked() -> None:
     assert likeness(0.1) > 0.9
 
 
-def greedy(densities: np.ndarray) -> np.ndarray:
-    """Heads on 8 ranks, the densest first to the lightest."""
-    loads, rank_of = np.zeros(8), np.zeros(densities.size, np.int64)
-    for head in np.argsort(-densities, kind="stable"):
-        rank_of[head] = loads.argmin()
-        loads[rank_of[head]] += densities[head]
-    return rank_of
-
-
 def test_default_drift_needs_as_many_plans_as_the_paper_says() -> None:
     """5 plans in 50 steps for SpargeAttn on Wan2.1, with a threshold of 1.10."""
     model = replace(
@@ -166,7 +148,7 @@ def test_default_drift_needs_as_many_plans_as_the_paper_says() -> None:
             counts = synthetic_masks(model, layer=layer, step=step).sum(axis=(1, 2))
             loads = np.bincount(rank_of, counts, 8)
             if loads.max() > 1.10 * loads.mean():
-                rank_of = greedy(counts)
+                rank_of = greedy(counts, 8)
                 num_plans += 1
     assert 3 <= num_plans / 10 <= 7
 
