@@ -1,16 +1,15 @@
 """Slow links and none at all, in place of the wires between the processes of one machine."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from bascule.comm.collectives import Transfers
-
-Post = Callable[[Transfers], None]
 
 _post, _wait = Transfers._post, Transfers.wait
 
@@ -33,35 +32,36 @@ class Link:
         self._free_at = 0.0
         self._stamps: dict[int, list[Tensor]] = {}
 
-    def post(self, transfers: Transfers) -> None:
+    def post(self, transfers: Transfers, tag: int) -> list[dist.Work]:
         """Post the messages, and their stamps."""
-        _post(transfers)
+        works = _post(transfers, tag)
         if self.latency_s or self.bytes_per_s:
-            self._stamp(transfers)
-        if self.blocking:
-            for work in transfers._works:
-                work.wait()
-            self._sleep(transfers)
-            transfers._works.clear()  # gloo would wait for a second message
+            works += self._stamp(transfers, tag)
+        if not self.blocking:
+            return works
+        for work in works:
+            work.wait()
+        self._sleep(transfers)
+        return []  # gloo would wait for a second message
 
     def wait(self, transfers: Transfers) -> None:
         """Until the messages are there, and may be used."""
         _wait(transfers)
         self._sleep(transfers)
 
-    def _stamp(self, transfers: Transfers) -> None:
+    def _stamp(self, transfers: Transfers, tag: int) -> list[dist.Work]:
         group, (sent, received) = transfers._group, transfers._kept
         now = time.perf_counter() + self.latency_s
         if self.bytes_per_s:
             num_bytes = sum(x.nbytes for x in sent.values())
             self._free_at = max(self._free_at, now) + num_bytes / self.bytes_per_s
             now = self._free_at
-        own, tag = torch.tensor([now], dtype=torch.float64), transfers._tag
+        own = torch.tensor([now], dtype=torch.float64)
         stamps = {place: torch.zeros_like(own) for place in received}
-        works, through = transfers._works, group.process_group
-        works.extend(through.recv([x], group.places[place], tag) for place, x in stamps.items())
-        works.extend(through.send([own], group.places[place], tag) for place in sent)
         self._stamps[id(transfers)] = [own, *stamps.values()]
+        through = group.process_group
+        come = [through.recv([x], group.places[place], tag) for place, x in stamps.items()]
+        return come + [through.send([own], group.places[place], tag) for place in sent]
 
     def _sleep(self, transfers: Transfers) -> None:
         for stamp in self._stamps.pop(id(transfers), [])[1:]:
@@ -71,11 +71,12 @@ class Link:
 class NoLink(Link):
     """Moves nothing: a rank receives what it sends."""
 
-    def post(self, transfers: Transfers) -> None:
-        """As if all others had sent the same."""
+    def post(self, transfers: Transfers, tag: int) -> list[dist.Work]:
+        """Receive as if all others had sent the same."""
         sent, received = transfers._kept
         for to, come in zip(sent.values(), received.values(), strict=True):
             come.view(-1).copy_(to.view(-1))
+        return []
 
 
 def sleep_until(moment: float) -> None:
@@ -87,7 +88,7 @@ def sleep_until(moment: float) -> None:
 def on(link: Link) -> Iterator[None]:
     """Everything that ranks send each other goes over that link."""
     with (
-        mock.patch.object(Transfers, "_post", lambda transfers: link.post(transfers)),
+        mock.patch.object(Transfers, "_post", lambda transfers, tag: link.post(transfers, tag)),
         mock.patch.object(Transfers, "wait", lambda transfers: link.wait(transfers)),
     ):
         yield

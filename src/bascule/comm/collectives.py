@@ -6,7 +6,7 @@ while the host computes. Groups of gloo take tensors of CUDA only after `groups.
 copies on the host. Ranks are places in `RankGroup.ranks`, in whatever order the process group is.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -88,8 +88,8 @@ def start_all_to_all(
     where: str,
     received: Tensor,
     sent: Tensor,
-    recv_splits: Sequence[int],
-    send_splits: Sequence[int],
+    recv_splits: list[int],
+    send_splits: list[int],
 ) -> Callable[[], None]:
     """Send rows to each rank and receive from each, in the order of places; the result waits.
 
