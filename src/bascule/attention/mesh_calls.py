@@ -107,7 +107,7 @@ def _agree(
             f"{layout.seq_len}: take them with split(x, mesh, layout, dim)"
         )
 
-    first_use(mesh.whole, (q.shape[2], text), say, what="attention")
+    first_use(mesh.whole, (mesh.name, q.shape[2], text), say, what="attention")
 
 
 def _made(
