@@ -22,7 +22,7 @@ from bascule.attention.layout import SequenceLayout, num_tokens, own_tokens, tak
 from bascule.attention.mesh_calls import call_of, keep, look
 from bascule.attention.tiles import without_lost_scores
 from bascule.attention.tokens import form_of, gather_tokens, replicated
-from bascule.comm.failures import shared
+from bascule.comm.failures import leave, shared
 from bascule.comm.mesh import AttentionMesh as AttentionMesh
 from bascule.comm.mesh import Place, as_attention_mesh, mesh_named, place_in
 from bascule.comm.transforms import refuse_derivatives
@@ -122,11 +122,14 @@ class AttentionOptions:
     def __post_init__(self) -> None:
         if torch.compiler.is_compiling():
             return
-        with shared("AttentionOptions"):  # ranks that go on to attend do not wait for this one
+        try:
             check_name(self.kernel)
             flag = of_type, bool, "True or False"
             wire = of_type, Wire, "a Wire, as Wire('int8'), or None"
             fields(self, wire=wire, overlap=flag, double_buffer=flag)
+        except ConfigError as error:  # ranks that go on to attend do not wait for this one
+            leave(error, "AttentionOptions")
+            raise
 
 
 _DEFAULT = AttentionOptions()
