@@ -2,6 +2,7 @@
 those that were measured."""
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,6 +54,14 @@ def test_the_code_of_a_page_runs(
     """In one process; pages that need ranks are run by tests/distributed/test_pages.py."""
     monkeypatch.chdir(tmp_path)
     run_python(page, {})
+
+
+def test_the_tests_that_pages_name_are_there() -> None:
+    files = {path.name: path.read_text() for path in (ROOT / "tests").rglob("*.py")}
+    functions = set(re.findall(r"def (test_\w+)", "".join(files.values())))
+    for page in PAGES:
+        for name in re.findall(r"\btest_\w+(?:\.py)?", (ROOT / page).read_text()):
+            assert name in functions or name in files or name + ".py" in files, (page, name)
 
 
 @pytest.mark.parametrize("block", QUOTES, ids=str)

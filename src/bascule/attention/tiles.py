@@ -27,6 +27,7 @@ from bascule.attention.kernels.protocol import wide_dtype
 from bascule.attention.layout import Run, SequenceLayout, positions_on
 from bascule.attention.mask import AttentionMask, PackedSequences
 from bascule.comm.collectives import table_on
+from bascule.comm.exchange import INTEGERS
 from bascule.comm.groups import RankGroup
 from bascule.plan.sequences import Masks, Stretch
 
@@ -71,8 +72,7 @@ def digest_of(mask: Tensor) -> str:
     """
     if not mask.is_cpu:
         return str(tuple(mask.shape))
-    carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[mask.element_size()]
-    values = mask.detach().view(carrier)
+    values = mask.detach().view(INTEGERS[mask.element_size()])
     step = 1 if values.numel() <= _MOST_READ else values.numel() // _MOST_READ | 1  # odd
     total, samples = int(values.sum(dtype=torch.int64)), values.flatten()[::step]
     return f"{tuple(mask.shape)} {total} {zlib.crc32(samples.numpy().tobytes())}"

@@ -26,7 +26,7 @@ from bascule.errors import ConfigError
 from bascule.plan.routes import Route
 
 # Bytes are moved as integers of the same width: every back end has kernels for these.
-_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def _as_integers(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     flat = tensor.resolve_neg().reshape(tensor.shape[0], tensor.shape[1:].numel())
-    return flat.view(_CARRIERS[tensor.element_size()])
+    return flat.view(INTEGERS[tensor.element_size()])
 
 
 def _row_format(rows: Sequence[Tensor]) -> tuple[list[int], int]:

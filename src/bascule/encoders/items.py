@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from bascule.comm.exchange import has_gradient
+from bascule.comm.exchange import INTEGERS, has_gradient
 from bascule.comm.items import Parcel, attached, joined, leaves_of, mapped, parcel
 from bascule.errors import ConfigError
 from bascule.plan.checks import whole
@@ -348,9 +348,6 @@ def attach(output: Any, tokens: Sequence[Tensor | None]) -> Any:
     return mapped(output, with_tokens)
 
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 def names_digest(module: nn.Module) -> str:
     """Digest the names, dtypes and shapes of the parameters."""
     parts = [(name, str(p.dtype), *p.shape) for name, p in module.named_parameters()]
@@ -386,7 +383,7 @@ def _plain(x: Tensor) -> list[Tensor]:
 
 def _bits(x: Tensor) -> Tensor:
     real = torch.view_as_real(x) if x.is_complex() else x
-    return real.view(_INTEGERS[real.dtype.itemsize])
+    return real.view(INTEGERS[real.dtype.itemsize])
 
 
 def _digest(text: str) -> str:
