@@ -184,20 +184,22 @@ def cases(batches: Mapping[str, Sequence[Batch]]) -> dict[str, list[Case]]:
                     limits = Limits(tokens=cap)
                     families["capped"].append(_assigned(lens, sizes, limits=limits, sizes=lens))
             for spec in ("g1n8+g8n3", "g1n16+g2n4+g8n1"):
-                planned = _planned(batch, spec, cluster=cluster, home_tolerance=0.0)
+                planned = _planned(batch, spec, cluster=cluster, locality_tolerance=0.0)
                 families["kinds"].append(planned)
             for spec in ("g1n32", "g8n4", "g1n8+g8n3"):
                 topology = Topology.parse(spec)
                 home = np.repeat(topology.bag_of_rank, [len(rank) for rank in batch])
                 for tolerance in (0.0, 0.01):
-                    options = {"sizes": lens, "home": home, "home_tolerance": tolerance}
+                    options = {"sizes": lens, "home": home, "locality_tolerance": tolerance}
                     families["home"].append(_assigned(lens, topology.bag_sizes, **options))
     rng = np.random.default_rng(0)
     many = rng.lognormal(np.log(2048), 1.2, (3, 128, 12)).clip(64, 131_072).astype(int).tolist()
     for batch in many:
         families["kinds"].append(_planned(batch, "g1n8+g8n3", cluster=_cluster(16)))
     families["many at home"] = [
-        _planned(batch, spec, home_tolerance=0.01) for batch in many for spec in ("g1n32", "g8n4")
+        _planned(batch, spec, locality_tolerance=0.01)
+        for batch in many
+        for spec in ("g1n32", "g8n4")
     ]
     families["tight"] = [_tight(seed) for seed in range(40)]
     families["epoch"] = list(_epoch())

@@ -58,7 +58,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 
 from bascule.comm.wire import Wire
-from bascule.integrations.diffusers import Cut, InferenceOptions, SplitTable, parallelize
+from bascule.diffusers import Cut, InferenceOptions, SplitTable, parallelize
 
 NUM_RANKS, WIDTH, HEADS, NUM_BLOCKS = 2, 128, 4, 8
 EMPTY_TOKENS = 32  # 16 a rank: for fewer keys, more is computed in place of torch's wrong nan

@@ -32,18 +32,13 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
-from bascule import (
-    HardwareProfile,
-    SequenceParallel,
-    SimulationOptions,
-    TransformerCost,
-    fit_latency,
-    simulate,
-)
-from bascule.integrations.diffusers import BalancedModel
+from bascule import HardwareProfile, SequenceParallel, TransformerCost, simulate
+from bascule.costs import fit_latency
+from bascule.diffusers import BalancedModel
 from bascule.plan.machine import FORWARD
+from bascule.sim import SimulationOptions
 from bascule.sim.seconds import Sharding
-from bascule.training import train_step
+from bascule.train import train_step
 
 Sample = dict[str, Any]
 HEADS, HEAD_DIM, TEXT, TEXT_DIM, CHANNELS = 4, 32, 16, 64, 16

@@ -123,7 +123,7 @@ def prepare(
 ) -> Callable[[], torch.Tensor]:
     """The forward pass of a candidate; the whole output on every rank."""
     if name in OURS:
-        from bascule.integrations.diffusers import parallelize
+        from bascule.diffusers import parallelize
 
         mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=(OURS[name],))
         parallelize(model, mesh=mesh)

@@ -4,7 +4,7 @@
 
 All 32 ranks are real processes of one machine, which agree over gloo. A step of 1 s is a sleep: the
 accelerator computes, the host has nothing to do. Each rank begins the plan of the next step before
-the sleep (`plan_later`), and takes it afterwards (`get`); both calls are what training waits for.
+the sleep (`plan_async`), and takes it afterwards (`get`); both calls are what training waits for.
 Where all plans are ready when they are taken, that is the processor time of the two calls, which
 does not depend on how many ranks share a core; the wall clock here does, as all ranks wake at once.
 Target: at most 0.2 % of the step.
@@ -45,12 +45,12 @@ def measure(rank: int, store: str, data: str, queue: Any) -> None:
     codes = parse_data_codes(data)
     lens = [seq_lens(sample_lengths(codes, seed=0, step=i))[rank] for i in range(STEPS + 1)]
     waits: list[tuple[bool, float, float]] = []
-    later = parallel.plan_later([lens[0]])
+    later = parallel.plan_async([lens[0]])
     for step in range(STEPS):
         time.sleep(STEP_S)
         is_ready, start, wall = later.is_ready, time.thread_time(), time.perf_counter()
         later.get()
-        later = parallel.plan_later([lens[step + 1]])
+        later = parallel.plan_async([lens[step + 1]])
         waits.append((is_ready, time.thread_time() - start, time.perf_counter() - wall))
     later.get()
     queue.put((rank, waits[WARMUP:]))

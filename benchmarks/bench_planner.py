@@ -269,7 +269,7 @@ def _seconds(steps: Sequence[Batch], spec: str) -> tuple[float, float]:
     planning: list[float] = []
     for batch in steps:
         start = time.perf_counter()
-        plan = plan_batch(batch, spec, STEP_COST, cluster=CLUSTER, home_tolerance=0.0)
+        plan = plan_batch(batch, spec, STEP_COST, cluster=CLUSTER, locality_tolerance=0.0)
         planning.append(time.perf_counter() - start)
         seconds.append(plan.makespan)
     return mean(seconds), statistics.median(planning) * 1e3

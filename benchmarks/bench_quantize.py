@@ -90,14 +90,14 @@ def measure_errors() -> list[dict[str, Any]]:
         for offsets in ("", "k", "kv"):
             q, k, v = (x.to(dtype) for x in inputs(offsets))
             for fmt in FORMATS:
-                for wire in (Wire(fmt), Wire(fmt, takes_centres=True)):
+                for wire in (Wire(fmt), Wire(fmt, centered=True)):
                     found = measure_error(q, k, v, wire)
                     elements = sum(x.numel() for x in (q, k, v, q))
                     row = {
                         "offsets": offsets or "none",
                         "dtype": str(dtype).removeprefix("torch."),
                         "format": fmt,
-                        "centred": wire.takes_centres,
+                        "centred": wire.centered,
                         "share_of_bf16_bytes": found.packed_bytes / (2 * elements),
                         **asdict(found),
                     }
@@ -147,7 +147,7 @@ def exchange_rank(rank: int, store: str, queue: Any, rounds: int) -> None:
 
     calls: dict[str, Callable[[], object]] = {"bf16": lambda: exchange("bf16", qkv)}
     wires = {fmt: Wire(fmt) for fmt in FORMATS}
-    wires |= {f"{fmt}, centred": Wire(fmt, takes_centres=True) for fmt in FORMATS}
+    wires |= {f"{fmt}, centred": Wire(fmt, centered=True) for fmt in FORMATS}
     for name, wire in wires.items():
         rows = wire.pack(qkv)
         calls |= {

@@ -36,7 +36,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bascule.attention.sparse.attend import rows_of, sparse_attention
 from bascule.comm.mesh import AttentionMesh
-from bascule.integrations.diffusers import SparseConfig
+from bascule.diffusers import SparseConfig
 from bascule.plan.sparse import BlockLayout, SparsePlan, in_order, plan_under
 from bascule.workload.masks import WAN21, synthetic_masks
 

@@ -42,11 +42,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 
-from bascule import SparseConfig, Strategies, measure_attention_latency, parallelize
+from bascule import SparseConfig, parallelize
 from bascule.attention.sparse.attend import EXCHANGE_SPAN, MASKS_SPAN
 from bascule.attention.sparse.timing import CallShape
-from bascule.integrations.diffusers import Parallelized
-from bascule.integrations.diffusers.sparse.layers import PLAN_SPAN
+from bascule.diffusers import ParallelHandle
+from bascule.diffusers.sparse_layers import PLAN_SPAN
+from bascule.sparse import Strategies, measure_attention_latency
 from bascule.workload.masks import WAN21, synthetic_masks
 
 GRID, NUM_HEADS, HEAD_DIM, NUM_LAYERS, NUM_STEPS, BLOCK = (8, 24, 32), 8, 64, 2, 5, 64
@@ -171,13 +172,13 @@ def in_one_process(masks: Any, step: int) -> Tensor:
 
 def make_arms(
     meshes: dict[str, DeviceMesh], masks: Any, strategies: Strategies
-) -> dict[str, Parallelized]:
+) -> dict[str, ParallelHandle]:
     """The copies of the model."""
     run = BLOCK * math.ceil(NUM_TOKENS / BLOCK / 2)
     without = SparseConfig(masks=masks, block=BLOCK, method="in_order", stripe=run)
     balanced = SparseConfig(masks=masks, block=BLOCK)
     free = SparseConfig(masks=masks, block=BLOCK, strategies=strategies)
-    arms: dict[str, Parallelized] = {}
+    arms: dict[str, ParallelHandle] = {}
     for name, mesh in meshes.items():
         arms[f"without, {name}"] = parallelize(make_model(), mesh=mesh, sparse=without)
         arms[f"with, {name}"] = parallelize(make_model(), mesh=mesh, sparse=balanced)
@@ -186,7 +187,7 @@ def make_arms(
 
 
 def in_turns(
-    arms: dict[str, Parallelized], wanted: list[Tensor], turns: int
+    arms: dict[str, ParallelHandle], wanted: list[Tensor], turns: int
 ) -> tuple[dict[str, float], dict[str, list[float]], dict[str, dict[str, Any]]]:
     """Largest error, seconds of each step, and what another turn shows."""
     errors, times = dict.fromkeys(arms, 0.0), {name: list[float]() for name in arms}
@@ -205,7 +206,7 @@ def in_turns(
     return errors, times, {name: spent(handle) for name, handle in arms.items()}
 
 
-def spent(handle: Parallelized) -> dict[str, Any]:
+def spent(handle: ParallelHandle) -> dict[str, Any]:
     """Shares of a turn by span, of the rank that spent most; and the layers of every step."""
     handle.restart()
     layers: list[Any] = []
@@ -219,7 +220,7 @@ def spent(handle: Parallelized) -> dict[str, Any]:
 
     modules = (
         "bascule.attention.sparse.attend",
-        "bascule.integrations.diffusers.sparse.layers",
+        "bascule.diffusers.sparse_layers",
     )
     with ExitStack() as stack:
         for module in modules:
@@ -235,7 +236,7 @@ def spent(handle: Parallelized) -> dict[str, Any]:
     return {"shares": dict(zip(SPANS, shares.tolist(), strict=True)), "layers": layers}
 
 
-def summary(handle: Parallelized, error: float, seen: dict[str, Any]) -> dict[str, Any]:
+def summary(handle: ParallelHandle, error: float, seen: dict[str, Any]) -> dict[str, Any]:
     """What is reported of a copy."""
     plans = [layer.used for layer in seen["layers"]]
     sent = sum(plan.wire_bytes(HEAD_DIM, 4) for plan in plans)

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 from torch.utils.data import DataLoader
 
-from bascule import PolynomialCost
+from bascule.costs import PolynomialCost
 from bascule.data import BalancedLoader
 from bascule.workload.traces import balancing_worth, read_traces, step_parts
 from bascule.workload.traces.worth import read_lens

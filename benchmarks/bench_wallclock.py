@@ -22,10 +22,11 @@ import skimage
 from _common import bascule, calibrated, write_results
 from PIL import Image
 
-from bascule import HardwareProfile, SimulationOptions, TransformerCost, simulate
+from bascule import HardwareProfile, TransformerCost, simulate
 from bascule.bench.options import BenchOptions
 from bascule.plan.costs import FLOPS_PER_UNIT
 from bascule.plan.machine import WITHOUT_RECOMPUTING, passes_of
+from bascule.sim import SimulationOptions
 from bascule.sim.seconds import EncoderStage
 from bascule.workload.photos import PhotoOptions, PhotoStream
 from bascule.workload.streams import SampleStream, SyntheticStream

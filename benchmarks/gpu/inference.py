@@ -16,7 +16,7 @@ import torch
 from _common import ratio
 from torch import Tensor
 
-from bascule.integrations.diffusers.compiling import Mode
+from bascule.diffusers.compiling import Mode
 from bascule.models import MMDiT, PackedBatch
 from bascule.parallel import Step
 from bascule.workload.codes import SampleShape
@@ -139,7 +139,7 @@ def theirs(setting: Setting, way: str) -> list[Row]:
     label, reason = "diffusers through parallelize", no_diffusers()
     if reason is not None:
         return [Row(label, reason=reason)]
-    from bascule.integrations.diffusers import parallelize
+    from bascule.diffusers import parallelize
 
     config, pack = config_of(setting, *_blocks(setting)), _pack(setting)
     model = flux_of(config, setting).eval()

@@ -1,7 +1,7 @@
 """What the latency models predict of lengths and mixes that they were not fitted to.
 
 Forward and backward of a double and a single block of FLUX's width are timed on packs of equal
-sequences of as many tokens as the longest, as `bascule.training.measure_cost` does, and all packs
+sequences of as many tokens as the longest, as `bascule.train.measure_cost` does, and all packs
 in turns. `fit_latency` sees two thirds of the lengths; the others, and the mixes of Table 1 as one
 rank computes them, are predicted, as sums over their sequences. `fit_iterations`, which also has a
 constant for each sequence and step, sees two sequences alone besides. Errors are of medians; the
@@ -13,8 +13,9 @@ from functools import partial
 
 import numpy as np
 
-from bascule import TransformerCost, fit_iterations, fit_latency
+from bascule import TransformerCost
 from bascule.calibrate.blocks import BlockCall, calls_of_model
+from bascule.costs import fit_iterations, fit_latency
 from bascule.models import MMDiT
 from gpu.measuring import Case, Row, Setting, Target, Timed, timed
 from gpu.shapes import Pack, config_of, equal_pack, make_model, mixes

@@ -35,7 +35,7 @@ class ParallelOptions:
 
     Attributes:
         planner: See `plan_batch`.
-        home_tolerance: See `plan_batch`.
+        locality_tolerance: See `plan_batch`.
         kernel: Name of the attention kernel; None takes the fastest for device and dtype.
         device: Where the tensors are; None takes the mesh's, or the group's back end's.
         data_group: The ranks whose gradients are put together, for `step.mean`. Default: the group.
@@ -44,7 +44,7 @@ class ParallelOptions:
     """
 
     planner: str = "lpt"
-    home_tolerance: float | None = None
+    locality_tolerance: float | None = None
     kernel: str | None = None
     device: torch.device | str | None = None
     data_group: dist.ProcessGroup | None = None
@@ -142,14 +142,14 @@ class SequenceParallel:
         self,
         local_seq_lens: npt.ArrayLike | Sequences,
         *,
-        carried_loads: npt.ArrayLike | None = None,
+        initial_loads: npt.ArrayLike | None = None,
     ) -> "Step":
         """Plan the next step from the lengths of all ranks; one fixed-size gather, on the host.
 
         Args:
             local_seq_lens: Tokens of each sequence that this rank loaded; may be empty. `Sequences`
                 also say what the tokens see, and the contexts that they attend to.
-            carried_loads: (ranks,) cost that each rank has already, the same on all of them: of
+            initial_loads: (ranks,) cost that each rank has already, the same on all of them: of
                 what ranks do before, without waiting for each other, as an encoder's loads.
 
         Returns:
@@ -160,7 +160,7 @@ class SequenceParallel:
             CommError: Ranks disagree about anything that a plan depends on, or one is gone.
             PlanError: The limits cannot be met (on all ranks).
         """
-        asked = self._asked([local_seq_lens], "microbatch", carried_loads=carried_loads)
+        asked = self._asked([local_seq_lens], "microbatch", initial_loads=initial_loads)
         return self._plan_now(asked)[0]
 
     def plan_step(
@@ -175,7 +175,7 @@ class SequenceParallel:
         Args:
             microbatches: Of each, the tokens of each sequence that this rank loaded; as many
                 microbatches on all ranks.
-            sync: What ranks wait for, as for `bascule.plan_step`; see `training.sync_of`.
+            sync: What ranks wait for, as for `bascule.plan.plan_step`; see `training.sync_of`.
             mixes: Whether sequences may change microbatch: then `Step.sources` says which of this
                 rank's each step routes, in that order.
 
@@ -209,7 +209,7 @@ class SequenceParallel:
         """
         self._plan_now(self._asked([], "microbatch", error))
 
-    def plan_later(
+    def plan_async(
         self,
         microbatches: Iterable[npt.ArrayLike | Sequences],
         *,
@@ -257,7 +257,7 @@ class SequenceParallel:
         error: Exception | None = None,
         *,
         mixes: bool = False,
-        carried_loads: npt.ArrayLike | None = None,
+        initial_loads: npt.ArrayLike | None = None,
     ) -> Asked:
         """Collect what this rank brings to its next plan; an error is raised where ranks agree."""
         number, batches, loaded = self._num_plans + 1, list[Batch](), microbatches
@@ -269,8 +269,8 @@ class SequenceParallel:
             if error is None:
                 of_type("mixes", mixes, bool, "True or False")
                 batches = checked(loaded, sync)
-            if carried_loads is not None:
-                carried = RankState.of(self.group.size, carried_loads).carried
+            if initial_loads is not None:
+                carried = RankState.of(self.group.size, initial_loads).carried
         except Exception as met:  # whatever it is, the others must not wait
             error = error or met
         except BaseException as met:  # as that of a user who interrupts
@@ -280,7 +280,7 @@ class SequenceParallel:
         settings = {
             **settings,
             "microbatches": f"{len(batches)}, sync={sync}, mixes={mixes}",
-            "carried_loads": str(None if carried is None else carried.tolist()),
+            "initial_loads": str(None if carried is None else carried.tolist()),
         }
         return Asked(number, batches, sync, bool(mixes), setup, carried, settings, error)
 
@@ -296,7 +296,7 @@ class SequenceParallel:
                 self.limits,
                 self._speeds,
                 self.cluster,
-                chosen.home_tolerance,
+                chosen.locality_tolerance,
             )
             settings = {name: str(getattr(setup, name)) for name in PlanSetup.__slots__} | {
                 "cost": describe_cost(self.cost),

@@ -40,7 +40,7 @@ class Asked:
     sync: Sync
     mixes: bool  # whether sequences may change microbatch
     setup: PlanSetup | None  # None: there is an error
-    carried_loads: Floats | None  # as for `plan_batch`
+    initial_loads: Floats | None  # as for `plan_batch`
     settings: Mapping[str, str]  # all that must be the same on all ranks, as text
     error: Exception | None
 
@@ -81,7 +81,7 @@ class Planning:
                 mixed = mix_microbatches(batches, asked.setup, asked.sync)
                 batches, sources = mixed.batches, [one[self.group.rank] for one in mixed.sources]
             if len(batches) == 1:
-                plans = (asked.setup.plan(batches[0], asked.carried_loads),)
+                plans = (asked.setup.plan(batches[0], asked.initial_loads),)
             else:
                 plans = plan_microbatches(batches, asked.setup, asked.sync)
             return tuple(map(Planned, plans, sources))
@@ -107,7 +107,7 @@ class Planning:
 
 
 class PlannedLater:
-    """Steps whose plans a thread makes. Made by `SequenceParallel.plan_later`.
+    """Steps whose plans a thread makes. Made by `SequenceParallel.plan_async`.
 
     The interpreter waits for the thread, at most as long as its group does for a rank.
     """

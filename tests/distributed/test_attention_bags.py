@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from bascule import SequenceParallel, Sequences, Span, Step
 from bascule.comm.groups import Staging
 from bascule.parallel import ParallelOptions
-from bascule.training import keep_exchanges
+from bascule.train import keep_exchanges
 from tests.helpers.cases import COST
 from tests.helpers.oracle import packed_attention
 from tests.helpers.ranks import run_ranks

@@ -29,7 +29,7 @@ from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTe
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
 
 from bascule import SequenceParallel, Sequences, Step
-from bascule.integrations.transformers import call_packed, register_attention
+from bascule.transformers import call_packed, register_attention
 from tests.helpers.cases import COST
 from tests.helpers.ranks import raised_by, run_ranks
 

@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
+from bascule.diffusers import BalancedModel
 from bascule.errors import CommError, ConfigError
-from bascule.integrations.diffusers import BalancedModel
 from bascule.parallel import ParallelOptions, SequenceParallel
 from bascule.plan.costs import TransformerCost
 from bascule.plan.limits import Limits
-from bascule.training import train_step
+from bascule.train import train_step
 from tests.helpers.calls_made import calls_made
 from tests.helpers.inference_cases import Case, Inputs, make_inputs, make_model
 from tests.helpers.jobs import join_trainer_world

@@ -14,12 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bascule.bench import launch
 from bascule.calibrate import measuring, timed
 from bascule.calibrate.measuring import ALONE, BETWEEN_NODES, ON_RANKS, measure
 from bascule.calibrate.options import CalibrateOptions
 from bascule.calibrate.profiles import profile_of, refusals
-from bascule.cli import main
+from bascule.cli import launch, main
 from bascule.errors import ConfigError
 from bascule.plan.machine import HardwareProfile
 from tests.helpers.calibrations import CURVES

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from bascule.comm.wire import Wire
+from bascule.diffusers import Cut, SplitTable, parallelize
+from bascule.diffusers.compiling import check_mode
 from bascule.errors import ConfigError
-from bascule.integrations.diffusers import Cut, SplitTable, parallelize
-from bascule.integrations.diffusers.compiling import check_mode
 from tests.helpers.inference_cases import difference
 from tests.helpers.inference_toy import (
     TABLE,
@@ -72,7 +72,7 @@ SETTINGS: list[tuple[Callable[..., Any], dict[str, Any], dict[str, Any], bool]] 
     (make_small, {"ring_degree": 2}, {"dynamic": True}, True),
     (make_large, {"ulysses_degree": 2}, {}, True),
     (make_large, {"ring_degree": 2}, {"mode": "max-autotune-no-cudagraphs"}, True),
-    (make_large, {"ulysses_degree": 2, "wire": Wire("int8", takes_centres=True)}, {}, False),
+    (make_large, {"ulysses_degree": 2, "wire": Wire("int8", centered=True)}, {}, False),
 ]
 
 

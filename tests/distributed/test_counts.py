@@ -140,7 +140,7 @@ def of_meshes() -> dict[str, Row]:
     own = torch.randn(1, 4, num_own, 8, requires_grad=True)
 
     def within_mode() -> Tensor:
-        with bascule.sequence_parallel(mesh):
+        with bascule.context_parallel(mesh):
             return scaled_dot_product_attention(q, q, q)
 
     calls: dict[str, Callable[[], Tensor]] = {

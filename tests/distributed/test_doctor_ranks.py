@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bascule.bench.health import probes, rank_facts
-from bascule.bench.health.checkup import check_up
-from bascule.bench.health.doctor_options import DoctorOptions
+from bascule.bench import probes, rank_facts
+from bascule.bench.checkup import check_up
+from bascule.bench.doctor_options import DoctorOptions
 from bascule.calibrate import timed
 from bascule.cli import main
 from bascule.comm.groups import member_of, resolve, set_timeout

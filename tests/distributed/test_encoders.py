@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import bascule
+from bascule.costs import Cluster, PolynomialCost
 from tests.helpers.encoder_cases import (
     Toy,
     balanced,
@@ -194,7 +195,7 @@ def choices() -> list[str]:
     before = len(groups)
     said = [encode()]
     assert len(groups) - before == 1, "one process group can do all"
-    said += [encode(home_tolerance=0.5), encode(limits=bascule.Limits(tokens=8))]
+    said += [encode(locality_tolerance=0.5), encode(limits=bascule.Limits(tokens=8))]
     for limits in (bascule.Limits(tokens=7), bascule.Limits(num_bytes=400)):
         said.append(raised_by(encode, limits=limits)[0][0])
     return said
@@ -227,8 +228,8 @@ class Backbone(nn.Module):
         return (self.out(attended.flatten(1))[:, 0] * (1 + ids).sin()).sum()
 
 
-LINEAR = bascule.PolynomialCost(quadratic=0.0, linear=1.0, constant=0.0)
-CARRIED = bascule.Cluster(1, 2, 1e12, 1e9, 1e-3, 1e-3, 0.0)
+LINEAR = PolynomialCost(quadratic=0.0, linear=1.0, constant=0.0)
+CARRIED = Cluster(1, 2, 1e12, 1e9, 1e-3, 1e-3, 0.0)
 """On these wires nothing pays."""
 
 
@@ -247,7 +248,7 @@ def encoder_before_bags(topology: str, stays: bool) -> tuple[str, list[float], l
     assert encoder.last.num_moved == (0 if stays else 1)
     parallel = bascule.SequenceParallel(None, topology, LINEAR)
     apart = parallel.plan(lens[rank])
-    step = parallel.plan(lens[rank], carried_loads=encoder.last.loads) if stays else apart
+    step = parallel.plan(lens[rank], initial_loads=encoder.last.loads) if stays else apart
     moved = step.route(tokens=torch.cat([one.first[0] for one in features]), ids=ids)
     found = backbone.loss(step.attend(*backbone.qkv_of(moved["tokens"])), moved["ids"])
     both = torch.stack([found.detach(), loss.detach()])

@@ -23,11 +23,11 @@ from bascule.comm.collectives import all_reduce
 from bascule.comm.failures import LOOK_S, ask, leave, read, shared
 from bascule.comm.groups import RankGroup, member_of, new_group, resolve
 from bascule.data import LoaderOptions
+from bascule.diffusers import InferenceOptions
 from bascule.encoders import BalancedEncoder, EncoderOptions
 from bascule.errors import CommError, ConfigError
-from bascule.integrations.diffusers import InferenceOptions
 from bascule.parallel import SequenceParallel
-from bascule.training import train_step
+from bascule.train import train_step
 from tests.helpers.cases import COST
 from tests.helpers.faults import Fault, Striker, cause_of, ended_by
 from tests.helpers.loader_cases import sample_of
@@ -150,7 +150,7 @@ def test_who_stops_is_named_when_the_time_is_over(place: str, tmp_path: Path) ->
 
 OPTIONS: dict[str, Callable[[], object]] = {
     "AttentionOptions": lambda: AttentionOptions(kernel="none"),
-    "EncoderOptions": lambda: EncoderOptions(home_tolerance=-1.0),
+    "EncoderOptions": lambda: EncoderOptions(locality_tolerance=-1.0),
     "InferenceOptions": lambda: InferenceOptions(kernel="none"),
     "LoaderOptions": lambda: LoaderOptions(min_gain=2.0),
 }

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bascule.integrations.diffusers import parallelize
-from bascule.integrations.diffusers.arguments import SameInputs
+from bascule.diffusers import parallelize
+from bascule.diffusers.arguments import SameInputs
 from bascule.models.layout import count_text
 from bascule.parallel import SequenceParallel
 from tests.helpers.cases import COST

@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 
 from bascule.comm.failures import ROLL_CALL_S
-from bascule.training.run.checkpoints import Checkpoints, newest_checkpoint, step_of
+from bascule.train.checkpoints import Checkpoints, newest_checkpoint, step_of
 from tests.helpers.faults import Fault, cause_of, check_fault
 from tests.helpers.ranks import COLLECTIVE_TIMEOUT_S, raised_by, run_ranks
 from tests.helpers.saving_faults import struck_run

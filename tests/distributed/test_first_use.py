@@ -28,9 +28,9 @@ from bascule.comm.collectives import (
     start_all_to_all,
 )
 from bascule.comm.groups import Part, RankGroup
-from bascule.integrations.sdpa import sequence_parallel
 from bascule.parallel import SequenceParallel
 from bascule.plan.sparse import BlockLayout, SparsePlanner, block_lens
+from bascule.sdpa import context_parallel
 from tests.helpers.cases import COST
 from tests.helpers.mesh_cases import as_given
 from tests.helpers.ranks import raised_by, run_ranks
@@ -243,7 +243,7 @@ def refused_by_the_mode(ring: int, ulysses: int) -> Error:
     own = split(torch.randn(1, 4, 8, 4), mesh, layout, 2)
 
     def attend() -> None:
-        with sequence_parallel(mesh, layout):
+        with context_parallel(mesh, layout):
             functional.scaled_dot_product_attention(own, own, own)
             dropout = 0.1 if dist.get_rank() else 0.0
             functional.scaled_dot_product_attention(own, own, own, dropout_p=dropout)

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from PIL import Image
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from bascule.bench import launch
-from bascule.bench.launch import stopping_quietly
+from bascule.cli import launch
+from bascule.cli.launch import stopping_quietly
 from bascule.comm.groups import member_of, resolve, set_timeout
-from bascule.generation.generate_options import GenerateOptions
+from bascule.generate.generate_options import GenerateOptions
 from tests.helpers.cli import run as run_command
 from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
 
@@ -36,7 +36,7 @@ ROWS: list[dict[str, Any]] = [
 
 def make(prompts: Path, out: Path, **settings: Any) -> tuple[list[str], int]:
     """What was made, and how many steps this rank counted."""
-    from bascule.generation.generating import Generation
+    from bascule.generate.generating import Generation
 
     torch.set_num_threads(1)
     chosen: dict[str, Any] = {"width": 64, "height": 64} | settings
@@ -196,7 +196,7 @@ def test_a_folder_that_cannot_be_written_is_told_alike(prompts: Path, tmp_path: 
 
 def in_the_way(prompts: Path, folder: Path) -> tuple[list[str], str]:
     """Replicas of which the first cannot write the record of what it made."""
-    from bascule.generation.generating import Generation
+    from bascule.generate.generating import Generation
 
     options = GenerateOptions(prompts=prompts, out=folder, replicas=2, width=64, height=64)
     run = Generation(options, torch.device("cpu"))
@@ -230,7 +230,7 @@ def test_tiles_need_a_vae_that_has_them(prompts: Path, tmp_path: Path) -> None:
 
 def slow(folder: Path, kind: str) -> list[str]:
     """Two replicas, the second of which takes far longer than a collective may, or does not end."""
-    from bascule.generation.generating import Generation
+    from bascule.generate.generating import Generation
 
     torch.set_num_threads(1)
     options = GenerateOptions(

@@ -1,4 +1,4 @@
-"""sequence_parallel for any model: exact, and refused where it cannot be."""
+"""context_parallel for any model: exact, and refused where it cannot be."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,8 +12,8 @@ from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack
 
 from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather, split
+from bascule.diffusers import context_parallel
 from bascule.errors import ConfigError
-from bascule.integrations.diffusers import sequence_parallel
 from tests.helpers.inference_cases import difference, make_mesh
 from tests.helpers.oracle import dense_attention
 from tests.helpers.ranks import run_ranks
@@ -57,7 +57,7 @@ def compare(ring: int, ulysses: int, kind: str) -> list[float]:
     wanted, _ = dense_attention(first, k2, v2)
     grads = torch.autograd.grad(wanted, leaves, weights)
     local = [split(x.detach(), mesh, layout, 2).requires_grad_() for x in leaves]
-    with sequence_parallel(mesh, layout, replicated=[50]):
+    with context_parallel(mesh, layout, replicated=[50]):
         found = sdpa(sdpa(*local, **options, enable_gqa=kind == "gqa"), k2, v2)
     local_grads = torch.autograd.grad(found, local, split(weights, mesh, layout, 2))
     pairs = zip((found, *local_grads), (wanted, *grads), strict=True)
@@ -82,7 +82,7 @@ def without_layout() -> list[float]:
     q, k = (torch.randn(1, 4, 12, 8, generator=generator) for _ in range(2))
     alike = torch.randn(1, 4, 6, 8, generator=generator)
     mine = slice(6 * rank, 6 * rank + 6)
-    with sequence_parallel(mesh) as mode:
+    with context_parallel(mesh) as mode:
         found = sdpa(q[:, :, mine], k[:, :, mine], k[:, :, mine])
         with mode.local():
             same = sdpa(alike, alike, alike)
@@ -108,7 +108,7 @@ def watched(seen: list[bool]) -> Iterator[None]:
         seen.append(torch.is_autocast_enabled("cpu"))
         return attention(*args, **options)
 
-    with mock.patch("bascule.integrations.sdpa.mode.attention", attend):
+    with mock.patch("bascule.sdpa.mode.attention", attend):
         yield
 
 
@@ -133,7 +133,7 @@ def under_autocast(ring: int, ulysses: int) -> dict[str, Any]:
             grad = split(weights, mesh, layout, 2) if is_split else weights
             with torch.autocast("cpu", torch.bfloat16):
                 if is_split:
-                    with sequence_parallel(mesh, layout), watched(found["cast within"]):
+                    with context_parallel(mesh, layout), watched(found["cast within"]):
                         out = sdpa(*mine, **options)
                 else:
                     out = sdpa(*mine, **options)
@@ -153,7 +153,7 @@ def under_autocast(ring: int, ulysses: int) -> dict[str, Any]:
     mine = [split(x, mesh, layout, 2) for x in (q, k, v)]
 
     def act(*qkv: Tensor) -> None:
-        with sequence_parallel(mesh, layout):
+        with context_parallel(mesh, layout):
             sdpa(*qkv)
 
     found["mixed"] = refused(lambda: act(mine[0], mine[1], mine[2].to(half)))
@@ -190,22 +190,22 @@ def refusals() -> list[str]:
 
     def call(*args: Any, among: dict[str, Any] | None = None, **options: Any) -> str:
         def act() -> None:
-            with sequence_parallel(mesh, **(among or {"layout": layout})):
+            with context_parallel(mesh, **(among or {"layout": layout})):
                 sdpa(*args, **options)
 
         return refused(act)
 
     def nothing() -> None:
-        with sequence_parallel(mesh, layout):
+        with context_parallel(mesh, layout):
             q.softmax(-1)
 
     def hidden() -> None:
-        with sequence_parallel(mesh, layout):
+        with context_parallel(mesh, layout):
             attend(q[0, :, :, :], q[0], q[0])
 
     def own_products(**among: Any) -> Callable[[], None]:
         def act() -> None:
-            with sequence_parallel(mesh, **among) as mode:
+            with context_parallel(mesh, **among) as mode:
                 with mode.local():
                     torch.einsum("bhqd,bhkd->bhqk", q, q).softmax(-1)
                 q.softmax(-1)

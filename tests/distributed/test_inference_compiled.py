@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack
 
-from bascule.integrations.diffusers import parallelize
+from bascule.diffusers import parallelize
 from tests.helpers.inference_cases import difference, make_mesh
 from tests.helpers.inference_toy import CHANNELS, TABLE, WIDTH, make_toy, toy_inputs
 from tests.helpers.ranks import run_ranks

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bascule.integrations.diffusers import parallelize
+from bascule.diffusers import parallelize
 from tests.helpers.inference_cases import difference, make_mesh
 from tests.helpers.inference_toy import (
     TABLE,

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bascule.integrations.diffusers import SparseConfig, parallelize
+from bascule.diffusers import SparseConfig, parallelize
 from tests.helpers.inference_cases import (
     Case,
     Inputs,

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from bascule.diffusers import parallelize
 from bascule.errors import ConfigError
-from bascule.integrations.diffusers import parallelize
 from tests.helpers.inference_cases import (
     Case,
     difference,

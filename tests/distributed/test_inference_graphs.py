@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bascule.integrations.diffusers import parallelize
+from bascule.diffusers import parallelize
 from tests.helpers.inference_cases import Case, difference, make_inputs, make_mesh, make_model
 from tests.helpers.ranks import run_ranks
 

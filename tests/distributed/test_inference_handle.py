@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
+from bascule.diffusers import Cut, SplitTable, parallelize
 from bascule.errors import ConfigError
-from bascule.integrations.diffusers import Cut, SplitTable, parallelize
 from tests.helpers.inference_cases import difference, make_mesh
 from tests.helpers.inference_toy import (
     TABLE,

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bascule.integrations.diffusers import parallelize
+from bascule.diffusers import parallelize
 from tests.helpers.held import Held, check_held, needs_proc
 from tests.helpers.inference_toy import TABLE, make_toy, toy_inputs
 from tests.helpers.ranks import run_ranks

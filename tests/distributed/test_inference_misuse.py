@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from bascule.comm.groups import set_timeout
 from bascule.comm.wire import Wire
-from bascule.integrations.diffusers import SparseConfig, parallelize
+from bascule.diffusers import SparseConfig, parallelize
 from tests.helpers.inference_cases import difference, make_mesh
 from tests.helpers.inference_toy import TABLE, Toy, direct, make_toy, toy_gradients, toy_inputs
 from tests.helpers.misuse_arguments import DEGREES, SETTINGS, TABLES, Wrong, is_in_step

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bascule.integrations.diffusers import parallelize
+from bascule.diffusers import parallelize
 from tests.helpers.inference_cases import (
     CASES,
     Case,

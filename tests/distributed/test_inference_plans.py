@@ -6,8 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bascule.integrations.diffusers import SparseConfig, parallelize
-from bascule.integrations.diffusers.sparse.layers import NUM_FORMS
+from bascule.diffusers import SparseConfig, parallelize
+from bascule.diffusers.sparse_layers import NUM_FORMS
 from tests.helpers.inference_cases import make_mesh
 from tests.helpers.inference_toy import TABLE, make_toy, toy_inputs
 from tests.helpers.ranks import raised_by, run_ranks

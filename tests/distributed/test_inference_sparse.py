@@ -14,8 +14,8 @@ from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack
 
 from bascule.comm.wire import Wire
+from bascule.diffusers import Cut, SparseConfig, SplitTable, parallelize
 from bascule.errors import ConfigError
-from bascule.integrations.diffusers import Cut, SparseConfig, SplitTable, parallelize
 from bascule.workload import save_masks
 from tests.helpers.calls_made import calls_made
 from tests.helpers.inference_cases import Case, difference, make_inputs, make_mesh, make_model

@@ -13,9 +13,9 @@ from torch import Tensor
 from bascule.attention.sparse import timing
 from bascule.attention.sparse.timing import CallShape, measure_attention_latency
 from bascule.comm.mesh import AttentionMesh, meshes_over
+from bascule.diffusers import SparseConfig, parallelize
+from bascule.diffusers.sparse_layers import SparseLayer
 from bascule.errors import ConfigError
-from bascule.integrations.diffusers import SparseConfig, parallelize
-from bascule.integrations.diffusers.sparse.layers import SparseLayer
 from bascule.plan.machine import AttentionLatency, AttentionLoad
 from bascule.plan.sparse.choose import Strategies, all_degrees
 from tests.helpers.inference_cases import difference, make_mesh

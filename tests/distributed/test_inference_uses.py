@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from bascule.integrations.diffusers import Cut, Mask, SparseConfig, SplitTable, parallelize
+from bascule.diffusers import Cut, Mask, SparseConfig, SplitTable, parallelize
 from tests.helpers.inference_cases import difference, make_mesh
 from tests.helpers.inference_toy import (
     CHANNELS,

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from bascule.comm.wire import Wire
+from bascule.diffusers import ParallelHandle, parallelize
 from bascule.errors import CommError, ConfigError
-from bascule.integrations.diffusers import Parallelized, parallelize
 from bascule.plan.machine import HardwareProfile
 from tests.helpers.calls_made import calls_made
 from tests.helpers.inference_cases import make_mesh
@@ -25,7 +25,7 @@ Hook = Callable[[nn.Module, Any, tuple[Tensor, Tensor]], Any]
 
 
 @contextmanager
-def split_toy(ring: int, ulysses: int, num_blocks: int = 3) -> Iterator[tuple[Toy, Parallelized]]:
+def split_toy(ring: int, ulysses: int, num_blocks: int = 3) -> Iterator[tuple[Toy, ParallelHandle]]:
     model = make_toy(num_blocks=num_blocks)
     with parallelize(model, mesh=make_mesh(ring, ulysses), table=TABLE) as handle:
         yield model, handle
@@ -185,7 +185,7 @@ def explained(ring: int, ulysses: int) -> dict[str, Any]:
     found: dict[str, Any] = {"counted": [], "said": [], "tokens": []}
     mesh = make_mesh(ring, ulysses)
     place = dist.get_rank()
-    centred = Wire("int8", takes_centres=True)
+    centred = Wire("int8", centered=True)
     for kv_heads, wire in ((6, None), (2, None), (2, Wire("int8")), (2, centred)):
         model = make_toy(heads=6, kv_heads=kv_heads)
         with parallelize(model, mesh=mesh, table=TABLE, wire=wire) as handle:
@@ -269,9 +269,7 @@ def with_wire() -> tuple[float, float, bool]:
     inputs = toy_inputs(text=5, image=12)
     with torch.no_grad():
         expected = model(**inputs)
-        with parallelize(
-            model, mesh=mesh, table=TABLE, wire=Wire("int8", takes_centres=True)
-        ) as one:
+        with parallelize(model, mesh=mesh, table=TABLE, wire=Wire("int8", centered=True)) as one:
             error = float((model(**inputs) - expected).norm() / expected.norm())
             verified = one.verify(**inputs)
     return error, next(iter(verified.outputs.values())), verified.ok

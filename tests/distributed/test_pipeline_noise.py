@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bascule.comm.groups import RankGroup, member_of, resolve
-from bascule.integrations.diffusers import parallelize, verify
-from bascule.integrations.diffusers.pipelines import one_noise
+from bascule.diffusers import parallelize, pipeline_run, verify
 from tests.helpers.inference_toy import TABLE, make_toy
 from tests.helpers.other_image_cases import CASES, MODELS
 from tests.helpers.pipeline_cases import generated, make_pipeline, prompt_of, seeded
@@ -43,7 +42,7 @@ def replica() -> RankGroup:
 def carried() -> list[str]:
     """Where tensors are that are broadcast by a group that carries none of the host, as NCCL's."""
     found = list[str]()
-    sent: Any = one_noise.broadcast
+    sent: Any = pipeline_run.broadcast
 
     def broadcast(group: RankGroup, what: Any, x: Tensor) -> Tensor:
         found.append(x.device.type)
@@ -53,7 +52,7 @@ def carried() -> list[str]:
         found.append(x.device.type)
         return torch.ones(x.shape, dtype=x.dtype)
 
-    modules: list[Any] = [one_noise, verify]
+    modules: list[Any] = [pipeline_run, verify]
     for module in modules:  # of this rank's process alone
         module.device_of, module.broadcast = lambda _: ELSEWHERE, broadcast
         module.set_random_states, module.all_reduce = lambda *_: None, all_reduce

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bascule.integrations.diffusers import InferenceOptions, parallelize
+from bascule.diffusers import InferenceOptions, parallelize
 from tests.helpers.inference_toy import TABLE, make_toy, toy_inputs
 from tests.helpers.pipeline_cases import PIPELINES, generated, make_pipeline, prompt_of, seeded
 from tests.helpers.ranks import raised_by, run_ranks

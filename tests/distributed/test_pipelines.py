@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from bascule.integrations.diffusers import AutoMesh, InferenceOptions, SparseConfig, parallelize
-from bascule.integrations.diffusers.pipelines.pending import Pending
+from bascule.diffusers import AutoMesh, InferenceOptions, SparseConfig, parallelize
+from bascule.diffusers.pending import Pending
 from tests.helpers.inference_toy import TABLE, make_toy, toy_inputs
 from tests.helpers.pipeline_cases import (
     ONE_BY_ONE,

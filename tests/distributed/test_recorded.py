@@ -24,7 +24,7 @@ from bascule.attention.tokens import form_of, gather_tokens, reduce_tokens
 from bascule.comm.mesh import place_in
 from bascule.comm.wire import Wire
 from bascule.parallel import SequenceParallel, Step
-from bascule.training import keep_exchanges
+from bascule.train import keep_exchanges
 from tests.helpers.calls_made import calls_made
 from tests.helpers.cases import COST
 from tests.helpers.mesh_cases import Three, difference, make_mask, make_mesh, three
@@ -529,7 +529,7 @@ def with_a_wire(ring: int, ulysses: int) -> tuple[list[float], int]:
         leaves = tensors({"shape": (1, 5, 5, 4)}, mesh, layout)
         mask = torch.ones(1, 1, 1, layout.seq_len, dtype=torch.bool)
         mask[..., text // 2 : text] = False
-        for wire in (Wire("int8"), Wire("e4m3", takes_centres=True)):
+        for wire in (Wire("int8"), Wire("e4m3", centered=True)):
             want = outcome(with_projection, leaves, mask, mesh, layout, False, wire)
             found = outcome(compiled, leaves, mask, mesh, layout, False, wire)
             errors.append(max(difference(a, b) for a, b in zip(found, want, strict=True)))
@@ -558,7 +558,7 @@ def check_operators(ring: int, ulysses: int, dtype: torch.dtype) -> None:
         q, k, v = (
             x.detach().to(dtype).requires_grad_() for x in tensors(MESH_CASES[1], mesh, layout)
         )
-        for wire in (None, Wire("int8"), Wire("int8", takes_centres=True)):
+        for wire in (None, Wire("int8"), Wire("int8", centered=True)):
             options = AttentionOptions(layout, wire=wire, overlap=overlap)
             form = api._form(q, k, v, mesh, None, False, 0.5, options)
             settings = None, form.sizes, form.name

@@ -13,11 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bascule import (
     BalancedLoader,
-    Cluster,
-    CostTracker,
     Limits,
     ParallelOptions,
-    PolynomialCost,
     SequenceParallel,
     Sequences,
     TransformerCost,
@@ -26,6 +23,8 @@ from bascule.attention.api import AttentionMesh, AttentionOptions, SequenceLayou
 from bascule.attention.sparse.attend import rows_of, sparse_attention
 from bascule.comm.agree import agree
 from bascule.comm.groups import member_of, resolve
+from bascule.costs import Cluster, PolynomialCost
+from bascule.data import CostTracker
 from bascule.errors import CommError, ConfigError, PlanError
 from bascule.plan.sparse import BlockLayout, SparsePlanner, block_lens
 from tests.helpers.loader_cases import (
@@ -313,11 +312,11 @@ ROWS: dict[str, Row] = {
         ("disagree on planner", "knapsack"),
     ),
     "no planner": (planned_by, both(name="magic"), ConfigError, ("'magic'",)),
-    "home_tolerance": (
+    "locality_tolerance": (
         made,
-        one("options", ParallelOptions(home_tolerance=0.5)),
+        one("options", ParallelOptions(locality_tolerance=0.5)),
         CommError,
-        ("disagree on home_tolerance",),
+        ("disagree on locality_tolerance",),
     ),
     "limits": (
         made,

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from bascule import BalancedSampler, SamplerOptions, TransformerCost
-from bascule.data import collate_padded
+from bascule import BalancedSampler, TransformerCost
+from bascule.data import SamplerOptions, collate_padded
 from tests.helpers.jobs import join_trainer_world
 from tests.helpers.ranks import run_ranks
 

@@ -14,18 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from bascule import (
-    BalancedLoader,
-    Cluster,
-    LoaderOptions,
-    PolynomialCost,
-    SequenceParallel,
-    TransformerCost,
-    plan_step,
-)
+from bascule import BalancedLoader, LoaderOptions, SequenceParallel, TransformerCost
+from bascule.costs import Cluster, PolynomialCost
 from bascule.errors import CommError, ConfigError
+from bascule.plan import plan_step
 from bascule.plan.step import Sync, step_makespan
-from bascule.training import measure_speeds, sync_of, train_step
+from bascule.train import measure_speeds, sync_of, train_step
 from tests.helpers.calls_made import calls_made
 from tests.helpers.cases import (
     COST,
@@ -134,7 +128,7 @@ def mixed() -> None:
     assert linear.weight.grad is not None
     want, linear.weight.grad = linear.weight.grad, None
     steps = parallel.plan_step([micro[rank] for micro in lens], mixes=True)
-    later = parallel.plan_later([micro[rank] for micro in lens], mixes=True).get()
+    later = parallel.plan_async([micro[rank] for micro in lens], mixes=True).get()
     assert [step.plan for step in later] == [step.plan for step in steps]
     seen = sorted(tuple(pair) for step in steps for pair in step.sources.tolist())
     assert seen == [(m, place) for m, micro in enumerate(lens) for place in range(len(micro[rank]))]
@@ -159,10 +153,10 @@ def mixed() -> None:
 def planned_behind() -> None:
     """Steps planned behind others, mixed with plans made now; no thread is left."""
     parallel, rank = SequenceParallel(None, "g2n1", COST), dist.get_rank()
-    first = parallel.plan_later([[3 + rank]])
-    second = parallel.plan_later(lengths_of(rank), sync="step")
+    first = parallel.plan_async([[3 + rank]])
+    second = parallel.plan_async(lengths_of(rank), sync="step")
     now = parallel.plan([8])
-    third = parallel.plan_later([[rank]])
+    third = parallel.plan_async([[rank]])
     (one,), several, (last,) = first.get(), second.get(), third.get()
     assert first.get()[0] is one and first.is_ready
     for step in (last, now, *reversed(several), one):  # all are alive
@@ -171,7 +165,7 @@ def planned_behind() -> None:
     # Every rank waits for the slow one in its thread alone.
     if rank:
         dist.barrier()
-    waiting = parallel.plan_later([[5]])
+    waiting = parallel.plan_async([[5]])
     was_ready = waiting.is_ready
     if rank == 0:
         dist.barrier()
@@ -193,16 +187,16 @@ def failing_behind(kind: str) -> str:
         return np.asarray(lens, dtype=np.float64)
 
     parallel = SequenceParallel(None, "g1n1", cost, timeout_s=100.0)
-    parallel.plan_later([[1]]).get()
-    of_length = raised_by(parallel.plan_later([[-1 if rank else 1]]).get)[1]
-    assert "-1" in of_length and parallel.plan_later([[2]]).get()[0].plan.num_ranks == 2
+    parallel.plan_async([[1]]).get()
+    of_length = raised_by(parallel.plan_async([[-1 if rank else 1]]).get)[1]
+    assert "-1" in of_length and parallel.plan_async([[2]]).get()[0].plan.num_ranks == 2
     try:
         with parallel.plan([3]) as step:
             if kind == "the user's code" and rank:
                 raise ZeroDivisionError("no such sample")
-            parallel.plan_later([[7]]).get()
+            parallel.plan_async([[7]]).get()
             step.mean(torch.ones(1))
-            parallel.plan_later([[1]]).get()
+            parallel.plan_async([[1]]).get()
     except (ZeroDivisionError, CommError, ConfigError) as error:
         return str(error)
     return ""
@@ -272,7 +266,7 @@ def measured() -> None:
     def work() -> None:
         now[0] += 0.09 if rank == 1 else 0.03
 
-    with mock.patch("bascule.training.rank_speeds.time.perf_counter", lambda: now[0]):
+    with mock.patch("bascule.train.rank_speeds.time.perf_counter", lambda: now[0]):
         speeds = measure_speeds(work=work)
     assert speeds[1] == pytest.approx(speeds[0] / 3)
     parallel = SequenceParallel(None, "g1n2", TransformerCost(64))

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.data import DataLoader
 
-from bascule import PolynomialCost, SequenceParallel
+from bascule import SequenceParallel
+from bascule.costs import PolynomialCost
 from bascule.data import BalancedLoader
 from bascule.workload.traces import StepParts, read_traces, step_parts
 from bascule.workload.traces.worth import RunLengths, lengths_of

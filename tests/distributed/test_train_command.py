@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bascule.training.run.checkpoints import newest_checkpoint, step_of
+from bascule.train.checkpoints import newest_checkpoint, step_of
 from tests.helpers.ranks import run_ranks, run_to_the_end
 from tests.helpers.train_runs import (
     PLACES,

@@ -17,12 +17,12 @@ from torch.profiler import profile
 from bascule.cli import main
 from bascule.errors import ConfigError
 from bascule.parallel import Step
-from bascule.training.run import training_run
-from bascule.training.run.checkpoints import newest_checkpoint, step_of
-from bascule.training.run.step_metrics import PARTS
-from bascule.training.run.stopwatch import Stopwatch
-from bascule.training.run.train_options import TrainOptions
-from bascule.training.run.training_run import TrainingRun
+from bascule.train import training_run
+from bascule.train.checkpoints import newest_checkpoint, step_of
+from bascule.train.step_metrics import PARTS
+from bascule.train.stopwatch import Stopwatch
+from bascule.train.train_options import TrainOptions
+from bascule.train.training_run import TrainingRun
 from bascule.workload.streams import SampleBatch, SyntheticStream
 from tests.helpers.jobs import in_a_job
 from tests.helpers.ranks import raised_by, run_ranks

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bascule import SequenceParallel, TransformerCost
 from bascule.errors import CommError, ConfigError
-from bascule.training import train_step
+from bascule.train import train_step
 from tests.helpers.ranks import raised_by, run_ranks
 
 WIDTH, NUM_MICROBATCHES = 6, 3

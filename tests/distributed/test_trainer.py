@@ -290,7 +290,7 @@ def test_one_process_trains_as_before(tmp_path: Path) -> None:
 
 
 def test_the_scale_of_a_loss_ends_with_its_training_step(tmp_path: Path) -> None:
-    from bascule.integrations.transformers.train_loader import ASIDE, Aside
+    from bascule.transformers.train_loader import ASIDE, Aside
 
     trainer = make_trainer(str(tmp_path), "scorer", balanced=True, max_steps=1)
     trainer.train()
@@ -302,7 +302,7 @@ def test_the_scale_of_a_loss_ends_with_its_training_step(tmp_path: Path) -> None
 
 
 def test_a_cost_that_is_none_is_refused() -> None:
-    from bascule.integrations.transformers import BalanceConfig
+    from bascule.transformers import BalanceConfig
 
     with pytest.raises(ConfigError, match="cost=3"):
         BalanceConfig(cost=3)  # pyright: ignore[reportArgumentType]
@@ -314,7 +314,7 @@ def test_a_cost_that_is_none_is_refused() -> None:
 
 
 def test_options_of_the_loader_are_those_that_the_trainer_leaves_open() -> None:
-    from bascule.integrations.transformers import BalanceConfig
+    from bascule.transformers import BalanceConfig
 
     given = LoaderOptions(weight_fn=num_asked, limits=Limits(tokens=9), prefetch=3, min_gain=0.1)
     assert BalanceConfig(cost=COST, options=given).options is given

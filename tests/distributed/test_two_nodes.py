@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from bascule import SequenceParallel, TransformerCost
-from bascule.training import train_step
+from bascule.train import train_step
 from tests.helpers.faults import Fault, Striker, write_down
 from tests.helpers.ranks import run_ranks, run_to_the_end
 

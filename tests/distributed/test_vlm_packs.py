@@ -12,7 +12,7 @@ from bascule.data import BalancedLoader, LoaderOptions
 from bascule.data.collators import VISUAL_FIELDS
 from bascule.data.packs import Pack
 from bascule.encoders import BalancedEncoder
-from bascule.integrations.transformers import inputs_of_pack
+from bascule.transformers import inputs_of_pack
 from tests.helpers.encoder_cases import gradients_of, tower_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.vlm_models import MODELS, make_model, make_videos

@@ -170,7 +170,7 @@ def half_the_bytes(mesh: AttentionMesh) -> None:
     leaves = three(split(x, mesh, layout, 2).requires_grad_() for x in whole)
     found: list[dict[str, int]] = []
     outs: list[Tensor] = []
-    for wire in (None, Wire("e4m3"), Wire("int8", takes_centres=True)):
+    for wire in (None, Wire("e4m3"), Wire("int8", centered=True)):
         options = AttentionOptions(layout=layout, wire=wire)
         attention(*leaves, mesh, options=options)  # the first call agrees on the form
         with counted(mesh) as sent:
@@ -209,7 +209,7 @@ INT8 = Wire("int8")
 DISAGREEING: list[tuple[Wire | None, Wire | None, torch.dtype, str]] = [
     (None, INT8, torch.float32, "int8"),
     (INT8, Wire("e4m3"), torch.float32, "e4m3"),
-    (INT8, Wire("int8", takes_centres=True), torch.float32, "takes_centres=True"),
+    (INT8, Wire("int8", centered=True), torch.float32, "centered=True"),
     (INT8, INT8, torch.bfloat16, "torch.bfloat16"),
 ]
 

@@ -25,7 +25,7 @@ from torch.nn.utils import clip_grad_norm_
 from bascule.models import MMDiT
 from bascule.parallel import ParallelOptions, SequenceParallel
 from bascule.plan.step import Sync
-from bascule.training import train_step
+from bascule.train import train_step
 from tests.helpers.cases import (
     COST,
     Batch,

@@ -68,17 +68,17 @@ def _cases() -> Iterator[tuple[str, Callable[[], Any]]]:
             yield "free", _assigned(lens, sizes)
             yield "capped", _assigned(lens, sizes, limits=Limits(tokens=cap), sizes=lens)
         for spec in ("g1n8+g8n3", "g1n16+g2n4+g8n1"):
-            yield "kinds", _planned(batch, spec, cluster=_cluster(4), home_tolerance=0.0)
+            yield "kinds", _planned(batch, spec, cluster=_cluster(4), locality_tolerance=0.0)
         for spec in ("g1n32", "g8n4", "g1n8+g8n3"):
             topology = Topology.parse(spec)
             home = np.repeat(topology.bag_of_rank, [len(rank) for rank in batch])
             for tolerance in (0.0, 0.01):
-                options = {"sizes": lens, "home": home, "home_tolerance": tolerance}
+                options = {"sizes": lens, "home": home, "locality_tolerance": tolerance}
                 yield "home", _assigned(lens, topology.bag_sizes, **options)
     for batch in many:
         yield "kinds", _planned(batch, "g1n8+g8n3", cluster=_cluster(16))
         for spec in ("g1n32", "g8n4"):
-            yield "home", _planned(batch, spec, home_tolerance=0.01)
+            yield "home", _planned(batch, spec, locality_tolerance=0.01)
     for seed in range(40):
         yield "tight", _tight(seed)
     for call in sparse_cases():

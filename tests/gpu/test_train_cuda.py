@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from bascule.training.run.train_options import TrainOptions
-from bascule.training.run.training_run import TrainingRun
+from bascule.train.train_options import TrainOptions
+from bascule.train.training_run import TrainingRun
 from tests.helpers.ranks import run_ranks
 
 pytestmark = [

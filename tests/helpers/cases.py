@@ -15,7 +15,7 @@ from torch import Tensor
 from bascule.models import Exchange, LocalExchange, MMDiT, MMDiTConfig, PackedBatch
 from bascule.parallel import SequenceParallel
 from bascule.plan.costs import TransformerCost
-from bascule.training import train_step
+from bascule.train import train_step
 
 Sample = tuple[int, int]
 Batch = list[list[Sample]]

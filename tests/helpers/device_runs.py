@@ -15,7 +15,7 @@ from bascule.comm import stage_cuda
 from bascule.comm.wire import Wire
 from bascule.data.cost_tracker import CostTracker
 from bascule.data.loader import BalancedLoader, LoaderOptions
-from bascule.integrations.diffusers import parallelize
+from bascule.diffusers import parallelize
 from bascule.models import LocalExchange, PackedBatch
 from bascule.parallel import ParallelOptions, SequenceParallel
 from bascule.plan.costs import PolynomialCost

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bascule
 from bascule.comm.items import leaves_of
+from bascule.costs import PolynomialCost
 from bascule.encoders import BalancedEncoder, EncoderOptions
 from tests.helpers.ranks import raised_by
 from tests.helpers.tile_cases import tiny_vae
@@ -192,7 +193,7 @@ def balanced(kind: str, module: nn.Module, **options: Any) -> BalancedEncoder:
     return BalancedEncoder(
         module,
         length_fn=lambda item: item["x"].shape[1],
-        cost=bascule.PolynomialCost(quadratic=0.0, linear=1.0, constant=0.0),
+        cost=PolynomialCost(quadratic=0.0, linear=1.0, constant=0.0),
         options=EncoderOptions(**options),
     )
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bascule.integrations.diffusers import Cut, Mask, SplitTable
+from bascule.diffusers import Cut, Mask, SplitTable
 
 WIDTH, CHANNELS = 24, 4
 TABLE = SplitTable(

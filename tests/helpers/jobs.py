@@ -14,8 +14,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from bascule.bench import launch
-from bascule.cli import main
+from bascule.cli import launch, main
 from tests.helpers.ranks import run_ranks
 
 NUM_RANKS = 2

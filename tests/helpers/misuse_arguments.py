@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.comm.wire import Wire
-from bascule.integrations.diffusers import (
+from bascule.diffusers import (
     AutoMesh,
     Cut,
     InferenceOptions,

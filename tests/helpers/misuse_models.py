@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from bascule.integrations.diffusers import Cut, SparseConfig, parallelize
+from bascule.diffusers import Cut, SparseConfig, parallelize
 from tests.helpers.inference_cases import Case, make_inputs, make_model
 from tests.helpers.inference_toy import TABLE, Toy, make_toy, toy_inputs
 from tests.helpers.misuse_arguments import Wrong
@@ -204,7 +204,7 @@ MODELS: dict[str, Wrong] = {
     "several": (lambda: parallelize([make_toy()], table=TABLE, **SPLIT), "list has none"),
     "a unet": (lambda: parallelize(Text(), **SPLIT), "Text has none"),
     "a vae": (lambda: parallelize(tiny_vae("kl"), **SPLIT), "TiledVAE"),
-    "no table": (lambda: parallelize(make_toy(), **SPLIT), "sequence_parallel(mesh)"),
+    "no table": (lambda: parallelize(make_toy(), **SPLIT), "context_parallel(mesh)"),
     "compiled": (compiled_before, "handle.compile()"),
     "split twice": (split_twice, "is split over ranks already"),
     "on meta": (meta, "load its weights first"),

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bascule.integrations.diffusers import parallelize
+from bascule.diffusers import parallelize
 from tests.helpers.inference_cases import make_inputs
 from tests.helpers.inference_toy import TABLE, make_toy, toy_inputs
 from tests.helpers.misuse_arguments import Wrong

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bascule.integrations.diffusers import InferenceOptions, parallelize
+from bascule.diffusers import InferenceOptions, parallelize
 from tests.helpers.misuse_arguments import Wrong
 from tests.helpers.misuse_models import SPLIT
 from tests.helpers.misuse_ranks import other

@@ -15,9 +15,9 @@ from unittest import mock
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from bascule.training.run import checkpoints
-from bascule.training.run.checkpoints import Checkpoints
-from bascule.training.run.training_run import TrainingRun
+from bascule.train import checkpoints
+from bascule.train.checkpoints import Checkpoints
+from bascule.train.training_run import TrainingRun
 from tests.helpers.faults import Fault, Striker
 from tests.helpers.train_runs import run
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from bascule.integrations.diffusers import Parallelized, SparseConfig, parallelize
+from bascule.diffusers import ParallelHandle, SparseConfig, parallelize
 from tests.helpers.inference_toy import (
     TABLE,
     Toy,
@@ -29,7 +29,7 @@ def make_masks(heads: int, num_blocks: int, steps: int = STEPS) -> Bools:
 
 
 @contextmanager
-def split_toy(mesh: Any, **settings: Any) -> Iterator[tuple[Toy, Parallelized]]:
+def split_toy(mesh: Any, **settings: Any) -> Iterator[tuple[Toy, ParallelHandle]]:
     model = make_toy(num_blocks=LAYERS)
     config = SparseConfig(**({"block": BLOCK, "tolerance": 0.0, "target": 1.005} | settings))
     with parallelize(model, mesh=mesh, table=TABLE, sparse=config) as handle:

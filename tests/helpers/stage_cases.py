@@ -17,12 +17,12 @@ from bascule.errors import ConfigError
 from bascule.models import LocalExchange, MMDiT
 from bascule.parallel import SequenceParallel
 from bascule.plan.costs import TransformerCost
-from bascule.training.building import build_model, model_config
-from bascule.training.flow import FlowBatch
-from bascule.training.run.stopwatch import Stopwatch
-from bascule.training.run_options import RunOptions
-from bascule.training.stages.encoder_stages import EncoderStages
-from bascule.training.stages.frozen_encoders import FrozenEncoders, load_encoders
+from bascule.train.building import build_model, model_config
+from bascule.train.encoder_stages import EncoderStages
+from bascule.train.flow import FlowBatch
+from bascule.train.frozen_encoders import FrozenEncoders, load_encoders
+from bascule.train.run_options import RunOptions
+from bascule.train.stopwatch import Stopwatch
 from bascule.workload.photos import PhotoStream
 from bascule.workload.streams import RawBatch, SampleBatch, pack_batch, sample_normals
 from tests.helpers.cases import Gradients, assert_same

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from bascule.comm.groups import member_of, resolve, set_timeout
 from bascule.parallel import Step
-from bascule.training.run.checkpoints import Checkpoints
-from bascule.training.run.train_options import TrainOptions
-from bascule.training.run.training_run import TrainingRun
+from bascule.train.checkpoints import Checkpoints
+from bascule.train.train_options import TrainOptions
+from bascule.train.training_run import TrainingRun
 
 SMALL: dict[str, Any] = {
     "d_model": 32,

@@ -77,7 +77,7 @@ def make_trainer(folder: str, kind: str, *, balanced: bool, base: Any = None, **
     """
     from transformers import Trainer, TrainingArguments
 
-    from bascule.integrations.transformers import BalanceConfig, BalancedTrainerMixin
+    from bascule.transformers import BalanceConfig, BalancedTrainerMixin
 
     base = Trainer if base is None else base
 

@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from bascule.integrations.diffusers import parallelize
+from bascule.diffusers import parallelize
 from tests.helpers.inference_cases import (
     Case,
     difference,

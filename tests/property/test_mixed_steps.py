@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bascule import ConfigError, Limits, Sequences, TransformerCost, step_makespan
+from bascule import ConfigError, Limits, Sequences, TransformerCost
+from bascule.plan import step_makespan
 from bascule.plan.plan import PlanSetup
 from bascule.plan.sequences import batch_of
 from bascule.plan.step import Sync, mix_microbatches, plan_microbatches
@@ -30,12 +31,12 @@ def test_every_sequence_is_dealt_once_and_nothing_ends_later(
     speeds: tuple[float, ...] | None,
     is_causal: bool,
     sync: Sync,
-    home_tolerance: float | None,
+    locality_tolerance: float | None,
 ) -> None:
     given = [
         [Sequences(lens, "causal" if is_causal else "full") for lens in ranks] for ranks in micros
     ]
-    setup = PlanSetup(topology, COST, speeds=speeds, home_tolerance=home_tolerance)
+    setup = PlanSetup(topology, COST, speeds=speeds, locality_tolerance=locality_tolerance)
     batches = [batch_of(ranks) for ranks in given]
     mixed = mix_microbatches(batches, setup, sync)
     for rank in range(4):

@@ -158,7 +158,7 @@ def test_carried_loads_are_part_of_the_loads(
     carried = np.array(
         data.draw(st.lists(st.integers(0, 10**5), min_size=len(lens), max_size=len(lens)))
     )
-    plan = plan_batch(lens, spec, squares, planner=planner, carried_loads=carried)
+    plan = plan_batch(lens, spec, squares, planner=planner, initial_loads=carried)
     costs = squares(flat(lens))
     for bag, ranks in enumerate(plan.topology.bags):
         own = costs[plan.bag_of == bag].sum() / len(ranks)

@@ -88,7 +88,7 @@ def test_rows_do_not_depend_on_each_other(rows: Tensor, fmt: Format) -> None:
 @settings(deadline=None, max_examples=200)
 @given(any_rows(), FORMATS)
 def test_no_centre_costs_codes(rows: Tensor, fmt: Format) -> None:
-    wire = Wire(fmt, takes_centres=True)
+    wire = Wire(fmt, centered=True)
     packed = wire.pack(rows)
     centre = Wire(fmt).unpack(packed[:1], torch.float32)[0]
     found = wire.unpack(packed, torch.float64)

@@ -7,14 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from bascule import (
-    BalancedSampler,
-    LoaderOptions,
-    Pack,
-    PolynomialCost,
-    ResumableSampler,
-    SamplerOptions,
-)
+from bascule import BalancedSampler, LoaderOptions, Pack
+from bascule.costs import PolynomialCost
+from bascule.data import ResumableSampler, SamplerOptions
 from bascule.data.loader import (
     _set_up,  # pyright: ignore[reportPrivateUsage]
     _Sources,  # pyright: ignore[reportPrivateUsage]

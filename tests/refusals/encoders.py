@@ -55,7 +55,11 @@ def option(**wrong: Any) -> Callable[[], object]:
 
 CASES = [
     ("features_for", option(features_for="none"), ("features_for='none'", '"owner"')),
-    ("home_tolerance", option(home_tolerance=-0.1), ("home_tolerance=-0.1", "at least 0")),
+    (
+        "locality_tolerance",
+        option(locality_tolerance=-0.1),
+        ("locality_tolerance=-0.1", "at least 0"),
+    ),
     ("limits", option(limits=5), ("limits=5", "Limits(tokens=..)")),
     ("cluster", option(cluster=2), ("cluster=2", "a Cluster(")),
     ("table", option(table={}), ("table={}", "an EncoderTable")),

@@ -10,20 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from bascule import (
-    AttentionLatency,
-    HardwareProfile,
-    PolynomialCost,
-    Sequences,
-    SimulationOptions,
-    TransformerCost,
-    plan_batch,
-    simulate,
-)
+from bascule import HardwareProfile, Sequences, TransformerCost, plan_batch, simulate
+from bascule.costs import PolynomialCost
 from bascule.plan.calibration import Calibration, Overhead
 from bascule.plan.machine import TRAINING, AttentionLoad, Bag, Passes, Work, in_passes, passes_of
 from bascule.plan.mesh_choice import DenoisingStep, choose_mesh
+from bascule.sim import SimulationOptions
 from bascule.sim.seconds import EncoderStage, Sharding
+from bascule.sparse import AttentionLatency
 from tests.helpers.calibrations import calibrated
 
 H100 = HardwareProfile.load("h100-datasheet")

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from bascule import Limits, PolynomialCost, Span, TransformerCost, assign, plan_batch, plan_step
+from bascule import Limits, Span, TransformerCost, plan_batch
+from bascule.costs import PolynomialCost
+from bascule.plan import assign, plan_step
 
 COST = TransformerCost(64)
 
@@ -45,15 +47,19 @@ CASES: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
     ("lengths of two dims", planned(np.ones((2, 2), int)), ("rank 0", "flat list")),
     ("a small integer below 0", planned(np.array([4, -5], np.int8)), ("rank 0", "length -5")),
     ("lengths of truth", planned(np.array([True])), ("rank 0, sequence 0", "length True")),
-    ("a load too few", planned([1], carried_loads=[1.0]), ("carried_loads", "2 ranks")),
-    ("a load below 0", planned([1], carried_loads=[1.0, -1.0]), ("carried_loads[1] is -1.0",)),
-    ("a load of nan", planned([1], carried_loads=[1.0, math.nan]), ("carried_loads[1] is nan",)),
+    ("a load too few", planned([1], initial_loads=[1.0]), ("initial_loads", "2 ranks")),
+    ("a load below 0", planned([1], initial_loads=[1.0, -1.0]), ("initial_loads[1] is -1.0",)),
+    ("a load of nan", planned([1], initial_loads=[1.0, math.nan]), ("initial_loads[1] is nan",)),
     ("no cost", by_cost(lambda lens: lens * math.nan), ("rank 0, sequence 0", "nan for 9 tokens")),
     ("a cost below 0", by_cost(lambda lens: lens - 10.0), ("rank 0", "-1.0 for 9 tokens")),
     ("a cost too few", by_cost(lambda lens: lens[:1]), ("(1,) costs for (2,) lengths",)),
     ("no cluster", planned([1], cluster=5), ("cluster=5", "a Cluster(")),
     ("no limits", planned([1], limits=5), ("limits is 5", "Limits(")),
-    ("tolerance below 0", planned([1], home_tolerance=-1.0), ("home_tolerance=-1.0", "at least 0")),
+    (
+        "tolerance below 0",
+        planned([1], locality_tolerance=-1.0),
+        ("locality_tolerance=-1.0", "at least 0"),
+    ),
     ("bags without a cluster", planned([1], "auto"), ("auto", "needs a cluster")),
     ("no meeting", partial(plan_step, [[[1]]], "g1n1", COST, sync="never"), ("'never'", "step")),  # pyright: ignore[reportArgumentType]
     (

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from bascule.comm.items import leaves_of, rebuilt
-from bascule.errors import ConfigError
-from bascule.integrations.diffusers.pipelines.batch_shares import (
+from bascule.diffusers.batch_shares import (
     Form,
     Samples,
     samples_of,
     share_of,
 )
-from bascule.integrations.diffusers.pipelines.pending import Branch
+from bascule.diffusers.pending import Branch
+from bascule.errors import ConfigError
 
 NAMES = ("x", "text", "ids", "residuals", "shapes", "layers", "scale")
 

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from bascule.bench import launch
 from bascule.calibrate.blocks import (
     BlockCall,
     block_of_each_kind,
@@ -16,6 +15,7 @@ from bascule.calibrate.blocks import (
 )
 from bascule.calibrate.options import CalibrateOptions
 from bascule.calibrate.timed import Probe, seconds_of
+from bascule.cli import launch
 from bascule.errors import ConfigError
 from bascule.models import MMDiTConfig
 from tests.helpers import own_blocks

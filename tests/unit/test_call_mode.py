@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bascule.integrations.sdpa.call_mode import CallMode
+from bascule.sdpa.call_mode import CallMode
 
 
 class Passing(CallMode):

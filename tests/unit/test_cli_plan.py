@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bascule import Plan
-from bascule.cli.parts.reading import ClusterOptions, InputOptions
+from bascule.cli.inputs import ClusterOptions, InputOptions
 from bascule.errors import ConfigError
 from bascule.plan.costs import TransformerCost
 from bascule.plan.machine import HardwareProfile
@@ -46,10 +46,10 @@ def test_plan_says_what_binds(
 
 def test_plan_shows_what_staying_at_home_costs(capsys: pytest.CaptureFixture[str]) -> None:
     lengths = "5000/300,200/100/400"
-    code, out, _ = run(capsys, "plan", "--lengths", lengths, "--home-tolerance", "0")
+    code, out, _ = run(capsys, "plan", "--lengths", lengths, "--locality-tolerance", "0")
     lens = [[5000], [300, 200], [100], [400]]
     even, home = (
-        plan_batch(lens, "g1n4", InputOptions().cost, home_tolerance=x) for x in (None, 0.0)
+        plan_batch(lens, "g1n4", InputOptions().cost, locality_tolerance=x) for x in (None, 0.0)
     )
     assert code == 0 and home.moved_tokens == 0 and home.wir > 2 * even.wir
     assert f"WIR (max/min) {home.wir:.4f}" in out

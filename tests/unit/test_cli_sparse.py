@@ -10,8 +10,8 @@ import pytest
 from numpy.typing import NDArray
 from rich.console import Console
 
-from bascule.cli.parts.sparse_tables import _strategies
 from bascule.cli.sparse import SparseOptions
+from bascule.cli.sparse_tables import _strategies
 from bascule.plan.machine import HardwareProfile
 from bascule.plan.sparse.choose import StrategyChoice
 from bascule.sim.sparse_study import WAYS, LayerRun, Setting, Study

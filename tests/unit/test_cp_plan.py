@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bascule.diffusers import Cut, SplitTable
+from bascule.diffusers.cp_plan import table_from_plan
+from bascule.diffusers.image_models import FLUX
+from bascule.diffusers.known import table_of
 from bascule.errors import ConfigError
-from bascule.integrations.diffusers import Cut, SplitTable
-from bascule.integrations.diffusers.tables.cp_plan import table_from_plan
-from bascule.integrations.diffusers.tables.image_models import FLUX
-from bascule.integrations.diffusers.tables.known import table_of
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def test_what_is_given_comes_first_then_our_own_tables_then_plans() -> None:
     given = SplitTable(("x",), {}, {}, {})
     assert table_of(model, given) is given
     assert table_of(model, PLAN) == table_from_plan(model, PLAN)
-    with pytest.raises(ConfigError, match=r"no split table for Model: .*sequence_parallel\(mesh\)"):
+    with pytest.raises(ConfigError, match=r"no split table for Model: .*context_parallel\(mesh\)"):
         table_of(model)
     with pytest.raises(ConfigError, match="table is 7: give a SplitTable, or a plan"):
         table_of(model, 7)  # pyright: ignore[reportArgumentType]
@@ -196,5 +196,5 @@ def test_plans_that_do_not_suffice(module: str, name: str) -> None:
     ],
 )
 def test_models_without_table_or_plan_are_told_what_to_do(module: str, name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"no split table for {name}: .*sequence_parallel\(mesh"):
+    with pytest.raises(ConfigError, match=rf"no split table for {name}: .*context_parallel\(mesh"):
         table_of(real(module, name))

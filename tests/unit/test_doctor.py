@@ -9,11 +9,11 @@ import pytest
 from rich.console import Console
 
 from bascule.arrays import Floats
-from bascule.bench.health.checkup import Report
-from bascule.bench.health.doctor_options import DoctorOptions
-from bascule.bench.health.findings import Finding, differences, judge, named
-from bascule.bench.health.measured import LinkTiming, Measured, RankFacts, Timing, to_median
-from bascule.bench.health.probes import matchings
+from bascule.bench.checkup import Report
+from bascule.bench.doctor_options import DoctorOptions
+from bascule.bench.findings import Finding, differences, judge, named
+from bascule.bench.measured import LinkTiming, Measured, RankFacts, Timing, to_median
+from bascule.bench.probes import matchings
 from bascule.cli.doctor import show
 from bascule.plan.machine import HardwareProfile
 from tests.helpers.cli import run

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bascule.integrations.sdpa.empty import RESHAPES, reshape_empty
+from bascule.sdpa.empty import RESHAPES, reshape_empty
 
 TOKENS = 7
 Act = Callable[[Tensor, int], Tensor]

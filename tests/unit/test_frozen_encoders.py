@@ -12,9 +12,9 @@ from PIL import Image
 
 from bascule.bench.options import BenchOptions
 from bascule.errors import ConfigError
-from bascule.training.run_options import RunOptions
-from bascule.training.stages.encoder_stages import patches
-from bascule.training.stages.frozen_encoders import FrozenEncoders, load_encoders
+from bascule.train.encoder_stages import patches
+from bascule.train.frozen_encoders import FrozenEncoders, load_encoders
+from bascule.train.run_options import RunOptions
 from bascule.workload.photos import PhotoStream
 
 diffusers: Any = pytest.importorskip("diffusers")

@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from bascule.errors import ConfigError
-from bascule.generation.generate_options import GenerateOptions
-from bascule.generation.prompts import Prompt, read_prompts
+from bascule.generate.generate_options import GenerateOptions
+from bascule.generate.prompts import Prompt, read_prompts
 from tests.helpers.cli import run
 
 
@@ -91,7 +91,7 @@ def test_wrong_uses_are_one_sentence(
 
 def test_a_pipeline_without_an_argument_refuses_what_needs_it() -> None:
     pytest.importorskip("torch")
-    from bascule.generation.generating import arguments_of, is_guided
+    from bascule.generate.generating import arguments_of, is_guided
 
     takes: dict[str, Any] = dict.fromkeys(
         ("prompt", "width", "num_inference_steps", "guidance_scale")
@@ -129,7 +129,7 @@ def test_guided_is_what_computes_two_branches(
     plain: list[tuple[float | None, str | None]],
 ) -> None:
     diffusers: Any = pytest.importorskip("diffusers")
-    from bascule.generation.generating import is_guided
+    from bascule.generate.generating import is_guided
 
     takes = inspect.signature(getattr(diffusers, pipeline).__call__).parameters
     for is_so, cases in ((True, guided), (False, plain)):
@@ -139,7 +139,7 @@ def test_guided_is_what_computes_two_branches(
 
 
 def test_files_are_there_whole_or_not_at_all(tmp_path: Path) -> None:
-    from bascule.generation.media import write_media, write_record
+    from bascule.generate.media import write_media, write_record
 
     frames = [Image.fromarray(np.full((18, 21, 3), 60 * i, np.uint8)) for i in range(3)]
     write_media(tmp_path / "one.png", frames[1:2], 8)

@@ -119,7 +119,7 @@ def test_what_does_not_pay_moves_all_the_same_where_a_rank_cannot_hold_its_items
 
 def test_what_is_even_as_given_stays_without_a_search() -> None:
     for given, tolerance in (([[4], [2, 2]], 0.0), ([[51], [50]], 0.02), ([[9], [1]], 0.0)):
-        _, report = spread(given_of(given), TOKENS, home_tolerance=tolerance)
+        _, report = spread(given_of(given), TOKENS, locality_tolerance=tolerance)
         assert report.num_moved == 0 and report.gain_s is None
         assert "no plan gains enough over the imbalance" in str(report)
 

@@ -68,7 +68,7 @@ def test_nothing_moves_between_bags_where_nothing_is_to_gain(
 ) -> None:
     size = {"g1n4": 1, "g2n2": 2, "g4n1": 4, "g1n2+g2n1": 1}[spec]
     batch = [[1000, 500], [500, 1000], [1000, 500], [500, 1000]]
-    plan = plan_batch(batch, spec, COST, home_tolerance=tolerance)
+    plan = plan_batch(batch, spec, COST, locality_tolerance=tolerance)
     if spec != "g4n1":
         assert plan.bag_of.tolist() == plan.topology.bag_of_rank[plan.source_ranks].tolist()
     if size == 1:
@@ -78,7 +78,7 @@ def test_nothing_moves_between_bags_where_nothing_is_to_gain(
 def test_a_giant_that_binds_leaves_the_rest_even_or_at_home() -> None:
     batch = [[5000], [300, 200], [100], [400]]
     even = plan_batch(batch, "g1n4", COST)
-    home = plan_batch(batch, "g1n4", COST, home_tolerance=0.0)
+    home = plan_batch(batch, "g1n4", COST, locality_tolerance=0.0)
     assert home.makespan == even.makespan and even.gap == 0.0
     assert home.moved_tokens == 0 < even.moved_tokens <= 200
     assert np.sort(even.tokens).tolist() == [300, 300, 400, 5000]
@@ -101,7 +101,7 @@ def test_a_giant_leaves_the_rest_as_even_as_longest_first_makes_it(seed: int) ->
 def test_a_tolerance_is_kept_and_saves_tokens(seed: int) -> None:
     batch = random_batch(seed, 8)
     best = plan_batch(batch, "g1n8", COST)
-    near = plan_batch(batch, "g1n8", COST, home_tolerance=0.05)
+    near = plan_batch(batch, "g1n8", COST, locality_tolerance=0.05)
     assert near.makespan <= best.makespan * (1.05 + 2e-4)
     assert near.moved_tokens <= best.moved_tokens
 
@@ -135,7 +135,7 @@ def test_the_node_tolerance_holds_by_default() -> None:
     left = np.zeros(2, dtype=np.int64)
     for seed in range(5):
         batch = random_batch(seed, 8, most=8)
-        best = plan_batch(batch, "g4n2", COST, cluster=cluster, home_tolerance=0.0)
+        best = plan_batch(batch, "g4n2", COST, cluster=cluster, locality_tolerance=0.0)
         plan = plan_batch(batch, "g4n2", COST, cluster=cluster)
         assert plan.makespan <= best.makespan * (1.005 + 2e-4)
         left += leaving_node(plan, 4), leaving_node(best, 4)
@@ -148,8 +148,8 @@ def test_a_tolerance_saves_tokens_on_bags_of_several_kinds(spec: str) -> None:
     saved = np.zeros(2)
     for seed in range(5):
         batch = random_batch(seed, 16, most=16)
-        best = plan_batch(batch, spec, COST, cluster=cluster, home_tolerance=0.0)
-        near = plan_batch(batch, spec, COST, cluster=cluster, home_tolerance=0.02)
+        best = plan_batch(batch, spec, COST, cluster=cluster, locality_tolerance=0.0)
+        near = plan_batch(batch, spec, COST, cluster=cluster, locality_tolerance=0.02)
         assert near.makespan <= best.makespan * (1.02 + 2e-4)
         saved += leaving_node(best, 8) - leaving_node(near, 8), best.moved_tokens
     assert saved[0] > 0.1 * saved[1]
@@ -159,7 +159,7 @@ def test_limits_hold_at_home_too() -> None:
     batch = [[900, 900], [100], [100], [100]]
     limits = Limits(tokens=1000)
     for tolerance in (None, 10.0):
-        plan = plan_batch(batch, "g1n4", COST, limits=limits, home_tolerance=tolerance)
+        plan = plan_batch(batch, "g1n4", COST, limits=limits, locality_tolerance=tolerance)
         assert plan.tokens.max() <= 1000
 
 
@@ -169,7 +169,7 @@ def test_a_batch_does_not_stay_as_loaded_above_a_limit_of_items() -> None:
     assert plan_batch(batch, "g1n2", cost).moved_tokens == 0
     assert plan_batch(batch, "g1n2", cost, limits=Limits(items=3)).moved_tokens == 0
     for tolerance in (None, 0.5):
-        plan = plan_batch(batch, "g1n2", cost, limits=Limits(items=2), home_tolerance=tolerance)
+        plan = plan_batch(batch, "g1n2", cost, limits=Limits(items=2), locality_tolerance=tolerance)
         assert np.bincount(plan.bag_of).tolist() == [2, 2]
 
 
@@ -179,7 +179,7 @@ def test_long_and_short_sequences_stay_at_home_alike(seed: int) -> None:
     rng = np.random.default_rng(seed)
     batch = np.maximum(rng.lognormal(6.0, 1.0, (16, 32)), 1).astype(int).tolist()
     best = plan_batch(batch, "g1n16", COST)
-    near = plan_batch(batch, "g1n16", COST, home_tolerance=0.01)
+    near = plan_batch(batch, "g1n16", COST, locality_tolerance=0.01)
     assert near.makespan <= best.makespan * (1.01 + 2e-4)
     assert near.moved_tokens < best.moved_tokens / 5
 

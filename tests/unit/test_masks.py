@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bascule import ConfigError, PolynomialCost, Sequences, Span, TransformerCost, plan_batch
+from bascule import ConfigError, Sequences, Span, TransformerCost, plan_batch
 from bascule.attention.tiles import Pieces
 from bascule.comm.groups import RankGroup
+from bascule.costs import PolynomialCost
 from bascule.plan.costs import describe_cost
 from bascule.plan.machine import Cluster
 from bascule.plan.plan import Plan

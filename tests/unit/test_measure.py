@@ -5,7 +5,7 @@ from unittest import mock
 import torch
 
 from bascule.models import MMDiT, MMDiTConfig
-from bascule.training import measure
+from bascule.train import measure
 
 CONFIG = MMDiTConfig(
     in_channels=4,

@@ -7,7 +7,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bascule.comm.mesh import AttentionMesh
 from bascule.errors import ConfigError
-from bascule.integrations.sdpa.mode import SequenceParallelMode
+from bascule.sdpa.mode import SequenceParallelMode
 
 
 class Crossing(SequenceParallelMode):

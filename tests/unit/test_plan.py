@@ -164,7 +164,7 @@ def test_whole_numbers_of_other_types_are_legal() -> None:
 
 
 def test_carried_loads_steer_the_next_microbatch() -> None:
-    plan = plan_batch([[10], [10]], "g1n2", squares, carried_loads=[300.0, 0.0])
+    plan = plan_batch([[10], [10]], "g1n2", squares, initial_loads=[300.0, 0.0])
     assert plan.bag_of.tolist() == [1, 1]
     assert plan.loads.tolist() == [300.0, 200.0]
     assert plan.lower_bound == plan.makespan == 300.0
@@ -293,18 +293,18 @@ def test_the_memory_of_a_cluster_is_a_limit() -> None:
 
 def test_what_a_plan_was_made_from_may_change() -> None:
     lens, carried = np.array([5, 9]), np.array([1.0, 2.0])
-    plan = plan_batch([lens, [6, 7]], "g1n2", COST, carried_loads=carried)
+    plan = plan_batch([lens, [6, 7]], "g1n2", COST, initial_loads=carried)
     before = plan.to_json()
     lens[:], carried[:] = 99, 99.0
     assert plan.to_json() == before and plan == plan_batch(
-        [[5, 9], [6, 7]], "g1n2", COST, carried_loads=[1, 2]
+        [[5, 9], [6, 7]], "g1n2", COST, initial_loads=[1, 2]
     )
 
 
 def test_settings_at_the_end_of_their_range_still_plan() -> None:
     tiny = TransformerCost(64, bytes_per_token=1e-30)
     limits = Limits(tokens=2**53, num_bytes=2**53, items=2**53)
-    plan = plan_batch([[5, 9], [6, 7]], "g2n1", tiny, limits=limits, home_tolerance=1e30)
+    plan = plan_batch([[5, 9], [6, 7]], "g2n1", tiny, limits=limits, locality_tolerance=1e30)
     assert plan.loads == pytest.approx([tiny([5, 6, 7, 9]).sum() / 2] * 2)
     wide = [[5], [], [5], []]
     assert plan_batch(wide, "g2n2", COST, limits=Limits(tokens=2**53)).bag_of.tolist() == [0, 1]

@@ -102,7 +102,7 @@ def test_where_one_sequence_binds_the_others_are_as_even_as_the_papers(data: str
     batches = [seq_lens(sample_lengths(codes, seed=0, step=step)) for step in range(10)]
     for batch in batches:
         even = plan_batch(batch, "g1n32", COST)
-        home = plan_batch(batch, "g1n32", COST, home_tolerance=0.0)
+        home = plan_batch(batch, "g1n32", COST, locality_tolerance=0.0)
         paper = plan_batch(batch, "g1n32", COST, planner="knapsack")
         assert even.binding is not None
         assert even.makespan == home.makespan == pytest.approx(paper.makespan, rel=1e-12)

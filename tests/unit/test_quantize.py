@@ -81,7 +81,7 @@ def test_peaks_and_zeros_are_exact(wire: Wire, dtype: torch.dtype) -> None:
     found = there_and_back(wire, x)
     assert found.dtype == dtype and found.shape == x.shape
     assert not found[::3].any() and found[1::3].any(-1).all()
-    if not wire.takes_centres:  # float64 travels as float32 does
+    if not wire.centered:  # float64 travels as float32 does
         place = x.abs().argmax(-1, keepdim=True)
         assert torch.equal(found.gather(-1, place), x.gather(-1, place).float().to(dtype))
 
@@ -107,7 +107,7 @@ def test_any_magnitude_of_float32_has_the_same_error(wire: Wire) -> None:
         peak = exact.abs().amax(-1, keepdim=True)
         assert found.isfinite().all(), magnitude
         assert ((found - exact).abs() <= peak * 0.036 + 2 * least).all(), magnitude
-        if not wire.takes_centres:
+        if not wire.centered:
             assert torch.equal(found.abs().amax(-1), exact.abs().amax(-1)), magnitude
     x = torch.tensor([[1.0, 2.0], [1e300, 1.0], [1e-300, 2e-300]], dtype=torch.float64)
     found = there_and_back(wire, x)
@@ -176,7 +176,7 @@ def test_wrong_input_is_refused() -> None:
 
 def centre_of(fmt: Format, x: Tensor) -> Tensor:
     """The centre that travels before the rows of `x`."""
-    return Wire(fmt).unpack(Wire(fmt, takes_centres=True).pack(x)[..., :1, :], torch.float32)
+    return Wire(fmt).unpack(Wire(fmt, centered=True).pack(x)[..., :1, :], torch.float32)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -232,7 +232,7 @@ def test_rows_that_say_nothing_do_not_count_for_a_centre(dtype: torch.dtype) -> 
     for rows in (bad, padded[:, :, :0], padded[:, :, :30]):
         assert not centre_of("int8", rows).any()
     large = torch.full((1, 2, 5, 8), 3e38).to(dtype)  # their sum overflows in float32
-    assert there_and_back(Wire("int8", takes_centres=True), large).isfinite().all()
+    assert there_and_back(Wire("int8", centered=True), large).isfinite().all()
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ def test_the_measured_error_is_the_error(
     monkeypatch.setattr(wires, "_SCORES_AT_ONCE", at_once)
     q = normal(2, heads[0], 9, 16).bfloat16()
     k, v = (with_offsets(normal(2, heads[1], 11, 16, seed=s), s).bfloat16() for s in (1, 2))
-    wire = Wire("int8", takes_centres=True)
+    wire = Wire("int8", centered=True)
     found = measure_error(q, k, v, wire)
     q8, k8, v8 = (there_and_back(wire, x) for x in (q, k, v))
     exact, out_kv = attended(q, k, v), attended(q, k8, v8)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from bascule import Plan
-from bascule.cli.parts.reading import InputOptions
+from bascule.cli.inputs import InputOptions
 from bascule.report import page
 from bascule.report.charts import draw_bars, draw_lengths, draw_loads
 from bascule.report.page import Chart, Fact, Report, Rows, render

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from bascule.errors import ConfigError
-from bascule.integrations.diffusers.training.sample_batches import (
+from bascule.diffusers.samples import (
     batch_of,
     check_sample,
     samples_in,
 )
+from bascule.errors import ConfigError
 
 BATCH: dict[str, Any] = {
     "hidden_states": torch.arange(24.0).view(3, 4, 2),

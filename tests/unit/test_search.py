@@ -109,7 +109,7 @@ def test_auto_takes_single_ranks_where_everything_is_short() -> None:
 def test_auto_gives_the_long_sequence_the_node_that_loaded_it() -> None:
     batch = [[1000] * 4 for _ in range(32)]
     batch[19] = [200_000]
-    plan = plan_batch(batch, "auto", COST, cluster=FOUR_NODES, home_tolerance=0.0)
+    plan = plan_batch(batch, "auto", COST, cluster=FOUR_NODES, locality_tolerance=0.0)
     bag = plan.topology.bags[plan.bag_of[plan.seq_lens.argmax()]]
     assert bag == tuple(range(16, 24))
     assert_chunks(plan)
@@ -120,7 +120,7 @@ def test_auto_gives_the_long_sequence_the_node_that_loaded_it() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_auto_is_as_good_as_every_topology_of_a_small_world(seed: int) -> None:
     batch = random_batch(np.random.default_rng(seed), 8, 12)
-    plan = plan_batch(batch, "auto", COST, cluster=TWO_NODES, home_tolerance=0.0)
+    plan = plan_batch(batch, "auto", COST, cluster=TWO_NODES, locality_tolerance=0.0)
     specs = [
         "+".join(
             f"g{size}n{count}" for size, count in ((4, a), (2, b), (1, 8 - 4 * a - 2 * b)) if count
@@ -130,7 +130,7 @@ def test_auto_is_as_good_as_every_topology_of_a_small_world(seed: int) -> None:
     ]
     assert len(specs) == 9
     others = [
-        plan_batch(batch, spec, COST, cluster=TWO_NODES, home_tolerance=0.0).makespan
+        plan_batch(batch, spec, COST, cluster=TWO_NODES, locality_tolerance=0.0).makespan
         for spec in specs
     ]
     assert plan.makespan <= min(others) * 1.001
@@ -175,7 +175,7 @@ def test_a_ranking_is_sorted_and_says_why() -> None:
     assert {"g1n8", "g2n4", "g4n2"} <= {row.spec for row in ranking.rows}
     for row in ranking.rows:
         made = [
-            plan_batch(batch, row.spec, COST, cluster=TWO_NODES, home_tolerance=0.0)
+            plan_batch(batch, row.spec, COST, cluster=TWO_NODES, locality_tolerance=0.0)
             for batch in batches
         ]
         assert row.seconds == pytest.approx(np.mean([plan.makespan for plan in made]), rel=2e-4)

@@ -46,8 +46,8 @@ def problem_of(
         ([3, 3, 2, 2, 2], {"num_bins": 2}, [6, 6], "longest first, improved"),
         ([1000] + [1] * 300, {"num_bins": 4}, [100, 100, 100, 1000], "longest first"),
         ([1] * 10, {"num_bins": 4}, [2, 2, 3, 3], "longest first"),
-        ([5, 5], {"num_bins": 2, "carried_loads": [100, 0]}, [10, 100], "longest first"),
-        ([8, 1], {"speeds": [1, 8], "carried_loads": [0.5, 0.25]}, [0.5, 1.375], "longest first"),
+        ([5, 5], {"num_bins": 2, "initial_loads": [100, 0]}, [10, 100], "longest first"),
+        ([8, 1], {"speeds": [1, 8], "initial_loads": [0.5, 0.25]}, [0.5, 1.375], "longest first"),
         ([4, 4], {"num_bins": 2, "home": [1, 0]}, [4, 4], "relabelled"),
     ],
 )
@@ -101,7 +101,12 @@ BOTH = Limits(tokens=9, num_bytes=9)
         ),
         (
             [1, 1, 1],
-            {"num_bins": 3, "home": [0, 0, 0], "home_tolerance": 9.0, "limits": Limits(items=2)},
+            {
+                "num_bins": 3,
+                "home": [0, 0, 0],
+                "locality_tolerance": 9.0,
+                "limits": Limits(items=2),
+            },
             2.0,
         ),
     ],
@@ -147,7 +152,7 @@ def test_limits_that_cannot_be_kept(costs: list[float], options: dict[str, Any],
     [
         ([4, 4, 4, 4], [3, 1, 0, 2], {}, [3, 1, 0, 2]),
         ([10, 1, 10], [0, 0, 1], {}, [0, 0, 1]),
-        ([10, 1, 10], [0, 0, 0], {"home_tolerance": 1.2}, [0, 0, 0]),
+        ([10, 1, 10], [0, 0, 0], {"locality_tolerance": 1.2}, [0, 0, 0]),
         ([0, 0, 7], [1, 1, 1], {}, [1, 1, 1]),  # what costs nothing goes home
         ([0, 0], [1, 1], {}, [1, 1]),
         ([5, 4], [-1, 0], {}, [1, 0]),
@@ -170,7 +175,7 @@ def test_items_without_cost_spread_evenly(num_bins: int):
 def test_many_bins_with_few_empty_ones_finish_on_the_heap():
     carried = np.full(100, 50.0)
     carried[7] = 0.0
-    plan = assign(np.ones(30), 100, carried_loads=carried)
+    plan = assign(np.ones(30), 100, initial_loads=carried)
     assert (plan.bin_of == 7).all()
 
 
@@ -271,7 +276,7 @@ def test_a_bound_that_certifies_an_answer_is_enough():
         ({"costs": [1.0], "num_bins": 2, "speeds": [1.0]}, "num_bins is 2, but speeds has 1"),
         ({"costs": [1.0], "speeds": []}, "speeds is empty"),
         ({"costs": [1.0], "speeds": [1.0, 0.0]}, "speeds from 0 to 1: leave out bins"),
-        ({"costs": [1.0], "num_bins": 2, "carried_loads": [1.0]}, "carried_loads has 1 entries; 2"),
+        ({"costs": [1.0], "num_bins": 2, "initial_loads": [1.0]}, "initial_loads has 1 entries; 2"),
         ({"costs": [1.0], "num_bins": 1, "sizes": [1, 2]}, "sizes has 2 entries; 1"),
         ({"costs": [1.0], "num_bins": 1, "ranks_per_bin": [0]}, r"ranks_per_bin\[0\] is 0"),
         ({"costs": [1.0], "num_bins": 1, "limits": Limits(tokens=9)}, "sizes is missing"),
@@ -283,7 +288,7 @@ def test_a_bound_that_certifies_an_answer_is_enough():
         ),
         ({"costs": [1.0], "num_bins": 1, "home": [1]}, r"home\[0\] is 1"),
         ({"costs": [1.0], "num_bins": 1, "home": [0.0]}, "home must be 1 integers"),
-        ({"costs": [1.0], "num_bins": 1, "home_tolerance": -0.1}, "home_tolerance is -0.1"),
+        ({"costs": [1.0], "num_bins": 1, "locality_tolerance": -0.1}, "locality_tolerance is -0.1"),
         ({"costs": [1.0], "num_bins": 1, "tolerance": math.nan}, "tolerance is nan"),
     ],
 )

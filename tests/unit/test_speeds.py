@@ -5,7 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bascule import ConfigError, PolynomialCost, Topology, TransformerCost, plan_batch, plan_step
+from bascule import ConfigError, TransformerCost, plan_batch
+from bascule.costs import PolynomialCost
+from bascule.plan import Topology, plan_step
 from bascule.plan.machine import Cluster
 from bascule.plan.plan import Plan
 from tests.helpers.simulation import assert_delivery

@@ -8,7 +8,8 @@ from xml.etree.ElementTree import Element
 import numpy as np
 import pytest
 
-from bascule import Cluster, Plan, PolynomialCost, TransformerCost, plan_batch
+from bascule import Plan, TransformerCost, plan_batch
+from bascule.costs import Cluster, PolynomialCost
 from bascule.report.step_picture import MOST_RANKS, draw_stages, draw_step
 from tests.helpers.cli import modules_imported_by, run
 
@@ -79,7 +80,7 @@ def test_segments_follow_each_other_and_colours_grow_with_lengths() -> None:
 
 def test_costs_in_seconds_and_carried_loads_are_drawn() -> None:
     cost = PolynomialCost(quadratic=1e-9, linear=1e-6, constant=1e-4)
-    plan = plan_batch([[100], [100]], "g1n2", cost, carried_loads=[0.5, 0.0])
+    plan = plan_batch([[100], [100]], "g1n2", cost, initial_loads=[0.5, 0.0])
     svg = draw_step(plan, cost, unit="s")
     ElementTree.fromstring(svg)
     assert "the step ends: 0.5" in svg and " s</text>" in svg

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from bascule.comm.mesh import AttentionMesh
+from bascule.diffusers import SplitTable, controlnets, image_models, known, video_models
+from bascule.diffusers.known import TABLES, table_of
+from bascule.diffusers.split_model import SplitModel
+from bascule.diffusers.split_table import Keys, Mask, modules_of
 from bascule.errors import ConfigError
-from bascule.integrations.diffusers import SplitTable
-from bascule.integrations.diffusers.hooks import SplitModel
-from bascule.integrations.diffusers.tables import controlnets, image_models, known, video_models
-from bascule.integrations.diffusers.tables.known import TABLES, table_of
-from bascule.integrations.diffusers.tables.split_table import Keys, Mask, modules_of
 from tests.helpers.inference_cases import CASES, make_inputs, make_model
 
 NAMES = [name.rpartition(".")[2] for name in TABLES]

@@ -12,10 +12,10 @@ import torch
 from bascule.errors import ConfigError
 from bascule.plan.costs import TransformerCost
 from bascule.plan.plan import plan_batch
-from bascule.training.run.checkpoints import Facts, check_facts, newest_checkpoint, step_of
-from bascule.training.run.preparing import prepare
-from bascule.training.run.step_metrics import PARTS, MetricsLog, StepReports
-from bascule.training.run.train_options import (
+from bascule.train.checkpoints import Facts, check_facts, newest_checkpoint, step_of
+from bascule.train.preparing import prepare
+from bascule.train.step_metrics import PARTS, MetricsLog, StepReports
+from bascule.train.train_options import (
     Schedule,
     TrainOptions,
     schedule_of,
@@ -212,7 +212,7 @@ def test_events_of_tensorboard(tmp_path: Path) -> None:
 
 def test_the_help_needs_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
     modules = modules_imported_by("-m", "bascule.cli", "train", "--help")
-    assert "bascule.training.run.train_options" in modules and "torch" not in modules
+    assert "bascule.train.train_options" in modules and "torch" not in modules
     code, out, _ = run(capsys, "train", "--help")
     assert code == 0 and "--save-every" in out and "--clip-frames" in out
 

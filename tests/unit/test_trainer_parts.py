@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader, Dataset
 from bascule import ConfigError
 from bascule.data.loader import BalancedLoader, LoaderOptions
 from bascule.data.packs import Pack, make_pack
-from bascule.integrations.transformers.balance_config import BalanceConfig
-from bascule.integrations.transformers.dataset_columns import Columns, unpacked_columns
-from bascule.integrations.transformers.pack_check import check_separates
-from bascule.integrations.transformers.train_loader import TrainLoader, inputs_of_pack
-from bascule.integrations.transformers.train_settings import checked_dataset, options_of
+from bascule.transformers.balance_config import BalanceConfig
+from bascule.transformers.dataset_columns import Columns, unpacked_columns
+from bascule.transformers.pack_check import check_separates
+from bascule.transformers.train_loader import TrainLoader, inputs_of_pack
+from bascule.transformers.train_settings import checked_dataset, options_of
 from tests.helpers.vlm_models import MODELS as VLMS
 from tests.helpers.vlm_models import make_model, make_sample
 

@@ -13,8 +13,8 @@ from bascule.comm.groups import RankGroup, device_of
 from bascule.comm.mean import MeanOver, mean_and_scale
 from bascule.models import Exchange, LocalExchange
 from bascule.parallel import SequenceParallel
-from bascule.training import train_step
-from bascule.training.flow import FlowBatch
+from bascule.train import train_step
+from bascule.train.flow import FlowBatch
 
 MakeExchange = Callable[[list[int]], Exchange]
 

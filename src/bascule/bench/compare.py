@@ -20,10 +20,10 @@ from bascule.comm.groups import RankGroup, device_of, member_of, new_group, reso
 from bascule.errors import ConfigError
 from bascule.parallel import ParallelOptions, SequenceParallel, Step
 from bascule.plan.costs import FLOPS_PER_UNIT, TransformerCost
-from bascule.training.building import build_model, model_config
-from bascule.training.flow import FlowBatch
-from bascule.training.measure import measure_cost
-from bascule.training.stages.frozen_encoders import FrozenEncoders, load_encoders
+from bascule.train.building import build_model, model_config
+from bascule.train.flow import FlowBatch
+from bascule.train.frozen_encoders import FrozenEncoders, load_encoders
+from bascule.train.measure import measure_cost
 from bascule.workload.photos import PhotoStream
 from bascule.workload.streams import SampleBatch, SampleStream, SyntheticStream
 

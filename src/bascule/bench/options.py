@@ -6,7 +6,7 @@ from typing import Literal
 
 from bascule.errors import ConfigError
 from bascule.plan.topology import Topology
-from bascule.training.run_options import RunOptions
+from bascule.train.run_options import RunOptions
 from bascule.workload.codes import check_world, parse_data_codes
 
 

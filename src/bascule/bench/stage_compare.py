@@ -20,13 +20,13 @@ from bascule.comm.collectives import all_gather
 from bascule.comm.groups import device_of
 from bascule.encoders import EncoderOptions
 from bascule.plan.metrics import imbalance
-from bascule.training.run.stopwatch import Stopwatch, watch_blocks
-from bascule.training.stages.encoder_stages import (
+from bascule.train.encoder_stages import (
     TRANSFORMER,
     EncoderStages,
     stages_of,
     watch_encoders,
 )
+from bascule.train.stopwatch import Stopwatch, watch_blocks
 from bascule.workload.photos import PhotoStream
 
 ARMS = ("unbalanced", "balanced")

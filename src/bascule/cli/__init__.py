@@ -7,7 +7,7 @@ import tyro
 from rich.console import Console
 
 import bascule
-from bascule.bench.health.doctor_options import DoctorOptions
+from bascule.bench.doctor_options import DoctorOptions
 from bascule.bench.options import BenchOptions
 from bascule.calibrate.options import CalibrateOptions
 from bascule.cli.plan import PlanOptions
@@ -16,8 +16,8 @@ from bascule.cli.sparse import SparseOptions
 from bascule.cli.topology import TopologyOptions
 from bascule.cli.trace import TraceOptions
 from bascule.errors import CommError, ConfigError, PlanError
-from bascule.generation.generate_options import GenerateOptions
-from bascule.training.run.train_options import TrainOptions
+from bascule.generate.generate_options import GenerateOptions
+from bascule.train.train_options import TrainOptions
 
 Command = (
     Annotated[PlanOptions, tyro.conf.subcommand("plan")]

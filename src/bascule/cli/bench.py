@@ -12,12 +12,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bascule.bench.options import BenchOptions
-from bascule.cli.parts.writing import check_outputs, tell_written, write_report, write_text
+from bascule.cli.writing import check_outputs, tell_written, write_report, write_text
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_NUMBER, number, shown
 from bascule.report.reports import STAGE_KINDS, of_bench, stage_rows
 from bascule.report.step_picture import draw_stages
-from bascule.training.run_options import RunOptions
+from bascule.train.run_options import RunOptions
 from bascule.workload.codes import parse_data_codes
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def bench(options: BenchOptions, arguments: list[str]) -> None:
         ConfigError: The options do not fit the data or each other.
         CommError: A rank failed.
     """
-    from bascule.bench.launch import default_num_ranks, in_a_job, launch
+    from bascule.cli.launch import default_num_ranks, in_a_job, launch
 
     _check_numbers(options)
     check_outputs(
@@ -92,8 +92,8 @@ def _check_numbers(options: BenchOptions) -> None:
 def _check(options: BenchOptions, num_ranks: int) -> None:
     """Find a user's error before any rank starts, where it can be told in one sentence."""
     from bascule.bench.compare import open_stream
-    from bascule.training.building import model_config
-    from bascule.training.stages.frozen_encoders import load_encoders
+    from bascule.train.building import model_config
+    from bascule.train.frozen_encoders import load_encoders
 
     options.check(num_ranks)
     with without_warnings():  # rank 0 will warn of the same photos
@@ -114,7 +114,7 @@ def check_kernel(options: RunOptions, config: "MMDiTConfig") -> None:
     import torch
 
     from bascule.attention import select_kernel
-    from bascule.bench.launch import device_type
+    from bascule.cli.launch import device_type
 
     dtype, head_dim = getattr(torch, options.dtype), config.d_model // config.num_heads
     select_kernel(options.kernel, device_type(), dtype=dtype, head_dim=head_dim, is_packed=True)
@@ -134,9 +134,9 @@ def without_warnings() -> Iterator[None]:
 
 def _run_rank(options: BenchOptions) -> None:
     from bascule.bench.compare import Comparison, summarize
-    from bascule.bench.launch import joined
     from bascule.bench.loader_compare import LoaderComparison, summarize_loader
     from bascule.bench.stage_compare import StagedComparison, median_step, summarize_stages
+    from bascule.cli.launch import joined
 
     with joined(options.timeout_s) as device:
         if options.loader:

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bascule.calibrate.options import CalibrateOptions
-from bascule.cli.parts.writing import (
+from bascule.cli.writing import (
     STDOUT,
     check_outputs,
     progress_bar,
@@ -34,8 +34,8 @@ def calibrate(options: CalibrateOptions, arguments: list[str]) -> bool:
     """
     import torch
 
-    from bascule.bench.launch import device_type, in_a_job, report_of_ranks
     from bascule.calibrate.measuring import check_block
+    from bascule.cli.launch import device_type, in_a_job, report_of_ranks
 
     options.check()
     check_outputs(out=options.out, json=options.json, report=options.report)
@@ -51,9 +51,9 @@ def calibrate(options: CalibrateOptions, arguments: list[str]) -> bool:
 
 def _run_rank(options: CalibrateOptions) -> bool:
     """Be a rank; where the launcher is ours, the first one hands it the report."""
-    from bascule.bench.launch import hand_over, is_waited_for, joined
     from bascule.calibrate.measuring import measure
     from bascule.calibrate.profiles import profile_of, refusals
+    from bascule.cli.launch import hand_over, is_waited_for, joined
     from bascule.comm.agree import agree
     from bascule.comm.groups import member_of, resolve
 

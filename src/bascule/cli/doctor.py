@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bascule.bench.health.doctor_options import DoctorOptions
-from bascule.cli.parts.writing import STDOUT, check_outputs, progress_bar, write_json
+from bascule.bench.doctor_options import DoctorOptions
+from bascule.cli.writing import STDOUT, check_outputs, progress_bar, write_json
 from bascule.errors import ConfigError
 from bascule.plan.machine import HardwareProfile
 
@@ -22,7 +22,7 @@ def doctor(options: DoctorOptions, arguments: list[str]) -> bool:
         ConfigError: An option is wrong.
         CommError: A rank failed.
     """
-    from bascule.bench.launch import in_a_job, report_of_ranks
+    from bascule.cli.launch import in_a_job, report_of_ranks
 
     options.check()
     check_outputs(json=options.json)
@@ -37,8 +37,8 @@ def doctor(options: DoctorOptions, arguments: list[str]) -> bool:
 
 def _run_rank(options: DoctorOptions) -> bool:
     """Be a rank; where the launcher is ours, the first one hands it the report."""
-    from bascule.bench.health.checkup import check_up
-    from bascule.bench.launch import hand_over, is_waited_for, joined
+    from bascule.bench.checkup import check_up
+    from bascule.cli.launch import hand_over, is_waited_for, joined
     from bascule.comm.agree import agree
     from bascule.comm.groups import member_of, resolve
 

@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from bascule.cli.parts.writing import STDOUT, check_outputs, tell_written, write_json
+from bascule.cli.writing import STDOUT, check_outputs, tell_written, write_json
 from bascule.errors import CommError, ConfigError
-from bascule.generation.generate_options import GenerateOptions
-from bascule.generation.prompts import read_prompts
+from bascule.generate.generate_options import GenerateOptions
+from bascule.generate.prompts import read_prompts
 
 if TYPE_CHECKING:
-    from bascule.generation.generating import Generation
+    from bascule.generate.generating import Generation
 
 
 def generate(options: GenerateOptions, arguments: list[str]) -> None:
@@ -25,7 +25,7 @@ def generate(options: GenerateOptions, arguments: list[str]) -> None:
         ConfigError: The options do not fit the pipeline, the prompts or each other.
         CommError: A rank failed.
     """
-    from bascule.bench.launch import default_num_ranks, in_a_job, launch
+    from bascule.cli.launch import default_num_ranks, in_a_job, launch
 
     if in_a_job():
         _run_rank(options)
@@ -49,8 +49,8 @@ def generate(options: GenerateOptions, arguments: list[str]) -> None:
 
 
 def _run_rank(options: GenerateOptions) -> None:
-    from bascule.bench.launch import joined, stopping_quietly
-    from bascule.generation.generating import Generation
+    from bascule.cli.launch import joined, stopping_quietly
+    from bascule.generate.generating import Generation
 
     with stopping_quietly(), joined(options.timeout_s) as device:
         run = Generation(options, device)

@@ -9,8 +9,8 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from bascule.cli.parts.reading import ClusterOptions, InputOptions, topology_ranks
-from bascule.cli.parts.writing import STDOUT, check_outputs, write_json, write_report, write_text
+from bascule.cli.inputs import ClusterOptions, InputOptions, topology_ranks
+from bascule.cli.writing import STDOUT, check_outputs, write_json, write_report, write_text
 from bascule.plan.costs import Cost
 from bascule.plan.limits import Limits
 from bascule.plan.machine import Cluster
@@ -35,8 +35,8 @@ class PlanOptions(InputOptions, ClusterOptions):
             given.
         planner: lpt, or the greedy of the KnapFormer paper.
         wires: Count the cluster's wires and launches too, in seconds; auto always does.
-        home_tolerance: By how much the makespan may grow so that more tokens stay where they were
-            loaded, 0.01 is 1 %; 0 gives up evenness alone. Shows what that costs in WIR.
+        locality_tolerance: By how much the makespan may grow so that more tokens stay where they
+            were loaded, 0.01 is 1 %; 0 gives up evenness alone. Shows what that costs in WIR.
         compare: Compare the planners instead of drawing the loads.
         json: Where to write the plan; - for standard output.
         picture: Where to draw the step before and after balancing, as an SVG.
@@ -46,7 +46,7 @@ class PlanOptions(InputOptions, ClusterOptions):
     topology: str | None = None
     planner: Literal["lpt", "knapsack"] = "lpt"
     wires: bool = False
-    home_tolerance: float | None = None
+    locality_tolerance: float | None = None
     compare: bool = False
     json: Path | None = None
     picture: Path | None = None
@@ -62,7 +62,7 @@ class _Batch:
     cost: Cost
     cluster: Cluster | None
     limits: Limits | None
-    home_tolerance: float | None = None
+    locality_tolerance: float | None = None
 
     @property
     def unit(self) -> str:
@@ -78,7 +78,7 @@ class _Batch:
             planner=planner,
             limits=limits,
             cluster=self.cluster,
-            home_tolerance=self.home_tolerance,
+            locality_tolerance=self.locality_tolerance,
         )
 
 
@@ -101,7 +101,9 @@ def plan(options: PlanOptions) -> None:
     if topology != "auto":
         Topology.parse(topology, world_size=len(lens))
     cluster = options.machines(len(lens)) if options.wires or topology == "auto" else None
-    batch = _Batch(lens, topology, options.cost, cluster, options.limits, options.home_tolerance)
+    batch = _Batch(
+        lens, topology, options.cost, cluster, options.limits, options.locality_tolerance
+    )
     made = batch.plan(options.planner, batch.limits)
     console = Console(stderr=options.json == STDOUT)
     if options.compare:
@@ -168,8 +170,8 @@ def _summarize(console: Console, plan: Plan, batch: _Batch) -> None:
         f"predicted speed-up over the batch as loaded: {speedup:.2f}x\n"
         f"{plan.moved_tokens:,} of {int(plan.seq_lens.sum()):,} tokens move to another rank"
     )
-    if batch.home_tolerance is not None:
-        even = replace(batch, home_tolerance=None).plan(plan.planner, batch.limits)
+    if batch.locality_tolerance is not None:
+        even = replace(batch, locality_tolerance=None).plan(plan.planner, batch.limits)
         console.print(
             f"kept at home: the even plan moves {even.moved_tokens:,} tokens, with a makespan of "
             f"{even.makespan:.6g} {batch.unit} and a WIR of {even.wir:.4f}"

@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
-from bascule.cli.parts.reading import InputOptions, MachineOptions
-from bascule.cli.parts.writing import STDOUT, check_outputs, tell_written, write_json, write_report
+from bascule.cli.inputs import InputOptions, MachineOptions
+from bascule.cli.writing import STDOUT, check_outputs, tell_written, write_json, write_report
 from bascule.errors import ConfigError
 from bascule.plan.checks import number, whole
 from bascule.plan.costs import TransformerCost

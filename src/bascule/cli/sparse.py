@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.progress import track
 
 from bascule.arrays import Bools, Ints
-from bascule.cli.parts.reading import MachineOptions
-from bascule.cli.parts.sparse_tables import show
-from bascule.cli.parts.writing import check_outputs, write_report
+from bascule.cli.inputs import MachineOptions
+from bascule.cli.sparse_tables import show
+from bascule.cli.writing import check_outputs, write_report
 from bascule.errors import ConfigError
 from bascule.plan.checks import number, whole
 from bascule.plan.sparse import check_degrees

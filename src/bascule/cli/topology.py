@@ -8,8 +8,8 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from bascule.cli.parts.reading import ClusterOptions, InputOptions
-from bascule.cli.parts.writing import STDOUT, check_outputs, write_json, write_report
+from bascule.cli.inputs import ClusterOptions, InputOptions
+from bascule.cli.writing import STDOUT, check_outputs, write_json, write_report
 from bascule.errors import ConfigError
 from bascule.plan.checks import whole
 from bascule.plan.machine import in_passes, passes_of

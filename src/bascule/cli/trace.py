@@ -10,7 +10,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from bascule.cli.parts.writing import STDOUT, check_outputs, tell_written, write_json, write_report
+from bascule.cli.writing import STDOUT, check_outputs, tell_written, write_json, write_report
 from bascule.errors import ConfigError, PlanError
 from bascule.plan.topology import Topology
 from bascule.report.trace_page import of_trace

@@ -6,10 +6,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bascule.cli.bench import check_kernel, without_warnings
-from bascule.training.run.train_options import TrainOptions
+from bascule.train.train_options import TrainOptions
 
 if TYPE_CHECKING:
-    from bascule.training.run.training_run import TrainingRun
+    from bascule.train.training_run import TrainingRun
 
 
 def train(options: TrainOptions, arguments: list[str]) -> None:
@@ -19,8 +19,8 @@ def train(options: TrainOptions, arguments: list[str]) -> None:
         ConfigError: The options do not fit the data or each other.
         CommError: A rank failed.
     """
-    from bascule.bench.launch import default_num_ranks, forwarding_stops, in_a_job, launch
-    from bascule.training.run.preparing import prepare
+    from bascule.cli.launch import default_num_ranks, forwarding_stops, in_a_job, launch
+    from bascule.train.preparing import prepare
 
     if in_a_job():
         _run_rank(options)
@@ -33,8 +33,8 @@ def train(options: TrainOptions, arguments: list[str]) -> None:
 
 
 def _run_rank(options: TrainOptions) -> None:
-    from bascule.bench.launch import joined, stop_asked
-    from bascule.training.run.training_run import TrainingRun
+    from bascule.cli.launch import joined, stop_asked
+    from bascule.train.training_run import TrainingRun
 
     with stop_asked() as is_asked, joined(options.timeout_s) as device:
         run = TrainingRun(options, device, is_asked)

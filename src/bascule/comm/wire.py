@@ -39,14 +39,14 @@ class Wire:
     Attributes:
         format: "int8", evenly spaced codes, or "e4m3", floating-point codes of 3 mantissa bits:
             less exact unless a row's values are of very different magnitudes.
-        takes_centres: True sends rows as differences from their centre, which is one row more.
+        centered: True sends rows as differences from their centre, which is one row more.
 
     Raises:
         ConfigError: There is no such format.
     """
 
     format: Format
-    takes_centres: bool = False
+    centered: bool = False
 
     def __post_init__(self) -> None:
         if self.format not in _CODES:
@@ -55,7 +55,7 @@ class Wire:
     @property
     def num_more(self) -> int:
         """Rows that travel besides those of the tokens."""
-        return int(self.takes_centres)
+        return int(self.centered)
 
     def row_bytes(self, head_dim: int) -> int:
         """Bytes of one row."""
@@ -73,7 +73,7 @@ class Wire:
             )
         wide = x.detach().to(torch.float32)
         peak = wide.abs().amax(-1, keepdim=True)
-        if not self.takes_centres:
+        if not self.centered:
             return self._coded(wide, peak)
         centre = _centre(wide, dim)
         centre = self._coded(centre, centre.abs().amax(-1, keepdim=True))
@@ -97,7 +97,7 @@ class Wire:
                 f"{PEAK_BYTES + 1} bytes, as `pack` makes them"
             )
         values, peak = self._decoded(rows)
-        if self.takes_centres:
+        if self.centered:
             num = rows.shape[dim] - 1
             centre, values = values.split([1, num], dim)
             is_apart = peak.narrow(dim, 1, num).signbit()

@@ -93,7 +93,7 @@ def make_pack(samples: Iterable[Sample], pack: Pack) -> dict[str, Any]:
     Models of transformers find the samples in ``position_ids`` made of ``positions``, but only
     without ``attention_mask`` and with ``use_cache=False``; else samples attend to each other, and
     no error says so. Qwen-VL needs (4, 1, T): ``positions``, then three of each sample alone, as
-    `integrations.transformers.inputs_of_pack` gives them.
+    `bascule.transformers.inputs_of_pack` gives them.
 
     Args:
         samples: Tensors and plain values by name; any number, of any length, also 0.

@@ -67,8 +67,8 @@ class EncoderOptions:
     Attributes:
         table: The items of a call. Default: the one for the module's class.
         limits: Limits of a rank: tokens, items, and bytes of items; hard.
-        home_tolerance: Share by which the slowest rank may take longer than in the best plan, so
-            that fewer items move: those of a step that is as even as that stay. 0.02 is 2 %.
+        locality_tolerance: Share by which the slowest rank may take longer than in the best plan,
+            so that fewer items move: those of a step that is as even as that stay. 0.02 is 2 %.
         cluster: Prices of computing and exchanging: items then move only where that pays; costs
             are in seconds, or those of a TransformerCost. Default: moving is taken to pay.
         device: Where the tensors are. Default: the mesh's, or the group's back end's.
@@ -83,7 +83,7 @@ class EncoderOptions:
 
     table: EncoderTable | None = None
     limits: Limits | None = None
-    home_tolerance: float = 0.02
+    locality_tolerance: float = 0.02
     cluster: Cluster | None = None
     device: torch.device | str | None = None
     timeout_s: float = 600.0
@@ -95,7 +95,7 @@ class EncoderOptions:
             self,
             table=(of_type, EncoderTable, "an EncoderTable"),
             limits=(of_type, Limits, "Limits(tokens=..), or None"),
-            home_tolerance=number,
+            locality_tolerance=number,
             cluster=(of_type, Cluster, "a Cluster(num_nodes, ranks_per_node, ..), or None"),
             timeout_s=(number, 1e-3, 1e7),
             features_for=(choice, "owner", "all", "first"),
@@ -242,7 +242,7 @@ class BalancedEncoder:
             *(all_items, settings, self.cost),
             cluster=self.options.cluster,
             limits=self.options.limits,
-            home_tolerance=self.options.home_tolerance,
+            locality_tolerance=self.options.locality_tolerance,
         )
         records = settings.needs_gradient
         token = after if records else None
@@ -278,7 +278,7 @@ class BalancedEncoder:
     def _settings(self) -> dict[str, str]:
         """Return the settings that must be the same on all ranks when an encoder is made."""
         inner = self._inner
-        names = ("limits", "cluster", "home_tolerance", "features_for", "timeout_s")
+        names = ("limits", "cluster", "locality_tolerance", "features_for", "timeout_s")
         return {name: str(getattr(self.options, name)) for name in names} | {
             "module": f"{type(inner).__name__} with parameters of shapes {names_digest(inner)}",
             "weights": values_digest(inner),

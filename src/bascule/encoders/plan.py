@@ -165,7 +165,7 @@ def plan_items(
     *,
     cluster: Cluster | None = None,
     limits: Limits | None = None,
-    home_tolerance: float = 0.0,
+    locality_tolerance: float = 0.0,
 ) -> tuple[ItemPlan, Encoding]:
     """Spread items over ranks by cost, so that the slowest rank ends early, where that pays.
 
@@ -179,9 +179,14 @@ def plan_items(
     sizes = {"tokens": items.lens, "bytes": items.num_bytes}
     may_stay = not is_shared and (limits is None or _keeps(limits, items, num_ranks))
     rank_of, least = owner, max(before.mean(), costs.max())
-    if not may_stay or before.max() > least * (1.0 + home_tolerance):  # else nothing is better
+    if not may_stay or before.max() > least * (1.0 + locality_tolerance):  # else nothing is better
         result = assign(
-            costs, num_ranks, home=owner, home_tolerance=home_tolerance, limits=limits, sizes=sizes
+            costs,
+            num_ranks,
+            home=owner,
+            locality_tolerance=locality_tolerance,
+            limits=limits,
+            sizes=sizes,
         )
         rank_of = np.asarray(result.bin_of)
     plan = ItemPlan(items, settings, owner, rank_of)

@@ -303,10 +303,10 @@ def plan_batch(
     *,
     planner: str = "lpt",
     limits: Limits | None = None,
-    carried_loads: npt.ArrayLike | None = None,
+    initial_loads: npt.ArrayLike | None = None,
     speeds: npt.ArrayLike | None = None,
     cluster: Cluster | None = None,
-    home_tolerance: float | None = None,
+    locality_tolerance: float | None = None,
 ) -> Plan:
     """Assign every sequence of a batch to a bag, so that the slowest rank finishes early.
 
@@ -325,12 +325,12 @@ def plan_batch(
             no homes).
         limits: What a rank can hold; hard. Bytes are those of activations, and need a cost model
             with `bytes_per_token`; with a cluster its memory is a limit too (see `in_tokens`).
-        carried_loads: (num_ranks,) cost that each rank has already, as of earlier microbatches.
+        initial_loads: (num_ranks,) cost that each rank has already, as of earlier microbatches.
         speeds: (num_ranks,) of each rank, 1 by default; a bag is as fast as its slowest rank.
         cluster: With one, all costs are seconds of a forward pass, wires and launches included
             (see `Cluster`), and tokens that leave their node count before those that leave their
             rank.
-        home_tolerance: By how much the makespan may pass the best one found so that more tokens
+        locality_tolerance: By how much the makespan may pass the best one found so that more tokens
             stay where they were loaded; 0.01 is 1 %, 0 gives up evenness alone. None: nothing may,
             but with a cluster of several nodes it means 0.005.
 
@@ -342,8 +342,8 @@ def plan_batch(
         PlanError: The limits cannot be kept, or a rank would hold more than 2^31 - 1 tokens; says
             what misses by how much.
     """
-    setup = PlanSetup(topology, cost, planner, limits, speeds, cluster, home_tolerance)
-    return setup.plan(seq_lens, carried_loads)
+    setup = PlanSetup(topology, cost, planner, limits, speeds, cluster, locality_tolerance)
+    return setup.plan(seq_lens, initial_loads)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -356,21 +356,21 @@ class PlanSetup:
     limits: Limits | None = None
     speeds: npt.ArrayLike | None = None
     cluster: Cluster | None = None
-    home_tolerance: float | None = None
+    locality_tolerance: float | None = None
 
     def __post_init__(self) -> None:
         cluster = Cluster, "a Cluster(num_nodes, ranks_per_node, ..), or None"
-        fields(self, cluster=(of_type, *cluster), home_tolerance=number)
+        fields(self, cluster=(of_type, *cluster), locality_tolerance=number)
 
     def plan(
         self,
         loaded: Batch | Sequence[npt.ArrayLike | Sequences],
-        carried_loads: npt.ArrayLike | None = None,
+        initial_loads: npt.ArrayLike | None = None,
     ) -> Plan:
         """Plan a batch, on top of what each rank has already."""
         limits = in_tokens(self.limits, self.cost, self.cluster)
         batch = loaded if isinstance(loaded, Batch) else batch_of(loaded)
-        state = RankState.of(batch.counts.size, carried_loads, self.speeds)
+        state = RankState.of(batch.counts.size, initial_loads, self.speeds)
         topology = self._bags(batch, limits, state)
         check_sizes(batch, topology, limits)
         decision = decide(
@@ -410,4 +410,8 @@ class PlanSetup:
     @property
     def _tolerance(self) -> float | None:
         has_nodes = self.cluster is not None and self.cluster.num_nodes > 1
-        return _NODE_TOLERANCE if has_nodes and self.home_tolerance is None else self.home_tolerance
+        return (
+            _NODE_TOLERANCE
+            if has_nodes and self.locality_tolerance is None
+            else self.locality_tolerance
+        )

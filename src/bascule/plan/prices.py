@@ -38,16 +38,16 @@ class RankState:
     def of(
         cls,
         num_ranks: int,
-        carried_loads: npt.ArrayLike | None = None,
+        initial_loads: npt.ArrayLike | None = None,
         speeds: npt.ArrayLike | None = None,
     ) -> "RankState":
         """Check what users know of each rank."""
         carried, fast = np.zeros(num_ranks), np.ones(num_ranks)
-        if carried_loads is not None:
-            carried = amounts("carried_loads", carried_loads)
+        if initial_loads is not None:
+            carried = amounts("initial_loads", initial_loads)
             if carried.size != num_ranks:
                 raise ConfigError(
-                    f"carried_loads of shape {carried.shape}: give a finite cost of at least 0 "
+                    f"initial_loads of shape {carried.shape}: give a finite cost of at least 0 "
                     f"for each of the {num_ranks} ranks"
                 )
         if speeds is not None:

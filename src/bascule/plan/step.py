@@ -41,7 +41,7 @@ def plan_step(
     limits: Limits | None = None,
     speeds: npt.ArrayLike | None = None,
     cluster: Cluster | None = None,
-    home_tolerance: float | None = None,
+    locality_tolerance: float | None = None,
 ) -> tuple[Plan, ...]:
     """Plan all microbatches of an optimiser step at once.
 
@@ -55,7 +55,7 @@ def plan_step(
         limits: What a rank can hold in one microbatch.
         speeds: As for `plan_batch`.
         cluster: As for `plan_batch`.
-        home_tolerance: As for `plan_batch`.
+        locality_tolerance: As for `plan_batch`.
 
     Returns:
         One plan a microbatch, in their order. Its loads and its bound are those of the microbatch
@@ -65,7 +65,7 @@ def plan_step(
         ConfigError: An argument is wrong; an illegal length names its microbatch.
         PlanError: The limits cannot be kept; names the microbatch.
     """
-    setup = PlanSetup(topology, cost, planner, limits, speeds, cluster, home_tolerance)
+    setup = PlanSetup(topology, cost, planner, limits, speeds, cluster, locality_tolerance)
     return plan_microbatches(microbatches, setup, check_sync(sync))
 
 

@@ -56,8 +56,8 @@ def assign(
     sizes: ArrayLike | Mapping[str, ArrayLike] | None = None,
     ranks_per_bin: ArrayLike | None = None,
     home: ArrayLike | None = None,
-    home_tolerance: float = 0.0,
-    carried_loads: ArrayLike | None = None,
+    locality_tolerance: float = 0.0,
+    initial_loads: ArrayLike | None = None,
     tolerance: float | None = None,
 ) -> Assignment:
     """Assign items to bins so that the last bin completes as early as possible.
@@ -75,9 +75,9 @@ def assign(
             the keys "tokens" and "bytes".
         ranks_per_bin: Ranks per bin, for limits. Default: the speeds.
         home: Preferred bin per item; -1 for none.
-        home_tolerance: By how much the makespan may pass the best one found so that fewer sizes
+        locality_tolerance: By how much the makespan may pass the best one found so that fewer sizes
             (of a mapping the first; without `sizes`: items) are away from home; 0.01 is 1 %.
-        carried_loads: Completion time per bin before any item. Default: 0.
+        initial_loads: Completion time per bin before any item. Default: 0.
         tolerance: Gap at which the search stops. Default: 1e-4; 5e-4 where speeds differ.
 
     Returns:
@@ -93,19 +93,19 @@ def assign(
         ([0, 1, 1, 0, 1], 10.0, 0.0)
     """
     speed, cost = _speeds(num_bins, speeds), amounts("costs", costs)
-    carried = None if carried_loads is None else _vector("carried_loads", carried_loads, speed.size)
+    carried = None if initial_loads is None else _vector("initial_loads", initial_loads, speed.size)
     ranks = None if ranks_per_bin is None else _vector("ranks_per_bin", ranks_per_bin, speed.size)
     if ranks is not None and ranks.min() == 0.0:
         raise ConfigError(f"ranks_per_bin[{int(ranks.argmin())}] is 0; a bin has at least 1 rank")
     size = _sizes(sizes, cost.size, limits)
-    home_tolerance = number("home_tolerance", home_tolerance)
+    locality_tolerance = number("locality_tolerance", locality_tolerance)
     tolerance = None if tolerance is None else number("tolerance", tolerance)
     bins = None if home is None else _home_bins(home, cost.size, speed.size)
     problem = build_problem(cost, speed, carried=carried, limits=limits, sizes=size, ranks=ranks)
     solution = solve(problem, tolerance)
     if bins is not None and problem.num_items:
         weights = next(iter(size.values()), np.ones(problem.num_items))
-        ceiling = (problem.makespan(solution.bin_of) or np.inf) * (1.0 + home_tolerance)
+        ceiling = (problem.makespan(solution.bin_of) or np.inf) * (1.0 + locality_tolerance)
         homes = Homes(bins, np.where(bins >= 0, weights, 0.0), ceiling)
         bin_of, name = near_home(problem, solution.bin_of, homes)
         solution = replace(solution, bin_of=bin_of, found_by=name or solution.found_by)

@@ -1,0 +1,17 @@
+"""Sequence parallelism for unmodified models: split them over ranks, verify, undo."""
+
+from bascule.diffusers.auto_mesh import AutoMesh as AutoMesh
+from bascule.diffusers.balanced_model import BalancedModel as BalancedModel
+from bascule.diffusers.inference_options import (
+    InferenceOptions as InferenceOptions,
+)
+from bascule.diffusers.parallelize import ParallelHandle as ParallelHandle
+from bascule.diffusers.parallelize import parallelize as parallelize
+from bascule.diffusers.sparse_config import SparseConfig as SparseConfig
+from bascule.diffusers.sparse_layers import SparseLayer as SparseLayer
+from bascule.diffusers.split_table import Cut as Cut
+from bascule.diffusers.split_table import Keys as Keys
+from bascule.diffusers.split_table import Mask as Mask
+from bascule.diffusers.split_table import SplitTable as SplitTable
+from bascule.diffusers.verify import Verification as Verification
+from bascule.sdpa.mode import context_parallel as context_parallel

@@ -1,0 +1,170 @@
+"""Split tables from the plans that diffusers' models have for its own context parallelism.
+
+A plan (`_cp_plan`) says which arguments and outputs are cut and gathered. It does not say which
+attention is over which tokens. That is read off the model, where it follows diffusers' conventions;
+any other model is refused. The values of a plan are read by their attributes: `split_dim`,
+`expected_dims` and `split_output` of what is cut, `gather_dim` of what is gathered.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from bascule.diffusers.arguments import parameters_of
+from bascule.diffusers.split_table import Cut, SplitTable, modules_of
+from bascule.errors import ConfigError
+
+_IMAGE, _TEXT = "image", "text"
+_OF_TEXT = "encoder_", "txt_", "text_", "caption_", "prompt_"
+_JOINT = "add_q_proj", "to_added_qkv"  # of an attention that takes text to the image's tokens
+_PLAIN = bool, int, float, str
+
+
+def table_from_plan(model: nn.Module, plan: Mapping[str, Any]) -> SplitTable:
+    """The split table of a model whose plan says what is cut.
+
+    Segments are text, by the names of arguments, and image. Text that is only attended to, by the
+    `attn2` of blocks, is not cut. Masks are refused where attention is over text and image, since a
+    plan does not say in which order they are; so are the residuals of a ControlNet, which plans
+    leave out.
+
+    Raises:
+        ConfigError: The plan does not say enough for the same outputs as one process.
+    """
+    attends, crosses = _attentions(model)
+    if not attends:
+        raise _refusal(model, "it has no attention of diffusers in a list of blocks or layers")
+    inputs: dict[str, dict[str, Cut]] = {}
+    outputs: dict[str, dict[int, Cut]] = {}
+    gathers: dict[str, Cut] = {}
+    for pattern, name, value in _entries(model, plan):
+        gathered = getattr(value, "gather_dim", None)
+        if gathered is not None:
+            gathers[pattern] = Cut(_IMAGE, gathered)
+        elif isinstance(name, int):
+            outputs.setdefault(pattern, {})[name] = _cut(value, ())
+        elif not (crosses and _is_text(name)) and "mask" not in name:
+            segment = _TEXT if _is_text(name) else _IMAGE
+            inputs.setdefault(pattern, {})[name] = _cut(value, segment)
+    for name in {name for pattern in gathers for name in modules_of(model, pattern)}:
+        if name in attends:
+            raise _refusal(model, f"its plan gathers after {name}, which may look at all tokens")
+    found = {cut.segment for cuts in inputs.values() for cut in cuts.values()}
+    if _IMAGE not in found or not gathers:
+        raise _refusal(model, "its plan does not say where the image is cut, and where gathered")
+    segments = (_TEXT, _IMAGE) if _TEXT in found else (_IMAGE,)
+    others = [name for name in _tensors(model) if name not in inputs.get("", {})]
+    refused = {name: why for name in others if (why := _why_refused(name, len(segments)))}
+    return SplitTable(
+        segments=segments,
+        inputs=inputs,
+        gathers=gathers,
+        blocks=dict.fromkeys(attends, ()),
+        whole=tuple(name for name in others if name not in refused),
+        outputs=outputs,
+        attends=dict.fromkeys(crosses, ()),
+        refused=refused,
+    )
+
+
+def _entries(model: nn.Module, plan: Mapping[str, Any]) -> Iterator[tuple[str, str | int, Any]]:
+    """Module, argument or output, and what is to be done with it; for modules that are there."""
+    for pattern, entry in plan.items():
+        try:
+            modules_of(model, pattern)
+        except ConfigError:  # plans count the layers of the full size
+            if not any(part.isdecimal() for part in pattern.split(".")):
+                raise
+            continue
+        named = entry.items() if isinstance(entry, Mapping) else [(0, entry)]
+        for name, value in named:
+            values = list(value) if isinstance(value, list | tuple) else [value]
+            if not values or any(one != values[0] for one in values):
+                raise _refusal(model, f"its plan treats the parts of {name!r} of {pattern!r} apart")
+            is_gather = getattr(values[0], "gather_dim", None) is not None
+            if len(values) > 1 and is_gather:
+                raise _refusal(model, f"its plan gathers several outputs of {pattern!r}")
+            if not is_gather and getattr(values[0], "split_dim", None) is None:
+                raise _refusal(model, f"its plan says {values[0]!r} of {name!r} of {pattern!r}")
+            yield pattern, name, values[0]
+
+
+def _attentions(model: nn.Module) -> tuple[list[str], list[str]]:
+    """Names of the modules whose attention is over all that is cut, and of those to a prompt.
+
+    By the conventions of diffusers: a module with `set_processor` attends; a block has one of them,
+    or `attn1` for its tokens and `attn2` for the `encoder_hidden_states` that it is given.
+
+    Raises:
+        ConfigError: It has others.
+    """
+    by_block: dict[str, dict[str, nn.Module]] = {}
+    for name, module in model.named_modules():
+        if name and callable(getattr(module, "set_processor", None)):
+            block, _, last = name.rpartition(".")
+            by_block.setdefault(block, {})[last] = module
+    attends: list[str] = []
+    crosses: list[str] = []
+    for block, attentions in by_block.items():
+        container, _, index = block.rpartition(".")
+        is_listed = index.isdecimal() and container.endswith(("blocks", "layers"))
+        is_pair = attentions.keys() == {"attn1", "attn2"}
+        if not is_listed or "." in container or not (is_pair or len(attentions) == 1):
+            raise _refusal(
+                model, f"its plan does not say what {', '.join(attentions)} of {block} attend to"
+            )
+        own, *other = (f"{block}.{name}" for name in sorted(attentions))
+        attends.append(own)
+        if is_pair:
+            takes = parameters_of(model.get_submodule(block))
+            is_joint = any(
+                getattr(one, name, None) is not None
+                for one in attentions.values()
+                for name in _JOINT
+            )
+            if is_joint or "encoder_hidden_states" not in takes:
+                raise _refusal(model, f"its plan does not say what {other[0]} attends to")
+            crosses.extend(other)
+    if crosses and len(crosses) < len(attends):
+        raise _refusal(model, "some of its blocks attend to a prompt, and some do not")
+    return attends, crosses
+
+
+def _cut(value: Any, segment: str | tuple[()]) -> Cut:
+    return Cut(segment, value.split_dim, getattr(value, "expected_dims", None))
+
+
+def _is_text(name: str) -> bool:
+    return name.startswith(_OF_TEXT)
+
+
+def _tensors(model: nn.Module) -> list[str]:
+    """Arguments of a model that may be tensors."""
+    parameters = inspect.signature(model.forward).parameters
+    return [
+        name
+        for name in parameters_of(model)
+        if not name.endswith("_kwargs")
+        and not (name in parameters and isinstance(parameters[name].default, _PLAIN))
+    ]
+
+
+def _why_refused(name: str, num_segments: int) -> str:
+    if "controlnet" in name:
+        return "the model's plan does not say how it is cut: write a SplitTable that does"
+    if "mask" in name and num_segments > 1:
+        return (
+            "the model's plan does not say which keys of text and image it hides: leave it out, "
+            "with prompts that are not padded, or write a SplitTable that takes it as a Mask"
+        )
+    return ""
+
+
+def _refusal(model: nn.Module, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{type(model).__name__} cannot be split by a plan of diffusers: {reason}: write a "
+        "SplitTable, as docs/sequence_parallel.md shows (Adding a table), or use "
+        "context_parallel(mesh)"
+    )

@@ -1,0 +1,393 @@
+"""parallelize: split the sequences of a model over ranks, and take it back."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Literal, Unpack
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+from bascule.comm.failures import leave, shared
+from bascule.comm.mesh import AttentionMesh
+from bascule.comm.wire import Wire
+from bascule.diffusers.auto_mesh import AutoMesh
+from bascule.diffusers.compiling import Mode, check_mode, compile_in_place, device_of
+from bascule.diffusers.degrees import (
+    Degrees,
+    Replica,
+    agreeing_on,
+    replica_of,
+    shape_of,
+)
+from bascule.diffusers.explain import Explanation, explain
+from bascule.diffusers.gradients import average_gradients
+from bascule.diffusers.guidance import GuidedModel
+from bascule.diffusers.inference_options import InferenceOptions
+from bascule.diffusers.pending import Branches
+from bascule.diffusers.phases import (
+    PhaseTimes,
+    execution_device,
+    phases_of,
+    timed,
+)
+from bascule.diffusers.pipeline_run import OneNoise
+from bascule.diffusers.pipeline_verify import TwoWays, verify_pipeline
+from bascule.diffusers.request import (
+    Asked,
+    agree_on_split,
+    asked_of,
+    models_of,
+)
+from bascule.diffusers.shared_parts import SharedPart, share_parts
+from bascule.diffusers.sparse_config import SparseConfig
+from bascule.diffusers.split_model import SplitModel
+from bascule.diffusers.split_table import SplitTable
+from bascule.diffusers.verify import Verification, verify
+from bascule.errors import ConfigError
+from bascule.plan.machine import HardwareProfile
+from bascule.plan.mesh_choice import MeshChoice
+
+_DEFAULT = InferenceOptions()
+
+
+@shared("parallelize")
+def parallelize(
+    model_or_pipeline: Any,
+    mesh: DeviceMesh | AutoMesh | Literal["auto"] | None = None,
+    *,
+    table: SplitTable | Mapping[str, Any] | None = None,
+    wire: Wire | None = None,
+    sparse: SparseConfig | None = None,
+    options: InferenceOptions = _DEFAULT,
+    **degrees: Unpack[Degrees],
+) -> "ParallelHandle":
+    """Share a model, or a pipeline, over ranks: same inputs, same outputs, on every rank.
+
+    The model must be the same on every rank, and so must its inputs. Its hooks cut inputs into the
+    ranks' shares, replace attention, and gather what it returns. Any lengths and head counts; a
+    rank may have no tokens. Of a pipeline, the ranks also share guidance branches and the tiles of
+    the VAE, and draw one noise.
+
+    Args:
+        model_or_pipeline: A model, or a pipeline of diffusers: its `transformer`, and
+            `transformer_2` or `unconditional_transformer` if it has one.
+        mesh: Instead of degrees: all ranks or some of them, with axes "data", "guidance", "ring"
+            and "ulysses", in this order, or some of these; or "auto", which chooses degrees for
+            all ranks, by what `AutoMesh` says.
+        table: What is cut where; or a plan of diffusers, as its models have in `_cp_plan`. Default:
+            the table for the class of the model, else its plan.
+        wire: How queries, keys, values and attention's outputs travel: `Wire("int8",
+            centered=True)` halves the bytes of bfloat16 at an error that `verify` shows. None
+            sends them as they are.
+        sparse: Which blocks of attention are computed, balanced over the ranks. None computes all.
+        options: What is seldom changed.
+        degrees: `ulysses_degree`, ranks that share heads; `ring_degree`, ranks that pass keys and
+            values around; `guidance_degree`, groups of such ranks that share guidance branches;
+            `data_degree`, replicas of all that, with prompts of their own. Default: 1 each.
+
+    Returns:
+        A handle, and a context manager: leaving it calls `undo()`.
+
+    Raises:
+        ConfigError: No table fits, no model is there, the degrees fit neither ranks nor heads, this
+            rank is not in the mesh, or settings exclude each other.
+        CommError: Ranks were given different things. One all-gather compares them.
+    """
+    auto = AutoMesh() if isinstance(mesh, str) and mesh == "auto" else mesh
+    given = None if isinstance(auto, AutoMesh) else auto
+    if not isinstance(given, DeviceMesh | None):
+        raise ConfigError(f"parallelize: mesh is {mesh!r}: give a DeviceMesh, 'auto' or AutoMesh")
+    group = agreeing_on(given)
+    asked = choice = error = None
+    try:
+        if isinstance(auto, AutoMesh):
+            if any(degree is not None for degree in degrees.values()):
+                raise ConfigError("parallelize: give degrees, or let 'auto' choose them, not both")
+            num_ranks = 1 if group is None else group.size
+            shape, choice = auto.choose(models_of(model_or_pipeline)[0], num_ranks)
+        else:
+            shape = shape_of(given, degrees)
+        asked = asked_of(model_or_pipeline, table, shape, wire, sparse, options)
+    except Exception as found:
+        error = found
+    agree_on_split(group, asked, error)
+    assert asked is not None
+    handle = ParallelHandle(replica_of(asked.shape, given), choice)
+    with ExitStack() as undo:
+        undo.callback(handle.undo)
+        handle.share(asked)
+        undo.pop_all()
+    return handle
+
+
+class ParallelHandle:
+    """A model or pipeline that `parallelize` split: explain it, verify it, undo it.
+
+    Attributes:
+        replica: The ranks that make the same images together.
+        mesh: Those of them that share this rank's sequences.
+        parts: Each model with its hooks.
+        choice: The mesh that "auto" chose, and why; None where it was given.
+    """
+
+    def __init__(self, replica: Replica, choice: MeshChoice | None = None) -> None:
+        self.replica, self.mesh, self.choice = replica, replica.mesh, choice
+        self.parts: list[SplitModel] = []
+        self._guided: list[GuidedModel] = []
+        self._compiled, self._shared = ExitStack(), ExitStack()
+        self._asked: Asked | None = None
+        self._shared_parts: list[SharedPart] = []
+        self._noise: list[OneNoise] = []
+        self._times: PhaseTimes | None = None
+
+    def share(self, asked: Asked) -> None:
+        """Do what was asked for; `undo` takes back what is done of it."""
+        self._asked = asked
+        for model, table in zip(asked.models, asked.tables, strict=True):
+            options = asked.options.of_attention(asked.wire)
+            self.parts.append(SplitModel(model, table, self.mesh, options, asked.sparse))
+        if self.replica.branches is not None:
+            branches = Branches(self.replica.branches)
+            for part in self.parts:
+                guided = GuidedModel(part, branches)
+                guided.install()
+                self._guided.append(guided)
+        if self.replica.whole is not None and asked.pipeline is not None:
+            group, device = self.replica.whole, execution_device(asked.pipeline, self.model)
+            for one in share_parts(asked.pipeline, group, asked.options, device):
+                self._shared_parts.append(one)
+                self._shared.callback(one.undo)
+            noise = OneNoise(asked.pipeline, group, self.model, self._begin_run)
+            self._noise.append(noise)
+            self._shared.callback(noise.undo)
+
+    def _begin_run(self) -> None:
+        """The pipeline is about to call its models."""
+        for part in self.parts:
+            part.inputs.restart()
+        for guided in self._guided:
+            guided.restart()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Within it this rank computes everything itself."""
+        with ExitStack() as stack:
+            for one in (*self.parts, *self._guided, *self._shared_parts, *self._noise):
+                stack.enter_context(one.paused())
+            yield
+
+    def __enter__(self) -> "ParallelHandle":
+        if not all(part.is_split for part in self.parts):
+            raise ConfigError("undo() was called: call parallelize again, for another handle")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:  # the user's, which nothing else tells to ranks that wait
+            leave(error, f"a call of {type(self.model).__name__}")
+        self.undo()
+
+    @property
+    def model(self) -> nn.Module:
+        """The model; of a pipeline, its first transformer."""
+        return self.parts[0].model
+
+    def undo(self) -> None:
+        """Take all hooks away; the models are then as they were before.
+
+        Raises:
+            ConfigError: One of them runs, whose shares would then be taken for the whole.
+        """
+        for part in self.parts:
+            if part.is_running:
+                raise ConfigError(
+                    f"undo() within a forward pass of {type(part.model).__name__}: its tokens are "
+                    "shared over the ranks; call it after the forward pass"
+                )
+        self._compiled.close()
+        self._shared.close()
+        for one in (*self._guided, *self.parts):
+            one.remove()
+
+    def compile(self, mode: Mode = "default", *, dynamic: bool | None = None) -> None:
+        """Compile the models in place, each as one graph; replaces what was compiled before.
+
+        They compile when they are first called, and again for other shapes. A rank that is done
+        waits for the others in its first exchange, which has the timeout of its process group.
+
+        Args:
+            mode: As in torch.compile. "reduce-overhead" and "max-autotune" record CUDA graphs, one
+                for each shape of the inputs.
+            dynamic: As in torch.compile: whether graphs are for any lengths. Default: from the
+                second length on, and never with CUDA graphs.
+
+        Raises:
+            ConfigError: There is no such mode, or no CUDA graphs with this device, with the back
+                end of the mesh's process groups, or with `dynamic`; attention is block-sparse; or
+                the models are not split any more.
+        """
+        if self._split_part(None, "compile").sparse is not None:
+            raise ConfigError(
+                "compile: block-sparse attention is planned in every step: do not compile it"
+            )
+        check_mode(mode, dynamic, self.mesh, device_of(self.model))
+        self._compiled.close()
+        for guided in self._guided:  # their results wait for other ranks, which no graph can
+            guided.remove()
+            self._compiled.callback(guided.install)
+        for part in self.parts:
+            self._compiled.callback(compile_in_place(part.model, mode, dynamic, part.prepare))
+        for guided in self._guided:
+            guided.install()
+            self._compiled.callback(guided.remove)
+
+    def restart(self) -> None:
+        """Begin another image: the next forward pass is step 0 of block-sparse attention."""
+        for part in self.parts:
+            if part.sparse is not None:
+                part.sparse.restart()
+
+    def explain(
+        self,
+        model: nn.Module | None = None,
+        /,
+        *,
+        profile: HardwareProfile | None = None,
+        ranks_per_node: int | None = None,
+    ) -> Explanation:
+        """Mesh, tokens and bytes of the last forward pass of a model, and of other meshes.
+
+        Of block-sparse attention also what each layer's plan was worth; of a pipeline also what
+        text encoders and VAE moved, and the seconds of the phases of a call within `timed`.
+
+        Args:
+            model: One of those that are split. Default: `model`.
+            profile: What the machine does in a second: then also seconds, by kind of layer, and
+                what a compilation, an 8-bit wire or another mesh would gain.
+            ranks_per_node: Of how many one node is, for seconds. Default: all are in one.
+
+        Raises:
+            ConfigError: There was none, or the profile lacks a number.
+        """
+        found = explain(self._part_of(model, "explain"), profile, ranks_per_node)
+        branches = None if not self._guided else self._guided[0].branches
+        return replace(
+            found,
+            phases=phases_of(self._times, self._shared_parts),
+            num_groups=1 if branches is None else branches.group.size,
+            guidance_bytes=0 if branches is None else branches.sent_bytes,
+        )
+
+    @contextmanager
+    def timed(self) -> Iterator[PhaseTimes]:
+        """Measure the phases of one call of the pipeline, made within; `explain` tells them too.
+
+        Between phases and after each step, the host waits for the device. Yields what is filled
+        while the pipeline runs.
+
+        Raises:
+            ConfigError: A model was split, and no pipeline.
+        """
+        if self._asked is None or self._asked.pipeline is None:
+            raise ConfigError(
+                f"timed: a {type(self.model).__name__} alone was split, which has no phases: give "
+                "parallelize the pipeline"
+            )
+        pipeline = self._asked.pipeline
+        with timed(pipeline, execution_device(pipeline, self.model)) as times:
+            yield times
+        self._times = times
+
+    def verify(self, model: Any = None, /, **inputs: Any) -> Verification:
+        """Compare a model on the mesh with one process, block by block; the same on every rank.
+
+        Of a pipeline: phase by phase (prompts, noise, every step, pixels), and the first step that
+        differs also block by block. Whatever is random begins alike, and is as before afterwards.
+
+        Every rank computes the whole sequence too, and the first rank's blocks and outputs count:
+        ranks whose weights differ are found as well. Without gradients, and not compiled; the model
+        must be deterministic. Block-sparse attention computes the same blocks on the mesh, also
+        where a rule might choose others because of rounding. A verification is not a step.
+
+        Args:
+            model: One of those that are split, as `pipeline.transformer_2`, or the pipeline; it
+                goes first, without a name, so that inputs may have any. Default: `model`.
+            inputs: Arguments of the model or pipeline, the same on every rank.
+
+        Raises:
+            ConfigError: The model is not split, or has a cache of steps.
+            CommError: The ranks' inputs differ.
+        """
+        asked, whole = self._asked, self.replica.whole
+        if asked is not None and model is not None and model is asked.pipeline:
+            self._split_part(None, "verify")
+            has_pixels = asked.options.vae != "first" or whole is None or whole.rank == 0
+            ways = TwoWays(model, self.parts, whole, self._alone, has_pixels, self.verify)
+            return verify_pipeline(ways, inputs)
+        part = self._split_part(model, "verify")
+        with ExitStack() as stack:
+            for guided in self._guided:
+                stack.enter_context(guided.paused())
+            return verify(part, inputs, self.replica.whole)
+
+    def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Activation checkpointing that recomputes over the mesh.
+
+        For `model.enable_gradient_checkpointing(handle.checkpoint)`, or in place of
+        `torch.utils.checkpoint.checkpoint(function, *args)`.
+        """
+        running = [(part, part.forward) for part in self.parts if part.forward or part.is_alone]
+
+        @contextmanager
+        def resumed() -> Iterator[None]:
+            with ExitStack() as stack:
+                for part, forward in running:
+                    stack.enter_context(part.resumed(forward) if forward else part.paused())
+                yield
+
+        return checkpoint(
+            function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), resumed())
+        )
+
+    @shared("average_gradients")
+    def average_gradients(self) -> None:
+        """Average gradients over the mesh; not needed under DDP or FSDP, which do it themselves.
+
+        After `backward()` of a loss that every rank computed from the whole output. One all-reduce
+        for each dtype, after a small all-gather.
+
+        Raises:
+            ConfigError: FSDP has averaged them.
+            CommError: Ranks have gradients of different parameters.
+        """
+        if self.mesh.whole is not None:
+            average_gradients(self.mesh.whole, [part.model for part in self.parts])
+
+    def _part_of(self, model: nn.Module | None, what: str) -> SplitModel:
+        """The part of a model. Default: of the first."""
+        found = [part for part in self.parts if model is None or part.model is model]
+        if not found:
+            names = [type(part.model).__name__ for part in self.parts]
+            raise ConfigError(
+                f"{what}: {type(model).__name__} is not one of the models that this handle split, "
+                f"{names}: give one of them, or leave the model out for the first"
+            )
+        return found[0]
+
+    def _split_part(self, model: nn.Module | None, what: str) -> SplitModel:
+        """The part of a model that is split still."""
+        part = self._part_of(model, what)
+        if not part.is_split:
+            raise ConfigError(f"{what}: undo() was called: call parallelize again, then {what}")
+        return part
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy splits nothing, as copies of the models are not split."""
+        return ParallelHandle, (Replica(None, None, AttentionMesh(None, None, None)),)

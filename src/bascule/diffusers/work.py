@@ -1,0 +1,154 @@
+"""What a forward pass computes, counted while it runs: FLOPs, kernels and attentions of its layers.
+
+Shapes: B batch, H query heads, K key-value heads, T tokens of a rank, D head width.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from bascule.diffusers.sparse_layers import SparseLayer
+
+# Functions that compute nothing, or only where data lies; others are a kernel each.
+_FREE = frozenset(
+    "__get__ __getitem__ __len__ chunk contiguous detach dim expand expand_as flatten is_complex "
+    "is_floating_point narrow numel permute reshape size split split_with_sizes squeeze stride "
+    "swapaxes tensor_split transpose type_as unbind unflatten unsqueeze view view_as".split()
+)
+_PRODUCTS = functional.linear, torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What decides the bytes and FLOPs of an attention, apart from the mesh.
+
+    Attributes:
+        batch: B.
+        num_heads: H.
+        num_kv_heads: K.
+        row_bytes: Of one token and head as they travel.
+        head_dim: D.
+        segments: Tokens of each segment, as they follow each other in attention.
+        gathers: Whether every rank gets all keys and values, and nothing else travels.
+        more_rows: Rows that travel besides those of a rank's tokens; see `Wire.num_more`.
+    """
+
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    row_bytes: int
+    head_dim: int
+    segments: tuple[int, ...]
+    gathers: bool = False
+    more_rows: int = 0
+
+
+@dataclass(slots=True)
+class LayerWork:
+    """What the layers of a kind compute in a forward pass.
+
+    Attributes:
+        num_layers: How many there are.
+        token_flops: Of products with weights for the tokens of the whole sequence.
+        other_flops: Of those that every rank computes.
+        num_kernels: Launched by a rank.
+        num_products: Of these, products of matrices and attentions.
+        shapes: How often each shape was attended over the mesh.
+    """
+
+    num_layers: int = 0
+    token_flops: float = 0.0
+    other_flops: float = 0.0
+    num_kernels: int = 0
+    num_products: int = 0
+    shapes: Counter[AttentionShape] = field(default_factory=Counter[AttentionShape])
+
+
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """What a forward pass attended to over the mesh.
+
+    Attributes:
+        lengths: Tokens of each segment.
+        work: By kind of layer, what was computed, and attended by dense attention.
+        sparse: Each layer of block-sparse attention.
+    """
+
+    lengths: Mapping[str, int]
+    work: Mapping[str, LayerWork]
+    sparse: tuple[SparseLayer, ...] = ()
+
+    @property
+    def shapes(self) -> Counter[AttentionShape]:
+        """How often each shape was attended, by dense attention."""
+        return sum((one.shapes for one in self.work.values()), Counter())
+
+
+class WorkCounter:
+    """Counts what the layers of a model compute.
+
+    Attributes:
+        kinds: By kind of layer, as "blocks.*"; "" is what is in none.
+    """
+
+    def __init__(self) -> None:
+        self.kinds: dict[str, LayerWork] = {"": LayerWork(num_layers=1)}
+        self._kind = ""
+        self._wholes: dict[int, int] = {}
+
+    def take_lengths(self, wholes: Mapping[int, int]) -> None:
+        """By number of tokens of this rank, those of the whole sequence."""
+        self._wholes = dict(wholes)
+
+    def begin_block(self, name: str) -> None:
+        """What follows is of this block."""
+        self._kind = re.sub(r"\d+", "*", name)
+        self.kinds.setdefault(self._kind, LayerWork()).num_layers += 1
+
+    def end_block(self) -> None:
+        """What follows is of none."""
+        self._kind = ""
+
+    def attend(self, shape: AttentionShape) -> None:
+        """Attention over the mesh."""
+        self.kinds[self._kind].shapes[shape] += 1
+
+    def attend_to_all(self, query: Tensor, num_keys: int) -> None:
+        """Attention of this rank's queries to keys that every rank has gathered."""
+        whole = self._wholes.get(query.shape[2], query.shape[2])
+        pairs = query.shape[0] * query.shape[1] * whole * num_keys
+        self.kinds[self._kind].token_flops += 4.0 * pairs * query.shape[3]
+
+    def see(self, func: Callable[..., Any], args: Sequence[Any]) -> None:
+        """One of torch's functions is called."""
+        if getattr(func, "__name__", "") in _FREE:
+            return
+        work = self.kinds[self._kind]
+        work.num_kernels += 1
+        if func is functional.scaled_dot_product_attention:
+            work.num_products += 1
+        elif func in _PRODUCTS and len(args) > 1 and isinstance(args[1], Tensor):
+            work.num_products += 1
+            x, other = args[0], args[1]
+            columns = other.shape[0] if func is functional.linear else other.shape[-1]
+            self._multiply(work, x, columns)
+
+    def _multiply(self, work: LayerWork, x: Tensor, columns: int) -> None:
+        """A product of `x` with so many columns: 2 FLOPs for each of its values and columns.
+
+        It is of tokens that ranks share if it has as many rows as this rank has of them; a prompt
+        that happens to be as long as a share is taken for one.
+        """
+        whole = self._wholes.get(x.shape[-2]) if x.dim() > 2 else None
+        if whole is None:
+            work.other_flops += 2.0 * x.numel() * columns
+        else:
+            rows = math.prod(x.shape[:-2]) * whole
+            work.token_flops += 2.0 * rows * x.shape[-1] * columns

@@ -1,1 +1,0 @@
-"""Adapters for other libraries; each library is imported only where it is used."""

@@ -1,1 +1,0 @@
-"""Whole pipelines over ranks: guidance, replicas, one noise, VAE and text encoders."""

@@ -1,1 +1,0 @@
-"""Block-sparse attention in the layers of a diffusers model."""

@@ -1,1 +1,0 @@
-"""Split tables: one for each model says where its tokens are cut and put together."""

@@ -1,1 +1,0 @@
-"""Training of diffusers' models in balance: samples of any shape change ranks, or are shared."""

@@ -1,9 +1,0 @@
-"""Balanced training with transformers: its Trainer, and its models on packed sequences in bags."""
-
-from bascule.integrations.transformers.bag_attention import call_packed as call_packed
-from bascule.integrations.transformers.bag_attention import (
-    register_attention as register_attention,
-)
-from bascule.integrations.transformers.balance_config import BalanceConfig as BalanceConfig
-from bascule.integrations.transformers.train_loader import inputs_of_pack as inputs_of_pack
-from bascule.integrations.transformers.trainer import BalancedTrainerMixin as BalancedTrainerMixin

@@ -1,0 +1,330 @@
+"""Any model's attention over a mesh: calls of scaled_dot_product_attention are replaced.
+
+Shapes: as in `attention.api`; T tokens of this rank, S of the whole sequence.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
+
+from bascule.attention.api import AttentionMesh, AttentionOptions, SequenceLayout, attention
+from bascule.comm.failures import leave
+from bascule.comm.wire import Wire
+from bascule.errors import ConfigError
+from bascule.sdpa.call_mode import CallMode
+from bascule.sdpa.empty import RESHAPES, reshape_empty
+
+_DENSE = functional.scaled_dot_product_attention
+
+# They call scaled_dot_product_attention where no mode sees it.
+_HIDING = (
+    functional.multi_head_attention_forward,
+    torch._native_multi_head_attention,  # pyright: ignore[reportPrivateImportUsage]
+    torch._transformer_encoder_layer_fwd,  # pyright: ignore[reportPrivateImportUsage]
+)
+
+# Functions that a layer calls to compute attention by itself.
+_SOFTMAX = (functional.softmax, torch.softmax, Tensor.softmax)
+
+# All others, hundreds in a forward pass, are called at once. A tuple: compilers trace it.
+_REPLACED = (_DENSE, Tensor.unflatten, *RESHAPES, *_HIDING, *_SOFTMAX)
+
+_AMBIGUOUS = (
+    "{0} keys can be this rank's own tokens or those of a sequence declared as replicated: compute "
+    "one of them within .local(), and do not declare {0}"
+)
+
+
+class SequenceParallelMode(CallMode):
+    """While entered, scaled_dot_product_attention is attention over a mesh.
+
+    The options have no layout. With `watches` a layer that attends by a softmax of its own is
+    refused.
+    """
+
+    def __init__(
+        self,
+        mesh: AttentionMesh,
+        layout: SequenceLayout | None = None,
+        replicated: Collection[int] = (),
+        options: AttentionOptions | None = None,
+        *,
+        watches: bool = False,
+    ) -> None:
+        super().__init__()
+        self.mesh, self.options = mesh, options or AttentionOptions()
+        self.has_attended = False  # anything, over the mesh
+        self._layout, self._replicated = layout, frozenset(replicated)
+        self._degrees, self._num_local = mesh.degrees, 0
+        self._kept: dict[int | SequenceLayout, Any] = {}  # of the host: compilers keep graphs
+        self._watches = watches
+        # Tokens of this rank, and keys of softmaxes over as many queries. Compilers trace `set()`,
+        # not `set[int]()`.
+        self._own_tokens: set[int] = set() if layout is None else {layout.num_tokens(*mesh.place)}
+        self._softmax_sizes: set[int] = set()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Stand in for a function of torch."""
+        kwargs = kwargs or {}
+        if func not in _REPLACED:
+            return func(*args, **kwargs)
+        if func is Tensor.unflatten:  # compilers cannot trace the method from here
+            func = torch.unflatten
+        if func in RESHAPES:
+            x = args[0] if args else kwargs["input"]
+            if x.numel() == 0 and self.is_running():
+                return reshape_empty(func, x, args[1:], kwargs)
+            return func(*args, **kwargs)
+        if not self.is_running():
+            return func(*args, **kwargs)
+        is_compiled = torch.compiler.is_compiling()
+        if func in _SOFTMAX:
+            if self._watches and not is_compiled and not self.attends_locally():
+                scores = args[0] if args else kwargs["input"]
+                if scores.dim() > 2 and scores.shape[-1] == scores.shape[-2] > 1:
+                    self._watch(self._softmax_sizes, scores.shape[-1])
+            return func(*args, **kwargs)
+        if self.attends_locally():
+            return as_it_is(func, *args, **kwargs)
+        if func in _HIDING:
+            raise ConfigError(
+                f"{func.__name__} (nn.MultiheadAttention) cannot be split over ranks: call "
+                "F.scaled_dot_product_attention, or compute it within .local() if every rank has "
+                "all of its tokens"
+            )
+        if is_compiled:
+            return self._attend(*args, **kwargs)
+        try:
+            return self._attend(*args, **kwargs)
+        except Exception as error:  # of what is refused before ranks attend together
+            leave(error, "scaled_dot_product_attention over a mesh")
+            raise
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """Attention within is left as it is: every rank has its keys and values whole."""
+        self._num_local += 1
+        try:
+            yield
+        finally:
+            self._num_local -= 1
+
+    def attends_locally(self) -> bool:
+        """Return whether attention is left as it is.
+
+        No property: compilers do not trace those of a mode that a graph is entered with.
+        """
+        return self._num_local > 0
+
+    def layout_of(self, num_tokens: int) -> SequenceLayout:
+        """Return the layout in which this rank has `num_tokens`."""
+        if self._layout is not None:
+            return self._layout
+        ring, ulysses = self._degrees
+        return self._keep(num_tokens, SequenceLayout, (num_tokens * ring * ulysses,), ring, ulysses)
+
+    def mask_of(self, query: Tensor, mask: Tensor | None) -> Tensor | None:
+        """Return the mask of the whole sequence, from what the model gives."""
+        return mask
+
+    def other_keys(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return all keys and values of another sequence that is cut; None if they are own ones."""
+        return None
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layout: SequenceLayout,
+        mask: Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+    ) -> Tensor:
+        """Attend over the mesh."""
+        of = self.options
+        args = layout, of.kernel, of.wire, of.overlap, of.double_buffer
+        options = self._keep(layout, AttentionOptions, *args)
+        settings = {"is_causal": is_causal, "scale": scale, "options": options}
+        return attention(query, key, value, self.mesh, attn_mask=mask, **settings)
+
+    def _keep(self, key: int | SequenceLayout, make: Callable[..., Any], *args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return make(*args)
+        if key not in self._kept:
+            self._kept[key] = make(*args)
+        return self._kept[key]
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Check a call, and attend over the mesh if the keys are of the queries' own sequence."""
+        if dropout_p > 0.0:
+            raise ConfigError(
+                f"attention over a mesh has no dropout, dropout_p is {dropout_p}: set it to 0"
+            )
+        if query.dim() != 4 or key.dim() != 4:
+            raise ConfigError(
+                f"attention over a mesh: q {tuple(query.shape)}, k {tuple(key.shape)}: give "
+                "(batch, heads, tokens, head_dim) each"
+            )
+        if query.shape[1] != key.shape[1] and not enable_gqa:
+            raise ConfigError(
+                f"{query.shape[1]} query heads for {key.shape[1]} key heads: set enable_gqa=True"
+            )
+        others = self.other_keys(query, key, value)
+        if others is not None:
+            key, value = others
+            if is_causal or (attn_mask is not None and attn_mask.shape[-2:-1] not in ((), (1,))):
+                shape = None if attn_mask is None else tuple(attn_mask.shape)
+                raise ConfigError(
+                    f"attention to the keys of another sequence that is cut, is_causal={is_causal} "
+                    f"and a mask of shape {shape}: give a mask of its keys, (batch, 1, 1, keys), "
+                    "the same on every rank"
+                )
+        if others is not None or self._is_cross(query.shape[2], key.shape[2]):
+            whole = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+            return as_it_is(_DENSE, query, key, value, attn_mask, **whole)
+        device = query.device.type
+        is_cast = torch.is_autocast_enabled(device)
+        if is_cast:
+            dtype = torch.get_autocast_dtype(device)
+            query, key, value, attn_mask = [_cast(x, dtype) for x in (query, key, value, attn_mask)]
+        layout = self.layout_of(query.shape[2])
+        mask = self.mask_of(query, attn_mask)
+        if mask is not None and (mask.dim() < 1 or mask.shape[-1] != layout.seq_len):
+            raise ConfigError(
+                f"attention over a mesh: a mask of shape {tuple(mask.shape)} for {layout.seq_len} "
+                "tokens: give the mask of the whole sequence, the same on every rank, not this "
+                "rank's part"
+            )
+        self.has_attended = True
+        is_watched = self._watches and not torch.compiler.is_compiling()
+        if is_watched and query.shape[2] not in self._own_tokens:
+            self._watch(self._own_tokens, query.shape[2])
+        if not is_cast:
+            return self.attend(query, key, value, layout, mask, is_causal, scale)
+        with torch.autocast(device, enabled=False):  # of what attention is made of
+            return self.attend(query, key, value, layout, mask, is_causal, scale)
+
+    def _watch(self, numbers: set[int], num: int) -> None:
+        """Add to the tokens of this rank or the sizes of softmaxes; refuse what is both."""
+        numbers.add(num)
+        if sizes := self._softmax_sizes & self._own_tokens:
+            raise ConfigError(
+                f"context_parallel: a softmax over {min(sizes)} keys of as many queries, and this "
+                "rank has as many tokens: a layer computes attention without "
+                "F.scaled_dot_product_attention, among the tokens of one rank only. Choose torch's "
+                "back end for it, or compute it within .local() if every rank has all its tokens"
+            )
+
+    def _is_cross(self, num_queries: int, num_keys: int) -> bool:
+        """Return whether the keys are those of another sequence, which every rank has whole."""
+        # `in` would fix a symbolic number.
+        if self._replicated and any(num_keys == one for one in self._replicated):
+            if self._layout is None and num_queries == num_keys:
+                raise ConfigError(_AMBIGUOUS.format(num_keys))
+            return True
+        if num_keys != num_queries:
+            raise ConfigError(
+                f"attention of {num_queries} queries to {num_keys} keys: a rank's own tokens are "
+                "as many keys as queries. Keys of a cache (past_key_values, kv_cache) are of some "
+                "ranks' tokens only: run the model without it, as with use_cache=False. Only if "
+                "every rank has these keys whole, as of a prompt, say so with "
+                f"context_parallel(..., replicated=({num_keys},)) or in the table's `attends`"
+            )
+        return False
+
+
+@contextmanager
+def context_parallel(
+    mesh: "AttentionMesh | DeviceMesh",
+    layout: SequenceLayout | None = None,
+    *,
+    replicated: Collection[int] = (),
+    wire: Wire | None = None,
+    kernel: str | None = None,
+    overlap: bool | None = None,
+    double_buffer: bool = True,
+) -> Iterator[SequenceParallelMode]:
+    """Make F.scaled_dot_product_attention of any model attend over the mesh, within the `with`.
+
+    Each rank gives the queries, keys and values of its own tokens, (B, H, T, D) each. Masks are of
+    the whole sequence, the same on every rank, and broadcast to (B, H, S, S), with the last dim S.
+    Causal attention, `scale` and `enable_gqa` mean what they mean in torch; dropout is refused.
+    Collectives: those of `attention.api.attention`.
+
+    Only calls of torch's function are replaced. A layer that computes attention by products and a
+    softmax of torch is refused. A model that calls flash-attn, xformers or flex attention directly
+    keeps its local attention. So does one that leaves out a mask because its own tokens need none,
+    as for windows longer than this rank's part, or packed documents that end where it ends: give
+    it its mask of the whole sequence.
+
+    Gradients of what `gather` gives are those of this rank's copy. Under DDP or FSDP, which take
+    the mean over ranks, gather with `sums_gradients=True`: the parameters' gradients are then those
+    of one process.
+
+    Args:
+        mesh: The ranks.
+        layout: Which tokens each rank has. Default: one segment, the same number on every rank.
+        replicated: Numbers of keys of sequences that every rank has whole, as a prompt that image
+            tokens attend to; such attention is left as it is, and so is any within `.local()` of
+            what this yields.
+        wire: How queries, keys, values and outputs travel; None sends them as they are.
+        kernel: As in `AttentionOptions`, and so are the next two.
+        overlap: Whether Ulysses exchanges while it computes.
+        double_buffer: Whether a ring attends while keys and values travel.
+
+    Raises:
+        ConfigError: What cannot be attended; a number of keys that is both; or nothing within
+            called scaled_dot_product_attention.
+    """
+    place = AttentionMesh.of(mesh) if isinstance(mesh, DeviceMesh) else mesh
+    if layout is not None:
+        places = [(r, u) for r in range(place.degrees[0]) for u in range(place.degrees[1])]
+        for both in {layout.num_tokens(*one) for one in places}.intersection(replicated):
+            raise ConfigError(_AMBIGUOUS.format(both))
+    options = AttentionOptions(None, kernel, wire, overlap, double_buffer)
+    mode = SequenceParallelMode(place, layout, replicated, options, watches=True)
+    mode.enter()
+    try:
+        yield mode
+    finally:
+        mode.leave()
+    if not mode.has_attended:
+        raise ConfigError(
+            "context_parallel: nothing within called F.scaled_dot_product_attention, so nothing "
+            "was split; choose this back end for the model's attention"
+        )
+
+
+def as_it_is(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call without any mode: also not that of another model, which may run this one."""
+    with torch._C.DisableTorchFunction():
+        return func(*args, **kwargs)
+
+
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    """Cast an argument as torch casts those of scaled_dot_product_attention: all but float64."""
+    if x is None or x.dtype == torch.float64 or not x.is_floating_point():
+        return x
+    return x.to(dtype)

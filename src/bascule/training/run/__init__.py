@@ -1,1 +1,0 @@
-"""`bascule train`: a run that saves, stops and resumes on any number of ranks."""
