@@ -167,7 +167,7 @@ def test_a_topology_of_a_calibrated_profile(
     assert code == 0 and "mine, measured 2026-11-23" in " ".join(out.split())
     assert "(not measured)" in " ".join(out.split())
     code, out, _ = run(capsys, "plan", *arguments, "--kb-per-token", "9")
-    told = "limited by 80 GB of memory a rank; from h100-datasheet, not measured"
+    told = "Limited by 80 GB of memory a rank; from h100-datasheet, not measured"
     assert code == 0 and told in " ".join(out.split())
     code, out, _ = run(capsys, "topology", *arguments, "--tflops", "5")
     assert code == 2  # its attention was measured

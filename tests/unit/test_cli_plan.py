@@ -1,5 +1,6 @@
 """`bascule plan` and `bascule topology` beyond the first look: limits, wires, rankings."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,29 +33,29 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--lengths", "40,40,40/40,40,40,40,40"), "the total work"),
         (("--lengths", "//"), "nothing"),
         (("--lengths", "500/500", "--topology", "g2n1", "--wires", "--intra-gbs", "1"), "wires: "),
-        (("--lengths", "60,40,40/40,40,40", "--max-tokens", "140"), "the limit of 140 tokens"),
     ],
 )
 def test_plan_says_what_binds(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], bound_by: str
 ) -> None:
-    gamma = ("--gamma", "100000") if "140" in arguments else ()
-    code, out, _ = run(capsys, "plan", *arguments, *gamma)
+    code, out, _ = run(capsys, "plan", *arguments)
     assert code == 0
     assert f"binds: {bound_by}" in out
 
 
 def test_plan_shows_what_staying_at_home_costs(capsys: pytest.CaptureFixture[str]) -> None:
     lengths = "5000/300,200/100/400"
-    code, out, _ = run(capsys, "plan", "--lengths", lengths, "--locality-tolerance", "0")
+    code, out, _ = run(
+        capsys, "plan", "--lengths", lengths, "--locality-tolerance", "0", "--compare"
+    )
     lens = [[5000], [300, 200], [100], [400]]
     even, home = (
         plan_batch(lens, "g1n4", InputOptions().cost, locality_tolerance=x) for x in (None, 0.0)
     )
     assert code == 0 and home.moved_tokens == 0 and home.wir > 2 * even.wir
-    assert f"WIR (max/min) {home.wir:.4f}" in out
-    assert f"the even plan moves {even.moved_tokens} tokens" in out
-    assert f"a WIR of {even.wir:.4f}" in out
+    assert re.search(rf"WIR, max / min +{home.wir:.4f}", out)
+    row = next(line for line in out.splitlines() if "without the tolerance" in line)
+    assert f"│ {even.wir:.4f} │" in row and f" {even.moved_tokens} │" in row
 
 
 def test_steps_are_drawn_from_a_manifest(tmp_path: Path) -> None:
@@ -146,8 +147,8 @@ def test_the_speed_up_is_that_of_the_plan_not_of_its_bound(
     assert plan.gap > 0.1
     code, out, _ = run(capsys, "plan", "--lengths", "369,382,420//465,810,542")
     assert code == 0
-    assert f"over the batch as loaded: {as_loaded / plan.makespan:.2f}x" in out
-    assert f"at most {plan.gap:.3%} from the best plan on these bags" in out
+    assert re.search(rf"predicted speed-up +{as_loaded / plan.makespan:.2f}x", out)
+    assert re.search(rf"from the best plan at most +{plan.gap:.3%}", out)
 
 
 def test_the_share_of_wires_is_of_the_time_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,7 +162,7 @@ def test_the_share_of_wires_is_of_the_time_of_a_rank(capsys: pytest.CaptureFixtu
     code, out, _ = run(capsys, "plan", *lens, *arguments)
     assert code == 0
     assert f"wires: {wires / (wires + compute):.0%} of the time" in out
-    assert f"makespan {wires + compute:.6g} s" in out
+    assert re.search(rf"slowest rank +{wires + compute:.6g} s", out)
 
 
 def test_later_steps_of_data_codes_are_other_batches(capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,9 +195,9 @@ def test_the_table_of_loads(capsys: pytest.CaptureFixture[str], lengths: tuple[s
     assert [row[0] for row in rows] == [str(rank) for rank in range(8)]
     assert [row[1] for row in rows] == ["0 (g2)"] * 2 + ["1 (g3r2)"] * 6
     assert [row[2] for row in rows] == [str(tokens) for tokens in plan.tokens]
-    assert [row[4] for row in rows] == [f"{load:.4g}" for load in plan.loads]
-    assert [row[5] for row in rows] == [f"{load:.4g}" for load in as_loaded]
-    assert max(len(row[3]) for row in rows) == 28
+    assert [row[3] for row in rows] == [f"{load:.4g}" for load in plan.loads]
+    assert [row[4] for row in rows] == [f"{load:.4g}" for load in as_loaded]
+    assert max(len(row[5]) for row in rows) == 28
 
 
 def test_the_best_topology_is_so_much_faster_than_the_last(

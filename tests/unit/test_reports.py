@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from bascule import Plan
+from bascule import Plan, options
 from bascule.cli.inputs import InputOptions
-from bascule.report import page
 from bascule.report.charts import draw_bars, draw_lengths, draw_loads
 from bascule.report.page import Chart, Fact, Report, Rows, render
 from bascule.report.reports import of_bench
@@ -36,9 +35,9 @@ def report_with(text: str) -> Report:
     return Report(
         title=text,
         answer=text,
-        facts=(Fact("name", text, text, text), Fact("number", "a number", 1.25, "1.25")),
+        facts=(Fact("name", text, text), Fact("number", "a number", 1.25, "{:.2f}")),
         parts=(
-            Rows(text, (text, "b"), ((text, "1"),)),
+            Rows(text, {text: "{}", "b": "{}"}, ((text, "1"),)),
             draw_bars(text, text, [text, "other"], {text: [1.0, 2.0]}, text),
         ),
         notes=(text,),
@@ -121,7 +120,7 @@ def test_text_of_the_user_is_shown_as_text(tmp_path: Path) -> None:
 def test_a_page_can_ask_the_network_for_nothing(tmp_path: Path) -> None:
     shown = tmp_path / "asks.html"
     report = report_with("x")
-    asking = Chart("asks", "asks", '<img src="https://example.com/x.png">')
+    asking = Chart("asks", "asks", lambda: '<img src="https://example.com/x.png">')
     shown.write_text(render(replace(report, parts=(asking,)), "bascule"))
     found = opened(shown, tmp_path / "profile")
     assert any("Content Security Policy" in line for line in found.errors)
@@ -142,7 +141,7 @@ def test_empty_data_has_a_page() -> None:
 
 
 def test_many_ranks_are_lines_not_bars() -> None:
-    figure: Any = draw_loads(range(500), [250.0] * 500, "s").figure
+    figure: Any = draw_loads(range(500), [250.0] * 500, "s").draw()
     assert {trace.type for trace in figure.data} == {"scatter"}
 
 
@@ -179,7 +178,9 @@ def test_what_a_report_needs_is_said_before_any_work(
         code, _, err = run(capsys, *plan, path)
         assert code == 2 and said in err.replace("\n", " ")
     known = importlib.util.find_spec
-    monkeypatch.setattr(page, "find_spec", lambda name: None if name == "plotly" else known(name))
+    monkeypatch.setattr(
+        options, "find_spec", lambda name: None if name == "plotly" else known(name)
+    )
     code, _, err = run(capsys, *plan, str(tmp_path / "out.html"))
     assert code == 2 and "pip install plotly" in err
 

@@ -123,7 +123,7 @@ def test_the_picture_of_the_readme_is_what_the_command_draws(
     assert path.read_text() == (ROOT / "docs" / "step.svg").read_text(), "draw docs/step.svg anew"
     code, out, err = run(capsys, *found[1].replace("\\\n", " ").split(), str(path), "--wires")
     assert code == 0, err
-    told = re.search(r"over the batch as loaded: ([\d.]+x)", out)
+    told = re.search(r"predicted speed-up +([\d.]+x)", out)
     assert told is not None and f"predicts {told[1]}" in (ROOT / "README.md").read_text()
 
 

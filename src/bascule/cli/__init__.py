@@ -1,108 +1,91 @@
-"""The command line: parses, calls the library, prints. Heavy imports wait until they are needed."""
+"""The command line: looks up the command, imports its module alone, runs it, reports errors."""
 
+import importlib
+import os
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from typing import Any, get_type_hints
 
-import tyro
-from rich.console import Console
-
-import bascule
-from bascule.bench.doctor_options import DoctorOptions
-from bascule.bench.options import BenchOptions
-from bascule.calibrate.options import CalibrateOptions
-from bascule.cli.plan import PlanOptions
-from bascule.cli.simulate import SimulateOptions
-from bascule.cli.sparse import SparseOptions
-from bascule.cli.topology import TopologyOptions
-from bascule.cli.trace import TraceOptions
-from bascule.errors import CommError, ConfigError, PlanError
-from bascule.generate.generate_options import GenerateOptions
-from bascule.train.train_options import TrainOptions
-
-Command = (
-    Annotated[PlanOptions, tyro.conf.subcommand("plan")]
-    | Annotated[TopologyOptions, tyro.conf.subcommand("topology")]
-    | Annotated[SimulateOptions, tyro.conf.subcommand("simulate")]
-    | Annotated[SparseOptions, tyro.conf.subcommand("sparse")]
-    | Annotated[TraceOptions, tyro.conf.subcommand("trace")]
-    | Annotated[BenchOptions, tyro.conf.subcommand("bench")]
-    | Annotated[TrainOptions, tyro.conf.subcommand("train")]
-    | Annotated[GenerateOptions, tyro.conf.subcommand("generate")]
-    | Annotated[DoctorOptions, tyro.conf.subcommand("doctor")]
-    | Annotated[CalibrateOptions, tyro.conf.subcommand("calibrate")]
-)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; exits with 2 for a user's error, 1 if a rank or a check failed."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments == ["--version"]:
-        sys.stdout.write(f"bascule {bascule.__version__}\n")
-        return
-    try:
-        options = tyro.cli(Command, prog="bascule", description=_DESCRIPTION, args=arguments)  # pyright: ignore
-        if isinstance(options, PlanOptions):
-            from bascule.cli.plan import plan
-
-            plan(options)
-        elif isinstance(options, TopologyOptions):
-            from bascule.cli.topology import topology
-
-            topology(options)
-        elif isinstance(options, SimulateOptions):
-            from bascule.cli.simulate import simulation
-
-            simulation(options)
-        elif isinstance(options, SparseOptions):
-            from bascule.cli.sparse import sparse
-
-            sparse(options)
-        elif isinstance(options, TraceOptions):
-            from bascule.cli.trace import trace
-
-            trace(options)
-        elif isinstance(options, DoctorOptions):
-            from bascule.cli.doctor import doctor
-
-            if doctor(options, arguments):
-                sys.exit(1)
-        elif isinstance(options, CalibrateOptions):
-            from bascule.cli.calibrate import calibrate
-
-            if not calibrate(options, arguments):
-                sys.exit(1)
-        elif isinstance(options, GenerateOptions):
-            from bascule.cli.generate import generate
-
-            generate(options, arguments)
-        elif isinstance(options, TrainOptions):
-            from bascule.cli.train import train
-
-            train(options, arguments)
-        else:
-            from bascule.cli.bench import bench
-
-            bench(options, arguments)
-    except (ConfigError, PlanError) as error:
-        _fail(str(error), 2)
-    except CommError as error:
-        _fail(str(error), 1)
-
-
-_DESCRIPTION = (
-    "Give every GPU the same work: plan batches, and measure what balancing is worth. "
-    "bascule --version tells the version."
-)
-
+COMMANDS = {
+    "plan": "Plan one batch and show who computes what.",
+    "topology": "Rank the topologies of a cluster for a stream of batches.",
+    "simulate": "Predict training steps under topologies, and under what is done today.",
+    "sparse": "Show how uneven block-sparse attention is on a mesh, and what planning gains.",
+    "trace": "Read the traces that torch.profiler wrote in any trainer, one file a rank.",
+    "bench": "Train on the same batches without and with balancing, and compare.",
+    "train": "Train a packed MM-DiT on photos, clips and captions; save, stop and resume.",
+    "generate": "Make images or videos with a pipeline of diffusers, shared by all local ranks.",
+    "doctor": "Check the ranks before a run: versions, devices, links, and who computes slowly.",
+    "calibrate": "Measure this machine, and save a profile that predictions are made from.",
+}
+"""By name, one line; the module is `bascule.cli.NAME`, and its `run` takes the options."""
 
 _LONGEST = 1200
 
 
-def _fail(message: str, code: int) -> None:
-    """One sentence on one line, whatever of the input it quotes."""
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; exits with 2 for a user's error, 1 if a rank or a check failed."""
+    try:
+        try:
+            status = _run(sys.argv[1:] if arguments is None else arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    if status:
+        sys.exit(status)
+
+
+def _run(arguments: list[str]) -> int | None:
+    from bascule.errors import CommError, ConfigError, PlanError
+
+    name = arguments[0] if arguments else "--help"
+    if name == "--version":
+        import bascule
+
+        print(f"bascule {bascule.__version__}")
+    elif name in ("-h", "--help"):
+        print(_usage())
+    elif name not in COMMANDS:
+        return _fail(f"there is no command {name!r}; there are {', '.join(COMMANDS)}", 2)
+    else:
+        from bascule.options import check_options
+
+        try:
+            command, options = parse(arguments)
+            check_options(options)
+            return command(options, arguments)
+        except (ConfigError, PlanError) as error:
+            return _fail(str(error), 2)
+        except CommError as error:
+            return _fail(str(error), 1)
+    return None
+
+
+def parse(arguments: list[str]) -> tuple[Callable[..., int | None], Any]:
+    """Return the function of a command, and its options; exit with 2 if these are malformed."""
+    import tyro
+
+    command = importlib.import_module(f"bascule.cli.{arguments[0]}").run
+    kind = get_type_hints(command)["options"]
+    return command, tyro.cli(kind, prog=f"bascule {arguments[0]}", args=arguments[1:])
+
+
+def _usage() -> str:
+    lines = "\n".join(f"  {name:10}{line}" for name, line in COMMANDS.items())
+    return (
+        "usage: bascule COMMAND [OPTIONS]\n\n"
+        "Give every GPU the same work: plan batches, and measure what balancing is worth.\n\n"
+        f"{lines}\n\n"
+        "bascule COMMAND --help lists the options of a command; bascule --version, the version."
+    )
+
+
+def _fail(message: str, status: int) -> int:
+    """Print an error on one line, whatever of the input it quotes; return the status."""
     text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in message)
     if len(text) > _LONGEST:  # what is wrong stands first, the advice last
         text = f"{text[: _LONGEST // 2]} .. {text[-_LONGEST // 2 :]}"
-    console = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
-    console.print(f"bascule: {text}", markup=False)
-    sys.exit(code)
+    print(f"bascule: {text}", file=sys.stderr)
+    return status

@@ -44,7 +44,7 @@ _MOST = {
 _Record = TypeVar("_Record")
 
 
-def bench(options: BenchOptions, arguments: list[str]) -> None:
+def run(options: BenchOptions, arguments: list[str]) -> None:
     """Launch the local ranks, or be one.
 
     Raises:

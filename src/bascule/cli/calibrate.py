@@ -25,7 +25,7 @@ _ROUNDS_THAT_DO_NOT_COUNT = 2
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"), (1e-12, "ps"), (1e-15, "fs"))
 
 
-def calibrate(options: CalibrateOptions, arguments: list[str]) -> bool:
+def run(options: CalibrateOptions, arguments: list[str]) -> int:
     """Launch the local ranks, or be one; whether a profile was saved.
 
     Raises:
@@ -44,9 +44,9 @@ def calibrate(options: CalibrateOptions, arguments: list[str]) -> bool:
     if not options.out.parent.is_dir():
         raise ConfigError(f"--out {options.out}: there is no folder {options.out.parent}")
     if in_a_job():
-        return _run_rank(options)
+        return int(not _run_rank(options))
     check_block(options, torch.device(device_type()))
-    return _tell(options, json.loads(report_of_ranks(options.ranks, arguments)))
+    return int(not _tell(options, json.loads(report_of_ranks(options.ranks, arguments))))
 
 
 def _run_rank(options: CalibrateOptions) -> bool:

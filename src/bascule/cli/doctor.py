@@ -15,7 +15,7 @@ from bascule.plan.machine import HardwareProfile
 _MAX_ROWS = 64
 
 
-def doctor(options: DoctorOptions, arguments: list[str]) -> bool:
+def run(options: DoctorOptions, arguments: list[str]) -> int:
     """Launch the local ranks, or be one; whether something was found.
 
     Raises:
@@ -27,12 +27,12 @@ def doctor(options: DoctorOptions, arguments: list[str]) -> bool:
     options.check()
     check_outputs(json=options.json)
     if in_a_job():
-        return _run_rank(options)
+        return int(_run_rank(options))
     if options.profile is not None:
         HardwareProfile.load(options.profile)
     report = json.loads(report_of_ranks(options.ranks, arguments))
     _tell(options, report)
-    return bool(report["findings"])
+    return int(bool(report["findings"]))
 
 
 def _run_rank(options: DoctorOptions) -> bool:

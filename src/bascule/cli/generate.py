@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from bascule.generate.generating import Generation
 
 
-def generate(options: GenerateOptions, arguments: list[str]) -> None:
+def run(options: GenerateOptions, arguments: list[str]) -> None:
     """Launch the local ranks, or be one.
 
     Raises:

@@ -261,7 +261,7 @@ class ClusterOptions(MachineOptions):
         if self.kb_per_token is None or machine.memory_bytes is None:
             return None
         source = machine.provenance_of("memory_bytes")
-        return f"limited by {machine.memory_bytes / 1e9:.4g} GB of memory a rank; {source}"
+        return f"Limited by {machine.memory_bytes / 1e9:.4g} GB of memory a rank; {source}"
 
     def machines(self, num_ranks: int) -> Cluster:
         """Whole nodes for so many ranks.
@@ -275,6 +275,23 @@ class ClusterOptions(MachineOptions):
         if per_node < 1 or num_ranks % per_node:
             raise ConfigError(f"--ranks-per-node {per_node}: {num_ranks} ranks fill no whole nodes")
         return self.hardware().cluster(num_ranks // per_node, per_node)
+
+
+def notes_of(options: InputOptions, *, is_priced: bool = True) -> list[str]:
+    """Return sentences on the model, the machine and the batch that numbers are for."""
+    notes = [f"Model: {options.cost.shape}."]
+    if is_priced and isinstance(options, MachineOptions):
+        notes.append(f"Predicted for {options.hardware()}.")
+    else:
+        notes.append("Loads are compute alone, without wires.")
+    if isinstance(options, ClusterOptions) and options.memory is not None:
+        notes.append(f"{options.memory}.")
+    if options.manifest is not None and options.batch_size is None:
+        notes.append(
+            f"All samples of {options.manifest} are one step; --batch-size draws some a rank and "
+            "step."
+        )
+    return notes
 
 
 def topology_ranks(spec: str | None) -> int | None:

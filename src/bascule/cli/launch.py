@@ -21,8 +21,8 @@ from bascule.errors import CommError, ConfigError
 USER_ERROR = 2  # exit code
 _PIDS_IN = "BASCULE_PIDS_IN"
 """Variable of the environment: the folder in which local ranks tell the launcher who they are."""
-_REPORT_TO = "BASCULE_REPORT_TO"
-"""The same: where the first rank leaves the report for the launcher to tell."""
+_RESULT_TO = "BASCULE_RESULT_TO"
+"""Variable of the environment: the file in which the first rank leaves the result of all."""
 _STOP = "stop"
 
 
@@ -36,9 +36,20 @@ def device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def default_num_ranks() -> int:
-    """As many local ranks as GPUs; else as torch has threads (physical cores), but at least two."""
-    return torch.cuda.device_count() or max(2, torch.get_num_threads())
+def num_ranks_here(num_ranks: int | None) -> int:
+    """Return how many ranks to launch: by default one a GPU, else one a core, two at least.
+
+    Raises:
+        ConfigError: There are fewer GPUs.
+    """
+    num_gpus = torch.cuda.device_count()
+    default = num_gpus or max(2, torch.get_num_threads())  # threads are physical cores
+    if num_gpus and num_ranks is not None and num_ranks > num_gpus:
+        raise ConfigError(
+            f"--ranks {num_ranks}: this host has {num_gpus} GPUs, one for each rank: give at most "
+            f"{num_gpus}"
+        )
+    return num_ranks or default
 
 
 def launch(num_ranks: int, arguments: list[str]) -> None:
@@ -65,44 +76,44 @@ def launch(num_ranks: int, arguments: list[str]) -> None:
         raise kind(f"rank {rank} failed with exit code {failure.exitcode}") from error
 
 
-def report_of_ranks(given: int | None, arguments: list[str]) -> str:
-    """Launch local ranks, and give what the first of them hands over.
-
-    Args:
-        given: How many. Default: `default_num_ranks`.
-        arguments: Of the command line, for each rank.
-
-    Raises:
-        ConfigError: There are not so many GPUs, or a rank met bad input.
-        CommError: A rank failed.
-    """
-    num_ranks = given or default_num_ranks()
-    if device_type() == "cuda" and num_ranks > default_num_ranks():
-        raise ConfigError(
-            f"--ranks {num_ranks}: this host has {default_num_ranks()} GPUs, one for each rank: "
-            f"give at most {default_num_ranks()}"
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "report"
-        os.environ[_REPORT_TO] = str(path)
-        try:
-            launch(num_ranks, arguments)
-        finally:
-            del os.environ[_REPORT_TO]
-        return path.read_text(encoding="utf-8")
+def default_num_ranks() -> int:
+    """Return `num_ranks_here` by default, for commands that do not use `on_ranks` yet."""
+    return num_ranks_here(None)
 
 
-def hand_over(report: str) -> bool:
-    """Give the report to the launcher that waits for it; False if a job has none that does."""
-    if (path := os.environ.get(_REPORT_TO)) is None:
-        return False
-    Path(path).write_text(report, encoding="utf-8")
-    return True
+def report_of_ranks(num_ranks: int | None, arguments: list[str]) -> str:
+    """Return `result_of_ranks`, for commands that do not use `on_ranks` yet."""
+    return result_of_ranks(num_ranks_here(num_ranks), arguments)
 
 
 def is_waited_for() -> bool:
-    """Return whether a launcher tells the report, not this job."""
-    return _REPORT_TO in os.environ
+    """Return whether our launcher waits for the result, for commands without `on_ranks`."""
+    return _RESULT_TO in os.environ
+
+
+def result_of_ranks(num_ranks: int, arguments: list[str]) -> str:
+    """Launch local ranks, and return what the first of them hands over.
+
+    Raises:
+        ConfigError: A rank refused its input.
+        CommError: A rank failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "result"
+        os.environ[_RESULT_TO] = str(path)
+        try:
+            launch(num_ranks, arguments)
+        finally:
+            del os.environ[_RESULT_TO]
+        return path.read_text(encoding="utf-8")
+
+
+def hand_over(result: str) -> bool:
+    """Give the result of the ranks to our launcher; return False if another started this job."""
+    if (path := os.environ.get(_RESULT_TO)) is None:
+        return False
+    Path(path).write_text(result, encoding="utf-8")
+    return True
 
 
 @contextmanager

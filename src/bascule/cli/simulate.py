@@ -119,7 +119,7 @@ def _simulated(
     return replace(found, runs=(*found.runs, *named))
 
 
-def simulation(options: SimulateOptions) -> None:
+def run(options: SimulateOptions, arguments: list[str]) -> None:
     """Simulate and print.
 
     Raises:

@@ -163,7 +163,7 @@ class _Source:
             yield (self.masks(layer, step) for step in range(self.num_steps))
 
 
-def sparse(options: SparseOptions) -> None:
+def run(options: SparseOptions, arguments: list[str]) -> None:
     """Plan, print and draw.
 
     Raises:

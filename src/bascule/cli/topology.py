@@ -41,7 +41,7 @@ class TopologyOptions(InputOptions, ClusterOptions):
     passes: Literal["step", "step-without-recompute", "forward"] = "step"
 
 
-def topology(options: TopologyOptions) -> None:
+def run(options: TopologyOptions, arguments: list[str]) -> None:
     """Rank and print.
 
     Raises:

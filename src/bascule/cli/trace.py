@@ -51,7 +51,7 @@ class TraceOptions:
     report: Path | None = None
 
 
-def trace(options: TraceOptions) -> None:
+def run(options: TraceOptions, arguments: list[str]) -> None:
     """Read, compute and print.
 
     Raises:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from bascule.train.training_run import TrainingRun
 
 
-def train(options: TrainOptions, arguments: list[str]) -> None:
+def run(options: TrainOptions, arguments: list[str]) -> None:
     """Launch the local ranks, or be one.
 
     Raises:

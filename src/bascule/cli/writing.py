@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from bascule.errors import ConfigError
-from bascule.report.page import Report, check_report, command_line, render
-
-STDOUT = Path("-")
+from bascule.options import STDOUT as STDOUT
+from bascule.options import check_file
+from bascule.report.page import Report, command_line, render
 
 _MOST_NAMED = 2
 
@@ -45,7 +45,8 @@ def check_outputs(**files: Path | None) -> None:
                 raise ConfigError(f"--{name} {path}: is a folder; give the name of a file in it")
             if not path.parent.is_dir():
                 raise ConfigError(f"--{name} {path}: cannot be written: no folder {path.parent}")
-    check_report(files.get("report"))
+    if (report := files.get("report")) is not None:
+        check_file("--report", report, ".html")
 
 
 def tell_written(console: Console, *paths: Path) -> None:

@@ -51,23 +51,27 @@ def of_calibration(profile: HardwareProfile, refused: list[str]) -> Report:
 
 
 def _chart(title: str, fits: list[Fit], unit: str) -> Chart | None:
-    from plotly.graph_objects import Figure
-
     if not fits:
         return None
-    figure = Figure()
-    for fit in fits:
-        _draw(figure, fit)
-    figure.update_xaxes(title=unit, type="log")
-    figure.update_yaxes(title="seconds", type="log", exponentformat="SI")
-    figure.update_layout(template="plotly_white", height=420)
+
+    def draw() -> "Figure":
+        from plotly.graph_objects import Figure
+
+        figure = Figure()
+        for fit in fits:
+            _draw(figure, fit)
+        figure.update_xaxes(title=unit, type="log")
+        figure.update_yaxes(title="seconds", type="log", exponentformat="SI")
+        figure.update_layout(template="plotly_white", height=420)
+        return figure
+
     worst = max(fits, key=lambda fit: fit.held_out_error or 0.0)
     error = worst.held_out_error or 0.0
     words = (
         "Points are measured, lines predicted; hollow points were held out of the fit. The worst "
         f"curve, {worst.what}, misses them by {error:.1%} in the median."
     )
-    return Chart(title, words, figure)
+    return Chart(title, words, draw)
 
 
 def _draw(figure: "Figure", fit: Fit) -> None:
@@ -104,4 +108,6 @@ def _points(fits: tuple[Fit, ...]) -> Rows:
             fit.sizes, fit.seconds, fit.misses.tolist(), fit.held_out, strict=True
         )
     )
-    return Rows("All points", ("", "size", "measured", "predicted", "missed by"), rows)
+    return Rows(
+        "All points", dict.fromkeys(("", "size", "measured", "predicted", "missed by"), "{}"), rows
+    )

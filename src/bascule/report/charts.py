@@ -1,4 +1,4 @@
-"""Charts that several reports have: loads of ranks, lengths, time by time."""
+"""Charts that several reports have: loads of ranks, lengths, bars, lines over steps."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -19,97 +19,87 @@ _NUM_BINS = 40
 
 
 def draw_loads(before: npt.ArrayLike, after: npt.ArrayLike, unit: str) -> Chart:
-    """What each rank has to do, as loaded and as planned.
-
-    Args:
-        before: (ranks,) loads without balancing.
-        after: (ranks,) with it.
-        unit: Of both.
-    """
+    """Draw the loads of all ranks, (ranks,), as loaded and as planned."""
     first, second = np.asarray(before, float), np.asarray(after, float)
-    figure = _figure(320, "rank", unit)
-    ranks = np.arange(len(first))
-    for name, loads, color in (("as loaded", first, BEFORE), ("balanced", second, AFTER)):
-        if len(ranks) <= _MOST_BARS:
-            figure.add_bar(x=ranks, y=loads, name=name, marker_color=color)
-        else:
-            figure.add_scatter(x=ranks, y=loads, name=name, line_color=color, line_width=1)
+
+    def draw() -> "Figure":
+        figure, ranks = _figure(320, "rank", unit), np.arange(len(first))
+        for name, loads, color in (("as loaded", first, BEFORE), ("balanced", second, AFTER)):
+            if len(ranks) <= _MOST_BARS:
+                figure.add_bar(x=ranks, y=loads, name=name, marker_color=color)
+            else:
+                figure.add_scatter(x=ranks, y=loads, name=name, line_color=color, line_width=1)
+        return figure
+
     words = (
         f"All ranks wait for the slowest: {first.max():.4g} {unit} as loaded, where the mean is "
         f"{first.mean():.4g}; {second.max():.4g} {unit} balanced, mean {second.mean():.4g}."
     )
-    return Chart("Work of each rank", words, figure)
+    return Chart("Work of each rank", words, draw)
 
 
 def draw_lengths(seq_lens: npt.ArrayLike) -> Chart:
-    """How many sequences are how long, on a logarithmic axis.
-
-    Args:
-        seq_lens: (sequences,) tokens of each.
-    """
+    """Draw how many sequences are how long, on a logarithmic axis."""
     lens = np.asarray(seq_lens, float)
     shown = lens[lens > 0]
-    figure = _figure(280, "tokens of a sequence", "sequences")
-    if len(shown) == 0:
-        return Chart("Lengths", "There is no sequence with tokens.", figure)
-    edges = np.geomspace(shown.min(), shown.max() * 1.001, _NUM_BINS + 1)
-    counts = np.histogram(shown, bins=edges)[0]
-    figure.add_bar(
-        x=np.sqrt(edges[1:] * edges[:-1]), y=counts, width=np.diff(edges), marker_color=AFTER
-    )
-    figure.update_xaxes(type="log")
+
+    def draw() -> "Figure":
+        figure = _figure(280, "tokens of a sequence", "sequences")
+        if len(shown):
+            edges = np.geomspace(shown.min(), shown.max() * 1.001, _NUM_BINS + 1)
+            counts = np.histogram(shown, bins=edges)[0]
+            centers, widths = np.sqrt(edges[1:] * edges[:-1]), np.diff(edges)
+            figure.add_bar(x=centers, y=counts, width=widths, marker_color=AFTER)
+            figure.update_xaxes(type="log")
+        return figure
+
+    if not len(shown):
+        return Chart("Lengths", "There is no sequence with tokens.", draw)
     low, high, middle = int(shown.min()), int(shown.max()), int(np.median(lens))
     words = (
         f"{len(lens):,} sequences of {low:,} to {high:,} tokens, median {middle:,}; the longest "
         f"tenth has {_share_of_longest(lens):.0%} of the tokens."
     )
-    return Chart("Lengths", words, figure)
+    return Chart("Lengths", words, draw)
 
 
 def draw_bars(
     title: str, words: str, names: Sequence[str], parts: Mapping[str, npt.ArrayLike], unit: str
 ) -> Chart:
-    """Stacked bars side by side, one a name.
+    """Draw a bar for each name, of stacked parts: (bars,) values of each part by its name."""
 
-    Args:
-        title: Of the chart.
-        words: What is to be seen.
-        names: Of the bars.
-        parts: (bars,) values of each part, by its name, from below.
-        unit: Of the values.
-    """
-    figure = _figure(max(240, 90 + 26 * len(names)), unit, "")
-    labels = [escape(name) for name in names]
-    for number, (part, values) in enumerate(parts.items()):
-        figure.add_bar(
-            y=labels,
-            x=np.asarray(values, float),
-            name=escape(part),
-            orientation="h",
-            marker_color=_COLORS[number % len(_COLORS)],
-        )
-    figure.update_layout(barmode="stack", showlegend=len(parts) > 1)
-    figure.update_yaxes(autorange="reversed", type="category", automargin=True)
-    return Chart(title, words, figure)
+    def draw() -> "Figure":
+        figure = _figure(max(240, 90 + 26 * len(names)), unit, "")
+        for number, (part, values) in enumerate(parts.items()):
+            figure.add_bar(
+                y=[escape(name) for name in names],
+                x=np.asarray(values, float),
+                name=escape(part),
+                orientation="h",
+                marker_color=_COLORS[number % len(_COLORS)],
+            )
+        figure.update_layout(barmode="stack", showlegend=len(parts) > 1)
+        figure.update_yaxes(autorange="reversed", type="category", automargin=True)
+        return figure
+
+    return Chart(title, words, draw)
 
 
 def draw_lines(
     title: str, words: str, axes: tuple[str, str], lines: Mapping[str, npt.ArrayLike]
 ) -> Chart:
-    """Lines over the same steps.
+    """Draw lines over the same steps: (steps,) values of each by its name; axes across and up."""
 
-    Args:
-        title: Of the chart.
-        words: What is to be seen.
-        axes: Names of the axes, across and up.
-        lines: (steps,) values of each, by its name.
-    """
-    figure = _figure(320, *axes)
-    for (name, values), color in zip(lines.items(), (BEFORE, AFTER, *_COLORS[1:]), strict=False):
-        values = np.asarray(values, float)
-        figure.add_scatter(x=np.arange(len(values)), y=values, name=escape(name), line_color=color)
-    figure.update_yaxes(rangemode="tozero")
-    return Chart(title, words, figure)
+    def draw() -> "Figure":
+        figure = _figure(320, *axes)
+        colors = (BEFORE, AFTER, *_COLORS[1:])
+        for (name, values), color in zip(lines.items(), colors, strict=False):
+            y = np.asarray(values, float)
+            figure.add_scatter(x=np.arange(len(y)), y=y, name=escape(name), line_color=color)
+        figure.update_yaxes(rangemode="tozero")
+        return figure
+
+    return Chart(title, words, draw)
 
 
 def _figure(height: int, across: str, up: str) -> "Figure":
@@ -128,6 +118,6 @@ def _figure(height: int, across: str, up: str) -> "Figure":
 
 
 def _share_of_longest(lens: npt.NDArray[np.float64]) -> float:
-    """Of all tokens, in the longest tenth of the sequences."""
+    """Share of all tokens in the longest tenth of the sequences."""
     longest = np.sort(lens)[-max(len(lens) // 10, 1) :]
     return float(longest.sum() / lens.sum())

@@ -4,17 +4,13 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
-from importlib.util import find_spec
-from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING
-
-from bascule.errors import ConfigError
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -22,90 +18,92 @@ if TYPE_CHECKING:
 _PACKAGES = ("bascule", "torch", "numpy", "plotly")
 _CONFIG = {"responsive": True, "displaylogo": False}
 _FEWEST_TO_FOLD = 12
-"""Rows of a table that is folded until it is asked for."""
+"""Rows of a table that is folded at first."""
+
+_MOST_ROWS = 200
+
+Form = str | Callable[[Any], str]
+"""How a value is written: a form of `str.format`, or a function."""
+
+
+def ms(seconds: float) -> str:
+    """Write seconds as milliseconds."""
+    return f"{seconds * 1e3:.4g} ms"
+
+
+def mib(num_bytes: float) -> str:
+    """Write bytes as MiB."""
+    return f"{num_bytes / 2**20:,.4g} MiB"
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A number of the page.
+    """A number that matters."""
 
-    Attributes:
-        key: Its name where a program reads the page, as in the command's JSON.
-        label: Its name for readers.
-        value: As it was computed.
-        text: As it is shown.
-    """
+    key: str  # its name where a program reads it
+    label: str  # its name for readers
+    value: float | str | None
+    form: Form = "{}"
 
-    key: str
-    label: str
-    value: float | str
-    text: str
+    @property
+    def text(self) -> str:
+        """The value for readers."""
+        return "not known" if self.value is None else _text(self.value, self.form)
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A drawing.
-
-    Attributes:
-        title: What it shows.
-        words: What is to be seen in it, for those who do not see it too.
-        figure: By plotly, or a whole SVG element.
-    """
+    """A drawing, made when a page shows it."""
 
     title: str
-    words: str
-    figure: "Figure | str"
+    words: str  # what is to be seen in it, for those who do not see it too
+    draw: "Callable[[], Figure | str]"  # a figure of plotly, or a whole SVG element
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A table.
-
-    Attributes:
-        title: What it lists.
-        columns: Their names.
-        rows: Texts of all cells.
-    """
+    """A table."""
 
     title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    columns: Mapping[str, Form]  # by heading
+    rows: Sequence[Sequence[Any]]  # values; None is an empty cell
+    bars: Sequence[float] = ()  # drawn beside the rows on a console, where a page has a chart
+
+    @property
+    def texts(self) -> list[list[str]]:
+        """All cells as text."""
+        forms = self.columns.values()
+        return [
+            ["" if x is None else _text(x, form) for x, form in zip(row, forms, strict=True)]
+            for row in self.rows
+        ]
+
+    def is_number(self, place: int) -> bool:
+        """Return whether a column has numbers alone."""
+        return all(isinstance(row[place], int | float | None) for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a page says.
-
-    Attributes:
-        title: Of the page.
-        answer: What the numbers mean, in a sentence or two.
-        facts: The numbers that matter, the most important first.
-        parts: Charts and tables, in their order.
-        notes: What a reader must know to trust the numbers: the certificate, where the machine's
-            numbers are from, what is not counted.
-    """
+    """The result of a command, for a console, a page and programs."""
 
     title: str
-    answer: str
-    facts: tuple[Fact, ...]
+    answer: str  # what the numbers mean, in a sentence or two
+    facts: tuple[Fact, ...]  # the most important first
     parts: tuple[Chart | Rows, ...] = ()
     notes: tuple[str, ...] = ()
+    """What a reader must know to trust the numbers: the certificate, where the machine's numbers
+    are from, what is not counted."""
 
-
-def check_report(path: Path | None) -> None:
-    """Find out before any work that a page could not be written.
-
-    Raises:
-        ConfigError: The name has another ending, there is no such folder, or plotly is missing.
-    """
-    if path is None:
-        return
-    if path.suffix != ".html":
-        raise ConfigError(f"--report {path}: must end in .html")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--report {path}: there is no folder {path.parent}")
-    if find_spec("plotly") is None:
-        raise ConfigError(f"--report {path} needs plotly: pip install plotly")
+    def to_dict(self) -> dict[str, Any]:
+        """Return facts and tables as plain values, for JSON."""
+        tables = [part for part in self.parts if isinstance(part, Rows)]
+        return {fact.key: _json_value(fact.value) for fact in self.facts} | {
+            part.title: [
+                dict(zip(part.columns, map(_json_value, row), strict=True)) for row in part.rows
+            ]
+            for part in tables
+        }
 
 
 def command_line(arguments: Sequence[str] | None = None) -> str:
@@ -125,24 +123,28 @@ def render(report: Report, command: str) -> str:
     """
     from plotly.offline import get_plotlyjs
 
-    has_figure = any(isinstance(x, Chart) and not isinstance(x.figure, str) for x in report.parts)
+    parts = "\n".join(_part(part, number) for number, part in enumerate(report.parts))
     template = Template(files("bascule.report").joinpath("page.html").read_text("utf-8"))
     made_with = ", ".join(f"{name} {_version(name)}" for name in _PACKAGES)
     return template.substitute(
         title=escape(report.title),
         answer=escape(report.answer),
         facts="\n".join(map(_fact, report.facts)),
-        parts="\n".join(_part(part, number) for number, part in enumerate(report.parts)),
+        parts=parts,
         notes="\n".join(f"<li>{escape(note)}</li>" for note in report.notes),
         command=escape(command),
         versions=escape(f"Python {sys.version.split()[0]}, {made_with}"),
-        plotly=get_plotlyjs() if has_figure else "",
+        plotly=get_plotlyjs() if "Plotly.newPlot" in parts else "",
         data=_script_json({fact.key: _json_value(fact.value) for fact in report.facts}),
     )
 
 
-def _json_value(value: float | str) -> float | str | None:
-    """None for what JSON cannot say, as the WIR of a batch with an idle rank."""
+def _text(value: Any, form: Form) -> str:
+    return form.format(value) if isinstance(form, str) else form(value)
+
+
+def _json_value(value: Any) -> Any:
+    """Return None for a number that JSON lacks, as the WIR of a batch with an idle rank."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -158,22 +160,25 @@ def _part(part: Chart | Rows, number: int) -> str:
 def _table(table: Rows) -> str:
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in table.columns)
     body = "\n".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
+        for row in table.texts[:_MOST_ROWS]
     )
+    hidden = len(table.rows) - _MOST_ROWS
+    more = f"<p>{hidden:,} more</p>" if hidden > 0 else ""
     is_open = " open" if len(table.rows) <= _FEWEST_TO_FOLD else ""
     return (
         f"<section><details{is_open}><summary><h2>{escape(table.title)}</h2></summary>"
         f'<div class="wide" tabindex="0"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div></details></section>"
+        f"<tbody>{body}</tbody></table>{more}</div></details></section>"
     )
 
 
 def _chart(chart: Chart, name: str) -> str:
-    title, words = escape(chart.title), escape(chart.words)
-    if isinstance(chart.figure, str):
-        drawn = f'<div class="wide" tabindex="0">{chart.figure}</div>'
+    title, words, figure = escape(chart.title), escape(chart.words), chart.draw()
+    if isinstance(figure, str):
+        drawn = f'<div class="wide" tabindex="0">{figure}</div>'
     else:
-        drawing = json.loads(chart.figure.to_json() or "{}")
+        drawing = json.loads(figure.to_json() or "{}")
         layout = drawing["layout"] | {
             "paper_bgcolor": "rgba(0,0,0,0)",
             "plot_bgcolor": "rgba(0,0,0,0)",
@@ -183,8 +188,8 @@ def _chart(chart: Chart, name: str) -> str:
             f'<div id="{name}" class="chart" role="img" aria-label="{title}. {words}"></div>'
             f'<script>Plotly.newPlot("{name}", {values});</script>'
         )
-    figure = f"<figure>{drawn}<figcaption>{words}</figcaption></figure>"
-    return f"<section><h2>{title}</h2>{figure}</section>"
+    caption = f"<figcaption>{words}</figcaption>"
+    return f"<section><h2>{title}</h2><figure>{drawn}{caption}</figure></section>"
 
 
 def _script_json(value: object) -> str:

@@ -1,82 +1,137 @@
-"""What the page of each command says."""
+"""Reports of commands: one function from a result to its `Report`."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from bascule.arrays import Floats
+from bascule.plan import metrics
 from bascule.plan.costs import Cost
 from bascule.plan.machine import Cluster
 from bascule.plan.plan import Plan
+from bascule.plan.topology import Topology
 from bascule.plan.topology_search import TopologyRanking
 from bascule.report.charts import draw_bars, draw_lengths, draw_lines, draw_loads
-from bascule.report.page import Chart, Fact, Report, Rows
+from bascule.report.page import Chart, Fact, Report, Rows, ms
 from bascule.report.sparse_picture import draw
 from bascule.report.step_picture import draw_stages, draw_step
 from bascule.sim.simulation import SimulationResult
 from bascule.sim.sparse_study import BEFORE, DEFAULT, WAYS, Study, mesh_name
 
-_MOST_ROWS = 200
+_MOST_BARS = 200
+_WIRE_SHARE = 0.05
+_EVEN = 1.01
+"""Imbalance up to which ranks are said to have the same work."""
 
 
-def of_plan(plan: Plan, cost: Cost, cluster: Cluster | None, machine: str | None) -> Report:
-    """One batch: who computed what as loaded, who does as planned, and the certificate.
+def of_plan(
+    plan: Plan,
+    cost: Cost,
+    cluster: Cluster | None,
+    notes: Sequence[str],
+    compared: Sequence[tuple[str, Plan, float]] = (),
+) -> Report:
+    """Report one batch: who computes what as loaded, who does as planned, and the certificate.
 
     Args:
         plan: The plan.
-        cost: It was made with.
-        cluster: Likewise.
-        machine: Where the cluster's numbers are from.
+        cost: The cost model that it was made with.
+        cluster: The cluster that it was made with.
+        notes: What the numbers were predicted for.
+        compared: Name, plan and seconds of planning, of plans to list beside each other.
     """
     unit = "TFLOP" if cluster is None else "s"
     before = plan.unbalanced_loads(cost, cluster)
     speedup = float(before.max() / plan.makespan) if plan.makespan > 0 else 1.0
     waiting = [float((loads.max() - loads).sum()) for loads in (before, plan.loads)]
-    total = int(plan.seq_lens.sum())
-    facts = (
-        Fact("speedup", "predicted speed-up", speedup, f"{speedup:.2f}x"),
-        Fact("makespan", "slowest rank", plan.makespan, f"{plan.makespan:.6g} {unit}"),
-        Fact(
-            "lower_bound",
-            "no plan on these bags is below",
-            plan.lower_bound,
-            f"{plan.lower_bound:.6g} {unit}",
-        ),
-        Fact("gap", "from the best plan at most", plan.gap, f"{plan.gap:.3%}"),
-        Fact("imbalance", "imbalance, max / mean", plan.imbalance, f"{plan.imbalance:.4f}"),
-        Fact("wir", "WIR, max / min", plan.wir, f"{plan.wir:.4f}"),
-        Fact("waiting_before", "all ranks wait, as loaded", waiting[0], f"{waiting[0]:.4g} {unit}"),
-        Fact("waiting", "all ranks wait, balanced", waiting[1], f"{waiting[1]:.4g} {unit}"),
-        Fact("moved_tokens", "tokens that move", plan.moved_tokens, f"{plan.moved_tokens:,}"),
-        Fact("tokens", "tokens", total, f"{total:,}"),
-    )
-    rows = tuple(
-        (str(rank), f"{plan.tokens[rank]:,}", f"{plan.loads[rank]:.4g}", f"{before[rank]:.4g}")
-        for rank in range(min(plan.num_ranks, _MOST_ROWS))
-    )
-    notes = [
-        f"Certificate: the plan is at most {plan.gap:.3%} above a lower bound that every plan of "
-        f"these bags obeys, whatever made it. Planner: {plan.planner}.",
-        "Loads count the forward pass by the cost model; a backward pass has the same ratios.",
-    ]
-    notes += [f"The step cannot end earlier: {plan.binding}."] if plan.binding else []
-    notes += [f"Machine: {machine}."] if machine else ["Loads are compute alone, without wires."]
+    load, total = f"{{:.6g}} {unit}", int(plan.seq_lens.sum())
+    bags = plan.topology.bag_of_rank.tolist()
+    names = [f"{bag} ({_bag_spec(plan.topology, bag)})" for bag in bags]
+    loads = plan.tokens.tolist(), plan.loads.tolist(), before.tolist()
+    rows = list(zip(range(plan.num_ranks), names, *loads, strict=True))
+    columns = {"rank": "{}", "bag": "{}", "tokens": "{:,}", unit: "{:.4g}", "as loaded": "{:.4g}"}
     return Report(
         title=f"One batch on {plan.num_ranks} ranks, bags {plan.topology}",
         answer=f"Balanced, this batch is predicted to run {speedup:.2f}x as fast as it was loaded.",
-        facts=facts,
+        facts=(
+            Fact("speedup", "predicted speed-up", speedup, "{:.2f}x"),
+            Fact("makespan", "slowest rank", plan.makespan, load),
+            Fact("lower_bound", "no plan on these bags is below", plan.lower_bound, load),
+            Fact("gap", "from the best plan at most", plan.gap, "{:.3%}"),
+            Fact("imbalance", "imbalance, max / mean", plan.imbalance, "{:.4f}"),
+            Fact("wir", "WIR, max / min", plan.wir, "{:.4f}"),
+            Fact("waiting_before", "all ranks wait, as loaded", waiting[0], load),
+            Fact("waiting", "all ranks wait, balanced", waiting[1], load),
+            Fact("moved_tokens", "tokens that move", plan.moved_tokens, "{:,}"),
+            Fact("tokens", "tokens", total, "{:,}"),
+        ),
         parts=(
+            *([_compared(compared, before, unit)] if compared else []),
             draw_loads(before, plan.loads, unit),
             Chart(
                 "The step, rank by rank",
                 "Above as loaded, below as planned: one bar a rank, one field a sequence.",
-                draw_step(plan, cost, cluster, unit),
+                lambda: draw_step(plan, cost, cluster, unit),
             ),
             draw_lengths(plan.seq_lens),
-            Rows("All ranks", ("rank", "tokens", f"load, {unit}", f"as loaded, {unit}"), rows),
+            Rows("All ranks", columns, rows, loads[1]),
         ),
-        notes=tuple(notes),
+        notes=(
+            f"binds: {_binding(plan, cost, cluster)}",
+            f"Certificate: the plan is at most {plan.gap:.3%} above a lower bound that every plan "
+            f"of these bags obeys. Planner: {plan.planner}.",
+            "Loads count the forward pass by the cost model; a backward pass has the same ratios.",
+            *notes,
+        ),
     )
+
+
+def _bag_spec(topology: Topology, bag: int) -> str:
+    ring = int(topology.ring_degrees[bag])
+    degree = int(topology.bag_sizes[bag]) // ring
+    return f"g{degree}" if ring == 1 else f"g{degree}r{ring}"
+
+
+def _compared(plans: Sequence[tuple[str, Plan, float]], before: Floats, unit: str) -> Rows:
+    """List plans, and the batch as loaded."""
+    columns = {
+        "": "{}",
+        f"makespan, {unit}": "{:.6g}",
+        "gap": "{:.3%}",
+        "imbalance": "{:.4f}",
+        "WIR": "{:.4f}",
+        "tokens moved": "{:,}",
+        "planning": ms,
+    }
+    rows: list[tuple[Any, ...]] = [
+        (name, one.makespan, one.gap, one.imbalance, one.wir, one.moved_tokens, seconds)
+        for name, one, seconds in plans
+    ]
+    loaded = float(before.max()), None, metrics.imbalance(before), metrics.wir(before), 0, None
+    return Rows("Plans compared", columns, [*rows, ("as loaded", *loaded)])
+
+
+def _binding(plan: Plan, cost: Cost, cluster: Cluster | None) -> str:
+    """Return why the step cannot end earlier."""
+    if plan.makespan == 0:
+        return "nothing, the batch is idle"
+    reasons = [] if plan.binding is None else [str(plan.binding)]
+    if cluster is not None:
+        bag = int(plan.topology.bag_of_rank[plan.loads.argmax()])
+        lens = plan.seq_lens[plan.bag_of == bag]
+        compute = float(cluster.compute_seconds(cost, lens).sum())
+        share = 1.0 - compute / int(plan.topology.bag_sizes[bag]) / plan.makespan
+        if share > _WIRE_SHARE:
+            reasons.append(
+                f"wires: {share:.0%} of the time of the slowest bag; smaller bags have less"
+            )
+    if not reasons and plan.imbalance > _EVEN:
+        reasons.append(
+            f"whole sequences, which do not divide evenly over {plan.topology.num_bags} bags: "
+            "larger bags can be faster"
+        )
+    return "; ".join(reasons) or "the total work, spread evenly"
 
 
 def of_topologies(ranking: TopologyRanking, lens: Sequence[int], machine: str) -> Report:
@@ -89,39 +144,34 @@ def of_topologies(ranking: TopologyRanking, lens: Sequence[int], machine: str) -
     """
     first, last = ranking.rows[0], ranking.rows[-1]
     ratio = last.seconds / first.seconds if first.seconds > 0 else 1.0
-    shown = ranking.rows[:_MOST_ROWS]
-    facts = (
-        Fact("best", "best bags", first.spec, first.spec),
-        Fact("seconds", "a step takes", first.seconds, f"{first.seconds:.4g} s"),
-        Fact("imbalance", "imbalance, max / mean", first.imbalance, f"{first.imbalance:.4f}"),
-        Fact("gap", "from the best plan at most", first.gap, f"{first.gap:.2%}"),
-        Fact("over_worst", f"as fast as {last.spec}", ratio, f"{ratio:.2f}x"),
-        Fact("candidates", "looked at", ranking.num_candidates, f"{ranking.num_candidates:,}"),
-    )
-    bars = draw_bars(
-        "Seconds of a step",
-        f"{first.spec} takes {first.seconds:.4g} s, {last.spec} {last.seconds:.4g} s.",
-        [row.spec for row in shown],
-        {"seconds": [row.seconds for row in shown]},
-        "s",
-    )
-    rows = tuple(
-        (
-            row.spec,
-            f"{row.seconds:.4g}",
-            f"{row.imbalance:.4f}",
-            f"{row.gap:.2%}",
-            "\n".join(row.reasons),
-        )
-        for row in shown
-    )
+    columns = {
+        "bags": "{}",
+        "seconds": "{:.4g}",
+        "imbalance": "{:.4f}",
+        "gap": "{:.2%}",
+        "why": "\n".join,
+    }
+    rows = [(row.spec, row.seconds, row.imbalance, row.gap, row.reasons) for row in ranking.rows]
     return Report(
         title="Which bags suit these batches",
         answer=f"{first.spec} is the fastest: {'; '.join(first.reasons)}.",
-        facts=facts,
+        facts=(
+            Fact("best", "best bags", first.spec),
+            Fact("seconds", "a step takes", first.seconds, "{:.4g} s"),
+            Fact("imbalance", "imbalance, max / mean", first.imbalance, "{:.4f}"),
+            Fact("gap", "from the best plan at most", first.gap, "{:.2%}"),
+            Fact("over_worst", f"as fast as {last.spec}", ratio, "{:.2f}x"),
+            Fact("candidates", "looked at", ranking.num_candidates, "{:,}"),
+        ),
         parts=(
-            bars,
-            Rows("Ranking", ("bags", "seconds", "imbalance", "gap", "why"), rows),
+            draw_bars(
+                "Seconds of a step",
+                f"{first.spec} takes {first.seconds:.4g} s, {last.spec} {last.seconds:.4g} s.",
+                [row.spec for row in ranking.rows[:_MOST_BARS]],
+                {"seconds": [row.seconds for row in ranking.rows[:_MOST_BARS]]},
+                "s",
+            ),
+            Rows("Ranking", columns, rows),
             draw_lengths(lens),
         ),
         notes=(
@@ -212,10 +262,16 @@ def _stage_parts(
     tables = [(kind, *stage_rows(summary["stages"], kind)) for kind in STAGE_KINDS]
     stages = steps[-1]["stages"]
     words = "Above without, below with bascule: one bar a rank, its stages after each other."
-    picture = draw_stages(*(stages[arm] for arm in _ARMS))
     return (
-        Chart("The last step, stage by stage", words, picture),
-        *(Rows(f"Stages, {kind}", heading, tuple(rows)) for kind, heading, *rows in tables),
+        Chart(
+            "The last step, stage by stage",
+            words,
+            lambda: draw_stages(*(stages[arm] for arm in _ARMS)),
+        ),
+        *(
+            Rows(f"Stages, {kind}", dict.fromkeys(heading, "{}"), rows)
+            for kind, heading, *rows in tables
+        ),
     )
 
 
@@ -226,7 +282,7 @@ def stage_rows(stages: dict[str, Any], kind: str) -> list[tuple[str, ...]]:
         stages: Of the summary.
         kind: One of `STAGE_KINDS`.
     """
-    heading = ("", "imbalance without", "with", "seconds without", "with", "speed-up")
+    heading = ("", "imbalance without", "imbalance with", "s without", "s with", "speed-up")
     rows: list[tuple[str, ...]] = [heading]
     for name, stage in stages.items():
         cells = [name.replace("_", " ")]
@@ -288,7 +344,7 @@ def of_simulation(found: SimulationResult) -> Report:
         parts=(
             bars,
             *(
-                Rows(title, rows[0], tuple(rows[1:]))
+                Rows(title, dict.fromkeys(rows[0], "{}"), tuple(rows[1:]))
                 for title, rows in (
                     ("What it is worth", found.worth_rows()),
                     ("Metrics", metric_rows),
@@ -351,8 +407,8 @@ def of_sparse(study: Study, head: int, machine: str) -> Report:
         answer=f"On {mesh_name(best)}, balancing makes the call {speedup:.2f}x as fast.",
         facts=facts,
         parts=(
-            Chart("Masks and plans", words, draw(study, head)),
-            Rows("Ways of planning", columns, rows),
+            Chart("Masks and plans", words, lambda: draw(study, head)),
+            Rows("Ways of planning", dict.fromkeys(columns, "{}"), rows),
         ),
         notes=(
             f"Predicted for {machine}.",

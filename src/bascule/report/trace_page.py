@@ -97,7 +97,7 @@ def _table(parts: StepParts) -> Rows:
         (str(rank), *(f"{column[place] * 1e3:.4g}" for column in means))
         for place, rank in enumerate(parts.ranks.tolist())
     )
-    return Rows("All ranks, ms a step", ("rank", "step", *known), rows)
+    return Rows("All ranks, ms a step", dict.fromkeys(("rank", "step", *known), "{}"), rows)
 
 
 def _known(parts: StepParts) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError
+from bascule.options import check_file
 from bascule.plan import metrics
 from bascule.plan.checks import choice, listed, of_type
 from bascule.plan.costs import TransformerCost
@@ -270,11 +271,11 @@ class SimulationResult:
 
     def report(self, path: str | Path) -> None:
         """Write a page of it all, as `bascule simulate --report` does."""
-        from bascule.report.page import check_report, render
+        from bascule.report.page import render
         from bascule.report.reports import of_simulation
 
         path = to_path(path)
-        check_report(path)
+        check_file("path", path, ".html")
         try:
             path.write_text(render(of_simulation(self), "bascule.simulate(..)"), encoding="utf-8")
         except OSError as error:

@@ -1,0 +1,143 @@
+"""The skeleton of all commands: checked options in, one report out.
+
+- A module `bascule.cli.NAME` has `run(options: .., arguments) -> int | None`: the exit status. Its
+  line stands in `bascule.cli.COMMANDS`. `main` parses the options by the type of that argument and
+  checks them: `Range` and `NewFile` on fields (`bascule.options`), no two options with one file.
+- A command without ranks computes a `Report` and calls `publish(options, report, data)`: the report
+  on the console, `data` as --json, the report as the page of --report. Options have `Outputs`.
+- A command on ranks calls `on_ranks(options, arguments, work, finish, prepare)`. `prepare` checks
+  the number of ranks before any starts. `work(device)` runs on each rank, of a job or launched
+  here; the first rank's result must be JSON. `finish(result)` runs once and publishes it.
+- `progress(task, total)` is the one bar, `saved(console, paths)` the one line on written files.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from bascule.errors import ConfigError
+from bascule.options import STDOUT, Outputs, RankOptions
+from bascule.report.page import Report, command_line, render
+from bascule.report.show import show
+
+if TYPE_CHECKING:
+    import torch
+
+_MOST_NAMED = 2
+
+
+def publish(options: Outputs, report: Report, data: dict[str, Any] | None = None) -> Console:
+    """Show a report on the console, and write what --json and --report ask for.
+
+    Args:
+        options: Of the command.
+        report: Its result.
+        data: What --json writes; the facts and tables of the report by default.
+
+    Returns:
+        The console, for `saved`.
+
+    Raises:
+        ConfigError: A file cannot be written.
+    """
+    console = Console(stderr=options.json == STDOUT)
+    show(console, report)
+    text = json.dumps(report.to_dict() if data is None else data, indent=2) + "\n"
+    if options.json == STDOUT:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    elif options.json is not None:
+        write(console, "--json", options.json, text)
+    if options.report is not None:
+        write(console, "--report", options.report, render(report, command_line()))
+    return console
+
+
+def write(console: Console, option: str, path: Path, text: str) -> None:
+    """Write the file of an option, and print its name.
+
+    Raises:
+        ConfigError: The file cannot be written; names the option, the path and the reason.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{option} {path}: cannot be written: {reason}") from error
+    saved(console, path)
+
+
+def saved(console: Console, *paths: Path) -> None:
+    """Print which files a command wrote; of many, their folder."""
+    many = f"{paths[0].parent} ({len(paths)} files)" if len(paths) > _MOST_NAMED else ""
+    text = f"written: {many or ', '.join(map(str, paths))}"
+    console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def on_ranks(
+    options: RankOptions,
+    arguments: list[str],
+    work: "Callable[[torch.device], Any]",
+    finish: Callable[[Any], int | None],
+    prepare: Callable[[int], None] | None = None,
+) -> int | None:
+    """Run a function on every rank, and finish with its result once.
+
+    A process that a launcher started is a rank; any other launches `options.ranks` of them here.
+
+    Args:
+        options: Number of ranks and timeout.
+        arguments: The command line, for the ranks that are launched.
+        work: Runs on each rank with its device. The result of the first one must be JSON.
+        finish: Gets that result, where the command was started: in the launcher, or on the first
+            rank of a job. Returns the exit status.
+        prepare: Runs in the launcher, with the number of ranks, before they start.
+
+    Raises:
+        ConfigError: There are not so many GPUs, or a rank refused its input.
+        CommError: A rank failed.
+    """
+    from bascule.cli import launch
+
+    if not launch.in_a_job():
+        num_ranks = launch.num_ranks_here(options.ranks)
+        if prepare is not None:
+            prepare(num_ranks)
+        return finish(json.loads(launch.result_of_ranks(num_ranks, arguments)))
+    from bascule.comm.agree import agree
+    from bascule.comm.groups import member_of, resolve
+
+    status, error = None, None
+    with launch.joined(options.timeout_s) as device:
+        result, group = work(device), member_of(resolve(None), "the command")
+        if group.rank == 0 and not launch.hand_over(text := json.dumps(result)):
+            try:
+                status = finish(json.loads(text))
+            except ConfigError as refusal:
+                error = refusal
+        # A launcher ends all ranks when one ends with an error: not before this one has finished.
+        agree(group, {}, error, what=f"bascule {arguments[0]}, its report")
+    return status
+
+
+@contextmanager
+def progress(task: str, total: int, *, done: int = 0) -> Iterator[Callable[..., None]]:
+    """Show a bar on standard error, on the first rank; yield `advance(steps=1, task=None)`."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as Remaining
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Remaining()
+    console = Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
+    with Progress(*columns, console=console, transient=True) as bar:
+        row = bar.add_task(task, total=total, completed=done)
+
+        def advance(steps: int = 1, task: str | None = None) -> None:
+            bar.update(row, advance=steps, description=task)
+
+        yield advance

@@ -1,0 +1,112 @@
+"""Options of commands: ranges on their fields, files that they write, and one check of them all."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, cast, get_args, get_type_hints
+
+from bascule.errors import ConfigError
+from bascule.plan.checks import MAX_NUMBER, MAX_WHOLE, number, whole
+
+STDOUT = Path("-")
+
+LONGEST_S = 1e7
+"""Longest timeout, in seconds."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bounds of a field: `Annotated[int | None, Range(1, 256)]`; None passes."""
+
+    least: float = 0
+    most: float | None = None  # the largest that bascule takes at all
+
+
+@dataclass(frozen=True)
+class NewFile:
+    """A file that a command writes, in a folder that exists: `Annotated[Path, NewFile()]`."""
+
+    suffix: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """Files for the report of a command.
+
+    Attributes:
+        json: Where to write all numbers; - for standard output, the tables then go to standard
+            error.
+        report: Where to write a page of it all, .html.
+    """
+
+    json: Annotated[Path | None, NewFile()] = None
+    report: Annotated[Path | None, NewFile(".html")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOptions:
+    """Local ranks of a command.
+
+    Attributes:
+        ranks: Local ranks to launch; as many as GPUs, else physical cores but two at least, if
+            not given.
+        timeout_s: Longest wait of a collective, in seconds.
+    """
+
+    ranks: Annotated[int | None, Range(1, 256)] = None
+    timeout_s: Annotated[float, Range(1.0, LONGEST_S)] = 600.0
+
+
+def check_options(options: Any) -> None:
+    """Refuse fields of a dataclass that are out of range, and files that cannot be written.
+
+    Raises:
+        ConfigError: Names the option, its value and what is legal; or two options with one file.
+    """
+    files: dict[str, str] = {}
+    for name, value, *_ in _fields(options):
+        if isinstance(value, Path) and value != STDOUT:
+            other = files.setdefault(os.path.abspath(value), flag(name))
+            if other != flag(name):
+                raise ConfigError(
+                    f"{other} and {flag(name)} both name {value}, and one would be written over "
+                    "the other: give each a file of its own"
+                )
+    for name, value, rules, is_whole in _fields(options):
+        for rule in rules if value not in (None, STDOUT) else ():
+            if isinstance(rule, NewFile):
+                check_file(flag(name), cast(Path, value), rule.suffix)
+            elif isinstance(rule, Range) and is_whole:
+                whole(flag(name), value, int(rule.least), int(rule.most or MAX_WHOLE))
+            elif isinstance(rule, Range):
+                number(flag(name), value, rule.least, rule.most or MAX_NUMBER)
+
+
+def check_file(option: str, path: Path, suffix: str = "") -> None:
+    """Refuse a file that could not be written.
+
+    Raises:
+        ConfigError: It ends otherwise, is a folder or in none, or its page needs plotly.
+    """
+    if path.suffix != suffix and suffix:
+        raise ConfigError(f"{option} {path}: must end in {suffix}")
+    if path.is_dir():
+        raise ConfigError(f"{option} {path}: is a folder; give the name of a file in it")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{option} {path}: cannot be written: there is no folder {path.parent}")
+    if suffix == ".html" and find_spec("plotly") is None:
+        raise ConfigError(f"{option} {path} needs plotly: pip install plotly")
+
+
+def flag(name: str) -> str:
+    """Return the option of a field: "--max-tokens" for "max_tokens"."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _fields(options: Any) -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
+    """Name, value, annotations of each field; and true for an integer."""
+    for name, hint in get_type_hints(type(options), include_extras=True).items():
+        kind, *rules = get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
+        yield name, getattr(options, name), tuple(rules), int in (kind, *get_args(kind))
