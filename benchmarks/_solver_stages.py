@@ -50,7 +50,7 @@ class Stage:
 
 def _drop(start: str) -> Callable[[Any], Any]:
     """The starts of several kinds without one."""
-    return lambda found: lambda *args: [x for x in found(*args) if x.found_by != start]
+    return lambda found: lambda *args: [x for x in found(*args) if x.method != start]
 
 
 def _nothing(_: Any) -> Any:

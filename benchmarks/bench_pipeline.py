@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import diffusers
 import torch
@@ -31,7 +31,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch.multiprocessing.spawn import spawn
 
-from bascule import InferenceOptions, parallelize
+from bascule import parallelize
 
 NUM_RANKS, STEPS, WORDS = 2, 4, 64
 TARGETS = {"denoise": 1.9, "decode": 1.8}
@@ -91,8 +91,8 @@ def measure(rank: int, store: str, queue: Any, sizes: Sizes) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS)
     cases = [
-        case_of("one prompt", 1, InferenceOptions(), sizes),
-        case_of("four prompts", 4, InferenceOptions(text_encoders="all"), sizes),
+        case_of("one prompt", 1, "own", sizes),
+        case_of("four prompts", 4, "all", sizes),
     ]
     if rank == 0:
         command = f"python benchmarks/bench_pipeline.py --rounds {sizes.rounds}"
@@ -101,7 +101,9 @@ def measure(rank: int, store: str, queue: Any, sizes: Sizes) -> None:
     dist.destroy_process_group()
 
 
-def case_of(what: str, num_prompts: int, options: InferenceOptions, sizes: Sizes) -> dict[str, Any]:
+def case_of(
+    what: str, num_prompts: int, text_encoders: Literal["all", "own"], sizes: Sizes
+) -> dict[str, Any]:
     """A row of the table."""
     one, shared = make_pipeline(), make_pipeline()
     words = [" ".join(f"w{(n + i) % 40}" for i in range(WORDS)) for n in range(num_prompts)]
@@ -122,7 +124,7 @@ def case_of(what: str, num_prompts: int, options: InferenceOptions, sizes: Sizes
             "whole": lambda: pipeline(**negative, **guided, output_type="pt"),
         }
 
-    with torch.no_grad(), parallelize(shared, guidance_degree=2, options=options):
+    with torch.no_grad(), parallelize(shared, guidance_degree=2, text_encoders=text_encoders):
         alone, over_ranks = phases(one), phases(shared)
         times = {phase: alternate(alone[phase], over_ranks[phase], sizes) for phase in PHASES}
     return {

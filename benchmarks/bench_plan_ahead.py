@@ -4,7 +4,7 @@
 
 All 32 ranks are real processes of one machine, which agree over gloo. A step of 1 s is a sleep: the
 accelerator computes, the host has nothing to do. Each rank begins the plan of the next step before
-the sleep (`plan_async`), and takes it afterwards (`get`); both calls are what training waits for.
+the sleep (`plan_async`), and takes it afterwards (`result`); both calls are what a run waits for.
 Where all plans are ready when they are taken, that is the processor time of the two calls, which
 does not depend on how many ranks share a core; the wall clock here does, as all ranks wake at once.
 Target: at most 0.2 % of the step.
@@ -48,11 +48,11 @@ def measure(rank: int, store: str, data: str, queue: Any) -> None:
     later = parallel.plan_async([lens[0]])
     for step in range(STEPS):
         time.sleep(STEP_S)
-        is_ready, start, wall = later.is_ready, time.thread_time(), time.perf_counter()
-        later.get()
+        is_ready, start, wall = later.done(), time.thread_time(), time.perf_counter()
+        later.result()
         later = parallel.plan_async([lens[step + 1]])
         waits.append((is_ready, time.thread_time() - start, time.perf_counter() - wall))
-    later.get()
+    later.result()
     queue.put((rank, waits[WARMUP:]))
     dist.barrier()
     dist.destroy_process_group()

@@ -35,7 +35,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from bascule.comm.wire import Format, Wire, measure_error
+from bascule.comm.quantized import Format, Quantized, measure_error
 
 BATCH, HEADS, TOKENS, DIM = 1, 8, 2048, 128
 OFFSET, CHANNELS = 8.0, 4
@@ -90,7 +90,7 @@ def measure_errors() -> list[dict[str, Any]]:
         for offsets in ("", "k", "kv"):
             q, k, v = (x.to(dtype) for x in inputs(offsets))
             for fmt in FORMATS:
-                for wire in (Wire(fmt), Wire(fmt, centered=True)):
+                for wire in (Quantized(fmt), Quantized(fmt, centered=True)):
                     found = measure_error(q, k, v, wire)
                     elements = sum(x.numel() for x in (q, k, v, q))
                     row = {
@@ -146,8 +146,8 @@ def exchange_rank(rank: int, store: str, queue: Any, rounds: int) -> None:
         return received
 
     calls: dict[str, Callable[[], object]] = {"bf16": lambda: exchange("bf16", qkv)}
-    wires = {fmt: Wire(fmt) for fmt in FORMATS}
-    wires |= {f"{fmt}, centred": Wire(fmt, centered=True) for fmt in FORMATS}
+    wires = {fmt: Quantized(fmt) for fmt in FORMATS}
+    wires |= {f"{fmt}, centred": Quantized(fmt, centered=True) for fmt in FORMATS}
     for name, wire in wires.items():
         rows = wire.pack(qkv)
         calls |= {

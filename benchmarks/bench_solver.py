@@ -298,7 +298,11 @@ def locality(steps: int) -> Iterator[dict[str, Any]]:
             home = np.repeat(bag_of_rank, [len(rank) for rank in ranks])
             free = assign(COST(lengths), speeds=speeds)
             near = assign(
-                COST(lengths), speeds=speeds, sizes=lengths, home=home, locality_tolerance=tolerance
+                COST(lengths),
+                speeds=speeds,
+                sizes=lengths,
+                location=home,
+                locality_tolerance=tolerance,
             )
             before.append(lengths[free.bin_of != home].sum() / lengths.sum())
             after.append(lengths[near.bin_of != home].sum() / lengths.sum())

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from bascule.data.loader import LoaderOptions as LoaderOptions
     from bascule.data.packs import Pack as Pack
     from bascule.data.samplers import BalancedSampler as BalancedSampler
-    from bascule.diffusers.auto_mesh import AutoMesh as AutoMesh
     from bascule.diffusers.balanced_model import BalancedModel as BalancedModel
-    from bascule.diffusers.inference_options import InferenceOptions as InferenceOptions
+    from bascule.diffusers.degrees import AutoMesh as AutoMesh
     from bascule.diffusers.parallelize import parallelize as parallelize
     from bascule.diffusers.sparse_config import SparseConfig as SparseConfig
     from bascule.encoders.encoder import BalancedEncoder as BalancedEncoder
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from bascule.errors import CommError as CommError
     from bascule.errors import ConfigError as ConfigError
     from bascule.errors import PlanError as PlanError
-    from bascule.parallel import ParallelOptions as ParallelOptions
     from bascule.parallel import SequenceParallel as SequenceParallel
     from bascule.parallel import Step as Step
     from bascule.plan.costs import TransformerCost as TransformerCost
@@ -41,7 +39,7 @@ if TYPE_CHECKING:
     from bascule.train.stepping import train_step as train_step
 
 _HOMES = {
-    "AutoMesh": "bascule.diffusers.auto_mesh",
+    "AutoMesh": "bascule.diffusers.degrees",
     "BalancedEncoder": "bascule.encoders.encoder",
     "BalancedLoader": "bascule.data.loader",
     "BalancedModel": "bascule.diffusers.balanced_model",
@@ -49,11 +47,9 @@ _HOMES = {
     "CommError": "bascule.errors",
     "ConfigError": "bascule.errors",
     "HardwareProfile": "bascule.plan.machine",
-    "InferenceOptions": "bascule.diffusers.inference_options",
     "Limits": "bascule.plan.limits",
     "LoaderOptions": "bascule.data.loader",
     "Pack": "bascule.data.packs",
-    "ParallelOptions": "bascule.parallel",
     "Plan": "bascule.plan.plan",
     "PlanError": "bascule.errors",
     "SequenceParallel": "bascule.parallel",

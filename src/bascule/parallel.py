@@ -1,7 +1,7 @@
 """SequenceParallel: decide, move and attend, bound to process groups that are built once."""
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import is_not
 from typing import Any, Literal
 
@@ -25,33 +25,8 @@ from bascule.plan.prices import RankState
 from bascule.plan.sequences import Batch, Sequences
 from bascule.plan.step import Sync
 from bascule.plan.topology import Topology
-from bascule.planning import Asked, Planned, PlannedLater, Planning, checked
+from bascule.planning import Asked, PlanFuture, Planned, Planning, checked
 from bascule.step import Step as Step
-
-
-@dataclass(frozen=True, slots=True)
-class ParallelOptions:
-    """Settings of a SequenceParallel that are seldom changed.
-
-    Attributes:
-        planner: See `plan_batch`.
-        locality_tolerance: See `plan_batch`.
-        kernel: Name of the attention kernel; None takes the fastest for device and dtype.
-        device: Where the tensors are; None takes the mesh's, or the group's back end's.
-        data_group: The ranks whose gradients are put together, for `step.mean`. Default: the group.
-        gradients: How the trainer puts the gradients of ranks together: "mean" (FSDP, DDP) or
-            "sum" (torchtitan, and FSDP2 with `set_gradient_divide_factor(1.0)`).
-    """
-
-    planner: str = "lpt"
-    locality_tolerance: float | None = None
-    kernel: str | None = None
-    device: torch.device | str | None = None
-    data_group: dist.ProcessGroup | None = None
-    gradients: Literal["mean", "sum"] = "mean"
-
-
-_DEFAULT = ParallelOptions()
 
 
 class SequenceParallel:
@@ -71,7 +46,13 @@ class SequenceParallel:
         plan_group: A gloo group of the same ranks for the lengths, so that planning never waits for
             the device; made here if None.
         timeout_s: Longest wait of a collective, in seconds.
-        options: See `ParallelOptions`.
+        planner: See `plan_batch`.
+        locality_tolerance: See `plan_batch`.
+        kernel: Name of the attention kernel. Default: the fastest for device and dtype.
+        device: Where the tensors are. Default: the mesh's, or the group's back end's.
+        data_group: The ranks whose gradients are put together, for `step.mean`. Default: the group.
+        gradients: How the trainer puts the gradients of ranks together: "mean" (FSDP, DDP) or
+            "sum" (torchtitan, and FSDP2 with `set_gradient_divide_factor(1.0)`).
 
     Raises:
         ConfigError: An argument is wrong here. RemoteConfigError: on another rank.
@@ -89,7 +70,12 @@ class SequenceParallel:
         cluster: Cluster | None = None,
         plan_group: dist.ProcessGroup | None = None,
         timeout_s: float = 600.0,
-        options: ParallelOptions = _DEFAULT,
+        planner: str = "lpt",
+        locality_tolerance: float | None = None,
+        kernel: str | None = None,
+        device: torch.device | str | None = None,
+        data_group: dist.ProcessGroup | None = None,
+        gradients: Literal["mean", "sum"] = "mean",
     ) -> None:
         group = groups.resolve(mesh_or_group)
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -103,22 +89,24 @@ class SequenceParallel:
         self.cost = cost
         self.limits = limits
         self.cluster = cluster
-        self.options = options
+        self.planner = planner
+        self.locality_tolerance = locality_tolerance
+        self.kernel = kernel
+        self.gradients = gradients
         self._num_plans = 0
         self._ahead: Planning | None = None
-        self._latest: PlannedLater | None = None
+        self._latest: PlanFuture | None = None
         self._speeds: tuple[float, ...] | None = None
         self._setup: tuple[tuple[Any, ...], PlanSetup, dict[str, str]] | None = None
         # Compiled graphs hold numbers of steps: those of two plans live until their backward.
         self._recent: tuple[tuple[Step, ...], ...] = ()
         error, data, settings = None, None, dict[str, str]()
         try:
-            of_type("options", options, ParallelOptions, "ParallelOptions(..)")
-            self.device = groups.device_for(options.device, mesh_or_group, group)
-            check_name(options.kernel)
-            choice("gradients", options.gradients, "mean", "sum")
-            if options.data_group is not None:
-                data = _data_group(options.data_group, ranks)
+            self.device = groups.device_for(device, mesh_or_group, group)
+            check_name(kernel)
+            choice("gradients", gradients, "mean", "sum")
+            if data_group is not None:
+                data = _data_group(data_group, ranks)
             if topology != "auto":
                 self.topology = Topology.parse(topology, world_size=len(ranks))
             elif cluster is None:
@@ -215,19 +203,19 @@ class SequenceParallel:
         *,
         sync: Sync = "microbatch",
         mixes: bool = False,
-    ) -> PlannedLater:
+    ) -> PlanFuture:
         """Begin to plan an optimizer step behind the current one; see `plan_step`.
 
         A thread gathers the lengths over a host group of its own. All ranks make their plans, later
         ones or not, in the same order.
 
         Returns:
-            Its `get()` gives the steps, and raises what `plan_step` would.
+            A future: its `result()` returns the steps, and raises the errors of `plan_step`.
         """
         if self._ahead is None:
             self._ahead = Planning(self._make(self._planning.group.ranks, "ahead", backend="gloo"))
         ahead, asked = self._ahead, self._asked(microbatches, sync, mixes=mixes)
-        self._latest = PlannedLater(
+        self._latest = PlanFuture(
             lambda: ahead.now(asked),
             lambda plans: self._steps(asked, plans),
             asked.where,
@@ -286,24 +274,23 @@ class SequenceParallel:
 
     def _set_up(self) -> tuple[PlanSetup, dict[str, str]]:
         """Return the setup, and all that must be the same on all ranks; made when it changes."""
-        chosen = self.options
-        used = self.topology, self.cost, self.limits, self.cluster, chosen, self._speeds
+        used = (
+            self.topology,
+            self.cost,
+            self.planner,
+            self.limits,
+            self._speeds,
+            self.cluster,
+            self.locality_tolerance,
+        )
         if self._setup is None or any(map(is_not, used, self._setup[0])):
-            setup = PlanSetup(
-                self.topology,
-                self.cost,
-                chosen.planner,
-                self.limits,
-                self._speeds,
-                self.cluster,
-                chosen.locality_tolerance,
-            )
+            setup = PlanSetup(*used)
             settings = {name: str(getattr(setup, name)) for name in PlanSetup.__slots__} | {
                 "cost": describe_cost(self.cost),
                 "timeout_s": str(self._timeout_s),
-                "kernel": str(chosen.kernel),
+                "kernel": str(self.kernel),
                 "device": self.device.type,
-                "gradients": chosen.gradients,
+                "gradients": self.gradients,
             }
             self._setup = used, setup, settings
         return self._setup[1:]

@@ -106,7 +106,7 @@ class Planning:
         return [Batch.joined(list(map(Batch.from_words, one))) for one in zip(*parts, strict=True)]
 
 
-class PlannedLater:
+class PlanFuture:
     """Steps whose plans a thread makes. Made by `SequenceParallel.plan_async`.
 
     The interpreter waits for the thread, at most as long as its group does for a rank.
@@ -117,7 +117,7 @@ class PlannedLater:
         make: Callable[[], tuple[Planned, ...]],
         bind: Callable[[tuple[Planned, ...]], tuple["Step", ...]],
         where: str,
-        before: "PlannedLater | None",
+        before: "PlanFuture | None",
     ) -> None:
         self._bind, self._where = bind, where
         self._steps: tuple[Step, ...] | None = None
@@ -125,12 +125,11 @@ class PlannedLater:
         args = make, None if before is None else before._plans
         threading.Thread(target=self._run, args=args, name="bascule plan").start()
 
-    @property
-    def is_ready(self) -> bool:
-        """Return whether the plans are made: then `get` does not wait."""
+    def done(self) -> bool:
+        """Return whether the plans are made: then `result` does not wait."""
         return self._plans.done()
 
-    def get(self) -> tuple["Step", ...]:
+    def result(self) -> tuple["Step", ...]:
         """Return a frozen step for each microbatch, the same ones at every call.
 
         Raises the errors of `SequenceParallel.plan_step`.

@@ -328,7 +328,7 @@ class Step:
 
     def mean_and_scale(self, values: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the mean, and the factor of its gradient."""
-        group, is_mean = self._parallel.data_group, self._parallel.options.gradients == "mean"
+        group, is_mean = self._parallel.data_group, self._parallel.gradients == "mean"
         with shared(f"step {self.number}: mean"):
             self._check_mean(values, weights)
             over = MeanOver(group, group.size if is_mean else 1, self.number)
@@ -430,7 +430,7 @@ class Step:
 
     def _made(self, settings: Settings, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
         what, causal, scale, _ = settings
-        bag, kernel, fixed = self._bag, self._parallel.options.kernel, dict[str, Any]()
+        bag, kernel, fixed = self._bag, self._parallel.kernel, dict[str, Any]()
         self._check_settings(what, causal, scale)
 
         def check() -> str:

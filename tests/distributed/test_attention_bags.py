@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from bascule import SequenceParallel, Sequences, Span, Step
 from bascule.comm.groups import Staging
-from bascule.parallel import ParallelOptions
 from bascule.train import keep_exchanges
 from tests.helpers.cases import COST
 from tests.helpers.oracle import packed_attention
@@ -179,7 +178,7 @@ def compare(
     """Compare loss and gradients on all bags of this world; return how many were compared."""
     rank, size, compared = dist.get_rank(), dist.get_world_size(), 0
     for spec, heads, kernel in BAGS[size]:
-        parallel = SequenceParallel(None, spec, COST, options=ParallelOptions(kernel=kernel))
+        parallel = SequenceParallel(None, spec, COST, kernel=kernel)
         block, alone = Block(*heads), Block(*heads)
         if is_sharded:
             fully_shard(block)

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from bascule.diffusers import BalancedModel
 from bascule.errors import CommError, ConfigError
-from bascule.parallel import ParallelOptions, SequenceParallel
+from bascule.parallel import SequenceParallel
 from bascule.plan.costs import TransformerCost
 from bascule.plan.limits import Limits
 from bascule.train import train_step
@@ -470,8 +470,7 @@ def misbuilt() -> dict[str, Any]:
     found["most"] = raised_by(BalancedModel, model, sp, length_fn=num_tokens, max_tokens=most)
     BalancedModel(model, sp, length_fn=num_tokens)
     found["twice"] = raised_by(BalancedModel, model, sp, length_fn=num_tokens)
-    options = ParallelOptions(data_group=dist.group.WORLD)
-    wide = SequenceParallel(None, "g1n2", COST, timeout_s=15.0, options=options)
+    wide = SequenceParallel(None, "g1n2", COST, timeout_s=15.0, data_group=dist.group.WORLD)
     other = make_model(cases_of("flux")[0], F64)
     found["data_group"] = raised_by(BalancedModel, other, wide, length_fn=num_tokens)
     return found

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from bascule.comm.wire import Wire
+from bascule.comm.quantized import Quantized
 from bascule.diffusers import Cut, SplitTable, parallelize
 from bascule.diffusers.compiling import check_mode
 from bascule.errors import ConfigError
@@ -72,7 +72,7 @@ SETTINGS: list[tuple[Callable[..., Any], dict[str, Any], dict[str, Any], bool]] 
     (make_small, {"ring_degree": 2}, {"dynamic": True}, True),
     (make_large, {"ulysses_degree": 2}, {}, True),
     (make_large, {"ring_degree": 2}, {"mode": "max-autotune-no-cudagraphs"}, True),
-    (make_large, {"ulysses_degree": 2, "wire": Wire("int8", centered=True)}, {}, False),
+    (make_large, {"ulysses_degree": 2, "comm_dtype": Quantized("int8", centered=True)}, {}, False),
 ]
 
 
@@ -119,7 +119,7 @@ def test_one_graph_gives_what_eager_mode_gives(number: int) -> None:
     for found in run_ranks(compiled, 2, *SETTINGS[number]):
         assert found["graphs"] == 1 and found["breaks"] == 0, found
         assert max(found["eager"], found["grads"]) < 1e-12 and found["undone"], found
-        if "wire" not in SETTINGS[number][1]:
+        if "comm_dtype" not in SETTINGS[number][1]:
             assert max(found["whole"], found["averaged"]) < 1e-12, found
             assert found["verified"].startswith("the mesh agrees"), found
 

@@ -31,7 +31,7 @@ from bascule.attention.kernels.protocol import Attended, Grads, KernelQuery, Out
 from bascule.attention.mask import AttentionMask
 from bascule.attention.sparse.attend import rows_of, sparse_attention
 from bascule.encoders import BalancedEncoder
-from bascule.parallel import ParallelOptions, SequenceParallel
+from bascule.parallel import SequenceParallel
 from bascule.plan.sparse import BlockLayout, SparsePlanner, block_lens
 from tests.helpers.calls_made import ALL_TO_ALL, RING, calls_made
 from tests.helpers.cases import COST
@@ -100,7 +100,7 @@ def counted(call: Callable[[], object]) -> Row:
 
 
 def of_a_step(spec: str, lens: list[int]) -> dict[str, Row]:
-    parallel = SequenceParallel(None, spec, COST, options=ParallelOptions(kernel="varlen"))
+    parallel = SequenceParallel(None, spec, COST, kernel="varlen")
     step = parallel.plan(lens)
     num_tokens, ids = step.local.positions.size, torch.arange(sum(lens))
     x, vec, rows = (torch.randn(n, 4).requires_grad_() for n in (len(ids), len(lens), num_tokens))

@@ -16,7 +16,7 @@ from bascule.attention.api import AttentionMesh, attention, gather
 from bascule.attention.layout import SequenceLayout
 from bascule.comm.exchange import BoundRoute, exchange
 from bascule.comm.groups import member_of, resolve
-from bascule.parallel import ParallelOptions, SequenceParallel, Step
+from bascule.parallel import SequenceParallel, Step
 from bascule.plan.routes import Route
 from tests.helpers.calls_made import ALL_TO_ALL, calls_made
 from tests.helpers.cases import COST, LENGTHS
@@ -283,8 +283,7 @@ def mean_of(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 def all_means(gradients: Any) -> float:
     """Largest error, in units of the rounding of the dtype."""
     rank, num, worst = dist.get_rank(), dist.get_world_size(), 0.0
-    options = ParallelOptions(gradients=gradients)
-    step = SequenceParallel(None, "g1n1", COST, options=options).plan([1])
+    step = SequenceParallel(None, "g1n1", COST, gradients=gradients).plan([1])
     for (seed, name), dtype, kind in itertools.product(enumerate(VALUES), MEANS, KINDS):
         rows, of_row, of_weights = VALUES[name]
         draw = torch.Generator().manual_seed(seed)

@@ -23,7 +23,6 @@ from bascule.comm.collectives import all_reduce
 from bascule.comm.failures import LOOK_S, ask, leave, read, shared
 from bascule.comm.groups import RankGroup, member_of, new_group, resolve
 from bascule.data import LoaderOptions
-from bascule.diffusers import InferenceOptions
 from bascule.encoders import BalancedEncoder, EncoderOptions
 from bascule.errors import CommError, ConfigError
 from bascule.parallel import SequenceParallel
@@ -151,7 +150,6 @@ def test_who_stops_is_named_when_the_time_is_over(place: str, tmp_path: Path) ->
 OPTIONS: dict[str, Callable[[], object]] = {
     "AttentionOptions": lambda: AttentionOptions(kernel="none"),
     "EncoderOptions": lambda: EncoderOptions(locality_tolerance=-1.0),
-    "InferenceOptions": lambda: InferenceOptions(kernel="none"),
     "LoaderOptions": lambda: LoaderOptions(min_gain=2.0),
 }
 

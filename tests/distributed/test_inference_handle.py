@@ -233,7 +233,7 @@ class Softmax(nn.Module):
 
 def refusals() -> list[str]:
     model, inputs = make_toy(heads=2, kv_heads=2), toy_inputs()
-    blocks, whole, image = TABLE.blocks, TABLE.whole, Cut("image")
+    blocks, whole, image = TABLE.blocks, TABLE.replicated, Cut("image")
     absent = SplitTable(("image",), {}, {"tail": image}, {"blocks.*": ("image",)})
     late = SplitTable(TABLE.segments, {"": {"text": Cut("text")}}, {}, blocks, ("image", *whole))
     cut_late = {"": {"text": Cut("text")}, "head": {"input": image}}
@@ -278,13 +278,13 @@ def refusals() -> list[str]:
 def test_what_cannot_be_split_is_refused_with_the_reason() -> None:
     texts = (
         "no split table for Toy: write one",
-        "ring_degree 1 x ulysses_degree 1 on 4 ranks",
-        "ring_degree 2 x ulysses_degree 3 on 4 ranks: the product must be 4",
-        "ring_degree -2 x ulysses_degree -2",
+        "ring 1 x Ulysses 1 on 4 ranks",
+        "ring 2 x Ulysses 3 on 4 ranks: the product of degrees must be 4",
+        "ring -2 x Ulysses -2",
         "give a mesh or degrees, not both",
         "Pipeline has none",
         "names 'tail', and Toy has no such module",
-        "names the segment 'image' in segments, and cuts text",
+        "names the segment 'image', and cuts text",
         "2 heads for 4 Ulysses ranks",
         "split over ranks already",
         "the tensors of extra",

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack
 
-from bascule.comm.wire import Wire
 from bascule.diffusers import Cut, SparseConfig, SplitTable, parallelize
 from bascule.errors import ConfigError
 from bascule.workload import save_masks
@@ -284,7 +283,7 @@ def refused() -> list[tuple[list[str], str]]:
         said.append(raised_by(handle.model, inputs["image"]))
     give = {"mesh": mesh, "table": TABLE}
     config = SparseConfig(keep=0.5)
-    said.append(raised_by(parallelize, make_toy(), wire=Wire("int8"), sparse=config, **give))
+    said.append(raised_by(parallelize, make_toy(), comm_dtype="int8", sparse=config, **give))
     other = SparseConfig(keep=0.5 + 0.1 * dist.get_rank())
     said.append(raised_by(parallelize, make_toy(), sparse=other, **give))
     masks[-1, -1, -1, -1, -1] ^= dist.get_rank() == 1
@@ -307,7 +306,7 @@ def test_what_is_refused_on_all_ranks() -> None:
         "compile: block-sparse attention is planned in every step",
         "gives it a mask of shape (2, 1, 1, 24)",
         "gives it is_causal=True",
-        "leave out wire or sparse",
+        "leave out comm_dtype or sparse",
         "disagree on sparse: keep: ",
         "disagree on sparse: masks: ",
     ]

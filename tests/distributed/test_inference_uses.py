@@ -210,7 +210,7 @@ LATE = replace(
         "": {"text_mask": Mask("text"), "image": Cut("image")},
         "blocks.0": {"text": Cut("text")},
     },
-    whole=("text", *TABLE.whole),
+    replicated=("text", *TABLE.replicated),
     attends={},
     blocks={"blocks.*": ("text", "image")},
 )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from bascule.comm.wire import Wire
+from bascule.comm.quantized import Quantized
 from bascule.diffusers import ParallelHandle, parallelize
 from bascule.errors import CommError, ConfigError
 from bascule.plan.machine import HardwareProfile
@@ -185,10 +185,10 @@ def explained(ring: int, ulysses: int) -> dict[str, Any]:
     found: dict[str, Any] = {"counted": [], "said": [], "tokens": []}
     mesh = make_mesh(ring, ulysses)
     place = dist.get_rank()
-    centred = Wire("int8", centered=True)
-    for kv_heads, wire in ((6, None), (2, None), (2, Wire("int8")), (2, centred)):
+    centred = Quantized("int8", centered=True)
+    for kv_heads, wire in ((6, None), (2, None), (2, Quantized("int8")), (2, centred)):
         model = make_toy(heads=6, kv_heads=kv_heads)
-        with parallelize(model, mesh=mesh, table=TABLE, wire=wire) as handle:
+        with parallelize(model, mesh=mesh, table=TABLE, comm_dtype=wire) as handle:
             with calls_made() as sent, torch.no_grad():
                 model(**toy_inputs(text=5, image=12))
             cost = handle.explain().chosen
@@ -269,7 +269,9 @@ def with_wire() -> tuple[float, float, bool]:
     inputs = toy_inputs(text=5, image=12)
     with torch.no_grad():
         expected = model(**inputs)
-        with parallelize(model, mesh=mesh, table=TABLE, wire=Wire("int8", centered=True)) as one:
+        with parallelize(
+            model, mesh=mesh, table=TABLE, comm_dtype=Quantized("int8", centered=True)
+        ) as one:
             error = float((model(**inputs) - expected).norm() / expected.norm())
             verified = one.verify(**inputs)
     return error, next(iter(verified.outputs.values())), verified.ok

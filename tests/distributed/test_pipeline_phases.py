@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bascule.diffusers import InferenceOptions, parallelize
+from bascule.diffusers import parallelize
 from tests.helpers.inference_toy import TABLE, make_toy, toy_inputs
 from tests.helpers.pipeline_cases import PIPELINES, generated, make_pipeline, prompt_of, seeded
 from tests.helpers.ranks import raised_by, run_ranks
@@ -119,8 +119,7 @@ def test_what_cannot_be_compared_or_measured_is_refused() -> None:
 def measured() -> tuple[dict[str, float], tuple[int, int], str, bool]:
     pipeline = make_pipeline("flux")
     pipeline.vae.enable_tiling()
-    options = InferenceOptions(vae="first")
-    with torch.no_grad(), parallelize(pipeline, guidance_degree=2, options=options) as handle:
+    with torch.no_grad(), parallelize(pipeline, guidance_degree=2, vae="first") as handle:
         with handle.timed() as times:
             pipeline(**arguments("flux"))
         said = str(handle.explain())

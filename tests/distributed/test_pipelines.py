@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from bascule.diffusers import AutoMesh, InferenceOptions, SparseConfig, parallelize
+from bascule.diffusers import AutoMesh, SparseConfig, parallelize
 from bascule.diffusers.pending import Pending
 from tests.helpers.inference_toy import TABLE, make_toy, toy_inputs
 from tests.helpers.pipeline_cases import (
@@ -463,13 +463,13 @@ def encoded() -> list[float]:
 
     wanted = latents()
     encoders = pipeline.text_encoder, pipeline.text_encoder_2
-    with parallelize(pipeline, ring_degree=2, options=InferenceOptions(text_encoders="all")):
+    with parallelize(pipeline, ring_degree=2, text_encoders="all"):
         assert pipeline.text_encoder is not encoders[0]
         found.append(float((latents() - wanted).abs().max()))
     assert (pipeline.text_encoder, pipeline.text_encoder_2) == encoders
     fully_shard(pipeline.text_encoder_2)
-    for options in (InferenceOptions(), InferenceOptions(text_encoders="all")):
-        with parallelize(pipeline, ring_degree=2, options=options):
+    for way in ("own", "all"):
+        with parallelize(pipeline, ring_degree=2, text_encoders=way):
             found.append(float((latents() - wanted).abs().max()))
     return found
 
@@ -480,12 +480,12 @@ def test_prompts_are_encoded_over_ranks() -> None:
 
 
 def first_only() -> list[tuple[int, float]]:
-    found, options = list[tuple[int, float]](), InferenceOptions(vae="first")
+    found = list[tuple[int, float]]()
     for name in ("flux", "kontext"):  # which also encodes a photo, for all ranks
         pipeline = make_pipeline(name)
         pipeline.vae.enable_tiling()
         wanted = generated(name, pipeline, prompt_of(name), generator=seeded(1))
-        with parallelize(pipeline, guidance_degree=2, options=options):
+        with parallelize(pipeline, guidance_degree=2, vae="first"):
             made = generated(name, pipeline, prompt_of(name), generator=seeded(1))
         error = float((made - wanted[: len(made)]).abs().max()) if len(made) else 0.0
         found.append((len(made), error))
@@ -564,11 +564,11 @@ def refused() -> list[str]:
     told(parallelize, make_toy(), "auto", table=TABLE)
     told(parallelize, pipeline, init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",)))
     told(parallelize, pipeline, guidance_degree=2, sparse=SparseConfig(keep=0.5))
-    told(parallelize, pipeline, ring_degree=2, options=InferenceOptions(vae="first"))
-    told(parallelize, pipeline, ring_degree=2, options="all")
-    video, options = make_pipeline("wan"), InferenceOptions(vae="first")
+    told(parallelize, pipeline, ring_degree=2, vae="first")
+    told(parallelize, pipeline, ring_degree=2, vae="none")
+    video = make_pipeline("wan")
     video.vae.enable_tiling()
-    told(parallelize, video, ring_degree=2, options=options)
+    told(parallelize, video, ring_degree=2, vae="first")
     with parallelize(toy, guidance_degree=2, table=TABLE) as handle:
         told(handle.verify, prompt="a boat")
         told(toy, **inputs)
@@ -599,7 +599,7 @@ def test_what_cannot_be_done_is_refused_on_all_ranks() -> None:
         "a mesh with the axes ('tensor',)",
         "block-sparse attention counts the forward passes of a step",
         "call pipeline.vae.enable_tiling() before parallelize",
-        "options is 'all': give InferenceOptions(..)",
+        "'none'",
         "which cannot put together a video of no frames",
         "verify: a Toy takes no 'prompt'",
         "guidance over ranks has no gradients",

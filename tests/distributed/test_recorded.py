@@ -22,7 +22,7 @@ from bascule.attention import api, usp
 from bascule.attention.api import AttentionMesh, AttentionOptions, SequenceLayout, attention, split
 from bascule.attention.tokens import form_of, gather_tokens, reduce_tokens
 from bascule.comm.mesh import place_in
-from bascule.comm.wire import Wire
+from bascule.comm.quantized import Quantized
 from bascule.parallel import SequenceParallel, Step
 from bascule.train import keep_exchanges
 from tests.helpers.calls_made import calls_made
@@ -360,7 +360,7 @@ def with_projection(
     mesh: AttentionMesh,
     layout: SequenceLayout | None,
     causal: bool,
-    wire: Wire | None = None,
+    wire: Quantized | None = None,
 ) -> Tensor:
     """Attention with something before and after it for the compiler to fuse."""
     q, k = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) for x in (q, k))
@@ -371,7 +371,7 @@ def with_projection(
         mesh,
         attn_mask=mask,
         is_causal=causal,
-        options=AttentionOptions(layout=layout, wire=wire),
+        options=AttentionOptions(layout=layout, comm_dtype=wire),
     )
     return torch.nn.functional.gelu(out.transpose(1, 2).flatten(2)).sin()
 
@@ -529,7 +529,7 @@ def with_a_wire(ring: int, ulysses: int) -> tuple[list[float], int]:
         leaves = tensors({"shape": (1, 5, 5, 4)}, mesh, layout)
         mask = torch.ones(1, 1, 1, layout.seq_len, dtype=torch.bool)
         mask[..., text // 2 : text] = False
-        for wire in (Wire("int8"), Wire("e4m3", centered=True)):
+        for wire in (Quantized("int8"), Quantized("e4m3", centered=True)):
             want = outcome(with_projection, leaves, mask, mesh, layout, False, wire)
             found = outcome(compiled, leaves, mask, mesh, layout, False, wire)
             errors.append(max(difference(a, b) for a, b in zip(found, want, strict=True)))
@@ -558,8 +558,8 @@ def check_operators(ring: int, ulysses: int, dtype: torch.dtype) -> None:
         q, k, v = (
             x.detach().to(dtype).requires_grad_() for x in tensors(MESH_CASES[1], mesh, layout)
         )
-        for wire in (None, Wire("int8"), Wire("int8", centered=True)):
-            options = AttentionOptions(layout, wire=wire, overlap=overlap)
+        for wire in (None, Quantized("int8"), Quantized("int8", centered=True)):
+            options = AttentionOptions(layout, comm_dtype=wire, overlap=overlap)
             form = api._form(q, k, v, mesh, None, False, 0.5, options)
             settings = None, form.sizes, form.name
             calls.append((usp.attend_op, (q, k, v, *settings)))

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from bascule import (
     BalancedLoader,
     Limits,
-    ParallelOptions,
     SequenceParallel,
     Sequences,
     TransformerCost,
@@ -55,7 +54,7 @@ def planned(lens: Any = (3,), **settings: Any) -> object:
 
 
 def planned_by(name: str) -> object:
-    return planned(options=ParallelOptions(name))
+    return planned(planner=name)
 
 
 def changed_cost(cost: TransformerCost) -> object:
@@ -80,8 +79,7 @@ def failed(error: Exception | None) -> object:
 
 
 def attended(q: Any = (6, 4, 8), kv: Any = None, kernel: str | None = None) -> object:
-    options = ParallelOptions() if kernel is None else ParallelOptions(kernel=kernel)
-    step = made("g2n1", options=options).plan([6])
+    step = made("g2n1", kernel=kernel).plan([6])
     keys = torch.zeros(kv or q)
     return step.attend(torch.zeros(q), keys, keys)
 
@@ -307,14 +305,14 @@ ROWS: dict[str, Row] = {
     ),
     "planner": (
         made,
-        one("options", ParallelOptions("knapsack")),
+        one("planner", "knapsack"),
         CommError,
         ("disagree on planner", "knapsack"),
     ),
     "no planner": (planned_by, both(name="magic"), ConfigError, ("'magic'",)),
     "locality_tolerance": (
         made,
-        one("options", ParallelOptions(locality_tolerance=0.5)),
+        one("locality_tolerance", 0.5),
         CommError,
         ("disagree on locality_tolerance",),
     ),
@@ -339,7 +337,7 @@ ROWS: dict[str, Row] = {
         CommError,
         ("cluster",),
     ),
-    "kernel": (made, one("options", ParallelOptions(kernel="plain")), CommError, ("kernel",)),
+    "kernel": (made, one("kernel", "plain"), CommError, ("kernel",)),
     "timeout": (
         lambda timeout_s: made(timeout_s=timeout_s),
         ({"timeout_s": 60.0}, {"timeout_s": 30.0}),
@@ -727,8 +725,8 @@ def other_groups() -> Error:
     if group == 0:  # only one of the two groups takes another step
         assert of_axis.plan([9]).plan.num_ranks == 2
     values = torch.ones(1 + rank, requires_grad=True)
-    options = ParallelOptions(data_group=dist.group.WORLD)
-    everywhere = SequenceParallel(mesh["sp"], "g2n1", COST, options=options).plan([])
+    data_group = dist.group.WORLD
+    everywhere = SequenceParallel(mesh["sp"], "g2n1", COST, data_group=data_group).plan([])
     everywhere.mean(values).backward()
     assert values.grad is not None and bool((values.grad == 4 / 10).all())
     return refused

@@ -128,7 +128,7 @@ def mixed() -> None:
     assert linear.weight.grad is not None
     want, linear.weight.grad = linear.weight.grad, None
     steps = parallel.plan_step([micro[rank] for micro in lens], mixes=True)
-    later = parallel.plan_async([micro[rank] for micro in lens], mixes=True).get()
+    later = parallel.plan_async([micro[rank] for micro in lens], mixes=True).result()
     assert [step.plan for step in later] == [step.plan for step in steps]
     seen = sorted(tuple(pair) for step in steps for pair in step.sources.tolist())
     assert seen == [(m, place) for m, micro in enumerate(lens) for place in range(len(micro[rank]))]
@@ -157,8 +157,8 @@ def planned_behind() -> None:
     second = parallel.plan_async(lengths_of(rank), sync="step")
     now = parallel.plan([8])
     third = parallel.plan_async([[rank]])
-    (one,), several, (last,) = first.get(), second.get(), third.get()
-    assert first.get()[0] is one and first.is_ready
+    (one,), several, (last,) = first.result(), second.result(), third.result()
+    assert first.result()[0] is one and first.done()
     for step in (last, now, *reversed(several), one):  # all are alive
         x = torch.arange(float(step.plan.seq_lens[step.plan.source_ranks == rank].sum()))
         assert torch.equal(step.restore(step.route(x=x)["x"]), x)
@@ -166,10 +166,10 @@ def planned_behind() -> None:
     if rank:
         dist.barrier()
     waiting = parallel.plan_async([[5]])
-    was_ready = waiting.is_ready
+    was_ready = waiting.done()
     if rank == 0:
         dist.barrier()
-    waiting.get()
+    waiting.result()
     assert [step.number for step in (one, *several, now, last)] == [1, 2, 3, 4, 5, 6, 7]
     wanted = plan_step(LENS, "g2n1", COST, sync="step")
     assert [step.plan for step in several] == list(wanted)
@@ -187,16 +187,16 @@ def failing_behind(kind: str) -> str:
         return np.asarray(lens, dtype=np.float64)
 
     parallel = SequenceParallel(None, "g1n1", cost, timeout_s=100.0)
-    parallel.plan_async([[1]]).get()
-    of_length = raised_by(parallel.plan_async([[-1 if rank else 1]]).get)[1]
-    assert "-1" in of_length and parallel.plan_async([[2]]).get()[0].plan.num_ranks == 2
+    parallel.plan_async([[1]]).result()
+    of_length = raised_by(parallel.plan_async([[-1 if rank else 1]]).result)[1]
+    assert "-1" in of_length and parallel.plan_async([[2]]).result()[0].plan.num_ranks == 2
     try:
         with parallel.plan([3]) as step:
             if kind == "the user's code" and rank:
                 raise ZeroDivisionError("no such sample")
-            parallel.plan_async([[7]]).get()
+            parallel.plan_async([[7]]).result()
             step.mean(torch.ones(1))
-            parallel.plan_async([[1]]).get()
+            parallel.plan_async([[1]]).result()
     except (ZeroDivisionError, CommError, ConfigError) as error:
         return str(error)
     return ""

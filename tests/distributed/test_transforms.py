@@ -10,7 +10,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from bascule import SequenceParallel, Step
 from bascule.errors import CommError, ConfigError
-from bascule.parallel import ParallelOptions
 from tests.helpers.cases import COST
 from tests.helpers.ranks import run_ranks
 
@@ -105,7 +104,7 @@ def refused_devices() -> list[str]:
     said: list[str] = []
     for device in ("cuda", "foo", 3.5):
         try:
-            SequenceParallel(None, "g1n2", COST, options=ParallelOptions(device=device))  # pyright: ignore
+            SequenceParallel(None, "g1n2", COST, device=device)  # pyright: ignore
         except CommError as error:
             said.append(str(error))
     return said

@@ -102,7 +102,7 @@ def no_tensors() -> list[tuple[list[str], str]]:
     calls: list[Callable[[], Any]] = [
         lambda: attention(None, None, None, mesh),  # pyright: ignore[reportArgumentType]
         lambda: attention(q.to_sparse(), q, q, mesh),
-        lambda: attention(q, q, q, mesh, options=AttentionOptions(wire="int8")),  # pyright: ignore[reportArgumentType]
+        lambda: attention(q, q, q, mesh, options=AttentionOptions(comm_dtype="int4")),  # pyright: ignore[reportArgumentType]
         lambda: attention(q, q, q, mesh, options=AttentionOptions(kernel=5)),  # pyright: ignore[reportArgumentType]
         lambda: SequenceLayout("9"),  # pyright: ignore[reportArgumentType]
         lambda: SequenceLayout((9,), 0),

@@ -22,7 +22,7 @@ from bascule.attention.api import (
 from bascule.attention.layout import positions_on
 from bascule.comm.collectives import Transfers
 from bascule.comm.groups import RankGroup
-from bascule.comm.wire import Wire
+from bascule.comm.quantized import Quantized
 from tests.helpers.mesh_cases import (
     Three,
     difference,
@@ -52,7 +52,7 @@ CASES: list[dict[str, Any]] = [
 Places = list[tuple[int, int]]
 
 
-def rounded(x: Tensor, layout: SequenceLayout, places: list[Places], wire: Wire) -> Tensor:
+def rounded(x: Tensor, layout: SequenceLayout, places: list[Places], wire: Quantized) -> Tensor:
     """(B, H, S, D) as it arrives if the tokens of these ranks are packed together."""
     arrived = x.clone()
     for ranks in places:
@@ -68,7 +68,7 @@ def straight_through(
     mask: Tensor | None,
     causal: bool,
     layout: SequenceLayout,
-    wire: Wire,
+    wire: Quantized,
 ) -> list[Tensor]:
     """Output and gradients, from all tokens: each ring rank's queries with the keys that it has."""
     rings = [
@@ -112,7 +112,7 @@ def layout_of(case: dict[str, Any], mesh: AttentionMesh) -> SequenceLayout:
     return SequenceLayout(case["segments"], *mesh.degrees, zigzag, replicated)
 
 
-def compare(mesh: AttentionMesh, case: dict[str, Any], wire: Wire) -> dict[str, float]:
+def compare(mesh: AttentionMesh, case: dict[str, Any], wire: Quantized) -> dict[str, float]:
     """Differences to the straight-through estimate, and what comes of no key at all."""
     layout, kind = layout_of(case, mesh), case.get("mask", "none")
     batch, heads, _, _ = case["shape"]
@@ -125,7 +125,7 @@ def compare(mesh: AttentionMesh, case: dict[str, Any], wire: Wire) -> dict[str, 
         mesh,
         attn_mask=mask,
         is_causal=causal,
-        options=AttentionOptions(layout=layout, wire=wire, overlap=case.get("overlap")),
+        options=AttentionOptions(layout=layout, comm_dtype=wire, overlap=case.get("overlap")),
     )
     own_grad = torch.randn(out.shape, generator=torch.manual_seed(dist.get_rank())).to(out)
     grads = torch.autograd.grad(out, leaves, own_grad)
@@ -170,8 +170,8 @@ def half_the_bytes(mesh: AttentionMesh) -> None:
     leaves = three(split(x, mesh, layout, 2).requires_grad_() for x in whole)
     found: list[dict[str, int]] = []
     outs: list[Tensor] = []
-    for wire in (None, Wire("e4m3"), Wire("int8", centered=True)):
-        options = AttentionOptions(layout=layout, wire=wire)
+    for wire in (None, Quantized("e4m3"), Quantized("int8", centered=True)):
+        options = AttentionOptions(layout=layout, comm_dtype=wire)
         attention(*leaves, mesh, options=options)  # the first call agrees on the form
         with counted(mesh) as sent:
             outs.append(attention(*leaves, mesh, options=options))
@@ -198,18 +198,18 @@ def half_the_bytes(mesh: AttentionMesh) -> None:
 def packed_once(mesh: AttentionMesh) -> None:
     """Keys and values of a ring, forward and backward."""
     q = torch.randn(1, 2, 5, 8, requires_grad=True)
-    with mock.patch.object(Wire, "pack", autospec=True, side_effect=Wire.pack) as pack:
-        out = attention(q, q, q, mesh, options=AttentionOptions(wire=Wire("int8")))
+    with mock.patch.object(Quantized, "pack", autospec=True, side_effect=Quantized.pack) as pack:
+        out = attention(q, q, q, mesh, options=AttentionOptions(comm_dtype=Quantized("int8")))
         assert pack.call_count == 2
         out.sum().backward()
         assert pack.call_count == 4
 
 
-INT8 = Wire("int8")
-DISAGREEING: list[tuple[Wire | None, Wire | None, torch.dtype, str]] = [
+INT8 = Quantized("int8")
+DISAGREEING: list[tuple[Quantized | None, Quantized | None, torch.dtype, str]] = [
     (None, INT8, torch.float32, "int8"),
-    (INT8, Wire("e4m3"), torch.float32, "e4m3"),
-    (INT8, Wire("int8", centered=True), torch.float32, "centered=True"),
+    (INT8, Quantized("e4m3"), torch.float32, "e4m3"),
+    (INT8, Quantized("int8", centered=True), torch.float32, "centered=True"),
     (INT8, INT8, torch.bfloat16, "torch.bfloat16"),
 ]
 
@@ -219,7 +219,7 @@ def disagreements(mesh: AttentionMesh) -> None:
     is_last = dist.get_rank() == dist.get_world_size() - 1
     for number, (first, last, dtype, words) in enumerate(DISAGREEING):
         x = torch.randn(1, 4, 3 + number, 8).to(dtype if is_last else torch.float32)
-        options = AttentionOptions(wire=last if is_last else first)
+        options = AttentionOptions(comm_dtype=last if is_last else first)
         names, text = raised_by(attention, x, x, x, mesh, options=options)
         assert "CommError" in names and words in text and "disagree on the form" in text, text
 
@@ -246,6 +246,6 @@ def test_one_rank_needs_no_wire() -> None:
     q, k, v = normal({"shape": (2, 6, 3, 16)}, 9, torch.float64)
     want = reference(q, k, v, None, False)
     for wire in WIRES:
-        options = AttentionOptions(wire=wire)
+        options = AttentionOptions(comm_dtype=wire)
         out = attention(q, k, v, AttentionMesh(None, None, None), options=options)
         assert difference(out, want) < 1e-12

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from bascule.models import MMDiT
-from bascule.parallel import ParallelOptions, SequenceParallel
+from bascule.parallel import SequenceParallel
 from bascule.plan.step import Sync
 from bascule.train import train_step
 from tests.helpers.cases import (
@@ -108,7 +108,7 @@ def summing() -> Made:
     model = sharded(make_model(CONFIG), mesh)
     for module in (*blocks_of(model), model):
         module.set_gradient_divide_factor(1.0)  # pyright: ignore[reportCallIssue]
-    return model, SequenceParallel(mesh, "g2n1", COST, options=ParallelOptions(gradients="sum"))
+    return model, SequenceParallel(mesh, "g2n1", COST, gradients="sum")
 
 
 def hsdp(*, is_isolated: bool) -> Made:
@@ -117,8 +117,7 @@ def hsdp(*, is_isolated: bool) -> Made:
     model = sharded(make_model(CONFIG), mesh)
     if not is_isolated:
         return model, SequenceParallel(None, "g1n2+g2n1", COST)
-    options = ParallelOptions(data_group=dist.group.WORLD)
-    return model, SequenceParallel(mesh["shard"], "g2n1", COST, options=options)
+    return model, SequenceParallel(mesh["shard"], "g2n1", COST, data_group=dist.group.WORLD)
 
 
 def tensor_parallel() -> Made:

@@ -12,7 +12,7 @@ from bascule.attention.kernels.protocol import Attended, AttentionKernel
 from bascule.attention.kernels.registry import KERNELS
 from bascule.errors import ConfigError
 from bascule.models import Exchange, LocalExchange, MMDiT
-from bascule.parallel import ParallelOptions, SequenceParallel
+from bascule.parallel import SequenceParallel
 from tests.helpers.cases import (
     COST,
     Batch,
@@ -143,9 +143,7 @@ def worst_errors(dtype: torch.dtype, kernel: str | None) -> list[float]:
     rough = make_model(config, dtype).cuda()
     exact = make_model(config).cuda()
     exact.load_state_dict(rough.state_dict())
-    parallel = SequenceParallel(
-        None, "g1n1", COST, options=ParallelOptions(kernel=kernel), timeout_s=60.0
-    )
+    parallel = SequenceParallel(None, "g1n1", COST, kernel=kernel, timeout_s=60.0)
     assert parallel.device.type == "cuda"
     batches: list[Batch] = [random_batch(1, seed) for seed in range(4)]
     batches += edge_batches(1).values()

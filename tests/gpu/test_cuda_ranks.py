@@ -7,7 +7,7 @@ without a device everything here is skipped.
 import pytest
 import torch
 
-from bascule.comm.wire import Wire
+from bascule.comm.quantized import Quantized
 from tests.helpers.device_runs import MODELS, split_together, train_together
 from tests.helpers.ranks import run_ranks
 
@@ -35,9 +35,9 @@ def test_a_thousand_steps_are_those_of_one_process(topology: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("ulysses", "ring"), [(2, 1), (1, 2)])
-@pytest.mark.parametrize(("wire", "allowed"), [(None, 2e-3), (Wire("int8"), 3e-2)])
+@pytest.mark.parametrize(("wire", "allowed"), [(None, 2e-3), (Quantized("int8"), 3e-2)])
 def test_models_are_those_of_one_process(
-    name: str, ulysses: int, ring: int, wire: Wire | None, allowed: float
+    name: str, ulysses: int, ring: int, wire: Quantized | None, allowed: float
 ) -> None:
     pytest.importorskip("diffusers")
     errors = run_ranks(split_together, 2, "cuda", name, ulysses, ring, wire)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from bascule.comm import stage_cuda
-from bascule.comm.wire import Wire
+from bascule.comm.quantized import CommDtype, Quantized
 from bascule.data.cost_tracker import CostTracker
 from bascule.data.loader import BalancedLoader, LoaderOptions
 from bascule.diffusers import parallelize
 from bascule.models import LocalExchange, PackedBatch
-from bascule.parallel import ParallelOptions, SequenceParallel
+from bascule.parallel import SequenceParallel
 from bascule.plan.costs import PolynomialCost
 from tests.helpers.cases import (
     COST,
@@ -89,8 +89,7 @@ def packed_errors(
     device = first_device(kind)
     rough, exact = make_model(CONFIG, dtype).to(device), make_model(CONFIG)
     exact.load_state_dict(rough.state_dict())
-    options = ParallelOptions(device=device, kernel=kernel)
-    sp = SequenceParallel(None, "g1n1", COST, options=options)
+    sp = SequenceParallel(None, "g1n1", COST, device=device, kernel=kernel)
     found: list[tuple[str, float, float]] = []
     for name, batch in all_batches(1, 4).items():
         alone = Samples.draw(batch[0], CONFIG)
@@ -114,7 +113,7 @@ def packed_errors(
 def routed_on_streams(kind: str, num_steps: int) -> int:
     """Rows that came back changed, where their memory is used again at once by another stream."""
     device = first_device(kind)
-    sp = SequenceParallel(None, "g1n1", COST, options=ParallelOptions(device=device))
+    sp = SequenceParallel(None, "g1n1", COST, device=device)
     lens, num_wrong = [300, 0, 77, 1024], torch.zeros((), dtype=torch.int64, device=device)
     slow = torch.randn(1024, 1024, device=device)
     for number in range(num_steps):
@@ -144,7 +143,7 @@ def quiet_steps(kind: str) -> list[float]:
     device, losses = first_device(kind), list[Tensor]()
     model = make_model(CONFIG, torch.float32).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    sp = SequenceParallel(None, "g1n1", COST, options=ParallelOptions(device=device))
+    sp = SequenceParallel(None, "g1n1", COST, device=device)
     batch = random_batch(1, 3)
     samples = on_device(own_samples(batch, CONFIG, 0, torch.float32), device)
     rows = samples.inputs.is_image.nonzero()[:, 0].to(device)
@@ -175,7 +174,7 @@ def wire_bytes(kind: str, fmt: Literal["int8", "e4m3"]) -> tuple[float, float]:
     x = torch.randn(2, 4, 301, 64, generator=generator) * 3
     x[:, :, 0] = 0.0
     x[:, :, 1, 5] = torch.inf
-    wire = Wire(fmt)
+    wire = Quantized(fmt)
     packed = wire.pack(x.to(device))
     alike = (packed.cpu() == wire.pack(x)).double().mean()
     back = wire.unpack(packed, torch.float32).cpu()
@@ -245,8 +244,7 @@ def train_together(kind: str, topology: str, num_steps: int, check_every: int) -
     """Steps of ranks that share a device, over gloo; how many were compared with one process."""
     device, num_checked = first_device(kind), 0
     stage_cuda()
-    options = ParallelOptions(device=device, kernel="plain")
-    sp = SequenceParallel(None, topology, COST, options=options)
+    sp = SequenceParallel(None, topology, COST, device=device, kernel="plain")
     model, whole = make_model(CONFIG).to(device), make_model(CONFIG)
     for number in range(num_steps):
         batch: Batch = random_batch(sp.group.size, number)
@@ -266,7 +264,9 @@ def train_together(kind: str, topology: str, num_steps: int, check_every: int) -
     return num_checked
 
 
-def split_together(kind: str, name: str, ulysses: int, ring: int, wire: Wire | None) -> float:
+def split_together(
+    kind: str, name: str, ulysses: int, ring: int, comm_dtype: CommDtype | None
+) -> float:
     """Error of a model that ranks on one device split, against the same on one of them."""
     device = first_device(kind)
     stage_cuda()
@@ -274,6 +274,6 @@ def split_together(kind: str, name: str, ulysses: int, ring: int, wire: Wire | N
     given = {key: x.to(device) if isinstance(x, Tensor) else x for key, x in inputs.items()}
     with torch.no_grad():
         wanted = model(**given)[0].clone()
-        degrees = {"ulysses_degree": ulysses, "ring_degree": ring}
-        with parallelize(model, wire=wire, **degrees):  # pyright: ignore[reportArgumentType]
+        degrees: Any = {"ulysses_degree": ulysses, "ring_degree": ring}
+        with parallelize(model, comm_dtype=comm_dtype, **degrees):
             return difference(model(**given)[0], wanted)

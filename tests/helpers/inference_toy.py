@@ -15,7 +15,7 @@ TABLE = SplitTable(
     inputs={"": {"text": Cut("text"), "text_mask": Mask("text"), "image": Cut("image")}},
     gathers={"head": Cut("image")},
     blocks={"blocks.*": ("text", "image")},
-    whole=("context", "time"),
+    replicated=("context", "time"),
     attends={"blocks.*.cross": ()},
 )
 

@@ -9,11 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from bascule.comm.wire import Wire
 from bascule.diffusers import (
     AutoMesh,
     Cut,
-    InferenceOptions,
     Keys,
     Mask,
     SparseConfig,
@@ -114,28 +112,10 @@ DEGREES: dict[str, Wrong] = {
 
 SPLIT = {"ulysses_degree": 2}
 SETTINGS: dict[str, Wrong] = {
-    "options as a dict": (given(options={"vae": "own"}, **SPLIT), "give InferenceOptions(..)"),
-    "options, a class": (
-        lambda: parallelize(make_toy(), table=TABLE, options=InferenceOptions, **SPLIT),  # pyright: ignore[reportArgumentType]
-        "give InferenceOptions(..)",
-    ),
-    "vae": (lambda: InferenceOptions(vae="none"), "choose one of 'all', 'first', 'own'"),  # pyright: ignore[reportArgumentType]
-    "text encoders": (
-        lambda: InferenceOptions(text_encoders="first"),  # pyright: ignore[reportArgumentType]
-        "choose one of 'all', 'own'",
-    ),
-    "a vae that has no hash": (lambda: InferenceOptions(vae=["own"]), "choose one of"),  # pyright: ignore[reportArgumentType]
-    "overlap": (lambda: InferenceOptions(overlap="yes"), "overlap='yes'"),  # pyright: ignore[reportArgumentType]
-    "double buffer": (lambda: InferenceOptions(double_buffer=None), "double_buffer=None"),  # pyright: ignore[reportArgumentType]
-    "kernel": (lambda: InferenceOptions(kernel="flash3"), "kernel 'flash3': choose one of"),
-    "a kernel's number": (lambda: InferenceOptions(kernel=3), "kernel 3: choose one of"),  # pyright: ignore[reportArgumentType]
-    "wire": (given(wire="int8", **SPLIT), "wire is 'int8': give a Wire"),
-    "wire, a class": (
-        lambda: parallelize(make_toy(), table=TABLE, wire=Wire, **SPLIT),  # pyright: ignore[reportArgumentType]
-        "give a Wire",
-    ),
-    "wire's format": (lambda: Wire("int4"), "wire format 'int4': choose one of int8, e4m3"),  # pyright: ignore[reportArgumentType]
-    "sparse": (given(sparse=0.5, **SPLIT), "sparse is 0.5: give a SparseConfig"),
+    "vae": (given(vae="none", **SPLIT), "'none'"),
+    "text encoders": (given(text_encoders="first", **SPLIT), "'first'"),
+    "kernel": (given(kernel="flash3", **SPLIT), "kernel 'flash3': choose one of"),
+    "format": (given(comm_dtype="int4", **SPLIT), "comm_dtype 'int4': choose one of int8, e4m3"),
     "sparse, nothing": (lambda: SparseConfig(), "give one of masks, keep and mass"),
     "keep 0": (lambda: SparseConfig(keep=0.0), "keep=0.0"),
     "keep 1.5": (lambda: SparseConfig(keep=1.5), "keep=1.5"),
@@ -146,8 +126,8 @@ SETTINGS: dict[str, Wrong] = {
         "use guidance_degree=1, or leave out sparse",
     ),
     "sparse and wire": (
-        given(sparse=lambda: SparseConfig(keep=0.5), wire=lambda: Wire("int8"), **SPLIT),
-        "leave out wire or sparse",
+        given(sparse=lambda: SparseConfig(keep=0.5), comm_dtype="int8", **SPLIT),
+        "leave out comm_dtype or sparse",
     ),
     "sparse kernel": (lambda: SparseConfig(keep=0.5, kernel="flash3"), "kernel 'flash3'"),
 }
@@ -164,7 +144,7 @@ TABLES: dict[str, Wrong] = {
     "gather": (table(gathers={"proj_out": Cut("image")}), "names 'proj_out', and Toy has no"),
     "argument": (inputs(img=Cut("image")), "names an argument 'img' of Toy"),
     "whole argument": (
-        table(whole=("context", "time", "timestep")),
+        table(replicated=("context", "time", "timestep")),
         "names an argument 'timestep' of Toy",
     ),
     "argument of a module": (

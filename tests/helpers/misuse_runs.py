@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bascule.diffusers import InferenceOptions, parallelize
+from bascule.diffusers import parallelize
 from tests.helpers.misuse_arguments import Wrong
 from tests.helpers.misuse_models import SPLIT
 from tests.helpers.misuse_ranks import other
@@ -81,14 +81,8 @@ def loaded_alone(pipeline: Any) -> dict[str, Any]:
     return {}
 
 
-def on_meta() -> object:
-    pipeline = make_pipeline("flux")
-    pipeline.transformer.to("meta")
-    return parallelize(pipeline, **SPLIT)
-
-
 def with_options(**options: Any) -> Callable[[], object]:
-    return lambda: parallelize(make_pipeline("flux"), options=InferenceOptions(**options), **SPLIT)
+    return lambda: parallelize(make_pipeline("flux"), **options, **SPLIT)
 
 
 def gradients() -> object:
@@ -137,7 +131,6 @@ RUNS: dict[str, Wrong] = {
     "LoRA is off": (adapted(lambda one: setattr(one, "disable_adapters", True)), "and off"),
     "first without tiling": (with_options(vae="first"), "call pipeline.vae.enable_tiling()"),
     "gradients": (gradients, "guidance over ranks has no gradients"),
-    "on meta": (on_meta, "load its weights first"),
 }
 """Runs of pipelines, where ranks differ; and what cannot be run."""
 
@@ -151,6 +144,5 @@ QUICK = {
     "LoRA",
     "LoRA's weights",
     "first without tiling",
-    "on meta",
 }
 """Those that are not left to stress tests."""

@@ -3,17 +3,17 @@
 import torch
 from torch import Tensor
 
-from bascule.comm.wire import Format, Wire
+from bascule.comm.quantized import Format, Quantized
 
 FORMATS: list[Format] = ["int8", "e4m3"]
-WIRES = [Wire(fmt, is_taken) for fmt in FORMATS for is_taken in (False, True)]
+WIRES = [Quantized(fmt, is_taken) for fmt in FORMATS for is_taken in (False, True)]
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def there_and_back(wire: Wire, x: Tensor) -> Tensor:
+def there_and_back(wire: Quantized, x: Tensor) -> Tensor:
     return wire.unpack(wire.pack(x), x.dtype)
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from bascule.attention import PackedSequences, attend_packed
 from bascule.models import LocalExchange, MMDiT
-from bascule.parallel import ParallelOptions, SequenceParallel
+from bascule.parallel import SequenceParallel
 from tests.helpers.cases import (
     COST,
     Batch,
@@ -40,10 +40,7 @@ def train_everywhere(layouts: Layouts, batches: dict[str, Batch]) -> int:
         grouped = num_kv_heads < num_heads
         model = make_model(config_of(num_heads, num_kv_heads, head_dim=2 if grouped else 4))
         planner = "knapsack" if grouped else "lpt"
-        parallels = [
-            SequenceParallel(None, spec, COST, options=ParallelOptions(planner))
-            for spec in topologies
-        ]
+        parallels = [SequenceParallel(None, spec, COST, planner=planner) for spec in topologies]
         for name, batch in batches.items():
             want = reference_step(model, batch) if dist.get_rank() == 0 else None
             for parallel in parallels:

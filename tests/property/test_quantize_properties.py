@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bascule.comm.wire import Format, Wire
+from bascule.comm.quantized import Format, Quantized
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 FORMATS = st.sampled_from(["int8", "e4m3"])
@@ -45,7 +45,7 @@ def bound(unit: Tensor, fmt: Format) -> Tensor:
 @settings(deadline=None, max_examples=300)
 @given(any_rows(), FORMATS)
 def test_rows_are_within_their_bound_or_nan(rows: Tensor, fmt: Format) -> None:
-    found = Wire(fmt).unpack(Wire(fmt).pack(rows), torch.float64)
+    found = Quantized(fmt).unpack(Quantized(fmt).pack(rows), torch.float64)
     exact = rows.float().double()  # what float32 can hold
     is_finite = exact.isfinite().all(-1)
     assert found[~is_finite].isnan().all()
@@ -61,7 +61,7 @@ def test_rows_are_within_their_bound_or_nan(rows: Tensor, fmt: Format) -> None:
 @settings(deadline=None, max_examples=100)
 @given(any_rows(), FORMATS)
 def test_what_arrived_can_travel_on_unchanged(rows: Tensor, fmt: Format) -> None:
-    wire = Wire(fmt)
+    wire = Quantized(fmt)
     packed = wire.pack(rows)
     once = wire.unpack(packed, torch.float32)
     torch.testing.assert_close(
@@ -73,7 +73,7 @@ def test_what_arrived_can_travel_on_unchanged(rows: Tensor, fmt: Format) -> None
 @settings(deadline=None, max_examples=100)
 @given(any_rows(), FORMATS)
 def test_rows_do_not_depend_on_each_other(rows: Tensor, fmt: Format) -> None:
-    wire = Wire(fmt)
+    wire = Quantized(fmt)
     order = torch.randperm(rows.shape[0], generator=torch.Generator().manual_seed(rows.shape[1]))
     packed = wire.pack(rows)
     assert torch.equal(wire.pack(rows[order]), packed[order])
@@ -88,9 +88,9 @@ def test_rows_do_not_depend_on_each_other(rows: Tensor, fmt: Format) -> None:
 @settings(deadline=None, max_examples=200)
 @given(any_rows(), FORMATS)
 def test_no_centre_costs_codes(rows: Tensor, fmt: Format) -> None:
-    wire = Wire(fmt, centered=True)
+    wire = Quantized(fmt, centered=True)
     packed = wire.pack(rows)
-    centre = Wire(fmt).unpack(packed[:1], torch.float32)[0]
+    centre = Quantized(fmt).unpack(packed[:1], torch.float32)[0]
     found = wire.unpack(packed, torch.float64)
     exact = rows.float().double()
     assert not found[(exact == 0.0).all(-1)].any()

@@ -160,7 +160,7 @@ def test_home_never_costs_more_than_its_tolerance(
 ):
     bins = st.integers(-1, len(case.speeds) - 1)
     home = np.array(data.draw(_lists(bins, len(case.costs))), dtype=np.int64)
-    plan, near = case.assign(), case.assign(home=home, locality_tolerance=tolerance)
+    plan, near = case.assign(), case.assign(location=home, locality_tolerance=tolerance)
     assert near.makespan <= plan.makespan * (1 + tolerance) * (1 + 1e-9)
 
     def away(bin_of: np.ndarray) -> float:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from bascule.diffusers import Cut, SplitTable
 from bascule.diffusers.cp_plan import table_from_plan
-from bascule.diffusers.image_models import FLUX
-from bascule.diffusers.known import table_of
+from bascule.diffusers.tables import FLUX, table_of
 from bascule.errors import ConfigError
 
 
@@ -91,7 +90,7 @@ def test_one_attention_in_each_block_is_over_text_and_image() -> None:
     assert table.outputs == {"rope": {0: Cut((), 0, 2)}}
     assert table.gathers == {"proj_out": Cut("image", 1)}
     assert table.blocks == {"blocks.0.attn": (), "blocks.1.attn": ()}
-    assert table.whole == ("timestep",) and not table.attends
+    assert table.replicated == ("timestep",) and not table.attends
     # what a plan cuts like a token, or leaves out
     assert table.refused.keys() == {"encoder_attention_mask", "controlnet_block_samples"}
 
@@ -101,7 +100,7 @@ def test_text_that_is_attended_to_alone_is_not_cut_nor_its_mask() -> None:
     assert table.segments == ("image",)
     assert table.inputs == {"": {"hidden_states": Cut("image", 1, 3)}}
     assert table.blocks == {"blocks.0.attn1": ()} and table.attends == {"blocks.0.attn2": ()}
-    assert table.whole == ("encoder_hidden_states", "encoder_attention_mask", "timestep")
+    assert table.replicated == ("encoder_hidden_states", "encoder_attention_mask", "timestep")
 
 
 @pytest.mark.parametrize(
@@ -149,8 +148,6 @@ def test_what_is_given_comes_first_then_our_own_tables_then_plans() -> None:
     assert table_of(model, PLAN) == table_from_plan(model, PLAN)
     with pytest.raises(ConfigError, match=r"no split table for Model: .*context_parallel\(mesh\)"):
         table_of(model)
-    with pytest.raises(ConfigError, match="table is 7: give a SplitTable, or a plan"):
-        table_of(model, 7)  # pyright: ignore[reportArgumentType]
 
     class Planned(Model):
         _cp_plan = PLAN

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bascule.comm import wire as wires
-from bascule.comm.wire import Deviation, Format, Wire, measure_error
+from bascule.comm import quantized as wires
+from bascule.comm.quantized import Deviation, Format, Quantized, measure_error
 from bascule.errors import ConfigError
 from tests.helpers.oracle import dense_attention
 from tests.helpers.rows import FORMATS, WIRES, normal, there_and_back, with_offsets
@@ -57,7 +57,7 @@ def attended(*qkv: Tensor) -> Tensor:
 def test_a_value_becomes_the_nearest_code(fmt: Format) -> None:
     for dim, magnitude in itertools.product((1, 3, 5, 16, 128), (1.0, 1e-3, 1e4)):
         x = normal(9, dim, seed=dim) * magnitude
-        exact, found = x.double().numpy(), there_and_back(Wire(fmt), x).double().numpy()
+        exact, found = x.double().numpy(), there_and_back(Quantized(fmt), x).double().numpy()
         # Where two codes are as near, rounding in float32 may choose the other.
         as_near = np.abs(np.abs(found - exact) - np.abs(nearest(x, fmt) - exact))
         assert (as_near <= 1e-6 * np.abs(exact).max(-1, keepdims=True)).all(), (dim, magnitude)
@@ -65,17 +65,17 @@ def test_a_value_becomes_the_nearest_code(fmt: Format) -> None:
 
 def test_the_bytes_are_codes_and_the_peak() -> None:
     rows = torch.tensor([[127.0, -127.0, 2.4, -63.6, 0.0], [0.0, 0.5, 0.0, -0.25, 0.125]])
-    packed = Wire("int8").pack(rows)
+    packed = Quantized("int8").pack(rows)
     assert packed.dtype == torch.uint8 and packed.shape == (2, 9)
     raw = packed.numpy()
     assert raw[:, :5].view(np.int8).tolist() == [[127, -127, 2, -64, 0], [0, 127, 0, -64, 32]]
     assert raw[:, 5:].copy().view(np.float32).ravel().tolist() == [127.0, 0.5]
-    assert Wire("int8").row_bytes(5) == 9
+    assert Quantized("int8").row_bytes(5) == 9
 
 
 @pytest.mark.parametrize("wire", WIRES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_peaks_and_zeros_are_exact(wire: Wire, dtype: torch.dtype) -> None:
+def test_peaks_and_zeros_are_exact(wire: Quantized, dtype: torch.dtype) -> None:
     x = normal(200, 33).to(dtype)
     x[::3] = 0.0
     found = there_and_back(wire, x)
@@ -87,7 +87,7 @@ def test_peaks_and_zeros_are_exact(wire: Wire, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("wire", WIRES, ids=str)
-def test_a_row_that_is_not_finite_is_nan_and_no_other(wire: Wire) -> None:
+def test_a_row_that_is_not_finite_is_nan_and_no_other(wire: Quantized) -> None:
     for dtype, bad in itertools.product(DTYPES, (math.inf, -math.inf, math.nan)):
         x = with_offsets(normal(2, 3, 4, 8), 1).to(dtype)
         x[1, 2, 0, 5] = bad
@@ -98,7 +98,7 @@ def test_a_row_that_is_not_finite_is_nan_and_no_other(wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("wire", WIRES, ids=str)
-def test_any_magnitude_of_float32_has_the_same_error(wire: Wire) -> None:
+def test_any_magnitude_of_float32_has_the_same_error(wire: Quantized) -> None:
     """Of float64, what is beyond float32 is nan or zero."""
     least = 2.0**-149  # spacing of float32's subnormals
     for magnitude in (1e-45, 3e-44, 1e-40, 1.1e-38, 1.2e-38, 1e-30, 1e30, 3.4e38):
@@ -116,7 +116,7 @@ def test_any_magnitude_of_float32_has_the_same_error(wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("wire", WIRES, ids=str)
-def test_shapes(wire: Wire) -> None:
+def test_shapes(wire: Quantized) -> None:
     shapes = [(0, 8), (2, 0, 3, 5), (1, 8), (1, 1, 7), (4, 1, 1, 1)]
     for shape, dim in itertools.product(shapes, (-2, 0)):
         x, wanted = normal(*shape), list(shape)
@@ -130,7 +130,7 @@ def test_shapes(wire: Wire) -> None:
 
 @pytest.mark.parametrize("wire", WIRES, ids=str)
 @pytest.mark.parametrize("dim", [5, 8])
-def test_strides_do_not_matter(wire: Wire, dim: int) -> None:
+def test_strides_do_not_matter(wire: Quantized, dim: int) -> None:
     base = normal(6, 4, 10, dim)
     views = [
         base.transpose(1, 2),
@@ -154,14 +154,14 @@ def test_strides_do_not_matter(wire: Wire, dim: int) -> None:
 
 
 def test_wrong_input_is_refused() -> None:
-    wire, rows = Wire("int8"), torch.zeros(2, 3, 4, 12, dtype=torch.uint8)
+    wire, rows = Quantized("int8"), torch.zeros(2, 3, 4, 12, dtype=torch.uint8)
     cases: list[tuple[Any, tuple[str, ...]]] = [
-        (lambda: Wire(cast(Format, "fp8")), ("'fp8'", "int8, e4m3")),
+        (lambda: Quantized(cast(Format, "fp8")), ("'fp8'", "int8, e4m3")),
         (lambda: wire.pack(torch.zeros(2, 3, dtype=torch.int64)), ("int64", "floating-point")),
         (lambda: wire.pack(torch.zeros(2, 3, dtype=torch.complex64)), ("complex64",)),
         (lambda: wire.pack(torch.zeros(2, 0)), ("(2, 0)", "one value")),
         (lambda: wire.pack(torch.tensor(1.0)), ("()", "one value")),
-        (lambda: Wire("int8", True).pack(torch.zeros(3)), ("(3,)", "rows")),
+        (lambda: Quantized("int8", True).pack(torch.zeros(3)), ("(3,)", "rows")),
         (lambda: wire.unpack(torch.zeros(2, 12), torch.float32), ("float32", "uint8")),
         (lambda: wire.unpack(rows[..., :4], torch.float32), ("(2, 3, 4, 4)", "5 bytes")),
     ]
@@ -176,7 +176,7 @@ def test_wrong_input_is_refused() -> None:
 
 def centre_of(fmt: Format, x: Tensor) -> Tensor:
     """The centre that travels before the rows of `x`."""
-    return Wire(fmt).unpack(Wire(fmt, centered=True).pack(x)[..., :1, :], torch.float32)
+    return Quantized(fmt).unpack(Quantized(fmt, centered=True).pack(x)[..., :1, :], torch.float32)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -188,10 +188,10 @@ def test_a_centre_takes_offsets_off_the_codes(fmt: Format, dtype: torch.dtype) -
     assert (centre_of(fmt, x) - mean).abs().max() <= 0.036 * mean.abs().max()
     is_plain = ((x.float() - plain).abs() < 4.0).all(2, keepdim=True).expand_as(x)
     errors = [
-        (there_and_back(Wire(fmt, is_taken), x).double() - x.double())[is_plain].norm()
+        (there_and_back(Quantized(fmt, is_taken), x).double() - x.double())[is_plain].norm()
         for is_taken in (True, False)
     ]
-    without_offsets = there_and_back(Wire(fmt), plain.to(dtype))
+    without_offsets = there_and_back(Quantized(fmt), plain.to(dtype))
     expected = (without_offsets.double() - plain.to(dtype).double())[is_plain].norm()
     assert errors[0] < 1.05 * expected
     if fmt == "int8":  # codes of e4m3 suit small values too
@@ -215,7 +215,7 @@ def uneven_rows() -> Iterator[tuple[Tensor, Tensor, float]]:
 def test_a_centre_costs_rows_that_are_near_or_far_no_codes(fmt: Format) -> None:
     for x, some, gain in uneven_rows():
         centred, plain = (
-            (there_and_back(Wire(fmt, is_taken), x) - x)[:, :, some].norm()
+            (there_and_back(Quantized(fmt, is_taken), x) - x)[:, :, some].norm()
             for is_taken in (True, False)
         )
         assert centred < gain * plain
@@ -232,7 +232,7 @@ def test_rows_that_say_nothing_do_not_count_for_a_centre(dtype: torch.dtype) -> 
     for rows in (bad, padded[:, :, :0], padded[:, :, :30]):
         assert not centre_of("int8", rows).any()
     large = torch.full((1, 2, 5, 8), 3e38).to(dtype)  # their sum overflows in float32
-    assert there_and_back(Wire("int8", centered=True), large).isfinite().all()
+    assert there_and_back(Quantized("int8", centered=True), large).isfinite().all()
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_int8_attention_is_off_by_one_percent(with_centres: bool, dtype: torch.d
     if with_centres:
         k, v = with_offsets(k, 7), with_offsets(v, 8)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    found = measure_error(q, k, v, Wire("int8", with_centres))
+    found = measure_error(q, k, v, Quantized("int8", with_centres))
     assert max(one.relative_l2 for one in (found.q, found.k, found.v)) <= 0.007
     # What is left of the output without the offset of the values, which every output has alike.
     spread = 1.0 if dtype == torch.bfloat16 and with_centres else 0.02
@@ -263,7 +263,7 @@ def test_the_measured_error_is_the_error(
     monkeypatch.setattr(wires, "_SCORES_AT_ONCE", at_once)
     q = normal(2, heads[0], 9, 16).bfloat16()
     k, v = (with_offsets(normal(2, heads[1], 11, 16, seed=s), s).bfloat16() for s in (1, 2))
-    wire = Wire("int8", centered=True)
+    wire = Quantized("int8", centered=True)
     found = measure_error(q, k, v, wire)
     q8, k8, v8 = (there_and_back(wire, x) for x in (q, k, v))
     exact, out_kv = attended(q, k, v), attended(q, k8, v8)
@@ -293,7 +293,7 @@ def test_deviations_of_nothing_and_of_nan() -> None:
 
 
 @pytest.mark.parametrize("wire", WIRES, ids=str)
-def test_nothing_is_read_from_the_device_nor_recorded(wire: Wire) -> None:
+def test_nothing_is_read_from_the_device_nor_recorded(wire: Quantized) -> None:
     with FakeTensorMode():  # reading a value of a fake tensor is an error
         x = torch.empty(2, 3, 5, 8, dtype=torch.bfloat16, requires_grad=True)
         packed = wire.pack(x)

@@ -36,7 +36,7 @@ def problem_of(
 
 
 @pytest.mark.parametrize(
-    ("costs", "options", "loads", "found_by"),
+    ("costs", "options", "loads", "method"),
     [
         ([], {"num_bins": 3}, [0, 0, 0], "nothing to do"),
         ([1, 2, 3], {"num_bins": 1}, [6], "longest first"),
@@ -48,14 +48,14 @@ def problem_of(
         ([1] * 10, {"num_bins": 4}, [2, 2, 3, 3], "longest first"),
         ([5, 5], {"num_bins": 2, "initial_loads": [100, 0]}, [10, 100], "longest first"),
         ([8, 1], {"speeds": [1, 8], "initial_loads": [0.5, 0.25]}, [0.5, 1.375], "longest first"),
-        ([4, 4], {"num_bins": 2, "home": [1, 0]}, [4, 4], "relabelled"),
+        ([4, 4], {"num_bins": 2, "location": [1, 0]}, [4, 4], "relabelled"),
     ],
 )
 def test_the_best_is_found_and_certified(
-    costs: list[float], options: dict[str, Any], loads: list[float], found_by: str
+    costs: list[float], options: dict[str, Any], loads: list[float], method: str
 ):
     plan = assign(costs, **options)
-    assert sorted(plan.loads.tolist()) == loads and plan.found_by == found_by
+    assert sorted(plan.loads.tolist()) == loads and plan.method == method
     assert plan.makespan == plan.lower_bound == max(loads) and plan.gap == 0.0
     assert not plan.bin_of.flags.writeable and not plan.loads.flags.writeable
 
@@ -103,7 +103,7 @@ BOTH = Limits(tokens=9, num_bytes=9)
             [1, 1, 1],
             {
                 "num_bins": 3,
-                "home": [0, 0, 0],
+                "location": [0, 0, 0],
                 "locality_tolerance": 9.0,
                 "limits": Limits(items=2),
             },
@@ -161,7 +161,7 @@ def test_limits_that_cannot_be_kept(costs: list[float], options: dict[str, Any],
 def test_items_go_home(
     costs: list[float], home: list[int], options: dict[str, Any], expected: list[int]
 ):
-    plan = assign(costs, max(*home, 1) + 1, home=home, **options)
+    plan = assign(costs, max(*home, 1) + 1, location=home, **options)
     assert plan.bin_of.tolist() == expected
 
 
@@ -286,8 +286,8 @@ def test_a_bound_that_certifies_an_answer_is_enough():
             {"costs": [1.0], "num_bins": 1, "sizes": {"tokens": [1], "bytes": []}, "limits": BOTH},
             r"sizes\['bytes'\] has 0 entries; 1",
         ),
-        ({"costs": [1.0], "num_bins": 1, "home": [1]}, r"home\[0\] is 1"),
-        ({"costs": [1.0], "num_bins": 1, "home": [0.0]}, "home must be 1 integers"),
+        ({"costs": [1.0], "num_bins": 1, "location": [1]}, r"location\[0\] is 1"),
+        ({"costs": [1.0], "num_bins": 1, "location": [0.0]}, "location must be 1 integers"),
         ({"costs": [1.0], "num_bins": 1, "locality_tolerance": -0.1}, "locality_tolerance is -0.1"),
         ({"costs": [1.0], "num_bins": 1, "tolerance": math.nan}, "tolerance is nan"),
     ],
@@ -365,7 +365,7 @@ def test_a_limit_on_items_is_kept_from_the_start_and_bounded_by_company() -> Non
     costs = [90, 9, 8, 7, 6, 5, 4, 3, 2]
     plan = assign(costs, 3, limits=Limits(items=3))
     assert plan.makespan == 95.0 == plan.lower_bound and plan.gap == 0.0
-    assert plan.found_by == "longest first, counted"
+    assert plan.method == "longest first, counted"
     assert np.bincount(plan.bin_of).tolist() == [3, 3, 3]
     loose = assign([*costs, 2], 3, limits=Limits(items=4))  # two bins hold eight of the ten
     assert loose.makespan == 92.0 == loose.lower_bound

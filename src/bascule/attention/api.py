@@ -25,10 +25,10 @@ from bascule.attention.tokens import form_of, gather_tokens, replicated
 from bascule.comm.failures import leave, shared
 from bascule.comm.mesh import AttentionMesh as AttentionMesh
 from bascule.comm.mesh import Place, as_attention_mesh, mesh_named, place_in
+from bascule.comm.quantized import CommDtype, Quantized
 from bascule.comm.transforms import refuse_derivatives
-from bascule.comm.wire import Wire
 from bascule.errors import ConfigError
-from bascule.plan.checks import fields, is_int, of_type
+from bascule.plan.checks import is_int
 
 
 def split(x: Tensor, mesh: AttentionMesh, layout: SequenceLayout, dim: int) -> Tensor:
@@ -100,9 +100,9 @@ class AttentionOptions:
     Attributes:
         layout: Which tokens each rank has. Default: one segment, as many tokens on every rank.
         kernel: Name of the block kernel. Default: the fastest for the device.
-        wire: How rows travel at 8 bits: of Ulysses q, k, v and the output, of a ring the keys and
-            values of other ranks; see `measure_error`. Gradients and replicated tokens
-            travel as they are. Default: everything does.
+        comm_dtype: "int8" or "e4m3" sends rows at 8 bits: of Ulysses q, k, v and the output, of a
+            ring the keys and values of other ranks; see `measure_error`. A `Quantized` may add
+            centres. Gradients and replicated tokens travel as they are. Default: everything does.
         overlap: Whether Ulysses exchanges while it computes, in up to four more kernel calls,
             and with a ring two more a round; not with zigzag. Default: on CPUs where rows travel as
             they are, without a ring: there it measures faster.
@@ -110,12 +110,12 @@ class AttentionOptions:
             where they are posted, which measures what that is worth.
 
     Raises:
-        ConfigError: There is no such kernel, or a value has another type.
+        ConfigError: There is no such kernel or format.
     """
 
     layout: SequenceLayout | None = None
     kernel: str | None = None
-    wire: Wire | None = None
+    comm_dtype: CommDtype | None = None
     overlap: bool | None = None
     double_buffer: bool = True
 
@@ -124,12 +124,15 @@ class AttentionOptions:
             return
         try:
             check_name(self.kernel)
-            flag = of_type, bool, "True or False"
-            wire = of_type, Wire, "a Wire, as Wire('int8'), or None"
-            fields(self, wire=wire, overlap=flag, double_buffer=flag)
+            _ = self.quantized
         except ConfigError as error:  # ranks that go on to attend do not wait for this one
             leave(error, "AttentionOptions")
             raise
+
+    @property
+    def quantized(self) -> Quantized | None:
+        """The format of rows between ranks; None for rows as they are."""
+        return Quantized.of(self.comm_dtype)
 
 
 _DEFAULT = AttentionOptions()
@@ -169,7 +172,7 @@ def attention(
         options: What is seldom changed.
 
     Raises:
-        ConfigError: The shapes do not fit each other, the layout, the mesh or the wire.
+        ConfigError: The shapes do not fit each other, the layout or the mesh.
         CommError: The ranks disagree, or a rank did not come in time.
     """
     refuse_derivatives("attention", q, k, v, attn_mask)
@@ -218,23 +221,23 @@ def _form(
     options: AttentionOptions,
 ) -> _Form:
     """Check a call, and name it."""
-    ranks, layout, wire = place_in(mesh), options.layout, options.wire
+    ranks, layout, quantized = place_in(mesh), options.layout, options.quantized
     check_settings("attention", causal, scale)
     check_tensors("attention", q, k, v, mask)
     if layout is None:
         layout = SequenceLayout((q.shape[2] * math.prod(ranks.degrees),), *ranks.degrees)
     _check(q, k, v, ranks, layout, mask)
     if ranks.degrees == (1, 1):
-        wire = None
+        quantized = None
     num_heads, together = _enough_heads(q.shape[1], k.shape[1], ranks.degrees[1]), [0, 0, 0]
     if ranks.degrees[1] > 1:
         own = num_heads // ranks.degrees[1] + (ranks.place[1] < num_heads % ranks.degrees[1])
         together = [layout.ring_len(ranks.place[0]), q.shape[1] // num_heads * own, own]
     factor = positive_scale(q.shape[-1], scale)
-    overlap = _overlaps(options.overlap, q, ranks, layout, wire)
+    overlap = _overlaps(options.overlap, q, ranks, layout, quantized)
     settings = (
         f"{layout.replicated}, {causal}, {scale}, {factor}, {options.kernel!r}, "
-        f"{None if wire is None else astuple(wire)}, {overlap}, {options.double_buffer}"
+        f"{None if quantized is None else astuple(quantized)}, {overlap}, {options.double_buffer}"
     )
     name = f"mesh\n{form_of(ranks, layout)}\n{settings}"
     multiplier = None if scale is None or scale > 0 else scale
@@ -306,7 +309,11 @@ def _check(
 
 
 def _overlaps(
-    wanted: bool | None, q: Tensor, ranks: Place, layout: SequenceLayout, wire: Wire | None
+    wanted: bool | None,
+    q: Tensor,
+    ranks: Place,
+    layout: SequenceLayout,
+    quantized: Quantized | None,
 ) -> bool:
     """Return whether Ulysses exchanges while it computes: as asked, or where it measures faster."""
     ring, ulysses = ranks.degrees
@@ -319,4 +326,4 @@ def _overlaps(
         )
     if wanted is not None:
         return wanted
-    return q.device.type == "cpu" and ring == 1 and wire is None and not layout.zigzag
+    return q.device.type == "cpu" and ring == 1 and quantized is None and not layout.zigzag

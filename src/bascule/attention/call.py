@@ -12,7 +12,7 @@ from bascule.attention.kernels.protocol import AttentionKernel
 from bascule.attention.mask import EVERYTHING, AttentionMask
 from bascule.comm.groups import RankGroup
 from bascule.comm.heads import HeadExchange
-from bascule.comm.wire import Wire
+from bascule.comm.quantized import Quantized
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +41,7 @@ class AttentionCall:
     # how ranks share heads; None: no other rank has tokens of this ring place
     heads: HeadExchange | None = None
     # how rows travel; None: as they are. Gradients always do.
-    wire: Wire | None = None
+    quantized: Quantized | None = None
     overlap: bool = False  # whether rows travel while the rank attends to its own tokens
     double_buffer: bool = True  # whether a ring attends while keys and values travel
     where: str = "attention"  # for errors and profiles

@@ -21,7 +21,7 @@ from bascule.attention.tokens import layout_on
 from bascule.comm.agree import first_use
 from bascule.comm.heads import HeadExchange
 from bascule.comm.mesh import AttentionMesh, mesh_named
-from bascule.comm.wire import Wire
+from bascule.comm.quantized import Quantized
 from bascule.errors import ConfigError
 from bascule.plan.traffic import HeadShares
 
@@ -43,7 +43,7 @@ class Settings(NamedTuple):
     scale: float | None
     factor: float
     kernel: str | None
-    wire: tuple[Any, ...] | None  # arguments of a Wire
+    quantized: tuple[Any, ...] | None  # arguments of a Quantized
     overlap: bool
     double_buffer: bool
 
@@ -86,7 +86,7 @@ def _agree(
     mask: Tensor | None,
 ) -> None:
     """Make sure that all ranks mean the same, and have the tokens of the layout; one all-gather."""
-    wire = "" if settings.wire is None else f" as {Wire(*settings.wire)}"
+    sent_as = "" if settings.quantized is None else f" as {Quantized(*settings.quantized)}"
     seen = "none"
     if mask is not None:
         seen = f"of {mask.dim()} dims, {mask.dtype}, {digest_of(mask)}"
@@ -94,8 +94,8 @@ def _agree(
         f"a layout of {layout.segments} tokens on {mesh.degrees[0]} x {mesh.degrees[1]} ranks, "
         f"zigzag={layout.zigzag}, stripe={layout.stripe}, replicated segments "
         f"{settings.replicated}, batch {q.shape[0]}, {q.shape[1]} heads for {k.shape[1]}, head_dim "
-        f"{q.shape[3]}, {q.dtype}{wire}, causal={settings.causal}, scale={settings.scale}, kernel "
-        f"{settings.kernel}, mask {seen}"
+        f"{q.shape[3]}, {q.dtype}{sent_as}, causal={settings.causal}, scale={settings.scale}, "
+        f"kernel {settings.kernel}, overlap={settings.overlap}, mask {seen}"
     )
 
     def say() -> tuple[str, ConfigError | None]:
@@ -146,7 +146,7 @@ def _made(
         kv_lens=layout.ring_lens,
         ring=mesh.ring,
         heads=heads,
-        wire=None if settings.wire is None else Wire(*settings.wire),
+        quantized=None if settings.quantized is None else Quantized(*settings.quantized),
         overlap=settings.overlap,
         double_buffer=settings.double_buffer,
     )

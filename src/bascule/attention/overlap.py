@@ -15,7 +15,7 @@ from bascule.attention.call import AttentionCall, Tile, Tiles
 from bascule.attention.kernels.protocol import wide_dtype
 from bascule.attention.mask import EVERYTHING, AttentionMask
 from bascule.attention.ring import Merged, rotate
-from bascule.comm.wire import Wire
+from bascule.comm.quantized import Quantized
 
 
 def forward(
@@ -25,13 +25,13 @@ def forward(
 
     Two all-to-alls, and R - 1 exchanges around the ring; `xs` are (B, T, heads, D) q, k and v.
     """
-    heads, wire = call.heads, call.wire
+    heads, quantized = call.heads, call.quantized
     assert heads is not None
     own = heads.own_tokens
     mine = [heads.own_heads(x) for x in xs]
-    mine = mine if wire is None else [_arrived(x, wire) for x in mine]
+    mine = mine if quantized is None else [_arrived(x, quantized) for x in mine]
     own_q, own_k, own_v = [x.transpose(1, 2) for x in mine]
-    arrive = heads.start_to_heads(xs, call.where, wire)
+    arrive = heads.start_to_heads(xs, call.where, quantized)
     merged = Merged(own_q)
     try:
         _attend(merged, (own_q, own_k, own_v), own, own, tiles[call.owner(0)], call)
@@ -54,7 +54,7 @@ def forward(
             for one, part in zip(theirs, others, strict=True):
                 done, lse[:, :, part] = one.result()
                 out[:, part] = done.transpose(1, 2)
-            leaving.append(heads.start_to_tokens(out, [q.shape[1]], call.where, wire))
+            leaving.append(heads.start_to_tokens(out, [q.shape[1]], call.where, quantized))
         for columns in others if turn == 0 else [every]:
             here = keys[:, :, columns], values[:, :, columns]
             _attend(merged, (own_q, *here), own, columns, seen, call)
@@ -66,14 +66,14 @@ def forward(
     done, lse[:, :, own] = merged.result()
     out[:, own] = done.transpose(1, 2)
     ((home,),) = arrived
-    mine = out[:, own] if wire is None else _arrived(out[:, own], wire)
+    mine = out[:, own] if quantized is None else _arrived(out[:, own], quantized)
     heads.own_heads(home).copy_(mine)
     return home, whole, out, lse
 
 
-def _arrived(x: Tensor, wire: Wire) -> Tensor:
-    """Round (B, T, heads, D) as the wire would."""
-    return wire.unpack(wire.pack(x, 1), x.dtype, 1)
+def _arrived(x: Tensor, quantized: Quantized) -> Tensor:
+    """Round (B, T, heads, D) as it would arrive."""
+    return quantized.unpack(quantized.pack(x, 1), x.dtype, 1)
 
 
 def _attend(

@@ -15,7 +15,7 @@ from torch import Tensor
 from bascule.attention.call import AttentionCall, Tiles
 from bascule.attention.kernels.protocol import Attended, merge, wide_dtype
 from bascule.comm.collectives import Transfers
-from bascule.comm.wire import Wire
+from bascule.comm.quantized import Quantized
 
 
 def ring_forward(
@@ -140,8 +140,8 @@ def rotate(
     call: AttentionCall, k: Tensor, v: Tensor, attend: Callable[[int, Tensor, Tensor], None]
 ) -> None:
     """Call `attend` with the number of each round, and its keys and values; own ones first."""
-    size, wire = len(call.kv_lens), call.wire
-    num_more = 0 if wire is None else wire.num_more
+    size, quantized = len(call.kv_lens), call.quantized
+    num_more = 0 if quantized is None else quantized.num_more
     at_hand = k if size == 1 else _packed(k, v, call)
     for turn in range(size):
         wait = None
@@ -149,7 +149,7 @@ def rotate(
             coming = _staged(call, turn + 1, _shape_in(call, turn + 1, at_hand, num_more), at_hand)
             wait = _shift(call, at_hand, coming, f"keys and values, round {turn + 1}")
         arrived = wait() if wait is not None and not call.double_buffer else None
-        keys, values = (k, v) if turn == 0 else _unpacked(at_hand, k.dtype, wire)
+        keys, values = (k, v) if turn == 0 else _unpacked(at_hand, k.dtype, quantized)
         try:
             attend(turn, keys, values)
         finally:  # also after an error: memory that is written to must not be left
@@ -164,8 +164,8 @@ def _shape_in(call: AttentionCall, turn: int, like: Tensor, num_more: int = 0) -
 
 def _packed(k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     """Return keys and values as they travel, (2, B, K, Sk, ...); other ranks pass these on."""
-    if call.wire is not None:
-        k, v = call.wire.pack(k), call.wire.pack(v)
+    if call.quantized is not None:
+        k, v = call.quantized.pack(k), call.quantized.pack(v)
     return torch.stack((k, v), out=_staged(call, 0, (2, *k.shape), k))
 
 
@@ -176,11 +176,13 @@ def _staged(call: AttentionCall, turn: int, shape: tuple[int, ...], like: Tensor
     return call.ring.calls.staging.take(role, shape, like)
 
 
-def _unpacked(rows: Tensor, dtype: torch.dtype, wire: Wire | None) -> tuple[Tensor, Tensor]:
+def _unpacked(
+    rows: Tensor, dtype: torch.dtype, quantized: Quantized | None
+) -> tuple[Tensor, Tensor]:
     keys, values = rows.unbind(0)
-    if wire is None:
+    if quantized is None:
         return keys, values
-    return wire.unpack(keys, dtype), wire.unpack(values, dtype)
+    return quantized.unpack(keys, dtype), quantized.unpack(values, dtype)
 
 
 class _Travelling:

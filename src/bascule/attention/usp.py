@@ -76,10 +76,10 @@ def forward(
     if call.overlap:
         own, whole, out, lse = overlap.forward(xs, tiles, call)
     else:
-        whole = heads.start_to_heads(xs, call.where, call.wire)()
+        whole = heads.start_to_heads(xs, call.where, call.quantized)()
         out, lse = ring_forward(*_parts(whole, heads.own_kv_heads), tiles, call)
         out = out.transpose(1, 2)
-        (own,) = heads.start_to_tokens(out, [out.shape[2]], call.where, call.wire)()
+        (own,) = heads.start_to_tokens(out, [out.shape[2]], call.where, call.quantized)()
     if call.count is not None:
         call.count()
     return own if heads.is_packed else own.transpose_(1, 2), whole, out, lse

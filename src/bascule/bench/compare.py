@@ -18,7 +18,7 @@ from bascule.comm.agree import agree
 from bascule.comm.collectives import all_gather, all_reduce
 from bascule.comm.groups import RankGroup, device_of, member_of, new_group, resolve
 from bascule.errors import ConfigError
-from bascule.parallel import ParallelOptions, SequenceParallel, Step
+from bascule.parallel import SequenceParallel, Step
 from bascule.plan.costs import FLOPS_PER_UNIT, TransformerCost
 from bascule.train.building import build_model, model_config
 from bascule.train.flow import FlowBatch
@@ -206,7 +206,9 @@ class Comparison(Paired):
             self.topology,
             self.cost,
             timeout_s=options.timeout_s,
-            options=ParallelOptions(options.planner, kernel=options.kernel, device=device),
+            planner=options.planner,
+            kernel=options.kernel,
+            device=device,
         )
         without = unbalanced(device, options.kernel)
         self.arms = [self.arm(without), self.arm(balanced(self.parallel))]

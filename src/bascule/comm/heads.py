@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bascule.comm.collectives import start_all_to_all
 from bascule.comm.groups import RankGroup
-from bascule.comm.wire import Wire
+from bascule.comm.quantized import Quantized
 from bascule.plan.traffic import HeadShares
 
 _NUM_FORMS = 64
@@ -90,22 +90,22 @@ class HeadExchange:
         return x.narrow(2, self.first_kv_head * each, self.own_kv_heads * each)
 
     def start_to_heads(
-        self, xs: Sequence[Tensor], where: str, wire: Wire | None = None
+        self, xs: Sequence[Tensor], where: str, quantized: Quantized | None = None
     ) -> Callable[[], Tensor]:
         """Send tensors at home; the function returned waits for (B, S, share of all heads, D).
 
         These are this rank's heads of all tensors side by side, in memory of their own.
         """
         order, dtype, num_more = self.order, xs[0].dtype, 0
-        if wire is not None:
-            xs, num_more = [wire.pack(x, 1) for x in xs], wire.num_more
+        if quantized is not None:
+            xs, num_more = [quantized.pack(x, 1) for x in xs], quantized.num_more
         factors = tuple([x.shape[-2] // self.num_kv_heads for x in xs])
         form = self._form(xs[0], factors, num_more)
         sent = self.group.calls.staging.take("sent", form.sent, xs[0])
         for run in form.runs:
             torch.cat(run.of_tensors(xs), dim=3, out=run.of_buffer(sent))
         batch = form.whole[0]
-        if batch == 1 and order is None and wire is None:  # it arrives where it stays
+        if batch == 1 and order is None and quantized is None:  # it arrives where it stays
             rows = xs[0].new_empty(form.whole)
         else:
             rows = self.group.calls.staging.take("received", form.whole, xs[0])
@@ -119,15 +119,15 @@ class HeadExchange:
             if batch > 1:
                 come = [part.view(batch, -1) for part in received.split(form.by_tokens)]
                 whole = torch.cat(come, dim=1).view(form.whole)
-            if wire is not None:
+            if quantized is not None:
                 parts = self._by_rank(whole, num_more)
-                whole = torch.cat([wire.unpack(part, dtype, 1) for part in parts], dim=1)
+                whole = torch.cat([quantized.unpack(part, dtype, 1) for part in parts], dim=1)
             return whole if order is None else _ordered(whole, order)
 
         return finish
 
     def start_to_tokens(
-        self, rows: Tensor, heads: Sequence[int], where: str, wire: Wire | None = None
+        self, rows: Tensor, heads: Sequence[int], where: str, quantized: Quantized | None = None
     ) -> Callable[[], list[Tensor]]:
         """Send (B, S, share of all heads, D) back; the function returned waits for tensors at home.
 
@@ -136,10 +136,10 @@ class HeadExchange:
         dtype, num_more = rows.dtype, 0
         if self.back is not None:
             rows = _ordered(rows, self.back)
-        if wire is not None:
-            num_more = wire.num_more
+        if quantized is not None:
+            num_more = quantized.num_more
             parts = self._by_rank(rows) if num_more else [rows]
-            rows = torch.cat([wire.pack(part, 1) for part in parts], dim=1)
+            rows = torch.cat([quantized.pack(part, 1) for part in parts], dim=1)
         form = self._form(rows, tuple([num // self.own_kv_heads for num in heads]), num_more)
         if form.whole[0] > 1:
             rows = torch.cat([part.reshape(-1) for part in self._by_rank(rows, num_more)])
@@ -156,7 +156,7 @@ class HeadExchange:
                 parts = [block] if len(outs) == 1 else block.split_with_sizes(run.shares, 3)
                 for out, part in zip(run.of_tensors(outs), parts, strict=True):
                     out.copy_(part)
-            return outs if wire is None else [wire.unpack(out, dtype, 1) for out in outs]
+            return outs if quantized is None else [quantized.unpack(out, dtype, 1) for out in outs]
 
         return finish
 

@@ -1,10 +1,7 @@
 """Sequence parallelism for unmodified models: split them over ranks, verify, undo."""
 
-from bascule.diffusers.auto_mesh import AutoMesh as AutoMesh
 from bascule.diffusers.balanced_model import BalancedModel as BalancedModel
-from bascule.diffusers.inference_options import (
-    InferenceOptions as InferenceOptions,
-)
+from bascule.diffusers.degrees import AutoMesh as AutoMesh
 from bascule.diffusers.parallelize import ParallelHandle as ParallelHandle
 from bascule.diffusers.parallelize import parallelize as parallelize
 from bascule.diffusers.sparse_config import SparseConfig as SparseConfig

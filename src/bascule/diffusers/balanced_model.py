@@ -19,9 +19,8 @@ from bascule.comm.items import ItemMove, Parcel, move_items, parcel
 from bascule.comm.mesh import AttentionMesh, meshes_over
 from bascule.diffusers.arguments import parameters_of, required_of
 from bascule.diffusers.degrees import Replica
-from bascule.diffusers.known import table_of
 from bascule.diffusers.parallelize import ParallelHandle
-from bascule.diffusers.request import Asked, agree_on_split
+from bascule.diffusers.request import Request, agree_on
 from bascule.diffusers.samples import (
     Sample,
     batch_of,
@@ -30,8 +29,9 @@ from bascule.diffusers.samples import (
     form_of,
     samples_in,
 )
-from bascule.diffusers.split_model import SplitModel, check_model
+from bascule.diffusers.split_model import SplitModel
 from bascule.diffusers.split_table import SplitTable
+from bascule.diffusers.tables import table_of
 from bascule.errors import ConfigError
 from bascule.parallel import SequenceParallel
 from bascule.plan.batching import ForwardPass, forward_passes
@@ -91,22 +91,17 @@ class BalancedModel:
         self._step: Step | None = None
         self._wrapper = model if isinstance(model, DistributedDataParallel) else None
         inner = model.module if isinstance(model, DistributedDataParallel) else model
-        found = asked = error = None
-        try:
-            found = table_of(inner, table)
-            check_model(inner, found)
-            _check(parallel, max_tokens)
-            asked = Asked([inner], [found])
-        except Exception as met:  # whatever it is, the others must not wait
-            error = met
         group = parallel.group
-        agree_on_split(group.control, asked, error)
-        assert found is not None
-        self._table = found
+
+        def ask() -> Request:
+            _check(parallel, max_tokens)
+            return Request(models=[inner], tables=[table_of(inner, table)])
+
+        self._table = agree_on(group.control, ask).tables[0]
         everyone = group if group.size > 1 else None
         mesh = AttentionMesh(None, everyone, everyone)
         self.handle = ParallelHandle(Replica(everyone, None, mesh))
-        self._part = SplitModel(inner, found, self.handle.mesh)
+        self._part = SplitModel(inner, self._table, self.handle.mesh)
         self._part.is_alone = True
         self.handle.parts.append(self._part)
 
@@ -145,7 +140,7 @@ class BalancedModel:
 
         Samples go to the ranks that compute them; those of one shape go into one forward pass.
         Gradients are those of the weighted mean of the losses of all samples of all ranks, where
-        they are averaged over the ranks (or summed, as `ParallelOptions` says). The mean over the
+        they are averaged over the ranks (or summed, with `gradients="sum"`). The mean over the
         ranks of what `train_step` returns is that mean of the losses. Two small gathers and one
         all-to-all.
 
@@ -175,7 +170,7 @@ class BalancedModel:
         arrived = self._exchange(step, bags, num_bytes, [one.parcel for one in measured])
         bag = int(step.plan.topology.bag_of_rank[parallel.rank])
         size = int(step.plan.topology.bag_sizes[bag])
-        divisor = parallel.group.size if parallel.options.gradients == "mean" else 1
+        divisor = parallel.group.size if parallel.gradients == "mean" else 1
         # All ranks of a bag have the loss of its samples, and each counts a part of it.
         scales = weights * (divisor / (size * max(1, int(weights.sum()))))
         mesh, losses = self._mesh_of(step.plan, bag), list[Callable[[nn.Module], Tensor]]()

@@ -62,7 +62,7 @@ def table_from_plan(model: nn.Module, plan: Mapping[str, Any]) -> SplitTable:
         inputs=inputs,
         gathers=gathers,
         blocks=dict.fromkeys(attends, ()),
-        whole=tuple(name for name in others if name not in refused),
+        replicated=tuple(name for name in others if name not in refused),
         outputs=outputs,
         attends=dict.fromkeys(crosses, ()),
         refused=refused,

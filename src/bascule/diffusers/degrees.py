@@ -1,91 +1,115 @@
-"""This rank's place among the ranks of a pipeline: its replica, its guidance group, its mesh."""
+"""Degrees along the axes of a mesh: given, or chosen for a model; and this rank's place in them."""
 
-from dataclasses import dataclass
-from typing import Any, TypedDict
+import os
+from dataclasses import astuple, dataclass
+from math import prod
+from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.comm.groups import RankGroup, member_of, resolve
 from bascule.comm.mesh import RING_AXIS, ULYSSES_AXIS, AttentionMesh, group_of, mesh_over
 from bascule.errors import ConfigError
-from bascule.plan.checks import is_int
+from bascule.plan.machine import HardwareProfile
+from bascule.plan.mesh_choice import DenoisingStep, MeshChoice, choose_mesh
 
-DATA_AXIS, GUIDANCE_AXIS = "data", "guidance"
-AXES = DATA_AXIS, GUIDANCE_AXIS, RING_AXIS, ULYSSES_AXIS
-"""Of a mesh, outermost first."""
-
-
-class Degrees(TypedDict, total=False):
-    """Ranks along each axis; those that are left out are 1.
-
-    Attributes:
-        data_degree: Replicas, each with prompts and noise of its own.
-        guidance_degree: Groups of ranks in a replica, each for a part of the guidance branches.
-        ring_degree: Ranks of a group that pass keys and values around.
-        ulysses_degree: Ranks of a group that share heads.
-    """
-
-    data_degree: int | None
-    guidance_degree: int | None
-    ring_degree: int | None
-    ulysses_degree: int | None
+AXES = "data", "guidance", RING_AXIS, ULYSSES_AXIS  # outermost first
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How many ranks there are along each axis of a mesh.
+    """Numbers of ranks along the axes of a mesh."""
 
-    Attributes:
-        data: Replicas.
-        guidance: Guidance groups of each.
-        ring: Ring ranks of each of these.
-        ulysses: Ulysses ranks.
-    """
-
-    data: int = 1
-    guidance: int = 1
-    ring: int = 1
-    ulysses: int = 1
+    data: int = 1  # replicas
+    guidance: int = 1  # guidance groups of a replica
+    ring: int = 1  # ring ranks of a guidance group
+    ulysses: int = 1  # Ulysses ranks of a ring rank
 
     def __str__(self) -> str:
         outer = {"data": self.data, "guidance": self.guidance}
-        said = [f"{axis} {degree}" for axis, degree in outer.items() if degree > 1]
-        return " x ".join([*said, f"ring {self.ring}", f"Ulysses {self.ulysses}"])
+        axes = [f"{axis} {degree}" for axis, degree in outer.items() if degree > 1]
+        return " x ".join([*axes, f"ring {self.ring}", f"Ulysses {self.ulysses}"])
 
-    @property
-    def num_attending(self) -> int:
-        """Ranks of a guidance group."""
-        return self.ring * self.ulysses
 
-    @property
-    def num_in_replica(self) -> int:
-        """Ranks of a replica."""
-        return self.guidance * self.num_attending
+ONE_RANK = Shape()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replica:
-    """The ranks that make the same images together, and this rank's place among them.
+    """The ranks that make the same images together."""
+
+    # all of them, by guidance group, ring rank and Ulysses rank; None for one rank
+    whole: RankGroup | None
+    # one rank of each guidance group, those at this rank's place; None for one group
+    branches: RankGroup | None
+    mesh: AttentionMesh  # this rank's guidance group
+
+
+@dataclass(frozen=True, slots=True)
+class AutoMesh:
+    """Facts by which `parallelize` chooses the degrees of all ranks, as one replica.
 
     Attributes:
-        whole: All of them, by guidance group, ring rank and Ulysses rank; None for one rank.
-        branches: One rank of each guidance group, those at this rank's place; None for one group.
-        mesh: This rank's guidance group.
+        num_passes: Forward passes of one sample in a step: 2 with guidance, times the images of a
+            prompt where these share a call. Default: 1, without guidance.
+        num_tokens: Of a sample, text included; needed with a profile.
+        profile: What the machine does in a second. Default: a rule chooses, see `choose_mesh`.
+        max_ring_degree: Longest ring. Default: any.
+        ranks_per_node: Ranks of a node. Default: as torchrun says (LOCAL_WORLD_SIZE), or all.
     """
 
-    whole: RankGroup | None
-    branches: RankGroup | None
-    mesh: AttentionMesh
+    num_passes: int = 1
+    num_tokens: int | None = None
+    profile: HardwareProfile | None = None
+    max_ring_degree: int | None = None
+    ranks_per_node: int | None = None
+
+    def choose(self, model: nn.Module, num_ranks: int) -> tuple[Shape, MeshChoice]:
+        """Return the mesh of a model on so many ranks, and the reason.
+
+        Raises:
+            ConfigError: No mesh fits, or a number is missing.
+        """
+        config: Any = getattr(model, "config", None)
+        counts = "num_layers", "num_single_layers", "num_refiner_layers"
+        num_layers = sum(getattr(config, name, None) or 0 for name in counts)
+        num_heads: Any = getattr(config, "num_attention_heads", None)
+        head_dim: Any = getattr(config, "attention_head_dim", None)
+        needed: dict[str, Any] = {"num_attention_heads": num_heads}
+        if self.profile is not None:
+            needed |= {"attention_head_dim": head_dim, "num_layers": num_layers}
+            needed |= {"num_tokens": self.num_tokens}
+        missing = [name for name, value in needed.items() if not value]
+        if missing:
+            raise ConfigError(
+                f"mesh='auto': AutoMesh and the config of {type(model).__name__} lack "
+                f"{' and '.join(missing)}: add it, or give degrees"
+            )
+        step = DenoisingStep(
+            num_tokens=self.num_tokens or 1,
+            num_heads=num_heads,
+            head_dim=head_dim or 1,
+            num_layers=num_layers or 1,
+            num_passes=self.num_passes,
+        )
+        in_node = self.ranks_per_node
+        if in_node is None:
+            in_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+        choice = choose_mesh(
+            step,
+            num_ranks,
+            ranks_per_node=in_node,
+            max_ring_degree=self.max_ring_degree,
+            profile=self.profile,
+        )
+        mesh = choice.chosen
+        return Shape(1, mesh.guidance, mesh.ring, mesh.ulysses), choice
 
 
-def agreeing_on(mesh: DeviceMesh | None) -> RankGroup | None:
-    """The ranks that are given the same: those of a mesh, or all; None for one.
-
-    Raises:
-        ConfigError: The mesh has other axes, or they are in another order, or this rank is not in
-            it.
-    """
+def ranks_of(mesh: DeviceMesh | None) -> RankGroup | None:
+    """Return the ranks of a mesh, or all; None for one."""
     if mesh is None:
         group = member_of(resolve(None), "world")
         return group if group.size > 1 else None
@@ -106,54 +130,41 @@ def agreeing_on(mesh: DeviceMesh | None) -> RankGroup | None:
     return group_of(ranks) if len(ranks) > 1 else None
 
 
-def shape_of(mesh: DeviceMesh | None, degrees: Degrees) -> Shape:
-    """The degrees that a user gave, or those of a mesh.
-
-    Raises:
-        ConfigError: They do not fit the number of ranks, or both are given.
-    """
-    given: dict[str, Any] = {f"{axis}_degree": None for axis in AXES} | {**degrees}
-    if len(given) > len(AXES):
-        raise ConfigError(f"parallelize has no argument {list(given)[len(AXES)]!r}: leave it out")
+def shape_of(mesh: DeviceMesh | None, degrees: Shape) -> Shape:
+    """Return the shape of a mesh, or degrees that fit the number of ranks."""
     if mesh is not None:
-        if any(degree is not None for degree in given.values()):
-            raise ConfigError("parallelize: give a mesh or degrees, not both")
         return Shape(**dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=True)))
-    values = [1 if degree is None else degree for degree in given.values()]
-    shape, num_ranks = None, dist.get_world_size()
-    if all(is_int(one) and one >= 1 for one in values):
-        shape = Shape(*values)
-    if shape is None or shape.data * shape.num_in_replica != num_ranks:
-        told = {**given, "ring_degree": values[2], "ulysses_degree": values[3]}
-        said = " x ".join(f"{name} {one!r}" for name, one in told.items() if one is not None)
+    num_ranks = dist.get_world_size()
+    if min(astuple(degrees)) < 1 or prod(astuple(degrees)) != num_ranks:
         raise ConfigError(
-            f"{said} on {num_ranks} ranks: the product must be {num_ranks}, of integers, as with "
+            f"{degrees} on {num_ranks} ranks: the product of degrees must be {num_ranks}, as with "
             f"ulysses_degree={num_ranks}; for some of the ranks give a mesh"
         )
-    return shape
+    return degrees
 
 
 def replica_of(shape: Shape, mesh: DeviceMesh | None) -> Replica:
-    """This rank's replica; its ranks meet where its process group was not made before.
+    """Return this rank's replica; all its ranks call this, which may make a process group.
 
-    Args:
-        shape: As `shape_of` gave it.
-        mesh: Its ranks. Default: all ranks, in their order.
+    Without a mesh, replicas are of all ranks in their order.
     """
     if mesh is not None and set(mesh.mesh_dim_names or ()) <= {RING_AXIS, ULYSSES_AXIS}:
-        place = AttentionMesh.of(mesh)
-        return Replica(place.whole, None, place)
-    size, own = shape.num_in_replica, shape.num_attending
+        attending = AttentionMesh.of(mesh)
+        return Replica(attending.whole, None, attending)
+    num_attending = shape.ring * shape.ulysses
+    size = shape.guidance * num_attending
+    alone = AttentionMesh(None, None, None)
     if size == 1:
-        return Replica(None, None, AttentionMesh(None, None, None))
-    every = list(range(dist.get_world_size())) if mesh is None else mesh.mesh.flatten().tolist()
-    first = every.index(dist.get_rank()) // size * size
-    whole = group_of(every[first : first + size])
-    group, place = divmod(whole.rank, own)
+        return Replica(None, None, alone)
+    ranks = list(range(dist.get_world_size())) if mesh is None else mesh.mesh.flatten().tolist()
+    first = ranks.index(dist.get_rank()) // size * size
+    whole = group_of(ranks[first : first + size])
+    group, place = divmod(whole.rank, num_attending)
     branches = None
     if shape.guidance > 1:
-        branches = whole.part(range(place, size, own), GUIDANCE_AXIS)
-    if own == 1:
-        return Replica(whole, branches, AttentionMesh(None, None, None))
-    attending = whole.part(range(group * own, group * own + own), "attention")
-    return Replica(whole, branches, mesh_over(attending, shape.ring, shape.ulysses))
+        branches = whole.part(range(place, size, num_attending), "guidance")
+    if num_attending == 1:
+        return Replica(whole, branches, alone)
+    first = group * num_attending
+    members = whole.part(range(first, first + num_attending), "attention")
+    return Replica(whole, branches, mesh_over(members, shape.ring, shape.ulysses))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from bascule.attention.api import AttentionOptions, SequenceLayout
-from bascule.comm.wire import Wire
+from bascule.comm.quantized import Quantized
 from bascule.diffusers.phases import Phase
 from bascule.diffusers.sparse_layers import SparseLayer
 from bascule.diffusers.split_model import SplitModel
@@ -186,7 +186,7 @@ class Prediction:
     options: AttentionOptions
 
     def on(
-        self, ring: int, ulysses: int, *, is_compiled: bool = False, has_wire: bool = False
+        self, ring: int, ulysses: int, *, is_compiled: bool = False, is_quantized: bool = False
     ) -> dict[str, Seconds]:
         """By kind of layer; compiled, it launches products and exchanges alone.
 
@@ -196,14 +196,16 @@ class Prediction:
         bag = Bag.aligned(ulysses, ring, self.ranks_per_node)
         return {
             kind: self.profile.forward_seconds(
-                self._works(work, bag, is_compiled, has_wire),
+                self._works(work, bag, is_compiled, is_quantized),
                 bag,
                 hides_ring=self.options.double_buffer,
             )
             for kind, work in self.last.work.items()
         }
 
-    def _works(self, work: LayerWork, bag: Bag, is_compiled: bool, has_wire: bool) -> list[Work]:
+    def _works(
+        self, work: LayerWork, bag: Bag, is_compiled: bool, is_quantized: bool
+    ) -> list[Work]:
         """What each rank does in the layers of a kind."""
         ring, ulysses = bag.ring, bag.ulysses
         matmul, attention = self.profile.numbers_of("matmul_flops_per_s", "attention_flops_per_s")
@@ -221,7 +223,7 @@ class Prediction:
             attention_flops = 0.0
             for shape, times in work.shapes.items():
                 layout = layouts[shape.segments]
-                sent += traffic(layout, place, _by_wire(shape) if has_wire else shape) * times
+                sent += traffic(layout, place, _quantized(shape) if is_quantized else shape) * times
                 attention_flops += times * _attention_flops(layout, place, shape)
             attention_s = attention_flops / attention
             works.append(
@@ -262,8 +264,8 @@ def _advice(predict: Prediction, chosen: MeshCost, others: Sequence[MeshCost]) -
     ways: dict[str, Mapping[str, Seconds]] = {
         "handle.compile(), which launches fewer kernels": predict.on(*mesh, is_compiled=True)
     }
-    if predict.options.wire is None:
-        ways['wire=Wire("int8"), with fewer bytes'] = predict.on(*mesh, has_wire=True)
+    if predict.options.comm_dtype is None:
+        ways['comm_dtype="int8", with fewer bytes'] = predict.on(*mesh, is_quantized=True)
     for one in others:
         ways[f"ring_degree={one.ring_degree}, ulysses_degree={one.ulysses_degree}"] = one.seconds
     totals = {way: sum(float(one.total) for one in found.values()) for way, found in ways.items()}
@@ -273,7 +275,7 @@ def _advice(predict: Prediction, chosen: MeshCost, others: Sequence[MeshCost]) -
         for way, gain in sorted(gains.items(), key=lambda item: -item[1])
         if gain >= _LEAST_GAIN
     ]
-    return tuple(found) or ("compute-bound: no compilation, wire or other mesh gains 2 %",)
+    return tuple(found) or ("compute-bound: no compilation, 8-bit rows or other mesh gains 2 %",)
 
 
 def _explain_sparse(part: SplitModel, last: Attended) -> Explanation:
@@ -368,12 +370,14 @@ def traffic(layout: SequenceLayout, place: tuple[int, int], shape: AttentionShap
     )
 
 
-def _by_wire(shape: AttentionShape) -> AttentionShape:
+def _quantized(shape: AttentionShape) -> AttentionShape:
     """Return the attention as it travels in 8 bits a value."""
-    wire = Wire("int8")
+    quantized = Quantized("int8")
     if shape.gathers:
         return shape
-    return replace(shape, row_bytes=wire.row_bytes(shape.head_dim), more_rows=wire.num_more)
+    return replace(
+        shape, row_bytes=quantized.row_bytes(shape.head_dim), more_rows=quantized.num_more
+    )
 
 
 def _kv_heads(shape: AttentionShape, ulysses: int) -> int:

@@ -263,9 +263,9 @@ class Forward(SequenceParallelMode):
     ) -> AttentionShape:
         (batch, num_heads, _, head_dim), num_kv_heads = query.shape, key.shape[1]
         row_bytes, more_rows = head_dim * query.element_size(), 0
-        if self.options.wire is not None and not gathers:
-            row_bytes = self.options.wire.row_bytes(head_dim)
-            more_rows = self.options.wire.num_more
+        quantized = self.options.quantized
+        if quantized is not None and not gathers:
+            row_bytes, more_rows = quantized.row_bytes(head_dim), quantized.num_more
         args = batch, num_heads, num_kv_heads, row_bytes, head_dim
         return AttentionShape(*args, layout.segments, gathers, more_rows)
 

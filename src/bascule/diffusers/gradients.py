@@ -4,20 +4,29 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from bascule.comm.agree import agree
 from bascule.comm.collectives import all_reduce
 from bascule.comm.groups import RankGroup
-from bascule.diffusers.request import agree_on_gradients
+from bascule.errors import ConfigError
 
 
 def average_gradients(group: RankGroup, models: Sequence[nn.Module]) -> None:
-    """As `ParallelHandle.average_gradients`.
-
-    Raises:
-        ConfigError: FSDP has averaged them.
-        CommError: Ranks have gradients of different parameters.
-    """
-    agree_on_gradients(group, models)
+    """Average the gradients of all ranks, which must be of the same parameters, and whole."""
+    parameters = [pair for model in models for pair in model.named_parameters()]
+    sharded = [name for name, one in parameters if isinstance(one.grad, DTensor)]
+    error = None
+    if sharded:
+        error = ConfigError(
+            f"average_gradients: the gradient of {sharded[0]} is sharded, as by FSDP, which "
+            "averages gradients itself: leave out this call"
+        )
+    settings = {
+        "parameters": str([f"{name} {tuple(one.shape)} {one.dtype}" for name, one in parameters]),
+        "parameters without gradients": str([name for name, one in parameters if one.grad is None]),
+    }
+    agree(group, settings, error, what="average_gradients")
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for model in models:
         for parameter in model.parameters():

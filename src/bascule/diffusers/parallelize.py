@@ -4,28 +4,29 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, Unpack
+from typing import Any, Literal
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
+from bascule.attention.api import AttentionOptions
 from bascule.comm.failures import leave, shared
 from bascule.comm.mesh import AttentionMesh
-from bascule.comm.wire import Wire
-from bascule.diffusers.auto_mesh import AutoMesh
+from bascule.comm.quantized import CommDtype
 from bascule.diffusers.compiling import Mode, check_mode, compile_in_place, device_of
 from bascule.diffusers.degrees import (
-    Degrees,
+    ONE_RANK,
+    AutoMesh,
     Replica,
-    agreeing_on,
+    Shape,
+    ranks_of,
     replica_of,
     shape_of,
 )
 from bascule.diffusers.explain import Explanation, explain
 from bascule.diffusers.gradients import average_gradients
 from bascule.diffusers.guidance import GuidedModel
-from bascule.diffusers.inference_options import InferenceOptions
 from bascule.diffusers.pending import Branches
 from bascule.diffusers.phases import (
     PhaseTimes,
@@ -35,22 +36,16 @@ from bascule.diffusers.phases import (
 )
 from bascule.diffusers.pipeline_run import OneNoise
 from bascule.diffusers.pipeline_verify import TwoWays, verify_pipeline
-from bascule.diffusers.request import (
-    Asked,
-    agree_on_split,
-    asked_of,
-    models_of,
-)
+from bascule.diffusers.request import Request, agree_on, models_of
 from bascule.diffusers.shared_parts import SharedPart, share_parts
 from bascule.diffusers.sparse_config import SparseConfig
 from bascule.diffusers.split_model import SplitModel
 from bascule.diffusers.split_table import SplitTable
+from bascule.diffusers.tables import table_of
 from bascule.diffusers.verify import Verification, verify
 from bascule.errors import ConfigError
 from bascule.plan.machine import HardwareProfile
 from bascule.plan.mesh_choice import MeshChoice
-
-_DEFAULT = InferenceOptions()
 
 
 @shared("parallelize")
@@ -58,16 +53,23 @@ def parallelize(
     model_or_pipeline: Any,
     mesh: DeviceMesh | AutoMesh | Literal["auto"] | None = None,
     *,
+    data_degree: int = 1,
+    guidance_degree: int = 1,
+    ring_degree: int = 1,
+    ulysses_degree: int = 1,
     table: SplitTable | Mapping[str, Any] | None = None,
-    wire: Wire | None = None,
     sparse: SparseConfig | None = None,
-    options: InferenceOptions = _DEFAULT,
-    **degrees: Unpack[Degrees],
+    kernel: str | None = None,
+    comm_dtype: CommDtype | None = None,
+    overlap: bool | None = None,
+    double_buffer: bool = True,
+    vae: Literal["all", "first", "own"] = "all",
+    text_encoders: Literal["all", "own"] = "own",
 ) -> "ParallelHandle":
     """Share a model, or a pipeline, over ranks: same inputs, same outputs, on every rank.
 
-    The model must be the same on every rank, and so must its inputs. Its hooks cut inputs into the
-    ranks' shares, replace attention, and gather what it returns. Any lengths and head counts; a
+    The model must be the same on every rank, and so must its inputs. Inputs are cut into the ranks'
+    shares, attention is over all of them, and outputs are gathered. Any lengths and head counts; a
     rank may have no tokens. Of a pipeline, the ranks also share guidance branches and the tiles of
     the VAE, and draw one noise.
 
@@ -75,18 +77,26 @@ def parallelize(
         model_or_pipeline: A model, or a pipeline of diffusers: its `transformer`, and
             `transformer_2` or `unconditional_transformer` if it has one.
         mesh: Instead of degrees: all ranks or some of them, with axes "data", "guidance", "ring"
-            and "ulysses", in this order, or some of these; or "auto", which chooses degrees for
-            all ranks, by what `AutoMesh` says.
-        table: What is cut where; or a plan of diffusers, as its models have in `_cp_plan`. Default:
-            the table for the class of the model, else its plan.
-        wire: How queries, keys, values and attention's outputs travel: `Wire("int8",
-            centered=True)` halves the bytes of bfloat16 at an error that `verify` shows. None
-            sends them as they are.
-        sparse: Which blocks of attention are computed, balanced over the ranks. None computes all.
-        options: What is seldom changed.
-        degrees: `ulysses_degree`, ranks that share heads; `ring_degree`, ranks that pass keys and
-            values around; `guidance_degree`, groups of such ranks that share guidance branches;
-            `data_degree`, replicas of all that, with prompts of their own. Default: 1 each.
+            and "ulysses", in this order, or some of these. "auto" chooses degrees for all ranks,
+            by the facts of an `AutoMesh`.
+        data_degree: Replicas of all that follows, with prompts of their own.
+        guidance_degree: Groups of ranks that share guidance branches.
+        ring_degree: Ranks of a group that pass keys and values around.
+        ulysses_degree: Ranks of a group that share heads.
+        table: The tensors that are cut and gathered; or a plan of diffusers, as its models have in
+            `_cp_plan`. Default: the table for the class of the model, else its plan.
+        sparse: The blocks of attention that are computed, balanced over the ranks. Default: all.
+        kernel: Name of attention's kernel. Default: the fastest for the device.
+        comm_dtype: "int8" or "e4m3" sends queries, keys, values and attention's outputs at 8 bits:
+            half the bytes of bfloat16 at an error that `verify` shows. `Quantized("int8",
+            centered=True)` is more exact. Default: as they are.
+        overlap: True lets Ulysses exchange while it computes. Default: where that measures faster.
+        double_buffer: False lets a ring wait for keys and values before it attends.
+        vae: Who decodes and encodes images where the VAE has tiling enabled. "all": the ranks share
+            the tiles, and every rank gets the pixels. "first": only the first rank of a replica
+            gets the pixels. "own": every rank computes all tiles.
+        text_encoders: "all": the ranks share the prompts of a batch, which pays for several long
+            prompts. "own": every rank encodes all prompts.
 
     Returns:
         A handle, and a context manager: leaving it calls `undo()`.
@@ -94,31 +104,36 @@ def parallelize(
     Raises:
         ConfigError: No table fits, no model is there, the degrees fit neither ranks nor heads, this
             rank is not in the mesh, or settings exclude each other.
-        CommError: Ranks were given different things. One all-gather compares them.
+        CommError: The requests of ranks differ. One all-gather compares them.
     """
-    auto = AutoMesh() if isinstance(mesh, str) and mesh == "auto" else mesh
-    given = None if isinstance(auto, AutoMesh) else auto
-    if not isinstance(given, DeviceMesh | None):
-        raise ConfigError(f"parallelize: mesh is {mesh!r}: give a DeviceMesh, 'auto' or AutoMesh")
-    group = agreeing_on(given)
-    asked = choice = error = None
-    try:
+    auto = AutoMesh() if isinstance(mesh, str) else mesh
+    device_mesh = None if isinstance(auto, AutoMesh) else auto
+    group = ranks_of(device_mesh)
+
+    def ask() -> Request:
+        degrees, choice = Shape(data_degree, guidance_degree, ring_degree, ulysses_degree), None
+        if mesh is not None and degrees != ONE_RANK:
+            raise ConfigError("parallelize: give a mesh or degrees, not both")
+        models = models_of(model_or_pipeline)
         if isinstance(auto, AutoMesh):
-            if any(degree is not None for degree in degrees.values()):
-                raise ConfigError("parallelize: give degrees, or let 'auto' choose them, not both")
-            num_ranks = 1 if group is None else group.size
-            shape, choice = auto.choose(models_of(model_or_pipeline)[0], num_ranks)
-        else:
-            shape = shape_of(given, degrees)
-        asked = asked_of(model_or_pipeline, table, shape, wire, sparse, options)
-    except Exception as found:
-        error = found
-    agree_on_split(group, asked, error)
-    assert asked is not None
-    handle = ParallelHandle(replica_of(asked.shape, given), choice)
+            degrees, choice = auto.choose(models[0], 1 if group is None else group.size)
+        return Request(
+            models=models,
+            tables=[table_of(model, table) for model in models],
+            shape=shape_of(device_mesh, degrees),
+            attention=AttentionOptions(None, kernel, comm_dtype, overlap, double_buffer),
+            sparse=sparse,
+            vae=vae,
+            text_encoders=text_encoders,
+            pipeline=None if isinstance(model_or_pipeline, nn.Module) else model_or_pipeline,
+            choice=choice,
+        )
+
+    request = agree_on(group, ask)
+    handle = ParallelHandle(replica_of(request.shape, device_mesh), request.choice)
     with ExitStack() as undo:
         undo.callback(handle.undo)
-        handle.share(asked)
+        handle.share(request)
         undo.pop_all()
     return handle
 
@@ -138,29 +153,30 @@ class ParallelHandle:
         self.parts: list[SplitModel] = []
         self._guided: list[GuidedModel] = []
         self._compiled, self._shared = ExitStack(), ExitStack()
-        self._asked: Asked | None = None
+        self._request: Request | None = None
         self._shared_parts: list[SharedPart] = []
         self._noise: list[OneNoise] = []
         self._times: PhaseTimes | None = None
 
-    def share(self, asked: Asked) -> None:
-        """Do what was asked for; `undo` takes back what is done of it."""
-        self._asked = asked
-        for model, table in zip(asked.models, asked.tables, strict=True):
-            options = asked.options.of_attention(asked.wire)
-            self.parts.append(SplitModel(model, table, self.mesh, options, asked.sparse))
+    def share(self, request: Request) -> None:
+        """Split models and share the parts of a pipeline, until `undo`."""
+        self._request = request
+        for model, table in zip(request.models, request.tables, strict=True):
+            split = SplitModel(model, table, self.mesh, request.attention, request.sparse)
+            self.parts.append(split)
         if self.replica.branches is not None:
             branches = Branches(self.replica.branches)
             for part in self.parts:
                 guided = GuidedModel(part, branches)
                 guided.install()
                 self._guided.append(guided)
-        if self.replica.whole is not None and asked.pipeline is not None:
-            group, device = self.replica.whole, execution_device(asked.pipeline, self.model)
-            for one in share_parts(asked.pipeline, group, asked.options, device):
+        if self.replica.whole is not None and request.pipeline is not None:
+            group, device = self.replica.whole, execution_device(request.pipeline, self.model)
+            ways = request.vae, request.text_encoders
+            for one in share_parts(request.pipeline, group, *ways, device):
                 self._shared_parts.append(one)
                 self._shared.callback(one.undo)
-            noise = OneNoise(asked.pipeline, group, self.model, self._begin_run)
+            noise = OneNoise(request.pipeline, group, self.model, self._begin_run)
             self._noise.append(noise)
             self._shared.callback(noise.undo)
 
@@ -270,7 +286,7 @@ class ParallelHandle:
         Args:
             model: One of those that are split. Default: `model`.
             profile: What the machine does in a second: then also seconds, by kind of layer, and
-                what a compilation, an 8-bit wire or another mesh would gain.
+                what a compilation, 8-bit rows or another mesh would gain.
             ranks_per_node: Of how many one node is, for seconds. Default: all are in one.
 
         Raises:
@@ -295,12 +311,12 @@ class ParallelHandle:
         Raises:
             ConfigError: A model was split, and no pipeline.
         """
-        if self._asked is None or self._asked.pipeline is None:
+        if self._request is None or self._request.pipeline is None:
             raise ConfigError(
                 f"timed: a {type(self.model).__name__} alone was split, which has no phases: give "
                 "parallelize the pipeline"
             )
-        pipeline = self._asked.pipeline
+        pipeline = self._request.pipeline
         with timed(pipeline, execution_device(pipeline, self.model)) as times:
             yield times
         self._times = times
@@ -325,10 +341,10 @@ class ParallelHandle:
             ConfigError: The model is not split, or has a cache of steps.
             CommError: The ranks' inputs differ.
         """
-        asked, whole = self._asked, self.replica.whole
-        if asked is not None and model is not None and model is asked.pipeline:
+        request, whole = self._request, self.replica.whole
+        if request is not None and model is not None and model is request.pipeline:
             self._split_part(None, "verify")
-            has_pixels = asked.options.vae != "first" or whole is None or whole.rank == 0
+            has_pixels = request.vae != "first" or whole is None or whole.rank == 0
             ways = TwoWays(model, self.parts, whole, self._alone, has_pixels, self.verify)
             return verify_pipeline(ways, inputs)
         part = self._split_part(model, "verify")

@@ -30,10 +30,10 @@ from bascule.diffusers.split_table import (
     Link,
     Mask,
     SplitTable,
+    check_table,
     links_to,
     modules_of,
 )
-from bascule.diffusers.table_checks import check_table
 from bascule.diffusers.work import Attended
 from bascule.errors import ConfigError
 from bascule.sdpa.call_mode import error_of, is_called
@@ -370,13 +370,14 @@ class _Begin(Hook):
         forward, cuts = of.begin(args, kwargs), table.inputs.get("", {})
         if forward is None:
             return None
-        known = {*cuts, *table.whole, *table.refused}
+        known = {*cuts, *table.replicated, *table.refused}
 
         def change(name: str, value: Any) -> Any:
             if name not in known and holds_tensors(value):
                 raise ConfigError(
                     f"{type(module).__name__} over ranks: the split table does not say what to do "
-                    f"with the tensors of {name}; leave it out, or add it to `inputs` or `whole`"
+                    f"with the tensors of {name}; leave it out, or add it to `inputs` or "
+                    "`replicated`"
                 )
             if name in table.refused and value is not None:
                 raise ConfigError(

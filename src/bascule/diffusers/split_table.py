@@ -4,12 +4,14 @@ A table names modules as `model.named_modules()` does; `*` stands for one part o
 the model itself. Tensors keep their other dims: only the tokens of a segment (text, image) are cut.
 """
 
+import inspect
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
 
+from bascule.diffusers.arguments import parameters_of
 from bascule.errors import ConfigError
 
 
@@ -77,7 +79,8 @@ class SplitTable:
         gathers: Tensors that are made whole on their way out of a module.
         blocks: Modules that attend over the mesh, with the segments of what they return: of each
             tensor one, or several that follow each other in it. Of none, `verify` leaves it out.
-        whole: Other arguments of the model that are or hold tensors: every rank needs all of them.
+        replicated: Other arguments of the model that are or hold tensors: every rank needs all of
+            them.
         attends: Modules whose attention is over other segments, in this order; over none, it is
             left as it is: every rank has their keys. `Keys` are of another segment than the
             queries. The innermost module counts.
@@ -91,7 +94,7 @@ class SplitTable:
     inputs: Mapping[str, Mapping[str, Cut | Mask]]
     gathers: Mapping[str, Cut]
     blocks: Mapping[str, tuple[str | tuple[str, ...], ...]]
-    whole: tuple[str, ...] = ()
+    replicated: tuple[str, ...] = ()
     outputs: Mapping[str, Mapping[int, Cut]] = field(default_factory=dict)
     attends: Mapping[str, tuple[str, ...] | Keys] = field(default_factory=dict)
     nonempty: tuple[str, ...] = ()
@@ -118,6 +121,38 @@ def modules_of(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
             f"the split table names {pattern!r}, and {type(model).__name__} has no such module"
         )
     return found
+
+
+def check_table(model: nn.Module, table: SplitTable) -> None:
+    """Refuse a table that names an argument or a segment that is not there."""
+    of_model = *table.replicated, *table.unbatched, *table.refused
+    arguments = [(type(model).__name__, model, name) for name in of_model]
+    for pattern, cuts in table.inputs.items():
+        for path, module in ({"": model} if not pattern else modules_of(model, pattern)).items():
+            arguments += [(path or type(model).__name__, module, name) for name in cuts]
+    for path, module, name in arguments:
+        kinds = {one.kind for one in inspect.signature(module.forward).parameters.values()}
+        if inspect.Parameter.VAR_KEYWORD not in kinds and name not in parameters_of(module):
+            raise ConfigError(
+                f"the split table names an argument {name!r} of {path}, and it takes "
+                f"{', '.join(parameters_of(module))}: correct the table, or use the version of "
+                f"{type(module).__module__.partition('.')[0]} that it was written for"
+            )
+    inputs = [cut for cuts in table.inputs.values() for cut in cuts.values()]
+    cuts = [cut for cut in inputs if isinstance(cut, Cut)]
+    cuts += [cut for places in table.outputs.values() for cut in places.values()]
+    known = {name for cut in cuts for name in cut.segments}
+    used = [*table.segments, *table.nonempty]
+    used += [name for cut in table.gathers.values() for name in cut.segments]
+    used += [one.segment for one in inputs if isinstance(one, Mask)]
+    for parts in table.attends.values():
+        used += (parts.segment,) if isinstance(parts, Keys) else parts
+    for name in used:
+        if name not in known:
+            raise ConfigError(
+                f"the split table names the segment {name!r}, and cuts "
+                f"{', '.join(sorted(known)) or 'none'}: let an input or output hold its tokens"
+            )
 
 
 def links_to(model: nn.Module, names: Iterable[str]) -> tuple[Link, ...]:

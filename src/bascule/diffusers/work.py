@@ -37,7 +37,7 @@ class AttentionShape:
         head_dim: D.
         segments: Tokens of each segment, as they follow each other in attention.
         gathers: Whether every rank gets all keys and values, and nothing else travels.
-        more_rows: Rows that travel besides those of a rank's tokens; see `Wire.num_more`.
+        more_rows: Rows that travel besides those of a rank's tokens; see `Quantized.num_more`.
     """
 
     batch: int

@@ -183,7 +183,7 @@ def plan_items(
         result = assign(
             costs,
             num_ranks,
-            home=owner,
+            location=owner,
             locality_tolerance=locality_tolerance,
             limits=limits,
             sizes=sizes,

@@ -16,7 +16,7 @@ from bascule.arrays import Ints
 from bascule.comm.agree import agree
 from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup, member_of, new_group, resolve, set_timeout
-from bascule.diffusers.auto_mesh import AutoMesh
+from bascule.diffusers.degrees import AutoMesh
 from bascule.diffusers.parallelize import ParallelHandle, parallelize
 from bascule.errors import CommError, ConfigError, PlanError
 from bascule.generate.generate_options import GenerateOptions

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from bascule.attention.api import AttentionMesh, AttentionOptions, SequenceLayout, attention
 from bascule.comm.failures import leave
-from bascule.comm.wire import Wire
+from bascule.comm.quantized import CommDtype
 from bascule.errors import ConfigError
 from bascule.sdpa.call_mode import CallMode
 from bascule.sdpa.empty import RESHAPES, reshape_empty
@@ -154,7 +154,7 @@ class SequenceParallelMode(CallMode):
     ) -> Tensor:
         """Attend over the mesh."""
         of = self.options
-        args = layout, of.kernel, of.wire, of.overlap, of.double_buffer
+        args = layout, of.kernel, of.comm_dtype, of.overlap, of.double_buffer
         options = self._keep(layout, AttentionOptions, *args)
         settings = {"is_causal": is_causal, "scale": scale, "options": options}
         return attention(query, key, value, self.mesh, attn_mask=mask, **settings)
@@ -261,7 +261,7 @@ def context_parallel(
     layout: SequenceLayout | None = None,
     *,
     replicated: Collection[int] = (),
-    wire: Wire | None = None,
+    comm_dtype: CommDtype | None = None,
     kernel: str | None = None,
     overlap: bool | None = None,
     double_buffer: bool = True,
@@ -289,8 +289,8 @@ def context_parallel(
         replicated: Numbers of keys of sequences that every rank has whole, as a prompt that image
             tokens attend to; such attention is left as it is, and so is any within `.local()` of
             what this yields.
-        wire: How queries, keys, values and outputs travel; None sends them as they are.
-        kernel: As in `AttentionOptions`, and so are the next two.
+        comm_dtype: As in `AttentionOptions`, and so are the next three.
+        kernel: Name of the block kernel.
         overlap: Whether Ulysses exchanges while it computes.
         double_buffer: Whether a ring attends while keys and values travel.
 
@@ -303,7 +303,7 @@ def context_parallel(
         places = [(r, u) for r in range(place.degrees[0]) for u in range(place.degrees[1])]
         for both in {layout.num_tokens(*one) for one in places}.intersection(replicated):
             raise ConfigError(_AMBIGUOUS.format(both))
-    options = AttentionOptions(None, kernel, wire, overlap, double_buffer)
+    options = AttentionOptions(None, kernel, comm_dtype, overlap, double_buffer)
     mode = SequenceParallelMode(place, layout, replicated, options, watches=True)
     mode.enter()
     try:

@@ -19,9 +19,9 @@ from bascule.comm.failures import shared
 from bascule.comm.groups import new_group
 from bascule.encoders import EncoderOptions
 from bascule.errors import ConfigError
-from bascule.parallel import ParallelOptions, SequenceParallel, Step
+from bascule.parallel import SequenceParallel, Step
 from bascule.plan.machine import TRAINING, WITHOUT_RECOMPUTING, in_passes
-from bascule.planning import PlannedLater
+from bascule.planning import PlanFuture
 from bascule.train.building import build_model
 from bascule.train.checkpoints import Checkpoints, Facts, step_of
 from bascule.train.encode_ahead import EncodeAhead, Encoded
@@ -41,7 +41,7 @@ class _Ahead:
     """A step whose samples a thread loads and whose plan another one makes."""
 
     samples: Future[Callable[[], Encoded]]
-    plans: PlannedLater
+    plans: PlanFuture
     shares: list[float]
 
 
@@ -144,7 +144,7 @@ class TrainingRun:
             if stops.any() or self._is_due():
                 self.checkpoint = self._checkpoints.save(self.done, self._model, self._optimizer)
             if stops.any() and following is not None:
-                following.plans.get()  # its thread has gathered with those of the other ranks
+                following.plans.result()  # its thread has gathered with those of the other ranks
             ahead = None if stops.any() else following
 
     def _is_due(self) -> bool:
@@ -154,7 +154,7 @@ class TrainingRun:
         """Forward, backward and optimiser of a step, while the next one is loaded and planned."""
         start, watch = time.perf_counter(), self._watch
         with shared(f"step {self.done + 1}: plan"):
-            steps = ahead.plans.get()
+            steps = ahead.plans.result()
         seconds: dict[str, Any] = {"plan": time.perf_counter() - start}
         is_last = self.done + 1 == self.num_steps
         following = None if is_last else self._begin(self.done + 1, pool)
@@ -297,5 +297,6 @@ class TrainingRun:
             cluster=cluster,
             plan_group=self._group.process_group,
             timeout_s=options.timeout_s,
-            options=ParallelOptions(kernel=options.kernel, device=self._device),
+            kernel=options.kernel,
+            device=self._device,
         )

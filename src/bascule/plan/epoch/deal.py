@@ -336,7 +336,9 @@ def _solved(
             solution = solve(problem, tolerance)
         bin_of, bound = solution.bin_of, solution.bound
     else:
-        near = assign(costs, num_bins, limits=limits, sizes=tokens, home=home, tolerance=tolerance)
+        near = assign(
+            costs, num_bins, limits=limits, sizes=tokens, location=home, tolerance=tolerance
+        )
         bin_of, bound = near.bin_of, near.lower_bound
     return _filled(bin_of, costs, num_bins, least), bound
 

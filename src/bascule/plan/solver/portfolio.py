@@ -57,20 +57,20 @@ class Solution:
     """An assignment, the start and search that found it, and a bound on all of them."""
 
     bin_of: Ints
-    found_by: str
+    method: str
     makespan: float  # in units of work per unit of speed
     bound: float = 0.0  # in the caller's units of time
     is_improved: bool = False
 
     @staticmethod
-    def of(problem: Problem, found_by: str, bin_of: Ints) -> "Solution":
+    def of(problem: Problem, method: str, bin_of: Ints) -> "Solution":
         """An assignment with its makespan."""
-        return Solution(bin_of, found_by, problem.makespan(bin_of))
+        return Solution(bin_of, method, problem.makespan(bin_of))
 
     def improved(self, problem: Problem, target: float) -> "Solution":
         """Improve it by the search."""
         bin_of = improve(problem, self.bin_of, target)
-        name = self.found_by if self.is_improved else f"{self.found_by}, improved"
+        name = self.method if self.is_improved else f"{self.method}, improved"
         return Solution(bin_of, name, problem.makespan(bin_of), is_improved=True)
 
 

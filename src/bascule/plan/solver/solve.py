@@ -32,14 +32,14 @@ class Assignment:
         loads: Completion time per bin: carried load + sum of costs / speed.
         makespan: Latest completion time.
         lower_bound: No assignment completes earlier.
-        found_by: Which start, and which search, found it.
+        method: Name of the start and of the search that found it.
     """
 
     bin_of: NDArray[np.int64]
     loads: NDArray[np.float64]
     makespan: float
     lower_bound: float
-    found_by: str = field(default="", kw_only=True)
+    method: str = field(default="", kw_only=True)
 
     @property
     def gap(self) -> float:
@@ -55,7 +55,7 @@ def assign(
     limits: Limits | None = None,
     sizes: ArrayLike | Mapping[str, ArrayLike] | None = None,
     ranks_per_bin: ArrayLike | None = None,
-    home: ArrayLike | None = None,
+    location: ArrayLike | None = None,
     locality_tolerance: float = 0.0,
     initial_loads: ArrayLike | None = None,
     tolerance: float | None = None,
@@ -74,7 +74,7 @@ def assign(
         sizes: Tokens or bytes per item, whichever `limits` restricts; for both a mapping with
             the keys "tokens" and "bytes".
         ranks_per_bin: Ranks per bin, for limits. Default: the speeds.
-        home: Preferred bin per item; -1 for none.
+        location: Preferred bin per item; -1 for none.
         locality_tolerance: By how much the makespan may pass the best one found so that fewer sizes
             (of a mapping the first; without `sizes`: items) are away from home; 0.01 is 1 %.
         initial_loads: Completion time per bin before any item. Default: 0.
@@ -100,7 +100,7 @@ def assign(
     size = _sizes(sizes, cost.size, limits)
     locality_tolerance = number("locality_tolerance", locality_tolerance)
     tolerance = None if tolerance is None else number("tolerance", tolerance)
-    bins = None if home is None else _home_bins(home, cost.size, speed.size)
+    bins = None if location is None else _home_bins(location, cost.size, speed.size)
     problem = build_problem(cost, speed, carried=carried, limits=limits, sizes=size, ranks=ranks)
     solution = solve(problem, tolerance)
     if bins is not None and problem.num_items:
@@ -108,7 +108,7 @@ def assign(
         ceiling = (problem.makespan(solution.bin_of) or np.inf) * (1.0 + locality_tolerance)
         homes = Homes(bins, np.where(bins >= 0, weights, 0.0), ceiling)
         bin_of, name = near_home(problem, solution.bin_of, homes)
-        solution = replace(solution, bin_of=bin_of, found_by=name or solution.found_by)
+        solution = replace(solution, bin_of=bin_of, method=name or solution.method)
     return _certified(problem, solution)
 
 
@@ -169,20 +169,20 @@ def _sizes(
     return checked
 
 
-def _home_bins(home: ArrayLike, num_items: int, num_bins: int) -> Ints:
-    bins = array("home", home)
+def _home_bins(location: ArrayLike, num_items: int, num_bins: int) -> Ints:
+    bins = array("location", location)
     if bins.size == 0:
         bins = bins.astype(np.int64)
     if bins.shape != (num_items,) or bins.dtype.kind not in "iu":
         raise ConfigError(
-            f"home must be {num_items} integers, one per item; got shape {bins.shape} of "
+            f"location must be {num_items} integers, one per item; got shape {bins.shape} of "
             f"{bins.dtype}"
         )
     wrong = np.flatnonzero((bins < -1) | (bins >= num_bins))
     if wrong.size:
         raise ConfigError(
-            f"home[{wrong[0]}] is {bins[wrong[0]]}; it must be a bin, 0 to {num_bins - 1}, or -1 "
-            "for none"
+            f"location[{wrong[0]}] is {bins[wrong[0]]}; it must be a bin, 0 to {num_bins - 1}, "
+            "or -1 for none"
         )
     return bins.astype(np.int64)
 
@@ -194,5 +194,5 @@ def _certified(problem: Problem, solution: Solution) -> Assignment:
     solution.bin_of.flags.writeable = loads.flags.writeable = False
     # Both are sums of rounded numbers: where they meet, the bound may be an ulp above.
     return Assignment(
-        solution.bin_of, loads, makespan, min(solution.bound, makespan), found_by=solution.found_by
+        solution.bin_of, loads, makespan, min(solution.bound, makespan), method=solution.method
     )

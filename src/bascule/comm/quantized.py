@@ -33,7 +33,7 @@ _SCORES_AT_ONCE = 2**25
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class Quantized:
     """A format of rows between ranks.
 
     Attributes:
@@ -50,7 +50,12 @@ class Wire:
 
     def __post_init__(self) -> None:
         if self.format not in _CODES:
-            raise ConfigError(f"wire format {self.format!r}: choose one of {', '.join(_CODES)}")
+            raise ConfigError(f"comm_dtype {self.format!r}: choose one of {', '.join(_CODES)}")
+
+    @classmethod
+    def of(cls, comm_dtype: "Format | Quantized | None") -> "Quantized | None":
+        """Return the format that a `comm_dtype` names."""
+        return cls(comm_dtype) if isinstance(comm_dtype, str) else comm_dtype
 
     @property
     def num_more(self) -> int:
@@ -124,6 +129,9 @@ class Wire:
         return values.mul_(peak.abs()), peak
 
 
+CommDtype = Format | Quantized
+
+
 def _centre(wide: Tensor, dim: int) -> Tensor:
     """Return the mean over the tokens, (.., 1, .., D); 0 for no tokens.
 
@@ -165,8 +173,8 @@ class Deviation:
 
 
 @dataclass(frozen=True, slots=True)
-class WireError:
-    """Deviation and bytes of a wire on some tensors."""
+class MeasuredError:
+    """Deviation and bytes of some tensors that travel at 8 bits."""
 
     q: Deviation  # of the queries themselves
     k: Deviation
@@ -178,24 +186,24 @@ class WireError:
 
 
 def measure_error(
-    q: Tensor, k: Tensor, v: Tensor, wire: Wire, *, scale: float | None = None
-) -> WireError:
-    """Return the error of a wire on these tensors, against attention in float64, without sending.
+    q: Tensor, k: Tensor, v: Tensor, quantized: Quantized, *, scale: float | None = None
+) -> MeasuredError:
+    """Return the error of 8 bits on these tensors, against attention in float64, without sending.
 
     Queries are (B, H, S, D), keys and values (B, K, S, D); all queries attend to all keys. The
     default scale is D^-0.5.
     """
-    packed = [wire.pack(x) for x in (q, k, v)]
-    received = [wire.unpack(rows, x.dtype) for rows, x in zip(packed, (q, k, v), strict=True)]
+    packed = [quantized.pack(x) for x in (q, k, v)]
+    received = [quantized.unpack(rows, x.dtype) for rows, x in zip(packed, (q, k, v), strict=True)]
     exact = _attention(q, k, v, scale)
     out = _attention(received[0], received[1], received[2], scale).to(q.dtype)
-    packed_out = wire.pack(out)
-    return WireError(
+    packed_out = quantized.pack(out)
+    return MeasuredError(
         q=Deviation.of(received[0], q),
         k=Deviation.of(received[1], k),
         v=Deviation.of(received[2], v),
         out_kv=Deviation.of(_attention(q, received[1], received[2], scale), exact),
-        out_all=Deviation.of(wire.unpack(packed_out, q.dtype), exact),
+        out_all=Deviation.of(quantized.unpack(packed_out, q.dtype), exact),
         packed_bytes=sum(x.nbytes for x in (*packed, packed_out)),
         full_bytes=sum(x.nbytes for x in (q, k, v, out)),
     )
