@@ -73,8 +73,8 @@ def test_ranks_that_are_given_different_things_all_raise() -> None:
     first, second = run_ranks(disagreements, 2, timeout_s=40.0)
     texts = {
         "sparse": "disagree on sparse: ranks [0]: none; ranks [1]: given",
-        "wire": "disagree on comm_dtype: ranks [0]: None; ranks [1]: Quantized(",
-        "wires": "disagree on comm_dtype",
+        "wire": "comm_dtype=Quantized(format=",
+        "wires": "disagree on attention",
         "table": "disagree on tables",
         "both": "leave out comm_dtype or sparse",
         "model": "disagree on models: ranks [0]: Toy with",

@@ -76,7 +76,6 @@ class Request:
             "weights": ", ".join(map(values_digest, self.models)),
             "tables": str(self.tables),
             "mesh": str(self.shape),
-            "comm_dtype": str(self.attention.quantized),
             "attention": str(self.attention),
             "vae and text_encoders": f"{self.vae}, {self.text_encoders}",
             "shared parts": ", ".join(map(_size_of, parts)),
