@@ -106,7 +106,7 @@ def _readme(folder: str) -> Names:
         pipeline
         | {
             "mesh": mesh,
-            "batches": [(step, torch.cat(step)) for step in samples],
+            "batches": [(list(map(len, step)), *[torch.cat(step)] * 2) for step in samples],
             "model": model,
             "to_heads": to_heads,
             "data_loader": DataLoader(texts, batch_size=2, collate_fn=collate_padded),  # pyright: ignore
