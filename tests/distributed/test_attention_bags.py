@@ -233,7 +233,7 @@ def test_loss_and_gradients_equal_one_process(world_size: int) -> None:
 @pytest.mark.stress
 @pytest.mark.parametrize("world_size", BAGS)
 def test_loss_and_gradients_equal_one_process_at_length(world_size: int) -> None:
-    run_ranks(compare, world_size, KINDS, range(5, 100), plain, False, timeout_s=1500.0)
+    run_ranks(compare, world_size, KINDS, range(5, 30), plain, False, timeout_s=1500.0)
 
 
 @pytest.mark.parametrize(

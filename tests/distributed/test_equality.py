@@ -53,7 +53,7 @@ def test_loss_and_gradients_equal_one_process(world_size: int) -> None:
 @pytest.mark.stress
 @pytest.mark.parametrize("world_size", LAYOUTS)
 def test_loss_and_gradients_equal_one_process_at_length(world_size: int) -> None:
-    batches = all_batches(world_size, num_random=300)
+    batches = all_batches(world_size, num_random=60)
     run_ranks(train_everywhere, world_size, LAYOUTS[world_size], batches, timeout_s=1500.0)
 
 
