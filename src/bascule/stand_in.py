@@ -1,7 +1,11 @@
-"""One object's method replaced by a function around it, without a change to its class."""
+"""One object's method replaced by a function around it, without a change to a class of others."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any
+
+import torch
 
 
 class StandIn:
@@ -65,3 +69,67 @@ def is_of_class(method: Any, owner: Any, name: str) -> bool:
 
 def _same(method: Any) -> Any:
     return method
+
+
+_OVERRIDES: Any = "_bascule_override"
+
+
+class Override:
+    """A subclass of the same name for one object, in which one of its methods is replaced.
+
+    In contrast to `StandIn` it replaces special methods as `__call__`, and leaves the state of the
+    object alone. Copies and pickles have the former class, and compiled code calls the method.
+
+    Args:
+        owner: Has the method.
+        name: Of the method.
+        around: Is called in its place, with the method and the arguments. What it calls meanwhile
+            is the method itself.
+        with_copies: Overrides the method of copies as well.
+    """
+
+    def __init__(
+        self, owner: Any, name: str, around: Callable[..., Any], *, with_copies: bool = False
+    ) -> None:
+        self._owner, self._is_on, self.is_removed = owner, True, False
+        base: Any = type(owner)
+        method: Any = getattr(base, name)
+
+        @wraps(method)
+        def call(this: Any, *args: Any, **kwargs: Any) -> Any:
+            is_overridden = self._is_on and not self.is_removed and (this is owner or with_copies)
+            if torch.compiler.is_compiling() or not is_overridden:
+                return method(this, *args, **kwargs)
+            with self.paused():
+                return around(partial(method, this), *args, **kwargs)
+
+        def reduce(this: Any, protocol: Any) -> tuple[Any, ...]:
+            return object.__new__, (_original(base),), base.__reduce_ex__(this, protocol)[2]
+
+        members = {"__module__": base.__module__, "__qualname__": base.__qualname__, name: call}
+        members |= {"__doc__": base.__doc__, _OVERRIDES: self}
+        if not with_copies:
+            members["__reduce_ex__"] = reduce
+        owner.__class__ = type(base.__name__, (base,), members)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Call the method itself."""
+        before, self._is_on = self._is_on, False
+        try:
+            yield
+        finally:
+            self._is_on = before
+
+    def remove(self) -> None:
+        """Give the object its class back; at once, or with the overrides since."""
+        self.is_removed = True
+        while (last := vars(type(self._owner)).get(_OVERRIDES)) is not None and last.is_removed:
+            self._owner.__class__ = type(self._owner).__base__
+
+
+def _original(cls: Any) -> Any:
+    """Return the class below all overrides."""
+    while _OVERRIDES in vars(cls):
+        cls = cls.__base__
+    return cls

@@ -87,8 +87,8 @@ def with_options(**options: Any) -> Callable[[], object]:
 
 def gradients() -> object:
     pipeline = make_pipeline("flux")
+    call: Any = vars(type(pipeline))["__call__"].__wrapped__  # without torch.no_grad
     with parallelize(pipeline, guidance_degree=2):
-        call: Any = vars(type(pipeline))["__call__"].__wrapped__  # without torch.no_grad
         return call(pipeline, **prompt_of("flux"), height=44, width=36, num_inference_steps=1)
 
 
@@ -122,7 +122,10 @@ RUNS: dict[str, Wrong] = {
     "schedule": (made("flux", another_scheduler, **SPLIT), VALUES),
     "sigmas": (made("flux", lambda _: {"sigmas": [1.0, 0.2]}, **SPLIT), "disagree on sigmas"),
     "callback": (made("flux", changing_callback), VALUES),
-    "prompt": (made("flux", lambda _: prompt_of("flux", seed=4)), "disagree on embeddings"),
+    "prompt": (
+        made("flux", lambda _: prompt_of("flux", seed=4)),
+        "disagree on negative_pooled_prompt_embeds",
+    ),
     "latents": (made("flux", lambda _: {"latents": latents_of(2)}), "disagree on latents"),
     "a failure": (made("flux", failing), "no memory is left"),
     "LoRA": (made("flux", loaded_alone, **SPLIT), "disagree on adapters"),

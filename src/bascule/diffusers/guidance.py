@@ -5,8 +5,7 @@ positive samples: the batch is shared. Or it calls it once for each: groups take
 with a `Pending` result where another group computes.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,20 +30,20 @@ from bascule.diffusers.pending import (
 )
 from bascule.diffusers.split_model import SplitModel
 from bascule.errors import ConfigError
+from bascule.stand_in import Override
 
 
-class GuidedModel:
+class GuidedModel(Override):
     """A model whose calls are computed by the guidance groups of a replica.
 
-    It is called as torch calls a compiled module: in place of the module's own call, which copies
-    and pickles of the model do not have. A function around the model that torch compiles calls the
-    model itself, so each group then computes everything: results are the same, and no faster.
+    A function around the model that torch compiles calls the model itself, so each group then
+    computes everything: results are the same, and no faster.
 
     Attributes:
         branches: Of the replica, for all of its models.
 
     Args:
-        part: The model, with the hooks of its mesh; its parameters are not sharded.
+        part: The model over its mesh; its parameters are not sharded.
         branches: As above.
     """
 
@@ -52,46 +51,18 @@ class GuidedModel:
         self.model, self._part, self.branches = part.model, part, branches
         self._unbatched, self._names = part.table.unbatched, parameters_of(part.model)
         self.inputs = SameInputs(part.model)
-        self._is_paused = False
         self._cached = list[str]()  # branches that a cache knows, in the order of their first calls
-        # What the model returns, by what it was asked for.
-        self._forms: dict[tuple[Any, ...], Form] = {}
-        self._own: Callable[..., Any] | None = None
-        self._is_installed = False
-
-    def install(self) -> None:
-        """Take the place of the model's own call, compiled or not."""
-        self._own = self.model._compiled_call_impl
-        self.model._compiled_call_impl = self._call
-        self._is_installed = True
-
-    def remove(self) -> None:
-        """Give the model its own call back."""
-        if self._is_installed:
-            self.model._compiled_call_impl = self._own
-        self._is_installed = False
+        self._forms: dict[tuple[Any, ...], Form] = {}  # of outputs, by what decides it
+        super().__init__(part.model, "__call__", self._call)
 
     def restart(self) -> None:
-        """Another run begins: compare its first calls, and forget what is left of the last one."""
+        """Begin a run: compare its first calls, and forget pending results of the last one."""
         self.inputs.restart()
         self.branches.forget()
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Each group computes every call itself."""
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
-
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        own = self._own or self.model._call_impl
-        args, kwargs = fetched(args), fetched(kwargs)
-        if self._is_paused:
-            return own(*args, **kwargs)
+    def _call(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with shared(f"a guidance branch of {type(self.model).__name__}"):
-            return self._share(own, args, kwargs)
+            return self._share(call, fetched(args), fetched(kwargs))
 
     def _share(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

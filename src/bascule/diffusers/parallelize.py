@@ -34,7 +34,7 @@ from bascule.diffusers.phases import (
     phases_of,
     timed,
 )
-from bascule.diffusers.pipeline_run import OneNoise
+from bascule.diffusers.pipeline_run import PipelineRun
 from bascule.diffusers.pipeline_verify import TwoWays, verify_pipeline
 from bascule.diffusers.request import Request, agree_on, models_of
 from bascule.diffusers.shared_parts import SharedPart, share_parts
@@ -152,10 +152,10 @@ class ParallelHandle:
         self.replica, self.mesh, self.choice = replica, replica.mesh, choice
         self.parts: list[SplitModel] = []
         self._guided: list[GuidedModel] = []
-        self._compiled, self._shared = ExitStack(), ExitStack()
+        self._compiled = ExitStack()
         self._request: Request | None = None
         self._shared_parts: list[SharedPart] = []
-        self._noise: list[OneNoise] = []
+        self._runs: list[PipelineRun] = []
         self._times: PhaseTimes | None = None
 
     def share(self, request: Request) -> None:
@@ -167,18 +167,14 @@ class ParallelHandle:
         if self.replica.branches is not None:
             branches = Branches(self.replica.branches)
             for part in self.parts:
-                guided = GuidedModel(part, branches)
-                guided.install()
-                self._guided.append(guided)
+                self._guided.append(GuidedModel(part, branches))
         if self.replica.whole is not None and request.pipeline is not None:
             group, device = self.replica.whole, execution_device(request.pipeline, self.model)
             ways = request.vae, request.text_encoders
             for one in share_parts(request.pipeline, group, *ways, device):
                 self._shared_parts.append(one)
-                self._shared.callback(one.undo)
-            noise = OneNoise(request.pipeline, group, self.model, self._begin_run)
-            self._noise.append(noise)
-            self._shared.callback(noise.undo)
+            run = PipelineRun(request.pipeline, group, self.model, self._begin_run)
+            self._runs.append(run)
 
     def _begin_run(self) -> None:
         """The pipeline is about to call its models."""
@@ -191,7 +187,7 @@ class ParallelHandle:
     def _alone(self) -> Iterator[None]:
         """Within it this rank computes everything itself."""
         with ExitStack() as stack:
-            for one in (*self.parts, *self._guided, *self._shared_parts, *self._noise):
+            for one in (*self.parts, *self._guided, *self._shared_parts, *self._runs):
                 stack.enter_context(one.paused())
             yield
 
@@ -228,8 +224,7 @@ class ParallelHandle:
                     "shared over the ranks; call it after the forward pass"
                 )
         self._compiled.close()
-        self._shared.close()
-        for one in (*self._guided, *self.parts):
+        for one in (*self._runs, *self._shared_parts, *self._guided, *self.parts):
             one.remove()
 
     def compile(self, mode: Mode = "default", *, dynamic: bool | None = None) -> None:
@@ -255,14 +250,8 @@ class ParallelHandle:
             )
         check_mode(mode, dynamic, self.mesh, device_of(self.model))
         self._compiled.close()
-        for guided in self._guided:  # their results wait for other ranks, which no graph can
-            guided.remove()
-            self._compiled.callback(guided.install)
         for part in self.parts:
             self._compiled.callback(compile_in_place(part.model, mode, dynamic, part.prepare))
-        for guided in self._guided:
-            guided.install()
-            self._compiled.callback(guided.remove)
 
     def restart(self) -> None:
         """Begin another image: the next forward pass is step 0 of block-sparse attention."""

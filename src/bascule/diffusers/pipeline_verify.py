@@ -71,7 +71,6 @@ class _Run:
     num_steps: int = 0
 
     def see(self, what: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """As `watched` tells."""
         if what in TRANSFORMERS:
             step = f"step {self.num_steps + 1}"
             self.passes.setdefault(step, []).append((what, args, kwargs))
