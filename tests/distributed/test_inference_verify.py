@@ -259,7 +259,9 @@ def test_explain_tells_seconds_and_what_would_gain() -> None:
         # All bytes of the busiest rank, a byte a second.
         assert wires.chosen.total_s == pytest.approx(found["bytes"])
         assert any("int8" in one for one in wires.advice)
-        assert compute.advice == ("compute-bound: no compilation, wire or other mesh gains 2 %",)
+        assert compute.advice == (
+            "compute-bound: no compilation, 8-bit rows or other mesh gains 2 %",
+        )
         said = str(launches)
         assert "predicted: " in said and "  blocks.*: " in said and " and take " in said
 

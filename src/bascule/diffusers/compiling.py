@@ -57,7 +57,7 @@ def check_mode(mode: str, dynamic: bool | None, mesh: AttentionMesh, device: tor
 
 
 def compile_in_place(
-    model: nn.Module, mode: Mode, dynamic: bool | None, prepare: Callable[..., None]
+    model: nn.Module, mode: Mode, dynamic: bool | None, prepare: Callable[..., object]
 ) -> Callable[[], None]:
     """Compile a model with its hooks, `fullgraph=True`; what is returned makes it what it was.
 

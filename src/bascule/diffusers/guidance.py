@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from bascule.comm.failures import shared
 from bascule.comm.items import rebuilt
-from bascule.diffusers.arguments import SameInputs, parameters_of
+from bascule.diffusers.arguments import SameInputs, form_of, parameters_of
 from bascule.diffusers.batch_shares import (
     Form,
     Samples,
@@ -68,7 +68,8 @@ class GuidedModel(Override):
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         group, names = self.branches.group, self._names
-        compare = self.inputs.due(group, args, kwargs)
+        inputs = dict(zip(names, args, strict=False)) | kwargs
+        compare = self.inputs.due(group, inputs, form_of(inputs))
         samples = samples_of(names, args, kwargs, self._unbatched)
         num_parts = max(1, min(samples.number, group.size))
         owners = self._owners(num_parts)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup
 from bascule.comm.items import leaves_of, mapped
-from bascule.diffusers.arguments import NumbersOf, compare_inputs, parameters_of
+from bascule.diffusers.arguments import Fingerprint, compare_inputs, parameters_of
 from bascule.diffusers.phases import (
     TRANSFORMERS,
     execution_device,
@@ -97,7 +97,7 @@ def verify_pipeline(ways: TwoWays, arguments: Mapping[str, Any]) -> Verification
                 "handle.verify(pipeline.transformer, ..), or call disable_cache() first"
             )
     if ways.group is not None:
-        compare_inputs(NumbersOf.inputs(arguments, is_exact=True), ways.group, "verify")
+        compare_inputs(Fingerprint.of(arguments, is_exact=True), ways.group, "verify")
     one, several = _both(ways, arguments)
     sums = {
         name: _squares_of(ways, name, wanted, several.gave.get(name, []))

@@ -12,7 +12,6 @@ from bascule.attention.api import AttentionMesh, AttentionOptions
 from bascule.comm.failures import leave
 from bascule.diffusers.arguments import (
     SameInputs,
-    Seldom,
     changed,
     form_of,
     holds_tensors,
@@ -73,7 +72,7 @@ class SplitModel:
         self._running = Running(model)
         self._is_paused = self._is_over = False
         self.inputs = SameInputs(model)
-        self._counting, self._names = Seldom(), parameters_of(model)
+        self._names = parameters_of(model)
         self._known: dict[object, Attended] = {}  # by form of inputs
         self._caches = Caches(model, table, lambda: self.forward)
         self._links: tuple[Link, ...] = ()
@@ -162,10 +161,8 @@ class SplitModel:
         finally:
             self.mesh, self.sparse = before
 
-    def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Before a call of the model, not compiled: follow its modules, and look at its caches.
-
-        Modules that took the place of others get their hooks. Ranks compare some calls.
+    def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
+        """Follow replaced modules, look at caches, compare inputs of a new form; return the form.
 
         Raises:
             ConfigError: A module is gone, or a cache is on that ranks cannot use.
@@ -175,8 +172,11 @@ class SplitModel:
             self._hook_modules()
         blocks = [block for block, _ in self.blocks.values()]
         self._caches.prepare(blocks, is_sparse=self.sparse is not None)
+        inputs = dict(zip(self._names, args, strict=False)) | dict(kwargs)
+        form = self.mesh.degrees, form_of(inputs)
         if not (self._is_paused or self._is_over):
-            self.inputs.check(self.mesh.whole, args, kwargs)
+            self.inputs.check(self.mesh.whole, inputs, form)
+        return form
 
     def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Forward | None:
         """A call of the model has begun: its forward pass, yet to be entered; None while paused.
@@ -192,11 +192,9 @@ class SplitModel:
         given = self.model, self.mesh, self.table, self.options, sparse
         if torch.compiler.is_compiling():
             return Forward(*given)
-        self.prepare(args, kwargs)
-        named = dict(zip(self._names, args, strict=False)) | dict(kwargs)
-        form = self.mesh.degrees, form_of(named)
+        form = self.prepare(args, kwargs)
         # Neither plans of sparse attention nor what a cache leaves out follow from the form.
-        counts = self._counting.next(form) or sparse is not None or self._caches.is_on
+        counts = form not in self._known or sparse is not None or self._caches.is_on
         return CountingForward(*given, form=form) if counts else Forward(*given, form=form)
 
     def enter(self, forward: Forward) -> None:

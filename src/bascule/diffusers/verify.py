@@ -15,7 +15,7 @@ from bascule.attention.api import AttentionMesh, split
 from bascule.comm.collectives import all_reduce, broadcast
 from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup, device_of
-from bascule.diffusers.arguments import NumbersOf, compare_inputs, parameters_of
+from bascule.diffusers.arguments import Fingerprint, compare_inputs, parameters_of
 from bascule.diffusers.forward_pass import layout_of
 from bascule.diffusers.split_model import SplitModel
 from bascule.diffusers.split_table import modules_of
@@ -87,7 +87,7 @@ def verify(part: SplitModel, inputs: Mapping[str, Any], group: RankGroup | None)
             "step: call disable_cache() first"
         )
     if group is not None:
-        compare_inputs(NumbersOf.inputs(inputs, is_exact=True), group, "verify")
+        compare_inputs(Fingerprint.of(inputs, is_exact=True), group, "verify")
     gathered = {name for one in part.table.gathers for name in modules_of(part.model, one)}
     wanted: dict[str, Tensor] = {}
     sums: dict[str, Tensor] = {}
