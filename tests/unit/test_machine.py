@@ -99,8 +99,7 @@ def test_seconds_are_flops_times_the_measured_rate() -> None:
 
 def test_what_ranks_compare_of_a_fitted_cost_is_what_they_plan_by() -> None:
     fits = [
-        IterationFit((error, error, error, error), (), error, 9, 0, ((error,) * 4,) * 4)
-        for error in (0.1, 0.1 + 1e-15)
+        IterationFit((error, error, error, error), (), error, 9, 0) for error in (0.1, 0.1 + 1e-15)
     ]
     own, other = (PolynomialCost(1e-9, 1e-6, 0.0, fit=fit) for fit in fits)
     assert own.fit != other.fit

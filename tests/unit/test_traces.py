@@ -287,6 +287,21 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert code == 2 and said in err
 
 
+def test_what_the_fit_assumes_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All sequences are alike, so that no step tells attention from the rest."""
+    lens = [[[1000] * n for n in step] for step in ((3, 2), (4, 1), (2, 2), (5, 1))]
+    own = [[float(COST(rank).sum()) + COST.overhead for rank in step] for step in lens]
+    folder, report = Run(own, lens=lens).write(tmp_path), tmp_path / "a.html"
+    code, out, err = run(capsys, "trace", str(folder), "--json", "-", "--report", str(report))
+    found, printed = json.loads(out)["worth"], " ".join(err.split())
+    assert code == 0 and {"quadratic", "linear"} <= set(found["assumed"])
+    assert f"the model is off by {found['model_error']:+.1%} in the steps as run" in printed
+    assert "the steps do not show how much of the time is quadratic, linear" in printed
+    assert "attention to outweigh the rest from 24,576 tokens on" in printed
+    page = report.read_text()
+    assert f"{found['model_error']:+.1%} off" in page and "the fit assumes it" in page
+
+
 def test_what_is_read_is_not_written_over(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

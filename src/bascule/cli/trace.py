@@ -17,7 +17,6 @@ from bascule.report.trace_page import of_trace
 from bascule.workload.traces import StepParts, Worth, read_traces, step_parts
 from bascule.workload.traces.steps import segments_of
 from bascule.workload.traces.worth import (
-    CONFIDENCE,
     RunLengths,
     balancing_worth,
     lengths_of,
@@ -149,12 +148,10 @@ def _show_worth(console: Console, worth: Worth | None, unknown: str) -> None:
     table.add_row("balanced, predicted", f"{row[0]:.4g}", f"{row[1]:.4g}", f"{row[2]:.4f}")
     console.print(table)
     assert worth.cost.fit is not None
-    low, high = worth.speedup_range
     console.print(
-        f"predicted speed-up: {worth.speedup:.2f}x, within {low:.2f}x and "
-        f"{high:.2f}x ({CONFIDENCE:.0%} confidence), moving {worth.moved_share:.0%} of the tokens, "
-        f"which is not priced; error of the fit {worth.cost.fit.loo_error:.1%} (leave one out), of "
-        f"the model's steps as run {worth.model_error:+.1%}"
+        f"predicted speed-up: {worth.speedup:.2f}x, moving {worth.moved_share:.0%} of the tokens, "
+        f"which is not priced; the model is off by {worth.model_error:+.1%} in the steps as run, "
+        f"and by {worth.cost.fit.loo_error:.1%} in measurements that it was not fitted to"
     )
     if worth.assumed_in_words is not None:
         console.print(f"note: {worth.assumed_in_words}", markup=False)

@@ -25,7 +25,7 @@ from bascule.plan.fits import MIN_OBSERVATIONS, TERMS, fit_iterations
 logger = logging.getLogger(__name__)
 
 STATE_VERSION = 1
-_NUM_WORDS = 1 + 31  # the drift, and a fitted cost model
+_NUM_WORDS = 1 + 15  # the drift, and a fitted cost model
 
 _Moment = float | torch.cuda.Event
 
@@ -234,18 +234,17 @@ def _to_words(cost: PolynomialCost) -> Floats:
     terms = [getattr(cost, name) for name in TERMS]
     is_open = [name in fit.unidentified for name in TERMS]
     quality = fit.loo_error, fit.num_observations, fit.num_outliers
-    return np.concatenate([terms, fit.standard_errors, is_open, quality, np.ravel(fit.covariance)])
+    return np.concatenate([terms, fit.standard_errors, is_open, quality])
 
 
 def _of_words(words: Floats) -> PolynomialCost:
-    terms, errors, is_open, quality, covariance = np.split(words, [4, 8, 12, 15])
+    terms, errors, is_open, quality = np.split(words, [4, 8, 12])
     fit = IterationFit(
         tuple(errors.tolist()),
         tuple(name for name, flag in zip(TERMS, is_open, strict=True) if flag),
         float(quality[0]),
         int(quality[1]),
         int(quality[2]),
-        tuple(map(tuple, covariance.reshape(4, 4).tolist())),
     )
     return PolynomialCost(*terms.tolist(), fit=fit)
 

@@ -138,7 +138,6 @@ class IterationFit:
     loo_error: float  # relative, of one by all others; the mean without the worst tenth
     num_observations: int
     num_outliers: int  # observations with less than half of the usual weight
-    covariance: tuple[tuple[float, ...], ...]  # (4, 4) by measurements and assumptions
 
 
 @dataclass(frozen=True, slots=True)

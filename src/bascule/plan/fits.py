@@ -423,7 +423,7 @@ def fit_iterations(
     solutions = [_alternate(work_ORK, seconds_O, *way) for way in product(starts, (False, True))]
     # Rounded, so that of equally good solutions the first is taken, not the luckiest rounding.
     best = min(solutions, key=lambda one: round(float(np.abs(one.loo).mean()), 6))
-    errors_K, known_K, covariance = _uncertainty(best)
+    errors_K, known_K = _uncertainty(best)
     errors = np.sort(np.abs(best.loo))  # the worst are stalls
     fit = IterationFit(
         standard_errors=cast(tuple[float, float, float, float], tuple(errors_K.tolist())),
@@ -431,7 +431,6 @@ def fit_iterations(
         loo_error=float(errors[: errors.size - -(-errors.size // WORST_PART)].mean()),
         num_observations=best.loo.size,
         num_outliers=int(np.count_nonzero(best.weights < 0.5)),
-        covariance=tuple(map(tuple, covariance.tolist())),
     )
     if fit.loo_error > max_loo_error:
         raise ConfigError(
@@ -526,12 +525,10 @@ def _assumptions(scale_K: Floats) -> _Assumptions:
     return _Assumptions(rows, rows @ [0.0, 0.0, constant, overhead], deviations)
 
 
-def _uncertainty(solution: _Solution) -> tuple[Floats, Bools, Floats]:
-    """Return (K,) standard errors by the measurements alone, which are known, and the covariance.
+def _uncertainty(solution: _Solution) -> tuple[Floats, Bools]:
+    """Return (K,) standard errors by the measurements alone, and which coefficients are known.
 
-    A coefficient is known if its error is smaller than the assumed one. The covariance (K, K) is by
-    the measurements and the assumptions (normal, to first order); constraints at 0 are left out of
-    it: who draws coefficients must cut them off there.
+    A coefficient is known if its error is smaller than the assumed one.
     """
     rows = np.sqrt(solution.weights)[:, None] * solution.design
     noise = max(solution.noise, MIN_NOISE)
@@ -543,10 +540,8 @@ def _uncertainty(solution: _Solution) -> tuple[Floats, Bools, Floats]:
     variance_K[(axes[blind] ** 2).sum(axis=0) > 1e-9] = np.inf
     share_errors_K = noise * np.sqrt(variance_K)
     assumed, scale_K = _assumptions(solution.scale), solution.scale
-    normal = rows.T @ rows / noise**2 + assumed.rows.T @ assumed.rows
-    covariance = np.linalg.pinv(normal, hermitian=True) * np.outer(scale_K, scale_K)
     errors_K = share_errors_K * np.where(scale_K > 0, scale_K, 1.0)  # without a unit: infinite
-    return errors_K, share_errors_K < assumed.deviations, covariance
+    return errors_K, share_errors_K < assumed.deviations
 
 
 def _observe(

@@ -3,7 +3,6 @@
 from bascule.report.charts import draw_bars, draw_lines
 from bascule.report.page import Chart, Fact, Report, Rows
 from bascule.workload.traces import StepParts, Worth
-from bascule.workload.traces.worth import CONFIDENCE
 
 _PARTS = ("compute", "communication", "waiting", "rest")
 _MOST_RANKS = 64
@@ -36,15 +35,15 @@ def of_trace(parts: StepParts, worth: Worth | None, unknown: str) -> Report:
         error = worth.cost.fit.loo_error
         facts += [
             Fact("speedup", "predicted speed-up", worth.speedup, f"{worth.speedup:.2f}x"),
-            Fact("speedup_range", f"{CONFIDENCE:.0%} interval", *_range(worth)),
             Fact("predicted_s", "balanced", worth.predicted_s, f"{worth.predicted_s * 1e3:.4g} ms"),
             Fact("fit_error", "error of the fit", error, f"{error:.1%}"),
             Fact("model_error", "error of the mean step", worth.model_error, _off(worth)),
             Fact("moved_share", "tokens that move", worth.moved_share, f"{worth.moved_share:.0%}"),
         ]
         answer = (
-            f"{known}; balanced on {worth.topology}, steps are "
-            f"predicted to run {worth.speedup:.2f}x as fast ({_range(worth)[1]})."
+            f"{known}; balanced on {worth.topology}, steps are predicted to run "
+            f"{worth.speedup:.2f}x as fast, by a model that is {_off(worth)} off in the steps as "
+            "run."
         )
     return Report(
         title=f"{num_steps} measured steps of {num_ranks} ranks",
@@ -68,11 +67,6 @@ def of_trace(parts: StepParts, worth: Worth | None, unknown: str) -> Report:
             *parts.notes,
         ),
     )
-
-
-def _range(worth: Worth) -> tuple[str, str]:
-    text = "{:.2f}x to {:.2f}x".format(*worth.speedup_range)
-    return text, text
 
 
 def _off(worth: Worth) -> str:

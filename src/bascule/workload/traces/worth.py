@@ -34,11 +34,6 @@ steps, and single ones are noisy where machines are shared; their mean is less s
 MAX_MODEL_ERROR = 0.15
 """Share by which the model may miss the mean step as it was run."""
 
-CONFIDENCE = 0.95
-"""Probability that the interval of a predicted speed-up holds it."""
-
-_DRAWS = 200
-
 
 @dataclass(frozen=True, slots=True)
 class RunLengths:
@@ -62,8 +57,6 @@ class Worth:
     imbalance: float  # max over mean of the model's loads, as run; mean over the steps
     balanced_imbalance: float  # the same with the plan
     moved_share: float  # share of the tokens that the plan moves
-    # 95 % interval, from noise, few steps and the fit's assumptions; not from the model's errors
-    speedup_range: tuple[float, float]
 
     @property
     def assumed(self) -> tuple[str, ...]:
@@ -79,8 +72,8 @@ class Worth:
         crossover = f", attention to outweigh the rest from {TYPICAL_CROSSOVER_TOKENS:,} tokens on"
         return (
             f"the steps do not show how much of the time is {', '.join(self.assumed)}: the fit "
-            f"assumes it{crossover if {'quadratic', 'linear'} & set(self.assumed) else ''}; the "
-            "interval counts what that may be off by, and more unlike lengths narrow it"
+            f"assumes it{crossover if {'quadratic', 'linear'} & set(self.assumed) else ''}; steps "
+            "of more unlike lengths would show it"
         )
 
     @property
@@ -160,7 +153,6 @@ def balancing_worth(parts: StepParts, lens: RunLengths, topology: str | None = N
         for by_rank in (lens.computed, lens.loaded)
     )
     cost = fit_iterations(computed, parts.own[places], max_loo_error=MAX_ERROR)
-    assert cost.fit is not None
     bags = Topology.parse(topology or f"g1n{len(ranks)}", world_size=len(ranks))
     plans = [plan_batch(each, bags, cost) for each in loaded]
     work = np.array([_work(computed), _work(loaded), [_planned_work(plan) for plan in plans]])
@@ -184,7 +176,6 @@ def balancing_worth(parts: StepParts, lens: RunLengths, topology: str | None = N
         imbalance=imbalances[0],
         balanced_imbalance=imbalances[1],
         moved_share=sum(plan.moved_tokens for plan in plans) / tokens if tokens else 0.0,
-        speedup_range=_speedup_range(coefficients, np.array(cost.fit.covariance), work),
     )
     if abs(worth.model_error) > MAX_MODEL_ERROR:
         raise ConfigError(
@@ -237,21 +228,3 @@ def _planned_work(plan: Plan) -> Floats:
 def _step_seconds(coefficients: Floats, work: Floats) -> Floats:
     """Return mean seconds of a step by its slowest rank, from work (.., S, R, 3)."""
     return (work @ coefficients[:3]).max(axis=-1).mean(axis=-1) + coefficients[3]
-
-
-def _speedup_range(mean: Floats, covariance: Floats, work: Floats) -> tuple[float, float]:
-    """Return the interval of a plan's speed-up; work (3, S, R, 3) is as run, loaded and planned.
-
-    Coefficients are drawn from the normal distribution of the fit and cut off at 0.
-    """
-    # Seconds a square token are 1e-9, seconds a step 0.1: only correlations can be decomposed.
-    errors = np.sqrt(covariance.diagonal())
-    unit = np.where(errors > 0, errors, 1.0)
-    drawn = np.random.default_rng(0).multivariate_normal(
-        np.zeros(4), covariance / np.outer(unit, unit), _DRAWS, check_valid="ignore", method="eigh"
-    )
-    drawn = np.maximum(mean + unit * drawn, 0.0)
-    as_run, _, planned = np.transpose([_step_seconds(one, work) for one in drawn])
-    ratios = as_run / np.maximum(planned, np.finfo(float).tiny)
-    low, high = np.quantile(ratios, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]).tolist()
-    return low, high
