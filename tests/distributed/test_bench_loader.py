@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from bascule.bench.loader_compare import LoaderComparison, join_samples, split_samples
+from bascule.bench.comparison import Comparison
 from bascule.bench.options import BenchOptions
+from bascule.bench.ways import join_samples, split_samples
 from bascule.workload.streams import SampleBatch, SampleStream, SyntheticStream
 from tests.helpers.bench import bench, summary
 from tests.helpers.cli import run
@@ -131,9 +132,10 @@ def fail(first: int) -> tuple[int, str]:
         steps=5,
         timeout_s=15.0,
     )
-    comparison = LoaderComparison(options, torch.device("cpu"))
-    if comparison.group.rank == 1:
-        comparison.stream = Failing(comparison.stream, first)
+    comparison = Comparison(options, torch.device("cpu"))
+    samples = comparison.samples
+    if samples.group.rank == 1:
+        samples.stream = Failing(samples.stream, first)
     records = []
     try:
         records.extend(comparison.run())
@@ -146,7 +148,7 @@ def fail(first: int) -> tuple[int, str]:
 def test_a_rank_that_cannot_load_ends_all_ranks(first: int) -> None:
     for _, said in run_ranks(fail, 2, first):
         assert "rank 1" in said and "the disk is gone" in said
-        assert f"step {first}" in said
+        assert f"step {first + 1}, loading a batch" in said
 
 
 def test_samples_survive_being_taken_apart() -> None:

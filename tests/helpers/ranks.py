@@ -37,7 +37,7 @@ _PRELOAD = [
     "torch.distributed._functional_collectives",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
-    "bascule.bench.compare",
+    "bascule.bench.comparison",
     "bascule.data.loader",
     "bascule.encoders.tiled_vae",
     "bascule.diffusers.parallelize",

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -21,7 +21,7 @@ from bascule.train.run_options import RunOptions
 from bascule.workload.codes import parse_data_codes
 
 if TYPE_CHECKING:
-    from bascule.bench.compare import Paired
+    from bascule.bench.comparison import Comparison, StepRecord
     from bascule.models import MMDiTConfig
 
 _MAX_TOKENS = 2**22
@@ -40,8 +40,6 @@ _MOST = {
     "seed": 2**63 - 1,
 }
 """Largest values of options."""
-
-_Record = TypeVar("_Record")
 
 
 def run(options: BenchOptions, arguments: list[str]) -> None:
@@ -91,7 +89,7 @@ def _check_numbers(options: BenchOptions) -> None:
 
 def _check(options: BenchOptions, num_ranks: int) -> None:
     """Find a user's error before any rank starts, where it can be told in one sentence."""
-    from bascule.bench.compare import open_stream
+    from bascule.bench.ways import open_stream
     from bascule.train.building import model_config
     from bascule.train.frozen_encoders import load_encoders
 
@@ -133,28 +131,17 @@ def without_warnings() -> Iterator[None]:
 
 
 def _run_rank(options: BenchOptions) -> None:
-    from bascule.bench.compare import Comparison, summarize
-    from bascule.bench.loader_compare import LoaderComparison, summarize_loader
-    from bascule.bench.stage_compare import StagedComparison, median_step, summarize_stages
+    from bascule.bench.comparison import Comparison, median_step, summarize
     from bascule.cli.launch import joined
 
     with joined(options.timeout_s) as device:
-        if options.loader:
-            comparison = LoaderComparison(options, device)
-            records = _followed(comparison, comparison.run(), options.steps)
-            summary = summarize_loader(records, comparison.setting, options)
-        elif options.encodes:
-            comparison = StagedComparison(options, device)
-            records = _followed(comparison, comparison.run(), options.steps)
-            summary = summarize_stages(records, comparison.setting, options)
-            if options.picture is not None and comparison.group.rank == 0:
-                picture = draw_stages(*median_step(records).stages.values())
+        comparison = Comparison(options, device)
+        records = _followed(comparison, options.steps)
+        summary = summarize(records, comparison.setting, options)
+        if comparison.samples.group.rank == 0:
+            if options.picture is not None:
+                picture = draw_stages(*median_step(records).more["stages"].values())
                 write_text(Console(), "--picture", options.picture, picture)
-        else:
-            comparison = Comparison(options, device)
-            records = _followed(comparison, comparison.run(), options.steps)
-            summary = summarize(records, comparison.setting, options)
-        if comparison.group.rank == 0:
             console = Console()
             _print(console, summary)
             steps = [record.to_dict() for record in records]
@@ -164,12 +151,12 @@ def _run_rank(options: BenchOptions) -> None:
                 write_report(console, options.report, page)
 
 
-def _followed(comparison: "Paired", records: Iterator[_Record], num_steps: int) -> list[_Record]:
+def _followed(comparison: "Comparison", num_steps: int) -> "list[StepRecord]":
     """All records; the first rank shows how far it is."""
-    gathered: list[_Record] = []
-    with _progress(Console(quiet=comparison.group.rank > 0)) as progress:
+    gathered: list[StepRecord] = []
+    with _progress(Console(quiet=comparison.samples.group.rank > 0)) as progress:
         bar = progress.add_task("training both ways", total=num_steps)
-        for record in records:
+        for record in comparison.run():
             gathered.append(record)
             progress.advance(bar)
     return gathered
