@@ -172,23 +172,21 @@ def refused() -> None:
     window = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 0}
     padding = right | {"attention_mask": torch.ones(1, 6)}
 
-    def packed(model: nn.Module, **more: Any) -> Callable[[], object]:
-        return lambda: call_packed(model, step, input_ids=ids[0], **more)
+    def packed(model: nn.Module) -> Callable[[], object]:
+        return lambda: call_packed(model, step, input_ids=ids[0])
 
     def qwen(given: dict[str, Any], rows: Tensor = ids, **settings: Any) -> Callable[[], object]:
         model: Any = Qwen2ForCausalLM(Qwen2Config(**chosen, **settings)).train()
         return lambda: model(rows, **given)
 
     mixed: dict[str, Any] = {"layer_types": ["conv", "full_attention"]}
-    llama = LlamaForCausalLM(LlamaConfig(**chosen))
     roberta = RobertaForCausalLM(RobertaConfig(**chosen, pad_token_id=1))
     calls: dict[str, Callable[[], object]] = {
         "1 of 2 layers of Lfm2ForCausalLM": packed(Lfm2ForCausalLM(Lfm2Config(**chosen, **mixed))),
         "padding index": packed(roberta),
-        "labels=": packed(llama, labels=ids[0]),
         "call_packed(model, step, input_ids=ids)": qwen({"use_cache": False}),
         "2 rows": qwen(right, ids.expand(2, -1)),
-        "no padding": qwen(padding),
+        "1 rows of 6 queries and 6 keys, with a mask": qwen(padding),
         "dropout=0.1": qwen(right, attention_dropout=0.1),
         "sliding_window=4": qwen(right, **window),
     }

@@ -24,7 +24,6 @@ from bascule.data.collators import collate_padded
 from bascule.data.loader import BalancedLoader, LoaderOptions
 from bascule.data.samplers import ResumableSampler
 from bascule.errors import ConfigError
-from bascule.plan.limits import Limits
 from tests.helpers.jobs import join_trainer_world
 from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
 from tests.helpers.trainer_runs import BATCH_SIZE, COST, Texts, make_model, make_trainer, train
@@ -225,7 +224,6 @@ def refusals() -> dict[str, Any]:
             "grouped": start(train_sampling_strategy="group_by_length"),
             "tokens": start(average_tokens_across_devices=False),
             "stream": raised_by(streaming.train)[1],
-            "empty": start(num_samples=0),
             "own": raised_by(own.train)[1],
             "scaled": (train(scaled)[0], train(same)[0]),
         }
@@ -236,7 +234,6 @@ def test_what_does_not_go_with_balancing_is_refused() -> None:
         assert "train_sampling_strategy='group_by_length'" in said["grouped"]
         assert "average_tokens_across_devices" in said["tokens"]
         assert "BalancedLoader" in said["stream"]
-        assert "train_dataset has no sample" in said["empty"]
         assert "Own.compute_loss" in said["own"] and "self.loss_scale" in said["own"]
         ours, expected = said["scaled"]
         assert ours == expected
@@ -299,38 +296,6 @@ def test_the_scale_of_a_loss_ends_with_its_training_step(tmp_path: Path) -> None
     scaled = trainer.training_step(trainer.model, {**inputs, ASIDE: Aside(0.5, {})})
     assert float(scaled) == pytest.approx(0.5 * float(plain))
     assert trainer.loss_scale == 1.0
-
-
-def test_a_cost_that_is_none_is_refused() -> None:
-    from bascule.transformers import BalanceConfig
-
-    with pytest.raises(ConfigError, match="cost=3"):
-        BalanceConfig(cost=3)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ConfigError, match="learns=True"):
-        BalanceConfig()
-    with pytest.raises(ConfigError, match="'never'"):
-        BalanceConfig(cost=COST, sync="never")  # pyright: ignore[reportArgumentType]
-    assert BalanceConfig(learns=True).cost is None
-
-
-def test_options_of_the_loader_are_those_that_the_trainer_leaves_open() -> None:
-    from bascule.transformers import BalanceConfig
-
-    given = LoaderOptions(weight_fn=num_asked, limits=Limits(tokens=9), prefetch=3, min_gain=0.1)
-    assert BalanceConfig(cost=COST, options=given).options is given
-    decided: dict[str, Any] = {
-        "axis": "dp",
-        "batch_size": 2,
-        "collate_fn": list,
-        "pin_memory": True,
-        "timeout_s": 60.0,
-    }
-    for name, value in decided.items():
-        with pytest.raises(ConfigError, match=f"LoaderOptions.{name}="):
-            BalanceConfig(cost=COST, options=LoaderOptions(**{name: value}))
-    for wrong in (None, {"prefetch": 3}):
-        with pytest.raises(ConfigError, match="give LoaderOptions"):
-            BalanceConfig(cost=COST, options=wrong)  # pyright: ignore[reportArgumentType]
 
 
 def num_asked(sample: dict[str, Any]) -> int:

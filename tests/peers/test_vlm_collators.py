@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from bascule.data.collators import VISUAL_FIELDS, collate_padded
 from bascule.data.packs import Pack, make_pack, unpack
-from bascule.transformers.train_loader import inputs_of_pack
+from bascule.transformers import inputs_of_pack
 from tests.helpers.vlm_models import (
     MODELS,
     QWENS,

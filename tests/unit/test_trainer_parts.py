@@ -1,4 +1,4 @@
-"""What the Trainer is given, without processes: samples without columns, and batches of padding."""
+"""Parts of the Trainer's balancing, without processes: settings, columns, packs and padding."""
 
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
@@ -7,16 +7,15 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from bascule import ConfigError
-from bascule.data.loader import BalancedLoader, LoaderOptions
+from bascule.data.loader import LoaderOptions
 from bascule.data.packs import Pack, make_pack
-from bascule.transformers.balance_config import BalanceConfig
-from bascule.transformers.dataset_columns import Columns, unpacked_columns
-from bascule.transformers.pack_check import check_separates
-from bascule.transformers.train_loader import TrainLoader, inputs_of_pack
-from bascule.transformers.train_settings import checked_dataset, options_of
+from bascule.plan.limits import Limits
+from bascule.transformers.packs import check_separates, inputs_of_pack
+from bascule.transformers.settings import BalanceConfig, checked_dataset, options_of
+from bascule.transformers.train_loader import Columns, TrainLoader, unpacked_columns
 from tests.helpers.vlm_models import MODELS as VLMS
 from tests.helpers.vlm_models import make_model, make_sample
 
@@ -24,7 +23,7 @@ BALANCE = BalanceConfig(learns=True)
 
 
 class Words(Dataset[Any]):
-    """Samples with two columns, which remembers the epochs that it was told."""
+    """Samples with two columns, and a log of the epochs."""
 
     def __init__(self) -> None:
         self.epochs: list[int] = []
@@ -50,13 +49,127 @@ class ManyWords(Words):
 def test_a_dataset_without_columns_is_else_the_same(kind: type[Words]) -> None:
     dataset = kind()
     columns = Columns(dataset, frozenset({"input_ids", "labels"}))
-    wanted = [{"input_ids": [0]}, {"input_ids": [1]}, {"input_ids": [2]}, {"input_ids": [3]}, 4]
-    assert len(columns) == 5 and [columns[index] for index in range(5)] == wanted
-    assert columns.__getitems__([3, 0, 4]) == [wanted[3], wanted[0], 4]
-    for epoch in (2, 0):
-        columns.set_epoch(epoch)
-    assert dataset.epochs == [2, 0]
-    Columns(cast(Any, [1]), frozenset()).set_epoch(1)  # what wants to know of no epoch
+    expected = [{"input_ids": [0]}, {"input_ids": [1]}, {"input_ids": [2]}, {"input_ids": [3]}, 4]
+    assert len(columns) == 5 and [columns[index] for index in range(5)] == expected
+    assert columns.__getitems__([3, 0, 4]) == [expected[3], expected[0], 4]
+    columns.set_epoch(2)
+    assert dataset.epochs == [2]
+    Columns(cast(Any, [1]), frozenset()).set_epoch(1)  # a dataset without epochs
+
+
+def test_ready_made_packs_lose_columns_once_they_are_unpacked() -> None:
+    def halves(item: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{"input_ids": part, "name": "x"} for part in item["cu_seqlens"]]
+
+    kept = unpacked_columns(halves, frozenset({"input_ids"}))
+    assert kept({"cu_seqlens": [1, 2]}) == [{"input_ids": 1}, {"input_ids": 2}]
+    assert kept.__qualname__ == halves.__qualname__  # ranks compare it
+
+
+LIMITED = LoaderOptions(weight_fn=len, limits=Limits(tokens=9), prefetch=3, min_gain=0.1)
+CONFIGS: list[tuple[dict[str, Any], str]] = [
+    ({"cost": 3}, "cost=3"),
+    ({}, "learns=True"),
+    ({"learns": True, "sync": "never"}, "'never'"),
+    ({"learns": True, "pack": "many"}, "tokens='many'"),
+    ({"learns": True, "options": {"prefetch": 3}}, "give LoaderOptions"),
+    ({"learns": True, "options": LoaderOptions(ends="finish")}, "ends='finish'.* without a pack"),
+    *(
+        ({"learns": True, "options": LoaderOptions(**{name: value})}, rf"LoaderOptions\({name}=")
+        for name, value in cast(
+            dict[str, Any],
+            {"axis": "dp", "batch_size": 2, "collate_fn": list, "pin_memory": True, "timeout_s": 6},
+        ).items()
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "words"), CONFIGS)
+def test_settings_that_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        BalanceConfig(**settings)
+
+
+def options_with(ends: str, drops: bool, pack: int | None = None) -> LoaderOptions:
+    """The loader's options in a Trainer whose collator is `list`."""
+    balance = BalanceConfig(learns=True, pack=pack, options=LoaderOptions(ends=cast(Any, ends)))
+    args = SimpleNamespace(dataloader_drop_last=drops, dataloader_pin_memory=True, ddp_timeout=5)
+    return options_of(cast(Any, SimpleNamespace(args=args, data_collator=list)), balance)
+
+
+def test_the_trainers_arguments_decide_how_an_epoch_ends() -> None:
+    assert BalanceConfig(learns=True, options=LIMITED).options is LIMITED
+    assert BalanceConfig(learns=True, pack=7).pack == Pack(tokens=7)
+    assert options_with("drop_last", False).ends == "pad_empty"  # the default of the options
+    assert options_with("drop_last", True).ends == "drop_last"
+    padded, packed = options_with("pad_empty", False), options_with("finish", False, pack=7)
+    assert (padded.ends, padded.collate_fn) == ("pad_empty", list)
+    assert (packed.ends, packed.collate_fn) == ("finish", None)
+    with pytest.raises(ConfigError, match=r"ends='finish'.* with dataloader_drop_last=True"):
+        options_with("finish", True, pack=7)
+
+
+LOSS = {"model_accepts_loss_kwargs": True}, {"compute_loss_func": len}
+ONE_SUM = {"average_tokens_across_devices": False}
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
+    # The Trainer gives the number of labels to such a model, and to any loss function.
+    *((loss, ONE_SUM, "average_tokens_across_devices=False") for loss in LOSS),
+    *((loss, {}, None) for loss in LOSS),
+    ({}, ONE_SUM, None),
+    *(({f"get_{axis}_size": lambda: 2}, {}, "with one device") for axis in ("tp", "cp", "sp")),
+    ({}, {"n_gpu": 2}, "with one device"),
+    ({"train_dataset": None}, {}, "BalancedLoader in a training loop"),
+    ({"train_dataset": []}, {}, "at least one sample"),
+]
+
+
+@pytest.mark.parametrize(("facts", "arguments", "words"), REFUSED)
+def test_trainers_that_are_refused(
+    facts: dict[str, Any], arguments: dict[str, Any], words: str | None
+) -> None:
+    usual = {"train_sampling_strategy": "random", "n_gpu": 0, "average_tokens_across_devices": True}
+    trainer: Any = SimpleNamespace(
+        **{
+            "args": SimpleNamespace(**usual | arguments),
+            "train_dataset": Words(),
+            "model_accepts_loss_kwargs": False,
+            "compute_loss_func": None,
+            **{f"get_{axis}_size": lambda: 1 for axis in ("tp", "cp", "sp")},
+            **facts,
+        }
+    )
+    if words is None:
+        assert checked_dataset(trainer, BALANCE) is trainer.train_dataset
+        return
+    with pytest.raises(ConfigError, match=words):
+        checked_dataset(trainer, BALANCE)
+
+
+class Batches(list[Any]):
+    """A list with the rules of a loader."""
+
+    rules: Any = None
+
+
+def loader_of(
+    microbatches: Sequence[Mapping[str, Any]],
+    pack: Pack | None,
+    ends: str = "pad_empty",
+    *,
+    is_padding: bool = False,
+    counts: bool = True,
+) -> TrainLoader:
+    """The Trainer's loader of microbatches, or of packs, that are ready."""
+    balanced = Batches(
+        SimpleNamespace(data=dict(one), is_padding=is_padding, loss_scale=0.25)
+        for one in microbatches
+    )
+    balanced.rules = SimpleNamespace(ends=ends)
+
+    def inputs_of(data: Any) -> dict[str, Any]:
+        return data if pack is None else inputs_of_pack(data, pack)
+
+    return TrainLoader(cast(Any, [1]), cast(Any, balanced), None, pack, inputs_of, counts)
 
 
 @pytest.mark.parametrize("counts", [False, True])
@@ -64,82 +177,50 @@ def test_a_dataset_without_columns_is_else_the_same(kind: type[Words]) -> None:
 def test_no_label_of_padding_counts_where_labels_are_counted(
     counts: bool, is_padding: bool
 ) -> None:
-    given: dict[str, Tensor] = {
-        name: torch.tensor([[5, 6, -100]]) for name in ("input_ids", "labels", "shift_labels")
-    }
-    batch = cast(Any, SimpleNamespace(data=dict(given), is_padding=is_padding, loss_scale=0.25))
-    loader = TrainLoader(
-        DataLoader(cast(Any, [1])),
-        cast(BalancedLoader, [batch]),
-        None,
-        pack=None,
-        inputs_of=dict,
-        counts_labels=counts,
-    )
-    (inputs,) = loader
+    names = ("input_ids", "labels", "shift_labels")
+    batch: dict[str, Tensor] = {name: torch.tensor([[5, 6, -100]]) for name in names}
+    (inputs,) = loader_of([batch], None, is_padding=is_padding, counts=counts)
     aside = inputs.pop("bascule_aside")
-    assert isinstance(inputs, Mapping) and aside.loss_scale == 0.25
-    assert inputs.keys() == given.keys()
+    assert aside.loss_scale == 0.25 and inputs.keys() == batch.keys()
     for name, value in inputs.items():
         is_hidden = counts and is_padding and name != "input_ids"
-        wanted = torch.full_like(given[name], -100) if is_hidden else given[name]
-        assert value.dtype == wanted.dtype and torch.equal(value, wanted)
+        expected = torch.full_like(batch[name], -100) if is_hidden else batch[name]
+        assert value.dtype == expected.dtype and torch.equal(value, expected)
         assert (name in aside.labels) == is_hidden
-        assert torch.equal(aside.labels.get(name, given[name]), given[name])
+        assert torch.equal(aside.labels.get(name, batch[name]), batch[name])
 
 
-def _loss(*_: object, **__: object) -> None:
-    """A loss function of the user's own."""
+@pytest.mark.parametrize("ends", ["finish", "pad_empty"])
+def test_an_empty_pack_is_two_tokens_that_count_nothing(ends: str) -> None:
+    pack = Pack(tokens=9, pad_id=5)
+    (inputs,) = loader_of([make_pack([], pack)], pack, ends)
+    assert inputs["input_ids"].tolist() == [[5, 5]] and inputs["position_ids"].tolist() == [[0, 1]]
+    assert inputs["labels"].tolist() == [[-100, -100]]
+    assert inputs["bascule_aside"].labels["labels"].tolist() == [[-100, 5]]  # a mean is a number
+    unlabelled = loader_of([make_pack([{"input_ids": torch.tensor([3, 4])}], pack)], pack, ends)
+    if ends == "finish":
+        with pytest.raises(ConfigError, match="packs without labels"):
+            list(unlabelled)
+    else:
+        assert next(iter(unlabelled))["input_ids"].tolist() == [[3, 4]]
 
 
-def _trainer(*, counts: bool, loss: object, peers: tuple[int, int, int], **args: object) -> Any:
-    """What `checked_dataset` asks a Trainer."""
-    usual = {
-        "train_sampling_strategy": "random",
-        "n_gpu": 0,
-        "average_tokens_across_devices": True,
-    }
-    tp, cp, sp = peers
-    return SimpleNamespace(
-        args=SimpleNamespace(**usual | args),
-        train_dataset=Words(),
-        model_accepts_loss_kwargs=counts,
-        compute_loss_func=loss,
-        get_tp_size=lambda: tp,
-        get_cp_size=lambda: cp,
-        get_sp_size=lambda: sp,
-    )
-
-
-@pytest.mark.parametrize("averages", [True, False])
-@pytest.mark.parametrize("loss", [None, _loss])
-@pytest.mark.parametrize("counts", [True, False])
-def test_a_loss_over_the_labels_of_one_process_is_refused_whoever_divides_it(
-    counts: bool, loss: object, averages: bool
+def test_packs_without_a_label_to_learn_are_reported_once(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The Trainer gives the number of labels to such a model, and to any loss function."""
-    trainer = _trainer(
-        counts=counts, loss=loss, peers=(1, 1, 1), average_tokens_across_devices=averages
-    )
-    if averages or not (counts or loss):
-        assert checked_dataset(trainer, BALANCE) is trainer.train_dataset
-        return
-    with pytest.raises(ConfigError, match="average_tokens_across_devices=False"):
-        checked_dataset(trainer, BALANCE)
+    pack, tokens = Pack(tokens=9), torch.tensor([3, 4, 5])
+    first_only, learns = torch.tensor([7, -100, -100]), torch.tensor([-100, 4, -100])
+
+    def train(*labels: Tensor) -> int:
+        packs = [make_pack([{"input_ids": tokens, "labels": one}] * 2, pack) for one in labels]
+        return len(list(loader_of(packs, pack)))
+
+    assert train(learns, learns) == 2 and caplog.messages == []
+    assert train(learns, torch.full((3,), -100), first_only) == 3
+    assert len(caplog.messages) == 1 and "a pack of 2 samples has no label" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("peers", "num_gpus"), [((2, 1, 1), 1), ((1, 2, 1), 1), ((1, 1, 2), 1), ((1, 1, 1), 2)]
-)
-def test_processes_that_are_no_data_parallel_rank_of_one_device_are_refused(
-    peers: tuple[int, int, int], num_gpus: int
-) -> None:
-    trainer = _trainer(counts=False, loss=None, peers=peers, n_gpu=num_gpus)
-    with pytest.raises(ConfigError, match="data-parallel rank with one device"):
-        checked_dataset(trainer, BALANCE)
-
-
-def test_what_a_model_takes_of_a_pack() -> None:
+def test_inputs_of_a_pack() -> None:
     pack = Pack(tokens=9, fixed=True)
     ids = [torch.tensor([3, 4, 5]), torch.tensor([6, 7])]
     extra = {"attention_mask": torch.ones(3), "labels": ids[0], "score": torch.tensor(2.0)}
@@ -159,65 +240,7 @@ def test_what_a_model_takes_of_a_pack() -> None:
         inputs_of_pack(make_pack([seen], pack), pack)
 
 
-def loader_of_packs(
-    packs: Sequence[Mapping[str, Any]], pack: Pack, ends: str, loss_scale: float = 1.0
-) -> TrainLoader:
-    """What the Trainer iterates over, of packs that are ready."""
-    balanced = Batches(
-        [SimpleNamespace(data=one, is_padding=False, loss_scale=loss_scale) for one in packs]
-    )
-    balanced.rules = SimpleNamespace(ends=ends)
-    return TrainLoader(
-        DataLoader(cast(Any, [1])),
-        cast(BalancedLoader, balanced),
-        None,
-        pack=pack,
-        inputs_of=lambda data: inputs_of_pack(data, pack),
-        counts_labels=True,
-    )
-
-
-@pytest.mark.parametrize("ends", ["finish", "pad_empty"])
-def test_an_empty_pack_is_two_tokens_that_count_nothing(ends: str) -> None:
-    pack = Pack(tokens=9, pad_id=5)
-
-    def first(packed: Mapping[str, Any]) -> dict[str, Any]:
-        return next(iter(loader_of_packs([packed], pack, ends, 0.0)))
-
-    inputs = first(make_pack([], pack))
-    assert inputs["input_ids"].tolist() == [[5, 5]] and inputs["position_ids"].tolist() == [[0, 1]]
-    assert inputs["labels"].tolist() == [[-100, -100]]
-    assert inputs["bascule_aside"].labels["labels"].tolist() == [[-100, 5]]  # a mean is a number
-    unlabelled = make_pack([{"input_ids": torch.tensor([3, 4])}], pack)
-    if ends == "finish":
-        with pytest.raises(ConfigError, match="packs without labels"):
-            first(unlabelled)
-    else:
-        assert first(unlabelled)["input_ids"].tolist() == [[3, 4]]
-
-
-def test_packs_without_a_label_to_learn_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    pack, tokens = Pack(tokens=9), torch.tensor([3, 4, 5])
-    first_only, learns = torch.tensor([7, -100, -100]), torch.tensor([-100, 4, -100])
-
-    def trained(*labels: Tensor) -> int:
-        packs = [make_pack([{"input_ids": tokens, "labels": one}] * 2, pack) for one in labels]
-        return len(list(loader_of_packs(packs, pack, "pad_empty")))
-
-    assert trained(learns, learns) == 2 and caplog.messages == []
-    assert trained(learns, torch.full((3,), -100), first_only) == 3
-    assert len(caplog.messages) == 1 and "a pack of 2 samples has no label" in caplog.text
-    caplog.clear()
-    assert trained(first_only) == 1 and "do" in caplog.text and "loss of 0" in caplog.text
-
-
-class Batches(list[Any]):
-    """A list with the rules of a loader."""
-
-    rules: Any = None
-
-
-MODELS = [
+MODELS: list[tuple[str, dict[str, Any], bool]] = [
     ("Llama", {}, True),
     ("Qwen2", {}, True),
     ("Gemma2", {}, True),
@@ -235,14 +258,8 @@ def test_a_model_that_mixes_the_samples_of_a_pack_is_refused(
     name: str, sizes: dict[str, Any], separates: bool, dtype: torch.dtype
 ) -> None:
     transformers: Any = pytest.importorskip("transformers")
-    small = {
-        "vocab_size": 32,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "num_hidden_layers": 2,
-    }
+    small = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 4}
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**(small | sizes))
     model = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)
@@ -257,9 +274,8 @@ def test_a_model_that_mixes_the_samples_of_a_pack_is_refused(
 @pytest.mark.parametrize("name", VLMS)
 def test_models_that_see_images_separate_samples_by_their_own_positions(name: str) -> None:
     pytest.importorskip("transformers")
-    model = make_model(name)
+    model, pack = make_model(name), Pack(tokens=64)
     check_separates(model, torch.device("cpu"))
-    pack = Pack(tokens=64)
     sample = make_sample(name, 1, [(2, 3)], 5)
     sample.pop("mm_token_type_ids", None)
     if name == "internvl":  # places in the text
@@ -268,39 +284,3 @@ def test_models_that_see_images_separate_samples_by_their_own_positions(name: st
         return
     with pytest.raises(ConfigError, match="no mm_token_type_ids"):
         inputs_of_pack(make_pack([sample], pack), pack, model)
-
-
-def test_packs_say_how_an_epoch_ends_and_when_training_does() -> None:
-    finish = LoaderOptions(ends="finish")
-    with pytest.raises(ConfigError, match=r"ends='finish'.* without a pack"):
-        BalanceConfig(learns=True, options=finish)
-    with pytest.raises(ConfigError, match="tokens='many'"):
-        BalanceConfig(learns=True, pack=cast(Any, "many"))
-    balance = BalanceConfig(learns=True, pack=7, options=finish)
-    assert balance.pack == Pack(tokens=7)
-    for ends, drops, wanted in (
-        ("drop_last", False, "pad_empty"),  # the default of the options
-        ("drop_last", True, "drop_last"),
-        ("pad_empty", False, "pad_empty"),
-        ("finish", False, "finish"),
-    ):
-        args = SimpleNamespace(
-            dataloader_drop_last=drops, dataloader_pin_memory=True, ddp_timeout=5
-        )
-        trainer = cast(Any, SimpleNamespace(args=args, data_collator=list))
-        given = LoaderOptions(ends=cast(Any, ends))
-        pack = 7 if ends == "finish" else None
-        found = options_of(trainer, BalanceConfig(learns=True, pack=pack, options=given))
-        assert found.ends == wanted and found.collate_fn is (None if pack else list)
-    args.dataloader_drop_last = True
-    with pytest.raises(ConfigError, match=r"ends='finish'.* with dataloader_drop_last=True"):
-        options_of(trainer, balance)
-
-
-def test_ready_made_packs_lose_columns_once_they_are_unpacked() -> None:
-    def halves(item: dict[str, Any]) -> list[dict[str, Any]]:
-        return [{"input_ids": part, "name": "x"} for part in item["cu_seqlens"]]
-
-    kept = unpacked_columns(halves, frozenset({"input_ids"}))
-    assert kept({"cu_seqlens": [1, 2]}) == [{"input_ids": 1}, {"input_ids": 2}]
-    assert kept.__qualname__ == halves.__qualname__  # ranks compare it

@@ -1,91 +1,61 @@
-"""The batches of a balanced loader as a Trainer takes them, and packs as a model takes them.
+"""Batches of a balanced loader as a Trainer takes them, and their place in its checkpoints."""
 
-Legend of shapes: T tokens of a pack.
-"""
-
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
 
-from bascule.data.collators import VISUAL_FIELDS
 from bascule.data.cost_tracker import CostTracker
 from bascule.data.loader import BalancedLoader
-from bascule.data.packs import MADE, Pack, make_pack
+from bascule.data.packs import Pack, make_pack
 from bascule.data.steps import Batch
 from bascule.errors import ConfigError
-from bascule.transformers.pack_positions import positions_of_pack
+from bascule.transformers.packs import Inputs
 
-ASIDE = "bascule_aside"
-"""Travels among the inputs from the loader to `training_step`."""
+ASIDE = "bascule_aside"  # travels among the inputs from the loader to `training_step`
 
 _log = logging.getLogger(__name__)
-
 _IGNORED = -100  # the Trainer counts labels that differ from it
-
-Inputs = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Aside:
-    """What `training_step` is told beside the inputs of a microbatch.
+    """Facts of a microbatch that `training_step` needs and the model does not take."""
 
-    Attributes:
-        loss_scale: Factor of its mean loss.
-        labels: Of padding, by name: the Trainer counts labels, and must find none there, but a mean
-            over no label is no number.
-    """
-
-    loss_scale: float
-    labels: Inputs
+    loss_scale: float  # factor of its mean loss
+    labels: Inputs  # of padding: hidden from the count of labels, but a mean needs some
 
 
+@dataclass(eq=False)
 class TrainLoader:
-    """The batches of a balanced loader as a Trainer takes them.
+    """The batches of a balanced loader as a Trainer takes them."""
 
-    Args:
-        loader: What it balances.
-        balanced: The loader.
-        tracker: Learns what its samples cost, if it is to.
-        pack: How each microbatch is packed, if it is.
-        inputs_of: What the model takes of a microbatch.
-        counts_labels: Whether the Trainer counts labels.
-    """
-
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        balanced: BalancedLoader,
-        tracker: CostTracker | None,
-        *,
-        pack: Pack | None,
-        inputs_of: Callable[[Any], Inputs],
-        counts_labels: bool,
-    ) -> None:
-        self.dataset = loader.dataset
-        self.balanced, self.tracker = balanced, tracker
-        # Without a length, the Trainer counts epochs from 0 wherever a run goes on, and does not
-        # know that a checkpoint was written where one ended.
-        self._first_epoch, self._may_be_over = 0, False
-        self._pack, self._inputs_of, self._counts_labels = pack, inputs_of, counts_labels
-        self._warned = False
+    dataset: Dataset[Any]
+    balanced: BalancedLoader
+    tracker: CostTracker | None  # learns what samples cost
+    pack: Pack | None
+    inputs_of: Callable[[Any], Inputs]
+    counts_labels: bool  # by the Trainer, over all processes
+    # Without a length, the Trainer counts epochs from 0 in every resumed run, and does not know
+    # that a checkpoint was written where one ended.
+    _first_epoch: int = field(default=0, init=False)
+    _may_be_over: bool = field(default=False, init=False)
+    _has_warned: bool = field(default=False, init=False)
 
     def __len__(self) -> int:
-        """Microbatches of a whole epoch; the same on all processes.
-
-        Raises:
-            TypeError: They are packs, of which nobody knows how many there will be.
-        """
+        """Microbatches of a whole epoch; a TypeError of packs, of which the number is not known."""
         return len(self.balanced)
 
     @property
     def num_microbatches(self) -> int | None:
-        """Of a whole epoch; None if nobody knows."""
+        """Microbatches of a whole epoch, if their number is known."""
         try:
             return len(self)
         except TypeError:
@@ -93,10 +63,7 @@ class TrainLoader:
 
     @property
     def num_epochs(self) -> float:
-        """Epochs that were trained, with the share of this one.
-
-        The share of its steps or, where nobody knows their number, of its samples.
-        """
+        """Epochs so far, with the share of this one's steps, or of its samples (packs)."""
         progress, num_microbatches = self.balanced.state_dict(), self.num_microbatches
         if num_microbatches is not None:
             num_steps = num_microbatches // self.balanced.rules.accumulate
@@ -115,34 +82,37 @@ class TrainLoader:
             yield from self._epoch()
 
     def resume(self, progress: Mapping[str, Any]) -> None:
-        """Go on where a checkpoint was written.
-
-        Args:
-            progress: The loader's `state_dict` there.
-        """
+        """Go to the place of a checkpoint, by the `state_dict` of its loader."""
         self.balanced.load_state_dict(progress)
         if self.num_microbatches is None:
             self._first_epoch, self._may_be_over = progress["epoch"], True
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin this epoch with the next iteration; keeps what was resumed in it."""
+        """Begin this epoch with the next iteration; keep the place in it, if it was resumed."""
         self.balanced.close()
         self.balanced.set_epoch(self._first_epoch + epoch)
 
     def _epoch(self) -> Iterator[Inputs]:
-        for batch in self.balanced if self.tracker is None else self.tracker:
-            yield self._inputs(batch)
+        return map(self._inputs, self.balanced if self.tracker is None else self.tracker)
 
     def _inputs(self, batch: Batch) -> Inputs:
         data, is_padding = batch.data, batch.is_padding
-        if self._pack is not None:
-            self._check_labels(data)
+        if self.pack is not None:
+            if self.balanced.rules.ends == "finish" and "labels" not in data:
+                raise ConfigError(
+                    "LoaderOptions(ends='finish') with packs without labels: a process without "
+                    "samples runs padding that has labels, so processes would count unlike "
+                    "things; give labels, or ends='pad_empty'"
+                )
             if not data["positions"].shape[0]:
-                data, is_padding = _padding_alone(self._pack), True
+                # Models cannot compute none. Of two tokens, a causal model predicts the second.
+                tokens, is_padding = torch.full((2,), self.pack.pad_id), True
+                padding = [{"input_ids": tokens, "labels": tokens}]
+                data = make_pack(padding, replace(self.pack, tokens=2, fixed=False))
             elif not is_padding:
-                self._warn_of_no_label(data, self._pack.ignore_index)
-        inputs, labels = self._inputs_of(data), Inputs()
-        if is_padding and self._counts_labels:
+                self._warn_of_no_label(data, self.pack.ignore_index)
+        inputs, labels = self.inputs_of(data), Inputs()
+        if is_padding and self.counts_labels:
             for name in ("labels", "shift_labels"):
                 if isinstance(inputs.get(name), Tensor):
                     labels[name] = inputs[name]
@@ -150,20 +120,12 @@ class TrainLoader:
         inputs[ASIDE] = Aside(batch.loss_scale, labels)
         return inputs
 
-    def _check_labels(self, packed: Mapping[str, Any]) -> None:
-        if self.balanced.rules.ends == "finish" and "labels" not in packed:
-            raise ConfigError(
-                "LoaderOptions(ends='finish') with packs without labels: a process without samples "
-                "runs padding that has labels, so processes would count unlike things; give "
-                "labels, or ends='pad_empty'"
-            )
-
     def _warn_of_no_label(self, packed: Mapping[str, Any], ignored: int) -> None:
-        """Say it once: one pack may have none by chance, and a run of them learns nothing."""
+        """Warn once: one pack may have no label by chance, and a run of them learns nothing."""
         labels = packed.get("shift_labels")
-        if labels is None or self._warned or bool((labels != ignored).any()):
+        if labels is None or self._has_warned or bool((labels != ignored).any()):
             return
-        self._warned = True
+        self._has_warned = True
         _log.warning(
             "a pack of %d samples has no label to learn: all are %d, but for first tokens, which "
             "a causal model does not predict; such packs train at a loss of 0",
@@ -172,53 +134,118 @@ class TrainLoader:
         )
 
 
-def inputs_of_pack(packed: Mapping[str, Any], pack: Pack, model: nn.Module | None = None) -> Inputs:
-    """What a causal language model of transformers takes of a pack, or one that sees images.
+class LoaderProgress(TrainerCallback, ExportableState):
+    """Saves the loader's place with each checkpoint, in ``trainer_state.json``, and resumes there.
 
-    It finds the samples by their positions, but only without an attention mask and a cache: see
-    `make_pack`.
-
-    Args:
-        packed: Of `make_pack`.
-        pack: How it was made.
-        model: What it is for, wrapped or not: needed for packs with images.
-
-    Returns:
-        Token fields as (1, T, ..), ``position_ids`` as `positions_of_pack` gives them, and the
-        others as they are.
-
-    Raises:
-        ConfigError: Tokens are masked, or nobody knows the positions of images.
+    `BalancedTrainerMixin` adds it. The place is the same on all processes.
     """
-    for name in VISUAL_FIELDS:
-        if model is None and packed.get(name) is not None:
+
+    def __init__(self) -> None:
+        self._loader: TrainLoader | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Return the place, in the form that the Trainer saves."""
+        attributes: dict[str, Any] = {}
+        if (loader := self._loader) is not None:
+            attributes["progress"] = loader.balanced.state_dict()
+            attributes["num_microbatches"] = loader.num_microbatches
+            if loader.tracker is not None:
+                attributes["costs"] = loader.tracker.state_dict()
+        return {"args": {}, "attributes": attributes}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Resume at the place of the checkpoint, if there is one; refuse one that does not fit."""
+        loader = kwargs["train_dataloader"]
+        states = cast(dict[str, Any], state.stateful_callbacks)
+        saved = states.setdefault(type(self).__name__, {"args": {}, "attributes": {}})["attributes"]
+        if isinstance(loader, TrainLoader):
+            self._loader = loader
+            _resume(loader, saved, state.global_step)
+        elif saved:
             raise ConfigError(
-                f"a pack with {name}: the positions of images depend on the model; give the "
-                "model, or override packed_inputs of the Trainer to give them as position_ids"
+                "the checkpoint was written by several processes with balancing, and this is "
+                "one alone: keep the number of processes"
             )
-    mask = packed.get("attention_mask")
-    if mask is not None:
-        num_tokens = int(packed["cu_items"]["attention_mask"][-1])
-        if not mask[:num_tokens].all():
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Count epochs as the loader does: the Trainer counts neither resumed ones nor packs."""
+        if self._loader is not None:
+            state.epoch = self._loader.num_epochs
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """End the thread of an unfinished epoch."""
+        if self._loader is not None:
+            self._loader.balanced.close()
+
+
+def _resume(loader: TrainLoader, saved: dict[str, Any], num_trained: int) -> None:
+    """Go to the place that was saved after this many steps, unless steps are counted otherwise."""
+    num_microbatches = loader.num_microbatches
+    if not saved:
+        num_steps = (num_microbatches or 0) // loader.balanced.rules.accumulate
+        if num_trained % num_steps if num_steps else num_trained:
             raise ConfigError(
-                "attention_mask hides tokens of a sample in a pack: a pack has no padding inside; "
-                "give samples without it"
+                f"the checkpoint of step {num_trained} was written in the middle of an "
+                "epoch without balancing: resume it without, or from the end of an epoch"
             )
-    inputs = {
-        name: value[None] if name in pack.token_fields and isinstance(value, Tensor) else value
-        for name, value in packed.items()
-        if name not in MADE and name != "attention_mask"
-    }
-    places = packed["positions"][None] if model is None else positions_of_pack(packed, model)
-    return inputs | {"position_ids": places, "use_cache": False}
+        return
+    if saved["num_microbatches"] != num_microbatches:
+        before, now = (
+            "packs of unknown number" if number is None else f"{number} microbatches an epoch"
+            for number in (saved["num_microbatches"], num_microbatches)
+        )
+        raise ConfigError(
+            f"the checkpoint was written with {before}, now there are {now}: keep the number of "
+            "processes, the batch size, the accumulation, the dataset and the packs, because the "
+            "Trainer counts epochs by steps"
+        )
+    loader.resume(saved["progress"])
+    if loader.tracker is not None and "costs" in saved:
+        loader.tracker.load_state_dict(saved["costs"])
 
 
-def _padding_alone(pack: Pack) -> Inputs:
-    """A pack in place of an empty one, which models cannot compute.
+class Columns(Dataset[Any]):
+    """A dataset whose samples have the named columns only."""
 
-    Two tokens, since a causal model asks none for the first.
-    """
-    tokens = torch.full((2,), pack.pad_id)
-    return make_pack(
-        [{"input_ids": tokens, "labels": tokens}], dataclasses.replace(pack, tokens=2, fixed=False)
-    )
+    def __init__(self, dataset: Dataset[Any], names: frozenset[str]) -> None:
+        self._dataset, self._names = dataset, names
+
+    def __len__(self) -> int:
+        return len(self._dataset)  # pyright: ignore[reportArgumentType]
+
+    def __getitem__(self, index: int) -> Any:
+        return _kept(self._dataset[index], self._names)
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        read = getattr(self._dataset, "__getitems__", None)  # as DataLoader looks for it
+        samples = [self._dataset[index] for index in indices] if read is None else read(indices)
+        return [_kept(sample, self._names) for sample in samples]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch on to a dataset that takes it."""
+        if hasattr(self._dataset, "set_epoch"):
+            cast(Any, self._dataset).set_epoch(epoch)
+
+
+def unpacked_columns(
+    unpack: Callable[[Any], list[Any]], names: frozenset[str]
+) -> Callable[[Any], list[Any]]:
+    """Return an `unpack` whose samples have the named columns only; it reads the others itself."""
+
+    @wraps(unpack)  # ranks compare its name
+    def unpacked(item: Any) -> list[Any]:
+        return [_kept(sample, names) for sample in unpack(item)]
+
+    return unpacked
+
+
+def _kept(sample: Any, names: frozenset[str]) -> Any:
+    if not isinstance(sample, Mapping):
+        return sample
+    return {name: value for name, value in sample.items() if name in names}

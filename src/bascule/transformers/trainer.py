@@ -1,8 +1,4 @@
-"""Balanced data loading and packs for Hugging Face's Trainer, with one keyword argument.
-
-Needs ``pip install bascule[transformers]``. Only extension points of the Trainer are overridden;
-nothing of it is patched.
-"""
+"""Balanced loading and packs for Hugging Face's Trainer, with one keyword argument."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,23 +15,22 @@ from bascule.data.loader import BalancedLoader
 from bascule.data.packs import Pack
 from bascule.errors import ConfigError
 from bascule.plan.checks import of_type
-from bascule.transformers.balance_config import BalanceConfig
-from bascule.transformers.dataset_columns import Columns, unpacked_columns
-from bascule.transformers.loader_progress import LoaderProgress
-from bascule.transformers.pack_check import check_separates
-from bascule.transformers.train_loader import (
-    ASIDE,
-    Aside,
-    TrainLoader,
-    inputs_of_pack,
-)
-from bascule.transformers.train_settings import (
+from bascule.transformers.packs import check_separates, inputs_of_pack
+from bascule.transformers.settings import (
+    BalanceConfig,
     checked_dataset,
     counts_labels,
-    fills_packs,
     local_loader,
     options_of,
     sync_of,
+)
+from bascule.transformers.train_loader import (
+    ASIDE,
+    Aside,
+    Columns,
+    LoaderProgress,
+    TrainLoader,
+    unpacked_columns,
 )
 
 if TYPE_CHECKING:
@@ -45,25 +40,24 @@ else:
 
 
 class BalancedTrainerMixin(_Base):
-    """Balances the training samples of a Trainer over its processes.
+    """A Trainer whose training samples are balanced over its processes.
 
-    Gives each optimiser step the same samples as without, in another order, and the same mean loss:
+    Each optimiser step has the same samples as without, in another order, and the same mean loss:
 
     * Where the Trainer divides by ``num_items_in_batch`` (models of transformers with labels), it
-      counts labels over all processes, and the mean is exact wherever the samples are.
+      counts labels over all processes, and the mean is exact.
     * Elsewhere the loss is multiplied by `loss_scale`, which makes it the mean over all samples of
       the step, weighted by `LoaderOptions.weight_fn`.
 
-    Samples are dealt by a `ResumableSampler` seeded by ``data_seed`` or ``seed``, lose the columns
-    that the model does not take (as ``remove_unused_columns`` says), move, and are collated by
-    ``data_collator``. A run that resumes from a checkpoint goes on with the next sample without
-    reading those before, so ``ignore_data_skip`` is set. With one process and no packs, nothing
-    changes, and ``balanced_loader`` is None. The longest wait for others is ``ddp_timeout``.
+    A `ResumableSampler` deals the samples, seeded by ``data_seed`` or ``seed``. They lose the
+    columns that the model does not take (as ``remove_unused_columns`` says), move, and are collated
+    by ``data_collator``. A resumed run begins with the next sample without reading those before.
+    With one process and no packs nothing changes, and ``balanced_loader`` is None.
 
     Args:
-        *args: As the Trainer takes them.
-        balance: How to balance.
-        **kwargs: As the Trainer takes them.
+        *args: Those of the Trainer.
+        balance: Settings of balancing.
+        **kwargs: Those of the Trainer.
 
     Raises:
         ConfigError: When training starts: an argument of the Trainer does not go with balancing.
@@ -86,23 +80,15 @@ class BalancedTrainerMixin(_Base):
 
     @property
     def loss_scale(self) -> float:
-        """Factor of the mean loss of the microbatch in training; 1 in evaluation.
-
-        For a `compute_loss` of one's own that does not call this class's.
-        """
+        """Factor of the mean loss of a microbatch, for a `compute_loss` that replaces this one."""
         self._scale_was_used = True
         return 1.0 if self._aside is None else self._aside.loss_scale
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """This process's balanced batches. All processes call it.
-
-        Raises:
-            ConfigError: An argument of the Trainer does not go with balancing.
-            CommError: The processes were given different settings.
-        """
-        if self.args.world_size == 1 and self.balance.pack is None:
-            return super().get_train_dataloader()
+        """Return this process's balanced batches. All processes call it."""
         args, balance = self.args, self.balance
+        if args.world_size == 1 and balance.pack is None:
+            return super().get_train_dataloader()
         dataset, options = checked_dataset(self, balance), options_of(self, balance)
         if args.remove_unused_columns:
             self._set_signature_columns_if_needed()
@@ -111,11 +97,8 @@ class BalancedTrainerMixin(_Base):
                 dataset = Columns(dataset, names)
             else:
                 options = replace(options, unpack=unpacked_columns(options.unpack, names))
-        loader = local_loader(
-            self, dataset, self._train_batch_size, is_grouped_anew=fills_packs(balance)
-        )
-        balanced = BalancedLoader(
-            loader,
+        self.balanced_loader = balanced = BalancedLoader(
+            local_loader(self, dataset, balance),
             cost=_tokens if balance.cost is None else balance.cost,
             length_fn=balance.length_fn,
             accumulate=args.gradient_accumulation_steps,
@@ -123,12 +106,11 @@ class BalancedTrainerMixin(_Base):
             pack=balance.pack,
             options=options,
         )
-        args.ignore_data_skip = True  # the loader does it, exactly and without reading
-        self.balanced_loader = balanced
+        args.ignore_data_skip = True  # the loader resumes exactly, and without reading
         if balance.learns:
             self.cost_tracker = CostTracker(balanced, timeout_s=float(args.ddp_timeout))
         return TrainLoader(  # pyright: ignore[reportReturnType]
-            loader,
+            dataset,
             balanced,
             self.cost_tracker,
             pack=cast(Pack | None, balance.pack),
@@ -137,25 +119,16 @@ class BalancedTrainerMixin(_Base):
         )
 
     def packed_inputs(self, packed: Mapping[str, Any]) -> dict[str, Any]:
-        """What the model takes of a pack: here, what causal language models of transformers take.
+        """Return a pack as the model takes it; override it for other models.
 
-        These find the samples of a pack in ``position_ids``, and attend within each; so do those
-        that see images and videos (`positions_of_pack`). For another model, override it.
-
-        Args:
-            packed: Of `make_pack`. Padding alone has ``input_ids`` and ``labels``, and no other
-                field of the samples.
-
-        Raises:
-            ConfigError: Tokens are masked, or nobody knows the positions of images.
+        Causal language models of transformers find the samples in ``position_ids``, and attend
+        within each; so do those that see images and videos. Padding alone has ``input_ids`` and
+        ``labels``, and no other field of the samples.
         """
         return inputs_of_pack(packed, cast(Pack, self.balance.pack), self.model)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's. Others hear of an error of this process when they ask for a batch.
-
-        One that waits in a collective of the model ends when this process does.
-        """
+        """Train; an error of this process reaches the others when they ask for a batch."""
         try:
             return super().train(*args, **kwargs)
         except BaseException as error:
@@ -170,23 +143,17 @@ class BalancedTrainerMixin(_Base):
         inputs: dict[str, Any],
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """As the Trainer's.
-
-        Raises:
-            ConfigError: A `compute_loss` of one's own left out the scale of the loss, or the model
-                mixes the samples of a pack.
-        """
+        """Train on a microbatch; refuse a `compute_loss` that left out `loss_scale`."""
         if self._must_check_packs:
             self._must_check_packs = False
             check_separates(model, self.args.device)
-        aside, self._scale_was_used = inputs.pop(ASIDE, None), False
-        self._aside = aside
-        if aside is not None:
-            inputs |= aside.labels  # they were counted meanwhile
+        self._aside, self._scale_was_used = inputs.pop(ASIDE, None), False
+        if self._aside is not None:
+            inputs |= self._aside.labels  # the Trainer has counted labels by now
         try:
             loss = super().training_step(model, inputs, num_items_in_batch)
             is_mean = num_items_in_batch is None or self.loss_is_scaled_for_ga is False
-            if aside is not None and is_mean and not self._scale_was_used:
+            if self._aside is not None and is_mean and not self._scale_was_used:
                 raise ConfigError(
                     f"{type(self).__name__}.compute_loss gives the mean of a microbatch, whose "
                     "samples balancing chose: multiply it by self.loss_scale, or call "
@@ -203,7 +170,7 @@ class BalancedTrainerMixin(_Base):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """As the Trainer's, times `loss_scale` where the Trainer does not count labels."""
+        """Return the Trainer's loss, times `loss_scale` where it does not count labels."""
         loss, outputs = super().compute_loss(
             model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
         )
@@ -215,5 +182,5 @@ class BalancedTrainerMixin(_Base):
 
 
 def _tokens(seq_lens: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """What samples cost before anything is known: their tokens."""
+    """Return the tokens, as the cost of samples of which no step is known yet."""
     return np.asarray(seq_lens, dtype=np.float64)
