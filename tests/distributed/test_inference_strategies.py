@@ -1,4 +1,4 @@
-"""Layers that choose their mesh in every step, and attention without balance: still exact."""
+"""Layers that choose their mesh in every step by measured latencies: still exact."""
 
 from contextlib import suppress
 from typing import Any
@@ -8,30 +8,20 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from bascule.attention.sparse import timing
 from bascule.attention.sparse.timing import CallShape, measure_attention_latency
 from bascule.comm.mesh import AttentionMesh, meshes_over
-from bascule.diffusers import SparseConfig, parallelize
-from bascule.diffusers.sparse_layers import SparseLayer
 from bascule.errors import ConfigError
 from bascule.plan.machine import AttentionLatency, AttentionLoad
 from bascule.plan.sparse.choose import Strategies, all_degrees
-from tests.helpers.inference_cases import difference, make_mesh
-from tests.helpers.inference_toy import (
-    TABLE,
-    grads_of,
-    make_toy,
-    toy_gradients,
-    toy_inputs,
-    worst,
-)
-from tests.helpers.ranks import raised_by, run_ranks
-from tests.helpers.sparse_reference import Bools, lens_of, one_process
+from tests.helpers.inference_cases import make_mesh
+from tests.helpers.ranks import run_ranks
+from tests.helpers.sparse_reference import Bools, lens_of
 from tests.helpers.sparse_studies import even_load
+from tests.helpers.sparse_toy import BLOCK, LAYERS, run_steps
 
-BLOCK, LAYERS, SEGMENTS = 4, 2, (0, 32)
+SEGMENTS = (0, 32)
 DENSE_STEPS = (True, False, False, True)
 
 
@@ -52,43 +42,16 @@ def make_masks() -> Bools:
 
 
 def over_steps(ring: int, ulysses: int, rule: dict[str, float] | None) -> dict[str, Any]:
-    """Every step against one process, forward and backward; with what the layers used."""
-    masks, model = make_masks(), make_toy(num_blocks=LAYERS)
-    given: dict[str, Any] = rule or {"masks": masks}
     strategies = Strategies(latency_for(ring * ulysses))
     # So uneven a target that nothing moves: then all-to-alls are those of Ulysses alone.
-    config = SparseConfig(block=BLOCK, tolerance=0.0, target=9.0, strategies=strategies, **given)
-    found: dict[str, Any] = {"errors": [], "used": [], "ok": []}
-    with parallelize(model, mesh=make_mesh(ring, ulysses), table=TABLE, sparse=config) as handle:
-        for step in range(len(DENSE_STEPS)):
-            inputs = toy_inputs(text=SEGMENTS[0], image=SEGMENTS[1], seed=step)
-            with one_process(SEGMENTS, BLOCK, masks=None if rule else masks[step], rule=rule):
-                output, grads = toy_gradients(make_toy(num_blocks=LAYERS), inputs)
-            found["ok"].append(handle.verify(**inputs).ok)
-            found["errors"].append(difference(toy_gradients(model, inputs)[0], output))
-            handle.average_gradients()
-            found["errors"].append(worst(grads_of(model), grads))
-            found["used"].append([used_by(layer) for layer in handle.explain().sparse])
-        found["said"] = str(handle.explain())
-        found["switches"] = [layer.num_switches for layer in handle.explain().sparse]
-        found["recomputed"] = recomputed(model, handle, rule, masks)
-    return found
+    settings: dict[str, Any] = {"target": 9.0, "strategies": strategies, "rule": rule}
+    return run_steps(make_mesh(ring, ulysses), SEGMENTS, masks=make_masks(), **settings)
 
 
-def used_by(layer: SparseLayer) -> tuple[int, int]:
-    return layer.used.ulysses_degree, layer.used.ring_degree
-
-
-def recomputed(model: Any, handle: Any, rule: dict[str, float] | None, masks: Bools) -> float:
-    """Gradients with checkpointing: the mesh of the forward pass computes again."""
-    handle.restart()
-    model.run = handle.checkpoint
-    inputs = toy_inputs(text=SEGMENTS[0], image=SEGMENTS[1], seed=0)
-    with one_process(SEGMENTS, BLOCK, masks=None if rule else masks[0], rule=rule):
-        _, grads = toy_gradients(make_toy(num_blocks=LAYERS), inputs)
-    toy_gradients(model, inputs)
-    handle.average_gradients()
-    return worst(grads_of(model), grads)
+def used_in(found: dict[str, Any]) -> list[list[tuple[int, int]]]:
+    """(Ulysses, ring) of the layers, step by step; all is exact and alike."""
+    assert max(found["errors"]) < 1e-10 and all(found["ok"]), found
+    return [[state[1:3] for state in layers] for layers in found["states"]]
 
 
 @pytest.mark.parametrize(
@@ -99,57 +62,24 @@ def test_layers_change_meshes_as_their_work_changes(ring: int, ulysses: int) -> 
     num_ranks = ring * ulysses
     by_rank = run_ranks(over_steps, num_ranks, ring, ulysses, None)
     for found in by_rank:
-        assert max(found["errors"]) < 1e-10 and found["recomputed"] < 1e-10, found
-        assert all(found["ok"]) and found["used"] == by_rank[0]["used"], found
-        dense, *sparse, again = found["used"]
-        assert dense == again == [(1, num_ranks)] * LAYERS, found["used"]
-        assert sparse == [[(2, num_ranks // 2)] * LAYERS] * 2, found["used"]
-        assert found["switches"] == [2] * LAYERS
+        dense, *sparse, again = used_in(found)
+        assert dense == again == [(1, num_ranks)] * LAYERS
+        assert sparse == [[(2, num_ranks // 2)] * LAYERS] * 2
+        assert found["states"] == by_rank[0]["states"]
+        assert [state[-1] for state in found["states"][-1]] == [2] * LAYERS
         assert (
             f"{LAYERS} on ring {num_ranks} x Ulysses 1; {2 * LAYERS} mesh switches so far"
-            in found["said"]
+            in found["explained"]
         )
 
 
 @pytest.mark.parametrize("ulysses", [2, 4])
 def test_a_rule_is_followed_from_the_second_step(ulysses: int) -> None:
     for found in run_ranks(over_steps, ulysses, 1, ulysses, {"keep": 0.9}):
-        assert max(found["errors"]) < 1e-10 and found["recomputed"] < 1e-10, found
-        assert all(found["ok"])
-        first, *others = found["used"]
+        first, *others = used_in(found)
         assert first == [(ulysses, 1)] * LAYERS
-        assert all(ring > 1 for layers in others for _, ring in layers), found["used"]
-        assert found["switches"] == [1] * LAYERS
-
-
-def unbalanced(ring: int, ulysses: int) -> list[tuple[float, float, tuple[int, ...]]]:
-    """Error, mean imbalance and tokens of the ranks, without and with balance."""
-    segments, found = (5, 19), list[tuple[float, float, tuple[int, ...]]]()
-    num_blocks = len(lens_of(segments, BLOCK))
-    masks = make_masks()[1:2, ..., :num_blocks, :num_blocks]
-    inputs = toy_inputs(text=segments[0], image=segments[1], seed=0)
-    with one_process(segments, BLOCK, masks=masks[0]):
-        output: Tensor = toy_gradients(make_toy(num_blocks=LAYERS), inputs)[0]
-    for settings in ({"method": "in_order", "stripe": 3 * BLOCK}, {}):
-        config = SparseConfig(masks=masks, block=BLOCK, **settings)
-        model = make_toy(num_blocks=LAYERS)
-        mesh = make_mesh(ring, ulysses)
-        with parallelize(model, mesh=mesh, table=TABLE, sparse=config) as handle:
-            ok = handle.verify(**inputs).ok
-            error = difference(toy_gradients(model, inputs)[0], output) if ok else 1.0
-            said = handle.explain()
-            rho = sum(layer.imbalance for layer in said.sparse) / LAYERS
-            found.append((error, rho, said.chosen.tokens))
-    return found
-
-
-@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
-def test_without_balance_it_is_as_exact_and_less_even(ring: int, ulysses: int) -> None:
-    for without, balanced in run_ranks(unbalanced, 2, ring, ulysses):
-        assert max(without[0], balanced[0]) < 1e-10
-        assert without[1] > balanced[1] + 0.02
-        assert without[2] == (5 + 12, 7)  # text and three blocks of the image, and the rest
-        assert balanced[2] == (4 + 11, 1 + 8)
+        assert all(ring > 1 for layers in others for _, ring in layers), others
+        assert [state[-1] for state in found["states"][-1]] == [1] * LAYERS
 
 
 def measured() -> tuple[AttentionLatency, bool]:
@@ -207,23 +137,3 @@ def test_timed_are_the_slowest_ranks_with_as_many_tokens_on_every_mesh(num_heads
             for seen in (share * max(degrees) * density for density in (0, 1 / 8, 1 / 2))
         ]
         assert sorted((load.degrees, load.work) for load in loads) == sorted(wanted)
-
-
-def refused() -> list[tuple[list[str], str]]:
-    mesh, latency = make_mesh(2, 1), latency_for(2)
-    one = AttentionLatency(float(dist.get_rank()), 0.0, 1.0, 0.0, 1.0, 0.0)
-    configs = [
-        SparseConfig(keep=0.5, strategies=Strategies(latency, meshes=((3, 1),))),
-        SparseConfig(keep=0.5, strategies=Strategies(one)),
-    ]
-    return [
-        raised_by(parallelize, make_toy(), mesh=mesh, table=TABLE, sparse=config)
-        for config in configs
-    ]
-
-
-def test_what_is_refused_on_all_ranks() -> None:
-    first, second = run_ranks(refused, 2)
-    assert first == second
-    assert "3 x 1 ranks (Ulysses x ring) of 2: the product must be 2" in first[0][1]
-    assert "disagree on sparse: strategies' latency" in first[1][1]

@@ -1,6 +1,5 @@
 """BalancedModel: an unmodified model of diffusers, trained on samples of any shape in balance."""
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,14 +20,7 @@ from bascule.diffusers.arguments import parameters_of, required_of
 from bascule.diffusers.degrees import Replica
 from bascule.diffusers.parallelize import ParallelHandle
 from bascule.diffusers.request import Request, agree_on
-from bascule.diffusers.samples import (
-    Sample,
-    batch_of,
-    check_keywords,
-    check_sample,
-    form_of,
-    samples_in,
-)
+from bascule.diffusers.samples import Sample, batch_of, check_sample, form_of, samples_in
 from bascule.diffusers.split_model import SplitModel
 from bascule.diffusers.split_table import SplitTable
 from bascule.diffusers.tables import table_of
@@ -40,21 +32,30 @@ from bascule.plan.plan import Plan
 from bascule.step import Step
 
 Loss = Callable[[Tensor, dict[str, Any]], Tensor]
-"""Takes the model's output and the batch; gives (batch, ..), whose mean is the loss of a sample."""
+"""Function of output and batch; returns (batch, ..), whose means are the losses of samples."""
 
 _FIRST_CAPACITY = 256  # integers a rank that the first gather has room for
-_NUM_NUMBERS = 3  # of a sample: form, bytes, weight
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Measured:
+    """A sample as its rank brings it to a step."""
+
+    length: int
+    form: int
+    weight: int
+    parcel: Parcel
 
 
 class BalancedModel:
     """A model of diffusers whose training samples change ranks, or are shared by a bag of ranks.
 
-    The model is not edited: hooks that `parallelize` knows split the forward passes of bags of
-    several ranks, and do nothing in those of one rank, and in all other calls of the model. All
+    The model is not edited: what `parallelize` puts into it splits the forward passes of bags of
+    several ranks, and does nothing in those of one rank, and in all other calls of the model. All
     ranks make it at the same point, with the same model.
 
     Attributes:
-        handle: `handle.undo()` takes the hooks away; `handle.checkpoint` is for
+        handle: `handle.undo()` restores the model; `handle.checkpoint` is for
             `enable_gradient_checkpointing`; `handle.average_gradients()` for a model that neither
             DDP nor FSDP wraps.
 
@@ -62,15 +63,14 @@ class BalancedModel:
         model: The transformer; plain, in DistributedDataParallel, or sharded by FSDP2.
         parallel: The ranks, the bags and the costs.
         length_fn: Tokens of a sample, as the model attends to them; at least one.
-        weight_fn: What a sample counts in the mean of the losses, a whole number. Default: 1.
+        weight_fn: Weight of a sample in the mean of the losses, a whole number. Default: 1.
         max_tokens: Most tokens of a forward pass on a rank; a longer sample goes alone. Default:
             all samples of a shape that a rank has go together.
-        table: How the model is split: a table, or a plan of diffusers. Default: as for
-            `parallelize`.
+        table: A split table, or a plan of diffusers. Default: as for `parallelize`.
 
     Raises:
-        ConfigError: No table fits the model, or something is wrong with an argument here.
-        CommError: Ranks gave different things, or (RemoteConfigError) another rank a wrong one.
+        ConfigError: No table fits the model, or an argument is wrong here.
+        CommError: Ranks have unlike arguments, or (RemoteConfigError) another rank a wrong one.
     """
 
     def __init__(
@@ -83,9 +83,8 @@ class BalancedModel:
         max_tokens: int | None = None,
         table: SplitTable | Mapping[str, Any] | None = None,
     ) -> None:
-        self._parallel = parallel
-        self._length_fn, self._weight_fn = length_fn, weight_fn or _one
-        self._max_tokens = max_tokens
+        self._parallel, self._max_tokens = parallel, max_tokens
+        self._length_fn, self._weight_fn = length_fn, weight_fn or (lambda _: 1)
         self._capacity = _FIRST_CAPACITY
         self._meshes: dict[tuple[int, int, int], AttentionMesh] = {}
         self._step: Step | None = None
@@ -93,31 +92,35 @@ class BalancedModel:
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         group = parallel.group
 
-        def ask() -> Request:
-            _check(parallel, max_tokens)
+        def request() -> Request:
+            if max_tokens is not None:
+                whole("max_tokens", max_tokens, 1)
+            if parallel.data_group is not group:
+                raise ConfigError(
+                    "BalancedModel with a data_group of more ranks, which may have unlike numbers "
+                    "of forward passes: give SequenceParallel all ranks whose gradients are "
+                    "averaged"
+                )
             return Request(models=[inner], tables=[table_of(inner, table)])
 
-        self._table = agree_on(group.control, ask).tables[0]
+        self._table = agree_on(group.control, request).tables[0]
         everyone = group if group.size > 1 else None
-        mesh = AttentionMesh(None, everyone, everyone)
-        self.handle = ParallelHandle(Replica(everyone, None, mesh))
+        self.handle = ParallelHandle(
+            Replica(everyone, None, AttentionMesh(None, everyone, everyone))
+        )
         self._part = SplitModel(inner, self._table, self.handle.mesh)
         self._part.is_alone = True
         self.handle.parts.append(self._part)
 
     @property
     def step(self) -> Step:
-        """The step that was planned last; see its `metrics()`.
-
-        Raises:
-            ConfigError: There was none.
-        """
+        """The step that was planned last; see its `metrics()`."""
         if self._step is None:
             raise ConfigError("no step was planned yet: call microbatches(..) first")
         return self._step
 
     def samples_of(self, **batch: Any) -> list[Sample]:
-        """The samples of a batch of one shape, for `microbatches`; views, nothing is copied.
+        """Return the samples of a batch of one shape, for `microbatches`; views, without a copy.
 
         Args:
             batch: What the model is called with, and what the loss needs besides: tensors
@@ -128,7 +131,7 @@ class BalancedModel:
         """
         try:
             return samples_in(batch, self._table.unbatched)
-        except Exception as error:  # the others wait for these samples
+        except Exception as error:  # the other ranks wait for these samples
             self._parallel.fail(error)
             raise
 
@@ -136,12 +139,12 @@ class BalancedModel:
     def microbatches(
         self, samples: Sequence[Sample], loss_fn: Loss
     ) -> list[Callable[[nn.Module], Tensor]]:
-        """The forward passes of this rank in an optimizer step, as `train_step` takes them.
+        """Return the forward passes of this rank in an optimizer step, as `train_step` takes them.
 
-        Samples go to the ranks that compute them; those of one shape go into one forward pass.
+        Samples go to the ranks that compute them; those of one form go into one forward pass.
         Gradients are those of the weighted mean of the losses of all samples of all ranks, where
-        they are averaged over the ranks (or summed, with `gradients="sum"`). The mean over the
-        ranks of what `train_step` returns is that mean of the losses. Two small gathers and one
+        they are averaged over the ranks (or summed, with `gradients="sum"`). The mean over
+        the ranks of what `train_step` returns is that mean of the losses. Two small gathers and one
         all-to-all.
 
         Args:
@@ -154,50 +157,47 @@ class BalancedModel:
 
         Raises:
             RemoteConfigError: A sample of a rank is wrong (on all ranks).
-            CommError: Ranks have samples of unlike keywords, or one is gone.
+            CommError: A rank is gone.
             PlanError: The limits cannot be met (on all ranks).
             ConfigError: No rank has a sample (on all ranks).
         """
         parallel, measured = self._parallel, self._measured(samples)
         step = self._step = parallel.plan([one.length for one in measured])
-        forms, num_bytes, weights = self._agree(step, samples, measured)
-        plan = step.plan
+        plan, topology = step.plan, step.plan.topology
+        forms, num_bytes, weights = self._gather(step, measured)
         bags = forward_passes(
-            *(plan.bag_of, plan.seq_lens, forms, plan.topology.bag_sizes),
+            *(plan.bag_of, plan.seq_lens, forms, topology.bag_sizes),
             max_tokens=self._max_tokens,
             is_aligned=self._is_sharded,
         )
         arrived = self._exchange(step, bags, num_bytes, [one.parcel for one in measured])
-        bag = int(step.plan.topology.bag_of_rank[parallel.rank])
-        size = int(step.plan.topology.bag_sizes[bag])
+        bag = int(topology.bag_of_rank[parallel.rank])
         divisor = parallel.group.size if parallel.gradients == "mean" else 1
         # All ranks of a bag have the loss of its samples, and each counts a part of it.
-        scales = weights * (divisor / (size * max(1, int(weights.sum()))))
-        mesh, losses = self._mesh_of(step.plan, bag), list[Callable[[nn.Module], Tensor]]()
-        for of in bags[bag]:
-            own = [arrived[one] for one in of.ids.tolist()]
-            counted = scales[of.ids] * (not of.is_dummy)
-            losses.append(partial(self._loss, own, counted, mesh, loss_fn))
-        return losses
+        total = int(topology.bag_sizes[bag]) * max(1, int(weights.sum()))
+        scales, mesh = weights * (divisor / total), self._mesh_of(plan, bag)
+        return [
+            partial(
+                self._loss,
+                [arrived[one] for one in of.ids.tolist()],
+                scales[of.ids] * (not of.is_dummy),
+                mesh,
+                loss_fn,
+            )
+            for of in bags[bag]
+        ]
 
-    def _measured(self, samples: Sequence[Sample]) -> list["_Measured"]:
-        """What the others must know of this rank's samples; or the same error on all ranks."""
+    def _measured(self, samples: Sequence[Sample]) -> list[_Measured]:
+        """Measure this rank's samples; raise the same error on all ranks if one is wrong."""
         try:
             if not self._part.is_split:
                 raise ConfigError("undo() was called: make another BalancedModel")
-            measured = [self._measure(place, one) for place, one in enumerate(samples)]
-            check_keywords(samples)
-        except Exception as error:  # whatever it is, the others must not wait
+            return [self._measure(place, one) for place, one in enumerate(samples)]
+        except Exception as error:  # of any kind: the other ranks wait
             self._parallel.fail(error)
             raise
-        return measured
 
-    def _measure(self, place: int, sample: Sample) -> "_Measured":
-        """What the others must know of a sample.
-
-        Raises:
-            ConfigError: Something is wrong with it; names its place.
-        """
+    def _measure(self, place: int, sample: Sample) -> _Measured:
         unbatched, device = self._table.unbatched, self._parallel.device
         try:
             check_sample(sample, required_of(self._part.model), unbatched)
@@ -209,29 +209,27 @@ class BalancedModel:
             text = str(error) if isinstance(error, ConfigError) else repr(error)
             raise ConfigError(f"sample {place}: {text}") from error
 
-    def _agree(
-        self, step: Step, samples: Sequence[Sample], measured: Sequence["_Measured"]
-    ) -> tuple[Ints, Ints, Ints]:
+    def _gather(self, step: Step, measured: Sequence[_Measured]) -> tuple[Ints, Ints, Ints]:
         """(num_seqs,) form, bytes and weight of the samples of all ranks; one gather."""
         group = self._parallel.group.control
         assert group is not None
-        keywords = sorted(samples[0]) if samples else ["no samples"]
-        digest = hashlib.blake2b(repr(keywords).encode(), digest_size=8).digest()
         numbers = [n for one in measured for n in (one.form, one.parcel.num_bytes, one.weight)]
-        own = np.array([int.from_bytes(digest, "little", signed=True), *numbers], np.int64)
         settings = {"max_tokens": str(self._max_tokens), "is sharded": str(self._is_sharded)}
-        what, number = "samples", step.number
-        capacity = self._capacity
-        said = agree(group, settings, what=what, step=number, values=own, capacity=capacity)
-        self._capacity = max(self._capacity, *(part.size for part in said))
-        loaded = [part for part in said if part.size > 1]
-        if not loaded:
-            raise ConfigError(f"step {number}: no rank has a sample: give one on one rank at least")
-        if len({int(part[0]) for part in loaded}) > 1:
-            agree(group, {"keywords of samples": ", ".join(keywords)}, what=what, step=number)
-        forms, num_bytes, weights = np.concatenate(
-            [part[1:].reshape(-1, _NUM_NUMBERS) for part in loaded]
-        ).T
+        parts = agree(
+            group,
+            settings,
+            what="samples",
+            step=step.number,
+            values=np.array(numbers, np.int64),
+            capacity=self._capacity,
+        )
+        self._capacity = max(self._capacity, *(part.size for part in parts))
+        table = np.concatenate(parts).reshape(-1, 3)
+        if not table.size:
+            raise ConfigError(
+                f"step {step.number}: no rank has a sample: give one on one rank at least"
+            )
+        forms, num_bytes, weights = table.T
         return forms, num_bytes, weights
 
     def _exchange(
@@ -282,8 +280,8 @@ class BalancedModel:
         """This rank's part of the loss, from one forward pass."""
         if self._wrapper is not None and model is not self._wrapper:
             raise ConfigError(
-                f"train_step was given a {type(model).__name__}, whose gradients nobody averages: "
-                "give it the DistributedDataParallel that the BalancedModel was made with"
+                f"train_step with a {type(model).__name__}, whose gradients are not averaged: give "
+                "it the DistributedDataParallel that the BalancedModel was made with"
             )
         batch = batch_of(samples, self._table.unbatched)
         names = parameters_of(self._part.model)
@@ -301,30 +299,5 @@ class BalancedModel:
 
     @property
     def _is_sharded(self) -> bool:
-        """Return whether ranks meet in every forward pass, as those of FSDP do."""
+        """True if ranks meet in every forward pass, as those of FSDP do."""
         return any(isinstance(module, FSDPModule) for module in self._part.model.modules())
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Measured:
-    """A sample as its rank brings it to a step."""
-
-    length: int
-    form: int
-    weight: int
-    parcel: Parcel
-
-
-def _one(sample: Sample) -> int:
-    del sample
-    return 1
-
-
-def _check(parallel: SequenceParallel, max_tokens: int | None) -> None:
-    if max_tokens is not None:
-        whole("max_tokens", max_tokens, 1)
-    if parallel.data_group is not parallel.group:
-        raise ConfigError(
-            "BalancedModel with a data_group of more ranks, which may have unlike numbers of "
-            "forward passes: give SequenceParallel all ranks whose gradients are averaged"
-        )

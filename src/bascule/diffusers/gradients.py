@@ -28,13 +28,11 @@ def average_gradients(group: RankGroup, models: Sequence[nn.Module]) -> None:
     }
     agree(group, settings, error, what="average_gradients")
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for model in models:
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+    for _, parameter in parameters:
+        if parameter.grad is not None:
+            by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
     for grads in by_dtype.values():
         flat = torch.cat([grad.flatten() for grad in grads])
-        total = all_reduce(group, "all_reduce (gradients)", flat)
-        parts = (total / group.size).split([grad.numel() for grad in grads])
-        for grad, part in zip(grads, parts, strict=True):
+        mean = all_reduce(group, "all_reduce (gradients)", flat) / group.size
+        for grad, part in zip(grads, mean.split([grad.numel() for grad in grads]), strict=True):
             grad.copy_(part.view_as(grad))

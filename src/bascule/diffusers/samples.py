@@ -1,6 +1,7 @@
-"""A sample of a diffusers model, which samples fit into one batch, and that batch.
+"""A sample of a diffusers model, the form that samples of one batch share, and that batch.
 
-A sample is what the model takes for a batch of one, by keyword, and what the loss needs besides.
+A sample is what the model takes for a batch of one, by keyword, with what the loss needs besides.
+Keywords in `unbatched` have no batch: all samples have them whole.
 """
 
 import hashlib
@@ -18,40 +19,24 @@ from bascule.errors import ConfigError
 Sample = dict[str, Any]
 
 
-def check_sample(sample: Any, required: Collection[str], unbatched: Collection[str]) -> None:
-    """Refuse what is no batch of one.
-
-    Args:
-        sample: As given.
-        required: Keywords that the model needs.
-        unbatched: Keywords of what has no batch.
-
-    Raises:
-        ConfigError: Names the keyword, its value and what to give.
-    """
-    if not isinstance(sample, dict):
-        raise ConfigError(
-            f"is a {type(sample).__name__}: give a dict of the model's keywords, and of what the "
-            "loss needs"
-        )
+def check_sample(sample: Sample, required: Collection[str], unbatched: Collection[str]) -> None:
+    """Refuse a sample that lacks a keyword of the model, or that is no batch of one."""
     missing = [name for name in required if name not in sample]
     if missing:
         raise ConfigError(f"has no {missing[0]!r}, which the model's forward needs: add it")
-    for name, value in sample.items():
-        if name in unbatched:
-            continue
+    for name in (one for one in sample if one not in unbatched):
+        value = sample[name]
+        _refuse_array(name, value)
         if isinstance(value, Tensor):
             if value.dim() == 0 or value.shape[0] != 1:
                 raise ConfigError(
                     f"{name!r} has the shape {tuple(value.shape)}: give what the model takes for a "
                     "batch of one, (1, ..)"
                 )
-        elif isinstance(value, np.ndarray):
-            raise _is_array(name, value)
         elif holds_tensors(value):
             raise ConfigError(
-                f"{name!r} is a {type(value).__name__} that holds tensors, and nothing says how "
-                "these make a batch: give tensors (1, ..), or name it in the `unbatched` of a table"
+                f"{name!r} is a {type(value).__name__} that holds tensors, of which the batch is "
+                "not known: give tensors (1, ..), or name it in the `unbatched` of a table"
             )
         elif isinstance(value, list) and len(value) != 1:
             raise ConfigError(
@@ -59,25 +44,11 @@ def check_sample(sample: Any, required: Collection[str], unbatched: Collection[s
             )
 
 
-def check_keywords(samples: Sequence[Sample]) -> None:
-    """Refuse samples of unlike keywords.
-
-    Raises:
-        ConfigError: Names the first one that differs.
-    """
-    for place, sample in enumerate(samples):
-        if sample.keys() != samples[0].keys():
-            raise ConfigError(
-                f"sample {place} has the keywords {sorted(sample)}, and sample 0 has "
-                f"{sorted(samples[0])}: give all samples the same"
-            )
-
-
 def form_of(sample: Sample, unbatched: Collection[str], device: torch.device) -> int:
-    """A number that is the same for samples that fit into one batch.
+    """Return a number that samples share if they fit into one batch.
 
-    These have the same keywords, dtypes and shapes, and the same values of all that is no tensor,
-    or has no batch: positions of another aspect ratio are others, though there are as many.
+    These have the same keywords, dtypes and shapes, and equal values where there is no batch:
+    positions of another aspect ratio are others, though there are as many.
     """
     batched = {name: x for name, x in sample.items() if _is_batched(name, x, unbatched)}
     shapes = sorted((name, str(x.dtype), *x.shape) for name, x in batched.items())
@@ -89,7 +60,7 @@ def form_of(sample: Sample, unbatched: Collection[str], device: torch.device) ->
 
 
 def batch_of(samples: Sequence[Sample], unbatched: Collection[str]) -> Sample:
-    """One batch of samples of the same form."""
+    """Return one batch of samples of the same form."""
     batch = dict(samples[0])
     for name, value in batch.items():
         if _is_batched(name, value, unbatched):
@@ -100,49 +71,38 @@ def batch_of(samples: Sequence[Sample], unbatched: Collection[str]) -> Sample:
 
 
 def samples_in(batch: Sample, unbatched: Collection[str]) -> list[Sample]:
-    """The samples of a batch: what `batch_of` joins. Tensors are views; nothing is copied.
-
-    Args:
-        batch: What the model takes, and what the loss needs besides, by keyword.
-        unbatched: Keywords of what has no batch: all samples have it whole.
-
-    Raises:
-        ConfigError: Keywords have unlike numbers of samples, one is an array of numpy, or none has
-            a batch.
-    """
+    """Return the samples of a batch, the inverse of `batch_of`; tensors are views."""
     sizes: dict[str, int] = {}
-    for name, value in batch.items():
-        if _is_batched(name, value, unbatched):
-            if value.dim() == 0:
-                raise ConfigError(
-                    f"{name!r} of a batch is a tensor of one number: give one for each sample, "
-                    "(batch, ..), or a plain number"
-                )
-            sizes[name] = value.shape[0]
-        elif isinstance(value, np.ndarray) and name not in unbatched:
-            raise _is_array(name, value)
-        elif isinstance(value, list) and name not in unbatched:
-            sizes[name] = len(value)
-    if not sizes:
-        raise ConfigError("a batch without tensors (batch, ..): give what the model is called with")
-    first, num_samples = next(iter(sizes.items()))
-    for name, size in sizes.items():
-        if size != num_samples:
+    for name in (one for one in batch if one not in unbatched):
+        value = batch[name]
+        _refuse_array(name, value)
+        if isinstance(value, Tensor) and value.dim() == 0:
             raise ConfigError(
-                f"{name!r} of a batch has {size} samples, and {first!r} has {num_samples}: give as "
-                "many, or name what has no batch in the `unbatched` of a table"
+                f"{name!r} of a batch is a tensor of one number: give one for each sample, "
+                "(batch, ..), or a plain number"
             )
-    places = range(num_samples)
-    return [{n: x[i : i + 1] if n in sizes else x for n, x in batch.items()} for i in places]
+        if isinstance(value, Tensor | list):
+            sizes[name] = len(value)
+    if len(set(sizes.values())) != 1:
+        raise ConfigError(
+            f"the samples of a batch, by keyword, are {dict(sorted(sizes.items()))}: give tensors "
+            "(batch, ..) of as many, and name what has no batch in the `unbatched` of a table"
+        )
+    (num_samples,) = set(sizes.values())
+    return [
+        {name: x[i : i + 1] if name in sizes else x for name, x in batch.items()}
+        for i in range(num_samples)
+    ]
 
 
-def _is_array(name: str, value: Any) -> ConfigError:
-    """Every sample would have it whole, as it has plain values."""
-    return ConfigError(
-        f"{name!r} is an array of numpy of the shape {value.shape}: give "
-        f"torch.from_numpy({name}), which is cut into samples, or name what has no batch in the "
-        "`unbatched` of a table"
-    )
+def _refuse_array(name: str, value: Any) -> None:
+    """Refuse an array, which every sample would have whole, as it has plain values."""
+    if isinstance(value, np.ndarray):
+        raise ConfigError(
+            f"{name!r} is an array of numpy of the shape {value.shape}: give "
+            f"torch.from_numpy({name}), which is cut into samples, or name what has no batch in "
+            "the `unbatched` of a table"
+        )
 
 
 def _is_batched(name: str, value: Any, unbatched: Collection[str]) -> bool:

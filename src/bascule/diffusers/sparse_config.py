@@ -179,7 +179,7 @@ def settings_of(config: SparseConfig | None) -> dict[str, str]:
     for field in fields_of(Strategies):
         values[f"strategies' {field.name}"] = getattr(strategies, field.name, None)
     texts = {f"sparse: {name}": str(value) for name, value in values.items()}
-    return {"sparse": "none" if config is None else "set", **texts}
+    return {"sparse": "none" if config is None else "given", **texts}
 
 
 def _fingerprint(masks: Bools) -> str:
