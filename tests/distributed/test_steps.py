@@ -266,7 +266,7 @@ def measured() -> None:
     def work() -> None:
         now[0] += 0.09 if rank == 1 else 0.03
 
-    with mock.patch("bascule.train.rank_speeds.time.perf_counter", lambda: now[0]):
+    with mock.patch("bascule.calibrate.timed.time.perf_counter", lambda: now[0]):
         speeds = measure_speeds(work=work)
     assert speeds[1] == pytest.approx(speeds[0] / 3)
     parallel = SequenceParallel(None, "g1n2", TransformerCost(64))

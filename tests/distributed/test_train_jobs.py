@@ -19,7 +19,7 @@ from bascule.errors import ConfigError
 from bascule.parallel import Step
 from bascule.train import training_run
 from bascule.train.checkpoints import newest_checkpoint, step_of
-from bascule.train.step_metrics import PARTS
+from bascule.train.metrics import PARTS
 from bascule.train.stopwatch import Stopwatch
 from bascule.train.train_options import TrainOptions
 from bascule.train.training_run import TrainingRun

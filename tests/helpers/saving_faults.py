@@ -15,7 +15,7 @@ from unittest import mock
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from bascule.train import checkpoints
+from bascule.train import checkpoints, training_run
 from bascule.train.checkpoints import Checkpoints
 from bascule.train.training_run import TrainingRun
 from tests.helpers.faults import Fault, Striker
@@ -28,7 +28,7 @@ BEFORE: dict[str, tuple[Any, str]] = {
     "sync": (checkpoints, "_sync"),  # of the shards, then of the renamed folder
     "rename": (Path, "rename"),  # of the metadata, the new checkpoint, those that are too old
     "remove": (checkpoints.shutil, "rmtree"),
-    "read facts": (checkpoints, "check_facts"),
+    "read facts": (training_run, "check_facts"),
     "read metadata": (FileSystemReader, "read_metadata"),
     "read": (FileSystemReader, "read_data"),
     "set": (checkpoints, "set_state_dict"),

@@ -15,10 +15,9 @@ from bascule.errors import ConfigError
 from bascule.models import LocalExchange, MMDiT
 from bascule.parallel import SequenceParallel
 from bascule.plan.costs import TransformerCost
-from bascule.train.building import build_model, model_config
-from bascule.train.encoder_stages import EncoderStages
+from bascule.train.encoders import EncoderStages, FrozenEncoders, load_encoders
 from bascule.train.flow import FlowBatch
-from bascule.train.frozen_encoders import FrozenEncoders, load_encoders
+from bascule.train.model import build_model, model_config
 from bascule.train.run_options import RunOptions
 from bascule.train.stopwatch import Stopwatch
 from bascule.workload.photos import PhotoStream
@@ -69,7 +68,7 @@ def _image(encoders: FrozenEncoders, sample_id: int, pixels: Tensor) -> Tensor:
         normals = sample_normals([sample_id], [mean.numel()], 1, seed=SEED, stream="latent")
         values = mean + std * normals.view(mean.shape)
         if not is_video:
-            values = values * vae.config.scaling_factor
+            values = (values - vae.config.shift_factor) * vae.config.scaling_factor
     c, f, h, w = values.shape
     cut = values.reshape(c, f, h // side, side, w // side, side)
     return torch.einsum("cfhpwq->fhwcpq", cut).reshape(-1, c * side**2)

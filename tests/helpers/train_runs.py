@@ -63,17 +63,16 @@ class Recorded(TrainingRun):
 
     attempt = 0
 
-    def _train(self, ahead: Any, pool: Any) -> Any:
+    def _train(self, *args: Any) -> Any:
         micros = self._prepared.schedule.microbatches(self.done)
         own = [number for numbers in micros for number in self._own(numbers)]
         if not self._prepared.encoders:  # else it encodes, which happens once
-            loaded = [n for flow in ahead.samples.result()().flows for n in flow.seq_lens]
+            loaded = [n for flow in args[0].samples.result()().flows for n in flow.seq_lens]
             assert loaded == [shape.seq_len for shape in self._prepared.data.shapes(own)]
-        result = super()._train(ahead, pool)
         line = {"attempt": self.attempt, "step": self.done + 1, "numbers": own}
         with (self.folder / f"samples-{self.rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
-        return result
+        return super()._train(*args)
 
 
 def run(settings: dict[str, Any], stop_after: int | None = None, attempt: int = 0) -> int:
@@ -154,9 +153,9 @@ def failing_run(
             on_victim()
         return result if place == "published" else original(*args, **kwargs)
 
-    def count(self: Any, ahead: Any, pool: Any) -> Any:
+    def count(self: Any, *args: Any) -> Any:
         now[0] = self.done + 1
-        return train(self, ahead, pool)
+        return train(self, *args)
 
     train = Recorded._train  # pyright: ignore[reportPrivateUsage]
     with pytest.MonkeyPatch.context() as patch:

@@ -12,8 +12,7 @@ from PIL import Image
 
 from bascule.bench.options import BenchOptions
 from bascule.errors import ConfigError
-from bascule.train.encoder_stages import patches
-from bascule.train.frozen_encoders import FrozenEncoders, load_encoders
+from bascule.train.encoders import FrozenEncoders, load_encoders, patches
 from bascule.train.run_options import RunOptions
 from bascule.workload.photos import PhotoStream
 

@@ -13,8 +13,7 @@ from bascule.errors import ConfigError
 from bascule.plan.costs import TransformerCost
 from bascule.plan.plan import plan_batch
 from bascule.train.checkpoints import Facts, check_facts, newest_checkpoint, step_of
-from bascule.train.preparing import prepare
-from bascule.train.step_metrics import PARTS, MetricsLog, StepReports
+from bascule.train.metrics import PARTS, MetricsLog, StepReports
 from bascule.train.train_options import (
     Schedule,
     TrainOptions,
@@ -22,6 +21,7 @@ from bascule.train.train_options import (
     settings_of,
     split,
 )
+from bascule.train.training_run import prepare
 from bascule.workload.streams import SyntheticStream
 from tests.helpers.cli import modules_imported_by, run
 
@@ -57,12 +57,12 @@ def test_numbered_samples_of_codes_are_those_of_their_ranks() -> None:
     for step in (0, 2):
         batches = [SyntheticStream(CODES, rank=r, world_size=2, seed=3).batch(step) for r in (0, 1)]
         numbers = range(3 * step, 3 * step + 3)
-        found = by_number.samples(numbers)
-        assert torch.equal(found.image, torch.cat([batch.image for batch in batches]))
-        assert torch.equal(found.sample_ids, torch.cat([batch.sample_ids for batch in batches]))
-        assert found.seq_lens == [
-            s.seq_len for s in by_number.shapes(range(3 * step, 3 * step + 3))
-        ]
+        found, single = by_number.samples(numbers), [by_number.samples([n]) for n in numbers]
+        for name in ("image", "text", "pooled", "sample_ids"):  # to the bit, whatever the batch
+            whole = getattr(found, name)
+            assert torch.equal(whole, torch.cat([getattr(batch, name) for batch in batches]))
+            assert torch.equal(whole, torch.cat([getattr(one, name) for one in single]))
+        assert found.seq_lens == [shape.seq_len for shape in by_number.shapes(numbers)]
     assert by_number.samples([]).seq_lens == []
 
 

@@ -31,9 +31,8 @@ from bascule.plan.costs import TransformerCost
 from bascule.plan.machine import KNOWN_PROFILES
 from bascule.plan.metrics import imbalance
 from bascule.train import train_step
-from bascule.train.building import build_model, model_config
-from bascule.train.encoder_stages import TRANSFORMER
-from bascule.train.measure import measure_cost
+from bascule.train.encoders import TRANSFORMER
+from bascule.train.model import build_model, measure_cost, model_config
 
 _NUM_PROBES, _PROBED_STEPS = 5, 3
 

@@ -30,9 +30,14 @@ from bascule.plan import metrics
 from bascule.plan.costs import FLOPS_PER_UNIT, TransformerCost
 from bascule.plan.plan import Plan
 from bascule.plan.topology import Topology
-from bascule.train.encoder_stages import TRANSFORMER, EncoderStages, stages_of, watch_encoders
+from bascule.train.encoders import (
+    TRANSFORMER,
+    EncoderStages,
+    FrozenEncoders,
+    load_encoders,
+    watch_encoders,
+)
 from bascule.train.flow import FlowBatch
-from bascule.train.frozen_encoders import FrozenEncoders, load_encoders
 from bascule.train.stopwatch import Stopwatch, watch_blocks
 from bascule.workload.photos import PhotoStream
 from bascule.workload.streams import (
@@ -328,7 +333,7 @@ class Stages:
 
     def __init__(self, samples: Samples, mesh: DeviceMesh) -> None:
         self._samples, self._watch = samples, Stopwatch(samples.device)
-        self._names = (*stages_of(samples.encoders), TRANSFORMER)
+        self._names = (*samples.encoders.stages, TRANSFORMER)
         self._times = np.zeros((len(ARMS), len(self._names), 2))
         watch_encoders(samples.encoders, self._watch)
         shape, axes = (samples.group.size, 1), ("ranks", "alone")

@@ -90,8 +90,8 @@ def _check_numbers(options: BenchOptions) -> None:
 def _check(options: BenchOptions, num_ranks: int) -> None:
     """Find a user's error before any rank starts, where it can be told in one sentence."""
     from bascule.bench.ways import open_stream
-    from bascule.train.building import model_config
-    from bascule.train.frozen_encoders import load_encoders
+    from bascule.train.encoders import load_encoders
+    from bascule.train.model import model_config
 
     options.check(num_ranks)
     with without_warnings():  # rank 0 will warn of the same photos

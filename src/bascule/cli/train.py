@@ -20,7 +20,7 @@ def run(options: TrainOptions, arguments: list[str]) -> None:
         CommError: A rank failed.
     """
     from bascule.cli.launch import default_num_ranks, forwarding_stops, in_a_job, launch
-    from bascule.train.preparing import prepare
+    from bascule.train.training_run import prepare
 
     if in_a_job():
         _run_rank(options)

@@ -1,9 +1,10 @@
-"""Rectified flow on packed samples: what the model sees, what it must predict, and the loss.
+"""Rectified flow on packed samples: inputs of the model, its target, and the loss.
 
 Source: Liu et al. 2022 (arXiv:2209.03003): `x_t = (1 - t) x_0 + t noise`, velocity `noise - x_0`.
 Shapes: T packed tokens, i image tokens, C channels, N samples.
 """
 
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -13,25 +14,14 @@ from bascule.models import PackedBatch
 from bascule.workload.streams import SampleBatch, flow_noise, flow_timesteps
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class FlowBatch:
-    """One rank's samples with their noise: seeded per sample, hence the same wherever it trains.
+    """The samples of one rank with their noise, which is seeded by sample and so by no rank."""
 
-    Attributes:
-        inputs: What the model takes.
-        target_iC: The velocity of each image token.
-        image_rows: (i,) packed rows of the image tokens.
-        seq_lens: Tokens of each sample.
-    """
-
-    __slots__ = ("image_rows", "inputs", "seq_lens", "target_iC")
-
-    def __init__(
-        self, inputs: PackedBatch, target_iC: Tensor, image_rows: Tensor, seq_lens: list[int]
-    ) -> None:
-        self.inputs = inputs
-        self.target_iC = target_iC
-        self.image_rows = image_rows
-        self.seq_lens = seq_lens
+    inputs: PackedBatch  # of the model
+    target: Tensor  # (i, C) velocity of the image tokens, float32 at least
+    image_rows: Tensor  # (i,) packed rows of the image tokens
+    seq_lens: list[int]  # tokens of each sample
 
     @classmethod
     def build(
@@ -45,7 +35,7 @@ class FlowBatch:
         inputs = PackedBatch(
             image_tokens=((1 - t) * batch.image + t * noise).to(device, dtype),
             text_tokens=batch.text.to(device, dtype),
-            is_image=batch.is_image,  # the model knows the host's without waiting for the device
+            is_image=batch.is_image,  # on the host, so that the model need not wait for the device
             pos=batch.pos.to(device),
             timestep=timestep.to(device),
             pooled=batch.pooled.to(device, dtype),
@@ -53,14 +43,14 @@ class FlowBatch:
         rows = batch.is_image.nonzero()[:, 0].to(device)
         return cls(inputs, (noise - batch.image).to(device), rows, batch.seq_lens)
 
-    def use_on(self, stream: torch.cuda.Stream) -> None:
-        """Keep the memory of its tensors, made on another stream, until this one has used them."""
-        of = self.inputs
-        inputs = of.image_tokens, of.text_tokens, of.pos, of.timestep, of.pooled
-        for x in (*inputs, self.target_iC, self.image_rows):
-            x.record_stream(stream)
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory of tensors made on another stream until this stream has used them."""
+        x = self.inputs
+        inputs = x.image_tokens, x.text_tokens, x.pos, x.timestep, x.pooled
+        for tensor in (*inputs, self.target, self.image_rows):
+            tensor.record_stream(stream)
 
     def per_token_loss(self, predicted_TC: Tensor) -> Tensor:
-        """(i,) squared error of each image token, mean over its channels."""
+        """Return the (i,) squared error of each image token, mean over its channels."""
         predicted = predicted_TC.index_select(0, self.image_rows)
-        return (predicted - self.target_iC).square().mean(dim=-1)  # the target is float32
+        return (predicted - self.target).square().mean(dim=-1)

@@ -1,12 +1,17 @@
-"""Forward and backward of all microbatches of an optimiser step."""
+"""One optimizer step: forward and backward of all microbatches, with ranks that average gradients.
+
+`keep_exchanges` is the policy of activation checkpointing for the models that are trained so.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy
 
 from bascule.comm.failures import shared
 from bascule.errors import ConfigError
@@ -20,21 +25,20 @@ def train_step(
     sync: Sync | None = None,
     where: str = "a training step",
 ) -> Tensor:
-    """Add the gradients of some microbatches to a model's; the sum of their losses, detached.
+    """Add the gradients of all microbatches to the model's; return the sum of losses, detached.
 
-    The optimiser's step and `zero_grad` stay with the caller. An error of this rank is known to the
-    ranks that wait for it in about two seconds, with its text, whether it is met in the forward or
-    in the backward.
+    The caller steps the optimizer and calls `zero_grad`. An error of this rank, in forward or
+    backward, reaches the ranks that wait for it in about two seconds, with its text.
 
     Args:
-        model: What is trained: plain, in DistributedDataParallel, or sharded by FSDP2.
-        microbatches: Each gives its part of the loss of the step, from the model.
-        sync: When ranks average their gradients: after every "microbatch", or once a "step", which
-            FSDP2 pays for with unsharded gradients. Default: `sync_of` the model.
-        where: What errors and profiles call it.
+        model: A plain module, in DistributedDataParallel, or sharded by FSDP2.
+        microbatches: Functions that take the model and return a part of the loss of the step.
+        sync: Ranks average gradients after every "microbatch", or once a "step", for which FSDP2
+            keeps unsharded gradients. Default: `sync_of(model)`.
+        where: Name of the step in errors and profiles.
 
     Raises:
-        ConfigError: There is no microbatch, or no such `sync`.
+        ConfigError: `microbatches` is empty, or `sync` is unknown.
     """
     sync = sync_of(model) if sync is None else sync
     check_sync(sync)
@@ -51,19 +55,19 @@ def train_step(
 
 
 def sync_of(model: nn.Module) -> Sync:
-    """When the ranks of a wrapped model wait for each other, as `plan_step` takes it.
+    """Return when the ranks of a wrapped model wait for each other, for `plan_step`.
 
-    FSDP's ranks meet in every all-gather of parameters, so in every "microbatch", however they
-    reduce gradients; those of DDP or of a plain model once a "step", if gradients are reduced then.
+    FSDP's ranks meet in every all-gather of parameters, so in every "microbatch". Ranks of DDP or
+    of a plain model meet once a "step".
     """
     is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     return "microbatch" if is_sharded else "step"
 
 
 @contextmanager
-def _averaging(model: nn.Module, is_wanted: bool) -> Iterator[None]:
-    """Return whether the backward within ends with gradients that are averaged over ranks."""
-    if is_wanted:
+def _averaging(model: nn.Module, is_on: bool) -> Iterator[None]:
+    """Let the backward within average gradients over ranks, or only add them up."""
+    if is_on:
         yield
     elif isinstance(model, DistributedDataParallel):
         with model.no_sync():
@@ -76,3 +80,16 @@ def _averaging(model: nn.Module, is_wanted: bool) -> Iterator[None]:
             model.set_requires_gradient_sync(True)
     else:
         yield
+
+
+def keep_exchanges(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep the results of exchanges between ranks and of attention; recompute all else.
+
+    A policy of selective activation checkpointing, which saves as much as q, k, v and the output
+    of attention together:
+
+        context_fn = partial(create_selective_checkpoint_contexts, keep_exchanges)
+        checkpoint(block, x, step, use_reentrant=False, context_fn=context_fn)
+    """
+    is_exchange = getattr(operator, "namespace", "") == "bascule"
+    return CheckpointPolicy.MUST_SAVE if is_exchange else CheckpointPolicy.PREFER_RECOMPUTE

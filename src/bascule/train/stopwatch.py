@@ -1,8 +1,8 @@
-"""How long the parts of a step take on this rank: by the clock on the host, by events on CUDA."""
+"""Time the parts of a step on this rank: by the host's clock, on CUDA by events."""
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -12,24 +12,20 @@ from torch import Tensor, nn
 from bascule.parallel import Step
 
 Moment = float | torch.cuda.Event
-Lap = tuple[str, int, Moment, Moment]
-"""A part and its microbatch, when it began and when it ended."""
+Lap = tuple[str, int, Any, Any]
+"""A part and its microbatch, its begin and its end."""
 
 
 class Stopwatch:
-    """Adds up the seconds of the parts of a step; only `read` waits for the device.
-
-    Attributes:
-        microbatch: The one that is computed; work is told of each.
-    """
+    """Adds up the seconds of the parts of a step; only `read` waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._laps: list[Lap] = []
-        self.microbatch = 0
+        self.microbatch = 0  # the current one; each has laps of its own
 
     def now(self) -> Moment:
-        """This moment, on the device."""
+        """Return this moment, on the device."""
         if not self._is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -37,119 +33,96 @@ class Stopwatch:
         return event
 
     def lap(self, name: str, start: Moment) -> Moment:
-        """A part ends that began then; gives the moment."""
+        """End a part that began at `start`; return the moment."""
         end = self.now()
         self._laps.append((name, self.microbatch, start, end))
         return end
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """What is done within is a part of that name."""
+        """Time the enclosed code, or the decorated function, as a part."""
         start = self.now()
         yield
         self.lap(name, start)
 
     def take(self) -> list[Lap]:
-        """The laps since the last time, for another's `read`: waits for nothing."""
-        taken, self._laps = self._laps, []
-        return taken
+        """Return the laps since the last time, for another watch to read; wait for nothing."""
+        laps, self._laps = self._laps, []
+        return laps
 
     def read(self, others: Sequence[Lap] = ()) -> dict[tuple[str, int], float]:
-        """Seconds by part and microbatch since the last time, those of others included."""
+        """Return the seconds by part and microbatch since the last time, with laps of others."""
         if self._is_cuda:
             torch.cuda.synchronize()
         seconds = defaultdict[tuple[str, int], float](float)
         for name, microbatch, start, end in (*self.take(), *others):
-            seconds[name, microbatch] += _between(start, end)
+            spent = start.elapsed_time(end) / 1e3 if self._is_cuda else end - start
+            seconds[name, microbatch] += spent
         return seconds
 
 
-def _between(start: Moment, end: Moment) -> float:
-    if isinstance(start, torch.cuda.Event):
-        assert isinstance(end, torch.cuda.Event)
-        return start.elapsed_time(end) / 1e3
-    assert not isinstance(end, torch.cuda.Event)
-    return end - start
-
-
 class TimedStep:
-    """A step whose moves and attention are timed; what a model takes as its exchange."""
+    """The exchange of a step for the model, with its moves and its attention timed."""
 
     def __init__(self, step: Step, watch: Stopwatch) -> None:
-        self._step, self._watch = step, watch
         self.local_seq_ids, self.token_slot = step.local_seq_ids, step.token_slot
-
-    def route(self, **tensors: Tensor) -> Mapping[str, Tensor]:
-        """See `Step.route`."""
-        with self._watch.timed("route"):
-            return self._step.route(**tensors)
-
-    def gather_samples(self, vec: Tensor, /) -> Tensor:
-        """See `Step.gather_samples`."""
-        with self._watch.timed("samples"):
-            return self._step.gather_samples(vec)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, /) -> Tensor:
-        """See `Step.attend`."""
-        with self._watch.timed("attend"):
-            return self._step.attend(q, k, v)
-
-    def restore(self, x: Tensor, /) -> Tensor:
-        """See `Step.restore`."""
-        with self._watch.timed("restore"):
-            return self._step.restore(x)
+        self.route = watch.timed("route")(step.route)
+        self.gather_samples = watch.timed("samples")(step.gather_samples)
+        self.attend = watch.timed("attend")(step.attend)
+        self.restore = watch.timed("restore")(step.restore)
 
 
 def watch_blocks(blocks: Iterable[nn.Module], watch: Stopwatch) -> None:
-    """Time sharded blocks, forward and backward: "waiting" for other ranks, and their "work".
+    """Time sharded blocks, forward and backward: their "work", and "waiting" for other ranks.
 
-    The parameters of a block are there when the slowest rank has come so far. Call it after
-    `fully_shard`, whose hooks stand between the two. In the backward, what lies between two blocks
-    counts as waiting: gradients are reduced there.
+    The parameters of a block arrive once the slowest rank has come so far. Call it after
+    `fully_shard`, whose hooks then run between the two of a block. In the backward, the time
+    between two blocks is waiting: gradients are reduced there.
     """
     hooks = _BlockHooks(watch)
     for block in blocks:
-        block.register_forward_pre_hook(hooks.comes, prepend=True)
-        block.register_forward_pre_hook(hooks.begins)
-        block.register_forward_hook(hooks.ends, prepend=True)
-        block.register_forward_hook(hooks.has_ended)
+        block.register_forward_pre_hook(hooks.before_gather, prepend=True)
+        block.register_forward_pre_hook(hooks.begin)
+        block.register_forward_hook(hooks.end, prepend=True)
+        block.register_forward_hook(hooks.after_reshard)
 
 
 class _BlockHooks:
-    """In the backward, the hooks of a tensor are called in the order in which they were set."""
+    """Hooks of blocks; those of a tensor run in the backward, in the order of registration."""
 
     def __init__(self, watch: Stopwatch) -> None:
         self._watch = watch
         self._since: Moment = 0.0
-        self._state: Literal["forward", "between", "within"] = "forward"  # .. blocks, in a backward
+        self._place: Literal["forward", "between blocks", "in a block"] = "forward"
 
-    def comes(self, *_: Any) -> None:
-        self._since, self._state = self._watch.now(), "forward"
+    def before_gather(self, *_: Any) -> None:
+        self._since, self._place = self._watch.now(), "forward"
 
-    def begins(self, block: nn.Module, args: tuple[Any, ...]) -> None:
+    def begin(self, block: nn.Module, args: tuple[Any, ...]) -> None:
         self._since = self._watch.lap("waiting", self._since)
         for x in _with_gradients(args):
             x.register_hook(self._end_backward)
 
-    def ends(self, block: nn.Module, args: object, result: Any) -> None:
+    def end(self, block: nn.Module, args: object, result: Any) -> None:
         self._watch.lap("work", self._since)
         for x in _with_gradients(result):
-            x.register_hook(self._come_backward)
+            x.register_hook(self._start_backward)
 
-    def has_ended(self, block: nn.Module, args: object, result: Any) -> None:
+    def after_reshard(self, block: nn.Module, args: object, result: Any) -> None:
         for x in _with_gradients(result):
             x.register_hook(self._begin_backward)
 
-    def _come_backward(self, grad: Tensor) -> None:
-        if self._state == "forward":  # the first block of the backward
-            self._since, self._state = self._watch.now(), "between"
+    def _start_backward(self, grad: Tensor) -> None:
+        if self._place == "forward":  # the last block of the model
+            self._since, self._place = self._watch.now(), "between blocks"
 
     def _begin_backward(self, grad: Tensor) -> None:
-        if self._state == "between":
-            self._since, self._state = self._watch.lap("waiting", self._since), "within"
+        if self._place == "between blocks":
+            self._since = self._watch.lap("waiting", self._since)
+            self._place = "in a block"
 
     def _end_backward(self, grad: Tensor) -> None:
-        self._since, self._state = self._watch.lap("work", self._since), "between"
+        self._since, self._place = self._watch.lap("work", self._since), "between blocks"
 
 
 def _with_gradients(values: Any) -> list[Tensor]:

@@ -1,7 +1,9 @@
 """The options of `bascule train`. Imports no torch, so that its help is instant."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_NUMBER, number
@@ -170,10 +172,10 @@ def settings_of(options: TrainOptions, data: str, schedule: Schedule) -> dict[st
     return settings | {"--batch-size": str(schedule.batch_size)}
 
 
-def split(numbers: range, num_parts: int) -> list[range]:
-    """Consecutive parts, whose lengths differ by one at most."""
-    num = len(numbers)
-    return [numbers[num * k // num_parts : num * (k + 1) // num_parts] for k in range(num_parts)]
+def split(samples: Sequence[Any], num_parts: int) -> list[Any]:
+    """Cut into consecutive parts, whose lengths differ by one at most."""
+    num = len(samples)
+    return [samples[num * k // num_parts : num * (k + 1) // num_parts] for k in range(num_parts)]
 
 
 def _flag(name: str) -> str:

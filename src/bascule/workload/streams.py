@@ -252,14 +252,14 @@ class SyntheticStream:
             prompt.repeat_interleave(torch.tensor(lens, dtype=torch.int64), dim=0)
             for lens in (text_lens, image_lens)
         )
-        waves = (image_positions(shapes) @ self._frequencies).cos() * 2**0.5
+        waves = _product(image_positions(shapes), self._frequencies).cos() * 2**0.5
         text_noise = self._normals(ids, text_lens, self.text_dim, "text")
         image_noise = self._normals(ids, image_lens, self.in_channels, "image")
         return pack_batch(
             shapes,
-            image=(image_prompt * waves) @ self._to_image + _IMAGE_NOISE * image_noise,
-            text=text_prompt @ self._to_text + _TEXT_NOISE * text_noise,
-            pooled=prompt @ self._to_pooled,
+            image=_product(image_prompt * waves, self._to_image) + _IMAGE_NOISE * image_noise,
+            text=_product(text_prompt, self._to_text) + _TEXT_NOISE * text_noise,
+            pooled=_product(prompt, self._to_pooled),
             ids=ids,
         )
 
@@ -270,6 +270,14 @@ class SyntheticStream:
 def _first_id(step: int, rank: int) -> int:
     """Return the first id of the samples of a rank and step, unique over ranks and steps."""
     return (step * _MAX_RANKS + rank) * _MAX_SAMPLES
+
+
+def _product(rows: Tensor, table: Tensor) -> Tensor:
+    """Multiply by a small matrix; each row rounds alike, however many there are (BLAS may not)."""
+    product = rows[:, :1] * table[0]
+    for column in range(1, len(table)):
+        product = torch.addcmul(product, rows[:, column : column + 1], table[column])
+    return product
 
 
 def _table(name: str, rows: int, columns: int) -> Tensor:

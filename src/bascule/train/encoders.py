@@ -1,0 +1,410 @@
+"""Frozen encoders before the model: a VAE and a text encoder, and a step that uses them in balance.
+
+Shapes: F frames, H x W pixels, C latent channels, f latent frames of h x w, L tokens, p patch side.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from bascule.encoders import BalancedEncoder, EncoderOptions
+from bascule.encoders.plan import Encoding
+from bascule.errors import ConfigError
+from bascule.generate import tiny
+from bascule.plan.costs import Cost, PolynomialCost
+from bascule.plan.files import parse_json
+from bascule.plan.fits import fit_item_latency
+from bascule.train.model import mean_over_ranks, median_seconds
+from bascule.train.run_options import RunOptions
+from bascule.train.stopwatch import Moment, Stopwatch
+from bascule.workload.codes import PATCH_PIXELS
+from bascule.workload.photos import PhotoOptions, mean_text
+from bascule.workload.streams import RawBatch, SampleBatch, Widths, pack_batch, sample_normals
+
+TEXT_ENCODER, VAE, TRANSFORMER = "text_encoder", "vae", "transformer"
+"""Names of the stages of a step, in reports."""
+
+_LATENT_PATCH = 2  # side of the latents of one token
+_MOST_TOKENS = 2**20  # of a caption; tokenizers without a limit say 1e30
+_TINY_TOKENS = 512
+_LONGEST, _REPEATS = 512, 3  # tokens of a caption that is timed, and number of runs
+_WAN_GROUP = 4  # frames that diffusers encodes at a time, whatever the config says
+_VAES = ("AutoencoderKL", "AutoencoderKLWan", "AutoencoderKLQwenImage")
+_TEXTS = {"t5": "T5EncoderModel", "umt5": "UMT5EncoderModel", "clip_text_model": "CLIPTextModel"}
+
+
+class LatentEncoder(nn.Module):
+    """A frozen VAE that maps pixels to the mean and the deviation of their latents.
+
+    Items are encoded one by one, so the output of an item does not depend on the others.
+    """
+
+    def __init__(self, vae: nn.Module) -> None:
+        super().__init__()
+        self.vae: Any = vae.eval().requires_grad_(False)
+        self.vae.enable_slicing()
+        config: Any = vae.config
+        self.is_video = type(vae).__name__ != "AutoencoderKL"
+        if self.is_video:
+            patch = config.get("patch_size") or 1
+            self.spatial = patch * 2 ** len(config.temperal_downsample)
+            self.frame_group = 2 ** sum(config.temperal_downsample)
+            self.channels = config.z_dim
+            colours = config.get("in_channels", config.get("input_channels", 3)) / patch**2
+            shift, divisor = config.latents_mean, config.latents_std
+        else:
+            self.spatial = 2 ** (len(config.block_out_channels) - 1)  # pixels a side of a latent
+            self.frame_group = 1  # frames of a latent frame, after the first
+            self.channels, colours = config.latent_channels, config.in_channels
+            shift, divisor = [config.shift_factor or 0.0], [1.0 / config.scaling_factor]
+        if colours != 3:
+            raise ConfigError(f"takes images of {colours:g} channels: give a VAE for RGB images")
+        if self.is_video and self.frame_group != _WAN_GROUP:
+            raise ConfigError(
+                f"makes one latent frame of {self.frame_group}: give a VAE that makes one of "
+                f"{_WAN_GROUP}, as many as diffusers encodes at a time"
+            )
+        self._constants = [list(map(float, numbers)) for numbers in (shift, divisor)]
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Encode uint8 pixels of an item, (1, 3, F, H, W) or (1, 3, H, W), to (1, 2 C, f, h, w)."""
+        values = pixels.to(torch.promote_types(self.vae.dtype, torch.float32)) / 127.5 - 1.0
+        dist = self.vae.encode(values.to(self.vae.dtype)).latent_dist
+        return torch.cat([dist.mean, dist.std], dim=1)
+
+    def length(self, item: Mapping[str, Any]) -> int:
+        """Return the pixels, which decide the time of convolutions."""
+        return int(item["pixels"].shape[2:].numel())
+
+    def items(self, pixels: Tensor) -> list[dict[str, Tensor]]:
+        """Split a sample (3, F, H, W) into items: videos stay whole, else each frame is one."""
+        parts = [pixels] if self.is_video else pixels.unbind(1)
+        return [{"pixels": part[None].contiguous()} for part in parts]
+
+    def latents(self, features: Sequence[Tensor], normals: Tensor) -> Tensor:
+        """Draw the latents (C, f, h, w) of a sample, normalised as by the VAE's pipelines.
+
+        Args:
+            features: Outputs of `forward` for its items, float32 at least.
+            normals: Standard normals, one a latent.
+        """
+        frames = [one[0] if self.is_video else one[0, :, None] for one in features]
+        mean, std = torch.cat(frames, dim=1).chunk(2)
+        drawn = mean + std * normals.view_as(mean).to(mean)
+        shift, divisor = (drawn.new_tensor(x).view(-1, 1, 1, 1) for x in self._constants)
+        return (drawn - shift) / divisor
+
+    def digest(self) -> str:
+        """Return the class, with a digest of weights and constants."""
+        return _digest(self.vae, repr(self._constants))
+
+
+class TextEncoder(nn.Module):
+    """A frozen text encoder that maps the tokens of captions to embeddings, without padding."""
+
+    def __init__(self, encoder: nn.Module, tokenizer: Any) -> None:
+        super().__init__()
+        self.encoder: Any = encoder.eval().requires_grad_(False)
+        self._tokenizer = tokenizer
+        config: Any = encoder.config
+        self.width: int = config.hidden_size
+        most = getattr(config, "max_position_embeddings", None) or _MOST_TOKENS
+        self.most_tokens = min(tokenizer.model_max_length, most, _MOST_TOKENS)
+        if len(tokenizer) > config.vocab_size:
+            raise ConfigError(
+                f"has {config.vocab_size} embeddings, and its tokenizer {len(tokenizer)} tokens: "
+                "give the tokenizer that belongs to it"
+            )
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Encode (n, L) tokens of n captions to (n, L, width)."""
+        return self.encoder(input_ids=input_ids).last_hidden_state
+
+    def length(self, item: Mapping[str, Any]) -> int:
+        """Return the number of tokens."""
+        return int(item["input_ids"].shape[1])
+
+    def tokenize(self, caption: str) -> tuple[list[int], bool]:
+        """Return the tokens of a caption, and whether the tokenizer has cut some."""
+        tokens = self._tokenizer(caption, truncation=True, max_length=self.most_tokens)["input_ids"]
+        if len(tokens) < self.most_tokens:
+            return tokens, False
+        whole = self._tokenizer(caption, verbose=False)["input_ids"]
+        return tokens, len(whole) > len(tokens)
+
+    def digest(self) -> str:
+        """Return the class, with a digest of weights."""
+        return _digest(self.encoder, "")
+
+
+def _digest(module: nn.Module, constants: str) -> str:
+    digest = hashlib.blake2b(constants.encode(), digest_size=8)
+    for name, tensor in module.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy())
+    return f"{type(module).__name__} ({digest.hexdigest()})"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FrozenEncoders:
+    """The encoders of a run; without one, patches of pixels or bytes of captions are tokens."""
+
+    vae: LatentEncoder | None = None
+    text: TextEncoder | None = None
+
+    def __bool__(self) -> bool:
+        return self.vae is not None or self.text is not None
+
+    @property
+    def stages(self) -> dict[str, Any]:
+        """The encoders by the names of their stages, in the order in which they run."""
+        both = {TEXT_ENCODER: self.text, VAE: self.vae}
+        return {name: module for name, module in both.items() if module is not None}
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The settings that decide the losses, by option: classes, and digests of weights."""
+        both = {"--vae": self.vae, "--text-encoder": self.text}
+        return {name: one.digest() for name, one in both.items() if one is not None}
+
+    def photo_options(self, options: RunOptions) -> PhotoOptions:
+        """Return how photos and captions become tokens."""
+        widths: dict[str, Any] = {}
+        if self.vae is not None:
+            widths["patch"] = _LATENT_PATCH * self.vae.spatial
+            widths["frame_group"] = self.vae.frame_group
+            widths["token_channels"] = _LATENT_PATCH**2 * self.vae.channels
+        if self.text is not None:
+            widths |= {"tokenize": self.text.tokenize, "text_dim": self.text.width}
+        return PhotoOptions(
+            max_tokens=options.max_tokens,
+            strict=options.strict,
+            clip_frames=options.clip_frames,
+            **widths,
+        )
+
+
+def load_encoders(options: RunOptions) -> FrozenEncoders:
+    """Load the encoders that options name, from files of this machine alone.
+
+    Raises:
+        ConfigError: A library or a file is missing, or is no such encoder; names the option.
+    """
+    dtype: torch.dtype = getattr(torch, options.dtype)
+    vae = text = None
+    if (name := options.vae) is not None:
+        vae = tiny.load(f"--vae {name}", partial(_load_vae, name, dtype), "diffusers")
+    if (name := options.text_encoder) is not None:
+        load = partial(_load_text, name, dtype)
+        text = tiny.load(f"--text-encoder {name}", load, "transformers")
+    return FrozenEncoders(vae, text)
+
+
+def _load_vae(name: str, dtype: torch.dtype, diffusers: Any) -> LatentEncoder:
+    if name in (tiny.TINY, tiny.TINY_WAN):
+        return LatentEncoder(tiny.vae(diffusers, name)).to(dtype)
+    kind = _config_of(Path(name), "a VAE of diffusers").get("_class_name")
+    if kind not in _VAES:
+        raise ConfigError(f"holds {kind or 'no model of diffusers'}: give {_one_of(_VAES)}")
+    load = getattr(diffusers, kind).from_pretrained
+    return LatentEncoder(load(name, torch_dtype=dtype, local_files_only=True)).to(dtype)
+
+
+def _load_text(name: str, dtype: torch.dtype, transformers: Any) -> TextEncoder:
+    if name == tiny.TINY:
+        tokenizer = tiny.tokenizer(transformers, _TINY_TOKENS)
+        return TextEncoder(tiny.t5(transformers), tokenizer).to(dtype)
+    folder = Path(name)
+    kind = _config_of(folder, "a text encoder of transformers").get("model_type")
+    if kind not in _TEXTS:
+        raise ConfigError(f"holds a model of type {kind}: give {_one_of(tuple(_TEXTS.values()))}")
+    load = getattr(transformers, _TEXTS[kind]).from_pretrained
+    beside = folder.with_name(folder.name.replace("text_encoder", "tokenizer"))
+    home = folder if (folder / "tokenizer_config.json").exists() else beside
+    if not (home / "tokenizer_config.json").exists():
+        raise ConfigError("has no tokenizer: put its files into the folder, or into one beside it")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(home, local_files_only=True)
+    return TextEncoder(load(name, dtype=dtype, local_files_only=True), tokenizer).to(dtype)
+
+
+def _config_of(folder: Path, what: str) -> dict[str, Any]:
+    """Read the config of a model's folder."""
+    path = folder / "config.json"
+    try:
+        config = parse_json(path.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: give the folder of {what}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} is no config: give the folder of {what}")
+    return dict(config)
+
+
+def _one_of(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+class EncoderStages:
+    """Encodes the samples of a step in balance: text encoder, then VAE; tokens return to the owner.
+
+    All ranks make it and call it together. Each sample has its own random numbers, so its latents
+    do not depend on the rank that encodes it.
+
+    Args:
+        encoders: Frozen, the same on all ranks; they are moved to the device.
+        mesh_or_group: Ranks that share the work.
+        widths: Widths of the tokens.
+        seed: Seed of the run.
+        watch: Adds up the seconds of each stage, by its name.
+        options: For every stage, with a device.
+    """
+
+    def __init__(
+        self,
+        encoders: FrozenEncoders,
+        mesh_or_group: "DeviceMesh | dist.ProcessGroup",
+        *,
+        widths: Widths,
+        seed: int,
+        watch: Stopwatch,
+        options: EncoderOptions,
+    ) -> None:
+        self._widths, self._seed, self._watch = widths, seed, watch
+        self._vae, self._device = encoders.vae, torch.device(options.device or "cpu")
+        self._balanced = {
+            name: BalancedEncoder(
+                module.to(options.device),
+                length_fn=module.length,
+                cost=_cost_of(module, self._device, mesh_or_group),
+                mesh_or_group=mesh_or_group,
+                options=options,
+            )
+            for name, module in encoders.stages.items()
+        }
+
+    @property
+    def last(self) -> dict[str, Encoding | None]:
+        """The last step of each stage, by its name; None if no rank had an item."""
+        return {name: encoder.last for name, encoder in self._balanced.items()}
+
+    def report(self) -> dict[str, Any]:
+        """Return the moves of the last step by stage, as plain values."""
+        return {
+            name: {
+                "items": encoding.num_items,
+                "moved": encoding.num_moved,
+                "imbalance": {"loaded": encoding.loaded, "balanced": encoding.balanced},
+            }
+            for name, encoding in self.last.items()
+            if encoding is not None
+        }
+
+    @torch.no_grad()
+    def encode(self, batches: Sequence[RawBatch]) -> list[SampleBatch]:
+        """Encode all microbatches of this rank's step at once."""
+        ids = [one for batch in batches for one in batch.ids]
+        texts = iter(self._embed([text for batch in batches for text in batch.texts]))
+        images = iter(self._image_tokens([one for batch in batches for one in batch.pixels], ids))
+        return [self._pack(batch, images, texts) for batch in batches]
+
+    def _embed(self, texts: list[Tensor]) -> list[Tensor]:
+        """Return (tokens, text_dim) of each text; one without tokens is not encoded."""
+        texts = [text.to(self._device) for text in texts]
+        if TEXT_ENCODER not in self._balanced:
+            return texts
+        features = iter(self._run(TEXT_ENCODER, [{"input_ids": x[None]} for x in texts if len(x)]))
+        none = torch.empty(0, self._widths.text_dim, device=self._device)
+        return [_widen(next(features)[0]) if len(text) else none for text in texts]
+
+    def _image_tokens(self, pixels: list[Tensor], ids: list[int]) -> list[Tensor]:
+        """Return (tokens, in_channels) of each sample."""
+        pixels = [one.to(self._device) for one in pixels]
+        if self._vae is None:
+            return [patches(one.float() / 127.5 - 1.0, PATCH_PIXELS) for one in pixels]
+        items = [self._vae.items(one) for one in pixels]
+        features = iter(self._run(VAE, [item for sample in items for item in sample]))
+        images = list[Tensor]()
+        for sample_id, sample in zip(ids, items, strict=True):
+            encoded = [_widen(next(features)) for _ in sample]
+            num = sum(one.numel() for one in encoded) // 2
+            normals = sample_normals([sample_id], [num], 1, seed=self._seed, stream="latent")
+            images.append(patches(self._vae.latents(encoded, normals), _LATENT_PATCH))
+        return images
+
+    def _run(self, stage: str, items: list[dict[str, Any]]) -> list[Tensor]:
+        with self._watch.timed(stage):
+            return self._balanced[stage](items)
+
+    def _pack(
+        self, batch: RawBatch, images: Iterator[Tensor], texts: Iterator[Tensor]
+    ) -> SampleBatch:
+        """Pack the next samples."""
+        num, widths = len(batch.ids), self._widths
+        no_image = torch.empty(0, widths.in_channels, device=self._device)
+        no_text = torch.empty(0, widths.text_dim, device=self._device)
+        own_texts = [no_text, *islice(texts, num)]
+        return pack_batch(
+            batch.shapes,
+            image=torch.cat([no_image, *islice(images, num)]),
+            text=torch.cat(own_texts),
+            pooled=torch.cat([no_text, *(mean_text(text)[None] for text in own_texts[1:])]),
+            ids=batch.ids,
+        )
+
+
+def _cost_of(
+    module: LatentEncoder | TextEncoder,
+    device: torch.device,
+    mesh_or_group: "DeviceMesh | dist.ProcessGroup",
+) -> Cost:
+    """Return the cost of an item: a VAE's is its pixels, a text encoder is measured on all ranks.
+
+    Captions are short and each is a call, so the overhead of a call decides.
+    """
+    if isinstance(module, LatentEncoder):
+        return PolynomialCost(quadratic=0.0, linear=1.0, constant=0.0)
+    lengths = np.unique(np.geomspace(4, min(module.most_tokens, _LONGEST), 6).round().astype(int))
+    runs = [
+        partial(module, torch.zeros(1, length, dtype=torch.int64, device=device))
+        for length in lengths
+    ]
+    with torch.no_grad():
+        seconds = [median_seconds(run, device, _REPEATS) for run in runs]
+    return fit_item_latency(lengths, mean_over_ranks(mesh_or_group, seconds))
+
+
+def watch_encoders(encoders: FrozenEncoders, watch: Stopwatch) -> None:
+    """Time the forwards on this rank as "vae work" and so on; the rest of a stage is moves."""
+    for name, module in encoders.stages.items():
+        _watch_forward(module, f"{name} work", watch)
+
+
+def _watch_forward(module: nn.Module, name: str, watch: Stopwatch) -> None:
+    starts: list[Moment] = []
+
+    def end(*_: object) -> None:
+        watch.lap(name, starts.pop())
+
+    module.register_forward_pre_hook(lambda *_: starts.append(watch.now()))
+    module.register_forward_hook(end)
+
+
+def patches(image: Tensor, side: int) -> Tensor:
+    """Cut (C, f, h, w) into (f h w / p^2, C p^2) tokens: frame by frame, channels first."""
+    channels, frames, height, width = image.shape
+    cut = image.view(channels, frames, height // side, side, width // side, side)
+    return cut.permute(1, 2, 4, 0, 3, 5).reshape(-1, channels * side**2)
+
+
+def _widen(x: Tensor) -> Tensor:
+    """Widen to float32 at least, since noise is added."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

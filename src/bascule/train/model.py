@@ -1,0 +1,134 @@
+"""The model that the commands train: an MM-DiT under FSDP2, and what its sequences cost."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,  # pyright: ignore[reportUnknownVariableType]
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from bascule.arrays import Floats
+from bascule.calibrate.blocks import BlockCall, block_of_each_kind, calls_of_model
+from bascule.calibrate.timed import Probe, seconds_of
+from bascule.comm.collectives import all_reduce
+from bascule.comm.groups import device_of, member_of, resolve
+from bascule.errors import ConfigError
+from bascule.models import MMDiT, MMDiTConfig
+from bascule.plan.costs import TransformerCost
+from bascule.plan.fits import fit_latency
+from bascule.train.run_options import RunOptions
+from bascule.workload.streams import Widths
+
+
+def model_config(options: RunOptions, data: Widths) -> MMDiTConfig:
+    """Return the model for some data; rotary axes share the head width as in FLUX (1 : 3.5 : 3.5).
+
+    Raises:
+        ConfigError: The heads do not divide the width, or are too narrow.
+    """
+    if options.num_heads < 1 or options.d_model % options.num_heads:
+        raise ConfigError(
+            f"--num-heads {options.num_heads} does not divide --d-model {options.d_model}"
+        )
+    head_dim = options.d_model // options.num_heads
+    plane = 2 * (head_dim * 7 // 32)
+    if head_dim % 2 or plane < 2 or head_dim - 2 * plane < 2:
+        raise ConfigError(
+            f"--d-model {options.d_model} over --num-heads {options.num_heads} gives heads of "
+            f"{head_dim}: use an even width of at least 8"
+        )
+    return MMDiTConfig(
+        in_channels=data.in_channels,
+        text_dim=data.text_dim,
+        vec_dim=data.vec_dim,
+        d_model=options.d_model,
+        num_heads=options.num_heads,
+        num_double=options.num_double,
+        num_single=options.num_single,
+        axes_dim=(head_dim - 2 * plane, plane, plane),
+    )
+
+
+def build_model(
+    config: MMDiTConfig, mesh: DeviceMesh, *, seed: int, checkpoint: bool, dtype: torch.dtype
+) -> MMDiT:
+    """Build an MM-DiT with FSDP2 over its blocks; master weights are float32 at least."""
+    model, at_least = MMDiT(config), torch.promote_types(dtype, torch.float32)
+    model.init_weights(seed)
+    model.to(mesh.device_type, at_least)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=at_least)
+    for blocks in (model.double_blocks, model.single_blocks):
+        for place, block in enumerate(blocks):
+            blocks[place] = checkpoint_wrapper(block) if checkpoint else block
+            fully_shard(blocks[place], mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def measure_cost(
+    config: MMDiTConfig,
+    seq_lens: tuple[int, ...],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    kernel: str | None = None,
+    repeats: int = 3,
+) -> TransformerCost:
+    """Time the model's blocks on packs of equal sequences, forward and backward; fit their cost.
+
+    Each pack holds about as many tokens as the longest sequence, so overheads and caches are the
+    same in all, and attention alone differs. The projection after the blocks counts too.
+
+    All ranks measure at once, since they may share memory and power, and use the mean of their
+    medians: one all-reduce, and the same cost everywhere.
+    """
+    model = block_of_each_kind(config, device, dtype)
+    num_blocks = config.num_double + config.num_single
+    weights = config.num_double / num_blocks, config.num_single / num_blocks, 1 / num_blocks
+    packs = [[length] * (max(seq_lens) // length) for length in seq_lens]
+    each = [
+        pack_seconds(model, weights, pack, dtype, kernel, repeats) / len(pack) for pack in packs
+    ]
+    fitted = fit_latency(seq_lens, mean_over_ranks(None, each), config.d_model)
+    return replace(fitted, num_layers=num_blocks)
+
+
+def pack_seconds(
+    model: MMDiT,
+    weights: tuple[float, float, float],
+    seq_lens: Sequence[int],
+    dtype: torch.dtype,
+    kernel: str | None,
+    repeats: int,
+) -> float:
+    """Return the weighted seconds of forward and backward of a pack."""
+    device = next(model.parameters()).device
+    return sum(
+        call.weight * median_seconds(partial(_forward_backward, call), device, repeats)
+        for call in calls_of_model(model, weights, seq_lens, dtype, kernel)
+    )
+
+
+def _forward_backward(call: BlockCall) -> None:
+    call.backward()()
+
+
+def median_seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Time a run on this rank: one to warm up, then the median of the repeats."""
+    probe = Probe("work", "run", device.type, 0, 0.0, run)
+    return median([seconds_of(probe, device) for _ in range(repeats + 1)][1:])
+
+
+def mean_over_ranks(
+    mesh_or_group: "DeviceMesh | dist.ProcessGroup | None", seconds: Sequence[float]
+) -> Floats:
+    """Return the mean of each entry over the ranks, in one all-reduce."""
+    group = member_of(resolve(mesh_or_group), "data")
+    local = torch.tensor(seconds, dtype=torch.float64, device=device_of(group))
+    return (all_reduce(group, "all_reduce (measured seconds)", local).cpu() / group.size).numpy()
