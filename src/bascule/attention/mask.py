@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy import sparse
 from torch import Tensor
 
 from bascule.arrays import Ints
@@ -121,6 +120,8 @@ class BlockRows:
     @cached_property
     def transposed(self) -> "BlockRows":
         """Return the rows of the key blocks: the query blocks that see each."""
+        from scipy import sparse
+
         shape = (self.q_bounds.size - 1, self.k_bounds.size - 1)
         ones = np.ones(self.columns.size, dtype=np.int8)
         by_key = sparse.csr_array((ones, self.columns, self.row_bounds), shape).tocsc()

@@ -7,13 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from bascule.cli.command import publish, write
 from bascule.cli.inputs import ClusterOptions, InputOptions, notes_of, topology_ranks
 from bascule.options import NewFile, Outputs
-from bascule.plan.plan import Plan, plan_batch
-from bascule.plan.topology import Topology
-from bascule.report.reports import of_plan
-from bascule.report.step_picture import draw_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +41,12 @@ def run(options: PlanOptions, arguments: list[str]) -> None:
         ConfigError: The input is malformed or does not fit.
         PlanError: The limit cannot be kept.
     """
+    from bascule.cli.command import publish, write
+    from bascule.plan.plan import Plan, plan_batch
+    from bascule.plan.topology import Topology
+    from bascule.report.reports import of_plan
+    from bascule.report.step_picture import draw_step
+
     lens = options.read(topology_ranks(options.topology))
     cost, topology = options.cost, options.topology or f"g1n{len(lens)}"
     cluster = options.machines(len(lens)) if options.wires or topology == "auto" else None

@@ -15,8 +15,6 @@ from typing import cast
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import nnls
-from scipy.special import ndtri, stdtrit
 
 from bascule.arrays import Bools, Floats, Ints
 from bascule.errors import ConfigError
@@ -51,6 +49,8 @@ def relative_fit(columns: Floats, seconds: Floats, noise: Floats | None = None) 
     the noise of the points themselves, (n,) relative standard errors: few points may lie on a curve
     by luck. What shifts all points alike is in neither.
     """
+    from scipy.optimize import nnls
+
     rows, units = _in_units(columns / seconds[:, None])
     scaled, _ = nnls(rows, np.ones_like(seconds))
     residuals = rows @ scaled - 1.0
@@ -66,6 +66,8 @@ def _in_units(rows: Floats) -> tuple[Floats, Floats]:
 
 def _half_widths(rows: Floats, residuals: Floats, noise: Floats | None) -> Floats:
     """Return half of the (K,) intervals, as if the coefficients at 0 had been free."""
+    from scipy.special import ndtri, stdtrit
+
     freedom = rows.shape[0] - rows.shape[1]
     if freedom < 1 or np.linalg.matrix_rank(rows) < rows.shape[1]:
         return np.repeat(np.float64(np.inf), rows.shape[1])
@@ -293,6 +295,8 @@ def _alternate_calls(
     calls: _Calls, measured_O: Floats, waits_O: Bools
 ) -> tuple[Floats, Bools, float]:
     """Find coefficients (K,), the calls that wait by them (O,), and the relative error."""
+    from scipy.optimize import nnls
+
     coefs_K, predicted_O = np.zeros(_NUM_COEFFICIENTS), measured_O
     for _ in range(_MOST_TURNS):
         last_K, last_O = coefs_K, waits_O
@@ -367,6 +371,8 @@ def _shares(
     the residual would be residual / (1 - leverage). What is assumed weighs as much as the noise
     allows.
     """
+    from scipy.optimize import nnls
+
     root = np.sqrt(weights)
     rows, extra = root[:, None] * design, noise * assumed.rows
     target_of_all = np.concatenate([root * target, noise * assumed.values])

@@ -13,7 +13,6 @@ from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import linear_sum_assignment
 
 from bascule.arrays import Bools, Floats, Ints
 from bascule.errors import ConfigError, PlanError
@@ -309,6 +308,8 @@ def _settle(
     topology: Topology, bag_of: Ints, ranks: Ints, lens: Ints, cluster: Cluster
 ) -> Topology:
     """Give each set of bags that fills a node the node from which most of its tokens come."""
+    from scipy.optimize import linear_sum_assignment
+
     if not 1 < cluster.num_nodes <= _MAX_NODES:
         return topology
     slot = topology.first_ranks // cluster.ranks_per_node

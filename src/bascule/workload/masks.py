@@ -13,14 +13,11 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import brentq
-from scipy.special import expit
 
 from bascule.arrays import Bools, Floats, Ints
 from bascule.errors import ConfigError
 from bascule.plan.checks import each, fields, number, whole
 from bascule.plan.files import check_regular
-from bascule.plan.sparse.layout import block_lens
 from bascule.workload.codes import keyed_generator
 
 Singles = npt.NDArray[np.float32]
@@ -112,6 +109,8 @@ class MaskModel:
     @property
     def block_lens(self) -> Ints:
         """(N,) tokens of each block."""
+        from bascule.plan.sparse.layout import block_lens
+
         return block_lens(self.segments, self.block)
 
 
@@ -193,6 +192,9 @@ def _highest(scores: Singles, density: float, num_blocks: int, row_top_k: bool) 
 
 def _head_densities(model: MaskModel, normal_H: Floats) -> Floats:
     """Return (H,) shares of blocks, with the mean and the imbalance of the model."""
+    from scipy.optimize import brentq
+    from scipy.special import expit
+
     eighth_H = np.arange(model.num_heads) * 8 // model.num_heads
     offsets_H = normal_H + model.head_contrast * (-1.0) ** eighth_H
     sizes = np.bincount(eighth_H)

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import linear_sum_assignment
 
 from bascule.arrays import Floats, Ints
 from bascule.errors import PlanError
@@ -305,6 +304,8 @@ def _heavy_together(table: StepTable, cells: Ints) -> Ints:
 
 def _nearer_home(table: StepTable, cells: Ints) -> Ints:
     """The ranks of each microbatch renamed so that most samples are at home."""
+    from scipy.optimize import linear_sum_assignment
+
     shape = table.rules.shape
     if table.home is None:
         return cells

@@ -1,11 +1,14 @@
 """Placements by linear and integer programming (HiGHS), where limits are tight."""
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csc_array
 
 from bascule.arrays import Floats, Ints
 from bascule.plan.solver.problem import Problem
+
+if TYPE_CHECKING:
+    from scipy.optimize import LinearConstraint
 
 _MAX_EXACT_CELLS = 512
 """Largest number of items times bins that is placed exactly: larger programs hardly ever end."""
@@ -56,11 +59,14 @@ def place_relaxed(problem: Problem, start: Ints, target: float, longest: float) 
     return rounded
 
 
-def _within(use: Floats, limit: Floats, makespan: Floats | None = None) -> LinearConstraint:
+def _within(use: Floats, limit: Floats, makespan: Floats | None = None) -> "LinearConstraint":
     """Per bin, the (items,) or (bins, items) use is at most `limit + makespan * variable`.
 
     Variables are the share of item i in bin b, at i * bins + b, and the makespan.
     """
+    from scipy.optimize import LinearConstraint
+    from scipy.sparse import csc_array
+
     bins, cells = limit.size, limit.size * int(use.shape[-1])
     rows = np.arange(cells + bins) % bins
     columns = np.concatenate((np.arange(cells), np.full(bins, cells)))
@@ -71,9 +77,12 @@ def _within(use: Floats, limit: Floats, makespan: Floats | None = None) -> Linea
 
 
 def _place(
-    items: int, bins: int, constraints: list[LinearConstraint], *, whole: bool
+    items: int, bins: int, constraints: "list[LinearConstraint]", *, whole: bool
 ) -> Ints | None:
     """Solve a placement program for the least makespan variable; None if there is no answer."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csc_array
+
     cells = items * bins
     place = (np.repeat(np.arange(items), bins), np.arange(cells))
     once = csc_array((np.ones(cells), place), shape=(items, cells + 1))

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from bascule.arrays import Floats, Ints
 from bascule.plan.solver.problem import Problem
@@ -58,6 +57,8 @@ def relabel(problem: Problem, bin_of: Ints, homes: Homes) -> Ints:
     Optimal up to a few hundred equal bins; beyond, pairs that suit each other best are matched
     first, and regions do not count. O(k^3) for k equal bins, k <= 256.
     """
+    from scipy.optimize import linear_sum_assignment
+
     alike = np.stack([problem.kind_of, problem.speeds, problem.carried_work, *problem.room], axis=1)
     if (alike == alike[0]).all():
         groups = [np.arange(problem.num_bins)]
