@@ -65,15 +65,6 @@ def check_options(options: Any) -> None:
     Raises:
         ConfigError: Names the option, its value and what is legal; or two options with one file.
     """
-    files: dict[str, str] = {}
-    for name, value, *_ in _fields(options):
-        if isinstance(value, Path) and value != STDOUT:
-            other = files.setdefault(os.path.abspath(value), flag(name))
-            if other != flag(name):
-                raise ConfigError(
-                    f"{other} and {flag(name)} both name {value}, and one would be written over "
-                    "the other: give each a file of its own"
-                )
     for name, value, rules, is_whole in _fields(options):
         for rule in rules if value not in (None, STDOUT) else ():
             if isinstance(rule, NewFile):
@@ -82,6 +73,15 @@ def check_options(options: Any) -> None:
                 whole(flag(name), value, int(rule.least), int(rule.most or MAX_WHOLE))
             elif isinstance(rule, Range):
                 number(flag(name), value, rule.least, rule.most or MAX_NUMBER)
+    files: dict[str, str] = {}
+    for name, value, *_ in _fields(options):
+        if isinstance(value, Path) and value != STDOUT and not value.is_dir():
+            other = files.setdefault(os.path.abspath(value), flag(name))
+            if other != flag(name):
+                raise ConfigError(
+                    f"{other} and {flag(name)} both name {value}, and one would be written over "
+                    "the other: give each a file of its own"
+                )
 
 
 def check_file(option: str, path: Path, suffix: str = "") -> None:

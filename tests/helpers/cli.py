@@ -1,11 +1,15 @@
 """Runs the command line, and looks at what a program imports."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from bascule.cli import main
+
+_GOLDENS = Path(__file__).parents[1] / "goldens" / "console"
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -17,6 +21,24 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
         code = int(stop.code or 0)
     captured = capsys.readouterr()
     return code, captured.out, captured.err
+
+
+def sentence(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The message of a refused command: one line, exit code 2, nothing else."""
+    code, out, err = run(capsys, *arguments)
+    assert code == 2 and not out, (arguments, code, out)
+    assert err.startswith("bascule: ") and "\n" not in err.strip() and len(err) < 1400, err
+    return err
+
+
+def check_golden(name: str, text: str) -> None:
+    """Compare with a file of tests/goldens/console; UPDATE_GOLDENS=1 writes it."""
+    path = _GOLDENS / f"{name}.txt"
+    text = "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+    if os.environ.get("UPDATE_GOLDENS"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8"), f"read it, then UPDATE_GOLDENS=1: {path}"
 
 
 def modules_imported_by(*args: str) -> set[str]:

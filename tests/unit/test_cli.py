@@ -1,89 +1,360 @@
 """The command line without ranks: what a user sees, and what a user's mistake costs."""
 
 import json
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from bascule import Plan
-from tests.helpers.cli import run
+from bascule.cli import COMMANDS, parse
+from bascule.cli.inputs import ClusterOptions, InputOptions
+from bascule.errors import ConfigError
+from bascule.plan.machine import HardwareProfile
+from bascule.workload import save_masks
+from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
+from tests.helpers.cli import check_golden, modules_imported_by, run, sentence
+from tests.helpers.sparse_studies import drifting
+from tests.helpers.trace_cases import Run
+
+LENGTHS = ("--lengths", "400,30/51")
+TRACED = Run(
+    ((0.1, 0.3), (0.3, 0.1), (0.2, 0.25), (0.1, 0.2)),
+    lens=(((100,), (300,)), ((300, 10), (90,)), ((200,), (250,)), ((50, 50), (200,))),
+)
 
 
-def test_plan_draws_a_bar_for_each_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "plan", "--lengths", "4096,300/512/900,40/")
-    assert code == 0
-    assert out.count("█") > 4
-    assert "lower bound" in out and "speed-up" in out
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
 
 
-def test_plan_writes_a_plan_that_can_be_read(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    path = tmp_path / "plan.json"
-    code, _, _ = run(
-        capsys, "plan", "--data", "g2b3i256f1s0", "--topology", "g2n1", "--json", str(path)
-    )
-    assert code == 0
-    plan = Plan.from_json(path.read_text())
-    assert plan.num_ranks == 2
-    assert plan.seq_lens.size == 6
-
-
-def test_plan_pads_missing_ranks_and_deals_manifests(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    code, out, _ = run(capsys, "plan", "--lengths", "10,20", "--ranks", "3")
-    assert code == 0 and "3 ranks" in out
-    manifest = tmp_path / "samples.jsonl"
-    rows = [{"width": 256, "height": 256, "text_tokens": 10}] * 4
-    manifest.write_text("\n".join(map(json.dumps, rows)))
-    code, out, _ = run(capsys, "plan", "--manifest", str(manifest), "--topology", "g1n2")
-    assert code == 0 and "532" in out
-
-
-def test_plan_of_an_idle_batch(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "plan", "--lengths", "//")
-    assert code == 0
-    assert "1.0000" in out
+# What is printed
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("name", "command"),
+    {
+        "plan": "plan --lengths 4096,300/512/900,40/",
+        "plan_idle": "plan --lengths //",
+        "plan_even": "plan --lengths 40,40,40/40,40,40,40,40",
+        "plan_whole": "plan --lengths 40,40,40/10,10,10,10,90",
+        "plan_bags": "plan --lengths 900/40//30 --ranks 8 --topology g2n1+g3r2n1 --wires",
+        "plan_compared": "plan --lengths 60,40,40/40,40,40 --max-tokens 140 --gamma 100000 "
+        "--locality-tolerance 0 --compare",
+        "plan_auto": "plan --lengths 50000/9,9/8,8/9 --topology auto --ranks-per-node 2",
+        "topology": "topology --data g4b2i256f1s0 --steps 2 --rows 3",
+        "topology_of_one": "topology --lengths 90000/5/5/5 --num-layers 30",
+        "simulate": "simulate --data g2b4i256f1s0,g2b1i512f1s0 --steps 3 --gpu-hour-price 2 "
+        "--text-encoder-us 20",
+        "sparse": "sparse --masks masks.npz --target 1 --ranks 4",
+        "sparse_of_one": "sparse --masks masks.npz --target 1 --ring 3 --layers 1 --steps 1",
+        "trace": "trace .",
+        "trace_of_one": "trace host_0.pt.trace.json",
+    }.items(),
+)
+def test_the_console(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    command: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
+    TRACED.write(tmp_path)
+    save_masks(tmp_path / "masks.npz", np.stack([np.stack([x, ~x]) for x in drifting(3)]))
+    code, out, err = run(capsys, *command.split())
+    assert code == 0, err
+    check_golden(name, out)
+
+
+def test_the_share_of_wires_is_of_the_time_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two ranks: each computes half, and sends half of 8 d bytes a token to the other."""
+    width, tokens, flops, speed, launch = 512, 1000, 1e12, 1e9, 50e-6
+    compute = (24 * tokens * width**2 + 4 * 2 * (tokens / 2) ** 2 * width) / flops / 2
+    wires = 8 * width * tokens / 2 / 2 / speed + 2 * launch
+    machine = "--d-model 512 --num-layers 1 --tflops 1 --intra-gbs 1 --latency-us 50"
+    lens = "plan --lengths 500,500/ --topology g2n1 --wires"
+    code, out, _ = run(capsys, *f"{lens} {machine}".split())
+    assert code == 0
+    assert f"wires: {wires / (wires + compute):.0%} of the time" in out
+    assert re.search(rf"slowest rank +{wires + compute:.6g} s", out)
+
+
+def test_a_plan_can_be_read_again(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--data", "g2b3i256f1s0", "--topology", "g2n1", "--json", "-")
+    code, out, err = run(capsys, "plan", *arguments)
+    plan = Plan.from_json(out)
+    assert code == 0 and (plan.num_ranks, plan.seq_lens.size) == (2, 6)
+    assert re.search(rf"tokens that move +{plan.moved_tokens:,}", err)
+
+
+def test_a_ranking_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "topology", *LENGTHS, "--json", "-")
+    ranking = json.loads(out)
+    assert code == 0 and re.search(rf"best bags +{ranking['rows'][0]['spec']}", err)
+    assert ranking["rows"][0]["seconds"] <= ranking["rows"][-1]["seconds"]
+
+
+# Inputs
+
+
+def test_steps_are_drawn_from_a_manifest(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    manifest = tmp_path / "samples.jsonl"
+    rows = [f'{{"width": 16, "height": {16 * (k + 1)}}}' for k in range(11)]
+    manifest.write_text("\n".join(rows))
+    options = InputOptions(manifest=manifest, batch_size=2, ranks=2)
+    steps = [options.read(steps_after=k) for k in range(4)]
+    drawn = [sorted(n for rank in step for n in rank) for step in steps]
+    assert all([len(rank) for rank in step] == [2, 2] for step in steps)
+    for epoch in (drawn[:2], drawn[2:]):
+        seen = [n for step in epoch for n in step]
+        assert len(set(seen)) == 8 and set(seen) <= set(range(1, 12))
+    assert drawn[:2] != drawn[2:] and options.read(steps_after=1) == steps[1]
+    whole = sorted(n for rank in InputOptions(manifest=manifest, ranks=2).read() for n in rank)
+    assert whole == list(range(1, 12))
+    code, out, _ = run(capsys, "plan", "--manifest", str(manifest), "--topology", "g1n2")
+    assert code == 0 and "are one step; --batch-size" in out
+    with pytest.raises(ConfigError, match="takes 12 samples a step"):
+        InputOptions(manifest=manifest, batch_size=6, ranks=2).read()
+    manifest.write_text('{"width": 16, "height": 16, "frames": 34}')
+    for compressed, tokens in ((False, 34), (True, 10)):
+        lens = InputOptions(manifest=manifest, compress_frames=compressed, ranks=1).read()
+        assert lens == [[tokens]]
+
+
+def test_later_steps_of_data_codes_are_other_batches(capsys: pytest.CaptureFixture[str]) -> None:
+    options = InputOptions(data="g2b3i256f1s0", seed=5, step=3)
+    for after in (0, 1, 4):
+        codes = parse_data_codes("g2b3i256f1s0")
+        expected = seq_lens(sample_lengths(codes, seed=5, step=3 + after))
+        assert options.read(steps_after=after) == expected
+    seconds: list[float] = []
+    for step, steps in (("0", "1"), ("1", "1"), ("0", "2")):
+        base = ("topology", "--data", "g2b3i256f1s0", "--json", "-")
+        ranking = json.loads(run(capsys, *base, "--step", step, "--steps", steps)[1])
+        seconds += [row["seconds"] for row in ranking["rows"] if row["spec"] == "g1n2"]
+    assert seconds[2] == pytest.approx((seconds[0] + seconds[1]) / 2, rel=1e-9)
+    assert seconds[0] != seconds[1]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 8, 12, 13, 14, 16, 22, 24, 72, 77])
+def test_nodes_are_as_large_as_eight_ranks_allow(num_ranks: int) -> None:
+    machines = ClusterOptions().machines(num_ranks)
+    assert machines.num_ranks == num_ranks and machines.ranks_per_node <= 8
+    assert not any(num_ranks % size == 0 for size in range(machines.ranks_per_node + 1, 9))
+
+
+@pytest.mark.parametrize(
+    ("options", "changed"),
     [
-        (("plan",), "give one of"),
-        (("plan", "--lengths", "10", "--data", "g1b1i256f1s0"), "give one of"),
-        (("plan", "--lengths", "10,x"), "10,x"),
-        (("plan", "--lengths=-5/3"), "-5"),
-        (("plan", "--lengths", "5/3", "--topology", "g3n1"), "g3n1"),
-        (("plan", "--lengths", "5/3", "--topology", "g2x1"), "g2x1"),
-        (("plan", "--lengths", "5/3", "--ranks", "1"), "2 ranks"),
-        (("plan", "--data", "g1b1i256"), "g1b1i256"),
-        (("plan", "--file", "/nonexistent/lengths"), "/nonexistent/lengths"),
-        (("plan", "--lengths", "5/3", "--gamma", "-1"), "-1"),
-        (("plan", "--lengths", "5", "--json", "/nonexistent/plan.json"), "cannot be written"),
-        (("bench",), "--photos"),
-        (("bench", "--photos", "/nonexistent", "--ranks", "2"), "/nonexistent"),
-        (("bench", "--data", "g3b1i256f1s0", "--ranks", "2"), "3"),
-        (("bench", "--data", "g1b1i256f1s0", "--steps", "0"), "--steps 0"),
-        (("bench", "--data", "g1b1i256f1s0", "--ranks", "1", "--num-heads", "7"), "--num-heads 7"),
-        (("bench", "--data", "g1b1i256f1s0", "--ranks", "2", "--topology", "g3n1"), "g3n1"),
-        (
-            ("bench", "--data", "g1b1i256f1s0", "--ranks", "1", "--kernel", "aten_flash"),
-            "use one of cpu_flash",
-        ),
-        (("bench", "--data", "g1b1i256f1s0", "--ranks", "1", "--kernel", "magic"), "cpu_flash"),
+        ({}, {}),
+        ({"tflops": 3.0}, {"flops_per_s": 3e12}),
+        ({"intra_gbs": 0.5}, {"intra_bytes_per_s": 0.5e9}),
+        ({"inter_gbs": 0.25}, {"inter_bytes_per_s": 0.25e9}),
+        ({"latency_us": 0.5}, {"latency_s": 0.5e-6}),
+        ({"memory_gb": 4.0}, {"memory_bytes": 4e9}),
+        ({"ranks_per_node": 2}, {"num_nodes": 3, "ranks_per_node": 2}),
     ],
 )
-def test_a_users_error_is_one_sentence_and_exit_code_2(
-    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], named: str
+def test_an_option_replaces_one_number_of_a_machine(
+    options: dict[str, Any], changed: dict[str, Any]
 ) -> None:
-    code, _, err = run(capsys, *arguments)
-    assert code == 2
-    assert named in err
-    assert "Traceback" not in err
-    assert len(err.strip().splitlines()) == 1
+    known = HardwareProfile.load("h100-datasheet").cluster(1, 6)
+    assert ClusterOptions(**options).machines(6) == replace(known, **changed)
 
 
-def test_a_wrong_option_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("kb_per_token", "max_tokens", "limit"),
+    [(10.0, None, 200), (10.0, 150, 150), (10.0, 500, 200), (0.5, None, 4000), (None, 7, 7)],
+)
+def test_a_rank_holds_what_fits_into_its_memory(
+    kb_per_token: float | None, max_tokens: int | None, limit: int
+) -> None:
+    """2 MB; and no more tokens than were allowed."""
+    options = ClusterOptions(memory_gb=2e-3, kb_per_token=kb_per_token, max_tokens=max_tokens)
+    assert options.limits is not None and options.limits.tokens == limit
+
+
+# Files that commands write
+
+
+@pytest.mark.parametrize("name", ["plan", "topology", "simulate", "sparse", "trace"])
+def test_every_command_writes_its_report(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
+) -> None:
+    pytest.importorskip("plotly")
+    (tmp_path / "traces").mkdir()
+    command = {
+        "plan": ("plan", *LENGTHS, "--picture", str(tmp_path / "a.svg")),
+        "topology": ("topology", *LENGTHS),
+        "simulate": ("simulate", *LENGTHS, "--topologies", "none"),
+        "sparse": ("sparse", "--model", "cogvideox1.5", "--block", "1024", "--ulysses", "2"),
+        "trace": ("trace", str(TRACED.write(tmp_path / "traces"))),
+    }[name]
+    files = {"--json": tmp_path / "a.json", "--report": tmp_path / "a.html"}
+    words = [str(word) for pair in files.items() for word in pair]
+    code, out, err = run(capsys, *command, *words)
+    assert code == 0, err
+    for path in (*files.values(), *tmp_path.glob("a.svg")):
+        assert path.stat().st_size > 100 and f"written: {path}\n" in out
+    json.loads(files["--json"].read_text())
+
+
+def test_folders_of_traces(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for lengths, folder in (("400,30/51", tmp_path / "few"), ("5/6/7/8", tmp_path / "many")):
+        base = ("simulate", "--lengths", lengths, "--topologies", "none")
+        code, out, _ = run(capsys, *base, "--traces", str(folder))
+        files = sorted((folder / "none").iterdir())
+        words = f"{folder / 'none'} (4 files)" if len(files) > 2 else ", ".join(map(str, files))
+        assert code == 0 and len(files) >= 2 and f"written: {words}\n" in out
+    traces, out_folder = TRACED.write(tmp_path), str(tmp_path / "out")
+    code, out, _ = run(capsys, "trace", str(traces), "--out", out_folder)
+    assert code == 0 and "rank1.json\n" in out
+
+
+@pytest.mark.parametrize("option", ["--json", "--picture"])
+def test_files_that_could_not_be_written_are_refused_before_any_work(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str
+) -> None:
+    for path in (tmp_path, tmp_path / "gone" / "a"):
+        message = sentence(capsys, "plan", *LENGTHS, option, str(path))
+        assert message.startswith(f"bascule: {option} {path}: ")
+
+
+# The command line itself
+
+
+@pytest.mark.parametrize("name", ["plan", "topology", "simulate", "sparse", "trace"])
+def test_help_imports_the_command_alone(name: str) -> None:
+    modules = modules_imported_by("-m", "bascule.cli", name, "--help")
+    assert "bascule.options" in modules  # -X importtime does not see the command itself
+    assert not modules & {"torch", "scipy", "plotly", "rich", "transformers", "diffusers"}
+    assert sum(module.split(".")[0] == "bascule" for module in modules) < 39
+
+
+def test_planning_on_the_command_line_needs_no_torch() -> None:
+    commands = ("plan", *LENGTHS), ("sparse", "--model", "wan2.1", "--block", "1280", "--ring", "2")
+    for command in (*commands, ("simulate", *LENGTHS), ("topology", *LENGTHS)):
+        modules = modules_imported_by("-m", "bascule.cli", *command)
+        assert "bascule.report.reports" in modules and not modules & {"torch", "plotly"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_line_of_a_command_begins_as_its_help(
+    capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert f"  {name:10}{COMMANDS[name]}\n" in run(capsys, "--help")[1]
+    with pytest.raises(SystemExit):
+        parse([name, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.startswith(f"usage: bascule {name} ") and COMMANDS[name][:20] in text
+
+
+def test_the_version_and_a_command_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--version")[:2] == (0, f"bascule {version('bascule')}\n")
+    assert "bascule --version" in run(capsys)[1]
+    assert "no command 'nonsense'; there are plan, topology" in sentence(capsys, "nonsense")
     assert run(capsys, "plan", "--no-such-option")[0] == 2
-    assert run(capsys, "nonsense")[0] == 2
+
+
+def test_a_reader_may_stop_reading() -> None:
+    for words in ("--help", "plan --help"):
+        command = f"{sys.executable} -m bascule.cli {words} | true"
+        process = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=600)
+        assert process.stderr == ""
+
+
+# What a user's mistake costs
+
+
+def refused(*cases: tuple[str, str]) -> list[Any]:
+    return [pytest.param(words.split(), said, id=words[:60]) for words, said in cases]
+
+
+PLAN, WAN, BENCH = "plan --lengths 5/6", "sparse --model wan2.1 --block 1280", "bench --ranks 1"
+CODES = "bench --data g1b1i256f1s0"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    refused(
+        ("plan", "give one of"),
+        ("topology", "give one of"),
+        ("plan --lengths 10 --data g1b1i256f1s0", "give one of"),
+        ("plan --lengths 10,x", "10,x"),
+        ("plan --lengths=-5/3", "-5"),
+        (f"{PLAN} --topology g3n1", "g3n1"),
+        (f"{PLAN} --topology g2x1", "topology 'g2x1': write gGnN"),
+        (f"{PLAN} --topology g1n1+x", "topology 'g1n1+x': 'x' is not a term; write gGnN"),
+        (f"{PLAN} --ranks 1", "2 ranks"),
+        (f"{PLAN} --batch-size 2", "only for --manifest"),
+        ("plan --data g1b1i256", "g1b1i256"),
+        ("plan --file /nonexistent/lengths", "/nonexistent/lengths"),
+        (f"{PLAN} --gamma -1", "-1"),
+        (f"{PLAN} --json /nonexistent/plan.json", "cannot be written"),
+        (f"{PLAN} --max-tokens 5", "rank 1, sequence 0: 6 tokens"),
+        (f"{PLAN} --max-tokens 2 --topology auto", "rank 1, sequence 0: 6 tokens miss the limit"),
+        (f"{PLAN} --max-tokens 0", "tokens=0"),
+        (f"{PLAN} --kb-per-token 2e7", "rank 1, sequence 0: 6 tokens"),
+        ("topology --lengths 5/6 --steps 2", "--steps 2"),
+        ("topology --data g2b1i256f1s0 --steps 0", "--steps 0"),
+        ("topology --lengths 5/6 --ranks-per-node 3", "--ranks-per-node 3"),
+        ("topology --lengths 5/6 --tflops 0", "--tflops 0"),
+        ("topology --lengths 5/6 --max-tokens 2", "tokens"),
+        ("topology --lengths 5/6 --kb-per-token 9e7", "hold no token"),
+        ("simulate --lengths 5/6 --topologies foo", "give none, padded, buckets, packs, loader"),
+        ("simulate --lengths 5/6 --topologies g2x1", "topology 'g2x1': write gGnN"),
+        ("simulate --lengths 5/6 --steps 2", "only --data and --batch-size"),
+        ("simulate --lengths 5/6 --seed 2", "--seed: lengths are as given"),
+        ("sparse --ranks 8", "not neither"),
+        ("sparse --model wan2.1 --masks x.npz --ranks 8", "not both"),
+        ("sparse --model sora --ranks 8", "'sora': there are wan2.1 and cogvideox1.5"),
+        ("sparse --masks /nonexistent/masks.npz --ranks 8", "/nonexistent/masks.npz"),
+        ("sparse --masks masks.txt --ranks 8", ".npz"),
+        (WAN, "--ranks"),
+        (f"{WAN} --ranks 8 --ulysses 3", "8 x 1, 4 x 2, 2 x 4, 1 x 8"),
+        (f"{WAN} --ranks 8 --ulysses 4 --ring 4", "--ulysses 4, --ring 4"),
+        (f"{WAN} --ring 0", "--ring 0"),
+        (f"{WAN} --ranks 2 --layers 0", "--layers 0"),
+        (f"{WAN} --ranks 2 --density 1.5", "density=1.5"),
+        (f"{WAN} --ranks 2 --seed -1", "-1"),
+        (f"{WAN} --ranks 2 --head 40", "0 to 39"),
+        (f"{WAN} --ranks 2 --tflops nan", "--tflops nan"),
+        (f"{WAN} --ranks 2 --target inf", "--target inf: must be finite"),
+        (f"{WAN} --ranks 2 --tolerance -1", "tolerance=-1"),
+        (f"{WAN} --ranks 2 --report out.jpg", "out.jpg: must end in .html"),
+        (f"{WAN} --ranks 2 --report /nonexistent/out.html", "/nonexistent"),
+        (BENCH, "--photos"),
+        (f"{BENCH} --photos /nonexistent", "/nonexistent"),
+        ("bench --data g3b1i256f1s0 --ranks 2", "3"),
+        (f"{CODES} --steps 0", "--steps 0"),
+        (f"{CODES} --ranks 1 --num-heads 7", "--num-heads 7"),
+        (f"{CODES} --ranks 2 --topology g3n1", "g3n1"),
+        (f"{CODES} --ranks 1 --kernel aten_flash", "use one of cpu_flash"),
+        (f"{CODES} --ranks 1 --kernel magic", "cpu_flash"),
+        # Two options with one file
+        (f"{PLAN} --json a.html --report ./a.html", "--json and --report both name"),
+        (f"{PLAN} --json a --picture ./a", "--json and --picture both name"),
+        ("plan --file x --json x", "--file and --json both name"),
+        ("plan --manifest m.csv --picture m.csv", "--manifest and --picture both name"),
+        ("simulate --lengths 5 --json a --traces a", "--json and --traces both name"),
+        ("trace . --lens a --json a", "--json and --lens both name"),
+        ("calibrate --out a --json a", "--out and --json both name"),
+        ("bench --data g1b1i64f1s0 --out a.html --report a.html", "--out and --report both name"),
+    ),
+)
+def test_a_users_error_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert said in sentence(capsys, *arguments)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -163,8 +164,8 @@ def test_nothing_is_told_that_needs_the_traces_of_missing_ranks(
         capsys, "trace", str(folder), "--json", str(numbers), "--report", str(page)
     )
     assert status == 0 and "1 rank has no trace" in out
-    for text in (out, page.read_text()):
-        assert "max/mean compute" not in text and "compute, max / mean" not in text
+    assert re.search(r"compute, max / mean +not known", out)
+    assert 'data-key="imbalance">not known' in page.read_text()
     data = json.loads(numbers.read_text())
     for name in ("imbalance", "waiting", "slowest", "slowest_rank", "worth"):
         assert data[name] is None, name
@@ -267,7 +268,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     seconds = [[float(COST(lens).sum()) for lens in step] for step in LENS]
     folder = str(Run(seconds, lens=LENS).write(tmp_path))
     code, out, _ = run(capsys, "trace", folder, "--out", str(tmp_path / "out"))
-    assert code == 0 and "slowest: rank 1" in out and "predicted speed-up" in out
+    assert code == 0 and re.search(r"slowest rank +1", out) and "predicted speed-up" in out
     code, out, err = run(capsys, "trace", str(tmp_path / "out"), "--json", "-")
     found = json.loads(out)
     assert code == 0 and "balanced, predicted" in err
@@ -280,7 +281,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     for arguments, said in (
         ((str(tmp_path / "none"),), "cannot read"),
         ((folder, "--topology", "g2n1"), "a divisor of 3"),
-        ((folder, "--lens", str(tmp_path)), "cannot read"),
+        ((folder, "--lens", str(tmp_path / "out")), "cannot read"),
         ((folder, "--json", str(tmp_path)), "is a folder"),
     ):
         code, _, err = run(capsys, "trace", *arguments)

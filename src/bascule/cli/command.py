@@ -8,7 +8,8 @@
 - A command on ranks calls `on_ranks(options, arguments, work, finish, prepare)`. `prepare` checks
   the number of ranks before any starts. `work(device)` runs on each rank, of a job or launched
   here; the first rank's result must be JSON. `finish(result)` runs once and publishes it.
-- `progress(task, total)` is the one bar, `saved(console, paths)` the one line on written files.
+- `progress(task, total)` is the one bar, `waiting(task)` the one spinner, `saved(console, paths)`
+  the one line on written files.
 """
 
 import json
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.status import Status
 
 from bascule.errors import ConfigError
 from bascule.options import STDOUT, Outputs, RankOptions
@@ -126,6 +128,11 @@ def on_ranks(
     return status
 
 
+def waiting(task: str) -> Status:
+    """Show on standard error that a task goes on; for `with`."""
+    return Console(stderr=True).status(task)
+
+
 @contextmanager
 def progress(task: str, total: int, *, done: int = 0) -> Iterator[Callable[..., None]]:
     """Show a bar on standard error, on the first rank; yield `advance(steps=1, task=None)`."""
@@ -133,8 +140,9 @@ def progress(task: str, total: int, *, done: int = 0) -> Iterator[Callable[..., 
     from rich.progress import TimeRemainingColumn as Remaining
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Remaining()
-    console = Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
-    with Progress(*columns, console=console, transient=True) as bar:
+    console = Console(stderr=True)
+    is_hidden = os.environ.get("RANK", "0") != "0" or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=is_hidden) as bar:
         row = bar.add_task(task, total=total, completed=done)
 
         def advance(steps: int = 1, task: str | None = None) -> None:

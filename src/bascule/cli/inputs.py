@@ -294,6 +294,19 @@ def notes_of(options: InputOptions, *, is_priced: bool = True) -> list[str]:
     return notes
 
 
+def check_steps(options: InputOptions, **counts: int | None) -> None:
+    """Refuse more than one batch of a source that has one.
+
+    Raises:
+        ConfigError: Names the option.
+    """
+    for name, value in counts.items():
+        if value is not None and value > 1 and not options.has_steps:
+            raise ConfigError(
+                f"--{name} {value}: only --data and --batch-size have more than one batch"
+            )
+
+
 def topology_ranks(spec: str | None) -> int | None:
     """Ranks in a unit of a topology, if one is given that tells."""
     return None if spec is None or spec == "auto" else Topology.parse(spec).num_ranks

@@ -194,9 +194,10 @@ def _parse_term(term: str, spec: str) -> tuple[int, int, int]:
     """Read the Ulysses degree, the ring degree and the number of bags of a term."""
     match = _TERM.fullmatch(term)
     if match is None:
+        place = "" if term == spec else f" {shown(term)} is not a term;"
         raise ConfigError(
-            f"topology {shown(spec)}: {shown(term)} is not a term; write gGnN (N bags of G ranks) "
-            "or gGrRnN (N bags of G * R ranks, R the ring degree), all at least one, joined by "
+            f"topology {shown(spec)}:{place} write gGnN (N bags of G ranks) or gGrRnN (N "
+            "bags of G * R ranks, R the ring degree), all at least one, joined by "
             '"+", for example g1n8+g4r2n3'
         )
     return int(match[1]), int(match[2] or 1), int(match[3])

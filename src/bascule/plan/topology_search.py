@@ -21,7 +21,7 @@ from bascule.plan.checks import listed, of_type
 from bascule.plan.costs import Cost
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.machine import Bag, Cluster
-from bascule.plan.prices import Decision, RankState, checked, decide, price
+from bascule.plan.prices import Decision, RankState, check_sizes, checked, decide, price
 from bascule.plan.sequences import Batch, batch_of
 from bascule.plan.topology import Topology
 
@@ -189,13 +189,14 @@ def choose_topology(
 ) -> Topology:
     """Choose the bags of one batch; each node's are the ones that suit what was loaded there."""
     units = _candidates(cluster)
+    largest = int(units.sum(axis=1).argmin())
+    check_sizes(batch, _topology(units[largest], cluster), limits)
     bounds = _bounds(batch, cost, cluster, units, float(ranks.carried.mean()))
     solved: list[tuple[float, Topology, Ints]] = []
     shortest, error = math.inf, PlanError("no candidate")
     order = np.argsort(bounds, kind="stable").tolist()
     # Where no quick answer keeps the limits, the largest bags get all the time: whatever tokens
     # smaller bags hold, they hold.
-    largest = int(units.sum(axis=1).argmin())
     for candidate, quickly in [*((candidate, True) for candidate in order), (largest, False)]:
         if len(solved) == _MAX_SOLVED or bounds[candidate] >= shortest * (1 - _WORTH):
             break

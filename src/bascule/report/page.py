@@ -67,6 +67,7 @@ class Rows:
     title: str
     columns: Mapping[str, Form]  # by heading
     rows: Sequence[Sequence[Any]]  # values; None is an empty cell
+    num_shown: int = 64  # rows on a console
     bars: Sequence[float] = ()  # drawn beside the rows on a console, where a page has a chart
 
     @property

@@ -1,6 +1,7 @@
 """Reports of commands: one function from a result to its `Report`."""
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,16 @@ from bascule.plan.plan import Plan
 from bascule.plan.topology import Topology
 from bascule.plan.topology_search import TopologyRanking
 from bascule.report.charts import draw_bars, draw_lengths, draw_lines, draw_loads
-from bascule.report.page import Chart, Fact, Report, Rows, ms
+from bascule.report.page import Chart, Fact, Report, Rows, mib, ms
 from bascule.report.sparse_picture import draw
 from bascule.report.step_picture import draw_stages, draw_step
 from bascule.sim.simulation import SimulationResult
 from bascule.sim.sparse_study import BEFORE, DEFAULT, WAYS, Study, mesh_name
+from bascule.workload.traces import StepParts, Worth
 
-_MOST_BARS = 200
+_MOST_BARS, _MOST_RANKS = 200, 64
+_PARTS = ("compute", "communication", "waiting", "rest", "hidden")
+_4G = "{:,.4g}"
 _WIRE_SHARE = 0.05
 _EVEN = 1.01
 """Imbalance up to which ranks are said to have the same work."""
@@ -75,7 +79,7 @@ def of_plan(
                 lambda: draw_step(plan, cost, cluster, unit),
             ),
             draw_lengths(plan.seq_lens),
-            Rows("All ranks", columns, rows, loads[1]),
+            Rows("All ranks", columns, rows, bars=loads[1]),
         ),
         notes=(
             f"binds: {_binding(plan, cost, cluster)}",
@@ -134,13 +138,16 @@ def _binding(plan: Plan, cost: Cost, cluster: Cluster | None) -> str:
     return "; ".join(reasons) or "the total work, spread evenly"
 
 
-def of_topologies(ranking: TopologyRanking, lens: Sequence[int], machine: str) -> Report:
-    """Which bags suit batches like these, and why.
+def of_topologies(
+    ranking: TopologyRanking, lens: Sequence[int], notes: Sequence[str], num_shown: int
+) -> Report:
+    """Report which bags suit batches like these, and why.
 
     Args:
         ranking: Best first; at least one.
         lens: Tokens of the sequences of a batch.
-        machine: Where the cluster's numbers are from.
+        notes: What the numbers were predicted for.
+        num_shown: Rows on a console.
     """
     first, last = ranking.rows[0], ranking.rows[-1]
     ratio = last.seconds / first.seconds if first.seconds > 0 else 1.0
@@ -152,15 +159,17 @@ def of_topologies(ranking: TopologyRanking, lens: Sequence[int], machine: str) -
         "why": "\n".join,
     }
     rows = [(row.spec, row.seconds, row.imbalance, row.gap, row.reasons) for row in ranking.rows]
+    best = f"{first.spec} is the fastest: {'; '.join(first.reasons)}."
     return Report(
         title="Which bags suit these batches",
-        answer=f"{first.spec} is the fastest: {'; '.join(first.reasons)}.",
+        answer=best if first.seconds > 0 else "The batches are idle: any bags do.",
         facts=(
             Fact("best", "best bags", first.spec),
             Fact("seconds", "a step takes", first.seconds, "{:.4g} s"),
             Fact("imbalance", "imbalance, max / mean", first.imbalance, "{:.4f}"),
             Fact("gap", "from the best plan at most", first.gap, "{:.2%}"),
             Fact("over_worst", f"as fast as {last.spec}", ratio, "{:.2f}x"),
+            Fact("planned", "topologies planned", len(ranking.rows), "{:,}"),
             Fact("candidates", "looked at", ranking.num_candidates, "{:,}"),
         ),
         parts=(
@@ -171,15 +180,320 @@ def of_topologies(ranking: TopologyRanking, lens: Sequence[int], machine: str) -
                 {"seconds": [row.seconds for row in ranking.rows[:_MOST_BARS]]},
                 "s",
             ),
-            Rows("Ranking", columns, rows),
+            Rows("Ranking", columns, rows, num_shown=num_shown),
             draw_lengths(lens),
         ),
         notes=(
-            f"Predicted for {machine}.",
+            *notes,
             "Every row was planned, not only bounded. Bags within 0.5 % of each other count as "
             "equally fast; of these the fewest and largest stand first.",
         ),
     )
+
+
+def of_simulation(result: SimulationResult) -> Report:
+    """Report simulated training steps: what each policy takes, and on what."""
+    runs, first = result.runs, result.runs[0]
+    best, options = max(runs, key=lambda run: run.tokens_per_s), result.options
+    ratio, price = result.speedup(best), options.gpu_hour_price
+    money = () if price is None else (Fact("saved_money", "worth", result.saved_money(best), _4G),)
+    kinds = [name for name in first.means if any(run.means[name] > 0 for run in runs)]
+    per_token = [run.tokens.size / run.accumulate / run.tokens.sum() * 1e6 for run in runs]
+    return Report(
+        title=f"Training simulated on {result.num_ranks} ranks",
+        answer=f"{best.name}: {ratio:.2f}x the tokens a second of what you do now, {first.name}.",
+        facts=(
+            Fact("best", "most tokens a second", best.name),
+            Fact("over_first", f"as fast as {first.name}", ratio, "{:.2f}x"),
+            Fact("fbl_s", "a step takes", best.fbl_s, "{:.3g} s"),
+            Fact("tokens_per_s", "tokens a second", best.tokens_per_s, "{:,.0f}"),
+            Fact("idle_share", "ranks wait", best.idle_share, "{:.1%}"),
+            Fact(
+                "saved_gpu_hours",
+                f"GPU-hours saved in {options.train_steps:,} steps",
+                result.saved_gpu_hours(best),
+                f"{_4G} of {result.gpu_hours(first):,.4g}",
+            ),
+            *money,
+        ),
+        parts=(
+            draw_bars(
+                "Seconds for a million tokens",
+                "Means over ranks and steps: where the time of a rank goes. Steps of packs and "
+                "buckets hold other numbers of tokens, so that steps would not compare.",
+                [run.name for run in runs],
+                {
+                    k: [run.means[k] * x for run, x in zip(runs, per_token, strict=True)]
+                    for k in kinds
+                },
+                "s",
+            ),
+            _worth_rows(result),
+            _metric_rows(result),
+            Rows(
+                "Seconds",
+                {"seconds of": "{}"} | {name.replace("_", " "): "{:.3g}" for name in kinds},
+                [(run.name, *(run.means[name] or None for name in kinds)) for run in runs],
+            ),
+        ),
+        notes=(
+            *(f"warning: {line}" for line in result.warnings),
+            f"Simulated, not measured, on {result.num_ranks} ranks of {result.profile}.",
+            *([result.profile.note] if result.profile.note else []),
+            f"Model and data: {result.setting}.",
+            "GPU-hours are those of all ranks, for as many tokens as the first row trains on in so "
+            "many steps.",
+        ),
+    )
+
+
+def _worth_rows(result: SimulationResult) -> Rows:
+    """Compare each run with the first one."""
+    options = result.options
+    columns = {
+        "against the first": "{}",
+        "speed-up": "{:.2f}x",
+        f"GPU-hours, {options.train_steps:,} steps": _4G,
+        "saved": _4G,
+    }
+    if (price := options.gpu_hour_price) is not None:
+        columns[f"saved, at {price:g} an hour"] = _4G
+    rows: list[Sequence[Any]] = []
+    for run in result.runs:
+        name = f"{run.name}: what you do now" if run is result.runs[0] else run.name
+        amounts = result.gpu_hours(run), result.saved_gpu_hours(run), result.saved_money(run)
+        rows.append((name, result.speedup(run), *amounts)[: len(columns)])
+    return Rows("What it is worth", columns, rows)
+
+
+def _metric_rows(result: SimulationResult) -> Rows:
+    columns = {
+        "": "{}",
+        "WIR": "{:.2f}",
+        "FBL, s": "{:.3g}",
+        "TPS, k": "{:.4g}",
+        "HFU": "{:.1%}",
+        "idle": "{:.1%}",
+        "activations, GB": "{}",
+    }
+    rows: list[Sequence[Any]] = []
+    for run in result.runs:
+        large = " (too much)" if result.fits(run) is False else ""
+        memory = f"{run.most_activation_bytes / 1e9:.3g}{large}"
+        speed = run.fbl_s, run.tokens_per_s / 1e3, run.hfu, run.idle_share
+        rows.append((run.name, run.wir, *speed, memory))
+    return Rows("Metrics", columns, rows)
+
+
+def of_sparse(study: Study, head: int, notes: Sequence[str]) -> Report:
+    """Report block masks on meshes: what each way of planning makes of them.
+
+    Args:
+        study: With tolerances and rewards, if its page is made.
+        head: Whose mask is drawn.
+        notes: What the numbers were predicted for.
+    """
+    setting, num_steps = study.setting, len(study.runs[0].choices)
+    best = min(setting.meshes, key=lambda mesh: study.mean(mesh, DEFAULT).predicted_s)
+    before, after = study.mean(best, BEFORE), study.mean(best, DEFAULT)
+    speedup = before.predicted_s / after.predicted_s
+    heads, q_blocks, kv_blocks = study.masks.shape
+    return Report(
+        title=f"Block-sparse attention: {study.name}",
+        answer=f"On {mesh_name(best)}, balancing makes the call {speedup:.2f}x as fast.",
+        facts=(
+            Fact("speedup", "predicted speed-up of the call", speedup, "{:.3f}x"),
+            Fact("mesh", "fastest mesh", mesh_name(best)),
+            Fact("rho_before", "rho in order", before.imbalance, "{:.4f}"),
+            Fact("rho", "rho balanced", after.imbalance, "{:.4f}"),
+            Fact("call_s", "the call takes", after.predicted_s, ms),
+            Fact("planning_s", "planning", after.planning_s, ms),
+            Fact("sent_bytes", "sent", after.sent_bytes, mib),
+            Fact("density", "blocks computed", float(study.masks.mean()), "{:.1%}"),
+        ),
+        parts=(
+            Chart(
+                "Masks and plans",
+                "The mask, who computes what, the chosen meshes, and what tolerance and reward "
+                "cost.",
+                lambda: draw(study, head),
+            ),
+            *_ways(study),
+            *([_kept(study)] if num_steps > 1 else []),
+            *([_strategies(study)] if len(setting.meshes) > 1 else []),
+        ),
+        notes=(
+            f"Masks: {heads} heads, {q_blocks:,} x {kv_blocks:,} blocks of "
+            f"{setting.q_lens.max():,} tokens; layers: {len(study.runs)}, steps: {num_steps}.",
+            "rho is the slowest rank's work over the mean, where ranks of a ring wait for all "
+            "others after each round; critical path is where they wait for their neighbours alone.",
+            f'Speed-ups are over "{BEFORE}": heads in their order, blocks in runs; of compute '
+            "alone, the ratio of rho.",
+            *notes,
+        ),
+    )
+
+
+def _ways(study: Study) -> tuple[Rows, Rows]:
+    """List balance and exchange of each way on each mesh, means over the layers."""
+    balance: list[Sequence[Any]] = []
+    exchange: list[Sequence[Any]] = []
+    for mesh in study.setting.meshes:
+        before = study.mean(mesh, BEFORE)
+        for way in WAYS:
+            row = study.mean(mesh, way)
+            name = mesh_name(mesh), f"{way} {study.setting.reward:g}" if way == "paper" else way
+            rho, planning_s = row.imbalance, None if way == BEFORE else row.planning_s
+            gain = before.imbalance / rho
+            balance.append((*name, rho, row.critical_path_imbalance, gain, planning_s))
+            gain, moved = before.predicted_s / row.predicted_s, (row.q_moved, row.kv_moved)
+            exchange.append((*name, *moved, row.sent_bytes / 2**20, row.predicted_s * 1e3, gain))
+    names = {"mesh": "{}", "plan": "{}"}
+    rho = {"rho": "{:.4f}", "critical path": "{:.4f}", "speed-up": "{:.3f}x", "planning": ms}
+    moved = {"Q rows moved": "{:.1%}", "KV": "{:.1%}", "sent, MiB": "{:,.0f}"}
+    call = {"call, ms": "{:.3f}", "speed-up": "{:.3f}x"}
+    return (
+        Rows("Balance in the first step, compute alone", names | rho, balance),
+        Rows("Rows on other ring ranks, and the whole call", names | moved | call, exchange),
+    )
+
+
+def _kept(study: Study) -> Rows:
+    """List plans made and kept over the steps, all layers together."""
+    tolerance = study.setting.tolerance
+    columns = {
+        "mesh": "{}",
+        "plans made": "{}",
+        "kept": "{}",
+        "rho, mean": "{:.4f}",
+        "rho, max": "{:.4f}",
+    }
+    rows: list[Sequence[Any]] = []
+    for mesh in study.setting.meshes:
+        reuses = [run.reuses[mesh, tolerance] for run in study.runs]
+        rho = [value for reuse in reuses for value in reuse.imbalances]
+        made = sum(reuse.state.num_planned for reuse in reuses)
+        kept = sum(reuse.state.num_kept for reuse in reuses)
+        rows.append((mesh_name(mesh), made, kept, sum(rho) / len(rho), max(rho)))
+    return Rows(f"{DEFAULT} over the steps, plans kept within {tolerance:g}", columns, rows)
+
+
+def _strategies(study: Study) -> Rows:
+    """List the meshes of each layer, with the steps in a row that have them."""
+    rows: list[Sequence[Any]] = []
+    for layer, run in enumerate(study.runs):
+        stretches: list[str] = []
+        for mesh, steps in groupby(enumerate(run.choices), lambda step: step[1].degrees):
+            first, *rest = (number for number, _ in steps)
+            last = f" to {rest[-1]}" if rest else ""
+            stretches.append(f"{mesh_name(mesh)} {first}{last}")
+        rows.append((layer, ", ".join(stretches), run.choices[-1].num_switches))
+    columns = {"layer": "{}", "steps": "{}", "switches": "{}"}
+    return Rows("Mesh with the lowest prediction, by layer and step", columns, rows)
+
+
+def of_trace(parts: StepParts, worth: Worth | None, unknown: str) -> Report:
+    """Report what ranks of a measured run waited for, and what balancing would be worth.
+
+    Args:
+        parts: The steps.
+        worth: None if it is not known.
+        unknown: Then why.
+    """
+    num_steps, num_ranks = parts.seconds.shape
+    is_known = parts.waited is not None
+    if is_known:
+        answer = f"Ranks wait {parts.waited:.1%} of the time"
+    else:
+        answer = f"{parts.missing}, so what ranks wait and their imbalance are not known"
+    if worth is None:
+        answer += f". What balancing would be worth is not known: {unknown}."
+    else:
+        answer += (
+            f"; balanced on {worth.topology}, steps are predicted to run {worth.speedup:.2f}x as "
+            f"fast, by a model that is {worth.model_error:+.1%} off in the steps as run."
+        )
+    names = [name for name in _PARTS if name != "waiting" or is_known]
+    columns = [getattr(parts, name).mean(axis=0) * 1e3 for name in ("seconds", *names)]
+    forms = {"rank": "{}"} | dict.fromkeys((f"{name}, ms" for name in ("step", *names)), "{:.4g}")
+    if is_known:
+        columns.append(np.array([np.sum(parts.slowest == rank) for rank in parts.ranks]))
+        forms["slowest in"] = "{:.0f} steps"
+    rows = list(zip(*(column.tolist() for column in (parts.ranks, *columns)), strict=True))
+    compute = "kernels of a device" if parts.on_device else "operators of the host"
+    return Report(
+        title=f"{num_steps} measured steps of {num_ranks} ranks",
+        answer=answer,
+        facts=(
+            Fact("step_s", "a step takes", float(parts.step_seconds.mean()), ms),
+            Fact("waiting", "ranks wait", parts.waited, "{:.1%}"),
+            Fact("imbalance", "compute, max / mean", parts.imbalance, "{:.4f}"),
+            Fact("slowest_rank", "slowest rank", parts.slowest_rank if is_known else None),
+            *_worth_facts(worth),
+        ),
+        parts=(
+            draw_bars(
+                "Seconds of a step by rank",
+                f"Means of {num_steps} steps."
+                + (f" Rank {parts.slowest_rank} is the slowest." if is_known else ""),
+                [f"rank {rank}" for rank in parts.ranks[:_MOST_RANKS]],
+                {name: getattr(parts, name).mean(axis=0)[:_MOST_RANKS] for name in names[:-1]},
+                "s",
+            ),
+            draw_lines(
+                "Each step",
+                "What the slowest rank needs by itself, and what the mean rank does.",
+                ("step", "s"),
+                {"slowest rank": parts.own.max(axis=1), "mean": parts.own.mean(axis=1)},
+            ),
+            Rows("All ranks", forms, rows),
+            *([] if worth is None else [_worth_of_steps(worth)]),
+        ),
+        notes=(
+            f"Steps are numbered by {parts.numbered_by}. Compute: {compute}.",
+            "Waiting is what a rank spends in a collective before the last rank begins it; hidden, "
+            "communication behind compute, within compute.",
+            "The prediction prices no moving of tokens.",
+            *([f"{worth.assumed_in_words}."] if worth is not None and worth.assumed else []),
+            *parts.notes,
+        ),
+    )
+
+
+def _worth_facts(worth: Worth | None) -> list[Fact]:
+    if worth is None:
+        return []
+    assert worth.cost.fit is not None
+    return [
+        Fact("speedup", "predicted speed-up", worth.speedup, "{:.2f}x"),
+        Fact("predicted_s", f"a step balanced on {worth.topology}", worth.predicted_s, ms),
+        Fact(
+            "fit_error",
+            "off in measurements it was not fitted to",
+            worth.cost.fit.loo_error,
+            "{:.1%}",
+        ),
+        Fact("model_error", "off in the mean step as run", worth.model_error, "{:+.1%}"),
+        Fact("moved_share", "tokens that move", worth.moved_share, "{:.0%}"),
+    ]
+
+
+def _worth_of_steps(worth: Worth) -> Rows:
+    """Compare the steps as run with the same in balance."""
+    columns = {
+        "": "{}",
+        "step, ms": "{:.4g}",
+        "by the model, ms": "{:.4g}",
+        "model's imbalance": "{:.4f}",
+    }
+    rows: list[Sequence[Any]] = [
+        ("as run", worth.measured_s * 1e3, worth.model_s * 1e3, worth.imbalance)
+    ]
+    if worth.as_loaded_s != worth.model_s:
+        rows.append(("without the run's own plan", None, worth.as_loaded_s * 1e3, None))
+    times = worth.predicted_s * 1e3, worth.balanced_s * 1e3
+    rows.append(("balanced, predicted", *times, worth.balanced_imbalance))
+    return Rows(f"What balancing is worth, {worth.num_steps} steps", columns, rows)
 
 
 def of_bench(
@@ -297,123 +611,3 @@ def stage_rows(stages: dict[str, Any], kind: str) -> list[tuple[str, ...]]:
 
 def _s(arm: dict[str, Any]) -> str:
     return f"{arm['fbl_median_s']:.3f} s"
-
-
-def of_simulation(found: SimulationResult) -> Report:
-    """Simulated training steps: what each policy takes, and on what.
-
-    Args:
-        found: The result.
-    """
-    first, best = found.runs[0], min(found.runs, key=lambda run: 1.0 / run.tokens_per_s)
-    ratio, saved, money = found.speedup(best), found.saved_gpu_hours(best), found.saved_money(best)
-    kinds = {
-        name: [
-            run.means[name] / run.accumulate * run.tokens.size / run.tokens.sum() * 1e6
-            for run in found.runs
-        ]
-        for name in first.means
-    }
-    metric_rows, second_rows = found.rows()
-    facts = (
-        Fact("best", "most tokens a second", best.name, best.name),
-        Fact("over_first", f"as fast as {first.name}", ratio, f"{ratio:.2f}x"),
-        Fact("fbl_s", "a step takes", best.fbl_s, f"{best.fbl_s:.3g} s"),
-        Fact("tokens_per_s", "tokens a second", best.tokens_per_s, f"{best.tokens_per_s:,.0f}"),
-        Fact("idle_share", "ranks wait", best.idle_share, f"{best.idle_share:.1%}"),
-        Fact(
-            "saved_gpu_hours",
-            f"GPU-hours saved in {found.options.train_steps:,} steps",
-            saved,
-            f"{saved:,.4g} of {found.gpu_hours(first):,.4g}",
-        ),
-        *(() if money is None else (Fact("saved_money", "worth", money, f"{money:,.4g}"),)),
-    )
-    bars = draw_bars(
-        "Seconds for a million tokens",
-        "Means over ranks and steps: where the time of a rank goes. Steps of packs and buckets "
-        "hold other numbers of tokens, so that steps would not compare.",
-        [run.name for run in found.runs],
-        {name: values for name, values in kinds.items() if any(values)},
-        "s",
-    )
-    return Report(
-        title=f"Training simulated on {found.num_ranks} ranks",
-        answer=f"{best.name}: {ratio:.2f}x the tokens a second of what you do now, {first.name}.",
-        facts=facts,
-        parts=(
-            bars,
-            *(
-                Rows(title, dict.fromkeys(rows[0], "{}"), tuple(rows[1:]))
-                for title, rows in (
-                    ("What it is worth", found.worth_rows()),
-                    ("Metrics", metric_rows),
-                    ("Seconds", second_rows),
-                )
-            ),
-        ),
-        notes=(
-            *found.warnings,
-            f"Simulated, not measured. Machine: {found.profile}.",
-            found.profile.note,
-            f"Model and data: {found.setting}.",
-            "GPU-hours are those of all ranks, for as many tokens as the first row trains on in so "
-            "many steps.",
-        ),
-    )
-
-
-def of_sparse(study: Study, head: int, machine: str) -> Report:
-    """Block masks on meshes: what each way of planning makes of them.
-
-    Args:
-        study: With tolerances and rewards.
-        head: Whose mask is drawn.
-        machine: Where the machine's numbers are from.
-    """
-    meshes = study.setting.meshes
-    best = min(meshes, key=lambda mesh: study.mean(mesh, DEFAULT).predicted_s)
-    before, after = study.mean(best, BEFORE), study.mean(best, DEFAULT)
-    speedup = before.predicted_s / after.predicted_s
-    density = float(study.masks.mean())
-    facts = (
-        Fact("speedup", "predicted speed-up of the call", speedup, f"{speedup:.3f}x"),
-        Fact("mesh", "fastest mesh", mesh_name(best), mesh_name(best)),
-        Fact("rho_before", "rho in order", before.imbalance, f"{before.imbalance:.4f}"),
-        Fact("rho", "rho balanced", after.imbalance, f"{after.imbalance:.4f}"),
-        Fact("call_s", "the call takes", after.predicted_s, f"{after.predicted_s * 1e3:.3f} ms"),
-        Fact("planning_s", "planning", after.planning_s, f"{after.planning_s * 1e3:.1f} ms"),
-        Fact("sent_bytes", "sent", after.sent_bytes, f"{after.sent_bytes / 2**20:,.0f} MiB"),
-        Fact("density", "blocks computed", density, f"{density:.1%}"),
-    )
-    rows = tuple(
-        (
-            mesh_name(mesh),
-            way,
-            f"{row.imbalance:.4f}",
-            f"{row.critical_path_imbalance:.4f}",
-            f"{row.q_moved:.1%}",
-            f"{row.kv_moved:.1%}",
-            f"{row.predicted_s * 1e3:.3f}",
-        )
-        for mesh in meshes
-        for way in WAYS
-        for row in [study.mean(mesh, way)]
-    )
-    columns = ("mesh", "plan", "rho", "critical path", "Q moved", "KV moved", "call, ms")
-    words = "The mask, who computes what, the chosen meshes, and what tolerance and reward cost."
-    return Report(
-        title=f"Block-sparse attention: {study.name}",
-        answer=f"On {mesh_name(best)}, balancing makes the call {speedup:.2f}x as fast.",
-        facts=facts,
-        parts=(
-            Chart("Masks and plans", words, lambda: draw(study, head)),
-            Rows("Ways of planning", dict.fromkeys(columns, "{}"), rows),
-        ),
-        notes=(
-            f"Predicted for {machine}.",
-            "rho is the slowest rank's work over the mean, where ranks of a ring wait for all "
-            "others after each round; critical path is where they wait for their neighbours alone.",
-            f'Speed-ups are over "{BEFORE}": heads in their order, blocks in runs.',
-        ),
-    )

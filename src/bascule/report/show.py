@@ -1,12 +1,13 @@
 """A report on a console: facts, tables, notes. Charts are for pages."""
 
+from io import StringIO
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from bascule.report.page import Report, Rows
 
-_MOST_ROWS = 64
 _BAR_WIDTH = 28
 
 
@@ -25,13 +26,20 @@ def show(console: Console, report: Report) -> None:
         _line(console, note)
 
 
+def as_text(report: Report, width: int) -> str:
+    """Return what `show` prints, without colours."""
+    text = StringIO()
+    show(Console(file=text, width=width, color_system=None), report)
+    return text.getvalue()
+
+
 def _line(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 def _table(rows: Rows) -> Table:
     table = Table(title=escape(rows.title))
-    hidden = len(rows.rows) - _MOST_ROWS
+    hidden = len(rows.rows) - rows.num_shown
     if hidden > 0:
         table.caption = f"{hidden:,} more"
     for place, name in enumerate(rows.columns):
@@ -39,7 +47,7 @@ def _table(rows: Rows) -> Table:
     if rows.bars:
         table.add_column("")
     scale = _BAR_WIDTH / (max(rows.bars, default=0.0) or 1.0)
-    for place, cells in enumerate(rows.texts[:_MOST_ROWS]):
+    for place, cells in enumerate(rows.texts[: rows.num_shown]):
         bars = ("█" * round(bar * scale) for bar in rows.bars[place : place + 1])
         table.add_row(*map(escape, cells), *bars)
     return table

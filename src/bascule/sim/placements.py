@@ -145,8 +145,7 @@ AUTO = "auto"
 """The name of the bags that `suggest_topology` chooses for the run."""
 
 _ADVICE = (
-    f'"{", ".join(_POLICIES)}", "loader", "{AUTO}", a topology such as g4n8, or knapsack and a '
-    "topology"
+    f"{', '.join(_POLICIES)}, loader, {AUTO}, a topology such as g4n8, or knapsack and a topology"
 )
 
 
@@ -162,7 +161,7 @@ def policy_of(name: str, cost: TransformerCost, cluster: Cluster) -> Policy:
     if name == "loader":
         return partial(planned, Topology(((1, num_ranks),)), "lpt", SAMPLES, cost, cluster)
     planner, _, spec = name.rpartition(" ")
-    if planner not in ("", "knapsack"):
+    if planner not in ("", "knapsack") or not spec.startswith("g"):
         raise ConfigError(f"topologies: {shown(name)}: give {_ADVICE}")
     topology = Topology.parse(spec, world_size=num_ranks)
     return partial(planned, topology, planner or "lpt", TOKENS, cost, cluster)

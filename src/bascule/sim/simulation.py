@@ -3,14 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
-from rich.table import Table
 
 from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError
@@ -202,72 +199,12 @@ class SimulationResult:
             + (f"; {fitting} would fit" if fitting else "")
         ]
 
-    def worth_rows(self) -> list[tuple[str, ...]]:
-        """Compare each run with the first one: a heading and a row a run."""
-        options, first = self.options, self.runs[0]
-        price, hours = options.gpu_hour_price, f"GPU-hours, {options.train_steps:,} steps"
-        money = () if price is None else (f"saved, at {price:g} an hour",)
-        rows: list[tuple[str, ...]] = [("against the first", "speed-up", hours, "saved", *money)]
-        for run in self.runs:
-            name = f"{run.name}: what you do now" if run is first else run.name
-            amounts = self.gpu_hours(run), self.saved_gpu_hours(run), self.saved_money(run)
-            shown = (f"{one:,.4g}" for one in amounts if one is not None)
-            rows.append((name, f"{self.speedup(run):.2f}x", *shown))
-        return rows
-
-    def rows(self) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-        """Return metrics, and mean seconds of a rank and step by kind; a heading and a row a run.
-
-        Kinds on which no run spends anything are left out.
-        """
-        metric_rows = [("", "WIR", "FBL, s", "TPS, k", "HFU, %", "idle, %", "activations, GB")]
-        means = [run.means for run in self.runs]
-        kinds = [name for name in means[0] if any(one[name] > 0 for one in means)]
-        second_rows = [("seconds of", *(name.replace("_", " ") for name in kinds))]
-        for run, spent in zip(self.runs, means, strict=True):
-            large = " (too much)" if self.fits(run) is False else ""
-            metric_rows.append(
-                (
-                    run.name,
-                    f"{run.wir:.2f}",
-                    f"{run.fbl_s:.3g}",
-                    f"{run.tokens_per_s / 1e3:.4g}",
-                    "" if run.hfu is None else f"{100 * run.hfu:.1f}",
-                    f"{100 * run.idle_share:.1f}",
-                    f"{run.most_activation_bytes / 1e9:.3g}{large}",
-                )
-            )
-            shown = (f"{spent[name]:.3g}" if spent[name] > 0 else "" for name in kinds)
-            second_rows.append((run.name, *shown))
-        return metric_rows, second_rows
-
-    def tables(self) -> list[Table]:
-        """Return `worth_rows` and `rows`, to be printed."""
-        tables: list[Table] = []
-        for heading, *rows in (self.worth_rows(), *self.rows()):
-            tables.append(table := Table())
-            for place, name in enumerate(heading):
-                justify = "right" if place else "left"
-                table.add_column(name, justify=justify, no_wrap=not place)
-            for row in rows:
-                table.add_row(*row)
-        return tables
-
     def table(self) -> str:
         """Return everything as text."""
-        text = StringIO()
-        self.show(Console(file=text, width=_WIDTH, color_system=None))
-        return text.getvalue()
+        from bascule.report.reports import of_simulation
+        from bascule.report.show import as_text
 
-    def show(self, console: Console) -> None:
-        """Print the tables, and below them what was assumed, and warnings."""
-        console.print(*self.tables(), sep="\n")
-        for line in (
-            f"simulated: {self.setting}",
-            f"{self.num_ranks} ranks of {self.profile}",
-            *(f"warning: {line}" for line in self.warnings),
-        ):
-            console.print(line, soft_wrap=True, markup=False, highlight=False)
+        return as_text(of_simulation(self), _WIDTH)
 
     def report(self, path: str | Path) -> None:
         """Write a page of it all, as `bascule simulate --report` does."""
