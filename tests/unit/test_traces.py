@@ -296,7 +296,7 @@ def test_what_the_fit_assumes_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
     code, out, err = run(capsys, "trace", str(folder), "--json", "-", "--report", str(report))
     found, printed = json.loads(out)["worth"], " ".join(err.split())
     assert code == 0 and {"quadratic", "linear"} <= set(found["assumed"])
-    assert f"the model is off by {found['model_error']:+.1%} in the steps as run" in printed
+    assert f"by a model that is {found['model_error']:+.1%} off in the steps as run" in printed
     assert "the steps do not show how much of the time is quadratic, linear" in printed
     assert "attention to outweigh the rest from 24,576 tokens on" in printed
     page = report.read_text()

@@ -415,10 +415,10 @@ def of_trace(parts: StepParts, worth: Worth | None, unknown: str) -> Report:
         )
     names = [name for name in _PARTS if name != "waiting" or is_known]
     columns = [getattr(parts, name).mean(axis=0) * 1e3 for name in ("seconds", *names)]
-    forms = {"rank": "{}"} | dict.fromkeys((f"{name}, ms" for name in ("step", *names)), "{:.4g}")
+    forms = {"rank": "{}"} | dict.fromkeys(("step", *names), "{:.4g}")
     if is_known:
         columns.append(np.array([np.sum(parts.slowest == rank) for rank in parts.ranks]))
-        forms["slowest in"] = "{:.0f} steps"
+        forms["slowest"] = "{:.0f} steps"
     rows = list(zip(*(column.tolist() for column in (parts.ranks, *columns)), strict=True))
     compute = "kernels of a device" if parts.on_device else "operators of the host"
     return Report(
@@ -446,7 +446,7 @@ def of_trace(parts: StepParts, worth: Worth | None, unknown: str) -> Report:
                 ("step", "s"),
                 {"slowest rank": parts.own.max(axis=1), "mean": parts.own.mean(axis=1)},
             ),
-            Rows("All ranks", forms, rows),
+            Rows("All ranks, ms a step", forms, rows),
             *([] if worth is None else [_worth_of_steps(worth)]),
         ),
         notes=(
