@@ -11,7 +11,7 @@ GPU := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 # Files of tests that start ranks run three at a time: ranks wait for each other for much of their time.
-TESTS := tests/unit tests/property
+TESTS := tests/unit
 RANKS := tests/distributed tests/peers
 ifeq ($(GPU),yes)
   RANKS += tests/gpu

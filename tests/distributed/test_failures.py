@@ -4,7 +4,6 @@ They end with its reason long before the timeout of the groups, or at the timeou
 is late is waited for.
 """
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -320,18 +319,3 @@ def test_what_a_failure_ended_stays_ended_and_new_groups_work() -> None:
 
 
 # --- the thread -----------------------------------------------------------------------------------
-
-
-def own_threads() -> list[str]:
-    return [one.name for one in threading.enumerate() if one.name.startswith("bascule")]
-
-
-def threads_of_a_loader() -> list[list[str]]:
-    with loader_of([[sample_of(k, 3)] for k in range(4)], timeout_s=LONG_S) as batches:
-        during, *_ = [own_threads() for _ in batches]  # at the last step its thread may be done
-    return [during, own_threads()]
-
-
-def test_after_close_only_the_watch_stays() -> None:
-    for during, closed in run_ranks(threads_of_a_loader, 2):
-        assert len(during) > 1 and closed == ["bascule watch"]

@@ -24,14 +24,12 @@ from tests.helpers.loader_cases import (
     Record,
     Schedule,
     allow_workers,
-    check_exactly_once,
     check_restore,
     check_schedules,
     heard_by,
     loader_of,
     loader_with,
     note,
-    run_schedule,
     same,
     sample_of,
 )
@@ -66,32 +64,6 @@ for ends in get_args(Ends):
 
 def test_awkward_schedules() -> None:
     check_schedules(list(enumerate(EDGES.values())), 3)
-
-
-GIANT = Schedule(
-    (((32_768,), (900, 900, 900)), ((5, 4, 3), (6, 600)), ((3, 2, 2), (800, 1))),
-    accumulate=2,
-    sync="step",
-)
-FEW = Schedule((((32_768,), ()), ((5, 4, 3), (600,)), ((3, 2, 2), ())), accumulate=2, sync="step")
-
-
-def giant_first() -> list[list[Record]]:
-    return [run_schedule(GIANT, 0), run_schedule(FEW, 1)]
-
-
-def test_with_a_giant_and_one_wait_a_step_ranks_may_be_empty() -> None:
-    with_many, with_few = (list(runs) for runs in zip(*run_ranks(giant_first, 3), strict=True))
-    check_exactly_once(GIANT, with_many)
-    check_exactly_once(FEW, with_few)
-    # The rank with the giant does nothing, or next to nothing, in the other microbatch.
-    giant = next(records for records in with_many if 0 in records[0].ids)
-    assert giant[0].ids == [0] and len(giant[1].ids) <= 1
-    others = [len(records[1].ids) for records in with_many if records is not giant]
-    assert min(others) >= 3
-    giant = next(records for records in with_few if 0 in records[0].ids)
-    assert giant[0].ids == [0] and giant[1].ids == []
-    assert sorted(len(records[1].ids) for records in with_few) == [0, 0, 1]
 
 
 def peers() -> dict[str, Any]:
@@ -271,11 +243,6 @@ def measured() -> float:
     clock = SimpleNamespace(perf_counter=lambda: next(ticks) * tick)
     with mock.patch.object(items, "time", clock):
         return items.measure_exchange(loader_of(None).ranks.group).byte_s
-
-
-def test_the_slowest_rank_says_how_fast_an_exchange_is() -> None:
-    rates = run_ranks(measured, 3)
-    assert rates[0] == rates[1] == rates[2] == 2.0**-20  # a second for a mebibyte
 
 
 SECONDS = PolynomialCost(0.0, 1e-4, 0.0)

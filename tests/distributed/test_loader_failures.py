@@ -10,7 +10,6 @@ import random
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -27,7 +26,6 @@ from bascule.data import loader, prefetch
 from bascule.data.cost_tracker import CostTracker
 from bascule.data.loader import BalancedLoader
 from bascule.data.steps import Batch, Redistributor
-from bascule.errors import CommError
 from bascule.plan.costs import PolynomialCost
 from bascule.plan.limits import Limits
 from tests.helpers.held import Held, check_held, needs_proc
@@ -182,32 +180,6 @@ def test_what_fails_on_one_rank_is_the_same_error_on_all() -> None:
         # Whatever was made before is still handed out.
         assert end.seen == [(s, m) for s in range(BAD_STEP) for m in range(2)], (kind, end)
         assert end.threads == []
-
-
-class Thing:
-    """What a function of the user holds when it fails."""
-
-
-def error_that_is_kept() -> int:
-    held: list[weakref.ref[Thing]] = []
-
-    def failing_with(samples: Any) -> Any:
-        thing = Thing()
-        held.append(weakref.ref(thing))
-        raise KeyError(len(samples))
-
-    kept: list[Exception] = []
-    for functions in ({"length_fn": failing_with}, {"length_fn": len, "collate_fn": failing_with}):
-        try:
-            list(loader_of([[(1, 2)]], **functions))
-        except CommError as error:
-            kept.append(error)
-    assert len(kept) == len(held) == 2
-    return sum(one() is not None for one in held)
-
-
-def test_an_error_that_is_kept_keeps_nothing_of_where_it_was_raised() -> None:
-    assert run_ranks(error_that_is_kept, 1) == [0]
 
 
 # --- ranks that are gone, or do not come ----------------------------------------------------------

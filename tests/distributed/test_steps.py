@@ -63,25 +63,6 @@ def planned() -> None:
         assert makespans[1] <= makespans[0]
 
 
-def planned_again() -> None:
-    """Microbatches of a generator count each; a step that is only looked at builds no bag."""
-    asked = list[int]()
-
-    def cost(lens: Any) -> Any:
-        asked.append(len(lens))
-        return COST(lens)
-
-    parallel = SequenceParallel(None, "g1n2", cost)
-    before = len(asked)
-    steps = parallel.plan_step([one] for one in (3, 5, 2))
-    assert [step.number for step in steps] == [1, 2, 3]
-    planning = len(asked) - before
-    before = len(asked)
-    assert parallel.plan([4]).number == 4
-    assert len(asked) - before == planning // 3  # it was not described again
-    assert all("_bag" not in vars(step) for step in steps)
-
-
 def trained(is_sharded: bool) -> None:
     """Gradients of four microbatches that were planned together, as of one process."""
     model, plain = make_model(config_of(4, 4)), make_model(config_of(4, 4))
@@ -299,7 +280,6 @@ def loaded() -> None:
 
 def on_two_ranks() -> None:
     planned()
-    planned_again()
     planned_behind()
     measured()
     loaded()

@@ -61,12 +61,13 @@ def make_sample(index: int, guidance: bool, dtype: torch.dtype) -> dict[str, Ten
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    pos = torch.zeros(num_text + height * width, 3)
-    pos[num_text:, 1:] = torch.cartesian_prod(torch.arange(height), torch.arange(width))
+    is_image = torch.randperm(num_text + height * width, generator=generator) >= num_text
+    pos = torch.zeros(len(is_image), 3)
+    pos[is_image, 1:] = torch.cartesian_prod(torch.arange(height), torch.arange(width)).float()
     return {
         "image_tokens": draw(height * width, CHANNELS),
         "text_tokens": draw(num_text, TEXT_DIM),
-        "is_image": torch.arange(num_text + height * width) >= num_text,
+        "is_image": is_image,
         "pos": pos,
         "timestep": torch.rand(1, generator=generator).to(dtype),
         "pooled": draw(1, VEC_DIM),

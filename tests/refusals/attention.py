@@ -21,6 +21,10 @@ def masked(mask: torch.Tensor, dtype: torch.dtype = torch.float32) -> Callable[[
     return attended(Q.to(dtype), attn_mask=mask)
 
 
+def laid_out(segments: tuple[int, ...] = (3, 9), **settings: Any) -> Callable[[], object]:
+    return partial(SequenceLayout, segments, 1, 2, **settings)
+
+
 CASES = [
     *(
         (f"mask of {wrong} for {dtype}", masked(SEEN.to(wrong), dtype), (f"{wrong}", "mask.bool()"))
@@ -29,9 +33,7 @@ CASES = [
     ),
     ("values of 16 bits", attended(v=Q.bfloat16()), ("one floating-point dtype",)),
     ("queries of 64 bits", attended(Q.double(), Q, Q), ("one floating-point dtype",)),
-    ("keys of 16 bits", attended(k=Q.half()), ("one floating-point dtype",)),
     ("integers", attended(Q.int()), ("one floating-point dtype",)),
-    ("numbers of 8 bits", attended(Q.to(torch.float8_e4m3fn)), ("one floating-point dtype",)),
     ("no heads", attended(Q[:, :0]), ("(1, 0, 6, 8)",)),
     ("no width", attended(Q[..., :0]), ("(1, 2, 6, 0)",)),
     ("more heads of keys", attended(k=Q.repeat(1, 2, 1, 1)), ("k and v alike",)),
@@ -39,5 +41,9 @@ CASES = [
     ("sparse mask", masked(SEEN.float().to_sparse()), ("mask", "torch.sparse_coo")),
     ("mask with gradient", masked(SEEN.float().requires_grad_()), ("requires a gradient",)),
     ("no kernel", lambda: AttentionOptions(kernel="TORCH_MATH"), ("choose one of",)),
-    ("segment twice", lambda: SequenceLayout((3, 9), 1, 2, replicated=(0, 0)), ("(0, 0)",)),
+    ("segment twice", laid_out(replicated=(0, 0)), ("(0, 0)",)),
+    ("no such segment", laid_out(replicated=(2,)), ("replicated[0]=2", "at most 1")),
+    ("a segment below 0", laid_out((-1,)), ("segments[0]=-1", "at least 0")),
+    ("stripes in zigzag", laid_out(stripe=1, zigzag=True), ("stripe",)),
+    ("stripes of replicated tokens", laid_out(stripe=1, replicated=(0,)), ("stripe",)),
 ]

@@ -55,14 +55,6 @@ def option(**wrong: Any) -> Callable[[], object]:
 
 CASES = [
     ("features_for", option(features_for="none"), ("features_for='none'", '"owner"')),
-    (
-        "locality_tolerance",
-        option(locality_tolerance=-0.1),
-        ("locality_tolerance=-0.1", "at least 0"),
-    ),
-    ("limits", option(limits=5), ("limits=5", "Limits(tokens=..)")),
-    ("cluster", option(cluster=2), ("cluster=2", "a Cluster(")),
-    ("table", option(table={}), ("table={}", "an EncoderTable")),
     ("timeout_s", option(timeout_s=0), ("timeout_s=0", "at least 0.001")),
     ("unlike rows", cut(ROWS, x=torch.eye(3), mask=torch.ones(2, 2)), UNLIKE),
     ("no dims", cut(ROWS, x=torch.tensor(1.0)), UNLIKE),

@@ -12,7 +12,6 @@ import numpy as np
 
 from bascule import HardwareProfile, Sequences, TransformerCost, plan_batch, simulate
 from bascule.costs import PolynomialCost
-from bascule.plan.calibration import Calibration, Overhead
 from bascule.plan.machine import TRAINING, AttentionLoad, Bag, Passes, Work, in_passes, passes_of
 from bascule.plan.mesh_choice import DenoisingStep, choose_mesh
 from bascule.sim import SimulationOptions
@@ -55,22 +54,11 @@ def changed(one: Any, name: str, value: Any, *words: str) -> Case:
 CASES: list[Case] = [
     changed(TransformerCost(64), "d_model", 3072.0, "an integer"),
     changed(TransformerCost(64), "num_layers", 0, "at least 1"),
-    changed(TransformerCost(64), "gamma", math.nan, "finite"),
-    changed(TransformerCost(64), "seconds_per_unit", 0.0, "at least"),
-    changed(TransformerCost(64), "fit_error", -1.0, "at least 0"),
-    changed(TransformerCost(64), "bytes_per_token", True, "finite"),
     changed(PolynomialCost(1, 1, 1), "overhead", -1e-12, "at least 0"),
     changed(PolynomialCost(1, 1, 1), "constant", "1", "finite"),
-    changed(PolynomialCost(1, 1, 1), "bytes_per_token", 0, "at least"),
     ("seconds of FLOPs", partial(TransformerCost(64).seconds, [1]), ("fit_latency",)),
     changed(CLUSTER, "num_nodes", True, "an integer"),
     changed(CLUSTER, "ranks_per_node", 1.5, "an integer"),
-    changed(CLUSTER, "flops_per_s", 0.0, "at least"),
-    changed(CLUSTER, "memory_bytes", math.nan, "finite"),
-    changed(CLUSTER, "intra_bytes_per_s", -1.0, "at least"),
-    changed(CLUSTER, "inter_bytes_per_s", math.inf, "at most"),
-    changed(CLUSTER, "latency_s", -1e-9, "at least 0"),
-    changed(CLUSTER, "pack_bytes_per_s", 0.0, "at least"),
     ("too many ranks", partial(replace, CLUSTER, num_nodes=2**17), ("524288 ranks", "131072")),
     (
         "a batch of another world",
@@ -82,35 +70,20 @@ CASES: list[Case] = [
         partial(plan_batch, [[1]] * 4, "g4n1", np.sqrt, cluster=CLUSTER),
         ("width of the model", "TransformerCost"),
     ),
-    (
-        "a cost without a width in a ring",
-        partial(plan_batch, [[1]] * 4, "g1r4n1", np.sqrt, cluster=CLUSTER),
-        ("width of the model", "TransformerCost"),
-    ),
     changed(LOAD, "ulysses_degree", 0, "at least 1"),
     changed(LOAD, "ring_degree", 1.5, "an integer"),
-    changed(LOAD, "work", -1.0, "at least 0"),
-    changed(LOAD, "p2p_bytes", math.nan, "finite"),
-    changed(LOAD, "all_to_all_bytes", math.inf, "at most"),
-    changed(LOAD, "copied_bytes", -1.0, "at least 0"),
     changed(LATENCY, "launch_s", -1.0, "at least 0"),
     changed(LATENCY, "p2p_s_per_byte", math.nan, "finite"),
-    changed(LATENCY, "fit_error", -0.1, "at least 0"),
     *(changed(H100, name, True, "finite") for name in H100.numbers),
     changed(H100, "device", 5, "a text"),
     changed(H100, "note", None, "a text"),
-    changed(H100, "source", "guessed", '"measured" or "datasheet" or "published" or "given"'),
-    changed(H100, "attention", 5, "an AttentionLatency"),
-    changed(H100, "calibration", 5, "a Calibration"),
     ("no such profile", partial(HardwareProfile.load, "h200"), ("'h200'", "h200-datasheet")),
-    ("a profile of a number", partial(HardwareProfile.load, 5), ("5",)),
     (
         "a cluster of what is not known",
         partial(NEW.cluster, 1, 2),
         ("new has no matmul_flops_per_s, memory_bytes",),
     ),
     ("attention of what is not known", partial(NEW.attention_latency, 64), ("new has no",)),
-    ("a head of nothing", partial(H100.attention_latency, 0), ("head_dim is 0",)),
     (
         "a wire that is not needed",
         partial(LACKING.forward_seconds, [Work()], Bag.aligned(2, 1, 2)),
@@ -124,10 +97,7 @@ CASES: list[Case] = [
     changed(STEP, "num_tokens", 0, "at least 1"),
     changed(STEP, "num_passes", 1.5, "an integer"),
     ("a mesh of no ranks", partial(choose_mesh, STEP, 0), ("num_ranks is 0",)),
-    ("half a node", partial(choose_mesh, STEP, 2, ranks_per_node=0.5), ("ranks_per_node is 0.5",)),
-    ("a ring of none", partial(choose_mesh, STEP, 2, max_ring_degree=0), ("max_ring_degree is 0",)),
     ("no mesh", partial(choose_mesh, STEP, 16, max_ring_degree=1), ("raise max_ring_degree",)),
-    ("no profile", partial(choose_mesh, STEP, 2, profile="h100"), ("a HardwareProfile",)),
     (
         "a mesh of what is not known",
         partial(choose_mesh, STEP, 2, profile=NEW),
@@ -141,27 +111,14 @@ CASES: list[Case] = [
         ("a TransformerCost",),
     ),
     changed(CURVE, "what", 5, "a text"),
-    ("a long text", partial(replace, CURVE, what="x" * 2001), ("2001 letters", "at most 2000")),
     changed(CURVE, "unit", "words", '"tokens" or "bytes"'),
-    ("no sizes", partial(replace, CURVE, sizes=5), ("Fit(sizes=5)", "a list")),
     ("too many sizes", partial(replace, CURVE, sizes=MANY), ("1001 entries", "at most 1000")),
     ("a size of nothing", partial(replace, CURVE, sizes=[0.0] * 9), ("sizes[0]=0.0", "at least")),
-    ("nan seconds", partial(replace, CURVE, seconds=[math.nan] * 9), ("seconds[0]=nan", "finite")),
-    ("an error of text", partial(replace, CURVE, errors=["x"] * 3), ("errors[0]='x'", "finite")),
-    (
-        "held out of numbers",
-        partial(replace, CURVE, held_out=[1] * 9),
-        ("held_out[0]=1", "true or false"),
-    ),
     ("a coefficient less", partial(replace, CURVE, coefficients=(1.0, 2.0)), ("2 coefficients",)),
     ("a size less", partial(replace, CURVE, sizes=CURVE.sizes[:-1]), ("8 sizes",)),
     ("nothing fitted", partial(replace, CURVE, held_out=(True,) * 9), ("fit some of them",)),
-    ("an overhead below 0", partial(Overhead, what="x", seconds=-1.0, error=0.0), ("seconds=-1",)),
     changed(CALIBRATION, "num_ranks", 0, "at least 1"),
     changed(CALIBRATION, "d_model", 1.5, "an integer"),
-    changed(CALIBRATION, "name", None, "a text"),
-    ("fits of numbers", partial(replace, CALIBRATION, fits=[1]), ("fits[0]=1", "a Fit")),
-    ("no calibration", partial(Calibration.of_dict, []), ("Calibration holds no fields",)),
     (
         "a rate that was edited",
         partial(replace, MADE, matmul_flops_per_s=1e15),
@@ -169,7 +126,6 @@ CASES: list[Case] = [
     ),
     changed(EncoderStage("T5"), "name", 5, "a text"),
     changed(EncoderStage("T5"), "sample_s", -1.0, "at least 0"),
-    changed(EncoderStage("T5"), "is_balanced", 1, "True or False"),
     changed(Sharding(), "num_params", 0, "at least 1"),
     changed(Sharding(), "shard_ranks", 1.5, "an integer"),
     (
@@ -179,21 +135,11 @@ CASES: list[Case] = [
     ),
     changed(SimulationOptions(), "num_steps", 0, "at least 1"),
     changed(SimulationOptions(), "accumulate", 0.5, "an integer"),
-    changed(SimulationOptions(), "num_ranks", -1, "at least 1"),
-    changed(SimulationOptions(), "ranks_per_node", 0, "at least 1"),
-    changed(SimulationOptions(), "train_steps", 0, "at least 1"),
-    changed(SimulationOptions(), "gpu_hour_price", -1.0, "at least 0"),
-    changed(SimulationOptions(), "sharding", 8, "a Sharding"),
-    changed(SimulationOptions(), "passes", "step", "a Passes"),
-    changed(SimulationOptions(), "loader_bytes_per_s", 0, "at least"),
-    changed(SimulationOptions(), "sample_bytes_per_token", math.nan, "finite"),
-    changed(SimulationOptions(), "routed_bytes_per_token", 0.0, "at least"),
     (
         "too many microbatches",
         partial(SimulationOptions, num_steps=10**5, accumulate=2),
         ("more than 100000",),
     ),
-    ("a stage of text", partial(SimulationOptions, stages=["T5"]), ("stages[0]='T5'",)),
     *(
         (f"stages {names}", partial(SimulationOptions, stages=names), ("must differ",))
         for names in ((EncoderStage("vae"),) * 2, (EncoderStage("compute"),))

@@ -1,23 +1,24 @@
 """Samplers of all ranks, side by side in one process."""
 
 import itertools
-import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch.utils.data import DataLoader
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from bascule.data import BalancedSampler, ResumableSampler, SamplerOptions
+from bascule.data import BalancedSampler, SamplerOptions
 from bascule.data import samplers as dealt
 from bascule.errors import ConfigError, PlanError
 from bascule.plan.costs import TransformerCost
-from bascule.plan.epoch.deal import DealRules, deal_in_turn, deal_step
-from bascule.plan.epoch.order import StepShape
+from bascule.plan.epoch.deal import Deal, DealRules, deal_in_turn, deal_step
+from bascule.plan.epoch.order import StepShape, epoch_order
 from bascule.plan.limits import Limits
+from bascule.plan.step import Sync
 
 COST = TransformerCost(64)
 
@@ -51,17 +52,6 @@ def flat(nested: Any) -> list[int]:
     return [index for step in nested for row in step for batch in row for index in batch]
 
 
-def test_a_full_step_has_the_samples_of_the_plain_order_and_batches_of_one_size() -> None:
-    lengths = drawn(96)
-    plain = list(ResumableSampler(96, rank=0, num_ranks=1, seed=7))
-    samplers = ranks_of(lengths, 4, seed=7, batch_size=3, accumulate=2)
-    steps = steps_of(samplers)
-    assert len(steps) == 4
-    for number, step in enumerate(steps):
-        assert sorted(flat([step])) == sorted(plain[24 * number : 24 * number + 24])
-        assert {len(batch) for row in step for batch in row} == {3}
-
-
 def test_the_samples_of_a_step_are_the_same_whatever_the_ranks() -> None:
     lengths = drawn(100)
     worlds = [(1, 2, 8), (2, 2, 4), (4, 2, 2), (8, 2, 1), (2, 8, 1), (4, 1, 4), (16, 1, 1)]
@@ -76,31 +66,6 @@ def test_the_samples_of_a_step_are_the_same_whatever_the_ranks() -> None:
         assert other[:5] == found[0][:5] and sorted(itertools.chain(*other)) == list(range(100))
     assert [len(step) for step in found[0]] == [16, 16, 16, 16, 16, 10, 10]
     assert [len(step) for step in found[-1]] == [16] * 5 + [20]
-
-
-@pytest.mark.parametrize(
-    ("shape", "left", "sizes"),
-    [
-        ((2, 2, 1), 8, [4, 4]),
-        ((2, 2, 1), 11, [4, 4, 3]),
-        ((2, 2, 1), 9, [4, 3, 2]),
-        ((2, 2, 1), 5, [3, 2]),
-        ((1, 4, 1), 9, [4, 5]),
-        ((1, 4, 1), 7, [7]),
-        ((1, 2, 2), 3, [3]),
-        ((3, 1, 1), 1, [1]),
-        ((3, 1, 1), 0, []),
-        ((8, 4, 2), 130, [64, 33, 33]),
-    ],
-)
-def test_where_an_epoch_is_cut(shape: tuple[int, int, int], left: int, sizes: list[int]) -> None:
-    cut = StepShape(*shape)
-    assert list(cut.sizes(left)) == sizes
-    assert cut.num_steps(left) == len(sizes)
-    assert [cut.samples_in(left, k) for k in range(len(sizes) + 1)] == [
-        sum(sizes[:k]) for k in range(len(sizes) + 1)
-    ]
-    assert cut.most_in_a_cell(left) == max((-(-size // cut.num_cells) for size in sizes), default=0)
 
 
 @pytest.mark.parametrize("sync", ["microbatch", "step"])
@@ -126,61 +91,6 @@ def test_steps_are_even_and_their_bound_holds(sync: Any, even: bool) -> None:
     assert total < 0.95
 
 
-def test_giants_share_a_microbatch_with_the_longest() -> None:
-    """Apart, each would hold up its own microbatch."""
-    costs = np.array([100.0, 90.0] + [10.0] * 6)
-    shape = StepShape(1, 2, 4)
-    deal = deal_step(costs, costs.astype(np.int64), DealRules(shape))
-    assert deal.makespan == 130.0 and deal.gap < 1e-9
-    assert deal.microbatch_of[0] == deal.microbatch_of[1]
-
-
-def test_padded_batches_hold_samples_of_like_lengths() -> None:
-    lengths = drawn(256, seed=2)
-    (plain, *_) = ranks_of(lengths, 4, tokens, batch_size=8)
-    options = {even: SamplerOptions(padded=True, even_counts=even) for even in (True, False)}
-    found = {
-        even: ranks_of(lengths, 4, tokens, batch_size=8, options=one)[0]
-        for even, one in options.items()
-    }
-    for step in range(8):
-        deals = {even: sampler.deal(step) for even, sampler in found.items()}
-        for deal in deals.values():
-            for rank in range(4):
-                batch = deal.batch(rank, 0)
-                longest = max(lengths[index] for index in batch)
-                assert deal.loads[0, rank] == longest * batch.size
-        padded = [max(lengths[k] for k in plain.deal(step).batch(r, 0)) * 8 for r in range(4)]
-        assert deals[True].makespan <= max(padded)
-        assert deals[False].gap <= 0.25 and deals[False].makespan < 0.6 * max(padded)
-
-
-def test_the_best_padded_partition_of_one_microbatch() -> None:
-    rng = np.random.default_rng(4)
-    for _ in range(20):
-        costs = rng.integers(1, 30, 7).astype(float)
-        rules = DealRules(StepShape(1, 3, 1), even_counts=False, padded=True, tolerance=0.0001)
-        deal = deal_step(costs, costs.astype(np.int64), rules)
-        best = min(
-            max(costs[np.array(c) == k].max() * c.count(k) for k in range(3))
-            for c in itertools.product(range(3), repeat=7)
-            if len(set(c)) == 3
-        )
-        assert best <= deal.makespan <= best * 1.0001 and deal.lower_bound <= best
-
-
-def test_all_ranks_deal_alike_and_twice_the_same() -> None:
-    given: dict[str, Any] = {"batch_size": 2, "accumulate": 2, "seed": 3}
-    samplers = ranks_of(drawn(50), 3, **given)
-    deals = [[s.deal(k) for k in range(4)] for s in samplers]
-    for other in deals[1:]:
-        for one, two in zip(deals[0], other, strict=True):
-            assert np.array_equal(one.samples, two.samples)
-            assert np.array_equal(one.rank_of, two.rank_of)
-    assert steps_of(samplers) == steps_of(ranks_of(drawn(50), 3, **given))
-    assert steps_of(samplers) == steps_of(samplers)  # again, the same epoch
-
-
 def test_epochs_have_orders_of_their_own() -> None:
     samplers = ranks_of(drawn(40), 2)
     first = steps_of(samplers)
@@ -197,15 +107,10 @@ def test_epochs_have_orders_of_their_own() -> None:
 
 
 def test_shards_stay_at_home_where_it_costs_nothing() -> None:
-    lengths, shards = [100] * 64, np.arange(64) % 4
-    for accumulate in (1, 2):
-        for sync in ("microbatch", "step"):
-            options = SamplerOptions(shards=shards, shuffle=False, sync=sync)  # type: ignore[arg-type]
-            given: Any = {"batch_size": 4, "accumulate": accumulate, "options": options}
-            deal = ranks_of(lengths, 4, tokens, **given)[0].deal(0)
-            assert deal.gap < 1e-9
-            assert (deal.rank_of == shards[deal.samples]).mean() > (0.9 if accumulate == 1 else 0.3)
-    lengths = drawn(64)
+    shards, lengths = np.arange(64) % 4, drawn(64)
+    options = SamplerOptions(shards=shards, shuffle=False)
+    deal = ranks_of([100] * 64, 4, tokens, batch_size=4, options=options)[0].deal(0)
+    assert deal.gap < 1e-9 and (deal.rank_of == shards[deal.samples]).mean() > 0.9
     plain = ranks_of(lengths, 4, tokens, batch_size=4)[0]
     options = SamplerOptions(shards=shards.tolist())
     home = ranks_of(lengths, 4, tokens, batch_size=4, options=options)[0]
@@ -266,38 +171,6 @@ def test_a_loss_scale_of_a_batch_that_was_not_handed_out() -> None:
 # --- resume
 
 
-def test_resume_after_every_step_on_any_number_of_ranks() -> None:
-    lengths = drawn(75)
-    order = list(ResumableSampler(75, rank=0, num_ranks=1, seed=2))
-    whole = steps_of(ranks_of(lengths, 2, seed=2, accumulate=2))
-    for stop in range(len(whole) + 1):
-        samplers = ranks_of(lengths, 2, seed=2, accumulate=2)
-        for sampler in samplers:
-            list(itertools.islice(sampler, 2 * stop))
-        states = [json.loads(json.dumps(sampler.state_dict())) for sampler in samplers]
-        assert states[0] == states[1]
-        done = len(flat(whole[:stop]))
-        assert states[0]["delivered"] == done
-        again = ranks_of(lengths, 2, seed=2, accumulate=2)
-        for sampler in again:
-            sampler.load_state_dict(states[0])
-            sampler.set_epoch(0)  # as a training loop does; the epoch of the state goes on
-        assert steps_of(again) == whole[stop:]
-        for num_ranks, size, each in ((1, 2, 1), (3, 1, 2), (4, 3, 1)):
-            if 0 < 75 - done < num_ranks * each:
-                continue
-            others = ranks_of(lengths, num_ranks, seed=2, batch_size=size, accumulate=each)
-            for sampler in others:
-                sampler.load_state_dict(states[0])
-            rest = steps_of(others)
-            place = done
-            for step in rest:  # the order goes on, step by step
-                size = len(flat([step]))
-                assert sorted(flat([step])) == sorted(order[place : place + size])
-                place += size
-            assert place == 75
-
-
 def test_an_epoch_that_is_over_is_not_dealt_again_and_the_next_one_is_whole() -> None:
     samplers = ranks_of(drawn(16), 2)
     steps_of(samplers)
@@ -348,18 +221,6 @@ def test_a_stateful_loader_goes_on_where_it_was(num_workers: int) -> None:
     again = make()
     again.load_state_dict(state)
     assert list(again) == rest
-
-
-def test_a_plain_loader_with_workers() -> None:
-    samplers = ranks_of(drawn(30), 2)
-    loaders: list[DataLoader[Any]] = [
-        DataLoader(range(30), batch_sampler=sampler, num_workers=1, collate_fn=list)  # type: ignore[arg-type]
-        for sampler in samplers
-    ]
-    assert [len(loader) for loader in loaders] == [8, 8]
-    assert sorted(index for loader in loaders for batch in loader for index in batch) == list(
-        range(30)
-    )
 
 
 @pytest.mark.parametrize(
@@ -429,11 +290,6 @@ def test_limits_that_cannot_be_kept() -> None:
 # --- hostile input
 
 
-@pytest.mark.parametrize("lengths", [torch.arange(1, 9), np.arange(1, 9, dtype=np.uint8)])
-def test_lengths_of_other_types(lengths: Any) -> None:
-    assert steps_of(ranks_of(lengths, 2)) == steps_of(ranks_of(list(range(1, 9)), 2))
-
-
 def test_without_ranks_it_is_alone() -> None:
     sampler = BalancedSampler([3, 1, 2], COST, batch_size=2)
     assert len(sampler) == 2 and sampler.sampler is sampler and sampler.batch_size == 2
@@ -460,3 +316,162 @@ def test_steps_are_planned_when_they_are_asked_for(monkeypatch: pytest.MonkeyPat
     for _ in range(5):
         next(iterator)
     assert planned == [16, 16, 16]
+
+
+# Samplers of any worlds: nothing is lost or repeated, steps are those of the plain order, and no
+
+
+SYNCS: list[Sync] = ["microbatch", "step"]
+LENGTHS = st.one_of(st.integers(0, 9), st.integers(1, 500), st.just(20_000))
+
+
+def squares(seq_lens: Any) -> np.ndarray:
+    return np.asarray(seq_lens, dtype=np.float64) ** 2
+
+
+@dataclass(frozen=True)
+class World:
+    """Ranks that share an epoch."""
+
+    num_ranks: int
+    batch_size: int
+    accumulate: int
+
+    @property
+    def shape(self) -> StepShape:
+        return StepShape(self.batch_size, self.num_ranks, self.accumulate)
+
+    def samplers(self, lengths: list[int], options: SamplerOptions) -> list[BalancedSampler]:
+        return [
+            BalancedSampler(
+                lengths,
+                squares,
+                batch_size=self.batch_size,
+                num_ranks=self.num_ranks,
+                rank=rank,
+                seed=5,
+                accumulate=self.accumulate,
+                options=options,
+            )
+            for rank in range(self.num_ranks)
+        ]
+
+
+WORLDS = st.builds(World, st.integers(1, 5), st.integers(1, 4), st.integers(1, 3))
+OPTIONS = st.builds(
+    SamplerOptions,
+    sync=st.sampled_from(SYNCS),
+    even_counts=st.booleans(),
+    padded=st.booleans(),
+    shuffle=st.booleans(),
+)
+
+
+def makespan_of(costs: np.ndarray, cells: np.ndarray, rules: DealRules) -> float:
+    shape = rules.shape
+    loads = np.bincount(cells, costs, shape.num_cells)
+    if rules.padded:
+        counts = np.bincount(cells, minlength=shape.num_cells)
+        tops = [costs[cells == k].max(initial=0.0) for k in range(shape.num_cells)]
+        loads = counts * np.array(tops)
+    table = loads.reshape(shape.accumulate, shape.num_ranks)
+    return float(table.max(axis=1).sum() if rules.sync == "microbatch" else table.sum(0).max())
+
+
+def check_step(deal: Deal, lengths: list[int], world: World, options: SamplerOptions) -> None:
+    shape, num = world.shape, deal.samples.size
+    rules = DealRules(shape, options.sync, None, options.even_counts, options.padded)
+    cells = deal.microbatch_of * world.num_ranks + deal.rank_of
+    costs = squares(np.array(lengths)[deal.samples])
+    assert np.isclose(deal.makespan, makespan_of(costs, cells, rules), rtol=1e-12)
+    plain = makespan_of(costs, deal_in_turn(num, shape), rules)
+    assert deal.lower_bound <= deal.makespan <= plain * (1 + 1e-12)
+    counts = np.bincount(cells, minlength=shape.num_cells)
+    assert counts.min() >= 1
+    if options.even_counts:
+        assert counts.max() <= -(-num // shape.num_cells)
+        assert num < shape.full or counts.max() <= max(world.batch_size, 2)
+
+
+@given(st.lists(LENGTHS, min_size=1, max_size=60), WORLDS, OPTIONS, st.integers(0, 3))
+@settings(deadline=None, max_examples=150)
+def test_an_epoch_is_whole_and_its_steps_are_those_of_the_plain_order(
+    lengths: list[int], world: World, options: SamplerOptions, epoch: int
+) -> None:
+    assume(len(lengths) >= world.shape.num_cells)
+    samplers = world.samplers(lengths, options)
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+    order = epoch_order(len(lengths), shuffle=options.shuffle, seed=5, epoch=epoch)
+    deals = [samplers[0].deal(step) for step in range(len(samplers[0]) // world.accumulate)]
+    assert np.array_equal(np.concatenate([deal.samples for deal in deals]), order)
+    batches = list(zip(*samplers, strict=True))
+    assert len(batches) == len(deals) * world.accumulate
+    for number, deal in enumerate(deals):
+        check_step(deal, lengths, world, options)
+        step = batches[number * world.accumulate :][: world.accumulate]
+        dealt = [index for row in step for batch in row for index in batch]
+        assert sorted(dealt) == sorted(deal.samples.tolist())
+        scales = [
+            sampler.loss_scale(number * world.accumulate + microbatch)
+            for sampler in samplers
+            for microbatch in range(world.accumulate)
+        ]
+        assert np.isclose(np.mean(scales), 1.0)
+    assert all(batch for row in batches for batch in row)
+
+
+@given(st.lists(LENGTHS, min_size=6, max_size=60), WORLDS, WORLDS, st.integers(0, 100))
+@settings(deadline=None, max_examples=100)
+def test_a_run_of_other_ranks_finishes_the_epoch(
+    lengths: list[int], first: World, second: World, stop: int
+) -> None:
+    assume(len(lengths) >= max(first.shape.num_cells, second.shape.num_cells))
+    samplers = first.samplers(lengths, SamplerOptions())
+    taken = [list(itertools.islice(sampler, stop)) for sampler in samplers]
+    states = [sampler.state_dict() for sampler in samplers]
+    assert all(state == states[0] for state in states)
+    whole_steps = len(taken[0]) // first.accumulate * first.accumulate
+    done = {index for batches in taken for batch in batches[:whole_steps] for index in batch}
+    left = len(lengths) - len(done)
+    assert states[0]["delivered"] == len(done)
+    assume(left == 0 or left >= second.shape.num_cells)
+    again = second.samplers(lengths, SamplerOptions())
+    for sampler in again:
+        sampler.load_state_dict(states[0])
+    rest = [index for sampler in again for batch in sampler for index in batch]
+    assert sorted([*rest, *done]) == list(range(len(lengths)))
+    if first == second:
+        own = [list(sampler) for sampler in first.samplers(lengths, SamplerOptions())]
+        for sampler, batches in zip(again, own, strict=True):
+            sampler.load_state_dict(states[0])
+            assert list(sampler) == batches[whole_steps:]
+
+
+SMALL = st.sampled_from([(1, 2, 2), (2, 2, 1), (3, 2, 1), (2, 1, 3), (1, 3, 1), (1, 2, 3)])
+
+
+@given(
+    st.lists(st.integers(0, 20), min_size=1, max_size=6),
+    SMALL,
+    st.sampled_from(SYNCS),
+    st.booleans(),
+    st.booleans(),
+)
+@settings(deadline=None, max_examples=150)
+def test_no_deal_beats_the_bound(
+    lengths: list[int], size: tuple[int, int, int], sync: Sync, even: bool, padded: bool
+) -> None:
+    shape = StepShape(*size)
+    assume(shape.num_cells <= len(lengths))
+    costs = np.array(lengths, dtype=np.float64)
+    rules = DealRules(shape, sync, None, even, padded)
+    deal = deal_step(costs, costs.astype(np.int64), rules)
+    most = -(-len(lengths) // shape.num_cells) if even else len(lengths)
+    best = np.inf
+    for option in itertools.product(range(shape.num_cells), repeat=len(lengths)):
+        cells = np.array(option)
+        counts = np.bincount(cells, minlength=shape.num_cells)
+        if counts.min() >= 1 and counts.max() <= most:
+            best = min(best, makespan_of(costs, cells, rules))
+    assert deal.lower_bound <= best * (1 + 1e-9) and deal.makespan >= best * (1 - 1e-12)

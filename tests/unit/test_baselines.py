@@ -1,15 +1,12 @@
 """The policies of `benchmarks/bench_baselines.py` do what their libraries publish."""
 
 import json
-from collections import Counter
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-from bascule import Span
 
 ROOT = Path(__file__).parents[2]
 peers = pytest.importorskip("transformers.trainer_pt_utils")
@@ -26,28 +23,6 @@ def module(name: str) -> Any:
     return import_module(f"_baseline{name}")
 
 
-@pytest.mark.parametrize(
-    ("costs", "num_ranks", "equal_size", "sums", "counts"),
-    [
-        # 8 against 7, 6 against 5; 4 against one of the ones; three against the other: two apart.
-        ([8.0, 7.0, 6.0, 5.0, 4.0], 2, False, [14.0, 16.0], [2, 3]),
-        ([1.0, 2.0, 3.0, 10.0], 2, True, [5.0, 11.0], [2, 2]),
-        ([3.0, 1.0], 4, False, [0.0, 0.0, 1.0, 3.0], [0, 0, 1, 1]),
-    ],
-)
-def test_largest_differencing_by_hand(
-    costs: list[float], num_ranks: int, equal_size: bool, sums: list[float], counts: list[int]
-) -> None:
-    (ranks,) = module("s").karmarkar_karp(np.array(costs), num_ranks, equal_size=equal_size)
-    assert sorted(sum(costs[k] for k in part) for part in ranks) == sums
-    assert sorted(len(part) for part in ranks) == counts
-
-
-def test_batch_rebalance_by_hand() -> None:
-    step = module("s").batch_rebalance(np.array([1.0, 8.0, 1.0, 1.0]), 2)
-    assert step == [[[1], [0, 2, 3]]]
-
-
 @pytest.mark.parametrize("num_ranks", [4, 8])
 def test_batch_rebalance_is_that_of_transformers(num_ranks: int) -> None:
     for seed in range(20):
@@ -57,27 +32,6 @@ def test_batch_rebalance_is_that_of_transformers(num_ranks: int) -> None:
         theirs = [part[0] for part in peer._assign(list(range(lens.size)), lens.tolist())]
         (ours,) = module("s").batch_rebalance(lens + 0.001 * lens.astype(float) ** 2, num_ranks)
         assert ours == theirs
-
-
-def test_next_fit_by_hand() -> None:
-    """Packs of ten: 5 + 4, 3, 8 + 2; the last gives its 2 away, so that packs divide by ranks."""
-    lens = np.array([5, 4, 3, 8, 2])
-    assert module("s").next_fit(lens, 2, 10) == [[[0, 1], [2]], [[3], [4]]]
-    groups = [[[0, 1, 2, 3], [0, 1, 2, 3], [4], [4]]]
-    assert module("s").next_fit(lens, 4, 10, 2) == groups
-
-
-def test_every_step_is_of_one_bucket() -> None:
-    bucket_of = np.array([0] * 5 + [1] * 3)
-    steps = list(module("s").bucket_steps(bucket_of, 2, 1, seed=0))
-    assert len(steps) == 3 + 2
-    for (ranks,) in steps:
-        assert len({int(bucket_of[k]) for part in ranks for k in part}) == 1
-    counts = Counter(k for (ranks,) in steps for part in ranks for k in part)
-    assert sorted(counts) == list(range(8))
-    assert sum(counts.values()) == 10
-    larger = list(module("s").bucket_steps(bucket_of, 2, 2, seed=0))
-    assert [[len(part) for part in ranks] for (ranks,) in larger] == [[2, 2], [2, 2]]
 
 
 def squares(length: int, size: int) -> float:
@@ -96,17 +50,6 @@ def squares(length: int, size: int) -> float:
 )
 def test_groups_by_length_by_hand(num_ranks: int, lens: list[int], steps: Any) -> None:
     assert module("s").HybridContext(num_ranks, 10, squares).steps(np.array(lens)) == steps
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_groups_by_length_keep_every_sequence(seed: int) -> None:
-    lens = np.random.default_rng(seed).integers(10, 4000, 60)
-    step = module("s").HybridContext(8, 1000, squares).steps(lens)
-    once = [k for ranks in step for k in {k for part in ranks for k in part}]
-    assert sorted(once) == list(range(60))
-    for ranks in step:
-        shared = Counter(k for part in ranks for k in part)
-        assert all(size & (size - 1) == 0 for size in shared.values())
 
 
 @pytest.mark.parametrize("kind", ["whole", "equal_counts", "padded", "accumulated", "bags"])
@@ -133,21 +76,6 @@ def test_policies_keep_every_sample_of_a_step(kind: str, data: str) -> None:
     assert num_ours
 
 
-def test_what_a_step_costs() -> None:
-    cases = module("_cases")
-    case = cases.Case("photos", 2, np.array([100, 200, 300, 400]), 2)
-    costs = case.costs
-    step = [[[0, 3], [1, 2]]]
-    assert cases.makespan(case, step, padded=False) == pytest.approx(
-        max(costs[0] + costs[3], costs[1] + costs[2])
-    )
-    assert cases.makespan(case, step, padded=True) == pytest.approx(2 * costs[3])
-    assert cases.padding(case, step) == pytest.approx(1 - 1000 / (2 * 400 + 2 * 300))
-    assert cases.moved(case, step) == pytest.approx((200 + 400) / 1000)  # loaded as 0, 1 and 2, 3
-    two = [[[0], [1]], [[2], [3]]]
-    assert cases.makespan(case, two, padded=False) == pytest.approx(costs[1] + costs[3])
-
-
 def test_shared_samples_cost_what_the_plan_says() -> None:
     cases, policies = module("_cases"), module("_policies")
     case = cases.Case.draw("text, images, videos", 8, 4)
@@ -158,13 +86,6 @@ def test_shared_samples_cost_what_the_plan_says() -> None:
         plan.moved_tokens / plan.seq_lens.sum(), abs=1e-3
     )
     assert plan.makespan >= cases.shared_bound(case, cases.samples_of(step))
-
-
-def test_what_tokens_see() -> None:
-    spans = [Span(3), Span(2, causal=False), Span(2, new_document=True)]
-    first, last = module("_masks").seen(spans)
-    assert first.tolist() == [0, 0, 0, 0, 0, 5, 5]
-    assert last.tolist() == [1, 2, 3, 5, 5, 6, 7]
 
 
 def test_no_pair_of_a_mask_is_lost() -> None:
@@ -220,16 +141,3 @@ def test_the_page_says_what_was_decided(line: str, kind: str, policies: list[str
         assert spread(values) in text, name
     lost = sum(not any(row["first"] and row["is_ours"] for row in rows) for rows in groups)
     assert (f"ahead in {lost} of 12 cases" in text) == bool(lost)
-
-
-def test_the_page_says_what_buckets_drop_and_how_documents_divide() -> None:
-    rows = [row for row in RESULT["rows"] if row["policy"] == "one bucket a step"]
-    dropped = sorted(100 * row["dropped"] for row in rows)
-    assert f"drops {dropped[0]:.1f} % to {dropped[-1]:.1f} % and moves 99 %" in " ".join(
-        PAGE.split()
-    )
-    assert {round(100 * row["reordered"]) for row in rows} == {99}
-    (text,) = [row for row in PAGE.splitlines() if row.startswith("| pairs of the rank")]
-    for name in ("bascule", "PTRR", "head-tail"):
-        found = [m for m in RESULT["masks"] if m["mask"] == "documents" and m["policy"] == name]
-        assert spread([row["over_mean"] for row in found]) in text, name

@@ -1,6 +1,7 @@
 """Samples as bytes: what arrives is what was sent, bit for bit; the rest is refused by place."""
 
 import math
+import threading
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
 from enum import IntEnum, StrEnum
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bascule.comm.groups import Staging
 from bascule.comm.items import ALIGNMENT, parcel, read
 from bascule.errors import ConfigError
 from tests.helpers.loader_cases import same
@@ -35,21 +37,7 @@ def copied(sample: Any) -> Any:
     return read(buffer)
 
 
-NUMPY_DTYPES = [
-    "?",
-    "i1",
-    ">i2",
-    "<u4",
-    "i8",
-    "f2",
-    ">f4",
-    "f8",
-    "c8",
-    "c16",
-    "M8[ns]",
-    "S3",
-    "<U2",
-]
+NUMPY_DTYPES = "? i1 >i2 <u4 i8 f2 >f4 f8 c8 c16 M8[ns] S3 <U2".split()
 
 
 def bits(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
@@ -61,23 +49,12 @@ def bits(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Ten
     return raw.view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (2, 0, 3), (2, 1, 4)], ids=str)
-def test_every_dtype_and_shape_arrives_bit_for_bit(
-    dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
-    tensor = bits(dtype, shape)
-    assert same(copied({"a": tensor, "b": [tensor, "x"]}), {"a": tensor, "b": [tensor, "x"]})
-
-
-@pytest.mark.parametrize("dtype", NUMPY_DTYPES)
-@pytest.mark.parametrize("shape", [(), (0,), (7,), (2, 3), (3, 0)], ids=str)
-def test_every_numpy_type_arrives_bit_for_bit(dtype: str, shape: tuple[int, ...]) -> None:
-    array = np.ones(shape).astype("i1").astype(dtype)
-    assert same(copied((array,)), (array,))
-    if array.size:
-        scalar = array.flat[0]
-        assert same(copied([scalar]), [scalar])
+def test_every_dtype_and_shape_arrives_bit_for_bit(shape: tuple[int, ...]) -> None:
+    arrays = [np.ones(shape).astype("i1").astype(dtype) for dtype in NUMPY_DTYPES]
+    values = [*(bits(dtype, shape) for dtype in DTYPES), *arrays]
+    for value in [*values, *(array.flat[0] for array in arrays if array.size)]:
+        assert same(copied({"a": value, "b": (value, "x")}), {"a": value, "b": (value, "x")})
 
 
 def strides_of(value: Any) -> list[int]:
@@ -161,40 +138,18 @@ def test_nested_samples_arrive_side_by_side(samples: list[Any]) -> None:
         end += one.num_bytes
 
 
-def test_the_values_that_json_could_lose() -> None:
-    values = [0.1 + 0.2, -0.0, 5e-324, math.inf, -math.inf, math.nan, 2**63, -(2**200), True, 1]
-    assert same(copied(values), values)
-    assert same(
-        copied({"": "", "\0": "\ud800", "a\u2028": b""}), {"": "", "\0": "\ud800", "a\u2028": b""}
-    )
-
-
 def test_values_that_the_header_could_lose() -> None:
     values: list[Any] = [
         OrderedDict(z=1, a=OrderedDict()),
-        {"z": 1, "a": [OrderedDict(b=2)]},
-        "\ud83d\ude00",  # two lone surrogates, and one character that would be written alike
-        "\U0001f600",
-        np.str_(""),
-        np.str_("a\0"),
-        np.bytes_(b""),
-        np.bytes_(b"a\0"),
-        b"",
-        np.array(["", ""]),
-        np.array([b"", b"a\0"]),
+        {"z": 1, "a": [OrderedDict(b=2)], "": "", "\0": "\ud800", "a\u2028": b""},
+        *("\ud83d\ude00", "\U0001f600"),  # two lone surrogates, and a character written alike
+        *(np.str_(""), np.str_("a\0"), np.bytes_(b""), np.bytes_(b"a\0"), b""),
+        *(np.array(["", ""]), np.array([b"", b"a\0"])),
         np.zeros(3, [("a", "U0")])["a"],  # strings of no characters
-        np.array(3.5),
-        np.void(b"ab"),
-        np.longdouble(1) / 3,
-        np.datetime64("NaT"),
-        np.array(7, "M8[25s]")[()],
-        np.timedelta64(3),
-        (1, 2),
-        (),
-        [],
-        [True, False],
-        [1, 2.0],
-        2**64,
+        *(np.array(3.5), np.void(b"ab"), np.longdouble(1) / 3),
+        *(np.datetime64("NaT"), np.array(7, "M8[25s]")[()], np.timedelta64(3)),
+        *((1, 2), (), [], [True, False], [1, 2.0], True, 1, 2**64, 2**63, -(2**200)),
+        *(0.1 + 0.2, -0.0, 5e-324, math.inf, -math.inf, math.nan),
     ]
     for value in [*values, values]:
         arrived = copied(value)
@@ -309,30 +264,62 @@ def test_a_view_of_a_file_is_refused(tmp_path: Path) -> None:
     assert same(copied(np.asarray(mapped[1:3])), np.zeros(2, np.int32))
 
 
-def test_the_deepest_nest_arrives() -> None:
-    assert copied(deep(64)) == deep(64)
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-@pytest.mark.parametrize(
-    "layout",
-    [torch.jagged, torch.strided],
-    ids=str,
-)
-def test_nested_tensors_are_refused(layout: torch.layout) -> None:
-    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=layout)
-    with pytest.raises(ConfigError, match=r"sample\['x'\]"):
-        parcel({"x": nested})
-
-
-def test_a_cycle_is_refused() -> None:
-    sample: list[Any] = []
-    sample.append(sample)
+def test_nests_are_refused_and_the_deepest_arrives() -> None:
+    for layout in (torch.jagged, torch.strided):
+        nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=layout)
+        with pytest.raises(ConfigError, match=r"sample\['x'\]"):
+            parcel({"x": nested})
+    cycle: list[Any] = []
+    cycle.append(cycle)
     with pytest.raises(ConfigError, match="nested deeper"):
-        parcel(sample)
+        parcel(cycle)
+    assert copied(deep(64)) == deep(64)
 
 
 @pytest.mark.gpu
 def test_tensors_on_the_gpu_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"sample\['x'\] .* on cuda:0"):
         parcel({"x": torch.zeros(2, device="cuda")})
+
+
+# The rows of bytes in which tensors travel are compact; memory of exchanges is used again
+
+
+def test_memory_is_used_again_and_grows() -> None:
+    staging = Staging()
+    first = staging.take("sent", (8,), torch.empty(0, dtype=torch.float32))
+    assert first.shape == (8,) and first.dtype == torch.float32
+    again = staging.take("sent", (4,), torch.empty(0, dtype=torch.float64))
+    assert again.shape == (4,) and again.data_ptr() == first.data_ptr()
+    # As many elements of a wider dtype need more room.
+    wider = staging.take("sent", (8,), torch.empty(0, dtype=torch.float64))
+    wider.fill_(1.0)
+    assert wider.shape == (8,) and bool((wider == 1.0).all())
+    # What is kept of a role is never of the memory that it had before it grew.
+    same = staging.take("sent", (8,), torch.empty(0, dtype=torch.float32))
+    assert same.shape == (8,) and same.data_ptr() == wider.data_ptr()
+    other = staging.take("received", (8,), wider)
+    assert other.data_ptr() != wider.data_ptr()
+
+
+def test_memory_taken_in_inference_mode_can_be_written_outside() -> None:
+    staging = Staging()
+    with torch.inference_mode():
+        staging.take("sent", (8,), torch.empty(0, dtype=torch.uint8)).fill_(0)
+    kept = staging.take("sent", (8,), torch.empty(0, dtype=torch.uint8))
+    assert not kept.is_inference()
+    assert bool((kept.copy_(torch.ones(8)) == 1).all())
+
+
+def test_each_thread_has_memory_of_its_own() -> None:
+    staging, found = Staging(), list[int]()
+
+    def take() -> None:
+        found.append(staging.take("sent", (8,), torch.empty(0)).data_ptr())
+
+    take()
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    assert found[0] != found[1]

@@ -1,21 +1,47 @@
 """Every attention kernel that runs here, against dense softmax attention one sequence at a time."""
 
+import itertools
+import math
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bascule.attention.kernels import protocol
-from bascule.attention.kernels.protocol import Attended
+from bascule.attention.kernels.cuda import AtenCudnnKernel, AtenEfficientKernel, AtenFlashKernel
+from bascule.attention.kernels.flex import SPARSE_BLOCK, flex, gradients_by_recomputation
+from bascule.attention.kernels.protocol import (
+    Attended,
+    AttentionKernel,
+    KernelQuery,
+    without_empty_rows,
+)
 from bascule.attention.kernels.registry import KERNELS, select_kernel
-from bascule.attention.mask import AttentionMask, PackedSequences
+from bascule.attention.kernels.skipping import CpuLoopKernel
+from bascule.attention.mask import AttentionMask, BlockRows, PackedSequences
 from bascule.attention.packed import attend_packed
+from bascule.attention.ring import Merged
 from bascule.errors import ConfigError
-from tests.helpers.oracle import packed_attention
+from tests.helpers.oracle import dense_attention, packed_attention
+from tests.helpers.sparse_blocks import (
+    NAMES,
+    SCALE,
+    Case,
+    attend,
+    attend_in_halves,
+    bounds,
+    make_case,
+    random_case,
+    reference,
+    relative,
+)
 
 ON_CPU = ["plain", "cpu_flash"]
-ON_CUDA = ["flash_attn", "aten_flash", "plain"]
 CPU = torch.device("cpu")
 SEQ_LENS = (5, 1, 33, 2)
 
@@ -90,23 +116,14 @@ def test_empty_sequences(name: str, seq_lens: tuple[int, ...]) -> None:
 def test_keys_of_another_rank(name: str) -> None:
     """Of a sequence there may be queries or keys alone: a query without keys has LSE -inf."""
     q_lens, k_lens = (3, 0, 5, 2, 0), (4, 6, 0, 1, 0)
-    q, _, _ = inputs(q_lens, 4, 2)
-    _, k, v = inputs(k_lens, 4, 2)
+    (q, _, _), (_, k, v) = inputs(q_lens, 4, 2), inputs(k_lens, 4, 2)
     mask = AttentionMask(packed=PackedSequences.build(q_lens, CPU, k_lens))
-    here_q, here_k, here_v = (x.detach().transpose(0, 1)[None] for x in (q, k, v))
-    out, lse = KERNELS[name].forward(here_q, here_k, here_v, mask, 0.5)
+    here = [x.detach().transpose(0, 1)[None] for x in (q, k, v)]
+    out, lse = KERNELS[name].forward(*here, mask, 0.5)
     grad = torch.randn(out.shape, dtype=out.dtype)
-    found = KERNELS[name].backward(grad, Attended(here_q, here_k, here_v, out, lse, mask, 0.5))
-    pairs = zip(q.split(q_lens), k.split(k_lens), v.split(k_lens), strict=True)
-    outs, sums = list[Tensor](), list[Tensor]()
-    for rows, keys, values in pairs:
-        scores = 0.5 * torch.einsum("qhd,khd->hqk", rows, keys.repeat_interleave(2, dim=1))
-        weights = scores.softmax(-1)
-        outs.append(torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(2, dim=1)))
-        sums.append(scores.logsumexp(-1).T)
-    want = torch.cat(outs)
-    torch.testing.assert_close(out[0].transpose(0, 1), want.detach())
-    torch.testing.assert_close(lse[0].T, torch.cat(sums).detach())
+    found = KERNELS[name].backward(grad, Attended(*here, out, lse, mask, 0.5))
+    want, want_lse = packed_attention(q, k, v, q_lens, key_lens=k_lens, scale=0.5)
+    torch.testing.assert_close((out[0].transpose(0, 1), lse[0].T), (want, want_lse))
     wanted = torch.autograd.grad(want, (q, k, v), grad[0].transpose(0, 1))
     for part, ref in zip(found, wanted, strict=True):
         torch.testing.assert_close(part[0].transpose(0, 1), ref)
@@ -126,17 +143,6 @@ def test_strided_inputs(name: str) -> None:
         grad = torch.randn(8, *out.shape[:2], dtype=out.dtype).permute(1, 2, 0)
         found, wanted = (torch.autograd.grad(x, leaf, grad) for x in (out, want))
         torch.testing.assert_close(found, wanted)
-
-
-@pytest.mark.parametrize("name", ON_CPU)
-def test_gradient_that_is_expanded(name: str) -> None:
-    """`out.sum().backward()` hands the kernel a gradient without strides."""
-    leaves = inputs(SEQ_LENS, 4, 2)
-    out = attend_packed(*leaves, PackedSequences.build(SEQ_LENS, CPU), kernel=name)
-    want, _ = packed_attention(*leaves, SEQ_LENS)
-    torch.testing.assert_close(
-        torch.autograd.grad(out.sum(), leaves), torch.autograd.grad(want.sum(), leaves)
-    )
 
 
 ERRORS = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
@@ -172,44 +178,6 @@ def test_large_scores_do_not_overflow(name: str) -> None:
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-2)
 
 
-def test_packed_sequences() -> None:
-    seqs = PackedSequences.build([0, 3, 0, 5], CPU)
-    assert seqs.seq_lens == (3, 5) and seqs.max_len == 5
-    assert seqs.cu_seqlens.tolist() == [0, 3, 8] and seqs.cu_seqlens.dtype == torch.int32
-    none = PackedSequences.build([], CPU)
-    assert none.cu_seqlens.tolist() == [0] and none.max_len == 0
-    pairs = PackedSequences.build([0, 3, 0, 5], CPU, [2, 0, 0, 4])
-    assert pairs.cu_seqlens.tolist() == [0, 0, 3, 8] and pairs.max_kv_len == 4
-    assert pairs.cu_kv_lens.tolist() == [0, 2, 2, 6] and pairs.num_pairs == 20
-    assert (
-        pairs.without_keys is not None and pairs.without_keys.tolist() == [True] * 3 + [False] * 5
-    )
-
-
-PACKED = {"head_dim": 64, "is_packed": True}
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_automatic_choice_on_cpus(dtype: torch.dtype) -> None:
-    assert select_kernel(None, "cpu", dtype=dtype, **PACKED) is KERNELS["cpu_flash"]
-    for name in ON_CPU:
-        assert select_kernel(name, "cpu", dtype=dtype, **PACKED) is KERNELS[name]
-
-
-def test_the_automatic_choice_elsewhere() -> None:
-    assert select_kernel(None, "cuda", dtype=torch.float32, **PACKED) is KERNELS["plain"]
-    assert select_kernel(None, "xpu", dtype=torch.bfloat16, **PACKED) is KERNELS["plain"]
-    assert select_kernel(None, "cuda", dtype=torch.bfloat16, **PACKED) is KERNELS["aten_flash"]
-
-
-def test_a_kernel_whose_module_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    select_kernel.cache_clear()
-    monkeypatch.setattr(protocol.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match="needs the module flash_attn, which is not installed"):
-        select_kernel("flash_attn", "cuda", dtype=torch.bfloat16, **PACKED)
-    select_kernel.cache_clear()
-
-
 def test_queries_that_see_no_key_give_nothing_whatever_an_operator_gave() -> None:
     """By a bias of each head's own, and by one for all of them."""
     out, lse = torch.full((1, 2, 3, 4), 7.0), torch.full((1, 2, 3), 5.0)
@@ -222,3 +190,342 @@ def test_queries_that_see_no_key_give_nothing_whatever_an_operator_gave() -> Non
         assert torch.equal(found, out.masked_fill(is_empty[..., None], 0.0))
         assert torch.equal(found_lse, lse.masked_fill(is_empty, -torch.inf))
     assert protocol.without_empty_rows(out, lse, None)[1] is lse
+
+
+# Kernels for blocks: their LSE and gradients, what they refuse, and the CUDA ones' signatures
+
+
+def dense_inputs(
+    heads: int = 4, kv_heads: int = 2, rows: int = 5, columns: int = 7, dim: int = 8
+) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, heads, rows, dim), (2, kv_heads, columns, dim), (2, kv_heads, columns, dim)]
+    q, k, v = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+
+
+def make_bias(kind: str, rows: int, columns: int) -> Tensor | None:
+    generator = torch.Generator().manual_seed(3)
+    if kind == "none":
+        return None
+    if kind == "additive":
+        return torch.randn(1, 4, rows, columns, generator=generator, dtype=torch.float64)
+    hidden = torch.rand(2, 1, 1 if kind == "keys" else rows, columns, generator=generator) < 0.4
+    if kind == "empty rows":
+        hidden[:, :, ::2] = True
+    else:
+        hidden[..., 0] = False
+    return torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, -math.inf)
+
+
+BIASES = ("none", "additive", "keys", "rows", "empty rows")
+CASES = [(bias, causal) for causal in (False, True) for bias in BIASES]
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize(("kind", "causal"), CASES)
+def test_out_lse_and_gradients(name: str, kind: str, causal: bool) -> None:
+    q, k, v = dense_inputs(rows=7) if causal else dense_inputs()
+    mask = AttentionMask(causal, make_bias(kind, q.shape[2], k.shape[2]))
+    want, want_lse = dense_attention(q, k, v, mask.bias, causal=mask.causal, scale=SCALE)
+    with torch.no_grad():
+        out, lse = KERNELS[name].forward(q, k, v, mask, SCALE)
+    torch.testing.assert_close((out, lse), (want, want_lse), rtol=1e-10, atol=1e-12)
+    grad = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    wanted = torch.autograd.grad(want, (q, k, v), grad)
+    with torch.no_grad():
+        found = KERNELS[name].backward(grad, Attended(q, k, v, out, lse, mask, SCALE))
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("columns", [1, 2, 13])
+def test_scores_that_are_no_numbers_are_not_those_of_hidden_keys(
+    dtype: torch.dtype, columns: int
+) -> None:
+    """Torch's operator takes few keys of nan for none, and the LSE of no key for 0."""
+    q, k, v = (x.detach().to(dtype) for x in dense_inputs(rows=columns, columns=columns))
+    some_q, some_k, no_k = q.clone(), k.clone(), k.clone()
+    some_q[0, 1, 0, 2] = some_k[1, 0, columns // 2, 3] = math.nan
+    no_k[0, 1] = -math.inf
+    hidden = torch.zeros(1, 1, columns, columns, dtype=dtype)
+    hidden[:, :, columns // 2] = -math.inf
+    for keys, queries in ((k, some_q), (some_k, q), (no_k, q.abs())):
+        for mask in (AttentionMask(), AttentionMask(causal=True), AttentionMask(bias=hidden)):
+            found = KERNELS["cpu_flash"].forward(queries, keys, v, mask, SCALE)
+            wide_q, wide_k, wide_v = (x.double() for x in (queries, keys, v))
+            bias = None if mask.bias is None else mask.bias.double()
+            out, lse = KERNELS["plain"].forward(
+                wide_q, wide_k, wide_v, AttentionMask(mask.causal, bias), SCALE
+            )
+            want = without_empty_rows(out, lse, mask.bias)
+            tolerance = 1e-5 if dtype != torch.bfloat16 else 2e-2
+            close = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
+            torch.testing.assert_close([x.double() for x in found], [*want], **close)
+
+
+@pytest.mark.parametrize("kind", BIASES)
+def test_gradients_by_recomputation_are_those_of_the_whole(kind: str) -> None:
+    q, k, v = dense_inputs()
+    bias = make_bias(kind, 5, 7)
+    want, lse = dense_attention(q, k, v, bias, scale=SCALE)
+    grad = torch.linspace(-1, 1, want.numel(), dtype=want.dtype).view(want.shape)
+    wanted = torch.autograd.grad(want, (q, k, v), grad)
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for at in (slice(0, 3), slice(3, 7)):
+        part = None if bias is None else bias[..., at]
+        attend = partial(dense_attention, mask=part, scale=SCALE)
+        whole = want.detach(), lse.detach()
+        more = gradients_by_recomputation(attend, grad, q, k[:, :, at], v[:, :, at], *whole)
+        dq += more[0]
+        dk[:, :, at] += more[1]
+        dv[:, :, at] += more[2]
+    torch.testing.assert_close((dq, dk, dv), wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(("kind", "causal"), CASES)
+def test_flex_forward(kind: str, causal: bool) -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q, k, v = (x.detach().float() for x in (dense_inputs(rows=7) if causal else dense_inputs()))
+    bias = make_bias(kind, q.shape[2], k.shape[2])
+    mask = AttentionMask(causal, None if bias is None else bias.float())
+    out, lse = flex(flex_attention, q, k, v, mask, SCALE)
+    torch.testing.assert_close(
+        (out, lse),
+        dense_attention(q, k, v, mask.bias, causal=mask.causal, scale=SCALE),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
+FAKE: list[tuple[AttentionKernel, torch.dtype, bool]] = [
+    (AtenFlashKernel(), torch.bfloat16, False),
+    (AtenFlashKernel(), torch.float16, True),
+    (AtenCudnnKernel(), torch.bfloat16, False),
+    (AtenEfficientKernel(), torch.bfloat16, False),
+    (AtenEfficientKernel(), torch.float32, True),
+]
+
+
+@pytest.mark.parametrize(("kernel", "dtype", "causal"), FAKE)
+@pytest.mark.parametrize(("rows", "columns"), [(37, 37), (64, 64)])
+def test_cuda_operators_take_these_arguments(
+    kernel: AttentionKernel, dtype: torch.dtype, causal: bool, rows: int, columns: int
+) -> None:
+    """Shapes and dtypes by torch's own rules for its operators; no number is computed."""
+    with torch.device("meta"):
+        q = torch.empty(2, 6, rows, 64, dtype=dtype)
+        k = torch.empty(2, 3, columns, 64, dtype=dtype)
+        takes_bias = kernel.unfit(KernelQuery("cuda", dtype, 64, has_bias=True)) is None
+        biases = [None, torch.empty(2, 1, 1, columns, dtype=dtype)]
+        for bias in biases[: 1 + takes_bias]:
+            mask = AttentionMask(causal, bias)
+            out, lse = kernel.forward(q, k, k, mask, SCALE)
+            assert out.shape == q.shape and out.dtype == dtype
+            assert lse.shape == q.shape[:3] and lse.dtype == torch.float32
+            grads = kernel.backward(out, Attended(q, k, k, out, lse, mask, SCALE))
+            assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
+            assert all(x.dtype == dtype for x in grads)
+
+
+class BiasDtypes(TorchDispatchMode):
+    """Notes the dtype of the bias that the memory-efficient operators of CUDA are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, torch.dtype] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """As `TorchDispatchMode`."""
+        if "efficient_attention" in str(func):
+            self.found[str(func)] = args[4 if "backward" in str(func) else 3].dtype
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_float32_bias_of_16_bit_queries_is_cast_for_cuda() -> None:
+    """Its operators take none of another dtype than the queries; those for meta tensors do."""
+    kernel = AtenEfficientKernel()
+    with torch.device("meta"), BiasDtypes() as noted:
+        q = torch.empty(1, 2, 5, 64, dtype=torch.bfloat16)
+        mask = AttentionMask(bias=torch.empty(1, 1, 5, 5))
+        out, lse = kernel.forward(q, q, q, mask, SCALE)
+        kernel.backward(out, Attended(q, q, q, out, lse, mask, SCALE))
+    assert len(noted.found) == 2 and set(noted.found.values()) == {torch.bfloat16}
+
+
+def test_the_first_that_fits_is_selected() -> None:
+    dtypes = (None, torch.float64, torch.float32, torch.bfloat16)
+    for dtype, head_dim, has_bias in itertools.product(dtypes, (None, 7, 64), (False, True)):
+        form = KernelQuery("cuda", dtype, head_dim, has_bias)
+        fitting = [kernel for kernel in KERNELS.values() if kernel.unfit(form) is None]
+        chosen = select_kernel(None, "cuda", dtype=dtype, head_dim=head_dim, has_bias=has_bias)
+        assert chosen is fitting[0]
+    assert select_kernel(None, "cpu") is KERNELS["cpu_flash"]
+    assert select_kernel(None, "cuda", dtype=torch.float64, head_dim=64) is KERNELS["plain"]
+    masked = select_kernel(None, "cuda", dtype=torch.bfloat16, head_dim=64, has_bias=True)
+    assert masked is KERNELS["efficient"]
+
+
+# Sums of many parts in 16 bits are rounded once, at the end
+
+
+def off_by(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("rows", [slice(1, 3), slice(None)])
+def test_parts_for_some_queries_or_all_are_merged_wide(rows: slice) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.zeros(1, 1, 3, 64, dtype=torch.bfloat16)
+    merged, shape = Merged(q), q[:, :, rows].shape
+    parts = [torch.randn(shape, generator=generator).bfloat16() for _ in range(16)]
+    for part in parts:
+        merged.add(rows, part, torch.zeros(shape[:3]))
+    exact = torch.stack(parts).double().mean(0)
+    assert off_by(merged.result()[0][:, :, rows], exact) < 0.0022
+
+
+# Block-sparse attention: its kernels against dense masked attention
+
+
+def assert_exact(case: Case, run: Any = attend, change: Any = lambda x: x) -> None:
+    """Run the loop kernel in some way on tensors that may lie otherwise: output, LSE, gradients."""
+    tensors = [change(x) for x in case.inputs(torch.float64)]
+    want, want_lse, wanted, grad = reference(case, tensors)
+    out, lse, *found = run(CpuLoopKernel(), case, tensors, change(grad))
+    torch.testing.assert_close((out, lse), (want, want_lse), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_exact_in_float64(name: str) -> None:
+    assert_exact(make_case(name, 8))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_masks_and_lengths(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    num_q, num_k, block = (int(rng.integers(1, top)) for top in (12, 12, 40))
+    assert_exact(random_case(seed, num_q, num_k, block, float(rng.random())))
+
+
+@pytest.mark.parametrize("name", NAMES[:5] + NAMES[6:])
+def test_two_halves_of_the_keys_are_the_whole(name: str) -> None:
+    """As in a ring of two: each half has its own rows, and backward has the LSE of all."""
+    assert_exact(make_case(name, 8), attend_in_halves)
+
+
+def test_values_of_a_head_that_are_not_next_to_each_other() -> None:
+    """Every second value of a wider head, and heads that lie by value, not by token."""
+    case = make_case("random", 8)
+    for strided in (
+        lambda x: torch.stack((x, x + 9.0), dim=-1).flatten(-2)[..., ::2],
+        lambda x: x.mT.contiguous().mT,
+    ):
+        assert strided(case.inputs(torch.float64)[0]).stride(-1) > 1
+        assert_exact(case, change=strided)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float32, 2e-6), (torch.float16, 2e-3), (torch.bfloat16, 1.5e-2)],
+)
+@pytest.mark.parametrize("name", ["random", "clustered", "short blocks in the middle"])
+def test_narrow_dtypes(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    case = make_case(name, 32)
+    tensors = case.inputs(dtype)
+    want, want_lse, wanted, grad = reference(case, tensors)
+    out, lse, *found = attend(CpuLoopKernel(), case, tensors, grad)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    assert [x.dtype for x in found] == [dtype] * 3
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-2, atol=1e-2)
+    errors = [relative(out, want), *map(relative, found, wanted)]
+    assert all(error < tolerance for error in errors), errors
+
+
+def test_blocks_that_are_not_seen_are_not_read() -> None:
+    """Keys of one row's blocks only; all others are nan."""
+    case, kernel = make_case("one row sees all", 8), CpuLoopKernel()
+    mask = case.mask.copy()
+    mask[2, ::2] = False
+    case = Case(case.q_lens, case.k_lens, mask)
+    q, k, v = case.inputs(torch.float64)
+    hidden = torch.from_numpy(np.repeat(~mask[2], case.k_lens))
+    k[:, :, hidden] = v[:, :, hidden] = math.nan
+    seen = AttentionMask(blocks=case.rows)
+    out, lse = kernel.forward(q, k, v, seen, SCALE)
+    grads = kernel.backward(torch.ones_like(q), Attended(q, k, v, out, lse, seen, SCALE))
+    assert all(bool(x.isfinite().all()) for x in (out, *grads))
+    assert not grads[1][:, :, hidden].any() and not grads[2][:, :, hidden].any()
+    assert grads[1][:, :, ~hidden].any()
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_nan_goes_where_it_is_seen(which: int) -> None:
+    """A token of queries, keys or values that is nan, in the output of CpuLoopKernel."""
+    case = make_case("random", 8)
+    q, k, v = tensors = case.inputs(torch.float64)
+    tensors[which][0, 0, 5] = math.nan
+    out, _ = CpuLoopKernel().forward(q, k, v, AttentionMask(blocks=case.rows), SCALE)
+    sees = case.bias[0, 0] == 0
+    hit = sees[:, 5] if which else sees.any(dim=1) & (torch.arange(sees.shape[0]) == 5)
+    assert hit.any() and not hit.all()
+    assert torch.equal(out[0, 0].isnan().all(dim=1), hit)
+    assert torch.equal(out[0, 0].isnan().any(dim=1), hit)
+
+
+@pytest.mark.parametrize(("num_q", "num_k"), [(0, 0), (0, 3), (3, 0)])
+def test_no_queries_or_no_keys(num_q: int, num_k: int) -> None:
+    case = Case(np.full(num_q, 4), np.full(num_k, 4), np.zeros((num_q, num_k), dtype=np.bool_))
+    rows = BlockRows(bounds(case.q_lens), bounds(case.k_lens), bounds([0] * num_q), bounds([])[1:])
+    q, k, v = case.inputs(torch.float64)
+    seen, kernel = AttentionMask(blocks=rows), CpuLoopKernel()
+    out, lse = kernel.forward(q, k, v, seen, SCALE)
+    assert out.shape == q.shape and not out.any() and lse.isneginf().all()
+    grads = kernel.backward(torch.ones_like(q), Attended(q, k, v, out, lse, seen, SCALE))
+    assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]
+    assert not any(bool(x.any()) for x in grads)
+
+
+def table(counts: Tensor, indices: Tensor, num_columns: int) -> Tensor:
+    """Bool (rows, columns) of ordered indices."""
+    seen = torch.zeros(counts.shape[2], num_columns, dtype=torch.bool)
+    for row, count in enumerate(counts[0, 0].tolist()):
+        seen[row, indices[0, 0, row, :count].long()] = True
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("name", NAMES)
+def test_flex_attends_to_padded_blocks(name: str) -> None:
+    """Its block mask is decoded here, both ways: without compiling, flex reads only `mask_mod`."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    case = make_case(name, SPARSE_BLOCK)
+    num_q, num_k = case.mask.shape
+
+    def eager(q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, **options: Any) -> Any:
+        partial = table(block_mask.kv_num_blocks, block_mask.kv_indices, num_k)
+        full = table(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, num_k)
+        by_key = table(block_mask.q_num_blocks, block_mask.q_indices, num_q)
+        full_by_key = table(block_mask.full_q_num_blocks, block_mask.full_q_indices, num_q)
+        assert torch.equal(by_key.T, partial) and torch.equal(full_by_key.T, full)
+        assert not (partial & full).any()
+
+        def seen(b: Tensor, h: Tensor, row: Tensor, column: Tensor) -> Tensor:
+            at = row // SPARSE_BLOCK, column // SPARSE_BLOCK
+            return full[at] | (partial[at] & block_mask.mask_mod(b, h, row, column))
+
+        sizes = q.shape[2], k.shape[2]
+        assert sizes == (num_q * SPARSE_BLOCK, num_k * SPARSE_BLOCK) == block_mask.seq_lengths
+        whole = create_block_mask(seen, 1, 1, *sizes, device="cpu")
+        return flex_attention(q, k, v, block_mask=whole, **options)
+
+    q, k, v = case.inputs(torch.float32)
+    want, want_lse, _, _ = reference(case, [q, k, v])
+    out, lse = flex(eager, q, k, v, AttentionMask(blocks=case.rows), SCALE)
+    torch.testing.assert_close((out.double(), lse.double()), (want, want_lse), rtol=1e-5, atol=1e-5)

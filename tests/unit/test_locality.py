@@ -4,18 +4,21 @@ import itertools
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from bascule.plan import locality
+from bascule import ConfigError, Sequences
+from bascule.plan import plan_step, step_makespan
 from bascule.plan.costs import PolynomialCost, TransformerCost
 from bascule.plan.limits import Limits
 from bascule.plan.machine import Cluster
-from bascule.plan.plan import Plan, plan_batch
-from bascule.plan.prices import RankState, price
-from bascule.plan.sequences import Batch
+from bascule.plan.plan import Plan, PlanSetup, plan_batch
+from bascule.plan.sequences import batch_of
 from bascule.plan.solver import homes
-from bascule.plan.solver.homes import relabel
 from bascule.plan.solver.solve import assign
+from bascule.plan.step import Sync, mix_microbatches, plan_microbatches
 from bascule.plan.topology import Topology
+from tests.helpers.simulation import assert_delivery
 
 COST = TransformerCost(64)
 
@@ -85,63 +88,6 @@ def test_a_giant_that_binds_leaves_the_rest_even_or_at_home() -> None:
     assert even.wir < home.wir
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_giant_leaves_the_rest_as_even_as_longest_first_makes_it(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    rest = [rng.integers(10, 400, rng.integers(0, 6)).tolist() for _ in range(4)]
-    alone = plan_batch(rest, "g1n4", COST)
-    plan = plan_batch([[60_000], *rest], "g1n5", COST)
-    others = np.sort(plan.loads)[:-1]
-    assert plan.makespan == pytest.approx(COST(np.array([60_000]))[0])
-    assert others.max() <= alone.makespan * (4 / 3)  # longest first, Graham 1969
-    assert plan.binding is not None and plan.binding.seq_id == 0
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_a_tolerance_is_kept_and_saves_tokens(seed: int) -> None:
-    batch = random_batch(seed, 8)
-    best = plan_batch(batch, "g1n8", COST)
-    near = plan_batch(batch, "g1n8", COST, locality_tolerance=0.05)
-    assert near.makespan <= best.makespan * (1.05 + 2e-4)
-    assert near.moved_tokens <= best.moved_tokens
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_nodes_count_before_ranks(seed: int) -> None:
-    cluster = Cluster(2, 3, 1e12, 1e9, 1e9, 1e8, 0.0)
-    batch = random_batch(seed, 6)
-    topology = Topology.parse("g1n6")
-    lens = np.concatenate(batch)
-    counts = np.array([len(rank) for rank in batch])
-    ranks = np.repeat(np.arange(6), counts)
-    prices = price(Batch(counts, lens), topology, COST, cluster, RankState.of(cluster.num_ranks))
-    source = locality.Source(ranks, lens, topology, cluster)
-    bare = assign(prices.work[0], 6).bin_of
-    wanted = source.homes(np.inf)
-    found = relabel(prices.problem(None), bare, wanted)
-
-    def away(bag_of: np.ndarray) -> tuple[int, int]:
-        left = lens[bag_of // 3 != ranks // 3].sum()
-        return int(left), int(lens[bag_of != ranks].sum())
-
-    every = (np.array(label)[bare] for label in itertools.permutations(range(6)))
-    assert away(found) == min(map(away, every))
-    tokens, ties = away(found)
-    assert wanted.total_away(found) == pytest.approx(tokens + ties / (2.0 * lens.sum() + 1.0))
-
-
-def test_the_node_tolerance_holds_by_default() -> None:
-    cluster = Cluster(2, 4, 1e12, 1e9, 1e9, 1e8, 0.0)
-    left = np.zeros(2, dtype=np.int64)
-    for seed in range(5):
-        batch = random_batch(seed, 8, most=8)
-        best = plan_batch(batch, "g4n2", COST, cluster=cluster, locality_tolerance=0.0)
-        plan = plan_batch(batch, "g4n2", COST, cluster=cluster)
-        assert plan.makespan <= best.makespan * (1.005 + 2e-4)
-        left += leaving_node(plan, 4), leaving_node(best, 4)
-    assert left[0] < left[1]
-
-
 @pytest.mark.parametrize("spec", ["g1n8+g8n1", "g2n4+g8n1", "g1n4+g4n3"])
 def test_a_tolerance_saves_tokens_on_bags_of_several_kinds(spec: str) -> None:
     cluster = Cluster(2, 8, 1e12, 1e9, 1e9, 1e8, 0.0)
@@ -155,14 +101,6 @@ def test_a_tolerance_saves_tokens_on_bags_of_several_kinds(spec: str) -> None:
     assert saved[0] > 0.1 * saved[1]
 
 
-def test_limits_hold_at_home_too() -> None:
-    batch = [[900, 900], [100], [100], [100]]
-    limits = Limits(tokens=1000)
-    for tolerance in (None, 10.0):
-        plan = plan_batch(batch, "g1n4", COST, limits=limits, locality_tolerance=tolerance)
-        assert plan.tokens.max() <= 1000
-
-
 def test_a_batch_does_not_stay_as_loaded_above_a_limit_of_items() -> None:
     """Rank 0 has three short sequences, which take as long as the one of rank 1."""
     cost, batch = PolynomialCost(0.0, 1.0, 0.0), [[2, 2, 2], [6]]
@@ -173,23 +111,107 @@ def test_a_batch_does_not_stay_as_loaded_above_a_limit_of_items() -> None:
         assert np.bincount(plan.bag_of).tolist() == [2, 2]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_long_and_short_sequences_stay_at_home_alike(seed: int) -> None:
-    """A few long ones decide on the time of a rank; they stay, and short ones even it out."""
-    rng = np.random.default_rng(seed)
-    batch = np.maximum(rng.lognormal(6.0, 1.0, (16, 32)), 1).astype(int).tolist()
-    best = plan_batch(batch, "g1n16", COST)
-    near = plan_batch(batch, "g1n16", COST, locality_tolerance=0.01)
-    assert near.makespan <= best.makespan * (1.01 + 2e-4)
-    assert near.moved_tokens < best.moved_tokens / 5
+# Plans for ranks of unlike speed
 
 
-def test_tokens_away_of_each_sequence() -> None:
-    """Those that leave their node count; of others, those that leave their rank."""
-    cluster = Cluster(2, 2, 1e12, 1e9, 1e9, 1e8, 0.0)
-    topology = Topology.parse("g1n2+g2n1")
-    ranks, lens = np.array([0, 0, 0, 2, 2]), np.array([10, 20, 30, 40, 50])
-    source = locality.Source(ranks, lens, topology, cluster)
-    away = source.homes(np.inf).away(np.arange(5), np.array([0, 1, 2, 2, 0]))
-    assert np.floor(away).tolist() == [0.0, 0.0, 30.0, 0.0, 50.0]
-    assert away[0] == 0.0 < away[3] == away[1] < 0.5  # half of 40 tokens, and 20 tokens
+LENS = [[900, 800, 700, 100], [650, 640, 500], [333, 222, 111, 90, 80], [1000, 20]]
+
+
+def test_a_slow_rank_gets_less() -> None:
+    speeds = [1.0, 1.0, 0.5, 1.0]
+    plan = plan_batch(LENS, "g1n4", COST, speeds=speeds)
+    costs = COST(plan.seq_lens)
+    work = np.bincount(plan.bag_of, costs, 4)
+    np.testing.assert_allclose(plan.loads, work / speeds, rtol=1e-12)
+    assert work[2] < 0.7 * work[[0, 1, 3]].mean()
+    assert plan.makespan <= 1.1 * costs.sum() / 3.5
+    assert (
+        plan.makespan < plan_batch(LENS, "g1n4", COST).makespan * 2 * 0.75
+    )  # as if all were alike
+    assert plan.lower_bound >= costs.sum() / 3.5 * (1 - 1e-9)
+    assert plan.unbalanced_loads(COST)[2] == pytest.approx(2 * COST(LENS[2]).sum())
+    assert_delivery(plan)
+
+
+def test_a_bag_is_as_fast_as_its_slowest_rank() -> None:
+    plan = plan_batch(LENS, "g2n2", COST, speeds=[1, 0.5, 1, 1])
+    work = np.bincount(plan.bag_of, COST(plan.seq_lens), 2)
+    np.testing.assert_allclose(plan.loads, np.repeat(work / [1, 2], 2), rtol=1e-12)
+    assert work[0] < 0.6 * work[1]
+
+
+def test_speeds_count_in_whole_steps_clusters_and_json() -> None:
+    speeds = (1.0, 0.25, 1.0, 1.0)
+    for plan in plan_step([LENS, LENS[::-1]], "g1n4", COST, sync="step", speeds=speeds):
+        assert plan.speeds is not None
+        assert plan.speeds.tolist() == list(speeds)
+        assert Plan.from_json(plan.to_json()).unbalanced_loads(COST).tolist() == (
+            plan.unbalanced_loads(COST).tolist()
+        )
+    cluster = Cluster(1, 4, 1e12, 1e12, 1e11, 1e10, 1e-6)
+    auto = plan_batch(LENS, "auto", COST, cluster=cluster, speeds=speeds)
+    best = min(
+        plan_batch(LENS, spec, COST, cluster=cluster, speeds=speeds).makespan
+        for spec in ("g1n4", "g2n2", "g4n1")
+    )
+    assert auto.makespan <= 1.05 * best
+
+
+def test_even_speeds_change_nothing() -> None:
+    for topology in ("g1n4", "g2n1+g1n2"):
+        assert plan_batch(LENS, topology, COST, speeds=[1] * 4) == plan_batch(LENS, topology, COST)
+    assert Topology.parse("g1n4").num_ranks == 4
+
+
+# Microbatches dealt anew: every sequence once, and no step that ends later
+
+
+length = st.sampled_from([0, 1, 3, 10, 40, 200])
+micro = st.lists(st.lists(length, max_size=4), min_size=4, max_size=4)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(micro, min_size=1, max_size=4),
+    st.sampled_from(["g1n4", "g2n2", "g2n1+g1n2", "g1r2n1+g2n1"]),
+    st.sampled_from([None, (1.0, 0.5, 1.0, 1.0)]),
+    st.booleans(),
+    st.sampled_from(["microbatch", "step"]),
+    st.sampled_from([None, 0.2]),
+)
+def test_every_sequence_is_dealt_once_and_nothing_ends_later(
+    micros: list[list[list[int]]],
+    topology: str,
+    speeds: tuple[float, ...] | None,
+    is_causal: bool,
+    sync: Sync,
+    locality_tolerance: float | None,
+) -> None:
+    given = [
+        [Sequences(lens, "causal" if is_causal else "full") for lens in ranks] for ranks in micros
+    ]
+    setup = PlanSetup(topology, COST, speeds=speeds, locality_tolerance=locality_tolerance)
+    batches = [batch_of(ranks) for ranks in given]
+    mixed = mix_microbatches(batches, setup, sync)
+    for rank in range(4):
+        pairs = np.concatenate([of_micro[rank] for of_micro in mixed.sources]).tolist()
+        loaded = [[m, i] for m, ranks in enumerate(micros) for i in range(len(ranks[rank]))]
+        assert sorted(pairs) == loaded
+        for sources, dealt in zip(mixed.sources, mixed.batches, strict=True):
+            lens = [micros[m][rank][i] for m, i in sources[rank].tolist()]
+            assert dealt.lens[dealt.ranks == rank].tolist() == lens
+            assert (dealt.masks is None) == (not dealt.lens.size)
+    before, after = (
+        step_makespan(plan_microbatches(one, setup, sync), sync=sync)
+        for one in (batches, mixed.batches)
+    )
+    assert after <= before
+
+
+def test_limits_that_one_microbatch_breaks_may_be_kept_together() -> None:
+    batches = [batch_of([[10, 10], [10]]), batch_of([[], []])]
+    setup = PlanSetup("g1n2", COST, limits=Limits(tokens=10))
+    mixed = mix_microbatches(batches, setup, "microbatch")
+    assert len(plan_microbatches(mixed.batches, setup, "microbatch")) == 2
+    with pytest.raises(ConfigError, match="auto"):
+        mix_microbatches(batches, PlanSetup("auto", COST), "microbatch")

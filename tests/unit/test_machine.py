@@ -19,7 +19,6 @@ from bascule.plan.costs import (
     describe_cost,
     unit_seconds,
 )
-from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.machine import (
     FORWARD,
     KNOWN_PROFILES,
@@ -38,7 +37,6 @@ from bascule.plan.machine import (
     passes_of,
 )
 from bascule.plan.mesh_choice import DenoisingStep, InferenceMesh, choose_mesh, step_seconds
-from bascule.plan.topology import Topology
 from tests.helpers.cli import run
 from tests.helpers.sparse_studies import even_load
 
@@ -46,7 +44,6 @@ WIDTH, LAYERS, TOKENS = 100, 3, 1000
 COST = TransformerCost(WIDTH, num_layers=LAYERS)
 CLUSTER = Cluster(2, 4, 1e12, 80e9, 1e6, 1e5, 0.25)
 COMPUTE_S = LAYERS * (24 * TOKENS * WIDTH**2 + 4 * TOKENS**2 * WIDTH) / 1e12
-BYTES = LAYERS * TOKENS * 4 * WIDTH * 2  # q, k, v and out of the whole sequence, in bf16
 
 
 # What sequences cost
@@ -107,12 +104,6 @@ def test_what_ranks_compare_of_a_fitted_cost_is_what_they_plan_by() -> None:
     assert describe_cost(own) != describe_cost(PolynomialCost(1e-9, 2e-6, 0.0))
 
 
-def test_limits_on_bytes_are_in_tokens() -> None:
-    costs = TransformerCost(8, bytes_per_token=100), PolynomialCost(1, 1, 1, bytes_per_token=100)
-    for cost in costs:
-        assert in_tokens(Limits(num_bytes=10**6), cost, None) == Limits(tokens=10**4)
-
-
 # Seconds of work
 
 
@@ -121,31 +112,6 @@ def test_compute_is_measured_or_converted_or_seconds_already() -> None:
     measured = replace(COST, seconds_per_unit=7.0)
     assert CLUSTER.compute_seconds(measured, [TOKENS]) == pytest.approx([COMPUTE_S * 7])
     assert CLUSTER.compute_seconds(np.sqrt, [4.0]) == pytest.approx([2.0])
-
-
-@pytest.mark.parametrize(
-    ("degrees", "heads_s"),
-    [
-        ((1, 1), 0.0),
-        # Each of 4 ranks holds a quarter of the sequence and sends three quarters of it.
-        ((4, 1), BYTES / 4 * 3 / 4 / 1e6),
-        # Each of 8 ranks holds an eighth, sends 3 / 8 of it in its node and 4 / 8 to the other.
-        ((8, 1), BYTES / 8 * (3 / 8 / 1e6 + 4 / 8 / 1e5)),
-        ((2, 2), BYTES / 4 / 2 / 1e6),
-    ],
-)
-def test_a_bag_sends_what_is_not_its_own(degrees: tuple[int, int], heads_s: float) -> None:
-    bag = Bag.aligned(*degrees, CLUSTER.ranks_per_node)
-    amounts = COST, bag, np.array([TOKENS]), np.array([COMPUTE_S]), 1e9
-    seconds = CLUSTER.sequence_seconds(*amounts)
-    launch_s = 0.25 * LAYERS * (2 * (bag.ulysses > 1) + bag.ring - 1)
-    assert seconds.launch_s == launch_s
-    busy_s = seconds.total - seconds.launch_s
-    assert busy_s / bag.size == pytest.approx([COMPUTE_S / bag.size + heads_s])
-    assert seconds.ring_s == 0.0  # attention of 1e9 seconds hides everything
-    packing = replace(CLUSTER, pack_bytes_per_s=1e3).sequence_seconds(*amounts)
-    more = BYTES / bag.size / 1e3 if bag.ulysses > 1 else 0.0
-    assert packing.heads_s / bag.size == pytest.approx([heads_s + more] if bag.size > 1 else 0.0)
 
 
 @pytest.mark.parametrize("ring", [1, 2, 5])
@@ -193,14 +159,6 @@ def test_the_slowest_rank_of_a_mesh() -> None:
     assert slowest.total == pytest.approx(9.5) and slowest.waiting_s == pytest.approx(3.0)
     both = slowest + slowest
     assert both.total == pytest.approx(19.0) and "waiting 6e+03" in str(both)
-
-
-@pytest.mark.parametrize(
-    ("spec", "fewest"),
-    [("g1n3+g2n1+g3n1", [1, 1, 1, 1, 3]), ("g1n2+g3n2", [1, 1, 1, 3]), ("g8n1", [4])],
-)
-def test_bags_that_are_not_aligned_have_few_ranks_in_a_node(spec: str, fewest: list[int]) -> None:
-    assert CLUSTER.ranks_in_node(Topology.parse(spec)).tolist() == fewest
 
 
 def test_a_step_is_its_passes() -> None:
@@ -361,16 +319,14 @@ def test_a_known_profile_says_that_nobody_measured_it(name: str) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        *((b"", "not valid JSON"), (b"{", "not valid JSON"), (b"\xff", "cannot read")),
-        *((b"[1, 2]", "no hardware profile"), (b"{}", "no hardware profile.*l40s-datasheet")),
+        *((b"{", "not valid JSON"), (b"\xff", "cannot read"), (b"[1, 2]", "no hardware profile")),
+        (b"{}", "no hardware profile.*l40s-datasheet"),
         (b'{"bascule": "hardware profile", "version": 1}', "HardwareProfile holds no fields"),
-        ({"launch_s": -1.0}, r"launch_s=-1\.0\): must be finite"),
         ({"launch_s": [1.0]}, r"launch_s=\[1\.0\]"),
         ({"intra_bytes_per_s": math.nan}, "intra_bytes_per_s=nan"),
         ({"version": 2}, "no hardware profile of version 1"),
         ({"flops": 1.0}, "flops; it must hold device, source, .*, note"),
         ({"attention": {}}, "AttentionLatency holds no fields; it must hold all_to_all_latency_s"),
-        ({"attention": [1]}, "AttentionLatency holds no fields"),
         ({"attention": dataclasses.asdict(FIT) | {"p2p_s_per_byte": math.nan}}, "p2p_s_per_byte=n"),
     ],
 )
@@ -381,41 +337,20 @@ def test_a_file_that_holds_no_profile(tmp_path: Path, content: Any, message: str
     with pytest.raises(ConfigError, match=message) as error:
         HardwareProfile.load(path)
     assert str(path) in str(error.value) and "\n" not in str(error.value)
-    with pytest.raises(ConfigError, match=r"cannot read .*missing\.json"):
-        HardwareProfile.load(tmp_path / "missing.json")
 
 
-@pytest.mark.parametrize("command", ["plan", "topology", "simulate"])
+@pytest.mark.parametrize("name", LIMITS)
 def test_an_extreme_number_is_named_by_file_and_key(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
 ) -> None:
     """Not by what is computed of it: a step has three passes of the launches, for example."""
-    path = tmp_path / "mine.json"
+    path, (least, most) = tmp_path / "mine.json", LIMITS[name]
     values = HardwareProfile.load("h100-knapformer").to_dict()
-    arguments = {
-        "plan": ("--topology", "g2n1", "--wires"),
-        "topology": (),
-        "simulate": ("--topologies", "none", "g2n1"),
-    }[command]
-    refused = 0
-    for name, (least, most) in LIMITS.items():
-        for value in (least / 3, least, most, most * 3):
-            path.write_text(json.dumps(values | {name: value}))
-            given = ("--lengths", "90/50", *arguments, "--profile", str(path))
-            code, _, err = run(capsys, command, *given)
-            assert code == (0 if least <= value <= most else 2), err
-            if code:
-                assert err.startswith(f"bascule: {path}: HardwareProfile({name}="), err
-                assert f"at least {least:g} and at most {most:g}" in err
-                refused += 1
-    assert refused >= len(LIMITS)
-
-
-def test_options_of_a_machine_have_the_limits_of_its_profile(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for option, value in (("--tflops", "1e13"), ("--intra-gbs", "1e-10"), ("--latency-us", "1e13")):
-        code, _, err = run(capsys, "topology", "--lengths", "90/50", option, value)
-        assert code == 2 and err.startswith(f"bascule: {option} {float(value)}: must be finite")
-    code, _, err = run(capsys, "plan", "--lengths", "9/5", "--kb-per-token", "1e9")
-    assert code == 2 and "hold no token: give a smaller number, or --memory-gb" in err
+    given = ("--lengths", "90/50", "--topologies", "none", "g2n1", "--profile", str(path))
+    for value in (least / 3, least, most, most * 3):
+        path.write_text(json.dumps(values | {name: value}))
+        code, _, err = run(capsys, "simulate", *given)
+        assert code == (0 if least <= value <= most else 2), err
+        if code:
+            assert err.startswith(f"bascule: {path}: HardwareProfile({name}="), err
+            assert f"at least {least:g} and at most {most:g}" in err

@@ -125,19 +125,6 @@ def test_causal_plans_deliver_each_token(lens: list[list[int]], topology: str) -
         assert plan.tokens[rank] == local.positions.size
 
 
-@pytest.mark.parametrize(
-    ("topology", "num_ranks"), [("g1r4n1", 4), ("g2r2n1", 4), ("g1r2n2", 4), ("g1r8n1", 8)]
-)
-def test_causal_rings_are_even(topology: str, num_ranks: int) -> None:
-    loaded = [Sequences([4096, 900], "causal"), *[[] for _ in range(num_ranks - 1)]]
-    plan = plan_batch(loaded, topology, COST)
-    pairs = [int((plan.local(rank).positions + 1).sum()) for rank in range(num_ranks)]
-    for bag, ranks in enumerate(plan.topology.bags):  # ranks that share heads share their tokens
-        rings = int(plan.topology.ring_degrees[bag])
-        of_bag = np.array([pairs[rank] for rank in ranks]).reshape(rings, -1).sum(axis=1)
-        assert of_bag.max() <= 1.01 * of_bag.min()
-
-
 @pytest.mark.parametrize("causal", [True, False])
 def test_rings_are_even_in_documents_of_unlike_lengths(causal: bool) -> None:
     lens = [3000, 64, 900, 17, 2048, 500, 1]
@@ -215,38 +202,26 @@ def test_a_batch_survives_as_numbers() -> None:
 @pytest.mark.parametrize(
     ("loaded", "told"),
     [
-        (Sequences([4], "casual"), "rank 1: masks='casual': give \"full\", \"causal\", or a list"),
+        (Sequences([4], "casual"), 'rank 1: masks=\'casual\': give "full", "causal", or a list'),
         (Sequences([4], ["casual"]), "rank 1, sequence 0: mask 'casual'"),
         (Sequences([4], ["causal", "full"]), "rank 1: 2 masks for 1 sequences"),
         (Sequences([4], [[Span(3)]]), "rank 1, sequence 0: spans of 3 tokens together for"),
         (Sequences([4], cast(Any, [[4]])), "rank 1, sequence 0: a span is 4: give a list"),
-        (Sequences([4], cast(Any, 7)), "rank 1: masks=7"),
-        (Sequences([4], cast(Any, [7])), "rank 1, sequence 0: mask 7"),
         (Sequences([4], context_lens=[1, 2]), "rank 1: 2 context_lens for 1 sequences"),
         (Sequences([4], context_lens=[-1]), "context_lens: rank 1, sequence 0: length -1"),
         (Sequences([-4]), "rank 1, sequence 0: length -4"),
+        ([4], r"ranks \[1\] give sequences without masks"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_named(loaded: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         plan_batch([Sequences([3], "full"), loaded], "g1n2", COST)
 
 
 def test_all_sequences_have_masks_or_none() -> None:
-    with pytest.raises(ConfigError, match=r"ranks \[1\] give sequences without masks"):
-        plan_batch([Sequences([3], "full"), [4], []], "g1n3", COST)
     empty = plan_batch([Sequences([3], "causal"), [], Sequences([])], "g1n3", COST)
     assert empty.masks is not None
     assert plan_batch([Sequences([3]), [4]], "g1n2", COST).masks is None
-
-
-def test_neighbouring_causal_spans_are_one() -> None:
-    spans = [Span(3), Span(2), Span(4, causal=False), Span(1), Span(2, new_document=True), Span(5)]
-    masks = masks_of([spans])
-    assert masks.to_lists() == [
-        [(5, True, False), (4, False, False), (1, True, False), (7, True, True)]
-    ]
-    assert masks.num_pairs().tolist() == [int(seen_by(spans).sum())]
 
 
 def test_cost_models_that_differ_in_pairs_alone_are_told_apart() -> None:
@@ -260,12 +235,6 @@ def test_cost_models_that_differ_in_pairs_alone_are_told_apart() -> None:
 
     assert describe_cost(Squares(1.0)) == describe_cost(Squares(1.0))
     assert describe_cost(Squares(1.0)) != describe_cost(Squares(2.0))
-
-
-@pytest.mark.parametrize("args", [(0,), (-1,), (2.5,), (True,), (3, "yes"), (3, True, 1)])
-def test_illegal_spans_are_refused(args: tuple[Any, ...]) -> None:
-    with pytest.raises(ConfigError, match="Span"):
-        Span(*args)
 
 
 def test_a_cost_model_that_takes_no_pairs_is_told() -> None:

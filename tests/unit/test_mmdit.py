@@ -7,12 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from bascule.models import LocalExchange, MMDiT, MMDiTConfig, PackedBatch
 from bascule.models.blocks import sinusoid
-from bascule.models.layout import Interleaving
-from bascule.models.rope import apply_rotary, rotary_table
 from bascule.models.rows import look_up, permute_rows, scale_rows, sum_rows, sum_rows_by_matmul
 
 CONFIG = MMDiTConfig(
@@ -146,81 +143,6 @@ def test_missing_modalities_take_the_same_path(samples: list[Sample], dtype: tor
             assert grad.any(), name
 
 
-@pytest.mark.parametrize("num_image", [0, 1, 5, 8])
-def test_interleaving_puts_every_row_where_the_mask_says(num_image: int) -> None:
-    is_image = torch.randperm(8, generator=torch.Generator().manual_seed(0)) < num_image
-    rows = Interleaving(is_image)
-    text, image = torch.arange(8 - num_image), 100 + torch.arange(num_image)
-    packed = rows.pack(text, image)
-    expected = torch.empty(8, dtype=torch.int64).masked_scatter(is_image, image)
-    assert torch.equal(packed, expected.masked_scatter(~is_image, text))
-    assert all(torch.equal(a, b) for a, b in zip(rows.split(packed), (text, image), strict=True))
-
-
-def test_order_inside_a_sequence_does_not_matter_to_the_model() -> None:
-    model = make_model()
-    batch, exchange = pack([(3, 5)])
-    order = torch.argsort(batch.is_image, stable=True)
-    text_first = PackedBatch(
-        image_tokens=batch.image_tokens,
-        text_tokens=batch.text_tokens,
-        is_image=batch.is_image[order],
-        pos=batch.pos[order],
-        timestep=batch.timestep,
-        pooled=batch.pooled,
-    )
-    expected = model(batch, exchange)[order]
-    torch.testing.assert_close(model(text_first, exchange), expected, rtol=1e-12, atol=1e-12)
-
-
-class ShuffledExchange(LocalExchange):
-    """Hands the model its sequences in another order, and lists their vectors in that order."""
-
-    def __init__(self, seq_lens: list[int], order: list[int]) -> None:
-        super().__init__([seq_lens[i] for i in order])
-        chunks = torch.arange(sum(seq_lens)).split(seq_lens)
-        self.rows = torch.cat([chunks[i] for i in order])
-        self.local_seq_ids = torch.tensor(order)
-
-    def route(self, **tensors: Tensor) -> dict[str, Tensor]:
-        return {name: x[self.rows] for name, x in tensors.items()}
-
-    def restore(self, x: Tensor, /) -> Tensor:
-        return x[self.rows.argsort()]
-
-
-def test_routed_tokens_find_their_sample() -> None:
-    model = make_model()
-    batch, exchange = pack([(3, 5), (0, 7), (4, 2)])
-    shuffled = ShuffledExchange([8, 7, 6], [2, 0, 1])
-    expected = model(batch, exchange)
-    torch.testing.assert_close(model(batch, shuffled), expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("samples", [[(3, 5), (2, 9)], [(4, 0)], []])
-def test_checkpointed_blocks_give_identical_gradients(samples: list[Sample]) -> None:
-    batch, exchange = pack(samples)
-    plain = gradients(make_model(), batch, exchange)
-    model = make_model()
-    for blocks in (model.double_blocks, model.single_blocks):
-        for i, block in enumerate(blocks):
-            blocks[i] = checkpoint_wrapper(block)
-    checkpointed = gradients(model, batch, exchange)
-    assert all(
-        torch.equal(a, b) for a, b in zip(plain.values(), checkpointed.values(), strict=True)
-    )
-
-
-def test_bf16_follows_float32() -> None:
-    samples = [(3, 50), (8, 30)]
-    wide, narrow = make_model(torch.float32), make_model(torch.bfloat16)
-    wide.load_state_dict(narrow.state_dict())
-    expected = wide(*pack(samples, torch.float32))
-    out = narrow(*pack(samples, torch.bfloat16))
-    assert out.dtype == torch.bfloat16
-    assert (out.float() - expected).norm() <= 0.03 * expected.norm()
-
-
 def test_timesteps_and_rotations_keep_their_precision_in_a_bf16_model() -> None:
     model = make_model(torch.bfloat16)
     pooled = torch.zeros(2, CONFIG.vec_dim, dtype=torch.bfloat16)
@@ -240,23 +162,6 @@ def test_scalars_are_embedded_by_their_own_value(dtype: torch.dtype) -> None:
     found = sinusoid(scalars)
     assert found.dtype == torch.promote_types(dtype, torch.float32)
     torch.testing.assert_close(found.double(), wanted, rtol=0.0, atol=5e-3)
-
-
-def test_rotation_depends_on_the_distance_of_positions_only() -> None:
-    generator = torch.Generator().manual_seed(0)
-    q, k = torch.randn(2, 1, 1, 12, generator=generator, dtype=torch.float64)
-
-    def score(pos_q: list[int], pos_k: list[int]) -> Tensor:
-        turned = [
-            apply_rotary(x, *rotary_table(torch.tensor([pos]), (4, 4, 4), 1e4, torch.float64))
-            for x, pos in ((q, pos_q), (k, pos_k))
-        ]
-        return (turned[0] * turned[1]).sum()
-
-    torch.testing.assert_close(score([5, 9, 2], [1, 3, 8]), score([15, 9, 32], [11, 3, 38]))
-    for moved in ([2, 3, 8], [1, 4, 8], [1, 3, 9]):
-        assert (score([5, 9, 2], moved) - score([5, 9, 2], [1, 3, 8])).abs() > 1e-3
-    assert torch.equal(score([0, 0, 0], [0, 0, 0]), (q * k).sum())
 
 
 @pytest.mark.parametrize("num_tokens", [0, 7])

@@ -1,16 +1,18 @@
 """Plans for block-sparse attention: counts, heads, blocks, plans, reuse and choice, by hand."""
 
-import dataclasses
 import itertools
 import math
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from bascule.arrays import Bools, Ints
+from bascule.arrays import Bools
 from bascule.plan.machine import AttentionLatency, AttentionLoad
 from bascule.plan.sparse import (
     BlockLayout,
@@ -26,22 +28,38 @@ from bascule.plan.sparse import (
     sparse_imbalance,
 )
 from bascule.plan.sparse.baselines import greedy, paper_blocks
-from bascule.plan.sparse.choose import LayerPlans, Strategies, all_degrees, columns_of
+from bascule.plan.sparse.choose import (
+    LayerPlans,
+    Strategies,
+    StrategyChoice,
+    all_degrees,
+    columns_of,
+)
 from bascule.plan.sparse.planner import PLANNERS
+from bascule.report.sparse_picture import draw
+from bascule.sim.sparse_study import WAYS, Mesh, run_layer, study
+from tests.helpers.simulation import exchange
 from tests.helpers.sparse_simulation import (
     MASK_KINDS,
+    at_home,
+    clustered_mask,
+    labels,
+    listed,
     mask_of,
+    packed,
     random_mask,
     toeplitz_mask,
+    tokens_of,
+)
+from tests.helpers.sparse_studies import (
+    HEAD_DIM,
+    ITEMSIZE,
+    TOLERANCE,
+    drifting,
+    setting_of,
 )
 
 # Counts and imbalance
-
-
-def mask_at(shape: tuple[int, int, int], rows: list[int], columns: list[int]) -> Bools:
-    masks = np.zeros(shape, bool)
-    masks[0, rows, columns] = True
-    return masks
 
 
 @pytest.mark.parametrize("num_kv", [1, 7, 64, 65, 130])
@@ -73,38 +91,6 @@ def test_sums_over_heads_do_not_wrap(dtype: Any, heads: int, value: int, tokens:
     assert plan.tiles.sum() == masks.size * value * tokens
 
 
-IN_TURNS = mask_at((1, 3, 3), [0, 1, 2], [0, 0, 0])  # rank 0 works in round 0, rank 1 in 1, 2 in 2
-ONE_WAY = mask_at((1, 4, 4), [0, 0, 1, 1, 2], [0, 1, 0, 3, 1])
-UNLIKE_HEADS = np.concatenate(
-    [mask_at((1, 2, 2), [0, 0, 1], [0, 1, 1]), mask_at((1, 2, 2), [0], [0])]
-)
-
-
-@pytest.mark.parametrize(
-    ("masks", "mesh", "rho", "critical"),
-    [
-        (UNLIKE_HEADS, (2, 1), 1.5, 1.5),  # 3 blocks over a mean of 2
-        # Tiles of the sum are [[2, 1], [0, 1]]; rounds are (2, 1) and (1, 0); the mean is 2. Rank 0
-        # starts its second round at 2 and ends at 3.
-        (UNLIKE_HEADS, (1, 2), 1.5, 1.5),
-        # Rank 0 enters round 1 at 1, so rank 2 enters round 2, in which it has its work, at 1.
-        (IN_TURNS, (1, 3), 3.0, 2.0),
-        # The sum over rounds does not see which way keys travel; who waits for whom does.
-        (ONE_WAY, (1, 4), 3.2, 1.6),
-        (ONE_WAY[:, ::-1, ::-1], (1, 4), 3.2, 2.4),
-        *(
-            (np.zeros(s, bool), (2, 3), 1.0, 1.0)
-            for s in ((2, 3, 4), (0, 3, 4), (2, 0, 4), (2, 3, 0))
-        ),
-    ],
-)
-def test_imbalance_by_hand(
-    masks: Bools, mesh: tuple[int, int], rho: float, critical: float
-) -> None:
-    assert sparse_imbalance(masks, *mesh) == rho
-    assert critical_path_imbalance(masks, *mesh) == critical
-
-
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
@@ -122,37 +108,6 @@ def test_without_a_plan_nothing_is_padded_dropped_or_turned(kind: str, expected:
 
 
 # Heads
-
-
-UNEVEN = np.array([[1.0] * 13 + [0.0] * 8, [0.5] * 21, [0.5] * 13 + [0.0] * 8])
-
-
-@pytest.mark.parametrize(
-    ("counts", "ranks", "cut_above", "loads", "num_cut"),
-    [
-        ([7, 5, 4, 3, 1], 2, 0.0, [10, 10], 0),
-        # Whole, two of twelve heads meet on four ranks and the other four have one.
-        (np.full((12, 100), 3), 8, math.inf, [300] * 4 + [600] * 4, 0),
-        (np.full((12, 100), 3), 8, 0.05, [450] * 8, 4),
-        (np.full((1, 1024), 3), 8, 0.05, [384] * 8, 1),
-        # The first of 13, 10.5 and 6.5 gives 3, then 10.5 is within 10 % of the mean of 10.
-        (UNEVEN, 3, 0.1, [9.5, 10, 10.5], 1),
-        (UNEVEN, 3, 0.0, [10, 10, 10], 2),
-    ],
-)
-def test_heads_are_cut_only_as_far_as_whole_ones_are_uneven(
-    counts: Any, ranks: int, cut_above: float, loads: list[float], num_cut: int
-) -> None:
-    plan = partition_heads(counts, ranks, cut_above=cut_above)
-    assert sorted(plan.loads.tolist()) == loads and plan.makespan == max(loads)
-    assert plan.cut_heads.size == num_cut
-    if len(counts) == 1:
-        assert np.flatnonzero(np.diff(plan.rank_of[0])).size == ranks - 1  # runs of query blocks
-
-
-def test_a_cut_head_of_uneven_blocks_is_even() -> None:
-    plan = partition_heads(np.arange(1, 129).repeat(16)[None], 8)
-    assert plan.makespan <= plan.loads.mean() * 1.01
 
 
 # Blocks
@@ -195,61 +150,6 @@ def test_stripes_are_as_even_as_the_paper_and_move_less(
     assert sum(ours.num_moved) <= 0.2 * sum(paper.num_moved)
 
 
-@pytest.mark.parametrize(
-    ("seed", "start", "end", "moved"),
-    [
-        (0, 1528, 1444, (0, 1)),
-        (1, 2353, 2081, (1, 0)),
-        (2, 1828, 1441, (0, 1)),
-        (4, 2598, 2237, (1, 0)),
-    ],
-)
-def test_the_first_move_is_the_best_of_the_rank_that_is_waited_for(
-    seed: int, start: int, end: int, moved: tuple[int, int]
-) -> None:
-    """The ends are those of the best of all moves, found by trying each."""
-    random = np.random.default_rng(seed)
-    ring = int(random.integers(2, 5))
-    matrix = random.integers(0, 50, (14, 11))
-    homes = [random.integers(0, ring, size) for size in matrix.shape]
-    mean = matrix.sum() / ring
-    place: dict[str, Any] = {"method": "minimal_move", "q_home": homes[0], "kv_home": homes[1]}
-    # A target just below the start ends after the first move.
-    plan = partition_blocks(matrix, ring, target=start / mean - 1e-3, **place)
-    assert plan.imbalance * mean == pytest.approx(end) and plan.num_moved == moved
-
-
-FOUR = np.repeat(np.arange(4), [12, 8, 11, 9])
-
-
-@pytest.mark.parametrize(
-    ("matrix", "ring", "options", "loads", "moved"),
-    [
-        # Rows of 5 and 3 on one rank, of 4 and 2 on the other: only a swap would even them out.
-        (
-            np.multiply.outer([5, 3, 4, 2], [1, 1]),
-            2,
-            {"q_home": [0, 0, 1, 1], "keys_stay": True, "target": 1.0},
-            [16, 12],
-            0,
-        ),
-        # One move makes the most loaded of 12, 8, 11 and 9 rows 11, of a mean of 10.
-        (
-            np.ones((40, 4)),
-            4,
-            {"q_home": FOUR, "kv_home": np.arange(4), "target": 1.1},
-            [44, 36, 44, 36],
-            1,
-        ),
-    ],
-)
-def test_moves_end_at_the_target_or_where_none_helps(
-    matrix: np.ndarray, ring: int, options: dict[str, Any], loads: list[int], moved: int
-) -> None:
-    plan = partition_blocks(matrix, ring, method="minimal_move", **options)
-    assert plan.loads.tolist() == loads and plan.num_moved == (moved, 0)
-
-
 @pytest.mark.parametrize("ring", [2, 4, 8])
 def test_from_a_stripe_a_few_moves_reach_the_target(ring: int) -> None:
     """Text first, all of it dense: the stripe has it on the first ranks."""
@@ -270,39 +170,6 @@ ONE_RING_IDLE = np.ones((2, 8, 8), bool)
 ONE_RING_IDLE[1, 4:] = ONE_RING_IDLE[1, :, 4:] = False
 
 
-@pytest.mark.parametrize(
-    ("layout", "planner", "masks", "loads"),
-    [
-        # A ring with little work ends before the other, however uneven it is.
-        (
-            BlockLayout.contiguous([1] * 8, 2, 2),
-            SparsePlanner(2, 2, cut_above=math.inf),
-            ONE_RING_IDLE,
-            [32, 16, 32, 0],
-        ),
-        # A cut head gives every ring rank its share, also where blocks lie in runs.
-        (
-            BlockLayout.contiguous([1] * 24, 2, 3),
-            SparsePlanner(2, 3, target=9.0),
-            np.ones((1, 24, 24), bool),
-            [96] * 6,
-        ),
-        # A block of one token beside one of 64 weighs less.
-        (
-            BlockLayout.striped([64, 1], 1, 2),
-            SparsePlanner(1, 2),
-            np.ones((1, 2, 2), bool),
-            [64 * 65, 65],
-        ),
-    ],
-)
-def test_plans_that_need_no_move(
-    layout: BlockLayout, planner: SparsePlanner, masks: Bools, loads: list[int]
-) -> None:
-    plan = planner.plan(masks, layout)
-    assert plan.loads.tolist() == loads and plan.moved == (0.0, 0.0)
-
-
 def test_ranks_of_the_largest_mesh_are_not_confused() -> None:
     """They are numbered in 16 bits where they are sorted."""
     most = 2**15
@@ -312,47 +179,23 @@ def test_ranks_of_the_largest_mesh_are_not_confused() -> None:
     assert np.flatnonzero(sent).tolist() == [0, most // 2] and sent.sum() == 6
 
 
-def test_layouts_by_hand() -> None:
-    """Rank = ring rank * 2 + Ulysses rank."""
-    striped = BlockLayout.striped([1] * 8, 2, 3)
-    assert striped.home.tolist() == [0, 2, 4, 1, 3, 5, 0, 2]
-    assert BlockLayout.contiguous([1] * 8, 2, 3).home.tolist() == [0, 0, 1, 2, 3, 3, 4, 5]
-    plan = SparsePlanner(2, 3).plan(np.ones((4, 8, 8), bool), striped)
-    assert plan.owners(3) == [3, 1, 5]  # ring ranks 1, 0, 2 of ring 1
-    # Blocks never straddle segments.
-    assert block_lens((226, 0, 128, 5), 64).tolist() == [64, 64, 64, 34, 64, 64, 5]
-    assert block_lens((), 64).tolist() == []
-
-
 def test_any_change_has_another_digest() -> None:
-    masks = mask_of("random", (4, 9, 9))
     layout = BlockLayout.striped([2] * 9, 2, 2)
-    plan = SparsePlanner(2, 2).plan(masks, layout)
-    others = [
-        dataclasses.replace(plan, **{name: _bumped(getattr(plan, name))})
-        for name in ("ring_of", "q_of", "kv_of")
-    ]
-    others += [dataclasses.replace(plan, num_kv_heads=2)]
-    others += [
-        dataclasses.replace(plan, **{side: BlockLayout(lens, home)})
-        for side in ("q", "kv")
-        for lens, home in ((layout.lens + 1, layout.home), (layout.lens, 3 - layout.home))
-    ]
+    plan = SparsePlanner(2, 2).plan(mask_of("random", (4, 9, 9)), layout)
     straight = np.tile(np.arange(18), (4, 1))
-    others += [
-        dataclasses.replace(plan, **{side: dataclasses.replace(layout, order=order)})
-        for side in ("q", "kv")
-        for order in (straight, np.roll(straight, 1, axis=1))
+    layouts = [
+        BlockLayout(layout.lens + 1, layout.home),
+        BlockLayout(layout.lens, 3 - layout.home),
+        *(replace(layout, order=order) for order in (straight, np.roll(straight, 1, axis=1))),
     ]
+    others = [replace(plan, **{side: one}) for side in ("q", "kv") for one in layouts]
+    others.append(replace(plan, num_kv_heads=2))
+    for name in ("ring_of", "q_of", "kv_of"):
+        changed = getattr(plan, name).copy()
+        changed.flat[-1] = 1 - changed.flat[-1]
+        others.append(replace(plan, **{name: changed}))
     assert len({plan, *others}) == 1 + len(others)
-    tiles = plan.tiles + 1  # predicted work is no decision
-    assert dataclasses.replace(plan, tiles=tiles) == plan
-
-
-def _bumped(array: Ints) -> Ints:
-    copy = array.copy()
-    copy.flat[-1] = 1 - copy.flat[-1]
-    return copy
+    assert replace(plan, tiles=plan.tiles + 1) == plan  # predicted work is no decision
 
 
 def test_masks_and_matrices_lie_in_memory_as_they_like() -> None:
@@ -404,19 +247,6 @@ def test_a_layout_is_its_own() -> None:
 
 
 # Reuse and choice
-
-
-def test_a_plan_is_renewed_where_the_mask_has_changed() -> None:
-    masks = mask_of("toeplitz", (8, 40, 40))
-    planner = SparsePlanner(2, 2)
-    plan = planner.plan(masks, BlockLayout.striped([1] * 40, 2, 2))
-    kept = PlanReuse(planner, plan, tolerance=0.05).after(masks)
-    changed = masks.copy()
-    changed[kept.plan.ring_of[:, 0] == 0] = False  # one ring has nothing to do
-    renewed = kept.after(changed)
-    assert (renewed.num_planned, renewed.num_kept) == (2, 1)
-    assert sparse_imbalance(changed, 2, 2, renewed.plan) <= 1.05
-    assert (kept.num_planned, kept.num_kept) == (1, 1)  # states do not change
 
 
 @pytest.mark.parametrize(("tolerance", "is_kept"), [(0.06, False), (0.07, True)])
@@ -483,7 +313,7 @@ def test_the_load_of_a_plan(
     """Counted token by token: what ranks send, pass on, and copy."""
     home = BlockLayout.striped(LENS, 2, 2)
     plan = SparsePlanner(*degrees, method=method).plan(random_masks(1, 0.5), home)
-    found = dataclasses.astuple(AttentionLoad.of_plan(plan, BATCH, ROW_BYTES))
+    found = astuple(AttentionLoad.of_plan(plan, BATCH, ROW_BYTES))
     assert found == pytest.approx((*degrees, work, *wires), rel=1e-12)
 
 
@@ -571,3 +401,419 @@ def test_a_kept_plan_knows_the_work_that_it_was_kept_for() -> None:
     assert made.num_planned == 2 and made.ran is not None
     np.testing.assert_array_equal(made.ran.tiles, plan_under(kept.plan, other).tiles)
     assert made.ahead is made.plan and made.plan.imbalance < made.ran.imbalance
+
+
+# Choices of a mesh for block-sparse attention by predicted seconds: switches are damped
+
+
+PER_WORK = AttentionLatency(0.0, 0.0, 0.0, 0.0, 1.0, 0.0)
+"""A call takes as many seconds as its work, so that tests say what is predicted."""
+
+
+def choose_strategy(
+    latency: AttentionLatency,
+    loads: list[AttentionLoad],
+    last: StrategyChoice | None = None,
+    *,
+    min_gain: float = 0.03,
+    switch_s: float = 0.0,
+) -> StrategyChoice:
+    return Strategies(latency, min_gain=min_gain, switch_s=switch_s).choose(loads, last)
+
+
+def calls(*seconds: float) -> list[AttentionLoad]:
+    """Loads of (1, 1), (2, 1), ... that take these many seconds."""
+    return [AttentionLoad(place + 1, 1, work, 0.0, 0.0) for place, work in enumerate(seconds)]
+
+
+def brute_force(
+    table: list[list[float]], min_gain: float, switch_s: float
+) -> tuple[list[int], int]:
+    """Places in each row, and the switches: the rule of the docstring, from the start each time."""
+    places: list[int] = []
+    for row, seconds in enumerate(table):
+        best = min(seconds)
+        if not places:
+            places.append(seconds.index(best))
+            continue
+        here = places[-1]
+        arrived = row - 1
+        while arrived > 0 and places[arrived - 1] == here:
+            arrived -= 1
+        gains = [table[t][here] - min(table[t]) for t in range(arrived + 1, row + 1)]
+        lost = [
+            gain if gain > min_gain * table[t][here] else 0.0
+            for gain, t in zip(gains, range(arrived + 1, row + 1), strict=True)
+        ]
+        leaves = lost[-1] > 0.0 and sum(lost) >= switch_s
+        places.append(seconds.index(best) if leaves else here)
+    return places, sum(a != b for a, b in itertools.pairwise(places))
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize(("min_gain", "switch_s"), [(0.0, 0.0), (0.1, 0.0), (0.0, 2.5), (0.1, 2.5)])
+def test_choices_against_brute_force(seed: int, min_gain: float, switch_s: float) -> None:
+    table = np.random.default_rng(seed).integers(1, 9, (40, 4)).astype(float).tolist()
+    places: list[int] = []
+    last: StrategyChoice | None = None
+    for seconds in table:
+        last = choose_strategy(
+            PER_WORK, calls(*seconds), last, min_gain=min_gain, switch_s=switch_s
+        )
+        assert last.predicted_s == seconds[last.degrees[0] - 1]
+        places.append(last.degrees[0] - 1)
+    expected, switches = brute_force(table, min_gain, switch_s)
+    assert places == expected
+    assert last is not None
+    assert last.num_switches == switches
+    if min_gain == switch_s == 0.0:
+        assert [row[place] for row, place in zip(table, places, strict=True)] == list(
+            map(min, table)
+        )
+
+
+# What `bascule sparse` finds out: its numbers against brute force, and its picture
+
+
+DEAR_ALL_TO_ALLS = AttentionLatency(1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def rho(masks: Bools, rank_of: NDArray[np.int64], kv_of: NDArray[np.int64], mesh: Mesh) -> float:
+    """Equations 1 to 3 of db-SP, one block at a time.
+
+    Args:
+        masks: (H, Q, K).
+        rank_of: (H, Q) rank that computes.
+        kv_of: (U, K) ring rank of each key block in each ring.
+        mesh: (U, R).
+    """
+    ulysses, ring = mesh
+    work = np.zeros((ulysses, ring, ring))
+    for head, q, kv in np.argwhere(masks):
+        ring_rank, group = divmod(rank_of[head, q], ulysses)
+        work[group, ring_rank, (ring_rank - kv_of[group, kv]) % ring] += 1
+    slowest = work.max(axis=1).sum(axis=1).max()
+    return float(slowest / (work.sum() / (ulysses * ring)))
+
+
+@pytest.mark.parametrize("mesh", [(1, 1), (4, 1), (2, 2), (1, 4), (3, 2)])
+@pytest.mark.parametrize("shape", [(6, 20, 20), (5, 17, 9), (2, 3, 12)])
+def test_every_way_is_as_even_as_it_says(mesh: Mesh, shape: tuple[int, int, int]) -> None:
+    random = np.random.default_rng(shape)
+    masks = random.random(shape) < random.random((shape[0], 1, 1))
+    setting = setting_of(masks, mesh)
+    found = study("random", [[masks]], setting)
+    assert [x.way for x in found.outcomes] == list(WAYS)
+    for x in found.outcomes:
+        plan = setting.plan(x.way, masks, mesh)
+        assert x.imbalance == pytest.approx(max(rho(masks, plan.rank_of, plan.kv_of, mesh), 1.0))
+        assert 1.0 <= x.critical_path_imbalance <= x.imbalance + 1e-12
+        assert setting.load(plan) == AttentionLoad.of_plan(plan, 1, HEAD_DIM * ITEMSIZE)
+        assert found.mean(mesh, x.way) == x
+        assert x.planning_s > 0 or x.way == "in order"
+
+
+@pytest.mark.parametrize("mesh", [(4, 1), (2, 2), (1, 4), (3, 2)])
+def test_in_order_is_heads_and_blocks_in_runs(mesh: Mesh) -> None:
+    masks = np.ones((5, 13, 11), bool)
+    plan = setting_of(masks, mesh).plan("in order", masks, mesh)
+    ring_rank, ring = np.divmod(plan.rank_of, mesh[0])
+    for table, size in ((ring, mesh[0]), (ring_rank.T, mesh[1]), (plan.kv_of.T, mesh[1])):
+        assert (table == table[:, :1]).all() and (np.diff(table[:, 0]) >= 0).all()
+        counts = np.bincount(table[:, 0], minlength=size)
+        assert counts.max() - counts.min() <= 1
+    assert plan.moved == (0.0, 0.0)
+
+
+def test_a_kept_plan_is_judged_by_the_masks_that_it_meets() -> None:
+    steps, mesh = drifting(6), (2, 2)
+    setting = setting_of(steps[0], mesh)
+    found = run_layer(iter(steps), setting, (0.0, 9.0))
+    first = setting.plan("minimal_move", steps[0], mesh)
+    never = found.reuses[mesh, 9.0]
+    assert never.state.plan == first and never.state.num_planned == 1
+    expected = [rho(masks, first.rank_of, first.kv_of, mesh) for masks in steps]
+    assert never.imbalances == pytest.approx(expected)
+    # At tolerance 0 a step runs with what was planned from the step before.
+    always = found.reuses[mesh, 0.0]
+    plan = setting.plan("minimal_move", steps[-2], mesh)
+    assert always.imbalances[-1] == pytest.approx(rho(steps[-1], plan.rank_of, plan.kv_of, mesh))
+    for reuse in found.reuses.values():
+        assert reuse.state.num_planned + reuse.state.num_kept == len(steps)
+    planned = [found.reuses[mesh, x].state.num_planned for x in (0.0, TOLERANCE, 9.0)]
+    assert planned[0] > planned[2] and planned == sorted(planned, reverse=True)
+
+
+def test_a_picture_shows_the_study() -> None:
+    steps = drifting(3)
+    setting = setting_of(steps[0], (4, 1), (2, 2), (1, 4), latency=DEAR_ALL_TO_ALLS)
+    setting = replace(setting, target=9.0)  # nothing moves: a ring alone has no all-to-all
+    tolerances, rewards = (0.0, 0.1), (0.0, 1.0, 4.0)
+    found = study("drifting", [steps, steps], setting, tolerances, rewards)
+    traces: Any = draw(found, 5).data
+    mask, ranks, chosen, *lines = traces
+    assert (mask.z == steps[0][5]).all()
+    assert (ranks.z == setting.plan("minimal_move", steps[0], (2, 2)).rank_of).all()
+    assert chosen.z.shape == (2, 3)
+    names = [chosen.colorbar.ticktext[place] for place in chosen.z.ravel()]
+    told = [x.degrees for run_of in found.runs for x in run_of.choices]
+    assert names == ["U{}R{}".format(*mesh) for mesh in told] == ["U1R4"] * 6
+    assert len(lines) == 2 * 2 * 3
+    by_tolerance, by_reward = lines[:6], lines[6:]
+    for place, mesh in enumerate(setting.meshes):
+        kept, plans = by_tolerance[2 * place : 2 * place + 2]
+        reuses = [found.runs[0].reuses[mesh, x] for x in (0.0, TOLERANCE, 0.1)]
+        assert kept.x == (0.0, TOLERANCE, 0.1) and kept.yaxis != plans.yaxis
+        assert kept.y == pytest.approx([np.mean(x.imbalances) for x in reuses])
+        assert plans.y == tuple(x.state.num_planned for x in reuses)
+        even, moved = by_reward[2 * place : 2 * place + 2]
+        assert even.x == moved.x == rewards
+        plans = [
+            replace(setting, reward=reward).plan("paper", steps[0], mesh) for reward in rewards
+        ]
+        assert even.y == pytest.approx([plan.imbalance for plan in plans])
+        assert moved.y == pytest.approx([plan.moved[0] for plan in plans])
+
+
+# What holds for every mask, mesh, layout and method
+
+
+few = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+many = settings(few, max_examples=120)
+
+MESHES = st.sampled_from([(1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (2, 2), (2, 3), (3, 2), (1, 5)])
+METHODS = st.sampled_from(["stripe", "minimal_move", "paper"])
+
+
+@st.composite
+def masks(draw: st.DrawFn) -> Bools:
+    """Small masks of any shape: more heads than ranks or fewer, non-square, empty rows."""
+    shape = draw(st.tuples(st.integers(1, 7), st.integers(1, 13), st.integers(1, 11)))
+    seed = draw(st.integers(0, 2**16))
+    kind = draw(st.sampled_from(["random", "sparse", "full", "empty", "toeplitz", "clustered"]))
+    densities = {"random": 0.4, "sparse": 0.05, "full": 1.0, "empty": 0.0}
+    if kind in densities:
+        return random_mask(shape, densities[kind], seed)
+    return (toeplitz_mask if kind == "toeplitz" else clustered_mask)(shape, seed)
+
+
+@st.composite
+def layouts(
+    draw: st.DrawFn, num_blocks: int, num_ranks: int, num_heads: int | None = None
+) -> BlockLayout:
+    """Blocks of any lengths anywhere, of tokens in any orders where the heads are told."""
+    block = st.tuples(st.integers(0, 4), st.integers(0, num_ranks - 1))
+    blocks = draw(st.lists(block, min_size=num_blocks, max_size=num_blocks))
+    lens, home = np.array(blocks, np.int64).reshape(num_blocks, 2).T
+    if num_heads is None or draw(st.booleans()):
+        return BlockLayout(lens.copy(), home.copy())
+    random = np.random.default_rng(draw(st.integers(0, 99)))
+    order = random.permuted(np.tile(np.arange(lens.sum()), (num_heads, 1)), axis=1)
+    return BlockLayout(lens.copy(), home.copy(), order)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[Bools, SparsePlan]:
+    """A mask, and a plan of any method on any mesh from any home and of any token orders."""
+    mask, (ulysses, ring) = draw(masks()), draw(MESHES)
+    groups = [n for n in range(1, len(mask) + 1) if len(mask) % n == 0]
+    num_kv_heads = draw(st.sampled_from(groups))
+    q = draw(layouts(mask.shape[1], ulysses * ring, len(mask)))
+    kv = draw(layouts(mask.shape[2], ulysses * ring, num_kv_heads))
+    cut_above = draw(st.sampled_from([0.0, 0.1, np.inf]))
+    planner = SparsePlanner(ulysses, ring, method=draw(METHODS), cut_above=cut_above)
+    return mask, planner.plan(mask, q, kv, num_kv_heads=num_kv_heads)
+
+
+@many
+@given(plans())
+def test_every_query_block_has_one_rank_and_meets_every_key_block_once(
+    case: tuple[Bools, SparsePlan],
+) -> None:
+    mask, plan = case
+    group = len(mask) // plan.num_kv_heads
+    computed: list[tuple[int, int]] = []
+    for rank in range(plan.num_ranks):
+        rows = listed(plan.q_rows(rank))
+        computed += rows
+        kv = [pair for owner in plan.owners(rank) for pair in listed(plan.kv_rows(owner))]
+        assert len(set(kv)) == len(kv)
+        needed = {head // group for head, _ in rows}
+        assert {(head, block) for head in needed for block in range(mask.shape[2])} <= set(kv)
+    assert sorted(computed) == [(h, i) for h in range(len(mask)) for i in range(mask.shape[1])]
+
+
+@many
+@given(plans())
+def test_tiles_are_what_ranks_compute_round_by_round(case: tuple[Bools, SparsePlan]) -> None:
+    """In loops over the rows of the ranks: what is at hand in which round, who waits for whom."""
+    mask, plan = case
+    group = len(mask) // plan.num_kv_heads
+    work = np.zeros((plan.num_ranks, plan.ring_degree))
+    for rank in range(plan.num_ranks):
+        for turn, owner in enumerate(plan.owners(rank)):
+            kv = set(listed(plan.kv_rows(owner)))
+            for head, i in listed(plan.q_rows(rank)):
+                for j in np.flatnonzero(mask[head, i]).tolist():
+                    if (head // group, j) in kv:
+                        work[rank, turn] += int(plan.q.lens[i] * plan.kv.lens[j])
+    weights = np.multiply.outer(plan.q.lens, plan.kv.lens)
+    assert work.sum() == (mask * weights).sum()
+    np.testing.assert_array_equal(plan.loads, work.sum(axis=1))
+    by_ring = work.reshape(plan.ring_degree, plan.ulysses_degree, plan.ring_degree)
+    mean = max(work.sum() / plan.num_ranks, 1e-300)
+    rho = max(by_ring[:, ring].max(axis=0).sum() for ring in range(plan.ulysses_degree)) / mean
+    degrees = plan.ulysses_degree, plan.ring_degree
+    assert plan.imbalance == pytest.approx(max(rho, 1.0), rel=1e-12)
+    assert sparse_imbalance(mask, *degrees, plan) == plan.imbalance
+    ends = [_coupled_end(by_ring[:, ring]) for ring in range(plan.ulysses_degree)]
+    assert plan.critical_path_imbalance == pytest.approx(max(*ends, mean) / mean, rel=1e-12)
+    assert critical_path_imbalance(mask, *degrees, plan) == plan.critical_path_imbalance
+    assert plan.critical_path_imbalance <= plan.imbalance * (1 + 1e-12)
+
+
+def _coupled_end(work: np.ndarray) -> float:
+    """When a ring ends; a rank enters a round after its work and both neighbours' last entry."""
+    size = len(work)
+    entered = [[0.0] * size]
+    for turn in range(1, size):
+        last = entered[-1]
+        own = [last[i] + float(work[i, turn - 1]) for i in range(size)]
+        entered.append([max(own[i], last[i - 1], last[(i + 1) % size]) for i in range(size)])
+    return max(entered[-1][i] + float(work[i, -1]) for i in range(size))
+
+
+@many
+@given(plans(), st.integers(1, 2))
+def test_rows_arrive_where_the_plan_says_and_return(
+    case: tuple[Bools, SparsePlan], batch: int
+) -> None:
+    mask, plan = case
+    heads = {"q": len(mask), "kv": plan.num_kv_heads}
+    layout = {"q": plan.q, "kv": plan.kv}
+    tensors = [
+        (name, labels(place, batch, heads[name], int(layout[name].lens.sum())))
+        for place, name in enumerate(("q", "kv", "kv"))
+    ]
+    ranks = range(plan.num_ranks)
+    source = [
+        np.concatenate([at_home(values, layout[name], rank) for name, values in tensors])
+        for rank in ranks
+    ]
+    arrived = exchange([plan.route(rank, batch=batch) for rank in ranks], source)
+    for rank in ranks:
+        rows = {"q": listed(plan.q_rows(rank)), "kv": listed(plan.kv_rows(rank))}
+        expected = [packed(values, rows[name], layout[name]) for name, values in tensors]
+        np.testing.assert_array_equal(arrived[rank], np.concatenate(expected), f"rank {rank}")
+    num_q = [batch * int(plan.q_rows(rank).lens.sum()) for rank in ranks]
+    out = [rows[:num] for rows, num in zip(arrived, num_q, strict=True)]
+    back = exchange([plan.output_route(rank, batch=batch) for rank in ranks], out)
+    for rank in ranks:
+        np.testing.assert_array_equal(back[rank], at_home(tensors[0][1], plan.q, rank))
+
+
+@many
+@given(plans(), st.integers(1, 2))
+def test_bytes_and_moved_rows_are_those_that_travel(
+    case: tuple[Bools, SparsePlan], batch: int
+) -> None:
+    """Counted in what the routes send, and token by token in the rows of each rank."""
+    _, plan = case
+    routes = [
+        (plan.route(rank, batch=batch), plan.output_route(rank, batch=batch))
+        for rank in range(plan.num_ranks)
+    ]
+    sent = sum(
+        int(np.delete(route.send_splits, rank).sum())
+        for rank, both in enumerate(routes)
+        for route in both
+    )
+    assert plan.wire_bytes(10, itemsize=4, batch=batch) == sent * 10 * 4
+    for share, layout, rows_of in (
+        (plan.moved[0], plan.q, plan.q_rows),
+        (plan.moved[1], plan.kv, plan.kv_rows),
+    ):
+        owner = np.repeat(layout.home, layout.lens)
+        came = [
+            (owner[place] // plan.ulysses_degree, rank // plan.ulysses_degree)
+            for rank in range(plan.num_ranks)
+            for head, block in listed(rows_of(rank))
+            for place in tokens_of(layout, head, block).tolist()
+        ]
+        assert share == pytest.approx(np.mean([source != there for source, there in came] or [0]))
+
+
+@few
+@given(masks(), MESHES, st.data())
+def test_counts_plan_as_masks_do(mask: Bools, mesh: tuple[int, int], data: st.DataObject) -> None:
+    """What ranks exchange leads to the same plan as the masks, where keys stay at home."""
+    ulysses, ring = mesh
+    layout = data.draw(layouts(mask.shape[1], ulysses * ring))
+    kv = BlockLayout.striped(data.draw(layouts(mask.shape[2], 1)).lens, ulysses, ring)
+    counts = block_counts(mask, kv_lens=kv.lens, kv_of=kv.home // ulysses, ring_degree=ring)
+    method = data.draw(st.sampled_from(["stripe", "minimal_move"]))
+    planner = SparsePlanner(ulysses, ring, method=method)
+    plan = planner.plan(counts, layout, kv)
+    np.testing.assert_array_equal(plan.kv_of, np.tile(kv.home // ulysses, (ulysses, 1)))
+    assert sparse_imbalance(mask, ulysses, ring, plan) == plan.imbalance
+    if method == "stripe":
+        assert plan == planner.plan(mask, layout, kv)
+
+
+@few
+@given(plans())
+def test_a_plan_is_the_same_for_the_same_input_and_frozen(case: tuple[Bools, SparsePlan]) -> None:
+    mask, plan = case
+    planner = SparsePlanner(plan.ulysses_degree, plan.ring_degree, cut_above=0.0)
+    layout = plan.q, plan.kv
+    first = planner.plan(mask, *layout, num_kv_heads=plan.num_kv_heads)
+    again = planner.plan(np.asfortranarray(mask), *layout, num_kv_heads=plan.num_kv_heads)
+    assert first == again
+    assert hash(first) == hash(again)
+    np.testing.assert_array_equal(first.tiles, again.tiles)
+    for array in (first.ring_of, first.q_of, first.kv_of, first.rank_of, first.q.home):
+        assert not array.flags.writeable
+
+
+@many
+@given(masks(), st.integers(1, 8), st.sampled_from([0.0, 0.05, np.inf]))
+def test_heads_are_within_their_certificate(mask: Bools, num_ranks: int, cut_above: float) -> None:
+    counts = mask.sum(axis=2)
+    plan = partition_heads(counts, num_ranks, cut_above=cut_above)
+    loads = np.bincount(plan.rank_of.ravel(), counts.ravel(), num_ranks)
+    np.testing.assert_array_equal(plan.loads, loads)
+    assert plan.makespan == loads.max() >= plan.lower_bound
+    whole = partition_heads(counts.sum(axis=1), num_ranks)
+    assert plan.makespan <= whole.makespan
+    mean, heaviest = counts.sum() / num_ranks, counts.max(initial=0)
+    assert plan.lower_bound >= min(whole.lower_bound, max(mean, heaviest)) * (1 - 1e-12)
+    if np.isinf(cut_above):
+        assert plan.cut_heads.size == 0
+        assert plan.bin_of.tolist() == whole.bin_of.tolist()
+    else:  # what is left over a rank is less than its lightest block
+        assert plan.makespan <= max(mean * (1 + cut_above), mean + heaviest) * (1 + 1e-12)
+    for head in plan.cut_heads:
+        assert (plan.rank_of[head] == plan.bin_of[head]).any()
+
+
+@many
+@given(masks(), st.integers(1, 5), st.booleans(), st.data())
+def test_moves_only_ever_lower_the_end_of_a_ring(
+    mask: Bools, ring: int, keys_stay: bool, data: st.DataObject
+) -> None:
+    """From any home, at any target."""
+    matrix = mask.sum(axis=0)
+    homes = [data.draw(layouts(size, ring)).home for size in matrix.shape]
+    target = data.draw(st.sampled_from([0.0, 1.0, 1.05, 1.5]))
+    place: dict[str, Any] = {"q_home": homes[0], "kv_home": homes[1]}
+    stay = partition_blocks(matrix, ring, method="minimal_move", target=99.0, **place)
+    plan = partition_blocks(
+        matrix, ring, method="minimal_move", target=target, keys_stay=keys_stay, **place
+    )
+    assert stay.num_moved == (0, 0) and plan.imbalance <= stay.imbalance
+    if stay.imbalance <= target:
+        assert plan.num_moved == (0, 0)
+    if sum(plan.num_moved):
+        assert plan.imbalance < stay.imbalance
+    if keys_stay:
+        assert plan.num_moved[1] == 0

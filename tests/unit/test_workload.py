@@ -1,5 +1,4 @@
 import json
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,6 @@ from bascule.workload.codes import (
     MAX_TEXT_TOKENS,
     DataCode,
     SampleShape,
-    deal,
-    keyed_generator,
     latent_frames,
     parse_data_codes,
     rank_lengths,
@@ -56,14 +53,6 @@ def test_latent_frames_are_those_of_the_printed_formula() -> None:
         assert latent_frames(num_frames, compressed=False) == num_frames
 
 
-def test_a_mix_parses_and_prints() -> None:
-    codes = parse_data_codes(MIXED)
-    assert codes[0] == DataCode(16, 4, 256, 1, False)
-    assert ",".join(map(str, codes)) == MIXED
-    assert sum(code.num_ranks for code in codes) == 32
-    assert parse_data_codes(MIXED.replace(",", ",  ")) == codes
-
-
 @given(
     st.integers(1, 999),
     st.integers(0, 999),
@@ -88,14 +77,6 @@ def test_drawn_lengths_are_in_range_and_share_the_factor_of_their_rank() -> None
     assert seq_lens(shapes) == [[s.text_tokens + s.image_tokens for s in rank] for rank in shapes]
 
 
-def test_text_lengths_are_uniform_over_the_whole_range() -> None:
-    drawn = rank_lengths(parse_data_codes("g1b40000i16f1s0"), 0, seed=0, step=0)
-    text = [shape.text_tokens for shape in drawn]
-    assert (min(text), max(text)) == (0, MAX_TEXT_TOKENS)
-    assert abs(sum(text) / len(text) - MAX_TEXT_TOKENS / 2) < 3
-    assert max(Counter(text).values()) < 170  # 102 expected
-
-
 def test_lengths_are_a_function_of_seed_step_and_rank() -> None:
     codes = parse_data_codes(MIXED)
     first = sample_lengths(codes, seed=1, step=2)
@@ -114,22 +95,6 @@ def test_a_larger_world_is_replicas_with_other_samples() -> None:
     assert [len(rank) for rank in three] == [3, 2, 3, 2, 3, 2]
     assert [rank[0].grid_width for rank in three] == [16, 32] * 3
     assert three[2] != three[0]
-
-
-def test_keyed_generators_share_no_numbers() -> None:
-    keys = [(s, name, a, b) for s in (0, 1) for name in ("x", "y") for a in (0, 1) for b in (0, 1)]
-    draws = {
-        tuple(keyed_generator(s, n, a, b).integers(2**62, size=4).tolist()) for s, n, a, b in keys
-    }
-    assert len(draws) == len(keys)
-    assert keyed_generator(2**64 - 1, "x", 2**63).random() == (
-        keyed_generator(2**64 - 1, "x", 2**63, 0).random()
-    )
-
-
-def test_deal_is_round_robin() -> None:
-    assert deal([1, 2, 3, 4, 5], 3) == [[1, 4], [2, 5], [3]]
-    assert deal([1], 3) == [[1], [], []]
 
 
 @pytest.mark.parametrize(
