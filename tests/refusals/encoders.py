@@ -59,21 +59,13 @@ CASES = [
     ("unlike rows", cut(ROWS, x=torch.eye(3), mask=torch.ones(2, 2)), UNLIKE),
     ("no dims", cut(ROWS, x=torch.tensor(1.0)), UNLIKE),
     ("too few patches", cut(QWEN, hidden_states=PATCHES[:-1], grid_thw=GRIDS), UNLIKE),
-    (
-        "output without rows",
-        parts(torch.tensor(1.0), ROWS, x=torch.eye(3)),
-        ("cannot be cut into 3 items",),
-    ),
+    ("no rows", parts(torch.tensor(1.0), ROWS, x=torch.eye(3)), ("cannot be cut into 3 items",)),
     (
         "output of other rows",
         parts(PATCHES[:-1], QWEN, hidden_states=PATCHES, grid_thw=GRIDS),
         ("cannot be cut into 2 items of sizes",),
     ),
-    (
-        "missing argument",
-        lambda: called_with(encode, (), {}),
-        ("cannot be called so: missing a required",),
-    ),
+    ("missing", lambda: called_with(encode, (), {}), ("cannot be called so: missing a required",)),
     ("arguments without names", lambda: called_with(packed, (1, 2), {}), ("without names",)),
     ("no VAE", lambda: settings_of(TileCalls(nn.Linear(2, 2))), ("a Linear has no tiles",)),
 ]

@@ -39,6 +39,11 @@ def simulating(**changes: Any) -> Callable[[], object]:
     return partial(simulate, **right | changes)
 
 
+def planned(num: int, topology: str, cost: Any) -> Callable[[], object]:
+    return partial(plan_batch, [[1]] * num, topology, cost, cluster=CLUSTER)
+
+
+POLYNOMIAL = PolynomialCost(1, 1, 1)
 RUN = simulate([[[1]]], profile=H100, model=TransformerCost(8), topologies=["none"]).runs[0]
 
 Case = tuple[str, Callable[[], object], tuple[str, ...]]
@@ -54,22 +59,14 @@ def changed(one: Any, name: str, value: Any, *words: str) -> Case:
 CASES: list[Case] = [
     changed(TransformerCost(64), "d_model", 3072.0, "an integer"),
     changed(TransformerCost(64), "num_layers", 0, "at least 1"),
-    changed(PolynomialCost(1, 1, 1), "overhead", -1e-12, "at least 0"),
-    changed(PolynomialCost(1, 1, 1), "constant", "1", "finite"),
+    changed(POLYNOMIAL, "overhead", -1e-12, "at least 0"),
+    changed(POLYNOMIAL, "constant", "1", "finite"),
     ("seconds of FLOPs", partial(TransformerCost(64).seconds, [1]), ("fit_latency",)),
     changed(CLUSTER, "num_nodes", True, "an integer"),
     changed(CLUSTER, "ranks_per_node", 1.5, "an integer"),
     ("too many ranks", partial(replace, CLUSTER, num_nodes=2**17), ("524288 ranks", "131072")),
-    (
-        "a batch of another world",
-        partial(plan_batch, [[1]] * 3, "g1n3", TransformerCost(8), cluster=CLUSTER),
-        ("4 ranks, not 3",),
-    ),
-    (
-        "a cost without a width",
-        partial(plan_batch, [[1]] * 4, "g4n1", np.sqrt, cluster=CLUSTER),
-        ("width of the model", "TransformerCost"),
-    ),
+    ("another world", planned(3, "g1n3", TransformerCost(8)), ("4 ranks, not 3",)),
+    ("no width", planned(4, "g4n1", np.sqrt), ("width of the model", "TransformerCost")),
     changed(LOAD, "ulysses_degree", 0, "at least 1"),
     changed(LOAD, "ring_degree", 1.5, "an integer"),
     changed(LATENCY, "launch_s", -1.0, "at least 0"),
@@ -78,38 +75,22 @@ CASES: list[Case] = [
     changed(H100, "device", 5, "a text"),
     changed(H100, "note", None, "a text"),
     ("no such profile", partial(HardwareProfile.load, "h200"), ("'h200'", "h200-datasheet")),
-    (
-        "a cluster of what is not known",
-        partial(NEW.cluster, 1, 2),
-        ("new has no matmul_flops_per_s, memory_bytes",),
-    ),
+    ("a cluster", partial(NEW.cluster, 1, 2), ("new has no matmul_flops_per_s, memory_bytes",)),
     ("attention of what is not known", partial(NEW.attention_latency, 64), ("new has no",)),
+    ("near", partial(LACKING.forward_seconds, [Work()], Bag.aligned(2, 1, 2)), ("no launch_s: ",)),
     (
-        "a wire that is not needed",
-        partial(LACKING.forward_seconds, [Work()], Bag.aligned(2, 1, 2)),
-        ("has no launch_s: ",),
-    ),
-    (
-        "a wire that is not known",
+        "far",
         partial(LACKING.forward_seconds, [Work()], Bag.aligned(4, 1, 2)),
-        ("has no launch_s, inter_bytes_per_s: ",),
+        (", inter_bytes_per_s",),
     ),
     changed(STEP, "num_tokens", 0, "at least 1"),
     changed(STEP, "num_passes", 1.5, "an integer"),
     ("a mesh of no ranks", partial(choose_mesh, STEP, 0), ("num_ranks is 0",)),
     ("no mesh", partial(choose_mesh, STEP, 16, max_ring_degree=1), ("raise max_ring_degree",)),
-    (
-        "a mesh of what is not known",
-        partial(choose_mesh, STEP, 2, profile=NEW),
-        ("has no matmul_flops_per_s",),
-    ),
+    ("no rate", partial(choose_mesh, STEP, 2, profile=NEW), ("has no matmul_flops_per_s",)),
     ("passes of nothing", partial(Passes, 0.0, 1.0, 1.0, ""), ("linear=0.0", "at least")),
     ("no such passes", partial(passes_of, "both"), ("'both'", "step-without-recompute")),
-    (
-        "passes of a polynomial",
-        partial(in_passes, PolynomialCost(1, 1, 1), CLUSTER, TRAINING),
-        ("a TransformerCost",),
-    ),
+    ("polynomial", partial(in_passes, POLYNOMIAL, CLUSTER, TRAINING), ("a TransformerCost",)),
     changed(CURVE, "what", 5, "a text"),
     changed(CURVE, "unit", "words", '"tokens" or "bytes"'),
     ("too many sizes", partial(replace, CURVE, sizes=MANY), ("1001 entries", "at most 1000")),
@@ -120,26 +101,18 @@ CASES: list[Case] = [
     changed(CALIBRATION, "num_ranks", 0, "at least 1"),
     changed(CALIBRATION, "d_model", 1.5, "an integer"),
     (
-        "a rate that was edited",
+        "edited",
         partial(replace, MADE, matmul_flops_per_s=1e15),
-        ('take "calibration" out and say source="given"',),
+        ('take "calibration" out and say',),
     ),
     changed(EncoderStage("T5"), "name", 5, "a text"),
     changed(EncoderStage("T5"), "sample_s", -1.0, "at least 0"),
     changed(Sharding(), "num_params", 0, "at least 1"),
     changed(Sharding(), "shard_ranks", 1.5, "an integer"),
-    (
-        "shards of no multiple",
-        partial(Sharding(1, 3).seconds, TransformerCost(8), CLUSTER),
-        ("4 ranks are no multiple",),
-    ),
+    ("shards", partial(Sharding(1, 3).seconds, TransformerCost(8), CLUSTER), ("4 ranks are no",)),
     changed(SimulationOptions(), "num_steps", 0, "at least 1"),
     changed(SimulationOptions(), "accumulate", 0.5, "an integer"),
-    (
-        "too many microbatches",
-        partial(SimulationOptions, num_steps=10**5, accumulate=2),
-        ("more than 100000",),
-    ),
+    ("steps", partial(SimulationOptions, num_steps=10**5, accumulate=2), ("more than 100000",)),
     *(
         (f"stages {names}", partial(SimulationOptions, stages=names), ("must differ",))
         for names in ((EncoderStage("vae"),) * 2, (EncoderStage("compute"),))
@@ -169,9 +142,5 @@ CASES: list[Case] = [
             ({"data": [[Sequences([5], None, [3])]]}, ("masks or contexts",)),
         )
     ),
-    (
-        "no such kind",
-        lambda: RUN.spent_on("nope"),
-        ("kind is 'nope'", '"encoders"'),
-    ),
+    ("no such kind", lambda: RUN.spent_on("nope"), ("kind is 'nope'", '"encoders"')),  # type: ignore
 ]

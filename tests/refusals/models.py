@@ -55,11 +55,7 @@ CASES = [
     ("theta", sizes(theta=0.0), ("MMDiTConfig(theta=0.0)", "at least")),
     ("swapped modalities", forward(is_image=torch.arange(8) < 3), SWAPPED),
     ("swapped modalities, embed", embed, SWAPPED),
-    (
-        "too few image tokens",
-        forward(image_tokens=torch.ones(4, 6)),
-        ("is_image has 8 rows", "3 text and 4 image"),
-    ),
+    ("few", forward(image_tokens=torch.ones(4, 6)), ("is_image has 8 rows", "3 text and 4 image")),
     ("guidance", forward(guidance=torch.ones(1)), ("the model has no guidance",)),
     ("pos", forward(pos=torch.zeros(8, 2)), ("pos must be (8, 3), got (8, 2)",)),
     ("is_image", lambda: Interleaving(torch.zeros(3)), ("is_image must be a bool vector",)),

@@ -50,11 +50,7 @@ CASES: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
     ("a cost below 0", by_cost(lambda lens: lens - 10.0), ("rank 0", "-1.0 for 9 tokens")),
     ("a cost too few", by_cost(lambda lens: lens[:1]), ("(1,) costs for (2,) lengths",)),
     ("no cluster", planned([1], cluster=5), ("cluster=5", "a Cluster(")),
-    (
-        "tolerance below 0",
-        planned([1], locality_tolerance=-1.0),
-        ("locality_tolerance=-1.0", "at least 0"),
-    ),
+    ("tolerance", planned([1], locality_tolerance=-1.0), ("locality_tolerance=-1.0", "at least 0")),
     ("bags without a cluster", planned([1], "auto"), ("auto", "needs a cluster")),
     ("no meeting", partial(plan_step, [[[1]]], "g1n1", COST, sync="never"), ("'never'", "step")),  # pyright: ignore[reportArgumentType]
     ("causal of text", partial(Span, 1, "yes"), ("causal='yes'", "True or False")),  # pyright: ignore[reportArgumentType]

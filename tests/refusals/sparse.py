@@ -44,6 +44,14 @@ def plan(work: Any, home: Any = HOME, **options: Any) -> Callable[[], object]:
     return lambda: PLANNER.plan(work, home, **options)
 
 
+def blocks(matrix: Any = MATRIX, ring: int = 2, **options: Any) -> Callable[[], object]:
+    return lambda: partition_blocks(matrix, ring, **options)
+
+
+def rho(masks: Any, ulysses: int = 1, ring: int = 2, *plan: Any) -> Callable[[], object]:
+    return lambda: sparse_imbalance(masks, ulysses, ring, *plan)
+
+
 def planner(**options: Any) -> Callable[[], object]:
     return lambda: SparsePlanner(**options)
 
@@ -78,47 +86,19 @@ CASES = [
     ("cut_above", lambda: partition_heads([1, 2], 2, cut_above=-1.0), ("cut_above is -1.0",)),
     ("matrix", lambda: partition_blocks([[-1.0]], 1), ("block_matrix[0, 0] is -1.0",)),
     ("ring_degree", lambda: partition_blocks(MATRIX, 0), ("ring_degree is 0", "at least 1")),
-    (
-        "method",
-        lambda: partition_blocks(MATRIX, 2, method="best"),
-        ("method is 'best'", '"stripe" or "minimal_move"'),
-    ),
-    (
-        "q_home",
-        lambda: partition_blocks(MATRIX, 2, q_home=[0, 5, 0, 1]),
-        ("q_home has 5", "at most 1"),
-    ),
-    (
-        "kv_home",
-        lambda: partition_blocks(MATRIX, 2, kv_home=[0, 1]),
-        ("kv_home of shape (2,)", "4 integers"),
-    ),
+    ("method", blocks(method="best"), ("method is 'best'", '"stripe" or "minimal_move"')),
+    ("q_home", blocks(q_home=[0, 5, 0, 1]), ("q_home has 5", "at most 1")),
+    ("kv_home", blocks(kv_home=[0, 1]), ("kv_home of shape (2,)", "4 integers")),
     (
         "masks",
-        lambda: sparse_imbalance(MASKS.astype(int), 1, 2),
-        ("masks of shape (2, 4, 4) and dtype int64", "give bool (heads, q_blocks, kv_blocks)"),
+        rho(MASKS.astype(int)),
+        ("(2, 4, 4) and dtype int64", "(heads, q_blocks, kv_blocks)"),
     ),
-    (
-        "masks, tensor",
-        lambda: sparse_imbalance(torch.ones(2, 4, 4, dtype=torch.bfloat16), 1, 2),
-        ("masks of type Tensor",),
-    ),
+    ("tensor", rho(torch.ones(2, 4, 4, dtype=torch.bfloat16)), ("masks of type Tensor",)),
     ("mesh", lambda: sparse_imbalance(MASKS, 0, 2), ("ulysses_degree is 0", "at least 1")),
-    (
-        "mesh of a plan",
-        lambda: sparse_imbalance(MASKS, 2, 1, PLAN),
-        ("a plan for 1 x 2 ranks", "mesh of 2 x 1"),
-    ),
-    (
-        "heads of a plan",
-        lambda: sparse_imbalance(MASKS[[0, 0, 1]], 1, 2, PLAN),
-        ("work of 3 heads for a plan of 2",),
-    ),
-    (
-        "blocks of a plan",
-        lambda: sparse_imbalance(np.ones((2, 5, 4), bool), 1, 2, PLAN),
-        ("work of shape (2, 5, 4)", "(heads, 4, 4)"),
-    ),
+    ("mesh of a plan", rho(MASKS, 2, 1, PLAN), ("a plan for 1 x 2 ranks", "mesh of 2 x 1")),
+    ("heads of a plan", rho(MASKS[[0, 0, 1]], 1, 2, PLAN), ("work of 3 heads for a plan of 2",)),
+    ("blocks of a plan", rho(np.ones((2, 5, 4), bool), 1, 2, PLAN), ("work of shape (2, 5, 4)",)),
     ("counts, kv_of", lambda: block_counts(MASKS, kv_of=[0, 0, 0, 2], ring_degree=2), ("has 2",)),
     ("counts, kv_lens", lambda: block_counts(MASKS, kv_lens=[1]), ("kv_lens of shape (1,)",)),
     ("block", lambda: block_lens((3,), 0), ("block is 0", "at least 1")),
@@ -163,10 +143,6 @@ CASES = [
     ("model, density", model(density=1.0), ("MaskModel(density=1.0)", "at most")),
     ("model, size", model(grid=(200, 100, 100), block=1), ("2,000,000 blocks", "larger blocks")),
     ("seed", lambda: synthetic_masks(MODEL, seed=-1), ("seed", "-1")),
-    (
-        "masks to save",
-        lambda: save_masks("x.npz", MASKS.astype(int)),
-        ("masks are int64", "must be bool"),
-    ),
+    ("uint8", lambda: save_masks("x.npz", MASKS.astype(int)), ("masks are int64", "must be bool")),
     ("name of masks", lambda: save_masks("x.npy", MASKS), ("packed masks are an .npz file",)),
 ]

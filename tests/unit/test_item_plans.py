@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from bascule.comm.items import joined, leaves_of, mapped
 from bascule.encoders.items import TABLES, EncoderTable, form_of, table_of
 from bascule.encoders.plan import CallSettings, Encoding, ItemPlan, plan_items
 from bascule.errors import PlanError
@@ -167,28 +166,6 @@ def test_pairs_are_those_of_the_windows_and_frames_that_the_model_makes() -> Non
         assert length(model, {"grid_thw": grid[None]}) == (int(grid.prod()), expected)
 
 
-def test_patches_of_images_are_cut_and_joined() -> None:
-    sizes = GRIDS.prod(-1).tolist()
-    table = table_of(qwen())
-    patches = torch.arange(sum(sizes) * 2.0).view(-1, 2)
-    call = {"hidden_states": patches, "grid_thw": GRIDS, "return_dict": True}
-    items = table.cut(call)
-    assert [len(item["hidden_states"]) for item in items] == sizes
-    again = table.join(items)
-    assert torch.equal(again["hidden_states"], patches) and torch.equal(again["grid_thw"], GRIDS)
-    assert again["return_dict"] is True
-    merged = table.parts((patches[::4], [patches]), items)
-    assert [[len(leaf) for leaf in own] for own in merged] == [[n // 4, n] for n in sizes]
-    assert torch.equal(torch.cat([own[0] for own in merged]), patches[::4])
-
-
-def test_items_of_one_row_each() -> None:
-    table = EncoderTable()
-    items = table.cut({"x": torch.eye(3), "mask": torch.ones(3, 2), "scale": 2.0})
-    assert [item["x"].shape for item in items] == [(1, 3)] * 3
-    assert table.cut({"x": torch.eye(3)[:0]}) == []
-
-
 def test_only_items_of_one_form_go_into_one_call() -> None:
     device, x = torch.device("cpu"), torch.ones(1, 4)
     base = form_of({"x": x, "scale": 1.0}, device)
@@ -209,17 +186,6 @@ def test_every_table_is_of_a_class_that_there_is(name: str) -> None:
 
 def test_a_module_of_no_known_class_has_one_row_an_item_and_no_length() -> None:
     assert table_of(nn.Linear(1, 1)) == EncoderTable()
-
-
-def test_nests_keep_their_types() -> None:
-    class Sampled:
-        def __init__(self, parameters: torch.Tensor, deterministic: bool = False) -> None:
-            self.parameters, self.deterministic = parameters, deterministic
-
-    nest = {"a": (torch.ones(2), [None, 3]), "b": Sampled(torch.zeros(2), True)}
-    twice = joined([nest, mapped(nest, lambda x: x + 1)])
-    assert [leaf.tolist() for leaf in leaves_of(twice)] == [[1, 1, 2, 2], [0, 0, 1, 1]]
-    assert twice["a"][1] == [None, 3] and twice["b"].deterministic
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 8])

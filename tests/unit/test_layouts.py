@@ -8,20 +8,16 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bascule.attention.kernels.registry import KERNELS, check_name
 from bascule.attention.layout import (
     SequenceLayout,
-    num_tokens,
-    own_tokens,
     positions_on,
-    take_runs,
 )
-from bascule.attention.packed import Bag, check, check_shapes, traffic
+from bascule.attention.packed import Bag, check, check_shapes
 from bascule.attention.tiles import Pieces
-from bascule.comm.groups import RankGroup
 from bascule.errors import ConfigError
 from bascule.plan.topology import Topology
 from bascule.plan.traffic import HeadShares
@@ -73,40 +69,6 @@ def test_every_token_has_one_rank_and_shares_are_even(layout: SequenceLayout) ->
     assert lens == layout.ring_lens and sum(lens) == first
 
 
-@many
-@example(SequenceLayout((), 1, 2, True))
-@given(layouts())
-def test_tokens_of_ulysses_ranks_come_into_the_order_of_the_ring_and_back(
-    layout: SequenceLayout,
-) -> None:
-    for ring in range(layout.ring_degree):
-        lens, order, back = layout.exchanged(ring)
-        ranks = range(layout.ulysses_degree)
-        arriving = torch.tensor(
-            [token for u in ranks for token in tokens_of(layout.own_runs(ring, u))],
-            dtype=torch.int64,
-        )
-        here = arriving if order is None else torch.cat([arriving[part] for part in order])
-        assert torch.equal(here, positions_on(layout, ring, CPU))
-        again = here if back is None else torch.cat([here[part] for part in back])
-        assert torch.equal(again, arriving)
-        assert lens == [num_tokens(layout.own_runs(ring, u)) for u in ranks]
-        if layout.zigzag:  # kernels take the early piece, then the late one, of each segment
-            assert here.tolist() == tokens_of(layout.pieces(ring))
-
-
-@many
-@given(layouts(), st.integers(0, 1))
-def test_of_replicated_tokens_a_rank_keeps_its_share(layout: SequenceLayout, dim: int) -> None:
-    whole = torch.arange(1.0, 1 + 2 * layout.seq_len).view(-1, 2)
-    whole = whole if dim == 0 else whole.T
-    for place in places(layout):
-        mine = take_runs(whole, layout.shares(*place), dim)
-        own = own_tokens(mine, layout, place, dim)
-        assert mine.shape[dim] == layout.num_tokens(*place)
-        assert torch.equal(own, take_runs(whole, layout.own_runs(*place), dim))
-
-
 # What a rank of a bag attends to and in which order, without any communication
 
 
@@ -134,52 +96,6 @@ def bag_of(lens: Lens, rank: int = 0, pieces: Pieces | None = None) -> Bag:
         None,
         np.zeros_like(chunks[0]),
     )
-
-
-def labels(lens: Lens) -> list[tuple[int, int, int]]:
-    """(sequence, rank, token) of each token as ranks bring them."""
-    return [
-        (seq, rank, token)
-        for rank, of_rank in enumerate(lens)
-        for seq, length in enumerate(of_rank)
-        for token in range(length)
-    ]
-
-
-@settings(deadline=None, max_examples=100)
-@given(shares())
-def test_chunks_of_sequences_are_joined_in_the_order_of_ranks_and_parted_again(lens: Lens) -> None:
-    bag, brought = bag_of(lens), labels(lens)
-    order, back = bag.order
-    assert bag.tokens == [sum(of_rank) for of_rank in lens]
-    joined = brought if order is None else [brought[i] for i in order.tolist()]
-    assert joined == sorted(brought)
-    parted = joined if back is None else [joined[i] for i in back.tolist()]
-    assert parted == brought
-    whole = [sum(column) for column in zip(*lens, strict=True)]
-    assert bag.pieces.seq_lens.tolist() == whole
-    assert bag.degree == len(lens)
-
-
-def ring_of(lens: Lens, rank: int) -> Pieces:
-    ranks = tuple(range(len(lens)))
-    group = RankGroup(lambda: None, rank, ranks, ranks, "ring")
-    return Pieces(np.array(lens, dtype=np.int64).reshape(len(lens), -1), 1, group, CPU)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("with_ring", [False, True])
-def test_bytes_of_an_attention(rank: int, with_ring: bool) -> None:
-    """Of two ranks with five and three tokens, six query heads for three key-value heads."""
-    ring = ring_of([[8, 0], [4, 3], [1, 1]], 1) if with_ring else None
-    bag = bag_of([[3, 2], [3, 0]], rank, ring)
-    tokens, own, others = ((5, 2, 3), (3, 1, 5))[rank]
-    q = torch.empty(tokens, 6, 8, dtype=torch.bfloat16)
-    k = torch.empty(tokens, 3, 8, dtype=torch.bfloat16)
-    rows = tokens * (3 - own) * (2 + 1 + 1)  # queries, keys and values of heads of the other
-    rows += others * 2 * own  # the output of its tokens
-    rows += 2 * own * (8 + 7) if with_ring else 0  # all keys and values but those of the last
-    assert traffic(bag, q, k).total == rows * 8 * 2
 
 
 def test_what_does_not_fit_the_bag_is_refused() -> None:

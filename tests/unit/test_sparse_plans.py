@@ -91,22 +91,6 @@ def test_sums_over_heads_do_not_wrap(dtype: Any, heads: int, value: int, tokens:
     assert plan.tiles.sum() == masks.size * value * tokens
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("random", [499, 295, 604, 239, 207, 238]),
-        ("toeplitz", [1108, 660, 1123, 516, 476, 483]),
-        ("clustered", [1117, 627, 937, 518, 356, 532]),
-    ],
-)
-def test_without_a_plan_nothing_is_padded_dropped_or_turned(kind: str, expected: list[int]) -> None:
-    """Uneven heads and blocks in runs, and for R > 2 the keys that are at hand in each round."""
-    masks = mask_of(kind, (7, 29, 23))
-    meshes = (1, 3), (2, 3), (3, 1), (2, 4), (5, 2), (1, 8)
-    slowest = [sparse_imbalance(masks, u, r) * masks.sum() / (u * r) for u, r in meshes]
-    assert slowest == pytest.approx(expected)
-
-
 # Heads
 
 
@@ -164,10 +148,6 @@ def test_from_a_stripe_a_few_moves_reach_the_target(ring: int) -> None:
 
 
 # Plans
-
-
-ONE_RING_IDLE = np.ones((2, 8, 8), bool)
-ONE_RING_IDLE[1, 4:] = ONE_RING_IDLE[1, :, 4:] = False
 
 
 def test_ranks_of_the_largest_mesh_are_not_confused() -> None:
@@ -623,24 +603,6 @@ def plans(draw: st.DrawFn) -> tuple[Bools, SparsePlan]:
     cut_above = draw(st.sampled_from([0.0, 0.1, np.inf]))
     planner = SparsePlanner(ulysses, ring, method=draw(METHODS), cut_above=cut_above)
     return mask, planner.plan(mask, q, kv, num_kv_heads=num_kv_heads)
-
-
-@many
-@given(plans())
-def test_every_query_block_has_one_rank_and_meets_every_key_block_once(
-    case: tuple[Bools, SparsePlan],
-) -> None:
-    mask, plan = case
-    group = len(mask) // plan.num_kv_heads
-    computed: list[tuple[int, int]] = []
-    for rank in range(plan.num_ranks):
-        rows = listed(plan.q_rows(rank))
-        computed += rows
-        kv = [pair for owner in plan.owners(rank) for pair in listed(plan.kv_rows(owner))]
-        assert len(set(kv)) == len(kv)
-        needed = {head // group for head, _ in rows}
-        assert {(head, block) for head in needed for block in range(mask.shape[2])} <= set(kv)
-    assert sorted(computed) == [(h, i) for h in range(len(mask)) for i in range(mask.shape[1])]
 
 
 @many

@@ -5,31 +5,10 @@ from collections import deque
 import pytest
 import torch
 
-from bascule.encoders.tiled_vae import TileCalls, answered, noted, pixels_of, settings_of
+from bascule.encoders.tiled_vae import TileCalls, answered, noted, pixels_of
 from tests.helpers.tile_cases import other_vae, own_tiled, sample_of, tiny_vae, values_of
 
 pytest.importorskip("diffusers")
-KINDS = ("kl", "wan", "wan2.2", "qwen")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", ["encode", "decode"])
-@pytest.mark.parametrize("size", [(2, 5, 44, 28), (1, 1, 12, 12)])
-def test_tiles_are_the_models_own_and_it_is_left_alone(
-    kind: str, way: str, size: tuple[int, ...]
-) -> None:
-    vae = tiny_vae(kind).double()
-    x, state = sample_of(kind, way, size, 0, torch.float64), dict(vars(vae))
-    with torch.no_grad():
-        tiles, nothing = noted(vae, way, x)
-        computed = [TileCalls(vae)(**tile) for tile in tiles]
-        answers = deque(computed)
-        found = [answered(vae, answers, way, one) for one in x.split(1)]
-        assert not answers and vars(vae) == state
-        expected = own_tiled(vae, way, x)
-    assert not values_of(nothing).numel() and type(nothing) is type(found[0])
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(values_of(one)[0], other, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind", ["hunyuan", "cogvideox", "ltx"])
@@ -63,9 +42,3 @@ def test_whole_samples_are_one_tile_and_none_are_no_tile() -> None:
     assert len(noted(vae, "encode", torch.zeros(3, 3, 5, 16, 16))[0]) == 3
     tiles, nothing = noted(vae, "encode", torch.zeros(0, 3, 5, 40, 40))
     assert not tiles and len(values_of(nothing)) == 0
-
-
-def test_settings_name_the_sizes_of_tiles() -> None:
-    assert settings_of(TileCalls(tiny_vae("kl"))).startswith(
-        "AutoencoderKL with {'tile_sample_min_size': 16"
-    )
