@@ -1,5 +1,6 @@
 """Which rank encodes which item, and whether moving pays."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,9 @@ from bascule.plan.costs import PolynomialCost, TransformerCost
 from bascule.plan.items import Items
 from bascule.plan.limits import Limits
 from bascule.plan.machine import Cluster
+from bascule.plan.metrics import imbalance
+from bascule.plan.plan import plan_batch
+from bascule.plan.solver.solve import assign
 
 TOKENS = PolynomialCost(0.0, 1.0, 0.0)
 
@@ -205,3 +209,57 @@ def test_a_video_is_cut_into_runs_of_frames_that_the_tower_computes_by_themselve
     for name in ("last_hidden_state", "pooler_output"):
         found = torch.cat([getattr(one, name) for one in apart])
         torch.testing.assert_close(found, getattr(whole, name), rtol=1e-10, atol=1e-12)
+
+
+NUM_RANKS, SAMPLES_A_RANK = 4, 16
+LANGUAGE, TOWER = TransformerCost(3584, num_layers=28), TransformerCost(1280, num_layers=32)
+
+
+def photos_and_texts(seed: int) -> tuple[list[list[int]], list[int]]:
+    """Of each sample, patches of photos and frames of clips, of real sizes; its tokens of text."""
+    skimage = pytest.importorskip("skimage")
+    images = pytest.importorskip("PIL.Image")
+    folder = Path(skimage.__file__).parent / "data"
+    paths = [path for path in sorted(folder.iterdir()) if path.suffix in (".jpg", ".png")]
+    sides = list[tuple[int, int]]()
+    for path in paths:
+        with images.open(path) as image:
+            sides.append(image.size)
+    random = np.random.default_rng(seed)
+    num = NUM_RANKS * SAMPLES_A_RANK
+    counts = random.choice([0, 0, 0, 0, 0, 1, 2, 6], num)
+    chosen = [[sides[i] for i in random.integers(len(sides), size=count)] for count in counts]
+    frames = [random.choice([1, 1, 1, 4], len(own)) for own in chosen]  # of every fourth, a clip
+    patches = [
+        [4 * (w // 28) * (h // 28) for (w, h), f in zip(*both, strict=True) for _ in range(f)]
+        for both in zip(chosen, frames, strict=True)
+    ]
+    return patches, np.clip(random.lognormal(7.0, 1.2, num), 16, 16384).astype(int).tolist()
+
+
+def imbalances(patches: list[list[int]], tokens: list[int], rank_of: Any) -> tuple[float, float]:
+    """Of the language model, and of the tower where photos are encoded by who has the sample."""
+    towers = np.array([TOWER(own).sum() for own in patches])
+    language, tower = (
+        imbalance(np.bincount(rank_of, each, NUM_RANKS).astype(np.float64))
+        for each in (LANGUAGE(tokens), towers)
+    )
+    return language, tower
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_stages_are_even_where_one_cost_leaves_one_of_them_uneven(seed: int) -> None:
+    patches, texts = photos_and_texts(seed)
+    tokens = [text + sum(own) // 4 for text, own in zip(texts, patches, strict=True)]
+    both = LANGUAGE(tokens) + [TOWER(own).sum() for own in patches]
+    one = imbalances(patches, tokens, assign(both, NUM_RANKS).bin_of)
+    assert max(one) >= 1.2
+
+    # What the loader does with the cost of the language model, and the encoder with its own.
+    plan = plan_batch(np.split(np.array(tokens), NUM_RANKS), f"g1n{NUM_RANKS}", LANGUAGE)
+    language, as_given = imbalances(patches, tokens, plan.bag_of)
+    held = [np.flatnonzero(plan.bag_of == rank).tolist() for rank in range(NUM_RANKS)]
+    owned = [[n for i in own for n in patches[i]] for own in held]
+    _, report = spread(given_of(owned), TOWER)
+    assert report.loaded == pytest.approx(as_given) and as_given > 1.02
+    assert language <= 1.02 and report.balanced <= 1.02

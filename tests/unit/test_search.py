@@ -387,7 +387,7 @@ def test_the_bound_is_one_and_loads_are_true(lens: list[int], spec: str) -> None
 def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     lens = ("--lengths", "90000/70/80/60", "--topology", "g2r2n1", "--wires", "--num-layers", "1")
     code, out, _ = run(capsys, "plan", *lens, "--intra-gbs", "0.1")
-    makespan_s = float(out.split("makespan ")[1].split(" s")[0])
+    makespan_s = float(out.split("slowest rank")[1].split(" s")[0])
     compute_s = float(TransformerCost()(np.array([90_000, 70, 80, 60])).sum()) / 544 / 4
     assert code == 0 and "0 (g2r2)" in out and 0.2 > compute_s / makespan_s > 0.0
     assert f"wires: {1 - compute_s / makespan_s:.0%} of the time" in out
