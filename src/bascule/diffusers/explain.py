@@ -1,4 +1,4 @@
-"""Tokens, bytes and seconds of a forward pass on a mesh, computed from what an eager one counted.
+"""Tokens, bytes and seconds of a forward pass on any mesh, from the counts of an eager pass.
 
 Shapes: B batch, H query heads, K key-value heads, T tokens of a rank, D head width; R ring ranks, U
 Ulysses ranks.
@@ -31,61 +31,40 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class MeshCost:
-    """What a mesh sends in a forward pass.
-
-    Attributes:
-        ring_degree: R.
-        ulysses_degree: U.
-        tokens: Of each rank, in the longest sequence that is attended to.
-        traffic: What each rank sends to others in all attentions.
-        seconds: By kind of layer, as "blocks.*", predicted by a profile; "" is what is in none.
-    """
+    """The cost of a forward pass on a mesh."""
 
     ring_degree: int
     ulysses_degree: int
-    tokens: tuple[int, ...]
-    traffic: tuple[Traffic, ...]
+    tokens: tuple[int, ...]  # of each rank, in the longest attended sequence
+    traffic: tuple[Traffic, ...]  # from each rank to others in all attentions
+    # Predicted by kind of layer, as "blocks.*", with "" for the rest; none without a profile.
     seconds: Mapping[str, Seconds] = field(default_factory=dict[str, Seconds])
 
     @property
     def total_s(self) -> float:
         """Seconds of a forward pass; 0 without a profile."""
-        return sum(float(one.total) for one in self.seconds.values())
+        return _total(self.seconds)
 
     @property
     def busiest_bytes(self) -> int:
-        """Sent by the rank that sends most."""
+        """Bytes from the rank that sends most."""
         return max(sent.total for sent in self.traffic)
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The mesh of a model, the last forward pass on it, and what other meshes would send.
+    """The mesh of a model, the last forward pass on it, and the costs of other meshes."""
 
-    Attributes:
-        model: Name of its class.
-        lengths: Tokens of each segment.
-        num_attentions: Over the mesh, in the forward pass.
-        chosen: The mesh in use.
-        others: The other meshes of as many ranks that the heads allow, fewest seconds or else bytes
-            first; none for block-sparse attention, whose bytes follow from plans.
-        advice: What would make it faster, by predicted seconds, most first; none without a profile.
-        sparse: The layers of block-sparse attention, in their order.
-        phases: Those of a pipeline of which something is known.
-        num_groups: Guidance groups, each on a mesh of its own.
-        guidance_bytes: That this rank sent to those of other groups in the last exchange.
-    """
-
-    model: str
-    lengths: Mapping[str, int]
-    num_attentions: int
-    chosen: MeshCost
-    others: tuple[MeshCost, ...]
-    advice: tuple[str, ...] = ()
-    sparse: tuple[SparseLayer, ...] = ()
-    phases: tuple[Phase, ...] = ()
-    num_groups: int = 1
-    guidance_bytes: int = 0
+    model: str  # name of its class
+    lengths: Mapping[str, int]  # tokens of each segment
+    num_attentions: int  # over the mesh, in the forward pass
+    chosen: MeshCost  # the mesh in use
+    others: tuple[MeshCost, ...] = ()  # that the heads allow, by seconds or bytes; sparse: none
+    advice: tuple[str, ...] = ()  # settings that would be faster; none without a profile
+    sparse: tuple[SparseLayer, ...] = ()  # layers of block-sparse attention, in their order
+    phases: tuple[Phase, ...] = ()  # of a pipeline
+    num_groups: int = 1  # guidance groups, each on a mesh of its own
+    guidance_bytes: int = 0  # from this rank to other groups in the last exchange
 
     def __str__(self) -> str:
         chosen, lengths = self.chosen, ", ".join(f"{n} of {k}" for k, n in self.lengths.items())
@@ -123,38 +102,43 @@ class Explanation:
 def explain(
     part: SplitModel, profile: HardwareProfile | None = None, ranks_per_node: int | None = None
 ) -> Explanation:
-    """From the last forward pass; as `ParallelHandle.explain`.
-
-    Raises:
-        ConfigError: There was none, it was compiled, or it cannot be told in seconds.
-    """
-    if part.last is None:
-        raise ConfigError("explain: run the model once, not compiled: lengths follow from inputs")
+    """Explain the last forward pass of a model: `ParallelHandle.explain`."""
     last, (ring, ulysses) = part.last, part.mesh.degrees
-    if last.sparse and profile is not None:
-        raise ConfigError(
-            "explain: seconds of block-sparse attention follow from its plans, not from a profile: "
-            "leave out profile"
+    if last is None:
+        raise ConfigError("explain: run the model once, not compiled: lengths follow from inputs")
+    if part.sparse is not None and last.sparse:
+        if profile is not None:
+            raise ConfigError(
+                "explain: seconds of block-sparse attention follow from its plans, not from a "
+                "profile: leave out profile"
+            )
+        segments = max((layer.key.segments for layer in last.sparse), key=sum)
+        dense = _mesh_cost(segments, ring, ulysses, last.shapes, part.sparse.config.dealt)
+        sent = [
+            sum((layer.used.traffic(rank, layer.row_bytes) for layer in last.sparse), traffic)
+            for rank, traffic in enumerate(dense.traffic)
+        ]
+        return Explanation(
+            model=type(part.model).__name__,
+            lengths=last.lengths,
+            num_attentions=sum(last.shapes.values()) + len(last.sparse),
+            chosen=replace(dense, traffic=tuple(sent)),
+            sparse=last.sparse,
         )
-    if last.sparse:
-        return _explain_sparse(part, last)
     num_ranks = ring * ulysses
     most = min(shape.num_heads for shape in last.shapes if not shape.gathers)
     segments = max((shape.segments for shape in last.shapes), key=sum)
-    predict = None
-    if profile is not None:
-        in_node = whole("explain: ranks_per_node", ranks_per_node or num_ranks, 1, MAX_RANKS)
-        predict = Prediction(last, profile, in_node, part.options)
     costs = {
-        degree: mesh_cost(segments, num_ranks // degree, degree, last.shapes)
+        degree: _mesh_cost(segments, num_ranks // degree, degree, last.shapes)
         for degree in range(1, num_ranks + 1)
         if num_ranks % degree == 0 and (degree <= most or degree == ulysses)
     }
-    if predict is not None:
-        costs = {
-            degree: replace(cost, seconds=predict.on(cost.ring_degree, degree))
-            for degree, cost in costs.items()
-        }
+    predict = None
+    if profile is not None:
+        in_node = whole("explain: ranks_per_node", ranks_per_node or num_ranks, 1, MAX_RANKS)
+        predict = _Prediction(last, profile, in_node, part.options)
+        for degree, cost in costs.items():
+            costs[degree] = replace(cost, seconds=predict.on(cost.ring_degree, degree))
     chosen = costs.pop(ulysses)
     others = sorted(
         costs.values(), key=lambda cost: (cost.total_s, cost.busiest_bytes, cost.ring_degree)
@@ -170,15 +154,8 @@ def explain(
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
-    """Seconds of the last forward pass on any mesh of as many ranks.
-
-    Attributes:
-        last: What it attended to and computed.
-        profile: What the machine does in a second.
-        ranks_per_node: Of how many one node is.
-        options: Those of attention.
-    """
+class _Prediction:
+    """Seconds of the last forward pass on any mesh of as many ranks."""
 
     last: Attended
     profile: HardwareProfile
@@ -188,11 +165,7 @@ class Prediction:
     def on(
         self, ring: int, ulysses: int, *, is_compiled: bool = False, is_quantized: bool = False
     ) -> dict[str, Seconds]:
-        """By kind of layer; compiled, it launches products and exchanges alone.
-
-        Raises:
-            ConfigError: The profile lacks a number.
-        """
+        """Predict by kind of layer; a compiled model launches products and exchanges alone."""
         bag = Bag.aligned(ulysses, ring, self.ranks_per_node)
         return {
             kind: self.profile.forward_seconds(
@@ -206,7 +179,7 @@ class Prediction:
     def _works(
         self, work: LayerWork, bag: Bag, is_compiled: bool, is_quantized: bool
     ) -> list[Work]:
-        """What each rank does in the layers of a kind."""
+        """Return the work of each rank in the layers of a kind."""
         ring, ulysses = bag.ring, bag.ulysses
         matmul, attention = self.profile.numbers_of("matmul_flops_per_s", "attention_flops_per_s")
         longest = max((shape.segments for shape in self.last.shapes), key=sum)
@@ -219,13 +192,13 @@ class Prediction:
         works: list[Work] = []
         for place in product(range(ring), range(ulysses)):
             share = layouts[longest].num_tokens(*place) / max(1, sum(longest))
-            sent = Traffic()
-            attention_flops = 0.0
+            sent, attention_s = Traffic(), 0.0
             for shape, times in work.shapes.items():
                 layout = layouts[shape.segments]
-                sent += traffic(layout, place, _quantized(shape) if is_quantized else shape) * times
-                attention_flops += times * _attention_flops(layout, place, shape)
-            attention_s = attention_flops / attention
+                sent += (
+                    _traffic(layout, place, _quantized(shape) if is_quantized else shape) * times
+                )
+                attention_s += times * _attention_flops(layout, place, shape) / attention
             works.append(
                 Work(
                     compute_s=(work.token_flops * share + work.other_flops) / matmul + attention_s,
@@ -243,9 +216,9 @@ class Prediction:
 def _attention_flops(
     layout: SequenceLayout, place: tuple[int, int], shape: AttentionShape
 ) -> float:
-    """4 FLOPs for each pair of a query and a key, value of a head, and head of this rank.
+    """Return 4 FLOPs for each pair of tokens, value of a head, and head of this rank.
 
-    None where keys were gathered: those of tokens have them.
+    Tokens have those of attention to gathered keys.
     """
     if shape.gathers:
         return 0.0
@@ -258,60 +231,45 @@ def _attention_flops(
 _LEAST_GAIN = 1.02
 
 
-def _advice(predict: Prediction, chosen: MeshCost, others: Sequence[MeshCost]) -> tuple[str, ...]:
-    """What each level of optimisation would give this forward pass, the most first."""
+def _total(seconds: Mapping[str, Seconds]) -> float:
+    return sum(float(one.total) for one in seconds.values())
+
+
+def _advice(predict: _Prediction, chosen: MeshCost, others: Sequence[MeshCost]) -> tuple[str, ...]:
+    """Return the settings that would be faster for this forward pass, best first."""
     mesh = chosen.ring_degree, chosen.ulysses_degree
-    ways: dict[str, Mapping[str, Seconds]] = {
+    settings: dict[str, Mapping[str, Seconds]] = {
         "handle.compile(), which launches fewer kernels": predict.on(*mesh, is_compiled=True)
     }
     if predict.options.comm_dtype is None:
-        ways['comm_dtype="int8", with fewer bytes'] = predict.on(*mesh, is_quantized=True)
+        settings['comm_dtype="int8", with fewer bytes'] = predict.on(*mesh, is_quantized=True)
     for one in others:
-        ways[f"ring_degree={one.ring_degree}, ulysses_degree={one.ulysses_degree}"] = one.seconds
-    totals = {way: sum(float(one.total) for one in found.values()) for way, found in ways.items()}
-    gains = {way: chosen.total_s / total for way, total in totals.items() if total}
-    found = [
-        f"{gain:.2f}x predicted with {way}"
-        for way, gain in sorted(gains.items(), key=lambda item: -item[1])
+        name = f"ring_degree={one.ring_degree}, ulysses_degree={one.ulysses_degree}"
+        settings[name] = one.seconds
+    gains = [
+        (chosen.total_s / total, name)
+        for name, seconds in settings.items()
+        if (total := _total(seconds))
+    ]
+    lines = [
+        f"{gain:.2f}x predicted with {name}"
+        for gain, name in sorted(gains, key=lambda one: -one[0])
         if gain >= _LEAST_GAIN
     ]
-    return tuple(found) or ("compute-bound: no compilation, 8-bit rows or other mesh gains 2 %",)
-
-
-def _explain_sparse(part: SplitModel, last: Attended) -> Explanation:
-    assert part.sparse is not None
-    ring, ulysses = part.mesh.degrees
-    segments = max((layer.key.segments for layer in last.sparse), key=sum)
-    dense = mesh_cost(segments, ring, ulysses, last.shapes, part.sparse.config.dealt)
-    sent = [
-        sum((layer.used.traffic(rank, layer.row_bytes) for layer in last.sparse), traffic)
-        for rank, traffic in enumerate(dense.traffic)
-    ]
-    return Explanation(
-        model=type(part.model).__name__,
-        lengths=last.lengths,
-        num_attentions=sum(last.shapes.values()) + len(last.sparse),
-        chosen=replace(dense, traffic=tuple(sent)),
-        others=(),
-        sparse=last.sparse,
-    )
+    return tuple(lines) or ("compute-bound: no compilation, 8-bit rows or other mesh gains 2 %",)
 
 
 def _sparse_line(layers: tuple[SparseLayer, ...]) -> str:
     imbalances = [layer.imbalance for layer in layers]
     density = sum(layer.density for layer in layers) / len(layers)
-    return (
+    line = (
         f"sparse: {len(layers)} layers of density {density:.2f}; imbalance "
         f"{sum(imbalances) / len(layers):.3f}, at most {max(imbalances):.3f}; "
         f"{sum(layer.num_planned for layer in layers)} plans made, kept "
-        f"{sum(layer.num_kept for layer in layers)} times{_meshes_of(layers)}"
+        f"{sum(layer.num_kept for layer in layers)} times"
     )
-
-
-def _meshes_of(layers: tuple[SparseLayer, ...]) -> str:
-    """On which meshes layers attended, where they could choose."""
     if all(layer.plans.choice is None for layer in layers):
-        return ""
+        return line
     used = Counter((layer.used.ring_degree, layer.used.ulysses_degree) for layer in layers)
     counts = ", ".join(
         f"{count} on ring {ring} x Ulysses {ulysses}"
@@ -319,40 +277,34 @@ def _meshes_of(layers: tuple[SparseLayer, ...]) -> str:
     )
     switches = sum(layer.num_switches for layer in layers)
     return (
-        f"; layers: {counts}; {switches} mesh switches so far (including those chosen for the "
-        "next step)"
+        f"{line}; layers: {counts}; {switches} mesh switches so far (including those chosen for "
+        "the next step)"
     )
 
 
-def mesh_cost(
+def _mesh_cost(
     segments: tuple[int, ...],
     ring: int,
     ulysses: int,
     shapes: Mapping[AttentionShape, int],
     stripe: int = 0,
 ) -> MeshCost:
-    """Tokens of each rank, and its bytes for attentions of these shapes, each so many times."""
-
-    def layout(lengths: tuple[int, ...]) -> SequenceLayout:
-        return SequenceLayout(lengths, ring, ulysses, stripe=stripe)
-
-    places = [(r, u) for r in range(ring) for u in range(ulysses)]
-    return MeshCost(
-        ring,
-        ulysses,
-        tuple(layout(segments).num_tokens(*place) for place in places),
-        tuple(
-            sum(
-                (traffic(layout(one.segments), place, one) * num for one, num in shapes.items()),
-                Traffic(),
-            )
-            for place in places
-        ),
-    )
+    """Return tokens and bytes of each rank for attentions of these shapes, each so many times."""
+    layouts = {
+        lengths: SequenceLayout(lengths, ring, ulysses, stripe=stripe)
+        for lengths in {segments, *(shape.segments for shape in shapes)}
+    }
+    places = list(product(range(ring), range(ulysses)))
+    sent = [
+        sum((_traffic(layouts[x.segments], place, x) * n for x, n in shapes.items()), Traffic())
+        for place in places
+    ]
+    tokens = [layouts[segments].num_tokens(*place) for place in places]
+    return MeshCost(ring, ulysses, tuple(tokens), tuple(sent))
 
 
-def traffic(layout: SequenceLayout, place: tuple[int, int], shape: AttentionShape) -> Traffic:
-    """What a rank sends to others in the forward of one attention."""
+def _traffic(layout: SequenceLayout, place: tuple[int, int], shape: AttentionShape) -> Traffic:
+    """Return the bytes from a rank to others in the forward of one attention."""
     ring, ulysses = place
     if shape.gathers:
         others = layout.ring_degree * layout.ulysses_degree - 1
@@ -371,17 +323,15 @@ def traffic(layout: SequenceLayout, place: tuple[int, int], shape: AttentionShap
 
 
 def _quantized(shape: AttentionShape) -> AttentionShape:
-    """Return the attention as it travels in 8 bits a value."""
-    quantized = Quantized("int8")
+    """Return the attention with 8 bits a value on the wire."""
+    rows = Quantized("int8")
     if shape.gathers:
         return shape
-    return replace(
-        shape, row_bytes=quantized.row_bytes(shape.head_dim), more_rows=quantized.num_more
-    )
+    return replace(shape, row_bytes=rows.row_bytes(shape.head_dim), more_rows=rows.num_more)
 
 
 def _kv_heads(shape: AttentionShape, ulysses: int) -> int:
-    """Key-value heads, repeated until each Ulysses rank has one."""
+    """Return the key-value heads, repeated until each Ulysses rank has one."""
     for num in range(shape.num_kv_heads, shape.num_heads + 1, shape.num_kv_heads):
         if shape.num_heads % num == 0 and num >= ulysses:
             return num

@@ -1,11 +1,11 @@
 """Guidance over groups of ranks: each computes a part of a batch, or every so many-th call.
 
-A pipeline guides in one of two ways. Either it calls its model once, with a batch of negative and
-positive samples: the batch is shared. Or it calls it once for each: groups take turns, and go on
-with a `Pending` result where another group computes.
+A pipeline guides in one of two ways. It calls its model once, with a batch of negative and positive
+samples: groups share the batch. Or it calls it once for each: groups take turns, and results of
+other groups are `Pending`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,12 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from bascule.comm.failures import shared
 from bascule.comm.items import rebuilt
 from bascule.diffusers.arguments import SameInputs, form_of, parameters_of
-from bascule.diffusers.batch_shares import (
-    Form,
-    Samples,
-    samples_of,
-    share_of,
-)
+from bascule.diffusers.batch_shares import Form, samples_of, share_of
 from bascule.diffusers.branch_caches import branch_of
 from bascule.diffusers.pending import (
     Branch,
@@ -36,15 +31,12 @@ from bascule.stand_in import Override
 class GuidedModel(Override):
     """A model whose calls are computed by the guidance groups of a replica.
 
-    A function around the model that torch compiles calls the model itself, so each group then
-    computes everything: results are the same, and no faster.
-
-    Attributes:
-        branches: Of the replica, for all of its models.
+    In a function of the user around the model that torch compiles, each group computes all calls:
+    results are the same, and no faster.
 
     Args:
         part: The model over its mesh; its parameters are not sharded.
-        branches: As above.
+        branches: Pending results of all models of the replica.
     """
 
     def __init__(self, part: SplitModel, branches: Branches) -> None:
@@ -52,7 +44,7 @@ class GuidedModel(Override):
         self._unbatched, self._names = part.table.unbatched, parameters_of(part.model)
         self.inputs = SameInputs(part.model)
         self._cached = list[str]()  # branches that a cache knows, in the order of their first calls
-        self._forms: dict[tuple[Any, ...], Form] = {}  # of outputs, by what decides it
+        self._forms: dict[object, Form] = {}  # of outputs
         super().__init__(part.model, "__call__", self._call)
 
     def restart(self) -> None:
@@ -62,43 +54,44 @@ class GuidedModel(Override):
 
     def _call(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with shared(f"a guidance branch of {type(self.model).__name__}"):
-            return self._share(call, fetched(args), fetched(kwargs))
+            inputs = dict(zip(self._names, fetched(args), strict=False)) | fetched(kwargs)
+            ordered = {name: inputs[name] for name in self._names if name in inputs}
+            return self._share(call, ordered | inputs)
 
-    def _share(
-        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        group, names = self.branches.group, self._names
-        inputs = dict(zip(names, args, strict=False)) | kwargs
+    def _share(self, call: Callable[..., Any], inputs: Mapping[str, Any]) -> Any:
+        group = self.branches.group
         compare = self.inputs.due(group, inputs, form_of(inputs))
-        samples = samples_of(names, args, kwargs, self._unbatched)
+        samples = samples_of(inputs, self._unbatched)
         num_parts = max(1, min(samples.number, group.size))
         owners = self._owners(num_parts)
-        asked = self._asked(args, kwargs, samples)
-        form = self._forms.get(asked)
+        # Switches as `return_dict` decide the form of the output.
+        kinds = tuple((name, x if isinstance(x, bool) else type(x)) for name, x in inputs.items())
+        kind = samples.number if samples.are_listed else 0, kinds
+        form = self._forms.get(kind)
         if compare is not None and (form is None or num_parts == group.size):
             compare()
-            compare = None  # else where ranks meet anyway: here, they would take turns in computing
+            compare = None  # else with the results: a comparison here would end the turns
+        parts = [samples.part(place, num_parts) for place in range(num_parts)]
+        counts = [part.stop - part.start for part in parts]
         computed: Mapping[int, list[Tensor]] = {}
-        if form is None or group.rank in owners:  # at first all, to know what the model returns
+        if form is None or group.rank in owners:  # all compute the first call, to know its form
             place = owners.index(group.rank) if group.rank in owners else 0
-            own = samples.part(place, num_parts)
             if num_parts > 1:
-                args, kwargs = share_of(names, args, kwargs, self._unbatched, samples, own)
-            output = call(*args, **kwargs)
+                inputs = share_of(inputs, self._unbatched, samples, parts[place])
+            output = call(**inputs)
             leaves = leaves_without_gradients(output)
             computed = {place: leaves} if group.rank in owners else {}
             if form is None:
-                form = self._forms[asked] = Form.of(output, samples, own.stop - own.start)
-        counts = [len(range(samples.number)[samples.part(i, num_parts)]) for i in range(num_parts)]
+                form = self._forms[kind] = Form.of(output, samples, counts[place])
         branch = Branch(list(zip(owners, counts, strict=True)), computed, form, compare)
-        places = range(branch.num_values)
         self.branches.add(branch)
+        places = range(branch.num_values)
         return rebuilt(form.nest, iter([Pending.of(self.branches, branch, i) for i in places]))
 
     def _owners(self, num_parts: int) -> list[int]:
-        """The groups that compute the parts of the next call: they take turns.
+        """Return the groups that compute the parts of the next call: they take turns.
 
-        What a cache keeps is in one group: a branch that it knows has the same in every step.
+        A branch that a cache knows has the same group in every step.
         """
         num_groups = self.branches.group.size
         blocks = [block for block, _ in self._part.blocks.values()]
@@ -109,27 +102,11 @@ class GuidedModel(Override):
             first = self._cached.index(cached) * num_parts
         return [(first + place) % num_groups for place in range(num_parts)]
 
-    def _asked(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], samples: Samples
-    ) -> tuple[Any, ...]:
-        """What decides the form of what the model returns, as `return_dict`."""
-        kinds = [(name, _kind(kwargs[name])) for name in sorted(kwargs)]
-        return samples.number if samples.are_listed else 0, *map(_kind, args), *kinds
-
 
 def check_guided(model: nn.Module) -> None:
-    """Refuse a model whose ranks must all call it together.
-
-    Raises:
-        ConfigError: Its parameters are sharded.
-    """
+    """Refuse a model that FSDP shards."""
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(
             f"{type(model).__name__} is sharded by FSDP, whose ranks compute every call together: "
             "use guidance_degree=1, or do not shard it"
         )
-
-
-def _kind(value: Any) -> Any:
-    """What of an argument may decide it."""
-    return value if isinstance(value, bool) else type(value).__name__

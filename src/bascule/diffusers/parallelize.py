@@ -35,14 +35,13 @@ from bascule.diffusers.phases import (
     timed,
 )
 from bascule.diffusers.pipeline_run import PipelineRun
-from bascule.diffusers.pipeline_verify import TwoWays, verify_pipeline
 from bascule.diffusers.request import Request, agree_on, models_of
 from bascule.diffusers.shared_parts import SharedPart, share_parts
 from bascule.diffusers.sparse_config import SparseConfig
 from bascule.diffusers.split_model import SplitModel
 from bascule.diffusers.split_table import SplitTable
 from bascule.diffusers.tables import table_of
-from bascule.diffusers.verify import Verification, verify
+from bascule.diffusers.verify import Comparison, Verification, verify
 from bascule.errors import ConfigError
 from bascule.plan.machine import HardwareProfile
 from bascule.plan.mesh_choice import MeshChoice
@@ -334,8 +333,8 @@ class ParallelHandle:
         if request is not None and model is not None and model is request.pipeline:
             self._split_part(None, "verify")
             has_pixels = request.vae != "first" or whole is None or whole.rank == 0
-            ways = TwoWays(model, self.parts, whole, self._alone, has_pixels, self.verify)
-            return verify_pipeline(ways, inputs)
+            pipeline = Comparison(model, self.parts, whole, self._alone, has_pixels, self.verify)
+            return pipeline.verify(inputs)
         part = self._split_part(model, "verify")
         with ExitStack() as stack:
             for guided in self._guided:

@@ -1,8 +1,8 @@
-"""Results of calls that other ranks make, exchanged when they are first used.
+"""Results of calls that other ranks compute, exchanged when they are first used.
 
-All ranks run the same program, so all of them use a result at the same point, and meet there. A
-pipeline that calls its model for each branch of guidance, and then puts the results together, so
-lets each group of ranks compute a branch at the same time, without being edited.
+All ranks run the same program, so they use a result at the same point, and exchange there. A
+pipeline calls its model for each branch of guidance before it puts the results together, so each
+group of ranks computes a branch at the same time, without an edit.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,87 +26,85 @@ _DEFERRED = frozenset(
         *(Tensor.squeeze, Tensor.unsqueeze),
     )
 )
-"""What pipelines do with a result before they call their model again. Each gives a tensor."""
-
+"""Functions from a result to another tensor that pipelines call before the next model call."""
 
 _PLACEHOLDER = torch.empty((0,) * 9, device="meta")
-"""What code sees that takes the memory of a tensor without asking torch: it fails."""
+"""The memory of a result for code that does not ask torch: it fails."""
+
+_Item = tuple[int, int]
+"""Number of a call, and of one of its parts."""
 
 
 class Branch:
     """A call whose parts are computed by groups of ranks.
 
     Args:
-        parts: The group that computes each part, and of how many samples it is.
-        own: By number, the tensors of each part that this rank computed.
-        form: What the call returns.
-        compare: Compares what the call was given on all ranks; None if that is not to be done.
+        parts: The group that computes each part, and its number of samples.
+        computed: Tensors of the parts that this rank computed, by number of the part.
+        form: Of the output.
+        compare: Compares the inputs on all ranks; None if that is not due.
 
     Attributes:
-        num_values: Tensors that the call gives, and those that were made of them since.
-        device: Where they are.
+        num_values: Tensors of the output, and those that were made of them since.
+        device: Of the output.
     """
 
     def __init__(
         self,
         parts: Sequence[tuple[int, int]],
-        own: Mapping[int, list[Tensor]],
+        computed: Mapping[int, list[Tensor]],
         form: Form,
         compare: Callable[[], None] | None = None,
     ) -> None:
         self.owners, self._counts = zip(*parts, strict=True)
-        self.own, self._form, self.compare = dict(own), form, compare
+        self.computed, self._form, self.compare = computed, form, compare
         leaves = leaves_of(form.nest)
         self.num_values = len(leaves)
         self.device = leaves[0].device if leaves else torch.device("cpu")
         self._deferred = list[Callable[[Sequence[Tensor]], Tensor]]()
-        self._whole: list[Tensor] | None = None
+        self._values: list[Tensor] | None = None
         self._error: BaseException | None = None
 
     @property
     def is_done(self) -> bool:
-        """Return whether the parts of all groups are here, or never will be."""
-        return self._whole is not None or self._error is not None
+        """Return whether the values are here, or never will be."""
+        return self._values is not None or self._error is not None
 
     @property
-    def whole(self) -> list[Tensor]:
-        """Its tensors, and those that were made of them.
-
-        Raises:
-            CommError: The exchange failed.
-        """
+    def values(self) -> list[Tensor]:
+        """Tensors of the output, and those that were made of them."""
         if self._error is not None:
             raise self._error
-        assert self._whole is not None
-        return self._whole
+        assert self._values is not None
+        return self._values
 
     def defer(self, make: Callable[[Sequence[Tensor]], Tensor]) -> int:
-        """Make another tensor of its tensors when they are here; its place among them."""
+        """Make a tensor of the values when they are here; return its place among them."""
         self._deferred.append(make)
         self.num_values += 1
         return self.num_values - 1
 
     def finish(self, parts: Sequence[Sequence[Tensor]]) -> None:
-        """Take the parts. What was deferred is made now, before anybody writes into them."""
-        whole, left = list[Tensor](), [iter(leaves) for leaves in parts]
+        """Join the parts, and make what was deferred before other code changes them in place."""
+        values, rest = list[Tensor](), [iter(leaves) for leaves in parts]
         for is_list in self._form.are_lists:
             if is_list:  # an entry for each sample
-                counted = zip(left, self._counts, strict=True)
-                whole += [next(part) for part, count in counted for _ in range(count)]
+                counted = zip(rest, self._counts, strict=True)
+                values += [next(part) for part, count in counted for _ in range(count)]
                 continue
-            column = [next(part) for part in left]
-            whole.append(column[0] if len(column) == 1 else torch.cat(column))
+            column = [next(part) for part in rest]
+            values.append(column[0] if len(column) == 1 else torch.cat(column))
         for make in self._deferred:
-            whole.append(make(whole))
-        self._whole = whole
+            values.append(make(values))
+        self._values = values
 
     def fail(self, error: BaseException) -> None:
-        """There will be no parts."""
+        """Raise an error where the values are used."""
         self._error = error
 
 
 class Branches:
-    """The calls of a replica whose results nobody has used yet.
+    """The calls of a replica whose results were not used yet.
 
     Attributes:
         sent_bytes: To the other groups, in the last exchange.
@@ -127,18 +125,15 @@ class Branches:
         return sum(len(branch.owners) for branch in self._waiting)
 
     def add(self, branch: Branch) -> None:
-        """Exchange it together with the others."""
+        """Exchange a call together with the others."""
         self._waiting.append(branch)
 
     @shared("an exchange of guidance branches")
     def exchange(self) -> None:
-        """Give each group what the others computed; all ranks come here at the same point.
+        """Send each group the results of the others; all ranks come here at the same point.
 
-        A small all-gather, and an all-to-all. One more gather for each call whose inputs are
+        A small all-gather and an all-to-all, and one more gather for each call whose inputs are
         compared.
-
-        Raises:
-            CommError: Ranks do not wait for the same, were given different inputs, or one is gone.
         """
         waiting, self._waiting = self._waiting, []
         try:
@@ -152,74 +147,61 @@ class Branches:
             raise
 
     def forget(self) -> None:
-        """Leave out what a run that was broken off did not use."""
+        """Drop results of a run that ended before it used them."""
         error = "the result of a guidance branch, of a run that ended: use it before the next run"
         for branch in self._waiting:
             branch.fail(ConfigError(error))
         self._waiting.clear()
 
     def _exchange(self, waiting: Sequence[Branch]) -> None:
-        items = [
-            (number, part, owner)
-            for number, branch in enumerate(waiting)
-            for part, owner in enumerate(branch.owners)
-        ]
-        found: dict[tuple[int, int], list[Tensor]] = {
-            (number, part): own
-            for number, branch in enumerate(waiting)
-            for part, own in branch.own.items()
-        }
-        self._num_exchanges += 1
-        found |= self._moved(items, found, waiting[0].device)
+        group, owners = self.group, dict[_Item, int]()
+        leaves, parcels, error = dict[_Item, list[Tensor]](), list[Parcel](), None
         for number, branch in enumerate(waiting):
-            branch.finish([found[number, part] for part in range(len(branch.owners))])
-
-    def _moved(
-        self,
-        items: Sequence[tuple[int, int, int]],
-        found: Mapping[tuple[int, int], list[Tensor]],
-        device: torch.device,
-    ) -> dict[tuple[int, int], list[Tensor]]:
-        """What the other groups computed, by call and part."""
-        group, parcels, error = self.group, list[Parcel](), None
+            owners |= {(number, part): owner for part, owner in enumerate(branch.owners)}
+            leaves |= {(number, part): values for part, values in branch.computed.items()}
+        device = waiting[0].device
         try:
-            own = [found[item[:2]] for item in items if item[2] == group.rank]
-            parcels = [parcel(leaves, device) for leaves in own]
-        except Exception as met:  # whatever it is, the others must not wait
-            error = met
+            local = [item for item, owner in owners.items() if owner == group.rank]
+            parcels = [parcel(leaves[item], device) for item in local]
+        except Exception as failure:  # the others must not wait
+            error = failure
         sizes = np.array([one.num_bytes for one in parcels], dtype=np.int64)
-        said = agree(
+        self._num_exchanges += 1
+        by_rank = agree(
             group.control or group,
-            {"calls": str(items)},
+            {"calls": str(owners)},
             error,
             what="guidance branches",
             step=self._num_exchanges,
             values=sizes,
             capacity=self._capacity,
         )
-        self._capacity = max(self._capacity, *(own.size for own in said))
-        owners = np.array([owner for _, _, owner in items])
-        num_bytes = np.zeros_like(owners)
-        for owner, own in enumerate(said):
-            num_bytes[owners == owner] = own
+        self._capacity = max(self._capacity, *(one.size for one in by_rank))
+        source = np.array([*owners.values()])
+        num_bytes = np.zeros_like(source)
+        for rank, one in enumerate(by_rank):
+            num_bytes[source == rank] = one
         # Each item goes to all other ranks.
-        source, dest = np.repeat(owners, group.size), np.tile(np.arange(group.size), owners.size)
-        copies, others = source != dest, group.size - 1
+        others = group.size - 1
+        sources, dests = np.repeat(source, group.size), np.tile(np.arange(group.size), source.size)
+        copies = sources != dests
         step, name = self._num_exchanges, "guidance branches"
-        move = ItemMove(source[copies], dest[copies], group, device, step, name)
+        move = ItemMove(sources[copies], dests[copies], group, device, step, name)
         self.sent_bytes = int(sizes.sum()) * others
         sent = [one for one in parcels for _ in range(others)]
         arrived = move_items(move, sent, np.repeat(num_bytes, others))
-        theirs = [item[:2] for item in items if item[2] != group.rank]
-        return dict(zip(theirs, arrived, strict=True))
+        remote = [item for item, owner in owners.items() if owner != group.rank]
+        leaves |= zip(remote, arrived, strict=True)
+        for number, branch in enumerate(waiting):
+            branch.finish([leaves[number, part] for part in range(len(branch.owners))])
 
 
 class Pending(Tensor):
-    """A tensor that may be on other ranks still; whatever is done with it fetches it first.
+    """A tensor that may be on other ranks still; its first use fetches it.
 
-    But for slices, casts and signs, which give another one that waits: many pipelines take a part
-    of a result before they call their model for the next branch. Torch calls `__torch_function__`
-    in place of every function and attribute of a tensor.
+    Torch calls `__torch_function__` in place of every function and attribute of a tensor. Slices,
+    casts and signs give another tensor that waits: many pipelines take a part of a result before
+    they call their model for the next branch.
     """
 
     _branches: Branches
@@ -228,17 +210,17 @@ class Pending(Tensor):
 
     @classmethod
     def of(cls, branches: Branches, branch: Branch, place: int) -> "Pending":
-        """The tensor at a place of what a call gives."""
+        """Return the value at a place of a call's output."""
         made = Tensor._make_subclass(cls, _PLACEHOLDER)
         made._branches, made._branch, made._place = branches, branch, place
         return made
 
     def fetched(self) -> Tensor:
-        """The tensor itself; an exchange where it is not here yet."""
+        """Return the tensor itself, after an exchange if it is not here yet."""
         if not self._branch.is_done:
             with torch.no_grad():
                 self._branches.exchange()
-        return self._branch.whole[self._place]
+        return self._branch.values[self._place]
 
     @classmethod
     def __torch_function__(
@@ -248,23 +230,15 @@ class Pending(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """What torch calls instead of each of its functions."""
         named = dict(kwargs or {})
         own = args[0] if args else None
-        if func in _DEFERRED and isinstance(own, Pending) and own._may_wait(args[1:], named):
-            return own._later(func, args[1:], named)
+        if func in _DEFERRED and isinstance(own, Pending) and not own._branch.is_done:
+            others = args[1:]
+            if all(map(_is_constant, tree_leaves((others, named)))):  # others may change meanwhile
+                place = own._place
+                made = own._branch.defer(lambda values: func(values[place], *others, **named))
+                return Pending.of(own._branches, own._branch, made)
         return func(*fetched(args), **fetched(named))
-
-    def _may_wait(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether what is made of it can be made later: of nothing that may change until then."""
-        return not self._branch.is_done and all(map(_is_constant, tree_leaves((args, kwargs))))
-
-    def _later(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> "Pending":
-        place = self._place
-        made = self._branch.defer(lambda whole: func(whole[place], *args, **kwargs))
-        return Pending.of(self._branches, self._branch, made)
 
 
 def _is_constant(value: object) -> bool:
@@ -276,16 +250,12 @@ def _is_constant(value: object) -> bool:
 
 
 def fetched(nest: Any) -> Any:
-    """The same with the tensors themselves."""
+    """Return the nest with the tensors themselves."""
     return tree_map_only(Pending, Pending.fetched, nest)
 
 
 def leaves_without_gradients(output: Any) -> list[Tensor]:
-    """The tensors of what a model returns.
-
-    Raises:
-        ConfigError: They have gradients, which no exchange brings back.
-    """
+    """Return the tensors of a model's output; refuse gradients, which no exchange brings back."""
     leaves = leaves_of(output)
     if any(leaf.requires_grad for leaf in leaves):
         raise ConfigError(

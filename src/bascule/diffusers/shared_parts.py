@@ -23,17 +23,11 @@ _TOKENS = PolynomialCost(quadratic=0.0, linear=1.0, constant=0.0)
 
 @dataclass(frozen=True, slots=True)
 class SharedPart:
-    """A part of a pipeline whose work ranks share, until `remove`.
+    """A part of a pipeline whose work ranks share, until `remove`."""
 
-    Attributes:
-        phase: Has most of that work: "encode" or "decode".
-        encoder: Shares it.
-        overrides: Put it in the place of the part's methods.
-    """
-
-    phase: str
+    phase: str  # that has most of the work: "encode" or "decode"
     encoder: BalancedEncoder | TiledVAE
-    overrides: tuple[Override, ...]
+    overrides: tuple[Override, ...]  # of the part's methods
 
     def remove(self) -> None:
         """Let each rank do all of the work."""

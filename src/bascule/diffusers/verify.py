@@ -1,10 +1,9 @@
-"""Compares a model on a mesh with one process, block by block, and finds the first difference."""
+"""A model over ranks compared with one process block by block, and a pipeline phase by phase."""
 
-import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,13 +14,17 @@ from bascule.attention.api import AttentionMesh, split
 from bascule.comm.collectives import all_reduce, broadcast
 from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup, device_of
+from bascule.comm.items import leaves_of, mapped
 from bascule.diffusers.arguments import Fingerprint, compare_inputs, parameters_of
 from bascule.diffusers.forward_pass import layout_of
+from bascule.diffusers.phases import TRANSFORMERS, execution_device, watched
+from bascule.diffusers.pipeline_run import generators_of, random_states, set_random_states
 from bascule.diffusers.split_model import SplitModel
 from bascule.diffusers.split_table import modules_of
 from bascule.errors import ConfigError
 
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+"""Relative L2 errors that pass: sums of attention are in another order on a mesh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ class Verification:
     Attributes:
         blocks: By block and segment, in the order in which they ran; of a pipeline by phase, and of
             the first step that differs also by block.
-        outputs: By place in what the model returns; none of a pipeline.
+        outputs: By place in the output of the model; none of a pipeline.
         tolerance: Largest error that passes; by the dtype of the first output, or of the latents.
     """
 
@@ -46,41 +49,29 @@ class Verification:
 
     @property
     def first_difference(self) -> str | None:
-        """The first block, or else output, that does not pass."""
-        for name, error in self._errors().items():
+        """The first block that does not pass, then the first output."""
+        for name, error in self.errors.items():
             if not error <= self.tolerance:  # nan does not pass
                 return name
         return None
 
-    def __str__(self) -> str:
-        errors, first = self._errors(), self.first_difference
-        said = f"largest relative error {max(errors.values()):.1e}, tolerance {self.tolerance:.0e}"
-        if first is None:
-            return f"the mesh agrees with one process: {said}"
-        return f"the mesh differs from one process, first in {first} ({errors[first]:.1e}): {said}"
-
-    def _errors(self) -> dict[str, float]:
+    @property
+    def errors(self) -> dict[str, float]:
+        """Errors of blocks and outputs."""
         return {**self.blocks, **self.outputs}
 
-
-def _check_names(part: SplitModel, inputs: Mapping[str, Any]) -> None:
-    kinds = inspect.signature(part.model.forward).parameters.values()
-    if any(one.kind is one.VAR_KEYWORD for one in kinds):
-        return
-    takes = parameters_of(part.model)
-    unknown = [name for name in inputs if name not in takes]
-    if unknown:
-        raise ConfigError(
-            f"verify: a {type(part.model).__name__} takes no {unknown[0]!r}, but {', '.join(takes)}"
-            ": for the arguments of a pipeline give it, too, as in handle.verify(pipeline, ..)"
-        )
+    def __str__(self) -> str:
+        errors, first = self.errors, self.first_difference
+        worst = f"largest relative error {max(errors.values()):.1e}, tolerance {self.tolerance:.0e}"
+        if first is None:
+            return f"the mesh agrees with one process: {worst}"
+        return f"the mesh differs from one process, first in {first} ({errors[first]:.1e}): {worst}"
 
 
 @shared("verify")
 def verify(part: SplitModel, inputs: Mapping[str, Any], group: RankGroup | None) -> Verification:
-    """As `ParallelHandle.verify`, on each of the meshes that a group of ranks is made of."""
+    """Compare a model on each of the meshes that a group of ranks consists of."""
     mesh = part.mesh
-    _check_names(part, inputs)
     if part.has_cache:
         raise ConfigError(
             "verify: the model has a cache of steps, which would take each of two passes for a "
@@ -89,7 +80,7 @@ def verify(part: SplitModel, inputs: Mapping[str, Any], group: RankGroup | None)
     if group is not None:
         compare_inputs(Fingerprint.of(inputs, is_exact=True), group, "verify")
     gathered = {name for one in part.table.gathers for name in modules_of(part.model, one)}
-    wanted: dict[str, Tensor] = {}
+    expected: dict[str, Tensor] = {}
     sums: dict[str, Tensor] = {}
 
     def keep(block: str, place: int, whole: Tensor) -> None:
@@ -98,82 +89,60 @@ def verify(part: SplitModel, inputs: Mapping[str, Any], group: RankGroup | None)
             stripe = 0 if part.sparse is None else part.sparse.config.dealt
             layout = layout_of({segment: whole.shape[1]}, mesh, part.table, stripe)
             whole = split(whole, mesh, layout, 1)
-        wanted[_name_of(part, block, place)] = whole.clone()
+        expected[_name_of(part, block, place)] = whole.clone()
 
     def compare(block: str, place: int, share: Tensor) -> None:
         name, forward = _name_of(part, block, place), part.forward
-        whole, segment = wanted.pop(name), part.blocks[block][1][place]
+        whole, segment = expected.pop(name), part.blocks[block][1][place]
         if block not in gathered and not isinstance(segment, str):  # now lengths are known
             assert forward is not None
             whole = split(whole, mesh, forward.layout(*segment), 1)
-        sums[name] = squares(share, whole)
+        sums[name] = _squares(share, whole)
 
-    # What is watched would be traced, and broken graphs are errors with fullgraph=True.
+    # A compiled model would trace the hooks, and break its graph.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        one, several = _two_ways(part)
-        with one, _watched(part, keep):
-            reference = [of_first_rank(x, group) for x in _tensors(part.model(**inputs))]
-        with several, _watched(part, compare):
-            outputs = _tensors(part.model(**inputs))
-    for place, (output, whole) in enumerate(zip(outputs, reference, strict=True)):
-        sums[f"output {place}"] = squares(output, whole)
+        alone, together = _alone_and_together(part)
+        with alone, _observed(part, keep):
+            reference = [of_first_rank(x, group) for x in leaves_of(part.model(**inputs))]
+        with together, _observed(part, compare):
+            outputs = leaves_of(part.model(**inputs))
     if not outputs:
         raise ConfigError(f"verify: {type(part.model).__name__} returns no tensors")
-    found = errors_of(sums, group)
-    blocks = {name: error for name, error in found.items() if not name.startswith("output ")}
+    results = {
+        f"output {place}": _squares(output, whole)
+        for place, (output, whole) in enumerate(zip(outputs, reference, strict=True))
+    }
+    errors = errors_of(sums | results, group)
     return Verification(
-        blocks=blocks,
-        outputs={name: error for name, error in found.items() if name not in blocks},
-        tolerance=tolerance_of(outputs[0].dtype),
+        blocks={name: error for name, error in errors.items() if name not in results},
+        outputs={name: error for name, error in errors.items() if name in results},
+        tolerance=_tolerance_of(outputs[0].dtype),
     )
 
 
-def tolerance_of(dtype: torch.dtype) -> float:
-    """Largest relative L2 error that passes: sums of attention are in another order on a mesh.
+def _alone_and_together(part: SplitModel) -> tuple[AbstractContextManager[None], ...]:
+    """Return scopes in which the model runs in one process, and over the mesh.
 
-    Raises:
-        ConfigError: Nothing is known of this dtype.
-    """
-    if dtype not in _TOLERANCES:
-        raise ConfigError(
-            f"verify: the model returns {dtype}, and errors are known of {list(_TOLERANCES)}"
-        )
-    return _TOLERANCES[dtype]
-
-
-def errors_of(sums: Mapping[str, Tensor], group: RankGroup | None) -> dict[str, float]:
-    """Relative L2 errors by name, from what `squares` gave on each rank; one all-reduce."""
-    table = torch.stack(list(sums.values()))
-    if group is not None:
-        table = all_reduce(group, "all_reduce (verify)", _carried(table, group))
-    errors = (table[:, 0].sqrt() / table[:, 1].sqrt().clamp(min=1e-300)).tolist()
-    return dict(zip(sums, errors, strict=True))
-
-
-def _two_ways(part: SplitModel) -> tuple[AbstractContextManager[None], ...]:
-    """One process, and the mesh.
-
-    Block-sparse attention in one process is that of a mesh of one rank, and the mesh sees what it
-    saw. Neither counts as a step.
+    Block-sparse attention in one process is that of a mesh of one rank, and the mesh computes the
+    same blocks. Neither counts as a step.
     """
     if part.sparse is None:
         return part.paused(), part.over(part.mesh)
-    seen: dict[int, Bools] = {}
+    blocks: dict[int, Bools] = {}
     meshes = AttentionMesh(None, None, None), part.mesh
-    one, several = (part.using(part.sparse.noting(mesh, seen)) for mesh in meshes)
-    return one, several
+    return tuple([part.using(part.sparse.noting(mesh, blocks)) for mesh in meshes])
 
 
 @contextmanager
-def _watched(part: SplitModel, seen: Callable[[str, int, Tensor], None]) -> Iterator[None]:
-    """Call `seen` with the name of each block, and the place and value of what it returns."""
+def _observed(part: SplitModel, observe: Callable[[str, int, Tensor], None]) -> Iterator[None]:
+    """Observe the name of each block, and the place and value of each of its outputs."""
 
     def hook_of(name: str, segments: tuple[Any, ...]) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            parts = output if isinstance(output, list | tuple) else (output,)
-            for place, (_, tensor) in enumerate(zip(segments, parts, strict=bool(segments))):
+            outputs = output if isinstance(output, list | tuple) else (output,)
+            for place, (_, tensor) in enumerate(zip(segments, outputs, strict=bool(segments))):
                 if isinstance(tensor, Tensor):  # a last block may have no text to return
-                    seen(name, place, tensor)
+                    observe(name, place, tensor)
 
         return hook
 
@@ -190,34 +159,143 @@ def _name_of(part: SplitModel, block: str, place: int) -> str:
     return f"{block} ({segment if isinstance(segment, str) else ', '.join(segment)}{again})"
 
 
-def squares(found: Tensor, wanted: Tensor) -> Tensor:
-    """(2,) squared norms of the difference and of what is wanted."""
-    wanted = wanted.double()
-    norm = wanted.square().sum()
-    if found.shape != wanted.shape:
+def _tolerance_of(dtype: torch.dtype) -> float:
+    if dtype not in _TOLERANCES:
+        raise ConfigError(
+            f"verify: the model returns {dtype}, and errors are known of {list(_TOLERANCES)}"
+        )
+    return _TOLERANCES[dtype]
+
+
+def _squares(x: Tensor, expected: Tensor) -> Tensor:
+    """Return (2,): squared norms of the difference and of the expected values."""
+    expected = expected.double()
+    norm = expected.square().sum()
+    if x.shape != expected.shape:
         return torch.stack([torch.full_like(norm, math.inf), norm])
-    return torch.stack([(found.double() - wanted).square().sum(), norm])
+    return torch.stack([(x.double() - expected).square().sum(), norm])
+
+
+def errors_of(sums: Mapping[str, Tensor], group: RankGroup | None) -> dict[str, float]:
+    """Return relative L2 errors over all ranks by name, from squares; one all-reduce."""
+    table = torch.stack(list(sums.values()))
+    if group is not None:
+        table = all_reduce(group, "all_reduce (verify)", _carried(table, group))
+    errors = (table[:, 0].sqrt() / table[:, 1].sqrt().clamp(min=1e-300)).tolist()
+    return dict(zip(sums, errors, strict=True))
 
 
 def of_first_rank(x: Tensor, group: RankGroup | None) -> Tensor:
-    """The tensor that the first rank has, on the device of this rank's; a broadcast."""
+    """Return the first rank's tensor, on the device of this rank's; a broadcast."""
     if group is None:
         return x
     return broadcast(group, "broadcast (verify)", _carried(x, group)).to(x.device)
 
 
 def _carried(x: Tensor, group: RankGroup) -> Tensor:
-    """A tensor of the host, where the group carries it: NCCL carries none of the host."""
+    """Return the tensor on the device of the group: NCCL sends nothing of the host."""
     return x.to(device_of(group)) if x.is_cpu else x
 
 
-def _tensors(output: Any) -> list[Tensor]:
-    """The tensors of what a module returns, in their order."""
-    if isinstance(output, Tensor):
-        return [output]
-    if is_dataclass(output) and not isinstance(output, Mapping | type):
-        output = [getattr(output, field.name) for field in fields(output)]
-    values = output.values() if isinstance(output, Mapping) else output
-    if not isinstance(values, Iterable) or isinstance(values, str):
-        return []
-    return [tensor for value in values for tensor in _tensors(value)]
+_Pass = tuple[str, tuple[Any, ...], dict[str, Any]]
+"""A call of a transformer: its name in the pipeline, and its arguments."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """The tensors of a pipeline's call."""
+
+    outputs: dict[str, list[Tensor]] = field(default_factory=dict[str, list[Tensor]])  # by phase
+    passes: dict[str, list[_Pass]] = field(default_factory=dict[str, list[_Pass]])  # by step
+    num_steps: int = 0
+
+    def observe(self, what: str, args: Any, kwargs: Any, output: Any) -> None:
+        if what in TRANSFORMERS:
+            step = f"step {self.num_steps + 1}"
+            self.passes.setdefault(step, []).append((what, args, kwargs))
+            return
+        self.num_steps += what == "step"
+        name = f"{what} {self.num_steps}" if what == "step" else what
+        leaves = [leaf.detach().clone() for leaf in leaves_of(output)]
+        self.outputs.setdefault(name, []).extend(leaves)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A pipeline over ranks, to be compared with one process."""
+
+    pipeline: Any
+    parts: Sequence[SplitModel]  # its transformers
+    group: RankGroup | None  # the ranks of the replica; None for one
+    alone: Callable[[], AbstractContextManager[None]]  # a scope in which this rank shares nothing
+    has_pixels: bool  # whether this rank gets the pixels
+    verify_model: Callable[..., Verification]  # `ParallelHandle.verify`, of a transformer
+
+    @shared("verify")
+    def verify(self, arguments: Mapping[str, Any]) -> Verification:
+        """Compare all phases of one call, and the blocks of the first step that differs."""
+        for part in self.parts:
+            if part.sparse is not None or part.has_cache:
+                raise ConfigError(
+                    f"verify: a {type(part.model).__name__} with block-sparse attention or a cache "
+                    "of steps computes other things in one process: verify the model alone, as in "
+                    "handle.verify(pipeline.transformer, ..), or call disable_cache() first"
+                )
+        if self.group is not None:
+            compare_inputs(Fingerprint.of(arguments, is_exact=True), self.group, "verify")
+        one, several = self._both(arguments)
+        sums = {
+            name: self._squares_of(name, expected, several.outputs.get(name, []))
+            for name, expected in one.outputs.items()
+            if expected
+        }
+        errors = errors_of(sums, self.group)
+        latents = one.outputs.get("step 1") or next(iter(one.outputs.values()))
+        phases = Verification(errors, {}, _tolerance_of(latents[0].dtype))
+        first = phases.first_difference
+        if first is None or first not in one.passes:
+            return phases
+        blocks = self._blocks_of(first, one)
+        detailed = dict[str, float]()
+        for name, error in errors.items():
+            detailed |= (blocks if name == first else {}) | {name: error}
+        return Verification(detailed, {}, phases.tolerance)
+
+    def _both(self, arguments: Mapping[str, Any]) -> tuple[_Run, _Run]:
+        """Run in one process and over ranks from the same noise; restore the random states."""
+        device = execution_device(self.pipeline, self.parts[0].model)
+        generators = generators_of(arguments)
+        states = random_states(device, generators)
+        one, several = _Run(), _Run()
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            try:
+                with self.alone(), watched(self.pipeline, one.observe):
+                    self.pipeline(**arguments)
+                set_random_states(device, generators, states)
+                with watched(self.pipeline, several.observe):
+                    self.pipeline(**arguments)
+            finally:
+                set_random_states(device, generators, states)
+        return one, several
+
+    def _squares_of(self, name: str, expected: Sequence[Tensor], local: Sequence[Tensor]) -> Tensor:
+        wholes = [of_first_rank(x, self.group) for x in expected]
+        if name == "decode" and not self.has_pixels:
+            local = wholes
+        if len(local) != len(wholes):
+            local = [x.new_empty(0) for x in wholes]
+        each = [_squares(x, y).cpu() for x, y in zip(local, wholes, strict=True)]  # of any devices
+        return torch.stack(each).sum(dim=0)
+
+    def _blocks_of(self, step: str, one: _Run) -> dict[str, float]:
+        """Return errors of the blocks of a step's first pass that differs; else of all passes."""
+        blocks = dict[str, float]()
+        for what, args, kwargs in one.passes[step]:
+            model: nn.Module = getattr(self.pipeline, what)
+            inputs = dict(zip(parameters_of(model), args, strict=False)) | kwargs
+            inputs = mapped(inputs, lambda x: of_first_rank(x, self.group))
+            result = self.verify_model(model, **inputs)
+            blocks |= {f"{step}, {what}: {name}": error for name, error in result.errors.items()}
+            if not result.ok:
+                break
+        return blocks
