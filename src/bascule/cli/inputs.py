@@ -1,14 +1,16 @@
-"""Options that say where the lengths of a batch come from, for every command that plans."""
+"""Options of every command that plans: lengths of a batch, machines, limits."""
 
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 
 from bascule.errors import ConfigError
-from bascule.plan.checks import MAX_RANKS, number, rate, shown, whole
+from bascule.options import Range
+from bascule.plan.checks import MAX_RANKS, number, rate, shown
 from bascule.plan.costs import TransformerCost
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.machine import LIMITS, Cluster, HardwareProfile
@@ -25,6 +27,18 @@ from bascule.workload.codes import (
 from bascule.workload.manifest import read_manifest
 
 _WHOLE = re.compile("-?[0-9]{1,18}")
+
+_UNITS: dict[str, tuple[float, tuple[str, ...]]] = {
+    "tflops": (1e12, ("matmul_flops_per_s", "attention_flops_per_s")),
+    "intra_gbs": (1e9, ("intra_bytes_per_s",)),
+    "inter_gbs": (1e9, ("inter_bytes_per_s",)),
+    "latency_us": (1e-6, ("launch_s",)),
+    "memory_gb": (1e9, ("memory_bytes",)),
+}
+"""By option, its unit, and the fields of a profile that it replaces."""
+
+_OF_ATTENTION = ("tflops", "intra_gbs", "latency_us")
+"""Options from which attention is predicted, where it was not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +65,10 @@ class InputOptions:
     lengths: str | None = None
     file: Path | None = None
     manifest: Path | None = None
-    batch_size: int | None = None
+    batch_size: Annotated[int | None, Range(1, MAX_SEQUENCES)] = None
     compress_frames: bool = False
     data: str | None = None
-    ranks: int | None = None
+    ranks: Annotated[int | None, Range(1, MAX_RANKS)] = None
     d_model: int = 3072
     gamma: float | None = None
     num_layers: int = 57
@@ -69,29 +83,43 @@ class InputOptions:
             gamma = self.hardware().gamma if isinstance(self, MachineOptions) else 1.0
         return TransformerCost(self.d_model, gamma=gamma, num_layers=self.num_layers)
 
+    @property
+    def has_steps(self) -> bool:
+        """Return whether the source has more than one batch."""
+        return self.data is not None or self.batch_size is not None
+
+    def check_steps(self, **counts: int | None) -> None:
+        """Refuse a count, by its option, of more batches than the source has.
+
+        Raises:
+            ConfigError: Names the option.
+        """
+        for name, value in counts.items():
+            if value is not None and value > 1 and not self.has_steps:
+                raise ConfigError(
+                    f"--{name} {value}: only --data and --batch-size have more than one batch"
+                )
+
     def read(self, default_ranks: int | None = None, *, steps_after: int = 0) -> list[list[int]]:
-        """One list of lengths a source rank.
+        """Read one list of lengths a source rank.
 
         Args:
-            default_ranks: Ranks for inputs that do not tell, unless --ranks does.
+            default_ranks: Ranks of a source without ranks, unless --ranks gives them.
             steps_after: How many steps after --step, where `has_steps`.
 
         Raises:
             ConfigError: Not one source is given, or it is malformed or does not fit.
         """
-        sources = ("lengths", "file", "manifest", "data")
-        given = [name for name in sources if getattr(self, name) is not None]
-        if len(given) != 1:
+        sources = self.lengths, self.file, self.manifest, self.data
+        if (num_sources := sum(one is not None for one in sources)) != 1:
             raise ConfigError(
-                f"give one of --lengths, --file, --manifest and --data, not {len(given)} of them"
+                f"give one of --lengths, --file, --manifest and --data, not {num_sources} of them"
             )
         if self.manifest is None and (self.batch_size is not None or self.compress_frames):
             raise ConfigError("--batch-size and --compress-frames: only for --manifest")
-        if self.ranks is not None:
-            whole("--ranks", self.ranks, 1, MAX_RANKS)
         num_ranks = default_ranks if self.ranks is None else self.ranks
         if self.lengths is not None:
-            return _pad(_parse_lengths(self.lengths), self.ranks)
+            return _parse_lengths(self.lengths, self.ranks)
         if self.file is not None:
             return read_lengths(self.file, num_ranks=num_ranks)
         return seq_lens(self.read_shapes(num_ranks, steps_after=steps_after))
@@ -99,51 +127,42 @@ class InputOptions:
     def read_shapes(
         self, num_ranks: int | None = None, *, steps_after: int = 0
     ) -> list[list[SampleShape]]:
-        """The samples of each source rank, of --manifest or --data: text and images told apart.
-
-        Args:
-            num_ranks: Ranks that a manifest is dealt to.
-            steps_after: How many steps after --step, where `has_steps`.
+        """Read the samples of each source rank, of --manifest or --data: text apart from images.
 
         Raises:
             ConfigError: The source is malformed or does not fit.
         """
-        if self.manifest is not None:
-            if num_ranks is None:
-                raise ConfigError(
-                    "--manifest needs --ranks, such as --ranks 8: a list of samples has no ranks"
-                )
-            shapes = self._manifest_shapes
-            return deal(self._drawn(shapes, num_ranks, self.step + steps_after), num_ranks)
-        if self.data is None:
+        step = self.step + steps_after
+        if self.data is not None:
+            codes = parse_data_codes(self.data)
+            return sample_lengths(codes, seed=self.seed, step=step, world_size=self.ranks)
+        if self.manifest is None:
             raise ConfigError("lengths do not tell texts from images: give --data or --manifest")
-        codes, step = parse_data_codes(self.data), self.step + steps_after
-        return sample_lengths(codes, seed=self.seed, step=step, world_size=self.ranks)
-
-    @property
-    def has_steps(self) -> bool:
-        """Return whether the source has more than one batch."""
-        return self.data is not None or self.batch_size is not None
+        if num_ranks is None:
+            raise ConfigError(
+                "--manifest needs --ranks, such as --ranks 8: a list of samples has no ranks"
+            )
+        return deal(self._drawn(num_ranks, step), num_ranks)
 
     def epoch_batches(self, num_ranks: int) -> int | None:
-        """Batches of an epoch of --manifest with --batch-size, which was read; None of others."""
+        """Return the batches of an epoch of --manifest with --batch-size; None of others."""
         if self.manifest is None or self.batch_size is None:
             return None
-        return max(len(self._manifest_shapes) // (self.batch_size * num_ranks), 1)
+        return max(len(self._samples) // (self.batch_size * num_ranks), 1)
 
     @cached_property
-    def _manifest_shapes(self) -> list[SampleShape]:
+    def _samples(self) -> list[SampleShape]:
         """All samples of --manifest, which many steps are drawn from."""
         assert self.manifest is not None
         most = MAX_SEQUENCES if self.batch_size is None else None
-        compress = self.compress_frames
-        return read_manifest(self.manifest, compress_frames=compress, max_samples=most)
+        return read_manifest(self.manifest, compress_frames=self.compress_frames, max_samples=most)
 
-    def _drawn(self, shapes: list[SampleShape], num_ranks: int, step: int) -> list[SampleShape]:
-        """The samples of a step; every epoch has another order, and drops what fills no step."""
+    def _drawn(self, num_ranks: int, step: int) -> list[SampleShape]:
+        """Draw the samples of a step; every epoch has another order, and drops incomplete steps."""
+        shapes = self._samples
         if self.batch_size is None:
             return shapes
-        size = whole("--batch-size", self.batch_size, 1, MAX_SEQUENCES) * num_ranks
+        size = self.batch_size * num_ranks
         if size > len(shapes):
             raise ConfigError(
                 f"--batch-size {self.batch_size} on {num_ranks} ranks takes {size} samples a step, "
@@ -154,19 +173,6 @@ class InputOptions:
         return [shapes[k] for k in order[place * size : (place + 1) * size]]
 
 
-_UNITS: dict[str, tuple[float, tuple[str, ...]]] = {
-    "tflops": (1e12, ("matmul_flops_per_s", "attention_flops_per_s")),
-    "intra_gbs": (1e9, ("intra_bytes_per_s",)),
-    "inter_gbs": (1e9, ("inter_bytes_per_s",)),
-    "latency_us": (1e-6, ("launch_s",)),
-    "memory_gb": (1e9, ("memory_bytes",)),
-}
-"""By option, its unit, and what it replaces in a profile."""
-
-_OF_ATTENTION = ("tflops", "intra_gbs", "latency_us")
-"""Options from which attention is predicted, where it was not measured."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class MachineOptions:
     """A machine, from a profile or as described.
@@ -175,8 +181,9 @@ class MachineOptions:
         profile: File of a hardware profile; or h100-, h200-, b200-, a100- or l40s-datasheet, or
             h100-knapformer.
         tflops: TFLOPs that a rank sustains in a second, in place of the profile's.
-        intra_gbs: GB that a rank sends in a second within its node, likewise.
-        latency_us: Time to launch a kernel or an exchange, in microseconds, likewise.
+        intra_gbs: GB that a rank sends in a second within its node, in place of the profile's.
+        latency_us: Time to launch a kernel or an exchange, in microseconds, in place of the
+            profile's.
     """
 
     profile: str = "h100-datasheet"
@@ -185,7 +192,7 @@ class MachineOptions:
     latency_us: float | None = None
 
     def hardware(self) -> HardwareProfile:
-        """The profile, with what is described in place of what it says.
+        """Return the profile, with the numbers that options replace.
 
         Raises:
             ConfigError: The file holds none, a value is out of range, or calls of attention were
@@ -215,7 +222,7 @@ class ClusterOptions(MachineOptions):
     Attributes:
         ranks_per_node: Ranks in a node; at most 8 by default.
         inter_gbs: GB that a rank sends in a second to other nodes, in place of the profile's.
-        memory_gb: Memory that a rank has for activations, in GB, likewise.
+        memory_gb: Memory that a rank has for activations, in GB, in place of the profile's.
         max_tokens: Most tokens on a rank.
         kb_per_token: KB of activations that a token holds, over all layers; with it, --memory-gb
             limits what a rank is given.
@@ -229,7 +236,7 @@ class ClusterOptions(MachineOptions):
 
     @property
     def limits(self) -> Limits | None:
-        """What a rank can hold, in tokens; None if unlimited.
+        """Limits of a rank, in tokens; None if unlimited.
 
         Raises:
             ConfigError: A limit is out of range, or no token fits.
@@ -240,31 +247,17 @@ class ClusterOptions(MachineOptions):
         memory_bytes = self.hardware().memory_bytes
         if memory_bytes is None:
             raise ConfigError(f"--kb-per-token: {self.profile} tells no memory: give --memory-gb")
-        num_bytes = int(memory_bytes)
         each = rate("--kb-per-token", self.kb_per_token) * 1e3
-        if each > num_bytes:
+        if each > int(memory_bytes):
             raise ConfigError(
                 f"--kb-per-token {self.kb_per_token:g}: a rank has {memory_bytes / 1e3:g} KB of "
                 "memory, which hold no token: give a smaller number, or --memory-gb"
             )
-        cost = TransformerCost(bytes_per_token=each)
-        return in_tokens(Limits(tokens=self.max_tokens, num_bytes=num_bytes), cost, None)
-
-    @property
-    def memory(self) -> str | None:
-        """What --kb-per-token limits plans by, and from where it is known; None if it is not used.
-
-        Raises:
-            ConfigError: The profile cannot be read.
-        """
-        machine = self.hardware()
-        if self.kb_per_token is None or machine.memory_bytes is None:
-            return None
-        source = machine.provenance_of("memory_bytes")
-        return f"Limited by {machine.memory_bytes / 1e9:.4g} GB of memory a rank; {source}"
+        limits = Limits(tokens=self.max_tokens, num_bytes=int(memory_bytes))
+        return in_tokens(limits, TransformerCost(bytes_per_token=each), None)
 
     def machines(self, num_ranks: int) -> Cluster:
-        """Whole nodes for so many ranks.
+        """Return whole nodes for so many ranks.
 
         Raises:
             ConfigError: They do not fill whole nodes, or a value is out of range.
@@ -277,42 +270,35 @@ class ClusterOptions(MachineOptions):
         return self.hardware().cluster(num_ranks // per_node, per_node)
 
 
-def notes_of(options: InputOptions, *, is_priced: bool = True) -> list[str]:
-    """Return sentences on the model, the machine and the batch that numbers are for."""
-    notes = [f"Model: {options.cost.shape}."]
-    if is_priced and isinstance(options, MachineOptions):
-        notes.append(f"Predicted for {options.hardware()}.")
-    else:
-        notes.append("Loads are compute alone, without wires.")
-    if isinstance(options, ClusterOptions) and options.memory is not None:
-        notes.append(f"{options.memory}.")
-    if options.manifest is not None and options.batch_size is None:
-        notes.append(
-            f"All samples of {options.manifest} are one step; --batch-size draws some a rank and "
-            "step."
-        )
-    return notes
+class BatchOptions(ClusterOptions, InputOptions):
+    """Batches, and the machines that they are planned for."""
 
-
-def check_steps(options: InputOptions, **counts: int | None) -> None:
-    """Refuse more than one batch of a source that has one.
-
-    Raises:
-        ConfigError: Names the option.
-    """
-    for name, value in counts.items():
-        if value is not None and value > 1 and not options.has_steps:
-            raise ConfigError(
-                f"--{name} {value}: only --data and --batch-size have more than one batch"
+    def notes(self, *, is_priced: bool = True) -> list[str]:
+        """Return sentences on the model, the machine and the batch that numbers are for."""
+        machine = self.hardware()
+        notes = [
+            f"Model: {self.cost.shape}.",
+            f"Predicted for {machine}." if is_priced else "Loads are compute alone, without wires.",
+        ]
+        if self.kb_per_token is not None and machine.memory_bytes is not None:
+            notes.append(
+                f"Limited by {machine.memory_bytes / 1e9:.4g} GB of memory a rank; "
+                f"{machine.provenance_of('memory_bytes')}."
             )
+        if self.manifest is not None and self.batch_size is None:
+            notes.append(
+                f"All samples of {self.manifest} are one step; --batch-size draws some a rank and "
+                "step."
+            )
+        return notes
 
 
 def topology_ranks(spec: str | None) -> int | None:
-    """Ranks in a unit of a topology, if one is given that tells."""
+    """Return the ranks in a unit of a topology; None if it does not say."""
     return None if spec is None or spec == "auto" else Topology.parse(spec).num_ranks
 
 
-def _parse_lengths(text: str) -> list[list[int]]:
+def _parse_lengths(text: str, num_ranks: int | None) -> list[list[int]]:
     ranks = [[term.strip() for term in rank.split(",")] for rank in text.split("/")]
     wrong = [term for terms in ranks for term in terms if term and not _WHOLE.fullmatch(term)]
     if wrong:
@@ -320,12 +306,7 @@ def _parse_lengths(text: str) -> list[list[int]]:
             f"--lengths {shown(text)}: {shown(wrong[0])} is not a length; write whole numbers, "
             "commas between sequences and / between ranks"
         )
-    return [[int(term) for term in terms if term] for terms in ranks]
-
-
-def _pad(lens: list[list[int]], num_ranks: int | None) -> list[list[int]]:
-    if num_ranks is None or num_ranks == len(lens):
-        return lens
-    if num_ranks < len(lens):
-        raise ConfigError(f"--lengths lists {len(lens)} ranks, --ranks says {num_ranks}")
-    return lens + [[]] * (num_ranks - len(lens))
+    if num_ranks is not None and num_ranks < len(ranks):
+        raise ConfigError(f"--lengths lists {len(ranks)} ranks, --ranks says {num_ranks}")
+    lens = [[int(term) for term in terms if term] for terms in ranks]
+    return lens + [[]] * ((num_ranks or 0) - len(lens))

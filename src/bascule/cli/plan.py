@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from bascule.cli.inputs import ClusterOptions, InputOptions, notes_of, topology_ranks
+from bascule.cli.inputs import BatchOptions, topology_ranks
 from bascule.options import NewFile, Outputs
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(Outputs, ClusterOptions, InputOptions):
+class PlanOptions(Outputs, BatchOptions):
     """Plan one batch and show who computes what.
 
     Attributes:
@@ -65,7 +65,7 @@ def run(options: PlanOptions, arguments: list[str]) -> None:
     plan = plans[0][1]
     if options.compare:
         plans += [timed(name, plan.topology, **chosen | x) for name, x in _changes(options)]
-    notes = notes_of(options, is_priced=cluster is not None)
+    notes = options.notes(is_priced=cluster is not None)
     report = of_plan(plan, cost, cluster, notes, plans if options.compare else ())
     console = publish(options, report, json.loads(plan.to_json()))
     if options.picture is not None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from bascule.cli.inputs import InputOptions, MachineOptions, check_steps
+from bascule.cli.inputs import InputOptions, MachineOptions
 from bascule.errors import ConfigError
 from bascule.options import Outputs, Range
 
@@ -127,7 +127,7 @@ def _check(options: SimulateOptions) -> None:
                 raise ConfigError(
                     f"--{name}: lengths are as given; it is for --data and --manifest"
                 )
-    check_steps(options, steps=options.steps, accumulate=options.accumulate)
+    options.check_steps(steps=options.steps, accumulate=options.accumulate)
 
 
 def _simulated(

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Annotated, Literal
 
-from bascule.cli.inputs import ClusterOptions, InputOptions, check_steps, notes_of
+from bascule.cli.inputs import BatchOptions
 from bascule.errors import ConfigError
 from bascule.options import Outputs, Range
 
@@ -14,7 +14,7 @@ _MAX_SEQUENCES = 2**18
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopologyOptions(Outputs, ClusterOptions, InputOptions):
+class TopologyOptions(Outputs, BatchOptions):
     """Rank the topologies of a cluster for a stream of batches.
 
     Attributes:
@@ -47,7 +47,7 @@ def run(options: TopologyOptions, arguments: list[str]) -> None:
     with waiting("solving topologies"):
         ranking = suggest_topology(batches, cost, cluster, limits=options.limits)
     notes = [
-        *notes_of(options),
+        *options.notes(),
         f"Nodes: {cluster.num_nodes}, of {cluster.ranks_per_node} ranks; batches: {len(batches)}; "
         f"passes: {options.passes}.",
     ]
@@ -58,7 +58,7 @@ def run(options: TopologyOptions, arguments: list[str]) -> None:
 
 def _batches(options: TopologyOptions) -> list[list[list[int]]]:
     """Read as many batches as --steps says; by default as many as are ranked in some seconds."""
-    check_steps(options, steps=options.steps)
+    options.check_steps(steps=options.steps)
     first, steps = options.read(), options.steps
     each = max(sum(map(len, first)), 1)
     if steps is None:

@@ -1,6 +1,6 @@
-"""A picture of what a study of block masks found."""
+"""Draw a study of block masks: the mask, who computes what, and what settings cost."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -14,11 +14,9 @@ if TYPE_CHECKING:
 _SHOWN_BLOCKS = 96
 """Query blocks to begin with; more are thinner than a pixel."""
 
-_HEIGHT = 1350
-
 
 def draw(study: Study, head: int) -> "Figure":
-    """The mask of a head, who computes what, strategies, and what tolerance and reward do.
+    """Draw the mask of a head, who computes what, strategies, and what tolerance and reward do.
 
     Args:
         study: With tolerances and rewards.
@@ -44,48 +42,44 @@ def draw(study: Study, head: int) -> "Figure":
             "paper, first layer: reward for staying at home",
         ),
     )
-    _draw_mask(figure, study, head)
-    _draw_ranks(figure, study, mesh, shown)
-    _draw_strategies(figure, study)
-    _draw_tolerances(figure, study)
-    _draw_rewards(figure, study)
-    figure.update_layout(
-        template="plotly_white",
-        height=_HEIGHT,
-        legend={"orientation": "h", "y": -0.06},
-    )
-    return figure
-
-
-def _draw_mask(figure: "Figure", study: Study, head: int) -> None:
-    mask = study.masks[head].astype(np.uint8)
-    colors = [(0.0, "white"), (1.0, "#1f3b73")]
+    mask, colors = study.masks[head].astype(np.uint8), [(0.0, "white"), (1.0, "#1f3b73")]
     figure.add_heatmap(z=mask, zmin=0, zmax=1, colorscale=colors, showscale=False, row=1, col=1)
-    figure.update_xaxes(title="key block", row=1, col=1)
-    figure.update_yaxes(title="query block", autorange="reversed", row=1, col=1)
-
-
-def _draw_ranks(figure: "Figure", study: Study, mesh: Mesh, shown: int) -> None:
     plan = study.setting.plan(DEFAULT, study.masks, mesh)
-    names = [str(rank) for rank in range(plan.num_ranks)]
-    _draw_classes(figure, plan.rank_of, names, "rank", (1, 2))
-    figure.update_xaxes(title=f"query block, the first {shown}", row=1, col=2)
-    figure.update_xaxes(range=(-0.5, shown - 0.5), row=1, col=2)
-    figure.update_yaxes(title="head", autorange="reversed", row=1, col=2)
-
-
-def _draw_strategies(figure: "Figure", study: Study) -> None:
-    meshes = study.setting.meshes
+    _draw_classes(figure, plan.rank_of, [str(x) for x in range(plan.num_ranks)], "rank", (1, 2))
     chosen = [[meshes.index(choice.degrees) for choice in run.choices] for run in study.runs]
     _draw_classes(figure, np.array(chosen), [mesh_name(mesh) for mesh in meshes], "mesh", (2, 1))
-    figure.update_xaxes(title="step", dtick=max(len(chosen[0]) // 10, 1), row=2, col=1)
-    figure.update_yaxes(title="layer", dtick=max(len(chosen) // 8, 1), row=2, col=1)
+    for place, mesh in enumerate(meshes):
+        reuses = sorted(
+            (tolerance, sum(reuse.imbalances) / len(reuse.imbalances), reuse.state.num_planned)
+            for (at, tolerance), reuse in study.runs[0].reuses.items()
+            if at == mesh
+        )
+        rewards = [(x, row.imbalance, row.q_moved) for x, row in study.rewards if row.mesh == mesh]
+        _draw_lines(figure, reuses, place, mesh, 1)
+        _draw_lines(figure, rewards, place, mesh, 2)
+    for place, x, y, options in (
+        ((1, 1), "key block", "query block", {"autorange": "reversed"}),
+        ((1, 2), f"query block, the first {shown}", "head", {"autorange": "reversed"}),
+        ((2, 1), "step", "layer", {"dtick": max(len(chosen) // 8, 1)}),
+        ((3, 1), "tolerance of a kept plan", "rho, mean over the steps", {"secondary_y": False}),
+        ((3, 2), "reward", "rho", {"secondary_y": False}),
+    ):
+        figure.update_xaxes(title=x, row=place[0], col=place[1])
+        figure.update_yaxes(title=y, row=place[0], col=place[1], **options)
+    figure.update_xaxes(range=(-0.5, shown - 0.5), row=1, col=2)
+    figure.update_xaxes(dtick=max(len(chosen[0]) // 10, 1), row=2, col=1)
+    right = {"rangemode": "tozero", "tickmode": "auto", "showgrid": False, "secondary_y": True}
+    figure.update_yaxes(title="plans made (dotted)", row=3, col=1, **right)
+    figure.update_yaxes(title="share of query rows moved (dotted)", row=3, col=2, **right)
+    legend = {"orientation": "h", "y": -0.06}
+    figure.update_layout(template="plotly_white", height=1350, legend=legend)
+    return figure
 
 
 def _draw_classes(
     figure: "Figure", classes: np.ndarray, names: list[str], title: str, place: tuple[int, int]
 ) -> None:
-    """A heatmap of small integers, with a colour each."""
+    """Draw a heatmap of small integers, with a colour each."""
     from plotly.colors import sample_colorscale
 
     size = len(names)
@@ -109,31 +103,10 @@ def _draw_classes(
     )
 
 
-def _draw_tolerances(figure: "Figure", study: Study) -> None:
-    for place, mesh in enumerate(study.setting.meshes):
-        reuses = study.runs[0].reuses.items()
-        found = sorted((tolerance, reuse) for (at, tolerance), reuse in reuses if at == mesh)
-        points = [
-            (tolerance, sum(reuse.imbalances) / len(reuse.imbalances), reuse.state.num_planned)
-            for tolerance, reuse in found
-        ]
-        _draw_lines(figure, points, place, mesh, 1)
-    figure.update_xaxes(title="tolerance of a kept plan", row=3, col=1)
-    _title_axes(figure, 1, "rho, mean over the steps", "plans made (dotted)")
-
-
-def _draw_rewards(figure: "Figure", study: Study) -> None:
-    for place, mesh in enumerate(study.setting.meshes):
-        found = [(reward, x.imbalance, x.q_moved) for reward, x in study.rewards if x.mesh == mesh]
-        _draw_lines(figure, found, place, mesh, 2)
-    figure.update_xaxes(title="reward", row=3, col=2)
-    _title_axes(figure, 2, "rho", "share of query rows moved (dotted)")
-
-
 def _draw_lines(
-    figure: "Figure", points: Sequence[tuple[float, float, float]], place: int, mesh: Mesh, col: int
+    figure: "Figure", points: Iterable[tuple[float, float, float]], place: int, mesh: Mesh, col: int
 ) -> None:
-    """One mesh: points of a setting, rho, and dotted what it costs, on the axis to the right."""
+    """Draw rho of a mesh over a setting, and dotted what it costs, on the axis to the right."""
     from plotly.colors import qualitative
 
     color = qualitative.Plotly[place % len(qualitative.Plotly)]
@@ -150,9 +123,3 @@ def _draw_lines(
             col=col,
             secondary_y=bool(is_cost),
         )
-
-
-def _title_axes(figure: "Figure", col: int, rho: str, cost: str) -> None:
-    own = {"rangemode": "tozero", "tickmode": "auto", "showgrid": False}
-    figure.update_yaxes(title=rho, row=3, col=col, secondary_y=False)
-    figure.update_yaxes(title=cost, row=3, col=col, secondary_y=True, **own)

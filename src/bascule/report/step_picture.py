@@ -1,4 +1,4 @@
-"""A picture of one training step, before and after balancing, as an SVG."""
+"""Draw one training step, before and after balancing, as an SVG."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,17 +15,15 @@ from bascule.plan.plan import Plan
 Stages = Mapping[str, Mapping[str, Sequence[float]]]
 
 MOST_RANKS = 64
-"""Bars of a picture; the ranks after these are left out, and it says so."""
+"""Bars of a picture; it says how many ranks it leaves out."""
 
 _COLORS = ("#9ecae9", "#4c9bd6", "#1f6fb2", "#f2a541", "#d1495b")
-_NUM_COLORS = len(_COLORS)
 _STAGE_COLORS = ("#f2a541", "#4c9bd6", "#1f6fb2")
 _LEFT, _PLOT, _RIGHT = 118.0, 620.0, 22.0
 _BAR, _PITCH, _HEAD, _FOOT = 18.0, 23.0, 54.0, 20.0
 _WIDTH = _LEFT + _PLOT + _RIGHT
 _THINNEST = 0.005  # less is a rounding error
 _WIRES, _WAIT = 'class="wires"', 'class="wait"'
-_CARD = f'<rect class="card" x="0.5" y="0.5" width="{_WIDTH - 1:g}" rx="8" height="%g"/>'
 
 # The card has a background of its own, so that it reads the same on white and on dark pages.
 _STYLE = """\
@@ -42,28 +40,17 @@ text { font: 13px system-ui, sans-serif; fill: #1f2328; }
 patternTransform="rotate(45)"><rect width="6" height="6" fill="#eceae4"/>\
 <rect width="2" height="6" fill="#b4b9c1"/></pattern></defs>"""
 
-
-@dataclass(frozen=True)
-class _Segment:
-    """A part of a bar: how it looks, what is said of it, and how long it is."""
-
-    look: str
-    title: str
-    length: float
+_Segment = tuple[str, str, float]
+"""A part of a bar: its look, its title and its length."""
 
 
 @dataclass(frozen=True)
 class _Bar:
-    """What one rank does, one part after the other."""
+    """The work of one rank, one part after the other."""
 
     label: str
-    segments: tuple[_Segment, ...]
+    segments: Sequence[_Segment]
     load: float
-
-    @property
-    def waiting(self) -> float:
-        """What is waiting before the bar's end."""
-        return sum(part.length for part in self.segments if part.look == _WAIT)
 
 
 def draw_step(plan: Plan, cost: Cost, cluster: Cluster | None = None, unit: str = "TFLOP") -> str:
@@ -84,20 +71,30 @@ def draw_step(plan: Plan, cost: Cost, cluster: Cluster | None = None, unit: str 
     Returns:
         The text of an SVG file; the same for the same plan.
     """
-    colors = _Colors.of(plan.seq_lens)
-    before = _as_loaded(plan, cost, cluster, colors)
-    after = _as_planned(plan, cost, cluster, colors)
+    bounds = _bounds(plan.seq_lens)
+    costs_of = evaluate if cluster is None else cluster.compute_seconds
+    costs = costs_of(cost, plan.seq_lens)
+    ranks, sizes = range(plan.num_ranks), plan.topology.bag_sizes
+    before = [
+        _bar_of(f"rank {rank}", plan, bounds, plan.source_ranks == rank, costs, load)
+        for rank, load in zip(ranks, plan.unbalanced_loads(cost, cluster).tolist(), strict=True)
+    ]
+    after: list[_Bar] = []
+    for rank, bag in zip(ranks, plan.topology.bag_of_rank.tolist(), strict=True):
+        size = int(sizes[bag])
+        label = f"rank {rank}" if size == 1 else f"rank {rank}, bag of {size}"
+        load, shares = float(plan.loads[rank]), costs / size
+        after.append(_bar_of(label, plan, bounds, plan.bag_of == bag, shares, load))
     speed_up = max(bar.load for bar in before) / plan.makespan if plan.makespan > 0 else 1.0
     words = (
         f"Before: each rank computes what it loaded. {_waiting(before)}",
         f"After: {speed_up:.2f}x as fast (predicted). {_waiting(after)}",
     )
-    used = {colors.of_len(seq_len) for seq_len in plan.seq_lens.tolist() if seq_len}
-    bounds = [bound for bound in colors.upper if colors.of_len(bound) in used]
-    legend = [(_work(colors.of_len(bound)), f"to {bound:,}") for bound in bounds]
-    scale = _scale(before, after)
-    wires = [part.length for bar in after for part in bar.segments if part.look == _WIRES]
-    legend += [(_WIRES, "wires")] * any(length * scale >= _THINNEST for length in wires)
+    used = {_color(bounds, seq_len) for seq_len in plan.seq_lens.tolist() if seq_len}
+    shown = [bound for bound in bounds if _color(bounds, bound) in used]
+    legend = [(_work(_color(bounds, bound)), f"to {bound:,}") for bound in shown]
+    wires = [length for bar in after for look, _, length in bar.segments if look == _WIRES]
+    legend += [(_WIRES, "wires")] * (max(wires) * _scale(before, after) >= _THINNEST)
     legend.append((_WAIT, "waiting for the slowest rank"))
     return _drawn((before, after), words, unit, ("tokens", legend))
 
@@ -116,10 +113,10 @@ def draw_stages(before: Stages, after: Stages) -> str:
     Returns:
         The text of an SVG file.
     """
-    bars = [_staged(stages) for stages in (before, after)]
-    ends = [max(bar.load for bar in one) for one in bars]
+    panels = _staged(before), _staged(after)
+    ends = [max(bar.load for bar in bars) for bars in panels]
     speed_up = ends[0] / ends[1] if ends[1] > 0 else 1.0
-    shares = [_waiting(one).replace("waiting", "not work") for one in bars]
+    shares = [_waiting(bars).replace("waiting", "not work") for bars in panels]
     words = (
         f"Without: each rank computes what it loaded. {shares[0]}",
         f"With bascule: {speed_up:.2f}x as fast (measured). {shares[1]}",
@@ -127,25 +124,72 @@ def draw_stages(before: Stages, after: Stages) -> str:
     names = [name.replace("_", " ") for name in before]
     legend = [(_work(color), name) for name, color in zip(names, _STAGE_COLORS, strict=False)]
     legend.append((_WAIT, "waiting, exchanges, and what is between"))
-    return _drawn((bars[0], bars[1]), words, "s", ("stages", legend))
+    return _drawn(panels, words, "s", ("stages", legend))
+
+
+def _bar_of(
+    label: str, plan: Plan, bounds: Sequence[int], mask: np.ndarray, costs: Floats, load: float
+) -> _Bar:
+    """Make the bar of the sequences of a mask, the longest first; then what is not compute."""
+    ids = np.flatnonzero(mask)
+    ids = ids[np.argsort(-plan.seq_lens[ids], kind="stable")]
+    rows = zip(ids.tolist(), plan.seq_lens[ids].tolist(), costs[ids].tolist(), strict=True)
+    segments: list[_Segment] = [
+        (_work(_color(bounds, seq_len)), f"sequence {seq_id}: {seq_len:,} tokens", cost)
+        for seq_id, seq_len, cost in rows
+    ]
+    rest = load - float(costs[ids].sum())
+    return _Bar(label, [*segments, (_WIRES, "wires, launches and carried loads", rest)], load)
 
 
 def _staged(stages: Stages) -> list[_Bar]:
-    """The stages of each rank, with the waiting between them."""
+    """Make bars of the stages of each rank, with the waiting between them."""
     bars: list[_Bar] = []
-    num_ranks = len(next(iter(stages.values()))["seconds"])
-    for rank in range(num_ranks):
+    for rank in range(len(next(iter(stages.values()))["seconds"])):
         segments: list[_Segment] = []
         for (name, one), color in zip(stages.items(), _STAGE_COLORS, strict=False):
             work, rest = one["work"][rank], max(one["seconds"][rank] - one["work"][rank], 0.0)
             title = f"{name.replace('_', ' ')}: {work:.4g} s"
-            segments += [
-                _Segment(_work(color), title, work),
-                _Segment(_WAIT, f"{rest:.4g} s", rest),
-            ]
-        load = sum(part.length for part in segments)
-        bars.append(_Bar(f"rank {rank}", tuple(segments), load))
+            segments += [(_work(color), title, work), (_WAIT, f"{rest:.4g} s", rest)]
+        bars.append(_Bar(f"rank {rank}", segments, sum(length for *_, length in segments)))
     return bars
+
+
+def _waiting(bars: Sequence[_Bar]) -> str:
+    loads = np.array([bar.load for bar in bars])
+    share = 1.0 - 1.0 / metrics.imbalance(loads)
+    if loads.max() > 0:
+        parts = (length for bar in bars for look, _, length in bar.segments if look == _WAIT)
+        share += sum(parts) / float(loads.max()) / len(bars)
+    return f"{share:.1%} of the ranks' time is waiting."
+
+
+def _bounds(seq_lens: Ints) -> list[int]:
+    """Return the longest sequence of each colour, ascending; powers of a common ratio."""
+    lens = seq_lens[seq_lens > 0]
+    if lens.size == 0:
+        return [0]
+    least, most = int(lens.min()), int(lens.max())
+    edges = np.geomspace(least, most, len(_COLORS) + 1)[1:-1].tolist()
+    # Two digits make a legend that can be read.
+    steps = [10 ** max(len(str(int(edge))) - 2, 0) for edge in edges]
+    rounded = {int(round(edge / step) * step) for edge, step in zip(edges, steps, strict=True)}
+    return sorted(bound for bound in rounded | {most} if bound <= most)
+
+
+def _color(bounds: Sequence[int], seq_len: int) -> str:
+    index = min(int(np.searchsorted(bounds, seq_len)), len(bounds) - 1)
+    return _COLORS[len(_COLORS) - len(bounds) + index]
+
+
+def _work(color: str) -> str:
+    return f'class="work" fill="{color}"'
+
+
+def _scale(*panels: list[_Bar]) -> float:
+    """Return the scale of a picture in which the longest bar fills the width."""
+    longest = max(bar.load for bars in panels for bar in bars)
+    return _PLOT / longest if longest > 0 else 0.0
 
 
 def _drawn(
@@ -154,9 +198,8 @@ def _drawn(
     unit: str,
     legend: tuple[str, list[tuple[str, str]]],
 ) -> str:
-    """Two panels of one scale, and what the colours mean: a word, and entries."""
-    scale = _scale(*panels)
-    num_ranks = len(panels[0])
+    """Draw two panels of one scale, and the legend: a word, and entries."""
+    scale, num_ranks = _scale(*panels), len(panels[0])
     height = _HEAD + _PITCH * min(num_ranks, MOST_RANKS) + _FOOT
     total = 2 * height + 62.0
     parts = [
@@ -164,7 +207,8 @@ def _drawn(
         f'width="{_WIDTH:g}" height="{total:g}" role="img">',
         f"<title>{escape(f'One step on {num_ranks} ranks, before and after')}</title>",
         _STYLE,
-        _CARD % (total - 1),
+        f'<rect class="card" x="0.5" y="0.5" width="{_WIDTH - 1:g}" rx="8" '
+        f'height="{total - 1:g}"/>',
         *_panel("before", words[0], panels[0], (0.0, scale, unit)),
         *_panel("after", words[1], panels[1], (height, scale, unit)),
         *_legend(2 * height, legend, num_ranks),
@@ -173,110 +217,38 @@ def _drawn(
     return "\n".join(parts) + "\n"
 
 
-def _scale(*panels: list[_Bar]) -> float:
-    """Of a picture in which the longest bar fills the width."""
-    longest = max(bar.load for bars in panels for bar in bars)
-    return _PLOT / longest if longest > 0 else 0.0
-
-
-def _work(color: str) -> str:
-    return f'class="work" fill="{color}"'
-
-
-def _as_loaded(plan: Plan, cost: Cost, cluster: Cluster | None, colors: "_Colors") -> list[_Bar]:
-    """Every sequence stays on the rank that loaded it."""
-    costs = _costs(plan, cost, cluster)
-    loads = plan.unbalanced_loads(cost, cluster)
-    bars: list[_Bar] = []
-    for rank in range(plan.num_ranks):
-        ids = _longest_first(plan, np.flatnonzero(plan.source_ranks == rank))
-        parts = _sequences(plan, ids, costs[ids], float(loads[rank]), colors)
-        bars.append(_Bar(f"rank {rank}", parts, float(loads[rank])))
-    return bars
-
-
-def _as_planned(plan: Plan, cost: Cost, cluster: Cluster | None, colors: "_Colors") -> list[_Bar]:
-    """The ranks of a bag share each of its sequences equally."""
-    costs = _costs(plan, cost, cluster)
-    bars: list[_Bar] = []
-    for rank in range(plan.num_ranks):
-        bag = int(plan.topology.bag_of_rank[rank])
-        size = int(plan.topology.bag_sizes[bag])
-        ids = _longest_first(plan, np.flatnonzero(plan.bag_of == bag))
-        label = f"rank {rank}" if size == 1 else f"rank {rank}, bag of {size}"
-        parts = _sequences(plan, ids, costs[ids] / size, float(plan.loads[rank]), colors)
-        bars.append(_Bar(label, parts, float(plan.loads[rank])))
-    return bars
-
-
-def _sequences(
-    plan: Plan, seq_ids: Ints, costs: Floats, load: float, colors: "_Colors"
-) -> tuple[_Segment, ...]:
-    """A rank's part of each of its sequences, then what is not compute."""
-    parts: list[_Segment] = []
-    for seq_id, cost in zip(seq_ids.tolist(), costs.tolist(), strict=True):
-        seq_len = int(plan.seq_lens[seq_id])
-        title = f"sequence {seq_id}: {seq_len:,} tokens"
-        parts.append(_Segment(_work(colors.of_len(seq_len)), title, cost))
-    rest = load - float(costs.sum())
-    return (*parts, _Segment(_WIRES, "wires, launches and carried loads", rest))
-
-
-def _costs(plan: Plan, cost: Cost, cluster: Cluster | None) -> Floats:
-    if cluster is None:
-        return evaluate(cost, plan.seq_lens)
-    return cluster.compute_seconds(cost, plan.seq_lens)
-
-
-def _longest_first(plan: Plan, seq_ids: Ints) -> Ints:
-    return seq_ids[np.argsort(-plan.seq_lens[seq_ids], kind="stable")]
-
-
-def _waiting(bars: Sequence[_Bar]) -> str:
-    loads = np.array([bar.load for bar in bars])
-    share = 1.0 - 1.0 / metrics.imbalance(loads)
-    if loads.max() > 0:
-        share += sum(bar.waiting for bar in bars) / float(loads.max()) / len(bars)
-    return f"{share:.1%} of the ranks' time is waiting."
-
-
 def _panel(
     name: str, title: str, bars: Sequence[_Bar], frame: tuple[float, float, str]
 ) -> list[str]:
-    """A heading and one bar for each rank; `frame` is its top, the scale and the unit."""
+    """Draw a heading and one bar for each rank; `frame` is its top, the scale and the unit."""
     top, scale, unit = frame
-    end = max(bar.load for bar in bars)
-    bars = bars[:MOST_RANKS]
-    x, bottom = _LEFT + end * scale, top + _HEAD + _PITCH * len(bars)
-    parts = [
+    end, shown = max(bar.load for bar in bars), bars[:MOST_RANKS]
+    x, bottom = _LEFT + end * scale, top + _HEAD + _PITCH * len(shown)
+    rows = enumerate(shown)
+    return [
         f'<g class="{name}">',
         f'<text class="title" x="18" y="{top + 27:g}">{escape(title)}</text>',
-    ]
-    for number, bar in enumerate(bars):
-        parts += _bar(bar, top + _HEAD + _PITCH * number, end, scale)
-    parts += [
+        *(line for k, bar in rows for line in _bar(bar, top + _HEAD + _PITCH * k, end, scale)),
         f'<line class="end" x1="{x:.2f}" y1="{top + _HEAD - 6:g}" x2="{x:.2f}" y2="{bottom:g}"/>',
         f'<text x="{x:.2f}" y="{bottom + 12:g}" text-anchor="end">'
         f"{escape(f'the step ends: {end:.4g} {unit}')}</text>",
         "</g>",
     ]
-    return parts
 
 
 def _bar(bar: _Bar, top: float, end: float, scale: float) -> list[str]:
-    """The segments of one rank, then its waiting time."""
+    """Draw the segments of one rank, then its waiting time."""
     parts = [
         '<g class="rank">',
         f'<text x="{_LEFT - 8:g}" y="{top + 13.5:g}" text-anchor="end">{bar.label}</text>',
     ]
-    place = f'y="{top:g}" height="{_BAR:g}"'
-    x = _LEFT
-    for part in bar.segments:
-        width = part.length * scale
-        if width >= _THINNEST or part.look not in (_WIRES, _WAIT):
-            look, _, fill = part.look.partition(" ")
+    place, x = f'y="{top:g}" height="{_BAR:g}"', _LEFT
+    for look, title, length in bar.segments:
+        width = length * scale
+        if width >= _THINNEST or look not in (_WIRES, _WAIT):
+            kind, _, fill = look.partition(" ")
             shown = f'x="{x:.2f}" {place} width="{width:.2f}"' + (f" {fill}" if fill else "")
-            parts.append(f"<rect {look} {shown}><title>{escape(part.title)}</title></rect>")
+            parts.append(f"<rect {kind} {shown}><title>{escape(title)}</title></rect>")
         x += width
     parts.append(
         f'<rect class="wait" x="{_LEFT + bar.load * scale:.2f}" {place} '
@@ -285,40 +257,10 @@ def _bar(bar: _Bar, top: float, end: float, scale: float) -> list[str]:
     return [*parts, "</g>"]
 
 
-@dataclass(frozen=True)
-class _Colors:
-    """The longest sequence of each colour, ascending; powers of a common ratio."""
-
-    upper: tuple[int, ...]
-
-    @classmethod
-    def of(cls, seq_lens: Ints) -> "_Colors":
-        held = seq_lens[seq_lens > 0]
-        if held.size == 0:
-            return cls((0,))
-        least, most = int(held.min()), int(held.max())
-        edges = np.geomspace(least, most, _NUM_COLORS + 1)[1:]
-        upper = sorted({_rounded(float(edge)) for edge in edges[:-1]} | {most})
-        return cls(tuple(bound for bound in upper if bound <= most))
-
-    def of_len(self, seq_len: int) -> str:
-        """The colour of a sequence."""
-        index = int(np.searchsorted(self.upper, seq_len))
-        return _COLORS[_NUM_COLORS - len(self.upper) + min(index, len(self.upper) - 1)]
-
-
-def _rounded(value: float) -> int:
-    """To two digits, for a legend that can be read."""
-    step = 10 ** max(len(str(int(value))) - 2, 0)
-    return int(round(value / step) * step)
-
-
 def _legend(top: float, legend: tuple[str, list[tuple[str, str]]], num_ranks: int) -> list[str]:
-    """What the colours mean, in one row; colours that nothing has are left out."""
-    word, entries = legend
-    x, y = 18.0, top + 22.0
-    parts = ['<g class="legend">', f'<text x="{x:g}" y="{y + 11.5:g}">{word}</text>']
-    x += 54.0
+    """Draw what the colours mean, in one row."""
+    (word, entries), x, y = legend, 72.0, top + 22.0
+    parts = ['<g class="legend">', f'<text x="18" y="{y + 11.5:g}">{word}</text>']
     for look, text in entries:
         parts += [
             f'<rect {look} x="{x:g}" y="{y:g}" width="16" height="14"/>',
@@ -326,6 +268,6 @@ def _legend(top: float, legend: tuple[str, list[tuple[str, str]]], num_ranks: in
         ]
         x += 36.0 + 7.0 * len(text)
     if num_ranks > MOST_RANKS:
-        left_out = f"({num_ranks - MOST_RANKS:,} more ranks)"
-        parts.append(f'<text x="18" y="{y - 9:g}">{left_out}</text>')
+        words = f"({num_ranks - MOST_RANKS:,} more ranks)"
+        parts.append(f'<text x="18" y="{y - 9:g}">{words}</text>')
     return [*parts, "</g>"]
