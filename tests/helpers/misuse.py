@@ -336,13 +336,6 @@ def another_scheduler(pipeline: Any) -> dict[str, Any]:
     return {}
 
 
-def changing_callback(pipeline: Any) -> dict[str, Any]:
-    def change(_: Any, step: int, time: Any, tensors: Any) -> Any:
-        return tensors | {"latents": tensors["latents"] * 1.5}
-
-    return {"callback_on_step_end": change}
-
-
 class Lora(nn.Linear):
     """A layer as peft makes it."""
 
@@ -381,7 +374,6 @@ def gradients_over_guidance() -> object:
         return call(pipeline, **prompt_of("flux"), height=44, width=36, num_inference_steps=1)
 
 
-VALUES = "differ between ranks, of ranks [1] from those of rank 0"
 STEPS = "disagree on num_inference_steps: ranks [0]: 2; ranks [1]: 3"
 other = toy_inputs(seed=5)
 ENDING: dict[str, Wrong] = {
@@ -407,7 +399,7 @@ ENDING: dict[str, Wrong] = {
     "height": (run("flux", lambda _: {"height": 48}, **SPLIT), "disagree on height"),
     "guidance": (run("flux", lambda _: {"true_cfg_scale": 1.0}), "disagree on true_cfg_scale"),
     "prompt": (run("flux", lambda _: prompt_of("flux", seed=4)), "disagree on"),
-    "schedule": (run("flux", another_scheduler, **SPLIT), VALUES),
+    "schedule": (run("flux", another_scheduler, **SPLIT), "disagree on scheduler"),
     "LoRA's weights": (adapted(lambda one: one.lora_B["style"].weight.add_(1)), "on adapters"),
     "LoRA's scale": (adapted(lambda one: one.scaling.update(style=0.5)), "disagree on adapters"),
     "first without tiling": (

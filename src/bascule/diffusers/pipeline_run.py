@@ -52,6 +52,10 @@ class PipelineRun(Override):
             if not name.startswith(_OF_A_RANK)
         }
         settings |= {"adapters": _adapters_of(self._pipeline), "device": device.type}
+        scheduler = getattr(self._pipeline, "scheduler", None)
+        config = getattr(scheduler, "config", {}).items()  # names with _ are of a rank, as paths
+        kept = {name: value for name, value in config if not name.startswith("_")}
+        settings["scheduler"] = f"{type(scheduler).__name__} {kept}"
         agree(self._group, settings, what=f"a call of a {type(self._pipeline).__name__}")
         generators = generators_of(bound.arguments)
         states = random_states(device, generators)
