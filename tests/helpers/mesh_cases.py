@@ -1,15 +1,13 @@
 """Cases of attention over a mesh, and the same in one process."""
 
 from collections.abc import Iterable
-from dataclasses import fields
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from bascule.attention.api import AttentionMesh, AttentionOptions, SequenceLayout
+from bascule.attention.api import AttentionMesh, SequenceLayout
 from tests.helpers.oracle import dense_attention
 
 Three = tuple[Tensor, Tensor, Tensor]
@@ -19,13 +17,6 @@ def three(tensors: Iterable[Tensor]) -> Three:
     """Queries, keys and values."""
     q, k, v = tensors
     return q, k, v
-
-
-def as_given(settings: dict[str, Any]) -> dict[str, Any]:
-    """What `attention` takes by name: those that are options, in one."""
-    names = {field.name for field in fields(AttentionOptions)} & settings.keys()
-    options = AttentionOptions(**{name: settings[name] for name in names})
-    return {name: settings[name] for name in settings.keys() - names} | {"options": options}
 
 
 def make_mesh(ring: int, ulysses: int) -> AttentionMesh:

@@ -7,7 +7,6 @@ from bascule.arrays import Ints
 from bascule.plan.sparse import BlockLayout, PackedRows, SparsePlan
 
 Bools = npt.NDArray[np.bool_]
-Floats = npt.NDArray[np.float64]
 
 
 def random_mask(shape: tuple[int, int, int], density: float, seed: int) -> Bools:

@@ -54,5 +54,5 @@ def test_batches_that_are_refused(changed: dict[str, Any], words: str) -> None:
 
 
 def test_a_batch_of_nothing_has_no_number_of_samples() -> None:
-    with pytest.raises(ConfigError, match="by keyword, are {}"):
+    with pytest.raises(ConfigError, match=r"by keyword, are \{\}"):
         samples_in({"img_ids": torch.zeros(4, 3), "return_dict": False}, UNBATCHED)

@@ -19,7 +19,6 @@ from bascule.plan.plan import Plan, plan_batch
 from bascule.plan.solver import exact
 from bascule.plan.topology import Topology
 from bascule.plan.topology_search import suggest_topology
-from tests.helpers.cli import run
 from tests.helpers.simulation import assert_chunks, assert_delivery
 
 COST = TransformerCost(1024, num_layers=4)
@@ -382,12 +381,3 @@ def test_the_bound_is_one_and_loads_are_true(lens: list[int], spec: str) -> None
             np.testing.assert_allclose(plan.loads, sums[topology.bag_of_rank], rtol=1e-9)
     assert plan.lower_bound <= best * (1 + 1e-9)
     assert best * (1 - 1e-9) <= plan.makespan <= best * 1.34
-
-
-def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    lens = ("--lengths", "90000/70/80/60", "--topology", "g2r2n1", "--wires", "--num-layers", "1")
-    code, out, _ = run(capsys, "plan", *lens, "--intra-gbs", "0.1")
-    makespan_s = float(out.split("slowest rank")[1].split(" s")[0])
-    compute_s = float(TransformerCost()(np.array([90_000, 70, 80, 60])).sum()) / 544 / 4
-    assert code == 0 and "0 (g2r2)" in out and 0.2 > compute_s / makespan_s > 0.0
-    assert f"wires: {1 - compute_s / makespan_s:.0%} of the time" in out
