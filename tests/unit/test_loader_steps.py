@@ -12,13 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
 from bascule.comm.groups import RankGroup
 from bascule.data.cost_tracker import CostTracker
-from bascule.data.loader import LoaderMetrics, LoaderOptions, _set_up, _Setup, _Sources
-from bascule.data.progress import Progress
-from bascule.data.samplers import ResumableSampler
+from bascule.data.loader import LoaderMetrics, LoaderOptions, _set_up, _Setup
 from bascule.data.steps import (
     DataRanks,
     Decision,
@@ -377,7 +374,6 @@ def test_steps_are_counted_with_what_the_training_waited_for() -> None:
 # What a balanced loader makes of its arguments; no ranks. Wrong ones: `tests/refusals/data.py`
 
 
-NINE: Any = range(9)
 GIVEN: dict[str, Any] = {
     "loader": (),
     "cost": PolynomialCost(0.0, 1.0, 0.0),
@@ -417,47 +413,3 @@ def test_all_settings_but_those_of_a_rank_alone_are_compared() -> None:
         assert settings.keys() == base.keys() and settings != base
     for free in ({"collate_fn": list}, {"prefetch": 3}, {"batch_size": 2}):
         assert made(**free).settings == base
-
-
-def sources_of(*loaders: Any, **changes: Any) -> _Sources:
-    """What is agreed by ranks with these loaders."""
-    setups = [made(loader=one, **changes) for one in loaders]
-    return _Sources.of(np.stack([one.words for one in setups]), setups[0].rules)
-
-
-def test_who_loads_and_what_is_dealt() -> None:
-    sampler = ResumableSampler(9, rank=0, num_ranks=1, shuffle=False, seed=4)
-    for loader, places, number, deal in (
-        (None, [], None, (0, 0, 0)),
-        ([[1], [2], [3]], [0], 3, (0, 0, 0)),
-        (iter([[1]]), [0], None, (0, 0, 0)),
-        (DataLoader(NINE, batch_size=2, sampler=sampler), [0], 5, (9, 0, 4)),
-    ):
-        sources = sources_of(loader)
-        assert sources.places.tolist() == places and sources.deal == deal
-        assert sources.num_microbatches == number
-
-
-def test_microbatches_of_an_epoch() -> None:
-    def length(ends: str, *numbers: int) -> int | None:
-        loaders = [iter(()) if n < 0 else [[1]] * n for n in numbers]
-        return sources_of(*loaders, accumulate=4, ends=ends).num_microbatches
-
-    assert [length("drop_last", n, 20) for n in (0, 3, 4, 7, 8)] == [0, 0, 4, 4, 8]
-    for ends in ("pad_empty", "finish"):
-        assert [length(ends, n, 0) for n in (0, 1, 4, 5, 8)] == [0, 4, 4, 8, 8]
-        assert length(ends, 3, -1) is None
-    assert length("drop_last", -1, 3) is None
-
-
-# --- the state of an epoch ------------------------------------------------------------------------
-
-STATE = Progress(2, 5, ((1, 2), (3, 4)), (6, 7), {"loader": "x", "offset": 8})
-
-
-def test_a_run_goes_on_as_one_of_the_history() -> None:
-    found = Progress.from_state(STATE.to_state((9, 1, 5)), (9, 1, 5))
-    assert found == Progress(2, 5, ((1, 2), (3, 4), (6, 7)), (), {"loader": "x", "offset": 8})
-    idle = dataclasses.replace(STATE, counts=(0, 0), saved=None)
-    assert Progress.from_state(idle.to_state(()), ()) == dataclasses.replace(idle, counts=())
-    assert Progress.from_state(Progress().to_state(()), ()) == Progress()

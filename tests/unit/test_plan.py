@@ -1,3 +1,5 @@
+"""Plans of batches and steps: sound, certified, the same everywhere, within limits, as text."""
+
 import dataclasses
 import itertools
 import json
@@ -10,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from bascule.errors import ConfigError, PlanError
@@ -29,29 +31,6 @@ COST = TransformerCost(3072, gamma=0.426)
 PLANNERS = ["lpt", "knapsack"]
 
 both_planners = pytest.mark.parametrize("planner", PLANNERS)
-
-
-# What KnapFormer's code does not survive (its failure table), and every other edge of "legal".
-
-
-@both_planners
-@pytest.mark.parametrize(
-    ("topology", "lens"),
-    [
-        ("g1n4+g4n1", [[9000]] * 8),
-        ("g1n4", [[50, 60, 70, 80, 90], [], [100], []]),
-        ("g1n4", [[0, 0], [0], [0], [0]]),
-        ("g1n4", [[], [], [], []]),
-        ("g8n2", [[3, 0, 5]] * 16),
-        ("g1n2+g2n1", [[100_000], [10, 20], [30], [40]]),
-        ("g1n1", [[3, 0, 4]]),
-        ("g5n1", [[3, 1], [], [4], [11], [5]]),
-        ("g1n1+g2n1", [[7, 8], [9], [], [10], [11, 12], [13]]),  # two replicas
-        ("g3n1+g1n2+g3n1", [[41]] * 8),
-    ],
-)
-def test_every_legal_batch_has_a_plan(topology: str, lens: list[list[int]], planner: str) -> None:
-    assert_sound(plan_batch(lens, topology, COST, planner=planner), lens, COST)
 
 
 def test_a_plan_cannot_change() -> None:
@@ -103,9 +82,6 @@ def test_a_rank_that_holds_more_tokens_than_cu_seqlens_can_count(planner: str) -
     assert shared.tokens.tolist() == [2**30 + 1, 2**30]
     with pytest.raises(PlanError, match="microbatch 1: rank 0 would hold 2147483648 tokens"):
         plan_step([[[1], [1]], [[2**31], [1]]], "g1n2", COST, planner=planner)
-
-
-# Illegal input: the rank, the place and the value are named.
 
 
 def test_whole_numbers_of_other_types_are_legal() -> None:
@@ -294,9 +270,6 @@ def test_edges_and_errors() -> None:
         plan_step([], "g1n2", tokens, sync="never")  # pyright: ignore[reportArgumentType]
 
 
-# The paper: its greedy, and the imbalance column of its Table 1; and a large world
-
-
 TABLE_1 = {
     "g32b32i256f1s0": {"none": 1.218, "g1n32": 1.001, "g2n16": 1.0, "g4n8": 1.0, "g8n4": 1.0},
     "g16b4i256f1s0,g4b5i512f1s0,g4b5i1024f1s0,g8b1i2048f1s0": {
@@ -350,7 +323,7 @@ SPECS = st.lists(
 LENGTHS = st.one_of(st.integers(0, 12), st.sampled_from([7, 8, 64]), st.integers(0, 400))
 
 few = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
-many = settings(few, max_examples=250)
+many = settings(few, max_examples=150)
 
 
 @st.composite
@@ -363,8 +336,18 @@ def batches(draw: st.DrawFn) -> tuple[str, list[list[int]]]:
     return spec, draw(st.lists(lists, min_size=num_ranks, max_size=num_ranks))
 
 
+# Edges on which KnapFormer's code fails, and others.
 @many
-@given(batches(), ANY_PLANNER)
+@example(batch=("g1n4+g4n1", [[9000]] * 8))
+@example(batch=("g1n4", [[50, 60, 70, 80, 90], [], [100], []]))
+@example(batch=("g1n4", [[0, 0], [0], [0], [0]]))
+@example(batch=("g1n4", [[], [], [], []]))
+@example(batch=("g8n2", [[3, 0, 5]] * 16))
+@example(batch=("g1n2+g2n1", [[100_000], [10, 20], [30], [40]]))
+@example(batch=("g5n1", [[3, 1], [], [4], [11], [5]]))
+@example(batch=("g1n1+g2n1", [[7, 8], [9], [], [10], [11, 12], [13]]))  # two replicas
+@both_planners
+@given(batch=batches())
 def test_every_legal_batch_has_a_sound_plan(
     batch: tuple[str, list[list[int]]], planner: str
 ) -> None:
