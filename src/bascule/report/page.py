@@ -26,6 +26,12 @@ Form = str | Callable[[Any], str]
 """How a value is written: a form of `str.format`, or a function."""
 
 
+def columns(*headings: str) -> dict[str, Form]:
+    """Return columns of a table by "heading" or "heading: form", such as "gap: {:.2%}"."""
+    pairs = (heading.partition(": ") for heading in headings)
+    return {name: form or "{}" for name, _, form in pairs}
+
+
 def ms(seconds: float) -> str:
     """Write seconds as milliseconds."""
     return f"{seconds * 1e3:.4g} ms"

@@ -14,7 +14,7 @@ from bascule.plan.plan import Plan
 from bascule.plan.topology import Topology
 from bascule.plan.topology_search import TopologyRanking
 from bascule.report.charts import draw_bars, draw_lengths, draw_lines, draw_loads
-from bascule.report.page import Chart, Fact, Report, Rows, mib, ms
+from bascule.report.page import Chart, Fact, Report, Rows, columns, mib, ms
 from bascule.report.sparse_picture import draw
 from bascule.report.step_picture import draw_stages, draw_step
 from bascule.sim.simulation import SimulationResult
@@ -54,7 +54,7 @@ def of_plan(
     names = [f"{bag} ({_bag_spec(plan.topology, bag)})" for bag in bags]
     loads = plan.tokens.tolist(), plan.loads.tolist(), before.tolist()
     rows = list(zip(range(plan.num_ranks), names, *loads, strict=True))
-    columns = {"rank": "{}", "bag": "{}", "tokens": "{:,}", unit: "{:.4g}", "as loaded": "{:.4g}"}
+    forms = columns("rank", "bag", "tokens: {:,}", f"{unit}: {{:.4g}}", "as loaded: {:.4g}")
     return Report(
         title=f"One batch on {plan.num_ranks} ranks, bags {plan.topology}",
         answer=f"Balanced, this batch is predicted to run {speedup:.2f}x as fast as it was loaded.",
@@ -79,7 +79,7 @@ def of_plan(
                 lambda: draw_step(plan, cost, cluster, unit),
             ),
             draw_lengths(plan.seq_lens),
-            Rows("All ranks", columns, rows, bars=loads[1]),
+            Rows("All ranks", forms, rows, bars=loads[1]),
         ),
         notes=(
             f"binds: {_binding(plan, cost, cluster)}",
@@ -99,21 +99,14 @@ def _bag_spec(topology: Topology, bag: int) -> str:
 
 def _compared(plans: Sequence[tuple[str, Plan, float]], before: Floats, unit: str) -> Rows:
     """List plans, and the batch as loaded."""
-    columns = {
-        "": "{}",
-        f"makespan, {unit}": "{:.6g}",
-        "gap": "{:.3%}",
-        "imbalance": "{:.4f}",
-        "WIR": "{:.4f}",
-        "tokens moved": "{:,}",
-        "planning": ms,
-    }
+    names = "", f"makespan, {unit}: {{:.6g}}", "gap: {:.3%}", "imbalance: {:.4f}", "WIR: {:.4f}"
+    forms = columns(*names, "tokens moved: {:,}") | {"planning": ms}
     rows: list[tuple[Any, ...]] = [
         (name, one.makespan, one.gap, one.imbalance, one.wir, one.moved_tokens, seconds)
         for name, one, seconds in plans
     ]
     loaded = float(before.max()), None, metrics.imbalance(before), metrics.wir(before), 0, None
-    return Rows("Plans compared", columns, [*rows, ("as loaded", *loaded)])
+    return Rows("Plans compared", forms, [*rows, ("as loaded", *loaded)])
 
 
 def _binding(plan: Plan, cost: Cost, cluster: Cluster | None) -> str:
@@ -151,13 +144,8 @@ def of_topologies(
     """
     first, last = ranking.rows[0], ranking.rows[-1]
     ratio = last.seconds / first.seconds if first.seconds > 0 else 1.0
-    columns = {
-        "bags": "{}",
-        "seconds": "{:.4g}",
-        "imbalance": "{:.4f}",
-        "gap": "{:.2%}",
-        "why": "\n".join,
-    }
+    forms = columns("bags", "seconds: {:.4g}", "imbalance: {:.4f}", "gap: {:.2%}", "why")
+    forms["why"] = "\n".join
     rows = [(row.spec, row.seconds, row.imbalance, row.gap, row.reasons) for row in ranking.rows]
     best = f"{first.spec} is the fastest: {'; '.join(first.reasons)}."
     return Report(
@@ -180,7 +168,7 @@ def of_topologies(
                 {"seconds": [row.seconds for row in ranking.rows[:_MOST_BARS]]},
                 "s",
             ),
-            Rows("Ranking", columns, rows, num_shown=num_shown),
+            Rows("Ranking", forms, rows, num_shown=num_shown),
             draw_lengths(lens),
         ),
         notes=(
@@ -250,39 +238,28 @@ def of_simulation(result: SimulationResult) -> Report:
 def _worth_rows(result: SimulationResult) -> Rows:
     """Compare each run with the first one."""
     options = result.options
-    columns = {
-        "against the first": "{}",
-        "speed-up": "{:.2f}x",
-        f"GPU-hours, {options.train_steps:,} steps": _4G,
-        "saved": _4G,
-    }
+    hours = f"GPU-hours, {options.train_steps:,} steps: {_4G}", f"saved: {_4G}"
+    forms = columns("against the first", "speed-up: {:.2f}x", *hours)
     if (price := options.gpu_hour_price) is not None:
-        columns[f"saved, at {price:g} an hour"] = _4G
+        forms[f"saved, at {price:g} an hour"] = _4G
     rows: list[Sequence[Any]] = []
     for run in result.runs:
         name = f"{run.name}: what you do now" if run is result.runs[0] else run.name
         amounts = result.gpu_hours(run), result.saved_gpu_hours(run), result.saved_money(run)
-        rows.append((name, result.speedup(run), *amounts)[: len(columns)])
-    return Rows("What it is worth", columns, rows)
+        rows.append((name, result.speedup(run), *amounts)[: len(forms)])
+    return Rows("What it is worth", forms, rows)
 
 
 def _metric_rows(result: SimulationResult) -> Rows:
-    columns = {
-        "": "{}",
-        "WIR": "{:.2f}",
-        "FBL, s": "{:.3g}",
-        "TPS, k": "{:.4g}",
-        "HFU": "{:.1%}",
-        "idle": "{:.1%}",
-        "activations, GB": "{}",
-    }
+    speeds = "FBL, s: {:.3g}", "TPS, k: {:.4g}", "HFU: {:.1%}", "idle: {:.1%}"
+    forms = columns("", "WIR: {:.2f}", *speeds, "activations, GB")
     rows: list[Sequence[Any]] = []
     for run in result.runs:
         large = " (too much)" if result.fits(run) is False else ""
         memory = f"{run.most_activation_bytes / 1e9:.3g}{large}"
         speed = run.fbl_s, run.tokens_per_s / 1e3, run.hfu, run.idle_share
         rows.append((run.name, run.wir, *speed, memory))
-    return Rows("Metrics", columns, rows)
+    return Rows("Metrics", forms, rows)
 
 
 def of_sparse(study: Study, head: int, notes: Sequence[str]) -> Report:
@@ -348,26 +325,19 @@ def _ways(study: Study) -> tuple[Rows, Rows]:
             balance.append((*name, rho, row.critical_path_imbalance, gain, planning_s))
             gain, moved = before.predicted_s / row.predicted_s, (row.q_moved, row.kv_moved)
             exchange.append((*name, *moved, row.sent_bytes / 2**20, row.predicted_s * 1e3, gain))
-    names = {"mesh": "{}", "plan": "{}"}
-    rho = {"rho": "{:.4f}", "critical path": "{:.4f}", "speed-up": "{:.3f}x", "planning": ms}
-    moved = {"Q rows moved": "{:.1%}", "KV": "{:.1%}", "sent, MiB": "{:,.0f}"}
-    call = {"call, ms": "{:.3f}", "speed-up": "{:.3f}x"}
+    names, gains = columns("mesh", "plan"), columns("speed-up: {:.3f}x")
+    rho = columns("rho: {:.4f}", "critical path: {:.4f}") | gains | {"planning": ms}
+    moved = columns("Q rows moved: {:.1%}", "KV: {:.1%}", "sent, MiB: {:,.0f}", "call, ms: {:.3f}")
     return (
         Rows("Balance in the first step, compute alone", names | rho, balance),
-        Rows("Rows on other ring ranks, and the whole call", names | moved | call, exchange),
+        Rows("Rows on other ring ranks, and the whole call", names | moved | gains, exchange),
     )
 
 
 def _kept(study: Study) -> Rows:
     """List plans made and kept over the steps, all layers together."""
     tolerance = study.setting.tolerance
-    columns = {
-        "mesh": "{}",
-        "plans made": "{}",
-        "kept": "{}",
-        "rho, mean": "{:.4f}",
-        "rho, max": "{:.4f}",
-    }
+    forms = columns("mesh", "plans made", "kept", "rho, mean: {:.4f}", "rho, max: {:.4f}")
     rows: list[Sequence[Any]] = []
     for mesh in study.setting.meshes:
         reuses = [run.reuses[mesh, tolerance] for run in study.runs]
@@ -375,7 +345,7 @@ def _kept(study: Study) -> Rows:
         made = sum(reuse.state.num_planned for reuse in reuses)
         kept = sum(reuse.state.num_kept for reuse in reuses)
         rows.append((mesh_name(mesh), made, kept, sum(rho) / len(rho), max(rho)))
-    return Rows(f"{DEFAULT} over the steps, plans kept within {tolerance:g}", columns, rows)
+    return Rows(f"{DEFAULT} over the steps, plans kept within {tolerance:g}", forms, rows)
 
 
 def _strategies(study: Study) -> Rows:
@@ -388,8 +358,8 @@ def _strategies(study: Study) -> Rows:
             last = f" to {rest[-1]}" if rest else ""
             stretches.append(f"{mesh_name(mesh)} {first}{last}")
         rows.append((layer, ", ".join(stretches), run.choices[-1].num_switches))
-    columns = {"layer": "{}", "steps": "{}", "switches": "{}"}
-    return Rows("Mesh with the lowest prediction, by layer and step", columns, rows)
+    title = "Mesh with the lowest prediction, by layer and step"
+    return Rows(title, columns("layer", "steps", "switches"), rows)
 
 
 def of_trace(parts: StepParts, worth: Worth | None, unknown: str) -> Report:
@@ -414,12 +384,12 @@ def of_trace(parts: StepParts, worth: Worth | None, unknown: str) -> Report:
             f"fast, by a model that is {worth.model_error:+.1%} off in the steps as run."
         )
     names = [name for name in _PARTS if name != "waiting" or is_known]
-    columns = [getattr(parts, name).mean(axis=0) * 1e3 for name in ("seconds", *names)]
+    means = [getattr(parts, name).mean(axis=0) * 1e3 for name in ("seconds", *names)]
     forms = {"rank": "{}"} | dict.fromkeys(("step", *names), "{:.4g}")
     if is_known:
-        columns.append(np.array([np.sum(parts.slowest == rank) for rank in parts.ranks]))
+        means.append(np.array([np.sum(parts.slowest == rank) for rank in parts.ranks]))
         forms["slowest"] = "{:.0f} steps"
-    rows = list(zip(*(column.tolist() for column in (parts.ranks, *columns)), strict=True))
+    rows = list(zip(*(column.tolist() for column in (parts.ranks, *means)), strict=True))
     compute = "kernels of a device" if parts.on_device else "operators of the host"
     return Report(
         title=f"{num_steps} measured steps of {num_ranks} ranks",
@@ -480,12 +450,8 @@ def _worth_facts(worth: Worth | None) -> list[Fact]:
 
 def _worth_of_steps(worth: Worth) -> Rows:
     """Compare the steps as run with the same in balance."""
-    columns = {
-        "": "{}",
-        "step, ms": "{:.4g}",
-        "by the model, ms": "{:.4g}",
-        "model's imbalance": "{:.4f}",
-    }
+    times = "step, ms: {:.4g}", "by the model, ms: {:.4g}"
+    forms = columns("", *times, "model's imbalance: {:.4f}")
     rows: list[Sequence[Any]] = [
         ("as run", worth.measured_s * 1e3, worth.model_s * 1e3, worth.imbalance)
     ]
@@ -493,7 +459,7 @@ def _worth_of_steps(worth: Worth) -> Rows:
         rows.append(("without the run's own plan", None, worth.as_loaded_s * 1e3, None))
     times = worth.predicted_s * 1e3, worth.balanced_s * 1e3
     rows.append(("balanced, predicted", *times, worth.balanced_imbalance))
-    return Rows(f"What balancing is worth, {worth.num_steps} steps", columns, rows)
+    return Rows(f"What balancing is worth, {worth.num_steps} steps", forms, rows)
 
 
 def of_bench(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -57,13 +57,14 @@ def draw(study: Study, head: int) -> "Figure":
         rewards = [(x, row.imbalance, row.q_moved) for x, row in study.rewards if row.mesh == mesh]
         _draw_lines(figure, reuses, place, mesh, 1)
         _draw_lines(figure, rewards, place, mesh, 2)
-    for place, x, y, options in (
+    axes: tuple[tuple[tuple[int, int], str, str, dict[str, Any]], ...] = (
         ((1, 1), "key block", "query block", {"autorange": "reversed"}),
         ((1, 2), f"query block, the first {shown}", "head", {"autorange": "reversed"}),
         ((2, 1), "step", "layer", {"dtick": max(len(chosen) // 8, 1)}),
         ((3, 1), "tolerance of a kept plan", "rho, mean over the steps", {"secondary_y": False}),
         ((3, 2), "reward", "rho", {"secondary_y": False}),
-    ):
+    )
+    for place, x, y, options in axes:
         figure.update_xaxes(title=x, row=place[0], col=place[1])
         figure.update_yaxes(title=y, row=place[0], col=place[1], **options)
     figure.update_xaxes(range=(-0.5, shown - 0.5), row=1, col=2)
