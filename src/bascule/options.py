@@ -75,7 +75,7 @@ def check_options(options: Any) -> None:
                 number(flag(name), value, rule.least, rule.most or MAX_NUMBER)
     files: dict[str, str] = {}
     for name, value, *_ in _fields(options):
-        if isinstance(value, Path) and value != STDOUT and not value.is_dir():
+        if isinstance(value, Path) and value != STDOUT and not os.path.isdir(value):
             other = files.setdefault(os.path.abspath(value), flag(name))
             if other != flag(name):
                 raise ConfigError(
@@ -92,9 +92,9 @@ def check_file(option: str, path: Path, suffix: str = "") -> None:
     """
     if path.suffix != suffix and suffix:
         raise ConfigError(f"{option} {path}: must end in {suffix}")
-    if path.is_dir():
+    if os.path.isdir(path):
         raise ConfigError(f"{option} {path}: is a folder; give the name of a file in it")
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         raise ConfigError(f"{option} {path}: cannot be written: there is no folder {path.parent}")
     if suffix == ".html" and find_spec("plotly") is None:
         raise ConfigError(f"{option} {path} needs plotly: pip install plotly")

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,11 @@ def sentence(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert code == 2 and not out, (arguments, code, out)
     assert err.startswith("bascule: ") and "\n" not in err.strip() and len(err) < 1400, err
     return err
+
+
+def refused(*cases: tuple[str, str]) -> list[Any]:
+    """Cases of a command line and a part of its message, for `parametrize`."""
+    return [pytest.param(words.split(), said, id=words[:60]) for words, said in cases]
 
 
 def check_golden(name: str, text: str) -> None:

@@ -20,7 +20,7 @@ from bascule.errors import ConfigError
 from bascule.plan.machine import HardwareProfile
 from bascule.workload import save_masks
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
-from tests.helpers.cli import check_golden, modules_imported_by, run, sentence
+from tests.helpers.cli import check_golden, modules_imported_by, refused, run, sentence
 from tests.helpers.sparse_studies import drifting
 from tests.helpers.trace_cases import Run
 
@@ -276,10 +276,6 @@ def test_a_reader_may_stop_reading() -> None:
 
 
 # What a user's mistake costs
-
-
-def refused(*cases: tuple[str, str]) -> list[Any]:
-    return [pytest.param(words.split(), said, id=words[:60]) for words, said in cases]
 
 
 PLAN, WAN, BENCH = "plan --lengths 5/6", "sparse --model wan2.1 --block 1280", "bench --ranks 1"
