@@ -1,7 +1,7 @@
 """Ranks that make other calls than the others: never each other's rows, never a wait, an error."""
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,6 @@ from bascule.parallel import SequenceParallel
 from bascule.plan.sparse import BlockLayout, SparsePlanner, block_lens
 from bascule.sdpa import context_parallel
 from tests.helpers.cases import COST
-from tests.helpers.mesh_cases import as_given
 from tests.helpers.ranks import raised_by, run_ranks
 
 Error = tuple[list[str], str]
@@ -98,8 +97,9 @@ def unlike_settings(degrees: tuple[int, int]) -> list[Error]:
             name: one.on(degrees) if isinstance(one, Lay) else one
             for name, one in both[dist.get_rank() % 2].items()
         }
-        given = as_given(mine)
-        errors.append(raised_by(lambda given=given: attention(q, q, q, mesh, **given)))
+        names = {field.name for field in fields(AttentionOptions)} & mine.keys()
+        options = AttentionOptions(**{name: mine.pop(name) for name in names})
+        errors.append(raised_by(attention, q, q, q, mesh, options=options, **mine))
     return errors
 
 
@@ -152,21 +152,10 @@ def collectives_in_any_order(order: list[list[int]]) -> None:
     q = torch.randn(2, 3, 22, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     layout = SequenceLayout((5, 17), *mesh.degrees)
     local = split(q, mesh, layout, 2)
-    out = gather(
-        attention(local, local, local, mesh, options=AttentionOptions(layout=layout)),
-        mesh,
-        layout,
-        2,
-    )
     whole = torch.nn.functional.scaled_dot_product_attention(q, q, q)
-    assert float((out - whole).abs().max()) < 1e-12
-    out = gather(
-        attention(local, local, local, device_mesh, options=AttentionOptions(layout=layout)),
-        mesh,
-        layout,
-        2,
-    )
-    assert float((out - whole).abs().max()) < 1e-12
+    for either in (mesh, device_mesh):
+        out = attention(local, local, local, either, options=AttentionOptions(layout=layout))
+        assert float((gather(out, mesh, layout, 2) - whole).abs().max()) < 1e-12
 
 
 @pytest.mark.parametrize("order", [[[0, 2], [1, 3]], [[3, 1], [0, 2]], [[3, 2], [1, 0]]])

@@ -1,7 +1,6 @@
 """What one rank or all ranks give wrongly is the same error on every rank, and all go on."""
 
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,12 +36,11 @@ from tests.helpers.loader_cases import (
 )
 from tests.helpers.ranks import raised_by, run_ranks
 
-SECONDS = TransformerCost(64, seconds_per_unit=1e-3)
+TEN, GAMMA = Limits(tokens=10), TransformerCost(64, gamma=1.5)
+ELSEWHERE = torch.ones(4, dtype=torch.bool, device="meta")
+LONG = f"{'x' * 3000}a=0, b"
+TRIMMED = "on cost: ranks [0]: .. xxx", "a=0, b; ranks [1]: .. xxx", "a=1, byyy", "y ..."
 Error = tuple[list[str], str]
-
-
-def cluster_of(flops_per_s: float, ranks_per_node: int = 2) -> Cluster:
-    return Cluster(1, ranks_per_node, flops_per_s, 1 << 34, 1e11, 1e10, 1e-5)
 
 
 def made(topology: str = "g1n1", cost: Any = COST, **settings: Any) -> SequenceParallel:
@@ -53,8 +51,13 @@ def planned(lens: Any = (3,), **settings: Any) -> object:
     return made(**settings).plan(lens)
 
 
-def planned_by(name: str) -> object:
-    return planned(planner=name)
+def within(lens: Any) -> object:
+    return planned(lens, limits=TEN)
+
+
+def priced(flops: float | None) -> object:
+    cluster = None if flops is None else Cluster(1, 2, flops, 1 << 34, 1e11, 1e10, 1e-5)
+    return made(cost=TransformerCost(64, seconds_per_unit=1e-3), cluster=cluster)
 
 
 def changed_cost(cost: TransformerCost) -> object:
@@ -84,14 +87,17 @@ def attended(q: Any = (6, 4, 8), kv: Any = None, kernel: str | None = None) -> o
     return step.attend(torch.zeros(q), keys, keys)
 
 
-def attended_with_masks(lens: Any, kinds: Any = None, contexts: Any = None, **call: Any) -> object:
-    step = made("g1r2n1").plan(lens if kinds is None else Sequences(lens, kinds, contexts))
+def attended_with_masks(kinds: Any = None, causal: bool = False) -> object:
+    step = made("g1r2n1").plan([4] if kinds is None else Sequences([4], kinds))
     q = torch.zeros(step.local.positions.size, 4, 4)
-    if contexts is None:
-        return step.attend(q, q, q, causal=call.get("causal", False))
-    k = torch.zeros(6, 4, 4)
-    step.route_contexts(text=torch.zeros(call.get("rows", 3), 4))
-    return step.attend_contexts(q, k, call.get("values", k))
+    return step.attend(q, q, q, causal=causal)
+
+
+def with_contexts(rows: int = 3, values: Any = None) -> object:
+    step, k = made("g1r2n1").plan(Sequences([4], "full", [3])), torch.zeros(6, 4, 4)
+    step.route_contexts(text=torch.zeros(rows, 4))
+    q = torch.zeros(step.local.positions.size, 4, 4)
+    return step.attend_contexts(q, k, k if values is None else values)
 
 
 def on_mesh(tokens: int = 3, degrees: tuple[int, int] = (2, 1), **settings: Any) -> object:
@@ -99,6 +105,10 @@ def on_mesh(tokens: int = 3, degrees: tuple[int, int] = (2, 1), **settings: Any)
     mesh = AttentionMesh.of(init_device_mesh("cpu", degrees, mesh_dim_names=names))
     q = torch.zeros(1, 4, tokens, 8)
     return attention(q, q, q, mesh, options=AttentionOptions(**settings))
+
+
+def on_ulysses(tokens: int) -> object:
+    return on_mesh(tokens, (1, 2))
 
 
 def on_an_axis(name: str) -> object:
@@ -151,8 +161,8 @@ def counted(mask: Any = (True,) * 4) -> object:
     return made("g2n1").plan([4]).count_routed(torch.as_tensor(mask))
 
 
-def gathered(*shape: int) -> object:
-    return made("g2n1").plan([4]).gather_samples(torch.zeros(shape))
+def gathered(columns: int) -> object:
+    return made("g2n1").plan([4]).gather_samples(torch.zeros(1, columns))
 
 
 def loader(**settings: Any) -> BalancedLoader:
@@ -162,6 +172,11 @@ def loader(**settings: Any) -> BalancedLoader:
 
 def loaded(**settings: Any) -> list[int]:
     return [int(sample["id"]) for batch in loader(**settings) for sample in batch.data]
+
+
+def in_little_room(num: int) -> object:
+    groups = num * [2 * group for group in lists()]
+    return loaded(samples=groups, max_bytes_in_flight=1, ends="finish")
 
 
 def tracked(**settings: Any) -> object:
@@ -270,400 +285,137 @@ def one(*values: object) -> tuple[dict[str, Any], dict[str, Any]]:
     return {}, dict(zip(values[::2], values[1::2], strict=True))  # pyright: ignore
 
 
+def two(name: str, first: object, second: object) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Rank 0 gives one value of an argument, rank 1 another."""
+    return {name: first}, {name: second}
+
+
 def both(**wrong: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return wrong, wrong
 
 
 ENDED = ("this iteration was ended by close(), or by another iteration",)
 MASK = ("rank 1", "give a bool tensor of (4,) on the host")
-Row = tuple[Callable[..., object], tuple[dict[str, Any], dict[str, Any]], type, tuple[str, ...]]
-ROWS: dict[str, Row] = {
-    # Settings.
-    "topology": (made, one("topology", "g2n1"), CommError, ("disagree on topology", "g2n1")),
-    "topology of one rank": (made, one("topology", "g1nx"), ConfigError, ("rank 1", "'g1nx'")),
-    "ranks left over": (made, both(topology="g3n1"), ConfigError, ("world of 2",)),
-    "bag of no rank": (made, both(topology="g0n1"), ConfigError, ("'g0n1'",)),
-    "topology with a comma": (made, both(topology="g1n1,g1n1"), ConfigError, ("'g1n1,g1n1'",)),
-    "topology of nothing": (made, both(topology=""), ConfigError, ("''",)),
-    "cost": (
-        made,
-        one("cost", TransformerCost(64, gamma=1.5)),
-        CommError,
-        ("disagree on cost", "gamma=1.5", "ranks [0]: ", "ranks [1]: "),
-    ),
-    "cost of the user": (
-        made,
-        one("cost", lambda lens: np.asarray(lens) * 1.0),
-        CommError,
-        ("disagree on cost",),
-    ),
-    "cost, changed later": (
-        changed_cost,
-        ({"cost": COST}, {"cost": TransformerCost(65)}),
-        CommError,
-        ("disagree on cost",),
-    ),
-    "planner": (
-        made,
-        one("planner", "knapsack"),
-        CommError,
-        ("disagree on planner", "knapsack"),
-    ),
-    "no planner": (planned_by, both(name="magic"), ConfigError, ("'magic'",)),
-    "locality_tolerance": (
-        made,
-        one("locality_tolerance", 0.5),
-        CommError,
-        ("disagree on locality_tolerance",),
-    ),
-    "limits": (
-        made,
-        one("limits", Limits(tokens=100)),
-        CommError,
-        ("disagree on limits", "tokens=100"),
-    ),
-    "cluster": (
-        made,
-        (
-            {"cost": SECONDS, "cluster": cluster_of(1e12)},
-            {"cost": SECONDS, "cluster": cluster_of(2e12)},
-        ),
-        CommError,
-        ("disagree on cluster",),
-    ),
-    "cluster of one rank": (
-        made,
-        ({"cost": SECONDS}, {"cost": SECONDS, "cluster": cluster_of(1e12)}),
-        CommError,
-        ("cluster",),
-    ),
-    "kernel": (made, one("kernel", "plain"), CommError, ("kernel",)),
-    "timeout": (
-        lambda timeout_s: made(timeout_s=timeout_s),
-        ({"timeout_s": 60.0}, {"timeout_s": 30.0}),
-        CommError,
-        ("timeout_s",),
-    ),
-    "auto without a cluster": (made, both(topology="auto"), ConfigError, ("auto", "a cluster")),
-    "auto on four ranks": (
-        made,
-        both(topology="auto", cluster=cluster_of(1e12, ranks_per_node=4)),
-        ConfigError,
-        ("4", "2"),
-    ),
-    "long settings": (
-        agreed,
-        ({"cost": f"{'x' * 3000}a=0, b"}, {"cost": f"{'x' * 3000}a=1, b{'y' * 2000}"}),
-        CommError,
-        ("disagree on cost: ranks [0]: .. xxx", "a=0, b; ranks [1]: .. xxx", "a=1, byyy", "y ..."),
-    ),
-    "no topology": (made, one("topology", None), ConfigError, ("rank 1",)),
-    "a list of degrees": (made, one("topology", [1, 2]), ConfigError, ("rank 1",)),
-    "speeds of one rank": (with_speeds, both(speeds=[1.0]), ConfigError, ("of the 2 ranks",)),
-    "speeds": (
-        with_speeds,
-        ({"speeds": [1.0, 1.0]}, {"speeds": [1.0, 0.5]}),
-        CommError,
-        ("disagree on speeds",),
-    ),
-    # Lengths.
-    "length below 0": (
-        planned,
-        one("lens", [4, -1]),
-        ConfigError,
-        ("step 1, plan: rank 1 of group 'plan': sequence 1: length -1 ",),
-    ),
-    "half a token": (planned, one("lens", [2.5]), ConfigError, ("rank 1", "length 2.5 ")),
-    "no number": (planned, one("lens", [math.nan]), ConfigError, ("rank 1", "length nan ")),
-    "infinite": (planned, one("lens", [math.inf]), ConfigError, ("rank 1", "inf")),
-    "two dims": (planned, one("lens", [[1, 2]]), ConfigError, ("rank 1",)),
-    "text": (planned, one("lens", ["x"]), ConfigError, ("rank 1",)),
-    "too long": (planned, one("lens", [2**41]), ConfigError, ("rank 1", "2^40")),
-    "truth": (planned, one("lens", [True]), ConfigError, ("rank 1",)),
-    "beyond 64 bits": (planned, one("lens", [2**70]), ConfigError, ("rank 1",)),
-    "no lengths": (planned, one("lens", None), ConfigError, ("rank 1",)),
-    "ragged": (planned, one("lens", [[3], [4, 5]]), ConfigError, ("rank 1",)),
-    "on no device": (planned, one("lens", torch.ones(1, device="meta")), ConfigError, ("rank 1",)),
-    "over the limits": (
-        planned,
-        ({"lens": [1], "limits": Limits(tokens=10)}, {"lens": [21], "limits": Limits(tokens=10)}),
-        PlanError,
-        ("rank 1, sequence 0: 21 tokens", "10"),
-    ),
-    # Steps of several microbatches.
-    "microbatches": (
-        step_planned,
-        one("lens", [[1]]),
-        CommError,
-        ("microbatches", "1, sync=step", "2, sync=step"),
-    ),
-    "sync": (
-        step_planned,
-        one("sync", "microbatch"),
-        CommError,
-        ("2, sync=step", "2, sync=microbatch"),
-    ),
-    "no sync": (step_planned, one("sync", "never"), ConfigError, ("'never'", "rank 1")),
-    "length of a microbatch": (
-        step_planned,
-        one("lens", [[1], [-2]]),
-        ConfigError,
-        ("microbatch 1", "-2", "rank 1"),
-    ),
-    "no microbatch": (step_planned, both(lens=[]), ConfigError, ("no microbatches",)),
-    "a microbatch over the limits": (
-        step_planned,
-        both(lens=[[20], [20]], limits=Limits(tokens=12)),
-        PlanError,
-        ("microbatch 0", "20"),
-    ),
-    # Errors of the user's code.
-    "a failing rank": (
-        failed,
-        ({"error": None}, {"error": OSError("photo 7 is unreadable")}),
-        CommError,
-        ("rank 1", "OSError", "photo 7 is unreadable"),
-    ),
-    "failing ranks": (
-        failed,
-        both(error=ValueError("broken " + "x" * 1000)),
-        CommError,
-        ("also on ranks [1]", "broken xxx"),
-    ),
-    # Tensors.
-    "form of rows: dtype": (
-        routed,
-        one("form", "float64"),
-        CommError,
-        ("x float64[6]", "x float32[6]", "ranks [0]"),
-    ),
-    "form of rows: name": (routed, one("form", "y"), CommError, ("ranks [1]",)),
-    "form of rows: gradient": (routed, one("form", "with gradient"), CommError, ("with gradient",)),
-    "form of rows: width": (routed, one("form", "narrow"), CommError, ("ranks [1]",)),
-    "form of rows: number": (routed, one("form", "x, ids"), CommError, ("ranks [1]",)),
-    "form of rows: order": (
-        routed,
-        ({"form": "x, ids"}, {"form": "ids, x"}),
-        CommError,
-        ("ranks [1]",),
-    ),
-    "rows of one rank": (routed, one("form", "3 rows"), ConfigError, ("shape (3, 6)", "4 rows")),
-    "rows": (routed, both(form="3 rows"), ConfigError, ("4 rows",)),
-    "no dims": (routed, both(form="no dims"), ConfigError, ("4 rows",)),
-    "no tensor": (routed, both(form="nothing"), ConfigError, ("at least one tensor",)),
-    "restored dtype": (restored, one("dtype", torch.int8), CommError, ("ranks [1]",)),
-    "device": (restored, both(device="meta"), ConfigError, ("meta",)),
-    "gathered": (
-        lambda shape: gathered(*shape),
-        ({"shape": (1, 3)}, {"shape": (1, 2)}),
-        CommError,
-        ("ranks [1]",),
-    ),
-    "a mask of 3 rows": (counted, one("mask", [True] * 3), ConfigError, MASK),
-    "a mask of numbers": (counted, one("mask", [1] * 4), ConfigError, MASK),
-    "a mask elsewhere": (
-        counted,
-        one("mask", torch.ones(4, dtype=torch.bool, device="meta")),
-        ConfigError,
-        MASK,
-    ),
-    # Attention and means.
-    "heads of one rank": (attended, one("q", (6, 2, 16)), CommError, ("attend",)),
-    "rows of attention": (attended, one("q", (7, 4, 8)), ConfigError, ("rank 1", "attend")),
-    "heads that do not divide": (
-        attended,
-        both(kv=(6, 3, 8)),
-        ConfigError,
-        ("4 query heads for 3 key-value heads",),
-    ),
-    "no heads": (attended, both(kv=(6, 0, 8)), ConfigError, ("0",)),
-    "more ranks than heads": (
-        attended,
-        both(kv=(6, 1, 8)),
-        ConfigError,
-        ("1 key-value heads", "at most 1 ranks", "use g1r2n1"),
-    ),
-    "too few tokens": (attended, both(q=(5, 4, 8)), ConfigError, ("gives this rank 6",)),
-    "two dims of heads": (attended, both(q=(6, 4)), ConfigError, ("(6, 4)",)),
-    "kernel of a device": (
-        attended,
-        both(kernel="aten_flash"),
-        ConfigError,
-        ("'aten_flash' runs on CUDA devices",),
-    ),
-    "spans of one rank": (
-        attended_with_masks,
-        ({"lens": [4], "kinds": "causal"}, {"lens": [4], "kinds": "casual"}),
-        ConfigError,
-        ("rank 1", "casual"),
-    ),
-    "masks of one rank": (
-        attended_with_masks,
-        ({"lens": [5]}, {"lens": [4], "kinds": "causal"}),
-        ConfigError,
-        ("ranks [0] give sequences without masks",),
-    ),
-    "masks, and causal too": (
-        attended_with_masks,
-        both(lens=[5], kinds="full", causal=True),
-        ConfigError,
-        ("planned with masks",),
-    ),
-    "rows of contexts of one rank": (
-        attended_with_masks,
-        (
-            {"lens": [4], "contexts": [3], "kinds": "full"},
-            {"lens": [4], "contexts": [3], "kinds": "full", "rows": 2},
-        ),
-        ConfigError,
-        ("rank 1", "3 rows"),
-    ),
-    **{
-        f"values of contexts {shape} {dtype}": (
-            attended_with_masks,
-            both(lens=[4], kinds="full", contexts=[3], values=torch.zeros(shape, dtype=dtype)),
-            ConfigError,
-            ("attend_contexts",),
-        )
-        for shape, dtype in (
-            ((6, 1, 4), torch.float32),
-            ((5, 4, 4), torch.float32),
-            ((6, 4, 2), torch.float32),
-            ((6, 4, 4), torch.float64),
-        )
-    },
-    "mesh: layout of others": (
+Row = tuple[Any, ...]
+"""The call, its arguments on both ranks, and words of the error."""
+DISAGREE: dict[str, Row] = {
+    "topology": (made, one("topology", "g2n1"), "disagree on topology", "g2n1"),
+    "cost": (made, one("cost", GAMMA), "on cost", "gamma=1.5", "ranks [0]: ", "ranks [1]: "),
+    "cost of the user": (made, one("cost", lambda lens: np.asarray(lens) * 1.0), "on cost"),
+    "cost, changed later": (changed_cost, two("cost", COST, TransformerCost(65)), "on cost"),
+    "planner": (made, one("planner", "knapsack"), "disagree on planner", "knapsack"),
+    "limits": (made, one("limits", Limits(tokens=100)), "on limits", "tokens=100"),
+    "cluster": (priced, two("flops", 1e12, 2e12), "disagree on cluster"),
+    "cluster of one rank": (priced, two("flops", None, 1e12), "cluster"),
+    "long settings": (agreed, two("cost", LONG, f"{LONG[:-4]}1, b{'y' * 2000}"), *TRIMMED),
+    "speeds": (with_speeds, two("speeds", [1.0, 1.0], [1.0, 0.5]), "disagree on speeds"),
+    "microbatches": (step_planned, one("lens", [[1]]), "1, sync=step", "2, sync=step"),
+    "sync": (step_planned, one("sync", "microbatch"), "2, sync=step", "2, sync=microbatch"),
+    "a failing rank": (failed, two("error", None, OSError("no photo")), "rank 1", "OSError"),
+    "form of rows: dtype": (routed, one("form", "float64"), "x float64[6]", "x float32[6]"),
+    "form of rows: name": (routed, one("form", "y"), "ranks [1]"),
+    "form of rows: gradient": (routed, one("form", "with gradient"), "with gradient"),
+    "form of rows: width": (routed, one("form", "narrow"), "ranks [1]"),
+    "form of rows: number": (routed, one("form", "x, ids"), "ranks [1]"),
+    "restored dtype": (restored, one("dtype", torch.int8), "ranks [1]"),
+    "gathered": (gathered, two("columns", 3, 2), "ranks [1]"),
+    "heads of one rank": (attended, one("q", (6, 2, 16)), "attend"),
+    "mesh: no layout": (on_ulysses, two("tokens", 5, 4), "ranks [0]: a layout of (10,) tokens"),
+    "sparse: plan": (sparse, one("kind", "full"), "disagree on the form"),
+    "weights of one rank": (averaged, one("weights", torch.ones(6)), "mean"),
+    "loader: state": (resumed, one("counts", (2, 1)), "disagree on step"),
+    "loader: epoch": (of_epoch, two("epoch", 0, 3), "disagree on step"),
+    "loader: another": (one_of_two, two("index", 0, 1), "on loader: ranks [0]: number "),
+    "tracker": (tracked, one("warmup", 20), "warmup=20"),
+    "another error": (agreed, two("error", None, KeyError(1)), "KeyError"),
+}
+for _name, _first, _second, _word in (
+    ("cost", COST, TransformerCost(65), "d_model=65"),
+    ("accumulate", 1, 2, "ranks [1]: 2"),
+    ("ends", "finish", "drop_last", "ranks [0]: finish"),
+    ("limits", None, Limits(tokens=5), "tokens=5"),
+    ("min_gain", 0.0, 0.5, "ranks [1]: 0.5"),
+    ("bytes_per_s", 10.0, FAST, "10.0"),
+    ("length_fn", len, more_tokens, "more_tokens"),
+    ("timeout_s", 60.0, 61.0, "61.0"),
+):
+    DISAGREE[f"loader: {_name}"] = (loader, two(_name, _first, _second), f"on {_name}", _word)
+for _name in ("len", "iter", "save", "epoch", "load"):
+    _call = resumed if _name == "load" else loaded
+    DISAGREE[f"loader: no {_name}"] = (_call, two("samples", Odd(), Odd(_name)), f"no {_name}")
+WRONG: dict[str, Row] = {
+    "topology of one rank": (made, one("topology", "g1nx"), "rank 1", "'g1nx'"),
+    "ranks left over": (made, both(topology="g3n1"), "world of 2"),
+    "auto without a cluster": (made, both(topology="auto"), "auto", "a cluster"),
+    "no topology": (made, one("topology", None), "rank 1"),
+    "speeds of one rank": (with_speeds, both(speeds=[1.0]), "of the 2 ranks"),
+    "length below 0": (planned, one("lens", [4, -1]), "step 1, plan: rank 1 of group"),
+    "half a token": (planned, one("lens", [2.5]), "rank 1", "length 2.5 "),
+    "too long": (planned, one("lens", [2**41]), "rank 1", "2^40"),
+    "beyond 64 bits": (planned, one("lens", [2**70]), "rank 1"),
+    "ragged": (planned, one("lens", [[3], [4, 5]]), "rank 1"),
+    "on no device": (planned, one("lens", torch.ones(1, device="meta")), "rank 1"),
+    "length of a microbatch": (step_planned, one("lens", [[1], [-2]]), "microbatch 1", "rank 1"),
+    "rows of one rank": (routed, one("form", "3 rows"), "shape (3, 6)", "4 rows"),
+    "device": (restored, both(device="meta"), "meta"),
+    "a mask of 3 rows": (counted, one("mask", [True] * 3), *MASK),
+    "a mask elsewhere": (counted, one("mask", ELSEWHERE), *MASK),
+    "rows of attention": (attended, one("q", (7, 4, 8)), "rank 1", "attend"),
+    "heads that do not divide": (attended, both(kv=(6, 3, 8)), "4 query heads for 3 key-value"),
+    "more ranks than heads": (attended, both(kv=(6, 1, 8)), "at most 1 ranks", "use g1r2n1"),
+    "kernel of a device": (attended, both(kernel="aten_flash"), "runs on CUDA devices"),
+    "spans of one rank": (attended_with_masks, two("kinds", "causal", "casual"), "rank 1"),
+    "masks of one rank": (attended_with_masks, two("kinds", None, "causal"), "ranks [0] give"),
+    "masks, and causal too": (attended_with_masks, both(kinds="full", causal=True), "with masks"),
+    "rows of contexts of one rank": (with_contexts, one("rows", 2), "rank 1", "3 rows"),
+    "mesh: other lengths": (
         on_mesh,
         both(layout=SequenceLayout((9,), 2, 1)),
-        ConfigError,
-        ("q has 3 tokens, and the layout gives this rank",),
+        "q has 3 tokens, and",
     ),
-    "mesh: other degrees": (
-        on_mesh,
-        both(layout=SequenceLayout((6,), 1, 2)),
-        ConfigError,
-        ("1 x 2 ranks on a mesh of 2 x 1",),
-    ),
-    "mesh: lengths without a layout": (
-        on_mesh,
-        ({"degrees": (1, 2), "tokens": 5}, {"degrees": (1, 2), "tokens": 4}),
-        CommError,
-        ("ranks [0]: a layout of (10,) tokens", "ranks [1]: a layout of (8,) tokens"),
-    ),
-    "mesh: tokens of one rank": (
-        on_mesh,
-        both(layout=SequenceLayout((7,), 2, 1), tokens=4),
-        ConfigError,
-        ("q has 4 tokens, and the layout gives this rank 3 of 7",),
-    ),
-    "mesh: kernel without LSE": (on_mesh, both(kernel="sdpa"), ConfigError, ("log-sum-exp",)),
-    "mesh: an axis": (on_an_axis, both(name="dp"), ConfigError, ("('dp', 'ring')",)),
-    "sparse: plan": (sparse, one("kind", "full"), CommError, ("disagree on the form",)),
-    "sparse: values of one rank": (sparse, one("first", 1), ConfigError, ("the plan has",)),
-    "sparse: degrees": (
-        sparse,
-        both(degrees=(1, 2)),
-        ConfigError,
-        ("a plan for 1 x 2 ranks (Ulysses x ring) on a mesh of 2 x 1",),
-    ),
-    "sparse: whole masks": (sparse, both(masks="whole"), ConfigError, ("rows of a mask",)),
-    "sparse: kernel": (sparse, both(kernel="cpu_flash"), ConfigError, ("kernel 'cpu_flash'",)),
-    "a mean of a scalar": (averaged, one("values", ()), ConfigError, ("rank 1", "mean")),
-    "weights of one rank": (averaged, one("weights", torch.ones(6)), CommError, ("mean",)),
-    # Loaders.
-    **{
-        f"loader: {name}": (
-            loader,
-            ({name: first}, {name: second}),
-            CommError,
-            (f"disagree on {name}: ranks [0]: ", word),
-        )
-        for name, first, second, word in (
-            ("cost", COST, TransformerCost(65), "d_model=65"),
-            ("accumulate", 1, 2, "ranks [1]: 2"),
-            ("ends", "finish", "drop_last", "ranks [0]: finish"),
-            ("limits", None, Limits(tokens=5), "tokens=5"),
-            ("min_gain", 0.0, 0.5, "ranks [1]: 0.5"),
-            ("bytes_per_s", 10.0, FAST, "10.0"),
-            ("length_fn", len, more_tokens, "more_tokens"),
-            ("timeout_s", 60.0, 61.0, "61.0"),
-        )
-    },
-    **{
-        f"loader: no {name}": (
-            resumed if name == "load" else loaded,
-            ({"samples": Odd()}, {"samples": Odd(name)}),
-            CommError,
-            ("rank 1", f"no {name}"),
-        )
-        for name in ("len", "iter", "save", "epoch", "load")
-    },
+    "mesh: other degrees": (on_mesh, both(layout=SequenceLayout((6,), 1, 2)), "on a mesh of 2 x 1"),
+    "mesh: tokens": (on_mesh, both(layout=SequenceLayout((7,), 2, 1), tokens=4), "3 of 7"),
+    "mesh: an axis": (on_an_axis, both(name="dp"), "('dp', 'ring')"),
+    "sparse: values of one rank": (sparse, one("first", 1), "the plan has"),
+    "sparse: degrees": (sparse, both(degrees=(1, 2)), "a plan for 1 x 2 ranks (Ulysses x ring)"),
+    "sparse: whole masks": (sparse, both(masks="whole"), "rows of a mask"),
+    "a mean of a scalar": (averaged, one("values", ()), "rank 1", "mean"),
+    "loader: counts": (resumed, both(counts=(90, 90)), "and there are 5"),
+    "loader: no samples": (loaded, both(samples=[[None]] * 3), 'a NoneType without "input_ids"'),
+    "loader: two at once": (two_at_once, both(), *ENDED),
+    "loader: closed within": (closed_within, both(), *ENDED),
+    "loader: loaded within": (loaded_within, both(), "close the loader first"),
+    "bad input": (agreed, two("error", None, ConfigError("one")), "one"),
+    "no plan": (agreed, two("error", None, PlanError("one")), "one"),
+}
+for _shape, _dtype in (
+    *(((rows, heads, 4), torch.float32) for rows, heads in ((6, 1), (5, 4))),
+    ((6, 4, 2), torch.float32),
+    ((6, 4, 4), torch.float64),
+):
+    _values = both(values=torch.zeros(_shape, dtype=_dtype))
+    WRONG[f"values of contexts {_shape}"] = (with_contexts, _values, "attend_contexts")
+NO_PLAN: dict[str, Row] = {
+    "over the limits": (within, two("lens", [1], [21]), "rank 1, sequence 0: 21 tokens", "10"),
+    "a microbatch": (step_planned, both(lens=[[20], [20]], limits=TEN), "microbatch 0", "20"),
+    "loader: room": (in_little_room, two("num", 1, 0), "would receive"),
+}
+ROWS = {
+    **{name: (CommError, *row) for name, row in DISAGREE.items()},
+    **{name: (ConfigError, *row) for name, row in WRONG.items()},
+    **{name: (PlanError, *row) for name, row in NO_PLAN.items()},
     **{
         f"loader: cost {word} {num_right}, {place}": (
-            costed,
-            (
-                {"value": value if place == "everywhere" else right, "num_right": num_right},
-                {"value": value, "num_right": num_right},
-            ),
             # Ranks compare what a cost model gives when they make a loader.
             CommError if (word, num_right, place) == ("nan", 0, "one rank") else ConfigError,
-            (word,),
+            lambda value, num_right=num_right: costed(value, num_right),
+            two("value", value if place == "everywhere" else right, value),
+            word,
         )
         for word, value in (("nan", lambda lens: lens * np.nan), ("ZeroDivision", lambda _: 1 / 0))
         for num_right in (0, 3)
         for place in ("everywhere", "one rank")
     },
-    "loader: room": (
-        lambda num: loaded(
-            samples=num * [2 * group for group in lists()], max_bytes_in_flight=1, ends="finish"
-        ),
-        ({"num": 1}, {"num": 0}),
-        PlanError,
-        ("would receive",),
-    ),
-    "loader: counts": (resumed, both(counts=(90, 90)), ConfigError, ("and there are 5",)),
-    "loader: ranks": (resumed, both(counts=(1, 1, 1)), ConfigError, ("3 loaders stopped",)),
-    "loader: state": (resumed, one("counts", (2, 1)), CommError, ("disagree on step",)),
-    "loader: epoch": (of_epoch, ({"epoch": 0}, {"epoch": 3}), CommError, ("disagree on step",)),
-    "loader: no epoch": (of_epoch, both(epoch=-1), ConfigError, ("epoch is -1",)),
-    "loader: another": (
-        one_of_two,
-        ({"index": 0}, {"index": 1}),
-        CommError,
-        ("disagree on loader: ranks [0]: number ",),
-    ),
-    "loader: an int": (loaded, both(samples=5), CommError, ("'int' object is not iterable",)),
-    "loader: no samples": (
-        loaded,
-        both(samples=[[None]] * 3),
-        ConfigError,
-        ('a NoneType without "input_ids"',),
-    ),
-    "loader: accumulate of one rank": (
-        loader,
-        one("accumulate", 0),
-        ConfigError,
-        ("rank 1", "BalancedLoader(accumulate=0)"),
-    ),
-    "loader: no cost": (
-        lambda: loader().set_cost(5),  # pyright: ignore[reportArgumentType]
-        both(),
-        ConfigError,
-        ("cost model is 5",),
-    ),
-    "loader: two at once": (two_at_once, both(), ConfigError, ENDED),
-    "loader: closed within": (closed_within, both(), ConfigError, ENDED),
-    "loader: loaded within": (loaded_within, both(), ConfigError, ("close the loader first",)),
-    "tracker": (tracked, one("warmup", 20), CommError, ("warmup=20",)),
-    # Errors that ranks tell each other: bad input, or not.
-    "bad input": (
-        agreed,
-        ({"error": None}, {"error": ConfigError("one")}),
-        ConfigError,
-        ("one",),
-    ),
-    "no plan": (agreed, ({"error": None}, {"error": PlanError("one")}), ConfigError, ("one",)),
-    "another error": (agreed, ({"error": None}, {"error": KeyError(1)}), CommError, ("KeyError",)),
 }
 
 
@@ -671,7 +423,7 @@ def refused(names: list[str]) -> dict[str, Error]:
     """Return the error of each row; after each all ranks plan and move rows, at the end samples."""
     errors: dict[str, Error] = {}
     for name in names:
-        call, arguments, _, _ = ROWS[name]
+        _, call, arguments, *_ = ROWS[name]
         errors[name] = raised_by(call, **arguments[dist.get_rank()])
         step = made().plan([3])
         assert step.plan.seq_lens.tolist() == [3, 3]
@@ -691,7 +443,7 @@ def of_ranks() -> list[dict[str, Error]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_the_same_error_on_all_ranks(name: str, of_ranks: list[dict[str, Error]]) -> None:
-    *_, kind, words = ROWS[name]
+    kind, _, _, *words = ROWS[name]
     first, second = (errors[name] for errors in of_ranks)
     assert first == second
     classes, text = first
