@@ -11,7 +11,7 @@ import pytest
 from bascule import Plan, TransformerCost, plan_batch
 from bascule.costs import Cluster, PolynomialCost
 from bascule.report.step_picture import MOST_RANKS, draw_stages, draw_step
-from tests.helpers.cli import modules_imported_by, run
+from tests.helpers.cli import run
 
 ROOT = Path(__file__).parents[2]
 COST = TransformerCost(512, gamma=0.5, num_layers=4)
@@ -121,24 +121,6 @@ def test_the_picture_of_the_docs_is_what_the_command_draws(
     code, _, err = run(capsys, *found[1].replace("\\\n", " ").split(), str(path))
     assert code == 0, err
     assert path.read_text() == (ROOT / "docs" / "step.svg").read_text(), "draw docs/step.svg anew"
-
-
-def test_a_picture_that_cannot_be_written_is_one_sentence(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    path = tmp_path / "no folder" / "step.svg"
-    code, _, err = run(capsys, "plan", "--lengths", "5/6", "--picture", str(path))
-    assert code == 2
-    assert "--picture" in err and "cannot be written" in err
-    assert len(err.strip().splitlines()) == 1
-
-
-def test_a_picture_needs_no_torch(tmp_path: Path) -> None:
-    path = str(tmp_path / "step.svg")
-    arguments = ("plan", "--lengths", "50/60", "--picture", path)
-    modules = modules_imported_by("-m", "bascule.cli", *arguments)
-    assert "bascule.report.step_picture" in modules
-    assert "torch" not in modules and "plotly" not in modules
 
 
 def test_stages_follow_each_other_with_the_waiting_between_them() -> None:
