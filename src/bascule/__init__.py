@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from bascule.plan.sequences import Sequences as Sequences
     from bascule.plan.sequences import Span as Span
     from bascule.plan.topology_search import suggest_topology as suggest_topology
-    from bascule.sdpa.mode import context_parallel as context_parallel
+    from bascule.sdpa import context_parallel as context_parallel
     from bascule.sim.simulation import simulate as simulate
     from bascule.train.stepping import train_step as train_step
 
@@ -59,7 +59,7 @@ _HOMES = {
     "Step": "bascule.parallel",
     "TiledVAE": "bascule.encoders.tiled_vae",
     "TransformerCost": "bascule.plan.costs",
-    "context_parallel": "bascule.sdpa.mode",
+    "context_parallel": "bascule.sdpa",
     "parallelize": "bascule.diffusers.parallelize",
     "plan_batch": "bascule.plan.plan",
     "simulate": "bascule.sim.simulation",

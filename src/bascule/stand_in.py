@@ -43,19 +43,14 @@ class StandIn:
             return self.method(*args, **kwargs)
         return self.around(self.method, *args, **kwargs)
 
-    @property
-    def is_outermost(self) -> bool:
-        """Whether the owner calls it first."""
-        return vars(self.owner).get(self.name) is self
-
     def remove(self) -> None:
         """Give the owner its method back; below the stand-in of somebody else, become passive."""
         self.is_on = False
-        if self.is_outermost:
-            if is_of_class(self.method, self.owner, self.name):
-                delattr(self.owner, self.name)
+        for name in [name for name, value in vars(self.owner).items() if value is self]:
+            if is_of_class(self.method, self.owner, name):
+                delattr(self.owner, name)
             else:
-                setattr(self.owner, self.name, self.method)
+                setattr(self.owner, name, self.method)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _same, (self.method,)  # a bound method is copied with the object

@@ -108,7 +108,7 @@ def watched(seen: list[bool]) -> Iterator[None]:
         seen.append(torch.is_autocast_enabled("cpu"))
         return attention(*args, **options)
 
-    with mock.patch("bascule.sdpa.mode.attention", attend):
+    with mock.patch("bascule.sdpa.attention", attend):
         yield
 
 

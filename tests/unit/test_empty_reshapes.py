@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bascule.sdpa.empty import RESHAPES, reshape_empty
+from bascule.comm.mesh import AttentionMesh
+from bascule.sdpa import SequenceParallelMode
 
 TOKENS = 7
 Act = Callable[[Tensor, int], Tensor]
@@ -34,13 +35,8 @@ CASES: list[tuple[tuple[int | None, ...], Act]] = [
 ]
 
 
-class Inferring(torch.overrides.TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in RESHAPES:
-            x = args[0] if args else kwargs["input"]
-            return reshape_empty(func, x, args[1:], kwargs)
-        return func(*args, **kwargs)
+def mode() -> SequenceParallelMode:
+    return SequenceParallelMode(AttentionMesh(None, None, None))
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
@@ -50,7 +46,7 @@ def test_as_with_tokens(number: int) -> None:
         torch.empty([count if size is None else size for size in shape]) for count in (TOKENS, 0)
     )
     wanted = act(with_tokens, TOKENS)
-    with Inferring():
+    with mode():
         found = act(without, 0)
     assert found.dtype == wanted.dtype
     assert tuple(found.shape) == tuple(0 if n % TOKENS == 0 else n for n in wanted.shape)
@@ -58,7 +54,7 @@ def test_as_with_tokens(number: int) -> None:
 
 def test_times_of_tokens_broadcast_over_a_batch_that_is_not_known() -> None:
     """The times (B, 0) of Wan 2.2, flattened: their batch can be any."""
-    with Inferring():
+    with mode():
         found = torch.unflatten(torch.empty(2, 0).flatten().view(0, 1).expand(0, 5), 0, (-1, 0))
     assert tuple(found.shape) == (1, 0, 5)
 
@@ -68,13 +64,29 @@ def test_times_of_tokens_broadcast_over_a_batch_that_is_not_known() -> None:
     [((2, 0, 12), (0, -1, 0)), ((2, 0, 12), (2, 0, -1, 5)), ((2, 0, 12), (2, 0, -1, 0))],
 )
 def test_what_nothing_tells_is_left_to_torch(shape: Any, given: Any) -> None:
-    with pytest.raises(RuntimeError, match="can be any value"):
-        reshape_empty(torch.reshape, torch.empty(shape), (given,), {})
+    with mode(), pytest.raises(RuntimeError, match="can be any value"):
+        torch.reshape(torch.empty(shape), given)
 
 
 def test_any_split_of_channels() -> None:
     for sizes in itertools.permutations((2, 3, 4)):
         for place in range(3):
             given = tuple(-1 if at == place else size for at, size in enumerate(sizes))
-            found = reshape_empty(Tensor.view, torch.empty(5, 0, 24), ((5, 0, *given),), {})
+            with mode():
+                found = torch.empty(5, 0, 24).view((5, 0, *given))
             assert tuple(found.shape) == (5, 0, *sizes)
+
+
+def branching(x: Tensor) -> Tensor:
+    """Break the graph within the mode, and ask for several attributes after it."""
+    with mode():
+        y = x + 1
+        if torch.all(x == 0):
+            y = y * 2
+        return y + torch.zeros((x.shape[0], 3), dtype=y.dtype, device=y.device)
+
+
+def test_a_function_compiled_in_parts_within_the_mode() -> None:
+    torch._dynamo.reset()
+    x = torch.ones(2, 3)
+    assert torch.equal(torch.compile(branching, backend="eager")(x), branching(x))

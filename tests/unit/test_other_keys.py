@@ -7,7 +7,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bascule.comm.mesh import AttentionMesh
 from bascule.errors import ConfigError
-from bascule.sdpa.mode import SequenceParallelMode
+from bascule.sdpa import SequenceParallelMode
 
 
 class Crossing(SequenceParallelMode):
@@ -22,12 +22,8 @@ def attend(mask: Tensor | None = None, *, is_causal: bool = False) -> tuple[Tens
     q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4)
     every = torch.cat([k, k], dim=2)
     wanted = scaled_dot_product_attention(q, every, every, mask)
-    mode = Crossing(AttentionMesh(None, None, None))
-    mode.enter()
-    try:
+    with Crossing(AttentionMesh(None, None, None)):
         return scaled_dot_product_attention(q, k, k, mask, is_causal=is_causal), wanted
-    finally:
-        mode.leave()
 
 
 def test_queries_see_all_keys_or_those_of_a_mask() -> None:

@@ -11,4 +11,4 @@ from bascule.diffusers.split_table import Keys as Keys
 from bascule.diffusers.split_table import Mask as Mask
 from bascule.diffusers.split_table import SplitTable as SplitTable
 from bascule.diffusers.verify import Verification as Verification
-from bascule.sdpa.mode import context_parallel as context_parallel
+from bascule.sdpa import context_parallel as context_parallel

@@ -1,22 +1,27 @@
-"""Step caches of diffusers for ranks that share a sequence.
+"""Step caches of diffusers for ranks that share a sequence, and for guidance groups.
 
 A cache leaves out blocks, or their attention, and takes what an earlier step gave. Each rank has
 that for its own tokens, which is right; but all must leave out the same, or some wait for others.
-Those that count steps do. The first-block cache looks at tokens: its leading hook is replaced, in
-diffusers' own registry, by one that adds up over the ranks what it looks at. Others are refused.
+Those that count steps do. The first-block cache looks at tokens: a stand-in for its decision adds
+up over the ranks what it looks at. Others are refused.
+
+Guidance groups see some of the branches only. They leave out what one process leaves out where
+they keep, and look at, the same as it does.
 """
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bascule.comm.collectives import all_reduce
-from bascule.diffusers.forward_pass import Forward
+from bascule.comm.groups import RankGroup
 from bascule.diffusers.split_table import SplitTable
 from bascule.errors import ConfigError
+from bascule.stand_in import StandIn
 
 # Names of hooks that count steps.
 _BY_STEP = (
@@ -31,25 +36,29 @@ _BY_VIDEO = "sea_cache_root"
 _LEADER = "fbc_leader_block_hook"
 _BY_FIRST_BLOCK = _LEADER, "fbc_block_hook"
 
-Total = Callable[[Tensor], Tensor]
-"""From a rank's numbers to their sum over the ranks, by one small all-reduce."""
+_SEE_ALL = "faster_cache", "fbc_", "sea_cache"
+"""Beginnings of names of hooks that look at all samples of a batch together."""
 
 
 class Caches:
     """The step caches of a split model, and what its blocks have done since one is on.
 
+    Attributes:
+        is_on: Whether one was in use at the last `prepare`.
+
     Args:
         model: The model.
         table: How it is cut.
-        forward: Gives the forward pass that runs, if any.
+        group: Returns the ranks that share the running forward pass; None for one rank.
     """
 
     def __init__(
-        self, model: nn.Module, table: SplitTable, forward: Callable[[], Forward | None]
+        self, model: nn.Module, table: SplitTable, group: Callable[[], RankGroup | None]
     ) -> None:
-        self._model, self._table, self._forward = model, table, forward
-        self._have_attended: set[str] | None = None  # blocks, since a cache is on
-        self._put_back: list[Callable[[], None]] = []
+        self._model, self._table, self._group = model, table, group
+        self.is_on = False
+        self._have_attended = set[str]()  # blocks, since a cache is on
+        self._leaders: dict[Any, tuple[StandIn, weakref.WeakSet[Any]]] = {}
 
     def are_used(self, blocks: Iterable[nn.Module]) -> bool:
         """Return whether one may leave out blocks in the next forward pass.
@@ -57,58 +66,56 @@ class Caches:
         Raises:
             ConfigError: It decides by a rank's own tokens.
         """
-        model = self._model
-        is_enabled = bool(getattr(model, "is_cache_enabled", False))
-        found = _hooks_of(model.modules() if is_enabled else (model, *blocks))
-        for name, hook in found.items():
+        hooks = _stateful(self._model, blocks)
+        for name, hook in hooks:
             if not _is_alike(name, hook, self._table):
                 raise ConfigError(
-                    f"{type(model).__name__} over ranks, with a cache ({type(hook).__name__}) that "
-                    "decides by the tokens of a rank what it leaves out, so that ranks may wait "
-                    "for each other: call disable_cache(), or take FirstBlockCache, or one that "
-                    "counts steps: TaylorSeer, PyramidAttentionBroadcast, FasterCache, MagCache"
+                    f"{type(self._model).__name__} over ranks, with a cache "
+                    f"({type(hook).__name__}) that decides by the tokens of a rank what it leaves "
+                    "out, so that ranks may wait for each other: call disable_cache(), or take "
+                    "FirstBlockCache, or one that counts steps: TaylorSeer, "
+                    "PyramidAttentionBroadcast, FasterCache, MagCache"
                 )
-        return bool(found)
-
-    @property
-    def is_on(self) -> bool:
-        """Return whether one was in use at the last `prepare`."""
-        return self._have_attended is not None
+        return bool(hooks)
 
     def prepare(self, blocks: Sequence[nn.Module], *, is_sparse: bool) -> None:
-        """Before a forward pass.
+        """Look at the caches before a forward pass.
 
         Raises:
             ConfigError: A cache is on that ranks cannot use, or that attention cannot.
         """
-        if not self.are_used(blocks):
-            self._have_attended = None
+        was_on, self.is_on = self.is_on, self.are_used(blocks)
+        if not self.is_on:
             return
         if is_sparse:
             raise ConfigError(
                 f"{type(self._model).__name__} with block-sparse attention and a cache of steps, "
                 "which leaves out layers that count: call disable_cache(), or leave out sparse"
             )
-        self._have_attended = set() if self._have_attended is None else self._have_attended
+        if not was_on:
+            self._have_attended.clear()
         for block in blocks:
             registry = block.__dict__.get("_diffusers_hook")
             hook = None if registry is None else registry.get_hook(_LEADER)
-            if hook is not None and not isinstance(hook, _Leader):
-                self._put_back.append(_replace(registry, hook, self._total))
+            if hook is not None and hook not in self._leaders:
+                # What was cached before is of whole sequences, and counts for nothing.
+                known = weakref.WeakSet[Any]()
+                decide = torch.compiler.disable(partial(self._decide, hook, known))
+                stand_in = StandIn(hook, "_should_compute_remaining_blocks", decide)
+                self._leaders[hook] = stand_in, known
 
     def end_block(self, name: str, has_attended: bool) -> None:
-        """A block ran.
+        """Note that a block ran.
 
         Raises:
             ConfigError: Its attention was not over the mesh, nor is it cached.
         """
-        known = self._have_attended
         if has_attended:
-            if known is not None:
-                known.add(name)
-        elif known is None or name not in known:
+            if self.is_on:
+                self._have_attended.add(name)
+        elif name not in self._have_attended:
             fix = "set_attention_backend('native')"
-            if known is not None:
+            if self.is_on:
                 fix = "empty caches that were filled before parallelize"
             raise ConfigError(
                 f"{name} did not call F.scaled_dot_product_attention, so its attention was not "
@@ -116,63 +123,63 @@ class Caches:
             )
 
     def leave(self) -> None:
-        """Put back what was replaced."""
-        while self._put_back:
-            self._put_back.pop()()
+        """Let caches decide as before; what they keep is of a rank's tokens, and is dropped."""
+        for stand_in, known in self._leaders.values():
+            stand_in.remove()
+            for state in known:
+                state.head_block_residual = None
+        self._leaders.clear()
 
-    def _total(self, numbers: Tensor) -> Tensor:
-        forward = self._forward()
-        group = None if forward is None else forward.mesh.whole
-        what = "all_reduce (first-block cache)"
-        return numbers if group is None else all_reduce(group, what, numbers)
-
-
-def _replace(registry: Any, hook: Any, total: Total) -> Callable[[], None]:
-    """Put a leader in the place of a hook."""
-    make: Any = type("Leader", (_Leader, type(hook)), {})
-    leader = make(hook.state_manager, hook.threshold)
-    leader.lead(total)
-
-    def put_back() -> None:
-        if registry.get_hook(_LEADER) is leader:
-            leader.forget()
-            registry.remove_hook(_LEADER, recurse=False)
-            registry.register_hook(hook, _LEADER)
-
-    registry.remove_hook(_LEADER, recurse=False)
-    registry.register_hook(leader, _LEADER)
-    return put_back
-
-
-class _Leader:
-    """What makes a leading hook of diffusers decide as one process does that has all tokens."""
-
-    state_manager: Any
-    threshold: float
-
-    def lead(self, total: Total) -> None:
-        """From now on; what was cached before is of whole sequences, and counts for nothing."""
-        self._total = total
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def forget(self) -> None:
-        """What is cached is of a rank's tokens, and counts for nothing any more."""
-        for state in self._known:
-            state.head_block_residual = None
-
-    @torch.compiler.disable
-    def _should_compute_remaining_blocks(self, hidden_states_residual: Tensor) -> bool:
-        state, now = self.state_manager.get_state(), hidden_states_residual
+    def _decide(
+        self, hook: Any, known: weakref.WeakSet[Any], method: object, hidden_states_residual: Tensor
+    ) -> bool:
+        """Decide as one process that has all tokens; one small all-reduce."""
+        state, now = hook.state_manager.get_state(), hidden_states_residual
         before = state.head_block_residual
-        if before is None or state not in self._known:
-            self._known.add(state)
+        if before is None or state not in known:
+            known.add(state)
             return True
         sums = [x.abs().sum(dtype=torch.float64) for x in (now - before, before)]
-        numbers = torch.stack([*sums, sums[0].new_tensor(now.numel())])
-        change, size, count = self._total(numbers).unbind()
+        numbers, group = torch.stack([*sums, sums[0].new_tensor(now.numel())]), self._group()
+        if group is not None:
+            numbers = all_reduce(group, "all_reduce (first-block cache)", numbers)
+        change, size, count = numbers.unbind()
         # As means of the whole would be rounded.
         ratio = (change / count).to(now.dtype) / (size / count).to(now.dtype)
-        return ratio.item() > self.threshold
+        return ratio.item() > hook.threshold
+
+
+def branch_of(
+    model: nn.Module, blocks: Iterable[nn.Module], num_parts: int, num_groups: int
+) -> str | None:
+    """Return the branch that a call is for, as a cache names it; None without a cache.
+
+    Args:
+        model: The model that is called.
+        blocks: Its blocks.
+        num_parts: Groups that share the samples of the call.
+        num_groups: All of them; where these are more, calls go to groups in turn.
+
+    Raises:
+        ConfigError: Groups would keep something else than one process.
+    """
+    for name, hook in _stateful(model, blocks):
+        manager = getattr(hook, "state_manager", None)
+        why = None
+        if num_parts > 1 and name.startswith(_SEE_ALL):
+            why = "decides by all samples of a batch, which groups share"
+        elif num_parts < num_groups and manager is None:
+            why = "keeps one state for all guidance branches"
+        if why is not None:
+            raise ConfigError(
+                f"{type(model).__name__} with guidance over ranks and a cache "
+                f"({type(hook).__name__}) that {why}: call disable_cache(), use guidance_degree=1, "
+                "or take TaylorSeer or MagCache"
+            )
+        context = None if manager is None else manager._context
+        if context is not None:
+            return context.name
+    return None
 
 
 def _is_alike(name: str, hook: Any, table: SplitTable) -> bool:
@@ -184,13 +191,13 @@ def _is_alike(name: str, hook: Any, table: SplitTable) -> bool:
     return name in (*_BY_STEP, *_BY_FIRST_BLOCK) and not calibrates
 
 
-def _hooks_of(modules: Iterable[nn.Module]) -> dict[str, Any]:
-    """The hooks of diffusers that keep something from step to step, by name."""
-    registries = (module.__dict__.get("_diffusers_hook") for module in modules)
-    return {
-        name: hook
-        for registry in registries
-        if registry is not None
-        for name, hook in registry.hooks.items()
-        if hook._is_stateful
-    }
+def _stateful(model: nn.Module, blocks: Iterable[nn.Module]) -> list[tuple[str, Any]]:
+    """Return the hooks of diffusers that keep something from step to step, with their names."""
+    hooks: list[tuple[str, Any]] = []
+    is_enabled = bool(getattr(model, "is_cache_enabled", False))
+    for module in model.modules() if is_enabled else (model, *blocks):
+        registry = module.__dict__.get("_diffusers_hook")
+        for name, hook in () if registry is None else registry.hooks.items():
+            if hook._is_stateful:
+                hooks.append((name, hook))
+    return hooks

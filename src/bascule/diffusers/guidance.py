@@ -15,7 +15,7 @@ from bascule.comm.failures import shared
 from bascule.comm.items import rebuilt
 from bascule.diffusers.arguments import SameInputs, form_of, parameters_of
 from bascule.diffusers.batch_shares import Form, samples_of, share_of
-from bascule.diffusers.branch_caches import branch_of
+from bascule.diffusers.caches import branch_of
 from bascule.diffusers.pending import (
     Branch,
     Branches,

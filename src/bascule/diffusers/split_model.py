@@ -1,26 +1,24 @@
-"""The torch hooks by which a split table acts on a model; removing them undoes it."""
+"""A model with stand-ins for `forward` of the modules that a split table names.
 
+Each cuts inputs, runs the module, and cuts or gathers what it returns. `remove` takes all away.
+"""
+
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from bascule.attention.api import AttentionMesh, AttentionOptions
 from bascule.comm.failures import leave
-from bascule.diffusers.arguments import (
-    SameInputs,
-    changed,
-    form_of,
-    holds_tensors,
-    parameters_of,
-)
+from bascule.comm.groups import RankGroup
+from bascule.diffusers.arguments import SameInputs, form_of, holds_tensors, parameters_of
 from bascule.diffusers.caches import Caches
-from bascule.diffusers.forward_pass import CountingForward, Forward
-from bascule.diffusers.module_hooks import Hook, Register, after, before
-from bascule.diffusers.running import Running
+from bascule.diffusers.forward_pass import CountingPass, ForwardPass, Shares
 from bascule.diffusers.sparse_config import SparseConfig
 from bascule.diffusers.sparse_layers import SparseLayers, SparsePass
 from bascule.diffusers.split_table import (
@@ -35,24 +33,46 @@ from bascule.diffusers.split_table import (
 )
 from bascule.diffusers.work import Attended
 from bascule.errors import ConfigError
-from bascule.sdpa.call_mode import error_of, is_called
+from bascule.stand_in import StandIn
+
+
+@dataclass(slots=True)
+class Role:
+    """The part of a module in a split model, as the table has it."""
+
+    is_block: bool = False
+    attends: bool = False  # over the mesh, so the mode is entered around it
+    part: tuple[str, ...] | Keys | None = None  # attended to within; None: as in the module around
+    names: Sequence[str] = ()  # of its arguments, in order
+    inputs: dict[str, Cut | Mask] = field(default_factory=dict[str, Cut | Mask])
+    outputs: dict[int, Cut] = field(default_factory=dict[int, Cut])
+    gather: Cut | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Facts of calls of one form, from the first of them."""
+
+    attended: Attended | None
+    needs_mode: bool  # anywhere in the model, as reshapes of an empty share do
 
 
 class SplitModel:
-    """A model with a table's hooks.
+    """A model that is split by a table.
 
-    Hooks belong to names: what takes the place of a module later, as an adapter does, gets them
-    before the next forward pass. Copies of the model do not have them.
+    Stand-ins belong to names: what takes the place of a module later, as an adapter does, gets one
+    before the next forward pass. Copies of the model are whole.
 
     Attributes:
-        model: As it was given.
-        table: What is cut and gathered.
+        model: The model itself.
+        table: The tensors that are cut and gathered.
         mesh: The ranks.
         options: How rows of attention travel, and what computes.
         sparse: The plans of block-sparse attention; None for dense attention.
         blocks: By name, each block of the table, and the segments of what it returns.
-        last: What the last forward pass that ended well attended to, unless compiled.
-        is_alone: Whether calls that begin now compute all tokens on this rank; see `over`.
+        forward: The forward pass that runs; None outside of one, and where a rank computes alone.
+        last: The attention of the last forward pass that ended well, unless compiled.
+        is_alone: True lets calls that begin now compute all tokens on this rank; see `over`.
     """
 
     def __init__(
@@ -67,37 +87,37 @@ class SplitModel:
         self.options = options or AttentionOptions()
         self.sparse = None if sparse is None else SparseLayers(sparse, mesh)
         self.blocks: dict[str, tuple[nn.Module, tuple[str | tuple[str, ...], ...]]] = {}
+        self.forward: ForwardPass | None = None
         self.last: Attended | None = None
         self.is_alone = False
-        self._running = Running(model)
-        self._is_paused = self._is_over = False
         self.inputs = SameInputs(model)
+        self._is_called = self._is_paused = self._is_over = False
         self._names = parameters_of(model)
-        self._known: dict[object, Attended] = {}  # by form of inputs
-        self._caches = Caches(model, table, lambda: self.forward)
+        self._known: dict[object, Known] = {}  # by form of inputs
+        self._shares: dict[object, Shares] = {}  # by place on a mesh
+        self._caches = Caches(model, table, self._ranks)
         self._links: tuple[Link, ...] = ()
-        self._hooks: list[RemovableHandle] = []
-        self._hooks_of_modules: list[RemovableHandle] = []
+        self._stand_ins: list[StandIn] = []
+        self._of_model: StandIn | None = None
         self._install()
 
-    @property
-    def forward(self) -> Forward | None:
-        """The forward pass that runs, if any."""
-        return self._running.current
+    def _ranks(self) -> RankGroup | None:
+        """Return the ranks that share the forward pass that runs."""
+        return None if self.forward is None else self.forward.mesh.whole
 
     @property
     def is_running(self) -> bool:
-        """Return whether a forward pass runs, in any thread."""
-        return self._running.is_any
+        """Whether a forward pass runs over the mesh, in any thread."""
+        return self.forward is not None
 
     @property
     def is_split(self) -> bool:
-        """Return whether it has its hooks."""
-        return bool(self._hooks)
+        """Whether its stand-ins are there."""
+        return self._of_model is not None
 
     @property
     def has_cache(self) -> bool:
-        """Return whether a cache may leave out blocks.
+        """Whether a cache may leave out blocks.
 
         Raises:
             ConfigError: Ranks might leave out different ones.
@@ -105,33 +125,36 @@ class SplitModel:
         return self._caches.are_used([block for block, _ in self.blocks.values()])
 
     def remove(self) -> None:
-        """Take the hooks away; the model is as it was."""
-        self._running.end_all()
-        for hook in (*self._hooks, *self._hooks_of_modules):
-            hook.remove()
-        self._hooks.clear()
-        self._hooks_of_modules.clear()
+        """Take the stand-ins away; the model is as it was."""
+        for one in self._stand_ins:
+            one.remove()
+        if self._of_model is not None:
+            self._of_model.remove()
+        self._stand_ins, self._of_model = [], None
         self._caches.leave()
 
     @contextmanager
-    def resumed(self, forward: Forward) -> Iterator[None]:
+    def resumed(self, forward: ForwardPass) -> Iterator[None]:
         """Compute parts of an earlier forward pass again, also after `remove`."""
-        was_split = self.is_split
+        was_split, before = self.is_split, self.forward
         if not was_split:
             self._install()
+        was_recomputed, forward.is_recomputed = forward.is_recomputed, True
+        self.forward, forward.thread = forward, threading.get_ident()
         try:
-            with self._running.resumed(forward):
+            with forward if forward.is_around else nullcontext():
                 yield
         except BaseException as error:
-            self._tell(error, "recomputation")
+            leave(error, f"recomputation of {type(self.model).__name__}")
             raise
         finally:
+            self.forward, forward.is_recomputed = before, was_recomputed
             if not was_split:
                 self.remove()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The model computes all tokens, without communication."""
+        """Let the model compute all tokens, without communication."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -140,9 +163,9 @@ class SplitModel:
 
     @contextmanager
     def over(self, mesh: AttentionMesh | None) -> Iterator[None]:
-        """Calls of the model within are shared by the ranks of a mesh; None: by no others.
+        """Share calls of the model within among the ranks of a mesh; None: compute them alone.
 
-        What they are given is known to be the same.
+        Their inputs are known to be the same.
         """
         before = self.mesh, self.is_alone, self._is_over
         self.mesh, self.is_alone, self._is_over = mesh or self.mesh, mesh is None, True
@@ -153,7 +176,7 @@ class SplitModel:
 
     @contextmanager
     def using(self, sparse: SparseLayers) -> Iterator[None]:
-        """Other plans, and their mesh."""
+        """Use other plans, and their mesh."""
         before = self.mesh, self.sparse
         self.mesh, self.sparse = sparse.mesh, sparse
         try:
@@ -161,183 +184,210 @@ class SplitModel:
         finally:
             self.mesh, self.sparse = before
 
-    def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
-        """Follow replaced modules, look at caches, compare inputs of a new form; return the form.
+    # --- a call of the model ----------------------------------------------------------------------
+
+    def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Prepare a compiled call: follow replaced modules, look at caches, compare inputs.
 
         Raises:
             ConfigError: A module is gone, or a cache is on that ranks cannot use.
-            CommError: Ranks are given different inputs.
+            CommError: Ranks have different inputs.
         """
-        if any(parent._modules.get(key) is not child for parent, key, child in self._links):
-            self._hook_modules()
+        named = dict(zip(self._names, args, strict=False)) | dict(kwargs)
+        self._follow()
+        self._compare(named, form_of(named))
+
+    def _follow(self) -> None:
+        """Put stand-ins where modules were replaced, and look at the caches."""
+        for parent, key, child in self._links:
+            if parent._modules.get(key) is not child:
+                return self._place()
+        for one in self._stand_ins:
+            if vars(one.owner).get("forward") is not one:  # a hook of others is above it, or gone
+                return self._place()
+        return None
+
+    def _compare(self, named: Mapping[str, Any], form: object) -> None:
         blocks = [block for block, _ in self.blocks.values()]
         self._caches.prepare(blocks, is_sparse=self.sparse is not None)
-        inputs = dict(zip(self._names, args, strict=False)) | dict(kwargs)
-        form = self.mesh.degrees, form_of(inputs)
         if not (self._is_paused or self._is_over):
-            self.inputs.check(self.mesh.whole, inputs, form)
-        return form
+            self.inputs.check(self.mesh.whole, named, form)
 
-    def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Forward | None:
-        """A call of the model has begun: its forward pass, yet to be entered; None while paused.
-
-        Raises:
-            ConfigError: The model runs in another thread, or has a cache that ranks cannot use.
-            CommError: Ranks are given different inputs.
-        """
-        self._running.forget_ended()
-        if self._is_paused or self.is_alone:
-            return None
-        sparse = None if self.sparse is None else SparsePass(self.sparse)
-        given = self.model, self.mesh, self.table, self.options, sparse
-        if torch.compiler.is_compiling():
-            return Forward(*given)
-        form = self.prepare(args, kwargs)
-        # Neither plans of sparse attention nor what a cache leaves out follow from the form.
-        counts = form not in self._known or sparse is not None or self._caches.is_on
-        return CountingForward(*given, form=form) if counts else Forward(*given, form=form)
-
-    def enter(self, forward: Forward) -> None:
-        """What follows belongs to this forward pass."""
-        self._running.begin(forward)
-
-    def _install(self) -> None:
-        check_model(self.model, self.table)
-        begin = _Begin(self, parameters_of(self.model))
-        self._hooks.append(self.model.register_forward_pre_hook(begin, with_kwargs=True))
-        self._hooks.append(self.model.register_forward_hook(Hook(self._end), always_call=True))
+    def _call(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run a forward pass of the model; takes the place of its `forward`."""
+        if self._is_paused:
+            return forward(*args, **kwargs)
+        before = self.forward, self._is_called
         try:
-            self._hook_modules()
-        except BaseException:
-            self.remove()
+            if self.is_alone:
+                self.forward, self._is_called = None, True
+                return forward(*args, **kwargs)
+            current = self._begin(args, kwargs)
+            cuts = self.table.inputs.get("", {})
+            shares = current.cut_arguments(self._names, cuts, args, kwargs)
+            self.forward, self._is_called = current, True
+            with current if current.is_around else nullcontext():
+                output = forward(*shares[0], **shares[1])
+            if not torch.compiler.is_compiling():
+                self._end(current)
+            return output
+        except BaseException as error:  # ranks that wait for this one read that it does not come
+            if not torch.compiler.is_compiling():
+                leave(error, f"forward pass of {type(self.model).__name__}")
             raise
-
-    def _hook_modules(self) -> None:
-        """Hook the modules that now have the names of the table, and those alone."""
-        model, table = self.model, self.table
-        blocks = {
-            name: (module, segments)
-            for pattern, segments in table.blocks.items()
-            for name, module in modules_of(model, pattern).items()
-        }
-        wanted: list[tuple[str, nn.Module, Register]] = []
-        for name, (block, _) in blocks.items():
-            wanted.append((name, block, before(self._begin_block(name))))
-            wanted.append((name, block, after(self._end_block(name))))
-        for pattern, cuts in table.inputs.items():
-            for name, module in modules_of(model, pattern).items() if pattern else ():
-                cut = self._cut_inputs(parameters_of(module), cuts)
-                wanted.append((name, module, before(cut, with_kwargs=True)))
-        for pattern, cuts in table.outputs.items():
-            for name, module in modules_of(model, pattern).items():
-                wanted.append((name, module, after(self._cut_outputs(name, cuts))))
-        for pattern, cut in table.gathers.items():
-            for name, module in modules_of(model, pattern).items():
-                wanted.append((name, module, after(self._gather(cut))))
-        for pattern, segments in table.attends.items():
-            for name, module in modules_of(model, pattern).items():
-                wanted.append((name, module, before(self._enter_part(segments))))
-                wanted.append((name, module, after(self._leave_part, always_call=True)))
-        for hook in self._hooks_of_modules:
-            hook.remove()
-        self._hooks_of_modules = [register(module) for _, module, register in wanted]
-        self._links = links_to(model, [name for name, _, _ in wanted])
-        self.blocks = blocks
-
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._tell(error_of(module), "forward pass")
-        forward = self._running.of_call()
-        if forward is None:
-            return
-        try:
-            if output is not None and not torch.compiler.is_compiling():
-                attended = forward.end()
-                if attended is not None:
-                    self._known[forward.form] = attended
-                self.last = self._known.get(forward.form, self.last)
         finally:
-            self._running.end(forward)
+            self.forward, self._is_called = before
 
-    def _tell(self, error: BaseException | None, where: str) -> None:
-        """Let ranks that wait for this one know that it does not come."""
-        if error is not None:
-            leave(error, f"{where} of {type(self.model).__name__}")
+    def _begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ForwardPass:
+        sparse = None if self.sparse is None else SparsePass(self.sparse)
+        named = dict(zip(self._names, args, strict=False)) | dict(kwargs)
+        if torch.compiler.is_compiling():
+            self._check(named)
+            current = ForwardPass(self.mesh, self.table, self.options, sparse)
+            current.is_around = not current.is_whole
+            return current
+        if self.forward is not None and self.forward.thread != threading.get_ident():
+            raise ConfigError(
+                f"{type(self.model).__name__} runs in another thread, and its ranks attend "
+                "together: let one thread at a time call it"
+            )
+        place = self.mesh.degrees, self.mesh.place, sparse is not None
+        form = place, form_of(named)
+        known = self._known.get(form)
+        if known is None:
+            self._check(named)
+        self._follow()
+        self._compare(named, form)
+        settings = self.mesh, self.table, self.options, sparse, self._shares.setdefault(place, {})
+        # Neither plans of sparse attention nor what a cache leaves out follow from the form.
+        if known is None or sparse is not None or self._caches.is_on:
+            current = CountingPass(*settings, form=form)
+        else:
+            current = ForwardPass(*settings, form=form)
+            current.is_around = not current.is_whole and known.needs_mode
+        current.thread = threading.get_ident()
+        return current
 
-    def _begin_block(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any) -> None:
-            if self._is_paused:
-                return
-            forward = self.forward
-            if forward is None and self.is_alone and is_called(self.model):
-                return
-            if forward is None:
+    def _check(self, named: Mapping[str, Any]) -> None:
+        """Refuse inputs that the table does not know, or excludes."""
+        table, name = self.table, type(self.model).__name__
+        for argument, value in named.items():
+            if argument in table.refused and value is not None:
+                raise ConfigError(f"{name} over ranks, with {argument}: {table.refused[argument]}")
+            known = *table.inputs.get("", ()), *table.replicated, *table.refused
+            if argument not in known and holds_tensors(value):
+                raise ConfigError(
+                    f"{name} over ranks: the split table does not say what to do with the tensors "
+                    f"of {argument}; leave it out, or add it to `inputs` or `replicated`"
+                )
+
+    def _end(self, current: ForwardPass) -> None:
+        attended = current.end()
+        if isinstance(current, CountingPass):
+            before = self._known.get(current.form)
+            attended = attended or (before and before.attended)
+            needs_mode = not self.blocks or current.has_empty_share()
+            self._known[current.form] = Known(attended, needs_mode)
+        self.last = self._known[current.form].attended or self.last
+
+    # --- a call of one of its modules -------------------------------------------------------------
+
+    def _run(
+        self, name: str, role: Role, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a module in its role; takes the place of its `forward`."""
+        current = self.forward
+        if current is None or self._is_paused:
+            if role.is_block and not (self._is_paused or self._is_called):
                 raise ConfigError(
                     f"{name} runs outside of the forward pass of its model, which is split over "
                     "ranks: call the model itself, which must not be a generator; for gradient "
                     "checkpointing use handle.checkpoint, as in "
                     "enable_gradient_checkpointing(handle.checkpoint)"
                 )
-            forward.begin_block(name)
+            return forward(*args, **kwargs)
+        if role.is_block:
+            current.begin_block(name)
+        inputs: tuple[Sequence[Any], dict[str, Any]] = args, kwargs
+        if role.inputs:
+            inputs = current.cut_arguments(role.names, role.inputs, args, kwargs)
+        if role.part is not None:
+            current.parts.append(role.part)
+        try:
+            if role.attends and not (current.is_around or current.is_whole):
+                with current:
+                    output = forward(*inputs[0], **inputs[1])
+            else:
+                output = forward(*inputs[0], **inputs[1])
+        finally:
+            if role.part is not None:
+                current.parts.pop()
+        if role.is_block:
+            current.end_block()
+            is_seen = current.is_around or not current.is_whole
+            self._caches.end_block(name, current.has_attended or not is_seen)
+        if role.outputs:
+            output = self._cut_outputs(current, name, role.outputs, output)
+        return output if role.gather is None else current.gather(output, role.gather)
 
-        return hook
+    def _cut_outputs(
+        self, current: ForwardPass, name: str, cuts: Mapping[int, Cut], output: Any
+    ) -> Any:
+        is_one = isinstance(output, Tensor)
+        parts = [output] if is_one else list(output)
+        for place, cut in cuts.items():
+            parts[place] = current.cut(parts[place], cut, f"output {place} of {name}")
+        return parts[0] if is_one else tuple(parts)
 
-    def _end_block(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            forward = self.forward
-            if forward is not None:
-                forward.end_block()
-                self._caches.end_block(name, forward.has_attended or not forward.sees_attention())
+    # --- stand-ins --------------------------------------------------------------------------------
 
-        return hook
+    def _install(self) -> None:
+        check_model(self.model, self.table)
+        owner, name = _innermost(self.model)
+        self._of_model = StandIn(owner, name, self._call)
+        try:
+            self._place()
+        except BaseException:
+            self.remove()
+            raise
 
-    def _cut_inputs(
-        self, names: Sequence[str], cuts: Mapping[str, Cut | Mask]
-    ) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            forward = self.forward
-            if forward is None:
-                return None
+    def _place(self) -> None:
+        """Put stand-ins on the modules that now have the names of the table, and those alone."""
+        model, table, roles = self.model, self.table, dict[str, Role]()
+        modules: dict[str, nn.Module] = {}
 
-            def change(name: str, value: Any) -> Any:
-                return forward.split(value, cuts[name], name) if name in cuts else value
+        def role_of(name: str, module: nn.Module) -> Role:
+            modules[name] = module
+            return roles.setdefault(name, Role())
 
-            return changed(names, args, kwargs, change)
-
-        return hook
-
-    def _cut_outputs(self, name: str, cuts: Mapping[int, Cut]) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            forward = self.forward
-            if forward is None:
-                return None
-            is_one = isinstance(output, Tensor)
-            parts = [output] if is_one else list(output)
-            for place, cut in cuts.items():
-                parts[place] = forward.split(parts[place], cut, f"output {place} of {name}")
-            return parts[0] if is_one else tuple(parts)
-
-        return hook
-
-    def _gather(self, cut: Cut) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, output: Tensor) -> Any:
-            forward = self.forward
-            return None if forward is None else forward.gather(output, cut)
-
-        return hook
-
-    def _enter_part(self, segments: tuple[str, ...] | Keys) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any) -> None:
-            forward = self.forward
-            if forward is not None:
-                forward.enter_part(segments)
-
-        return hook
-
-    def _leave_part(self, module: nn.Module, args: Any, output: Any) -> None:
-        forward = self.forward
-        if forward is not None:
-            forward.leave_part()
+        self.blocks = {}
+        for pattern, segments in table.blocks.items():
+            for name, module in modules_of(model, pattern).items():
+                self.blocks[name] = module, segments
+                role_of(name, module).is_block = True
+        for pattern, cuts in table.inputs.items():
+            for name, module in modules_of(model, pattern).items() if pattern else ():
+                role = role_of(name, module)
+                role.names, role.inputs = parameters_of(module), role.inputs | dict(cuts)
+        for pattern, places in table.outputs.items():
+            for name, module in modules_of(model, pattern).items():
+                role_of(name, module).outputs |= places
+        for pattern, cut in table.gathers.items():
+            for name, module in modules_of(model, pattern).items():
+                role_of(name, module).gather = cut
+        for pattern, part in table.attends.items():
+            for name, module in modules_of(model, pattern).items():
+                role_of(name, module).part = part
+        for name in [name for name, role in roles.items() if role.is_block or role.part]:
+            for path, module in _attending(modules[name]).items():
+                role_of(f"{name}.{path}" if path else name, module).attends = True
+        for one in self._stand_ins:
+            one.remove()
+        self._stand_ins = [
+            StandIn(modules[name], "forward", partial(self._run, name, role))
+            for name, role in roles.items()
+        ]
+        self._links = links_to(model, list(roles))
 
 
 def check_model(model: nn.Module, table: SplitTable) -> None:
@@ -346,43 +396,43 @@ def check_model(model: nn.Module, table: SplitTable) -> None:
     Raises:
         ConfigError: Says which.
     """
-    if any(isinstance(hook, _Begin) for hook in model._forward_pre_hooks.values()):
-        raise ConfigError(
-            f"{type(model).__name__} is split over ranks already: call undo() of its handle"
-        )
+    for owner, name in _holders(model):
+        around = getattr(getattr(owner, name, None), "around", None)
+        if isinstance(getattr(around, "__self__", None), SplitModel):
+            raise ConfigError(
+                f"{type(model).__name__} is split over ranks already: call undo() of its handle"
+            )
     for pattern in (*table.blocks, *table.outputs, *table.gathers, *table.attends):
         if pattern:
             modules_of(model, pattern)
     check_table(model, table)
 
 
-class _Begin(Hook):
-    """The first hook of a forward pass: cuts inputs, and puts attention on the mesh."""
+def _attending(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of diffusers within that attend, by path; without any, the module."""
+    within = {
+        path: one for path, one in module.named_modules() if hasattr(one, "set_processor") and path
+    }
+    return within or {"": module}
 
-    def __init__(self, split_model: SplitModel, names: Sequence[str]) -> None:
-        super().__init__(self._begin)
-        self._of, self._names = split_model, names
 
-    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        of, table = self._of, self._of.table
-        forward, cuts = of.begin(args, kwargs), table.inputs.get("", {})
-        if forward is None:
-            return None
-        known = {*cuts, *table.replicated, *table.refused}
+def _innermost(model: nn.Module) -> tuple[Any, str]:
+    """Return the object and attribute that hold a model's `forward` below the hooks of others.
 
-        def change(name: str, value: Any) -> Any:
-            if name not in known and holds_tensors(value):
-                raise ConfigError(
-                    f"{type(module).__name__} over ranks: the split table does not say what to do "
-                    f"with the tensors of {name}; leave it out, or add it to `inputs` or "
-                    "`replicated`"
-                )
-            if name in table.refused and value is not None:
-                raise ConfigError(
-                    f"{type(module).__name__} over ranks, with {name}: {table.refused[name]}"
-                )
-            return forward.split(value, cuts[name], name) if name in cuts else value
+    Accelerate and diffusers put it back when their hooks go, as pipelines with offloading do after
+    each call. A stand-in above their hooks would be lost.
+    """
+    for owner, name in _holders(model):
+        method = getattr(owner, name, None)
+        while isinstance(method, StandIn):
+            method = method.method
+        if getattr(method, "__self__", None) is model:
+            return owner, name
+    return model, "forward"
 
-        arguments = changed(self._names, args, kwargs, change)
-        of.enter(forward)
-        return arguments
+
+def _holders(model: nn.Module) -> list[tuple[Any, str]]:
+    """Return the objects and attributes that may hold a model's `forward`."""
+    first = getattr(vars(model).get("_diffusers_hook"), "_fn_refs", None) or [None]
+    of_hooks = [(first[0], name) for name in ("original_forward", "forward")]
+    return [(model, "_old_forward"), *of_hooks, (model, "forward")]

@@ -96,7 +96,7 @@ def verify(part: SplitModel, inputs: Mapping[str, Any], group: RankGroup | None)
         whole, segment = expected.pop(name), part.blocks[block][1][place]
         if block not in gathered and not isinstance(segment, str):  # now lengths are known
             assert forward is not None
-            whole = split(whole, mesh, forward.layout(*segment), 1)
+            whole = split(whole, mesh, forward.share(segment).layout, 1)
         sums[name] = _squares(share, whole)
 
     # A compiled model would trace the hooks, and break its graph.

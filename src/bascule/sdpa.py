@@ -1,23 +1,25 @@
-"""Any model's attention over a mesh: calls of scaled_dot_product_attention are replaced.
+"""Context parallelism for any code that calls torch's attention function.
 
-Shapes: as in `attention.api`; T tokens of this rank, S of the whole sequence.
+A function mode of torch replaces calls of scaled_dot_product_attention. Shapes: as in
+`attention.api`; T tokens of this rank, S of the whole sequence.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.eval_frame import skip_code
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from bascule.attention.api import AttentionMesh, AttentionOptions, SequenceLayout, attention
 from bascule.comm.failures import leave
 from bascule.comm.quantized import CommDtype
 from bascule.errors import ConfigError
-from bascule.sdpa.call_mode import CallMode
-from bascule.sdpa.empty import RESHAPES, reshape_empty
 
 _DENSE = functional.scaled_dot_product_attention
 
@@ -31,8 +33,10 @@ _HIDING = (
 # Functions that a layer calls to compute attention by itself.
 _SOFTMAX = (functional.softmax, torch.softmax, Tensor.softmax)
 
+_RESHAPES = (torch.reshape, Tensor.reshape, Tensor.view, torch.unflatten)
+
 # All others, hundreds in a forward pass, are called at once. A tuple: compilers trace it.
-_REPLACED = (_DENSE, Tensor.unflatten, *RESHAPES, *_HIDING, *_SOFTMAX)
+_REPLACED = (_DENSE, Tensor.unflatten, *_RESHAPES, *_HIDING, *_SOFTMAX)
 
 _AMBIGUOUS = (
     "{0} keys can be this rank's own tokens or those of a sequence declared as replicated: compute "
@@ -40,7 +44,7 @@ _AMBIGUOUS = (
 )
 
 
-class SequenceParallelMode(CallMode):
+class SequenceParallelMode(TorchFunctionMode):
     """While entered, scaled_dot_product_attention is attention over a mesh.
 
     The options have no layout. With `watches` a layer that attends by a softmax of its own is
@@ -60,13 +64,17 @@ class SequenceParallelMode(CallMode):
         self.mesh, self.options = mesh, options or AttentionOptions()
         self.has_attended = False  # anything, over the mesh
         self._layout, self._replicated = layout, frozenset(replicated)
-        self._degrees, self._num_local = mesh.degrees, 0
-        self._kept: dict[int | SequenceLayout, Any] = {}  # of the host: compilers keep graphs
-        self._watches = watches
+        self._num_local, self._watches = 0, watches
+        self._kept: dict[int, AttentionOptions] = {}  # by tokens of this rank
         # Tokens of this rank, and keys of softmaxes over as many queries. Compilers trace `set()`,
         # not `set[int]()`.
         self._own_tokens: set[int] = set() if layout is None else {layout.num_tokens(*mesh.place)}
         self._softmax_sizes: set[int] = set()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__torch_function__" in vars(cls):
+            skip_code(cls.__torch_function__.__code__)
 
     def __torch_function__(
         self,
@@ -75,18 +83,19 @@ class SequenceParallelMode(CallMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Stand in for a function of torch."""
+        """Replace a function of torch."""
         kwargs = kwargs or {}
-        if func not in _REPLACED:
-            return func(*args, **kwargs)
+        return self._replace(func, args, kwargs) if func in _REPLACED else func(*args, **kwargs)
+
+    def _replace(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         if func is Tensor.unflatten:  # compilers cannot trace the method from here
             func = torch.unflatten
-        if func in RESHAPES:
+        if func in _RESHAPES:
             x = args[0] if args else kwargs["input"]
-            if x.numel() == 0 and self.is_running():
-                return reshape_empty(func, x, args[1:], kwargs)
-            return func(*args, **kwargs)
-        if not self.is_running():
+            if x.numel() == 0:
+                return _reshape_empty(func, x, args[1:], kwargs)
             return func(*args, **kwargs)
         is_compiled = torch.compiler.is_compiling()
         if func in _SOFTMAX:
@@ -113,33 +122,36 @@ class SequenceParallelMode(CallMode):
 
     @contextmanager
     def local(self) -> Iterator[None]:
-        """Attention within is left as it is: every rank has its keys and values whole."""
+        """Leave attention within as it is: every rank has its keys and values whole."""
         self._num_local += 1
         try:
             yield
         finally:
             self._num_local -= 1
 
+    # No property: compilers do not trace those of a mode that a graph is entered with.
     def attends_locally(self) -> bool:
-        """Return whether attention is left as it is.
-
-        No property: compilers do not trace those of a mode that a graph is entered with.
-        """
+        """Return whether attention is left as it is."""
         return self._num_local > 0
 
-    def layout_of(self, num_tokens: int) -> SequenceLayout:
-        """Return the layout in which this rank has `num_tokens`."""
-        if self._layout is not None:
-            return self._layout
-        ring, ulysses = self._degrees
-        return self._keep(num_tokens, SequenceLayout, (num_tokens * ring * ulysses,), ring, ulysses)
+    def options_of(self, query: Tensor) -> AttentionOptions:
+        """Return the options of a call, with the layout of all that is attended to."""
+        num_tokens = query.shape[2]
+        if torch.compiler.is_compiling() or num_tokens not in self._kept:
+            ring, ulysses = self.mesh.degrees
+            layout = self._layout or SequenceLayout((num_tokens * ring * ulysses,), ring, ulysses)
+            options = with_layout(self.options, layout)
+            if torch.compiler.is_compiling():
+                return options
+            self._kept[num_tokens] = options
+        return self._kept[num_tokens]
 
     def mask_of(self, query: Tensor, mask: Tensor | None) -> Tensor | None:
-        """Return the mask of the whole sequence, from what the model gives."""
+        """Return the mask of the whole sequence, from the model's."""
         return mask
 
     def other_keys(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return all keys and values of another sequence that is cut; None if they are own ones."""
+        """Return all keys and values of another sequence that is cut; None for local ones."""
         return None
 
     def attend(
@@ -147,24 +159,14 @@ class SequenceParallelMode(CallMode):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        layout: SequenceLayout,
+        options: AttentionOptions,
         mask: Tensor | None,
         is_causal: bool,
         scale: float | None,
     ) -> Tensor:
         """Attend over the mesh."""
-        of = self.options
-        args = layout, of.kernel, of.comm_dtype, of.overlap, of.double_buffer
-        options = self._keep(layout, AttentionOptions, *args)
-        settings = {"is_causal": is_causal, "scale": scale, "options": options}
-        return attention(query, key, value, self.mesh, attn_mask=mask, **settings)
-
-    def _keep(self, key: int | SequenceLayout, make: Callable[..., Any], *args: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return make(*args)
-        if key not in self._kept:
-            self._kept[key] = make(*args)
-        return self._kept[key]
+        settings: Any = {"attn_mask": mask, "is_causal": is_causal, "scale": scale}
+        return attention(query, key, value, self.mesh, options=options, **settings)
 
     def _attend(
         self,
@@ -209,11 +211,13 @@ class SequenceParallelMode(CallMode):
         if is_cast:
             dtype = torch.get_autocast_dtype(device)
             query, key, value, attn_mask = [_cast(x, dtype) for x in (query, key, value, attn_mask)]
-        layout = self.layout_of(query.shape[2])
+        options = self.options_of(query)
         mask = self.mask_of(query, attn_mask)
-        if mask is not None and (mask.dim() < 1 or mask.shape[-1] != layout.seq_len):
+        assert options.layout is not None
+        if mask is not None and (mask.dim() < 1 or mask.shape[-1] != options.layout.seq_len):
             raise ConfigError(
-                f"attention over a mesh: a mask of shape {tuple(mask.shape)} for {layout.seq_len} "
+                f"attention over a mesh: a mask of shape {tuple(mask.shape)} for "
+                f"{options.layout.seq_len} "
                 "tokens: give the mask of the whole sequence, the same on every rank, not this "
                 "rank's part"
             )
@@ -222,9 +226,9 @@ class SequenceParallelMode(CallMode):
         if is_watched and query.shape[2] not in self._own_tokens:
             self._watch(self._own_tokens, query.shape[2])
         if not is_cast:
-            return self.attend(query, key, value, layout, mask, is_causal, scale)
+            return self.attend(query, key, value, options, mask, is_causal, scale)
         with torch.autocast(device, enabled=False):  # of what attention is made of
-            return self.attend(query, key, value, layout, mask, is_causal, scale)
+            return self.attend(query, key, value, options, mask, is_causal, scale)
 
     def _watch(self, numbers: set[int], num: int) -> None:
         """Add to the tokens of this rank or the sizes of softmaxes; refuse what is both."""
@@ -253,6 +257,12 @@ class SequenceParallelMode(CallMode):
                 f"context_parallel(..., replicated=({num_keys},)) or in the table's `attends`"
             )
         return False
+
+
+# Compilers trace it as a part of what they compile, never by itself. Where a graph breaks within
+# the mode, torch 2.13 would compile it for the first function that it is called with, and use that
+# for others: `x.dtype` gave a shape.
+skip_code(SequenceParallelMode.__torch_function__.__code__)
 
 
 @contextmanager
@@ -305,11 +315,8 @@ def context_parallel(
             raise ConfigError(_AMBIGUOUS.format(both))
     options = AttentionOptions(None, kernel, comm_dtype, overlap, double_buffer)
     mode = SequenceParallelMode(place, layout, replicated, options, watches=True)
-    mode.enter()
-    try:
+    with mode:
         yield mode
-    finally:
-        mode.leave()
     if not mode.has_attended:
         raise ConfigError(
             "context_parallel: nothing within called F.scaled_dot_product_attention, so nothing "
@@ -323,8 +330,63 @@ def as_it_is(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
+def with_layout(options: AttentionOptions, layout: SequenceLayout) -> AttentionOptions:
+    """Return the same options for tokens in this layout."""
+    of = options
+    return AttentionOptions(layout, of.kernel, of.comm_dtype, of.overlap, of.double_buffer)
+
+
 def _cast(x: Any, dtype: torch.dtype) -> Any:
     """Cast an argument as torch casts those of scaled_dot_product_attention: all but float64."""
     if x is None or x.dtype == torch.float64 or not x.is_floating_point():
         return x
     return x.to(dtype)
+
+
+# --- tensors without elements, as a rank without tokens has them ----------------------------------
+
+
+def _reshape_empty(
+    func: Callable[..., Tensor], x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Tensor:
+    """Reshape a tensor without elements by one of `_RESHAPES`; the arguments are those after it.
+
+    Torch cannot infer a -1 from no elements. Models split heads and channels by (..., tokens, -1,
+    2), and times of tokens by (-1, tokens): the dims before or after the tokens imply it.
+    """
+    kwargs = {name: value for name, value in kwargs.items() if name not in ("input", "self")}
+    if func is torch.unflatten:
+        dim = args[0] if args else kwargs["dim"]
+        sizes = args[1] if len(args) > 1 else kwargs["sizes"]
+        if -1 not in sizes or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
+            return func(x, *args, **kwargs)
+        dim %= x.dim()
+        return x.view(_inferred(x.shape, (*x.shape[:dim], *sizes, *x.shape[dim + 1 :])))
+    if len(args) > 1:
+        return func(x, _inferred(x.shape, args))
+    sizes = args[0] if args else kwargs.get("shape", kwargs.get("size"))
+    if not isinstance(sizes, Sequence):  # one size, or another dtype
+        return func(x, *args, **kwargs)
+    return func(x, _inferred(x.shape, sizes))
+
+
+def _inferred(shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
+    """Infer the -1 that torch cannot, from the dims on its side of those of size 0, the tokens.
+
+    Sizes that do not follow from these dims are left to torch's error.
+    """
+    sizes = tuple(sizes)
+    if -1 not in sizes or 0 not in sizes:
+        return sizes
+    at, zeros = sizes.index(-1), [place for place, size in enumerate(sizes) if size == 0]
+    has = [place for place, size in enumerate(shape) if size == 0]
+    if at > zeros[-1]:
+        whole, others = shape[has[-1] + 1 :], sizes[zeros[-1] + 1 :]
+    elif at < zeros[0]:
+        whole, others = shape[: has[0]], sizes[: zeros[0]]
+    else:
+        return sizes
+    elements, known = math.prod(whole), math.prod([size for size in others if size != -1])
+    if known == 0 or elements % known:
+        return sizes
+    return tuple([elements // known if size == -1 else size for size in sizes])
