@@ -1,4 +1,4 @@
-"""The Trace Event Format, as its document says what viewers such as Perfetto take.
+"""The Trace Event Format, as viewers such as Perfetto read it.
 
 Written from "Trace Event Format" (Google, 2016): the JSON object format, with complete (X), instant
 (i), flow (s, t, f) and metadata (M) events. Stricter where a viewer would draw something else than
@@ -12,19 +12,24 @@ from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
+Slices = dict[Any, list[tuple[float, float]]]
 _NANOSECOND = 1.001e-3  # of the microseconds that times are in
 
 
 def check_format(path: Path, *, is_ours: bool) -> dict[str, int]:
     """Assert that a file obeys the format; return how many events it has, by phase.
 
-    Those that we write have whole numbers of processes and threads, times in order, and names:
-    torch names some processes by text, and writes what it has as it comes.
+    Ours have whole numbers of processes and threads, times in order, and names: torch names some
+    processes by text, and writes events in any order.
     """
-    trace: Any = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
+
+    def refuse(name: str) -> float:
+        raise AssertionError(f"{name} is no JSON")
+
+    trace: Any = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
     events: list[Event] = trace["traceEvents"]
     assert trace.get("displayTimeUnit", "ms") in ("ms", "ns")
-    slices: dict[Any, list[tuple[float, float]]] = defaultdict(list)
+    slices: Slices = defaultdict(list)
     for event in events:
         _check_fields(event, is_ours)
         if event["ph"] == "X":
@@ -32,7 +37,7 @@ def check_format(path: Path, *, is_ours: bool) -> dict[str, int]:
             slices[event["pid"], event["tid"]].append(row)
     for rows in slices.values():
         _check_nested(rows)
-    _check_flows(events, slices)
+    _check_flows([event for event in events if event["ph"] in "stf"], slices)
     if is_ours:
         times = [event["ts"] for event in events if event["ph"] != "M"]
         assert times == sorted(times) and min(times) >= 0
@@ -42,28 +47,22 @@ def check_format(path: Path, *, is_ours: bool) -> dict[str, int]:
     return dict(Counter(event["ph"] for event in events))
 
 
-def _no_constant(name: str) -> float:
-    raise AssertionError(f"{name} is no JSON")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _check_fields(event: Event, is_ours: bool) -> None:
-    phase, kinds = event["ph"], (int,) if is_ours else (int, str)
-    assert phase in "XistfM" and isinstance(event["name"], str), event
+    def is_a(value: object, *kinds: type) -> bool:
+        is_finite = not isinstance(value, float) or math.isfinite(value)
+        return isinstance(value, kinds) and not isinstance(value, bool) and is_finite
+
+    phase = event["ph"]
+    assert phase in "XistfM" and is_a(event["name"], str), event
     for name in ("pid",) if event["name"].startswith("process_") else ("pid", "tid"):
-        assert isinstance(event[name], kinds) and not isinstance(event[name], bool), event
-    assert isinstance(event.get("args", {}), dict), event
-    if phase == "M":
-        assert "args" in event, event
-        return
-    assert _is_number(event["ts"]) and isinstance(event.get("cat", ""), str), event
+        assert is_a(event[name], int) or (is_a(event[name], str) and not is_ours), event
+    assert is_a(event.get("args", {}), dict) and ("args" in event or phase != "M"), event
+    if phase != "M":
+        assert is_a(event["ts"], int, float) and is_a(event.get("cat", ""), str), event
     if phase == "X":
-        assert _is_number(event["dur"]) and event["dur"] >= 0 and event["cat"], event
+        assert is_a(event["dur"], int, float) and event["dur"] >= 0 and event["cat"], event
     elif phase in "stf":
-        assert isinstance(event["id"], int | str) and event["cat"], event
+        assert is_a(event["id"], int, str) and event["cat"], event
 
 
 def _check_nested(rows: list[tuple[float, float]]) -> None:
@@ -76,9 +75,8 @@ def _check_nested(rows: list[tuple[float, float]]) -> None:
         stack.append(end)
 
 
-def _check_flows(events: list[Event], slices: dict[Any, list[tuple[float, float]]]) -> None:
+def _check_flows(flows: list[Event], slices: Slices) -> None:
     """Each arrow begins once and ends later, both in a slice of their thread."""
-    flows = [event for event in events if event["ph"] in "stf"]
     begins = {(e["cat"], e["id"]): e["ts"] for e in flows if e["ph"] == "s"}
     assert len(begins) == sum(event["ph"] == "s" for event in flows), "a flow begins twice"
     for event in flows:
