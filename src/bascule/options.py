@@ -60,11 +60,7 @@ class RankOptions:
 
 
 def check_options(options: Any) -> None:
-    """Refuse fields of a dataclass that are out of range, and files that cannot be written.
-
-    Raises:
-        ConfigError: Names the option, its value and what is legal; or two options with one file.
-    """
+    """Refuse fields of a dataclass that are out of range, and files that cannot be written."""
     for name, value, rules, is_whole in _fields(options):
         for rule in rules if value not in (None, STDOUT) else ():
             if isinstance(rule, NewFile):
@@ -85,11 +81,7 @@ def check_options(options: Any) -> None:
 
 
 def check_file(option: str, path: Path, suffix: str = "") -> None:
-    """Refuse a file that could not be written.
-
-    Raises:
-        ConfigError: It ends otherwise, is a folder or in none, or its page needs plotly.
-    """
+    """Refuse a file that could not be written."""
     if path.suffix != suffix and suffix:
         raise ConfigError(f"{option} {path}: must end in {suffix}")
     if os.path.isdir(path):

@@ -44,9 +44,6 @@ def publish(options: Outputs, report: Report, data: dict[str, Any] | None = None
 
     Returns:
         The console, for `saved`.
-
-    Raises:
-        ConfigError: A file cannot be written.
     """
     console = Console(stderr=options.json == STDOUT)
     show(console, report)
@@ -62,11 +59,7 @@ def publish(options: Outputs, report: Report, data: dict[str, Any] | None = None
 
 
 def write(console: Console, option: str, path: Path, text: str) -> None:
-    """Write the file of an option, and print its name.
-
-    Raises:
-        ConfigError: The file cannot be written; names the option, the path and the reason.
-    """
+    """Write the file of an option, and print its name."""
     try:
         path.write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -100,10 +93,6 @@ def on_ranks(
         finish: Gets that result, where the command was started: in the launcher, or on the first
             rank of a job. Returns the exit status.
         prepare: Runs in the launcher, with the number of ranks, before they start.
-
-    Raises:
-        ConfigError: There are not so many GPUs, or a rank refused its input.
-        CommError: A rank failed.
     """
     from bascule.cli import launch
 

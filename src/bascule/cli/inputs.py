@@ -89,11 +89,7 @@ class InputOptions:
         return self.data is not None or self.batch_size is not None
 
     def check_steps(self, **counts: int | None) -> None:
-        """Refuse a count, by its option, of more batches than the source has.
-
-        Raises:
-            ConfigError: Names the option.
-        """
+        """Refuse a count, by its option, of more batches than the source has."""
         for name, value in counts.items():
             if value is not None and value > 1 and not self.has_steps:
                 raise ConfigError(
@@ -106,9 +102,6 @@ class InputOptions:
         Args:
             default_ranks: Ranks of a source without ranks, unless --ranks gives them.
             steps_after: How many steps after --step, where `has_steps`.
-
-        Raises:
-            ConfigError: Not one source is given, or it is malformed or does not fit.
         """
         sources = self.lengths, self.file, self.manifest, self.data
         if (num_sources := sum(one is not None for one in sources)) != 1:
@@ -127,11 +120,7 @@ class InputOptions:
     def read_shapes(
         self, num_ranks: int | None = None, *, steps_after: int = 0
     ) -> list[list[SampleShape]]:
-        """Read the samples of each source rank, of --manifest or --data: text apart from images.
-
-        Raises:
-            ConfigError: The source is malformed or does not fit.
-        """
+        """Read the samples of each source rank, of --manifest or --data: text apart from images."""
         step = self.step + steps_after
         if self.data is not None:
             codes = parse_data_codes(self.data)
@@ -192,12 +181,7 @@ class MachineOptions:
     latency_us: float | None = None
 
     def hardware(self) -> HardwareProfile:
-        """Return the profile, with the numbers that options replace.
-
-        Raises:
-            ConfigError: The file holds none, a value is out of range, or calls of attention were
-                measured and would be predicted from something else.
-        """
+        """Return the profile, with the numbers that options replace."""
         profile, changes = HardwareProfile.load(self.profile), dict[str, float]()
         for option, (unit, fields) in _UNITS.items():
             if (value := getattr(self, option, None)) is None:
@@ -236,11 +220,7 @@ class ClusterOptions(MachineOptions):
 
     @property
     def limits(self) -> Limits | None:
-        """Limits of a rank, in tokens; None if unlimited.
-
-        Raises:
-            ConfigError: A limit is out of range, or no token fits.
-        """
+        """Limits of a rank, in tokens; None if unlimited."""
         limits = None if self.max_tokens is None else Limits(tokens=self.max_tokens)
         if self.kb_per_token is None:
             return limits
@@ -257,11 +237,7 @@ class ClusterOptions(MachineOptions):
         return in_tokens(limits, TransformerCost(bytes_per_token=each), None)
 
     def machines(self, num_ranks: int) -> Cluster:
-        """Return whole nodes for so many ranks.
-
-        Raises:
-            ConfigError: They do not fill whole nodes, or a value is out of range.
-        """
+        """Return whole nodes for so many ranks."""
         per_node = self.ranks_per_node
         if per_node is None:
             per_node = max(size for size in range(1, 9) if num_ranks % size == 0)

@@ -37,11 +37,7 @@ def device_type() -> str:
 
 
 def num_ranks_here(num_ranks: int | None) -> int:
-    """Return how many ranks to launch: by default one a GPU, else one a core, two at least.
-
-    Raises:
-        ConfigError: There are fewer GPUs.
-    """
+    """Return how many ranks to launch: by default one a GPU, else one a core, two at least."""
     num_gpus = torch.cuda.device_count()
     default = num_gpus or max(2, torch.get_num_threads())  # threads are physical cores
     if num_gpus and num_ranks is not None and num_ranks > num_gpus:
@@ -53,11 +49,7 @@ def num_ranks_here(num_ranks: int | None) -> int:
 
 
 def launch(num_ranks: int, arguments: list[str]) -> None:
-    """Run `python -m bascule.cli ARGUMENTS` in this many local ranks and wait for them.
-
-    Raises:
-        ConfigError, CommError: A rank failed; its own message is on the terminal already.
-    """
+    """Run `python -m bascule.cli ARGUMENTS` in this many local ranks and wait for them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -92,12 +84,7 @@ def is_waited_for() -> bool:
 
 
 def result_of_ranks(num_ranks: int, arguments: list[str]) -> str:
-    """Launch local ranks, and return what the first of them hands over.
-
-    Raises:
-        ConfigError: A rank refused its input.
-        CommError: A rank failed.
-    """
+    """Launch local ranks, and return what the first of them hands over."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result"
         os.environ[_RESULT_TO] = str(path)

@@ -35,12 +35,7 @@ class PlanOptions(Outputs, BatchOptions):
 
 
 def run(options: PlanOptions, arguments: list[str]) -> None:
-    """Plan, and publish the plan.
-
-    Raises:
-        ConfigError: The input is malformed or does not fit.
-        PlanError: The limit cannot be kept.
-    """
+    """Plan, and publish the plan."""
     from bascule.cli.command import publish, write
     from bascule.plan.plan import Plan, plan_batch
     from bascule.plan.topology import Topology

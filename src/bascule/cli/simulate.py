@@ -72,11 +72,7 @@ class SimulateOptions(Outputs, MachineOptions, InputOptions):
 
 
 def run(options: SimulateOptions, arguments: list[str]) -> None:
-    """Simulate, and publish what each policy takes.
-
-    Raises:
-        ConfigError: The input is malformed or does not fit.
-    """
+    """Simulate, and publish what each policy takes."""
     from bascule.cli.command import publish, saved, waiting
     from bascule.plan.machine import passes_of
     from bascule.report.reports import of_simulation
@@ -114,11 +110,7 @@ def run(options: SimulateOptions, arguments: list[str]) -> None:
 
 
 def _check(options: SimulateOptions) -> None:
-    """Refuse what does not fit together.
-
-    Raises:
-        ConfigError: Says so.
-    """
+    """Refuse what does not fit together."""
     if options.traces is not None and options.traces.exists() and not options.traces.is_dir():
         raise ConfigError(f"--traces {options.traces}: is a file; give a folder")
     if options.lengths is not None or options.file is not None:

@@ -70,11 +70,7 @@ class SparseOptions(Outputs, MachineOptions):
 
     @property
     def meshes(self) -> "tuple[Mesh, ...]":
-        """All that are to be compared, those with the largest Ulysses degree first.
-
-        Raises:
-            ConfigError: None is given, or the degrees do not make the ranks.
-        """
+        """All that are to be compared, those with the largest Ulysses degree first."""
         from bascule.plan.sparse.choose import all_degrees
 
         if self.ranks is None:
@@ -115,11 +111,7 @@ class _Source:
 
 
 def run(options: SparseOptions, arguments: list[str]) -> None:
-    """Plan in all ways, and publish the comparison.
-
-    Raises:
-        ConfigError: The options are wrong, or do not fit the masks.
-    """
+    """Plan in all ways, and publish the comparison."""
     from bascule.cli.command import progress, publish
     from bascule.report.reports import of_sparse
     from bascule.sim.sparse_study import Setting, study
@@ -146,11 +138,7 @@ def run(options: SparseOptions, arguments: list[str]) -> None:
 
 
 def _with_heads(meshes: "tuple[Mesh, ...]", source: _Source) -> "tuple[Mesh, ...]":
-    """Return those whose Ulysses ranks can have a head each.
-
-    Raises:
-        ConfigError: There is no such mesh, or one is too large.
-    """
+    """Return those whose Ulysses ranks can have a head each."""
     from bascule.plan.sparse import check_degrees
 
     fitting = tuple(mesh for mesh in meshes if mesh[0] <= source.num_heads)

@@ -30,12 +30,7 @@ class TopologyOptions(Outputs, BatchOptions):
 
 
 def run(options: TopologyOptions, arguments: list[str]) -> None:
-    """Rank, and publish the ranking.
-
-    Raises:
-        ConfigError: The input is malformed or does not fit.
-        PlanError: No topology keeps the limit.
-    """
+    """Rank, and publish the ranking."""
     from bascule.cli.command import publish, waiting
     from bascule.plan.machine import in_passes, passes_of
     from bascule.plan.topology_search import suggest_topology

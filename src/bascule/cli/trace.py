@@ -35,11 +35,7 @@ class TraceOptions(Outputs):
 
 
 def run(options: TraceOptions, arguments: list[str]) -> None:
-    """Read and compare, and publish the comparison.
-
-    Raises:
-        ConfigError: A trace or an option is malformed, or they do not fit together.
-    """
+    """Read and compare, and publish the comparison."""
     from bascule.cli.command import publish, saved
     from bascule.plan.topology import Topology
     from bascule.report.reports import of_trace
@@ -68,11 +64,7 @@ def run(options: TraceOptions, arguments: list[str]) -> None:
 
 
 def _check_out(options: TraceOptions) -> None:
-    """Refuse to write over the traces that are read.
-
-    Raises:
-        ConfigError: Says so.
-    """
+    """Refuse to write over the traces that are read."""
     source = options.folder if options.folder.is_dir() else options.folder.parent
     if options.out is not None and options.out.resolve() == source.resolve():
         raise ConfigError(
