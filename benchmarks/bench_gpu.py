@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _common import RESULTS, environment, write_results
 from gpu import against_diffusers, blocks, device, host, inference, kernels, latency, sparse
 from gpu.measuring import Card, Case, Row, Setting, told
+from measuring import RESULTS, environment, write_results
 from rich.console import Console
 from rich.table import Table
 

@@ -69,10 +69,21 @@ def benchmarks_page() -> str:
 def result_row(name: str, found: dict[str, Any]) -> str:
     """A row of the table."""
     here = found["environment"]
-    script = ROOT / "benchmarks" / f"bench_{found['benchmark'].removesuffix('_compiled')}.py"
-    told = ast.get_docstring(ast.parse(script.read_text())) if script.exists() else None
-    what = (told or "").partition("\n")[0]
+    what = next((text for module in _modules() if (text := _first_line(module, name))), "")
     cores = f"{here['num_cpus']} cores, {here['cpu']}"
     device = cores if here["device"] == "cpu" else here["device"]
     cells = (name, what, here["date"][:10], device, here["torch"], here["commit"])
     return f"| {' | '.join(cells)} |"
+
+
+def _modules() -> list[ast.Module]:
+    paths = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "benchmarks").glob("*/__init__.py")]
+    return [ast.parse(path.read_text()) for path in sorted(paths)]
+
+
+def _first_line(module: ast.Module, result: str) -> str:
+    """Return the first line of the benchmark whose result has that name."""
+    for node in module.body:
+        if isinstance(node, ast.FunctionDef) and f"{node.name}.json" == result:
+            return (ast.get_docstring(node) or "").partition("\n")[0]
+    return ""

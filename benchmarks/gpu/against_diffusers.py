@@ -14,7 +14,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from _common import ratio
+from measuring import ratio
 from torch import Tensor
 
 from bascule.models import MMDiT, PackedBatch, weights_from_diffusers

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from _common import MIXES
+from measuring import MIXES
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from bascule import Plan, TransformerCost, plan_batch

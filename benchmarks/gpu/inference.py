@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from _common import ratio
+from measuring import ratio
 from torch import Tensor
 
 from bascule.diffusers.compiling import Mode

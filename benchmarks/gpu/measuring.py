@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from _common import Timer, time_interleaved, wall_seconds
+from measuring import Timer, time_interleaved, wall_seconds
 
 CASE_S = 10.0
 """About how long the rounds of a case take, besides warm-ups."""

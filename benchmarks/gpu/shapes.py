@@ -16,7 +16,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from _common import MIXES
+from measuring import MIXES
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,  # pyright: ignore[reportUnknownVariableType]

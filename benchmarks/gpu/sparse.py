@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from _common import ratio
-from bench_sparse_kernel import check, rows_of
+from measuring import ratio
+from sparse_kernel import check, rows_of
 from torch import Tensor
 
 from bascule.attention.kernels.protocol import Attended, AttentionKernel

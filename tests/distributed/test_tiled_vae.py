@@ -257,7 +257,7 @@ def test_wrong_uses_are_one_sentence_on_all_ranks() -> None:
 
 def peaks(kind: str) -> list[dict[str, int]]:
     """Bytes that a decode holds at most: whole and tiled on one rank, and over ranks."""
-    peak_bytes = runpy.run_path(str(ROOT / "benchmarks" / "_common.py"))["peak_bytes"]
+    peak_bytes = runpy.run_path(str(ROOT / "benchmarks" / "measuring.py"))["peak_bytes"]
     vae, size = tiny_vae(kind), (1, 3, 80, 80)
     z, found = sample_of(kind, "decode", size, 0, FLOAT), list[dict[str, int]]()
     with torch.no_grad():

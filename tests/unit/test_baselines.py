@@ -1,4 +1,4 @@
-"""The policies of `benchmarks/bench_baselines.py` do what their libraries publish."""
+"""The policies of `benchmarks/baselines` do what their libraries publish."""
 
 import json
 from importlib import import_module
@@ -20,7 +20,7 @@ def _path(monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[reportUnu
 
 
 def module(name: str) -> Any:
-    return import_module(f"_baseline{name}")
+    return import_module(f"baselines.{name}")
 
 
 @pytest.mark.parametrize("num_ranks", [4, 8])
@@ -30,7 +30,8 @@ def test_batch_rebalance_is_that_of_transformers(num_ranks: int) -> None:
         lens = rng.integers(10, 20_000, num_ranks * int(rng.integers(1, 9)))
         peer = peers.BatchRebalanceSampler(lens.tolist(), lens.size, num_ranks, 1)
         theirs = [part[0] for part in peer._assign(list(range(lens.size)), lens.tolist())]
-        (ours,) = module("s").batch_rebalance(lens + 0.001 * lens.astype(float) ** 2, num_ranks)
+        costs = lens + 0.001 * lens.astype(float) ** 2
+        (ours,) = module("algorithms").batch_rebalance(costs, num_ranks)
         assert ours == theirs
 
 
@@ -49,13 +50,13 @@ def squares(length: int, size: int) -> float:
     ],
 )
 def test_groups_by_length_by_hand(num_ranks: int, lens: list[int], steps: Any) -> None:
-    assert module("s").HybridContext(num_ranks, 10, squares).steps(np.array(lens)) == steps
+    assert module("algorithms").HybridContext(num_ranks, 10, squares).steps(np.array(lens)) == steps
 
 
 @pytest.mark.parametrize("kind", ["whole", "equal_counts", "padded", "accumulated", "bags"])
 @pytest.mark.parametrize("data", ["photos", "data codes", "text, images, videos"])
 def test_policies_keep_every_sample_of_a_step(kind: str, data: str) -> None:
-    cases, policies = module("_cases"), module("_policies")
+    cases, policies = module("cases"), module("policies")
     case = cases.Case.draw(data, 8, 28)
     size = case.full * (policies.MICROBATCHES if kind == "accumulated" else 1)
     num_ours = 0
@@ -77,7 +78,7 @@ def test_policies_keep_every_sample_of_a_step(kind: str, data: str) -> None:
 
 
 def test_shared_samples_cost_what_the_plan_says() -> None:
-    cases, policies = module("_cases"), module("_policies")
+    cases, policies = module("cases"), module("policies")
     case = cases.Case.draw("text, images, videos", 8, 4)
     plan = policies.plan_batch(policies.by_rank(case, 1), "auto", case.cost, cluster=case.cluster)
     step = policies.planned(case, "auto", case.cluster)(1)
@@ -89,7 +90,7 @@ def test_shared_samples_cost_what_the_plan_says() -> None:
 
 
 def test_no_pair_of_a_mask_is_lost() -> None:
-    masks = module("_masks")
+    masks = module("masks")
     spans = masks.images_in_text(np.random.default_rng(0))
     first, last = masks.seen(spans)
     for way in (*masks.TORCH.values(), *masks.OURS.values()):

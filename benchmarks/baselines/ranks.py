@@ -1,25 +1,22 @@
 """Two ranks over gloo that really run the steps of policies: a small transformer, in turns."""
 
-import multiprocessing
 import statistics
-import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from _baseline_cases import DATA, Case, makespan, samples_with_repeats
-from _baseline_policies import padded, whole
-from _baselines import Step
+from measuring import on_ranks
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from bascule.plan.costs import TransformerCost
 from bascule.plan.fits import fit_latency
+from baselines.algorithms import Step
+from baselines.cases import DATA, Case, makespan, samples_with_repeats
+from baselines.policies import padded, whole
 
 NUM_RANKS, WIDTH, HEADS, LAYERS = 2, 128, 2, 2
 SHRINK = 16
@@ -109,7 +106,7 @@ def _measure(case: Case, num_steps: int) -> dict[str, Any]:
             work[name] = [float(case.costs[samples_with_repeats(s)].sum()) for s in steps]
             spent = sum(makespan(case, step, padded=is_padded) for step in steps)
             predicted[name] = spent / sum(work[name])
-    seconds = run(batches)
+    seconds = on_ranks(_run_on_rank, batches)
     found: dict[str, Any] = {}
     for name in batches:
         ratios = [
@@ -128,37 +125,25 @@ def _measure(case: Case, num_steps: int) -> dict[str, Any]:
 
 def lengths(case: Case, step: Step, *, is_padded: bool) -> list[list[list[int]]]:
     """What the ranks compute on."""
-    given = [[case.lens[samples].tolist() for samples in ranks] for ranks in step]
+    loaded = [[case.lens[samples].tolist() for samples in ranks] for ranks in step]
     if not is_padded:
-        return given
-    return [[[max(lens)] * len(lens) for lens in ranks] for ranks in given]
+        return loaded
+    return [[[max(lens)] * len(lens) for lens in ranks] for ranks in loaded]
 
 
-def run(batches: dict[str, Batches]) -> dict[str, list[float]]:
-    """Seconds of each step of each policy: of the slower rank."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(NUM_RANKS, context) as pool:
-        store = str(Path(folder) / "store")
-        tasks = [pool.submit(run_rank, rank, store, batches) for rank in range(NUM_RANKS)]
-        of_rank = [task.result() for task in tasks]
-    return {name: np.max([times[name] for times in of_rank], axis=0).tolist() for name in batches}
-
-
-def run_rank(rank: int, store: str, batches: dict[str, Batches]) -> dict[str, list[float]]:
-    """All steps on one rank; policies take turns in each step, and in who begins."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS)
+def _run_on_rank(batches: dict[str, Batches]) -> dict[str, list[float]]:
+    """Return the seconds of each step of each policy on the slower rank; policies take turns."""
     torch.manual_seed(0)
-    model = nn.ModuleList(Block() for _ in range(LAYERS))
+    model, rank = nn.ModuleList(Block() for _ in range(LAYERS)), dist.get_rank()
     names = list(batches)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(-1, len(batches[names[0]])):  # the first one warms up
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
-            taken = _step(model, batches[name][max(number, 0)], rank)
+            taken = torch.tensor(_step(model, batches[name][max(number, 0)], rank))
+            dist.all_reduce(taken, dist.ReduceOp.MAX)
             if number >= 0:
-                seconds[name].append(taken)
-    dist.destroy_process_group()
+                seconds[name].append(float(taken))
     return seconds
 
 

@@ -1,43 +1,20 @@
-"""The balanced loader: how much of its exchange training waits for, and what a decision takes.
+"""Measure the balanced loader: the exchange that training waits for, and the time of a decision."""
 
-Run: `python benchmarks/bench_loader.py` (about five minutes; `--quick`: half a minute, writes
-nothing); writes results/loader.json and results/loader_trace.json, which chrome://tracing shows.
-
-Overlap: two ranks over gloo, six samples of a vision-language model each (pixel values of 1 to 4
-MB), moved by the loader's thread. The accelerator's part is a sleep of the training thread; for
-comparison, matrix products of one thread, which compete with the exchange for the cores. Exposed
-are the seconds of the exchange in which training waited (`loader.metrics()`); waited is all that
-training spent in `next`, collating included. The steps that fill the pipeline do not count.
-
-Trace: when each exchange ran, by the loader's own hooks: from the last `weight_fn` of a step, which
-is called just before it, to `collate_fn`, which is called just after.
-
-Decision: `Redistributor.decide` for lengths on which the public code of LoongForge gives up,
-without processes, against the bound and against a bare longest-first loop in the same turns. The
-loop knows the costs and writes a list of bins; the plan computes costs, checks lengths and proves
-its bound.
-"""
-
-import argparse
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from _common import RESULTS, ratio, summary, time_interleaved, write_results
-from bench_solver import bare_heap
+from host import bare_heap
+from measuring import RESULTS, met, on_ranks, ratio, summary, time_interleaved
 
 from bascule.comm.groups import RankGroup
 from bascule.data.loader import BalancedLoader, LoaderOptions
@@ -60,25 +37,27 @@ Interval = tuple[float, float]
 Sample = dict[str, torch.Tensor]
 
 
-def main() -> None:
-    """Measure, print the verdicts, write the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds; writes nothing")
-    quick = parser.parse_args().quick
+def loader(*, quick: bool = False) -> dict[str, Any]:
+    """Measure how much of a loader's exchange training waits for, and what a decision takes.
+
+    Five minutes; also writes results/loader_trace.json, which chrome://tracing shows. Overlap: two
+    ranks, six samples of a vision-language model each (pixel values of 1 to 4 MB). The accelerator
+    is a sleep; for comparison, matrix products of one thread, which compete for the cores. Exposed
+    are the seconds of the exchange in which training waited; waited is all that it spent in `next`.
+    The trace comes from the loader's own hooks: from the last `weight_fn` of a step to
+    `collate_fn`. Decision: `Redistributor.decide` for lengths on which LoongForge's public code
+    gives up, against the bound and a bare longest-first loop.
+    """
     torch.set_num_threads(1)
-    load_before = os.getloadavg()
-    overlap, trace = measure_overlap(num_steps=10 if quick else 40, repeats=1 if quick else 5)
-    print_overlap(overlap)
-    decision = list(measure_decision(seeds=2 if quick else 5, rounds=5 if quick else 25))
-    load = {"load_average_before": load_before, "load_average_after": os.getloadavg()}
-    print("load averages before and after:", *load.values())
+    before = os.getloadavg()
+    overlap, events = _overlap(*((10, 1) if quick else (40, 5)))
+    _print_overlap(overlap)
+    decision = list(_measure_decision(*((2, 5) if quick else (5, 25))))
     if not quick:
-        print(
-            "written:", write_results("loader", load | {"overlap": overlap, "decision": decision})
-        )
-        path = RESULTS / "loader_trace.json"
-        path.write_text(json.dumps({"traceEvents": trace}, separators=(",", ":")) + "\n")
-        print("written:", path)
+        text = json.dumps({"traceEvents": events}, separators=(",", ":")) + "\n"
+        (RESULTS / "loader_trace.json").write_text(text)
+    load = {"load_average_before": before, "load_average_after": os.getloadavg()}
+    return {**load, "overlap": overlap, "decision": decision}
 
 
 # --- overlap ------------------------------------------------------------------------------------
@@ -100,15 +79,9 @@ class Hooks:
         return {name: torch.cat([one[name] for one in samples]) for name in samples[0]}
 
 
-def measure_overlap(num_steps: int, repeats: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Both kinds of compute and all depths in turns; and the trace of 20 steps."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(NUM_RANKS, context) as pool:
-        store = str(Path(folder) / "store")
-        tasks = [
-            pool.submit(overlap_rank, rank, store, num_steps, repeats) for rank in range(NUM_RANKS)
-        ]
-        of_rank = [task.result() for task in tasks]
+def _overlap(num_steps: int, repeats: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return both kinds of compute and all depths in turns; and the trace of 20 steps."""
+    of_rank = on_ranks(_overlap_on_rank, num_steps, repeats)
     results: dict[str, Any] = {
         "ranks": NUM_RANKS,
         "samples_a_rank": SAMPLES_A_RANK,
@@ -119,7 +92,7 @@ def measure_overlap(num_steps: int, repeats: int) -> tuple[dict[str, Any], list[
     }
     for case in of_rank[0]["runs"]:
         runs = zip(*(ranks["runs"][case] for ranks in of_rank), strict=True)
-        results[case] = summarize_runs([list(ranks) for ranks in runs])
+        results[case] = _summarize_runs([list(ranks) for ranks in runs])
     for kind in ("sleep", "matmul"):
         results[f"trace, {kind}"] = {
             name: [ranks["traces"][kind][name] for ranks in of_rank]
@@ -129,7 +102,7 @@ def measure_overlap(num_steps: int, repeats: int) -> tuple[dict[str, Any], list[
     return results, [event for ranks in of_rank for event in ranks["events"]]
 
 
-def summarize_runs(runs: Sequence[Sequence[dict[str, float]]]) -> dict[str, Any]:
+def _summarize_runs(runs: Sequence[Sequence[dict[str, float]]]) -> dict[str, Any]:
     """Medians over runs; where ranks differ, of the worse one."""
 
     def median(name: str, worst: Callable[..., float] = max) -> float:
@@ -150,34 +123,35 @@ def summarize_runs(runs: Sequence[Sequence[dict[str, float]]]) -> dict[str, Any]
     }
 
 
-def overlap_rank(rank: int, store: str, num_steps: int, repeats: int) -> dict[str, Any]:
-    """All runs of one rank."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS)
-    pool = make_pool(rank)
-    products, alone_s = calibrate()
+def _overlap_on_rank(num_steps: int, repeats: int) -> list[dict[str, Any]]:
+    """Return all runs of each rank."""
+    rank = dist.get_rank()
+    pool = _make_pool(rank)
+    products, alone_s = _calibrate()
     kinds = {"sleep": lambda: time.sleep(STEP_S), "matmul": products}
     runs: dict[str, list[dict[str, float]]] = {}
     for repeat in range(repeats):
         for prefetch, (kind, compute) in itertools.product(PREFETCH, kinds.items()):
-            run, _, _ = train(pool, prefetch, compute, num_steps, seed=repeat)
+            run, _, _ = _train(pool, prefetch, compute, num_steps, seed=repeat)
             runs.setdefault(f"{kind}, prefetch {prefetch}", []).append(run)
     traces, events = {}, []
     for kind, compute in kinds.items():
-        run, hooks, computes = train(pool, 2, compute, 20, seed=99)
+        run, hooks, computes = _train(pool, 2, compute, 20, seed=99)
         exchanges = [part for part in hooks.exchanges if part[0] >= computes[0][0]]
         traces[kind] = {
             "exchange_s": sum(end - start for start, end in hooks.exchanges[WARMUP:]),
             "metrics_exchange_s": run["exchange_s"] * 20,
-            "inside_compute_share": inside(exchanges, computes),
+            "inside_compute_share": _inside(exchanges, computes),
         }
         if kind == "matmul":
-            events = trace_events(rank, hooks.exchanges, computes)
-    dist.destroy_process_group()
-    return {"runs": runs, "traces": traces, "events": events, "alone_s": alone_s}
+            events = _trace_events(rank, hooks.exchanges, computes)
+    every: list[Any] = [None] * NUM_RANKS
+    local = {"runs": runs, "traces": traces, "events": events, "alone_s": alone_s}
+    dist.all_gather_object(every, local)
+    return every
 
 
-def make_pool(rank: int) -> list[Sample]:
+def _make_pool(rank: int) -> list[Sample]:
     """Samples to draw from: four patches a token, and a caption."""
     draw = np.random.default_rng([7, rank])
     pool: list[Sample] = []
@@ -189,7 +163,7 @@ def make_pool(rank: int) -> list[Sample]:
     return pool
 
 
-def calibrate() -> tuple[Callable[[], None], float]:
+def _calibrate() -> tuple[Callable[[], None], float]:
     """So many matrix products that a step takes `STEP_S` while the other ranks compute too."""
     matrix = torch.rand(768, 768)
     times: list[float] = []
@@ -213,7 +187,7 @@ def calibrate() -> tuple[Callable[[], None], float]:
     return products, statistics.median(alone)
 
 
-def train(
+def _train(
     pool: list[Sample], prefetch: int, compute: Callable[[], object], num_steps: int, *, seed: int
 ) -> tuple[dict[str, float], Hooks, list[Interval]]:
     """What the measured steps took on this rank, and when it exchanged and computed."""
@@ -255,7 +229,7 @@ def train(
     return measured, hooks, computes
 
 
-def inside(parts: Sequence[Interval], covers: Sequence[Interval]) -> float:
+def _inside(parts: Sequence[Interval], covers: Sequence[Interval]) -> float:
     """Share of the time in `parts` that lies in `covers`, which do not overlap."""
     total = sum(end - start for start, end in parts)
     within = sum(
@@ -266,7 +240,7 @@ def inside(parts: Sequence[Interval], covers: Sequence[Interval]) -> float:
     return within / total if total else 1.0
 
 
-def trace_events(
+def _trace_events(
     rank: int, exchanges: Sequence[Interval], computes: Sequence[Interval]
 ) -> list[dict[str, Any]]:
     """Complete events of Chrome's trace format, in microseconds of the machine's clock."""
@@ -285,14 +259,12 @@ def trace_events(
     ]
 
 
-def print_overlap(results: dict[str, Any]) -> None:
+def _print_overlap(results: dict[str, Any]) -> None:
     for case, found in results.items():
         if case.startswith(("sleep, ", "matmul, ")):
-            met = "" if case.startswith("matmul") else "MISSED  "
-            if case.startswith("sleep") and found["exposed_share"] <= EXPOSED_TARGET:
-                met = "met     "
+            word = met(found["exposed_share"] <= EXPOSED_TARGET) if case[0] == "s" else ""
             print(
-                f"{met}{case}: exposed {found['exposed_share']:.2%} of the step (worst run "
+                f"{word:6}  {case}: exposed {found['exposed_share']:.2%} of the step (worst run "
                 f"{found['exposed_share_worst']:.2%}), waited {found['waited_share']:.2%}; "
                 f"exchange {found['exchange_s'] * 1e3:.0f} ms, step "
                 f"{found['step_s'] * 1e3:.0f} ms, sent {found['sent_mb_a_step']:.1f} MB, moved in "
@@ -306,15 +278,15 @@ def print_overlap(results: dict[str, Any]) -> None:
 # --- the decision -------------------------------------------------------------------------------
 
 
-def measure_decision(seeds: int, rounds: int) -> Iterator[dict[str, Any]]:
+def _measure_decision(seeds: int, rounds: int) -> Iterator[dict[str, Any]]:
     """Quality over seeds and time on the first, of each cost and number of ranks."""
     _ = torch.empty(31 * 2**20, dtype=torch.uint8)  # settles glibc's allocator: bench_overhead
     for (b, cost), num_ranks in itertools.product(COSTS.items(), WORLDS):
         before, after, bound, of_heap, applied = [], [], [], [], 0
         for seed in range(seeds):
             loaded, redistributor = (
-                make_loaded(num_ranks, seed),
-                make_redistributor(num_ranks, cost),
+                _make_loaded(num_ranks, seed),
+                _make_redistributor(num_ranks, cost),
             )
             costs = cost(loaded.lens)
             mean = float(costs.sum()) / num_ranks
@@ -326,7 +298,7 @@ def measure_decision(seeds: int, rounds: int) -> Iterator[dict[str, Any]]:
             bins = bare_heap(costs.tolist(), num_ranks)
             of_heap.append(float(np.bincount(bins, costs).max()) / mean)
             applied += verdict.applied
-        times = time_decision(num_ranks, cost, rounds)
+        times = _time_decision(num_ranks, cost, rounds)
         row = {
             "b": b,
             "ranks": num_ranks,
@@ -343,13 +315,13 @@ def measure_decision(seeds: int, rounds: int) -> Iterator[dict[str, Any]]:
             "plan_over_heapq": ratio(times["plan"], times["heapq"]),
             "decision_over_heapq": ratio(times["decision"], times["heapq"]),
         }
-        print_decision(row)
+        _print_decision(row)
         yield row
 
 
-def time_decision(num_ranks: int, cost: TransformerCost, rounds: int) -> dict[str, list[float]]:
+def _time_decision(num_ranks: int, cost: TransformerCost, rounds: int) -> dict[str, list[float]]:
     """The heap, the plan alone and the whole decision, in turns."""
-    loaded, redistributor = make_loaded(num_ranks, 0), make_redistributor(num_ranks, cost)
+    loaded, redistributor = _make_loaded(num_ranks, 0), _make_redistributor(num_ranks, cost)
     topology, costs = Topology(((1, 1),), num_ranks), cost(loaded.lens).tolist()
     lens = [loaded.lens_by_rank(0)]
     candidates: dict[str, Callable[[], object]] = {
@@ -360,7 +332,7 @@ def time_decision(num_ranks: int, cost: TransformerCost, rounds: int) -> dict[st
     return time_interleaved(candidates, rounds=rounds, calls=max(1, 64 // num_ranks))
 
 
-def make_loaded(num_ranks: int, seed: int) -> Items:
+def _make_loaded(num_ranks: int, seed: int) -> Items:
     """Sixteen samples a rank, log-normal lengths around 2048."""
     draw = np.random.default_rng([seed, num_ranks]).lognormal(math.log(2048), 1.2, 16 * num_ranks)
     own = np.split(np.clip(draw, 64, 32768).astype(np.int64), num_ranks)
@@ -368,7 +340,7 @@ def make_loaded(num_ranks: int, seed: int) -> Items:
     return Items.from_words(words)
 
 
-def make_redistributor(num_ranks: int, cost: TransformerCost) -> Redistributor:
+def _make_redistributor(num_ranks: int, cost: TransformerCost) -> Redistributor:
     """What rank 0 decides with; no processes are behind its group, which decisions do not use."""
     group = RankGroup(lambda: None, 0, tuple(range(num_ranks)), (), "benchmark")
     rules = Rules(1, "microbatch", None, "drop_last", 0.02, None)
@@ -376,14 +348,12 @@ def make_redistributor(num_ranks: int, cost: TransformerCost) -> Redistributor:
     return Redistributor(ranks, rules, RankCosts.of(cost), 1e-9)
 
 
-def print_decision(row: dict[str, Any]) -> None:
+def _print_decision(row: dict[str, Any]) -> None:
     found, times = row["max_over_mean"], row["times"]
     over = row["decision_over_heapq"]
-    met = ""
-    if row["ranks"] == max(WORLDS):
-        met = "met     " if over["of_minima"] <= HEAP_TARGET else "MISSED  "
+    word = met(over["of_minima"] <= HEAP_TARGET) if row["ranks"] == max(WORLDS) else ""
     print(
-        f"{met}b {row['b']}, {row['ranks']} ranks: max/mean {found['before']:.3f} -> "
+        f"{word:6}  b {row['b']}, {row['ranks']} ranks: max/mean {found['before']:.3f} -> "
         f"{found['bascule']:.4f} (bound {found['bound']:.4f}, at most "
         f"{found['above_bound_max']:.2%} above it; heapq {found['heapq']:.4f}), applied "
         f"{row['applied']}/{row['seeds']}; heapq {times['heapq']['min_us'] / 1e3:.2f} ms, plan "
@@ -392,7 +362,3 @@ def print_decision(row: dict[str, Any]) -> None:
         f"{over['median']:.2f}x median (plan {row['plan_over_heapq']['of_minima']:.2f}x)",
         flush=True,
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,42 +1,23 @@
-"""Balanced encoders: what a stage takes without and with, beside what its plan predicts.
+"""Measure encoders and VAEs over ranks: items in balance, and tiles."""
 
-Run: `python benchmarks/bench_encoders.py` (about ten minutes; `--quick`: one or two, writes
-nothing); writes results/encoders.json.
-
-Two ranks over gloo, one thread each. A vision tower of Qwen2.5-VL encodes the photos of
-scikit-image, and clips that pan across them; T5 texts of unlike lengths; AutoencoderKL the photos.
-The tower also in a step: forward, backward, mean of the gradients, update. Batches are drawn with
-unlike numbers and sizes of items on the two ranks; "even" batches are the same on both.
-
-Without: each rank encodes what it was given, in as few calls as with. A stage begins with a barrier
-and ends with one. The two ways take turns within a round, batch by batch; a ratio is that of the
-sums of a round's batches. Cost models are fitted to single items that both ranks time at once
-(`fit_latency`; `fit_item_latency` where each is a call of its own). Predicted: the slowest rank's
-cost as given, over its cost as planned and the exchanges, priced by one that is timed. Target: at
-least 95 % of it; and no stage or step slower than without.
-"""
-
-import argparse
-import multiprocessing
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import torch
 import torch.distributed as dist
-from _common import write_results
+from measuring import in_turns, met, on_ranks, peak_bytes, ratio, summary
 from PIL import Image
 from torch import Tensor, nn
 
 from bascule.comm.groups import member_of, resolve
 from bascule.comm.items import leaves_of, measure_exchange
-from bascule.encoders import BalancedEncoder, EncoderOptions
+from bascule.encoders import BalancedEncoder, EncoderOptions, TiledVAE
 from bascule.encoders.items import Item, form_of, table_of
 from bascule.plan.costs import PolynomialCost, TransformerCost
 from bascule.plan.fits import fit_item_latency, fit_latency
@@ -50,19 +31,24 @@ T5 = {"vocab_size": 512, "d_model": 256, "d_kv": 64, "d_ff": 1024, "num_layers":
 VAE_CHANNELS = (16, 32, 32)
 HOST = torch.device("cpu")
 ItemCost = TransformerCost | PolynomialCost
+TILES_TARGET, MEMORY_TARGET = 1.8, 0.6
+SIDE = 224  # three tiles of 128, 128 and 32 pixels each way
 
 
-def main() -> None:
-    """Measure, print the verdicts, write the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds; writes nothing")
-    quick = parser.parse_args().quick
-    num_batches, rounds = (3, 3) if quick else (6, 15)
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(NUM_RANKS, context) as pool:
-        args = str(Path(folder) / "store"), num_batches, rounds
-        found = [pool.submit(run_rank, rank, *args) for rank in range(NUM_RANKS)]
-        results = next(one.result() for one in found)
+# --- encoders -----------------------------------------------------------------------------------
+
+
+def encoders(*, quick: bool = False) -> dict[str, Any]:
+    """Measure a stage of encoders without and with balance, beside what its plan predicts.
+
+    Ten minutes. Two ranks over gloo. A vision tower of Qwen2.5-VL encodes the photos of
+    scikit-image, and clips that pan across them; T5 texts of unlike lengths; AutoencoderKL the
+    photos. The tower also in a step with backward and update. "even" batches are the same on both
+    ranks. Without balance each rank encodes its items in as few calls. Costs are fitted to single
+    items that both ranks time at once. Predicted: the slowest rank's cost as given, over its cost
+    as planned and the exchanges. Targets: 95 % of it, and no stage or step slower than without.
+    """
+    results = on_ranks(_encoders_on_rank, *((3, 3) if quick else (6, 15)))
     for name, result in results.items():
         low, middle, high = result["measured"]
         if "even" in name:
@@ -71,12 +57,11 @@ def main() -> None:
             aim = f"{TARGET:.0%} of {result['predicted']:.2f} predicted"
             is_met = middle >= max(1.0, TARGET * result["predicted"])
         print(
-            f"{'met   ' if is_met else 'MISSED'}  {name}: {middle:.2f}x as fast ({low:.2f} to "
-            f"{high:.2f}; target {aim}), {1e3 * result['without_s']:.0f} ms without, "
-            f"{result['moved_mb']:.2f} MB in {1e3 * result['exchange_s']:.1f} ms a batch"
+            f"{met(is_met)}  {name}: {middle:.2f}x as fast ({low:.2f} to {high:.2f}; target "
+            f"{aim}), {1e3 * result['without_s']:.0f} ms without, {result['moved_mb']:.2f} MB in "
+            f"{1e3 * result['exchange_s']:.1f} ms a batch"
         )
-    if not quick:
-        print("written:", write_results("encoders", {"ranks": NUM_RANKS, "cases": results}))
+    return {"ranks": NUM_RANKS, "cases": results}
 
 
 @dataclass(frozen=True)
@@ -94,17 +79,15 @@ class Case:
     is_trained: bool = False
 
 
-def run_rank(rank: int, store: str, num_batches: int, rounds: int) -> dict[str, Any]:
-    """All cases on one rank."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS)
+def _encoders_on_rank(num_batches: int, rounds: int) -> dict[str, Any]:
+    rank = dist.get_rank()
     photos, tower = photo_items(), make_tower()
     drawn = draws(rank, num_batches, len(photos))
-    skewed = [[photos[i] for i in own] for own in drawn]
-    even = [[photos[i] for i in own] for own in draws(0, num_batches, len(photos))]
-    texts = [[text_item(rank, i) for i in own] for own in drawn]
+    skewed = [[photos[i] for i in of_batch] for of_batch in drawn]
+    even = [[photos[i] for i in of_batch] for of_batch in draws(0, num_batches, len(photos))]
+    texts = [[text_item(rank, i) for i in of_batch] for of_batch in drawn]
     pixels = pixel_items()
-    images = [[pixels[i % len(pixels)] for i in own] for own in drawn]
+    images = [[pixels[i % len(pixels)] for i in of_batch] for of_batch in drawn]
     cases = {
         "tower": Case(tower.requires_grad_(False), skewed),
         "tower, even": Case(tower, even),
@@ -113,9 +96,7 @@ def run_rank(rank: int, store: str, num_batches: int, rounds: int) -> dict[str, 
         "step of a tower": Case(make_tower(), skewed, is_trained=True),
         "step of a tower, even": Case(make_tower(), even, is_trained=True),
     }
-    results = {name: measure(case, rounds) for name, case in cases.items()}
-    dist.destroy_process_group()
-    return results
+    return {name: measure(case, rounds) for name, case in cases.items()}
 
 
 def measure(case: Case, rounds: int) -> dict[str, Any]:
@@ -340,5 +321,98 @@ def text_item(rank: int, number: int) -> Item:
     return {"input_ids": torch.from_numpy(random.integers(3, 500, (1, length)))}
 
 
-if __name__ == "__main__":
-    main()
+# --- tiles --------------------------------------------------------------------------------------
+
+
+def tiles(*, rounds: int = 15, quick: bool = False) -> dict[str, Any]:
+    """Measure tiles of a VAE over two ranks against the model's own tiles on one.
+
+    Four minutes. Both ranks have the image or its latents, and both get the result. Alone, one rank
+    computes the model's own tiled result while the other waits. `bound` is two ranks over the
+    imbalance of the tiles' pixels. Peaks are bytes that torch's allocator counted.
+    """
+    cases = on_ranks(_tiles_on_rank, 2 if quick else rounds)
+    for case in cases:
+        spread, peaks = case["speed_up"], case["peak_bytes"]
+        share, of_tiled = (max(peaks["over ranks"]) / peaks[way] for way in ("whole", "tiled"))
+        is_met = spread["median"] >= TILES_TARGET
+        if case["what"].startswith("decode"):  # tiles are as large as pixels
+            is_met &= share <= MEMORY_TARGET
+        print(
+            f"{met(is_met)}  {case['what']}: {spread['median']:.2f}x of one rank (quartiles "
+            f"{spread['lower_quartile']:.2f} to {spread['upper_quartile']:.2f}; bound "
+            f"{case['bound']:.2f}x, target {TILES_TARGET:g}x), peak {share:.2f}x of whole (target "
+            f"of decoding {MEMORY_TARGET:g}x), {of_tiled:.2f}x of the model's own tiles"
+        )
+    return {"num_ranks": NUM_RANKS, "target": TILES_TARGET, "cases": cases}
+
+
+def _tiles_on_rank(rounds: int) -> list[dict[str, Any]]:
+    cases = list[dict[str, Any]]()
+    with torch.no_grad():
+        for name, vae, pixels in _vaes():
+            tiled = TiledVAE(vae, options=EncoderOptions(features_for="all"))
+            latents = vae.encode(pixels).latent_dist.mode()
+            for way, x in (("decode", latents), ("encode", pixels)):
+                cases.append(_tile_case(f"{way}, {name}", vae, tiled, way, x, rounds))
+    return cases
+
+
+def _vaes() -> list[tuple[str, Any, Tensor]]:
+    """Random weights, the same on both ranks; an image, and a video of five frames."""
+    torch.manual_seed(0)
+    library: Any = diffusers
+    image = library.AutoencoderKL(
+        block_out_channels=(64, 128, 128),
+        norm_num_groups=16,
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+    )
+    image.tile_sample_min_size, image.tile_latent_min_size = 128, 32
+    options: dict[str, Any] = {"base_dim": 16, "z_dim": 4, "dim_mult": [1, 2, 2]}
+    options |= {"temperal_downsample": [False, True], "num_res_blocks": 1}
+    options |= {"latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}
+    video = library.AutoencoderKLWan(**options, scale_factor_spatial=4)
+    video.enable_tiling(128, 128, 96, 96)
+    video.disable_tiling()
+    pixels = torch.randn(1, 3, 5, SIDE, SIDE)
+    return [
+        ("AutoencoderKL, image", image.eval(), pixels[:, :, 0].contiguous()),
+        ("AutoencoderKLWan, 5 frames", video.eval(), pixels),
+    ]
+
+
+def _tile_case(
+    what: str, vae: Any, tiled: TiledVAE, way: str, x: Tensor, rounds: int
+) -> dict[str, Any]:
+    """A row of the results."""
+
+    def tiled_alone() -> None:
+        vae.enable_tiling()
+        getattr(vae, way)(x)
+        vae.disable_tiling()
+
+    def alone() -> None:
+        if dist.get_rank() == 0:
+            tiled_alone()
+
+    def over_ranks() -> None:
+        getattr(tiled, way)(x)
+
+    times = in_turns({"alone": alone, "over ranks": over_ranks}, rounds, warmup=1)
+    assert tiled.last is not None
+    own = torch.tensor(
+        [peak_bytes(lambda: getattr(vae, way)(x)), peak_bytes(tiled_alone), peak_bytes(over_ranks)]
+    )
+    peaks = torch.empty(NUM_RANKS, 3, dtype=torch.int64)
+    dist.all_gather(list(peaks), own)
+    whole, of_tiled = peaks[0, :2].tolist()
+    return {
+        "what": what,
+        "shape": list(x.shape),
+        "speed_up": ratio(times["alone"], times["over ranks"]),
+        "bound": NUM_RANKS / tiled.last.balanced,
+        "plan": str(tiled.last),
+        "peak_bytes": {"whole": whole, "tiled": of_tiled, "over ranks": peaks[:, 2].tolist()},
+        "times": {name: summary(seconds) for name, seconds in times.items()},
+    }

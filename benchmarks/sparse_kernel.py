@@ -1,26 +1,11 @@
-"""The block-sparse kernel for CPUs against its share of dense attention.
+"""Time the block-sparse kernel for CPUs over its share of dense attention."""
 
-Run: `python benchmarks/bench_sparse_kernel.py` (about ten minutes; `--quick`: fewer rounds, writes
-nothing); writes results/sparse_kernel.json.
-
-4 heads of 8192 tokens and width 64, one thread. Blocks of each head are seen at random, which is
-the worst case for a kernel that gathers keys: no two query blocks see the same, and few key blocks
-lie next to each other. Dense attention is torch's own operator on the same tokens. Both take turns
-in one process, and a ratio is that of a round: seconds / (density x seconds of dense attention).
-
-Outputs are compared with dense masked attention of one head in float64.
-
-Target: at most 1.25 times density x dense, forward, float32, blocks of 128.
-"""
-
-import argparse
 import math
-import os
 from typing import Any
 
 import numpy as np
 import torch
-from _common import ratio, summary, time_interleaved, verdict, write_results
+from measuring import ratio, summary, time_interleaved, verdict
 from torch import Tensor
 
 from bascule.attention.kernels.protocol import Attended
@@ -41,26 +26,24 @@ CASES = [
 LARGEST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-def main() -> None:
-    """Measure, print the verdicts, write the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds; writes nothing")
-    quick = parser.parse_args().quick
+def sparse_kernel(*, quick: bool = False) -> dict[str, Any]:
+    """Time the block-sparse kernel for CPUs over its share of dense attention.
+
+    Ten minutes. 4 heads of 8192 tokens and width 64, one thread. Blocks are seen at random, the
+    worst case for a kernel that gathers keys. A ratio is seconds / (density x seconds of torch's
+    dense attention) of a round. Outputs are compared with dense masked attention of one head in
+    float64. Target: 1.25, forward, float32, blocks of 128.
+    """
     torch.set_num_threads(1)
-    load_before = os.getloadavg()
-    results: list[dict[str, Any]] = []
+    cases: list[dict[str, Any]] = []
     for dtype, block in CASES[:1] if quick else CASES:
         for density in DENSITIES:
-            results += measure(dtype, block, density, rounds=3 if quick else 7)
-    load = {"load_average_before": load_before, "load_average_after": os.getloadavg()}
-    print("load averages before and after:", *load.values())
-    if not quick:
-        shape = {"num_heads": NUM_HEADS, "num_tokens": NUM_TOKENS, "head_dim": HEAD_DIM}
-        found = {**load, **shape, "target": TARGET, "target_at": TARGET_AT, "cases": results}
-        print("written to", write_results("sparse_kernel", found))
+            cases += _measure(dtype, block, density, rounds=3 if quick else 7)
+    shape = {"num_heads": NUM_HEADS, "num_tokens": NUM_TOKENS, "head_dim": HEAD_DIM}
+    return {**shape, "target": TARGET, "target_at": TARGET_AT, "cases": cases}
 
 
-def measure(dtype: torch.dtype, block: int, density: float, rounds: int) -> list[dict[str, Any]]:
+def _measure(dtype: torch.dtype, block: int, density: float, rounds: int) -> list[dict[str, Any]]:
     """Forward and backward of one mask."""
     mask = np.random.default_rng(0).random((NUM_HEADS, *(NUM_TOKENS // block,) * 2)) < density
     seen, share = AttentionMask(blocks=rows_of(mask, block)), float(mask.mean())
@@ -91,10 +74,8 @@ def measure(dtype: torch.dtype, block: int, density: float, rounds: int) -> list
         expected = [share * seconds for seconds in times["dense"]]
         spread = ratio(times["sparse"], expected)
         label = f"{direction}, {name}, blocks of {block}, density {share:.3f}"
-        if (direction, name, block) == TARGET_AT:
-            print(verdict(label, spread["median"], TARGET, spread))
-        else:
-            print(said(label, spread))
+        is_targeted = (direction, name, block) == TARGET_AT
+        print(verdict(label, spread["median"], TARGET if is_targeted else math.inf, spread))
         results.append(
             {
                 "direction": direction,
@@ -106,12 +87,6 @@ def measure(dtype: torch.dtype, block: int, density: float, rounds: int) -> list
             }
         )
     return results
-
-
-def said(label: str, spread: dict[str, float]) -> str:
-    """One line for the terminal, of what has no target."""
-    quartiles = f"{spread['lower_quartile']:.2f} to {spread['upper_quartile']:.2f}"
-    return f"        {label}: {spread['median']:.2f}x (quartiles {quartiles})"
 
 
 def rows_of(mask: np.ndarray, block: int) -> BlockRows:
@@ -132,10 +107,6 @@ def check(
     num_rows = min(4, mask.shape[0])
     is_seen = torch.from_numpy(mask[:num_rows].repeat(block, axis=0).repeat(block, axis=1))
     scores = (q[: num_rows * block] @ k.T * scale).masked_fill(~is_seen, -math.inf)
-    want = scores.softmax(-1) @ v
-    error = float((out[: num_rows * block].double() - want).norm() / want.norm())
+    expected = scores.softmax(-1) @ v
+    error = float((out[: num_rows * block].double() - expected).norm() / expected.norm())
     assert error < LARGEST_ERROR[out.dtype], f"off by {error}"
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Slow links and none at all, in place of the wires between the processes of one machine."""
+"""Simulate slow links, and none, between the processes of one machine."""
 
 import time
 from collections.abc import Iterator

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 import numpy as np
-from _baselines import Floats, Ints, Step
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from bascule.plan.costs import TransformerCost
@@ -16,6 +15,7 @@ from bascule.plan.machine import Bag, Cluster, Seconds
 from bascule.plan.solver.bounds import lower_bound
 from bascule.plan.solver.problem import build_problem
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
+from baselines.algorithms import Floats, Ints, Step
 
 COST = TransformerCost(3072, gamma=0.426, num_layers=57)
 NUM_BATCHES = 164

@@ -1,13 +1,6 @@
-"""What the simulator says, against a published table; and how it grows.
-
-Run: `python benchmarks/bench_simulate.py` (about two minutes); writes results/simulate.json.
-
-KnapFormer's Table 1 has seconds, tokens a second and HFU of 32 H100. Three constants are fitted to
-four of its rows; the other six are held out. `h100-knapformer` holds what came out.
-"""
+"""Compare the simulator with KnapFormer's Table 1, vary its assumptions, and time it."""
 
 import math
-import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
@@ -15,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from _common import write_results
+from measuring import MIXES
 from scipy.optimize import least_squares
 
 from bascule.plan.costs import TransformerCost
@@ -23,10 +16,10 @@ from bascule.plan.machine import TRAINING, HardwareProfile, Passes
 from bascule.plan.sequences import Batch
 from bascule.sim.placements import Loaded, policy_of
 from bascule.sim.seconds import KINDS, Sharding, SimulationOptions
-from bascule.sim.simulation import SimulationResult, simulate
+from bascule.sim.simulation import SimulationResult
+from bascule.sim.simulation import simulate as run_simulation
 
-LOW = "g32b32i256f1s0"
-MIXED = "g16b4i256f1s0,g4b5i512f1s0,g4b5i1024f1s0,g8b1i2048f1s0"
+LOW, MIXED = MIXES["low-res"], MIXES["mixed"]
 FLUX = TransformerCost(3072, gamma=0.426, num_layers=57)
 FLUX_SHARDS = Sharding(num_params=11_900_000_000, shard_ranks=8)
 BALANCERS = ("none", "g1n32", "g2n16", "g4n8", "g8n4")
@@ -50,7 +43,44 @@ KNOWN = HardwareProfile.load("h100-knapformer")
 NUM_STEPS = 50
 
 
-def table(
+def simulate(*, fit_only: bool = False, quick: bool = False) -> dict[str, Any]:
+    """Compare the simulator with KnapFormer's Table 1, vary its assumptions, and time it.
+
+    Two minutes. Table 1 has seconds, tokens a second and HFU of 32 H100. Three constants are fitted
+    to four of its rows; the other six are held out. `h100-knapformer` holds the constants.
+    """
+    fitted, cells = _fit(KNOWN), _reproduced(KNOWN)
+    for cell in cells:
+        print(
+            f"{cell['data'][:12]:12} {cell['balancer']:6} "
+            f"{'fitted  ' if cell['is_fitted'] else 'held out'} "
+            f"WIR {cell['wir']:6.2f} ({cell['wir_error']:+.1%})  FBL {cell['fbl_s']:.2f} s, "
+            f"printed {cell['fbl_s_printed']:.2f} ({cell['fbl_s_error']:+.1%})  "
+            f"TPS {cell['tokens_per_s_error']:+.1%}  HFU {cell['hfu_error']:+.1%}"
+        )
+    print("fitted again:", _constants(fitted), "shipped:", _constants(KNOWN))
+    results = {
+        "constants": _constants(KNOWN),
+        "fitted_again": _constants(fitted),
+        "table_1": cells,
+    }
+    if fit_only or quick:
+        return results
+    results |= {
+        "sensitivity": _sensitivity(),
+        "practices": _practices(),
+        "scaling": _scaling(),
+        "growth": _growth() | {"planning 1024 ranks, s": _planning_seconds()},
+    }
+    for name in ("sensitivity", "scaling"):
+        print(name, *results[name], sep="\n    ")
+    for run in results["practices"]["runs"]:
+        print(run["name"], run["fbl_s"], run["tokens_per_s"], run["idle_share"])
+    print(results["growth"])
+    return results
+
+
+def _table(
     data: str,
     profile: HardwareProfile,
     balancers: Sequence[str] = BALANCERS,
@@ -60,14 +90,14 @@ def table(
     """Rows of the table, with the paper's greedy."""
     names = [name if name == "none" else f"knapsack {name}" for name in balancers]
     options = SimulationOptions(num_steps=num_steps, sharding=FLUX_SHARDS, passes=passes)
-    return simulate(data, profile=profile, model=FLUX, topologies=names, options=options)
+    return run_simulation(data, profile=profile, model=FLUX, topologies=names, options=options)
 
 
-def published(data: str, balancer: str, column: str = "fbl_s") -> float:
+def _published(data: str, balancer: str, column: str = "fbl_s") -> float:
     return TABLE_1[data][column][BALANCERS.index(balancer)]
 
 
-def with_constants(profile: HardwareProfile, values: Any) -> HardwareProfile:
+def _with_constants(profile: HardwareProfile, values: Any) -> HardwareProfile:
     rate, host_s, piece_s = (float(value) for value in values)
     return replace(
         profile,
@@ -78,97 +108,99 @@ def with_constants(profile: HardwareProfile, values: Any) -> HardwareProfile:
     )
 
 
-def fit(profile: HardwareProfile, passes: Passes = TRAINING) -> HardwareProfile:
+def _fit(profile: HardwareProfile, passes: Passes = TRAINING) -> HardwareProfile:
     """The three constants that give the fitted rows, with the rest of a profile as it is."""
     start = np.array([325e12, 0.585, 9.2e-6])
 
     def errors(scale: Any) -> list[float]:
-        tried = with_constants(profile, start * scale)
+        tried = _with_constants(profile, start * scale)
         each: list[float] = []
         for data in TABLE_1:
             names = [name for mix, name in FITTED if mix == data]
-            for name, run in zip(names, table(data, tried, names, 20, passes).runs, strict=True):
-                each.append(run.fbl_s / published(data, name) - 1.0)
+            for name, run in zip(names, _table(data, tried, names, 20, passes).runs, strict=True):
+                each.append(run.fbl_s / _published(data, name) - 1.0)
         return each
 
-    return with_constants(
+    return _with_constants(
         profile, start * least_squares(errors, np.ones(3), diff_step=[0.01] * 3).x
     )
 
 
-def constants(profile: HardwareProfile) -> dict[str, float]:
+def _constants(profile: HardwareProfile) -> dict[str, float]:
     return {name: getattr(profile, name) for name in CONSTANTS}
 
 
-def reproduced(profile: HardwareProfile) -> list[dict[str, Any]]:
+def _reproduced(profile: HardwareProfile) -> list[dict[str, Any]]:
     """All cells, with their errors and where the seconds go."""
     cells: list[dict[str, Any]] = []
     for data in TABLE_1:
-        for name, run in zip(BALANCERS, table(data, profile).runs, strict=True):
+        for name, run in zip(BALANCERS, _table(data, profile).runs, strict=True):
             cell = {"data": data, "balancer": name, "is_fitted": (data, name) in FITTED}
             for column in TABLE_1[data]:
-                found, printed = getattr(run, column), published(data, name, column)
+                found, printed = getattr(run, column), _published(data, name, column)
                 cell |= {column: found, f"{column}_printed": printed}
                 cell[f"{column}_error"] = found / printed - 1.0
             slowest = run.seconds.sum(axis=1) - run.spent_on("waiting")
             late = slowest.argmax(axis=1)
             parts = run.seconds[np.arange(late.size), :, late].mean(axis=0)
             cell["slowest_rank_s"] = dict(zip(KINDS, parts.tolist(), strict=True))
-            cell["unexplained_s"] = published(data, name) - run.fbl_s
+            cell["unexplained_s"] = _published(data, name) - run.fbl_s
             cells.append(cell)
     return cells
 
 
-def held_out_errors(profile: HardwareProfile, passes: Passes = TRAINING) -> list[float]:
+def _held_out_errors(profile: HardwareProfile, passes: Passes = TRAINING) -> list[float]:
     """Relative, of the seconds of the six held-out cells."""
     return [
-        run.fbl_s / published(data, name) - 1.0
+        run.fbl_s / _published(data, name) - 1.0
         for data in TABLE_1
         for name, run in zip(
-            BALANCERS, table(data, profile, num_steps=20, passes=passes).runs, strict=True
+            BALANCERS, _table(data, profile, num_steps=20, passes=passes).runs, strict=True
         )
         if (data, name) not in FITTED
     ]
 
 
-def sensitivity() -> list[dict[str, Any]]:
+def _sensitivity() -> list[dict[str, Any]]:
     """What other assumptions give, each with constants of its own: nothing here was fitted."""
     peak_hbm, values_passed = 3.35e12, 5.5
     rows: list[dict[str, Any]] = []
     for share in (0.15, 0.3, 0.45, 0.9):
         for intra in (337e9, 450e9):
             pack = share * peak_hbm / values_passed
-            profile = fit(replace(KNOWN, pack_bytes_per_s=pack, intra_bytes_per_s=intra))
+            profile = _fit(replace(KNOWN, pack_bytes_per_s=pack, intra_bytes_per_s=intra))
             rows.append(
                 {
                     "pack_share": share,
                     "intra_bytes_per_s": intra,
-                    "constants": constants(profile),
-                    "held_out_errors": held_out_errors(profile),
+                    "constants": _constants(profile),
+                    "held_out_errors": _held_out_errors(profile),
                 }
             )
     for backward in (1.0, 2.0, 2.5, 2.5 * 648 / 561, 3.5):
         changed = replace(TRAINING, attention=2.0 + backward)
-        profile = fit(KNOWN, changed)
+        profile = _fit(KNOWN, changed)
         rows.append(
             {
                 "attention_backward": backward,
-                "constants": constants(profile),
-                "held_out_errors": held_out_errors(profile, changed),
+                "constants": _constants(profile),
+                "held_out_errors": _held_out_errors(profile, changed),
             }
         )
     return rows
 
 
-def practices() -> dict[str, Any]:
+def _practices() -> dict[str, Any]:
     """What is done today, and bascule, on mixed data and 32 H100 as a data sheet describes them."""
     names = ("none", "padded", "buckets", "packs", "knapsack g8n4", "loader", "g8n4", "g8n3+g1n8")
     options = SimulationOptions(num_steps=NUM_STEPS, sharding=FLUX_SHARDS)
-    found = simulate(MIXED, profile="h100-datasheet", model=FLUX, topologies=names, options=options)
+    found = run_simulation(
+        MIXED, profile="h100-datasheet", model=FLUX, topologies=names, options=options
+    )
     return found.to_dict()
 
 
-def scaling() -> list[dict[str, Any]]:
+def _scaling() -> list[dict[str, Any]]:
     """Data parallel over 8 to 1,024 ranks: whole samples, moved in the loader or not.
 
     16 samples a rank, log-normal (ln 2048, sigma 1.2), at most 24,576 tokens.
@@ -182,7 +214,7 @@ def scaling() -> list[dict[str, Any]]:
             .tolist()
             for _ in range(10)
         ]
-        found = simulate(
+        found = run_simulation(
             batches, profile="h100-datasheet", model=model, topologies=["none", "loader"]
         )
         none, loader = found.runs
@@ -201,7 +233,7 @@ def scaling() -> list[dict[str, Any]]:
     return rows
 
 
-def growth() -> dict[str, Any]:
+def _growth() -> dict[str, Any]:
     """Seconds of a core and bytes of simulations, and their exponents in ranks and in steps."""
 
     def timed(num_ranks: int, num_steps: int) -> tuple[float, float]:
@@ -209,9 +241,9 @@ def growth() -> dict[str, Any]:
 
         def go() -> None:
             names = ("none", "g8n4", "loader")
-            simulate(MIXED, profile=KNOWN, model=FLUX, topologies=names, options=options)
+            run_simulation(MIXED, profile=KNOWN, model=FLUX, topologies=names, options=options)
 
-        seconds = least(go)
+        seconds = _least(go)
         tracemalloc.start()
         go()
         most = tracemalloc.get_traced_memory()[1]
@@ -223,11 +255,13 @@ def growth() -> dict[str, Any]:
     options = SimulationOptions(num_steps=50, num_ranks=1024)
 
     def whole() -> None:
-        simulate(MIXED, profile=KNOWN, model=FLUX, topologies=["none", "g8n4"], options=options)
+        run_simulation(
+            MIXED, profile=KNOWN, model=FLUX, topologies=["none", "g8n4"], options=options
+        )
 
     found: dict[str, Any] = {
-        "1024 ranks x 50 steps, none and g8n4, s": least(whole, clock=time.perf_counter),
-        "the same, seconds of a core": least(whole),
+        "1024 ranks x 50 steps, none and g8n4, s": _least(whole, clock=time.perf_counter),
+        "the same, seconds of a core": _least(whole),
     }
     for name, measured in (("ranks", in_ranks), ("steps", in_steps)):
         found[name] = {str(size): values for size, values in measured.items()}
@@ -239,7 +273,7 @@ def growth() -> dict[str, Any]:
     return found
 
 
-def least(
+def _least(
     call: Callable[[], object], rounds: int = 3, clock: Callable[[], float] = time.process_time
 ) -> float:
     """Of some calls; by default seconds of a core, which other programs change little."""
@@ -251,48 +285,10 @@ def least(
     return min(times)
 
 
-def planning_seconds() -> float:
+def _planning_seconds() -> float:
     """Of a plan of 1,024 ranks, a part of the above."""
     policy = policy_of("g8n128", FLUX, KNOWN.cluster(128, 8))
     rng = np.random.default_rng(0)
     lens = rng.integers(100, 20_000, 4096)
     one = Loaded(Batch(np.full(1024, 4), lens), lens * 0)
-    return least(lambda: list(policy([one])))
-
-
-def main() -> None:
-    fitted = fit(KNOWN)
-    cells = reproduced(KNOWN)
-    for cell in cells:
-        print(
-            f"{cell['data'][:12]:12} {cell['balancer']:6} "
-            f"{'fitted  ' if cell['is_fitted'] else 'held out'} "
-            f"WIR {cell['wir']:6.2f} ({cell['wir_error']:+.1%})  FBL {cell['fbl_s']:.2f} s, "
-            f"printed {cell['fbl_s_printed']:.2f} ({cell['fbl_s_error']:+.1%})  "
-            f"TPS {cell['tokens_per_s_error']:+.1%}  HFU {cell['hfu_error']:+.1%}"
-        )
-    print("fitted again:", constants(fitted), "shipped:", constants(KNOWN))
-    if "--fit" in sys.argv:
-        return
-    results = {
-        "constants": constants(KNOWN),
-        "fitted_again": constants(fitted),
-        "table_1": cells,
-        "sensitivity": sensitivity(),
-        "practices": practices(),
-        "scaling": scaling(),
-        "growth": growth() | {"planning 1024 ranks, s": planning_seconds()},
-    }
-    for row in results["sensitivity"]:
-        print({k: v for k, v in row.items() if k[0] != "c" and k[0] != "h"}, row["constants"])
-        print("   ", " ".join(f"{error:+.1%}" for error in row["held_out_errors"]))
-    for row in results["scaling"]:
-        print(row)
-    for run in results["practices"]["runs"]:
-        print(run["name"], run["fbl_s"], run["tokens_per_s"], run["idle_share"])
-    print(results["growth"])
-    print("wrote", write_results("simulate", results))
-
-
-if __name__ == "__main__":
-    main()
+    return _least(lambda: list(policy([one])))

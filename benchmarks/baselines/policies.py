@@ -4,16 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
-from _baseline_cases import (
-    Case,
-    Epoch,
-    Policy,
-    Rebalance,
-    epoch_of,
-    makespan,
-    shared_makespan,
-)
-from _baselines import (
+
+from bascule.data import BalancedSampler, SamplerOptions
+from bascule.plan.machine import Cluster
+from bascule.plan.plan import plan_batch
+from bascule.plan.topology_search import suggest_topology
+from baselines.algorithms import (
     HybridContext,
     Ints,
     Step,
@@ -24,11 +20,15 @@ from _baselines import (
     karmarkar_karp,
     next_fit,
 )
-
-from bascule.data import BalancedSampler, SamplerOptions
-from bascule.plan.machine import Cluster
-from bascule.plan.plan import plan_batch
-from bascule.plan.topology_search import suggest_topology
+from baselines.cases import (
+    Case,
+    Epoch,
+    Policy,
+    Rebalance,
+    epoch_of,
+    makespan,
+    shared_makespan,
+)
 
 MOST_REAL, MOST_AUTO = 8, 256
 """Ranks up to which batch_rebalance itself, and bags of each step, are decided: seconds a step."""

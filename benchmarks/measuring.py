@@ -1,4 +1,4 @@
-"""What the benchmarks share: where they ran, how they time, and where the results go."""
+"""Measure in turns, on one process or on ranks, and write results with commit, date and device."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -16,6 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
 from torch.profiler import ProfilerActivity, profile
 
 from bascule import HardwareProfile
@@ -69,9 +72,15 @@ def write_results(name: str, results: Mapping[str, Any], folder: Path = RESULTS)
     """Write `results/NAME.json`: the results and the environment."""
     folder.mkdir(exist_ok=True, parents=True)
     path = folder / f"{name}.json"
-    text = json.dumps({"benchmark": name, "environment": environment(), **results}, indent=2)
+    here = {"benchmark": name, "command": command(), "environment": environment()}
+    text = json.dumps(here | dict(results), indent=2)
     path.write_text(text + "\n", encoding="utf-8")
     return path
+
+
+def command() -> str:
+    """Return the command line of this process."""
+    return " ".join(["python", "benchmarks/" + Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def bascule(*arguments: str) -> None:
@@ -119,6 +128,47 @@ def time_interleaved(
     return times
 
 
+def in_turns(
+    calls: Mapping[str, Callable[[], object]], rounds: int, *, warmup: int = 3
+) -> dict[str, list[float]]:
+    """Return the seconds of each call in each round on the slowest rank. All ranks call it."""
+    local = torch.zeros(len(calls), rounds, dtype=torch.float64)
+    for turn in range(-warmup, rounds):
+        order = list(enumerate(calls.values()))
+        for place, call in order if turn % 2 else reversed(order):
+            dist.barrier()
+            start = time.perf_counter()
+            call()
+            if turn >= 0:
+                local[place, turn] = time.perf_counter() - start
+    dist.all_reduce(local, op=dist.ReduceOp.MAX)
+    return dict(zip(calls, local.tolist(), strict=True))
+
+
+def on_ranks(function: Callable[..., Any], *args: Any, num_ranks: int = 2) -> Any:
+    """Run a module's function on ranks of one thread over gloo; return the first rank's result."""
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "numpy", "scipy.optimize", "bascule.parallel"])
+    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with tempfile.TemporaryDirectory() as folder:
+        start_processes(
+            _rank, (num_ranks, folder, function, args), num_ranks, start_method="forkserver"
+        )
+        return torch.load(Path(folder) / "result", weights_only=False)
+
+
+def _rank(
+    rank: int, num_ranks: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=num_ranks)
+    result = function(*args)
+    if rank == 0:
+        torch.save(result, Path(folder) / "result")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def peak_bytes(call: Callable[[], object]) -> int:
     """Most bytes that torch's allocator of the host held at once, beyond those from before.
 
@@ -153,10 +203,15 @@ def ratio(seconds: Sequence[float], reference: Sequence[float]) -> dict[str, flo
     }
 
 
+def met(is_met: bool) -> str:
+    """Return the first word of a verdict."""
+    return "met   " if is_met else "MISSED"
+
+
 def verdict(label: str, measured: float, target: float, spread: Mapping[str, float]) -> str:
     """One line for the terminal."""
     return (
-        f"{'met   ' if measured <= target else 'MISSED'}  {label}: {measured:.2f}x "
+        f"{met(measured <= target)}  {label}: {measured:.2f}x "
         f"(quartiles {spread['lower_quartile']:.2f} to {spread['upper_quartile']:.2f}; "
         f"target at most {target:g}x)"
     )

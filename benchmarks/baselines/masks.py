@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from _baselines import Floats, Ints
 from torch.distributed.tensor.experimental._context_parallel import (  # pyright: ignore
     _load_balancer as balancers,  # pyright: ignore
 )
@@ -19,6 +18,7 @@ from torch.distributed.tensor.experimental._context_parallel import (  # pyright
 from bascule import Sequences, Span
 from bascule.plan.costs import TransformerCost
 from bascule.plan.plan import plan_batch
+from baselines.algorithms import Floats, Ints
 
 NUM_TOKENS, BLOCK = 65_536, 128
 RANKS = (2, 4, 8)

@@ -1,60 +1,18 @@
-"""What compiling, 8 bits, double buffering and overlapped Ulysses are each worth, and where.
+"""Measure what each option of attention over ranks is worth, and where."""
 
-Run: `python benchmarks/bench_ablation.py` (two minutes, half of it compiling; `--quick`: fewer
-rounds, writes nothing); writes results/ablation.json.
-
-A transformer in the manner of DiT, split by `parallelize` over two ranks of one thread, gloo,
-float32. Variants, all in the same processes and in turns; each of the first four is the one before
-it and one thing more:
-
-- baseline: a ring of two, eager, `double_buffer=False`: what is sent is waited for where it is
-  posted;
-- + compile: `handle.compile(dynamic=True)`, as one graph;
-- + 8-bit wire: keys and values travel as INT8 rows;
-- + double buffering: bascule's ring as it is, attending while keys and values travel;
-- Ulysses: in place of the ring; compiled, everything travels as it is, `overlap=False`;
-- + overlap: Ulysses attends while rows travel.
-
-Cases: *launch-bound*, a few tokens and gloo's own speed, with nothing added; *wire-bound*, many
-tokens and a link of `LINK_BYTES_PER_S`. That link is emulated: a message is followed by the time at
-which it may be used, when the link has carried it after all that the rank posted before, and who
-waits for it sleeps until then, on the clock that all processes of a machine share. The one
-all-gather of the output is not slowed.
-
-Where the time of a forward pass goes, in medians over rounds of the slower rank:
-
-- launch: the same program on `EMPTY_TOKENS` tokens, which is what the launch-bound case has, with
-  transfers that move nothing. What is left is Python, dispatch, and one call of each kernel on next
-  to nothing; compiled graphs are for any number of tokens, so the same one runs;
-- compute: with transfers that move nothing, less launch;
-- communication: the rest of the total: what is waited for, and the exchange's own copies.
-
-A transfer that moves nothing receives what it sends, by a copy within the rank, and no rank waits.
-
-A step pays if the 95 % interval of its paired speed-up over the variant before it lies above 1.
-Outputs are compared with one process.
-"""
-
-import argparse
-import os
 import statistics
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from _common import write_results
-from _links import Link, NoLink, on
-from bench_inference import paired
-from bench_ring import alternate
+from inference import paired
+from links import Link, NoLink, on
+from measuring import in_turns, on_ranks
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 
 from bascule.diffusers import Cut, SplitTable, parallelize
@@ -100,25 +58,21 @@ VARIANTS = (
 )
 
 
-def main() -> None:
-    """Measure in spawned processes, print the table, write the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds; writes nothing")
-    quick = parser.parse_args().quick
-    load_before = os.getloadavg()
-    with tempfile.TemporaryDirectory() as folder:
-        queue: Any = mp.get_context("spawn").SimpleQueue()
-        args = (os.path.join(folder, "store"), queue, quick)
-        spawn(measure, args=args, nprocs=NUM_RANKS)
-        rows = queue.get()
-    print_results(rows)
-    load = {"load_average_before": load_before, "load_average_after": os.getloadavg()}
-    print("load averages before and after:", *load.values())
-    if not quick:
-        model = {"width": WIDTH, "heads": HEADS, "blocks": NUM_BLOCKS, "dtype": "float32"}
-        cases = {case.name: {"tokens": case.tokens, "link": case.bytes_per_s} for case in CASES}
-        written = write_results("ablation", {**load, "model": model, "cases": cases, "rows": rows})
-        print("written to", written)
+def ablation(*, quick: bool = False) -> dict[str, Any]:
+    """Measure what compiling, 8 bits, double buffering and overlapped Ulysses are each worth.
+
+    Two minutes. A transformer in the manner of DiT, split by `parallelize` over two ranks, float32,
+    all variants in the same processes and in turns. Cases: "launch-bound", a few tokens and gloo's
+    own speed; "wire-bound", many tokens and an emulated link of `LINK_BYTES_PER_S`. Launch is the
+    same program on `EMPTY_TOKENS` tokens with transfers that move nothing, compute the time with
+    such transfers less launch, communication the rest. A step pays if the 95 % interval of its
+    paired speed-up over the variant before lies above 1. Outputs are compared with one process.
+    """
+    rows = on_ranks(_ablation_on_rank, quick)
+    _print_results(rows)
+    model = {"width": WIDTH, "heads": HEADS, "blocks": NUM_BLOCKS, "dtype": "float32"}
+    cases = {case.name: {"tokens": case.tokens, "link": case.bytes_per_s} for case in CASES}
+    return {"model": model, "cases": cases, "rows": rows}
 
 
 # --- the model ------------------------------------------------------------------------------------
@@ -168,13 +122,13 @@ TABLE = SplitTable(
 )
 
 
-def make_model() -> Transformer:
+def _make_model() -> Transformer:
     """The same on every rank."""
     torch.manual_seed(0)
     return Transformer().eval()
 
 
-def make_inputs(tokens: int) -> dict[str, Tensor]:
+def _make_inputs(tokens: int) -> dict[str, Tensor]:
     """The same on every rank."""
     generator = torch.Generator().manual_seed(tokens)
     return {
@@ -186,25 +140,19 @@ def make_inputs(tokens: int) -> dict[str, Tensor]:
 # --- measuring ------------------------------------------------------------------------------------
 
 
-def measure(rank: int, store: str, queue: Any, quick: bool) -> None:
-    """One rank: every case, all variants in turns; rank 0 reports."""
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS)
+def _ablation_on_rank(quick: bool) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     with torch.inference_mode():
-        models = prepare()
+        models = _prepare()
         for case in CASES:
-            errors = check(case, models)
+            errors = _check(case, models)
             rounds = case.rounds // 5 if quick else case.rounds
-            times = alternate(calls_of(case, models), rounds)
-            rows += [row_of(case, variant, times, errors) for variant in VARIANTS]
-    if rank == 0:
-        queue.put(rows)
-    dist.destroy_process_group()
+            times = in_turns(_calls_of(case, models), rounds, warmup=1)
+            rows += [_row_of(case, variant, times, errors) for variant in VARIANTS]
+    return rows
 
 
-def prepare() -> dict[str, nn.Module]:
+def _prepare() -> dict[str, nn.Module]:
     """The model of each variant, split and, if it is, compiled; the same one where it can be."""
     meshes = {
         axis: init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=(axis,))
@@ -214,7 +162,7 @@ def prepare() -> dict[str, nn.Module]:
     for variant in VARIANTS:
         key = _key(variant)
         if key not in made:
-            made[key] = make_model()
+            made[key] = _make_model()
             handle = parallelize(
                 made[key],
                 meshes[variant.axis],
@@ -232,44 +180,44 @@ def _key(variant: Variant) -> object:
     return replace(variant, name="", after=None)
 
 
-def check(case: Case, models: dict[str, nn.Module]) -> dict[str, float]:
+def _check(case: Case, models: dict[str, nn.Module]) -> dict[str, float]:
     """Relative errors against one process, on the links that are timed."""
-    inputs, errors = make_inputs(case.tokens), dict[str, float]()
-    expected = make_model()(**inputs)
+    inputs, errors = _make_inputs(case.tokens), dict[str, float]()
+    expected = _make_model()(**inputs)
     for variant in VARIANTS:
         with on(Link(bytes_per_s=case.bytes_per_s)):
-            found = models[variant.name](**inputs)
-        errors[variant.name] = float((found - expected).norm() / expected.norm())
+            output = models[variant.name](**inputs)
+        errors[variant.name] = float((output - expected).norm() / expected.norm())
         largest = LARGEST_ERROR if variant.comm_dtype is None else LARGEST_WIRE_ERROR
         assert errors[variant.name] < largest, f"{case.name}, {variant.name}: {errors}"
     return errors
 
 
-def calls_of(case: Case, models: dict[str, nn.Module]) -> dict[str, Callable[[], object]]:
+def _calls_of(case: Case, models: dict[str, nn.Module]) -> dict[str, Callable[[], object]]:
     """For each variant the forward pass, the same without communication, and on no tokens."""
     calls: dict[str, Callable[[], object]] = {}
-    inputs, empty = make_inputs(case.tokens), make_inputs(EMPTY_TOKENS)
+    inputs, empty = _make_inputs(case.tokens), _make_inputs(EMPTY_TOKENS)
     for variant in VARIANTS:
         programs = (
             ("", inputs, Link(bytes_per_s=case.bytes_per_s)),
             (", alone", inputs, NoLink()),
             (", empty", empty, NoLink()),
         )
-        for suffix, given, link in programs:
+        for suffix, inputs_of_call, link in programs:
 
             def call(
                 model: nn.Module = models[variant.name],
-                given: dict[str, Tensor] = given,
+                inputs: dict[str, Tensor] = inputs_of_call,
                 link: Link = link,
             ) -> None:
                 with on(link):
-                    model(**given)
+                    model(**inputs)
 
             calls[variant.name + suffix] = call
     return calls
 
 
-def row_of(
+def _row_of(
     case: Case, variant: Variant, times: dict[str, list[float]], errors: dict[str, float]
 ) -> dict[str, Any]:
     """One row of the table, times in milliseconds."""
@@ -294,7 +242,7 @@ def row_of(
 # --- report ---------------------------------------------------------------------------------------
 
 
-def print_results(rows: list[dict[str, Any]]) -> None:
+def _print_results(rows: list[dict[str, Any]]) -> None:
     """The table, and which steps pay in which case."""
     table = Table("case", "variant", "total ms", "launch", "compute", "communication", "speed-up")
     for name in ("the step", "error"):
@@ -305,29 +253,25 @@ def print_results(rows: list[dict[str, Any]]) -> None:
             row["case"],
             row["variant"],
             *(f"{part:.1f}" for part in parts),
-            interval(row["over_baseline"]),
-            interval(row["step"]),
+            _interval(row["over_baseline"]),
+            _interval(row["step"]),
             f"{row['error']:.0e}",
         )
     Console(width=140).print(table)
     for case in CASES:
         said = [
-            f"{row['variant'].removeprefix('+ ')} {verdict(row['step'] or row['over_baseline'])}"
+            f"{row['variant'].removeprefix('+ ')} {_verdict(row['step'] or row['over_baseline'])}"
             for row in rows
             if row["case"] == case.name and row["variant"] != BASELINE
         ]
         print(f"{case.name}: {', '.join(said)} (Ulysses: against the baseline)")
 
 
-def interval(ratio: dict[str, float] | None) -> str:
+def _interval(ratio: dict[str, float] | None) -> str:
     """Mean and 95 % interval; empty for nothing."""
     return f"{ratio['mean']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f})" if ratio else ""
 
 
-def verdict(ratio: dict[str, float]) -> str:
+def _verdict(ratio: dict[str, float]) -> str:
     """Whether an interval of a speed-up lies above 1, below it, or around it."""
     return "pays" if ratio["low"] > 1 else "costs" if ratio["high"] < 1 else "is even"
-
-
-if __name__ == "__main__":
-    main()

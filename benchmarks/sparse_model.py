@@ -1,30 +1,7 @@
-"""A denoising step of a small Wan with block-sparse attention: without balance, and with it.
+"""Time denoising steps of a small Wan with block-sparse attention, without and with balance."""
 
-Run: `python benchmarks/bench_sparse_model.py` (about five minutes; `--quick`: two, writes nothing);
-writes results/sparse_model.json.
-
-Two ranks of one thread over gloo; diffusers' WanTransformer3DModel with random weights, 6,144
-tokens, 8 heads of width 64, float32, without gradients; synthetic masks of Wan2.1 for each layer
-and step, blocks of 64, density 0.41. Five copies of the model take their steps in turns:
-
-- without, on Ulysses and on a ring: heads in their order, each rank a run of blocks;
-- with, on both: the defaults of `SparseConfig`, plans kept within the tolerance and made from the
-  step before;
-- strategies: each layer on the mesh that is predicted to be the fastest, by a latency model that
-  the library fits to its own timings right before.
-
-Every step of every copy is compared with one process: the same model, dense attention with the
-mask. How a step is spent is taken from other steps, by the spans that the library gives profiles.
-Ulysses exchanges rows without balance, too; what is due to balance is counted in bytes.
-
-Targets: exact to 1e-5; planning, and exchange that is due to balance, below 5 % of a step.
-"""
-
-import argparse
 import math
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -35,11 +12,10 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from _common import ratio, write_results
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from measuring import met, on_ranks, ratio
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 
 from bascule import SparseConfig, parallelize
@@ -60,24 +36,25 @@ LARGEST_SHARE, LARGEST_ERROR = 0.05, 1e-5
 _attend = functional.scaled_dot_product_attention
 
 
-def main() -> None:
-    """Measure in spawned processes, print the verdicts, write the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer steps; writes nothing")
-    quick = parser.parse_args().quick
-    load_before = os.getloadavg()
-    with tempfile.TemporaryDirectory() as folder:
-        results = f"{folder}/results.pt"
-        spawn(measure, (f"file://{folder}/store", 1 if quick else 5, results), nprocs=2)
-        found: dict[str, Any] = torch.load(results)
-    report(found)
-    if not quick:
-        print("written:", write_results("sparse_model", {"load_before": load_before, **found}))
+def sparse_model(*, quick: bool = False) -> dict[str, Any]:
+    """Time denoising steps of a small Wan with block-sparse attention, without and with balance.
+
+    Five minutes. Two ranks; WanTransformer3DModel with random weights, 6,144 tokens, 8 heads of
+    width 64, float32; synthetic masks for each layer and step. Five copies take their steps in
+    turns: without balance (heads in order, runs of blocks) and with the defaults of `SparseConfig`,
+    each on Ulysses and on a ring; and "strategies", each layer on the mesh that is predicted to be
+    the fastest. Every step is compared with one process: dense attention with the mask. Shares of a
+    step come from other steps, by the spans that the library gives profiles. Targets: exact to
+    1e-5; planning, and exchange that is due to balance, below 5 % of a step.
+    """
+    results = on_ranks(_model_on_rank, 1 if quick else 5)
+    _report(results)
+    return results
 
 
-def report(found: dict[str, Any]) -> None:
+def _report(results: dict[str, Any]) -> None:
     """The verdicts."""
-    for name, arm in found["arms"].items():
+    for name, arm in results["arms"].items():
         shares = ", ".join(f"{part} {share:.1%}" for part, share in arm["shares"].items())
         print(
             f"        {name}: {arm['step_s']:.3f} s a step; rho {arm['rho']:.3f} "
@@ -86,48 +63,42 @@ def report(found: dict[str, Any]) -> None:
         )
         assert arm["error"] < LARGEST_ERROR
     for name in MESHES:
-        arm, faster = found["arms"][f"with, {name}"], found["speedup"][name]
+        arm, faster = results["arms"][f"with, {name}"], results["speedup"][name]
         due = arm["shares"]["planning"] + arm["moved"] * arm["shares"]["exchange"]
         print(
-            f"{'met   ' if due < LARGEST_SHARE else 'MISSED'}  {name}: planning and the exchange "
+            f"{met(due < LARGEST_SHARE)}  {name}: planning and the exchange "
             f"that balance adds take {due:.1%} of a step (target below {LARGEST_SHARE:.0%}; all "
             f"exchange: {arm['shares']['exchange']:.1%}); {faster['median']:.3f}x the steps "
             f"without ({faster['lower_quartile']:.3f} to {faster['upper_quartile']:.3f})"
         )
-    print(f"        strategies over the faster mesh: {found['speedup']['strategies']}")
+    print(f"        strategies over the faster mesh: {results['speedup']['strategies']}")
 
 
-def measure(rank: int, store: str, turns: int, results: str) -> None:
-    """All copies on this rank; rank 0 saves what it measured."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+def _model_on_rank(turns: int) -> dict[str, Any]:
     names = ("ring", "ulysses")
     meshes = {k: init_device_mesh("cpu", v, mesh_dim_names=names) for k, v in MESHES.items()}
     shape = CallShape(NUM_TOKENS, NUM_HEADS, HEAD_DIM, BLOCK, torch.float32)
     with torch.inference_mode():
         latency = measure_attention_latency(meshes["ring"], shape, device="cpu")
-        masks = np.stack([masks_of(step) for step in range(NUM_STEPS)])
-        wanted = [in_one_process(masks[step], step) for step in range(NUM_STEPS)]
-        arms = make_arms(meshes, masks, Strategies(latency))
-        errors, times, seen = in_turns(arms, wanted, turns)
-        found = {name: summary(handle, errors[name], seen[name]) for name, handle in arms.items()}
+        masks = np.stack([_masks_of(step) for step in range(NUM_STEPS)])
+        expected = [_in_one_process(masks[step], step) for step in range(NUM_STEPS)]
+        arms = _make_arms(meshes, masks, Strategies(latency))
+        errors, times, seen = _steps_in_turns(arms, expected, turns)
+        rows = {name: _summary(handle, errors[name], seen[name]) for name, handle in arms.items()}
     for name, seconds in times.items():
-        found[name]["step_s"] = statistics.median(seconds)
+        rows[name]["step_s"] = statistics.median(seconds)
     best = [min(pair) for pair in zip(times["with, Ulysses"], times["with, ring"], strict=True)]
     speedup = {name: ratio(times[f"without, {name}"], times[f"with, {name}"]) for name in MESHES}
     speedup["strategies"] = ratio(best, times["strategies"])
-    if rank == 0:
-        torch.save({"arms": found, "speedup": speedup, "latency": asdict(latency)}, results)
-    dist.barrier()
-    dist.destroy_process_group()
+    return {"arms": rows, "speedup": speedup, "latency": asdict(latency)}
 
 
-def masks_of(step: int) -> Any:
+def _masks_of(step: int) -> Any:
     """(layers, heads, blocks, blocks)."""
     return np.stack([synthetic_masks(MODEL, layer=x, step=step) for x in range(NUM_LAYERS)])
 
 
-def make_model() -> Any:
+def _make_model() -> Any:
     """The same weights in every copy and on every rank."""
     torch.manual_seed(0)
     return WanTransformer3DModel(
@@ -144,7 +115,7 @@ def make_model() -> Any:
     ).eval()
 
 
-def inputs_of(step: int) -> dict[str, Any]:
+def _inputs_of(step: int) -> dict[str, Any]:
     """Of one step."""
     generator = torch.Generator().manual_seed(step)
     frames, height, width = GRID
@@ -155,7 +126,7 @@ def inputs_of(step: int) -> dict[str, Any]:
     }
 
 
-def in_one_process(masks: Any, step: int) -> Tensor:
+def _in_one_process(masks: Any, step: int) -> Tensor:
     """What a step must give: dense attention of the unsplit model with the masks, head by head."""
     of_layers = iter(torch.from_numpy(masks))
 
@@ -167,10 +138,10 @@ def in_one_process(masks: Any, step: int) -> Tensor:
         return torch.stack([_attend(q, k, v, mask) for q, k, v, mask in heads])[None]
 
     with mock.patch.object(functional, "scaled_dot_product_attention", attend):
-        return make_model()(**inputs_of(step), return_dict=False)[0]
+        return _make_model()(**_inputs_of(step), return_dict=False)[0]
 
 
-def make_arms(
+def _make_arms(
     meshes: dict[str, DeviceMesh], masks: Any, strategies: Strategies
 ) -> dict[str, ParallelHandle]:
     """The copies of the model."""
@@ -180,29 +151,30 @@ def make_arms(
     free = SparseConfig(masks=masks, block=BLOCK, strategies=strategies)
     arms: dict[str, ParallelHandle] = {}
     for name, mesh in meshes.items():
-        arms[f"without, {name}"] = parallelize(make_model(), mesh=mesh, sparse=without)
-        arms[f"with, {name}"] = parallelize(make_model(), mesh=mesh, sparse=balanced)
-    arms["strategies"] = parallelize(make_model(), mesh=meshes["ring"], sparse=free)
+        arms[f"without, {name}"] = parallelize(_make_model(), mesh=mesh, sparse=without)
+        arms[f"with, {name}"] = parallelize(_make_model(), mesh=mesh, sparse=balanced)
+    arms["strategies"] = parallelize(_make_model(), mesh=meshes["ring"], sparse=free)
     return arms
 
 
-def in_turns(
-    arms: dict[str, ParallelHandle], wanted: list[Tensor], turns: int
+def _steps_in_turns(
+    arms: dict[str, ParallelHandle], expected: list[Tensor], turns: int
 ) -> tuple[dict[str, float], dict[str, list[float]], dict[str, dict[str, Any]]]:
     """Largest error, seconds of each step, and what another turn shows."""
     errors, times = dict.fromkeys(arms, 0.0), {name: list[float]() for name in arms}
     for turn in range(turns + 1):  # the first warms up
         for handle in arms.values():
             handle.restart()
-        for step, expected in enumerate(wanted):
+        for step, output in enumerate(expected):
             for name in list(arms)[:: 1 if (turn + step) % 2 else -1]:
                 dist.barrier()
                 start = time.perf_counter()
-                out = arms[name].model(**inputs_of(step), return_dict=False)[0]
+                out = arms[name].model(**_inputs_of(step), return_dict=False)[0]
                 dist.barrier()
                 if turn > 0:
                     times[name].append(time.perf_counter() - start)
-                errors[name] = max(errors[name], float((out - expected).norm() / expected.norm()))
+                error = float((out - output).norm() / output.norm())
+                errors[name] = max(errors[name], error)
     return errors, times, {name: spent(handle) for name, handle in arms.items()}
 
 
@@ -228,7 +200,7 @@ def spent(handle: ParallelHandle) -> dict[str, Any]:
         dist.barrier()
         start = time.perf_counter()
         for step in range(NUM_STEPS):
-            handle.model(**inputs_of(step), return_dict=False)
+            handle.model(**_inputs_of(step), return_dict=False)
             layers += handle.explain().sparse
         total = time.perf_counter() - start
     shares = torch.tensor([seconds[span] / total for span in SPANS.values()])
@@ -236,11 +208,11 @@ def spent(handle: ParallelHandle) -> dict[str, Any]:
     return {"shares": dict(zip(SPANS, shares.tolist(), strict=True)), "layers": layers}
 
 
-def summary(handle: ParallelHandle, error: float, seen: dict[str, Any]) -> dict[str, Any]:
+def _summary(handle: ParallelHandle, error: float, seen: dict[str, Any]) -> dict[str, Any]:
     """What is reported of a copy."""
     plans = [layer.used for layer in seen["layers"]]
     sent = sum(plan.wire_bytes(HEAD_DIM, 4) for plan in plans)
-    needed = sum(ulysses_bytes(plan) for plan in plans)
+    needed = sum(_ulysses_bytes(plan) for plan in plans)
     last = handle.explain().sparse
     return {
         "error": error,
@@ -257,13 +229,9 @@ def summary(handle: ParallelHandle, error: float, seen: dict[str, Any]) -> dict[
     }
 
 
-def ulysses_bytes(plan: Any) -> int:
+def _ulysses_bytes(plan: Any) -> int:
     """Bytes of its exchanges that are needed with heads in order, and nothing moved."""
     if plan.ulysses_degree == 1:
         return 0
     rows = NUM_HEADS * NUM_TOKENS * (plan.ulysses_degree - 1) // plan.ulysses_degree
     return 4 * rows * HEAD_DIM * 4
-
-
-if __name__ == "__main__":
-    main()

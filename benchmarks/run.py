@@ -1,0 +1,50 @@
+"""Run a benchmark and write its result: `python benchmarks/run.py NAME [options]`.
+
+A benchmark is a function of that name in a module beside this one. Its keyword parameters are the
+options. It measures, prints verdicts, and returns what `results/NAME.json` holds beside command,
+commit, date and device. With `--quick` it measures less, and nothing is written. Without a name,
+the benchmarks are listed.
+"""
+
+import importlib
+import sys
+
+import tyro
+from measuring import write_results
+
+MODULES = {
+    "host": ("overhead", "route", "plan_ahead"),
+    "planning": ("solver", "planner", "fit"),
+    "paper": ("simulate",),
+    "loader": ("loader",),
+    "inference": ("inference", "inference_compiled"),
+    "pipelines": ("pipeline",),
+    "ablation": ("ablation",),
+    "sparse": ("sparse",),
+    "sparse_kernel": ("sparse_kernel",),
+    "sparse_model": ("sparse_model",),
+    "sparse_plan": ("sparse_plan",),
+    "baselines": ("baselines",),
+    "training": ("wallclock", "stages", "trace", "calibrate", "diffusers_training"),
+    "encoders": ("encoders", "tiles"),
+    "wire": ("ring", "quantize"),
+}
+
+
+def main() -> None:
+    """Run the benchmark that the command line names."""
+    names = {name: module for module, of_module in MODULES.items() for name in of_module}
+    name, *options = sys.argv[1:] or ["--help"]
+    if name not in names:
+        for one, module in names.items():
+            text = getattr(importlib.import_module(module), one).__doc__
+            print(f"{one:20}{text.strip().partition(chr(10))[0]}")
+        sys.exit(0 if name == "--help" else f"there is no benchmark {name!r}")
+    function = getattr(importlib.import_module(names[name]), name)
+    results = tyro.cli(function, prog=f"benchmarks/run.py {name}", args=options)
+    if "--quick" not in options:
+        print("written:", write_results(name, results))
+
+
+if __name__ == "__main__":
+    main()
