@@ -98,7 +98,7 @@ def flag(name: str) -> str:
 
 
 def _fields(options: Any) -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
-    """Name, value, annotations of each field; and true for an integer."""
+    """Yield name, value and annotations of each field, and whether it is an integer."""
     for name, hint in get_type_hints(type(options), include_extras=True).items():
         kind, *rules = get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
         yield name, getattr(options, name), tuple(rules), int in (kind, *get_args(kind))

@@ -20,7 +20,7 @@ from bascule.errors import CommError, ConfigError
 
 USER_ERROR = 2  # exit code
 _PIDS_IN = "BASCULE_PIDS_IN"
-"""Variable of the environment: the folder in which local ranks tell the launcher who they are."""
+"""Variable of the environment: the folder in which local ranks leave their process ids."""
 _RESULT_TO = "BASCULE_RESULT_TO"
 """Variable of the environment: the file in which the first rank leaves the result of all."""
 _STOP = "stop"
@@ -32,7 +32,7 @@ def in_a_job() -> bool:
 
 
 def device_type() -> str:
-    """What ranks compute on here, by torch's name."""
+    """Return the type of device of the ranks here."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -105,7 +105,7 @@ def hand_over(result: str) -> bool:
 
 @contextmanager
 def joined(timeout_s: float) -> Iterator[torch.device]:
-    """Be a rank of the job described by RANK and WORLD_SIZE; gives this rank's device."""
+    """Join the job of RANK and WORLD_SIZE; yield this rank's device."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cpu")
     backend = "gloo"
@@ -122,10 +122,7 @@ def joined(timeout_s: float) -> Iterator[torch.device]:
 
 @contextmanager
 def stopping_quietly() -> Iterator[None]:
-    """SIGINT and SIGTERM end this rank at once, without a word: for one that leaves nothing half.
-
-    The command that started it tells.
-    """
+    """Exit at once on SIGINT or SIGTERM, without a traceback."""
     numbers = signal.SIGINT, signal.SIGTERM
     before = [signal.signal(number, lambda *_: os._exit(130)) for number in numbers]
     try:
@@ -137,7 +134,7 @@ def stopping_quietly() -> Iterator[None]:
 
 @contextmanager
 def forwarding_stops() -> Iterator[None]:
-    """SIGTERM goes on to the ranks launched within, which end when they have saved.
+    """Forward SIGTERM to the ranks launched within, which end when they have saved.
 
     Torch's launcher would kill them after 30 s, and report a failure.
     """
@@ -160,10 +157,10 @@ def forwarding_stops() -> Iterator[None]:
 
 @contextmanager
 def stop_asked() -> Iterator[Callable[[], bool]]:
-    """Return whether this rank shall stop: SIGTERM asks for it, in place of ending the rank.
+    """Yield a function that returns whether this rank shall stop.
 
-    So does the end of a launcher of ours, which may have been killed: without it nobody would end
-    its ranks.
+    SIGTERM asks for it, in place of ending the rank. So does the end of our launcher, which may
+    have been killed, and could not end its ranks.
     """
     asked, launcher = threading.Event(), os.getppid()
     before = signal.signal(signal.SIGTERM, lambda *_: asked.set())

@@ -69,7 +69,7 @@ def run(options: PlanOptions, arguments: list[str]) -> None:
 
 
 def _changes(options: PlanOptions) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and keywords of each plan to compare with."""
+    """Yield name and keywords of each plan to compare with."""
     has_limits = options.limits is not None
     if options.planner == "knapsack":
         yield "lpt", {"planner": "lpt"}

@@ -114,19 +114,14 @@ class Report:
 
 
 def command_line(arguments: Sequence[str] | None = None) -> str:
-    """The command that made a page, as a shell takes it."""
+    """Return the command that made a page, for a shell."""
     return shlex.join(["bascule", *(sys.argv[1:] if arguments is None else arguments)])
 
 
 def render(report: Report, command: str) -> str:
-    """The page, as HTML: facts, charts, tables, notes, the command and the versions.
+    """Return the page of a report as HTML, with the command that made it and the versions.
 
-    Everything that comes from the user's data is escaped, and the page's own policy forbids it to
-    load anything.
-
-    Args:
-        report: What to say.
-        command: That made it.
+    All text of the user is escaped, and the page's policy forbids it to load anything.
     """
     from plotly.offline import get_plotlyjs
 
@@ -200,7 +195,7 @@ def _chart(chart: Chart, name: str) -> str:
 
 
 def _script_json(value: object) -> str:
-    """JSON that cannot end the script element which it stands in."""
+    """Return JSON that cannot end its script element."""
     text = json.dumps(value, allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 

@@ -55,7 +55,7 @@ class SimulatedRun:
         return dict(zip(self.stages, self._mean(self.stage_s), strict=True)) | kinds
 
     def _mean(self, seconds: Floats) -> list[float]:
-        """Means of a rank and step of (M, K, N) seconds of microbatches."""
+        """Return means of a rank and step of (M, K, N) seconds of microbatches."""
         return (seconds.mean(axis=(0, 2)) * self.accumulate).tolist()
 
     def spent_on(self, kind: str) -> Floats:
@@ -129,7 +129,7 @@ class SimulatedRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulationResult:
-    """Runs of the same data under each policy, in the order that was asked for.
+    """Runs of the same data under each policy, in the order of the topologies.
 
     The first run is what the others are compared with.
     """

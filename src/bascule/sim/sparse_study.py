@@ -22,7 +22,7 @@ DEFAULT = "minimal_move"
 
 
 def mesh_name(mesh: Mesh) -> str:
-    """For example U4R2."""
+    """Return the name of a mesh, such as U4R2."""
     return "U{}R{}".format(*mesh)
 
 
