@@ -142,17 +142,7 @@ def test_the_model_travels_with_the_checkpoint() -> None:
 
 def refuse() -> list[tuple[list[str], str]]:
     rank, loader = dist.get_rank(), make_loader(6)
-    wrong: list[dict[str, Any]] = [
-        {"warmup": 2},
-        {"warmup": "10"},
-        {"window": 1},
-        {"window": 10.5},
-        {"discard": -1},
-        {"max_drift": float("nan")},
-        {"max_drift": 0},
-        {"timeout_s": -1},
-        {"timeout_s": None},
-    ]
+    wrong: list[dict[str, Any]] = [{"warmup": 2}, {"window": 1}, {"discard": -1}, {"max_drift": 0}]
     heard = [raised_by(CostTracker, loader, **(one if rank else {})) for one in wrong]
     heard.append(raised_by(CostTracker, loader, warmup=10 + rank))
     tracker = CostTracker(loader)
@@ -164,7 +154,7 @@ def refuse() -> list[tuple[list[str], str]]:
 def test_wrong_or_unlike_numbers_are_refused_on_all_ranks() -> None:
     one, other = run_ranks(refuse, 2)
     assert one == other
-    wrong, (unlike,), states = one[:9], one[9:10], one[10:]
+    wrong, (unlike,), states = one[:4], one[4:5], one[5:]
     for names, text in wrong:
         assert ConfigError.__name__ in names and "rank 1 of group 'loader': CostTracker(" in text
     assert "warmup=2" in wrong[0][1]
