@@ -173,11 +173,12 @@ def test_the_search_goes_on_for_small_gains() -> None:
 @pytest.mark.parametrize(
     ("spec", "bad_term"),
     [
-        *((f"g1n1+{term}", term) for term in ("r2g4n1", "g4n1r2", "g4r0n1", "g0r2n1", "g4r2n0")),
-        *((f"g1n1+{term}", term) for term in ("g4rn1", "g4r2", "g4r02n1", "g4R2n1", "", "x")),
-        *((term, term) for term in ("", "g1n4junk", "junkg1n4", "g0n4", "g1n0", "g01n2", "g1n02")),
-        *((term, term) for term in ("g1n4,g2n1", " g1n4", "g1n4 ", "g1 n4", "g-1n4", "g1.0n4")),
-        *((term, term) for term in ("G1N4", "g1", "n4g1", "g1n\u0664", "g\u00b2n4")),
+        *((f"g1n1+{term}", term) for term in "r2g4n1 g4n1r2 g4r0n1 g0r2n1 g4rn1 g4r02n1 x".split()),
+        *(
+            (term, term)
+            for term in "g1n4junk junkg1n4 g0n4 g1n0 g01n2 g1n4,g2n1 g-1n4 G1N4".split()
+        ),
+        *((term, term) for term in ("", " g1n4", "g1n4 ", "g1", "g1n\u0664", "g\u00b2n4")),
         ("g1n4 + g2n1", "g1n4 "),
         ("g1n4\n", r"g1n4\\n"),
         ("g1n" + "9" * 5000, "g1n999"),
@@ -193,34 +194,29 @@ def test_a_malformed_term_is_named(spec: str, bad_term: str) -> None:
     [
         ("g1n3", "g1n3", [1] * 3, [1] * 3),
         ("g2n1+g2n1", "g2n1+g2n1", [2, 2], [1, 1]),
-        ("g1n2+g2n1+g4n1", "g1n2+g2n1+g4n1", [1, 1, 2, 4], [1] * 4),
-        ("g4r2n1", "g4r2n1", [8], [2]),
         ("g4r1n2", "g4n2", [4, 4], [1, 1]),
-        ("g1r3n1", "g1r3n1", [3], [3]),
         ("g1n2+g2r3n2+g2r1n1", "g1n2+g2r3n2+g2n1", [1, 1, 6, 6, 2], [1, 1, 3, 3, 1]),
     ],
 )
 def test_text_and_back(spec: str, canonical: str, bag_sizes: list[int], rings: list[int]) -> None:
     topology = Topology.parse(spec)
-    assert str(topology) == canonical
-    assert Topology.parse(canonical) == topology and Topology.parse(topology) is topology
-    assert hash(Topology.parse(canonical)) == hash(topology)
-    assert topology.bag_sizes.tolist() == bag_sizes
-    assert topology.ring_degrees.tolist() == rings
-    assert (topology.num_ranks, topology.num_bags) == (sum(bag_sizes), len(bag_sizes))
+    assert str(topology) == canonical and Topology.parse(topology) is topology
+    again = Topology.parse(canonical)
+    assert again == topology and hash(again) == hash(topology)
     # Bags are contiguous in the order written, and replicas fill the world.
-    twice = Topology.parse(spec, world_size=2 * topology.num_ranks)
-    ranks = iter(range(2 * topology.num_ranks))
-    assert twice.bags == tuple(tuple(itertools.islice(ranks, n)) for n in bag_sizes * 2)
-    assert twice.ring_degrees.tolist() == rings * 2
-    assert str(twice) == canonical and Topology.parse(twice, world_size=twice.num_ranks) is twice
+    twice = Topology.parse(spec, world_size=2 * sum(bag_sizes))
     assert Topology.parse(twice, world_size=topology.num_ranks) == topology != twice
-    for bag, members in enumerate(twice.bags):
-        assert twice.first_ranks[bag] == members[0]
-        assert (twice.bag_of_rank[list(members)] == bag).all()
+    assert Topology.parse(twice, world_size=twice.num_ranks) is twice and str(twice) == canonical
+    for one, times in ((topology, 1), (twice, 2)):
+        ranks = iter(range(one.num_ranks))
+        assert one.bags == tuple(tuple(itertools.islice(ranks, n)) for n in bag_sizes * times)
+        assert one.bag_sizes.tolist() == bag_sizes * times and next(ranks, None) is None
+        assert one.ring_degrees.tolist() == rings * times
+        for bag, members in enumerate(one.bags):
+            assert one.first_ranks[bag] == members[0]
+            assert (one.bag_of_rank[list(members)] == bag).all()
     for array in (twice.bag_sizes, twice.first_ranks, twice.bag_of_rank):
-        with pytest.raises(ValueError, match="read-only"):
-            array[0] = 7
+        assert not array.flags.writeable
 
 
 @pytest.mark.parametrize(
