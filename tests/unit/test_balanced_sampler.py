@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -329,35 +328,13 @@ def squares(seq_lens: Any) -> np.ndarray:
     return np.asarray(seq_lens, dtype=np.float64) ** 2
 
 
-@dataclass(frozen=True)
-class World:
-    """Ranks that share an epoch."""
-
-    num_ranks: int
-    batch_size: int
-    accumulate: int
-
-    @property
-    def shape(self) -> StepShape:
-        return StepShape(self.batch_size, self.num_ranks, self.accumulate)
-
-    def samplers(self, lengths: list[int], options: SamplerOptions) -> list[BalancedSampler]:
-        return [
-            BalancedSampler(
-                lengths,
-                squares,
-                batch_size=self.batch_size,
-                num_ranks=self.num_ranks,
-                rank=rank,
-                seed=5,
-                accumulate=self.accumulate,
-                options=options,
-            )
-            for rank in range(self.num_ranks)
-        ]
+def samplers_of(world: StepShape, lengths: list[int], **options: Any) -> list[BalancedSampler]:
+    """Samplers of ranks that share an epoch."""
+    sizes = {"batch_size": world.batch_size, "accumulate": world.accumulate, "seed": 5}
+    return ranks_of(lengths, world.num_ranks, squares, **sizes, **options)
 
 
-WORLDS = st.builds(World, st.integers(1, 5), st.integers(1, 4), st.integers(1, 3))
+WORLDS = st.builds(StepShape, st.integers(1, 4), st.integers(1, 5), st.integers(1, 3))
 OPTIONS = st.builds(
     SamplerOptions,
     sync=st.sampled_from(SYNCS),
@@ -378,8 +355,8 @@ def makespan_of(costs: np.ndarray, cells: np.ndarray, rules: DealRules) -> float
     return float(table.max(axis=1).sum() if rules.sync == "microbatch" else table.sum(0).max())
 
 
-def check_step(deal: Deal, lengths: list[int], world: World, options: SamplerOptions) -> None:
-    shape, num = world.shape, deal.samples.size
+def check_step(deal: Deal, lengths: list[int], world: StepShape, options: SamplerOptions) -> None:
+    shape, num = world, deal.samples.size
     rules = DealRules(shape, options.sync, None, options.even_counts, options.padded)
     cells = deal.microbatch_of * world.num_ranks + deal.rank_of
     costs = squares(np.array(lengths)[deal.samples])
@@ -396,10 +373,10 @@ def check_step(deal: Deal, lengths: list[int], world: World, options: SamplerOpt
 @given(st.lists(LENGTHS, min_size=1, max_size=60), WORLDS, OPTIONS, st.integers(0, 3))
 @settings(deadline=None, max_examples=150)
 def test_an_epoch_is_whole_and_its_steps_are_those_of_the_plain_order(
-    lengths: list[int], world: World, options: SamplerOptions, epoch: int
+    lengths: list[int], world: StepShape, options: SamplerOptions, epoch: int
 ) -> None:
-    assume(len(lengths) >= world.shape.num_cells)
-    samplers = world.samplers(lengths, options)
+    assume(len(lengths) >= world.num_cells)
+    samplers = samplers_of(world, lengths, options=options)
     for sampler in samplers:
         sampler.set_epoch(epoch)
     order = epoch_order(len(lengths), shuffle=options.shuffle, seed=5, epoch=epoch)
@@ -424,10 +401,10 @@ def test_an_epoch_is_whole_and_its_steps_are_those_of_the_plain_order(
 @given(st.lists(LENGTHS, min_size=6, max_size=60), WORLDS, WORLDS, st.integers(0, 100))
 @settings(deadline=None, max_examples=100)
 def test_a_run_of_other_ranks_finishes_the_epoch(
-    lengths: list[int], first: World, second: World, stop: int
+    lengths: list[int], first: StepShape, second: StepShape, stop: int
 ) -> None:
-    assume(len(lengths) >= max(first.shape.num_cells, second.shape.num_cells))
-    samplers = first.samplers(lengths, SamplerOptions())
+    assume(len(lengths) >= max(first.num_cells, second.num_cells))
+    samplers = samplers_of(first, lengths)
     taken = [list(itertools.islice(sampler, stop)) for sampler in samplers]
     states = [sampler.state_dict() for sampler in samplers]
     assert all(state == states[0] for state in states)
@@ -435,14 +412,15 @@ def test_a_run_of_other_ranks_finishes_the_epoch(
     done = {index for batches in taken for batch in batches[:whole_steps] for index in batch}
     left = len(lengths) - len(done)
     assert states[0]["delivered"] == len(done)
-    assume(left == 0 or left >= second.shape.num_cells)
-    again = second.samplers(lengths, SamplerOptions())
+    assume(left == 0 or left >= second.num_cells)
+    again = samplers_of(second, lengths)
     for sampler in again:
         sampler.load_state_dict(states[0])
+        sampler.set_epoch(0)  # as a training loop does; the epoch of the state goes on
     rest = [index for sampler in again for batch in sampler for index in batch]
     assert sorted([*rest, *done]) == list(range(len(lengths)))
     if first == second:
-        own = [list(sampler) for sampler in first.samplers(lengths, SamplerOptions())]
+        own = [list(sampler) for sampler in samplers_of(first, lengths)]
         for sampler, batches in zip(again, own, strict=True):
             sampler.load_state_dict(states[0])
             assert list(sampler) == batches[whole_steps:]
