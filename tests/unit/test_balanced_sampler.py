@@ -317,7 +317,7 @@ def test_steps_are_planned_when_they_are_asked_for(monkeypatch: pytest.MonkeyPat
     assert planned == [16, 16, 16]
 
 
-# Samplers of any worlds: nothing is lost or repeated, steps are those of the plain order, and no
+# Worlds of any size
 
 
 SYNCS: list[Sync] = ["microbatch", "step"]

@@ -283,7 +283,7 @@ def test_tensors_on_the_gpu_are_refused() -> None:
         parcel({"x": torch.zeros(2, device="cuda")})
 
 
-# The rows of bytes in which tensors travel are compact; memory of exchanges is used again
+# Memory of exchanges is used again
 
 
 def test_memory_is_used_again_and_grows() -> None:

@@ -192,7 +192,7 @@ def test_queries_that_see_no_key_give_nothing_whatever_an_operator_gave() -> Non
     assert protocol.without_empty_rows(out, lse, None)[1] is lse
 
 
-# Kernels for blocks: their LSE and gradients, what they refuse, and the CUDA ones' signatures
+# Tiles of dense attention, and the signatures of kernels for CUDA
 
 
 def dense_inputs(
@@ -370,7 +370,7 @@ def test_the_first_that_fits_is_selected() -> None:
     assert masked is KERNELS["efficient"]
 
 
-# Sums of many parts in 16 bits are rounded once, at the end
+# Sums of many parts
 
 
 def off_by(found: Tensor, exact: Tensor) -> float:
@@ -389,7 +389,7 @@ def test_parts_for_some_queries_or_all_are_merged_wide(rows: slice) -> None:
     assert off_by(merged.result()[0][:, :, rows], exact) < 0.0022
 
 
-# Block-sparse attention: its kernels against dense masked attention
+# Block-sparse kernels against dense masked attention
 
 
 def assert_exact(case: Case, run: Any = attend, change: Any = lambda x: x) -> None:

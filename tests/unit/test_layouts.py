@@ -69,7 +69,7 @@ def test_every_token_has_one_rank_and_shares_are_even(layout: SequenceLayout) ->
     assert lens == layout.ring_lens and sum(lens) == first
 
 
-# What a rank of a bag attends to and in which order, without any communication
+# Bags
 
 
 Lens = list[list[int]]

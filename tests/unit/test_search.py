@@ -167,7 +167,7 @@ def test_the_search_goes_on_for_small_gains() -> None:
         assert plan.makespan <= best.seconds * 1.0006
 
 
-# Bags: their spec, the groups and rings in them, their plans, and what they cost on a cluster
+# Bags: their text, the groups and rings in them, and what they cost on a cluster
 
 
 @pytest.mark.parametrize(

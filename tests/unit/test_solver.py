@@ -272,7 +272,7 @@ def test_limits_know_what_ranks_hold_without_a_plan() -> None:
     assert not Limits(num_bytes=9).keeps(num_bytes=tokens)
 
 
-# The solver against brute force and against an exact integer program, on small cases
+# Against brute force, on small cases
 
 
 @dataclass(frozen=True)

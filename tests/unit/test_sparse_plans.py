@@ -30,7 +30,6 @@ from bascule.plan.sparse.baselines import greedy, paper_blocks
 from bascule.plan.sparse.choose import (
     LayerPlans,
     Strategies,
-    StrategyChoice,
     all_degrees,
     columns_of,
 )
@@ -88,9 +87,6 @@ def test_sums_over_heads_do_not_wrap(dtype: Any, heads: int, value: int, tokens:
     masks = np.full((heads, 4, 4 if dtype is bool else 2), value, dtype)
     plan = SparsePlanner(2, 2).plan(masks, home)
     assert plan.tiles.sum() == masks.size * value * tokens
-
-
-# Heads
 
 
 # Blocks
@@ -386,23 +382,6 @@ def test_a_kept_plan_knows_the_work_that_it_was_kept_for() -> None:
 
 
 PER_WORK = AttentionLatency(0.0, 0.0, 0.0, 0.0, 1.0, 0.0)
-"""A call takes as many seconds as its work, so that tests say what is predicted."""
-
-
-def choose_strategy(
-    latency: AttentionLatency,
-    loads: list[AttentionLoad],
-    last: StrategyChoice | None = None,
-    *,
-    min_gain: float = 0.03,
-    switch_s: float = 0.0,
-) -> StrategyChoice:
-    return Strategies(latency, min_gain=min_gain, switch_s=switch_s).choose(loads, last)
-
-
-def calls(*seconds: float) -> list[AttentionLoad]:
-    """Loads of (1, 1), (2, 1), ... that take these many seconds."""
-    return [AttentionLoad(place + 1, 1, work, 0.0, 0.0) for place, work in enumerate(seconds)]
 
 
 def brute_force(
@@ -433,12 +412,11 @@ def brute_force(
 @pytest.mark.parametrize(("min_gain", "switch_s"), [(0.0, 0.0), (0.1, 0.0), (0.0, 2.5), (0.1, 2.5)])
 def test_choices_against_brute_force(seed: int, min_gain: float, switch_s: float) -> None:
     table = np.random.default_rng(seed).integers(1, 9, (40, 4)).astype(float).tolist()
-    places: list[int] = []
-    last: StrategyChoice | None = None
+    strategies = Strategies(PER_WORK, min_gain=min_gain, switch_s=switch_s)
+    places, last = list[int](), None
     for seconds in table:
-        last = choose_strategy(
-            PER_WORK, calls(*seconds), last, min_gain=min_gain, switch_s=switch_s
-        )
+        loads = [AttentionLoad(1 + place, 1, work, 0.0, 0.0) for place, work in enumerate(seconds)]
+        last = strategies.choose(loads, last)
         assert last.predicted_s == seconds[last.degrees[0] - 1]
         places.append(last.degrees[0] - 1)
     expected, switches = brute_force(table, min_gain, switch_s)
@@ -451,7 +429,7 @@ def test_choices_against_brute_force(seed: int, min_gain: float, switch_s: float
         )
 
 
-# What `bascule sparse` finds out: its numbers against brute force, and its picture
+# The study behind `bascule sparse`, and its picture
 
 
 DEAR_ALL_TO_ALLS = AttentionLatency(1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
