@@ -90,6 +90,15 @@ def test_steps_are_even_and_their_bound_holds(sync: Any, even: bool) -> None:
     assert total < 0.95
 
 
+def test_giants_share_a_microbatch_with_the_longest() -> None:
+    """Apart, each would hold up its own microbatch."""
+    costs = np.array([100.0, 90.0] + [10.0] * 6)
+    shape = StepShape(1, 2, 4)
+    deal = deal_step(costs, costs.astype(np.int64), DealRules(shape))
+    assert deal.makespan == 130.0 and deal.gap < 1e-9
+    assert deal.microbatch_of[0] == deal.microbatch_of[1]
+
+
 def test_epochs_have_orders_of_their_own() -> None:
     samplers = ranks_of(drawn(40), 2)
     first = steps_of(samplers)

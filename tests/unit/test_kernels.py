@@ -118,10 +118,10 @@ def test_keys_of_another_rank(name: str) -> None:
     q_lens, k_lens = (3, 0, 5, 2, 0), (4, 6, 0, 1, 0)
     (q, _, _), (_, k, v) = inputs(q_lens, 4, 2), inputs(k_lens, 4, 2)
     mask = AttentionMask(packed=PackedSequences.build(q_lens, CPU, k_lens))
-    here = [x.detach().transpose(0, 1)[None] for x in (q, k, v)]
-    out, lse = KERNELS[name].forward(*here, mask, 0.5)
+    own_q, own_k, own_v = (x.detach().transpose(0, 1)[None] for x in (q, k, v))
+    out, lse = KERNELS[name].forward(own_q, own_k, own_v, mask, 0.5)
     grad = torch.randn(out.shape, dtype=out.dtype)
-    found = KERNELS[name].backward(grad, Attended(*here, out, lse, mask, 0.5))
+    found = KERNELS[name].backward(grad, Attended(own_q, own_k, own_v, out, lse, mask, 0.5))
     want, want_lse = packed_attention(q, k, v, q_lens, key_lens=k_lens, scale=0.5)
     torch.testing.assert_close((out[0].transpose(0, 1), lse[0].T), (want, want_lse))
     wanted = torch.autograd.grad(want, (q, k, v), grad[0].transpose(0, 1))

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from scipy import optimize
 
 from bascule.errors import ConfigError, PlanError
 from bascule.plan.costs import TransformerCost
 from bascule.plan.limits import Limits
 from bascule.plan.machine import Cluster
 from bascule.plan.plan import Plan, plan_batch
-from bascule.plan.solver import exact
 from bascule.plan.topology import Topology
 from bascule.plan.topology_search import suggest_topology
 from tests.helpers.simulation import assert_chunks, assert_delivery
@@ -131,7 +131,7 @@ def nearly_full(num_seqs: int) -> list[list[int]]:
 def test_limits_that_are_nearly_full_cost_few_steps(
     batch: Any, spec: str | None, is_refused: bool, most_programs: int, monkeypatch: Any
 ) -> None:
-    steps, milp, limits = list[int](), exact.milp, Limits(tokens=40_000)
+    steps, milp, limits = list[int](), optimize.milp, Limits(tokens=40_000)
 
     def counted(costs: Any, **arguments: Any) -> Any:
         if not arguments["integrality"].any():
@@ -139,7 +139,7 @@ def test_limits_that_are_nearly_full_cost_few_steps(
         steps.append(arguments["options"]["node_limit"] * (costs.size - 1))
         return SimpleNamespace(x=None)
 
-    monkeypatch.setattr(exact, "milp", counted)
+    monkeypatch.setattr(optimize, "milp", counted)
     with pytest.raises(PlanError) if is_refused else nullcontext():
         if spec is None:
             suggest_topology([batch], COST, FOUR_NODES, limits=limits)
