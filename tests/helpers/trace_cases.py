@@ -23,22 +23,13 @@ def event(
 
 @dataclass
 class Run:
-    """Ranks that compute, then reduce their gradients, then do nothing for a moment.
+    """Ranks that compute, then reduce their gradients, then do nothing for a moment."""
 
-    Attributes:
-        own: (S, R) seconds of compute.
-        clocks: By how many seconds each rank's clock is ahead.
-        on_device: Whether kernels of a GPU are written, or operators and gloo's events.
-        first: Number of the first step.
-        lens: Tokens of each sequence of each step and rank, as names of ranges.
-        extra: Further events of each rank.
-    """
-
-    own: Sequence[Sequence[float]]
-    clocks: Sequence[float] = ()
-    on_device: bool = True
-    first: int = 5
-    lens: Sequence[Sequence[Sequence[int]]] = ()
+    own: Sequence[Sequence[float]]  # (S, R) seconds of compute
+    clocks: Sequence[float] = ()  # by how many seconds each rank's clock is ahead
+    on_device: bool = True  # kernels of a GPU are written; else operators and gloo's events
+    first: int = 5  # number of the first step
+    lens: Sequence[Sequence[Sequence[int]]] = ()  # tokens of each sequence, as names of ranges
     extra: dict[int, list[dict[str, Any]]] = field(default_factory=dict[int, list[dict[str, Any]]])
 
     @property
