@@ -185,73 +185,58 @@ class Refusing:
             raise ValueError("this tile cannot be decoded")
 
 
-def wrong_calls() -> list[tuple[list[str], str]]:
-    """Each is wrong on the last rank alone, where it can be."""
+def wrong_calls() -> list[tuple[str, list[str], str]]:
+    """Words of an error, and the error; most calls are wrong on the last rank alone."""
     is_last = dist.get_rank() == dist.get_world_size() - 1
     vae, other = tiny_vae("kl"), tiny_vae("wan")
     vae.post_quant_conv, said = None, list[Any]()
 
-    def refuse(call: Any, *args: Any, **kwargs: Any) -> None:
-        said.append(raised_by(call, *args, **kwargs))
+    def refuse(words: str, call: Any, *args: Any, **kwargs: Any) -> None:
+        said.append((words, *raised_by(call, *args, **kwargs)))
 
-    def made(change: Any, model: Any = vae, **options: Any) -> None:
+    def made(words: str, change: Any, model: Any = vae, **options: Any) -> None:
         if is_last:
             change()
-        refuse(TiledVAE, model, options=EncoderOptions(**options))
+        refuse(words, TiledVAE, model, options=EncoderOptions(**options))
 
-    refuse(TiledVAE, nn.Linear(2, 2) if is_last else vae)
-    made(lambda: None, table=EncoderTable())
-    made(lambda: setattr(other, "tile_sample_stride_width", 24), other)
+    refuse("a Linear has no tiles (no use_tiling, ", TiledVAE, nn.Linear(2, 2) if is_last else vae)
+    made("leave out options.table", lambda: None, table=EncoderTable())
+    stride = "tile_sample_stride_width of the AutoencoderKLWan is 24, more than its tiles of 16"
+    made(stride, lambda: setattr(other, "tile_sample_stride_width", 24), other)
     other.tile_sample_stride_width = 12
-    made(lambda: setattr(other, "tile_sample_min_height", 0), other)
+    height = "tile_sample_min_height of the AutoencoderKLWan is 0: a tile needs a number above 0"
+    made(height, lambda: setattr(other, "tile_sample_min_height", 0), other)
     other.tile_sample_min_height = 16
-    made(lambda: other.register_to_config(dropout=0.1), other)
-    made(lambda: nn.init.ones_(vae.decoder.conv_in.weight))
+    made("'dropout': 0.1", lambda: other.register_to_config(dropout=0.1), other)
+    made("disagree on weights", lambda: nn.init.ones_(vae.decoder.conv_in.weight))
     vae = tiny_vae("kl")
     vae.decoder.register_forward_pre_hook(Refusing())
     z = sample_of("kl", "decode", (1, 1, 44, 28), 0, FLOAT)
     with torch.no_grad():
-        tiled = TiledVAE(vae)
-        refuse(tiled.decode, z * (1e6 if is_last else 1.0))
-        refuse(tiled.decode, z[:, :, 0] if is_last else z)
-        refuse(
-            tiled.decode if is_last else tiled.encode,
-            z if is_last else z[:, :1].expand(1, 3, -1, -1),
-        )
+        tiled, image = TiledVAE(vae), z[:, :1].expand(1, 3, -1, -1)
+        refuse("this tile cannot be decoded", tiled.decode, z * (1e6 if is_last else 1.0))
+        refuse("cannot decode a sample of shape", tiled.decode, z[:, :, 0] if is_last else z)
+        way = "disagree on call: ranks [0, 1]: encode; ranks [2]: decode"
+        refuse(way, tiled.decode if is_last else tiled.encode, z if is_last else image)
         vae.tile_latent_min_size = 6 if is_last else 8
-        refuse(tiled.decode, z)
+        refuse("'tile_latent_min_size': 6", tiled.decode, z)
         vae.tile_latent_min_size = 8
         assert len(tiled.decode(z).sample) == 1  # all of them can go on
         shared = TiledVAE(vae, options=EncoderOptions(features_for="all"))
-        refuse(shared.decode, z[:, :, :-1] if is_last else z)
-        refuse(shared.decode, z + 1 if is_last else z)
+        shapes = "disagree on items: ranks [0, 1]: shapes [(1, 2, 22, 14)] of 1 tensors"
+        refuse(shapes, shared.decode, z[:, :, :-1] if is_last else z)
+        refuse("disagree on items", shared.decode, z + 1 if is_last else z)
         assert len(shared.decode(z).sample) == 1
-    refuse(shared.decode, z)
-    refuse(shared.install, nn.Linear(2, 2))
+    refuse("features_for='all' has no gradients: encode under torch.no_grad()", shared.decode, z)
+    refuse("a Linear does not have this AutoencoderKL", shared.install, nn.Linear(2, 2))
     return said
 
 
 def test_wrong_uses_are_one_sentence_on_all_ranks() -> None:
     said = run_ranks(wrong_calls, 3)
     assert said[0] == said[1] == said[2]
-    texts = [
-        "a Linear has no tiles (no use_tiling, encoder and decoder): give a VAE of diffusers",
-        "the items of a TiledVAE are its tiles: leave out options.table",
-        "tile_sample_stride_width of the AutoencoderKLWan is 24, more than its tiles of 16",
-        "tile_sample_min_height of the AutoencoderKLWan is 0: a tile needs a number above 0",
-        "'dropout': 0.1",
-        "disagree on weights",
-        "ValueError('this tile cannot be decoded')",
-        "the AutoencoderKL cannot decode a sample of shape (1, 2, 14) in its tiles",
-        "disagree on call: ranks [0, 1]: encode; ranks [2]: decode",
-        "'tile_latent_min_size': 6",
-        "disagree on items: ranks [0, 1]: shapes [(1, 2, 22, 14)] of 1 tensors",
-        "disagree on items",
-        "features_for='all' has no gradients: encode under torch.no_grad()",
-        "a Linear does not have this AutoencoderKL",
-    ]
-    for (kinds, text), expected in zip(said[0], texts, strict=True):
-        assert expected in text, text
+    for words, kinds, text in said[0]:
+        assert words in text, text
         assert {"CommError", "ConfigError"} & set(kinds)
 
 
