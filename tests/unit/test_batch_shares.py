@@ -68,9 +68,10 @@ def test_parts_become_the_whole(num_parts: int, are_listed: bool) -> None:
     expected = output(slice(0, 5))
     for part, count in zip(parts, counts, strict=True):  # whichever rank learns the form
         form = Form.of(output(part), samples, count)
-        branch = Branch([(0, count) for count in counts], {}, form)
+        branch = Branch([0] * num_parts, counts, {}, form)
         last = branch.defer(lambda values: values[0] * 2)
         branch.finish([leaves_of(output(one)) for one in parts])
+        assert branch.values is not None
         assert torch.equal(branch.values[last], expected["rows"] * 2)
         whole = rebuilt(form.nest, iter(branch.values))
         assert whole["more"][1] == "text"

@@ -11,7 +11,6 @@ from itertools import product
 
 from bascule.attention.api import AttentionOptions, SequenceLayout
 from bascule.comm.quantized import Quantized
-from bascule.diffusers.phases import Phase
 from bascule.diffusers.sparse_layers import SparseLayer
 from bascule.diffusers.split_model import SplitModel
 from bascule.diffusers.work import Attended, AttentionShape, LayerWork
@@ -62,7 +61,7 @@ class Explanation:
     others: tuple[MeshCost, ...] = ()  # that the heads allow, by seconds or bytes; sparse: none
     advice: tuple[str, ...] = ()  # settings that would be faster; none without a profile
     sparse: tuple[SparseLayer, ...] = ()  # layers of block-sparse attention, in their order
-    phases: tuple[Phase, ...] = ()  # of a pipeline
+    phases: tuple[str, ...] = ()  # of a pipeline
     num_groups: int = 1  # guidance groups, each on a mesh of its own
     guidance_bytes: int = 0  # from this rank to other groups in the last exchange
 
@@ -95,8 +94,7 @@ class Explanation:
             lines.append("fewer bytes are possible; a ring sends while it computes, Ulysses before")
         if self.sparse:
             lines.append(_sparse_line(self.sparse))
-        lines += map(str, self.phases)
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.phases])
 
 
 def explain(

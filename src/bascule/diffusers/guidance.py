@@ -6,23 +6,18 @@ other groups are `Pending`.
 """
 
 from collections.abc import Callable, Mapping
+from itertools import count
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from bascule.comm.failures import shared
-from bascule.comm.items import rebuilt
+from bascule.comm.items import leaves_of, mapped
 from bascule.diffusers.arguments import SameInputs, form_of, parameters_of
 from bascule.diffusers.batch_shares import Form, samples_of, share_of
 from bascule.diffusers.caches import branch_of
-from bascule.diffusers.pending import (
-    Branch,
-    Branches,
-    Pending,
-    fetched,
-    leaves_without_gradients,
-)
+from bascule.diffusers.pending import Branch, Branches, Pending, fetched
 from bascule.diffusers.split_model import SplitModel
 from bascule.errors import ConfigError
 from bascule.stand_in import Override
@@ -79,14 +74,19 @@ class GuidedModel(Override):
             if num_parts > 1:
                 inputs = share_of(inputs, self._unbatched, samples, parts[place])
             output = call(**inputs)
-            leaves = leaves_without_gradients(output)
+            leaves = leaves_of(output)
+            if any(leaf.requires_grad for leaf in leaves):  # which no exchange brings back
+                raise ConfigError(
+                    "guidance over ranks has no gradients: call the pipeline, or the model, under "
+                    "torch.no_grad()"
+                )
             computed = {place: leaves} if group.rank in owners else {}
             if form is None:
                 form = self._forms[kind] = Form.of(output, samples, counts[place])
-        branch = Branch(list(zip(owners, counts, strict=True)), computed, form, compare)
+        branch = Branch(owners, counts, computed, form, compare)
         self.branches.add(branch)
-        places = range(branch.num_values)
-        return rebuilt(form.nest, iter([Pending.of(self.branches, branch, i) for i in places]))
+        places = count()
+        return mapped(form.nest, lambda _: Pending.of(self.branches, branch, next(places)))
 
     def _owners(self, num_parts: int) -> list[int]:
         """Return the groups that compute the parts of the next call: they take turns.

@@ -31,7 +31,7 @@ from bascule.diffusers.pending import Branches
 from bascule.diffusers.phases import (
     PhaseTimes,
     execution_device,
-    phases_of,
+    phase_lines,
     timed,
 )
 from bascule.diffusers.pipeline_run import PipelineRun
@@ -284,7 +284,7 @@ class ParallelHandle:
         branches = None if not self._guided else self._guided[0].branches
         return replace(
             found,
-            phases=phases_of(self._times, self._shared_parts),
+            phases=phase_lines(self._times, self._shared_parts),
             num_groups=1 if branches is None else branches.group.size,
             guidance_bytes=0 if branches is None else branches.sent_bytes,
         )

@@ -6,6 +6,7 @@ group of ranks computes a branch at the same time, without an edit.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,72 +36,41 @@ _Item = tuple[int, int]
 """Number of a call, and of one of its parts."""
 
 
+_Make = Callable[[Sequence[Tensor]], Tensor]
+"""From the values of a call to another tensor."""
+
+
+@dataclass(slots=True, eq=False)
 class Branch:
-    """A call whose parts are computed by groups of ranks.
+    """A call whose parts are computed by groups of ranks."""
 
-    Args:
-        parts: The group that computes each part, and its number of samples.
-        computed: Tensors of the parts that this rank computed, by number of the part.
-        form: Of the output.
-        compare: Compares the inputs on all ranks; None if that is not due.
+    owners: Sequence[int]  # the group that computes each part
+    counts: Sequence[int]  # samples of each part
+    computed: Mapping[int, list[Tensor]]  # tensors of this rank's parts, by number of the part
+    form: Form  # of the output
+    compare: Callable[[], None] | None = None  # compares the inputs on all ranks, if that is due
+    deferred: list[_Make] = field(default_factory=list[_Make])
+    values: list[Tensor] | None = None  # of the output, and those that were made of them
+    error: BaseException | None = None  # why there will be no values
 
-    Attributes:
-        num_values: Tensors of the output, and those that were made of them since.
-        device: Of the output.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[tuple[int, int]],
-        computed: Mapping[int, list[Tensor]],
-        form: Form,
-        compare: Callable[[], None] | None = None,
-    ) -> None:
-        self.owners, self._counts = zip(*parts, strict=True)
-        self.computed, self._form, self.compare = computed, form, compare
-        leaves = leaves_of(form.nest)
-        self.num_values = len(leaves)
-        self.device = leaves[0].device if leaves else torch.device("cpu")
-        self._deferred = list[Callable[[Sequence[Tensor]], Tensor]]()
-        self._values: list[Tensor] | None = None
-        self._error: BaseException | None = None
-
-    @property
-    def is_done(self) -> bool:
-        """Return whether the values are here, or never will be."""
-        return self._values is not None or self._error is not None
-
-    @property
-    def values(self) -> list[Tensor]:
-        """Tensors of the output, and those that were made of them."""
-        if self._error is not None:
-            raise self._error
-        assert self._values is not None
-        return self._values
-
-    def defer(self, make: Callable[[Sequence[Tensor]], Tensor]) -> int:
+    def defer(self, make: _Make) -> int:
         """Make a tensor of the values when they are here; return its place among them."""
-        self._deferred.append(make)
-        self.num_values += 1
-        return self.num_values - 1
+        self.deferred.append(make)
+        return len(leaves_of(self.form.nest)) + len(self.deferred) - 1
 
     def finish(self, parts: Sequence[Sequence[Tensor]]) -> None:
         """Join the parts, and make what was deferred before other code changes them in place."""
         values, rest = list[Tensor](), [iter(leaves) for leaves in parts]
-        for is_list in self._form.are_lists:
+        for is_list in self.form.are_lists:
             if is_list:  # an entry for each sample
-                counted = zip(rest, self._counts, strict=True)
+                counted = zip(rest, self.counts, strict=True)
                 values += [next(part) for part, count in counted for _ in range(count)]
                 continue
             column = [next(part) for part in rest]
             values.append(column[0] if len(column) == 1 else torch.cat(column))
-        for make in self._deferred:
+        for make in self.deferred:
             values.append(make(values))
-        self._values = values
-
-    def fail(self, error: BaseException) -> None:
-        """Raise an error where the values are used."""
-        self._error = error
+        self.values = values
 
 
 class Branches:
@@ -143,14 +113,14 @@ class Branches:
             self._exchange(waiting)
         except BaseException as error:
             for branch in waiting:
-                branch.fail(error)
+                branch.error = error
             raise
 
     def forget(self) -> None:
         """Drop results of a run that ended before it used them."""
         error = "the result of a guidance branch, of a run that ended: use it before the next run"
         for branch in self._waiting:
-            branch.fail(ConfigError(error))
+            branch.error = ConfigError(error)
         self._waiting.clear()
 
     def _exchange(self, waiting: Sequence[Branch]) -> None:
@@ -159,7 +129,8 @@ class Branches:
         for number, branch in enumerate(waiting):
             owners |= {(number, part): owner for part, owner in enumerate(branch.owners)}
             leaves |= {(number, part): values for part, values in branch.computed.items()}
-        device = waiting[0].device
+        outputs = [leaves_of(branch.form.nest) for branch in waiting]
+        device = next(leaf.device for output in outputs for leaf in output)
         try:
             local = [item for item, owner in owners.items() if owner == group.rank]
             parcels = [parcel(leaves[item], device) for item in local]
@@ -217,10 +188,14 @@ class Pending(Tensor):
 
     def fetched(self) -> Tensor:
         """Return the tensor itself, after an exchange if it is not here yet."""
-        if not self._branch.is_done:
+        branch = self._branch
+        if branch.values is None and branch.error is None:
             with torch.no_grad():
                 self._branches.exchange()
-        return self._branch.values[self._place]
+        if branch.error is not None:
+            raise branch.error
+        assert branch.values is not None
+        return branch.values[self._place]
 
     @classmethod
     def __torch_function__(
@@ -232,12 +207,13 @@ class Pending(Tensor):
     ) -> Any:
         named = dict(kwargs or {})
         own = args[0] if args else None
-        if func in _DEFERRED and isinstance(own, Pending) and not own._branch.is_done:
-            others = args[1:]
-            if all(map(_is_constant, tree_leaves((others, named)))):  # others may change meanwhile
-                place = own._place
-                made = own._branch.defer(lambda values: func(values[place], *others, **named))
-                return Pending.of(own._branches, own._branch, made)
+        if func in _DEFERRED and isinstance(own, Pending):
+            branch, place, others = own._branch, own._place, args[1:]
+            is_open = branch.values is None and branch.error is None
+            # Other arguments may change meanwhile.
+            if is_open and all(map(_is_constant, tree_leaves((others, named)))):
+                made = branch.defer(lambda values: func(values[place], *others, **named))
+                return Pending.of(own._branches, branch, made)
         return func(*fetched(args), **fetched(named))
 
 
@@ -252,14 +228,3 @@ def _is_constant(value: object) -> bool:
 def fetched(nest: Any) -> Any:
     """Return the nest with the tensors themselves."""
     return tree_map_only(Pending, Pending.fetched, nest)
-
-
-def leaves_without_gradients(output: Any) -> list[Tensor]:
-    """Return the tensors of a model's output; refuse gradients, which no exchange brings back."""
-    leaves = leaves_of(output)
-    if any(leaf.requires_grad for leaf in leaves):
-        raise ConfigError(
-            "guidance over ranks has no gradients: call the pipeline, or the model, under "
-            "torch.no_grad()"
-        )
-    return leaves

@@ -16,7 +16,6 @@ from torch import nn
 
 from bascule.diffusers.compiling import device_of
 from bascule.diffusers.shared_parts import SharedPart
-from bascule.encoders.plan import Encoding
 from bascule.stand_in import Override
 
 PHASES = "encode", "denoise", "decode"
@@ -112,39 +111,13 @@ def timed(pipeline: Any, device: torch.device) -> Iterator[PhaseTimes]:
             times.ended = now()
 
 
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """Facts about a phase of a pipeline's last call.
-
-    Attributes:
-        name: "encode", "denoise" or "decode".
-        seconds: Measured on this rank; None if they were not.
-        moved: Work that ranks shared in it; None for an encoder that was not called.
-    """
-
-    name: str
-    seconds: float | None = None
-    moved: tuple[Encoding | None, ...] = ()
-
-    @property
-    def is_known(self) -> bool:
-        """Return whether there is a fact."""
-        return self.seconds is not None or any(one is not None for one in self.moved)
-
-    def __str__(self) -> str:
-        measured = [] if self.seconds is None else [f"{self.seconds:.3g} s measured"]
-        moved = [str(one) for one in self.moved if one is not None]
-        return f"{self.name}: {'; '.join(measured + moved)}"
-
-
-def phases_of(times: PhaseTimes | None, shared: Sequence[SharedPart]) -> tuple[Phase, ...]:
-    """Return the phases with facts, of the last measured call and of the parts that ranks share."""
-    phases = (
-        Phase(
-            name,
-            None if times is None else times.seconds[name],
-            tuple(one.encoder.last for one in shared if one.phase == name),
-        )
-        for name in PHASES
-    )
-    return tuple(one for one in phases if one.is_known)
+def phase_lines(times: PhaseTimes | None, shared: Sequence[SharedPart]) -> tuple[str, ...]:
+    """Describe the phases of the last call: measured seconds, and the work that ranks shared."""
+    lines = list[str]()
+    for name in PHASES:
+        facts = [] if times is None else [f"{times.seconds[name]:.3g} s measured"]
+        parts = [one.encoder.last for one in shared if one.phase == name]
+        facts += [str(encoding) for encoding in parts if encoding is not None]
+        if facts:
+            lines.append(f"{name}: {'; '.join(facts)}")
+    return tuple(lines)

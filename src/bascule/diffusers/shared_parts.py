@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -118,8 +117,4 @@ def share_parts(
 
 
 def _override(module: nn.Module, name: str, shared: Callable[..., Any]) -> Override:
-    return Override(module, name, partial(_ignoring, shared))
-
-
-def _ignoring(shared: Callable[..., Any], _: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return shared(*args, **kwargs)
+    return Override(module, name, lambda _, *args, **kwargs: shared(*args, **kwargs))
