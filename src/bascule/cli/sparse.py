@@ -113,15 +113,27 @@ class _Source:
 def run(options: SparseOptions, arguments: list[str]) -> None:
     """Plan in all ways, and publish the comparison."""
     from bascule.cli.command import progress, publish
+    from bascule.plan.sparse import check_degrees
     from bascule.report.reports import of_sparse
     from bascule.sim.sparse_study import Setting, study
 
     meshes, machine = options.meshes, options.hardware()
-    source = _source(options)
+    if (options.masks is None) == (options.model is None):
+        number = "neither" if options.masks is None else "both"
+        raise ConfigError(f"give one of --masks and --model, not {number}")
+    source = _synthetic(options) if options.masks is None else _of_file(options, options.masks)
     if not 0 <= options.head < source.num_heads:
         raise ConfigError(f"--head {options.head}: there are heads 0 to {source.num_heads - 1}")
+    fitting = tuple(mesh for mesh in meshes if mesh[0] <= source.num_heads)
+    if not fitting:
+        raise ConfigError(
+            f"{source.name}: {source.num_heads} heads for {meshes[-1][0]} Ulysses ranks, which "
+            f"take one each at least: use --ulysses {source.num_heads} at most, and --ring"
+        )
+    for mesh in fitting:
+        check_degrees(*mesh)
     setting = Setting(
-        _with_heads(meshes, source),
+        fitting,
         source.q_lens,
         source.kv_lens,
         machine.attention_latency(options.head_dim),
@@ -135,28 +147,6 @@ def run(options: SparseOptions, arguments: list[str]) -> None:
     with progress("layers", source.num_layers) as advance:
         result = study(source.name, source.layers(advance), setting, *swept)
     publish(options, of_sparse(result, options.head, [f"Predicted for {machine}."]))
-
-
-def _with_heads(meshes: "tuple[Mesh, ...]", source: _Source) -> "tuple[Mesh, ...]":
-    """Return those whose Ulysses ranks can have a head each."""
-    from bascule.plan.sparse import check_degrees
-
-    fitting = tuple(mesh for mesh in meshes if mesh[0] <= source.num_heads)
-    if not fitting:
-        raise ConfigError(
-            f"{source.name}: {source.num_heads} heads for {meshes[-1][0]} Ulysses ranks, which "
-            f"take one each at least: use --ulysses {source.num_heads} at most, and --ring"
-        )
-    for mesh in fitting:
-        check_degrees(*mesh)
-    return fitting
-
-
-def _source(options: SparseOptions) -> _Source:
-    if (options.masks is None) == (options.model is None):
-        number = "neither" if options.masks is None else "both"
-        raise ConfigError(f"give one of --masks and --model, not {number}")
-    return _synthetic(options) if options.masks is None else _of_file(options, options.masks)
 
 
 def _of_file(options: SparseOptions, path: Path) -> _Source:
