@@ -73,19 +73,20 @@ def lse_of(name: str, tensors: Sequence[Tensor], seq_lens: Sequence[int], scale:
 
 
 @pytest.mark.parametrize("name", ON_CPU)
-@pytest.mark.parametrize("scale", [None, 0.7, 0.0, -0.3])
+@pytest.mark.parametrize("scale", [None, 0.0, -0.3])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (3, 1), (1, 1)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize("seq_lens", [SEQ_LENS, (), (0, 0), (0, 3, 0, 0, 4, 0), (1,)], ids=str)
 def test_equals_dense_attention(
-    name: str, num_heads: int, num_kv_heads: int, causal: bool, scale: float | None
+    name: str, seq_lens: Any, num_heads: int, num_kv_heads: int, causal: bool, scale: float | None
 ) -> None:
-    leaves = inputs(SEQ_LENS, num_heads, num_kv_heads)
-    seqs = PackedSequences.build(SEQ_LENS, CPU)
+    leaves = inputs(seq_lens, num_heads, num_kv_heads)
+    seqs = PackedSequences.build(seq_lens, CPU)
     out = attend_packed(*leaves, seqs, kernel=name, causal=causal, scale=scale)
-    want, _ = packed_attention(*leaves, SEQ_LENS, causal=causal, scale=scale)
+    want, _ = packed_attention(*leaves, seq_lens, causal=causal, scale=scale)
     torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-13)
-    for grad, ref in zip(gradients(out, leaves), gradients(want, leaves), strict=True):
-        torch.testing.assert_close(grad, ref, rtol=1e-11, atol=1e-12)
+    pairs = gradients(out, leaves), gradients(want, leaves)
+    torch.testing.assert_close(*pairs, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -99,17 +100,6 @@ def test_no_tokens(name: str) -> None:
     out = attend_packed(*leaves, PackedSequences.build((0, 0), CPU), kernel=name)
     assert out.shape == (0, 4, 8)
     assert [grad.shape[0] for grad in torch.autograd.grad(out.sum(), leaves)] == [0, 0, 0]
-
-
-@pytest.mark.parametrize("name", ON_CPU)
-@pytest.mark.parametrize("seq_lens", [(), (0,), (0, 0), (0, 3, 0, 0, 4, 0), (1,), (7,)])
-def test_empty_sequences(name: str, seq_lens: tuple[int, ...]) -> None:
-    leaves = inputs(seq_lens, 4, 2)
-    out = attend_packed(*leaves, PackedSequences.build(seq_lens, CPU), kernel=name)
-    want, _ = packed_attention(*leaves, seq_lens)
-    torch.testing.assert_close(out, want)
-    for grad, ref in zip(gradients(out, leaves), gradients(want, leaves), strict=True):
-        torch.testing.assert_close(grad, ref)
 
 
 @pytest.mark.parametrize("name", ON_CPU)
