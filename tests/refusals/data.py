@@ -3,17 +3,20 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import torch
 
 from bascule import BalancedSampler, LoaderOptions, Pack
 from bascule.costs import PolynomialCost
 from bascule.data import ResumableSampler, SamplerOptions
+from bascule.data.collators import collate_padded
 from bascule.data.loader import (
     _set_up,  # pyright: ignore[reportPrivateUsage]
     _Sources,  # pyright: ignore[reportPrivateUsage]
 )
+from bascule.data.packs import make_pack, unpack
 from bascule.data.progress import Progress
 from bascule.data.source import whole_number
 from bascule.data.steps import Rules
@@ -61,6 +64,59 @@ def number(value: Any) -> Callable[[], object]:
     return lambda: whole_number(value, "length_fn")
 
 
+IDS = torch.tensor([1, 2, 3])
+FIRST = {"input_ids": IDS[:2], "image": torch.zeros(1, 2), "weight": IDS[0]}
+ONE, BYTES = {"input_ids": IDS[:1]}, IDS[:2].to(torch.uint8)
+IMAGES = {
+    "input_ids": torch.tensor([1, 9, 9, 2, 1, 2, 1, 9, 2]),
+    "pixel_values": torch.zeros(12, 1),
+    "image_grid_thw": torch.tensor([[1, 2, 2]] * 3),
+    "cu_seqlens": [0, 4, 6, 9],
+}
+FEW, MANY = (torch.tensor([1, 9, x, y, 1, 2, 1, 9, 2]) for x, y in ((1, 2), (9, 9)))
+NO_MATCH = "image_grid_thw does not match input_ids: up to sample {} there are {} image tokens"
+PACKED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"input_ids": torch.zeros(9, dtype=torch.int64)}, ("together 11 tokens", "pack of 10")),
+    ({"input_ids": IDS[:2], "labels": IDS[:1]}, ("labels of sample 1 has 1 rows",)),
+    ({"text": "b"}, ("sample 1 has none of the token fields",)),
+    ({"input_ids": [1, 2]}, ("input_ids of sample 1 is a list",)),
+    ({"input_ids": IDS[None]}, ("input_ids of sample 1 has the shape (1, 3)",)),
+    ({"labels": IDS}, ("sample 1 lacks input_ids",)),
+    ({"input_ids": IDS.int()}, ("int64", "in sample 0 and torch.int32")),
+    (ONE | {"image": torch.zeros(1, 3)}, ("image is", "(1, 2)", "(1, 3)")),
+    (ONE | {"image": torch.zeros(1, 2).bfloat16()}, ("same dtype",)),
+    (ONE, ("sample 1 lacks weight",)),
+    (ONE | {"cu_items": {}}, ("cu_items is what make_pack makes",)),
+]
+UNPACKED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"cu_seqlens": None}, ("no cu_seqlens",)),
+    *(({"cu_seqlens": wrong}, ("begin with 0",)) for wrong in ([1, 3], [], "ab", [0, None])),
+    ({"cu_seqlens": [0.0, 3.0]}, ("whole numbers",)),
+    ({"cu_seqlens": [0, 3, 2]}, ("must not decrease",)),
+    ({"cu_seqlens": [0, 2]}, ("input_ids has 3 rows, but its samples have 2",)),
+    ({"image": torch.zeros(5)}, ("image has 5 rows", "cu_items")),
+    ({"cu_items": {"image": [0, 5]}, "image": torch.zeros(5)}, ("is for 1 samples",)),
+    ({"cu_items": {"image": [0, 2, 4]}, "image": torch.zeros(5)}, ("image has 5 rows",)),
+    ({"max_seqlen": 2}, ("max_seqlen is one int for the whole pack",)),
+    ({"cu_seqlens": [0, 1, 2, 3], "weight": torch.zeros(3)}, ("as many tokens as samples",)),
+]
+OF_IMAGES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"input_ids": FEW}, (NO_MATCH.format(2, 2),)),
+    ({"input_ids": MANY}, (NO_MATCH.format(2, 4),)),
+    ({"image_grid_thw": torch.tensor([[1, 2, 2], [1, 4, 2]])}, (NO_MATCH.format(0, 2),)),
+    ({"image_grid_thw": torch.tensor([[1, 1, 2]])}, ("multiple of merge_size squared, 4",)),
+    ({"image_grid_thw": torch.tensor([[0, 2, 2]])}, ("positive multiple",)),
+    ({"pixel_values": torch.zeros(11, 1)}, ("pixel_values has 11 rows, but its samples have 12",)),
+    ({"input_ids": torch.full((3,), 9)}, ("input_ids has 3 rows, but its samples have 9",)),
+    ({"input_ids": None}, ("looked for in input_ids",)),
+]
+PADDED: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
+    (ONE, {"multiple_of": 0}, ("multiple_of is 0", "at least 1")),
+    (ONE, {"pad_id": -1}, ("pad_id is -1", "at least 0")),
+    (ONE | {"second_per_grid_ts": [1.0]}, {}, ("second_per_grid_ts must be a te",)),
+    ({"labels": IDS}, {}, ("sample 1 lacks input_ids",)),
+    ([1, 2], {}, ("sample 1 is a list; give dicts of fields",)),
+]
 NO_STATE = ("this is not a loader state written by state_dict",)
 CASES = [
     ("no axis", option(axis=3), ("axis=3", "the name of an axis")),
@@ -115,6 +171,28 @@ CASES = [
     ("weight of nan", sampler(weights=[1, 2, 3, math.nan]), ("weights)[3] is nan",)),
     ("shard below 0", sampler(shards=[0, 1, 2, -1]), ("has -1",)),
     ("no state", lambda: Progress.from_state({}, ()), NO_STATE),
+    *(
+        (f"packed {n}", partial(make_pack, [FIRST, other], Pack(10)), words)
+        for n, (other, words) in enumerate([*PACKED, (cast(Any, 5), ("give dicts of fields",))])
+    ),
+    *(
+        (f"unpacked {n}", partial(unpack, {"input_ids": IDS, "cu_seqlens": [0, 1, 3]} | x), words)
+        for n, (x, words) in enumerate(UNPACKED)
+    ),
+    *(
+        (f"images {n}", partial(unpack, IMAGES | change, image_token_id=9), words)
+        for n, (change, words) in enumerate(OF_IMAGES)
+    ),
+    *(
+        (f"padded {n}", partial(collate_padded, [{"input_ids": IDS}, other], **options), words)
+        for n, (other, options, words) in enumerate(PADDED)
+    ),
+    ("no pack", partial(unpack, cast(Any, "abc")), ("give dicts of fields",)),
+    (
+        "labels of bytes",
+        partial(make_pack, [{"input_ids": IDS[:2], "labels": BYTES}], Pack(4)),
+        ("labels is torch.uint8, which cannot hold -100",),
+    ),
     *(
         (f"length {value!r}", number(value), (f"length_fn gave {value!r}", "0 to 2^40"))
         for value in (-1, 1.5, math.nan, math.inf, None, True, np.True_, "5", 2**40 + 1)

@@ -77,32 +77,8 @@ def test_packs_at_the_bounds_of_their_values() -> None:
             wrong()
 
 
-@pytest.mark.parametrize(
-    ("other", "says"),
-    [
-        ({"input_ids": torch.zeros(9, dtype=torch.int64)}, "together 11 tokens .* pack of 10"),
-        ({"input_ids": ids(1, 2), "labels": ids(1)}, "labels of sample 1 has 1 rows"),
-        ({"text": "b"}, "sample 1 has none of the token fields"),
-        ({"input_ids": [1, 2]}, "input_ids of sample 1 is a list"),
-        ({"input_ids": ids(1, 2)[None]}, r"input_ids of sample 1 has the shape \(1, 2\)"),
-        ({"labels": ids(1, 2)}, "sample 1 lacks input_ids"),
-        ({"input_ids": ids(1).int()}, "int64 .* in sample 0 and torch.int32"),
-        ({"input_ids": ids(1), "image": torch.zeros(1, 3)}, r"image is .*\(1, 2\).*\(1, 3\)"),
-        ({"input_ids": ids(1), "image": torch.zeros(1, 2).bfloat16()}, "same dtype"),
-        ({"input_ids": ids(1)}, "sample 1 lacks weight"),
-        ({"input_ids": ids(1), "cu_items": {}}, "cu_items is what make_pack makes"),
-    ],
-)
-def test_samples_that_cannot_be_packed_are_refused(other: dict[str, Any], says: str) -> None:
-    first = {"input_ids": ids(1, 2), "image": torch.zeros(1, 2), "weight": ids(1)[0]}
-    with pytest.raises(ConfigError, match=says):
-        make_pack([first, other], Pack(10))
-
-
-def test_labels_that_cannot_hold_the_ignored_value_are_refused() -> None:
+def test_labels_may_be_bytes_where_these_hold_the_ignored_value() -> None:
     sample = {"input_ids": ids(1, 2), "labels": ids(1, 2).to(torch.uint8)}
-    with pytest.raises(ConfigError, match=r"labels is torch\.uint8, which cannot hold -100"):
-        make_pack([sample], Pack(4))
     assert make_pack([sample], Pack(4, ignore_index=255))["labels"].tolist() == [255, 2]
 
 
@@ -134,12 +110,6 @@ def test_a_pack_of_others_is_taken_apart(kind: Any) -> None:
     assert torch.equal(made["patches"], pack["patches"])
 
 
-def foreign() -> dict[str, Any]:
-    images = [picture(2), {"input_ids": ids(1, 2)}, picture(1, 100)]
-    pack = make_pack(images, Pack(20))
-    return {n: pack[n] for n in ("input_ids", "pixel_values", "image_grid_thw", "cu_seqlens")}
-
-
 def test_video_tokens_attribute_videos_beside_images() -> None:
     pack = {
         "input_ids": ids(9, 8, 8, 1, 8),
@@ -156,47 +126,6 @@ def test_video_tokens_attribute_videos_beside_images() -> None:
     assert second["second_per_grid_ts"].tolist() == [1.0]
 
 
-NO_MATCH = "image_grid_thw does not match input_ids: up to sample {} there are {} image tokens"
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"input_ids": ids(1, 9, 1, 2, 1, 2, 1, 9, 2)}, NO_MATCH.format(2, 2)),  # one too few
-        ({"input_ids": ids(1, 9, 9, 9, 1, 2, 1, 9, 2)}, NO_MATCH.format(2, 4)),  # one too many
-        ({"image_grid_thw": torch.tensor([[1, 2, 2], [1, 4, 2]])}, NO_MATCH.format(0, 2)),
-        ({"image_grid_thw": torch.tensor([[1, 1, 2]])}, "multiple of merge_size squared, 4"),
-        ({"image_grid_thw": torch.tensor([[0, 2, 2]])}, "positive multiple"),
-        ({"pixel_values": torch.zeros(11, 1)}, "pixel_values has 11 rows, but its samples have 12"),
-        ({"input_ids": ids(9, 9, 9)}, "input_ids has 3 rows, but its samples have 9"),
-        ({"input_ids": None}, "looked for in input_ids"),
-    ],
-)
-def test_image_tokens_that_do_not_match_are_refused(change: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        unpack(foreign() | change, image_token_id=9)
-
-
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"cu_seqlens": None}, "no cu_seqlens"),
-        *(({"cu_seqlens": wrong}, "begin with 0") for wrong in ([1, 3], [], "ab", [0, None])),
-        ({"cu_seqlens": [0.0, 3.0]}, "whole numbers"),
-        ({"cu_seqlens": [0, 3, 2]}, "must not decrease"),
-        ({"cu_seqlens": [0, 2]}, "input_ids has 3 rows, but its samples have 2"),
-        ({"image": torch.zeros(5)}, r"image has 5 rows, .* cu_items: \{'image'"),
-        ({"cu_items": {"image": [0, 5]}, "image": torch.zeros(5)}, "is for 1 samples"),
-        ({"cu_items": {"image": [0, 2, 4]}, "image": torch.zeros(5)}, "image has 5 rows"),
-        ({"max_seqlen": 2}, "max_seqlen is one int for the whole pack"),
-        ({"cu_seqlens": [0, 1, 2, 3], "weight": torch.zeros(3)}, "as many tokens as samples"),
-    ],
-)
-def test_fields_that_belong_to_nobody_are_refused(fields: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        unpack({"input_ids": ids(1, 2, 3), "cu_seqlens": [0, 1, 3]} | fields)
-
-
 def test_a_padded_batch_keeps_a_mask_and_joins_images() -> None:
     masked = {"input_ids": ids(5, 6), "attention_mask": ids(0, 1), "pixel_values": None}
     batch = collate_padded([picture(2), masked, picture(1, 100)])
@@ -211,31 +140,6 @@ def test_a_batch_of_text_has_no_visual_fields() -> None:
     assert {name: value.shape for name, value in collate_padded([]).items()} == dict.fromkeys(
         ("input_ids", "labels", "attention_mask"), (0, 0)
     )
-
-
-@pytest.mark.parametrize(
-    ("sample", "options", "says"),
-    [
-        ({"input_ids": ids(1)}, {"multiple_of": 0}, "multiple_of is 0; .* at least 1"),
-        ({"input_ids": ids(1)}, {"pad_id": -1}, "pad_id is -1; .* at least 0"),
-        ({"input_ids": ids(1), "second_per_grid_ts": [1.0]}, {}, "second_per_grid_ts must be a te"),
-        ({"labels": ids(1)}, {}, "sample 1 lacks input_ids"),
-    ],
-)
-def test_samples_without_a_batch_are_refused(
-    sample: dict[str, Any], options: dict[str, int], says: str
-) -> None:
-    with pytest.raises(ConfigError, match=says):
-        collate_padded([{"input_ids": ids(1, 2)}, sample], **options)
-
-
-@pytest.mark.parametrize("sample", [None, [1, 2], "abc", 5])
-def test_what_has_no_fields_is_refused(sample: Any) -> None:
-    for use in (lambda: make_pack([two()[0], sample], Pack(8)), lambda: collate_padded([sample])):
-        with pytest.raises(ConfigError, match=r"sample \d is a \w+; give dicts of fields"):
-            use()
-    with pytest.raises(ConfigError, match="give dicts of fields"):
-        unpack(sample)
 
 
 # What is packed comes back bit for bit, whatever it is
