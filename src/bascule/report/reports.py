@@ -437,12 +437,7 @@ def _worth_facts(worth: Worth | None) -> list[Fact]:
     return [
         Fact("speedup", "predicted speed-up", worth.speedup, "{:.2f}x"),
         Fact("predicted_s", f"a step balanced on {worth.topology}", worth.predicted_s, ms),
-        Fact(
-            "fit_error",
-            "off in measurements it was not fitted to",
-            worth.cost.fit.loo_error,
-            "{:.1%}",
-        ),
+        Fact("fit_error", "off where not fitted to", worth.cost.fit.loo_error, "{:.1%}"),
         Fact("model_error", "off in the mean step as run", worth.model_error, "{:+.1%}"),
         Fact("moved_share", "tokens that move", worth.moved_share, "{:.0%}"),
     ]
