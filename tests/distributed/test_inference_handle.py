@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from bascule.diffusers import Cut, SplitTable, parallelize
+from bascule.diffusers import parallelize
 from bascule.errors import ConfigError
 from tests.helpers.inference_cases import difference, make_mesh
 from tests.helpers.inference_toy import (
@@ -217,88 +217,3 @@ def after_an_error() -> dict[str, Any]:
 def test_an_error_in_the_middle_leaves_nothing_behind() -> None:
     for found in run_ranks(after_an_error, 2):
         assert found["split"] < 1e-12 and found["frame"] == 0 and found["undone"]
-
-
-class Pipeline:
-    """What a pipeline without a transformer looks like."""
-
-    unet = nn.Linear(2, 2)
-
-
-class Softmax(nn.Module):
-    """Attention that calls nothing that could be seen."""
-
-    def forward(self, x: Tensor, context: Tensor, mask: Tensor | None = None) -> Tensor:
-        return (x @ context.mT).softmax(-1) @ context
-
-
-def refusals() -> list[str]:
-    model, inputs = make_toy(heads=2, kv_heads=2), toy_inputs()
-    blocks, whole, image = TABLE.blocks, TABLE.replicated, Cut("image")
-    absent = SplitTable(("image",), {}, {"tail": image}, {"blocks.*": ("image",)})
-    late = SplitTable(TABLE.segments, {"": {"text": Cut("text")}}, {}, blocks, ("image", *whole))
-    cut_late = {"": {"text": Cut("text")}, "head": {"input": image}}
-    later = SplitTable(TABLE.segments, cut_late, {}, blocks, ("image", *whole))
-    wrong = SplitTable(("image",), {"": {"image": image, "text": image}}, {}, blocks, whole)
-    said = [
-        refused(lambda: parallelize(model, ulysses_degree=4)),
-        refused(lambda: parallelize(model, table=TABLE)),
-        refused(lambda: parallelize(model, table=TABLE, ring_degree=2, ulysses_degree=3)),
-        refused(lambda: parallelize(model, table=TABLE, ring_degree=-2, ulysses_degree=-2)),
-        refused(lambda: parallelize(model, table=TABLE, ring_degree=4, mesh=make_mesh(4, 1))),
-        refused(lambda: parallelize(Pipeline(), table=TABLE, ring_degree=4)),
-        refused(lambda: parallelize(model, table=absent, ring_degree=4)),
-        refused(lambda: parallelize(model, table=late, ring_degree=4)),
-    ]
-    assert hooks_of(model) == 0
-    config: Any = nn.Module()
-    config.num_attention_heads = 2
-    model.config = config
-    said.append(refused(lambda: parallelize(model, table=TABLE, ulysses_degree=4)))
-    mesh = make_mesh(4, 1)
-    with parallelize(model, table=TABLE, mesh=mesh) as handle:
-        said.append(refused(lambda: parallelize(model, table=TABLE, mesh=mesh)))
-        said.append(refused(lambda: model(**inputs, extra={"adapters": [inputs["text"]]})))
-        mask = torch.ones(2, 6)
-        said.append(refused(lambda: model(**inputs, text_mask=mask)))
-        said.append(refused(lambda: model(**inputs, text_mask=mask[0])))
-        said.append(refused(lambda: model(**inputs, text_mask=torch.ones(2, 5, 5))))
-        said.append(refused(handle.explain))
-        model(**inputs)
-    for table in (later, wrong):
-        with parallelize(model, table=table, mesh=mesh):
-            said.append(refused(lambda: model(**inputs)))
-    model.blocks[1].joint = Softmax()
-    with parallelize(model, table=TABLE, mesh=mesh):
-        said.append(refused(lambda: model(**inputs)))
-        said.append(refused(lambda: model.blocks[0](*inputs.values())))
-    assert hooks_of(model) == 0
-    return said
-
-
-def test_what_cannot_be_split_is_refused_with_the_reason() -> None:
-    texts = (
-        "no split table for Toy: write one",
-        "ring 1 x Ulysses 1 on 4 ranks",
-        "ring 2 x Ulysses 3 on 4 ranks: the product of degrees must be 4",
-        "ring -2 x Ulysses -2",
-        "give a mesh or degrees, not both",
-        "Pipeline has none",
-        "names 'tail', and Toy has no such module",
-        "names the segment 'image', and cuts text",
-        "2 heads for 4 Ulysses ranks",
-        "split over ranks already",
-        "the tensors of extra",
-        "text_mask has 6 tokens of text, and another input has 5",
-        "text_mask has the shape (6,): give (batch, tokens)",
-        "a mask of pairs of tokens of ['text'], and attention over ['text', 'image']",
-        "run the model once",
-        "the length of image is not known yet",
-        "image has 9 tokens of image, and another input has 5",
-        "blocks.1 did not call F.scaled_dot_product_attention",
-        "blocks.0 runs outside of the forward pass",
-    )
-    for said in run_ranks(refusals, 4):
-        assert len(said) == len(texts)
-        for text, sentence in zip(texts, said, strict=True):
-            assert text in sentence

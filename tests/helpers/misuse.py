@@ -68,6 +68,21 @@ def called(**changes: Any) -> Callable[[], object]:
     return call
 
 
+def called_with(**changes: Any) -> Callable[[], object]:
+    def call() -> object:
+        model = make_toy()
+        with split(model, table=replace(TABLE, replicated=("image", *TABLE.replicated), **changes)):
+            return model(**toy_inputs())
+
+    return call
+
+
+def block_alone() -> object:
+    model = make_toy()
+    with split(model):
+        return model.blocks[0](*toy_inputs().values())
+
+
 @dataclass
 class Extra:
     adapters: list[Tensor]
@@ -202,6 +217,22 @@ REFUSED: dict[str, Wrong] = {
     "nested tensors": (called(extra=Extra([torch.ones(1)])), "the tensors of extra"),
     "mask's shape": (called(text_mask=torch.ones(2, 1, 1, 5)), "text_mask has the shape"),
     "mask's length": (called(text_mask=torch.ones(2, 4)), "text_mask has 4 tokens"),
+    "mask of pairs": (
+        called(text_mask=torch.ones(2, 5, 5)),
+        "a mask of pairs of tokens of ['text'], and attention over ['text', 'image']",
+    ),
+    "block alone": (block_alone, "blocks.0 runs outside of the forward pass"),
+    "explain": (lambda: split().explain(), "run the model once"),
+    "cut too late": (
+        called_with(inputs={"": {"text": Cut("text")}, "head": {"input": Cut("image")}}),
+        "the length of image is not known yet",
+    ),
+    "other lengths": (
+        called_with(
+            segments=("image",), inputs={"": dict.fromkeys(("image", "text"), Cut("image"))}
+        ),
+        "another input has 5",
+    ),
     "generator": (generator, "which must not be a generator"),
     "sharded": (sharded_gradients, "the gradient of text_in.weight is sharded, as by FSDP"),
     # The second rank differs.

@@ -115,7 +115,6 @@ def test_text_that_is_attended_to_alone_is_not_cut_nor_its_mask() -> None:
         (Model(Block("attn")), {"": {"hidden_states": In(1)}}, "where gathered"),
         (Model(Block("attn")), {**PLAN, "rope": [Out(1), Out(1)]}, "gathers several outputs"),
         (Model(Block("attn")), {**PLAN, "rope": [In(1), In(2)]}, "the parts of 0 of 'rope' apart"),
-        (Model(Block("attn")), {**PLAN, "rope": {0: "all"}}, "says 'all'"),
         (Model(Block("attn")), {**PLAN, "blocks.*.attn": Out(1)}, "gathers after blocks.0.attn"),
         (Model(Block("attn")), {**PLAN, "head": Out(1)}, "names 'head', and Model has no such"),
     ],

@@ -1,9 +1,8 @@
 """Split tables from the plans that diffusers' models have for its own context parallelism.
 
-A plan (`_cp_plan`) says which arguments and outputs are cut and gathered. It does not say which
-attention is over which tokens. That is read off the model, where it follows diffusers' conventions;
-any other model is refused. The values of a plan are read by their attributes: `split_dim`,
-`expected_dims` and `split_output` of what is cut, `gather_dim` of what is gathered.
+A plan (`_cp_plan`) lists the arguments and outputs that are cut and gathered, and not the tokens
+that an attention is over. These follow from the model if it keeps diffusers' conventions; other
+models are refused.
 """
 
 import inspect
@@ -23,15 +22,11 @@ _PLAIN = bool, int, float, str
 
 
 def table_from_plan(model: nn.Module, plan: Mapping[str, Any]) -> SplitTable:
-    """The split table of a model whose plan says what is cut.
+    """Return the split table of a plan.
 
     Segments are text, by the names of arguments, and image. Text that is only attended to, by the
-    `attn2` of blocks, is not cut. Masks are refused where attention is over text and image, since a
-    plan does not say in which order they are; so are the residuals of a ControlNet, which plans
-    leave out.
-
-    Raises:
-        ConfigError: The plan does not say enough for the same outputs as one process.
+    `attn2` of blocks, is not cut. Masks over text and image are refused, since a plan does not tell
+    their order; so are the residuals of a ControlNet, which plans leave out.
     """
     attends, crosses = _attentions(model)
     if not attends:
@@ -40,21 +35,22 @@ def table_from_plan(model: nn.Module, plan: Mapping[str, Any]) -> SplitTable:
     outputs: dict[str, dict[int, Cut]] = {}
     gathers: dict[str, Cut] = {}
     for pattern, name, value in _entries(model, plan):
-        gathered = getattr(value, "gather_dim", None)
-        if gathered is not None:
-            gathers[pattern] = Cut(_IMAGE, gathered)
-        elif isinstance(name, int):
-            outputs.setdefault(pattern, {})[name] = _cut(value, ())
-        elif not (crosses and _is_text(name)) and "mask" not in name:
-            segment = _TEXT if _is_text(name) else _IMAGE
-            inputs.setdefault(pattern, {})[name] = _cut(value, segment)
+        if hasattr(value, "gather_dim"):
+            gathers[pattern] = Cut(_IMAGE, value.gather_dim)
+            continue
+        ndim = getattr(value, "expected_dims", None)
+        if isinstance(name, int):
+            outputs.setdefault(pattern, {})[name] = Cut((), value.split_dim, ndim)
+        elif not (crosses and name.startswith(_OF_TEXT)) and "mask" not in name:
+            segment = _TEXT if name.startswith(_OF_TEXT) else _IMAGE
+            inputs.setdefault(pattern, {})[name] = Cut(segment, value.split_dim, ndim)
     for name in {name for pattern in gathers for name in modules_of(model, pattern)}:
         if name in attends:
             raise _refusal(model, f"its plan gathers after {name}, which may look at all tokens")
-    found = {cut.segment for cuts in inputs.values() for cut in cuts.values()}
-    if _IMAGE not in found or not gathers:
+    known = {cut.segment for cuts in inputs.values() for cut in cuts.values()}
+    if _IMAGE not in known or not gathers:
         raise _refusal(model, "its plan does not say where the image is cut, and where gathered")
-    segments = (_TEXT, _IMAGE) if _TEXT in found else (_IMAGE,)
+    segments = (_TEXT, _IMAGE) if _TEXT in known else (_IMAGE,)
     others = [name for name in _tensors(model) if name not in inputs.get("", {})]
     refused = {name: why for name in others if (why := _why_refused(name, len(segments)))}
     return SplitTable(
@@ -70,7 +66,7 @@ def table_from_plan(model: nn.Module, plan: Mapping[str, Any]) -> SplitTable:
 
 
 def _entries(model: nn.Module, plan: Mapping[str, Any]) -> Iterator[tuple[str, str | int, Any]]:
-    """Module, argument or output, and what is to be done with it; for modules that are there."""
+    """Yield the modules of a model, with an argument or the place of an output, and its entry."""
     for pattern, entry in plan.items():
         try:
             modules_of(model, pattern)
@@ -83,22 +79,16 @@ def _entries(model: nn.Module, plan: Mapping[str, Any]) -> Iterator[tuple[str, s
             values = list(value) if isinstance(value, list | tuple) else [value]
             if not values or any(one != values[0] for one in values):
                 raise _refusal(model, f"its plan treats the parts of {name!r} of {pattern!r} apart")
-            is_gather = getattr(values[0], "gather_dim", None) is not None
-            if len(values) > 1 and is_gather:
+            if len(values) > 1 and hasattr(values[0], "gather_dim"):
                 raise _refusal(model, f"its plan gathers several outputs of {pattern!r}")
-            if not is_gather and getattr(values[0], "split_dim", None) is None:
-                raise _refusal(model, f"its plan says {values[0]!r} of {name!r} of {pattern!r}")
             yield pattern, name, values[0]
 
 
 def _attentions(model: nn.Module) -> tuple[list[str], list[str]]:
-    """Names of the modules whose attention is over all that is cut, and of those to a prompt.
+    """Return the names of attentions over all that is cut, and of those to a prompt.
 
-    By the conventions of diffusers: a module with `set_processor` attends; a block has one of them,
-    or `attn1` for its tokens and `attn2` for the `encoder_hidden_states` that it is given.
-
-    Raises:
-        ConfigError: It has others.
+    By the conventions of diffusers a module with `set_processor` attends. A block has one of them,
+    or `attn1` for its tokens and `attn2` for its `encoder_hidden_states`.
     """
     by_block: dict[str, dict[str, nn.Module]] = {}
     for name, module in model.named_modules():
@@ -115,8 +105,8 @@ def _attentions(model: nn.Module) -> tuple[list[str], list[str]]:
             raise _refusal(
                 model, f"its plan does not say what {', '.join(attentions)} of {block} attend to"
             )
-        own, *other = (f"{block}.{name}" for name in sorted(attentions))
-        attends.append(own)
+        first, *others = (f"{block}.{name}" for name in sorted(attentions))
+        attends.append(first)
         if is_pair:
             takes = parameters_of(model.get_submodule(block))
             is_joint = any(
@@ -125,30 +115,19 @@ def _attentions(model: nn.Module) -> tuple[list[str], list[str]]:
                 for name in _JOINT
             )
             if is_joint or "encoder_hidden_states" not in takes:
-                raise _refusal(model, f"its plan does not say what {other[0]} attends to")
-            crosses.extend(other)
+                raise _refusal(model, f"its plan does not say what {others[0]} attends to")
+            crosses.extend(others)
     if crosses and len(crosses) < len(attends):
         raise _refusal(model, "some of its blocks attend to a prompt, and some do not")
     return attends, crosses
 
 
-def _cut(value: Any, segment: str | tuple[()]) -> Cut:
-    return Cut(segment, value.split_dim, getattr(value, "expected_dims", None))
-
-
-def _is_text(name: str) -> bool:
-    return name.startswith(_OF_TEXT)
-
-
 def _tensors(model: nn.Module) -> list[str]:
-    """Arguments of a model that may be tensors."""
+    """Return the arguments of a model that may be tensors."""
     parameters = inspect.signature(model.forward).parameters
-    return [
-        name
-        for name in parameters_of(model)
-        if not name.endswith("_kwargs")
-        and not (name in parameters and isinstance(parameters[name].default, _PLAIN))
-    ]
+    plain = {name for name, one in parameters.items() if isinstance(one.default, _PLAIN)}
+    names = parameters_of(model)
+    return [name for name in names if not name.endswith("_kwargs") and name not in plain]
 
 
 def _why_refused(name: str, num_segments: int) -> str:
