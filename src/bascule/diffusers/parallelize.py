@@ -6,11 +6,15 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from bascule.attention.api import AttentionOptions
+from bascule.comm.agree import agree
+from bascule.comm.collectives import all_reduce
 from bascule.comm.failures import leave, shared
 from bascule.comm.mesh import AttentionMesh
 from bascule.comm.quantized import CommDtype
@@ -25,15 +29,9 @@ from bascule.diffusers.degrees import (
     shape_of,
 )
 from bascule.diffusers.explain import Explanation, explain
-from bascule.diffusers.gradients import average_gradients
 from bascule.diffusers.guidance import GuidedModel
 from bascule.diffusers.pending import Branches
-from bascule.diffusers.phases import (
-    PhaseTimes,
-    execution_device,
-    phase_lines,
-    timed,
-)
+from bascule.diffusers.phases import PhaseTimes, execution_device, phase_lines, timed
 from bascule.diffusers.pipeline_run import PipelineRun
 from bascule.diffusers.request import Request, agree_on, models_of
 from bascule.diffusers.shared_parts import SharedPart, share_parts
@@ -142,9 +140,9 @@ class ParallelHandle:
 
     Attributes:
         replica: The ranks that make the same images together.
-        mesh: Those of them that share this rank's sequences.
-        parts: Each model with its hooks.
-        choice: The mesh that "auto" chose, and why; None where it was given.
+        mesh: The ranks among them that share this rank's sequences.
+        parts: The split models.
+        choice: The mesh that "auto" chose, with reasons; None for other meshes.
     """
 
     def __init__(self, replica: Replica, choice: MeshChoice | None = None) -> None:
@@ -170,13 +168,11 @@ class ParallelHandle:
         if self.replica.whole is not None and request.pipeline is not None:
             group, device = self.replica.whole, execution_device(request.pipeline, self.model)
             ways = request.vae, request.text_encoders
-            for one in share_parts(request.pipeline, group, *ways, device):
-                self._shared_parts.append(one)
+            self._shared_parts.extend(share_parts(request.pipeline, group, *ways, device))
             run = PipelineRun(request.pipeline, group, self.model, self._begin_run)
             self._runs.append(run)
 
     def _begin_run(self) -> None:
-        """The pipeline is about to call its models."""
         for part in self.parts:
             part.inputs.restart()
         for guided in self._guided:
@@ -184,7 +180,7 @@ class ParallelHandle:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Within it this rank computes everything itself."""
+        """Let this rank compute everything itself."""
         with ExitStack() as stack:
             for one in (*self.parts, *self._guided, *self._shared_parts, *self._runs):
                 stack.enter_context(one.paused())
@@ -211,11 +207,7 @@ class ParallelHandle:
         return self.parts[0].model
 
     def undo(self) -> None:
-        """Take all hooks away; the models are then as they were before.
-
-        Raises:
-            ConfigError: One of them runs, whose shares would then be taken for the whole.
-        """
+        """Make the models whole again, as they were before; not within a forward pass."""
         for part in self.parts:
             if part.is_running:
                 raise ConfigError(
@@ -227,21 +219,17 @@ class ParallelHandle:
             one.remove()
 
     def compile(self, mode: Mode = "default", *, dynamic: bool | None = None) -> None:
-        """Compile the models in place, each as one graph; replaces what was compiled before.
-
-        They compile when they are first called, and again for other shapes. A rank that is done
-        waits for the others in its first exchange, which has the timeout of its process group.
+        """Compile the models in place, each as one graph, when they are first called.
 
         Args:
             mode: As in torch.compile. "reduce-overhead" and "max-autotune" record CUDA graphs, one
                 for each shape of the inputs.
-            dynamic: As in torch.compile: whether graphs are for any lengths. Default: from the
-                second length on, and never with CUDA graphs.
+            dynamic: True makes graphs for any lengths. Default: from the second length on, and
+                never with CUDA graphs.
 
         Raises:
-            ConfigError: There is no such mode, or no CUDA graphs with this device, with the back
-                end of the mesh's process groups, or with `dynamic`; attention is block-sparse; or
-                the models are not split any more.
+            ConfigError: There is no such mode, or none with this device, with the back end of the
+                mesh's process groups, with `dynamic`, or with block-sparse attention.
         """
         if self._split_part(None, "compile").sparse is not None:
             raise ConfigError(
@@ -266,24 +254,21 @@ class ParallelHandle:
         profile: HardwareProfile | None = None,
         ranks_per_node: int | None = None,
     ) -> Explanation:
-        """Mesh, tokens and bytes of the last forward pass of a model, and of other meshes.
+        """Return mesh, tokens and bytes of a model's last forward pass, and of other meshes.
 
-        Of block-sparse attention also what each layer's plan was worth; of a pipeline also what
-        text encoders and VAE moved, and the seconds of the phases of a call within `timed`.
+        Block-sparse attention adds the worth of each layer's plan; a pipeline adds the bytes of
+        text encoders and VAE, and the seconds of the phases of a call within `timed`.
 
         Args:
-            model: One of those that are split. Default: `model`.
-            profile: What the machine does in a second: then also seconds, by kind of layer, and
-                what a compilation, 8-bit rows or another mesh would gain.
-            ranks_per_node: Of how many one node is, for seconds. Default: all are in one.
-
-        Raises:
-            ConfigError: There was none, or the profile lacks a number.
+            model: One of the split models. Default: `model`.
+            profile: The machine; it adds seconds by kind of layer, and the gain of a compilation,
+                of 8-bit rows and of other meshes.
+            ranks_per_node: Ranks of a node, for seconds. Default: all.
         """
-        found = explain(self._part_of(model, "explain"), profile, ranks_per_node)
+        explanation = explain(self._part_of(model, "explain"), profile, ranks_per_node)
         branches = None if not self._guided else self._guided[0].branches
         return replace(
-            found,
+            explanation,
             phases=phase_lines(self._times, self._shared_parts),
             num_groups=1 if branches is None else branches.group.size,
             guidance_bytes=0 if branches is None else branches.sent_bytes,
@@ -291,13 +276,9 @@ class ParallelHandle:
 
     @contextmanager
     def timed(self) -> Iterator[PhaseTimes]:
-        """Measure the phases of one call of the pipeline, made within; `explain` tells them too.
+        """Measure the phases of a call of the pipeline within, also for `explain`.
 
-        Between phases and after each step, the host waits for the device. Yields what is filled
-        while the pipeline runs.
-
-        Raises:
-            ConfigError: A model was split, and no pipeline.
+        The host waits for the device between phases and after each step.
         """
         if self._request is None or self._request.pipeline is None:
             raise ConfigError(
@@ -312,17 +293,16 @@ class ParallelHandle:
     def verify(self, model: Any = None, /, **inputs: Any) -> Verification:
         """Compare a model on the mesh with one process, block by block; the same on every rank.
 
-        Of a pipeline: phase by phase (prompts, noise, every step, pixels), and the first step that
-        differs also block by block. Whatever is random begins alike, and is as before afterwards.
+        A pipeline is compared phase by phase (prompts, noise, every step, pixels), and the first
+        step that differs block by block. Random states are restored.
 
-        Every rank computes the whole sequence too, and the first rank's blocks and outputs count:
-        ranks whose weights differ are found as well. Without gradients, and not compiled; the model
-        must be deterministic. Block-sparse attention computes the same blocks on the mesh, also
-        where a rule might choose others because of rounding. A verification is not a step.
+        Every rank also computes the whole sequence, and is compared with the first rank: so unlike
+        weights are noticed. The model must be deterministic. There are no gradients, no compiled
+        code and no steps of block-sparse attention.
 
         Args:
-            model: One of those that are split, as `pipeline.transformer_2`, or the pipeline; it
-                goes first, without a name, so that inputs may have any. Default: `model`.
+            model: One of the split models, as `pipeline.transformer_2`, or the pipeline.
+                Default: `model`.
             inputs: Arguments of the model or pipeline, the same on every rank.
 
         Raises:
@@ -342,9 +322,9 @@ class ParallelHandle:
             return verify(part, inputs, self.replica.whole)
 
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Activation checkpointing that recomputes over the mesh.
+        """Checkpoint activations, and recompute them over the mesh.
 
-        For `model.enable_gradient_checkpointing(handle.checkpoint)`, or in place of
+        Use it in `model.enable_gradient_checkpointing(handle.checkpoint)`, or in place of
         `torch.utils.checkpoint.checkpoint(function, *args)`.
         """
         running = [(part, part.forward) for part in self.parts if part.forward or part.is_alone]
@@ -362,36 +342,53 @@ class ParallelHandle:
 
     @shared("average_gradients")
     def average_gradients(self) -> None:
-        """Average gradients over the mesh; not needed under DDP or FSDP, which do it themselves.
+        """Average gradients over the mesh, after `backward()` of a loss of the whole output.
 
-        After `backward()` of a loss that every rank computed from the whole output. One all-reduce
-        for each dtype, after a small all-gather.
+        DDP and FSDP do it themselves. One all-reduce for each dtype, after a small all-gather.
 
         Raises:
-            ConfigError: FSDP has averaged them.
+            ConfigError: Gradients are sharded.
             CommError: Ranks have gradients of different parameters.
         """
-        if self.mesh.whole is not None:
-            average_gradients(self.mesh.whole, [part.model for part in self.parts])
+        group = self.mesh.whole
+        if group is None:
+            return
+        parameters = [pair for part in self.parts for pair in part.model.named_parameters()]
+        sharded = [name for name, one in parameters if isinstance(one.grad, DTensor)]
+        error = None
+        if sharded:
+            error = ConfigError(
+                f"average_gradients: the gradient of {sharded[0]} is sharded, as by FSDP, which "
+                "averages gradients itself: leave out this call"
+            )
+        kinds = [f"{name} {tuple(one.shape)} {one.dtype}" for name, one in parameters]
+        missing = [name for name, one in parameters if one.grad is None]
+        settings = {"parameters": str(kinds), "parameters without gradients": str(missing)}
+        agree(group, settings, error, what="average_gradients")
+        grads = [one.grad for _, one in parameters if one.grad is not None]
+        for dtype in dict.fromkeys(grad.dtype for grad in grads):
+            alike = [grad for grad in grads if grad.dtype == dtype]
+            flat = torch.cat([grad.flatten() for grad in alike])
+            mean = all_reduce(group, "all_reduce (gradients)", flat) / group.size
+            for grad, part in zip(alike, mean.split([x.numel() for x in alike]), strict=True):
+                grad.copy_(part.view_as(grad))
 
     def _part_of(self, model: nn.Module | None, what: str) -> SplitModel:
-        """The part of a model. Default: of the first."""
-        found = [part for part in self.parts if model is None or part.model is model]
-        if not found:
+        parts = [part for part in self.parts if model is None or part.model is model]
+        if not parts:
             names = [type(part.model).__name__ for part in self.parts]
             raise ConfigError(
                 f"{what}: {type(model).__name__} is not one of the models that this handle split, "
                 f"{names}: give one of them, or leave the model out for the first"
             )
-        return found[0]
+        return parts[0]
 
     def _split_part(self, model: nn.Module | None, what: str) -> SplitModel:
-        """The part of a model that is split still."""
         part = self._part_of(model, what)
         if not part.is_split:
             raise ConfigError(f"{what}: undo() was called: call parallelize again, then {what}")
         return part
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy splits nothing, as copies of the models are not split."""
+        """Make copies that split nothing, as copies of the models are whole."""
         return ParallelHandle, (Replica(None, None, AttentionMesh(None, None, None)),)
