@@ -94,4 +94,9 @@ def test_a_circle_through_the_names_of_a_package_is_seen() -> None:
 
 
 def test_every_public_name_is_there() -> None:
-    assert "SequenceParallel" in dir(bascule) and all(hasattr(bascule, x) for x in dir(bascule))
+    names = """AutoMesh BalancedEncoder BalancedLoader BalancedModel BalancedSampler CommError
+    ConfigError HardwareProfile Limits LoaderOptions Pack Plan PlanError SequenceParallel Sequences
+    Span SparseConfig Step TiledVAE TransformerCost context_parallel parallelize plan_batch simulate
+    suggest_topology train_step"""
+    assert dir(bascule) == sorted([*names.split(), "__version__"])
+    assert all(hasattr(bascule, name) for name in dir(bascule))

@@ -1,7 +1,7 @@
-"""Split tables: one for each model says where its tokens are cut and put together.
+"""Split tables: the places in a model where tokens are cut, attended to and gathered.
 
 A table names modules as `model.named_modules()` does; `*` stands for one part of a name, and "" is
-the model itself. Tensors keep their other dims: only the tokens of a segment (text, image) are cut.
+the model itself. Only the tokens of a segment (text, image) are cut, and no other dims.
 """
 
 import inspect
@@ -17,19 +17,14 @@ from bascule.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a tensor, or each tensor of a list or mapping, holds the tokens of a segment.
+    """The tokens of a segment in a tensor, or in each tensor of a list or mapping."""
 
-    Attributes:
-        segment: Name of the segment; or of several, where their tokens follow each other in the
-            tensor: their lengths must be known from what was cut before. Of none, (), its number of
-            tokens alone says how it is cut, as those of a segment of as many are.
-        dim: Its dim of tokens.
-        ndim: Only a tensor with so many dims holds tokens; None says that all do. 0 is of a whole
-            number, which counts the first tokens of the segment: a rank gets how many it has.
-    """
-
+    # The segment; or several that follow each other, with lengths known from earlier cuts. () is a
+    # tensor cut by its number of tokens alone.
     segment: str | tuple[str, ...]
-    dim: int = 1
+    dim: int = 1  # of tokens
+    # Dims of tensors that hold tokens. Default: any. 0: a whole number, which counts the first
+    # tokens of the segment; a rank gets its share of them.
     ndim: int | None = None
 
     @property
@@ -40,65 +35,46 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """An argument that says what is seen of a segment: attention sees it whole, the module nothing.
+    """A mask of a segment, which attention sees whole, and the module not at all.
 
     (B, tokens), where nonzero is seen; or, for attention to this segment alone, (B, tokens, tokens)
     as torch takes it.
-
-    Attributes:
-        segment: Name of the segment.
-        of_pairs: Whether the module makes a mask of pairs of its tokens, as of the outer product:
-            it gets its share of (B, tokens), and tokens that are not seen see nothing either.
     """
 
     segment: str
+    # The module makes a mask of pairs of its tokens, as of the outer product: it gets its share of
+    # (B, tokens), and tokens that are not seen see nothing either.
     of_pairs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Attention to another segment, which is cut as well: its keys and values are gathered.
-
-    Attributes:
-        segment: Name of the segment.
-    """
+    """Attention to another segment that is cut: its keys and values are gathered."""
 
     segment: str
 
 
 @dataclass(frozen=True)
 class SplitTable:
-    """Says which tensors of a model are cut into the ranks' shares, and which are gathered.
+    """Tensors of a model that are cut into the ranks' shares, and tensors that are gathered."""
 
-    Attributes:
-        segments: Their order in the sequence that is attended to, unless `attends` says otherwise.
-        inputs: Arguments that are cut, and masks that are taken to attention, on their way into a
-            module, by module and argument.
-        outputs: Parts of tuples that are cut on their way out of a module, by module and place; a
-            tensor that is no part of a tuple is at place 0.
-        gathers: Tensors that are made whole on their way out of a module.
-        blocks: Modules that attend over the mesh, with the segments of what they return: of each
-            tensor one, or several that follow each other in it. Of none, `verify` leaves it out.
-        replicated: Other arguments of the model that are or hold tensors: every rank needs all of
-            them.
-        attends: Modules whose attention is over other segments, in this order; over none, it is
-            left as it is: every rank has their keys. `Keys` are of another segment than the
-            queries. The innermost module counts.
-        nonempty: Segments that the model cannot do without: where there are fewer tokens than
-            ranks, every rank has them all.
-        unbatched: Arguments of the model without a batch: one for all its samples.
-        refused: Arguments of the model, which must then be None, and what to do without them.
-    """
-
+    # in the order of the sequence that is attended to, unless `attends` has another
     segments: tuple[str, ...]
+    # arguments that are cut, and masks that go to attention, by module and argument
     inputs: Mapping[str, Mapping[str, Cut | Mask]]
-    gathers: Mapping[str, Cut]
+    gathers: Mapping[str, Cut]  # outputs of modules that are made whole
+    # Modules that attend over the mesh, with the segments of each tensor that they return: one, or
+    # several that follow each other. `verify` leaves out a module of none.
     blocks: Mapping[str, tuple[str | tuple[str, ...], ...]]
-    replicated: tuple[str, ...] = ()
+    replicated: tuple[str, ...] = ()  # other arguments with tensors: every rank has all of them
+    # outputs that are cut, by module and place in its tuple; a single tensor is at place 0
     outputs: Mapping[str, Mapping[int, Cut]] = field(default_factory=dict)
+    # Modules whose attention is over other segments, in this order; over none, every rank has all
+    # keys, and attention is left as it is. The innermost module counts.
     attends: Mapping[str, tuple[str, ...] | Keys] = field(default_factory=dict)
-    nonempty: tuple[str, ...] = ()
-    unbatched: tuple[str, ...] = ()
+    nonempty: tuple[str, ...] = ()  # segments that every rank has whole if ranks outnumber tokens
+    unbatched: tuple[str, ...] = ()  # arguments that all samples of a batch share
+    # arguments that must be None, and advice
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -106,21 +82,18 @@ Link = tuple[nn.Module, str, nn.Module]  # a module, a name in it, and what has 
 
 
 def modules_of(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    """The modules that a pattern of a table names, in the order of the model.
+    """Return the modules of a pattern, in the order of the model.
 
-    None for the entries of a list that is there and empty, as of a Flux without single blocks, and
-    for what is None in all modules that could have it, as a second attention.
-
-    Raises:
-        ConfigError: There are none, and none of these.
+    A list may be empty, as that of a Flux without single blocks, and a module may be None, as a
+    second attention; other patterns must match.
     """
     modules = dict(model.named_modules())
-    found = _matching(modules, pattern)
-    if not found and not _is_left_out(modules, pattern):
+    matching = _matching(modules, pattern)
+    if not matching and not _is_left_out(modules, pattern):
         raise ConfigError(
             f"the split table names {pattern!r}, and {type(model).__name__} has no such module"
         )
-    return found
+    return matching
 
 
 def check_table(model: nn.Module, table: SplitTable) -> None:
@@ -156,7 +129,7 @@ def check_table(model: nn.Module, table: SplitTable) -> None:
 
 
 def links_to(model: nn.Module, names: Iterable[str]) -> tuple[Link, ...]:
-    """Each step on the way from a model to modules of these names, once."""
+    """Return each step on the way from a model to modules of these names, once."""
     links: dict[tuple[int, str], Link] = {}
     for name in names:
         parent = model
