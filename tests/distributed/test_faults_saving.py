@@ -6,6 +6,7 @@ the losses of a run that nothing stopped.
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -21,74 +22,60 @@ import pytest
 from bascule.comm.failures import ROLL_CALL_S
 from bascule.train.checkpoints import Checkpoints, newest_checkpoint, step_of
 from tests.helpers.faults import Fault, cause_of, check_fault
-from tests.helpers.ranks import COLLECTIVE_TIMEOUT_S, raised_by, run_ranks
-from tests.helpers.saving_faults import struck_run
-from tests.helpers.train_runs import SMALL, losses, run
+from tests.helpers.ranks import COLLECTIVE_TIMEOUT_S, run_ranks
+from tests.helpers.train_runs import SMALL, losses, refused, run, struck_run, trained_numbers
 
 GRACE_S = 10.0
 NUM_STEPS, STRUCK, NOBODY = 6, 4, 65534
 SETTINGS: dict[str, Any] = {"steps": NUM_STEPS, "save_every": 2, "timeout_s": 5.0}
 
 
-def saving(kind: Any, place: str, victim: int, ranks: int, nth: int = 1) -> Fault:
-    return Fault(kind, place, victim, ranks, step=STRUCK, nth=nth)
+def at(step: int = STRUCK, **places: str) -> list[Fault]:
+    """Faults such as "kill 2/3 #2" (rank 2 of 3, its second call), by the place."""
+    return [
+        Fault(kind, place.replace("_", " "), int(victim), int(ranks), step, int(nth or 1))
+        for place, faults in places.items()
+        for kind, victim, ranks, nth in re.findall(r"(\w+) (\d)/(\d)(?: #(\d))?", faults)
+    ]
 
 
-def resuming(kind: Any, place: str, victim: int, ranks: int) -> Fault:
-    return Fault(kind, place, victim, ranks, step=0)
-
-
-BEFORE_RENAME = [
-    saving("kill", "prepare", 0, 3),
-    saving("stop", "prepare", 0, 2),
-    saving("full", "prepare", 0, 4),
-    saving("kill", "write", 2, 3),
-    saving("full", "write", 0, 3),
-    saving("kill", "half of a file", 0, 4, nth=3),
-    saving("kill", "half of a file", 1, 2, nth=2),
-    saving("stop", "half of a file", 1, 3, nth=3),
-    saving("full", "half of a file", 3, 4, nth=2),
-    saving("kill", "written", 1, 3),
-    saving("stop", "written", 0, 2),
-    saving("kill", "metadata", 0, 4),
-    saving("stop", "metadata", 0, 3),
-    saving("full", "metadata", 0, 2),
-    saving("kill", "half of the facts", 0, 2),
-    saving("full", "half of the facts", 0, 3),
-    saving("kill", "sync", 0, 3),
-    saving("full", "sync", 0, 2),
-    saving("kill", "rename", 0, 2),
-    saving("kill", "rename", 0, 4, nth=2),
-    saving("stop", "rename", 0, 2, nth=2),
-    saving("full", "rename", 0, 4, nth=2),
-]
-AFTER_RENAME = [
-    saving("kill", "sync", 0, 3, nth=2),
-    saving("stop", "sync", 0, 2, nth=2),
-    saving("kill", "rename", 0, 2, nth=3),
-    saving("kill", "remove", 0, 4),
-]
-RESUMING = [
-    resuming("kill", "read facts", 1, 3),
-    resuming("stop", "read facts", 0, 2),
-    resuming("kill", "read metadata", 0, 2),
-    resuming("kill", "read", 2, 4),
-    resuming("stop", "read", 1, 2),
-    resuming("kill", "set", 3, 4),
-]
+BEFORE_RENAME = at(
+    plan="kill 1/2, stop 1/2",
+    route="kill 1/2, stop 1/2",
+    attend="kill 1/2, stop 1/2",
+    backward="kill 1/2, stop 1/2",
+    prepare="kill 0/3, stop 0/2, full 0/4",
+    write="kill 2/3, full 0/3",
+    half_of_a_file="kill 0/4 #3, kill 1/2 #2, stop 1/3 #3, full 3/4 #2",
+    written="kill 1/3, stop 0/2",
+    metadata="kill 0/4, stop 0/3, full 0/2",
+    half_of_the_facts="kill 0/2, full 0/3",
+    sync="kill 0/3, full 0/2",
+    rename="kill 0/2, kill 0/4 #2, stop 0/2 #2, full 0/4 #2",
+)
+AFTER_RENAME = at(sync="kill 0/3 #2, stop 0/2 #2", rename="kill 0/2 #3", remove="kill 0/4")
+RESUMING = at(
+    0,
+    read_facts="kill 1/3, stop 0/2",
+    read_metadata="kill 0/2",
+    read="kill 2/4, stop 1/2",
+    set="kill 3/4",
+)
 LAUNCHED = [
-    saving("kill", "half of a file", 1, 2, nth=2),
-    saving("kill", "rename", 0, 3, nth=2),
-    saving("full", "metadata", 0, 2),
-    resuming("kill", "read", 1, 2),
-    saving("stop", "write", 1, 2),  # torchrun kills it after 30 s
+    *at(half_of_a_file="kill 1/2 #2", rename="kill 0/3 #2", metadata="full 0/2"),
+    *at(write="stop 1/2"),  # torchrun kills it after 30 s
+    *at(0, read="kill 1/2"),
 ]
-DAILY = {saving("kill", "half of a file", 0, 4, nth=3), resuming("kill", "read", 2, 4)}
+DAILY = [
+    *at(attend="kill 1/2", backward="stop 1/2", half_of_a_file="kill 0/4 #3", write="full 0/3"),
+    *at(rename="kill 0/2"),
+    *at(0, read="kill 2/4"),
+]
 
 
 def seldom(faults: Sequence[Fault]) -> list[Any]:
-    marks = pytest.mark.stress
-    return [pytest.param(one, id=str(one), marks=() if one in DAILY else marks) for one in faults]
+    often, stress = (), pytest.mark.stress
+    return [pytest.param(x, id=str(x), marks=often if x in DAILY else stress) for x in faults]
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +98,9 @@ def check_left(out: Path, newest: int, whole: list[float]) -> None:
     """The newest checkpoint is that of a step, and the run goes on from it as if not stopped."""
     last = newest_checkpoint(out)
     assert last is not None and step_of(last) == newest
-    assert run_ranks(run, 2, SETTINGS | {"out": out, "resume": True}) == [NUM_STEPS] * 2
+    assert run_ranks(run, 2, SETTINGS | {"out": out, "resume": True}, None, 1) == [NUM_STEPS] * 2
     assert losses(out) == pytest.approx(whole, rel=1e-10)
+    assert trained_numbers(out) == dict.fromkeys(range(3 * NUM_STEPS), 1)
     assert list(out.glob("*.tmp")) == []
 
 
@@ -142,7 +130,7 @@ def launched(fault: Fault, tmp_path: Path, *more: str) -> subprocess.CompletedPr
     """`bascule train` under torchrun, as a user starts it."""
     given = SMALL | SETTINGS | {"out": tmp_path / "out"}
     flags = [text for k, v in given.items() for text in (f"--{k.replace('_', '-')}", str(v))]
-    program = ["-m", "tests.helpers.saving_faults", json.dumps(asdict(fault)), str(tmp_path)]
+    program = ["-m", "tests.helpers.train_runs", json.dumps(asdict(fault)), str(tmp_path)]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return subprocess.run(
         [*launcher, "--nproc-per-node", str(fault.ranks), *program, "train", *flags, *more],
@@ -203,15 +191,11 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written(
     (saved,) = tmp_path.glob("step-*")
     blocks = sum(-(-one.stat().st_size // 4096) for one in saved.iterdir())
     out = disk(f"{blocks * 6}k") / "out"  # one and a half of it
-    for classes, text in run_ranks(raised, ranks, SETTINGS | {"out": out}):
+    for classes, text in run_ranks(refused, ranks, SETTINGS | {"out": out}):
         assert "CommError" in classes and "step 4" in text, text
         assert "No space left on device" in text, text
     disk("100m")
     check_left(out, 2, whole)
-
-
-def raised(settings: dict[str, Any]) -> tuple[list[str], str]:
-    return raised_by(run, settings)
 
 
 def forbidden(settings: dict[str, Any], name: str) -> tuple[list[str], str]:
@@ -230,7 +214,7 @@ def forbidden(settings: dict[str, Any], name: str) -> tuple[list[str], str]:
             self.folder.chmod(0o755)
 
     with mock.patch.object(Checkpoints, name, without_rights):
-        return raised(settings)
+        return refused(settings)
 
 
 @pytest.mark.stress
@@ -246,38 +230,22 @@ def test_a_folder_that_may_no_longer_be_written(
     check_left(out, STRUCK - 2, whole)
 
 
-def cut_short(checkpoint: Path) -> None:
+def damage(checkpoint: Path, kind: str) -> None:
     shard = next(checkpoint.glob("__1_*.distcp"))
-    os.truncate(shard, shard.stat().st_size // 2)
-
-
-def without_metadata(checkpoint: Path) -> None:
-    (checkpoint / ".metadata").unlink()
-
-
-def without_shard(checkpoint: Path) -> None:
-    next(checkpoint.glob("__1_*.distcp")).unlink()
-
-
-def without_facts(checkpoint: Path) -> None:
-    (checkpoint / "run.json").write_text("")
+    if kind == "a short shard":
+        os.truncate(shard, shard.stat().st_size // 2)
+    elif kind == "no facts":
+        (checkpoint / "run.json").write_text("")
+    else:
+        (shard if kind == "no shard" else checkpoint / ".metadata").unlink()
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("damage", [cut_short, without_metadata, without_shard, without_facts])
-def test_a_damaged_checkpoint_is_refused_by_all_ranks(
-    damage: Callable[[Path], None], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("kind", ["a short shard", "no metadata", "no shard", "no facts"])
+def test_a_damaged_checkpoint_is_refused_by_all_ranks(kind: str, tmp_path: Path) -> None:
     assert run_ranks(run, 2, SETTINGS | {"out": tmp_path}, 2) == [2] * 2
-    damage(tmp_path / "step-00000002")
-    for classes, text in run_ranks(raised, 3, SETTINGS | {"out": tmp_path, "resume": True}):
+    damage(tmp_path / "step-00000002", kind)
+    for classes, text in run_ranks(refused, 3, SETTINGS | {"out": tmp_path, "resume": True}):
         assert "CommError" in classes or "ConfigError" in classes, classes
         assert "step-00000002" in text, text
     assert [one.name for one in tmp_path.glob("step-*")] == ["step-00000002"]
-
-
-def test_all_kinds_of_faults_strike_while_saving() -> None:
-    faults = [*BEFORE_RENAME, *AFTER_RENAME, *RESUMING]
-    assert len({str(one) for one in faults}) >= 30
-    assert {one.kind for one in faults} == {"kill", "stop", "full"}
-    assert set(faults) >= DAILY

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from bascule.cli import launch
 from bascule.cli.launch import stopping_quietly
 from bascule.comm.groups import member_of, resolve, set_timeout
-from bascule.generate.generate_options import GenerateOptions
+from bascule.generate.options import GenerateOptions
 from tests.helpers.cli import run as run_command
 from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
 

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from bascule.errors import ConfigError
-from bascule.generate.generate_options import GenerateOptions
+from bascule.generate.options import GenerateOptions
 from bascule.generate.prompts import Prompt, read_prompts
 from tests.helpers.cli import run
 
@@ -50,10 +50,10 @@ def test_lines_of_a_file_say_what_differs(tmp_path: Path) -> None:
         ("[]", 'line 1: give a JSON object with a "prompt" of text'),
         ('{"prompt": 3}', 'line 1: give a JSON object with a "prompt" of text'),
         ('{"prompt": "x", "size": 3}', "line 1: 'size' is not known: give some of prompt"),
-        ('{"prompt": "x", "width": 0}', "line 1: width 0: must be an integer, at least 1"),
-        ('{"prompt": "x", "width": 6.5}', "line 1: width 6.5: must be an integer"),
-        ('{"prompt": "x", "seed": -1}', "line 1: seed -1: must be an integer, at least 0"),
-        ('{"prompt": "x", "guidance": NaN}', "line 1: guidance nan: must be finite"),
+        ('{"prompt": "x", "width": 0}', "line 1: --width 0: must be an integer, at least 1"),
+        ('{"prompt": "x", "width": 6.5}', "line 1: --width 6.5: must be an integer"),
+        ('{"prompt": "x", "seed": -1}', "line 1: --seed -1: must be an integer, at least 0"),
+        ('{"prompt": "x", "guidance": NaN}', "line 1: --guidance nan: must be finite"),
         ('{"prompt": "x", "negative_prompt": 1}', "line 1: negative_prompt must be text"),
         ("", "has no prompt: give one a line"),
     ],
@@ -73,7 +73,6 @@ def test_bad_lines_are_refused(line: str, said: str, tmp_path: Path) -> None:
         (["--prompt", "x", "--prompts", "y"], "give either --prompt TEXT"),
         (["--prompts", "nowhere.txt"], "cannot read nowhere.txt"),
         (["--prompt", "x", "--model", "nowhere"], "give the folder of a pipeline of diffusers"),
-        (["--prompt", "x", "--ring", "3", "--ranks", "2"], "ring_degree 3 on 2 ranks: the product"),
         (["--prompt", "x", "--ring", "0"], "--ring 0: must be an integer, at least 1"),
         (["--prompt", "x", "--height", "-8"], "--height -8: must be an integer, at least 1"),
         (["--prompt", "x", "--guidance", "inf"], "--guidance inf: must be finite"),

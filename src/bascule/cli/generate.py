@@ -1,101 +1,74 @@
 """`bascule generate`: images and videos from prompts, on local ranks or in a job that runs."""
 
 import logging
-import math
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-
-from bascule.cli.writing import STDOUT, check_outputs, tell_written, write_json
-from bascule.errors import CommError, ConfigError
-from bascule.generate.generate_options import GenerateOptions
+from bascule.cli.command import on_ranks, progress, publish, saved
+from bascule.errors import CommError
+from bascule.generate.options import GenerateOptions
 from bascule.generate.prompts import read_prompts
+from bascule.report.page import Fact, Report, Rows
 
 if TYPE_CHECKING:
-    from bascule.generate.generating import Generation
+    import torch
 
 
 def run(options: GenerateOptions, arguments: list[str]) -> None:
-    """Launch the local ranks, or be one.
+    """Make the missing outputs on all ranks, and publish the seconds of each phase.
 
     Raises:
         ConfigError: The options do not fit the pipeline, the prompts or each other.
         CommError: A rank failed.
     """
-    from bascule.cli.launch import default_num_ranks, in_a_job, launch
 
-    if in_a_job():
-        _run_rank(options)
-        return
-    num_ranks = options.ranks or default_num_ranks()
-    read_prompts(options)
-    check_outputs(json=options.json, out=options.out)
-    if options.degrees and math.prod(options.degrees.values()) != num_ranks:
-        said = " x ".join(f"{name} {degree}" for name, degree in options.degrees.items())
-        raise ConfigError(
-            f"{said} on {num_ranks} ranks: the product must be {num_ranks}: change one of "
-            "--replicas, --guidance-ranks, --ring, --ulysses, or --ranks"
-        )
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # says it again
+    def finish(result: dict[str, Any]) -> None:
+        console = publish(options, _report(options, **result), result)
+        if result["outputs"]:
+            saved(console, *(options.out / one["file"] for one in result["outputs"]))
+
+    def prepare(num_ranks: int) -> None:
+        read_prompts(options)
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # a repetition
+
     try:
-        launch(num_ranks, arguments)
+        on_ranks(options, arguments, lambda device: _work(options, device), finish, prepare)
     except CommError as error:
         raise CommError(
             f"{error}; what is done is in {options.out}, and the same command makes the rest"
         ) from error
 
 
-def _run_rank(options: GenerateOptions) -> None:
-    from bascule.cli.launch import joined, stopping_quietly
+def _work(options: GenerateOptions, device: "torch.device") -> dict[str, Any]:
+    from bascule.cli.launch import stopping_quietly
     from bascule.generate.generating import Generation
 
-    with stopping_quietly(), joined(options.timeout_s) as device:
-        run = Generation(options, device)
-        _follow(run, options, Console(quiet=run.rank > 0, stderr=options.json == STDOUT))
+    with stopping_quietly():
+        job = Generation(options, device)
+        num_steps, num = sum(map(job.num_steps, job.todo)), len(job.prompts)
+        with progress("denoising", num_steps) as advance:
+            outputs = job.run(lambda place: advance(1, f"prompt {place + 1} of {num}"))
+    phases = outputs[0]["seconds"] if outputs else ()
+    seconds = {name: mean(one["seconds"][name] for one in outputs) for name in phases}
+    return {"degrees": job.degrees, "prompts": num, "seconds": seconds, "outputs": outputs}
 
 
-def _follow(run: "Generation", options: GenerateOptions, console: Console) -> None:
-    """Run, and show how far it is and what it took."""
-    num_there = len(run.prompts) - run.num_left
-    if num_there:
-        console.print(f"{num_there} of {len(run.prompts)} outputs are there already")
-    columns = (
-        TextColumn("prompt {task.fields[place]}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("steps"),
-        TimeRemainingColumn(),
+def _report(
+    options: GenerateOptions,
+    degrees: dict[str, int],
+    prompts: int,
+    seconds: dict[str, float],
+    outputs: list[dict[str, Any]],
+) -> Report:
+    rows = [(one["file"], *one["seconds"].values()) for one in outputs]
+    columns = {"file": "{}", **dict.fromkeys(seconds, "{:.2f}")}
+    answer = f"{len(outputs)} of {prompts} outputs were missing and are in {options.out} now."
+    if not outputs:
+        answer = f"nothing is left to make in {options.out}"
+    mesh = ", ".join(f"{name} {degree}" for name, degree in degrees.items())
+    return Report(
+        title=f"{prompts} outputs of {options.model}, {mesh}",
+        answer=answer,
+        facts=tuple(Fact(name, f"{name}, mean", one, "{:.2f} s") for name, one in seconds.items()),
+        parts=(Rows("seconds of each phase", columns, rows),) if rows else (),
     )
-    total = sum(run.num_steps(place) for place in run.left)
-    with Progress(*columns, console=console, disable=not run.left) as progress:
-        bar = progress.add_task("", total=total, place="..")
-
-        def on_step(place: int) -> None:
-            progress.update(bar, advance=1, place=f"{place + 1} of {len(run.prompts)}")
-
-        made = run.run(on_step)
-    if console.quiet:
-        return
-    write_json(console, options.json, report_of(made, run.degrees))
-    if made:
-        console.print(_table(made))
-        tell_written(console, *(options.out / one["file"] for one in made))
-    else:
-        console.print(f"nothing is left to make in {options.out}", soft_wrap=True)
-
-
-def report_of(made: list[dict[str, Any]], degrees: dict[str, int]) -> dict[str, Any]:
-    """What was made, and the mean seconds of each phase, as plain values."""
-    phases = made[0]["seconds"] if made else {}
-    seconds = {name: mean(one["seconds"][name] for one in made) for name in phases}
-    return {"degrees": degrees, "seconds": seconds, "outputs": made}
-
-
-def _table(made: list[dict[str, Any]]) -> Table:
-    table = Table("file", *made[0]["seconds"], title="seconds of each phase")
-    for one in made[-10:]:
-        table.add_row(one["file"], *(f"{spent:.2f}" for spent in one["seconds"].values()))
-    return table

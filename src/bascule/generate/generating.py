@@ -19,10 +19,10 @@ from bascule.comm.groups import RankGroup, member_of, new_group, resolve, set_ti
 from bascule.diffusers.degrees import AutoMesh
 from bascule.diffusers.parallelize import ParallelHandle, parallelize
 from bascule.errors import CommError, ConfigError, PlanError
-from bascule.generate.generate_options import GenerateOptions
+from bascule.generate import tiny
 from bascule.generate.media import IMAGE, VIDEO, check_can_write, write_media, write_record
+from bascule.generate.options import GenerateOptions
 from bascule.generate.prompts import Prompt, read_prompts
-from bascule.generate.tiny_pipelines import load_pipeline
 from bascule.plan.solver.solve import assign
 
 _CAPACITY = 64  # of outputs that the first gather has room for
@@ -34,28 +34,23 @@ class Generation:
     """Makes outputs for prompts; all ranks of the job make it, and run it, together.
 
     Attributes:
-        names: Of all outputs, in the order of the prompts, with their endings.
         prompts: All of them.
-        left: Those that this rank's replica is to make, by their places.
-        degrees: Ranks along each axis, as `parallelize` was given them, or chose them.
-
-    Args:
-        options: Of the command.
-        device: This rank's.
+        names: Names of all outputs, in the order of the prompts.
+        missing: Places of the prompts without an output, over all replicas.
+        todo: Places of the prompts of this rank's replica.
+        degrees: Ranks along each axis of the mesh.
 
     Raises:
         ConfigError: The options do not fit the pipeline, the prompts or each other.
-        CommError: Ranks were given different things, or one is gone.
+        CommError: Ranks have different prompts, or one is gone.
     """
 
     @shared("the start of bascule generate")
     def __init__(self, options: GenerateOptions, device: torch.device) -> None:
-        self._options, self._device = options, device
+        self._options = options
         self.prompts = read_prompts(options)
-        dtype = "float32" if device.type == "cpu" else "bfloat16"
-        self._pipeline = load_pipeline(
-            options.model, getattr(torch, options.dtype or dtype), device
-        )
+        dtype = options.dtype or ("float32" if device.type == "cpu" else "bfloat16")
+        self._pipeline = load_pipeline(options.model, getattr(torch, dtype), device)
         self._pipeline.set_progress_bar_config(disable=True)
         self._takes = inspect.signature(self._pipeline.__call__).parameters
         ending = VIDEO if _NAMES["frames"] in self._takes else IMAGE
@@ -63,102 +58,73 @@ class Generation:
         self.names = [one.name(place, options) + ending for place, one in enumerate(self.prompts)]
         if options.tiles:
             _enable_tiles(self._pipeline)
-        self._handle = self._parallelized()
+        self._handle = self._parallelize()
         if options.compile:
             self._handle.compile()
         self._world: RankGroup = member_of(resolve(None), "world")
-        every = range(self._world.size)
+        self.rank, every = self._world.rank, range(self._world.size)
         self._replicas = new_group(every, "replicas", options.timeout_s, backend="gloo")
         set_timeout(self._replicas, _LONGEST_S)
-        self._all_left = self._agreed_left()
-        self.left = self._own_share()
+        self.missing = self._find_missing()
+        work = [self.prompts[place].work for place in self.missing]
+        num_replicas = self.degrees.get("data_degree", 1)
+        shares = assign(work, num_replicas).bin_of if work else ()
+        mine = self.rank * num_replicas // self._world.size
+        pairs = zip(self.missing, shares, strict=True)
+        self.todo = [place for place, replica in pairs if replica == mine]
 
     @property
     def writes(self) -> bool:
-        """Return whether this rank writes the outputs of its replica."""
+        """True on the rank that writes the outputs of its replica."""
         return self._handle.replica.whole is None or self._handle.replica.whole.rank == 0
 
-    @property
-    def rank(self) -> int:
-        """Of the job."""
-        return self._world.rank
-
-    @property
-    def num_left(self) -> int:
-        """Outputs that all replicas are to make."""
-        return len(self._all_left)
-
     def num_steps(self, place: int) -> int:
-        """Denoising steps of a prompt."""
+        """Return the denoising steps of a prompt."""
         return self.prompts[place].steps or int(self._takes[_NAMES["steps"]].default)
 
     def run(self, on_step: Callable[[int], None]) -> list[dict[str, Any]]:
-        """Make what is left.
+        """Make the missing outputs; return the records of these, of all replicas.
 
         Args:
             on_step: Called after each denoising step of this replica, with the prompt's place.
-
-        Returns:
-            What is known of every output that was made now, by all replicas.
 
         Raises:
             ConfigError: The pipeline refuses a prompt, or a file cannot be written.
             CommError: A rank failed.
         """
-        for place in self.left:
+        for place in self.todo:
             with shared(f"making {self.names[place]}"):
                 self._make(place, on_step)
         self._agree(self._replicas, "the end", np.zeros(0, np.int64))
-        return [self._record(place) for place in self._all_left]
+        return [self._read_record(place) for place in self.missing]
 
-    def _parallelized(self) -> ParallelHandle:
-        """The pipeline over all ranks."""
-        given: Any = self._options.degrees
-        if given:
-            self.degrees = dict[str, int](given)
-            return parallelize(self._pipeline, **given)
+    def _parallelize(self) -> ParallelHandle:
+        degrees: Any = self._options.degrees
+        self.degrees: dict[str, int] = degrees
+        if degrees:
+            return parallelize(self._pipeline, **degrees)
         num_passes = 2 if all(is_guided(one, self._takes) for one in self.prompts) else 1
         handle = parallelize(self._pipeline, AutoMesh(num_passes=num_passes))
         assert handle.choice is not None
-        chosen = handle.choice.chosen
-        self.degrees = {
-            "guidance_degree": chosen.guidance,
-            "ring_degree": chosen.ring,
-            "ulysses_degree": chosen.ulysses,
-        }
+        axes, chosen = ("guidance", "ring", "ulysses"), handle.choice.chosen
+        self.degrees = {f"{axis}_degree": getattr(chosen, axis) for axis in axes}
         return handle
 
-    def _agreed_left(self) -> list[int]:
-        """The outputs that are not there, as the first rank sees it."""
-        is_there, error = np.zeros(0, np.int64), None
+    def _find_missing(self) -> list[int]:
+        """Find the outputs that do not exist, as the first rank sees it; make their folder."""
+        exists, error, folder = np.zeros(0, np.int64), None, self._options.out
         try:
-            is_there = self._find()
-        except OSError as met:
-            reason = met.strerror or met
-            error = ConfigError(f"--out {self._options.out}: cannot be written: {reason}")
-        first = self._agree(self._world, "what is left", is_there, error)[0]
+            if self.writes:
+                folder.mkdir(parents=True, exist_ok=True)
+            exists = np.array([(folder / name).exists() for name in self.names], np.int64)
+            if self.writes and not exists.all():
+                with tempfile.TemporaryFile(dir=folder):  # fails if this rank may not write there
+                    pass
+        except OSError as refusal:
+            reason = refusal.strerror or refusal
+            error = ConfigError(f"--out {folder}: cannot be written: {reason}")
+        first = self._agree(self._world, "the missing outputs", exists, error)[0]
         return np.flatnonzero(first == 0).tolist()  # files may show later on other hosts
-
-    def _find(self) -> Ints:
-        """Which outputs are there; makes the folder, where more are to be written to it."""
-        folder = self._options.out
-        if self.writes:
-            folder.mkdir(parents=True, exist_ok=True)
-        is_there = [(folder / name).exists() for name in self.names]
-        if self.writes and not all(is_there):
-            with tempfile.TemporaryFile(dir=folder):  # whether this rank may write there
-                pass
-        return np.array(is_there, np.int64)
-
-    def _own_share(self) -> list[int]:
-        """What this replica makes: prompts are spread so that all replicas take about as long."""
-        if not self._all_left:
-            return []
-        num_replicas = self.degrees.get("data_degree", 1)
-        mine = self._world.rank * num_replicas // self._world.size
-        work = [self.prompts[place].work for place in self._all_left]
-        shares = zip(self._all_left, assign(work, num_replicas).bin_of, strict=True)
-        return [place for place, replica in shares if replica == mine]
 
     def _agree(
         self, group: RankGroup, what: str, values: Ints, error: Exception | None = None
@@ -170,9 +136,9 @@ class Generation:
         prompt, name = self.prompts[place], self.names[place]
         arguments = arguments_of(prompt, self._takes)
 
-        def step_ends(_: Any, __: int, ___: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        def step_ends(_: Any, __: int, ___: Any, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
             on_step(place)
-            return given
+            return inputs
 
         with self._handle.timed() as times, torch.inference_mode():
             try:
@@ -190,30 +156,42 @@ class Generation:
                 ) from error
         frames = result.frames[0] if name.endswith(VIDEO) else result.images[:1]
         _check_size(place, prompt, frames)
-        if not self.writes:
-            return
-        made = {"file": name, "model": self._options.model, **asdict(prompt)}
-        write_record(self._beside(name), made | {"seconds": times.seconds})
-        write_media(self._options.out / name, frames, self._options.fps)
+        if self.writes:
+            record = {"file": name, "model": self._options.model, **asdict(prompt)}
+            write_record(self._record_path(name), record | {"seconds": times.seconds})
+            write_media(self._options.out / name, frames, self._options.fps)
 
-    def _beside(self, name: str) -> Path:
-        """The file of what an output was made from."""
+    def _record_path(self, name: str) -> Path:
         return (self._options.out / name).with_suffix(".json")
 
-    def _record(self, place: int) -> dict[str, Any]:
-        path = self._beside(self.names[place])
+    def _read_record(self, place: int) -> dict[str, Any]:
+        path = self._record_path(self.names[place])
         try:
             return json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"--out: cannot read {path}: {error.strerror or error}") from error
 
 
-def _enable_tiles(pipeline: Any) -> None:
-    """Let the VAE work in tiles.
+def load_pipeline(model: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """Load a pipeline from a folder of this machine, or make a tiny one.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: A library or a file is missing, or it is no pipeline.
     """
+
+    def load(diffusers: Any, transformers: Any) -> Any:
+        transformers.logging.set_verbosity_error()  # advice to install unused packages
+        if model in (tiny.TINY, tiny.TINY_WAN):
+            pipeline = tiny.pipeline(diffusers, transformers, model)
+            return pipeline if dtype == torch.float32 else pipeline.to(dtype)
+        from_folder = diffusers.DiffusionPipeline.from_pretrained
+        return from_folder(model, torch_dtype=dtype, local_files_only=True)
+
+    return tiny.load(f"--model {model}", load, "diffusers", "transformers").to(device)
+
+
+def _enable_tiles(pipeline: Any) -> None:
+    """Let the VAE work in tiles, or refuse a pipeline whose VAE cannot."""
     vae: Any = getattr(pipeline, "vae", None)
     try:
         vae.enable_tiling()
@@ -225,27 +203,21 @@ def _enable_tiles(pipeline: Any) -> None:
 
 
 def _check_size(place: int, prompt: Prompt, frames: Sequence[Image.Image]) -> None:
-    """Refuse a size that the pipeline rounds: only what it makes tells which these are.
-
-    Raises:
-        ConfigError: Names the size that was made.
-    """
+    """Refuse a size that the pipeline has rounded: the output alone shows it."""
     width, height = frames[0].size
-    for name, made in {"width": width, "height": height, "frames": len(frames)}.items():
-        asked = getattr(prompt, name)
-        if asked not in (None, made):
+    for name, size in {"width": width, "height": height, "frames": len(frames)}.items():
+        if getattr(prompt, name) not in (None, size):
             raise ConfigError(
-                f"prompt {place + 1}: {name} is {asked}, and this pipeline makes it {made}: "
-                f"give {made}"
+                f"prompt {place + 1}: {name} is {getattr(prompt, name)}, and this pipeline makes "
+                f"it {size}: give {size}"
             )
 
 
 def is_guided(prompt: Prompt, takes: Mapping[str, Any]) -> bool:
     """Return whether a pipeline computes two branches for a prompt, by its arguments.
 
-    Those that take a negative prompt do so where their scale is above 1; those with
-    `true_cfg_scale` only where there is a negative prompt, too. The scale of all others is an input
-    of a model that was distilled, which has one branch.
+    With a negative prompt as argument it does so if its scale is above 1. With `true_cfg_scale` it
+    also needs a negative prompt. Other scales are inputs of a distilled model, with one branch.
     """
     if "negative_prompt" not in takes:
         return False
@@ -257,7 +229,7 @@ def is_guided(prompt: Prompt, takes: Mapping[str, Any]) -> bool:
 
 
 def _scale_of(prompt: Prompt, takes: Mapping[str, Any]) -> str:
-    """The argument that says how strongly a prompt guides."""
+    """Name the scale of a prompt: `true_cfg_scale` if there is a negative prompt, if possible."""
     scales = ["guidance_scale", "true_cfg_scale"]
     if prompt.negative_prompt is not None:
         scales.reverse()
@@ -265,27 +237,16 @@ def _scale_of(prompt: Prompt, takes: Mapping[str, Any]) -> str:
 
 
 def arguments_of(prompt: Prompt, takes: Mapping[str, Any]) -> dict[str, Any]:
-    """A prompt as the arguments of a pipeline.
-
-    Guidance is `true_cfg_scale` where a pipeline has it and there is a negative prompt, else
-    `guidance_scale`.
-
-    Args:
-        prompt: None is left out.
-        takes: The arguments that there are.
-
-    Raises:
-        ConfigError: The pipeline does not take something that was given.
-    """
-    scale = _scale_of(prompt, takes)
-    found = dict[str, Any]()
+    """Return a prompt as the arguments of a pipeline; ConfigError if it does not take one."""
+    names = _NAMES | {"guidance": _scale_of(prompt, takes)}
+    arguments = dict[str, Any]()
     for name, value in asdict(prompt).items():
         if value is None or name == "seed":
             continue
-        argument = scale if name == "guidance" else _NAMES.get(name, name)
+        argument = names.get(name, name)
         if argument not in takes:
             raise ConfigError(
                 f"this pipeline takes no {argument}, and {name} is {value!r}: leave it out"
             )
-        found[argument] = value
-    return found
+        arguments[argument] = value
+    return arguments

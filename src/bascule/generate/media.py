@@ -1,4 +1,4 @@
-"""Images, videos and what they were made from as files, which are there whole or not at all."""
+"""Images, videos and records as files, which appear whole or not at all."""
 
 import importlib
 import json
@@ -18,26 +18,13 @@ IMAGE, VIDEO = ".png", ".mp4"
 
 
 def check_can_write(ending: str) -> None:
-    """Find out before any work that a sort of file cannot be written.
-
-    Raises:
-        ConfigError: A library is missing.
-    """
+    """Refuse videos if the library that writes them is missing."""
     if ending == VIDEO:
         _av()
 
 
 def write_media(path: Path, frames: Sequence[Image.Image], fps: int) -> None:
-    """Write an image, or the frames of a video (H.264, sides cut to even numbers).
-
-    Args:
-        path: Ends with `IMAGE` or `VIDEO`.
-        frames: One image, or those of the video.
-        fps: Frames a second of a video.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
+    """Write an image, or the frames of a video (H.264, sides cut to even numbers)."""
     with _appearing(path) as partial:
         if path.suffix == IMAGE:
             frames[0].save(partial, format="PNG")
@@ -46,22 +33,14 @@ def write_media(path: Path, frames: Sequence[Image.Image], fps: int) -> None:
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
-    """Write what an output was made from, as JSON.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
+    """Write the settings and times of an output, as JSON."""
     with _appearing(path) as partial:
         partial.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager
 def _appearing(path: Path) -> Iterator[Path]:
-    """Where to write a file, which then appears whole; nothing is left of one that fails.
-
-    Raises:
-        ConfigError: It cannot be written.
-    """
+    """Yield where to write a file, then move it into its place; remove it if writing fails."""
     partial = path.with_name(f".{path.name}")
     try:
         yield partial

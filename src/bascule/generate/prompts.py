@@ -1,111 +1,90 @@
-"""The prompts of `bascule generate`, and the names of what is made of them. Imports no torch."""
+"""The prompts of `bascule generate`, and the names of their outputs. Imports no torch."""
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from bascule.errors import ConfigError
-from bascule.generate.generate_options import RANGES, TINY, TINY_WAN, GenerateOptions
-from bascule.plan.checks import number, whole
-from bascule.plan.files import parse_json, read_lines
+from bascule.generate.options import Count, GenerateOptions, Pixels, Scale, Seed
+from bascule.generate.tiny import TINY, TINY_WAN
+from bascule.options import check_options
+from bascule.plan.files import read_json_lines, read_lines
 
-_MOST_PROMPTS = 10**6
-_OF_ALL = "negative_prompt", "width", "height", "frames", "steps", "guidance"
-_OF_TINY = {"width": 256, "height": 256, "steps": 4}
+_DEFAULTS: dict[str, dict[str, Any]] = {TINY: {"width": 256, "height": 256, "steps": 4}}
+_DEFAULTS[TINY_WAN] = _DEFAULTS[TINY] | {"frames": 9}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What one output is made from; None leaves a value to the pipeline.
-
-    Attributes:
-        prompt: The text.
-        negative_prompt: What to keep away from.
-        width: Pixels.
-        height: Pixels.
-        frames: Of a video.
-        steps: Denoising steps.
-        guidance: How strongly the text guides.
-        seed: Of the noise.
-    """
+    """The settings of one output; None leaves a value to the pipeline."""
 
     prompt: str
     negative_prompt: str | None = None
-    width: int | None = None
-    height: int | None = None
-    frames: int | None = None
-    steps: int | None = None
-    guidance: float | None = None
-    seed: int = 0
+    width: Pixels = None
+    height: Pixels = None
+    frames: Count = None
+    steps: Count = None
+    guidance: Scale = None
+    seed: Seed = 0
 
     def name(self, place: int, options: GenerateOptions) -> str:
-        """Of its output, without an ending; another one where pixels would be others."""
-        chosen = options.model, options.dtype, options.tiles
-        text = repr((chosen, sorted(asdict(self).items())))
+        """Return the name of its output, without an ending; it changes with the pixels."""
+        text = repr((options.model, options.dtype, options.tiles, sorted(asdict(self).items())))
         return f"{place:05d}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
     @property
     def work(self) -> float:
-        """How long it takes, in comparison with others of the same pipeline: about its pixels."""
-        known = 1024, 1024, 1, 50
-        sizes = self.width, self.height, self.frames, self.steps
-        width, height, frames, steps = (
-            one or other for one, other in zip(sizes, known, strict=True)
-        )
-        return float(width * height * frames * steps)
+        """Its time relative to other prompts of the pipeline: about its pixels."""
+        sizes = (self.width or 1024) * (self.height or 1024) * (self.frames or 1)
+        return float(sizes * (self.steps or 50))
 
 
 def read_prompts(options: GenerateOptions) -> list[Prompt]:
-    """The prompts that options give, in their order.
+    """Return the prompts of the options, in order.
 
     Raises:
         ConfigError: There is none, or a line of the file is wrong; names it.
     """
-    options.check()
-    shared: dict[str, Any] = {}
-    if options.model in (TINY, TINY_WAN):
-        shared |= _OF_TINY | ({"frames": 9} if options.model == TINY_WAN else {})
-    for name in _OF_ALL:
-        if (value := getattr(options, name)) is not None:
-            shared[name] = value
-    found = list[Prompt]()
-    given: list[dict[str, Any]] = [{"prompt": text} for text in options.prompt]
-    for place, row in enumerate(given or _rows(options)):
-        own: dict[str, Any] = {"seed": options.seed + place, **row}
-        found.append(Prompt(**(shared | own)))
-    if not found:
+    options.check_source()
+    common = dict(_DEFAULTS.get(options.model, {}))
+    for field in fields(Prompt)[1:-1]:
+        if (value := getattr(options, field.name)) is not None:
+            common[field.name] = value
+    rows = [("--prompt", {"prompt": text}) for text in options.prompt] or list(_rows(options))
+    if not rows:
         raise ConfigError(f"--prompts {options.prompts}: has no prompt: give one a line")
-    return found
+    return [
+        _prompt(where, {**common, "seed": options.seed + place, **row})
+        for place, (where, row) in enumerate(rows)
+    ]
 
 
-def _rows(options: GenerateOptions) -> Iterator[dict[str, Any]]:
-    """What each line of the file says."""
+def _rows(options: GenerateOptions) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the settings of each line of the file, after its place."""
     path = options.prompts
     assert path is not None
-    is_json = path.suffix in (".jsonl", ".json")
-    for place, line in enumerate(read_lines(path), start=1):
-        where = f"--prompts {path}, line {place}"
-        if place > _MOST_PROMPTS:
-            raise ConfigError(f"{where}: at most {_MOST_PROMPTS} lines")
-        if not line.strip():
-            continue
-        yield _row(where, parse_json(line, where)) if is_json else {"prompt": line.strip()}
+    if path.suffix not in (".jsonl", ".json"):
+        lines = (line.strip() for line in read_lines(path))
+        yield from ((f"{path}", {"prompt": line}) for line in lines if line)
+        return
+    names = [field.name for field in fields(Prompt)]
+    for where, row in read_json_lines(path):
+        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
+            raise ConfigError(f'{where}: give a JSON object with a "prompt" of text')
+        if unknown := sorted(row.keys() - set(names)):
+            raise ConfigError(
+                f"{where}: {unknown[0]!r} is not known: give some of {', '.join(names)}"
+            )
+        if not isinstance(row.get("negative_prompt") or "", str):
+            raise ConfigError(f"{where}: negative_prompt must be text")
+        yield where, {name: value for name, value in row.items() if value is not None}
 
 
-def _row(where: str, row: Any) -> dict[str, Any]:
-    """A JSON object with a prompt, and fields that are known."""
-    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-        raise ConfigError(f'{where}: give a JSON object with a "prompt" of text')
-    unknown = sorted(row.keys() - Prompt.__dataclass_fields__.keys())
-    if unknown:
-        known = ", ".join(Prompt.__dataclass_fields__)
-        raise ConfigError(f"{where}: {unknown[0]!r} is not known: give some of {known}")
-    for name, (least, most) in RANGES.items():
-        if (value := row.get(name)) is not None:
-            whole(f"{where}: {name}", value, least, most)
-    if (scale := row.get("guidance")) is not None:
-        number(f"{where}: guidance", scale, most=1e6)
-    if not isinstance(row.get("negative_prompt", ""), str):
-        raise ConfigError(f"{where}: negative_prompt must be text")
-    return {name: value for name, value in row.items() if value is not None}
+def _prompt(where: str, settings: dict[str, Any]) -> Prompt:
+    prompt = Prompt(**settings)
+    try:
+        check_options(prompt)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    return prompt

@@ -83,17 +83,7 @@ def _setting(name: str, settings: Mapping[str, str]) -> str:
 
 
 class Checkpoints:
-    """The checkpoints in a folder that all ranks can see; all ranks make, save and load together.
-
-    Args:
-        folder: Made here if it does not exist.
-        group: All ranks, on the host.
-        facts: Stored in every checkpoint.
-        keep: Number of checkpoints to keep.
-
-    Raises:
-        CommError: A rank cannot see the folder, or the first one cannot write to it.
-    """
+    """The newest checkpoints in a folder that all ranks see; all ranks save and load together."""
 
     def __init__(self, folder: Path, group: RankGroup, facts: Facts, keep: int) -> None:
         self.folder, self._group, self._facts, self._keep = folder, group, facts, keep
@@ -105,8 +95,7 @@ class Checkpoints:
     def save(self, step: int, model: nn.Module, optimizer: Optimizer) -> Path:
         """Save after a step, and remove the oldest; return the checkpoint.
 
-        Raises:
-            CommError: A rank could not write, on all ranks; the earlier checkpoints are as before.
+        If a rank cannot write, all raise CommError, and the earlier checkpoints are as before.
         """
         whole = self.folder / f"step-{step:08d}"
         part = whole.with_suffix(".tmp")

@@ -92,11 +92,9 @@ class LatentEncoder(nn.Module):
         return [{"pixels": part[None].contiguous()} for part in parts]
 
     def latents(self, features: Sequence[Tensor], normals: Tensor) -> Tensor:
-        """Draw the latents (C, f, h, w) of a sample, normalised as by the VAE's pipelines.
+        """Draw the latents (C, f, h, w) of a sample from the outputs of `forward` for its items.
 
-        Args:
-            features: Outputs of `forward` for its items, float32 at least.
-            normals: Standard normals, one a latent.
+        They are normalised as in the VAE's pipelines. `normals` holds a standard normal a latent.
         """
         frames = [one[0] if self.is_video else one[0, :, None] for one in features]
         mean, std = torch.cat(frames, dim=1).chunk(2)
@@ -195,11 +193,7 @@ class FrozenEncoders:
 
 
 def load_encoders(options: RunOptions) -> FrozenEncoders:
-    """Load the encoders that options name, from files of this machine alone.
-
-    Raises:
-        ConfigError: A library or a file is missing, or is no such encoder; names the option.
-    """
+    """Load the encoders that options name, from files of this machine alone."""
     dtype: torch.dtype = getattr(torch, options.dtype)
     vae = text = None
     if (name := options.vae) is not None:
@@ -257,15 +251,7 @@ class EncoderStages:
     """Encodes the samples of a step in balance: text encoder, then VAE; tokens return to the owner.
 
     All ranks make it and call it together. Each sample has its own random numbers, so its latents
-    do not depend on the rank that encodes it.
-
-    Args:
-        encoders: Frozen, the same on all ranks; they are moved to the device.
-        mesh_or_group: Ranks that share the work.
-        widths: Widths of the tokens.
-        seed: Seed of the run.
-        watch: Adds up the seconds of each stage, by its name.
-        options: For every stage, with a device.
+    do not depend on the rank that encodes it. The watch adds up the seconds of each stage.
     """
 
     def __init__(

@@ -41,12 +41,7 @@ class StepReports:
     ) -> dict[str, Any]:
         """Return the record of a step, as plain values.
 
-        Args:
-            step: Its number, from 1.
-            loss: Mean over all image tokens.
-            plans: Plan of each microbatch.
-            seconds: (ranks, parts) seconds.
-            work: (ranks, microbatches) seconds in the model's blocks, forward and backward.
+        `seconds` is (ranks, parts). `work` is (ranks, microbatches), seconds in the model's blocks.
         """
         loads = np.stack([plan.loads for plan in plans], axis=1)
         rate = median(self._rates) if self._rates else None
@@ -63,10 +58,7 @@ class StepReports:
             "topology": " ".join(dict.fromkeys(str(plan.topology) for plan in plans)),
             "mean_s": dict(zip(self._parts, mean_s, strict=True)),
             "max_s": dict(zip(self._parts, max_s, strict=True)),
-            "makespan_s": {
-                "predicted": None if rate is None else predicted * rate,
-                "measured": measured,
-            },
+            "makespan_s": {"predicted": rate and predicted * rate, "measured": measured},
             "imbalance": {"predicted": imbalance(loads), "measured": imbalance(work)},
             "slowest": _slowest(loads, work),
         }

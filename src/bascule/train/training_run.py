@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -59,11 +59,7 @@ class Prepared:
 
 
 def prepare(options: TrainOptions, *, rank: int = 0, world_size: int = 1) -> Prepared:
-    """Open the data, and check all that can be checked before ranks meet.
-
-    Raises:
-        ConfigError: An option is out of range, there is no data, or the run cannot be resumed.
-    """
+    """Open the data, and refuse all that can be refused before ranks meet."""
     topology, cluster = options.check(world_size), None
     if topology == "auto":
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -133,14 +129,7 @@ class _Ahead:
 class TrainingRun:
     """A run that all ranks of an initialised process group make and run together.
 
-    Args:
-        options: The same on all ranks.
-        device: Device of this rank.
-        is_stopping: True once this rank shall stop; all then save after the step, and end.
-
-    Raises:
-        ConfigError: An option is wrong here. RemoteConfigError: on another rank.
-        CommError: Ranks have unlike options or data, or one is gone.
+    Once `is_stopping` returns True on a rank, all ranks save after the step, and end.
     """
 
     @shared("construction of a training run")
@@ -228,25 +217,23 @@ class TrainingRun:
     def run(self, on_step: Callable[[dict[str, Any]], None]) -> None:
         """Train until the last step, or until a rank stops; save in either case.
 
-        Args:
-            on_step: Called with the record of each step, on the first rank.
-
-        Raises:
-            CommError: A rank failed, is gone, or could not save.
-            ConfigError: This rank could not load its samples, or write its metrics.
+        The first rank calls `on_step` with the record of each step.
         """
-        with shared("bascule train"), ThreadPoolExecutor(1, "bascule data") as pool:
-            if self.rank > 0:
-                self._run(pool, lambda record: None)
-                return
-            with closing(MetricsLog(self.folder, self.done)) as log:
-                self._run(pool, lambda record: (log.write(record), on_step(record)))
-
-    def _run(self, pool: ThreadPoolExecutor, on_step: Callable[[dict[str, Any]], object]) -> None:
         reports = StepReports(self._parts)
-        ahead = self._begin(self.done, pool) if self.done < self.num_steps else None
-        while ahead is not None:
-            ahead = self._train(ahead, pool, reports, on_step)
+        with (
+            shared("bascule train"),
+            ThreadPoolExecutor(1, "bascule data") as pool,
+            closing(MetricsLog(self.folder, self.done)) if self.rank == 0 else nullcontext() as log,
+        ):
+
+            def log_step(record: dict[str, Any]) -> None:
+                if log is not None:
+                    log.write(record)
+                    on_step(record)
+
+            ahead = self._begin(self.done, pool) if self.done < self.num_steps else None
+            while ahead is not None:
+                ahead = self._train(ahead, pool, reports, log_step)
 
     def _begin(self, step: int, pool: ThreadPoolExecutor) -> _Ahead:
         """Load this rank's samples of a step, and plan it, both in threads."""
@@ -267,7 +254,7 @@ class TrainingRun:
         ahead: _Ahead,
         pool: ThreadPoolExecutor,
         reports: StepReports,
-        on_step: Callable[[dict[str, Any]], object],
+        on_step: Callable[[dict[str, Any]], None],
     ) -> _Ahead | None:
         """Train a step while the next one is loaded and planned; log it, and save if it is due."""
         start, watch, number = time.perf_counter(), self._watch, self.done + 1
