@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from bascule.train.train_options import TrainOptions
+from bascule.train.options import TrainOptions
 from bascule.train.training_run import TrainingRun
 from tests.helpers.ranks import run_ranks
 

@@ -18,7 +18,7 @@ from bascule.plan.costs import TransformerCost
 from bascule.train.encoders import EncoderStages, FrozenEncoders, load_encoders
 from bascule.train.flow import FlowBatch
 from bascule.train.model import build_model, model_config
-from bascule.train.run_options import RunOptions
+from bascule.train.options import RunOptions
 from bascule.train.stopwatch import Stopwatch
 from bascule.workload.photos import PhotoStream
 from bascule.workload.streams import RawBatch, SampleBatch, pack_batch, sample_normals

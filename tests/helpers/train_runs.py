@@ -24,7 +24,7 @@ from bascule.comm.groups import member_of, resolve, set_timeout
 from bascule.parallel import Step
 from bascule.train import checkpoints, training_run
 from bascule.train.checkpoints import Checkpoints
-from bascule.train.train_options import TrainOptions
+from bascule.train.options import TrainOptions
 from bascule.train.training_run import TrainingRun
 from tests.helpers.faults import Fault, Striker
 from tests.helpers.ranks import raised_by

@@ -13,7 +13,7 @@ from PIL import Image
 from bascule.bench.options import BenchOptions
 from bascule.errors import ConfigError
 from bascule.train.encoders import FrozenEncoders, load_encoders, patches
-from bascule.train.run_options import RunOptions
+from bascule.train.options import RunOptions
 from bascule.workload.photos import PhotoStream
 
 diffusers: Any = pytest.importorskip("diffusers")

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from bascule.errors import ConfigError
+from bascule.options import check_options
 from bascule.plan.costs import TransformerCost
 from bascule.plan.plan import plan_batch
 from bascule.train.checkpoints import Facts, check_facts, newest_checkpoint, step_of
 from bascule.train.metrics import PARTS, MetricsLog, StepReports
-from bascule.train.train_options import (
+from bascule.train.options import (
     Schedule,
     TrainOptions,
     schedule_of,
@@ -70,11 +71,11 @@ def test_numbered_samples_of_codes_are_those_of_their_ranks() -> None:
     ("options", "message"),
     [
         ({}, "give either --photos FOLDER or --data CODES"),
-        ({"data": CODES, "batch_size": 0}, "--batch-size 0: must be at least 1"),
-        ({"data": CODES, "save_every": 0}, "--save-every 0: must be at least 1"),
-        ({"data": CODES, "keep": 0}, "--keep 0: must be at least 1"),
-        ({"data": CODES, "steps": 10**10}, "--steps 10000000000: must be at most 1000000000"),
-        ({"data": CODES, "lr": 0.0}, "--lr 0.0: must be positive"),
+        ({"data": CODES, "batch_size": 0}, "--batch-size 0: must be an integer, at least 1"),
+        ({"data": CODES, "save_every": 0}, "--save-every 0: must be an integer, at least 1"),
+        ({"data": CODES, "keep": 0}, "--keep 0: must be an integer, at least 1"),
+        ({"data": CODES, "steps": 10**10}, "--steps 10000000000: must be .* at most 1000000000"),
+        ({"data": CODES, "lr": 0.0}, "--lr 0.0: must be finite, at least 1e-30"),
         ({"data": CODES, "epochs": 2}, "--epochs 2: data codes have no end; give --steps"),
         ({"data": CODES, "epochs": 2, "steps": 3}, "--steps 3 and --epochs 2: give one"),
         ({"data": CODES, "accumulate": 4}, "--accumulate 4: a step has 3 samples; .* at most 3"),
@@ -87,6 +88,7 @@ def test_numbered_samples_of_codes_are_those_of_their_ranks() -> None:
 )
 def test_what_is_wrong_is_one_sentence(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as met:
+        check_options(TrainOptions(**options))
         prepare(TrainOptions(**options), world_size=2)
     assert "\n" not in str(met.value)
 
@@ -212,7 +214,7 @@ def test_events_of_tensorboard(tmp_path: Path) -> None:
 
 def test_the_help_needs_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
     modules = modules_imported_by("-m", "bascule.cli", "train", "--help")
-    assert "bascule.train.train_options" in modules and "torch" not in modules
+    assert "bascule.train.options" in modules and "torch" not in modules
     code, out, _ = run(capsys, "train", "--help")
     assert code == 0 and "--save-every" in out and "--clip-frames" in out
 

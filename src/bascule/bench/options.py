@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from bascule.errors import ConfigError
+from bascule.options import Range
 from bascule.plan.topology import Topology
-from bascule.train.run_options import RunOptions
+from bascule.train.options import RunOptions
 from bascule.workload.codes import check_world, parse_data_codes
 
 
@@ -32,10 +33,10 @@ class BenchOptions(RunOptions):
 
     planner: Literal["lpt", "knapsack"] = "lpt"
     loader: bool = False
-    accumulate: int = 1
-    steps: int = 12
-    warmup: int = 2
-    batch_size: int = 2
+    accumulate: Annotated[int, Range(1, 10**4)] = 1
+    steps: Annotated[int, Range(1, 10**6)] = 12
+    warmup: Annotated[int, Range(0, 10**6)] = 2
+    batch_size: Annotated[int, Range(0, 10**4)] = 2
     out: Path = Path("results/bench")
     report: Path | None = None
     picture: Path | None = None
@@ -75,15 +76,5 @@ class BenchOptions(RunOptions):
                 "--loader moves samples before they are encoded, which is not compared: leave out "
                 "--vae and --text-encoder, or --loader"
             )
-        self.check_least(
-            steps=1,
-            warmup=0,
-            batch_size=0,
-            clip_frames=0,
-            max_tokens=1,
-            seed=0,
-            accumulate=1,
-            ranks=1,
-        )
         if self.accumulate > 1 and not self.loader:
             raise ConfigError(f"--accumulate {self.accumulate}: only with --loader")

@@ -1,9 +1,7 @@
 """`bascule bench`: measure what balancing is worth, on local ranks or in a job that runs."""
 
 import json
-import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,17 +10,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bascule.bench.options import BenchOptions
+from bascule.cli.command import quietly
 from bascule.cli.writing import check_outputs, tell_written, write_report, write_text
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_NUMBER, number, shown
 from bascule.report.reports import STAGE_KINDS, of_bench, stage_rows
 from bascule.report.step_picture import draw_stages
-from bascule.train.run_options import RunOptions
 from bascule.workload.codes import parse_data_codes
 
 if TYPE_CHECKING:
     from bascule.bench.comparison import Comparison, StepRecord
-    from bascule.models import MMDiTConfig
 
 _MAX_TOKENS = 2**22
 _MOST = {
@@ -91,43 +88,16 @@ def _check(options: BenchOptions, num_ranks: int) -> None:
     """Find a user's error before any rank starts, where it can be told in one sentence."""
     from bascule.bench.ways import open_stream
     from bascule.train.encoders import load_encoders
-    from bascule.train.model import model_config
+    from bascule.train.model import check_kernel, model_config
 
     options.check(num_ranks)
-    with without_warnings():  # rank 0 will warn of the same photos
+    with quietly():  # rank 0 will warn of the same photos
         stream = open_stream(options, load_encoders(options), 0, num_ranks)
     check_kernel(options, model_config(options, stream))
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {options.out}: cannot be made: {error.strerror}") from error
-
-
-def check_kernel(options: RunOptions, config: "MMDiTConfig") -> None:
-    """Refuse a kernel that cannot compute the model's attention here.
-
-    Raises:
-        ConfigError: Says why it cannot, and which can.
-    """
-    import torch
-
-    from bascule.attention import select_kernel
-    from bascule.cli.launch import device_type
-
-    dtype, head_dim = getattr(torch, options.dtype), config.d_model // config.num_heads
-    select_kernel(options.kernel, device_type(), dtype=dtype, head_dim=head_dim, is_packed=True)
-
-
-@contextmanager
-def without_warnings() -> Iterator[None]:
-    """Silence bascule's log."""
-    logger = logging.getLogger("bascule")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _run_rank(options: BenchOptions) -> None:

@@ -13,6 +13,7 @@
 """
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -120,6 +121,18 @@ def on_ranks(
 def waiting(task: str) -> Status:
     """Show on standard error that a task goes on; for `with`."""
     return Console(stderr=True).status(task)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Silence bascule's log, where the first rank will log the same."""
+    logger = logging.getLogger("bascule")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextmanager

@@ -1,74 +1,65 @@
 """`bascule train`: train, save, stop and resume, on local ranks or in a job that runs."""
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from bascule.cli.bench import check_kernel, without_warnings
-from bascule.train.train_options import TrainOptions
+from bascule.cli.command import on_ranks, progress, quietly
+from bascule.train.options import TrainOptions
 
 if TYPE_CHECKING:
-    from bascule.train.training_run import TrainingRun
+    import torch
 
 
 def run(options: TrainOptions, arguments: list[str]) -> None:
-    """Launch the local ranks, or be one.
+    """Train on all ranks, until the last step or a signal.
 
     Raises:
         ConfigError: The options do not fit the data or each other.
         CommError: A rank failed.
     """
-    from bascule.cli.launch import default_num_ranks, forwarding_stops, in_a_job, launch
-    from bascule.train.training_run import prepare
+    from bascule.cli.launch import forwarding_stops, in_a_job
 
-    if in_a_job():
-        _run_rank(options)
-        return
-    num_ranks = options.ranks or default_num_ranks()
-    with without_warnings():  # rank 0 will warn of the same photos
-        check_kernel(options, prepare(options, world_size=num_ranks).config)
-    with forwarding_stops():
-        launch(num_ranks, arguments)
+    def prepare(num_ranks: int) -> None:
+        from bascule.train.model import check_kernel
+        from bascule.train.training_run import prepare
+
+        with quietly():
+            check_kernel(options, prepare(options, world_size=num_ranks).config)
+
+    with nullcontext() if in_a_job() else forwarding_stops():
+        on_ranks(options, arguments, lambda device: _work(options, device), _finish, prepare)
 
 
-def _run_rank(options: TrainOptions) -> None:
-    from bascule.cli.launch import joined, stop_asked
+def _work(options: TrainOptions, device: "torch.device") -> dict[str, Any]:
+    from bascule.cli.launch import stop_asked
     from bascule.train.training_run import TrainingRun
 
-    with stop_asked() as is_asked, joined(options.timeout_s) as device:
-        run = TrainingRun(options, device, is_asked)
-        _follow(run, Console(quiet=run.rank > 0))
-
-
-def _follow(run: "TrainingRun", console: Console) -> None:
-    """Run, and show how far it is and how it ended."""
-    first, last = run.done, run.num_steps
-    if first:
-        console.print(f"resumed after step {first}: {run.checkpoint}", soft_wrap=True)
     losses: list[float] = []
+    with stop_asked() as is_stopping:
+        job = TrainingRun(options, device, is_stopping)
+        first, last = job.done, job.num_steps
+        with progress("training", last, done=first) as advance:
 
-    def told(record: dict[str, Any]) -> None:
-        losses.append(record["loss"])
-        progress.update(bar, completed=record["step"], loss=f"{record['loss']:.4f}")
+            def on_step(record: dict[str, Any]) -> None:
+                losses.append(record["loss"])
+                advance(1, f"training, loss {record['loss']:.4f}")
 
-    columns = (
-        TextColumn("training, loss {task.fields[loss]}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("", total=last, completed=first, loss="..")
-        run.run(told)
+            job.run(on_step)
+    ends = first, job.done, last
+    return {"steps": ends, "losses": losses[:1] + losses[-1:], "checkpoint": str(job.checkpoint)}
+
+
+def _finish(result: dict[str, Any]) -> None:
+    (first, done, last), losses = result["steps"], result["losses"]
+    lines = [f"resumed after step {first}"] if first else []
     if not losses:
-        console.print(f"nothing is left to train: {run.checkpoint}", soft_wrap=True)
-        return
-    if run.done < last:
-        console.print(f"stopped after step {run.done}: go on with --resume")
-    console.print(
-        f"steps {first + 1} to {run.done} of {last}, loss {losses[0]:.6f} to "
-        f"{losses[-1]:.6f}\nwritten: {run.checkpoint}, {run.folder / 'metrics.jsonl'}",
-        soft_wrap=True,
-        highlight=False,
-    )
+        lines.append("nothing is left to train")
+    else:
+        if done < last:
+            lines.append(f"stopped after step {done}: go on with --resume")
+        loss = "loss {:.6f} to {:.6f}".format(*losses)
+        lines.append(f"steps {first + 1} to {done} of {last}, {loss}")
+    lines.append(f"checkpoint: {result['checkpoint']}")
+    Console().print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)

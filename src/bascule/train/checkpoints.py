@@ -26,7 +26,7 @@ from bascule.comm.agree import agree
 from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup
 from bascule.errors import CommError, ConfigError
-from bascule.train.train_options import Schedule
+from bascule.train.options import Schedule
 
 _FACTS = "run.json"
 _FORMAT = {"bascule": "checkpoint", "version": 1}

@@ -25,7 +25,7 @@ from bascule.plan.costs import Cost, PolynomialCost
 from bascule.plan.files import parse_json
 from bascule.plan.fits import fit_item_latency
 from bascule.train.model import mean_over_ranks, median_seconds
-from bascule.train.run_options import RunOptions
+from bascule.train.options import RunOptions
 from bascule.train.stopwatch import Moment, Stopwatch
 from bascule.workload.codes import PATCH_PIXELS
 from bascule.workload.photos import PhotoOptions, mean_text

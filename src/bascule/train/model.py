@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from bascule.arrays import Floats
+from bascule.attention import select_kernel
 from bascule.calibrate.blocks import BlockCall, block_of_each_kind, calls_of_model
 from bascule.calibrate.timed import Probe, seconds_of
 from bascule.comm.collectives import all_reduce
@@ -22,7 +23,7 @@ from bascule.errors import ConfigError
 from bascule.models import MMDiT, MMDiTConfig
 from bascule.plan.costs import TransformerCost
 from bascule.plan.fits import fit_latency
-from bascule.train.run_options import RunOptions
+from bascule.train.options import RunOptions
 from bascule.workload.streams import Widths
 
 
@@ -52,6 +53,17 @@ def model_config(options: RunOptions, data: Widths) -> MMDiTConfig:
         num_double=options.num_double,
         num_single=options.num_single,
         axes_dim=(head_dim - 2 * plane, plane, plane),
+    )
+
+
+def check_kernel(options: RunOptions, config: MMDiTConfig) -> None:
+    """Refuse a kernel that cannot compute the model's attention on this machine."""
+    select_kernel(
+        options.kernel,
+        "cuda" if torch.cuda.is_available() else "cpu",
+        dtype=getattr(torch, options.dtype),
+        head_dim=config.d_model // config.num_heads,
+        is_packed=True,
     )
 
 

@@ -33,9 +33,9 @@ from bascule.train.encoders import EncoderStages, FrozenEncoders, load_encoders,
 from bascule.train.flow import FlowBatch
 from bascule.train.metrics import PARTS, MetricsLog, StepReports
 from bascule.train.model import build_model, measure_cost, model_config
+from bascule.train.options import Schedule, TrainOptions, schedule_of, settings_of, split
 from bascule.train.stepping import sync_of, train_step
 from bascule.train.stopwatch import Lap, Stopwatch, TimedStep, watch_blocks
-from bascule.train.train_options import Schedule, TrainOptions, schedule_of, settings_of, split
 from bascule.workload.codes import parse_data_codes
 from bascule.workload.photos import PhotoStream
 from bascule.workload.streams import RawBatch, SampleBatch, SyntheticStream

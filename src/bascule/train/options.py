@@ -1,0 +1,192 @@
+"""Options of `bascule train`, those that it shares with `bascule bench`, and the steps of a run.
+
+Imports no torch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from bascule.errors import ConfigError
+from bascule.options import LONGEST_S, Range, RankOptions, flag
+from bascule.plan.topology import Topology
+from bascule.workload.codes import parse_data_codes
+
+MAX_TOKENS = 2**22
+"""Most tokens of a sample, and of a rank in a step."""
+
+_DEFAULT_STEPS = 100
+_DEFAULT_BATCH = 8
+_OF_THE_CURVE = tuple(
+    "batch_size seed dtype lr d_model num_heads num_double num_single max_tokens".split()
+)
+"""Options that decide the losses, whatever the ranks: a run is resumed with the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions(RankOptions):
+    """A model, its data, and the ranks that train it.
+
+    Attributes:
+        photos: Folder of photos and clips of any size; captions in NAME.txt or captions.jsonl are
+            optional.
+        data: Data codes of a synthetic mix, for example g1b8i256f1s0,g1b2i512f1s0.
+        topology: Compute bags, for example g2n1; one rank a bag if not given.
+        clip_frames: Most frames of a clip in --photos (a video file, or a subfolder of numbered
+            frames); 0 takes photos alone.
+        max_tokens: Photos and clips with more tokens are scaled down.
+        d_model: Model width.
+        num_heads: Attention heads.
+        num_double: Blocks with separate weights for text and image.
+        num_single: Blocks with shared weights.
+        vae: Folder of a VAE of diffusers, frozen, whose latents take the place of pixels; or tiny,
+            or tiny-wan for clips, with random weights.
+        text_encoder: Folder of a T5, UMT5 or CLIP text encoder of transformers, frozen, whose
+            embeddings take the place of a caption's bytes; or tiny, with random weights.
+        checkpoint: Recompute activations in the backward.
+        dtype: Dtype of parameters and activations in forward and backward.
+        gamma: Cost of an attention FLOP over one of a linear layer; measured first if not given.
+        kernel: Attention kernel; the fastest for the device if not given.
+        lr: Learning rate of AdamW.
+        seed: Seed of weights, data and noise.
+        strict: Stop at a photo that cannot be read, instead of skipping it.
+    """
+
+    photos: Path | None = None
+    data: str | None = None
+    topology: str | None = None
+    clip_frames: Annotated[int, Range(0, 10**4)] = 16
+    max_tokens: Annotated[int, Range(1, MAX_TOKENS)] = 2048
+    d_model: Annotated[int, Range(1, 2**16)] = 192
+    num_heads: Annotated[int, Range(1, 2**12)] = 6
+    num_double: Annotated[int, Range(0, 10**3)] = 1
+    num_single: Annotated[int, Range(0, 10**3)] = 3
+    vae: str | None = None
+    text_encoder: str | None = None
+    checkpoint: bool = False
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    gamma: Annotated[float | None, Range()] = None
+    kernel: str | None = None
+    lr: Annotated[float, Range(1e-30, 1e6)] = 1e-3
+    seed: Annotated[int, Range(0, 2**63 - 1)] = 0
+    strict: bool = False
+    timeout_s: Annotated[float, Range(1.0, LONGEST_S)] = 120.0
+
+    @property
+    def encodes(self) -> bool:
+        """True if a frozen encoder stands before the transformer."""
+        return self.vae is not None or self.text_encoder is not None
+
+    def check_source(self) -> None:
+        """Refuse a run without data, or with two sorts of it."""
+        if (self.photos is None) == (self.data is None):
+            raise ConfigError("give either --photos FOLDER or --data CODES")
+        for option, name in (("--vae", self.vae), ("--text-encoder", self.text_encoder)):
+            if name is not None and self.photos is None:
+                raise ConfigError(f"{option} {name}: data codes have no pixels; give --photos")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions(RunOptions):
+    """Train a packed MM-DiT on photos, clips and captions; save, stop and resume.
+
+    The samples of a step depend on the seed and the step alone, so a run may be resumed on any
+    number of ranks. SIGTERM saves and ends all ranks with exit status 0.
+
+    Attributes:
+        steps: Steps in all, those before a resume included; 100 if neither they nor --epochs are
+            given.
+        epochs: Times that each photo and clip is trained on, in place of --steps.
+        batch_size: Samples of a step, over all ranks; 8, or those of all data codes, if not given.
+        accumulate: Microbatches of a step.
+        encode_ahead: Let --vae and --text-encoder encode a step while the one before trains, in a
+            second thread; takes the memory of both.
+        profile: File of a hardware profile, or h100-datasheet, that prices the wires of
+            --topology auto, which chooses bags for every step.
+        resume: Resume from the newest checkpoint in --out, or begin without one.
+        save_every: Steps between checkpoints; the last step is always saved.
+        keep: Checkpoints that are kept.
+        out: Folder for checkpoints, metrics.jsonl and the events of TensorBoard, which all ranks
+            can see.
+    """
+
+    steps: Annotated[int | None, Range(1, 10**9)] = None
+    epochs: Annotated[int | None, Range(1, 10**6)] = None
+    batch_size: Annotated[int | None, Range(1, 2**20)] = None
+    accumulate: Annotated[int, Range(1, 10**4)] = 1
+    encode_ahead: bool = False
+    profile: str = "h100-datasheet"
+    resume: bool = False
+    save_every: Annotated[int, Range(1, 10**9)] = 100
+    keep: Annotated[int, Range(1, 10**6)] = 3
+    out: Path = Path("results/train")
+
+    def check(self, world_size: int) -> Topology | str:
+        """Refuse options that do not fit each other or the world; return the bags, or "auto"."""
+        self.check_source()
+        if self.encode_ahead and not self.encodes:
+            raise ConfigError("--encode-ahead: nothing is encoded; give --vae or --text-encoder")
+        if self.steps is not None and self.epochs is not None:
+            raise ConfigError(f"--steps {self.steps} and --epochs {self.epochs}: give one of them")
+        if self.data is not None:
+            if not any(code.batch_size for code in parse_data_codes(self.data)):
+                raise ConfigError(f"--data {self.data}: no sample; give a code with b1 or more")
+            if self.epochs is not None:
+                raise ConfigError(
+                    f"--epochs {self.epochs}: data codes have no end; give --steps instead"
+                )
+        if self.topology == "auto":
+            return "auto"
+        return Topology.parse(self.topology or f"g1n{world_size}", world_size=world_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The samples of each step, by their numbers from 0, whatever the ranks."""
+
+    batch_size: int  # samples of a step
+    num_samples: int  # of the whole run; only the last step may be smaller
+    accumulate: int  # microbatches of a step, fewer if it has fewer samples
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run."""
+        return -(-self.num_samples // self.batch_size)
+
+    def samples_until(self, step: int) -> int:
+        """Return the number of samples of the first steps."""
+        return min(step * self.batch_size, self.num_samples)
+
+    def microbatches(self, step: int) -> list[range]:
+        """Return the samples of each microbatch of a step, counted from 0."""
+        numbers = range(self.samples_until(step), self.samples_until(step + 1))
+        return split(numbers, min(self.accumulate, len(numbers)))
+
+
+def schedule_of(options: TrainOptions, epoch_samples: int | None) -> Schedule:
+    """Return the steps of a run, given the samples of an epoch; None if there are no epochs."""
+    size = options.batch_size or _DEFAULT_BATCH
+    if options.batch_size is None and options.data is not None:
+        size = sum(code.num_ranks * code.batch_size for code in parse_data_codes(options.data))
+    if options.accumulate > size:
+        raise ConfigError(
+            f"--accumulate {options.accumulate}: a step has {size} samples; give at most {size}"
+        )
+    total = (options.steps or _DEFAULT_STEPS) * size
+    if options.epochs is not None and epoch_samples is not None:
+        total = options.epochs * epoch_samples
+    return Schedule(size, total, options.accumulate)
+
+
+def settings_of(options: TrainOptions, data: str, schedule: Schedule) -> dict[str, str]:
+    """Return what decides the losses, by option, as text: runs with the same have one curve."""
+    settings = {"--data" if options.photos is None else "--photos": data}
+    settings |= {flag(name): str(getattr(options, name)) for name in _OF_THE_CURVE}
+    return settings | {"--batch-size": str(schedule.batch_size)}
+
+
+def split(samples: Sequence[Any], num_parts: int) -> list[Any]:
+    """Cut into consecutive parts, whose lengths differ by one at most."""
+    num = len(samples)
+    return [samples[num * k // num_parts : num * (k + 1) // num_parts] for k in range(num_parts)]
