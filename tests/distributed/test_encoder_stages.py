@@ -1,14 +1,163 @@
 """Steps from pixels and captions: losses and gradients are the same wherever it is encoded."""
 
-import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
+from bascule.encoders import EncoderOptions
+from bascule.errors import ConfigError
+from bascule.models import LocalExchange, MMDiT
+from bascule.parallel import SequenceParallel
+from bascule.plan.costs import TransformerCost
+from bascule.train.encoders import EncoderStages, FrozenEncoders, load_encoders
+from bascule.train.flow import FlowBatch
+from bascule.train.model import build_model, model_config
+from bascule.train.options import RunOptions
+from bascule.train.stopwatch import Stopwatch
+from bascule.workload.photos import PhotoStream
+from bascule.workload.streams import RawBatch, SampleBatch, pack_batch, sample_normals
+from tests.helpers.cases import Gradients, assert_same
 from tests.helpers.ranks import run_ranks
-from tests.helpers.stage_cases import check_all, failing_ahead, refused_run
-from tests.helpers.train_runs import losses, make_album, run
+from tests.helpers.train_runs import losses, make_album, records, refused, run
+from tests.helpers.training import sharded_gradients
+
+CPU, SEED = torch.device("cpu"), 3
+
+
+def options_of(album: Path, **settings: Any) -> RunOptions:
+    small: dict[str, Any] = {"d_model": 32, "num_heads": 2, "num_single": 1, "dtype": "float64"}
+    return RunOptions(**(small | {"photos": album, "seed": SEED} | settings))
+
+
+def by_hand(encoders: FrozenEncoders, raw: RawBatch) -> SampleBatch:
+    """What the real classes give, one sample after the other; texts padded to one length."""
+    images = [_image(encoders, *both) for both in zip(raw.ids, raw.pixels, strict=True)]
+    texts = list(raw.texts)
+    if encoders.text is not None and any(map(len, texts)):
+        most = max(map(len, texts))
+        ids = torch.stack([torch.nn.functional.pad(x, (0, most - len(x))) for x in texts])
+        lens = torch.tensor([len(x) for x in texts])
+        mask = (torch.arange(most) < lens[:, None]).long()
+        hidden = encoders.text.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+        texts = [hidden[k, : len(x)] for k, x in enumerate(texts)]
+    return pack_batch(
+        raw.shapes,
+        image=torch.cat(images),
+        text=torch.cat(texts),
+        pooled=torch.stack([x.sum(0) / max(len(x), 1) for x in texts]),
+        ids=raw.ids,
+    )
+
+
+def _image(encoders: FrozenEncoders, sample_id: int, pixels: Tensor) -> Tensor:
+    values = (pixels.float() if encoders.vae is None else pixels.double()) / 127.5 - 1.0
+    side = 16
+    if encoders.vae is not None:
+        vae, side = encoders.vae.vae, 2
+        is_video = encoders.vae.is_video
+        found = vae.encode(values[None] if is_video else values.transpose(0, 1)).latent_dist
+        mean, std = (
+            part[0] if is_video else part.transpose(0, 1) for part in (found.mean, found.std)
+        )
+        normals = sample_normals([sample_id], [mean.numel()], 1, seed=SEED, stream="latent")
+        values = mean + std * normals.view(mean.shape)
+        if not is_video:
+            values = (values - vae.config.shift_factor) * vae.config.scaling_factor
+    c, f, h, w = values.shape
+    cut = values.reshape(c, f, h // side, side, w // side, side)
+    return torch.einsum("cfhpwq->fhwcpq", cut).reshape(-1, c * side**2)
+
+
+def reference(
+    options: RunOptions, encoders: FrozenEncoders, data: PhotoStream, numbers: list[int]
+) -> tuple[float, Gradients]:
+    """Loss and gradients of one process that computes everything."""
+    with torch.no_grad():
+        batch = by_hand(encoders, data.raw(numbers))
+    flow = FlowBatch.build(batch, seed=SEED, device=CPU, dtype=torch.float64)
+    model = MMDiT(model_config(options, data))
+    model.init_weights(SEED)
+    model.double()
+    loss = flow.per_token_loss(model(flow.inputs, LocalExchange(flow.seq_lens))).mean()
+    loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), grads
+
+
+def check_steps(
+    album: Path, settings: dict[str, Any], per_rank: list[list[int]], moves: bool
+) -> dict[str, Any]:
+    """Both arms against the reference; what the stages moved."""
+    options, rank, size = options_of(album, **settings), dist.get_rank(), dist.get_world_size()
+    encoders = load_encoders(options)
+    data = PhotoStream(album, 1, seed=SEED, options=encoders.photo_options(options))
+    want = reference(options, encoders, data, [n for own in per_rank for n in own])
+    mesh = init_device_mesh("cpu", (size,))
+    alone = init_device_mesh("cpu", (size, 1), mesh_dim_names=("ranks", "alone"))["alone"]
+    config, parallel = (
+        model_config(options, data),
+        SequenceParallel(mesh, f"g1n{size}", TransformerCost(32)),
+    )
+    total = sum(shape.image_tokens for own in per_rank for shape in data.shapes(own))
+    said: dict[str, Any] = {}
+    for where, exchange in ((alone, LocalExchange), (mesh, parallel.plan)):
+        stages = EncoderStages(
+            encoders,
+            where,
+            widths=data,
+            seed=SEED,
+            watch=Stopwatch(CPU),
+            options=EncoderOptions(device=CPU, timeout_s=10.0),
+        )
+        model = build_model(config, mesh, seed=SEED, checkpoint=False, dtype=torch.float64)
+
+        (batch,) = stages.encode([data.raw(per_rank[rank])])
+        assert not batch.image.requires_grad and not batch.text.requires_grad
+        flow = FlowBatch.build(batch, seed=SEED, device=CPU, dtype=torch.float64)
+        losses = flow.per_token_loss(model(flow.inputs, exchange(flow.seq_lens)))
+        part = losses.sum() * (size / total)  # FSDP2 takes the mean of gradients over ranks
+        part.backward()
+        dist.all_reduce(loss := part.detach() / size)
+        assert_same((loss.item(), sharded_gradients(model)), want, f"{settings} {per_rank}")
+        said = stages.report()
+    assert all(one["moved"] > 0 for one in said.values()) or not moves, said
+    assert all(
+        p.grad is None for one in (encoders.vae, encoders.text) if one for p in one.parameters()
+    )
+    return said
+
+
+def check_all(album: Path, cases: list[Any]) -> list[dict[str, Any]]:
+    return [check_steps(album, *case) for case in cases]
+
+
+def refusals(runs: list[dict[str, Any]], missing: str = "") -> list[tuple[list[str], str]]:
+    """How runs of `bascule train` are refused, where the last rank lacks a library."""
+    if missing and dist.get_rank() == dist.get_world_size() - 1:
+        sys.modules[missing] = None  # pyright: ignore[reportArgumentType]
+    return [refused(settings) for settings in runs]
+
+
+def failing_ahead(settings: dict[str, Any], step: int) -> tuple[list[str], str]:
+    """How a run ends in which the last rank cannot load a step that is encoded ahead."""
+    original = PhotoStream.raw
+
+    def fail(self: PhotoStream, numbers: range) -> RawBatch:
+        if numbers and numbers.start >= step * settings["batch_size"]:
+            raise ConfigError("the folder is gone")
+        return original(self, numbers)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            patch.setattr(PhotoStream, "raw", fail)
+        return refused(settings)
+
 
 BOTH, CLIPS = {"vae": "tiny", "text_encoder": "tiny"}, {"vae": "tiny-wan", "text_encoder": "tiny"}
 SPLITS = {
@@ -56,38 +205,26 @@ def epoch(album: Path, folder: Path) -> dict[str, Any]:
     return given | BOTH | {"batch_size": 4, "accumulate": 2}
 
 
-@pytest.mark.some(1)
-@pytest.mark.parametrize("after", [2, 4])
-def test_a_stopped_run_goes_on_with_the_same_curve(
-    after: int, album: Path, whole: list[float], tmp_path: Path
+@pytest.mark.some(2)
+@pytest.mark.parametrize(("after", "ahead"), [(4, False), (2, False), (2, True)])
+def test_encoding_behind_the_step_before_gives_the_same_curve(
+    after: int, ahead: bool, album: Path, whole: list[float], tmp_path: Path
 ) -> None:
-    settings = epoch(album, tmp_path)
+    """Also where the run is stopped, and goes on."""
+    settings = epoch(album, tmp_path) | {"encode_ahead": ahead}
     assert run_ranks(run, 2, settings, 2) == [2, 2]
     resumed = settings | {"resume": True}
     assert run_ranks(run, after, resumed, None, 1) == [3] * after
     assert losses(tmp_path) == pytest.approx(whole, rel=1e-10)
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    for record in map(json.loads, lines):
+    for record in records(tmp_path):
         assert record["encoders"].keys() == {"text_encoder", "vae"}
-        assert all(0 < record["mean_s"][name] for name in ("text_encoder", "vae"))
-    for other, said in (
-        ({"vae": "tiny-wan"}, "saved with --vae AutoencoderKL"),
-        ({"text_encoder": None}, "this run has no --text-encoder"),
-    ):
-        for names, text in run_ranks(refused_run, 2, resumed | other):
-            assert "ConfigError" in names and said in text and "\n" not in text, text
-
-
-def test_encoding_behind_the_step_before_gives_the_same_curve(
-    album: Path, whole: list[float], tmp_path: Path
-) -> None:
-    settings = epoch(album, tmp_path) | {"encode_ahead": True}
-    assert run_ranks(run, 2, settings, 2) == [2, 2]
-    assert run_ranks(run, 2, settings | {"resume": True}, None, 1) == [3, 3]
-    assert losses(tmp_path) == pytest.approx(whole, rel=1e-10)
-    for record in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()):
         assert record["encoders"]["vae"]["items"] > 0
         assert all(0 < record["mean_s"][name] for name in ("text_encoder", "vae"))
+    other = [resumed | {"vae": "tiny-wan"}, resumed | {"text_encoder": None, "encode_ahead": False}]
+    words = "saved with --vae AutoencoderKL", "this run has no --text-encoder"
+    for ends in run_ranks(refusals, 2, other):
+        for (names, text), said in zip(ends, words, strict=True):
+            assert "ConfigError" in names and said in text and "\n" not in text, text
 
 
 def test_what_one_rank_cannot_load_ahead_ends_all(album: Path, tmp_path: Path) -> None:
@@ -100,6 +237,6 @@ def test_what_one_rank_cannot_load_ahead_ends_all(album: Path, tmp_path: Path) -
 def test_a_rank_without_a_library_ends_all_with_one_sentence(album: Path, tmp_path: Path) -> None:
     settings = epoch(album, tmp_path)
     for missing, other in (("diffusers", {}), ("transformers", {"vae": None})):
-        for names, text in run_ranks(refused_run, 3, settings | other, missing):
+        for ((names, text),) in run_ranks(refusals, 3, [settings | other], missing):
             assert "ConfigError" in names, names
             assert f"{missing} is not installed: pip install" in text and "\n" not in text

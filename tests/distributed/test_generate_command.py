@@ -147,85 +147,50 @@ def test_a_rank_that_is_stopped_ends_without_a_word(number: int) -> None:
     assert rank.exit_code == 130, rank
 
 
-def refusals(prompts: Path, folder: Path) -> list[str]:
+def refusals(prompts: Path, folder: Path) -> dict[str, tuple[list[str], str]]:
+    """How wrong uses end, by the words that say why."""
+    from bascule.generate.generating import Generation
+
     one, rank = folder / "one.jsonl", dist.get_rank()
     if rank == 0:
         one.write_text('{"prompt": "x", "steps": 1}', encoding="utf-8")
     dist.barrier()
-    wrong: list[dict[str, Any]] = [
-        {"frames": 5},
-        {"width": 3},
-        {"ulysses": 8},
-        {"prompts": prompts if rank else one},
-        {"width": 100, "height": 64},
-    ]
-    given: list[dict[str, Any]] = [{"prompts": one, "out": folder} | job for job in wrong]
-    return [raised_by(lambda job=job: make(**job))[1] for job in given]
+    wrong: dict[str, dict[str, Any]] = {
+        "this pipeline takes no num_frames, and frames is 5: leave it out": {"frames": 5},
+        "prompt 1: the pipeline fails with": {"width": 3},
+        "Ulysses 8 on 2 ranks: the product of degrees must be 2": {"ulysses": 8},
+        "disagree on prompts": {"prompts": prompts if rank else one},
+        "width is 100, and this pipeline makes it 96: give 96": {"width": 100, "height": 64},
+        "rank 0 of group 'world' (also on ranks [1])": {"out": prompts, "replicas": 2},  # a file
+        "prompts.jsonl/below: cannot be written": {"out": prompts / "below", "replicas": 2},
+        "--out /proc: cannot be written": {"out": Path("/proc"), "replicas": 2},
+        "rank 0 of group 'world': --out": {"out": folder / "a" if rank else prompts, "replicas": 2},
+    }
+    ends = {
+        words: raised_by(lambda job=job: make(**({"prompts": one, "out": folder} | job)))
+        for words, job in wrong.items()
+    }
+    with mock.patch(f"{VAE}.enable_tiling", mock.Mock(side_effect=NotImplementedError)):
+        ends["--tiles: the AutoencoderKL of this pipeline has no tiles: leave it out"] = raised_by(
+            make, one, folder, tiles=True
+        )
+    options = GenerateOptions(prompts=prompts, out=folder, replicas=2, width=64, height=64)
+    run = Generation(options, torch.device("cpu"))
+    if rank == 0:  # something is in the way of the record of its first output
+        (folder / f".{Path(run.names[run.todo[0]]).stem}.json").mkdir()
+    ends[".json cannot be written: Is a directory"] = raised_by(run.run, lambda _: None)
+    return ends
+
+
+VAE = "diffusers.models.autoencoders.autoencoder_kl.AutoencoderKL"
 
 
 def test_wrong_uses_are_refused_on_all_ranks(prompts: Path, tmp_path: Path) -> None:
-    for said in run_ranks(refusals, 2, prompts, tmp_path):
-        assert "this pipeline takes no num_frames, and frames is 5: leave it out" in said[0]
-        assert "prompt 1: the pipeline fails with" in said[1]
-        assert "ulysses_degree 8 on 2 ranks: the product must be 2" in said[2]
-        assert "prompts" in said[3]
-        assert "width is 100, and this pipeline makes it 96: give 96" in said[4]
+    for ends in run_ranks(refusals, 2, prompts, tmp_path):
+        for words, (names, text) in ends.items():
+            assert words in text and "\n" not in text, (words, text)
+            assert "ConfigError" in names or "disagree" in words, names
     assert not list(tmp_path.glob("*.png"))
-
-
-def unwritable(prompts: Path, folder: Path) -> list[tuple[list[str], str]]:
-    """What is said of folders that cannot be written, and of a file in the way of a record."""
-    rank = dist.get_rank()
-    wrong: list[dict[str, Any]] = [
-        {"out": prompts},  # a file
-        {"out": prompts / "below"},
-        {"out": Path("/proc")},  # nobody may write there
-        {"out": folder / "there" if rank else prompts},  # on one of the ranks
-    ]
-    given: list[dict[str, Any]] = [{"prompts": prompts, "replicas": 2} | job for job in wrong]
-    return [raised_by(lambda job=job: make(**job)) for job in given]
-
-
-def test_a_folder_that_cannot_be_written_is_told_alike(prompts: Path, tmp_path: Path) -> None:
-    found = run_ranks(unwritable, 2, prompts, tmp_path)
-    assert found[0] == found[1]
-    for names, text in found[0]:
-        assert "ConfigError" in names and "--out" in text and "cannot be written: " in text
-        assert "rank 0" in text and "\n" not in text
-
-
-def in_the_way(prompts: Path, folder: Path) -> tuple[list[str], str]:
-    """Replicas of which the first cannot write the record of what it made."""
-    from bascule.generate.generating import Generation
-
-    options = GenerateOptions(prompts=prompts, out=folder, replicas=2, width=64, height=64)
-    run = Generation(options, torch.device("cpu"))
-    if run.rank == 0:
-        (folder / f".{Path(run.names[run.left[0]]).stem}.json").mkdir()
-    return raised_by(run.run, lambda _: None)
-
-
-def test_a_file_that_cannot_be_written_is_told_to_all(prompts: Path, tmp_path: Path) -> None:
-    for names, text in run_ranks(in_the_way, 2, prompts, tmp_path):
-        assert "ConfigError" in names and ".json cannot be written: Is a directory" in text
-
-
-def untiled(prompts: Path, folder: Path) -> tuple[list[str], str]:
-    from unittest.mock import patch
-
-    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-
-    def refuse(_: Any) -> None:
-        raise NotImplementedError("no tiles")
-
-    with patch.object(AutoencoderKL, "enable_tiling", refuse):
-        return raised_by(make, prompts, folder, tiles=True)
-
-
-def test_tiles_need_a_vae_that_has_them(prompts: Path, tmp_path: Path) -> None:
-    for names, text in run_ranks(untiled, 2, prompts, tmp_path):
-        assert "ConfigError" in names
-        assert text == "--tiles: the AutoencoderKL of this pipeline has no tiles: leave it out"
 
 
 def slow(folder: Path, kind: str) -> list[str]:
@@ -247,10 +212,9 @@ def slow(folder: Path, kind: str) -> list[str]:
             if kind == "failed":
                 raise ValueError("out of luck")
 
-    said = [one["file"] for one in run.run(on_step)] if kind == "slow" else []
-    if kind != "slow":
-        said = [str(raised_by(run.run, on_step))]
-    return said
+    if kind == "slow":
+        return [one["file"] for one in run.run(on_step)]
+    return [str(raised_by(run.run, on_step))]
 
 
 def test_a_slow_replica_is_waited_for(tmp_path: Path) -> None:

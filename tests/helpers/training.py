@@ -51,51 +51,19 @@ def train_everywhere(layouts: Layouts, batches: dict[str, Batch]) -> int:
     return compared
 
 
-def without_balancing(model: MMDiT, batch: Batch, dtype: torch.dtype) -> Gradients:
-    """Every rank trains on its own samples, with the same attention kernel."""
-    model.zero_grad()
-    _own_loss(model, batch, None, dtype).backward()
-    return averaged(named_gradients(model))
+def errors_in_bf16(topology: str, num_batches: int, is_sharded: bool) -> tuple[float, float]:
+    """Squared relative errors against float32, summed over batches: balanced, and unbalanced.
 
-
-def _own_loss(model: MMDiT, batch: Batch, parallel: object, dtype: torch.dtype) -> torch.Tensor:
-    samples = own_samples(batch, model.config, dist.get_rank(), dtype)
-    seqs = PackedSequences.build(samples.seq_lens, torch.device("cpu"))
-    exchange = LocalExchange(samples.seq_lens, attend=lambda q, k, v: attend_packed(q, k, v, seqs))
-    losses = samples.losses(model(samples.inputs, exchange))
-    num_tokens = torch.tensor(float(losses.numel()))
-    dist.all_reduce(num_tokens)
-    return losses.sum() * (dist.get_world_size() / num_tokens)
-
-
-def errors_in_bf16(topology: str, num_batches: int) -> tuple[float, float]:
-    """Squared relative errors against float32, summed over batches: balanced, and unbalanced."""
-    config = config_of(5, 5, head_dim=8)
-    exact, rough = make_model(config, torch.float32), make_model(config, torch.bfloat16)
-    exact.load_state_dict(rough.state_dict())
-    parallel = SequenceParallel(None, topology, COST)
-    sums = [0.0, 0.0]
-    for seed in range(num_batches):
-        batch = random_batch(dist.get_world_size(), 100 + seed)
-        batch[-1].append((4, 9))
-        want = reference_step(exact, batch, torch.float32)[1]
-        balanced = rank_step(rough, batch, parallel, torch.bfloat16)[1]
-        unbalanced = without_balancing(rough, batch, torch.bfloat16)
-        for place, grads in enumerate((balanced, unbalanced)):
-            error = sum(float((grads[name] - ref).square().sum()) for name, ref in want.items())
-            sums[place] += error / sum(float(ref.square().sum()) for ref in want.values())
-    return sums[0], sums[1]
-
-
-def errors_of_mixed_precision(topology: str, num_batches: int) -> tuple[float, float]:
-    """As `errors_in_bf16`, for float32 parameters that FSDP2 gathers as bfloat16."""
-    config, policy = (
-        config_of(5, 5, head_dim=8),
-        MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-    )
-    exact, rough = make_model(config, torch.float32), make_model(config, torch.float32)
-    change_blocks(rough, lambda block: fully_shard(block, mp_policy=policy))
-    fully_shard(rough, mp_policy=policy)
+    The model is of bfloat16, or of float32 parameters that FSDP2 gathers as bfloat16.
+    """
+    config, dtype = config_of(5, 5, head_dim=8), torch.float32 if is_sharded else torch.bfloat16
+    exact, rough = make_model(config, torch.float32), make_model(config, dtype)
+    if is_sharded:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        change_blocks(rough, lambda block: fully_shard(block, mp_policy=policy))
+        fully_shard(rough, mp_policy=policy)
+    else:
+        exact.load_state_dict(rough.state_dict())
     parallel, sums = SequenceParallel(None, topology, COST), [0.0, 0.0]
     for seed in range(num_batches):
         batch = random_batch(dist.get_world_size(), 100 + seed)
@@ -104,10 +72,21 @@ def errors_of_mixed_precision(topology: str, num_batches: int) -> tuple[float, f
         for place, loss_of in enumerate((rank_loss, _own_loss)):
             rough.zero_grad()
             loss_of(rough, batch, parallel, torch.bfloat16).backward()
-            grads = sharded_gradients(rough)
+            grads = sharded_gradients(rough) if is_sharded else averaged(named_gradients(rough))
             error = sum(float((grads[name] - ref).square().sum()) for name, ref in want.items())
             sums[place] += error / sum(float(ref.square().sum()) for ref in want.values())
     return sums[0], sums[1]
+
+
+def _own_loss(model: MMDiT, batch: Batch, parallel: object, dtype: torch.dtype) -> torch.Tensor:
+    """The loss of a rank that trains on its own samples, with the same attention kernel."""
+    samples = own_samples(batch, model.config, dist.get_rank(), dtype)
+    seqs = PackedSequences.build(samples.seq_lens, torch.device("cpu"))
+    exchange = LocalExchange(samples.seq_lens, attend=lambda q, k, v: attend_packed(q, k, v, seqs))
+    losses = samples.losses(model(samples.inputs, exchange))
+    num_tokens = torch.tensor(float(losses.numel()))
+    dist.all_reduce(num_tokens)
+    return losses.sum() * (dist.get_world_size() / num_tokens)
 
 
 CONFIG = config_of(5, 5)

@@ -135,14 +135,7 @@ def test_a_missing_library_is_named(
         loaded(**settings)
 
 
-def test_options_that_do_not_fit() -> None:
-    codes = "g1b1i32f1s0"
-    for options in (
-        RunOptions(data=codes, vae="tiny"),
-        RunOptions(data=codes, text_encoder="tiny"),
-    ):
-        with pytest.raises(ConfigError, match="tiny: data codes have no pixels; give --photos"):
-            options.check_source()
+def test_options_of_bench_that_do_not_fit() -> None:
     with pytest.raises(ConfigError, match="--loader moves samples before they are encoded"):
         BenchOptions(photos=ALBUM, vae="tiny", loader=True).check(2)
     with pytest.raises(ConfigError, match=r"--picture x\.svg: give --vae or --text-encoder, too"):
