@@ -35,28 +35,18 @@ class OwnError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to one rank at a place that it comes to.
-
-    Attributes:
-        kind: What happens to it.
-        place: A call of bascule as errors name it, "... posted" for when its messages are on
-            their way, or a place that the program of the test names.
-        victim: The rank.
-        ranks: In the world.
-        step: In which step; agreements on what is new are in the first.
-        nth: Which of that place in the step: backward passes make the calls of forward again.
-        topology: Of the world.
-        wrapper: Of the model: "", "ddp" or "fsdp".
-    """
+    """What happens to one rank at a place that it comes to."""
 
     kind: Kind
+    # a call of bascule as errors name it, "... posted" for when its messages are on their way, or
+    # a place that the program of the test names
     place: str
     victim: int
-    ranks: int
-    step: int = 3
-    nth: int = 1
+    ranks: int  # in the world
+    step: int = 3  # agreements on what is new are in the first
+    nth: int = 1  # of that place in the step: backward passes make the calls of forward again
     topology: str = ""
-    wrapper: str = ""
+    wrapper: str = ""  # of the model: "", "ddp" or "fsdp"
 
     def __str__(self) -> str:
         nth = f" {self.nth}" if self.nth > 1 else ""
@@ -67,13 +57,7 @@ class Fault:
 
 
 class Striker:
-    """Strikes this rank, if it is the victim, when it comes to the place of a fault.
-
-    Args:
-        fault: On all ranks the same.
-        folder: Where it says when it strikes.
-        rank: This one.
-    """
+    """Strikes this rank, if it is the victim, at the place of a fault; notes when in the folder."""
 
     def __init__(self, fault: Fault, folder: Path, rank: int) -> None:
         self._fault, self._folder = fault, folder
@@ -139,17 +123,11 @@ def strike(fault: Fault, folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a rank ended.
+    """How a rank ended."""
 
-    Attributes:
-        error: Names of the classes of its error, and its text with its notes.
-        at_s: On the clock of the machine, which all ranks share.
-        threads: That were left when its process groups were destroyed.
-    """
-
-    error: str
-    at_s: float
-    threads: tuple[str, ...]
+    error: str  # names of the classes of its error, and its text with its notes
+    at_s: float  # on the clock of the machine, which all ranks share
+    threads: tuple[str, ...]  # left when its process groups were destroyed
 
 
 def ended_by(fault: Fault, folder: Path, program: Callable[[Fault, Striker], None]) -> Ended:
@@ -189,11 +167,7 @@ def check_fault(
 ) -> None:
     """All other ranks end in time, with an error that names the rank and what befell it.
 
-    Args:
-        fault: What happens.
-        folder: Empty.
-        program: What every rank runs.
-        most_s: Seconds from the fault to the end of the last of the others.
+    Every rank runs the program; `most_s` seconds after the fault the last of them has ended.
     """
     stopped = (fault.victim,) if fault.kind == "stop" else ()
     outcomes = run_to_the_end(

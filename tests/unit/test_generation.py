@@ -153,15 +153,15 @@ def test_files_are_there_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [round(float(frame.mean()) / 60) for frame in found] == [0, 1, 2]
     write_record(tmp_path / "one.json", {"file": "one.png"})
     assert json.loads((tmp_path / "one.json").read_text()) == {"file": "one.png"}
-    for wrong in (tmp_path / "nowhere", tmp_path / "one.png"):  # no folder; a file in its place
-        for write in (
-            lambda at=wrong: write_media(at / "new.png", frames, 8),
-            lambda at=wrong: write_media(at / "new.mp4", frames, 8),
-            lambda at=wrong: write_record(at / "new.json", {}),
-        ):
-            with pytest.raises(ConfigError, match=r"--out: .*new.* cannot be written: "):
-                write()
-    with pytest.raises(ConfigError, match=r"thin\.mp4 cannot be written"):  # an error of PyAV alone
-        write_media(tmp_path / "thin.mp4", [Image.new("RGB", (1, 16))], 8)
+    thin = Image.new("RGB", (1, 16))  # an error of PyAV alone
+    wrong = [(tmp_path / "thin.mp4", thin)]
+    for folder in (tmp_path / "nowhere", tmp_path / "one.png"):  # no folder; a file in its place
+        wrong += [(folder / name, frames[0]) for name in ("new.png", "new.mp4")]
+    for path, frame in wrong:
+        with pytest.raises(ConfigError, match=rf"--out: .*{path.name} cannot be written: "):
+            write_media(path, [frame], 8)
+        if frame is not thin:
+            with pytest.raises(ConfigError, match=r"--out: .*new.json cannot be written: "):
+                write_record(path.with_suffix(".json"), {})
     there = sorted(path.name for path in tmp_path.iterdir())
     assert there == ["clip.mp4", "one.json", "one.png"]

@@ -66,6 +66,7 @@ class TimedStep:
 
     def __init__(self, step: Step, watch: Stopwatch) -> None:
         self.local_seq_ids, self.token_slot = step.local_seq_ids, step.token_slot
+        self.count_routed = step.count_routed
         self.route = watch.timed("route")(step.route)
         self.gather_samples = watch.timed("samples")(step.gather_samples)
         self.attend = watch.timed("attend")(step.attend)

@@ -22,7 +22,7 @@ from bascule.comm.failures import shared
 from bascule.comm.groups import new_group
 from bascule.encoders import EncoderOptions
 from bascule.errors import ConfigError
-from bascule.models import MMDiTConfig
+from bascule.models import Exchange, MMDiTConfig
 from bascule.parallel import SequenceParallel, Step
 from bascule.plan.costs import TransformerCost
 from bascule.plan.machine import TRAINING, WITHOUT_RECOMPUTING, Cluster, HardwareProfile, in_passes
@@ -295,7 +295,8 @@ class TrainingRun:
     ) -> Tensor:
         self._watch.microbatch = number
         with self._watch.timed("forward"):
-            losses = flow.per_token_loss(model(flow.inputs, TimedStep(step, self._watch)))
+            exchange: Exchange = TimedStep(step, self._watch)
+            losses = flow.per_token_loss(model(flow.inputs, exchange))
             with self._watch.timed("waiting"):
                 mean = step.mean(losses)
             return mean * share
