@@ -1,11 +1,12 @@
 """`bascule train`: train, save, stop and resume, on local ranks or in a job that runs."""
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from bascule.cli.command import on_ranks, progress, quietly
+from bascule.cli.command import on_ranks, progress, quietly, saved
 from bascule.train.options import TrainOptions
 
 if TYPE_CHECKING:
@@ -55,11 +56,12 @@ def _finish(result: dict[str, Any]) -> None:
     (first, done, last), losses = result["steps"], result["losses"]
     lines = [f"resumed after step {first}"] if first else []
     if not losses:
-        lines.append("nothing is left to train")
+        lines.append(f"nothing is left to train after step {done}")
     else:
         if done < last:
             lines.append(f"stopped after step {done}: go on with --resume")
         loss = "loss {:.6f} to {:.6f}".format(*losses)
         lines.append(f"steps {first + 1} to {done} of {last}, {loss}")
-    lines.append(f"checkpoint: {result['checkpoint']}")
-    Console().print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    console, checkpoint = Console(), Path(result["checkpoint"])
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    saved(console, checkpoint, checkpoint.with_name("metrics.jsonl"))

@@ -267,12 +267,12 @@ class TrainingRun:
             encoded = finish()
         parts = zip(encoded.flows, steps, ahead.shares, strict=True)
         losses = [partial(self._loss_of, place, *part) for place, part in enumerate(parts)]
-        begun = watch.now()
+        moment = watch.now()
         loss = train_step(self._model, losses, where=f"step {number}: train")
-        trained = watch.lap("train", begun)
+        moment = watch.lap("train", moment)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        watch.lap("optimizer", trained)
+        watch.lap("optimizer", moment)
         laps = watch.read(encoded.laps)
         for (name, _), value in laps.items():
             seconds[name] = seconds.get(name, 0.0) + value
