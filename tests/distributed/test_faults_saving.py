@@ -15,12 +15,11 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from bascule.comm.failures import ROLL_CALL_S
-from bascule.train.checkpoints import Checkpoints, newest_checkpoint, step_of
+from bascule.train.checkpoints import newest_checkpoint, step_of
 from tests.helpers.faults import Fault, cause_of, check_fault
 from tests.helpers.ranks import COLLECTIVE_TIMEOUT_S, run_ranks
 from tests.helpers.train_runs import SMALL, losses, refused, run, struck_run, trained_numbers
@@ -196,38 +195,6 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written(
         assert "No space left on device" in text, text
     disk("100m")
     check_left(out, 2, whole)
-
-
-def forbidden(settings: dict[str, Any], name: str) -> tuple[list[str], str]:
-    """In the second checkpoint, part of the first rank's work is done without rights to write."""
-    work, is_root = getattr(Checkpoints, name), os.geteuid() == 0
-
-    def without_rights(self: Checkpoints, part: Path, *args: Any) -> None:
-        if step_of(part.with_suffix("")) < STRUCK:
-            return work(self, part, *args)
-        self.folder.chmod(0o555)
-        os.seteuid(NOBODY if is_root else os.geteuid())
-        try:
-            return work(self, part, *args)
-        finally:
-            os.seteuid(0 if is_root else os.geteuid())
-            self.folder.chmod(0o755)
-
-    with mock.patch.object(Checkpoints, name, without_rights):
-        return refused(settings)
-
-
-@pytest.mark.stress
-@pytest.mark.parametrize(("name", "ranks"), [("_prepare", 3), ("_publish", 2)])
-def test_a_folder_that_may_no_longer_be_written(
-    name: str, ranks: int, whole: list[float], tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    for classes, text in run_ranks(forbidden, ranks, SETTINGS | {"out": out}, name):
-        # TensorBoard's thread may be the first to meet it.
-        assert "CommError" in classes or "metrics.jsonl" in text, text
-        assert "Permission denied" in text, text
-    check_left(out, STRUCK - 2, whole)
 
 
 def damage(checkpoint: Path, kind: str) -> None:

@@ -31,27 +31,33 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("pipeline")
     tiny = loaded(vae="tiny", text_encoder="tiny")
     assert tiny.vae is not None and tiny.text is not None
-    tiny.vae.vae.save_pretrained(home / "vae")
-    tiny.text.encoder.save_pretrained(home / "text_encoder_2")
-    transformers.ByT5Tokenizer(model_max_length=12).save_pretrained(home / "tokenizer_2")
-    grey = diffusers.AutoencoderKL(in_channels=1, norm_num_groups=8, block_out_channels=(8,))
-    grey.save_pretrained(home / "grey")
-    sizes = {"base_dim": 4, "z_dim": 4, "dim_mult": [1, 1], "num_res_blocks": 1}
-    constants = {"latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}
-    wan = diffusers.AutoencoderKLWan(**sizes, **constants, temperal_downsample=[True])
-    wan.save_pretrained(home / "fast")
-    small = transformers.T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1)
-    transformers.T5EncoderModel(small).save_pretrained(home / "small")
-    transformers.ByT5Tokenizer().save_pretrained(home / "small")
-    transformers.T5EncoderModel(small).save_pretrained(home / "alone")
-    clip = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    clip |= {"vocab_size": 400, "num_attention_heads": 2, "max_position_embeddings": 9}
-    transformers.CLIPTextModel(transformers.CLIPTextConfig(**clip)).save_pretrained(home / "clip")
-    transformers.ByT5Tokenizer().save_pretrained(home / "clip")
-    umt5 = {"vocab_size": 400, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1}
-    encoder = transformers.UMT5EncoderModel(transformers.UMT5Config(**umt5))
-    encoder.save_pretrained(home / "wan" / "text_encoder")
-    transformers.ByT5Tokenizer().save_pretrained(home / "wan" / "tokenizer")
+    wan = {"base_dim": 4, "z_dim": 4, "dim_mult": [1, 1], "num_res_blocks": 1}
+    wan |= {"latents_mean": [0.0] * 4, "latents_std": [1.0] * 4, "temperal_downsample": [True]}
+    t5 = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1}
+    clip = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 400}
+    clip = transformers.CLIPTextConfig(**clip, num_attention_heads=2, max_position_embeddings=9)
+    small = transformers.T5EncoderModel(transformers.T5Config(vocab_size=50, **t5))
+    for name, model in {
+        "vae": tiny.vae.vae,
+        "text_encoder_2": tiny.text.encoder,
+        "grey": diffusers.AutoencoderKL(1, norm_num_groups=8, block_out_channels=(8,)),
+        "fast": diffusers.AutoencoderKLWan(**wan),
+        "small": small,
+        "alone": small,
+        "clip": transformers.CLIPTextModel(clip),
+        "wan/text_encoder": transformers.UMT5EncoderModel(
+            transformers.UMT5Config(vocab_size=400, **t5)
+        ),
+    }.items():
+        model.save_pretrained(home / name)
+    for name, most in {
+        "tokenizer_2": 12,
+        "small": None,
+        "clip": None,
+        "wan/tokenizer": None,
+    }.items():
+        limit = {} if most is None else {"model_max_length": most}
+        transformers.ByT5Tokenizer(**limit).save_pretrained(home / name)
     (home / "empty").mkdir()
     (home / "broken").mkdir()
     (home / "broken" / "config.json").write_text('{"_class_name": "AutoencoderKL"}')
@@ -59,14 +65,25 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_folder_holds_what_was_saved(folders: Path) -> None:
+    torch.manual_seed(5)
+    tiny = loaded(vae="tiny", text_encoder="tiny").settings
+    first = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(first, torch.rand(3))  # random weights leave the seed alone
     found = loaded(vae=str(folders / "vae"), text_encoder=str(folders / "text_encoder_2"))
-    assert found.settings == loaded(vae="tiny", text_encoder="tiny").settings
-    assert found.vae is not None and found.text is not None
+    assert found.settings == tiny and found.vae is not None and found.text is not None
     assert not any(p.requires_grad for p in found.vae.parameters())
     assert not found.vae.vae.training and not found.text.encoder.training
     assert found.text.tokenize("a cat") == (transformers.ByT5Tokenizer()("a cat").input_ids, False)
     assert found.text.tokenize("a very long cat")[0][-1] == 1  # the end of a text stays
     assert found.text.tokenize("a very long cat")[1] and len(found.text.tokenize("x" * 99)[0]) == 12
+    with torch.no_grad():  # the digest is of weights, and of constants
+        next(found.vae.parameters()).view(-1)[3].add_(1e-3)
+    assert found.settings != tiny
+    scaled = diffusers.AutoencoderKL.from_pretrained(folders / "vae")
+    scaled.register_to_config(scaling_factor=0.5)
+    scaled.save_pretrained(folders / "scaled")
+    assert loaded(vae=str(folders / "scaled")).settings != loaded(vae="tiny").settings
 
 
 @pytest.mark.parametrize(("kind", "most"), [("clip", 9), ("wan/text_encoder", 99)])
@@ -77,26 +94,6 @@ def test_other_text_encoders(folders: Path, kind: str, most: int) -> None:
     assert len(ids) == most and is_cut is (most < 99)
     found = text(input_ids=torch.tensor([ids]))
     assert found.shape == (1, most, 16) and found.dtype == torch.bfloat16
-
-
-def test_the_digest_is_of_weights_and_constants(folders: Path) -> None:
-    before = loaded(vae="tiny")
-    assert before.vae is not None and before.settings == loaded(vae="tiny").settings
-    with torch.no_grad():
-        next(before.vae.parameters()).view(-1)[3].add_(1e-3)
-    assert before.settings != loaded(vae="tiny").settings
-    scaled = diffusers.AutoencoderKL.from_pretrained(folders / "vae")
-    scaled.register_to_config(scaling_factor=0.5)
-    scaled.save_pretrained(folders / "scaled")
-    assert loaded(vae=str(folders / "scaled")).settings != loaded(vae="tiny").settings
-
-
-def test_weights_are_random_without_touching_the_seed() -> None:
-    torch.manual_seed(5)
-    loaded(vae="tiny", text_encoder="tiny")
-    first = torch.rand(3)
-    torch.manual_seed(5)
-    assert torch.equal(first, torch.rand(3))
 
 
 @pytest.mark.parametrize(

@@ -15,26 +15,20 @@ from bascule.generate.prompts import Prompt, read_prompts
 from tests.helpers.cli import run
 
 
-def test_prompts_of_the_command_have_seeds_of_their_own() -> None:
+def test_prompts_of_the_command_and_of_files(tmp_path: Path) -> None:
     options = GenerateOptions(prompt=("a", "b"), seed=5, width=64)
     found = read_prompts(options)
     assert [(one.prompt, one.seed) for one in found] == [("a", 5), ("b", 6)]
     assert {(one.width, one.height, one.steps) for one in found} == {(64, 256, 4)}
-    names = {one.name(0, options) for one in found}
-    names |= {found[0].name(0, GenerateOptions(prompt=("a",), model="tiny-wan")), "00000"}
-    assert len(names) == 4
     again = Prompt(prompt="a", seed=5, width=64, height=256, steps=4)
-    assert again.name(0, options) == found[0].name(0, options)
-
-
-def test_lines_of_a_file_say_what_differs(tmp_path: Path) -> None:
+    names = [one.name(0, options) for one in (*found, again)]
+    names.append(found[0].name(0, GenerateOptions(prompt=("a",), model="tiny-wan")))
+    assert names[0] == names[2] and len(set(names)) == 3
     lines = tmp_path / "prompts.txt"
     lines.write_text("one\n\n  two words \n", encoding="utf-8")
     found = read_prompts(GenerateOptions(prompts=lines, model="tiny-wan"))
-    assert [(one.prompt, one.seed, one.frames) for one in found] == [
-        ("one", 0, 9),
-        ("two words", 1, 9),
-    ]
+    texts = [("one", 0, 9), ("two words", 1, 9)]
+    assert [(one.prompt, one.seed, one.frames) for one in found] == texts
     objects = tmp_path / "prompts.jsonl"
     rows = [{"prompt": "x", "seed": 9, "guidance": 2.5, "steps": None}, {"prompt": "y"}]
     objects.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
@@ -92,12 +86,10 @@ def test_a_pipeline_without_an_argument_refuses_what_needs_it() -> None:
     pytest.importorskip("torch")
     from bascule.generate.generating import arguments_of, is_guided
 
-    takes: dict[str, Any] = dict.fromkeys(
-        ("prompt", "width", "num_inference_steps", "guidance_scale")
-    )
+    names = "prompt", "width", "num_inference_steps", "guidance_scale"
+    takes: dict[str, Any] = dict.fromkeys(names)
     prompt = Prompt(prompt="x", width=8, steps=2, guidance=3.0)
-    given = {"prompt": "x", "width": 8, "num_inference_steps": 2, "guidance_scale": 3.0}
-    assert arguments_of(prompt, takes) == given
+    assert arguments_of(prompt, takes) == dict(zip(names, ("x", 8, 2, 3.0), strict=True))
     for wrong, said in (
         (Prompt(prompt="x", frames=5), "num_frames, and frames is 5"),
         (Prompt(prompt="x", negative_prompt="y"), "negative_prompt, and negative_prompt is 'y'"),
