@@ -27,16 +27,16 @@ class GenerateOptions(Outputs, RankOptions):
     Attributes:
         model: Folder of a pipeline of diffusers; or tiny, or tiny-wan for videos, with random
             weights.
-        prompt: What to make, once or several times.
-        prompts: File of prompts: one a line, or JSON objects (.jsonl) with "prompt" and what
-            differs from the options: "negative_prompt", "width", "height", "frames", "steps",
+        prompt: Text of an output, once or several times.
+        prompts: File of prompts: one a line, or JSON objects (.jsonl) with "prompt" and the values
+            that differ from the options: "negative_prompt", "width", "height", "frames", "steps",
             "guidance", "seed".
-        negative_prompt: What to keep away from, where the pipeline guides with it.
+        negative_prompt: Text to keep away from, where the pipeline guides with it.
         width: Pixels; the pipeline's default if not given, and 256 of a tiny one.
         height: Pixels; as for the width.
         frames: Frames of a video; the pipeline's default if not given, and 9 of a tiny one.
         steps: Denoising steps; the pipeline's default if not given, and 4 of a tiny one.
-        guidance: How strongly a prompt guides; the pipeline's default if not given.
+        guidance: Strength of a prompt; the pipeline's default if not given.
         seed: Seed of the first prompt; the next ones get the numbers after it.
         out: Folder for the images (PNG) and videos (MP4).
         fps: Frames a second of a video.
@@ -44,7 +44,7 @@ class GenerateOptions(Outputs, RankOptions):
         ring: Ranks that pass keys and values around.
         guidance_ranks: Groups of ranks that share guidance branches.
         replicas: Groups of ranks that take different prompts.
-        tiles: Whether the VAE works in tiles, which ranks share; this changes pixels a little.
+        tiles: Let the VAE work in tiles, which ranks share; this changes pixels a little.
         compile: Compile the transformers.
         dtype: Dtype of the weights; bfloat16 on GPUs and float32 on CPUs if not given.
         timeout_s: Longest wait of a collective, in seconds. Replicas wait for each other longer.

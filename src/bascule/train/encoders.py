@@ -82,10 +82,6 @@ class LatentEncoder(nn.Module):
         dist = self.vae.encode(values.to(self.vae.dtype)).latent_dist
         return torch.cat([dist.mean, dist.std], dim=1)
 
-    def length(self, item: Mapping[str, Any]) -> int:
-        """Return the pixels, which decide the time of convolutions."""
-        return int(item["pixels"].shape[2:].numel())
-
     def items(self, pixels: Tensor) -> list[dict[str, Tensor]]:
         """Split a sample (3, F, H, W) into items: videos stay whole, else each frame is one."""
         parts = [pixels] if self.is_video else pixels.unbind(1)
@@ -127,10 +123,6 @@ class TextEncoder(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         """Encode (n, L) tokens of n captions to (n, L, width)."""
         return self.encoder(input_ids=input_ids).last_hidden_state
-
-    def length(self, item: Mapping[str, Any]) -> int:
-        """Return the number of tokens."""
-        return int(item["input_ids"].shape[1])
 
     def tokenize(self, caption: str) -> tuple[list[int], bool]:
         """Return the tokens of a caption, and whether the tokenizer has cut some."""
@@ -269,7 +261,7 @@ class EncoderStages:
         self._balanced = {
             name: BalancedEncoder(
                 module.to(options.device),
-                length_fn=module.length,
+                length_fn=_size_of,
                 cost=_cost_of(module, self._device, mesh_or_group),
                 mesh_or_group=mesh_or_group,
                 options=options,
@@ -307,7 +299,8 @@ class EncoderStages:
         texts = [text.to(self._device) for text in texts]
         if TEXT_ENCODER not in self._balanced:
             return texts
-        features = iter(self._run(TEXT_ENCODER, [{"input_ids": x[None]} for x in texts if len(x)]))
+        items = [{"input_ids": text[None]} for text in texts if len(text)]
+        features = iter(self._run(TEXT_ENCODER, items))
         none = torch.empty(0, self._widths.text_dim, device=self._device)
         return [_widen(next(features)[0]) if len(text) else none for text in texts]
 
@@ -334,17 +327,24 @@ class EncoderStages:
         self, batch: RawBatch, images: Iterator[Tensor], texts: Iterator[Tensor]
     ) -> SampleBatch:
         """Pack the next samples."""
-        num, widths = len(batch.ids), self._widths
-        no_image = torch.empty(0, widths.in_channels, device=self._device)
-        no_text = torch.empty(0, widths.text_dim, device=self._device)
-        own_texts = [no_text, *islice(texts, num)]
+        num, of_batch = len(batch.ids), list(islice(texts, len(batch.ids)))
+        no_image, no_text = (
+            torch.empty(0, width, device=self._device)
+            for width in (self._widths.in_channels, self._widths.text_dim)
+        )
         return pack_batch(
             batch.shapes,
             image=torch.cat([no_image, *islice(images, num)]),
-            text=torch.cat(own_texts),
-            pooled=torch.cat([no_text, *(mean_text(text)[None] for text in own_texts[1:])]),
+            text=torch.cat([no_text, *of_batch]),
+            pooled=torch.cat([no_text, *(mean_text(text)[None] for text in of_batch)]),
             ids=batch.ids,
         )
+
+
+def _size_of(item: Mapping[str, Any]) -> int:
+    """Return the values of an item: tokens, or pixels, which decide the time of convolutions."""
+    (x,) = item.values()
+    return x.shape[1:].numel()
 
 
 def _cost_of(
