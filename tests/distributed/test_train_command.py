@@ -248,35 +248,38 @@ def test_a_slow_rank_is_named_and_the_others_wait(tmp_path: Path) -> None:
         assert line["max_s"]["waiting"] >= 4.0
 
 
-def refused_on_one(folder: Path) -> list[tuple[list[str], str]]:
-    """Runs in which one rank has another seed, or cannot load its samples at some step."""
-    load, rank = SyntheticStream.samples, dist.get_rank()
+def unlike(folder: Path) -> list[tuple[list[str], str]]:
+    """Runs of another seed on each rank, and with a folder that cannot be made."""
     (folder / "file").touch()
-    errors = [
-        refused({"out": folder / "seed", "seed": rank}),
-        refused({"out": folder / "file" / "run"}),
-    ]
-    for first in (0, 6):
-
-        def fail(self: SyntheticStream, numbers: Any, first: int = first) -> SampleBatch:
-            if min(numbers) >= first:
-                raise ConfigError("6.png has changed its size since the run began")
-            return load(self, numbers)
-
-        with pytest.MonkeyPatch.context() as patch:
-            if rank == VICTIM:
-                patch.setattr(SyntheticStream, "samples", fail)
-            errors.append(refused({"out": folder / str(first), "steps": 9}))
-    return errors
+    wrong = {"out": folder, "seed": dist.get_rank()}, {"out": folder / "file" / "run"}
+    return [refused(settings) for settings in wrong]
 
 
-def test_what_is_wrong_on_one_rank_ends_all(tmp_path: Path) -> None:
-    for rank, (seed, out, *loads) in enumerate(run_ranks(refused_on_one, 2, tmp_path)):
+def test_wrong_settings_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    for seed, out in run_ranks(unlike, 2, tmp_path):
         assert "CommError" in seed[0] and "disagree on" in seed[1]
         assert "RemoteConfigError" in out[0] and "Not a directory" in out[1]
-        for names, text in loads:
-            assert "6.png has changed its size" in text
-            assert "ConfigError" in names if rank == VICTIM else "CommError" in names
+
+
+def failing_load(folder: Path, first: int) -> tuple[list[str], str]:
+    load = SyntheticStream.samples
+
+    def fail(self: SyntheticStream, numbers: Any) -> SampleBatch:
+        if min(numbers) >= first:
+            raise ConfigError("6.png has changed its size since the run began")
+        return load(self, numbers)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == VICTIM:
+            patch.setattr(SyntheticStream, "samples", fail)
+        return refused({"out": folder, "steps": 9})
+
+
+@pytest.mark.parametrize("first", [0, 6])
+def test_a_sample_that_one_rank_cannot_load_is_told_to_all(first: int, tmp_path: Path) -> None:
+    other, own = run_ranks(failing_load, 2, tmp_path, first)
+    assert "ConfigError" in own[0] and "CommError" in other[0] and "rank 1" in other[1]
+    assert all("6.png has changed its size" in text for _, text in (other, own))
 
 
 def test_photos_and_clips_train_together(album: Path, tmp_path: Path) -> None:
