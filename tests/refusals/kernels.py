@@ -1,12 +1,13 @@
 """Kernels, and tensors and settings of attention: one wrong value of each."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from bascule.attention.inputs import check_settings, check_tensors
 from bascule.attention.kernels.registry import select_kernel
+from bascule.comm.quantized import Quantized
 
 ONES = torch.ones(2, 3, 4)
 NESTED = torch.nested.nested_tensor([ONES[0], ONES[1, :2]], layout=torch.jagged)
@@ -57,6 +58,17 @@ def tensors(*qkv: Any) -> Callable[[], object]:
     return lambda: check_tensors("attention", *qkv)
 
 
+INT8 = Quantized("int8")
+
+
+def packed(x: torch.Tensor, centered: bool = False) -> Callable[[], object]:
+    return lambda: Quantized("int8", centered).pack(x)
+
+
+def unpacked(x: torch.Tensor) -> Callable[[], object]:
+    return lambda: INT8.unpack(x, torch.float32)
+
+
 ONE_OF_ITS_KIND = {
     "list": ([1.0], "is a list: give tensors"),
     "sparse": (ONES.to_sparse(), "give dense tensors"),
@@ -83,4 +95,12 @@ CASES = [
         (f"shape {shape}", tensors(*[torch.ones(shape)] * 3), ("no heads, or heads of no width",))
         for shape in ((2, 0, 4), (2, 3, 0))
     ),
+    ("no format", lambda: Quantized(cast(Any, "fp8")), ("'fp8'", "int8, e4m3")),
+    ("rows of integers", packed(ONES.long()), ("int64", "floating-point")),
+    ("complex rows", packed(ONES.to(torch.complex64)), ("complex64",)),
+    ("rows of nothing", packed(ONES[..., :0]), ("(2, 3, 0)", "one value")),
+    ("no row", packed(torch.tensor(1.0)), ("()", "one value")),
+    ("one row with a centre", packed(ONES[0, 0], True), ("(4,)", "rows")),
+    ("rows that are no bytes", unpacked(ONES), ("float32", "uint8")),
+    ("too few bytes", unpacked(ONES.to(torch.uint8)), ("(2, 3, 4)", "5 bytes")),
 ]

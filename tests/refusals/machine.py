@@ -12,6 +12,7 @@ import numpy as np
 
 from bascule import HardwareProfile, Sequences, TransformerCost, plan_batch, simulate
 from bascule.costs import PolynomialCost
+from bascule.plan.fits import fit_item_latency, fit_iterations, fit_latency
 from bascule.plan.machine import TRAINING, AttentionLoad, Bag, Passes, Work, in_passes, passes_of
 from bascule.plan.mesh_choice import DenoisingStep, choose_mesh
 from bascule.sim import SimulationOptions
@@ -56,7 +57,42 @@ def changed(one: Any, name: str, value: Any, *words: str) -> Case:
     return (f"{kind}.{name} {value!r}", partial(replace, one, **{name: value}), (said, *words))
 
 
+GOOD = [[[100, 200], [300]]] * 4
+MEASURED: list[tuple[Any, Any, tuple[str, ...]]] = [
+    (GOOD[:2], [1.0, 1.0], ("2 measurements",)),
+    *((GOOD, wrong, ("shape",)) for wrong in ([1.0] * 3, np.ones((4, 3)), 1.0)),
+    (GOOD, [[1.0], [1.0, 1.0], [1.0], [1.0]], ("cannot be read",)),
+    (GOOD, ["a", "b", "c", "d"], ("real numbers",)),
+    (GOOD, [1.0, math.nan, 1.0, 1.0], ("seconds[1] is nan",)),
+    (GOOD, [[1.0, 1.0]] * 3 + [[1.0, -1.0]], ("seconds[3, 1]",)),
+    (GOOD, np.full((4, 2), math.nan), ("0 measurements",)),
+    ([*GOOD[:3], [[100]]], [1.0] * 4, ("iteration 3: 1 lists",)),
+    ([*GOOD[:3], [[100], [-5]]], [1.0] * 4, ("iteration 3: rank 1", "-5")),
+    *((nothing, [1.0] * 4, ("has a token",)) for nothing in ([[[0], []]] * 4, [[]] * 4)),
+    # As a log interval longer than the warm-up gives them; zeros fit perfectly.
+    (GOOD, [1.0, 0.0, 1.0, 1.0], ("iteration 1 took 0 s",)),
+    (GOOD, np.zeros((4, 2)), ("iteration 0, rank 0 took 0 s",)),
+]
+LATENCIES = [
+    ([100] * 3, [1.0, 1.1, 0.9], "different lengths"),
+    ([100, 200], [1.0], "one latency for each length"),
+    ([[100, 200]], [[1.0, 2.0]], "one latency for each length"),
+    ([100, 200, 300], [1.0, 2.0, math.nan], "positive and finite"),
+    ([0, 200, 300], [1.0, 2.0, 3.0], "positive and finite"),
+]
 CASES: list[Case] = [
+    *(
+        (f"measured {n}", partial(fit_iterations, lens, seconds), ("fit_iterations", *words))
+        for n, (lens, seconds, words) in enumerate(MEASURED)
+    ),
+    *(
+        (f"latencies {n} {name}", partial(fit, lens, seconds), (name, words))
+        for n, (lens, seconds, words) in enumerate(LATENCIES)
+        for name, fit in (
+            ("fit_latency", partial(fit_latency, d_model=8)),
+            ("fit_item_latency", fit_item_latency),
+        )
+    ),
     changed(TransformerCost(64), "d_model", 3072.0, "an integer"),
     changed(TransformerCost(64), "num_layers", 0, "at least 1"),
     changed(POLYNOMIAL, "overhead", -1e-12, "at least 0"),

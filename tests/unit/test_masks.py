@@ -1,7 +1,7 @@
 """Masks of sequences: pairs, tiles, plans; against the matrix of what each token sees."""
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -199,25 +199,6 @@ def test_a_batch_survives_as_numbers() -> None:
         assert (again.masks is None) == (batch.masks is None) == (one.masks is None)
 
 
-@pytest.mark.parametrize(
-    ("loaded", "told"),
-    [
-        (Sequences([4], "casual"), 'rank 1: masks=\'casual\': give "full", "causal", or a list'),
-        (Sequences([4], ["casual"]), "rank 1, sequence 0: mask 'casual'"),
-        (Sequences([4], ["causal", "full"]), "rank 1: 2 masks for 1 sequences"),
-        (Sequences([4], [[Span(3)]]), "rank 1, sequence 0: spans of 3 tokens together for"),
-        (Sequences([4], cast(Any, [[4]])), "rank 1, sequence 0: a span is 4: give a list"),
-        (Sequences([4], context_lens=[1, 2]), "rank 1: 2 context_lens for 1 sequences"),
-        (Sequences([4], context_lens=[-1]), "context_lens: rank 1, sequence 0: length -1"),
-        (Sequences([-4]), "rank 1, sequence 0: length -4"),
-        ([4], r"ranks \[1\] give sequences without masks"),
-    ],
-)
-def test_what_is_wrong_is_named(loaded: Any, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        plan_batch([Sequences([3], "full"), loaded], "g1n2", COST)
-
-
 def test_all_sequences_have_masks_or_none() -> None:
     empty = plan_batch([Sequences([3], "causal"), [], Sequences([])], "g1n3", COST)
     assert empty.masks is not None
@@ -235,11 +216,3 @@ def test_cost_models_that_differ_in_pairs_alone_are_told_apart() -> None:
 
     assert describe_cost(Squares(1.0)) == describe_cost(Squares(1.0))
     assert describe_cost(Squares(1.0)) != describe_cost(Squares(2.0))
-
-
-def test_a_cost_model_that_takes_no_pairs_is_told() -> None:
-    def squares(seq_lens: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        return np.asarray(seq_lens, np.float64) ** 2
-
-    with pytest.raises(ConfigError, match="called with tokens and, as there are masks"):
-        plan_batch([Sequences([4], "causal")], "g1n1", squares)

@@ -74,15 +74,6 @@ def test_auto_is_as_good_as_every_topology_of_a_small_world(seed: int) -> None:
     assert plan.makespan <= min(others) * 1.001
 
 
-def test_auto_needs_a_cluster_that_fits() -> None:
-    with pytest.raises(ConfigError, match="needs a cluster"):
-        plan_batch([[1]] * 4, "auto", COST)
-    with pytest.raises(ConfigError, match="8 ranks, not 4"):
-        plan_batch([[1]] * 4, "auto", COST, cluster=TWO_NODES)
-    with pytest.raises(PlanError):
-        plan_batch([[1000]] * 8, "auto", COST, cluster=TWO_NODES, limits=Limits(tokens=10))
-
-
 def test_auto_of_an_idle_batch() -> None:
     empty: list[list[int]] = [[]] * 8
     plan = plan_batch(empty, "auto", COST, cluster=TWO_NODES)
@@ -213,31 +204,6 @@ def test_text_and_back(spec: str, canonical: str, bag_sizes: list[int], rings: l
             assert (one.bag_of_rank[list(members)] == bag).all()
     for array in (twice.bag_sizes, twice.first_ranks, twice.bag_of_rank):
         assert not array.flags.writeable
-
-
-@pytest.mark.parametrize(
-    ("spec", "world_size", "nearest"),
-    [("g8n4", 31, 32), ("g8n4", 0, 32), ("g8n4", 63, 64), ("g1n1+g2n1", 7, 6)],
-)
-def test_a_world_that_does_not_fit(spec: str, world_size: int, nearest: int) -> None:
-    unit = Topology.parse(spec).unit_size
-    said = f"units of {unit} ranks, .* a world of {world_size}: use {nearest} ranks"
-    with pytest.raises(ConfigError, match=said):
-        Topology.parse(spec, world_size=world_size)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        *(((),), (((0, 1),),), (((1, -1),),), (((1, 2),), 0), (((1, 2),), 1.5), (((1.0, 2),),)),
-        *((((4, 1), (1, 2)), 1, rings) for rings in ((2,), (1, 2), (3, 1), (1.0, 1), (2, 1, 1))),
-        (((1, 2, 3),),),
-        (5,),
-    ],
-)
-def test_a_topology_needs_whole_bags_and_rings_that_divide_them(arguments: tuple) -> None:
-    with pytest.raises(ConfigError, match=r"(?i)topology"):
-        Topology(*arguments)
 
 
 SPECS = st.lists(
