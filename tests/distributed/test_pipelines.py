@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from bascule.comm.groups import RankGroup, member_of, resolve
 from bascule.diffusers import AutoMesh, SparseConfig, parallelize, pipeline_run, verify
 from bascule.diffusers.pending import Pending
+from tests.helpers.inference_cases import CASES, make_inputs, make_model
 from tests.helpers.inference_toy import TABLE, make_toy, toy_inputs
 from tests.helpers.pipeline_cases import (
     ONE_BY_ONE,
@@ -288,50 +289,24 @@ def test_ranks_that_round_unlike_have_the_same_pixels() -> None:
 
 
 def calls_of_samples() -> None:
-    """Samples in dicts, arguments without samples, and fewer samples than groups."""
-    import diffusers as host
-
-    diffusers: Any = host
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"num_attention_heads": 2, "in_channels": 4, "out_channels": 4}
-    pixart = diffusers.PixArtTransformer2DModel(
-        **sizes,
-        attention_head_dim=24,
-        num_layers=1,
-        norm_num_groups=1,
-        cross_attention_dim=48,
-        sample_size=128,
-        caption_channels=32,
-    )
-    vace = diffusers.WanVACETransformer3DModel(
-        **sizes,
-        attention_head_dim=12,
-        text_dim=32,
-        freq_dim=16,
-        ffn_dim=16,
-        num_layers=3,
-        vace_layers=[0, 2],
-        vace_in_channels=4,
-    )
-    text = {"encoder_hidden_states": torch.randn(2, 5, 32), "timestep": torch.tensor([5e2, 5e2])}
-    conditions = {"resolution": torch.full((2, 2), 64.0), "aspect_ratio": torch.ones(2, 1)}
-    pixels = {"hidden_states": torch.randn(2, 4, 8, 8), "added_cond_kwargs": conditions}
-    video = {key: torch.randn(2, 4, 2, 8, 8) for key in ("hidden_states", "control_hidden_states")}
-    video["control_hidden_states_scale"] = torch.tensor([0.5, 2.0])
+    """Calls of two samples, with arguments for all; and fewer samples than groups."""
     num_groups, calls = dist.get_world_size(), list[int]()
-    with torch.no_grad():
-        for model, inputs in ((pixart, pixels), (vace, video)):
-            inputs = text | inputs | {"return_dict": False}
-            expected = model.eval()(**inputs)[0]
+    for name in ("pixart", "vace"):
+        case = next(one for one in CASES if one.model == name)
+        model, inputs = make_model(case), make_inputs(case) | {"return_dict": False}
+        if name == "vace":
+            inputs["control_hidden_states_scale"] = torch.tensor([0.5, 2.0])
+        with torch.no_grad():
+            expected = model(**inputs)[0]
             model.register_forward_hook(lambda *_: calls.append(1))
             with parallelize(model, guidance_degree=num_groups):
                 for _ in range(3):
                     outputs = [model(**inputs)[0] for _ in range(2)]
                     for one in outputs:
                         check(one + 0, expected, 1e-5)
-            # Of two calls of two samples each, four groups compute one sample each.
-            assert len(calls) <= {2: 6, 4: 4}[num_groups]
-            calls.clear()
+        # Of two calls of two samples each, four groups compute one sample each.
+        assert len(calls) <= {2: 6, 4: 4}[num_groups]
+        calls.clear()
 
 
 @pytest.mark.parametrize("num_groups", [2, 4])
@@ -522,7 +497,7 @@ def failing_branch() -> str:
     def fail(module: nn.Module, args: Any) -> None:
         calls.append(1)
         if len(calls) == 2:
-            raise ValueError("this branch cannot be computed")
+            raise ValueError("enough of this image")
 
     with parallelize(pipeline, guidance_degree=2, ulysses_degree=2):
         if dist.get_rank() == 3:
@@ -530,12 +505,7 @@ def failing_branch() -> str:
         return raised_by(generated, "wan", pipeline, prompt_of("wan"), generator=seeded(1))[1]
 
 
-def test_a_rank_that_fails_in_one_branch_ends_all() -> None:
-    for text in run_ranks(failing_branch, 4):
-        assert "this branch cannot be computed" in text
-
-
-def stopping_callback() -> str:
+def failing_callback() -> str:
     """The user's own code fails on one rank, between two steps."""
     pipeline = make_pipeline("flux")
 
@@ -544,12 +514,13 @@ def stopping_callback() -> str:
             raise RuntimeError("enough of this image")
         return values
 
-    with parallelize(pipeline, guidance_degree=2):
+    with parallelize(pipeline, guidance_degree=dist.get_world_size()):
         return raised_by(image, pipeline, callback_on_step_end=callback)[1]
 
 
-def test_an_error_of_a_callback_ends_all() -> None:
-    for text in run_ranks(stopping_callback, 2):
+@pytest.mark.parametrize(("run", "num_ranks"), [(failing_branch, 4), (failing_callback, 2)])
+def test_a_rank_that_fails_ends_all(run: Any, num_ranks: int) -> None:
+    for text in run_ranks(run, num_ranks):
         assert "enough of this image" in text
 
 
@@ -571,43 +542,26 @@ def test_auto_chooses_a_mesh_for_all_ranks() -> None:
 
 def refused() -> None:
     pipeline, rank = make_pipeline("flux"), dist.get_rank()
-    toy, inputs = make_toy(), toy_inputs(batch=1)
+    toy = make_toy()
 
     def refuse(reason: str, call: Any, /, *args: Any, **kwargs: Any) -> None:
         text = raised_by(call, *args, **kwargs)[1]
         assert reason in text, text
 
-    product = "guidance 3 x ring 1 x Ulysses 1 on 2 ranks: the product of degrees must be 2"
-    refuse(product, parallelize, pipeline, guidance_degree=3)
-    refuse("a mesh or degrees, not both", parallelize, pipeline, "auto", ring_degree=2)
-    refuse("Toy lack num_attention_heads", parallelize, make_toy(), "auto", table=TABLE)
-    tensors = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
-    refuse("a mesh with the axes ('tensor',)", parallelize, pipeline, tensors)
     sparse = SparseConfig(keep=0.5)
     passes = "block-sparse attention counts the forward passes of a step"
     refuse(passes, parallelize, pipeline, guidance_degree=2, sparse=sparse)
-    tiling = "call pipeline.vae.enable_tiling() before parallelize"
-    refuse(tiling, parallelize, pipeline, ring_degree=2, vae="first")
     video = make_pipeline("wan")
     video.vae.enable_tiling()
     frames = "which cannot put together a video of no frames"
     refuse(frames, parallelize, video, ring_degree=2, vae="first")
-    with parallelize(toy, guidance_degree=2, table=TABLE):
-        refuse("guidance over ranks has no gradients", toy, **inputs)
-        with torch.no_grad():
-            more = toy_inputs(batch=2) | {"text": inputs["text"].expand(3, -1, -1)}
-            refuse("image has the shape (2, 9, 4) in a call of 3 samples", toy, **more)
+    with torch.no_grad(), parallelize(toy, guidance_degree=2, table=TABLE):
+        more = toy_inputs(batch=2) | {"text": toy_inputs(batch=3)["text"]}
+        refuse("image has the shape (2, 9, 4) in a call of 3 samples", toy, **more)
     with parallelize(pipeline, guidance_degree=2):
         latents = torch.randn(1, 99, 16, generator=mine())
-        unlike: dict[str, dict[str, Any]] = {
-            "latents": {"latents": latents},
-            "prompt_embeds": {"prompt_embeds": prompt_of("flux", seed=rank)["prompt_embeds"]},
-            "true_cfg_scale": {"true_cfg_scale": 3.0 + rank / 100},
-            "num_inference_steps": {"num_inference_steps": 2 + rank},
-            "generator": {"generator": [None, seeded(1)][rank]},
-        }
-        for name, others in unlike.items():
-            refuse(f"disagree on {name}", image, pipeline, **others)
+        refuse("disagree on latents", image, pipeline, latents=latents)
+        refuse("disagree on generator", image, pipeline, generator=[None, seeded(1)][rank])
         image(pipeline)  # all of them can go on
     if rank:
         pipeline.vae.enable_tiling()
