@@ -15,12 +15,7 @@ if TYPE_CHECKING:
 
 
 def run(options: GenerateOptions, arguments: list[str]) -> None:
-    """Make the missing outputs on all ranks, and publish the seconds of each phase.
-
-    Raises:
-        ConfigError: The options do not fit the pipeline, the prompts or each other.
-        CommError: A rank failed.
-    """
+    """Make the missing outputs on all ranks, and publish the seconds of each phase."""
 
     def finish(result: dict[str, Any]) -> None:
         console = publish(options, _report(options, **result), result)

@@ -14,12 +14,7 @@ if TYPE_CHECKING:
 
 
 def run(options: TrainOptions, arguments: list[str]) -> None:
-    """Train on all ranks, until the last step or a signal.
-
-    Raises:
-        ConfigError: The options do not fit the data or each other.
-        CommError: A rank failed.
-    """
+    """Train on all ranks, until the last step or a signal."""
     from bascule.cli.launch import forwarding_stops, in_a_job
 
     def prepare(num_ranks: int) -> None:

@@ -31,19 +31,7 @@ _NAMES = {"frames": "num_frames", "steps": "num_inference_steps"}  # of a pipeli
 
 
 class Generation:
-    """Makes outputs for prompts; all ranks of the job make it, and run it, together.
-
-    Attributes:
-        prompts: All of them.
-        names: Names of all outputs, in the order of the prompts.
-        missing: Places of the prompts without an output, over all replicas.
-        todo: Places of the prompts of this rank's replica.
-        degrees: Ranks along each axis of the mesh.
-
-    Raises:
-        ConfigError: The options do not fit the pipeline, the prompts or each other.
-        CommError: Ranks have different prompts, or one is gone.
-    """
+    """Makes outputs for prompts; all ranks of the job make it, and run it, together."""
 
     @shared("the start of bascule generate")
     def __init__(self, options: GenerateOptions, device: torch.device) -> None:
@@ -65,7 +53,7 @@ class Generation:
         self.rank, every = self._world.rank, range(self._world.size)
         self._replicas = new_group(every, "replicas", options.timeout_s, backend="gloo")
         set_timeout(self._replicas, _LONGEST_S)
-        self.missing = self._find_missing()
+        self.missing = self._find_missing()  # places of prompts, over all replicas
         work = [self.prompts[place].work for place in self.missing]
         num_replicas = self.degrees.get("data_degree", 1)
         shares = assign(work, num_replicas).bin_of if work else ()
@@ -85,12 +73,7 @@ class Generation:
     def run(self, on_step: Callable[[int], None]) -> list[dict[str, Any]]:
         """Make the missing outputs; return the records of these, of all replicas.
 
-        Args:
-            on_step: Called after each denoising step of this replica, with the prompt's place.
-
-        Raises:
-            ConfigError: The pipeline refuses a prompt, or a file cannot be written.
-            CommError: A rank failed.
+        Each denoising step of this replica ends with `on_step(place of the prompt)`.
         """
         for place in self.todo:
             with shared(f"making {self.names[place]}"):
@@ -173,11 +156,7 @@ class Generation:
 
 
 def load_pipeline(model: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """Load a pipeline from a folder of this machine, or make a tiny one.
-
-    Raises:
-        ConfigError: A library or a file is missing, or it is no pipeline.
-    """
+    """Load a pipeline from a folder of this machine, or make a tiny one."""
 
     def load(diffusers: Any, transformers: Any) -> Any:
         transformers.logging.set_verbosity_error()  # advice to install unused packages

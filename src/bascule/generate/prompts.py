@@ -41,11 +41,7 @@ class Prompt:
 
 
 def read_prompts(options: GenerateOptions) -> list[Prompt]:
-    """Return the prompts of the options, in order.
-
-    Raises:
-        ConfigError: There is none, or a line of the file is wrong; names it.
-    """
+    """Return the prompts of the options, in order; ConfigError names a line that is wrong."""
     options.check_source()
     common = dict(_DEFAULTS.get(options.model, {}))
     for field in fields(Prompt)[1:-1]:

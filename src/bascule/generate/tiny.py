@@ -20,11 +20,7 @@ _Made = TypeVar("_Made")
 
 
 def load(what: str, make: Callable[..., _Made], *libraries: str) -> _Made:
-    """Call a loader with some libraries; errors begin with `what`, and weights are reproducible.
-
-    Raises:
-        ConfigError: A library is missing, or the loader fails.
-    """
+    """Call a loader with some libraries; weights are reproducible, and errors begin with `what`."""
     try:
         import torch
 

@@ -28,12 +28,8 @@ from bascule.workload.streams import Widths
 
 
 def model_config(options: RunOptions, data: Widths) -> MMDiTConfig:
-    """Return the model for some data; rotary axes share the head width as in FLUX (1 : 3.5 : 3.5).
-
-    Raises:
-        ConfigError: The heads do not divide the width, or are too narrow.
-    """
-    if options.num_heads < 1 or options.d_model % options.num_heads:
+    """Return the model for some data; rotary axes share a head as in FLUX (1 : 3.5 : 3.5)."""
+    if options.d_model % options.num_heads:
         raise ConfigError(
             f"--num-heads {options.num_heads} does not divide --d-model {options.d_model}"
         )
