@@ -4,18 +4,19 @@ import logging
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from bascule.cli.command import on_ranks, progress, publish, saved
 from bascule.errors import CommError
 from bascule.generate.options import GenerateOptions
 from bascule.generate.prompts import read_prompts
-from bascule.report.page import Fact, Report, Rows
 
 if TYPE_CHECKING:
     import torch
 
+    from bascule.report.page import Report
+
 
 def run(options: GenerateOptions, arguments: list[str]) -> None:
     """Make the missing outputs on all ranks, and publish the seconds of each phase."""
+    from bascule.cli.command import on_ranks, publish, saved
 
     def finish(result: dict[str, Any]) -> None:
         console = publish(options, _report(options, **result), result)
@@ -35,6 +36,7 @@ def run(options: GenerateOptions, arguments: list[str]) -> None:
 
 
 def _work(options: GenerateOptions, device: "torch.device") -> dict[str, Any]:
+    from bascule.cli.command import progress
     from bascule.cli.launch import stopping_quietly
     from bascule.generate.generating import Generation
 
@@ -54,7 +56,9 @@ def _report(
     prompts: int,
     seconds: dict[str, float],
     outputs: list[dict[str, Any]],
-) -> Report:
+) -> "Report":
+    from bascule.report.page import Fact, Report, Rows
+
     rows = [(one["file"], *one["seconds"].values()) for one in outputs]
     columns = {"file": "{}", **dict.fromkeys(seconds, "{:.2f}")}
     answer = f"{len(outputs)} of {prompts} outputs were missing and are in {options.out} now."

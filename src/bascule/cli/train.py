@@ -4,9 +4,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
-from bascule.cli.command import on_ranks, progress, quietly, saved
 from bascule.train.options import TrainOptions
 
 if TYPE_CHECKING:
@@ -15,6 +12,7 @@ if TYPE_CHECKING:
 
 def run(options: TrainOptions, arguments: list[str]) -> None:
     """Train on all ranks, until the last step or a signal."""
+    from bascule.cli.command import on_ranks, quietly
     from bascule.cli.launch import forwarding_stops, in_a_job
 
     def prepare(num_ranks: int) -> None:
@@ -29,6 +27,7 @@ def run(options: TrainOptions, arguments: list[str]) -> None:
 
 
 def _work(options: TrainOptions, device: "torch.device") -> dict[str, Any]:
+    from bascule.cli.command import progress
     from bascule.cli.launch import stop_asked
     from bascule.train.training_run import TrainingRun
 
@@ -48,6 +47,10 @@ def _work(options: TrainOptions, device: "torch.device") -> dict[str, Any]:
 
 
 def _finish(result: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    from bascule.cli.command import saved
+
     (first, done, last), losses = result["steps"], result["losses"]
     lines = [f"resumed after step {first}"] if first else []
     if not losses:
