@@ -172,7 +172,7 @@ def test_the_command_saves_a_profile_that_the_others_take(
     assert "Passes of a block" in text and "Messages" in text and "held out" in text
     mine = tmp_path / "by_ranks_of_its_own.json"
     with pytest.MonkeyPatch.context() as patch:  # that ranks start is seen in tests of others
-        patch.setattr(launch, "report_of_ranks", lambda *_: done.stdout)
+        patch.setattr(launch, "result_of_ranks", lambda *_: done.stdout)
         code, _, _ = run(capsys, "calibrate", "--ranks", "2", "--out", str(mine))
     assert code == 0 and json.loads(mine.read_text()) == report["profile"]
     given = ("--profile", str(path))

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bascule.bench import probes, rank_facts
-from bascule.bench.checkup import check_up
-from bascule.bench.doctor_options import DoctorOptions
+from bascule.bench import doctor
+from bascule.bench.findings import LINK, WORK
+from bascule.bench.options import DoctorOptions
 from bascule.calibrate import timed
 from bascule.cli import main
 from bascule.comm.groups import member_of, resolve, set_timeout
@@ -32,7 +32,7 @@ COLLECTIVES = {"all-to-all", "all-gather", "reduce-scatter", "all-reduce", "to t
 
 
 def checked(options: DoctorOptions = OPTIONS) -> dict[str, Any]:
-    return check_up(options, torch.device("cpu")).to_dict()
+    return doctor.check_up(options, torch.device("cpu"))
 
 
 def of_kind(report: Mapping[str, Any], kind: str) -> list[tuple[int, ...]]:
@@ -57,7 +57,7 @@ def known_seconds(kind: str) -> dict[str, Any]:
 def unlike_versions() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == VICTIM:
-            patch.setattr(rank_facts.platform, "python_version", lambda: "3.9.1")
+            patch.setattr(doctor.platform, "python_version", lambda: "3.9.1")
         return checked()
 
 
@@ -79,8 +79,8 @@ def failing_rank(on_victim: Callable[[], None]) -> tuple[list[str], str]:
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == VICTIM:
-            patch.setattr(rank_facts.platform, "python_version", lambda: "3.9.1")
-            patch.setattr(probes, "attend_packed", fail)
+            patch.setattr(doctor.platform, "python_version", lambda: "3.9.1")
+            patch.setattr(doctor, "attend_packed", fail)
         try:
             return raised_by(checked)
         except MemoryError as error:
@@ -125,10 +125,10 @@ def test_a_world_of_one_and_of_three() -> None:
 
 
 def test_a_slow_rank_and_a_slow_link_are_named() -> None:
-    report, _ = run_ranks(known_seconds, 2, probes.WORK)
+    report, _ = run_ranks(known_seconds, 2, WORK)
     assert set(of_kind(report, "slow rank")) == {(VICTIM,)}
     assert any(f"rank {VICTIM} on" in one["text"] for one in report["findings"])
-    report, *_ = run_ranks(known_seconds, 4, probes.LINK)
+    report, *_ = run_ranks(known_seconds, 4, LINK)
     assert set(of_kind(report, "slow link")) == {(0, 1)}
 
 

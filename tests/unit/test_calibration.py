@@ -25,7 +25,7 @@ from bascule.plan.machine import (
     HardwareProfile,
     passes_of,
 )
-from bascule.report.calibration_page import of_calibration
+from bascule.report.measured import of_calibration
 from bascule.report.page import render
 from tests.helpers.browser import opened
 from tests.helpers.calibrations import CURVES, LENS, SIZES, calibrated, fitted
@@ -186,7 +186,7 @@ def test_the_page_in_the_browser(tmp_path: Path) -> None:
     assert profile.calibration is not None
     for fit in profile.calibration.fits:
         assert found.numbers[f"held_out {fit.what}"] == f"{fit.held_out_error:.1%}"
-        assert f"{fit.seconds[1]:.4g} s" in found.html
+        assert f"<td>{fit.seconds[1]:.4g}</td>" in found.html
     told = render(of_calibration(profile, ["forward: bad", "backward: too"]), "x")
     assert "Refused: forward: bad." in told and "backward: too" in told
 

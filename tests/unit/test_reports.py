@@ -17,7 +17,6 @@ from bascule import Plan, options
 from bascule.cli.inputs import InputOptions
 from bascule.report.charts import draw_bars, draw_lengths, draw_loads
 from bascule.report.page import Chart, Fact, Report, Rows, render
-from bascule.report.reports import of_bench
 from tests.helpers.browser import Page, data_of, opened, screenshot
 from tests.helpers.cli import run
 from tests.helpers.trace_cases import Run as TracedRun
@@ -136,27 +135,6 @@ def test_empty_data_has_a_page() -> None:
 def test_many_ranks_are_lines_not_bars() -> None:
     figure: Any = draw_loads(range(500), [250.0] * 500, "s").draw()
     assert {trace.type for trace in figure.data} == {"scatter"}
-
-
-def test_a_measured_comparison_has_its_numbers() -> None:
-    arm = {"wir": 2.0, "fbl_median_s": 1.5}
-    summary = {
-        "setting": {"world_size": 2, "device": "cpu"},
-        "unbalanced": arm,
-        "balanced": arm | {"wir": 1.1, "fbl_median_s": 1.0},
-        "measured_ratio": 1.5,
-        "predicted_ratio": 1.6,
-        "measured_ratio_spread": [1.4, 1.6],
-        "sent_bytes_per_step": 2**20,
-        "loss_difference": 1e-9,
-        "grad_difference": 1e-8,
-    }
-    names = ("seconds_unbalanced", "seconds_balanced", "loss_unbalanced", "loss_balanced")
-    step: dict[str, Any] = dict(zip(names, (1.5, 1.0, 0.3, 0.3), strict=True))
-    steps = [step] * 4
-    found = data_of(render(of_bench(summary, steps, ["read this"]), "bascule bench"))
-    assert found["measured_ratio"] == 1.5 and found["seconds_saved"] == pytest.approx(2.0)
-    assert found["prediction_error"] == pytest.approx(1.5 / 1.6 - 1)
 
 
 def test_what_a_report_needs_is_said_before_any_work(

@@ -1,91 +1,165 @@
-"""From measurements to findings: what is wrong, with its value, its limit and what to do. Pure."""
+"""Findings of a check-up: what is wrong on ranks and links, its value, its limit and what to do.
 
-from collections.abc import Iterable, Iterator, Sequence
+Imports no torch. Shapes: N rounds, R ranks.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from bascule.bench.doctor_options import DoctorOptions
-from bascule.bench.measured import LinkTiming, Measured, RankFacts, to_median
+from bascule.arrays import Bools, Floats
 from bascule.plan.machine import HardwareProfile
 
+STORE, WORK, COLLECTIVE, LINK = "store", "work", "collective", "link"
+
+_SAME_VERSION = "install the same version everywhere"
+_SAME_BUILD = "install the same build of torch everywhere"
 _ALIKE = {
-    "python": ("Python", "install the same version everywhere"),
-    "torch": ("torch", "install the same version everywhere"),
-    "bascule": ("bascule", "install the same version everywhere"),
-    "numpy": ("numpy", "install the same version everywhere"),
-    "cuda": ("CUDA of torch", "install the same build of torch everywhere"),
-    "nccl": ("NCCL", "install the same build of torch everywhere"),
+    "python": ("Python", _SAME_VERSION),
+    "torch": ("torch", _SAME_VERSION),
+    "bascule": ("bascule", _SAME_VERSION),
+    "numpy": ("numpy", _SAME_VERSION),
+    "cuda": ("CUDA of torch", _SAME_BUILD),
+    "nccl": ("NCCL", _SAME_BUILD),
     "backend": ("the back end", "see that every rank finds its GPU (CUDA_VISIBLE_DEVICES)"),
     "device": ("the device", "take hosts of one kind: the slowest one decides"),
     "num_threads": ("threads of torch", "set OMP_NUM_THREADS alike on all hosts"),
     "timeout_s": ("the timeout in seconds", "give --timeout-s alike on all hosts"),
 }
-"""By field that ranks must share: what it is, and what to do."""
+"""By fact that ranks must share: its name, and what to do."""
 
-_MEMORY_TOLERANCE = 0.1
+_RATES = {"matmul": "matmul_flops_per_s", "attention": "attention_flops_per_s"}
+"""By piece of work, the field of a profile."""
+
+_ADVICE = {
+    "memory": "take devices of one kind, or set the memory limit of plans for the smallest",
+    "slow rank": "look on its host for other processes, clocks, heat and power, and for threads on "
+    "the same cores, or leave it out",
+    "slow link": "look at the cable, the adapter and its driver, the interface "
+    "(NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME) and who else uses it",
+    "profile": "see what slows it, or plan with a profile of these machines",
+    "store": "put its host (MASTER_ADDR) near the ranks, and on one with idle cores",
+    "short timeout": "give a longer --timeout-s, and as long a timeout to init_process_group",
+    "long timeout": "give a shorter --timeout-s",
+}
+"""By kind of finding, what to do."""
+
+_MEMORY_SHARE = 0.9
 _STORE_LIMIT_S = 0.05
 _CALLS_IN_TIMEOUT = 100
 _LONGEST_TIMEOUT_S = 3600.0
 _MOST_NAMED = 8
 _OFTEN = 0.75
-"""Share of the rounds in which something must be slow to be found: noise is seldom that steady."""
+"""Share of the rounds in which something must be slow to be a finding: noise is less steady."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Timing:
+    """Seconds of one call or piece of work."""
+
+    kind: str  # STORE, WORK, COLLECTIVE or LINK
+    name: str
+    on: str  # where its tensors are: "cpu" or "cuda"
+    size: int  # bytes that a rank holds, or of a message; 0 for work
+    amount: float  # FLOPs of a rank, or bytes that it has to send
+    seconds: Floats  # (N, R); of a link (N, 1), of its slower end
+    ends: tuple[int, int] = (0, 0)  # ranks of a link
+
+    @property
+    def of_slowest(self) -> float:
+        """Seconds of the slowest rank of each round, in the median of the rounds."""
+        return float(np.median(self.seconds.max(axis=1)))
+
+    @property
+    def of_ranks(self) -> Floats:
+        """(R,) medians over the rounds."""
+        return np.median(self.seconds, axis=0)
+
+    @property
+    def ratios(self) -> Floats:
+        """(R,) seconds over those of the median rank of the round, medians over the rounds."""
+        return np.median(to_median(self.seconds), axis=0)
+
+    @property
+    def rate(self) -> float:
+        """FLOPs or bytes in a second, of the slowest rank."""
+        return self.amount / self.of_slowest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Measured:
+    """Everything about a cluster that findings follow from."""
+
+    facts: Sequence[Mapping[str, Any]]  # of each rank: versions, device, memory, and `_ALIKE`
+    timings: Sequence[Timing]  # sizes of a name, and of a link, ascend
+
+    def of(self, kind: str) -> list[Timing]:
+        """Return the timings of a kind."""
+        return [timing for timing in self.timings if timing.kind == kind]
+
+    def largest_links(self) -> list[Timing]:
+        """Return the largest message of each link, which shows its bandwidth."""
+        return list({(link.ends, link.on): link for link in self.of(LINK)}.values())
+
+    def is_near(self, link: Timing) -> bool:
+        """Return whether the ends of a link are on one host."""
+        return len({self.facts[rank]["host"] for rank in link.ends}) == 1
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that should be looked at before a run.
+    """Something that should be looked at before a run."""
 
-    Attributes:
-        kind: "difference", "memory", "slow rank", "slow link", "profile", "store" or "timeout".
-        ranks: Those that it is about.
-        text: What is wrong, its value, the limit, and what to do.
-    """
-
-    kind: str
+    kind: str  # "difference", "memory", "slow rank", "slow link", "profile", "store" or "timeout"
     ranks: tuple[int, ...]
-    text: str
+    text: str  # what is wrong, its value, the limit, and what to do
 
 
 def judge(
-    measured: Measured, options: DoctorOptions, profile: HardwareProfile | None = None
+    measured: Measured,
+    tolerance: float,
+    link_tolerance: float,
+    profile: HardwareProfile | None = None,
 ) -> tuple[Finding, ...]:
-    """Everything that was found; the same for the same measurements.
+    """Return all findings. What is slower must be so in three quarters of the rounds.
 
     Args:
         measured: By all ranks.
-        options: The tolerances. What is slower must be so in three quarters of the rounds.
+        tolerance: By how much a rank may be slower than the median rank, or than the profile.
+        link_tolerance: By how much a link's bandwidth may be lower.
         profile: Rates that ranks and links must reach; None: they are compared with each other.
     """
-    found = [*differences(measured.facts), *_memory(measured.facts)]
-    found += _slow_ranks(measured, options)
-    found += _slow_links(measured, options)
-    if profile is not None:
-        found += _against_profile(measured, options, profile)
-    return (*found, *_store(measured), *_timeout(measured))
+    return (
+        *differences(measured.facts),
+        *_memory(measured.facts),
+        *_slow_ranks(measured, 1.0 + tolerance),
+        *_slow_links(measured, 1.0 - link_tolerance),
+        *_below_profile(measured, tolerance, link_tolerance, profile),
+        *_store(measured),
+        *_timeout(measured),
+    )
 
 
-def differences(facts: Sequence[RankFacts]) -> tuple[Finding, ...]:
-    """What ranks must share and do not; ranks that differ from most are those of a finding."""
-    found: list[Finding] = []
+def differences(facts: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Yield facts that ranks must share and do not, with the ranks that differ from most."""
     for name, (title, advice) in _ALIKE.items():
         ranks_of: dict[str, list[int]] = {}
         for rank, one in enumerate(facts):
-            ranks_of.setdefault(str(getattr(one, name)), []).append(rank)
+            ranks_of.setdefault(str(one.get(name)), []).append(rank)
         if len(ranks_of) == 1:
             continue
         most = max(ranks_of.values(), key=len)  # the first one of the largest
-        others = tuple(rank for ranks in ranks_of.values() if ranks is not most for rank in ranks)
-        said = "; ".join(f"{value} on {named(ranks)}" for value, ranks in ranks_of.items())
-        text = f"{title} must be the same on all ranks, and differs: {said}; {advice}"
-        found.append(Finding("difference", tuple(sorted(others)), text))
-    return tuple(found)
+        others = sorted(rank for ranks in ranks_of.values() if ranks is not most for rank in ranks)
+        values = "; ".join(f"{value} on {named(ranks)}" for value, ranks in ranks_of.items())
+        text = f"{title} must be the same on all ranks, and differs: {values}; {advice}"
+        yield Finding("difference", tuple(others), text)
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Ranks for a sentence, runs of them as such: "rank 3", "ranks 0 to 3, 7"."""
+    """Return ranks for a sentence, runs of them as such: "rank 3", "ranks 0 to 3, 7"."""
     ranks = sorted(ranks)
     runs = [
         [rank for _, rank in run]
@@ -96,163 +170,140 @@ def named(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts[:_MOST_NAMED])}{more}"
 
 
-def _memory(facts: Sequence[RankFacts]) -> Iterator[Finding]:
-    known = {rank: x.memory_bytes for rank, x in enumerate(facts) if x.memory_bytes is not None}
-    if not known:
-        return
-    limit = (1.0 - _MEMORY_TOLERANCE) * float(np.median(list(known.values())))
-    few = {rank: size for rank, size in known.items() if size < limit}
-    if few:
-        yield Finding(
-            "memory",
-            tuple(few),
-            f"{named(few)}: {min(few.values()) / 1e9:.1f} GB of memory, and the others have more; "
-            f"the limit is {limit / 1e9:.1f} GB ({1 - _MEMORY_TOLERANCE:.0%} of the median): take "
-            "devices of one kind, or set the memory limit of plans for the smallest",
+def to_median(seconds: Floats) -> Floats:
+    """Return (N, n) seconds over those of the median of each round.
+
+    Of an even number the faster one of the two in the middle counts: otherwise one of two ranks
+    would have to be 22 % slower to be 10 % above the median. What slows all down in one round
+    cancels.
+    """
+    middle = (seconds.shape[1] - 1) // 2
+    return seconds / np.sort(seconds, axis=1)[:, middle : middle + 1]
+
+
+def _finding(kind: str, ranks: Iterable[int], what: str, limit: str) -> Finding:
+    return Finding(
+        "timeout" if kind.endswith("timeout") else kind,
+        tuple(ranks),
+        f"{what}; the limit is {limit}: {_ADVICE[kind]}",
+    )
+
+
+def _memory(facts: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    sizes = {rank: one["memory_bytes"] for rank, one in enumerate(facts) if one["memory_bytes"]}
+    limit = _MEMORY_SHARE * float(np.median(list(sizes.values()))) if sizes else 0.0
+    if small := {rank: size for rank, size in sizes.items() if size < limit}:
+        what = f"{named(small)}: {min(small.values()) / 1e9:.1f} GB of memory, and others have more"
+        yield _finding(
+            "memory", small, what, f"{limit / 1e9:.1f} GB ({_MEMORY_SHARE:.0%} of the median)"
         )
 
 
-def _slow_ranks(measured: Measured, options: DoctorOptions) -> Iterator[Finding]:
-    limit = 1.0 + options.tolerance
-    for work in measured.work:
+def _slow_ranks(measured: Measured, limit: float) -> Iterator[Finding]:
+    for work in measured.of(WORK):
         is_slow = to_median(work.seconds) > limit
         for rank in _often(is_slow):
-            yield Finding(
-                "slow rank",
-                (rank,),
-                f"rank {rank} on {measured.facts[rank].host} takes {work.ratios[rank]:.2f} times "
-                f"as long as the median rank for the same {work.name}, and is above the limit of "
-                f"{limit:.2f} in {_rounds(is_slow[:, rank])}: look on its host for other "
-                "processes, clocks, heat and power, and for threads on the same cores, or leave "
-                "it out",
+            what = (
+                f"rank {rank} on {measured.facts[rank]['host']} takes {work.ratios[rank]:.2f} "
+                f"times as long as the median rank for the same {work.name}, and too long in "
+                f"{_rounds(is_slow[:, rank])}"
             )
+            yield _finding("slow rank", [rank], what, f"{limit:.2f}")
 
 
-def _slow_links(measured: Measured, options: DoctorOptions) -> Iterator[Finding]:
-    """Links of one kind are compared: those within a host, those between hosts."""
-    kinds: dict[tuple[str, bool], list[LinkTiming]] = {}
-    for link in largest_links(measured):
-        kinds.setdefault((link.on, measured.is_near(link.ends)), []).append(link)
-    limit = 1.0 - options.link_tolerance
+def _slow_links(measured: Measured, limit: float) -> Iterator[Finding]:
+    """Compare links of one kind: those within a host, those between hosts."""
+    kinds: dict[tuple[str, bool], list[Timing]] = {}
+    for link in measured.largest_links():
+        kinds.setdefault((link.on, measured.is_near(link)), []).append(link)
     for (on, is_near), links in kinds.items():
-        shares = 1.0 / to_median(np.stack([link.seconds for link in links], axis=1))
-        is_slow = shares < limit
-        for place in _often(is_slow):
+        shares = 1.0 / to_median(np.concatenate([link.seconds for link in links], axis=1))
+        for place in _often(shares < limit):
             link = links[place]
-            yield Finding(
-                "slow link",
-                link.ends,
-                f"{_ends(measured, link)} exchange {link.bytes_per_s / 1e9:.3g} GB/s in messages "
-                f"of {link.num_bytes / 2**20:.3g} MiB on {on}, "
-                f"{np.median(shares[:, place]):.2f} times the median link {_kind(is_near)}, and "
-                f"are below the limit of {limit:.2f} in {_rounds(is_slow[:, place])}: look at the "
-                "cable, the adapter and its driver, the interface (NCCL_SOCKET_IFNAME, "
-                "GLOO_SOCKET_IFNAME) and who else uses it",
+            what = (
+                f"{_ends(measured, link)} exchange {link.rate / 1e9:.3g} GB/s in messages of "
+                f"{link.size / 2**20:.3g} MiB on {on}, {np.median(shares[:, place]):.2f} times the "
+                f"median link {_kind(is_near)}, and too little in "
+                f"{_rounds(shares[:, place] < limit)}"
             )
+            yield _finding("slow link", link.ends, what, f"{limit:.2f}")
 
 
-def _against_profile(
-    measured: Measured, options: DoctorOptions, profile: HardwareProfile
+def _below_profile(
+    measured: Measured, tolerance: float, link_tolerance: float, profile: HardwareProfile | None
 ) -> Iterator[Finding]:
-    rates = {
-        "matmul": "matmul_flops_per_s",
-        "attention": "attention_flops_per_s",
-    }
-    for work in measured.work:
-        name = rates[work.name]
-        expected = getattr(profile, name)
-        if expected is None:
+    if profile is None:
+        return
+
+    def of_profile(name: str) -> str:
+        rate = getattr(profile, name)
+        scale = 1e12 if "flops" in name else 1e9
+        source = f"{profile.device} ({profile.provenance_of(name)})"
+        return f"the profile of {source} has {rate / scale:.4g}"
+
+    for work in measured.of(WORK):
+        name = _RATES[work.name]
+        if (expected := getattr(profile, name)) is None:
             continue
-        limit = expected / (1.0 + options.tolerance)
+        limit = expected / (1.0 + tolerance)
         if slow := _often(work.amount / work.seconds < limit):
-            reached = (work.amount / work.of_ranks[slow]).min()
-            yield Finding(
-                "profile",
-                tuple(slow),
-                f"{named(slow)}: {reached / 1e12:.4g} TFLOP/s in {work.name}, the profile of "
-                f"{profile.device} ({profile.provenance_of(name)}) says {expected / 1e12:.4g}; the "
-                f"limit is {limit / 1e12:.4g}: {_OF_PROFILE}",
-            )
-    for link in largest_links(measured):
-        is_near = measured.is_near(link.ends)
+            rate = (work.amount / work.of_ranks[slow]).min()
+            what = f"{named(slow)}: {rate / 1e12:.4g} TFLOP/s in {work.name}, {of_profile(name)}"
+            yield _finding("profile", slow, what, f"{limit / 1e12:.4g}")
+    for link in measured.largest_links():
+        is_near = measured.is_near(link)
         name = "intra_bytes_per_s" if is_near else "inter_bytes_per_s"
-        expected = getattr(profile, name)
-        if expected is None or link.on != measured.work[0].on:
+        if (expected := getattr(profile, name)) is None or link.on != measured.of(WORK)[0].on:
             continue
-        limit = (1.0 - options.link_tolerance) * expected
-        if _often(link.num_bytes / link.seconds[:, None] < limit):
-            yield Finding(
-                "profile",
-                link.ends,
-                f"{_ends(measured, link)} exchange {link.bytes_per_s / 1e9:.3g} GB/s, the profile "
-                f"of {profile.device} ({profile.provenance_of(name)}) says {expected / 1e9:.3g} "
-                f"{_kind(is_near)}; the limit is {limit / 1e9:.3g}: {_OF_PROFILE}",
+        limit = (1.0 - link_tolerance) * expected
+        if _often(link.amount / link.seconds < limit):
+            what = (
+                f"{_ends(measured, link)} exchange {link.rate / 1e9:.3g} GB/s {_kind(is_near)}, "
+                f"{of_profile(name)}"
             )
-
-
-_OF_PROFILE = "see what slows it, or plan with a profile of these machines"
-
-
-def largest_links(measured: Measured) -> list[LinkTiming]:
-    """The largest messages of each link: those that tell its bandwidth."""
-    last = {(link.ends, link.on): link for link in measured.links}
-    return list(last.values())
+            yield _finding("profile", link.ends, what, f"{limit / 1e9:.3g}")
 
 
 def _store(measured: Measured) -> Iterator[Finding]:
-    slow = np.flatnonzero(measured.store.of_ranks > _STORE_LIMIT_S).tolist()
-    if slow:
-        yield Finding(
-            "store",
-            tuple(slow),
-            f"{named(slow)}: a request to the store takes "
-            f"{measured.store.of_ranks.max() * 1e3:.1f} ms; the limit is "
-            f"{_STORE_LIMIT_S * 1e3:g} ms: put its host (MASTER_ADDR) near the ranks, and on one "
-            "with idle cores",
-        )
+    (store,) = measured.of(STORE)
+    if slow := np.flatnonzero(store.of_ranks > _STORE_LIMIT_S).tolist():
+        seconds = store.of_ranks.max()
+        what = f"{named(slow)}: a request to the store takes {seconds * 1e3:.1f} ms"
+        yield _finding("store", slow, what, f"{_STORE_LIMIT_S * 1e3:g} ms")
 
 
 def _timeout(measured: Measured) -> Iterator[Finding]:
-    """A hang must be noticed on the same day, a slow call must not count as one."""
-    known = [one.timeout_s for one in measured.facts if one.timeout_s is not None]
-    if not known:
+    """A hang must show on the same day, and a slow call must not count as one."""
+    timeouts = [one["timeout_s"] for one in measured.facts if one["timeout_s"] is not None]
+    if not timeouts:
         return
-    calls = [measured.store, *measured.collectives]
+    calls, ranks = [*measured.of(STORE), *measured.of(COLLECTIVE)], range(len(measured.facts))
     slowest = max(calls, key=lambda call: call.of_slowest)
-    least = _CALLS_IN_TIMEOUT * slowest.of_slowest
-    ranks = tuple(range(len(measured.facts)))
-    if min(known) < least:
-        yield Finding(
-            "timeout",
-            ranks,
-            f"the timeout of {min(known):g} s is short: {slowest.name} alone takes "
-            f"{slowest.of_slowest:.3g} s here; the limit is {least:.3g} s, "
-            f"{_CALLS_IN_TIMEOUT} times that: give a longer --timeout-s, and as long a timeout to "
-            "init_process_group",
+    least, shortest, longest = _CALLS_IN_TIMEOUT * slowest.of_slowest, min(timeouts), max(timeouts)
+    if shortest < least:
+        what = (
+            f"the timeout of {shortest:g} s is short: {slowest.name} alone takes "
+            f"{slowest.of_slowest:.3g} s here"
         )
-    if max(known) > _LONGEST_TIMEOUT_S:
-        yield Finding(
-            "timeout",
-            ranks,
-            f"the timeout of {max(known):g} s is long: a rank that hangs holds all others for as "
-            f"long; the limit is {_LONGEST_TIMEOUT_S:g} s: give a shorter --timeout-s",
-        )
+        limit = f"{least:.3g} s, {_CALLS_IN_TIMEOUT} times that"
+        yield _finding("short timeout", ranks, what, limit)
+    if longest > _LONGEST_TIMEOUT_S:
+        what = f"the timeout of {longest:g} s is long: a rank that hangs holds all others so long"
+        yield _finding("long timeout", ranks, what, f"{_LONGEST_TIMEOUT_S:g} s")
 
 
-def _ends(measured: Measured, link: LinkTiming) -> str:
-    a, b = link.ends
-    hosts = measured.facts[a].host, measured.facts[b].host
-    return f"rank {a} on {hosts[0]} and rank {b} on {hosts[1]}"
+def _ends(measured: Measured, link: Timing) -> str:
+    return " and ".join(f"rank {rank} on {measured.facts[rank]['host']}" for rank in link.ends)
 
 
 def _kind(is_near: bool) -> str:
     return "within a host" if is_near else "between hosts"
 
 
-def _often(is_slow: npt.NDArray[np.bool_]) -> list[int]:
-    """Columns of (rounds, n) that are so in most rounds."""
+def _often(is_slow: Bools) -> list[int]:
+    """Return the columns of (N, n) that are so in most rounds."""
     return np.flatnonzero(is_slow.mean(axis=0) >= _OFTEN).tolist()
 
 
-def _rounds(is_slow: npt.NDArray[np.bool_]) -> str:
+def _rounds(is_slow: Bools) -> str:
     return f"{int(is_slow.sum())} of {is_slow.size} rounds"

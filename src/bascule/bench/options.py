@@ -1,18 +1,18 @@
-"""The options of `bascule bench`. Imports no torch, so that its help is instant."""
+"""Options of `bascule bench` and `bascule doctor`. Imports no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from bascule.errors import ConfigError
-from bascule.options import Range
+from bascule.options import LONGEST_S, NewFile, Outputs, Range, RankOptions, flag
 from bascule.plan.topology import Topology
-from bascule.train.options import RunOptions
+from bascule.train.options import MAX_TOKENS, RunOptions
 from bascule.workload.codes import check_world, parse_data_codes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchOptions(RunOptions):
+class BenchOptions(Outputs, RunOptions):
     """Train on the same batches without and with balancing, step by step, and compare.
 
     Balancing cuts sequences and moves tokens inside the model; with --loader it moves whole samples
@@ -26,7 +26,6 @@ class BenchOptions(RunOptions):
         warmup: Steps before them that do not count.
         batch_size: Photos and clips a rank and step.
         out: Folder for summary.json and steps.jsonl.
-        report: Where to write a page of it all, .html.
         picture: Where to draw a step without and with balancing as an SVG, with --vae or
             --text-encoder: the step whose speed-up is the median.
     """
@@ -38,43 +37,80 @@ class BenchOptions(RunOptions):
     warmup: Annotated[int, Range(0, 10**6)] = 2
     batch_size: Annotated[int, Range(0, 10**4)] = 2
     out: Path = Path("results/bench")
-    report: Path | None = None
-    picture: Path | None = None
+    picture: Annotated[Path | None, NewFile()] = None
 
     def check(self, world_size: int) -> Topology:
-        """Everything that can be known before ranks are launched; returns the bags of the world.
+        """Refuse what does not fit; return the bags of the world.
 
         Raises:
-            ConfigError: A value is out of range, or data codes or topology do not fit the world.
+            ConfigError: Options do not fit each other, or the world.
         """
-        self._check_values()
+        self.check_source()
         codes = () if self.data is None else parse_data_codes(self.data)
-        if self.data is not None:
+        if codes:
             check_world(codes, world_size)
+        for code in codes:
+            if (tokens := code.batch_size * code.image_tokens) > MAX_TOKENS:
+                raise ConfigError(
+                    f"--data {code}: a rank has {tokens:,} visual tokens, and the most is "
+                    f"{MAX_TOKENS:,}: use fewer samples, pixels or frames"
+                )
+        if self.picture is not None and not self.encodes:
+            raise ConfigError(f"--picture {self.picture}: give --vae or --text-encoder, too")
+        if self.accumulate > 1 and not self.loader:
+            raise ConfigError(f"--accumulate {self.accumulate}: only with --loader")
         topology = Topology.parse(self.topology or f"g1n{world_size}", world_size=world_size)
-        if not self.loader:
-            return topology
+        if self.loader:
+            self._check_loader(topology)
+            if codes and not any(code.batch_size for code in codes):
+                raise ConfigError(f"--data {self.data}: no rank loads a sample that could be moved")
+        return topology
+
+    def _check_loader(self, topology: Topology) -> None:
+        if self.encodes:
+            raise ConfigError(
+                "--loader moves samples before they are encoded, which is not compared: leave out "
+                "--vae and --text-encoder, or --loader"
+            )
         if int(topology.bag_sizes.max()) > 1:
             raise ConfigError(
                 f"--topology {self.topology}: --loader moves whole samples, so each rank is a bag "
                 "of its own; leave --topology out"
             )
-        if world_size == 1:
+        if topology.num_ranks == 1:
             raise ConfigError("--loader on 1 rank: samples have nowhere to move; use --ranks 2")
         if self.planner != "lpt":
             raise ConfigError(f"--planner {self.planner}: --loader plans with lpt; leave it out")
-        if self.data is not None and not any(code.batch_size for code in codes):
-            raise ConfigError(f"--data {self.data}: no rank loads a sample that could be moved")
-        return topology
 
-    def _check_values(self) -> None:
-        self.check_source()
-        if self.picture is not None and not self.encodes:
-            raise ConfigError(f"--picture {self.picture}: give --vae or --text-encoder, too")
-        if self.loader and self.encodes:
-            raise ConfigError(
-                "--loader moves samples before they are encoded, which is not compared: leave out "
-                "--vae and --text-encoder, or --loader"
-            )
-        if self.accumulate > 1 and not self.loader:
-            raise ConfigError(f"--accumulate {self.accumulate}: only with --loader")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorOptions(Outputs, RankOptions):
+    """Check the ranks before a run: versions, devices, links, and who computes slowly.
+
+    Starts local ranks; in a job, start it with torchrun. Exit status 0: nothing was found; 1:
+    something was, or a rank failed; 2: a wrong option.
+
+    Attributes:
+        profile: File of a hardware profile, or h100-datasheet, whose rates the ranks and the links
+            must reach; they are compared with each other alone if not given.
+        rounds: Measured rounds, one after the other; results are medians over them, and what is
+            slow in three quarters of them is a finding.
+        mib: Largest message, in MiB.
+        tolerance: By how much a rank may be slower than the median rank, or than the profile; 0.1
+            is 10 %.
+        link_tolerance: By how much the bandwidth of a link may be below that of the median link,
+            or below the profile's; 0.5 is half of it.
+    """
+
+    profile: str | None = None
+    rounds: Annotated[int, Range(1, 10_000)] = 7
+    mib: Annotated[int, Range(1, 1024)] = 16
+    tolerance: Annotated[float, Range(0.0, 100.0)] = 0.1
+    link_tolerance: Annotated[float, Range(0.0, 0.99)] = 0.5
+    timeout_s: Annotated[float, Range(1.0, LONGEST_S)] = 120.0
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Options that must be the same on all ranks, so that they make the same calls."""
+        names = ("rounds", "mib", "tolerance", "link_tolerance", "profile")
+        return {flag(name): str(getattr(self, name)) for name in names}

@@ -1,19 +1,19 @@
-"""The options of `bascule calibrate`. Imports no torch, so that its help is instant."""
+"""Options of `bascule calibrate`. Imports no torch."""
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
 from bascule.errors import ConfigError
+from bascule.options import NewFile, Outputs, Range, RankOptions, flag
 from bascule.plan.calibration import TOKENS, least_points
-from bascule.plan.checks import MAX_RANKS, number, shown, whole
+from bascule.plan.checks import shown, whole
 from bascule.plan.machine import HardwareProfile
 
 _MOST_TOKENS = 2**24
-_MOST_WIDTH = 2**16
 
 _RANGE = re.compile("([0-9]{1,9}):([0-9]{1,9})")
 BY_DEVICE: dict[str, dict[str, Any]] = {
@@ -24,17 +24,16 @@ BY_DEVICE: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CalibrateOptions:
+class CalibrateOptions(Outputs, RankOptions):
     """Measure this machine, and save a profile that predictions are made from.
 
-    Starts local ranks; in a job, start it with torchrun. Exit status 0: saved; 1: a curve misses
-    its held-out points by too much and nothing was saved, or a rank failed; 2: a wrong option.
+    Starts local ranks, of which one alone measures no wires; in a job, start it with torchrun. Exit
+    status 0: saved; 1: a curve misses its held-out points by too much and nothing was saved, or a
+    rank failed; 2: a wrong option.
 
     Attributes:
         out: The profile, a JSON file.
         name: Of the profile; that of its file, if not given.
-        ranks: Local ranks to launch; as many as GPUs, else physical cores but two at least, if
-            not given. One rank measures no wires.
         module: A block of yours, package.module:function; the function gets a number of tokens,
             and gives a function or module and its input, or a tuple of inputs. By default the
             blocks of the packed MM-DiT.
@@ -50,51 +49,34 @@ class CalibrateOptions:
             tokens.
         base: File or name of the profile that has what is not measured here.
         limit: Of what held-out points are missed by in the median; 0.25 is 25 %.
-        report: Where to write a page with measured against predicted, .html.
-        json: Where to write the profile and what is refused of it, also if it is; - for standard
-            output, the table then goes to standard error.
-        timeout_s: Longest wait of a collective, in seconds.
     """
 
-    out: Path = Path("profile.json")
+    out: Annotated[Path, NewFile()] = Path("profile.json")
     name: str | None = None
-    ranks: int | None = None
     module: str | None = None
     lengths: str | None = None
-    points: int = 9
-    mib: int = 16
-    rounds: int = 9
-    d_model: int | None = None
-    num_heads: int | None = None
+    points: Annotated[int, Range(least_points(TOKENS), 100)] = 9
+    mib: Annotated[int, Range(1, 1024)] = 16
+    rounds: Annotated[int, Range(1, 10_000)] = 9
+    d_model: Annotated[int | None, Range(1, 2**16)] = None
+    num_heads: Annotated[int | None, Range(1, 2**16)] = None
     dtype: Literal["float32", "bfloat16", "float64"] | None = None
     kernel: str | None = None
-    sparse_tokens: int | None = None
+    sparse_tokens: Annotated[int | None, Range(1, _MOST_TOKENS)] = None
     base: str = "h100-datasheet"
-    limit: float = 0.25
-    report: Path | None = None
-    json: Path | None = None
-    timeout_s: float = 600.0
+    limit: Annotated[float, Range()] = 0.25
 
-    def check(self, world_size: int | None = None) -> None:
-        """Refuse values that are out of range, or do not fit the ranks of the job."""
-        check_ranks(self.ranks, world_size)
-        whole("--points", self.points, least_points(TOKENS), 100)
-        whole("--mib", self.mib, 1, 1024)
-        whole("--rounds", self.rounds, 1, 10_000)
-        for name, value, most in (
-            ("--d-model", self.d_model, _MOST_WIDTH),
-            ("--num-heads", self.num_heads, _MOST_WIDTH),
-            ("--sparse-tokens", self.sparse_tokens, _MOST_TOKENS),
-        ):
-            if value is not None:
-                whole(name, value, 1, most)
-        if self.sparse_tokens is not None and 1 in (self.ranks, world_size):
+    def check(self, num_ranks: int) -> None:
+        """Refuse options that do not fit each other, or the ranks.
+
+        Raises:
+            ConfigError: Names the options.
+        """
+        if self.sparse_tokens is not None and num_ranks == 1:
             raise ConfigError(
                 f"--sparse-tokens {self.sparse_tokens}: one rank has no meshes; give --ranks 2 or "
                 "more, or leave it out"
             )
-        number("--limit", self.limit)
-        number("--timeout-s", self.timeout_s, 1.0, 1e7)
         if self.module is not None and self.num_heads is not None:
             raise ConfigError(
                 f"--num-heads {self.num_heads} and --module {self.module}: the module has heads of "
@@ -137,17 +119,4 @@ class CalibrateOptions:
         """Options that must be the same on all ranks, so that they make the same calls."""
         own = ("out", "name", "report", "json", "base", "limit", "ranks", "timeout_s")
         names = [name for name in self.__dataclass_fields__ if name not in own]
-        return {f"--{name.replace('_', '-')}": str(getattr(self, name)) for name in names}
-
-
-def check_ranks(ranks: int | None, world_size: int | None) -> None:
-    """Refuse --ranks that cannot be started, or are not those of the job, if there is one yet."""
-    if ranks is not None:
-        whole("--ranks", ranks, 1, 256)
-        if world_size not in (None, ranks):
-            raise ConfigError(
-                f"--ranks {ranks}: the launcher of this job started {world_size} ranks; leave "
-                "--ranks out, it is for ranks that bascule starts"
-            )
-    if world_size is not None:
-        whole("WORLD_SIZE", world_size, 1, MAX_RANKS)
+        return {flag(name): str(getattr(self, name)) for name in names}
