@@ -78,7 +78,7 @@ def measured(
 
 def found(
     given: Measured, profile: HardwareProfile | None = None, tolerance: float = 0.1
-) -> tuple[Finding, ...]:
+) -> list[Finding]:
     return judge(given, tolerance, 0.5, profile)
 
 
@@ -151,7 +151,7 @@ def test_findings(
 
 
 def test_a_tolerance_that_is_kept() -> None:
-    assert found(measured(work_s=(1e-3, 1e-3, 1.3e-3, 1e-3)), tolerance=0.4) == ()
+    assert not found(measured(work_s=(1e-3, 1e-3, 1.3e-3, 1e-3)), tolerance=0.4)
 
 
 @pytest.mark.parametrize(("num_slow", "is_found"), [(5, False), (6, True)])

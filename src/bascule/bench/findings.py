@@ -5,7 +5,7 @@ Imports no torch. Shapes: N rounds, R ranks.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,10 @@ from bascule.plan.machine import HardwareProfile
 
 STORE, WORK, COLLECTIVE, LINK = "store", "work", "collective", "link"
 
-_SAME_VERSION = "install the same version everywhere"
+_SAME = "install the same version everywhere"
 _SAME_BUILD = "install the same build of torch everywhere"
 _ALIKE = {
-    "python": ("Python", _SAME_VERSION),
-    "torch": ("torch", _SAME_VERSION),
-    "bascule": ("bascule", _SAME_VERSION),
-    "numpy": ("numpy", _SAME_VERSION),
+    **{name.lower(): (name, _SAME) for name in ("Python", "torch", "bascule", "numpy")},
     "cuda": ("CUDA of torch", _SAME_BUILD),
     "nccl": ("NCCL", _SAME_BUILD),
     "backend": ("the back end", "see that every rank finds its GPU (CUDA_VISIBLE_DEVICES)"),
@@ -30,9 +27,6 @@ _ALIKE = {
     "timeout_s": ("the timeout in seconds", "give --timeout-s alike on all hosts"),
 }
 """By fact that ranks must share: its name, and what to do."""
-
-_RATES = {"matmul": "matmul_flops_per_s", "attention": "attention_flops_per_s"}
-"""By piece of work, the field of a profile."""
 
 _ADVICE = {
     "memory": "take devices of one kind, or set the memory limit of plans for the smallest",
@@ -108,6 +102,15 @@ class Measured:
         """Return whether the ends of a link are on one host."""
         return len({self.facts[rank]["host"] for rank in link.ends}) == 1
 
+    def where(self, link: Timing) -> str:
+        """Return the kind of a link."""
+        return "within a host" if self.is_near(link) else "between hosts"
+
+    def rate_of(self, link: Timing) -> str:
+        """Return ends and bandwidth of a link, for a sentence."""
+        ends = " and ".join(f"rank {rank} on {self.facts[rank]['host']}" for rank in link.ends)
+        return f"{ends} exchange {link.rate / 1e9:.3g} GB/s"
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -118,12 +121,16 @@ class Finding:
     text: str  # what is wrong, its value, the limit, and what to do
 
 
+Rule = Iterator[tuple[str, Iterable[int], str, str]]
+"""Of each violation: its kind in `_ADVICE`, the ranks, what is wrong, and the limit."""
+
+
 def judge(
     measured: Measured,
     tolerance: float,
     link_tolerance: float,
     profile: HardwareProfile | None = None,
-) -> tuple[Finding, ...]:
+) -> list[Finding]:
     """Return all findings. What is slower must be so in three quarters of the rounds.
 
     Args:
@@ -132,15 +139,25 @@ def judge(
         link_tolerance: By how much a link's bandwidth may be lower.
         profile: Rates that ranks and links must reach; None: they are compared with each other.
     """
-    return (
-        *differences(measured.facts),
-        *_memory(measured.facts),
-        *_slow_ranks(measured, 1.0 + tolerance),
-        *_slow_links(measured, 1.0 - link_tolerance),
-        *_below_profile(measured, tolerance, link_tolerance, profile),
-        *_store(measured),
-        *_timeout(measured),
+    rules = (
+        _memory(measured.facts),
+        _slow_ranks(measured, 1.0 + tolerance),
+        _slow_links(measured, 1.0 - link_tolerance),
+        () if profile is None else _below(measured, profile, 1.0 + tolerance, 1.0 - link_tolerance),
+        _store(measured),
+        _timeout(measured),
     )
+    return [
+        *differences(measured.facts),
+        *(
+            Finding(
+                kind.removeprefix("short ").removeprefix("long "),
+                tuple(ranks),
+                f"{what}; the limit is {limit}: {_ADVICE[kind]}",
+            )
+            for kind, ranks, what, limit in chain(*rules)
+        ),
+    ]
 
 
 def differences(facts: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
@@ -181,25 +198,15 @@ def to_median(seconds: Floats) -> Floats:
     return seconds / np.sort(seconds, axis=1)[:, middle : middle + 1]
 
 
-def _finding(kind: str, ranks: Iterable[int], what: str, limit: str) -> Finding:
-    return Finding(
-        "timeout" if kind.endswith("timeout") else kind,
-        tuple(ranks),
-        f"{what}; the limit is {limit}: {_ADVICE[kind]}",
-    )
-
-
-def _memory(facts: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+def _memory(facts: Sequence[Mapping[str, Any]]) -> Rule:
     sizes = {rank: one["memory_bytes"] for rank, one in enumerate(facts) if one["memory_bytes"]}
     limit = _MEMORY_SHARE * float(np.median(list(sizes.values()))) if sizes else 0.0
     if small := {rank: size for rank, size in sizes.items() if size < limit}:
         what = f"{named(small)}: {min(small.values()) / 1e9:.1f} GB of memory, and others have more"
-        yield _finding(
-            "memory", small, what, f"{limit / 1e9:.1f} GB ({_MEMORY_SHARE:.0%} of the median)"
-        )
+        yield "memory", small, what, f"{limit / 1e9:.1f} GB ({_MEMORY_SHARE:.0%} of the median)"
 
 
-def _slow_ranks(measured: Measured, limit: float) -> Iterator[Finding]:
+def _slow_ranks(measured: Measured, limit: float) -> Rule:
     for work in measured.of(WORK):
         is_slow = to_median(work.seconds) > limit
         for rank in _often(is_slow):
@@ -208,96 +215,73 @@ def _slow_ranks(measured: Measured, limit: float) -> Iterator[Finding]:
                 f"times as long as the median rank for the same {work.name}, and too long in "
                 f"{_rounds(is_slow[:, rank])}"
             )
-            yield _finding("slow rank", [rank], what, f"{limit:.2f}")
+            yield "slow rank", [rank], what, f"{limit:.2f}"
 
 
-def _slow_links(measured: Measured, limit: float) -> Iterator[Finding]:
+def _slow_links(measured: Measured, limit: float) -> Rule:
     """Compare links of one kind: those within a host, those between hosts."""
-    kinds: dict[tuple[str, bool], list[Timing]] = {}
+    kinds: dict[tuple[str, str], list[Timing]] = {}
     for link in measured.largest_links():
-        kinds.setdefault((link.on, measured.is_near(link)), []).append(link)
-    for (on, is_near), links in kinds.items():
+        kinds.setdefault((link.on, measured.where(link)), []).append(link)
+    for (on, where), links in kinds.items():
         shares = 1.0 / to_median(np.concatenate([link.seconds for link in links], axis=1))
         for place in _often(shares < limit):
-            link = links[place]
+            link, own = links[place], shares[:, place]
             what = (
-                f"{_ends(measured, link)} exchange {link.rate / 1e9:.3g} GB/s in messages of "
-                f"{link.size / 2**20:.3g} MiB on {on}, {np.median(shares[:, place]):.2f} times the "
-                f"median link {_kind(is_near)}, and too little in "
-                f"{_rounds(shares[:, place] < limit)}"
+                f"{measured.rate_of(link)} in messages of {link.size / 2**20:.3g} MiB on {on}, "
+                f"{np.median(own):.2f} times the median link {where}, and too little in "
+                f"{_rounds(own < limit)}"
             )
-            yield _finding("slow link", link.ends, what, f"{limit:.2f}")
+            yield "slow link", link.ends, what, f"{limit:.2f}"
 
 
-def _below_profile(
-    measured: Measured, tolerance: float, link_tolerance: float, profile: HardwareProfile | None
-) -> Iterator[Finding]:
-    if profile is None:
-        return
-
-    def of_profile(name: str) -> str:
-        rate = getattr(profile, name)
-        scale = 1e12 if "flops" in name else 1e9
-        source = f"{profile.device} ({profile.provenance_of(name)})"
-        return f"the profile of {source} has {rate / scale:.4g}"
-
+def _below(measured: Measured, profile: HardwareProfile, slower: float, share: float) -> Rule:
     for work in measured.of(WORK):
-        name = _RATES[work.name]
-        if (expected := getattr(profile, name)) is None:
+        expected = getattr(profile, f"{work.name}_flops_per_s")
+        if expected is None:
             continue
-        limit = expected / (1.0 + tolerance)
+        limit, source = expected / slower, profile.provenance_of(f"{work.name}_flops_per_s")
         if slow := _often(work.amount / work.seconds < limit):
-            rate = (work.amount / work.of_ranks[slow]).min()
-            what = f"{named(slow)}: {rate / 1e12:.4g} TFLOP/s in {work.name}, {of_profile(name)}"
-            yield _finding("profile", slow, what, f"{limit / 1e12:.4g}")
-    for link in measured.largest_links():
-        is_near = measured.is_near(link)
-        name = "intra_bytes_per_s" if is_near else "inter_bytes_per_s"
-        if (expected := getattr(profile, name)) is None or link.on != measured.of(WORK)[0].on:
-            continue
-        limit = (1.0 - link_tolerance) * expected
-        if _often(link.amount / link.seconds < limit):
             what = (
-                f"{_ends(measured, link)} exchange {link.rate / 1e9:.3g} GB/s {_kind(is_near)}, "
-                f"{of_profile(name)}"
+                f"{named(slow)}: {(work.amount / work.of_ranks[slow]).min() / 1e12:.4g} TFLOP/s in "
+                f"{work.name}, the profile of {profile.device} ({source}) has {expected / 1e12:.4g}"
             )
-            yield _finding("profile", link.ends, what, f"{limit / 1e9:.3g}")
+            yield "profile", slow, what, f"{limit / 1e12:.4g}"
+    for link in measured.largest_links():
+        name = "intra_bytes_per_s" if measured.is_near(link) else "inter_bytes_per_s"
+        expected = getattr(profile, name)
+        if expected is None or link.on != measured.of(WORK)[0].on:
+            continue
+        if _often(link.amount / link.seconds < share * expected):
+            what = (
+                f"{measured.rate_of(link)}, the profile of {profile.device} "
+                f"({profile.provenance_of(name)}) has {expected / 1e9:.3g} {measured.where(link)}"
+            )
+            yield "profile", link.ends, what, f"{share * expected / 1e9:.3g}"
 
 
-def _store(measured: Measured) -> Iterator[Finding]:
-    (store,) = measured.of(STORE)
-    if slow := np.flatnonzero(store.of_ranks > _STORE_LIMIT_S).tolist():
-        seconds = store.of_ranks.max()
-        what = f"{named(slow)}: a request to the store takes {seconds * 1e3:.1f} ms"
-        yield _finding("store", slow, what, f"{_STORE_LIMIT_S * 1e3:g} ms")
+def _store(measured: Measured) -> Rule:
+    seconds = measured.of(STORE)[0].of_ranks
+    if slow := np.flatnonzero(seconds > _STORE_LIMIT_S).tolist():
+        what = f"{named(slow)}: a request to the store takes {seconds.max() * 1e3:.1f} ms"
+        yield "store", slow, what, f"{_STORE_LIMIT_S * 1e3:g} ms"
 
 
-def _timeout(measured: Measured) -> Iterator[Finding]:
+def _timeout(measured: Measured) -> Rule:
     """A hang must show on the same day, and a slow call must not count as one."""
     timeouts = [one["timeout_s"] for one in measured.facts if one["timeout_s"] is not None]
     if not timeouts:
         return
     calls, ranks = [*measured.of(STORE), *measured.of(COLLECTIVE)], range(len(measured.facts))
     slowest = max(calls, key=lambda call: call.of_slowest)
-    least, shortest, longest = _CALLS_IN_TIMEOUT * slowest.of_slowest, min(timeouts), max(timeouts)
-    if shortest < least:
-        what = (
-            f"the timeout of {shortest:g} s is short: {slowest.name} alone takes "
-            f"{slowest.of_slowest:.3g} s here"
-        )
-        limit = f"{least:.3g} s, {_CALLS_IN_TIMEOUT} times that"
-        yield _finding("short timeout", ranks, what, limit)
+    seconds, shortest, longest = slowest.of_slowest, min(timeouts), max(timeouts)
+    if shortest < _CALLS_IN_TIMEOUT * seconds:
+        what = f"the timeout of {shortest:g} s is short: {slowest.name} alone takes {seconds:.3g} s"
+        limit = f"{_CALLS_IN_TIMEOUT * seconds:.3g} s, {_CALLS_IN_TIMEOUT} times that"
+        yield "short timeout", ranks, what, limit
     if longest > _LONGEST_TIMEOUT_S:
         what = f"the timeout of {longest:g} s is long: a rank that hangs holds all others so long"
-        yield _finding("long timeout", ranks, what, f"{_LONGEST_TIMEOUT_S:g} s")
-
-
-def _ends(measured: Measured, link: Timing) -> str:
-    return " and ".join(f"rank {rank} on {measured.facts[rank]['host']}" for rank in link.ends)
-
-
-def _kind(is_near: bool) -> str:
-    return "within a host" if is_near else "between hosts"
+        yield "long timeout", ranks, what, f"{_LONGEST_TIMEOUT_S:g} s"
 
 
 def _often(is_slow: Bools) -> list[int]:
