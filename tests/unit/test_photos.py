@@ -52,22 +52,13 @@ def album(folder: Path, count: int) -> Path:
     return folder
 
 
-def test_a_photo_becomes_its_patches(tmp_path: Path) -> None:
-    pixels = save(tmp_path, "a.png", 64, 48)
-    batch = only(tmp_path)
-    assert batch.image.shape == (12, 768)
-    assert batch.image.dtype == torch.float32
-    assert batch.image.min() >= -1
-    assert batch.image.max() <= 1
-    assert batch.seq_lens == batch.image_lens == [12]
-    assert np.array_equal(unpatchify(batch), pixels)
-
-
 @pytest.mark.parametrize("patch", [8, 16])
-def test_a_photo_is_cropped_around_its_centre(tmp_path: Path, patch: int) -> None:
+def test_a_photo_becomes_its_patches_around_its_centre(tmp_path: Path, patch: int) -> None:
     pixels = save(tmp_path, "a.png", 37, 51)
     batch = only(tmp_path, patch=patch)
     assert np.array_equal(unpatchify(batch, patch), pixels[1:49, 2:34])
+    assert batch.image.dtype == torch.float32 and batch.image.abs().max() <= 1
+    assert batch.seq_lens == batch.image_lens == [2 * 3 * (16 // patch) ** 2]
 
 
 @pytest.mark.parametrize(
@@ -224,20 +215,23 @@ def test_captions(tmp_path: Path) -> None:
     assert torch.equal(again._embedding, table)  # pyright: ignore[reportPrivateUsage]
 
 
-def test_a_long_caption_is_cut(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("caption", "options", "num_tokens"),
+    [
+        (b"x" * 2000, {}, 512),
+        (b"x" * 2000, {"max_text_tokens": 0}, 0),
+        ("é".encode("latin-1"), {}, 1),  # another encoding is bytes
+    ],
+)
+def test_long_and_odd_captions(
+    tmp_path: Path, caption: bytes, options: dict[str, Any], num_tokens: int
+) -> None:
     save(tmp_path, "a.png")
-    (tmp_path / "a.txt").write_text("x" * 2000)
-    assert only(tmp_path).seq_lens == [4 + 512]
-    assert only(tmp_path, max_text_tokens=0).seq_lens == [4]
+    (tmp_path / "a.txt").write_bytes(caption)
+    assert only(tmp_path, **options).seq_lens == [4 + num_tokens]
 
 
-def test_a_caption_in_another_encoding_is_bytes(tmp_path: Path) -> None:
-    save(tmp_path, "a.png")
-    (tmp_path / "a.txt").write_bytes("é".encode("latin-1"))
-    assert only(tmp_path).seq_lens == [5]
-
-
-def test_captions_of_missing_photos_are_told(
+def test_captions_of_missing_photos_are_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(tmp_path, "a.png")
@@ -246,21 +240,15 @@ def test_captions_of_missing_photos_are_told(
     assert "names 1 missing photos: b.png" in caplog.text
 
 
-def test_every_photo_comes_once_per_epoch(tmp_path: Path) -> None:
-    album(tmp_path, 7)
-    source = PhotoStream(tmp_path, 3)
+def test_every_photo_comes_once_per_epoch_whatever_the_batch(tmp_path: Path) -> None:
+    source = PhotoStream(album(tmp_path, 7), 3)
     drawn = [photo.path.name for photo in source._draw(range(21))]  # pyright: ignore[reportPrivateUsage]
     epochs = [drawn[0:7], drawn[7:14], drawn[14:21]]
     assert all(tuple(sorted(epoch)) == source.files for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 1
     orders = [PhotoStream(tmp_path, 3, seed=seed).samples(range(21)).image for seed in (0, 0, 1)]
     assert torch.equal(orders[0], orders[1]) and not torch.equal(orders[0][:99], orders[2][:99])
-
-
-def test_a_global_batch_above_the_number_of_photos_repeats_them(tmp_path: Path) -> None:
-    batch = PhotoStream(album(tmp_path, 2), 5).batch(3)
-    assert len(batch.seq_lens) == 5
-    assert batch.sample_ids.tolist() == [15, 16, 17, 18, 19]
+    assert PhotoStream(tmp_path, 15).batch(3).sample_ids.tolist() == list(range(45, 60))
 
 
 def test_ranks_share_one_global_batch(tmp_path: Path) -> None:
@@ -284,15 +272,11 @@ def test_ranks_share_one_global_batch(tmp_path: Path) -> None:
             assert torch.equal(times, flow_timesteps(one, seed=1))
 
 
-def test_the_cache_changes_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cache_bytes", [0, 4 * 768])
+def test_the_cache_changes_nothing(tmp_path: Path, cache_bytes: int) -> None:
     album(tmp_path, 5)
-    cached = PhotoStream(tmp_path, 5)
-    uncached = PhotoStream(tmp_path, 5, options=PhotoOptions(cache_bytes=0))
-    assert torch.equal(cached.batch(1).image, uncached.batch(1).image)
-    assert len(cached._cache) == 5  # pyright: ignore[reportPrivateUsage]
-    assert not uncached._cache  # pyright: ignore[reportPrivateUsage]
-    some = PhotoStream(tmp_path, 5, options=PhotoOptions(cache_bytes=4 * 768))
-    assert sum(t.nbytes for t in some._cache.values()) <= 4 * 768  # pyright: ignore[reportPrivateUsage]
+    other = PhotoStream(tmp_path, 5, options=PhotoOptions(cache_bytes=cache_bytes))
+    assert torch.equal(PhotoStream(tmp_path, 5).batch(1).image, other.batch(1).image)
 
 
 def test_a_photo_that_changes_or_goes_later_is_named(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
 # What is mutated has no type.
 
-import copy
 import gzip
 import json
 import random
@@ -17,50 +16,15 @@ from bascule.errors import ConfigError, PlanError
 from bascule.workload.traces import balancing_worth, read_traces, step_parts, write_steps
 from bascule.workload.traces.steps import segments_of
 from bascule.workload.traces.worth import RunLengths, lengths_of, read_lens
+from tests.helpers import mutations
 from tests.helpers.trace_cases import Run
 
 NUM_CASES = 1000
-NUMBERS: list[Any] = [0, -1, 1, 1.5, -0.0, 1e300, float("nan"), float("inf"), 2**63, 10**400]
-NAMES: list[Any] = ["", "0", "ProfilerStep#6", "ProfilerStep#999999999999999", "gloo:all_reduce"]
+NAMES = ("", "0", "ProfilerStep#6", "ProfilerStep#999999999999999", "gloo:all_reduce")
 LENGTHS = "bascule::lens [9,9]", "bascule::step lens/9 [9]", "bascule::lens [99999999999999999]"
-NESTS: list[Any] = [None, True, [], [0], {}, {"rank": 1}, {"a": [{}]}, "\ud800 \0\n" * 50]
-VALUES: list[Any] = [*NUMBERS, *NAMES, *LENGTHS, *NESTS]
+VALUES = [*mutations.VALUES, *NAMES, *LENGTHS]
 OWN = ((0.1, 0.3), (0.3, 0.1), (0.2, 0.25), (0.1, 0.2))
 LENS = [[[100], [300]], [[300, 10], [90]], [[200], [250]], [[50, 50], [200]]]
-
-
-def spots(value: Any) -> list[tuple[Any, Any]]:
-    """Every place in some JSON that can be changed: its container and its key."""
-    found: list[tuple[Any, Any]] = []
-    todo = [value]
-    while todo:
-        one = todo.pop()
-        keys = list(one) if isinstance(one, dict) else list(range(len(one)))
-        for key in keys:
-            found.append((one, key))
-            if isinstance(one[key], dict | list):
-                todo.append(one[key])
-    return found
-
-
-def mutated(chance: random.Random, value: Any) -> Any:
-    """Some places changed, taken away, doubled or scaled."""
-    value = copy.deepcopy(value)
-    for _ in range(chance.choice((1, 1, 2, 5))):
-        places = spots(value)
-        if not places:
-            break
-        holder, key = chance.choice(places)
-        old, way = holder[key], chance.randrange(5)
-        if way == 0:
-            del holder[key]
-        elif way == 1 and isinstance(holder, list):
-            holder.insert(chance.randrange(len(holder) + 1), copy.deepcopy(old))
-        elif way == 2 and isinstance(old, int | float) and not isinstance(old, bool):
-            holder[key] = old * chance.choice((-1, 0, 1e-9, 1e9, 2))
-        else:
-            holder[key] = copy.deepcopy(chance.choice(VALUES))
-    return value
 
 
 def damaged(chance: random.Random, content: bytes) -> bytes:
@@ -79,7 +43,7 @@ def write_case(rng: random.Random, folder: Path) -> str:
     way = rng.choice(("values", "values", "values", "bytes", "packed", "files", "lens"))
     if way == "values":
         victim = rng.randrange(2)
-        traces[victim] = mutated(rng, traces[victim])
+        traces[victim] = mutations.mutated(rng, traces[victim], VALUES)
     for rank, trace in enumerate(traces):
         content = json.dumps(trace).encode()
         name = f"rank{rank}.json"
@@ -94,7 +58,9 @@ def write_case(rng: random.Random, folder: Path) -> str:
             name = rng.choice(("rank1.json", "rank7.json", "x.json", "rank0.txt"))
         (folder / name).write_bytes(content)
     rows = [{"step": 5 + s, "rank": r, "lens": LENS[s][r]} for s in range(4) for r in range(2)]
-    listed = "\n".join(map(json.dumps, mutated(rng, rows) if way == "lens" else rows))
+    listed = "\n".join(
+        map(json.dumps, mutations.mutated(rng, rows, VALUES) if way == "lens" else rows)
+    )
     content = listed.encode("utf-8", "surrogatepass")
     (folder / "lens.jsonl").write_bytes(damaged(rng, content) if rng.random() < 0.1 else content)
     return way
