@@ -182,7 +182,7 @@ def test_the_command_in_a_job(tmp_path: Path) -> None:
     done = job("--json", str(path))
     report = json.loads(path.read_text())
     assert done.returncode == bool(report["findings"]), done.stderr
-    assert "2 ranks" in done.stdout and "all-to-all" in done.stdout and "neighbours" in done.stdout
+    assert "2 ranks" in done.stdout and "all-to-all" in done.stdout and "Neighbours" in done.stdout
     assert ("nothing was found" in done.stdout) == (not report["findings"])
 
 

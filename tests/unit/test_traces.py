@@ -138,34 +138,26 @@ def test_steps_by_bascules_ranges_and_by_the_optimizer(tmp_path: Path) -> None:
         close(parts.seconds[:, 0], seconds)
 
 
-def test_a_rank_in_the_name_of_a_file_and_missing_ranks(tmp_path: Path) -> None:
-    run = Run(OWN)
-    for rank in (0, 2):
-        trace = run.trace(rank)
-        if rank == 2:
-            del trace["distributedInfo"]
-        (tmp_path / f"trace_rank{rank}.json").write_text(json.dumps(trace))
-    parts = parts_of(tmp_path)
-    assert parts.ranks.tolist() == [0, 2]
-    assert parts.notes == ("1 of 3 ranks has no trace (1): the slowest may be among them",)
-
-
 def test_nothing_is_told_that_needs_the_traces_of_missing_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "traces"
+    folder, run_of_three = tmp_path / "traces", Run(OWN)
     folder.mkdir()
     for rank in (0, 2):
-        (folder / f"rank{rank}.json").write_text(json.dumps(Run(OWN).trace(rank)))
+        trace = run_of_three.trace(rank)
+        if rank == 2:
+            del trace["distributedInfo"]  # the name of the file has its rank
+        (folder / f"trace_rank{rank}.json").write_text(json.dumps(trace))
     parts = parts_of(folder)
+    assert parts.ranks.tolist() == [0, 2]
+    assert parts.notes == ("1 of 3 ranks has no trace (1): the slowest may be among them",)
     assert (parts.num_missing, parts.imbalance, parts.waited) == (1, None, None)
     page, numbers = tmp_path / "page.html", tmp_path / "numbers.json"
-    status, out, _ = run(
-        capsys, "trace", str(folder), "--json", str(numbers), "--report", str(page)
-    )
+    files = "--json", str(numbers), "--report", str(page)
+    status, out, _ = run(capsys, "trace", str(folder), *files)
     assert status == 0 and "1 rank has no trace" in out
-    assert re.search(r"compute, max / mean +not known", out)
-    assert 'data-key="imbalance">not known' in page.read_text()
+    for text in (out, page.read_text()):
+        assert "max/mean compute" not in text and "compute, max / mean" not in text
     data = json.loads(numbers.read_text())
     for name in ("imbalance", "waiting", "slowest", "slowest_rank", "worth"):
         assert data[name] is None, name

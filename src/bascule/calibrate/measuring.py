@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import blake2b
 
 import numpy as np
 import torch
@@ -35,7 +36,6 @@ from bascule.calibrate.timed import (
     time_round,
 )
 from bascule.comm.agree import agree
-from bascule.comm.collectives import all_gather
 from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup, member_of, resolve
 from bascule.comm.mesh import RING_AXIS, ULYSSES_AXIS, mesh_of_all
@@ -86,9 +86,11 @@ def measure(
         probes = _passes(options, device)
     except Exception as met:  # whatever it is, the others must not wait
         error = met
-    agree(group, options.settings, error, what="bascule calibrate")
+    host = np.frombuffer(blake2b(socket.gethostname().encode(), digest_size=8).digest(), np.int64)
+    what = "bascule calibrate"
+    rows = agree(group, options.settings, error, what=what, values=host, capacity=1)
+    hosts = [int(row[0]) for row in rows]
     with shared("bascule calibrate"):
-        hosts = _hosts(group)
         probes += [*_messages(group, hosts, options, device), *_attention(group, options, device)]
         time_round(group, device, probes)  # makes connections, memory and kernels ready
         advance()
@@ -170,57 +172,38 @@ def _passes(options: CalibrateOptions, device: torch.device) -> list[Probe]:
 
 
 def _passes_of(calls: list[BlockCall], pack: list[int], on: str) -> list[Probe]:
-    size = on, pack[0], float(len(calls) * len(pack))
-    forward = partial(_run, [call.forward for call in calls])
-    recompute = partial(_run, [call.recompute for call in calls])
+    def run(functions: Sequence[Callable[[], object]]) -> None:
+        for function in functions:
+            function()
+
+    forward = partial(run, [call.forward for call in calls])
+    probe = Probe(PASS, FORWARD, on, pack[0], float(len(calls) * len(pack)), forward)
     return [
-        Probe(PASS, FORWARD, *size, forward),
-        Probe(PASS, RECOMPUTE, *size, recompute),
-        Probe(
-            *(PASS, BACKWARD, *size, forward),
-            prepare=lambda: partial(_run, [call.backward() for call in calls]),
+        probe,
+        replace(probe, name=RECOMPUTE, run=partial(run, [call.recompute for call in calls])),
+        replace(
+            probe, name=BACKWARD, prepare=lambda: partial(run, [call.backward() for call in calls])
         ),
     ]
 
 
-def _run(functions: Sequence[Callable[[], object]]) -> None:
-    for function in functions:
-        function()
-
-
-def _hosts(group: RankGroup) -> list[str]:
-    """Return the (N,) names of the machines of the ranks. One all-gather."""
-    name = socket.gethostname().encode()[:64].ljust(64, b"\0")
-    own = torch.frombuffer(bytearray(name), dtype=torch.uint8)
-    names = all_gather(group, "all_gather (calibrate, hosts)", own)
-    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in names]
-
-
 def _messages(
-    group: RankGroup, hosts: list[str], options: CalibrateOptions, device: torch.device
+    group: RankGroup, hosts: list[int], options: CalibrateOptions, device: torch.device
 ) -> list[Probe]:
     """Make probes of collectives among the ranks of each host, and among one rank of each."""
-    places = {
-        host: [place for place in range(group.size) if hosts[place] == host]
-        for host in dict.fromkeys(hosts)
-    }
-    own, counts = places[hosts[group.rank]], {len(some) for some in places.values()}
-    probes: list[Probe] = []
+    places = [[p for p in range(group.size) if hosts[p] == host] for host in dict.fromkeys(hosts)]
+    local = next(some for some in places if group.rank in some)
+    counts, groups = {len(some) for some in places}, dict[str, RankGroup]()
     if min(counts) > 1:
-        probes += _of_group(group.part(own, "calibrate in a node"), options, device)
+        groups[""] = group.part(local, "calibrate in a node")
     if len(places) > 1 and len(counts) == 1:
-        mine = own.index(group.rank)
-        far = group.part([some[mine] for some in places.values()], "calibrate between nodes")
-        between = _of_group(far, options, device)
-        probes += [replace(probe, name=probe.name + BETWEEN_NODES) for probe in between]
-    return probes
-
-
-def _of_group(group: RankGroup, options: CalibrateOptions, device: torch.device) -> list[Probe]:
+        mine = local.index(group.rank)
+        groups[BETWEEN_NODES] = group.part([some[mine] for some in places], "between nodes")
     return [
-        probe
+        replace(probe, name=probe.name + where)
+        for where, ranks in groups.items()
         for size in options.message_bytes()
-        for probe in collectives(group, device, size)
+        for probe in collectives(ranks, device, size)
         if probe.name != ALL_REDUCE
     ]
 

@@ -4,10 +4,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from bascule.bench.options import BenchOptions
-from bascule.cli.command import on_ranks, progress, publish, quietly, saved, write
 from bascule.errors import ConfigError
-from bascule.report.measured import of_bench
-from bascule.report.step_picture import draw_stages
 
 if TYPE_CHECKING:
     import torch
@@ -15,6 +12,9 @@ if TYPE_CHECKING:
 
 def run(options: BenchOptions, arguments: list[str]) -> int | None:
     """Train both ways, compare, and write the numbers of the run and of its steps."""
+    from bascule.cli.command import on_ranks, progress, publish, quietly, saved, write
+    from bascule.report.measured import of_bench
+    from bascule.report.step_picture import draw_stages
 
     def compare(device: "torch.device") -> dict[str, Any]:
         from bascule.bench.comparison import Comparison, median_step, summarize

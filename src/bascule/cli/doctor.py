@@ -3,9 +3,6 @@
 from typing import TYPE_CHECKING, Any
 
 from bascule.bench.options import DoctorOptions
-from bascule.cli.command import on_ranks, progress, publish
-from bascule.plan.machine import HardwareProfile
-from bascule.report.measured import of_doctor
 
 if TYPE_CHECKING:
     import torch
@@ -13,6 +10,9 @@ if TYPE_CHECKING:
 
 def run(options: DoctorOptions, arguments: list[str]) -> int | None:
     """Check the ranks; return 1 if something was found."""
+    from bascule.cli.command import on_ranks, progress, publish
+    from bascule.plan.machine import HardwareProfile
+    from bascule.report.measured import of_doctor
 
     def check(device: "torch.device") -> dict[str, Any]:
         from bascule.bench.doctor import check_up
