@@ -68,21 +68,6 @@ def launch(num_ranks: int, arguments: list[str]) -> None:
         raise kind(f"rank {rank} failed with exit code {failure.exitcode}") from error
 
 
-def default_num_ranks() -> int:
-    """Return `num_ranks_here` by default, for commands that do not use `on_ranks` yet."""
-    return num_ranks_here(None)
-
-
-def report_of_ranks(num_ranks: int | None, arguments: list[str]) -> str:
-    """Return `result_of_ranks`, for commands that do not use `on_ranks` yet."""
-    return result_of_ranks(num_ranks_here(num_ranks), arguments)
-
-
-def is_waited_for() -> bool:
-    """Return whether our launcher waits for the result, for commands without `on_ranks`."""
-    return _RESULT_TO in os.environ
-
-
 def result_of_ranks(num_ranks: int, arguments: list[str]) -> str:
     """Launch local ranks, and return what the first of them hands over."""
     with tempfile.TemporaryDirectory() as folder:
