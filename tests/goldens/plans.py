@@ -73,7 +73,7 @@ def _cases() -> Iterator[tuple[str, Callable[[], Any]]]:
             topology = Topology.parse(spec)
             home = np.repeat(topology.bag_of_rank, [len(rank) for rank in batch])
             for tolerance in (0.0, 0.01):
-                options = {"sizes": lens, "home": home, "locality_tolerance": tolerance}
+                options = {"sizes": lens, "location": home, "locality_tolerance": tolerance}
                 yield "home", _assigned(lens, topology.bag_sizes, **options)
     for batch in many:
         yield "kinds", _planned(batch, "g1n8+g8n3", cluster=_cluster(16))

@@ -281,5 +281,5 @@ def test_no_centre_costs_codes(rows: Tensor, fmt: Format) -> None:
         allowed.append((peak * bound(unit, fmt) + rounding).norm(order, dim=-1))
     # Where the sum of a row's squares leaves float32, it is not known which is smaller.
     is_known = exact.square().sum(-1).float().isfinite() | (order == math.inf)
-    most = torch.where(is_known, torch.minimum(*allowed), torch.maximum(*allowed))
+    most = torch.where(is_known, torch.fmin(*allowed), torch.fmax(*allowed))
     assert ((found - exact).norm(order, dim=-1) <= most).all()

@@ -498,14 +498,12 @@ def test_a_picture_shows_the_study() -> None:
     told = [x.degrees for run_of in found.runs for x in run_of.choices]
     assert names == ["U{}R{}".format(*mesh) for mesh in told] == ["U1R4"] * 6
     assert len(lines) == 2 * 2 * 3
-    by_tolerance, by_reward = lines[:6], lines[6:]
     for place, mesh in enumerate(setting.meshes):
-        kept, plans = by_tolerance[2 * place : 2 * place + 2]
+        kept, plans, even, moved = lines[4 * place : 4 * place + 4]
         reuses = [found.runs[0].reuses[mesh, x] for x in (0.0, TOLERANCE, 0.1)]
         assert kept.x == (0.0, TOLERANCE, 0.1) and kept.yaxis != plans.yaxis
         assert kept.y == pytest.approx([np.mean(x.imbalances) for x in reuses])
         assert plans.y == tuple(x.state.num_planned for x in reuses)
-        even, moved = by_reward[2 * place : 2 * place + 2]
         assert even.x == moved.x == rewards
         plans = [
             replace(setting, reward=reward).plan("paper", steps[0], mesh) for reward in rewards
