@@ -25,16 +25,15 @@ from bascule.plan.prices import RankState
 from bascule.plan.sequences import Batch, Sequences
 from bascule.plan.step import Sync
 from bascule.plan.topology import Topology
-from bascule.planning import Asked, PlanFuture, Planned, Planning, checked
+from bascule.planning import PlanFuture, Planned, Planning, PlanRequest, checked
 from bascule.step import Step as Step
 
 
 class SequenceParallel:
-    """Balances sequences over the ranks of a group; the process groups are made here, once.
+    """A group of ranks that balance their sequences.
 
-    They live until `destroy_process_group`: torch cannot make a group again after destroying it.
-    Every rank of the group constructs it at the same point, with the same arguments; what differs
-    becomes the same CommError on all ranks.
+    Every rank of the group constructs it at the same point, with the same arguments; a difference
+    is the same CommError on all ranks. Its process groups live until `destroy_process_group`.
 
     Args:
         mesh_or_group: A one-axis DeviceMesh, a process group, or None for the default group.
@@ -42,21 +41,17 @@ class SequenceParallel:
             chooses bags for every step and needs a cluster.
         cost: Predicts the cost of a sequence from its tokens.
         limits: Hard limits per rank.
-        cluster: See `plan_batch`: prices wires, and says which ranks share a node.
-        plan_group: A gloo group of the same ranks for the lengths, so that planning never waits for
-            the device; made here if None.
+        cluster: See `plan_batch`: prices wires, and tells which ranks share a node.
+        plan_group: A gloo group of the same ranks for the lengths: planning never waits for the
+            device. Default: a new one.
         timeout_s: Longest wait of a collective, in seconds.
         planner: See `plan_batch`.
         locality_tolerance: See `plan_batch`.
         kernel: Name of the attention kernel. Default: the fastest for device and dtype.
         device: Where the tensors are. Default: the mesh's, or the group's back end's.
         data_group: The ranks whose gradients are put together, for `step.mean`. Default: the group.
-        gradients: How the trainer puts the gradients of ranks together: "mean" (FSDP, DDP) or
-            "sum" (torchtitan, and FSDP2 with `set_gradient_divide_factor(1.0)`).
-
-    Raises:
-        ConfigError: An argument is wrong here. RemoteConfigError: on another rank.
-        CommError: Ranks disagree, or one is gone.
+        gradients: The trainer's reduction of gradients over ranks: "mean" (FSDP, DDP) or "sum"
+            (torchtitan, and FSDP2 with `set_gradient_divide_factor(1.0)`).
     """
 
     @shared("construction of a SequenceParallel")
@@ -114,8 +109,8 @@ class SequenceParallel:
             if cluster is not None:
                 cluster.check_world(len(ranks))
             settings = self._set_up()[1]
-        except Exception as met:  # whatever it is, the others must not wait
-            error = met
+        except Exception as failure:  # the other ranks must not wait
+            error = failure
         agree(self._planning.group, settings, error, what="construction")
         made = self._make(ranks, "exchange", backend=dist.get_backend(group))
         self.group = replace(made, control=self._planning.group)
@@ -148,8 +143,8 @@ class SequenceParallel:
             CommError: Ranks disagree about anything that a plan depends on, or one is gone.
             PlanError: The limits cannot be met (on all ranks).
         """
-        asked = self._asked([local_seq_lens], "microbatch", initial_loads=initial_loads)
-        return self._plan_now(asked)[0]
+        request = self._request([local_seq_lens], "microbatch", initial_loads=initial_loads)
+        return self._plan_now(request)[0]
 
     def plan_step(
         self,
@@ -161,41 +156,31 @@ class SequenceParallel:
         """Plan all microbatches of an optimizer step from one fixed-size gather, on the host.
 
         Args:
-            microbatches: Of each, the tokens of each sequence that this rank loaded; as many
-                microbatches on all ranks.
-            sync: What ranks wait for, as for `bascule.plan.plan_step`; see `training.sync_of`.
-            mixes: Whether sequences may change microbatch: then `Step.sources` says which of this
-                rank's each step routes, in that order.
+            microbatches: Tokens of each sequence that this rank loaded, by microbatch; all ranks
+                have as many microbatches.
+            sync: The point where ranks wait, as for `bascule.plan.plan_step`; see
+                `bascule.train.sync_of`.
+            mixes: True lets sequences change microbatch: `Step.sources` then lists those that each
+                step of this rank routes, in that order.
 
         Returns:
             A frozen step for each microbatch, in their order.
-
-        Raises:
-            As `plan`; CommError: ranks give unlike numbers of microbatches, or of `sync`.
         """
-        return self._plan_now(self._asked(microbatches, sync, mixes=mixes))
+        return self._plan_now(self._request(microbatches, sync, mixes=mixes))
 
     def set_speeds(self, speeds: npt.ArrayLike | None) -> None:
-        """Plan from now on for ranks that are not alike: who is slow gets less.
-
-        Speeds must be the same on all ranks: else the next plan ends with a CommError.
+        """Plan later steps for ranks of these speeds: a slow one gets less.
 
         Args:
-            speeds: (ranks,) of each rank, as `training.measure_speeds` gives them; None: all alike.
-
-        Raises:
-            ConfigError: There is not one legal speed a rank.
+            speeds: (ranks,) as `bascule.train.measure_speeds` returns them, the same on all ranks.
+                None: all alike.
         """
         state = RankState.of(self._planning.group.size, speeds=speeds)
         self._speeds = None if speeds is None else tuple(state.speeds.tolist())
 
     def fail(self, error: Exception) -> None:
-        """Take part in the gather of `plan` in its place, to say that this rank cannot go on.
-
-        Raises:
-            CommError: Always, on all ranks, with this error's text.
-        """
-        self._plan_now(self._asked([], "microbatch", error))
+        """Raise this error as a CommError on all ranks; call it in place of `plan`."""
+        self._plan_now(self._request([], "microbatch", error))
 
     def plan_async(
         self,
@@ -214,31 +199,33 @@ class SequenceParallel:
         """
         if self._ahead is None:
             self._ahead = Planning(self._make(self._planning.group.ranks, "ahead", backend="gloo"))
-        ahead, asked = self._ahead, self._asked(microbatches, sync, mixes=mixes)
+        ahead, request = self._ahead, self._request(microbatches, sync, mixes=mixes)
         self._latest = PlanFuture(
-            lambda: ahead.now(asked),
-            lambda plans: self._steps(asked, plans),
-            asked.where,
+            lambda: ahead.now(request),
+            lambda plans: self._steps(request, plans),
+            request.where,
             self._latest,
         )
         return self._latest
 
-    def _plan_now(self, asked: Asked) -> tuple["Step", ...]:
+    def _plan_now(self, request: PlanRequest) -> tuple["Step", ...]:
         try:
-            plans = self._planning.now(asked)
+            plans = self._planning.now(request)
         except BaseException:
-            self._num_plans = asked.number  # the same on all ranks, whatever each of them asked for
+            self._num_plans = (
+                request.number
+            )  # the same on all ranks, whatever each of them requested
             raise
-        return self._steps(asked, plans)
+        return self._steps(request, plans)
 
-    def _steps(self, asked: Asked, plans: Sequence[Planned]) -> tuple["Step", ...]:
-        numbered = enumerate(plans, asked.number)
-        assert asked.setup is not None  # there are plans
-        steps = tuple(Step(self, planned, number, asked.setup) for number, planned in numbered)
+    def _steps(self, request: PlanRequest, plans: Sequence[Planned]) -> tuple["Step", ...]:
+        numbered = enumerate(plans, request.number)
+        assert request.setup is not None  # there are plans
+        steps = tuple(Step(self, planned, number, request.setup) for number, planned in numbered)
         self._recent = *self._recent[-1:], steps
         return steps
 
-    def _asked(
+    def _request(
         self,
         microbatches: Iterable[npt.ArrayLike | Sequences],
         sync: Sync,
@@ -246,8 +233,8 @@ class SequenceParallel:
         *,
         mixes: bool = False,
         initial_loads: npt.ArrayLike | None = None,
-    ) -> Asked:
-        """Collect what this rank brings to its next plan; an error is raised where ranks agree."""
+    ) -> PlanRequest:
+        """Return this rank's lengths for the next plan, with an error for all ranks to raise."""
         number, batches, loaded = self._num_plans + 1, list[Batch](), microbatches
         setup, settings, carried = None, dict[str, str](), None
         try:
@@ -259,10 +246,10 @@ class SequenceParallel:
                 batches = checked(loaded, sync)
             if initial_loads is not None:
                 carried = RankState.of(self.group.size, initial_loads).carried
-        except Exception as met:  # whatever it is, the others must not wait
-            error = error or met
-        except BaseException as met:  # as that of a user who interrupts
-            leave(met, f"step {number}: plan")
+        except Exception as failure:  # the other ranks must not wait
+            error = error or failure
+        except BaseException as interrupt:
+            leave(interrupt, f"step {number}: plan")
             raise
         self._num_plans += max(1, len(loaded) if isinstance(loaded, Sized) else 1)
         settings = {
@@ -270,10 +257,10 @@ class SequenceParallel:
             "microbatches": f"{len(batches)}, sync={sync}, mixes={mixes}",
             "initial_loads": str(None if carried is None else carried.tolist()),
         }
-        return Asked(number, batches, sync, bool(mixes), setup, carried, settings, error)
+        return PlanRequest(number, batches, sync, bool(mixes), setup, carried, settings, error)
 
     def _set_up(self) -> tuple[PlanSetup, dict[str, str]]:
-        """Return the setup, and all that must be the same on all ranks; made when it changes."""
+        """Return the setup, and the settings that must be the same on all ranks."""
         used = (
             self.topology,
             self.cost,

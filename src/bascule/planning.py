@@ -1,8 +1,7 @@
-"""Plans of ranks: one gather of what each brings, then the same decision on all; now, or behind.
+"""Plans of ranks: one gather of all sequences, then the same decision on every rank.
 
-A thread of its own makes a plan behind the current step, over a group of its own, and begins when
-the one before it is done. So its gathers come in one order on all ranks, and the thread that trains
-never takes part in them.
+A plan behind the current step is made by a thread, over another group, after the plan before it. So
+gathers come in one order on all ranks.
 """
 
 import re
@@ -32,8 +31,8 @@ _FIRST_CAPACITY = 68  # numbers in the first gather: four of a microbatch, and o
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """Contribution of a rank to a plan, frozen when the rank asks for the plan."""
+class PlanRequest:
+    """A rank's sequences and settings for a plan."""
 
     number: int  # of the first step planned
     batches: Sequence[Batch]  # its sequences, for each microbatch
@@ -65,52 +64,49 @@ class Planning:
         self.group = group
         self._capacity = _FIRST_CAPACITY
 
-    def now(self, asked: Asked) -> tuple[Planned, ...]:
+    def now(self, request: PlanRequest) -> tuple[Planned, ...]:
         """Make one plan a microbatch, from one gather of a fixed size."""
-        with shared(asked.where):
+        with shared(request.where):
             try:
-                batches = self._gather(asked)
+                batches = self._gather(request)
             finally:  # who waits for the next plan waits for the thread that asks for it
                 self.group.calls.thread = threading.main_thread().ident
-            assert asked.setup is not None  # else the gather raised its error
+            assert request.setup is not None  # else the gather raised its error
             sources = [
                 np.stack([np.full(one.lens.size, number), np.arange(one.lens.size)], axis=1)
-                for number, one in enumerate(asked.batches)
+                for number, one in enumerate(request.batches)
             ]
-            if asked.mixes:
-                mixed = mix_microbatches(batches, asked.setup, asked.sync)
+            if request.mixes:
+                mixed = mix_microbatches(batches, request.setup, request.sync)
                 batches, sources = mixed.batches, [one[self.group.rank] for one in mixed.sources]
             if len(batches) == 1:
-                plans = (asked.setup.plan(batches[0], asked.initial_loads),)
+                plans = (request.setup.plan(batches[0], request.initial_loads),)
             else:
-                plans = plan_microbatches(batches, asked.setup, asked.sync)
+                plans = plan_microbatches(batches, request.setup, request.sync)
             return tuple(map(Planned, plans, sources))
 
-    def _gather(self, asked: Asked) -> list[Batch]:
+    def _gather(self, request: PlanRequest) -> list[Batch]:
         """Return the sequences of all ranks by microbatch; or raise the same error on all ranks."""
-        words = [batch.to_words() for batch in asked.batches]
+        words = [batch.to_words() for batch in request.batches]
         gathered = agree(
             self.group,
-            asked.settings,
-            asked.error,
+            request.settings,
+            request.error,
             what="plan",
-            step=asked.number,
+            step=request.number,
             values=np.concatenate([np.array([part.size for part in words], np.int64), *words]),
             capacity=self._capacity,
         )
         # Derived from what all ranks gathered, hence the same on all of them.
         most = max(part.size for part in gathered)
         self._capacity = max(self._capacity, 1 << (most - 1).bit_length() if most else 0)
-        num = len(asked.batches)
+        num = len(request.batches)
         parts = [np.split(x[num:], np.cumsum(x[: num - 1])) for x in gathered]
         return [Batch.joined(list(map(Batch.from_words, one))) for one in zip(*parts, strict=True)]
 
 
 class PlanFuture:
-    """Steps whose plans a thread makes. Made by `SequenceParallel.plan_async`.
-
-    The interpreter waits for the thread, at most as long as its group does for a rank.
-    """
+    """Steps whose plans a thread makes; see `SequenceParallel.plan_async`."""
 
     def __init__(
         self,
@@ -130,10 +126,7 @@ class PlanFuture:
         return self._plans.done()
 
     def result(self) -> tuple["Step", ...]:
-        """Return a frozen step for each microbatch, the same ones at every call.
-
-        Raises the errors of `SequenceParallel.plan_step`.
-        """
+        """Return the steps of `SequenceParallel.plan_step`, or raise its error."""
         if self._steps is None:
             with shared(self._where):  # by this thread, which others wait for
                 self._steps = self._bind(self._plans.result())
@@ -156,8 +149,8 @@ def checked(microbatches: Iterable[npt.ArrayLike | Sequences], sync: str) -> lis
     for number, loaded in enumerate(each):
         try:
             batches.append(batch_of([loaded], 1))
-        except ConfigError as met:
-            text = re.sub("^rank 0[,:] ", "", str(met))  # here it is the only one, hence 0
+        except ConfigError as error:
+            text = re.sub("^rank 0[,:] ", "", str(error))  # here it is the only one, hence 0
             where = f"microbatch {number}: " if len(each) > 1 else ""
             raise ConfigError(where + text) from None
     if not batches:
