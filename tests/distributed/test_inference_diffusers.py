@@ -188,14 +188,6 @@ def refused_caches(mesh: Any) -> dict[str, tuple[list[str], str]]:
 
     said: dict[str, tuple[list[str], str]] = {}
     by_tokens = SeaCacheConfig(raw_vision_callback=lambda *_: None)
-    for case in MODELS:
-        model, inputs = seeded_model(case), make_inputs(case)
-        with parallelize(model, mesh=mesh) as handle:
-            model.enable_cache(caches()["first block, often"]())
-            with model.cache_context("cond"):
-                said[f"{case.model}, verify"] = raised_by(handle.verify, **inputs)
-            model.disable_cache()
-            model(**inputs)
     for case in MODELS[:2]:
         model, inputs = seeded_model(case), make_inputs(case)
         apply_sea_cache(model, by_tokens)
@@ -251,9 +243,6 @@ def offloaded() -> Found:
         found["lengths"] = [handle.explain(one).lengths["video"] for one in (second, first)] + [
             handle.explain().lengths["video"]
         ]
-        found["stranger"] = raised_by(handle.verify, model, **inputs)
-    found["undone"] = raised_by(handle.verify, **inputs)
-    found["undone, compile"] = raised_by(handle.compile)
     assert handle.explain(second).lengths == {"video": 8}
     return found
 
@@ -302,7 +291,7 @@ def test_other_caches_are_refused_before_anything_is_computed(
     texts["filled before"] = "empty caches that were filled before parallelize"
     by_tokens = "decides by the tokens of a rank what it leaves out"
     for found in (by_part["caches"]["said"] for by_part in results):
-        assert len(found) == 10
+        assert len(found) == 6
         for name, (classes, text) in found.items():
             wanted = "the model has a cache" if "verify" in name else texts.get(name, by_tokens)
             assert "ConfigError" in classes and wanted in text, (name, text)
@@ -311,12 +300,6 @@ def test_other_caches_are_refused_before_anything_is_computed(
 def test_offload_and_pipelines(results: list[dict[str, Found]]) -> None:
     for found in (by_part["offload"] for by_part in results):
         assert found.pop("lengths") == [8, 30, 30]
-        stranger, undone = found.pop("stranger"), found.pop("undone")
-        compiled = found.pop("undone, compile")
-        assert "is not one of the models that this handle split" in stranger[1]
-        for what, (classes, text) in (("verify", undone), ("compile", compiled)):
-            assert "ConfigError" in classes
-            assert text == f"{what}: undo() was called: call parallelize again, then {what}"
         errors = [one for one in found.values() if isinstance(one, float)]
         assert max(errors) < 1e-6 and len(errors) == 2
         assert all(one is True for one in found.values() if isinstance(one, bool)), found
