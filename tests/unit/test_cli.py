@@ -235,7 +235,7 @@ def test_files_that_could_not_be_written_are_refused_before_any_work(
 # The command line itself
 
 
-@pytest.mark.parametrize("name", [x for x in COMMANDS if x not in ("bench", "doctor", "calibrate")])
+@pytest.mark.parametrize("name", COMMANDS)
 def test_help_imports_the_command_alone(name: str) -> None:
     modules = modules_imported_by("-m", "bascule.cli", name, "--help")
     assert "bascule.options" in modules  # -X importtime does not see the command itself
