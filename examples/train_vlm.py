@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import skimage
 import torch
 import torch.distributed as dist
 from PIL import Image
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -38,67 +39,63 @@ CLIP_FRAMES = 6  # in what takes the place of one photo in two
 PATCH, MERGE, SHRINK = 14, 2, 3  # pixels of a patch, patches of a token along a side
 
 
-class PhotoTexts(Dataset[dict[str, Tensor]]):
-    """Samples of up to three photos and what they are called, drawn with a seed."""
+Photo = tuple[str, Tensor, Tensor]  # name, patches (n, values), grid (1, 3)
 
-    def __init__(self, folder: Path, num_samples: int) -> None:
-        processor = Qwen2VLImageProcessorPil(
-            patch_size=PATCH, merge_size=MERGE, min_pixels=28**2, max_pixels=300 * 28**2
-        )
-        self.photos = [
-            self._read(path, processor)
-            for path in sorted(folder.iterdir())
-            if path.suffix in (".jpg", ".png")
-        ]
-        self.clips = [self._pan(*photo) for photo in self.photos]
-        random = np.random.default_rng(0)
-        counts = random.choice(PHOTO_COUNTS, num_samples)
-        self.is_clip = (counts == 1) & (random.random(num_samples) < 0.5)
-        self.chosen = [random.integers(len(self.photos), size=max(n, 1)) for n in counts]
-        self.has_photos = counts > 0
 
-    def __len__(self) -> int:
-        return len(self.chosen)
+def read_photo(path: Path, processor: Any) -> Photo:
+    with Image.open(path) as image:
+        small = image.convert("RGB").reduce(SHRINK)
+    made = processor(images=[small], return_tensors="pt")
+    return path.stem.replace("_", " "), made["pixel_values"], made["image_grid_thw"]
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        is_clip = bool(self.is_clip[index])
-        photos = [(self.clips if is_clip else self.photos)[i] for i in self.chosen[index]]
-        names = " and ".join(name for name, _, _ in photos)
-        text = f"This is {names}." if self.has_photos[index] else f"No photo shows the {names}."
-        answer = [*text.encode(), END]
-        prompt: list[int] = []
-        for _, _, grid in photos if self.has_photos[index] else []:
-            num_tokens = int(grid.prod()) // MERGE**2
-            prompt += [VISION_START, *[VIDEO if is_clip else IMAGE] * num_tokens, VISION_END]
-        input_ids = torch.tensor(prompt + answer)
-        sample = {
-            "input_ids": input_ids,
-            "labels": torch.tensor([-100] * len(prompt) + answer),
-            "mm_token_type_ids": (input_ids == IMAGE).long() + 2 * (input_ids == VIDEO),
-        }
-        if prompt:
-            pixels, grids = ("_videos", "video") if is_clip else ("", "image")
-            sample[f"pixel_values{pixels}"] = torch.cat([pixels for _, pixels, _ in photos])
-            sample[f"{grids}_grid_thw"] = torch.cat([grid for _, _, grid in photos])
-        return sample
 
-    @staticmethod
-    def _pan(name: str, pixels: Tensor, grid: Tensor) -> tuple[str, Tensor, Tensor]:
-        """The left half of a photo, moved to the right from frame to frame."""
-        rows, columns = grid[0, 1:].tolist()
-        width = max(columns // 2 // MERGE, 1) * MERGE
-        merged = pixels.view(rows // MERGE, columns // MERGE, MERGE**2, -1)
-        starts = np.linspace(0, (columns - width) // MERGE, CLIP_FRAMES).round().astype(int)
-        frames = [merged[:, i : i + width // MERGE].flatten(0, 2) for i in starts]
-        return name, torch.cat(frames), torch.tensor([[CLIP_FRAMES, rows, width]])
+def pan_across(name: str, pixels: Tensor, grid: Tensor) -> Photo:
+    """Make a clip: the left half of a photo, moved to the right from frame to frame."""
+    rows, columns = grid[0, 1:].tolist()
+    width = max(columns // 2 // MERGE, 1) * MERGE
+    merged = pixels.view(rows // MERGE, columns // MERGE, MERGE**2, -1)
+    starts = np.linspace(0, (columns - width) // MERGE, CLIP_FRAMES).round().astype(int)
+    frames = [merged[:, i : i + width // MERGE].flatten(0, 2) for i in starts]
+    return name, torch.cat(frames), torch.tensor([[CLIP_FRAMES, rows, width]])
 
-    @staticmethod
-    def _read(path: Path, processor: Any) -> tuple[str, Tensor, Tensor]:
-        """Name, patches (n, values) and grid (1, 3) of a photo."""
-        with Image.open(path) as image:
-            small = image.convert("RGB").reduce(SHRINK)
-        made = processor(images=[small], return_tensors="pt")
-        return path.stem.replace("_", " "), made["pixel_values"], made["image_grid_thw"]
+
+def make_sample(photos: list[Photo], text: str, *, is_clip: bool = False) -> dict[str, Tensor]:
+    """Photos or clips, if any, and a text after them."""
+    answer, prompt, token = [*text.encode(), END], list[int](), VIDEO if is_clip else IMAGE
+    for _, _, grid in photos:
+        prompt += [VISION_START, *[token] * (int(grid.prod()) // MERGE**2), VISION_END]
+    input_ids = torch.tensor(prompt + answer)
+    sample = {
+        "input_ids": input_ids,
+        "labels": torch.tensor([-100] * len(prompt) + answer),
+        "mm_token_type_ids": (input_ids == IMAGE).long() + 2 * (input_ids == VIDEO),
+    }
+    if photos:
+        suffix, kind = ("_videos", "video") if is_clip else ("", "image")
+        sample[f"pixel_values{suffix}"] = torch.cat([patches for _, patches, _ in photos])
+        sample[f"{kind}_grid_thw"] = torch.cat([grid for _, _, grid in photos])
+    return sample
+
+
+def make_samples(folder: Path, num_samples: int) -> list[dict[str, Tensor]]:
+    """Draw up to three photos for each sample, or one clip, or text alone."""
+    random = np.random.default_rng(0)
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=PATCH, merge_size=MERGE, min_pixels=28**2, max_pixels=300 * 28**2
+    )
+    paths = [path for path in sorted(folder.iterdir()) if path.suffix in (".jpg", ".png")]
+    photos = [read_photo(path, processor) for path in paths]
+    samples: list[dict[str, Tensor]] = []
+    for count in random.choice(PHOTO_COUNTS, num_samples):
+        chosen = [photos[i] for i in random.integers(len(photos), size=max(count, 1))]
+        names = " and ".join(name for name, _, _ in chosen)
+        if count == 0:
+            samples.append(make_sample([], f"No photo shows the {names}."))
+        elif count == 1 and random.random() < 0.5:
+            samples.append(make_sample([pan_across(*chosen[0])], f"This is {names}.", is_clip=True))
+        else:
+            samples.append(make_sample(chosen, f"This is {names}."))
+    return samples
 
 
 def num_asked(sample: dict[str, Tensor]) -> int:
@@ -107,34 +104,15 @@ def num_asked(sample: dict[str, Tensor]) -> int:
 
 
 def make_model() -> Any:
-    text = {
-        "vocab_size": VOCAB,
-        "hidden_size": WIDTH,
-        "intermediate_size": 2 * WIDTH,
-        "num_hidden_layers": NUM_LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "bos_token_id": None,
-        "eos_token_id": END,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "mrope_section": [2, 3, 3],
-        },
-    }
-    vision = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 2,
-        "patch_size": PATCH,
-        "spatial_merge_size": MERGE,
-        "window_size": 4 * MERGE * PATCH,
-        "fullatt_block_indexes": [1],
-        "out_hidden_size": WIDTH,
-    }
+    heads, tokens = {"num_attention_heads": 4, "num_key_value_heads": 2}, {"eos_token_id": END}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    sizes = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH}
+    text = sizes | heads | tokens | {"num_hidden_layers": NUM_LAYERS, "rope_parameters": rope}
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+    vision |= {"patch_size": PATCH, "spatial_merge_size": MERGE, "out_hidden_size": WIDTH}
+    vision |= {"window_size": 4 * MERGE * PATCH, "fullatt_block_indexes": [1]}
     config = Qwen2_5_VLConfig(
-        text_config=text,
+        text_config=text | {"bos_token_id": None},
         vision_config=vision,
         image_token_id=IMAGE,
         video_token_id=VIDEO,
@@ -152,12 +130,12 @@ def train(device: torch.device, folder: Path, *, balance: bool) -> None:
     tower = BalancedEncoder(model.module.model.visual, cost=TransformerCost(32, num_layers=2))
     installed = tower.install(model) if balance else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    dataset = PhotoTexts(folder, NUM_STEPS * BATCH_SIZE * num_ranks)
+    samples = make_samples(folder, NUM_STEPS * BATCH_SIZE * num_ranks)
     loader = BalancedLoader(
         DataLoader(
-            dataset,
+            samples,  # pyright: ignore[reportArgumentType]
             batch_size=BATCH_SIZE,
-            sampler=ResumableSampler(len(dataset), rank=rank, num_ranks=num_ranks),
+            sampler=ResumableSampler(len(samples), rank=rank, num_ranks=num_ranks),
             collate_fn=collate_padded,
         ),
         cost=TransformerCost(WIDTH, num_layers=NUM_LAYERS),
@@ -193,15 +171,9 @@ def train(device: torch.device, folder: Path, *, balance: bool) -> None:
         did = loader.metrics()
         print(
             f"samples moved in {did['applied']} of {did['steps']} steps, sent "
-            f"{did['sent_bytes'] / 1e6:.1f} MB; the exchange took {1e3 * did['exchange_s']:.1f} "
-            f"ms, of which {1e3 * did['hidden_s']:.1f} ms behind the compute"
+            f"{did['sent_bytes'] / 1e6:.1f} MB; of the exchange {1e3 * did['hidden_s']:.1f} of "
+            f"{1e3 * did['exchange_s']:.1f} ms hid behind the compute"
         )
-
-
-def photos_of_skimage() -> Path:
-    import skimage
-
-    return Path(skimage.__file__).parent / "data"
 
 
 def main() -> None:
@@ -215,7 +187,11 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
     try:
-        train(device, args.photos or photos_of_skimage(), balance=not args.no_balance)
+        train(
+            device,
+            args.photos or Path(skimage.__file__).parent / "data",
+            balance=not args.no_balance,
+        )
     finally:
         dist.destroy_process_group()
 

@@ -10,21 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
-from transformers import (
-    Lfm2Config,
-    Lfm2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    RobertaConfig,
-    RobertaForCausalLM,
-)
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
 
@@ -65,24 +56,23 @@ class Vision(nn.Module):
 
 
 class Language(nn.Module):
-    def __init__(self, kind: Callable[..., nn.Module], config: Any) -> None:
+    def __init__(self, name: str, **settings: Any) -> None:
         super().__init__()
-        self.model = kind(config)
+        self.model: Any = causal(name, **settings)
 
     def forward(self, input_ids: Tensor, **settings: Any) -> Tensor:
         return self.model(input_ids, **settings).logits
 
 
-def make(kind: str, attention: str) -> nn.Module:
+def causal(name: str, **settings: Any) -> Any:
+    config = getattr(transformers, f"{name}Config")(**SIZES, **settings)
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+def make(name: str, attention: str) -> nn.Module:
     torch.manual_seed(0)
     chosen: dict[str, Any] = {"attn_implementation": attention}
-    if kind == "qwen2.5-vl":
-        model = Vision(**chosen)
-    elif kind == "qwen2":
-        model = Language(Qwen2ForCausalLM, Qwen2Config(**SIZES, **chosen))
-    else:
-        model = Language(LlamaForCausalLM, LlamaConfig(**SIZES, **chosen))
-    return model.double()
+    return (Vision(**chosen) if name == "Vision" else Language(name, **chosen)).double()
 
 
 def tokens_of(batch: list[list[int]], rank: int) -> tuple[Tensor, Tensor]:
@@ -145,9 +135,9 @@ def trained(kind: str, spec: str, is_sharded: bool, with_masks: bool = False) ->
 
 
 WORLDS = {
-    2: [("llama", "g1n2", False), ("llama", "g2n1", True), ("qwen2.5-vl", "g2n1", False)],
-    3: [("qwen2", "g1n1+g2n1", False), ("qwen2.5-vl", "g3n1", True)],
-    4: [("qwen2", "g2r2n1", False), ("qwen2", "g1r4n1", False)],
+    2: [("Llama", "g1n2", False), ("Llama", "g2n1", True), ("Vision", "g2n1", False)],
+    3: [("Qwen2", "g1n1+g2n1", False), ("Vision", "g3n1", True)],
+    4: [("Qwen2", "g2r2n1", False), ("Qwen2", "g1r4n1", False)],
 }
 
 
@@ -167,23 +157,20 @@ def refused() -> None:
     register_attention()
     step = SequenceParallel(None, "g1n1", COST).plan([6])
     ids: Any = torch.ones(1, 6, dtype=torch.int64)
-    chosen: dict[str, Any] = SIZES | {"attn_implementation": "bascule"}
+    ours: dict[str, Any] = {"attn_implementation": "bascule"}
     right = {"use_cache": False, "bascule_step": step, "attention_mask": torch.zeros(1, 1, 0, 0)}
     window = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 0}
     padding = right | {"attention_mask": torch.ones(1, 6)}
 
-    def packed(model: nn.Module) -> Callable[[], object]:
-        return lambda: call_packed(model, step, input_ids=ids[0])
+    def packed(name: str, **settings: Any) -> Callable[[], object]:
+        return lambda: call_packed(causal(name, **ours, **settings), step, input_ids=ids[0])
 
     def qwen(given: dict[str, Any], rows: Tensor = ids, **settings: Any) -> Callable[[], object]:
-        model: Any = Qwen2ForCausalLM(Qwen2Config(**chosen, **settings)).train()
-        return lambda: model(rows, **given)
+        return lambda: causal("Qwen2", **ours, **settings).train()(rows, **given)
 
-    mixed: dict[str, Any] = {"layer_types": ["conv", "full_attention"]}
-    roberta = RobertaForCausalLM(RobertaConfig(**chosen, pad_token_id=1))
     calls: dict[str, Callable[[], object]] = {
-        "1 of 2 layers of Lfm2ForCausalLM": packed(Lfm2ForCausalLM(Lfm2Config(**chosen, **mixed))),
-        "padding index": packed(roberta),
+        "1 of 2 layers of Lfm2": packed("Lfm2", layer_types=["conv", "full_attention"]),
+        "padding index": packed("Roberta", pad_token_id=1),
         "call_packed(model, step, input_ids=ids)": qwen({"use_cache": False}),
         "2 rows": qwen(right, ids.expand(2, -1)),
         "1 rows of 6 queries and 6 keys, with a mask": qwen(padding),

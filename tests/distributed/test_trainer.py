@@ -6,11 +6,10 @@ numbers of tokens differ by up to a hundred times, and so do those of the two pr
 
 import copy
 import json
-import shutil
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -26,14 +25,22 @@ from bascule.data.samplers import ResumableSampler
 from bascule.errors import ConfigError
 from tests.helpers.jobs import join_trainer_world
 from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
-from tests.helpers.trainer_runs import BATCH_SIZE, COST, Texts, make_model, make_trainer, train
+from tests.helpers.trainer_runs import (
+    BATCH_SIZE,
+    COST,
+    Texts,
+    make_model,
+    make_trainer,
+    num_asked,
+    shared_folder,
+    train,
+)
 
 pytest.importorskip("transformers")
 
 
 def both_runs(kind: str, accumulate: int) -> dict[str, Any]:
-    join_trainer_world()
-    with tempfile.TemporaryDirectory() as folder:
+    with shared_folder() as folder:
         given = {"gradient_accumulation_steps": accumulate}
         plain = train(make_trainer(folder, kind, balanced=False, **given))
         trainer = make_trainer(folder, kind, balanced=True, **given)
@@ -58,9 +65,6 @@ def test_trains_like_the_trainer(kind: str, accumulate: int) -> None:
 
 def resumed(kind: str, stops: list[int], given: dict[str, Any]) -> dict[str, Any]:
     """A whole run, and one that is stopped after these steps and goes on from checkpoints."""
-    join_trainer_world()
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folder)
     given = {
         "gradient_accumulation_steps": 2,
         "train_sampling_strategy": "random",
@@ -70,16 +74,14 @@ def resumed(kind: str, stops: list[int], given: dict[str, Any]) -> dict[str, Any
         "save_strategy": "steps",
         "save_steps": 1,
     } | given
-    whole = train(make_trainer(folder[0] + "/0", kind, balanced=True, **given))
-    again = whole
-    for number, stop in enumerate(stops):
-        trainer = make_trainer(folder[0] + f"/{number + 1}", kind, balanced=True, **given)
-        again = train(trainer, resume_from_checkpoint=folder[0] + f"/{number}/checkpoint-{stop}")
-    checkpoint = Path(folder[0], f"{len(stops) - 1}/checkpoint-{stops[-1]}")
-    state = json.loads((checkpoint / "trainer_state.json").read_text())
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder[0])
+    with shared_folder() as folder:
+        whole = train(make_trainer(f"{folder}/0", kind, balanced=True, **given))
+        again = whole
+        for number, stop in enumerate(stops):
+            trainer = make_trainer(f"{folder}/{number + 1}", kind, balanced=True, **given)
+            again = train(trainer, resume_from_checkpoint=f"{folder}/{number}/checkpoint-{stop}")
+        checkpoint = Path(folder, f"{len(stops) - 1}/checkpoint-{stops[-1]}")
+        state = json.loads((checkpoint / "trainer_state.json").read_text())
     return {"whole": whole, "again": again, "saved": state["stateful_callbacks"]["LoaderProgress"]}
 
 
@@ -118,9 +120,6 @@ def known_seconds(unit: Any) -> float:
 @mock.patch.object(cost_tracker._Unit, "seconds", known_seconds)  # pyright: ignore[reportPrivateUsage]
 def learned() -> dict[str, Any]:
     """Costs learned in a run, in steps of two microbatches; and again from its checkpoint."""
-    join_trainer_world()
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folder)
     given = {
         "gradient_accumulation_steps": 2,
         "num_train_epochs": 6,
@@ -128,14 +127,12 @@ def learned() -> dict[str, Any]:
         "save_steps": 23,
         "balance": {"learns": True},
     }
-    plain = train(make_trainer(folder[0], "qwen2", balanced=False, **given))
-    trainer = make_trainer(folder[0], "qwen2", balanced=True, **given)
-    losses = train(trainer)[0]
-    again = make_trainer(folder[0], "qwen2", balanced=True, **given)
-    train(again, resume_from_checkpoint=folder[0] + "/checkpoint-23")
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder[0])
+    with shared_folder() as folder:
+        plain = train(make_trainer(folder, "qwen2", balanced=False, **given))
+        trainer = make_trainer(folder, "qwen2", balanced=True, **given)
+        losses = train(trainer)[0]
+        again = make_trainer(folder, "qwen2", balanced=True, **given)
+        train(again, resume_from_checkpoint=f"{folder}/checkpoint-23")
     return {
         "losses": (losses, plain[0]),
         "sync": trainer.balanced_loader.rules.sync,
@@ -157,85 +154,28 @@ def test_costs_are_learned_on_the_job_and_saved() -> None:
         assert quadratic == pytest.approx(1e-6, rel=1e-3) and linear == pytest.approx(1e-4, rel=0.1)
 
 
-def uneven_ends() -> dict[str, Any]:
-    """43 samples: the last step holds 7 of 12, one process reads 4 and the other 3 of them."""
-    join_trainer_world()
-    with tempfile.TemporaryDirectory() as folder:
-        given = {"gradient_accumulation_steps": 2, "num_samples": 43, "num_train_epochs": 1}
-        trainer = make_trainer(folder, "qwen2", balanced=True, **given)
-        losses, _, _ = train(trainer)
-        model: Any = make_model("qwen2")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        expected: list[float] = []
-        samples = [trainer.train_dataset[i] for i in range(43)]
-        for start in range(0, 43, 4 * BATCH_SIZE):
-            step = [
-                {name: sample[name] for name in ("input_ids", "labels")}
-                for sample in samples[start : start + 4 * BATCH_SIZE]
-            ]
-            loss = model(**collate_padded(step)).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            expected.append(loss.item())
-        return {"losses": losses, "expected": expected, "did": trainer.balanced_loader.metrics()}
-
-
-def test_uneven_ends_are_the_mean_over_all_samples() -> None:
-    for run in run_ranks(uneven_ends, 2):
-        assert run["losses"] == pytest.approx(run["expected"], rel=1e-5)
-        assert len(run["losses"]) == 4
-        assert run["did"]["dropped_samples"] == 0
-
-
-def refusals() -> dict[str, Any]:
-    from torch.utils.data import IterableDataset
+def other_losses() -> tuple[str, list[float], list[float]]:
+    """The refusal of a loss without the scale; losses with it, and those of the Trainer."""
     from transformers import Trainer
 
-    join_trainer_world()
+    class Own(Trainer):
+        scales = False
 
-    class OwnLoss(Trainer):
         def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-            return model(**inputs)["loss"]
+            mean = model(**inputs)["loss"]
+            return mean * cast(Any, self).loss_scale if self.scales else mean
 
-    class OwnScaled(OwnLoss):
-        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-            return model(**inputs)["loss"] * self.loss_scale  # pyright: ignore[reportAttributeAccessIssue]
-
-    class Stream(IterableDataset[Any]):
-        def __iter__(self) -> Any:
-            return iter(())
-
-    with tempfile.TemporaryDirectory() as folder:
-
-        def start(kind: str = "qwen2", **given: Any) -> str:
-            trainer = make_trainer(folder, kind, balanced=True, **given)
-            return raised_by(trainer.train)[1]
-
-        streaming = make_trainer(folder, "qwen2", balanced=True, max_steps=2)
-        streaming.train_dataset = Stream()
+    with shared_folder() as folder:
         # The loss of one's own stands before the mixin, as in `class T(BalancedTrainerMixin, ..)`.
-        own = make_trainer(folder, "scorer", balanced=True)
-        own.__class__ = type("Own", (OwnLoss, type(own)), {})
-        scaled = make_trainer(folder, "scorer", balanced=True, num_train_epochs=1)
-        scaled.__class__ = type("Own", (OwnScaled, type(scaled)), {})
-        same = make_trainer(folder, "scorer", balanced=True, num_train_epochs=1)
-        return {
-            "grouped": start(train_sampling_strategy="group_by_length"),
-            "tokens": start(average_tokens_across_devices=False),
-            "stream": raised_by(streaming.train)[1],
-            "own": raised_by(own.train)[1],
-            "scaled": (train(scaled)[0], train(same)[0]),
-        }
+        runs = [make_trainer(folder, "scorer", balanced=True, num_train_epochs=1) for _ in range(3)]
+        for run, scales in zip(runs, (False, True), strict=False):
+            run.__class__ = type("Own", (Own, type(run)), {"scales": scales})
+        return raised_by(runs[0].train)[1], train(runs[1])[0], train(runs[2])[0]
 
 
-def test_what_does_not_go_with_balancing_is_refused() -> None:
-    for said in run_ranks(refusals, 2):
-        assert "train_sampling_strategy='group_by_length'" in said["grouped"]
-        assert "average_tokens_across_devices" in said["tokens"]
-        assert "BalancedLoader" in said["stream"]
-        assert "Own.compute_loss" in said["own"] and "self.loss_scale" in said["own"]
-        ours, expected = said["scaled"]
+def test_a_loss_of_the_users_own_uses_the_scale() -> None:
+    for refused, ours, expected in run_ranks(other_losses, 2):
+        assert "Own.compute_loss" in refused and "self.loss_scale" in refused
         assert ours == expected
 
 
@@ -256,10 +196,10 @@ def fails_alone() -> None:
 def test_other_processes_learn_why_one_fails() -> None:
     """They wait for it in the gradients; the Trainer's loop, with its iterator, stays alive."""
     other, one = run_to_the_end(fails_alone, 2)
-    said = "ZeroDivisionError: in the training step"
-    assert one.error is not None and one.error.rstrip().endswith(said), one.error
+    reason = "ZeroDivisionError: in the training step"
+    assert one.error is not None and one.error.rstrip().endswith(reason), one.error
     assert other.error is not None and "Timed out" not in other.error, other.error
-    assert f"rank 1 of group 'loader' left the iteration with {said}" in other.error, other.error
+    assert f"rank 1 of group 'loader' left the iteration with {reason}" in other.error, other.error
 
 
 def trains_more_epochs_than_others() -> None:
@@ -298,26 +238,18 @@ def test_the_scale_of_a_loss_ends_with_its_training_step(tmp_path: Path) -> None
     assert trainer.loss_scale == 1.0
 
 
-def num_asked(sample: dict[str, Any]) -> int:
-    """Tokens that the loss of a sample is the mean over."""
-    return int((sample["labels"][1:] != -100).sum())
-
-
 def with_accelerate(accumulate: int) -> dict[str, Any]:
     """The recipe of docs/data_loader.md; stops in the middle, and goes on from a checkpoint."""
     from accelerate import Accelerator
 
     join_trainer_world()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
-    model = make_model("qwen2")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    alone, alone_optimizer = copy.deepcopy(model), None
+    plain = make_model("qwen2")
+    alone = copy.deepcopy(plain)
     alone_optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
     texts = [{k: s[k] for k in ("input_ids", "labels")} for s in Texts(48).samples]
-    sampler = ResumableSampler(
-        len(texts), rank=accelerator.process_index, num_ranks=accelerator.num_processes
-    )
-    model, optimizer = accelerator.prepare(model, optimizer)
+    sampler = ResumableSampler(len(texts), rank=dist.get_rank(), num_ranks=2)
+    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
     loader = BalancedLoader(
         DataLoader(texts, batch_size=BATCH_SIZE, sampler=sampler, collate_fn=collate_padded),  # pyright: ignore[reportArgumentType]
         cost=COST,
@@ -326,11 +258,8 @@ def with_accelerate(accumulate: int) -> dict[str, Any]:
     )
     accelerator.register_for_checkpointing(loader)
     losses: list[float] = []
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folder)
-    middle = 4 // accumulate
 
-    def run(stop: int | None) -> None:
+    def run(folder: str, stop: int | None) -> None:
         total = 0.0
         for batch in loader:
             with accelerator.accumulate(model):
@@ -343,14 +272,15 @@ def with_accelerate(accumulate: int) -> dict[str, Any]:
                 losses.append(float(accelerator.reduce(torch.tensor(total), "mean")))  # pyright: ignore[reportArgumentType]
                 total = 0.0
                 if len(losses) == stop:
-                    accelerator.save_state(folder[0])
+                    accelerator.save_state(folder)
                     break
 
-    run(middle)
-    for parameter in model.parameters():
-        parameter.data.zero_()
-    accelerator.load_state(folder[0])
-    run(None)
+    with shared_folder() as folder:
+        run(folder, 4 // accumulate)
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        accelerator.load_state(folder)
+        run(folder, None)
     order = np.arange(48)
     np.random.default_rng([0, 0]).shuffle(order)
     expected: list[float] = []
@@ -362,16 +292,12 @@ def with_accelerate(accumulate: int) -> dict[str, Any]:
         expected.append(loss.item())
     pairs = zip(accelerator.unwrap_model(model).parameters(), alone.parameters(), strict=True)
     worst = max(float((a - b).abs().max()) for a, b in pairs)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder[0])
-    return {"losses": losses, "expected": expected, "worst": worst, "did": loader.metrics()}
+    return {"losses": (losses, expected), "worst": worst, "applied": loader.metrics()["applied"]}
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_trains_with_accelerate(accumulate: int) -> None:
     for run in run_ranks(with_accelerate, 2, accumulate):
-        assert len(run["losses"]) == 8 // accumulate
-        assert run["losses"] == pytest.approx(run["expected"], rel=1e-5)
-        assert run["worst"] < 1e-5
-        assert run["did"]["applied"] > 0
+        losses, expected = run["losses"]
+        assert len(losses) == 8 // accumulate and losses == pytest.approx(expected, rel=1e-5)
+        assert run["worst"] < 1e-5 and run["applied"] > 0

@@ -5,8 +5,6 @@ many packs and the other one.
 """
 
 import itertools
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -16,37 +14,32 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from bascule.data.loader import LoaderOptions
 from bascule.data.packs import Pack, make_pack, unpack
-from tests.helpers.jobs import join_trainer_world
 from tests.helpers.ranks import raised_by, run_ranks
-from tests.helpers.trainer_runs import COST, VOCAB, make_model, make_trainer, train
+from tests.helpers.trainer_runs import (
+    COST,
+    Texts,
+    make_model,
+    make_trainer,
+    num_asked,
+    shared_folder,
+    train,
+)
 
 pytest.importorskip("transformers")
 BUDGET, NUM_SAMPLES = 100, 19
 Text = tuple[tuple[int, ...], tuple[int, ...]]  # tokens and labels
 
 
-class Uneven(Dataset[dict[str, Any]]):
+class Uneven(Texts):
     """The first process reads long samples, the other short ones."""
 
     def __init__(self) -> None:
-        random = np.random.default_rng(7)
-        self.samples: list[dict[str, Any]] = []
-        for place in range(NUM_SAMPLES):
-            length = random.integers(2, 9) if place % 2 else random.integers(60, 90)
-            ids = torch.from_numpy(random.integers(0, VOCAB, length))
-            labels = ids.clone()
-            labels[: len(ids) // 3] = -100
-            self.samples.append({"input_ids": ids, "labels": labels, "comment": "is no tensor"})
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.samples[index]
+        self.random = np.random.default_rng(7)
+        lengths = [(2, 9) if place % 2 else (60, 90) for place in range(NUM_SAMPLES)]
+        self.samples = [self.make(*bounds) for bounds in lengths]
 
 
 class ReadyMade(Uneven):
@@ -59,7 +52,7 @@ class ReadyMade(Uneven):
         self.samples = [make_pack(pair, Pack(tokens=BUDGET)) for pair in pairs]
 
 
-def texts_of(dataset: Uneven) -> list[Text]:
+def texts_of(dataset: Texts) -> list[Text]:
     return [as_text(s["input_ids"], s["labels"]) for s in dataset.samples]
 
 
@@ -104,10 +97,6 @@ def with_own_loss(base: Any) -> Any:
     return OwnLoss
 
 
-def num_asked(sample: dict[str, Any]) -> int:
-    return int((sample["labels"][1:] != -100).sum())
-
-
 def alone(kind: str, steps: Sequence[Sequence[Text]]) -> tuple[list[float], Tensor]:
     """Losses and weights of one process, which takes each sample by itself."""
     model: Any = make_model(kind)
@@ -131,7 +120,7 @@ def alone(kind: str, steps: Sequence[Sequence[Text]]) -> tuple[list[float], Tens
 
 
 def gathered_from(trainer: Any) -> list[list[tuple[int, list[Text]]]]:
-    """What the Trainer of each process noted."""
+    """(step, texts) of each microbatch of each process."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, trainer.seen)
     return gathered
@@ -163,32 +152,34 @@ def trained(kind: str, folder: str, *, owns_loss: bool = False, **given: Any) ->
     }
 
 
-def packs_with(case: str) -> dict[str, Any]:
-    join_trainer_world()
-    cases: dict[str, tuple[Any, ...]] = {
-        "finish": ("qwen2", {"pack": BUDGET, "options": LoaderOptions(ends="finish")}),
-        "own loss": (
-            "llama",
-            {"pack": Pack(BUDGET, fixed=True), "options": LoaderOptions(weight_fn=num_asked)},
+def run_case(case: str) -> dict[str, Any]:
+    packed = {"dataset": Uneven(), "max_steps": 12}
+    finish, asked = LoaderOptions(ends="finish"), LoaderOptions(weight_fn=num_asked)
+    cases: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+        "finish": ("qwen2", {"pack": BUDGET, "options": finish}, packed),
+        "own loss": ("llama", {"pack": Pack(BUDGET, fixed=True), "options": asked}, packed),
+        "ready-made": (
+            "qwen2",
+            {"options": LoaderOptions(unpack=unpack)},
+            {"dataset": ReadyMade(), "per_device_train_batch_size": 1},
         ),
-        "ready-made": ("qwen2", {"options": LoaderOptions(unpack=unpack)}),
+        # Of 12 samples of the last step there are 7; one process reads 4, the other 3 of them.
+        "no packs": ("qwen2", {}, {"dataset": Texts(43)}),
     }
-    kind, balance = cases[case]
-    given: dict[str, Any] = {"balance": {"cost": COST, **balance}}
-    if case == "ready-made":
-        given |= {"dataset": ReadyMade(), "per_device_train_batch_size": 1}
-    else:
-        given |= {"dataset": Uneven(), "max_steps": 12, "gradient_accumulation_steps": 2}
-    with tempfile.TemporaryDirectory() as folder:
+    kind, balance, given = cases[case]
+    if case != "ready-made":
+        given["gradient_accumulation_steps"] = 2
+    given["balance"] = {"cost": COST, **balance}
+    with shared_folder() as folder:
         found = trained(kind, folder, owns_loss=case == "own loss", **given)
-    return found | {"texts": texts_of(Uneven())}
+    return found | {"texts": texts_of(Texts(43) if case == "no packs" else Uneven())}
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(3)
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["finish", "own loss", "ready-made"])
-def test_packs_train_like_one_process(case: str) -> None:
-    for run in run_ranks(packs_with, 2, case):
+@pytest.mark.parametrize("case", ["finish", "own loss", "ready-made", "no packs"])
+def test_steps_are_those_of_one_process(case: str) -> None:
+    for run in run_ranks(run_case, 2, case):
         (losses, weights), (wanted, wanted_weights) = run["run"], run["alone"]
         assert losses == pytest.approx(wanted, rel=1e-5)
         assert torch.allclose(weights, wanted_weights, rtol=1e-5, atol=1e-6)
@@ -200,7 +191,7 @@ def test_packs_train_like_one_process(case: str) -> None:
         assert epochs == sorted(epochs) and epochs[-1] > 1.5
         first, second = run["microbatches"]
         assert len(first) == len(second)
-        assert run["did"]["applied"] > 0
+        assert run["did"]["applied"] > 0 and run["did"]["dropped_samples"] == 0
         if case == "finish":
             assert 0 in first + second
             assert max(map(max, run["tokens"])) <= BUDGET
@@ -209,9 +200,6 @@ def test_packs_train_like_one_process(case: str) -> None:
 
 def resumed_packs(ends: str) -> dict[Any, Any]:
     """A whole run; then one that goes on in an epoch, where one ended, and one without packs."""
-    join_trainer_world()
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folder)
     given: dict[str, Any] = {
         "max_steps": 9,
         "gradient_accumulation_steps": 2,
@@ -227,26 +215,24 @@ def resumed_packs(ends: str) -> dict[Any, Any]:
     else:
         given |= {"num_samples": 39, "train_sampling_strategy": "random"}
         given["dataloader_drop_last"] = True
-    kept = given | {"balance": balance}
 
-    def run(number: int, **how: Any) -> Any:
-        trainer = make_trainer(folder[0] + f"/{number}", "qwen2", balanced=True, **kept)
+    def run(folder: str, **how: Any) -> Any:
+        trainer = make_trainer(folder, "qwen2", balanced=True, **given, balance=balance)
         trainer.__class__ = recording(type(trainer))
         losses, epochs, weights = train(trainer, **how)
         seen = [entry for seen in gathered_from(trainer) for entry in seen]
         texts = [(epochs[step] <= 1.0, step, text) for step, texts in seen for text in texts]
         return {"losses": losses, "epochs": epochs, "weights": weights, "texts": texts}
 
-    whole = run(0)
-    ended = sum(epoch <= 1.0 for epoch in whole["epochs"])
-    found: dict[Any, Any] = {"whole": whole, "ended": ended}
-    for number, stop in enumerate((ended - 2, ended), start=1):
-        found[stop] = run(number, resume_from_checkpoint=folder[0] + f"/0/checkpoint-{stop}")
-    other = make_trainer(folder[0] + "/3", "qwen2", balanced=True, **given)
-    refused = raised_by(other.train, resume_from_checkpoint=folder[0] + "/0/checkpoint-1")
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder[0])
+    with shared_folder() as folder:
+        whole = run(f"{folder}/0")
+        ended = sum(epoch <= 1.0 for epoch in whole["epochs"])
+        found: dict[Any, Any] = {"whole": whole, "ended": ended}
+        for stop in (ended - 2, ended):
+            checkpoint = f"{folder}/0/checkpoint-{stop}"
+            found[stop] = run(f"{folder}/{stop}", resume_from_checkpoint=checkpoint)
+        other = make_trainer(f"{folder}/other", "qwen2", balanced=True, **given)
+        refused = raised_by(other.train, resume_from_checkpoint=f"{folder}/0/checkpoint-1")
     return found | {"refused": refused[1]}
 
 
@@ -274,10 +260,9 @@ def test_packs_go_on_in_an_epoch_and_where_one_ended(ends: str) -> None:
 
 
 def packs_of_one_process() -> dict[str, Any]:
-    join_trainer_world()
     balance = {"cost": COST, "pack": BUDGET}
-    with tempfile.TemporaryDirectory() as folder:
-        given: dict[str, Any] = {"max_steps": 3, "dataset": Uneven(), "balance": balance}
+    given: dict[str, Any] = {"max_steps": 3, "dataset": Uneven(), "balance": balance}
+    with shared_folder() as folder:
         found = trained("qwen2", folder, **given)
         forever = make_trainer(folder, "qwen2", balanced=True, **(given | {"max_steps": -1}))
         return found | {"forever": raised_by(forever.train)[1]}

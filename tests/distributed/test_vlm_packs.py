@@ -15,13 +15,10 @@ from bascule.encoders import BalancedEncoder
 from bascule.transformers import inputs_of_pack
 from tests.helpers.encoder_cases import gradients_of, tower_of
 from tests.helpers.ranks import run_ranks
+from tests.helpers.trainer_runs import num_asked
 from tests.helpers.vlm_models import MODELS, make_model, make_videos
 
 COST, PACK = bascule.TransformerCost(16), Pack(192)
-
-
-def num_asked(sample: dict[str, Any]) -> int:
-    return int((sample["labels"][1:] != -100).sum())
 
 
 def loss_of(logits: torch.Tensor, shift_labels: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,20 @@
 """Trainers of tiny models on random texts, and what they did."""
 
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from bascule import TransformerCost
 from bascule.data.collators import collate_padded
+from tests.helpers.jobs import join_trainer_world
 
 BATCH_SIZE, VOCAB = 3, 32
 COST = TransformerCost(32, num_layers=2)
@@ -23,8 +29,9 @@ class Texts(Dataset[dict[str, Any]]):
         long = [r % 2 == 0 and r // BATCH_SIZE % 2 == 0 for r in range(num_samples)]
         self.samples = [self.make(60 if is_long else 2) for is_long in long]
 
-    def make(self, shortest: int) -> dict[str, Any]:
-        ids = torch.from_numpy(self.random.integers(0, VOCAB, self.random.integers(shortest, 90)))
+    def make(self, shortest: int, longest: int = 90) -> dict[str, Any]:
+        length = self.random.integers(shortest, longest)
+        ids = torch.from_numpy(self.random.integers(0, VOCAB, length))
         labels = ids.clone()
         labels[: len(ids) // 3] = -100
         return {"input_ids": ids, "labels": labels, "comment": {"not", "on", "the", "wire"}}
@@ -34,6 +41,23 @@ class Texts(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self.samples[index]
+
+
+def num_asked(sample: dict[str, Any]) -> int:
+    """Tokens that the loss of a sample is the mean over."""
+    return int((sample["labels"][1:] != -100).sum())
+
+
+@contextmanager
+def shared_folder() -> Iterator[str]:
+    """A folder of all processes of a Trainer's world, which they join here."""
+    join_trainer_world()
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    yield folder[0]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
 
 
 class Scorer(nn.Module):

@@ -34,45 +34,30 @@ def make_model(name: str) -> Any:
     """A tiny model in float64."""
     import transformers as tf
 
-    make: Any
-    mrope = TEXT | {"rope_parameters": ROPE}
+    text: dict[str, Any] = TEXT | {"rope_parameters": ROPE}
+    small = {"hidden_size": 16, "intermediate_size": 24}
+    qwen = QWEN_VISION | small | {"out_hidden_size": WIDTH}
+    config: Any
     if name == "qwen2_vl":
         vision = QWEN_VISION | {"embed_dim": 16, "hidden_size": WIDTH}
-        config = tf.Qwen2VLConfig(text_config=mrope, vision_config=vision, **IDS)
-        make = tf.Qwen2VLForConditionalGeneration
+        make, config = tf.Qwen2VLForConditionalGeneration, tf.Qwen2VLConfig
     elif name == "qwen2_5_vl":
-        vision = QWEN_VISION | {
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "out_hidden_size": WIDTH,
-        }
-        vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
-        config = tf.Qwen2_5_VLConfig(text_config=mrope, vision_config=vision, **IDS)
-        make = tf.Qwen2_5_VLForConditionalGeneration
+        vision = qwen | {"window_size": 16, "fullatt_block_indexes": [1]}
+        make, config = tf.Qwen2_5_VLForConditionalGeneration, tf.Qwen2_5_VLConfig
     elif name == "qwen3_vl":
-        vision = QWEN_VISION | {
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "out_hidden_size": WIDTH,
-        }
-        vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
-        text = mrope | {"head_dim": 8}
-        config = tf.Qwen3VLConfig(text_config=text, vision_config=vision, **IDS)
-        make = tf.Qwen3VLForConditionalGeneration
+        vision = qwen | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+        text |= {"head_dim": 8}
+        make, config = tf.Qwen3VLForConditionalGeneration, tf.Qwen3VLConfig
     else:
-        vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-        vision |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 2}
-        config = tf.InternVLConfig(
-            text_config={"model_type": "qwen2", **TEXT},
-            vision_config=vision,
-            image_token_id=IMAGE,
-            image_seq_length=4,
-            tie_word_embeddings=False,
-        )
-        make = tf.InternVLForConditionalGeneration
+        vision = small | {"num_hidden_layers": 2, "num_attention_heads": 2}
+        vision |= {"image_size": 8, "patch_size": 2}
+        text = {"model_type": "qwen2", **TEXT}
+        make, config = tf.InternVLForConditionalGeneration, tf.InternVLConfig
+    ids = IDS if name in QWENS else IDS | {"image_seq_length": 4}
+    settings = config(text_config=text, vision_config=vision, **ids)
     torch.manual_seed(0)
-    config._attn_implementation = "sdpa"
-    model = make(config).double().eval()
+    settings._attn_implementation = "sdpa"
+    model: Any = make(settings).double().eval()
     for parameter in model.parameters():
         parameter.data.normal_(std=0.2)  # no zero that could hide a wrong image or position
     return model

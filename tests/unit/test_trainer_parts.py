@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import ChainDataset, Dataset
 
 from bascule import ConfigError
 from bascule.data.loader import LoaderOptions
@@ -120,6 +120,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
     ({}, {"n_gpu": 2}, "with one device"),
     ({"train_dataset": None}, {}, "BalancedLoader in a training loop"),
     ({"train_dataset": []}, {}, "at least one sample"),
+    ({"train_dataset": ChainDataset([])}, {}, "for streams"),
+    ({}, {"train_sampling_strategy": "group_by_length"}, "='group_by_length' groups samples"),
 ]
 
 

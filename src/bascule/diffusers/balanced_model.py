@@ -1,6 +1,7 @@
 """BalancedModel: an unmodified model of diffusers, trained on samples of any shape in balance."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -50,14 +51,12 @@ class _Measured:
 class BalancedModel:
     """A model of diffusers whose training samples change ranks, or are shared by a bag of ranks.
 
-    The model is not edited: what `parallelize` puts into it splits the forward passes of bags of
-    several ranks, and does nothing in those of one rank, and in all other calls of the model. All
-    ranks make it at the same point, with the same model.
+    Forward passes of bags of several ranks are split as by `parallelize`; all other calls of the
+    model are as before. All ranks make it at the same point, with the same model.
 
     Attributes:
-        handle: `handle.undo()` restores the model; `handle.checkpoint` is for
-            `enable_gradient_checkpointing`; `handle.average_gradients()` for a model that neither
-            DDP nor FSDP wraps.
+        handle: A `ParallelHandle`: `undo()` restores the model, `checkpoint` is for
+            `enable_gradient_checkpointing`, `average_gradients()` for a model without DDP or FSDP.
 
     Args:
         model: The transformer; plain, in DistributedDataParallel, or sharded by FSDP2.
@@ -69,8 +68,8 @@ class BalancedModel:
         table: A split table, or a plan of diffusers. Default: as for `parallelize`.
 
     Raises:
-        ConfigError: No table fits the model, or an argument is wrong here.
-        CommError: Ranks have unlike arguments, or (RemoteConfigError) another rank a wrong one.
+        ConfigError: No table fits the model, or an argument is wrong, on any rank.
+        CommError: Ranks have unlike arguments.
     """
 
     def __init__(
@@ -120,20 +119,13 @@ class BalancedModel:
         return self._step
 
     def samples_of(self, **batch: Any) -> list[Sample]:
-        """Return the samples of a batch of one shape, for `microbatches`; views, without a copy.
+        """Return the samples of a batch of one shape, as views, for `microbatches`.
 
-        Args:
-            batch: What the model is called with, and what the loss needs besides: tensors
-                (batch, ..), lists of as many, other values as they are.
-
-        Raises:
-            RemoteConfigError: Keywords have unlike numbers of samples (on all ranks).
+        A batch is what the model is called with, and what the loss needs besides: tensors
+        (batch, ..), lists of as many, other values as they are.
         """
-        try:
+        with self._failing_together():
             return samples_in(batch, self._table.unbatched)
-        except Exception as error:  # the other ranks wait for these samples
-            self._parallel.fail(error)
-            raise
 
     @shared("samples of a training step")
     def microbatches(
@@ -143,25 +135,27 @@ class BalancedModel:
 
         Samples go to the ranks that compute them; those of one form go into one forward pass.
         Gradients are those of the weighted mean of the losses of all samples of all ranks, where
-        they are averaged over the ranks (or summed, with `gradients="sum"`). The mean over
-        the ranks of what `train_step` returns is that mean of the losses. Two small gathers and one
+        they are averaged over the ranks (or summed, with `gradients="sum"`). The mean over the
+        ranks of what `train_step` returns is that mean of the losses. Two small gathers and one
         all-to-all.
 
         Args:
-            samples: Those that this rank loaded for the step; may be empty. Each is what the model
+            samples: The samples that this rank loaded for the step, or none. Each is what the model
                 takes for a batch of one, by keyword, with what the loss needs; noise and times
-                among it, so that they travel with it. Tensors are on the host or on the device.
+                among it, so that they travel with it.
             loss_fn: The loss of each sample, (batch,), or of each of its elements, (batch, ..),
-                from the model's output and the batch. All ranks of a bag compute it, alike: it must
+                from the model's output and the batch. All ranks of a bag compute it, so it must
                 not draw random numbers.
 
         Raises:
-            RemoteConfigError: A sample of a rank is wrong (on all ranks).
-            CommError: A rank is gone.
+            ConfigError: A sample is wrong, or no rank has one (on all ranks).
             PlanError: The limits cannot be met (on all ranks).
-            ConfigError: No rank has a sample (on all ranks).
         """
-        parallel, measured = self._parallel, self._measured(samples)
+        parallel = self._parallel
+        with self._failing_together():
+            if not self._part.is_split:
+                raise ConfigError("undo() was called: make another BalancedModel")
+            measured = [self._measure(place, one) for place, one in enumerate(samples)]
         step = self._step = parallel.plan([one.length for one in measured])
         plan, topology = step.plan, step.plan.topology
         forms, num_bytes, weights = self._gather(step, measured)
@@ -187,13 +181,12 @@ class BalancedModel:
             for of in bags[bag]
         ]
 
-    def _measured(self, samples: Sequence[Sample]) -> list[_Measured]:
-        """Measure this rank's samples; raise the same error on all ranks if one is wrong."""
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """Raise an error of this rank on all ranks, in place of the gather of the next plan."""
         try:
-            if not self._part.is_split:
-                raise ConfigError("undo() was called: make another BalancedModel")
-            return [self._measure(place, one) for place, one in enumerate(samples)]
-        except Exception as error:  # of any kind: the other ranks wait
+            yield
+        except Exception as error:
             self._parallel.fail(error)
             raise
 
@@ -215,20 +208,12 @@ class BalancedModel:
         assert group is not None
         numbers = [n for one in measured for n in (one.form, one.parcel.num_bytes, one.weight)]
         settings = {"max_tokens": str(self._max_tokens), "is sharded": str(self._is_sharded)}
-        parts = agree(
-            group,
-            settings,
-            what="samples",
-            step=step.number,
-            values=np.array(numbers, np.int64),
-            capacity=self._capacity,
-        )
+        values, place = np.array(numbers, np.int64), {"what": "samples", "step": step.number}
+        parts = agree(group, settings, values=values, capacity=self._capacity, **place)
         self._capacity = max(self._capacity, *(part.size for part in parts))
         table = np.concatenate(parts).reshape(-1, 3)
         if not table.size:
-            raise ConfigError(
-                f"step {step.number}: no rank has a sample: give one on one rank at least"
-            )
+            raise ConfigError(f"step {step.number}: no rank has a sample: give one at least")
         forms, num_bytes, weights = table.T
         return forms, num_bytes, weights
 

@@ -36,12 +36,11 @@ class SparseConfig:
     """Settings of block-sparse attention: which blocks are computed, and how ranks share them.
 
     Give one of `masks`, `keep` and `mass`. Tokens of a segment called "text" see all and are seen
-    by all, whatever the masks say.
+    by all.
 
     Attributes:
         masks: (steps, layers, heads, blocks, blocks) bool, True where computed, or a file for
             `workload.load_masks`. Leading dims may be missing; one step or layer stands for all.
-            Becomes the array with all five dims.
         keep: Share of the key blocks that a query block sees: those with the highest products of
             mean queries and keys, its own block among them.
         mass: Least share of the softmax of these products that it sees, as in SpargeAttn.
@@ -54,13 +53,12 @@ class SparseConfig:
             without Ulysses ranks, which needs no exchange as long as nothing moves.
         tolerance: A layer keeps its plan while its imbalance is at most 1 + tolerance.
         dense_layers: Layers that attend to everything, by the order of attention calls.
-        passes_per_step: Forward passes of a denoising step: 2 where guidance takes a pass of its
-            own.
+        passes_per_step: Forward passes of a denoising step: 2 with guidance in a pass of its own.
         kernel: Name of a block kernel that skips blocks. Default: the fastest for the device.
         strategies: Choice of a mesh by each layer in each step. None: the mesh of `parallelize`.
 
     Raises:
-        ConfigError: A value is out of range, or the masks are none.
+        ConfigError: A value is out of range.
     """
 
     masks: Bools | str | Path | None = None
@@ -123,10 +121,7 @@ class SparseConfig:
     def masks_of(
         self, step: int, layer: int, num_heads: int, lens: Ints, is_text: Bools
     ) -> Bools | None:
-        """Return the masks (H, N, N) of a layer in a step; None if a rule decides.
-
-        Refuse masks of other sizes than the model's, for blocks of these tokens (N,).
-        """
+        """Return the masks (H, N, N) of a layer in a step, or None if a rule decides."""
         if self.array is None:
             return None
         steps, layers, *sizes = self.array.shape

@@ -1,12 +1,10 @@
 """Block-sparse attention of a model over a mesh: a plan for every layer, kept from step to step.
 
-Tokens lie in blocks that are dealt to the ranks in turns, segment by segment, so that work is
-nearly even before anything is planned. Layers are counted by the attention calls of a forward pass,
-denoising steps by forward passes. The state of a layer is one immutable `SparseLayer`. After a
-layer's attention its next step is planned: from the masks of that step if a file has them, else
-from counts of the blocks that this step's rule kept. A plan is kept while it is even enough, as in
-db-SP. Where there is a choice of meshes, there is one plan for each, and the layer attends on the
-mesh that is predicted to be the fastest.
+Blocks are dealt to the ranks in turns, segment by segment, so that work is nearly even before
+anything is planned. Layers are counted by the attention calls of a forward pass, denoising steps by
+forward passes. After a layer's attention its next step is planned: from the masks of that step if a
+file has them, else from counts of the blocks that this step's rule kept. A plan is kept while it is
+even enough, as in db-SP. With several meshes, each layer attends on the fastest by prediction.
 
 Shapes: B batch, H query heads, T tokens of this rank, D head width; N blocks of the sequence.
 """
@@ -63,7 +61,7 @@ class SparseLayer:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token and head in all batch items."""
+        """Bytes of one token of one head in all batch items."""
         return self.key.batch * self.key.row_bytes
 
     @property

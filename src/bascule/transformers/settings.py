@@ -5,25 +5,28 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import Trainer
 from transformers.trainer_utils import seed_worker
 
-from bascule.data.loader import DEFAULT_OPTIONS, LoaderOptions
+from bascule.data.loader import DEFAULT_OPTIONS, BalancedLoader, LoaderOptions
 from bascule.data.packs import Pack
 from bascule.data.samplers import ResumableSampler
 from bascule.errors import ConfigError
 from bascule.plan.checks import choice, fields, function, of_type
 from bascule.plan.costs import Cost
 from bascule.plan.step import Sync
+from bascule.transformers.train_loader import Columns, unpacked_columns
 
 _DECIDED = {  # options that follow from the Trainer's arguments
     "axis": "every process is a data-parallel rank; use BalancedLoader in a training loop",
-    "batch_size": "set per_device_train_batch_size of the TrainingArguments",
+    "batch_size": "set per_device_train_batch_size",
     "collate_fn": "give the Trainer a data_collator",
-    "pin_memory": "set dataloader_pin_memory of the TrainingArguments",
-    "timeout_s": "set ddp_timeout of the TrainingArguments",
+    "pin_memory": "set dataloader_pin_memory",
+    "timeout_s": "set ddp_timeout",
 }
 
 
@@ -32,18 +35,16 @@ class BalanceConfig:
     """Settings of balancing, the same on all processes of a Trainer.
 
     Attributes:
-        cost: Predicted cost of a sample by its tokens. None, with `learns`: its tokens, until
-            costs are known.
+        cost: Predicted cost of a sample by its tokens. None, with `learns`: its tokens at first.
         length_fn: Tokens of a sample. Default: those of its "input_ids".
         sync: What processes wait for, as for `plan_step`. None: each "microbatch" with FSDP and
             DeepSpeed, else (DDP averages once) the "step".
         pack: Makes each microbatch one pack, as for `BalancedLoader`; an integer is its tokens. The
-            model gets what `BalancedTrainerMixin.packed_inputs` returns, ``data_collator`` is for
-            evaluation alone, and ``max_steps`` ends training.
+            model gets what `BalancedTrainerMixin.packed_inputs` returns, and ``max_steps`` ends
+            training.
         learns: True fits costs to the steps of the run (`BalancedTrainerMixin.cost_tracker`), and
             saves them with its checkpoints.
-        options: Other options of the loader. `weight_fn` is for losses that the Trainer does not
-            divide by ``num_items_in_batch``. The Trainer's arguments decide axis, batch_size,
+        options: Other options of the loader. The Trainer's arguments decide axis, batch_size,
             collate_fn, pin_memory, timeout_s, and `ends`, unless it is "pad_empty" or "finish".
 
     Raises:
@@ -104,10 +105,9 @@ def checked_dataset(trainer: Trainer, balance: BalanceConfig) -> Dataset[Any]:
         )
     if trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size() > 1 or args.n_gpu > 1:
         raise ConfigError(
-            "balancing takes every process of the Trainer for a data-parallel rank with one "
-            "device: with tensor, context or sequence parallelism, use BalancedLoader with "
-            "LoaderOptions(axis=...) in a training loop; instead of DataParallel, start with "
-            "torchrun"
+            "balancing needs processes that are data-parallel ranks with one device: with tensor, "
+            "context or sequence parallelism, use BalancedLoader with LoaderOptions(axis=...) in a "
+            "training loop; instead of DataParallel, start with torchrun"
         )
     if counts_labels(trainer) and not args.average_tokens_across_devices:
         raise ConfigError(
@@ -160,11 +160,16 @@ def options_of(trainer: Trainer, balance: BalanceConfig) -> LoaderOptions:
     )
 
 
-def local_loader(
-    trainer: Trainer, dataset: Dataset[Any], balance: BalanceConfig
-) -> DataLoader[Any]:
-    """Return a loader of the samples that this process reads."""
-    args = trainer.args
+def balanced_loader(
+    trainer: Trainer, balance: BalanceConfig, columns: frozenset[str] | None
+) -> BalancedLoader:
+    """Return the loader of this process; its samples have these columns only, or all."""
+    args, options = trainer.args, options_of(trainer, balance)
+    dataset = checked_dataset(trainer, balance)
+    if columns is not None and options.unpack is None:
+        dataset = Columns(dataset, columns)
+    elif columns is not None and options.unpack is not None:
+        options = replace(options, unpack=unpacked_columns(options.unpack, columns))
     sampler = ResumableSampler(
         len(dataset),  # pyright: ignore[reportArgumentType]
         rank=args.process_index,
@@ -173,7 +178,7 @@ def local_loader(
         seed=args.seed if args.data_seed is None else args.data_seed,
     )
     num_workers = args.dataloader_num_workers
-    return DataLoader(
+    local = DataLoader(
         dataset,
         batch_size=trainer._train_batch_size,
         sampler=sampler,
@@ -186,3 +191,17 @@ def local_loader(
         prefetch_factor=args.dataloader_prefetch_factor,
         in_order=args.dataloader_in_order,
     )
+    return BalancedLoader(
+        local,
+        cost=balance.cost or _tokens,
+        length_fn=balance.length_fn,
+        accumulate=args.gradient_accumulation_steps,
+        sync=sync_of(trainer, balance),
+        pack=balance.pack,
+        options=options,
+    )
+
+
+def _tokens(seq_lens: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """Return the tokens, as the cost of samples of which no step is known yet."""
+    return np.asarray(seq_lens, dtype=np.float64)

@@ -100,9 +100,8 @@ class TrainLoader:
         if self.pack is not None:
             if self.balanced.rules.ends == "finish" and "labels" not in data:
                 raise ConfigError(
-                    "LoaderOptions(ends='finish') with packs without labels: a process without "
-                    "samples runs padding that has labels, so processes would count unlike "
-                    "things; give labels, or ends='pad_empty'"
+                    "LoaderOptions(ends='finish') with packs without labels: the padding of a "
+                    "process without samples has labels; give labels, or ends='pad_empty'"
                 )
             if not data["positions"].shape[0]:
                 # Models cannot compute none. Of two tokens, a causal model predicts the second.
@@ -128,7 +127,7 @@ class TrainLoader:
         self._has_warned = True
         _log.warning(
             "a pack of %d samples has no label to learn: all are %d, but for first tokens, which "
-            "a causal model does not predict; such packs train at a loss of 0",
+            "a causal model does not predict; its loss is 0",
             packed["num_samples"],
             ignored,
         )
@@ -201,9 +200,8 @@ def _resume(loader: TrainLoader, saved: dict[str, Any], num_trained: int) -> Non
             for number in (saved["num_microbatches"], num_microbatches)
         )
         raise ConfigError(
-            f"the checkpoint was written with {before}, now there are {now}: keep the number of "
-            "processes, the batch size, the accumulation, the dataset and the packs, because the "
-            "Trainer counts epochs by steps"
+            f"the checkpoint was written with {before}, now there are {now}: the Trainer counts "
+            "epochs by steps, so keep processes, batch size, accumulation, dataset and packs"
         )
     loader.resume(saved["progress"])
     if loader.tracker is not None and "costs" in saved:

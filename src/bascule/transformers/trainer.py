@@ -1,11 +1,8 @@
 """Balanced loading and packs for Hugging Face's Trainer, with one keyword argument."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
-import numpy.typing as npt
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
@@ -16,27 +13,10 @@ from bascule.data.packs import Pack
 from bascule.errors import ConfigError
 from bascule.plan.checks import of_type
 from bascule.transformers.packs import check_separates, inputs_of_pack
-from bascule.transformers.settings import (
-    BalanceConfig,
-    checked_dataset,
-    counts_labels,
-    local_loader,
-    options_of,
-    sync_of,
-)
-from bascule.transformers.train_loader import (
-    ASIDE,
-    Aside,
-    Columns,
-    LoaderProgress,
-    TrainLoader,
-    unpacked_columns,
-)
+from bascule.transformers.settings import BalanceConfig, balanced_loader, counts_labels
+from bascule.transformers.train_loader import ASIDE, Aside, LoaderProgress, TrainLoader
 
-if TYPE_CHECKING:
-    _Base = Trainer
-else:
-    _Base = object
+_Base = Trainer if TYPE_CHECKING else object
 
 
 class BalancedTrainerMixin(_Base):
@@ -49,18 +29,15 @@ class BalancedTrainerMixin(_Base):
     * Elsewhere the loss is multiplied by `loss_scale`, which makes it the mean over all samples of
       the step, weighted by `LoaderOptions.weight_fn`.
 
-    A `ResumableSampler` deals the samples, seeded by ``data_seed`` or ``seed``. They lose the
-    columns that the model does not take (as ``remove_unused_columns`` says), move, and are collated
-    by ``data_collator``. A resumed run begins with the next sample without reading those before.
+    A `ResumableSampler` deals the samples, seeded by ``data_seed`` or ``seed``. They lose unused
+    columns, move, and are collated by ``data_collator``. A resumed run begins with the next sample.
     With one process and no packs nothing changes, and ``balanced_loader`` is None.
 
     Args:
         *args: Those of the Trainer.
-        balance: Settings of balancing.
+        balance: Settings of balancing. Those that do not go with an argument of the Trainer are
+            refused when training starts.
         **kwargs: Those of the Trainer.
-
-    Raises:
-        ConfigError: When training starts: an argument of the Trainer does not go with balancing.
 
     Example:
         >>> class MyTrainer(BalancedTrainerMixin, Trainer): ...  # doctest: +SKIP
@@ -89,28 +66,17 @@ class BalancedTrainerMixin(_Base):
         args, balance = self.args, self.balance
         if args.world_size == 1 and balance.pack is None:
             return super().get_train_dataloader()
-        dataset, options = checked_dataset(self, balance), options_of(self, balance)
+        names = None
         if args.remove_unused_columns:
             self._set_signature_columns_if_needed()
             names = frozenset(self._signature_columns or ())
-            if options.unpack is None:
-                dataset = Columns(dataset, names)
-            else:
-                options = replace(options, unpack=unpacked_columns(options.unpack, names))
-        self.balanced_loader = balanced = BalancedLoader(
-            local_loader(self, dataset, balance),
-            cost=_tokens if balance.cost is None else balance.cost,
-            length_fn=balance.length_fn,
-            accumulate=args.gradient_accumulation_steps,
-            sync=sync_of(self, balance),
-            pack=balance.pack,
-            options=options,
-        )
+        self.balanced_loader = balanced = balanced_loader(self, balance, names)
         args.ignore_data_skip = True  # the loader resumes exactly, and without reading
         if balance.learns:
             self.cost_tracker = CostTracker(balanced, timeout_s=float(args.ddp_timeout))
+        assert self.train_dataset is not None
         return TrainLoader(  # pyright: ignore[reportReturnType]
-            dataset,
+            self.train_dataset,
             balanced,
             self.cost_tracker,
             pack=cast(Pack | None, balance.pack),
@@ -179,8 +145,3 @@ class BalancedTrainerMixin(_Base):
         elif self._aside is not None and self._aside.labels:  # padding
             loss = loss * 0.0
         return (loss, outputs) if return_outputs else loss
-
-
-def _tokens(seq_lens: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """Return the tokens, as the cost of samples of which no step is known yet."""
-    return np.asarray(seq_lens, dtype=np.float64)
