@@ -92,13 +92,7 @@ class SparseLayer:
 
 
 class SparseLayers:
-    """The states of a model's layers, for the lengths and batches of the latest passes.
-
-    Args:
-        config: Settings.
-        mesh: The ranks; where tokens are.
-        noted: Masks (B, H, N, N) by layer, from a pass on another mesh; see `noting`.
-    """
+    """The states of a model's layers, for the lengths and batches of the latest passes."""
 
     def __init__(
         self, config: SparseConfig, mesh: AttentionMesh, noted: dict[int, Bools] | None = None
@@ -122,7 +116,7 @@ class SparseLayers:
     def noting(self, mesh: AttentionMesh, masks: dict[int, Bools]) -> "SparseLayers":
         """Return the same step on a mesh, whose layers use these masks, or note theirs there.
 
-        So a mesh uses the masks of one process: by rounding, a rule might choose other blocks.
+        Masks are (B, H, N, N) by layer: by rounding, a rule might choose other blocks on each mesh.
         """
         made = SparseLayers(self.config, mesh, masks)
         made.num_passes = self.num_passes

@@ -32,8 +32,8 @@ def call_packed(
     """Call a model of transformers on the tokens that this rank computes on, as one row.
 
     Give routed `input_ids` (T,) or `inputs_embeds` (T, ..), and compute the loss from the logits
-    with `step.mean`, over routed labels. Models of transformers cannot compute no tokens, so a rank
-    without any computes one, of zeros: use the first T rows of the output.
+    with `step.mean`, over routed labels. The output has (1, max(T, 1), ..): a rank without tokens
+    computes one, of zeros, since models of transformers need one.
 
     Args:
         model: A model with `attn_implementation="bascule"`.
@@ -42,9 +42,6 @@ def call_packed(
         inputs_embeds: From `step.route`.
         position_ids: (axes, T), for models with several positions a token. Default: the position
             of each token in its sequence.
-
-    Returns:
-        The model's output, of (1, max(T, 1), ..).
 
     Raises:
         ConfigError: The model would mix sequences, or count positions otherwise than in each alone.
@@ -72,9 +69,8 @@ def call_packed(
     if num_attended < num_layers and not torch.compiler.is_compiling():
         raise ConfigError(
             f"{num_attended} of {num_layers} layers of {type(model).__name__} attended in the "
-            "step: the others (convolution, recurrence, linear attention, or attention that "
-            "transformers does not dispatch) would mix the sequences of a row; such models cannot "
-            "be called packed"
+            "step: the others (convolutions, recurrences, linear attention, or attention of the "
+            "model's own) mix the sequences of a row; such models cannot be called packed"
         )
     return out
 
@@ -94,17 +90,16 @@ def attend_in_bags(
     step = settings.get("bascule_step")
     if not isinstance(step, Step):
         raise ConfigError(
-            f'attn_implementation="{NAME}" attends in a step, and bascule_step={step!r}: call the '
-            "model by call_packed(model, step, input_ids=ids); to generate, first call "
-            'model.set_attn_implementation("sdpa"). If it was called so, the model does not pass '
-            "arguments on to attention, and cannot attend in bags"
+            f'attn_implementation="{NAME}" with bascule_step={step!r}: call the model by '
+            "call_packed(model, step, input_ids=ids), or to generate set its attn_implementation "
+            'to "sdpa"; a model that does not pass arguments on to attention cannot attend in bags'
         )
     has_mask = attention_mask is not None and attention_mask.numel() > 0
     if query.shape[0] != 1 or key.shape[2] != query.shape[2] or has_mask:
         raise ConfigError(
             f"{query.shape[0]} rows of {query.shape[2]} queries and {key.shape[2]} keys, "
-            f"{'with' if has_mask else 'without'} a mask: a step takes the tokens of all sequences "
-            "as one row, without padding, prefix or cache; use call_packed(model, step, ..)"
+            f"{'with' if has_mask else 'without'} a mask: a step takes one row of all tokens, "
+            "without padding, prefix or cache; use call_packed(model, step, ..)"
         )
     _check_settings(step, settings)
     is_causal = settings.get("is_causal")
@@ -132,8 +127,8 @@ def _text_config(model: nn.Module) -> Any:
 
 def _check_model(model: nn.Module, step: Step) -> None:
     """Refuse chunks of attention, and positions that do not begin at 0."""
-    chunk, longest = getattr(_text_config(model), "attention_chunk_size", None), _longest(step)
-    if chunk is not None and chunk < longest:
+    chunk = getattr(_text_config(model), "attention_chunk_size", None)
+    if chunk is not None and chunk < (longest := int(step.plan.seq_lens.max(initial=0))):
         raise ConfigError(
             f"attention_chunk_size={chunk}, and the longest sequence has {longest} tokens: a step "
             "attends within whole sequences; give shorter ones"
@@ -150,7 +145,7 @@ def _check_model(model: nn.Module, step: Step) -> None:
 
 
 def _check_settings(step: Step, settings: dict[str, Any]) -> None:
-    longest, window = _longest(step), settings.get("sliding_window")
+    longest, window = int(step.plan.seq_lens.max(initial=0)), settings.get("sliding_window")
     refused = {
         "dropout": settings.get("dropout") or None,
         "softcap": settings.get("softcap"),
@@ -165,7 +160,3 @@ def _check_settings(step: Step, settings: dict[str, Any]) -> None:
                 f"{name}={shown}, and step.attend has none (the longest sequence has {longest} "
                 "tokens): change the model's configuration, or use its own attention"
             )
-
-
-def _longest(step: Step) -> int:
-    return int(step.plan.seq_lens.max(initial=0))

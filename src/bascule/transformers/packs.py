@@ -23,19 +23,9 @@ _MOST_MIXED = 0.1  # seen: 1e-6 of Llama and its like, 0.28 of OPT, 1 of Falcon 
 def inputs_of_pack(packed: Mapping[str, Any], pack: Pack, model: nn.Module | None = None) -> Inputs:
     """Return a pack as a causal language model of transformers takes it, or one that sees images.
 
-    The model separates the samples by ``position_ids``, which needs the absence of an attention
-    mask and of a cache: see `make_pack`.
-
-    Args:
-        packed: The pack, from `make_pack`.
-        pack: Its form.
-        model: The model, wrapped or not; needed for packs with images.
-
-    Returns:
-        Token fields as (1, T, ..), ``position_ids``, and the other fields as they are.
-
-    Raises:
-        ConfigError: Tokens are masked, or the positions of images are not known.
+    The model separates the samples by ``position_ids``, if there is no attention mask and no cache:
+    see `make_pack`. Token fields become (1, T, ..), others stay as they are. Packs with images need
+    the model, wrapped or not, because it counts their positions.
     """
     for name in VISUAL_FIELDS:
         if model is None and packed.get(name) is not None:

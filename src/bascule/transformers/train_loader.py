@@ -73,11 +73,10 @@ class TrainLoader:
 
     def __iter__(self) -> Iterator[Inputs]:
         may_be_over, self._may_be_over = self._may_be_over, False
-        is_empty = True
         for inputs in self._epoch():
-            is_empty = False
+            may_be_over = False
             yield inputs
-        if is_empty and may_be_over:
+        if may_be_over:
             self._first_epoch += 1
             yield from self._epoch()
 
