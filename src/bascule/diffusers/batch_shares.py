@@ -24,15 +24,10 @@ class Samples:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Form:
-    """The output of a call without its values.
+    """The output of a call without its values."""
 
-    Attributes:
-        nest: Around empty tensors.
-        are_lists: Of each tensor or list of samples in it, whether it is a list.
-    """
-
-    nest: Any
-    are_lists: tuple[bool, ...]
+    nest: Any  # around empty tensors
+    are_lists: tuple[bool, ...]  # of each tensor or list of samples in it, whether it is a list
 
     @classmethod
     def of(cls, output: Any, samples: Samples, num_local: int) -> "Form":

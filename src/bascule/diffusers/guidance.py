@@ -28,10 +28,6 @@ class GuidedModel(Override):
 
     In a function of the user around the model that torch compiles, each group computes all calls:
     results are the same, and no faster.
-
-    Args:
-        part: The model over its mesh; its parameters are not sharded.
-        branches: Pending results of all models of the replica.
     """
 
     def __init__(self, part: SplitModel, branches: Branches) -> None:

@@ -74,20 +74,13 @@ class Branch:
 
 
 class Branches:
-    """The calls of a replica whose results were not used yet.
-
-    Attributes:
-        sent_bytes: To the other groups, in the last exchange.
-
-    Args:
-        group: One rank of each guidance group.
-    """
+    """The calls of a replica whose results were not used yet."""
 
     def __init__(self, group: RankGroup) -> None:
-        self.group = group
+        self.group = group  # one rank of each guidance group
+        self.sent_bytes = 0  # to the other groups, in the last exchange
         self._waiting: list[Branch] = []
         self._num_exchanges, self._capacity = 0, 8
-        self.sent_bytes = 0
 
     @property
     def num_waiting(self) -> int:
@@ -100,11 +93,7 @@ class Branches:
 
     @shared("an exchange of guidance branches")
     def exchange(self) -> None:
-        """Send each group the results of the others; all ranks come here at the same point.
-
-        A small all-gather and an all-to-all, and one more gather for each call whose inputs are
-        compared.
-        """
+        """Send each group the results of the others: a small all-gather and an all-to-all."""
         waiting, self._waiting = self._waiting, []
         try:
             for branch in waiting:
@@ -206,14 +195,14 @@ class Pending(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         named = dict(kwargs or {})
-        own = args[0] if args else None
-        if func in _DEFERRED and isinstance(own, Pending):
-            branch, place, others = own._branch, own._place, args[1:]
+        first = args[0] if args else None
+        if func in _DEFERRED and isinstance(first, Pending):
+            branch, place, others = first._branch, first._place, args[1:]
             is_open = branch.values is None and branch.error is None
             # Other arguments may change meanwhile.
             if is_open and all(map(_is_constant, tree_leaves((others, named)))):
                 made = branch.defer(lambda values: func(values[place], *others, **named))
-                return Pending.of(own._branches, branch, made)
+                return Pending.of(first._branches, branch, made)
         return func(*fetched(args), **fetched(named))
 
 

@@ -84,10 +84,7 @@ class PhaseTimes:
 
 @contextmanager
 def timed(pipeline: Any, device: torch.device) -> Iterator[PhaseTimes]:
-    """Measure one call of a pipeline, made within.
-
-    Between phases, and after each step, the host waits for the device.
-    """
+    """Measure one call of a pipeline, made within; after each step the host waits."""
     times = PhaseTimes()
 
     def now() -> float:

@@ -24,14 +24,7 @@ _OF_A_RANK = "output_type", "return_dict", "callback"
 
 
 class PipelineRun(Override):
-    """Calls of a pipeline that all ranks of a replica make together.
-
-    Args:
-        pipeline: Of diffusers.
-        group: The ranks of the replica.
-        model: Of the pipeline; is where it computes, if the pipeline has no device.
-        begin_run: Called before each run.
-    """
+    """Calls of a pipeline that all ranks of a replica make together, each after `begin_run`."""
 
     def __init__(
         self, pipeline: Any, group: RankGroup, model: nn.Module, begin_run: Callable[[], None]

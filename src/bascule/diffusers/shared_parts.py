@@ -43,11 +43,7 @@ class SharedPart:
 
 
 def shared_parts(pipeline: Any, for_vae: str, for_texts: str) -> list[nn.Module]:
-    """Return the modules that ranks share besides the transformers.
-
-    Raises:
-        ConfigError: An option cannot be honoured.
-    """
+    """Return the modules that ranks share besides the transformers."""
     if pipeline is None:
         return []
     vae = _shared_vae(pipeline, for_vae)
@@ -96,10 +92,7 @@ def share_parts(
     for_texts: Literal["all", "own"],
     device: torch.device,
 ) -> Iterator[SharedPart]:
-    """Share the tiles of the VAE and the prompts of a batch among the ranks of a replica.
-
-    Yields each part as soon as it is shared.
-    """
+    """Share the tiles of the VAE and the prompts of a batch among ranks; yield each part then."""
     ranks = group.process_group
     vae = _shared_vae(pipeline, for_vae)
     if vae is not None and for_vae != "own":

@@ -121,14 +121,10 @@ def verify(part: SplitModel, inputs: Mapping[str, Any], group: RankGroup | None)
 
 
 def _alone_and_together(part: SplitModel) -> tuple[AbstractContextManager[None], ...]:
-    """Return scopes in which the model runs in one process, and over the mesh.
-
-    Block-sparse attention in one process is that of a mesh of one rank, and the mesh computes the
-    same blocks. Neither counts as a step.
-    """
+    """Return scopes in which the model runs in one process, and over the mesh."""
     if part.sparse is None:
         return part.paused(), part.over(part.mesh)
-    blocks: dict[int, Bools] = {}
+    blocks: dict[int, Bools] = {}  # computed by a mesh of one rank, so the mesh computes the same
     meshes = AttentionMesh(None, None, None), part.mesh
     return tuple([part.using(part.sparse.noting(mesh, blocks)) for mesh in meshes])
 
