@@ -93,7 +93,7 @@ SETTINGS: dict[str, tuple[Settings, Settings]] = {
 def unlike_settings(degrees: tuple[int, int]) -> list[Error]:
     mesh, q, errors = mesh_of(*degrees), torch.randn(1, 4, 4, 8), list[Error]()
     for both in SETTINGS.values():
-        mine = {
+        mine: dict[str, Any] = {
             name: one.on(degrees) if isinstance(one, Lay) else one
             for name, one in both[dist.get_rank() % 2].items()
         }
