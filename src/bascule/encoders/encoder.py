@@ -33,7 +33,7 @@ from bascule.encoders.items import (
     Features,
     Item,
     Length,
-    OwnItems,
+    LocalItems,
     attach,
     called_with,
     contents_of,
@@ -234,7 +234,7 @@ class BalancedEncoder:
         made of `inputs`, by default they are these; `at_once` are at most in a call, 0: any number.
         """
         self._step += 1
-        all_items, settings, own = self._agree(items, error, call, inputs or items, at_once)
+        all_items, settings, local = self._agree(items, error, call, inputs or items, at_once)
         self.last = None
         if not all_items.lens.size:
             return Features([], after, None)
@@ -249,7 +249,7 @@ class BalancedEncoder:
         with torch.set_grad_enabled(records and torch.is_grad_enabled()):
             if records and token is None:
                 token = torch.zeros((), device=self._device, requires_grad=True)
-            arrived, token = self._send(plan, own, token)
+            arrived, token = self._send(plan, local, token)
             computed, error = _Computed({}, [], None, {}), None
             try:
                 computed = self._compute(plan, arrived)
@@ -262,7 +262,7 @@ class BalancedEncoder:
             num_bytes = self._gather("encoding", {}, None if is_over else error, sizes)
             if error is not None:
                 raise error
-            features = self._return(plan, own, computed, num_bytes, token)
+            features = self._return(plan, local, computed, num_bytes, token)
         if not records:
             features.token = after
         return features
@@ -294,9 +294,9 @@ class BalancedEncoder:
 
     def _agree(
         self, items: Sequence[Item], error: Exception | None, call: str, inputs: Any, at_once: int
-    ) -> tuple[Items, CallSettings, OwnItems]:
+    ) -> tuple[Items, CallSettings, LocalItems]:
         """Gather the items of all ranks; or raise the same error on all of them."""
-        own, flags, compared, size = OwnItems(), 0, dict[str, str](), self._host.size
+        local, flags, compared, size = LocalItems(), 0, dict[str, str](), self._host.size
         features_for, is_shared = self.options.features_for, self.options.features_for != "owner"
         most_pieces = _PIECES_A_RANK * size if size > 1 else 1
         if self.options.limits is not None:  # an item that is too long for a rank may fit in pieces
@@ -306,12 +306,12 @@ class BalancedEncoder:
                 raise error
             records = torch.is_grad_enabled()
             trains = records and any(p.requires_grad for p in self._inner.parameters())
-            own = prepare(
+            local = prepare(
                 *(items, self.table, self._length, self._device),
                 most_pieces=most_pieces,
                 travel=not is_shared,
             )
-            flags = (records and own.wants_gradient) + 2 * trains
+            flags = (records and local.wants_gradient) + 2 * trains
             if is_shared and flags:
                 raise ConfigError(
                     f"features_for={features_for!r} has no gradients: encode under "
@@ -325,7 +325,7 @@ class BalancedEncoder:
             }
         except Exception as failure:  # whatever it is, the others must not wait
             error = failure
-        values = np.array([flags, at_once, *own.items.to_words()])
+        values = np.array([flags, at_once, *local.items.to_words()])
         gathered = self._gather("items", compared, error, values)
         self._capacity = max(self._capacity, *(words.size for words in gathered))
         settings = CallSettings(
@@ -337,7 +337,7 @@ class BalancedEncoder:
             is_aligned=self._is_sharded,
         )
         words = gathered[:1] if is_shared else gathered
-        return Items.from_words([one[2:] for one in words]), settings, own
+        return Items.from_words([one[2:] for one in words]), settings, local
 
     def _gather(
         self, what: str, compared: dict[str, str], error: Exception | None, values: Ints
@@ -346,22 +346,22 @@ class BalancedEncoder:
         return agree(self._host, compared, error, **names, values=values, capacity=self._capacity)
 
     def _send(
-        self, plan: ItemPlan, own: OwnItems, token: Tensor | None
+        self, plan: ItemPlan, local: LocalItems, token: Tensor | None
     ) -> tuple[dict[int, Item], Tensor | None]:
         """Return the items that this rank computes, by id, and the token of their gradients."""
         rank, first = self._group.rank, plan.first(self._group.rank)
         here = [one for one in plan.needed[rank].tolist() if plan.owner[one] in (rank, -1)]
-        items = {one: own.pieces[one - first] for one in here}
+        items = {one: local.pieces[one - first] for one in here}
         ids, source, dest = plan.brought
         if not ids.size:
             return items, token
         sent = (ids[source == rank] - first).tolist()
         move = ItemMove(source, dest, self._group, self._device, self._step, "items")
-        parcels, num_bytes = [own.parcels[one] for one in sent], plan.items.num_bytes[ids]
+        parcels, num_bytes = [local.parcels[one] for one in sent], plan.items.num_bytes[ids]
         if token is None or not plan.settings.items_need_gradient:
             arrived = move_items(move, parcels, num_bytes)
         else:
-            leaving = [own.pieces[one] for one in sent]
+            leaving = [local.pieces[one] for one in sent]
             arrived, token = move_items_with_gradients(move, leaving, parcels, num_bytes, token)
         return items | dict(zip(ids[dest == rank].tolist(), arrived, strict=True)), token
 
@@ -373,7 +373,7 @@ class BalancedEncoder:
             template = function(**self.table.join(inputs))
             outputs = self.table.parts(template, inputs)
             if of.is_dummy:
-                unused += [x for own in outputs for x in own if x.requires_grad]
+                unused += [x for output in outputs for x in output if x.requires_grad]
             else:
                 parts |= dict(zip(of.ids.tolist(), outputs, strict=True))
         leaving = plan.leaving(self._group.rank).tolist()
@@ -383,7 +383,7 @@ class BalancedEncoder:
     def _return(
         self,
         plan: ItemPlan,
-        own: OwnItems,
+        local: LocalItems,
         computed: _Computed,
         sizes: Sequence[Ints],
         token: Tensor | None,
@@ -392,7 +392,7 @@ class BalancedEncoder:
         rank, parts = self._group.rank, dict(computed.parts)
         if token is not None:
             token = tied(token, computed.unused)
-        gets = plan.wanted(rank).tolist()
+        gets = plan.received(rank).tolist()
         stayed = [one for one in gets if one in parts]
         ids, source, dest = plan.returned
         if ids.size:
@@ -413,6 +413,6 @@ class BalancedEncoder:
         if token is not None and (plan.brought[0].size or computed.unused):
             # Not views: who gets them may write into them.
             parts |= {one: [x.clone() for x in attach(parts[one], [token])] for one in stayed}
-        leaves = own.whole([parts[one] for one in gets]) if gets else []
+        leaves = local.whole([parts[one] for one in gets]) if gets else []
         outputs = [rebuilt(computed.template, iter(one)) for one in leaves]
         return Features(outputs, token, computed.template)

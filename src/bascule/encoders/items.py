@@ -93,7 +93,7 @@ class EncoderTable:
         """Return the tensors of an output that belong to each item, in the order of the nest."""
         sizes = [1 if self.sizes is None else self.sizes(item)[0] for item in items]
         columns = [_cut(leaf, sizes) for leaf in leaves_of(output)]
-        return [list(own) for own in zip(*columns, strict=True)] if columns else [[] for _ in items]
+        return [list(row) for row in zip(*columns, strict=True)] if columns else [[] for _ in items]
 
 
 def _cut(leaf: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
@@ -245,7 +245,7 @@ def table_of(module: nn.Module) -> EncoderTable:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OwnItems:
+class LocalItems:
     """Items of this rank, or pieces of them, ready to travel."""
 
     pieces: Sequence[Item] = ()
@@ -264,8 +264,8 @@ class OwnItems:
         pieces = iter(leaves)
         groups = [list(islice(pieces, num)) for num in self.num_pieces]
         return [
-            own[0] if len(own) == 1 else [torch.cat(part) for part in zip(*own, strict=True)]
-            for own in groups
+            group[0] if len(group) == 1 else [torch.cat(part) for part in zip(*group, strict=True)]
+            for group in groups
         ]
 
 
@@ -277,7 +277,7 @@ def prepare(
     *,
     most_pieces: int,
     travel: bool,
-) -> OwnItems:
+) -> LocalItems:
     """Cut this rank's items into at most so many pieces each, and describe them.
 
     Items that do not travel get parcels without contents.
@@ -288,8 +288,8 @@ def prepare(
         try:
             if len(table.sizes_of(item)) != 1:
                 raise ConfigError("it has rows of several items: give each by itself")
-            own = table.split(item, most_pieces) if table.split and most_pieces > 1 else [item]
-            for piece in own:
+            cut = table.split(item, most_pieces) if table.split and most_pieces > 1 else [item]
+            for piece in cut:
                 length = length_of(piece)
                 tokens, num_pairs = length if isinstance(length, tuple) else (length, -1.0)
                 lens.append(whole("length_fn", tokens, 1))
@@ -303,11 +303,11 @@ def prepare(
         except Exception as error:
             text = str(error) if isinstance(error, ConfigError) else repr(error)
             raise ConfigError(f"item {place}: {text}") from error
-        pieces += own
-        counts.append(len(own))
+        pieces += cut
+        counts.append(len(cut))
     num_bytes = [one.num_bytes for one in parcels]
     described = Items.own([len(pieces)], lens, num_bytes, forms=forms, pairs=pairs)
-    return OwnItems(pieces, counts, parcels, described)
+    return LocalItems(pieces, counts, parcels, described)
 
 
 class Features(list[Any]):

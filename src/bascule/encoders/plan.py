@@ -100,7 +100,7 @@ class ItemPlan:
     @cached_property
     def needed(self) -> list[Ints]:
         """Ids of the items that each rank encodes, be it once more."""
-        return [np.unique(np.concatenate([of.ids for of in own])) for own in self.passes]
+        return [np.unique(np.concatenate([of.ids for of in calls])) for calls in self.passes]
 
     @cached_property
     def brought(self) -> Trip:
@@ -110,7 +110,7 @@ class ItemPlan:
         away = (source != dest) & (source >= 0)
         return ids[away], source[away], dest[away]
 
-    def wanted(self, rank: int) -> Ints:
+    def received(self, rank: int) -> Ints:
         """Return the ids of the items whose features a rank gets."""
         num = self.settings.num_getting
         return np.flatnonzero((self.owner < 0) & (rank < num) if num else self.owner == rank)
@@ -118,7 +118,7 @@ class ItemPlan:
     @cached_property
     def returned(self) -> Trip:
         """The items whose features leave the rank that encoded them."""
-        ids, dest = _by_rank([self.wanted(rank) for rank in range(self.settings.num_ranks)])
+        ids, dest = _by_rank([self.received(rank) for rank in range(self.settings.num_ranks)])
         source = self.rank_of[ids]
         away = source != dest
         return ids[away], source[away], dest[away]
@@ -147,7 +147,7 @@ class ItemPlan:
 
 def _by_rank(ids: list[Ints]) -> tuple[Ints, Ints]:
     """Return the ids of each rank, rank by rank, and these ranks."""
-    return np.concatenate(ids), np.repeat(np.arange(len(ids)), [own.size for own in ids])
+    return np.concatenate(ids), np.repeat(np.arange(len(ids)), [one.size for one in ids])
 
 
 def _exchange_seconds(cluster: Cluster, source: Ints, dest: Ints, num_bytes: Floats) -> float:

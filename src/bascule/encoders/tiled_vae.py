@@ -107,8 +107,8 @@ class TiledVAE:
         try:
             samples = [x] if isinstance(x, Tensor) else list(x)
             for sample in samples:
-                own, output = noted(self.vae, way, sample, *args, **kwargs)
-                tiles += own
+                cut, output = noted(self.vae, way, sample, *args, **kwargs)
+                tiles += cut
                 empty.append(mapped(output, lambda leaf: leaf[:0]))
         except Exception as failure:  # whatever it is, the others must not wait
             error = failure
@@ -119,8 +119,8 @@ class TiledVAE:
         outputs = list[Any]()
         for sample, nothing in zip(samples, empty, strict=True):
             rows = sample.split(1) if is_mine and len(sample) else ()
-            own = [answered(self.vae, answers, way, one, *args, **kwargs) for one in rows]
-            outputs.append(joined(own) if own else nothing)
+            results = [answered(self.vae, answers, way, one, *args, **kwargs) for one in rows]
+            outputs.append(joined(results) if results else nothing)
         if is_one:
             return features.attach(outputs[0])
         return Features(features.attach(outputs), features.token, None)
@@ -146,13 +146,13 @@ class TileCalls(nn.Module):
         Tensors of a call come as "NUMBER.NAME", its first argument without a name; its other
         arguments are in `calls`. The cache of the first one is for all.
         """
-        module, own = getattr(self.vae, part), copy.deepcopy(list(calls))
+        module, arguments = getattr(self.vae, part), copy.deepcopy(list(calls))
         for name, x in tensors.items():
             number, _, key = name.partition(".")
-            own[int(number)][key] = x
-        cache = {key: own[0][key] for key in own[0].keys() & {_CACHE}}
+            arguments[int(number)][key] = x
+        cache = {key: arguments[0][key] for key in arguments[0].keys() & {_CACHE}}
         outputs = list[Tensor]()
-        for call in own:
+        for call in arguments:
             output = module(call.pop(""), **call | cache)
             if isinstance(output, tuple):
                 output, cache = output[0], {_HANDED: output[1]}
@@ -227,9 +227,9 @@ def _as_item(part: str, calls: Sequence[Item]) -> Item:
     """Return a tile that can travel."""
     tensors, plain = Item(), list[Item]()
     for number, call in enumerate(calls):
-        own = {name: x for name, x in call.items() if isinstance(x, Tensor)}
-        tensors |= {f"{number}.{name}": x for name, x in own.items()}
-        left_out = own.keys() | ({_CACHE, _HANDED} if number else set())
+        moving = {name: x for name, x in call.items() if isinstance(x, Tensor)}
+        tensors |= {f"{number}.{name}": x for name, x in moving.items()}
+        left_out = moving.keys() | ({_CACHE, _HANDED} if number else set())
         plain.append({name: value for name, value in call.items() if name not in left_out})
     for x in tensors.values():
         if not x.numel():
