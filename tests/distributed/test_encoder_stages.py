@@ -22,10 +22,9 @@ from bascule.train.options import RunOptions
 from bascule.train.stopwatch import Stopwatch
 from bascule.workload.photos import PhotoStream
 from bascule.workload.streams import RawBatch, SampleBatch, pack_batch, sample_normals
-from tests.helpers.cases import Gradients, assert_same
+from tests.helpers.cases import Gradients, assert_same, sharded_gradients
 from tests.helpers.ranks import run_ranks
 from tests.helpers.train_runs import losses, make_album, records, refused, run
-from tests.helpers.training import sharded_gradients
 
 CPU, SEED = torch.device("cpu"), 3
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from bascule.models import Exchange, LocalExchange, MMDiT, MMDiTConfig, PackedBatch
 from bascule.parallel import SequenceParallel
@@ -208,3 +209,11 @@ def assert_same(got: tuple[float, Gradients], want: tuple[float, Gradients], wha
 
 def norm_of(grads: Mapping[str, Tensor]) -> float:
     return sum(float(grad.norm()) ** 2 for grad in grads.values()) ** 0.5
+
+
+def sharded_gradients(model: nn.Module) -> Gradients:
+    grads: Gradients = {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter.grad, DTensor), f"{name} got no gradient"
+        grads[name.replace("_checkpoint_wrapped_module.", "")] = parameter.grad.full_tensor()
+    return grads
