@@ -82,7 +82,7 @@ def test_numbered_samples_of_codes_are_those_of_their_ranks() -> None:
         ({"data": "g1b0i32f1s0"}, "--data g1b0i32f1s0: no sample; give a code with b1"),
         ({"data": "g1"}, "g1"),
         ({"data": CODES, "topology": "g3n1"}, "g3n1"),
-        ({"data": CODES, "num_heads": 5}, "--num-heads 5 does not divide"),
+        ({"data": CODES, "num_heads": 5}, "num_heads 5 does not divide d_model 192"),
         ({"photos": Path("nowhere")}, "nowhere must be a folder of photos"),
         ({"photos": Path(__file__).parent}, "no readable photo in"),
         ({"photos": ALBUM, "vae": "tiny", "data": CODES}, "give either --photos FOLDER or --data"),

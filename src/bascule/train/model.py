@@ -29,10 +29,6 @@ from bascule.workload.streams import Widths
 
 def model_config(options: RunOptions, data: Widths) -> MMDiTConfig:
     """Return the model for some data; rotary axes share a head as in FLUX (1 : 3.5 : 3.5)."""
-    if options.d_model % options.num_heads:
-        raise ConfigError(
-            f"--num-heads {options.num_heads} does not divide --d-model {options.d_model}"
-        )
     head_dim = options.d_model // options.num_heads
     plane = 2 * (head_dim * 7 // 32)
     if head_dim % 2 or plane < 2 or head_dim - 2 * plane < 2:
