@@ -346,7 +346,7 @@ CODES = "bench --data g1b1i256f1s0"
         ("plan --manifest m.csv --picture m.csv", "--manifest and --picture both name"),
         ("simulate --lengths 5 --json a --traces a", "--json and --traces both name"),
         ("trace . --lens a --json a", "--json and --lens both name"),
-        ("calibrate --out a --json a", "--out and --json both name"),
+        ("calibrate --out a --json a", "--json and --out both name"),
         ("bench --data g1b1i64f1s0 --out a.html --report a.html", "--out and --report both name"),
     ),
 )
