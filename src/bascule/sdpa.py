@@ -203,7 +203,9 @@ class SequenceParallelMode(TorchFunctionMode):
                     f"and a mask of shape {shape}: give a mask of its keys, (batch, 1, 1, keys), "
                     "the same on every rank"
                 )
-        if others is not None or self._is_cross(query.shape[2], key.shape[2]):
+        num_tokens, num_keys = query.shape[2], key.shape[2]
+        is_odd = self._replicated or num_keys != num_tokens
+        if others is not None or (is_odd and self._is_cross(num_tokens, num_keys)):
             whole = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
             return as_it_is(_DENSE, query, key, value, attn_mask, **whole)
         device = query.device.type

@@ -105,7 +105,7 @@ class AttentionOptions:
             centres. Gradients and replicated tokens travel as they are. Default: everything does.
         overlap: Whether Ulysses exchanges while it computes, in up to four more kernel calls,
             and with a ring two more a round; not with zigzag. Default: on CPUs where rows travel as
-            they are, without a ring: there it measures faster.
+            they are, without a ring, unless they are few: there it measures faster.
         double_buffer: Whether a ring attends while keys and values travel. False waits for them
             where they are posted, which measures what that is worth.
 
@@ -136,6 +136,7 @@ class AttentionOptions:
 
 
 _DEFAULT = AttentionOptions()
+_OVERLAP_FROM = 2**16  # values of q on all ranks; fewer arrive before two more kernels have started
 
 
 @shared("attention over a mesh")
@@ -182,8 +183,8 @@ def attention(
         q, k, v = _operands(q, k, v, form, attn_mask, is_causal)
         out = usp.attend_op(q, k, v, attn_mask, form.sizes, form.name)[0]
     else:
-        key = (*map(look, (q, k, v, attn_mask)), is_causal, scale, options)
-        kept = _known(mesh).kept
+        key = look(q, k, v, attn_mask), is_causal, scale, options
+        kept = (mesh if isinstance(mesh, AttentionMesh) else _known(mesh)).kept
         form, call = kept.get(key) or (_form(q, k, v, *settings), None)
         q, k, v = _operands(q, k, v, form, attn_mask, is_causal)
         if call is None:
@@ -326,4 +327,6 @@ def _overlaps(
         )
     if wanted is not None:
         return wanted
-    return q.device.type == "cpu" and ring == 1 and quantized is None and not layout.zigzag
+    is_long = q.shape[0] * q.shape[1] * q.shape[3] * layout.seq_len >= _OVERLAP_FROM
+    is_plain = ring == 1 and quantized is None and not layout.zigzag
+    return q.device.type == "cpu" and is_plain and is_long

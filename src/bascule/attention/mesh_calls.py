@@ -28,11 +28,15 @@ from bascule.plan.traffic import HeadShares
 _NUM_KEPT = 64  # forms of calls on a mesh, and plans
 
 
-def look(x: Tensor | None) -> object:
-    """Return all of a tensor that makes a form of calls."""
-    if not isinstance(x, Tensor) or x.is_nested:
-        return type(x)
-    return x.shape, x.dtype, x.device, x.layout, x.requires_grad
+def look(*tensors: Tensor | None) -> tuple[object, ...]:
+    """Return all of some tensors that makes a form of calls."""
+    parts = list[object]()
+    for x in tensors:
+        if not isinstance(x, Tensor) or x.is_nested:
+            parts.append(type(x))
+        else:
+            parts += (x.shape, x.dtype, x.device, x.layout, x.requires_grad)
+    return tuple(parts)
 
 
 class Settings(NamedTuple):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bascule.attention.layout import SequenceLayout, num_tokens, take_runs
 from bascule.comm.collectives import all_gather, reduce_scatter
+from bascule.comm.groups import RankGroup
 from bascule.comm.mesh import AttentionMesh, Place, mesh_named
 
 _SEPARATOR = "\n"
@@ -47,6 +48,15 @@ def replicated(own: Tensor, ranks: Place, layout: SequenceLayout) -> Tensor:
     return torch.cat(parts, 2)
 
 
+def gather_rows(x: Tensor, group: RankGroup, layout: SequenceLayout) -> Tensor:
+    """Gather as `gather_tokens` does, where nothing is recorded."""
+    runs, padded = _gathered_runs(layout)
+    rows = x.new_zeros(padded, *x.shape[1:])
+    rows[: x.shape[0]] = x
+    gathered = all_gather(group, "all_gather (tokens)", rows).flatten(0, 1)
+    return torch.cat([gathered[row : row + length] for row, _, length in runs] or [gathered[:0]])
+
+
 @torch.library.custom_op("bascule::gather_tokens", mutates_args=())
 def gather_tokens(x: Tensor, segments: Sequence[int], form: str, sums_gradients: bool) -> Tensor:
     """Gather (T, ..) tokens of a rank to (S, ..), those of all, in the order of the sequence.
@@ -56,11 +66,7 @@ def gather_tokens(x: Tensor, segments: Sequence[int], form: str, sums_gradients:
     """
     mesh, layout = layout_on(form, segments)
     assert mesh.whole is not None
-    runs, padded = _gathered_runs(layout)
-    rows = x.new_zeros(padded, *x.shape[1:])
-    rows[: x.shape[0]] = x
-    gathered = all_gather(mesh.whole, "all_gather (tokens)", rows).flatten(0, 1)
-    return torch.cat([gathered[:0], *(gathered[row : row + length] for row, _, length in runs)])
+    return gather_rows(x, mesh.whole, layout)
 
 
 @gather_tokens.register_fake

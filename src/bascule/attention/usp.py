@@ -72,7 +72,9 @@ def forward(
             call.count()
         # In place: a view could not be written to by who gets it.
         return out if q.dim() == 4 else out.transpose_(1, 2).squeeze_(0), None, None, lse
-    xs = (q, k, v) if heads.is_packed else [x.transpose(1, 2) for x in (q, k, v)]
+    xs = q, k, v
+    if not heads.is_packed:
+        xs = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if call.overlap:
         own, whole, out, lse = overlap.forward(xs, tiles, call)
     else:

@@ -112,7 +112,7 @@ def _to_integers(text: str) -> np.ndarray:
 
 
 def _facts(group: RankGroup, device: torch.device) -> dict[str, Any]:
-    timeout, is_cuda = timeout_of(group, torch.device("cpu")), device.type == "cuda"
+    timeout, is_cuda = timeout_of(group.process_group, torch.device("cpu")), device.type == "cuda"
     return {
         "host": socket.gethostname(),
         "device": device_name(device),

@@ -301,12 +301,12 @@ def device_for(
     return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
 
 
-def timeout_of(group: RankGroup, device: torch.device) -> timedelta | None:
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
     """Return the timeout that a group was made with, the only one of gloo's point-to-point.
 
     None if the back end has no such option.
     """
-    backend = group.process_group._get_backend(device)
+    backend = group._get_backend(device)
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
 

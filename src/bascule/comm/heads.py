@@ -41,7 +41,7 @@ class _Run:
         if self.heads is not None:
             pairs = zip(xs, self.heads, strict=True)
             xs = [x.narrow(-2, first, num_heads) for x, (first, num_heads) in pairs]
-        return [x.view(shape) for x, shape in zip(xs, self.views, strict=True)]
+        return list(map(Tensor.view, xs, self.views))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,7 +150,7 @@ class HeadExchange:
 
         def finish() -> list[Tensor]:
             wait()
-            outs = [received.new_empty(shape) for shape in form.homes]
+            outs = list(map(received.new_empty, form.homes))
             for run in form.runs:
                 block = run.of_buffer(received)
                 parts = [block] if len(outs) == 1 else block.split_with_sizes(run.shares, 3)

@@ -167,7 +167,7 @@ def group_of(ranks: Sequence[int]) -> RankGroup:
 
 def _new_group_of(ranks: Sequence[int]) -> RankGroup:
     world = member_of(resolve(None), "world")
-    timeout = timeout_of(world, device_of(world)) or dist.default_pg_timeout
+    timeout = timeout_of(world.process_group, device_of(world)) or dist.default_pg_timeout
     made = new_group(ranks, "attention", timeout.total_seconds())
     return member_of(made.process_group, made.name, ranks=ranks)
 

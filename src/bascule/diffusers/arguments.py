@@ -78,48 +78,24 @@ def holds_tensors(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def form_of(inputs: Any) -> object:
-    """Return names, shapes and dtypes; not numbers, of which some change with every step."""
-    if isinstance(inputs, Tensor):
-        return inputs.shape, inputs.dtype
-    if isinstance(inputs, Mapping):
-        parts = list[object]()
-        for name, x in inputs.items():
-            is_nested = isinstance(x, Mapping | list | tuple)
-            parts += [name, form_of(x)] if is_nested else [name, type(x)]
-            if isinstance(x, Tensor):
-                parts += [x.shape, x.dtype]
-        return tuple(parts)
-    if isinstance(inputs, list | tuple):
-        return tuple([form_of(x) for x in inputs])
-    return type(inputs)
-
-
 class SameInputs:
     """A comparison of a model's inputs over ranks, at the first call of each form."""
 
     def __init__(self, model: nn.Module) -> None:
         self._name = type(model).__name__
-        self._seen = set[object]()
+        self.seen = set[object]()  # keys of groups and forms
 
     def restart(self) -> None:
         """Begin another run, whose first calls are compared again."""
-        self._seen.clear()
-
-    def check(self, group: RankGroup | None, inputs: Mapping[str, Any], form: object) -> None:
-        """Compare the inputs of a call that all ranks of a group are about to make."""
-        if group is not None and (group.key, form) not in self._seen:
-            compare = self.due(group, inputs, form)
-            if compare is not None:
-                compare()
+        self.seen.clear()
 
     def due(
         self, group: RankGroup | None, inputs: Mapping[str, Any], form: object
     ) -> Callable[[], None] | None:
         """Fingerprint inputs of a new form now; return a function that compares them later."""
-        if group is None or (group.key, form) in self._seen:
+        if group is None or (group.key, form) in self.seen:
             return None
-        self._seen.add((group.key, form))
+        self.seen.add((group.key, form))
         what = f"inputs of {self._name}"
         return partial(compare_inputs, Fingerprint.of(inputs), group, what)
 

@@ -10,8 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bascule.attention.api import AttentionMesh, AttentionOptions, SequenceLayout, gather, split
+from bascule.attention.api import (
+    AttentionMesh,
+    AttentionOptions,
+    SequenceLayout,
+    attention,
+    gather,
+    split,
+)
 from bascule.attention.layout import take_runs
+from bascule.attention.tokens import gather_rows
+from bascule.comm.transforms import is_recorded
 from bascule.diffusers.sparse_layers import SparseLayer, SparsePass
 from bascule.diffusers.split_table import Cut, Keys, Mask, SplitTable
 from bascule.diffusers.work import Attended, AttentionShape, WorkCounter
@@ -29,7 +38,7 @@ class Share(NamedTuple):
     options: AttentionOptions  # with the layout
 
 
-Shares = dict[tuple[tuple[str, int], ...], Share]
+Shares = dict[tuple[tuple[str, ...], tuple[int, ...]], Share]
 """Shares by names and lengths of segments."""
 
 
@@ -87,30 +96,34 @@ class ForwardPass(SequenceParallelMode):
 
     def share(self, segments: tuple[str, ...]) -> Share:
         """Return this rank's share of these segments, one after the other."""
-        if torch.compiler.is_compiling():
-            return self._share_of(segments)
-        if segments not in self._shares:
-            self._shares[segments] = self._share_of(segments)
-        return self._shares[segments]
-
-    def _share_of(self, segments: tuple[str, ...]) -> Share:
+        if not torch.compiler.is_compiling() and segments in self._shares:
+            return self._shares[segments]
+        lengths = list[int]()
         for name in segments:
             if name not in self._wholes:
                 raise ConfigError(
                     f"the length of {name} is not known yet: let the table cut an input or output "
                     "of a module that comes earlier"
                 )
-        return self._share_by_lengths({name: self._length(name) for name in segments})
+            whole, dim = self._wholes[name]
+            lengths.append(whole.shape[dim])
+        share = self._share_of(segments, tuple(lengths))
+        if not torch.compiler.is_compiling():
+            self._shares[segments] = share
+        return share
 
-    def _share_by_lengths(self, lengths: Mapping[str, int]) -> Share:
-        stripe = 0 if self._sparse is None else self._sparse.layers.config.dealt
-        if torch.compiler.is_compiling():
-            return share_of(lengths, self.mesh, self._table, stripe, self.options)
-        key = tuple(lengths.items())
-        share = self._kept_shares.get(key)
+    def _share_of(self, segments: tuple[str, ...], lengths: tuple[int, ...]) -> Share:
+        is_kept = not torch.compiler.is_compiling()  # graphs keep shares of their own
+        share = self._kept_shares.get((segments, lengths)) if is_kept else None
         if share is None:
-            share = share_of(lengths, self.mesh, self._table, stripe, self.options)
-            self._kept_shares[key] = share
+            stripe = 0 if self._sparse is None else self._sparse.layers.config.dealt
+            named = dict(zip(segments, lengths, strict=True))
+            layout = layout_of(named, self.mesh, self._table, stripe)
+            runs, num_tokens = layout.shares(*self.mesh.place), layout.num_tokens(*self.mesh.place)
+            options = with_layout(self.options, layout)
+            share = Share(layout, layout.seq_len, num_tokens, runs or [(0, 0)], options)
+            if is_kept:
+                self._kept_shares[segments, lengths] = share
         return share
 
     def _length(self, segment: str) -> int:
@@ -160,8 +173,6 @@ class ForwardPass(SequenceParallelMode):
         """Return this rank's share of a tensor, of each in a list or mapping, or of a count."""
         if isinstance(cut, Mask):
             return self._take_mask(value, cut, name) if isinstance(value, Tensor) else value
-        if isinstance(value, Tensor):
-            return self._cut_tensor(value, cut, name)
         if isinstance(value, Mapping):
             return {key: self.cut(one, cut, name) for key, one in value.items()}
         if isinstance(value, list | tuple):
@@ -169,22 +180,22 @@ class ForwardPass(SequenceParallelMode):
         if isinstance(value, int) and cut.ndim == 0:
             runs = self.share(cut.segments).runs
             return sum(max(0, min(stop, value) - start) for start, stop in runs)
-        return value
-
-    def _cut_tensor(self, x: Tensor, cut: Cut, name: str) -> Tensor:
-        if cut.ndim is not None and cut.ndim != x.dim():
-            return x
-        if x.dim() <= cut.dim:
+        if not isinstance(value, Tensor) or cut.ndim not in (None, value.dim()):
+            return value
+        if value.dim() <= cut.dim:
             raise ConfigError(
-                f"{name} has the shape {tuple(x.shape)}: its tokens are dim {cut.dim}, after the "
-                "batch"
+                f"{name} has the shape {tuple(value.shape)}: its tokens are dim {cut.dim}, after "
+                "the batch"
             )
         segments = (cut.segment,) if isinstance(cut.segment, str) else cut.segment
         if segments:
-            share = self._meet(segments, x, cut.dim, name)
+            share = self._meet(segments, value, cut.dim, name)
         else:
-            share = self._share_by_lengths({"": x.shape[cut.dim]})
-        return take_runs(x, share.runs, cut.dim)
+            share = self._share_of(("",), (value.shape[cut.dim],))
+        if len(share.runs) > 1:
+            return take_runs(value, share.runs, cut.dim)
+        start, stop = share.runs[0]
+        return value.narrow(cut.dim, start, stop - start)
 
     def gather(self, x: Tensor, cut: Cut) -> Tensor:
         """Return the tokens of all ranks. Their gradients are summed over the copies of all ranks.
@@ -201,7 +212,11 @@ class ForwardPass(SequenceParallelMode):
                 f"{' and '.join(cut.segments)}, and this rank has {share.num_tokens}: the table "
                 "does not fit the model"
             )
-        return gather(x, self.mesh, share.layout, cut.dim, sums_gradients=True)
+        is_plain = not share.layout.replicated and not (torch.is_grad_enabled() and x.requires_grad)
+        if self.mesh.whole is None or not is_plain or is_recorded():
+            return gather(x, self.mesh, share.layout, cut.dim, sums_gradients=True)
+        rows = gather_rows(x.movedim(cut.dim, 0), self.mesh.whole, share.layout)
+        return rows.movedim(0, cut.dim)
 
     # --- masks ------------------------------------------------------------------------------------
 
@@ -222,6 +237,8 @@ class ForwardPass(SequenceParallelMode):
 
     def mask_of(self, query: Tensor, mask: Tensor | None) -> Tensor | None:
         """Return (B, 1, 1, S), or (B, 1, S, S), from the masks of the modules' inputs."""
+        if not self._masks:
+            return mask
         part = self._segments()
         taken = [self._masks[name][1] for name in part if name in self._masks]
         if not taken:
@@ -262,7 +279,9 @@ class ForwardPass(SequenceParallelMode):
 
     def options_of(self, query: Tensor) -> AttentionOptions:
         """Return the options with the layout of all that is attended to."""
-        return self.share(self._segments()).options
+        part = self.parts[-1]
+        assert not isinstance(part, Keys)
+        return self.share(part).options
 
     def attends_locally(self) -> bool:
         """Return whether attention is left as it is."""
@@ -301,14 +320,17 @@ class ForwardPass(SequenceParallelMode):
             if layer is not None:
                 lengths = dict(zip(self._segments(), layout.segments, strict=True))
                 return self._sparse.attend(layer, (query, key, value), lengths, scale)
-        if (work := self._counter()) is not None:
+        if self.work is not None and (work := self._counter()) is not None:
             work.attend(self._shape_of(query, key, layout))
         if self.is_whole:
             dense = functional.scaled_dot_product_attention
             gqa = query.shape[1] != key.shape[1]
             same = {"attn_mask": mask, "is_causal": is_causal, "scale": scale, "enable_gqa": gqa}
             return as_it_is(dense, query, key, value, **same)
-        out = super().attend(query, key, value, options, mask, is_causal, scale)
+        settings: Any = {"attn_mask": mask, "is_causal": is_causal, "scale": scale}
+        out = attention(query, key, value, self.mesh, options=options, **settings)
+        if not self._masks:
+            return out
         masks = [self._masks[name][1] for name in self._segments() if name in self._masks]
         if not any(one.of_pairs for one in masks):
             return out
@@ -320,7 +342,6 @@ class ForwardPass(SequenceParallelMode):
 
     def begin_block(self, name: str) -> None:
         """Begin a block of the table."""
-        self.has_attended = False
         if (work := self._counter()) is not None:
             work.begin_block(name)
         if self._sparse is not None:
@@ -342,7 +363,7 @@ class ForwardPass(SequenceParallelMode):
             self._sparse.end()
             sparse = tuple(self._sparse.done.values())
         work = {} if self.work is None else self.work.kinds
-        if not any(one.shapes for one in work.values()) and not sparse:
+        if not sparse and not [one for one in work.values() if one.shapes]:
             return None
         return Attended({name: self._length(name) for name in self._wholes}, work, sparse)
 
@@ -397,19 +418,6 @@ def layout_of(
             if name in table.nonempty and length <= (num_ranks - 1) * max(stripe, 1)
         ),
     )
-
-
-def share_of(
-    lengths: Mapping[str, int],
-    mesh: AttentionMesh,
-    table: SplitTable,
-    stripe: int,
-    options: AttentionOptions,
-) -> Share:
-    """Return this rank's share of these segments."""
-    layout = layout_of(lengths, mesh, table, stripe)
-    runs, num_tokens = layout.shares(*mesh.place), layout.num_tokens(*mesh.place)
-    return Share(layout, layout.seq_len, num_tokens, runs, with_layout(options, layout))
 
 
 def _check_sparse(mask: Tensor | None, is_causal: bool) -> None:

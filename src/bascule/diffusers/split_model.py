@@ -3,6 +3,7 @@
 Each cuts inputs, runs the module, and cuts or gathers what it returns. `remove` takes all away.
 """
 
+import importlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from bascule.attention.api import AttentionMesh, AttentionOptions
 from bascule.comm.failures import leave
 from bascule.comm.groups import RankGroup
-from bascule.diffusers.arguments import SameInputs, form_of, holds_tensors, parameters_of
+from bascule.diffusers.arguments import SameInputs, holds_tensors, parameters_of
 from bascule.diffusers.caches import Caches
 from bascule.diffusers.forward_pass import CountingPass, ForwardPass, Shares
 from bascule.diffusers.sparse_config import SparseConfig
@@ -47,6 +48,7 @@ class Role:
     inputs: dict[str, Cut | Mask] = field(default_factory=dict[str, Cut | Mask])
     outputs: dict[int, Cut] = field(default_factory=dict[int, Cut])
     gather: Cut | None = None
+    processor: Any = None  # of diffusers, that computes its attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ class SplitModel:
         self._links: tuple[Link, ...] = ()
         self._stand_ins: list[StandIn] = []
         self._of_model: StandIn | None = None
+        self._backend: Any = None  # of attention, as diffusers names it
         self._install()
 
     def _ranks(self) -> RankGroup | None:
@@ -132,6 +135,9 @@ class SplitModel:
             self._of_model.remove()
         self._stand_ins, self._of_model = [], None
         self._caches.leave()
+        if self._backend is not None:
+            _forget(self._backend)
+            self._backend = None
 
     @contextmanager
     def resumed(self, forward: ForwardPass) -> Iterator[None]:
@@ -209,9 +215,16 @@ class SplitModel:
 
     def _compare(self, named: Mapping[str, Any], form: object) -> None:
         blocks = [block for block, _ in self.blocks.values()]
-        self._caches.prepare(blocks, is_sparse=self.sparse is not None)
-        if not (self._is_paused or self._is_over):
-            self.inputs.check(self.mesh.whole, named, form)
+        is_hooked = ["_diffusers_hook" in vars(one) for one in (self.model, *blocks)]
+        if self._caches.is_on or True in is_hooked:
+            self._caches.prepare(blocks, is_sparse=self.sparse is not None)
+        group = self.mesh.whole
+        if group is None or self._is_paused or self._is_over:
+            return
+        if (group.key, form) not in self.inputs.seen:
+            compare = self.inputs.due(group, named, form)
+            assert compare is not None
+            compare()
 
     def _call(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a forward pass of the model; takes the place of its `forward`."""
@@ -251,7 +264,7 @@ class SplitModel:
                 f"{type(self.model).__name__} runs in another thread, and its ranks attend "
                 "together: let one thread at a time call it"
             )
-        place = self.mesh.degrees, self.mesh.place, sparse is not None
+        place = self.mesh.name, sparse is not None
         form = place, form_of(named)
         known = self._known.get(form)
         if known is None:
@@ -307,25 +320,35 @@ class SplitModel:
                 )
             return forward(*args, **kwargs)
         if role.is_block:
-            current.begin_block(name)
+            current.has_attended = False
+            if current.work is not None or self.sparse is not None:
+                current.begin_block(name)
         inputs: tuple[Sequence[Any], dict[str, Any]] = args, kwargs
         if role.inputs:
             inputs = current.cut_arguments(role.names, role.inputs, args, kwargs)
         if role.part is not None:
             current.parts.append(role.part)
         try:
-            if role.attends and not (current.is_around or current.is_whole):
+            if not role.attends or current.is_around or current.is_whole:
+                output = forward(*inputs[0], **inputs[1])
+            elif torch.compiler.is_compiling() or getattr(role.processor, _BACKEND, "") is not None:
                 with current:
                     output = forward(*inputs[0], **inputs[1])
-            else:
-                output = forward(*inputs[0], **inputs[1])
+            else:  # the mode is entered by our back end, so it sees a few functions of torch
+                role.processor._attention_backend = self._backend
+                try:
+                    output = forward(*inputs[0], **inputs[1])
+                finally:
+                    role.processor._attention_backend = None
         finally:
             if role.part is not None:
                 current.parts.pop()
         if role.is_block:
-            current.end_block()
-            is_seen = current.is_around or not current.is_whole
-            self._caches.end_block(name, current.has_attended or not is_seen)
+            if current.work is not None:
+                current.end_block()
+            has_attended = current.has_attended or (current.is_whole and not current.is_around)
+            if self._caches.is_on or not has_attended:
+                self._caches.end_block(name, has_attended)
         if role.outputs:
             output = self._cut_outputs(current, name, role.outputs, output)
         return output if role.gather is None else current.gather(output, role.gather)
@@ -380,7 +403,12 @@ class SplitModel:
                 role_of(name, module).part = part
         for name in [name for name, role in roles.items() if role.is_block or role.part]:
             for path, module in _attending(modules[name]).items():
-                role_of(f"{name}.{path}" if path else name, module).attends = True
+                role = role_of(f"{name}.{path}" if path else name, module)
+                role.attends, role.processor = True, getattr(module, "processor", None)
+        if self._backend is None and any(
+            hasattr(role.processor, _BACKEND) for role in roles.values()
+        ):
+            self._backend = _registered(self)
         for one in self._stand_ins:
             one.remove()
         self._stand_ins = [
@@ -388,6 +416,23 @@ class SplitModel:
             for name, role in roles.items()
         ]
         self._links = links_to(model, list(roles))
+
+
+def form_of(inputs: Any) -> object:
+    """Return names, shapes and dtypes; not numbers, of which some change with every step."""
+    if isinstance(inputs, Tensor):
+        return inputs.shape, inputs.dtype
+    if isinstance(inputs, Mapping):
+        parts = list[object]()
+        for name, x in inputs.items():
+            is_nested = isinstance(x, Mapping | list | tuple)
+            parts += [name, form_of(x)] if is_nested else [name, type(x)]
+            if isinstance(x, Tensor):
+                parts += [x.shape, x.dtype]
+        return tuple(parts)
+    if isinstance(inputs, list | tuple):
+        return tuple([form_of(x) for x in inputs])
+    return type(inputs)
 
 
 def check_model(model: nn.Module, table: SplitTable) -> None:
@@ -414,6 +459,45 @@ def _attending(module: nn.Module) -> dict[str, nn.Module]:
         path: one for path, one in module.named_modules() if hasattr(one, "set_processor") and path
     }
     return within or {"": module}
+
+
+_BACKEND = "_attention_backend"
+
+
+def _registered(part: SplitModel) -> Any:
+    """Register a back end of diffusers' attention that enters the mode around the default one.
+
+    Names of back ends are a closed enum, so a member is made that only the registry has.
+    """
+    diffusers: Any = importlib.import_module("diffusers.models.attention_dispatch")
+    label = f"bascule {id(part)}"
+    name = str.__new__(diffusers.AttentionBackendName, label)
+    name._name_ = name._value_ = label
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        args = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        with part.forward or nullcontext():
+            return diffusers.dispatch_attention_fn(*args)
+
+    diffusers._AttentionBackendRegistry.register(name)(attend)
+    return name
+
+
+def _forget(name: Any) -> None:
+    registry: Any = importlib.import_module(
+        "diffusers.models.attention_dispatch"
+    )._AttentionBackendRegistry
+    for table in (registry._backends, registry._constraints, registry._supported_arg_names):
+        table.pop(name, None)
 
 
 def _innermost(model: nn.Module) -> tuple[Any, str]:

@@ -75,7 +75,8 @@ class CpuFlashKernel:
         return misfit(form, device="cpu", takes_packed=True)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
-        q, k, v = map(with_adjacent_values, (q, k, v))
+        if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+            q, k, v = map(with_adjacent_values, (q, k, v))
         if mask.packed is not None:
             return forward_each(self._attend, q, k, v, mask, scale)
         return self._attend(q, k, v, mask, scale)
