@@ -347,7 +347,7 @@ CODES = "bench --data g1b1i256f1s0"
         ("simulate --lengths 5 --json a --traces a", "--json and --traces both name"),
         ("trace . --lens a --json a", "--json and --lens both name"),
         ("calibrate --out a --json a", "--json and --out both name"),
-        ("bench --data g1b1i64f1s0 --out a.html --report a.html", "--out and --report both name"),
+        ("bench --data g1b1i64f1s0 --out a.html --report a.html", "--report and --out both name"),
     ),
 )
 def test_a_users_error_is_one_sentence(
