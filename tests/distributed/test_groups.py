@@ -56,7 +56,11 @@ def comes_late() -> None:
 def timeouts_of_a_mesh() -> None:
     axes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
     mesh = AttentionMesh.of(axes, timeout_s=7.0)
-    found = [timeout_of(group, torch.device("cpu")) for group in mesh.groups if group is not None]
+    found = [
+        timeout_of(group.process_group, torch.device("cpu"))
+        for group in mesh.groups
+        if group is not None
+    ]
     assert [each and each.total_seconds() for each in found] == [7.0] * 3
 
 

@@ -505,7 +505,7 @@ def interleaved() -> tuple[int, list[str]]:
 
     def group_of(one: Any, timeout_s: float) -> str:
         group = one._prefetcher._lease.group
-        timeout = timeout_of(group, torch.device("cpu"))
+        timeout = timeout_of(group.process_group, torch.device("cpu"))
         assert timeout is not None and timeout.total_seconds() == timeout_s
         return group.process_group.group_name
 
