@@ -12,15 +12,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from bascule.encoders import EncoderOptions, EncoderTable, TiledVAE
 from tests.helpers.encoder_cases import check_gradients, gradients_of
 from tests.helpers.pages import ROOT
+from tests.helpers.pipeline_cases import generated, make_pipeline, prompt_of, seeded
 from tests.helpers.ranks import raised_by, run_ranks
 from tests.helpers.tile_cases import (
-    flux_pipeline,
-    generated,
     own_tiled,
     sample_of,
     tiny_vae,
     values_of,
-    wan_pipeline,
 )
 
 pytest.importorskip("diffusers")
@@ -146,29 +144,31 @@ def test_unlike_samples_over_an_axis_of_a_mesh_and_tiles_of_ones_own() -> None:
 def pipelines() -> list[int]:
     """Pixels of pipelines that are not edited; images that each rank got."""
     rank, counts = dist.get_rank(), list[int]()
-    for make in (flux_pipeline, wan_pipeline):
-        for way in ("all", "first") if make is flux_pipeline else ("all",):
-            pipeline = make()
-            vae, config = pipeline.vae, dict(pipeline.config)
-            vae.enable_tiling()
-            expected = generated(pipeline)
-            vae.disable_tiling()
-            options = EncoderOptions(features_for=way)
-            tiled = TiledVAE(vae, options=options)
-            installed = tiled.install(pipeline)
-            assert isinstance(pipeline.vae, type(vae)) and dict(pipeline.config) == config
-            found = generated(pipeline)
-            assert "items moved" in str(tiled.last)
-            if way == "all" or rank == 0:
-                torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-            counts.append(len(found))
-            pipeline.vae.enable_tiling()
-            assert vae.use_tiling
-            installed.undo()
-            assert pipeline.vae is vae
-            before = tiled.last
-            torch.testing.assert_close(generated(pipeline), expected, rtol=0.0, atol=0.0)
-            assert tiled.last is before
+    ways: tuple[tuple[str, Any], ...] = ("flux", "all"), ("flux", "first"), ("wan", "all")
+    for name, way in ways:
+        pipeline, prompt = make_pipeline(name), prompt_of(name, is_guided=False)
+        vae, config = pipeline.vae, dict(pipeline.config)
+        vae.enable_tiling()
+        expected = generated(name, pipeline, prompt, generator=seeded(1))
+        vae.disable_tiling()
+        options = EncoderOptions(features_for=way)
+        tiled = TiledVAE(vae, options=options)
+        installed = tiled.install(pipeline)
+        assert isinstance(pipeline.vae, type(vae)) and dict(pipeline.config) == config
+        found = generated(name, pipeline, prompt, generator=seeded(1))
+        assert "items moved" in str(tiled.last)
+        if way == "all" or rank == 0:
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        counts.append(len(found))
+        pipeline.vae.enable_tiling()
+        assert vae.use_tiling
+        installed.undo()
+        assert pipeline.vae is vae
+        before = tiled.last
+        torch.testing.assert_close(
+            generated(name, pipeline, prompt, generator=seeded(1)), expected, rtol=0.0, atol=0.0
+        )
+        assert tiled.last is before
     return counts
 
 

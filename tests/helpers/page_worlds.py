@@ -19,8 +19,8 @@ from tests.helpers.encoder_cases import batch_of, text_encoder
 from tests.helpers.inference_cases import difference, make_mesh
 from tests.helpers.jobs import join_trainer_world
 from tests.helpers.pages import ROOT, run_python
-from tests.helpers.pipeline_cases import prompt_of
-from tests.helpers.tile_cases import flux_pipeline, own_tiled, tiny_vae
+from tests.helpers.pipeline_cases import make_pipeline, prompt_of
+from tests.helpers.tile_cases import own_tiled, tiny_vae
 from tests.helpers.vlm_models import make_model
 
 Names = dict[str, Any]
@@ -195,7 +195,7 @@ def _encoders(folder: str) -> Names:
         "attention_mask": torch.ones(5 * rank, 7, dtype=torch.int64),
         "vae": vae,
         "photo": torch.randn(rank, 3, 40, 28).double(),
-        "pipeline": flux_pipeline(),
+        "pipeline": make_pipeline("flux"),
         "prompt": _short(prompt) | {"output_type": "pt"},
         "photos": [torch.randn(3, 8 * n, 16).double() for n in ((1, 3, 2) if rank else (1,))],
         "clip_encoder": _Clips(),
@@ -227,7 +227,7 @@ def _check_encoders(left: Names) -> None:
 
 def _guided(folder: str) -> Names:
     prompt = _short(prompt_of("flux")) | {"output_type": "pt"}
-    return {"pipeline": flux_pipeline(), "prompt": prompt}
+    return {"pipeline": make_pipeline("flux"), "prompt": prompt}
 
 
 def _check_guided(left: Names) -> None:

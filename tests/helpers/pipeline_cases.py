@@ -10,7 +10,7 @@ from torch import Tensor
 from bascule.diffusers import Cut, SplitTable
 from bascule.generate import tiny
 from tests.helpers.other_image_cases import CASES, MODELS
-from tests.helpers.tile_cases import flux_pipeline, other_vae, tiny_vae
+from tests.helpers.tile_cases import other_vae, tiny_vae
 
 TEXT_DIM = 32
 _CHANNELS: dict[str, Any] = {"in_channels": 4, "out_channels": 4}
@@ -31,6 +31,13 @@ _ERNIE = SplitTable(
     blocks={},
     replicated=("hidden_states", "timestep", "text_bth", "text_lens"),
 )
+_VAE: dict[str, Any] = {
+    "block_out_channels": (8, 8),
+    "norm_num_groups": 4,
+    "latent_channels": 4,
+    "down_block_types": ("DownEncoderBlock2D",) * 2,
+    "up_block_types": ("UpDecoderBlock2D",) * 2,
+}
 TABLES = {"dit": _DIT, "ernie": _ERNIE}
 """Tables of models that bascule does not know; that of ERNIE-Image is for guidance alone."""
 
@@ -50,7 +57,7 @@ def make_pipeline(name: str, **scheduling: Any) -> Any:
     if name == "texts":  # encodes prompts itself
         pipeline = tiny.pipeline(diffusers, importlib.import_module("transformers"), tiny.TINY)
     else:
-        pipeline = flux_pipeline() if name == "flux" else _assembled(diffusers, name)
+        pipeline = _assembled(diffusers, name)
     if scheduling:
         config = {**pipeline.scheduler.config, **scheduling}
         pipeline.scheduler = type(pipeline.scheduler).from_config(config)
@@ -61,12 +68,12 @@ def make_pipeline(name: str, **scheduling: Any) -> Any:
 def _assembled(diffusers: Any, name: str) -> Any:
     """A pipeline of parts; those that are not named are None."""
     scheduler, more = "FlowMatchEulerDiscreteScheduler", dict[str, Any]()
-    if name in ("kontext", "control"):
-        flux, kind = flux_pipeline(), f"Flux{name.title()}Pipeline"
-        model, vae = flux.transformer, flux.vae
+    if name in ("flux", "kontext", "control"):
+        kind, vae = f"Flux{name.title().replace('Flux', '')}Pipeline", _vae(diffusers)
+        sizes: dict[str, Any] = {"in_channels": 16, "pooled_projection_dim": TEXT_DIM}
         if name == "control":  # samples the latents of its control image before it draws noise
-            sizes = {"in_channels": 32, "out_channels": 16, "pooled_projection_dim": TEXT_DIM}
-            model = diffusers.FluxTransformer2DModel(**_FLUX, **sizes, num_single_layers=1)
+            sizes |= {"in_channels": 32, "out_channels": 16}
+        model = diffusers.FluxTransformer2DModel(**_FLUX, **sizes, num_single_layers=1)
     elif name == "qwen":
         kind, vae = "QwenImagePipeline", tiny_vae("qwen")
         model = diffusers.QwenImageTransformer2DModel(**_FLUX, in_channels=16, out_channels=4)
@@ -88,7 +95,7 @@ def _assembled(diffusers: Any, name: str) -> Any:
             use_rotary_positional_embeddings=True,
         )
     elif name == "sd3":  # one call of two samples
-        kind, vae = "StableDiffusion3Pipeline", flux_pipeline().vae
+        kind, vae = "StableDiffusion3Pipeline", _vae(diffusers)
         model = diffusers.SD3Transformer2DModel(
             **_CHANNELS,
             **{**_HEADS, "num_layers": 2},
@@ -100,7 +107,7 @@ def _assembled(diffusers: Any, name: str) -> Any:
             pos_embed_max_size=32,
         )
     elif name == "zimage":  # one call; takes and gives a list with an entry for each sample
-        kind, vae = "ZImagePipeline", flux_pipeline().vae
+        kind, vae = "ZImagePipeline", _vae(diffusers)
         sizes = {"dim": 32, "n_layers": 1, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2}
         axes: dict[str, Any] = {"axes_dims": [4, 6, 6], "axes_lens": [96, 32, 32]}
         model = diffusers.ZImageTransformer2DModel(
@@ -119,15 +126,12 @@ def _assembled(diffusers: Any, name: str) -> Any:
             rope_axes_dim=(4, 6, 6),
         )
     elif name == "dit":
-        kind, vae, scheduler = "DiTPipeline", flux_pipeline().vae, "DDIMScheduler"
+        kind, vae, scheduler = "DiTPipeline", _vae(diffusers), "DDIMScheduler"
         model = diffusers.DiTTransformer2DModel(
             in_channels=4, out_channels=8, **_HEADS, sample_size=10
         )
     elif name == "ernie":
-        kind, sides = "ErnieImagePipeline", {"block_out_channels": (8, 8), "norm_num_groups": 4}
-        blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "latent_channels": 4}
-        blocks |= {"up_block_types": ("UpDecoderBlock2D",) * 2}
-        vae = diffusers.AutoencoderKLFlux2(**sides, **blocks).eval()
+        kind, vae = "ErnieImagePipeline", diffusers.AutoencoderKLFlux2(**_VAE).eval()
         model = diffusers.ErnieImageTransformer2DModel(
             hidden_size=32,
             num_attention_heads=2,
@@ -150,6 +154,13 @@ def _assembled(diffusers: Any, name: str) -> Any:
     return cls(**(absent | parts | more))
 
 
+def _vae(diffusers: Any) -> Any:
+    """Of 2 x 2 pixels a latent."""
+    vae = diffusers.AutoencoderKL(**_VAE, shift_factor=0.1).eval()
+    vae.tile_sample_min_size, vae.tile_latent_min_size = 16, 8
+    return vae
+
+
 def _ideogram(diffusers: Any) -> Any:
     """Guides with a second model; its prompts are encoded already."""
     case = next(one for one in CASES if one.model == "ideogram4")
@@ -166,7 +177,7 @@ def _ideogram(diffusers: Any) -> Any:
 
     return Encoded(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-        vae=flux_pipeline().vae,
+        vae=_vae(diffusers),
         text_encoder=None,
         tokenizer=None,
         transformer=models[0],
