@@ -1,5 +1,6 @@
 """Local ranks, launched by torch's own launcher; or this process as a rank of a job that runs."""
 
+import logging
 import os
 import signal
 import socket
@@ -91,6 +92,7 @@ def hand_over(result: str) -> bool:
 @contextmanager
 def joined(timeout_s: float) -> Iterator[torch.device]:
     """Join the job of RANK and WORLD_SIZE; yield this rank's device."""
+    logging.getLogger("bascule.comm.failures").setLevel(logging.CRITICAL)  # `main` prints errors
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cpu")
     backend = "gloo"

@@ -172,8 +172,11 @@ class Calls:
     def _failure(self, where: str, error: RuntimeError) -> CommError:
         """Return the error of a call that was broken off: why, or else who is missing; logged."""
         watch = self._watch
-        end = "" if watch.reason is not None else f": {_first_line(error)}"
-        failed = watch.broken_off(where, self.ranks)
+        failed, what = watch.broken_off(where, self.ranks), _first_line(error)
+        # Of "[/pytorch/../pair.cc:538] Connection closed by peer [..]. This may ..": what happened.
+        what = what.partition("] ")[2].partition(". ")[0] if what.startswith("[/") else what
+        is_reported = not failed.text.startswith(("missing", "no roll call", "every rank"))
+        end = "" if is_reported else f": {what}"
         on = f"failed on group {self.name!r} of ranks {list(self.ranks)}"
         self.ended = f"{where} {on} ({failed.text}){end}"
         logger.error("%s", self.ended)
