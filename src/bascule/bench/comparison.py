@@ -174,13 +174,13 @@ def summarize(
     spread, ratios = (0.1, 0.9), seconds[:, 0] / seconds[:, 1]
 
     def of_arm(place: int, suffix: str) -> dict[str, Any]:
-        own, total = seconds[:, place], float(seconds[:, place].sum())
+        times, total = seconds[:, place], float(seconds[:, place].sum())
         peak = setting["peak_flops"]
         return {
             "wir": float(np.mean(plans[f"wir{suffix}"])),
             "imbalance": float(np.mean(plans[f"imbalance{suffix}"])),
-            "fbl_median_s": float(np.median(own)),
-            "fbl_spread_s": np.quantile(own, spread).tolist(),
+            "fbl_median_s": float(np.median(times)),
+            "fbl_spread_s": np.quantile(times, spread).tolist(),
             "tokens_per_s": sum(plans["total_tokens"]) / total,
             "flops_per_s": flops / total,
             "hfu": None if peak is None else flops / total / (peak * setting["world_size"]),

@@ -70,8 +70,8 @@ def check_up(
         advance: Called after each round.
 
     Raises:
-        RemoteConfigError: A rank met bad input, such as a profile that it cannot read.
-        CommError: A rank met another error, has other options, died, or did not come in time; says
+        RemoteConfigError: A rank refused its input, such as a profile that it cannot read.
+        CommError: A rank failed otherwise, has other options, died, or did not come in time; says
             also what differed between the ranks.
     """
     group = member_of(resolve(None), "doctor")
@@ -149,7 +149,7 @@ def _measure(
         made = partial(Timing, probe.kind, probe.name, probe.on, probe.size, probe.amount)
         if probe.kind == LINK:
             slower = {ends: seconds[:, ends].max(axis=1, keepdims=True) for ends in probe.ends}
-            timings += [made(own, ends) for ends, own in slower.items()]
+            timings += [made(worst, ends) for ends, worst in slower.items()]
         else:
             timings.append(made(seconds))
     timings.sort(key=lambda one: (one.on, one.ends, one.size) if one.kind == LINK else ("", (), 0))

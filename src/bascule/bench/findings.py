@@ -226,11 +226,11 @@ def _slow_links(measured: Measured, limit: float) -> Rule:
     for (on, where), links in kinds.items():
         shares = 1.0 / to_median(np.concatenate([link.seconds for link in links], axis=1))
         for place in _often(shares < limit):
-            link, own = links[place], shares[:, place]
+            link, share = links[place], shares[:, place]
             what = (
                 f"{measured.rate_of(link)} in messages of {link.size / 2**20:.3g} MiB on {on}, "
-                f"{np.median(own):.2f} times the median link {where}, and too little in "
-                f"{_rounds(own < limit)}"
+                f"{np.median(share):.2f} times the median link {where}, and too little in "
+                f"{_rounds(share < limit)}"
             )
             yield "slow link", link.ends, what, f"{limit:.2f}"
 
@@ -268,7 +268,7 @@ def _store(measured: Measured) -> Rule:
 
 
 def _timeout(measured: Measured) -> Rule:
-    """A hang must show on the same day, and a slow call must not count as one."""
+    # A hang must show on the same day, and a slow call must not count as one.
     timeouts = [one["timeout_s"] for one in measured.facts if one["timeout_s"] is not None]
     if not timeouts:
         return

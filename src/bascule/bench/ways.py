@@ -92,7 +92,7 @@ class Samples:
         except (ConfigError, OSError) as refusal:
             error = refusal
         agree(self.group, {}, error, what="loading a batch", step=step + 1)
-        kept = {old: own for old, own in self._loaded.items() if old == step - 1}
+        kept = {old: x for old, x in self._loaded.items() if old == step - 1}
         self._loaded = kept | {step: batches}
         return batches
 
@@ -105,9 +105,9 @@ class Samples:
     def longest(self, num_steps: int) -> int:
         """Return the tokens of the longest sample of all ranks in the first steps; 256 at least."""
         lens = [lens_of(batch)[0] for step in range(num_steps) for batch in self.load(step)]
-        own = torch.tensor([max([256, *(n for each in lens for n in each)])])
+        longest = torch.tensor([max([256, *(n for each in lens for n in each)])])
         call = "all_gather (longest sequence)"
-        return int(all_gather(self.group, call, own.to(device_of(self.group))).max())
+        return int(all_gather(self.group, call, longest.to(device_of(self.group))).max())
 
     def flow(self, batch: SampleBatch) -> FlowBatch:
         """Add noise to a batch, and bring it to the device."""
@@ -130,7 +130,7 @@ class Samples:
 
 
 class AsLoaded:
-    """Train on what each rank loaded; nothing moves.
+    """Training on the samples that each rank loaded; nothing moves.
 
     All ranks call each method, in the order of this class.
     """
@@ -144,8 +144,8 @@ class AsLoaded:
         Each loss is a part of the sum whose mean over ranks is the mean over all image tokens.
         """
         batches = self.samples.load(step)
-        own = sum(sum(lens_of(batch)[1]) for batch in batches)
-        (total,) = self.samples.reduced([own], "image tokens", step + 1)
+        tokens = sum(sum(lens_of(batch)[1]) for batch in batches)
+        (total,) = self.samples.reduced([tokens], "image tokens", step + 1)
         factor = self.samples.group.size / max(total, 1.0)
         return [partial(self.loss, self._maker(batch), factor) for batch in batches]
 
@@ -226,7 +226,7 @@ class InTheModel(AsLoaded):
 
 
 class InTheLoader(AsLoaded):
-    """Balance in the data loader: whole samples change ranks, each rank is a bag of its own.
+    """Balance in the data loader: whole samples change ranks, and a bag is one rank.
 
     While a step is computed, the loader's thread makes the next one, and the step ends when that is
     there. So what the computation does not hide is measured. The thread gets a step only when the
@@ -294,8 +294,8 @@ class InTheLoader(AsLoaded):
         names = ("exchange_s", "exposed_s", "hidden_s")
         spent = [after[name] - self._before[name] for name in names]
         seconds = self.samples.slowest(spent, step + 1)
-        own = after["sent_bytes"] - self._before["sent_bytes"]
-        (sent,) = self.samples.reduced([own], "sent bytes", step + 1)
+        local = after["sent_bytes"] - self._before["sent_bytes"]
+        (sent,) = self.samples.reduced([local], "sent bytes", step + 1)
         plan = {
             "makespan": sum(plan.makespan for plan in plans),
             "makespan_unbalanced": sum(float(loads.max()) for loads in before),

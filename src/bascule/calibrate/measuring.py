@@ -84,8 +84,8 @@ def measure(
     try:
         options.check(group.size)
         probes = _passes(options, device)
-    except Exception as met:  # whatever it is, the others must not wait
-        error = met
+    except Exception as refusal:  # whatever it is, the others must not wait
+        error = refusal
     host = np.frombuffer(blake2b(socket.gethostname().encode(), digest_size=8).digest(), np.int64)
     what = "bascule calibrate"
     rows = agree(group, options.settings, error, what=what, values=host, capacity=1)
@@ -101,13 +101,13 @@ def measure(
             rounds[number] = _round(group, device, probes)
             advance()
         attention = _sparse(options, group, device)
-    own = memory_bytes(device)
+    memory = memory_bytes(device)
     sharing = hosts.count(hosts[group.rank]) if device.type == "cpu" else 1
     return Measured(
         tuple(probes),
         rounds,
         device_name(device),
-        None if own is None else own / sharing,
+        None if memory is None else memory / sharing,
         options.on(device.type, "d_model"),
         _in_words(options, group, device),
         attention,

@@ -117,6 +117,6 @@ class CalibrateOptions(Outputs, RankOptions):
     @property
     def settings(self) -> dict[str, str]:
         """Options that must be the same on all ranks, so that they make the same calls."""
-        own = ("out", "name", "report", "json", "base", "limit", "ranks", "timeout_s")
-        names = [name for name in self.__dataclass_fields__ if name not in own]
+        local = ("out", "name", "report", "json", "base", "limit", "ranks", "timeout_s")
+        names = [name for name in self.__dataclass_fields__ if name not in local]
         return {flag(name): str(getattr(self, name)) for name in names}

@@ -52,12 +52,12 @@ def time_round(group: RankGroup, device: torch.device, probes: Sequence[Probe]) 
 
     One small all-gather before each probe, and one of the seconds, besides what the probes do.
     """
-    own = np.zeros(len(probes))
+    seconds = np.zeros(len(probes))
     for place, probe in enumerate(probes):
         together = torch.zeros(1)
         all_gather(group, "all_gather (timing, to begin together)", together)
-        own[place] = seconds_of(probe, device)
-    return all_gather(group, "all_gather (timing, seconds)", torch.from_numpy(own)).numpy()
+        seconds[place] = seconds_of(probe, device)
+    return all_gather(group, "all_gather (timing, seconds)", torch.from_numpy(seconds)).numpy()
 
 
 def seconds_of(probe: Probe, device: torch.device) -> float:
