@@ -172,11 +172,12 @@ class Calls:
     def _failure(self, where: str, error: RuntimeError) -> CommError:
         """Return the error of a call that was broken off: why, or else who is missing; logged."""
         watch = self._watch
-        failed, what = watch.broken_off(where, self.ranks), _first_line(error)
+        what, is_explained = _first_line(error), watch.reason is not None
+        failed = watch.broken_off(where, self.ranks)
+        is_explained |= not failed.text.startswith(("missing", "no roll call", "every rank"))
         # Of "[/pytorch/../pair.cc:538] Connection closed by peer [..]. This may ..": what happened.
         what = what.partition("] ")[2].partition(". ")[0] if what.startswith("[/") else what
-        is_reported = not failed.text.startswith(("missing", "no roll call", "every rank"))
-        end = "" if is_reported else f": {what}"
+        end = "" if is_explained else f": {what}"
         on = f"failed on group {self.name!r} of ranks {list(self.ranks)}"
         self.ended = f"{where} {on} ({failed.text}){end}"
         logger.error("%s", self.ended)
