@@ -98,7 +98,7 @@ class ForwardPass(SequenceParallelMode):
         """Return this rank's share of these segments, one after the other."""
         if not torch.compiler.is_compiling() and segments in self._shares:
             return self._shares[segments]
-        lengths = list[int]()
+        lengths: list[int] = []  # dynamo traces no `list[int]()`
         for name in segments:
             if name not in self._wholes:
                 raise ConfigError(
