@@ -13,7 +13,7 @@ import tyro
 from measuring import write_results
 
 MODULES = {
-    "host": ("overhead", "route", "plan_ahead"),
+    "host": ("overhead", "route", "plan_ahead", "flux"),
     "planning": ("solver", "planner", "fit"),
     "paper": ("simulate",),
     "loader": ("loader",),
