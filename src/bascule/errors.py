@@ -1,4 +1,4 @@
-"""What bascule raises: a caller can tell a wrong argument from a failed peer."""
+"""Errors of bascule: a wrong argument is one class, a failed peer another."""
 
 
 class ConfigError(ValueError):

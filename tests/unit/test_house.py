@@ -1,6 +1,7 @@
 """Rules of CONTRIBUTING that no linter knows."""
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -38,3 +39,35 @@ def test_what_lives_as_long_as_the_ranks_is_kept_in_one_module() -> None:
                 target = node.targets[0] if isinstance(node, ast.Assign) else node.target  # pyright: ignore
                 found.add(f"{path.name}: {ast.unparse(target)}")
     assert found <= allowed
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    """At most 2 % begin with a clause, which a reader has to take apart first."""
+    clauses = {"What", "Whether", "As", "How", "Of", "Where", "Which"}
+    kinds = (ast.FunctionDef, ast.ClassDef, ast.Module)
+    first = [
+        re.split(r"\W", text.lstrip(), maxsplit=1)[0]
+        for path in SOURCE
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, kinds) and (text := ast.get_docstring(node))
+    ]
+    assert sum(word in clauses for word in first) <= 0.02 * len(first)
+
+
+def test_names_of_things_are_nouns() -> None:
+    wrong = {"found", "given", "told", "held", "met"}
+    names: set[str] = set()
+    for path in SOURCE:
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+                    pass
+                case ast.Attribute(attr=name, ctx=ast.Store()) | ast.ClassDef(name=name):
+                    pass
+                case ast.FunctionDef(name=name):
+                    pass
+                case _:
+                    continue
+            if name.strip("_") in wrong:
+                names.add(f"{path.name}: {name}")
+    assert names == set()

@@ -361,13 +361,13 @@ def _meet(calls: Calls, timeout_s: float) -> None:
 
     Who goes away takes its coming back, so that the next try is the same meeting for all.
     """
-    counted, met = f"bascule/meeting/{calls.key}", f"bascule/met/{calls.key}"
+    counted, opened = f"bascule/meeting/{calls.key}", f"bascule/met/{calls.key}"
     size, deadline = len(calls.ranks), time.monotonic() + timeout_s
     if ask(lambda store: store.add(counted, 1)) == size:  # the last one calls all together
-        ask(lambda store: store.set(met, ""))
+        ask(lambda store: store.set(opened, ""))
         return
     while calls.ended is None and time.monotonic() < deadline:
-        if _is_there(met, deadline - time.monotonic()):
+        if _is_there(opened, deadline - time.monotonic()):
             return
     if ask(lambda store: store.add(counted, -1)) < size - 1:
         raise RuntimeError(f"not all of ranks {list(calls.ranks)} came within {timeout_s:g} s")

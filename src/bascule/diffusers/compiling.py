@@ -22,7 +22,7 @@ _WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-n
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model computes; the host for what has no parameters, or loads them as needed."""
+    """Return the device that a model computes on; the host without parameters that stay."""
     first = next(model.parameters(), None)
     if first is None or first.device.type == "meta":
         return torch.device("cpu")

@@ -110,17 +110,17 @@ class SplitModel:
 
     @property
     def is_running(self) -> bool:
-        """Whether a forward pass runs over the mesh, in any thread."""
+        """True while a forward pass runs over the mesh, in any thread."""
         return self.forward is not None
 
     @property
     def is_split(self) -> bool:
-        """Whether its stand-ins are there."""
+        """True while its stand-ins are there."""
         return self._of_model is not None
 
     @property
     def has_cache(self) -> bool:
-        """Whether a cache may leave out blocks.
+        """True if a cache may leave out blocks.
 
         Raises:
             ConfigError: Ranks might leave out different ones.

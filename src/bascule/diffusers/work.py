@@ -1,4 +1,4 @@
-"""What a forward pass computes, counted while it runs: FLOPs, kernels and attentions of its layers.
+"""Count FLOPs, kernels and attentions of a forward pass while it runs.
 
 Shapes: B batch, H query heads, K key-value heads, T tokens of a rank, D head width.
 """
@@ -27,7 +27,7 @@ _PRODUCTS = functional.linear, torch.matmul, torch.bmm, Tensor.matmul, Tensor.__
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What decides the bytes and FLOPs of an attention, apart from the mesh.
+    """The sizes that decide the bytes and FLOPs of an attention, apart from the mesh.
 
     Attributes:
         batch: B.
@@ -52,7 +52,7 @@ class AttentionShape:
 
 @dataclass(slots=True)
 class LayerWork:
-    """What the layers of a kind compute in a forward pass.
+    """The work of the layers of a kind in a forward pass.
 
     Attributes:
         num_layers: How many there are.
@@ -73,7 +73,7 @@ class LayerWork:
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """What a forward pass attended to over the mesh.
+    """The attention of a forward pass over the mesh.
 
     Attributes:
         lengths: Tokens of each segment.
@@ -87,12 +87,12 @@ class Attended:
 
     @property
     def shapes(self) -> Counter[AttentionShape]:
-        """How often each shape was attended, by dense attention."""
+        """Number of dense attentions by shape."""
         return sum((one.shapes for one in self.work.values()), Counter())
 
 
 class WorkCounter:
-    """Counts what the layers of a model compute.
+    """A counter of the work of a model's layers.
 
     Attributes:
         kinds: By kind of layer, as "blocks.*"; "" is what is in none.
@@ -104,30 +104,30 @@ class WorkCounter:
         self._wholes: dict[int, int] = {}
 
     def take_lengths(self, wholes: Mapping[int, int]) -> None:
-        """By number of tokens of this rank, those of the whole sequence."""
+        """Take the tokens of the whole sequence by those of this rank."""
         self._wholes = dict(wholes)
 
     def begin_block(self, name: str) -> None:
-        """What follows is of this block."""
+        """Count for this block from here on."""
         self._kind = re.sub(r"\d+", "*", name)
         self.kinds.setdefault(self._kind, LayerWork()).num_layers += 1
 
     def end_block(self) -> None:
-        """What follows is of none."""
+        """Count for no block from here on."""
         self._kind = ""
 
     def attend(self, shape: AttentionShape) -> None:
-        """Attention over the mesh."""
+        """Count attention over the mesh."""
         self.kinds[self._kind].shapes[shape] += 1
 
     def attend_to_all(self, query: Tensor, num_keys: int) -> None:
-        """Attention of this rank's queries to keys that every rank has gathered."""
+        """Count attention of this rank's queries to keys that every rank has gathered."""
         whole = self._wholes.get(query.shape[2], query.shape[2])
         pairs = query.shape[0] * query.shape[1] * whole * num_keys
         self.kinds[self._kind].token_flops += 4.0 * pairs * query.shape[3]
 
     def see(self, func: Callable[..., Any], args: Sequence[Any]) -> None:
-        """One of torch's functions is called."""
+        """Count a call of one of torch's functions."""
         if getattr(func, "__name__", "") in _FREE:
             return
         work = self.kinds[self._kind]
@@ -141,7 +141,7 @@ class WorkCounter:
             self._multiply(work, x, columns)
 
     def _multiply(self, work: LayerWork, x: Tensor, columns: int) -> None:
-        """A product of `x` with so many columns: 2 FLOPs for each of its values and columns.
+        """Count a product of `x` with so many columns: 2 FLOPs for each of its values and columns.
 
         It is of tokens that ranks share if it has as many rows as this rank has of them; a prompt
         that happens to be as long as a share is taken for one.

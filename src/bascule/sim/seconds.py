@@ -221,9 +221,9 @@ def microbatch(placed: Placement, setup: Setup) -> Microbatch:
         moved = sent * options.sample_bytes_per_token / options.loader_bytes_per_s
     spent["loader"] = np.maximum(moved - sum(spent.values(), none).max(), 0.0)
     balanced = [own for own, stage in zip(stages, options.stages, strict=True) if stage.is_balanced]
-    met = sum((own.max() - own for own in balanced), none)
-    busy = sum(spent.values(), none) + met
-    spent["waiting"] = met + busy.max() - busy
+    waits = sum((own.max() - own for own in balanced), none)
+    busy = sum(spent.values(), none) + waits
+    spent["waiting"] = waits + busy.max() - busy
     hidden = np.stack([2 * gather + reduce - exposed, moved - spent["loader"]])
     per_token = cost.bytes_per_token or cost.d_model * (2 * cost.num_layers + _BLOCK_VALUES)
     forward = FLOPS_PER_UNIT * float(replace(cost, gamma=1.0)(placed.lens).sum())

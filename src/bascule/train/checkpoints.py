@@ -50,7 +50,7 @@ def step_of(checkpoint: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a resumed run must share with the run that saved."""
+    """Facts that a resumed run must share with the run that saved."""
 
     settings: Mapping[str, str]  # options that decide the losses
     schedule: Schedule
