@@ -11,9 +11,7 @@ from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_NUMBER, MAX_WHOLE, number, whole
 
 STDOUT = Path("-")
-
-LONGEST_S = 1e7
-"""Longest timeout, in seconds."""
+LONGEST_S = 1e7  # of a timeout
 
 
 @dataclass(frozen=True)
@@ -36,8 +34,7 @@ class Outputs:
     """Files for the report of a command.
 
     Attributes:
-        json: Where to write all numbers; - for standard output, the tables then go to standard
-            error.
+        json: Where to write all numbers; - for standard output, with tables on standard error.
         report: Where to write a page of it all, .html.
     """
 
@@ -50,8 +47,7 @@ class RankOptions:
     """Local ranks of a command.
 
     Attributes:
-        ranks: Local ranks to launch; as many as GPUs, else physical cores but two at least, if
-            not given.
+        ranks: Local ranks to launch; by default one a GPU, else one a core, two at least.
         timeout_s: Longest wait of a collective, in seconds.
     """
 

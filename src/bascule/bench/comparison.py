@@ -1,7 +1,4 @@
-"""The comparison of training without and with balancing: the same batches, in turns, step by step.
-
-Shapes: N steps, R ranks.
-"""
+"""Train without and with balancing on the same batches, in turns. Shapes: N steps, R ranks."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -17,15 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from bascule.arrays import Floats
 from bascule.bench.options import BenchOptions
-from bascule.bench.ways import (
-    ARMS,
-    MEASURES,
-    AsLoaded,
-    InTheLoader,
-    InTheModel,
-    Samples,
-    Stages,
-)
+from bascule.bench.ways import ARMS, MEASURES, AsLoaded, InTheLoader, InTheModel, Samples, Stages
 from bascule.comm.groups import member_of, resolve
 from bascule.plan.costs import TransformerCost
 from bascule.plan.machine import KNOWN_PROFILES
@@ -43,9 +32,7 @@ class StepRecord:
 
     step: int
     loss: tuple[float, float]  # mean over all image tokens
-    seconds: tuple[
-        float, float
-    ]  # forward and backward of the slowest rank, with what they wait for
+    seconds: tuple[float, float]  # forward and backward of the slowest rank, with waiting
     grad_difference: float  # norm of the difference of all gradients, over that of the first
     plan: dict[str, Any]  # metrics of the plan of all ranks
     more: dict[str, Any] = field(default_factory=dict[str, Any])  # "exchange", "stages"
@@ -59,10 +46,7 @@ class StepRecord:
 
 
 class Comparison:
-    """Two models with the same weights, trained on the same samples in two ways.
-
-    All ranks of an initialised process group construct and run it together.
-    """
+    """Two models of the same weights, trained on the same samples in two ways by all ranks."""
 
     def __init__(self, options: BenchOptions, device: torch.device) -> None:
         topology = options.check(dist.get_world_size())
@@ -116,7 +100,6 @@ class Comparison:
                 way.close()
 
     def _step(self, step: int) -> StepRecord:
-        """Train a step in both ways, which take turns in which one is first."""
         samples, losses, seconds = self.samples, [0.0, 0.0], [0.0, 0.0]
         for arm in (0, 1) if step % 2 == 0 else (1, 0):
             losses[arm], seconds[arm] = self._train(arm, step)
@@ -219,7 +202,6 @@ def summarize(
 def _loader(
     records: Sequence[StepRecord], plans: dict[str, list[Any]], options: BenchOptions
 ) -> dict[str, Any]:
-    """Return means over the steps, of the slowest rank."""
     names, reasons = ("exchange_s", "exposed_s", "hidden_s"), plans["reason"]
     means = {
         f"{name}_per_step": float(np.mean([record.more["exchange"][name] for record in records]))
@@ -238,10 +220,9 @@ def _loader(
 def _stages(records: Sequence[StepRecord]) -> dict[str, Any]:
     """Return imbalance and mean seconds of each stage, predicted and measured.
 
-    Work becomes predicted seconds by the rate at which the ranks worked without balancing. Without
-    it, ranks wait for each other behind their encoders alone; with it, behind every stage. So the
-    predicted seconds of a whole step are those of the slowest rank in each. The transformer is
-    measured from when the last rank has encoded.
+    Predicted seconds are costs times the rate of ranks without balancing. These wait for each other
+    once, behind all encoders; with balancing, behind every stage. Seconds of the transformer begin
+    when the last rank has encoded.
     """
     stages, predicted = dict[str, Any](), dict[str, tuple[Floats, ...]]()
     for name in records[0].more["stages"][ARMS[0]]:
@@ -284,7 +265,6 @@ def _stages(records: Sequence[StepRecord]) -> dict[str, Any]:
 
 
 def _with_ratios(arms: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """Add the speed-ups."""
     without, balanced = (arms[arm] for arm in ARMS)
     return arms | {
         f"{kind}_ratio": without[f"seconds_{kind}"] / max(balanced[f"seconds_{kind}"], 1e-300)

@@ -49,11 +49,10 @@ _CAPACITY = 128  # 1 KiB of text; the ranks gather a second time if one has more
 _SIZES = (2**10, 2**18)  # bytes of messages, besides the largest
 _STORE_REQUESTS = 10
 _HEAD_DIM = {"cpu": 64, "cuda": 128}
-_WORK = {
+_WORK = {  # dtype, width of matrices, heads and lengths of attention: milliseconds of work
     "cpu": (torch.float32, 512, 4, (512, 256, 256)),
     "cuda": (torch.bfloat16, 8192, 24, (4096, 2048, 2048)),
 }
-"""By device, dtype, width of matrices, heads and lengths of attention: milliseconds of work."""
 
 
 def check_up(
@@ -61,18 +60,8 @@ def check_up(
 ) -> dict[str, Any]:
     """Check the ranks of the default group; return a report of plain values, the same on all.
 
-    Collectives: one gather of facts; then in each round, and one before that does not count, the
-    probes, an all-gather before each, and one of the seconds.
-
-    Args:
-        options: Alike on all ranks, which compare them.
-        device: Of this rank.
-        advance: Called after each round.
-
-    Raises:
-        RemoteConfigError: A rank refused its input, such as a profile that it cannot read.
-        CommError: A rank failed otherwise, has other options, died, or did not come in time; says
-            also what differed between the ranks.
+    Collectives: a gather of facts; then in each round, and in one that does not count, the probes.
+    The error of a failed rank says also what differs between the ranks.
     """
     group = member_of(resolve(None), "doctor")
     facts, profile = _gather(group, options, device)
@@ -90,7 +79,6 @@ def check_up(
 def _gather(
     group: RankGroup, options: DoctorOptions, device: torch.device
 ) -> tuple[list[Mapping[str, Any]], HardwareProfile | None]:
-    """Return the facts of all ranks, and the profile, which all of them have read."""
     values, profile, error = np.zeros(0, np.int64), None, None
     settings = options.settings
     try:
@@ -188,7 +176,6 @@ def _work(device: torch.device) -> list[Probe]:
 
 
 def _links(group: RankGroup, where: torch.device, size: int) -> list[Probe]:
-    """Make probes of messages of one size between neighbours."""
     sent = torch.ones(size, dtype=torch.uint8, device=where)
     received = torch.empty_like(sent)
 
@@ -204,10 +191,7 @@ def _links(group: RankGroup, where: torch.device, size: int) -> list[Probe]:
 
 
 def matchings(num_ranks: int) -> list[tuple[tuple[int, int], ...]]:
-    """Return the links of the ring of all ranks, in sets in which no rank has two.
-
-    So all links of a set are busy at once, and none waits for another: a slow one slows itself.
-    """
+    """Return the links of the ring of all ranks, in sets in which no link waits for another."""
     if num_ranks < 3:
         return [((0, 1),)][: num_ranks - 1]
     links = [(rank, (rank + 1) % num_ranks) for rank in range(num_ranks)]

@@ -1,7 +1,4 @@
-"""Findings of a check-up: what is wrong on ranks and links, its value, its limit and what to do.
-
-Imports no torch. Shapes: N rounds, R ranks.
-"""
+"""Findings on ranks and links: value, limit and what to do. Shapes: N rounds, R ranks."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +14,7 @@ STORE, WORK, COLLECTIVE, LINK = "store", "work", "collective", "link"
 
 _SAME = "install the same version everywhere"
 _SAME_BUILD = "install the same build of torch everywhere"
-_ALIKE = {
+_ALIKE = {  # by fact that ranks must share: its name, and what to do
     **{name.lower(): (name, _SAME) for name in ("Python", "torch", "bascule", "numpy")},
     "cuda": ("CUDA of torch", _SAME_BUILD),
     "nccl": ("NCCL", _SAME_BUILD),
@@ -26,9 +23,7 @@ _ALIKE = {
     "num_threads": ("threads of torch", "set OMP_NUM_THREADS alike on all hosts"),
     "timeout_s": ("the timeout in seconds", "give --timeout-s alike on all hosts"),
 }
-"""By fact that ranks must share: its name, and what to do."""
-
-_ADVICE = {
+_ADVICE = {  # by kind of finding
     "memory": "take devices of one kind, or set the memory limit of plans for the smallest",
     "slow rank": "look on its host for other processes, clocks, heat and power, and for threads on "
     "the same cores, or leave it out",
@@ -39,15 +34,12 @@ _ADVICE = {
     "short timeout": "give a longer --timeout-s, and as long a timeout to init_process_group",
     "long timeout": "give a shorter --timeout-s",
 }
-"""By kind of finding, what to do."""
-
 _MEMORY_SHARE = 0.9
 _STORE_LIMIT_S = 0.05
 _CALLS_IN_TIMEOUT = 100
 _LONGEST_TIMEOUT_S = 3600.0
 _MOST_NAMED = 8
-_OFTEN = 0.75
-"""Share of the rounds in which something must be slow to be a finding: noise is less steady."""
+_OFTEN = 0.75  # share of the rounds in which a finding must show: noise is less steady
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,8 +113,7 @@ class Finding:
     text: str  # what is wrong, its value, the limit, and what to do
 
 
-Rule = Iterator[tuple[str, Iterable[int], str, str]]
-"""Of each violation: its kind in `_ADVICE`, the ranks, what is wrong, and the limit."""
+Rule = Iterator[tuple[str, Iterable[int], str, str]]  # key of `_ADVICE`, ranks, violation, limit
 
 
 def judge(
@@ -131,14 +122,7 @@ def judge(
     link_tolerance: float,
     profile: HardwareProfile | None = None,
 ) -> list[Finding]:
-    """Return all findings. What is slower must be so in three quarters of the rounds.
-
-    Args:
-        measured: By all ranks.
-        tolerance: By how much a rank may be slower than the median rank, or than the profile.
-        link_tolerance: By how much a link's bandwidth may be lower.
-        profile: Rates that ranks and links must reach; None: they are compared with each other.
-    """
+    """Return all findings; ranks and links must reach the profile's rates, if there is one."""
     rules = (
         _memory(measured.facts),
         _slow_ranks(measured, 1.0 + tolerance),
@@ -188,12 +172,8 @@ def named(ranks: Iterable[int]) -> str:
 
 
 def to_median(seconds: Floats) -> Floats:
-    """Return (N, n) seconds over those of the median of each round.
-
-    Of an even number the faster one of the two in the middle counts: otherwise one of two ranks
-    would have to be 22 % slower to be 10 % above the median. What slows all down in one round
-    cancels.
-    """
+    """Return (N, n) seconds over the median of each round: what slows all down cancels."""
+    # The lower middle: with the mean of two ranks, one 22 % slower would be 10 % above the median.
     middle = (seconds.shape[1] - 1) // 2
     return seconds / np.sort(seconds, axis=1)[:, middle : middle + 1]
 
@@ -219,7 +199,6 @@ def _slow_ranks(measured: Measured, limit: float) -> Rule:
 
 
 def _slow_links(measured: Measured, limit: float) -> Rule:
-    """Compare links of one kind: those within a host, those between hosts."""
     kinds: dict[tuple[str, str], list[Timing]] = {}
     for link in measured.largest_links():
         kinds.setdefault((link.on, measured.where(link)), []).append(link)

@@ -15,8 +15,7 @@ from bascule.workload.codes import check_world, parse_data_codes
 class BenchOptions(Outputs, RunOptions):
     """Train on the same batches without and with balancing, step by step, and compare.
 
-    Balancing cuts sequences and moves tokens inside the model; with --loader it moves whole samples
-    before the model sees them.
+    Balancing moves tokens inside the model, or whole samples before it with --loader.
 
     Attributes:
         planner: lpt, or the greedy of the KnapFormer paper.
@@ -26,8 +25,7 @@ class BenchOptions(Outputs, RunOptions):
         warmup: Steps before them that do not count.
         batch_size: Photos and clips a rank and step.
         out: Folder for summary.json and steps.jsonl.
-        picture: Where to draw a step without and with balancing as an SVG, with --vae or
-            --text-encoder: the step whose speed-up is the median.
+        picture: SVG for the step of median speed-up, with --vae or --text-encoder.
     """
 
     planner: Literal["lpt", "knapsack"] = "lpt"
@@ -40,11 +38,7 @@ class BenchOptions(Outputs, RunOptions):
     picture: Annotated[Path | None, NewFile()] = None
 
     def check(self, world_size: int) -> Topology:
-        """Refuse what does not fit; return the bags of the world.
-
-        Raises:
-            ConfigError: Options do not fit each other, or the world.
-        """
+        """Refuse what does not fit; return the bags of the world."""
         self.check_source()
         codes = () if self.data is None else parse_data_codes(self.data)
         if codes:
@@ -93,13 +87,10 @@ class DoctorOptions(Outputs, RankOptions):
     Attributes:
         profile: File of a hardware profile, or h100-datasheet, whose rates the ranks and the links
             must reach; they are compared with each other alone if not given.
-        rounds: Measured rounds, one after the other; results are medians over them, and what is
-            slow in three quarters of them is a finding.
+        rounds: Measured rounds; medians count. What is slow in three quarters is a finding.
         mib: Largest message, in MiB.
-        tolerance: By how much a rank may be slower than the median rank, or than the profile; 0.1
-            is 10 %.
-        link_tolerance: By how much the bandwidth of a link may be below that of the median link,
-            or below the profile's; 0.5 is half of it.
+        tolerance: By how much a rank may be slower than the median, or the profile; 0.1 is 10 %.
+        link_tolerance: The same of the bandwidth of a link; 0.5 is half of it.
     """
 
     profile: str | None = None

@@ -1,7 +1,4 @@
-"""Ways to train on the samples of a step: as loaded, balanced in the model, balanced by the loader.
-
-Shapes: A ways, S stages, R ranks.
-"""
+"""Train as loaded, balanced in the model, or by the loader. Shapes: A ways, S stages, R ranks."""
 
 import queue
 from collections.abc import Callable, Iterator, Sequence
@@ -49,10 +46,7 @@ from bascule.workload.streams import (
 )
 
 ARMS = ("unbalanced", "balanced")
-"""Names of the two ways that are compared, in this order."""
-
-MEASURES = ("seconds", "work", "predicted")
-"""What is known of a stage: from begin to end, work within it, and work in units of its cost."""
+MEASURES = ("seconds", "work", "predicted")  # of a stage: all, work, work in units of its cost
 
 Encode = Callable[[list[RawBatch]], list[SampleBatch]]
 LossOf = Callable[[nn.Module], Tensor]
@@ -80,10 +74,7 @@ class Samples:
         return encoders
 
     def load(self, step: int) -> list[Any]:
-        """Return the microbatches of a step: of pixels and captions where encoders follow.
-
-        A rank that cannot load ends all ranks with its error.
-        """
+        """Return the microbatches of a step, raw before encoders; a rank's error ends all ranks."""
         if step in self._loaded:
             return self._loaded[step]
         batches, error, accumulate = [], None, self.options.accumulate
@@ -130,19 +121,13 @@ class Samples:
 
 
 class AsLoaded:
-    """Training on the samples that each rank loaded; nothing moves.
-
-    All ranks call each method, in the order of this class.
-    """
+    """Training on samples as loaded. All ranks call each method, in the order of this class."""
 
     def __init__(self, samples: Samples, encode: Encode | None = None) -> None:
         self.samples, self._encode = samples, encode
 
     def prepare(self, step: int) -> list[LossOf]:
-        """Load a step; return its microbatches for `train_step`. Not timed.
-
-        Each loss is a part of the sum whose mean over ranks is the mean over all image tokens.
-        """
+        """Load a step; return losses: their sum's mean over ranks is the mean over image tokens."""
         batches = self.samples.load(step)
         tokens = sum(sum(lens_of(batch)[1]) for batch in batches)
         (total,) = self.samples.reduced([tokens], "image tokens", step + 1)
@@ -228,9 +213,8 @@ class InTheModel(AsLoaded):
 class InTheLoader(AsLoaded):
     """Balance in the data loader: whole samples change ranks, and a bag is one rank.
 
-    While a step is computed, the loader's thread makes the next one, and the step ends when that is
-    there. So what the computation does not hide is measured. The thread gets a step only when the
-    one before begins: it rests while the other way is timed.
+    The loader's thread gets the next step when a step begins, which ends when that is made: what
+    compute does not hide is measured, and the thread rests while the other way is timed.
     """
 
     def __init__(self, samples: Samples, mesh: DeviceMesh, cost: TransformerCost) -> None:
@@ -283,11 +267,7 @@ class InTheLoader(AsLoaded):
         self._ready = [next(self._batches) for _ in range(self.samples.options.accumulate)]
 
     def facts(self, step: int) -> dict[str, Any]:
-        """Return what the plans predict, and the exchange that made the next step behind this one.
-
-        "exchange" has seconds of the slowest rank: in which the thread agreed, planned and moved,
-        those of them in which training waited, and the others.
-        """
+        """Return "plan", and "exchange": seconds of the slowest rank, all, exposed and hidden."""
         plans = [batch.plan for batch in self._dealt]
         before = [plan.unbalanced_loads(self._cost) for plan in plans]
         after, verdict = self._loader.metrics(), self._dealt[0].verdict
@@ -325,11 +305,7 @@ class InTheLoader(AsLoaded):
 
 
 class Stages:
-    """Encoders before both ways, with a clock on every stage of a step.
-
-    As loaded, every rank encodes its own samples and waits for others only in the transformer; in
-    balance, all ranks share each stage.
-    """
+    """Encoders before both ways, of each rank alone or of all, with a clock on every stage."""
 
     def __init__(self, samples: Samples, mesh: DeviceMesh) -> None:
         self._samples, self._watch = samples, Stopwatch(samples.device)
@@ -397,11 +373,7 @@ class Stages:
 def open_stream(
     options: BenchOptions, encoders: FrozenEncoders, rank: int, world_size: int
 ) -> SampleStream:
-    """Open the samples of one rank.
-
-    Raises:
-        ConfigError: The folder has no photos that can be read, or the codes do not fit.
-    """
+    """Open the samples of one rank."""
     ranks = {"rank": rank, "world_size": world_size, "seed": options.seed}
     if options.data is not None:
         return SyntheticStream(options.data, **ranks)
@@ -411,7 +383,6 @@ def open_stream(
 
 
 def _totals(plans: Sequence[Plan], cost: TransformerCost, sent: float) -> dict[str, Any]:
-    """Return what all ranks computed and sent in a step."""
     lens = np.concatenate([plan.seq_lens for plan in plans])
     return {
         "total_tokens": int(lens.sum()),

@@ -1,7 +1,4 @@
-"""Make blocks that are timed by length: ours, or those of any function that the user names.
-
-Shapes: T tokens, C width.
-"""
+"""Make blocks that are timed by length, ours or the user's. Shapes: T tokens, C width."""
 
 import importlib
 import os
@@ -19,8 +16,7 @@ from bascule.errors import ConfigError
 from bascule.models import LocalExchange, MMDiT, MMDiTConfig
 from bascule.plan.checks import called, shown
 
-Make = Callable[[int], Any]
-"""Makes, for a number of tokens, a function or module and its input, or a tuple of inputs."""
+Make = Callable[[int], Any]  # from tokens, a function or module and its input or tuple of inputs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,11 +72,7 @@ def calls_of_model(
     dtype: torch.dtype,
     kernel: str | None = None,
 ) -> list[BlockCall]:
-    """Make the first block of each kind of a model, and what follows the last, on a pack.
-
-    Weights are of the double block, the single block, and what follows; 0 leaves one out. An eighth
-    of the pack is text.
-    """
+    """Make the first block of each kind, and what follows the last; weight 0 leaves one out."""
     device, num_tokens = next(model.parameters()).device, sum(seq_lens)
     seqs = PackedSequences.build(seq_lens, device)
 
@@ -88,7 +80,7 @@ def calls_of_model(
         return attend_packed(q, k, v, seqs, kernel=kernel)
 
     exchange = LocalExchange(seq_lens, attend=attend, device=device)
-    is_image = torch.arange(num_tokens, device=device) % 8 > 0
+    is_image = torch.arange(num_tokens, device=device) % 8 > 0  # an eighth is text
     pos = torch.zeros(num_tokens, len(model.config.axes_dim), device=device)
     layout = model.layout(is_image, pos, exchange.token_slot)
     x_TC = torch.randn(num_tokens, model.config.d_model, device=device, dtype=dtype)
@@ -106,15 +98,11 @@ def calls_of_model(
 
 
 def _with(block: nn.Module, *args: object) -> Callable[..., object]:
-    """Return a block as a function of its tokens alone."""
     return lambda *tokens: block(*tokens, *args)
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that no rank could find, without importing anything.
-
-    Ranks are started in this folder, which is then on their path.
-    """
+    """Refuse a name that no rank, started in this folder, could find; import nothing."""
     first = _parts(name)[0].partition(".")[0]
     if find_spec(first) is None and PathFinder.find_spec(first, [os.getcwd()]) is None:
         raise ConfigError(
@@ -124,7 +112,6 @@ def check_name(name: str) -> None:
 
 
 def _parts(name: str) -> tuple[str, str]:
-    """Split the name into module and function."""
     module_name, _, path = name.partition(":")
     if not all(part.isidentifier() for part in [*module_name.split("."), *path.split(".")]):
         raise ConfigError(
@@ -156,10 +143,7 @@ def find(name: str) -> Make:
 
 
 def calls_of_user(name: str, make: Make, length: int, device: torch.device) -> list[BlockCall]:
-    """Call the user's function for a length, and try what it gives once, forward and backward.
-
-    Tensors that it makes without saying where are made on the device.
-    """
+    """Call the user's function for a length, and try its result once, forward and backward."""
     at = f"--module {name} at {length} tokens"
     with device:
         made = called(at, make, length)

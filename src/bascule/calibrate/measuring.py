@@ -1,7 +1,4 @@
-"""Time the passes of blocks, messages and exchanges of attention, on all ranks.
-
-Legend: N ranks, P probes.
-"""
+"""Time passes of blocks, messages and attention on all ranks. Shapes: N ranks, P probes."""
 
 import os
 import socket
@@ -48,11 +45,8 @@ PASS, HOST = "pass", "host"
 ALONE, ON_RANKS = "call of attention", "call of attention on all ranks"
 BETWEEN_NODES = ", between nodes"
 
-_MORE_TIMES = 3
-"""That messages are timed in a round: they take little of it, and a busy machine disturbs most."""
-
-_LEAST_S = 0.02
-"""Short calls are repeated for about so long in each round."""
+_MORE_TIMES = 3  # of messages in a round: they are short, and a busy machine disturbs them most
+_LEAST_S = 0.02  # of a round, in which short calls are repeated
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,15 +63,11 @@ class Measured:
 
 
 def measure(
-    options: CalibrateOptions,
-    device: torch.device,
-    advance: Callable[[], object] = lambda: None,
+    options: CalibrateOptions, device: torch.device, advance: Callable[[], object] = lambda: None
 ) -> Measured:
-    """Time everything on the ranks of the default group, all of which call it with like options.
+    """Time everything on the ranks of the default group, which must have like options.
 
-    Collectives: an agreement; then in each round, and two before that do not count, the probes, the
-    short ones several times, an all-gather before each, and some of the seconds. `advance` is
-    called after each round.
+    Collectives: an agreement; then the probes in each round, and in two that do not count.
     """
     group = member_of(resolve(None), "calibrate")
     error, probes = None, list[Probe]()
@@ -128,7 +118,6 @@ def check_block(options: CalibrateOptions, device: torch.device) -> None:
 
 
 def _config(options: CalibrateOptions, device: torch.device) -> MMDiTConfig:
-    """Describe a model of one double and one single block."""
     width, num_heads = (options.on(device.type, name) for name in ("d_model", "num_heads"))
     if width % (2 * num_heads):
         raise ConfigError(
@@ -149,11 +138,7 @@ def _config(options: CalibrateOptions, device: torch.device) -> MMDiTConfig:
 
 
 def _passes(options: CalibrateOptions, device: torch.device) -> list[Probe]:
-    """Make the probes of every pass of the block at every length.
-
-    Our blocks compute packs of equal sequences, of as many tokens as the longest, as in training;
-    a block of the user computes one sequence.
-    """
+    """Make probes of all passes and lengths: our blocks compute packs, those of a user do not."""
     dtype = _dtype(options, device)
     lens = options.seq_lens(device.type)
     if options.module is not None:

@@ -14,13 +14,11 @@ from bascule.plan.checks import shown, whole
 from bascule.plan.machine import HardwareProfile
 
 _MOST_TOKENS = 2**24
-
 _RANGE = re.compile("([0-9]{1,9}):([0-9]{1,9})")
-BY_DEVICE: dict[str, dict[str, Any]] = {
+BY_DEVICE: dict[str, dict[str, Any]] = {  # defaults
     "cpu": {"lengths": "64:4096", "d_model": 256, "num_heads": 4, "dtype": "float32"},
     "cuda": {"lengths": "256:32768", "d_model": 3072, "num_heads": 24, "dtype": "bfloat16"},
 }
-"""Defaults by type of device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +43,7 @@ class CalibrateOptions(Outputs, RankOptions):
         num_heads: Attention heads of the block.
         dtype: Of parameters and activations of the block.
         kernel: Attention kernel of the block; the fastest for the device if not given.
-        sparse_tokens: Also time block-sparse attention on all meshes of the ranks, up to so many
-            tokens.
+        sparse_tokens: Time block-sparse attention on all meshes, too, up to so many tokens.
         base: File or name of the profile that has what is not measured here.
         limit: Of what held-out points are missed by in the median; 0.25 is 25 %.
     """
@@ -67,11 +64,7 @@ class CalibrateOptions(Outputs, RankOptions):
     limit: Annotated[float, Range()] = 0.25
 
     def check(self, num_ranks: int) -> None:
-        """Refuse options that do not fit each other, or the ranks.
-
-        Raises:
-            ConfigError: Names the options.
-        """
+        """Refuse options that do not fit each other, or the ranks."""
         if self.sparse_tokens is not None and num_ranks == 1:
             raise ConfigError(
                 f"--sparse-tokens {self.sparse_tokens}: one rank has no meshes; give --ranks 2 or "

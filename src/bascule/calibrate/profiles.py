@@ -61,10 +61,7 @@ def profile_of(measured: Measured, options: CalibrateOptions) -> HardwareProfile
 
 
 def refusals(profile: HardwareProfile, limit: float, *, attends: bool = True) -> list[str]:
-    """Name what is wrong with the curves of a profile: one sentence each, none if all is well.
-
-    `limit` is of the median error of held-out points; with `attends`, attention must take time.
-    """
+    """Name curves that miss held-out points by more than `limit`, or give no rate."""
     assert profile.calibration is not None
     sentences: list[str] = []
     error = None if profile.attention is None else profile.attention.fit_error
@@ -114,12 +111,11 @@ def _fit(name: str, places: list[int], measured: Measured) -> Fit:
 
 
 def undisturbed(times: Floats) -> tuple[Floats, Floats]:
-    """Return (n,) lower quartiles of (rounds, n) positive times, and their relative errors.
+    """Return (n,) lower quartiles of (rounds, n) times, and relative errors by bootstrap.
 
-    Other work of a machine only makes calls slower, so medians follow it; least times are luck,
-    which a long call on a busy machine never has. Of 18 rounds of messages on two busy cores,
-    held-out sizes were missed by 8.8 % with the least times, 8.1 % with medians, and 4.8 % with
-    quartiles (median of 480 fits). Standard errors are over rounds drawn again (bootstrap).
+    Least times are luck, and medians follow other work. Of 18 rounds of messages on two busy cores,
+    held-out sizes were missed by 8.8 % with least times, 8.1 % with medians, and 4.8 % with
+    quartiles (median of 480 fits).
     """
     drawn = np.random.default_rng(0).integers(len(times), size=(_DRAWS, len(times)))
     again = np.quantile(times[drawn], _QUARTILE, axis=1)
@@ -147,7 +143,6 @@ def _overheads(measured: Measured) -> tuple[Overhead, ...]:
 def _numbers(
     measured: Measured, fits: dict[str, Fit], overheads: Sequence[Overhead]
 ) -> dict[str, float]:
-    """Return the fields of a profile that the measurements give, by name."""
     numbers: dict[str, float | None] = {
         **block_rates(fits[FORWARD], measured.d_model),
         "memory_bytes": measured.memory_bytes,

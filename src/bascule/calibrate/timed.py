@@ -1,8 +1,4 @@
-"""Time calls on all ranks, in rounds; and the collectives of bascule as such calls.
-
-All probes of a round follow each other, and the rounds too, so that what disturbs the machine for
-a moment disturbs one round of many.
-"""
+"""Time calls on all ranks, in rounds: what disturbs for a moment disturbs one of many."""
 
 import os
 import platform
@@ -48,10 +44,7 @@ class Probe:
 
 
 def time_round(group: RankGroup, device: torch.device, probes: Sequence[Probe]) -> Floats:
-    """Return (ranks, probes) seconds of one run of each probe, alike on all ranks.
-
-    One small all-gather before each probe, and one of the seconds, besides what the probes do.
-    """
+    """Return (ranks, probes) seconds of each probe; all ranks begin it together."""
     seconds = np.zeros(len(probes))
     for place, probe in enumerate(probes):
         together = torch.zeros(1)
@@ -79,10 +72,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def collectives(group: RankGroup, where: torch.device, size: int) -> list[Probe]:
-    """Make probes of the collectives of bascule, with about so many bytes on each rank.
-
-    Bytes to send are those of the best algorithm, as nccl-tests counts its bus bandwidth.
-    """
+    """Make probes of the collectives of bascule; bytes to send are nccl-tests' bus bytes."""
     share = -(-size // (group.size * _ITEM_BYTES))  # items of a rank's part
     size = share * group.size * _ITEM_BYTES
     sent = torch.ones(group.size * share, device=where)

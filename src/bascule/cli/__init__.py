@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, get_type_hints
 
-COMMANDS = {
+COMMANDS = {  # the module is `bascule.cli.NAME`, and its `run` takes the options
     "plan": "Plan one batch and show who computes what.",
     "topology": "Rank the topologies of a cluster for a stream of batches.",
     "simulate": "Predict training steps under topologies, and under what is done today.",
@@ -18,7 +18,6 @@ COMMANDS = {
     "doctor": "Check the ranks before a run: versions, devices, links, and who computes slowly.",
     "calibrate": "Measure this machine, and save a profile that predictions are made from.",
 }
-"""By name, one line; the module is `bascule.cli.NAME`, and its `run` takes the options."""
 
 _LONGEST = 1200
 

@@ -1,15 +1,8 @@
 """The skeleton of all commands: checked options in, one report out.
 
-- A module `bascule.cli.NAME` has `run(options: .., arguments) -> int | None`: the exit status. Its
-  line stands in `bascule.cli.COMMANDS`. `main` parses the options by the type of that argument and
-  checks them: `Range` and `NewFile` on fields (`bascule.options`), no two options with one file.
-- A command without ranks computes a `Report` and calls `publish(options, report, data)`: the report
-  on the console, `data` as --json, the report as the page of --report. Options have `Outputs`.
-- A command on ranks calls `on_ranks(options, arguments, work, finish, prepare)`. `prepare` checks
-  the number of ranks before any starts. `work(device)` runs on each rank, of a job or launched
-  here; the first rank's result must be JSON. `finish(result)` runs once and publishes it.
-- `progress(task, total)` is the one bar, `waiting(task)` the one spinner, `saved(console, paths)`
-  the one line on written files.
+A module `bascule.cli.NAME` has `run(options, arguments)`, which returns the exit status. `main`
+parses and checks the options by their type. `publish` writes the report of a command; `on_ranks`
+runs one on ranks. `progress` is the bar, `waiting` the spinner, `saved` the line on written files.
 """
 
 import json
@@ -36,16 +29,7 @@ _MOST_NAMED = 2
 
 
 def publish(options: Outputs, report: Report, data: dict[str, Any] | None = None) -> Console:
-    """Show a report on the console, and write what --json and --report ask for.
-
-    Args:
-        options: Of the command.
-        report: Its result.
-        data: What --json writes; the facts and tables of the report by default.
-
-    Returns:
-        The console, for `saved`.
-    """
+    """Show a report; write `data`, by default its facts and tables, to --json, and --report."""
     console = Console(stderr=options.json == STDOUT)
     show(console, report)
     text = json.dumps(report.to_dict() if data is None else data, indent=2) + "\n"
@@ -83,17 +67,10 @@ def on_ranks(
     finish: Callable[[Any], int | None],
     prepare: Callable[[int], None] | None = None,
 ) -> int | None:
-    """Run a function on every rank, and finish with its result once.
+    """Run `work` on every rank, of a job or launched here; return the exit status of `finish`.
 
-    A process that a launcher started is a rank; any other launches `options.ranks` of them here.
-
-    Args:
-        options: Number of ranks and timeout.
-        arguments: The command line, for the ranks that are launched.
-        work: Runs on each rank with its device. The result of the first one must be JSON.
-        finish: Gets that result, where the command was started: in the launcher, or on the first
-            rank of a job. Returns the exit status.
-        prepare: Runs in the launcher, with the number of ranks, before they start.
+    `prepare` gets the number of ranks before they start. `finish` gets the first rank's result,
+    which must be JSON, where the command was started: in the launcher, or on that rank of a job.
     """
     from bascule.cli import launch
 

@@ -27,18 +27,14 @@ from bascule.workload.codes import (
 from bascule.workload.manifest import read_manifest
 
 _WHOLE = re.compile("-?[0-9]{1,18}")
-
-_UNITS: dict[str, tuple[float, tuple[str, ...]]] = {
+_UNITS: dict[str, tuple[float, tuple[str, ...]]] = {  # unit, fields of a profile
     "tflops": (1e12, ("matmul_flops_per_s", "attention_flops_per_s")),
     "intra_gbs": (1e9, ("intra_bytes_per_s",)),
     "inter_gbs": (1e9, ("inter_bytes_per_s",)),
     "latency_us": (1e-6, ("launch_s",)),
     "memory_gb": (1e9, ("memory_bytes",)),
 }
-"""By option, its unit, and the fields of a profile that it replaces."""
-
-_OF_ATTENTION = ("tflops", "intra_gbs", "latency_us")
-"""Options from which attention is predicted, where it was not measured."""
+_OF_ATTENTION = ("tflops", "intra_gbs", "latency_us")  # it is predicted from these if not measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +45,12 @@ class InputOptions:
         lengths: Tokens of each sequence, ranks separated by "/", for example 4096,300/512/900,40/.
         file: Length file: a line of lengths for each rank, or JSON.
         manifest: JSONL or CSV with width, height, frames and text tokens or caption of each sample.
-        batch_size: Samples of --manifest a rank and step, drawn anew in each epoch; all samples are
-            one step if not given.
+        batch_size: Samples of --manifest a rank and step, anew each epoch; else all in one step.
         compress_frames: Frames of --manifest are compressed in time, as in data codes with s1.
         data: Data codes, for example g16b4i256f1s0,g8b1i2048f1s0.
         ranks: Ranks; those of the input, the topology or the cluster, if not given.
         d_model: Model width.
-        gamma: Cost of an attention FLOP over one of a linear layer; that of the profile by
-            default.
+        gamma: Cost of an attention FLOP over a linear one; that of the profile by default.
         num_layers: Blocks of the model. By default, width and blocks are those of FLUX.1.
         seed: Of data codes, and of --batch-size.
         step: Of data codes, and of --batch-size.
@@ -85,7 +79,7 @@ class InputOptions:
 
     @property
     def has_steps(self) -> bool:
-        """Return whether the source has more than one batch."""
+        """True if the source has more than one batch."""
         return self.data is not None or self.batch_size is not None
 
     def check_steps(self, **counts: int | None) -> None:
@@ -97,12 +91,7 @@ class InputOptions:
                 )
 
     def read(self, default_ranks: int | None = None, *, steps_after: int = 0) -> list[list[int]]:
-        """Read one list of lengths a source rank.
-
-        Args:
-            default_ranks: Ranks of a source without ranks, unless --ranks gives them.
-            steps_after: How many steps after --step, where `has_steps`.
-        """
+        """Read one list of lengths a source rank, of the batch so many steps after --step."""
         sources = self.lengths, self.file, self.manifest, self.data
         if (num_sources := sum(one is not None for one in sources)) != 1:
             raise ConfigError(
@@ -141,7 +130,6 @@ class InputOptions:
 
     @cached_property
     def _samples(self) -> list[SampleShape]:
-        """All samples of --manifest, which many steps are drawn from."""
         assert self.manifest is not None
         most = MAX_SEQUENCES if self.batch_size is None else None
         return read_manifest(self.manifest, compress_frames=self.compress_frames, max_samples=most)
@@ -171,8 +159,7 @@ class MachineOptions:
             h100-knapformer.
         tflops: TFLOPs that a rank sustains in a second, in place of the profile's.
         intra_gbs: GB that a rank sends in a second within its node, in place of the profile's.
-        latency_us: Time to launch a kernel or an exchange, in microseconds, in place of the
-            profile's.
+        latency_us: Microseconds to launch a kernel or an exchange, in place of the profile's.
     """
 
     profile: str = "h100-datasheet"
@@ -208,8 +195,7 @@ class ClusterOptions(MachineOptions):
         inter_gbs: GB that a rank sends in a second to other nodes, in place of the profile's.
         memory_gb: Memory that a rank has for activations, in GB, in place of the profile's.
         max_tokens: Most tokens on a rank.
-        kb_per_token: KB of activations that a token holds, over all layers; with it, --memory-gb
-            limits what a rank is given.
+        kb_per_token: KB of activations of a token, over all layers; --memory-gb limits them.
     """
 
     ranks_per_node: int | None = None

@@ -20,10 +20,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from bascule.errors import CommError, ConfigError
 
 USER_ERROR = 2  # exit code
-_PIDS_IN = "BASCULE_PIDS_IN"
-"""Variable of the environment: the folder in which local ranks leave their process ids."""
-_RESULT_TO = "BASCULE_RESULT_TO"
-"""Variable of the environment: the file in which the first rank leaves the result of all."""
+_PIDS_IN = "BASCULE_PIDS_IN"  # in the environment: the folder of the process ids of local ranks
+_RESULT_TO = "BASCULE_RESULT_TO"  # in the environment: the file for the first rank's result
 _STOP = "stop"
 
 
@@ -121,10 +119,7 @@ def stopping_quietly() -> Iterator[None]:
 
 @contextmanager
 def forwarding_stops() -> Iterator[None]:
-    """Forward SIGTERM to the ranks launched within, which end when they have saved.
-
-    Torch's launcher would kill them after 30 s, and report a failure.
-    """
+    """Forward SIGTERM to the ranks launched within: torch would kill them after 30 s."""
     with tempfile.TemporaryDirectory() as folder:
 
         def forward(*_: object) -> None:
@@ -144,11 +139,7 @@ def forwarding_stops() -> Iterator[None]:
 
 @contextmanager
 def stop_asked() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether this rank shall stop.
-
-    SIGTERM asks for it, in place of ending the rank. So does the end of our launcher, which may
-    have been killed, and could not end its ranks.
-    """
+    """Yield a function that returns whether SIGTERM, or its launcher's end, stops this rank."""
     asked, launcher = threading.Event(), os.getppid()
     before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
     folder = os.environ.get(_PIDS_IN)

@@ -16,8 +16,7 @@ class PlanOptions(Outputs, BatchOptions):
     """Plan one batch and show who computes what.
 
     Attributes:
-        topology: Compute bags, for example g1n8+g8n3 or g4r2n1, or auto; one rank a bag if not
-            given.
+        topology: Compute bags, such as g1n8+g8n3 or g4r2n1, or auto; one rank a bag by default.
         planner: lpt, or the greedy of the KnapFormer paper.
         wires: Count the cluster's wires and launches too, in seconds; auto always does.
         locality_tolerance: By how much the makespan may grow so that more tokens stay where they
@@ -69,7 +68,6 @@ def run(options: PlanOptions, arguments: list[str]) -> None:
 
 
 def _changes(options: PlanOptions) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield name and keywords of each plan to compare with."""
     has_limits = options.limits is not None
     if options.planner == "knapsack":
         yield "lpt", {"planner": "lpt"}

@@ -39,8 +39,7 @@ class SimulateOptions(Outputs, MachineOptions, InputOptions):
         text_encoder_us: Microseconds that a text encoder takes for a text token, where its rank has
             loaded it; and, in rows named "+ encoders", in balance. For --data and --manifest.
         vae_us: The same of a VAE, for an image token.
-        kb_per_token: KB of activations that a token holds, over all layers; those of checkpointed
-            blocks if not given.
+        kb_per_token: KB of activations of a token, over all layers; else of checkpointed blocks.
         traces: Folder for the steps as traces, a folder in it for each of --topologies; Perfetto,
             HolisticTraceAnalysis and bascule trace read them.
     """
@@ -110,7 +109,6 @@ def run(options: SimulateOptions, arguments: list[str]) -> None:
 
 
 def _check(options: SimulateOptions) -> None:
-    """Refuse what does not fit together."""
     if options.traces is not None and options.traces.exists() and not options.traces.is_dir():
         raise ConfigError(f"--traces {options.traces}: is a file; give a folder")
     if options.lengths is not None or options.file is not None:
@@ -144,7 +142,6 @@ def _simulated(
 
 
 def _train_steps(options: SimulateOptions, num_ranks: int) -> int:
-    """Return the steps of the user's run: as given, those of an epoch, or a round number."""
     epoch = options.epoch_batches(num_ranks)
     if options.train_steps is not None or epoch is None:
         return options.train_steps or _DEFAULT_TRAIN_STEPS

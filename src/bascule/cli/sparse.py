@@ -1,7 +1,4 @@
-"""`bascule sparse`: what balancing block-sparse attention is worth, for masks of yours or a model.
-
-A mesh is (U, R): Ulysses and ring degree, shown as U4R2.
-"""
+"""`bascule sparse`: what balancing block-sparse attention is worth. A mesh (4, 2) is U4R2."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -16,19 +13,15 @@ if TYPE_CHECKING:
     from bascule.arrays import Bools, Ints
     from bascule.sim.sparse_study import Mesh
 
-_TOLERANCES = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1)
-"""Of kept plans, on the page."""
-
-_REWARDS = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""Of the paper's greedy, on the page."""
+_TOLERANCES = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1)  # of kept plans, on the page
+_REWARDS = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # of the paper's greedy, on the page
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparseOptions(Outputs, MachineOptions):
     """Show how uneven block-sparse attention is on a mesh, and what each way of planning gains.
 
-    Masks come from a file or are drawn at random in the likeness of a video model; planning is real
-    either way. Predicted times are of a machine that was measured, or that the options describe.
+    Masks come from a file or are drawn at random in the likeness of a video model.
 
     Attributes:
         masks: File of bool masks (heads, q_blocks, kv_blocks), .npy or .npz; layers, or steps and
@@ -41,8 +34,7 @@ class SparseOptions(Outputs, MachineOptions):
         block: Tokens of a block.
         ulysses: Ulysses degree: ranks that share the heads.
         ring: Ring degree: ranks that pass keys and values around.
-        ranks: Ranks; with neither degree given, all meshes of so many are compared, but for those
-            with more Ulysses ranks than heads.
+        ranks: Ranks; without degrees, all meshes of so many are compared that the heads allow.
         head_dim: Values of a head.
         itemsize: Bytes of a value, as it travels.
         target: Imbalance that minimal_move is to reach.

@@ -18,8 +18,7 @@ class TopologyOptions(Outputs, BatchOptions):
     """Rank the topologies of a cluster for a stream of batches.
 
     Attributes:
-        steps: Batches to look at; more than one only with --data or --batch-size. By default 20 of
-            these, or fewer where they have many sequences.
+        steps: Batches of --data or --batch-size; by default 20, fewer with many sequences.
         rows: Topologies to print.
         passes: What to count: a training step, which recomputes or does not, or a forward pass.
     """
@@ -52,7 +51,6 @@ def run(options: TopologyOptions, arguments: list[str]) -> None:
 
 
 def _batches(options: TopologyOptions) -> list[list[list[int]]]:
-    """Read as many batches as --steps says; by default as many as are ranked in some seconds."""
     options.check_steps(steps=options.steps)
     first, steps = options.read(), options.steps
     each = max(sum(map(len, first)), 1)

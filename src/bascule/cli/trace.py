@@ -64,7 +64,6 @@ def run(options: TraceOptions, arguments: list[str]) -> None:
 
 
 def _check_out(options: TraceOptions) -> None:
-    """Refuse to write over the traces that are read."""
     source = options.folder if options.folder.is_dir() else options.folder.parent
     if options.out is not None and options.out.resolve() == source.resolve():
         raise ConfigError(
@@ -74,7 +73,6 @@ def _check_out(options: TraceOptions) -> None:
 
 
 def _to_dict(parts: "StepParts", worth: "Worth | None", unknown: str) -> dict[str, Any]:
-    """Return all numbers, and each step of each rank."""
     is_known = not parts.num_missing
     names = ("speedup", "predicted_s", "model_error", "assumed")
     priced = worth and asdict(worth) | {name: getattr(worth, name) for name in names}

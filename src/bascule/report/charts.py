@@ -118,6 +118,5 @@ def _figure(height: int, across: str, up: str) -> "Figure":
 
 
 def _share_of_longest(lens: npt.NDArray[np.float64]) -> float:
-    """Return the share of all tokens in the longest tenth of the sequences."""
     longest = np.sort(lens)[-max(len(lens) // 10, 1) :]
     return float(longest.sum() / lens.sum())

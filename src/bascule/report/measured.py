@@ -16,20 +16,13 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 _ARMS = {"unbalanced": "without", "balanced": "with bascule"}
-_MISSED = 0.9
-"""Share of the predicted speed-up below which a report says why it may be missed."""
-
+_MISSED = 0.9  # share of the predicted speed-up, below which a report says why
 _CURVE_POINTS = 100
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"), (1e-12, "ps"), (1e-15, "fs"))
 
 
 def of_bench(summary: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Report:
-    """Report a measured comparison of training without and with balancing.
-
-    Args:
-        summary: As in summary.json.
-        steps: As in steps.jsonl.
-    """
+    """Report training without and with balancing, of summary.json and the rows of steps.jsonl."""
     setting, before, after = summary["setting"], *(summary[arm] for arm in _ARMS)
     measured, predicted = summary["measured_ratio"], summary["predicted_ratio"]
     way = "data loader" if "loader" in summary else f"bags {setting['topology']}"
@@ -87,7 +80,7 @@ def of_bench(summary: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Report
     )
 
 
-_ROWS = (
+_ROWS = (  # of either way: label, key in the summary, form
     ("workload imbalance (WIR), max/min load", "wir", "{:.2f}"),
     ("imbalance (max/mean load)", "imbalance", "{:.3f}"),
     ("forward and backward (FBL), median", "fbl_median_s", "{:.3f} s"),
@@ -96,11 +89,9 @@ _ROWS = (
     ("FLOP a second", "flops_per_s", "{:.3g}"),
     ("hardware FLOP utilisation (HFU)", "hfu", "{:.1%}"),
 )
-"""Of either way: label, key in the summary, form."""
 
 
 def _stages(summary: dict[str, Any], steps: Sequence[dict[str, Any]]) -> list[Chart | Rows]:
-    """Report the stages of steps that begin with encoders: predicted, measured, and drawn."""
     if "stages" not in summary:
         return []
     parts = list[Chart | Rows]()
@@ -123,7 +114,6 @@ def _stages(summary: dict[str, Any], steps: Sequence[dict[str, Any]]) -> list[Ch
 
 
 def _notes(summary: dict[str, Any]) -> list[str]:
-    """Return what the numbers count, and reasons why they are low or should not be trusted."""
     setting, loader, num_steps = summary["setting"], summary.get("loader"), summary["steps"]
     fit, wires = setting["fit_error"], "exchange" if loader else "wires"
     tokens = ", ".join(f"{tokens:,.0f}" for tokens in summary["tokens_per_rank"][:16])
@@ -285,12 +275,7 @@ def _time(seconds: float) -> str:
 
 
 def of_calibration(profile: HardwareProfile, refused: Sequence[str]) -> Report:
-    """Report passes of a block over tokens, and messages over bytes: measured and predicted.
-
-    Args:
-        profile: A calibrated one.
-        refused: What is wrong with it; empty if it is saved.
-    """
+    """Report curves of blocks and messages, measured and predicted, and what is wrong with them."""
     made = profile.calibration
     assert made is not None
     base = [name for name in profile.numbers if name not in made.measured]
@@ -336,7 +321,6 @@ def of_calibration(profile: HardwareProfile, refused: Sequence[str]) -> Report:
 
 
 def _with_error(seconds: float, error: float | None) -> str:
-    """Write both in one unit."""
     largest = max(seconds, error or 0.0)
     unit, name = next((x for x in _UNITS if largest >= x[0]), _UNITS[-1])
     spread = "unknown" if error is None else f"{error / unit:.2g}"

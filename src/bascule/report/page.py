@@ -17,13 +17,10 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("bascule", "torch", "numpy", "plotly")
 _CONFIG = {"responsive": True, "displaylogo": False}
-_FEWEST_TO_FOLD = 12
-"""Rows of a table that is folded at first."""
-
+_FEWEST_TO_FOLD = 12  # rows of a table that is folded at first
 _MOST_ROWS = 200
 
-Form = str | Callable[[Any], str]
-"""How a value is written: a form of `str.format`, or a function."""
+Form = str | Callable[[Any], str]  # a form of `str.format`, or a function
 
 
 def columns(*headings: str) -> dict[str, Form]:
@@ -98,9 +95,7 @@ class Report:
     answer: str  # what the numbers mean, in a sentence or two
     facts: tuple[Fact, ...]  # the most important first
     parts: tuple[Chart | Rows, ...] = ()
-    notes: tuple[str, ...] = ()
-    """What a reader must know to trust the numbers: the certificate, where the machine's numbers
-    are from, what is not counted."""
+    notes: tuple[str, ...] = ()  # certificate, sources of the numbers, what is not counted
 
     def to_dict(self) -> dict[str, Any]:
         """Return facts and tables as plain values, for JSON."""
@@ -119,10 +114,7 @@ def command_line(arguments: Sequence[str] | None = None) -> str:
 
 
 def render(report: Report, command: str) -> str:
-    """Return the page of a report as HTML, with the command that made it and the versions.
-
-    All text of the user is escaped, and the page's policy forbids it to load anything.
-    """
+    """Return a report as HTML, escaped, which loads nothing, with the command that made it."""
     from plotly.offline import get_plotlyjs
 
     parts = "\n".join(_part(part, number) for number, part in enumerate(report.parts))

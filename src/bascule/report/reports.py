@@ -25,8 +25,7 @@ _MOST_BARS, _MOST_RANKS = 200, 64
 _PARTS = ("compute", "communication", "waiting", "rest", "hidden")
 _4G = "{:,.4g}"
 _WIRE_SHARE = 0.05
-_EVEN = 1.01
-"""Imbalance up to which ranks are said to have the same work."""
+_EVEN = 1.01  # imbalance up to which ranks are said to have the same work
 
 
 def of_plan(
@@ -36,15 +35,7 @@ def of_plan(
     notes: Sequence[str],
     compared: Sequence[tuple[str, Plan, float]] = (),
 ) -> Report:
-    """Report one batch: who computes what as loaded, who does as planned, and the certificate.
-
-    Args:
-        plan: The plan.
-        cost: The cost model that it was made with.
-        cluster: The cluster that it was made with.
-        notes: What the numbers were predicted for.
-        compared: Name, plan and seconds of planning, of plans to list beside each other.
-    """
+    """Report one batch as loaded and as planned; `compared` are name, plan, planning seconds."""
     unit = "TFLOP" if cluster is None else "s"
     before = plan.unbalanced_loads(cost, cluster)
     speedup = float(before.max() / plan.makespan) if plan.makespan > 0 else 1.0
@@ -98,7 +89,6 @@ def _bag_spec(topology: Topology, bag: int) -> str:
 
 
 def _compared(plans: Sequence[tuple[str, Plan, float]], before: Floats, unit: str) -> Rows:
-    """List plans, and the batch as loaded."""
     names = "", f"makespan, {unit}: {{:.6g}}", "gap: {:.3%}", "imbalance: {:.4f}", "WIR: {:.4f}"
     forms = columns(*names, "tokens moved: {:,}") | {"planning": ms}
     rows: list[tuple[Any, ...]] = [
@@ -134,14 +124,7 @@ def _binding(plan: Plan, cost: Cost, cluster: Cluster | None) -> str:
 def of_topologies(
     ranking: TopologyRanking, lens: Sequence[int], notes: Sequence[str], num_shown: int
 ) -> Report:
-    """Report which bags suit batches like these, and why.
-
-    Args:
-        ranking: Best first; at least one.
-        lens: Tokens of the sequences of a batch.
-        notes: What the numbers were predicted for.
-        num_shown: Rows on a console.
-    """
+    """Report a ranking of bags for batches with sequences like `lens`, and why."""
     first, last = ranking.rows[0], ranking.rows[-1]
     ratio = last.seconds / first.seconds if first.seconds > 0 else 1.0
     forms = columns("bags", "seconds: {:.4g}", "imbalance: {:.4f}", "gap: {:.2%}", "why")
@@ -236,7 +219,6 @@ def of_simulation(result: SimulationResult) -> Report:
 
 
 def _worth_rows(result: SimulationResult) -> Rows:
-    """Compare each run with the first one."""
     options = result.options
     hours = f"GPU-hours, {options.train_steps:,} steps: {_4G}", f"saved: {_4G}"
     forms = columns("against the first", "speed-up: {:.2f}x", *hours)
@@ -263,13 +245,7 @@ def _metric_rows(result: SimulationResult) -> Rows:
 
 
 def of_sparse(study: Study, head: int, notes: Sequence[str]) -> Report:
-    """Report block masks on meshes: what each way of planning makes of them.
-
-    Args:
-        study: With tolerances and rewards, if its page is made.
-        head: Whose mask is drawn.
-        notes: What the numbers were predicted for.
-    """
+    """Report block masks on meshes by way of planning, and draw the mask of a head."""
     setting, num_steps = study.setting, len(study.runs[0].choices)
     best = min(setting.meshes, key=lambda mesh: study.mean(mesh, DEFAULT).predicted_s)
     before, after = study.mean(best, BEFORE), study.mean(best, DEFAULT)
@@ -312,7 +288,6 @@ def of_sparse(study: Study, head: int, notes: Sequence[str]) -> Report:
 
 
 def _ways(study: Study) -> tuple[Rows, Rows]:
-    """List balance and exchange of each way on each mesh, means over the layers."""
     balance: list[Sequence[Any]] = []
     exchange: list[Sequence[Any]] = []
     for mesh in study.setting.meshes:
@@ -335,7 +310,6 @@ def _ways(study: Study) -> tuple[Rows, Rows]:
 
 
 def _kept(study: Study) -> Rows:
-    """List plans made and kept over the steps, all layers together."""
     tolerance = study.setting.tolerance
     forms = columns("mesh", "plans made", "kept", "rho, mean: {:.4f}", "rho, max: {:.4f}")
     rows: list[Sequence[Any]] = []
@@ -349,7 +323,6 @@ def _kept(study: Study) -> Rows:
 
 
 def _strategies(study: Study) -> Rows:
-    """List the meshes of each layer, with the steps in a row that have them."""
     rows: list[Sequence[Any]] = []
     for layer, run in enumerate(study.runs):
         stretches: list[str] = []
@@ -363,13 +336,7 @@ def _strategies(study: Study) -> Rows:
 
 
 def of_trace(parts: StepParts, worth: Worth | None, unknown: str) -> Report:
-    """Report what ranks of a measured run waited for, and what balancing would be worth.
-
-    Args:
-        parts: The steps.
-        worth: None if it is not known.
-        unknown: Then why.
-    """
+    """Report what ranks waited for, and the worth of balancing, or why it is `unknown`."""
     num_steps, num_ranks = parts.seconds.shape
     is_known = parts.waited is not None
     if is_known:
@@ -444,7 +411,6 @@ def _worth_facts(worth: Worth | None) -> list[Fact]:
 
 
 def _worth_of_steps(worth: Worth) -> Rows:
-    """Compare the steps as run with the same in balance."""
     times = "step, ms: {:.4g}", "by the model, ms: {:.4g}"
     forms = columns("", *times, "model's imbalance: {:.4f}")
     rows: list[Sequence[Any]] = [

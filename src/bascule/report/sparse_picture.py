@@ -11,17 +11,11 @@ from bascule.sim.sparse_study import DEFAULT, Mesh, Study, mesh_name
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-_SHOWN_BLOCKS = 96
-"""Query blocks to begin with; more are thinner than a pixel."""
+_SHOWN_BLOCKS = 96  # query blocks to begin with; more are thinner than a pixel
 
 
 def draw(study: Study, head: int) -> "Figure":
-    """Draw the mask of a head, who computes what, strategies, and what tolerance and reward do.
-
-    Args:
-        study: With tolerances and rewards.
-        head: Whose mask is drawn.
-    """
+    """Draw the mask of a head, who computes what, strategies, and tolerances and rewards."""
     from plotly.subplots import make_subplots
 
     meshes = study.setting.meshes
@@ -80,7 +74,6 @@ def draw(study: Study, head: int) -> "Figure":
 def _draw_classes(
     figure: "Figure", classes: np.ndarray, names: list[str], title: str, place: tuple[int, int]
 ) -> None:
-    """Draw a heatmap of small integers, with a colour each."""
     from plotly.colors import sample_colorscale
 
     size = len(names)
@@ -107,7 +100,7 @@ def _draw_classes(
 def _draw_lines(
     figure: "Figure", points: Iterable[tuple[float, float, float]], place: int, mesh: Mesh, col: int
 ) -> None:
-    """Draw rho of a mesh over a setting, and dotted what it costs, on the axis to the right."""
+    """Draw rho of a mesh over a setting, and dotted, on the axis to the right, what it costs."""
     from plotly.colors import qualitative
 
     color = qualitative.Plotly[place % len(qualitative.Plotly)]

@@ -12,11 +12,10 @@ from bascule.plan.costs import Cost, evaluate
 from bascule.plan.machine import Cluster
 from bascule.plan.plan import Plan
 
+# By stage, "seconds" from begin to end and "work" seconds within, a number for each rank.
 Stages = Mapping[str, Mapping[str, Sequence[float]]]
 
-MOST_RANKS = 64
-"""Bars of a picture; it says how many ranks it leaves out."""
-
+MOST_RANKS = 64  # bars of a picture
 _COLORS = ("#9ecae9", "#4c9bd6", "#1f6fb2", "#f2a541", "#d1495b")
 _STAGE_COLORS = ("#f2a541", "#4c9bd6", "#1f6fb2")
 _LEFT, _PLOT, _RIGHT = 118.0, 620.0, 22.0
@@ -40,8 +39,7 @@ text { font: 13px system-ui, sans-serif; fill: #1f2328; }
 patternTransform="rotate(45)"><rect width="6" height="6" fill="#eceae4"/>\
 <rect width="2" height="6" fill="#b4b9c1"/></pattern></defs>"""
 
-_Segment = tuple[str, str, float]
-"""A part of a bar: its look, its title and its length."""
+_Segment = tuple[str, str, float]  # look, title and length of a part of a bar
 
 
 @dataclass(frozen=True)
@@ -54,22 +52,10 @@ class _Bar:
 
 
 def draw_step(plan: Plan, cost: Cost, cluster: Cluster | None = None, unit: str = "TFLOP") -> str:
-    """Draw one step twice: the batch as it was loaded, and below it the batch as planned.
+    """Draw a batch as it was loaded, and below it as planned; return the SVG.
 
-    There is one bar for each rank. A segment is a sequence, or a rank's part of one that a bag of
-    several ranks shares; its width is its cost, and its colour says how long the sequence is. The
-    hatched rest of a bar is the time that the rank waits for the slowest one. Both halves of the
-    picture have the same scale.
-
-    Args:
-        plan: The plan to draw.
-        cost: The cost model that the plan was made with.
-        cluster: The cluster that the plan was made with, if any. Wires, launches and carried loads
-            are drawn as one grey segment.
-        unit: The unit of the plan's loads, for the labels.
-
-    Returns:
-        The text of an SVG file; the same for the same plan.
+    A bar is a rank, a segment a sequence or a share of one: its width is the cost, its colour the
+    length. Wires, launches and carried loads are grey; the hatched rest is waiting.
     """
     bounds = _bounds(plan.seq_lens)
     costs_of = evaluate if cluster is None else cluster.compute_seconds
@@ -100,19 +86,7 @@ def draw_step(plan: Plan, cost: Cost, cluster: Cluster | None = None, unit: str 
 
 
 def draw_stages(before: Stages, after: Stages) -> str:
-    """Draw a measured step twice, stage by stage: without balancing, and below it with balancing.
-
-    There is one bar for each rank. The stages follow each other; the hatched rest of a stage is
-    what its rank did not encode, or compute in blocks, in: it waited, exchanged, or planned.
-
-    Args:
-        before: By the name of each stage in its order, "seconds" from its begin to its end and
-            "work" seconds within: lists with a number for each rank.
-        after: The same with balancing.
-
-    Returns:
-        The text of an SVG file.
-    """
+    """Draw a measured step, stage by stage, without balancing and below it with; return the SVG."""
     panels = _staged(before), _staged(after)
     ends = [max(bar.load for bar in bars) for bars in panels]
     speed_up = ends[0] / ends[1] if ends[1] > 0 else 1.0
@@ -143,7 +117,6 @@ def _bar_of(
 
 
 def _staged(stages: Stages) -> list[_Bar]:
-    """Make bars of the stages of each rank, with the waiting between them."""
     bars: list[_Bar] = []
     for rank in range(len(next(iter(stages.values()))["seconds"])):
         segments: list[_Segment] = []
@@ -237,7 +210,6 @@ def _panel(
 
 
 def _bar(bar: _Bar, top: float, end: float, scale: float) -> list[str]:
-    """Draw the segments of one rank, then its waiting time."""
     parts = [
         '<g class="rank">',
         f'<text x="{_LEFT - 8:g}" y="{top + 13.5:g}" text-anchor="end">{bar.label}</text>',
@@ -258,7 +230,6 @@ def _bar(bar: _Bar, top: float, end: float, scale: float) -> list[str]:
 
 
 def _legend(top: float, legend: tuple[str, list[tuple[str, str]]], num_ranks: int) -> list[str]:
-    """Draw what the colours mean, in one row."""
     (word, entries), x, y = legend, 72.0, top + 22.0
     parts = ['<g class="legend">', f'<text x="18" y="{y + 11.5:g}">{word}</text>']
     for look, text in entries:
