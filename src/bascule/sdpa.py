@@ -23,16 +23,13 @@ from bascule.errors import ConfigError
 
 _DENSE = functional.scaled_dot_product_attention
 
-# They call scaled_dot_product_attention where no mode sees it.
-_HIDING = (
+_HIDING = (  # they call scaled_dot_product_attention where no mode sees it
     functional.multi_head_attention_forward,
     torch._native_multi_head_attention,  # pyright: ignore[reportPrivateImportUsage]
     torch._transformer_encoder_layer_fwd,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-# Functions that a layer calls to compute attention by itself.
-_SOFTMAX = (functional.softmax, torch.softmax, Tensor.softmax)
-
+_SOFTMAX = (functional.softmax, torch.softmax, Tensor.softmax)  # of layers that attend alone
 _RESHAPES = (torch.reshape, Tensor.reshape, Tensor.view, torch.unflatten)
 
 # All others, hundreds in a forward pass, are called at once. A tuple: compilers trace it.
@@ -45,11 +42,7 @@ _AMBIGUOUS = (
 
 
 class SequenceParallelMode(TorchFunctionMode):
-    """While entered, scaled_dot_product_attention is attention over a mesh.
-
-    The options have no layout. With `watches` a layer that attends by a softmax of its own is
-    refused.
-    """
+    """While entered, scaled_dot_product_attention is attention over a mesh."""
 
     def __init__(
         self,
@@ -64,7 +57,7 @@ class SequenceParallelMode(TorchFunctionMode):
         self.mesh, self.options = mesh, options or AttentionOptions()
         self.has_attended = False  # anything, over the mesh
         self._layout, self._replicated = layout, frozenset(replicated)
-        self._num_local, self._watches = 0, watches
+        self._num_local, self._watches = 0, watches  # for layers with a softmax of their own
         self._kept: dict[int, AttentionOptions] = {}  # by tokens of this rank
         # Tokens of this rank, and keys of softmaxes over as many queries. Compilers trace `set()`,
         # not `set[int]()`.
@@ -179,7 +172,7 @@ class SequenceParallelMode(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Check a call, and attend over the mesh if the keys are of the queries' own sequence."""
+        """Check a call, and attend over the mesh if the keys are of the queries' sequence."""
         if dropout_p > 0.0:
             raise ConfigError(
                 f"attention over a mesh has no dropout, dropout_p is {dropout_p}: set it to 0"
@@ -261,9 +254,8 @@ class SequenceParallelMode(TorchFunctionMode):
         return False
 
 
-# Compilers trace it as a part of what they compile, never by itself. Where a graph breaks within
-# the mode, torch 2.13 would compile it for the first function that it is called with, and use that
-# for others: `x.dtype` gave a shape.
+# Compilers trace it as a part, never by itself: where a graph breaks within the mode, torch 2.13
+# would compile it for the first function, and use that for others: `x.dtype` gave a shape.
 skip_code(SequenceParallelMode.__torch_function__.__code__)
 
 
@@ -283,32 +275,28 @@ def context_parallel(
     Each rank gives the queries, keys and values of its own tokens, (B, H, T, D) each. Masks are of
     the whole sequence, the same on every rank, and broadcast to (B, H, S, S), with the last dim S.
     Causal attention, `scale` and `enable_gqa` mean what they mean in torch; dropout is refused.
-    Collectives: those of `attention.api.attention`.
 
-    Only calls of torch's function are replaced. A layer that computes attention by products and a
-    softmax of torch is refused. A model that calls flash-attn, xformers or flex attention directly
-    keeps its local attention. So does one that leaves out a mask because its own tokens need none,
-    as for windows longer than this rank's part, or packed documents that end where it ends: give
-    it its mask of the whole sequence.
+    Only calls of torch's function are replaced, and layers with a softmax of their own refused. A
+    model that calls flash-attn, xformers or flex attention directly keeps its local attention. So
+    does one that leaves out a mask because its own tokens need none, as for windows longer than
+    this rank's part: give it its mask of the whole sequence.
 
     Gradients of what `gather` gives are those of this rank's copy. Under DDP or FSDP, which take
-    the mean over ranks, gather with `sums_gradients=True`: the parameters' gradients are then those
-    of one process.
+    the mean over ranks, gather with `sums_gradients=True`.
 
     Args:
         mesh: The ranks.
         layout: Which tokens each rank has. Default: one segment, the same number on every rank.
-        replicated: Numbers of keys of sequences that every rank has whole, as a prompt that image
-            tokens attend to; such attention is left as it is, and so is any within `.local()` of
-            what this yields.
+        replicated: Numbers of keys that every rank has whole, as those of a prompt; attention to
+            them is left as it is, and so is any within `.local()` of what this yields.
         comm_dtype: As in `AttentionOptions`, and so are the next three.
         kernel: Name of the block kernel.
-        overlap: Whether Ulysses exchanges while it computes.
-        double_buffer: Whether a ring attends while keys and values travel.
+        overlap: True lets Ulysses exchange while it computes.
+        double_buffer: True lets a ring attend while keys and values travel.
 
     Raises:
-        ConfigError: What cannot be attended; a number of keys that is both; or nothing within
-            called scaled_dot_product_attention.
+        ConfigError: A call cannot be split, a number of keys is ambiguous, or nothing within called
+            scaled_dot_product_attention.
     """
     place = AttentionMesh.of(mesh) if isinstance(mesh, DeviceMesh) else mesh
     if layout is not None:
@@ -351,10 +339,9 @@ def _cast(x: Any, dtype: torch.dtype) -> Any:
 def _reshape_empty(
     func: Callable[..., Tensor], x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor:
-    """Reshape a tensor without elements by one of `_RESHAPES`; the arguments are those after it.
+    """Reshape a tensor without elements, of which torch cannot infer a -1.
 
-    Torch cannot infer a -1 from no elements. Models split heads and channels by (..., tokens, -1,
-    2), and times of tokens by (-1, tokens): the dims before or after the tokens imply it.
+    Models split by (..., tokens, -1, 2) and (-1, tokens): the other dims on that side imply it.
     """
     kwargs = {name: value for name, value in kwargs.items() if name not in ("input", "self")}
     if func is torch.unflatten:
@@ -373,10 +360,7 @@ def _reshape_empty(
 
 
 def _inferred(shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
-    """Infer the -1 that torch cannot, from the dims on its side of those of size 0, the tokens.
-
-    Sizes that do not follow from these dims are left to torch's error.
-    """
+    """Infer the -1 from the dims on its side of the tokens, of size 0; else leave the error."""
     sizes = tuple(sizes)
     if -1 not in sizes or 0 not in sizes:
         return sizes

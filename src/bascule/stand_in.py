@@ -9,20 +9,10 @@ import torch
 
 
 class StandIn:
-    """The replacement of one method of one object.
+    """The replacement of one method of one object; copies and pickles have their own.
 
     Others may replace the method later, as diffusers and accelerate do with `forward`. `remove`
-    then leaves theirs in place, and the stand-in below only calls the method. Copies and pickles
-    of the object have their own method.
-
-    Attributes:
-        method: The method that is replaced.
-        is_on: Whether calls go to `around`.
-
-    Args:
-        owner: Its attribute `name` is set; its class stays as it is.
-        name: Of the method; "forward" of a module.
-        around: Called as `around(method, *args, **kwargs)` in place of the method.
+    then leaves theirs in place, and the stand-in below only calls the method.
     """
 
     # No `__dict__`: `functools.update_wrapper` would copy it into the wrappers of others.
@@ -34,7 +24,7 @@ class StandIn:
             method = method.method
         self.owner, self.name, self.around = owner, name, around
         self.method = self.__wrapped__ = method  # `inspect.signature` looks for the latter
-        self.is_on = True
+        self.is_on = True  # calls go to `around`
         setattr(owner, name, self)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -73,14 +63,8 @@ class Override:
     """A subclass of the same name for one object, in which one of its methods is replaced.
 
     In contrast to `StandIn` it replaces special methods as `__call__`, and leaves the state of the
-    object alone. Copies and pickles have the former class, and compiled code calls the method.
-
-    Args:
-        owner: Has the method.
-        name: Of the method.
-        around: Is called in its place, with the method and the arguments. What it calls meanwhile
-            is the method itself.
-        with_copies: Overrides the method of copies as well.
+    object alone. Copies and pickles have the former class, unless `with_copies`, and compiled code
+    calls the method.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """Arguments of modules: their names, the tensors among them, and a comparison over ranks.
 
-An exact comparison would refuse inputs that differ by rounding, as those of two kinds of GPUs do.
-So a tensor has a fingerprint: its norm, and its products with waves of a few lengths. Rounding
-changes it little; other values, or the same values in another order, change it much.
+Tensors are compared by fingerprints, as kinds of GPUs round differently: the norm, and products
+with waves of a few lengths. Rounding changes these little; other values or orders, much.
 """
 
 import inspect
@@ -58,7 +57,7 @@ def changed(
     kwargs: Mapping[str, Any],
     change: Callable[[str, Any], Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a module, each as `change` makes it of its name and value."""
+    """Return the arguments of a module, each changed by its name and value."""
     others = [f"argument {place}" for place in range(len(names), len(args))]
     named = [*names[: len(args)], *others]
     return (
@@ -178,7 +177,6 @@ def _numbers(x: Tensor, of_all: bool) -> Tensor:
 
 
 def _rounding(x: Tensor) -> float:
-    """Return how far fingerprints of a tensor may be apart, relative to its norm."""
     if not x.is_floating_point():
         return _EXACT
     eps = torch.finfo(x.dtype).eps

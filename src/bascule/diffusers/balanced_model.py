@@ -32,16 +32,13 @@ from bascule.plan.checks import whole
 from bascule.plan.plan import Plan
 from bascule.step import Step
 
-Loss = Callable[[Tensor, dict[str, Any]], Tensor]
-"""Function of output and batch; returns (batch, ..), whose means are the losses of samples."""
+Loss = Callable[[Tensor, dict[str, Any]], Tensor]  # of output and batch; returns (batch, ..)
 
 _FIRST_CAPACITY = 256  # integers a rank that the first gather has room for
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Measured:
-    """A sample as its rank brings it to a step."""
-
     length: int
     form: int
     weight: int
@@ -49,14 +46,13 @@ class _Measured:
 
 
 class BalancedModel:
-    """A model of diffusers whose training samples change ranks, or are shared by a bag of ranks.
+    """A model of diffusers, trained in balance on samples of any shape.
 
-    Forward passes of bags of several ranks are split as by `parallelize`; all other calls of the
-    model are as before. All ranks make it at the same point, with the same model.
+    Samples change ranks, or a bag of ranks shares one, split as by `parallelize`. Other calls are
+    as before. All ranks make it at the same point, with the same model.
 
     Attributes:
-        handle: A `ParallelHandle`: `undo()` restores the model, `checkpoint` is for
-            `enable_gradient_checkpointing`, `average_gradients()` for a model without DDP or FSDP.
+        handle: A `ParallelHandle`: `undo()`, `checkpoint`, and `average_gradients()` without DDP.
 
     Args:
         model: The transformer; plain, in DistributedDataParallel, or sharded by FSDP2.
@@ -69,7 +65,7 @@ class BalancedModel:
 
     Raises:
         ConfigError: No table fits the model, or an argument is wrong, on any rank.
-        CommError: Ranks have unlike arguments.
+        CommError: Arguments differ between ranks.
     """
 
     def __init__(
@@ -119,10 +115,10 @@ class BalancedModel:
         return self._step
 
     def samples_of(self, **batch: Any) -> list[Sample]:
-        """Return the samples of a batch of one shape, as views, for `microbatches`.
+        """Return the samples of a batch of one shape, as views.
 
-        A batch is what the model is called with, and what the loss needs besides: tensors
-        (batch, ..), lists of as many, other values as they are.
+        A batch has the arguments of the model and of the loss: tensors (batch, ..), lists of as
+        many, other values as they are.
         """
         with self._failing_together():
             return samples_in(batch, self._table.unbatched)
@@ -131,21 +127,18 @@ class BalancedModel:
     def microbatches(
         self, samples: Sequence[Sample], loss_fn: Loss
     ) -> list[Callable[[nn.Module], Tensor]]:
-        """Return the forward passes of this rank in an optimizer step, as `train_step` takes them.
+        """Return this rank's forward passes of an optimizer step, for `train_step`.
 
-        Samples go to the ranks that compute them; those of one form go into one forward pass.
-        Gradients are those of the weighted mean of the losses of all samples of all ranks, where
-        they are averaged over the ranks (or summed, with `gradients="sum"`). The mean over the
-        ranks of what `train_step` returns is that mean of the losses. Two small gathers and one
-        all-to-all.
+        Samples move to the ranks that compute them; those of one form share a forward pass.
+        Gradients, averaged over ranks (with `gradients="sum"`, summed), are those of the weighted
+        mean of the losses of all samples. The results of `train_step` average to that mean too.
+        Two small gathers and one all-to-all.
 
         Args:
-            samples: The samples that this rank loaded for the step, or none. Each is what the model
-                takes for a batch of one, by keyword, with what the loss needs; noise and times
-                among it, so that they travel with it.
-            loss_fn: The loss of each sample, (batch,), or of each of its elements, (batch, ..),
-                from the model's output and the batch. All ranks of a bag compute it, so it must
-                not draw random numbers.
+            samples: Samples that this rank loaded, or none. Each has the arguments of the model for
+                a batch of one, and those of the loss; noise and times travel with it.
+            loss_fn: Loss of each sample, (batch,), or element, (batch, ..), from output and batch.
+                All ranks of a bag call it, so it must not draw random numbers.
 
         Raises:
             ConfigError: A sample is wrong, or no rank has one (on all ranks).
@@ -203,7 +196,7 @@ class BalancedModel:
             raise ConfigError(f"sample {place}: {text}") from error
 
     def _gather(self, step: Step, measured: Sequence[_Measured]) -> tuple[Ints, Ints, Ints]:
-        """(num_seqs,) form, bytes and weight of the samples of all ranks; one gather."""
+        """Return (num_seqs,) form, bytes and weight of all ranks' samples; one gather."""
         group = self._parallel.group.control
         assert group is not None
         numbers = [n for one in measured for n in (one.form, one.parcel.num_bytes, one.weight)]
@@ -224,7 +217,7 @@ class BalancedModel:
         num_bytes: Ints,
         parcels: Sequence[Parcel],
     ) -> dict[int, Sample]:
-        """The samples of this rank's bag, by global id; one all-to-all."""
+        """Return the samples of this rank's bag, by global id; one all-to-all."""
         parallel, plan = self._parallel, step.plan
         needed = [np.unique(np.concatenate([of.ids for of in passes])) for passes in bags]
         bag_of = np.repeat(np.arange(len(needed)), [ids.size for ids in needed])
@@ -239,7 +232,6 @@ class BalancedModel:
         return dict(zip(ids[dest == parallel.rank].tolist(), arrived, strict=True))
 
     def _mesh_of(self, plan: Plan, bag: int) -> AttentionMesh | None:
-        """The ranks of a bag; None for one."""
         config = getattr(self._part.model, "config", None)
         num_heads = getattr(config, "num_attention_heads", None)
         topology = plan.topology if num_heads is None else plan.topology.for_heads(num_heads)
@@ -262,7 +254,6 @@ class BalancedModel:
         loss_fn: Loss,
         model: nn.Module,
     ) -> Tensor:
-        """This rank's part of the loss, from one forward pass."""
         if self._wrapper is not None and model is not self._wrapper:
             raise ConfigError(
                 f"train_step with a {type(model).__name__}, whose gradients are not averaged: give "
@@ -284,5 +275,4 @@ class BalancedModel:
 
     @property
     def _is_sharded(self) -> bool:
-        """True if ranks meet in every forward pass, as those of FSDP do."""
         return any(isinstance(module, FSDPModule) for module in self._part.model.modules())

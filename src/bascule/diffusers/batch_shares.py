@@ -62,11 +62,7 @@ def samples_of(inputs: Mapping[str, Any], unbatched: Collection[str]) -> Samples
 def share_of(
     inputs: Mapping[str, Any], unbatched: Collection[str], samples: Samples, part: slice
 ) -> dict[str, Any]:
-    """Return the arguments for a part of the samples; tensors are views.
-
-    Tensors are cut along their first dim, also those in dicts and in lists, as the residuals of a
-    ControlNet. Lists with an entry for each sample are cut themselves. Other values are for all.
-    """
+    """Return the arguments for a part of the samples; tensors are views."""
     return {
         name: value if name in unbatched else _cut(name, value, samples, part)
         for name, value in inputs.items()

@@ -1,12 +1,8 @@
-"""Step caches of diffusers for ranks that share a sequence, and for guidance groups.
+"""Step caches of diffusers, for ranks that share a sequence and for guidance groups.
 
-A cache leaves out blocks, or their attention, and takes what an earlier step gave. Each rank has
-that for its own tokens, which is right; but all must leave out the same, or some wait for others.
-Those that count steps do. The first-block cache looks at tokens: a stand-in for its decision adds
-up over the ranks what it looks at. Others are refused.
-
-Guidance groups see some of the branches only. They leave out what one process leaves out where
-they keep, and look at, the same as it does.
+A cache leaves out blocks, or their attention. All ranks must leave out the same, or some wait for
+others. Caches that count steps do. The first-block cache looks at tokens, so the ranks add up what
+it looks at. Others are refused, and those that keep something else in a guidance group.
 """
 
 import weakref
@@ -23,8 +19,7 @@ from bascule.diffusers.split_table import SplitTable
 from bascule.errors import ConfigError
 from bascule.stand_in import StandIn
 
-# Names of hooks that count steps.
-_BY_STEP = (
+_BY_STEP = (  # names of hooks that count steps
     "pyramid_attention_broadcast",
     "faster_cache_denoiser",
     "faster_cache_block",
@@ -36,36 +31,22 @@ _BY_VIDEO = "sea_cache_root"
 _LEADER = "fbc_leader_block_hook"
 _BY_FIRST_BLOCK = _LEADER, "fbc_block_hook"
 
-_SEE_ALL = "faster_cache", "fbc_", "sea_cache"
-"""Beginnings of names of hooks that look at all samples of a batch together."""
+_SEE_ALL = "faster_cache", "fbc_", "sea_cache"  # beginnings: hooks that see all samples together
 
 
 class Caches:
-    """The step caches of a split model, and what its blocks have done since one is on.
-
-    Attributes:
-        is_on: Whether one was in use at the last `prepare`.
-
-    Args:
-        model: The model.
-        table: How it is cut.
-        group: Returns the ranks that share the running forward pass; None for one rank.
-    """
+    """The step caches of a split model, and the blocks that have attended since one is on."""
 
     def __init__(
         self, model: nn.Module, table: SplitTable, group: Callable[[], RankGroup | None]
     ) -> None:
         self._model, self._table, self._group = model, table, group
-        self.is_on = False
+        self.is_on = False  # at the last `prepare`
         self._have_attended = set[str]()  # blocks, since a cache is on
         self._leaders: dict[Any, tuple[StandIn, weakref.WeakSet[Any]]] = {}
 
     def are_used(self, blocks: Iterable[nn.Module]) -> bool:
-        """Return whether one may leave out blocks in the next forward pass.
-
-        Raises:
-            ConfigError: It decides by a rank's own tokens.
-        """
+        """Return whether a cache may leave out blocks; refuse one that ranks decide apart."""
         hooks = _stateful(self._model, blocks)
         for name, hook in hooks:
             if not _is_alike(name, hook, self._table):
@@ -79,11 +60,7 @@ class Caches:
         return bool(hooks)
 
     def prepare(self, blocks: Sequence[nn.Module], *, is_sparse: bool) -> None:
-        """Look at the caches before a forward pass.
-
-        Raises:
-            ConfigError: A cache is on that ranks cannot use, or that attention cannot.
-        """
+        """Look at the caches before a forward pass; refuse those that cannot be used."""
         was_on, self.is_on = self.is_on, self.are_used(blocks)
         if not self.is_on:
             return
@@ -105,11 +82,7 @@ class Caches:
                 self._leaders[hook] = stand_in, known
 
     def end_block(self, name: str, has_attended: bool) -> None:
-        """Note that a block ran.
-
-        Raises:
-            ConfigError: Its attention was not over the mesh, nor is it cached.
-        """
+        """Note that a block ran; refuse one that neither attended nor is cached."""
         if has_attended:
             if self.is_on:
                 self._have_attended.add(name)
@@ -152,17 +125,7 @@ class Caches:
 def branch_of(
     model: nn.Module, blocks: Iterable[nn.Module], num_parts: int, num_groups: int
 ) -> str | None:
-    """Return the branch that a call is for, as a cache names it; None without a cache.
-
-    Args:
-        model: The model that is called.
-        blocks: Its blocks.
-        num_parts: Groups that share the samples of the call.
-        num_groups: All of them; where these are more, calls go to groups in turn.
-
-    Raises:
-        ConfigError: Groups would keep something else than one process.
-    """
+    """Return the branch of a call, as a cache names it; None without a cache."""
     for name, hook in _stateful(model, blocks):
         manager = getattr(hook, "state_manager", None)
         why = None
@@ -183,7 +146,6 @@ def branch_of(
 
 
 def _is_alike(name: str, hook: Any, table: SplitTable) -> bool:
-    """Return whether a hook decides alike on all ranks."""
     if name == _BY_VIDEO:  # by the video that the model is given, if it looks at one
         is_cut = "hidden_states" in table.inputs.get("", {})
         return not is_cut or hook.raw_vision_callback is None
@@ -192,7 +154,7 @@ def _is_alike(name: str, hook: Any, table: SplitTable) -> bool:
 
 
 def _stateful(model: nn.Module, blocks: Iterable[nn.Module]) -> list[tuple[str, Any]]:
-    """Return the hooks of diffusers that keep something from step to step, with their names."""
+    """Return the hooks of diffusers that keep something, with their names."""
     hooks: list[tuple[str, Any]] = []
     is_enabled = bool(getattr(model, "is_cache_enabled", False))
     for module in model.modules() if is_enabled else (model, *blocks):

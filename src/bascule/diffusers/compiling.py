@@ -1,8 +1,7 @@
-"""torch.compile of a split model in place, as one graph, and the modes that its ranks can run.
+"""torch.compile of a split model in place, as one graph, in modes that its ranks can run.
 
 Inductor's `reorder_for_compute_comm_overlap` is not offered: it moves torch's own collectives, and
-those of a split model are within the operators of `attention.usp`, which overlap them themselves;
-the code that it generates is the same, to the letter.
+the operators of `attention.usp` overlap theirs themselves.
 """
 
 from collections.abc import Callable
@@ -32,11 +31,8 @@ def device_of(model: nn.Module) -> torch.device:
 def check_mode(mode: str, dynamic: bool | None, mesh: AttentionMesh, device: torch.device) -> None:
     """Refuse modes of torch.compile that the ranks of a mesh cannot run.
 
-    NCCL's operations can be recorded since version 2.9 (NCCL user guide, "Using NCCL with CUDA
-    Graphs"), and torch refuses to record older ones than 2.9.6 (pytorch/pytorch#64440).
-
-    Raises:
-        ConfigError: Names the mode, the reason, and the nearest mode that runs.
+    NCCL can be recorded since 2.9 (NCCL user guide, "Using NCCL with CUDA Graphs"), and in torch
+    since 2.9.6 (pytorch/pytorch#64440).
     """
     if mode not in get_args(Mode):
         raise ConfigError(f"compile: mode {mode!r} is not one of {', '.join(get_args(Mode))}")
@@ -59,20 +55,10 @@ def check_mode(mode: str, dynamic: bool | None, mesh: AttentionMesh, device: tor
 def compile_in_place(
     model: nn.Module, mode: Mode, dynamic: bool | None, prepare: Callable[..., object]
 ) -> Callable[[], None]:
-    """Compile a model with its hooks, `fullgraph=True`; what is returned makes it what it was.
-
-    In contrast to `model.compile()`, the hooks that cut its inputs are in the same graph. Its
-    inputs are whole, the same on every rank, so graphs of fixed shapes are made at the same call.
-
-    Args:
-        model: With its hooks.
-        mode: As in torch.compile.
-        dynamic: As in torch.compile.
-        prepare: What is called before each forward pass, not compiled, with the arguments by place
-            and by name.
-    """
+    """Compile a model with its hooks, called after `prepare`; return what undoes it."""
     before = model._compiled_call_impl
 
+    # In contrast to `model.compile()`, the hooks that cut inputs are in the graph.
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)
 
@@ -82,8 +68,7 @@ def compile_in_place(
     def undo() -> None:
         model._compiled_call_impl = before
 
-    # A rank whose share is of one token has a graph of its own for it, so a graph for any shape
-    # would not be recorded on all ranks at once.
+    # A share of one token has a graph of its own, so ranks would not record all graphs at once.
     dynamic = False if mode in _WITHOUT_GRAPHS else dynamic
     compiled = torch.compile(call, fullgraph=True, mode=mode, dynamic=dynamic)
 
@@ -96,7 +81,6 @@ def compile_in_place(
 
 
 def _why_not_recorded(mesh: AttentionMesh, device_type: str) -> str | None:
-    """Why CUDA graphs cannot hold the collectives of a mesh, if so."""
     if device_type != "cuda":
         return f"a model on {device_type} has none"
     for group in (mesh.ring, mesh.ulysses, mesh.whole):

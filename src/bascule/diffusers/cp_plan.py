@@ -1,8 +1,7 @@
 """Split tables from the plans that diffusers' models have for its own context parallelism.
 
-A plan (`_cp_plan`) lists the arguments and outputs that are cut and gathered, and not the tokens
-that an attention is over. These follow from the model if it keeps diffusers' conventions; other
-models are refused.
+A plan (`_cp_plan`) lists what is cut and gathered, and not the tokens that an attention is over.
+These follow from the conventions of diffusers; other models are refused.
 """
 
 import inspect
@@ -22,12 +21,7 @@ _PLAIN = bool, int, float, str
 
 
 def table_from_plan(model: nn.Module, plan: Mapping[str, Any]) -> SplitTable:
-    """Return the split table of a plan.
-
-    Segments are text, by the names of arguments, and image. Text that is only attended to, by the
-    `attn2` of blocks, is not cut. Masks over text and image are refused, since a plan does not tell
-    their order; so are the residuals of a ControlNet, which plans leave out.
-    """
+    """Return the split table of a plan, with text, by the names of arguments, and image."""
     attends, crosses = _attentions(model)
     if not attends:
         raise _refusal(model, "it has no attention of diffusers in a list of blocks or layers")
@@ -85,11 +79,7 @@ def _entries(model: nn.Module, plan: Mapping[str, Any]) -> Iterator[tuple[str, s
 
 
 def _attentions(model: nn.Module) -> tuple[list[str], list[str]]:
-    """Return the names of attentions over all that is cut, and of those to a prompt.
-
-    By the conventions of diffusers a module with `set_processor` attends. A block has one of them,
-    or `attn1` for its tokens and `attn2` for its `encoder_hidden_states`.
-    """
+    """Return the names of attentions over all that is cut, and of those to a prompt."""
     by_block: dict[str, dict[str, nn.Module]] = {}
     for name, module in model.named_modules():
         if name and callable(getattr(module, "set_processor", None)):
@@ -100,7 +90,7 @@ def _attentions(model: nn.Module) -> tuple[list[str], list[str]]:
     for block, attentions in by_block.items():
         container, _, index = block.rpartition(".")
         is_listed = index.isdecimal() and container.endswith(("blocks", "layers"))
-        is_pair = attentions.keys() == {"attn1", "attn2"}
+        is_pair = attentions.keys() == {"attn1", "attn2"}  # to its tokens, and to a prompt
         if not is_listed or "." in container or not (is_pair or len(attentions) == 1):
             raise _refusal(
                 model, f"its plan does not say what {', '.join(attentions)} of {block} attend to"

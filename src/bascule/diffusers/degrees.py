@@ -1,4 +1,4 @@
-"""Degrees along the axes of a mesh: given, or chosen for a model; and this rank's place in them."""
+"""Degrees along the axes of a mesh, and this rank's place in them."""
 
 import os
 from dataclasses import astuple, dataclass
@@ -40,10 +40,8 @@ ONE_RANK = Shape()
 class Replica:
     """The ranks that make the same images together."""
 
-    # all of them, by guidance group, ring rank and Ulysses rank; None for one rank
-    whole: RankGroup | None
-    # one rank of each guidance group, those at this rank's place; None for one group
-    branches: RankGroup | None
+    whole: RankGroup | None  # by guidance group, ring rank and Ulysses rank; None for one rank
+    branches: RankGroup | None  # a rank of each group, at this rank's place; None for one group
     mesh: AttentionMesh  # this rank's guidance group
 
 
@@ -53,11 +51,11 @@ class AutoMesh:
 
     Attributes:
         num_passes: Forward passes of one sample in a step: 2 with guidance, times the images of a
-            prompt where these share a call. Default: 1, without guidance.
+            prompt where these share a call.
         num_tokens: Of a sample, text included; needed with a profile.
-        profile: What the machine does in a second. Default: a rule chooses, see `choose_mesh`.
+        profile: Speeds of the machine. Default: a rule chooses, see `choose_mesh`.
         max_ring_degree: Longest ring. Default: any.
-        ranks_per_node: Ranks of a node. Default: as torchrun says (LOCAL_WORLD_SIZE), or all.
+        ranks_per_node: Default: as torchrun says (LOCAL_WORLD_SIZE), or all.
     """
 
     num_passes: int = 1
@@ -67,11 +65,7 @@ class AutoMesh:
     ranks_per_node: int | None = None
 
     def choose(self, model: nn.Module, num_ranks: int) -> tuple[Shape, MeshChoice]:
-        """Return the mesh of a model on so many ranks, and the reason.
-
-        Raises:
-            ConfigError: No mesh fits, or a number is missing.
-        """
+        """Return the mesh of a model on so many ranks, and the reason."""
         config: Any = getattr(model, "config", None)
         counts = "num_layers", "num_single_layers", "num_refiner_layers"
         num_layers = sum(getattr(config, name, None) or 0 for name in counts)
@@ -144,10 +138,7 @@ def shape_of(mesh: DeviceMesh | None, degrees: Shape) -> Shape:
 
 
 def replica_of(shape: Shape, mesh: DeviceMesh | None) -> Replica:
-    """Return this rank's replica; all its ranks call this, which may make a process group.
-
-    Without a mesh, replicas are of all ranks in their order.
-    """
+    """Return this rank's replica; all its ranks call this, which may make a process group."""
     if mesh is not None and set(mesh.mesh_dim_names or ()) <= {RING_AXIS, ULYSSES_AXIS}:
         attending = AttentionMesh.of(mesh)
         return Replica(attending.whole, None, attending)

@@ -1,8 +1,4 @@
-"""Tokens, bytes and seconds of a forward pass on any mesh, from the counts of an eager pass.
-
-Shapes: B batch, H query heads, K key-value heads, T tokens of a rank, D head width; R ring ranks, U
-Ulysses ranks.
-"""
+"""Tokens, bytes and seconds of a forward pass on any mesh, from the counts of an eager pass."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,13 +12,7 @@ from bascule.diffusers.split_model import SplitModel
 from bascule.diffusers.work import Attended, AttentionShape, LayerWork
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_RANKS, whole
-from bascule.plan.machine import (
-    FLOPS_PER_VALUE,
-    Bag,
-    HardwareProfile,
-    Seconds,
-    Work,
-)
+from bascule.plan.machine import FLOPS_PER_VALUE, Bag, HardwareProfile, Seconds, Work
 from bascule.plan.traffic import HeadShares, Traffic
 
 _MIB = 2**20
@@ -214,12 +204,9 @@ class _Prediction:
 def _attention_flops(
     layout: SequenceLayout, place: tuple[int, int], shape: AttentionShape
 ) -> float:
-    """Return 4 FLOPs for each pair of tokens, value of a head, and head of this rank.
-
-    Tokens have those of attention to gathered keys.
-    """
+    """Return 4 FLOPs for each pair of tokens, value of a head, and head of this rank."""
     if shape.gathers:
-        return 0.0
+        return 0.0  # counted with the tokens
     num_kv = _kv_heads(shape, layout.ulysses_degree)
     heads = shape.num_heads // num_kv * HeadShares.split(num_kv, layout.ulysses_degree).of(place[1])
     pairs = layout.ring_len(place[0]) * layout.seq_len

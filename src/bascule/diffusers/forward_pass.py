@@ -43,24 +43,7 @@ Shares = dict[tuple[tuple[str, ...], tuple[int, ...]], Share]
 
 
 class ForwardPass(SequenceParallelMode):
-    """The tensors that a forward pass has cut; while entered, its attention is over the mesh.
-
-    Lengths are those of whole tensors, so they are the same on every rank.
-
-    Attributes:
-        form: Mesh, names, shapes and dtypes of the inputs.
-        thread: The thread that runs it.
-        is_recomputed: Whether checkpointing computes parts of it again.
-        is_around: Whether the mode is entered around the model, else around modules that attend.
-
-    Args:
-        mesh: The ranks. One alone leaves the model's attention as it is, unless it is block-sparse
-            or has a kernel of the user's choice.
-        table: The tensors to cut.
-        options: Settings of attention, without a layout.
-        sparse: The plans of block-sparse attention; None for dense attention.
-        kept: Shares of earlier passes on this mesh; new ones are added.
-    """
+    """A forward pass and the tensors it has cut; while entered, it attends over the mesh."""
 
     def __init__(
         self,
@@ -73,13 +56,13 @@ class ForwardPass(SequenceParallelMode):
         form: object = None,
     ) -> None:
         super().__init__(mesh, options=options)
-        self.form, self.thread = form, 0
+        self.form, self.thread = form, 0  # mesh, names, shapes and dtypes of the inputs
+        # Parts run again, by checkpointing; the mode is around the model, else modules that attend.
         self.is_recomputed = self.is_around = False
         self.is_whole = mesh.whole is None and sparse is None and options.kernel is None
         self.work: WorkCounter | None = None
         self._table, self._sparse = table, sparse
-        # The first tensor of each segment, and its dim: a compiler takes the size of a tensor for
-        # symbolic, and a number that one graph leaves to another for a constant.
+        # Each segment's first tensor, and its dim: compilers would take numbers for constants.
         self._wholes: dict[str, tuple[Tensor, int]] = {}
         self._shares: dict[tuple[str, ...], Share] = {}
         self._kept_shares: Shares = {} if kept is None else kept
@@ -145,7 +128,7 @@ class ForwardPass(SequenceParallelMode):
         return share
 
     def _by_share(self) -> dict[int, int]:
-        """By tokens of this rank, those of the whole: of each known segment, and of all."""
+        """Return tokens of the whole by those of this rank, for each segment and for all."""
         known = [name for name in self._table.segments if name in self._wholes]
         shares = [self.share(tuple(names)) for names in [[name] for name in known] + [known]]
         return {one.num_tokens: one.seq_len for one in shares}
@@ -198,12 +181,9 @@ class ForwardPass(SequenceParallelMode):
         return value.narrow(cut.dim, start, stop - start)
 
     def gather(self, x: Tensor, cut: Cut) -> Tensor:
-        """Return the tokens of all ranks. Their gradients are summed over the copies of all ranks.
+        """Return the tokens of all ranks; gradients are summed over the copies of all ranks.
 
-        Every rank has the whole output and computes the same loss, so of N ranks each gets N times
-        the gradients of its own tokens, and parameters N times the part that these tokens have: the
-        mean over the ranks, as FSDP and DDP take it, is the gradient. Where what is gathered is cut
-        again, each copy has the part of the gradient that comes from its rank's new tokens.
+        Every rank computes the same loss, so the mean that FSDP and DDP take is the gradient.
         """
         share = self.share((cut.segment,) if isinstance(cut.segment, str) else cut.segment)
         if x.shape[cut.dim] != share.num_tokens:
@@ -253,7 +233,6 @@ class ForwardPass(SequenceParallelMode):
         return self._joint_masks[part]
 
     def _joint_mask(self, part: tuple[str, ...], batch: int) -> Tensor:
-        """Return the mask of all segments that are attended to, where some of them have one."""
         masks = {name: self._masks[name][0] for name in part if name in self._masks}
         first = next(iter(masks.values()))
         if first.dim() == 3 and len(part) == 1:
@@ -348,16 +327,12 @@ class ForwardPass(SequenceParallelMode):
             self._sparse.begin_block(name, is_again=self.is_recomputed)
 
     def end_block(self) -> None:
-        """End it."""
+        """End a block of the table."""
         if (work := self._counter()) is not None:
             work.end_block()
 
     def end(self) -> Attended | None:
-        """Close the pass; return its attention if it was counted and there was any.
-
-        Raises:
-            ConfigError: Block masks are of more layers.
-        """
+        """Close the pass; return its attention if it was counted and there was any."""
         sparse: tuple[SparseLayer, ...] = ()
         if self._sparse is not None:
             self._sparse.end()

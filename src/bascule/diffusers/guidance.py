@@ -1,8 +1,7 @@
 """Guidance over groups of ranks: each computes a part of a batch, or every so many-th call.
 
-A pipeline guides in one of two ways. It calls its model once, with a batch of negative and positive
-samples: groups share the batch. Or it calls it once for each: groups take turns, and results of
-other groups are `Pending`.
+A pipeline calls its model once, with negative and positive samples: groups share the batch. Or it
+calls it once for each: groups take turns, and results of other groups are `Pending`.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,11 +23,7 @@ from bascule.stand_in import Override
 
 
 class GuidedModel(Override):
-    """A model whose calls are computed by the guidance groups of a replica.
-
-    In a function of the user around the model that torch compiles, each group computes all calls:
-    results are the same, and no faster.
-    """
+    """A model whose calls are computed by the guidance groups of a replica."""
 
     def __init__(self, part: SplitModel, branches: Branches) -> None:
         self.model, self._part, self.branches = part.model, part, branches
@@ -85,10 +80,7 @@ class GuidedModel(Override):
         return mapped(form.nest, lambda _: Pending.of(self.branches, branch, next(places)))
 
     def _owners(self, num_parts: int) -> list[int]:
-        """Return the groups that compute the parts of the next call: they take turns.
-
-        A branch that a cache knows has the same group in every step.
-        """
+        """Return the groups of the next call's parts, in turn; cached branches keep theirs."""
         num_groups = self.branches.group.size
         blocks = [block for block, _ in self._part.blocks.values()]
         cached = branch_of(self.model, blocks, num_parts, num_groups)

@@ -65,35 +65,30 @@ def parallelize(
 ) -> "ParallelHandle":
     """Share a model, or a pipeline, over ranks: same inputs, same outputs, on every rank.
 
-    The model must be the same on every rank, and so must its inputs. Inputs are cut into the ranks'
-    shares, attention is over all of them, and outputs are gathered. Any lengths and head counts; a
-    rank may have no tokens. Of a pipeline, the ranks also share guidance branches and the tiles of
-    the VAE, and draw one noise.
+    Weights and inputs must be the same on every rank. Inputs are cut into the ranks' shares,
+    attention is over all of them, and outputs are gathered. Any lengths and head counts. Ranks also
+    share a pipeline's guidance branches and the tiles of its VAE, and draw one noise.
 
     Args:
-        model_or_pipeline: A model, or a pipeline of diffusers: its `transformer`, and
-            `transformer_2` or `unconditional_transformer` if it has one.
-        mesh: Instead of degrees: all ranks or some of them, with axes "data", "guidance", "ring"
-            and "ulysses", in this order, or some of these. "auto" chooses degrees for all ranks,
-            by the facts of an `AutoMesh`.
+        model_or_pipeline: A model, or a pipeline of diffusers, of which all transformers are split.
+        mesh: Instead of degrees: a mesh with axes "data", "guidance", "ring" and "ulysses", in this
+            order, or some of these. "auto" or an `AutoMesh` chooses degrees for all ranks.
         data_degree: Replicas of all that follows, with prompts of their own.
         guidance_degree: Groups of ranks that share guidance branches.
         ring_degree: Ranks of a group that pass keys and values around.
         ulysses_degree: Ranks of a group that share heads.
-        table: The tensors that are cut and gathered; or a plan of diffusers, as its models have in
-            `_cp_plan`. Default: the table for the class of the model, else its plan.
-        sparse: The blocks of attention that are computed, balanced over the ranks. Default: all.
+        table: The tensors that are cut and gathered; or a plan of diffusers, as in `_cp_plan`.
+            Default: the table for the class of the model, else its plan.
+        sparse: The blocks of attention that are computed. Default: all.
         kernel: Name of attention's kernel. Default: the fastest for the device.
-        comm_dtype: "int8" or "e4m3" sends queries, keys, values and attention's outputs at 8 bits:
-            half the bytes of bfloat16 at an error that `verify` shows. `Quantized("int8",
-            centered=True)` is more exact. Default: as they are.
+        comm_dtype: "int8" or "e4m3" sends attention's rows at 8 bits, at an error that `verify`
+            shows; `Quantized("int8", centered=True)` is more exact. Default: as they are.
         overlap: True lets Ulysses exchange while it computes. Default: where that measures faster.
         double_buffer: False lets a ring wait for keys and values before it attends.
-        vae: Who decodes and encodes images where the VAE has tiling enabled. "all": the ranks share
-            the tiles, and every rank gets the pixels. "first": only the first rank of a replica
-            gets the pixels. "own": every rank computes all tiles.
+        vae: "all": the ranks share the tiles of a VAE with tiling, and all get the pixels. "first":
+            the first rank of a replica gets them alone. "own": every rank computes all tiles.
         text_encoders: "all": the ranks share the prompts of a batch, which pays for several long
-            prompts. "own": every rank encodes all prompts.
+            ones. "own": every rank encodes all prompts.
 
     Returns:
         A handle, and a context manager: leaving it calls `undo()`.
@@ -180,7 +175,6 @@ class ParallelHandle:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Let this rank compute everything itself."""
         with ExitStack() as stack:
             for one in (*self.parts, *self._guided, *self._shared_parts, *self._runs):
                 stack.enter_context(one.paused())
@@ -207,7 +201,7 @@ class ParallelHandle:
         return self.parts[0].model
 
     def undo(self) -> None:
-        """Make the models whole again, as they were before; not within a forward pass."""
+        """Restore the models; not within a forward pass."""
         for part in self.parts:
             if part.is_running:
                 raise ConfigError(
@@ -222,14 +216,13 @@ class ParallelHandle:
         """Compile the models in place, each as one graph, when they are first called.
 
         Args:
-            mode: As in torch.compile. "reduce-overhead" and "max-autotune" record CUDA graphs, one
-                for each shape of the inputs.
+            mode: As in torch.compile. "reduce-overhead" and "max-autotune" record a CUDA graph for
+                each shape of the inputs.
             dynamic: True makes graphs for any lengths. Default: from the second length on, and
                 never with CUDA graphs.
 
         Raises:
-            ConfigError: There is no such mode, or none with this device, with the back end of the
-                mesh's process groups, with `dynamic`, or with block-sparse attention.
+            ConfigError: Device, back end, `dynamic` or block-sparse attention exclude the mode.
         """
         if self._split_part(None, "compile").sparse is not None:
             raise ConfigError(
@@ -256,13 +249,11 @@ class ParallelHandle:
     ) -> Explanation:
         """Return mesh, tokens and bytes of a model's last forward pass, and of other meshes.
 
-        Block-sparse attention adds the worth of each layer's plan; a pipeline adds the bytes of
-        text encoders and VAE, and the seconds of the phases of a call within `timed`.
+        Block-sparse attention adds its plans; a pipeline adds phases, with seconds after `timed`.
 
         Args:
             model: One of the split models. Default: `model`.
-            profile: The machine; it adds seconds by kind of layer, and the gain of a compilation,
-                of 8-bit rows and of other meshes.
+            profile: Adds seconds by kind of layer, and gains of compilation, 8-bit rows and meshes.
             ranks_per_node: Ranks of a node, for seconds. Default: all.
         """
         explanation = explain(self._part_of(model, "explain"), profile, ranks_per_node)
@@ -276,10 +267,7 @@ class ParallelHandle:
 
     @contextmanager
     def timed(self) -> Iterator[PhaseTimes]:
-        """Measure the phases of a call of the pipeline within, also for `explain`.
-
-        The host waits for the device between phases and after each step.
-        """
+        """Measure the phases of a pipeline's call; the host waits after each step."""
         if self._request is None or self._request.pipeline is None:
             raise ConfigError(
                 f"timed: a {type(self.model).__name__} alone was split, which has no phases: give "
@@ -294,15 +282,12 @@ class ParallelHandle:
         """Compare a model on the mesh with one process, block by block; the same on every rank.
 
         A pipeline is compared phase by phase (prompts, noise, every step, pixels), and the first
-        step that differs block by block. Random states are restored.
-
-        Every rank also computes the whole sequence, and is compared with the first rank: so unlike
-        weights are noticed. The model must be deterministic. There are no gradients, no compiled
-        code and no steps of block-sparse attention.
+        step that differs block by block. Every rank also computes the whole sequence, and is
+        compared with the first rank: so unlike weights are noticed. The model must be
+        deterministic. There are no gradients, compiled code or steps of block-sparse attention.
 
         Args:
-            model: One of the split models, as `pipeline.transformer_2`, or the pipeline.
-                Default: `model`.
+            model: One of the split models, or the pipeline. Default: `model`.
             inputs: Arguments of the model or pipeline, the same on every rank.
 
         Raises:
@@ -324,8 +309,7 @@ class ParallelHandle:
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
         """Checkpoint activations, and recompute them over the mesh.
 
-        Use it in `model.enable_gradient_checkpointing(handle.checkpoint)`, or in place of
-        `torch.utils.checkpoint.checkpoint(function, *args)`.
+        Give it to `model.enable_gradient_checkpointing(handle.checkpoint)`.
         """
         running = [(part, part.forward) for part in self.parts if part.forward or part.is_alone]
 
@@ -342,9 +326,9 @@ class ParallelHandle:
 
     @shared("average_gradients")
     def average_gradients(self) -> None:
-        """Average gradients over the mesh, after `backward()` of a loss of the whole output.
+        """Average gradients over the mesh after `backward()`, as DDP and FSDP do themselves.
 
-        DDP and FSDP do it themselves. One all-reduce for each dtype, after a small all-gather.
+        One all-reduce for each dtype, after a small all-gather.
 
         Raises:
             ConfigError: Gradients are sharded.

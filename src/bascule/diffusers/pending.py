@@ -1,8 +1,7 @@
 """Results of calls that other ranks compute, exchanged when they are first used.
 
-All ranks run the same program, so they use a result at the same point, and exchange there. A
-pipeline calls its model for each branch of guidance before it puts the results together, so each
-group of ranks computes a branch at the same time, without an edit.
+All ranks run the same program, so they exchange at the same point. A pipeline calls its model for
+each guidance branch before it uses results, so groups compute branches at the same time.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,22 +21,15 @@ from bascule.diffusers.batch_shares import Form
 from bascule.errors import ConfigError
 
 _DEFERRED = frozenset(
-    (
+    (  # what pipelines make of a result before the next call of the model
         *(Tensor.__getitem__, Tensor.to, Tensor.float, Tensor.neg, Tensor.__neg__),
         *(Tensor.squeeze, Tensor.unsqueeze),
     )
 )
-"""Functions from a result to another tensor that pipelines call before the next model call."""
 
-_PLACEHOLDER = torch.empty((0,) * 9, device="meta")
-"""The memory of a result for code that does not ask torch: it fails."""
-
-_Item = tuple[int, int]
-"""Number of a call, and of one of its parts."""
-
-
-_Make = Callable[[Sequence[Tensor]], Tensor]
-"""From the values of a call to another tensor."""
+_PLACEHOLDER = torch.empty((0,) * 9, device="meta")  # fails in code that does not ask torch
+_Item = tuple[int, int]  # number of a call, and of one of its parts
+_Make = Callable[[Sequence[Tensor]], Tensor]  # from the values of a call
 
 
 @dataclass(slots=True, eq=False)
@@ -157,12 +149,7 @@ class Branches:
 
 
 class Pending(Tensor):
-    """A tensor that may be on other ranks still; its first use fetches it.
-
-    Torch calls `__torch_function__` in place of every function and attribute of a tensor. Slices,
-    casts and signs give another tensor that waits: many pipelines take a part of a result before
-    they call their model for the next branch.
-    """
+    """A tensor that may still be on other ranks; its first use fetches it."""
 
     _branches: Branches
     _branch: Branch

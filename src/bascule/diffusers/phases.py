@@ -1,8 +1,4 @@
-"""The phases of a pipeline's call, watched and timed: prompts and noise, steps, pixels.
-
-Each phase is one method of the pipeline, of its scheduler or of its VAE. Pipelines without the
-method have no such phase.
-"""
+"""The phases of a pipeline's call, watched by method and timed: prompts, noise, steps, pixels."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +17,6 @@ from bascule.stand_in import Override
 PHASES = "encode", "denoise", "decode"
 
 TRANSFORMERS = "transformer", "transformer_2", "unconditional_transformer"
-"""Names of a pipeline's models; Ideogram 4 has one for guidance."""
 
 _METHODS = {
     "encode": ("", "encode_prompt"),
@@ -30,8 +25,7 @@ _METHODS = {
     "decode": ("vae", "decode"),
 } | {name: (name, "__call__") for name in TRANSFORMERS}
 
-Observer = Callable[[str, tuple[Any, ...], dict[str, Any], Any], None]
-"""Takes the name of what ran, its arguments by place and by name, and its output."""
+Observer = Callable[[str, tuple[Any, ...], dict[str, Any], Any], None]  # name, arguments, output
 
 
 @contextmanager

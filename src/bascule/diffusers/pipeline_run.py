@@ -19,8 +19,7 @@ from bascule.diffusers.phases import TRANSFORMERS, execution_device
 from bascule.encoders.items import contents_of
 from bascule.stand_in import Override
 
-_OF_A_RANK = "output_type", "return_dict", "callback"
-"""Beginnings of arguments that may differ between ranks."""
+_OF_A_RANK = "output_type", "return_dict", "callback"  # beginnings of names; ranks may differ
 
 
 class PipelineRun(Override):
@@ -73,10 +72,7 @@ def _described(value: Any) -> str:
 
 
 def _adapters_of(pipeline: Any) -> str:
-    """Describe the LoRA layers of peft in the transformers: names, scales, a digest of weights.
-
-    They are often loaded or scaled after the weights of all ranks were compared.
-    """
+    """Describe the LoRA layers of peft, often loaded or scaled after `parallelize`."""
     models = [getattr(pipeline, name, None) for name in TRANSFORMERS]
     layers = [
         (layer, scales)

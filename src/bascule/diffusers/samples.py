@@ -45,14 +45,11 @@ def check_sample(sample: Sample, required: Collection[str], unbatched: Collectio
 
 
 def form_of(sample: Sample, unbatched: Collection[str], device: torch.device) -> int:
-    """Return a number that samples share if they fit into one batch.
-
-    These have the same keywords, dtypes and shapes, and equal values where there is no batch:
-    positions of another aspect ratio are others, though there are as many.
-    """
+    """Return a number that samples share if they fit into one batch."""
     batched = {name: x for name, x in sample.items() if _is_batched(name, x, unbatched)}
     shapes = sorted((name, str(x.dtype), *x.shape) for name, x in batched.items())
     digest = hashlib.blake2b(repr(shapes).encode(), digest_size=8)
+    # Equal values: positions of another aspect ratio are others, though there are as many.
     rest = {name: sample[name] for name in sorted(sample.keys() - batched.keys())}
     for part in parcel(rest, device).parts:
         digest.update(part.numpy(force=True).tobytes())

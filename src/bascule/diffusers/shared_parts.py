@@ -51,7 +51,6 @@ def shared_parts(pipeline: Any, for_vae: str, for_texts: str) -> list[nn.Module]
 
 
 def _shared_vae(pipeline: Any, for_vae: str) -> nn.Module | None:
-    """Return the VAE whose tiles ranks share; None where each rank computes its own."""
     vae = getattr(pipeline, "vae", None)
     if not isinstance(vae, nn.Module) or for_vae == "own":
         return None
@@ -71,7 +70,6 @@ def _shared_vae(pipeline: Any, for_vae: str) -> nn.Module | None:
 
 
 def _shared_text_encoders(pipeline: Any, for_texts: str) -> list[nn.Module]:
-    """Return the text encoders whose prompts ranks share."""
     if for_texts == "own":
         return []
     encoders = [getattr(pipeline, name, None) for name in _TEXT_ENCODERS]

@@ -35,8 +35,7 @@ _LEAST_SHARE = 1e-9
 class SparseConfig:
     """Settings of block-sparse attention: which blocks are computed, and how ranks share them.
 
-    Give one of `masks`, `keep` and `mass`. Tokens of a segment called "text" see all and are seen
-    by all.
+    Give one of `masks`, `keep` and `mass`. Tokens of a segment "text" see all and are seen by all.
 
     Attributes:
         masks: (steps, layers, heads, blocks, blocks) bool, True where computed, or a file for
@@ -47,8 +46,8 @@ class SparseConfig:
         block: Tokens of a block.
         method: Placement of blocks, as for `SparsePlanner`; "paper" needs masks, or no ring;
             "in_order" is without balance, to compare with.
-        stripe: Tokens that a rank gets at a time when a segment is dealt to the ranks in turns; a
-            multiple of `block`. Default: `block`, the most even.
+        stripe: Tokens that a rank gets at a time, a multiple of `block`. Default: `block`, the most
+            even.
         target: Imbalance at which "minimal_move" moves no more. Default: 1.005; 1.02 on a ring
             without Ulysses ranks, which needs no exchange as long as nothing moves.
         tolerance: A layer keeps its plan while its imbalance is at most 1 + tolerance.
@@ -56,9 +55,6 @@ class SparseConfig:
         passes_per_step: Forward passes of a denoising step: 2 with guidance in a pass of its own.
         kernel: Name of a block kernel that skips blocks. Default: the fastest for the device.
         strategies: Choice of a mesh by each layer in each step. None: the mesh of `parallelize`.
-
-    Raises:
-        ConfigError: A value is out of range.
     """
 
     masks: Bools | str | Path | None = None
@@ -178,7 +174,7 @@ def settings_of(config: SparseConfig | None) -> dict[str, str]:
 
 
 def _fingerprint(masks: Bools) -> str:
-    """Shape and checksum of some steps and layers: all may be more than memory holds."""
+    """Return shape and checksum of some steps and layers: all may exceed memory."""
     steps, layers = masks.shape[:2]
     checksum, count = 0, min(steps * layers, _SAMPLED)
     for place in np.linspace(0, steps * layers - 1, count).round().astype(int).tolist():
@@ -187,7 +183,7 @@ def _fingerprint(masks: Bools) -> str:
 
 
 def _loaded(masks: Bools | str | Path) -> Bools:
-    """(steps, layers, H, N, N)."""
+    """Return (steps, layers, H, N, N)."""
     if isinstance(masks, str | Path):
         return load_masks(masks)
     array = np.asarray(masks)

@@ -1,10 +1,9 @@
 """Block-sparse attention of a model over a mesh: a plan for every layer, kept from step to step.
 
-Blocks are dealt to the ranks in turns, segment by segment, so that work is nearly even before
-anything is planned. Layers are counted by the attention calls of a forward pass, denoising steps by
-forward passes. After a layer's attention its next step is planned: from the masks of that step if a
-file has them, else from counts of the blocks that this step's rule kept. A plan is kept while it is
-even enough, as in db-SP. With several meshes, each layer attends on the fastest by prediction.
+Blocks are dealt to the ranks in turns, so that work is nearly even before anything is planned.
+After a layer's attention its next step is planned: from the masks of that step, else from counts
+of the blocks that this step's rule kept. A plan is kept while it is even enough, as in db-SP. With
+several meshes, each layer attends on the fastest by prediction.
 
 Shapes: B batch, H query heads, T tokens of this rank, D head width; N blocks of the sequence.
 """
@@ -114,10 +113,7 @@ class SparseLayers:
         self._states.clear()
 
     def noting(self, mesh: AttentionMesh, masks: dict[int, Bools]) -> "SparseLayers":
-        """Return the same step on a mesh, whose layers use these masks, or note theirs there.
-
-        Masks are (B, H, N, N) by layer: by rounding, a rule might choose other blocks on each mesh.
-        """
+        """Return this step on a mesh; its layers use, or note, masks (B, H, N, N)."""
         made = SparseLayers(self.config, mesh, masks)
         made.num_passes = self.num_passes
         if mesh is self.mesh:
@@ -142,10 +138,7 @@ class SparseLayers:
         return self._meshes[plan.ulysses_degree, plan.ring_degree]
 
     def end(self, key: LayerKey, masks: Bools) -> SparseLayer:
-        """Plan the next step of a layer from the masks (B or 1, rows, N) of this rank's rows.
-
-        With a rule, `gather_counts` exchanges the counts of all ranks.
-        """
+        """Plan a layer's next step from the masks (B or 1, rows, N) of this rank's rows."""
         layers, sizes = self._of_form(key), (key.batch, key.row_bytes)
         before = layers[key].plans
         if self.config.array is not None:
@@ -164,7 +157,7 @@ class SparseLayers:
         return layers[key]
 
     def _of_form(self, key: LayerKey) -> dict[LayerKey, SparseLayer]:
-        """The states of these lengths and this batch; the least recently used ones are dropped."""
+        """Return the states of these sizes; drop the least recently used ones."""
         form = key.segments, key.batch
         layers = self._states[form] = self._states.pop(form, {})
         while len(self._states) > NUM_FORMS:
@@ -172,7 +165,7 @@ class SparseLayers:
         return layers
 
     def _first(self, key: LayerKey, masks: Bools | None) -> SparseLayer:
-        """From the first step's masks; with a rule, from a step in which all is seen."""
+        """Return the first state; with a rule, as if all was seen."""
         home, num_ranks = self._home(key.segments), math.prod(self.mesh.degrees)
         tokens = np.bincount(home.home, home.lens, num_ranks).astype(np.int64)
         if tokens.min() == 0:
@@ -195,7 +188,7 @@ class SparseLayers:
         return SparseLayer(key, plans, plans.chosen.plan)
 
     def _next_masks(self, key: LayerKey) -> Bools | None:
-        """(H, N, N) of the next forward pass, if that is a step with other masks."""
+        """Return (H, N, N) of the next forward pass, if its step has other masks."""
         assert self.config.array is not None
         step = self._step(1)
         if step == self._step(0) or step >= len(self.config.array):
@@ -208,13 +201,13 @@ class SparseLayers:
         return (self.num_passes + passes_ahead) // self.config.passes_per_step
 
     def _blocks(self, key: LayerKey) -> tuple[Ints, Bools]:
-        """(N,) tokens of each block, and True for blocks of text."""
+        """Return (N,) tokens of each block, and True for blocks of text."""
         counts = [block_lens([length], self.config.block).size for length in key.segments]
         is_text = np.repeat([name == TEXT for name in key.names], counts)
         return block_lens(key.segments, self.config.block), is_text
 
     def _home(self, segments: tuple[int, ...]) -> BlockLayout:
-        """Blocks as a `SequenceLayout` with `stripe` cuts each segment, from the first rank on."""
+        """Return blocks as a `SequenceLayout` with `stripe` cuts each segment."""
         ring, ulysses = self.mesh.degrees
         lens = [block_lens([length], self.config.block) for length in segments]
         width = self.config.dealt // self.config.block

@@ -1,7 +1,4 @@
-"""A model with stand-ins for `forward` of the modules that a split table names.
-
-Each cuts inputs, runs the module, and cuts or gathers what it returns. `remove` takes all away.
-"""
+"""A model with stand-ins for `forward` of the modules that a split table names."""
 
 import importlib
 import threading
@@ -64,17 +61,6 @@ class SplitModel:
 
     Stand-ins belong to names: what takes the place of a module later, as an adapter does, gets one
     before the next forward pass. Copies of the model are whole.
-
-    Attributes:
-        model: The model itself.
-        table: The tensors that are cut and gathered.
-        mesh: The ranks.
-        options: How rows of attention travel, and what computes.
-        sparse: The plans of block-sparse attention; None for dense attention.
-        blocks: By name, each block of the table, and the segments of what it returns.
-        forward: The forward pass that runs; None outside of one, and where a rank computes alone.
-        last: The attention of the last forward pass that ended well, unless compiled.
-        is_alone: True lets calls that begin now compute all tokens on this rank; see `over`.
     """
 
     def __init__(
@@ -88,10 +74,11 @@ class SplitModel:
         self.model, self.table, self.mesh = model, table, mesh
         self.options = options or AttentionOptions()
         self.sparse = None if sparse is None else SparseLayers(sparse, mesh)
+        # by name, with the segments of what each returns
         self.blocks: dict[str, tuple[nn.Module, tuple[str | tuple[str, ...], ...]]] = {}
-        self.forward: ForwardPass | None = None
-        self.last: Attended | None = None
-        self.is_alone = False
+        self.forward: ForwardPass | None = None  # that runs over the mesh
+        self.last: Attended | None = None  # by the last pass that ended well, unless compiled
+        self.is_alone = False  # calls that begin now compute all tokens on this rank
         self.inputs = SameInputs(model)
         self._is_called = self._is_paused = self._is_over = False
         self._names = parameters_of(model)
@@ -105,7 +92,6 @@ class SplitModel:
         self._install()
 
     def _ranks(self) -> RankGroup | None:
-        """Return the ranks that share the forward pass that runs."""
         return None if self.forward is None else self.forward.mesh.whole
 
     @property
@@ -120,11 +106,7 @@ class SplitModel:
 
     @property
     def has_cache(self) -> bool:
-        """True if a cache may leave out blocks.
-
-        Raises:
-            ConfigError: Ranks might leave out different ones.
-        """
+        """True if a cache may leave out blocks; refuses one that ranks cannot use."""
         return self._caches.are_used([block for block, _ in self.blocks.values()])
 
     def remove(self) -> None:
@@ -169,10 +151,7 @@ class SplitModel:
 
     @contextmanager
     def over(self, mesh: AttentionMesh | None) -> Iterator[None]:
-        """Share calls of the model within among the ranks of a mesh; None: compute them alone.
-
-        Their inputs are known to be the same.
-        """
+        """Share calls within, of equal inputs, over a mesh; None: compute them alone."""
         before = self.mesh, self.is_alone, self._is_over
         self.mesh, self.is_alone, self._is_over = mesh or self.mesh, mesh is None, True
         try:
@@ -193,12 +172,7 @@ class SplitModel:
     # --- a call of the model ----------------------------------------------------------------------
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Prepare a compiled call: follow replaced modules, look at caches, compare inputs.
-
-        Raises:
-            ConfigError: A module is gone, or a cache is on that ranks cannot use.
-            CommError: Ranks have different inputs.
-        """
+        """Prepare a compiled call: follow replaced modules and caches, compare inputs."""
         named = dict(zip(self._names, args, strict=False)) | dict(kwargs)
         self._follow()
         self._compare(named, form_of(named))
@@ -436,11 +410,7 @@ def form_of(inputs: Any) -> object:
 
 
 def check_model(model: nn.Module, table: SplitTable) -> None:
-    """Refuse a model that is split already, or that a table does not fit.
-
-    Raises:
-        ConfigError: Says which.
-    """
+    """Refuse a model that is split already, or that a table does not fit."""
     for owner, name in _holders(model):
         around = getattr(getattr(owner, name, None), "around", None)
         if isinstance(getattr(around, "__self__", None), SplitModel):
@@ -465,13 +435,10 @@ _BACKEND = "_attention_backend"
 
 
 def _registered(part: SplitModel) -> Any:
-    """Register a back end of diffusers' attention that enters the mode around the default one.
-
-    Names of back ends are a closed enum, so a member is made that only the registry has.
-    """
+    """Register a back end of diffusers that enters the mode around its default one."""
     diffusers: Any = importlib.import_module("diffusers.models.attention_dispatch")
     label = f"bascule {id(part)}"
-    name = str.__new__(diffusers.AttentionBackendName, label)
+    name = str.__new__(diffusers.AttentionBackendName, label)  # a closed enum: for the registry
     name._name_ = name._value_ = label
 
     def attend(
@@ -501,11 +468,7 @@ def _forget(name: Any) -> None:
 
 
 def _innermost(model: nn.Module) -> tuple[Any, str]:
-    """Return the object and attribute that hold a model's `forward` below the hooks of others.
-
-    Accelerate and diffusers put it back when their hooks go, as pipelines with offloading do after
-    each call. A stand-in above their hooks would be lost.
-    """
+    """Return the holder of a model's `forward` below hooks, which drop what is above them."""
     for owner, name in _holders(model):
         method = getattr(owner, name, None)
         while isinstance(method, StandIn):
@@ -516,7 +479,6 @@ def _innermost(model: nn.Module) -> tuple[Any, str]:
 
 
 def _holders(model: nn.Module) -> list[tuple[Any, str]]:
-    """Return the objects and attributes that may hold a model's `forward`."""
     first = getattr(vars(model).get("_diffusers_hook"), "_fn_refs", None) or [None]
     of_hooks = [(first[0], name) for name in ("original_forward", "forward")]
     return [(model, "_old_forward"), *of_hooks, (model, "forward")]

@@ -82,11 +82,7 @@ Link = tuple[nn.Module, str, nn.Module]  # a module, a name in it, and what has 
 
 
 def modules_of(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    """Return the modules of a pattern, in the order of the model.
-
-    A list may be empty, as that of a Flux without single blocks, and a module may be None, as a
-    second attention; other patterns must match.
-    """
+    """Return the modules of a pattern, in order; only empty lists and None may match none."""
     modules = dict(model.named_modules())
     matching = _matching(modules, pattern)
     if not matching and not _is_left_out(modules, pattern):

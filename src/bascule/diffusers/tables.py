@@ -22,7 +22,6 @@ _NO_KV_CACHE = (
 
 
 def _both(cut: Cut) -> Mapping[int, Cut]:
-    """Cut two outputs of a module alike, as cosines and sines."""
     return {0: cut, 1: cut}
 
 
@@ -374,10 +373,7 @@ _CONDITION = {"controlnet_x_embedder": {"input": _IMAGE}}
 
 FLUX_CONTROLNET = SplitTable(
     segments=FLUX.segments,
-    inputs={
-        "": _FLUX_INPUTS,
-        **_CONDITION,
-    },
+    inputs={"": _FLUX_INPUTS, **_CONDITION},
     gathers=dict.fromkeys(_SAMPLES, _IMAGE),
     blocks=FLUX.blocks,
     replicated=(*FLUX.replicated, "controlnet_cond"),
@@ -408,7 +404,7 @@ SD3_CONTROLNET = SplitTable(
     attends=SD3.attends,
 )
 
-TABLES: Mapping[str, SplitTable] = {
+TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
     "AuraFlowTransformer2DModel": AURA_FLOW,
     "ChromaTransformer2DModel": CHROMA,
     "ChronoEditTransformer3DModel": WAN,
@@ -437,7 +433,6 @@ TABLES: Mapping[str, SplitTable] = {
     "WanVACETransformer3DModel": WAN_VACE,
     "ZImageTransformer2DModel": Z_IMAGE,
 }
-"""By name of a class of diffusers."""
 
 
 def table_of(model: nn.Module, table: SplitTable | Mapping[str, Any] | None = None) -> SplitTable:

@@ -32,10 +32,10 @@ class Verification:
     """Relative L2 errors of a model on a mesh against one process; the same on every rank.
 
     Attributes:
-        blocks: By block and segment, in the order in which they ran; of a pipeline by phase, and of
-            the first step that differs also by block.
+        blocks: By block and segment, as they ran; of a pipeline by phase, and of the first step
+            that differs also by block.
         outputs: By place in the output of the model; none of a pipeline.
-        tolerance: Largest error that passes; by the dtype of the first output, or of the latents.
+        tolerance: Largest error that passes, by the dtype of the first output or the latents.
     """
 
     blocks: Mapping[str, float]
@@ -44,7 +44,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Return whether the outputs and all blocks pass."""
+        """True if the outputs and all blocks pass."""
         return self.first_difference is None
 
     @property
@@ -193,8 +193,7 @@ def _carried(x: Tensor, group: RankGroup) -> Tensor:
     return x.to(device_of(group)) if x.is_cpu else x
 
 
-_Pass = tuple[str, tuple[Any, ...], dict[str, Any]]
-"""A call of a transformer: its name in the pipeline, and its arguments."""
+_Pass = tuple[str, tuple[Any, ...], dict[str, Any]]  # name of a transformer, and arguments
 
 
 @dataclass(slots=True)

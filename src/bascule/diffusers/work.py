@@ -1,7 +1,4 @@
-"""Count FLOPs, kernels and attentions of a forward pass while it runs.
-
-Shapes: B batch, H query heads, K key-value heads, T tokens of a rank, D head width.
-"""
+"""Count FLOPs, kernels and attentions of a forward pass while it runs."""
 
 import math
 import re
@@ -27,62 +24,36 @@ _PRODUCTS = functional.linear, torch.matmul, torch.bmm, Tensor.matmul, Tensor.__
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The sizes that decide the bytes and FLOPs of an attention, apart from the mesh.
-
-    Attributes:
-        batch: B.
-        num_heads: H.
-        num_kv_heads: K.
-        row_bytes: Of one token and head as they travel.
-        head_dim: D.
-        segments: Tokens of each segment, as they follow each other in attention.
-        gathers: Whether every rank gets all keys and values, and nothing else travels.
-        more_rows: Rows that travel besides those of a rank's tokens; see `Quantized.num_more`.
-    """
+    """The sizes that decide the bytes and FLOPs of an attention, apart from the mesh."""
 
     batch: int
     num_heads: int
     num_kv_heads: int
-    row_bytes: int
+    row_bytes: int  # of one token and head as they travel
     head_dim: int
-    segments: tuple[int, ...]
-    gathers: bool = False
-    more_rows: int = 0
+    segments: tuple[int, ...]  # tokens of each, as they follow each other in attention
+    gathers: bool = False  # all keys and values to every rank; nothing else travels
+    more_rows: int = 0  # besides those of a rank's tokens; see `Quantized.num_more`
 
 
 @dataclass(slots=True)
 class LayerWork:
-    """The work of the layers of a kind in a forward pass.
-
-    Attributes:
-        num_layers: How many there are.
-        token_flops: Of products with weights for the tokens of the whole sequence.
-        other_flops: Of those that every rank computes.
-        num_kernels: Launched by a rank.
-        num_products: Of these, products of matrices and attentions.
-        shapes: How often each shape was attended over the mesh.
-    """
+    """The work of the layers of a kind in a forward pass."""
 
     num_layers: int = 0
-    token_flops: float = 0.0
-    other_flops: float = 0.0
+    token_flops: float = 0.0  # of products with weights, for the whole sequence
+    other_flops: float = 0.0  # of products that every rank computes
     num_kernels: int = 0
-    num_products: int = 0
+    num_products: int = 0  # kernels that are products of matrices or attentions
     shapes: Counter[AttentionShape] = field(default_factory=Counter[AttentionShape])
 
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """The attention of a forward pass over the mesh.
+    """The attention of a forward pass over the mesh."""
 
-    Attributes:
-        lengths: Tokens of each segment.
-        work: By kind of layer, what was computed, and attended by dense attention.
-        sparse: Each layer of block-sparse attention.
-    """
-
-    lengths: Mapping[str, int]
-    work: Mapping[str, LayerWork]
+    lengths: Mapping[str, int]  # tokens of each segment
+    work: Mapping[str, LayerWork]  # by kind of layer
     sparse: tuple[SparseLayer, ...] = ()
 
     @property
@@ -92,14 +63,10 @@ class Attended:
 
 
 class WorkCounter:
-    """A counter of the work of a model's layers.
-
-    Attributes:
-        kinds: By kind of layer, as "blocks.*"; "" is what is in none.
-    """
+    """A counter of the work of a model's layers."""
 
     def __init__(self) -> None:
-        self.kinds: dict[str, LayerWork] = {"": LayerWork(num_layers=1)}
+        self.kinds: dict[str, LayerWork] = {"": LayerWork(num_layers=1)}  # as "blocks.*"; "": rest
         self._kind = ""
         self._wholes: dict[int, int] = {}
 
@@ -141,11 +108,8 @@ class WorkCounter:
             self._multiply(work, x, columns)
 
     def _multiply(self, work: LayerWork, x: Tensor, columns: int) -> None:
-        """Count a product of `x` with so many columns: 2 FLOPs for each of its values and columns.
-
-        It is of tokens that ranks share if it has as many rows as this rank has of them; a prompt
-        that happens to be as long as a share is taken for one.
-        """
+        """Count 2 FLOPs for each value of `x` and column."""
+        # A prompt that happens to be as long as a rank's share is taken for one.
         whole = self._wholes.get(x.shape[-2]) if x.dim() > 2 else None
         if whole is None:
             work.other_flops += 2.0 * x.numel() * columns
