@@ -279,7 +279,7 @@ def context_parallel(
     Only calls of torch's function are replaced, and layers with a softmax of their own refused. A
     model that calls flash-attn, xformers or flex attention directly keeps its local attention. So
     does one that leaves out a mask because its own tokens need none, as for windows longer than
-    this rank's part: give it its mask of the whole sequence.
+    this rank's part, or packed documents that end where it ends: give it the whole mask.
 
     Gradients of what `gather` gives are those of this rank's copy. Under DDP or FSDP, which take
     the mean over ranks, gather with `sums_gradients=True`.

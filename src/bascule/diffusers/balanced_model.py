@@ -52,7 +52,7 @@ class BalancedModel:
     as before. All ranks make it at the same point, with the same model.
 
     Attributes:
-        handle: A `ParallelHandle`: `undo()`, `checkpoint`, and `average_gradients()` without DDP.
+        handle: `undo()`, `checkpoint`, and, without DDP or FSDP, `average_gradients()`.
 
     Args:
         model: The transformer; plain, in DistributedDataParallel, or sharded by FSDP2.

@@ -31,6 +31,7 @@ class GuidedModel(Override):
         self.inputs = SameInputs(part.model)
         self._cached = list[str]()  # branches that a cache knows, in the order of their first calls
         self._forms: dict[object, Form] = {}  # of outputs
+        # Compiled code of the user around the model passes this by: each group computes all calls.
         super().__init__(part.model, "__call__", self._call)
 
     def restart(self) -> None:

@@ -309,7 +309,7 @@ class ParallelHandle:
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
         """Checkpoint activations, and recompute them over the mesh.
 
-        Give it to `model.enable_gradient_checkpointing(handle.checkpoint)`.
+        For `model.enable_gradient_checkpointing(handle.checkpoint)`, or as torch's `checkpoint`.
         """
         running = [(part, part.forward) for part in self.parts if part.forward or part.is_alone]
 

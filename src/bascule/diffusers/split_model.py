@@ -438,7 +438,7 @@ def _registered(part: SplitModel) -> Any:
     """Register a back end of diffusers that enters the mode around its default one."""
     diffusers: Any = importlib.import_module("diffusers.models.attention_dispatch")
     label = f"bascule {id(part)}"
-    name = str.__new__(diffusers.AttentionBackendName, label)  # a closed enum: for the registry
+    name = str.__new__(diffusers.AttentionBackendName, label)  # this enum is closed
     name._name_ = name._value_ = label
 
     def attend(
