@@ -33,7 +33,7 @@ class SequenceParallel:
     """A group of ranks that balance their sequences.
 
     Every rank of the group constructs it at the same point, with the same arguments; a difference
-    is the same CommError on all ranks. Its process groups live until `destroy_process_group`.
+    is the same CommError on all ranks.
 
     Args:
         mesh_or_group: A one-axis DeviceMesh, a process group, or None for the default group.
@@ -162,9 +162,6 @@ class SequenceParallel:
                 `bascule.train.sync_of`.
             mixes: True lets sequences change microbatch: `Step.sources` then lists those that each
                 step of this rank routes, in that order.
-
-        Returns:
-            A frozen step for each microbatch, in their order.
         """
         return self._plan_now(self._request(microbatches, sync, mixes=mixes))
 
@@ -189,10 +186,9 @@ class SequenceParallel:
         sync: Sync = "microbatch",
         mixes: bool = False,
     ) -> PlanFuture:
-        """Begin to plan an optimizer step behind the current one; see `plan_step`.
+        """Begin to plan an optimizer step behind the current one, in a thread; see `plan_step`.
 
-        A thread gathers the lengths over a host group of its own. All ranks make their plans, later
-        ones or not, in the same order.
+        All ranks make their plans, later ones or not, in the same order.
 
         Returns:
             A future: its `result()` returns the steps, and raises the errors of `plan_step`.

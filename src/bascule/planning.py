@@ -1,7 +1,6 @@
 """Plans of ranks: one gather of all sequences, then the same decision on every rank.
 
-A plan behind the current step is made by a thread, over another group, after the plan before it. So
-gathers come in one order on all ranks.
+A thread plans behind the current step, over another group; gathers come in one order on all ranks.
 """
 
 import re

@@ -123,8 +123,7 @@ class Step:
     def route(self, **tensors: Tensor) -> dict[str, Tensor]:
         """Bring tokens from where they were loaded to where they are computed.
 
-        Differentiable; one all-to-all forward and one backward, which sends only what needs
-        gradients.
+        Differentiable; one all-to-all a direction, backward only of what needs gradients.
 
         Args:
             tensors: Each (T, ...) in the order of this rank's sequences, of any dtype.
@@ -138,10 +137,7 @@ class Step:
         return self._exchange("route", tensors)
 
     def restore(self, tensor: Tensor) -> Tensor:
-        """Bring tokens back to their source rank and order: (C, ...) to (T, ...).
-
-        Differentiable; one all-to-all a direction.
-        """
+        """Bring tokens (C, ...) back to source and order, (T, ...); one all-to-all a direction."""
         return self._exchange("restore", {"tensor": tensor})["tensor"]
 
     def route_contexts(self, **tensors: Tensor) -> dict[str, Tensor]:
@@ -156,9 +152,6 @@ class Step:
         Returns:
             Each (E, ...), by its name: the contexts of the sequences of this rank's bag, in order
             of their ids.
-
-        Raises:
-            As `route`.
         """
         return self._exchange("route_contexts", tensors)
 
@@ -174,9 +167,6 @@ class Step:
             k_EKD: Keys of what `route_contexts` brought; H is a multiple of K.
             v_EKD: Values.
             scale: Factor of the scores. Default: D^-0.5.
-
-        Raises:
-            ConfigError: An argument is wrong.
         """
         return self._attend(q_CHD, k_EKD, v_EKD, "attend_contexts", False, scale)
 
@@ -192,8 +182,7 @@ class Step:
         """Exact attention within each whole sequence; (C, H, D).
 
         Two all-to-alls forward and two backward where ranks share heads; R - 1 exchanges with the
-        neighbours forward and 2 R - 1 backward where there is a ring. The number of torch
-        operations does not depend on sequences, chunks or heads (CPU kernels aside).
+        neighbours forward and 2 R - 1 backward where there is a ring.
 
         Args:
             q_CHD: Queries.
@@ -209,17 +198,13 @@ class Step:
         return self._attend(q_CHD, k_CKD, v_CKD, "attend", causal, scale)
 
     def count_routed(self, is_marked: Tensor) -> int:
-        """Count the rows that `route` brings here and that are marked; one gather, on the host.
-
-        Args:
-            is_marked: (T,) bool on the host, in the order of this rank's sequences.
-        """
+        """Count the rows brought here that are marked in (T,) bool on the host; one gather."""
         if not torch.compiler.is_compiling():
             return self.num_marked(is_marked)
         return int(step_ops.count_routed(is_marked, self._key))
 
     def gather_samples(self, tensor: Tensor) -> Tensor:
-        """Give every rank the per-sample rows of all: (n, ...) to (N, ...), by global sequence id.
+        """Gather the per-sample rows of all ranks: (n, ...) to (N, ...), by global sequence id.
 
         Differentiable; one all-gather forward, one reduce-scatter backward.
         """
@@ -233,9 +218,6 @@ class Step:
         Args:
             per_token: (any number, ...) values of this rank; no rows are legal, a scalar is not.
             weights: What each value counts; broadcasts to the values. None counts each once.
-
-        Returns:
-            The global mean, the same on every rank.
         """
         refuse_transforms("mean", per_token)
         mean.check_gradient(weights)  # within an operator nothing has one

@@ -1,11 +1,8 @@
 """Operators of torch for the exchanges of a step, in eager code and in recorded programs alike.
 
-An operator is one node of a traced graph, and one thing that a checkpointing policy can keep
-instead of making it again. It takes its step by a number, since every step has another plan and a
-graph should serve all of them, and the sizes that compilers must know as whole numbers, which may
-be symbols. Attention is an operator too, see `attention.usp`.
-
-Defined by their schemas: `custom_op` costs 25 microseconds more a call.
+An operator is one node of a traced graph, and one thing that a checkpointing policy can keep. It
+takes its step by a number, since a graph serves steps with other plans, and sizes, which may be
+symbols. Defined by their schemas: `custom_op` costs 25 microseconds more a call.
 """
 
 from collections.abc import Sequence
@@ -37,11 +34,7 @@ mean = torch.ops.bascule.mean.default
 for _operator in (exchange, mean):  # one of no rows is still waited for by other ranks
     has_side_effect(_operator)
 
-ADJOINT = {
-    "route": "restore",
-    "route_contexts": "contexts back",
-    "gather_samples": "samples back",
-}
+ADJOINT = {"route": "restore", "route_contexts": "contexts back", "gather_samples": "samples back"}
 ADJOINT |= {back: way for way, back in ADJOINT.items()}
 
 
@@ -49,10 +42,9 @@ ADJOINT |= {back: way for way, back in ADJOINT.items()}
 def _exchange(
     xs: list[Tensor], step: int, way: str, names: str, needs: list[bool], num_rows: int
 ) -> list[Tensor]:
-    """Move the rows of tensors one way: where tokens are computed, contexts or samples are used.
+    """Move the rows of tensors one way; the gradient is the exchange the other way.
 
-    The gradient is the exchange the other way, of tensors that need one. `names` are those of the
-    tensors, for the agreement on them and its errors; "" on the way back.
+    `names` are those of the tensors, for the agreement on them and its errors; "" on the way back.
     """
     made: Step = this_world().steps.find(step)
     return list(made.move(way, names, xs, needs))

@@ -1,7 +1,7 @@
 """Attention over a mesh of ranks, Ulysses by ring, exact for any shape.
 
-Tokens are shared over the ranks; Ulysses gives the ranks of a row whole runs of tokens with some of
-the heads, and the rows pass keys and values around a ring.
+Ulysses gives the ranks of a row whole runs of tokens with some of the heads; the rows pass keys and
+values around a ring.
 
 Shapes: B batch, H query heads, K key-value heads, S tokens of the whole sequence, T tokens of this
 rank, D head width; R ring ranks, U Ulysses ranks.
@@ -76,10 +76,9 @@ def gather(
 ) -> Tensor:
     """Gather the tokens of all ranks, in the order of the sequence, on every rank; one all-gather.
 
-    The gradient of a rank's tokens is that of this rank's copy, of replicated tokens for the
-    rank's share of them: what follows is taken to be the same on every rank. With `sums_gradients`
-    it is the sum over the copies of all ranks, by one reduce-scatter: what DDP and FSDP want, which
-    take the mean of the parameters' gradients over the ranks.
+    The gradient of a rank's tokens is that of this rank's copy (of replicated tokens, of its
+    share): what follows is taken to be the same on every rank. With `sums_gradients` it is the sum
+    over the copies of all ranks, by one reduce-scatter, as DDP and FSDP want, which take the mean.
 
     Raises:
         ConfigError: The tensor has another number of tokens than this rank has in the layout.
@@ -103,11 +102,10 @@ class AttentionOptions:
         comm_dtype: "int8" or "e4m3" sends rows at 8 bits: of Ulysses q, k, v and the output, of a
             ring the keys and values of other ranks; see `measure_error`. A `Quantized` may add
             centres. Gradients and replicated tokens travel as they are. Default: everything does.
-        overlap: Whether Ulysses exchanges while it computes, in up to four more kernel calls,
-            and with a ring two more a round; not with zigzag. Default: on CPUs where rows travel as
-            they are, without a ring, unless they are few: there it measures faster.
-        double_buffer: Whether a ring attends while keys and values travel. False waits for them
-            where they are posted, which measures what that is worth.
+        overlap: Whether Ulysses exchanges while it computes, in up to four more kernel calls, and
+            with a ring two more a round; not with zigzag. Default: on CPUs, without a ring or
+            8 bits, unless tokens are few.
+        double_buffer: Whether a ring attends while keys and values travel.
 
     Raises:
         ConfigError: There is no such kernel or format.
@@ -154,8 +152,8 @@ def attention(
     """Exact attention of tokens that are shared over a mesh; (B, H, T, D) as q.
 
     Two all-to-alls over the Ulysses ranks and R - 1 exchanges around the ring, and twice that
-    backward; for replicated tokens one all-gather more, and one reduce-scatter backward. In the
-    first call of a form ranks agree by one all-gather.
+    backward; for replicated tokens one all-gather more, and one reduce-scatter backward. The first
+    call of a form takes one all-gather more, in which ranks agree.
 
     Args:
         q: (B, H, T, D) queries of this rank's tokens, in the order of the layout's `shares`.
@@ -165,9 +163,8 @@ def attention(
         attn_mask: Of the whole sequence and all heads, the same on every rank: bool (True is seen)
             or added to the scores, float32 or as q; broadcasts to (B, H, S, S), as (B, 1, 1, S) for
             key padding. A token that sees nothing gives 0; one whose keys are all hidden by a
-            finite number so large that its scores are lost in it, as finfo.min, weighs them alike,
-            as in one process; its query and keys get no gradient from it (torch's own kernels
-            differ there).
+            finite number, as finfo.min, in which its scores are lost, weighs them alike, as in one
+            process; its query and keys get no gradient from it (torch's own kernels differ there).
         is_causal: Whether a token sees, of what the mask shows, only itself and those before it.
         scale: Factor of the scores. Default: D^-0.5.
         options: What is seldom changed.

@@ -46,8 +46,7 @@ class AttentionCall:
     double_buffer: bool = True  # whether a ring attends while keys and values travel
     where: str = "attention"  # for errors and profiles
     name: str = ""  # with `sizes`, by which a recorded program finds this; see `usp.find_call`
-    # S, this rank's heads of queries and of keys (0 each where no heads are shared), then the
-    # segments of a layout, or the number of a step
+    # S, this rank's heads of queries and keys (0 if unshared), then segments or a step's number
     sizes: Sequence[int] = ()
     count: Callable[[], object] | None = None  # called after each forward
 

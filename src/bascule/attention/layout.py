@@ -1,8 +1,7 @@
 """Layouts: the tokens of a sequence that each rank of a mesh has follow from lengths alone.
 
 Every segment (text, image) is cut into R pieces for the ring, as even as possible, and each piece
-is shared over U Ulysses ranks; a replicated segment is whole on every rank. All numbers are sums
-and floor divisions, so that they stay symbolic where lengths are.
+is shared over U Ulysses ranks. All numbers stay symbolic where lengths are.
 """
 
 from collections.abc import Sequence
@@ -23,12 +22,11 @@ Run = tuple[int, int]  # (start, stop)
 class SequenceLayout:
     """The tokens of every rank of R x U ranks.
 
-    With `zigzag` a segment is cut into 2 R pieces, of which ring rank r has pieces r and
-    2 R - 1 - r: under a causal mask all ring ranks then have the same work.
+    With `zigzag` a segment is cut into 2 R pieces, of which ring rank r has pieces r and 2 R - 1 -
+    r: under a causal mask all ring ranks then have the same work.
 
-    A replicated segment is on every rank, and so is what attention gives for it; each of its tokens
-    counts once as a key, and the work for it is shared like that for any other. As for the
-    parameters of a replicated module, the sum of its gradients over the ranks is the gradient.
+    A replicated segment is on every rank, and so is its output; each of its tokens counts once as a
+    key, and its work is shared. The sum of its gradients over the ranks is the gradient.
 
     Attributes:
         segments: Tokens of each part of the sequence.
@@ -116,8 +114,8 @@ class SequenceLayout:
     def exchanged(self, ring: int) -> tuple[list[int], list[slice] | None, list[slice] | None]:
         """Return (U,) tokens that each Ulysses rank brings, their order together, and the inverse.
 
-        With `zigzag` a ring rank has the first pieces of all its Ulysses ranks, then the second
-        ones, since kernels need each piece in order; else tokens stay as they come (None).
+        With `zigzag` the first pieces of all Ulysses ranks come first; else tokens stay as they
+        come (None).
         """
         by_rank = [self.own_runs(ring, rank) for rank in range(self.ulysses_degree)]
         lens = [num_tokens(runs) for runs in by_rank]
@@ -145,8 +143,7 @@ def _striped_runs(
     """Return the runs of the blocks by (ring rank, Ulysses rank) and segment.
 
     Block i of a segment is on ring rank i mod R, and there on Ulysses rank (i // R) mod U, as in
-    `plan.sparse.BlockLayout.striped`; each segment is dealt from the first rank on, since it is cut
-    where the lengths of others may not be known. Its last block may be short.
+    `plan.sparse.BlockLayout.striped`. Its last block may be short.
     """
     places = [(ring, one) for ring in range(ring_degree) for one in range(ulysses_degree)]
     runs_of = {place: [list[Run]() for _ in segments] for place in places}
@@ -170,10 +167,7 @@ def _part(run: Run, num: int, place: int) -> Run:
 
 
 def positions_on(layout: SequenceLayout, ring: int, device: torch.device) -> Tensor:
-    """Place in the sequence of each token that a ring rank works on, as it has them.
-
-    Made anew, on the device: what is kept would belong to the graph that a device records.
-    """
+    """Return places in the sequence of a ring rank's tokens, made anew for recorded graphs."""
     runs = layout.lying(ring) or [(0, 0)]
     return torch.cat([torch.arange(start, stop, device=device) for start, stop in runs])
 

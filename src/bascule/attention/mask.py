@@ -23,8 +23,7 @@ Made = TypeVar("Made")
 class PackedSequences:
     """Sequences packed one after another: the queries of each see the keys of the same one.
 
-    The bounds are on the device of the tokens; the lengths on the host, since kernels must not read
-    the device to learn them.
+    Bounds are on the device of the tokens, lengths on the host, so that kernels need not wait.
     """
 
     seq_lens: tuple[int, ...]  # queries of each sequence
@@ -93,10 +92,10 @@ class BlockTables:
 
 @dataclass(frozen=True, eq=False)
 class BlockRows:
-    """A block-sparse mask, by rows: the key blocks that each query block sees.
+    """A block-sparse mask, by rows: the key blocks that each query block sees, one token or more.
 
     Queries (1, 1, Sq, D) and keys (1, 1, Sk, D) are the blocks of all samples and heads, one after
-    the other: which of them belong together is only in `columns`. Blocks have one token or more.
+    the other.
     """
 
     q_bounds: Ints  # (Q + 1,) bounds of the query blocks among the queries
@@ -140,8 +139,7 @@ class BlockRows:
         """The arrays on a device."""
         arrays = (self.q_bounds, self.k_bounds, self.row_bounds, self.columns)
         return self.keep(
-            device,
-            lambda: BlockTables(*(table_on(x.astype(np.int32), device) for x in arrays)),
+            device, lambda: BlockTables(*(table_on(x.astype(np.int32), device) for x in arrays))
         )
 
     def keep(self, key: Hashable, make: Callable[[], Made]) -> Made:

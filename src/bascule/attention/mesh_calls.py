@@ -1,8 +1,7 @@
 """Calls of attention over a mesh, looked up by their names and made when they are first used.
 
-A name is text, so that compilers take it for a constant: the mesh, how tokens lie, and settings.
-The sizes beside it are numbers, which may be symbols: S and this rank's heads of queries and of
-keys (0 each where no heads are shared), then the segments of the layout.
+A name is text, a constant to compilers: the mesh, how tokens lie, and settings. The sizes beside it
+may be symbols: S, this rank's heads of queries and of keys (0 where unshared), then the segments.
 """
 
 from ast import literal_eval

@@ -1,10 +1,8 @@
 """Ulysses attention that computes while rows travel, alone or around a ring.
 
-A rank needs nothing from others to attend with its own tokens' queries to its own tokens' keys, and
-nobody else waits for what its own queries give. So it attends to its own tokens while queries, keys
-and values come. All queries then see the keys of each ring rank in turn; in the last round those of
-others come first, and its own attend while their results travel. A rank that is late by less than
-the work at hand makes nobody wait. Shapes: as in `usp`; tokens lie as they come.
+A rank attends with its own tokens' queries to its own tokens' keys while queries, keys and values
+come. All queries then see the keys of each ring rank in turn; in the last round those of others
+come first, and its own attend while their results travel. Shapes: as in `usp`.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +21,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (B, T, H, D) the output at home, and `whole`, `out` and `lse` as `usp.forward` does.
 
-    Two all-to-alls, and R - 1 exchanges around the ring; `xs` are (B, T, heads, D) q, k and v.
+    `xs` are (B, T, heads, D) q, k and v.
     """
     heads, quantized = call.heads, call.quantized
     assert heads is not None
@@ -84,11 +82,7 @@ def _attend(
     tiles: Sequence[Tile],
     call: AttentionCall,
 ) -> None:
-    """Add what some queries see of some keys of a round.
-
-    `rows` and `columns` say which of the ring rank's queries, and of the round's keys, these are;
-    `merged` is what the queries saw before.
-    """
+    """Add what some queries, `rows`, see of some keys, `columns`, to what they saw before."""
     q, k, v = qkv
     for tile in tiles:
         for seen, mask in _parts(tile.mask, rows, columns):
@@ -101,7 +95,7 @@ def _attend(
 def _parts(mask: AttentionMask, rows: slice, columns: slice) -> list[tuple[slice, AttentionMask]]:
     """Return which of some columns some rows of a mask see, and how.
 
-    The columns hold those of the rows' own numbers, all or none.
+    Columns hold those of the rows' numbers, all or none.
     """
     if mask.causal:
         parts = [(slice(columns.start, min(columns.stop, rows.start)), EVERYTHING)]

@@ -1,7 +1,6 @@
 """Attention inside a bag, on packed sequences: ranks that share heads, and a ring of such groups.
 
-A bag of G * R ranks has each of its sequences in as many contiguous chunks. Ulysses brings G chunks
-with some of the heads to every rank of a group; the groups pass keys and values around the ring.
+Ulysses brings G chunks with some of the heads to every rank of a group.
 
 Shapes: C tokens on this rank, S tokens of its Ulysses group, H heads, K key-value heads, D head
 width, n sequences of the bag; R ring ranks, G Ulysses ranks.
@@ -126,10 +125,7 @@ class Bag:
     def call(
         self, kind: str, kernel: str | None, q: Tensor, k: Tensor, scale: float, **names: Any
     ) -> AttentionCall:
-        """Return the attention of this rank's tokens to all tokens, or to their contexts.
-
-        `kind` is "all", "causal" or "contexts"; `names` are the last fields of an `AttentionCall`.
-        """
+        """Return the attention of this rank's tokens: kind "all", "causal" or "contexts"."""
         chosen, group = packed_kernel(kernel, q), self.mesh.ulysses
         if kind == "contexts":
             tiles = [self.context_tiles]

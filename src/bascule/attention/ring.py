@@ -21,10 +21,7 @@ from bascule.comm.quantized import Quantized
 def ring_forward(
     q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the keys of the whole ring: (B, H, Sq, D), in memory of its own, and its LSE.
-
-    R - 1 exchanges with the neighbours. Autograd does not record it; see `usp`.
-    """
+    """Attend to the keys of the whole ring: new (B, H, Sq, D) and its LSE; no autograd."""
     if _is_one_tile(tiles) and q.numel() and k.numel():
         out, lse = call.kernel.forward(q, k, v, tiles[0][0].mask, call.scale)
         return out.to(q.dtype), lse
@@ -43,9 +40,9 @@ def ring_forward(
 def ring_backward(
     grad: Tensor, saved: Sequence[Tensor], tiles: Tiles, call: AttentionCall
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v of `ring_forward`, from that of its output.
+    """Return gradients of q, k and v; `saved` are q, k, v, the output and its LSE.
 
-    2 R - 1 exchanges with the neighbours; `saved` are q, k, v, the output and its LSE.
+    2 R - 1 exchanges with the neighbours.
     """
     q, k, v, out, lse = saved
     grad = grad.contiguous()
@@ -186,11 +183,7 @@ def _unpacked(
 
 
 class _Travelling:
-    """Gradients of keys and values on their way around the ring, one round behind the keys.
-
-    Every rank adds its part to the gradients of the keys that it has at hand, and passes them on;
-    after R rounds they are where the keys came from.
-    """
+    """Gradients of keys and values, which go around the ring one round behind the keys."""
 
     def __init__(self, call: AttentionCall, k: Tensor) -> None:
         self._call, self._k = call, k
@@ -213,10 +206,7 @@ class _Travelling:
 
 
 def _shift(call: AttentionCall, sent: Tensor, received: Tensor, name: str) -> Callable[[], Tensor]:
-    """Send a tensor to the next rank of the ring; the result waits for that of the rank before.
-
-    The one place where the ring puts tensors on the wire.
-    """
+    """Send a tensor to the next rank of the ring; the result waits for that of the rank before."""
     assert call.ring is not None
     ring, where = call.ring, f"{call.where}: ring ({name})"
     after, before = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size

@@ -1,9 +1,8 @@
 """Tiles for the kernels: queries of one ring rank, and the keys of another that they see.
 
-A mask that is added to the scores may hide all keys of a query by a finite number, and parts of
-such a row cannot be merged as they are: an LSE of -1e9 + log(n) is -1e9 in float32. So the highest
-that is added to a row, over the keys of all ranks, is taken off: softmax does not see that. Where
-it is so large that one process loses the scores themselves in it, they do not count here either.
+A mask may hide all keys of a query by a finite number, and an LSE of -1e9 + log(n) is -1e9 in
+float32. So the highest that is added to a row, over the keys of all ranks, is taken off. Where one
+process loses the scores themselves in it, they do not count here either.
 
 Shapes: as in `api`; of packed sequences R ring ranks, n chunks of sequences on each.
 """
@@ -49,8 +48,8 @@ _of_masks: "WeakIdKeyDictionary" = WeakIdKeyDictionary()
 def kept_of(mask: Tensor | None, key: Hashable, make: Callable[[], Made]) -> Made:
     """Return what `make` gives, for a mask of the host once a key, while nothing writes to it.
 
-    A graph that a device records must not read what was made before it, and tensors of inference
-    mode do not tell whether they were written to: of these it is made at every call.
+    Made at every call while a device records a graph, and for tensors of inference mode, which do
+    not tell whether they were written to.
     """
     if mask is None or not mask.is_cpu or mask.is_inference() or is_fake(mask):
         return make()
@@ -66,10 +65,7 @@ def kept_of(mask: Tensor | None, key: Hashable, make: Callable[[], Made]) -> Mad
 
 
 def digest_of(mask: Tensor) -> str:
-    """Return what tells masks with other values apart; of large ones their sum and samples.
-
-    On other devices than the host only the shape, as the device would have to be waited for.
-    """
+    """Return text that tells masks apart: of large ones sum and samples, on devices the shape."""
     if not mask.is_cpu:
         return str(tuple(mask.shape))
     values = mask.detach().view(INTEGERS[mask.element_size()])
@@ -115,10 +111,10 @@ def tiles_of(
 
 @dataclass(frozen=True)
 class Pieces:
-    """The tokens of packed sequences on each rank of a ring.
+    """The tokens of packed sequences on each rank of a ring: a run of each sequence in ring order.
 
-    A rank has a run of each sequence, and the runs follow each other in ring order; or an early run
-    and a late one, of which the late ones follow each other in reverse (see `plan.chunks`).
+    Or an early run and a late one, of which the late ones follow each other in reverse
+    (see `Plan.chunks`).
     """
 
     lens: Ints  # (R, n) tokens of each run on each ring rank: the early runs, then the late ones
@@ -161,10 +157,7 @@ class Pieces:
         return [Stretch(*run) for run in zip(*split, strict=True)]
 
     def tiles(self, masks: Masks | None) -> list[list[Tile]]:
-        """Return, by ring rank, what this rank's queries see of its keys: six tiles at most.
-
-        `masks` are of the sequences, in their order; without them tokens see everything.
-        """
+        """Return, by ring rank, the tiles that this rank's queries see; masks by sequence."""
         if masks is None and self.num_runs == 1:
             return [self._full_tiles(keys) for keys in self.lens]
         masks = masks or Masks.alike(self.seq_lens, causal=False)
@@ -212,9 +205,8 @@ def without_lost_scores(
     """Return queries (B, H, T, D), 0 where one process loses their scores in what a mask adds.
 
     In float32 a score of 3 less 1e9 is -1e9, so a query that a mask hides from all keys by 1e9
-    weighs them alike. `tiles_of` takes the 1e9 away, after which the score would count again. With
-    0 for the query it does not, and what does not count has no gradient. `runs` are those of the T
-    tokens in the sequence; of the mask leading dims may be left out.
+    weighs them alike. `tiles_of` takes the 1e9 away, after which the score would count again; a
+    query of 0 has no gradient either. `runs` are those of the T tokens in the sequence.
     """
     if mask is None or not mask.is_floating_point():
         return q

@@ -1,6 +1,6 @@
 """Tokens of all ranks of a mesh on every rank, and sums over ranks of what every rank has.
 
-Operators of torch, so that compilers see them; the mesh goes by its name, and lengths as symbols.
+Operators of torch, for compilers; the mesh goes by its name, lengths as symbols.
 
 Shapes: S tokens of the whole sequence, T tokens that this rank answers for.
 """
@@ -61,8 +61,7 @@ def gather_rows(x: Tensor, group: RankGroup, layout: SequenceLayout) -> Tensor:
 def gather_tokens(x: Tensor, segments: Sequence[int], form: str, sums_gradients: bool) -> Tensor:
     """Gather (T, ..) tokens of a rank to (S, ..), those of all, in the order of the sequence.
 
-    One all-gather. The gradient of a rank's tokens is that of its copy, or, with `sums_gradients`,
-    the sum over the copies of all ranks, by one reduce-scatter. `form` is that of `form_of`.
+    `sums_gradients` as in `api.gather`. `form` is that of `form_of`.
     """
     mesh, layout = layout_on(form, segments)
     assert mesh.whole is not None
@@ -76,10 +75,7 @@ def _(x: Tensor, segments: Sequence[int], form: str, sums_gradients: bool) -> Te
 
 @torch.library.custom_op("bascule::reduce_tokens", mutates_args=())
 def reduce_tokens(x: Tensor, segments: Sequence[int], form: str) -> Tensor:
-    """Sum a rank's tokens over the ranks, (S, ..) on all ranks to (T, ..).
-
-    One reduce-scatter, in float32 at least. The adjoint of `gather_tokens`.
-    """
+    """Sum a rank's tokens over the ranks, (S, ..) on all to (T, ..): adjoint of `gather_tokens`."""
     mesh, layout = layout_on(form, segments)
     group = mesh.whole
     assert group is not None
@@ -101,10 +97,7 @@ def _(x: Tensor, segments: Sequence[int], form: str) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _gathered_runs(layout: SequenceLayout) -> tuple[list[tuple[int, int, int]], int]:
-    """Return (row, start in the sequence, tokens) of each run, in order, and the rows of a rank.
-
-    Rows are those of all ranks' tokens, padded to the same number a rank.
-    """
+    """Return (row, start in the sequence, tokens) of each run, and the padded rows of a rank."""
     places = product(range(layout.ring_degree), range(layout.ulysses_degree))
     owned = [layout.own_runs(*place) for place in places]
     padded = max(1, *map(num_tokens, owned))

@@ -31,7 +31,7 @@ def attend(
     """Exact attention of this rank's tokens, at home as q. Differentiable.
 
     Two all-to-alls where heads are shared, and R - 1 exchanges with the neighbours of the ring;
-    backward two and 2 R - 1. The mask is that of `call.tiles`.
+    backward two and 2 R - 1.
     """
     if call.name and is_recorded():
         return attend_op(q, k, v, mask, call.sizes, call.name)[0]
@@ -59,11 +59,11 @@ class _Attention(torch.autograd.Function):
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: AttentionCall
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Compute what `attend` does; autograd does not record it.
+    """Compute what `attend` does; no autograd.
 
-    Returns the output at home; (B, S, this rank's heads of q, k and v, D) what was attended and
-    (B, S, heads of q, D) what came of it, None each where no heads are shared; and (B, heads of q,
-    S) its LSE.
+    Returns the output at home; (B, S, this rank's heads of q, k and v, D) what was attended and (B,
+    S, heads of q, D) its result, None each where no heads are shared; and (B, heads of q, S) its
+    LSE.
     """
     tiles, heads = call.tiles(mask) if callable(call.tiles) else call.tiles, call.heads
     if heads is None:
@@ -92,8 +92,8 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """Return gradients of q, k and v at home.
 
-    `kept` are `whole`, `out` and `lse` of the forward; where no heads are shared q, k, v, the
-    output at home and its LSE.
+    `kept` are `whole`, `out` and `lse` of the forward; without shared heads q, k, v, output and
+    LSE.
     """
     tiles, heads = call.tiles(mask) if callable(call.tiles) else call.tiles, call.heads
     with shared(f"{call.where}, backward"):

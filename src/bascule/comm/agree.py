@@ -1,8 +1,7 @@
 """Agreement before any exchange whose sizes could differ between ranks.
 
-One gather of a fixed size carries, from every rank, its error (if it met one), a digest of
-everything that must be the same, and its own numbers. So all ranks either have the same facts
-afterwards, or raise the same error.
+One gather of a fixed size carries each rank's error, a digest of all that must be the same, and its
+own numbers. All ranks then have the same facts, or raise the same error.
 """
 
 import hashlib
@@ -37,9 +36,8 @@ def agree(
 ) -> list[Ints]:
     """Make sure that all ranks mean the same, and none has met an error; return all ranks' values.
 
-    One all-gather with room for `capacity` integers of each rank. A rank with more of them makes
-    all gather a second time, and settings that differ are gathered for the message. All ranks raise
-    RemoteConfigError if one met bad input, CommError for all else.
+    One all-gather with room for `capacity` integers of each rank; more, or unlike settings, take a
+    second. All ranks raise RemoteConfigError if one met bad input, CommError for all else.
     """
     call = f"{what}, step {step}"
     message = np.zeros(_VALUES + capacity, np.int64)
@@ -81,12 +79,10 @@ def first_use(
 ) -> None:
     """Make sure that all ranks mean the same, the first time that a group makes a call of a form.
 
-    `describe` returns the call of this rank as text, and what is wrong with it. The text must hold
-    all that decides sizes: gloo aborts a process that gets a message of an unexpected size. A rank
-    without a group only raises its own error.
-
-    Once calls of this name were made, the others may not come to agree: then an error is raised
-    here, and its note ends their waits (`failures.shared`).
+    `describe` returns the call as text, and what is wrong with it. The text must hold all that
+    decides sizes: gloo aborts a process that gets a message of an unexpected size. Once calls of
+    this name were made, an error is raised here alone, and its note ends the others' waits
+    (`failures.shared`).
     """
     if group is not None and group.calls.has_agreed((what, form)):
         return

@@ -1,9 +1,8 @@
 """Every collective of bascule: rows and numbers between the ranks of a group.
 
 A whole group in its own order makes the collectives of torch. A part of a group, a mesh in another
-order, and an all-to-all over gloo send messages, tagged with the number of the call; they move
-while the host computes. Groups of gloo take tensors of CUDA only after `groups.stage_cuda`, as
-copies on the host. Ranks are places in `RankGroup.ranks`, in whatever order the process group is.
+order, and an all-to-all over gloo send messages, tagged with the number of the call. Groups of gloo
+take tensors of CUDA only after `groups.stage_cuda`. Ranks are places in `RankGroup.ranks`.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,7 +28,7 @@ class Transfers:
     """Tensors on their way to and from other ranks; posted when this is made.
 
     By place in the group, `sent` has what that rank gets: contiguous, and alive until the wait.
-    `received` is written with what that rank sent. Ranks without either make the call, too.
+    `received` is written. Ranks without either make the call, too.
     """
 
     def __init__(
@@ -91,10 +90,7 @@ def start_all_to_all(
     recv_splits: list[int],
     send_splits: list[int],
 ) -> Callable[[], None]:
-    """Send rows to each rank and receive from each, in the order of places; the result waits.
-
-    Both tensors are contiguous, and the splits are rows by rank.
-    """
+    """Send rows to each rank by contiguous splits and receive from each; the result waits."""
     by_gloo = group.calls.is_gloo and (sent.is_cpu or is_staged(group, sent))
     if by_gloo or not group.is_whole:
         come = dict(enumerate(received.split_with_sizes(recv_splits)))
@@ -215,10 +211,7 @@ def is_staged(group: RankGroup, x: Tensor) -> bool:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor, flat.
-
-    A tensor of one element counts as contiguous with any strides, and cannot be viewed with most.
-    """
+    """Return the memory of a contiguous tensor, flat, also of one element with any strides."""
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 

@@ -1,6 +1,5 @@
-"""Rows of tensors between ranks, in one collective a direction, bit for bit.
+"""Rows of tensors between ranks, in one collective a direction, bit for bit, as bytes.
 
-Any number of tensors of any dtype travel as one buffer of bytes, a row of it for each token.
 Shapes: T rows (tokens) at the source, S rows received.
 """
 
@@ -91,8 +90,7 @@ def exchange(route: BoundRoute, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]
     """Move the rows of the tensors along the route. Differentiable; one all-to-all a direction.
 
     Each (T, ...) tensor arrives as (S, ...). Dtypes, widths, and which tensors require a gradient,
-    are the same on all ranks. The gradient of a row that goes to several ranks is the sum over its
-    copies, in float32 at least.
+    are the same on all ranks. The gradient of a row sums over its copies, in float32 at least.
     """
     refuse_transforms(route.name, *tensors)
     return _Exchange.apply(route, *tensors)
@@ -170,10 +168,7 @@ def _as_integers(tensor: Tensor) -> Tensor:
 
 
 def _row_format(rows: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Return the byte at which each tensor begins in a row, and the bytes of a row.
-
-    Wide elements come first, so that every part is aligned without padding between them.
-    """
+    """Return the byte at which each tensor begins in a row, widest first, and a row's bytes."""
     order = sorted(range(len(rows)), key=lambda i: -rows[i].element_size())
     places, end = [0] * len(rows), 0
     for i in order:
@@ -219,10 +214,9 @@ def _select(rows: Tensor, index: Tensor | None, out: Tensor) -> None:
 def samples_of_all(
     tensor: Tensor, padded: int, valid: Tensor, group: RankGroup, step: int
 ) -> Tensor:
-    """Return the per-sample rows of all ranks, in the order of ranks; one all-gather.
+    """Return the per-sample rows of all ranks, in the order of ranks; one all-gather, no autograd.
 
-    `padded` is the most samples of a rank; `valid` (N,) are the rows of the padded gather that hold
-    samples. Autograd does not record it.
+    `padded` is the most samples of a rank; `valid` (N,) are the samples' rows in the padded gather.
     """
     rows = tensor.new_zeros(padded, *tensor.shape[1:])
     rows[: tensor.shape[0]] = tensor
@@ -233,10 +227,7 @@ def samples_of_all(
 def sample_gradients(
     grad: Tensor, num_samples: int, padded: int, valid: Tensor, group: RankGroup, step: int
 ) -> Tensor:
-    """Return the gradient of this rank's samples from that of all, (n, ...); one reduce-scatter.
-
-    Sums in float32 at least, since up to all ranks add to a row.
-    """
+    """Return the gradient of this rank's samples, (n, ...), in float32; one reduce-scatter."""
     wide = torch.promote_types(grad.dtype, torch.float32)
     rows = grad.new_zeros(group.size * padded, *grad.shape[1:], dtype=wide)
     rows.index_copy_(0, valid, grad.to(wide))

@@ -1,10 +1,9 @@
 """A rank that fails ends the waits of all others, within seconds and with its reason.
 
 An error that leaves `shared` becomes a note in the store of the job, which the watch, a thread of
-each rank, reads once a second. A rank waits in vain if it has begun a call that the failed rank has
-not begun: then its watch closes the connections of gloo, and the wait raises CommError with the
-note. A rank that dies leaves no note: its connections close, or the time runs out, the others sign
-in the store, and the error names the ranks that do not. While all goes well, nothing is written.
+each rank, reads once a second. A rank that has begun a call that the failed rank has not waits in
+vain: its watch closes the connections of gloo, and the wait raises CommError with the note. A rank
+that dies leaves no note: the others sign in the store, and the error names the ranks that do not.
 """
 
 import atexit
@@ -68,8 +67,7 @@ class Failure:
 class shared:  # noqa: N801 - called as a function, and a decorator
     """A block or function that all ranks run: an error that leaves it ends the others' waits.
 
-    A collective of torch that is broken off within raises CommError with the reason. While torch's
-    profiler runs, it is a range of that name.
+    A collective that is broken off within raises CommError; for torch's profiler it is a range.
     """
 
     __slots__ = ("_range", "_where")
@@ -103,8 +101,7 @@ class shared:  # noqa: N801 - called as a function, and a decorator
 class Calls:
     """Calls of a process group, or of a part of it, on this rank: each is posted, then awaited.
 
-    Messages carry the number of their call as tag, from a first one for each part: so those of two
-    calls in flight are never mixed.
+    Messages carry the number of their call as tag, so those of two calls in flight are never mixed.
     """
 
     def __init__(self, key: str = "", ranks: Sequence[int] = (), name: str = "") -> None:
@@ -123,10 +120,7 @@ class Calls:
         return watch_of_world()
 
     def begin(self, where: str) -> int:
-        """Number the next call and return its tag; `wait` ends it.
-
-        ConfigError if another thread is in a call of the group: their rows could be mixed.
-        """
+        """Number the next call and return its tag; `wait` ends it. Refuses a second thread."""
         if self.ended is not None:
             raise CommError(f"{where}: its process group was ended before: {self.ended}")
         own = threading.get_ident()
@@ -187,9 +181,9 @@ class Calls:
 def leave(error: BaseException, where: str, *, ends_all: bool = False) -> Failure | None:
     """Leave a note of an error: ranks that wait for this one end with it.
 
-    An error that all ranks have, as CommError, needs none, but where others may go on without this
-    rank (`ends_all`). If a collective of torch was broken off, the error gets a note with the
-    reason, which is returned.
+    An error that all ranks have, as CommError, needs none, but where others may go on (`ends_all`).
+    If a collective of torch was broken off, the error gets a note with the reason, which is
+    returned.
     """
     if isinstance(error, STOPS_RECOMPUTING) or not dist.is_initialized():
         return None
@@ -227,10 +221,7 @@ def write(store: Any, key: str, text: str) -> None:
 
 
 class Watch:
-    """Looks after the waits of this rank, and asks the store for it, in one thread.
-
-    The thread ends with the process groups of the world, or with the interpreter.
-    """
+    """A thread that looks after the waits of this rank while the world has process groups."""
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         self.groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Calls]]

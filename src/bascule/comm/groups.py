@@ -1,7 +1,4 @@
-"""Process groups: members in order, parts of them, new ones, and what a process keeps of them.
-
-The differences between versions of torch, and the few names of it that are not public, live here.
-"""
+"""Process groups: members in order, parts, new ones; and what differs between versions of torch."""
 
 import hashlib
 import math
@@ -37,8 +34,7 @@ class Staging(threading.local):
     """Buffers of a group's exchanges, one for each role and thread: copy what must stay.
 
     On the host a fresh buffer costs page faults: an all-to-all of 1.8 MB a rank takes 3.3 ms with
-    fresh buffers and 1.1 ms with used ones. The allocators of other devices keep their memory, and
-    know which stream still reads it.
+    fresh buffers and 1.1 ms with used ones. Allocators of other devices keep their memory.
     """
 
     def __init__(self) -> None:
@@ -147,9 +143,8 @@ def this_world() -> World:
 class RankGroup:
     """Ranks that make calls together: a process group, or some members of one.
 
-    Some members need no process group of their own: their messages go over that of all, with own
-    tags. The process group is only referred to: one that outlives its destruction has threads of
-    gloo that outlive the interpreter and abort the process.
+    Messages of some members go over the group of all, with own tags. The process group is only
+    referred to: one that outlives its destruction has threads of gloo that abort the process.
     """
 
     reference: Callable[[], dist.ProcessGroup | None]  # None once it was destroyed
@@ -218,9 +213,9 @@ class RankGroup:
 def stage_cuda() -> None:
     """Let groups of gloo take CUDA tensors from here on: as copies on the host, which are slow.
 
-    So several ranks can share one GPU, which NCCL refuses: to try what ranks do where there are not
-    enough GPUs. Call it on every rank after `init_process_group("gloo")`, which ends it, too.
-    Exchanges then make the host wait, so CUDA graphs cannot hold them.
+    So several ranks can share one GPU, which NCCL refuses. Call it on every rank after
+    `init_process_group("gloo")`, which ends it, too. Exchanges then make the host wait, so CUDA
+    graphs cannot hold them.
 
     Raises:
         ConfigError: torch.distributed is not initialised.
@@ -302,10 +297,7 @@ def device_for(
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """Return the timeout that a group was made with, the only one of gloo's point-to-point.
-
-    None if the back end has no such option.
-    """
+    """Return the timeout that a group was made with; None if the back end has no such option."""
     backend = group._get_backend(device)
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
@@ -323,8 +315,8 @@ def new_group(
 ) -> RankGroup:
     """Create a group of global ranks; only they need to call, in the same order for all groups.
 
-    CommError if one has not come within `timeout_s`, which is also the longest wait of a collective
-    on it. A `backend` of None is the default group's.
+    CommError if one has not come within `timeout_s`, then the longest wait of its collectives. A
+    `backend` of None is the default group's.
     """
     check_timeout(timeout_s)
     in_order, watch, meetings = sorted(ranks), watch_of_world(), this_world().meetings
@@ -357,10 +349,7 @@ def check_timeout(timeout_s: object) -> None:
 
 
 def _meet(calls: Calls, timeout_s: float) -> None:
-    """Wait until all have come; RuntimeError if they do not come in time, or never can.
-
-    Who goes away takes its coming back, so that the next try is the same meeting for all.
-    """
+    """Wait until all have come; RuntimeError if not in time, after taking the coming back."""
     counted, opened = f"bascule/meeting/{calls.key}", f"bascule/met/{calls.key}"
     size, deadline = len(calls.ranks), time.monotonic() + timeout_s
     if ask(lambda store: store.add(counted, 1)) == size:  # the last one calls all together
@@ -394,8 +383,8 @@ def _connect(
 ) -> dist.ProcessGroup:
     """Make the group of ranks that met, under a name that comes from where they met.
 
-    `dist.new_group` names a group after the number of groups that a rank has. Ranks with unlike
-    numbers would look for each other under unlike names (torch 2.13).
+    `dist.new_group` counts the groups of a rank: unlike numbers would give unlike names (torch
+    2.13).
     """
     world = resolve(None)
     default_backend, store = c10d._world.pg_map[world]

@@ -1,7 +1,6 @@
 """Exchanges of Ulysses: a rank's tokens with all heads for all tokens with some heads.
 
-Source: DeepSpeed Ulysses (arXiv:2309.14509), here with uneven tokens and heads, all tensors in one
-exchange, and nothing of a rank's own on the wire.
+Source: DeepSpeed Ulysses (arXiv:2309.14509), here with uneven tokens and heads, in one exchange.
 
 Shapes: B batch, T tokens of a rank, S of all U ranks, D head width. Tensors at home are (B, T,
 heads, D), or (T, heads, D) of packed sequences; ranks bring their tokens one after the other.
@@ -92,10 +91,7 @@ class HeadExchange:
     def start_to_heads(
         self, xs: Sequence[Tensor], where: str, quantized: Quantized | None = None
     ) -> Callable[[], Tensor]:
-        """Send tensors at home; the function returned waits for (B, S, share of all heads, D).
-
-        These are this rank's heads of all tensors side by side, in memory of their own.
-        """
+        """Send tensors at home; the result waits for (B, S, share of all heads, D), new memory."""
         order, dtype, num_more = self.order, xs[0].dtype, 0
         if quantized is not None:
             xs, num_more = [quantized.pack(x, 1) for x in xs], quantized.num_more
@@ -129,7 +125,7 @@ class HeadExchange:
     def start_to_tokens(
         self, rows: Tensor, heads: Sequence[int], where: str, quantized: Quantized | None = None
     ) -> Callable[[], list[Tensor]]:
-        """Send (B, S, share of all heads, D) back; the function returned waits for tensors at home.
+        """Send (B, S, share of all heads, D) back; the result waits for tensors at home.
 
         `rows` are this rank's heads of all tensors side by side, `heads` the number of each.
         """

@@ -4,10 +4,9 @@ An item is a dict, tuple or list of tensors, numpy arrays and plain values, nest
 parcel it is a header in JSON (nest, plain values, type and shape of each array) and then its arrays
 as they lie in memory: no pickle, so reading runs no code of the sender.
 
-An item that moves must equal one that stays, or a batch would depend on who loaded what: in types,
-order of keys, dtypes, shapes, bits, and strides as `clone()` keeps them. All else is refused on
-every rank, also where nothing moves: the loader makes a `parcel` of every sample. Lost are shared,
-pinned and read-only memory, gaps between values, and attributes that somebody added to a tensor.
+An item that moves must equal one that stays: in types, order of keys, dtypes, shapes, bits, and
+strides as `clone()` keeps them. All else is refused on every rank, also where nothing moves. Lost
+are shared, pinned and read-only memory, gaps between values, and attributes added to a tensor.
 """
 
 import dataclasses
@@ -42,8 +41,8 @@ def mapped(
 ) -> Any:
     """Return the nest with every tensor, or whatever else is a leaf, changed; all else as it is.
 
-    Dicts, lists, tuples, named tuples, dataclasses (the outputs of transformers and diffusers among
-    them), and distributions of diffusers, which are made from their `parameters`.
+    Nests are dicts, lists, (named) tuples, dataclasses, and distributions of diffusers, which are
+    made from their `parameters`.
     """
     if is_leaf(nest):
         return change(nest)
@@ -123,10 +122,9 @@ def _padded(num_bytes: int) -> int:
 
 
 def parcel(sample: object, device: torch.device = HOST) -> Parcel:
-    """Return a sample as it travels. Copies nothing but arrays that are not contiguous.
+    """Return a sample as it travels, copying only arrays that are not contiguous.
 
-    Its tensors may be on the device, or on the host. ConfigError names the place of a value that
-    would not arrive as what it is.
+    ConfigError names the place of a value that would not arrive as what it is.
     """
     writer = _Writer(device)
     described = writer.describe(sample, "sample", 0)
@@ -140,8 +138,7 @@ def parcel(sample: object, device: torch.device = HOST) -> Parcel:
 def read(buffer: Tensor) -> Any:
     """Return the sample that `Parcel.write` wrote. Its tensors are views of the uint8 buffer.
 
-    The buffer begins at a multiple of `ALIGNMENT` of its storage. All but tensors is copied to the
-    host.
+    The buffer begins at a multiple of `ALIGNMENT`. All but tensors is copied to the host.
     """
     reader = _Reader(buffer)
     (length,) = _LENGTH.unpack(reader.bytes(_LENGTH.size, end=_LENGTH.size))
@@ -345,8 +342,7 @@ class ItemMove:
 def move_parcels(move: ItemMove, parcels: Sequence[Parcel], num_bytes: Ints) -> list[Tensor]:
     """Return the bytes of the items that arrive, as listed; one all-to-all.
 
-    Each parcel is written once, at its place among those for the same receiver. `parcels` are those
-    that this rank sends; (n,) `num_bytes` are right at least for what it sends or gets.
+    `parcels` are those that this rank sends; (n,) `num_bytes` are right at least for its own part.
     """
     rank, size, device = move.group.rank, move.group.size, move.device
     sends, gets = move.source == rank, move.dest == rank
@@ -382,10 +378,9 @@ def move_items_with_gradients(
 ) -> tuple[list[Any], Tensor]:
     """Move items with gradients, which come back to the items that were sent in one all-to-all.
 
-    `items` and `parcels` are those that this rank sends. A rank takes part in the backward, also
-    one that sends and gets nothing, if the returned token or an item that arrived has a gradient on
-    it. The token () requires a gradient; what made it comes after this in the backward pass, and
-    what uses the returned one before.
+    `items` and `parcels` are those that this rank sends. Every rank takes part in the backward if
+    the returned token or an item has a gradient on it. The token () requires a gradient; what made
+    it comes after this in the backward pass, and what uses the returned one before.
     """
     leaves = [leaf for item in items for leaf in leaves_of(item)]
     refuse_transforms(move.name, token, *leaves)
@@ -501,11 +496,7 @@ class ExchangeSpeed(NamedTuple):
 
 
 def measure_exchange(group: RankGroup, device: torch.device = HOST) -> ExchangeSpeed:
-    """Time a few all-to-alls of a byte, and of a mebibyte a rank.
-
-    Takes the best time of the slowest rank, rounded up to a power of two, so that runs on the same
-    machines agree.
-    """
+    """Time all-to-alls of a byte and of a mebibyte a rank; rounded, so that runs agree."""
     share = -(-_PROBE_BYTES // group.size)
     few, many = (_slowest(group, device, num_bytes) for num_bytes in (1, share))
     return ExchangeSpeed(_power_of_two(few), _power_of_two(many / (share * group.size)))

@@ -55,12 +55,10 @@ class AttentionMesh:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, *, timeout_s: float | None = None) -> "AttentionMesh":
-        """Return the mesh of a DeviceMesh with axes "ring" and "ulysses"; one may be missing.
-
-        Its ranks may be in any order, as in a transposed mesh that puts rings inside nodes.
+        """Return the mesh of a DeviceMesh with axes "ring" and "ulysses", in any order of ranks.
 
         Args:
-            mesh: The ranks.
+            mesh: The ranks. One axis may be missing.
             timeout_s: Longest wait of a collective, in seconds; it becomes that of the mesh's
                 process groups. None leaves them as they are.
 
@@ -150,10 +148,7 @@ def as_attention_mesh(mesh: AttentionMesh | DeviceMesh) -> AttentionMesh:
 
 
 def mesh_of_all(ring: int, ulysses: int) -> AttentionMesh:
-    """Return all R x U ranks as a mesh. Rank = ring rank * U + Ulysses rank.
-
-    Meshes of all degrees share one process group, made at the first call of all ranks.
-    """
+    """Return all R x U ranks as a mesh, in a shared group. Rank = ring rank * U + Ulysses rank."""
     if resolve(None).size() == 1:
         return AttentionMesh(None, None, None)
     return mesh_over(group_of(range(dist.get_world_size())), ring, ulysses)
@@ -177,8 +172,7 @@ def meshes_over(
 ) -> dict[Degrees, AttentionMesh]:
     """Return meshes of other degrees over the ranks of a mesh, and that mesh itself, by (U, R).
 
-    No collective: rings and Ulysses groups are parts of the group of all ranks. A rank keeps its
-    number and its tokens. By default all degrees whose product is the number of ranks.
+    No collective. A rank keeps its number and its tokens. Default: all degrees with as many ranks.
     """
     ring, ulysses = mesh.degrees
     made = {(ulysses, ring): mesh}

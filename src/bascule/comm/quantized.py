@@ -1,15 +1,13 @@
 """Tensors on the wire at 8 bits a value: half the bytes of bfloat16, at an error that is measured.
 
 A row (the D values of one token and head) becomes D codes and its peak, the largest magnitude, in
-float32: D + 4 bytes, as uint8 since not every back end knows float8. Values are off by at most
-peak / 254 as int8; as e4m3 by a relative 2^-4, or peak / 448 * 2^-10 if that is more. A row with an
-inf or a nan arrives as nan, and so does one of float64 beyond the range of float32.
+float32: D + 4 bytes, as uint8 since not every back end knows float8. Values are off by at most peak
+/ 254 as int8; as e4m3 by a relative 2^-4, or peak / 448 * 2^-10 if that is more. A row with an inf
+or a nan arrives as nan, and so does one of float64 beyond the range of float32.
 
-Keys and values of a head often have a few channels with a large constant offset, which would take
-the codes of all others. So rows may travel as differences from their centre, which goes before them
-as one more row; a row does so only if that is smaller, and the sign of its peak marks it. Rows of
-zeros, such as the output of a query without keys, stay zeros. The backward treats the transport as
-the identity, and gradients travel in full.
+A few channels with a large constant offset would take the codes of all others. So rows may travel
+as differences from their centre, one more row; a row does so only if that is smaller, and the sign
+of its peak marks it. Rows of zeros stay zeros. The backward treats the transport as the identity.
 """
 
 import math
@@ -67,10 +65,7 @@ class Quantized:
         return head_dim + PEAK_BYTES
 
     def pack(self, x: Tensor, dim: int = -2) -> Tensor:
-        """Return (.., T, .., D) rows as bytes: (.., T + num_more, .., D + 4) uint8.
-
-        Tokens lie along `dim` and have one centre. Waits for no device.
-        """
+        """Return (.., T, .., D) rows as bytes, (.., T + num_more, .., D + 4); T is along `dim`."""
         if not x.is_floating_point() or x.dim() < 1 + self.num_more or x.shape[-1] < 1:
             raise ConfigError(
                 f"pack: {tuple(x.shape)} of {x.dtype}: give floating-point rows of one value or "
@@ -135,8 +130,8 @@ CommDtype = Format | Quantized
 def _centre(wide: Tensor, dim: int) -> Tensor:
     """Return the mean over the tokens, (.., 1, .., D); 0 for no tokens.
 
-    Rows of zeros do not count, nor those that are not finite, nor outliers, such as the tokens that
-    attention sinks into.
+    Rows of zeros, rows that are not finite, and outliers (tokens that attention sinks into) are
+    left out.
     """
     sizes = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     known = sizes.nan_to_num(0.0, 0.0)
@@ -190,8 +185,7 @@ def measure_error(
 ) -> MeasuredError:
     """Return the error of 8 bits on these tensors, against attention in float64, without sending.
 
-    Queries are (B, H, S, D), keys and values (B, K, S, D); all queries attend to all keys. The
-    default scale is D^-0.5.
+    Queries are (B, H, S, D), keys and values (B, K, S, D); no mask. The default scale is D^-0.5.
     """
     packed = [quantized.pack(x) for x in (q, k, v)]
     received = [quantized.unpack(rows, x.dtype) for rows, x in zip(packed, (q, k, v), strict=True)]

@@ -36,18 +36,12 @@ _REFUSED = {
 
 
 def only_first(backward: F) -> F:
-    """Mark a backward that has no derivative: torch then raises an error instead of losing it.
-
-    Enough where the backward is linear; else it must `refuse_second`.
-    """
+    """Mark a backward that is linear and has no derivative: torch then raises an error."""
     return cast(F, once_differentiable(cast(Any, backward)))
 
 
 def refuse_second(grad: Tensor) -> None:
-    """Refuse to make a graph of a gradient that depends on more than the one that comes in.
-
-    Torch would see no dependence on what the forward saved, and silently lose its share.
-    """
+    """Refuse to make a graph of a gradient: torch does not see what the forward saved."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_fake(grad):
         raise ConfigError(NO_SECOND)
 

@@ -26,12 +26,11 @@ def forward_passes(
     max_items: int | None = None,
     is_aligned: bool,
 ) -> list[list[ForwardPass]]:
-    """Part one sample or more into the forward passes of each bag, the longest first.
+    """Part samples into the forward passes of each bag, the longest first.
 
     Samples of a pass have the same form, and at most `max_tokens` on a rank; a longer one goes
-    alone. Each bag needs a pass, and if `is_aligned`, as under FSDP, as many as the others. Where
-    passes are too few, those of several samples are halved; a bag that has no more to halve
-    computes the shortest sample once more, or that of another bag.
+    alone. Each bag has a pass, and if `is_aligned`, as under FSDP, as many as the others: passes
+    are halved, or the shortest sample is computed once more.
     """
     by_bag = np.argsort(bag_of, kind="stable")
     parts = np.split(by_bag, np.cumsum(np.bincount(bag_of, minlength=bag_sizes.size))[:-1])

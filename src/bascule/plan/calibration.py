@@ -1,7 +1,4 @@
-"""Keep what was measured of a machine: times over sizes, curves through them, how far they miss.
-
-Every measurement is kept with its curve, so that a profile can be drawn and judged later.
-"""
+"""Keep measurements of a machine: times over sizes, the curves through them, and their errors."""
 
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass
@@ -163,10 +160,7 @@ class Calibration:
 
     @property
     def gamma(self) -> float | None:
-        """Seconds of a FLOP of attention over those of a FLOP of the linear layers, forward.
-
-        A block has 24 L d^2 of these and 4 L^2 d of those. None: the block was not measured.
-        """
+        """Forward seconds a FLOP of attention over those of linear layers; None: not measured."""
         forward = self.fit(FORWARD)
         if forward is None or not forward.coefficients[1] > 0:
             return None
@@ -185,10 +179,7 @@ class Calibration:
 
 
 def block_rates(forward: Fit, d_model: int) -> dict[str, float]:
-    """Return FLOP/s of linear layers and attention, by the fields of a profile that hold them.
-
-    A block of width d has 24 d^2 FLOPs a token and 4 d a pair of tokens; `forward` is its curve.
-    """
+    """Return FLOP/s of linear layers (24 d^2 a token) and attention (4 d a pair), by field."""
     _, linear_s, square_s = forward.coefficients
     flops = {
         "matmul_flops_per_s": (24.0 * d_model**2, linear_s),

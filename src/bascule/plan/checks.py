@@ -1,7 +1,6 @@
 """Check arguments where they enter: return the value in its right type, or raise a ConfigError.
 
-Every check is called as `check(name, value, *details)`, where the name is what the message shows:
-"tokens", "--tokens", or "Limits(tokens" for a field. `fields` applies them to a dataclass.
+A check is called as `check(name, value, *details)`; messages show the name: "tokens", "--tokens".
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -30,10 +29,9 @@ _Value = TypeVar("_Value")
 
 
 def fields(owner: Any, **rules: Callable[..., object] | tuple[Any, ...]) -> None:
-    """Check fields of a dataclass and store what the checks return; for `__post_init__`.
+    """Check fields of a dataclass in `__post_init__`: `fields(self, d_model=(whole, 1, 2**31))`.
 
-    A rule is a check of this module, or a tuple of a check and its further arguments:
-    `fields(self, d_model=(whole, 1, 2**31), gamma=number)`. None passes where it is the default.
+    None passes where it is the default.
     """
     for name, rule in rules.items():
         value = getattr(owner, name)

@@ -19,8 +19,7 @@ MAX_SIZE = 2**31
 class Cost(Protocol):
     """Predicts the cost of each sequence, in a unit that stays the same within a plan.
 
-    Where tokens see less than all of their sequence, or a context, it is called with a second
-    argument, and must take it: how many pairs of a query and a key attention computes.
+    Under masks or contexts a second argument has the pairs of a query and a key that are computed.
     """
 
     def __call__(self, seq_lens: npt.ArrayLike, /) -> Floats:
@@ -29,10 +28,7 @@ class Cost(Protocol):
 
 
 def evaluate(cost: Cost, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None) -> Floats:
-    """Call a cost model of the user's, and check that it gives one number for each length.
-
-    `num_pairs` are pairs of a query and a key of each sequence; None: the square of its tokens.
-    """
+    """Return a cost model's costs, checked; pairs of None are the squares of the tokens."""
     lens = np.asarray(seq_lens).view()
     lens.flags.writeable = False  # a function that works in place would change the batch
     args = (lens,) if num_pairs is None else (lens, np.asarray(num_pairs))
@@ -127,10 +123,9 @@ class TransformerCost:
 
 @dataclass(frozen=True, slots=True)
 class IterationFit:
-    """Confidence in the coefficients of a fitted `PolynomialCost`: its four, in this order.
+    """Confidence in the four coefficients of a fitted `PolynomialCost`, in their order.
 
-    `unidentified` names those that the measurements leave open, or know no better than the
-    assumptions of the fit do: only their sum is known, and the fit chose the values.
+    `unidentified` names those that the fit chose, since measurements know only their sum.
     """
 
     standard_errors: tuple[float, float, float, float]  # by the measurements alone, or infinite
@@ -144,17 +139,15 @@ class IterationFit:
 class PolynomialCost:
     """Seconds of a sequence of L tokens: `quadratic * L^2 + linear * L + constant`.
 
-    Source: LoongForge, the load of a data-parallel rank; the overhead is ours. A rank's step takes
-    the sum over its sequences, plus `overhead`, which calling this does not include: no assignment
-    of sequences changes it.
+    Source: LoongForge, the load of a data-parallel rank; the overhead is ours: a rank's step takes
+    the sum over its sequences, plus `overhead`, which calling this does not include.
 
     Args:
         quadratic: Seconds per square token: attention.
         linear: Seconds per token: linear layers, and what travels per token.
         constant: Seconds per sequence: launches.
         overhead: Seconds per rank and step: optimiser, gradients, data.
-        fit: How the coefficients were found, if they were fitted (`fit_iterations`). Processors may
-            round it differently, so that it is not part of what ranks compare.
+        fit: Confidence in the coefficients, if fitted (`fit_iterations`); ranks do not compare it.
         bytes_per_token: As of a `TransformerCost`.
 
     Raises:

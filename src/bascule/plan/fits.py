@@ -1,7 +1,6 @@
 """Fit cost models to measurements by least squares of relative errors.
 
-Small measurements count as much as large ones. Iterations of training and calls of attention over
-ranks take as long as the slowest rank, or the slower of compute and exchange: those fits alternate
+Where calls take as long as the slowest rank, or the slower of compute and exchange, fits alternate
 between who is the slowest and least squares.
 
 Legend: O observations, K coefficients, R ranks. The *share* of a term is its part of the time of
@@ -45,9 +44,8 @@ class RelativeFit:
 def relative_fit(columns: Floats, seconds: Floats, noise: Floats | None = None) -> RelativeFit:
     """Find coefficients >= 0 whose sums of columns (n, K) are nearest to times (n,), relatively.
 
-    Errors follow from the scatter about the fit (Student's t: points are few), and are never below
-    the noise of the points themselves, (n,) relative standard errors: few points may lie on a curve
-    by luck. What shifts all points alike is in neither.
+    Errors follow from the scatter about the fit (Student's t), and are never below the noise of the
+    points, (n,) relative standard errors: few points may lie on a curve by luck.
     """
     from scipy.optimize import nnls
 
@@ -81,10 +79,7 @@ def _half_widths(rows: Floats, residuals: Floats, noise: Floats | None) -> Float
 
 
 def fit_curve(what: str, unit: str, sizes: Sequence[int], seconds: Floats, noise: Floats) -> Fit:
-    """Fit a curve over (n,) ascending sizes, but each third point, which judges it.
-
-    `noise` are relative standard errors of the seconds.
-    """
+    """Fit a curve over (n,) ascending sizes, but each third, which judges it; noise is relative."""
     held_out = is_held_out(len(sizes))
     x, fitted = np.asarray(sizes, dtype=np.float64), ~held_out
     columns = x[:, None] ** np.arange(NUM_COEFFICIENTS[unit])
@@ -110,21 +105,19 @@ def fit_latency(
 ) -> TransformerCost:
     """Fit `k (24 L d^2 + gamma 4 L^2 d)` to measured latencies of a sequence, alone or in a pack.
 
-    Relative errors are minimised, so that short sequences count as much as long ones (the paper's
-    unweighted fit sees only the longest), under k >= 0 and gamma >= 0. Source: KnapFormer, equation
-    2.
+    Relative errors are minimised (the paper's unweighted fit sees only the longest sequences),
+    under k >= 0 and gamma >= 0. Source: KnapFormer, equation 2.
 
     Args:
         seq_lens: (n,) tokens of each measured sequence, at least two different lengths.
         seconds: (n,) forward latency of each.
         d_model: Model width.
         num_layers: Blocks that the latencies cover.
-        num_pairs: (n,) pairs of a query and a key that a block computes for each, as an encoder
-            with windows knows them; None: the square of its tokens.
+        num_pairs: (n,) pairs of a query and a key in a block; None: the square of the tokens.
 
     Raises:
         ConfigError: Too few points, a value that is not positive, or latencies that leave the
-            linear layers no time. Whether the rest fits is for the caller to see in `fit_error`.
+            linear layers no time.
     """
     tokens, latency = _latencies("fit_latency", seq_lens, seconds, 2)
     linear = TransformerCost(d_model, gamma=0.0, num_layers=num_layers)(tokens)
@@ -150,13 +143,13 @@ def fit_item_latency(
 ) -> PolynomialCost:
     """Fit `quadratic L^2 + linear L + constant` to measured latencies of items, a call each.
 
-    For encoders that are called item by item: short items then take mostly launches and the reading
-    of weights, which the constant holds. Relative errors are minimised, under coefficients >= 0.
+    For encoders that are called item by item: the constant holds launches and the reading of
+    weights. Relative errors are minimised, under coefficients >= 0.
 
     Args:
         item_lens: (n,) tokens of each measured item, at least three different lengths.
         seconds: (n,) forward latency of each.
-        num_pairs: (n,) pairs of a query and a key, as in `fit_latency`, in place of the squares.
+        num_pairs: As in `fit_latency`.
 
     Raises:
         ConfigError: Too few points, or a value that is not positive.
@@ -204,16 +197,14 @@ def fit_attention_latency(
 ) -> AttentionLatency:
     """Fit the latency model to measured calls.
 
-    Once it is known which calls wait for the exchange in the ring and which for the compute, the
-    model is linear in its coefficients. So the two alternate, as in `fit_iterations`: non-negative
-    least squares, then the slower side by the coefficients, until both stay; from several starts,
-    of which that with the smallest error counts. Errors are relative to the predicted time:
-    relative to the measured one, calls that the noise made short would count more.
+    Alternates between non-negative least squares and the slower side (exchange or compute) of each
+    call, until both stay; the best of several starts counts. Errors are relative to the predicted
+    time: relative to the measured one, calls that the noise made short would count more.
 
     Args:
-        loads: Of each call, in ranges as wide as those that will be predicted. Some should have so
-            little work (0 is legal) that a ring waits for its exchange, whose time is not known
-            otherwise. Some should be on one rank, to part launches from latencies.
+        loads: Of each call, in ranges as wide as those to predict. Some need so little work (0 is
+            legal) that a ring waits for its exchange; some should be on one rank, to part launches
+            from latencies.
         seconds: (n,) of each; best the median of some repeats, since a stall counts in full.
 
     Raises:
@@ -340,12 +331,7 @@ MIN_SCALE = 0.1
 """Residuals are relative to the measured time, but at least to this share of the median time: an
 idle rank may have taken no time at all."""
 
-STARTS_K = (
-    (0.3, 0.5, 0.0, 0.2),
-    (1.0, 0.0, 0.0, 0.0),
-    (0.0, 1.0, 0.0, 0.0),
-    (0.0, 0.0, 1.0, 0.0),
-)
+STARTS_K = ((0.3, 0.5, 0.0, 0.2), (1.0, 0.0, 0.0, 0.0), (0.0, 1.0, 0.0, 0.0), (0.0, 0.0, 1.0, 0.0))
 """Shares that decide which ranks are taken to be the slowest at first."""
 
 
@@ -393,19 +379,15 @@ def fit_iterations(
 ) -> PolynomialCost:
     """Fit seconds per sequence, and per rank and step, to the times of training iterations.
 
-    The model: iteration t takes `overhead + max over ranks of sum over sequences of cost(L)`, with
-    `cost(L) = quadratic L^2 + linear L + constant`. Once it is known which rank was the slowest in
-    each iteration, it is linear in the coefficients. So the fit alternates: predict, take the
-    slowest ranks, solve a least-squares problem of four non-negative unknowns, until the slowest
-    ranks stay the same; from several starts. Source of the model: LoongForge, which has no
-    overhead, smooths the maximum (`logsumexp(20 load) / 20`, loads in ms) and minimises squared
-    seconds from one start, all zero.
+    Iteration t takes `overhead + max over ranks of sum over sequences of cost(L)`, with `cost(L) =
+    quadratic L^2 + linear L + constant`. The fit alternates between the slowest ranks and least
+    squares with coefficients >= 0, from several starts. Source of the model: LoongForge, which has
+    no overhead, smooths the maximum (`logsumexp(20 load) / 20`, loads in ms) and minimises squared
+    seconds.
 
-    Relative residuals are minimised under Student's t distribution, so that an iteration that took
-    five times as long (a checkpoint, a stall) hardly counts, with all coefficients >= 0. What the
-    measurements leave open is settled by weak assumptions, the same in any unit of time: they weigh
-    as much as the noise of the measurements allows, so exact times give exact coefficients. They
-    are `TYPICAL_CROSSOVER_TOKENS`, `OVERHEAD_SHARE` and `CONSTANT_SHARE`.
+    Relative residuals are minimised under Student's t distribution, so that a stall hardly counts.
+    Weak assumptions (`TYPICAL_CROSSOVER_TOKENS`, `OVERHEAD_SHARE`, `CONSTANT_SHARE`), which weigh
+    as much as the noise allows, settle what the measurements leave open.
 
     Args:
         seq_lens: ``seq_lens[iteration][rank]`` lists the tokens of each sequence that the rank
@@ -415,9 +397,8 @@ def fit_iterations(
         max_loo_error: Leave-one-out error above which the fit is refused.
 
     Returns:
-        The cost model. Its `fit` holds standard errors, the names of the coefficients that the
-        measurements leave open, and the leave-one-out error (in the closed form for least squares:
-        weights and slowest ranks stay).
+        The cost model; its `fit` holds standard errors, the coefficients that are left open,
+        and the leave-one-out error (in closed form: weights and slowest ranks stay).
 
     Raises:
         ConfigError: Lengths and seconds do not match or are illegal, there are fewer than 3
@@ -454,9 +435,8 @@ def _alternate(
 ) -> _Solution:
     """Find the slowest ranks by the coefficients, and these by those, until both stay.
 
-    If not `robust`, all weights stay 1 until the slowest ranks do: as long as some of these are
-    wrong, their iterations look like outliers, and without them the rest fits too well. The other
-    way finds its way around outliers, which may decide on the slowest ranks if they count.
+    If not `robust`, weights stay 1 until the slowest ranks do: while some are wrong, their
+    iterations look like outliers. The other way finds its way around true outliers.
     """
     even_O = np.ones_like(seconds_O)
     mean_K = work_ORK.mean(axis=(0, 1))
@@ -532,10 +512,7 @@ def _assumptions(scale_K: Floats) -> _Assumptions:
 
 
 def _uncertainty(solution: _Solution) -> tuple[Floats, Bools]:
-    """Return (K,) standard errors by the measurements alone, and which coefficients are known.
-
-    A coefficient is known if its error is smaller than the assumed one.
-    """
+    """Return (K,) standard errors by the measurements, and if each is below the assumed one."""
     rows = np.sqrt(solution.weights)[:, None] * solution.design
     noise = max(solution.noise, MIN_NOISE)
     # Rows of zeros give fewer observations than terms all their axes.

@@ -1,7 +1,4 @@
-"""Items that ranks bring to a step (samples, images, tiles), as all ranks know them.
-
-A rank describes its own items as integers (`to_words`); one gather later, every rank holds the same
-description of all of them (`from_words`).
+"""Items that ranks bring to a step (samples, images, tiles), as integers that one gather carries.
 
 Legend: n items, M microbatches, R ranks that bring items.
 """
@@ -41,10 +38,7 @@ class Items:
         forms: Sequence[int] | None = None,
         pairs: Sequence[float] | None = None,
     ) -> "Items":
-        """Describe the items of one rank; by default each weighs 1, all have form 0, and no pairs.
-
-        `counts` has M entries, the others one an item.
-        """
+        """Describe the items of one rank; `counts` has M entries, the others one an item."""
         num = len(lens)
         return cls(
             np.array(counts, np.int64)[:, None],

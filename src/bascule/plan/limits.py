@@ -15,8 +15,8 @@ from bascule.plan.machine import Cluster
 class Limits:
     """Limits of one rank in one microbatch; None means unlimited.
 
-    A bag of G ranks holds G times the tokens and bytes, since its ranks share a sequence evenly,
-    but the same number of items: each of its ranks has a part of all of them.
+    A bag of G ranks holds G times the tokens and bytes, but the same number of items: each of its
+    ranks has a part of all of them.
 
     Args:
         tokens: Most tokens on a rank.
@@ -39,11 +39,9 @@ class Limits:
 
 
 def in_tokens(limits: Limits | None, cost: Cost, cluster: Cluster | None) -> Limits | None:
-    """Return limits on tokens and items alone.
+    """Return limits on tokens and items alone: `num_bytes / cost.bytes_per_token` tokens.
 
-    Activations of a transformer with an attention that does not store its scores grow with the
-    tokens of a rank. So a limit on bytes is one on tokens, `num_bytes / cost.bytes_per_token`;
-    without `num_bytes`, the `memory_bytes` of a cluster are the limit.
+    Without `num_bytes`, the `memory_bytes` of a cluster are the limit.
     """
     if limits is not None:
         of_type("limits", limits, Limits, "Limits(tokens=..), or None")

@@ -1,8 +1,7 @@
 """Keeps tokens where they were loaded, by renaming equal bags and moving fewer sequences.
 
-Equal bags may trade places without any load changing, so a decision is first *relabelled*: each
-bag takes the place where most of its tokens are at home already. Within a tolerance, sequences may
-then also stay although another bag is emptier.
+First, each bag takes the place of an equal one where most of its tokens are at home; within a
+tolerance, sequences then stay although another bag is emptier.
 """
 
 from dataclasses import dataclass
@@ -42,11 +41,7 @@ class Source:
         return self.topology.bag_of_rank[self.ranks]
 
     def homes(self, ceiling: float) -> Homes:
-        """Return the bags that sequences prefer, weighed by tokens (up to remainders).
-
-        With nodes, tokens that leave their node count; those that leave their rank break ties. The
-        ceiling is in units of the solver's work.
-        """
+        """Return the bags that sequences prefer, by tokens that leave their node, then rank."""
         lens, kept = self.lens.astype(np.float64), 1.0 / self.topology.bag_sizes
         if self.cluster is None or self.cluster.num_nodes == 1:
             return Homes(self.home, lens, ceiling, kept)
@@ -66,8 +61,8 @@ def node_shares(topology: Topology, cluster: Cluster) -> Floats:
 def bring_home(decision: Decision, source: Source, tolerance: float | None) -> Decision:
     """Change the earliest plan so that fewer tokens leave home.
 
-    A tolerance of 0.01 accepts a makespan 1 % later; 0 moves nothing where the batch as loaded ends
-    as early; None only relabels equal bags, and moves nothing where it is as early and as even.
+    A tolerance of 0.01 accepts a makespan 1 % later; None only relabels equal bags, and moves
+    nothing where the batch as loaded is as early and as even.
     """
     problem = decision.problem
     if not source.lens.size or problem.num_bins == 1:
@@ -102,10 +97,9 @@ def _is_as_even(first: Decision, second: Decision) -> bool:
 
 
 def _keep_part(problem: Problem, homes: Homes, rank: Floats) -> Ints | None:
-    """The sequences of lowest rank kept in each bag, as many as leave the others a place.
+    """Keep the sequences of lowest rank in each bag, as long as the others have a place.
 
-    The longest are kept, as short ones fill what is left; or the shortest, as long ones save most
-    time a token moved. None if nothing ends by the ceiling. Knows no limits.
+    None if nothing ends by the ceiling. Knows no limits.
     """
     home = homes.bins
     work = problem.kind_work[problem.kind_of[home], np.arange(home.size)]

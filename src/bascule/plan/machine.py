@@ -7,9 +7,9 @@ In a bag or a mesh of U R ranks, of which U share heads and R pass keys and valu
     + (R - 1) max(0, exchange - attention / R)                         [rounds of the ring]
     + launch (exchanges + rounds) + max(0, launch kernels - compute)   [launches]
 
-seconds. A ring sends while it computes: in each round but the last, keys and values travel behind
-the R-th part of a rank's attention. Source: db-SP, equation 4, as `(R - 1) max(compute, exchange) +
-compute`, double-buffered as in FastUSP. The host launches kernels while the device computes.
+seconds: keys and values travel behind the R-th part of a rank's attention, and the host launches
+while the device computes. Source: db-SP, equation 4, as `(R - 1) max(compute, exchange) + compute`,
+double-buffered as in FastUSP.
 """
 
 import json
@@ -57,10 +57,7 @@ Amount: TypeAlias = float | Floats
 
 
 def exposed_ring(exchange_s: Amount, attention_s: Amount, ring_degree: int) -> Amount:
-    """Return the seconds of R - 1 exchanges that attention, over all R rounds, does not hide.
-
-    Of (n,) sequences each hides its own exchanges alone, so that prices add up.
-    """
+    """Return the seconds of R - 1 exchanges that attention, R rounds, does not hide, a sequence."""
     return (ring_degree - 1) * np.maximum(exchange_s - attention_s / ring_degree, 0.0)
 
 
@@ -102,10 +99,7 @@ class Work:
     def of_layers(
         cls, bag: Bag, num_layers: int, values: Amount, compute_s: Amount, attention_s: Amount
     ) -> "Work":
-        """Return the work of a rank that holds so many values of a tensor (as q), in all layers.
-
-        A rank sends q, k, v and outputs to U ranks, of which it is one, and k and v in the ring.
-        """
+        """Return the work of a rank with so many values of q, in all layers."""
         tensor = BYTES_PER_VALUE * values
         return cls(
             compute_s=compute_s,
@@ -152,9 +146,8 @@ class Cluster:
     """Nodes of equal ranks, numbered node by node, and their speeds.
 
     Compute is the cost model's: a `TransformerCost` with `seconds_per_unit` is measured; one
-    without is converted with `flops_per_s`; any other model must give seconds already. All
-    sequences of a bag share their all-to-alls: once a pass, a rank of a bag with more than one rank
-    spends ``2 * layers * latency_s`` on launching them, whatever it holds.
+    without is converted with `flops_per_s`; any other model must give seconds. Once a pass, a rank
+    of a bag with more than one rank spends ``2 * layers * latency_s`` on launching all-to-alls.
 
     Args:
         num_nodes: Nodes.
@@ -167,10 +160,9 @@ class Cluster:
         latency_s: Time to launch an all-to-all.
         pack_bytes_per_s: Bytes that a rank brings into order in a second, before and after the
             exchanges; None: in no time.
-        piece_s: Seconds of the host for each piece that an exchange of a layer puts into order, of
-            which there are U for each sequence of a bag: of software that loops over them, as
-            KnapFormer does. The host works while the device computes: what takes longer than the
-            compute delays the step. bascule has no such loop.
+        piece_s: Seconds of the host for each piece that an exchange of a layer puts into order, U
+            for each sequence of a bag, where software loops over them, as KnapFormer does. They
+            delay the step where they take longer than the compute.
 
     Raises:
         ConfigError: A value is out of range.
@@ -244,10 +236,7 @@ class Cluster:
     def sequence_seconds(
         self, cost: Cost, bag: Bag, lens: Ints, compute_s: Floats, attention_s: Amount = 0.0
     ) -> Seconds:
-        """Predict seconds of (n,) sequences, of all ranks of their bag together.
-
-        Each rank holds a P-th of a sequence's tokens. What it launches is shared by all sequences.
-        """
+        """Predict seconds of (n,) sequences, of all ranks of their bag together, launches aside."""
         if bag.size == 1:
             return Seconds(compute_s)
         width, num_layers = _shape(cost)
@@ -296,10 +285,7 @@ class AttentionLoad:
 
     @classmethod
     def of_plan(cls, plan: "SparsePlan", batch: int, row_bytes: int) -> "AttentionLoad":
-        """Return the load in query-key pairs; of bytes other than p2p the mean over the ranks.
-
-        `batch` sequences are attended alike; `row_bytes` are of one token of one head of one.
-        """
+        """Return the load in query-key pairs; bytes other than p2p are means over the ranks."""
         mean_work = float(plan.tiles.sum()) / plan.num_ranks
         used = plan.kv_rank_of >= 0
         lens = np.broadcast_to(plan.kv.lens, used.shape)[used]
@@ -328,8 +314,8 @@ class AttentionLatency:
     With `copies = copy_s_per_byte copied_bytes`, `exchanges = 2 all_to_all_latency_s +
     all_to_all_s_per_byte all_to_all_bytes`, or 0 where nothing is sent, `compute = launch_s +
     compute_s_per_work work / R`, and `p2p = p2p_latency_s + p2p_s_per_byte p2p_bytes`. Source:
-    db-SP, equation 4, which multiplies the exchange by the imbalance, too; here only the work, as
-    what is exchanged does not depend on the mask. Latencies, bytes and copies are ours.
+    db-SP, equation 4, which multiplies the exchange by the imbalance, too; latencies, bytes and
+    copies are ours.
 
     Args:
         all_to_all_latency_s: Seconds to start an all-to-all.
@@ -372,10 +358,7 @@ class AttentionLatency:
 def _of_datasheet(
     device: str, peak_tflops: float, link_gbs: float, link: str, memory_gb: float
 ) -> dict[str, Any]:
-    """Take shares of a data sheet's numbers that training is assumed to sustain, alike for all.
-
-    Peaks are in bf16, dense; GB/s those of a rank to others of its node, in one direction.
-    """
+    """Take shares of a data sheet's numbers (bf16, dense; GB/s a rank in one direction)."""
     return {
         "device": device,
         "source": "datasheet",
@@ -443,8 +426,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "pack_bytes_per_s": (1.0, 1e24),
     "piece_s": (0.0, 1e6),
 }
-"""Least and most of the fields that hold a number: far beyond any machine, so that whatever is
-computed of them stays finite."""
+"""Least and most of the fields that hold a number: what is computed of them stays finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -578,10 +560,7 @@ class HardwareProfile:
     def forward_seconds(
         self, ranks: Sequence[Work], bag: Bag, *, hides_ring: bool = True
     ) -> Seconds:
-        """Predict seconds of the slowest rank of a bag, for which the others wait.
-
-        Wires whose rate is not known carry nothing: only those that a bag uses must be.
-        """
+        """Predict seconds of the slowest rank of a bag; wires of unknown rate carry nothing."""
         near = ("intra_bytes_per_s",) if bag.size > 1 else ()
         far = () if bag.is_in_node else ("inter_bytes_per_s",)
         launch_s, *_ = self.numbers_of("launch_s", *near, *far)
@@ -682,10 +661,7 @@ WITHOUT_RECOMPUTING = Passes(3.0, 1.0 + _ATTENTION_BACKWARD, 2.0, "step-without-
 def in_passes(
     cost: TransformerCost, cluster: Cluster, passes: Passes
 ) -> tuple[TransformerCost, Cluster]:
-    """Return a cost model and a cluster whose seconds are those of a step, not of a forward pass.
-
-    Whatever takes both then plans, prices and ranks by seconds of a step.
-    """
+    """Return a cost model and a cluster whose seconds are of a step, not of a forward pass."""
     of_type("model", cost, TransformerCost, "a TransformerCost, which tells attention apart")
     each, exchanges = cost.seconds_per_unit, passes.exchanges
     priced = replace(
@@ -707,10 +683,7 @@ def in_passes(
 
 
 def passes_of(name: str, profile: HardwareProfile | None = None) -> Passes:
-    """Return passes by name: "forward", or a "step" or "step-without-recompute" of training.
-
-    A calibrated profile has the times of its passes; exchanges were not timed by pass.
-    """
+    """Return passes by name: "forward", or a "step" or "step-without-recompute" of training."""
     known = {passes.name: passes for passes in (FORWARD, TRAINING, WITHOUT_RECOMPUTING)}
     if name not in known:
         raise ConfigError(f"passes {name!r}: choose one of {', '.join(known)}")

@@ -1,8 +1,7 @@
-"""Names of profiler ranges that say which lengths a rank computed on: bascule's own, and a user's.
+"""Names of profiler ranges that hold the lengths a rank computed on: bascule's, and a user's.
 
-A range's name is the only text that every profile keeps. `bascule::lens [512,64]` says that the
-rank computes on two sequences; bascule writes "bascule::step lens [..]" or "bascule::batch lens
-[..]", with "lens/4" where four ranks share each sequence, and "loaded" for what the rank loaded.
+`bascule::lens [512,64]` is two sequences; bascule writes "bascule::step lens [..]" or
+"bascule::batch lens [..]", "lens/4" where four ranks share each, "loaded" for what was loaded.
 """
 
 import json

@@ -1,9 +1,7 @@
 """Choose the mesh of a denoising step by predicted time: guidance groups, ring and Ulysses degrees.
 
-A step is B forward passes (guidance branches, or samples) of a transformer. G guidance groups take
-ceil(B / G) of them each, one after another; the R x U ranks of a group share the tokens, and one of
-those that have most heads counts. At last, groups exchange their outputs, which is small, and taken
-as a launch. Ranks lie as in a mesh with axes guidance, ring and Ulysses: neighbours share heads.
+G guidance groups take ceil(B / G) of B forward passes each, one after another; the R x U ranks of a
+group share the tokens, neighbours share heads. At last, groups exchange their outputs: a launch.
 """
 
 from dataclasses import dataclass, replace
@@ -75,10 +73,9 @@ def choose_mesh(
 ) -> MeshChoice:
     """Choose the mesh of one replica that is predicted to be the fastest.
 
-    Without a profile: as many guidance groups as share the passes evenly, since they exchange
-    nothing in a layer; then Ulysses ranks up to the heads, within a node; and a ring for the rest.
-    Of equal predictions the first in that order. By default all ranks are in one node, and a ring
-    may be of any length.
+    Without a profile: guidance groups that share the passes evenly, since they exchange nothing in
+    a layer; then Ulysses up to the heads, within a node; then a ring. Equal predictions keep that
+    order.
     """
     num_ranks = whole("choose_mesh: num_ranks", num_ranks, 1, MAX_RANKS)
     in_node = num_ranks if ranks_per_node is None else ranks_per_node

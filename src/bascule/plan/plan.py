@@ -161,10 +161,7 @@ class Plan:
     def unbalanced_loads(
         self, cost: Cost, cluster: Cluster | None = None
     ) -> npt.NDArray[np.float64]:
-        """(num_ranks,) cost of each rank if every sequence stayed where it was loaded.
-
-        In the unit of `loads`, if cost and cluster are those that the plan was made with.
-        """
+        """(num_ranks,) cost of each rank if every sequence stayed home, in the unit of `loads`."""
         costs_of = evaluate if cluster is None else cluster.compute_seconds
         costs = costs_of(cost, self.seq_lens, self.loaded.num_pairs)
         loads = np.zeros(self.num_ranks)
@@ -310,8 +307,7 @@ def plan_batch(
 ) -> Plan:
     """Assign every sequence of a batch to a bag, so that the slowest rank finishes early.
 
-    First comes the makespan, then evenness, then staying at home: equal bags lie where their tokens
-    come from, and nothing moves where the batch as loaded is as good.
+    First comes the makespan, then evenness, then staying at home.
 
     Args:
         seq_lens: One list of token counts a source rank, may be empty; or `Sequences` with masks.
@@ -324,23 +320,21 @@ def plan_batch(
             first, to the least occupied bag whose remaining capacity suffices; knows no limits and
             no homes).
         limits: What a rank can hold; hard. Bytes are those of activations, and need a cost model
-            with `bytes_per_token`; with a cluster its memory is a limit too (see `in_tokens`).
+            with `bytes_per_token`; with a cluster its memory is a limit too.
         initial_loads: (num_ranks,) cost that each rank has already, as of earlier microbatches.
         speeds: (num_ranks,) of each rank, 1 by default; a bag is as fast as its slowest rank.
-        cluster: With one, all costs are seconds of a forward pass, wires and launches included
-            (see `Cluster`), and tokens that leave their node count before those that leave their
-            rank.
-        locality_tolerance: By how much the makespan may pass the best one found so that more tokens
-            stay where they were loaded; 0.01 is 1 %, 0 gives up evenness alone. None: nothing may,
-            but with a cluster of several nodes it means 0.005.
+        cluster: With one, costs are seconds of a forward pass, wires and launches included, and
+            tokens that leave their node count before those that leave their rank.
+        locality_tolerance: By how much the makespan may pass the best one so that more tokens stay
+            where they were loaded; 0.01 is 1 %, 0 gives up evenness alone. None: nothing may, but
+            with a cluster of several nodes it means 0.005.
 
     Returns:
         The plan; the same on every rank that gives the same arguments.
 
     Raises:
         ConfigError: A length, the topology, the planner, the cluster or a limit is illegal.
-        PlanError: The limits cannot be kept, or a rank would hold more than 2^31 - 1 tokens; says
-            what misses by how much.
+        PlanError: The limits cannot be kept, or a rank would hold more than 2^31 - 1 tokens.
     """
     setup = PlanSetup(topology, cost, planner, limits, speeds, cluster, locality_tolerance)
     return setup.plan(seq_lens, initial_loads)

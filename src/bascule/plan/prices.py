@@ -1,9 +1,8 @@
 """Price each sequence on each kind of bag, and decide which bag computes it.
 
-Bags of one *kind* have the same size and the same wires. Without a cluster a bag of P ranks takes a
-P-th of a cost, so that there is one kind. With one, a sequence has a price on each kind
-(`Cluster.seconds`): bags of different size are unrelated machines. In a ring a sequence hides only
-its own exchanges, so that prices add up; in fact long ones also hide those of others in their bag.
+Bags of one *kind* have the same size and the same wires. Without a cluster there is one kind: P
+ranks take a P-th of a cost. With one, a sequence has a price on each kind (`Cluster.seconds`) and
+hides only its own exchanges in a ring, so that prices add up.
 """
 
 from dataclasses import dataclass, replace
@@ -90,10 +89,7 @@ class Prices:
         return self.carried + np.bincount(bag_of, work, self.speeds.size) / self.speeds
 
     def exposed_host(self, bag_of: Ints) -> Floats:
-        """Return the (num_bags,) seconds by which hosts are behind the compute they launch.
-
-        An assignment that is priced by sequences does not see it: it is no sum over them.
-        """
+        """Return the (num_bags,) seconds by which hosts are behind: no sum over sequences."""
         host = np.bincount(bag_of, minlength=self.speeds.size) * self.host[self.kinds]
         compute = np.bincount(bag_of, self.compute, self.speeds.size) / self.speeds
         return np.where(host > 0, np.maximum(host - compute, 0.0), 0.0)
@@ -195,7 +191,7 @@ def decide(
 ) -> Decision:
     """Choose a bag for every sequence, so that the last bag finishes early.
 
-    With `quickly`, a plan may end a little earlier, or keep limits that are refused here.
+    With `quickly`, limits may be refused that another search keeps.
     """
     if choice("planner", planner, "lpt", "knapsack") == "lpt":
         problem = prices.problem(limits)

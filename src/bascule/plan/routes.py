@@ -2,13 +2,12 @@
 
 Two layouts follow the order of global sequence ids: *source*, as loaded, and *compute*, in which a
 rank of a bag has one chunk of each of the bag's sequences. An all-to-all delivers in the order of
-the source ranks, so what arrives is in place: `route` and `restore` pass over the data once each.
-Only where a rank has two chunks of a sequence, a second pass puts them in place.
+the source ranks: only where a rank has two chunks of a sequence, a second pass puts them in place.
 
 A bag of G * R ranks cuts a sequence into as many chunks: ring rank r, of G ranks that share heads,
-has the G chunks from r G on. Under causal masks later ring ranks would have more work: so twice as
-many chunks are cut, and ring rank r has the r-th and the (2 R - 1 - r)-th run of G (zigzag), early
-chunks first. Documents that do not see each other are cut one by one, for the same reason.
+has the G chunks from r G on. Under causal masks there are twice as many, and ring rank r has the
+r-th and the (2 R - 1 - r)-th run of G (zigzag), early chunks first, so that all have the same work;
+documents that do not see each other are cut one by one.
 """
 
 from dataclasses import dataclass
@@ -45,8 +44,8 @@ class Route:
     ) -> "Route":
         """Return a rank's part in moving (n,) items, runs of `lens` rows; they arrive as listed.
 
-        An item that goes to several ranks is listed for each; those of other ranks may be left out.
-        `starts` are first rows on the ranks that have them; by default items lie there as listed.
+        An item is listed for each receiver. `starts` are first rows at the senders; default: as
+        listed.
         """
         sent, received = np.flatnonzero(source == rank), np.flatnonzero(dest == rank)
         first = cumulative(lens[sent])[:-1] if starts is None else starts[sent]
@@ -75,8 +74,8 @@ class Route:
 class LocalLayout:
     """The n chunks that one rank computes on, packed without padding.
 
-    It has a chunk of each sequence of its bag, or of each document. In a bag with a ring, under
-    causal masks, it has two: first the early chunks of all, then their late ones.
+    In a bag with a ring, under causal masks, first come the early chunks of all, then their late
+    ones.
     """
 
     seq_ids: Ints  # (n,) global ids of the sequences, ascending; alike on all ranks of the bag
@@ -91,8 +90,8 @@ class LocalLayout:
 def chunk_starts(seq_lens: Ints, bag_sizes: Ints, rotations: Ints, index: npt.ArrayLike) -> Ints:
     """Return where chunk `index` of each sequence begins; `index = bag size` gives its length.
 
-    A sequence of L tokens in a bag of G gives every rank L // G tokens; the remainder goes one
-    token a rank to L % G ranks, the first of which its rotation says. All arguments broadcast.
+    Every rank gets L // G tokens, and L % G ranks, from the rotation on, one more. Arguments
+    broadcast.
     """
     base, extra = seq_lens // bag_sizes, seq_lens % bag_sizes
     before = np.asarray(index, dtype=np.int64)
@@ -104,7 +103,7 @@ def chunk_starts(seq_lens: Ints, bag_sizes: Ints, rotations: Ints, index: npt.Ar
 def rotations(seq_lens: Ints, bag_of: Ints, bag_sizes: Ints) -> Ints:
     """Return the rank in its bag at which each sequence's remainder starts: after the previous one.
 
-    Hence the tokens of the ranks of a bag differ by at most one. O(n log n) of n sequences.
+    Hence the tokens of the ranks of a bag differ by at most one.
     """
     if bag_sizes.max() == 1:
         return np.zeros_like(seq_lens)
@@ -124,10 +123,7 @@ def rotations(seq_lens: Ints, bag_of: Ints, bag_sizes: Ints) -> Ints:
 
 
 def sending(first: Ints, lens: Ints, dest: Ranks, num_ranks: int) -> tuple[Ints, Ints]:
-    """Return the row to send at each place, and rows to each rank: by destination, then as listed.
-
-    Of (n,) items: the first row of each, its rows, and the rank that gets it.
-    """
+    """Return the row to send at each place, by destination, then as listed; rows to each rank."""
     order = np.argsort(dest, kind="stable")
     return ranges(first[order], lens[order]), sums_by(dest, lens, num_ranks)
 

@@ -1,8 +1,7 @@
 """The sequences that ranks loaded, as plans take them, and what their tokens see.
 
-A token sees its document from the start: up to itself in a causal span, up to the end of its span
-in one that is not. So each token sees a run of tokens, which holds for causal text, for documents
-packed into one sequence, and for images between causal texts.
+Each token sees one run of tokens of its document: up to itself in a causal span, up to the end of
+its span in one that is not.
 """
 
 from collections.abc import Sequence
@@ -148,8 +147,7 @@ class Masks:
     def rectangles(self, queries: Stretch, keys: Stretch) -> Pairs:
         """Return runs of queries that see one run of keys alike, but for those of `triangles`.
 
-        The keys of a run that is causal are those before its queries, so that stretches of queries
-        and keys must be the same tokens of a sequence, or have none in common.
+        Queries and keys are the same tokens of a sequence, or have none in common.
         """
         q_from, q_to = self._within(queries)
         starts, seqs = keys.starts[self.seqs], self.seqs
@@ -195,8 +193,6 @@ _NAMES = ("full", "causal")
 @dataclass(frozen=True, slots=True, eq=False)
 class Sequences:
     """The sequences of a rank, where their lengths alone do not say enough.
-
-    It stands wherever a plan takes the lengths of a rank, and is checked there.
 
     Args:
         seq_lens: Tokens of each.

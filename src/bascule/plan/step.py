@@ -1,10 +1,7 @@
 """Plans all microbatches of an optimiser step together.
 
-Every sequence stays in its microbatch, unless `mix_microbatches` deals them anew before: a plan
-covers what its microbatch's loaders delivered. Where ranks meet in every microbatch, the step takes
-the sum of the microbatches' makespans, so each is planned on its own, near its bound. Where they
-meet once a step, a rank may be slow in one microbatch if it is fast in another: what counts is the
-largest sum of its loads.
+Where ranks meet in every microbatch, the step takes the sum of the makespans, so each microbatch is
+planned on its own. Where they meet once a step, the largest sum of a rank's loads counts.
 """
 
 from collections.abc import Sequence
@@ -58,8 +55,8 @@ def plan_step(
         locality_tolerance: As for `plan_batch`.
 
     Returns:
-        One plan a microbatch, in their order. Its loads and its bound are those of the microbatch
-        alone, so a step takes `step_makespan(plans, sync=sync)`.
+        One plan a microbatch, in their order, with its own loads and bound. A step takes
+        `step_makespan(plans, sync=sync)`.
 
     Raises:
         ConfigError: An argument is wrong; an illegal length names its microbatch.
@@ -100,9 +97,8 @@ class Mixed:
 def mix_microbatches(batches: Sequence[Batch], setup: PlanSetup, sync: Sync) -> Mixed:
     """Deal the sequences of an optimiser step to its microbatches, so that these are even.
 
-    All are planned as one, on as many bags as they have together, wires aside. Bags that are alike
-    then go to the microbatches by their loads, so that giants are computed side by side and the sum
-    of the makespans is small. If a step would be no faster, all stay where they are.
+    All are planned as one, wires aside; bags that are alike then go to the microbatches by their
+    loads, giants side by side. If a step would be no faster, all stay where they are.
     """
     if setup.topology == "auto":
         raise ConfigError('mixes=True with topology "auto": give the bags of a microbatch')

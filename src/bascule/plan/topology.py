@@ -1,11 +1,11 @@
 """Bags of ranks that work together: the topology grammar of KnapFormer (section 3.2), made total.
 
-`g1n2+g2n1+g4n1` is two bags of one rank, one bag of two and one bag of four: a unit of eight ranks.
-A larger world is filled with replicas of the unit, each on the next contiguous ranks.
+`g1n2+g2n1+g4n1` is a unit of eight ranks: two bags of one rank, one of two and one of four.
+Replicas of the unit fill a larger world, each on the next contiguous ranks.
 
-`g4r2n1` is one bag of eight ranks with a ring: groups of four ranks that share the heads of a
-sequence (Ulysses), and two such groups that pass its keys and values around. So a bag may have more
-ranks than there are heads. Source of the two degrees: USP (arXiv:2405.07719), as in FastUSP.
+`g4r2n1` is one bag of eight ranks with a ring: groups of four ranks share the heads of a sequence
+(Ulysses), and two such groups pass its keys and values around. Source of the two degrees: USP
+(arXiv:2405.07719), as in FastUSP.
 """
 
 import re

@@ -1,8 +1,7 @@
 """Search for the topology on which a batch ends first, among aligned bags of 2^k ranks.
 
-Every multiset of such bags that fills a unit of a few nodes is a candidate. A fluid bound ranks all
-of them at once; the solver then looks at the most promising, until the next bound is no better than
-the best answer.
+A fluid bound ranks every multiset of such bags that fills a unit of a few nodes; the solver then
+looks at the most promising, until the next bound is no better than the best answer.
 """
 
 import math
@@ -44,10 +43,7 @@ _MAX_NODES = 512
 
 @dataclass(frozen=True, slots=True)
 class RankedTopology:
-    """A unit of bags, and what the model predicts for it, in the mean of the batches.
-
-    Seconds are of a forward pass, unless cost and cluster are those of a step (`in_passes`).
-    """
+    """A unit of bags, and its predicted means over the batches; seconds are of a forward pass."""
 
     spec: str
     seconds: float  # makespan, with wires, launches and exposed host
@@ -59,9 +55,6 @@ class RankedTopology:
 @dataclass(frozen=True, slots=True)
 class TopologyRanking:
     """Unit topologies, fastest first; of those within 0.5 % of each other, the one of fewest bags.
-
-    No prediction is as exact as that. Larger bags hold longer sequences, need less memory for each,
-    and spread what a prediction has wrong over more ranks.
 
     Attributes:
         best: The first, over the whole cluster.
@@ -81,9 +74,7 @@ def suggest_topology(
     *,
     limits: Limits | None = None,
 ) -> TopologyRanking:
-    """Rank the topologies of a cluster for batches like these.
-
-    All bags of one size are solved in any case, so that the ranking shows what mixing is worth.
+    """Rank the topologies of a cluster for batches like these; all bags of one size are among them.
 
     Args:
         batches: Each one list of token counts a source rank, as for `plan_batch`.
@@ -195,8 +186,7 @@ def choose_topology(
     solved: list[tuple[float, Topology, Ints]] = []
     shortest, error = math.inf, PlanError("no candidate")
     order = np.argsort(bounds, kind="stable").tolist()
-    # Where no quick answer keeps the limits, the largest bags get all the time: whatever tokens
-    # smaller bags hold, they hold.
+    # Where no quick answer keeps the limits, the largest bags get all the time.
     for candidate, quickly in [*((candidate, True) for candidate in order), (largest, False)]:
         if len(solved) == _MAX_SOLVED or bounds[candidate] >= shortest * (1 - _WORTH):
             break
@@ -249,8 +239,8 @@ def _topology(counts: Ints, cluster: Cluster) -> Topology:
 def _bounds(batch: Batch, cost: Cost, cluster: Cluster, units: Ints, carried: float) -> Floats:
     """Return the (num_candidates,) bounds of the makespans, all bisected at once.
 
-    A makespan is too short if a fluid does not fit (the longest sequences on the largest bags,
-    each size full), or if the bags do not have k slots for sequences like the k-th longest.
+    A makespan is too short if a fluid does not fit, or if the bags do not have k slots for
+    sequences like the k-th longest.
     """
     sizes = np.left_shift(np.int64(1), np.arange(units.shape[1], dtype=np.int64))
     num_units = cluster.num_ranks // int((units[0] * sizes).sum())
@@ -274,10 +264,7 @@ def _bounds(batch: Batch, cost: Cost, cluster: Cluster, units: Ints, carried: fl
 
 
 def _fluid_fits(work: Floats, sums: Floats, bags: Ints, room: Floats) -> Bools:
-    """Mark the (num_candidates,) that hold the work, cut at will; largest bags first.
-
-    A sequence that alone ends too late on a size must fit on the larger ones.
-    """
+    """Mark the (num_candidates,) that hold the work, cut at will; largest bags first."""
     index = np.arange(sums.shape[1], dtype=np.float64)
     done = np.zeros(room.shape[0])  # sequences, the last one in part
     legal = np.ones(done.size, dtype=bool)

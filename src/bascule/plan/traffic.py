@@ -1,7 +1,4 @@
-"""Bytes that a rank sends to others, counted from lengths and heads alone.
-
-What a step reports, what an explanation predicts and what a simulation prices are all counted here.
-"""
+"""Bytes that a rank sends to others, counted from lengths and heads alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,7 +72,7 @@ class Traffic:
 
         `tokens` are those of each Ulysses rank, `passed_tokens` those whose keys and values it
         sends around the ring, over all rounds, `queries` the query heads of a key-value head.
-        `row_bytes` are of one head of a token, in all rows of the batch.
+        `row_bytes` are of a head of a token.
         """
         own, home = shares.of(rank), tokens[rank]
         into = home * (shares.num_kv_heads - own) * (queries + 2)

@@ -169,8 +169,7 @@ class FlashAttn2Kernel:
 class FlashAttn3Kernel:
     """Flash attention 3, the module `flash_attn_interface`: Hopper, half precision, no bias.
 
-    Source: `_flash_attn_forward` and `_flash_attn_backward` of hopper/flash_attn_interface.py in
-    the repository of flash-attn.
+    Source: `_flash_attn_forward` and `_backward` of hopper/flash_attn_interface.py of flash-attn.
     """
 
     def unfit(self, form: KernelQuery) -> str | None:

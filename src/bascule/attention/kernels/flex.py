@@ -1,7 +1,4 @@
-"""Torch's flex attention as a kernel for blocks.
-
-Shapes: as in `registry`.
-"""
+"""Torch's flex attention as a kernel for blocks. Shapes: as in `registry`."""
 
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -31,10 +28,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], OutLse]  # of q, k and v; differenti
 
 
 class FlexKernel:
-    """Flex attention, compiled: half and single precision, with bias.
-
-    Its backward is that of the block's own output and LSE; see `gradients_by_recomputation`.
-    """
+    """Flex attention, compiled: half and single precision, with bias."""
 
     def unfit(self, form: KernelQuery) -> str | None:
         if form.head_dim is None or form.head_dim < 16 or form.head_dim & (form.head_dim - 1):
@@ -65,10 +59,7 @@ def flex(
     mask: AttentionMask,
     scale: float,
 ) -> OutLse:
-    """Out and LSE of flex attention, with a bias and a causal mask as a change of the scores.
-
-    Blocks that are seen are padded to the size of its own.
-    """
+    """Return out and LSE of flex attention, with bias and causal mask as a change of the scores."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     options = {"scale": scale, "return_aux": AuxRequest(lse=True)}
@@ -96,8 +87,7 @@ def flex(
 def _flex_tables(rows: BlockRows, device: torch.device) -> tuple[Any, Tensor, Tensor]:
     """Return a mask of flex attention's own, and where queries and keys are when blocks are padded.
 
-    Its tables are as wide as the fullest row, not as the mask. Of the blocks of keys only those
-    that are short are masked inside.
+    Its tables are as wide as the fullest row; only short blocks of keys are masked inside.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -142,10 +132,10 @@ def _padded(x: Tensor, places: Tensor, bounds: Ints) -> Tensor:
 def gradients_by_recomputation(
     attend: Attend, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> Grads:
-    """Gradients of a block, from autograd through its own output and LSE, computed again.
+    """Return gradients of a block, from autograd through its own output and LSE, computed again.
 
-    With w = exp(lse_i - lse), the merged output moves by w with the block's output out_i, and by
-    w (out_i - out) with its LSE: the derivatives of the sum that `merge` forms.
+    With w = exp(lse_i - lse), the merged output moves by w with the block's output out_i, and by w
+    (out_i - out) with its LSE: the derivatives of the sum that `merge` forms.
     """
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     with torch.enable_grad():

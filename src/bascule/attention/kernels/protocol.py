@@ -1,7 +1,4 @@
-"""All that attention kernels have in common: their protocol, the forms of calls, merging.
-
-Shapes: as in `registry`.
-"""
+"""The protocol of attention kernels, the forms of calls, merging. Shapes: as in `registry`."""
 
 import importlib.util
 import math
@@ -158,7 +155,7 @@ def wide_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention to the keys of both, from attention to each. -inf is no key, not a number.
+    """Merge attention to the keys of both from attention to each; an LSE of -inf is no key.
 
     Source: FastUSP, the online softmax of ring attention, in the form that adds no large numbers.
     """
@@ -170,10 +167,7 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Ten
 
 
 def with_adjacent_values(x: Tensor) -> Tensor:
-    """Put the values of a head next to each other.
-
-    Torch's operator for CPUs takes them to be (2.13), and reads what is not theirs if they are not.
-    """
+    """Put the values of a head next to each other, as torch's CPU operator assumes (2.13)."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

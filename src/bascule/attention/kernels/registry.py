@@ -151,10 +151,7 @@ def select_kernel(
     block: int | None = None,
     is_packed: bool = False,
 ) -> AttentionKernel:
-    """Return the kernel of that name, or (None) the first in `KERNELS` that fits.
-
-    The rest as in `KernelQuery`; without a dtype or head width only kernels that take all fit.
-    """
+    """Return the kernel of that name, or (None) the first in `KERNELS` that fits the query."""
     form = KernelQuery(device_type, dtype, head_dim, has_bias, block, is_packed)
     fitting = [other for other, kernel in KERNELS.items() if kernel.unfit(form) is None]
     if name is None:

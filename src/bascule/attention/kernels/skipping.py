@@ -27,10 +27,7 @@ _aten: Any = torch.ops.aten
 
 
 class CpuLoopKernel:
-    """Torch's flash attention for CPUs, in a loop over query blocks: any floating dtype.
-
-    A query block meets the key blocks that it sees, gathered next to each other, in one call.
-    """
+    """Torch's flash attention for CPUs, any floating dtype, in a loop over query blocks."""
 
     def unfit(self, form: KernelQuery) -> str | None:
         return misfit(form, device="cpu", needs_blocks=True)

@@ -1,8 +1,8 @@
 """Block-sparse attention in Triton. Importing this module needs Triton.
 
-A program works on a tile of a query block and goes through the key blocks that it sees, or, for
-gradients of keys and values, on a tile of a key block and goes through the queries that see it: no
-two programs write to the same place. Source: FlashAttention-2 (arXiv:2307.08691), algorithms 1, 2.
+A program works on a tile of a query block and goes through its key blocks, or, for gradients of
+keys and values, the other way round: no two programs write to the same place. Source:
+FlashAttention-2 (arXiv:2307.08691), algorithms 1, 2.
 
 Shapes: as in `skipping`; D is a power of two from 16 on.
 """

@@ -1,8 +1,8 @@
 """Block-sparse attention over a mesh, by a plan: every rank computes what the plan gives it.
 
 One uneven all-to-all takes queries, keys and values to where they are used; the ring passes keys
-and values on, with kernels that skip blocks that are not seen; one all-to-all brings the output
-home. A rank asks for the rows of the mask that it computes. (db-SP, with one exchange, not three.)
+and values on, with kernels that skip blocks; one all-to-all brings the output home. (db-SP, with
+one exchange, not three.)
 
 Shapes: B batch, H query heads, K key-value heads, T tokens of this rank, D head width; Q query
 blocks and C key blocks of the sequence; X (head, query block) rows that a rank computes; R ring
@@ -45,9 +45,7 @@ _A_PLAN = "a SparsePlan, as SparsePlanner.plan makes them"
 
 @dataclass(frozen=True, slots=True)
 class PooledRule:
-    """Blocks are chosen from the products of their mean queries and keys.
-
-    They are taken where they are computed: of keys only the means of a ring's own heads travel.
+    """A choice of blocks from the products of their mean queries and keys, where they are computed.
 
     Attributes:
         keep: From scaled scores (B, X, C) of these rows to bool, as `rules.keep_top_k`.
@@ -88,8 +86,8 @@ def sparse_attention(
     """Exact block-sparse attention of tokens that are at home as the plan says; as q.
 
     Two all-to-alls over all ranks, but none if the plan needs no row of another rank; R - 1
-    exchanges around the ring; and twice that backward. The first call with a plan makes sure, by
-    one all-gather, that all ranks have the same. A `PooledRule` takes two all-gathers in the ring.
+    exchanges around the ring; and twice that backward. The first call with a plan takes an
+    all-gather, in which ranks agree; a `PooledRule` takes two in the ring.
 
     Args:
         q: (B, H, T, D) queries of this rank's blocks, in the order of the sequence.
@@ -228,8 +226,7 @@ def gather_counts(
 ) -> Ints:
     """Count the tokens that each query block sees, (H, Q, R) by ring rank where keys are at home.
 
-    What `SparsePlanner.plan` and `PlanReuse.after` take for the next step, the same on all ranks.
-    Two all-gathers, of a number and of the counts.
+    `SparsePlanner.plan` and `PlanReuse.after` take it for the next step. Two all-gathers.
 
     Args:
         mesh: The ranks.

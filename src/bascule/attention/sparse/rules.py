@@ -3,8 +3,8 @@
 Scores of blocks are the products of their mean queries and keys; a rule then says which blocks are
 computed (SpargeAttn, without its tests of how alike the tokens of a block are).
 
-Shapes: B batch, H query heads, T tokens, D head width, N query blocks, M key blocks; block lengths
-are (N,) or (M,) integers and add up to the tokens. Masks are bool, True is computed.
+Shapes: B batch, H query heads, T tokens, D head width, N query blocks, M key blocks. Masks are
+bool, True is computed.
 """
 
 import numpy as np
@@ -17,10 +17,7 @@ from bascule.plan.checks import ints, number, whole
 
 
 def pooled(x: Tensor, lens: npt.ArrayLike) -> Tensor:
-    """Return the mean of the tokens of each block, (B, H, N, D) in float32 (of float64 in float64).
-
-    `x` is (B, H, T, D); blocks have 1 token at least.
-    """
+    """Return the mean of each block of x (B, H, T, D): (B, H, N, D) in float32 (float64 stays)."""
     lens_N = ints("block lengths", lens)
     if lens_N.sum() != x.shape[2] or not lens_N.all():
         raise ConfigError(

@@ -1,7 +1,4 @@
-"""The index tables of a plan on one rank: what comes, what is computed on what, and the way home.
-
-Shapes: as in `sparse`.
-"""
+"""The index tables of a plan on one rank: arrivals, work, the way home. Shapes: as in `sparse`."""
 
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,4 @@
-"""Seconds of block-sparse attention on this machine: measured on meshes, and fitted.
-
-Legend: U Ulysses degree, R ring degree; O calls.
-"""
+"""Seconds of block-sparse attention, measured on meshes and fitted. U Ulysses, R ring, O calls."""
 
 import time
 from dataclasses import asdict, dataclass, replace
@@ -65,8 +62,7 @@ def measure_attention_latency(
 ) -> AttentionLatency:
     """Time attention on every mesh of these ranks, and fit `AttentionLatency` to it.
 
-    The same on every rank. All ranks call; they must have nothing else to do. Makes the groups of
-    `meshes_over`, which strategies use later.
+    The same on every rank. All ranks call; they must have nothing else to do.
 
     Args:
         mesh: The ranks; 2 at least.
@@ -103,11 +99,10 @@ def time_sparse_attention(
     rounds: int = 5,
     kernel: str | None = None,
 ) -> tuple[list[AttentionLoad], list[float]]:
-    """Loads of calls, and seconds of each: of the slowest rank, the median of the rounds.
+    """Return loads of calls, and seconds of each: of the slowest rank, the median of the rounds.
 
-    On every mesh of these ranks that has a head for each Ulysses rank, and on each rank alone; of
-    two lengths, and of no work, little and much, shared evenly. Collectives: those of
-    `sparse_attention`, an all-gather before each call, and one at the end.
+    On every mesh that has a head for each Ulysses rank, and on each rank alone; of two lengths, and
+    of no work, little and much, shared evenly.
     """
     group = mesh.whole
     assert group is not None

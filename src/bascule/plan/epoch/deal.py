@@ -1,9 +1,7 @@
 """One optimiser step, dealt to cells: every rank in every microbatch gets a sample at least.
 
-Where ranks meet in each of several microbatches, two ways to deal are worth trying: all cells
-alike, the heaviest of which then meet in one microbatch; and giants together. A microbatch takes as
-long as its slowest rank, so beside a giant the other ranks have room for the next longest samples,
-and its own rank for the shortest.
+Where ranks meet in each microbatch, two deals are tried: all cells alike, the heaviest of which
+meet in one microbatch; and giants together, beside which the next longest samples fit.
 """
 
 from bisect import bisect_left, bisect_right
@@ -29,11 +27,7 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class DealRules:
-    """The rules that a deal must keep, and when ranks meet.
-
-    Cells of padded samples cost their number times the dearest of them, and have as many tokens as
-    if all were as long as the longest; of others both are sums.
-    """
+    """Limits of a deal, and when ranks meet; n padded samples cost n times the dearest."""
 
     shape: StepShape  # ranks and microbatches
     sync: Sync = "microbatch"  # when ranks wait for each other, as for `plan_step`
@@ -158,10 +152,10 @@ def deal_in_turn(num_samples: int, shape: StepShape) -> Ints:
 
 
 def deal_step(costs: Floats, tokens: Ints, rules: DealRules, home: Ints | None = None) -> Deal:
-    """Deal the samples of one step so that it ends as early as possible. Deterministic.
+    """Deal the samples of one step so that it ends as early as possible.
 
     There are at least as many samples as cells. `home` is the (n,) rank that each sample should be
-    on where that costs nothing. A PlanError says which limit cannot be kept, and by how much.
+    on where that costs nothing. PlanError: a limit cannot be kept.
     """
     table = StepTable(costs, tokens, rules, home)
     bound, best, least = table.lower_bound(), None, np.inf
@@ -345,10 +339,7 @@ def _solved(
 
 
 def _filled(bin_of: Ints, costs: Floats, num_bins: int, least: int) -> Ints:
-    """No bin with fewer items than needed: each takes the shortest item of a bin with most of them.
-
-    An empty bin that gets one item ends no later than the latest bin did.
-    """
+    """Fill bins with too few items: each takes the shortest item of a bin with most of them."""
     counts = np.bincount(bin_of, minlength=num_bins)
     if counts.min() >= least:
         return bin_of
@@ -363,11 +354,10 @@ def _filled(bin_of: Ints, costs: Floats, num_bins: int, least: int) -> Ints:
 
 
 def split_by_room(costs: Floats, shape: StepShape, *, even_counts: bool) -> list[Ints]:
-    """Samples of each microbatch: filled one after the other, from what is longest.
+    """Return the samples of each microbatch: filled one after the other, from what is longest.
 
-    Each rank gets the longest sample that is left, and then such samples as bring it to the level
-    that the microbatch needs: the longest sample with its company, or the mean of what is left if
-    that is more. Where counts may differ, microbatches get at least one sample a rank.
+    Each rank gets the longest sample left, then samples up to the level of the microbatch: the
+    longest sample with its company, or the mean of what is left if that is more.
     """
     order = np.argsort(costs, kind="stable")
     pool, num_ranks = _Pool(order.tolist(), costs[order].tolist()), shape.num_ranks

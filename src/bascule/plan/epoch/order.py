@@ -22,10 +22,7 @@ def epoch_order(num_samples: int, *, shuffle: bool, seed: int, epoch: int) -> In
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The numbers of samples and batches of an optimiser step.
-
-    Every (rank, microbatch) of a step is a *cell*: one batch of a DataLoader, never empty.
-    """
+    """Numbers of an optimiser step. A (rank, microbatch) is a *cell*: one batch, never empty."""
 
     batch_size: int  # samples of a cell in a full step; where counts vary, their mean
     num_ranks: int
@@ -50,12 +47,10 @@ class StepShape:
         return self.batch_size * self.num_cells
 
     def next_size(self, left: int) -> int:
-        """Samples of the next step where so many are left of the epoch.
+        """Return the samples of the next step where so many are left of the epoch.
 
-        Full steps, then what is left over: a step of its own if it has a sample for every cell.
-        Otherwise the last full step and it are cut into two halves, which have; with one sample a
-        cell there are no halves, and the last step has two samples in some cells. It depends on
-        what is left alone, so a run that resumes cuts where the first one would have.
+        A rest too small for all cells is joined with the last full step, and both are halved if
+        each half then fills its cells. Only `left` decides, so a resumed run cuts alike.
         """
         over = left - self.full
         if over <= 0 or over >= self.num_cells:

@@ -1,8 +1,6 @@
 """Steps whose batches are padded: a batch costs as many times its dearest sample as it has samples.
 
-Samples of about one length belong together, so batches are consecutive pieces of the samples by
-descending cost. Where a piece may have any length, it takes samples until it reaches a level; the
-level is bisected.
+Batches are consecutive pieces of the samples by descending cost, filled up to a bisected level.
 """
 
 import numpy as np
@@ -31,11 +29,9 @@ def free_pieces(
 ) -> tuple[Ints, float]:
     """Return (num_cells,) lengths of pieces that end a step early, and a level that bounds it.
 
-    With one microbatch this is the best partition, up to the tolerance: in any that ends at a
-    level, the batch of the dearest sample may as well have the next dearest, and as many of them as
-    the level allows. O(num_cells log(1 / tolerance)). With several, that and the levels which a
-    dynamic programme over a grid of them finds, O(n (log num_ranks + accumulate)), are improved.
-    `ranked` are (n,) descending costs, `most` the (n,) most samples of a piece that begins there.
+    Optimal up to the tolerance with one microbatch, O(num_cells log(1 / tolerance)); with several
+    also by a dynamic programme over a grid of levels, O(n (log num_ranks + accumulate)). `ranked`
+    are (n,) descending costs, `most` the (n,) most samples of a piece that begins there.
     """
     costs, allowed = ranked.tolist(), most.tolist()
     if _pieces(costs, allowed, shape, [np.inf] * shape.accumulate) is None:
@@ -66,10 +62,7 @@ def free_pieces(
 
 
 def _improved(pieces: Ints, ranked: Floats, most: Ints, num_ranks: int) -> tuple[Ints, float]:
-    """One piece gives a sample to another, as long as the step then ends earlier; and its end.
-
-    The pieces between them shift by one. All pairs of few pieces are tried; of many, none.
-    """
+    """Move single samples between pieces while the step ends earlier; return pieces and its end."""
     num = pieces.size
     best = float(_makespans(pieces[None], ranked, most, num_ranks)[0])
     if num**3 > _MAX_TRIED:
@@ -110,10 +103,7 @@ def _pieces(
 
 
 def _levels(ranked: Floats, most: Ints, shape: StepShape, mean: float) -> list[float]:
-    """A level for each microbatch, with the least sum.
-
-    Where a microbatch begins, `num_ranks` pieces of a level lead to where the next one begins.
-    """
+    """Return a level for each microbatch, with the least sum, by a programme over their starts."""
     num, every = ranked.size, np.arange(ranked.size + 1)
     top = float(ranked[0])
     grid = np.geomspace(mean, max(top, 4.0 * mean), _NUM_LEVELS) if mean > 0.0 else np.zeros(1)

@@ -1,9 +1,8 @@
 """Lower bounds on the makespan: what certifies an assignment.
 
-All bounds hold for bins with speeds s_b that already carry work until r_b, so that a bin with
-items W finishes at r_b + W / s_b. The makespan is at least max r_b, so that at any makespan every
-bin takes part, and bin sets can be pooled: a set F of bins cannot finish work W before
-(W + sum_F s_b r_b) / sum_F s_b.
+A bin of speed s_b that carries work until r_b finishes items W at r_b + W / s_b. The makespan is at
+least max r_b, so bin sets can be pooled: a set F of bins cannot finish work W before (W + sum_F s_b
+r_b) / sum_F s_b.
 """
 
 import numpy as np
@@ -27,8 +26,7 @@ _FINEST_GRID = 2.0**-30
 def lower_bound(problem: Problem, makespan: float = np.inf) -> float:
     """Return the best of all bounds, in the caller's units of time. O(n log n + m log m).
 
-    The two cheapest will do where they show that the `makespan` of an answer at hand is within
-    hundredths of a percent of the best.
+    The two cheapest will do where they show `makespan` to be within hundredths of a percent.
     """
     bounds = [mean_bound(problem)]
     if problem.num_items:
@@ -51,12 +49,11 @@ def mean_bound(problem: Problem) -> float:
 
 
 def counting_bound(problem: Problem) -> float:
-    """The k longest items need k places: longest item on the fastest bin, and pigeonhole.
+    """Place the k longest items on k places: longest item on the fastest bin, and pigeonhole.
 
-    Until time t a bin of speed s completes at most `floor(s t / w)` items of cost w or more. So
-    the k longest items, the shortest of which costs w_k, need t = w_k q_k, where q_k is the k-th
-    smallest of all numbers j / s_b (j = 1, 2, ..). For k = 1 this is the longest item on the
-    fastest bin. O(n log n).
+    Until time t a bin of speed s completes at most `floor(s t / w)` items of cost w or more. So the
+    k longest items, the shortest of which costs w_k, need t = w_k q_k, where q_k is the k-th
+    smallest of all numbers j / s_b (j = 1, 2, ..). O(n log n).
     """
     earliest = float(problem.carried.min())
     if problem.identical:
@@ -83,12 +80,11 @@ def pigeonhole_bound(problem: Problem) -> float:
 
 
 def surplus_bound(problem: Problem) -> float:
-    """Other bins must take what bins with few items cannot, for identical bins.
+    """Bound by what bins with few items cannot take, for identical bins. O(n).
 
     With n items in m bins, at least `x = m - floor(n / (k + 1))` bins have at most k items. Any x
-    of them hold at most the k x longest items, and the other m - x bins the rest. It beats the
-    mean where bins hold two or three items; only k near n / m can. Items that cost nothing do not
-    count. O(n).
+    of them hold at most the k x longest items, and the other m - x bins the rest. Only k near n / m
+    can beat the mean. Items that cost nothing do not count.
     """
     total, bound = float(problem.costs.sum()), 0.0
     longest = np.cumsum(_costly(problem))
@@ -105,12 +101,11 @@ def surplus_bound(problem: Problem) -> float:
 
 
 def crowding_bound(problem: Problem) -> float:
-    """Bins with more items than n // m hold at least the shortest items, for identical bins.
+    """Bound by the shortest items in bins with more than n // m items, for identical bins. O(n).
 
-    With k = n // m and e = n - k m, the z bins with more than k items hold k z + e items or more,
-    and for z > e even (k + 1) z, which is no better. So some bin holds at least S(k z + e) / z for
-    a z from 1 to e, where S(i) is the sum of the i shortest items. Items that cost nothing do not
-    count. O(n).
+    With k = n // m and e = n - k m, the z bins with more than k items hold k z + e items or more.
+    So some bin holds at least S(k z + e) / z for a z from 1 to e, where S(i) is the sum of the i
+    shortest items. Items that cost nothing do not count.
     """
     shortest = np.cumsum(_costly(problem)[::-1])
     each, extra = divmod(shortest.size, problem.num_bins)
@@ -127,11 +122,7 @@ def _costly(problem: Problem) -> Floats:
 
 
 def on_grid(problem: Problem, bound: float) -> float:
-    """A bound rounded up to a sum that costs can have: a multiple of their common divisor.
-
-    For identical bins without carried loads; changes nothing unless costs are few whole units.
-    O(n).
-    """
+    """Round a bound up to a multiple of the costs' common divisor, for identical bins. O(n)."""
     is_plain = problem.identical and problem.num_kinds == 1 and not problem.carried.any()
     if problem.num_items == 0 or not is_plain:
         return bound
@@ -147,12 +138,12 @@ def on_grid(problem: Problem, bound: float) -> float:
 
 
 def threshold_bound(problem: Problem) -> float:
-    """Fast bins must take what is too long for the slow ones at a makespan.
+    """Bound by what fast bins must take because it is too long for slow ones.
 
     For a split of the bins at a speed, let t_i be the time that item i needs on the best slow bin
-    (infinite where its size fits none), sorted in descending order. At a makespan T < t_j the
-    first j + 1 items run on the fast bins, which pool. So T is at least the smallest
-    `max(t_j, time of the fast bins for the first j items)`, over j. O(n log n) per speed.
+    (infinite where its size fits none), in descending order. At a makespan T < t_j the first j + 1
+    items run on the fast bins, which pool. So T is at least the smallest `max(t_j, time of the fast
+    bins for the first j items)`, over j. O(n log n) per speed.
     """
     best = 0.0
     for speed in np.unique(problem.speeds)[1:]:
@@ -174,10 +165,9 @@ def eligible_bound(problem: Problem) -> float:
 
 
 def spill_bound(problem: Problem) -> float:
-    """Slow bins run what limits keep off the fast ones, at the least cost it can have.
+    """Bound by what limits keep off the fast bins, at its least cost. O(n log n) per speed.
 
-    Source: the fractional knapsack (Dantzig 1957): cheapest cost per size first. O(n log n) per
-    speed.
+    Source: the fractional knapsack (Dantzig 1957), cheapest cost per size first.
     """
     best = 0.0
     for speed in np.unique(problem.speeds)[1:]:
@@ -191,11 +181,10 @@ def spill_bound(problem: Problem) -> float:
 
 
 def company_bound(problem: Problem) -> float:
-    """The longest item is not alone where items are limited, for any bins. O(n).
+    """Bound by the company of the longest item where items are limited, for any bins. O(n).
 
-    With at most k items in each of m bins, the other bins hold k (m - 1), so the bin of the longest
-    item holds n - k (m - 1) or more: the shortest ones at least. Tight where a giant meets full
-    bins.
+    With at most k items in each of m bins, the bin of the longest item holds n - k (m - 1) or more:
+    the shortest ones at least. Tight where a giant meets full bins.
     """
     if "items" not in problem.resources:
         return 0.0

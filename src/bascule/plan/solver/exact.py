@@ -33,9 +33,9 @@ def place_relaxed(problem: Problem, start: Ints, target: float, longest: float) 
     """Round a linear relaxation, with the long items where `start` has them; None if too large.
 
     A vertex of the relaxation splits few items over bins; each goes to where most of it is. Items
-    longer than a share `longest` of the fastest bin's time until `target` stay whole, because
-    splitting them hides what they force. The result may pass limits a little. Source: Lenstra,
-    Shmoys and Tardos 1990, Approximation algorithms for scheduling unrelated parallel machines.
+    longer than a share `longest` of the fastest bin's time until `target` stay whole. The result
+    may pass limits a little. Source: Lenstra, Shmoys and Tardos 1990, Approximation algorithms for
+    scheduling unrelated parallel machines.
     """
     bins, fastest = problem.num_bins, target * float(problem.speeds.max())
     is_long = problem.work > longest * fastest
@@ -60,7 +60,7 @@ def place_relaxed(problem: Problem, start: Ints, target: float, longest: float) 
 
 
 def _within(use: Floats, limit: Floats, makespan: Floats | None = None) -> "LinearConstraint":
-    """Per bin, the (items,) or (bins, items) use is at most `limit + makespan * variable`.
+    """Limit the (items,) or (bins, items) use of each bin to `limit + makespan * variable`.
 
     Variables are the share of item i in bin b, at i * bins + b, and the makespan.
     """

@@ -54,8 +54,7 @@ class Homes:
 def relabel(problem: Problem, bin_of: Ints, homes: Homes) -> Ints:
     """Permute bins of equal kind, speed, room and carried work so that most weight is at home.
 
-    Optimal up to a few hundred equal bins; beyond, pairs that suit each other best are matched
-    first, and regions do not count. O(k^3) for k equal bins, k <= 256.
+    Optimal for k <= 256 equal bins, O(k^3); beyond, best pairs first, and regions do not count.
     """
     from scipy.optimize import linear_sum_assignment
 

@@ -1,10 +1,10 @@
 """The portfolio: starts by name, what improves them, and which of the answers is taken.
 
 Longest first (LPT) gives each item, longest first, to the bin that completes it first, ties to the
-lowest index. On m identical bins it is at most 4/3 - 1/(3m) above the best makespan (Graham 1969,
-Bounds on multiprocessing timing anomalies). Where an item has another cost on each kind of bin
-(unrelated machines), its kind is guessed, the problem is solved at the costs of the guess, and the
-guess is corrected. Kinds ascend: long items lose least on the last one (the largest bags).
+lowest index: at most 4/3 - 1/(3m) above the best on m identical bins (Graham 1969, Bounds on
+multiprocessing timing anomalies). On unrelated machines an item's kind is guessed, the problem is
+solved at the costs of the guess, and the guess is corrected. Kinds ascend: long items lose least on
+the last one (the largest bags).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,8 +27,7 @@ _ROUNDING = 1e-9
 
 _TOLERANCE = 1e-4
 _MIXED_TOLERANCE = 5e-4
-"""Gaps at which the search stops, for bins of equal and of different speeds: the last steps to 1e-4
-take most of the time where a few short bins must be filled exactly."""
+"""Gaps at which the search stops, for bins of equal and of different speeds: the rest is slow."""
 
 _GUESS_TOLERANCE = 1e-3
 """Gap at which the search stops at the costs of guessed kinds; true costs improve on it."""
@@ -37,8 +36,8 @@ _LONG_SHARES = (0.5, 0.4, 0.3)
 """Items above this share of the fastest bin's time stay whole in a relaxation; all are tried."""
 
 _MAX_LATE = 0.3
-"""Share of all work above the ceiling from which on everything at home is not repaired where speeds
-differ: it hardly ever succeeds."""
+"""Share of all work above the ceiling from which on all at home is not repaired: it hardly
+succeeds."""
 
 _MOST_IMPROVED = 2
 """Starts of a problem with several kinds that are improved, the best ones first."""
@@ -78,10 +77,6 @@ def solve(
     problem: Problem, tolerance: float | None = None, *, enough: float = 0.0, quick: bool = False
 ) -> Solution:
     """Return the best assignment that the portfolio finds within the limits.
-
-    Bins of one kind: starts without limits, the best of them improved. Several kinds: the same at
-    the costs of guessed kinds, the best of which are improved at true costs. Limits: these are
-    repaired and improved, then starts that put the limits first.
 
     The search stops at a gap of `tolerance`, or at the completion time `enough`, in units of work
     per unit of speed. With `quick`, one start alone is improved where several are good, and no
@@ -130,9 +125,9 @@ def _target(problem: Problem, bound: float, tolerance: float) -> float:
 def _starts(
     problem: Problem, target: float, free: Iterable[Solution], quick: bool
 ) -> Iterator[Solution]:
-    """All starts: those that know no limits, then those that put the limits first.
+    """Yield all starts: those that know no limits, then those that put the limits first.
 
-    Where items alone are limited, in equal bins, the order is the other one, and the first may do.
+    Where items alone are limited, in equal bins, the order is the other one.
     """
     is_counted = problem.resources == ("items",) and problem.identical
     if is_counted:
@@ -168,8 +163,7 @@ def _unlimited(
 def _of_kinds(problem: Problem, guess: Ints) -> Iterator[Solution]:
     """Yield assignments without limits, made at the costs of guessed kinds, with true makespans.
 
-    The first guess is the kind that the fluid optimum gives each item. First items stay in their
-    kind; then the guess is corrected by where items ended up.
+    The fluid optimum is the first guess; where items ended up corrects it.
     """
 
     def at(costs: Floats, items: Ints, bins: Ints) -> Ints:
@@ -190,10 +184,10 @@ def _of_kinds(problem: Problem, guess: Ints) -> Iterator[Solution]:
 
 
 def _best(problem: Problem, target: float, starts: Iterable[Solution], quick: bool) -> Solution:
-    """The first assignment within the limits that ends by the target, or the earliest of all.
+    """Return the first assignment within the limits that ends by the target, or the earliest.
 
-    Starts are repaired and improved; where none then keeps the limits, an exact placement is,
-    unless it has to be quick.
+    Starts are repaired and improved; if none keeps the limits and it is not `quick`, by exact
+    placement.
     """
     legal, illegal = list[Solution](), list[Solution]()
     for start in chain(starts, () if quick else _exactly(problem, legal)):
@@ -235,10 +229,9 @@ def _missed(problem: Problem, closest: Ints) -> str:
 
 
 def near_home(problem: Problem, bin_of: Ints, homes: Homes) -> tuple[Ints, str]:
-    """Bring items to their preferred bins, with no bin later than the ceiling; and say how, or "".
+    """Bring items to their preferred bins, with no bin later than the ceiling; return how, or "".
 
-    Late bins are repaired from everything at home; if that fails, the search starts from `bin_of`,
-    with equal bins renamed so that more items are at home.
+    Late bins are repaired from everything at home; if that fails, the search starts from `bin_of`.
     """
     relabelled = relabel(problem, bin_of, homes)
     home, name = np.where(homes.bins >= 0, homes.bins, bin_of), "everything at home, improved"
@@ -265,10 +258,7 @@ def longest_first(problem: Problem) -> Ints:
 
 
 def place_longest(problem: Problem) -> Ints:
-    """LPT by completion time among the bins that have room. O(n m); O(n log m) if counted alone.
-
-    An item for which there is no room goes to the bin with the most, and passes its limit.
-    """
+    """Place by LPT among the bins that have room. O(n m); O(n log m) if only counts are limited."""
     bin_of = np.empty(problem.num_items, dtype=np.int64)
     if problem.resources == ("items",) and problem.identical:
         work = np.maximum(problem.work[problem.order], 1.0)
@@ -291,12 +281,11 @@ def place_longest(problem: Problem) -> Ints:
 
 
 def _identical_bins(work: Floats, loads: Floats) -> Ints:
-    """LPT of descending work on identical bins, for the most part in vectorised rounds.
+    """Place descending work by LPT on identical bins, for the most part in vectorised rounds.
 
     With bins by ascending load a_1 <= a_2 .. and items w_1 >= w_2 .., LPT gives item k to bin k as
     long as no bin used before comes first again: a_k <= min over j < k of a_j + w_j. Such a run of
-    items is one round. A round usually spans most bins; where rounds stay short (few bins hold
-    little load), a heap finishes.
+    items is one round; where rounds stay short, a heap finishes.
     """
     num_bins, num_items = loads.size, work.size
     if num_bins < _MANY_BINS:
@@ -317,10 +306,9 @@ def _identical_bins(work: Floats, loads: Floats) -> Ints:
 
 
 def _heap(work: Floats, loads: Floats, most: int) -> Ints:
-    """LPT with one heap of integers `load * 2**b + bin`, at most so many items a bin.
+    """Place by LPT with one heap of integers `load * 2**b + bin`, at most so many items a bin.
 
-    Ties fall to the lowest bin. A bin with a giant gets its other items last, the shortest ones.
-    One item's integer is below 2**50, a load's perhaps not below 2**63.
+    Ties fall to the lowest bin. A load's integer may pass 2**63.
     """
     bits = (loads.size - 1).bit_length()
     heap = [(int(load) << bits) + index for index, load in enumerate(loads.tolist())]
@@ -342,11 +330,10 @@ def _heap(work: Floats, loads: Floats, most: int) -> Ints:
 
 
 def by_speed(problem: Problem, *, fill_first: bool) -> Ints:
-    """Longest first over bins of different speeds, a heap per speed.
+    """Place longest first over bins of different speeds, a heap per speed.
 
-    LPT by completion time; with `fill_first` the greedy of KnapFormer: among the bins whose
-    remaining share of the total work holds the item, the one that is filled least; if there is
-    none (the paper has no rule), the one that completes the item first.
+    LPT by completion time; with `fill_first` the greedy of KnapFormer: the least filled bin whose
+    remaining share of the total work holds the item; else (the paper has no rule) as LPT.
     """
     total = problem.work.sum() + problem.carried_work.sum()
     ceiling = float(total / problem.speeds.sum())
@@ -379,10 +366,9 @@ def by_speed(problem: Problem, *, fill_first: bool) -> Ints:
 
 
 def fluid(problem: Problem) -> tuple[Ints, Floats]:
-    """Kinds that a fluid would choose, and what a second of each kind of bin is worth to it.
+    """Return the kinds that a fluid would choose, and what a second of each kind is worth to it.
 
-    Long items lose least on the last kind: for a makespan, each kind in turn, last one first, is
-    filled with the longest items left. Bisection finds where the first kind is full. O(n log n).
+    Each kind in turn, last one first, takes the longest items left, until a bisected makespan.
     """
     num_kinds = problem.num_kinds
     costs = problem.kind_costs[:, problem.order]

@@ -1,9 +1,8 @@
 """The solver's input, brought to exact numbers.
 
-Work is an integer number of units, where a unit is a power of two of the caller's cost, chosen so
-that all work of a problem stays below 2**50. Integers of that size are exact in float64, so sums
-do not depend on their order, comparisons do not depend on the machine, and one array serves for
-adding, for dividing by speeds and for searching. Integer costs (blocks, tokens) stay exact.
+Work is an integer number of units, a power of two of the caller's cost, and sums stay below 2**50:
+exact in float64, so that sums do not depend on their order or the machine. Integer costs (blocks,
+tokens) stay exact.
 """
 
 from collections.abc import Mapping
@@ -27,8 +26,8 @@ _MAX_SHIFT = 1000
 class Problem:
     """Items with costs, bins with speeds, and what a bin can hold.
 
-    An item may have another cost on each *kind* of bin (unrelated machines); in most problems all
-    bins are of one kind. Work is costs, and carried work carried times, in whole units.
+    An item may have another cost on each *kind* of bin (unrelated machines). Work is in whole
+    units.
     """
 
     speeds: Floats  # (bins,) work per unit of time
@@ -204,10 +203,9 @@ def build_problem(
 
 
 def _exact_work(costs: Floats, carried_costs: Floats) -> tuple[float, Floats, Floats]:
-    """The unit, and costs and carried costs as whole numbers of units.
+    """Return the unit, and costs and carried costs as whole numbers of units.
 
-    With every entry below 2**e and k entries in all, a unit of 2**(e + bits(k) - 50) keeps the sum
-    below 2**50. The exponent depends on maxima only, never on a rounded sum.
+    With k entries below 2**e, a unit of 2**(e + bits(k) - 50) keeps the sum below 2**50.
     """
     largest = max(float(costs.max(initial=0.0)), float(carried_costs.max(initial=0.0)))
     if not np.isfinite(largest * (costs.size + carried_costs.size)):

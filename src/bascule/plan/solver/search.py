@@ -1,11 +1,9 @@
 """The one local search: within limits, over bins of several kinds, near home.
 
-A search makes exchanges: a bin gives a group of one or two items to another bin, and may take a
-group back. The `Score` of what an exchange leaves in its two bins decides which one is made: a
-search first repairs and then improves. Late bins are paired with early ones, the latest with
-the earliest. First single items are exchanged within pairs, then items of the worst bin with any
-other bin, then groups of two: each step begins when the one before no longer helps. With homes,
-once nothing passes a limit, items are paired with the bins they would rather be in.
+A bin gives a group of one or two items to another bin, and may take a group back. The `Score` of
+the two bins decides which exchange is made. Late bins are paired with early ones, the latest with
+the earliest: first single items within pairs, then items of the worst bin with any other bin, then
+groups of two. With homes, items are then paired with the bins they would rather be in.
 """
 
 from dataclasses import dataclass
@@ -36,8 +34,8 @@ _MAX_SINGLES = 128
 """Most items of a bin that are tried one by one in a round; of more, an even sample by work."""
 
 _MOST_FOR_TWOS = 512
-"""Most items for bins of several kinds of which groups of two are tried; of more, single items fill
-bins as well."""
+"""Most items of which groups of two are tried in bins of several kinds; single items fill them
+too."""
 
 _MAX_SAMPLED = 32
 """Most items of a bin that form groups of two."""
@@ -59,7 +57,7 @@ def improve(problem: Problem, bin_of: Ints, target: float, homes: Homes | None =
     """Repair an assignment that passes limits, then improve it; never makes it worse.
 
     The completion time `target`, in units of work per unit of speed, is good enough. With homes,
-    the makespan only matters above their ceiling, and being away counts.
+    the makespan only matters above their ceiling.
     """
     score = Score(problem, target, homes)
     is_large = problem.num_kinds > 1 and problem.num_items > _MOST_FOR_TWOS
@@ -145,8 +143,8 @@ class Exchanges:
 class Score:
     """One number by which assignments and exchanges are compared.
 
-    Excess comes first: what passes a limit or, with homes, the ceiling of the completion time. Then
-    the later of two completions or, with homes, the weight away from home.
+    Excess over limits, or with homes over their ceiling, comes first. Then the later of two
+    completions or, with homes, the weight away from home.
     """
 
     def __init__(self, problem: Problem, target: float, homes: Homes | None) -> None:
@@ -240,7 +238,7 @@ class Pairing:
 
 
 def _pair(score: Score, state: State, *, alone: bool) -> Pairing | None:
-    """Bins above a limit with those below; without any, late bins with early ones.
+    """Pair bins above a limit with those below; without any, late bins with early ones.
 
     With `alone`, only the worst bin, and without excess with all bins that complete earlier.
     """
@@ -306,10 +304,7 @@ def _groups(score: Score, slots: Ints, *, in_twos: bool) -> Groups:
 
 
 def _in_twos(singles: Groups) -> Groups:
-    """Add groups of two items of a bin, for as many bins as the budget allows.
-
-    From a bin with many items, an even sample by work is taken.
-    """
+    """Add groups of two items of a bin, by an even sample of large bins, as the budget allows."""
     index = _sample(singles.slot, _MAX_SAMPLED)
     counts = np.bincount(singles.slot[index])
     allowed = np.cumsum(counts * (counts - 1) // 2) <= _MAX_GROUPS
@@ -360,11 +355,10 @@ def _nearest(
 ) -> tuple[Exchanges, Floats]:
     """Return for each group of a late bin the early bin and the return that end first.
 
-    With an exchange that lowers the late bin by d, both complete together at the ideal
-    d = (t_late - t_early) / (1 / s_late + 1 / s_early). Between bins of one kind without limits
-    only the two returns nearest to it can be best: one leaves the early bin the later of the two,
-    the other one the late bin. A binary search finds them in one sorted array: of each early bin
-    nothing (work 0), its groups by work, and a stop that no search passes.
+    With an exchange that lowers the late bin by d, both complete together at the ideal d = (t_late
+    - t_early) / (1 / s_late + 1 / s_early). Between bins of one kind without limits only the two
+    returns nearest to it can be best. A binary search finds them in one sorted array: of each early
+    bin nothing (work 0), its groups by work, and a stop that no search passes.
     """
     num_late, num_early, shape = pairing.late.size, pairing.early.size, pairing.early.shape
     split = int(np.searchsorted(groups.slot, num_late))
@@ -420,8 +414,7 @@ def _first_best(scores: Floats, lane: Ints) -> Ints:
 def _bring_home(score: Score, state: State) -> State:
     """Move items to bins they would rather be in, or swap them with items of these bins.
 
-    In windows over the items, those with most to gain first, until none gains: of each window the
-    exchanges that gain most and share no bin are made. All are legal at the start.
+    In windows over the items: of each, the exchanges that gain most and share no bin are made.
     """
     every = np.arange(state.bin_of.size)
     members = np.stack([np.append(every, -1), np.full(every.size + 1, -1)])
@@ -444,7 +437,7 @@ def _bring_home(score: Score, state: State) -> State:
 
 
 def _wishes(score: Score, bin_of: Ints, start: int) -> tuple[Ints, Ints, int] | None:
-    """Items, those with most to gain first, and bins that are better for them; from `start` on.
+    """Return items, those with most to gain first, and better bins for them; from `start` on.
 
     As many as a round affords, and where the next window starts; None at the end.
     """

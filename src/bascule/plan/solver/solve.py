@@ -1,8 +1,4 @@
-"""The one solver of bascule: items with costs into bins with speeds and limits.
-
-It starts with the longest item first, improves with moves and swaps until the gap to a lower bound
-is certified to be small, and says how large the gap is.
-"""
+"""The one solver: items with costs into bins with speeds and limits, with a certified gap."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -62,8 +58,8 @@ def assign(
 ) -> Assignment:
     """Assign items to bins so that the last bin completes as early as possible.
 
-    Deterministic on every machine: ties go to the lowest index, there is no clock, and work is
-    compared as integers (see `problem`). O((n + m) log n) a round, a bounded number of rounds.
+    Deterministic on every machine: ties go to the lowest index, work is compared as integers. O((n
+    + m) log n) a round, a bounded number of rounds.
 
     Args:
         costs: Cost per item, in time on a bin of speed 1; finite and >= 0.
@@ -75,13 +71,10 @@ def assign(
             the keys "tokens" and "bytes".
         ranks_per_bin: Ranks per bin, for limits. Default: the speeds.
         location: Preferred bin per item; -1 for none.
-        locality_tolerance: By how much the makespan may pass the best one found so that fewer sizes
-            (of a mapping the first; without `sizes`: items) are away from home; 0.01 is 1 %.
+        locality_tolerance: By how much the makespan may pass the best one so that fewer sizes (of a
+            mapping the first; without `sizes`: items) are away from home; 0.01 is 1 %.
         initial_loads: Completion time per bin before any item. Default: 0.
         tolerance: Gap at which the search stops. Default: 1e-4; 5e-4 where speeds differ.
-
-    Returns:
-        The assignment and its certificate.
 
     Raises:
         ConfigError: An argument is wrong.

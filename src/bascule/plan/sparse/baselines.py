@@ -1,9 +1,6 @@
 """Baselines of plans: no plan at all, and the method of db-SP (section 4.2).
 
-The paper places the heaviest item first, on the least loaded rank, and counts the rank where it is
-as less loaded. It has no rule for ties; here the first item and the first rank win.
-
-Legend: H heads, Q query blocks, K key blocks, U rings (Ulysses ranks), R ranks of a ring.
+The paper has no rule for ties; here the first item and the first rank win. Legend: see `sparse`.
 """
 
 import math
@@ -29,10 +26,10 @@ def greedy(
     reward: float = 0.0,
     capacity: float = math.inf,
 ) -> Ints:
-    """Return (n,) rank of each item, a head or a block, by its weight. O(n (log n + ranks)).
+    """Return (n,) rank of each item, heaviest first, on the least loaded. O(n (log n + ranks)).
 
-    While an item is placed, its home rank (n,) counts as `reward` times its own weight less loaded.
-    The paper's text has no capacity of a rank; its public code needs equal numbers of items.
+    An item's home rank (n,) counts as `reward` times its weight less loaded. The paper's text has
+    no capacity of a rank; its public code needs equal numbers of items.
     """
     loads, room = [0.0] * num_ranks, [capacity] * num_ranks
     values: list[float] = weights.tolist()
@@ -63,7 +60,7 @@ def paper_blocks(
     """Place query blocks by the sums of the rows, key blocks by those of the columns (4.2.2).
 
     Without `homes` blocks are in runs, as the paper assumes. `capacity` is the most query blocks
-    and key blocks of a rank: by default an R-th of them, rounded up, as in the public code.
+    and key blocks of a rank; default: an R-th of them, rounded up, as in the public code.
     """
     matrix = np.asarray(block_matrix, np.float64)
     q_home, kv_home = homes or (

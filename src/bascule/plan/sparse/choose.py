@@ -1,9 +1,7 @@
 """Keep the plans of a layer over denoising steps, and choose the mesh of its next step.
 
-db-SP chooses the Ulysses and ring degrees of every layer in every step by a latency model (section
-4.3). Here each mesh keeps its plan, and is judged by the plan that it would in fact use.
-
-Legend: U Ulysses degree, R ring degree, N = U R ranks; H heads, Q query blocks, K key blocks.
+db-SP chooses the Ulysses and ring degrees by a latency model (section 4.3). Here each mesh keeps
+its plan, and is judged by it. Legend: see `sparse`; N = U R ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +28,7 @@ class PlanReuse:
     """A layer's plan, kept across denoising steps while it is even enough. Immutable.
 
     A step runs with `plan`; then `after` takes that step's work and gives the state for the next
-    one. So planning is off the critical path, and a plan is one step old when it is used.
+    one.
 
     Args:
         planner: Makes plans.
@@ -59,8 +57,7 @@ class PlanReuse:
     def after(self, work: npt.ArrayLike) -> "PlanReuse":
         """Return the state after a step with this work, as `SparsePlanner.plan` takes it.
 
-        The plan is also kept if its imbalance has not grown since it was made, because planning
-        again by the same method would not improve it.
+        A plan whose imbalance has not grown is kept: the same method would not improve it.
         """
         plan = self.plan
         ran = plan_under(plan, work)
@@ -89,9 +86,8 @@ class StrategyChoice:
 class Strategies:
     """Choose the mesh of each layer in each step: the fastest, but no switch for nothing.
 
-    A gain that is at most `min_gain` of the current prediction is less than the error of the model,
-    and does not count. Those that count are summed as long as the layer stays where it is; once the
-    sum pays for a switch, it switches to the mesh that is fastest then.
+    Gains above `min_gain` are summed as long as the layer stays where it is; once the sum pays for
+    a switch, it switches to the mesh that is fastest then.
 
     Args:
         latency: Seconds of a call, the same on every rank: `measure_attention_latency` fits it.
@@ -115,10 +111,7 @@ class Strategies:
     def choose(
         self, loads: Sequence[AttentionLoad], last: StrategyChoice | None = None
     ) -> StrategyChoice:
-        """Choose among a layer's loads on all allowed meshes; `last` is the choice before, if any.
-
-        Of equal predictions the first wins.
-        """
+        """Choose the fastest of a layer's loads on all meshes; `last` is the choice before."""
         seconds_of = {load.degrees: self.latency(load) for load in loads}
         best = min(seconds_of, key=lambda degrees: seconds_of[degrees])
         if last is None:
@@ -160,10 +153,7 @@ class LayerPlans:
         batch: int,
         row_bytes: int,
     ) -> "LayerPlans":
-        """Make the plans of the first step, on the mesh `start` if it is not to be chosen.
-
-        A row is one token of one head of one of the `batch` sequences that are attended alike.
-        """
+        """Make the plans of the first step, for `batch` sequences, on the mesh `start` if set."""
         if strategies is None:
             return cls(reuses)
         loads = {d: AttentionLoad.of_plan(x.ahead, batch, row_bytes) for d, x in reuses.items()}

@@ -1,11 +1,9 @@
 """The work in block masks, and how uneven it is.
 
-A pair of a query block and a key block that a head computes is q_len x kv_len of work, in tokens;
-without lengths every block counts 1, as in db-SP. All sums are of integers below 2^53 in float64,
-so that they are the same on every machine.
+A query block and a key block that a head computes are q_len x kv_len of work, in tokens; without
+lengths 1, as in db-SP. All sums are of integers below 2^53 in float64, the same on every machine.
 
-Legend: H heads, Q query blocks, K key blocks, C columns (key blocks, or ring ranks), U rings, R
-ranks of a ring.
+Legend: see `sparse`; C columns (key blocks, or ring ranks).
 """
 
 import math
@@ -133,9 +131,8 @@ def barrier_ends(tiles: Floats) -> Floats:
 def coupled_ends(tiles: Floats) -> Floats:
     """Return (...) when a ring ends whose ranks wait for their neighbours' transfers alone.
 
-    A transfer is posted when its round starts, at both ends, so a rank starts a round when its own
-    work of the round before is done and both neighbours have started that one:
-    S_i(t+1) = max(S_i(t) + w_i(t), S_{i-1}(t), S_{i+1}(t)). Transfers themselves take no time.
+    A transfer is posted when its round starts, at both ends, and takes no time: S_i(t+1) =
+    max(S_i(t) + w_i(t), S_{i-1}(t), S_{i+1}(t)).
     """
     work = rounds_of(tiles)
     start = np.zeros(work.shape[:-1])
@@ -146,20 +143,15 @@ def coupled_ends(tiles: Floats) -> Floats:
 
 
 def barrier_imbalance(tiles: Floats) -> float:
-    """Return rho of db-SP from (U, R, R) tiles, as for `sparse_imbalance`.
+    """Return rho of db-SP from (U, R, R) tiles; 1 where nothing is to do.
 
-    Max over rings of the sum over rounds of the slowest rank's work, over the mean work of a rank;
-    1 where nothing is to do.
+    Max over rings of the sum over rounds of the slowest rank's work, over the mean work of a rank.
     """
     return _over_mean(barrier_ends(tiles), tiles)
 
 
 def coupled_imbalance(tiles: Floats) -> float:
-    """Return the same where ranks wait for their neighbours alone: at most `barrier_imbalance`.
-
-    Equation 3 overstates what a ring loses: a rank that is late in one round and early in the next
-    delays nobody.
-    """
+    """Return the same where ranks wait for neighbours alone: at most `barrier_imbalance`."""
     return _over_mean(coupled_ends(tiles), tiles)
 
 

@@ -15,8 +15,7 @@ from bascule.plan.solver.solve import Assignment, assign
 class HeadPlan(Assignment):
     """An `Assignment` of heads to ranks, in which heads may be cut along their queries.
 
-    `bin_of` is the rank of each head, of a cut one the rank that it was cut from; where heads are
-    cut, `lower_bound` is that of cut ones: the mean load, or the heaviest query block.
+    `bin_of` is the rank that a cut head was cut from; `lower_bound` is then that of cut heads.
     """
 
     rank_of: Ints  # (heads, q_blocks) rank of each block of a head; (heads, 1) of whole heads
@@ -28,17 +27,14 @@ class HeadPlan(Assignment):
 
 
 def partition_heads(
-    block_counts: npt.ArrayLike,
-    num_ranks: int,
-    *,
-    cut_above: float = 0.01,
+    block_counts: npt.ArrayLike, num_ranks: int, *, cut_above: float = 0.01
 ) -> HeadPlan:
     """Assign attention heads to ranks so that all ranks have the same work.
 
     Ranks may get unequal numbers of heads, or none. A head is cut only where whole heads leave the
     last rank more than `cut_above` over the mean: its keys and values then travel to each of its
-    ranks. The queries that a rank gives away are the last ones that it has of the head; at most
-    num_ranks - 1 cuts even everything out, up to one query block.
+    ranks, of its queries the last ones. At most num_ranks - 1 cuts even everything out, up to a
+    query block.
 
     Args:
         block_counts: (heads,) work of each head, or (heads, q_blocks) of each query block of it,
@@ -80,10 +76,7 @@ def _cut(counts: Floats, rank_of: Ints, loads: Floats, limit: float) -> None:
 
 
 def _piece(counts: Floats, amount: float) -> tuple[int, Ints]:
-    """Return the last query blocks of the heaviest head with one that does not pass the amount.
-
-    Where the last block of each head does, the lightest block of all.
-    """
+    """Return the last query blocks, within the amount, of the heaviest head; or the lightest."""
     for head in np.argsort(-counts.sum(axis=1), kind="stable").tolist():
         blocks = np.flatnonzero(counts[head])[::-1]
         fitting = np.searchsorted(np.cumsum(counts[head, blocks]), amount, side="right")

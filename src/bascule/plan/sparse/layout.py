@@ -24,11 +24,10 @@ MAX_MESH_RANKS = 2**15
 class BlockLayout:
     """The blocks of a sequence at home: a rank has the tokens of a block for all heads.
 
-    A rank has its tokens in the order of the sequence. Rank = ring rank * U + Ulysses rank.
-
-    Heads may have token orders of their own, as in PAROAttention. Tokens are at home as without,
-    but the blocks of a head are cut from its order: their tokens come from many ranks, and `home`
-    is where such a block is computed if the plan leaves it.
+    Tokens are in the order of the sequence. Rank = ring rank * U + Ulysses rank. Where heads have
+    token orders of their own, as in PAROAttention, tokens stay at home, but blocks are cut from the
+    head's order: their tokens come from many ranks, and `home` is where the block is computed by
+    default.
 
     Attributes:
         lens: (n,) tokens of each block.
@@ -52,8 +51,8 @@ class BlockLayout:
     def striped(cls, lens: npt.ArrayLike, ulysses_degree: int, ring_degree: int) -> Self:
         """Put block i on ring rank i mod R, and there on Ulysses rank (i // R) mod U.
 
-        Neighbouring blocks see about as much as each other, so that ring ranks have about the same
-        work before anything is known of the masks.
+        Neighbouring blocks see about as much as each other: work is nearly even before masks are
+        known.
         """
         check_degrees(ulysses_degree, ring_degree)
         lens = ints("lens", lens, None, MAX_LENGTH)
@@ -89,10 +88,7 @@ class BlockLayout:
 
 
 def block_lens(segments: npt.ArrayLike, block: int) -> Ints:
-    """Return (n,) tokens of each block of a sequence of segments, such as text and video.
-
-    Blocks never straddle segments, so the last one of each may be short.
-    """
+    """Return (n,) tokens of each block of a sequence; no block straddles two segments."""
     tokens = ints("segments", segments, None, MAX_LENGTH)
     counts = -(-tokens // whole("block", block, 1))
     lens = np.full(counts.sum(), block, np.int64)

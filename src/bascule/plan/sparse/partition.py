@@ -1,8 +1,7 @@
 """Blocks over the ranks of a ring: queries stay on their rank, keys travel from theirs.
 
-Neighbouring blocks see about as much as each other, so blocks dealt in turns (stripes) are nearly
-even before anything is known of the masks. Where that is not enough, blocks move one at a time from
-the rank that its ring waits for longest, to where the end of the ring falls most.
+Blocks dealt in turns (stripes) are nearly even. Where that is not enough, blocks move one at a time
+from the rank that its ring waits for longest, to where the end of the ring falls most.
 
 Legend: Q query blocks, K key blocks, R ranks of the ring; n blocks of one kind, m of the other.
 """
@@ -146,11 +145,7 @@ def _moved(
 
 
 def _best_move(side: _Side) -> tuple[float, int, int]:
-    """Return the least end of the ring that one move gives, the block, and the rank it goes to.
-
-    Blocks are those of the rank that the ring waits for longest: without it the end would fall
-    most. An end of inf: no move helps. Takes O(n R^2).
-    """
+    """Return the least end of the ring by one move (inf: none), its block, its rank. O(n R^2)."""
     rounds, size = rounds_of(side.tiles), len(side.tiles)
     ranked: Floats = np.sort(rounds, axis=0)
     waits: Floats = np.where(rounds == ranked[-1], ranked[-1] - ranked[-2], 0.0).sum(axis=1)

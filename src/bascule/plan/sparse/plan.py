@@ -1,8 +1,4 @@
-"""A plan for block-sparse attention on a mesh of rings, and its index tables.
-
-Legend: H heads, Q query blocks, K key blocks, U rings (Ulysses ranks), R ranks of a ring. Rank =
-ring rank * U + Ulysses rank.
-"""
+"""A plan for block-sparse attention, and its index tables. Legend: see `sparse`."""
 
 import hashlib
 from collections.abc import Sequence
@@ -112,10 +108,7 @@ class SparsePlan:
 
     @cached_property
     def kv_rank_of(self) -> Ints:
-        """(U, num_kv_heads, K) rank that gets a key block for each ring; -1: the ring needs none.
-
-        A key-value head is in every ring that has queries of one of its heads.
-        """
+        """(U, num_kv_heads, K) rank that gets a key block for each ring; -1: not needed."""
         group = self.ring_of.shape[0] // self.num_kv_heads
         heads = self.ring_of.reshape(self.num_kv_heads, group * self.ring_of.shape[1])
         rings = np.arange(self.ulysses_degree)
@@ -151,11 +144,7 @@ class SparsePlan:
 
     @property
     def moved(self) -> tuple[float, float]:
-        """Share of rows (tokens of heads) of queries, and of keys, on another ring rank than home.
-
-        Rows on their home ring rank need the exchange of Ulysses alone. Where heads have token
-        orders, about 1 - 1 / R of the rows move, whatever the plan.
-        """
+        """Shares of the rows of queries, and of keys, on another ring rank than home."""
         ring, ulysses = self.ring_degree, self.ulysses_degree
         shape = ring, ulysses, ring, ulysses
         by_ring = [rows.reshape(shape).sum(axis=(1, 3)) for rows in self.rows_between]
@@ -170,18 +159,12 @@ class SparsePlan:
 
     @cached_property
     def routed_rows(self) -> Ints:
-        """(num_ranks,) rows of a head and a token that each rank sends: q, k and v, outputs home.
-
-        Keys and values go once to each ring that needs them.
-        """
+        """(num_ranks,) rows (a head, a token) that each rank sends: q, k and v, outputs home."""
         q, kv = (rows - np.diag(rows.diagonal()) for rows in self.rows_between)
         return q.sum(axis=1) + q.sum(axis=0) + 2 * kv.sum(axis=1)
 
     def traffic(self, rank: int, row_bytes: int) -> Traffic:
-        """Return what a rank sends in a forward pass: routed rows, and keys and values in its ring.
-
-        A row is of one head of a token in the whole batch.
-        """
+        """Return what a rank sends in a forward pass: routed rows, and keys and values."""
         passed = sum(int(self.kv_rows(owner).lens.sum()) for owner in self.owners(rank)[:-1])
         return Traffic(routed=int(self.routed_rows[rank]) * row_bytes, ring=2 * passed * row_bytes)
 
@@ -205,8 +188,8 @@ class SparsePlan:
         """Return one rank's part in the exchange of q, k and v from home to where they are used.
 
         Rows are those of q (batch, H, tokens, D), then of k and of v (batch, num_kv_heads, tokens,
-        D); they arrive by tensor, batch item, head and block, as in `q_rows` and `kv_rows`. Keys
-        that several rings need are sent to each: such an exchange has no inverse.
+        D); they arrive by tensor, batch item, head and block. Keys go to each ring that needs them:
+        then there is no inverse.
         """
         travels = ((self._q_travel, batch), (self._kv_travel, 2 * batch))
         return route_of(travels, rank, self.num_ranks)

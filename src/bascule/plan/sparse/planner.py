@@ -1,7 +1,4 @@
-"""Make plans for block-sparse attention, and put other work under a plan.
-
-Legend: H heads, Q query blocks, K key blocks, U rings (Ulysses ranks), R ranks of a ring.
-"""
+"""Make plans for block-sparse attention, and put other work under a plan. Legend: see `sparse`."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -107,8 +104,7 @@ def sparse_imbalance(
     """Return rho of db-SP: the slowest rank's work over the mean, summed over rounds.
 
     Ranks of a ring wait for each other after each of its R rounds, rings only at the end: equation
-    2 with R = 1, equation 3 with U = 1, and else the reading of the paper's public code. Equation 1
-    taken literally would have all ranks wait for each other after every round.
+    2 with R = 1, equation 3 with U = 1, and else the reading of the paper's public code.
 
     Args:
         masks: (H, Q, K) bool.
@@ -123,10 +119,7 @@ def sparse_imbalance(
 def critical_path_imbalance(
     masks: npt.ArrayLike, ulysses_degree: int, ring_degree: int, plan: SparsePlan | None = None
 ) -> float:
-    """Return the same for a ring whose ranks wait for their neighbours alone, as they in fact do.
-
-    Takes the same arguments as `sparse_imbalance`, and is at most as large.
-    """
+    """Return the same where ranks wait for their neighbours alone, as they in fact do."""
     return _under_masks(masks, ulysses_degree, ring_degree, plan).critical_path_imbalance
 
 
