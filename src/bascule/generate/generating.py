@@ -71,10 +71,7 @@ class Generation:
         return self.prompts[place].steps or int(self._takes[_NAMES["steps"]].default)
 
     def run(self, on_step: Callable[[int], None]) -> list[dict[str, Any]]:
-        """Make the missing outputs; return the records of these, of all replicas.
-
-        Each denoising step of this replica ends with `on_step(place of the prompt)`.
-        """
+        """Make the missing outputs, calling `on_step(place)` a step; return all their records."""
         for place in self.todo:
             with shared(f"making {self.names[place]}"):
                 self._make(place, on_step)
@@ -193,11 +190,7 @@ def _check_size(place: int, prompt: Prompt, frames: Sequence[Image.Image]) -> No
 
 
 def is_guided(prompt: Prompt, takes: Mapping[str, Any]) -> bool:
-    """Return whether a pipeline computes two branches for a prompt, by its arguments.
-
-    With a negative prompt as argument it does so if its scale is above 1. With `true_cfg_scale` it
-    also needs a negative prompt. Other scales are inputs of a distilled model, with one branch.
-    """
+    """Return True if a pipeline computes two branches; a distilled model's scale is an input."""
     if "negative_prompt" not in takes:
         return False
     if "true_cfg_scale" in takes and prompt.negative_prompt is None:

@@ -21,16 +21,13 @@ _Degree = Annotated[int | None, Range(1, 2**16)]
 class GenerateOptions(Outputs, RankOptions):
     """Make images or videos with a pipeline of diffusers, shared by all local ranks.
 
-    A file beside each output holds its prompt and the seconds of each phase. Outputs that exist are
-    not made again: run the same command again to resume a list of prompts.
+    A file beside each output holds its prompt and times. Outputs that exist are not made again.
 
     Attributes:
-        model: Folder of a pipeline of diffusers; or tiny, or tiny-wan for videos, with random
-            weights.
+        model: Folder of a pipeline of diffusers; or tiny, or tiny-wan for videos (random weights).
         prompt: Text of an output, once or several times.
-        prompts: File of prompts: one a line, or JSON objects (.jsonl) with "prompt" and the values
-            that differ from the options: "negative_prompt", "width", "height", "frames", "steps",
-            "guidance", "seed".
+        prompts: File of prompts: one a line, or JSON objects (.jsonl) with "prompt" and other
+            options: "negative_prompt", "width", "height", "frames", "steps", "guidance", "seed".
         negative_prompt: Text to keep away from, where the pipeline guides with it.
         width: Pixels; the pipeline's default if not given, and 256 of a tiny one.
         height: Pixels; as for the width.

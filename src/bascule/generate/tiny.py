@@ -1,7 +1,4 @@
-"""Tiny models of diffusers and transformers with random weights, to try a command without files.
-
-Imports no torch and neither library before they are needed.
-"""
+"""Tiny models with random weights, to try a command without files; torch loads when needed."""
 
 import importlib
 from collections.abc import Callable
@@ -9,8 +6,7 @@ from typing import Any, TypeVar
 
 from bascule.errors import ConfigError
 
-TINY, TINY_WAN = "tiny", "tiny-wan"
-"""Names in place of a folder: models as of Flux, or as of Wan for videos."""
+TINY, TINY_WAN = "tiny", "tiny-wan"  # in place of a folder: as Flux, or as Wan for videos
 
 _TEXT_DIM = 64
 _TOKENS = 64  # of a prompt

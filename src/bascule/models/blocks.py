@@ -1,10 +1,6 @@
-"""Blocks of the MM-DiT on packed tokens.
+"""Blocks of the MM-DiT on packed tokens; without rows they run too, and give zero gradients.
 
-No step depends on the number of rows, so a rank with text only, images only or nothing runs the
-same modules in the same order, and gives zero gradients where it has no rows.
-
-Shapes: T tokens (t text, i image), N samples, C model width, H heads, D head_dim, F a
-projection's width.
+Shapes: T tokens (t text, i image), N samples, C model width, H heads, D head_dim, F features.
 """
 
 import math
@@ -25,13 +21,10 @@ SINUSOID_MAX_PERIOD = 10_000.0
 
 
 def sinusoid(scalar_N: Tensor) -> Tensor:
-    """Embed a timestep in [0, 1] or a guidance scale: cosines, then sines, of 1000x the value.
-
-    Frequencies are rounded to float32, as they were where FLUX was trained: at an argument of 1000
-    that rounding is visible.
-    """
+    """Embed a timestep in [0, 1] or a guidance scale: cosines, then sines, of 1000x the value."""
     half = SINUSOID_DIM // 2
     step = torch.arange(half, dtype=torch.float32, device=scalar_N.device)
+    # Rounded to float32, as where FLUX was trained: at an argument of 1000 that is visible.
     frequency = torch.exp(-math.log(SINUSOID_MAX_PERIOD) * step / half)
     scalar_N = scalar_N.to(torch.promote_types(scalar_N.dtype, torch.float32))
     angle = (1000.0 * scalar_N).unsqueeze(1) * frequency
@@ -103,14 +96,14 @@ class Stream(nn.Module):
     def project(
         self, x_TC: Tensor, tables: tuple[Tensor, ...], slot_T: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Before attention: q, k and v of this modality's tokens."""
+        """Return q, k and v of this modality, before attention."""
         shift, scale = tables[:2]
         return self.heads(self.qkv(modulated_norm(x_TC, shift, scale, slot_T)))
 
     def finish(
         self, x_TC: Tensor, attended_TC: Tensor, tables: tuple[Tensor, ...], slot_T: Tensor
     ) -> Tensor:
-        """After attention: output projection and MLP, each gated into the residual."""
+        """Add the output projection and the MLP, gated, after attention."""
         attention_gate, shift, scale, mlp_gate = tables[2:]
         x_TC = x_TC + scale_rows(self.out(attended_TC), attention_gate, slot_T)
         hidden_TF = self.mlp_in(modulated_norm(x_TC, shift, scale, slot_T))

@@ -1,7 +1,4 @@
-"""Weights of FLUX as diffusers stores them, as the packed MM-DiT has them, and back.
-
-Neither direction rounds: rows are put side by side, or apart. diffusers itself is not needed.
-"""
+"""Weights of FLUX by diffusers' names and by the packed MM-DiT's; neither way rounds."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

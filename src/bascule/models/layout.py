@@ -11,15 +11,11 @@ from bascule.models.rows import permute_rows
 
 
 class Interleaving:
-    """The rows of a packed tensor that are text, and those that are image tokens.
-
-    Without `num_text` the mask is counted, for which the host waits for its device.
-    """
+    """Text and image rows of a packed tensor; without `num_text` the host waits to count."""
 
     def __init__(self, is_image_T: Tensor, num_text: int | None = None) -> None:
         _check(is_image_T)
-        # int64 (T,), packed rows with the text rows first, each modality in packed order
-        self.order = is_image_T.to(torch.uint8).argsort(stable=True)
+        self.order = is_image_T.to(torch.uint8).argsort(stable=True)  # int64 (T,), text first
         self.inverse = self.order.argsort()  # int64 (T,), the permutation back
         self.num_text = count_text(is_image_T) if num_text is None else num_text
 
@@ -47,12 +43,7 @@ def _check(is_image_T: Tensor) -> None:
 
 
 class TokenLayout:
-    """Rows, samples and angles of the tokens, built once a step and shared by all blocks.
-
-    Not a dataclass on purpose: FSDP2 rebuilds the dataclasses among a module's arguments with
-    their floating point tensors cast to the parameters' dtype, and rotary tables in bf16 are
-    wrong. It leaves other objects alone.
-    """
+    """Rows, samples and angles of tokens for all blocks; no dataclass, which FSDP2 would cast."""
 
     def __init__(
         self,

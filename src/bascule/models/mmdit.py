@@ -1,7 +1,5 @@
 """The packed MM-DiT: FLUX's blocks on one flat tensor of interleaved text and image tokens.
 
-No padding, and no knowledge of ranks: an `Exchange` moves tokens and attends.
-
 Shapes: T tokens (t text, i image), N samples, C model width.
 """
 
@@ -25,20 +23,14 @@ from bascule.models.rope import rotary_table
 
 
 class PackedBatch:
-    """One rank's samples as its loader gave them, before any routing.
-
-    Not a dataclass, for the reason that `TokenLayout` is not: FSDP2 would round timesteps and
-    positions to the parameters' dtype. The model casts what may be cast.
-    """
+    """One rank's samples before routing; no dataclass, since FSDP2 would round positions."""
 
     def __init__(
         self,
         *,
         image_tokens: Tensor,  # (i, in_channels) of all samples
         text_tokens: Tensor,  # (t, text_dim) of all samples
-        # bool (T,), T = t + i, by row of the packed order. Leave it on the host, on all ranks: one
-        # on a device is read once a forward pass, and the host waits for that.
-        is_image: Tensor,
+        is_image: Tensor,  # bool (T,), T = t + i, packed; on the host, since it is read there
         pos: Tensor,  # (T, number of axes) coordinates of the tokens, float32, float64 or integer
         timestep: Tensor,  # (N,) in [0, 1], float32 or float64
         pooled: Tensor,  # (N, vec_dim)
@@ -56,9 +48,7 @@ class PackedBatch:
 class MMDiT(nn.Module):
     """Packed multimodal diffusion transformer, parameter for parameter a FLUX.
 
-    `forward` is the entry, as FSDP2 wants it; its stages `embed`, `condition` and `blocks` can
-    also be called one by one. Shard and checkpoint the members of `double_blocks` and
-    `single_blocks`.
+    Shard and checkpoint the members of `double_blocks` and `single_blocks`.
     """
 
     def __init__(self, config: MMDiTConfig) -> None:
@@ -74,12 +64,7 @@ class MMDiT(nn.Module):
         self.final = FinalLayer(config)
 
     def forward(self, batch: PackedBatch, exchange: Exchange) -> Tensor:
-        """Predict every token's velocity, (T, in_channels) in the batch's order.
-
-        Rows of text tokens carry no meaning. Of the exchange (on one process a `LocalExchange`):
-        one `gather_samples`, one `route`, one `restore`, one `attend` a block; one `count_routed`,
-        where the mask is on the host and the tokens are not.
-        """
+        """Predict velocities (T, in_channels) in the batch's order; text rows carry no meaning."""
         vec_NC = exchange.gather_samples(
             self.condition(batch.timestep, batch.pooled, batch.guidance)
         )
@@ -94,10 +79,7 @@ class MMDiT(nn.Module):
         return exchange.restore(self.blocks(moved["x"], vec_NC, layout, exchange.attend))
 
     def embed(self, image_tokens: Tensor, text_tokens: Tensor, is_image: Tensor) -> Tensor:
-        """Project both modalities to the model width and interleave them: (T, C) in packed order.
-
-        `is_image` (T,) says which packed rows are image tokens; on a device it is read once.
-        """
+        """Project both modalities, and interleave them by `is_image` (T,), to (T, C)."""
         _check_text(count_text(is_image), is_image, text_tokens)
         is_image = is_image.to(text_tokens.device, non_blocking=True)
         return self._embed(image_tokens, text_tokens, is_image)
@@ -116,8 +98,7 @@ class MMDiT(nn.Module):
     def condition(self, timestep: Tensor, pooled: Tensor, guidance: Tensor | None = None) -> Tensor:
         """Return one vector a sample, (N, C), from its timestep and its pooled text (N, vec_dim).
 
-        Timesteps are in [0, 1], in float32 or float64, since bf16 cannot tell 0.999 from 1. There
-        is a guidance scale (N,) if and only if the model was configured with guidance.
+        Timesteps are in [0, 1], in float32 or float64, since bf16 cannot tell 0.999 from 1.
         """
         if (guidance is not None) != self.config.guidance:
             has, got = ("has", "no") if self.config.guidance else ("has no", "a")
@@ -130,10 +111,7 @@ class MMDiT(nn.Module):
     def layout(
         self, is_image: Tensor, pos: Tensor, slot: Tensor, num_text: int | None = None
     ) -> TokenLayout:
-        """Index a step's tokens once, for all blocks; `slot` (T,) is the row of a token's vector.
-
-        Without `num_text` the text tokens are counted in the mask, for which the host waits.
-        """
+        """Index tokens once for all blocks; `slot` (T,) is the row of each token's vector."""
         num_axes = len(self.config.axes_dim)
         if pos.shape != (is_image.shape[0], num_axes):
             raise ConfigError(
@@ -144,10 +122,7 @@ class MMDiT(nn.Module):
         return TokenLayout(is_image=is_image, slot=slot, rotary=rotary, num_text=num_text)
 
     def blocks(self, x_TC: Tensor, vec_NC: Tensor, layout: TokenLayout, attend: Attend) -> Tensor:
-        """Run all blocks and the final projection, to (T, in_channels) with rows of text tokens.
-
-        `vec_NC` are the vectors that the layout's slots point to.
-        """
+        """Run all blocks and the final projection, to (T, in_channels) with rows of text tokens."""
         text_tC, image_iC = layout.interleaving.split(x_TC)
         for block in self.double_blocks:
             text_tC, image_iC = block(text_tC, image_iC, vec_NC, layout, attend)
@@ -158,11 +133,9 @@ class MMDiT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int, *, adaln_zero: bool = False) -> None:
-        """Draw all parameters, the same on every machine and in every dtype. Call before sharding.
+        """Draw all parameters before sharding, the same on every machine and in every dtype.
 
-        Weights have variance 1/fan-in, biases a deviation of 0.02, norms are one: every parameter
-        gets a gradient at the first step. With `adaln_zero` modulations and the last projection are
-        zero, as diffusion transformers are trained: blocks pass their input on, the output is zero.
+        With `adaln_zero`, modulations and the last projection are zero, and so is the output.
         """
         generator = torch.Generator().manual_seed(seed)
         for module in self.modules():
@@ -180,7 +153,7 @@ class MMDiT(nn.Module):
 
 
 def _routed_text(batch: PackedBatch, routed: Tensor, exchange: Exchange) -> int:
-    """Return how many routed tokens are text, from the device only where the host cannot know."""
+    """Count routed text tokens, on the device only where the host cannot know."""
     if batch.is_image.is_cpu and not routed.is_cpu:
         return exchange.count_routed(~batch.is_image)
     num_own, num_text = torch.stack([(~batch.is_image).sum(), (~routed).sum()]).tolist()

@@ -13,18 +13,13 @@ from torch.nn import functional
 from bascule.errors import ConfigError
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Attention inside each packed sequence: q (T, H, D), k and v (T, kv heads, D) to (T, H, D).
-
-Rows are in packed order. Inputs may be strided views.
-"""
+"""Attention in packed sequences: q (T, H, D), k and v (T, kv heads, D) to (T, H, D)."""
 
 
 class Exchange(Protocol):
-    """One step's movement of tokens between ranks.
+    """One step's movement of tokens between ranks, which call all methods in the same order.
 
-    All methods are differentiable, and every rank calls them in the same order. An implementation
-    must not be a dataclass: FSDP2 copies dataclasses among a root module's arguments and casts
-    their tensors.
+    All methods are differentiable. No implementation is a dataclass: FSDP2 would cast its tensors.
     """
 
     @property
@@ -42,10 +37,7 @@ class Exchange(Protocol):
         ...
 
     def count_routed(self, is_marked: Tensor, /) -> int:
-        """Count the marked rows that `route` brings here; marks are bool (T before), on the host.
-
-        Called where the mask of a batch is on the host, and its tokens are on a device.
-        """
+        """Count the marked rows, bool (T before) on the host, that `route` brings here."""
         ...
 
     def gather_samples(self, vec: Tensor, /) -> Tensor:
@@ -62,12 +54,7 @@ class Exchange(Protocol):
 
 
 class LocalExchange:
-    """The exchange of a single process: nothing moves.
-
-    Its own attention is a reference: one masked call over all tokens, quadratic in their total.
-    Pass a packed kernel as `attend` for anything large. `seq_lens` are the tokens of each sequence
-    in packed order; zeros and an empty list are legal.
-    """
+    """The exchange of one process. Its own attention is a reference, quadratic in all tokens."""
 
     def __init__(
         self,

@@ -10,16 +10,13 @@ from torch import Tensor
 def rotary_table(
     pos_TA: Tensor, axes_dim: tuple[int, ...], theta: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine of every token's angles, (T, D/2) each.
-
-    Angles are formed in float64: at position 4096 a float32 angle is off by 2e-4. The tables are
-    float64 for activations (`dtype`) in float64, else float32.
-    """
+    """Return cosine and sine of every token's angles, (T, D/2) each, in float32 at least."""
     device = pos_TA.device
     axes = [torch.full((dim // 2,), axis, device=device) for axis, dim in enumerate(axes_dim)]
     exponents = [
         torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim for dim in axes_dim
     ]
+    # Angles in float64: at position 4096 a float32 angle is off by 2e-4.
     radians_P = theta ** -torch.cat(exponents)
     angle_TP = pos_TA.double().index_select(1, torch.cat(axes)) * radians_P
     table_dtype = torch.promote_types(dtype, torch.float32)

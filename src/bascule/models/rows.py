@@ -19,11 +19,7 @@ def sum_rows(values_TC: Tensor, slot_T: Tensor, num_rows: int) -> Tensor:
 
 
 def sum_rows_by_matmul(values_TC: Tensor, slot_T: Tensor, num_rows: int) -> Tensor:
-    """Return the same sum as a product with a one-hot matrix.
-
-    On an accelerator thousands of tokens share a row: `index_add` there means contended atomics in
-    no fixed order, which in bf16 also round after every addition. A matmul has neither flaw.
-    """
+    """Return the same as a one-hot product: no atomics, whose order and rounding vary."""
     rows_N1 = torch.arange(num_rows, device=slot_T.device).unsqueeze(1)
     return (rows_N1 == slot_T).to(values_TC.dtype) @ values_TC
 
@@ -82,11 +78,7 @@ def look_up(table_NC: Tensor, slot_T: Tensor) -> Tensor:
 
 
 def scale_rows(x_TC: Tensor, table_NC: Tensor, slot_T: Tensor) -> Tensor:
-    """Multiply each token by its sample's row.
-
-    `x * table[slot]`, except that the gathered (T, C) factor is not kept for the backward: the
-    table has a few rows, so gathering again costs less than holding it.
-    """
+    """Return `x * table[slot]`; the backward gathers again, to keep no (T, C) factor."""
     return _Scale.apply(x_TC, table_NC, slot_T)
 
 

@@ -1,7 +1,4 @@
-"""Training in balance: one step of it, how fast ranks are, and `bascule train`.
-
-Names load their modules at first use, since options are parsed without torch.
-"""
+"""Balanced training; modules load at first use, since options are parsed without torch."""
 
 import importlib
 from typing import TYPE_CHECKING

@@ -1,9 +1,4 @@
-"""Checkpoints of a run: published by a rename, so that each is whole or not there.
-
-The ranks write their shards into `step-00000120.tmp`. When all are on the disk, the first rank
-renames the folder. A kill at any moment leaves the earlier checkpoints, and such a folder at most,
-which the next save removes. Any number of ranks can load a checkpoint.
-"""
+"""Checkpoints of a run, for any number of ranks; a rename makes each one whole or absent."""
 
 import json
 import os
@@ -57,7 +52,7 @@ class Facts:
 
 
 def check_facts(checkpoint: Path, facts: Facts) -> None:
-    """Refuse to resume if the losses would be of another run, or samples would be left out."""
+    """Refuse to resume if losses would be of another run, or samples be left out."""
     try:
         stored = json.loads((checkpoint / _FACTS).read_text())
         saved, num_samples = dict[str, str](stored["settings"]), int(stored["num_samples"])
@@ -87,16 +82,12 @@ class Checkpoints:
 
     def __init__(self, folder: Path, group: RankGroup, facts: Facts, keep: int) -> None:
         self.folder, self._group, self._facts, self._keep = folder, group, facts, keep
-
         self._on_first_rank("make the folder", 0, lambda: folder.mkdir(parents=True, exist_ok=True))
         error = ConfigError(f"{folder}: give a folder that all ranks can see")
         agree(group, {}, None if folder.is_dir() else error, what="the folder for checkpoints")
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer) -> Path:
-        """Save after a step, and remove the oldest; return the checkpoint.
-
-        If a rank cannot write, all raise CommError, and the earlier checkpoints are as before.
-        """
+        """Save and return a checkpoint, remove the oldest; all raise CommError if a rank cannot."""
         whole = self.folder / f"step-{step:08d}"
         part = whole.with_suffix(".tmp")
         self._on_first_rank("begin to save", step, lambda: self._prepare(part))
@@ -136,7 +127,7 @@ class Checkpoints:
         agree(self._group, {}, error, what=what, step=step)
 
     def _prepare(self, part: Path) -> None:
-        for old in self.folder.glob("step-*.tmp"):
+        for old in self.folder.glob("step-*.tmp"):  # of a save that was killed
             shutil.rmtree(old)
         part.mkdir()
 
@@ -176,7 +167,6 @@ def _sync(folder: Path) -> None:
 
 
 def _cause(error: CheckpointException) -> str:
-    """Name the first rank that failed, and its error."""
     rank, (failure, _) = min(error.failures.items())
     lines = str(failure).strip().splitlines() or [type(failure).__name__]
     return f"rank {rank}: {lines[0]}"

@@ -1,4 +1,4 @@
-"""Frozen encoders before the model: a VAE and a text encoder, and a step that uses them in balance.
+"""Frozen encoders before the model, and their balanced stages of a step.
 
 Shapes: F frames, H x W pixels, C latent channels, f latent frames of h x w, L tokens, p patch side.
 """
@@ -31,8 +31,7 @@ from bascule.workload.codes import PATCH_PIXELS
 from bascule.workload.photos import PhotoOptions, mean_text
 from bascule.workload.streams import RawBatch, SampleBatch, Widths, pack_batch, sample_normals
 
-TEXT_ENCODER, VAE, TRANSFORMER = "text_encoder", "vae", "transformer"
-"""Names of the stages of a step, in reports."""
+TEXT_ENCODER, VAE, TRANSFORMER = "text_encoder", "vae", "transformer"  # stages
 
 _LATENT_PATCH = 2  # side of the latents of one token
 _MOST_TOKENS = 2**20  # of a caption; tokenizers without a limit say 1e30
@@ -44,10 +43,7 @@ _TEXTS = {"t5": "T5EncoderModel", "umt5": "UMT5EncoderModel", "clip_text_model":
 
 
 class LatentEncoder(nn.Module):
-    """A frozen VAE that maps pixels to the mean and the deviation of their latents.
-
-    Items are encoded one by one, so the output of an item does not depend on the others.
-    """
+    """A frozen VAE: pixels to mean and deviation of their latents, item by item."""
 
     def __init__(self, vae: nn.Module) -> None:
         super().__init__()
@@ -88,10 +84,7 @@ class LatentEncoder(nn.Module):
         return [{"pixels": part[None].contiguous()} for part in parts]
 
     def latents(self, features: Sequence[Tensor], normals: Tensor) -> Tensor:
-        """Draw the latents (C, f, h, w) of a sample from the outputs of `forward` for its items.
-
-        They are normalised as in the VAE's pipelines. `normals` holds a standard normal a latent.
-        """
+        """Draw the normalised latents (C, f, h, w) of a sample from features and a normal each."""
         frames = [one[0] if self.is_video else one[0, :, None] for one in features]
         mean, std = torch.cat(frames, dim=1).chunk(2)
         drawn = mean + std * normals.view_as(mean).to(mean)
@@ -224,7 +217,6 @@ def _load_text(name: str, dtype: torch.dtype, transformers: Any) -> TextEncoder:
 
 
 def _config_of(folder: Path, what: str) -> dict[str, Any]:
-    """Read the config of a model's folder."""
     path = folder / "config.json"
     try:
         config = parse_json(path.read_text(encoding="utf-8"), str(path))
@@ -240,11 +232,7 @@ def _one_of(names: Sequence[str]) -> str:
 
 
 class EncoderStages:
-    """Encodes the samples of a step in balance: text encoder, then VAE; tokens return to the owner.
-
-    All ranks make it and call it together. Each sample has its own random numbers, so its latents
-    do not depend on the rank that encodes it. The watch adds up the seconds of each stage.
-    """
+    """Encodes samples in balance, text first; latents do not depend on the encoding rank."""
 
     def __init__(
         self,
@@ -326,7 +314,6 @@ class EncoderStages:
     def _pack(
         self, batch: RawBatch, images: Iterator[Tensor], texts: Iterator[Tensor]
     ) -> SampleBatch:
-        """Pack the next samples."""
         num, of_batch = len(batch.ids), list(islice(texts, len(batch.ids)))
         no_image, no_text = (
             torch.empty(0, width, device=self._device)
@@ -342,7 +329,7 @@ class EncoderStages:
 
 
 def _size_of(item: Mapping[str, Any]) -> int:
-    """Return the values of an item: tokens, or pixels, which decide the time of convolutions."""
+    """Return the tokens or pixels of an item."""
     (x,) = item.values()
     return x.shape[1:].numel()
 
@@ -352,10 +339,7 @@ def _cost_of(
     device: torch.device,
     mesh_or_group: "DeviceMesh | dist.ProcessGroup",
 ) -> Cost:
-    """Return the cost of an item: a VAE's is its pixels, a text encoder is measured on all ranks.
-
-    Captions are short and each is a call, so the overhead of a call decides.
-    """
+    """Return the cost of an item: pixels of a VAE; a call of a text encoder is measured."""
     if isinstance(module, LatentEncoder):
         return PolynomialCost(quadratic=0.0, linear=1.0, constant=0.0)
     lengths = np.unique(np.geomspace(4, min(module.most_tokens, _LONGEST), 6).round().astype(int))

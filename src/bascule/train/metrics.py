@@ -26,11 +26,7 @@ _EVEN = 1.05
 
 
 class StepReports:
-    """Compares the steps of a run with their plans.
-
-    A plan's prediction becomes seconds by the median rate of the last steps, so the first step has
-    none.
-    """
+    """Compares steps with plans; the median rate of earlier steps gives a prediction in seconds."""
 
     def __init__(self, parts: Sequence[str] = PARTS) -> None:
         self._parts = parts
@@ -39,10 +35,7 @@ class StepReports:
     def report(
         self, step: int, loss: float, plans: Sequence[Plan], seconds: Floats, work: Floats
     ) -> dict[str, Any]:
-        """Return the record of a step, as plain values.
-
-        `seconds` is (ranks, parts). `work` is (ranks, microbatches), seconds in the model's blocks.
-        """
+        """Return a record from seconds (ranks, parts) and work in blocks (ranks, microbatches)."""
         loads = np.stack([plan.loads for plan in plans], axis=1)
         rate = median(self._rates) if self._rates else None
         predicted, measured = float(loads.max(axis=0).sum()), float(work.max(axis=0).sum())
@@ -65,7 +58,7 @@ class StepReports:
 
 
 def _slowest(loads: Floats, work: Floats) -> dict[str, Any]:
-    """Find the rank that worked longest, and whether its plan or its speed is the reason."""
+    """Find the slowest rank, and the reason: its plan or its speed."""
     rank = int(work.argmax())
     planned = float(loads[rank] / max(loads.mean(), 1e-300))
     took = float(work[rank] / max(work.mean(), 1e-300))
@@ -79,11 +72,7 @@ def _slowest(loads: Floats, work: Floats) -> dict[str, Any]:
 
 
 class MetricsLog:
-    """The records of a run: lines of `metrics.jsonl`, and events for TensorBoard if installed.
-
-    Records after `first_step` are of steps that were never saved, and are removed. Raises
-    ConfigError if a file cannot be written, here and later.
-    """
+    """Records of a run in `metrics.jsonl` and TensorBoard; those after `first_step` are removed."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         self._path, self._board = folder / "metrics.jsonl", None

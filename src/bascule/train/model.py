@@ -84,13 +84,9 @@ def measure_cost(
     kernel: str | None = None,
     repeats: int = 3,
 ) -> TransformerCost:
-    """Time the model's blocks on packs of equal sequences, forward and backward; fit their cost.
+    """Time the blocks on packs of equal sequences, on all ranks at once; fit their cost.
 
-    Each pack holds about as many tokens as the longest sequence, so overheads and caches are the
-    same in all, and attention alone differs. The projection after the blocks counts too.
-
-    All ranks measure at once, since they may share memory and power, and use the mean of their
-    medians: one all-reduce, and the same cost everywhere.
+    Packs hold about as many tokens as the longest sequence, so only attention differs.
     """
     model = block_of_each_kind(config, device, dtype)
     num_blocks = config.num_double + config.num_single
@@ -124,7 +120,7 @@ def _forward_backward(call: BlockCall) -> None:
 
 
 def median_seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Time a run on this rank: one to warm up, then the median of the repeats."""
+    """Return the median of the repeats, after a run to warm up."""
     probe = Probe("work", "run", device.type, 0, 0.0, run)
     return median([seconds_of(probe, device) for _ in range(repeats + 1)][1:])
 

@@ -1,7 +1,4 @@
-"""Options of `bascule train`, those that it shares with `bascule bench`, and the steps of a run.
-
-Imports no torch.
-"""
+"""Options of `bascule train`, some also of `bench`, and steps of a run. Imports no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +10,7 @@ from bascule.options import LONGEST_S, Range, RankOptions, flag
 from bascule.plan.topology import Topology
 from bascule.workload.codes import parse_data_codes
 
-MAX_TOKENS = 2**22
-"""Most tokens of a sample, and of a rank in a step."""
+MAX_TOKENS = 2**22  # of a sample, and of a rank in a step
 
 _DEFAULT_STEPS = 100
 _DEFAULT_BATCH = 8
@@ -29,21 +25,17 @@ class RunOptions(RankOptions):
     """A model, its data, and the ranks that train it.
 
     Attributes:
-        photos: Folder of photos and clips of any size; captions in NAME.txt or captions.jsonl are
-            optional.
+        photos: Folder of photos and clips; captions in NAME.txt or captions.jsonl are optional.
         data: Data codes of a synthetic mix, for example g1b8i256f1s0,g1b2i512f1s0.
         topology: Compute bags, for example g2n1; one rank a bag if not given.
-        clip_frames: Most frames of a clip in --photos (a video file, or a subfolder of numbered
-            frames); 0 takes photos alone.
+        clip_frames: Most frames of a clip (video, or subfolder of frames); 0 takes photos alone.
         max_tokens: Photos and clips with more tokens are scaled down.
         d_model: Model width.
         num_heads: Attention heads.
         num_double: Blocks with separate weights for text and image.
         num_single: Blocks with shared weights.
-        vae: Folder of a VAE of diffusers, frozen, whose latents take the place of pixels; or tiny,
-            or tiny-wan for clips, with random weights.
-        text_encoder: Folder of a T5, UMT5 or CLIP text encoder of transformers, frozen, whose
-            embeddings take the place of a caption's bytes; or tiny, with random weights.
+        vae: Folder of a frozen VAE of diffusers; or tiny, or tiny-wan for clips (random weights).
+        text_encoder: Folder of a frozen T5, UMT5 or CLIP of transformers; or tiny (random weights).
         checkpoint: Recompute activations in the backward.
         dtype: Dtype of parameters and activations in forward and backward.
         gamma: Cost of an attention FLOP over one of a linear layer; measured first if not given.
@@ -91,24 +83,20 @@ class RunOptions(RankOptions):
 class TrainOptions(RunOptions):
     """Train a packed MM-DiT on photos, clips and captions; save, stop and resume.
 
-    The samples of a step depend on the seed and the step alone, so a run may be resumed on any
-    number of ranks. SIGTERM saves and ends all ranks with exit status 0.
+    A run may be resumed on any number of ranks. SIGTERM saves and ends with exit status 0.
 
     Attributes:
-        steps: Steps in all, those before a resume included; 100 if neither they nor --epochs are
-            given.
+        steps: Steps in all, those before a resume included; 100 if --epochs is not given either.
         epochs: Times that each photo and clip is trained on, in place of --steps.
         batch_size: Samples of a step, over all ranks; 8, or those of all data codes, if not given.
         accumulate: Microbatches of a step.
-        encode_ahead: Let --vae and --text-encoder encode a step while the one before trains, in a
-            second thread; takes the memory of both.
-        profile: File of a hardware profile, or h100-datasheet, that prices the wires of
-            --topology auto, which chooses bags for every step.
+        encode_ahead: Encode a step while the one before trains; takes the memory of both.
+        profile: Hardware profile for --topology auto, which chooses bags for every step: a file, or
+            h100-datasheet.
         resume: Resume from the newest checkpoint in --out, or begin without one.
         save_every: Steps between checkpoints; the last step is always saved.
         keep: Checkpoints that are kept.
-        out: Folder for checkpoints, metrics.jsonl and the events of TensorBoard, which all ranks
-            can see.
+        out: Folder that all ranks can see, for checkpoints, metrics.jsonl and TensorBoard.
     """
 
     steps: Annotated[int | None, Range(1, 10**9)] = None

@@ -24,22 +24,14 @@ def measure_speeds(
     device: torch.device | str = "cpu",
     work: Callable[[], object] | None = None,
 ) -> tuple[float, ...]:
-    """Return the speed of each rank over that of the median rank; the same on all ranks.
+    """Return the speed of each rank over the median rank's; the same on all ranks.
 
-    Each rank runs the same work six times and takes its fastest run, without the first. One small
-    all-gather. A difference of less than 3 % counts as none.
+    Each takes the fastest of five runs. A difference of less than 3 % counts as none.
 
     Args:
         mesh_or_group: A one-axis DeviceMesh, a process group, or None for the default group.
         device: Device that is measured.
-        work: Work to time, the same on all ranks and without collectives. Default: a product of
-            matrices, of some milliseconds.
-
-    Returns:
-        Speeds for `SequenceParallel.set_speeds`, `BalancedLoader.set_cost` and `plan_batch`.
-
-    Raises:
-        CommError: A rank failed or is gone.
+        work: Work to time, alike on all ranks, without collectives. Default: a matrix product.
     """
     group = groups.member_of(groups.resolve(mesh_or_group), "speeds")
     device = torch.device(device)

@@ -1,7 +1,4 @@
-"""One optimizer step: forward and backward of all microbatches, with ranks that average gradients.
-
-`keep_exchanges` is the policy of activation checkpointing for the models that are trained so.
-"""
+"""One optimizer step: forward and backward of microbatches, with averaged gradients."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,8 +24,7 @@ def train_step(
 ) -> Tensor:
     """Add the gradients of all microbatches to the model's; return the sum of losses, detached.
 
-    The caller steps the optimizer and calls `zero_grad`. An error of this rank, in forward or
-    backward, reaches the ranks that wait for it in about two seconds, with its text.
+    The caller steps the optimizer and calls `zero_grad`. An error reaches the ranks that wait.
 
     Args:
         model: A plain module, in DistributedDataParallel, or sharded by FSDP2.
@@ -36,9 +32,6 @@ def train_step(
         sync: Ranks average gradients after every "microbatch", or once a "step", for which FSDP2
             keeps unsharded gradients. Default: `sync_of(model)`.
         where: Name of the step in errors and profiles.
-
-    Raises:
-        ConfigError: `microbatches` is empty, or `sync` is unknown.
     """
     sync = sync_of(model) if sync is None else sync
     check_sync(sync)
@@ -55,11 +48,7 @@ def train_step(
 
 
 def sync_of(model: nn.Module) -> Sync:
-    """Return when the ranks of a wrapped model wait for each other, for `plan_step`.
-
-    FSDP's ranks meet in every all-gather of parameters, so in every "microbatch". Ranks of DDP or
-    of a plain model meet once a "step".
-    """
+    """Return `sync` for `plan_step`: FSDP's ranks wait in each "microbatch", others in a "step"."""
     is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     return "microbatch" if is_sharded else "step"
 
@@ -83,13 +72,6 @@ def _averaging(model: nn.Module, is_on: bool) -> Iterator[None]:
 
 
 def keep_exchanges(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep the results of exchanges between ranks and of attention; recompute all else.
-
-    A policy of selective activation checkpointing, which saves as much as q, k, v and the output
-    of attention together:
-
-        context_fn = partial(create_selective_checkpoint_contexts, keep_exchanges)
-        checkpoint(block, x, step, use_reentrant=False, context_fn=context_fn)
-    """
+    """Keep exchanges and attention in selective activation checkpointing; recompute all else."""
     is_exchange = getattr(operator, "namespace", "") == "bascule"
     return CheckpointPolicy.MUST_SAVE if is_exchange else CheckpointPolicy.PREFER_RECOMPUTE

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from bascule.parallel import Step
 
 Moment = float | torch.cuda.Event
-Lap = tuple[str, int, Any, Any]
-"""A part and its microbatch, its begin and its end."""
+Lap = tuple[str, int, Any, Any]  # part, microbatch, begin, end
 
 
 class Stopwatch:
@@ -74,11 +73,9 @@ class TimedStep:
 
 
 def watch_blocks(blocks: Iterable[nn.Module], watch: Stopwatch) -> None:
-    """Time sharded blocks, forward and backward: their "work", and "waiting" for other ranks.
+    """Time sharded blocks: their "work", and "waiting" for parameters and for sums of gradients.
 
-    The parameters of a block arrive once the slowest rank has come so far. Call it after
-    `fully_shard`, whose hooks then run between the two of a block. In the backward, the time
-    between two blocks is waiting: gradients are reduced there.
+    Call it after `fully_shard`, whose hooks then run between the two of a block.
     """
     hooks = _BlockHooks(watch)
     for block in blocks:

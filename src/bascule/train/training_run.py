@@ -127,10 +127,7 @@ class _Ahead:
 
 
 class TrainingRun:
-    """A run that all ranks of an initialised process group make and run together.
-
-    Once `is_stopping` returns True on a rank, all ranks save after the step, and end.
-    """
+    """A run that all ranks make and run together; if one `is_stopping`, all save and end."""
 
     @shared("construction of a training run")
     def __init__(
@@ -215,10 +212,7 @@ class TrainingRun:
         )
 
     def run(self, on_step: Callable[[dict[str, Any]], None]) -> None:
-        """Train until the last step, or until a rank stops; save in either case.
-
-        The first rank calls `on_step` with the record of each step.
-        """
+        """Train until the last step or a stop, and save; rank 0 calls `on_step` with records."""
         reports = StepReports(self._parts)
         with (
             shared("bascule train"),
@@ -246,7 +240,6 @@ class TrainingRun:
         return _Ahead(samples, plans, [num / sum(tokens) for num in tokens])
 
     def _own(self, samples: Any) -> Any:
-        """Return this rank's samples of a microbatch."""
         return split(samples, self._num_ranks)[self.rank]
 
     def _train(
@@ -333,10 +326,7 @@ class TrainingRun:
     def _gather(
         self, seconds: Mapping[str, float], work: list[float], following: _Ahead | None
     ) -> tuple[bool, Floats, Floats]:
-        """Gather if a rank stops, (ranks, parts) seconds, and (ranks, microbatches) of work.
-
-        An error of a rank that loads the following step is raised on all.
-        """
+        """Gather stops, seconds (ranks, parts), work (ranks, microbatches), and errors of loads."""
         start = time.perf_counter()
         error = None if following is None else following.samples.exception()
         known = {"data": time.perf_counter() - start, **seconds}

@@ -31,17 +31,15 @@ def call_packed(
 ) -> Any:
     """Call a model of transformers on the tokens that this rank computes on, as one row.
 
-    Give routed `input_ids` (T,) or `inputs_embeds` (T, ..), and compute the loss from the logits
-    with `step.mean`, over routed labels. The output has (1, max(T, 1), ..): a rank without tokens
-    computes one, of zeros, since models of transformers need one.
+    Compute the loss from the logits with `step.mean`, over routed labels. The output has
+    (1, max(T, 1), ..), since a rank without tokens computes one, of zeros.
 
     Args:
         model: A model with `attn_implementation="bascule"`.
         step: From `SequenceParallel.plan`.
-        input_ids: From `step.route`.
-        inputs_embeds: From `step.route`.
-        position_ids: (axes, T), for models with several positions a token. Default: the position
-            of each token in its sequence.
+        input_ids: (T,), from `step.route`.
+        inputs_embeds: (T, ..), from `step.route`, in place of `input_ids`.
+        position_ids: (axes, T). Default: the position of each token in its sequence.
 
     Raises:
         ConfigError: The model would mix sequences, or count positions otherwise than in each alone.
@@ -83,10 +81,7 @@ def attend_in_bags(
     attention_mask: Tensor | None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Attend in a step: from (1, H, T, D) and (1, K, T, D) to (1, T, H, D), and no weights.
-
-    Transformers calls it. Refuse settings and masks that a step has not.
-    """
+    """Attend in a step, called by transformers: (1, H, T, D), (1, K, T, D) to (1, T, H, D)."""
     step = settings.get("bascule_step")
     if not isinstance(step, Step):
         raise ConfigError(

@@ -1,7 +1,4 @@
-"""Packs as models of transformers take them, and a check that a model keeps their samples apart.
-
-Legend of shapes: T tokens of a pack.
-"""
+"""Packs of T tokens for models of transformers, and a check that samples stay apart."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,8 +20,7 @@ _MOST_MIXED = 0.1  # seen: 1e-6 of Llama and its like, 0.28 of OPT, 1 of Falcon 
 def inputs_of_pack(packed: Mapping[str, Any], pack: Pack, model: nn.Module | None = None) -> Inputs:
     """Return a pack as a causal language model of transformers takes it, or one that sees images.
 
-    The model separates the samples by ``position_ids``, if there is no attention mask and no cache:
-    see `make_pack`. Token fields become (1, T, ..), others stay as they are. Packs with images need
+    Token fields become (1, T, ..), and ``position_ids`` separate samples. Packs with images need
     the model, wrapped or not, because it counts their positions.
     """
     for name in VISUAL_FIELDS:
@@ -51,10 +47,7 @@ def inputs_of_pack(packed: Mapping[str, Any], pack: Pack, model: nn.Module | Non
 def check_separates(model: nn.Module, device: torch.device) -> None:
     """Refuse a model that mixes the samples of a pack, which none of them reports.
 
-    Some take ``position_ids`` and make their mask without them; the state of convolutions,
-    recurrences and linear attention crosses samples. So the second of two samples is computed in a
-    pack, alone, and behind the first as one sample: the pack must give what it gives alone. These
-    are three forward passes of at most five tokens, alike on all processes.
+    The second of two samples must have the same logits in a pack as alone, not as behind the first.
     """
     pack = Pack(tokens=len(_FIRST + _SECOND))
     samples = [{"input_ids": torch.tensor(tokens)} for tokens in (_FIRST, _SECOND)]
@@ -72,7 +65,7 @@ def check_separates(model: nn.Module, device: torch.device) -> None:
 
 
 def _logits(model: nn.Module, inputs: Inputs, device: torch.device) -> Tensor:
-    """(2, vocabulary) of the last two tokens, in float32."""
+    """Return (2, vocabulary) logits of the last two tokens, in float32."""
     inputs = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
     was_training = model.training
     model.eval()
@@ -85,11 +78,7 @@ def _logits(model: nn.Module, inputs: Inputs, device: torch.device) -> Tensor:
 
 
 def _positions(packed: Mapping[str, Any], model: nn.Module) -> Tensor:
-    """(1, T) places in a sample, or (4, 1, T) with positions in time, height and width below.
-
-    Models with three positions a token (Qwen-VL and its like) count them with `get_rope_index`,
-    here in each sample alone, and separate samples by the first of the four rows.
-    """
+    """Return (1, T) places in samples, or (4, 1, T) with those in time, height and width below."""
     places = packed["positions"]
     methods = (getattr(part, "get_rope_index", None) for part in model.modules())
     rope_index = next((one for one in methods if callable(one)), None)
@@ -102,7 +91,7 @@ def _positions(packed: Mapping[str, Any], model: nn.Module) -> Tensor:
 
 
 def _positions_of(sample: Mapping[str, Any], rope_index: Any) -> Tensor:
-    """(3, 1, tokens of the sample)."""
+    """Return positions (3, 1, tokens of the sample)."""
     ids, types = sample["input_ids"], sample.get("mm_token_type_ids")
     if not any(sample.get(name) is not None and len(sample[name]) for name in _GRIDS):
         return torch.arange(len(ids), device=ids.device).expand(3, 1, -1)

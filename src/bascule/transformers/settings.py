@@ -37,18 +37,11 @@ class BalanceConfig:
     Attributes:
         cost: Predicted cost of a sample by its tokens. None, with `learns`: its tokens at first.
         length_fn: Tokens of a sample. Default: those of its "input_ids".
-        sync: What processes wait for, as for `plan_step`. None: each "microbatch" with FSDP and
-            DeepSpeed, else (DDP averages once) the "step".
-        pack: Makes each microbatch one pack, as for `BalancedLoader`; an integer is its tokens. The
-            model gets what `BalancedTrainerMixin.packed_inputs` returns, and ``max_steps`` ends
-            training.
-        learns: True fits costs to the steps of the run (`BalancedTrainerMixin.cost_tracker`), and
-            saves them with its checkpoints.
-        options: Other options of the loader. The Trainer's arguments decide axis, batch_size,
-            collate_fn, pin_memory, timeout_s, and `ends`, unless it is "pad_empty" or "finish".
-
-    Raises:
-        ConfigError: A value is out of range, or the Trainer's arguments decide it.
+        sync: As for `plan_step`. None: each "microbatch" with FSDP and DeepSpeed, else the "step".
+        pack: Makes each microbatch one pack, of this many tokens; ``max_steps`` ends training.
+        learns: Fits costs to the steps of the run (`BalancedTrainerMixin.cost_tracker`).
+        options: Options of the loader that the Trainer's arguments do not decide. Of `ends`, only
+            "pad_empty" and "finish" count.
     """
 
     cost: Cost | None = None

@@ -43,14 +43,12 @@ class TrainLoader:
     pack: Pack | None
     inputs_of: Callable[[Any], Inputs]
     counts_labels: bool  # by the Trainer, over all processes
-    # Without a length, the Trainer counts epochs from 0 in every resumed run, and does not know
-    # that a checkpoint was written where one ended.
+    # Without a length, the Trainer counts epochs from 0 in every resumed run, and knows no end.
     _first_epoch: int = field(default=0, init=False)
     _may_be_over: bool = field(default=False, init=False)
     _has_warned: bool = field(default=False, init=False)
 
     def __len__(self) -> int:
-        """Microbatches of a whole epoch; a TypeError of packs, of which the number is not known."""
         return len(self.balanced)
 
     @property
@@ -133,10 +131,7 @@ class TrainLoader:
 
 
 class LoaderProgress(TrainerCallback, ExportableState):
-    """Saves the loader's place with each checkpoint, in ``trainer_state.json``, and resumes there.
-
-    `BalancedTrainerMixin` adds it. The place is the same on all processes.
-    """
+    """Saves the loader's place with each checkpoint, in ``trainer_state.json``; resumes there."""
 
     def __init__(self) -> None:
         self._loader: TrainLoader | None = None

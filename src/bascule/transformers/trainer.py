@@ -23,25 +23,13 @@ class BalancedTrainerMixin(_Base):
     """A Trainer whose training samples are balanced over its processes.
 
     Each optimiser step has the same samples as without, in another order, and the same mean loss:
-
-    * Where the Trainer divides by ``num_items_in_batch`` (models of transformers with labels), it
-      counts labels over all processes, and the mean is exact.
-    * Elsewhere the loss is multiplied by `loss_scale`, which makes it the mean over all samples of
-      the step, weighted by `LoaderOptions.weight_fn`.
-
-    A `ResumableSampler` deals the samples, seeded by ``data_seed`` or ``seed``. They lose unused
-    columns, move, and are collated by ``data_collator``. A resumed run begins with the next sample.
+    by ``num_items_in_batch``, or by `loss_scale`. A resumed run begins with the next sample.
     With one process and no packs nothing changes, and ``balanced_loader`` is None.
 
     Args:
         *args: Those of the Trainer.
-        balance: Settings of balancing. Those that do not go with an argument of the Trainer are
-            refused when training starts.
+        balance: Settings; training refuses those that do not go with the Trainer's arguments.
         **kwargs: Those of the Trainer.
-
-    Example:
-        >>> class MyTrainer(BalancedTrainerMixin, Trainer): ...  # doctest: +SKIP
-        >>> trainer = MyTrainer(..., balance=BalanceConfig(cost=cost))  # doctest: +SKIP
     """
 
     def __init__(self, *args: Any, balance: BalanceConfig, **kwargs: Any) -> None:
@@ -87,9 +75,7 @@ class BalancedTrainerMixin(_Base):
     def packed_inputs(self, packed: Mapping[str, Any]) -> dict[str, Any]:
         """Return a pack as the model takes it; override it for other models.
 
-        Causal language models of transformers find the samples in ``position_ids``, and attend
-        within each; so do those that see images and videos. Padding alone has ``input_ids`` and
-        ``labels``, and no other field of the samples.
+        Padding alone has ``input_ids`` and ``labels``, and no other field of the samples.
         """
         return inputs_of_pack(packed, cast(Pack, self.balance.pack), self.model)
 
