@@ -32,11 +32,10 @@ def collate_padded(
 ) -> dict[str, Any]:
     """Return the right-padded batch that Qwen-VL, InternVL and other models of transformers take.
 
-    Token fields are padded to (B, L), other tensors with a dim are concatenated along dim 0
-    (patches, tiles and grids of all samples, in their order), 0-dim tensors are stacked to (B,) and
-    plain values become lists of B. A sample without images has no visual fields, or None there;
-    in a batch of such samples there are none, and fields that are None everywhere are left out. A
-    sample that lacks a token field other than ``input_ids`` gets neutral values, as in `make_pack`.
+    Token fields are padded to (B, L), other tensors with a dim are concatenated along dim 0, 0-dim
+    tensors are stacked to (B,) and plain values become lists of B. Fields that are None everywhere,
+    or visual without rows, are left out. A sample without a token field other than ``input_ids``
+    gets neutral values, as in `make_pack`.
 
     Args:
         samples: Tensors and plain values by name; an empty list gives a batch of shape (0, 0).
@@ -48,9 +47,9 @@ def collate_padded(
         The fields of the samples, and ``attention_mask`` (1 token, 0 padding) if they have none.
 
     Raises:
-        ConfigError: A value is out of range, a token field has another length, a field's dtype,
-            shape or kind differs between samples, some lack one that has no neutral value, or a
-            visual field is not a tensor.
+        ConfigError: A token field has another length, a field's dtype, shape or kind differs
+            between samples, some lack one that has no neutral value, or a visual field is not a
+            tensor.
     """
     whole("pad_id", pad_id)
     whole("ignore_index", ignore_index, -MAX_WHOLE)
@@ -146,10 +145,7 @@ def padding(name: str, like: Tensor, num_rows: int, pad_id: int, ignore_index: i
 
 
 def join(name: str, samples: Sequence[Sample]) -> tuple[Any, list[int] | None]:
-    """Return one value for a field that has no row a token, and the rows of each sample.
-
-    Tensors with a dim are concatenated, with counts; 0-dim ones stacked, or a list, without.
-    """
+    """Join a field without a row a token: tensors with a dim, and their rows; others, and None."""
     if not any(isinstance(sample.get(name), Tensor) for sample in samples):
         return [sample.get(name) for sample in samples], None
     tensors = _tensors(name, samples)
@@ -164,10 +160,7 @@ def join(name: str, samples: Sequence[Sample]) -> tuple[Any, list[int] | None]:
 
 
 def _tensors(name: str, samples: Sequence[Sample]) -> dict[int, Tensor]:
-    """Return the tensors of a field by sample; of one dtype and one shape behind dim 0.
-
-    torch.cat would promote dtypes and drop empty tensors of any shape without a word.
-    """
+    """Return a field's tensors by sample, of one dtype and shape: torch.cat would promote them."""
     tensors: dict[int, Tensor] = {}
     forms: dict[tuple[Any, ...], int] = {}
     for i, sample in enumerate(samples):

@@ -62,29 +62,26 @@ class _Unit:
 class CostTracker:
     """Iterates over a loader, times the work on each batch, and teaches the loader its cost.
 
-    After a warm-up, all ranks gather their times in one small collective, fit a `PolynomialCost`
-    (`fit_iterations`), and give it to the loader. From then on they compare what it predicts with
-    what they measure, a window at a time, and fit anew where it drifts.
+    After a warm-up, all ranks gather their times in one small collective, fit a `PolynomialCost`,
+    and set it in the loader. From then on they compare predictions with times, a window at a time,
+    and fit anew where they drift. Every rank constructs it, with the same settings, and iterates
+    alike.
 
-    On a CPU a rank's own compute is measured: the CPU time of the training thread, in which waiting
-    for others does not count. On a GPU the time between two batches is, by events that do not
-    synchronise; it includes the wait for the slowest rank, which is what the fit expects.
-
-    Every rank constructs it, with the same settings, and iterates alike.
+    On a CPU, the CPU time of the training thread counts, without waits. On a GPU, events measure
+    the time between two batches, with the wait for the slowest rank, as the fit expects.
 
     Args:
         loader: The loader.
         warmup: Measurements before the first fit; of microbatches with sync "microbatch", else of
             steps.
-        discard: The first so many are left out: they compile and allocate.
+        discard: First measurements that are left out: they compile and allocate.
         window: Measurements between two looks at the drift.
         max_drift: Median relative error of the prediction above which a window is fitted.
         device: Device of the compute. Default: a GPU if there is one.
         timeout_s: Longest wait for the times of other ranks.
 
     Raises:
-        RemoteConfigError: A number is out of range (on all ranks).
-        CommError: The ranks have unlike numbers.
+        CommError: The ranks have unlike settings.
 
     Example:
         >>> for batch in CostTracker(loader):  # doctest: +SKIP
@@ -166,7 +163,7 @@ class CostTracker:
             self._use(cost)
 
     def metrics(self) -> dict[str, Any]:
-        """Return coefficients, number of fits, and the drift that was seen last."""
+        """Return coefficients, number of fits, and the last drift."""
         cost = {} if self.cost is None else {n: getattr(self.cost, n) for n in TERMS}
         return cost | {"num_fits": self.num_fits, "drift": self.drift}
 
@@ -192,14 +189,11 @@ class CostTracker:
             self._units = []
 
     def _learn(self) -> None:
-        """Gather the times and, where the cost model does not explain them, fit another.
-
-        Processors may round a fit of the same times differently, or refuse it: rank 0 decides.
-        """
+        """Gather the times and, where the cost model does not explain them, fit another."""
         set_timeout(self._ranks.group, self._timeout_s)
         seconds = self._gather()
         answer = np.full(_NUM_WORDS, np.nan)
-        if self._ranks.group.rank == 0:
+        if self._ranks.group.rank == 0:  # processors may round a fit differently
             lens = [unit.seq_lens for unit in self._units]
             if self.cost is not None:
                 answer[0] = _drift(self.cost, lens, seconds)

@@ -85,31 +85,24 @@ class LoaderOptions:
     """Options of a BalancedLoader, where the defaults do not fit.
 
     Attributes:
-        axis: Name of the data-parallel axis, in a mesh with several. Ranks that differ in other
-            axes only (tensor or pipeline parallel) get the same batches; the first of them loads.
+        axis: Data-parallel axis of a mesh with several. Ranks along other axes (tensor, pipeline)
+            get the same batches; the first of them loads.
         batch_size: Samples of a microbatch, where the loader gives samples one by one.
-        unpack: Samples of each item of the loader, for ready-made packs (see `packs.unpack`). Then
-            lists of items are kept as microbatches.
-        weight_fn: Weight of a sample in the global mean, for `loss_scale`: a whole number, such
-            as its labels for a mean over tokens. Default: 1.
-        limits: Limits of a microbatch on a rank; hard.
-        ends: "drop_last": the epoch ends where the first rank cannot fill a step. "pad_empty" and
-            "finish": it ends when all ranks have run out, and those that ran out earlier get
-            samples of the others. With "finish", a microbatch may be empty; otherwise it then holds
-            a copy of the step's shortest sample, with a loss_scale of 0; unless no rank has a
-            sample for the step.
-        min_gain: Share of the predicted step that balancing must save for samples to move.
-        bytes_per_s: Bytes that a rank exchanges in a second, against which the gain of a cost in
-            seconds is weighed. None measures it once, when the loader is made.
-        max_bytes_in_flight: Most bytes received in steps that were not used up; hard.
+        unpack: Splits an item of the loader into samples, for ready-made packs (see
+            `packs.unpack`). Lists of items then stay microbatches.
+        weight_fn: Whole-number weight of a sample in the global mean, for `loss_scale`, such as its
+            labels. Default: 1.
+        limits: Hard limits of a microbatch on a rank.
+        ends: "drop_last" ends the epoch where the first rank cannot fill a step; "pad_empty" and
+            "finish" where all have run out. An empty microbatch stays so with "finish"; else it
+            holds a copy of the step's shortest sample, if there is one, with a loss_scale of 0.
+        min_gain: Least share of the predicted step for which samples move.
+        bytes_per_s: Bandwidth of a rank, weighed against costs in seconds. None: measured once.
+        max_bytes_in_flight: Hard limit of bytes received in steps that are not used up.
         prefetch: Steps made ahead.
-        collate_fn: A microbatch from a list of samples. Default: the DataLoader's, or
-            `default_collate`. Not called for an empty microbatch, whose data are None.
-        pin_memory: True puts tensors into pinned memory.
+        collate_fn: Makes a microbatch of samples; an empty one has None as data. Default: the
+            DataLoader's, or `default_collate`.
         timeout_s: Longest wait for other ranks, their loaders included; the same on all.
-
-    Raises:
-        ConfigError: A value is out of its range.
     """
 
     axis: str | None = None
@@ -299,46 +292,36 @@ class _Sources(NamedTuple):
 class BalancedLoader:
     """Balances the samples of any loader over data-parallel ranks, some steps ahead.
 
-    A thread, in a gloo group that no other uses meanwhile, gathers what all ranks loaded, plans,
-    moves the samples in one all-to-all of bytes, and collates. Each sample is delivered once, on
-    one rank. Who gets it depends on the samples, the cost model and the step alone, not on who is
-    fast.
+    A thread gathers what all ranks loaded, plans, moves samples in one all-to-all of bytes, and
+    collates. Each sample is delivered once. Its rank depends on samples, cost model and step alone.
 
-    Every rank of the group constructs it, with the same settings, and iterates alike. Loaders are
-    made, and iterations begun, in one thread, in the same order on all ranks. The loader's thread
-    ends with the iteration, `close`, `with`, or the interpreter; groups are used again.
+    Every rank constructs it with the same settings, and iterates alike. Loaders are made, and
+    iterations begun, in one thread, in the same order. The loader's thread ends with the iteration,
+    `close`, `with`, or the interpreter.
 
     When a rank leaves an iteration, the others notice within about a second. They may go on to
     where it left, and then raise a CommError that names it; at once, and with its error, if an
     error left a `with` of the loader. An iteration counts as left when nothing refers to it any
-    more, as when an error leaves a `for`; within a `with` of the loader, at its end. One that is
-    kept, in a variable or by the traceback of an error that was caught, counts as paused: the
-    others notice at `close`, or when the process ends.
+    more; within a `with`, at its end. One that a variable or a traceback keeps counts as paused
+    until `close`.
 
     Args:
-        loader: This rank's samples: a DataLoader (they are taken before it collates them, and its
-            collate_fn is used after they moved), any iterable of lists of samples (each a
-            microbatch), or of samples (see `pack`, and `LoaderOptions.batch_size`). None on a rank
-            that only computes. A sample is a dict or tuple of CPU tensors, arrays and plain values.
-        cost: Predicts what a sample of so many tokens costs; in seconds if it is a PolynomialCost,
-            or a TransformerCost with `seconds_per_unit`.
+        loader: This rank's samples: a DataLoader (its collate_fn is called after samples moved),
+            any iterable of lists of samples (each a microbatch), or of samples (see `pack`, and
+            `LoaderOptions.batch_size`). None on a rank that only computes. A sample is a dict or
+            tuple of CPU tensors, arrays and plain values.
+        cost: Predicts the cost of a sample by its tokens; in seconds if it is a PolynomialCost, or
+            a TransformerCost with `seconds_per_unit`.
         length_fn: Tokens of a sample. Default: those of its "input_ids".
-        mesh_or_group: The data-parallel ranks: a DeviceMesh with one axis, a process group, or None
-            for all. With `LoaderOptions.axis`, a mesh with several axes.
+        mesh_or_group: Data-parallel ranks: a DeviceMesh with one axis, a process group, or None for
+            all. With `LoaderOptions.axis`, a mesh with several axes.
         accumulate: Microbatches of an optimiser step; planned together, exchanged at once.
         sync: When ranks wait for each other, as for `plan_step`.
-        pack: Makes each microbatch one pack (see `make_pack`) instead of collating it. An integer
+        pack: Makes each microbatch one pack (see `make_pack`), in place of collating it; an integer
             is `Pack(tokens=...)`. Samples are loaded until the next would not fit, whatever lists
-            they come in, and no rank gets more tokens than the pack has (but see
-            `LoaderOptions.limits`).
-        options: Settings that are seldom changed, and the weight of a sample in the loss.
-
-    Attributes:
-        ranks: The ranks that share the samples, with a group for the thread that trains.
-        rules: The rules by which steps are made.
+            they come in. No rank gets more tokens than that (but see `LoaderOptions.limits`).
 
     Raises:
-        ConfigError: An argument is wrong.
         CommError: The ranks disagree on an argument, or one is missing.
 
     Example:
@@ -391,8 +374,7 @@ class BalancedLoader:
     def __iter__(self) -> Iterator[Batch]:
         """Yield the microbatches that are left of the epoch; after its end, those of the next.
 
-        An iteration that was left early begins anew, and ends the one before. All ranks raise a
-        CommError if a rank failed or closed its loader, a PlanError if the limits cannot be kept.
+        All ranks raise a CommError if one failed or left, a PlanError if limits cannot be kept.
         """
         self.close()
         begun = self._first
@@ -472,10 +454,7 @@ class BalancedLoader:
             self.leave(error)
 
     def leave(self, error: BaseException) -> None:
-        """End an iteration because of an error of this rank, as an error does that leaves a `with`.
-
-        If another rank was the first to leave, a note with its error is added to this one.
-        """
+        """End an iteration because of an error of this rank, as one that leaves a `with`."""
         prefetcher = self._prefetcher
         if prefetcher is None:
             return
@@ -508,10 +487,7 @@ class BalancedLoader:
 
     @shared("set_cost")
     def set_cost(self, cost: Cost, *, speeds: npt.ArrayLike | None = None) -> None:
-        """Plan with another cost model, once all ranks have set it; unlike ones are a CommError.
-
-        `speeds` are of each data-parallel rank, as `measure_speeds` gives them; None: all alike.
-        """
+        """Plan with another cost model, and `speeds` (D,) of ranks, once all ranks have set it."""
         if speeds is not None:
             speeds = RankState.of(self.ranks.num, speeds=speeds).speeds
         self._redistributor.costs.append(RankCosts.of(cost, speeds))
@@ -526,19 +502,12 @@ class BalancedLoader:
         return dataclasses.asdict(self._metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state so far, as plain values.
-
-        The same on every rank, unless the loader has a state of its own (`StatefulDataLoader`):
-        then each rank keeps its own.
-        """
+        """Return the state; the same on every rank, unless the loader has one of its own."""
         return self._progress.to_state(self._sources.deal)
 
     @shared("load_state_dict")
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the samples that were not delivered; all ranks load the same state.
-
-        On another number of ranks, the DataLoader needs a `ResumableSampler`.
-        """
+        """Go on after a state; on another number of ranks, with a `ResumableSampler`."""
         if self._prefetcher is not None:
             raise ConfigError("load_state_dict during an iteration: close the loader first")
         self._first = self._progress = Progress.from_state(state, self._sources.deal)

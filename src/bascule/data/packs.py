@@ -1,7 +1,6 @@
 """Samples side by side in one pack without padding between them, and back again, bit for bit.
 
-Legend of shapes: n samples; L tokens of one sample; T tokens of a pack; S segments of a pack, that
-is n, and one more where padding follows.
+Legend: n samples; T tokens of a pack; S segments of a pack: n, and one more before padding.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,15 +26,7 @@ from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_WHOLE, each, fields, of_type, whole
 
 _MARK = "gaps"  # every pack of `make_pack` has it, and nobody else's
-MADE = (
-    "cu_seqlens",
-    "positions",
-    "shift_labels",
-    "first_labels",
-    "cu_items",
-    "num_samples",
-    _MARK,
-)
+MADE = ("cu_seqlens", "positions", "shift_labels", "first_labels", "cu_items", "num_samples", _MARK)
 """Fields that `make_pack` adds to those of the samples."""
 
 _MAX_TOKENS = 2**31 - 1  # cu_seqlens is int32, as attention kernels take it
@@ -51,14 +42,11 @@ class Pack:
 
     Attributes:
         tokens: Most tokens of a pack.
-        fixed: True pads every pack to exactly `tokens`. The padding is a last segment of its own,
-            so that no attention reaches it.
+        fixed: True pads every pack to exactly `tokens`, with a last segment that no attention
+            reaches.
         pad_id: Token in the padding.
         ignore_index: Label that adds nothing to the loss.
         token_fields: Fields with one row a token. The first that a sample has is its length.
-
-    Raises:
-        ConfigError: A value is out of its range.
     """
 
     tokens: int
@@ -86,38 +74,33 @@ def make_pack(samples: Iterable[Sample], pack: Pack) -> dict[str, Any]:
     """Put samples side by side.
 
     Token fields and other tensors with a dim are concatenated along dim 0, 0-dim tensors are
-    stacked to (n,), and plain values become lists of n (None where a sample has none). A sample
-    that lacks a concatenated field, or has None there, adds no rows; in token fields it gets
-    neutral ones: labels that are ignored, 1 in ``attention_mask``, 0 in type ids.
+    stacked to (n,), and plain values become lists of n. A sample without a concatenated field, or
+    with None there, adds no rows; in token fields it gets neutral ones: ignored labels, 1 in
+    ``attention_mask``, 0 in type ids.
 
-    Models of transformers find the samples in ``position_ids`` made of ``positions``, but only
-    without ``attention_mask`` and with ``use_cache=False``; else samples attend to each other, and
-    no error says so. Qwen-VL needs (4, 1, T): ``positions``, then three of each sample alone, as
-    `bascule.transformers.inputs_of_pack` gives them.
+    Models of transformers need ``position_ids`` made of ``positions``, no ``attention_mask``, and
+    ``use_cache=False``; else samples attend to each other, without an error. See
+    `bascule.transformers.inputs_of_pack` for Qwen-VL, which needs (4, 1, T).
 
     Args:
         samples: Tensors and plain values by name; any number, of any length, also 0.
         pack: Budget and padding.
 
     Returns:
-        The fields of the samples, and
+        The fields of the samples (``input_ids`` and ``labels`` if there are none), and
 
-        * ``cu_seqlens`` (S + 1,) int32: where the segments begin and end.
+        * ``cu_seqlens`` (S + 1,) int32: bounds of the segments.
         * ``positions`` (T,) int64: place of a token in its segment.
-        * ``labels``: the first of each sample is ignored, for models that shift by themselves: no
-          token is asked for the first one of the next sample.
+        * ``labels``: the first of each sample is ignored, for models that shift by themselves.
         * ``shift_labels``: label t is label t + 1 of the same sample, the last is ignored.
-        * ``num_samples``; ``cu_items``, field to (n + 1,) int64, whose rows i to i + 1 are those of
-          sample i; ``first_labels``, what ``labels`` lost; and ``gaps``, which samples lacked a
-          field and which had None there. `unpack` needs these.
-
-        An empty list gives a pack of no tokens or, if fixed, of padding only, with ``input_ids``
-        and ``labels`` as far as they are token fields.
+        * ``num_samples``, ``cu_items`` (field to (n + 1,) int64 bounds of the samples' rows),
+          ``first_labels`` (that ``labels`` lost) and ``gaps`` (samples without a field): for
+          `unpack`.
 
     Raises:
-        ConfigError: More tokens than the budget, a token field of another length, a field whose
-            dtype, shape or kind differs between samples, one that some samples lack and that has
-            no neutral value, or one that has a name of those above.
+        ConfigError: More tokens than the budget, a token field of another length, a field of
+            another dtype, shape or kind in some samples, one that some lack and that has no neutral
+            value, or one with a name of those above.
     """
     samples = mappings(samples)
     lens = token_lengths(samples, pack.token_fields)
@@ -172,25 +155,24 @@ def unpack(
 ) -> list[dict[str, Any]]:
     """Take a pack apart. The tensors of the samples are views of the pack's, except labels.
 
-    A pack of `make_pack` gives back what was packed, bit for bit, padding left out. A pack that
-    others made needs ``cu_seqlens``; each segment is a sample. A field with T rows is split like
-    the tokens, and one with n rows has one row a sample: a tensor of one dim gives 0-dim ones, of
-    more dims keeps dim 0, with size 1. None is left out.
+    A pack of `make_pack` is restored bit for bit. Another one needs ``cu_seqlens``; each segment is
+    a sample. A field with T rows is split like the tokens; one with n rows has one row a sample:
+    0-dim of a 1-dim tensor, else dim 0 stays. None is left out.
 
     Args:
         pack: Tensors, arrays or lists by name.
         token_fields: Fields of a pack of others that have T rows, also where T is n.
-        cu_items: For other fields of such a pack, n + 1 numbers: sample i has rows
-            ``cu_items[i]`` to ``cu_items[i + 1]``. An entry ``cu_items`` in the pack does the same.
-        image_token_id: The token of which ``input_ids`` holds one for each merged patch of an
-            image, as Qwen-VL does: ``image_grid_thw`` (t, h, w in patches, a row an image) and
-            ``pixel_values`` (a row a patch) are then split by counting these tokens.
+        cu_items: For other fields of such a pack, (n + 1,) bounds of the samples' rows. An entry
+            ``cu_items`` in the pack does the same.
+        image_token_id: Token that stands for a merged patch of an image in ``input_ids``, as in
+            Qwen-VL. ``image_grid_thw`` and ``pixel_values`` are then split by counting these
+            tokens.
         video_token_id: The same for ``video_grid_thw`` and ``pixel_values_videos``.
         merge_size: Patches a side that become one token.
 
     Raises:
-        ConfigError: No valid ``cu_seqlens``, a field whose rows cannot be attributed to samples, or
-            image tokens that do not match the grids; names the field.
+        ConfigError: No valid ``cu_seqlens``, a field whose rows belong to no sample, or image
+            tokens that do not match the grids.
     """
     whole("merge_size", merge_size, 1)
     (pack,) = mappings([pack])

@@ -1,13 +1,10 @@
 """The thread that makes steps of a balanced loader ahead, its process group, and how it is left.
 
-The thread needs a process group of its own: two threads in one group of gloo get each other's
-bytes. Torch never frees a group alone, so iterations borrow groups of a pool. Ranks give them back
-at unlike moments; so a gather, in a group of its own, finds the first that is free on all ranks, or
-all make another one: all pools are alike.
+Two threads in one group of gloo get each other's bytes, and torch never frees a group alone. So
+iterations borrow groups of a pool, which a gather finds free on all ranks.
 
-A rank that leaves takes part in one more gather, with a flag. Threads that are enough steps ahead
-do not come to it; so it also leaves a note in the store, for which they look once a second. The
-note has the last microbatch that the rank used, and its error: the others go on up to there.
+A rank that leaves sends a flag in its next gather, and a note to the store, for threads that are
+far ahead. They read it once a second, and go on up to the microbatch in the note.
 """
 
 import atexit
@@ -100,10 +97,7 @@ class Pool:
     def borrow(
         self, settings: Mapping[str, str], error: Exception | None, timeout_s: float
     ) -> Lease:
-        """Return a group that is free on all ranks. All call it, in the same order.
-
-        All raise the error of a rank that cannot begin, or that they have unlike settings.
-        """
+        """Return a group that is free on all ranks. All call it, in the same order."""
         set_timeout(self.control, timeout_s)
         is_free = [not one.is_lent and one.group.calls.ended is None for one in self._leases]
         gathered = agree(
@@ -136,11 +130,7 @@ def pool_of(members: Sequence[int], timeout_s: float) -> Pool:
 
 
 class Prefetcher:
-    """Makes steps in a thread of its own until the data end, an error, or a rank leaves.
-
-    The group of the lease is given back when the thread ends. `depth` steps may be ready before one
-    is taken. `loads` is False on a rank that only computes.
-    """
+    """Makes steps in a thread, `depth` ahead; `loads` is False on a rank that only computes."""
 
     def __init__(
         self,
@@ -170,10 +160,7 @@ class Prefetcher:
     # --- the thread that trains -------------------------------------------------------------------
 
     def take(self) -> tuple[ReadyStep | None, tuple[float, float]]:
-        """Return the next step, None at the end; and from when until when this thread waited.
-
-        The step before is used up. Raises the error that ended the thread, the same on all ranks.
-        """
+        """Return the next step, None at the end, and begin and end of this thread's wait."""
         start = time.perf_counter()
         with self._changed:
             self._bytes -= 0 if self._taken is None else self._taken.received_bytes
@@ -231,7 +218,6 @@ class Prefetcher:
         return self._error if is_other else None
 
     def _close_at_exit(self) -> None:
-        """End an iteration that was left nowhere, when the interpreter ends."""
         error = getattr(sys, "last_value", None)
         self.leave("" if error is None else text_of(error))
         self.join(PATIENCE_S)
@@ -305,7 +291,7 @@ class Prefetcher:
 
 
 def _forget_locals(error: BaseException | None) -> None:
-    """Let an error, and those it came from, keep no objects of the functions that they left."""
+    """Free the locals in the frames of an error and its causes."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         traceback.clear_frames(error.__traceback__)

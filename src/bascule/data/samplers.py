@@ -30,17 +30,7 @@ class ResumableSampler(Sampler[int]):
     """Deals a dataset, or the rest that earlier runs left of it, over any number of ranks.
 
     The order of an epoch depends on seed and epoch alone; rank r of N takes every N-th index from
-    the r-th on. Nothing is padded or dropped: `BalancedLoader` knows how to end.
-
-    Args:
-        num_samples: Samples of the dataset.
-        rank: This rank's share.
-        num_ranks: Shares.
-        shuffle: True for a random order.
-        seed: Seed of the order.
-
-    Raises:
-        ConfigError: The rank is not one of the ranks, or there are negative samples.
+    the r-th on. Nothing is padded or dropped: `BalancedLoader` handles the end.
     """
 
     def __init__(
@@ -104,24 +94,18 @@ class SamplerOptions:
 
     Attributes:
         shuffle: True for a random order of an epoch.
-        sync: When ranks wait for each other, as for `plan_step`: in every "microbatch" (FSDP that
-            reshards), or once a "step" (DDP under `no_sync`).
-        limits: Limits of a batch; hard. A step that cannot keep them is a PlanError, on all
-            ranks alike.
-        even_counts: All batches of a full step have exactly `batch_size` samples. If not, a batch
-            has at least one, and `batch_size` is the mean: more even work with giants, but
-            `loss_scale` is needed in every step.
-        padded: Batches are padded to their longest sample, so that a batch costs its number of
-            samples times the dearest. Samples of like lengths then share a batch. With it,
-            `even_counts=False` is what saves most.
-        weights: Weight of each sample in the global mean, for `loss_scale`; such as its labels
-            for a mean over tokens. None: 1.
-        shards: The shard (file) of each sample. Shard s is at home on rank s % num_ranks;
-            samples stay there where it costs the step nothing.
+        sync: When ranks wait for each other: in every "microbatch" (FSDP that reshards), or once a
+            "step" (DDP under `no_sync`).
+        limits: Hard limits of a batch. A step that cannot keep them is a PlanError on all ranks.
+        even_counts: All batches of a full step have exactly `batch_size` samples. False: at least
+            one, `batch_size` in the mean; work is more even, but every step needs `loss_scale`.
+        padded: Batches are padded to their longest sample. Samples of like lengths then share a
+            batch; `even_counts=False` saves most.
+        weights: Weight of each sample in the global mean, for `loss_scale`, such as its labels.
+            None: 1.
+        shards: The shard (file) of each sample. Samples of shard s stay on rank s % num_ranks where
+            that costs the step nothing.
         tolerance: Gap to the lower bound of a step at which the search for a better deal stops.
-
-    Raises:
-        ConfigError: One of them is none of these.
     """
 
     shuffle: bool = True
@@ -160,35 +144,27 @@ class _Run:
 class BalancedSampler(Sampler[list[int]]):
     """Gives each rank its batches of indices, so that all ranks have the same work in every step.
 
-    A *batch sampler*: `DataLoader(dataset, batch_sampler=sampler)`. An epoch is shuffled as seed
-    and epoch say and cut into steps of batch_size * num_ranks * accumulate samples, which are dealt
-    to ranks and microbatches by predicted cost. So a step has the samples that it would have
-    without, whatever the ranks; all ranks compute the same deal, and nothing is communicated.
+    A *batch sampler*: `DataLoader(dataset, batch_sampler=sampler)`. An epoch is shuffled by seed
+    and epoch, and cut into steps of batch_size * num_ranks * accumulate samples. Predicted cost
+    deals these to ranks and microbatches. All ranks compute the same deal, when a step is asked
+    for; nothing is communicated.
 
-    Every epoch has each sample once, and all ranks have the same number of batches, a multiple of
-    `accumulate`, none of them empty. What is left over at the end makes a shorter step; where it
-    has no sample for each batch, it and the step before are cut in half (with a batch_size of 1,
-    the last step has two samples in some batches). So where batches are not of one size, in short
-    steps and without `even_counts`, multiply the loss by `loss_scale`.
-
-    Steps are planned one by one, when they are asked for.
+    Every epoch has each sample once, and all ranks have as many batches, a multiple of
+    `accumulate`, none of them empty. The rest at the end makes a shorter step; where it is too
+    small for one, it and the step before are cut in half. Where batches differ in size (short
+    steps, `even_counts=False`), multiply the loss by `loss_scale`.
 
     Args:
         lengths: Tokens of each sample: integers from 0.
         cost: Costs of samples of so many tokens; called once, for all lengths.
-        batch_size: Samples of a batch: per rank and microbatch.
+        batch_size: Samples of a batch, per rank and microbatch; in the mean without `even_counts`.
         num_ranks: Data-parallel ranks. Default: of torch.distributed if it is initialised, else 1.
         rank: This rank; set with num_ranks, or not.
         seed: Seed of the order.
         accumulate: Microbatches of an optimiser step.
-        options: Settings that are seldom changed.
-
-    Attributes:
-        batch_size: Samples of a batch; their mean where `even_counts` is off.
-        accumulate: Microbatches of an optimiser step.
 
     Raises:
-        ConfigError: An argument is wrong, or there are fewer samples than batches in a step.
+        ConfigError: There are fewer samples than batches in a step.
 
     Example:
         >>> from bascule import TransformerCost
@@ -271,10 +247,7 @@ class BalancedSampler(Sampler[list[int]]):
         return self._batches(self._run)
 
     def deal(self, step: int) -> Deal:
-        """Return the deal of a step of the next iteration to all ranks, with makespan and bound.
-
-        The same on all ranks. O(samples of the epoch), which is shuffled for it.
-        """
+        """Return the deal of a step of the next iteration to all ranks. O(samples of the epoch)."""
         left = self._lengths.size - self._start
         step = whole("step", step, 0, self._shape.num_steps(left) - 1)
         first = self._start + self._shape.samples_in(left, step)
@@ -282,12 +255,11 @@ class BalancedSampler(Sampler[list[int]]):
         return self._deal(self._order()[first : first + size], step)
 
     def loss_scale(self, number: int) -> float:
-        """Return the factor of the loss of a batch, whose loss is a mean over its samples.
+        """Return the factor of the mean loss of a batch, by its number since the iteration began.
 
-        With it, the division by `accumulate` and the mean of gradients over ranks (DDP, FSDP), the
-        gradient of a step is that of the mean over all its samples: weight of the batch *
-        num_ranks * accumulate / weight of the step. 1 where all batches have the same. Batches are
-        numbered from 0, since the iteration began.
+        With it, the division by `accumulate` and the mean of gradients over ranks, the gradient of
+        a step is that of the mean over all its samples: weight of the batch * num_ranks *
+        accumulate / weight of the step.
         """
         scales = array("d") if self._run is None else self._run.scales
         place = whole("number of the batch", number)
@@ -301,9 +273,8 @@ class BalancedSampler(Sampler[list[int]]):
     def state_dict(self, num_batches: int | None = None) -> dict[str, Any]:
         """Return the progress of training, as counts; the same on all ranks.
 
-        `num_batches` has training finished since this iteration began. Default: all that were
-        handed out, which is right without workers; workers read ahead. Whole steps count: one that
-        was begun is dealt again from its start, because its gradients are in no checkpoint.
+        `num_batches` are those that training finished since this iteration began. Default: all that
+        were handed out, which is right without workers. A step that was begun is dealt again.
         """
         delivered = self._start
         handed = 0 if self._run is None else len(self._run.scales)
@@ -343,7 +314,7 @@ class BalancedSampler(Sampler[list[int]]):
         self._epoch, self._start, self._run = epoch, delivered, None
 
     def _identity(self) -> dict[str, Any]:
-        """Return everything that decides the order of an epoch."""
+        """Return all that decides the order of an epoch."""
         return {
             "version": _VERSION,
             "num_samples": self._lengths.size,

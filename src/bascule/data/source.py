@@ -57,10 +57,7 @@ class Microbatches:
 
 
 class Source:
-    """The microbatches of one rank, of its loader; None on a rank that only computes.
-
-    A DataLoader gives its samples before it collates them.
-    """
+    """The microbatches of one rank, of its loader; None on a rank that only computes."""
 
     def __init__(self, loader: Iterable[Any] | None, grouping: Microbatches | None) -> None:
         self.is_empty = loader is None
@@ -97,10 +94,7 @@ class Source:
     def begin(
         self, history: History, index: int, num_sources: int, saved: dict[str, Any] | None
     ) -> "Reading":
-        """Start to read the rest of an epoch, on the source rank at `index` of `num_sources`.
-
-        `saved` is `Reading.saved` of the last run, if the loader has a state.
-        """
+        """Start to read the rest of an epoch; `saved` is `Reading.saved` of the last run."""
         if self.is_empty:
             return Reading((), None)
         if isinstance(self._sampler, ResumableSampler):
@@ -153,7 +147,7 @@ class Reading:
         self._items = iter(())
 
     def saved(self) -> dict[str, Any] | None:
-        """Return the state from which a loader with one goes on after the microbatches so far."""
+        """Return the state of a loader that has one, after the microbatches so far."""
         if self._stateful is None:
             return None
         first, state = self._newest
@@ -174,11 +168,7 @@ class Reading:
             raise too_many(self._skip, self._skip + first)
 
     def _keep(self, first: int) -> None:
-        """Keep the loader's state before its batch that begins with sample `first`.
-
-        Never beyond the samples taken: a group asks for one sample at a time, and at most for the
-        one after its last.
-        """
+        """Keep the loader's state before its batch that begins with sample `first`."""
         if self._stateful is not None:
             self._newest = first, self._stateful.state_dict()
 

@@ -1,8 +1,7 @@
 """One step of a balanced loader: load samples, agree, decide who gets which, move, collate.
 
-Legend: M microbatches of a step, D data-parallel ranks, n samples of a step. Every rank knows the
-same of all samples. A sample's id is its place in the order of microbatches, then of the ranks that
-loaded it, then of their loaders.
+Legend: M microbatches of a step, D data-parallel ranks, n samples of a step. A sample's id is its
+place in the order of microbatches, then of ranks that loaded, then of their loaders.
 """
 
 import itertools
@@ -61,14 +60,14 @@ class Batch:
 
     Attributes:
         data: The samples as `collate_fn` put them together.
-        loss_scale: Factor of the mean loss of this microbatch. With it, the usual division by the
-            number of microbatches, and gradients averaged over the ranks, the step's gradient is
-            that of the mean over all ranks and microbatches, whatever moved where. 0 for padding.
+        loss_scale: Factor of this microbatch's mean loss, 0 for padding. With it, the division by
+            the number of microbatches, and gradients averaged over ranks, the step's gradient is
+            that of the mean over all its samples.
         epoch: From 0.
         step: Optimiser step of the epoch, from 0.
         microbatch: Of the step, from 0.
         num_samples: Samples of this rank, without padding.
-        is_padding: True if all there is, is a sample that another rank has, with weight 0.
+        is_padding: True if it holds only a copy of another rank's sample.
         plan: Who computes what in this microbatch.
         verdict: The reason for which samples moved in this step, or stayed.
     """
@@ -86,11 +85,10 @@ class Batch:
 
     @shared("restore of a batch")
     def restore(self, values: Tensor) -> Tensor:
-        """Bring per-sample results back to the ranks that loaded the samples.
+        """Bring per-sample results back to the ranks that loaded the samples; differentiable.
 
-        `values` (n, ...) have a row for each sample of this microbatch, padding included; the
-        result (m, ...) one for each sample that this rank loaded, in that order. All ranks of the
-        balancing group call it. Differentiable; one all-to-all, none if no sample moved.
+        `values` (n, ...) are of this microbatch's samples, padding included; the result (m, ...) of
+        those that this rank loaded. All ranks call it. One all-to-all, none if no sample moved.
         """
         num_rows = self.num_samples + self.is_padding
         of_type("values to restore", values, Tensor, "a tensor with one row a sample")
@@ -251,7 +249,7 @@ class Loaded:
         return cls(heads[0, leaders], int(heads[1].min()), heads[2:, leaders], items)
 
     def is_last(self, ends: Ends) -> bool:
-        """Return True if there is no step any more: alike on all ranks."""
+        """Return True if there is no step any more."""
         is_short = ends == "drop_last" and bool((self.flags & _SHORT).any())
         return is_short or not (self.flags & _SOME).any()
 
@@ -274,13 +272,11 @@ class Deliveries:
 
     @classmethod
     def of(cls, items: Items, rank_of: Ints, ranks: DataRanks, *, pad: bool) -> "Deliveries":
-        """Give each sample to its data-parallel rank (n,); with `pad`, one also to idle ranks.
-
-        The shortest of those that count in the mean, if any: the mean over padding is a number.
-        """
+        """Give each sample to its data-parallel rank (n,); with `pad`, one to idle ranks too."""
         ids, micro = np.arange(rank_of.size), items.micro
         if pad and ids.size:
             idle = np.flatnonzero(items.sums(rank_of, np.ones_like(rank_of)) == 0)
+            # One that counts in the mean, if any: the mean over padding is a number.
             counted = np.flatnonzero(items.weights > 0) if items.weights.any() else ids
             shortest = counted[items.lens[counted].argmin()]
             ids = np.concatenate([ids, np.full(idle.size, shortest)])
@@ -334,11 +330,7 @@ class Decision:
 
 
 def without_idle_ranks(plan: Plan, weights: Ints, costs: Floats, limits: Limits | None) -> Plan:
-    """Give each rank a sample of weight above 0 if there are enough: a mean over none is no number.
-
-    It is the shortest of the rank that has the most of them. The plan stays where the limits leave
-    no room for that.
-    """
+    """Give each rank a sample that counts, if limits and number allow: else it has no mean."""
     num_ranks, counted = plan.num_ranks, weights > 0
     if np.count_nonzero(counted) < num_ranks:
         counted = np.ones_like(counted)
@@ -415,10 +407,9 @@ class Redistributor:
         self._version = len(self.costs) - 1
 
     def step(self, step: int, own: Load, reserve: Callable[[int], None]) -> ReadyStep | None:
-        """Make this rank's part of a step; None if there is none any more. Three collectives.
+        """Make this rank's part of a step; None at the end. Three collectives.
 
-        `reserve` is called with the bytes that will arrive, before they do, and may wait for room.
-        All ranks raise alike; ClosedError if one wants no further step.
+        `reserve` gets the bytes that will arrive, and may wait for room. All ranks raise alike.
         """
         start = time.perf_counter()
         loaded = self._gather(step, own)

@@ -66,19 +66,16 @@ class EncoderOptions:
 
     Attributes:
         table: The items of a call. Default: the one for the module's class.
-        limits: Limits of a rank: tokens, items, and bytes of items; hard.
-        locality_tolerance: Share by which the slowest rank may take longer than in the best plan,
-            so that fewer items move: those of a step that is as even as that stay. 0.02 is 2 %.
-        cluster: Prices of computing and exchanging: items then move only where that pays; costs
-            are in seconds, or those of a TransformerCost. Default: moving is taken to pay.
+        limits: Hard limits of a rank: tokens, items, and bytes of items.
+        locality_tolerance: Share by which the slowest rank may exceed the best plan, so that fewer
+            items move.
+        cluster: Prices of computing and exchanging: items move only where that pays. Costs are in
+            seconds, or those of a TransformerCost. Default: moving is free.
         device: Where the tensors are. Default: the mesh's, or the group's back end's.
-        timeout_s: Longest wait of a collective, in seconds.
+        timeout_s: Longest wait of a collective.
         features_for: "owner": each rank gives its own items and gets their features. "all": every
-            rank gives the same items, as in inference; none is sent, and all get the features.
-            "first": likewise, and only the first rank gets them. The last two have no gradients.
-
-    Raises:
-        ConfigError: A value is out of its range.
+            rank gives the same items, as in inference, and gets all features. "first": likewise,
+            for the first rank alone. The last two have no gradients.
     """
 
     table: EncoderTable | None = None
@@ -118,28 +115,23 @@ class _Computed:
 class BalancedEncoder:
     """An encoder whose items are encoded by the ranks that have time, in place of their owners.
 
-    Features come back to the rank that gave the item, in its order, as if it had encoded them
-    itself; so do gradients, both ways. All ranks make it, and call it, at the same points, also
-    those without items. Every rank calls the module: one without items encodes the cheapest one of
-    all once more, without counting it, so FSDP's and DDP's ranks always meet. Gradients of
-    parameters are those of other ranks' items, too: they are right after averaging over the ranks.
-
-    Nothing is recorded where neither the parameters nor the items of any rank require a gradient.
+    Features come back to the rank that gave the item, in its order; so do gradients, both ways. All
+    ranks make it, and call it, at the same points. A rank without an item encodes the cheapest one
+    once more, without counting it, so that ranks of FSDP and DDP always meet. Gradients of
+    parameters are right after averaging over the ranks. None are recorded where neither the
+    parameters nor the items of any rank require them.
 
     Attributes:
-        module: The encoder, unedited.
         last: Report of the last step, see `Encoding`; None if no rank had an item.
 
     Args:
-        module: Maps items to features; plain, in DistributedDataParallel, or sharded by FSDP2. Its
-            arguments and outputs hold items along the first dim; see `EncoderTable`. It has the
-            same weights on all ranks.
-        length_fn: Tokens of an item, at least 1, from its arguments by name; or a pair of tokens
-            and of how many pairs of a query and a key attention computes. Default: as the table
-            for the module's class says.
-        cost: Predicts what an item costs from its tokens, and pairs, where there are any.
+        module: Maps items to features; plain, in DistributedDataParallel, or sharded by FSDP2, with
+            the same weights on all ranks. Its arguments and outputs hold items along the first dim;
+            see `EncoderTable`.
+        length_fn: Tokens of an item, at least 1, from its arguments by name; or tokens, and pairs
+            of a query and a key in attention. Default: that of the table for the module's class.
+        cost: Predicts the cost of an item by its tokens, and pairs, if there are any.
         mesh_or_group: A one-axis DeviceMesh, a process group, or None for the default group.
-        options: Settings that are seldom changed.
 
     Raises:
         ConfigError: An argument is wrong here. RemoteConfigError: on another rank.
@@ -181,23 +173,22 @@ class BalancedEncoder:
             self._group = replace(made, control=self._host)
 
     def __call__(self, items: Sequence[Item]) -> Features:
-        """Encode items, each on the rank that has time.
+        """Encode items, each on the rank that has time; return the outputs in their order.
 
-        `items` are those of this rank, or none: the arguments of the module for one item alone, by
-        name. Returns the module's output for each, in their order; see `Features.attach`. Two small
-        gathers; two all-to-alls where an item moves, none where that does not pay.
+        An item is the arguments of the module for it alone, by name. See `Features.attach`. Two
+        small gathers; two all-to-alls where an item moves.
         """
         return self.encode(items)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's output for these arguments, each item by the rank that has time.
 
-        Tensors may have no rows. A loss of every rank must depend on the output, if any does.
+        If a rank's loss depends on the output, every rank's must.
         """
         return self.call_after(None, args, kwargs).together
 
     def call_after(self, token: Tensor | None, args: Sequence[Any], kwargs: Item) -> Features:
-        """Make a `call` whose backward pass comes before that of the token; item by item."""
+        """Make a `call`, item by item, whose backward pass comes before that of the token."""
         items, error = list[Item](), None
         function = getattr(self._inner, self.table.method or "forward")
         try:
@@ -207,11 +198,10 @@ class BalancedEncoder:
         return self.encode(items, token, error)
 
     def install(self, model: nn.Module) -> "Installed":
-        """Let a model that contains the module use this encoder, in every forward pass from now on.
+        """Use this encoder in every forward pass of a model that has the module, until `undo()`.
 
-        The model is not edited: while the part that holds the module computes, a stand-in is in
-        the module's place. Ranks whose batch has no images, or videos, take part. Shard or wrap
-        the model before. `undo()` of the result takes the encoder out again.
+        The model is not edited: a stand-in is in the module's place while its parent computes.
+        Ranks without images, or videos, take part. Shard or wrap the model before.
         """
         from bascule.encoders.installed import Installed
 
@@ -230,8 +220,8 @@ class BalancedEncoder:
     ) -> Features:
         """Encode items; this backward pass comes before that of `after`.
 
-        All ranks raise if one has an `error`, or if `call` is not the same on all. The items were
-        made of `inputs`, by default they are these; `at_once` are at most in a call, 0: any number.
+        All ranks raise if one has an `error`, or if `call` differs. The items were made of
+        `inputs`, by default they are these; `at_once` are at most in a call, 0: any number.
         """
         self._step += 1
         all_items, settings, local = self._agree(items, error, call, inputs or items, at_once)
@@ -388,7 +378,7 @@ class BalancedEncoder:
         sizes: Sequence[Ints],
         token: Tensor | None,
     ) -> Features:
-        """Send features, of `sizes` from each rank by id, and put them into their items' order."""
+        """Send features, of `sizes` from each rank by id, and restore the order of the items."""
         rank, parts = self._group.rank, dict(computed.parts)
         if token is not None:
             token = tied(token, computed.unused)

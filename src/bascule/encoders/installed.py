@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 class Installed:
     """A balanced encoder in its place within a model; made by `BalancedEncoder.install`.
 
-    In a forward pass the model calls its encoder once for each kind of items that its batch has,
-    as images and videos. Ranks' batches have unlike kinds; so every rank takes part once for every
-    kind, in the same order: for those that it does not have, before or after its own calls.
+    The model calls its encoder once for each kind of items in its batch. Every rank takes part for
+    every kind, in the same order, also for those that it does not have.
     """
 
     def __init__(self, encoder: "BalancedEncoder", model: nn.Module) -> None:
@@ -109,10 +108,7 @@ class _StandIn(nn.Module):
 
 
 class InPlace:
-    """Puts `methods`, which take no `self`, in the place of those of a pipeline's module.
-
-    Neither is edited: another object of the module's class, and of the same state, is in its place.
-    """
+    """Puts `methods`, which take no `self`, in place of a module's, by a stand-in of its class."""
 
     def __init__(
         self, pipeline: Any, module: nn.Module, methods: Mapping[str, Callable[..., Any]]

@@ -1,7 +1,6 @@
 """Items of encoders: a call cut into items, their lengths, and their features.
 
-Items lie along the first dim of all tensors of a call: one row each, as the images of a batch, or
-several, as the patches of images of unlike sizes. Outputs are cut likewise.
+Items lie along the first dim of all tensors of a call, in one row each, or several, as patches.
 """
 
 import hashlib
@@ -31,17 +30,17 @@ Length = int | tuple[int, float]
 
 @dataclass(frozen=True)
 class EncoderTable:
-    """Says how the items of a call are cut apart and put together.
+    """Rules by which the items of a call are cut apart and put together.
 
     Attributes:
         length: Tokens of an item, from the module and the item; None: the user gives `length_fn`.
         packed: Arguments in which an item has as many rows as its size; the others have one.
         sizes: The sizes of the items of a call, from its arguments; None: all are 1.
         method: The method of the module that is called, where it is not the module itself.
-        split: An item's pieces, at most so many, of an encoder that computes each by itself: their
+        split: Cuts an item into at most so many pieces that are computed each by itself; their
             outputs one after another are those of the item. None: items stay whole.
-        sources: Arguments of the model around the module that hold items; the module is called
-            once for each that is there, in this order.
+        sources: Arguments of the model around the module that hold items. The module is called once
+            for each that is there, in this order.
         settings: Text of the module that must be the same on all ranks, in each call.
     """
 
@@ -110,7 +109,7 @@ def _cut(leaf: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
 
 
 def form_of(item: Item, device: torch.device) -> int:
-    """Return a number that is the same for items that fit into one call."""
+    """Return a number that is equal for items that fit into one call."""
     tensors = {name: x for name, x in item.items() if isinstance(x, Tensor)}
     shapes = sorted((name, str(x.dtype), *x.shape[1:]) for name, x in tensors.items())
     digest = hashlib.blake2b(repr(shapes).encode(), digest_size=8)
@@ -138,8 +137,7 @@ def called_with(function: Callable[..., Any], args: Sequence[Any], kwargs: Item)
 def of_patches(module: nn.Module, item: Mapping[str, Any]) -> tuple[int, float]:
     """Count patches of an image or a video of Qwen-VL, and pairs on the mean of all layers.
 
-    Each frame attends to itself: t frames of h x w patches are t (h w)^2 pairs. Layers of
-    Qwen2.5-VL that are not in `fullatt_block_indexes` attend within windows.
+    Frames attend to themselves; layers not in `fullatt_block_indexes` of Qwen2.5-VL within windows.
     """
     config: Any = module.config
     frames, height, width = (int(n) for n in item["grid_thw"][0].tolist())
@@ -200,10 +198,7 @@ def _by_frames(item: Item, most: int) -> list[Item]:
 
 
 _QWEN = EncoderTable(
-    length=of_patches,
-    packed=("hidden_states",),
-    sizes=_grid_sizes,
-    split=_by_frames,
+    length=of_patches, packed=("hidden_states",), sizes=_grid_sizes, split=_by_frames
 )
 _IMAGES = EncoderTable(length=of_image)
 _TEXTS = EncoderTable(length=of_text, sources=())
@@ -278,10 +273,7 @@ def prepare(
     most_pieces: int,
     travel: bool,
 ) -> LocalItems:
-    """Cut this rank's items into at most so many pieces each, and describe them.
-
-    Items that do not travel get parcels without contents.
-    """
+    """Cut this rank's items into pieces; if they do not `travel`, parcels have no contents."""
     pieces, counts, parcels = list[Item](), list[int](), list[Parcel]()
     lens, pairs, forms = list[int](), list[float](), list[int]()
     for place, item in enumerate(items):
@@ -328,10 +320,9 @@ class Features(list[Any]):
         return joined(self)
 
     def attach(self, output: Any) -> Any:
-        """Return the same output; in its backward pass this rank takes part in the encoder's.
+        """Return the same output; its backward pass takes part in the encoder's.
 
-        For what the backward pass begins with, as the loss, on every rank: one without items has
-        no other way from its loss to the encoder, where the others wait for it.
+        For the loss of every rank: that of one without items has no other way to the encoder.
         """
         return attach(output, [self.token])
 

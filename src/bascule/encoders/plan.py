@@ -36,7 +36,7 @@ class CallSettings:
 class Encoding:
     """The items that a step of a balanced encoder moved, or why none.
 
-    Gain, seconds and bytes are those of the plan that was weighed, also where its items then stay.
+    Gain, seconds and bytes are those of the plan that was weighed, even if items then stay.
     """
 
     num_items: int  # of all ranks
@@ -129,10 +129,7 @@ class ItemPlan:
         return np.unique(ids[source == rank])
 
     def exchange(self, cluster: Cluster) -> tuple[float, int]:
-        """Return seconds and bytes of all exchanges of a step: items, features, their gradients.
-
-        The features of an item count as many bytes as the item: their size is still open.
-        """
+        """Return seconds and bytes of all exchanges of a step; features count as their items."""
         seconds, num_bytes = 0.0, 0.0
         for times, (ids, source, dest) in (
             (1 + self.settings.items_need_gradient, self.brought),
@@ -167,11 +164,7 @@ def plan_items(
     limits: Limits | None = None,
     locality_tolerance: float = 0.0,
 ) -> tuple[ItemPlan, Encoding]:
-    """Spread items over ranks by cost, so that the slowest rank ends early, where that pays.
-
-    With a cluster, items stay where they are if the slowest rank gains no more than the exchanges
-    take; without one, moving is taken to pay.
-    """
+    """Spread items over ranks by cost; with a cluster, only where gains exceed the exchanges."""
     num_ranks, is_shared = settings.num_ranks, settings.num_getting > 0
     costs = _costs(items, cost, cluster)
     owner = np.full_like(items.lens, -1) if is_shared else items.owner

@@ -1,8 +1,7 @@
 """TiledVAE: the tiles of a VAE's images and videos are computed by the ranks that have time.
 
-The model itself cuts an image into tiles and blends them. It runs twice, with a stand-in for its
-encoder, or decoder: the first notes its calls and returns nothing, the second returns the tiles
-that the ranks computed meanwhile. Between the two, a tile is a list of calls.
+The model cuts an image into tiles and blends them. It runs twice, with a stand-in for its encoder,
+or decoder: one notes the calls of each tile, the other returns the tiles that ranks computed.
 """
 
 import copy
@@ -33,20 +32,16 @@ _DEFAULT = EncoderOptions()
 class TiledVAE:
     """A VAE of diffusers whose tiles are items of a BalancedEncoder, encoded and decoded alike.
 
-    The model's own code cuts images into tiles, and blends them; the tiles of all ranks are one
-    pool, spread by their pixels. Results are the model's own tiled ones, whether or not it has
-    `enable_tiling()`; a sample no larger than a tile is one item, computed whole. A tile of a
-    causal video VAE is all of its frames. All ranks make it, and call it, at the same points.
-
-    Attributes:
-        vae: The model, unedited. Sizes of tiles are its own.
+    The model's own code cuts and blends tiles, whose sizes are its own. Those of all ranks are one
+    pool, spread by pixels. Results are the model's tiled ones, whether or not it has
+    `enable_tiling()`. A tile of a causal video VAE is all of its frames. All ranks make it, and
+    call it, at the same points.
 
     Args:
-        vae: Has tiles; the same weights, configuration and tiles on all ranks.
+        vae: Has tiles; the same weights, configuration and tiles on all ranks. It is not edited.
         mesh_or_group: A one-axis DeviceMesh, a process group, or None for the default group.
-        options: Those of the BalancedEncoder. With `features_for="owner"` each rank gives images of
-            its own, and gets theirs. With "all" each gives the same, and gets the result; with
-            "first" only the first rank gets it, and the others an output without rows.
+        options: Those of the BalancedEncoder. With `features_for="first"`, other ranks get an
+            output without rows.
 
     Raises:
         ConfigError: An argument is wrong here. RemoteConfigError: on another rank.
@@ -79,9 +74,9 @@ class TiledVAE:
     def encode(self, x: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
         """Return the output of `vae.encode` of x (B, C, .., H, W), made of tiles; B may be 0.
 
-        A sequence of tensors of unlike sizes, also an empty one, gives `Features`, one output each.
-        With gradients, a rank without samples lets its loss take part by their `attach`. Three
-        small gathers; an all-to-all where tiles move, and one of their results.
+        A sequence of tensors of unlike sizes gives `Features`, one output each; with gradients,
+        `attach` the loss of a rank without samples. Three small gathers, two all-to-alls where
+        tiles move.
         """
         return self._run("encode", x, args, kwargs)
 
@@ -90,10 +85,9 @@ class TiledVAE:
         return self._run("decode", z, args, kwargs)
 
     def install(self, pipeline: Any) -> InPlace:
-        """Let a pipeline, or whatever else has the VAE as an attribute, use this until `undo()`.
+        """Use this in a pipeline, or whatever has the VAE as an attribute, until `undo()`.
 
-        Neither is edited: another object of the VAE's class is in its place, with the same modules
-        and settings, whose `encode` and `decode` are these.
+        Neither is edited: an object of the VAE's class, with the same state, is in its place.
         """
         return InPlace(pipeline, self.vae, {"encode": self.encode, "decode": self.decode})
 
@@ -143,8 +137,7 @@ class TileCalls(nn.Module):
     def forward(self, part: str, calls: Sequence[Item], **tensors: Tensor) -> Tensor:
         """Call the "encoder" or "decoder" several times; join outputs along time: (1, C, .., h, w).
 
-        Tensors of a call come as "NUMBER.NAME", its first argument without a name; its other
-        arguments are in `calls`. The cache of the first one is for all.
+        Tensors of a call come as "NUMBER.NAME", its first argument as "NUMBER."; others in `calls`.
         """
         module, arguments = getattr(self.vae, part), copy.deepcopy(list(calls))
         for name, x in tensors.items():
@@ -187,14 +180,11 @@ def settings_of(calls: nn.Module) -> str:
 
 
 def pixels_of(calls: nn.Module, tile: Mapping[str, Any]) -> int:
-    """Count the pixels, or latents, of a tile: its convolutions take as long as these.
-
-    A causal decoder makes one frame of the first latent, and several of each of the others.
-    """
+    """Count the pixels, or latents, of a tile, by which its convolutions take their time."""
     vae: Any = calls.vae
     firsts = [x for name, x in tile.items() if name.endswith(".")]
     frames = sum(x.shape[2] if x.dim() == 5 else 1 for x in firsts)
-    if tile["part"] == "decoder":
+    if tile["part"] == "decoder":  # a causal one makes one frame of the first latent
         frames = 1 + (frames - 1) * 2 ** sum(getattr(vae, "temperal_downsample", ()))
     return frames * firsts[0].shape[-2:].numel()
 
@@ -243,8 +233,7 @@ def _as_item(part: str, calls: Sequence[Item]) -> Item:
 class _InPlace(nn.Module):
     """Stands in for a VAE's encoder, or decoder, within `model`, a copy of the VAE that tiles.
 
-    The copy has the VAE's modules and settings, and its own state: the VAE is left alone. Models
-    count the layers of `real`, the part that this stands for.
+    The copy has the VAE's modules, and a state of its own. Models count the layers of `real`.
     """
 
     def __init__(self, vae: nn.Module, way: str) -> None:
@@ -262,7 +251,7 @@ class _InPlace(nn.Module):
         self._hands = _HANDED in inspect.signature(type(self.real).forward).parameters
 
     def _begins(self, call: Item) -> bool:
-        """True if a call begins a tile: it takes nothing of the call before."""
+        """Return True if a call begins a tile: it takes nothing of the call before."""
         if self._hands:
             return _HANDED not in call
         before, self._cache = self._cache, call.get(_CACHE)

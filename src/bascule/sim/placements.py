@@ -71,10 +71,9 @@ def padded(run: Sequence[Loaded]) -> Iterator[Placement]:
 
 
 def buckets(run: Sequence[Loaded]) -> Iterator[Placement]:
-    """Deal the samples of the run by length; a microbatch is as many as fill the mean tokens.
+    """Deal the samples of the run by length, as resolution buckets with a batch size each.
 
-    As resolution buckets with a batch size each: no rank waits, but batches hold one length only,
-    and each is at least a sample a rank. What does not fill the last one is dropped.
+    A microbatch has as many as fill the mean tokens, at least one a rank; the rest is dropped.
     """
     lens, texts, num_ranks, budget = _joined(run)
     order, first = np.argsort(lens, kind="stable")[::-1], 0
@@ -91,8 +90,8 @@ def buckets(run: Sequence[Loaded]) -> Iterator[Placement]:
 def packs(run: Sequence[Loaded]) -> Iterator[Placement]:
     """Fill packs of one length with samples in order, padded; a pack a rank and microbatch.
 
-    A pack is as long as a rank's mean tokens, or as the longest sample; attention stays within
-    samples, and padding attends to itself. Packs that do not fill the last microbatch are dropped.
+    A pack is as long as a rank's mean tokens, or the longest sample. Padding attends to itself;
+    packs that do not fill the last microbatch are dropped.
     """
     lens, texts, num_ranks, budget = _joined(run)
     length = max(int(np.ceil(budget)), int(lens.max(initial=0)))
@@ -150,11 +149,7 @@ _ADVICE = (
 
 
 def policy_of(name: str, cost: TransformerCost, cluster: Cluster) -> Policy:
-    """Find the policy of a name; seconds of cost and cluster are those of a step.
-
-    "none", "padded", "buckets" or "packs"; "loader" moves whole samples in the data loader; a
-    topology is planned by bascule, "knapsack g4n8" by the paper's greedy.
-    """
+    """Find the policy of a name, see `simulate`; seconds of cost and cluster are of a step."""
     num_ranks = cluster.num_ranks
     if of_type("topologies: each", name, str, _ADVICE) in _POLICIES:
         return _POLICIES[name]

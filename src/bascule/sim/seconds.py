@@ -46,8 +46,8 @@ class EncoderStage:
         sample_s: Seconds of a sample, as of a text that is padded.
         text_token_s: Seconds of a text token.
         image_token_s: Seconds of any other token.
-        is_balanced: Samples go where there is time, so that ranks wait for each other at its end;
-            moves are not counted.
+        is_balanced: Samples go where there is time, at no price; ranks wait for each other at its
+            end.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Sharding:
     """FSDP2: parameters over S ranks, and whole replicas of them over the rest (HSDP).
 
     Args:
-        num_params: Parameters; None: 12 d^2 a layer.
+        num_params: None: 12 d^2 a layer.
         shard_ranks: S; None: the ranks of a node.
     """
 
@@ -87,15 +87,14 @@ class Sharding:
         fields(self, num_params=(whole, 1), shard_ranks=(whole, 1))
 
     def params_of(self, cost: TransformerCost) -> int:
-        """Return the parameters of a model, those of its blocks unless `num_params` is set."""
+        """Return `num_params`, or those of the model's blocks."""
         return self.num_params or 12 * cost.d_model**2 * cost.num_layers  # of 24 L d^2 FLOPs
 
     def seconds(self, cost: TransformerCost, cluster: Cluster) -> tuple[float, float]:
         """Predict one all-gather of parameters in bf16, and the reduction of gradients in float32.
 
-        A ring over nodes uses the links of all ranks of a node at once, so (S - 1) / S of the bytes
-        travel at min(intra, inter * ranks per node). Replicas all-reduce an S-th of the gradients,
-        2 (R - 1) / R of its bytes. Source: the ring algorithms of NCCL.
+        Over nodes, (S - 1) / S of the bytes travel at min(intra, inter * ranks per node). Replicas
+        all-reduce 1 / S of the gradients, 2 (R - 1) / R of its bytes. Source: NCCL's rings.
         """
         ranks, per_node = cluster.num_ranks, cluster.ranks_per_node
         shards = min(per_node, ranks) if self.shard_ranks is None else self.shard_ranks
@@ -122,20 +121,15 @@ class SimulationOptions:
         ranks_per_node: None: at most 8.
         accumulate: Microbatches of a step; ranks meet at the end of each, as under FSDP2.
         seed: Of data codes.
-        passes: What a microbatch runs; by default forward, recomputation and backward.
-        sharding: Of the parameters.
+        passes: Of a microbatch; by default forward, recomputation and backward.
         stages: Encoders before the model.
         loader_bytes_per_s: Bytes that a rank's loader sends in a second; assumed, as of gloo.
-        sample_bytes_per_token: Bytes that it sends for a token; by default a latent of FLUX in
-            bf16, 64 values.
-        routed_bytes_per_token: Bytes of a token in all exchanges that route it in a microbatch, to
-            where it is computed and back, forward and backward; by default four times its values
-            of the width of the model, in bf16.
+        sample_bytes_per_token: Bytes that it sends for a token; by default a latent of FLUX, in
+            bf16.
+        routed_bytes_per_token: Bytes of a token in all exchanges that route it in a microbatch; by
+            default four times the model's width in bf16.
         train_steps: Steps of the user's own run or epoch, for which GPU-hours are computed.
         gpu_hour_price: Of one GPU-hour, in any currency; None: no money is computed.
-
-    Raises:
-        ConfigError: A value is out of range.
     """
 
     num_steps: int = 20
@@ -199,10 +193,7 @@ class Microbatch(NamedTuple):
 
 
 def microbatch(placed: Placement, setup: Setup) -> Microbatch:
-    """Predict a microbatch: all passes, and what comes before and between them.
-
-    Ranks meet at its end, as FSDP2 makes them, so each waits for the slowest one.
-    """
+    """Predict a microbatch with all passes; ranks meet at its end, as under FSDP2."""
     cost, options, none = setup.cost, setup.options, np.zeros(placed.topology.num_ranks)
     spent = dict.fromkeys(KINDS, none) | _computed(placed, setup)
     stages = np.array([stage.seconds(placed) for stage in options.stages]).reshape(-1, none.size)
@@ -257,11 +248,7 @@ def _computed(placed: Placement, setup: Setup) -> dict[str, Floats]:
 def _exposed_sharding(
     spent: dict[str, Floats], setup: Setup, gather: float, reduce: float
 ) -> dict[str, Floats]:
-    """Return what the passes do not hide, of a gather before each and of reducing gradients.
-
-    A layer's exchange hides behind the layer before or after it, so the first gather and the last
-    reduction have nothing to hide behind.
-    """
+    """Return what passes do not hide: a layer's exchange hides behind its neighbour alone."""
     passes, first = setup.options.passes, 1 / setup.cost.num_layers
     wires = spent["ulysses"] + spent["ring"]
     forward = spent["compute"] / passes.linear + wires / passes.exchanges
@@ -281,10 +268,7 @@ def exchange_seconds(placed: Placement, cluster: Cluster, bytes_per_token: float
 
 
 def _sent(placed: Placement, cluster: Cluster) -> Floats:
-    """Return (2, N) tokens that each rank sends or receives, the larger: in its node, to others.
-
-    O(n + N): of the ranks of a bag, those in one node receive the same from other nodes.
-    """
+    """Return (2, N) tokens that each rank sends or receives, the larger: in its node, to others."""
     topology, source, per_node = placed.topology, placed.source, cluster.ranks_per_node
     num_ranks, bag_of_rank = topology.num_ranks, topology.bag_of_rank
     first: Ints = topology.first_ranks[placed.bag_of]

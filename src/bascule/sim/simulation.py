@@ -100,10 +100,7 @@ class SimulatedRun:
         return float(self.activation_bytes.max())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the metrics, and the mean seconds of a rank and step by kind.
-
-        `wir` is None where it is infinite, which JSON cannot hold.
-        """
+        """Return the metrics, and mean seconds of a rank and step; an infinite `wir` is None."""
         slowest = self.stage_s.max(axis=2).mean(axis=0) * self.accumulate
         imbalances = [
             float(np.mean([metrics.imbalance(one) for one in spent]))
@@ -129,10 +126,7 @@ class SimulatedRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulationResult:
-    """Runs of the same data under each policy, in the order of the topologies.
-
-    The first run is what the others are compared with.
-    """
+    """Runs of the same data under each policy; the first one is compared with the others."""
 
     profile: HardwareProfile
     runs: tuple[SimulatedRun, ...]
@@ -257,25 +251,23 @@ def simulate(
 ) -> SimulationResult:
     """Predict training steps, without torch and without the machines.
 
-    A microbatch takes as long as its slowest rank: encoders, compute of forward, recomputation and
-    backward, exchanges, what FSDP2's collectives do not hide, and the host. Linear in steps and
-    ranks, in time and memory.
+    A microbatch takes as long as its slowest rank: encoders, compute, exchanges, what FSDP2's
+    collectives do not hide, and the host. Linear in steps and ranks, in time and memory.
 
     Args:
-        data: Data codes, of which steps are drawn; or batches, each one list a source rank, of
-            token counts or of `SampleShape`: the microbatches, in order.
+        data: Data codes, of which steps are drawn; or batches, the microbatches in order. A batch
+            has a list of token counts, or of `SampleShape`, a rank.
         profile: The machine; or its file or name, as for `HardwareProfile.load`.
         model: The model, and what is planned by. Its `gamma` is of the forward pass.
-        topologies: What to compare: topologies ("g4n8"), which bascule plans; "knapsack g4n8", the
-            paper's greedy; "loader", whole samples moved by the data loader; and of today's
-            practice "none", "padded", "buckets" and "packs"; "auto" is what `suggest_topology`
-            finds for the first batches. The first one is what the others are compared with.
+        topologies: The runs to compare with the first one: topologies ("g4n8"), which bascule
+            plans; "knapsack g4n8", the paper's greedy; "loader", samples moved by the data loader;
+            "none", "padded", "buckets" and "packs", today's practice; "auto", the choice of
+            `suggest_topology` for the first batches.
         options: Everything else.
 
     Raises:
         ConfigError: A value is out of range, or something does not fit.
-        PlanError: A sequence does not fit into the memory of its bag, where the model knows its
-            `bytes_per_token` and bags of several sizes are planned.
+        PlanError: A sequence does not fit into the memory of its bag, in bags of several sizes.
     """
     options = SimulationOptions() if options is None else options
     of_type("options", options, SimulationOptions, "a SimulationOptions(..)")

@@ -132,11 +132,7 @@ def study(
     tolerances: Sequence[float] = (),
     rewards: Sequence[float] = (),
 ) -> Study:
-    """Plan all layers in all ways, and follow them over their steps.
-
-    Each layer gives (H, Q, K) masks of each of its steps. The first one is also followed at some
-    tolerances besides the setting's, and planned with some rewards.
-    """
+    """Plan all layers in all ways, and follow them; the first also at `tolerances`, `rewards`."""
     outcomes: list[Outcome] = []
     runs: list[LayerRun] = []
     first: Bools | None = None
@@ -155,11 +151,7 @@ def study(
 
 
 def run_layer(steps: Iterable[Bools], setting: Setting, tolerances: Sequence[float]) -> LayerRun:
-    """Follow a layer of (H, Q, K) masks a step: plans kept or made anew, and meshes.
-
-    Each step runs with the plan that the step before left; the first one is planned for itself.
-    `tolerances` are followed besides the setting's.
-    """
+    """Follow a layer of (H, Q, K) masks a step; each runs with the plan that the last one left."""
     states: dict[tuple[Mesh, float], PlanReuse] = {}
     imbalances: dict[tuple[Mesh, float], list[float]] = {}
     choices: list[StrategyChoice] = []

@@ -23,11 +23,7 @@ ranks meet to reduce gradients."""
 
 
 def segments_of(run: SimulatedRun) -> Iterator[Segment]:
-    """Yield the work of each rank in each step, on one clock.
-
-    Exchanges within a bag are named by their rank, so that no reader takes ranks of other bags to
-    wait for them; all ranks wait for each other in the reduction at the end of a microbatch.
-    """
+    """Yield the work of each rank in each step, on one clock."""
     ends, ranks = np.cumsum(run.microbatch_s), range(run.seconds.shape[2])
     begins = ends - run.microbatch_s
     for step, (begin, end) in enumerate(
@@ -41,7 +37,7 @@ def segments_of(run: SimulatedRun) -> Iterator[Segment]:
         now = float(begins[m]) + spent["host"]
         stages: list[tuple[str, Kind]] = [(name, "compute") for name in run.stages]
         for name, kind in (_ORDER[0], *stages, *_ORDER[1:]):
-            if spent[name] > 0:
+            if spent[name] > 0:  # its name keeps readers from matching calls of unlike bags
                 shown = name if kind == "compute" else f"{name} of rank {rank}"
                 yield Segment(rank, kind, shown, now, spent[name])
             now += spent[name]

@@ -1,8 +1,8 @@
 """Lengths of sequences from data codes and length files; for manifests see ``manifest``.
 
-A *data code* ``g16b4i256f1s0`` describes a stream of synthetic samples: 16 ranks, 4 samples a rank
-and step, 256 x 256 pixels, 1 frame, not compressed in time. Codes joined by commas make a mix. The
-format and its token counts are those of KnapFormer, section 4.1.
+A *data code* ``g16b4i256f1s0`` is a stream of synthetic samples: 16 ranks, 4 samples a rank and
+step, 256 x 256 pixels, 1 frame, not compressed in time. Commas join codes to a mix. Source of the
+format and its token counts: KnapFormer, section 4.1.
 """
 
 import re
@@ -115,7 +115,7 @@ def latent_frames(num_frames: int, *, compressed: bool) -> int:
 def keyed_generator(seed: int, stream: str, *key: int) -> np.random.Generator:
     """Make a random generator: Philox counts from the key, so no two keys share numbers.
 
-    A stream has at most 8 ASCII characters, a key at most two numbers, such as step and rank.
+    A stream has at most 8 ASCII characters, a key at most two numbers.
     """
     if not all(0 <= word < 2**64 for word in (seed, *key)):
         raise ConfigError(f"seed, step and rank must be in 0..2^64-1, got {(seed, *key)}")
@@ -167,10 +167,7 @@ def num_ranks_of(codes: Sequence[DataCode]) -> int:
 def rank_lengths(
     codes: Sequence[DataCode], rank: int, *, seed: int, step: int
 ) -> list[SampleShape]:
-    """Draw the samples of one rank, a pure function of the arguments; replicas follow each other.
-
-    One factor per rank and step, uniform in `ASPECT_RANGE`, is on the visual tokens of a frame.
-    """
+    """Draw the samples of a rank, with a factor in `ASPECT_RANGE`; replicas follow each other."""
     ends = list(accumulate(code.num_ranks for code in codes))
     code = codes[bisect(ends, rank % ends[-1])]
     generator = keyed_generator(seed, "lengths", step, rank)
@@ -206,10 +203,9 @@ def deal(items: Sequence[_Item], num_ranks: int) -> list[list[_Item]]:
 def read_lengths(path: str | Path, *, num_ranks: int | None = None) -> list[list[int]]:
     """Read sequence lengths, one list per source rank.
 
-    Text: a line is a source rank, its lengths separated by spaces or commas. An empty line is a
-    rank without sequences; what follows ``#`` is a comment, and a line with only a comment is
-    skipped. JSON (the file starts with ``[``): a list of lists, or one flat list. With
-    ``num_ranks``, one line or flat list is dealt (see ``deal``); other files have so many ranks.
+    Text: a line is a source rank, maybe without lengths, which spaces or commas separate; ``#``
+    begins a comment, and a line with only a comment is skipped. JSON: a list of lists, or one flat
+    list. With ``num_ranks``, one line or flat list is dealt (see ``deal``).
     """
     lines = list(islice(read_lines(path), MAX_SEQUENCES + 1))
     text = "".join(lines)

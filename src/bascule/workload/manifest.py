@@ -32,23 +32,20 @@ def read_manifest(
     bytes_per_token: float = 4.0,
     max_samples: int | None = None,
 ) -> list[SampleShape]:
-    """Read the samples of a dataset from a ``.jsonl`` or ``.csv`` manifest.
+    """Read the samples of a dataset from a ``.jsonl`` or ``.csv`` manifest, in its order.
 
-    A row says its ``tokens`` (or ``num_tokens``, ``seq_len``, ``length``), which are taken as text.
-    Or it has ``width`` and ``height`` in pixels (both 0: a sample of text only), and may have
-    ``frames`` (default 1) and ``text_tokens`` or, where that is absent or empty, a ``caption``.
-    Other columns are ignored, which the log says once; empty lines are, too.
+    A row has ``tokens`` (or ``num_tokens``, ``seq_len``, ``length``), which are taken as text. Or
+    it has ``width`` and ``height`` in pixels (both 0: text only), and may have ``frames`` (default
+    1) and ``text_tokens`` or, where that is absent or empty, a ``caption``. Others are ignored, and
+    logged once.
 
     Args:
         path: The file, UTF-8; the first line of a CSV file names its columns.
         patch: Pixels along one side of a visual token; a partial patch at the edge is cut.
         compress_frames: Frames are compressed in time as in data codes with ``s1``.
-        bytes_per_token: UTF-8 bytes of caption that make a token: about 4 for English under the
-            usual tokenizers, 1 for byte tokens.
+        bytes_per_token: UTF-8 bytes of caption that make a token: about 4 for English, 1 for byte
+            tokens.
         max_samples: Refuse a manifest of more; None reads any number.
-
-    Returns:
-        Samples in the file's order; see ``deal`` for ranks.
     """
     whole("patch", patch, 1)
     rate("bytes_per_token", bytes_per_token)
@@ -104,7 +101,7 @@ def _columns(row: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def _named(names: Iterable[str]) -> str:
-    """Join some names of columns for a message: on one line, and not all where there are many."""
+    """Join names of columns for a message on one line, and not all of many."""
     named = [name if name.isidentifier() else shown(name) for name in names]
     left = len(named) - _MOST_NAMED
     return ", ".join([*named[:_MOST_NAMED], *([f"{left} others"] if left > 0 else [])])

@@ -1,9 +1,7 @@
 """Block masks of sparse attention, drawn at random in the likeness of video models'.
 
-A mask says which blocks of tokens attend to which: bool (heads, q_blocks, kv_blocks), True is
-computed. Blocks never straddle segments (text, video), so the last one of a segment may be short.
-
-Legend: H heads, N blocks of the sequence, V of them video, P points, W waves.
+A mask is bool (heads, q_blocks, kv_blocks), True is computed. No block is in two segments (text,
+video). Legend: H heads, N blocks, V of them video, P points.
 """
 
 import math
@@ -51,31 +49,26 @@ MAX_SPREAD = 8.0
 class MaskModel:
     """Random block masks with the sizes, the densities and the imbalance of a video model's.
 
-    Of each head the blocks with the highest scores are computed. The score of a query block and a
-    key block is the sum of their closeness on the grid, with a width per head and axis; of the
-    key's popularity and the query's breadth, both smooth over the video and partly shared by the
-    heads; of a bonus for keys in the first frame; and of noise. Text and the diagonal are always
-    computed. Real masks are not published: this is a likeness, fitted to a few averages. All heads
-    have the raster order of the tokens (PAROAttention chooses one of six orders a head).
+    Of each head the blocks with the highest scores are computed. A score is the sum of closeness on
+    the grid, with a width per head and axis; of the key's popularity and the query's breadth,
+    smooth over the video and partly shared by heads; of a bonus for keys in the first frame; and of
+    noise. Text and the diagonal are always computed. Heads have the raster order of the tokens.
 
-    The densities of the heads are logistic-normal, spread to the same imbalance in every layer. The
-    imbalance of a ring follows from `field_spread` and `first_frame`, which are fitted.
-
-    Over layers and steps all but the noise drifts, as Gaussian processes: n steps apart their
-    correlation is `exp(-(n step_drift)^2 / 2)`. This form is an assumption. The default drift is
-    fitted to db-SP's account of SpargeAttn on Wan2.1: with a threshold of 1.10, greedy plans of the
-    heads are made in 5 of 50 steps (here in 5.1, the mean of 40 layers, with 8 ranks).
+    Real masks are not published: this is a likeness, fitted to averages. Densities of heads are
+    logistic-normal, of the same imbalance in every layer. Over layers and steps all but the noise
+    drifts, as Gaussian processes: n steps apart their correlation is `exp(-(n step_drift)^2 / 2)`,
+    an assumption. The default drift is fitted to db-SP's account of SpargeAttn on Wan2.1: at a
+    threshold of 1.10, greedy plans are made in 5 of 50 steps (here 5.1, mean of 40 layers, 8
+    ranks).
     """
 
     grid: tuple[int, int, int]  # (frames, height, width) of the latent tokens
     num_heads: int
     text_tokens: int = 0  # before the video; they see all and are seen by all
     density: float = 0.41  # share of the blocks that are computed, mean of the heads
-    # Max over mean of the densities of eighths of the heads, in their order, as 8 Ulysses ranks
-    # have them. Where full heads do not allow it, nearly the closest.
+    # Max over mean of the densities of eighths of the heads, as 8 Ulysses ranks have them; nearly.
     head_imbalance: float = 1.355
-    # Tendency of neighbouring eighths to opposite densities. With independent heads (0), pairs of
-    # eighths are at least about half as uneven as eighths are.
+    # Tendency of neighbouring eighths to opposite densities; 0: independent heads.
     head_contrast: float = 0.15
     field_spread: float = 0.15  # standard deviation of popularity and breadth; closeness is <= 1
     first_frame: float = 0.6  # bonus of keys in the first frame
@@ -258,12 +251,10 @@ MASK_DIMS = ("steps", "layers", "heads", "q_blocks", "kv_blocks")
 def load_masks(path: str | Path) -> Bools:
     """Read masks from an `.npy` or `.npz` file, in one of three forms.
 
-    An `.npy` file holds the bool array, and is mapped, not read: a step and a layer can be taken
-    from a file that is larger than the memory. An `.npz` file holds the same as `masks`, or what
-    `save_masks` wrote: `packed`, the bits of the array in C order (`numpy.packbits`), and `shape`.
+    An `.npy` file holds the bool array, and is mapped, not read. An `.npz` file holds it as
+    `masks`, or as `save_masks` wrote it: `packed`, its bits (`numpy.packbits`), and `shape`.
 
-    The result is (steps, layers, heads, q_blocks, kv_blocks); steps, or steps and layers, may be
-    missing in the file, and are 1 then.
+    Returns (steps, layers, heads, q_blocks, kv_blocks); the file may lack the first two dims.
     """
     path = Path(path)
     readers = {".npy": _from_array, ".npz": _from_archive}

@@ -79,19 +79,18 @@ _DEFAULT = PhotoOptions()
 class PhotoStream:
     """Photos at their own size, with the bytes of their captions as text tokens.
 
-    A photo becomes ``h * w`` tokens of ``3 * P**2`` values in [-1, 1], channels first within a
-    token. A photo of more tokens than it may have is scaled down, one with a side below the patch
-    is stretched to it, and what is left of a multiple of the patch is cut off around the centre. A
-    caption is ``name.txt`` beside ``name.jpg``, else the entry of the photo in ``captions.jsonl``
-    (lines ``{"file": "name.jpg", "caption": "..."}``); without one the sample has no text tokens.
+    A photo becomes ``h * w`` tokens of ``3 * P**2`` values in [-1, 1], channels first. Photos of
+    too many tokens are scaled down, sides below the patch are stretched, the rest is cut off around
+    the centre. A caption is ``name.txt`` beside ``name.jpg``, else a line of ``captions.jsonl``
+    (``{"file": "name.jpg", "caption": "..."}``), else empty.
 
-    With ``clip_frames``, a video file and a subfolder of numbered frames are samples, too: frame
-    after frame, each cut into patches as a photo is, all together within ``max_tokens``. The
-    caption of the folder ``name`` is ``name.txt`` beside it.
+    With ``clip_frames``, video files and subfolders of numbered frames are samples, too: frame
+    after frame, all within ``max_tokens``. The caption of folder ``name`` is ``name.txt`` beside
+    it.
 
-    Every rank reads and checks every photo once, here, so all ranks agree on the photos. Those that
-    cannot be decoded are left out, counted in ``skipped`` and logged by rank 0. Steps draw from a
-    shuffled order of the others, each once per epoch.
+    Every rank reads and checks every photo once, here. Those that cannot be decoded are left out,
+    counted in ``skipped`` and logged by rank 0. Steps draw from a shuffled order, each once per
+    epoch.
     """
 
     def __init__(
@@ -123,10 +122,7 @@ class PhotoStream:
         return tuple(photo.path.name for photo in self._photos)
 
     def batch(self, step: int) -> SampleBatch:
-        """Return this rank's contiguous share of the ``world_size * batch_size`` photos of a step.
-
-        A sample's id is its number in the order of all epochs, on any number of ranks.
-        """
+        """Return this rank's share of the ``world_size * batch_size`` photos of a step."""
         return self.samples(self.numbers(step))
 
     def numbers(self, step: int) -> range:

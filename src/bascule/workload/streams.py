@@ -1,10 +1,8 @@
 """Batches of packed samples for a diffusion transformer, and a synthetic stream of them.
 
-Legend of shapes: N samples on this rank; Ti image tokens, Tt text tokens, T = Ti + Tt packed
-tokens, in the order text 1, image 1, text 2, image 2, ...; C channels of an image token.
-
-Randomness belongs to a sample, never to a rank: noise and timestep are functions of the seed and
-the sample's id, so a sample trains in the same way wherever it is processed.
+Legend of shapes: N samples on this rank; Ti image tokens, Tt text tokens, T = Ti + Tt packed tokens
+(text 1, image 1, text 2, ...); C channels of an image token. Noise and timestep depend on the seed
+and the sample's id, not on the rank.
 """
 
 from bisect import bisect
@@ -73,17 +71,14 @@ class Widths(Protocol):
     @property
     def in_channels(self) -> int:
         """Channels C of an image token."""
-        ...
 
     @property
     def text_dim(self) -> int:
         """Width of a text embedding."""
-        ...
 
     @property
     def vec_dim(self) -> int:
         """Width of a sample's pooled text vector."""
-        ...
 
 
 class SampleStream(Widths, Protocol):
@@ -91,7 +86,6 @@ class SampleStream(Widths, Protocol):
 
     def batch(self, step: int) -> SampleBatch:
         """Return this rank's batch of a step (0 or more)."""
-        ...
 
 
 def pack_batch(
@@ -152,9 +146,9 @@ def flow_noise(batch: SampleBatch, *, seed: int) -> Tensor:
 
 
 def flow_timesteps(batch: SampleBatch, *, seed: int) -> Tensor:
-    """Draw each sample's rectified-flow timestep, (N,) float32 in (0, 1) on the CPU, logit-normal.
+    """Draw each sample's timestep, (N,) float32 in (0, 1) on the CPU, logit-normal (0, 1).
 
-    As in Stable Diffusion 3 (Esser et al. 2024), section 3.1, location 0 and scale 1.
+    Source: Stable Diffusion 3 (Esser et al. 2024), section 3.1.
     """
     ids = batch.sample_ids.tolist()
     return sample_normals(ids, [1] * len(ids), 1, seed=seed, stream="timestep")[:, 0].sigmoid()
@@ -163,10 +157,9 @@ def flow_timesteps(batch: SampleBatch, *, seed: int) -> Tensor:
 class SyntheticStream:
     """Learnable samples with the lengths of data codes.
 
-    Each sample has a hidden prompt of eight numbers. Its image tokens are eight fixed waves over
-    the positions, weighted by the prompt and mixed into the channels, plus a little noise; its text
-    tokens are the prompt in another basis, plus noise. So a model that learns the waves, or reads
-    the text, lowers its loss. A larger world than the mix's holds replicas, with other samples.
+    A sample has a hidden prompt of eight numbers. Its image tokens are eight fixed waves over the
+    positions, weighted by the prompt; its text tokens are the prompt in another basis; both with
+    noise. A larger world than the mix's holds replicas, with other samples.
     """
 
     def __init__(

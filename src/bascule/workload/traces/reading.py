@@ -1,7 +1,7 @@
 """The traces of a run's ranks, read from the JSON that torch.profiler writes: one file a rank.
 
-Of a rank with kernels of a device, these are its compute and its collectives. Of one without, its
-operators are compute, and the events of gloo's threads are collectives.
+Kernels of a device, where there are any, are compute and collectives. On a host, operators are
+compute, and the events of gloo's threads are collectives.
 """
 
 import gzip

@@ -1,14 +1,11 @@
 """Divide each step of each rank into compute, communication, waiting and the rest.
 
-**Compute** is time in kernels that are no collectives (on a host: in operators). Of collectives
-only the time counts that no compute hides. A rank **waits** until the last of the ranks begins a
-collective; from then on it is **communication**: we assume that nothing moves before. The **rest**
-is launches, Python, data. A rank's *own* time is that of its step without the waiting.
+**Compute** is time in kernels that are no collectives (on a host: in operators). Collectives count
+where no compute hides them: **waiting** until the last rank begins, then **communication**. The
+**rest** is launches, Python, data. A rank's *own* time is that of its step without the waiting.
 
 A collective ends everywhere at once, so clocks are aligned by the median difference of ends. The
-k-th calls of a name and group in a step belong together; gloo's events do not say their group.
-
-Legend: S steps, R ranks.
+k-th calls of a name and group in a step belong together. Legend: S steps, R ranks.
 """
 
 import re
@@ -224,11 +221,8 @@ def _meetings(
 
 
 def _clocks(meetings: Sequence[Meeting], num_ranks: int) -> list[float]:
-    """Return (R,) seconds that each clock is ahead of the first that it shares calls with.
-
-    Ranks are aligned in rounds, by the calls that they share with aligned ones. Broadcasts, whose
-    root may end before, count only where there is nothing else.
-    """
+    """Return (R,) seconds that each clock is ahead of the first that it shares calls with."""
+    # The root of a broadcast may end before: these count where there is nothing else.
     sure = [one for one in meetings if _ALL_SIDED.search(one[0]) or not _ONE_SIDED.search(one[0])]
     ahead: dict[int, float] = {}
     for first in range(num_ranks):
@@ -247,10 +241,7 @@ def _clocks(meetings: Sequence[Meeting], num_ranks: int) -> list[float]:
 def segments_of(
     parts: StepParts, lens: Mapping[tuple[int, int], Sequence[int]]
 ) -> Iterator[Segment]:
-    """Yield the segments of each rank and step, on one clock that begins with the first step.
-
-    Collectives are whole, also where compute hides them; waiting is the part that it does not hide.
-    """
+    """Yield the segments of each rank and step, on one clock; collectives are whole."""
     first = min(float(spans.windows.min()) for spans in parts.spans)
     for rank, spans in zip(parts.ranks.tolist(), parts.spans, strict=True):
         shown: tuple[tuple[Kind, Spans], ...] = (

@@ -28,8 +28,7 @@ Lengths = Mapping[tuple[int, int], Sequence[int]]
 """Tokens of each sequence, by the numbers of step and rank."""
 
 MAX_ERROR = 0.3
-"""Error with which steps may predict each other; it is shown with the result. A profile has few
-steps, and single ones are noisy where machines are shared; their mean is less so."""
+"""Error with which steps may predict each other: they are few, and noisy on shared machines."""
 
 MAX_MODEL_ERROR = 0.15
 """Share by which the model may miss the mean step as it was run."""
@@ -93,10 +92,7 @@ class Worth:
 
 
 def lengths_of(traces: Sequence[RankTrace]) -> RunLengths:
-    """Read lengths from the names of ranges, see `LengthMark`; many in a step add up.
-
-    Those of `SequenceParallel` count before those of a loader, and these before a user's.
-    """
+    """Read lengths from names of ranges: of `SequenceParallel`, else loaders, else users."""
     origins = {mark.origin for trace in traces for _, mark in trace.marks}
     origin = next((one for one in ("step", "batch", "") if one in origins), "")
     lens: dict[What, dict[tuple[int, int], list[int]]] = {"lens": {}, "loaded": {}}
@@ -117,10 +113,7 @@ def lengths_of(traces: Sequence[RankTrace]) -> RunLengths:
 
 
 def read_lens(path: str | Path) -> RunLengths:
-    """Read a JSONL file with rows such as ``{"step": 3, "rank": 0, "lens": [512, 64]}``.
-
-    Several rows of a step and rank, such as its microbatches, add up.
-    """
+    """Read rows ``{"step": 3, "rank": 0, "lens": [512, 64]}`` of a JSONL file; they add up."""
     lens: dict[tuple[int, int], list[int]] = {}
     for where, row in read_json_lines(path):
         match row:
@@ -141,8 +134,8 @@ def read_lens(path: str | Path) -> RunLengths:
 def balancing_worth(parts: StepParts, lens: RunLengths, topology: str | None = None) -> Worth:
     """Fit the cost model to the ranks' own seconds, plan the steps again, and compare.
 
-    A step takes as long as its slowest rank; neither moving nor the wires of bags are priced. Steps
-    without the lengths of a rank are left out. `topology` has the bags; default: one rank each.
+    A step takes as long as its slowest rank; moving is not priced. Steps without the lengths of a
+    rank are left out. `topology` has the bags; default: one rank each.
     """
     if parts.num_missing:
         raise ConfigError(f"{parts.missing}: give those of all ranks")

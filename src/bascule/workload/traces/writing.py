@@ -1,8 +1,7 @@
 """Steps as Chrome-trace JSON, one file a rank, as torch.profiler would write those of a GPU.
 
-Perfetto opens the files, and HolisticTraceAnalysis and `read_traces` read them. Compute and
-collectives are kernels of two streams, and each has the call on the host that launched it; waiting
-has a row of its own, as a range, which lies within its collective.
+Perfetto, HolisticTraceAnalysis and `read_traces` read them. Compute and collectives are kernels of
+two streams, with launches on the host; waiting is a range within its collective.
 """
 
 import json
