@@ -1,7 +1,6 @@
 """Attention over a mesh of ranks, Ulysses by ring, exact for any shape.
 
-Ulysses gives the ranks of a row whole runs of tokens with some of the heads; the rows pass keys and
-values around a ring.
+Ulysses gives the ranks of a row runs of tokens with some heads; rows pass keys around a ring.
 
 Shapes: B batch, H query heads, K key-value heads, S tokens of the whole sequence, T tokens of this
 rank, D head width; R ring ranks, U Ulysses ranks.

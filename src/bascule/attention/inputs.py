@@ -53,8 +53,7 @@ def check_settings(what: str, causal: Any, scale: Any) -> None:
 def with_positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float]:
     """Return queries and the factor of their scores, above 0, for the same scores.
 
-    Torch's flash attention for CPUs (2.13) multiplies minus infinity by it under a causal mask:
-    nan.
+    Torch's flash attention for CPUs (2.13) multiplies what a causal mask hides, -inf, by it.
     """
     factor = positive_scale(q.shape[-1], scale)
     return (q, factor) if scale is None or scale > 0 else (q * scale, factor)

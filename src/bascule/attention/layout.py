@@ -22,8 +22,8 @@ Run = tuple[int, int]  # (start, stop)
 class SequenceLayout:
     """The tokens of every rank of R x U ranks.
 
-    With `zigzag` a segment is cut into 2 R pieces, of which ring rank r has pieces r and 2 R - 1 -
-    r: under a causal mask all ring ranks then have the same work.
+    With `zigzag` a segment is cut into 2 R pieces, of which ring rank r has the r-th from each
+    end: under a causal mask all ring ranks then have the same work.
 
     A replicated segment is on every rank, and so is its output; each of its tokens counts once as a
     key, and its work is shared. The sum of its gradients over the ranks is the gradient.
@@ -114,8 +114,7 @@ class SequenceLayout:
     def exchanged(self, ring: int) -> tuple[list[int], list[slice] | None, list[slice] | None]:
         """Return (U,) tokens that each Ulysses rank brings, their order together, and the inverse.
 
-        With `zigzag` the first pieces of all Ulysses ranks come first; else tokens stay as they
-        come (None).
+        With `zigzag` the first pieces of all come first; else tokens stay as they come (None).
         """
         by_rank = [self.own_runs(ring, rank) for rank in range(self.ulysses_degree)]
         lens = [num_tokens(runs) for runs in by_rank]

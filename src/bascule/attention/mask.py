@@ -94,8 +94,7 @@ class BlockTables:
 class BlockRows:
     """A block-sparse mask, by rows: the key blocks that each query block sees, one token or more.
 
-    Queries (1, 1, Sq, D) and keys (1, 1, Sk, D) are the blocks of all samples and heads, one after
-    the other.
+    Queries (1, 1, Sq, D) and keys (1, 1, Sk, D) are the blocks of all samples and heads.
     """
 
     q_bounds: Ints  # (Q + 1,) bounds of the query blocks among the queries

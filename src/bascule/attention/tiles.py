@@ -113,8 +113,7 @@ def tiles_of(
 class Pieces:
     """The tokens of packed sequences on each rank of a ring: a run of each sequence in ring order.
 
-    Or an early run and a late one, of which the late ones follow each other in reverse
-    (see `Plan.chunks`).
+    Or an early run and a late one, of which the late ones follow each other in reverse.
     """
 
     lens: Ints  # (R, n) tokens of each run on each ring rank: the early runs, then the late ones

@@ -62,8 +62,7 @@ def forward(
     """Compute what `attend` does; no autograd.
 
     Returns the output at home; (B, S, this rank's heads of q, k and v, D) what was attended and (B,
-    S, heads of q, D) its result, None each where no heads are shared; and (B, heads of q, S) its
-    LSE.
+    S, heads of q, D) its result, None each where no heads are shared; and its LSE.
     """
     tiles, heads = call.tiles(mask) if callable(call.tiles) else call.tiles, call.heads
     if heads is None:
@@ -92,8 +91,7 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """Return gradients of q, k and v at home.
 
-    `kept` are `whole`, `out` and `lse` of the forward; without shared heads q, k, v, output and
-    LSE.
+    `kept` are `whole`, `out` and `lse` of the forward; unshared q, k, v, output and LSE.
     """
     tiles, heads = call.tiles(mask) if callable(call.tiles) else call.tiles, call.heads
     with shared(f"{call.where}, backward"):

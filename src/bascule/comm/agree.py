@@ -81,8 +81,7 @@ def first_use(
 
     `describe` returns the call as text, and what is wrong with it. The text must hold all that
     decides sizes: gloo aborts a process that gets a message of an unexpected size. Once calls of
-    this name were made, an error is raised here alone, and its note ends the others' waits
-    (`failures.shared`).
+    this name were made, an error is raised here alone, and its note ends the others' waits.
     """
     if group is not None and group.calls.has_agreed((what, form)):
         return

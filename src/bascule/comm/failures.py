@@ -182,8 +182,7 @@ def leave(error: BaseException, where: str, *, ends_all: bool = False) -> Failur
     """Leave a note of an error: ranks that wait for this one end with it.
 
     An error that all ranks have, as CommError, needs none, but where others may go on (`ends_all`).
-    If a collective of torch was broken off, the error gets a note with the reason, which is
-    returned.
+    If a collective of torch was broken off, the reason is noted at the error, and returned.
     """
     if isinstance(error, STOPS_RECOMPUTING) or not dist.is_initialized():
         return None

@@ -383,8 +383,7 @@ def _connect(
 ) -> dist.ProcessGroup:
     """Make the group of ranks that met, under a name that comes from where they met.
 
-    `dist.new_group` counts the groups of a rank: unlike numbers would give unlike names (torch
-    2.13).
+    `dist.new_group` counts the groups of a rank: unlike counts give unlike names.
     """
     world = resolve(None)
     default_backend, store = c10d._world.pg_map[world]

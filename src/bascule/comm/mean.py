@@ -56,8 +56,7 @@ class MeanOver(NamedTuple):
 def mean_and_scale(values: Tensor, weights: Tensor | None, over: MeanOver) -> tuple[Tensor, Tensor]:
     """Return the weighted mean of the values of all ranks, and the factor of its gradient.
 
-    One all-reduce of two numbers, no autograd. Weights that add up to nothing give 0. The gradient
-    is divisor / (sum of weights).
+    One all-reduce, no autograd. The gradient is divisor / (sum of weights); without weights 0.
     """
     wide = values.double()
     counted = torch.ones((), dtype=wide.dtype, device=wide.device)

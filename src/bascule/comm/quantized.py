@@ -1,9 +1,9 @@
 """Tensors on the wire at 8 bits a value: half the bytes of bfloat16, at an error that is measured.
 
 A row (the D values of one token and head) becomes D codes and its peak, the largest magnitude, in
-float32: D + 4 bytes, as uint8 since not every back end knows float8. Values are off by at most peak
-/ 254 as int8; as e4m3 by a relative 2^-4, or peak / 448 * 2^-10 if that is more. A row with an inf
-or a nan arrives as nan, and so does one of float64 beyond the range of float32.
+float32: D + 4 bytes, as uint8 since not every back end knows float8. Values are off by at most
+peak / 254 as int8; as e4m3 by a relative 2^-4, or peak / 448 * 2^-10 if that is more. A row with an
+inf or a nan arrives as nan, and so does one of float64 beyond the range of float32.
 
 A few channels with a large constant offset would take the codes of all others. So rows may travel
 as differences from their centre, one more row; a row does so only if that is smaller, and the sign
@@ -130,8 +130,7 @@ CommDtype = Format | Quantized
 def _centre(wide: Tensor, dim: int) -> Tensor:
     """Return the mean over the tokens, (.., 1, .., D); 0 for no tokens.
 
-    Rows of zeros, rows that are not finite, and outliers (tokens that attention sinks into) are
-    left out.
+    Rows of zeros, rows that are not finite, and outliers (sinks of attention) are left out.
     """
     sizes = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     known = sizes.nan_to_num(0.0, 0.0)

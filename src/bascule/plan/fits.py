@@ -354,8 +354,7 @@ def _shares(
     """Solve for shares (K,) >= 0; return them, residuals (O,), and 1 - leverage (O,).
 
     The leverage is how much of an observation's prediction is the observation itself; without it,
-    the residual would be residual / (1 - leverage). What is assumed weighs as much as the noise
-    allows.
+    the residual would be residual / (1 - leverage). Noise sets the weight of the assumptions.
     """
     from scipy.optimize import nnls
 
@@ -382,8 +381,7 @@ def fit_iterations(
     Iteration t takes `overhead + max over ranks of sum over sequences of cost(L)`, with `cost(L) =
     quadratic L^2 + linear L + constant`. The fit alternates between the slowest ranks and least
     squares with coefficients >= 0, from several starts. Source of the model: LoongForge, which has
-    no overhead, smooths the maximum (`logsumexp(20 load) / 20`, loads in ms) and minimises squared
-    seconds.
+    no overhead, smooths the maximum (`logsumexp(20 load) / 20`, loads in ms) and fits squares.
 
     Relative residuals are minimised under Student's t distribution, so that a stall hardly counts.
     Weak assumptions (`TYPICAL_CROSSOVER_TOKENS`, `OVERHEAD_SHARE`, `CONSTANT_SHARE`), which weigh

@@ -314,8 +314,7 @@ class AttentionLatency:
     With `copies = copy_s_per_byte copied_bytes`, `exchanges = 2 all_to_all_latency_s +
     all_to_all_s_per_byte all_to_all_bytes`, or 0 where nothing is sent, `compute = launch_s +
     compute_s_per_work work / R`, and `p2p = p2p_latency_s + p2p_s_per_byte p2p_bytes`. Source:
-    db-SP, equation 4, which multiplies the exchange by the imbalance, too; latencies, bytes and
-    copies are ours.
+    db-SP, equation 4, without the imbalance of exchanges; latencies, bytes and copies are ours.
 
     Args:
         all_to_all_latency_s: Seconds to start an all-to-all.

@@ -74,8 +74,7 @@ def choose_mesh(
     """Choose the mesh of one replica that is predicted to be the fastest.
 
     Without a profile: guidance groups that share the passes evenly, since they exchange nothing in
-    a layer; then Ulysses up to the heads, within a node; then a ring. Equal predictions keep that
-    order.
+    a layer; then Ulysses up to the heads, within a node; then a ring. Ties: in that order.
     """
     num_ranks = whole("choose_mesh: num_ranks", num_ranks, 1, MAX_RANKS)
     in_node = num_ranks if ranks_per_node is None else ranks_per_node

@@ -44,8 +44,7 @@ class Route:
     ) -> "Route":
         """Return a rank's part in moving (n,) items, runs of `lens` rows; they arrive as listed.
 
-        An item is listed for each receiver. `starts` are first rows at the senders; default: as
-        listed.
+        An item is listed for each receiver. `starts` are first rows at the senders, or None.
         """
         sent, received = np.flatnonzero(source == rank), np.flatnonzero(dest == rank)
         first = cumulative(lens[sent])[:-1] if starts is None else starts[sent]
@@ -74,8 +73,7 @@ class Route:
 class LocalLayout:
     """The n chunks that one rank computes on, packed without padding.
 
-    In a bag with a ring, under causal masks, first come the early chunks of all, then their late
-    ones.
+    In a bag with a ring, under causal masks, first come all early chunks, then the late ones.
     """
 
     seq_ids: Ints  # (n,) global ids of the sequences, ascending; alike on all ranks of the bag
@@ -90,8 +88,7 @@ class LocalLayout:
 def chunk_starts(seq_lens: Ints, bag_sizes: Ints, rotations: Ints, index: npt.ArrayLike) -> Ints:
     """Return where chunk `index` of each sequence begins; `index = bag size` gives its length.
 
-    Every rank gets L // G tokens, and L % G ranks, from the rotation on, one more. Arguments
-    broadcast.
+    Every rank gets L // G tokens, and L % G ranks, from the rotation on, one more. All broadcast.
     """
     base, extra = seq_lens // bag_sizes, seq_lens % bag_sizes
     before = np.asarray(index, dtype=np.int64)

@@ -1,7 +1,6 @@
 """The sequences that ranks loaded, as plans take them, and what their tokens see.
 
-Each token sees one run of tokens of its document: up to itself in a causal span, up to the end of
-its span in one that is not.
+Each token sees one run of tokens of its document: up to itself in a causal span, else to its end.
 """
 
 from collections.abc import Sequence

@@ -134,8 +134,8 @@ def gradients_by_recomputation(
 ) -> Grads:
     """Return gradients of a block, from autograd through its own output and LSE, computed again.
 
-    With w = exp(lse_i - lse), the merged output moves by w with the block's output out_i, and by w
-    (out_i - out) with its LSE: the derivatives of the sum that `merge` forms.
+    With w = exp(lse_i - lse), the merged output moves by w with the block's output out_i, and by
+    w (out_i - out) with its LSE: the derivatives of the sum that `merge` forms.
     """
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     with torch.enable_grad():

@@ -1,8 +1,7 @@
 """Block-sparse attention over a mesh, by a plan: every rank computes what the plan gives it.
 
 One uneven all-to-all takes queries, keys and values to where they are used; the ring passes keys
-and values on, with kernels that skip blocks; one all-to-all brings the output home. (db-SP, with
-one exchange, not three.)
+and values on, with kernels that skip blocks; one all-to-all brings it home (db-SP has three).
 
 Shapes: B batch, H query heads, K key-value heads, T tokens of this rank, D head width; Q query
 blocks and C key blocks of the sequence; X (head, query block) rows that a rank computes; R ring

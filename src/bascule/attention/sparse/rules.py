@@ -3,8 +3,7 @@
 Scores of blocks are the products of their mean queries and keys; a rule then says which blocks are
 computed (SpargeAttn, without its tests of how alike the tokens of a block are).
 
-Shapes: B batch, H query heads, T tokens, D head width, N query blocks, M key blocks. Masks are
-bool, True is computed.
+Shapes: B batch, H query heads, T tokens, D head width, N query blocks, M key blocks.
 """
 
 import numpy as np

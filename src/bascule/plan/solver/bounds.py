@@ -1,8 +1,7 @@
 """Lower bounds on the makespan: what certifies an assignment.
 
 A bin of speed s_b that carries work until r_b finishes items W at r_b + W / s_b. The makespan is at
-least max r_b, so bin sets can be pooled: a set F of bins cannot finish work W before (W + sum_F s_b
-r_b) / sum_F s_b.
+least max r_b, so bins can be pooled: a set F cannot end W before (W + sum_F s_b r_b) / sum_F s_b.
 """
 
 import numpy as np

@@ -36,8 +36,7 @@ _LONG_SHARES = (0.5, 0.4, 0.3)
 """Items above this share of the fastest bin's time stay whole in a relaxation; all are tried."""
 
 _MAX_LATE = 0.3
-"""Share of all work above the ceiling from which on all at home is not repaired: it hardly
-succeeds."""
+"""Share of all work above the ceiling from which on all at home is not repaired: it fails."""
 
 _MOST_IMPROVED = 2
 """Starts of a problem with several kinds that are improved, the best ones first."""
@@ -186,8 +185,7 @@ def _of_kinds(problem: Problem, guess: Ints) -> Iterator[Solution]:
 def _best(problem: Problem, target: float, starts: Iterable[Solution], quick: bool) -> Solution:
     """Return the first assignment within the limits that ends by the target, or the earliest.
 
-    Starts are repaired and improved; if none keeps the limits and it is not `quick`, by exact
-    placement.
+    Starts are repaired and improved; if none keeps the limits, an exact placement unless `quick`.
     """
     legal, illegal = list[Solution](), list[Solution]()
     for start in chain(starts, () if quick else _exactly(problem, legal)):

@@ -1,8 +1,7 @@
 """The solver's input, brought to exact numbers.
 
 Work is an integer number of units, a power of two of the caller's cost, and sums stay below 2**50:
-exact in float64, so that sums do not depend on their order or the machine. Integer costs (blocks,
-tokens) stay exact.
+exact in float64, whatever the order or the machine. Integer costs (blocks, tokens) stay exact.
 """
 
 from collections.abc import Mapping
@@ -26,8 +25,7 @@ _MAX_SHIFT = 1000
 class Problem:
     """Items with costs, bins with speeds, and what a bin can hold.
 
-    An item may have another cost on each *kind* of bin (unrelated machines). Work is in whole
-    units.
+    An item may have another cost on each *kind* of bin (unrelated machines).
     """
 
     speeds: Floats  # (bins,) work per unit of time

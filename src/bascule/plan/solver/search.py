@@ -34,8 +34,7 @@ _MAX_SINGLES = 128
 """Most items of a bin that are tried one by one in a round; of more, an even sample by work."""
 
 _MOST_FOR_TWOS = 512
-"""Most items of which groups of two are tried in bins of several kinds; single items fill them
-too."""
+"""Most items of which groups of two are tried in bins of several kinds."""
 
 _MAX_SAMPLED = 32
 """Most items of a bin that form groups of two."""
@@ -355,10 +354,10 @@ def _nearest(
 ) -> tuple[Exchanges, Floats]:
     """Return for each group of a late bin the early bin and the return that end first.
 
-    With an exchange that lowers the late bin by d, both complete together at the ideal d = (t_late
-    - t_early) / (1 / s_late + 1 / s_early). Between bins of one kind without limits only the two
-    returns nearest to it can be best. A binary search finds them in one sorted array: of each early
-    bin nothing (work 0), its groups by work, and a stop that no search passes.
+    With an exchange that lowers the late bin by d, both complete together at the ideal
+    d = (t_late - t_early) / (1 / s_late + 1 / s_early). Between bins of one kind without limits
+    only the two returns nearest to it can be best. A binary search finds them in one sorted array:
+    of each early bin nothing (work 0), its groups by work, and a stop that no search passes.
     """
     num_late, num_early, shape = pairing.late.size, pairing.early.size, pairing.early.shape
     split = int(np.searchsorted(groups.slot, num_late))

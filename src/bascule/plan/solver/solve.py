@@ -58,8 +58,8 @@ def assign(
 ) -> Assignment:
     """Assign items to bins so that the last bin completes as early as possible.
 
-    Deterministic on every machine: ties go to the lowest index, work is compared as integers. O((n
-    + m) log n) a round, a bounded number of rounds.
+    Deterministic on every machine: ties go to the lowest index, work is compared as integers.
+    O((n + m) log n) a round, a bounded number of rounds.
 
     Args:
         costs: Cost per item, in time on a bin of speed 1; finite and >= 0.

@@ -27,8 +27,7 @@ Degrees = tuple[int, int]
 class PlanReuse:
     """A layer's plan, kept across denoising steps while it is even enough. Immutable.
 
-    A step runs with `plan`; then `after` takes that step's work and gives the state for the next
-    one.
+    A step runs with `plan`; then `after` takes that step's work and gives the next state.
 
     Args:
         planner: Makes plans.

@@ -131,8 +131,8 @@ def barrier_ends(tiles: Floats) -> Floats:
 def coupled_ends(tiles: Floats) -> Floats:
     """Return (...) when a ring ends whose ranks wait for their neighbours' transfers alone.
 
-    A transfer is posted when its round starts, at both ends, and takes no time: S_i(t+1) =
-    max(S_i(t) + w_i(t), S_{i-1}(t), S_{i+1}(t)).
+    A transfer is posted when its round starts, at both ends, and takes no time:
+    S_i(t+1) = max(S_i(t) + w_i(t), S_{i-1}(t), S_{i+1}(t)).
     """
     work = rounds_of(tiles)
     start = np.zeros(work.shape[:-1])

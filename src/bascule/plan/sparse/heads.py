@@ -33,8 +33,7 @@ def partition_heads(
 
     Ranks may get unequal numbers of heads, or none. A head is cut only where whole heads leave the
     last rank more than `cut_above` over the mean: its keys and values then travel to each of its
-    ranks, of its queries the last ones. At most num_ranks - 1 cuts even everything out, up to a
-    query block.
+    ranks, of its queries the last ones. At most num_ranks - 1 cuts even out all but a block.
 
     Args:
         block_counts: (heads,) work of each head, or (heads, q_blocks) of each query block of it,

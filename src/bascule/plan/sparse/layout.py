@@ -26,8 +26,7 @@ class BlockLayout:
 
     Tokens are in the order of the sequence. Rank = ring rank * U + Ulysses rank. Where heads have
     token orders of their own, as in PAROAttention, tokens stay at home, but blocks are cut from the
-    head's order: their tokens come from many ranks, and `home` is where the block is computed by
-    default.
+    head's order: their tokens come from many ranks, and `home` is where it is computed by default.
 
     Attributes:
         lens: (n,) tokens of each block.
@@ -51,8 +50,7 @@ class BlockLayout:
     def striped(cls, lens: npt.ArrayLike, ulysses_degree: int, ring_degree: int) -> Self:
         """Put block i on ring rank i mod R, and there on Ulysses rank (i // R) mod U.
 
-        Neighbouring blocks see about as much as each other: work is nearly even before masks are
-        known.
+        Neighbouring blocks see about as much as each other: work is nearly even without masks.
         """
         check_degrees(ulysses_degree, ring_degree)
         lens = ints("lens", lens, None, MAX_LENGTH)

@@ -188,8 +188,7 @@ class SparsePlan:
         """Return one rank's part in the exchange of q, k and v from home to where they are used.
 
         Rows are those of q (batch, H, tokens, D), then of k and of v (batch, num_kv_heads, tokens,
-        D); they arrive by tensor, batch item, head and block. Keys go to each ring that needs them:
-        then there is no inverse.
+        D); they arrive by tensor, batch item, head and block. Keys may go to several rings.
         """
         travels = ((self._q_travel, batch), (self._kv_travel, 2 * batch))
         return route_of(travels, rank, self.num_ranks)

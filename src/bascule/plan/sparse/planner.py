@@ -119,7 +119,7 @@ def sparse_imbalance(
 def critical_path_imbalance(
     masks: npt.ArrayLike, ulysses_degree: int, ring_degree: int, plan: SparsePlan | None = None
 ) -> float:
-    """Return the same where ranks wait for their neighbours alone, as they in fact do."""
+    """Return `sparse_imbalance` where ranks wait for neighbours alone, as they in fact do."""
     return _under_masks(masks, ulysses_degree, ring_degree, plan).critical_path_imbalance
 
 
