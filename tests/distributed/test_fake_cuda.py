@@ -85,7 +85,7 @@ def split_models(models: list[str]) -> dict[str, Any]:
     """Calls whose inputs ranks do not compare: those that they compare read a few numbers."""
     join_with_cuda()
     compares: Any = SameInputs
-    compares.due = lambda *_: None
+    compares.due = lambda *_: lambda: None
     found = dict[str, Any]()
     for name in models:
         case = Case(name, 4, 2, 7, (3, 5))

@@ -69,7 +69,7 @@ def watched() -> tuple[list[int], list[str], list[float]]:
     model, modes = make_toy(), list[int]()
     inputs = [toy_inputs(text=5, image=9, masked=True), toy_inputs(text=3, image=10)]
     wanted = [model(**one) for one in inputs]
-    model.blocks[0].register_forward_hook(
+    next(model.blocks[0].children()).register_forward_hook(
         lambda *_: modes.append(len(_get_current_function_mode_stack()))
     )
     size = dist.get_world_size()

@@ -41,7 +41,7 @@ class Transfers:
         self._group, self._where = group, where
         self._wanted: Mapping[int, Tensor] = {}
         like = next(iter((*sent.values(), *received.values())), None)
-        if like is not None and like.is_cuda and is_staged(group, like):
+        if like is not None and is_staged(group, like):
             _wait_for_stream(like)  # nothing may read any more what is written later
             copies = {id(x): _host_copy(x) for x in sent.values()}  # one may go to many
             self._wanted, sent = received, {to: copies[id(x)] for to, x in sent.items()}
@@ -116,7 +116,7 @@ def start_all_to_all(
 
 def all_gather(group: RankGroup, where: str, own: Tensor) -> Tensor:
     """Return the tensors of all N ranks, alike in shape and dtype, as (N, ...)."""
-    if own.is_cuda and is_staged(group, own):
+    if is_staged(group, own):
         return _like(own, all_gather(group, where, _host_copy(own)))
     own = own.contiguous()
     gathered = own.new_empty(group.size, *own.shape)
@@ -132,7 +132,7 @@ def all_gather(group: RankGroup, where: str, own: Tensor) -> Tensor:
 
 def reduce_scatter(group: RankGroup, where: str, parts: Tensor) -> Tensor:
     """Return the sum over the ranks of their part for this one: (N, ...) to (...), in its dtype."""
-    if parts.is_cuda and is_staged(group, parts):
+    if is_staged(group, parts):
         return _like(parts, reduce_scatter(group, where, _host_copy(parts)))
     parts = parts.contiguous()
     if group.is_whole:
@@ -146,7 +146,7 @@ def reduce_scatter(group: RankGroup, where: str, parts: Tensor) -> Tensor:
 
 def all_reduce(group: RankGroup, where: str, x: Tensor) -> Tensor:
     """Return the sum of a tensor over the ranks, the same on all of them."""
-    if x.is_cuda and is_staged(group, x):
+    if is_staged(group, x):
         return _like(x, all_reduce(group, where, _host_copy(x)))
     if not group.has_all:
         return all_gather(group, where, x).sum(dim=0)
@@ -157,7 +157,7 @@ def all_reduce(group: RankGroup, where: str, x: Tensor) -> Tensor:
 
 def broadcast(group: RankGroup, where: str, x: Tensor) -> Tensor:
     """Return the tensor of the first rank, on every rank."""
-    if x.is_cuda and is_staged(group, x):
+    if is_staged(group, x):
         return _like(x, broadcast(group, where, _host_copy(x)))
     x = x.clone(memory_format=torch.contiguous_format)
     if group.has_all:
