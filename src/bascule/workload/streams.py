@@ -71,14 +71,17 @@ class Widths(Protocol):
     @property
     def in_channels(self) -> int:
         """Channels C of an image token."""
+        ...
 
     @property
     def text_dim(self) -> int:
         """Width of a text embedding."""
+        ...
 
     @property
     def vec_dim(self) -> int:
         """Width of a sample's pooled text vector."""
+        ...
 
 
 class SampleStream(Widths, Protocol):
@@ -86,6 +89,7 @@ class SampleStream(Widths, Protocol):
 
     def batch(self, step: int) -> SampleBatch:
         """Return this rank's batch of a step (0 or more)."""
+        ...
 
 
 def pack_batch(
