@@ -112,7 +112,7 @@ class Case:
     def cluster(self) -> Cluster:
         """Nodes of 8 ranks at 55 % of an H100's peak; a step computes forward, twice, backward.
 
-        Plans count forward passes, so wires are a third faster (see bench_planner.py).
+        Plans count forward passes, so wires are a third faster (see `in_passes`).
         """
         peak, near, far = 0.55 * 989e12, 180e9 * 4 / 3, 25e9 * 4 / 3
         return Cluster(self.num_ranks // 8, 8, peak, 80e9, near, far, 10e-6)

@@ -1,7 +1,7 @@
 """Block-sparse attention over its share of the fastest dense attention.
 
 24 heads of 128 and 32,768 tokens, blocks of 64 and 128 that are seen at random, as in
-`bench_sparse_kernel.py`: the worst case, as no two query blocks see the same. Dense attention is
+`sparse_kernel.py`: the worst case, as no two query blocks see the same. Dense attention is
 every kernel of the registry that fits, on the same tokens, in the same rounds; the fastest counts.
 A ratio is seconds over (density x seconds of that one). Outputs of a head are compared with dense
 masked attention in float64.
