@@ -1,14 +1,38 @@
-"""Decide: pure planning on numpy and scipy. Nothing here imports torch."""
+"""Decide: pure planning on numpy and scipy. Nothing here imports torch.
 
-from bascule.plan.limits import Limits as Limits
-from bascule.plan.plan import Plan as Plan
-from bascule.plan.plan import plan_batch as plan_batch
-from bascule.plan.sequences import Sequences as Sequences
-from bascule.plan.sequences import Span as Span
-from bascule.plan.solver.solve import Assignment as Assignment
-from bascule.plan.solver.solve import assign as assign
-from bascule.plan.step import plan_step as plan_step
-from bascule.plan.step import step_makespan as step_makespan
-from bascule.plan.topology import Topology as Topology
-from bascule.plan.topology_search import TopologyRanking as TopologyRanking
-from bascule.plan.topology_search import suggest_topology as suggest_topology
+Names are resolved when they are first used: a command that shows its help loads no solver.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bascule.plan.limits import Limits as Limits
+    from bascule.plan.plan import Plan as Plan
+    from bascule.plan.plan import plan_batch as plan_batch
+    from bascule.plan.sequences import Sequences as Sequences
+    from bascule.plan.sequences import Span as Span
+    from bascule.plan.solver.solve import Assignment as Assignment
+    from bascule.plan.solver.solve import assign as assign
+    from bascule.plan.step import plan_step as plan_step
+    from bascule.plan.step import step_makespan as step_makespan
+    from bascule.plan.topology import Topology as Topology
+    from bascule.plan.topology_search import TopologyRanking as TopologyRanking
+    from bascule.plan.topology_search import suggest_topology as suggest_topology
+
+_NAMES = {
+    "limits": ("Limits",),
+    "plan": ("Plan", "plan_batch"),
+    "sequences": ("Sequences", "Span"),
+    "solver.solve": ("Assignment", "assign"),
+    "step": ("plan_step", "step_makespan"),
+    "topology": ("Topology",),
+    "topology_search": ("TopologyRanking", "suggest_topology"),
+}
+
+
+def __getattr__(name: str) -> object:
+    for module, names in _NAMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"bascule.plan.{module}"), name)
+    raise AttributeError(f"module 'bascule.plan' has no attribute {name!r}")
