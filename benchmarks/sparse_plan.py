@@ -14,7 +14,6 @@ from bascule.plan.sparse import (
     SparsePlan,
     SparsePlanner,
     block_counts,
-    critical_path_imbalance,
     partition_blocks,
     partition_heads,
     sparse_imbalance,
@@ -88,9 +87,6 @@ def _qualities(name: str, num_layers: int) -> Iterator[dict[str, Any]]:
     for ulysses, ring in MESHES:
         cases: dict[str, list[tuple[float, ...]]] = {}
         for masks in layers:
-            rho = sparse_imbalance(masks, ulysses, ring)
-            critical = critical_path_imbalance(masks, ulysses, ring)
-            cases.setdefault("before", []).append((rho, critical, 0.0, 0.0))
             plans = dict(_planned(model, masks, ulysses, ring))
             for method, plan in plans.items():
                 row = (plan.imbalance, plan.critical_path_imbalance, *plan.moved)
@@ -120,6 +116,7 @@ def _planned(
     mesh = ulysses, ring
     contiguous = BlockLayout.contiguous(model.block_lens, *mesh)
     striped = BlockLayout.striped(model.block_lens, *mesh)
+    yield "before", SparsePlanner(*mesh, method="in_order").plan(masks, contiguous)
     for reward in (0.0, 2.0):
         planner = SparsePlanner(*mesh, method="paper", reward=reward)
         yield f"paper {reward:g}", planner.plan(masks, contiguous)
@@ -167,7 +164,7 @@ def _head_draws(num_heads: int, num_ranks: int, num_draws: int) -> dict[str, Any
             plan = partition_heads(counts, num_ranks, **options)
             rho[way].append(imbalance(plan.loads))
             if way == "cut":
-                num_cut.append(plan.cut_heads.size)
+                num_cut.append(int((plan.rank_of != plan.rank_of[:, :1]).any(axis=1).sum()))
     result: dict[str, Any] = {"heads": num_heads, "ranks": num_ranks, "draws": num_draws}
     for way, values in rho.items():
         result[way] = {"mean": float(np.mean(values)), "p95": float(np.quantile(values, 0.95))}

@@ -19,6 +19,7 @@ from bascule.plan.sparse import (
 )
 from bascule.plan.sparse.baselines import greedy, paper_blocks
 from bascule.plan.sparse.choose import LayerPlans, Strategies, all_degrees, columns_of
+from bascule.plan.sparse.counts import coupled_ends, over_mean
 from tests.helpers.sparse_simulation import Bools, clustered_mask, random_mask, toeplitz_mask
 
 HEADS, LENS = 12, block_lens((100, 1900), 32)
@@ -112,7 +113,9 @@ def _ints(plan: SparsePlan) -> Ints:
 
 
 def _blocks(plan: Any) -> Decision:
-    return Decision(np.concatenate([plan.q_of, plan.kv_of]), plan.critical_path_imbalance)
+    return Decision(
+        np.concatenate([plan.q_of, plan.kv_of]), over_mean(coupled_ends(plan.tiles), plan.tiles)
+    )
 
 
 def _heads(counts: Ints, ranks: int, cut_above: float) -> Decision:

@@ -12,16 +12,13 @@ ring rank * U + Ulysses rank.
 from bascule.plan.sparse.baselines import in_order as in_order
 from bascule.plan.sparse.choose import PlanReuse as PlanReuse
 from bascule.plan.sparse.counts import block_counts as block_counts
-from bascule.plan.sparse.heads import HeadPlan as HeadPlan
-from bascule.plan.sparse.heads import partition_heads as partition_heads
 from bascule.plan.sparse.layout import BlockLayout as BlockLayout
 from bascule.plan.sparse.layout import block_lens as block_lens
 from bascule.plan.sparse.layout import check_degrees as check_degrees
-from bascule.plan.sparse.partition import BlockPlan as BlockPlan
 from bascule.plan.sparse.partition import partition_blocks as partition_blocks
+from bascule.plan.sparse.partition import partition_heads as partition_heads
 from bascule.plan.sparse.plan import PackedRows as PackedRows
 from bascule.plan.sparse.plan import SparsePlan as SparsePlan
 from bascule.plan.sparse.planner import SparsePlanner as SparsePlanner
-from bascule.plan.sparse.planner import critical_path_imbalance as critical_path_imbalance
 from bascule.plan.sparse.planner import plan_under as plan_under
 from bascule.plan.sparse.planner import sparse_imbalance as sparse_imbalance

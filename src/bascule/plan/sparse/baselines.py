@@ -71,7 +71,7 @@ def paper_blocks(
         greedy(matrix.sum(axis=axis), ring_degree, home=home, reward=reward, capacity=most)
         for axis, home, most in ((1, q_home, q_most), (0, kv_home, kv_most))
     )
-    return BlockPlan(q_of, kv_of, q_home, kv_home, tile_work(matrix, q_of, kv_of, ring_degree))
+    return BlockPlan(q_of, kv_of, tile_work(matrix, q_of, kv_of, ring_degree))
 
 
 def in_order(

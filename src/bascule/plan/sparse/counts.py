@@ -124,7 +124,7 @@ def rounds_of(tiles: Floats) -> Floats:
 
 
 def barrier_ends(tiles: Floats) -> Floats:
-    """Return (...) when a ring ends whose ranks wait for each other after every round."""
+    """Return (...) when a ring ends whose ranks wait for each other in every round (db-SP)."""
     return rounds_of(tiles).max(-2, initial=0.0).sum(-1)
 
 
@@ -142,19 +142,7 @@ def coupled_ends(tiles: Floats) -> Floats:
     return (start + work[..., -1]).max(-1)
 
 
-def barrier_imbalance(tiles: Floats) -> float:
-    """Return rho of db-SP from (U, R, R) tiles; 1 where nothing is to do.
-
-    Max over rings of the sum over rounds of the slowest rank's work, over the mean work of a rank.
-    """
-    return _over_mean(barrier_ends(tiles), tiles)
-
-
-def coupled_imbalance(tiles: Floats) -> float:
-    """Return the same where ranks wait for neighbours alone: at most `barrier_imbalance`."""
-    return _over_mean(coupled_ends(tiles), tiles)
-
-
-def _over_mean(ends: Floats, tiles: Floats) -> float:
-    mean = float(tiles.sum()) / (tiles.shape[0] * tiles.shape[1])
+def over_mean(ends: Floats, tiles: Floats) -> float:
+    """Return the last end over the mean work of a rank, of (.., R, R) tiles; at least 1."""
+    mean = float(tiles.sum()) / (tiles.size // tiles.shape[-1])
     return max(float(ends.max()) / mean, 1.0) if mean > 0.0 else 1.0

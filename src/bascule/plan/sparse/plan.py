@@ -9,7 +9,7 @@ import numpy as np
 
 from bascule.arrays import Floats, Ints, Ranks, frozen, ranges, sums_by
 from bascule.plan.routes import Route
-from bascule.plan.sparse.counts import barrier_imbalance, coupled_imbalance
+from bascule.plan.sparse.counts import barrier_ends, coupled_ends, over_mean
 from bascule.plan.sparse.layout import BlockLayout
 from bascule.plan.traffic import Traffic
 
@@ -124,12 +124,12 @@ class SparsePlan:
     @property
     def imbalance(self) -> float:
         """Rho of db-SP: ranks of a ring wait in every round, rings at the end only."""
-        return barrier_imbalance(self.tiles)
+        return over_mean(barrier_ends(self.tiles), self.tiles)
 
     @property
     def critical_path_imbalance(self) -> float:
         """The same where ranks of a ring wait for their neighbours alone."""
-        return coupled_imbalance(self.tiles)
+        return over_mean(coupled_ends(self.tiles), self.tiles)
 
     @cached_property
     def rows_between(self) -> tuple[Ints, Ints]:

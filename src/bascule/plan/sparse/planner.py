@@ -18,9 +18,14 @@ from bascule.plan.sparse.counts import (
     ring_work,
     tile_work,
 )
-from bascule.plan.sparse.heads import partition_heads
 from bascule.plan.sparse.layout import BlockLayout, check_degrees
-from bascule.plan.sparse.partition import METHODS, TARGET, BlockPlan, partition_blocks
+from bascule.plan.sparse.partition import (
+    METHODS,
+    TARGET,
+    BlockPlan,
+    partition_blocks,
+    partition_heads,
+)
 from bascule.plan.sparse.plan import SparsePlan
 
 PLANNERS = (*METHODS, "paper", "in_order")
@@ -113,19 +118,6 @@ def sparse_imbalance(
         plan: Who computes what; work is then in pairs of tokens. Default: heads in their order, and
             runs of blocks on each ring rank, as even as their numbers allow; blocks count 1.
     """
-    return _under_masks(masks, ulysses_degree, ring_degree, plan).imbalance
-
-
-def critical_path_imbalance(
-    masks: npt.ArrayLike, ulysses_degree: int, ring_degree: int, plan: SparsePlan | None = None
-) -> float:
-    """Return `sparse_imbalance` where ranks wait for neighbours alone, as they in fact do."""
-    return _under_masks(masks, ulysses_degree, ring_degree, plan).critical_path_imbalance
-
-
-def _under_masks(
-    masks: npt.ArrayLike, ulysses_degree: int, ring_degree: int, plan: SparsePlan | None
-) -> SparsePlan:
     masks, degrees = check_masks(masks), (ulysses_degree, ring_degree)
     check_degrees(*degrees)
     if plan is None:
@@ -137,7 +129,7 @@ def _under_masks(
             f"a plan for {plan.ulysses_degree} x {plan.ring_degree} ranks (Ulysses x ring) on a "
             f"mesh of {ulysses_degree} x {ring_degree}"
         )
-    return plan_under(plan, masks)
+    return plan_under(plan, masks).imbalance
 
 
 @dataclass(frozen=True, slots=True)
