@@ -16,8 +16,7 @@ from bascule.arrays import Ints
 from bascule.errors import ConfigError, PlanError
 from bascule.plan.checks import amounts, choice, fields, ints, number, of_type, shown, whole
 from bascule.plan.costs import Cost, evaluate
-from bascule.plan.epoch.deal import Deal, DealRules, deal_step
-from bascule.plan.epoch.order import StepShape, epoch_order
+from bascule.plan.epoch import Deal, DealRules, StepShape, deal_step, epoch_order
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.sequences import MAX_LENGTH
 from bascule.plan.step import Sync

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from bascule.plan.plan import plan_batch as plan_batch
     from bascule.plan.sequences import Sequences as Sequences
     from bascule.plan.sequences import Span as Span
-    from bascule.plan.solver.solve import Assignment as Assignment
+    from bascule.plan.solver.problem import Assignment as Assignment
     from bascule.plan.solver.solve import assign as assign
     from bascule.plan.step import plan_step as plan_step
     from bascule.plan.step import step_makespan as step_makespan
@@ -24,7 +24,8 @@ _NAMES = {
     "limits": ("Limits",),
     "plan": ("Plan", "plan_batch"),
     "sequences": ("Sequences", "Span"),
-    "solver.solve": ("Assignment", "assign"),
+    "solver.problem": ("Assignment",),
+    "solver.solve": ("assign",),
     "step": ("plan_step", "step_makespan"),
     "topology": ("Topology",),
     "topology_search": ("TopologyRanking", "suggest_topology"),

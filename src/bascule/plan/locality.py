@@ -10,10 +10,9 @@ import numpy as np
 
 from bascule.arrays import Floats, Ints
 from bascule.plan.machine import Cluster
-from bascule.plan.prices import Decision
 from bascule.plan.solver.homes import Homes, Regions, relabel
 from bascule.plan.solver.portfolio import may_end_by, near_home, solve
-from bascule.plan.solver.problem import Problem
+from bascule.plan.solver.problem import Assignment, Problem
 from bascule.plan.topology import Topology
 
 _MAX_SEARCHED = 256
@@ -58,38 +57,39 @@ def node_shares(topology: Topology, cluster: Cluster) -> Floats:
     return shares / topology.bag_sizes[:, None]
 
 
-def bring_home(decision: Decision, source: Source, tolerance: float | None) -> Decision:
+def bring_home(
+    problem: Problem, decision: Assignment, source: Source, tolerance: float | None
+) -> Assignment:
     """Change the earliest plan so that fewer tokens leave home.
 
     A tolerance of 0.01 accepts a makespan 1 % later; None only relabels equal bags, and moves
     nothing where the batch as loaded is as early and as even.
     """
-    problem = decision.problem
     if not source.lens.size or problem.num_bins == 1:
         return decision
     good_enough = max(decision.makespan, decision.lower_bound * _SAME)
-    home = Decision.of(problem, source.home, decision.lower_bound)
+    home = Assignment.of(problem, source.home, decision.lower_bound)
     if (
         home.makespan <= good_enough
         and (tolerance is not None or _is_as_even(home, decision))
-        and not problem.excess(home.bag_of)
+        and not problem.excess(home.bin_of)
     ):
         return home
     ceiling = good_enough * (1.0 + (tolerance or 0.0)) / problem.unit
-    homes = source.homes(max(ceiling, problem.makespan(decision.bag_of)))  # both are rounded
+    homes = source.homes(max(ceiling, problem.makespan(decision.bin_of)))  # both are rounded
     if tolerance is not None and source.lens.size <= _MAX_SEARCHED:
-        bag_of, _ = near_home(problem, decision.bag_of, homes)
+        bag_of, _ = near_home(problem, decision.bin_of, homes)
     else:
-        bag_of = relabel(problem, decision.bag_of, homes)
+        bag_of = relabel(problem, decision.bin_of, homes)
         if tolerance is not None and not problem.limited:
             kept = (_keep_part(problem, homes, rank) for rank in (-problem.work, problem.work))
             mostly = [part for part in kept if part is not None]
             relabelled = [relabel(problem, part, homes) for part in mostly]
             bag_of = min([bag_of, *mostly, *relabelled], key=homes.total_away)
-    return Decision.of(problem, bag_of, decision.lower_bound)
+    return Assignment.of(problem, bag_of, decision.lower_bound)
 
 
-def _is_as_even(first: Decision, second: Decision) -> bool:
+def _is_as_even(first: Assignment, second: Assignment) -> bool:
     """Compare sorted loads: return whether the first pair that differs is lower in `first`."""
     loads, others = np.sort(first.loads)[::-1], np.sort(second.loads)[::-1]
     differ = np.flatnonzero((loads > others * _SAME) | (others > loads * _SAME))

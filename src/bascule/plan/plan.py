@@ -15,14 +15,15 @@ import numpy.typing as npt
 from bascule.arrays import Ints, cumulative, frozen, ranges
 from bascule.errors import ConfigError, PlanError
 from bascule.plan import metrics
-from bascule.plan.checks import amounts, fields, ints, number, of_type, shown, whole
+from bascule.plan.checks import amounts, choice, fields, ints, number, of_type, shown, whole
 from bascule.plan.costs import Cost, evaluate
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.locality import Source, bring_home
 from bascule.plan.machine import Cluster
-from bascule.plan.prices import RankState, check_sizes, decide, price
+from bascule.plan.prices import RankState, check_sizes, knapsack, price
 from bascule.plan.routes import Chunks, LocalLayout, Route
 from bascule.plan.sequences import Batch, Masks, Sequences, Span, batch_of
+from bascule.plan.solver.portfolio import solve
 from bascule.plan.topology import Topology
 from bascule.plan.topology_search import choose_topology
 
@@ -367,17 +368,20 @@ class PlanSetup:
         state = RankState.of(batch.counts.size, initial_loads, self.speeds)
         topology = self._bags(batch, limits, state)
         check_sizes(batch, topology, limits)
-        decision = decide(
-            self.planner, price(batch, topology, self.cost, self.cluster, state), limits
-        )
-        if self.planner != "knapsack":
+        prices = price(batch, topology, self.cost, self.cluster, state)
+        if choice("planner", self.planner, "lpt", "knapsack") == "lpt":
+            problem = prices.problem(limits)
             source = Source(batch.ranks, batch.lens, topology, self.cluster)
-            decision = bring_home(decision, source, self._tolerance)
+            decision = bring_home(problem, solve(problem), source, self._tolerance)
+        elif limits is None or limits == Limits():
+            decision = knapsack(prices)
+        else:
+            raise ConfigError(f'planner "knapsack" cannot keep {limits}: use "lpt"')
         plan = Plan(
             topology,
             batch.counts,
             batch.lens,
-            decision.bag_of,
+            decision.bin_of,
             decision.loads[topology.bag_of_rank],
             decision.lower_bound,
             self.planner,

@@ -1,4 +1,4 @@
-"""Price each sequence on each kind of bag, and decide which bag computes it.
+"""Price each sequence on each kind of bag.
 
 Bags of one *kind* have the same size and the same wires. Without a cluster there is one kind: P
 ranks take a P-th of a cost. With one, a sequence has a price on each kind (`Cluster.seconds`) and
@@ -12,14 +12,14 @@ import numpy.typing as npt
 
 from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError, PlanError
-from bascule.plan.checks import amounts, choice, shown
+from bascule.plan.checks import amounts, shown
 from bascule.plan.costs import Cost, TransformerCost, evaluate
 from bascule.plan.limits import Limits
 from bascule.plan.machine import Bag, Cluster, Seconds
 from bascule.plan.sequences import Batch, source_of
-from bascule.plan.solver.portfolio import solve
-from bascule.plan.solver.problem import Problem, build_problem
-from bascule.plan.solver.solve import knapsack
+from bascule.plan.solver.bounds import lower_bound
+from bascule.plan.solver.portfolio import by_speed
+from bascule.plan.solver.problem import Assignment, Problem, build_problem
 from bascule.plan.topology import Topology
 
 _SLOWEST = 1e-3
@@ -106,27 +106,6 @@ class Prices:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Decision:
-    """The bag of every sequence of a problem, (num_bags,) loads, and what no decision can beat."""
-
-    problem: Problem
-    bag_of: Ints
-    loads: Floats
-    lower_bound: float
-
-    @staticmethod
-    def of(problem: Problem, bag_of: Ints, bound: float) -> "Decision":
-        """Make a decision with its loads."""
-        loads = problem.loads(bag_of)
-        return Decision(problem, bag_of, loads, min(bound, float(loads.max())))
-
-    @property
-    def makespan(self) -> float:
-        """Cost of the slowest bag."""
-        return float(self.loads.max())
-
-
 def price(
     batch: Batch, topology: Topology, cost: Cost, cluster: Cluster | None, ranks: RankState
 ) -> Prices:
@@ -186,22 +165,14 @@ def checked(costs: Floats, batch: Batch) -> Floats:
     return costs
 
 
-def decide(
-    planner: str, prices: Prices, limits: Limits | None, *, quickly: bool = False
-) -> Decision:
-    """Choose a bag for every sequence, so that the last bag finishes early.
+def knapsack(prices: Prices) -> Assignment:
+    """Decide by the greedy of KnapFormer (section 3.3), a baseline; see `by_speed`.
 
-    With `quickly`, limits may be refused that another search keeps.
+    It knows one cost a sequence: the least that it can have.
     """
-    if choice("planner", planner, "lpt", "knapsack") == "lpt":
-        problem = prices.problem(limits)
-        result = solve(problem, quick=quickly)
-        return Decision.of(problem, result.bin_of, result.bound)
-    if limits is not None and limits != Limits():
-        raise ConfigError(f'planner "knapsack" cannot keep {limits}: use "lpt"')
-    # The paper's greedy knows one cost a sequence: the least that it can have.
-    result = knapsack(prices.work.min(axis=0), prices.speeds, prices.carried)
-    return Decision.of(prices.problem(None), result.bin_of, result.lower_bound)
+    problem = build_problem(prices.work.min(axis=0), prices.speeds, carried=prices.carried)
+    bin_of = by_speed(problem, fill_first=True)
+    return Assignment.of(prices.problem(None), bin_of, lower_bound(problem), "knapsack")
 
 
 def check_sizes(batch: Batch, topology: Topology, limits: Limits | None) -> None:

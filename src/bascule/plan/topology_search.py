@@ -20,8 +20,10 @@ from bascule.plan.checks import listed, of_type
 from bascule.plan.costs import Cost
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.machine import Bag, Cluster
-from bascule.plan.prices import Decision, RankState, check_sizes, checked, decide, price
+from bascule.plan.prices import RankState, check_sizes, checked, price
 from bascule.plan.sequences import Batch, batch_of
+from bascule.plan.solver.portfolio import solve
+from bascule.plan.solver.problem import Assignment
 from bascule.plan.topology import Topology
 
 _UNIT_RANKS = 32
@@ -132,20 +134,19 @@ def _rank(
     limits: Limits | None,
 ) -> RankedTopology:
     idle = RankState.of(topology.num_ranks)
-    decisions: list[Decision] = []
+    decisions: list[Assignment] = []
     loads: list[Floats] = []
     for batch in batches:
         prices = price(batch, topology, cost, cluster, idle)
-        decisions.append(one := decide("lpt", prices, limits))
-        loads.append(one.loads + prices.exposed_host(one.bag_of))
+        decisions.append(one := solve(prices.problem(limits)))
+        loads.append(one.loads + prices.exposed_host(one.bin_of))
     imbalances = [metrics.imbalance(one[topology.bag_of_rank]) for one in loads]
-    gaps = [one.makespan / one.lower_bound - 1 if one.lower_bound > 0 else 0.0 for one in decisions]
     sizes = np.unique(topology.bag_sizes)[::-1].tolist()
     return RankedTopology(
         spec=str(topology),
         seconds=float(np.mean([one.max() for one in loads])),
         imbalance=float(np.mean(imbalances)),
-        gap=float(np.mean(gaps)),
+        gap=float(np.mean([one.gap for one in decisions])),
         reasons=tuple(_reason(size, topology, batches, decisions, cost, cluster) for size in sizes),
     )
 
@@ -154,7 +155,7 @@ def _reason(
     size: int,
     topology: Topology,
     batches: Sequence[Batch],
-    decisions: Sequence[Decision],
+    decisions: Sequence[Assignment],
     cost: Cost,
     cluster: Cluster,
 ) -> str:
@@ -164,7 +165,7 @@ def _reason(
     smaller, forced = size // 2, list[int]()
     bag = Bag.aligned(smaller, 1, cluster.ranks_per_node)
     for batch, one in zip(batches, decisions, strict=True):
-        lens = batch.lens[topology.bag_sizes[one.bag_of] == size]
+        lens = batch.lens[topology.bag_sizes[one.bin_of] == size]
         each = cluster.sequence_seconds(cost, bag, lens, cluster.compute_seconds(cost, lens))
         forced += lens[(each.compute_s + each.heads_s) / smaller > one.makespan].tolist()
     if not forced:
@@ -195,11 +196,11 @@ def choose_topology(
         topology = _topology(units[candidate], cluster)
         try:
             prices = price(batch, topology, cost, cluster, ranks)
-            decision = decide("lpt", prices, limits, quickly=quickly)
+            decision = solve(prices.problem(limits), quick=quickly)
         except PlanError as met:
             error = met
             continue
-        solved.append((decision.makespan, topology, decision.bag_of))
+        solved.append((decision.makespan, topology, decision.bin_of))
         shortest = min(shortest, decision.makespan)
     if not solved:
         raise error

@@ -4,23 +4,26 @@ Longest first (LPT) gives each item, longest first, to the bin that completes it
 lowest index: at most 4/3 - 1/(3m) above the best on m identical bins (Graham 1969, Bounds on
 multiprocessing timing anomalies). On unrelated machines an item's kind is guessed, the problem is
 solved at the costs of the guess, and the guess is corrected. Kinds ascend: long items lose least on
-the last one (the largest bags).
+the last one (the largest bags). Where limits are tight, linear and integer programs (HiGHS) place.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bascule.arrays import Floats, Ints
 from bascule.errors import PlanError
 from bascule.plan.solver.bounds import lower_bound, mean_bound, price_bound
-from bascule.plan.solver.exact import place_exactly, place_relaxed
 from bascule.plan.solver.homes import Homes, relabel
-from bascule.plan.solver.problem import Problem
+from bascule.plan.solver.problem import Assignment, Problem
 from bascule.plan.solver.search import improve
+
+if TYPE_CHECKING:
+    from scipy.optimize import LinearConstraint
 
 _ROUNDING = 1e-9
 """Relative difference of sums of the same costs in another order, at most."""
@@ -49,32 +52,40 @@ _MANY_BINS = 48
 
 _HALVINGS = 40
 
+_MAX_EXACT_CELLS = 512
+"""Largest number of items times bins that is placed exactly: larger programs hardly ever end."""
+
+_MAX_RELAXED_CELLS = 8192
+"""Largest number of items times bins whose relaxation is solved."""
+
+_MAX_EXACT_STEPS = 1 << 17
+"""Step budget of the exact solver, in nodes times cells."""
+
 
 @dataclass(frozen=True, slots=True)
-class Solution:
-    """An assignment, the start and search that found it, and a bound on all of them."""
+class Candidate:
+    """An assignment, and the start and search that found it."""
 
     bin_of: Ints
     method: str
     makespan: float  # in units of work per unit of speed
-    bound: float = 0.0  # in the caller's units of time
     is_improved: bool = False
 
     @staticmethod
-    def of(problem: Problem, method: str, bin_of: Ints) -> "Solution":
+    def of(problem: Problem, method: str, bin_of: Ints) -> "Candidate":
         """An assignment with its makespan."""
-        return Solution(bin_of, method, problem.makespan(bin_of))
+        return Candidate(bin_of, method, problem.makespan(bin_of))
 
-    def improved(self, problem: Problem, target: float) -> "Solution":
+    def improved(self, problem: Problem, target: float) -> "Candidate":
         """Improve it by the search."""
         bin_of = improve(problem, self.bin_of, target)
         name = self.method if self.is_improved else f"{self.method}, improved"
-        return Solution(bin_of, name, problem.makespan(bin_of), is_improved=True)
+        return Candidate(bin_of, name, problem.makespan(bin_of), is_improved=True)
 
 
 def solve(
     problem: Problem, tolerance: float | None = None, *, enough: float = 0.0, quick: bool = False
-) -> Solution:
+) -> Assignment:
     """Return the best assignment that the portfolio finds within the limits.
 
     The search stops at a gap of `tolerance`, or at the completion time `enough`, in units of work
@@ -82,30 +93,33 @@ def solve(
     integer program is solved where none keeps the limits.
     """
     if problem.num_items == 0:
-        return Solution(np.empty(0, np.int64), "nothing to do", 0.0, mean_bound(problem))
+        nothing = np.empty(0, np.int64)
+        return Assignment.of(problem, nothing, mean_bound(problem), "nothing to do")
     if tolerance is None:
         is_plain = problem.identical or problem.num_kinds > 1
         tolerance = _TOLERANCE if is_plain else _MIXED_TOLERANCE
     if problem.num_kinds == 1 and not problem.limited:
-        return _unlimited(problem, tolerance, enough)
+        best, bound = _unlimited(problem, tolerance, enough)
+        return Assignment.of(problem, best.bin_of, bound, best.method)
     bound = lower_bound(problem)
     if problem.num_kinds == 1:
         target = max(_target(problem, bound, tolerance), enough)
 
-        def free() -> Iterator[Solution]:  # where it is asked for
-            yield _unlimited(problem.unlimited(), tolerance, enough, bound)
+        def free() -> Iterator[Candidate]:  # where it is asked for
+            yield _unlimited(problem.unlimited(), tolerance, enough, bound)[0]
 
-        solution = _best(problem, target, _starts(problem, target, free(), quick), quick)
-        return replace(solution, bound=bound)
+        best = _best(problem, target, _starts(problem, target, free(), quick), quick)
+        return Assignment.of(problem, best.bin_of, bound, best.method)
     guess, weights = fluid(problem)
     at_guess = sorted(_of_kinds(problem, guess), key=lambda start: start.makespan)
     least = at_guess[0].makespan * problem.unit
     early_bound = max(bound, min(price_bound(problem, weights, least), least))
     target = max(_target(problem, early_bound, tolerance), enough)
     at_guess = at_guess[: 1 if quick else _MOST_IMPROVED]
-    solution = _best(problem, target, _starts(problem, target, at_guess, quick), quick)
-    bound = max(bound, price_bound(problem, weights, float(problem.loads(solution.bin_of).max())))
-    return replace(solution, bound=bound)
+    best = _best(problem, target, _starts(problem, target, at_guess, quick), quick)
+    makespan = float(problem.loads(best.bin_of).max())
+    bound = max(bound, price_bound(problem, weights, makespan))
+    return Assignment.of(problem, best.bin_of, bound, best.method)
 
 
 def may_end_by(problem: Problem, makespan: float) -> bool:
@@ -122,72 +136,71 @@ def _target(problem: Problem, bound: float, tolerance: float) -> float:
 
 
 def _starts(
-    problem: Problem, target: float, free: Iterable[Solution], quick: bool
-) -> Iterator[Solution]:
+    problem: Problem, target: float, free: Iterable[Candidate], quick: bool
+) -> Iterator[Candidate]:
     """Yield all starts: those that know no limits, then those that put the limits first.
 
     Where items alone are limited, in equal bins, the order is the other one.
     """
     is_counted = problem.resources == ("items",) and problem.identical
     if is_counted:
-        yield Solution.of(problem, "longest first, counted", place_longest(problem))
+        yield Candidate.of(problem, "longest first, counted", place_longest(problem))
         if quick:
             return
     yield from free
     if problem.limited:
         by_room = place_longest(problem)
         if not is_counted:
-            yield Solution.of(problem, "room first", by_room)
+            yield Candidate.of(problem, "room first", by_room)
         for share in _LONG_SHARES:
             relaxed = place_relaxed(problem, by_room, target, share)
             if relaxed is not None:
-                yield Solution.of(problem, f"relaxation of items below {share:g}", relaxed)
+                yield Candidate.of(problem, f"relaxation of items below {share:g}", relaxed)
 
 
 def _unlimited(
     problem: Problem, tolerance: float, enough: float = 0.0, bound: float | None = None
-) -> Solution:
-    """Return the best of the starts that know no limits, improved, with its bound."""
-    best = Solution.of(problem, "longest first", longest_first(problem))
+) -> tuple[Candidate, float]:
+    """Return the best of the starts that know no limits, improved, and its bound."""
+    best = Candidate.of(problem, "longest first", longest_first(problem))
     if bound is None:
         bound = lower_bound(problem, best.makespan * problem.unit)
     target = max(_target(problem, bound, tolerance), enough)
     if not problem.identical:  # also the greedy's, so that no answer is worse than it
-        greedy = Solution.of(problem, "knapsack", by_speed(problem, fill_first=True))
+        greedy = Candidate.of(problem, "knapsack", by_speed(problem, fill_first=True))
         best = min(best, greedy, key=lambda start: start.makespan)
-    solution = best if best.makespan <= target else best.improved(problem, target)
-    return replace(solution, bound=bound)
+    return best if best.makespan <= target else best.improved(problem, target), bound
 
 
-def _of_kinds(problem: Problem, guess: Ints) -> Iterator[Solution]:
+def _of_kinds(problem: Problem, guess: Ints) -> Iterator[Candidate]:
     """Yield assignments without limits, made at the costs of guessed kinds, with true makespans.
 
     The fluid optimum is the first guess; where items ended up corrects it.
     """
 
     def at(costs: Floats, items: Ints, bins: Ints) -> Ints:
-        return _unlimited(problem.at_costs(costs, items, bins), _GUESS_TOLERANCE).bin_of
+        return _unlimited(problem.at_costs(costs, items, bins), _GUESS_TOLERANCE)[0].bin_of
 
     items, bins = np.arange(problem.num_items), np.arange(problem.num_bins)
     apart = np.zeros_like(guess)
     for kind in np.unique(guess).tolist():
         own, among = np.flatnonzero(guess == kind), np.flatnonzero(problem.kind_of == kind)
         apart[own] = among[at(problem.kind_costs[kind], own, among)]
-    yield Solution.of(problem, "kinds apart", apart)
+    yield Candidate.of(problem, "kinds apart", apart)
     for turn in range(_GUESSES):
         bin_of = at(problem.kind_costs[guess, items], items, bins)
-        yield Solution.of(problem, f"guess {turn + 1} of kinds", bin_of)
+        yield Candidate.of(problem, f"guess {turn + 1} of kinds", bin_of)
         if np.array_equal(guess, problem.kind_of[bin_of]):
             break
         guess = problem.kind_of[bin_of]
 
 
-def _best(problem: Problem, target: float, starts: Iterable[Solution], quick: bool) -> Solution:
+def _best(problem: Problem, target: float, starts: Iterable[Candidate], quick: bool) -> Candidate:
     """Return the first assignment within the limits that ends by the target, or the earliest.
 
     Starts are repaired and improved; if none keeps the limits, an exact placement unless `quick`.
     """
-    legal, illegal = list[Solution](), list[Solution]()
+    legal, illegal = list[Candidate](), list[Candidate]()
     for start in chain(starts, () if quick else _exactly(problem, legal)):
         is_done = start.makespan <= target or start.is_improved
         solution = start
@@ -206,11 +219,11 @@ def _best(problem: Problem, target: float, starts: Iterable[Solution], quick: bo
     return min(legal, key=lambda one: one.makespan)
 
 
-def _exactly(problem: Problem, legal: Sequence[Solution]) -> Iterator[Solution]:
+def _exactly(problem: Problem, legal: Sequence[Candidate]) -> Iterator[Candidate]:
     """An exact placement, if nothing is legal when it is asked for."""
     exact = None if legal else place_exactly(problem)
     if exact is not None:
-        yield Solution.of(problem, "exact", exact)
+        yield Candidate.of(problem, "exact", exact)
 
 
 def _missed(problem: Problem, closest: Ints) -> str:
@@ -407,3 +420,82 @@ def _weights(costs: Floats, ends: Ints, speeds: Floats) -> Floats:
         here, above = (float(costs[k, last]) for k in (kind, kind + 1))
         weights[kind] = weights[kind + 1] * (above / here if here > 0 else 1.0)
     return weights / (weights * speeds).sum()
+
+
+def place_exactly(problem: Problem) -> Ints | None:
+    """Any assignment within the limits; None if none was found, or the problem is too large."""
+    items, bins = problem.num_items, problem.num_bins
+    if items * bins > _MAX_EXACT_CELLS:
+        return None
+    limits = [_within(use, room) for use, room in zip(problem.use, problem.room, strict=True)]
+    return _place(items, bins, limits, whole=True)
+
+
+def place_relaxed(problem: Problem, start: Ints, target: float, longest: float) -> Ints | None:
+    """Round a linear relaxation, with the long items where `start` has them; None if too large.
+
+    A vertex of the relaxation splits few items over bins; each goes to where most of it is. Items
+    longer than a share `longest` of the fastest bin's time until `target` stay whole. The result
+    may pass limits a little. Source: Lenstra, Shmoys and Tardos 1990, Approximation algorithms for
+    scheduling unrelated parallel machines.
+    """
+    bins, fastest = problem.num_bins, target * float(problem.speeds.max())
+    is_long = problem.work > longest * fastest
+    split, fixed = np.flatnonzero(~is_long), np.flatnonzero(is_long)
+    if split.size == 0 or problem.num_items * bins > _MAX_RELAXED_CELLS:
+        return None
+    at = start[fixed]
+    constraints = [
+        _within(use[split], room - np.bincount(at, use[fixed], bins))
+        for use, room in zip(problem.use, problem.room, strict=True)
+    ]
+    share = problem.kind_work[problem.kind_of] / fastest
+    before = problem.carried_work / fastest + np.bincount(at, share[at, fixed], bins)
+    relative = problem.speeds / problem.speeds.max()
+    constraints.append(_within(share[:, split], -before, makespan=relative))
+    placed = _place(split.size, bins, constraints, whole=False)
+    if placed is None:
+        return None
+    rounded = start.copy()
+    rounded[split] = placed
+    return rounded
+
+
+def _within(use: Floats, limit: Floats, makespan: Floats | None = None) -> "LinearConstraint":
+    """Limit the (items,) or (bins, items) use of each bin to `limit + makespan * variable`.
+
+    Variables are the share of item i in bin b, at i * bins + b, and the makespan.
+    """
+    from scipy.optimize import LinearConstraint
+    from scipy.sparse import csc_array
+
+    bins, cells = limit.size, limit.size * int(use.shape[-1])
+    rows = np.arange(cells + bins) % bins
+    columns = np.concatenate((np.arange(cells), np.full(bins, cells)))
+    shares = np.broadcast_to(use, (bins, use.shape[-1])).T.ravel()
+    slope = np.zeros(bins) if makespan is None else makespan
+    matrix = csc_array((np.append(shares, -slope), (rows, columns)), shape=(bins, cells + 1))
+    return LinearConstraint(matrix, -np.inf, limit)
+
+
+def _place(
+    items: int, bins: int, constraints: "list[LinearConstraint]", *, whole: bool
+) -> Ints | None:
+    """Solve a placement program for the least makespan variable; None if there is no answer."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csc_array
+
+    cells = items * bins
+    place = (np.repeat(np.arange(items), bins), np.arange(cells))
+    once = csc_array((np.ones(cells), place), shape=(items, cells + 1))
+    result = milp(
+        np.append(np.zeros(cells), 1.0),
+        integrality=np.append(np.full(cells, int(whole)), 0),
+        bounds=Bounds(0.0, np.append(np.ones(cells), np.inf)),
+        constraints=[LinearConstraint(once, 1.0, 1.0), *constraints],
+        options={"node_limit": _MAX_EXACT_STEPS // cells},
+    )
+    if result.x is None:
+        return None
+    shares = np.asarray(result.x, dtype=np.float64)[:-1].reshape(items, bins)
+    return shares.argmax(axis=1).astype(np.int64)

@@ -5,9 +5,10 @@ exact in float64, whatever the order or the machine. Integer costs (blocks, toke
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import frexp
+from typing import Self
 
 import numpy as np
 
@@ -145,6 +146,39 @@ class Problem:
         if self.num_kinds > 1:
             own = by_kind[self.kind_of[bin_of], np.arange(bin_of.size)]
         return np.bincount(bin_of, own, self.num_bins).astype(np.float64, copy=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Items in bins, with a certificate. Arrays are read-only.
+
+    Attributes:
+        bin_of: Bin per item.
+        loads: Completion time per bin: carried load + sum of costs / speed.
+        makespan: Latest completion time.
+        lower_bound: No assignment completes earlier.
+        method: Name of the start and of the search that found it.
+    """
+
+    bin_of: Ints
+    loads: Floats
+    makespan: float
+    lower_bound: float
+    method: str = field(default="", kw_only=True)
+
+    @classmethod
+    def of(cls, problem: Problem, bin_of: Ints, bound: float, method: str = "") -> Self:
+        """Compute the loads of an assignment, in the caller's units."""
+        loads = problem.loads(bin_of)
+        makespan = float(loads.max())
+        bin_of.flags.writeable = loads.flags.writeable = False
+        # Both are sums of rounded numbers: where they meet, the bound may be an ulp above.
+        return cls(bin_of, loads, makespan, min(bound, makespan), method=method)
+
+    @property
+    def gap(self) -> float:
+        """Certified distance to the best: makespan / lower_bound - 1; 0 where nothing is to do."""
+        return self.makespan / self.lower_bound - 1.0 if self.lower_bound > 0.0 else 0.0
 
 
 def excess(used: Floats, room: Floats) -> Floats:

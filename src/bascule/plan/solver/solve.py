@@ -1,46 +1,20 @@
 """The one solver: items with costs into bins with speeds and limits, with a certified gap."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_NUMBER, amounts, array, number, of_type, whole
 from bascule.plan.limits import Limits
-from bascule.plan.solver.bounds import lower_bound
 from bascule.plan.solver.homes import Homes
-from bascule.plan.solver.portfolio import Solution, by_speed, near_home, solve
-from bascule.plan.solver.problem import Problem, build_problem
+from bascule.plan.solver.portfolio import near_home, solve
+from bascule.plan.solver.problem import Assignment, build_problem
 
 _MAX_BINS = 2**20
 """Most bins of a problem: their tables and heaps stay small."""
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """Items in bins, with a certificate. Arrays are read-only.
-
-    Attributes:
-        bin_of: Bin per item.
-        loads: Completion time per bin: carried load + sum of costs / speed.
-        makespan: Latest completion time.
-        lower_bound: No assignment completes earlier.
-        method: Name of the start and of the search that found it.
-    """
-
-    bin_of: NDArray[np.int64]
-    loads: NDArray[np.float64]
-    makespan: float
-    lower_bound: float
-    method: str = field(default="", kw_only=True)
-
-    @property
-    def gap(self) -> float:
-        """Certified distance to the best: makespan / lower_bound - 1; 0 where nothing is to do."""
-        return self.makespan / self.lower_bound - 1.0 if self.lower_bound > 0.0 else 0.0
 
 
 def assign(
@@ -101,16 +75,8 @@ def assign(
         ceiling = (problem.makespan(solution.bin_of) or np.inf) * (1.0 + locality_tolerance)
         homes = Homes(bins, np.where(bins >= 0, weights, 0.0), ceiling)
         bin_of, name = near_home(problem, solution.bin_of, homes)
-        solution = replace(solution, bin_of=bin_of, method=name or solution.method)
-    return _certified(problem, solution)
-
-
-def knapsack(costs: Floats, speeds: Floats, carried: Floats) -> Assignment:
-    """Assign by the greedy of KnapFormer (section 3.3), a baseline for `assign`; see `by_speed`."""
-    problem = build_problem(costs, speeds, carried=carried)
-    bin_of = by_speed(problem, fill_first=True)
-    solution = Solution.of(problem, "knapsack", bin_of)
-    return _certified(problem, replace(solution, bound=lower_bound(problem)))
+        solution = Assignment.of(problem, bin_of, solution.lower_bound, name or solution.method)
+    return solution
 
 
 def _vector(name: str, values: ArrayLike, size: int) -> Floats:
@@ -178,14 +144,3 @@ def _home_bins(location: ArrayLike, num_items: int, num_bins: int) -> Ints:
             "or -1 for none"
         )
     return bins.astype(np.int64)
-
-
-def _certified(problem: Problem, solution: Solution) -> Assignment:
-    """Completion times in the caller's units, and the certificate."""
-    loads = problem.loads(solution.bin_of)
-    makespan = float(loads.max())
-    solution.bin_of.flags.writeable = loads.flags.writeable = False
-    # Both are sums of rounded numbers: where they meet, the bound may be an ulp above.
-    return Assignment(
-        solution.bin_of, loads, makespan, min(solution.bound, makespan), method=solution.method
-    )

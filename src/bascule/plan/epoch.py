@@ -1,11 +1,14 @@
-"""One optimiser step, dealt to cells: every rank in every microbatch gets a sample at least.
+"""Deals the samples of an epoch, whose lengths are all known, to ranks and microbatches.
 
-Where ranks meet in each microbatch, two deals are tried: all cells alike, the heaviest of which
-meet in one microbatch; and giants together, beside which the next longest samples fit.
+An epoch is cut into optimiser steps, and each is dealt to cells: every rank in every microbatch
+gets a sample at least. Where ranks meet in each microbatch, two deals are tried: all cells alike,
+the heaviest of which meet in one microbatch; and giants together, beside which the next longest
+samples fit. A padded batch costs as many times its dearest sample as it has samples: these are
+consecutive pieces of the samples by descending cost, filled up to a bisected level.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,16 +16,97 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.arrays import Floats, Ints
-from bascule.errors import PlanError
-from bascule.plan.epoch.order import StepShape
-from bascule.plan.epoch.padded import even_pieces, free_pieces
+from bascule.errors import ConfigError, PlanError
+from bascule.plan.checks import MAX_RANKS, MAX_WHOLE, whole
 from bascule.plan.limits import Limits
 from bascule.plan.solver import assign
 from bascule.plan.solver.portfolio import solve
 from bascule.plan.solver.problem import build_problem
 from bascule.plan.step import Sync
 
+_MAX_COUNT = 2**31
 _ROUNDING = 1e-12
+
+_NUM_LEVELS = 48
+"""Levels of a microbatch that are compared, where there are several."""
+
+_MAX_TRIED = 1 << 18
+"""Pieces of all trials of a move, at most; without moves, many pieces are within percents."""
+
+_MAX_MOVES = 32
+
+
+def epoch_order(num_samples: int, *, shuffle: bool, seed: int, epoch: int) -> Ints:
+    """(num_samples,) every index once, in an order that seed and epoch alone decide. O(n)."""
+    order = np.arange(num_samples)
+    if shuffle:
+        np.random.default_rng([seed, epoch]).shuffle(order)
+    return order
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """Numbers of an optimiser step. A (rank, microbatch) is a *cell*: one batch, never empty."""
+
+    batch_size: int  # samples of a cell in a full step; where counts vary, their mean
+    num_ranks: int
+    accumulate: int  # microbatches of a step
+
+    def __post_init__(self) -> None:
+        most = {"batch_size": _MAX_COUNT, "num_ranks": MAX_RANKS, "accumulate": _MAX_COUNT}
+        for name, highest in most.items():
+            count = whole(f"BalancedSampler({name}", getattr(self, name), 1, highest)
+            object.__setattr__(self, name, count)
+        if self.full > MAX_WHOLE:
+            raise ConfigError(f"{self}: {self.full} samples make a step; give smaller numbers")
+
+    @property
+    def num_cells(self) -> int:
+        """Batches of a step, over all ranks and microbatches."""
+        return self.num_ranks * self.accumulate
+
+    @property
+    def full(self) -> int:
+        """Samples of a full step: the global batch."""
+        return self.batch_size * self.num_cells
+
+    def next_size(self, left: int) -> int:
+        """Return the samples of the next step where so many are left of the epoch.
+
+        A rest too small for all cells is joined with the last full step, and both are halved if
+        each half then fills its cells. Only `left` decides, so a resumed run cuts alike.
+        """
+        over = left - self.full
+        if over <= 0 or over >= self.num_cells:
+            return min(left, self.full)
+        return left if self.batch_size == 1 else -(-left // 2)
+
+    def sizes(self, left: int) -> Iterator[int]:
+        """Samples of each step that is left."""
+        while left > 0:
+            size = self.next_size(left)
+            yield size
+            left -= size
+
+    def _steps(self, left: int) -> tuple[int, list[int]]:
+        """Steps that are full for sure, and the sizes of the few after them."""
+        num_full = max(left // self.full - 1, 0)
+        return num_full, list(self.sizes(left - num_full * self.full))
+
+    def num_steps(self, left: int) -> int:
+        """Steps in so many samples."""
+        num_full, rest = self._steps(left)
+        return num_full + len(rest)
+
+    def samples_in(self, left: int, num_steps: int) -> int:
+        """Samples of the first steps, where so many samples are left before them."""
+        num_full, rest = self._steps(left)
+        return self.full * min(num_full, num_steps) + sum(rest[: max(num_steps - num_full, 0)])
+
+    def most_in_a_cell(self, left: int) -> int:
+        """Samples of the largest cell of any step, where counts are even."""
+        num_full, rest = self._steps(left)
+        return -(-max([self.full] * (num_full > 0) + rest, default=0) // self.num_cells)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,19 +220,9 @@ class Deal:
     makespan: float  # sum over microbatches of the largest load, or the largest sum of a rank
     lower_bound: float  # no deal of these samples takes less
 
-    @property
-    def gap(self) -> float:
-        """Certified distance to the best: makespan / lower_bound - 1; 0 where nothing costs."""
-        return self.makespan / self.lower_bound - 1.0 if self.lower_bound > 0.0 else 0.0
-
     def batch(self, rank: int, microbatch: int) -> Ints:
         """Samples of one cell."""
         return self.samples[(self.rank_of == rank) & (self.microbatch_of == microbatch)]
-
-
-def deal_in_turn(num_samples: int, shape: StepShape) -> Ints:
-    """(n,) cell of each sample if they were dealt like cards: what a plain sampler does."""
-    return np.arange(num_samples) % shape.num_cells
 
 
 def deal_step(costs: Floats, tokens: Ints, rules: DealRules, home: Ints | None = None) -> Deal:
@@ -173,7 +247,7 @@ def deal_step(costs: Floats, tokens: Ints, rules: DealRules, home: Ints | None =
             break
     if best is None:
         raise failures[-1]
-    plain = deal_in_turn(costs.size, rules.shape)
+    plain = np.arange(costs.size) % rules.shape.num_cells  # dealt like cards
     if table.keeps_limits(plain) and table.makespan(plain) < least:
         best = plain
     microbatch_of, rank_of = np.divmod(best, rules.shape.num_ranks)
@@ -251,7 +325,8 @@ def _by_length(table: StepTable) -> tuple[Ints, float]:
     rules, shape, num = table.rules, table.rules.shape, table.costs.size
     order, bound = np.argsort(-table.costs, kind="stable"), 0.0
     if rules.even_counts:
-        pieces = even_pieces(num, shape.num_cells)
+        each, extra = divmod(num, shape.num_cells)  # pieces of dear samples are shorter
+        pieces = each + (np.arange(shape.num_cells) >= shape.num_cells - extra)
     else:
         most = _most_padded(table, order)
         pieces, level = free_pieces(table.costs[order], most, shape, 0.1 * rules.tolerance)
@@ -322,20 +397,14 @@ def _solved(
     costs, tokens, tolerance = table.costs[chosen], table.tokens[chosen], table.rules.tolerance
     if home is None:
         free = None if limits is None or limits.items is None else Limits(items=limits.items)
-        problem = build_problem(costs, np.ones(num_bins), limits=free)
-        solution = solve(problem, tolerance, quick=True)
-        fullest = np.bincount(solution.bin_of, tokens, num_bins).max()
-        if limits is not None and limits.tokens is not None and fullest > limits.tokens:
-            sizes = {"": tokens.astype(np.float64)}
-            problem = build_problem(costs, np.ones(num_bins), limits=limits, sizes=sizes)
-            solution = solve(problem, tolerance)
-        bin_of, bound = solution.bin_of, solution.bound
-    else:
-        near = assign(
-            costs, num_bins, limits=limits, sizes=tokens, location=home, tolerance=tolerance
-        )
-        bin_of, bound = near.bin_of, near.lower_bound
-    return _filled(bin_of, costs, num_bins, least), bound
+        result = solve(build_problem(costs, np.ones(num_bins), limits=free), tolerance, quick=True)
+        fullest = np.bincount(result.bin_of, tokens, num_bins).max()
+        if limits is None or limits.tokens is None or fullest <= limits.tokens:
+            return _filled(result.bin_of, costs, num_bins, least), result.lower_bound
+    result = assign(
+        costs, num_bins, limits=limits, sizes=tokens, location=home, tolerance=tolerance
+    )
+    return _filled(result.bin_of, costs, num_bins, least), result.lower_bound
 
 
 def _filled(bin_of: Ints, costs: Floats, num_bins: int, least: int) -> Ints:
@@ -420,3 +489,111 @@ class _Pool:
     def _pop(self, place: int, taken: list[int]) -> float:
         taken.append(self.items.pop(place))
         return self.costs.pop(place)
+
+
+def free_pieces(
+    ranked: Floats, most: Ints, shape: StepShape, tolerance: float
+) -> tuple[Ints, float]:
+    """Return (num_cells,) lengths of pieces that end a step early, and a level that bounds it.
+
+    Optimal up to the tolerance with one microbatch, O(num_cells log(1 / tolerance)); with several
+    also by a dynamic programme over a grid of levels, O(n (log num_ranks + accumulate)). `ranked`
+    are (n,) descending costs, `most` the (n,) most samples of a piece that begins there.
+    """
+    costs, allowed = ranked.tolist(), most.tolist()
+    if _pieces(costs, allowed, shape, [np.inf] * shape.accumulate) is None:
+        raise PlanError(
+            f"the {ranked.size} samples of a step do not fit into {shape.num_cells} padded batches "
+            "within the limits; raise them, or make batch_size smaller"
+        )
+
+    def below(level: float) -> list[int] | None:
+        return _pieces(costs, allowed, shape, [level] * shape.accumulate)
+
+    low = high = float(ranked.sum()) / shape.num_cells
+    while (pieces := below(high)) is None:
+        low, high = high, 2.0 * high
+    while high > low * (1.0 + tolerance):
+        middle = (low + high) / 2.0
+        trial = below(middle)
+        if trial is None:
+            low = middle
+        else:
+            high, pieces = middle, trial
+    if shape.accumulate == 1:
+        return np.array(pieces, dtype=np.int64), low
+    other = _pieces(costs, allowed, shape, _levels(ranked, most, shape, low)) or pieces
+    starts = [np.array(start, dtype=np.int64) for start in (pieces, other)]
+    ends = [_improved(start, ranked, most, shape.num_ranks) for start in starts]
+    return min(ends, key=lambda end: end[1])[0], low
+
+
+def _improved(pieces: Ints, ranked: Floats, most: Ints, num_ranks: int) -> tuple[Ints, float]:
+    """Move single samples between pieces while the step ends earlier; return pieces and its end."""
+    num = pieces.size
+    best = float(_makespans(pieces[None], ranked, most, num_ranks)[0])
+    if num**3 > _MAX_TRIED:
+        return pieces, best
+    changes = np.eye(num, dtype=np.int64)
+    changes = (changes[:, None] - changes).reshape(-1, num)
+    for _ in range(_MAX_MOVES):
+        trials = pieces + changes
+        trials = trials[trials.min(axis=1) >= 1]
+        ends = _makespans(trials, ranked, most, num_ranks)
+        chosen = int(ends.argmin())
+        if ends[chosen] >= best:
+            break
+        pieces, best = trials[chosen], float(ends[chosen])
+    return pieces, best
+
+
+def _makespans(pieces: Ints, ranked: Floats, most: Ints, num_ranks: int) -> Floats:
+    """(trials,) ends of steps, whose heaviest pieces meet in one microbatch; inf above limits."""
+    starts = np.cumsum(pieces, axis=1) - pieces
+    loads = -np.sort(-ranked[starts] * pieces, axis=1)
+    ends = loads[:, ::num_ranks].sum(axis=1)
+    return np.where((pieces <= most[starts]).all(axis=1), ends, np.inf)
+
+
+def _pieces(
+    costs: list[float], allowed: list[int], shape: StepShape, levels: list[float]
+) -> list[int] | None:
+    """Pieces below the levels of their microbatches, or of one sample; None if some are left."""
+    place, pieces, num = 0, list[int](), len(costs)
+    for cell in range(shape.num_cells):
+        head, spare = costs[place], num - place - (shape.num_cells - cell - 1)
+        level = levels[cell // shape.num_ranks]
+        fitting = spare if head * spare <= level else int(level / head)
+        pieces.append(max(min(fitting, allowed[place], spare), 1))
+        place += pieces[-1]
+    return pieces if place == num else None
+
+
+def _levels(ranked: Floats, most: Ints, shape: StepShape, mean: float) -> list[float]:
+    """Return a level for each microbatch, with the least sum, by a programme over their starts."""
+    num, every = ranked.size, np.arange(ranked.size + 1)
+    top = float(ranked[0])
+    grid = np.geomspace(mean, max(top, 4.0 * mean), _NUM_LEVELS) if mean > 0.0 else np.zeros(1)
+    grid = np.unique([*grid.tolist(), top, top * num])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        fitting = np.nan_to_num(grid[:, None] / ranked, nan=num, posinf=num)
+    lengths = np.clip(np.minimum(fitting, most), 1, num).astype(np.int64)
+    jumps = np.minimum(every + np.pad(lengths, ((0, 0), (0, 1))), num)
+    after = np.broadcast_to(every, jumps.shape)
+    for bit in bin(shape.num_ranks)[:1:-1]:
+        if bit == "1":
+            after = np.take_along_axis(jumps, after, axis=1)
+        jumps = np.take_along_axis(jumps, jumps, axis=1)
+    price = np.where(grid[:, None] >= np.append(ranked, 0.0), grid[:, None], np.inf)
+    price[:, num] = 0.0
+    best = np.where(every == num, 0.0, np.inf)
+    chosen: list[Ints] = []
+    for _ in range(shape.accumulate):
+        sums = price + best[after]
+        chosen.append(sums.argmin(axis=0))
+        best = sums.min(axis=0)
+    place, levels = 0, list[float]()
+    for choice in reversed(chosen):
+        levels.append(float(grid[choice[place]]))
+        place = int(after[choice[place], place])
+    return levels
