@@ -20,21 +20,14 @@ TOKENS, BYTES = "tokens", "bytes"
 NUM_COEFFICIENTS = {TOKENS: 3, BYTES: 2}
 """By unit of the sizes: of attention a square, too."""
 
-_MOST_POINTS, _MOST_LETTERS = 1000, 2000
+_MOST_POINTS = 1000
 _MOST_S = 1e6
+_TEXT = of_type, str, "a text"
 
 _Built = TypeVar("_Built")
 
 
-def _text(name: str, value: object) -> str:
-    text = of_type(name, value, str, "a text")
-    if len(text) > _MOST_LETTERS:
-        raise ConfigError(f"{name}) has {len(text)} letters: at most {_MOST_LETTERS}")
-    return text
-
-
 def _some(name: str, values: object, check: Callable[..., Any], *details: object) -> Any:
-    """Check the entries of a list that is not too long."""
     entries = each(name, values, check, *details)
     if len(entries) > _MOST_POINTS:
         raise ConfigError(f"{name}) has {len(entries)} entries: at most {_MOST_POINTS}")
@@ -60,7 +53,7 @@ class Fit:
     def __post_init__(self) -> None:
         fields(
             self,
-            what=_text,
+            what=_TEXT,
             unit=(choice, *NUM_COEFFICIENTS),
             coefficients=(_some, number, 0.0, _MOST_S),
             errors=(_some, _error),
@@ -118,7 +111,7 @@ class Overhead:
 
     def __post_init__(self) -> None:
         seconds = number, 0.0, _MOST_S
-        fields(self, what=_text, seconds=seconds, error=seconds)
+        fields(self, what=_TEXT, seconds=seconds, error=seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,12 +130,12 @@ class Calibration:
     overheads: tuple[Overhead, ...] = ()
 
     def __post_init__(self) -> None:
-        fields(self, **dict.fromkeys(("name", "date", "torch", "settings", "base"), _text))
+        fields(self, **dict.fromkeys(("name", "date", "torch", "settings", "base"), _TEXT))
         fields(
             self,
             num_ranks=(whole, 1, MAX_RANKS),
             d_model=(whole, 1, 2**31),
-            measured=(_some, _text),
+            measured=(_some, *_TEXT),
             fits=(_some, of_type, Fit, "a Fit"),
             overheads=(_some, of_type, Overhead, "an Overhead"),
         )
@@ -150,9 +143,7 @@ class Calibration:
     @classmethod
     def of_dict(cls, values: object) -> Self:
         """Read what JSON holds."""
-        if not isinstance(values, dict):
-            return built(cls, values)
-        rest = dict(cast(dict[str, Any], values))
+        rest = dict(cast(dict[str, Any], values)) if isinstance(values, dict) else {}
         for name, kind in (("fits", Fit), ("overheads", Overhead)):
             if isinstance(rest.get(name), list | tuple):
                 rest[name] = [built(kind, one) for one in rest[name]]

@@ -1,8 +1,5 @@
 """Fit cost models to measurements by least squares of relative errors.
 
-Where calls take as long as the slowest rank, or the slower of compute and exchange, fits alternate
-between who is the slowest and least squares.
-
 Legend: O observations, K coefficients, R ranks. The *share* of a term is its part of the time of
 the slowest ranks.
 """
@@ -27,32 +24,16 @@ CONFIDENCE = 0.95
 """Confidence of the intervals that errors are half of."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RelativeFit:
-    """Coefficients of a fit and how well they are known."""
-
-    coefficients: Floats  # (K,) at least 0
-    errors: Floats  # (K,) half of 95 % intervals; infinite where the points do not tell
-    residuals: Floats  # (n,) predicted over measured, minus 1
-
-    @property
-    def rms(self) -> float:
-        """Root mean square of the residuals."""
-        return float(np.sqrt(np.mean(self.residuals**2)))
-
-
-def relative_fit(columns: Floats, seconds: Floats, noise: Floats | None = None) -> RelativeFit:
+def relative_fit(columns: Floats, seconds: Floats) -> tuple[Floats, Floats]:
     """Find coefficients >= 0 whose sums of columns (n, K) are nearest to times (n,), relatively.
 
-    Errors follow from the scatter about the fit (Student's t), and are never below the noise of the
-    points, (n,) relative standard errors: few points may lie on a curve by luck.
+    Return the (K,) coefficients, and (n,) predicted over measured times, minus 1.
     """
     from scipy.optimize import nnls
 
     rows, units = _in_units(columns / seconds[:, None])
     scaled, _ = nnls(rows, np.ones_like(seconds))
-    residuals = rows @ scaled - 1.0
-    return RelativeFit(units * scaled, units * _half_widths(rows, residuals, noise), residuals)
+    return units * scaled, rows @ scaled - 1.0
 
 
 def _in_units(rows: Floats) -> tuple[Floats, Floats]:
@@ -62,20 +43,25 @@ def _in_units(rows: Floats) -> tuple[Floats, Floats]:
     return rows * units, units
 
 
-def _half_widths(rows: Floats, residuals: Floats, noise: Floats | None) -> Floats:
-    """Return half of the (K,) intervals, as if the coefficients at 0 had been free."""
+def _half_widths(rows: Floats, residuals: Floats, noise: Floats) -> Floats:
+    """Return half of the (K,) intervals, as if the coefficients at 0 had been free; or infinity.
+
+    They follow from the scatter about the fit (Student's t), and are never below the noise of the
+    points, (n,) relative standard errors: few points may lie on a curve by luck.
+    """
     from scipy.special import ndtri, stdtrit
 
+    rows, units = _in_units(rows)
     freedom = rows.shape[0] - rows.shape[1]
     if freedom < 1 or np.linalg.matrix_rank(rows) < rows.shape[1]:
-        return np.repeat(np.float64(np.inf), rows.shape[1])
-    spread = cast(Floats, np.linalg.pinv(rows))
-    by_scatter = float(residuals @ residuals) / freedom * (spread**2).sum(axis=1)
-    wide = cast(float, stdtrit(freedom, 0.5 + CONFIDENCE / 2)) ** 2 * by_scatter
-    if noise is not None:
-        normal = cast(float, ndtri(0.5 + CONFIDENCE / 2)) ** 2
-        wide = np.maximum(wide, normal * (spread**2 @ noise**2))
-    return cast(Floats, wide**0.5)
+        return np.full_like(units, np.inf)
+    spread = cast(Floats, np.linalg.pinv(rows)) ** 2
+    by_scatter = float(residuals @ residuals) / freedom * spread.sum(axis=1)
+    students, normal = (
+        cast(float, quantile) ** 2
+        for quantile in (stdtrit(freedom, 0.5 + CONFIDENCE / 2), ndtri(0.5 + CONFIDENCE / 2))
+    )
+    return units * np.sqrt(np.maximum(students * by_scatter, normal * (spread @ noise**2)))
 
 
 def fit_curve(what: str, unit: str, sizes: Sequence[int], seconds: Floats, noise: Floats) -> Fit:
@@ -83,12 +69,14 @@ def fit_curve(what: str, unit: str, sizes: Sequence[int], seconds: Floats, noise
     held_out = is_held_out(len(sizes))
     x, fitted = np.asarray(sizes, dtype=np.float64), ~held_out
     columns = x[:, None] ** np.arange(NUM_COEFFICIENTS[unit])
-    curve = relative_fit(columns[fitted], seconds[fitted], noise[fitted])
+    coefs, residuals = relative_fit(columns[fitted], seconds[fitted])
+    rows = columns[fitted] / seconds[fitted, None]
+    errors = _half_widths(rows, residuals, noise[fitted])
     return Fit(
         what=what,
         unit=unit,
-        coefficients=tuple(curve.coefficients.tolist()),
-        errors=tuple(x if np.isfinite(x) else None for x in curve.errors.tolist()),
+        coefficients=tuple(coefs.tolist()),
+        errors=tuple(x if np.isfinite(x) else None for x in errors.tolist()),
         sizes=tuple(x.tolist()),
         seconds=tuple(seconds.tolist()),
         held_out=tuple(held_out.tolist()),
@@ -122,8 +110,8 @@ def fit_latency(
     tokens, latency = _latencies("fit_latency", seq_lens, seconds, 2)
     linear = TransformerCost(d_model, gamma=0.0, num_layers=num_layers)(tokens)
     attention = TransformerCost(d_model, num_layers=num_layers)(tokens, num_pairs) - linear
-    fitted = relative_fit(np.stack([linear, attention], axis=1), latency)
-    linear_s, attention_s = fitted.coefficients.tolist()
+    coefs, residuals = relative_fit(np.stack([linear, attention], axis=1), latency)
+    linear_s, attention_s = coefs.tolist()
     if linear_s <= 0.0:
         raise ConfigError(
             "fit_latency: the latencies grow faster than the square of the length, so the "
@@ -134,7 +122,7 @@ def fit_latency(
         gamma=attention_s / linear_s,
         num_layers=num_layers,
         seconds_per_unit=linear_s,
-        fit_error=fitted.rms,
+        fit_error=float(np.sqrt(np.mean(residuals**2))),
     )
 
 
@@ -157,7 +145,7 @@ def fit_item_latency(
     tokens, latency = _latencies("fit_item_latency", item_lens, seconds, 3)
     pairs = tokens**2 if num_pairs is None else floats("fit_item_latency: num_pairs", num_pairs)
     columns = np.stack([pairs, tokens, np.ones_like(tokens)], axis=1)
-    return PolynomialCost(*relative_fit(columns, latency).coefficients.tolist())
+    return PolynomialCost(*relative_fit(columns, latency)[0].tolist())
 
 
 def _latencies(
@@ -349,7 +337,7 @@ class _Solution:
 
 
 def _shares(
-    design: Floats, target: Floats, weights: Floats, assumed: "_Assumptions", noise: float
+    design: Floats, target: Floats, weights: Floats, assumed: tuple[Floats, Floats], noise: float
 ) -> tuple[Floats, Floats, Floats]:
     """Solve for shares (K,) >= 0; return them, residuals (O,), and 1 - leverage (O,).
 
@@ -359,8 +347,8 @@ def _shares(
     from scipy.optimize import nnls
 
     root = np.sqrt(weights)
-    rows, extra = root[:, None] * design, noise * assumed.rows
-    target_of_all = np.concatenate([root * target, noise * assumed.values])
+    rows, extra = root[:, None] * design, noise * assumed[0]
+    target_of_all = np.concatenate([root * target, noise * assumed[1]])
     shares, _ = nnls(np.vstack([rows, extra]), target_of_all)
     free = shares > 0
     rows, extra = rows[:, free], extra[:, free]
@@ -460,7 +448,7 @@ def _solve(
     unit_O = np.maximum(seconds_O, MIN_SCALE * float(np.median(seconds_O)))
     rows_OK = work_ORK[np.arange(slowest_O.size), slowest_O] / unit_O[:, None]
     design_OK, scale_K = _in_units(rows_OK)
-    problem = design_OK, seconds_O / unit_O, weights_O, _assumptions(scale_K)
+    problem = design_OK, seconds_O / unit_O, weights_O, _assumptions(scale_K)[:2]
     shares_K, residual_O, left_O = _shares(*problem, max(noise, MIN_NOISE))
     # Noise and outliers are found without the assumptions: where these are wrong, their residuals
     # would look like noise, which would make them weigh more still.
@@ -479,21 +467,12 @@ def _solve(
     )
 
 
-@dataclass(frozen=True)
-class _Assumptions:
-    """Assumptions about the shares, in units of the standard deviation of each.
+def _assumptions(scale_K: Floats) -> tuple[Floats, Floats, Floats]:
+    """Return rows (3, K) and values (3,) of assumed shares, and the deviations (K,) of each.
 
-    1. quadratic : linear = mean length : crossover, up to a factor (the length is weighted by
-       tokens);
-    2. the share of the constant; 3. the share of the overhead. The sum of the shares is left free.
+    In units of these: 1. quadratic : linear = mean length : crossover, up to a factor (the length
+    is weighted by tokens); 2. the constant; 3. the overhead. The sum of the shares is left free.
     """
-
-    rows: Floats  # (3, K)
-    values: Floats  # (3,)
-    deviations: Floats  # (K,) of each share
-
-
-def _assumptions(scale_K: Floats) -> _Assumptions:
     length = scale_K[1] / scale_K[0] if scale_K[0] > 0 else TYPICAL_CROSSOVER_TOKENS
     part = float(length / (length + TYPICAL_CROSSOVER_TOKENS))  # quadratic in both
     spread = CROSSOVER_LOG_SD * part * (1.0 - part)  # to first order
@@ -506,7 +485,7 @@ def _assumptions(scale_K: Floats) -> _Assumptions:
         ]
     ) * (scale_K > 0)
     deviations = np.array([spread, spread, constant_sd, overhead_sd])
-    return _Assumptions(rows, rows @ [0.0, 0.0, constant, overhead], deviations)
+    return rows, rows @ [0.0, 0.0, constant, overhead], deviations
 
 
 def _uncertainty(solution: _Solution) -> tuple[Floats, Bools]:
@@ -520,9 +499,9 @@ def _uncertainty(solution: _Solution) -> tuple[Floats, Bools]:
     variance_K = (axes[~blind] ** 2).T @ sizes[~blind] ** -2.0
     variance_K[(axes[blind] ** 2).sum(axis=0) > 1e-9] = np.inf
     share_errors_K = noise * np.sqrt(variance_K)
-    assumed, scale_K = _assumptions(solution.scale), solution.scale
+    scale_K = solution.scale
     errors_K = share_errors_K * np.where(scale_K > 0, scale_K, 1.0)  # without a unit: infinite
-    return errors_K, share_errors_K < assumed.deviations
+    return errors_K, share_errors_K < _assumptions(scale_K)[2]
 
 
 def _observe(
