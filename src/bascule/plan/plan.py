@@ -260,7 +260,11 @@ class Plan:
                 raise ConfigError(f"it has version {version}; this bascule reads {JSON_VERSION}")
             topology = Topology.parse(data["topology"])
             topology = replace(topology, num_replicas=data["num_replicas"])
-            batch, speeds = _read_batch(data, topology.num_ranks), data.get("speeds")
+            loaded = batch_of(data["seq_lens"], topology.num_ranks)
+            masks, contexts, speeds = (data.get(x) for x in ("masks", "context_lens", "speeds"))
+            spans = None if masks is None else [[Span(*span) for span in mask] for mask in masks]
+            batch = batch_of([Sequences(loaded.lens, spans, contexts)], 1)
+            batch = replace(batch, counts=loaded.counts)
             if speeds is not None:
                 speeds = RankState.of(topology.num_ranks, speeds=speeds).speeds
             plan = cls(
@@ -283,15 +287,6 @@ class Plan:
         except _DAMAGE as error:
             raise ConfigError(f"this is not a plan of Plan.to_json: {shown(error)}") from error
         return plan
-
-
-def _read_batch(data: dict[str, Any], num_ranks: int) -> Batch:
-    """Return what ranks loaded from a plan's JSON."""
-    batch = batch_of(data["seq_lens"], num_ranks)
-    masks, contexts = data.get("masks"), data.get("context_lens")
-    spans = None if masks is None else [[Span(*span) for span in mask] for mask in masks]
-    joined = batch_of([Sequences(batch.lens, spans, contexts)], 1)
-    return replace(joined, counts=batch.counts)
 
 
 def plan_batch(
@@ -366,13 +361,22 @@ class PlanSetup:
         limits = in_tokens(self.limits, self.cost, self.cluster)
         batch = loaded if isinstance(loaded, Batch) else batch_of(loaded)
         state = RankState.of(batch.counts.size, initial_loads, self.speeds)
-        topology = self._bags(batch, limits, state)
+        if self.topology != "auto":
+            topology = Topology.parse(self.topology, world_size=batch.counts.size)
+        elif self.cluster is None:
+            raise ConfigError('topology "auto" needs a cluster, which says what wires cost')
+        else:
+            self.cluster.check_world(batch.counts.size)
+            topology = choose_topology(batch, self.cost, self.cluster, limits, state)
         check_sizes(batch, topology, limits)
         prices = price(batch, topology, self.cost, self.cluster, state)
         if choice("planner", self.planner, "lpt", "knapsack") == "lpt":
             problem = prices.problem(limits)
             source = Source(batch.ranks, batch.lens, topology, self.cluster)
-            decision = bring_home(problem, solve(problem), source, self._tolerance)
+            tolerance = self.locality_tolerance
+            if tolerance is None and self.cluster is not None and self.cluster.num_nodes > 1:
+                tolerance = _NODE_TOLERANCE
+            decision = bring_home(problem, solve(problem), source, tolerance)
         elif limits is None or limits == Limits():
             decision = knapsack(prices)
         else:
@@ -396,20 +400,3 @@ class PlanSetup:
                 f"at most {MAX_TOKENS}: use larger bags, or shorter sequences"
             )
         return plan
-
-    def _bags(self, batch: Batch, limits: Limits | None, state: RankState) -> Topology:
-        if self.topology != "auto":
-            return Topology.parse(self.topology, world_size=batch.counts.size)
-        if self.cluster is None:
-            raise ConfigError('topology "auto" needs a cluster, which says what wires cost')
-        self.cluster.check_world(batch.counts.size)
-        return choose_topology(batch, self.cost, self.cluster, limits, state)
-
-    @property
-    def _tolerance(self) -> float | None:
-        has_nodes = self.cluster is not None and self.cluster.num_nodes > 1
-        return (
-            _NODE_TOLERANCE
-            if has_nodes and self.locality_tolerance is None
-            else self.locality_tolerance
-        )

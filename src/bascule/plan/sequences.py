@@ -12,7 +12,7 @@ from typing import Any, Self, cast
 import numpy as np
 import numpy.typing as npt
 
-from bascule.arrays import Bools, Floats, Ints, cumulative, ranges
+from bascule.arrays import Bools, Floats, Ints, cumulative, ranges, sums_by
 from bascule.errors import ConfigError
 from bascule.plan.checks import array, fields, of_type, shown, whole
 
@@ -106,20 +106,15 @@ class Masks:
     @cached_property
     def starts(self) -> Ints:
         """(m,) position of each span in its sequence."""
-        return self._placed[0]
+        firsts = cumulative(sums_by(self.seqs, self.lens, self.counts.size))
+        return cumulative(self.lens)[:-1] - firsts[self.seqs]
 
     @cached_property
     def documents(self) -> Ints:
         """(m,) position at which the document of each span begins."""
-        return self._placed[1]
-
-    @cached_property
-    def _placed(self) -> tuple[Ints, Ints]:
-        begins = cumulative(self.lens)[:-1]
-        first = np.minimum(cumulative(self.counts)[:-1], max(begins.size - 1, 0))
-        of_seq = begins[first][self.seqs] if begins.size else begins
-        documents = np.maximum.accumulate(np.where(self.is_first | (begins == of_seq), begins, 0))
-        return begins - of_seq, documents - of_seq
+        rows = cumulative(self.lens)[:-1]
+        firsts = np.where(self.is_first | (self.starts == 0), rows, 0)
+        return np.maximum.accumulate(firsts) - (rows - self.starts)
 
     @cached_property
     def apart(self) -> "Documents":
