@@ -429,7 +429,7 @@ def test_the_unit_of_the_cost_does_not_matter(
 
 @few
 @given(batches(), ANY_PLANNER, st.data())
-def test_carried_loads_are_part_of_the_loads(
+def test_a_bag_ends_its_work_after_what_its_busiest_rank_carries(
     batch: tuple[str, list[list[int]]], planner: str, data: st.DataObject
 ) -> None:
     spec, lens = batch
