@@ -57,10 +57,8 @@ def _half_widths(rows: Floats, residuals: Floats, noise: Floats) -> Floats:
         return np.full_like(units, np.inf)
     spread = cast(Floats, np.linalg.pinv(rows)) ** 2
     by_scatter = float(residuals @ residuals) / freedom * spread.sum(axis=1)
-    students, normal = (
-        cast(float, quantile) ** 2
-        for quantile in (stdtrit(freedom, 0.5 + CONFIDENCE / 2), ndtri(0.5 + CONFIDENCE / 2))
-    )
+    students = cast(float, stdtrit(freedom, 0.5 + CONFIDENCE / 2)) ** 2
+    normal = cast(float, ndtri(0.5 + CONFIDENCE / 2)) ** 2
     return units * np.sqrt(np.maximum(students * by_scatter, normal * (spread @ noise**2)))
 
 
