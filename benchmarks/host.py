@@ -1,6 +1,5 @@
 """Measure the time that bascule takes on the host: plans, tables, attention calls, routing."""
 
-import heapq
 import sys
 import time
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from measuring import in_turns, met, on_ranks, ratio, summary, time_interleaved, verdict
+from measuring import bare_heap, in_turns, met, on_ranks, ratio, summary, time_interleaved, verdict
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -95,17 +94,6 @@ def _planning(state: str, rounds: int) -> dict[str, Any]:
         label = f"planning {topology} with all tables, {state}, over a heapq loop"
         print(verdict(label, spread["median"], PLANNING_TARGET, spread))
     return results
-
-
-def bare_heap(costs: list[float], num_bins: int) -> list[int]:
-    """Deal the longest first to the least loaded bin, and nothing else."""
-    heap = [(0.0, index) for index in range(num_bins)]
-    bin_of = [0] * len(costs)
-    for item in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
-        load, index = heap[0]
-        bin_of[item] = index
-        heapq.heapreplace(heap, (load + costs[item], index))
-    return bin_of
 
 
 def _fresh(plan: Plan) -> Plan:

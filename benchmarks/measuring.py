@@ -1,5 +1,6 @@
 """Measure in turns, on one process or on ranks, and write results with commit, date and device."""
 
+import heapq
 import json
 import os
 import platform
@@ -203,9 +204,14 @@ def ratio(seconds: Sequence[float], reference: Sequence[float]) -> dict[str, flo
     }
 
 
-def met(is_met: bool) -> str:
-    """Return the first word of a verdict."""
-    return "met   " if is_met else "MISSED"
+def met(is_met: bool | None) -> str:
+    """Return the first word of a verdict; blanks where there is none."""
+    return {True: "met   ", False: "MISSED", None: "      "}[is_met]
+
+
+def say(text: str, is_met: bool | None = None) -> None:
+    """Print a line with its verdict."""
+    print(f"{met(is_met)}  {text}", flush=True)
 
 
 def verdict(label: str, measured: float, target: float, spread: Mapping[str, float]) -> str:
@@ -215,6 +221,17 @@ def verdict(label: str, measured: float, target: float, spread: Mapping[str, flo
         f"(quartiles {spread['lower_quartile']:.2f} to {spread['upper_quartile']:.2f}; "
         f"target at most {target:g}x)"
     )
+
+
+def bare_heap(costs: list[float], num_bins: int) -> list[int]:
+    """Deal the longest first to the least loaded bin, and nothing else."""
+    heap = [(0.0, index) for index in range(num_bins)]
+    bin_of = [0] * len(costs)
+    for item in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
+        load, index = heap[0]
+        bin_of[item] = index
+        heapq.heapreplace(heap, (load + costs[item], index))
+    return bin_of
 
 
 def _commit() -> str:

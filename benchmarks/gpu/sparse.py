@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from measuring import ratio
-from sparse_kernel import check, rows_of
+from sparse import check, mask_rows
 from torch import Tensor
 
 from bascule.attention.kernels.protocol import Attended, AttentionKernel
@@ -47,7 +47,7 @@ def measured(setting: Setting, block: int, density: float) -> list[Row]:
     heads, width, tokens = _shape(setting)
     mask = np.random.default_rng(0).random((heads, *(tokens // block,) * 2)) < density
     mask |= np.eye(tokens // block, dtype=np.bool_)  # every query sees something
-    seen, share = AttentionMask(blocks=rows_of(mask, block)), float(mask.mean())
+    seen, share = AttentionMask(blocks=mask_rows(mask, block)), float(mask.mean())
     kind = {"device": setting.device, "dtype": setting.dtype}
     torch.manual_seed(0)
     whole = [torch.randn(1, heads, tokens, width, **kind) for _ in range(4)]
@@ -58,7 +58,7 @@ def measured(setting: Setting, block: int, density: float) -> list[Row]:
         try:
             out, _ = kernel.forward(*_three(packed), seen, width**-0.5)
             one, *given = (x[0, -1].cpu() for x in (out.reshape(whole[0].shape), *whole[:3]))
-            check(one, given, mask[-1], block, width**-0.5)
+            check(one, given, mask[-1], width**-0.5)
         except Exception as error:  # of whatever kernel: the others are measured
             rows.append(Row(f"{label}, {name}", reason=f"failed: {told(error)}"))
             del sparse[name]
