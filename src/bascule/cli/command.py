@@ -19,8 +19,7 @@ from rich.status import Status
 
 from bascule.errors import ConfigError
 from bascule.options import STDOUT, Outputs, RankOptions
-from bascule.report.page import Report, command_line, render
-from bascule.report.show import show
+from bascule.report.page import Report, render
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +30,7 @@ _MOST_NAMED = 2
 def publish(options: Outputs, report: Report, data: dict[str, Any] | None = None) -> Console:
     """Show a report; write `data`, by default its facts and tables, to --json, and --report."""
     console = Console(stderr=options.json == STDOUT)
-    show(console, report)
+    report.show(console)
     text = json.dumps(report.to_dict() if data is None else data, indent=2) + "\n"
     if options.json == STDOUT:
         sys.stdout.write(text)
@@ -39,7 +38,7 @@ def publish(options: Outputs, report: Report, data: dict[str, Any] | None = None
     elif options.json is not None:
         write(console, "--json", options.json, text)
     if options.report is not None:
-        write(console, "--report", options.report, render(report, command_line()))
+        write(console, "--report", options.report, render(report))
     return console
 
 

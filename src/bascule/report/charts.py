@@ -23,7 +23,7 @@ def draw_loads(before: npt.ArrayLike, after: npt.ArrayLike, unit: str) -> Chart:
     first, second = np.asarray(before, float), np.asarray(after, float)
 
     def draw() -> "Figure":
-        figure, ranks = _figure(320, "rank", unit), np.arange(len(first))
+        figure, ranks = new_figure(320, "rank", unit), np.arange(len(first))
         for name, loads, color in (("as loaded", first, BEFORE), ("balanced", second, AFTER)):
             if len(ranks) <= _MOST_BARS:
                 figure.add_bar(x=ranks, y=loads, name=name, marker_color=color)
@@ -44,7 +44,7 @@ def draw_lengths(seq_lens: npt.ArrayLike) -> Chart:
     shown = lens[lens > 0]
 
     def draw() -> "Figure":
-        figure = _figure(280, "tokens of a sequence", "sequences")
+        figure = new_figure(280, "tokens of a sequence", "sequences")
         if len(shown):
             edges = np.geomspace(shown.min(), shown.max() * 1.001, _NUM_BINS + 1)
             counts = np.histogram(shown, bins=edges)[0]
@@ -55,10 +55,11 @@ def draw_lengths(seq_lens: npt.ArrayLike) -> Chart:
 
     if not len(shown):
         return Chart("Lengths", "There is no sequence with tokens.", draw)
-    low, high, middle = int(shown.min()), int(shown.max()), int(np.median(lens))
+    longest = np.sort(lens)[-max(len(lens) // 10, 1) :]
     words = (
-        f"{len(lens):,} sequences of {low:,} to {high:,} tokens, median {middle:,}; the longest "
-        f"tenth has {_share_of_longest(lens):.0%} of the tokens."
+        f"{len(lens):,} sequences of {shown.min():,.0f} to {shown.max():,.0f} tokens, median "
+        f"{np.median(lens):,.0f}; the longest tenth has {longest.sum() / lens.sum():.0%} of the "
+        "tokens."
     )
     return Chart("Lengths", words, draw)
 
@@ -69,7 +70,7 @@ def draw_bars(
     """Draw a bar for each name, of stacked parts: (bars,) values of each part by its name."""
 
     def draw() -> "Figure":
-        figure = _figure(max(240, 90 + 26 * len(names)), unit, "")
+        figure = new_figure(max(240, 90 + 26 * len(names)), unit, "")
         for number, (part, values) in enumerate(parts.items()):
             figure.add_bar(
                 y=[escape(name) for name in names],
@@ -91,7 +92,7 @@ def draw_lines(
     """Draw lines over the same steps: (steps,) values of each by its name; axes across and up."""
 
     def draw() -> "Figure":
-        figure = _figure(320, *axes)
+        figure = new_figure(320, *axes)
         colors = (BEFORE, AFTER, *_COLORS[1:])
         for (name, values), color in zip(lines.items(), colors, strict=False):
             y = np.asarray(values, float)
@@ -102,7 +103,8 @@ def draw_lines(
     return Chart(title, words, draw)
 
 
-def _figure(height: int, across: str, up: str) -> "Figure":
+def new_figure(height: int, across: str, up: str) -> "Figure":
+    """Make an empty figure with the names of its axes."""
     from plotly.graph_objects import Figure
 
     figure = Figure()
@@ -115,8 +117,3 @@ def _figure(height: int, across: str, up: str) -> "Figure":
     figure.update_xaxes(title=escape(across))
     figure.update_yaxes(title=escape(up))
     return figure
-
-
-def _share_of_longest(lens: npt.NDArray[np.float64]) -> float:
-    longest = np.sort(lens)[-max(len(lens) // 10, 1) :]
-    return float(longest.sum() / lens.sum())

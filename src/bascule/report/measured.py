@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain, cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bascule.plan.calibration import BYTES, TOKENS, Fit
 from bascule.plan.machine import HardwareProfile
-from bascule.report.charts import draw_lines
-from bascule.report.page import Chart, Fact, Report, Rows, mib
+from bascule.report.charts import draw_lines, new_figure
+from bascule.report.page import Chart, Fact, Report, Rows, columns, mib
 from bascule.report.step_picture import draw_stages
 
 if TYPE_CHECKING:
@@ -25,7 +26,10 @@ def of_bench(summary: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Report
     """Report training without and with balancing, of summary.json and the rows of steps.jsonl."""
     setting, before, after = summary["setting"], *(summary[arm] for arm in _ARMS)
     measured, predicted = summary["measured_ratio"], summary["predicted_ratio"]
-    way = "data loader" if "loader" in summary else f"bags {setting['topology']}"
+    error = measured / predicted - 1
+    is_loader, (low, high) = "loader" in summary, summary["measured_ratio_spread"]
+    way = "data loader" if is_loader else f"bags {setting['topology']}"
+    sent = "sent a step" if is_loader else "sent a step, forward"
     lines = {
         key: {name: [step[f"{key}_{arm}"] for step in steps] for arm, name in _ARMS.items()}
         for key in ("seconds", "loss")
@@ -40,8 +44,6 @@ def of_bench(summary: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Report
         (f"loss, {place} step", *(f"{loss:.6f}" for loss in summary[f"loss_{place}"]))
         for place in ("first", "last")
     ]
-    low, high = summary["measured_ratio_spread"]
-    sent = "sent a step" if "loader" in summary else "sent a step, forward"
     return Report(
         title=f"{setting['world_size']} ranks ({setting['device']}), {way}, {len(steps)} steps",
         answer=(
@@ -51,9 +53,7 @@ def of_bench(summary: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Report
         facts=(
             Fact("measured_ratio", "measured speed-up", measured, "{:.2f}x"),
             Fact("predicted_ratio", "predicted, compute only", predicted, "{:.2f}x"),
-            Fact(
-                "prediction_error", "measured over predicted", measured / predicted - 1, "{:+.1%}"
-            ),
+            Fact("prediction_error", "measured over predicted", error, "{:+.1%}"),
             Fact("seconds_saved", "saved in all", without - balanced, "{:.2f} s"),
             Fact("wir_unbalanced", "WIR without", before["wir"], "{:.2f}"),
             Fact("wir_balanced", "WIR with", after["wir"], "{:.2f}"),
@@ -63,7 +63,7 @@ def of_bench(summary: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Report
             Fact("loss_difference", "losses differ by", summary["loss_difference"], "{:.1e}"),
         ),
         parts=(
-            Rows("Both ways", {name: "{}" for name in ("", *_ARMS.values())}, rows),
+            Rows("Both ways", columns("", *_ARMS.values()), rows),
             *_stages(summary, steps),
             draw_lines(
                 "Seconds of each step",
@@ -94,20 +94,24 @@ _ROWS = (  # of either way: label, key in the summary, form
 def _stages(summary: dict[str, Any], steps: Sequence[dict[str, Any]]) -> list[Chart | Rows]:
     if "stages" not in summary:
         return []
-    parts = list[Chart | Rows]()
-    for kind in ("predicted", "measured"):
-        columns = {"": "{}", "imbalance without": "{:.2f}", "imbalance with": "{:.2f}"}
-        columns |= {"s without": "{:.3g}", "s with": "{:.3g}", "speed-up": "{:.2f}x"}
-        rows = [
-            (
-                name.replace("_", " "),
-                *(stage[arm].get(f"imbalance_{kind}") for arm in _ARMS),
-                *(stage[arm][f"seconds_{kind}"] for arm in _ARMS),
-                stage[f"{kind}_ratio"],
-            )
-            for name, stage in summary["stages"].items()
-        ]
-        parts.append(Rows(f"Stages, {kind}", columns, rows))
+    names = "imbalance without: {:.2f}", "imbalance with: {:.2f}", "s without: {:.3g}"
+    forms = columns("", *names, "s with: {:.3g}", "speed-up: {:.2f}x")
+    parts = [
+        Rows(
+            f"Stages, {kind}",
+            forms,
+            [
+                (
+                    name.replace("_", " "),
+                    *(stage[arm].get(f"imbalance_{kind}") for arm in _ARMS),
+                    *(stage[arm][f"seconds_{kind}"] for arm in _ARMS),
+                    stage[f"{kind}_ratio"],
+                )
+                for name, stage in summary["stages"].items()
+            ],
+        )
+        for kind in ("predicted", "measured")
+    ]
     words = "Above without, below with bascule: one bar a rank, its stages after each other."
     picture = partial(draw_stages, *(steps[-1]["stages"][arm] for arm in _ARMS))
     return [*parts, Chart("The last step, stage by stage", words, picture)]
@@ -126,15 +130,11 @@ def _notes(summary: dict[str, Any]) -> list[str]:
         f"tokens a rank with balancing: {tokens}{' ...' if setting['world_size'] > 16 else ''}",
     ]
     if loader:
-        others = (f"{n} {why}" for why, n in loader["reasons"].items() if why != "balanced")
-        skipped = ", ".join(others)
+        reasons = loader["reasons"].items()
+        skipped = ", ".join(f"{n} {why}" for why, n in reasons if why != "balanced")
         seconds = ", ".join(
-            f"{name} {loader[f'{key}_s_per_step'] * 1e3:.1f} ms"
-            for name, key in (
-                ("exchange", "exchange"),
-                ("hidden", "hidden"),
-                ("exposed", "exposed"),
-            )
+            f"{name} {loader[f'{name}_s_per_step'] * 1e3:.1f} ms"
+            for name in ("exchange", "hidden", "exposed")
         )
         notes += [
             f"the slowest rank, a step: {seconds} ({loader['exposed_share']:.1%} of the step)",
@@ -172,40 +172,36 @@ def _notes(summary: dict[str, Any]) -> list[str]:
 def of_doctor(report: dict[str, Any]) -> Report:
     """Report a check-up of ranks; of many ranks and links, the slow ones stand first."""
     first, findings = report["ranks"][0], report["findings"]
-    works = list(first["work"])
+    forms = columns("rank", "host", "device", "GB: {:.1f}", "threads", "store, ms: {:.2f}")
+    for work in first["work"]:
+        forms |= columns(f"{work}, GFLOP/s: {{:,.1f}}", f"{work}, over median: {{:.2f}}x")
     ranks = [
         (
             *(row[name] for name in ("rank", "host", "device")),
             row["memory_bytes"] and row["memory_bytes"] / 1e9,
             row["num_threads"],
             row["store_s"] * 1e3,
-            *(
-                x
-                for work in works
-                for x in (row["work"][work]["flops_per_s"] / 1e9, row["work"][work]["times_median"])
+            *chain.from_iterable(
+                (work["flops_per_s"] / 1e9, work["times_median"]) for work in row["work"].values()
             ),
         )
-        for row in sorted(
-            report["ranks"], key=lambda row: -max(x["times_median"] for x in row["work"].values())
-        )
+        for row in report["ranks"]
     ]
-    columns = {"rank": "{}", "host": "{}", "device": "{}", "GB": "{:.1f}", "threads": "{}"}
-    columns |= {"store, ms": "{:.2f}"}
-    for work in works:
-        columns |= {f"{work}, GFLOP/s": "{:,.1f}", f"{work}, over median": "{:.2f}x"}
+    ranks.sort(key=lambda row: -max(row[7::2]))
+    sizes = {"a rank holds": _size, "time": _time}
+    of_calls = columns("", "on") | sizes | columns("GB/s: {:.3g}", "slowest rank")
     order = [row["name"] for row in report["collectives"]]
     calls = [
         (
-            row["name"],
-            row["on"],
-            *(row[x] for x in ("size_bytes", "seconds")),
+            *(row[name] for name in ("name", "on", "size_bytes", "seconds")),
             row["bytes_per_s"] / 1e9,
             row["slowest_rank"],
         )
-        for row in sorted(
-            report["collectives"], key=lambda row: (row["on"], order.index(row["name"]))
-        )
+        for row in report["collectives"]
     ]
+    calls.sort(key=lambda row: (row[1], order.index(row[0])))
+    sizes = {"message": _size, "time": _time, "large message": _size}
+    of_links = columns("ranks", "on", "where") | sizes | columns("GB/s: {:.3g}")
     links: dict[tuple[str, tuple[int, int]], list[dict[str, Any]]] = {}
     for row in report["links"]:
         links.setdefault((row["on"], tuple(row["ranks"])), []).append(row)
@@ -219,8 +215,9 @@ def of_doctor(report: dict[str, Any]) -> Report:
             last["num_bytes"],
             last["bytes_per_s"] / 1e9,
         )
-        for small, *_, last in sorted(links.values(), key=lambda sizes: sizes[-1]["bytes_per_s"])
+        for small, *_, last in links.values()
     ]
+    neighbours.sort(key=lambda row: row[-1])
     shared = ("Python", "torch", "bascule", "numpy", "CUDA", "NCCL")
     versions = ", ".join(f"{name} {first[name.lower()]}" for name in shared)
     return Report(
@@ -228,32 +225,9 @@ def of_doctor(report: dict[str, Any]) -> Report:
         answer=f"{len(findings)} findings." if findings else "nothing was found",
         facts=(),
         parts=(
-            Rows("Ranks", columns, ranks),
-            Rows(
-                "Collectives",
-                {
-                    "": "{}",
-                    "on": "{}",
-                    "a rank holds": _size,
-                    "time": _time,
-                    "GB/s": "{:.3g}",
-                    "slowest rank": "{}",
-                },
-                calls,
-            ),
-            Rows(
-                "Neighbours",
-                {
-                    "ranks": "{}",
-                    "on": "{}",
-                    "where": "{}",
-                    "message": _size,
-                    "time": _time,
-                    "large message": _size,
-                    "GB/s": "{:.3g}",
-                },
-                neighbours,
-            ),
+            Rows("Ranks", forms, ranks),
+            Rows("Collectives", of_calls, calls),
+            Rows("Neighbours", of_links, neighbours),
         ),
         notes=(
             *(f"found ({one['kind']}): {one['text']}" for one in findings),
@@ -283,19 +257,14 @@ def of_calibration(profile: HardwareProfile, refused: Sequence[str]) -> Report:
         title=f"{made.name}: {profile.device}, {made.num_ranks} ranks",
         answer=f"Refused: {refused[0]}." if refused else f"{profile}.",
         facts=tuple(
-            Fact(
-                f"held_out {fit.what}",
-                f"{fit.what}, held out missed by",
-                fit.held_out_error,
-                "{:.1%}",
-            )
+            Fact(f"held_out {fit.what}", f"{fit.what}, held out missed by", error, "{:.1%}")
             for fit in made.fits
-            if fit.held_out_error is not None
+            if (error := fit.held_out_error) is not None
         ),
         parts=(
             Rows(
                 "Curves, seconds with half their 95 % intervals",
-                {name: "{}" for name in ("", "a call", "a token, byte", "a pair")},
+                columns("", "a call", "a token, byte", "a pair"),
                 [
                     (
                         fit.what,
@@ -340,39 +309,29 @@ def _curves(title: str, fits: list[Fit]) -> list[Chart]:
 
 def _draw(fits: list[Fit]) -> "Figure":
     from plotly.colors import qualitative
-    from plotly.graph_objects import Figure
 
-    figure, colors = Figure(), qualitative.Plotly
-    for number, fit in enumerate(fits):
-        color = colors[number % len(colors)]
-        sizes = np.geomspace(min(fit.sizes), max(fit.sizes), _CURVE_POINTS)
-        figure.add_scatter(
-            x=sizes, y=fit(sizes), name=fit.what, legendgroup=fit.what, line={"color": color}
-        )
+    figure = new_figure(420, fits[0].unit, "seconds")
+    for fit, color in zip(fits, cycle(qualitative.Plotly), strict=False):
+        sizes, named = np.geomspace(min(fit.sizes), max(fit.sizes), _CURVE_POINTS), fit.what
+        both = {"name": named, "legendgroup": named}
+        figure.add_scatter(x=sizes, y=fit(sizes), line_color=color, **both)
         symbols = ["circle-open" if out else "circle" for out in fit.held_out]
-        figure.add_scatter(
-            x=fit.sizes,
-            y=fit.seconds,
-            mode="markers",
-            name=fit.what,
-            legendgroup=fit.what,
-            showlegend=False,
-            marker={"color": color, "symbol": symbols, "size": 9},
-        )
-    figure.update_xaxes(title=fits[0].unit, type="log")
-    figure.update_yaxes(title="seconds", type="log", exponentformat="SI")
-    figure.update_layout(template="plotly_white", height=420)
+        marker = {"color": color, "symbol": symbols, "size": 9}
+        points = {"x": fit.sizes, "y": fit.seconds, "mode": "markers", "marker": marker}
+        figure.add_scatter(**points, **both, showlegend=False)
+    figure.update_xaxes(type="log")
+    figure.update_yaxes(type="log", exponentformat="SI")
     return figure
 
 
 def _points(fits: Sequence[Fit]) -> Rows:
-    columns = {"": "{}", "size": "{:,.0f}", "unit": "{}", "measured, s": "{:.4g}"}
-    columns |= {"predicted, s": "{:.4g}", "missed by": "{:+.1%}", "held out": "{}"}
+    seconds = "measured, s: {:.4g}", "predicted, s: {:.4g}"
+    forms = columns("", "size: {:,.0f}", "unit", *seconds, "missed by: {:+.1%}", "held out")
     rows = [
-        (fit.what, size, fit.unit, seconds, seconds * (1.0 + miss), miss, "yes" if out else None)
+        (fit.what, size, fit.unit, took, took * (1.0 + miss), miss, "yes" if out else None)
         for fit in fits
-        for size, seconds, miss, out in zip(
+        for size, took, miss, out in zip(
             fit.sizes, fit.seconds, fit.misses.tolist(), fit.held_out, strict=True
         )
     ]
-    return Rows("All points", columns, rows)
+    return Rows("All points", forms, rows)

@@ -1,4 +1,4 @@
-"""One self-contained page of numbers, charts and tables, which loads nothing from anywhere."""
+"""Reports, on a console and as one self-contained page, which loads nothing from anywhere."""
 
 import json
 import math
@@ -6,19 +6,26 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from string import Template
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+from rich.markup import escape as plain
+from rich.table import Table
+
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 _PACKAGES = ("bascule", "torch", "numpy", "plotly")
+_BACKGROUNDS = ("paper_bgcolor", "plot_bgcolor")
 _CONFIG = {"responsive": True, "displaylogo": False}
 _FEWEST_TO_FOLD = 12  # rows of a table that is folded at first
 _MOST_ROWS = 200
+_BAR_WIDTH = 28
 
 Form = str | Callable[[Any], str]  # a form of `str.format`, or a function
 
@@ -82,10 +89,6 @@ class Rows:
             for row in self.rows
         ]
 
-    def is_number(self, place: int) -> bool:
-        """Return whether a column has numbers alone."""
-        return all(isinstance(row[place], int | float | None) for row in self.rows)
-
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -99,37 +102,58 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return facts and tables as plain values, for JSON."""
-        tables = [part for part in self.parts if isinstance(part, Rows)]
-        return {fact.key: _json_value(fact.value) for fact in self.facts} | {
+        return self._values | {
             part.title: [
                 dict(zip(part.columns, map(_json_value, row), strict=True)) for row in part.rows
             ]
-            for part in tables
+            for part in self.parts
+            if isinstance(part, Rows)
         }
 
+    @property
+    def _values(self) -> dict[str, Any]:
+        return {fact.key: _json_value(fact.value) for fact in self.facts}
 
-def command_line(arguments: Sequence[str] | None = None) -> str:
-    """Return the command that made a page, for a shell."""
-    return shlex.join(["bascule", *(sys.argv[1:] if arguments is None else arguments)])
+    def show(self, console: Console) -> None:
+        """Print facts, tables and notes. Charts are for pages."""
+        write = partial(console.print, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        write(f"{self.title}\n{self.answer}")
+        facts = Table.grid(padding=(0, 3))
+        facts.add_column(no_wrap=True)
+        for fact in self.facts:
+            facts.add_row(plain(fact.label), plain(fact.text))
+        console.print(facts, highlight=False)
+        for part in self.parts:
+            if isinstance(part, Rows) and part.rows:
+                console.print(_console_table(part), highlight=False)
+        for note in self.notes:
+            write(note)
 
 
-def render(report: Report, command: str) -> str:
-    """Return a report as HTML, escaped, which loads nothing, with the command that made it."""
+def render(report: Report, command: str | None = None) -> str:
+    """Return a report as HTML, escaped, with the command that made it, by default this process."""
     from plotly.offline import get_plotlyjs
 
-    parts = "\n".join(_part(part, number) for number, part in enumerate(report.parts))
+    parts = "\n".join(
+        _table(part) if isinstance(part, Rows) else _chart(part, f"chart{number}")
+        for number, part in enumerate(report.parts)
+    )
     template = Template(files("bascule.report").joinpath("page.html").read_text("utf-8"))
     made_with = ", ".join(f"{name} {_version(name)}" for name in _PACKAGES)
     return template.substitute(
         title=escape(report.title),
         answer=escape(report.answer),
-        facts="\n".join(map(_fact, report.facts)),
+        facts="\n".join(
+            f"<div><dt>{escape(fact.label)}</dt>"
+            f'<dd data-key="{escape(fact.key)}">{escape(fact.text)}</dd></div>'
+            for fact in report.facts
+        ),
         parts=parts,
         notes="\n".join(f"<li>{escape(note)}</li>" for note in report.notes),
-        command=escape(command),
+        command=escape(command or shlex.join(["bascule", *sys.argv[1:]])),
         versions=escape(f"Python {sys.version.split()[0]}, {made_with}"),
         plotly=get_plotlyjs() if "Plotly.newPlot" in parts else "",
-        data=_script_json({fact.key: _json_value(fact.value) for fact in report.facts}),
+        data=_script_json(report._values),
     )
 
 
@@ -142,13 +166,18 @@ def _json_value(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _fact(fact: Fact) -> str:
-    key, label, text = (escape(x) for x in (fact.key, fact.label, fact.text))
-    return f'<div><dt>{label}</dt><dd data-key="{key}">{text}</dd></div>'
-
-
-def _part(part: Chart | Rows, number: int) -> str:
-    return _table(part) if isinstance(part, Rows) else _chart(part, f"chart{number}")
+def _console_table(rows: Rows) -> Table:
+    table, hidden = Table(title=plain(rows.title)), len(rows.rows) - rows.num_shown
+    if hidden > 0:
+        table.caption = f"{hidden:,} more"
+    for place, name in enumerate(rows.columns):
+        is_number = all(isinstance(row[place], int | float | None) for row in rows.rows)
+        table.add_column(plain(name), justify="right" if is_number else "left")
+    scale = _BAR_WIDTH / (max(rows.bars, default=0.0) or 1.0)
+    for place, cells in enumerate(rows.texts[: rows.num_shown]):
+        bars = ("█" * round(bar * scale) for bar in rows.bars[place : place + 1])
+        table.add_row(*map(plain, cells), *bars)
+    return table
 
 
 def _table(table: Rows) -> str:
@@ -173,10 +202,7 @@ def _chart(chart: Chart, name: str) -> str:
         drawn = f'<div class="wide" tabindex="0">{figure}</div>'
     else:
         drawing = json.loads(figure.to_json() or "{}")
-        layout = drawing["layout"] | {
-            "paper_bgcolor": "rgba(0,0,0,0)",
-            "plot_bgcolor": "rgba(0,0,0,0)",
-        }
+        layout = drawing["layout"] | dict.fromkeys(_BACKGROUNDS, "rgba(0,0,0,0)")
         values = ", ".join(map(_script_json, (drawing["data"], layout, _CONFIG)))
         drawn = (
             f'<div id="{name}" class="chart" role="img" aria-label="{title}. {words}"></div>'

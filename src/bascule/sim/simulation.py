@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any, cast
 
@@ -195,10 +196,13 @@ class SimulationResult:
 
     def table(self) -> str:
         """Return everything as text."""
-        from bascule.report.reports import of_simulation
-        from bascule.report.show import as_text
+        from rich.console import Console
 
-        return as_text(of_simulation(self), _WIDTH)
+        from bascule.report.reports import of_simulation
+
+        text = StringIO()
+        of_simulation(self).show(Console(file=text, width=_WIDTH, color_system=None))
+        return text.getvalue()
 
     def report(self, path: str | Path) -> None:
         """Write a page of it all, as `bascule simulate --report` does."""
