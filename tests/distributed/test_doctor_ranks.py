@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from bascule.bench import doctor
-from bascule.bench.findings import LINK, WORK
+from bascule.bench.doctor import LINK, WORK
 from bascule.bench.options import DoctorOptions
 from bascule.calibrate import timed
 from bascule.cli import main

@@ -7,8 +7,17 @@ import numpy as np
 import pytest
 
 from bascule.arrays import Floats
-from bascule.bench.doctor import matchings, report_of
-from bascule.bench.findings import Finding, Measured, Timing, differences, judge, named, to_median
+from bascule.bench.doctor import (
+    Finding,
+    Measured,
+    Timing,
+    differences,
+    judge,
+    matchings,
+    named,
+    report_of,
+    to_median,
+)
 from bascule.bench.options import DoctorOptions
 from bascule.plan.machine import HardwareProfile
 from bascule.report.measured import of_doctor
