@@ -19,8 +19,7 @@ from bascule.plan.sequences import Batch
 from bascule.plan.topology_search import suggest_topology
 from bascule.sim.placements import NOTHING, TOKENS, Loaded, Placement, policy_of
 from bascule.sim.seconds import KINDS, EncoderStage, Sharding, exchange_seconds
-from bascule.sim.simulation import SimulatedRun, SimulationOptions, simulate
-from bascule.sim.traces import segments_of
+from bascule.sim.simulation import SimulatedRun, SimulationOptions, segments_of, simulate
 from bascule.workload.codes import SampleShape, parse_data_codes, sample_lengths, seq_lens
 from bascule.workload.traces import read_traces, step_parts, write_steps
 from tests.helpers.cli import run

@@ -76,7 +76,7 @@ def run(options: SimulateOptions, arguments: list[str]) -> None:
     from bascule.plan.machine import passes_of
     from bascule.report.reports import of_simulation
     from bascule.sim.seconds import Sharding, SimulationOptions
-    from bascule.sim.traces import segments_of
+    from bascule.sim.simulation import segments_of
     from bascule.workload.traces import write_steps
 
     _check(options)

@@ -1,9 +1,10 @@
 """Training on machines that nobody has to start: what a step takes, and what balancing is worth."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from io import StringIO
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,11 +24,24 @@ from bascule.plan.topology_search import suggest_topology
 from bascule.sim.placements import AUTO, TOKENS, Loaded, Policy, planned, policy_of
 from bascule.sim.seconds import HIDDEN, KINDS, Setup, SimulationOptions, microbatch
 from bascule.workload.codes import SampleShape, parse_data_codes, sample_lengths
+from bascule.workload.traces.writing import Kind, Segment
 
 _WIDTH = 120
 
 _MOST_BATCHES, _MOST_RANKED = 20, 20_000
 """Batches for which bags are chosen, and sequences of them: they are ranked in some seconds."""
+
+_ORDER: tuple[tuple[str, Kind], ...] = (
+    ("loader", "communication"),
+    ("routing", "communication"),
+    ("all_gather", "communication"),
+    ("compute", "compute"),
+    ("ulysses", "communication"),
+    ("ring", "communication"),
+)
+"""Work of a rank in a microbatch, one after the other: the simulator knows sums, not an order.
+Encoders come after the first. Before it all the host is at work, which shows as a gap; at its end
+ranks meet to reduce gradients."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -374,3 +388,26 @@ def _read(data: object) -> list[Loaded]:
     if not run or not run[0].batch.counts.size:
         raise ConfigError("no batches, or no ranks, to simulate: give at least one")
     return run
+
+
+def segments_of(run: SimulatedRun) -> Iterator[Segment]:
+    """Yield the work of each rank in each step, on one clock, as of measured steps."""
+    ends, ranks = np.cumsum(run.microbatch_s), range(run.seconds.shape[2])
+    begins = ends - run.microbatch_s
+    for step, (begin, end) in enumerate(
+        zip(begins[:: run.accumulate], ends[run.accumulate - 1 :: run.accumulate], strict=True)
+    ):
+        for rank in ranks:
+            yield Segment(rank, "step", str(step), float(begin), float(end - begin))
+    for m, rank in product(range(ends.size), ranks):
+        spent = dict(zip(KINDS, run.seconds[m, :, rank].tolist(), strict=True))
+        spent |= dict(zip(run.stages, run.stage_s[m, :, rank].tolist(), strict=True))
+        now = float(begins[m]) + spent["host"]
+        stages: list[tuple[str, Kind]] = [(name, "compute") for name in run.stages]
+        for name, kind in (_ORDER[0], *stages, *_ORDER[1:]):
+            if spent[name] > 0:  # its name keeps readers from matching calls of unlike bags
+                shown = name if kind == "compute" else f"{name} of rank {rank}"
+                yield Segment(rank, kind, shown, now, spent[name])
+            now += spent[name]
+        yield Segment(rank, "waiting", "waiting", now, spent["waiting"])
+        yield Segment(rank, "communication", "reduce_scatter", now, max(float(ends[m]) - now, 0.0))
