@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from bascule.data import cost_tracker
-from bascule.data.collators import collate_padded
 from bascule.data.loader import BalancedLoader, LoaderOptions
+from bascule.data.packs import collate_padded
 from bascule.data.samplers import ResumableSampler
 from bascule.errors import ConfigError
 from tests.helpers.jobs import join_trainer_world
@@ -227,7 +227,7 @@ def test_one_process_trains_as_before(tmp_path: Path) -> None:
 
 
 def test_the_scale_of_a_loss_ends_with_its_training_step(tmp_path: Path) -> None:
-    from bascule.transformers.train_loader import ASIDE, Aside
+    from bascule.transformers.trainer import ASIDE, Aside
 
     trainer = make_trainer(str(tmp_path), "scorer", balanced=True, max_steps=1)
     trainer.train()

@@ -9,8 +9,7 @@ from torch.utils.data import DataLoader
 
 import bascule
 from bascule.data import BalancedLoader, LoaderOptions
-from bascule.data.collators import VISUAL_FIELDS
-from bascule.data.packs import Pack
+from bascule.data.packs import VISUAL_FIELDS, Pack
 from bascule.encoders import BalancedEncoder
 from bascule.transformers import inputs_of_pack
 from tests.helpers.encoder_cases import gradients_of, tower_of

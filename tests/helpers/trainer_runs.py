@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from bascule import TransformerCost
-from bascule.data.collators import collate_padded
+from bascule.data.packs import collate_padded
 from tests.helpers.jobs import join_trainer_world
 
 BATCH_SIZE, VOCAB = 3, 32

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
-from bascule.data.collators import VISUAL_FIELDS, collate_padded
-from bascule.data.packs import Pack, make_pack, unpack
+from bascule.data.packs import VISUAL_FIELDS, Pack, collate_padded, make_pack, unpack
 from bascule.transformers import inputs_of_pack
 from tests.helpers.vlm_models import MODELS, QWENS, make_model, make_samples, make_videos
 

@@ -11,13 +11,12 @@ import torch
 from bascule import BalancedSampler, LoaderOptions, Pack
 from bascule.costs import PolynomialCost
 from bascule.data import ResumableSampler, SamplerOptions
-from bascule.data.collators import collate_padded
 from bascule.data.loader import (
+    Progress,
     _set_up,  # pyright: ignore[reportPrivateUsage]
     _Sources,  # pyright: ignore[reportPrivateUsage]
 )
-from bascule.data.packs import make_pack, unpack
-from bascule.data.progress import Progress
+from bascule.data.packs import collate_padded, make_pack, unpack
 from bascule.data.source import whole_number
 from bascule.data.steps import Rules
 

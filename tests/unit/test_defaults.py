@@ -9,7 +9,7 @@ import pytest
 
 from bascule.attention import api, layout, mask, packed
 from bascule.attention.sparse import timing
-from bascule.data import collators, cost_tracker, loader, packs, samplers
+from bascule.data import cost_tracker, loader, packs, samplers
 
 TOKEN_FIELDS = ("input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids")
 NOT_NONE: dict[Callable[..., Any], dict[str, Any]] = {
@@ -24,7 +24,7 @@ NOT_NONE: dict[Callable[..., Any], dict[str, Any]] = {
         "stripe": 0,
     },
     timing.measure_attention_latency: {"rounds": 5},
-    collators.collate_padded: {"pad_id": 0, "ignore_index": -100, "multiple_of": 1},
+    packs.collate_padded: {"pad_id": 0, "ignore_index": -100, "multiple_of": 1},
     cost_tracker.CostTracker: {
         "warmup": 10,
         "discard": 2,

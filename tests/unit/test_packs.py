@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bascule.data.collators import collate_padded
-from bascule.data.packs import Pack, make_pack, unpack
+from bascule.data.packs import Pack, collate_padded, make_pack, unpack
 from bascule.errors import ConfigError
 
 

@@ -14,8 +14,14 @@ from bascule.data.loader import LoaderOptions
 from bascule.data.packs import Pack, make_pack
 from bascule.plan.limits import Limits
 from bascule.transformers.packs import check_separates, inputs_of_pack
-from bascule.transformers.settings import BalanceConfig, checked_dataset, options_of
-from bascule.transformers.train_loader import Columns, TrainLoader, unpacked_columns
+from bascule.transformers.trainer import (
+    BalanceConfig,
+    Columns,
+    TrainLoader,
+    checked_dataset,
+    options_of,
+    unpacked_columns,
+)
 from tests.helpers.vlm_models import MODELS as VLMS
 from tests.helpers.vlm_models import make_model, make_sample
 

@@ -1,10 +1,10 @@
 """Data loading that gives every rank the same work: samples move, or indices are dealt."""
 
-from bascule.data.collators import collate_padded as collate_padded
 from bascule.data.cost_tracker import CostTracker as CostTracker
 from bascule.data.loader import BalancedLoader as BalancedLoader
 from bascule.data.loader import LoaderOptions as LoaderOptions
 from bascule.data.packs import Pack as Pack
+from bascule.data.packs import collate_padded as collate_padded
 from bascule.data.samplers import BalancedSampler as BalancedSampler
 from bascule.data.samplers import ResumableSampler as ResumableSampler
 from bascule.data.samplers import SamplerOptions as SamplerOptions

@@ -7,7 +7,7 @@ or decoder: one notes the calls of each tile, the other returns the tiles that r
 import copy
 import inspect
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from bascule.comm.failures import shared
 from bascule.comm.items import joined, mapped
 from bascule.encoders.encoder import BalancedEncoder, EncoderOptions
-from bascule.encoders.installed import InPlace
 from bascule.encoders.items import EncoderTable, Features, Item, called_with
 from bascule.encoders.plan import Encoding
 from bascule.errors import ConfigError
@@ -27,6 +26,33 @@ from bascule.plan.costs import PolynomialCost
 
 _PIXELS = PolynomialCost(quadratic=0.0, linear=1.0, constant=0.0)
 _DEFAULT = EncoderOptions()
+
+
+class InPlace:
+    """Puts `methods`, which take no `self`, in place of a module's, by a stand-in of its class."""
+
+    def __init__(
+        self, pipeline: Any, module: nn.Module, methods: Mapping[str, Callable[..., Any]]
+    ) -> None:
+        names = [name for name, value in vars(pipeline).items() if value is module]
+        if isinstance(pipeline, nn.Module):
+            names += [name for name, child in pipeline.named_children() if child is module]
+        if not names:
+            raise ConfigError(
+                f"a {type(pipeline).__name__} does not have this {type(module).__name__}: "
+                "install in the pipeline whose module it was made with"
+            )
+        self._pipeline, self._name, self._module = pipeline, names[0], module
+        cls = type(module)
+        members = {name: staticmethod(method) for name, method in methods.items()}
+        members = {"__module__": cls.__module__, **members}
+        stand_in = object.__new__(type(cls.__name__, (cls,), members))
+        stand_in.__dict__ = vars(module)
+        setattr(pipeline, names[0], stand_in)
+
+    def undo(self) -> None:
+        """Put the module back into its place."""
+        setattr(self._pipeline, self._name, self._module)
 
 
 class TiledVAE:

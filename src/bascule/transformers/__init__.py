@@ -3,5 +3,5 @@
 from bascule.transformers.bag_attention import call_packed as call_packed
 from bascule.transformers.bag_attention import register_attention as register_attention
 from bascule.transformers.packs import inputs_of_pack as inputs_of_pack
-from bascule.transformers.settings import BalanceConfig as BalanceConfig
+from bascule.transformers.trainer import BalanceConfig as BalanceConfig
 from bascule.transformers.trainer import BalancedTrainerMixin as BalancedTrainerMixin

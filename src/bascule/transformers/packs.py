@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bascule.data.collators import VISUAL_FIELDS
-from bascule.data.packs import MADE, Pack, make_pack, unpack
+from bascule.data.packs import MADE, VISUAL_FIELDS, Pack, make_pack, unpack
 from bascule.errors import ConfigError
 
 Inputs = dict[str, Any]

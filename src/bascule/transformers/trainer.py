@@ -1,20 +1,103 @@
 """Balanced loading and packs for Hugging Face's Trainer, with one keyword argument."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
-from transformers import Trainer
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import seed_worker
 
 from bascule.data.cost_tracker import CostTracker
-from bascule.data.loader import BalancedLoader
-from bascule.data.packs import Pack
+from bascule.data.loader import DEFAULT_OPTIONS, BalancedLoader, LoaderOptions
+from bascule.data.packs import Pack, make_pack
+from bascule.data.samplers import ResumableSampler
+from bascule.data.steps import Batch
 from bascule.errors import ConfigError
-from bascule.plan.checks import of_type
-from bascule.transformers.packs import check_separates, inputs_of_pack
-from bascule.transformers.settings import BalanceConfig, balanced_loader, counts_labels
-from bascule.transformers.train_loader import ASIDE, Aside, LoaderProgress, TrainLoader
+from bascule.plan.checks import choice, fields, function, of_type
+from bascule.plan.costs import Cost
+from bascule.plan.step import Sync
+from bascule.transformers.packs import Inputs, check_separates, inputs_of_pack
+
+ASIDE = "bascule_aside"  # travels among the inputs from the loader to `training_step`
+
+_log = logging.getLogger(__name__)
+_IGNORED = -100  # the Trainer counts labels that differ from it
+
+_DECIDED = {  # options that follow from the Trainer's arguments
+    "axis": "every process is a data-parallel rank; use BalancedLoader in a training loop",
+    "batch_size": "set per_device_train_batch_size",
+    "collate_fn": "give the Trainer a data_collator",
+    "pin_memory": "set dataloader_pin_memory",
+    "timeout_s": "set ddp_timeout",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BalanceConfig:
+    """Settings of balancing, the same on all processes of a Trainer.
+
+    Attributes:
+        cost: Predicted cost of a sample by its tokens. None, with `learns`: its tokens at first.
+        length_fn: Tokens of a sample. Default: those of its "input_ids".
+        sync: As for `plan_step`. None: each "microbatch" with FSDP and DeepSpeed, else the "step".
+        pack: Makes each microbatch one pack, of this many tokens; ``max_steps`` ends training.
+        learns: Fits costs to the steps of the run (`BalancedTrainerMixin.cost_tracker`).
+        options: Options of the loader that the Trainer's arguments do not decide. Of `ends`, only
+            "pad_empty" and "finish" count.
+    """
+
+    cost: Cost | None = None
+    length_fn: Callable[[Any], int] | None = None
+    sync: Sync | None = None
+    pack: Pack | int | None = None
+    learns: bool = False
+    options: LoaderOptions = DEFAULT_OPTIONS
+
+    def __post_init__(self) -> None:
+        fields(
+            self,
+            cost=function,
+            length_fn=function,
+            sync=(choice, "microbatch", "step"),
+            options=(of_type, LoaderOptions, "LoaderOptions(..)"),
+        )
+        if self.cost is None and not self.learns:
+            raise ConfigError(
+                "BalanceConfig(cost=None): give a cost, as TransformerCost(d_model, "
+                "num_layers=..), or learns=True"
+            )
+        if not isinstance(self.pack, Pack | None):
+            object.__setattr__(self, "pack", Pack(tokens=self.pack))
+        if self.options.ends == "finish" and self.pack is None:
+            raise ConfigError(
+                "LoaderOptions(ends='finish') in a BalanceConfig without a pack: a process without "
+                "samples must still run the model, and only a pack can be padding alone; give a "
+                "pack, or ends='pad_empty'"
+            )
+        for name, advice in _DECIDED.items():
+            value = getattr(self.options, name)
+            if value != getattr(DEFAULT_OPTIONS, name):
+                raise ConfigError(f"LoaderOptions({name}={value!r}) in a BalanceConfig: {advice}")
+
+    @property
+    def fills_packs(self) -> bool:
+        """True where samples are loaded until a pack is full: an epoch has no known length."""
+        return self.pack is not None and self.options.unpack is None
+
 
 _Base = Trainer if TYPE_CHECKING else object
 
@@ -131,3 +214,338 @@ class BalancedTrainerMixin(_Base):
         elif self._aside is not None and self._aside.labels:  # padding
             loss = loss * 0.0
         return (loss, outputs) if return_outputs else loss
+
+
+def checked_dataset(trainer: Trainer, balance: BalanceConfig) -> Dataset[Any]:
+    """Return the dataset of a trainer whose arguments go with balancing; refuse others."""
+    args, dataset = trainer.args, trainer.train_dataset
+    if dataset is None or isinstance(dataset, IterableDataset) or not len(dataset):  # pyright: ignore[reportArgumentType]
+        raise ConfigError(
+            "balancing needs a train_dataset with a length and at least one sample: for streams, "
+            "use BalancedLoader in a training loop"
+        )
+    if args.train_sampling_strategy not in ("random", "sequential"):
+        raise ConfigError(
+            f"train_sampling_strategy={args.train_sampling_strategy!r} groups samples by length, "
+            'and so does balancing: use "random" or "sequential"'
+        )
+    if trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size() > 1 or args.n_gpu > 1:
+        raise ConfigError(
+            "balancing needs processes that are data-parallel ranks with one device: with tensor, "
+            "context or sequence parallelism, use BalancedLoader with LoaderOptions(axis=...) in a "
+            "training loop; instead of DataParallel, start with torchrun"
+        )
+    if counts_labels(trainer) and not args.average_tokens_across_devices:
+        raise ConfigError(
+            "average_tokens_across_devices=False divides the loss by the labels of one process, "
+            "whose samples balancing chose: set it to True"
+        )
+    if balance.fills_packs and args.max_steps <= 0:
+        raise ConfigError(
+            f"max_steps={args.max_steps} with BalanceConfig(pack=..): the number of packs in an "
+            "epoch is known only at its end, and the learning rate depends on it; set max_steps"
+        )
+    return dataset
+
+
+def counts_labels(trainer: Trainer) -> bool:
+    """Return True if the Trainer divides the loss by the labels of all processes."""
+    return trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+
+
+def sync_of(trainer: Trainer, balance: BalanceConfig) -> Sync:
+    """Return what the processes wait for; refuse to learn costs where no step can be timed."""
+    meets_often = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    sync = balance.sync or ("microbatch" if meets_often else "step")
+    accumulate = trainer.args.gradient_accumulation_steps
+    if balance.learns and sync != "step" and accumulate > 1:
+        raise ConfigError(
+            "BalanceConfig(learns=True) with processes that wait for each other in each of "
+            f"{accumulate} microbatches: the Trainer takes them all at once, so only steps can be "
+            "timed; give a cost, or sync='step'"
+        )
+    return sync
+
+
+def options_of(trainer: Trainer, balance: BalanceConfig) -> LoaderOptions:
+    """Return the options of the loader, with those that the Trainer's arguments decide."""
+    args, ends = trainer.args, balance.options.ends
+    if ends == "drop_last":  # the default
+        ends = "drop_last" if args.dataloader_drop_last else "pad_empty"
+    elif args.dataloader_drop_last:
+        raise ConfigError(
+            f"LoaderOptions(ends={ends!r}) with dataloader_drop_last=True, which drops the end of "
+            "an epoch: leave out one of them"
+        )
+    return replace(
+        balance.options,
+        ends=ends,
+        collate_fn=None if balance.pack else trainer.data_collator,
+        pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
+        timeout_s=float(args.ddp_timeout),
+    )
+
+
+def balanced_loader(
+    trainer: Trainer, balance: BalanceConfig, columns: frozenset[str] | None
+) -> BalancedLoader:
+    """Return the loader of this process; its samples have these columns only, or all."""
+    args, options = trainer.args, options_of(trainer, balance)
+    dataset = checked_dataset(trainer, balance)
+    if columns is not None and options.unpack is None:
+        dataset = Columns(dataset, columns)
+    elif columns is not None and options.unpack is not None:
+        options = replace(options, unpack=unpacked_columns(options.unpack, columns))
+    sampler = ResumableSampler(
+        len(dataset),  # pyright: ignore[reportArgumentType]
+        rank=args.process_index,
+        num_ranks=args.world_size,
+        shuffle=args.train_sampling_strategy == "random",
+        seed=args.seed if args.data_seed is None else args.data_seed,
+    )
+    num_workers = args.dataloader_num_workers
+    local = DataLoader(
+        dataset,
+        batch_size=trainer._train_batch_size,
+        sampler=sampler,
+        # Packs take samples from batches of any size, so the last one counts as well.
+        drop_last=args.dataloader_drop_last and not balance.fills_packs,
+        num_workers=num_workers,
+        worker_init_fn=partial(seed_worker, num_workers=num_workers, rank=args.process_index),
+        persistent_workers=args.dataloader_persistent_workers,
+        multiprocessing_context=args.dataloader_multiprocessing_context,
+        prefetch_factor=args.dataloader_prefetch_factor,
+        in_order=args.dataloader_in_order,
+    )
+    return BalancedLoader(
+        local,
+        cost=balance.cost or _tokens,
+        length_fn=balance.length_fn,
+        accumulate=args.gradient_accumulation_steps,
+        sync=sync_of(trainer, balance),
+        pack=balance.pack,
+        options=options,
+    )
+
+
+def _tokens(seq_lens: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """Return the tokens, as the cost of samples of which no step is known yet."""
+    return np.asarray(seq_lens, dtype=np.float64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Aside:
+    """Facts of a microbatch that `training_step` needs and the model does not take."""
+
+    loss_scale: float  # factor of its mean loss
+    labels: Inputs  # of padding: hidden from the count of labels, but a mean needs some
+
+
+@dataclass(eq=False)
+class TrainLoader:
+    """The batches of a balanced loader as a Trainer takes them."""
+
+    dataset: Dataset[Any]
+    balanced: BalancedLoader
+    tracker: CostTracker | None  # learns what samples cost
+    pack: Pack | None
+    inputs_of: Callable[[Any], Inputs]
+    counts_labels: bool  # by the Trainer, over all processes
+    # Without a length, the Trainer counts epochs from 0 in every resumed run, and knows no end.
+    _first_epoch: int = field(default=0, init=False)
+    _may_be_over: bool = field(default=False, init=False)
+    _has_warned: bool = field(default=False, init=False)
+
+    def __len__(self) -> int:
+        return len(self.balanced)
+
+    @property
+    def num_microbatches(self) -> int | None:
+        """Microbatches of a whole epoch, if their number is known."""
+        try:
+            return len(self)
+        except TypeError:
+            return None
+
+    @property
+    def num_epochs(self) -> float:
+        """Epochs so far, with the share of this one's steps, or of its samples (packs)."""
+        progress, num_microbatches = self.balanced.state_dict(), self.num_microbatches
+        if num_microbatches is not None:
+            num_steps = num_microbatches // self.balanced.rules.accumulate
+            return progress["epoch"] + progress["step"] / max(num_steps, 1)
+        num_read = sum(map(sum, progress["history"])) + sum(progress["counts"])
+        return progress["epoch"] + num_read / len(self.dataset)  # pyright: ignore[reportArgumentType]
+
+    def __iter__(self) -> Iterator[Inputs]:
+        may_be_over, self._may_be_over = self._may_be_over, False
+        for inputs in self._epoch():
+            may_be_over = False
+            yield inputs
+        if may_be_over:
+            self._first_epoch += 1
+            yield from self._epoch()
+
+    def resume(self, progress: Mapping[str, Any]) -> None:
+        """Go to the place of a checkpoint, by the `state_dict` of its loader."""
+        self.balanced.load_state_dict(progress)
+        if self.num_microbatches is None:
+            self._first_epoch, self._may_be_over = progress["epoch"], True
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin this epoch with the next iteration; keep the place in it, if it was resumed."""
+        self.balanced.close()
+        self.balanced.set_epoch(self._first_epoch + epoch)
+
+    def _epoch(self) -> Iterator[Inputs]:
+        return map(self._inputs, self.balanced if self.tracker is None else self.tracker)
+
+    def _inputs(self, batch: Batch) -> Inputs:
+        data, is_padding = batch.data, batch.is_padding
+        if self.pack is not None:
+            if self.balanced.rules.ends == "finish" and "labels" not in data:
+                raise ConfigError(
+                    "LoaderOptions(ends='finish') with packs without labels: the padding of a "
+                    "process without samples has labels; give labels, or ends='pad_empty'"
+                )
+            if not data["positions"].shape[0]:
+                # Models cannot compute none. Of two tokens, a causal model predicts the second.
+                tokens, is_padding = torch.full((2,), self.pack.pad_id), True
+                padding = [{"input_ids": tokens, "labels": tokens}]
+                data = make_pack(padding, replace(self.pack, tokens=2, fixed=False))
+            elif not is_padding:
+                self._warn_of_no_label(data, self.pack.ignore_index)
+        inputs, labels = self.inputs_of(data), Inputs()
+        if is_padding and self.counts_labels:
+            for name in ("labels", "shift_labels"):
+                if isinstance(inputs.get(name), Tensor):
+                    labels[name] = inputs[name]
+                    inputs[name] = torch.full_like(inputs[name], _IGNORED)
+        inputs[ASIDE] = Aside(batch.loss_scale, labels)
+        return inputs
+
+    def _warn_of_no_label(self, packed: Mapping[str, Any], ignored: int) -> None:
+        """Warn once: one pack may have no label by chance, and a run of them learns nothing."""
+        labels = packed.get("shift_labels")
+        if labels is None or self._has_warned or bool((labels != ignored).any()):
+            return
+        self._has_warned = True
+        _log.warning(
+            "a pack of %d samples has no label to learn: all are %d, but for first tokens, which "
+            "a causal model does not predict; its loss is 0",
+            packed["num_samples"],
+            ignored,
+        )
+
+
+class LoaderProgress(TrainerCallback, ExportableState):
+    """Saves the loader's place with each checkpoint, in ``trainer_state.json``; resumes there."""
+
+    def __init__(self) -> None:
+        self._loader: TrainLoader | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Return the place, in the form that the Trainer saves."""
+        attributes: dict[str, Any] = {}
+        if (loader := self._loader) is not None:
+            attributes["progress"] = loader.balanced.state_dict()
+            attributes["num_microbatches"] = loader.num_microbatches
+            if loader.tracker is not None:
+                attributes["costs"] = loader.tracker.state_dict()
+        return {"args": {}, "attributes": attributes}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Resume at the place of the checkpoint, if there is one; refuse one that does not fit."""
+        loader = kwargs["train_dataloader"]
+        states = cast(dict[str, Any], state.stateful_callbacks)
+        saved = states.setdefault(type(self).__name__, {"args": {}, "attributes": {}})["attributes"]
+        if isinstance(loader, TrainLoader):
+            self._loader = loader
+            _resume(loader, saved, state.global_step)
+        elif saved:
+            raise ConfigError(
+                "the checkpoint was written by several processes with balancing, and this is "
+                "one alone: keep the number of processes"
+            )
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Count epochs as the loader does: the Trainer counts neither resumed ones nor packs."""
+        if self._loader is not None:
+            state.epoch = self._loader.num_epochs
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """End the thread of an unfinished epoch."""
+        if self._loader is not None:
+            self._loader.balanced.close()
+
+
+def _resume(loader: TrainLoader, saved: dict[str, Any], num_trained: int) -> None:
+    """Go to the place that was saved after this many steps, unless steps are counted otherwise."""
+    num_microbatches = loader.num_microbatches
+    if not saved:
+        num_steps = (num_microbatches or 0) // loader.balanced.rules.accumulate
+        if num_trained % num_steps if num_steps else num_trained:
+            raise ConfigError(
+                f"the checkpoint of step {num_trained} was written in the middle of an "
+                "epoch without balancing: resume it without, or from the end of an epoch"
+            )
+        return
+    if saved["num_microbatches"] != num_microbatches:
+        before, now = (
+            "packs of unknown number" if number is None else f"{number} microbatches an epoch"
+            for number in (saved["num_microbatches"], num_microbatches)
+        )
+        raise ConfigError(
+            f"the checkpoint was written with {before}, now there are {now}: the Trainer counts "
+            "epochs by steps, so keep processes, batch size, accumulation, dataset and packs"
+        )
+    loader.resume(saved["progress"])
+    if loader.tracker is not None and "costs" in saved:
+        loader.tracker.load_state_dict(saved["costs"])
+
+
+class Columns(Dataset[Any]):
+    """A dataset whose samples have the named columns only."""
+
+    def __init__(self, dataset: Dataset[Any], names: frozenset[str]) -> None:
+        self._dataset, self._names = dataset, names
+
+    def __len__(self) -> int:
+        return len(self._dataset)  # pyright: ignore[reportArgumentType]
+
+    def __getitem__(self, index: int) -> Any:
+        return _kept(self._dataset[index], self._names)
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        read = getattr(self._dataset, "__getitems__", None)  # as DataLoader looks for it
+        samples = [self._dataset[index] for index in indices] if read is None else read(indices)
+        return [_kept(sample, self._names) for sample in samples]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch on to a dataset that takes it."""
+        if hasattr(self._dataset, "set_epoch"):
+            cast(Any, self._dataset).set_epoch(epoch)
+
+
+def unpacked_columns(
+    unpack: Callable[[Any], list[Any]], names: frozenset[str]
+) -> Callable[[Any], list[Any]]:
+    """Return an `unpack` whose samples have the named columns only; it reads the others itself."""
+
+    @wraps(unpack)  # ranks compare its name
+    def unpacked(item: Any) -> list[Any]:
+        return [_kept(sample, names) for sample in unpack(item)]
+
+    return unpacked
+
+
+def _kept(sample: Any, names: frozenset[str]) -> Any:
+    if not isinstance(sample, Mapping):
+        return sample
+    return {name: value for name, value in sample.items() if name in names}
