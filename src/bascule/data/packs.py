@@ -345,7 +345,7 @@ def _grid_items(
     return {pixels: cu_patches[cu_grids], **dict.fromkeys((grid_name, *others), cu_grids)}
 
 
-# --- fields of samples, joined ---------------------------------------------------------------------
+# --- fields of samples, joined --------------------------------------------------------------------
 
 
 def collate_padded(
