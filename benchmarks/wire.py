@@ -13,11 +13,10 @@ from links import Link, on, sleep_until
 from measuring import in_turns, on_ranks, ratio, say, summary
 from torch import Tensor
 
-from bascule.attention.call import AttentionCall, Tile
 from bascule.attention.kernels.protocol import Attended, Grads, OutLse
 from bascule.attention.kernels.registry import CpuFlashKernel
 from bascule.attention.mask import EVERYTHING, AttentionMask
-from bascule.attention.ring import ring_backward, ring_forward
+from bascule.attention.ring import AttentionCall, Tile, ring_backward, ring_forward
 from bascule.comm.groups import member_of, resolve
 from bascule.comm.quantized import Format, Quantized, measure_error
 

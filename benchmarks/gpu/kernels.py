@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bascule.models.blocks import NORM_EPS, modulated_norm
-from bascule.models.rope import apply_rotary
-from bascule.models.rows import permute_rows, scale_rows
+from bascule.models.layout import apply_rotary, permute_rows, scale_rows
+from bascule.models.mmdit import NORM_EPS, modulated_norm
 from gpu.measuring import Case, Row, Setting, Target, timed
 from gpu.shapes import config_of
 

@@ -16,15 +16,16 @@ from torch import Tensor
 
 from bascule import step_ops
 from bascule.arrays import ranges, sums_by
-from bascule.attention import packed, usp
-from bascule.attention.call import AttentionCall
-from bascule.attention.inputs import (
+from bascule.attention import packed
+from bascule.attention.ring import AttentionCall
+from bascule.attention.usp import (
+    attend,
+    attend_op,
     check_settings,
     check_tensors,
     positive_scale,
     with_positive_scale,
 )
-from bascule.comm import mean
 from bascule.comm.agree import agree, first_use
 from bascule.comm.collectives import table_on
 from bascule.comm.exchange import (
@@ -35,18 +36,15 @@ from bascule.comm.exchange import (
     sample_gradients,
     samples_of_all,
 )
-from bascule.comm.failures import leave, shared
+from bascule.comm.failures import leave, mark_lengths, shared
 from bascule.comm.groups import RankGroup, this_world
-from bascule.comm.mean import MeanOver
-from bascule.comm.profiles import mark_lengths
 from bascule.comm.transforms import refuse_transforms
 from bascule.errors import ConfigError
 from bascule.plan.plan import Plan, PlanSetup
 from bascule.plan.traffic import Traffic
-from bascule.planning import Planned
 
 if TYPE_CHECKING:
-    from bascule.parallel import SequenceParallel
+    from bascule.parallel import Planned, SequenceParallel
 
 T = TypeVar("T")
 Settings = tuple[str, bool, float | None, tuple[bool, ...]]
@@ -84,7 +82,7 @@ class Step:
     """
 
     def __init__(
-        self, parallel: "SequenceParallel", planned: Planned, number: int, setup: PlanSetup
+        self, parallel: "SequenceParallel", planned: "Planned", number: int, setup: PlanSetup
     ) -> None:
         plan, rank = planned.plan, parallel.rank
         self._parallel, self._setup, self.number = parallel, setup, number
@@ -220,7 +218,7 @@ class Step:
             weights: What each value counts; broadcasts to the values. None counts each once.
         """
         refuse_transforms("mean", per_token)
-        mean.check_gradient(weights)  # within an operator nothing has one
+        step_ops.check_weights(weights)  # within an operator nothing has one
         if not torch.compiler.is_compiling():
             self._check_mean(per_token, weights)
         return step_ops.mean(per_token, weights, self._key)[0]
@@ -252,17 +250,17 @@ class Step:
             self._check_settings(what, causal, scale)
             q, _ = with_positive_scale(q, scale)
             sizes = self._sizes_of(what, q, k)
-            return usp.attend_op(q, k, v, None, sizes, _name_of(settings))[0]
+            return attend_op(q, k, v, None, sizes, _name_of(settings))[0]
         with shared(f"step {self.number}: {what}"):
             call = self._call(settings, q, k, v)
             if scale is not None:
                 q, _ = with_positive_scale(q, scale)
-            return usp.attend(q, k, v, call)
+            return attend(q, k, v, call)
 
     # How operators come back.
 
     def find_call(self, name: str, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
-        """Return the call that a recorded program names, see `usp.find_call`."""
+        """Return the call that a recorded program names, see `usp`."""
         return self._call(literal_eval(name.removeprefix("step ")), q, k, v)
 
     def move(
@@ -313,8 +311,8 @@ class Step:
         group, is_mean = self._parallel.data_group, self._parallel.gradients == "mean"
         with shared(f"step {self.number}: mean"):
             self._check_mean(values, weights)
-            over = MeanOver(group, group.size if is_mean else 1, self.number)
-            return mean.mean_and_scale(values, weights, over)
+            divisor = group.size if is_mean else 1  # of the sum of the gradients
+            return step_ops.mean_and_scale(values, weights, group, divisor, self.number)
 
     # What is made, checked and agreed on when it is first used.
 
@@ -386,7 +384,7 @@ class Step:
 
     def _check_mean(self, values: Tensor, weights: Tensor | None) -> None:
         def check() -> str:
-            mean.check(values, weights)
+            step_ops.check_mean(values, weights)
             return f"{tuple(values.shape[1:])}, {values.dtype}, weights {weights is not None}"
 
         xs = [values] if weights is None else [values, weights]

@@ -12,12 +12,76 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
-from bascule.comm.groups import this_world
-from bascule.comm.mean import mean_gradient
+from bascule.comm.collectives import all_reduce
+from bascule.comm.groups import RankGroup, this_world
 from bascule.comm.transforms import refuse_second
+from bascule.errors import ConfigError
 
 if TYPE_CHECKING:
     from bascule.step import Step
+
+
+def check_mean(values: Any, weights: Any) -> None:
+    """Refuse values and weights that have no mean over tokens."""
+    if not isinstance(values, Tensor) or not isinstance(weights, Tensor | None):
+        raise ConfigError(
+            f"mean: values are a {type(values).__name__} and weights a {type(weights).__name__}: "
+            "give tensors"
+        )
+    if values.dim() == 0 or not values.is_floating_point() or values.is_meta:
+        raise ConfigError(
+            f"mean: values of shape {tuple(values.shape)} and {values.dtype} on {values.device}: "
+            "give a real floating-point value for each token, not their mean or sum (a scalar)"
+        )
+    if weights is None:
+        return
+    shape = (1,) * (values.dim() - weights.dim()) + tuple(weights.shape)
+    fits = len(shape) == values.dim() and all(
+        a in (1, b) for a, b in zip(shape, values.shape, strict=True)
+    )
+    if not fits or weights.is_complex() or weights.device != values.device:
+        raise ConfigError(
+            f"mean: weights of shape {tuple(weights.shape)} and {weights.dtype} on "
+            f"{weights.device} for values of shape {tuple(values.shape)} on {values.device}: give "
+            "real numbers that broadcast to the values, on their device"
+        )
+    check_weights(weights)
+
+
+def check_weights(weights: Tensor | None) -> None:
+    """Refuse weights that want a gradient."""
+    if isinstance(weights, Tensor) and weights.requires_grad:
+        raise ConfigError(
+            "mean: weights want a gradient, and the mean gives them none: pass weights.detach()"
+        )
+
+
+def mean_and_scale(
+    values: Tensor, weights: Tensor | None, group: RankGroup, divisor: int, step: int
+) -> tuple[Tensor, Tensor]:
+    """Return the weighted mean of the values of all ranks, and the factor of its gradient.
+
+    One all-reduce, no autograd. The gradient is divisor / (sum of weights); without weights 0.
+    """
+    wide = values.double()
+    counted = wide.new_ones(()) if weights is None else weights.double()
+    counted = counted.expand_as(values)
+    sums = torch.stack([(wide * counted).sum(), counted.sum()])
+    sums = all_reduce(group, f"step {step}: all_reduce (mean)", sums)
+    inverse = torch.where(sums[1] == 0.0, 0.0, sums[1].reciprocal())
+    return (sums[0] * inverse).to(values.dtype), inverse * divisor
+
+
+def mean_gradient(
+    grad: Tensor, weights: Tensor | None, scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Return the gradient of the values; it broadcasts to them."""
+    wide = torch.promote_types(dtype, torch.float32)
+    each = (grad.double() * scale).to(wide)
+    if weights is not None:
+        each = each * weights.to(wide)
+    return each.to(dtype)
+
 
 _SCHEMAS = {
     "exchange": "(Tensor[] xs, SymInt step, str way, str names, bool[] needs, SymInt num_rows)"

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from bascule.attention import api, usp
 from bascule.attention.api import AttentionMesh, AttentionOptions, SequenceLayout, attention, split
-from bascule.attention.tokens import form_of, gather_tokens, reduce_tokens
+from bascule.attention.layout import form_of, gather_tokens, reduce_tokens
 from bascule.comm.mesh import place_in
 from bascule.comm.quantized import Quantized
 from bascule.parallel import SequenceParallel, Step

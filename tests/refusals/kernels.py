@@ -5,8 +5,8 @@ from typing import Any, cast
 
 import torch
 
-from bascule.attention.inputs import check_settings, check_tensors
 from bascule.attention.kernels.registry import select_kernel
+from bascule.attention.usp import check_settings, check_tensors
 from bascule.comm.quantized import Quantized
 
 ONES = torch.ones(2, 3, 4)

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from bascule.comm import mean
+from bascule.step_ops import check_mean
 
 
 def averaged(values: Any, weights: Any = None) -> Callable[[], object]:
-    return lambda: mean.check(values, weights)
+    return lambda: check_mean(values, weights)
 
 
 def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

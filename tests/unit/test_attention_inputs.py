@@ -11,8 +11,8 @@ from torch._dynamo.exc import Unsupported
 from torch.autograd import forward_ad
 
 from bascule.attention.api import AttentionMesh, SequenceLayout, attention
-from bascule.attention.inputs import check_settings, check_tensors, with_positive_scale
 from bascule.attention.tiles import digest_of, without_lost_scores
+from bascule.attention.usp import check_settings, check_tensors, with_positive_scale
 from bascule.errors import ConfigError
 
 ALONE = AttentionMesh(None, None, None)

@@ -21,8 +21,7 @@ from bascule.attention.kernels.protocol import (
     KernelQuery,
     without_empty_rows,
 )
-from bascule.attention.kernels.registry import KERNELS, select_kernel
-from bascule.attention.kernels.skipping import CpuLoopKernel
+from bascule.attention.kernels.registry import KERNELS, CpuLoopKernel, select_kernel
 from bascule.attention.mask import AttentionMask, BlockRows, PackedSequences
 from bascule.attention.packed import attend_packed
 from bascule.attention.ring import Merged

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from bascule.models import LocalExchange, MMDiT, MMDiTConfig, PackedBatch
-from bascule.models.blocks import sinusoid
-from bascule.models.rows import look_up, permute_rows, scale_rows, sum_rows, sum_rows_by_matmul
+from bascule.models.layout import look_up, permute_rows, scale_rows, sum_rows, sum_rows_by_matmul
+from bascule.models.mmdit import sinusoid
 
 CONFIG = MMDiTConfig(
     in_channels=6,

@@ -77,7 +77,7 @@ def compared(
     apart: float = 0.0,
 ) -> dict[str, Any]:
     """One case, forward and backward, against the reference; queries and keys may be far apart."""
-    from bascule.attention.kernels.skipping import TritonKernel
+    from bascule.attention.kernels.registry import TritonKernel
 
     tensors = case.inputs(dtype, dim)
     tensors[0] += apart

@@ -14,13 +14,27 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from bascule.attention import usp
-from bascule.attention.inputs import check_settings, check_tensors, positive_scale
 from bascule.attention.kernels.registry import check_name
-from bascule.attention.layout import SequenceLayout, num_tokens, own_tokens, take_runs
-from bascule.attention.mesh_calls import call_of, keep, look
+from bascule.attention.layout import (
+    SequenceLayout,
+    form_of,
+    gather_tokens,
+    num_tokens,
+    own_tokens,
+    replicated,
+    take_runs,
+)
 from bascule.attention.tiles import without_lost_scores
-from bascule.attention.tokens import form_of, gather_tokens, replicated
+from bascule.attention.usp import (
+    attend,
+    attend_op,
+    call_of,
+    check_settings,
+    check_tensors,
+    keep,
+    look,
+    positive_scale,
+)
 from bascule.comm.failures import leave, shared
 from bascule.comm.mesh import AttentionMesh as AttentionMesh
 from bascule.comm.mesh import Place, as_attention_mesh, mesh_named, place_in
@@ -177,7 +191,7 @@ def attention(
     if torch.compiler.is_compiling():
         form = _form(q, k, v, *settings)
         q, k, v = _operands(q, k, v, form, attn_mask, is_causal)
-        out = usp.attend_op(q, k, v, attn_mask, form.sizes, form.name)[0]
+        out = attend_op(q, k, v, attn_mask, form.sizes, form.name)[0]
     else:
         key = look(q, k, v, attn_mask), is_causal, scale, options
         kept = (mesh if isinstance(mesh, AttentionMesh) else _known(mesh)).kept
@@ -186,7 +200,7 @@ def attention(
         if call is None:
             call = call_of(form.name, form.sizes, q, k, attn_mask)
             keep(kept, key, (form, call))
-        out = usp.attend(q, k, v, call, attn_mask)
+        out = attend(q, k, v, call, attn_mask)
     return replicated(out, form.ranks, form.layout) if form.layout.replicated else out
 
 

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from bascule.arrays import Ints, cumulative, ranges, sums_by
-from bascule.attention import usp
-from bascule.attention.call import AttentionCall, Tile
-from bascule.attention.inputs import check_settings, check_tensors, with_positive_scale
 from bascule.attention.kernels.protocol import AttentionKernel
 from bascule.attention.kernels.registry import select_kernel
 from bascule.attention.mask import AttentionMask, PackedSequences
+from bascule.attention.ring import AttentionCall, Tile
 from bascule.attention.tiles import Pieces
+from bascule.attention.usp import attend, check_settings, check_tensors, with_positive_scale
 from bascule.comm.collectives import table_on
 from bascule.comm.groups import RankGroup
 from bascule.comm.heads import HeadExchange
@@ -172,7 +171,7 @@ def attend_packed(
     tile = Tile(slice(None), slice(None), AttentionMask(causal=causal, packed=seqs))
     chosen = packed_kernel(kernel, q_THD)
     call = AttentionCall(chosen, factor, [[tile]], [sum(seqs.kv_lens)])
-    return usp.attend(q_THD, k_TKD, v_TKD, call)
+    return attend(q_THD, k_TKD, v_TKD, call)
 
 
 def packed_kernel(name: str | None, q: Tensor) -> AttentionKernel:

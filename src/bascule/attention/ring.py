@@ -1,21 +1,66 @@
-"""Ring attention: keys and values travel from rank to rank while each attends to those at hand.
+"""An attention over ranks but for its tensors, and its rings.
 
-Source: Ring Attention (arXiv:2310.01889), double-buffered as in FastUSP: the send of the shard in
-hand is posted before the attention that uses it, in N - 1 rounds.
+Keys and values travel from rank to rank while each attends to those at hand: Ring Attention
+(arXiv:2310.01889), double-buffered as in FastUSP: the send of the shard in hand is posted before
+the attention that uses it, in R - 1 rounds. With `overlap`, a rank attends with its own tokens to
+its own keys while the rows of Ulysses come, and to those of others while their results leave.
 
-Shapes: as in `registry`; R ranks of the ring. Round t works on the keys of ring rank (r - t) mod R.
+Shapes: as in `usp` and `registry`; R ring ranks. Round t works on the keys of rank (r - t) mod R.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bascule.attention.call import AttentionCall, Tiles
-from bascule.attention.kernels.protocol import Attended, merge, wide_dtype
+from bascule.attention.kernels.protocol import Attended, AttentionKernel, merge, wide_dtype
+from bascule.attention.mask import EVERYTHING, AttentionMask
 from bascule.comm.collectives import Transfers
+from bascule.comm.groups import RankGroup
+from bascule.comm.heads import HeadExchange
 from bascule.comm.quantized import Quantized
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tile:
+    """Queries of this rank that attend to keys of one shard."""
+
+    q: "slice | Tensor"  # which queries of this rank; numbers of rows are int64, each of them once
+    k: "slice | Tensor"  # which keys of the shard; numbers of rows may repeat
+    mask: AttentionMask = EVERYTHING  # what those see of these
+
+
+Tiles = Sequence[Sequence[Tile]]
+"""By ring rank, what the queries here see of its keys."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionCall:
+    """All that is fixed of an attention; made by a step, a mesh or a sparse plan."""
+
+    kernel: AttentionKernel  # computes a tile
+    scale: float  # factor of the scores, above 0
+    # what queries here see; a function of the mask (None if there is none) where it depends on it
+    tiles: Tiles | Callable[[Tensor | None], Tiles]
+    kv_lens: Sequence[int]  # (R,) keys that each ring rank has at home
+    ring: RankGroup | None = None  # the ranks that pass keys and values on; None for one
+    # how ranks share heads; None: no other rank has tokens of this ring place
+    heads: HeadExchange | None = None
+    # how rows travel; None: as they are. Gradients always do.
+    quantized: Quantized | None = None
+    overlap: bool = False  # whether rows travel while the rank attends to its own tokens
+    double_buffer: bool = True  # whether a ring attends while keys and values travel
+    where: str = "attention"  # for errors and profiles
+    name: str = ""  # with `sizes`, by which a recorded program finds this; see `usp`
+    # S, this rank's heads of queries and keys (0 if unshared), then segments or a step's number
+    sizes: Sequence[int] = ()
+    count: Callable[[], object] | None = None  # called after each forward
+
+    def owner(self, turn: int) -> int:
+        """Ring rank whose keys are at hand in a round."""
+        return ((0 if self.ring is None else self.ring.rank) - turn) % len(self.kv_lens)
 
 
 def ring_forward(
@@ -217,3 +262,97 @@ def _shift(call: AttentionCall, sent: Tensor, received: Tensor, name: str) -> Ca
         return received
 
     return wait
+
+
+def overlapped_forward(
+    xs: Sequence[Tensor], tiles: Tiles, call: AttentionCall
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (B, T, H, D) the output at home, and `whole`, `out` and `lse` as `usp.forward` does.
+
+    `xs` are (B, T, heads, D) q, k and v.
+    """
+    heads, quantized = call.heads, call.quantized
+    assert heads is not None
+    own = heads.own_tokens
+    mine = [heads.own_heads(x) for x in xs]
+    mine = mine if quantized is None else [_arrived(x, quantized) for x in mine]
+    own_q, own_k, own_v = [x.transpose(1, 2) for x in mine]
+    arrive = heads.start_to_heads(xs, call.where, quantized)
+    merged = Merged(own_q)
+    try:
+        _attend(merged, (own_q, own_k, own_v), own, own, tiles[call.owner(0)], call)
+    finally:  # also after an error: memory that is written to must not be left
+        whole = arrive()
+    parts = whole.split([own_q.shape[1], own_k.shape[1], own_k.shape[1]], 2)
+    q, k, v = [x.transpose(1, 2) for x in parts]
+    bounds = (0, own.start), (own.stop, q.shape[2])
+    others = [slice(first, end) for first, end in bounds if first < end]
+    theirs = [Merged(q[:, :, part]) for part in others]
+    out = q.new_empty(parts[0].shape)
+    lse = q.new_empty(q.shape[:3], dtype=wide_dtype(q))
+    leaving: list[Callable[[], list[Tensor]]] = []
+
+    def attend(turn: int, keys: Tensor, values: Tensor) -> None:
+        every, seen = slice(0, keys.shape[2]), tiles[call.owner(turn)]
+        for one, part in zip(theirs, others, strict=True):
+            _attend(one, (q[:, :, part], keys, values), part, every, seen, call)
+        if turn == len(call.kv_lens) - 1:
+            for one, part in zip(theirs, others, strict=True):
+                done, lse[:, :, part] = one.result()
+                out[:, part] = done.transpose(1, 2)
+            leaving.append(heads.start_to_tokens(out, [q.shape[1]], call.where, quantized))
+        for columns in others if turn == 0 else [every]:
+            here = keys[:, :, columns], values[:, :, columns]
+            _attend(merged, (own_q, *here), own, columns, seen, call)
+
+    try:
+        rotate(call, k, v, attend)
+    finally:
+        arrived = [one() for one in leaving]
+    done, lse[:, :, own] = merged.result()
+    out[:, own] = done.transpose(1, 2)
+    ((home,),) = arrived
+    mine = out[:, own] if quantized is None else _arrived(out[:, own], quantized)
+    heads.own_heads(home).copy_(mine)
+    return home, whole, out, lse
+
+
+def _arrived(x: Tensor, quantized: Quantized) -> Tensor:
+    """Round (B, T, heads, D) as it would arrive."""
+    return quantized.unpack(quantized.pack(x, 1), x.dtype, 1)
+
+
+def _attend(
+    merged: Merged,
+    qkv: Sequence[Tensor],
+    rows: slice,
+    columns: slice,
+    tiles: Sequence[Tile],
+    call: AttentionCall,
+) -> None:
+    """Add what some queries, `rows`, see of some keys, `columns`, to what they saw before."""
+    q, k, v = qkv
+    for tile in tiles:
+        for seen, mask in _parts(tile.mask, rows, columns):
+            at = slice(seen.start - columns.start, seen.stop - columns.start)
+            if q.numel() and k[:, :, at].numel():
+                part = call.kernel.forward(q, k[:, :, at], v[:, :, at], mask, call.scale)
+                merged.add(slice(None), *part)
+
+
+def _parts(mask: AttentionMask, rows: slice, columns: slice) -> list[tuple[slice, AttentionMask]]:
+    """Return which of some columns some rows of a mask see, and how.
+
+    Columns hold those of the rows' numbers, all or none.
+    """
+    if mask.causal:
+        parts = [(slice(columns.start, min(columns.stop, rows.start)), EVERYTHING)]
+        if columns.start <= rows.start and rows.stop <= columns.stop:
+            parts.append((rows, mask))
+        return [part for part in parts if part[0].start < part[0].stop]
+    bias = mask.bias
+    if bias is None:
+        return [(columns, mask)]
+    bias = bias[:, :, rows] if bias.shape[2] > 1 else bias
+    bias = bias[:, :, :, columns] if bias.shape[3] > 1 else bias
+    return [(columns, AttentionMask(bias=bias))]

@@ -21,10 +21,10 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils.weak import WeakIdKeyDictionary
 
 from bascule.arrays import Ints, cumulative, ranges
-from bascule.attention.call import Tile
 from bascule.attention.kernels.protocol import wide_dtype
 from bascule.attention.layout import Run, SequenceLayout, positions_on
 from bascule.attention.mask import AttentionMask, PackedSequences
+from bascule.attention.ring import Tile
 from bascule.comm.collectives import table_on
 from bascule.comm.exchange import INTEGERS
 from bascule.comm.groups import RankGroup

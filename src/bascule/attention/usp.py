@@ -3,26 +3,232 @@
 Ulysses brings all tokens of some heads to a rank, the ring passes keys and values on, and Ulysses
 takes the output back (USP, arXiv:2405.07719). Autograd records it as one function; compilers, and
 checkpoints that choose what to keep, as one operator, which costs the host three times as much.
+It finds its call by a name, a constant to compilers: the mesh, how tokens lie, and settings. The
+sizes beside it may be symbols: S, this rank's heads of queries and of keys (0 where unshared), then
+the segments, or the number of a step.
 
 Shapes: B batch, T tokens of this rank, S of its Ulysses ranks, H heads, K key-value heads, D head
 width. Tensors at home are (T, H, D) of packed sequences, else (B, H, T, D).
 """
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from ast import literal_eval
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
-from bascule.attention import overlap
-from bascule.attention.call import AttentionCall
-from bascule.attention.mesh_calls import call_of
-from bascule.attention.ring import ring_backward, ring_forward
+from bascule.attention.kernels.registry import select_kernel
+from bascule.attention.layout import SequenceLayout, layout_on, num_tokens
+from bascule.attention.ring import (
+    AttentionCall,
+    Tiles,
+    overlapped_forward,
+    ring_backward,
+    ring_forward,
+)
+from bascule.attention.tiles import digest_of, is_biased, kept_of, tiles_of
+from bascule.comm.agree import first_use
 from bascule.comm.failures import shared
 from bascule.comm.groups import this_world
+from bascule.comm.heads import HeadExchange
+from bascule.comm.mesh import AttentionMesh, mesh_named
+from bascule.comm.quantized import Quantized
 from bascule.comm.transforms import NO_SECOND, is_recorded, refuse_second
 from bascule.errors import ConfigError
+from bascule.plan.traffic import HeadShares
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_tensors(what: str, q: Any, k: Any, v: Any, mask: Any = None) -> None:
+    """Refuse what attention computes nothing with, whatever its shapes."""
+    for x in (q, k, v) if mask is None else (q, k, v, mask):
+        if not isinstance(x, Tensor):
+            raise ConfigError(f"{what}: q, k, v or the mask is a {type(x).__name__}: give tensors")
+        if x.layout != torch.strided or x.is_nested:
+            raise ConfigError(
+                f"{what}: q, k, v or the mask is nested, or has the layout {x.layout}: give dense "
+                "tensors"
+            )
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES:
+        raise ConfigError(
+            f"{what}: q is {q.dtype}, k {k.dtype}, v {v.dtype}: give one floating-point dtype of "
+            "16, 32 or 64 bits, under autocast too, as by k.to(q.dtype)"
+        )
+    devices = {x.device for x in (q, k, v, mask) if x is not None}
+    if len(devices) > 1 or q.is_meta:
+        raise ConfigError(
+            f"{what}: q, k, v and the mask are on {sorted(map(str, devices))}: give all of them "
+            "on one device with data"
+        )
+    if min(q.dim(), k.dim()) > 2 and 0 in (q.shape[-1], q.shape[-2 if q.dim() == 3 else 1]):
+        raise ConfigError(
+            f"{what}: q {tuple(q.shape)} has no heads, or heads of no width: give one at least"
+        )
+
+
+def check_settings(what: str, causal: Any, scale: Any) -> None:
+    """Refuse a `causal` that is no bool, and a scale that is no finite number."""
+    is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
+    # For compilers a number may be a symbol; what runs checks it again.
+    is_finite = is_number and (torch.compiler.is_compiling() or math.isfinite(scale))
+    if not isinstance(causal, bool) or not (scale is None or is_finite):
+        raise ConfigError(
+            f"{what}: causal={causal!r} and scale={scale!r}: give True or False, and a finite "
+            "number or None"
+        )
+
+
+def with_positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float]:
+    """Return queries and the factor of their scores, above 0, for the same scores.
+
+    Torch's flash attention for CPUs (2.13) multiplies what a causal mask hides, -inf, by it.
+    """
+    factor = positive_scale(q.shape[-1], scale)
+    return (q, factor) if scale is None or scale > 0 else (q * scale, factor)
+
+
+def positive_scale(head_dim: int, scale: float | None) -> float:
+    """Return the factor that `with_positive_scale` leaves."""
+    if scale is None:
+        return head_dim**-0.5
+    return scale if scale > 0 else 1.0
+
+
+_NUM_KEPT = 64  # forms of calls on a mesh, and plans
+
+
+def look(*tensors: Tensor | None) -> tuple[object, ...]:
+    """Return all of some tensors that makes a form of calls."""
+    parts = list[object]()
+    for x in tensors:
+        if not isinstance(x, Tensor) or x.is_nested:
+            parts.append(type(x))
+        else:
+            parts += (x.shape, x.dtype, x.device, x.layout, x.requires_grad)
+    return tuple(parts)
+
+
+class _Settings(NamedTuple):
+    """A call but for its mesh and layout; see `attention` and `AttentionOptions`."""
+
+    replicated: tuple[int, ...]
+    causal: bool
+    scale: float | None
+    factor: float
+    kernel: str | None
+    quantized: tuple[Any, ...] | None  # arguments of a Quantized
+    overlap: bool
+    double_buffer: bool
+
+
+def _read(name: str, sizes: Sequence[int]) -> tuple[AttentionMesh, SequenceLayout, _Settings]:
+    """Return what the name and sizes of a call say."""
+    form, _, settings = name.partition("\n")[2].rpartition("\n")
+    return *layout_on(form, sizes[3:]), _Settings(*literal_eval(settings))
+
+
+def call_of(
+    name: str, sizes: Sequence[int], q: Tensor, k: Tensor, mask: Tensor | None
+) -> AttentionCall:
+    """Return the call of a name; made, and agreed on by all ranks, when it is first used."""
+    kept = mesh_named(name.split("\n")[1]).kept
+    key = name, tuple(sizes), q.shape, k.shape, q.dtype, q.device, look(mask)
+    call = kept.get(key)
+    if call is None:
+        mesh, layout, settings = _read(name, sizes)
+        _agree(mesh, layout, settings, q, k, mask)
+        call = _made(mesh, layout, settings, q, k, mask is not None)
+        call = replace(call, name=name, sizes=tuple(sizes))
+        keep(kept, key, call)
+    return call
+
+
+def keep(kept: dict[Hashable, Any], key: Hashable, one: object) -> None:
+    """Keep something of a mesh under a key."""
+    if len(kept) >= _NUM_KEPT:
+        kept.clear()
+    kept[key] = one
+
+
+def _agree(
+    mesh: AttentionMesh,
+    layout: SequenceLayout,
+    settings: _Settings,
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+) -> None:
+    """Make sure that all ranks mean the same, and have the tokens of the layout; one all-gather."""
+    sent_as = "" if settings.quantized is None else f" as {Quantized(*settings.quantized)}"
+    seen = "none"
+    if mask is not None:
+        seen = f"of {mask.dim()} dims, {mask.dtype}, {digest_of(mask)}"
+    text = (
+        f"a layout of {layout.segments} tokens on {mesh.degrees[0]} x {mesh.degrees[1]} ranks, "
+        f"zigzag={layout.zigzag}, stripe={layout.stripe}, replicated segments "
+        f"{settings.replicated}, batch {q.shape[0]}, {q.shape[1]} heads for {k.shape[1]}, head_dim "
+        f"{q.shape[3]}, {q.dtype}{sent_as}, causal={settings.causal}, scale={settings.scale}, "
+        f"kernel {settings.kernel}, overlap={settings.overlap}, mask {seen}"
+    )
+
+    def say() -> tuple[str, ConfigError | None]:
+        wanted = num_tokens(layout.own_runs(*mesh.place))
+        if q.shape[2] == wanted:
+            return text, None
+        return text, ConfigError(
+            f"attention: q has {q.shape[2]} tokens, and the layout gives this rank {wanted} of "
+            f"{layout.seq_len}: take them with split(x, mesh, layout, dim)"
+        )
+
+    first_use(mesh.whole, (mesh.name, q.shape[2], text), say, what="attention")
+
+
+def _made(
+    mesh: AttentionMesh,
+    layout: SequenceLayout,
+    settings: _Settings,
+    q: Tensor,
+    k: Tensor,
+    is_masked: bool,
+) -> AttentionCall:
+    """Return the call of a form of tensors, without its name."""
+    (ring, ulysses), causal, like = mesh.place, settings.causal, q.new_empty(0)
+    has_bias = is_masked or is_biased(layout, causal)
+    heads, own = None, slice(None)
+    if mesh.ulysses is not None:
+        shares, each = HeadShares.split(k.shape[1], mesh.ulysses.size), q.shape[1] // k.shape[1]
+        heads = HeadExchange(mesh.ulysses, shares, *layout.exchanged(ring))
+        first = shares.first(ulysses)
+        own = slice(first * each, (first + shares.of(ulysses)) * each)
+    form = "tiles", layout, ring, causal, own.start, own.stop, q.dtype, q.device
+
+    def cut(mask: Tensor | None) -> Tiles:
+        if mask is not None:
+            mask = mask[(None,) * (4 - mask.dim())]
+            mask = mask if mask.shape[1] == 1 else mask[:, own]
+        return tiles_of(layout, ring, mask, causal, like)
+
+    def tiles(mask: Tensor | None) -> Tiles:
+        return kept_of(mask, form, partial(cut, mask))
+
+    asked = {"dtype": q.dtype, "head_dim": q.shape[-1], "has_bias": has_bias}
+    return AttentionCall(
+        kernel=select_kernel(settings.kernel, q.device.type, **asked),
+        scale=settings.factor,
+        tiles=tiles if has_bias else cut(None),
+        kv_lens=layout.ring_lens,
+        ring=mesh.ring,
+        heads=heads,
+        quantized=None if settings.quantized is None else Quantized(*settings.quantized),
+        overlap=settings.overlap,
+        double_buffer=settings.double_buffer,
+    )
 
 
 def attend(
@@ -75,7 +281,7 @@ def forward(
     if not heads.is_packed:
         xs = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if call.overlap:
-        own, whole, out, lse = overlap.forward(xs, tiles, call)
+        own, whole, out, lse = overlapped_forward(xs, tiles, call)
     else:
         whole = heads.start_to_heads(xs, call.where, call.quantized)()
         out, lse = ring_forward(*_parts(whole, heads.own_kv_heads), tiles, call)

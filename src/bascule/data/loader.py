@@ -15,9 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from bascule.arrays import Ints
 from bascule.comm import groups
 from bascule.comm.agree import agree
-from bascule.comm.failures import leave, shared
+from bascule.comm.failures import leave, mark_lengths, shared
 from bascule.comm.items import measure_exchange
-from bascule.comm.profiles import mark_lengths
 from bascule.data.packs import Pack, make_pack
 from bascule.data.prefetch import PATIENCE_S, Pool, Prefetcher, pool_of, text_of
 from bascule.data.source import Microbatches, Source, whole_number

@@ -18,8 +18,7 @@ from bascule.attention.api import (
     gather,
     split,
 )
-from bascule.attention.layout import take_runs
-from bascule.attention.tokens import gather_rows
+from bascule.attention.layout import gather_rows, take_runs
 from bascule.comm.transforms import is_recorded
 from bascule.diffusers.sparse_layers import SparseLayer, SparsePass
 from bascule.diffusers.split_table import Cut, Keys, Mask, SplitTable

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bascule.errors import ConfigError
-from bascule.models.config import MMDiTConfig
+from bascule.models.mmdit import MMDiTConfig
 
 # Ours: theirs; of several, the rows one after the other.
 _Names = Mapping[str, str | tuple[str, ...]]

@@ -1,13 +1,110 @@
-"""Modality, sample and position of each packed token, for the blocks of the model.
+"""Modality, sample and angles of each packed token, and gathers of rows with cheap gradients.
 
-Shapes: T tokens, of which t are text and i are image tokens; D head_dim.
+A gather's backward is one operation, not a scatter of atomics. Rotary embedding goes FLUX's way:
+over several axes, neighbouring channels form a pair.
+
+Shapes: T tokens, of which t are text and i are image tokens; N samples, C channels; A axes, H
+heads, D head_dim, P = D/2 pairs.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from bascule.errors import ConfigError
-from bascule.models.rows import permute_rows
+
+
+def sum_rows(values_TC: Tensor, slot_T: Tensor, num_rows: int) -> Tensor:
+    """Add up the rows of each slot: (T, C) to (num_rows, C), zero rows where a slot is unused."""
+    if values_TC.device.type == "cpu":
+        sums_NC = values_TC.new_zeros(num_rows, values_TC.shape[1])
+        return sums_NC.index_add(0, slot_T, values_TC)
+    return sum_rows_by_matmul(values_TC, slot_T, num_rows)
+
+
+def sum_rows_by_matmul(values_TC: Tensor, slot_T: Tensor, num_rows: int) -> Tensor:
+    """Return the same as a one-hot product: no atomics, whose order and rounding vary."""
+    rows_N1 = torch.arange(num_rows, device=slot_T.device).unsqueeze(1)
+    return (rows_N1 == slot_T).to(values_TC.dtype) @ values_TC
+
+
+class _LookUp(Function):
+    @staticmethod
+    def forward(ctx: Any, table_NC: Tensor, slot_T: Tensor) -> Tensor:
+        ctx.save_for_backward(slot_T)
+        ctx.num_rows = table_NC.shape[0]
+        return table_NC.index_select(0, slot_T)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (slot_T,) = ctx.saved_tensors
+        return sum_rows(grads[0], slot_T, ctx.num_rows), None
+
+
+class _Scale(Function):
+    @staticmethod
+    def forward(ctx: Any, x_TC: Tensor, table_NC: Tensor, slot_T: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TC, table_NC, slot_T)
+        return x_TC * table_NC.index_select(0, slot_T)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x_TC, table_NC, slot_T = ctx.saved_tensors
+        grad_x_TC = _Scale.apply(grads[0], table_NC, slot_T)
+        return grad_x_TC, sum_rows(grads[0] * x_TC, slot_T, table_NC.shape[0]), None
+
+
+class _Permute(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order_T: Tensor, inverse_T: Tensor) -> Tensor:
+        ctx.save_for_backward(order_T, inverse_T)
+        return x.index_select(0, order_T)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        order_T, inverse_T = ctx.saved_tensors
+        return _Permute.apply(grads[0], inverse_T, order_T), None, None
+
+
+def look_up(table_NC: Tensor, slot_T: Tensor) -> Tensor:
+    """Return the row of each token's sample: (N, C) to (T, C)."""
+    return _LookUp.apply(table_NC, slot_T)
+
+
+def scale_rows(x_TC: Tensor, table_NC: Tensor, slot_T: Tensor) -> Tensor:
+    """Return `x * table[slot]`; the backward gathers again, to keep no (T, C) factor."""
+    return _Scale.apply(x_TC, table_NC, slot_T)
+
+
+def permute_rows(x: Tensor, order_T: Tensor, inverse_T: Tensor) -> Tensor:
+    """Return `x[order]` for a permutation with a known inverse: the backward is a gather too."""
+    return _Permute.apply(x, order_T, inverse_T)
+
+
+def rotary_table(
+    pos_TA: Tensor, axes_dim: tuple[int, ...], theta: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine of every token's angles, (T, D/2) each, in float32 at least."""
+    device = pos_TA.device
+    axes = [torch.full((dim // 2,), axis, device=device) for axis, dim in enumerate(axes_dim)]
+    exponents = [
+        torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim for dim in axes_dim
+    ]
+    # Angles in float64: at position 4096 a float32 angle is off by 2e-4.
+    radians_P = theta ** -torch.cat(exponents)
+    angle_TP = pos_TA.double().index_select(1, torch.cat(axes)) * radians_P
+    table_dtype = torch.promote_types(dtype, torch.float32)
+    return angle_TP.cos().to(table_dtype), angle_TP.sin().to(table_dtype)
+
+
+def apply_rotary(x_THD: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> Tensor:
+    """Turn every pair of channels by its token's angle, in the tables' precision."""
+    even_THP, odd_THP = x_THD.to(cos_TP.dtype).unflatten(-1, (-1, 2)).unbind(-1)
+    cos_T1P, sin_T1P = cos_TP.unsqueeze(1), sin_TP.unsqueeze(1)
+    turned = (even_THP * cos_T1P - odd_THP * sin_T1P, even_THP * sin_T1P + odd_THP * cos_T1P)
+    return torch.stack(turned, dim=-1).flatten(-2).to(x_THD.dtype)
 
 
 class Interleaving:

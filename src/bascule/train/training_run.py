@@ -23,11 +23,10 @@ from bascule.comm.groups import new_group
 from bascule.encoders import EncoderOptions
 from bascule.errors import ConfigError
 from bascule.models import Exchange, MMDiTConfig
-from bascule.parallel import SequenceParallel, Step
+from bascule.parallel import PlanFuture, SequenceParallel, Step
 from bascule.plan.costs import TransformerCost
 from bascule.plan.machine import TRAINING, WITHOUT_RECOMPUTING, Cluster, HardwareProfile, in_passes
 from bascule.plan.topology import Topology
-from bascule.planning import PlanFuture
 from bascule.train.checkpoints import Checkpoints, Facts, check_facts, newest_checkpoint, step_of
 from bascule.train.encoders import EncoderStages, FrozenEncoders, load_encoders, watch_encoders
 from bascule.train.flow import FlowBatch

@@ -4,7 +4,8 @@ A program works on a tile of a query block and goes through its key blocks, or, 
 keys and values, the other way round: no two programs write to the same place. Source:
 FlashAttention-2 (arXiv:2307.08691), algorithms 1, 2.
 
-Shapes: as in `skipping`; D is a power of two from 16 on.
+Shapes: queries (1, 1, Sq, D), keys (1, 1, Sk, D), blocks as in `BlockRows`; D is a power of two
+from 16 on.
 """
 # pyright: reportIndexIssue=false
 # A kernel is a function only where Triton is not installed.

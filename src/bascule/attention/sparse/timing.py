@@ -9,8 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.arrays import Bools
-from bascule.attention.sparse.attend import rows_of, sparse_attention
-from bascule.attention.sparse.tables import rank_of
+from bascule.attention.sparse.attend import rank_of, rows_of, sparse_attention
 from bascule.comm.collectives import all_gather, broadcast
 from bascule.comm.groups import RankGroup
 from bascule.comm.mesh import AttentionMesh, as_attention_mesh, meshes_over
