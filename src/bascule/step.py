@@ -89,7 +89,7 @@ class Step:
         self.plan, self.sources = plan, planned.sources
         self._done = _Done()
         self._kept: dict[Hashable, Any] = {}
-        self._key = this_world().steps.add(self)
+        self._key = this_world().add_step(self)
         # Compilers can neither look into arrays nor make tables: what graphs need is made here.
         self.local = plan.local(rank)
         self.local_seq_ids = table_on(self.local.seq_ids, parallel.device)

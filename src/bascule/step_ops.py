@@ -110,7 +110,7 @@ def _exchange(
 
     `names` are those of the tensors, for the agreement on them and its errors; "" on the way back.
     """
-    made: Step = this_world().steps.find(step)
+    made: Step = this_world().step(step)
     return list(made.move(way, names, xs, needs))
 
 
@@ -142,7 +142,7 @@ torch.library.register_autograd(
 
 @torch.library.impl("bascule::count_routed", "CompositeExplicitAutograd")
 def _count_routed(is_marked: Tensor, step: int) -> Tensor:
-    return torch.tensor(this_world().steps.find(step).num_marked(is_marked))
+    return torch.tensor(this_world().step(step).num_marked(is_marked))
 
 
 @torch.library.register_fake("bascule::count_routed")
@@ -153,7 +153,7 @@ def _(is_marked: Tensor, step: int) -> Tensor:
 @torch.library.impl("bascule::mean", "CompositeExplicitAutograd")
 def _mean(values: Tensor, weights: Tensor | None, step: int) -> tuple[Tensor, Tensor]:
     """Return the mean over the tokens of all ranks, and the factor of its gradient."""
-    return this_world().steps.find(step).mean_and_scale(values, weights)
+    return this_world().step(step).mean_and_scale(values, weights)
 
 
 @torch.library.register_fake("bascule::mean")

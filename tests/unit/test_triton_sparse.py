@@ -103,16 +103,10 @@ def compiled(name: str, dtype: torch.dtype, dim: int, block: int, capability: in
     from bascule.attention.kernels import triton_sparse
 
     kernel = getattr(triton_sparse, name)
-    tiles = triton_sparse.Tiles.backward(dtype)
-    if name == "_forward":
-        tiles = triton_sparse.Tiles.forward(dtype, block)
-    held = tiles.queries if name == "_key_gradients" else tiles.keys
-    constants = {
-        "D": dim,
-        "QUERIES": tiles.queries,
-        "KEYS": tiles.keys,
-        "PER_BLOCK": triton.cdiv(block, held),
-    }
+    sizes = triton_sparse.sizes_of(dtype, block if name == "_forward" else None)
+    options = {name: sizes.pop(name) for name in ("num_warps", "num_stages")}
+    inner = sizes["QUERIES" if name == "_key_gradients" else "KEYS"]
+    constants = {"D": dim, **sizes, "PER_BLOCK": triton.cdiv(block, inner)}
     element = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}[dtype]
     types = {"scale": "fp32", "lse_rows": "*fp32", "delta_rows": "*fp32"}
     types |= dict.fromkeys(constants, "constexpr")
@@ -121,7 +115,6 @@ def compiled(name: str, dtype: torch.dtype, dim: int, block: int, capability: in
     # As at a launch: tokens are aligned to 16 bytes.
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n.endswith("_rows")}
     source = ASTSource(kernel, signature, constants, aligned)
-    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     target = GPUTarget("cuda", capability, 32)
     return triton.compile(source, target=target, options=options).metadata.shared
 

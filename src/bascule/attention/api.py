@@ -37,7 +37,7 @@ from bascule.attention.usp import (
 )
 from bascule.comm.failures import leave, shared
 from bascule.comm.mesh import AttentionMesh as AttentionMesh
-from bascule.comm.mesh import Place, as_attention_mesh, mesh_named, place_in
+from bascule.comm.mesh import Place, as_attention_mesh, place_in
 from bascule.comm.quantized import CommDtype, Quantized
 from bascule.comm.transforms import refuse_derivatives
 from bascule.errors import ConfigError
@@ -155,7 +155,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mesh: AttentionMesh | DeviceMesh | Place,
+    mesh: AttentionMesh | DeviceMesh,
     *,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
@@ -172,7 +172,7 @@ def attention(
         q: (B, H, T, D) queries of this rank's tokens, in the order of the layout's `shares`.
         k: (B, K, T, D) keys; H is a multiple of K.
         v: (B, K, T, D) values.
-        mesh: The ranks, or this rank's place among them.
+        mesh: The ranks.
         attn_mask: Of the whole sequence and all heads, the same on every rank: bool (True is seen)
             or added to the scores, float32 or as q; broadcasts to (B, H, S, S), as (B, 1, 1, S) for
             key padding. A token that sees nothing gives 0; one whose keys are all hidden by a
@@ -194,7 +194,7 @@ def attention(
         out = attend_op(q, k, v, attn_mask, form.sizes, form.name)[0]
     else:
         key = look(q, k, v, attn_mask), is_causal, scale, options
-        kept = (mesh if isinstance(mesh, AttentionMesh) else _known(mesh)).kept
+        kept = (mesh if isinstance(mesh, AttentionMesh) else as_attention_mesh(mesh)).kept
         form, call = kept.get(key) or (_form(q, k, v, *settings), None)
         q, k, v = _operands(q, k, v, form, attn_mask, is_causal)
         if call is None:
@@ -215,17 +215,11 @@ class _Form(NamedTuple):
     sizes: list[int]  # likewise
 
 
-def _known(mesh: AttentionMesh | DeviceMesh | Place) -> AttentionMesh:
-    if isinstance(mesh, AttentionMesh):
-        return mesh
-    return mesh_named(mesh.name) if isinstance(mesh, Place) else as_attention_mesh(mesh)
-
-
 def _form(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mesh: AttentionMesh | DeviceMesh | Place,
+    mesh: AttentionMesh | DeviceMesh,
     mask: Tensor | None,
     causal: bool,
     scale: float | None,

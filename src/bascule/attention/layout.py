@@ -35,25 +35,15 @@ class SequenceLayout:
     A replicated segment is on every rank, and so is its output; each of its tokens counts once as a
     key, and its work is shared. The sum of its gradients over the ranks is the gradient.
 
-    Attributes:
-        segments: Tokens of each part of the sequence.
-        ring_degree: R.
-        ulysses_degree: U.
-        zigzag: Whether early and late pieces are paired.
-        replicated: Indices of the segments of which every rank has all tokens.
-        stripe: Tokens of a block; blocks are dealt to the ranks in turns, as block-sparse attention
-            wants them. 0 cuts runs.
-
-    Raises:
-        ConfigError: A stripe is combined with zigzag or replicated segments, or a number is
-            negative or not an integer.
+    ConfigError: a stripe is combined with zigzag or replicated segments, or a number is negative.
     """
 
-    segments: tuple[int, ...]
-    ring_degree: int = 1
-    ulysses_degree: int = 1
-    zigzag: bool = False
-    replicated: tuple[int, ...] = ()
+    segments: tuple[int, ...]  # tokens of each part of the sequence
+    ring_degree: int = 1  # R
+    ulysses_degree: int = 1  # U
+    zigzag: bool = False  # whether early and late pieces are paired
+    replicated: tuple[int, ...] = ()  # indices of the segments of which every rank has all tokens
+    # tokens of a block, dealt to the ranks in turns, as block-sparse attention wants; 0 cuts runs
     stripe: int = 0
 
     def __post_init__(self) -> None:

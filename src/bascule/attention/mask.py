@@ -70,11 +70,6 @@ class PackedSequences:
         """Keys of the longest sequence, 0 if there is none."""
         return max(self.kv_lens, default=0)
 
-    @property
-    def num_pairs(self) -> int:
-        """Pairs of a query and a key that it sees, if the mask is not causal."""
-        return sum(q * k for q, k in zip(self.seq_lens, self.kv_lens, strict=True))
-
 
 def _bounds(lens: Sequence[int]) -> npt.NDArray[np.int32]:
     return np.cumsum((0, *lens), dtype=np.int32)

@@ -3,7 +3,7 @@
 Shapes: T rows (tokens) at the source, S rows received.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -42,12 +42,12 @@ class BoundRoute:
     @cached_property
     def send_index(self) -> Tensor | None:
         """`route.send_index` on the device."""
-        return _to_device(self.route.send_index, self.device)
+        return self._on_device(self.route.send_index)
 
     @cached_property
     def recv_index(self) -> Tensor | None:
         """`route.recv_index` on the device."""
-        return _to_device(self.route.recv_index, self.device)
+        return self._on_device(self.route.recv_index)
 
     @cached_property
     def send_splits(self) -> list[int]:
@@ -60,30 +60,28 @@ class BoundRoute:
         return self.route.recv_splits.tolist()
 
     @cached_property
-    def num_sent(self) -> int:
-        """Rows that are sent, each copy counted."""
-        return sum(self.send_splits)
-
-    @cached_property
     def num_moved(self) -> int:
-        """Rows that leave this rank."""
-        return self.num_sent - self.send_splits[self.group.rank]
+        """Rows that leave this rank, each copy counted."""
+        return sum(self.send_splits) - self.send_splits[self.group.rank]
 
     @cached_property
     def back_to_copies(self) -> "BoundRoute":
         """Exchange that brings every copy of a row back, in the order of `send_index`."""
         back = Route(None, self.route.send_splits, self.route.recv_splits, self.route.recv_index)
-        return self._along(back.inverse(), self.name + " back")
+        return self._along(back.inverse())
 
     @cached_property
     def inverse(self) -> "BoundRoute":
         """Exchange that brings every row back; its inverse is this one again."""
-        back = self._along(self.route.inverse(), self.name + " back")
+        back = self._along(self.route.inverse())
         back.__dict__["inverse"] = self
         return back
 
-    def _along(self, route: Route, name: str) -> "BoundRoute":
-        return BoundRoute(route, self.group, self.device, self.step, name)
+    def _along(self, route: Route) -> "BoundRoute":
+        return BoundRoute(route, self.group, self.device, self.step, f"{self.name} back")
+
+    def _on_device(self, index: Ints | None) -> Tensor | None:
+        return None if index is None else table_on(index, self.device)
 
 
 def exchange(route: BoundRoute, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -113,29 +111,28 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:]
         sent = [grad for grad, is_needed in zip(grads, needed, strict=True) if is_needed]
-        route: BoundRoute = ctx.route
-        if route.num_rows is None:
-            received = iter(_Exchange.apply(route.inverse, *sent))
-        else:
-            copies = _Exchange.apply(route.back_to_copies, *sent)
-            received = (_summed(route, one, route.num_rows) for one in copies)
+        received = iter(_moved_back(ctx.route, _Exchange.apply, sent))
         return (None, *(next(received) if is_needed else None for is_needed in needed))
 
 
 def move_back(route: BoundRoute, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the gradients of rows that `move_rows` moved."""
+    return _moved_back(route, lambda way, *xs: move_rows(way, xs), grads)
+
+
+def _moved_back(
+    route: BoundRoute, move: Callable[..., tuple[Tensor, ...]], grads: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Bring gradients of rows back, summed over the copies of each."""
     if route.num_rows is None:
-        return move_rows(route.inverse, grads)
-    copies = move_rows(route.back_to_copies, grads)
-    return tuple(_summed(route, one, route.num_rows) for one in copies)
-
-
-def _summed(route: BoundRoute, copies: Tensor, num_rows: int) -> Tensor:
-    """Return the sum over the copies of each row, (num_rows, ...)."""
-    assert route.send_index is not None
-    wide = torch.promote_types(copies.dtype, torch.float32)
-    total = copies.new_zeros(num_rows, *copies.shape[1:], dtype=wide)
-    return total.index_add(0, route.send_index, copies.to(wide)).to(copies.dtype)
+        return move(route.inverse, *grads)
+    sums, index = list[Tensor](), route.send_index
+    assert index is not None
+    for copies in move(route.back_to_copies, *grads):
+        wide = torch.promote_types(copies.dtype, torch.float32)
+        total = copies.new_zeros(route.num_rows, *copies.shape[1:], dtype=wide)
+        sums.append(total.index_add(0, index, copies.to(wide)).to(copies.dtype))
+    return tuple(sums)
 
 
 def move_rows(route: BoundRoute, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -255,7 +252,3 @@ def check_rows(what: str, name: str, x: Any, num_rows: int, device: torch.device
 def has_gradient(tensor: Tensor) -> bool:
     """Return true for a dtype whose values can have gradients."""
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _to_device(index: Ints | None, device: torch.device) -> Tensor | None:
-    return None if index is None else table_on(index, device)

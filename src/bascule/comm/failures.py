@@ -136,29 +136,19 @@ class Calls:
         self.ended: str | None = None  # why there can be no more
         self.thread: int | None = None  # that made the last one
         self.since: float | None = None  # when this rank began to wait in one
-        self._num_open = 0
         self._first_tag = zlib.crc32(f"bascule {key.partition(' ')[2]}".encode())
-        self._lock = threading.Lock()
 
     @functools.cached_property
     def _watch(self) -> "Watch":
         return watch_of_world()
 
     def begin(self, where: str) -> int:
-        """Number the next call and return its tag; `wait` ends it. Refuses a second thread."""
+        """Number the next call and return its tag; `wait` ends it."""
         if self.ended is not None:
             raise CommError(f"{where}: its process group was ended before: {self.ended}")
-        own = threading.get_ident()
-        with self._lock:
-            if self._num_open and self.thread != own:
-                raise ConfigError(
-                    f"{where}: another thread is in a call of the same process group: give each "
-                    "thread its own group, or let them take turns, in the same order on all ranks"
-                )
-            self.thread = own
-            self._num_open += 1
-            self.number += 1
-            return (self._first_tag + self.number) & 0x7FFFFFFF
+        self.thread = threading.get_ident()
+        self.number += 1
+        return (self._first_tag + self.number) & 0x7FFFFFFF
 
     def post(self, where: str, post: Callable[[int], T]) -> T:
         """Begin a call; return what `post` gives for its tag. CommError if it cannot be posted."""
@@ -166,7 +156,6 @@ class Calls:
         try:
             return post(tag)
         except RuntimeError as error:
-            self._num_open -= 1
             raise self._failure(where, error) from error
 
     def wait(self, where: str, wait: Callable[[], object]) -> None:
@@ -181,7 +170,6 @@ class Calls:
             raise self._failure(where, error) from error
         finally:
             self.since = None
-            self._num_open -= 1
             if waited is not None:
                 waited.__exit__(None, None, None)
         if watch.failed_in == threading.get_ident():  # it went on: no note stays

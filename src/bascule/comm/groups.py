@@ -27,7 +27,7 @@ T = TypeVar("T")
 _NUM_AGREED = 4096
 _NUM_VIEWS = 64
 _LONGEST_S = 1e7  # four months: it fits into the clocks of all back ends
-_SLICE_S = 1.0  # of a wait, between looks whether it can end
+_PAUSE_S = 0.1  # at most, between two looks whether the others have come
 
 
 class Staging(threading.local):
@@ -83,39 +83,32 @@ class Part(Calls):
             del self._agreed[next(iter(self._agreed))]
 
 
-class Numbered:
-    """Objects that operators of torch find by a number, while somebody holds them."""
-
-    def __init__(self) -> None:
-        self._alive: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._last = secrets.randbits(40)  # numbers of an earlier world find nothing in this one
-
-    def add(self, one: object) -> int:
-        """Return the number of an object from here on."""
-        self._last += 1
-        self._alive[self._last] = one
-        return self._last
-
-    def find(self, number: int) -> Any:
-        """Return the object; CommError if it is gone."""
-        one = self._alive.get(number)
-        if one is None:
-            raise CommError(
-                f"step number {number} is gone: a compiled backward came more than two plans after "
-                "its forward, or after destroy_process_group; hold the step until then"
-            )
-        return one
-
-
 class World:
     """Meshes, steps and groups of one default process group, where operators of torch find them."""
 
     def __init__(self) -> None:
         self.meshes: dict[str, Any] = {}  # by name
-        self.steps = Numbered()
         self.meetings: Counter[str] = Counter()  # to make a group, by its name
         self.stages_cuda = False  # whether groups of gloo take tensors of CUDA
         self._kept: dict[Hashable, Any] = {}
+        self._steps: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._last = secrets.randbits(40)  # numbers of an earlier world find nothing in this one
+
+    def add_step(self, step: object) -> int:
+        """Return a number by which operators find a step, while somebody holds it."""
+        self._last += 1
+        self._steps[self._last] = step
+        return self._last
+
+    def step(self, number: int) -> Any:
+        """Return the step of a number; CommError if it is gone."""
+        step = self._steps.get(number)
+        if step is None:
+            raise CommError(
+                f"step number {number} is gone: a compiled backward came more than two plans after "
+                "its forward, or after destroy_process_group; hold the step until then"
+            )
+        return step
 
     def keep(self, mesh: Any) -> None:
         """Let operators find a mesh, for as long as its process groups exist."""
@@ -355,27 +348,14 @@ def _meet(calls: Calls, timeout_s: float) -> None:
     if ask(lambda store: store.add(counted, 1)) == size:  # the last one calls all together
         ask(lambda store: store.set(opened, ""))
         return
+    pause_s = 0.001
     while calls.ended is None and time.monotonic() < deadline:
-        if _is_there(opened, deadline - time.monotonic()):
+        if ask(lambda store: store.check([opened])):
             return
+        time.sleep(pause_s := min(2 * pause_s, _PAUSE_S))
     if ask(lambda store: store.add(counted, -1)) < size - 1:
         raise RuntimeError(f"not all of ranks {list(calls.ranks)} came within {timeout_s:g} s")
     ask(lambda store: store.add(counted, 1))  # the last one came just now
-
-
-def _is_there(key: str, within_s: float) -> bool:
-    """Wait for a key of the store, a second at most; false if it does not come."""
-
-    def wait(store: Any) -> bool:
-        try:
-            store.wait([key], timedelta(seconds=min(_SLICE_S, max(within_s, 0.001))))
-        except RuntimeError as error:  # each kind of store has its own text
-            if "timeout" not in str(error).lower():
-                raise
-            return False
-        return True
-
-    return ask(wait)
 
 
 def _connect(

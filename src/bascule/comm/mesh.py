@@ -30,20 +30,13 @@ RING_AXIS, ULYSSES_AXIS = "ring", "ulysses"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionMesh:
-    """Mesh of R x U ranks and this rank's place in it.
+    """Mesh of R x U ranks and this rank's place in it."""
 
-    Attributes:
-        ring: The ranks that pass keys and values to each other; None if R is 1.
-        ulysses: The ranks that share heads; None if U is 1.
-        whole: All ranks, by ring rank, then by Ulysses rank; None for one rank.
-        name: The process groups and the order of their ranks, by which operators find them.
-        kept: Made for calls of attention on this mesh, by their form.
-    """
-
-    ring: RankGroup | None
-    ulysses: RankGroup | None
-    whole: RankGroup | None
-    name: str = field(init=False)
+    ring: RankGroup | None  # the ranks that pass keys and values to each other; None if R is 1
+    ulysses: RankGroup | None  # the ranks that share heads; None if U is 1
+    whole: RankGroup | None  # all, by ring rank, then by Ulysses rank; None for one rank
+    name: str = field(init=False)  # groups and orders of ranks, by which operators find the mesh
+    # made for calls of attention on this mesh, by their form
     kept: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -57,13 +50,9 @@ class AttentionMesh:
     def of(cls, mesh: DeviceMesh, *, timeout_s: float | None = None) -> "AttentionMesh":
         """Return the mesh of a DeviceMesh with axes "ring" and "ulysses", in any order of ranks.
 
-        Args:
-            mesh: The ranks. One axis may be missing.
-            timeout_s: Longest wait of a collective, in seconds; it becomes that of the mesh's
-                process groups. None leaves them as they are.
-
-        Raises:
-            ConfigError: It has other axes or another order of them, or this rank is not in it.
+        One axis may be missing. `timeout_s` becomes the longest wait of the collectives of its
+        process groups. ConfigError: it has other axes or another order of them, or this rank is not
+        in it.
         """
         if timeout_s is not None:
             check_timeout(timeout_s)
@@ -129,10 +118,8 @@ class Place(NamedTuple):
     name: str  # of the `AttentionMesh`
 
 
-def place_in(mesh: AttentionMesh | DeviceMesh | Place) -> Place:
+def place_in(mesh: AttentionMesh | DeviceMesh) -> Place:
     """Return this rank's place in a mesh; for compilers a constant."""
-    if isinstance(mesh, Place):
-        return mesh
     if isinstance(mesh, AttentionMesh):
         return Place(mesh.degrees, mesh.place, mesh.name)
     if mesh is None or isinstance(mesh, str):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -156,15 +143,14 @@ def mesh_of_all(ring: int, ulysses: int) -> AttentionMesh:
 
 def group_of(ranks: Sequence[int]) -> RankGroup:
     """Return a group of two or more global ranks in this order; made once, by all of them."""
-    key = group_of, tuple(ranks)
-    return this_world().kept(key, lambda: _new_group_of(ranks), lambda group: not group.is_ended)
 
+    def make() -> RankGroup:
+        world = member_of(resolve(None), "world")
+        timeout = timeout_of(world.process_group, device_of(world)) or dist.default_pg_timeout
+        made = new_group(ranks, "attention", timeout.total_seconds())
+        return member_of(made.process_group, made.name, ranks=ranks)
 
-def _new_group_of(ranks: Sequence[int]) -> RankGroup:
-    world = member_of(resolve(None), "world")
-    timeout = timeout_of(world.process_group, device_of(world)) or dist.default_pg_timeout
-    made = new_group(ranks, "attention", timeout.total_seconds())
-    return member_of(made.process_group, made.name, ranks=ranks)
+    return this_world().kept((group_of, tuple(ranks)), make, lambda group: not group.is_ended)
 
 
 def meshes_over(
@@ -206,13 +192,9 @@ def mesh_over(whole: RankGroup, ring: int, ulysses: int) -> AttentionMesh:
 @torch.compiler.assume_constant_result
 def facts_of(mesh: DeviceMesh) -> tuple[tuple[int, int], tuple[int, int], str]:
     """Return the fields of `Place`: compilers take tuples for constants, not objects."""
-    ranks = as_attention_mesh(real_mesh(mesh))
+    # Torch 2.13 traces with a stand-in that lacks most methods.
+    ranks = as_attention_mesh(getattr(mesh, "real_obj", mesh))
     return ranks.degrees, ranks.place, ranks.name
-
-
-def real_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh itself: torch 2.13 traces with a stand-in that lacks most methods."""
-    return getattr(mesh, "real_obj", mesh)
 
 
 def mesh_named(name: str) -> AttentionMesh:

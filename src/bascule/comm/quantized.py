@@ -32,19 +32,12 @@ _SCORES_AT_ONCE = 2**25
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """A format of rows between ranks.
+    """A format of rows between ranks; ConfigError if there is none of that name."""
 
-    Attributes:
-        format: "int8", evenly spaced codes, or "e4m3", floating-point codes of 3 mantissa bits:
-            less exact unless a row's values are of very different magnitudes.
-        centered: True sends rows as differences from their centre, which is one row more.
-
-    Raises:
-        ConfigError: There is no such format.
-    """
-
+    # "int8", evenly spaced codes, or "e4m3", floating-point codes of 3 mantissa bits: less exact
+    # unless a row's values are of very different magnitudes
     format: Format
-    centered: bool = False
+    centered: bool = False  # whether rows travel as differences from their centre, one row more
 
     def __post_init__(self) -> None:
         if self.format not in _CODES:

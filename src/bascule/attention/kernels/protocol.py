@@ -92,7 +92,7 @@ def forward_each(
     scale: float,
 ) -> OutLse:
     """Return out and LSE of packed sequences, by a `forward` that takes one at a time."""
-    out = torch.zeros_like(q)
+    out = torch.zeros_like(q)  # with its strides
     lse = torch.full(q.shape[:3], -math.inf, dtype=wide_dtype(q), device=q.device)
     alone = AttentionMask(causal=mask.causal)
     for q_, out_, lse_, k_, v_ in _by_sequence(mask, [q, out, lse], [k, v]):

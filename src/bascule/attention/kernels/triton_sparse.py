@@ -11,7 +11,6 @@ from 16 on.
 # A kernel is a function only where Triton is not installed.
 
 import math
-from dataclasses import dataclass
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
@@ -25,45 +24,29 @@ LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """Queries and keys that a program holds at a time, and how it is run."""
-
-    queries: int
-    keys: int
-    num_warps: int
-    num_stages: int
-
-    @classmethod
-    def forward(cls, dtype: torch.dtype, block: int) -> "Tiles":
-        """Return those for the output."""
-        if dtype == torch.float32:
-            return cls(32, 32, num_warps=4, num_stages=1)
+def sizes_of(dtype: torch.dtype, block: int | None = None) -> dict[str, int]:
+    """Return how much a program works on at a time, and how it is run; for gradients no block."""
+    queries, keys, num_warps, num_stages = 64, 64, 4, 1
+    if dtype == torch.float32:
+        queries = keys = 32
+    elif block is not None:
+        num_stages = 2
         if block > 64:
-            return cls(128, 64, num_warps=8, num_stages=2)
-        return cls(64, 64, num_warps=4, num_stages=2)
-
-    @classmethod
-    def backward(cls, dtype: torch.dtype) -> "Tiles":
-        """Return those for the gradients."""
-        size = 32 if dtype == torch.float32 else 64
-        return cls(size, size, num_warps=4, num_stages=1)
+            queries, num_warps = 128, 8
+    return {"QUERIES": queries, "KEYS": keys, "num_warps": num_warps, "num_stages": num_stages}
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, rows: BlockRows, scale: float) -> OutLse:
     """Out and LSE of the blocks that are seen."""
-    tiles, tables = Tiles.forward(q.dtype, rows.block), rows.on(q.device)
+    sizes, tables = sizes_of(q.dtype, rows.block), rows.on(q.device)
     q, k, v = (x.contiguous() for x in (q, k, v))
     out, lse = nothing_seen(q)
-    _forward[(rows.q_bounds.size - 1, triton.cdiv(rows.block, tiles.queries))](
+    _forward[(rows.q_bounds.size - 1, triton.cdiv(rows.block, sizes["QUERIES"]))](
         *(q, k, v, out, lse),
         *(tables.q_bounds, tables.k_bounds, tables.row_bounds, tables.columns, scale),
         D=q.shape[3],
-        QUERIES=tiles.queries,
-        KEYS=tiles.keys,
-        PER_BLOCK=triton.cdiv(rows.block, tiles.keys),
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        PER_BLOCK=triton.cdiv(rows.block, sizes["KEYS"]),
+        **sizes,
     )
     return out, lse
 
@@ -79,28 +62,22 @@ def gradients(
     scale: float,
 ) -> Grads:
     """Gradients of q, k and v, where `out` and `lse` are those over all keys."""
-    tiles = Tiles.backward(q.dtype)
+    options = {"D": q.shape[3], **sizes_of(q.dtype)}
+    by_queries, by_keys = (triton.cdiv(rows.block, options[x]) for x in ("QUERIES", "KEYS"))
     grad, q, k, v, lse = (x.contiguous() for x in (grad, q, k, v, lse))
     delta = (grad.float() * out.float()).sum(dim=-1)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    options = {
-        "D": q.shape[3],
-        "QUERIES": tiles.queries,
-        "KEYS": tiles.keys,
-        "num_warps": tiles.num_warps,
-        "num_stages": tiles.num_stages,
-    }
     tables, by_key = rows.on(q.device), rows.transposed.on(q.device)
-    _query_gradients[(rows.q_bounds.size - 1, triton.cdiv(rows.block, tiles.queries))](
+    _query_gradients[rows.q_bounds.size - 1, by_queries](
         *(grad, q, k, v, lse, delta, dq),
         *(tables.q_bounds, tables.k_bounds, tables.row_bounds, tables.columns, scale),
-        PER_BLOCK=triton.cdiv(rows.block, tiles.keys),
+        PER_BLOCK=by_keys,
         **options,
     )
-    _key_gradients[(rows.k_bounds.size - 1, triton.cdiv(rows.block, tiles.keys))](
+    _key_gradients[rows.k_bounds.size - 1, by_keys](
         *(grad, q, k, v, lse, delta, dk, dv),
         *(by_key.q_bounds, by_key.k_bounds, by_key.row_bounds, by_key.columns, scale),
-        PER_BLOCK=triton.cdiv(rows.block, tiles.queries),
+        PER_BLOCK=by_queries,
         **options,
     )
     return dq, dk, dv

@@ -186,13 +186,9 @@ _A_PLAN = "a SparsePlan, as SparsePlanner.plan makes them"
 
 @dataclass(frozen=True, slots=True)
 class PooledRule:
-    """A choice of blocks from the products of their mean queries and keys, where they are computed.
+    """A choice of blocks from products of their mean queries and keys, where they are computed."""
 
-    Attributes:
-        keep: From scaled scores (B, X, C) of these rows to bool, as `rules.keep_top_k`.
-    """
-
-    keep: Callable[[Tensor, PackedRows], Tensor]
+    keep: Callable[[Tensor, PackedRows], Tensor]  # scaled scores (B, X, C) of rows to bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -367,13 +363,8 @@ def gather_counts(
 ) -> Ints:
     """Count the tokens that each query block sees, (H, Q, R) by ring rank where keys are at home.
 
-    `SparsePlanner.plan` and `PlanReuse.after` take it for the next step. Two all-gathers.
-
-    Args:
-        mesh: The ranks.
-        plan: That of the attention.
-        masks: What `attend_sparse` gives; of the first batch item where they differ.
-        by_rank: Whether to give (H, Q, U R), by rank, as `LayerPlans.after` takes them.
+    `SparsePlanner.plan` and `PlanReuse.after` take it for the next step; `LayerPlans.after` takes
+    (H, Q, U R), `by_rank`. Of the first batch item where masks differ. Two all-gathers.
     """
     of_type("plan", plan, SparsePlan, _A_PLAN)
     of_type("masks", masks, np.ndarray, "what attend_sparse gives")

@@ -28,23 +28,14 @@ _PARTS = (4, 1)
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
-    """The attention of a model, in numbers.
+    """The attention of a model, in numbers."""
 
-    Attributes:
-        num_tokens: Of the longest sequence.
-        num_heads: Heads, of queries as of keys and values.
-        head_dim: Values of a head.
-        block: Tokens of a block.
-        dtype: Of the values.
-        batch: Sequences that are attended alike.
-    """
-
-    num_tokens: int
-    num_heads: int
+    num_tokens: int  # of the longest sequence
+    num_heads: int  # of queries as of keys and values
     head_dim: int
-    block: int = 64
+    block: int = 64  # tokens
     dtype: torch.dtype = torch.bfloat16
-    batch: int = 1
+    batch: int = 1  # sequences that are attended alike
 
     def __post_init__(self) -> None:
         sizes = "num_tokens", "num_heads", "head_dim", "block", "batch"
