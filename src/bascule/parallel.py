@@ -211,23 +211,17 @@ class SequenceParallel:
         group = resolve(mesh_or_group)
         ranks = tuple(dist.get_process_group_ranks(group))
         self._timeout_s = timeout_s
-        self._planning = Planning(
-            self._make(ranks, "plan", backend="gloo")
-            if plan_group is None
-            else member_of(resolve(plan_group), "plan")
-        )
-        self.topology = topology
-        self.cost = cost
-        self.limits = limits
-        self.cluster = cluster
-        self.planner = planner
-        self.locality_tolerance = locality_tolerance
-        self.kernel = kernel
-        self.gradients = gradients
+        if plan_group is None:
+            self._planning = Planning(self._make(ranks, "plan", backend="gloo"))
+        else:
+            self._planning = Planning(member_of(resolve(plan_group), "plan"))
+        self.topology, self.cost, self.limits, self.cluster = topology, cost, limits, cluster
+        self.planner, self.locality_tolerance = planner, locality_tolerance
+        self.kernel, self.gradients = kernel, gradients
         self._num_plans = 0
         self._ahead: Planning | None = None
         self._latest: PlanFuture | None = None
-        self._speeds: tuple[float, ...] | None = None
+        self.speeds: tuple[float, ...] | None = None
         self._setup: tuple[tuple[Any, ...], PlanSetup, dict[str, str]] | None = None
         # Compiled graphs hold numbers of steps: those of two plans live until their backward.
         self._recent: tuple[tuple[Step, ...], ...] = ()
@@ -309,7 +303,7 @@ class SequenceParallel:
                 None: all alike.
         """
         state = RankState.of(self._planning.group.size, speeds=speeds)
-        self._speeds = None if speeds is None else tuple(state.speeds.tolist())
+        self.speeds = None if speeds is None else tuple(state.speeds.tolist())
 
     def fail(self, error: Exception) -> None:
         """Raise this error as a CommError on all ranks; call it in place of `plan`."""
@@ -344,9 +338,7 @@ class SequenceParallel:
         try:
             plans = self._planning.now(request)
         except BaseException:
-            self._num_plans = (
-                request.number
-            )  # the same on all ranks, whatever each of them requested
+            self._num_plans = request.number  # the same on all ranks, whatever each requested
             raise
         return self._steps(request, plans)
 
@@ -393,15 +385,7 @@ class SequenceParallel:
 
     def _set_up(self) -> tuple[PlanSetup, dict[str, str]]:
         """Return the setup, and the settings that must be the same on all ranks."""
-        used = (
-            self.topology,
-            self.cost,
-            self.planner,
-            self.limits,
-            self._speeds,
-            self.cluster,
-            self.locality_tolerance,
-        )
+        used = tuple(getattr(self, name) for name in PlanSetup.__slots__)
         if self._setup is None or any(map(is_not, used, self._setup[0])):
             setup = PlanSetup(*used)
             settings = {name: str(getattr(setup, name)) for name in PlanSetup.__slots__} | {

@@ -27,7 +27,7 @@ from bascule.attention.usp import (
     with_positive_scale,
 )
 from bascule.comm.agree import agree, first_use
-from bascule.comm.collectives import table_on
+from bascule.comm.collectives import all_reduce, table_on
 from bascule.comm.exchange import (
     BoundRoute,
     check_rows,
@@ -307,12 +307,21 @@ class Step:
             return sum(int(of_rank[group.rank]) for of_rank in counts)
 
     def mean_and_scale(self, values: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the mean, and the factor of its gradient."""
+        """Return the weighted mean over all ranks, and the factor of its gradient; no weights: 0.
+
+        The factor is (ranks of the mean, or 1) / (sum of weights). One all-reduce.
+        """
         group, is_mean = self._parallel.data_group, self._parallel.gradients == "mean"
         with shared(f"step {self.number}: mean"):
             self._check_mean(values, weights)
-            divisor = group.size if is_mean else 1  # of the sum of the gradients
-            return step_ops.mean_and_scale(values, weights, group, divisor, self.number)
+            wide = values.double()
+            counted = wide.new_ones(()) if weights is None else weights.double()
+            counted = counted.expand_as(values)
+            sums = torch.stack([(wide * counted).sum(), counted.sum()])
+            sums = all_reduce(group, f"step {self.number}: all_reduce (mean)", sums)
+            inverse = torch.where(sums[1] == 0.0, 0.0, sums[1].reciprocal())
+            scale = inverse * (group.size if is_mean else 1)
+            return (sums[0] * inverse).to(values.dtype), scale
 
     # What is made, checked and agreed on when it is first used.
 

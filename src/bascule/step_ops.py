@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
-from bascule.comm.collectives import all_reduce
-from bascule.comm.groups import RankGroup, this_world
+from bascule.comm.groups import this_world
 from bascule.comm.transforms import refuse_second
 from bascule.errors import ConfigError
 
@@ -54,22 +53,6 @@ def check_weights(weights: Tensor | None) -> None:
         raise ConfigError(
             "mean: weights want a gradient, and the mean gives them none: pass weights.detach()"
         )
-
-
-def mean_and_scale(
-    values: Tensor, weights: Tensor | None, group: RankGroup, divisor: int, step: int
-) -> tuple[Tensor, Tensor]:
-    """Return the weighted mean of the values of all ranks, and the factor of its gradient.
-
-    One all-reduce, no autograd. The gradient is divisor / (sum of weights); without weights 0.
-    """
-    wide = values.double()
-    counted = wide.new_ones(()) if weights is None else weights.double()
-    counted = counted.expand_as(values)
-    sums = torch.stack([(wide * counted).sum(), counted.sum()])
-    sums = all_reduce(group, f"step {step}: all_reduce (mean)", sums)
-    inverse = torch.where(sums[1] == 0.0, 0.0, sums[1].reciprocal())
-    return (sums[0] * inverse).to(values.dtype), inverse * divisor
 
 
 def mean_gradient(
