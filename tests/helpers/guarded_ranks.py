@@ -120,6 +120,7 @@ def main(function: str, args: str, store: str, num_ranks: str, rank: str) -> Non
         world_size=int(num_ranks),
         timeout=timedelta(seconds=15),
     )
+    torch.manual_seed(0)
     found = getattr(importlib.import_module(module), name)(*json.loads(args))
     print(json.dumps(found), flush=True)
     dist.barrier()  # a peer may still need the store of the first one
