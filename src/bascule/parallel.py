@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from operator import is_not
+from operator import attrgetter, is_not
 from typing import Any, Literal
 
 import numpy as np
@@ -385,7 +385,7 @@ class SequenceParallel:
 
     def _set_up(self) -> tuple[PlanSetup, dict[str, str]]:
         """Return the setup, and the settings that must be the same on all ranks."""
-        used = tuple(getattr(self, name) for name in PlanSetup.__slots__)
+        used = attrgetter(*PlanSetup.__slots__)(self)
         if self._setup is None or any(map(is_not, used, self._setup[0])):
             setup = PlanSetup(*used)
             settings = {name: str(getattr(setup, name)) for name in PlanSetup.__slots__} | {
