@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention
 
 from bascule.attention.kernels.protocol import Attended
-from bascule.attention.kernels.registry import CpuFlashKernel
-from bascule.attention.kernels.skipping import CpuLoopKernel
+from bascule.attention.kernels.registry import CpuFlashKernel, CpuLoopKernel
 from bascule.attention.mask import EVERYTHING, AttentionMask
 from bascule.attention.mask import BlockRows as MaskRows
 from bascule.attention.sparse.attend import rows_of, sparse_attention
