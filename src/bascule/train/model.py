@@ -93,26 +93,15 @@ def measure_cost(
     weights = config.num_double / num_blocks, config.num_single / num_blocks, 1 / num_blocks
     packs = [[length] * (max(seq_lens) // length) for length in seq_lens]
     each = [
-        pack_seconds(model, weights, pack, dtype, kernel, repeats) / len(pack) for pack in packs
+        sum(
+            call.weight * median_seconds(partial(_forward_backward, call), device, repeats)
+            for call in calls_of_model(model, weights, pack, dtype, kernel)
+        )
+        / len(pack)
+        for pack in packs
     ]
     fitted = fit_latency(seq_lens, mean_over_ranks(None, each), config.d_model)
     return replace(fitted, num_layers=num_blocks)
-
-
-def pack_seconds(
-    model: MMDiT,
-    weights: tuple[float, float, float],
-    seq_lens: Sequence[int],
-    dtype: torch.dtype,
-    kernel: str | None,
-    repeats: int,
-) -> float:
-    """Return the weighted seconds of forward and backward of a pack."""
-    device = next(model.parameters()).device
-    return sum(
-        call.weight * median_seconds(partial(_forward_backward, call), device, repeats)
-        for call in calls_of_model(model, weights, seq_lens, dtype, kernel)
-    )
 
 
 def _forward_backward(call: BlockCall) -> None:
