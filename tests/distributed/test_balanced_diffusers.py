@@ -150,7 +150,7 @@ def as_it_is(
     mine = [] if rank == 0 else samples[rank - 1 :: num_ranks - 1]
     weight_fn = settings.get("weight_fn", lambda _: 1)
     wanted, mean = one_process(name, tuple(weight_fn(one) for one in samples))
-    sp = SequenceParallel(None, topology, COST, timeout_s=15.0)
+    sp = SequenceParallel(None, topology, COST, timeout_s=100.0)
     model = wrapped(kind, name, model)
     balanced = BalancedModel(model, sp, length_fn=num_tokens, **settings)
     loss = train_step(model, balanced.microbatches(mine, loss_of))
@@ -307,7 +307,7 @@ def in_accelerate() -> tuple[str, float, float]:
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         losses = [loss_of(plain(**inputs_of(one))[0], one) for one in map(in_float, samples)]
     model = accelerator.prepare(plain)
-    sp = SequenceParallel(None, "g2n1", COST, timeout_s=15.0)
+    sp = SequenceParallel(None, "g2n1", COST, timeout_s=100.0)
     balanced = BalancedModel(model, sp, length_fn=num_tokens)
     own = [in_float(one) for one in samples[rank::num_ranks]]
     loss = train_step(model, balanced.microbatches(own, loss_of))
@@ -402,7 +402,7 @@ def misbuilt() -> dict[str, Any]:
     is_last = dist.get_rank() == dist.get_world_size() - 1
     model = model_of("flux")
     sp, wide = (
-        SequenceParallel(None, "g1n2", COST, timeout_s=15.0, **more)
+        SequenceParallel(None, "g1n2", COST, timeout_s=100.0, **more)
         for more in cast(Any, ({}, {"data_group": dist.group.WORLD}))
     )
     found: dict[str, Any] = {}

@@ -130,7 +130,7 @@ def fail(first: int) -> tuple[int, str]:
         num_single=1,
         warmup=0,
         steps=5,
-        timeout_s=15.0,
+        timeout_s=100.0,
     )
     comparison = Comparison(options, torch.device("cpu"))
     samples = comparison.samples

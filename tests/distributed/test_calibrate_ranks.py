@@ -29,7 +29,7 @@ from tests.helpers.ranks import raised_by, run_ranks
 WIDTH = 32
 SMALL = ("--rounds", "2", "--mib", "1", "--lengths", "16:256", "--points", "5", "--d-model")
 OPTIONS = CalibrateOptions(
-    rounds=2, mib=1, lengths="16:256", points=5, d_model=WIDTH, num_heads=2, timeout_s=15.0
+    rounds=2, mib=1, lengths="16:256", points=5, d_model=WIDTH, num_heads=2, timeout_s=100.0
 )
 LAUNCH_S = 7e-5
 HOST = {ALONE: 2e-4, ON_RANKS: 2e-4 + 2 * LAUNCH_S}

@@ -112,7 +112,7 @@ def check_steps(
             widths=data,
             seed=SEED,
             watch=Stopwatch(CPU),
-            options=EncoderOptions(device=CPU, timeout_s=10.0),
+            options=EncoderOptions(device=CPU, timeout_s=100.0),
         )
         model = build_model(config, mesh, seed=SEED, checkpoint=False, dtype=torch.float64)
 

@@ -26,7 +26,7 @@ from tests.helpers.train_runs import SMALL, losses, refused, run, struck_run, tr
 
 GRACE_S = 10.0
 NUM_STEPS, STRUCK, NOBODY = 6, 4, 65534
-SETTINGS: dict[str, Any] = {"steps": NUM_STEPS, "save_every": 2, "timeout_s": 5.0}
+SETTINGS: dict[str, Any] = {"steps": NUM_STEPS, "save_every": 2}
 
 
 def at(step: int = STRUCK, **places: str) -> list[Fault]:
@@ -88,7 +88,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 def end_struck(fault: Fault, tmp_path: Path, **settings: Any) -> Path:
     out, told = tmp_path / "out", tmp_path / "told"
     told.mkdir()
-    program = partial(struck_run, SETTINGS | {"out": out} | settings)
+    program = partial(struck_run, SETTINGS | {"out": out, "timeout_s": 5.0} | settings)
     check_fault(fault, told, program, COLLECTIVE_TIMEOUT_S + ROLL_CALL_S + GRACE_S)
     return out
 
@@ -127,7 +127,7 @@ def test_a_fault_while_resuming_hurts_no_checkpoint(
 
 def launched(fault: Fault, tmp_path: Path, *more: str) -> subprocess.CompletedProcess[str]:
     """`bascule train` under torchrun, as a user starts it."""
-    given = SMALL | SETTINGS | {"out": tmp_path / "out"}
+    given = SMALL | SETTINGS | {"out": tmp_path / "out", "timeout_s": 5.0}
     flags = [text for k, v in given.items() for text in (f"--{k.replace('_', '-')}", str(v))]
     program = ["-m", "tests.helpers.train_runs", json.dumps(asdict(fault)), str(tmp_path)]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

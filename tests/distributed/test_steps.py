@@ -205,7 +205,7 @@ def bags_of_batches() -> list[str]:
     """Bags follow the batch; within those of each, attention is exact."""
     rank, topologies = dist.get_rank(), list[str]()
     cost = TransformerCost(256, num_layers=4)
-    parallel = SequenceParallel(None, "auto", cost, cluster=NODE, timeout_s=15)
+    parallel = SequenceParallel(None, "auto", cost, cluster=NODE, timeout_s=100)
     for number, lens in enumerate(BATCHES):
         step = parallel.plan(lens[rank])
         all_lens = [length for part in lens for length in part]

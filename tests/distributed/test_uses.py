@@ -47,7 +47,7 @@ def test_gather_takes_the_tokens_of_the_layout_alone() -> None:
 
 def second_derivatives() -> tuple[float, list[tuple[list[str], str]]]:
     """Of a loss over all ranks, against the same in one process; refused where there are none."""
-    parallel = SequenceParallel(None, "g2n1", COST, timeout_s=15)
+    parallel = SequenceParallel(None, "g2n1", COST, timeout_s=100)
     step, rank = parallel.plan([3 + dist.get_rank()]), dist.get_rank()
     own = torch.arange(1.0, 4.0 + rank, dtype=torch.float64)[:, None].requires_grad_()
     moved = step.route(x=own)["x"]
@@ -91,8 +91,8 @@ def test_a_mesh_whose_groups_are_gone_says_so() -> None:
 
 
 def copies() -> list[str]:
-    mesh = AttentionMesh.of(make_mesh(1, 2), timeout_s=15.0)
-    step = SequenceParallel(None, "g2n1", COST, timeout_s=15).plan([2])
+    mesh = AttentionMesh.of(make_mesh(1, 2), timeout_s=100.0)
+    step = SequenceParallel(None, "g2n1", COST, timeout_s=100).plan([2])
     calls: list[Callable[[], object]] = [
         lambda: copy.deepcopy(step),
         lambda: pickle.dumps(step),

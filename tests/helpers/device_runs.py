@@ -189,7 +189,7 @@ def make_loader(*, pins: bool) -> BalancedLoader:
             length = 16 * (1 + number * 7 % 40)
             yield {"input_ids": torch.full((length,), number)}
 
-    options = LoaderOptions(batch_size=4, collate_fn=list, pin_memory=pins, timeout_s=15)
+    options = LoaderOptions(batch_size=4, collate_fn=list, pin_memory=pins, timeout_s=100)
     return BalancedLoader(samples(), cost=PolynomialCost(0.0, 1.0, 0.0), options=options)
 
 

@@ -37,7 +37,7 @@ def join_with_cuda() -> None:
 
     set_variables()
     dist.destroy_process_group()
-    dist.init_process_group("cpu:gloo,cuda:fake", timeout=timedelta(seconds=15))
+    dist.init_process_group("cpu:gloo,cuda:fake", timeout=timedelta(seconds=300))
     changed: Any = SimpleNamespace(cuda=torch.cuda, parallel=parallel, agree=agree)
     changed.cuda.current_device = lambda: 0
     changed.parallel.device_for = lambda *_: CUDA

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 _COMPILER = "g++"
-_TIMEOUT_S = 100
+_TIMEOUT_S = 600  # for hangs alone
 _START = (
     "import ctypes, sys; ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL); "
     "from tests.helpers.guarded_ranks import main; main(*sys.argv[2:])"
@@ -111,17 +112,23 @@ def _built(folder: Path) -> Path:
 
 
 def main(function: str, args: str, store: str, num_ranks: str, rank: str) -> None:
-    """What a rank does; its last line is the result."""
+    """Print the function's result on a rank, as JSON, in the last line."""
     module, name = function.split(":")
-    dist.init_process_group(
-        "gloo",
-        init_method=store,
-        rank=int(rank),
-        world_size=int(num_ranks),
-        timeout=timedelta(seconds=15),
-    )
-    torch.manual_seed(0)
-    found = getattr(importlib.import_module(module), name)(*json.loads(args))
-    print(json.dumps(found), flush=True)
-    dist.barrier()  # a peer may still need the store of the first one
-    os._exit(0)  # threads of autograd wait for a device
+    code = 1
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=store,
+            rank=int(rank),
+            world_size=int(num_ranks),
+            timeout=timedelta(seconds=_TIMEOUT_S / 2),
+        )
+        torch.manual_seed(0)
+        result = getattr(importlib.import_module(module), name)(*json.loads(args))
+        print(json.dumps(result), flush=True)
+        dist.barrier()  # a peer may still need the store of the first one
+        code = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(code)  # threads of autograd wait for a device for ever, after an error too

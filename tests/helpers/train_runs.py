@@ -35,7 +35,7 @@ SMALL: dict[str, Any] = {
     "num_single": 1,
     "gamma": 1.0,
     "dtype": "float64",
-    "timeout_s": 10.0,
+    "timeout_s": 100.0,
     "data": "g1b2i32f1s0,g1b1i64f1s0",
 }
 VICTIM = 1
