@@ -100,28 +100,24 @@ class _OnHost(TorchFunctionMode):
         return func(*args, **named)
 
 
-def packed_model(topologies: list[str], dtype: torch.dtype) -> list[Any]:
-    """A training step of the packed MM-DiT, and its backward, planned for each of these bags."""
+def packed_model(topology: str, batch: Batch, dtype: torch.dtype) -> list[Any]:
+    """Train the packed MM-DiT one step; return devices, the output's shape, calls of attention."""
     config, rank = config_of(4, 4, head_dim=64), dist.get_rank()
-    found = list[Any]()
-    for topology in topologies:
-        sp = SequenceParallel(None, topology, COST)
-        for name, batch in BATCHES.items():
-            samples, model = own_samples(batch, config, rank), make_model(config)
-            num_image = sum(image for _, image in batch[rank])
-            with fake_cuda(gradients=True):
-                move(model, dtype)
-                given = on_fake_cuda(samples.inputs, dtype)
-                step = sp.plan(samples.seq_lens)
-                predicted = model(given, step)
-                rows = torch.empty(num_image, dtype=torch.int64, device=CUDA)
-                loss = step.mean(predicted.index_select(0, rows).square().mean(-1))
-                loss.backward()
-            tensors = [predicted, loss, *(p.grad for p in model.parameters())]
-            devices = sorted({"none" if x is None else str(x.device) for x in tensors})
-            is_whole = predicted.shape == (sum(samples.seq_lens), config.in_channels)
-            found.append([topology, name, devices, is_whole, step.num_attended])
-    return found
+    sp = SequenceParallel(None, topology, COST)
+    samples, model = own_samples(batch, config, rank), make_model(config)
+    num_image = sum(image for _, image in batch[rank])
+    with fake_cuda(gradients=True):
+        move(model, dtype)
+        inputs = on_fake_cuda(samples.inputs, dtype)
+        step = sp.plan(samples.seq_lens)
+        predicted = model(inputs, step)
+        rows = torch.empty(num_image, dtype=torch.int64, device=CUDA)
+        loss = step.mean(predicted.index_select(0, rows).square().mean(-1))
+        loss.backward()
+    tensors = [predicted, loss, *(p.grad for p in model.parameters())]
+    devices = sorted({"none" if x is None else str(x.device) for x in tensors})
+    is_whole = predicted.shape == (sum(samples.seq_lens), config.in_channels)
+    return [devices, is_whole, step.num_attended]
 
 
 def on_fake_cuda(batch: PackedBatch, dtype: torch.dtype) -> PackedBatch:
