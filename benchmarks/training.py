@@ -37,9 +37,8 @@ from bascule import (
     train_step,
 )
 from bascule.bench.options import BenchOptions
-from bascule.calibrate.measuring import Measured, measure
+from bascule.calibrate.measuring import Measured, measure, profile_of
 from bascule.calibrate.options import CalibrateOptions
-from bascule.calibrate.profiles import profile_of
 from bascule.costs import PolynomialCost, fit_latency
 from bascule.plan.calibration import Calibration, Fit
 from bascule.plan.costs import FLOPS_PER_UNIT

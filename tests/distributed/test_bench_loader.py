@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from bascule.bench.comparison import Comparison
+from bascule.bench.comparison import Comparison, join_samples, split_samples
 from bascule.bench.options import BenchOptions
-from bascule.bench.ways import join_samples, split_samples
 from bascule.workload.streams import SampleBatch, SampleStream, SyntheticStream
 from tests.helpers.bench import bench, summary
 from tests.helpers.cli import run

@@ -15,9 +15,15 @@ import torch
 import torch.distributed as dist
 
 from bascule.calibrate import measuring, timed
-from bascule.calibrate.measuring import ALONE, BETWEEN_NODES, ON_RANKS, measure
+from bascule.calibrate.measuring import (
+    ALONE,
+    BETWEEN_NODES,
+    ON_RANKS,
+    measure,
+    profile_of,
+    refusals,
+)
 from bascule.calibrate.options import CalibrateOptions
-from bascule.calibrate.profiles import profile_of, refusals
 from bascule.cli import launch, main
 from bascule.errors import ConfigError
 from bascule.plan.machine import HardwareProfile

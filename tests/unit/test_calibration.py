@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bascule.calibrate.profiles import refusals, undisturbed
+from bascule.calibrate.measuring import refusals, undisturbed
 from bascule.errors import ConfigError
 from bascule.plan.calibration import BYTES, TOKENS, is_held_out, least_points
 from bascule.plan.machine import (

@@ -10,8 +10,7 @@ import pytest
 from PIL import Image
 
 from bascule.errors import ConfigError
-from bascule.generate.options import GenerateOptions
-from bascule.generate.prompts import Prompt, read_prompts
+from bascule.generate.options import GenerateOptions, Prompt, read_prompts
 from tests.helpers.cli import run
 
 
@@ -130,7 +129,7 @@ def test_guided_is_what_computes_two_branches(
 
 
 def test_files_are_there_whole_or_not_at_all(tmp_path: Path) -> None:
-    from bascule.generate.media import write_media, write_record
+    from bascule.generate.generating import write_media, write_record
 
     frames = [Image.fromarray(np.full((18, 21, 3), 60 * i, np.uint8)) for i in range(3)]
     write_media(tmp_path / "one.png", frames[1:2], 8)

@@ -43,7 +43,7 @@ def run(options: BenchOptions, arguments: list[str]) -> int | None:
         saved(console, *files)
 
     def prepare(num_ranks: int) -> None:
-        from bascule.bench.ways import open_stream
+        from bascule.bench.comparison import open_stream
         from bascule.train.encoders import load_encoders
         from bascule.train.model import check_kernel, model_config
 

@@ -18,8 +18,7 @@ def run(options: CalibrateOptions, arguments: list[str]) -> int | None:
     from bascule.report.measured import of_calibration
 
     def measure(device: "torch.device") -> dict[str, Any]:
-        from bascule.calibrate.measuring import measure
-        from bascule.calibrate.profiles import profile_of, refusals
+        from bascule.calibrate.measuring import measure, profile_of, refusals
 
         with progress("measuring", options.rounds + _ROUNDS_THAT_DO_NOT_COUNT) as advance:
             profile = profile_of(measure(options, device, advance), options)

@@ -5,8 +5,7 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from bascule.errors import CommError
-from bascule.generate.options import GenerateOptions
-from bascule.generate.prompts import read_prompts
+from bascule.generate.options import GenerateOptions, read_prompts
 
 if TYPE_CHECKING:
     import torch
