@@ -135,8 +135,7 @@ class Schedule:
         items = max([1, *map(len, groups)])
         tokens = max([1, *(sum(length for _, length in group) for group in groups)])
         return replace(
-            schedule,
-            limits=draw.choice((None, None, Limits(items=items), Limits(tokens, items))),
+            schedule, limits=draw.choice((None, None, Limits(items=items), Limits(tokens, items)))
         )
 
     def lists(self, rank: int) -> Groups | None:

@@ -6,15 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers import wan_cases
-from tests.helpers.model_case import (
-    CHANNELS,
-    TEXT_DIM,
-    Case,
-    Draw,
-    Inputs,
-    MakesInputs,
-    MakesModel,
-)
+from tests.helpers.model_case import CHANNELS, TEXT_DIM, Case, Draw, Inputs, MakesInputs, MakesModel
 
 NUM_FRAMES, NUM_AUDIO = 3, 7
 

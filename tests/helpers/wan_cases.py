@@ -4,15 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from tests.helpers.model_case import (
-    CHANNELS,
-    TEXT_DIM,
-    Case,
-    Draw,
-    Inputs,
-    MakesInputs,
-    MakesModel,
-)
+from tests.helpers.model_case import CHANNELS, TEXT_DIM, Case, Draw, Inputs, MakesInputs, MakesModel
 
 IMAGE_DIM, FACE_SIZE = 16, 8
 NUM_KEYS = 512  # of text: models with keys of an image take the last so many for text

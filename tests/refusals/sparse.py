@@ -8,12 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bascule.attention.sparse.rules import (
-    keep_density,
-    keep_mass,
-    keep_top_k,
-    pooled,
-)
+from bascule.attention.sparse.rules import keep_density, keep_mass, keep_top_k, pooled
 from bascule.plan.machine import AttentionLatency
 from bascule.plan.sparse import (
     BlockLayout,

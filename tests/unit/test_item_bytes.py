@@ -234,10 +234,7 @@ REFUSED: list[tuple[Any, tuple[str, ...]]] = [
     ({"g": [LEAF * 2]}, ("sample['g'][0] requires a gradient", "detach()")),
     ({"x": np.ones((2, 2)).view(np.matrix)}, ("sample['x'] is a matrix", "numpy.asarray")),
     ({"x": np.ones(2).view(np.recarray)}, ("sample['x'] is a recarray", "numpy.asarray")),
-    (
-        {"x": np.ma.masked_array([1, 2], mask=[False, True])},
-        ("sample['x']", "data and mask apart"),
-    ),
+    ({"x": np.ma.masked_array([1, 2], mask=[False, True])}, ("sample['x']", "data and mask apart")),
     ({"x": Half(2)}, ("sample['x'] is a Half", "item()")),
     ({"s": Text("a")}, ("sample['s'] is a Text", "str(..)")),
     ({"b": Raw(b"a")}, ("sample['b'] is a Raw", "bytes(..)")),

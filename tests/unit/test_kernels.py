@@ -420,8 +420,7 @@ def test_values_of_a_head_that_are_not_next_to_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [(torch.float32, 2e-6), (torch.float16, 2e-3), (torch.bfloat16, 1.5e-2)],
+    ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float16, 2e-3), (torch.bfloat16, 1.5e-2)]
 )
 @pytest.mark.parametrize("name", ["random", "clustered", "short blocks in the middle"])
 def test_narrow_dtypes(name: str, dtype: torch.dtype, tolerance: float) -> None:

@@ -12,10 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bascule.attention.kernels.registry import KERNELS, check_name
-from bascule.attention.layout import (
-    SequenceLayout,
-    positions_on,
-)
+from bascule.attention.layout import SequenceLayout, positions_on
 from bascule.attention.packed import Bag, check, check_shapes
 from bascule.attention.tiles import Pieces
 from bascule.errors import ConfigError
@@ -90,11 +87,7 @@ def bag_of(lens: Lens, rank: int = 0, pieces: Pieces | None = None) -> Bag:
     chunks = np.array(lens, dtype=np.int64).reshape(len(lens), -1)
     pieces = pieces or Pieces(chunks.sum(axis=0)[None], 1, None, CPU)
     return Bag(
-        cast(Any, SimpleNamespace(place=(0, rank))),
-        chunks,
-        pieces,
-        None,
-        np.zeros_like(chunks[0]),
+        cast(Any, SimpleNamespace(place=(0, rank))), chunks, pieces, None, np.zeros_like(chunks[0])
     )
 
 

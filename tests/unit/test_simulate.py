@@ -264,10 +264,7 @@ def test_ranks_wait_behind_each_balanced_encoder() -> None:
     assert owner.fbl_s == pytest.approx(17.0, rel=1e-3)
     even = [replace(stage, is_balanced=True) for stage in (text, vae)]
     balanced = simulated(data, "none", FREE, stages=tuple(even), num_steps=1)
-    assert balanced.stage_s[0].max(axis=1).tolist() == [
-        8.0,
-        6.0,
-    ]  # 5 | 4 + 4, 6 | 2
+    assert balanced.stage_s[0].max(axis=1).tolist() == [8.0, 6.0]  # 5 | 4 + 4, 6 | 2
     assert balanced.fbl_s == pytest.approx(14.0, rel=1e-3)
     found = balanced.to_dict()
     assert found["stages"]["vae"] == {"imbalance": 1.5, "seconds": 6.0}
@@ -390,10 +387,7 @@ MIXED = "g16b4i256f1s0,g4b5i512f1s0,g4b5i1024f1s0,g8b1i2048f1s0"
 NAMES = ("none", "g1n32", "g2n16", "g4n8", "g8n4")
 WIR = {LOW: (1.22, 1.00, 1.00, 1.00, 1.00), MIXED: (17.14, 3.92, 1.27, 1.01, 1.00)}
 FBL = {LOW: (3.13, 2.95, 3.30, 3.51, 4.30), MIXED: (4.64, 4.62, 2.92, 2.62, 2.52)}
-TPS = {
-    LOW: (147.63, 156.48, 139.77, 131.63, 107.28),
-    MIXED: (58.58, 58.95, 93.08, 103.74, 108.06),
-}
+TPS = {LOW: (147.63, 156.48, 139.77, 131.63, 107.28), MIXED: (58.58, 58.95, 93.08, 103.74, 108.06)}
 HFU = {LOW: (24.72, 26.20, 23.40, 22.04, 17.96), MIXED: (14.54, 14.63, 23.10, 25.74, 26.81)}
 FITTED = {LOW: ("none", "g1n32", "g8n4"), MIXED: ("none",)}
 

@@ -69,11 +69,7 @@ NEAR = {"locality_tolerance": 9.0}
     ("costs", "options", "makespan"),
     [
         ([1], {"speeds": [1.0, 4.0], "sizes": [40], "limits": Limits(tokens=10)}, 0.25),
-        (
-            [1],
-            {"speeds": [0.5, 0.6], "ranks_per_bin": [2, 1], "sizes": [20], "limits": BYTES},
-            2.0,
-        ),
+        ([1], {"speeds": [0.5, 0.6], "ranks_per_bin": [2, 1], "sizes": [20], "limits": BYTES}, 2.0),
         (
             [6, 5, 1, 1],
             {"num_bins": 2, "sizes": TWO_SIZES, "limits": Limits(tokens=10, num_bytes=10, items=2)},

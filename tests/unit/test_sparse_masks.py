@@ -21,21 +21,10 @@ from bascule.attention.sparse.rules import (
     pooled,
 )
 from bascule.errors import ConfigError
-from bascule.plan.sparse import (
-    BlockLayout,
-    PackedRows,
-    block_lens,
-    in_order,
-    sparse_imbalance,
-)
+from bascule.plan.sparse import BlockLayout, PackedRows, block_lens, in_order, sparse_imbalance
 from bascule.plan.sparse.baselines import greedy
 from bascule.workload import load_masks, save_masks
-from bascule.workload.masks import (
-    COGVIDEOX15,
-    WAN21,
-    MaskModel,
-    synthetic_masks,
-)
+from bascule.workload.masks import COGVIDEOX15, WAN21, MaskModel, synthetic_masks
 
 TABLE_1 = {"wan": (1.355, 1.253, 1.246, 1.255), "cog": (1.447, 1.201, 1.159, 1.269)}
 MODELS = {"wan": WAN21, "cog": COGVIDEOX15}

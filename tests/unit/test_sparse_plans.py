@@ -26,12 +26,7 @@ from bascule.plan.sparse import (
     sparse_imbalance,
 )
 from bascule.plan.sparse.baselines import greedy, paper_blocks
-from bascule.plan.sparse.choose import (
-    LayerPlans,
-    Strategies,
-    all_degrees,
-    columns_of,
-)
+from bascule.plan.sparse.choose import LayerPlans, Strategies, all_degrees, columns_of
 from bascule.plan.sparse.partition import BlockPlan
 from bascule.plan.sparse.planner import PLANNERS
 from bascule.report.sparse_picture import draw
@@ -49,13 +44,7 @@ from tests.helpers.sparse_simulation import (
     toeplitz_mask,
     tokens_of,
 )
-from tests.helpers.sparse_studies import (
-    HEAD_DIM,
-    ITEMSIZE,
-    TOLERANCE,
-    drifting,
-    setting_of,
-)
+from tests.helpers.sparse_studies import HEAD_DIM, ITEMSIZE, TOLERANCE, drifting, setting_of
 
 # Counts and imbalance
 
@@ -320,11 +309,7 @@ def test_every_step_takes_the_mesh_with_the_lowest_prediction(as_counts: bool) -
     work: Any = counts_by_rank(steps[0]) if as_counts else steps[0]
     expected = first_plans(work, all_degrees(4))
     plans = LayerPlans.first(
-        expected,
-        Strategies(LATENCY, min_gain=0.0),
-        start=None,
-        batch=BATCH,
-        row_bytes=ROW_BYTES,
+        expected, Strategies(LATENCY, min_gain=0.0), start=None, batch=BATCH, row_bytes=ROW_BYTES
     )
     used = set[tuple[int, int]]()
     for masks, later in itertools.pairwise([steps[0], *steps]):

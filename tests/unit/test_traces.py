@@ -10,13 +10,7 @@ import pytest
 
 from bascule.plan.costs import PolynomialCost
 from bascule.plan.marks import LengthMark, marks_of, read_mark
-from bascule.workload.traces import (
-    StepParts,
-    balancing_worth,
-    read_traces,
-    step_parts,
-    write_steps,
-)
+from bascule.workload.traces import StepParts, balancing_worth, read_traces, step_parts, write_steps
 from bascule.workload.traces.spans import minus, seconds_within, spans_of, union, within
 from bascule.workload.traces.steps import segments_of
 from bascule.workload.traces.worth import lengths_of, read_lens

@@ -213,9 +213,7 @@ def test_an_empty_pack_is_two_tokens_that_count_nothing(ends: str) -> None:
         assert next(iter(unlabelled))["input_ids"].tolist() == [[3, 4]]
 
 
-def test_packs_without_a_label_to_learn_are_reported_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_packs_without_a_label_to_learn_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     pack, tokens = Pack(tokens=9), torch.tensor([3, 4, 5])
     first_only, learns = torch.tensor([7, -100, -100]), torch.tensor([-100, 4, -100])
 

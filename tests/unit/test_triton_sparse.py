@@ -70,11 +70,7 @@ def run(what: str, **environment: str) -> list[dict[str, Any]]:
 
 
 def compared(
-    call: Callable[..., list[Tensor]],
-    case: Case,
-    dtype: torch.dtype,
-    dim: int,
-    apart: float = 0.0,
+    call: Callable[..., list[Tensor]], case: Case, dtype: torch.dtype, dim: int, apart: float = 0.0
 ) -> dict[str, Any]:
     """One case, forward and backward, against the reference; queries and keys may be far apart."""
     from bascule.attention.kernels.registry import TritonKernel
