@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from bascule.comm.items import leaves_of, rebuilt
-from bascule.diffusers.batch_shares import Form, Samples, samples_of, share_of
-from bascule.diffusers.pending import Branch
+from bascule.diffusers.pending import Branch, Form, Samples, samples_of, share_of
 from bascule.errors import ConfigError
 
 

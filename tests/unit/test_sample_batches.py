@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from bascule.diffusers.samples import batch_of, samples_in
+from bascule.diffusers.balanced_model import batch_of, samples_in
 from bascule.errors import ConfigError
 
 BATCH: dict[str, Any] = {

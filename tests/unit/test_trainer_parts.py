@@ -13,12 +13,13 @@ from bascule import ConfigError
 from bascule.data.loader import LoaderOptions
 from bascule.data.packs import Pack, make_pack
 from bascule.plan.limits import Limits
-from bascule.transformers.packs import check_separates, inputs_of_pack
 from bascule.transformers.trainer import (
     BalanceConfig,
     Columns,
     TrainLoader,
+    check_separates,
     checked_dataset,
+    inputs_of_pack,
     options_of,
     unpacked_columns,
 )

@@ -14,9 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from bascule.comm.failures import shared
 from bascule.comm.items import leaves_of, mapped
 from bascule.diffusers.arguments import SameInputs, parameters_of
-from bascule.diffusers.batch_shares import Form, samples_of, share_of
 from bascule.diffusers.caches import branch_of
-from bascule.diffusers.pending import Branch, Branches, Pending, fetched
+from bascule.diffusers.pending import Branch, Branches, Form, Pending, fetched, samples_of, share_of
 from bascule.diffusers.split_model import SplitModel, form_of
 from bascule.errors import ConfigError
 from bascule.stand_in import Override

@@ -4,9 +4,9 @@ from bascule.models.flux_weights import config_from_diffusers as config_from_dif
 from bascule.models.flux_weights import weights_from_diffusers as weights_from_diffusers
 from bascule.models.flux_weights import weights_to_diffusers as weights_to_diffusers
 from bascule.models.layout import TokenLayout as TokenLayout
+from bascule.models.mmdit import Attend as Attend
+from bascule.models.mmdit import Exchange as Exchange
+from bascule.models.mmdit import LocalExchange as LocalExchange
 from bascule.models.mmdit import MMDiT as MMDiT
 from bascule.models.mmdit import MMDiTConfig as MMDiTConfig
 from bascule.models.mmdit import PackedBatch as PackedBatch
-from bascule.models.protocol import Attend as Attend
-from bascule.models.protocol import Exchange as Exchange
-from bascule.models.protocol import LocalExchange as LocalExchange
