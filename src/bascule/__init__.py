@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from bascule.diffusers.balanced_model import BalancedModel as BalancedModel
     from bascule.diffusers.degrees import AutoMesh as AutoMesh
     from bascule.diffusers.parallelize import parallelize as parallelize
-    from bascule.diffusers.sparse_config import SparseConfig as SparseConfig
+    from bascule.diffusers.sparse_layers import SparseConfig as SparseConfig
     from bascule.encoders.encoder import BalancedEncoder as BalancedEncoder
     from bascule.encoders.tiled_vae import TiledVAE as TiledVAE
     from bascule.errors import CommError as CommError
@@ -55,7 +55,7 @@ _HOMES = {
     "SequenceParallel": "bascule.parallel",
     "Sequences": "bascule.plan.sequences",
     "Span": "bascule.plan.sequences",
-    "SparseConfig": "bascule.diffusers.sparse_config",
+    "SparseConfig": "bascule.diffusers.sparse_layers",
     "Step": "bascule.parallel",
     "TiledVAE": "bascule.encoders.tiled_vae",
     "TransformerCost": "bascule.plan.costs",

@@ -19,8 +19,8 @@ from bascule.errors import ConfigError
 from bascule.parallel import Step
 from bascule.train import training_run
 from bascule.train.checkpoints import newest_checkpoint, step_of
-from bascule.train.metrics import PARTS
 from bascule.train.stopwatch import Stopwatch
+from bascule.train.training_run import PARTS
 from bascule.workload.streams import SampleBatch, SyntheticStream
 from tests.helpers.jobs import in_a_job
 from tests.helpers.ranks import run_ranks, run_to_the_end

@@ -14,9 +14,8 @@ from bascule.options import check_options
 from bascule.plan.costs import TransformerCost
 from bascule.plan.plan import plan_batch
 from bascule.train.checkpoints import Facts, check_facts, newest_checkpoint, step_of
-from bascule.train.metrics import PARTS, MetricsLog, StepReports
 from bascule.train.options import Schedule, TrainOptions, schedule_of, settings_of, split
-from bascule.train.training_run import prepare
+from bascule.train.training_run import PARTS, MetricsLog, StepReports, prepare
 from bascule.workload.streams import SyntheticStream
 from tests.helpers.cli import modules_imported_by, run
 

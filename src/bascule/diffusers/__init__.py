@@ -4,7 +4,7 @@ from bascule.diffusers.balanced_model import BalancedModel as BalancedModel
 from bascule.diffusers.degrees import AutoMesh as AutoMesh
 from bascule.diffusers.parallelize import ParallelHandle as ParallelHandle
 from bascule.diffusers.parallelize import parallelize as parallelize
-from bascule.diffusers.sparse_config import SparseConfig as SparseConfig
+from bascule.diffusers.sparse_layers import SparseConfig as SparseConfig
 from bascule.diffusers.sparse_layers import SparseLayer as SparseLayer
 from bascule.diffusers.split_table import Cut as Cut
 from bascule.diffusers.split_table import Keys as Keys

@@ -31,11 +31,17 @@ from bascule.diffusers.degrees import (
 from bascule.diffusers.explain import Explanation, explain
 from bascule.diffusers.guidance import GuidedModel
 from bascule.diffusers.pending import Branches
-from bascule.diffusers.phases import PhaseTimes, execution_device, phase_lines, timed
-from bascule.diffusers.pipeline_run import PipelineRun
+from bascule.diffusers.pipeline_run import (
+    PhaseTimes,
+    PipelineRun,
+    SharedPart,
+    execution_device,
+    phase_lines,
+    share_parts,
+    timed,
+)
 from bascule.diffusers.request import Request, agree_on, models_of
-from bascule.diffusers.shared_parts import SharedPart, share_parts
-from bascule.diffusers.sparse_config import SparseConfig
+from bascule.diffusers.sparse_layers import SparseConfig
 from bascule.diffusers.split_model import SplitModel
 from bascule.diffusers.split_table import SplitTable
 from bascule.diffusers.tables import table_of

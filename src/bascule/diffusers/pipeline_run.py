@@ -1,23 +1,228 @@
-"""A pipeline's call as a scope: same arguments, and one noise, on all ranks of a replica.
+"""A pipeline's call as a scope: one noise on all ranks, its phases timed, its other models shared.
 
-All ranks run the same program, so random states that are equal when it starts stay equal.
+All ranks of a replica run the same program, so random states that are equal when it starts stay
+equal. The ranks share the work of the VAE and of the text encoders.
 """
 
 import inspect
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from bascule.comm import groups
 from bascule.comm.agree import agree
 from bascule.comm.collectives import broadcast
 from bascule.comm.failures import shared
-from bascule.comm.groups import RankGroup, device_of
-from bascule.diffusers.phases import TRANSFORMERS, execution_device
-from bascule.encoders.items import contents_of
+from bascule.comm.groups import RankGroup
+from bascule.diffusers.compiling import device_of
+from bascule.encoders.encoder import BalancedEncoder, EncoderOptions
+from bascule.encoders.items import contents_of, table_of
+from bascule.encoders.tiled_vae import TiledVAE
+from bascule.errors import ConfigError
+from bascule.plan.costs import PolynomialCost
 from bascule.stand_in import Override
+
+_TEXT_ENCODERS = "text_encoder", "text_encoder_2", "text_encoder_3"
+_TOKENS = PolynomialCost(quadratic=0.0, linear=1.0, constant=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPart:
+    """A part of a pipeline whose work ranks share, until `remove`."""
+
+    phase: str  # that has most of the work: "encode" or "decode"
+    encoder: BalancedEncoder | TiledVAE
+    overrides: tuple[Override, ...]  # of the part's methods
+
+    def remove(self) -> None:
+        """Let each rank do all of the work."""
+        for one in self.overrides:
+            one.remove()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let each rank do all of the work within."""
+        with ExitStack() as stack:
+            for one in self.overrides:
+                stack.enter_context(one.paused())
+            yield
+
+
+def shared_parts(pipeline: Any, for_vae: str, for_texts: str) -> list[nn.Module]:
+    """Return the modules that ranks share besides the transformers."""
+    if pipeline is None:
+        return []
+    vae = _shared_vae(pipeline, for_vae)
+    return [*([] if vae is None else [vae]), *_shared_text_encoders(pipeline, for_texts)]
+
+
+def _shared_vae(pipeline: Any, for_vae: str) -> nn.Module | None:
+    vae = getattr(pipeline, "vae", None)
+    if not isinstance(vae, nn.Module) or for_vae == "own":
+        return None
+    if for_vae == "first" and hasattr(pipeline, "video_processor"):
+        raise ConfigError(
+            f"parallelize(.., vae='first') and a {type(pipeline).__name__}, which cannot put "
+            "together a video of no frames on the other ranks: use vae='all'"
+        )
+    if getattr(vae, "use_tiling", False):
+        return vae
+    if for_vae == "first":
+        raise ConfigError(
+            f"parallelize(.., vae='first') and a {type(vae).__name__} without tiling, so every "
+            "rank decodes whole images: call pipeline.vae.enable_tiling() before parallelize"
+        )
+    return None
+
+
+def _shared_text_encoders(pipeline: Any, for_texts: str) -> list[nn.Module]:
+    if for_texts == "own":
+        return []
+    encoders = [getattr(pipeline, name, None) for name in _TEXT_ENCODERS]
+    modules = [one for one in encoders if isinstance(one, nn.Module)]
+    for module in modules:
+        if table_of(module).length is None:
+            raise ConfigError(
+                f"parallelize(.., text_encoders='all'): it is not known how a "
+                f"{type(module).__name__} holds prompts; use text_encoders='own'"
+            )
+    return modules
+
+
+def share_parts(
+    pipeline: Any,
+    group: RankGroup,
+    for_vae: Literal["all", "first", "own"],
+    for_texts: Literal["all", "own"],
+    device: torch.device,
+) -> Iterator[SharedPart]:
+    """Share the tiles of the VAE and the prompts of a batch among ranks; yield each part then."""
+    ranks = group.process_group
+    vae = _shared_vae(pipeline, for_vae)
+    if vae is not None and for_vae != "own":
+        settings = EncoderOptions(features_for=for_vae, device=device)
+        tiled = encoding = TiledVAE(vae, mesh_or_group=ranks, options=settings)
+        if for_vae == "first":  # gets the pixels alone; latents of a photo are for all
+            for_all = replace(settings, features_for="all")
+            encoding = TiledVAE(vae, mesh_or_group=ranks, options=for_all)
+        both = _override(vae, "encode", encoding.encode), _override(vae, "decode", tiled.decode)
+        yield SharedPart("decode", tiled, both)
+    settings = EncoderOptions(features_for="all", device=device)
+    for module in _shared_text_encoders(pipeline, for_texts):
+        encoder = BalancedEncoder(module, cost=_TOKENS, mesh_or_group=ranks, options=settings)
+        yield SharedPart("encode", encoder, (_override(module, "__call__", encoder.call),))
+
+
+def _override(module: nn.Module, name: str, shared: Callable[..., Any]) -> Override:
+    return Override(module, name, lambda _, *args, **kwargs: shared(*args, **kwargs))
+
+
+PHASES = "encode", "denoise", "decode"
+
+TRANSFORMERS = "transformer", "transformer_2", "unconditional_transformer"
+
+_METHODS = {
+    "encode": ("", "encode_prompt"),
+    "noise": ("", "prepare_latents"),
+    "step": ("scheduler", "step"),
+    "decode": ("vae", "decode"),
+} | {name: (name, "__call__") for name in TRANSFORMERS}
+
+Observer = Callable[[str, tuple[Any, ...], dict[str, Any], Any], None]  # name, arguments, output
+
+
+@contextmanager
+def watched(pipeline: Any, observe: Observer) -> Iterator[None]:
+    """Observe "encode", "noise", "step", "decode", and calls of the transformers by their names."""
+
+    def around(what: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output = method(*args, **kwargs)
+        observe(what, args, kwargs, output)
+        return output
+
+    with ExitStack() as stack:
+        for what, (part, name) in _METHODS.items():
+            owner = getattr(pipeline, part, None) if part else pipeline
+            if getattr(owner, name, None) is not None:
+                # Some pipelines take steps with copies of their scheduler.
+                one = Override(owner, name, partial(around, what), with_copies=what == "step")
+                stack.callback(one.remove)
+        yield
+
+
+def execution_device(pipeline: Any, model: nn.Module) -> torch.device:
+    """Return the device on which a pipeline computes and draws, also if weights are offloaded."""
+    device = getattr(pipeline, "_execution_device", None)
+    if isinstance(device, torch.device) and device.type != "meta":
+        return device
+    return device_of(model)
+
+
+@dataclass(slots=True)
+class PhaseTimes:
+    """Seconds of the phases of the last call of a pipeline, on this rank."""
+
+    begun: float = 0.0  # of one clock, as the next three
+    encoded: float = 0.0  # when the noise was drawn
+    denoised: float = 0.0  # when the last step ended
+    ended: float = 0.0
+    num_steps: int = 0  # calls of the scheduler
+    num_passes: int = 0  # calls of the transformers, for all branches of guidance
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds by phase, after the call."""
+        times = self.begun, self.encoded, self.denoised, self.ended
+        return {
+            phase: after - before
+            for phase, before, after in zip(PHASES, times, times[1:], strict=False)
+        }
+
+
+@contextmanager
+def timed(pipeline: Any, device: torch.device) -> Iterator[PhaseTimes]:
+    """Measure one call of a pipeline, made within; after each step the host waits."""
+    times = PhaseTimes()
+
+    def now() -> float:
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize(device)
+        return time.perf_counter()
+
+    def observe(what: str, *_: Any) -> None:
+        if what == "step":
+            times.denoised, times.num_steps = now(), times.num_steps + 1
+        elif what in TRANSFORMERS:
+            times.num_passes += 1
+        elif what != "decode" and not times.num_passes:  # some draw again between steps
+            times.encoded = times.denoised = now()
+
+    with watched(pipeline, observe):
+        times.begun = times.encoded = times.denoised = now()
+        try:
+            yield times
+        finally:
+            times.ended = now()
+
+
+def phase_lines(times: PhaseTimes | None, shared: Sequence[SharedPart]) -> tuple[str, ...]:
+    """Describe the phases of the last call: measured seconds, and the work that ranks shared."""
+    lines = list[str]()
+    for name in PHASES:
+        facts = [] if times is None else [f"{times.seconds[name]:.3g} s measured"]
+        parts = [one.encoder.last for one in shared if one.phase == name]
+        facts += [str(encoding) for encoding in parts if encoding is not None]
+        if facts:
+            lines.append(f"{name}: {'; '.join(facts)}")
+    return tuple(lines)
+
 
 _OF_A_RANK = "output_type", "return_dict", "callback"  # beginnings of names; ranks may differ
 
@@ -51,7 +256,7 @@ class PipelineRun(Override):
         agree(self._group, settings, what=f"a call of a {type(self._pipeline).__name__}")
         generators = generators_of(bound.arguments)
         states = random_states(device, generators)
-        sent = torch.cat(states).to(device_of(self._group))  # NCCL sends nothing of the host
+        sent = torch.cat(states).to(groups.device_of(self._group))  # NCCL sends nothing of the host
         first = broadcast(self._group, "broadcast (noise)", sent).cpu()
         set_random_states(device, generators, first.split([one.numel() for one in states]))
         self._begin_run()

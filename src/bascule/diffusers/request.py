@@ -11,9 +11,8 @@ from bascule.comm.agree import agree
 from bascule.comm.groups import RankGroup
 from bascule.diffusers.degrees import ONE_RANK, Shape
 from bascule.diffusers.guidance import check_guided
-from bascule.diffusers.phases import TRANSFORMERS
-from bascule.diffusers.shared_parts import shared_parts
-from bascule.diffusers.sparse_config import SparseConfig, settings_of
+from bascule.diffusers.pipeline_run import TRANSFORMERS, shared_parts
+from bascule.diffusers.sparse_layers import SparseConfig, settings_of
 from bascule.diffusers.split_model import check_model
 from bascule.diffusers.split_table import SplitTable
 from bascule.encoders.items import values_digest

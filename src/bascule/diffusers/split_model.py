@@ -17,8 +17,7 @@ from bascule.comm.groups import RankGroup
 from bascule.diffusers.arguments import SameInputs, holds_tensors, parameters_of
 from bascule.diffusers.caches import Caches
 from bascule.diffusers.forward_pass import CountingPass, ForwardPass, Shares
-from bascule.diffusers.sparse_config import SparseConfig
-from bascule.diffusers.sparse_layers import SparseLayers, SparsePass
+from bascule.diffusers.sparse_layers import SparseConfig, SparseLayers, SparsePass
 from bascule.diffusers.split_table import (
     Cut,
     Keys,

@@ -17,8 +17,14 @@ from bascule.comm.groups import RankGroup, device_of
 from bascule.comm.items import leaves_of, mapped
 from bascule.diffusers.arguments import Fingerprint, compare_inputs, parameters_of
 from bascule.diffusers.forward_pass import layout_of
-from bascule.diffusers.phases import TRANSFORMERS, execution_device, watched
-from bascule.diffusers.pipeline_run import generators_of, random_states, set_random_states
+from bascule.diffusers.pipeline_run import (
+    TRANSFORMERS,
+    execution_device,
+    generators_of,
+    random_states,
+    set_random_states,
+    watched,
+)
 from bascule.diffusers.split_model import SplitModel
 from bascule.diffusers.split_table import modules_of
 from bascule.errors import ConfigError

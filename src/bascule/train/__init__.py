@@ -4,8 +4,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bascule.train.rank_speeds import measure_speeds as measure_speeds
     from bascule.train.stepping import keep_exchanges as keep_exchanges
+    from bascule.train.stepping import measure_speeds as measure_speeds
     from bascule.train.stepping import sync_of as sync_of
     from bascule.train.stepping import train_step as train_step
 

@@ -11,8 +11,8 @@ ring rank * U + Ulysses rank.
 
 from bascule.plan.sparse.baselines import in_order as in_order
 from bascule.plan.sparse.choose import PlanReuse as PlanReuse
-from bascule.plan.sparse.counts import block_counts as block_counts
 from bascule.plan.sparse.layout import BlockLayout as BlockLayout
+from bascule.plan.sparse.layout import block_counts as block_counts
 from bascule.plan.sparse.layout import block_lens as block_lens
 from bascule.plan.sparse.layout import check_degrees as check_degrees
 from bascule.plan.sparse.partition import partition_blocks as partition_blocks

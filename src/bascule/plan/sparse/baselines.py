@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.arrays import Floats, Ints
-from bascule.plan.sparse.counts import tile_work
-from bascule.plan.sparse.layout import BlockLayout
+from bascule.plan.sparse.layout import BlockLayout, tile_work
 from bascule.plan.sparse.partition import BlockPlan, Placement
 from bascule.plan.sparse.plan import SparsePlan
 

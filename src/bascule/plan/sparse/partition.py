@@ -18,7 +18,7 @@ from bascule.arrays import Floats, Ints
 from bascule.plan.checks import amounts, choice, ints, number, whole
 from bascule.plan.metrics import imbalance
 from bascule.plan.solver.solve import Assignment, assign
-from bascule.plan.sparse.counts import barrier_ends, over_mean, rounds_of, tile_work
+from bascule.plan.sparse.layout import barrier_ends, over_mean, rounds_of, tile_work
 
 METHODS = ("stripe", "minimal_move")
 

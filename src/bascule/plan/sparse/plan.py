@@ -9,8 +9,7 @@ import numpy as np
 
 from bascule.arrays import Floats, Ints, Ranks, frozen, ranges, sums_by
 from bascule.plan.routes import Route
-from bascule.plan.sparse.counts import barrier_ends, coupled_ends, over_mean
-from bascule.plan.sparse.layout import BlockLayout
+from bascule.plan.sparse.layout import BlockLayout, barrier_ends, coupled_ends, over_mean
 from bascule.plan.traffic import Traffic
 
 

@@ -10,15 +10,16 @@ from bascule.arrays import Floats, Ints, num_before
 from bascule.errors import ConfigError
 from bascule.plan.checks import choice, fields, number, of_type, whole
 from bascule.plan.sparse.baselines import REWARD, greedy, in_order, paper_blocks
-from bascule.plan.sparse.counts import (
+from bascule.plan.sparse.layout import (
+    BlockLayout,
     Work,
     block_counts,
+    check_degrees,
     check_masks,
     check_work,
     ring_work,
     tile_work,
 )
-from bascule.plan.sparse.layout import BlockLayout, check_degrees
 from bascule.plan.sparse.partition import (
     METHODS,
     TARGET,
