@@ -17,6 +17,7 @@ from bascule.plan.costs import TransformerCost
 from bascule.plan.epoch import Deal, DealRules, StepShape, deal_step, epoch_order
 from bascule.plan.limits import Limits
 from bascule.plan.step import Sync
+from tests.helpers.simulation import squares
 
 COST = TransformerCost(64)
 
@@ -333,10 +334,6 @@ def test_steps_are_planned_when_they_are_asked_for(monkeypatch: pytest.MonkeyPat
 
 SYNCS: list[Sync] = ["microbatch", "step"]
 LENGTHS = st.one_of(st.integers(0, 9), st.integers(1, 500), st.just(20_000))
-
-
-def squares(seq_lens: Any) -> np.ndarray:
-    return np.asarray(seq_lens, dtype=np.float64) ** 2
 
 
 def samplers_of(world: StepShape, lengths: list[int], **options: Any) -> list[BalancedSampler]:

@@ -356,7 +356,7 @@ def cases(draw: st.DrawFn) -> Case:
         draw(st.sampled_from([0.0, 1e-4, 1e-2])),
         draw(st.sampled_from([1e-3, 0.3, 3.0])),
     )
-    exact = np.array([[truth.overhead + math.fsum(truth(r)) for r in batch] for batch in lens])
+    exact = rank_seconds(lens, truth)
     noise = 1.0 + draw(st.sampled_from([0.0, 0.02])) * rng.standard_normal(exact.shape)
     return lens, exact * noise if draw(st.booleans()) else (exact * noise).max(axis=1)
 
@@ -368,10 +368,6 @@ def fitted(lens: Lens, seconds: np.ndarray) -> PolynomialCost:
     except ConfigError:
         assume(False)
         raise
-
-
-def predictions(cost: PolynomialCost, lens: Lens) -> np.ndarray:
-    return np.array([[cost.overhead + math.fsum(cost(r)) for r in batch] for batch in lens])
 
 
 @given(cases())
@@ -394,7 +390,8 @@ def test_another_unit_of_time(case: Case, factor: float) -> None:
     lens, seconds = case
     fit = fitted(lens, seconds)
     other = fit_iterations(lens, seconds * factor)
-    np.testing.assert_allclose(predictions(other, lens), predictions(fit, lens) * factor, rtol=1e-5)
+    expected = rank_seconds(lens, fit) * factor
+    np.testing.assert_allclose(rank_seconds(lens, other), expected, rtol=1e-5)
     assert other.fit is not None
     assert fit.fit is not None
     np.testing.assert_allclose(other.fit.loo_error, fit.fit.loo_error, rtol=1e-3, atol=1e-6)

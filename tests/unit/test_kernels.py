@@ -25,7 +25,6 @@ from bascule.attention.kernels.registry import KERNELS, CpuLoopKernel, select_ke
 from bascule.attention.mask import AttentionMask, BlockRows, PackedSequences
 from bascule.attention.packed import attend_packed
 from bascule.attention.ring import Merged
-from bascule.errors import ConfigError
 from tests.helpers.oracle import dense_attention, packed_attention
 from tests.helpers.sparse_blocks import (
     NAMES,
@@ -86,19 +85,6 @@ def test_equals_dense_attention(
     torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-13)
     pairs = gradients(out, leaves), gradients(want, leaves)
     torch.testing.assert_close(*pairs, rtol=1e-11, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", KERNELS)
-def test_no_tokens(name: str) -> None:
-    """An idle rank's kernel runs nothing, hence on any machine, and gives gradients of no rows."""
-    if name not in ON_CPU:
-        with pytest.raises(ConfigError):
-            attend_packed(*inputs((), 4, 2), PackedSequences.build((), CPU), kernel=name)
-        return
-    leaves = inputs((), 4, 2)
-    out = attend_packed(*leaves, PackedSequences.build((0, 0), CPU), kernel=name)
-    assert out.shape == (0, 4, 8)
-    assert [grad.shape[0] for grad in torch.autograd.grad(out.sum(), leaves)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("name", ON_CPU)
@@ -362,10 +348,6 @@ def test_the_first_that_fits_is_selected() -> None:
 # Sums of many parts
 
 
-def off_by(found: Tensor, exact: Tensor) -> float:
-    return float((found.double() - exact).norm() / exact.norm())
-
-
 @pytest.mark.parametrize("rows", [slice(1, 3), slice(None)])
 def test_parts_for_some_queries_or_all_are_merged_wide(rows: slice) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -375,7 +357,7 @@ def test_parts_for_some_queries_or_all_are_merged_wide(rows: slice) -> None:
     for part in parts:
         merged.add(rows, part, torch.zeros(shape[:3]))
     exact = torch.stack(parts).double().mean(0)
-    assert off_by(merged.result()[0][:, :, rows], exact) < 0.0022
+    assert relative(merged.result()[0][:, :, rows], exact) < 0.0022
 
 
 # Block-sparse kernels against dense masked attention

@@ -4,13 +4,9 @@ import dataclasses
 import itertools
 import json
 import math
-import os
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -45,25 +41,6 @@ def test_a_plan_cannot_change() -> None:
     assert plan.digest == digest
 
 
-def test_the_digest_is_the_same_in_every_process() -> None:
-    program = (
-        "from bascule.plan.plan import plan_batch; from bascule.plan.costs import *;"
-        "print(plan_batch([[7 * i % 50 + 1] * 3 for i in range(8)], 'g1n2+g2n1+g4n1',"
-        "TransformerCost()).digest)"
-    )
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(outputs) == 1
-
-
 def test_an_idle_batch_is_even() -> None:
     for lens in ([[], [], [], []], [[0], [], [0, 0], []]):
         plan = plan_batch(lens, "g1n2+g2n1", COST)
@@ -95,18 +72,6 @@ def test_whole_numbers_of_other_types_are_legal() -> None:
 
 def _plan() -> Plan:
     return plan_batch([[100, 200], [300], [], [50]], "g1n2+g2n1", COST)
-
-
-def test_json_holds_the_whole_plan() -> None:
-    lens = [[100, 200], [300], [], [50]]
-    plan = Plan.from_json(plan_batch(lens, "g1n2+g2n1", COST).to_json())
-    assert_sound(plan, lens, COST)
-    data = json.loads(plan.to_json())
-    assert data["version"] == 1
-    assert data["seq_lens"] == lens
-    assert data["digest"] == plan.digest
-    replicas = plan_batch([[4], [5]], "g1n1", COST)
-    assert Plan.from_json(replicas.to_json()).topology.num_replicas == 2
 
 
 @pytest.mark.parametrize(
@@ -270,23 +235,12 @@ def test_edges_and_errors() -> None:
         plan_step([], "g1n2", tokens, sync="never")  # pyright: ignore[reportArgumentType]
 
 
+BAGS = ("none", "g1n32", "g2n16", "g4n8", "g8n4")
 TABLE_1 = {
-    "g32b32i256f1s0": {"none": 1.218, "g1n32": 1.001, "g2n16": 1.0, "g4n8": 1.0, "g8n4": 1.0},
-    "g16b4i256f1s0,g4b5i512f1s0,g4b5i1024f1s0,g8b1i2048f1s0": {
-        "none": 17.137,
-        "g1n32": 3.916,
-        "g2n16": 1.288,
-        "g4n8": 1.006,
-        "g8n4": 1.001,
-    },
+    "g32b32i256f1s0": (1.218, 1.001, 1.0, 1.0, 1.0),
+    "g16b4i256f1s0,g4b5i512f1s0,g4b5i1024f1s0,g8b1i2048f1s0": (17.137, 3.916, 1.288, 1.006, 1.001),
     "g8b4i256f1s0,g2b5i512f1s0,g2b5i1024f1s0,g4b1i2048f1s0,g1b10i256f4s0,g3b1i512f4s0,"
-    "g8b2i256f85s1,g4b1i512f85s1": {
-        "none": 28.40,
-        "g1n32": 4.649,
-        "g2n16": 1.627,
-        "g4n8": 1.004,
-        "g8n4": 1.002,
-    },
+    "g8b2i256f85s1,g4b1i512f85s1": (28.40, 4.649, 1.627, 1.004, 1.002),
 }
 
 
@@ -298,7 +252,7 @@ def test_the_imbalance_column_of_table_1(data: str) -> None:
     """
     codes = parse_data_codes(data)
     batches = [seq_lens(sample_lengths(codes, seed=0, step=step)) for step in range(50)]
-    for topology, published in TABLE_1[data].items():
+    for topology, published in zip(BAGS, TABLE_1[data], strict=True):
         if topology == "none":
             wirs = [metrics.wir(np.array([COST(own).sum() for own in batch])) for batch in batches]
         else:
@@ -375,18 +329,13 @@ def test_the_same_input_gives_the_same_plan(
 def test_json_and_back(batch: tuple[str, list[list[int]]], planner: str) -> None:
     spec, lens = batch
     plan = plan_batch(lens, spec, COST, planner=planner)
-    back = Plan.from_json(plan.to_json())
-    assert back == plan
-    assert back.digest == plan.digest
-    assert back.topology == plan.topology
-    assert back.planner == plan.planner == planner
+    text = plan.to_json()
+    back, data = Plan.from_json(text), json.loads(text)
+    assert back == plan and back.planner == planner and back.to_json() == text
+    for name in ("digest", "topology", "planner", "lower_bound", "gap", "moved_tokens"):
+        assert getattr(back, name) == getattr(plan, name)
     assert back.loads.tobytes() == plan.loads.tobytes()
-    assert (back.lower_bound, back.gap, back.moved_tokens) == (
-        plan.lower_bound,
-        plan.gap,
-        plan.moved_tokens,
-    )
-    assert back.to_json() == plan.to_json()
+    assert (data["version"], data["seq_lens"], data["digest"]) == (1, lens, plan.digest)
 
 
 @few
@@ -451,10 +400,6 @@ def test_a_bag_ends_its_work_after_what_its_busiest_rank_carries(
 BATCH = [[10], [4000, 10], [12, 11], []]
 
 
-def linear(lens: npt.ArrayLike, /) -> npt.NDArray[np.float64]:
-    return np.asarray(lens, dtype=np.float64)
-
-
 def test_one_sequence_binds() -> None:
     plan = plan_batch(BATCH, "g1n4", squares)
     found = plan.binding
@@ -466,9 +411,9 @@ def test_one_sequence_binds() -> None:
 
 def test_a_bag_as_large_as_it_says_ends_the_wait() -> None:
     batch = [[900], [100, 100], [100, 100], [100], [100]]
-    found = plan_batch(batch, "g1n5", linear).binding
+    found = plan_batch(batch, "g1n5", tokens).binding
     assert found is not None and found.enough_ranks == 3
-    plan = plan_batch(batch, f"g{found.enough_ranks}n1+g1n2", linear)
+    plan = plan_batch(batch, f"g{found.enough_ranks}n1+g1n2", tokens)
     assert plan.imbalance == pytest.approx(1.0) and plan.binding is None
 
 

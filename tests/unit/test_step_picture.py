@@ -8,7 +8,7 @@ from xml.etree.ElementTree import Element
 import numpy as np
 import pytest
 
-from bascule import Plan, TransformerCost, plan_batch
+from bascule import TransformerCost, plan_batch
 from bascule.costs import Cluster, PolynomialCost
 from bascule.report.step_picture import MOST_RANKS, draw_stages, draw_step
 from tests.helpers.cli import run
@@ -104,11 +104,6 @@ def test_a_picture_of_many_ranks_says_what_it_leaves_out() -> None:
     assert len(bars) == MOST_RANKS
     assert f"({100 - MOST_RANKS} more ranks)" in svg
     assert widths(bars, "work").max() < 10 < widths(bars, "wait").min()  # the slowest is left out
-
-
-def test_a_plan_that_was_read_from_a_file_gives_the_same_picture() -> None:
-    plan = plan_batch(LENS, "g1n2+g2n1", COST)
-    assert draw_step(Plan.from_json(plan.to_json()), COST) == draw_step(plan, COST)
 
 
 def test_the_picture_of_the_docs_is_what_the_command_draws(

@@ -17,7 +17,7 @@ from bascule.train.checkpoints import Facts, check_facts, newest_checkpoint, ste
 from bascule.train.options import Schedule, TrainOptions, schedule_of, settings_of, split
 from bascule.train.training_run import PARTS, MetricsLog, StepReports, prepare
 from bascule.workload.streams import SyntheticStream
-from tests.helpers.cli import modules_imported_by, run
+from tests.helpers.cli import run
 
 CODES, ALBUM = "g1b2i32f1s0,g1b1i64f1s0", Path("album")
 
@@ -187,13 +187,6 @@ def test_a_record_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.undo()
         log.close()
         full.close()
-
-
-def test_the_help_needs_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
-    modules = modules_imported_by("-m", "bascule.cli", "train", "--help")
-    assert "bascule.train.options" in modules and "torch" not in modules
-    code, out, _ = run(capsys, "train", "--help")
-    assert code == 0 and "--save-every" in out and "--clip-frames" in out
 
 
 def test_a_user_error_is_one_line_and_starts_no_rank(capsys: pytest.CaptureFixture[str]) -> None:
