@@ -1,7 +1,7 @@
 """What the latency models predict of lengths and mixes that they were not fitted to.
 
 Forward and backward of a double and a single block of FLUX's width are timed on packs of equal
-sequences of as many tokens as the longest, as `bascule.train.measure_cost` does, and all packs
+sequences of as many tokens as the longest, as `bascule.train.model.cost_of` does, and all packs
 in turns. `fit_latency` sees two thirds of the lengths; the others, and the mixes of Table 1 as one
 rank computes them, are predicted, as sums over their sequences. `fit_iterations`, which also has a
 constant for each sequence and step, sees two sequences alone besides. Errors are of medians; the

@@ -159,10 +159,3 @@ def test_the_images_can_be_learned_from_position_and_prompt() -> None:
     weights = torch.linalg.lstsq(features(train), train.image.double(), driver="gelsd").solution
     error = features(test) @ weights - test.image
     assert error.square().mean().item() < 0.1 * test.image.square().mean().item()
-
-
-def test_to_moves_every_tensor() -> None:
-    batch = stream(0).batch(0).to("meta")
-    tensors = [getattr(batch, field.name) for field in dataclasses.fields(SampleBatch)]
-    assert all(t.device.type == "meta" for t in tensors if isinstance(t, torch.Tensor))
-    assert batch.seq_lens == stream(0).batch(0).seq_lens

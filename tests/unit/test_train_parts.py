@@ -13,7 +13,7 @@ from bascule.errors import ConfigError
 from bascule.options import check_options
 from bascule.plan.costs import TransformerCost
 from bascule.plan.plan import plan_batch
-from bascule.train.checkpoints import Facts, check_facts, newest_checkpoint, step_of
+from bascule.train.checkpoints import check_facts, newest_checkpoint, step_of
 from bascule.train.options import Schedule, TrainOptions, schedule_of, settings_of, split
 from bascule.train.training_run import PARTS, MetricsLog, StepReports, prepare
 from bascule.workload.streams import SyntheticStream
@@ -129,11 +129,11 @@ def test_a_run_that_would_leave_samples_out_or_has_no_checkpoint(tmp_path: Path)
     path = tmp_path / "step-00000003"
     path.mkdir()
     with pytest.raises(ConfigError, match="is no checkpoint of bascule train"):
-        check_facts(path, Facts({}, Schedule(1, 1, 1)))
+        check_facts(path, {}, Schedule(1, 1, 1))
     (path / "run.json").write_text(json.dumps({"num_samples": 11, "settings": {}}))
-    check_facts(path, Facts({}, Schedule(4, 11, 1)))
+    check_facts(path, {}, Schedule(4, 11, 1))
     with pytest.raises(ConfigError, match=r"a run of 11 samples .* give the same --epochs"):
-        check_facts(path, Facts({}, Schedule(4, 22, 1)))
+        check_facts(path, {}, Schedule(4, 22, 1))
 
 
 def record(work: list[float], lens: list[list[int]]) -> dict[str, Any]:

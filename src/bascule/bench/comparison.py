@@ -44,7 +44,7 @@ from bascule.train.encoders import (
     watch_encoders,
 )
 from bascule.train.flow import FlowBatch
-from bascule.train.model import build_model, measure_cost, model_config
+from bascule.train.model import PROBED_STEPS, build_model, cost_of, model_config
 from bascule.train.stopwatch import Stopwatch, watch_blocks
 from bascule.workload.photos import PhotoStream
 from bascule.workload.streams import (
@@ -56,7 +56,6 @@ from bascule.workload.streams import (
 )
 
 ARMS = ("unbalanced", "balanced")
-_NUM_PROBES, _PROBED_STEPS = 5, 3
 MEASURES = ("seconds", "work", "predicted")  # of a stage: all, work, work in units of its cost
 
 Encode = Callable[[list[RawBatch]], list[SampleBatch]]
@@ -104,10 +103,10 @@ class Samples:
         photos = cast(PhotoStream, self.stream)
         return photos.raw(photos.numbers(number))
 
-    def longest(self, num_steps: int) -> int:
-        """Return the tokens of the longest sample of all ranks in the first steps; 256 at least."""
-        lens = [lens_of(batch)[0] for step in range(num_steps) for batch in self.load(step)]
-        longest = torch.tensor([max([256, *(n for each in lens for n in each)])])
+    def longest(self) -> int:
+        """Return the tokens of the longest sample of all ranks in the first steps."""
+        lens = [lens_of(batch)[0] for step in range(PROBED_STEPS) for batch in self.load(step)]
+        longest = torch.tensor([max([0, *(n for each in lens for n in each)])])
         call = "all_gather (longest sequence)"
         return int(all_gather(self.group, call, longest.to(device_of(self.group))).max())
 
@@ -467,14 +466,7 @@ class Comparison:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         self.samples = samples = Samples(options, device, member_of(resolve(mesh), "data"))
         config = model_config(options, samples.stream)
-        if options.gamma is None:
-            longest = samples.longest(_PROBED_STEPS)
-            lens = np.unique(np.geomspace(min(128, longest), longest, _NUM_PROBES).astype(int))
-            settings = {"device": device, "dtype": samples.dtype, "kernel": options.kernel}
-            cost = measure_cost(config, tuple(lens.tolist()), **settings)
-        else:
-            num_blocks = config.num_double + config.num_single
-            cost = TransformerCost(config.d_model, gamma=options.gamma, num_layers=num_blocks)
+        cost = cost_of(options, config, samples.longest, device)
         self._stages = Stages(samples, mesh) if options.encodes else None
         encode = (None, None) if self._stages is None else self._stages.encode
         if options.loader:

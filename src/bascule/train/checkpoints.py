@@ -6,7 +6,6 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,30 +42,22 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """Facts that a resumed run must share with the run that saved."""
-
-    settings: Mapping[str, str]  # options that decide the losses
-    schedule: Schedule
-
-
-def check_facts(checkpoint: Path, facts: Facts) -> None:
-    """Refuse to resume if losses would be of another run, or samples be left out."""
+def check_facts(checkpoint: Path, settings: Mapping[str, str], schedule: Schedule) -> None:
+    """Refuse to resume if settings that decide the losses differ, or samples would be left out."""
     try:
         stored = json.loads((checkpoint / _FACTS).read_text())
         saved, num_samples = dict[str, str](stored["settings"]), int(stored["num_samples"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{checkpoint} is no checkpoint of bascule train: {error!r}") from error
     # A digest of photos differs with other settings too, so it comes last.
-    for name in sorted({**facts.settings, **saved}, key=lambda name: name == "--photos"):
-        before, now = (_setting(name, settings) for settings in (saved, facts.settings))
+    for name in sorted({**settings, **saved}, key=lambda name: name == "--photos"):
+        before, now = (_setting(name, one) for one in (saved, settings))
         if before != now:
             raise ConfigError(
                 f"--resume: {checkpoint} was saved with {before}, and this run has {now}: give the "
                 "same, or another --out"
             )
-    if num_samples < facts.schedule.samples_until(step_of(checkpoint)):
+    if num_samples < schedule.samples_until(step_of(checkpoint)):
         raise ConfigError(
             f"--resume: {checkpoint} ends a run of {num_samples} samples with a smaller step, so a "
             "longer run would leave samples out: give the same --epochs, or another --out"
@@ -80,8 +71,16 @@ def _setting(name: str, settings: Mapping[str, str]) -> str:
 class Checkpoints:
     """The newest checkpoints in a folder that all ranks see; all ranks save and load together."""
 
-    def __init__(self, folder: Path, group: RankGroup, facts: Facts, keep: int) -> None:
-        self.folder, self._group, self._facts, self._keep = folder, group, facts, keep
+    def __init__(
+        self,
+        folder: Path,
+        group: RankGroup,
+        settings: Mapping[str, str],
+        schedule: Schedule,
+        keep: int,
+    ) -> None:
+        self.folder, self._group, self._keep = folder, group, keep
+        self._settings, self._schedule = settings, schedule
         self._on_first_rank("make the folder", 0, lambda: folder.mkdir(parents=True, exist_ok=True))
         error = ConfigError(f"{folder}: give a folder that all ranks can see")
         agree(group, {}, None if folder.is_dir() else error, what="the folder for checkpoints")
@@ -132,8 +131,8 @@ class Checkpoints:
         part.mkdir()
 
     def _publish(self, part: Path, whole: Path, step: int) -> None:
-        num_samples = self._facts.schedule.samples_until(step)
-        facts = {**_FORMAT, "num_samples": num_samples, "settings": dict(self._facts.settings)}
+        num_samples = self._schedule.samples_until(step)
+        facts = {**_FORMAT, "num_samples": num_samples, "settings": dict(self._settings)}
         with (part / _FACTS).open("w") as file:
             json.dump(facts, file, indent=2)
             file.flush()

@@ -4,7 +4,7 @@ Shapes: F frames, H x W pixels, C latent channels, f latent frames of h x w, L t
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -26,10 +26,17 @@ from bascule.plan.files import parse_json
 from bascule.plan.fits import fit_item_latency
 from bascule.train.model import mean_over_ranks, median_seconds
 from bascule.train.options import RunOptions
-from bascule.train.stopwatch import Moment, Stopwatch
+from bascule.train.stopwatch import Stopwatch
 from bascule.workload.codes import PATCH_PIXELS
-from bascule.workload.photos import PhotoOptions, mean_text
-from bascule.workload.streams import RawBatch, SampleBatch, Widths, pack_batch, sample_normals
+from bascule.workload.photos import PhotoOptions
+from bascule.workload.streams import (
+    RawBatch,
+    SampleBatch,
+    Widths,
+    pack_encoded,
+    patches,
+    sample_normals,
+)
 
 TEXT_ENCODER, VAE, TRANSFORMER = "text_encoder", "vae", "transformer"  # stages
 
@@ -280,7 +287,11 @@ class EncoderStages:
         ids = [one for batch in batches for one in batch.ids]
         texts = iter(self._embed([text for batch in batches for text in batch.texts]))
         images = iter(self._image_tokens([one for batch in batches for one in batch.pixels], ids))
-        return [self._pack(batch, images, texts) for batch in batches]
+        encoded = list[SampleBatch]()
+        for batch in batches:
+            own = [list(islice(parts, len(batch.ids))) for parts in (images, texts)]
+            encoded.append(pack_encoded(batch, own[0], own[1], self._widths))
+        return encoded
 
     def _embed(self, texts: list[Tensor]) -> list[Tensor]:
         """Return (tokens, text_dim) of each text; one without tokens is not encoded."""
@@ -311,22 +322,6 @@ class EncoderStages:
         with self._watch.timed(stage):
             return self._balanced[stage](items)
 
-    def _pack(
-        self, batch: RawBatch, images: Iterator[Tensor], texts: Iterator[Tensor]
-    ) -> SampleBatch:
-        num, of_batch = len(batch.ids), list(islice(texts, len(batch.ids)))
-        no_image, no_text = (
-            torch.empty(0, width, device=self._device)
-            for width in (self._widths.in_channels, self._widths.text_dim)
-        )
-        return pack_batch(
-            batch.shapes,
-            image=torch.cat([no_image, *islice(images, num)]),
-            text=torch.cat([no_text, *of_batch]),
-            pooled=torch.cat([no_text, *(mean_text(text)[None] for text in of_batch)]),
-            ids=batch.ids,
-        )
-
 
 def _size_of(item: Mapping[str, Any]) -> int:
     """Return the tokens or pixels of an item."""
@@ -355,24 +350,7 @@ def _cost_of(
 def watch_encoders(encoders: FrozenEncoders, watch: Stopwatch) -> None:
     """Time the forwards on this rank as "vae work" and so on; the rest of a stage is moves."""
     for name, module in encoders.stages.items():
-        _watch_forward(module, f"{name} work", watch)
-
-
-def _watch_forward(module: nn.Module, name: str, watch: Stopwatch) -> None:
-    starts: list[Moment] = []
-
-    def end(*_: object) -> None:
-        watch.lap(name, starts.pop())
-
-    module.register_forward_pre_hook(lambda *_: starts.append(watch.now()))
-    module.register_forward_hook(end)
-
-
-def patches(image: Tensor, side: int) -> Tensor:
-    """Cut (C, f, h, w) into (f h w / p^2, C p^2) tokens: frame by frame, channels first."""
-    channels, frames, height, width = image.shape
-    cut = image.view(channels, frames, height // side, side, width // side, side)
-    return cut.permute(1, 2, 4, 0, 3, 5).reshape(-1, channels * side**2)
+        module.forward = watch.timed(f"{name} work")(module.forward)
 
 
 def _widen(x: Tensor) -> Tensor:

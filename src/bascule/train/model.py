@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from statistics import median
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -25,6 +26,9 @@ from bascule.plan.costs import TransformerCost
 from bascule.plan.fits import fit_latency
 from bascule.train.options import RunOptions
 from bascule.workload.streams import Widths
+
+PROBED_STEPS = 3  # at the begin, whose longest sequence is timed
+_NUM_PROBES, _REPEATS = 5, 3  # lengths that are timed, and runs of each
 
 
 def model_config(options: RunOptions, data: Widths) -> MMDiTConfig:
@@ -75,32 +79,31 @@ def build_model(
     return model
 
 
-def measure_cost(
-    config: MMDiTConfig,
-    seq_lens: tuple[int, ...],
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    kernel: str | None = None,
-    repeats: int = 3,
+def cost_of(
+    options: RunOptions, config: MMDiTConfig, longest: Callable[[], int], device: torch.device
 ) -> TransformerCost:
-    """Time the blocks on packs of equal sequences, on all ranks at once; fit their cost.
+    """Return the cost of a sequence: fitted to times of the blocks, unless gamma is given.
 
-    Packs hold about as many tokens as the longest sequence, so only attention differs.
+    All ranks time packs of equal sequences at once, up to the `longest`. Each has about as many
+    tokens as that, so only attention differs.
     """
-    model = block_of_each_kind(config, device, dtype)
     num_blocks = config.num_double + config.num_single
+    if options.gamma is not None:
+        return TransformerCost(config.d_model, gamma=options.gamma, num_layers=num_blocks)
+    lens = np.unique(np.geomspace(128, max(longest(), 256), _NUM_PROBES).astype(int)).tolist()
+    dtype: torch.dtype = getattr(torch, options.dtype)
+    model = block_of_each_kind(config, device, dtype)
     weights = config.num_double / num_blocks, config.num_single / num_blocks, 1 / num_blocks
-    packs = [[length] * (max(seq_lens) // length) for length in seq_lens]
+    packs = [[length] * (lens[-1] // length) for length in lens]
     each = [
         sum(
-            call.weight * median_seconds(partial(_forward_backward, call), device, repeats)
-            for call in calls_of_model(model, weights, pack, dtype, kernel)
+            call.weight * median_seconds(partial(_forward_backward, call), device, _REPEATS)
+            for call in calls_of_model(model, weights, pack, dtype, options.kernel)
         )
         / len(pack)
         for pack in packs
     ]
-    fitted = fit_latency(seq_lens, mean_over_ranks(None, each), config.d_model)
+    fitted = fit_latency(lens, mean_over_ranks(None, each), config.d_model)
     return replace(fitted, num_layers=num_blocks)
 
 

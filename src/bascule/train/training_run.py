@@ -28,15 +28,14 @@ from bascule.encoders import EncoderOptions
 from bascule.errors import ConfigError
 from bascule.models import Exchange, MMDiTConfig
 from bascule.parallel import PlanFuture, SequenceParallel, Step
-from bascule.plan.costs import TransformerCost
 from bascule.plan.machine import TRAINING, WITHOUT_RECOMPUTING, Cluster, HardwareProfile, in_passes
 from bascule.plan.metrics import imbalance
 from bascule.plan.plan import Plan
 from bascule.plan.topology import Topology
-from bascule.train.checkpoints import Checkpoints, Facts, check_facts, newest_checkpoint, step_of
+from bascule.train.checkpoints import Checkpoints, check_facts, newest_checkpoint, step_of
 from bascule.train.encoders import EncoderStages, FrozenEncoders, load_encoders, watch_encoders
 from bascule.train.flow import FlowBatch
-from bascule.train.model import build_model, measure_cost, model_config
+from bascule.train.model import PROBED_STEPS, build_model, cost_of, model_config
 from bascule.train.options import Schedule, TrainOptions, schedule_of, settings_of, split
 from bascule.train.stepping import sync_of, train_step
 from bascule.train.stopwatch import Lap, Stopwatch, TimedStep, watch_blocks
@@ -159,10 +158,6 @@ def _scalars(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield prefix + name, float(value)
 
 
-_NUM_PROBES = 5
-_PROBED_STEPS = 3
-
-
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """All that follows from options and data alone, the same on all ranks."""
@@ -207,24 +202,9 @@ def prepare(options: TrainOptions, *, rank: int = 0, world_size: int = 1) -> Pre
                 f"--out {options.out} has the checkpoint {checkpoint.name} of an earlier run: go "
                 "on with --resume, or give another folder"
             )
-        check_facts(checkpoint, Facts(settings, schedule))
+        check_facts(checkpoint, settings, schedule)
     config = model_config(options, data)
     return Prepared(data, encoders, schedule, config, settings, topology, cluster, checkpoint)
-
-
-def _cost_of(prepared: Prepared, options: TrainOptions, device: torch.device) -> TransformerCost:
-    """Return the cost of a sequence, measured by all ranks at once unless gamma is given."""
-    config, schedule = prepared.config, prepared.schedule
-    if options.gamma is not None:
-        num_blocks = config.num_double + config.num_single
-        return TransformerCost(config.d_model, gamma=options.gamma, num_layers=num_blocks)
-    first = range(min(_PROBED_STEPS * schedule.batch_size, schedule.num_samples))
-    longest = max(256, *(shape.seq_len for shape in prepared.data.shapes(first)))
-    lens = np.unique(np.geomspace(128, longest, _NUM_PROBES).astype(int))
-    dtype: torch.dtype = getattr(torch, options.dtype)
-    return measure_cost(
-        config, tuple(lens.tolist()), device=device, dtype=dtype, kernel=options.kernel
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,8 +269,8 @@ class TrainingRun:
                 self._stream = torch.cuda.Stream(device)
                 self._stream.wait_stream(torch.cuda.current_stream(device))  # for the weights
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=options.lr)
-        facts = Facts(prepared.settings, prepared.schedule)
-        self._checkpoints = Checkpoints(options.out, self._group, facts, options.keep)
+        facts = prepared.settings, prepared.schedule
+        self._checkpoints = Checkpoints(options.out, self._group, *facts, options.keep)
         self.checkpoint = prepared.checkpoint  # the last one that was loaded or saved
         self.done = 0  # steps, with those before a resume
         if self.checkpoint is not None:
@@ -313,7 +293,12 @@ class TrainingRun:
 
     def _make_parallel(self) -> SequenceParallel:
         options, prepared = self._options, self._prepared
-        cost, cluster = _cost_of(prepared, options, self._device), prepared.cluster
+
+        def longest() -> int:
+            first = range(prepared.schedule.samples_until(PROBED_STEPS))
+            return max(shape.seq_len for shape in prepared.data.shapes(first))
+
+        cost, cluster = cost_of(options, prepared.config, longest, self._device), prepared.cluster
         if cluster is not None:
             passes = TRAINING if options.checkpoint else WITHOUT_RECOMPUTING
             if options.gamma is None:  # then both passes were timed

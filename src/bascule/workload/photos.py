@@ -18,13 +18,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
-from torch import Tensor
 
 from bascule.errors import ConfigError
 from bascule.plan.checks import fields, function, whole
 from bascule.plan.files import read_json_lines
 from bascule.workload.codes import SampleShape, keyed_generator
-from bascule.workload.streams import RawBatch, SampleBatch, pack_batch, sample_normals
+from bascule.workload.streams import (
+    RawBatch,
+    SampleBatch,
+    pack_encoded,
+    patches,
+    sample_normals,
+)
 
 PHOTO_SUFFIXES = frozenset(
     ".avif .bmp .gif .jfif .jpeg .jpg .pbm .pgm .png .ppm .tga .tif .tiff .webp".split()
@@ -152,24 +157,15 @@ class PhotoStream:
         texts = [torch.tensor(list(p.caption), dtype=torch.int64) for p in photos]
         if self._options.tokenize is None:
             texts = [self._embedding[text] for text in texts]
-        shapes, pixels = [photo.shape for photo in photos], list(map(self._pixels, photos))
-        return RawBatch(shapes, list(numbers), pixels, texts)
+        pixels = [torch.from_numpy(self._pixels(photo)) for photo in photos]
+        return RawBatch([photo.shape for photo in photos], list(numbers), pixels, texts)
 
     def samples(self, numbers: Sequence[int]) -> SampleBatch:
         """Read the samples with these numbers in the order of all epochs, which are their ids."""
         assert self._options.tokenize is None and self._options.token_channels is None, "use raw()"
-        photos = self._draw(numbers)
-        nothing = np.empty((0, self.in_channels), dtype=np.uint8)
-        image = np.concatenate([nothing, *map(self._tokens, photos)])
-        texts = [self._embedding[torch.tensor(list(p.caption)).long()] for p in photos]
-        no_text = torch.empty(0, self.text_dim)
-        return pack_batch(
-            [photo.shape for photo in photos],
-            image=torch.from_numpy(image).float() / 127.5 - 1.0,
-            text=torch.cat([no_text, *texts]),
-            pooled=torch.stack([mean_text(text) for text in texts]) if texts else no_text,
-            ids=numbers,
-        )
+        raw, patch = self.raw(numbers), self._options.patch
+        images = [patches(pixels.float() / 127.5 - 1.0, patch) for pixels in raw.pixels]
+        return pack_encoded(raw, images, raw.texts, self)
 
     def _draw(self, numbers: Sequence[int]) -> list[_Photo]:
         num_photos, before = len(self._photos), self._orders
@@ -189,7 +185,7 @@ class PhotoStream:
         num_cut = 0
         for path in paths:
             try:
-                tokens, grid = _decode(path, options)
+                pixels, grid = _decode(path, options)
             except ConfigError as error:
                 if options.strict:
                     raise
@@ -200,9 +196,9 @@ class PhotoStream:
             frames = _latent_frames(grid[0], options)
             shape = SampleShape(len(caption), frames * grid[1] * grid[2], frames, grid[2])
             photos.append(_Photo(path, caption, grid, shape))
-            if tokens.nbytes <= room:
-                room -= tokens.nbytes
-                self._cache[path] = tokens
+            if pixels.nbytes <= room:
+                room -= pixels.nbytes
+                self._cache[path] = pixels
         if not photos:
             raise ConfigError(
                 f"no readable photo in {folder} ({len(bad)} unreadable); put photos directly in "
@@ -219,21 +215,14 @@ class PhotoStream:
                 _log.warning("cut %d captions to what the text encoder takes", num_cut)
         return photos
 
-    def _pixels(self, photo: _Photo) -> Tensor:
-        """Return (3, frames, h * P, w * P) uint8."""
-        (frames, rows, columns), patch = photo.grid, self._options.patch
-        tokens = self._tokens(photo).reshape(frames, rows, columns, 3, patch, patch)
-        pixels = tokens.transpose(3, 0, 1, 4, 2, 5)
-        return torch.from_numpy(pixels.reshape(3, frames, rows * patch, columns * patch))
-
-    def _tokens(self, photo: _Photo) -> NDArray[np.uint8]:
-        """Return (frames * h * w, 3 * P**2) uint8 tokens, from memory or from the file."""
+    def _pixels(self, photo: _Photo) -> NDArray[np.uint8]:
+        """Return (3, frames, h * P, w * P) uint8, from memory or from the file."""
         if photo.path in self._cache:
             return self._cache[photo.path]
-        tokens, grid = _decode(photo.path, self._options)
+        pixels, grid = _decode(photo.path, self._options)
         if grid != photo.grid:
             raise ConfigError(f"{photo.path} has changed its size since the run began")
-        return tokens
+        return pixels
 
 
 def _sample_paths(folder: Path, options: PhotoOptions) -> list[Path]:
@@ -273,7 +262,7 @@ def _latent_frames(num_frames: int, options: PhotoOptions) -> int:
 
 
 def _decode(path: Path, options: PhotoOptions) -> tuple[NDArray[np.uint8], tuple[int, int, int]]:
-    """Return tokens (frames * h * w, 3 * P**2), and frames, h and w."""
+    """Return pixels (3, frames, h * P, w * P), and frames, h and w."""
     patch, kind = options.patch, "photo" if _kind_of(path) in ("photo", None) else "clip"
     try:
         images = [_read_photo(path)] if kind == "photo" else _read_clip(path, options)
@@ -286,9 +275,9 @@ def _decode(path: Path, options: PhotoOptions) -> tuple[NDArray[np.uint8], tuple
     except Exception as error:  # decoders raise anything on damaged bytes
         reason = error or type(error).__name__
         raise ConfigError(f"cannot read the {kind} {path}: {reason}") from error
-    frames, rows, columns = len(pixels), pixels.shape[1] // patch, pixels.shape[2] // patch
-    split = pixels.reshape(frames, rows, patch, columns, patch, 3).transpose(0, 1, 3, 5, 2, 4)
-    return split.reshape(-1, 3 * patch**2), (frames, rows, columns)
+    frames, height, width, _ = pixels.shape
+    channels_first = np.ascontiguousarray(pixels.transpose(3, 0, 1, 2))
+    return channels_first, (frames, height // patch, width // patch)
 
 
 def _read_photo(path: Path) -> Image.Image:
@@ -327,11 +316,6 @@ def _fit(image: Image.Image, patch: int, max_tokens: int) -> NDArray[np.uint8]:
     columns = min(size[0] // patch, max_tokens // rows)
     left, top = (size[0] - columns * patch) // 2, (size[1] - rows * patch) // 2
     return np.asarray(image.crop((left, top, left + columns * patch, top + rows * patch)))
-
-
-def mean_text(text: Tensor) -> Tensor:
-    """Return the mean over tokens, zeros if there are none; (tokens, text_dim) -> (text_dim,)."""
-    return text.sum(dim=0) / max(len(text), 1)
 
 
 def _read_clip(path: Path, options: PhotoOptions) -> list[Image.Image]:

@@ -7,9 +7,9 @@ and the sample's id, not on the rank.
 
 from bisect import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -47,12 +47,6 @@ class SampleBatch:
     seq_lens: list[int]  # text and image tokens of each sample
     image_lens: list[int]  # image tokens of each sample
 
-    def to(self, device: torch.device | str) -> "SampleBatch":
-        """Return the same batch with its tensors on a device."""
-        names = ("image", "text", "is_image", "pos", "pooled", "sample_ids")
-        tensors: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
-        return replace(self, **tensors)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RawBatch:
@@ -68,20 +62,9 @@ class RawBatch:
 class Widths(Protocol):
     """The widths of data that a model is built for."""
 
-    @property
-    def in_channels(self) -> int:
-        """Channels C of an image token."""
-        ...
-
-    @property
-    def text_dim(self) -> int:
-        """Width of a text embedding."""
-        ...
-
-    @property
-    def vec_dim(self) -> int:
-        """Width of a sample's pooled text vector."""
-        ...
+    in_channels: int  # channels C of an image token
+    text_dim: int  # width of a text embedding
+    vec_dim: int  # width of a sample's pooled text vector
 
 
 class SampleStream(Widths, Protocol):
@@ -117,6 +100,23 @@ def pack_batch(
         seq_lens=[shape.seq_len for shape in shapes],
         image_lens=image_lens,
     )
+
+
+def pack_encoded(
+    raw: RawBatch, images: list[Tensor], texts: list[Tensor], widths: Widths
+) -> SampleBatch:
+    """Join image tokens and text embeddings of each sample; its pooled vector is their mean."""
+    means = [text.sum(dim=0, keepdim=True) / max(len(text), 1) for text in texts]
+    parts = (images, widths.in_channels), (texts, widths.text_dim), (means, widths.vec_dim)
+    image, text, pooled = (torch.cat(x) if x else torch.empty(0, width) for x, width in parts)
+    return pack_batch(raw.shapes, image=image, text=text, pooled=pooled, ids=raw.ids)
+
+
+def patches(image: Tensor, side: int) -> Tensor:
+    """Cut (C, f, h, w) into (f h w / p^2, C p^2) tokens: frame by frame, channels first."""
+    channels, frames, height, width = image.shape
+    cut = image.view(channels, frames, height // side, side, width // side, side)
+    return cut.permute(1, 2, 4, 0, 3, 5).reshape(-1, channels * side**2)
 
 
 def image_positions(shapes: Sequence[SampleShape]) -> Tensor:
@@ -208,11 +208,6 @@ class SyntheticStream:
         return None
 
     @property
-    def step_samples(self) -> int:
-        """Samples of all ranks of the mix in a step."""
-        return sum(code.num_ranks * code.batch_size for code in self.codes)
-
-    @property
     def digest(self) -> str:
         """Equal where the samples are; see `PhotoStream.digest`."""
         return ",".join(map(str, self.codes))
@@ -233,7 +228,7 @@ class SyntheticStream:
         drawn: dict[tuple[int, int], list[SampleShape]] = {}
         numbered: list[tuple[SampleShape, int]] = []
         for number in numbers:
-            step, place = divmod(number, self.step_samples)
+            step, place = divmod(number, ends[-1])
             rank = bisect(ends, place)
             if (step, rank) not in drawn:
                 drawn[step, rank] = rank_lengths(self.codes, rank, seed=self.seed, step=step)
