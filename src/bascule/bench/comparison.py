@@ -6,7 +6,7 @@ Shapes: N steps, A ways, S stages, R ranks.
 import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -56,7 +56,6 @@ from bascule.workload.streams import (
 )
 
 ARMS = ("unbalanced", "balanced")
-MEASURES = ("seconds", "work", "predicted")  # of a stage: all, work, work in units of its cost
 
 Encode = Callable[[list[RawBatch]], list[SampleBatch]]
 LossOf = Callable[[nn.Module], Tensor]
@@ -325,7 +324,7 @@ class Stages:
         shape, axes = (samples.group.size, 1), ("ranks", "alone")
         alone = init_device_mesh(samples.device.type, shape, mesh_dim_names=axes)["alone"]
         timeout_s = samples.options.timeout_s
-        self._stages = [
+        stages = [
             EncoderStages(
                 samples.encoders,
                 ranks,
@@ -336,11 +335,7 @@ class Stages:
             )
             for ranks in (alone, mesh)
         ]
-
-    @property
-    def encode(self) -> list[Encode]:
-        """The encoders of either way."""
-        return [stages.encode for stages in self._stages]
+        self.encode, self._balanced = [one.encode for one in stages], stages[1]
 
     def watch(self, model: MMDiT) -> None:
         """Time the blocks of a model."""
@@ -358,7 +353,7 @@ class Stages:
         assert way.step is not None
         plan, none = way.step.plan, [0.0] * self._samples.group.size
         loads = {TRANSFORMER: (plan.unbalanced_loads(way.cost).tolist(), plan.loads.tolist())}
-        for name, encoding in self._stages[1].last.items():
+        for name, encoding in self._balanced.last.items():
             loads[name] = none, none
             if encoding is not None:
                 loads[name] = list(encoding.loads_as_given), list(encoding.loads)
@@ -366,13 +361,11 @@ class Stages:
         return {
             "stages": {
                 name: {
-                    stage: dict(
-                        zip(
-                            MEASURES,
-                            (*times_AS2R[arm, place].tolist(), loads[stage][arm]),
-                            strict=True,
-                        )
-                    )
+                    stage: {
+                        "seconds": times_AS2R[arm, place, 0].tolist(),
+                        "work": times_AS2R[arm, place, 1].tolist(),
+                        "predicted": loads[stage][arm],  # work in units of its cost
+                    }
                     for place, stage in enumerate(self._names)
                 }
                 for arm, name in enumerate(ARMS)
@@ -438,25 +431,6 @@ def join_samples(samples: Sequence[dict[str, Tensor]]) -> SampleBatch:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """A measured step, the same on every rank; of pairs, the first is without balancing."""
-
-    step: int
-    loss: tuple[float, float]  # mean over all image tokens
-    seconds: tuple[float, float]  # forward and backward of the slowest rank, with waiting
-    grad_difference: float  # norm of the difference of all gradients, over that of the first
-    plan: dict[str, Any]  # metrics of the plan of all ranks
-    more: dict[str, Any] = field(default_factory=dict[str, Any])  # "exchange", "stages"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON."""
-        record: dict[str, Any] = {"step": self.step, "grad_difference": self.grad_difference}
-        for arm, loss, seconds in zip(ARMS, self.loss, self.seconds, strict=True):
-            record |= {f"loss_{arm}": loss, f"seconds_{arm}": seconds}
-        return record | {"plan": self.plan} | self.more
-
-
 class Comparison:
     """Two models of the same weights, trained on the same samples in two ways by all ranks."""
 
@@ -493,8 +467,8 @@ class Comparison:
             "peak_flops": peak_flops(name) if options.dtype == "bfloat16" else None,
         }
 
-    def run(self) -> Iterator[StepRecord]:
-        """Train; yield each step after the warm-up."""
+    def run(self) -> Iterator[dict[str, Any]]:
+        """Train; yield the numbers of each step after the warm-up, the same on every rank."""
         try:
             for step in range(self.options.warmup + self.options.steps):
                 record = self._step(step)
@@ -504,26 +478,24 @@ class Comparison:
             for way in self._ways:
                 way.close()
 
-    def _step(self, step: int) -> StepRecord:
+    def _step(self, step: int) -> dict[str, Any]:
+        """Train a step both ways; loss of an image token, seconds of the slowest rank."""
         samples, losses, seconds = self.samples, [0.0, 0.0], [0.0, 0.0]
         for arm in (0, 1) if step % 2 == 0 else (1, 0):
             losses[arm], seconds[arm] = self._train(arm, step)
             if self._stages is not None:
                 self._stages.read(arm, seconds[arm])
-        sums = samples.reduced(losses, "losses", step + 1)
-        without, balanced = samples.slowest(seconds, step + 1)
+        losses = samples.reduced(losses, "losses", step + 1)
+        seconds = samples.slowest(seconds, step + 1)
         facts = self._ways[1].facts(step)
         if self._stages is not None:
             assert isinstance(self._ways[1], InTheModel)
             facts |= self._stages.facts(self._ways[1], step)
-        return StepRecord(
-            step=step - self.options.warmup,
-            loss=(sums[0] / samples.group.size, sums[1] / samples.group.size),
-            seconds=(without, balanced),
-            grad_difference=self._grad_difference(step),
-            plan=facts.pop("plan"),
-            more=facts,
-        )
+        record: dict[str, Any] = {"step": step - self.options.warmup}
+        record["grad_difference"] = self._grad_difference(step)
+        for arm, loss, spent in zip(ARMS, losses, seconds, strict=True):
+            record |= {f"loss_{arm}": loss / samples.group.size, f"seconds_{arm}": spent}
+        return record | facts
 
     def _train(self, arm: int, step: int) -> tuple[float, float]:
         """Return this rank's part of the loss, and its seconds; gradients stay for comparison."""
@@ -552,12 +524,14 @@ class Comparison:
 
 
 def summarize(
-    records: Sequence[StepRecord], setting: dict[str, Any], options: BenchOptions
+    records: Sequence[dict[str, Any]], setting: dict[str, Any], options: BenchOptions
 ) -> dict[str, Any]:
     """Return the numbers of a finished run: both ways, their ratios, loader and stages."""
-    seconds = np.array([record.seconds for record in records])
-    losses = np.array([record.loss for record in records])
-    plans = {name: [record.plan[name] for record in records] for name in records[0].plan}
+    seconds, losses = (
+        np.array([[record[f"{name}_{arm}"] for arm in ARMS] for record in records])
+        for name in ("seconds", "loss")
+    )
+    plans = {name: [record["plan"][name] for record in records] for name in records[0]["plan"]}
     flops = (4.0 if options.checkpoint else 3.0) * sum(plans["forward_flops"])
     spread, ratios = (0.1, 0.9), seconds[:, 0] / seconds[:, 1]
 
@@ -591,28 +565,28 @@ def summarize(
         "loss_first": losses[0].tolist(),
         "loss_last": losses[-1].tolist(),
         "loss_difference": float(np.max(np.abs(1.0 - losses[:, 1] / losses[:, 0]))),
-        "grad_difference_first": records[0].grad_difference,
-        "grad_difference": max(record.grad_difference for record in records),
+        "grad_difference_first": records[0]["grad_difference"],
+        "grad_difference": max(record["grad_difference"] for record in records),
         "sent_bytes_per_step": float(np.mean(plans["sent_bytes"])),
         "tokens_per_rank": np.mean(plans["tokens"], axis=0).tolist(),
     }
-    if "exchange" in records[0].more:
+    if "exchange" in records[0]:
         summary["loader"] = _loader(records, plans, options)
-    if "stages" in records[0].more:
+    if "stages" in records[0]:
         summary["stages"] = _stages(records)
         summary["predicted_ratio"] = summary["stages"]["step"]["predicted_ratio"]
     return summary
 
 
 def _loader(
-    records: Sequence[StepRecord], plans: dict[str, list[Any]], options: BenchOptions
+    records: Sequence[dict[str, Any]], plans: dict[str, list[Any]], options: BenchOptions
 ) -> dict[str, Any]:
     names, reasons = ("exchange_s", "exposed_s", "hidden_s"), plans["reason"]
     means = {
-        f"{name}_per_step": float(np.mean([record.more["exchange"][name] for record in records]))
+        f"{name}_per_step": float(np.mean([record["exchange"][name] for record in records]))
         for name in names
     }
-    step_s = float(np.mean([record.seconds[1] for record in records]))
+    step_s = float(np.mean([record["seconds_balanced"] for record in records]))
     return {
         "accumulate": options.accumulate,
         "applied_steps": sum(plans["applied"]),
@@ -622,7 +596,7 @@ def _loader(
     }
 
 
-def _stages(records: Sequence[StepRecord]) -> dict[str, Any]:
+def _stages(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return imbalance and mean seconds of each stage, predicted and measured.
 
     Predicted seconds are costs times the rate of ranks without balancing. These wait for each other
@@ -630,11 +604,11 @@ def _stages(records: Sequence[StepRecord]) -> dict[str, Any]:
     when the last rank has encoded.
     """
     stages, predicted = dict[str, Any](), dict[str, tuple[Floats, ...]]()
-    for name in records[0].more["stages"][ARMS[0]]:
+    for name in records[0]["stages"][ARMS[0]]:
         measured = [
             [
-                np.array([record.more["stages"][arm][name][measure] for record in records])
-                for measure in MEASURES  # (N, R) each
+                np.array([record["stages"][arm][name][measure] for record in records])
+                for measure in ("seconds", "work", "predicted")  # (N, R) each
             ]
             for arm in ARMS
         ]
@@ -663,9 +637,11 @@ def _stages(records: Sequence[StepRecord]) -> dict[str, Any]:
         {
             arm: {
                 "seconds_predicted": float(costs.mean()),
-                "seconds_measured": float(np.mean([record.seconds[place] for record in records])),
+                "seconds_measured": float(
+                    np.mean([record[f"seconds_{arm}"] for record in records])
+                ),
             }
-            for place, (arm, costs) in enumerate(zip(ARMS, (before, after), strict=True))
+            for arm, costs in zip(ARMS, (before, after), strict=True)
         }
     )
     return stages
@@ -679,9 +655,10 @@ def _with_ratios(arms: dict[str, dict[str, float]]) -> dict[str, Any]:
     }
 
 
-def median_step(records: Sequence[StepRecord]) -> StepRecord:
+def median_step(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the step whose speed-up is the median."""
-    return sorted(records, key=lambda one: one.seconds[0] / one.seconds[1])[len(records) // 2]
+    by_speedup = sorted(records, key=lambda x: x["seconds_unbalanced"] / x["seconds_balanced"])
+    return by_speedup[len(records) // 2]
 
 
 def peak_flops(device_name: str) -> float | None:

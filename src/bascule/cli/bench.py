@@ -26,8 +26,8 @@ def run(options: BenchOptions, arguments: list[str]) -> int | None:
                 advance()
         return {
             "summary": summarize(records, comparison.setting, options),
-            "steps": [record.to_dict() for record in records],
-            "median": median_step(records).to_dict(),
+            "steps": records,
+            "median": median_step(records),
         }
 
     def finish(result: dict[str, Any]) -> None:

@@ -245,9 +245,6 @@ def _waves(generator: np.random.Generator, num: int, points: Floats) -> Floats:
     return math.sqrt(2.0 / NUM_WAVES) * np.cos(frequencies @ points.T + phases).sum(axis=1)
 
 
-MASK_DIMS = ("steps", "layers", "heads", "q_blocks", "kv_blocks")
-
-
 def load_masks(path: str | Path) -> Bools:
     """Read masks from an `.npy` or `.npz` file, in one of three forms.
 
@@ -257,12 +254,12 @@ def load_masks(path: str | Path) -> Bools:
     Returns (steps, layers, heads, q_blocks, kv_blocks); the file may lack the first two dims.
     """
     path = Path(path)
-    readers = {".npy": _from_array, ".npz": _from_archive}
-    if path.suffix not in readers:
+    if path.suffix not in (".npy", ".npz"):
         raise ConfigError(f"{path} is not a mask file: give an .npy or an .npz file")
     try:
         check_regular(path)
-        masks = readers[path.suffix](path)
+        is_array = path.suffix == ".npy"
+        masks = np.lib.format.open_memmap(path, mode="r") if is_array else _from_archive(path)
     except ConfigError:
         raise
     except Exception as error:  # numpy raises what it likes where a file is damaged
@@ -275,9 +272,8 @@ def load_masks(path: str | Path) -> Bools:
         )
     if not 3 <= masks.ndim <= 5 or 0 in masks.shape:
         raise ConfigError(
-            f"{path}: masks of shape {masks.shape}; give ({', '.join(MASK_DIMS[-3:])}), with "
-            f"{MASK_DIMS[1]}, or {MASK_DIMS[0]} and {MASK_DIMS[1]}, before them, and at least one "
-            "of each"
+            f"{path}: masks of shape {masks.shape}; give (heads, q_blocks, kv_blocks), with "
+            "layers, or steps and layers, before them, and at least one of each"
         )
     if not masks.any():
         raise ConfigError(
@@ -297,10 +293,6 @@ def save_masks(path: str | Path, masks: Bools) -> None:
         np.savez_compressed(path, packed=np.packbits(masks), shape=np.array(masks.shape))
     except OSError as error:
         raise ConfigError(f"cannot write masks to {path}: {error}") from error
-
-
-def _from_array(path: Path) -> npt.NDArray[Any]:
-    return np.lib.format.open_memmap(path, mode="r")
 
 
 def _from_archive(path: Path) -> npt.NDArray[Any]:
