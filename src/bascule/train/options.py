@@ -11,13 +11,11 @@ from bascule.plan.topology import Topology
 from bascule.workload.codes import parse_data_codes
 
 MAX_TOKENS = 2**22  # of a sample, and of a rank in a step
-
 _DEFAULT_STEPS = 100
 _DEFAULT_BATCH = 8
-_OF_THE_CURVE = tuple(
+_OF_THE_CURVE = tuple(  # options that decide the losses: a run is resumed with the same
     "batch_size seed dtype lr d_model num_heads num_double num_single max_tokens".split()
 )
-"""Options that decide the losses, whatever the ranks: a run is resumed with the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

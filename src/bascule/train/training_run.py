@@ -43,11 +43,9 @@ from bascule.workload.codes import parse_data_codes
 from bascule.workload.photos import PhotoStream
 from bascule.workload.streams import RawBatch, SampleBatch, SyntheticStream
 
-PARTS = tuple(
+PARTS = tuple(  # of a step, that are timed; "samples" to "restore" are of the forward
     "data plan samples route attend restore waiting forward backward optimizer total".split()
 )
-"""Parts of a step that are timed; "samples" to "restore" are of the forward."""
-
 _NUM_RATES = 20
 _EVEN = 1.05
 

@@ -19,20 +19,11 @@ from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_RANKS, fields, is_int, shown, whole
 from bascule.plan.files import parse_json, read_lines
 
-PATCH_PIXELS = 16
-"""Pixels along one side of a visual token: VAE stride 8 times DiT patch 2."""
-
-MAX_TEXT_TOKENS = 392
-"""Most text tokens that a data code draws for a sample."""
-
-ASPECT_RANGE = (0.96, 1.04)
-"""Range of the factor on the visual tokens of a rank's batch; stands for aspect ratio buckets."""
-
-MAX_LENGTH = 2**31 - 1
-"""Longest sequence in tokens: cumulative lengths are int32."""
-
-MAX_SEQUENCES = 2**20
-"""Most sequences of a batch that is drawn or read."""
+PATCH_PIXELS = 16  # along one side of a visual token: VAE stride 8 times DiT patch 2
+MAX_TEXT_TOKENS = 392  # of a sample that a data code draws
+ASPECT_RANGE = (0.96, 1.04)  # of the factor on a rank's visual tokens, for aspect ratio buckets
+MAX_LENGTH = 2**31 - 1  # of a sequence, in tokens: cumulative lengths are int32
+MAX_SEQUENCES = 2**20  # of a batch that is drawn or read
 
 _CODE_FORM = "g{ranks}b{samples per rank}i{pixels}f{frames}s{0 or 1}, for example g4b5i512f1s0"
 _NUMBER = "(0|[1-9][0-9]{0,8})"

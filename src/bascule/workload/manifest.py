@@ -13,11 +13,8 @@ from bascule.plan.checks import is_int, rate, shown, whole
 from bascule.plan.files import read_json_lines, read_lines
 from bascule.workload.codes import MAX_LENGTH, PATCH_PIXELS, SampleShape, latent_frames
 
-TOKEN_COLUMNS = ("tokens", "num_tokens", "seq_len", "length")
-"""Names under which a row may say how many tokens its sample has; the first of them counts."""
-
-SHAPE_COLUMNS = ("width", "height", "frames", "text_tokens", "caption")
-"""Columns from which the tokens follow where no row says their number."""
+TOKEN_COLUMNS = ("tokens", "num_tokens", "seq_len", "length")  # the first of them counts
+SHAPE_COLUMNS = ("width", "height", "frames", "text_tokens", "caption")  # if none says the tokens
 
 _WHOLE = re.compile("[0-9]{1,18}")
 _MOST_NAMED = 20
@@ -171,5 +168,4 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
         raise ConfigError(f"{path}, line {line}: {error}") from error
 
 
-READERS = {".jsonl": _jsonl_rows, ".csv": _csv_rows}
-"""Functions that yield each row behind its place, by the suffix of the file."""
+READERS = {".jsonl": _jsonl_rows, ".csv": _csv_rows}  # yield rows behind their places

@@ -20,29 +20,16 @@ from bascule.workload.codes import keyed_generator
 
 Singles = npt.NDArray[np.float32]
 
+# Median width of a head's locality along an axis of the grid, as a share of the axis, and the
+# standard deviation of its logarithm: spatial, temporal, local and global heads all occur.
 WIDTH, WIDTH_SPREAD = 0.15, 0.7
-"""Median width of a head's locality along an axis of the grid, as a share of the axis, and the
-standard deviation of its logarithm: spatial, temporal, local and global heads all occur."""
-
-FIELD_LENGTHS = (0.2, 0.5, 0.5)
-"""Shares of (frames, height, width) over which the popularity of keys changes."""
-
-SHARED_VARIANCE = 0.7
-"""Part of the variance of popularity and breadth that all heads of a layer have in common."""
-
-NOISE = 0.5
-"""Standard deviation of a block's noise."""
-
+FIELD_LENGTHS = (0.2, 0.5, 0.5)  # shares of the grid over which the popularity of keys changes
+SHARED_VARIANCE = 0.7  # of popularity and breadth, the part that heads of a layer have in common
+NOISE = 0.5  # standard deviation, of a block
 NUM_WAVES = 32
-
-MAX_CELLS = 2**29
-"""Most cells of masks that are drawn: half a gigabyte, and minutes."""
-
-_RAREST = 1e-9
-"""Least share of blocks that are computed, or not, of synthetic masks."""
-
-MAX_SPREAD = 8.0
-"""Largest spread of the logits of the densities: then most heads are empty or full."""
+MAX_CELLS = 2**29  # of masks that are drawn: half a gigabyte, and minutes
+MAX_SPREAD = 8.0  # of the logits of the densities: then most heads are empty or full
+_RAREST = 1e-9  # least share of blocks that are computed, or not
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,13 +31,11 @@ from bascule.workload.streams import (
     sample_normals,
 )
 
+# Files with other suffixes are ignored.
 PHOTO_SUFFIXES = frozenset(
     ".avif .bmp .gif .jfif .jpeg .jpg .pbm .pgm .png .ppm .tga .tif .tiff .webp".split()
 )
-"""File names that are taken for photos, in any case; other files in the folder are ignored."""
-
 VIDEO_SUFFIXES = frozenset((".m4v", ".mkv", ".mov", ".mp4", ".webm"))
-"""File names that are taken for videos, in any case."""
 
 _NUMBER = re.compile("[0-9]+$")
 _log = logging.getLogger(__name__)

@@ -26,9 +26,7 @@ from bascule.workload.traces.spans import Spans, minus, spans_of, union
 NumberedBy = Literal["ProfilerStep", "bascule's train_step", "Optimizer.step"]
 
 TRAIN_STEP = "bascule::a training step"
-
-MAX_BYTES = 2**32
-"""Most bytes of a trace, unpacked."""
+MAX_BYTES = 2**32  # of a trace, unpacked
 
 _RANK_IN_NAME = re.compile(r"rank[-_. ]?([0-9]{1,6})(?![0-9])", re.IGNORECASE)
 _STEP = re.compile(r"ProfilerStep\s*#\s*([0-9]{1,15})")
@@ -44,8 +42,7 @@ _COMPILED = "## Call CompiledFxGraph"
 _ON_TRAINING_THREADS = {"wrapper", "step", "train step", "optimizer"}
 _MOST_US, _MOST_LASTING_US = 1e17, 1e12
 
-Event = tuple[Any, float, float]
-"""A name, number, thread or mark; start and end in seconds."""
+Event = tuple[Any, float, float]  # name, number, thread or mark; start and end in seconds
 
 
 @dataclass(frozen=True, slots=True, eq=False)

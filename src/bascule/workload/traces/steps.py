@@ -24,18 +24,13 @@ from bascule.workload.traces.reading import RankTrace
 from bascule.workload.traces.spans import Spans, minus, seconds_within, union, within
 from bascule.workload.traces.writing import Kind, Segment
 
-_DUST = 1e-9
-"""Share of a step below which a difference is rounding."""
-
+_DUST = 1e-9  # share of a step below which a difference is rounding
 _ONE_SIDED = re.compile(r"broadcast|reduce(?!_?scatter)|scatter|gather|send|recv", re.IGNORECASE)
 _ALL_SIDED = re.compile(r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|barrier", re.I)
 _TWO_RANKS = re.compile(r"(?:gloo:|nccl:)?(?:send|recv)", re.IGNORECASE)
 
-Call = tuple[int, float, float]
-"""The place of a rank, and when it began and ended a collective, on its clock."""
-
-Meeting = tuple[str, tuple[Call, ...]]
-"""The calls of one collective, by rank, behind its key."""
+Call = tuple[int, float, float]  # a rank's place, and begin and end of a collective on its clock
+Meeting = tuple[str, tuple[Call, ...]]  # the key of a collective, and its calls by rank
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,14 +24,11 @@ from bascule.plan.topology import Topology
 from bascule.workload.traces.reading import RankTrace
 from bascule.workload.traces.steps import StepParts
 
-Lengths = Mapping[tuple[int, int], Sequence[int]]
-"""Tokens of each sequence, by the numbers of step and rank."""
+Lengths = Mapping[tuple[int, int], Sequence[int]]  # tokens of sequences, by step and rank
 
+# Error with which steps may predict each other: they are few, and noisy on shared machines.
 MAX_ERROR = 0.3
-"""Error with which steps may predict each other: they are few, and noisy on shared machines."""
-
-MAX_MODEL_ERROR = 0.15
-"""Share by which the model may miss the mean step as it was run."""
+MAX_MODEL_ERROR = 0.15  # share by which the model may miss the mean step as it was run
 
 
 @dataclass(frozen=True, slots=True)
