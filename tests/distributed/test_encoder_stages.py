@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from bascule.encoders import EncoderOptions
 from bascule.errors import ConfigError
 from bascule.models import LocalExchange, MMDiT
 from bascule.parallel import SequenceParallel
@@ -106,14 +105,7 @@ def check_steps(
     total = sum(shape.image_tokens for own in per_rank for shape in data.shapes(own))
     said: dict[str, Any] = {}
     for where, exchange in ((alone, LocalExchange), (mesh, parallel.plan)):
-        stages = EncoderStages(
-            encoders,
-            where,
-            widths=data,
-            seed=SEED,
-            watch=Stopwatch(CPU),
-            options=EncoderOptions(device=CPU, timeout_s=100.0),
-        )
+        stages = EncoderStages(encoders, where, data, options, CPU, Stopwatch(CPU))
         model = build_model(config, mesh, seed=SEED, checkpoint=False, dtype=torch.float64)
 
         (batch,) = stages.encode([data.raw(per_rank[rank])])

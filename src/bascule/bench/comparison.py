@@ -26,7 +26,6 @@ from bascule.comm.collectives import all_gather, all_reduce
 from bascule.comm.groups import RankGroup, device_of, member_of, resolve
 from bascule.data.loader import BalancedLoader, LoaderOptions
 from bascule.data.steps import Batch
-from bascule.encoders import EncoderOptions
 from bascule.errors import ConfigError
 from bascule.models import Exchange, LocalExchange, MMDiT
 from bascule.parallel import SequenceParallel, Step
@@ -323,18 +322,8 @@ class Stages:
         watch_encoders(samples.encoders, self._watch)
         shape, axes = (samples.group.size, 1), ("ranks", "alone")
         alone = init_device_mesh(samples.device.type, shape, mesh_dim_names=axes)["alone"]
-        timeout_s = samples.options.timeout_s
-        stages = [
-            EncoderStages(
-                samples.encoders,
-                ranks,
-                widths=samples.stream,
-                seed=samples.options.seed,
-                watch=self._watch,
-                options=EncoderOptions(device=samples.device, timeout_s=timeout_s),
-            )
-            for ranks in (alone, mesh)
-        ]
+        common = samples.stream, samples.options, samples.device, self._watch
+        stages = [EncoderStages(samples.encoders, ranks, *common) for ranks in (alone, mesh)]
         self.encode, self._balanced = [one.encode for one in stages], stages[1]
 
     def watch(self, model: MMDiT) -> None:

@@ -36,15 +36,8 @@ class Exchange(Protocol):
     All methods are differentiable. No implementation is a dataclass: FSDP2 would cast its tensors.
     """
 
-    @property
-    def local_seq_ids(self) -> Tensor:
-        """Global ids of the sequences with tokens on this rank after routing, int64 (n,)."""
-        ...
-
-    @property
-    def token_slot(self) -> Tensor:
-        """For each routed token the place of its sequence in `local_seq_ids`, int64 (T,)."""
-        ...
+    local_seq_ids: Tensor  # int64 (n,), global ids of the sequences with tokens here after routing
+    token_slot: Tensor  # int64 (T,), of each routed token its sequence's place in `local_seq_ids`
 
     def route(self, **tensors: Tensor) -> Mapping[str, Tensor]:
         """Move rows, tokens first, to the ranks that compute them; same names, any dtypes."""

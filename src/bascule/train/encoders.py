@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -21,6 +20,7 @@ from bascule.encoders import BalancedEncoder, EncoderOptions
 from bascule.encoders.plan import Encoding
 from bascule.errors import ConfigError
 from bascule.generate import tiny
+from bascule.options import flag
 from bascule.plan.costs import Cost, PolynomialCost
 from bascule.plan.files import parse_json
 from bascule.plan.fits import fit_item_latency
@@ -164,8 +164,7 @@ class FrozenEncoders:
     @property
     def settings(self) -> dict[str, str]:
         """The settings that decide the losses, by option: classes, and digests of weights."""
-        both = {"--vae": self.vae, "--text-encoder": self.text}
-        return {name: one.digest() for name, one in both.items() if one is not None}
+        return {flag(name): encoder.digest() for name, encoder in self.stages.items()}
 
     def photo_options(self, options: RunOptions) -> PhotoOptions:
         """Return how photos and captions become tokens."""
@@ -244,22 +243,21 @@ class EncoderStages:
     def __init__(
         self,
         encoders: FrozenEncoders,
-        mesh_or_group: "DeviceMesh | dist.ProcessGroup",
-        *,
+        mesh: DeviceMesh,
         widths: Widths,
-        seed: int,
+        options: RunOptions,
+        device: torch.device,
         watch: Stopwatch,
-        options: EncoderOptions,
     ) -> None:
-        self._widths, self._seed, self._watch = widths, seed, watch
-        self._vae, self._device = encoders.vae, torch.device(options.device or "cpu")
+        self._widths, self._seed, self._watch = widths, options.seed, watch
+        self._vae, self._device = encoders.vae, device
         self._balanced = {
             name: BalancedEncoder(
-                module.to(options.device),
+                module.to(device),
                 length_fn=_size_of,
-                cost=_cost_of(module, self._device, mesh_or_group),
-                mesh_or_group=mesh_or_group,
-                options=options,
+                cost=_cost_of(module, device, mesh),
+                mesh_or_group=mesh,
+                options=EncoderOptions(device=device, timeout_s=options.timeout_s),
             )
             for name, module in encoders.stages.items()
         }
@@ -329,11 +327,7 @@ def _size_of(item: Mapping[str, Any]) -> int:
     return x.shape[1:].numel()
 
 
-def _cost_of(
-    module: LatentEncoder | TextEncoder,
-    device: torch.device,
-    mesh_or_group: "DeviceMesh | dist.ProcessGroup",
-) -> Cost:
+def _cost_of(module: LatentEncoder | TextEncoder, device: torch.device, mesh: DeviceMesh) -> Cost:
     """Return the cost of an item: pixels of a VAE; a call of a text encoder is measured."""
     if isinstance(module, LatentEncoder):
         return PolynomialCost(quadratic=0.0, linear=1.0, constant=0.0)
@@ -344,7 +338,7 @@ def _cost_of(
     ]
     with torch.no_grad():
         seconds = [median_seconds(run, device, _REPEATS) for run in runs]
-    return fit_item_latency(lengths, mean_over_ranks(mesh_or_group, seconds))
+    return fit_item_latency(lengths, mean_over_ranks(mesh, seconds))
 
 
 def watch_encoders(encoders: FrozenEncoders, watch: Stopwatch) -> None:

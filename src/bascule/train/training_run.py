@@ -24,7 +24,6 @@ from bascule.arrays import Floats
 from bascule.comm.agree import agree
 from bascule.comm.failures import shared
 from bascule.comm.groups import new_group
-from bascule.encoders import EncoderOptions
 from bascule.errors import ConfigError
 from bascule.models import Exchange, MMDiTConfig
 from bascule.parallel import PlanFuture, SequenceParallel, Step
@@ -255,12 +254,7 @@ class TrainingRun:
         if prepared.encoders:
             watch_encoders(prepared.encoders, self._encoding)
             self._stages = EncoderStages(
-                prepared.encoders,
-                self._mesh,
-                widths=prepared.data,
-                seed=options.seed,
-                watch=self._encoding,
-                options=EncoderOptions(device=device, timeout_s=options.timeout_s),
+                prepared.encoders, self._mesh, prepared.data, options, device, self._encoding
             )
             self._parts = (*PARTS, *self._stages.last)
             if options.encode_ahead and device.type == "cuda":
