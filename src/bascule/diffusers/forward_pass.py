@@ -117,7 +117,7 @@ class ForwardPass(SequenceParallelMode):
         if len(segments) == 1 and segments[0] not in self._wholes:
             self._wholes[segments[0]] = whole, dim
             if self.work is not None and not torch.compiler.is_compiling():
-                self.work.take_lengths(self._by_share())
+                self.work.wholes = self._by_share()
         share = self.share(segments)
         if whole.shape[dim] != share.seq_len:
             raise ConfigError(

@@ -209,7 +209,7 @@ class ParallelHandle:
     def undo(self) -> None:
         """Restore the models; not within a forward pass."""
         for part in self.parts:
-            if part.is_running:
+            if part.forward is not None:
                 raise ConfigError(
                     f"undo() within a forward pass of {type(part.model).__name__}: its tokens are "
                     "shared over the ranks; call it after the forward pass"

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from bascule.attention.api import AttentionMesh, AttentionOptions
 from bascule.comm.failures import leave
-from bascule.comm.groups import RankGroup
 from bascule.diffusers.arguments import SameInputs, holds_tensors, parameters_of
 from bascule.diffusers.caches import Caches
 from bascule.diffusers.forward_pass import CountingPass, ForwardPass, Shares
@@ -83,20 +82,12 @@ class SplitModel:
         self._names = parameters_of(model)
         self._known: dict[object, Known] = {}  # by form of inputs
         self._shares: dict[object, Shares] = {}  # by place on a mesh
-        self._caches = Caches(model, table, self._ranks)
+        self._caches = Caches(model, table, lambda: self.forward and self.forward.mesh.whole)
         self._links: tuple[Link, ...] = ()
         self._stand_ins: list[StandIn] = []
         self._of_model: StandIn | None = None
         self._backend: Any = None  # of attention, as diffusers names it
         self._install()
-
-    def _ranks(self) -> RankGroup | None:
-        return None if self.forward is None else self.forward.mesh.whole
-
-    @property
-    def is_running(self) -> bool:
-        """True while a forward pass runs over the mesh, in any thread."""
-        return self.forward is not None
 
     @property
     def is_split(self) -> bool:
@@ -117,7 +108,10 @@ class SplitModel:
         self._stand_ins, self._of_model = [], None
         self._caches.leave()
         if self._backend is not None:
-            _forget(self._backend)
+            diffusers: Any = importlib.import_module("diffusers.models.attention_dispatch")
+            registry = diffusers._AttentionBackendRegistry
+            for table in (registry._backends, registry._constraints, registry._supported_arg_names):
+                table.pop(self._backend, None)
             self._backend = None
 
     @contextmanager
@@ -456,14 +450,6 @@ def _registered(part: SplitModel) -> Any:
 
     diffusers._AttentionBackendRegistry.register(name)(attend)
     return name
-
-
-def _forget(name: Any) -> None:
-    registry: Any = importlib.import_module(
-        "diffusers.models.attention_dispatch"
-    )._AttentionBackendRegistry
-    for table in (registry._backends, registry._constraints, registry._supported_arg_names):
-        table.pop(name, None)
 
 
 def _innermost(model: nn.Module) -> tuple[Any, str]:

@@ -68,11 +68,7 @@ class WorkCounter:
     def __init__(self) -> None:
         self.kinds: dict[str, LayerWork] = {"": LayerWork(num_layers=1)}  # as "blocks.*"; "": rest
         self._kind = ""
-        self._wholes: dict[int, int] = {}
-
-    def take_lengths(self, wholes: Mapping[int, int]) -> None:
-        """Take the tokens of the whole sequence by those of this rank."""
-        self._wholes = dict(wholes)
+        self.wholes: dict[int, int] = {}
 
     def begin_block(self, name: str) -> None:
         """Count for this block from here on."""
@@ -89,7 +85,7 @@ class WorkCounter:
 
     def attend_to_all(self, query: Tensor, num_keys: int) -> None:
         """Count attention of this rank's queries to keys that every rank has gathered."""
-        whole = self._wholes.get(query.shape[2], query.shape[2])
+        whole = self.wholes.get(query.shape[2], query.shape[2])
         pairs = query.shape[0] * query.shape[1] * whole * num_keys
         self.kinds[self._kind].token_flops += 4.0 * pairs * query.shape[3]
 
@@ -110,7 +106,7 @@ class WorkCounter:
     def _multiply(self, work: LayerWork, x: Tensor, columns: int) -> None:
         """Count 2 FLOPs for each value of `x` and column."""
         # A prompt that happens to be as long as a rank's share is taken for one.
-        whole = self._wholes.get(x.shape[-2]) if x.dim() > 2 else None
+        whole = self.wholes.get(x.shape[-2]) if x.dim() > 2 else None
         if whole is None:
             work.other_flops += 2.0 * x.numel() * columns
         else:
