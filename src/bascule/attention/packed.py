@@ -65,7 +65,7 @@ class Bag:
         mesh, seqs = AttentionMesh(around, sharing, None), np.flatnonzero(plan.bag_of == bag)
         parts, masks = np.flatnonzero(plan.chunks.bag_of == bag), None
         if plan.masks is not None:
-            chosen = plan.masks.apart.masks if plan.chunks.is_by_document else plan.masks
+            chosen = plan.masks.apart.masks if plan.chunks.begins.any() else plan.masks
             masks = chosen.of(parts)
         places = np.searchsorted(seqs, plan.chunks.seqs[parts])
         contexts = np.zeros_like(seqs) if plan.context_lens is None else plan.context_lens[seqs]

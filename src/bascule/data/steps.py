@@ -468,7 +468,10 @@ class Redistributor:
         reason: Reason = "limits"
         try:
             plans = plan_step(
-                [items.lens_by_rank(micro) for micro in range(rules.accumulate)],
+                [
+                    np.split(items.lens[items.micro == micro], np.cumsum(counts)[:-1])
+                    for micro, counts in enumerate(items.counts)
+                ],
                 self._topology,
                 cost,
                 sync=rules.sync,

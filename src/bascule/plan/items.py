@@ -90,10 +90,6 @@ class Items:
         """(n,) microbatch of each item."""
         return np.repeat(np.arange(len(self.counts)), self.counts.sum(axis=1))
 
-    def lens_by_rank(self, micro: int) -> list[Ints]:
-        """Return the tokens of the items of each rank in a microbatch."""
-        return np.split(self.lens[self.micro == micro], np.cumsum(self.counts[micro])[:-1])
-
     def sums(self, ranks: Ints, values: Ints | Floats) -> Floats:
         """Return (M, R) sums of a value of each item, by microbatch and the (n,) ranks."""
         num_micro, num_ranks = self.counts.shape

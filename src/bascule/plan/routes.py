@@ -156,11 +156,6 @@ class Chunks:
         where = parts.seqs, parts.starts, seq_lens[parts.seqs]
         return cls(topology, parts.lens, bag_of[parts.seqs], is_zigzag, *where)
 
-    @property
-    def is_by_document(self) -> bool:
-        """True if the parts are documents."""
-        return bool(self.begins.any())
-
     @cached_property
     def counts(self) -> Ints:
         """(num_bags,) chunks that a bag cuts a sequence into."""

@@ -338,12 +338,7 @@ def _spans(where: str, mask: object, num_tokens: int) -> Sequence[Span]:
             f"{where}: spans of {total} tokens together for a sequence of {num_tokens}: give spans "
             f"that add up to {num_tokens}"
         )
-    return _joined(spans)
-
-
-def _joined(spans: Sequence[Span]) -> list[Span]:
-    """Join causal spans that follow each other."""
-    joined: list[Span] = []
+    joined: list[Span] = []  # causal ones that follow each other are one
     for span in spans:
         if joined and span.causal and joined[-1].causal and not span.new_document:
             total = joined[-1].num_tokens + span.num_tokens

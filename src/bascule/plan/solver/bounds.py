@@ -37,7 +37,8 @@ def lower_bound(problem: Problem, makespan: float = np.inf) -> float:
         else:
             bounds.append(threshold_bound(problem))
         if problem.limited:
-            bounds += [eligible_bound(problem), spill_bound(problem), company_bound(problem)]
+            best_of_all = _best_times(problem, np.ones(problem.num_bins, dtype=bool))
+            bounds += [float(best_of_all.max()), spill_bound(problem), company_bound(problem)]
     return on_grid(problem, max(bounds))
 
 
@@ -155,12 +156,6 @@ def threshold_bound(problem: Problem) -> float:
         slow_times = np.append(times[order], 0.0)
         best = max(best, float(np.maximum(fast_times, slow_times).min()))
     return best
-
-
-def eligible_bound(problem: Problem) -> float:
-    """Every item on the best bin that can hold it at all. O(n) per speed and capacity."""
-    everywhere = np.ones(problem.num_bins, dtype=bool)
-    return float(_best_times(problem, everywhere).max())
 
 
 def spill_bound(problem: Problem) -> float:

@@ -220,9 +220,12 @@ def _best(problem: Problem, target: float, starts: Iterable[Candidate], quick: b
 
 
 def _exactly(problem: Problem, legal: Sequence[Candidate]) -> Iterator[Candidate]:
-    """An exact placement, if nothing is legal when it is asked for."""
-    exact = None if legal else place_exactly(problem)
-    if exact is not None:
+    """Yield an exact placement, if nothing is legal by then and the problem is small enough."""
+    items, bins = problem.num_items, problem.num_bins
+    if legal or items * bins > _MAX_EXACT_CELLS:
+        return
+    limits = [_within(use, room) for use, room in zip(problem.use, problem.room, strict=True)]
+    if (exact := _place(items, bins, limits, whole=True)) is not None:
         yield Candidate.of(problem, "exact", exact)
 
 
@@ -420,15 +423,6 @@ def _weights(costs: Floats, ends: Ints, speeds: Floats) -> Floats:
         here, above = (float(costs[k, last]) for k in (kind, kind + 1))
         weights[kind] = weights[kind + 1] * (above / here if here > 0 else 1.0)
     return weights / (weights * speeds).sum()
-
-
-def place_exactly(problem: Problem) -> Ints | None:
-    """Any assignment within the limits; None if none was found, or the problem is too large."""
-    items, bins = problem.num_items, problem.num_bins
-    if items * bins > _MAX_EXACT_CELLS:
-        return None
-    limits = [_within(use, room) for use, room in zip(problem.use, problem.room, strict=True)]
-    return _place(items, bins, limits, whole=True)
 
 
 def place_relaxed(problem: Problem, start: Ints, target: float, longest: float) -> Ints | None:

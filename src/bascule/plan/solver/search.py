@@ -73,7 +73,8 @@ def improve(problem: Problem, bin_of: Ints, target: float, homes: Homes | None =
             break
         else:
             depth += 2 if score.is_simple else 1  # groups of two hold single items too
-    if homes is not None and not score.total_excess(state):
+    every, times = np.arange(problem.num_bins), state.work / problem.speeds
+    if homes is not None and not score.excess(every, times, state.used).any():
         state = _bring_home(score, state)
     return state.bin_of
 
@@ -176,11 +177,6 @@ class Score:
             over = over + np.maximum(times / self.homes.ceiling - 1.0, 0.0)
         return over
 
-    def total_excess(self, state: State) -> float:
-        """Excess of all bins together."""
-        every = np.arange(self.problem.num_bins)
-        return float(self.excess(every, state.work / self.problem.speeds, state.used).sum())
-
     def before(self, state: State, bins: Ints) -> Floats:
         """Return the score that exchanges of each bin must stay below."""
         times = state.work[bins] / self.problem.speeds[bins]
@@ -228,13 +224,6 @@ class Pairing:
     late: Ints
     early: Ints
 
-    def slot_of_bin(self, num_bins: int) -> Ints:
-        """(bins,) slots 0..K-1 for the late bins, then the early ones; -1 for all others."""
-        bins = np.concatenate((self.late, self.early.ravel()))
-        slots = np.full(num_bins, -1)
-        slots[bins] = np.arange(bins.size)
-        return slots
-
 
 def _pair(score: Score, state: State, *, alone: bool) -> Pairing | None:
     """Pair bins above a limit with those below; without any, late bins with early ones.
@@ -278,8 +267,10 @@ def _match(late: Ints, early: Ints) -> Pairing | None:
 
 def _exchange(score: Score, state: State, pairing: Pairing, *, in_twos: bool) -> Moves | None:
     """The best exchange of every late bin that lowers its score; None if there is none."""
-    slots = pairing.slot_of_bin(score.problem.num_bins)[state.bin_of]
-    groups = _groups(score, slots, in_twos=in_twos)
+    bins = np.concatenate((pairing.late, pairing.early.ravel()))
+    slots = np.full(score.problem.num_bins, -1)  # 0..K-1 for the late bins, then the early ones
+    slots[bins] = np.arange(bins.size)
+    groups = _groups(score, slots[state.bin_of], in_twos=in_twos)
     if score.is_simple:
         options, after = _nearest(score, state, pairing, groups)
     else:

@@ -188,8 +188,13 @@ class SparsePlanner:
             return plan_under(in_order(num_heads, q, kv, *degrees, num_kv_heads), work)
         ring_of = self._rings(columns)
         matrices = columns.matrices(ring_of)
-        place = self._as_in_paper if self.method == "paper" else self._placed
-        rings = place(columns, matrices)
+        if self.method == "paper":  # places blocks alike in all rings
+            ring, homes = self.ring_degree, (columns.q_home, columns.home)
+            shared = paper_blocks(matrices.sum(axis=0), ring, homes, reward=self.reward)
+            placed = shared.q_of, shared.kv_of, ring
+            rings = [replace(shared, tiles=tile_work(matrix, *placed)) for matrix in matrices]
+        else:
+            rings = self._placed(columns, matrices)
         q_of, column_of, tiles = (
             np.stack([getattr(ring, name) for ring in rings]) for name in ("q_of", "kv_of", "tiles")
         )
@@ -248,10 +253,3 @@ class SparsePlanner:
             )
             for matrix in matrices
         ]
-
-    def _as_in_paper(self, columns: Columns, matrices: Floats) -> list[BlockPlan]:
-        """Place blocks alike in all rings."""
-        ring, homes = self.ring_degree, (columns.q_home, columns.home)
-        shared = paper_blocks(matrices.sum(axis=0), ring, homes, reward=self.reward)
-        placed = shared.q_of, shared.kv_of
-        return [replace(shared, tiles=tile_work(matrix, *placed, ring)) for matrix in matrices]
