@@ -9,8 +9,8 @@ from tests.helpers.model_case import (
     Case,
     Draw,
     Inputs,
-    MakesInputs,
-    MakesModel,
+    Makes,
+    built,
     grid_ids,
     key_mask,
 )
@@ -50,14 +50,11 @@ CASES = [
 
 
 def _flux(case: Case) -> nn.Module:
-    from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
-
-    return FluxTransformer2DModel(
-        in_channels=CHANNELS,
+    return built(
+        "FluxTransformer2DModel",
+        case,
         num_layers=0 if "no double" in case.options else 2,
         num_single_layers=0 if "no single" in case.options else 2,
-        attention_head_dim=16,
-        num_attention_heads=case.heads,
         joint_attention_dim=TEXT_DIM,
         pooled_projection_dim=TEXT_DIM,
         guidance_embeds="guidance" in case.options,
@@ -66,15 +63,10 @@ def _flux(case: Case) -> nn.Module:
 
 
 def _qwen(case: Case) -> nn.Module:
-    from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
-
-    return QwenImageTransformer2DModel(
+    return built(
+        "QwenImageTransformer2DModel",
+        case,
         patch_size=1,
-        in_channels=CHANNELS,
-        out_channels=CHANNELS,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=case.heads,
         joint_attention_dim=TEXT_DIM,
         axes_dims_rope=(4, 6, 6),
         zero_cond_t="zero_cond" in case.options,
@@ -84,16 +76,12 @@ def _qwen(case: Case) -> nn.Module:
 
 
 def _sd3(case: Case) -> nn.Module:
-    from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
-
-    return SD3Transformer2DModel(
+    return built(
+        "SD3Transformer2DModel",
+        case,
         sample_size=8,
         patch_size=2,
-        in_channels=CHANNELS,
-        out_channels=CHANNELS,
         num_layers=3,
-        attention_head_dim=16,
-        num_attention_heads=case.heads,
         joint_attention_dim=TEXT_DIM,
         caption_projection_dim=16 * case.heads,
         pooled_projection_dim=TEXT_DIM,
@@ -104,14 +92,11 @@ def _sd3(case: Case) -> nn.Module:
 
 
 def _flux2(case: Case) -> nn.Module:
-    from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
-
-    return Flux2Transformer2DModel(
-        in_channels=CHANNELS,
+    return built(
+        "Flux2Transformer2DModel",
+        case,
         num_layers=0 if "no double" in case.options else 2,
         num_single_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=case.heads,
         joint_attention_dim=TEXT_DIM,
         timestep_guidance_channels=16,
         axes_dims_rope=(4, 4, 4, 4),
@@ -120,10 +105,9 @@ def _flux2(case: Case) -> nn.Module:
 
 
 def _z_image(case: Case) -> nn.Module:
-    from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
-
-    return ZImageTransformer2DModel(
-        in_channels=CHANNELS,
+    return built(
+        "ZImageTransformer2DModel",
+        case,
         dim=16 * case.heads,
         n_layers=2,
         n_refiner_layers=2,
@@ -137,14 +121,10 @@ def _z_image(case: Case) -> nn.Module:
 
 
 def _flux_controlnet(case: Case) -> nn.Module:
-    from diffusers.models.controlnets.controlnet_flux import FluxControlNetModel
-
-    return FluxControlNetModel(
-        in_channels=CHANNELS,
-        num_layers=2,
+    return built(
+        "FluxControlNetModel",
+        case,
         num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=case.heads,
         joint_attention_dim=TEXT_DIM,
         pooled_projection_dim=TEXT_DIM,
         guidance_embeds="guidance" in case.options,
@@ -154,33 +134,23 @@ def _flux_controlnet(case: Case) -> nn.Module:
 
 
 def _qwen_controlnet(case: Case) -> nn.Module:
-    from diffusers.models.controlnets.controlnet_qwenimage import QwenImageControlNetModel
-
-    return QwenImageControlNetModel(
+    return built(
+        "QwenImageControlNetModel",
+        case,
         patch_size=1,
-        in_channels=CHANNELS,
-        out_channels=CHANNELS,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=case.heads,
         joint_attention_dim=TEXT_DIM,
         axes_dims_rope=(4, 6, 6),
     )
 
 
 def _sd3_controlnet(case: Case) -> nn.Module:
-    from diffusers.models.controlnets.controlnet_sd3 import SD3ControlNetModel
-
-    return SD3ControlNetModel(
+    return built(
+        "SD3ControlNetModel",
+        case,
         sample_size=8,
-        in_channels=CHANNELS,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=case.heads,
         joint_attention_dim=TEXT_DIM,
         caption_projection_dim=16 * case.heads,
         pooled_projection_dim=TEXT_DIM,
-        out_channels=CHANNELS,
         pos_embed_max_size=8,
         dual_attention_layers=(0,),
     )
@@ -292,23 +262,13 @@ def _sd3_inputs(case: Case, draw: Draw) -> Inputs:
     return inputs
 
 
-MODELS: dict[str, MakesModel] = {
-    "flux": _flux,
-    "flux2": _flux2,
-    "flux_controlnet": _flux_controlnet,
-    "qwen": _qwen,
-    "qwen_controlnet": _qwen_controlnet,
-    "sd3_controlnet": _sd3_controlnet,
-    "sd3": _sd3,
-    "z_image": _z_image,
-}
-INPUTS: dict[str, MakesInputs] = {
-    "flux": _flux_inputs,
-    "flux2": _flux2_inputs,
-    "flux_controlnet": _flux_controlnet_inputs,
-    "qwen": _qwen_inputs,
-    "qwen_controlnet": _qwen_controlnet_inputs,
-    "sd3_controlnet": _sd3_controlnet_inputs,
-    "sd3": _sd3_inputs,
-    "z_image": _z_image_inputs,
+MODELS: Makes = {
+    "flux": (_flux, _flux_inputs),
+    "flux2": (_flux2, _flux2_inputs),
+    "flux_controlnet": (_flux_controlnet, _flux_controlnet_inputs),
+    "qwen": (_qwen, _qwen_inputs),
+    "qwen_controlnet": (_qwen_controlnet, _qwen_controlnet_inputs),
+    "sd3_controlnet": (_sd3_controlnet, _sd3_controlnet_inputs),
+    "sd3": (_sd3, _sd3_inputs),
+    "z_image": (_z_image, _z_image_inputs),
 }

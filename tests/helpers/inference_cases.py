@@ -18,13 +18,12 @@ from tests.helpers.model_case import Inputs as Inputs
 
 _MODULES = image_cases, other_image_cases, video_cases, plan_cases
 CASES = [case for module in _MODULES for case in module.CASES]
-_MODELS = {name: make for module in _MODULES for name, make in module.MODELS.items()}
-_INPUTS = {name: make for module in _MODULES for name, make in module.INPUTS.items()}
+_MODELS = {name: makes for module in _MODULES for name, makes in module.MODELS.items()}
 
 
 def make_model(case: Case, dtype: torch.dtype = torch.float32) -> Any:
     """No parameter is left at zero or one, where it could hide a term."""
-    model = _MODELS[case.model](case).to(dtype).eval()
+    model = _MODELS[case.model][0](case).to(dtype).eval()
     generator = torch.Generator().manual_seed(len(str(case)))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -35,7 +34,7 @@ def make_model(case: Case, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -> Inputs:
-    return _INPUTS[case.model](case, Draw(dtype, seed))
+    return _MODELS[case.model][1](case, Draw(dtype, seed))
 
 
 def make_mesh(ring: int, ulysses: int) -> Any:

@@ -1,5 +1,7 @@
 """A tiny model of diffusers and the awkward shapes of its inputs."""
 
+import importlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +40,15 @@ class Draw:
         return torch.randn(*shape, generator=self.generator).to(self.dtype)
 
 
+def built(name: str, case: Case, **sizes: Any) -> nn.Module:
+    """A model of diffusers with two layers of heads of width 16, unless other sizes are given."""
+    cls = getattr(importlib.import_module("diffusers"), name)
+    usual = {"in_channels": CHANNELS, "out_channels": CHANNELS, "num_layers": 2}
+    usual |= {"num_attention_heads": case.heads, "attention_head_dim": 16}
+    takes = inspect.signature(cls).parameters
+    return cls(**{key: size for key, size in usual.items() if key in takes} | sizes)
+
+
 def grid_ids(grid: tuple[int, int]) -> Tensor:
     """(rows x columns, 3) positions of the tokens of an image."""
     ids = torch.zeros(grid[0] * grid[1], 3)
@@ -52,5 +63,5 @@ def key_mask(case: Case, draw: Draw) -> Tensor:
     return mask
 
 
-MakesModel = Callable[[Case], nn.Module]
-MakesInputs = Callable[[Case, Draw], Inputs]
+Makes = dict[str, tuple[Callable[[Case], nn.Module], Callable[[Case, Draw], Inputs]]]
+"""Functions that make a model, and its inputs, by the model's name."""

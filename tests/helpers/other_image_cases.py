@@ -9,8 +9,8 @@ from tests.helpers.model_case import (
     Case,
     Draw,
     Inputs,
-    MakesInputs,
-    MakesModel,
+    Makes,
+    built,
     grid_ids,
     key_mask,
 )
@@ -36,14 +36,10 @@ CASES = [
 
 
 def _chroma(case: Case) -> nn.Module:
-    from diffusers.models.transformers.transformer_chroma import ChromaTransformer2DModel
-
-    return ChromaTransformer2DModel(
-        in_channels=CHANNELS,
-        num_layers=2,
+    return built(
+        "ChromaTransformer2DModel",
+        case,
         num_single_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=case.heads,
         joint_attention_dim=TEXT_DIM,
         axes_dims_rope=(4, 6, 6),
         approximator_num_channels=16,
@@ -53,16 +49,12 @@ def _chroma(case: Case) -> nn.Module:
 
 
 def _aura_flow(case: Case) -> nn.Module:
-    from diffusers.models.transformers.auraflow_transformer_2d import AuraFlowTransformer2DModel
-
-    return AuraFlowTransformer2DModel(
+    return built(
+        "AuraFlowTransformer2DModel",
+        case,
         sample_size=16,
-        in_channels=CHANNELS,
-        out_channels=CHANNELS,
         num_mmdit_layers=2,
         num_single_dit_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=case.heads,
         joint_attention_dim=TEXT_DIM,
         caption_projection_dim=16 * case.heads,
         pos_embed_max_size=64,
@@ -70,14 +62,9 @@ def _aura_flow(case: Case) -> nn.Module:
 
 
 def _cogview4(case: Case) -> nn.Module:
-    from diffusers.models.transformers.transformer_cogview4 import CogView4Transformer2DModel
-
-    return CogView4Transformer2DModel(
-        in_channels=CHANNELS,
-        out_channels=CHANNELS,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=case.heads,
+    return built(
+        "CogView4Transformer2DModel",
+        case,
         text_embed_dim=TEXT_DIM,
         time_embed_dim=16,
         condition_dim=8,
@@ -85,16 +72,9 @@ def _cogview4(case: Case) -> nn.Module:
 
 
 def _hunyuan_image(case: Case) -> nn.Module:
-    from diffusers.models.transformers.transformer_hunyuanimage import (
-        HunyuanImageTransformer2DModel,
-    )
-
-    return HunyuanImageTransformer2DModel(
-        in_channels=CHANNELS,
-        out_channels=CHANNELS,
-        num_attention_heads=case.heads,
-        attention_head_dim=16,
-        num_layers=2,
+    return built(
+        "HunyuanImageTransformer2DModel",
+        case,
         num_single_layers=2,
         num_refiner_layers=1,
         text_embed_dim=TEXT_DIM,
@@ -105,15 +85,12 @@ def _hunyuan_image(case: Case) -> nn.Module:
 
 
 def _lumina2(case: Case) -> nn.Module:
-    from diffusers.models.transformers.transformer_lumina2 import Lumina2Transformer2DModel
-
-    return Lumina2Transformer2DModel(
+    return built(
+        "Lumina2Transformer2DModel",
+        case,
         sample_size=16,
-        in_channels=CHANNELS,
         hidden_size=16 * case.heads,
-        num_layers=2,
         num_refiner_layers=2,
-        num_attention_heads=case.heads,
         num_kv_heads=2,
         multiple_of=16,
         axes_dim_rope=(4, 6, 6),
@@ -123,13 +100,9 @@ def _lumina2(case: Case) -> nn.Module:
 
 
 def _krea2(case: Case) -> nn.Module:
-    from diffusers.models.transformers.transformer_krea2 import Krea2Transformer2DModel
-
-    return Krea2Transformer2DModel(
-        in_channels=CHANNELS,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=case.heads,
+    return built(
+        "Krea2Transformer2DModel",
+        case,
         num_key_value_heads=2,
         intermediate_size=48,
         timestep_embed_dim=16,
@@ -143,13 +116,9 @@ def _krea2(case: Case) -> nn.Module:
 
 
 def _ideogram4(case: Case) -> nn.Module:
-    from diffusers.models.transformers.transformer_ideogram4 import Ideogram4Transformer2DModel
-
-    return Ideogram4Transformer2DModel(
-        in_channels=CHANNELS,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=case.heads,
+    return built(
+        "Ideogram4Transformer2DModel",
+        case,
         intermediate_size=48,
         adaln_dim=16,
         llm_features_dim=TEXT_DIM,
@@ -158,14 +127,9 @@ def _ideogram4(case: Case) -> nn.Module:
 
 
 def _pixart(case: Case) -> nn.Module:
-    from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
-
-    return PixArtTransformer2DModel(
-        num_attention_heads=case.heads,
-        attention_head_dim=16,
-        in_channels=CHANNELS,
-        out_channels=CHANNELS,
-        num_layers=2,
+    return built(
+        "PixArtTransformer2DModel",
+        case,
         norm_num_groups=1,
         cross_attention_dim=16 * case.heads,
         sample_size=16,
@@ -271,23 +235,13 @@ def _pixart_inputs(case: Case, draw: Draw) -> Inputs:
     return inputs
 
 
-MODELS: dict[str, MakesModel] = {
-    "aura_flow": _aura_flow,
-    "chroma": _chroma,
-    "cogview4": _cogview4,
-    "hunyuan_image": _hunyuan_image,
-    "ideogram4": _ideogram4,
-    "krea2": _krea2,
-    "lumina2": _lumina2,
-    "pixart": _pixart,
-}
-INPUTS: dict[str, MakesInputs] = {
-    "aura_flow": _latents,
-    "chroma": _chroma_inputs,
-    "cogview4": _cogview4_inputs,
-    "hunyuan_image": _hunyuan_image_inputs,
-    "ideogram4": _ideogram4_inputs,
-    "krea2": _krea2_inputs,
-    "lumina2": _lumina2_inputs,
-    "pixart": _pixart_inputs,
+MODELS: Makes = {
+    "aura_flow": (_aura_flow, _latents),
+    "chroma": (_chroma, _chroma_inputs),
+    "cogview4": (_cogview4, _cogview4_inputs),
+    "hunyuan_image": (_hunyuan_image, _hunyuan_image_inputs),
+    "ideogram4": (_ideogram4, _ideogram4_inputs),
+    "krea2": (_krea2, _krea2_inputs),
+    "lumina2": (_lumina2, _lumina2_inputs),
+    "pixart": (_pixart, _pixart_inputs),
 }

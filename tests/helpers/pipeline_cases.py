@@ -164,7 +164,7 @@ def _vae(diffusers: Any) -> Any:
 def _ideogram(diffusers: Any) -> Any:
     """Guides with a second model; its prompts are encoded already."""
     case = next(one for one in CASES if one.model == "ideogram4")
-    models: list[Any] = [MODELS["ideogram4"](case).eval() for _ in range(2)]
+    models: list[Any] = [MODELS["ideogram4"][0](case).eval() for _ in range(2)]
     width = models[0].config.llm_features_dim
 
     class Encoded(diffusers.Ideogram4Pipeline):

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from tests.helpers.model_case import CHANNELS, TEXT_DIM, Case, Draw, Inputs, MakesInputs, MakesModel
+from tests.helpers.model_case import CHANNELS, TEXT_DIM, Case, Draw, Inputs, Makes, built
 
 PLAN = "plan"  # option: by the plan of its class, also where there is a table of our own
 
@@ -26,15 +26,10 @@ def plan_of(case: Case, model: nn.Module) -> dict[str, object] | None:
 
 
 def _ltx(case: Case) -> nn.Module:
-    from diffusers.models.transformers.transformer_ltx import LTXVideoTransformer3DModel
-
-    return LTXVideoTransformer3DModel(
-        in_channels=CHANNELS,
-        out_channels=CHANNELS,
-        num_attention_heads=case.heads,
-        attention_head_dim=16,
+    return built(
+        "LTXVideoTransformer3DModel",
+        case,
         cross_attention_dim=16 * case.heads,
-        num_layers=2,
         caption_channels=TEXT_DIM,
     )
 
@@ -55,5 +50,6 @@ def _ltx_inputs(case: Case, draw: Draw) -> Inputs:
     }
 
 
-MODELS: dict[str, MakesModel] = {"ltx by plan": _ltx}
-INPUTS: dict[str, MakesInputs] = {"ltx by plan": _ltx_inputs}
+MODELS: Makes = {
+    "ltx by plan": (_ltx, _ltx_inputs),
+}

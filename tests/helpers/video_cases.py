@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers import wan_cases
-from tests.helpers.model_case import CHANNELS, TEXT_DIM, Case, Draw, Inputs, MakesInputs, MakesModel
+from tests.helpers.model_case import CHANNELS, TEXT_DIM, Case, Draw, Inputs, Makes, built
 
 NUM_FRAMES, NUM_AUDIO = 3, 7
 
@@ -34,23 +34,19 @@ CASES = [
 
 
 def _cogvideox(case: Case) -> nn.Module:
-    from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXTransformer3DModel
-
     learned: dict[str, Any] = {
         "use_learned_positional_embeddings": True,
         "sample_height": 2 * case.grid[0],
         "sample_width": 2 * case.grid[1],
         "sample_frames": 9,
     }
-    return CogVideoXTransformer3DModel(
-        num_attention_heads=case.heads,
-        attention_head_dim=16,
+    return built(
+        "CogVideoXTransformer3DModel",
+        case,
         in_channels=2 * CHANNELS if "image" in case.options else CHANNELS,
-        out_channels=CHANNELS,
         time_embed_dim=16,
         ofs_embed_dim=16 if "1.5" in case.options else None,
         text_embed_dim=TEXT_DIM,
-        num_layers=2,
         patch_size_t=2 if "1.5" in case.options else None,
         max_text_seq_length=case.text,
         use_rotary_positional_embeddings="sincos" not in case.options,
@@ -59,17 +55,10 @@ def _cogvideox(case: Case) -> nn.Module:
 
 
 def _hunyuan(case: Case) -> nn.Module:
-    from diffusers.models.transformers.transformer_hunyuan_video import (
-        HunyuanVideoTransformer3DModel,
-    )
-
     conditions = [one for one in ("token_replace", "latent_concat") if one in case.options]
-    return HunyuanVideoTransformer3DModel(
-        in_channels=CHANNELS,
-        out_channels=CHANNELS,
-        num_attention_heads=case.heads,
-        attention_head_dim=16,
-        num_layers=2,
+    return built(
+        "HunyuanVideoTransformer3DModel",
+        case,
         num_single_layers=2,
         num_refiner_layers=1,
         guidance_embeds="guidance" in case.options,
@@ -81,16 +70,9 @@ def _hunyuan(case: Case) -> nn.Module:
 
 
 def _hunyuan15(case: Case) -> nn.Module:
-    from diffusers.models.transformers.transformer_hunyuan_video15 import (
-        HunyuanVideo15Transformer3DModel,
-    )
-
-    return HunyuanVideo15Transformer3DModel(
-        in_channels=CHANNELS,
-        out_channels=CHANNELS,
-        num_attention_heads=case.heads,
-        attention_head_dim=16,
-        num_layers=2,
+    return built(
+        "HunyuanVideo15Transformer3DModel",
+        case,
         num_refiner_layers=1,
         text_embed_dim=TEXT_DIM,
         text_embed_2_dim=TEXT_DIM,
@@ -101,27 +83,20 @@ def _hunyuan15(case: Case) -> nn.Module:
 
 
 def _ltx(case: Case) -> nn.Module:
-    from diffusers.models.transformers.transformer_ltx import LTXVideoTransformer3DModel
-
-    return LTXVideoTransformer3DModel(
-        in_channels=CHANNELS,
-        out_channels=CHANNELS,
-        num_attention_heads=case.heads,
+    return built(
+        "LTXVideoTransformer3DModel",
+        case,
         attention_head_dim=8,
         cross_attention_dim=8 * case.heads,
-        num_layers=2,
         caption_channels=TEXT_DIM,
     )
 
 
 def _ltx2(case: Case) -> nn.Module:
-    from diffusers.models.transformers.transformer_ltx2 import LTX2VideoTransformer3DModel
-
     newer = "2.3" in case.options
-    return LTX2VideoTransformer3DModel(
-        in_channels=CHANNELS,
-        out_channels=CHANNELS,
-        num_attention_heads=case.heads,
+    return built(
+        "LTX2VideoTransformer3DModel",
+        case,
         attention_head_dim=8,
         cross_attention_dim=8 * case.heads,
         gated_attn=newer,
@@ -133,7 +108,6 @@ def _ltx2(case: Case) -> nn.Module:
         audio_cross_attention_dim=4 * case.heads,
         audio_gated_attn=newer,
         audio_cross_attn_mod=newer,
-        num_layers=2,
         caption_channels=TEXT_DIM,
         rope_type="split" if newer else "interleaved",
         perturbed_attn="guided" in case.options,
@@ -142,16 +116,12 @@ def _ltx2(case: Case) -> nn.Module:
 
 
 def _minimax(case: Case) -> nn.Module:
-    from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3Transformer3DModel
-
-    return MiniMaxH3Transformer3DModel(
-        num_attention_heads=case.heads,
-        attention_head_dim=16,
+    return built(
+        "MiniMaxH3Transformer3DModel",
+        case,
         hidden_size=24,
-        num_layers=2,
         num_refiner_layers=1,
         ffn_dim=32,
-        in_channels=CHANNELS,
         audio_in_channels=CHANNELS,
         text_dim=TEXT_DIM,
         freq_dim=16,
@@ -285,21 +255,12 @@ def _minimax_inputs(case: Case, draw: Draw) -> Inputs:
     }
 
 
-MODELS: dict[str, MakesModel] = {
+MODELS: Makes = {
     **wan_cases.MODELS,
-    "cogvideox": _cogvideox,
-    "hunyuan": _hunyuan,
-    "hunyuan1.5": _hunyuan15,
-    "ltx": _ltx,
-    "ltx2": _ltx2,
-    "minimax": _minimax,
-}
-INPUTS: dict[str, MakesInputs] = {
-    **wan_cases.INPUTS,
-    "cogvideox": _cogvideox_inputs,
-    "hunyuan": _hunyuan_inputs,
-    "hunyuan1.5": _hunyuan15_inputs,
-    "ltx": _ltx_inputs,
-    "ltx2": _ltx2_inputs,
-    "minimax": _minimax_inputs,
+    "cogvideox": (_cogvideox, _cogvideox_inputs),
+    "hunyuan": (_hunyuan, _hunyuan_inputs),
+    "hunyuan1.5": (_hunyuan15, _hunyuan15_inputs),
+    "ltx": (_ltx, _ltx_inputs),
+    "ltx2": (_ltx2, _ltx2_inputs),
+    "minimax": (_minimax, _minimax_inputs),
 }

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from tests.helpers.model_case import CHANNELS, TEXT_DIM, Case, Draw, Inputs, MakesInputs, MakesModel
+from tests.helpers.model_case import CHANNELS, TEXT_DIM, Case, Draw, Inputs, Makes, built
 
 IMAGE_DIM, FACE_SIZE = 16, 8
 NUM_KEYS = 512  # of text: models with keys of an image take the last so many for text
@@ -33,43 +33,33 @@ def _frames(case: Case) -> int:
     return next((int(one[0]) for one in case.options if one.endswith(" frames")), 2)
 
 
-def _config(case: Case, **more: Any) -> dict[str, Any]:
-    image = "image" in case.options
-    return {
+def _made(name: str, case: Case, **sizes: Any) -> Any:
+    images = {"image_dim": IMAGE_DIM, "added_kv_proj_dim": 12 * case.heads}
+    usual = {
         "patch_size": (1, 2, 2),
-        "num_attention_heads": case.heads,
         "attention_head_dim": 12,
-        "in_channels": CHANNELS,
-        "out_channels": CHANNELS,
         "text_dim": TEXT_DIM,
         "freq_dim": 16,
         "ffn_dim": 48,
-        "num_layers": 2,
-        "image_dim": IMAGE_DIM if image else None,
-        "added_kv_proj_dim": 12 * case.heads if image else None,
         "rope_max_seq_len": 16,
-        **more,
+        **(images if "image" in case.options else dict.fromkeys(images)),
     }
+    return built(name, case, **usual | sizes)
 
 
 def _wan(case: Case) -> nn.Module:
-    from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
-
     images = 2 * case.text if "last image" in case.options else None
-    return WanTransformer3DModel(**_config(case, pos_embed_seq_len=images))
+    return _made("WanTransformer3DModel", case, pos_embed_seq_len=images)
 
 
 def _vace(case: Case) -> nn.Module:
-    from diffusers.models.transformers.transformer_wan_vace import WanVACETransformer3DModel
-
-    config = _config(case, num_layers=3, vace_layers=[0, 2], vace_in_channels=CHANNELS)
-    return WanVACETransformer3DModel(**config)
+    sizes = {"num_layers": 3, "vace_layers": [0, 2], "vace_in_channels": CHANNELS}
+    return _made("WanVACETransformer3DModel", case, **sizes)
 
 
 def _animate(case: Case) -> nn.Module:
-    from diffusers.models.transformers.transformer_wan_animate import WanAnimateTransformer3DModel
-
-    config = _config(
+    return _made(
+        "WanAnimateTransformer3DModel",
         case,
         in_channels=2 * CHANNELS + 4,
         latent_channels=CHANNELS,
@@ -83,22 +73,18 @@ def _animate(case: Case) -> nn.Module:
         face_encoder_num_heads=2,
         inject_face_latents_blocks=2,
     )
-    return WanAnimateTransformer3DModel(**config)
 
 
 def _skyreels(case: Case) -> nn.Module:
-    from diffusers.models.transformers.transformer_skyreels_v2 import SkyReelsV2Transformer3DModel
-
-    model = SkyReelsV2Transformer3DModel(**_config(case, inject_sample_info="fps" in case.options))
+    name = "SkyReelsV2Transformer3DModel"
+    model = _made(name, case, inject_sample_info="fps" in case.options)
     if "causal" in case.options:
         model._set_ar_attention(2)
     return model
 
 
 def _chronoedit(case: Case) -> nn.Module:
-    from diffusers.models.transformers.transformer_chronoedit import ChronoEditTransformer3DModel
-
-    return ChronoEditTransformer3DModel(**_config(case))
+    return _made("ChronoEditTransformer3DModel", case)
 
 
 def _wan_inputs(case: Case, draw: Draw) -> Inputs:
@@ -147,17 +133,10 @@ def _skyreels_inputs(case: Case, draw: Draw) -> Inputs:
     return inputs
 
 
-MODELS: dict[str, MakesModel] = {
-    "wan": _wan,
-    "vace": _vace,
-    "animate": _animate,
-    "skyreels": _skyreels,
-    "chronoedit": _chronoedit,
-}
-INPUTS: dict[str, MakesInputs] = {
-    "wan": _wan_inputs,
-    "vace": _vace_inputs,
-    "animate": _animate_inputs,
-    "skyreels": _skyreels_inputs,
-    "chronoedit": _wan_inputs,
+MODELS: Makes = {
+    "wan": (_wan, _wan_inputs),
+    "vace": (_vace, _vace_inputs),
+    "animate": (_animate, _animate_inputs),
+    "skyreels": (_skyreels, _skyreels_inputs),
+    "chronoedit": (_chronoedit, _wan_inputs),
 }
