@@ -10,10 +10,11 @@ import pytest
 
 from bascule.cli import main
 
+Console = pytest.CaptureFixture[str]
 _GOLDENS = Path(__file__).parents[1] / "goldens" / "console"
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+def run(capsys: Console, *arguments: str) -> tuple[int, str, str]:
     """Exit code, standard output and standard error of the command line."""
     code = 0
     try:
@@ -24,7 +25,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return code, captured.out, captured.err
 
 
-def sentence(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def sentence(capsys: Console, *arguments: str) -> str:
     """The message of a refused command: one line, exit code 2, nothing else."""
     code, out, err = run(capsys, *arguments)
     assert code == 2 and not out, (arguments, code, out)

@@ -22,7 +22,7 @@ from bascule.cli import launch
 from bascule.errors import ConfigError
 from bascule.models import MMDiTConfig
 from tests.helpers import own_blocks
-from tests.helpers.cli import run
+from tests.helpers.cli import Console, run
 from tests.helpers.pages import python_of
 
 CPU = torch.device("cpu")
@@ -161,10 +161,7 @@ def test_what_makes_a_run_ready_is_not_timed(monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_options_that_are_refused_before_any_rank_starts(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: tuple[str, ...],
-    message: str,
+    capsys: Console, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
 ) -> None:
     monkeypatch.setattr(launch, "launch", lambda *_: pytest.fail("ranks were started"))
     code, _, err = run(capsys, "calibrate", *arguments)

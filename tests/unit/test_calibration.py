@@ -23,7 +23,7 @@ from bascule.report.measured import of_calibration
 from bascule.report.page import render
 from tests.helpers.browser import opened
 from tests.helpers.calibrations import CURVES, LENS, calibrated, fitted
-from tests.helpers.cli import run
+from tests.helpers.cli import Console, run
 from tests.helpers.mutations import mutated
 
 NUM_MUTATIONS = 600
@@ -124,9 +124,7 @@ def test_wires_of_attention_are_those_that_were_measured() -> None:
     assert latency(passed) == pytest.approx(3e-5 + 5e-3 + 5e-5)
 
 
-def test_a_topology_of_a_calibrated_profile(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_topology_of_a_calibrated_profile(capsys: Console, tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     calibrated().save(path)
     arguments = ("--lengths", "900,300/512", "--d-model", "1024", "--profile", str(path))
@@ -158,9 +156,7 @@ def test_the_page_in_the_browser(tmp_path: Path) -> None:
     assert "Refused: forward: bad." in told and "backward: too" in told
 
 
-def test_mutated_files_give_a_profile_or_one_sentence(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_mutated_files_give_a_profile_or_one_sentence(capsys: Console, tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     saved, chance = calibrated().to_dict(), random.Random(7)
     saved = json.loads(json.dumps(saved))

@@ -20,7 +20,7 @@ from bascule.errors import ConfigError
 from bascule.plan.machine import HardwareProfile
 from bascule.workload import save_masks
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
-from tests.helpers.cli import check_golden, modules_imported_by, refused, run, sentence
+from tests.helpers.cli import Console, check_golden, modules_imported_by, refused, run, sentence
 from tests.helpers.sparse_studies import drifting
 from tests.helpers.trace_cases import Run
 
@@ -61,11 +61,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     }.items(),
 )
 def test_the_console(
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    command: str,
+    capsys: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, command: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
@@ -76,7 +72,7 @@ def test_the_console(
     check_golden(name, out)
 
 
-def test_the_share_of_wires_is_of_the_time_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_share_of_wires_is_of_the_time_of_a_rank(capsys: Console) -> None:
     """Two ranks: each computes half, and sends half of 8 d bytes a token to the other."""
     width, tokens, flops, speed, launch = 512, 1000, 1e12, 1e9, 50e-6
     compute = (24 * tokens * width**2 + 4 * 2 * (tokens / 2) ** 2 * width) / flops / 2
@@ -89,7 +85,7 @@ def test_the_share_of_wires_is_of_the_time_of_a_rank(capsys: pytest.CaptureFixtu
     assert re.search(rf"slowest rank +{wires + compute:.6g} s", out)
 
 
-def test_a_plan_can_be_read_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_can_be_read_again(capsys: Console) -> None:
     arguments = ("--data", "g2b3i256f1s0", "--topology", "g2n1", "--json", "-")
     code, out, err = run(capsys, "plan", *arguments)
     plan = Plan.from_json(out)
@@ -97,7 +93,7 @@ def test_a_plan_can_be_read_again(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(rf"tokens that move +{plan.moved_tokens:,}", err)
 
 
-def test_a_ranking_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_ranking_as_json(capsys: Console) -> None:
     code, out, err = run(capsys, "topology", *LENGTHS, "--json", "-")
     ranking = json.loads(out)
     assert code == 0 and re.search(rf"best bags +{ranking['rows'][0]['spec']}", err)
@@ -107,9 +103,7 @@ def test_a_ranking_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 # Inputs
 
 
-def test_steps_are_drawn_from_a_manifest(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_steps_are_drawn_from_a_manifest(capsys: Console, tmp_path: Path) -> None:
     manifest = tmp_path / "samples.jsonl"
     rows = [f'{{"width": 16, "height": {16 * (k + 1)}}}' for k in range(11)]
     manifest.write_text("\n".join(rows))
@@ -133,7 +127,7 @@ def test_steps_are_drawn_from_a_manifest(
         assert lens == [[tokens]]
 
 
-def test_later_steps_of_data_codes_are_other_batches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_later_steps_of_data_codes_are_other_batches(capsys: Console) -> None:
     options = InputOptions(data="g2b3i256f1s0", seed=5, step=3)
     for after in (0, 1, 4):
         codes = parse_data_codes("g2b3i256f1s0")
@@ -190,9 +184,7 @@ def test_a_rank_holds_what_fits_into_its_memory(
 
 
 @pytest.mark.parametrize("name", ["plan", "topology", "simulate", "sparse", "trace"])
-def test_every_command_writes_its_report(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
-) -> None:
+def test_every_command_writes_its_report(capsys: Console, tmp_path: Path, name: str) -> None:
     pytest.importorskip("plotly")
     (tmp_path / "traces").mkdir()
     command = {
@@ -211,7 +203,7 @@ def test_every_command_writes_its_report(
     json.loads(files["--json"].read_text())
 
 
-def test_folders_of_traces(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_folders_of_traces(capsys: Console, tmp_path: Path) -> None:
     for lengths, folder in (("400,30/51", tmp_path / "few"), ("5/6/7/8", tmp_path / "many")):
         base = ("simulate", "--lengths", lengths, "--topologies", "none")
         code, out, _ = run(capsys, *base, "--traces", str(folder))
@@ -225,7 +217,7 @@ def test_folders_of_traces(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
 
 @pytest.mark.parametrize("option", ["--json", "--picture"])
 def test_files_that_could_not_be_written_are_refused_before_any_work(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str
+    capsys: Console, tmp_path: Path, option: str
 ) -> None:
     for path in (tmp_path, tmp_path / "gone" / "a"):
         message = sentence(capsys, "plan", *LENGTHS, option, str(path))
@@ -251,9 +243,7 @@ def test_planning_on_the_command_line_needs_no_torch() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_line_of_a_command_begins_as_its_help(
-    capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_the_line_of_a_command_begins_as_its_help(capsys: Console, name: str) -> None:
     assert f"  {name:10}{COMMANDS[name]}\n" in run(capsys, "--help")[1]
     with pytest.raises(SystemExit):
         parse([name, "--help"])
@@ -261,7 +251,7 @@ def test_the_line_of_a_command_begins_as_its_help(
     assert text.startswith(f"usage: bascule {name} ") and COMMANDS[name][:20] in text
 
 
-def test_the_version_and_a_command_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_and_a_command_that_is_none(capsys: Console) -> None:
     assert run(capsys, "--version")[:2] == (0, f"bascule {version('bascule')}\n")
     assert "bascule --version" in run(capsys)[1]
     assert "no command 'nonsense'; there are plan, topology" in sentence(capsys, "nonsense")
@@ -350,7 +340,5 @@ CODES = "bench --data g1b1i256f1s0"
         ("bench --data g1b1i64f1s0 --out a.html --report a.html", "--report and --out both name"),
     ),
 )
-def test_a_users_error_is_one_sentence(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
-) -> None:
+def test_a_users_error_is_one_sentence(capsys: Console, arguments: list[str], said: str) -> None:
     assert said in sentence(capsys, *arguments)

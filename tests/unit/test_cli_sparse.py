@@ -13,7 +13,7 @@ from bascule.plan.machine import HardwareProfile
 from bascule.plan.sparse.baselines import REWARD
 from bascule.plan.sparse.partition import TARGET as DEFAULT_TARGET
 from bascule.sim.sparse_study import WAYS, Setting
-from tests.helpers.cli import run, sentence
+from tests.helpers.cli import Console, run, sentence
 from tests.helpers.pages import python_of
 from tests.helpers.sparse_studies import (
     DEAR_ROUNDS,
@@ -40,9 +40,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
 
 
-def test_printed_numbers_are_those_of_the_study(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_printed_numbers_are_those_of_the_study(capsys: Console, tmp_path: Path) -> None:
     masks = drifting(1)[0]
     np.save(tmp_path / "one.npy", masks)
     arguments = ("--ulysses", "2", "--ring", "2", "--head-dim", "16", "--block", "4096")
@@ -69,9 +67,7 @@ def test_printed_numbers_are_those_of_the_study(
 @pytest.mark.parametrize(
     ("model", "heads", "blocks"), [("wan2.1", 40, 60), ("cogvideox1.5", 48, 68)]
 )
-def test_synthetic_masks(
-    capsys: pytest.CaptureFixture[str], model: str, heads: int, blocks: int
-) -> None:
+def test_synthetic_masks(capsys: Console, model: str, heads: int, blocks: int) -> None:
     arguments = ("--model", model, "--block", "1280", "--density", "0.3", "--ulysses", "4")
     code, out, _ = run(capsys, "sparse", *arguments, "--steps", "2", "--seed", "3")
     assert code == 0 and f"{heads} heads, {blocks} x {blocks} blocks of 1,280 tokens" in out
@@ -85,16 +81,14 @@ def one_of(shape: tuple[int, ...]) -> Bools:
 
 
 @pytest.mark.parametrize("masks", [one_of((2, 4, 4)), one_of((2, 4, 1)), np.ones((1, 1, 1), bool)])
-def test_masks_of_one_block(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, masks: Bools
-) -> None:
+def test_masks_of_one_block(capsys: Console, tmp_path: Path, masks: Bools) -> None:
     np.save(tmp_path / "few.npy", masks)
     code, out, _ = run(capsys, "sparse", "--masks", str(tmp_path / "few.npy"), "--ranks", "8")
     assert code == 0
     assert "nan" not in out
 
 
-def test_a_layer_of_nothing_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_layer_of_nothing_is_named(capsys: Console, tmp_path: Path) -> None:
     masks = np.ones((3, 2, 4, 5, 5), bool)
     masks[0, 0, 1] = False  # a head may see nothing
     masks[2, 1] = False
@@ -105,7 +99,7 @@ def test_a_layer_of_nothing_is_named(capsys: pytest.CaptureFixture[str], tmp_pat
     assert run(capsys, *base, "--layers", "1")[0] == 0
 
 
-def test_every_ulysses_rank_has_a_head(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_every_ulysses_rank_has_a_head(capsys: Console, tmp_path: Path) -> None:
     masks = drifting(1)[0][:3]
     np.save(tmp_path / "three.npy", masks)
     base = ("sparse", "--masks", str(tmp_path / "three.npy"), "--target", str(TARGET))
@@ -119,9 +113,7 @@ def test_every_ulysses_rank_has_a_head(capsys: pytest.CaptureFixture[str], tmp_p
 
 
 @pytest.mark.parametrize("fit_error", [None, 0.0412])
-def test_a_measured_machine(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, fit_error: float | None
-) -> None:
+def test_a_measured_machine(capsys: Console, tmp_path: Path, fit_error: float | None) -> None:
     np.save(tmp_path / "one.npy", masks := drifting(1)[0])
     latency = replace(DEAR_ROUNDS, fit_error=fit_error)
     profile = HardwareProfile(device="A800", source="measured", attention=latency)
@@ -138,7 +130,7 @@ def test_a_measured_machine(
     assert cells_of(table, "minimal_move")[4] == f"{predicted * 1e3:.3f}"
 
 
-def test_a_profile_that_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_profile_that_is_none(capsys: Console, tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     HardwareProfile(device=str(path), attention=LATENCY).save(path)
     fields = json.loads(path.read_text())
@@ -154,9 +146,7 @@ def test_a_profile_that_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         assert str(path) in message and said in message
 
 
-def test_the_guide_runs(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_guide_runs(capsys: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = GUIDE.read_text()
     writes_masks = python_of("docs/sparse_attention.md")[0]  # the others need ranks: test_pages
@@ -168,7 +158,7 @@ def test_the_guide_runs(
         assert code == 0 and "U4R2" in out
 
 
-def test_masks_that_do_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_masks_that_do_not_fit(capsys: Console, tmp_path: Path) -> None:
     path = tmp_path / "masks.npy"
     for array, arguments, said in (
         (np.ones((4, 4), bool), "", "(4, 4)"),

@@ -22,7 +22,7 @@ from bascule.bench.options import DoctorOptions
 from bascule.plan.machine import HardwareProfile
 from bascule.report.measured import of_doctor
 from bascule.report.page import Rows
-from tests.helpers.cli import run
+from tests.helpers.cli import Console, run
 
 ROUNDS = 8
 FACTS = {
@@ -227,7 +227,7 @@ def test_a_report_begins_with_ranks_and_links_that_are_slow() -> None:
     ],
 )
 def test_wrong_options_are_refused_in_one_sentence(
-    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
+    capsys: Console, arguments: tuple[str, ...], words: str
 ) -> None:
     code, out, error = run(capsys, "doctor", *arguments)
     assert code == 2 and not out

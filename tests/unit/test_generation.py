@@ -11,7 +11,7 @@ from PIL import Image
 
 from bascule.errors import ConfigError
 from bascule.generate.options import GenerateOptions, Prompt, read_prompts
-from tests.helpers.cli import run
+from tests.helpers.cli import Console, run
 
 
 def test_prompts_of_the_command_and_of_files(tmp_path: Path) -> None:
@@ -73,9 +73,7 @@ def test_bad_lines_are_refused(line: str, said: str, tmp_path: Path) -> None:
         (["--prompt", "x", "--json", "no/where.json"], "--json no/where.json: cannot be written"),
     ],
 )
-def test_wrong_uses_are_one_sentence(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_uses_are_one_sentence(arguments: list[str], said: str, capsys: Console) -> None:
     code, out, err = run(capsys, "generate", *arguments)
     assert (code, out) == (2, "")
     assert said in err and err.startswith("bascule: ") and err.count("\n") == 1

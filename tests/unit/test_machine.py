@@ -37,7 +37,7 @@ from bascule.plan.machine import (
     passes_of,
 )
 from bascule.plan.mesh_choice import DenoisingStep, InferenceMesh, choose_mesh, step_seconds
-from tests.helpers.cli import run
+from tests.helpers.cli import Console, run
 from tests.helpers.sparse_studies import even_load
 
 WIDTH, LAYERS, TOKENS = 100, 3, 1000
@@ -334,7 +334,7 @@ def test_a_file_that_holds_no_profile(tmp_path: Path, content: Any, message: str
 
 @pytest.mark.parametrize("name", LIMITS)
 def test_an_extreme_number_is_named_by_file_and_key(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
+    capsys: Console, tmp_path: Path, name: str
 ) -> None:
     """Not by what is computed of it: a step has three passes of the launches, for example."""
     path, (least, most) = tmp_path / "mine.json", LIMITS[name]

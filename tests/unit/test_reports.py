@@ -18,7 +18,7 @@ from bascule.cli.inputs import InputOptions
 from bascule.report.charts import draw_bars, draw_lengths, draw_loads
 from bascule.report.page import Chart, Fact, Report, Rows, render
 from tests.helpers.browser import Page, data_of, opened, screenshot
-from tests.helpers.cli import run
+from tests.helpers.cli import Console, run
 from tests.helpers.trace_cases import Run as TracedRun
 
 pytest.importorskip("plotly")
@@ -42,14 +42,14 @@ def report_with(text: str) -> Report:
     )
 
 
-def test_a_rank_without_work_has_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_rank_without_work_has_a_page(capsys: Console, tmp_path: Path) -> None:
     """Its WIR is infinite, which JSON cannot say."""
     path = tmp_path / "plan.html"
     code, _, _ = run(capsys, "plan", "--lengths", "900//", "--report", str(path))
     assert code == 0 and data_of(path.read_text())["wir"] is None
 
 
-def test_a_plan_in_the_browser(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_plan_in_the_browser(capsys: Console, tmp_path: Path) -> None:
     shown, saved = tmp_path / "plan.html", tmp_path / "plan.json"
     data = ("--data", "g4b8i256f1s0,g2b3i512f1s0,g2b1i1024f9s1", "--topology", "g1n4+g2n2")
     code, _, _ = run(capsys, "plan", *data, "--report", str(shown), "--json", str(saved))
@@ -81,7 +81,7 @@ def test_a_plan_in_the_browser(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     ],
 )
 def test_the_page_has_what_the_console_has(
-    capsys: pytest.CaptureFixture[str],
+    capsys: Console,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     command: str,
@@ -138,7 +138,7 @@ def test_many_ranks_are_lines_not_bars() -> None:
 
 
 def test_what_a_report_needs_is_said_before_any_work(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = ("plan", "--lengths", "4,5/6", "--report")
     for path, said in (

@@ -22,7 +22,7 @@ from bascule.sim.seconds import KINDS, EncoderStage, Sharding, exchange_seconds
 from bascule.sim.simulation import SimulatedRun, SimulationOptions, segments_of, simulate
 from bascule.workload.codes import SampleShape, parse_data_codes, sample_lengths, seq_lens
 from bascule.workload.traces import read_traces, step_parts, write_steps
-from tests.helpers.cli import run
+from tests.helpers.cli import Console, run
 from tests.helpers.pages import ROOT
 
 MODEL = TransformerCost(256, gamma=0.5, num_layers=3)
@@ -273,7 +273,7 @@ def test_ranks_wait_behind_each_balanced_encoder() -> None:
 
 
 def test_the_command_compares_encoders_on_their_owners_and_in_balance(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: Console, tmp_path: Path
 ) -> None:
     path, page = tmp_path / "found.json", tmp_path / "page.html"
     data = ("--data", "g1b8i512f1s0,g1b8i256f1s0", "--steps", "2", "--topologies", "none", "g2n1")

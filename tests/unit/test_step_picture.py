@@ -11,7 +11,7 @@ import pytest
 from bascule import TransformerCost, plan_batch
 from bascule.costs import Cluster, PolynomialCost
 from bascule.report.step_picture import MOST_RANKS, draw_stages, draw_step
-from tests.helpers.cli import run
+from tests.helpers.cli import Console, run
 
 ROOT = Path(__file__).parents[2]
 COST = TransformerCost(512, gamma=0.5, num_layers=4)
@@ -106,9 +106,7 @@ def test_a_picture_of_many_ranks_says_what_it_leaves_out() -> None:
     assert widths(bars, "work").max() < 10 < widths(bars, "wait").min()  # the slowest is left out
 
 
-def test_the_picture_of_the_docs_is_what_the_command_draws(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_picture_of_the_docs_is_what_the_command_draws(capsys: Console, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "command_line.md").read_text()
     found = re.search(r"bascule (plan (?:[^\n]|\\\n)*--picture) docs/step\.svg", page)
     assert found is not None

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from bascule.workload.traces import Segment, read_traces, step_parts, write_steps
 from bascule.workload.traces.steps import segments_of
-from tests.helpers.cli import run
+from tests.helpers.cli import Console, run
 from tests.helpers.trace_cases import Run
 from tests.helpers.trace_format import check_format
 
@@ -104,9 +104,7 @@ def test_hta_finds_the_same_in_a_simulation(tmp_path: Path) -> None:
     check_by_hta(tmp_path, compute=[0.4, 0.8], other=[0.5, 0.1])
 
 
-def test_a_real_trace_and_what_is_written_of_it(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_real_trace_and_what_is_written_of_it(capsys: Console, tmp_path: Path) -> None:
     weight = torch.randn(16, 16, requires_grad=True)
     real, ours = tmp_path / "real" / "rank0.json", tmp_path / "ours"
     real.parent.mkdir()
@@ -126,7 +124,7 @@ def test_a_real_trace_and_what_is_written_of_it(
     assert check_format(ours / "rank0.json", is_ours=True)["X"] > 3
 
 
-def test_a_simulated_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_simulated_trace(capsys: Console, tmp_path: Path) -> None:
     options = ("--steps", "3", "--accumulate", "2", "--topologies", "none", "g2n2", "loader")
     data = ("--data", "g3b3i256f1s0,g1b1i1024f1s0", "--traces", str(tmp_path))
     code, _, err = run(capsys, "simulate", *data, *options)

@@ -14,7 +14,7 @@ from bascule.workload.traces import StepParts, balancing_worth, read_traces, ste
 from bascule.workload.traces.spans import minus, seconds_within, spans_of, union, within
 from bascule.workload.traces.steps import segments_of
 from bascule.workload.traces.worth import lengths_of, read_lens
-from tests.helpers.cli import run
+from tests.helpers.cli import Console, run
 from tests.helpers.trace_cases import GAP_S, TRANSFER_S, Run, event
 
 OWN = ((0.10, 0.30, 0.20), (0.25, 0.15, 0.20), (0.12, 0.36, 0.24), (0.10, 0.20, 0.30))
@@ -133,7 +133,7 @@ def test_steps_by_bascules_ranges_and_by_the_optimizer(tmp_path: Path) -> None:
 
 
 def test_nothing_is_told_that_needs_the_traces_of_missing_ranks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Console
 ) -> None:
     folder, run_of_three = tmp_path / "traces", Run(OWN)
     folder.mkdir()
@@ -250,7 +250,7 @@ def test_spans_against_a_grid() -> None:
             assert (found[1:, 0] > found[:-1, 1]).all()
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path: Path, capsys: Console) -> None:
     seconds = [[float(COST(lens).sum()) for lens in step] for step in LENS]
     folder = str(Run(seconds, lens=LENS).write(tmp_path))
     code, out, _ = run(capsys, "trace", folder, "--out", str(tmp_path / "out"))
@@ -274,7 +274,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert code == 2 and said in err
 
 
-def test_what_the_fit_assumes_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_fit_assumes_is_said(tmp_path: Path, capsys: Console) -> None:
     """All sequences are alike, so that no step tells attention from the rest."""
     lens = [[[1000] * n for n in step] for step in ((3, 2), (4, 1), (2, 2), (5, 1))]
     own = [[float(COST(rank).sum()) + COST.overhead for rank in step] for step in lens]
@@ -289,9 +289,7 @@ def test_what_the_fit_assumes_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
     assert f"{found['model_error']:+.1%} off" in page and "the fit assumes it" in page
 
 
-def test_what_is_read_is_not_written_over(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_what_is_read_is_not_written_over(capsys: Console, tmp_path: Path) -> None:
     folder = Run(OWN).write(tmp_path)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     for given in (folder, next(folder.iterdir())):

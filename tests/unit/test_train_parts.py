@@ -17,7 +17,7 @@ from bascule.train.checkpoints import check_facts, newest_checkpoint, step_of
 from bascule.train.options import Schedule, TrainOptions, schedule_of, settings_of, split
 from bascule.train.training_run import PARTS, MetricsLog, StepReports, prepare
 from bascule.workload.streams import SyntheticStream
-from tests.helpers.cli import run
+from tests.helpers.cli import Console, run
 
 CODES, ALBUM = "g1b2i32f1s0,g1b1i64f1s0", Path("album")
 
@@ -189,7 +189,7 @@ def test_a_record_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
         full.close()
 
 
-def test_a_user_error_is_one_line_and_starts_no_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_user_error_is_one_line_and_starts_no_rank(capsys: Console) -> None:
     code, out, err = run(capsys, "train", "--data", CODES, "--accumulate", "9", "--ranks", "2")
     assert (code, out) == (2, "")
     assert err == "bascule: --accumulate 9: a step has 3 samples; give at most 3\n"
