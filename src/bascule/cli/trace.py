@@ -43,7 +43,12 @@ def run(options: TraceOptions, arguments: list[str]) -> None:
     from bascule.workload.traces.steps import segments_of
     from bascule.workload.traces.worth import RunLengths, lengths_of, read_lens
 
-    _check_out(options)
+    source = options.folder if options.folder.is_dir() else options.folder.parent
+    if options.out is not None and options.out.resolve() == source.resolve():
+        raise ConfigError(
+            f"--out {options.out}: the traces are read from there, and would be written over; give "
+            "another folder"
+        )
     traces, notes = read_traces(options.folder)
     parts = step_parts(traces, notes)
     if options.topology is not None:
@@ -61,15 +66,6 @@ def run(options: TraceOptions, arguments: list[str]) -> None:
         sizes = [one.world_size for one in traces if one.world_size is not None]
         world_size = max([*sizes, int(parts.ranks.max()) + 1])
         saved(console, *write_steps(options.out, segments_of(parts, lens.computed), world_size))
-
-
-def _check_out(options: TraceOptions) -> None:
-    source = options.folder if options.folder.is_dir() else options.folder.parent
-    if options.out is not None and options.out.resolve() == source.resolve():
-        raise ConfigError(
-            f"--out {options.out}: the traces are read from there, and would be written over; give "
-            "another folder"
-        )
 
 
 def _to_dict(parts: "StepParts", worth: "Worth | None", unknown: str) -> dict[str, Any]:

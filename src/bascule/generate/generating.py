@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from PIL import Image
 
-from bascule.arrays import Ints
 from bascule.comm.agree import agree
 from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup, member_of, new_group, resolve, set_timeout
@@ -46,7 +45,8 @@ class Generation:
         self._pipeline.set_progress_bar_config(disable=True)
         self._takes = inspect.signature(self._pipeline.__call__).parameters
         ending = VIDEO if _NAMES["frames"] in self._takes else IMAGE
-        check_can_write(ending)
+        if ending == VIDEO:
+            _av()  # or refuse at once
         self.names = [one.name(place, options) + ending for place, one in enumerate(self.prompts)]
         if options.tiles:
             _enable_tiles(self._pipeline)
@@ -79,7 +79,7 @@ class Generation:
         for place in self.todo:
             with shared(f"making {self.names[place]}"):
                 self._make(place, on_step)
-        self._agree(self._replicas, "the end", np.zeros(0, np.int64))
+        agree(self._replicas, {}, what="the end")
         return [self._read_record(place) for place in self.missing]
 
     def _parallelize(self) -> ParallelHandle:
@@ -107,14 +107,9 @@ class Generation:
         except OSError as refusal:
             reason = refusal.strerror or refusal
             error = ConfigError(f"--out {folder}: cannot be written: {reason}")
-        first = self._agree(self._world, "the missing outputs", exists, error)[0]
-        return np.flatnonzero(first == 0).tolist()  # files may show later on other hosts
-
-    def _agree(
-        self, group: RankGroup, what: str, values: Ints, error: Exception | None = None
-    ) -> list[Ints]:
-        prompts = {"prompts": str(self.names)}
-        return agree(group, prompts, error, what=what, values=values, capacity=_CAPACITY)
+        prompts, what = {"prompts": str(self.names)}, "the missing outputs"
+        rows = agree(self._world, prompts, error, what=what, values=exists, capacity=_CAPACITY)
+        return np.flatnonzero(rows[0] == 0).tolist()  # files may show later on other hosts
 
     def _make(self, place: int, on_step: Callable[[int], None]) -> None:
         prompt, name = self.prompts[place], self.names[place]
@@ -226,12 +221,6 @@ def arguments_of(prompt: Prompt, takes: Mapping[str, Any]) -> dict[str, Any]:
             )
         arguments[argument] = value
     return arguments
-
-
-def check_can_write(ending: str) -> None:
-    """Refuse videos if the library that writes them is missing."""
-    if ending == VIDEO:
-        _av()
 
 
 def write_media(path: Path, frames: Sequence[Image.Image], fps: int) -> None:
