@@ -47,8 +47,8 @@ def num_ranks_here(num_ranks: int | None) -> int:
     return num_ranks or default
 
 
-def launch(num_ranks: int, arguments: list[str]) -> None:
-    """Run `python -m bascule.cli ARGUMENTS` in this many local ranks and wait for them."""
+def result_of_ranks(num_ranks: int, arguments: list[str]) -> str:
+    """Run `python -m bascule.cli ARGUMENTS` in local ranks; return what the first hands over."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -57,23 +57,17 @@ def launch(num_ranks: int, arguments: list[str]) -> None:
     launcher = ["--nproc-per-node", str(num_ranks), "--master-addr", "127.0.0.1"]
     if _PIDS_IN in os.environ:
         launcher += ["--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT"]
-    try:
-        run.main([*launcher, "--master-port", str(port), "-m", "bascule.cli", *arguments])
-    except (KeyboardInterrupt, SignalException) as error:
-        raise CommError("stopped by a signal, and so were its ranks") from error
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        kind = ConfigError if failure.exitcode == USER_ERROR else CommError
-        raise kind(f"rank {rank} failed with exit code {failure.exitcode}") from error
-
-
-def result_of_ranks(num_ranks: int, arguments: list[str]) -> str:
-    """Launch local ranks, and return what the first of them hands over."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result"
         os.environ[_RESULT_TO] = str(path)
         try:
-            launch(num_ranks, arguments)
+            run.main([*launcher, "--master-port", str(port), "-m", "bascule.cli", *arguments])
+        except (KeyboardInterrupt, SignalException) as error:
+            raise CommError("stopped by a signal, and so were its ranks") from error
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            kind = ConfigError if failure.exitcode == USER_ERROR else CommError
+            raise kind(f"rank {rank} failed with exit code {failure.exitcode}") from error
         finally:
             del os.environ[_RESULT_TO]
         return path.read_text(encoding="utf-8")

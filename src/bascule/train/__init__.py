@@ -9,12 +9,8 @@ if TYPE_CHECKING:
     from bascule.train.stepping import sync_of as sync_of
     from bascule.train.stepping import train_step as train_step
 
-_HOMES = {"measure_speeds": "rank_speeds"} | dict.fromkeys(
-    ("keep_exchanges", "sync_of", "train_step"), "stepping"
-)
-
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in ("keep_exchanges", "measure_speeds", "sync_of", "train_step"):
         raise AttributeError(f"module 'bascule.train' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"bascule.train.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module("bascule.train.stepping"), name)
