@@ -14,7 +14,7 @@ from tests.helpers.inference_cases import Case, difference, make_inputs, make_me
 from tests.helpers.ranks import run_ranks
 
 pytest.importorskip("diffusers")
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.stress  # one graph of Flux: test_inference_flux
 
 # An odd number of text tokens, which four ranks share as 2, 2, 2 and 1.
 MODELS = {
@@ -39,7 +39,6 @@ MODELS = {
 # compiles anew for one. Edit's first image has two rows less.
 GRIDS = (6, 5), (7, 8), (10, 4), (11, 6)
 MESHES = (2, 1), (1, 2), (2, 2)  # ring, Ulysses
-QUICK = ("flux", 1, 2), ("minimax", 2, 1), ("wan2.1", 2, 1)
 IN_PARTS = ("hunyuan1.5",)  # its forward branches on whether the image it is given is all zeros
 
 
@@ -107,13 +106,8 @@ def alone(name: str) -> Compiled:
     return run_ranks(in_one_process, 1, name)[0]
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize(
-    ("name", "ring", "ulysses"),
-    [
-        pytest.param(*case, marks=[] if case in QUICK else pytest.mark.stress)
-        for case in ((name, *mesh) for name in MODELS for mesh in MESHES)
-    ],
+    ("name", "ring", "ulysses"), [(name, *mesh) for name in MODELS for mesh in MESHES]
 )
 def test_ranks_compile_as_one_process_does(name: str, ring: int, ulysses: int) -> None:
     one = alone(name)

@@ -481,7 +481,7 @@ def first_only() -> None:
         cached,
         copied,
         in_threads,
-        compiled,
+        pytest.param(compiled, marks=pytest.mark.stress),
         encoded,
         first_only,
     ],

@@ -105,7 +105,9 @@ def test_copies_and_pickles_are_whole() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what inductor imports
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.stress)]
+)
 def test_one_graph_is_compiled(backend: str) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
