@@ -212,7 +212,7 @@ class SequenceParallel:
         ranks = tuple(dist.get_process_group_ranks(group))
         self._timeout_s = timeout_s
         if plan_group is None:
-            self._planning = Planning(self._make(ranks, "plan", backend="gloo"))
+            self._planning = Planning(new_group(ranks, "plan", timeout_s, backend="gloo"))
         else:
             self._planning = Planning(member_of(resolve(plan_group), "plan"))
         self.topology, self.cost, self.limits, self.cluster = topology, cost, limits, cluster
@@ -242,7 +242,7 @@ class SequenceParallel:
         except Exception as failure:  # the other ranks must not wait
             error = failure
         agree(self._planning.group, settings, error, what="construction")
-        made = self._make(ranks, "exchange", backend=dist.get_backend(group))
+        made = new_group(ranks, "exchange", timeout_s, backend=dist.get_backend(group))
         self.group = replace(made, control=self._planning.group)
         self.data_group = self.group if data is None else data
 
@@ -324,7 +324,8 @@ class SequenceParallel:
             A future: its `result()` returns the steps, and raises the errors of `plan_step`.
         """
         if self._ahead is None:
-            self._ahead = Planning(self._make(self._planning.group.ranks, "ahead", backend="gloo"))
+            ranks = self._planning.group.ranks
+            self._ahead = Planning(new_group(ranks, "ahead", self._timeout_s, backend="gloo"))
         ahead, request = self._ahead, self._request(microbatches, sync, mixes=mixes)
         self._latest = PlanFuture(
             lambda: ahead.now(request),
@@ -397,9 +398,6 @@ class SequenceParallel:
             }
             self._setup = used, setup, settings
         return self._setup[1:]
-
-    def _make(self, ranks: Sequence[int], name: str, *, backend: str) -> RankGroup:
-        return new_group(ranks, name, self._timeout_s, backend=backend)
 
 
 def _data_group(group: dist.ProcessGroup, ranks: Sequence[int]) -> RankGroup:

@@ -45,11 +45,7 @@ from bascule.plan.checks import is_int
 
 
 def split(x: Tensor, mesh: AttentionMesh, layout: SequenceLayout, dim: int) -> Tensor:
-    """Take this rank's tokens of a tensor that every rank has. Differentiable, no communication.
-
-    Raises:
-        ConfigError: The tensor has another number of tokens than the layout.
-    """
+    """Take this rank's tokens of a tensor that every rank has. Differentiable, no communication."""
     _check_tokens("split", x, mesh, layout, dim, layout.seq_len)
     return take_runs(x, layout.shares(*mesh.place), dim)
 
@@ -92,9 +88,6 @@ def gather(
     The gradient of a rank's tokens is that of this rank's copy (of replicated tokens, of its
     share): what follows is taken to be the same on every rank. With `sums_gradients` it is the sum
     over the copies of all ranks, by one reduce-scatter, as DDP and FSDP want, which take the mean.
-
-    Raises:
-        ConfigError: The tensor has another number of tokens than this rank has in the layout.
     """
     _check_tokens("gather", x, mesh, layout, dim, num_tokens(layout.shares(*mesh.place)))
     refuse_derivatives("gather", x)
@@ -119,9 +112,6 @@ class AttentionOptions:
             with a ring two more a round; not with zigzag. Default: on CPUs, without a ring or
             8 bits, unless tokens are few.
         double_buffer: Whether a ring attends while keys and values travel.
-
-    Raises:
-        ConfigError: There is no such kernel or format.
     """
 
     layout: SequenceLayout | None = None
@@ -269,10 +259,8 @@ def _operands(
 def _enough_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
     """Count key-value heads, repeated as often as it takes for each Ulysses rank to have one."""
     repeat = num_heads // num_kv_heads
-    for times in range(1, repeat + 1):
-        if repeat % times == 0 and num_kv_heads * times >= num_ranks:
-            return num_kv_heads * times
-    return num_kv_heads
+    counts = [num_kv_heads * times for times in range(1, repeat + 1) if repeat % times == 0]
+    return min([count for count in counts if count >= num_ranks])
 
 
 def _check(

@@ -60,16 +60,6 @@ class PackedSequences:
         is_empty = np.repeat(np.array(self.kv_lens) == 0, self.seq_lens)
         return table_on(is_empty, self.device)
 
-    @property
-    def max_len(self) -> int:
-        """Queries of the longest sequence, 0 if there is none."""
-        return max(self.seq_lens, default=0)
-
-    @property
-    def max_kv_len(self) -> int:
-        """Keys of the longest sequence, 0 if there is none."""
-        return max(self.kv_lens, default=0)
-
 
 def _bounds(lens: Sequence[int]) -> npt.NDArray[np.int32]:
     return np.cumsum((0, *lens), dtype=np.int32)

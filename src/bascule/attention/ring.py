@@ -191,7 +191,9 @@ def rotate(
             coming = _staged(call, turn + 1, _shape_in(call, turn + 1, at_hand, num_more), at_hand)
             wait = _shift(call, at_hand, coming, f"keys and values, round {turn + 1}")
         arrived = wait() if wait is not None and not call.double_buffer else None
-        keys, values = (k, v) if turn == 0 else _unpacked(at_hand, k.dtype, quantized)
+        keys, values = (k, v) if turn == 0 else at_hand.unbind(0)
+        if turn and quantized is not None:
+            keys, values = quantized.unpack(keys, k.dtype), quantized.unpack(values, k.dtype)
         try:
             attend(turn, keys, values)
         finally:  # also after an error: memory that is written to must not be left
@@ -216,15 +218,6 @@ def _staged(call: AttentionCall, turn: int, shape: tuple[int, ...], like: Tensor
     assert call.ring is not None
     role = f"keys and values, {'even' if turn % 2 == 0 else 'odd'} rounds"
     return call.ring.calls.staging.take(role, shape, like)
-
-
-def _unpacked(
-    rows: Tensor, dtype: torch.dtype, quantized: Quantized | None
-) -> tuple[Tensor, Tensor]:
-    keys, values = rows.unbind(0)
-    if quantized is None:
-        return keys, values
-    return quantized.unpack(keys, dtype), quantized.unpack(values, dtype)
 
 
 class _Travelling:
@@ -341,10 +334,7 @@ def _attend(
 
 
 def _parts(mask: AttentionMask, rows: slice, columns: slice) -> list[tuple[slice, AttentionMask]]:
-    """Return which of some columns some rows of a mask see, and how.
-
-    Columns hold those of the rows' numbers, all or none.
-    """
+    """Return which of some columns some rows see, and how; they hold all the rows' own, or none."""
     if mask.causal:
         parts = [(slice(columns.start, min(columns.stop, rows.start)), EVERYTHING)]
         if columns.start <= rows.start and rows.stop <= columns.stop:

@@ -158,16 +158,13 @@ class Pieces:
     def tiles(self, masks: Masks | None) -> list[list[Tile]]:
         """Return, by ring rank, the tiles that this rank's queries see; masks by sequence."""
         if masks is None and self.num_runs == 1:
-            return [self._full_tiles(keys) for keys in self.lens]
+            mine = self.lens[self.rank]
+            return [
+                [Tile(_ALL, _ALL, self._packed(mine, keys, False))] if (mine * keys).any() else []
+                for keys in self.lens
+            ]
         masks = masks or Masks.alike(self.seq_lens, causal=False)
         return [self._tiles_of(other, masks) for other in range(len(self.kv_lens))]
-
-    def _full_tiles(self, keys: Ints) -> list[Tile]:
-        """All queries and all keys of a ring rank, (n,) of each sequence."""
-        queries = self.lens[self.rank]
-        if not (queries * keys).any():
-            return []
-        return [Tile(_ALL, _ALL, self._packed(queries, keys, False))]
 
     def _packed(self, q_lens: Ints, k_lens: Ints, causal: bool) -> AttentionMask:
         packed = PackedSequences.build(q_lens.tolist(), self.device, k_lens.tolist())

@@ -209,9 +209,6 @@ def stage_cuda() -> None:
     So several ranks can share one GPU, which NCCL refuses. Call it on every rank after
     `init_process_group("gloo")`, which ends it, too. Exchanges then make the host wait, so CUDA
     graphs cannot hold them.
-
-    Raises:
-        ConfigError: torch.distributed is not initialised.
     """
     this_world().stages_cuda = True
 
@@ -361,10 +358,7 @@ def _meet(calls: Calls, timeout_s: float) -> None:
 def _connect(
     ranks: list[int], meeting: str, description: str, timeout_s: float, backend: str | None
 ) -> dist.ProcessGroup:
-    """Make the group of ranks that met, under a name that comes from where they met.
-
-    `dist.new_group` counts the groups of a rank: unlike counts give unlike names.
-    """
+    """Make the group of ranks that met, named by where: `dist.new_group` names it by a count."""
     world = resolve(None)
     default_backend, store = c10d._world.pg_map[world]
     group, _ = c10d._new_process_group_helper(

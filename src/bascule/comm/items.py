@@ -23,12 +23,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from bascule.arrays import Ints, Ranks
 from bascule.comm.collectives import all_gather, start_all_to_all
 from bascule.comm.exchange import has_gradient
 from bascule.comm.groups import RankGroup
-from bascule.comm.transforms import only_first, refuse_transforms
+from bascule.comm.transforms import refuse_transforms
 from bascule.errors import ConfigError
 
 
@@ -414,8 +415,8 @@ class _Moved(torch.autograd.Function):
         return token.new_zeros(()), *received
 
     @staticmethod
-    @only_first
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         (token,) = ctx.saved_tensors
         move: ItemMove = ctx.move.back
         runs = _runs(grads[1:], [len(own) for own in ctx.received])
@@ -478,8 +479,8 @@ class _Attached(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    @only_first
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         (token,) = ctx.saved_tensors
         return grads[0], torch.zeros_like(token)
 

@@ -1,6 +1,6 @@
 """Refusals of transforms of torch: only gradients of reverse mode pass through exchanges."""
 
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from torch._C import (
 from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import (
     _CachedTorchDispatchMode,  # pyright: ignore[reportPrivateUsage]
@@ -22,7 +21,6 @@ from torch.utils.checkpoint import (
 
 from bascule.errors import ConfigError
 
-F = TypeVar("F")
 NO_SECOND = (
     "attention, sums and samples over ranks have no second derivative: compute what is derived "
     "twice in one process, or without create_graph"
@@ -33,11 +31,6 @@ _REFUSED = {
     TransformType.Jvp: "has no forward-mode derivative (torch.func.jvp, forward_ad): use reverse "
     "mode, or compute this part in one process",
 }
-
-
-def only_first(backward: F) -> F:
-    """Mark a backward that is linear and has no derivative: torch then raises an error."""
-    return cast(F, once_differentiable(cast(Any, backward)))
 
 
 def refuse_second(grad: Tensor) -> None:

@@ -16,7 +16,7 @@ from bascule.arrays import Ints
 from bascule.comm import groups
 from bascule.comm.agree import agree
 from bascule.comm.failures import leave, mark_lengths, shared
-from bascule.comm.items import measure_exchange
+from bascule.comm.items import mapped, measure_exchange
 from bascule.data.packs import Pack, make_pack
 from bascule.data.prefetch import PATIENCE_S, Pool, Prefetcher, pool_of, text_of
 from bascule.data.source import Microbatches, Source, whole_number
@@ -274,18 +274,9 @@ def _collated(
     collate: Callable[[list[Sample]], Any], takes_none: bool, pins: bool, samples: list[Sample]
 ) -> Any:
     data = collate(samples) if samples or takes_none else None
-    return _pinned(data) if pins else data
-
-
-def _pinned(data: Any) -> Any:
-    """Return the same with its tensors in pinned memory."""
-    if hasattr(data, "pin_memory"):
-        return data.pin_memory()
-    if isinstance(data, Mapping):
-        return {key: _pinned(part) for key, part in data.items()}
-    if isinstance(data, list | tuple) and not hasattr(data, "_fields"):
-        return type(data)(_pinned(part) for part in data)
-    return data
+    if not pins:
+        return data
+    return mapped(data, lambda part: part.pin_memory(), lambda part: hasattr(part, "pin_memory"))
 
 
 def _join(

@@ -191,7 +191,8 @@ def unpack(
         if value is not None and name not in (MADE if is_ours else ("cu_seqlens", "cu_items"))
     }
     if is_ours and "first_labels" in pack:
-        fields["labels"] = _rejoin(fields["labels"], pack["first_labels"], cu_rows["labels"])
+        fields["labels"], starts = fields["labels"].clone(), cu_rows["labels"]
+        fields["labels"][starts[:-1][starts.diff() > 0]] = pack["first_labels"]
     for kind, token_id in (("image", image_token_id), ("video", video_token_id)):
         if token_id is not None and not is_ours:
             cu_rows = _grid_items(fields, kind, bounds, token_id, merge_size) | cu_rows
@@ -225,12 +226,6 @@ def _separate(labels: Tensor, cu_samples: Tensor, ignore_index: int) -> dict[str
     # Behind the last label of a sample stands the first of the next, or padding: ignored already.
     shift_labels = torch.cat([labels[1:], ignored[:1]])
     return {"labels": labels, "shift_labels": shift_labels, "first_labels": first_labels}
-
-
-def _rejoin(labels: Tensor, first_labels: Tensor, cu_labels: Tensor) -> Tensor:
-    labels = labels.clone()
-    labels[cu_labels[:-1][cu_labels.diff() > 0]] = first_labels
-    return labels
 
 
 def _cumulative(counts: Sequence[int]) -> Tensor:

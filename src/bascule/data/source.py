@@ -63,12 +63,15 @@ class Source:
         self.is_empty = loader is None
         self.collate_fn: Callable[[list[Sample]], Any] = default_collate
         if isinstance(loader, DataLoader):
-            if _gives_batches(loader):
-                self.collate_fn = loader.collate_fn
-            loader = _uncollated(loader)
+            loader = copy.copy(loader)
+            loader.pin_memory = False  # tensors are pinned after the exchange
+            if loader.batch_size is not None or loader.batch_sampler is not None:
+                # It gives lists of samples where it gave batches.
+                self.collate_fn, loader.collate_fn = loader.collate_fn, list
         self._loader: Iterable[Any] = () if loader is None else loader
         self._grouping = grouping
-        self._sampler = _sampler_of(loader)
+        of_batches = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+        self._sampler = of_batches or getattr(loader, "sampler", None)
 
     @property
     def deal(self) -> tuple[int, int, int, int, int]:
@@ -173,10 +176,6 @@ class Reading:
             self._newest = first, self._stateful.state_dict()
 
 
-def _gives_batches(loader: DataLoader[Any]) -> bool:
-    return loader.batch_size is not None or loader.batch_sampler is not None
-
-
 def _num_samples(loader: Iterable[Any]) -> int:
     """Return the samples of a pass over a loader; 0 if it does not know."""
     if isinstance(loader, list | tuple):
@@ -187,18 +186,3 @@ def _num_samples(loader: Iterable[Any]) -> int:
         num = len(loader.sampler)  # pyright: ignore[reportArgumentType]
         return num - num % (loader.batch_size or 1) if loader.drop_last else num
     return 0
-
-
-def _uncollated(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return the same loader, giving lists of samples where it gave batches."""
-    bare = copy.copy(loader)
-    if _gives_batches(loader):
-        bare.collate_fn = list
-    bare.pin_memory = False  # tensors are pinned after the exchange
-    return bare
-
-
-def _sampler_of(loader: object) -> object:
-    """Return the sampler that decides the order of a DataLoader's samples."""
-    batches = getattr(loader, "batch_sampler", None)
-    return getattr(batches, "sampler", None) or getattr(loader, "sampler", None)

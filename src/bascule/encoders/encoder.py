@@ -416,7 +416,7 @@ class Installed:
         self._parent, self._name = _holder(model, encoder.module)
         self._kinds = encoder.table.sources
         self._left: list[bool] = []  # of the kinds that are left: True if the model calls for it
-        self._tokens: list[Tensor | None] = []
+        self._tokens: list[Tensor | None] = [None]
         self.encodings: list[Encoding | None] = []  # of the last forward pass, by kind
         self._stand_in = _StandIn(encoder.module, self)
         self._hooks = [
@@ -433,7 +433,7 @@ class Installed:
         parameters = inspect.signature(parent.forward).parameters
         arguments = dict(zip(parameters, args, strict=False)) | kwargs
         self._left = [arguments.get(kind) is not None for kind in self._kinds]
-        self._tokens, self.encodings = [], []
+        self._tokens, self.encodings = [None], []
         parent._modules[self._name] = self._stand_in
         self._take_part()
 
@@ -441,9 +441,9 @@ class Installed:
     def _end(
         self, parent: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        del args, kwargs
         parent._modules[self._name] = self._encoder.module
-        tokens, self._tokens = self._tokens, []
+        tokens = self._tokens
+        self._tokens = [None]
         if output is not None and self._left:
             raise ConfigError(
                 f"the model did not call its encoder for all of {self._kinds} that it was given: "
@@ -456,15 +456,11 @@ class Installed:
         """Join calls of other ranks before this rank's next one, or after its last."""
         while self._left and not self._left[0]:
             self._left.pop(0)
-            self._keep(self._encoder.encode([], self._token))
+            self._keep(self._encoder.encode([], self._tokens[-1]))
 
     def _keep(self, features: Features) -> None:
         self._tokens.append(features.token)
         self.encodings.append(self._encoder.last)
-
-    @property
-    def _token(self) -> Tensor | None:
-        return self._tokens[-1] if self._tokens else None
 
     @shared("a call of a balanced encoder")
     def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -475,7 +471,7 @@ class Installed:
                 "the arguments with items in EncoderTable(sources=..)"
             )
         self._left.pop(0)
-        features: Features = self._encoder.call_after(self._token, args, kwargs)
+        features: Features = self._encoder.call_after(self._tokens[-1], args, kwargs)
         self._keep(features)
         self._take_part()
         return features.together

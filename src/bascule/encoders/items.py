@@ -169,14 +169,12 @@ def of_image(module: nn.Module, item: Mapping[str, Any]) -> int:
 
 def of_text(module: nn.Module, item: Mapping[str, Any]) -> int:
     """Count tokens of a text as it is padded: padding is computed as well."""
-    del module
     tokens = item.get("input_ids")
     return int((item["inputs_embeds"] if tokens is None else tokens).shape[1])
 
 
 def of_pixels(module: nn.Module, item: Mapping[str, Any]) -> int:
     """Count pixels of an image or video (1, C, .., H, W): convolutions take as long as these."""
-    del module
     return int(item["x"].shape[2:].numel())
 
 
@@ -232,11 +230,8 @@ TABLES: Mapping[str, EncoderTable] = {
 
 def table_of(module: nn.Module) -> EncoderTable:
     """Find the table of a module's class, or of its nearest base class; else the default one."""
-    for cls in type(module).__mro__:
-        table = TABLES.get(f"{cls.__module__}.{cls.__qualname__}")
-        if table is not None:
-            return table
-    return EncoderTable()
+    names = (f"{cls.__module__}.{cls.__qualname__}" for cls in type(module).__mro__)
+    return next((TABLES[name] for name in names if name in TABLES), EncoderTable())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -360,7 +355,8 @@ def contents_of(tensors: Sequence[Tensor]) -> str:
 def _values(tensors: Sequence[Tensor]) -> str:
     """Digest the sums of bits as integers, which no order of adding changes."""
     parts = [part for x in tensors for part in _plain(x.detach()) if part.numel()]
-    sums = [_bits(part).sum(dtype=torch.int64).cpu() for part in parts]
+    real = [torch.view_as_real(x) if x.is_complex() else x for x in parts]
+    sums = [x.view(INTEGERS[x.dtype.itemsize]).sum(dtype=torch.int64) for x in real]
     return _digest(repr([int(one) for one in sums]))
 
 
@@ -370,11 +366,6 @@ def _plain(x: Tensor) -> list[Tensor]:
         return [x]
     names, _ = x.__tensor_flatten__()
     return [part for name in names for part in _plain(getattr(x, name))]
-
-
-def _bits(x: Tensor) -> Tensor:
-    real = torch.view_as_real(x) if x.is_complex() else x
-    return real.view(INTEGERS[real.dtype.itemsize])
 
 
 def _digest(text: str) -> str:

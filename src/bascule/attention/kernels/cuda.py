@@ -241,7 +241,8 @@ def _tokens(*tensors: Tensor) -> list[Tensor]:
 
 def _bounds(seqs: PackedSequences) -> tuple[Tensor, Tensor, int, int]:
     """Return packed sequences as flash attention takes them."""
-    return seqs.cu_seqlens, seqs.cu_kv_lens, seqs.max_len, seqs.max_kv_len
+    longest = max(seqs.seq_lens, default=0), max(seqs.kv_lens, default=0)
+    return seqs.cu_seqlens, seqs.cu_kv_lens, *longest
 
 
 def _without_keys(out: Tensor, lse: Tensor, seqs: PackedSequences) -> OutLse:

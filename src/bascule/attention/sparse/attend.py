@@ -150,16 +150,6 @@ class SparseTables:
         )
 
 
-def tables_of(
-    plan: SparsePlan, ranks: AttentionMesh, batch: int, device: torch.device
-) -> SparseTables:
-    """Return the tables of a plan, which the mesh keeps."""
-    key = plan, batch, device
-    if key not in ranks.kept:
-        keep(ranks.kept, key, SparseTables(plan, ranks, batch, device))
-    return ranks.kept[key]
-
-
 def _bounds(lens: Ints, batch: int) -> Ints:
     return cumulative(np.tile(lens, batch))
 
@@ -286,7 +276,10 @@ def attend_sparse(
 
     key = None if ranks.whole is None else (ranks.whole.ranks, plan.digest, *shapes, form)
     first_use(ranks.whole, key, say, what="sparse attention")
-    tables = tables_of(plan, ranks, q.shape[0], q.device)
+    kept = plan, q.shape[0], q.device
+    if kept not in ranks.kept:
+        keep(ranks.kept, kept, SparseTables(plan, ranks, *kept[1:]))
+    tables: SparseTables = ranks.kept[kept]
     q, factor = with_positive_scale(q, scale)
     with record_function(EXCHANGE_SPAN):
         here_q, here_k, here_v = tables.bring([x.reshape(-1, x.shape[3]) for x in (q, k, v)])
