@@ -109,10 +109,7 @@ class SequenceLayout:
         return num_tokens(self.shares(ring, ulysses))
 
     def exchanged(self, ring: int) -> tuple[list[int], list[slice] | None, list[slice] | None]:
-        """Return (U,) tokens that each Ulysses rank brings, their order together, and the inverse.
-
-        With `zigzag` the first pieces of all come first; else tokens stay as they come (None).
-        """
+        """Return (U,) tokens that each Ulysses rank brings, their order, and the inverse."""
         by_rank = [self.own_runs(ring, rank) for rank in range(self.ulysses_degree)]
         lens = [num_tokens(runs) for runs in by_rank]
         if not self.zigzag or not self.segments:
@@ -246,10 +243,7 @@ def gather_rows(x: Tensor, group: RankGroup, layout: SequenceLayout) -> Tensor:
 
 @torch.library.custom_op("bascule::gather_tokens", mutates_args=())
 def gather_tokens(x: Tensor, segments: Sequence[int], form: str, sums_gradients: bool) -> Tensor:
-    """Gather (T, ..) tokens of a rank to (S, ..), those of all, in the order of the sequence.
-
-    `sums_gradients` as in `api.gather`. `form` is that of `form_of`.
-    """
+    """Gather (T, ..) tokens of a rank to (S, ..), those of all, in the order of the sequence."""
     mesh, layout = layout_on(form, segments)
     assert mesh.whole is not None
     return gather_rows(x, mesh.whole, layout)

@@ -32,15 +32,6 @@ from bascule.plan.topology import Topology
 from bascule.plan.traffic import HeadShares, Traffic
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Contexts:
-    """The contexts of a bag's sequences."""
-
-    lens: Ints  # (number of sequences,) tokens of each
-    # (n,) by sequence, or document, that is cut into chunks: which of these is its own
-    places: Ints
-
-
 @dataclass(frozen=True)
 class Bag:
     """The bag of a rank, as the rank needs to know it."""
@@ -49,7 +40,8 @@ class Bag:
     chunk_lens: Ints  # (G, n) tokens of each chunk on each rank that it shares heads with
     pieces: Pieces  # what each of the groups around its ring has together
     masks: Masks | None  # what the tokens of its sequences see of them; None: everything
-    contexts: Contexts  # those of its sequences, which each rank has whole
+    context_lens: Ints  # tokens of the context of each sequence, which each rank has whole
+    context_of: Ints  # (n,) which of these is that of a sequence, or document, cut into chunks
 
     @classmethod
     def of(cls, plan: Plan, group: RankGroup, device: torch.device) -> "Bag":
@@ -71,7 +63,7 @@ class Bag:
         contexts = np.zeros_like(seqs) if plan.context_lens is None else plan.context_lens[seqs]
         num_runs = plan.chunks.num_on_a_rank(bag)
         pieces = Pieces(by_group.sum(axis=1), num_runs, around, device)
-        return cls(mesh, by_group[place], pieces, masks, Contexts(contexts, places))
+        return cls(mesh, by_group[place], pieces, masks, contexts, places)
 
     @property
     def degree(self) -> int:
@@ -109,10 +101,10 @@ class Bag:
     @cached_property
     def context_tiles(self) -> list[Tile]:
         """Pair the tokens of this rank with all of the context of their sequence."""
-        own, contexts = self.chunk_lens[self.mesh.place[1]], self.contexts.lens.tolist()
+        own, contexts = self.chunk_lens[self.mesh.place[1]], self.context_lens.tolist()
         tiles, first = list[Tile](), 0
         for run in np.split(own, self.pieces.num_runs):
-            lens = sums_by(self.contexts.places, run, len(contexts))
+            lens = sums_by(self.context_of, run, len(contexts))
             packed = PackedSequences.build(lens.tolist(), self.device, contexts)
             rows = (
                 slice(None) if self.pieces.num_runs == 1 else slice(first, first + int(lens.sum()))

@@ -85,10 +85,7 @@ def ring_forward(
 def ring_backward(
     grad: Tensor, saved: Sequence[Tensor], tiles: Tiles, call: AttentionCall
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients of q, k and v; `saved` are q, k, v, the output and its LSE.
-
-    2 R - 1 exchanges with the neighbours.
-    """
+    """Return gradients of q, k and v, from `saved` q, k, v, output and LSE; 2 R - 1 exchanges."""
     q, k, v, out, lse = saved
     grad = grad.contiguous()
     if _is_one_tile(tiles) and q.numel() and k.numel():

@@ -254,10 +254,7 @@ def _rows_of(mask: Tensor, rows: Tensor) -> Tensor:
 
 
 def _highest(part: Tensor, num_keys: int, rows: Tensor | None) -> Tensor:
-    """Return the highest that is added to a score of each row, (B or 1, H or 1, rows or 1, 1).
-
-    With `rows`, their places, of the keys that do not come later.
-    """
+    """Return the highest bias of each row (.., rows or 1, 1); by their places, of no later keys."""
     if not num_keys:
         return part.new_zeros(1, 1, 1, 1)
     if rows is not None:

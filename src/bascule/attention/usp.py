@@ -127,12 +127,6 @@ class _Settings(NamedTuple):
     double_buffer: bool
 
 
-def _read(name: str, sizes: Sequence[int]) -> tuple[AttentionMesh, SequenceLayout, _Settings]:
-    """Return what the name and sizes of a call say."""
-    form, _, settings = name.partition("\n")[2].rpartition("\n")
-    return *layout_on(form, sizes[3:]), _Settings(*literal_eval(settings))
-
-
 def call_of(
     name: str, sizes: Sequence[int], q: Tensor, k: Tensor, mask: Tensor | None
 ) -> AttentionCall:
@@ -141,7 +135,8 @@ def call_of(
     key = name, tuple(sizes), q.shape, k.shape, q.dtype, q.device, look(mask)
     call = kept.get(key)
     if call is None:
-        mesh, layout, settings = _read(name, sizes)
+        form, _, text = name.partition("\n")[2].rpartition("\n")
+        (mesh, layout), settings = layout_on(form, sizes[3:]), _Settings(*literal_eval(text))
         _agree(mesh, layout, settings, q, k, mask)
         call = _made(mesh, layout, settings, q, k, mask is not None)
         call = replace(call, name=name, sizes=tuple(sizes))
@@ -295,10 +290,7 @@ def forward(
 def backward(
     grad: Tensor, kept: Sequence[Tensor], mask: Tensor | None, call: AttentionCall
 ) -> tuple[Tensor, ...]:
-    """Return gradients of q, k and v at home.
-
-    `kept` are `whole`, `out` and `lse` of the forward; unshared q, k, v, output and LSE.
-    """
+    """Return gradients of q, k, v at home; `kept` as `_Attention.forward` keeps it."""
     tiles, heads = call.tiles(mask) if callable(call.tiles) else call.tiles, call.heads
     with shared(f"{call.where}, backward"):
         if heads is None:

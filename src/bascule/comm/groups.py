@@ -21,12 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.comm.failures import Calls, ask, read, watch_of_world
 from bascule.errors import CommError, ConfigError
+from bascule.plan.checks import number
 
 T = TypeVar("T")
 
 _NUM_AGREED = 4096
 _NUM_VIEWS = 64
-_LONGEST_S = 1e7  # four months: it fits into the clocks of all back ends
 _PAUSE_S = 0.1  # at most, between two looks whether the others have come
 
 
@@ -308,7 +308,7 @@ def new_group(
     CommError if one has not come within `timeout_s`, then the longest wait of its collectives. A
     `backend` of None is the default group's.
     """
-    check_timeout(timeout_s)
+    number("timeout_s", timeout_s, 1e-3, 1e7)
     in_order, watch, meetings = sorted(ranks), watch_of_world(), this_world().meetings
     meeting = f"{name} of ranks {in_order}"
     calls = Calls(f"{meeting}/{meetings[meeting]}", in_order, name)
@@ -328,14 +328,6 @@ def new_group(
         del parts[calls.key]
     watch.forget()  # what ended before does not concern this one
     return member_of(made[0], name)
-
-
-def check_timeout(timeout_s: object) -> None:
-    """Refuse a timeout that is no time to wait."""
-    if not (isinstance(timeout_s, int | float) and 0.0 < timeout_s < _LONGEST_S):
-        raise ConfigError(
-            f"timeout_s={timeout_s!r}: must be a number of seconds above 0 and below {_LONGEST_S:g}"
-        )
 
 
 def _meet(calls: Calls, timeout_s: float) -> None:

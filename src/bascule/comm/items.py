@@ -333,12 +333,6 @@ class ItemMove:
     step: int  # for errors, as the name
     name: str
 
-    @property
-    def back(self) -> "ItemMove":
-        """Return the move of every item back to the rank that had it."""
-        name = f"{self.name} back"
-        return replace(self, source=self.dest, dest=self.source, name=name)
-
 
 def move_parcels(move: ItemMove, parcels: Sequence[Parcel], num_bytes: Ints) -> list[Tensor]:
     """Return the bytes of the items that arrive, as listed; one all-to-all.
@@ -418,7 +412,8 @@ class _Moved(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         (token,) = ctx.saved_tensors
-        move: ItemMove = ctx.move.back
+        there: ItemMove = ctx.move
+        move = replace(there, source=there.dest, dest=there.source, name=f"{there.name} back")
         runs = _runs(grads[1:], [len(own) for own in ctx.received])
         parcels = [_of_gradients(*one) for one in zip(runs, ctx.received, strict=True)]
         # The sizes of all others are those of items that neither leave this rank nor reach it.

@@ -14,7 +14,6 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from bascule.comm.groups import (
     RankGroup,
-    check_timeout,
     device_of,
     member_of,
     new_group,
@@ -23,6 +22,7 @@ from bascule.comm.groups import (
     timeout_of,
 )
 from bascule.errors import CommError, ConfigError
+from bascule.plan.checks import number
 from bascule.plan.sparse.choose import Degrees, all_degrees
 
 RING_AXIS, ULYSSES_AXIS = "ring", "ulysses"
@@ -55,7 +55,7 @@ class AttentionMesh:
         in it.
         """
         if timeout_s is not None:
-            check_timeout(timeout_s)
+            number("timeout_s", timeout_s, 1e-3, 1e7)
         if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"a mesh is a {type(mesh).__name__}: give a DeviceMesh")
         names = mesh.mesh_dim_names or ()

@@ -244,6 +244,15 @@ def _set_up(
     if pack is not None:
         collate = partial(make_pack, pack=pack)
         limits = Limits(tokens=pack.tokens) if limits is None else limits
+
+    def collated(samples: list[Sample]) -> Any:
+        data = collate(samples) if samples or pack is not None else None
+        if not options.pin_memory:
+            return data
+        return mapped(
+            data, lambda part: part.pin_memory(), lambda part: hasattr(part, "pin_memory")
+        )
+
     rules = Rules(
         accumulate=accumulate,
         sync=sync,
@@ -254,7 +263,7 @@ def _set_up(
         length_fn=length_fn,
         weight_fn=options.weight_fn,
         unpack=unpack,
-        collate=partial(_collated, collate, pack is not None, options.pin_memory),
+        collate=collated,
     )
     costs = RankCosts.of(cost)
     settings = {name: _described(getattr(rules, name)) for name in Rules.__dataclass_fields__}
@@ -268,15 +277,6 @@ def _set_up(
 def _described(value: Any) -> str:
     kind = type(value).__qualname__
     return getattr(value, "__qualname__", kind) if callable(value) else str(value)
-
-
-def _collated(
-    collate: Callable[[list[Sample]], Any], takes_none: bool, pins: bool, samples: list[Sample]
-) -> Any:
-    data = collate(samples) if samples or takes_none else None
-    if not pins:
-        return data
-    return mapped(data, lambda part: part.pin_memory(), lambda part: hasattr(part, "pin_memory"))
 
 
 def _join(
@@ -368,9 +368,6 @@ class BalancedLoader:
             is `Pack(tokens=...)`. Samples are loaded until the next would not fit, whatever lists
             they come in. No rank gets more tokens than that (but see `LoaderOptions.limits`).
 
-    Raises:
-        CommError: The ranks disagree on an argument, or one is missing.
-
     Example:
         >>> for batch in BalancedLoader(loader, cost=cost, length_fn=len):  # doctest: +SKIP
         ...     loss = model(**batch.data).loss * batch.loss_scale
@@ -393,7 +390,8 @@ class BalancedLoader:
         of_type("BalancedLoader(options", options, LoaderOptions, "LoaderOptions(..)")
         self._timeout_s, self._depth = options.timeout_s, options.prefetch
         self.ranks, self._pool = _join(mesh_or_group, options.axis, self._timeout_s)
-        own = loader if self.ranks.is_leader else None
+        is_first = self.ranks.leaders[self.ranks.index] == self.ranks.group.rank
+        own = loader if is_first else None
         length_fn = num_input_ids if length_fn is None else length_fn
         setup, error = None, None
         try:

@@ -225,11 +225,6 @@ class DataRanks:
         """The first rank of the group (D,) of each data-parallel rank: the one that loads."""
         return np.unique(self.place, return_index=True)[1]
 
-    @cached_property
-    def is_leader(self) -> bool:
-        """True if this rank loads samples, rather than one of its peers."""
-        return int(self.leaders[self.index]) == self.group.rank
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
@@ -417,13 +412,14 @@ class Redistributor:
             self._warn_of_nothing(step, loaded)
             return None
         items, rank = loaded.items, self.ranks.group.rank
+        making = f"epoch {self._epoch}, making batches"
         try:
             decision = self.decide(items)
             decision.deliveries.check_received(self.rules.max_bytes_in_flight)
         except PlanError as error:
             raise PlanError(f"step {step}, epoch {self._epoch}: {error}") from error
         except Exception as error:  # of the cost model; another rank may not have it
-            self._confirm(step, error)
+            agree(self.ranks.group, {}, error, what=making, step=step)
             raise
         # Used from the next step on, whose agreement makes sure that it is the same on all ranks.
         self._version = loaded.cost_version
@@ -451,7 +447,7 @@ class Redistributor:
                 batches.append(batch)
         except BaseException as error:
             failed = named(error, "collate_fn")
-        self._confirm(step, failed)
+        agree(self.ranks.group, {}, failed, what=making, step=step)
         return ReadyStep(batches, loaded.num_items, own.saved, sent, received, exchange)
 
     def decide(self, items: Items) -> Decision:
@@ -541,11 +537,6 @@ class Redistributor:
                 "all ranks must leave an iteration at the same step",
             )
         return Loaded.of(gathered, self.ranks, self.rules.accumulate)
-
-    def _confirm(self, step: int, error: Exception | None) -> None:
-        """Make sure that no rank failed to plan or to collate."""
-        what = f"epoch {self._epoch}, making batches"
-        agree(self.ranks.group, {}, error, what=what, step=step)
 
     def _warn_of_nothing(self, step: int, loaded: Loaded) -> None:
         """Say once why an epoch has no step although there are samples."""

@@ -297,7 +297,8 @@ class BalancedEncoder:
                 most_pieces=most_pieces,
                 travel=not is_shared,
             )
-            flags = (records and local.wants_gradient) + 2 * trains
+            tensors = [x for one in local.pieces for x in one.values() if isinstance(x, Tensor)]
+            flags = (records and any(x.requires_grad for x in tensors)) + 2 * trains
             if is_shared and flags:
                 raise ConfigError(
                     f"features_for={features_for!r} has no gradients: encode under "

@@ -243,12 +243,6 @@ class LocalItems:
     parcels: Sequence[Parcel] = ()
     items: Items = NO_ITEMS
 
-    @property
-    def wants_gradient(self) -> bool:
-        """True if a tensor of an item requires one."""
-        tensors = (x for one in self.pieces for x in one.values() if isinstance(x, Tensor))
-        return any(x.requires_grad for x in tensors)
-
     def whole(self, leaves: Sequence[list[Tensor]]) -> list[list[Tensor]]:
         """Join the tensors of the pieces of each item, one after another."""
         pieces = iter(leaves)

@@ -68,10 +68,6 @@ class TiledVAE:
         mesh_or_group: A one-axis DeviceMesh, a process group, or None for the default group.
         options: Those of the BalancedEncoder. With `features_for="first"`, other ranks get an
             output without rows.
-
-    Raises:
-        ConfigError: An argument is wrong here. RemoteConfigError: on another rank.
-        CommError: Ranks disagree, or one is gone.
     """
 
     @shared("construction of a TiledVAE")
@@ -256,11 +252,8 @@ def _as_item(part: str, calls: Sequence[Item]) -> Item:
     return {"part": part, "calls": plain, **tensors}
 
 
-class _InPlace(nn.Module):
-    """Stands in for a VAE's encoder, or decoder, within `model`, a copy of the VAE that tiles.
-
-    The copy has the VAE's modules, and a state of its own. Models count the layers of `real`.
-    """
+class _TiledPart(nn.Module):
+    """The encoder or decoder of `model`, a copy of the VAE that tiles; models look into `real`."""
 
     def __init__(self, vae: nn.Module, way: str) -> None:
         super().__init__()
@@ -305,7 +298,7 @@ class _Around(nn.Module):
         return self.real(x, *args, **kwargs) if x.numel() else x
 
 
-class _Notes(_InPlace):
+class _Notes(_TiledPart):
     """Notes the calls of every tile, and returns outputs without pixels: nothing to blend."""
 
     def __init__(self, vae: nn.Module, way: str) -> None:
@@ -321,7 +314,7 @@ class _Notes(_InPlace):
         return self._output(x.new_empty(len(x), halves, *x.shape[2:-2], 0, 0))
 
 
-class _Answers(_InPlace):
+class _Answers(_TiledPart):
     """Gives a whole tile in place of its first frames, and no frames in place of the others."""
 
     def __init__(self, vae: nn.Module, way: str, answers: deque[Tensor]) -> None:

@@ -85,10 +85,7 @@ def flex(
 
 
 def _flex_tables(rows: BlockRows, device: torch.device) -> tuple[Any, Tensor, Tensor]:
-    """Return a mask of flex attention's own, and where queries and keys are when blocks are padded.
-
-    Its tables are as wide as the fullest row; only short blocks of keys are masked inside.
-    """
+    """Return flex attention's own mask, and where queries and keys are when blocks are padded."""
     from torch.nn.attention.flex_attention import BlockMask
 
     q_lens, k_lens = np.diff(rows.q_bounds), np.diff(rows.k_bounds)

@@ -60,10 +60,6 @@ def measure_attention_latency(
         device: Where.
         rounds: How often each call is timed; medians count.
         kernel: As for `sparse_attention`.
-
-    Raises:
-        ConfigError: There are too few ranks or heads to have both rings and all-to-alls.
-        CommError: A rank did not come in time.
     """
     ranks = as_attention_mesh(mesh)
     if ranks.whole is None or shape.num_heads < 2:
@@ -89,11 +85,7 @@ def time_sparse_attention(
     rounds: int = 5,
     kernel: str | None = None,
 ) -> tuple[list[AttentionLoad], list[float]]:
-    """Return loads of calls, and seconds of each: of the slowest rank, the median of the rounds.
-
-    On every mesh that has a head for each Ulysses rank, and on each rank alone; of two lengths, and
-    of no work, little and much, shared evenly.
-    """
+    """Return loads of calls on all meshes, and seconds: of the slowest rank, medians of rounds."""
     group = mesh.whole
     assert group is not None
     alone = AttentionMesh(None, None, None)
