@@ -87,7 +87,12 @@ def bag_of(lens: Lens, rank: int = 0, pieces: Pieces | None = None) -> Bag:
     chunks = np.array(lens, dtype=np.int64).reshape(len(lens), -1)
     pieces = pieces or Pieces(chunks.sum(axis=0)[None], 1, None, CPU)
     return Bag(
-        cast(Any, SimpleNamespace(place=(0, rank))), chunks, pieces, None, np.zeros_like(chunks[0])
+        cast(Any, SimpleNamespace(place=(0, rank))),
+        chunks,
+        pieces,
+        None,
+        np.zeros_like(chunks[0]),
+        np.arange(chunks.shape[1]),
     )
 
 

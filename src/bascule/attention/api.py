@@ -35,7 +35,7 @@ from bascule.attention.usp import (
     look,
     positive_scale,
 )
-from bascule.comm.failures import leave, shared
+from bascule.comm.failures import shared
 from bascule.comm.mesh import AttentionMesh as AttentionMesh
 from bascule.comm.mesh import Place, as_attention_mesh, place_in
 from bascule.comm.quantized import CommDtype, Quantized
@@ -120,15 +120,11 @@ class AttentionOptions:
     overlap: bool | None = None
     double_buffer: bool = True
 
+    @shared("AttentionOptions")  # ranks that go on to attend do not wait for this one
     def __post_init__(self) -> None:
-        if torch.compiler.is_compiling():
-            return
-        try:
+        if not torch.compiler.is_compiling():
             check_name(self.kernel)
             _ = self.quantized
-        except ConfigError as error:  # ranks that go on to attend do not wait for this one
-            leave(error, "AttentionOptions")
-            raise
 
     @property
     def quantized(self) -> Quantized | None:

@@ -91,9 +91,8 @@ class BlockRows:
     @property
     def block(self) -> int:
         """Tokens of the longest block; 0 without blocks."""
-        return int(
-            max(np.diff(self.q_bounds).max(initial=0), np.diff(self.k_bounds).max(initial=0))
-        )
+        bounds = self.q_bounds, self.k_bounds
+        return max(int(np.diff(one).max(initial=0)) for one in bounds)
 
     @property
     def counts(self) -> Ints:

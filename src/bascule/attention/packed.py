@@ -106,11 +106,10 @@ class Bag:
         for run in np.split(own, self.pieces.num_runs):
             lens = sums_by(self.context_of, run, len(contexts))
             packed = PackedSequences.build(lens.tolist(), self.device, contexts)
-            rows = (
-                slice(None) if self.pieces.num_runs == 1 else slice(first, first + int(lens.sum()))
-            )
+            end = first + int(lens.sum())
+            rows = slice(None) if self.pieces.num_runs == 1 else slice(first, end)
             tiles.append(Tile(rows, slice(None), AttentionMask(packed=packed)))
-            first += int(lens.sum())
+            first = end
         return tiles
 
     def call(

@@ -228,8 +228,6 @@ def sparse_attention(
         kernel: Name of a block kernel that skips blocks. Default: the fastest for the device.
 
     Raises:
-        ConfigError: The shapes do not fit the plan, the plan does not fit the mesh, or `seen` is
-            neither a mask nor a rule.
         CommError: The ranks disagree, or a rank did not come in time.
     """
     return attend_sparse(q, k, v, mesh, plan, seen, scale=scale, kernel=kernel)[0]
