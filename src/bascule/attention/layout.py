@@ -202,17 +202,14 @@ def num_tokens(runs: list[Run]) -> int:
     return sum(stop - start for start, stop in runs)
 
 
-_SEPARATOR = "\n"
-
-
 def form_of(ranks: Place, layout: SequenceLayout) -> str:
     """Return the name of a layout on a mesh, but for its segments."""
-    return _SEPARATOR.join((ranks.name, f"{layout.zigzag}", f"{int(layout.stripe)}"))
+    return f"{ranks.name}\n{layout.zigzag}\n{int(layout.stripe)}"
 
 
 def layout_on(form: str, segments: Sequence[int]) -> tuple[AttentionMesh, SequenceLayout]:
     """Return the mesh and the layout of a name; without what is replicated."""
-    name, zigzag, stripe = form.split(_SEPARATOR)
+    name, zigzag, stripe = form.split("\n")
     mesh = mesh_named(name)
     degrees, is_zigzag = mesh.degrees, zigzag == "True"
     return mesh, SequenceLayout(tuple(segments), *degrees, is_zigzag, stripe=int(stripe))

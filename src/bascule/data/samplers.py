@@ -4,7 +4,6 @@ import hashlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, get_args
 
 import numpy as np
@@ -310,19 +309,15 @@ class BalancedSampler(Sampler[list[int]]):
         self._epoch, self._start, self._run = epoch, delivered, None
 
     def _identity(self) -> dict[str, Any]:
-        """Return all that decides the order of an epoch."""
+        """Return all that decides the order of an epoch: lengths of another dataset do."""
+        digest = hashlib.blake2b(self._lengths.tobytes(), digest_size=8).hexdigest()
         return {
             "version": _VERSION,
             "num_samples": self._lengths.size,
-            "lengths": self._digest,
+            "lengths": digest,
             "shuffle": self._options.shuffle,
             "seed": self._seed,
         }
-
-    @cached_property
-    def _digest(self) -> str:
-        """A digest of the lengths: those of another dataset make other steps."""
-        return hashlib.blake2b(self._lengths.tobytes(), digest_size=8).hexdigest()
 
     def _order(self) -> Ints:
         shuffle, seed = self._options.shuffle, self._seed
