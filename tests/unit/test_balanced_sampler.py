@@ -352,15 +352,17 @@ OPTIONS = st.builds(
 )
 
 
-def makespan_of(costs: np.ndarray, cells: np.ndarray, rules: DealRules) -> float:
+def outcomes_of(
+    costs: np.ndarray, cells: np.ndarray, rules: DealRules
+) -> tuple[np.ndarray, np.ndarray]:
+    """When a step ends, and how many samples each cell has, by each row of `cells`."""
     shape = rules.shape
-    loads = np.bincount(cells, costs, shape.num_cells)
-    if rules.padded:
-        counts = np.bincount(cells, minlength=shape.num_cells)
-        tops = [costs[cells == k].max(initial=0.0) for k in range(shape.num_cells)]
-        loads = counts * np.array(tops)
-    table = loads.reshape(shape.accumulate, shape.num_ranks)
-    return float(table.max(axis=1).sum() if rules.sync == "microbatch" else table.sum(0).max())
+    is_in = cells[..., None] == np.arange(shape.num_cells)
+    counts, each = is_in.sum(axis=-2), is_in * costs[:, None]
+    loads = counts * each.max(axis=-2, initial=0.0) if rules.padded else each.sum(axis=-2)
+    table = loads.reshape(*cells.shape[:-1], shape.accumulate, shape.num_ranks)
+    by_step = table.sum(axis=-2).max(axis=-1)
+    return table.max(axis=-1).sum(axis=-1) if rules.sync == "microbatch" else by_step, counts
 
 
 def check_step(deal: Deal, lengths: list[int], world: StepShape, options: SamplerOptions) -> None:
@@ -368,10 +370,10 @@ def check_step(deal: Deal, lengths: list[int], world: StepShape, options: Sample
     rules = DealRules(shape, options.sync, None, options.even_counts, options.padded)
     cells = deal.microbatch_of * world.num_ranks + deal.rank_of
     costs = squares(np.array(lengths)[deal.samples])
-    assert np.isclose(deal.makespan, makespan_of(costs, cells, rules), rtol=1e-12)
-    plain = makespan_of(costs, np.arange(num) % shape.num_cells, rules)
+    ends, counts = outcomes_of(costs, cells, rules)
+    assert np.isclose(deal.makespan, ends, rtol=1e-12)
+    plain, _ = outcomes_of(costs, np.arange(num) % shape.num_cells, rules)
     assert deal.lower_bound <= deal.makespan <= plain * (1 + 1e-12)
-    counts = np.bincount(cells, minlength=shape.num_cells)
     assert counts.min() >= 1
     if options.even_counts:
         assert counts.max() <= -(-num // shape.num_cells)
@@ -454,10 +456,7 @@ def test_no_deal_beats_the_bound(
     rules = DealRules(shape, sync, None, even, padded)
     deal = deal_step(costs, costs.astype(np.int64), rules)
     most = -(-len(lengths) // shape.num_cells) if even else len(lengths)
-    best = np.inf
-    for option in itertools.product(range(shape.num_cells), repeat=len(lengths)):
-        cells = np.array(option)
-        counts = np.bincount(cells, minlength=shape.num_cells)
-        if counts.min() >= 1 and counts.max() <= most:
-            best = min(best, makespan_of(costs, cells, rules))
+    options = np.array([*itertools.product(range(shape.num_cells), repeat=len(lengths))])
+    ends, counts = outcomes_of(costs, options, rules)
+    best = ends[(counts.min(axis=1) >= 1) & (counts.max(axis=1) <= most)].min()
     assert deal.lower_bound <= best * (1 + 1e-9) and deal.makespan >= best * (1 - 1e-12)

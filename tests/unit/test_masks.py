@@ -96,6 +96,7 @@ def test_tiles_pair_each_query_once_with_what_it_sees(
         for r in range(ring)
     ]
     every = [place for of_rank in positions for place in of_rank]
+    seen = [seen_by(mask) for mask in sequences]
     for rank in range(ring):
         ranks = tuple(range(ring))
         group = RankGroup(lambda: None, rank, ranks, ranks, "ring") if ring > 1 else None
@@ -103,7 +104,7 @@ def test_tiles_pair_each_query_once_with_what_it_sees(
         assert pieces.seq_lens.tolist() == lens
         found = matrix_of(pieces.tiles(masks), pieces.kv_lens, rank)
         wanted = [
-            [seq == other and bool(seen_by(sequences[seq])[i, j]) for other, j in every]
+            [seq == other and bool(seen[seq][i, j]) for other, j in every]
             for seq, i in positions[rank]
         ]
         np.testing.assert_array_equal(found, np.array(wanted, np.int64).reshape(found.shape))
