@@ -280,8 +280,11 @@ few = settings(deadline=None, max_examples=100, suppress_health_check=[HealthChe
 many = settings(few, max_examples=150)
 
 
+Drawn = tuple[str, list[list[int]]]
+
+
 @st.composite
-def batches(draw: st.DrawFn) -> tuple[str, list[list[int]]]:
+def batches(draw: st.DrawFn) -> Drawn:
     """A topology's spec, and lengths for one or two replicas of it."""
     spec = draw(SPECS)
     num_ranks = Topology.parse(spec).num_ranks * draw(st.integers(1, 2))
@@ -302,18 +305,14 @@ def batches(draw: st.DrawFn) -> tuple[str, list[list[int]]]:
 @example(batch=("g1n1+g2n1", [[7, 8], [9], [], [10], [11, 12], [13]]))  # two replicas
 @both_planners
 @given(batch=batches())
-def test_every_legal_batch_has_a_sound_plan(
-    batch: tuple[str, list[list[int]]], planner: str
-) -> None:
+def test_every_legal_batch_has_a_sound_plan(batch: Drawn, planner: str) -> None:
     spec, lens = batch
     assert_sound(plan_batch(lens, spec, COST, planner=planner), lens, COST)
 
 
 @few
 @given(batches(), ANY_PLANNER)
-def test_the_same_input_gives_the_same_plan(
-    batch: tuple[str, list[list[int]]], planner: str
-) -> None:
+def test_the_same_input_gives_the_same_plan(batch: Drawn, planner: str) -> None:
     spec, lens = batch
     first = plan_batch(lens, spec, COST, planner=planner)
     arrays = [np.array(rank, dtype=np.int32) for rank in lens]
@@ -326,7 +325,7 @@ def test_the_same_input_gives_the_same_plan(
 
 @few
 @given(batches(), ANY_PLANNER)
-def test_json_and_back(batch: tuple[str, list[list[int]]], planner: str) -> None:
+def test_json_and_back(batch: Drawn, planner: str) -> None:
     spec, lens = batch
     plan = plan_batch(lens, spec, COST, planner=planner)
     text = plan.to_json()
@@ -340,9 +339,7 @@ def test_json_and_back(batch: tuple[str, list[list[int]]], planner: str) -> None
 
 @few
 @given(batches(), st.data())
-def test_the_digest_tells_any_two_plans_apart(
-    batch: tuple[str, list[list[int]]], data: st.DataObject
-) -> None:
+def test_the_digest_tells_any_two_plans_apart(batch: Drawn, data: st.DataObject) -> None:
     spec, lens = batch
     plan = plan_batch(lens, spec, COST)
     if plan.seq_lens.size == 0:
@@ -366,9 +363,7 @@ def test_the_digest_tells_any_two_plans_apart(
 
 @few
 @given(batches(), ANY_PLANNER, st.integers(-20, 20))
-def test_the_unit_of_the_cost_does_not_matter(
-    batch: tuple[str, list[list[int]]], planner: str, exponent: int
-) -> None:
+def test_the_unit_of_the_cost_does_not_matter(batch: Drawn, planner: str, exponent: int) -> None:
     spec, lens = batch
     plan = plan_batch(lens, spec, COST, planner=planner)
     scaled = plan_batch(lens, spec, lambda n: COST(n) * 2.0**exponent, planner=planner)
@@ -379,7 +374,7 @@ def test_the_unit_of_the_cost_does_not_matter(
 @few
 @given(batches(), ANY_PLANNER, st.data())
 def test_a_bag_ends_its_work_after_what_its_busiest_rank_carries(
-    batch: tuple[str, list[list[int]]], planner: str, data: st.DataObject
+    batch: Drawn, planner: str, data: st.DataObject
 ) -> None:
     spec, lens = batch
     carried = np.array(
