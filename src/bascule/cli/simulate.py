@@ -88,6 +88,9 @@ def run(options: SimulateOptions, arguments: list[str]) -> None:
         read = options.read_shapes if options.stages else options.read
         numbers = range(steps * options.accumulate)
         batches = [read(options.ranks, steps_after=k) for k in numbers]
+        train_steps, epoch = options.train_steps, options.epoch_batches(len(batches[0]))
+        if train_steps is None and epoch is not None:
+            train_steps = max(epoch // options.accumulate, 1)
         setting = SimulationOptions(
             num_steps=steps,
             accumulate=options.accumulate,
@@ -97,7 +100,7 @@ def run(options: SimulateOptions, arguments: list[str]) -> None:
             ),
             passes=passes_of("step", profile),
             stages=options.stages,
-            train_steps=_train_steps(options, len(batches[0])),
+            train_steps=train_steps or _DEFAULT_TRAIN_STEPS,
             gpu_hour_price=options.gpu_hour_price,
         )
         result = _simulated(batches, profile, cost, options.topologies, setting)
@@ -139,10 +142,3 @@ def _simulated(
     runs = simulate(batches, profile=profile, model=cost, topologies=topologies, options=even).runs
     named = tuple(replace(one, name=f"{one.name} + encoders") for one in runs)
     return replace(result, runs=(*result.runs, *named))
-
-
-def _train_steps(options: SimulateOptions, num_ranks: int) -> int:
-    epoch = options.epoch_batches(num_ranks)
-    if options.train_steps is not None or epoch is None:
-        return options.train_steps or _DEFAULT_TRAIN_STEPS
-    return max(epoch // options.accumulate, 1)

@@ -189,19 +189,13 @@ def of_doctor(report: dict[str, Any]) -> Report:
     ]
     ranks.sort(key=lambda row: -max(row[7::2]))
     sizes = {"a rank holds": _size, "time": _time}
-    of_calls = columns("", "on") | sizes | columns("GB/s: {:.3g}", "slowest rank")
+    of_calls = columns("", "on") | sizes | {"GB/s": _giga} | columns("slowest rank")
     order = [row["name"] for row in report["collectives"]]
-    calls = [
-        (
-            *(row[name] for name in ("name", "on", "size_bytes", "seconds")),
-            row["bytes_per_s"] / 1e9,
-            row["slowest_rank"],
-        )
-        for row in report["collectives"]
-    ]
+    fields = "name", "on", "size_bytes", "seconds", "bytes_per_s", "slowest_rank"
+    calls = [[row[field] for field in fields] for row in report["collectives"]]
     calls.sort(key=lambda row: (row[1], order.index(row[0])))
     sizes = {"message": _size, "time": _time, "large message": _size}
-    of_links = columns("ranks", "on", "where") | sizes | columns("GB/s: {:.3g}")
+    of_links = columns("ranks", "on", "where") | sizes | {"GB/s": _giga}
     links: dict[tuple[str, tuple[int, int]], list[dict[str, Any]]] = {}
     for row in report["links"]:
         links.setdefault((row["on"], tuple(row["ranks"])), []).append(row)
@@ -213,7 +207,7 @@ def of_doctor(report: dict[str, Any]) -> Report:
             small["num_bytes"],
             small["seconds"],
             last["num_bytes"],
-            last["bytes_per_s"] / 1e9,
+            last["bytes_per_s"],
         )
         for small, *_, last in links.values()
     ]
@@ -242,6 +236,10 @@ def _size(num_bytes: float) -> str:
         if num_bytes >= unit:
             return f"{num_bytes / unit:.4g} {name}"
     return f"{num_bytes:g} B"
+
+
+def _giga(amount: float) -> str:
+    return f"{amount / 1e9:.3g}"
 
 
 def _time(seconds: float) -> str:

@@ -76,9 +76,6 @@ class PhotoOptions:
         fields(self, **dict.fromkeys(("max_text_tokens", "cache_bytes", "clip_frames"), whole))
 
 
-_DEFAULT = PhotoOptions()
-
-
 class PhotoStream:
     """Photos at their own size, with the bytes of their captions as text tokens.
 
@@ -104,9 +101,9 @@ class PhotoStream:
         rank: int = 0,
         world_size: int = 1,
         seed: int = 0,
-        options: PhotoOptions = _DEFAULT,
+        options: PhotoOptions | None = None,
     ) -> None:
-        self._options = options
+        self._options = options = options or PhotoOptions()
         self.batch_size = whole("batch_size", batch_size, 1)
         self.rank = whole("rank", rank, 0, world_size - 1)
         self.world_size = world_size

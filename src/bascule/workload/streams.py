@@ -166,6 +166,8 @@ class SyntheticStream:
     noise. A larger world than the mix's holds replicas, with other samples.
     """
 
+    num_samples = None  # of an epoch: there are no epochs
+
     def __init__(
         self,
         codes: str | Sequence[DataCode],
@@ -201,11 +203,6 @@ class SyntheticStream:
         shapes = rank_lengths(self.codes, self.rank, seed=self.seed, step=step)
         first = _first_id(step, self.rank)
         return self._made(shapes, range(first, first + len(shapes)))
-
-    @property
-    def num_samples(self) -> None:
-        """Samples of an epoch: there are no epochs."""
-        return None
 
     @property
     def digest(self) -> str:
