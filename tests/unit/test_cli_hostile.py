@@ -130,17 +130,11 @@ def lengths_files(folder: Path) -> Iterator[tuple[str, str]]:
     """Names of files that hold no lengths, and what a sentence says of each."""
     texts = {
         "empty": "",
-        "arabic": "\u0663 \u0664\n",
-        "long": "9" * 9999,
         "word": "x" * 300_000,
         "float": "1e30\n",
         "nul": "1,2\0,3\n",
-        "nan.json": "[[NaN],[1]]",
         "inf.json": "[Infinity, 1]",
-        "true.json": "[true, 1]",
         "null.json": "[null]",
-        "digits.json": f"[{'9' * 9999}]",
-        "deep.json": "[" * 100_000,
         "object.json": '{"a": 1}',
         "line": "1," * (MAX_LINE // 2 + 1),
         "many": "5 " * (2**20 + 1),

@@ -68,12 +68,11 @@ def test_many_bags_are_matched_nearly_as_well(seed: int, monkeypatch: pytest.Mon
 def test_nothing_moves_between_bags_where_nothing_is_to_gain(
     spec: str, tolerance: float | None
 ) -> None:
-    size = {"g1n4": 1, "g2n2": 2, "g4n1": 4, "g1n2+g2n1": 1}[spec]
     batch = [[1000, 500], [500, 1000], [1000, 500], [500, 1000]]
     plan = plan_batch(batch, spec, COST, locality_tolerance=tolerance)
     if spec != "g4n1":
         assert plan.bag_of.tolist() == plan.topology.bag_of_rank[plan.source_ranks].tolist()
-    if size == 1:
+    if "g1" in spec:
         assert plan.moved_tokens <= 1500
 
 
