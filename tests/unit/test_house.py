@@ -2,10 +2,15 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SOURCE = sorted((ROOT / "src").rglob("*.py"))
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in sorted((ROOT / "src").rglob("*.py"))}
 
 
 def test_test_modules_do_not_import_each_other() -> None:
@@ -18,22 +23,19 @@ def test_what_lives_as_long_as_the_ranks_is_kept_in_one_module() -> None:
     """Containers of modules that are filled later; what is kept of a mask depends on it alone."""
     allowed = {"failures.py: _watches", "tiles.py: _of_masks"}
     found: set[str] = set()
-    for path in SOURCE:
-        for node in ast.parse(path.read_text()).body:
-            value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
-            is_call = isinstance(value, ast.Call) and isinstance(
-                value.func, ast.Name | ast.Attribute
-            )
-            name = ast.unparse(value.func).rpartition(".")[2] if is_call else ""  # pyright: ignore
-            is_empty = isinstance(value, ast.Dict | ast.List) and not ast.unparse(value).strip(
-                "{}[]"
-            )
-            if (
-                is_empty
-                or name in ("dict", "list", "set", "defaultdict")
-                or name.startswith("Weak")
-            ):
-                target = node.targets[0] if isinstance(node, ast.Assign) else node.target  # pyright: ignore
+    for path, tree in trees().items():
+        for node in tree.body:
+            match node:
+                case (
+                    ast.Assign(targets=[target], value=value)
+                    | ast.AnnAssign(target=target, value=ast.expr() as value)
+                ):
+                    text = ast.unparse(value)
+                case _:
+                    continue
+            called = text.partition("(")[0].partition("[")[0].rpartition(".")[2]
+            makes = called in ("dict", "list", "set", "defaultdict") or called.startswith("Weak")
+            if text in ("{}", "[]") or (makes and isinstance(value, ast.Call)):
                 found.add(f"{path.name}: {ast.unparse(target)}")
     assert found <= allowed
 
@@ -44,8 +46,8 @@ def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
     kinds = (ast.FunctionDef, ast.ClassDef, ast.Module)
     first = [
         re.split(r"\W", text.lstrip(), maxsplit=1)[0]
-        for path in SOURCE
-        for node in ast.walk(ast.parse(path.read_text()))
+        for tree in trees().values()
+        for node in ast.walk(tree)
         if isinstance(node, kinds) and (text := ast.get_docstring(node))
     ]
     assert sum(word in clauses for word in first) <= 0.02 * len(first)
@@ -54,17 +56,15 @@ def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
 def test_names_of_things_are_nouns() -> None:
     wrong = {"found", "given", "told", "held", "met"}
     names: set[str] = set()
-    for path in SOURCE:
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
             match node:
-                case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
-                    pass
-                case ast.Attribute(attr=name, ctx=ast.Store()) | ast.ClassDef(name=name):
-                    pass
-                case ast.FunctionDef(name=name):
-                    pass
-                case _:
-                    continue
-            if name.strip("_") in wrong:
-                names.add(f"{path.name}: {name}")
+                case (
+                    ast.Name(id=name, ctx=ast.Store())
+                    | ast.Attribute(attr=name, ctx=ast.Store())
+                    | ast.arg(arg=name)
+                    | ast.ClassDef(name=name)
+                    | ast.FunctionDef(name=name)
+                ) if name.strip("_") in wrong:
+                    names.add(f"{path.name}: {name}")
     assert names == set()
