@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import scaled_dot_product_attention
 
 from bascule.attention.api import AttentionMesh, attention
 from bascule.parallel import SequenceParallel, Step
@@ -36,16 +37,22 @@ def test_a_plan_made_in_inference_mode_serves_training() -> None:
 
 
 def mesh_then_train() -> None:
+    """The gradients are those of one process, of the same loss over all tokens."""
+    torch.manual_seed(0)
+    whole = torch.randn(3, 1, 2, 8, 8, dtype=torch.float64, requires_grad=True)
+    mask = torch.ones(8, 8).tril().bool()
+    scaled_dot_product_attention(*whole, attn_mask=mask).square().sum().backward()
+    assert whole.grad is not None
+    own = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
     for degrees in ((2, 1), (1, 2)):
         names = ("ring", "ulysses")
         mesh = AttentionMesh.of(init_device_mesh("cpu", degrees, mesh_dim_names=names))
-        mask = torch.ones(8, 8).tril().bool()
-        q = torch.randn(1, 2, 4, 8)
+        qkv = whole.detach()[..., own, :].clone()
         with torch.inference_mode():
-            attention(q, q, q, mesh, attn_mask=mask)
-        q.requires_grad_()
-        attention(q, q, q, mesh, attn_mask=mask).sum().backward()
-        assert q.grad is not None
+            attention(qkv[0], qkv[1], qkv[2], mesh, attn_mask=mask)
+        q, k, v = qkv.requires_grad_()
+        attention(q, k, v, mesh, attn_mask=mask).square().sum().backward()
+        torch.testing.assert_close(qkv.grad, whole.grad[..., own, :])
 
 
 def test_a_mesh_used_in_inference_mode_serves_training() -> None:

@@ -199,7 +199,7 @@ def offloaded() -> float:
     return float(torch.rand(1, generator=device.generator))
 
 
-def test_the_device_that_a_pipeline_draws_on_has_one_noise() -> None:
+def test_ranks_draw_alike_on_the_device_that_a_pipeline_names_later() -> None:
     first, second = run_ranks(offloaded, 2)
     assert first == second
 
