@@ -104,10 +104,12 @@ def ring_backward(
                 own_out, own_lse, own_grad = (_rows(x, tile.q) for x in (out, lse, grad))
                 done = Attended(*qkv, own_out, own_lse, tile.mask, call.scale)
                 grads = call.kernel.backward(own_grad, done)
-                for total, at, part in zip(
-                    (dq, *dkv), (tile.q, tile.k, tile.k), grads, strict=True
-                ):
-                    _add_rows(total, at, part)
+                places = tile.q, tile.k, tile.k
+                for total, at, part in zip((dq, *dkv), places, grads, strict=True):
+                    if isinstance(at, slice):
+                        total[:, :, at] += part
+                    else:  # one row may come several times
+                        total.index_add_(2, at, part.to(total.dtype))
         travelling.add(turn, dkv)
 
     try:
@@ -129,14 +131,6 @@ def _is_one_tile(tiles: Tiles) -> bool:
 def _rows(x: Tensor, rows: slice | Tensor) -> Tensor:
     """Some rows of (B, H, S, ...)."""
     return x[:, :, rows] if isinstance(rows, slice) else x.index_select(2, rows)
-
-
-def _add_rows(total: Tensor, rows: slice | Tensor, part: Tensor) -> None:
-    """Add to some rows; also to one row several times."""
-    if isinstance(rows, slice):
-        total[:, :, rows] += part
-    else:
-        total.index_add_(2, rows, part.to(total.dtype))
 
 
 class Merged:
@@ -257,10 +251,7 @@ def _shift(call: AttentionCall, sent: Tensor, received: Tensor, name: str) -> Ca
 def overlapped_forward(
     xs: Sequence[Tensor], tiles: Tiles, call: AttentionCall
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (B, T, H, D) the output at home, and `whole`, `out` and `lse` as `usp.forward` does.
-
-    `xs` are (B, T, heads, D) q, k and v.
-    """
+    """Return what `usp.forward` does, of (B, T, heads, D) q, k and v; the output at home as q."""
     heads, quantized = call.heads, call.quantized
     assert heads is not None
     own = heads.own_tokens

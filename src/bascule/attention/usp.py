@@ -229,11 +229,7 @@ def _made(
 def attend(
     q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, mask: Tensor | None = None
 ) -> Tensor:
-    """Exact attention of this rank's tokens, at home as q. Differentiable.
-
-    Two all-to-alls where heads are shared, and R - 1 exchanges with the neighbours of the ring;
-    backward two and 2 R - 1.
-    """
+    """Exact attention of this rank's tokens, at home as q. Differentiable."""
     if call.name and is_recorded():
         return attend_op(q, k, v, mask, call.sizes, call.name)[0]
     return _Attention.apply(q, k, v, mask, call)

@@ -200,7 +200,8 @@ def leave(error: BaseException, where: str, *, ends_all: bool = False) -> Failur
     if isinstance(error, STOPS_RECOMPUTING) or not dist.is_initialized():
         return None
     watch = watch_of_world()
-    if _is_broken_off(error):
+    is_plain = type(error) is RuntimeError and _BROKEN_OFF.search(_first_line(error)) is not None
+    if is_plain or isinstance(error, dist.DistError):  # a collective of torch, broken off or late
         failed = watch.broken_off(where, range(dist.get_world_size()))
         if failed.text not in getattr(error, "__notes__", ()):
             error.add_note(failed.text)
@@ -416,12 +417,6 @@ def watch_of_world() -> Watch:
     if watch is None:
         watch = _watches[world] = Watch(world)
     return watch
-
-
-def _is_broken_off(error: BaseException) -> bool:
-    """Return true if a collective of torch was broken off, or ran out of time."""
-    is_plain = type(error) is RuntimeError and _BROKEN_OFF.search(_first_line(error)) is not None
-    return is_plain or isinstance(error, dist.DistError)
 
 
 def _first_line(error: BaseException) -> str:

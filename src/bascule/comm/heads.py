@@ -162,20 +162,18 @@ class HeadExchange:
 
     def _form(self, x: Tensor, factors: tuple[int, ...], num_more: int) -> _Form:
         """Return the form of tensors with so many heads for each key-value head, and rows more."""
-        key = 1 if self.is_packed else x.shape[0], x.shape[-1], num_more, factors
+        batch, width = 1 if self.is_packed else x.shape[0], x.shape[-1]
+        key = batch, width, num_more, factors
         form = self._forms.get(key)
-        if form is None:
-            if len(self._forms) >= _NUM_FORMS:
-                self._forms.clear()
-            form = self._forms[key] = self._made(*key)
-        return form
-
-    def _made(self, batch: int, width: int, num_more: int, factors: tuple[int, ...]) -> _Form:
+        if form is not None:
+            return form
+        if len(self._forms) >= _NUM_FORMS:
+            self._forms.clear()
         shares, rank, each = self.shares, self.group.rank, sum(factors)
         lens, own = [num + num_more for num in self.lens], self.own_kv_heads
         tokens = lens[rank]
         home = (tokens,) if self.is_packed else (batch, tokens)
-        return _Form(
+        form = self._forms[key] = _Form(
             sent=(batch * tokens * each * width * shares.num_kv_heads,),
             by_heads=[batch * tokens * each * width * shares.of(r) for r in range(shares.size)],
             by_tokens=[batch * num * each * width * own for num in lens],
@@ -183,6 +181,7 @@ class HeadExchange:
             homes=[(*home, num * shares.num_kv_heads, width) for num in factors],
             runs=self._runs(batch, tokens, factors, width),
         )
+        return form
 
     def _runs(self, batch: int, tokens: int, factors: tuple[int, ...], width: int) -> list[_Run]:
         runs: list[_Run] = []

@@ -123,10 +123,7 @@ def _padded(num_bytes: int) -> int:
 
 
 def parcel(sample: object, device: torch.device = HOST) -> Parcel:
-    """Return a sample as it travels, copying only arrays that are not contiguous.
-
-    ConfigError names the place of a value that would not arrive as what it is.
-    """
+    """Return a sample as it travels, copying only arrays that are not contiguous."""
     writer = _Writer(device)
     described = writer.describe(sample, "sample", 0)
     # Not ASCII: its escapes of two lone surrogates would arrive as one character.
