@@ -21,7 +21,7 @@ from bascule.arrays import Ints
 from bascule.attention import packed
 from bascule.attention.kernels.protocol import OutLse
 from bascule.attention.mask import AttentionMask
-from bascule.attention.packed import Bag, Contexts
+from bascule.attention.packed import Bag
 from bascule.attention.tiles import Pieces
 from bascule.attention.usp import attend as attend_shared
 from bascule.comm.groups import RankGroup
@@ -105,7 +105,7 @@ def _fresh(plan: Plan) -> Plan:
 def _bag_of(mesh: AttentionMesh, lens: Ints) -> Bag:
     """Return a bag without a ring."""
     pieces = Pieces(lens.sum(axis=0)[None], 1, None, torch.device("cpu"))
-    return Bag(mesh, lens, pieces, None, Contexts(np.zeros_like(lens[0]), np.arange(lens.shape[1])))
+    return Bag(mesh, lens, pieces, None, np.zeros_like(lens[0]), np.arange(lens.shape[1]))
 
 
 def _build_tables(plan: Plan) -> None:

@@ -180,12 +180,12 @@ def batch_of(pack: Pack, config: MMDiTConfig, setting: Setting) -> PackedBatch:
         text=draw(num_text, config.text_dim),
         pooled=draw(num_samples, config.vec_dim),
         ids=range(num_samples),
-    ).to(setting.device)
+    )
     return PackedBatch(
         image_tokens=made.image,
         text_tokens=made.text,
-        is_image=made.is_image.cpu(),  # so that no step waits for the device
-        pos=made.pos,
+        is_image=made.is_image,  # of the host, so that no step waits for the device
+        pos=made.pos.to(setting.device),
         timestep=torch.rand(num_samples, device=setting.device),
         pooled=made.pooled,
     )

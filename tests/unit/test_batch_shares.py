@@ -1,11 +1,12 @@
 """Parts of the samples of a call, and its output for all of them."""
 
+from collections import defaultdict
 from typing import Any
 
 import pytest
 import torch
 
-from bascule.comm.items import leaves_of, rebuilt
+from bascule.comm.items import leaves_of, mapped, rebuilt
 from bascule.diffusers.pending import Branch, Form, Samples, samples_of, share_of
 from bascule.errors import ConfigError
 
@@ -32,6 +33,14 @@ def test_samples_are_cut_and_the_rest_is_for_all() -> None:
     assert cut["conditions"]["all"] is inputs["conditions"]["all"]
     assert all(cut[name] is inputs[name] for name in ("ids", "scale", "for all"))
     assert cut["layers"] == [0, 1, 2]
+
+
+def test_a_nest_is_rebuilt_as_what_it_is() -> None:
+    """Also one whose type takes more than its entries."""
+    nest = defaultdict(list, {"a": [torch.ones(2)], "b": (1, torch.zeros(1))})
+    changed = mapped(nest, lambda x: x + 1)
+    assert type(changed) is defaultdict and changed["new"] == []
+    assert changed["a"][0].tolist() == [2.0, 2.0] and changed["b"][1].tolist() == [1.0]
 
 
 @pytest.mark.parametrize("sides", [(2, 3, 5), (3, 3, 3)])  # also as many channels as samples

@@ -14,7 +14,7 @@ import itertools
 import json
 import struct
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -33,12 +33,10 @@ from bascule.comm.transforms import refuse_transforms
 from bascule.errors import ConfigError
 
 
-def _is_tensor(nest: object) -> bool:
-    return isinstance(nest, Tensor)
-
-
 def mapped(
-    nest: Any, change: Callable[[Any], Any], is_leaf: Callable[[Any], bool] = _is_tensor
+    nest: Any,
+    change: Callable[[Any], Any],
+    is_leaf: Callable[[Any], bool] = lambda nest: isinstance(nest, Tensor),
 ) -> Any:
     """Return the nest with every tensor, or whatever else is a leaf, changed; all else as it is.
 
@@ -53,7 +51,9 @@ def mapped(
         return dataclasses.replace(nest, **changed)
     make: Any = type(nest)
     if isinstance(nest, Mapping):
-        return make({key: mapped(value, change, is_leaf) for key, value in nest.items()})
+        changed = {key: mapped(value, change, is_leaf) for key, value in nest.items()}
+        is_filling = isinstance(nest, defaultdict)
+        return make(nest.default_factory, changed) if is_filling else make(changed)
     if isinstance(nest, tuple | list):
         parts = [mapped(value, change, is_leaf) for value in nest]
         return make(*parts) if hasattr(nest, "_fields") else make(parts)
