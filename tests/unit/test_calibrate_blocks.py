@@ -163,7 +163,7 @@ def test_what_makes_a_run_ready_is_not_timed(monkeypatch: pytest.MonkeyPatch) ->
 def test_options_that_are_refused_before_any_rank_starts(
     capsys: Console, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
 ) -> None:
-    monkeypatch.setattr(launch, "launch", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr(launch, "result_of_ranks", lambda *_: pytest.fail("ranks were started"))
     code, _, err = run(capsys, "calibrate", *arguments)
     assert code == 2 and message in err and len(err.strip().splitlines()) == 1
 
