@@ -35,7 +35,7 @@ from bascule.attention.usp import (
     look,
     positive_scale,
 )
-from bascule.comm.failures import shared
+from bascule.comm.failures import leave, shared
 from bascule.comm.mesh import AttentionMesh as AttentionMesh
 from bascule.comm.mesh import Place, as_attention_mesh, place_in
 from bascule.comm.quantized import CommDtype, Quantized
@@ -45,7 +45,11 @@ from bascule.plan.checks import is_int
 
 
 def split(x: Tensor, mesh: AttentionMesh, layout: SequenceLayout, dim: int) -> Tensor:
-    """Take this rank's tokens of a tensor that every rank has. Differentiable, no communication."""
+    """Take this rank's tokens of a tensor that every rank has. Differentiable, no communication.
+
+    Raises:
+        ConfigError: The tensor has another number of tokens than the layout.
+    """
     _check_tokens("split", x, mesh, layout, dim, layout.seq_len)
     return take_runs(x, layout.shares(*mesh.place), dim)
 
@@ -88,6 +92,9 @@ def gather(
     The gradient of a rank's tokens is that of this rank's copy (of replicated tokens, of its
     share): what follows is taken to be the same on every rank. With `sums_gradients` it is the sum
     over the copies of all ranks, by one reduce-scatter, as DDP and FSDP want, which take the mean.
+
+    Raises:
+        ConfigError: The tensor has another number of tokens than this rank has in the layout.
     """
     _check_tokens("gather", x, mesh, layout, dim, num_tokens(layout.shares(*mesh.place)))
     refuse_derivatives("gather", x)
@@ -112,6 +119,9 @@ class AttentionOptions:
             with a ring two more a round; not with zigzag. Default: on CPUs, without a ring or
             8 bits, unless tokens are few.
         double_buffer: Whether a ring attends while keys and values travel.
+
+    Raises:
+        ConfigError: There is no such kernel or format.
     """
 
     layout: SequenceLayout | None = None
@@ -120,11 +130,15 @@ class AttentionOptions:
     overlap: bool | None = None
     double_buffer: bool = True
 
-    @shared("AttentionOptions")  # ranks that go on to attend do not wait for this one
     def __post_init__(self) -> None:
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # which cannot trace `shared`
+            return
+        try:
             check_name(self.kernel)
             _ = self.quantized
+        except ConfigError as error:  # ranks that go on to attend do not wait for this one
+            leave(error, "AttentionOptions")
+            raise
 
     @property
     def quantized(self) -> Quantized | None:

@@ -181,11 +181,15 @@ def _on_host(x: Tensor) -> Tensor:
 
 
 def _host_copy(x: Tensor) -> Tensor:
-    return _on_host(x).copy_(x)
+    copy = _on_host(x)
+    copy.copy_(x)
+    return copy
 
 
 def _like(x: Tensor, copy: Tensor) -> Tensor:
-    return x.new_empty(copy.shape).copy_(copy)
+    on_device = x.new_empty(copy.shape)
+    on_device.copy_(copy)
+    return on_device
 
 
 def _wait_for_stream(x: Tensor) -> None:

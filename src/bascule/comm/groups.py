@@ -209,6 +209,9 @@ def stage_cuda() -> None:
     So several ranks can share one GPU, which NCCL refuses. Call it on every rank after
     `init_process_group("gloo")`, which ends it, too. Exchanges then make the host wait, so CUDA
     graphs cannot hold them.
+
+    Raises:
+        ConfigError: torch.distributed is not initialised.
     """
     this_world().stages_cuda = True
 

@@ -80,6 +80,9 @@ class CostTracker:
         device: Device of the compute. Default: a GPU if there is one.
         timeout_s: Longest wait for the times of other ranks.
 
+    Raises:
+        CommError: The ranks have unlike settings.
+
     Example:
         >>> for batch in CostTracker(loader):  # doctest: +SKIP
         ...     train(batch)

@@ -368,6 +368,9 @@ class BalancedLoader:
             is `Pack(tokens=...)`. Samples are loaded until the next would not fit, whatever lists
             they come in. No rank gets more tokens than that (but see `LoaderOptions.limits`).
 
+    Raises:
+        CommError: The ranks disagree on an argument, or one is missing.
+
     Example:
         >>> for batch in BalancedLoader(loader, cost=cost, length_fn=len):  # doctest: +SKIP
         ...     loss = model(**batch.data).loss * batch.loss_scale

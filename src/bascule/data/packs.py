@@ -101,6 +101,11 @@ def make_pack(samples: Iterable[Sample], pack: Pack) -> dict[str, Any]:
         * ``num_samples``, ``cu_items`` (field to (n + 1,) int64 bounds of the samples' rows),
           ``first_labels`` (that ``labels`` lost) and ``gaps`` (samples without a field): for
           `unpack`.
+
+    Raises:
+        ConfigError: More tokens than the budget, a token field of another length, a field of
+            another dtype, shape or kind in some samples, one that some lack and that has no neutral
+            value, or one with a name of those above.
     """
     samples = mappings(samples)
     lens = token_lengths(samples, pack.token_fields)
@@ -169,6 +174,10 @@ def unpack(
             tokens.
         video_token_id: The same for ``video_grid_thw`` and ``pixel_values_videos``.
         merge_size: Patches a side that become one token.
+
+    Raises:
+        ConfigError: No valid ``cu_seqlens``, a field whose rows belong to no sample, or image
+            tokens that do not match the grids.
     """
     whole("merge_size", merge_size, 1)
     (pack,) = mappings([pack])
@@ -352,6 +361,11 @@ def collate_padded(
 
     Returns:
         The fields of the samples, and ``attention_mask`` (1 token, 0 padding) if they have none.
+
+    Raises:
+        ConfigError: A token field has another length, a field's dtype, shape or kind differs
+            between samples, some lack one that has no neutral value, or a visual field is not a
+            tensor.
     """
     whole("pad_id", pad_id)
     whole("ignore_index", ignore_index, -MAX_WHOLE)

@@ -161,6 +161,9 @@ class BalancedSampler(Sampler[list[int]]):
         seed: Seed of the order.
         accumulate: Microbatches of an optimiser step.
 
+    Raises:
+        ConfigError: There are fewer samples than batches in a step.
+
     Example:
         >>> from bascule import TransformerCost
         >>> lengths = [900, 100, 500, 400, 600, 200, 800, 300]

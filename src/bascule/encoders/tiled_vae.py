@@ -68,6 +68,10 @@ class TiledVAE:
         mesh_or_group: A one-axis DeviceMesh, a process group, or None for the default group.
         options: Those of the BalancedEncoder. With `features_for="first"`, other ranks get an
             output without rows.
+
+    Raises:
+        ConfigError: An argument is wrong here. RemoteConfigError: on another rank.
+        CommError: Ranks disagree, or one is gone.
     """
 
     @shared("construction of a TiledVAE")

@@ -50,6 +50,9 @@ def keep_top_k(scores: Tensor, num_keep: int, always: Tensor | None = None) -> T
         scores: (..., N, M).
         num_keep: Blocks of a row; a row of which more are always computed has these.
         always: (N, M) or the shape of the scores, bool.
+
+    Raises:
+        ConfigError: `num_keep` is negative.
     """
     num_keep = whole("keep_top_k: num_keep", num_keep)
     best = _forced(scores, always).topk(min(num_keep, scores.shape[-1]), dim=-1, sorted=False)
@@ -69,6 +72,9 @@ def keep_mass(
         mass: 0 to 1; at 0 nothing is kept but what is always computed.
         kv_lens: (M,) tokens of each key block.
         always: (N, M) or the shape of the scores, bool; kept too, beyond the share.
+
+    Raises:
+        ConfigError: `mass` is out of range, or there are other lengths than key blocks.
     """
     mass = number("keep_mass: mass", mass, 0.0, 1.0)
     tokens = torch.from_numpy(np.asarray(kv_lens, dtype=np.float64)).to(scores)
@@ -92,6 +98,9 @@ def keep_density(scores: Tensor, density: float | Tensor, always: Tensor | None 
         scores: (..., N, M).
         density: 0 to 1, one for all, or a tensor with one a head that broadcasts to (...).
         always: (N, M) or the shape of the scores, bool; among those that are kept.
+
+    Raises:
+        ConfigError: A density is out of range.
     """
     shares = torch.as_tensor(density, dtype=torch.float64)
     if not bool(((shares >= 0.0) & (shares <= 1.0)).all()):

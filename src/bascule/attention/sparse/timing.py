@@ -60,6 +60,10 @@ def measure_attention_latency(
         device: Where.
         rounds: How often each call is timed; medians count.
         kernel: As for `sparse_attention`.
+
+    Raises:
+        ConfigError: There are too few ranks or heads to have both rings and all-to-alls.
+        CommError: A rank did not come in time.
     """
     ranks = as_attention_mesh(mesh)
     if ranks.whole is None or shape.num_heads < 2:
