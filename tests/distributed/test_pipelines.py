@@ -6,6 +6,7 @@ import math
 import pickle
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -158,8 +159,10 @@ def carried() -> list[str]:
         return torch.ones(x.shape, dtype=x.dtype)
 
     modules: list[Any] = [pipeline_run, verify]
+    modules[0].groups = SimpleNamespace(device_of=lambda _: torch.device("meta"))
+    modules[1].device_of = modules[0].groups.device_of
     for module in modules:  # of this rank's process alone
-        module.device_of, module.broadcast = lambda _: torch.device("meta"), broadcast
+        module.broadcast = broadcast
         module.set_random_states, module.all_reduce = lambda *_: None, all_reduce
     pipeline = Drawing()
     with parallelize(pipeline, ulysses_degree=2, table=TABLE):

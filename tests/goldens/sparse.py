@@ -17,9 +17,9 @@ from bascule.plan.sparse import (
     partition_blocks,
     partition_heads,
 )
-from bascule.plan.sparse.baselines import greedy, paper_blocks
 from bascule.plan.sparse.choose import LayerPlans, Strategies, all_degrees, columns_of
 from bascule.plan.sparse.layout import coupled_ends, over_mean
+from bascule.plan.sparse.planner import greedy, paper_blocks
 from tests.helpers.sparse_simulation import Bools, clustered_mask, random_mask, toeplitz_mask
 
 HEADS, LENS = 12, block_lens((100, 1900), 32)

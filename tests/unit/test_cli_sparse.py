@@ -10,8 +10,8 @@ import pytest
 
 from bascule.cli.sparse import SparseOptions
 from bascule.plan.machine import HardwareProfile
-from bascule.plan.sparse.baselines import REWARD
 from bascule.plan.sparse.partition import TARGET as DEFAULT_TARGET
+from bascule.plan.sparse.planner import REWARD
 from bascule.sim.sparse_study import WAYS, Setting
 from tests.helpers.cli import Console, run, sentence
 from tests.helpers.pages import python_of

@@ -22,7 +22,7 @@ from bascule.attention.sparse.rules import (
 )
 from bascule.errors import ConfigError
 from bascule.plan.sparse import BlockLayout, PackedRows, block_lens, in_order, sparse_imbalance
-from bascule.plan.sparse.baselines import greedy
+from bascule.plan.sparse.planner import greedy
 from bascule.workload import load_masks, save_masks
 from bascule.workload.masks import COGVIDEOX15, WAN21, MaskModel, synthetic_masks
 

@@ -25,10 +25,9 @@ from bascule.plan.sparse import (
     plan_under,
     sparse_imbalance,
 )
-from bascule.plan.sparse.baselines import greedy, paper_blocks
 from bascule.plan.sparse.choose import LayerPlans, Strategies, all_degrees, columns_of
 from bascule.plan.sparse.partition import BlockPlan
-from bascule.plan.sparse.planner import PLANNERS
+from bascule.plan.sparse.planner import PLANNERS, greedy, paper_blocks
 from bascule.report.sparse_picture import draw
 from bascule.sim.sparse_study import WAYS, Mesh, run_layer, study
 from tests.helpers.simulation import exchange

@@ -2,8 +2,8 @@
 
 Ulysses brings G chunks with some of the heads to every rank of a group.
 
-Shapes: C tokens on this rank, S tokens of its Ulysses group, H heads, K key-value heads, D head
-width, n sequences of the bag; R ring ranks, G Ulysses ranks.
+Shapes: T tokens of a call on one rank, C tokens on a rank of a bag, H heads, K key-value heads, D
+head width, n sequences of the bag; R ring ranks, G Ulysses ranks.
 """
 
 from dataclasses import dataclass

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -229,7 +230,7 @@ class InTheLoader(AsLoaded):
         super().__init__(samples)
         self._cost, self._feed = cost, queue.SimpleQueue[list[SampleBatch] | None]()
         self._loader = BalancedLoader(
-            map(split_samples, self._fed()),
+            map(split_samples, chain.from_iterable(iter(self._feed.get, None))),
             cost=cost,
             length_fn=lambda sample: len(sample["is_image"]),
             mesh_or_group=mesh,
@@ -246,10 +247,6 @@ class InTheLoader(AsLoaded):
         self._following: list[SampleBatch] = []
         self._dealt, self._ready = list[Batch](), list[Batch]()
         self._before: dict[str, Any] = {}
-
-    def _fed(self) -> Iterator[SampleBatch]:
-        while (step := self._feed.get()) is not None:
-            yield from step
 
     def prepare(self, step: int) -> list[LossOf]:
         """Return the microbatches that the loader dealt; a loss is scaled as in a user's loop."""

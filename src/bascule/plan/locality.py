@@ -44,17 +44,12 @@ class Source:
         lens, kept = self.lens.astype(np.float64), 1.0 / self.topology.bag_sizes
         if self.cluster is None or self.cluster.num_nodes == 1:
             return Homes(self.home, lens, ceiling, kept)
-        nodes = self.ranks // self.cluster.ranks_per_node
-        regions = Regions(lens, nodes, node_shares(self.topology, self.cluster))
+        bags, per_node = self.topology.bag_of_rank, self.cluster.ranks_per_node
+        shares = np.zeros((self.topology.num_bags, self.cluster.num_nodes))  # of a bag's ranks
+        np.add.at(shares, (bags, np.arange(bags.size) // per_node), 1.0)
+        shares /= self.topology.bag_sizes[:, None]
+        regions = Regions(lens, self.ranks // per_node, shares)
         return Homes(self.home, lens / (2.0 * lens.sum() + 1.0), ceiling, kept, regions)
-
-
-def node_shares(topology: Topology, cluster: Cluster) -> Floats:
-    """(num_bags, num_nodes) share of each bag's ranks in each node."""
-    nodes = np.arange(topology.num_ranks) // cluster.ranks_per_node
-    shares = np.zeros((topology.num_bags, cluster.num_nodes))
-    np.add.at(shares, (topology.bag_of_rank, nodes), 1.0)
-    return shares / topology.bag_sizes[:, None]
 
 
 def bring_home(

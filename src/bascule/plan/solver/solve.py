@@ -1,4 +1,4 @@
-"""The one solver: items with costs into bins with speeds and limits, with a certified gap."""
+"""`assign`: items with costs into bins with speeds and limits, with a certified gap."""
 
 from collections.abc import Mapping
 

@@ -9,7 +9,6 @@ Legend: H heads, Q query blocks, K key blocks, U rings (Ulysses ranks), R ranks 
 ring rank * U + Ulysses rank.
 """
 
-from bascule.plan.sparse.baselines import in_order as in_order
 from bascule.plan.sparse.choose import PlanReuse as PlanReuse
 from bascule.plan.sparse.layout import BlockLayout as BlockLayout
 from bascule.plan.sparse.layout import block_counts as block_counts
@@ -20,5 +19,6 @@ from bascule.plan.sparse.partition import partition_heads as partition_heads
 from bascule.plan.sparse.plan import PackedRows as PackedRows
 from bascule.plan.sparse.plan import SparsePlan as SparsePlan
 from bascule.plan.sparse.planner import SparsePlanner as SparsePlanner
+from bascule.plan.sparse.planner import in_order as in_order
 from bascule.plan.sparse.planner import plan_under as plan_under
 from bascule.plan.sparse.planner import sparse_imbalance as sparse_imbalance

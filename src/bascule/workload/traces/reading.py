@@ -66,8 +66,9 @@ class RankTrace:
 def read_traces(path: str | Path) -> tuple[tuple[RankTrace, ...], tuple[str, ...]]:
     """Read a run's folder of ``*.json`` or ``*.json.gz`` files, or one such file.
 
-    A rank may have several, with other steps in each. Its number is that of `distributedInfo`, or
-    else behind "rank" in the file's name. Returns the ranks in order, and sentences on omissions.
+    A rank may have several of other steps, if these are ProfilerStep ranges. Its number is that of
+    `distributedInfo`, else behind "rank" in the file's name; that of one file alone may be missing.
+    Returns the ranks in order, and sentences on omissions.
     """
     files, by_rank, notes = _files(Path(path)), dict[int, list[RankTrace]](), list[str]()
     for file in files:
@@ -257,7 +258,7 @@ def _device_windows(events: Sequence[Event], numbers: Ints, host: Spans) -> Span
     if not starts.keys() >= set(steps):
         return host
     windows = spans_of([starts[step] for step in steps], [ends[step] for step in steps])
-    # Of a last step only the last kernel is known; it takes the host as long in all.
+    # No later step says where the last one ends: it lasts at least as long as on the host.
     windows[:, 1] = np.maximum(windows[:, 1], windows[:, 0] + (host[:, 1] - host[:, 0]))
     return _until_the_next(numbers, windows)
 
