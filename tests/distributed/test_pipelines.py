@@ -556,7 +556,7 @@ def refused() -> None:
     refuse(passes, parallelize, pipeline, guidance_degree=2, sparse=sparse)
     video = make_pipeline("wan")
     video.vae.enable_tiling()
-    frames = "which cannot put together a video of no frames"
+    frames = "would put together a video of no frames"
     refuse(frames, parallelize, video, ring_degree=2, vae="first")
     with torch.no_grad(), parallelize(toy, guidance_degree=2, table=TABLE):
         more = toy_inputs(batch=2) | {"text": toy_inputs(batch=3)["text"]}

@@ -194,7 +194,7 @@ def main() -> None:
 
     fault, folder, *arguments = sys.argv[1:]
     striker = Striker(Fault(**json.loads(fault)), Path(folder), int(os.environ["RANK"]))
-    with places(striker):
+    with places(striker), mock.patch("bascule.train.training_run.TrainingRun", Recorded):
         command(arguments)
 
 

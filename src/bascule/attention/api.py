@@ -111,7 +111,7 @@ class AttentionOptions:
 
     Attributes:
         layout: Which tokens each rank has. Default: one segment, as many tokens on every rank.
-        kernel: Name of the block kernel. Default: the fastest for the device.
+        kernel: Name of the block kernel. Default: the first that runs here.
         comm_dtype: "int8" or "e4m3" sends rows at 8 bits: of Ulysses q, k, v and the output, of a
             ring the keys and values of other ranks; see `measure_error`. A `Quantized` may add
             centres. Gradients and replicated tokens travel as they are. Default: everything does.

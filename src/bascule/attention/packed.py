@@ -154,7 +154,8 @@ def attend_packed(
 ) -> Tensor:
     """Attend within each packed sequence on one rank; (T, H, D) as q. Differentiable.
 
-    H is a multiple of K; without a kernel's name the fastest computes; the scale is D^-0.5 if None.
+    H is a multiple of K. Without a name, the first kernel that runs computes. The scale is
+    D^-0.5 if None.
     """
     check_settings("attend_packed", causal, scale)
     check_tensors("attend_packed", q_THD, k_TKD, v_TKD)
@@ -166,7 +167,7 @@ def attend_packed(
 
 
 def packed_kernel(name: str | None, q: Tensor) -> AttentionKernel:
-    """Return the kernel of that name, or (None) the fastest, for packed sequences."""
+    """Return the kernel of that name for packed sequences; without a name, the first that runs."""
     device, width = q.device.type, q.shape[-1]
     return select_kernel(name, device, dtype=q.dtype, head_dim=width, is_packed=True)
 

@@ -86,7 +86,7 @@ def parallelize(
         table: The tensors that are cut and gathered; or a plan of diffusers, as in `_cp_plan`.
             Default: the table for the class of the model, else its plan.
         sparse: The blocks of attention that are computed. Default: all.
-        kernel: Name of attention's kernel. Default: the fastest for the device.
+        kernel: Name of attention's kernel. Default: the first that runs here.
         comm_dtype: "int8" or "e4m3" sends attention's rows at 8 bits, at an error that `verify`
             shows; `Quantized("int8", centered=True)` is more exact. Default: as they are.
         overlap: True lets Ulysses exchange while it computes. Default: where that measures faster.

@@ -69,15 +69,15 @@ def _shared_vae(pipeline: Any, for_vae: str) -> nn.Module | None:
         return None
     if for_vae == "first" and hasattr(pipeline, "video_processor"):
         raise ConfigError(
-            f"parallelize(.., vae='first') and a {type(pipeline).__name__}, which cannot put "
-            "together a video of no frames on the other ranks: use vae='all'"
+            f"parallelize(.., vae='first'): other ranks of a {type(pipeline).__name__} would put "
+            "together a video of no frames, which it cannot: use vae='all'"
         )
     if getattr(vae, "use_tiling", False):
         return vae
     if for_vae == "first":
         raise ConfigError(
-            f"parallelize(.., vae='first') and a {type(vae).__name__} without tiling, so every "
-            "rank decodes whole images: call pipeline.vae.enable_tiling() before parallelize"
+            f"parallelize(.., vae='first'): a {type(vae).__name__} without tiling decodes whole "
+            "images on every rank: call pipeline.vae.enable_tiling() before parallelize"
         )
     return None
 
@@ -103,7 +103,7 @@ def share_parts(
     for_texts: Literal["all", "own"],
     device: torch.device,
 ) -> Iterator[SharedPart]:
-    """Share the tiles of the VAE and the prompts of a batch among ranks; yield each part then."""
+    """Share tiles of the VAE and prompts of a batch among ranks; yield each shared part."""
     ranks = group.process_group
     vae = _shared_vae(pipeline, for_vae)
     if vae is not None and for_vae != "own":

@@ -63,7 +63,7 @@ class SparseConfig:
         tolerance: A layer keeps its plan while its imbalance is at most 1 + tolerance.
         dense_layers: Layers that attend to everything, by the order of attention calls.
         passes_per_step: Forward passes of a denoising step: 2 with guidance in a pass of its own.
-        kernel: Name of a block kernel that skips blocks. Default: the fastest for the device.
+        kernel: Name of a block kernel that skips blocks. Default: the first that runs here.
         strategies: Choice of a mesh by each layer in each step. None: the mesh of `parallelize`.
     """
 

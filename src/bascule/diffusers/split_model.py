@@ -268,7 +268,8 @@ class SplitModel:
             attended = attended or (before and before.attended)
             needs_mode = not self.blocks or current.has_empty_share()
             self._known[current.form] = Known(attended, needs_mode)
-        self.last = self._known[current.form].attended or self.last
+        known = self._known.get(current.form)  # None where a compiler traced the beginning alone
+        self.last = (known and known.attended) or self.last
 
     # --- a call of one of its modules -------------------------------------------------------------
 

@@ -70,7 +70,7 @@ class Plan:
         bag_of: (num_seqs,) bag that computes it.
         loads: (num_ranks,) predicted cost of each rank, carried loads included.
         lower_bound: No plan of these sequences on these bags has a smaller makespan.
-        planner: Name of the planner that made it.
+        planner: Name of the planner that made it; `gap` and `binding` say how good it is.
         masks: What the tokens of each sequence see of it; None: everything.
         context_lens: (num_seqs,) tokens of the context of each sequence; None without contexts.
         speeds: (num_ranks,) of the ranks; None: 1.

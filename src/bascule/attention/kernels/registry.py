@@ -213,7 +213,7 @@ class CpuFlashKernel:
         )
 
 
-# In the order of preference.
+# The first kernel that fits is chosen: the fastest of each device stand first.
 KERNELS: dict[str, AttentionKernel] = {
     "cpu_flash": CpuFlashKernel(),
     "cpu_loop": CpuLoopKernel(),

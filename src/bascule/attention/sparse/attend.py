@@ -225,7 +225,7 @@ def sparse_attention(
         seen: Gives the rows of the mask that this rank computes. A token that sees nothing gives 0.
             Whole masks (`rows_of`) are compared between ranks; rows that a function makes are not.
         scale: Factor of the scores. Default: D^-0.5.
-        kernel: Name of a block kernel that skips blocks. Default: the fastest for the device.
+        kernel: Name of a block kernel that skips blocks. Default: the first that runs here.
 
     Raises:
         CommError: The ranks disagree, or a rank did not come in time.
