@@ -183,7 +183,7 @@ class SequenceParallel:
         timeout_s: Longest wait of a collective, in seconds.
         planner: See `plan_batch`.
         locality_tolerance: See `plan_batch`.
-        kernel: Name of the attention kernel. Default: the first that runs with device and dtype.
+        kernel: Name of the attention kernel. Default: the first that runs here.
         device: Where the tensors are. Default: the mesh's, or the group's back end's.
         data_group: The ranks whose gradients are put together, for `step.mean`. Default: the group.
         gradients: The trainer's reduction of gradients over ranks: "mean" (FSDP, DDP) or "sum"

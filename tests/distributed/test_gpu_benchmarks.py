@@ -67,11 +67,12 @@ def test_every_topic_runs_tiny_and_writes_what_it_found(tmp_path: Path) -> None:
 
 
 def check_row(row: dict[str, Any]) -> None:
-    """A number, or why there is none: what is CUDA's, or not installed, is left out on a CPU."""
+    """A number, or why there is none: CUDA's, not installed, or not for blocks of that size."""
     if "reason" in row:
         assert set(row) == {"what", "reason"}
         assert "failed" not in row["reason"] and "minutes" not in row["reason"], row
-        assert any(word in row["reason"] for word in ("CUDA", "CPU", "cpu", "not installed")), row
+        reasons = "CUDA", "CPU", "not installed", "pads blocks to 128 tokens"
+        assert any(words in row["reason"] for words in reasons), row
         return
     assert set(row) >= MEASURED
     assert row["value"] >= 0.0

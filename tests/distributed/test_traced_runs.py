@@ -103,8 +103,9 @@ def analysed(folder: Path) -> tuple[StepParts, RunLengths]:
     np.testing.assert_allclose(total, parts.seconds, rtol=1e-9)
     for part in (parts.compute, parts.communication, parts.waiting, parts.rest, parts.hidden):
         assert (part > -1e-9).all()
-    # An exchange that ends before the other rank's step has begun leaves no time that is its own.
-    assert (parts.compute > 0).all() and (parts.communication + parts.waiting).sum() > 0
+    assert (parts.compute > 0).all()
+    # Of each step, on some rank: another's exchange may lie wholly behind its compute.
+    assert (parts.communication + parts.waiting > 0).any(axis=1).all()
     return parts, lengths_of(traces)
 
 

@@ -42,7 +42,7 @@ class CalibrateOptions(Outputs, RankOptions):
         d_model: Width of the block, for which costs count FLOPs.
         num_heads: Attention heads of the block.
         dtype: Of parameters and activations of the block.
-        kernel: Attention kernel of the block; the first one that runs on the device if not given.
+        kernel: Attention kernel of the block; the first that runs on the device if not given.
         sparse_tokens: Time block-sparse attention on all meshes, too, up to so many tokens.
         base: File or name of the profile that has what is not measured here.
         limit: Of what held-out points are missed by in the median; 0.25 is 25 %.

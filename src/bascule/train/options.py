@@ -37,7 +37,7 @@ class RunOptions(RankOptions):
         checkpoint: Recompute activations in the backward.
         dtype: Dtype of parameters and activations in forward and backward.
         gamma: Cost of an attention FLOP over one of a linear layer; measured first if not given.
-        kernel: Attention kernel; the first one that runs on the device if not given.
+        kernel: Attention kernel; the first that runs on the device if not given.
         lr: Learning rate of AdamW.
         seed: Seed of weights, data and noise.
         strict: Stop at a photo that cannot be read, instead of skipping it.

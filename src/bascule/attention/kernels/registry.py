@@ -213,7 +213,7 @@ class CpuFlashKernel:
         )
 
 
-# The first kernel that fits is chosen: the fastest of each device stand first.
+# The first kernel that fits is chosen: those of a device stand fastest first.
 KERNELS: dict[str, AttentionKernel] = {
     "cpu_flash": CpuFlashKernel(),
     "cpu_loop": CpuLoopKernel(),
