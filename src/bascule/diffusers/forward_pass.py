@@ -169,9 +169,8 @@ class ForwardPass(SequenceParallelMode):
                 f"{name} has the shape {tuple(value.shape)}: its tokens are dim {cut.dim}, after "
                 "the batch"
             )
-        segments = (cut.segment,) if isinstance(cut.segment, str) else cut.segment
-        if segments:
-            share = self._meet(segments, value, cut.dim, name)
+        if cut.segments:
+            share = self._meet(cut.segments, value, cut.dim, name)
         else:
             share = self._share_of(("",), (value.shape[cut.dim],))
         if len(share.runs) > 1:
@@ -184,7 +183,7 @@ class ForwardPass(SequenceParallelMode):
 
         Every rank computes the same loss, so the mean that FSDP and DDP take is the gradient.
         """
-        share = self.share((cut.segment,) if isinstance(cut.segment, str) else cut.segment)
+        share = self.share(cut.segments)
         if x.shape[cut.dim] != share.num_tokens:
             raise ConfigError(
                 f"a tensor {tuple(x.shape)} to be gathered has {x.shape[cut.dim]} tokens of "
@@ -257,9 +256,7 @@ class ForwardPass(SequenceParallelMode):
 
     def options_of(self, query: Tensor) -> AttentionOptions:
         """Return the options with the layout of all that is attended to."""
-        part = self.parts[-1]
-        assert not isinstance(part, Keys)
-        return self.share(part).options
+        return self.share(self._segments()).options
 
     def attends_locally(self) -> bool:
         """Return whether attention is left as it is."""
