@@ -136,7 +136,7 @@ class Bag:
 
 
 def _rows_of(wanted_lens: Ints) -> Ints:
-    """Return the row of each token, chunks in this order, where they lie in the transposed one."""
+    """Return the row of each token: chunks are wanted in this order, stored in transposed order."""
     lying_lens = wanted_lens.T
     first = cumulative(lying_lens.ravel())[:-1].reshape(lying_lens.shape)
     return ranges(first.T.ravel(), wanted_lens.ravel())
@@ -154,7 +154,7 @@ def attend_packed(
 ) -> Tensor:
     """Attend within each packed sequence on one rank; (T, H, D) as q. Differentiable.
 
-    H is a multiple of K. Without a name, the first kernel that runs computes. The scale is
+    H is a multiple of K. Without a name, the first kernel that runs here is used. The scale is
     D^-0.5 if None.
     """
     check_settings("attend_packed", causal, scale)
@@ -175,7 +175,7 @@ def packed_kernel(name: str | None, q: Tensor) -> AttentionKernel:
 def check(
     topology: Topology, bag: Bag, kernel: str | None, q: Tensor, k: Tensor, v: Tensor
 ) -> None:
-    """Refuse what `attend` cannot do here or in another bag, whose ranks would wait for others."""
+    """Refuse what `attend` cannot do in this bag, or in another, for which this one would wait."""
     packed_kernel(kernel, q)
     check_shapes(bag, q, k, v)
     degree, num_kv_heads = int(topology.ulysses_groups.bag_sizes.max()), k.shape[1]

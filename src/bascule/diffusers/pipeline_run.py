@@ -109,7 +109,7 @@ def share_parts(
     if vae is not None and for_vae != "own":
         settings = EncoderOptions(features_for=for_vae, device=device)
         tiled = encoding = TiledVAE(vae, mesh_or_group=ranks, options=settings)
-        if for_vae == "first":  # gets the pixels alone; latents of a photo are for all
+        if for_vae == "first":  # the first rank alone gets pixels; all get latents
             for_all = replace(settings, features_for="all")
             encoding = TiledVAE(vae, mesh_or_group=ranks, options=for_all)
         both = _override(vae, "encode", encoding.encode), _override(vae, "decode", tiled.decode)

@@ -128,7 +128,7 @@ def _rank_trace(data: dict[str, Any], rank: object) -> RankTrace:
     if not is_int(rank) or not 0 <= rank < MAX_RANKS:
         raise ConfigError(
             f"names {'no rank' if rank is None else f'rank {shown(rank)}'}: its distributedInfo "
-            f"needs a rank from 0 to {MAX_RANKS - 1}, or its name one, as in rank3.json"
+            f"needs a rank from 0 to {MAX_RANKS - 1}, or its file's name a number, as rank3.json"
         )
     if size is not None and (not is_int(size) or not rank < size <= MAX_RANKS):
         raise ConfigError(f"rank {rank} of a world_size of {shown(size)}: damaged")
