@@ -22,7 +22,7 @@ from bascule.workload import save_masks
 from tests.helpers.calls_made import calls_made
 from tests.helpers.inference_cases import Case, difference, make_inputs, make_mesh, make_model
 from tests.helpers.inference_toy import TABLE, grads_of, make_toy, toy_gradients, toy_inputs, worst
-from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.ranks import by_one_rank, raised_by, run_ranks
 from tests.helpers.sparse_reference import lens_of, one_process
 from tests.helpers.sparse_studies import LATENCY
 from tests.helpers.sparse_toy import BLOCK, LAYERS, STEPS, make_masks, run_steps, split_toy
@@ -88,7 +88,7 @@ def compare_model(case: Case, mesh: Any, rule: dict[str, float] | None) -> dict[
         (output * weights + output.square()).mean().backward()
         return grads_of(model)
 
-    wanted, wanted_grads = run()
+    wanted, wanted_grads = by_one_rank(run)
     model.zero_grad()
     with torch.no_grad():
         before = model(**steps[0]).sample

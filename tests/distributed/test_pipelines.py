@@ -30,7 +30,7 @@ from tests.helpers.pipeline_cases import (
     prompt_of,
     seeded,
 )
-from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.ranks import by_one_rank, raised_by, run_ranks
 
 pytest.importorskip("diffusers")
 pytestmark = pytest.mark.slow
@@ -52,11 +52,15 @@ def image(pipeline: Any, **others: Any) -> Tensor:
 
 def shared_as_alone(name: str, pipeline: Any, prompt: Any, others: Any, degrees: Any) -> Tensor:
     """Compare with one process, and what is left after it; ranks have seeds of their own."""
-    before = generated(name, pipeline, prompt, generator=seeded(1), **others)
+
+    def generate() -> Tensor:
+        return generated(name, pipeline, prompt, generator=seeded(1), **others)
+
+    before = by_one_rank(generate)
     with parallelize(pipeline, table=TABLES.get(name), **degrees):
         images = generated(name, pipeline, prompt, generator=mine(), **others)
     check(images, before)
-    assert torch.equal(before, generated(name, pipeline, prompt, generator=seeded(1), **others))
+    assert torch.equal(before, by_one_rank(generate, dist.get_world_size() - 1))
     return images
 
 

@@ -126,7 +126,7 @@ def test_two_graphs_serve_all_plans() -> None:
     assert run_ranks(partial(compiled, "g2n1", hostile=False, num_steps=6), 2) == [2, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.stress  # daily: test_compile_modes
 def test_inductor_gives_the_same() -> None:
     """Also where a rank has no rows, and so does not use what an exchange brings.
 

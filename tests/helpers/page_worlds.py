@@ -52,6 +52,8 @@ def _pipeline() -> Names:
     }
     pipeline = example["make_pipeline"](device)
     pipeline.set_progress_bar_config(disable=True)
+    for blocks in ("transformer_blocks", "single_transformer_blocks"):
+        setattr(pipeline.transformer, blocks, getattr(pipeline.transformer, blocks)[:1])
     inputs = example["transformer_inputs"](prompt, device)
     return {"pipeline": pipeline, "prompt": prompt, "inputs": inputs, "torch": torch}
 

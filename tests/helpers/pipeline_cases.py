@@ -42,8 +42,8 @@ TABLES = {"dit": _DIT, "ernie": _ERNIE}
 """Tables of models that bascule does not know; that of ERNIE-Image is for guidance alone."""
 
 PIPELINES = {
-    "images": ("flux", "kontext", "qwen", "sd3", "zimage"),
     "videos": ("wan", "cogvideox", "hunyuan"),
+    "images": ("flux", "kontext", "qwen", "sd3", "zimage"),
     "draws first": ("control", "dit", "ernie"),  # before or without `prepare_latents`
 }
 ONE_BY_ONE = "flux", "kontext", "qwen", "wan", "hunyuan"

@@ -99,6 +99,15 @@ def run_to_the_end(
     return run.outcomes()[0]
 
 
+def by_one_rank(compute: Callable[[], Any], rank: int = 0) -> Any:
+    """Return on all ranks what one of them computes, as a reference that needs no other."""
+    import torch.distributed as dist
+
+    results = [compute() if dist.get_rank() == rank else None]
+    dist.broadcast_object_list(results, rank)
+    return results[0]
+
+
 def raised_by(fn: Callable[..., object], *args: Any, **kwargs: Any) -> tuple[list[str], str]:
     """Call what must raise: the names of the error's classes, and its text."""
     try:
