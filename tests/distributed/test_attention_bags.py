@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from bascule import SequenceParallel, Sequences, Span, Step
 from bascule.comm.groups import Staging
 from bascule.train import keep_exchanges
-from tests.helpers.cases import COST
+from tests.helpers.cases import COST, averaged
 from tests.helpers.oracle import packed_attention
 from tests.helpers.ranks import run_ranks
 
@@ -201,13 +201,11 @@ def compare(
 
 def own_grads(block: Block, leaves: Sequence[Tensor]) -> Iterator[Tensor]:
     """Of parameters averaged over ranks, of this rank's inputs those of the global loss."""
-    for parameter in block.parameters():
-        grad: Any = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        if hasattr(grad, "full_tensor"):
-            yield grad.full_tensor()
-            continue
-        dist.all_reduce(grad)
-        yield grad / dist.get_world_size()
+    named: list[tuple[str, Any]] = list(block.named_parameters())
+    grads: dict[str, Any] = {n: torch.zeros_like(x) if x.grad is None else x.grad for n, x in named}
+    is_sharded = hasattr(next(iter(grads.values())), "full_tensor")
+    whole = {n: x.full_tensor() for n, x in grads.items()} if is_sharded else averaged(grads)
+    yield from whole.values()
     for leaf in leaves:
         grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         yield grad / dist.get_world_size()
