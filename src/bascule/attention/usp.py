@@ -275,7 +275,10 @@ def forward(
         own, whole, out, lse = overlapped_forward(xs, tiles, call)
     else:
         whole = heads.start_to_heads(xs, call.where, call.quantized)()
-        out, lse = ring_forward(*_parts(whole, heads.own_kv_heads), tiles, call)
+        num_kv = heads.own_kv_heads
+        sizes = whole.shape[2] - 2 * num_kv, num_kv, num_kv
+        q, k, v = whole.transpose(1, 2).split_with_sizes(sizes, 1)
+        out, lse = ring_forward(q, k, v, tiles, call)
         out = out.transpose(1, 2)
         (own,) = heads.start_to_tokens(out, [out.shape[2]], call.where, call.quantized)()
     if call.count is not None:
@@ -295,7 +298,10 @@ def backward(
             grads = ring_backward(_by_head(grad), saved, tiles, call)
             return tuple(grads) if grad.dim() == 4 else tuple(x[0].transpose(0, 1) for x in grads)
         whole, out, lse = kept
-        saved = *_parts(whole, heads.own_kv_heads), out.transpose(1, 2), lse
+        num_kv = heads.own_kv_heads
+        sizes = whole.shape[2] - 2 * num_kv, num_kv, num_kv
+        qkv = whole.transpose(1, 2).split_with_sizes(sizes, 1)
+        saved = *qkv, out.transpose(1, 2), lse
         home = grad if heads.is_packed else grad.transpose(1, 2)
         grad_here = heads.start_to_heads([home], call.where)().transpose(1, 2)
         grads = ring_backward(grad_here, saved, tiles, call)
@@ -307,13 +313,6 @@ def backward(
 def _by_head(x: Tensor) -> Tensor:
     """View a tensor at home as (B, heads, T, D)."""
     return x if x.dim() == 4 else x.transpose(0, 1)[None]
-
-
-def _parts(whole: Tensor, own: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Part queries from keys and values, which have `own` heads, (B, heads, S, D) each."""
-    sizes = whole.shape[2] - 2 * own, own, own
-    q, k, v = whole.transpose(1, 2).split_with_sizes(sizes, 1)
-    return q, k, v
 
 
 # --- the same as operators of torch ---------------------------------------------------------------

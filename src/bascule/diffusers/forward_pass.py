@@ -108,10 +108,6 @@ class ForwardPass(SequenceParallelMode):
                 self._kept_shares[segments, lengths] = share
         return share
 
-    def _length(self, segment: str) -> int:
-        whole, dim = self._wholes[segment]
-        return whole.shape[dim]
-
     def _meet(self, segments: tuple[str, ...], whole: Tensor, dim: int, name: str) -> Share:
         """Return the share of a tensor's segments; a first tensor makes a length known."""
         if len(segments) == 1 and segments[0] not in self._wholes:
@@ -169,8 +165,9 @@ class ForwardPass(SequenceParallelMode):
                 f"{name} has the shape {tuple(value.shape)}: its tokens are dim {cut.dim}, after "
                 "the batch"
             )
-        if cut.segments:
-            share = self._meet(cut.segments, value, cut.dim, name)
+        segments = (cut.segment,) if isinstance(cut.segment, str) else cut.segment
+        if segments:
+            share = self._meet(segments, value, cut.dim, name)
         else:
             share = self._share_of(("",), (value.shape[cut.dim],))
         if len(share.runs) > 1:
@@ -183,7 +180,7 @@ class ForwardPass(SequenceParallelMode):
 
         Every rank computes the same loss, so the mean that FSDP and DDP take is the gradient.
         """
-        share = self.share(cut.segments)
+        share = self.share((cut.segment,) if isinstance(cut.segment, str) else cut.segment)
         if x.shape[cut.dim] != share.num_tokens:
             raise ConfigError(
                 f"a tensor {tuple(x.shape)} to be gathered has {x.shape[cut.dim]} tokens of "
@@ -241,9 +238,10 @@ class ForwardPass(SequenceParallelMode):
                 "the split table must let these attend to themselves alone"
             )
         every = first.new_ones(batch, 1, dtype=torch.bool)
+        lengths = [self.share((name,)).seq_len for name in part]
         parts = [
-            masks[name].to(torch.bool) if name in masks else every.expand(-1, self._length(name))
-            for name in part
+            masks[name].to(torch.bool) if name in masks else every.expand(-1, length)
+            for name, length in zip(part, lengths, strict=True)
         ]
         return torch.cat(parts, dim=1)[:, None, None, :]
 
@@ -256,7 +254,9 @@ class ForwardPass(SequenceParallelMode):
 
     def options_of(self, query: Tensor) -> AttentionOptions:
         """Return the options with the layout of all that is attended to."""
-        return self.share(self._segments()).options
+        part = self.parts[-1]
+        assert not isinstance(part, Keys)
+        return self.share(part).options
 
     def attends_locally(self) -> bool:
         """Return whether attention is left as it is."""
@@ -336,7 +336,8 @@ class ForwardPass(SequenceParallelMode):
         work = {} if self.work is None else self.work.kinds
         if not sparse and not [one for one in work.values() if one.shapes]:
             return None
-        return Attended({name: self._length(name) for name in self._wholes}, work, sparse)
+        lengths = {name: self.share((name,)).seq_len for name in self._wholes}
+        return Attended(lengths, work, sparse)
 
     def has_empty_share(self) -> bool:
         """Return whether this rank has no tokens of a segment."""
