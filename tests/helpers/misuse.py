@@ -182,7 +182,7 @@ REFUSED: dict[str, Wrong] = {
     "no degrees": (lambda: split(ring_degree=1), f"ring 1 x Ulysses 1 on 2 ranks: {PRODUCT}"),
     "below 0": (lambda: split(ring_degree=-2, ulysses_degree=-1), "ring -2 x Ulysses -1"),
     "too many": (lambda: split(ulysses_degree=4), f"Ulysses 4 on 2 ranks: {PRODUCT}"),
-    "heads": (lambda: split(configured(1)), "has 1 heads for 2 Ulysses ranks"),
+    "heads": (lambda: split(configured(1)), "has too few heads, 1 for 2 Ulysses ranks"),
     "axes": (lambda: split(mesh=mesh([0, 1], "tp")), "a mesh with the axes ('tp',): parallelize"),
     "order": (lambda: split(mesh=mesh([[0, 1]], "ulysses", "ring")), "a mesh with the axes"),
     "both": (lambda: split(mesh=mesh([0, 1], "ring"), ring_degree=2), "a mesh or degrees, not"),

@@ -60,8 +60,8 @@ class Request:
             num_heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
             if num_heads is not None and num_heads < ulysses:
                 raise ConfigError(
-                    f"{name} has {num_heads} heads for {ulysses} Ulysses ranks, which take one "
-                    f"each at least: use ulysses_degree={num_heads} at most, and a ring"
+                    f"{name} has too few heads, {num_heads} for {ulysses} Ulysses ranks, which take"
+                    f" one each at least: use ulysses_degree={num_heads} at most, and a ring"
                 )
             check_model(model, table)
             if self.shape.guidance > 1:
