@@ -10,9 +10,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 GPU := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-TESTS := tests/unit tests/distributed tests/peers
+# Files of tests that start ranks run three at a time: ranks wait for each other for much of their time.
+TESTS := tests/unit
+RANKS := tests/distributed tests/peers
 ifeq ($(GPU),yes)
-  TESTS += tests/gpu
+  RANKS += tests/gpu
   SELECT := -m "not stress"
 else
   CONSTRAINTS := -c constraints-cpu.txt
@@ -44,7 +46,8 @@ contracts: $(VENV)/.dev ## import-linter: which package may import which
 	$(BIN)/lint-imports --no-logo
 
 pytest: $(VENV)/.dev ## tests, without stress tests and, where there is no GPU, without GPU tests
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(SELECT) --numprocesses 2 --dist loadfile --no-loadscope-reorder $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(SELECT) --numprocesses 2 $(TESTS)
+	$(BIN)/pytest $(SELECT) --numprocesses 3 --dist loadfile --no-loadscope-reorder $(RANKS)
 
 stress: $(VENV)/.dev ## the tests that take minutes, and the cases that pytest leaves out
 	$(BIN)/pytest -m stress --timeout 1800
