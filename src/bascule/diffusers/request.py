@@ -95,7 +95,7 @@ def agree_on(group: RankGroup | None, ask: Callable[[], Request]) -> Request:
             agree(group, settings, error, what="parallelize")
     finally:
         if error is not None:  # in its own words
-            raise error
+            raise error from error.__cause__
     assert request is not None
     return request
 
