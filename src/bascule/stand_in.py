@@ -47,7 +47,7 @@ class StandIn:
         return _same, (self.method,)  # a bound method is copied with the object
 
 
-# Compilers inline a call, and try no graph of it alone: one that breaks would break there again.
+# Compilers inline a call, but do not trace it alone: a graph that breaks within would break twice.
 skip_code(StandIn.__call__.__code__)
 
 

@@ -96,8 +96,7 @@ def alone(
 @cache
 def one_process(name: str, weights: tuple[int, ...]) -> tuple[Gradients, float]:
     """`alone` for the first samples; once for all that a world tries."""
-    samples = samples_of(name)[: len(weights)]
-    return by_one_rank(lambda: alone(model_of(name), samples, weights))
+    return by_one_rank(alone, model_of(name), samples_of(name)[: len(weights)], weights)
 
 
 def worst(model: nn.Module, wanted: Gradients) -> float:
@@ -226,7 +225,7 @@ def one_sample_each(
     """Flux, the sample of each rank, and the gradients of one process."""
     num_ranks = dist.get_world_size()
     samples, model = samples_of("flux")[:num_ranks], model_of("flux")
-    wanted, _ = by_one_rank(lambda: alone(model, samples, [1] * num_ranks))
+    wanted, _ = by_one_rank(alone, model, samples, [1] * num_ranks)
     sp = SequenceParallel(None, topology, COST, timeout_s=60.0, **settings)
     return model, BalancedModel(model, sp, length_fn=length_fn), samples, wanted
 
@@ -328,20 +327,22 @@ def test_accelerate() -> None:
         assert abs(loss - wanted) < 1e-2 * wanted
 
 
-def compiled() -> float:
-    """A block of each kind is compiled, as `compile_repeated_blocks` does with all."""
+def compiled(num_blocks: int | None) -> float:
+    """So many blocks of each kind are compiled; None: all, as `compile_repeated_blocks` does."""
     torch.set_num_threads(1)
     model, balanced, samples, wanted = one_sample_each("g2n1")
-    for block in (model.transformer_blocks[0], model.single_transformer_blocks[0]):
-        block.compile(backend="aot_eager")
+    for blocks in (model.transformer_blocks, model.single_transformer_blocks):
+        for block in blocks[:num_blocks]:
+            block.compile(backend="aot_eager")
     train_step(model, balanced.microbatches([samples[dist.get_rank()]], loss_of))
     balanced.handle.average_gradients()
     return worst(model, wanted)
 
 
 @pytest.mark.slow
-def test_compiled_blocks() -> None:
-    assert max(run_ranks(compiled, 2)) <= 1.0
+@pytest.mark.parametrize("num_blocks", [1, pytest.param(None, marks=pytest.mark.stress)])
+def test_compiled_blocks(num_blocks: int | None) -> None:
+    assert max(run_ranks(compiled, 2, num_blocks)) <= 1.0
 
 
 WRONG: dict[str, Callable[[Inputs], Any]] = {

@@ -96,7 +96,7 @@ def check_steps(
     encoders = load_encoders(options)
     data = PhotoStream(album, 1, seed=SEED, options=encoders.photo_options(options))
     numbers = [n for own in per_rank for n in own]
-    want = by_one_rank(lambda: reference(options, encoders, data, numbers))
+    want = by_one_rank(reference, options, encoders, data, numbers)
     mesh = init_device_mesh("cpu", (size,))
     alone = init_device_mesh("cpu", (size, 1), mesh_dim_names=("ranks", "alone"))["alone"]
     config, parallel = (

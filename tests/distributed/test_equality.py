@@ -92,13 +92,6 @@ def test_loss_and_gradients_equal_one_process_at_length(world_size: int) -> None
     run_ranks(train_everywhere, world_size, LAYOUTS[world_size], batches, timeout_s=1500.0)
 
 
-def references(model: MMDiT, batches: dict[str, Batch], *dtype: torch.dtype) -> dict[str, Any]:
-    """Return loss and gradients of one process, by batch."""
-    return by_one_rank(
-        lambda: {name: reference_step(model, one, *dtype) for name, one in batches.items()}
-    )
-
-
 def errors_in_bf16(topology: str, num_batches: int, is_sharded: bool) -> tuple[float, float]:
     """Squared relative errors against float32, summed over batches: balanced, and unbalanced.
 
@@ -116,7 +109,7 @@ def errors_in_bf16(topology: str, num_batches: int, is_sharded: bool) -> tuple[f
     for seed in range(num_batches):
         batch = random_batch(dist.get_world_size(), 100 + seed)
         batch[-1].append((4, 9))
-        want = references(exact, {"": batch}, torch.float32)[""][1]
+        want = by_one_rank(reference_step, exact, batch, torch.float32)[1]
         for place, loss_of in enumerate((rank_loss, _own_loss)):
             rough.zero_grad()
             loss_of(rough, batch, parallel, torch.bfloat16).backward()
@@ -167,7 +160,7 @@ def change_blocks(model: MMDiT, change: Callable[..., Any], every: int = 1) -> N
 def recorded(is_sharded: bool) -> None:
     """Checkpoints of all blocks or of every other one, and FSDP2 with checkpoints or without."""
     batches, plain = batches_of(dist.get_world_size()), make_model(CONFIG)
-    wanted = references(plain, batches)
+    wanted = {name: by_one_rank(reference_step, plain, one) for name, one in batches.items()}
     for topology, every in (("g4n1", 1), ("g1n2+g2n1", 2), ("g2r2n1", 1)):
         model = make_model(CONFIG)
         if every == 1 or not is_sharded:

@@ -99,12 +99,12 @@ def run_to_the_end(
     return run.outcomes()[0]
 
 
-def by_one_rank(compute: Callable[[], Any], rank: int = 0) -> Any:
-    """Return on all ranks what one of them computes, as a reference that needs no other."""
+def by_one_rank(fn: Callable[..., Any], *args: Any) -> Any:
+    """Return on all ranks what the first one computes alone, as a reference."""
     import torch.distributed as dist
 
-    results = [compute() if dist.get_rank() == rank else None]
-    dist.broadcast_object_list(results, rank)
+    results = [fn(*args) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(results)
     return results[0]
 
 

@@ -60,8 +60,8 @@ class Request:
             num_heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
             if num_heads is not None and num_heads < ulysses:
                 raise ConfigError(
-                    f"{name} has too few heads, {num_heads} for {ulysses} Ulysses ranks, which take"
-                    f" one each at least: use ulysses_degree={num_heads} at most, and a ring"
+                    f"{name} has too few heads, {num_heads} for {ulysses} Ulysses ranks, which "
+                    f"take one each at least: use ulysses_degree={num_heads} at most, and a ring"
                 )
             check_model(model, table)
             if self.shape.guidance > 1:
@@ -94,7 +94,7 @@ def agree_on(group: RankGroup | None, ask: Callable[[], Request]) -> Request:
         if group is not None:
             agree(group, settings, error, what="parallelize")
     finally:
-        if error is not None:  # in its own words
+        if error is not None:  # alone, in its own words
             raise error from error.__cause__
     assert request is not None
     return request
