@@ -281,8 +281,8 @@ def context_parallel(
     does one that leaves out a mask because its own tokens need none, as for windows longer than
     this rank's part, or packed documents that end where it ends: give it the whole mask.
 
-    Gradients of what `gather` gives are those of this rank's copy. Under DDP or FSDP, which take
-    the mean over ranks, gather with `sums_gradients=True`.
+    With `gather` at its end, gradients of parameters are right as their mean over ranks, which DDP
+    and FSDP take.
 
     Args:
         mesh: The ranks.

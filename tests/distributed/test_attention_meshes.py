@@ -168,7 +168,7 @@ def test_exact_in_float64(world_size: int) -> None:
 
 
 def gathered_gradients() -> None:
-    """All ranks compute the same loss of the gathered tokens; its gradient is the ranks' sum."""
+    """All ranks compute the same loss of the gathered tokens; its gradient is the ranks' mean."""
     for replicated in ((), (0,), (0, 1)):
         mesh, layout = make_mesh(2, 2), SequenceLayout((4, 9), 2, 2, True, replicated)
         generator = torch.Generator().manual_seed(0)
@@ -176,10 +176,10 @@ def gathered_gradients() -> None:
         weight = torch.randn(whole.shape, generator=generator, dtype=torch.float64)
         local = split(whole, mesh, layout, 2).requires_grad_()
         (grad,) = torch.autograd.grad(gather(local, mesh, layout, -2), local, weight)
-        assert torch.equal(summed(grad, mesh, layout), weight)
+        assert torch.equal(summed(grad, mesh, layout) / 4, weight)
 
 
-def test_gather_gives_each_token_its_gradient_once() -> None:
+def test_gather_gives_each_token_its_gradient_as_a_mean() -> None:
     run_ranks(gathered_gradients, 4)
 
 

@@ -222,7 +222,7 @@ def wide_gradients() -> None:
     assert samples.grad is not None and bool((samples.grad == BIG + 2 * ONE).all())
 
     mesh, x = ring_of_three(), torch.ones(1, 2, dtype=torch.bfloat16, requires_grad=True)
-    whole = gather(x, mesh, SequenceLayout((3,), 3, 1), 0, sums_gradients=True)
+    whole = gather(x, mesh, SequenceLayout((3,), 3, 1), 0)
     whole.backward(torch.full_like(whole, BIG if rank == 0 else ONE))
     assert x.grad is not None and x.grad.dtype == torch.bfloat16
     assert bool((x.grad == BIG + 2 * ONE).all())

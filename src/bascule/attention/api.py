@@ -79,19 +79,11 @@ def _check_degrees(what: str, layout: SequenceLayout, degrees: tuple[int, int]) 
 
 
 @shared("gather over a mesh")
-def gather(
-    x: Tensor,
-    mesh: AttentionMesh,
-    layout: SequenceLayout,
-    dim: int,
-    *,
-    sums_gradients: bool = False,
-) -> Tensor:
+def gather(x: Tensor, mesh: AttentionMesh, layout: SequenceLayout, dim: int) -> Tensor:
     """Gather the tokens of all ranks, in the order of the sequence, on every rank; one all-gather.
 
-    The gradient of a rank's tokens is that of this rank's copy (of replicated tokens, of its
-    share): what follows is taken to be the same on every rank. With `sums_gradients` it is the sum
-    over the copies of all ranks, by one reduce-scatter, as DDP and FSDP want, which take the mean.
+    The gradient of a rank's tokens is the sum over the copies of all ranks, by one reduce-scatter:
+    gradients of parameters are right as the mean over ranks, which DDP and FSDP take.
 
     Raises:
         ConfigError: The tensor has another number of tokens than this rank has in the layout.
@@ -102,7 +94,7 @@ def gather(
         return x
     rows = own_tokens(x, layout, mesh.place, dim).movedim(dim, 0)
     form = form_of(place_in(mesh), layout)
-    return gather_tokens(rows, list(layout.segments), form, sums_gradients).movedim(0, dim)
+    return gather_tokens(rows, list(layout.segments), form).movedim(0, dim)
 
 
 @dataclass(frozen=True, slots=True)

@@ -223,7 +223,7 @@ def replicated(own: Tensor, ranks: Place, layout: SequenceLayout) -> Tensor:
     chosen = sorted(layout.replicated)
     segments = [layout.segments[segment] for segment in chosen]
     rows = torch.cat([parts[segment] for segment in chosen], 2).movedim(2, 0)
-    whole = gather_tokens(rows, segments, form_of(ranks, layout), True).movedim(0, 2)
+    whole = gather_tokens(rows, segments, form_of(ranks, layout)).movedim(0, 2)
     for segment, part in zip(chosen, whole.split(segments, 2), strict=True):
         parts[segment] = part
     return torch.cat(parts, 2)
@@ -239,7 +239,7 @@ def gather_rows(x: Tensor, group: RankGroup, layout: SequenceLayout) -> Tensor:
 
 
 @torch.library.custom_op("bascule::gather_tokens", mutates_args=())
-def gather_tokens(x: Tensor, segments: Sequence[int], form: str, sums_gradients: bool) -> Tensor:
+def gather_tokens(x: Tensor, segments: Sequence[int], form: str) -> Tensor:
     """Gather (T, ..) tokens of a rank to (S, ..), those of all, in the order of the sequence."""
     mesh, layout = layout_on(form, segments)
     assert mesh.whole is not None
@@ -247,7 +247,7 @@ def gather_tokens(x: Tensor, segments: Sequence[int], form: str, sums_gradients:
 
 
 @gather_tokens.register_fake
-def _(x: Tensor, segments: Sequence[int], form: str, sums_gradients: bool) -> Tensor:
+def _(x: Tensor, segments: Sequence[int], form: str) -> Tensor:
     return x.new_empty(sum(segments), *x.shape[1:])
 
 
@@ -293,11 +293,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    segments, form, sums_gradients = ctx.settings
-    if sums_gradients:
-        return reduce_tokens(grad, segments, form), None, None, None
-    mesh, layout = layout_on(form, segments)
-    return take_runs(grad, layout.own_runs(*mesh.place), 0), None, None, None
+    return reduce_tokens(grad, *ctx.settings), None, None
 
 
 gather_tokens.register_autograd(_gradients, setup_context=_keep)

@@ -190,9 +190,8 @@ class BalancedModel:
 
         self._table = agree_on(group.control, request).tables[0]
         everyone = group if group.size > 1 else None
-        self.handle = ParallelHandle(
-            Replica(everyone, None, AttentionMesh(None, everyone, everyone))
-        )
+        mesh = AttentionMesh(None, everyone, everyone)
+        self.handle = ParallelHandle(Replica(everyone, None, mesh), everyone)
         self._part = SplitModel(inner, self._table, self.handle.mesh)
         self._part.is_alone = True
         self.handle.parts.append(self._part)

@@ -189,7 +189,7 @@ class ForwardPass(SequenceParallelMode):
             )
         is_plain = not share.layout.replicated and not (torch.is_grad_enabled() and x.requires_grad)
         if self.mesh.whole is None or not is_plain or is_recorded():
-            return gather(x, self.mesh, share.layout, cut.dim, sums_gradients=True)
+            return gather(x, self.mesh, share.layout, cut.dim)
         rows = gather_rows(x.movedim(cut.dim, 0), self.mesh.whole, share.layout)
         return rows.movedim(0, cut.dim)
 
@@ -272,7 +272,7 @@ class ForwardPass(SequenceParallelMode):
             work.attend(self._shape_of(query, key, layout, gathers=True))
             work.attend_to_all(query, layout.seq_len)
         both = torch.cat([key, value], dim=-1)
-        whole = gather(both, self.mesh, layout, 2, sums_gradients=True)
+        whole = gather(both, self.mesh, layout, 2)
         key, value = whole.split([key.shape[-1], value.shape[-1]], dim=-1)
         return key, value
 

@@ -16,6 +16,7 @@ from bascule.attention.api import AttentionOptions
 from bascule.comm.agree import agree
 from bascule.comm.collectives import all_reduce
 from bascule.comm.failures import leave, shared
+from bascule.comm.groups import RankGroup
 from bascule.comm.mesh import AttentionMesh
 from bascule.comm.quantized import CommDtype
 from bascule.diffusers.compiling import Mode, check_mode, compile_in_place, device_of
@@ -128,7 +129,7 @@ def parallelize(
         )
 
     request = agree_on(group, ask)
-    handle = ParallelHandle(replica_of(request.shape, device_mesh), request.choice)
+    handle = ParallelHandle(replica_of(request.shape, device_mesh), group, request.choice)
     with ExitStack() as undo:
         undo.callback(handle.undo)
         handle.share(request)
@@ -142,12 +143,15 @@ class ParallelHandle:
     Attributes:
         replica: The ranks that make the same images together.
         mesh: The ranks among them that share this rank's sequences.
+        ranks: The ranks of all replicas; None for one rank.
         parts: The split models.
         choice: The mesh that "auto" chose, with reasons; None for other meshes.
     """
 
-    def __init__(self, replica: Replica, choice: MeshChoice | None = None) -> None:
-        self.replica, self.mesh, self.choice = replica, replica.mesh, choice
+    def __init__(
+        self, replica: Replica, ranks: RankGroup | None, choice: MeshChoice | None = None
+    ) -> None:
+        self.replica, self.mesh, self.ranks, self.choice = replica, replica.mesh, ranks, choice
         self.parts: list[SplitModel] = []
         self._guided: list[GuidedModel] = []
         self._compiled = ExitStack()
@@ -332,7 +336,7 @@ class ParallelHandle:
 
     @shared("average_gradients")
     def average_gradients(self) -> None:
-        """Average gradients over the mesh after `backward()`, as DDP and FSDP do themselves.
+        """Average gradients over all ranks after `backward()`, as DDP and FSDP do themselves.
 
         One all-reduce for each dtype, after a small all-gather.
 
@@ -340,7 +344,7 @@ class ParallelHandle:
             ConfigError: Gradients are sharded.
             CommError: Ranks have gradients of different parameters.
         """
-        group = self.mesh.whole
+        group = self.ranks
         if group is None:
             return
         parameters = [pair for part in self.parts for pair in part.model.named_parameters()]
@@ -381,4 +385,4 @@ class ParallelHandle:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Make copies that split nothing, as copies of the models are whole."""
-        return ParallelHandle, (Replica(None, None, AttentionMesh(None, None, None)),)
+        return ParallelHandle, (Replica(None, None, AttentionMesh(None, None, None)), None)
