@@ -65,7 +65,7 @@ class Language(nn.Module):
 
 
 def causal(name: str, **settings: Any) -> Any:
-    config = getattr(transformers, f"{name}Config")(**SIZES, **settings)
+    config = getattr(transformers, f"{name}Config")(**(SIZES | settings))
     return getattr(transformers, f"{name}ForCausalLM")(config)
 
 
@@ -160,6 +160,10 @@ def refused() -> None:
     ours: dict[str, Any] = {"attn_implementation": "bascule"}
     right = {"use_cache": False, "bascule_step": step, "attention_mask": torch.zeros(1, 1, 0, 0)}
     window = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 0}
+    factors = {"short_factor": [1.0] * 2, "long_factor": [4.0] * 2}
+    long = {"rope_type": "longrope", "rope_theta": 100.0, **factors}
+    phi = {"rope_parameters": long, "original_max_position_embeddings": 5, "pad_token_id": 0}
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
     padding = right | {"attention_mask": torch.ones(1, 6)}
 
     def packed(name: str, **settings: Any) -> Callable[[], object]:
@@ -169,13 +173,20 @@ def refused() -> None:
         return lambda: causal("Qwen2", **ours, **settings).train()(rows, **given)
 
     calls: dict[str, Callable[[], object]] = {
-        "1 of 2 layers of Lfm2": packed("Lfm2", layer_types=["conv", "full_attention"]),
-        "padding index": packed("Roberta", pad_token_id=1),
+        "model.layers.0.conv.out_proj changes": packed(
+            "Lfm2", layer_types=["conv", "full_attention"]
+        ),
+        "roberta.embeddings.position_embeddings differs": packed("Roberta", pad_token_id=1),
         "call_packed(model, step, input_ids=ids)": qwen({"use_cache": False}),
         "2 rows": qwen(right, ids.expand(2, -1)),
         "1 rows of 6 queries and 6 keys, with a mask": qwen(padding),
         "dropout=0.1": qwen(right, attention_dropout=0.1),
         "sliding_window=4": qwen(right, **window),
+        "longest sequence beyond 5": packed("Phi3", **phi),
+        "longest sequence beyond 4": packed(
+            "Llama", rope_parameters=dynamic, max_position_embeddings=4
+        ),
+        "output_router_logits=True": packed("Mixtral", output_router_logits=True),
     }
     for words, call in calls.items():
         classes, text = raised_by(call)

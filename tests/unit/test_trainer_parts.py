@@ -17,7 +17,7 @@ from bascule.transformers.trainer import (
     BalanceConfig,
     Columns,
     TrainLoader,
-    check_separates,
+    check_packs,
     checked_dataset,
     inputs_of_pack,
     options_of,
@@ -271,18 +271,18 @@ def test_a_model_that_mixes_the_samples_of_a_pack_is_refused(
     config = getattr(transformers, f"{name}Config")(**(small | sizes))
     model = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)
     if separates:
-        check_separates(model, torch.device("cpu"))
+        check_packs(model, torch.device("cpu"))
         assert model.training
         return
-    with pytest.raises(ConfigError, match="mixes the samples of a pack"):
-        check_separates(model, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="a row"):
+        check_packs(model, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", VLMS)
 def test_models_that_see_images_separate_samples_by_their_own_positions(name: str) -> None:
     pytest.importorskip("transformers")
     model, pack = make_model(name), Pack(tokens=64)
-    check_separates(model, torch.device("cpu"))
+    check_packs(model, torch.device("cpu"))
     sample = make_sample(name, 1, [(2, 3)], 5)
     sample.pop("mm_token_type_ids", None)
     if name == "internvl":  # places in the text

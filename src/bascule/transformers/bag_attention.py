@@ -3,14 +3,23 @@
 Shapes: T tokens that this rank computes on, H heads, K key-value heads, D head width.
 """
 
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from bascule.errors import ConfigError
 from bascule.parallel import Step
+from bascule.transformers.separation import as_in_use, check_separates
 
 NAME = "bascule"
 
@@ -44,33 +53,124 @@ def call_packed(
     Raises:
         ConfigError: The model would mix sequences, or count positions otherwise than in each alone.
     """
-    _check_model(model, step)
     device, num_tokens = step.token_slot.device, step.token_slot.shape[0]
     if position_ids is None:
         position_ids = torch.from_numpy(step.local.positions).to(device)
     rows = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
     rows = {name: x for name, x in rows.items() if x is not None}
+    if not torch.compiler.is_compiling():
+        if model not in _tried:
+            _tried[model] = _try(model, rows, position_ids)
+        _tried[model].check(type(model).__name__, step)
     if not num_tokens:
         rows = {name: x.new_zeros(1, *x.shape[1:]) for name, x in rows.items()}
         position_ids = position_ids.new_zeros(*position_ids.shape[:-1], 1)
-    before = step.num_attended
-    out = model(
-        **{name: x[None] for name, x in rows.items()},
-        position_ids=position_ids[..., None, :],
-        # Transformers takes a mask of four dims as it is, and makes none from the tokens.
-        attention_mask=torch.zeros(1, 1, 0, 0, device=device),
-        use_cache=False,
-        bascule_step=step,
-    )
-    num_layers = getattr(_text_config(model), "num_hidden_layers", None) or 0
-    num_attended = step.num_attended - before
-    if num_attended < num_layers and not torch.compiler.is_compiling():
+    return _call(model, step, rows, position_ids)
+
+
+def _call(
+    model: nn.Module,
+    step: Any,
+    rows: dict[str, Tensor],
+    positions: Tensor | None,
+    *,
+    has_mask: bool = True,
+) -> Any:
+    """Call a model on one row; without positions it counts them itself."""
+    inputs: dict[str, Any] = {name: x[None] for name, x in rows.items()}
+    if positions is not None:
+        inputs["position_ids"] = positions[..., None, :]
+    if has_mask:  # transformers takes one of four dims as it is, and makes none from the tokens
+        inputs["attention_mask"] = torch.zeros(1, 1, 0, 0, device=step.token_slot.device)
+    return model(**inputs, use_cache=False, bascule_step=step)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reach:
+    """Lengths up to which a model that keeps sequences apart computes each as alone."""
+
+    window: float  # of masks that transformers would make
+    rope: float  # of ropes that change with the longest sequence of a call
+    row: float  # of scales that count the tokens of a row
+
+    def check(self, name: str, step: Step) -> None:
+        """Refuse a step with longer sequences or rows."""
+        longest = int(step.plan.seq_lens.max(initial=0))
+        for limit, length, fact in (
+            (self.window, longest, "attends within windows or chunks of {} tokens"),
+            (self.rope, longest, "has a rope that changes with the longest sequence beyond {}"),
+            (self.row, int(step.plan.tokens.max()), "scales by places in the row beyond {}"),
+        ):
+            if length > limit:
+                raise ConfigError(
+                    f"{name} {fact.format(int(limit))}, and there are {length} tokens: that is not "
+                    "the same in bags; give fewer"
+                )
+
+
+_tried: "WeakKeyDictionary[nn.Module, _Reach]" = WeakKeyDictionary()
+_ROPES = {"default", "linear", "yarn", "llama3", "proportional"}  # a token's depends on its place
+
+
+class _Alone:
+    """Attends within a few whole sequences on this rank, in place of a step."""
+
+    def __init__(self, lens: list[int], device: torch.device, windows: list[int]) -> None:
+        self._lens, self.windows = lens, windows  # those of masks that transformers would make
+        self.token_slot = torch.arange(sum(lens), device=device)
+        self.plan = SimpleNamespace(masks=None, seq_lens=np.array(lens))
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
+    ) -> Tensor:
+        """Attend as `Step.attend` does."""
+        settings: dict[str, Any] = {"is_causal": causal, "scale": scale, "enable_gqa": True}
+        parts = zip(*(x.transpose(0, 1).split(self._lens, 1) for x in (q, k, v)), strict=True)
+        outs = [functional.scaled_dot_product_attention(*part, **settings) for part in parts]
+        return torch.cat(outs, 1).transpose(0, 1).contiguous()
+
+
+def _try(model: nn.Module, rows: dict[str, Tensor], positions: Tensor) -> _Reach:
+    """Refuse a model that would mix sequences, by a few tokens; return what it reaches."""
+    (like,) = rows.values()
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
         raise ConfigError(
-            f"{num_attended} of {num_layers} layers of {type(model).__name__} attended in the "
-            "step: the others (convolutions, recurrences, linear attention, or attention of the "
-            "model's own) mix the sequences of a row; such models cannot be called packed"
+            f"{type(model).__name__} has output_router_logits=True, and its loss of the router "
+            "needs a mask of tokens, which a bag has not: set it to False"
         )
-    return out
+    named = inspect.signature(model.forward).parameters.get("position_ids")
+    needs_positions = positions.dim() > 1 or (named is not None and named.default is named.empty)
+
+    windows: list[int] = []
+
+    def run(sequences: Sequence[Tensor], has_positions: bool, has_mask: bool = True) -> Any:
+        lens = [len(tokens) for tokens in sequences]
+        x = torch.cat(list(sequences)).to(like.device)
+        if "inputs_embeds" in rows:  # of whatever makes them
+            noise = torch.randn(10, like.shape[1], generator=torch.Generator().manual_seed(0))
+            x = noise.to(like.device, like.dtype)[x]
+        places = torch.cat([torch.arange(n, device=like.device) for n in lens])
+        places = places.expand(*positions.shape[:-1], -1)
+        placed = places if has_positions or needs_positions else None
+        alone = _Alone(lens, like.device, windows)
+        return _call(model, alone, dict.fromkeys(rows, x), placed, has_mask=has_mask)
+
+    check_separates(model, run)
+    with torch.no_grad(), as_in_use(model):
+        run([torch.ones(1, dtype=torch.int64)], True, False)
+    ropes, scales = [math.inf], [math.inf]
+    for module in model.modules():
+        kinds: Any = getattr(module, "rope_type", "default")
+        if not set(kinds.values() if isinstance(kinds, dict) else [kinds]) <= _ROPES:
+            config: Any = getattr(module, "config", None)
+            rope: Any = getattr(config, "rope_parameters", {})
+            nested = [x for x in rope.values() if isinstance(x, dict)] or [rope]
+            name = "original_max_position_embeddings"
+            most = [x.get(name) or config.max_position_embeddings for x in nested]
+            ropes.append(min(most))
+        if getattr(module, "attn_temperature_tuning", None):
+            scales.append(getattr(module, "floor_scale", math.inf) - 1)
+    return _Reach(min(windows, default=math.inf), min(ropes), min(scales))
 
 
 def attend_in_bags(
@@ -83,7 +183,7 @@ def attend_in_bags(
 ) -> tuple[Tensor, None]:
     """Attend in a step, called by transformers: (1, H, T, D), (1, K, T, D) to (1, T, H, D)."""
     step = settings.get("bascule_step")
-    if not isinstance(step, Step):
+    if not isinstance(step, Step | _Alone):
         raise ConfigError(
             f'attn_implementation="{NAME}" with bascule_step={step!r}: call the model by '
             "call_packed(model, step, input_ids=ids), or to generate set its attn_implementation "
@@ -96,7 +196,10 @@ def attend_in_bags(
             f"{'with' if has_mask else 'without'} a mask: a step takes one row of all tokens, "
             "without padding, prefix or cache; use call_packed(model, step, ..)"
         )
-    _check_settings(step, settings)
+    if isinstance(step, Step):
+        _check_settings(step, settings)
+    elif attention_mask is not None and settings.get("sliding_window") is None:
+        step.windows += [attention_mask.shape[-1]] if attention_mask.shape[-1] else []
     is_causal = settings.get("is_causal")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
@@ -110,48 +213,28 @@ def attend_in_bags(
     return out[None], None
 
 
-def _keep_mask(*args: Any, attention_mask: Tensor | None = None, **settings: Any) -> Tensor | None:
-    """Return the caller's mask, which attention refuses: a step knows its sequences."""
-    return attention_mask
+def _keep_mask(
+    *args: Any, attention_mask: Tensor | None = None, local_size: int | None = None, **others: Any
+) -> Tensor:
+    """Return the caller's mask, which attention refuses; else an empty one as wide as a window."""
+    return torch.zeros(1, 1, 0, local_size or 0) if attention_mask is None else attention_mask
 
 
-def _text_config(model: nn.Module) -> Any:
-    config: Any = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def _check_model(model: nn.Module, step: Step) -> None:
-    """Refuse chunks of attention, and positions that do not begin at 0."""
-    chunk = getattr(_text_config(model), "attention_chunk_size", None)
-    if chunk is not None and chunk < (longest := int(step.plan.seq_lens.max(initial=0))):
-        raise ConfigError(
-            f"attention_chunk_size={chunk}, and the longest sequence has {longest} tokens: a step "
-            "attends within whole sequences; give shorter ones"
-        )
-    for name, module in model.named_modules():
-        if (
-            name.endswith("position_embeddings")
-            and getattr(module, "padding_idx", None) is not None
-        ):
-            raise ConfigError(
-                f"{name} of {type(model).__name__} counts positions from behind its padding index: "
-                "only models that count from 0 can be called packed"
-            )
+_UNDERSTOOD = tuple(  # of the settings of attention; others are refused, unless they are off
+    "bascule_step is_causal scaling position_ids cache_position logits_to_keep use_cache "
+    "output_attentions output_hidden_states output_router_logits return_dict".split()
+)
 
 
 def _check_settings(step: Step, settings: dict[str, Any]) -> None:
-    longest, window = int(step.plan.seq_lens.max(initial=0)), settings.get("sliding_window")
-    refused = {
-        "dropout": settings.get("dropout") or None,
-        "softcap": settings.get("softcap"),
-        "sliding_window": window if window is not None and window < longest else None,
-        "s_aux": settings.get("s_aux"),  # sinks
-        "head_mask": settings.get("head_mask"),
-    }
-    for name, value in refused.items():
-        if value is not None:
+    longest = int(step.plan.seq_lens.max(initial=0))
+    for name, value in settings.items():
+        if value is None or value is False or name in _UNDERSTOOD:
+            continue
+        is_wide = name == "sliding_window" and value >= longest
+        if not is_wide and not (name == "dropout" and value == 0):
             shown = f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else value
             raise ConfigError(
-                f"{name}={shown}, and step.attend has none (the longest sequence has {longest} "
-                "tokens): change the model's configuration, or use its own attention"
+                f"{name}={shown}, which step.attend does not know (the longest sequence has "
+                f"{longest} tokens): change the model's configuration, or use its own attention"
             )

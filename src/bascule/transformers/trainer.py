@@ -1,7 +1,7 @@
 """Balanced loading and packs for Hugging Face's Trainer, with one keyword argument."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, cast
@@ -24,12 +24,11 @@ from bascule.errors import ConfigError
 from bascule.plan.checks import choice, fields, function, of_type
 from bascule.plan.costs import Cost
 from bascule.plan.step import Sync
+from bascule.transformers.separation import check_separates
 
 Inputs = dict[str, Any]
 
 _GRIDS = ("image_grid_thw", "video_grid_thw")
-_FIRST, _SECOND = (1, 2, 3), (3, 1)  # tokens that any vocabulary has
-_MOST_MIXED = 0.1  # seen: 1e-6 of Llama and its like, 0.28 of OPT, 1 of Falcon and Mamba
 
 
 def inputs_of_pack(packed: Mapping[str, Any], pack: Pack, model: nn.Module | None = None) -> Inputs:
@@ -59,37 +58,18 @@ def inputs_of_pack(packed: Mapping[str, Any], pack: Pack, model: nn.Module | Non
     return inputs | {"position_ids": positions, "use_cache": False}
 
 
-def check_separates(model: nn.Module, device: torch.device) -> None:
-    """Refuse a model that mixes the samples of a pack, which none of them reports.
+def check_packs(model: nn.Module, device: torch.device) -> None:
+    """Refuse a model that mixes the samples of a pack, which none of them reports."""
 
-    The second of two samples must have the same logits in a pack as alone, not as behind the first.
-    """
-    pack = Pack(tokens=len(_FIRST + _SECOND))
-    samples = [{"input_ids": torch.tensor(tokens)} for tokens in (_FIRST, _SECOND)]
-    packed = _logits(model, inputs_of_pack(make_pack(samples, pack), pack, model), device)
-    alone = _logits(model, {"input_ids": torch.tensor([_SECOND])}, device)
-    joined = _logits(model, {"input_ids": torch.tensor([_FIRST + _SECOND])}, device)
-    mixed = float((packed - alone).norm() / (joined - alone).norm())
-    if not mixed <= _MOST_MIXED:
-        raise ConfigError(
-            f"{type(getattr(model, 'module', model)).__name__} mixes the samples of a pack: in a "
-            f"pack, a sample differs from itself alone {mixed:.2g} times as much as behind another "
-            "as one text; leave out pack, or override packed_inputs of the Trainer so that the "
-            "model gets the bounds of samples"
-        )
+    def run(sequences: Sequence[Tensor], has_positions: bool) -> Any:
+        inputs: Inputs = {"input_ids": torch.cat(list(sequences))[None], "use_cache": False}
+        if has_positions:
+            pack = Pack(tokens=inputs["input_ids"].numel())
+            samples = [{"input_ids": tokens} for tokens in sequences]
+            inputs = inputs_of_pack(make_pack(samples, pack), pack, model)
+        return model(**{k: x.to(device) if isinstance(x, Tensor) else x for k, x in inputs.items()})
 
-
-def _logits(model: nn.Module, inputs: Inputs, device: torch.device) -> Tensor:
-    """Return (2, vocabulary) logits of the last two tokens, in float32."""
-    inputs = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            logits = model(**(inputs | {"use_cache": False})).logits
-    finally:
-        model.train(was_training)
-    return logits[0, -len(_SECOND) :].float()
+    check_separates(model, run)
 
 
 def _positions(packed: Mapping[str, Any], model: nn.Module) -> Tensor:
@@ -269,7 +249,7 @@ class BalancedTrainerMixin(_Base):
         """Train on a microbatch; refuse a `compute_loss` that left out `loss_scale`."""
         if self._must_check_packs:
             self._must_check_packs = False
-            check_separates(model, self.args.device)
+            check_packs(model, self.args.device)
         self._aside, self._scale_was_used = inputs.pop(ASIDE, None), False
         if self._aside is not None:
             inputs |= self._aside.labels  # the Trainer has counted labels by now

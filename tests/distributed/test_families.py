@@ -1,0 +1,162 @@
+"""Families of transformers in bags and packs: each sequence as alone, or a refusal of ours.
+
+A daily sample, and all that a general tiny configuration builds with `make stress`. The reference
+is the model's own attention, one sequence at a time.
+"""
+
+import inspect
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bascule import SequenceParallel
+from bascule.data.packs import Pack, make_pack
+from bascule.errors import ConfigError
+from bascule.transformers import call_packed, inputs_of_pack, register_attention
+from bascule.transformers.trainer import check_packs
+from tests.helpers.cases import COST
+from tests.helpers.ranks import run_ranks
+
+LENS = [23, 14]
+WINDOW = 8
+SIZES: dict[str, Any] = {  # those that a configuration has are taken
+    **dict.fromkeys(("vocab_size", "max_seq_len"), 64),
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embedding_size", "lru_width"), 32),
+    **dict.fromkeys(("word_embed_proj_dim",), 32),
+    **dict.fromkeys(("intermediate_size", "d_ff", "ffn_dim", "decoder_ffn_dim"), 48),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers"), 2),
+    **dict.fromkeys(("decoder_layers", "encoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), 128),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "mamba_d_head"), 16),
+    **dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
+    **dict.fromkeys(("rotary_dim", "linear_key_head_dim", "linear_value_head_dim"), 8),
+    **dict.fromkeys(("sliding_window", "attention_chunk_size"), WINDOW),
+    **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok", "linear_num_key_heads"), 2),
+    **dict.fromkeys(("mamba_n_heads", "mamba_d_state", "state_size", "linear_num_value_heads"), 4),
+    **dict.fromkeys(("n_group", "topk_group", "mamba_n_groups"), 1),
+    **dict.fromkeys(("first_k_dense_replace", "pad_token_id"), 0),
+    "mamba_expand": 2,
+}
+MOST_PARAMETERS = 3e7
+DAILY = {  # one of each kind of answer
+    "LlamaForCausalLM": "right",
+    "Glm4MoeForCausalLM": "right",
+    "Qwen3MoeForCausalLM": "right",
+    "JetMoeForCausalLM": "right",
+    "MistralForCausalLM": "sliding_window=8, which step.attend does not know",
+    "PhimoeForCausalLM": "attends within windows or chunks of 8 tokens",
+    "FlintForCausalLM": "s_aux=a tensor of (4,), which step.attend does not know",
+    "BartForCausalLM": "model.decoder.embed_positions differs",
+    "RobertaForCausalLM": "roberta.embeddings.position_embeddings differs",
+    "JambaForCausalLM": "mixes the sequences of a row: model.layers.0.mamba.x_proj changes",
+    "Qwen3NextForCausalLM": "model.layers.0.linear_attn",
+    "OPTForCausalLM": "cannot take several sequences in a row: model.decoder raised RuntimeError",
+}
+
+
+def tiny(kind: Any) -> Any:
+    """A configuration of few weights."""
+    names = {*inspect.signature(kind.__init__).parameters, *getattr(kind, "attribute_map", ())}
+    names |= set(getattr(kind, "__dataclass_fields__", ()))
+    return kind(**{name: value for name, value in SIZES.items() if name in names})
+
+
+def build(model_class: Any, config_class: Any, attention: str) -> Any:
+    """A tiny model in its use; None if its configuration is not as general as ours."""
+    torch.manual_seed(0)
+    try:
+        with torch.device("meta"):
+            sizes = [p.numel() for p in model_class(tiny(config_class)).parameters()]
+        if sum(sizes) > MOST_PARAMETERS:
+            return None
+        model = model_class._from_config(tiny(config_class), attn_implementation=attention)
+        return model.eval()
+    except Exception:
+        return None
+
+
+def in_a_bag(model: Any, ids: Tensor) -> Tensor:
+    step = SequenceParallel(None, "g1n1", COST).plan(LENS)
+    return call_packed(model, step, input_ids=ids).logits
+
+
+def in_a_pack(model: Any, ids: Tensor) -> Tensor:
+    check_packs(model, torch.device("cpu"))
+    pack = Pack(tokens=len(ids))
+    samples = [{"input_ids": tokens} for tokens in ids.split(LENS)]
+    return model(**inputs_of_pack(make_pack(samples, pack), pack, model)).logits
+
+
+WAYS: dict[str, tuple[str, Callable[[Any, Tensor], Tensor]]] = {  # attention, and the call
+    "bag": ("bascule", in_a_bag),
+    "pack": ("sdpa", in_a_pack),
+    "eager pack": ("eager", in_a_pack),
+}
+
+
+def families(way: str, names: list[str] | None) -> dict[str, str]:
+    """Judge the families of these names, or all that can be built and run alone."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING as MAPPING
+
+    register_attention()
+    ids = torch.randint(1, 60, (sum(LENS),), generator=torch.Generator().manual_seed(1))
+    answers: dict[str, str] = {}
+    for config_class, classes in MAPPING.items():
+        model_class: Any = classes[0] if isinstance(classes, tuple) else classes
+        name = model_class.__name__
+        if names is not None and name not in names:
+            continue
+        reference = build(model_class, config_class, "eager")
+        model = build(model_class, config_class, WAYS[way][0])
+        if reference is not None and model is not None:
+            model.load_state_dict(reference.state_dict())
+            with torch.no_grad(), suppress(NotAloneError):
+                answers[name] = judge(reference, model, way, ids)
+    return answers
+
+
+class NotAloneError(Exception):
+    """A model fails by itself."""
+
+
+def judge(reference: Any, model: Any, way: str, ids: Tensor) -> str:
+    """Return "right", the refusal, or what is wrong."""
+    try:
+        alone = [reference(input_ids=x[None], use_cache=False).logits for x in ids.split(LENS)]
+    except Exception as error:
+        raise NotAloneError from error
+    wanted = torch.cat(alone, 1)
+    try:
+        logits = WAYS[way][1](model, ids)
+    except ConfigError as error:
+        return str(error)
+    except Exception as error:
+        return f"FOREIGN {type(error).__name__}: {error}"
+    error = float((logits - wanted).abs().max() / wanted.abs().max())
+    return "right" if error < 1e-4 else f"WRONG by {error:.2g}"
+
+
+@pytest.mark.slow
+def test_families_in_bags() -> None:
+    (answers,) = run_ranks(families, 1, "bag", list(DAILY))
+    assert answers.keys() == DAILY.keys()
+    for name, words in DAILY.items():
+        assert words in answers[name], answers[name]
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize(("way", "least"), [("bag", 55), ("pack", 71), ("eager pack", 82)])
+def test_no_family_is_wrong_in_silence(way: str, least: int) -> None:
+    (answers,) = run_ranks(families, 1, way, None, timeout_s=1500.0)
+    wrong = {name: one for name, one in answers.items() if one.startswith(("WRONG", "FOREIGN"))}
+    num_right = sum(one == "right" for one in answers.values())
+    print(f"{way}: {len(answers)} families, {num_right} right")
+    assert not wrong and len(answers) > 100 and num_right >= least
