@@ -14,6 +14,7 @@ from measuring import write_results
 
 MODULES = {
     "host": ("overhead", "route", "plan_ahead", "flux"),
+    "tables": ("tables",),
     "planning": ("solver", "planner", "fit"),
     "paper": ("simulate",),
     "loader": ("loader",),

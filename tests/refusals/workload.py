@@ -11,6 +11,7 @@ from bascule.workload.codes import check_world, deal, parse_data_codes, read_len
 from bascule.workload.manifest import read_manifest
 from bascule.workload.photos import PhotoOptions, PhotoStream
 from bascule.workload.streams import SyntheticStream
+from bascule.workload.tokens import TokenRule
 from bascule.workload.traces import (
     Segment,
     StepParts,
@@ -142,30 +143,30 @@ LENGTHS = [
     ("[" + "9" * 5000 + "]", "not valid JSON"),
 ]
 ROWS_OF_CSV = [
-    ("width,height\n64,64\n64,x\n", "a.csv, line 3: height must be a whole number"),
-    ('caption,width,height\n"two\nlines",64,64\na,64,-1\n', "line 4: height"),
-    ("width,height\n64\n", "line 2: 1 columns, but the first line names 2"),
-    ("width\n64\n", "line 2: height is missing"),
-    ("width,height\n64,\n", "line 2: height is missing"),
-    ("width,height\n64,0\n", "line 2: 64 x 0 pixels is smaller than one patch"),
-    ("width,height,frames\n64,64,0\n", "line 2: frames must be a whole number >= 1"),
-    ('width,height\n64,"64\n', "line 2"),
-    ("width,height\n999999999,999999999\n", "line 2: the sample has more than"),
-    ("width,height,text_tokens\n0,0,99999999999\n", "line 2: the sample has more"),
+    ("width,height\n64,64\n64,x\n", "a.csv, row 2: height is x"),
+    ('caption,width,height\n"two\nlines",64,64\na,64,-1\n', "row 2: height is -1"),
+    ("width,height\n64\n", "Expected 2 columns, got 1"),
+    ("width\n64\n", "has width, but no height among width"),
+    ("width,height\n64,\n", "row 1: height is missing"),
+    ("width,height\n64,0\n", "row 1: height is 0"),
+    ("width,height\n64,15\n", "row 1: smaller than a token of 16 x 16 pixels"),
+    ("width,height,frames\n64,64,0\n", "row 1: frames is 0"),
+    ('width,height\n64,"64\n', "does not end with one"),
+    ("width,height\n999999999,999999999\n", "row 1: more than 2147483647 tokens"),
+    ("width,height,text_tokens\n64,64,99999999999\n", "row 1: more than"),
     ("width,height\n", "holds no samples"),
-    ("id,size\n1,2\n", "line 2: none of its columns (id, size) is known: give tokens (or"),
-    ("length,x\n,1\n", "line 2: length is missing"),
-    ("seq_len\n-1\n", "line 2: seq_len must be a whole number >= 0"),
-    ("tokens\n2147483648\n", "line 2: the sample has more than 2147483647 tokens"),
+    ("id,depth\n1,2\n", "none of its columns (id, depth) is known: say which: --columns"),
+    ("length,x\n,1\n", "row 1: length is missing"),
+    ("seq_len\n-1\n", "row 1: seq_len is -1"),
+    ("tokens\n2147483648\n", "row 1: more than 2147483647 tokens"),
     ("tokens,height, tokens\n10,2,20\n", "two columns are named 'tokens'"),
 ]
 ROWS_OF_JSON = [
     ('{"width": 64, "height": 64}\n{"width": 64\n', "a.jsonl, line 2: not valid"),
-    ("\n[64, 64]\n", "line 2: not a JSON object"),
-    ('{"width": 64.0, "height": 64}', "line 1: width must be"),
-    ('{"width": true, "height": 64}', "line 1: width must be"),
-    ('{"width": 64, "height": 64, "caption": 5}', "line 1: caption must be text"),
-    ("{}", "line 1: none of its columns (it has none) is known"),
+    ("\n[64, 64]\n", "give a list of rows with names; for lists of lengths use --file"),
+    ('{"width": 64.5, "height": 64}', "row 1: width is 64.5"),
+    ('{"width": true, "height": 64}', "row 1: width is True"),
+    ("{}", "none of its columns (it has none) is known"),
 ]
 CAPTIONS = [
     ('{"file": "a.png", "caption": "x"}\n{"file"', "line 2: not valid JSON"),
@@ -220,8 +221,11 @@ CASES = [
     ("name of a step", segment(kind="step", name="x"), ("the name of a step is its number",)),
     ("seconds", segment(seconds=-1.0), ("Segment(seconds=-1.0)", "at least 0")),
     ("lines", on(lambda path: read_lengths(path, num_ranks=4), a__txt="1\n2\n3\n"), ("not fit 4",)),
-    ("manifest, missing", lambda: read_manifest(HERE / "m.csv"), ("cannot read", "m.csv")),
-    ("manifest, suffix", on(read_manifest, a__parquet="x"), ("use a .jsonl or a .csv file",)),
+    ("manifest, missing", lambda: read_manifest(HERE / "m.csv"), ("no such file", "m.csv")),
+    ("manifest, suffix", on(read_manifest, a__xls="x"), ("cannot read .xls: give one of",)),
+    ("model", lambda: TokenRule.of_model("wan9"), ("'wan9' is not known", "wan2.1")),
+    ("bucket", lambda: TokenRule(bucket="big"), ("bucket 'big'", "1024:64")),
+    ("role", on(lambda p: read_manifest(p, columns={"x": "y"}), a__csv=""), ("there are tokens",)),
     ("unreadable photos", on(stream_of, a__png="", b__png=""), ("(2 unreadable); put photos",)),
     ("strict", on(strictly, a__png="", b__png=""), ("cannot read the photo", "a.png")),
     ("photos of a file", on(lambda path: PhotoStream(path, 1), a__png=""), ("a folder of photos",)),

@@ -20,6 +20,7 @@ from bascule.errors import ConfigError
 from bascule.plan.machine import HardwareProfile
 from bascule.workload import save_masks
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
+from bascule.workload.tokens import MODELS
 from tests.helpers.cli import Console, check_golden, modules_imported_by, refused, run, sentence
 from tests.helpers.sparse_studies import drifting
 from tests.helpers.trace_cases import Run
@@ -115,16 +116,18 @@ def test_steps_are_drawn_from_a_manifest(capsys: Console, tmp_path: Path) -> Non
         seen = [n for step in epoch for n in step]
         assert len(set(seen)) == 8 and set(seen) <= set(range(1, 12))
     assert drawn[:2] != drawn[2:] and options.read(steps_after=1) == steps[1]
-    whole = sorted(n for rank in InputOptions(manifest=manifest, ranks=2).read() for n in rank)
-    assert whole == list(range(1, 12))
+    by_default = InputOptions(manifest=manifest, ranks=2).read()
+    assert [len(rank) for rank in by_default] == [4, 4]
+    whole = sorted(n for rank in InputOptions(manifest=manifest, ranks=4).read() for n in rank)
+    assert whole == list(range(1, 12))  # a small table is one step
     code, out, _ = run(capsys, "plan", "--manifest", str(manifest), "--topology", "g1n2")
-    assert code == 0 and "are one step; --batch-size" in out
+    assert code == 0 and "4 samples a rank" in out and out.startswith(f"{manifest}: 11 samples")
     with pytest.raises(ConfigError, match="takes 12 samples a step"):
         InputOptions(manifest=manifest, batch_size=6, ranks=2).read()
     manifest.write_text('{"width": 16, "height": 16, "frames": 34}')
-    for compressed, tokens in ((False, 34), (True, 10)):
-        lens = InputOptions(manifest=manifest, compress_frames=compressed, ranks=1).read()
-        assert lens == [[tokens]]
+    for model, tokens in (("wan2.1", 9), ("mochi", 6)):
+        options = InputOptions(manifest=manifest, model=model, ranks=1)
+        assert options.read() == [[tokens]] and options.cost.d_model == MODELS[model].width
 
 
 def test_later_steps_of_data_codes_are_other_batches(capsys: Console) -> None:
@@ -254,7 +257,7 @@ def test_the_line_of_a_command_begins_as_its_help(capsys: Console, name: str) ->
 def test_the_version_and_a_command_that_is_none(capsys: Console) -> None:
     assert run(capsys, "--version")[:2] == (0, f"bascule {version('bascule')}\n")
     assert "bascule --version" in run(capsys)[1]
-    assert "no command 'nonsense'; there are plan, topology" in sentence(capsys, "nonsense")
+    assert "no command 'nonsense'; there are inspect, plan" in sentence(capsys, "nonsense")
     assert run(capsys, "plan", "--no-such-option")[0] == 2
 
 
@@ -301,7 +304,7 @@ CODES = "bench --data g1b1i256f1s0"
         ("topology --lengths 5/6 --kb-per-token 9e7", "hold no token"),
         ("simulate --lengths 5/6 --topologies foo", "give none, padded, buckets, packs, loader"),
         ("simulate --lengths 5/6 --topologies g2x1", "topology 'g2x1': write gGnN"),
-        ("simulate --lengths 5/6 --steps 2", "only --data and --batch-size"),
+        ("simulate --lengths 5/6 --steps 2", "only --data and --manifest"),
         ("simulate --lengths 5/6 --seed 2", "--seed: lengths are as given"),
         ("sparse --ranks 8", "not neither"),
         ("sparse --model wan2.1 --masks x.npz --ranks 8", "not both"),

@@ -63,7 +63,7 @@ def test_numbered_samples_of_codes_are_those_of_their_ranks() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "give either --photos FOLDER or --data CODES"),
+        ({}, "give one of --photos FOLDER, --manifest TABLE and --data CODES"),
         ({"data": CODES, "batch_size": 0}, "--batch-size 0: must be an integer, at least 1"),
         ({"data": CODES, "save_every": 0}, "--save-every 0: must be an integer, at least 1"),
         ({"data": CODES, "keep": 0}, "--keep 0: must be an integer, at least 1"),
@@ -78,8 +78,11 @@ def test_numbered_samples_of_codes_are_those_of_their_ranks() -> None:
         ({"data": CODES, "num_heads": 5}, "num_heads 5 does not divide d_model 192"),
         ({"photos": Path("nowhere")}, "nowhere must be a folder of photos"),
         ({"photos": Path(__file__).parent}, "no readable photo in"),
-        ({"photos": ALBUM, "vae": "tiny", "data": CODES}, "give either --photos FOLDER or --data"),
-        ({"data": CODES, "vae": "tiny"}, "--vae tiny: data codes have no pixels; give --photos"),
+        (
+            {"photos": ALBUM, "vae": "tiny", "data": CODES},
+            "give one of --photos FOLDER, --manifest",
+        ),
+        ({"data": CODES, "vae": "tiny"}, "--vae tiny: only photos have pixels; give --photos"),
         ({"data": CODES, "encode_ahead": True}, "--encode-ahead: nothing is encoded; give --vae"),
     ],
 )

@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,6 @@ from hypothesis import strategies as st
 from bascule.workload.codes import (
     MAX_TEXT_TOKENS,
     DataCode,
-    SampleShape,
     latent_frames,
     parse_data_codes,
     rank_lengths,
@@ -16,7 +14,6 @@ from bascule.workload.codes import (
     sample_lengths,
     seq_lens,
 )
-from bascule.workload.manifest import TOKEN_COLUMNS, read_manifest
 
 MIXED = "g16b4i256f1s0,g4b5i512f1s0,g4b5i1024f1s0,g8b1i2048f1s0"
 
@@ -107,63 +104,3 @@ def test_one_list_is_dealt(tmp_path: Path, text: str) -> None:
     path = write(tmp_path, "lengths", text)
     assert read_lengths(path, num_ranks=2) == [[1, 3, 5], [2, 4]]
     assert read_lengths(path, num_ranks=1) == [[1, 2, 3, 4, 5]]
-
-
-def test_csv_manifest(tmp_path: Path) -> None:
-    text = (
-        "file,width, height ,frames,text_tokens,caption\n"
-        "a.jpg,512,256,,7,ignored\n"
-        '\n"b, c.jpg",1023,640,85,,"a ""long""\ncaption of 🦊"\n'
-        "d,0,0,,,\n"
-    )
-    path = write(tmp_path, "my data.CSV", text)
-    caption = 'a "long"\ncaption of 🦊'
-    num_tokens = -(-len(caption.encode()) // 4)
-    assert read_manifest(path, compress_frames=True) == [
-        SampleShape(7, 32 * 16, 1, 32),
-        SampleShape(num_tokens, 63 * 40 * 25, 25, 63),
-        SampleShape(0, 0),
-    ]
-    assert read_manifest(path, bytes_per_token=5)[1].text_tokens == 5  # of 24 bytes
-    assert read_manifest(path, patch=32, bytes_per_token=1)[1] == (
-        SampleShape(len(caption.encode()), 31 * 20 * 85, 85, 31)
-    )
-
-
-def test_jsonl_manifest(tmp_path: Path) -> None:
-    rows: list[dict[str, object]] = [
-        {"width": 64, "height": 32, "caption": "12345678"},
-        {"width": 64, "height": 32, "frames": 2, "text_tokens": 0, "caption": "ignored"},
-        {"width": 0, "height": 0, "text_tokens": 9, "url": "x"},
-        {"width": 16, "height": 16, "caption": None, "frames": None},
-    ]
-    path = write(tmp_path, "m.jsonl", "\n\n".join(map(json.dumps, rows)) + "\n")
-    assert read_manifest(path) == [
-        SampleShape(2, 8, 1, 4),
-        SampleShape(0, 16, 2, 4),
-        SampleShape(9, 0),
-        SampleShape(0, 1, 1, 1),
-    ]
-
-
-def test_a_manifest_of_lengths(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for name in TOKEN_COLUMNS:
-        path = write(tmp_path, f"{name}.jsonl", f'{{"{name}": 77}}\n{{"{name}": "0"}}')
-        assert read_manifest(path) == [SampleShape(77, 0), SampleShape(0, 0)]
-    assert caplog.text == ""
-    # What a row says itself counts before what would be computed; a row may do without.
-    rows = "tokens,width,height,caption\n900,64,64,a cat\n,64,32,\n"
-    found = read_manifest(write(tmp_path, "both.csv", rows))
-    assert found == [SampleShape(900, 0), SampleShape(0, 8, 1, 4)]
-
-
-def test_columns_that_are_not_read_are_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    text = "file,width,height,hash,n\x1b[31m\na.jpg,64,64,1,2\nb.jpg,64,64,3,4\n"
-    path = write(tmp_path, "m.csv", text)
-    assert len(read_manifest(path)) == 2
-    (told,) = caplog.messages
-    assert told == (
-        f"{path}: lengths are from the columns width, height; ignored: file, hash, 'n\\x1b[31m'"
-    )

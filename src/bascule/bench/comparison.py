@@ -48,6 +48,7 @@ from bascule.train.model import PROBED_STEPS, build_model, cost_of, model_config
 from bascule.train.stopwatch import Stopwatch, watch_blocks
 from bascule.workload.photos import PhotoStream
 from bascule.workload.streams import (
+    ManifestStream,
     RawBatch,
     SampleBatch,
     SampleStream,
@@ -366,6 +367,9 @@ def open_stream(
     ranks = {"rank": rank, "world_size": world_size, "seed": options.seed}
     if options.data is not None:
         return SyntheticStream(options.data, **ranks)
+    if options.manifest is not None:
+        manifest = options.read_manifest(options.max_tokens)
+        return ManifestStream(manifest, options.batch_size, **ranks)
     assert options.photos is not None
     photos = encoders.photo_options(options)
     return PhotoStream(options.photos, options.batch_size, **ranks, options=photos)

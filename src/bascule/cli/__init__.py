@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, get_type_hints
 
 COMMANDS = {  # the module is `bascule.cli.NAME`, and its `run` takes the options
+    "inspect": "Show how the table of a data set is understood, and how long its samples are.",
     "plan": "Plan one batch and show who computes what.",
     "topology": "Rank the topologies of a cluster for a stream of batches.",
     "simulate": "Predict training steps under topologies, and under what is done today.",

@@ -11,12 +11,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.status import Status
 
+from bascule.cli.inputs import InputOptions
 from bascule.errors import ConfigError
 from bascule.options import STDOUT, Outputs, RankOptions
 from bascule.report.page import Report, render
@@ -30,6 +32,8 @@ _MOST_NAMED = 2
 def publish(options: Outputs, report: Report, data: dict[str, Any] | None = None) -> Console:
     """Show a report; write `data`, by default its facts and tables, to --json, and --report."""
     console = Console(stderr=options.json == STDOUT)
+    if isinstance(options, InputOptions):
+        report = replace(report, data=tuple(options.data_lines))
     report.show(console)
     text = json.dumps(report.to_dict() if data is None else data, indent=2) + "\n"
     if options.json == STDOUT:

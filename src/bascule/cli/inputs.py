@@ -24,7 +24,9 @@ from bascule.workload.codes import (
     sample_lengths,
     seq_lens,
 )
-from bascule.workload.manifest import read_manifest
+from bascule.workload.manifest import Manifest
+from bascule.workload.options import ManifestOptions
+from bascule.workload.tokens import model_shape
 
 _WHOLE = re.compile("-?[0-9]{1,18}")
 _UNITS: dict[str, tuple[float, tuple[str, ...]]] = {  # unit, fields of a profile
@@ -34,38 +36,36 @@ _UNITS: dict[str, tuple[float, tuple[str, ...]]] = {  # unit, fields of a profil
     "latency_us": (1e-6, ("launch_s",)),
     "memory_gb": (1e9, ("memory_bytes",)),
 }
+_DEFAULT_BATCH = 4
 _OF_ATTENTION = ("tflops", "intra_gbs", "latency_us")  # it is predicted from these if not measured
 
 
 @dataclass(frozen=True, kw_only=True)
-class InputOptions:
+class InputOptions(ManifestOptions):
     """The lengths, from one of four sources, and the model.
 
     Attributes:
         lengths: Tokens of each sequence, ranks separated by "/", for example 4096,300/512/900,40/.
         file: Length file: a line of lengths for each rank, or JSON.
-        manifest: JSONL or CSV with width, height, frames and text tokens or caption of each sample.
-        batch_size: Samples of --manifest a rank and step, anew each epoch; else all in one step.
-        compress_frames: Frames of --manifest are compressed in time, as in data codes with s1.
+        batch_size: Samples of --manifest a rank and step, in an order drawn anew each epoch; 4 by
+            default.
         data: Data codes, for example g16b4i256f1s0,g8b1i2048f1s0.
         ranks: Ranks; those of the input, the topology or the cluster, if not given.
-        d_model: Model width.
+        d_model: Model width; by default that of --model.
         gamma: Cost of an attention FLOP over a linear one; that of the profile by default.
-        num_layers: Blocks of the model. By default, width and blocks are those of FLUX.1.
+        num_layers: Blocks of the model; by default those of --model.
         seed: Of data codes, and of --batch-size.
         step: Of data codes, and of --batch-size.
     """
 
     lengths: str | None = None
     file: Path | None = None
-    manifest: Path | None = None
     batch_size: Annotated[int | None, Range(1, MAX_SEQUENCES)] = None
-    compress_frames: bool = False
     data: str | None = None
     ranks: Annotated[int | None, Range(1, MAX_RANKS)] = None
-    d_model: int = 3072
+    d_model: int | None = None
     gamma: float | None = None
-    num_layers: int = 57
+    num_layers: int | None = None
     seed: int = 0
     step: int = 0
 
@@ -75,19 +75,26 @@ class InputOptions:
         gamma = self.gamma
         if gamma is None:
             gamma = self.hardware().gamma if isinstance(self, MachineOptions) else 1.0
-        return TransformerCost(self.d_model, gamma=gamma, num_layers=self.num_layers)
+        model = model_shape(self.model)
+        width, blocks = self.d_model or model.width, self.num_layers or model.num_blocks
+        return TransformerCost(width, gamma=gamma, num_layers=blocks)
 
     @property
     def has_steps(self) -> bool:
         """True if the source has more than one batch."""
-        return self.data is not None or self.batch_size is not None
+        return self.data is not None or self.manifest is not None
+
+    @property
+    def data_lines(self) -> list[str]:
+        """How --manifest was understood."""
+        return [] if self.manifest is None else self._manifest.summary()
 
     def check_steps(self, **counts: int | None) -> None:
         """Refuse a count, by its option, of more batches than the source has."""
         for name, value in counts.items():
             if value is not None and value > 1 and not self.has_steps:
                 raise ConfigError(
-                    f"--{name} {value}: only --data and --batch-size have more than one batch"
+                    f"--{name} {value}: only --data and --manifest have more than one batch"
                 )
 
     def read(self, default_ranks: int | None = None, *, steps_after: int = 0) -> list[list[int]]:
@@ -97,8 +104,9 @@ class InputOptions:
             raise ConfigError(
                 f"give one of --lengths, --file, --manifest and --data, not {num_sources} of them"
             )
-        if self.manifest is None and (self.batch_size is not None or self.compress_frames):
-            raise ConfigError("--batch-size and --compress-frames: only for --manifest")
+        self.check_manifest()
+        if self.manifest is None and self.batch_size is not None:
+            raise ConfigError("--batch-size: only for --manifest")
         num_ranks = default_ranks if self.ranks is None else self.ranks
         if self.lengths is not None:
             return _parse_lengths(self.lengths, self.ranks)
@@ -123,31 +131,36 @@ class InputOptions:
         return deal(self._drawn(num_ranks, step), num_ranks)
 
     def epoch_batches(self, num_ranks: int) -> int | None:
-        """Return the batches of an epoch of --manifest with --batch-size; None of others."""
-        if self.manifest is None or self.batch_size is None:
+        """Return the batches of an epoch of --manifest; None of others."""
+        if self.manifest is None:
             return None
-        return max(len(self._samples) // (self.batch_size * num_ranks), 1)
+        return max(len(self._manifest) // self._step_size(num_ranks), 1)
 
     @cached_property
-    def _samples(self) -> list[SampleShape]:
-        assert self.manifest is not None
-        most = MAX_SEQUENCES if self.batch_size is None else None
-        return read_manifest(self.manifest, compress_frames=self.compress_frames, max_samples=most)
+    def _manifest(self) -> Manifest:
+        return self.read_manifest()
+
+    def _step_size(self, num_ranks: int) -> int:
+        """Return the samples of a step; without --batch-size all of a small data set."""
+        size, num_samples = (self.batch_size or _DEFAULT_BATCH) * num_ranks, len(self._manifest)
+        if self.batch_size is not None and size > num_samples:
+            raise ConfigError(
+                f"--batch-size {self.batch_size} on {num_ranks} ranks takes {size} samples a step, "
+                f"and {self.manifest} has {num_samples}: use a smaller one"
+            )
+        if size > MAX_SEQUENCES:
+            raise ConfigError(
+                f"{size} samples a step are more than can be planned for, {MAX_SEQUENCES}: use a "
+                "smaller --batch-size"
+            )
+        return min(size, num_samples)
 
     def _drawn(self, num_ranks: int, step: int) -> list[SampleShape]:
         """Draw the samples of a step; every epoch has another order, and drops incomplete steps."""
-        shapes = self._samples
-        if self.batch_size is None:
-            return shapes
-        size = self.batch_size * num_ranks
-        if size > len(shapes):
-            raise ConfigError(
-                f"--batch-size {self.batch_size} on {num_ranks} ranks takes {size} samples a step, "
-                f"and {self.manifest} has {len(shapes)}: use a smaller one"
-            )
-        epoch, place = divmod(step, len(shapes) // size)
-        order = np.random.default_rng([self.seed, epoch]).permutation(len(shapes))
-        return [shapes[k] for k in order[place * size : (place + 1) * size]]
+        manifest, size = self._manifest, self._step_size(num_ranks)
+        epoch, place = divmod(step, len(manifest) // size)
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(manifest))
+        return [manifest.shape(k) for k in order[place * size : (place + 1) * size].tolist()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,10 +261,7 @@ class BatchOptions(ClusterOptions, InputOptions):
                 f"{machine.provenance_of('memory_bytes')}."
             )
         if self.manifest is not None and self.batch_size is None:
-            notes.append(
-                f"All samples of {self.manifest} are one step; --batch-size draws some a rank and "
-                "step."
-            )
+            notes.append(f"A step has {_DEFAULT_BATCH} samples a rank; --batch-size changes that.")
         return notes
 
 

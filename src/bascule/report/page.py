@@ -99,6 +99,7 @@ class Report:
     facts: tuple[Fact, ...]  # the most important first
     parts: tuple[Chart | Rows, ...] = ()
     notes: tuple[str, ...] = ()  # certificate, sources of the numbers, what is not counted
+    data: tuple[str, ...] = ()  # how the data were understood, to be read before the answer
 
     def to_dict(self) -> dict[str, Any]:
         """Return facts and tables as plain values, for JSON."""
@@ -117,7 +118,7 @@ class Report:
     def show(self, console: Console) -> None:
         """Print facts, tables and notes. Charts are for pages."""
         write = partial(console.print, markup=False, highlight=False, emoji=False, soft_wrap=True)
-        write(f"{self.title}\n{self.answer}")
+        write("\n".join((*self.data, self.title, self.answer)))
         facts = Table.grid(padding=(0, 3))
         facts.add_column(no_wrap=True)
         for fact in self.facts:
@@ -149,7 +150,7 @@ def render(report: Report, command: str | None = None) -> str:
             for fact in report.facts
         ),
         parts=parts,
-        notes="\n".join(f"<li>{escape(note)}</li>" for note in report.notes),
+        notes="\n".join(f"<li>{escape(note)}</li>" for note in (*report.data, *report.notes)),
         command=escape(command or shlex.join(["bascule", *sys.argv[1:]])),
         versions=escape(f"Python {sys.version.split()[0]}, {made_with}"),
         plotly=get_plotlyjs() if "Plotly.newPlot" in parts else "",

@@ -19,9 +19,10 @@ from bascule.report.sparse_picture import draw
 from bascule.report.step_picture import draw_step
 from bascule.sim.simulation import SimulationResult
 from bascule.sim.sparse_study import BEFORE, DEFAULT, WAYS, Study, mesh_name
+from bascule.workload.manifest import Manifest
 from bascule.workload.traces import StepParts, Worth
 
-_MOST_BARS, _MOST_RANKS = 200, 64
+_MOST_BARS, _MOST_RANKS, _NUM_BINS = 200, 64, 12
 _PARTS = ("compute", "communication", "waiting", "rest", "hidden")
 _4G = "{:,.4g}"
 _WIRE_SHARE = 0.05
@@ -119,6 +120,33 @@ def _binding(plan: Plan, cost: Cost, cluster: Cluster | None) -> str:
             "larger bags can be faster"
         )
     return "; ".join(reasons) or "the total work, spread evenly"
+
+
+def of_manifest(manifest: Manifest) -> Report:
+    """Report the lengths of a data set, and how its table was understood."""
+    lens = manifest.lens
+    edges = np.geomspace(max(lens.min(), 1), lens.max() + 1, _NUM_BINS + 1).round().astype(int)
+    edges = np.unique([lens.min(), *edges[1:]])
+    counts = np.histogram(lens, edges)[0].tolist()
+    total = int(lens.sum())
+    longest = np.sort(lens)[-max(len(lens) // 10, 1) :].sum() / max(total, 1)
+    bins = zip(edges[:-1].tolist(), (edges[1:] - 1).tolist(), counts, strict=True)
+    forms = columns("tokens from: {:,}", "to: {:,}", "samples: {:,}")
+    return Report(
+        title=f"Samples of {manifest.path}",
+        answer=f"The longest tenth of the samples has {longest:.0%} of the tokens.",
+        facts=(
+            Fact("samples", "samples", len(manifest), "{:,}"),
+            Fact("tokens", "tokens", total, "{:,}"),
+            Fact("text_tokens", "of text", int(manifest.text_tokens.sum()), "{:,}"),
+            Fact("longest", "longest sample", int(lens.max()), "{:,}"),
+            Fact(
+                "over_mean", "longest over mean", float(lens.max() / max(lens.mean(), 1)), "{:.1f}x"
+            ),
+        ),
+        parts=(draw_lengths(lens), Rows("Lengths", forms, list(bins), bars=counts)),
+        data=tuple(manifest.summary()),
+    )
 
 
 def of_topologies(

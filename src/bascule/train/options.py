@@ -9,17 +9,19 @@ from bascule.errors import ConfigError
 from bascule.options import LONGEST_S, Range, RankOptions, flag
 from bascule.plan.topology import Topology
 from bascule.workload.codes import parse_data_codes
+from bascule.workload.options import ManifestOptions
 
 MAX_TOKENS = 2**22  # of a sample, and of a rank in a step
 _DEFAULT_STEPS = 100
 _DEFAULT_BATCH = 8
+_SOURCES = "photos", "data", "manifest"
 _OF_THE_CURVE = tuple(  # options that decide the losses: a run is resumed with the same
     "batch_size seed dtype lr d_model num_heads num_double num_single max_tokens".split()
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions(RankOptions):
+class RunOptions(RankOptions, ManifestOptions):
     """A model, its data, and the ranks that train it.
 
     Attributes:
@@ -27,7 +29,7 @@ class RunOptions(RankOptions):
         data: Data codes of a synthetic mix, for example g1b8i256f1s0,g1b2i512f1s0.
         topology: Compute bags, for example g2n1; one rank a bag if not given.
         clip_frames: Most frames of a clip (video, or subfolder of frames); 0 takes photos alone.
-        max_tokens: Photos and clips with more tokens are scaled down.
+        max_tokens: Photos and clips with more tokens are scaled down; --manifest must have none.
         d_model: Model width.
         num_heads: Attention heads.
         num_double: Blocks with separate weights for text and image.
@@ -70,11 +72,12 @@ class RunOptions(RankOptions):
 
     def check_source(self) -> None:
         """Refuse a run without data, or with two sorts of it."""
-        if (self.photos is None) == (self.data is None):
-            raise ConfigError("give either --photos FOLDER or --data CODES")
+        if sum(one is not None for one in (self.photos, self.data, self.manifest)) != 1:
+            raise ConfigError("give one of --photos FOLDER, --manifest TABLE and --data CODES")
+        self.check_manifest()
         for option, name in (("--vae", self.vae), ("--text-encoder", self.text_encoder)):
             if name is not None and self.photos is None:
-                raise ConfigError(f"{option} {name}: data codes have no pixels; give --photos")
+                raise ConfigError(f"{option} {name}: only photos have pixels; give --photos")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +170,8 @@ def schedule_of(options: TrainOptions, epoch_samples: int | None) -> Schedule:
 
 def settings_of(options: TrainOptions, data: str, schedule: Schedule) -> dict[str, str]:
     """Return what decides the losses, by option, as text: runs with the same have one curve."""
-    settings = {"--data" if options.photos is None else "--photos": data}
+    source = next(name for name in _SOURCES if getattr(options, name) is not None)
+    settings = {flag(source): data}
     settings |= {flag(name): str(getattr(options, name)) for name in _OF_THE_CURVE}
     return settings | {"--batch-size": str(schedule.batch_size)}
 

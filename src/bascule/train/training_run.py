@@ -40,7 +40,7 @@ from bascule.train.stepping import sync_of, train_step
 from bascule.train.stopwatch import Lap, Stopwatch, TimedStep, watch_blocks
 from bascule.workload.codes import parse_data_codes
 from bascule.workload.photos import PhotoStream
-from bascule.workload.streams import RawBatch, SampleBatch, SyntheticStream
+from bascule.workload.streams import ManifestStream, RawBatch, SampleBatch, SyntheticStream
 
 PARTS = tuple(  # of a step, that are timed; "samples" to "restore" are of the forward
     "data plan samples route attend restore waiting forward backward optimizer total".split()
@@ -159,7 +159,7 @@ def _scalars(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 class Prepared:
     """All that follows from options and data alone, the same on all ranks."""
 
-    data: PhotoStream | SyntheticStream  # samples by number
+    data: PhotoStream | SyntheticStream | ManifestStream  # samples by number
     encoders: FrozenEncoders
     schedule: Schedule
     config: MMDiTConfig
@@ -180,6 +180,8 @@ def prepare(options: TrainOptions, *, rank: int = 0, world_size: int = 1) -> Pre
         codes = parse_data_codes(options.data)
         of_mix = sum(code.num_ranks for code in codes)
         data = SyntheticStream(codes, world_size=of_mix, seed=options.seed)
+    elif options.manifest is not None:
+        data = ManifestStream(options.read_manifest(options.max_tokens), 1, seed=options.seed)
     else:
         assert options.photos is not None
         data = PhotoStream(

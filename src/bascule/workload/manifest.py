@@ -1,171 +1,417 @@
-"""Samples of a dataset from a manifest: a JSONL or CSV file with one sample a row."""
+"""Samples of a data set from its table: columns that are known by name become tokens."""
 
-import csv
-import logging
-import math
+import importlib
+import io
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import cast
+from typing import Any
 
+import numpy as np
+
+from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError
-from bascule.plan.checks import is_int, rate, shown, whole
-from bascule.plan.files import read_json_lines, read_lines
-from bascule.workload.codes import MAX_LENGTH, PATCH_PIXELS, SampleShape, latent_frames
+from bascule.plan.checks import shown
+from bascule.workload.codes import MAX_LENGTH, SampleShape
+from bascule.workload.columns import ROLES, TEXTS, may_be_text, named, roles_of
+from bascule.workload.tables import VIDEO_SUFFIXES, Batch, image_size, read_batches, video_size
+from bascule.workload.tokens import TokenRule
 
-TOKEN_COLUMNS = ("tokens", "num_tokens", "seq_len", "length")  # the first of them counts
-SHAPE_COLUMNS = ("width", "height", "frames", "text_tokens", "caption")  # if none says the tokens
+_NUMBER = r"^\s*[+]?[0-9]+(\.[0-9]*)?([eE][+]?[0-9]+)?\s*$"
+_PAIR = re.compile(r"\s*[\[(]?\s*([0-9]+)\s*[x×*,; ]\s*([0-9]+)\s*[\])]?\s*")
+_MOST_SHOWN, _FEW_WORDS, _SAMPLED = 3, 3.0, 100
 
-_WHOLE = re.compile("[0-9]{1,18}")
-_MOST_NAMED = 20
-_log = logging.getLogger(__name__)
+
+@dataclass(frozen=True, eq=False)
+class Manifest:
+    """The samples of a data set.
+
+    Attributes:
+        path: The file or folder.
+        text_tokens: (n,) text tokens of each sample, in the order of the file.
+        grids: (n, 3) latent frames, rows and columns of its visual tokens.
+        columns: The columns that were used, by what they say.
+        ignored: Names of the others.
+        skipped: The first rows that could not be read, with place and reason.
+        num_skipped: The number of all of them.
+        example: A row and what it became.
+    """
+
+    path: Path
+    text_tokens: Ints
+    grids: Ints
+    columns: Mapping[str, str]
+    ignored: tuple[str, ...]
+    skipped: tuple[str, ...]
+    num_skipped: int
+    example: str
+
+    def __len__(self) -> int:
+        return self.text_tokens.size
+
+    @cached_property
+    def lens(self) -> Ints:
+        """(n,) tokens of each sample, text and visual."""
+        return self.text_tokens + self.grids.prod(axis=1)
+
+    def shape(self, sample: int) -> SampleShape:
+        """Return the token counts of a sample by its number."""
+        frames, rows, columns = self.grids[sample].tolist()
+        text = int(self.text_tokens[sample])
+        return SampleShape(text, frames * rows * columns, max(frames, 1), max(columns, 1))
+
+    def summary(self) -> list[str]:
+        """Return sentences on how the data set was understood, for a person to check."""
+        five = np.percentile(self.lens, (0, 25, 50, 75, 100), method="nearest")
+        least, low, middle, high, most = five.astype(int).tolist()
+        pairs = self.columns.items()
+        used = ", ".join(role if role == name else f"{role} from {name}" for role, name in pairs)
+        lines = [
+            f"{self.path}: {len(self):,} samples; tokens are from {used}.",
+            f"Tokens of a sample: {least:,} to {most:,}, quartiles {low:,}, {middle:,}, {high:,}.",
+            f"For example {self.example}.",
+        ]
+        if self.ignored:
+            lines.append(f"Ignored columns: {named(self.ignored)}.")
+        if self.num_skipped:
+            lines.append(f"Skipped rows: {self.num_skipped:,}, first {'; '.join(self.skipped)}.")
+        return lines
 
 
 def read_manifest(
     path: str | Path,
+    rule: TokenRule | None = None,
     *,
-    patch: int = PATCH_PIXELS,
-    compress_frames: bool = False,
-    bytes_per_token: float = 4.0,
-    max_samples: int | None = None,
-) -> list[SampleShape]:
-    """Read the samples of a dataset from a ``.jsonl`` or ``.csv`` manifest, in its order.
+    columns: Mapping[str, str] | None = None,
+    skip_bad: bool = False,
+) -> Manifest:
+    """Read the samples of a data set from its table, in its order.
 
-    A row has ``tokens`` (or ``num_tokens``, ``seq_len``, ``length``), which are taken as text. Or
-    it has ``width`` and ``height`` in pixels (both 0: text only), and may have ``frames`` (default
-    1) and ``text_tokens`` or, where that is absent or empty, a ``caption``. Others are ignored, and
-    logged once.
+    Formats are those of `tables.read_batches`, names of columns those of `ROLES`. A row has
+    `tokens` (a number, or a list of ids), which count as text. Or it has `width` and `height` in
+    pixels, or both as a `size`, or an `image`, whose header is read; `frames`, or a `duration` in
+    seconds and `fps`, else it is an image; `text_tokens`, or a `text`, of several the longest, or a
+    `talk` of messages. Empty frames are 1, empty texts have no tokens.
 
     Args:
-        path: The file, UTF-8; the first line of a CSV file names its columns.
-        patch: Pixels along one side of a visual token; a partial patch at the edge is cut.
-        compress_frames: Frames are compressed in time as in data codes with ``s1``.
-        bytes_per_token: UTF-8 bytes of caption that make a token: about 4 for English, 1 for byte
-            tokens.
-        max_samples: Refuse a manifest of more; None reads any number.
+        path: The file or folder.
+        rule: How sizes and texts become tokens; by default images of 16 pixels a token.
+        columns: The column of a role where names do not say it, {"width": "W"}; "" uses none.
+        skip_bad: Leave out rows that cannot be read, and count them; they are refused otherwise.
+
+    Raises:
+        ConfigError: A column that says frames, seconds or text would not be used, rows cannot be
+            read, or nothing says a length.
     """
-    whole("patch", patch, 1)
-    rate("bytes_per_token", bytes_per_token)
-    path = Path(path)
-    if (read_rows := READERS.get(path.suffix.lower())) is None:
-        raise ConfigError(f"{path} is not a manifest; use a .jsonl or a .csv file")
-    shapes: list[SampleShape] = []
-    used: dict[str, None] = {}  # a set in the order of the file
-    ignored: dict[str, None] = {}
-    for where, row in read_rows(path):
-        try:
-            columns = _columns(row)
-            used |= dict.fromkeys(columns)
-            ignored |= dict.fromkeys(name for name in row if name not in columns)
-            if columns[0] in TOKEN_COLUMNS:
-                text_tokens, grid = _whole(row, columns[0]), (0, 1, 1)
-            else:
-                text_tokens = _text_tokens(row, bytes_per_token)
-                grid = _grid(row, patch, compress_frames)
-            image_tokens = math.prod(grid)
-            if image_tokens + text_tokens > MAX_LENGTH:
-                raise ConfigError(f"the sample has more than {MAX_LENGTH} tokens")
-            shapes.append(SampleShape(text_tokens, image_tokens, grid[1], max(grid[2], 1)))
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from None
-        if max_samples is not None and len(shapes) > max_samples:
-            raise ConfigError(
-                f"{path} has more than {max_samples} samples, the most that can be planned for at "
-                "once: give a part of it"
-            )
-    if not shapes:
+    if unknown := (columns or {}).keys() - ROLES.keys():
+        raise ConfigError(f"columns {min(unknown)}=..: there are {', '.join(ROLES)}")
+    reading = _Reading(Path(path), rule or TokenRule(), columns or {}, [] if skip_bad else None)
+    counts = list(reading.counts())
+    num_samples = sum(text.size for text, _ in counts)
+    if reading.num_bad and not (skip_bad and num_samples):
+        advice = "; --skip-bad leaves them out" if num_samples else ""
+        raise ConfigError(
+            f"{path}: {reading.num_bad} rows cannot be read: {'; '.join(reading.bad)}{advice}"
+        )
+    if num_samples == 0:
         raise ConfigError(f"{path} holds no samples")
-    if ignored := {name: None for name in ignored if name not in used}:
-        names = _named(used), _named(ignored)
-        _log.warning("%s: lengths are from the columns %s; ignored: %s", path, *names)
-    return shapes
-
-
-def _columns(row: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the names of the columns from which a row's tokens are counted."""
-    for name in TOKEN_COLUMNS:
-        if row.get(name) not in (None, ""):
-            return (name,)
-    if columns := tuple(name for name in SHAPE_COLUMNS if name in row):
-        return columns
-    if empty := [name for name in TOKEN_COLUMNS if name in row]:
-        raise ConfigError(f"{empty[0]} is missing")
-    raise ConfigError(
-        f"none of its columns ({_named(row) or 'it has none'}) is known: give tokens (or "
-        f"{', '.join(TOKEN_COLUMNS[1:])}), or width and height, and with these frames, "
-        "text_tokens or caption"
+    text_tokens, grids = (np.concatenate(parts) for parts in zip(*counts, strict=True))
+    ignored = tuple(x for x in reading.names if x.strip() and x not in reading.used.values())
+    left_out = tuple(reading.bad), reading.num_bad
+    return Manifest(
+        reading.path, text_tokens, grids, reading.used, ignored, *left_out, reading.example
     )
 
 
-def _named(names: Iterable[str]) -> str:
-    """Join names of columns for a message on one line, and not all of many."""
-    named = [name if name.isidentifier() else shown(name) for name in names]
-    left = len(named) - _MOST_NAMED
-    return ", ".join([*named[:_MOST_NAMED], *([f"{left} others"] if left > 0 else [])])
+class _Reading:
+    """One pass over a data set, and what it met."""
 
+    def __init__(
+        self, path: Path, rule: TokenRule, chosen: Mapping[str, str], wrong: list[str] | None
+    ) -> None:
+        self.path = path
+        self.used: dict[str, str] = {}
+        self.names: dict[str, None] = {}  # a set in the order of the file
+        self.bad: list[str] = []
+        self.num_bad = 0
+        self.example = ""
+        self._rule, self._chosen, self._wrong = rule, chosen, wrong
+        self._roles: dict[str, str] = {}  # of the newest batch: rows of JSON have what they have
 
-def _grid(row: Mapping[str, object], patch: int, compress_frames: bool) -> tuple[int, int, int]:
-    """Return rows, latent frames and columns of a row's visual tokens."""
-    width, height = _whole(row, "width"), _whole(row, "height")
-    num_frames = _whole(row, "frames", default=1, least=1)
-    if min(width, height) < patch and max(width, height) > 0:
-        raise ConfigError(f"{width} x {height} pixels is smaller than one patch of {patch}")
-    frames = latent_frames(num_frames, compressed=compress_frames)
-    return height // patch, frames, width // patch
+    def counts(self) -> Iterator[tuple[Ints, Ints]]:
+        """Yield text tokens (n,) and grids (n, 3) of the good rows of each batch."""
+        num_rows: dict[Path, int] = {}
+        for batch in read_batches(self.path, self._wanted, self._wrong):
+            first = num_rows.get(batch.file, 0)
+            num_rows[batch.file] = first + batch.num_rows
+            if batch.num_rows:
+                self.used |= self._roles
+                yield self._count(batch, first + 1)
+        self.num_bad += len(self._wrong or ())
+        self.bad = [*self.bad, *(self._wrong or ())][:_MOST_SHOWN]
 
+    def _wanted(self, names: Sequence[str]) -> Collection[str]:
+        """Return the columns to read: those with a role, and those that may be a text unknown."""
+        self.names |= dict.fromkeys(names)
+        try:
+            self._roles = roles_of(names, self._chosen, has_rate=self._rule.fps is not None)
+        except ConfigError as error:
+            raise ConfigError(f"{self.path}: {error}") from None
+        needed = set(self._roles.values())
+        if not self._roles.keys() & TEXTS and "text" not in self._chosen:
+            needed |= set(filter(may_be_text, names))
+        return [name for name in names if name in needed]
 
-def _text_tokens(row: Mapping[str, object], bytes_per_token: float) -> int:
-    caption = row.get("caption") or ""
-    if not isinstance(caption, str):
-        raise ConfigError(f"caption must be text, got {shown(caption)}")
-    num_bytes = len(caption.encode("utf-8", "replace"))
-    return _whole(row, "text_tokens", default=math.ceil(num_bytes / bytes_per_token))
+    def _count(self, batch: Batch, first: int) -> tuple[Ints, Ints]:
+        """Count the rows of a batch, which begins with row `first` of its file."""
+        self._look_for_texts(batch)
+        rows = _Rows(batch, self._roles, self._rule)
+        try:
+            rows.count()
+        except ConfigError as error:
+            raise ConfigError(f"{self.path}: {error}") from None
+        for row in sorted(rows.reasons)[: _MOST_SHOWN - len(self.bad)]:
+            self.bad.append(f"{batch.file.name}, row {first + row}: {rows.reasons[row]}")
+        good = ~rows.is_wrong
+        self.num_bad += int(rows.is_wrong.sum())
+        if not self.example and good.any():
+            row = int(good.argmax())
+            self.example = f"row {first + row}: {rows.example(row)}"
+        return rows.text[good], rows.grid[good]
 
-
-def _whole(row: Mapping[str, object], name: str, *, default: int = -1, least: int = 0) -> int:
-    """Read a whole number; absent or empty gives the default, if that is >= 0."""
-    value = row.get(name)
-    if isinstance(value, str):
-        value = value.strip()
-        value = int(value) if _WHOLE.fullmatch(value) else value
-    if value is None or value == "":
-        if default >= 0:
-            return default
-        raise ConfigError(f"{name} is missing")
-    if not is_int(value) or value < least:
-        raise ConfigError(f"{name} must be a whole number >= {least}, got {shown(value)}")
-    return value
-
-
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
-    for where, row in read_json_lines(path):
-        if not isinstance(row, dict):
-            raise ConfigError(f"{where}: not a JSON object: {shown(row)}")
-        yield where, cast(dict[str, object], row)
-
-
-def _csv_rows(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
-    reader = csv.reader(read_lines(path), strict=True, skipinitialspace=True)
-    header: list[str] = []
-    line = 1
-    try:
-        for cells in reader:
-            if header and cells and len(cells) != len(header):
+    def _look_for_texts(self, batch: Batch) -> None:
+        """Refuse a column that is text by its values and would not be used."""
+        for name in batch.columns.keys() - set(self._roles.values()):
+            sample = _listed(batch.columns[name][:_SAMPLED])
+            texts = [value for value in sample if isinstance(value, str)]
+            if texts and sum(len(text.split()) for text in texts) >= _FEW_WORDS * len(texts):
                 raise ConfigError(
-                    f"{path}, line {line}: {len(cells)} columns, but the first line names "
-                    f"{len(header)}"
+                    f"{self.path}: has the column {shown(name)}, which holds text "
+                    f"({shown(texts[0])}): use it by --columns text={name}, or count no text by "
+                    "--columns text="
                 )
-            if header and cells:
-                yield f"{path}, line {line}", dict(zip(header, cells, strict=True))
-            if not header:
-                header = [cell.strip() for cell in cells]
-                if twice := [name for name in header if name and header.count(name) > 1]:
-                    raise ConfigError(
-                        f"{path}: two columns are named {shown(twice[0])}: remove or rename one"
-                    )
-            line = reader.line_num + 1
-    except csv.Error as error:
-        raise ConfigError(f"{path}, line {line}: {error}") from error
 
 
-READERS = {".jsonl": _jsonl_rows, ".csv": _csv_rows}  # yield rows behind their places
+class _Rows:
+    """The rows of a batch: their tokens, and what is wrong with some."""
+
+    def __init__(self, batch: Batch, roles: Mapping[str, str], rule: TokenRule) -> None:
+        self._batch, self._roles = batch, roles
+        self._rule = rule if batch.bucket is None else replace(rule, bucket=batch.bucket)
+        self.text = np.zeros(batch.num_rows, dtype=np.int64)
+        self.grid = np.zeros((batch.num_rows, 3), dtype=np.int64)
+        self.is_wrong = np.zeros(batch.num_rows, dtype=bool)
+        self.reasons: dict[int, str] = {}  # of the first rows that are wrong
+
+    def count(self) -> None:
+        """Fill in text tokens and grids, and the reasons why rows have none."""
+        tokens = self._whole("tokens", 0)
+        by_shape = np.isnan(tokens)
+        self.text[~by_shape] = tokens[~by_shape]
+        if self._roles.keys() == {"tokens"}:
+            self._refuse("tokens", by_shape)
+        elif by_shape.any():
+            self._count_by_shape(by_shape)
+        total = self.text + self.grid.astype(np.float64).prod(axis=1)
+        self._refuse("", total > MAX_LENGTH, f"more than {MAX_LENGTH} tokens")
+
+    def _count_by_shape(self, by_shape: Any) -> None:
+        self.text[by_shape] = self._texts()[by_shape]
+        if self._roles.keys() & {"width", "size"}:
+            self._measure(by_shape)
+        elif "image" in self._roles:
+            self._read_headers(by_shape)
+
+    def example(self, row: int) -> str:
+        """Return what a row says, and what it became."""
+        frames, rows, columns = self.grid[row].tolist()
+        facts = ", ".join(f"{role} {self._shown(role, row)}" for role in self._roles)
+        visual = f"{frames} x {rows} x {columns} = {frames * rows * columns} visual"
+        return f"{facts}: {visual} and {self.text[row]} text tokens"
+
+    def _shown(self, role: str, row: int) -> str:
+        value = _listed(self._batch.columns[self._roles[role]][row : row + 1])[0]
+        text = "missing" if value in (None, "") else shown(value)
+        return text if role in ("text", "talk", "size", "image") else text.strip("'")
+
+    def _refuse(self, role: str, is_wrong: Any, reason: str = "") -> None:
+        """Leave out rows, by default for what their column says."""
+        is_new = is_wrong & ~self.is_wrong
+        for row in np.flatnonzero(is_new)[:_MOST_SHOWN].tolist():
+            self.reasons[row] = reason or f"{self._roles[role]} is {self._shown(role, row)}"
+        self.is_wrong |= is_new
+
+    def _numbers(self, role: str) -> Floats:
+        """Return the numbers of a column, NaN where it is empty or there is none."""
+        if role not in self._roles:
+            return np.full(self._batch.num_rows, np.nan)
+        return _numbers(self._batch.columns[self._roles[role]])
+
+    def _whole(self, role: str, least: int) -> Floats:
+        """Return the whole numbers of a column, NaN where it is empty; refuse others."""
+        values = self._numbers(role)
+        most = 2.0**53 if least == 0 else MAX_LENGTH
+        is_wrong = (values < least) | (values > most) | (np.floor(values) < values)
+        self._refuse(role, is_wrong)
+        return np.where(is_wrong, np.nan, values)
+
+    def _texts(self) -> Ints:
+        """Return the text tokens of each row."""
+        if "text_tokens" in self._roles:
+            return np.nan_to_num(self._whole("text_tokens", 0)).astype(np.int64)
+        role = "text" if "text" in self._roles else "talk"
+        if role not in self._roles:
+            return self.text
+        column = self._batch.columns[self._roles[role]]
+        if self._rule.tokenize is None and (sizes := _byte_lengths(column)) is not None:
+            return np.ceil(sizes / self._rule.bytes_per_token).astype(np.int64)
+        texts = [_texts_in(value) if role == "text" else _talk(value) for value in _listed(column)]
+        counts = iter(self._rule.count([text for row in texts for text in row]))
+        return np.array([max((next(counts) for _ in row), default=0) for row in texts], np.int64)
+
+    def _measure(self, by_shape: Any) -> None:
+        """Fill in the grids of rows that say their size."""
+        if "width" in self._roles:
+            sides = self._whole("width", 1), self._whole("height", 1)
+            self._refuse("width", by_shape & np.isnan(sides[0]))
+            self._refuse("height", by_shape & np.isnan(sides[1]))
+        else:
+            pairs = [_pair(value) for value in _listed(self._batch.columns[self._roles["size"]])]
+            sides = tuple(np.array(pairs, dtype=np.float64).reshape(-1, 2).T)
+            self._refuse("size", by_shape & np.isnan(sides[0]))
+        if "duration" in self._roles:
+            seconds, fps = self._numbers("duration"), self._numbers("fps")
+            fps = fps if self._rule.fps is None else np.full_like(fps, self._rule.fps)
+            self._refuse("duration", seconds <= 0)
+            self._refuse("fps", ~np.isnan(seconds) & ~(fps > 0))
+            frames = np.maximum(np.floor(seconds * fps + 1e-6), 1.0)
+        else:
+            frames, fps = self._whole("frames", 1), self._numbers("fps")
+        frames = np.where(np.isnan(frames), 1.0, frames)
+        if self._rule.fps is not None:
+            self._refuse("fps", (frames > 1) & ~(fps > 0))
+        good = by_shape & ~self.is_wrong
+        width, height, frames, fps = (x[good] for x in (*sides, frames, fps))
+        self.grid[good] = self._rule.grids(width, height, frames, fps)
+        self._refuse_small(good)
+
+    def _refuse_small(self, is_visual: Any) -> None:
+        side = self._rule.pixels
+        reason = f"smaller than a token of {side} x {side} pixels"
+        self._refuse("", is_visual & (self.grid.min(axis=1) < 1), reason)
+
+    def _read_headers(self, by_shape: Any) -> None:
+        """Read sizes from the files of each row; images of one sample are counted together."""
+        values = _listed(self._batch.columns[self._roles["image"]])
+        owners: list[int] = []
+        sizes: list[tuple[float, ...]] = []
+        missing: dict[int, str] = {}
+        for row in np.flatnonzero(by_shape).tolist():
+            value = values[row]
+            for one in value if isinstance(value, list) else [value]:
+                size = _visual_size(one, self._batch.folder)
+                if size is not None:
+                    owners.append(row)
+                    sizes.append(size)
+                elif one or "talk" not in self._roles:  # a conversation may have none
+                    missing.setdefault(row, f"there is no image, nor a size, of {shown(one)}")
+        self.reasons |= dict(list(missing.items())[:_MOST_SHOWN])
+        self.is_wrong[list(missing)] = True
+        if sizes:
+            grids = self._rule.grids(*np.array(sizes).T)
+            counts = np.bincount(owners, minlength=self._batch.num_rows)
+            total = np.bincount(owners, grids.prod(axis=1), minlength=self._batch.num_rows)
+            self.grid[owners] = grids
+            self.grid[counts > 1] = np.stack([counts * 0 + 1, counts * 0 + 1, total], 1)[counts > 1]
+            self._refuse_small(counts > 0)
+
+
+def _visual_size(value: Any, folder: Path) -> tuple[float, ...] | None:
+    """Read width, height, frames and their rate from the header of an image or a video."""
+    if isinstance(value, str) and (path := folder / value).is_file():
+        if path.suffix.lower() in VIDEO_SUFFIXES:
+            return video_size(path)
+        size = image_size(path)
+    else:
+        size = image_size(io.BytesIO(value)) if isinstance(value, bytes) else None
+    return None if size is None else (*size, 1.0, 1.0)
+
+
+def _listed(column: Any) -> list[Any]:
+    return column.to_pylist() if hasattr(column, "to_pylist") else list(column)
+
+
+def _numbers(column: Any) -> Floats:
+    """Return a column as numbers: NaN where it is empty, -inf where it is none; lists by length."""
+    if hasattr(column, "type"):
+        import pyarrow as pa
+
+        compute: Any = importlib.import_module("pyarrow.compute")
+        kind = column.type
+        if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+            values = np.array(column.cast(pa.float64(), safe=False).fill_null(0.0))
+            values[~np.isfinite(values)] = -np.inf
+            return np.where(np.array(column.is_null()), np.nan, values)
+        if pa.types.is_list(kind):
+            return _numbers(compute.list_value_length(column))
+        if pa.types.is_string(kind):
+            text = compute.utf8_trim_whitespace(column)
+            is_number = compute.match_substring_regex(text, _NUMBER)
+            values = compute.if_else(is_number, text, None).cast(pa.float64()).fill_null(-np.inf)
+            is_empty = compute.fill_null(compute.equal(text, ""), True)
+            return np.where(np.array(is_empty), np.nan, np.array(values, dtype=np.float64))
+    return np.array([_number(value) for value in _listed(column)], dtype=np.float64)
+
+
+def _number(value: Any) -> float:
+    match value:
+        case None | "":
+            return np.nan
+        case list():
+            return len(value)
+        case str() if re.match(_NUMBER, value):
+            return float(value)
+        case int() | float() if not isinstance(value, bool) and abs(value) < 1e300:
+            return float(value)
+        case _:
+            return -np.inf
+
+
+def _byte_lengths(column: Any) -> Floats | None:
+    """Return the UTF-8 bytes of each text of an arrow column; None of any other column."""
+    if not hasattr(column, "type"):
+        return None
+    import pyarrow as pa
+
+    compute: Any = importlib.import_module("pyarrow.compute")
+    is_text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
+    if not is_text:
+        return None
+    return np.array(compute.binary_length(column).fill_null(0), dtype=np.float64)
+
+
+def _texts_in(value: Any) -> list[str]:
+    if value is None:
+        return []
+    return [str(one) for one in value] if isinstance(value, list | tuple) else [str(value)]
+
+
+def _talk(value: Any) -> list[str]:
+    """Return all text of a conversation, as sharegpt and chat templates have it."""
+    parts: list[str] = []
+    for turn in value or ():
+        content = turn.get("content", turn.get("value", "")) if isinstance(turn, dict) else turn
+        for one in content if isinstance(content, list) else [content]:
+            parts.append(str(one.get("text", "")) if isinstance(one, dict) else str(one))
+    return [re.sub("<(image|video|audio)>", "", "".join(parts))]
+
+
+def _pair(value: Any) -> tuple[float, float]:
+    """Return two sides in pixels from "1024x576" or [1024, 576]; NaN where they are not said."""
+    if isinstance(value, list | tuple) and len(value) == 2:
+        value = "{}x{}".format(*value)
+    match = _PAIR.fullmatch(value) if isinstance(value, str) else None
+    sides = (float(match[1]), float(match[2])) if match else (np.nan, np.nan)
+    return sides if min(sides) >= 1 else (np.nan, np.nan)

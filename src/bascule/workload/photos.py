@@ -22,20 +22,16 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from bascule.errors import ConfigError
 from bascule.plan.checks import fields, function, whole
 from bascule.plan.files import read_json_lines
-from bascule.workload.codes import SampleShape, keyed_generator
+from bascule.workload.codes import SampleShape
 from bascule.workload.streams import (
+    EpochOrder,
     RawBatch,
     SampleBatch,
     pack_encoded,
     patches,
     sample_normals,
 )
-
-# Files with other suffixes are ignored.
-PHOTO_SUFFIXES = frozenset(
-    ".avif .bmp .gif .jfif .jpeg .jpg .pbm .pgm .png .ppm .tga .tif .tiff .webp".split()
-)
-VIDEO_SUFFIXES = frozenset((".m4v", ".mkv", ".mov", ".mp4", ".webm"))
+from bascule.workload.tables import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 
 _NUMBER = re.compile("[0-9]+$")
 _log = logging.getLogger(__name__)
@@ -113,8 +109,8 @@ class PhotoStream:
         self.skipped = 0
         self._embedding = sample_normals([0], [256], options.text_dim, seed=0, stream="t_bytes")
         self._cache: dict[Path, NDArray[np.uint8]] = {}
-        self._orders: dict[int, NDArray[np.int64]] = {}  # of the epochs asked for last
         self._photos = self._scan(Path(folder))
+        self._order = EpochOrder(len(self._photos), seed)
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -163,14 +159,7 @@ class PhotoStream:
         return pack_encoded(raw, images, raw.texts, self)
 
     def _draw(self, numbers: Sequence[int]) -> list[_Photo]:
-        num_photos, before = len(self._photos), self._orders
-        self._orders = {
-            epoch: before[epoch]
-            if epoch in before
-            else keyed_generator(self.seed, "epoch", epoch).permutation(num_photos)
-            for epoch in {number // num_photos for number in numbers}
-        }
-        return [self._photos[self._orders[n // num_photos][n % num_photos]] for n in numbers]
+        return [self._photos[sample] for sample in self._order.samples(numbers)]
 
     def _scan(self, folder: Path) -> list[_Photo]:
         options, room = self._options, self._options.cache_bytes
@@ -197,7 +186,7 @@ class PhotoStream:
         if not photos:
             raise ConfigError(
                 f"no readable photo in {folder} ({len(bad)} unreadable); put photos directly in "
-                f"it, named *{', *'.join(sorted(PHOTO_SUFFIXES))}"
+                f"it, named *{', *'.join(sorted(IMAGE_SUFFIXES))}"
             )
         self.skipped = len(bad)
         if self.rank == 0:
@@ -240,7 +229,7 @@ def _kind_of(path: Path) -> str | None:
     suffix = path.suffix.lower()
     if path.is_dir():
         return "frames" if _frame_paths(path) else None
-    if suffix in PHOTO_SUFFIXES and (path.is_file() or path.is_symlink()):
+    if suffix in IMAGE_SUFFIXES and (path.is_file() or path.is_symlink()):
         return "photo"
     return "video" if suffix in VIDEO_SUFFIXES else None
 
@@ -329,7 +318,7 @@ def _frame_paths(folder: Path) -> list[Path]:
     numbered = [
         (int(number[0]), path.name, path)
         for path in folder.iterdir()
-        if path.suffix.lower() in PHOTO_SUFFIXES and (number := _NUMBER.search(path.stem))
+        if path.suffix.lower() in IMAGE_SUFFIXES and (number := _NUMBER.search(path.stem))
     ]
     return [path for *_, path in sorted(numbered)]
 

@@ -5,6 +5,7 @@ Legend of shapes: N samples on this rank; Ti image tokens, Tt text tokens, T = T
 and the sample's id, not on the rank.
 """
 
+import hashlib
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bascule.arrays import Ints
 from bascule.errors import ConfigError
 from bascule.plan.checks import whole
 from bascule.workload.codes import (
@@ -25,6 +27,7 @@ from bascule.workload.codes import (
     parse_data_codes,
     rank_lengths,
 )
+from bascule.workload.manifest import Manifest
 
 _NUM_WAVES = 8
 _TEXT_NOISE = 0.5
@@ -158,12 +161,53 @@ def flow_timesteps(batch: SampleBatch, *, seed: int) -> Tensor:
     return sample_normals(ids, [1] * len(ids), 1, seed=seed, stream="timestep")[:, 0].sigmoid()
 
 
-class SyntheticStream:
-    """Learnable samples with the lengths of data codes.
+class _Waves:
+    """Makes learnable samples of any shapes.
 
     A sample has a hidden prompt of eight numbers. Its image tokens are eight fixed waves over the
     positions, weighted by the prompt; its text tokens are the prompt in another basis; both with
-    noise. A larger world than the mix's holds replicas, with other samples.
+    noise.
+    """
+
+    def __init__(self, rank: int, seed: int, channels: int, text_dim: int, vec_dim: int) -> None:
+        self.rank = rank
+        self.seed = seed
+        self.in_channels = channels
+        self.text_dim = text_dim
+        self.vec_dim = vec_dim
+        self._frequencies = _table("freq", 3, _NUM_WAVES) * 0.3
+        scale = _NUM_WAVES**-0.5
+        self._to_image = _table("image", _NUM_WAVES, channels) * scale
+        self._to_text = _table("text", _NUM_WAVES, text_dim) * scale
+        self._to_pooled = _table("pooled", _NUM_WAVES, vec_dim) * scale
+
+    def _made(self, shapes: Sequence[SampleShape], ids: Sequence[int]) -> SampleBatch:
+        prompt = self._normals(ids, [1] * len(shapes), _NUM_WAVES, "prompt")
+        text_lens = [shape.text_tokens for shape in shapes]
+        image_lens = [shape.image_tokens for shape in shapes]
+        text_prompt, image_prompt = (
+            prompt.repeat_interleave(torch.tensor(lens, dtype=torch.int64), dim=0)
+            for lens in (text_lens, image_lens)
+        )
+        waves = _product(image_positions(shapes), self._frequencies).cos() * 2**0.5
+        text_noise = self._normals(ids, text_lens, self.text_dim, "text")
+        image_noise = self._normals(ids, image_lens, self.in_channels, "image")
+        return pack_batch(
+            shapes,
+            image=_product(image_prompt * waves, self._to_image) + _IMAGE_NOISE * image_noise,
+            text=_product(text_prompt, self._to_text) + _TEXT_NOISE * text_noise,
+            pooled=_product(prompt, self._to_pooled),
+            ids=ids,
+        )
+
+    def _normals(self, ids: Sequence[int], lens: Sequence[int], dim: int, stream: str) -> Tensor:
+        return sample_normals(ids, lens, dim, seed=self.seed, stream=stream)
+
+
+class SyntheticStream(_Waves):
+    """Learnable samples with the lengths of data codes.
+
+    A larger world than the mix's holds replicas, with other samples.
     """
 
     num_samples = None  # of an epoch: there are no epochs
@@ -186,16 +230,7 @@ class SyntheticStream:
             raise ConfigError(
                 f"at most {_MAX_RANKS} ranks of less than {_MAX_SAMPLES} samples can be numbered"
             )
-        self.rank = rank
-        self.seed = seed
-        self.in_channels = channels
-        self.text_dim = text_dim
-        self.vec_dim = vec_dim
-        self._frequencies = _table("freq", 3, _NUM_WAVES) * 0.3
-        scale = _NUM_WAVES**-0.5
-        self._to_image = _table("image", _NUM_WAVES, channels) * scale
-        self._to_text = _table("text", _NUM_WAVES, text_dim) * scale
-        self._to_pooled = _table("pooled", _NUM_WAVES, vec_dim) * scale
+        super().__init__(rank, seed, channels, text_dim, vec_dim)
 
     def batch(self, step: int) -> SampleBatch:
         """Return this rank's batch of a step, a pure function of (codes, seed, step, rank)."""
@@ -233,27 +268,62 @@ class SyntheticStream:
             numbered.append((drawn[step, rank][in_rank], _first_id(step, rank) + in_rank))
         return numbered
 
-    def _made(self, shapes: Sequence[SampleShape], ids: Sequence[int]) -> SampleBatch:
-        prompt = self._normals(ids, [1] * len(shapes), _NUM_WAVES, "prompt")
-        text_lens = [shape.text_tokens for shape in shapes]
-        image_lens = [shape.image_tokens for shape in shapes]
-        text_prompt, image_prompt = (
-            prompt.repeat_interleave(torch.tensor(lens, dtype=torch.int64), dim=0)
-            for lens in (text_lens, image_lens)
-        )
-        waves = _product(image_positions(shapes), self._frequencies).cos() * 2**0.5
-        text_noise = self._normals(ids, text_lens, self.text_dim, "text")
-        image_noise = self._normals(ids, image_lens, self.in_channels, "image")
-        return pack_batch(
-            shapes,
-            image=_product(image_prompt * waves, self._to_image) + _IMAGE_NOISE * image_noise,
-            text=_product(text_prompt, self._to_text) + _TEXT_NOISE * text_noise,
-            pooled=_product(prompt, self._to_pooled),
-            ids=ids,
-        )
 
-    def _normals(self, ids: Sequence[int], lens: Sequence[int], dim: int, stream: str) -> Tensor:
-        return sample_normals(ids, lens, dim, seed=self.seed, stream=stream)
+class ManifestStream(_Waves):
+    """Learnable samples with the lengths of a data set, in an order drawn anew each epoch."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        batch_size: int,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(rank, seed, channels=64, text_dim=64, vec_dim=64)
+        self._manifest, self._batch_size, self._world_size = manifest, batch_size, world_size
+        self.num_samples = len(manifest)
+        self._order = EpochOrder(self.num_samples, seed)
+
+    def batch(self, step: int) -> SampleBatch:
+        """Return this rank's share of the ``world_size * batch_size`` samples of a step."""
+        first = (step * self._world_size + self.rank) * self._batch_size
+        return self.samples(range(first, first + self._batch_size))
+
+    @property
+    def digest(self) -> str:
+        """Equal where the samples are; see `PhotoStream.digest`."""
+        content = self._manifest.text_tokens.tobytes() + self._manifest.grids.tobytes()
+        digest = hashlib.blake2b(content, digest_size=8).hexdigest()
+        return f"{self.num_samples} samples ({digest})"
+
+    def shapes(self, numbers: Sequence[int]) -> list[SampleShape]:
+        """Return the shapes of the samples with these numbers in the order of all epochs."""
+        return [self._manifest.shape(sample) for sample in self._order.samples(numbers)]
+
+    def samples(self, numbers: Sequence[int]) -> SampleBatch:
+        """Make the samples with these numbers, which are their ids."""
+        return self._made(self.shapes(numbers), numbers)
+
+
+class EpochOrder:
+    """The order of samples over all epochs, each drawn anew."""
+
+    def __init__(self, num_samples: int, seed: int) -> None:
+        self._num_samples, self._seed = num_samples, seed
+        self._orders: dict[int, Ints] = {}  # of the epochs asked for last
+
+    def samples(self, numbers: Sequence[int]) -> list[int]:
+        """Return the sample at each place of the order."""
+        size, before = self._num_samples, self._orders
+        self._orders = {
+            epoch: before[epoch]
+            if epoch in before
+            else keyed_generator(self._seed, "epoch", epoch).permutation(size)
+            for epoch in {number // size for number in numbers}
+        }
+        return [int(self._orders[number // size][number % size]) for number in numbers]
 
 
 def _first_id(step: int, rank: int) -> int:

@@ -1,0 +1,150 @@
+"""Columns of a table by their names: which of them say pixels, frames, seconds or text."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from bascule.errors import ConfigError
+from bascule.plan.checks import shown
+
+ROLES: dict[str, tuple[str, ...]] = {
+    "tokens": ("tokens", "num_tokens", "seq_len", "length", "n_tokens", "token_count", "input_ids"),
+    "width": ("width", "image_width", "img_width", "video_width", "w"),
+    "height": ("height", "image_height", "img_height", "video_height", "h"),
+    "size": ("resolution", "size", "image_size", "dimensions", "train_resolution"),
+    "image": (
+        *("image", "images", "image_path", "img_path", "video", "videos", "video_path", "bytes"),
+        *("file_name", "filename", "file", "path"),
+    ),
+    "frames": ("frames", "num_frames", "n_frames", "nframes", "frame_count", "frame"),
+    "duration": ("duration", "duration_seconds", "duration_s", "seconds", "video_duration"),
+    "fps": ("fps", "frame_rate", "framerate", "video_fps"),
+    "text_tokens": ("text_tokens", "num_text_tokens", "text_len", "caption_tokens"),
+    "text": ("caption", "text", "prompt", "cap", "captions", "texts", "prompts", "description"),
+    "talk": ("messages", "conversations"),
+}
+"""The names of each role in lower case; the first that a table has counts."""
+
+TEXTS = frozenset(("text", "talk", "text_tokens", "tokens"))
+"""Roles that say how much text a sample has."""
+
+_INSTEAD = (  # where a table has the first, it does not need the second
+    *(("width", "size"), ("width", "image"), ("size", "image"), ("frames", "duration")),
+    *(("text_tokens", "text"), ("text_tokens", "talk"), ("text", "talk")),
+)
+_TEXT = re.compile("(?!negative).*(caption|prompt)s?(_.*)?")
+_CLIP = re.compile(".*(frame|duration|second|length|(^|_)(sec|time|dur)s?(_|$)).*")
+_NEITHER = re.compile(".*(stamp|date|created|path|url|file|name|key|(^|_)id|score|len|tokens)s?$")
+_SEEN = re.compile(".*(image|img|video|clip|youtube|photo|picture|url|width|height|pixel|frame).*")
+_A_VALUE = re.compile(r"[0-9.]+|.*[/\\].*")
+_MOST_NAMED = 20
+
+
+def roles_of(
+    names: Sequence[str], chosen: Mapping[str, str], *, has_rate: bool = False
+) -> dict[str, str]:
+    """Return the column of each role that is used, by its role.
+
+    Case, and signs between words, do not matter; of "size.width" the last part counts as well.
+
+    Args:
+        names: All columns of a table.
+        chosen: The column of a role where names do not say it; "" uses none.
+        has_rate: The trainer takes frames at a rate of its own.
+
+    Raises:
+        ConfigError: No column says a length, or one that seems to say frames, seconds or text
+            would not be used; says which to choose.
+    """
+    plain = {plain_name(name.rsplit(".")[-1]): name for name in reversed(names)}
+    plain |= {plain_name(name): name for name in reversed(names) if "." not in name}
+    roles = {
+        role: next((plain[name] for name in known if name in plain), "")
+        for role, known in ROLES.items()
+    }
+    if not (roles["talk"] or roles["text_tokens"]):
+        roles["text"] = _text_column(plain, roles["text"] if "text" in chosen else "")
+    roles = {role: column for role, column in (roles | dict(chosen)).items() if column}
+    if missing := [column for column in roles.values() if column not in names]:
+        raise ConfigError(f"has no column {shown(missing[0])}; it has {named(names)}")
+    for known, spare in _INSTEAD:
+        if known in roles and spare not in chosen:
+            roles.pop(spare, None)
+    if not roles.keys() & {"width", "height", "size", "image"}:
+        roles = {role: roles[role] for role in roles.keys() & TEXTS}
+    if "duration" not in roles and not has_rate:
+        roles.pop("fps", None)
+    _check(roles, names, chosen, has_rate)
+    return roles
+
+
+def plain_name(name: str) -> str:
+    """Return a name in lower case, with one "_" for all that is neither letter nor digit."""
+    return re.sub("[^a-z0-9]+", "_", name.lower()).strip("_")
+
+
+def may_be_text(name: str) -> bool:
+    """False for a column that has no text to train on by its name, such as a path."""
+    return not _NEITHER.fullmatch(plain_name(name))
+
+
+def named(names: Iterable[str]) -> str:
+    """Join names of columns for a message on one line, and not all of many."""
+    texts = [name if name.isidentifier() else shown(name) for name in names]
+    left = len(texts) - _MOST_NAMED
+    return ", ".join([*texts[:_MOST_NAMED], *([f"{left} others"] if left > 0 else [])])
+
+
+def _text_column(plain: Mapping[str, str], settled: str) -> str:
+    """Return the one column that is a text by its name; refuse several."""
+    texts = [
+        column
+        for name, column in plain.items()
+        if name in ROLES["text"] or (_TEXT.fullmatch(name) and may_be_text(name))
+    ]
+    texts = list(dict.fromkeys(texts))
+    if len(texts) > 1 and not settled:
+        flags = " or ".join(f"--columns text={column}" for column in texts[:_MOST_NAMED])
+        raise ConfigError(f"has {len(texts)} columns of text, so say which is used: {flags}")
+    return texts[0] if texts else ""
+
+
+def _check(
+    roles: Mapping[str, str], names: Sequence[str], chosen: Mapping[str, str], has_rate: bool
+) -> None:
+    """Refuse a table without lengths, or with a column that may say more than is used."""
+    if not roles:
+        hint = "say which: --columns width=W,height=H,frames=F,text=T, or tokens=N"
+        if any(_A_VALUE.fullmatch(name.strip()) for name in names):
+            hint = f"if its first line has no names, add such a line, else {hint}"
+        raise ConfigError(f"none of its columns ({named(names) or 'it has none'}) is known: {hint}")
+    for one, other in (("width", "height"), ("height", "width")):
+        if one in roles and other not in roles:
+            raise ConfigError(
+                f"has {one}, but no {other} among {named(names)}: say which: --columns {other}=.."
+            )
+    if not roles.keys() & {"width", "size", "image"}:
+        seen = [name for name in names if _SEEN.fullmatch(plain_name(name))]
+        if seen and not chosen.keys() & {"tokens", "image"} and "tokens" not in roles:
+            raise ConfigError(
+                f"has text, and the column {shown(seen[0])}, but no width and height: say which "
+                "have them by --columns width=W,height=H, or that all is text by --columns image="
+            )
+        return
+    if plain_name(roles.get("tokens", "")) == "length" and "tokens" not in chosen:
+        raise ConfigError(
+            "has sizes and a column 'length', which may be tokens, frames or seconds: say which: "
+            "--columns tokens=length, or --columns tokens=,frames=length (or duration=length)"
+        )
+    if "duration" in roles and not (has_rate or "fps" in roles):
+        raise ConfigError(
+            f"has {roles['duration']}, so say how many frames of a second are taken: --fps 16"
+        )
+    if "frames" in roles and has_rate and "fps" not in roles:
+        raise ConfigError("has no rate of its frames, which --fps needs: --columns fps=..")
+    if not (roles.keys() | chosen.keys()) & {"frames", "duration"}:
+        left = [name for name in names if name not in roles.values() and may_be_text(name)]
+        if clips := [name for name in left if _CLIP.fullmatch(plain_name(name))]:
+            raise ConfigError(
+                f"has the column {shown(clips[0])}, whose name says frames or seconds: use it by "
+                f"--columns frames={clips[0]} or duration={clips[0]}, or say frames= for images"
+            )

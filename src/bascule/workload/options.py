@@ -1,0 +1,95 @@
+"""Options of every command that reads a data set from its table."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from bascule.errors import ConfigError
+from bascule.options import Range, flag
+from bascule.workload.manifest import Manifest, read_manifest
+from bascule.workload.tokens import TokenRule
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenOptions:
+    """How a trainer makes tokens of a data set.
+
+    Attributes:
+        model: Model that reads them, for tokens of images and clips: flux.1, wan2.1, ltx2, ..
+        columns: Columns whose names do not say it: width=W,height=H,text=T; text= for none.
+        bucket: Sizes that images are scaled to: 1024:64 (area:step), 720p, or 1024x1024,832x1216.
+        fps: Frames a second that are taken of a clip; all of them if not given.
+        max_frames: Most frames that are taken of a clip.
+        tokenizer: Folder or name of a tokenizer of transformers; else 4 bytes of text are a token.
+        skip_bad: Leave out rows that cannot be read.
+    """
+
+    model: str = "flux.1"
+    columns: str | None = None
+    bucket: str | None = None
+    fps: Annotated[float | None, Range(1e-3, 1e4)] = None
+    max_frames: Annotated[int | None, Range(1, 10**6)] = None
+    tokenizer: str | None = None
+    skip_bad: bool = False
+
+    def read_table(self, path: Path) -> Manifest:
+        """Read the samples of a table."""
+        pairs = [pair.partition("=") for pair in (self.columns or "").split(",") if pair]
+        if wrong := next((name for name, sign, _ in pairs if not sign), None):
+            raise ConfigError(f"--columns {self.columns}: {wrong} has no =; write width=W,height=H")
+        rule = TokenRule.of_model(
+            self.model,
+            bucket=self.bucket,
+            fps=self.fps,
+            max_frames=self.max_frames,
+            tokenize=None if self.tokenizer is None else _tokenizer(self.tokenizer),
+        )
+        columns = {name.strip(): column.strip() for name, _, column in pairs}
+        return read_manifest(path, rule, columns=columns, skip_bad=self.skip_bad)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManifestOptions(TokenOptions):
+    """A data set by its table, or none.
+
+    Attributes:
+        manifest: Table of your samples (.parquet, .csv, .json, .jsonl, .tar, .toml), or a folder.
+    """
+
+    manifest: Path | None = None
+
+    def read_manifest(self, max_tokens: int | None = None) -> Manifest:
+        """Read the samples of --manifest; refuse one of more tokens."""
+        assert self.manifest is not None
+        manifest = self.read_table(self.manifest)
+        if max_tokens is not None and (longest := int(manifest.lens.max())) > max_tokens:
+            raise ConfigError(
+                f"--max-tokens {max_tokens}: a sample of {self.manifest} has {longest:,} tokens: "
+                "raise it, or scale images down, for example --bucket 256:16"
+            )
+        return manifest
+
+    def check_manifest(self) -> None:
+        """Refuse options of --manifest without it."""
+        for name in ("columns", "bucket", "fps", "max_frames", "tokenizer"):
+            if self.manifest is None and getattr(self, name) is not None:
+                raise ConfigError(f"{flag(name)}: only for --manifest")
+
+
+def _tokenizer(name: str) -> Callable[[Sequence[str]], Sequence[int]]:
+    """Return the function that counts tokens by a tokenizer of transformers."""
+    try:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except ImportError as error:
+        raise ConfigError("--tokenizer: pip install 'bascule[transformers]'") from error
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"--tokenizer {name}: cannot be read: {reason}") from error
+
+    def count(texts: Sequence[str]) -> Sequence[int]:
+        return [len(ids) for ids in tokenizer(list(texts))["input_ids"]] if texts else []
+
+    return count

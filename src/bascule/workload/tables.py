@@ -1,0 +1,461 @@
+"""Rows of data sets as people keep them: Parquet, Arrow, CSV, JSON, tar shards, and folders.
+
+Tables are read in batches of rows and of the wanted columns alone, so that memory stays constant
+where the format allows. A configuration of a trainer is read as the data sets that it names.
+"""
+
+import csv
+import importlib
+import io
+import json
+import tarfile
+import tomllib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, groupby, islice
+from pathlib import Path
+from typing import Any, cast
+
+from bascule.errors import ConfigError
+from bascule.plan.checks import shown
+from bascule.plan.files import check_regular, to_path
+
+Wanted = Callable[[Sequence[str]], Collection[str]]
+"""Chooses columns by the names of all."""
+
+IMAGE_SUFFIXES = frozenset(
+    ".avif .bmp .gif .jfif .jpeg .jpg .pbm .pgm .png .ppm .tga .tif .tiff .webp".split()
+)
+VIDEO_SUFFIXES = frozenset((".m4v", ".mkv", ".mov", ".mp4", ".webm"))
+
+_COMPRESSED = frozenset((".gz", ".zst", ".bz2", ".lz4"))
+_BATCH_ROWS = 2**16
+_HEAD_BYTES = 2**20
+_BLOCK_CHARS = 2**22
+_MOST_NESTS = 1000
+_FOLDERS = ("image_dir", "image_directory", "video_directory", "instance_data_dir")
+_LISTS = ("metadata_file", "image_jsonl_file", "video_jsonl_file")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Some rows of one file.
+
+    Attributes:
+        file: The file or folder; relative paths in its rows begin at `folder`.
+        columns: A pyarrow array or a list of values a column, all of one length.
+        bucket: Bucket of the trainer's configuration that names the data; see `TokenRule`.
+    """
+
+    file: Path
+    columns: Mapping[str, Any]
+    bucket: str | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of each column."""
+        return len(next(iter(self.columns.values()), ()))
+
+    @property
+    def folder(self) -> Path:
+        """Where relative paths begin."""
+        return self.file if self.file.is_dir() else self.file.parent
+
+
+def read_batches(
+    path: str | Path, wanted: Wanted, wrong: list[str] | None = None
+) -> Iterator[Batch]:
+    """Yield the wanted columns of a data set in batches of rows.
+
+    Args:
+        path: A .parquet, .arrow, .csv, .tsv, .json, .jsonl, .tar or .toml file, the texts maybe
+            compressed as .gz, .zst, .bz2 or .lz4; or a folder of such files, or of images.
+        wanted: Is called with all names of columns; those that it returns are read.
+        wrong: Lines of a CSV file with too few or too many cells are added here, where they are
+            errors otherwise.
+    """
+    path = to_path(path)
+    if not path.exists():
+        raise ConfigError(f"{path}: there is no such file or folder")
+    check_regular(path)
+    if path.is_dir():
+        yield from _folder(path, wanted, wrong)
+        return
+    suffix = _suffix(path)
+    if suffix not in _READERS:
+        raise ConfigError(
+            f"{path}: cannot read {suffix or 'a file without a suffix'}: give one of "
+            f"{', '.join(_READERS)}, or a folder of them"
+        )
+    try:
+        yield from _READERS[suffix](path, wanted, wrong)
+    except ConfigError:
+        raise
+    except (OSError, ValueError, EOFError, RecursionError, csv.Error, tarfile.TarError) as error:
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
+        raise ConfigError(f"{path}: cannot be read as {suffix}: {reason[:300]}") from error
+
+
+def _suffix(path: Path) -> str:
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    return ([suffix for suffix in suffixes if suffix not in _COMPRESSED] or [""])[-1]
+
+
+def _open(path: Path) -> Any:
+    """Open a file's bytes, decompressed."""
+    import pyarrow as pa
+
+    return pa.input_stream(str(path), compression="detect")
+
+
+def _encoding(head: bytes) -> str:
+    """Return the encoding of a text, of which this is the beginning."""
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "utf-16"
+    try:
+        head[: head.rfind(b"\n") + 1 or None].decode("utf-8")
+    except UnicodeDecodeError:
+        return "latin-1"
+    return "utf-8-sig"
+
+
+def _parquet(path: Path, wanted: Wanted, _: object) -> Iterator[Batch]:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path) as file:
+        chosen = list(wanted(list(_flat(file.schema_arrow.empty_table()))))
+        for batch in file.iter_batches(_BATCH_ROWS, columns=chosen):
+            yield Batch(path, _flat(pa.Table.from_batches([batch])))
+
+
+def _arrow(path: Path, wanted: Wanted, _: object) -> Iterator[Batch]:
+    import pyarrow as pa
+
+    with pa.memory_map(str(path)) as file:
+        try:
+            batches: Any = pa.ipc.open_stream(file)
+        except pa.ArrowInvalid:
+            opened = pa.ipc.open_file(file)
+            batches = map(opened.get_batch, range(opened.num_record_batches))
+        for batch in batches:
+            flat = _flat(pa.Table.from_batches([batch]))
+            yield Batch(path, {name: flat[name] for name in wanted(list(flat))})
+
+
+def _flat(table: Any) -> dict[str, Any]:
+    """Return the columns of a table by name, the fields of structs as "struct.field"."""
+    import pyarrow as pa
+
+    while any(pa.types.is_struct(field.type) for field in table.schema):
+        table = table.flatten()
+    return {name: table[name].combine_chunks() for name in table.column_names}
+
+
+def _csv(path: Path, wanted: Wanted, wrong: list[str] | None) -> Iterator[Batch]:
+    import pyarrow as pa
+    from pyarrow import csv as arrow_csv
+
+    with _open(path) as file:
+        parts = iter(partial(file.read, _HEAD_BYTES), b"")
+        head = next(parts, b"")
+        num_quotes = sum(part.count(b'"') for part in chain([head], parts))
+    encoding = _encoding(head)
+    if num_quotes % 2 and encoding != "utf-16":
+        raise ConfigError(
+            f"{path}: a text begins with a double quote and does not end with one, so that rows "
+            "would be taken for its text: write quotes within texts twice"
+        )
+    text = head.decode(encoding, "replace")
+    line = next((line for line in text.splitlines() if line.strip()), "")
+    delimiter = max(",;\t|", key=line.count)
+    names = next(csv.reader(io.StringIO(text.lstrip()), delimiter=delimiter), [])
+    plain = [name.strip() for name in names]
+    if twice := [name for name in plain if name and plain.count(name) > 1]:
+        raise ConfigError(f"{path}: two columns are named {shown(twice[0])}: rename one")
+
+    def skip(row: Any) -> str:
+        if wrong is None:
+            return "error"
+        wrong.append(f"{path}: {row.actual_columns} cells, not {row.expected_columns}: {row.text}")
+        return "skip"
+
+    with _open(path) as file:
+        reader = arrow_csv.open_csv(
+            file,
+            arrow_csv.ReadOptions(encoding=encoding, block_size=2**22),
+            arrow_csv.ParseOptions(
+                delimiter=delimiter, newlines_in_values=True, invalid_row_handler=skip
+            ),
+            arrow_csv.ConvertOptions(
+                column_types=dict.fromkeys(names, pa.string()), include_columns=list(wanted(names))
+            ),
+        )
+        for batch in reader:
+            yield Batch(path, dict(zip(batch.schema.names, batch.columns, strict=True)))
+
+
+def _json(path: Path, wanted: Wanted, _: object) -> Iterator[Batch]:
+    with _open(path) as file:
+        encoding = _encoding(file.read(_HEAD_BYTES))
+    with _open(path) as file, io.TextIOWrapper(file, encoding) as text:
+        first = next((line for line in text if line.strip()), "")
+        try:
+            value = json.loads(first)
+        except ValueError:
+            value = None
+        rest = next(text, "")
+        is_lines = isinstance(value, dict) and (rest.strip() or _suffix(path) != ".json")
+        if not is_lines and not (isinstance(value, list) and rest.strip()):  # no line of lengths
+            value = json.loads(first + rest + text.read())
+    settings = cast(list[Any], value) if isinstance(value, list) else []
+    if is_lines:
+        yield from _json_lines(path, wanted, encoding)
+    elif any(isinstance(one, dict) and "instance_data_dir" in one for one in settings):
+        yield from _configured(path, settings, wanted)
+    else:
+        yield from _batched(path, _rows_in(value, path), wanted)
+
+
+def _json_lines(path: Path, wanted: Wanted, encoding: str) -> Iterator[Batch]:
+    """Read lines in blocks by pyarrow; a block that it refuses, as of mixed types, by Python."""
+    import pyarrow as pa
+    from pyarrow import json as arrow_json
+
+    num_lines, rest = 0, ""
+    with _open(path) as file, io.TextIOWrapper(file, encoding) as text:
+        for part in chain(iter(partial(text.read, _BLOCK_CHARS), ""), ["\n"]):
+            lines, end, rest = (rest + part).rpartition("\n")
+            if not lines.strip():
+                num_lines += (lines + end).count("\n")
+                continue
+            block = None
+            if all(map(_is_flat, lines.split("\n"))):
+                with suppress(pa.ArrowInvalid):
+                    block = _flat(arrow_json.read_json(pa.BufferReader(lines.encode())))
+            if block is None:
+                yield from _batched(path, _parsed(lines, path, num_lines), wanted)
+            else:
+                yield Batch(path, {name: block[name] for name in wanted(list(block))})
+            num_lines += (lines + end).count("\n")
+
+
+def _is_flat(line: str) -> bool:
+    """True for an empty line, and an object of few others: pyarrow 26 crashes on nests and null."""
+    return line.lstrip()[:1] in ("", "{") and line.count("{") + line.count("[") < _MOST_NESTS
+
+
+def _parsed(lines: str, path: Path, num_before: int) -> Iterator[Mapping[str, Any]]:
+    for number, line in enumerate(lines.split("\n"), start=num_before + 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            reason = getattr(error, "msg", error)
+            raise ConfigError(f"{path}, line {number}: not valid JSON: {reason}") from error
+        if not isinstance(row, dict):
+            raise ConfigError(f"{path}, line {number}: {shown(row)} is no row with names")
+        yield row
+
+
+def _rows_in(value: Any, path: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a document: of its list, of its one list, or of its values by path."""
+    if isinstance(value, dict):
+        lists = [one for one in value.values() if isinstance(one, list)]
+        if len(lists) == 1:
+            value = lists[0]
+        elif value and all(isinstance(one, dict) for one in value.values()):
+            value = [{"file_name": name, **row} for name, row in value.items()]
+    if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
+        raise ConfigError(
+            f"{path}: is {shown(value)}: give a list of rows with names; for lists of lengths use "
+            "--file"
+        )
+    yield from cast(list[dict[str, Any]], value)
+
+
+def _batched(path: Path, rows: Iterator[Mapping[str, Any]], wanted: Wanted) -> Iterator[Batch]:
+    while part := list(islice(rows, _BATCH_ROWS)):
+        flat = [_without_nests(row) for row in part]
+        names = wanted(list(dict.fromkeys(name for row in flat for name in row)))
+        yield Batch(path, {name: [row.get(name) for row in flat] for name in names})
+
+
+def _without_nests(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in row.items():
+        flat |= (
+            _without_nests(value, f"{prefix}{name}.")
+            if isinstance(value, dict)
+            else {prefix + name: value}
+        )
+    return flat
+
+
+def _tar(path: Path, wanted: Wanted, _: object) -> Iterator[Batch]:
+    yield from _batched(path, _shard_rows(path), wanted)
+
+
+def _shard_rows(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield a row a sample of a WebDataset shard; of images the headers alone are read."""
+
+    def key(member: tarfile.TarInfo) -> str:
+        folder, _, name = member.name.rpartition("/")
+        return f"{folder}/{name.partition('.')[0]}"
+
+    with tarfile.open(path) as shard:
+        files = (member for member in shard if member.isfile())
+        for name, members in groupby(files, key):
+            row: dict[str, Any] = {"key": name.strip("/")}
+            for member in members:
+                suffix, content = Path(member.name).suffix.lower(), shard.extractfile(member)
+                assert content is not None
+                if suffix == ".json":
+                    row |= json.load(content)
+                elif suffix == ".txt":
+                    row.setdefault("caption", content.read().decode("utf-8", "replace"))
+                elif suffix in IMAGE_SUFFIXES:
+                    width, height = image_size(content) or (None, None)
+                    row = {"width": width, "height": height} | row
+            yield row
+
+
+def image_size(file: Any) -> tuple[int, int] | None:
+    """Read width and height from the header of an image, a path or an open file; None if none."""
+    from PIL import Image
+
+    try:
+        with Image.open(file) as image:
+            return image.size
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        return None
+
+
+def video_size(path: Path) -> tuple[float, ...] | None:
+    """Read width, height, frames and their rate from the header of a video; None if it has none."""
+    try:
+        av: Any = importlib.import_module("av")
+    except ImportError as error:
+        raise ConfigError(
+            f"{path}: videos are read by PyAV, which is not installed: "
+            "pip install 'bascule[video]', or give a table with frames, width and height"
+        ) from error
+    try:
+        with av.open(str(path)) as video:
+            stream = video.streams.video[0]
+            rate = float(stream.average_rate or 0)
+            frames = stream.frames or round((video.duration or 0) / av.time_base * rate)
+            return stream.width, stream.height, max(frames, 1), rate
+    except (av.error.FFmpegError, IndexError):
+        return None
+
+
+def _toml(path: Path, wanted: Wanted, _: object) -> Iterator[Batch]:
+    with path.open("rb") as file:
+        value = tomllib.load(file)
+    general = value.get("general", {})
+    sets = [
+        general | one | subset
+        for one in value.get("datasets", ())
+        for subset in one.get("subsets", ({},))
+    ]
+    yield from _configured(path, sets, wanted)
+
+
+def _configured(path: Path, sets: Iterable[Mapping[str, Any]], wanted: Wanted) -> Iterator[Batch]:
+    """Yield the rows of the data sets of a trainer's configuration, as often as it repeats them."""
+
+    def with_frames(names: Sequence[str]) -> list[str]:
+        return [name for name in wanted([*names, "frames"]) if name in names]
+
+    for one in sets:
+        names = [one[name] for name in (*_LISTS, *_FOLDERS) if one.get(name)]
+        if not names:
+            continue  # of text embeddings, for example
+        place = next((x for x in (path.parent / name for name in names) if x.exists()), None)
+        if place is None:
+            raise ConfigError(
+                f"{path}: its data {names[0]} are not here: run where they are, or give a table "
+                "with their width and height"
+            )
+        bucket, frames = _bucket_of(one, path), one.get("target_frames")
+        if frames is not None and one.get("frame_extraction", "head") != "head":
+            raise ConfigError(
+                f"{path}: frame_extraction = {one['frame_extraction']!r}: the number of samples of "
+                "a clip is known for 'head' alone: give a table with frames of each sample"
+            )
+        for _ in range(int(one.get("num_repeats", one.get("repeats", 1)))):
+            for batch in read_batches(place, wanted if frames is None else with_frames):
+                for count in frames or [None]:
+                    clips = {} if count is None else {"frames": [count] * batch.num_rows}
+                    yield replace(batch, columns={**batch.columns, **clips}, bucket=bucket)
+
+
+def _bucket_of(setting: Mapping[str, Any], path: Path) -> str | None:
+    """Return what a trainer's configuration makes of sizes, as the option --bucket has it."""
+    size = setting.get("resolution")
+    if size is None:
+        return None
+    if isinstance(size, str):
+        size = [int(side) for side in size.split(",")]
+    sides = size if isinstance(size, list) else [size, size]
+    kind = setting.get("resolution_type", "pixel_area")
+    if kind == "area":  # in megapixels
+        sides = [round((sides[0] * 1e6) ** 0.5)] * 2
+    elif kind != "pixel_area":
+        raise ConfigError(
+            f"{path}: resolution_type = {kind!r}: buckets are known for 'area' and 'pixel_area': "
+            "give its folder or table, with --bucket"
+        )
+    is_bucketed = setting.get("enable_bucket", "instance_data_dir" in setting)
+    step = setting.get("bucket_reso_steps", 64 if "image_dir" in setting or kind == "area" else 16)
+    width, height = sides * 2 if len(sides) == 1 else sides
+    return f"{width}x{height}:{step}" if is_bucketed else f"{width}x{height}"
+
+
+def _folder(path: Path, wanted: Wanted, wrong: list[str] | None) -> Iterator[Batch]:
+    if (splits := path / "dataset_dict.json").is_file():
+        names = json.loads(splits.read_text()).get("splits", ())
+        raise ConfigError(f"{path}: has the splits {', '.join(names)}: give the folder of one")
+    metadata = sorted(path.glob("metadata.*")) + sorted(path.glob("captions.jsonl"))
+    files = [file for file in metadata if _suffix(file) in _READERS][:1] or _tables_in(path)
+    for file in files:
+        yield from read_batches(file, wanted, wrong)
+    if not files:
+        yield from _batched(path, _image_rows(path), wanted)
+
+
+def _tables_in(folder: Path) -> list[Path]:
+    """Return all tables of the first kind that a folder has, at any depth."""
+    state = folder / "state.json"
+    if state.is_file():
+        return [folder / one["filename"] for one in json.loads(state.read_text())["_data_files"]]
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    kinds = [[file for file in files if _suffix(file) == kind] for kind in _SHARDS]
+    return next((kind for kind in kinds if kind), [])
+
+
+def _image_rows(folder: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield a row an image or clip, with the caption beside it."""
+    for file in sorted(folder.rglob("*")):
+        if file.suffix.lower() in IMAGE_SUFFIXES | VIDEO_SUFFIXES:
+            beside = file.with_suffix(".txt")
+            caption = beside.read_text("utf-8", "replace") if beside.is_file() else ""
+            yield {"path": str(file.relative_to(folder)), "caption": caption.strip()}
+
+
+_READERS: dict[str, Callable[[Path, Wanted, list[str] | None], Iterator[Batch]]] = {
+    ".parquet": _parquet,
+    ".arrow": _arrow,
+    ".csv": _csv,
+    ".tsv": _csv,
+    ".json": _json,
+    ".jsonl": _json,
+    ".ndjson": _json,
+    ".tar": _tar,
+    ".toml": _toml,
+}
+_SHARDS = (".parquet", ".arrow", ".tar", ".csv", ".tsv", ".jsonl", ".ndjson")

@@ -1,0 +1,192 @@
+"""Tokens of images, clips and texts: rules of models, of trainers' buckets and of frame rates."""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from bascule.arrays import Floats, Ints
+from bascule.errors import ConfigError
+from bascule.plan.checks import fields, rate, shown, whole
+
+_NAMED = {"480p": "832x480:16", "720p": "1280x720:16", "1080p": "1920x1080:16"}
+_BUCKETS = re.compile("([0-9]{1,5}x)?[0-9]{1,5}:[0-9]{1,4}")
+_SIZES = re.compile("[0-9]{1,5}x[0-9]{1,5}(,[0-9]{1,5}x[0-9]{1,5})*")
+_MOST_ASPECT = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes of a model that is known by name.
+
+    Attributes:
+        width: Model width.
+        num_blocks: Blocks of the transformer.
+        pixels: Side of a visual token in pixels: stride of the VAE times patch.
+        frame_stride: Frames after the first that become one latent frame; None has no clips.
+        areas: Least and most pixels to which a picture is scaled; None keeps its size.
+    """
+
+    width: int
+    num_blocks: int
+    pixels: int = 16
+    frame_stride: int | None = None
+    areas: tuple[int, int] | None = None
+
+
+MODELS = {  # the defaults of their classes in diffusers and transformers, and their papers
+    "flux.1": ModelShape(3072, 57),
+    "flux.2": ModelShape(6144, 56),
+    "qwen-image": ModelShape(3072, 60),
+    "sd3.5-large": ModelShape(2432, 38),
+    "z-image": ModelShape(3840, 34),
+    "wan2.1-1.3b": ModelShape(1536, 30, 16, 4),
+    "wan2.1": ModelShape(5120, 40, 16, 4),
+    "wan2.2-5b": ModelShape(3072, 30, 32, 4),
+    "hunyuanvideo": ModelShape(3072, 60, 16, 4),
+    "hunyuanvideo1.5": ModelShape(2048, 54, 16, 4),
+    "cogvideox-2b": ModelShape(1920, 30, 16, 4),
+    "cogvideox-5b": ModelShape(3072, 42, 16, 4),
+    "mochi": ModelShape(3072, 48, 16, 6),
+    "ltx": ModelShape(2048, 28, 32, 8),
+    "ltx2": ModelShape(4096, 48, 32, 8),
+    "qwen2.5-vl": ModelShape(3584, 28, 28, None, (56**2, 3584**2)),
+    "qwen3-vl": ModelShape(4096, 36, 32, None, (256**2, 4096**2)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRule:
+    """How a trainer makes tokens of images, clips and texts.
+
+    Attributes:
+        pixels: Side of a visual token in pixels; what is left at an edge is cut off.
+        frame_stride: f frames become 1 + (f - 1) // frame_stride latent ones; None has no clips.
+        areas: Least and most pixels; sides are rounded to whole tokens within them. None: as is.
+        bucket: Sizes that images are scaled to: "1024:64" has all sides in steps of 64 of at most
+            1024 x 1024 pixels and 4:1, "1280x720:16" and "720p" the same of another area,
+            "1024x1024,1152x896" those alone. The one of nearest aspect ratio is taken.
+        fps: Frames a second that are taken of a clip; all of them if None.
+        max_frames: Most frames that are taken of a clip.
+        bytes_per_token: UTF-8 bytes of text that make a token: about 4 for English.
+        tokenize: Counts the tokens of each text, in place of `bytes_per_token`.
+    """
+
+    pixels: int = 16
+    frame_stride: int | None = None
+    areas: tuple[int, int] | None = None
+    bucket: str | None = None
+    fps: float | None = None
+    max_frames: int | None = None
+    bytes_per_token: float = 4.0
+    tokenize: Callable[[Sequence[str]], Sequence[int]] | None = None
+
+    def __post_init__(self) -> None:
+        fields(self, pixels=(whole, 1), frame_stride=(whole, 1), max_frames=(whole, 1))
+        fields(self, fps=rate, bytes_per_token=rate)
+        if self.bucket is not None:
+            bucket_sizes(self.bucket)
+
+    @classmethod
+    def of_model(cls, name: str, **options: object) -> "TokenRule":
+        """Return the rule of a model of `MODELS`, with other options."""
+        model = model_shape(name)
+        rule = cls(model.pixels, model.frame_stride, model.areas)
+        return replace(rule, **options)  # pyright: ignore[reportArgumentType]
+
+    def count(self, texts: Sequence[str]) -> Sequence[int]:
+        """Return the tokens of each text."""
+        if self.tokenize is not None:
+            return self.tokenize(texts)
+        sizes = (len(text.encode("utf-8", "replace")) for text in texts)
+        return [math.ceil(size / self.bytes_per_token) for size in sizes]
+
+    def grids(self, width: Floats, height: Floats, frames: Floats, fps: Floats) -> Ints:
+        """Return latent frames, rows and columns of tokens, (n, 3).
+
+        Args:
+            width: (n,) pixels.
+            height: (n,) pixels.
+            frames: (n,) frames of each clip, 1 of an image.
+            fps: (n,) frames of a second of each clip; counts only if the rule has another one.
+
+        Raises:
+            ConfigError: A clip, and no rule for its frames.
+        """
+        if self.fps is not None:
+            taken = np.maximum(np.floor(frames * self.fps / fps + 1e-6), 1.0)
+            frames = np.where(frames > 1, taken, frames)
+        frames = np.minimum(frames, self.max_frames or np.inf)
+        if self.frame_stride is None and frames.max(initial=1) > 1:
+            raise ConfigError(
+                f"has clips, one of {int(frames.max()):,} frames: say how frames become tokens by "
+                "--model, for example --model wan2.1"
+            )
+        if self.bucket is not None:
+            width, height = _nearest(bucket_sizes(self.bucket), width, height)
+        if self.areas is not None:
+            width, height = _within(self.areas, self.pixels, width, height)
+        latent = 1 + (frames - 1) // (self.frame_stride or 1)
+        sides = latent, height // self.pixels, width // self.pixels
+        return np.stack(sides, axis=1).astype(np.int64)
+
+
+def model_shape(name: str) -> ModelShape:
+    """Return the sizes of a model by its name."""
+    if name not in MODELS:
+        raise ConfigError(f"model {shown(name)} is not known: give one of {', '.join(MODELS)}")
+    return MODELS[name]
+
+
+def bucket_sizes(bucket: str) -> Ints:
+    """Return width and height of all buckets, (n, 2), see `TokenRule.bucket`."""
+    text = _NAMED.get(bucket, bucket).replace(" ", "")
+    if _SIZES.fullmatch(text):
+        sizes = [[int(side) for side in size.split("x")] for size in text.split(",")]
+    elif _BUCKETS.fullmatch(text):
+        area, step = text.split(":")
+        sides, step = [int(side) for side in area.split("x")], int(step)
+        most = sides[0] * sides[-1]
+        widths = range(step, math.isqrt(int(most * _MOST_ASPECT)) + 1, max(step, 1))
+        half = [(w, h) for w in widths if w <= (h := most // w // step * step) <= _MOST_ASPECT * w]
+        sizes = sorted({*half, *((h, w) for w, h in half)})
+    else:
+        raise ConfigError(
+            f"bucket {shown(bucket)}: give an area and a step, such as 1024:64 or 1280x720:16; or "
+            "480p, 720p or 1080p; or sizes, such as 1024x1024,1152x896"
+        )
+    if not sizes or min(map(min, sizes)) < 1:
+        raise ConfigError(f"bucket {shown(bucket)} has no size: give a larger area")
+    return np.array(sizes, dtype=np.int64)
+
+
+def _nearest(sizes: Ints, width: Floats, height: Floats) -> tuple[Floats, Floats]:
+    """Return the sizes of nearest aspect ratio; of two alike the larger one."""
+    order = np.lexsort((-sizes.prod(axis=1), sizes[:, 0] / sizes[:, 1]))
+    sides = sizes[order].astype(np.float64)
+    aspects, first = np.unique(np.log(sides[:, 0] / sides[:, 1]), return_index=True)
+    middles = (aspects[1:] + aspects[:-1]) / 2.0
+    chosen = sides[first[np.searchsorted(middles, np.log(width / height))]]
+    return chosen[:, 0], chosen[:, 1]
+
+
+def _within(
+    areas: tuple[int, int], pixels: int, width: Floats, height: Floats
+) -> tuple[Floats, Floats]:
+    """Round to whole tokens, within areas; source: `smart_resize` of Qwen2-VL."""
+    least, most = areas
+    rounded = [np.maximum(np.round(side / pixels), 1.0) * pixels for side in (width, height)]
+    area = rounded[0] * rounded[1]
+    factor = np.sqrt(np.where(area > most, most, least) / (width * height))
+    is_off = (area > most) | (area < least)
+    scaled = [side * factor / pixels for side in (width, height)]
+    whole_sides = [
+        np.where(area > most, np.maximum(np.floor(side), 1.0), np.ceil(side)) * pixels
+        for side in scaled
+    ]
+    width, height = (
+        np.where(is_off, side, near) for side, near in zip(whole_sides, rounded, strict=True)
+    )
+    return width, height

@@ -1,0 +1,117 @@
+"""Tables as users have them: their tokens by hand, or a refusal that says what helps."""
+
+import inspect
+from pathlib import Path
+
+import diffusers
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import csv, parquet
+
+from bascule.errors import ConfigError
+from bascule.workload.manifest import read_manifest
+from bascule.workload.tokens import MODELS, TokenRule
+from tests.helpers.tables import LAKE, TABLES, Table
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+def test_tables(table: Table, tmp_path: Path) -> None:
+    path = tmp_path / table.name
+    table.write(path)
+    path = path / table.inner
+    rule = TokenRule.of_model(table.model, **table.rule)
+    if isinstance(table.tokens, list):
+        manifest = read_manifest(path, rule, **table.options)
+        assert manifest.lens.tolist() == table.tokens
+        shapes = [manifest.shape(k) for k in range(len(manifest))]
+        assert [shape.seq_len for shape in shapes] == table.tokens
+    else:
+        with pytest.raises(ConfigError) as raised:
+            read_manifest(path, rule, **table.options)
+        message = str(raised.value)
+        assert table.tokens in message and message.startswith(str(path)) and "\n" not in message
+
+
+def test_what_was_understood_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "clips.csv"
+    path.write_text("clip,W,height,num_frames\n/a.mp4,1280,720,81\n/b.mp4,0,720,81\n")
+    rule = TokenRule.of_model("wan2.1")
+    said = read_manifest(path, rule, columns={"width": "W"}, skip_bad=True).summary()
+    assert said == [
+        f"{path}: 1 samples; tokens are from width from W, height, frames from num_frames.",
+        "Tokens of a sample: 75,600 to 75,600, quartiles 75,600, 75,600, 75,600.",
+        "For example row 1: width 1280, height 720, frames 81: 21 x 45 x 80 = 75600 visual and 0 "
+        "text tokens.",
+        "Ignored columns: clip.",
+        "Skipped rows: 1, first clips.csv, row 2: W is 0.",
+    ]
+
+
+def test_rows_of_later_batches_count(tmp_path: Path) -> None:
+    """Row 70,001 of JSON is the first with frames; row 200,000 of a table cannot be read."""
+    path = tmp_path / "late.jsonl"
+    image, clip = '{"width": 64, "height": 64}\n', '{"width": 64, "height": 64, "num_frames": 9}\n'
+    path.write_text(image * 70_000 + clip)
+    manifest = read_manifest(path, TokenRule.of_model("wan2.1"))
+    assert manifest.grids[[0, -1]].tolist() == [[1, 4, 4], [3, 4, 4]]
+    width = np.full(200_000, 64.0)
+    width[-1] = np.nan
+    columns = {"width": pa.array(width, from_pandas=True), "height": pa.array(np.full(200_000, 64))}
+    parquet.write_table(pa.table(columns), tmp_path / "late.parquet")
+    with pytest.raises(ConfigError, match=r"1 rows .* row 200000: width is missing"):
+        read_manifest(tmp_path / "late.parquet")
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "csv"])
+def test_memory_does_not_grow_with_rows(suffix: str, tmp_path: Path) -> None:
+    table = pa.table({"width": np.full(500_000, 64), "height": np.full(500_000, 64)})
+    table = table.append_column("caption", pa.array([LAKE * 10] * 500_000))
+    write = {"parquet": parquet.write_table, "csv": csv.write_csv}[suffix]
+    write(table, path := tmp_path / f"rows.{suffix}")
+    pool, counted = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
+    pa.set_memory_pool(counted)
+    try:
+        assert len(read_manifest(path)) == 500_000
+    finally:
+        pa.set_memory_pool(pool)
+    assert counted.max_memory() < table.nbytes / 2
+
+
+def test_all_files_of_a_folder_count(tmp_path: Path) -> None:
+    for number in range(3):
+        table = pa.table({"tokens": [number, 10 + number]})
+        (tmp_path / "data").mkdir(exist_ok=True)
+        parquet.write_table(table, tmp_path / "data" / f"train-{number}.parquet")
+    assert read_manifest(tmp_path).lens.tolist() == [0, 10, 1, 11, 2, 12]
+
+
+def test_a_tokenizer_counts(tmp_path: Path) -> None:
+    path = tmp_path / "texts.csv"
+    path.write_text("caption\na red boat\n\nx y\n")
+    rule = TokenRule(tokenize=lambda texts: [len(text.split()) for text in texts])
+    assert read_manifest(path, rule).lens.tolist() == [3, 2]
+
+
+CLASSES = {
+    "flux.1": "FluxTransformer2DModel",
+    "flux.2": "Flux2Transformer2DModel",
+    "qwen-image": "QwenImageTransformer2DModel",
+    "wan2.1": "WanTransformer3DModel",
+    "hunyuanvideo": "HunyuanVideoTransformer3DModel",
+    "hunyuanvideo1.5": "HunyuanVideo15Transformer3DModel",
+    "cogvideox-2b": "CogVideoXTransformer3DModel",
+    "mochi": "MochiTransformer3DModel",
+    "ltx": "LTXVideoTransformer3DModel",
+    "ltx2": "LTX2VideoTransformer3DModel",
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_models_have_the_sizes_of_their_classes(name: str) -> None:
+    """The defaults of diffusers are those of the published models, of these ten."""
+    parameters = inspect.signature(getattr(diffusers, CLASSES[name]).__init__).parameters
+    config = {key: parameter.default for key, parameter in parameters.items()}
+    width = config["num_attention_heads"] * config["attention_head_dim"]
+    blocks = config["num_layers"] + config.get("num_single_layers", 0)
+    assert (MODELS[name].width, MODELS[name].num_blocks) == (width, blocks)
