@@ -329,6 +329,12 @@ TABLES = [
         [16 + 7],
         options={"columns": {"text": "text"}},
     ),
+    Table(
+        "one_of_two_unknown.csv",
+        text(csv("width height long_caption short_caption", [(64, 64, LAKE, "a")])),
+        [16 + 7],
+        options={"columns": {"text": "long_caption"}},
+    ),
     Table("german.csv", text(csv("width height titel", [(64, 64, LAKE)])), "text=titel"),
     Table(
         "chosen.csv",

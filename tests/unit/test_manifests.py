@@ -7,10 +7,17 @@ import diffusers
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from pyarrow import csv, parquet
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from bascule.errors import ConfigError
 from bascule.workload.manifest import read_manifest
+from bascule.workload.options import ManifestOptions, TokenOptions
+from bascule.workload.streams import ManifestStream
 from bascule.workload.tokens import MODELS, TokenRule
 from tests.helpers.tables import LAKE, TABLES, Table
 
@@ -91,6 +98,36 @@ def test_a_tokenizer_counts(tmp_path: Path) -> None:
     path.write_text("caption\na red boat\n\nx y\n")
     rule = TokenRule(tokenize=lambda texts: [len(text.split()) for text in texts])
     assert read_manifest(path, rule).lens.tolist() == [3, 2]
+
+
+def test_a_tokenizer_of_transformers_counts(tmp_path: Path) -> None:
+    words = Tokenizer(WordLevel({"[UNK]": 0, "boat": 1}, unk_token="[UNK]"))
+    words.pre_tokenizer = Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "words")
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"caption": "a red boat"}\n{"caption": ["a", "one boat"]}\n')
+    options = TokenOptions(tokenizer=str(tmp_path / "words"))
+    assert options.read_table(path).lens.tolist() == [3, 2]
+    with pytest.raises(ConfigError, match="--tokenizer /nonexistent: cannot be read"):
+        TokenOptions(tokenizer="/nonexistent").read_table(path)
+
+
+def test_samples_with_the_lengths_of_a_table(tmp_path: Path) -> None:
+    """Each once an epoch, whatever the ranks; another order in the next."""
+    path = tmp_path / "sizes.csv"
+    path.write_text("width,height,text_tokens\n" + "".join(f"64,{16 * n},{n}\n" for n in (1, 2, 3)))
+    options = ManifestOptions(manifest=path)
+    manifest = options.read_manifest(max_tokens=15)
+    alone = ManifestStream(manifest, 6, seed=4)
+    two = [ManifestStream(manifest, 3, rank=rank, world_size=2, seed=4) for rank in range(2)]
+    whole, parts = alone.batch(0), [stream.batch(0) for stream in two]
+    assert torch.equal(whole.image, torch.cat([part.image for part in parts]))
+    assert torch.equal(whole.text, torch.cat([part.text for part in parts]))
+    lens = [shape.seq_len for shape in alone.shapes(range(6))]
+    assert sorted(lens[:3]) == sorted(lens[3:]) == [5, 10, 15]
+    assert alone.digest == two[1].digest and alone.num_samples == 3
+    with pytest.raises(ConfigError, match=r"has 15 tokens: raise it, or scale .* --bucket 256:16"):
+        options.read_manifest(max_tokens=14)
 
 
 CLASSES = {

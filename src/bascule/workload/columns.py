@@ -61,8 +61,8 @@ def roles_of(
         role: next((plain[name] for name in known if name in plain), "")
         for role, known in ROLES.items()
     }
-    if not (roles["talk"] or roles["text_tokens"]):
-        roles["text"] = _text_column(plain, roles["text"] if "text" in chosen else "")
+    if not (roles["talk"] or roles["text_tokens"] or "text" in chosen):
+        roles["text"] = _text_column(plain)
     roles = {role: column for role, column in (roles | dict(chosen)).items() if column}
     if missing := [column for column in roles.values() if column not in names]:
         raise ConfigError(f"has no column {shown(missing[0])}; it has {named(names)}")
@@ -70,7 +70,7 @@ def roles_of(
         if known in roles and spare not in chosen:
             roles.pop(spare, None)
     if not roles.keys() & {"width", "height", "size", "image"}:
-        roles = {role: roles[role] for role in roles.keys() & TEXTS}
+        roles = {role: column for role, column in roles.items() if role in TEXTS}
     if "duration" not in roles and not has_rate:
         roles.pop("fps", None)
     _check(roles, names, chosen, has_rate)
@@ -94,7 +94,7 @@ def named(names: Iterable[str]) -> str:
     return ", ".join([*texts[:_MOST_NAMED], *([f"{left} others"] if left > 0 else [])])
 
 
-def _text_column(plain: Mapping[str, str], settled: str) -> str:
+def _text_column(plain: Mapping[str, str]) -> str:
     """Return the one column that is a text by its name; refuse several."""
     texts = [
         column
@@ -102,7 +102,7 @@ def _text_column(plain: Mapping[str, str], settled: str) -> str:
         if name in ROLES["text"] or (_TEXT.fullmatch(name) and may_be_text(name))
     ]
     texts = list(dict.fromkeys(texts))
-    if len(texts) > 1 and not settled:
+    if len(texts) > 1:
         flags = " or ".join(f"--columns text={column}" for column in texts[:_MOST_NAMED])
         raise ConfigError(f"has {len(texts)} columns of text, so say which is used: {flags}")
     return texts[0] if texts else ""
