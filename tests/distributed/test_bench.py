@@ -70,7 +70,9 @@ def test_streams_with_an_idle_rank_and_a_bag(tmp_path: Path, options: tuple[str,
 
 def test_a_sequence_that_binds_is_told_once(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    data = ("--data", "g1b1i64f1s0,g1b1i256f1s0", "--steps", "1", "--gamma", "0")
+    table = tmp_path / "samples.csv"
+    table.write_text("width,height\n64,64\n256,256\n")
+    data = "--manifest", str(table), "--batch-size", "1", "--steps", "1", "--gamma", "0"
     done = bench(tmp_path, *data, "--report", str(page))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("warning: ") == 1

@@ -128,6 +128,16 @@ def test_a_run_goes_on_only_with_its_own_settings(tmp_path: Path) -> None:
             prepare(TrainOptions(**(options | changed)))
 
 
+def test_a_run_has_the_samples_of_a_table(tmp_path: Path) -> None:
+    path = tmp_path / "samples.csv"
+    path.write_text("width,height\n64,64\n32,32\n")
+    options: dict[str, Any] = {"manifest": path, "epochs": 3, "batch_size": 2, "out": tmp_path}
+    run = prepare(TrainOptions(**options), world_size=2)
+    assert run.schedule.num_steps == 3 and run.settings["--manifest"] == run.data.digest
+    with pytest.raises(ConfigError, match="--bucket: only for --manifest"):
+        prepare(TrainOptions(data=CODES, out=tmp_path, bucket="720p"))
+
+
 def test_a_run_that_would_leave_samples_out_or_has_no_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "step-00000003"
     path.mkdir()
