@@ -384,5 +384,10 @@ TABLES = [
     Table("damaged.parquet", text("PAR1 no"), "cannot be read as .parquet"),
     Table("musubi.jsonl", text(lines([{"image_path": "/d/0.png", "caption": BOAT}])), "'/d/0.png'"),
     Table("negative.csv", text(csv("tokens", [(-1,)])), "tokens is -1"),
+    Table(
+        "splits",
+        folder(data___train_0__csv="tokens\n1\n", data___test_0__csv="tokens\n2\n"),
+        "has the splits test, train: give one of them alone",
+    ),
     Table("none", lambda _: None, "no such file"),
 ]

@@ -8,6 +8,7 @@ import csv
 import importlib
 import io
 import json
+import re
 import tarfile
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ _HEAD_BYTES = 2**20
 _BLOCK_CHARS = 2**22
 _MOST_NESTS = 1000
 _FOLDERS = ("image_dir", "image_directory", "video_directory", "instance_data_dir")
+_SPLIT = re.compile("(train|test|validation|valid|val|dev)(?![a-z])")
 _LISTS = ("metadata_file", "image_jsonl_file", "video_jsonl_file")
 
 
@@ -422,6 +424,9 @@ def _folder(path: Path, wanted: Wanted, wrong: list[str] | None) -> Iterator[Bat
         raise ConfigError(f"{path}: has the splits {', '.join(names)}: give the folder of one")
     metadata = sorted(path.glob("metadata.*")) + sorted(path.glob("captions.jsonl"))
     files = [file for file in metadata if _suffix(file) in _READERS][:1] or _tables_in(path)
+    matches = (_SPLIT.match(part) for file in files for part in file.relative_to(path).parts)
+    if len(splits := sorted({match[1] for match in matches if match})) > 1:
+        raise ConfigError(f"{path}: has the splits {', '.join(splits)}: give one of them alone")
     for file in files:
         yield from read_batches(file, wanted, wrong)
     if not files:
