@@ -335,6 +335,19 @@ TABLES = [
         [16 + 7],
         options={"columns": {"text": "long_caption"}},
     ),
+    Table(
+        "bilder.csv",
+        text(csv("width height Bilder", [(1280, 720, 81)])),
+        "--columns frames=F, of Bilder, or that all are images by --columns frames=",
+        "wan2.1",
+    ),
+    Table(
+        "images_of_wan.csv",
+        text(csv("width height", [(1280, 720)])),
+        [80 * 45],
+        "wan2.1",
+        options={"columns": {"frames": ""}},
+    ),
     Table("german.csv", text(csv("width height titel", [(64, 64, LAKE)])), "text=titel"),
     Table(
         "chosen.csv",

@@ -117,8 +117,16 @@ def read_manifest(
         )
     if num_samples == 0:
         raise ConfigError(f"{path} holds no samples")
-    text_tokens, grids = (np.concatenate(parts) for parts in zip(*counts, strict=True))
+    has_size = reading.used.keys() & {"width", "size"}
+    says_frames = reading.used.keys() & {"frames", "duration"} or "frames" in (columns or {})
     ignored = tuple(x for x in reading.names if x.strip() and x not in reading.used.values())
+    if has_size and not says_frames and reading.reads_clips:
+        raise ConfigError(
+            f"{path}: has no column of frames that is known, and the model reads clips: say which "
+            f"by --columns frames=F{f', of {named(ignored)}' if ignored else ''}, or that all are "
+            "images by --columns frames="
+        )
+    text_tokens, grids = (np.concatenate(parts) for parts in zip(*counts, strict=True))
     left_out = tuple(reading.bad), reading.num_bad
     return Manifest(
         reading.path, text_tokens, grids, reading.used, ignored, *left_out, reading.example
@@ -137,6 +145,7 @@ class _Reading:
         self.bad: list[str] = []
         self.num_bad = 0
         self.example = ""
+        self.reads_clips = rule.frame_stride is not None
         self._rule, self._chosen, self._wrong = rule, chosen, wrong
         self._roles: dict[str, str] = {}  # of the newest batch: rows of JSON have what they have
 
