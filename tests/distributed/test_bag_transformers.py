@@ -182,8 +182,8 @@ def refused() -> None:
         "1 rows of 6 queries and 6 keys, with a mask": qwen(padding),
         "dropout=0.1": qwen(right, attention_dropout=0.1),
         "sliding_window=4": qwen(right, **window),
-        "longest sequence beyond 5": packed("Phi3", **phi),
-        "longest sequence beyond 4": packed(
+        "the longest is above 5 tokens": packed("Phi3", **phi),
+        "the longest is above 4 tokens": packed(
             "Llama", rope_parameters=dynamic, max_position_embeddings=4
         ),
         "output_router_logits=True": packed("Mixtral", output_router_logits=True),

@@ -121,8 +121,10 @@ target_frames = [1, 25]
 """
 SIMPLETUNER = [
     {"id": "mine", "type": "local", "instance_data_dir": "img", "resolution": 0.262144}
-    | {"resolution_type": "area", "repeats": 1},
+    | {"resolution_type": "area", "repeats": 0},
     {"id": "text", "dataset_type": "text_embeds", "cache_dir": "cache"},
+    {"id": "mask", "dataset_type": "conditioning", "instance_data_dir": "img"},
+    {"id": "off", "type": "local", "instance_data_dir": "img", "disabled": True},
 ]
 FOLDER = {"img___a__png": image(320, 512), "img___a__txt": BOAT, "img___b__png": image(1280, 720)}
 COLUMNS = {"width": "B", "height": "H", "text": "titel"}

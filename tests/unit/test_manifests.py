@@ -46,7 +46,7 @@ def test_what_was_understood_is_said(tmp_path: Path) -> None:
     rule = TokenRule.of_model("wan2.1")
     said = read_manifest(path, rule, columns={"width": "W"}, skip_bad=True).summary()
     assert said == [
-        f"{path}: 1 samples; tokens are from width from W, height, frames from num_frames.",
+        f"{path}: 1 samples; tokens follow from width (W), height, frames (num_frames).",
         "Tokens of a sample: 75,600 to 75,600, quartiles 75,600, 75,600, 75,600.",
         "For example row 1: width 1280, height 720, frames 81: 21 x 45 x 80 = 75600 visual and 0 "
         "text tokens.",

@@ -95,16 +95,16 @@ class _Reach:
 
     def check(self, name: str, step: Step) -> None:
         """Refuse a step with longer sequences or rows."""
-        longest = int(step.plan.seq_lens.max(initial=0))
+        longest, row = int(step.plan.seq_lens.max(initial=0)), int(step.plan.tokens.max())
         for limit, length, fact in (
             (self.window, longest, "attends within windows or chunks of {} tokens"),
-            (self.rope, longest, "has a rope that changes with the longest sequence beyond {}"),
-            (self.row, int(step.plan.tokens.max()), "scales by places in the row beyond {}"),
+            (self.rope, longest, "has another rope for all where the longest is above {} tokens"),
+            (self.row, row, "scales scores by the place in the row, from {} tokens on"),
         ):
             if length > limit:
                 raise ConfigError(
-                    f"{name} {fact.format(int(limit))}, and there are {length} tokens: that is not "
-                    "the same in bags; give fewer"
+                    f"{name} {fact.format(int(limit))}, and has {length} here: sequences would not "
+                    "be computed as alone; give shorter ones"
                 )
 
 
@@ -155,7 +155,7 @@ def _try(model: nn.Module, rows: dict[str, Tensor], positions: Tensor) -> _Reach
         alone = _Alone(lens, like.device, windows)
         return _call(model, alone, dict.fromkeys(rows, x), placed, has_mask=has_mask)
 
-    check_separates(model, run)
+    check_separates(model, run, "such a model cannot be called packed: train it on padded batches")
     with torch.no_grad(), as_in_use(model):
         run([torch.ones(1, dtype=torch.int64)], True, False)
     ropes, scales = [math.inf], [math.inf]
@@ -222,7 +222,7 @@ def _keep_mask(
 
 _UNDERSTOOD = tuple(  # of the settings of attention; others are refused, unless they are off
     "bascule_step is_causal scaling position_ids cache_position logits_to_keep use_cache "
-    "output_attentions output_hidden_states output_router_logits return_dict".split()
+    "num_items_in_batch output_hidden_states return_dict".split()
 )
 
 

@@ -3,6 +3,7 @@
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,14 +17,15 @@ Run = Callable[[Sequence[Tensor], bool], Any]
 _A, _B, _C = (1, 2, 3, 4, 5), (6, 2, 7, 1), (5, 1, 6, 3, 2)  # tokens that any vocabulary has
 _MOST_MIXED = 0.05  # of what one text would mix
 _NOISE = 30.0  # of the outputs, in units of their rounding: experts compute on other rows
-_MOST_MOVED = 0.1
+_MOST_MOVED = 0.1  # of what standing behind another text would change
 
 
-def check_separates(model: nn.Module, run: Run) -> None:
+def check_separates(model: nn.Module, run: Run, advice: str) -> None:
     """Refuse a model that mixes the sequences of a row, or counts their positions otherwise.
 
     Another sequence in front must not change the outputs of the second, as it does where both are
-    one text; and the second must be as alone, with the positions that the model gives it.
+    one text; and the second must be as alone, with the positions that the model gives it. Errors
+    end with the advice.
 
     Raises:
         ConfigError: Names the first module whose output differs, or the one that failed.
@@ -42,7 +44,7 @@ def check_separates(model: nn.Module, run: Run) -> None:
                 where, reason = _module_of(error, inner), " ".join(str(error).split())
                 raise ConfigError(
                     f"{kind} cannot take several sequences in a row: {where or kind} raised "
-                    f"{type(error).__name__}: {reason[:200]}"
+                    f"{type(error).__name__}: {reason[:200]}; {advice}"
                 ) from error
             return _rows(out)[0, -len(b) :]
 
@@ -55,16 +57,15 @@ def check_separates(model: nn.Module, run: Run) -> None:
         is_mixed = mixed > _MOST_MIXED or _ratio(behind_a - behind_c, behind_a) > noise
         if not is_mixed and moved <= _MOST_MOVED:
             return
-        other = [c, b] if is_mixed else [b]
-        first = _first_difference(inner, run, ([a, b], other), len(b), noise)
+        other = partial(run, [c, b], True) if is_mixed else partial(run, [b], False)
+        seen = _outputs(inner, partial(run, [a, b], True), len(b))
+        first = _first_difference(seen, _outputs(inner, other, len(b)), noise)
     at = first or "its output"
     if is_mixed:
         fault = f"mixes the sequences of a row: {at} changes with the sequence in front"
     else:
         fault = f"counts positions in a row otherwise than in each sequence alone: {at} differs"
-    raise ConfigError(
-        f"{kind} {fault}; such a model cannot be trained on packed sequences: pad them"
-    )
+    raise ConfigError(f"{kind} {fault}; {advice}")
 
 
 def _ratio(difference: Tensor, scale: Tensor) -> float:
@@ -103,38 +104,28 @@ def _module_of(error: BaseException, model: nn.Module) -> str:
     return inside[-1] if inside else ""
 
 
-def _first_difference(
-    model: nn.Module,
-    run: Run,
-    rows: tuple[Sequence[Tensor], Sequence[Tensor]],
-    num_last: int,
-    noise: float,
-) -> str:
-    """Return the first module, in the order in which they end, whose last rows differ."""
-    outputs: list[dict[str, Tensor]] = []
-    for place, sequences in enumerate(rows):
-        seen: dict[str, Tensor] = {}
-        num_tokens = sum(map(len, sequences))
+def _outputs(model: nn.Module, call: Callable[[], object], num_last: int) -> dict[str, Tensor]:
+    """Return the last rows of each module's output in a call, in the order in which they end."""
+    outputs: dict[str, Tensor] = {}
 
-        def keep(name: str, out: Any, seen: dict[str, Tensor], num: int) -> None:
-            out = out[0] if isinstance(out, tuple) and out else out
-            if isinstance(out, Tensor) and out.dim() > 2 and out.shape[1] == num:
-                seen.setdefault(name, out[0, -num_last:])
+    def keep(name: str, out: Any) -> None:
+        out = out[0] if isinstance(out, tuple) and out else out
+        if isinstance(out, Tensor) and out.dim() > 2 and out.shape[1] >= num_last:
+            outputs.setdefault(name, out[0, -num_last:])
 
-        hooks = [
-            module.register_forward_hook(
-                lambda _, __, out, name=name, seen=seen, num=num_tokens: keep(name, out, seen, num)
-            )
-            for name, module in model.named_modules()
-        ]
-        try:
-            run(sequences, place == 0 or len(sequences) > 1)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        outputs.append(seen)
-    one, other = outputs
-    for name, rows_of in one.items():
-        if name in other and _ratio(rows_of - other[name], rows_of) > noise:
-            return name
-    return ""
+    hooks = [
+        module.register_forward_hook(lambda _, __, out, name=name: keep(name, out))
+        for name, module in model.named_modules()
+    ]
+    try:
+        call()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return outputs
+
+
+def _first_difference(one: dict[str, Tensor], other: dict[str, Tensor], noise: float) -> str:
+    """Return the first module whose outputs differ, "" if none does."""
+    alike = (name for name in one if name in other and one[name].shape == other[name].shape)
+    return next((name for name in alike if _ratio(one[name] - other[name], one[name]) > noise), "")

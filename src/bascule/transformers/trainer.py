@@ -69,7 +69,11 @@ def check_packs(model: nn.Module, device: torch.device) -> None:
             inputs = inputs_of_pack(make_pack(samples, pack), pack, model)
         return model(**{k: x.to(device) if isinstance(x, Tensor) else x for k, x in inputs.items()})
 
-    check_separates(model, run)
+    advice = (
+        "leave out pack, or override packed_inputs of the Trainer so that the model gets the "
+        "bounds of samples"
+    )
+    check_separates(model, run, advice)
 
 
 def _positions(packed: Mapping[str, Any], model: nn.Module) -> Tensor:

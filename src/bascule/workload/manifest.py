@@ -67,9 +67,9 @@ class Manifest:
         five = np.percentile(self.lens, (0, 25, 50, 75, 100), method="nearest")
         least, low, middle, high, most = five.astype(int).tolist()
         pairs = self.columns.items()
-        used = ", ".join(role if role == name else f"{role} from {name}" for role, name in pairs)
+        used = ", ".join(role if role == name else f"{role} ({name})" for role, name in pairs)
         lines = [
-            f"{self.path}: {len(self):,} samples; tokens are from {used}.",
+            f"{self.path}: {len(self):,} samples; tokens follow from {used}.",
             f"Tokens of a sample: {least:,} to {most:,}, quartiles {low:,}, {middle:,}, {high:,}.",
             f"For example {self.example}.",
         ]

@@ -375,8 +375,9 @@ def _configured(path: Path, sets: Iterable[Mapping[str, Any]], wanted: Wanted) -
 
     for one in sets:
         names = [one[name] for name in (*_LISTS, *_FOLDERS) if one.get(name)]
-        if not names:
-            continue  # of text embeddings, for example
+        is_off = one.get("disabled") or one.get("disable")
+        if not names or is_off or one.get("dataset_type", "image") not in ("image", "video"):
+            continue  # embeddings and conditions are no samples
         place = next((x for x in (path.parent / name for name in names) if x.exists()), None)
         if place is None:
             raise ConfigError(
@@ -389,7 +390,8 @@ def _configured(path: Path, sets: Iterable[Mapping[str, Any]], wanted: Wanted) -
                 f"{path}: frame_extraction = {one['frame_extraction']!r}: the number of samples of "
                 "a clip is known for 'head' alone: give a table with frames of each sample"
             )
-        for _ in range(int(one.get("num_repeats", one.get("repeats", 1)))):
+        times = int(one.get("num_repeats", one.get("repeats", 0) + 1))  # SimpleTuner: further ones
+        for _ in range(times):
             for batch in read_batches(place, wanted if frames is None else with_frames):
                 for count in frames or [None]:
                     clips = {} if count is None else {"frames": [count] * batch.num_rows}
