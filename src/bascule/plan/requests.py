@@ -1,0 +1,618 @@
+"""Requests in balance: which one runs next, on which ranks, at which degree.
+
+Ranks form blocks: aligned runs of 1, 2, 4, .. of them. A request takes its denoising steps on one
+block, and may go on with another one at a step boundary. A policy is asked when a request arrives,
+ends, or was recalled by it and reached a boundary; it is pure and the same for simulation and use.
+"""
+
+import heapq
+from bisect import insort
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from bascule.arrays import Floats
+from bascule.errors import ConfigError
+from bascule.plan.checks import fields, number, whole
+
+NEVER = float("inf")
+
+
+class Block(NamedTuple):
+    """An aligned run of ranks."""
+
+    first: int
+    degree: int  # ranks, a power of two
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A picture or clip to make.
+
+    Attributes:
+        step_s: Seconds of a denoising step by degree, all guidance passes included.
+        steps: Denoising steps.
+        arrival_s: When it is asked for.
+        deadline_s: When it should be done; `NEVER` if that is not said.
+        once_s: Seconds of its text and its pixels, on one rank.
+        kind: Name of its class, for reports.
+    """
+
+    step_s: Mapping[int, float]
+    steps: int
+    arrival_s: float = 0.0
+    deadline_s: float = NEVER
+    once_s: float = 0.0
+    kind: str = ""
+
+    def __post_init__(self) -> None:
+        fields(self, steps=(whole, 1, 10**6), arrival_s=number, once_s=number)
+        if not self.step_s or min(self.step_s.values()) <= 0 or not all(map(_is_power, self.step_s)):
+            raise ConfigError(
+                f"Request(step_s={dict(self.step_s)}): give seconds above 0 for degrees 1, 2, 4, .."
+            )
+
+    def seconds(self, degree: int, steps: int | None = None) -> float:
+        """Return the seconds of some steps (default: all) at a degree, and of what is done once."""
+        return (self.steps if steps is None else steps) * self.step_s[degree] + self.once_s
+
+    @property
+    def alone_s(self) -> float:
+        """Seconds at its fastest degree."""
+        return min(map(self.seconds, self.step_s))
+
+    @property
+    def work_s(self) -> float:
+        """Rank-seconds at its cheapest degree."""
+        return self.steps * min(d * s for d, s in self.step_s.items()) + self.once_s
+
+
+def _is_power(degree: int) -> bool:
+    return degree > 0 and degree & (degree - 1) == 0
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request on its way."""
+
+    number: int  # in the order of arrival
+    request: Request
+    left: int  # steps to take; of a running one at its next boundary
+    block: Block | None = None  # where it runs; None: it waits
+    free_s: float = 0.0  # of a running one: when its block is free, as it is
+    boundary_s: float = 0.0  # of a running one: its next boundary, if it were recalled now
+
+    def seconds(self, degree: int) -> float:
+        """Return the seconds from its next boundary on, at a degree."""
+        return self.request.seconds(degree, self.left)
+
+
+@dataclass(slots=True)
+class State:
+    """The requests of a job, and its ranks."""
+
+    num_ranks: int
+    now_s: float = 0.0
+    waiting: list[Job] = field(default_factory=list[Job])  # in the order of arrival
+    running: dict[Block, Job] = field(default_factory=dict[Block, Job])
+    free: set[Block] = field(default_factory=set[Block])  # the largest free blocks
+    move_s: float = 0.0  # that a request loses when it goes on with other ranks
+
+    @classmethod
+    def of(cls, num_ranks: int, *, move_s: float = 0.0) -> "State":
+        """Return a state without requests."""
+        state = cls(whole("num_ranks", num_ranks, 1), move_s=move_s)
+        first = 0
+        while first < num_ranks:
+            degree = 1 << min((num_ranks - first).bit_length() - 1, _alignment(first))
+            state.free.add(Block(first, degree))
+            first += degree
+        return state
+
+    def wait(self, job: Job) -> None:
+        """Add a job that waits; free its block."""
+        if job.block is not None:
+            self.release(job.block)
+        job.block = None
+        insort(self.waiting, job, key=lambda one: one.number)
+
+    def release(self, block: Block) -> None:
+        """Free the ranks of a block; join neighbours."""
+        self.running.pop(block, None)
+        while (other := Block(block.first ^ block.degree, block.degree)) in self.free:
+            self.free.remove(other)
+            block = Block(min(block.first, other.first), 2 * block.degree)
+        self.free.add(block)
+
+    def take(self, block: Block) -> None:
+        """Take free ranks."""
+        around = block
+        while around not in self.free:
+            if around.degree > self.num_ranks:
+                raise ConfigError(f"{block} is not free: free blocks are {sorted(self.free)}")
+            around = Block(around.first & ~around.degree, 2 * around.degree)
+        self.free.remove(around)
+        while around.degree > block.degree:
+            half = around.degree // 2
+            halves = Block(around.first, half), Block(around.first + half, half)
+            is_right = block.first >= halves[1].first
+            self.free.add(halves[not is_right])
+            around = halves[is_right]
+
+    def free_block(self, degree: int) -> Block | None:
+        """Return free ranks of a degree, from the smallest free block that has them."""
+        whole = min((one for one in self.free if one.degree >= degree), default=None, key=_by_degree)
+        return None if whole is None else Block(whole.first, degree)
+
+
+def _alignment(first: int) -> int:
+    return 64 if first == 0 else (first & -first).bit_length() - 1
+
+
+def _by_degree(block: Block) -> tuple[int, int]:
+    return block.degree, block.first
+
+
+class Starts(Protocol):
+    """Takes what a policy decides."""
+
+    def start(self, job: Job, block: Block) -> None:
+        """Let a waiting job run on free ranks."""
+
+    def recall(self, job: Job) -> None:
+        """Let a running job wait at its next boundary, and ask again then."""
+
+
+class Policy(Protocol):
+    """Decides which requests run where."""
+
+    def decide(self, state: State, act: Starts) -> None:
+        """Start waiting jobs on free ranks, and recall running ones."""
+
+
+# --- policies of other systems --------------------------------------------------------------------
+
+
+class Dispatch:
+    """Gives each request to a replica when it arrives: "random", "round robin", "least in flight",
+    "least work" (predicted). A replica takes one after the other.
+    """
+
+    def __init__(self, by: str, degree: int = 1, *, seed: int = 0) -> None:
+        self._by, self._degree, self._random = by, degree, np.random.default_rng(seed)
+        self._queues: dict[int, list[Job]] = {}  # by first rank
+        self._last = -1
+        self._turn = 0
+
+    def decide(self, state: State, act: Starts) -> None:
+        """Queue what has arrived, and let each free replica take its next."""
+        if not self._queues:
+            self._queues = {r: [] for r in range(0, state.num_ranks, self._degree)}
+        blocks = {first: Block(first, self._degree) for first in self._queues}
+        for job in state.waiting:
+            if job.number > self._last:
+                self._last = job.number
+                self._queues[self._replica(state, blocks)].append(job)
+        for first, queue in self._queues.items():
+            if queue and blocks[first] not in state.running:
+                act.start(queue.pop(0), blocks[first])
+
+    def _replica(self, state: State, blocks: Mapping[int, Block]) -> int:
+        firsts = list(self._queues)
+        self._turn += 1
+        if self._by == "random":
+            return firsts[int(self._random.integers(len(firsts)))]
+        turn = [(place - self._turn) % len(firsts) for place in range(len(firsts))]
+        if self._by == "round robin":
+            return firsts[turn.index(0)]
+
+        def load(first: int) -> float:
+            runs, queue = state.running.get(blocks[first]), self._queues[first]
+            if self._by == "least in flight":
+                return len(queue) + (runs is not None)
+            rest = 0.0 if runs is None else runs.free_s - state.now_s
+            return rest + sum(one.seconds(self._degree) for one in queue)
+
+        loads = [(load(first), turn[place], first) for place, first in enumerate(firsts)]
+        return min(loads)[2]
+
+
+class Queue:
+    """One queue for all ranks, in an order: "fifo", "sjf" (shortest first), "srtf" (shortest rest,
+    which recalls longer ones). At one degree, or each size at the one that is best for it.
+    """
+
+    def __init__(self, order: str, degree: int | Mapping[str, int] = 1) -> None:
+        self._order, self._degree = order, degree
+
+    def degree_of(self, job: Job) -> int:
+        """Return the degree of a job."""
+        return self._degree if isinstance(self._degree, int) else self._degree[job.request.kind]
+
+    def _key(self, job: Job) -> tuple[float, int]:
+        first = 0.0 if self._order == "fifo" else job.seconds(self.degree_of(job))
+        return first, job.number
+
+    def decide(self, state: State, act: Starts) -> None:
+        """Start the first of the queue while there are ranks."""
+        waiting = sorted(state.waiting, key=self._key)
+        for place, job in enumerate(waiting):
+            block = state.free_block(self.degree_of(job))
+            if block is None:
+                if self._order == "srtf":
+                    self._recall(state, act, waiting[place:])
+                return
+            act.start(job, block)
+
+    def _recall(self, state: State, act: Starts, waiting: Sequence[Job]) -> None:
+        running = sorted(state.running.values(), key=self._key, reverse=True)
+        for job, longer in zip(waiting, running, strict=False):
+            if self._key(job) < self._key(longer):
+                act.recall(longer)
+
+
+def best_degrees(requests: Iterable[Request], most: int) -> dict[str, int]:
+    """Return for each kind the degree at which it ends soonest per rank-second spent (RSSP).
+
+    The largest degree whose gain over half of it is at least 1.4.
+    """
+    degrees: dict[str, int] = {}
+    for one in requests:
+        if one.kind not in degrees:
+            best = min(one.step_s)
+            while 2 * best <= most and one.step_s.get(2 * best, NEVER) * 1.4 <= one.step_s[best]:
+                best *= 2
+            degrees[one.kind] = best
+    return degrees
+
+
+class EarliestDeadline:
+    """Earliest deadline first: "greedy" takes the largest free degree that is faster, "best fit" the
+    smallest that meets the deadline. Nobody is recalled.
+    """
+
+    def __init__(self, fit: str) -> None:
+        self._fit = fit
+
+    def decide(self, state: State, act: Starts) -> None:
+        """Start in the order of deadlines."""
+        for job in sorted(state.waiting, key=lambda one: (one.request.deadline_s, one.number)):
+            degrees = [d for d in sorted(job.request.step_s) if state.free_block(d) is not None]
+            if not degrees:
+                return
+            degree = min(degrees, key=job.seconds)
+            if self._fit == "best fit":
+                ends = {d: state.now_s + job.seconds(d) for d in degrees}
+                degree = next((d for d in degrees if ends[d] <= job.request.deadline_s), degree)
+            block = state.free_block(degree)
+            assert block is not None
+            act.start(job, block)
+
+
+class SuperP95:
+    """Each 20th arrival lets one of the longest requests wait for all others (vLLM-Omni 3916)."""
+
+    def __init__(self) -> None:
+        self._late: set[int] = set()
+        self._credit, self._longest, self._last = 0.0, 0.0, -1
+
+    def decide(self, state: State, act: Starts) -> None:
+        """Start those that do not wait for others, then the others; recall the latter."""
+        for job in state.waiting:
+            if job.number > self._last:
+                self._last, self._credit = job.number, self._credit + 0.05
+                self._longest = max(self._longest, job.request.work_s)
+                if self._credit >= 1 and job.request.work_s >= 0.8 * self._longest:
+                    self._credit -= 1
+                    self._late.add(job.number)
+        key = self._key
+        waiting = sorted(state.waiting, key=key)
+        for place, job in enumerate(waiting):
+            block = state.free_block(1)
+            if block is None:
+                late = [one for one in state.running.values() if one.number in self._late]
+                on_time = sum(one.number not in self._late for one in waiting[place:])
+                for one in late[:on_time]:
+                    act.recall(one)
+                return
+            act.start(job, block)
+
+    def _key(self, job: Job) -> tuple[bool, int]:
+        return job.number in self._late, job.number
+
+
+# --- the policy of bascule ------------------------------------------------------------------------
+
+
+class Balanced:
+    """Meets deadlines with the fewest ranks, and spends ranks that nobody waits for on speed.
+
+    At each decision it sets a target for all requests, waiting or running: in the order of urgency
+    each gets the smallest degree that meets its deadline, and ranks that are left widen those that
+    gain the most. Then it starts what has ranks, and recalls what holds more than its target while
+    others wait.
+
+    A request without a deadline gets one: what first come, first served on single ranks would have
+    done for it, or for 95 % of those before it, times `tail`; when its latest start comes it goes
+    before all others. A deadline that no degree can meet any more, or that would cost others theirs,
+    is given up: the request waits for others, until it has waited `patience` times its own time.
+
+    Args:
+        tail: Factor of the deadlines that it sets.
+        patience: Times of its own that a request waits at most for those who came later.
+        degrees: Allowed degrees. Default: all that a request knows.
+    """
+
+    def __init__(
+        self, *, tail: float = 0.9, patience: float = 10.0, degrees: Sequence[int] | None = None
+    ) -> None:
+        self._tail, self._patience, self._degrees = tail, patience, degrees
+        self._due: dict[int, float] = {}  # by number of the job
+        self._last = -1
+        self._virtual: list[float] = []  # when single ranks would be free, first come first served
+        self._latencies: list[float] = []  # theirs, sorted
+
+    def decide(self, state: State, act: Starts) -> None:
+        """Set targets, start what fits, and recall what has more than its target."""
+        for job in state.waiting:
+            if job.number > self._last:
+                self._last = job.number
+                self._admit(state, job)
+        jobs = [*state.running.values(), *state.waiting]
+        targets = self._targets(state, jobs)
+        missing = 0
+        for job in sorted(state.waiting, key=lambda one: -targets[one][0]):
+            degree, order = targets[job]
+            if not degree:
+                continue
+            block = state.free_block(degree)
+            while block is None and degree > 1:
+                degree //= 2
+                block = state.free_block(degree) if degree in self._fast(job) else None
+            if block is None:
+                missing += targets[job][0]
+            else:
+                act.start(job, block)
+        self._recall(state, act, targets, missing)
+
+    def _targets(self, state: State, jobs: Sequence[Job]) -> dict[Job, tuple[int, Any]]:
+        """Return the degree that each job should have, 0 to wait, and its order."""
+        given_up = self._given_up(state, jobs)
+        order = {job: self._order(state, job, job in given_up) for job in jobs}
+        room, targets = state.num_ranks, dict.fromkeys(jobs, 0)
+        for job in sorted(jobs, key=order.__getitem__):
+            need = self._need(state, job, job in given_up)
+            while need > room:
+                need //= 2
+            targets[job] = need
+            room -= need
+        self._widen(targets, room)
+        return {job: (degree, order[job]) for job, degree in targets.items()}
+
+    def _recall(self, state: State, act: Starts, targets: Any, missing: int) -> None:
+        """Recall jobs above their targets while ranks are missing, and those below to widen them."""
+        coming = 0
+        running = sorted(state.running.values(), key=lambda one: targets[one][1], reverse=True)
+        for job in running:
+            assert job.block is not None
+            more = job.block.degree - targets[job][0]
+            if more > 0 and coming < missing and job.free_s - job.boundary_s > state.move_s:
+                coming += more
+                act.recall(job)
+        if missing:
+            return
+        for job in running:
+            assert job.block is not None
+            wide, block = targets[job][0], job.block
+            if wide <= block.degree or not job.left:
+                continue
+            gain = job.free_s - job.boundary_s - job.seconds(wide)
+            other = Block(block.first ^ block.degree, block.degree)
+            if gain > 4 * state.move_s and any(_is_within(other, one) for one in state.free):
+                act.recall(job)
+                return
+
+    def _admit(self, state: State, job: Job) -> None:
+        request = job.request
+        if request.deadline_s < NEVER:
+            self._due[job.number] = request.deadline_s
+            return
+        if not self._virtual:
+            self._virtual = [0.0] * state.num_ranks
+        start = max(heapq.heappop(self._virtual), request.arrival_s)
+        end = start + request.seconds(min(request.step_s))
+        heapq.heappush(self._virtual, end)
+        insort(self._latencies, end - request.arrival_s)
+        usual = self._latencies[int(0.95 * (len(self._latencies) - 1))]
+        allowed = self._tail * max(usual, end - request.arrival_s)
+        self._due[job.number] = request.arrival_s + allowed
+
+    def _fast(self, job: Job) -> list[int]:
+        """Return the degrees of a job that are each faster than those before."""
+        fast: list[int] = []
+        for degree, seconds in sorted(job.request.step_s.items()):
+            if self._degrees is None or degree in self._degrees:
+                if not fast or seconds < job.request.step_s[fast[-1]]:
+                    fast.append(degree)
+        return fast
+
+    def _slack(self, state: State, job: Job, degree: int) -> float:
+        """Return the seconds by which a job would meet its deadline at a degree."""
+        if job.block is not None and job.block.degree == degree:
+            return self._due[job.number] - job.free_s
+        move = state.move_s if job.left < job.request.steps else 0.0
+        begin = state.now_s if job.block is None else job.boundary_s
+        return self._due[job.number] - begin - move - job.seconds(degree)
+
+    def _need(self, state: State, job: Job, is_given_up: bool) -> int:
+        degrees = self._fast(job)
+        if is_given_up or job.request.deadline_s == NEVER:  # idle ranks widen these
+            return degrees[0]
+        return next((d for d in degrees if self._slack(state, job, d) >= 0), degrees[-1])
+
+    def _given_up(self, state: State, jobs: Sequence[Job]) -> set[Job]:
+        """Return jobs whose deadlines are lost, or cost others theirs (Moore and Hodgson)."""
+        lost = set[Job]()
+        load, kept = 0.0, list[tuple[float, int, Job]]()
+        for job in sorted(jobs, key=lambda one: (self._due[one.number], one.number)):
+            if job.request.deadline_s == NEVER:
+                continue
+            if max(self._slack(state, job, d) for d in self._fast(job)) < 0:
+                lost.add(job)
+                continue
+            degree = self._need(state, job, False)
+            work = degree * job.left * job.request.step_s[degree] + job.request.once_s
+            heapq.heappush(kept, (-work, job.number, job))
+            load += work
+            while load > state.num_ranks * max(self._due[job.number] - state.now_s, 1e-9) and kept:
+                work, _, dropped = heapq.heappop(kept)
+                load += work
+                lost.add(dropped)
+        return lost
+
+    def _order(self, state: State, job: Job, is_given_up: bool) -> tuple[int, float, int]:
+        request, own = job.request, job.seconds(min(job.request.step_s))
+        is_fixed = request.deadline_s < NEVER
+        if is_given_up:
+            waited = state.now_s - request.arrival_s - request.seconds(min(request.step_s))
+            if waited > self._patience * request.seconds(min(request.step_s)):
+                return 0, request.arrival_s, job.number
+            return 3, own, job.number
+        slack = self._slack(state, job, self._fast(job)[-1])
+        if is_fixed:
+            return 1, self._due[job.number], job.number
+        if slack < own:
+            return 1, self._due[job.number], job.number
+        return 2, own, job.number
+
+    def _widen(self, targets: dict[Job, int], room: int) -> None:
+        """Double degrees where that gains the most seconds, while there are ranks."""
+        while room:
+            gains = [
+                (job.seconds(degree) - job.seconds(2 * degree), -job.number, job)
+                for job, degree in targets.items()
+                if 0 < degree <= room and 2 * degree in self._fast(job)
+            ]
+            if not gains:
+                return
+            job = max(gains, key=lambda one: one[:2])[2]
+            room -= targets[job]
+            targets[job] *= 2
+def _is_within(block: Block, other: Block) -> bool:
+    return other.first <= block.first < other.first + other.degree and block.degree <= other.degree
+
+
+# --- what no policy can exceed --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RequestBound:
+    """What any policy reaches at most; see `request_bound`."""
+
+    met: float  # share of requests within their deadlines
+    mean_latency_s: float
+    makespan_s: float
+
+
+_MOST_GROUPS = 4000  # of requests that one linear program tells apart
+
+
+def request_bound(requests: Sequence[Request], num_ranks: int) -> RequestBound:
+    """Bound the deadlines met, the mean latency and the makespan of any policy.
+
+    The relaxation: all ranks are one machine that takes a request's cheapest rank-seconds in parts,
+    at any time between arrival and deadline; nobody is faster than alone at its fastest degree.
+    Deadlines: a linear program in which a part of a request counts in part. Latency: the shortest
+    rest first is optimal on one machine. Makespan: what arrives after any moment must still be done.
+    """
+    if not requests:
+        return RequestBound(1.0, 0.0, 0.0)
+    arrival = np.array([one.arrival_s for one in requests])
+    deadline = np.array([one.deadline_s for one in requests])
+    alone = np.array([one.alone_s for one in requests])
+    work = np.array([one.work_s for one in requests]) / num_ranks
+    order = np.argsort(arrival, kind="stable")
+    after = np.cumsum(work[order][::-1])[::-1]
+    makespan = max(float((arrival[order] + after).max()), float((arrival + alone).max()))
+    mean = max(_shortest_rest_first(arrival[order], work[order]), float(alone.mean()))
+    met = _most_met(arrival, deadline, alone, work)
+    return RequestBound(met, mean, makespan)
+
+
+def _shortest_rest_first(arrival: Floats, work: Floats) -> float:
+    """Return the mean latency on one machine."""
+    now, total, rest = 0.0, 0.0, list[tuple[float, float]]()
+    upcoming = [*arrival[1:].tolist(), NEVER]
+    for begin, needs, following in zip(arrival.tolist(), work.tolist(), upcoming, strict=True):
+        now = max(now, begin)
+        heapq.heappush(rest, (needs, begin))
+        while rest and now < following:
+            needs, came = heapq.heappop(rest)
+            if now + needs > following:
+                heapq.heappush(rest, (needs - (following - now), came))
+                now = following
+            else:
+                now += needs
+                total += now - came
+    return total / arrival.size
+
+
+def _most_met(arrival: Floats, deadline: Floats, alone: Floats, work: Floats) -> float:
+    """Bound the share of requests that meet their deadlines, by a linear program."""
+    from scipy import optimize, sparse
+
+    possible = arrival + alone <= deadline * (1 + 1e-12)
+    has_deadline = deadline < NEVER
+    always = int((~has_deadline).sum())
+    chosen = np.flatnonzero(possible & has_deadline)
+    if not chosen.size:
+        return always / arrival.size
+    # Rounding outwards, so that more fits: arrivals down and deadlines up to a grid of moments.
+    begin, end = arrival[chosen], deadline[chosen]
+    num_moments = min(240, 2 * chosen.size + 2)
+    grid = np.quantile(np.concatenate([begin, end]), np.linspace(0, 1, num_moments))
+    grid = np.unique(np.concatenate([[begin.min()], grid, [end.max()]]))
+    first = np.searchsorted(grid, begin, side="right") - 1
+    last = np.searchsorted(grid, end, side="left")
+    rows = np.stack([first, last, np.round(work[chosen], 12)], axis=1)
+    groups, counts = np.unique(rows, axis=0, return_counts=True)
+    if len(groups) > _MOST_GROUPS:
+        raise ConfigError(
+            f"a bound for {len(groups)} unlike requests: at most {_MOST_GROUPS} can be told apart"
+        )
+    spans = np.diff(grid)
+    starts, stops = groups[:, 0].astype(int), np.maximum(groups[:, 1].astype(int), 1)
+    lens = stops - starts
+    of_group = np.repeat(np.arange(len(groups)), lens)
+    slot = np.concatenate([np.arange(a, b) for a, b in zip(starts, stops, strict=True)])
+    # Variables: requests met of each group, then its work in each slot.
+    num = len(groups)
+    variables = num + slot.size
+    enough = sparse.csr_array(
+        (
+            np.concatenate([groups[:, 2], -np.ones(slot.size)]),
+            (
+                np.concatenate([np.arange(num), of_group]),
+                np.concatenate([np.arange(num), num + np.arange(slot.size)]),
+            ),
+        ),
+        (num, variables),
+    )
+    fits = sparse.csr_array(
+        (np.ones(slot.size), (slot, num + np.arange(slot.size))), (spans.size, variables)
+    )
+    result = optimize.linprog(
+        -np.concatenate([np.ones(num), np.zeros(slot.size)]),
+        A_ub=sparse.vstack([enough, fits]),
+        b_ub=np.concatenate([np.zeros(num), spans]),
+        bounds=np.concatenate(
+            [
+                np.stack([np.zeros(num), counts], axis=1),
+                np.stack([np.zeros(slot.size), np.full(slot.size, np.inf)], axis=1),
+            ]
+        ),
+        method="highs",
+    )
+    return min(1.0, (always + np.floor(-result.fun + 1e-6)) / arrival.size)
