@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from bascule.attention.api import AttentionMesh, AttentionOptions, SequenceLayout, attention
@@ -126,6 +127,20 @@ class SequenceParallelMode(TorchFunctionMode):
     def attends_locally(self) -> bool:
         """Return whether attention is left as it is."""
         return self._num_local > 0
+
+    def refuse(self, module: nn.Module, args: object) -> None:
+        """Refuse a model of transformers, whose attention depends on more than this sees."""
+        # These say so; transformers itself need not be there.
+        if not hasattr(module, "set_attn_implementation") or torch.compiler.is_compiling():
+            return
+        if not self.attends_locally():
+            name = type(module).__name__
+            raise ConfigError(
+                f"context_parallel: {name} is a model of transformers, whose windows and positions "
+                "follow from the tokens that it gets: enter bascule.transformers.context_parallel("
+                "model, mesh), which compares it with one process; or .local(), if every rank has "
+                "all its tokens"
+            )
 
     def options_of(self, query: Tensor) -> AttentionOptions:
         """Return the options of a call, with the layout of all that is attended to."""
@@ -269,6 +284,7 @@ def context_parallel(
     kernel: str | None = None,
     overlap: bool | None = None,
     double_buffer: bool = True,
+    checked: nn.Module | None = None,
 ) -> Iterator[SequenceParallelMode]:
     """Make F.scaled_dot_product_attention of any model attend over the mesh, within the `with`.
 
@@ -293,6 +309,9 @@ def context_parallel(
         kernel: Name of the block kernel.
         overlap: True lets Ulysses exchange while it computes.
         double_buffer: True lets a ring attend while keys and values travel.
+        checked: A model that was compared with one process. Default: models of transformers are
+            refused, as their windows and positions follow from the tokens that they get; see
+            `bascule.transformers.context_parallel`.
 
     Raises:
         ConfigError: A call cannot be split, a number of keys is ambiguous, or nothing within called
@@ -305,8 +324,13 @@ def context_parallel(
             raise ConfigError(_AMBIGUOUS.format(both))
     options = AttentionOptions(None, kernel, comm_dtype, overlap, double_buffer)
     mode = SequenceParallelMode(place, layout, replicated, options, watches=True)
-    with mode:
-        yield mode
+    hook = None if checked is not None else register_module_forward_pre_hook(mode.refuse)
+    try:
+        with mode:
+            yield mode
+    finally:
+        if hook is not None:
+            hook.remove()
     if not mode.has_attended:
         raise ConfigError(
             "context_parallel: nothing within called F.scaled_dot_product_attention, so nothing "

@@ -45,8 +45,8 @@ from bascule.diffusers.request import Request, agree_on, models_of
 from bascule.diffusers.sparse_layers import SparseConfig
 from bascule.diffusers.split_model import SplitModel
 from bascule.diffusers.split_table import SplitTable
-from bascule.diffusers.tables import table_of
-from bascule.diffusers.verify import Comparison, Verification, verify
+from bascule.diffusers.tables import is_tested, table_of
+from bascule.diffusers.verify import Comparison, Verification, check_table, verify
 from bascule.errors import ConfigError
 from bascule.plan.machine import HardwareProfile
 from bascule.plan.mesh_choice import MeshChoice
@@ -85,7 +85,8 @@ def parallelize(
         ring_degree: Ranks of a group that pass keys and values around.
         ulysses_degree: Ranks of a group that share heads.
         table: The tensors that are cut and gathered; or a plan of diffusers, as in `_cp_plan`.
-            Default: the table for the class of the model, else its plan.
+            Default: the table for the class of the model, else its plan. The first call with a
+            table of yours or a plan is compared with one process, unless `verify` was called.
         sparse: The blocks of attention that are computed. Default: all.
         kernel: Name of attention's kernel. Default: the first that runs here.
         comm_dtype: "int8" or "e4m3" sends attention's rows at 8 bits, at an error that `verify`
@@ -165,6 +166,7 @@ class ParallelHandle:
         self._request = request
         for model, table in zip(request.models, request.tables, strict=True):
             split = SplitModel(model, table, self.mesh, request.attention, request.sparse)
+            split.first_call = None if is_tested(table) else check_table
             self.parts.append(split)
         if self.replica.branches is not None:
             branches = Branches(self.replica.branches)

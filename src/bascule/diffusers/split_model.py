@@ -76,6 +76,8 @@ class SplitModel:
         self.blocks: dict[str, tuple[nn.Module, tuple[str | tuple[str, ...], ...]]] = {}
         self.forward: ForwardPass | None = None  # that runs over the mesh
         self.last: Attended | None = None  # by the last pass that ended well, unless compiled
+        # What looks at the first call over the mesh, as an argument that makes it again.
+        self.first_call: Callable[[SplitModel, Callable[[], Any]], None] | None = None
         self.is_alone = False  # calls that begin now compute all tokens on this rank
         self.inputs = SameInputs(model)
         self._is_called = self._is_paused = self._is_over = False
@@ -169,6 +171,8 @@ class SplitModel:
         named = dict(zip(self._names, args, strict=False)) | dict(kwargs)
         self._follow()
         self._compare(named, form_of(named))
+        assert self._of_model is not None
+        self._look_at_first(self._of_model.method, args, kwargs)
 
     def _follow(self) -> None:
         """Put stand-ins where modules were replaced, and look at the caches."""
@@ -203,6 +207,9 @@ class SplitModel:
                 self.forward, self._is_called = None, True
                 return forward(*args, **kwargs)
             current = self._begin(args, kwargs)
+            if not torch.compiler.is_compiling():
+                self.forward = current
+                self._look_at_first(forward, args, kwargs)
             cuts = self.table.inputs.get("", {})
             shares = current.cut_arguments(self._names, cuts, args, kwargs)
             self.forward, self._is_called = current, True
@@ -217,6 +224,18 @@ class SplitModel:
             raise
         finally:
             self.forward, self._is_called = before
+
+    def _look_at_first(
+        self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        look = self.first_call
+        if look is not None and self.mesh.whole is not None and not self.has_cache:
+            self.first_call = None
+            sparse, self.sparse = self.sparse, None  # its choice of blocks is not the table's
+            try:
+                look(self, partial(self._call, forward, *args, **kwargs))
+            finally:
+                self.sparse = sparse
 
     def _begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ForwardPass:
         sparse = None if self.sparse is None else SparsePass(self.sparse)

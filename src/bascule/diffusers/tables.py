@@ -370,6 +370,11 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
 }
 
 
+def is_tested(table: SplitTable) -> bool:
+    """Return whether a table is one of bascule's own, which its tests compare with one process."""
+    return any(table is one for one in TABLES.values())
+
+
 def table_of(model: nn.Module, table: SplitTable | Mapping[str, Any] | None = None) -> SplitTable:
     """Return a table, or the table of a plan of diffusers, or of the model's nearest class."""
     if isinstance(table, SplitTable):

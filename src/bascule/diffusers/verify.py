@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,9 +29,11 @@ from bascule.diffusers.pipeline_run import (
 from bascule.diffusers.split_model import SplitModel
 from bascule.diffusers.split_table import modules_of
 from bascule.errors import ConfigError
+from bascule.stand_in import as_in_use, module_of
 
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 """Relative L2 errors that pass: sums of attention are in another order on a mesh."""
+_OF_WIRE = 0.1  # of rows at 8 bits, for a table that may not fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,6 @@ class Verification:
 @shared("verify")
 def verify(part: SplitModel, inputs: Mapping[str, Any], group: RankGroup | None) -> Verification:
     """Compare a model on each of the meshes that a group of ranks consists of."""
-    mesh = part.mesh
     if part.has_cache:
         raise ConfigError(
             "verify: the model has a cache of steps, which would take each of two passes for a "
@@ -85,6 +87,63 @@ def verify(part: SplitModel, inputs: Mapping[str, Any], group: RankGroup | None)
         )
     if group is not None:
         compare_inputs(Fingerprint.of(inputs, is_exact=True), group, "verify")
+    run, look, part.first_call = partial(part.model, **inputs), part.first_call, None
+    result = _compare(part, run, group, by_block=True)
+    if not _of_table(part, result).ok:
+        part.first_call = look
+    return result
+
+
+def check_table(part: SplitModel, run: Callable[[], Any]) -> None:
+    """Compare the first call of a model whose table is a user's, or a plan, with one process.
+
+    Raises:
+        ConfigError: The table does not fit; the error names the first block that differs, or the
+            module that failed.
+    """
+    kind, advice = type(part.model).__name__, "see docs/sequence_parallel.md (Adding a table)"
+
+    with as_in_use(part.model):
+        alone, together = _alone_and_together(part)
+        try:
+            with together, torch.no_grad():
+                run()
+        except ConfigError:
+            raise
+        except Exception as error:
+            with alone, torch.no_grad():
+                run()  # an error of one process, too, is not the table's
+            where, reason = module_of(error, part.model), " ".join(str(error).split())[:200]
+            raise ConfigError(
+                f"the table of {kind} does not fit: over ranks {where or kind} raised "
+                f"{type(error).__name__}: {reason}; {advice}"
+            ) from error
+        for by_block in (False, True):  # all blocks take much memory, and are seldom needed
+            result = _of_table(part, _compare(part, run, part.mesh.whole, by_block=by_block))
+            if result.ok:
+                return
+    first = result.first_difference
+    assert first is not None
+    raise ConfigError(
+        f"the table of {kind} does not fit: over ranks {first} differs from one process by "
+        f"{result.errors[first]:.1e} of its norm (tolerance {result.tolerance:.0e}); {advice}"
+    )
+
+
+def _of_table(part: SplitModel, result: Verification) -> Verification:
+    """Return a result that rows at 8 bits pass where the table fits."""
+    return result if part.options.quantized is None else replace(result, tolerance=_OF_WIRE)
+
+
+def _compare(
+    part: SplitModel,
+    run: Callable[[], Any],
+    group: RankGroup | None,
+    *,
+    by_block: bool,
+) -> Verification:
+    """Compare the outputs of a call over a mesh with one process, and those of blocks."""
+    mesh = part.mesh
     gathered = {name for one in part.table.gathers for name in modules_of(part.model, one)}
     expected: dict[str, Tensor] = {}
     sums: dict[str, Tensor] = {}
@@ -108,12 +167,14 @@ def verify(part: SplitModel, inputs: Mapping[str, Any], group: RankGroup | None)
     # A compiled model would trace the hooks, and break its graph.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         alone, together = _alone_and_together(part)
-        with alone, _observed(part, keep):
-            reference = [of_first_rank(x, group) for x in leaves_of(part.model(**inputs))]
-        with together, _observed(part, compare):
-            outputs = leaves_of(part.model(**inputs))
-    if not outputs:
+        with alone, _observed(part, keep) if by_block else nullcontext():
+            reference = [of_first_rank(x, group) for x in leaves_of(run())]
+        with together, _observed(part, compare) if by_block else nullcontext():
+            outputs = leaves_of(run())
+    if not outputs and by_block:
         raise ConfigError(f"verify: {type(part.model).__name__} returns no tensors")
+    if not outputs:
+        return Verification({}, {}, 0.0)
     results = {
         f"output {place}": _squares(output, whole)
         for place, (output, whole) in enumerate(zip(outputs, reference, strict=True))
