@@ -285,6 +285,11 @@ def differently(**makes: Callable[[], Any]) -> Callable[[], object]:
     return call
 
 
+def noisier(by: float) -> Tensor:
+    image = toy_inputs()["image"]
+    return image + by * torch.randn(image.shape, generator=seeded(9), dtype=image.dtype)
+
+
 def differently_over(**degrees: Any) -> Callable[[], object]:
     def call() -> object:
         model = make_toy()
@@ -412,6 +417,9 @@ ENDING: dict[str, Wrong] = {
         f"values of {name}": (differently(**{name: lambda x=x: x}), f"values of {name} differ")
         for name, x in other.items()
     },
+    "a time": (differently(time=lambda: toy_inputs()["time"] * 705 / 700), "values of time differ"),
+    "noise": (differently(image=lambda: noisier(0.03)), "values of image differ"),
+    "rounding": (differently(image=lambda: noisier(1e-7)), "give an input_tolerance"),
     "text length": (differently(text=lambda: toy_inputs(text=4)["text"]), "disagree on"),
     "image length": (differently(image=lambda: toy_inputs(image=8)["image"]), "disagree on"),
     "a mask": (differently(text_mask=lambda: torch.ones(2, 5)), "disagree on"),

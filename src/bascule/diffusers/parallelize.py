@@ -17,10 +17,11 @@ from bascule.comm.agree import agree
 from bascule.comm.collectives import all_reduce
 from bascule.comm.failures import leave, shared
 from bascule.comm.groups import RankGroup
-from bascule.comm.mesh import AttentionMesh
+from bascule.comm.mesh import AttentionMesh, named_part
 from bascule.comm.quantized import CommDtype
 from bascule.diffusers.compiling import Mode, check_mode, compile_in_place, device_of
 from bascule.diffusers.degrees import (
+    AXES,
     ONE_RANK,
     AutoMesh,
     Replica,
@@ -69,6 +70,7 @@ def parallelize(
     double_buffer: bool = True,
     vae: Literal["all", "first", "own"] = "all",
     text_encoders: Literal["all", "own"] = "own",
+    input_tolerance: float = 0.0,
 ) -> "ParallelHandle":
     """Share a model, or a pipeline, over ranks: same inputs, same outputs, on every rank.
 
@@ -79,7 +81,8 @@ def parallelize(
     Args:
         model_or_pipeline: A model, or a pipeline of diffusers, of which all transformers are split.
         mesh: Instead of degrees: a mesh with axes "data", "guidance", "ring" and "ulysses", in this
-            order, or some of these. "auto" or an `AutoMesh` chooses degrees for all ranks.
+            order, or some of these; other axes are replicas. "auto" or an `AutoMesh` chooses
+            degrees for all ranks.
         data_degree: Replicas of all that follows, with prompts of their own.
         guidance_degree: Groups of ranks that share guidance branches.
         ring_degree: Ranks of a group that pass keys and values around.
@@ -97,6 +100,8 @@ def parallelize(
             the first rank of a replica gets them alone. "own": every rank computes all tiles.
         text_encoders: "all": the ranks share the prompts of a batch, which pays for several long
             ones. "own": every rank encodes all prompts.
+        input_tolerance: How far the ranks' inputs may differ, relative to their norm, for unlike
+            GPUs that round prompts differently; the ranks' outputs then differ as much.
 
     Returns:
         A handle, and a context manager: leaving it calls `undo()`.
@@ -107,7 +112,7 @@ def parallelize(
         CommError: The requests of ranks differ. One all-gather compares them.
     """
     auto = AutoMesh() if isinstance(mesh, str) else mesh
-    device_mesh = None if isinstance(auto, AutoMesh) else auto
+    device_mesh = None if auto is None or isinstance(auto, AutoMesh) else named_part(auto, AXES)
     group = ranks_of(device_mesh)
 
     def ask() -> Request:
@@ -125,6 +130,7 @@ def parallelize(
             sparse=sparse,
             vae=vae,
             text_encoders=text_encoders,
+            input_tolerance=input_tolerance,
             pipeline=None if isinstance(model_or_pipeline, nn.Module) else model_or_pipeline,
             choice=choice,
         )
@@ -165,7 +171,8 @@ class ParallelHandle:
         """Split models and share the parts of a pipeline, until `undo`."""
         self._request = request
         for model, table in zip(request.models, request.tables, strict=True):
-            split = SplitModel(model, table, self.mesh, request.attention, request.sparse)
+            ways = request.attention, request.sparse, request.input_tolerance
+            split = SplitModel(model, table, self.mesh, *ways)
             split.first_call = None if is_tested(table) else check_table
             self.parts.append(split)
         if self.replica.branches is not None:

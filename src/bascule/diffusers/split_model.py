@@ -68,6 +68,7 @@ class SplitModel:
         mesh: AttentionMesh,
         options: AttentionOptions | None = None,
         sparse: SparseConfig | None = None,
+        input_tolerance: float = 0.0,
     ) -> None:
         self.model, self.table, self.mesh = model, table, mesh
         self.options = options or AttentionOptions()
@@ -79,7 +80,7 @@ class SplitModel:
         # What looks at the first call over the mesh, as an argument that makes it again.
         self.first_call: Callable[[SplitModel, Callable[[], Any]], None] | None = None
         self.is_alone = False  # calls that begin now compute all tokens on this rank
-        self.inputs = SameInputs(model)
+        self.inputs = SameInputs(model, input_tolerance)
         self._is_called = self._is_paused = self._is_over = False
         self._names = parameters_of(model)
         self._known: dict[object, Known] = {}  # by form of inputs
