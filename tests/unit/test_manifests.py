@@ -2,6 +2,8 @@
 
 import inspect
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import diffusers
 import numpy as np
@@ -19,6 +21,8 @@ from bascule.workload.manifest import read_manifest
 from bascule.workload.options import ManifestOptions, TokenOptions
 from bascule.workload.streams import ManifestStream
 from bascule.workload.tokens import MODELS, TokenRule
+from tests.helpers.inference_cases import CHANNELS, Case, make_inputs, make_model
+from tests.helpers.model_case import built
 from tests.helpers.tables import LAKE, TABLES, Table
 
 
@@ -128,6 +132,54 @@ def test_samples_with_the_lengths_of_a_table(tmp_path: Path) -> None:
     assert alone.digest == two[1].digest and alone.num_samples == 3
     with pytest.raises(ConfigError, match=r"has 15 tokens: raise it, or scale .* --bucket 256:16"):
         options.read_manifest(max_tokens=14)
+
+
+def test_text_that_is_attended_to_crosswise_is_no_part_of_a_sequence(tmp_path: Path) -> None:
+    path = tmp_path / "clips.csv"
+    path.write_text(f"width,height,num_frames,caption\n1280,720,81,{LAKE}\n")
+    manifest = read_manifest(path, TokenRule.of_model("wan2.1"))
+    assert (manifest.text_tokens[0], manifest.cross_tokens[0], manifest.lens[0]) == (0, 7, 75_600)
+    assert manifest.shape(0).seq_len == 75_600 and manifest.shape(0).cross_tokens == 7
+    assert manifest.example.endswith("75600 visual and 0 text tokens, 7 more beside the sequence")
+
+
+def most_tokens(name: str, num_text: int) -> int:
+    """Of the sequence that attends to itself in a tiny model, of so many tokens of text."""
+    case = Case(name, 4, 1, num_text, (3, 3))
+    if name == "mochi":
+        sizes = dict.fromkeys(("text_embed_dim", "pooled_projection_dim"), 16)
+        model = built("MochiTransformer3DModel", case, **sizes, time_embed_dim=4)
+        inputs = {"encoder_hidden_states": torch.ones(1, num_text, 16), "timestep": torch.ones(1)}
+        inputs |= {"hidden_states": torch.ones(1, CHANNELS, 2, 6, 6)}
+        inputs |= {"encoder_attention_mask": torch.ones(1, num_text)}
+    else:
+        model, inputs = make_model(case), make_inputs(case)
+    plain, numbers = torch.nn.functional.scaled_dot_product_attention, [0]
+
+    def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
+        query, key = [*args, *kwargs.values()][:2]
+        numbers.append(query.shape[-2] if query.shape == key.shape else 0)
+        return plain(*args, **kwargs)
+
+    where = mock.patch("torch.nn.functional.scaled_dot_product_attention", watched)
+    with where, torch.no_grad():
+        model(**inputs)
+    return max(numbers)
+
+
+TINY = {
+    **{"flux.1": "flux", "flux.2": "flux2", "qwen-image": "qwen", "sd3.5-large": "sd3"},
+    **{"z-image": "z_image", "hunyuanvideo": "hunyuan", "hunyuanvideo1.5": "hunyuan1.5"},
+    **{"cogvideox-2b": "cogvideox", "cogvideox-5b": "cogvideox", "mochi": "mochi", "ltx": "ltx"},
+    **{"ltx2": "ltx2", "wan2.1-1.3b": "wan", "wan2.1": "wan", "wan2.2-5b": "wan"},
+}
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast")  # Mochi
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"qwen2.5-vl", "qwen3-vl"}))
+def test_models_of_diffusers_have_text_in_their_sequence_or_not(name: str) -> None:
+    few, many = (most_tokens(TINY[name], num_text) for num_text in (5, 45))
+    assert (few == many) == MODELS[name].is_crosswise
 
 
 CLASSES = {

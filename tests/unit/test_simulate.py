@@ -192,7 +192,7 @@ def loaded(num_batches: int = 5) -> list[Loaded]:
     for _ in range(num_batches):
         counts = rng.integers(0, 9, 4)
         lens = rng.integers(0, 900, counts.sum())
-        made.append(Loaded(Batch(counts, lens), lens // 2))
+        made.append(Loaded(Batch(counts, lens), np.stack([lens // 2, lens - lens // 2], axis=1)))
     return made
 
 
@@ -256,7 +256,7 @@ def test_encoders_run_where_samples_are() -> None:
 
 
 def test_ranks_wait_behind_each_balanced_encoder() -> None:
-    data = [[[SampleShape(5, 6), SampleShape(4, 2)], [SampleShape(4, 0)]]]
+    data = [[[SampleShape(5, 6), SampleShape(0, 2, cross_tokens=4)], [SampleShape(4, 0)]]]
     text = EncoderStage("text_encoder", text_token_s=1.0)
     vae = EncoderStage("vae", image_token_s=1.0)
     owner = simulated(data, "none", FREE, stages=(text, vae), num_steps=1)
