@@ -4,7 +4,6 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from bascule.bench.options import BenchOptions
-from bascule.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -51,9 +50,5 @@ def run(options: BenchOptions, arguments: list[str]) -> int | None:
         with quietly():  # the first rank warns of the same photos
             stream = open_stream(options, load_encoders(options), 0, num_ranks)
         check_kernel(options, model_config(options, stream))
-        try:
-            options.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--out {options.out}: cannot be made: {error.strerror}") from error
 
     return on_ranks(options, arguments, compare, finish, prepare)

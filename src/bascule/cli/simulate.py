@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from bascule.cli.inputs import InputOptions, MachineOptions
 from bascule.errors import ConfigError
-from bascule.options import Outputs, Range
+from bascule.options import NewFolder, Outputs, Range
 
 if TYPE_CHECKING:
     from bascule.plan.costs import TransformerCost
@@ -56,7 +56,7 @@ class SimulateOptions(Outputs, MachineOptions, InputOptions):
     text_encoder_us: Annotated[float | None, Range()] = None
     vae_us: Annotated[float | None, Range()] = None
     kb_per_token: Annotated[float | None, Range()] = None
-    traces: Path | None = None
+    traces: Annotated[Path | None, NewFolder()] = None
 
     @property
     def stages(self) -> "tuple[EncoderStage, ...]":
@@ -112,8 +112,6 @@ def run(options: SimulateOptions, arguments: list[str]) -> None:
 
 
 def _check(options: SimulateOptions) -> None:
-    if options.traces is not None and options.traces.exists() and not options.traces.is_dir():
-        raise ConfigError(f"--traces {options.traces}: is a file; give a folder")
     if options.lengths is not None or options.file is not None:
         for name in ("step", "seed"):
             if getattr(options, name):

@@ -3,12 +3,12 @@
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from bascule.errors import ConfigError, PlanError
-from bascule.options import Outputs
+from bascule.options import NewFolder, Outputs
 
 if TYPE_CHECKING:
     from bascule.workload.traces import StepParts, Worth
@@ -31,7 +31,7 @@ class TraceOptions(Outputs):
     folder: tyro.conf.Positional[Path]
     lens: Path | None = None
     topology: str | None = None
-    out: Path | None = None
+    out: Annotated[Path | None, NewFolder()] = None
 
 
 def run(options: TraceOptions, arguments: list[str]) -> None:

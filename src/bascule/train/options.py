@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from bascule.errors import ConfigError
-from bascule.options import LONGEST_S, Range, RankOptions, flag
+from bascule.options import LONGEST_S, NewFolder, Range, RankOptions, flag
 from bascule.plan.topology import Topology
 from bascule.workload.codes import parse_data_codes
 from bascule.workload.options import ManifestOptions
@@ -109,7 +109,7 @@ class TrainOptions(RunOptions):
     resume: bool = False
     save_every: Annotated[int, Range(1, 10**9)] = 100
     keep: Annotated[int, Range(1, 10**6)] = 3
-    out: Path = Path("results/train")
+    out: Annotated[Path, NewFolder()] = Path("results/train")
 
     def check(self, world_size: int) -> Topology | str:
         """Refuse options that do not fit each other or the world; return the bags, or "auto"."""
