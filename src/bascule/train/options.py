@@ -75,6 +75,8 @@ class RunOptions(RankOptions, ManifestOptions):
         if sum(one is not None for one in (self.photos, self.data, self.manifest)) != 1:
             raise ConfigError("give one of --photos FOLDER, --manifest TABLE and --data CODES")
         self.check_manifest()
+        if self.manifest is None and self.model != ManifestOptions.model:
+            raise ConfigError(f"--model {self.model}: only for --manifest; --d-model sets sizes")
         for option, name in (("--vae", self.vae), ("--text-encoder", self.text_encoder)):
             if name is not None and self.photos is None:
                 raise ConfigError(f"{option} {name}: only photos have pixels; give --photos")
