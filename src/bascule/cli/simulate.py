@@ -27,7 +27,7 @@ class SimulateOptions(Outputs, MachineOptions, InputOptions):
         topologies: What to compare; put first what you do now, the others are compared with it.
             Topologies, or auto for those that bascule topology would choose; "knapsack g8n4" for
             the greedy of the KnapFormer paper; loader, none, padded, buckets and packs.
-        steps: Steps; more than one only with --data or --batch-size, where the default is 20.
+        steps: Steps; more than one only with --data or --manifest, where the default is 20.
         accumulate: Microbatches of a step.
         train_steps: Steps of your run, for GPU-hours; by default those of an epoch of --manifest
             with --batch-size, or 1000.

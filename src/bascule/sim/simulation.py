@@ -166,7 +166,7 @@ class SimulationResult:
         return (
             f"{self.model.shape}, {self.num_params / 1e9:.3g} billion parameters; "
             f"{self.sequences:.3g} sequences a rank and microbatch in the mean; "
-            f"steps: {self.num_steps}, microbatches of each: {self.options.accumulate}"
+            f"steps simulated: {self.num_steps}, microbatches of each: {self.options.accumulate}"
         )
 
     def speedup(self, run: SimulatedRun) -> float:
