@@ -55,8 +55,47 @@ def test_what_was_understood_is_said(tmp_path: Path) -> None:
         "For example row 1: width 1280, height 720, frames 81: 21 x 45 x 80 = 75600 visual and 0 "
         "text tokens.",
         "Ignored columns: clip.",
-        "Skipped rows: 1, first clips.csv, row 2: W is 0.",
+        "Skipped rows: 1, first clips.csv, row 2 (line 3): W is 0.",
     ]
+
+
+SIZES = "64,64\n" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.csv", f"width,height\n{SIZES}0,64\n", "row 100001 (line 100002): width is 0;"),
+        ("a.csv", f"width,height\r\n{SIZES}0,64\r\n", "row 100001 (line 100002): width is 0;"),
+        ("a.csv", 'width,height,note\n64,64,"a\nb"\n0,64,c\n', "row 2: width is 0;"),
+        ("a.csv", "width,height\n64,64\n\n0,64\n", "row 2: width is 0;"),
+        ("a.csv", "\nwidth,height\n64,64\n0,64\n", "row 2: width is 0;"),
+        ("a.jsonl", '{"width":64,"height":64}\n{"width":0,"height":9}', "row 2: width is 0;"),
+        ("a.jsonl", '{"width":64,"height":64}\n\n{"width":0,"height":9}\n', "row 2: width is 0;"),
+        (
+            "a.csv",
+            'width,height\n"1280,0",64\n',
+            "width is 1280,0, and numbers have no comma: write",
+        ),
+        (
+            "a.csv",
+            "width;height\n1280;3,5\n",
+            "height is 3,5, and numbers have no comma: write 1280",
+        ),
+    ],
+)
+def test_where_a_row_is(name: str, content: str, said: str, tmp_path: Path) -> None:
+    """By its line, too, where each row is a line and the numbers differ."""
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError) as raised:
+        read_manifest(tmp_path / name)
+    assert said in f"{raised.value};"
+
+
+def test_lines_that_are_left_out_leave_no_line_to_say(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f"width,height\n{SIZES}1\n0,64\n")
+    summary = read_manifest(tmp_path / "a.csv", skip_bad=True).summary()
+    assert "row 100001: width is 0" in summary[-1]
 
 
 def test_rows_of_later_batches_count(tmp_path: Path) -> None:
@@ -140,7 +179,8 @@ def test_text_that_is_attended_to_crosswise_is_no_part_of_a_sequence(tmp_path: P
     manifest = read_manifest(path, TokenRule.of_model("wan2.1"))
     assert (manifest.text_tokens[0], manifest.cross_tokens[0], manifest.lens[0]) == (0, 7, 75_600)
     assert manifest.shape(0).seq_len == 75_600 and manifest.shape(0).cross_tokens == 7
-    assert manifest.example.endswith("75600 visual and 0 text tokens, 7 more beside the sequence")
+    said = "75600 visual and 0 text tokens, 7 more beside the sequence (4 UTF-8 bytes each)"
+    assert manifest.example.endswith(said)
 
 
 def most_tokens(name: str, num_text: int) -> int:

@@ -20,6 +20,7 @@ from bascule.workload.tables import VIDEO_SUFFIXES, Batch, image_size, read_batc
 from bascule.workload.tokens import TokenRule
 
 _NUMBER = r"^\s*[+]?[0-9]+(\.[0-9]*)?([eE][+]?[0-9]+)?\s*$"
+_COMMA = re.compile("[0-9]+,[0-9]+")
 _PAIR = re.compile(r"\s*[\[(]?\s*([0-9]+)\s*[x×*,; ]\s*([0-9]+)\s*[\])]?\s*")
 _MOST_SHOWN, _FEW_WORDS, _SAMPLED = 3, 3.0, 100
 
@@ -183,7 +184,10 @@ class _Reading:
         except ConfigError as error:
             raise ConfigError(f"{self.path}: {error}") from None
         for row in sorted(rows.reasons)[: _MOST_SHOWN - len(self.bad)]:
-            self.bad.append(f"{batch.file.name}, row {first + row}: {rows.reasons[row]}")
+            place = f"row {first + row}"
+            if batch.line is not None and batch.line != first:
+                place += f" (line {batch.line + row})"
+            self.bad.append(f"{batch.file.name}, {place}: {rows.reasons[row]}")
         good = ~rows.is_wrong
         self.num_bad += int(rows.is_wrong.sum())
         if not self.example and good.any():
@@ -241,7 +245,9 @@ class _Rows:
         facts = ", ".join(f"{role} {self._shown(role, row)}" for role in self._roles)
         visual = f"{frames} x {rows} x {columns} = {frames * rows * columns} visual"
         beside = f", {cross} more beside the sequence" if (cross := self.cross[row]) else ""
-        return f"{facts}: {visual} and {self.text[row]} text tokens{beside}"
+        is_by_bytes = self._rule.tokenize is None and self._roles.keys() & {"text", "talk"}
+        rule = f" ({self._rule.bytes_per_token:g} UTF-8 bytes each)" if is_by_bytes else ""
+        return f"{facts}: {visual} and {self.text[row]} text tokens{beside}{rule}"
 
     def _shown(self, role: str, row: int) -> str:
         value = _listed(self._batch.columns[self._roles[role]][row : row + 1])[0]
@@ -252,7 +258,10 @@ class _Rows:
         """Leave out rows, by default for what their column says."""
         is_new = is_wrong & ~self.is_wrong
         for row in np.flatnonzero(is_new)[:_MOST_SHOWN].tolist():
-            self.reasons[row] = reason or f"{self._roles[role]} is {self._shown(role, row)}"
+            said = "" if reason else self._shown(role, row)
+            self.reasons[row] = reason or f"{self._roles[role]} is {said}"
+            if _COMMA.fullmatch(said):
+                self.reasons[row] += ", and numbers have no comma: write 1280 or 3.5"
         self.is_wrong |= is_new
 
     def _numbers(self, role: str) -> Floats:
