@@ -21,7 +21,7 @@ class TraceOptions(Outputs):
     """Read the traces that torch.profiler wrote in any trainer, one file a rank.
 
     Attributes:
-        folder: Folder of the .json or .json.gz files, or one file.
+        folder: Folder of the .json, .json.gz or .json.zst files, or of such folders; or one file.
         lens: JSONL with rows such as {"step": 3, "rank": 0, "lens": [512, 64]}, where the traces do
             not say the lengths themselves.
         topology: Compute bags to plan for, for example g2n1; one rank a bag if not given.
