@@ -79,9 +79,16 @@ def test_a_sequence_that_binds_is_told_once(tmp_path: Path) -> None:
     assert "warning: in 1 of 1 steps one sequence alone" in done.stdout
     result, shown = summary(tmp_path), data_of(page.read_text())
     assert result["single_binds_steps"] == 1
-    assert shown["measured_ratio"] == result["measured_ratio"]
+    assert "measured_ratio" not in shown and "Nothing was moved" in done.stdout
     assert shown["wir_balanced"] == result["balanced"]["wir"]
     assert "one sequence alone" in page.read_text()
+    understood = f"{table}: 2 samples; tokens follow from width, height."
+    assert understood in done.stdout and understood in page.read_text()
+    assert done.stdout.count(str(table)) == 1  # by the first rank
+    assert bench(tmp_path, "--data", "g2b1i64f1s0", "--steps", "1").returncode == 0
+    kept = [json.loads((tmp_path / f"summary{n}.json").read_text()) for n in (".1", "")]
+    assert kept[0] == result and kept[1]["options"]["data"] == "g2b1i64f1s0"
+    assert (tmp_path / "steps.1.jsonl").is_file()
 
 
 def test_stages_of_steps_from_pixels_and_captions(photos: Path, tmp_path: Path) -> None:
@@ -114,3 +121,4 @@ def test_stages_of_steps_from_pixels_and_captions(photos: Path, tmp_path: Path) 
                 assert len(one["predicted"]) == 2 and all(work <= whole for work, whole in both)
     assert picture.read_text() in {draw_stages(*step.values()) for step in steps}
     assert "Stages, measured" in page.read_text()
+    assert data_of(page.read_text())["measured_ratio"] == result["measured_ratio"]

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from bascule.cli import launch
 from bascule.cli.launch import stopping_quietly
 from bascule.comm.groups import member_of, resolve, set_timeout
-from bascule.generate.options import GenerateOptions
+from bascule.generate.options import GenerateOptions, read_prompts
 from tests.helpers.cli import run as run_command
 from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
 
@@ -135,6 +135,18 @@ def test_a_stop_is_one_sentence_that_says_how_to_go_on(
     assert "stopped by a signal, and so were its ranks; what is done is in" in error
 
 
+def test_no_rank_starts_where_nothing_is_left_to_make(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (name,) = [
+        one.name(0, GenerateOptions()) for one in read_prompts(GenerateOptions(prompt=("x",)))
+    ]
+    (tmp_path / f"{name}.png").touch()
+    with mock.patch.object(launch.run, "main", side_effect=AssertionError):
+        code, out, _ = run_command(capsys, "generate", "--prompt", "x", "--out", str(tmp_path))
+    assert code == 0 and f"nothing is left to make in {tmp_path}" in " ".join(out.split())
+
+
 def stop_quietly(number: int) -> None:
     with stopping_quietly():
         os.kill(os.getpid(), number)
@@ -174,6 +186,13 @@ def refusals(prompts: Path, folder: Path) -> dict[str, tuple[list[str], str]]:
         ends["--tiles: the AutoencoderKL of this pipeline has no tiles: leave it out"] = raised_by(
             make, one, folder, tiles=True
         )
+    for words, sides in {  # before anything is computed, or in the pipeline: no folder is left
+        "width is 33, and this pipeline makes it 32: give 32": {"width": 33},
+        "the pipeline fails": {"width": 3},
+    }.items():
+        with mock.patch("diffusers.FluxPipeline.encode_prompt", side_effect=ValueError):
+            ends[words] = raised_by(make, one, folder / "new", **sides)
+        assert rank or not (folder / "new").exists()  # the first one makes it
     assert not list(folder.glob("*.png"))
     options = GenerateOptions(prompts=prompts, out=folder, replicas=2, width=64, height=64)
     run = Generation(options, torch.device("cpu"))

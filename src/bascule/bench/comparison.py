@@ -454,6 +454,7 @@ class Comparison:
             "gamma": cost.gamma,
             "fit_error": cost.fit_error,
             "skipped_photos": getattr(samples.stream, "skipped", 0),
+            "data_lines": getattr(samples.stream, "data_lines", []),
             "peak_flops": peak_flops(name) if options.dtype == "bfloat16" else None,
         }
 
@@ -558,6 +559,7 @@ def summarize(
         "grad_difference_first": records[0]["grad_difference"],
         "grad_difference": max(record["grad_difference"] for record in records),
         "sent_bytes_per_step": float(np.mean(plans["sent_bytes"])),
+        "moved_tokens": sum(plans["moved_tokens"]),
         "tokens_per_rank": np.mean(plans["tokens"], axis=0).tolist(),
     }
     if "exchange" in records[0]:

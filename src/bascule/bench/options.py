@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from bascule.errors import ConfigError
-from bascule.options import LONGEST_S, NewFile, Outputs, Range, RankOptions, flag
+from bascule.options import LONGEST_S, NewFile, NewFolder, Outputs, Range, RankOptions, flag
 from bascule.plan.topology import Topology
 from bascule.train.options import MAX_TOKENS, RunOptions
 from bascule.workload.codes import check_world, parse_data_codes
@@ -34,7 +34,7 @@ class BenchOptions(Outputs, RunOptions):
     steps: Annotated[int, Range(1, 10**6)] = 12
     warmup: Annotated[int, Range(0, 10**6)] = 2
     batch_size: Annotated[int, Range(0, 10**4)] = 2
-    out: Path = Path("results/bench")
+    out: Annotated[Path, NewFolder()] = Path("results/bench")
     picture: Annotated[Path | None, NewFile()] = None
 
     def check(self, world_size: int) -> Topology:
