@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from bascule.attention.api import AttentionMesh, AttentionOptions, SequenceLayout, attention
+from bascule.attention.kernels.registry import Kernel
 from bascule.comm.failures import leave
 from bascule.comm.quantized import CommDtype
 from bascule.errors import ConfigError
@@ -266,7 +267,7 @@ def context_parallel(
     *,
     replicated: Collection[int] = (),
     comm_dtype: CommDtype | None = None,
-    kernel: str | None = None,
+    kernel: Kernel | None = None,
     overlap: bool | None = None,
     double_buffer: bool = True,
 ) -> Iterator[SequenceParallelMode]:
@@ -290,7 +291,7 @@ def context_parallel(
         replicated: Numbers of keys that every rank has whole, as those of a prompt; attention to
             them is left as it is, and so is any within `.local()` of what this yields.
         comm_dtype: As in `AttentionOptions`, and so are the next three.
-        kernel: Name of the block kernel.
+        kernel: Name of the block kernel, or your own.
         overlap: True lets Ulysses exchange while it computes.
         double_buffer: True lets a ring attend while keys and values travel.
 
