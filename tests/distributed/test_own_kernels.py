@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 from bascule import SequenceParallel, Sequences, Span, context_parallel, parallelize
@@ -168,11 +169,11 @@ def models() -> dict[str, float]:
     errors = dict[str, float]()
     with torch.no_grad():
         wanted = make_toy()(**inputs)
-        for ring in (True, False):
+        for ring, ulysses in ((2, 1), (1, 2)):
             kernel = FunctionKernel("counted", counted, gives_lse=True, takes_mask=True)
-            degrees = {"ring_degree" if ring else "ulysses_degree": 2}
-            with parallelize(model := make_toy(), table=TABLE, kernel=kernel, **degrees):
-                errors[str(degrees)] = difference(model(**inputs), wanted)
+            mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+            with parallelize(model := make_toy(), mesh, table=TABLE, kernel=kernel):
+                errors[f"{ring} x {ulysses}"] = difference(model(**inputs), wanted)
     assert calls
     return errors
 
