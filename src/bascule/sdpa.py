@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from bascule.attention.api import AttentionMesh, AttentionOptions, SequenceLayout, attention
+from bascule.attention.kernels.registry import Kernel
 from bascule.comm.failures import leave
 from bascule.comm.quantized import CommDtype
 from bascule.errors import ConfigError
@@ -281,7 +282,7 @@ def context_parallel(
     *,
     replicated: Collection[int] = (),
     comm_dtype: CommDtype | None = None,
-    kernel: str | None = None,
+    kernel: Kernel | None = None,
     overlap: bool | None = None,
     double_buffer: bool = True,
     checked: nn.Module | None = None,
@@ -306,7 +307,7 @@ def context_parallel(
         replicated: Numbers of keys that every rank has whole, as those of a prompt; attention to
             them is left as it is, and so is any within `.local()` of what this yields.
         comm_dtype: As in `AttentionOptions`, and so are the next three.
-        kernel: Name of the block kernel.
+        kernel: Name of the block kernel, or your own.
         overlap: True lets Ulysses exchange while it computes.
         double_buffer: True lets a ring attend while keys and values travel.
         checked: A model that was compared with one process. Default: models of transformers are

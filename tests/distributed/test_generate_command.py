@@ -100,6 +100,38 @@ def test_the_same_pixels_on_any_ranks(
         assert min(steps) > 0
 
 
+def save_tiny(folder: Path) -> None:
+    from bascule.generate.generating import load_pipeline
+
+    load_pipeline("tiny", torch.float32, torch.device("cpu")).save_pretrained(folder)
+
+
+def test_a_saved_folder_gives_the_pixels_of_one_process(
+    prompts: Path, alone: Path, tmp_path: Path
+) -> None:
+    folder, out = tmp_path / "saved", tmp_path / "one" / "0"
+    run_ranks(save_tiny, 1, folder)
+    jobs: list[dict[str, Any]] = [{"model": str(folder)}, {"model": str(folder), "ring": 2}]
+    ((one,),) = run_ranks(several, 1, prompts, out.parent, jobs[:1])
+    found = run_ranks(several, 2, prompts, tmp_path, jobs)
+    wanted = sorted(alone.glob("*.png"))
+    for place in range(len(jobs)):
+        assert found[0][place][0] == one[0] and len(one[0]) == len(wanted)
+        same_images(tmp_path / str(place), out)
+    for name, of_tiny in zip(sorted(one[0]), wanted, strict=True):  # whose weights are the same
+        assert np.abs(pixels(out / name) - pixels(of_tiny)).max() <= 1, name
+
+
+def test_rows_of_8_bits_change_pixels_a_little(prompts: Path, alone: Path, tmp_path: Path) -> None:
+    jobs: list[dict[str, Any]] = [{"wire": "int8", "ring": 2}, {"wire": "e4m3", "ulysses": 2}]
+    run_ranks(several, 2, prompts, tmp_path, jobs)
+    wanted = sorted(alone.glob("*.png"))
+    for place in range(len(jobs)):
+        images = sorted((tmp_path / str(place)).glob("*.png"))
+        both = [np.abs(pixels(a) - pixels(b)) for a, b in zip(images, wanted, strict=True)]
+        assert 0 < max(one.max() for one in both) < 32 and max(one.mean() for one in both) < 2
+
+
 def test_what_is_there_is_not_made_again(prompts: Path, alone: Path, tmp_path: Path) -> None:
     shutil.copytree(alone, tmp_path / "out")
     lost = sorted((tmp_path / "out").glob("*.png"))[1]

@@ -25,6 +25,7 @@ class BenchOptions(Outputs, RunOptions):
         warmup: Steps before them that do not count.
         batch_size: Photos and clips a rank and step.
         out: Folder for summary.json and steps.jsonl.
+        peak_tflops: Peak of a rank, of which HFU is a share. Default: of known GPUs, in bfloat16.
         picture: SVG for the step of median speed-up, with --vae or --text-encoder.
     """
 
@@ -35,6 +36,7 @@ class BenchOptions(Outputs, RunOptions):
     warmup: Annotated[int, Range(0, 10**6)] = 2
     batch_size: Annotated[int, Range(0, 10**4)] = 2
     out: Annotated[Path, NewFolder()] = Path("results/bench")
+    peak_tflops: Annotated[float | None, Range(1e-6, 1e12)] = None
     picture: Annotated[Path | None, NewFile()] = None
 
     def check(self, world_size: int) -> Topology:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from bascule.attention.api import AttentionOptions
+from bascule.attention.kernels.registry import Kernel
 from bascule.comm.agree import agree
 from bascule.comm.collectives import all_reduce
 from bascule.comm.failures import leave, shared
@@ -64,7 +65,7 @@ def parallelize(
     ulysses_degree: int = 1,
     table: SplitTable | Mapping[str, Any] | None = None,
     sparse: SparseConfig | None = None,
-    kernel: str | None = None,
+    kernel: Kernel | None = None,
     comm_dtype: CommDtype | None = None,
     overlap: bool | None = None,
     double_buffer: bool = True,
@@ -91,7 +92,7 @@ def parallelize(
             Default: the table for the class of the model, else its plan. The first call with a
             table of yours or a plan is compared with one process, unless `verify` was called.
         sparse: The blocks of attention that are computed. Default: all.
-        kernel: Name of attention's kernel. Default: the first that runs here.
+        kernel: Name of attention's kernel, or your own. Default: the first that runs here.
         comm_dtype: "int8" or "e4m3" sends attention's rows at 8 bits, at an error that `verify`
             shows; `Quantized("int8", centered=True)` is more exact. Default: as they are.
         overlap: True lets Ulysses exchange while it computes. Default: where that measures faster.

@@ -96,10 +96,11 @@ class Generation:
     def _parallelize(self) -> ParallelHandle:
         degrees: Any = self._options.degrees
         self.degrees: dict[str, int] = degrees
+        wire = self._options.wire
         if degrees:
-            return parallelize(self._pipeline, **degrees)
+            return parallelize(self._pipeline, comm_dtype=wire, **degrees)
         num_passes = 2 if all(is_guided(one, self._takes) for one in self.prompts) else 1
-        handle = parallelize(self._pipeline, AutoMesh(num_passes=num_passes))
+        handle = parallelize(self._pipeline, AutoMesh(num_passes=num_passes), comm_dtype=wire)
         assert handle.choice is not None
         axes, chosen = ("guidance", "ring", "ulysses"), handle.choice.chosen
         self.degrees = {f"{axis}_degree": getattr(chosen, axis) for axis in axes}

@@ -49,6 +49,7 @@ class GenerateOptions(Outputs, RankOptions):
         ring: Ranks that pass keys and values around.
         guidance_ranks: Groups of ranks that share guidance branches.
         replicas: Groups of ranks that take different prompts.
+        wire: Send attention's rows between ranks at 8 bits; this changes pixels a little.
         tiles: Let the VAE work in tiles, which ranks share; this changes pixels a little.
         compile: Compile the transformers.
         dtype: Dtype of the weights; bfloat16 on GPUs and float32 on CPUs if not given.
@@ -71,6 +72,7 @@ class GenerateOptions(Outputs, RankOptions):
     ring: _Degree = None
     guidance_ranks: _Degree = None
     replicas: _Degree = None
+    wire: Literal["int8", "e4m3"] | None = None
     tiles: bool = False
     compile: bool = False
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -113,7 +115,8 @@ class Prompt:
 
     def name(self, place: int, options: GenerateOptions) -> str:
         """Return the name of its output, without an ending; it changes with the pixels."""
-        text = repr((options.model, options.dtype, options.tiles, sorted(asdict(self).items())))
+        settings = options.model, options.dtype, options.tiles, options.wire
+        text = repr((*settings, sorted(asdict(self).items())))
         return f"{place:05d}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
     def is_made(self, place: int, options: GenerateOptions) -> bool:
