@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "WanVACETransformer3DModel": {"num_layers": 2, "vace_layers": [0, 1]},
     "WanAnimateTransformer3DModel": {"num_layers": 2, "inject_face_latents_blocks": 1},
     "HunyuanVideoTransformer3DModel": {"num_layers": 2, "image_condition_type": "token_replace"},
+    "HunyuanVideoFramepackTransformer3DModel": {
+        "num_layers": 2,
+        "has_image_proj": True,
+        "has_clean_x_embedder": True,
+    },
+    "HiDreamImageTransformer2DModel": {
+        "num_layers": 2,
+        "num_single_layers": 2,
+        "patch_size": 2,
+        "caption_channels": [8, 8],
+    },
+    "StableAudio3DiTModel": {"depth": 2},
 }
 
 
@@ -61,7 +74,9 @@ def test_a_table_names_arguments_and_modules_that_exist(name: str) -> None:
     for pattern in (*table.outputs, *table.gathers, *table.blocks, *table.attends):
         assert modules_of(model, pattern)
     cuts = [*table.gathers.values(), *(c for one in table.inputs.values() for c in one.values())]
-    cuts += [c for one in table.outputs.values() for c in one.values()]
+    by_place = [one for one in cuts if isinstance(one, Mapping)] + [*table.outputs.values()]
+    cuts = [one for one in cuts if not isinstance(one, Mapping)]
+    cuts += [cut for one in by_place for cut in one.values()]
     named = [one.segment if isinstance(one, Mask) else one.segments for one in cuts]
     segments = {name for one in named for name in ((one,) if isinstance(one, str) else one)}
     over = [one for one in table.attends.values() if not isinstance(one, Keys)]
@@ -132,6 +147,12 @@ def test_the_docs_list_every_table_and_every_table_has_a_case() -> None:
         ("flux2", {"kv_cache_mode": "extract"}, "with kv_cache_mode: a cache of keys"),
         ("cogview4", {"attention_mask": 1}, "with attention_mask: the model adds it"),
         ("pixart", {"attention_mask": 1}, "with attention_mask: the model pads it"),
+        ("allegro", {"attention_mask": 1}, "with attention_mask: the model pads it"),
+        (
+            "bria",
+            {"controlnet_single_block_samples": [1]},
+            "controlnet_single.*the model adds them",
+        ),
         ("flux_controlnet", {"controlnet_mode": 1}, "with controlnet_mode: its text has one token"),
         ("sd3", {"joint_attention_kwargs": {"x": torch.zeros(1)}}, "tensors of joint_attention_kw"),
     ],

@@ -1,6 +1,7 @@
 """Split tables of models of diffusers, by class: what is cut, attended to and gathered."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -10,10 +11,12 @@ from bascule.diffusers.split_table import Cut, Keys, Mask, SplitTable
 from bascule.errors import ConfigError
 
 _IMAGE, _TEXT, _VIDEO, _AUDIO = Cut("image"), Cut("text"), Cut("video"), Cut("audio")
-_ALL, _PACKED, _PACKED_ROWS = Cut("all"), Cut("packed"), Cut("packed", dim=0)
+_ALL, _ALL_ROWS = Cut("all"), Cut("all", dim=0)
+_PACKED, _PACKED_ROWS = Cut("packed"), Cut("packed", dim=0)
 _IMAGE_ROWS, _VIDEO_ROWS = Cut("image", dim=0), Cut("video", dim=0)
-_VIDEO_TIMES = Cut("video", ndim=2)
+_VIDEO_TIMES, _VIDEO_TOKENS = Cut("video", ndim=2), Cut("video", ndim=3)
 _TEXT_IMAGE, _IMAGE_TEXT, _VIDEO_TEXT = ("text", "image"), ("image", "text"), ("video", "text")
+_HISTORY_VIDEO, _MEMORY_AUDIO = ("history", "video"), ("memory", "audio")
 _HIDDEN, _PROMPT, _CONTROL = "hidden_states", "encoder_hidden_states", "controlnet_cond"
 _LATENTS = _HIDDEN, _PROMPT, "timestep"
 _PROMPT_MASK = _PROMPT, "encoder_attention_mask"
@@ -25,6 +28,8 @@ _NO_KV_CACHE = (
     "a cache of keys would be of a rank's own tokens: leave it out, so that reference tokens are "
     "attended to in every step"
 )
+
+_PADDED_MASK = "the model pads it to a rank's own tokens: leave it out"
 
 
 def _both(cut: Cut) -> Mapping[int, Cut]:
@@ -86,13 +91,41 @@ _WAN = SplitTable(
     replicated=(_HIDDEN, _PROMPT, "encoder_hidden_states_image"),
     attends={"blocks.*.attn2": ()},
 )
+_LIKE_FLUX = SplitTable(  # without what FLUX takes besides
+    segments=_TEXT_IMAGE,
+    inputs={"": _FLUX_INPUTS},
+    gathers=FLUX.gathers,
+    blocks=FLUX.blocks,
+    replicated=("timestep",),
+    unbatched=FLUX.unbatched,
+)
 _VACE_CONTROL = "control_hidden_states", "control_hidden_states_scale"
+_HELIOS_HISTORY = (
+    *("latents_history_short", "latents_history_mid", "latents_history_long"),
+    *("indices_hidden_states", "indices_latents_history_short"),
+    *("indices_latents_history_mid", "indices_latents_history_long"),
+)
+_FRAMEPACK_HISTORY = "latents_clean", "latents_history_2x", "latents_history_4x"
+_FRAMEPACK_INDICES = "indices_latents", *(f"indices_{name}" for name in _FRAMEPACK_HISTORY)
 _H3_REPLICATED = (
     *("timestep", "timestep_indices", "token_tags", "position_ids"),
     *("video_indices", "audio_indices", "text_indices"),
 )
 
 TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
+    "AllegroTransformer3DModel": SplitTable(
+        segments=("video",),
+        inputs={
+            "": {"image_rotary_emb": {1: _VIDEO}},  # positions, after the angles of each axis
+            _FIRST: {_HIDDEN: _VIDEO},
+        },
+        gathers={"proj_out": _VIDEO},
+        blocks={_BLOCKS: ("video",)},
+        replicated=(*_LATENTS, "encoder_attention_mask"),
+        attends={"transformer_blocks.*.attn2": ()},
+        unbatched=("image_rotary_emb",),
+        refused={"attention_mask": _PADDED_MASK},
+    ),
     "AuraFlowTransformer2DModel": SplitTable(
         segments=_TEXT_IMAGE,
         inputs={"joint_transformer_blocks.0": {_PROMPT: _TEXT}},
@@ -103,6 +136,15 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
             "single_transformer_blocks.*": (_TEXT_IMAGE,),
         },
         replicated=_LATENTS,
+    ),
+    "BriaTransformer2DModel": replace(
+        _LIKE_FLUX,
+        inputs={"": {**_FLUX_INPUTS, "controlnet_block_samples": _IMAGE}},
+        replicated=FLUX.replicated,
+        refused={
+            "controlnet_single_block_samples": "the model adds them from the image's token on "
+            "whose number is the length of the text: leave them out"
+        },
     ),
     "ChromaTransformer2DModel": SplitTable(
         segments=_TEXT_IMAGE,
@@ -136,6 +178,31 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
             "attention_mask": "the model adds it to the scores, which hides nothing: leave it out"
         },
     ),
+    "CosmosTransformer3DModel": SplitTable(
+        segments=("video",),
+        inputs={
+            "": {"block_controlnet_hidden_states": _VIDEO},
+            _FIRST: {_HIDDEN: _VIDEO},
+            **dict.fromkeys(  # times of a sample, or of each token
+                (_BLOCKS, "norm_out"), dict.fromkeys(("embedded_timestep", "temb"), _VIDEO_TOKENS)
+            ),
+        },
+        outputs={"rope": _both(_VIDEO_ROWS), "learnable_pos_embed": {0: _VIDEO}},
+        gathers={"proj_out": _VIDEO},
+        blocks={_BLOCKS: ("video",)},
+        replicated=(*_LATENTS, "attention_mask", "condition_mask", "padding_mask"),
+        attends={"transformer_blocks.*.attn2": ()},
+    ),
+    "ErnieImageTransformer2DModel": SplitTable(
+        segments=("all",),
+        inputs={
+            "layers.0": {"x": _ALL_ROWS},
+            "layers.*": {"rotary_pos_emb": _ALL, "temb": _ALL_ROWS},
+        },
+        gathers={"final_linear": _ALL_ROWS},
+        blocks={"layers.*": (_ALL_ROWS,)},
+        replicated=(_HIDDEN, "timestep", "text_bth", "text_lens"),
+    ),
     "Flux2Transformer2DModel": SplitTable(
         segments=_TEXT_IMAGE,
         inputs={"": _FLUX_INPUTS},
@@ -156,6 +223,36 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
         },
     ),
     "FluxTransformer2DModel": FLUX,
+    "HeliosTransformer3DModel": SplitTable(
+        segments=_HISTORY_VIDEO,
+        inputs={
+            "blocks.*": {
+                "original_context_length": Cut("video", ndim=0),
+                "temb": Cut(_HISTORY_VIDEO),
+                "rotary_emb": Cut(_HISTORY_VIDEO),
+            },
+            "blocks.0": {_HIDDEN: Cut(_HISTORY_VIDEO)},
+        },
+        gathers={"blocks.-1": Cut(_HISTORY_VIDEO)},  # what follows takes the last tokens of all
+        blocks={"blocks.*": (_HISTORY_VIDEO,)},
+        replicated=(*_LATENTS, *_HELIOS_HISTORY),
+        attends={"blocks.*.attn2": ()},
+    ),
+    "HiDreamImageTransformer2DModel": SplitTable(
+        segments=_IMAGE_TEXT,
+        inputs={
+            "double_stream_blocks.*": {"hidden_states_masks": _IMAGE},
+            "single_stream_blocks.*": {"hidden_states_masks": Cut(_IMAGE_TEXT)},
+        },
+        outputs={"x_embedder": {0: _IMAGE}, "pe_embedder": {0: Cut(_IMAGE_TEXT)}},
+        gathers={"final_layer": _IMAGE},
+        blocks={"double_stream_blocks.*": _IMAGE_TEXT, "single_stream_blocks.*": (_IMAGE_TEXT,)},
+        replicated=(
+            *(_HIDDEN, "hidden_states_masks", "img_ids", "img_sizes", "timesteps"),
+            *("pooled_embeds", "encoder_hidden_states_t5", "encoder_hidden_states_llama3"),
+        ),
+        copied=("text",),  # each block joins others to it, and takes them away
+    ),
     "HunyuanImageTransformer2DModel": SplitTable(
         segments=_IMAGE_TEXT,
         inputs={_FIRST: {_HIDDEN: _IMAGE, _PROMPT: _TEXT}},
@@ -178,6 +275,24 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
         replicated=(_HIDDEN, *_PROMPT_MASK, *_PROMPT_2, "image_embeds", "timestep", "timestep_r"),
         attends={"context_embedder": ()},
         nonempty=("text",),
+    ),
+    "HunyuanVideoFramepackTransformer3DModel": SplitTable(
+        segments=_VIDEO_TEXT,
+        inputs={
+            _FIRST: {_HIDDEN: _VIDEO, _PROMPT: _TEXT},
+            _BLOCKS: {"freqs_cis": _VIDEO_ROWS},
+            "single_transformer_blocks.*": {"image_rotary_emb": _VIDEO_ROWS},
+        },
+        # What follows takes the last tokens of all: those before them are the history.
+        gathers={"single_transformer_blocks.-1": _VIDEO},
+        blocks=dict.fromkeys(_BOTH_BLOCKS, _VIDEO_TEXT),
+        replicated=(
+            *(_HIDDEN, *_PROMPT_MASK, "timestep", "pooled_projections", "guidance"),
+            *("image_embeds", *_FRAMEPACK_HISTORY, *_FRAMEPACK_INDICES),
+        ),
+        attends={"context_embedder": ()},
+        nonempty=("text",),
+        unbatched=_FRAMEPACK_INDICES,
     ),
     "HunyuanVideoTransformer3DModel": SplitTable(
         segments=_VIDEO_TEXT,
@@ -256,6 +371,7 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
         replicated=(*_PROMPT_MASK, "rope_interpolation_scale", "video_coords"),
         attends={"transformer_blocks.*.attn2": ()},
     ),
+    "LongCatImageTransformer2DModel": replace(_LIKE_FLUX, replicated=("timestep", "guidance")),
     "Lumina2Transformer2DModel": SplitTable(
         segments=("all",),
         inputs={
@@ -282,6 +398,17 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
         attends={"token_refiner": ()},
         unbatched=_H3_REPLICATED,
     ),
+    "MochiTransformer3DModel": SplitTable(
+        segments=_VIDEO_TEXT,
+        inputs={_FIRST: {_HIDDEN: _VIDEO, _PROMPT: _TEXT}},
+        outputs={"rope": _both(_VIDEO_ROWS)},
+        gathers={"proj_out": _VIDEO},
+        blocks={_BLOCKS: _VIDEO_TEXT},
+        replicated=(*_LATENTS, "encoder_attention_mask"),
+        attends={"time_embed": ()},
+        copied=("text",),  # each sample takes the tokens that its mask lets it see
+    ),
+    "OvisImageTransformer2DModel": _LIKE_FLUX,
     "PixArtTransformer2DModel": SplitTable(
         segments=("image",),
         inputs={},
@@ -290,7 +417,7 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
         blocks={_BLOCKS: ("image",)},
         replicated=(*_LATENTS, "added_cond_kwargs", "encoder_attention_mask"),
         attends={"transformer_blocks.*.attn2": ()},
-        refused={"attention_mask": "the model pads it to a rank's own tokens: leave it out"},
+        refused={"attention_mask": _PADDED_MASK},
     ),
     "QwenImageControlNetModel": SplitTable(
         segments=_QWEN_IMAGE.segments,
@@ -328,6 +455,23 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
         blocks={"blocks.*": ("video",)},
         replicated=(*_WAN.replicated, "timestep", "fps"),
         attends={"blocks.*.attn2": ()},
+    ),
+    "StableAudio3DiTModel": SplitTable(
+        segments=_MEMORY_AUDIO,
+        inputs={
+            _BLOCKS: {
+                "num_memory_tokens": Cut("memory", ndim=0),
+                "rope": Cut(_MEMORY_AUDIO, dim=0),
+                "local_seq": _AUDIO,
+            },
+            _FIRST: {_HIDDEN: Cut(_MEMORY_AUDIO)},
+        },
+        gathers={"transformer_blocks.-1": Cut(_MEMORY_AUDIO)},  # what follows drops the memory
+        blocks={_BLOCKS: (_MEMORY_AUDIO,)},
+        replicated=(
+            *(*_LATENTS, "encoder_attention_mask", "global_hidden_states", "local_add_cond"),
+        ),
+        attends={"transformer_blocks.*.cross_attn": ()},
     ),
     "WanAnimateTransformer3DModel": SplitTable(
         segments=("video",),
