@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from bascule.comm.mesh import AttentionMesh
-from bascule.diffusers import SplitTable, tables
+from bascule.diffusers import SparseConfig, SplitTable, tables
 from bascule.diffusers.split_model import SplitModel
 from bascule.diffusers.split_table import Keys, Mask, modules_of
-from bascule.diffusers.tables import TABLES, table_of
+from bascule.diffusers.tables import TABLES, WITHOUT_TABLE, table_of
 from bascule.errors import ConfigError
 from tests.helpers.inference_cases import CASES, make_inputs, make_model
 
@@ -129,6 +129,21 @@ def test_subclasses_use_the_table_of_their_base_and_others_are_told_how(
         table_of(Derived())
     monkeypatch.setattr(Mine, "__module__", "diffusers.models.mine")
     assert table_of(Derived()) is table
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITHOUT_TABLE)
+def test_models_that_no_table_can_split_are_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"no split table for {name}: .*: run it on each rank"):
+        table_of(make(name))
+    page = (Path(__file__).parents[2] / "docs" / "sequence_parallel.md").read_text()
+    assert f"`{name}`" in page
+
+
+def test_block_sparse_attention_needs_tokens_that_ranks_share() -> None:
+    table = SplitTable(("text",), {}, {}, {}, copied=("text",))
+    with pytest.raises(ConfigError, match="every rank has text of Mine whole: leave out sparse"):
+        SplitModel(Mine(), table, AttentionMesh(None, None, None), sparse=SparseConfig(keep=0.5))
 
 
 def test_the_docs_list_every_table_and_every_table_has_a_case() -> None:

@@ -513,6 +513,17 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
     ),
 }
 
+_LINEAR = (
+    "its linear attention sums over all tokens by products of matrices, and its feed-forwards are "
+    "convolutions over the whole grid"
+)
+WITHOUT_TABLE: Mapping[str, str] = {  # reasons, by name of a class of diffusers
+    "SanaTransformer2DModel": _LINEAR,
+    "SanaVideoTransformer3DModel": _LINEAR,
+    "WanAnimate2Transformer3DModel": "it attends by flex attention, in a buffer of all tokens and "
+    "a cache of all keys of the reference",
+}
+
 
 def table_of(model: nn.Module, table: SplitTable | Mapping[str, Any] | None = None) -> SplitTable:
     """Return a table, or the table of a plan of diffusers, or of the model's nearest class."""
@@ -523,6 +534,11 @@ def table_of(model: nn.Module, table: SplitTable | Mapping[str, Any] | None = No
     for cls in type(model).__mro__:
         if cls.__name__ in TABLES and cls.__module__.startswith("diffusers."):
             return TABLES[cls.__name__]
+        if cls.__name__ in WITHOUT_TABLE and cls.__module__.startswith("diffusers."):
+            raise ConfigError(
+                f"no split table for {type(model).__name__}: {WITHOUT_TABLE[cls.__name__]}, which "
+                "ranks cannot share: run it on each rank, with prompts of its own"
+            )
     plan = getattr(model, "_cp_plan", None)
     if plan is not None:
         return table_from_plan(model, plan)
