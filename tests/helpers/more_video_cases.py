@@ -16,6 +16,8 @@ CASES = [
     Case("mochi", 5, 2, 7, (3, 5), ("mask",)),
     Case("cosmos", 5, 2, 7, (3, 5), ("learned", "mask")),
     Case("cosmos", 4, 1, 3, (1, 1), ("frame_times", "image", "controlnet", "fps")),
+    Case("cosmos3", 4, 1, 3, (1, 1)),
+    Case("cosmos3", 4, 2, 7, (3, 5), ("sound",)),
     Case("framepack", 4, 1, 3, (1, 1), ("guidance",)),
     Case("framepack", 5, 2, 7, (3, 5)),
     Case("allegro", 4, 1, 3, (2, 2)),
@@ -61,6 +63,24 @@ def _cosmos(case: Case) -> nn.Module:
         controlnet_block_every_n=1,
         img_context_dim_in=IMAGE_DIM if "image" in case.options else None,
         img_context_dim_out=16 * case.heads,
+    )
+
+
+def _cosmos3(case: Case) -> nn.Module:
+    return built(
+        "Cosmos3OmniTransformer",
+        case,
+        head_dim=16,
+        hidden_size=24,
+        intermediate_size=32,
+        latent_channel=CHANNELS,
+        patch_latent_dim=4 * CHANNELS,
+        num_hidden_layers=2,
+        num_key_value_heads=2,
+        sound_dim=CHANNELS,
+        sound_gen="sound" in case.options,
+        vocab_size=50,
+        rope_axes_dim=(4, 2, 2),
     )
 
 
@@ -156,6 +176,40 @@ def _cosmos_inputs(case: Case, draw: Draw) -> Inputs:
     return inputs
 
 
+def _cosmos3_inputs(case: Case, draw: Draw) -> Inputs:
+    """One sequence of a text, as many videos as the batch has, and perhaps a sound."""
+    (rows, columns), num_sound = case.grid, 5 if "sound" in case.options else 0
+    size, start = rows * columns, case.text
+    video, length = case.batch * NUM_FRAMES * size, case.text + num_sound
+    places = torch.arange(start, start + video)
+    noisy = [torch.arange(1, NUM_FRAMES)] * case.batch  # after a frame that is there
+    inputs: Inputs = {
+        "input_ids": torch.arange(case.text),
+        "text_indexes": torch.arange(case.text),
+        "position_ids": torch.arange(length + video).expand(3, -1),
+        "und_len": case.text,
+        "sequence_length": length + video,
+        "vision_tokens": [
+            draw(1, CHANNELS, NUM_FRAMES, 2 * rows, 2 * columns) for _ in range(case.batch)
+        ],
+        "vision_token_shapes": [(NUM_FRAMES, rows, columns)] * case.batch,
+        "vision_sequence_indexes": places,
+        "vision_mse_loss_indexes": places.view(case.batch, NUM_FRAMES, size)[:, 1:].flatten(),
+        "vision_timesteps": draw(case.batch * (NUM_FRAMES - 1) * size).abs() * 1000,
+        "vision_noisy_frame_indexes": noisy,
+    }
+    if num_sound:
+        inputs |= {
+            "sound_tokens": [draw(CHANNELS, num_sound)],
+            "sound_token_shapes": [(num_sound, 1, 1)],
+            "sound_sequence_indexes": torch.arange(start + video, length + video),
+            "sound_mse_loss_indexes": torch.arange(start + video, length + video),
+            "sound_timesteps": draw(num_sound).abs() * 1000,
+            "sound_noisy_frame_indexes": [torch.arange(num_sound)],
+        }
+    return inputs
+
+
 def _framepack_inputs(case: Case, draw: Draw) -> Inputs:
     inputs = _latents(case, draw)
     inputs |= {
@@ -203,6 +257,7 @@ def _stable_audio_inputs(case: Case, draw: Draw) -> Inputs:
 MODELS: Makes = {
     "allegro": (_allegro, _allegro_inputs),
     "cosmos": (_cosmos, _cosmos_inputs),
+    "cosmos3": (_cosmos3, _cosmos3_inputs),
     "framepack": (_framepack, _framepack_inputs),
     "helios": (_helios, _helios_inputs),
     "mochi": (_mochi, _mochi_inputs),

@@ -40,6 +40,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "caption_channels": [8, 8],
     },
     "StableAudio3DiTModel": {"depth": 2},
+    "Cosmos3OmniTransformer": {"num_hidden_layers": 2},
 }
 
 
@@ -48,7 +49,8 @@ PLAIN = set(
     skip_layers image_noise_mask patch_size f_patch_size num_ref_tokens ref_fixed_timestep
     motion_encode_batch_size enable_diffusion_forcing num_frames height width fps
     audio_num_frames isolate_modalities spatio_temporal_guidance_blocks use_cross_timestep
-    cross_attention_kwargs conditioning_scale""".split()
+    cross_attention_kwargs conditioning_scale sequence_length vision_token_shapes
+    sound_token_shapes action_token_shapes""".split()
 )
 """Arguments without tensors."""
 
@@ -81,7 +83,8 @@ def test_a_table_names_arguments_and_modules_that_exist(name: str) -> None:
     segments = {name for one in named for name in ((one,) if isinstance(one, str) else one)}
     over = [one for one in table.attends.values() if not isinstance(one, Keys)]
     assert segments == {*table.segments, *(name for one in over for name in one)}
-    assert {one.segment for one in table.attends.values() if isinstance(one, Keys)} <= segments
+    keys = [one.segments for one in table.attends.values() if isinstance(one, Keys)]
+    assert {name for names in keys for name in names} <= segments
     assert set(table.nonempty) <= segments
 
 

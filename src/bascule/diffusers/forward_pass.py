@@ -289,11 +289,15 @@ class ForwardPass(SequenceParallelMode):
         return not self.parts[-1]
 
     def other_keys(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Gather keys and values of another segment than the queries'."""
+        """Gather keys and values of other segments than the queries'."""
         part = self.parts[-1]
         if not isinstance(part, Keys):
             return None
-        layout = self.share((part.segment,)).layout
+        self.has_attended = True
+        copied = tuple([name for name in part.segments if name in self._table.copied])
+        if copied and query.shape[2] == key.shape[2] == self.share(copied).seq_len:
+            return key, value
+        layout = self.share(part.segments).layout
         if (work := self._counter()) is not None:
             work.attend(self._shape_of(query, key, layout, gathers=True))
             work.attend_to_all(query, layout.seq_len)

@@ -50,9 +50,18 @@ class Mask:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Attention to another segment that is cut: its keys and values are gathered."""
+    """Attention to another segment that is cut: its keys and values are gathered.
 
-    segment: str
+    Of several segments too, where the queries are those of one of them; tokens of copied ones may
+    also attend to themselves.
+    """
+
+    segment: str | tuple[str, ...]
+
+    @property
+    def segments(self) -> tuple[str, ...]:
+        """Names of its segments."""
+        return (self.segment,) if isinstance(self.segment, str) else self.segment
 
 
 Input = Cut | Mask | Mapping[int, Cut]
@@ -124,7 +133,7 @@ def check_table(model: nn.Module, table: SplitTable) -> None:
     used += [name for cut in table.gathers.values() for name in cut.segments]
     used += [one.segment for one in inputs if isinstance(one, Mask)]
     for parts in table.attends.values():
-        used += (parts.segment,) if isinstance(parts, Keys) else parts
+        used += parts.segments if isinstance(parts, Keys) else parts
     for name in used:
         if name not in known:
             raise ConfigError(

@@ -15,7 +15,8 @@ _ALL, _ALL_ROWS = Cut("all"), Cut("all", dim=0)
 _PACKED, _PACKED_ROWS = Cut("packed"), Cut("packed", dim=0)
 _IMAGE_ROWS, _VIDEO_ROWS = Cut("image", dim=0), Cut("video", dim=0)
 _VIDEO_TIMES, _VIDEO_TOKENS = Cut("video", ndim=2), Cut("video", ndim=3)
-_TEXT_IMAGE, _IMAGE_TEXT, _VIDEO_TEXT = ("text", "image"), ("image", "text"), ("video", "text")
+_TEXT_IMAGE, _IMAGE_TEXT = ("text", "image"), ("image", "text")
+_TEXT_VIDEO, _VIDEO_TEXT = ("text", "video"), ("video", "text")
 _HISTORY_VIDEO, _MEMORY_AUDIO = ("history", "video"), ("memory", "audio")
 _HIDDEN, _PROMPT, _CONTROL = "hidden_states", "encoder_hidden_states", "controlnet_cond"
 _LATENTS = _HIDDEN, _PROMPT, "timestep"
@@ -99,6 +100,18 @@ _LIKE_FLUX = SplitTable(  # without what FLUX takes besides
     replicated=("timestep",),
     unbatched=FLUX.unbatched,
 )
+_COSMOS3_PACKED = (
+    *("input_ids", "text_indexes", "position_ids"),
+    *(
+        f"{kind}_{name}"
+        for kind in ("vision", "sound", "action")
+        for name in (
+            *("tokens", "sequence_indexes", "mse_loss_indexes", "timesteps"),
+            "noisy_frame_indexes",
+        )
+    ),
+    "action_domain_ids",
+)
 _VACE_CONTROL = "control_hidden_states", "control_hidden_states_scale"
 _HELIOS_HISTORY = (
     *("latents_history_short", "latents_history_mid", "latents_history_long"),
@@ -156,7 +169,7 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
     ),
     "ChronoEditTransformer3DModel": _WAN,
     "CogVideoXTransformer3DModel": SplitTable(
-        segments=("text", "video"),
+        segments=_TEXT_VIDEO,
         inputs={
             "": {"image_rotary_emb": _VIDEO_ROWS},
             _FIRST: {_HIDDEN: _VIDEO, _PROMPT: _TEXT},
@@ -177,6 +190,20 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
         refused={
             "attention_mask": "the model adds it to the scores, which hides nothing: leave it out"
         },
+    ),
+    "Cosmos3OmniTransformer": SplitTable(  # tokens of what it makes after those of the prompt
+        segments=_TEXT_VIDEO,
+        inputs={
+            "": {"und_len": Cut("text", ndim=0)},
+            "layers.0": {"und_seq": Cut("text", dim=0), "gen_seq": _VIDEO_ROWS},
+        },
+        outputs={"rotary_emb": _both(Cut(_TEXT_VIDEO))},
+        gathers={"norm_moe_gen": _VIDEO_ROWS},
+        blocks={"layers.*": (Cut("text", dim=0), _VIDEO_ROWS)},
+        replicated=_COSMOS3_PACKED,
+        attends={"layers.*.self_attn": Keys(_TEXT_VIDEO)},
+        copied=("text",),  # it attends to itself alone, and is attended to by all
+        unbatched=_COSMOS3_PACKED,
     ),
     "CosmosTransformer3DModel": SplitTable(
         segments=("video",),
