@@ -204,8 +204,9 @@ class SequenceParallelMode(TorchFunctionMode):
             )
         others = self.other_keys(query, key, value)
         if others is not None:
-            key, value = others
-            if is_causal or (attn_mask is not None and attn_mask.shape[-2:-1] not in ((), (1,))):
+            is_other, (key, value) = others[0] is not key, others
+            has_mask = attn_mask is not None and attn_mask.shape[-2:-1] not in ((), (1,))
+            if is_other and (is_causal or has_mask):
                 shape = None if attn_mask is None else tuple(attn_mask.shape)
                 raise ConfigError(
                     f"attention to the keys of another sequence that is cut, is_causal={is_causal} "

@@ -114,7 +114,8 @@ def explain(
             sparse=last.sparse,
         )
     num_ranks = ring * ulysses
-    most = min(shape.num_heads for shape in last.shapes if not shape.gathers)
+    heads = [shape.num_heads for shape in last.shapes if not shape.gathers]
+    most = min(heads, default=num_ranks)
     segments = max((shape.segments for shape in last.shapes), key=sum)
     costs = {
         degree: _mesh_cost(segments, num_ranks // degree, degree, last.shapes)

@@ -19,9 +19,10 @@ from bascule.diffusers.forward_pass import CountingPass, ForwardPass, Shares
 from bascule.diffusers.sparse_layers import SparseConfig, SparseLayers, SparsePass
 from bascule.diffusers.split_table import (
     Cut,
+    Input,
     Keys,
     Link,
-    Mask,
+    Output,
     SplitTable,
     check_table,
     links_to,
@@ -40,7 +41,7 @@ class Role:
     attends: bool = False  # over the mesh, so the mode is entered around it
     part: tuple[str, ...] | Keys | None = None  # attended to within; None: as in the module around
     names: Sequence[str] = ()  # of its arguments, in order
-    inputs: dict[str, Cut | Mask] = field(default_factory=dict[str, Cut | Mask])
+    inputs: dict[str, Input] = field(default_factory=dict[str, Input])
     outputs: dict[int, Cut] = field(default_factory=dict[int, Cut])
     gather: Cut | None = None
     processor: Any = None  # of diffusers, that computes its attention
@@ -72,9 +73,14 @@ class SplitModel:
     ) -> None:
         self.model, self.table, self.mesh = model, table, mesh
         self.options = options or AttentionOptions()
+        if sparse is not None and table.copied:
+            raise ConfigError(
+                f"block-sparse attention deals tokens to the ranks, and every rank has "
+                f"{' and '.join(table.copied)} of {type(model).__name__} whole: leave out sparse"
+            )
         self.sparse = None if sparse is None else SparseLayers(sparse, mesh)
         # by name, with the segments of what each returns
-        self.blocks: dict[str, tuple[nn.Module, tuple[str | tuple[str, ...], ...]]] = {}
+        self.blocks: dict[str, tuple[nn.Module, tuple[Output, ...]]] = {}
         self.forward: ForwardPass | None = None  # that runs over the mesh
         self.last: Attended | None = None  # by the last pass that ended well, unless compiled
         # What looks at the first call over the mesh, as an argument that makes it again.

@@ -27,7 +27,7 @@ from bascule.diffusers.pipeline_run import (
     watched,
 )
 from bascule.diffusers.split_model import SplitModel
-from bascule.diffusers.split_table import modules_of
+from bascule.diffusers.split_table import Cut, modules_of
 from bascule.errors import ConfigError
 from bascule.stand_in import as_in_use, module_of
 
@@ -149,20 +149,23 @@ def _compare(
     expected: dict[str, Tensor] = {}
     sums: dict[str, Tensor] = {}
 
+    def is_gathered(block: str, place: int) -> bool:
+        return block in gathered and place == 0
+
     def keep(block: str, place: int, whole: Tensor) -> None:
-        whole, segment = of_first_rank(whole, group), part.blocks[block][1][place]
-        if block not in gathered and isinstance(segment, str):
+        whole, cut = of_first_rank(whole, group), _cut_of(part, block, place)
+        if not is_gathered(block, place) and isinstance(cut.segment, str):
             stripe = 0 if part.sparse is None else part.sparse.config.dealt
-            layout = layout_of({segment: whole.shape[1]}, mesh, part.table, stripe)
-            whole = split(whole, mesh, layout, 1)
+            layout = layout_of({cut.segment: whole.shape[cut.dim]}, mesh, part.table, stripe)
+            whole = split(whole, mesh, layout, cut.dim)
         expected[_name_of(part, block, place)] = whole.clone()
 
     def compare(block: str, place: int, share: Tensor) -> None:
         name, forward = _name_of(part, block, place), part.forward
-        whole, segment = expected.pop(name), part.blocks[block][1][place]
-        if block not in gathered and not isinstance(segment, str):  # now lengths are known
+        whole, cut = expected.pop(name), _cut_of(part, block, place)
+        if not is_gathered(block, place) and not isinstance(cut.segment, str):  # known by now
             assert forward is not None
-            whole = split(whole, mesh, forward.share(segment).layout, 1)
+            whole = split(whole, mesh, forward.share(cut.segment).layout, cut.dim)
         sums[name] = _squares(share, whole)
 
     # A compiled model would trace the hooks, and break its graph.
@@ -216,11 +219,15 @@ def _observed(part: SplitModel, observe: Callable[[str, int, Tensor], None]) -> 
         yield
 
 
+def _cut_of(part: SplitModel, block: str, place: int) -> Cut:
+    one = part.blocks[block][1][place]
+    return one if isinstance(one, Cut) else Cut(one)
+
+
 def _name_of(part: SplitModel, block: str, place: int) -> str:
-    segments = part.blocks[block][1]
-    segment = segments[place]
-    again = f", output {place}" if segments.count(segment) > 1 else ""
-    return f"{block} ({segment if isinstance(segment, str) else ', '.join(segment)}{again})"
+    outputs = part.blocks[block][1]
+    again = f", output {place}" if outputs.count(outputs[place]) > 1 else ""
+    return f"{block} ({', '.join(_cut_of(part, block, place).segments)}{again})"
 
 
 def _tolerance_of(dtype: torch.dtype) -> float:
