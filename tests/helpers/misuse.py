@@ -229,7 +229,7 @@ REFUSED: dict[str, Wrong] = {
     ),
     "other lengths": (
         called_with(
-            segments=("image",), inputs={"": dict.fromkeys(("image", "text"), Cut("image"))}
+            segments=("image",), inputs={"": dict.fromkeys(("text", "image"), Cut("image"))}
         ),
         "another input has 5",
     ),
