@@ -431,7 +431,8 @@ ENDING: dict[str, Wrong] = {
     "failing": (failing, "no memory is left"),
     "softmax": (
         softmax_in_a_block,
-        "single_transformer_blocks.1 did not call F.scaled_dot_product_attention",
+        "single_transformer_blocks.1 did not call F.scaled_dot_product_attention, so its attention "
+        "was not over the mesh: set_attention_backend('native')",
     ),
     "cut by a hook": (cut_by_a_hook, "tokens"),
     "steps": (run("flux", lambda _: {"num_inference_steps": 3}), STEPS),

@@ -73,9 +73,10 @@ class Explanation:
             lines += [f"  {kind or 'other'}: {one}" for kind, one in chosen.seconds.items()]
         for one in self.others:
             more = one.busiest_bytes / chosen.busiest_bytes if chosen.busiest_bytes else 1.0
+            is_near = 1 / _LEAST_GAIN < more < _LEAST_GAIN
             lines.append(
                 f"ring {one.ring_degree} x Ulysses {one.ulysses_degree} would send "
-                f"{one.busiest_bytes / _MIB:.1f} MiB ({more:.2f}x)"
+                + ("about as much" if is_near else f"{one.busiest_bytes / _MIB:.1f} MiB")
                 + (f" and take {one.total_s * 1e3:.3g} ms" if one.seconds else "")
             )
         lines += self.advice
