@@ -29,6 +29,11 @@ class NewFile:
     suffix: str = ""
 
 
+@dataclass(frozen=True)
+class NewFolder:
+    """A folder that a command makes, with those above it: `Annotated[Path, NewFolder()]`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
     """Files for the report of a command.
@@ -61,6 +66,8 @@ def check_options(options: Any) -> None:
         for rule in rules if value not in (None, STDOUT) else ():
             if isinstance(rule, NewFile):
                 check_file(flag(name), cast(Path, value), rule.suffix)
+            elif isinstance(rule, NewFolder):
+                _check_folder(flag(name), cast(Path, value))
             elif isinstance(rule, Range) and is_whole:
                 whole(flag(name), value, int(rule.least), int(rule.most or MAX_WHOLE))
             elif isinstance(rule, Range):
@@ -86,6 +93,15 @@ def check_file(option: str, path: Path, suffix: str = "") -> None:
         raise ConfigError(f"{option} {path}: cannot be written: there is no folder {path.parent}")
     if suffix == ".html" and find_spec("plotly") is None:
         raise ConfigError(f"{option} {path} needs plotly: pip install plotly")
+
+
+def _check_folder(option: str, path: Path) -> None:
+    """Refuse a folder that could not be made, or written to."""
+    there = next(one for one in (path, *path.parents) if os.path.lexists(one))
+    if not os.path.isdir(there):
+        raise ConfigError(f"{option} {path}: {there} is a file; give a folder")
+    if not os.access(there, os.W_OK):
+        raise ConfigError(f"{option} {path}: cannot be written: no permission in {there}")
 
 
 def flag(name: str) -> str:

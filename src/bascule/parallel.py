@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.arrays import Floats, Ints
-from bascule.attention.kernels.registry import check_name
+from bascule.attention.kernels.registry import Kernel, check_name
 from bascule.comm.agree import agree
 from bascule.comm.failures import leave, shared
 from bascule.comm.groups import RankGroup, device_for, member_of, new_group, resolve
@@ -183,7 +183,7 @@ class SequenceParallel:
         timeout_s: Longest wait of a collective, in seconds.
         planner: See `plan_batch`.
         locality_tolerance: See `plan_batch`.
-        kernel: Name of the attention kernel. Default: the first that runs here.
+        kernel: Name of the attention kernel, or your own. Default: the first that runs here.
         device: Where the tensors are. Default: the mesh's, or the group's back end's.
         data_group: The ranks whose gradients are put together, for `step.mean`. Default: the group.
         gradients: The trainer's reduction of gradients over ranks: "mean" (FSDP, DDP) or "sum"
@@ -203,7 +203,7 @@ class SequenceParallel:
         timeout_s: float = 600.0,
         planner: str = "lpt",
         locality_tolerance: float | None = None,
-        kernel: str | None = None,
+        kernel: Kernel | None = None,
         device: torch.device | str | None = None,
         data_group: dist.ProcessGroup | None = None,
         gradients: Literal["mean", "sum"] = "mean",

@@ -10,13 +10,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from bascule.attention.api import AttentionMesh, AttentionOptions, SequenceLayout, attention
+from bascule.attention.kernels.registry import Kernel
 from bascule.comm.failures import leave
 from bascule.comm.quantized import CommDtype
 from bascule.errors import ConfigError
@@ -127,6 +129,20 @@ class SequenceParallelMode(TorchFunctionMode):
         """Return whether attention is left as it is."""
         return self._num_local > 0
 
+    def refuse(self, module: nn.Module, args: object) -> None:
+        """Refuse a model of transformers, whose attention depends on more than this sees."""
+        # These say so; transformers itself need not be there.
+        if not hasattr(module, "set_attn_implementation") or torch.compiler.is_compiling():
+            return
+        if not self.attends_locally():
+            name = type(module).__name__
+            raise ConfigError(
+                f"context_parallel: {name} is a model of transformers, whose windows and positions "
+                "follow from the tokens that it gets: enter bascule.transformers.context_parallel("
+                "model, mesh), which compares it with one process; or .local(), if every rank has "
+                "all its tokens"
+            )
+
     def options_of(self, query: Tensor) -> AttentionOptions:
         """Return the options of a call, with the layout of all that is attended to."""
         num_tokens = query.shape[2]
@@ -188,8 +204,9 @@ class SequenceParallelMode(TorchFunctionMode):
             )
         others = self.other_keys(query, key, value)
         if others is not None:
-            key, value = others
-            if is_causal or (attn_mask is not None and attn_mask.shape[-2:-1] not in ((), (1,))):
+            is_other, (key, value) = others[0] is not key, others
+            has_mask = attn_mask is not None and attn_mask.shape[-2:-1] not in ((), (1,))
+            if is_other and (is_causal or has_mask):
                 shape = None if attn_mask is None else tuple(attn_mask.shape)
                 raise ConfigError(
                     f"attention to the keys of another sequence that is cut, is_causal={is_causal} "
@@ -266,9 +283,10 @@ def context_parallel(
     *,
     replicated: Collection[int] = (),
     comm_dtype: CommDtype | None = None,
-    kernel: str | None = None,
+    kernel: Kernel | None = None,
     overlap: bool | None = None,
     double_buffer: bool = True,
+    checked: nn.Module | None = None,
 ) -> Iterator[SequenceParallelMode]:
     """Make F.scaled_dot_product_attention of any model attend over the mesh, within the `with`.
 
@@ -290,9 +308,12 @@ def context_parallel(
         replicated: Numbers of keys that every rank has whole, as those of a prompt; attention to
             them is left as it is, and so is any within `.local()` of what this yields.
         comm_dtype: As in `AttentionOptions`, and so are the next three.
-        kernel: Name of the block kernel.
+        kernel: Name of the block kernel, or your own.
         overlap: True lets Ulysses exchange while it computes.
         double_buffer: True lets a ring attend while keys and values travel.
+        checked: A model that was compared with one process. Default: models of transformers are
+            refused, as their windows and positions follow from the tokens that they get; see
+            `bascule.transformers.context_parallel`.
 
     Raises:
         ConfigError: A call cannot be split, a number of keys is ambiguous, or nothing within called
@@ -305,8 +326,13 @@ def context_parallel(
             raise ConfigError(_AMBIGUOUS.format(both))
     options = AttentionOptions(None, kernel, comm_dtype, overlap, double_buffer)
     mode = SequenceParallelMode(place, layout, replicated, options, watches=True)
-    with mode:
-        yield mode
+    hook = None if checked is not None else register_module_forward_pre_hook(mode.refuse)
+    try:
+        with mode:
+            yield mode
+    finally:
+        if hook is not None:
+            hook.remove()
     if not mode.has_attended:
         raise ConfigError(
             "context_parallel: nothing within called F.scaled_dot_product_attention, so nothing "

@@ -1,11 +1,13 @@
-"""One object's method replaced by a function around it, without a change to a class of others."""
+"""Other people's models: a method of one replaced by a function around it, and a call tried out."""
 
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
 import torch
+from torch import nn
 from torch._dynamo.eval_frame import skip_code
 
 
@@ -117,3 +119,25 @@ def _original(cls: Any) -> Any:
     while _OVERRIDES in vars(cls):
         cls = cls.__base__
     return cls
+
+
+@contextmanager
+def as_in_use(model: nn.Module) -> Iterator[None]:
+    """Turn off what is random in training, and compilers, which would fix these few shapes."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for module, is_training in training.items():
+            module.training = is_training
+
+
+def module_of(error: BaseException, model: nn.Module) -> str:
+    """Return the name of the innermost module of a model in which an error was raised."""
+    names = {module: name for name, module in model.named_modules()}
+    frames = traceback.walk_tb(error.__traceback__)
+    owners = [frame.f_locals.get("self") for frame, _ in frames]
+    inside = [names[one] for one in owners if isinstance(one, nn.Module) and one in names]
+    return inside[-1] if inside else ""

@@ -66,6 +66,11 @@ def test_streams_with_an_idle_rank_and_a_bag(tmp_path: Path, options: tuple[str,
     assert result["options"]["photos"] is None and result["options"]["out"] == str(tmp_path)
     assert "compute only" in done.stdout and "one sequence alone" not in done.stdout
     assert "(FBL)" in done.stdout and "unknown" not in done.stdout
+    assert result["balanced"]["hfu"] is None and "HFU" not in done.stdout  # no peak is known
+    steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    done_flops = result["balanced"]["flops_per_s"] * sum(step["seconds_balanced"] for step in steps)
+    forward = sum(step["plan"]["forward_flops"] for step in steps)
+    assert done_flops == pytest.approx((4 if "--checkpoint" in options else 3) * forward)
 
 
 def test_a_sequence_that_binds_is_told_once(tmp_path: Path) -> None:
@@ -73,15 +78,28 @@ def test_a_sequence_that_binds_is_told_once(tmp_path: Path) -> None:
     table = tmp_path / "samples.csv"
     table.write_text("width,height\n64,64\n256,256\n")
     data = "--manifest", str(table), "--batch-size", "1", "--steps", "1", "--gamma", "0"
-    done = bench(tmp_path, *data, "--report", str(page))
+    done = bench(tmp_path, *data, "--report", str(page), "--peak-tflops", "0.01")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("warning: ") == 1
     assert "warning: in 1 of 1 steps one sequence alone" in done.stdout
     result, shown = summary(tmp_path), data_of(page.read_text())
     assert result["single_binds_steps"] == 1
-    assert shown["measured_ratio"] == result["measured_ratio"]
+    assert "measured_ratio" not in shown and "Nothing was moved" in done.stdout
     assert shown["wir_balanced"] == result["balanced"]["wir"]
     assert "one sequence alone" in page.read_text()
+    # Two layers of width 32, of 16 and of 256 tokens; forward, and backward as two of them.
+    forward = 2 * sum(24 * tokens * 32**2 + 4 * tokens**2 * 32 for tokens in (16, 256))
+    for arm in ("unbalanced", "balanced"):
+        hfu = 3 * forward / result[arm]["fbl_median_s"] / (2 * 0.01e12)
+        assert result[arm]["hfu"] == pytest.approx(hfu)
+        assert f" {hfu:.1%} " in done.stdout
+    understood = f"{table}: 2 samples; tokens follow from width, height."
+    assert understood in done.stdout and understood in page.read_text()
+    assert done.stdout.count(str(table)) == 1  # by the first rank
+    assert bench(tmp_path, "--data", "g2b1i64f1s0", "--steps", "1").returncode == 0
+    kept = [json.loads((tmp_path / f"summary{n}.json").read_text()) for n in (".1", "")]
+    assert kept[0] == result and kept[1]["options"]["data"] == "g2b1i64f1s0"
+    assert (tmp_path / "steps.1.jsonl").is_file()
 
 
 def test_stages_of_steps_from_pixels_and_captions(photos: Path, tmp_path: Path) -> None:
@@ -114,3 +132,4 @@ def test_stages_of_steps_from_pixels_and_captions(photos: Path, tmp_path: Path) 
                 assert len(one["predicted"]) == 2 and all(work <= whole for work, whole in both)
     assert picture.read_text() in {draw_stages(*step.values()) for step in steps}
     assert "Stages, measured" in page.read_text()
+    assert data_of(page.read_text())["measured_ratio"] == result["measured_ratio"]

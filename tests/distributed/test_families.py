@@ -1,4 +1,4 @@
-"""Families of transformers in bags and packs: each sequence as alone, or a refusal of ours.
+"""Families of transformers in bags, packs and over ranks: as alone, or a refusal of ours.
 
 A daily sample, and all that a general tiny configuration builds with `make stress`. The reference
 is the model's own attention, one sequence at a time.
@@ -11,15 +11,24 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+import bascule
 from bascule import SequenceParallel
+from bascule.attention.api import AttentionMesh, SequenceLayout, gather, split
 from bascule.data.packs import Pack, make_pack
 from bascule.errors import ConfigError
-from bascule.transformers import call_packed, inputs_of_pack, register_attention
+from bascule.transformers import (
+    call_packed,
+    context_parallel,
+    inputs_of_pack,
+    register_attention,
+)
 from bascule.transformers.trainer import check_packs
 from tests.helpers.cases import COST
-from tests.helpers.ranks import run_ranks
+from tests.helpers.inference_cases import make_mesh
+from tests.helpers.ranks import raised_by, run_ranks
 
 LENS = [23, 14]
 WINDOW = 8
@@ -61,6 +70,18 @@ DAILY = {  # one of each kind of answer
     "OPTForCausalLM": "cannot take several sequences in a row: model.decoder raised RuntimeError",
 }
 
+OVER_RANKS = {  # the same, for one sequence over two ranks
+    "LlamaForCausalLM": "right",
+    "Qwen3MoeForCausalLM": "right",
+    "OPTForCausalLM": "right",
+    "MistralForCausalLM": "attends within windows or chunks of 8 tokens, and has 37 here",
+    "PhimoeForCausalLM": "attends within windows or chunks of 8 tokens, and has 37 here",
+    "BartForCausalLM": "model.decoder.embed_positions differs from one process",
+    "RobertaForCausalLM": "roberta.embeddings.position_embeddings differs from one process",
+    "OlmoHybridForCausalLM": "model.layers.0.linear_attn.o_proj differs from one process",
+    "FalconForCausalLM": "transformer.h.0.self_attention raised 4 query heads for 1 key heads",
+}
+
 
 def tiny(kind: Any) -> Any:
     """A configuration of few weights."""
@@ -95,10 +116,21 @@ def in_a_pack(model: Any, ids: Tensor) -> Tensor:
     return model(**inputs_of_pack(make_pack(samples, pack), pack, model)).logits
 
 
+def over_ranks(model: Any, ids: Tensor) -> Tensor:
+    """Return the logits of all tokens as one sequence."""
+    mesh = AttentionMesh.of(make_mesh(dist.get_world_size(), 1))
+    layout = SequenceLayout((len(ids),), *mesh.degrees)
+    own, places = (split(x[None], mesh, layout, 1) for x in (ids, torch.arange(len(ids))))
+    with context_parallel(model, mesh, layout):
+        logits = model(input_ids=own, position_ids=places, use_cache=False).logits
+    return gather(logits, mesh, layout, 1)
+
+
 WAYS: dict[str, tuple[str, Callable[[Any, Tensor], Tensor]]] = {  # attention, and the call
     "bag": ("bascule", in_a_bag),
     "pack": ("sdpa", in_a_pack),
     "eager pack": ("eager", in_a_pack),
+    "ranks": ("sdpa", over_ranks),
 }
 
 
@@ -130,7 +162,8 @@ class NotAloneError(Exception):
 def judge(reference: Any, model: Any, way: str, ids: Tensor) -> str:
     """Return "right", the refusal, or what is wrong."""
     try:
-        alone = [reference(input_ids=x[None], use_cache=False).logits for x in ids.split(LENS)]
+        texts = [ids] if way == "ranks" else ids.split(LENS)
+        alone = [reference(input_ids=x[None], use_cache=False).logits for x in texts]
     except Exception as error:
         raise NotAloneError from error
     wanted = torch.cat(alone, 1)
@@ -145,17 +178,42 @@ def judge(reference: Any, model: Any, way: str, ids: Tensor) -> str:
 
 
 @pytest.mark.slow
-def test_families_in_bags() -> None:
-    (answers,) = run_ranks(families, 1, "bag", list(DAILY))
-    assert answers.keys() == DAILY.keys()
-    for name, words in DAILY.items():
-        assert words in answers[name], answers[name]
+@pytest.mark.parametrize(("way", "expected"), [("bag", DAILY), ("ranks", OVER_RANKS)])
+def test_families(way: str, expected: dict[str, str]) -> None:
+    for answers in run_ranks(families, 2 if way == "ranks" else 1, way, list(expected)):
+        assert answers.keys() == expected.keys()
+        for name, words in expected.items():
+            assert words in answers[name], answers[name]
+
+
+def calls_of_llama() -> list[str]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = build(LlamaForCausalLM, LlamaConfig, "sdpa")
+    mesh = AttentionMesh.of(make_mesh(1, 2))
+    ids = torch.ones(1, 5, dtype=torch.int64)
+
+    def within(scope: Any) -> None:
+        with scope:
+            model(ids)
+
+    scopes = bascule.context_parallel(mesh), context_parallel(model, mesh)
+    return [str(raised_by(within, scope)) for scope in scopes]
+
+
+def test_positions_and_a_comparison_are_asked_for() -> None:
+    for undeclared, without_positions in run_ranks(calls_of_llama, 2):
+        assert "enter bascule.transformers.context_parallel(model, mesh)" in undeclared
+        assert "without position_ids would count this rank's tokens from 0" in without_positions
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize(("way", "least"), [("bag", 55), ("pack", 71), ("eager pack", 82)])
+@pytest.mark.parametrize(
+    ("way", "least"), [("bag", 55), ("pack", 71), ("eager pack", 82), ("ranks", 56)]
+)
 def test_no_family_is_wrong_in_silence(way: str, least: int) -> None:
-    (answers,) = run_ranks(families, 1, way, None, timeout_s=1500.0)
+    num_ranks = 2 if way == "ranks" else 1
+    answers = run_ranks(families, num_ranks, way, None, timeout_s=1500.0)[0]
     wrong = {name: one for name, one in answers.items() if one.startswith(("WRONG", "FOREIGN"))}
     num_right = sum(one == "right" for one in answers.values())
     print(f"{way}: {len(answers)} families, {num_right} right")

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from bascule.cli import launch
 from bascule.cli.launch import stopping_quietly
 from bascule.comm.groups import member_of, resolve, set_timeout
-from bascule.generate.options import GenerateOptions
+from bascule.generate.options import GenerateOptions, read_prompts
 from tests.helpers.cli import run as run_command
 from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
 
@@ -100,6 +100,38 @@ def test_the_same_pixels_on_any_ranks(
         assert min(steps) > 0
 
 
+def save_tiny(folder: Path) -> None:
+    from bascule.generate.generating import load_pipeline
+
+    load_pipeline("tiny", torch.float32, torch.device("cpu")).save_pretrained(folder)
+
+
+def test_a_saved_folder_gives_the_pixels_of_one_process(
+    prompts: Path, alone: Path, tmp_path: Path
+) -> None:
+    folder, out = tmp_path / "saved", tmp_path / "one" / "0"
+    run_ranks(save_tiny, 1, folder)
+    jobs: list[dict[str, Any]] = [{"model": str(folder)}, {"model": str(folder), "ring": 2}]
+    ((one,),) = run_ranks(several, 1, prompts, out.parent, jobs[:1])
+    found = run_ranks(several, 2, prompts, tmp_path, jobs)
+    wanted = sorted(alone.glob("*.png"))
+    for place in range(len(jobs)):
+        assert found[0][place][0] == one[0] and len(one[0]) == len(wanted)
+        same_images(tmp_path / str(place), out)
+    for name, of_tiny in zip(sorted(one[0]), wanted, strict=True):  # whose weights are the same
+        assert np.abs(pixels(out / name) - pixels(of_tiny)).max() <= 1, name
+
+
+def test_rows_of_8_bits_change_pixels_a_little(prompts: Path, alone: Path, tmp_path: Path) -> None:
+    jobs: list[dict[str, Any]] = [{"wire": "int8", "ring": 2}, {"wire": "e4m3", "ulysses": 2}]
+    run_ranks(several, 2, prompts, tmp_path, jobs)
+    wanted = sorted(alone.glob("*.png"))
+    for place in range(len(jobs)):
+        images = sorted((tmp_path / str(place)).glob("*.png"))
+        both = [np.abs(pixels(a) - pixels(b)) for a, b in zip(images, wanted, strict=True)]
+        assert 0 < max(one.max() for one in both) < 32 and max(one.mean() for one in both) < 2
+
+
 def test_what_is_there_is_not_made_again(prompts: Path, alone: Path, tmp_path: Path) -> None:
     shutil.copytree(alone, tmp_path / "out")
     lost = sorted((tmp_path / "out").glob("*.png"))[1]
@@ -133,6 +165,18 @@ def test_a_stop_is_one_sentence_that_says_how_to_go_on(
         code, _, error = run_command(capsys, "generate", *arguments)
     assert code == 1 and "Traceback" not in error, error
     assert "stopped by a signal, and so were its ranks; what is done is in" in error
+
+
+def test_no_rank_starts_where_nothing_is_left_to_make(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (name,) = [
+        one.name(0, GenerateOptions()) for one in read_prompts(GenerateOptions(prompt=("x",)))
+    ]
+    (tmp_path / f"{name}.png").touch()
+    with mock.patch.object(launch.run, "main", side_effect=AssertionError):
+        code, out, _ = run_command(capsys, "generate", "--prompt", "x", "--out", str(tmp_path))
+    assert code == 0 and f"nothing is left to make in {tmp_path}" in " ".join(out.split())
 
 
 def stop_quietly(number: int) -> None:
@@ -174,6 +218,13 @@ def refusals(prompts: Path, folder: Path) -> dict[str, tuple[list[str], str]]:
         ends["--tiles: the AutoencoderKL of this pipeline has no tiles: leave it out"] = raised_by(
             make, one, folder, tiles=True
         )
+    for words, sides in {  # before anything is computed, or in the pipeline: no folder is left
+        "width is 33, and this pipeline makes it 32: give 32": {"width": 33},
+        "the pipeline fails": {"width": 3},
+    }.items():
+        with mock.patch("diffusers.FluxPipeline.encode_prompt", side_effect=ValueError):
+            ends[words] = raised_by(make, one, folder / "new", **sides)
+        assert rank or not (folder / "new").exists()  # the first one makes it
     assert not list(folder.glob("*.png"))
     options = GenerateOptions(prompts=prompts, out=folder, replicas=2, width=64, height=64)
     run = Generation(options, torch.device("cpu"))

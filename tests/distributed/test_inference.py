@@ -7,14 +7,17 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack
 
 from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather, split
-from bascule.diffusers import context_parallel
+from bascule.diffusers import context_parallel, parallelize
 from bascule.errors import ConfigError
 from tests.helpers.inference_cases import difference, make_mesh
+from tests.helpers.inference_toy import TABLE, make_toy, toy_inputs
 from tests.helpers.oracle import dense_attention
 from tests.helpers.ranks import run_ranks
 
@@ -248,3 +251,39 @@ def test_what_cannot_be_split_is_refused_on_every_rank() -> None:
         assert len(said) == len(texts)
         for text, sentence in zip(texts, said, strict=True):
             assert text in sentence
+
+
+def among_other_axes() -> list[float]:
+    """The rings and Ulysses ranks of a mesh with a third axis: replicas that do not meet."""
+    axes = "ring", "fsdp", "ulysses"
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=axes)
+    replica = mesh.get_local_rank("fsdp")
+    place, layout = AttentionMesh.of(mesh), SequenceLayout((9,), 1, 2)
+    x = torch.randn(1, 4, 9, 8, generator=torch.Generator().manual_seed(replica)).double()
+    own = split(x, place, layout, 2)
+    with context_parallel(mesh, layout):
+        out = gather(sdpa(own, own, own), place, layout, 2)
+    model, inputs = make_toy(), toy_inputs(seed=replica)
+    wanted = model(**inputs)
+    with parallelize(model, mesh, table=TABLE):
+        outputs = model(**inputs)
+    return [difference(out, dense_attention(x, x, x)[0]), difference(outputs, wanted)]
+
+
+def test_a_mesh_with_other_axes_is_taken_by_its_named_part() -> None:
+    for errors in run_ranks(among_other_axes, 4):
+        assert max(errors) < 1e-10, errors
+
+
+def with_tolerance() -> list[float]:
+    """Inputs that differ by rounding between ranks, as declared."""
+    model, inputs = make_toy(), toy_inputs()
+    wanted = model(**inputs)
+    inputs["image"] = inputs["image"] * (1 + 1e-6 * dist.get_rank())
+    with parallelize(model, ulysses_degree=2, table=TABLE, input_tolerance=1e-3):
+        return [difference(model(**inputs), wanted)]
+
+
+def test_rounding_that_is_declared_passes() -> None:
+    for (error,) in run_ranks(with_tolerance, 2):
+        assert 0 < error < 1e-5

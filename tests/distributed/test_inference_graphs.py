@@ -100,6 +100,28 @@ def on_ranks(name: str, ring: int, ulysses: int) -> Compiled:
         return compiled(model, name)
 
 
+def by_inductor(ring: int) -> list[float]:
+    """Errors of Qwen-Image, compiled by the handle around a ring, against one process, by size."""
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    case, model, errors = MODELS["qwen"], make_model(MODELS["qwen"]), list[float]()
+    every = [make_inputs(replace(case, grid=grid)) for grid in GRIDS[:2]]
+    with torch.no_grad():
+        wanted = [parts_of(model(**inputs, return_dict=False)) for inputs in every]
+        with parallelize(model, make_mesh(ring, 1)) as handle:
+            handle.compile()
+            for inputs, parts in zip(every, wanted, strict=True):
+                found = parts_of(model(**inputs, return_dict=False))
+                errors += [difference(*pair) for pair in zip(found, parts, strict=True)]
+    assert torch._dynamo.utils.counters["inductor"]
+    return errors
+
+
+def test_qwen_image_is_compiled_by_inductor_around_a_ring() -> None:
+    for errors in run_ranks(by_inductor, 2, 2):
+        assert len(errors) == 2 and max(errors) < 1e-5, errors
+
+
 @cache
 def alone(name: str) -> Compiled:
     """What one process compiles, the same for all meshes."""

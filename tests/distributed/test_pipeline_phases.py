@@ -27,8 +27,6 @@ def agreeing(kind: str, degrees: dict[str, Any]) -> list[Verification]:
     """Each pipeline as it is; a verification leaves random states and parts as they were."""
     results = list[Verification]()
     for name in PIPELINES[kind]:
-        if name == "ernie" and "ring_degree" in degrees:
-            continue
         pipeline = make_pipeline(name)
         pipeline.vae.enable_tiling()
         with parallelize(pipeline, table=TABLES.get(name), **degrees) as handle, handle.timed():

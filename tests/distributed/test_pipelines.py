@@ -68,8 +68,6 @@ def all_cases(kind: str, degrees: dict[str, int]) -> list[Tensor]:
     """Each pipeline with and without guidance, tiles of the VAE, and several images."""
     pixels = list[Tensor]()
     for name in PIPELINES[kind]:
-        if name == "ernie" and set(degrees) != {"guidance_degree"}:
-            continue
         pipeline = make_pipeline(name)
         pixels.append(shared_as_alone(name, pipeline, prompt_of(name), {}, degrees))
         pipeline.vae.enable_tiling()

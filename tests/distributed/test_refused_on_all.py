@@ -112,7 +112,7 @@ def on_ulysses(tokens: int) -> object:
 
 
 def on_an_axis(name: str) -> object:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=(name, "ring"))
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=(name, "tp"))
     return AttentionMesh.of(mesh)
 
 
@@ -375,7 +375,7 @@ WRONG: dict[str, Row] = {
     ),
     "mesh: other degrees": (on_mesh, both(layout=SequenceLayout((6,), 1, 2)), "on a mesh of 2 x 1"),
     "mesh: tokens": (on_mesh, both(layout=SequenceLayout((7,), 2, 1), tokens=4), "3 of 7"),
-    "mesh: an axis": (on_an_axis, both(name="dp"), "('dp', 'ring')"),
+    "mesh: an axis": (on_an_axis, both(name="dp"), "('dp', 'tp')"),
     "sparse: values of one rank": (sparse, one("first", 1), "the plan has"),
     "sparse: degrees": (sparse, both(degrees=(1, 2)), "a plan for 1 x 2 ranks (Ulysses x ring)"),
     "sparse: whole masks": (sparse, both(masks="whole"), "rows of a mask"),

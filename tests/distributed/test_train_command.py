@@ -282,6 +282,16 @@ def test_a_sample_that_one_rank_cannot_load_is_told_to_all(first: int, tmp_path:
     assert all("6.png has changed its size" in text for _, text in (other, own))
 
 
+def test_how_a_table_was_understood_is_said_once(tmp_path: Path) -> None:
+    table = tmp_path / "sizes.csv"
+    table.write_text("width,height\n64,64\n32,64\n")
+    data = "--manifest", str(table), "--out", str(tmp_path / "run"), "--steps", "1"
+    done = in_a_job(_main, "train", *data, *FLAGS, "--batch-size", "2")
+    assert done.returncode == 0, done.stderr
+    said = f"{table}: 2 samples; tokens follow from width, height.\nTokens of a sample: 8 to 16"
+    assert done.stdout.startswith(said) and done.stdout.count(str(table)) == 1
+
+
 def test_photos_and_clips_train_together(album: Path, tmp_path: Path) -> None:
     flags = "--epochs", "1", "--batch-size", "4", "--lr", "0.003"
     out = str(tmp_path / "run")

@@ -1,6 +1,6 @@
 """All tiny models of diffusers with random weights, and inputs of awkward shapes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -9,16 +9,32 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.helpers import image_cases, other_image_cases, plan_cases, video_cases
+from tests.helpers import (
+    image_cases,
+    more_image_cases,
+    more_video_cases,
+    other_image_cases,
+    plan_cases,
+    video_cases,
+)
 from tests.helpers.model_case import CHANNELS as CHANNELS
 from tests.helpers.model_case import TEXT_DIM as TEXT_DIM
 from tests.helpers.model_case import Case as Case
 from tests.helpers.model_case import Draw
 from tests.helpers.model_case import Inputs as Inputs
 
-_MODULES = image_cases, other_image_cases, video_cases, plan_cases
+_MODULES = (
+    *(image_cases, other_image_cases, video_cases, plan_cases),
+    *(more_image_cases, more_video_cases),
+)
 CASES = [case for module in _MODULES for case in module.CASES]
 _MODELS = {name: makes for module in _MODULES for name, makes in module.MODELS.items()}
+
+_IN_FLOAT32: list[tuple[Any, str]] = [
+    *((Tensor, "to"), (torch, "arange"), (torch, "linspace")),
+    (torch.linalg, "vector_norm"),
+]
+"""Functions that models give a dtype to."""
 
 
 def make_model(case: Case, dtype: torch.dtype = torch.float32) -> Any:
@@ -44,16 +60,22 @@ def make_mesh(ring: int, ulysses: int) -> Any:
 @contextmanager
 def in_float64(dtype: torch.dtype) -> Iterator[None]:
     """Models compute angles, norms and gates in float32: for float64, that means float64 within."""
-    to = Tensor.to
 
-    def wide(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        args = tuple(torch.float64 if one is torch.float32 else one for one in args)
-        return to(x, *args, **kwargs)
+    def widened(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def wide(*args: Any, **kwargs: Any) -> Tensor:
+            args = tuple(torch.float64 if one is torch.float32 else one for one in args)
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+            return function(*args, **kwargs)
+
+        return wide
 
     with ExitStack() as stack:
         if dtype == torch.float64:
             stack.enter_context(mock.patch.object(Tensor, "float", Tensor.double))
-            stack.enter_context(mock.patch.object(Tensor, "to", wide))
+            for owner, name in _IN_FLOAT32:
+                wide = widened(getattr(owner, name))
+                stack.enter_context(mock.patch.object(owner, name, wide))
         yield
 
 

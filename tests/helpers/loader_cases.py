@@ -312,8 +312,9 @@ def check_limits(schedule: Schedule, ids: Sequence[int]) -> None:
     limits = schedule.limits
     if limits is not None:
         lens = schedule.lengths()
-        assert len(ids) <= (limits.items or len(ids))
-        assert limits.tokens is None or sum(lens[i] for i in ids) <= limits.tokens
+        items, tokens = limits.common("items"), limits.common("tokens")
+        assert len(ids) <= (items or len(ids))
+        assert tokens is None or sum(lens[i] for i in ids) <= tokens
 
 
 def check_mean(schedule: Schedule, of_rank: Sequence[list[Record]]) -> None:

@@ -229,7 +229,7 @@ REFUSED: dict[str, Wrong] = {
     ),
     "other lengths": (
         called_with(
-            segments=("image",), inputs={"": dict.fromkeys(("image", "text"), Cut("image"))}
+            segments=("image",), inputs={"": dict.fromkeys(("text", "image"), Cut("image"))}
         ),
         "another input has 5",
     ),
@@ -283,6 +283,11 @@ def differently(**makes: Callable[[], Any]) -> Callable[[], object]:
             return model(**{**toy_inputs(), **others})
 
     return call
+
+
+def noisier(by: float) -> Tensor:
+    image = toy_inputs()["image"]
+    return image + by * torch.randn(image.shape, generator=seeded(9), dtype=image.dtype)
 
 
 def differently_over(**degrees: Any) -> Callable[[], object]:
@@ -412,6 +417,9 @@ ENDING: dict[str, Wrong] = {
         f"values of {name}": (differently(**{name: lambda x=x: x}), f"values of {name} differ")
         for name, x in other.items()
     },
+    "a time": (differently(time=lambda: toy_inputs()["time"] * 705 / 700), "values of time differ"),
+    "noise": (differently(image=lambda: noisier(0.03)), "values of image differ"),
+    "rounding": (differently(image=lambda: noisier(1e-7)), "give an input_tolerance"),
     "text length": (differently(text=lambda: toy_inputs(text=4)["text"]), "disagree on"),
     "image length": (differently(image=lambda: toy_inputs(image=8)["image"]), "disagree on"),
     "a mask": (differently(text_mask=lambda: torch.ones(2, 5)), "disagree on"),
@@ -423,7 +431,8 @@ ENDING: dict[str, Wrong] = {
     "failing": (failing, "no memory is left"),
     "softmax": (
         softmax_in_a_block,
-        "single_transformer_blocks.1 did not call F.scaled_dot_product_attention",
+        "single_transformer_blocks.1 did not call F.scaled_dot_product_attention, so its attention "
+        "was not over the mesh: set_attention_backend('native')",
     ),
     "cut by a hook": (cut_by_a_hook, "tokens"),
     "steps": (run("flux", lambda _: {"num_inference_steps": 3}), STEPS),

@@ -24,13 +24,6 @@ _DIT = SplitTable(
     blocks={"transformer_blocks.*": ("image",)},
     replicated=("hidden_states", "timestep", "class_labels"),
 )
-_ERNIE = SplitTable(
-    segments=(),
-    inputs={},
-    gathers={},
-    blocks={},
-    replicated=("hidden_states", "timestep", "text_bth", "text_lens"),
-)
 _VAE: dict[str, Any] = {
     "block_out_channels": (8, 8),
     "norm_num_groups": 4,
@@ -38,8 +31,8 @@ _VAE: dict[str, Any] = {
     "down_block_types": ("DownEncoderBlock2D",) * 2,
     "up_block_types": ("UpDecoderBlock2D",) * 2,
 }
-TABLES = {"dit": _DIT, "ernie": _ERNIE}
-"""Tables of models that bascule does not know; that of ERNIE-Image is for guidance alone."""
+TABLES = {"dit": _DIT}
+"""Tables of models that bascule does not know."""
 
 PIPELINES = {
     "videos": ("wan", "cogvideox", "hunyuan"),

@@ -24,6 +24,7 @@ TWO = [(320, 512, BOAT), (1280, 720, LAKE)]
 OF_TWO = [20 * 32 + 3, 80 * 45 + 7]
 CLIPS = [(1280, 720, 81, BOAT), (832, 480, 17, LAKE)]
 OF_CLIPS = [80 * 45 * 21 + 3, 52 * 30 * 5 + 7]
+OF_CLIPS_ALONE = [80 * 45 * 21, 52 * 30 * 5]  # where text is attended to crosswise
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,9 @@ TABLES = [
         OF_TWO[:1],
         options={"columns": {"width": "original_width", "height": "original_height"}},
     ),
-    Table("opensora.csv", text(csv(VIDEO, VIDEOS)), OF_CLIPS, "wan2.1"),
+    Table("opensora.csv", text(csv(VIDEO, VIDEOS)), OF_CLIPS, "hunyuanvideo"),
+    Table("wan.csv", text(csv(VIDEO, VIDEOS)), OF_CLIPS_ALONE, "wan2.1"),
+    Table("of_lengths.csv", text(csv("tokens", [(900,), (7,)])), [900, 7], "wan2.1"),
     Table("opensora_as_images.csv", text(csv(VIDEO, VIDEOS)), "--model wan2.1"),
     Table(
         "openvid.csv",
@@ -259,7 +262,7 @@ TABLES = [
     Table(
         "musubi",
         folder(clips__jsonl=lines(rows(WHC, [(832, 480, LAKE)])), data__toml=MUSUBI),
-        [52 * 30 + 7, 52 * 30 * 7 + 7],
+        [52 * 30, 52 * 30 * 7],
         "wan2.1",
         inner="data.toml",
     ),
@@ -275,7 +278,7 @@ TABLES = [
         "seconds.csv",
         text(csv("width height duration_seconds fps caption", [(1280, 720, 5.4, 24, BOAT)])),
         [80 * 45 * 33 + 3],
-        "wan2.1",
+        "hunyuanvideo",
     ),
     Table(
         "at_16_fps.csv",
@@ -373,7 +376,7 @@ TABLES = [
     Table(
         "nan.csv",
         text(csv("width height frames", [(64, 64, "nan"), (64, 64, 1)])),
-        "row 1: frames is nan",
+        "row 1 (line 2): frames is nan",
     ),
     Table(
         "nan_skipped.csv",

@@ -296,6 +296,8 @@ def test_limits_that_cannot_be_kept() -> None:
         next(iter(ranks_of([40] * 8, 2, batch_size=4, options=options)[0]))
     with pytest.raises(ConfigError, match="bytes"):
         ranks_of([1] * 8, 2, options=SamplerOptions(limits=Limits(num_bytes=5)))
+    with pytest.raises(ConfigError, match="ranks that are alike: give one number"):
+        ranks_of([1] * 8, 2, options=SamplerOptions(limits=Limits(tokens=(5, 9))))
 
 
 # --- hostile input

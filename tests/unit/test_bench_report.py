@@ -33,6 +33,7 @@ def reported(
         "measured_ratio_spread": [1.4, 1.6],
         "single_binds_steps": binding,
         "sent_bytes_per_step": 2**20,
+        "moved_tokens": 9,
         "tokens_per_rank": [4.0, 5.0],
         "loss_first": [0.3, 0.3],
         "loss_last": [0.2, 0.2],
@@ -78,6 +79,15 @@ def test_the_advice_is_one_that_can_be_followed(is_loader: bool) -> None:
     notes = reported(binding=1, **more).notes
     assert ("not --loader" in notes[-1]) is is_loader and "--topology" in notes[-1]
     assert any("samples moved in 4 of 5 steps (others: 1 tie)" in one for one in notes) is is_loader
+
+
+@pytest.mark.parametrize("measured", [0.4, 1.2])
+def test_equal_arms_have_no_speed_up(measured: float) -> None:
+    report = reported(measured_ratio=measured, moved_tokens=0)
+    assert "Nothing was moved" in report.answer and "below predicted" not in " ".join(report.notes)
+    gains = {"measured_ratio", "prediction_error", "seconds_saved"}
+    assert not gains & {fact.key for fact in report.facts}
+    assert gains <= {fact.key for fact in reported().facts}
 
 
 def test_a_speed_up_that_is_missed_is_explained() -> None:

@@ -332,6 +332,26 @@ CODES = "bench --data g1b1i256f1s0"
         (f"{CODES} --ranks 2 --topology g3n1", "g3n1"),
         (f"{CODES} --ranks 1 --kernel aten_flash", "use one of cpu_flash"),
         (f"{CODES} --ranks 1 --kernel magic", "cpu_flash"),
+        # What the parser refuses is one sentence, too
+        (f"{PLAN} --planner best", "invalid choice 'best' for argument '--planner'. Expected one"),
+        (f"{PLAN} --rnaks 3", "Unrecognized options: --rnaks, 3 Perhaps you meant: --ranks"),
+        (f"{PLAN} --ranks x", "Error parsing --ranks"),
+        ("plan --lengths", "Missing value for argument '--lengths'"),
+        # Folders, before ranks
+        *(
+            (f"{command} --{option} {path}", f"--{option} {path}: {said}")
+            for command, option in (
+                ("train --data g1b1i16f1s0", "out"),
+                (CODES, "out"),
+                ("generate --prompt x", "out"),
+                ("trace .", "out"),
+                ("simulate --lengths 5", "traces"),
+            )
+            for path, said in (
+                (__file__, f"{__file__} is a file; give a folder"),
+                (f"{__file__}/runs/one", f"{__file__} is a file; give a folder"),
+            )
+        ),
         # Two options with one file
         (f"{PLAN} --json a.html --report ./a.html", "--json and --report both name"),
         (f"{PLAN} --json a --picture ./a", "--json and --picture both name"),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bascule.diffusers import Cut, SplitTable
+from bascule.diffusers.caches import Caches
 from bascule.diffusers.cp_plan import table_from_plan
 from bascule.diffusers.tables import FLUX, table_of
 from bascule.errors import ConfigError
@@ -175,7 +176,10 @@ def test_our_table_of_flux_comes_before_its_plan() -> None:
         ("MiniMaxH3Transformer3DModel", "by a plan of diffusers"),  # a refiner of its own
         ("LTX2VideoTransformer3DModel", "by a plan of diffusers"),  # sound, and attention to it
         # Linear attention is a sum over all tokens; one call is for each image.
-        ("SanaTransformer2DModel", r"no split table for Sana.*context_parallel\(mesh"),
+        (
+            "SanaTransformer2DModel",
+            r"no split table for Sana.*linear attention.*run it on each rank",
+        ),
         ("QwenImage21Transformer2DModel", r"no split table for QwenImage21.*context_parallel"),
     ],
 )
@@ -183,3 +187,20 @@ def test_models_whose_plan_does_not_suffice(name: str, words: str) -> None:
     model = real(name)
     with pytest.raises(ConfigError, match=words):
         table_of(model, getattr(model, "_cp_plan", None))
+
+
+class WithBackEnds(nn.Module):
+    def set_attention_backend(self, name: str) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("model", "advice"),
+    [
+        (nn.Linear(1, 1), "compute it by that function"),
+        (WithBackEnds(), "set_attention_backend('native')"),
+    ],
+)
+def test_advice_is_one_that_the_model_can_follow(model: nn.Module, advice: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        Caches(model, FLUX, lambda: None).end_block("block", has_attended=False)
+    assert str(raised.value).endswith(f"was not over the mesh: {advice}")

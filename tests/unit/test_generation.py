@@ -43,6 +43,7 @@ def test_prompts_of_the_command_and_of_files(tmp_path: Path) -> None:
         ("[]", 'line 1: give a JSON object with a "prompt" of text'),
         ('{"prompt": 3}', 'line 1: give a JSON object with a "prompt" of text'),
         ('{"prompt": "x", "size": 3}', "line 1: 'size' is not known: give some of prompt"),
+        ('{"prompt": "x", "size": 3, "n": 1}', "'n', 'size' are not known: give some of prompt"),
         ('{"prompt": "x", "width": 0}', "line 1: --width 0: must be an integer, at least 1"),
         ('{"prompt": "x", "width": 6.5}', "line 1: --width 6.5: must be an integer"),
         ('{"prompt": "x", "seed": -1}', "line 1: --seed -1: must be an integer, at least 0"),

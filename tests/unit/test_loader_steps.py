@@ -161,19 +161,24 @@ def check_mean(loaded: Items, decision: Decision, ranks: DataRanks) -> None:
 
 
 @settings(deadline=None, max_examples=100)
-@given(batches(2), st.integers(1, 60), st.integers(1, 6))
-def test_limits_are_kept_or_refused(lens: Lens, tokens: int, items: int) -> None:
+@given(batches(2), st.integers(1, 60), st.integers(1, 6), st.sampled_from((0, 9)))
+def test_limits_are_kept_or_refused(lens: Lens, tokens: int, items: int, more: int) -> None:
     """Also where the batch as loaded breaks them; what it keeps is never refused."""
-    micros = [group for rank in lens for group in rank]
-    is_legal = all(sum(group) <= tokens and len(group) <= items for group in micros)
+    most = [tokens + more * rank for rank in range(len(lens))]  # of each rank
+    is_legal = all(
+        sum(group) <= most[rank] and len(group) <= items
+        for rank, groups in enumerate(lens)
+        for group in groups
+    )
+    limits = Limits(most if more else tokens, items)
     try:
-        _, plans, verdict, _ = decide(lens, accumulate=2, limits=Limits(tokens, items))
+        _, plans, verdict, _ = decide(lens, accumulate=2, limits=limits)
     except PlanError:
         assert not is_legal
         return
     for plan in plans:
         counts = np.bincount(plan.bag_of, minlength=len(lens))
-        assert plan.tokens.max() <= tokens and counts.max() <= items
+        assert (plan.tokens <= most).all() and counts.max() <= items
     assert verdict.applied or is_legal
 
 

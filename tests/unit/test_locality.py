@@ -206,9 +206,12 @@ def test_every_sequence_is_dealt_once_and_nothing_ends_later(
 
 
 def test_limits_that_one_microbatch_breaks_may_be_kept_together() -> None:
-    batches = [batch_of([[10, 10], [10]]), batch_of([[], []])]
-    setup = PlanSetup("g1n2", COST, limits=Limits(tokens=10))
-    mixed = mix_microbatches(batches, setup, "microbatch")
-    assert len(plan_microbatches(mixed.batches, setup, "microbatch")) == 2
+    # Of unlike ranks, 30 tokens are dealt to the second rank of each microbatch.
+    for lens, limits in (([[10, 10], [10]], Limits(10)), ([[30, 30], [4, 4]], Limits((5, 30)))):
+        batches = [batch_of(lens), batch_of([[], []])]
+        setup = PlanSetup("g1n2", COST, limits=limits)
+        mixed = mix_microbatches(batches, setup, "microbatch")
+        plans = plan_microbatches(mixed.batches, setup, "microbatch")
+        assert len(plans) == 2 and all(limits.keeps(tokens=plan.tokens) for plan in plans)
     with pytest.raises(ConfigError, match="auto"):
         mix_microbatches(batches, PlanSetup("auto", COST), "microbatch")

@@ -2,6 +2,8 @@
 
 import inspect
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import diffusers
 import numpy as np
@@ -19,6 +21,8 @@ from bascule.workload.manifest import read_manifest
 from bascule.workload.options import ManifestOptions, TokenOptions
 from bascule.workload.streams import ManifestStream
 from bascule.workload.tokens import MODELS, TokenRule
+from tests.helpers.inference_cases import CHANNELS, Case, make_inputs, make_model
+from tests.helpers.model_case import built
 from tests.helpers.tables import LAKE, TABLES, Table
 
 
@@ -51,8 +55,47 @@ def test_what_was_understood_is_said(tmp_path: Path) -> None:
         "For example row 1: width 1280, height 720, frames 81: 21 x 45 x 80 = 75600 visual and 0 "
         "text tokens.",
         "Ignored columns: clip.",
-        "Skipped rows: 1, first clips.csv, row 2: W is 0.",
+        "Skipped rows: 1, first clips.csv, row 2 (line 3): W is 0.",
     ]
+
+
+SIZES = "64,64\n" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.csv", f"width,height\n{SIZES}0,64\n", "row 100001 (line 100002): width is 0;"),
+        ("a.csv", f"width,height\r\n{SIZES}0,64\r\n", "row 100001 (line 100002): width is 0;"),
+        ("a.csv", 'width,height,note\n64,64,"a\nb"\n0,64,c\n', "row 2: width is 0;"),
+        ("a.csv", "width,height\n64,64\n\n0,64\n", "row 2: width is 0;"),
+        ("a.csv", "\nwidth,height\n64,64\n0,64\n", "row 2: width is 0;"),
+        ("a.jsonl", '{"width":64,"height":64}\n{"width":0,"height":9}', "row 2: width is 0;"),
+        ("a.jsonl", '{"width":64,"height":64}\n\n{"width":0,"height":9}\n', "row 2: width is 0;"),
+        (
+            "a.csv",
+            'width,height\n"1280,0",64\n',
+            "width is 1280,0, and numbers have no comma: write",
+        ),
+        (
+            "a.csv",
+            "width;height\n1280;3,5\n",
+            "height is 3,5, and numbers have no comma: write 1280",
+        ),
+    ],
+)
+def test_where_a_row_is(name: str, content: str, said: str, tmp_path: Path) -> None:
+    """By its line, too, where each row is a line and the numbers differ."""
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError) as raised:
+        read_manifest(tmp_path / name)
+    assert said in f"{raised.value};"
+
+
+def test_lines_that_are_left_out_leave_no_line_to_say(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f"width,height\n{SIZES}1\n0,64\n")
+    summary = read_manifest(tmp_path / "a.csv", skip_bad=True).summary()
+    assert "row 100001: width is 0" in summary[-1]
 
 
 def test_rows_of_later_batches_count(tmp_path: Path) -> None:
@@ -128,6 +171,55 @@ def test_samples_with_the_lengths_of_a_table(tmp_path: Path) -> None:
     assert alone.digest == two[1].digest and alone.num_samples == 3
     with pytest.raises(ConfigError, match=r"has 15 tokens: raise it, or scale .* --bucket 256:16"):
         options.read_manifest(max_tokens=14)
+
+
+def test_text_that_is_attended_to_crosswise_is_no_part_of_a_sequence(tmp_path: Path) -> None:
+    path = tmp_path / "clips.csv"
+    path.write_text(f"width,height,num_frames,caption\n1280,720,81,{LAKE}\n")
+    manifest = read_manifest(path, TokenRule.of_model("wan2.1"))
+    assert (manifest.text_tokens[0], manifest.cross_tokens[0], manifest.lens[0]) == (0, 7, 75_600)
+    assert manifest.shape(0).seq_len == 75_600 and manifest.shape(0).cross_tokens == 7
+    said = "75600 visual and 0 text tokens, 7 more beside the sequence (4 UTF-8 bytes each)"
+    assert manifest.example.endswith(said)
+
+
+def most_tokens(name: str, num_text: int) -> int:
+    """Of the sequence that attends to itself in a tiny model, of so many tokens of text."""
+    case = Case(name, 4, 1, num_text, (3, 3))
+    if name == "mochi":
+        sizes = dict.fromkeys(("text_embed_dim", "pooled_projection_dim"), 16)
+        model = built("MochiTransformer3DModel", case, **sizes, time_embed_dim=4)
+        inputs = {"encoder_hidden_states": torch.ones(1, num_text, 16), "timestep": torch.ones(1)}
+        inputs |= {"hidden_states": torch.ones(1, CHANNELS, 2, 6, 6)}
+        inputs |= {"encoder_attention_mask": torch.ones(1, num_text)}
+    else:
+        model, inputs = make_model(case), make_inputs(case)
+    plain, numbers = torch.nn.functional.scaled_dot_product_attention, [0]
+
+    def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
+        query, key = [*args, *kwargs.values()][:2]
+        numbers.append(query.shape[-2] if query.shape == key.shape else 0)
+        return plain(*args, **kwargs)
+
+    where = mock.patch("torch.nn.functional.scaled_dot_product_attention", watched)
+    with where, torch.no_grad():
+        model(**inputs)
+    return max(numbers)
+
+
+TINY = {
+    **{"flux.1": "flux", "flux.2": "flux2", "qwen-image": "qwen", "sd3.5-large": "sd3"},
+    **{"z-image": "z_image", "hunyuanvideo": "hunyuan", "hunyuanvideo1.5": "hunyuan1.5"},
+    **{"cogvideox-2b": "cogvideox", "cogvideox-5b": "cogvideox", "mochi": "mochi", "ltx": "ltx"},
+    **{"ltx2": "ltx2", "wan2.1-1.3b": "wan", "wan2.1": "wan", "wan2.2-5b": "wan"},
+}
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast")  # Mochi
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"qwen2.5-vl", "qwen3-vl"}))
+def test_models_of_diffusers_have_text_in_their_sequence_or_not(name: str) -> None:
+    few, many = (most_tokens(TINY[name], num_text) for num_text in (5, 45))
+    assert (few == many) == MODELS[name].is_crosswise
 
 
 CLASSES = {

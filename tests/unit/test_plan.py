@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from numpy.typing import ArrayLike
 
 from bascule.errors import ConfigError, PlanError
 from bascule.plan import metrics
@@ -114,6 +115,72 @@ def test_limits_are_kept_or_refused() -> None:
         plan_batch(lens, "g1n2+g2n1", COST, limits=Limits(tokens=200))
     with pytest.raises(ConfigError, match="knapsack"):
         plan_batch(lens, "g1n4", COST, planner="knapsack", limits=Limits(tokens=600))
+
+
+def in_full(seq_lens: ArrayLike) -> np.ndarray:
+    """A token costs 1."""
+    return np.asarray(seq_lens, dtype=np.float64)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_limits_of_unlike_ranks_are_kept_or_refused(data: st.DataObject) -> None:
+    """Against all assignments; a bag holds what its rank with the least room holds, times ranks."""
+    spec = data.draw(st.sampled_from(("g1n4", "g2n1+g1n2", "g1n2+g2n1", "g2n2", "g1r2n1+g2n1")))
+    lens = data.draw(st.lists(st.lists(st.integers(0, 20), max_size=2), min_size=4, max_size=4))
+    tokens, items = (
+        data.draw(st.lists(st.integers(1, most), min_size=4, max_size=4)) for most in (25, 4)
+    )
+    speeds = data.draw(st.sampled_from((None, (1.0, 0.5, 1.0, 2.0))))
+    limits, topology = (
+        Limits(tokens, data.draw(st.sampled_from((None, items)))),
+        Topology.parse(spec),
+    )
+    firsts, sizes = topology.first_ranks.tolist(), topology.bag_sizes.tolist()
+    best, flattened = math.inf, [one for rank in lens for one in rank]
+    for bag_of in itertools.product(range(len(sizes)), repeat=len(flattened)):
+        ends = [0.0]
+        for bag, (first, size) in enumerate(zip(firsts, sizes, strict=True)):
+            own = [one for one, at in zip(flattened, bag_of, strict=True) if at == bag]
+            ranks = slice(first, first + size)
+            most = min(items[ranks]) if limits.items else math.inf
+            if -(-sum(own) // size) > min(tokens[ranks]) or len(own) > most:
+                break
+            slowest = min(speeds[ranks]) if speeds else 1.0
+            ends.append(sum(own) / (size * slowest))
+        else:
+            best = min(best, max(ends))
+    if best == math.inf:
+        with pytest.raises(PlanError):
+            plan_batch(lens, spec, in_full, limits=limits, speeds=speeds)
+        return
+    plan = plan_batch(lens, spec, in_full, limits=limits, speeds=speeds)
+    counts = np.bincount(plan.bag_of, minlength=len(sizes))[topology.bag_of_rank]
+    assert (plan.tokens <= tokens).all()
+    assert limits.items is None or (counts <= items).all()
+    assert plan.lower_bound <= best * (1 + 1e-9) and plan.makespan >= best * (1 - 1e-9)
+
+
+def test_limits_of_unlike_ranks_are_as_many_as_ranks() -> None:
+    lens, cost = [[500, 500], [100] * 10, [], [300]], TransformerCost(64, bytes_per_token=1000.0)
+    for limits in (Limits(tokens=(900, 900)), Limits(num_bytes=[10**6] * 5)):
+        with pytest.raises(ConfigError, match=r"has \d entries for 4 ranks: give one number"):
+            plan_batch(lens, "g1n4", cost, limits=limits)
+    plan = plan_batch(lens, "g1n4", cost, limits=Limits(num_bytes=(10**6, 700_999, 10**6, 10**5)))
+    assert (plan.tokens <= (1000, 700, 1000, 100)).all()
+    both = Limits(tokens=(900, 100, 700, 10), num_bytes=(10**6, 10**6, 650_000, 10**6))
+    assert in_tokens(both, cost, None) == Limits(tokens=(900, 100, 650, 10))
+    assert in_tokens(Limits((900, 100), num_bytes=500_000), cost, None) == Limits((500, 100))
+    tight = Cluster(2, 2, 1e12, 1e9, 1e11, 1e10, 0.0)
+    plan = plan_batch(lens, "auto", COST, cluster=tight, limits=Limits((700, 100, 900, 900)))
+    assert (plan.tokens <= (700, 100, 900, 900)).all()
+    for sync in ("microbatch", "step"):
+        for plan in plan_step(
+            [lens, lens], "g1n4", COST, sync=sync, limits=Limits((800,) * 3 + (7,))
+        ):
+            assert (plan.tokens <= (800, 800, 800, 7)).all()
+    held = np.array([[5, 7], [6, 8]])
+    assert Limits(tokens=(6, 8)).keeps(tokens=held) and not Limits((5, 8)).keeps(tokens=held)
 
 
 def test_memory_is_a_limit_in_tokens() -> None:

@@ -17,6 +17,7 @@ from bascule.plan.costs import TransformerCost
 from bascule.plan.machine import TRAINING, HardwareProfile, Passes, in_passes
 from bascule.plan.sequences import Batch
 from bascule.plan.topology_search import suggest_topology
+from bascule.report.reports import of_simulation
 from bascule.sim.placements import NOTHING, TOKENS, Loaded, Placement, policy_of
 from bascule.sim.seconds import KINDS, EncoderStage, Sharding, exchange_seconds
 from bascule.sim.simulation import SimulatedRun, SimulationOptions, segments_of, simulate
@@ -192,7 +193,7 @@ def loaded(num_batches: int = 5) -> list[Loaded]:
     for _ in range(num_batches):
         counts = rng.integers(0, 9, 4)
         lens = rng.integers(0, 900, counts.sum())
-        made.append(Loaded(Batch(counts, lens), lens // 2))
+        made.append(Loaded(Batch(counts, lens), np.stack([lens // 2, lens - lens // 2], axis=1)))
     return made
 
 
@@ -256,7 +257,7 @@ def test_encoders_run_where_samples_are() -> None:
 
 
 def test_ranks_wait_behind_each_balanced_encoder() -> None:
-    data = [[[SampleShape(5, 6), SampleShape(4, 2)], [SampleShape(4, 0)]]]
+    data = [[[SampleShape(5, 6), SampleShape(0, 2, cross_tokens=4)], [SampleShape(4, 0)]]]
     text = EncoderStage("text_encoder", text_token_s=1.0)
     vae = EncoderStage("vae", image_token_s=1.0)
     owner = simulated(data, "none", FREE, stages=(text, vae), num_steps=1)
@@ -317,7 +318,7 @@ def test_what_a_run_is_worth() -> None:
     text = " ".join(found.table().split())
     assert "none: what you do now" in text and f"{saved:,.4g}" in text
     assert "width 256, 3 layers, gamma 0.5, 0.00236 billion parameters" in text
-    assert "1.88 sequences a rank and microbatch in the mean; steps: 3" in text
+    assert "1.88 sequences a rank and microbatch in the mean; steps simulated: 3" in text
     assert simulate(CODES, profile=MACHINE, model=MODEL, topologies=names).saved_money(now) is None
 
 
@@ -329,6 +330,25 @@ def test_bags_that_the_simulation_chooses() -> None:
     assert found.runs[1].name == f"auto {best}" and best != "g1n4"
     named = simulate(data, profile=FREE, model=MODEL, topologies=["none", best])
     assert found.runs[1].fbl_s == named.runs[1].fbl_s < found.runs[0].fbl_s
+
+
+def test_the_headline_is_of_a_run_that_fits() -> None:
+    names = ["none", "g2n4", "g8n1", "packs"]
+    free = simulate(CODES, profile=MACHINE, model=MODEL, topologies=names).runs
+    fastest = max(free, key=lambda run: run.tokens_per_s)
+    sizes = {run.name: run.most_activation_bytes for run in free}
+    smaller = [run for run in free if sizes[run.name] < sizes[fastest.name]]
+    next_best = max(smaller, key=lambda run: run.tokens_per_s)
+    for memory, best, said in (
+        (1e12, fastest, f"{fastest.name}: "),
+        (sizes[fastest.name] - 1, next_best, f"{next_best.name}: "),
+        (1.0, fastest, "Nothing here fits into the memory of a rank. If it did: "),
+    ):
+        tight = replace(MACHINE, memory_bytes=memory)
+        report = of_simulation(simulate(CODES, profile=tight, model=MODEL, topologies=names))
+        assert report.facts[0].value == best.name and report.answer.startswith(said)
+    alone = of_simulation(simulate(CODES, profile=MACHINE, model=MODEL, topologies=["none"]))
+    assert alone.answer == "Nothing here is faster than what you do now, none."
 
 
 def test_activations_beyond_the_memory_are_told(tmp_path: Path) -> None:

@@ -264,11 +264,8 @@ class Case:
         num_bins = len(self.speeds)
         held = np.bincount(bin_of, weights=self.sizes, minlength=num_bins)
         counts = np.bincount(bin_of, minlength=num_bins)
-        tokens = self.limits.tokens or np.inf
-        return bool(
-            (held <= tokens * np.array(self.speeds)).all()
-            and counts.max() <= (self.limits.items or np.inf)
-        )
+        tokens, items = (np.array(x or np.inf) for x in (self.limits.tokens, self.limits.items))
+        return bool((held <= tokens * np.array(self.speeds)).all() and (counts <= items).all())
 
     def best(self) -> float:
         """The best makespan, by trying everything; inf if nothing is legal."""
@@ -294,9 +291,10 @@ def cases(draw: st.DrawFn, *, limited: bool = False, max_items: int = 6) -> Case
     carried = draw(st.one_of(st.just([0.0] * num_bins), _lists(st.floats(0.0, 30.0), num_bins)))
     limits = Limits()
     if limited:
+        tokens, items = st.integers(1, 30), st.integers(1, 4)
         limits = Limits(
-            tokens=draw(st.one_of(st.none(), st.integers(1, 30))),
-            items=draw(st.one_of(st.none(), st.integers(1, 4))),
+            tokens=draw(st.one_of(st.none(), tokens, _lists(tokens, num_bins))),
+            items=draw(st.one_of(st.none(), items, _lists(items, num_bins))),
         )
     return Case(
         draw(_lists(COST, num_items)),

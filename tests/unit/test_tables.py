@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ import torch
 from torch import nn
 
 from bascule.comm.mesh import AttentionMesh
-from bascule.diffusers import SplitTable, tables
+from bascule.diffusers import SparseConfig, SplitTable, tables
 from bascule.diffusers.split_model import SplitModel
 from bascule.diffusers.split_table import Keys, Mask, modules_of
-from bascule.diffusers.tables import TABLES, table_of
+from bascule.diffusers.tables import TABLES, WITHOUT_TABLE, table_of
 from bascule.errors import ConfigError
 from tests.helpers.inference_cases import CASES, make_inputs, make_model
 
@@ -27,6 +28,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "WanVACETransformer3DModel": {"num_layers": 2, "vace_layers": [0, 1]},
     "WanAnimateTransformer3DModel": {"num_layers": 2, "inject_face_latents_blocks": 1},
     "HunyuanVideoTransformer3DModel": {"num_layers": 2, "image_condition_type": "token_replace"},
+    "HunyuanVideoFramepackTransformer3DModel": {
+        "num_layers": 2,
+        "has_image_proj": True,
+        "has_clean_x_embedder": True,
+    },
+    "HiDreamImageTransformer2DModel": {
+        "num_layers": 2,
+        "num_single_layers": 2,
+        "patch_size": 2,
+        "caption_channels": [8, 8],
+    },
+    "StableAudio3DiTModel": {"depth": 2},
+    "Cosmos3OmniTransformer": {"num_hidden_layers": 2},
 }
 
 
@@ -35,7 +49,8 @@ PLAIN = set(
     skip_layers image_noise_mask patch_size f_patch_size num_ref_tokens ref_fixed_timestep
     motion_encode_batch_size enable_diffusion_forcing num_frames height width fps
     audio_num_frames isolate_modalities spatio_temporal_guidance_blocks use_cross_timestep
-    cross_attention_kwargs conditioning_scale""".split()
+    cross_attention_kwargs conditioning_scale sequence_length vision_token_shapes
+    sound_token_shapes action_token_shapes""".split()
 )
 """Arguments without tensors."""
 
@@ -61,12 +76,15 @@ def test_a_table_names_arguments_and_modules_that_exist(name: str) -> None:
     for pattern in (*table.outputs, *table.gathers, *table.blocks, *table.attends):
         assert modules_of(model, pattern)
     cuts = [*table.gathers.values(), *(c for one in table.inputs.values() for c in one.values())]
-    cuts += [c for one in table.outputs.values() for c in one.values()]
+    by_place = [one for one in cuts if isinstance(one, Mapping)] + [*table.outputs.values()]
+    cuts = [one for one in cuts if not isinstance(one, Mapping)]
+    cuts += [cut for one in by_place for cut in one.values()]
     named = [one.segment if isinstance(one, Mask) else one.segments for one in cuts]
     segments = {name for one in named for name in ((one,) if isinstance(one, str) else one)}
     over = [one for one in table.attends.values() if not isinstance(one, Keys)]
     assert segments == {*table.segments, *(name for one in over for name in one)}
-    assert {one.segment for one in table.attends.values() if isinstance(one, Keys)} <= segments
+    keys = [one.segments for one in table.attends.values() if isinstance(one, Keys)]
+    assert {name for names in keys for name in names} <= segments
     assert set(table.nonempty) <= segments
 
 
@@ -116,6 +134,21 @@ def test_subclasses_use_the_table_of_their_base_and_others_are_told_how(
     assert table_of(Derived()) is table
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITHOUT_TABLE)
+def test_models_that_no_table_can_split_are_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"no split table for {name}: .*: run it on each rank"):
+        table_of(make(name))
+    page = (Path(__file__).parents[2] / "docs" / "sequence_parallel.md").read_text()
+    assert f"`{name}`" in page
+
+
+def test_block_sparse_attention_needs_tokens_that_ranks_share() -> None:
+    table = SplitTable(("text",), {}, {}, {}, copied=("text",))
+    with pytest.raises(ConfigError, match="every rank has text of Mine whole: leave out sparse"):
+        SplitModel(Mine(), table, AttentionMesh(None, None, None), sparse=SparseConfig(keep=0.5))
+
+
 def test_the_docs_list_every_table_and_every_table_has_a_case() -> None:
     page = (Path(__file__).parents[2] / "docs" / "sequence_parallel.md").read_text()
     section = page.partition("\n## Models\n")[2].partition("\n## ")[0]
@@ -132,6 +165,12 @@ def test_the_docs_list_every_table_and_every_table_has_a_case() -> None:
         ("flux2", {"kv_cache_mode": "extract"}, "with kv_cache_mode: a cache of keys"),
         ("cogview4", {"attention_mask": 1}, "with attention_mask: the model adds it"),
         ("pixart", {"attention_mask": 1}, "with attention_mask: the model pads it"),
+        ("allegro", {"attention_mask": 1}, "with attention_mask: the model pads it"),
+        (
+            "bria",
+            {"controlnet_single_block_samples": [1]},
+            "controlnet_single.*the model adds them",
+        ),
         ("flux_controlnet", {"controlnet_mode": 1}, "with controlnet_mode: its text has one token"),
         ("sd3", {"joint_attention_kwargs": {"x": torch.zeros(1)}}, "tensors of joint_attention_kw"),
     ],

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from bascule.plan.costs import PolynomialCost
@@ -118,6 +119,22 @@ def test_compressed_files_and_two_cycles_of_a_profiler(tmp_path: Path) -> None:
     assert parts.steps.tolist() == list(range(5, 13))
     close(parts.waiting[4:], parts.waiting[:4])
     assert parts.notes == ("'metrics.json' is no trace, it has no traceEvents: left out",)
+
+
+def test_a_folder_for_each_rank_and_files_of_zstandard(tmp_path: Path) -> None:
+    """Whose name says the rank; they do not count beside traces."""
+    run, runs = Run(OWN), tmp_path / "runs"
+    for rank in range(3):
+        (runs / f"rank_{rank}").mkdir(parents=True)
+        trace = {"traceEvents": run.trace(rank)["traceEvents"]}
+        with pa.output_stream(
+            str(runs / f"rank_{rank}" / "a.json.zst"), compression="zstd"
+        ) as file:
+            file.write(json.dumps(trace).encode())
+    (runs / "settings.json").write_text('{"lr": 1}')
+    parts = parts_of(runs)
+    assert parts.ranks.tolist() == [0, 1, 2]
+    close(parts.waiting, parts_of(run.write(tmp_path)).waiting)  # and not those of runs
 
 
 def test_steps_by_bascules_ranges_and_by_the_optimizer(tmp_path: Path) -> None:

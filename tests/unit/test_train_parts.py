@@ -83,6 +83,8 @@ def test_numbered_samples_of_codes_are_those_of_their_ranks() -> None:
             "give one of --photos FOLDER, --manifest",
         ),
         ({"data": CODES, "vae": "tiny"}, "--vae tiny: only photos have pixels; give --photos"),
+        ({"data": CODES, "skip_bad": True}, "--skip-bad: only for --manifest"),
+        ({"data": CODES, "model": "wan2.1"}, "--model wan2.1: only for --manifest; --d-model"),
         ({"data": CODES, "encode_ahead": True}, "--encode-ahead: nothing is encoded; give --vae"),
     ],
 )

@@ -6,6 +6,7 @@ from bascule.attention.api import SequenceLayout as SequenceLayout
 from bascule.attention.api import attention as attention
 from bascule.attention.api import gather as gather
 from bascule.attention.api import split as split
+from bascule.attention.kernels.registry import FunctionKernel as FunctionKernel
 from bascule.attention.kernels.registry import select_kernel as select_kernel
 from bascule.attention.mask import AttentionMask as AttentionMask
 from bascule.attention.mask import PackedSequences as PackedSequences

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from bascule.attention.kernels.registry import check_name
+from bascule.attention.kernels.registry import FunctionKernel, Kernel, check_name
 from bascule.attention.layout import (
     SequenceLayout,
     form_of,
@@ -103,7 +103,7 @@ class AttentionOptions:
 
     Attributes:
         layout: Which tokens each rank has. Default: one segment, as many tokens on every rank.
-        kernel: Name of the block kernel. Default: the first that runs here.
+        kernel: Name of the block kernel, or your own. Default: the first that runs here.
         comm_dtype: "int8" or "e4m3" sends rows at 8 bits: of Ulysses q, k, v and the output, of a
             ring the keys and values of other ranks; see `measure_error`. A `Quantized` may add
             centres. Gradients and replicated tokens travel as they are. Default: everything does.
@@ -117,7 +117,7 @@ class AttentionOptions:
     """
 
     layout: SequenceLayout | None = None
-    kernel: str | None = None
+    kernel: Kernel | None = None
     comm_dtype: CommDtype | None = None
     overlap: bool | None = None
     double_buffer: bool = True
@@ -231,9 +231,10 @@ def _form(
         own = num_heads // ranks.degrees[1] + (ranks.place[1] < num_heads % ranks.degrees[1])
         together = [layout.ring_len(ranks.place[0]), q.shape[1] // num_heads * own, own]
     factor = positive_scale(q.shape[-1], scale)
-    overlap = _overlaps(options.overlap, q, ranks, layout, quantized)
+    kernel, overlap = options.kernel, _overlaps(options, q, ranks, layout)
+    kernel = kernel.key if isinstance(kernel, FunctionKernel) else kernel
     settings = (
-        f"{layout.replicated}, {causal}, {scale}, {factor}, {options.kernel!r}, "
+        f"{layout.replicated}, {causal}, {scale}, {factor}, {kernel!r}, "
         f"{None if quantized is None else astuple(quantized)}, {overlap}, {options.double_buffer}"
     )
     name = f"mesh\n{form_of(ranks, layout)}\n{settings}"
@@ -303,15 +304,9 @@ def _check(
             )
 
 
-def _overlaps(
-    wanted: bool | None,
-    q: Tensor,
-    ranks: Place,
-    layout: SequenceLayout,
-    quantized: Quantized | None,
-) -> bool:
+def _overlaps(options: AttentionOptions, q: Tensor, ranks: Place, layout: SequenceLayout) -> bool:
     """Return whether Ulysses exchanges while it computes: as asked, or where it measures faster."""
-    ring, ulysses = ranks.degrees
+    (ring, ulysses), wanted = ranks.degrees, options.overlap
     if ulysses == 1:
         return False
     if wanted and layout.zigzag:
@@ -322,5 +317,7 @@ def _overlaps(
     if wanted is not None:
         return wanted
     is_long = q.shape[0] * q.shape[1] * q.shape[3] * layout.seq_len >= _OVERLAP_FROM
-    is_plain = ring == 1 and quantized is None and not layout.zigzag
+    is_plain = ring == 1 and options.quantized is None and not layout.zigzag
+    if isinstance(options.kernel, FunctionKernel):
+        is_plain = is_plain and options.kernel.gives_lse
     return q.device.type == "cpu" and is_plain and is_long

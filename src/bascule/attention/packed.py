@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bascule.arrays import Ints, cumulative, ranges, sums_by
 from bascule.attention.kernels.protocol import AttentionKernel
-from bascule.attention.kernels.registry import select_kernel
+from bascule.attention.kernels.registry import Kernel, select_kernel
 from bascule.attention.mask import AttentionMask, PackedSequences
 from bascule.attention.ring import AttentionCall, Tile
 from bascule.attention.tiles import Pieces
@@ -113,7 +113,7 @@ class Bag:
         return tiles
 
     def call(
-        self, kind: str, kernel: str | None, q: Tensor, k: Tensor, scale: float, **names: Any
+        self, kind: str, kernel: Kernel | None, q: Tensor, k: Tensor, scale: float, **names: Any
     ) -> AttentionCall:
         """Return the attention of this rank's tokens: kind "all", "causal" or "contexts"."""
         chosen, group = packed_kernel(kernel, q), self.mesh.ulysses
@@ -148,7 +148,7 @@ def attend_packed(
     v_TKD: Tensor,
     seqs: PackedSequences,
     *,
-    kernel: str | None = None,
+    kernel: Kernel | None = None,
     causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
@@ -166,14 +166,14 @@ def attend_packed(
     return attend(q_THD, k_TKD, v_TKD, call)
 
 
-def packed_kernel(name: str | None, q: Tensor) -> AttentionKernel:
+def packed_kernel(name: Kernel | None, q: Tensor) -> AttentionKernel:
     """Return the kernel of that name for packed sequences; without a name, the first that runs."""
     device, width = q.device.type, q.shape[-1]
     return select_kernel(name, device, dtype=q.dtype, head_dim=width, is_packed=True)
 
 
 def check(
-    topology: Topology, bag: Bag, kernel: str | None, q: Tensor, k: Tensor, v: Tensor
+    topology: Topology, bag: Bag, kernel: Kernel | None, q: Tensor, k: Tensor, v: Tensor
 ) -> None:
     """Refuse what `attend` cannot do in this bag, or in another, for which this one would wait."""
     packed_kernel(kernel, q)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
-from bascule.attention.kernels.registry import select_kernel
+from bascule.attention.kernels.registry import FunctionKernel, named, select_kernel
 from bascule.attention.layout import SequenceLayout, layout_on, num_tokens
 from bascule.attention.ring import (
     AttentionCall,
@@ -121,7 +121,7 @@ class _Settings(NamedTuple):
     causal: bool
     scale: float | None
     factor: float
-    kernel: str | None
+    kernel: str | None  # or the key of a `FunctionKernel`
     quantized: tuple[Any, ...] | None  # arguments of a Quantized
     overlap: bool
     double_buffer: bool
@@ -169,7 +169,7 @@ def _agree(
         f"zigzag={layout.zigzag}, stripe={layout.stripe}, replicated segments "
         f"{settings.replicated}, batch {q.shape[0]}, {q.shape[1]} heads for {k.shape[1]}, head_dim "
         f"{q.shape[3]}, {q.dtype}{sent_as}, causal={settings.causal}, scale={settings.scale}, "
-        f"kernel {settings.kernel}, overlap={settings.overlap}, mask {seen}"
+        f"kernel {named(settings.kernel)}, overlap={settings.overlap}, mask {seen}"
     )
 
     def say() -> tuple[str, ConfigError | None]:
@@ -214,7 +214,7 @@ def _made(
 
     asked = {"dtype": q.dtype, "head_dim": q.shape[-1], "has_bias": has_bias}
     return AttentionCall(
-        kernel=select_kernel(settings.kernel, q.device.type, **asked),
+        kernel=select_kernel(named(settings.kernel), q.device.type, **asked),
         scale=settings.factor,
         tiles=tiles if has_bias else cut(None),
         kv_lens=layout.ring_lens,
@@ -262,6 +262,8 @@ def forward(
     S, heads of q, D) its result, None each where no heads are shared; and its LSE.
     """
     tiles, heads = call.tiles(mask) if callable(call.tiles) else call.tiles, call.heads
+    if isinstance(call.kernel, FunctionKernel):
+        call.kernel.check_parts(2 if call.overlap else max(len(tiles), sum(map(len, tiles))))
     if heads is None:
         out, lse = ring_forward(_by_head(q), _by_head(k), _by_head(v), tiles, call)
         if call.count is not None:

@@ -32,7 +32,7 @@ from bascule.models import Exchange, LocalExchange, MMDiT
 from bascule.parallel import SequenceParallel, Step
 from bascule.plan import metrics
 from bascule.plan.costs import FLOPS_PER_UNIT, TransformerCost
-from bascule.plan.machine import KNOWN_PROFILES
+from bascule.plan.machine import KNOWN_PROFILES, TRAINING, WITHOUT_RECOMPUTING
 from bascule.plan.plan import Plan
 from bascule.plan.topology import Topology
 from bascule.train import train_step
@@ -447,6 +447,9 @@ class Comparison:
             torch.optim.AdamW(model.parameters(), lr=options.lr) for model in self._models
         ]
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        peak = peak_flops(name) if options.dtype == "bfloat16" else None
+        if options.peak_tflops is not None:
+            peak = options.peak_tflops * 1e12
         self.setting: dict[str, Any] = {
             "device": name,
             "world_size": samples.group.size,
@@ -454,7 +457,8 @@ class Comparison:
             "gamma": cost.gamma,
             "fit_error": cost.fit_error,
             "skipped_photos": getattr(samples.stream, "skipped", 0),
-            "peak_flops": peak_flops(name) if options.dtype == "bfloat16" else None,
+            "data_lines": getattr(samples.stream, "data_lines", []),
+            "peak_flops": peak,
         }
 
     def run(self) -> Iterator[dict[str, Any]]:
@@ -522,7 +526,8 @@ def summarize(
         for name in ("seconds", "loss")
     )
     plans = {name: [record["plan"][name] for record in records] for name in records[0]["plan"]}
-    flops = (4.0 if options.checkpoint else 3.0) * sum(plans["forward_flops"])
+    passes = TRAINING if options.checkpoint else WITHOUT_RECOMPUTING
+    flops = passes.linear * sum(plans["forward_flops"])  # of attention, too, as in `simulate`
     spread, ratios = (0.1, 0.9), seconds[:, 0] / seconds[:, 1]
 
     def of_arm(place: int, suffix: str) -> dict[str, Any]:
@@ -558,6 +563,7 @@ def summarize(
         "grad_difference_first": records[0]["grad_difference"],
         "grad_difference": max(record["grad_difference"] for record in records),
         "sent_bytes_per_step": float(np.mean(plans["sent_bytes"])),
+        "moved_tokens": sum(plans["moved_tokens"]),
         "tokens_per_rank": np.mean(plans["tokens"], axis=0).tolist(),
     }
     if "exchange" in records[0]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from bascule.errors import ConfigError
-from bascule.options import LONGEST_S, NewFile, Outputs, Range, RankOptions, flag
+from bascule.options import LONGEST_S, NewFile, NewFolder, Outputs, Range, RankOptions, flag
 from bascule.plan.topology import Topology
 from bascule.train.options import MAX_TOKENS, RunOptions
 from bascule.workload.codes import check_world, parse_data_codes
@@ -25,6 +25,7 @@ class BenchOptions(Outputs, RunOptions):
         warmup: Steps before them that do not count.
         batch_size: Photos and clips a rank and step.
         out: Folder for summary.json and steps.jsonl.
+        peak_tflops: Peak of a rank, of which HFU is a share. Default: of known GPUs, in bfloat16.
         picture: SVG for the step of median speed-up, with --vae or --text-encoder.
     """
 
@@ -34,7 +35,8 @@ class BenchOptions(Outputs, RunOptions):
     steps: Annotated[int, Range(1, 10**6)] = 12
     warmup: Annotated[int, Range(0, 10**6)] = 2
     batch_size: Annotated[int, Range(0, 10**4)] = 2
-    out: Path = Path("results/bench")
+    out: Annotated[Path, NewFolder()] = Path("results/bench")
+    peak_tflops: Annotated[float | None, Range(1e-6, 1e12)] = None
     picture: Annotated[Path | None, NewFile()] = None
 
     def check(self, world_size: int) -> Topology:

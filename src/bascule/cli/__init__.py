@@ -1,9 +1,12 @@
 """The command line: looks up the command, imports its module alone, runs it, reports errors."""
 
 import importlib
+import io
 import os
+import re
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from typing import Any, get_type_hints
 
 COMMANDS = {  # the module is `bascule.cli.NAME`, and its `run` takes the options
@@ -64,12 +67,23 @@ def _run(arguments: list[str]) -> int | None:
 
 
 def parse(arguments: list[str]) -> tuple[Callable[..., int | None], Any]:
-    """Return the function of a command, and its options; exit with 2 if these are malformed."""
+    """Return the function of a command, and its options; ConfigError if these are malformed."""
     import tyro
 
-    command = importlib.import_module(f"bascule.cli.{arguments[0]}").run
+    from bascule.errors import ConfigError
+
+    command, said = importlib.import_module(f"bascule.cli.{arguments[0]}").run, io.StringIO()
     kind = get_type_hints(command)["options"]
-    return command, tyro.cli(kind, prog=f"bascule {arguments[0]}", args=arguments[1:])
+    try:
+        with redirect_stderr(said):
+            return command, tyro.cli(kind, prog=f"bascule {arguments[0]}", args=arguments[1:])
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        _, _, box = said.getvalue().partition("\n")  # without its title
+        text = re.sub(r"\x1b\[[0-9;]*m", "", box)  # nor colours, nor frame
+        text = re.sub(r"[─-╿]|^\||\|$|[-+]{4,}", " ", text, flags=re.MULTILINE)
+        raise ConfigError(" ".join(text.split())) from None
 
 
 def _usage() -> str:

@@ -1,10 +1,11 @@
 """`bascule bench`: measure what balancing is worth, on local ranks or in a job that runs."""
 
 import json
+from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bascule.bench.options import BenchOptions
-from bascule.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +39,10 @@ def run(options: BenchOptions, arguments: list[str]) -> int | None:
             write(console, "--picture", options.picture, picture)
         options.out.mkdir(parents=True, exist_ok=True)
         files = options.out / "summary.json", options.out / "steps.jsonl"
+        for path, place in zip(files, _free_places(*files), strict=True):
+            if path.exists():
+                path.replace(place)
+                console.print(f"kept: {place}", markup=False, highlight=False, soft_wrap=True)
         files[0].write_text(json.dumps(summary, indent=2) + "\n")
         files[1].write_text("".join(json.dumps(step) + "\n" for step in steps))
         saved(console, *files)
@@ -51,9 +56,11 @@ def run(options: BenchOptions, arguments: list[str]) -> int | None:
         with quietly():  # the first rank warns of the same photos
             stream = open_stream(options, load_encoders(options), 0, num_ranks)
         check_kernel(options, model_config(options, stream))
-        try:
-            options.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--out {options.out}: cannot be made: {error.strerror}") from error
 
     return on_ranks(options, arguments, compare, finish, prepare)
+
+
+def _free_places(*paths: Path) -> list[Path]:
+    """Return where files of an earlier run are kept: in summary.1.json, or with the next number."""
+    numbered = ([path.with_suffix(f".{n}{path.suffix}") for path in paths] for n in count(1))
+    return next(places for places in numbered if not any(place.exists() for place in places))

@@ -16,14 +16,18 @@ if TYPE_CHECKING:
 def run(options: GenerateOptions, arguments: list[str]) -> None:
     """Make the missing outputs on all ranks, and publish the seconds of each phase."""
     from bascule.cli.command import on_ranks, publish, saved
+    from bascule.cli.launch import in_a_job
 
     def finish(result: dict[str, Any]) -> None:
         console = publish(options, _report(options, **result), result)
         if result["outputs"]:
             saved(console, *(options.out / one["file"] for one in result["outputs"]))
 
+    prompts = read_prompts(options)
+    if not in_a_job() and all(one.is_made(k, options) for k, one in enumerate(prompts)):
+        return finish({"degrees": {}, "prompts": len(prompts), "seconds": {}, "outputs": []})
+
     def prepare(num_ranks: int) -> None:
-        read_prompts(options)
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # a repetition
 
     try:
@@ -63,9 +67,9 @@ def _report(
     answer = f"{len(outputs)} of {prompts} outputs were missing and are in {options.out} now."
     if not outputs:
         answer = f"nothing is left to make in {options.out}"
-    mesh = ", ".join(f"{name} {degree}" for name, degree in degrees.items())
+    mesh = "".join(f", {name} {degree}" for name, degree in degrees.items())
     return Report(
-        title=f"{prompts} outputs of {options.model}, {mesh}",
+        title=f"{prompts} outputs of {options.model}{mesh}",
         answer=answer,
         facts=tuple(Fact(name, f"{name}, mean", one, "{:.2f} s") for name, one in seconds.items()),
         parts=(Rows("seconds of each phase", columns, rows),) if rows else (),

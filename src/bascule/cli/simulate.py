@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from bascule.cli.inputs import InputOptions, MachineOptions
 from bascule.errors import ConfigError
-from bascule.options import Outputs, Range
+from bascule.options import NewFolder, Outputs, Range
 
 if TYPE_CHECKING:
     from bascule.plan.costs import TransformerCost
@@ -27,7 +27,7 @@ class SimulateOptions(Outputs, MachineOptions, InputOptions):
         topologies: What to compare; put first what you do now, the others are compared with it.
             Topologies, or auto for those that bascule topology would choose; "knapsack g8n4" for
             the greedy of the KnapFormer paper; loader, none, padded, buckets and packs.
-        steps: Steps; more than one only with --data or --batch-size, where the default is 20.
+        steps: Steps; more than one only with --data or --manifest, where the default is 20.
         accumulate: Microbatches of a step.
         train_steps: Steps of your run, for GPU-hours; by default those of an epoch of --manifest
             with --batch-size, or 1000.
@@ -56,7 +56,7 @@ class SimulateOptions(Outputs, MachineOptions, InputOptions):
     text_encoder_us: Annotated[float | None, Range()] = None
     vae_us: Annotated[float | None, Range()] = None
     kb_per_token: Annotated[float | None, Range()] = None
-    traces: Path | None = None
+    traces: Annotated[Path | None, NewFolder()] = None
 
     @property
     def stages(self) -> "tuple[EncoderStage, ...]":
@@ -112,8 +112,6 @@ def run(options: SimulateOptions, arguments: list[str]) -> None:
 
 
 def _check(options: SimulateOptions) -> None:
-    if options.traces is not None and options.traces.exists() and not options.traces.is_dir():
-        raise ConfigError(f"--traces {options.traces}: is a file; give a folder")
     if options.lengths is not None or options.file is not None:
         for name in ("step", "seed"):
             if getattr(options, name):

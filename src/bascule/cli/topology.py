@@ -18,7 +18,7 @@ class TopologyOptions(Outputs, BatchOptions):
     """Rank the topologies of a cluster for a stream of batches.
 
     Attributes:
-        steps: Batches of --data or --batch-size; by default 20, fewer with many sequences.
+        steps: Batches of --data or --manifest; by default 20, fewer with many sequences.
         rows: Topologies to print.
         passes: What to count: a training step, which recomputes or does not, or a forward pass.
     """

@@ -3,12 +3,12 @@
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from bascule.errors import ConfigError, PlanError
-from bascule.options import Outputs
+from bascule.options import NewFolder, Outputs
 
 if TYPE_CHECKING:
     from bascule.workload.traces import StepParts, Worth
@@ -21,7 +21,7 @@ class TraceOptions(Outputs):
     """Read the traces that torch.profiler wrote in any trainer, one file a rank.
 
     Attributes:
-        folder: Folder of the .json or .json.gz files, or one file.
+        folder: Folder of the .json, .json.gz or .json.zst files, or of such folders; or one file.
         lens: JSONL with rows such as {"step": 3, "rank": 0, "lens": [512, 64]}, where the traces do
             not say the lengths themselves.
         topology: Compute bags to plan for, for example g2n1; one rank a bag if not given.
@@ -31,7 +31,7 @@ class TraceOptions(Outputs):
     folder: tyro.conf.Positional[Path]
     lens: Path | None = None
     topology: str | None = None
-    out: Path | None = None
+    out: Annotated[Path | None, NewFolder()] = None
 
 
 def run(options: TraceOptions, arguments: list[str]) -> None:

@@ -35,6 +35,8 @@ def _work(options: TrainOptions, device: "torch.device") -> dict[str, Any]:
     with stop_asked() as is_stopping:
         job = TrainingRun(options, device, is_stopping)
         first, last = job.done, job.num_steps
+        if job.rank == 0:
+            _show(*job.data_lines)
         with progress("training", last, done=first) as advance:
 
             def on_step(record: dict[str, Any]) -> None:
@@ -60,6 +62,11 @@ def _finish(result: dict[str, Any]) -> None:
             lines.append(f"stopped after step {done}: go on with --resume")
         loss = "loss {:.6f} to {:.6f}".format(*losses)
         lines.append(f"steps {first + 1} to {done} of {last}, {loss}")
-    console, checkpoint = Console(), Path(result["checkpoint"])
-    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
-    saved(console, checkpoint, checkpoint.with_name("metrics.jsonl"))
+    _show(*lines)
+    checkpoint = Path(result["checkpoint"])
+    saved(Console(), checkpoint, checkpoint.with_name("metrics.jsonl"))
+
+
+def _show(*lines: str) -> None:
+    if lines:
+        print(*lines, sep="\n", flush=True)

@@ -50,16 +50,17 @@ class AttentionMesh:
     def of(cls, mesh: DeviceMesh, *, timeout_s: float | None = None) -> "AttentionMesh":
         """Return the mesh of a DeviceMesh with axes "ring" and "ulysses", in any order of ranks.
 
-        One axis may be missing. `timeout_s` becomes the longest wait of the collectives of its
-        process groups. ConfigError: it has other axes or another order of them, or this rank is not
-        in it.
+        One axis may be missing; others are replicas. `timeout_s` becomes the longest wait of the
+        collectives of its process groups. ConfigError: it has none of these axes or another order
+        of them, or this rank is not in it.
         """
         if timeout_s is not None:
             number("timeout_s", timeout_s, 1e-3, 1e7)
         if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"a mesh is a {type(mesh).__name__}: give a DeviceMesh")
-        names = mesh.mesh_dim_names or ()
         allowed = (RING_AXIS, ULYSSES_AXIS)
+        mesh = named_part(mesh, allowed)
+        names = mesh.mesh_dim_names or ()
         if not names or tuple(name for name in allowed if name in names) != tuple(names):
             raise ConfigError(
                 f"a mesh with the axes {names}: attention takes ('ring', 'ulysses'), in this "
@@ -108,6 +109,13 @@ class AttentionMesh:
     def exists(self) -> bool:
         """False if one of its process groups was destroyed."""
         return all(group is None or group.reference() for group in self.groups)
+
+
+def named_part(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+    """Return the part of a mesh that has these axes, around this rank."""
+    own = tuple(name for name in mesh.mesh_dim_names or () if name in axes)
+    is_part = own and len(own) < mesh.ndim and mesh.get_coordinate() is not None
+    return mesh[own] if is_part else mesh
 
 
 class Place(NamedTuple):

@@ -374,16 +374,16 @@ def _check_limits(
     """Refuse limits that would end training in the middle of an epoch, as far as that shows."""
     if limits is None:
         return
-    longest = int(lengths.argmax())
-    if limits.tokens is not None and lengths[longest] > limits.tokens:
+    longest, tokens, items = int(lengths.argmax()), limits.common("tokens"), limits.common("items")
+    if tokens is not None and lengths[longest] > tokens:
         raise ConfigError(
-            f"sample {longest} has {lengths[longest]} tokens, above the limit of {limits.tokens}: "
+            f"sample {longest} has {lengths[longest]} tokens, above the limit of {tokens}: "
             "leave it out, shorten it, or raise the limit"
         )
     most = shape.most_in_a_cell(lengths.size)
-    if limits.items is not None and limits.items < most:
+    if items is not None and items < most:
         raise ConfigError(
-            f"Limits(items={limits.items}): batches have up to {most} samples with "
+            f"Limits(items={items}): batches have up to {most} samples with "
             f"batch_size={shape.batch_size} and {lengths.size} samples; raise the limit, or make "
             "batch_size smaller"
         )

@@ -1,7 +1,7 @@
 """Arguments of modules: their names, the tensors among them, and a comparison over ranks.
 
-Tensors are compared by fingerprints, as kinds of GPUs round differently: the norm, and products
-with waves of a few lengths. Rounding changes these little; other values or orders, much.
+Tensors are compared by fingerprints in float64: the norm, and products with waves of a few lengths.
+Any other value or order changes these; kinds of GPUs only sum them in another order.
 """
 
 import inspect
@@ -22,10 +22,8 @@ from bascule.errors import CommError
 
 _WAVES = 0.7390851, 1.4142136, 1.9106332, 2.5029079  # radians from one value to the next
 _WIDTH = 1 + len(_WAVES)
-_MOST_VALUES = 2**20  # of a tensor that count, spread over it, unless the comparison is exact
 _ROW = 1024  # values of a row; the wave of a tensor is that of a row times that of a column
-_FEW_VALUES = 64  # up to so many are times or scales, without the rounding of long sums
-_EXACT = 1e-12
+_EXACT = 1e-12  # of the norm, for sums in another order
 _NUM_INPUTS = 32  # tensors whose fingerprints fit into the first all-gather
 
 
@@ -80,8 +78,8 @@ def holds_tensors(value: Any) -> bool:
 class SameInputs:
     """A comparison of a model's inputs over ranks, at the first call of each form."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._name = type(model).__name__
+    def __init__(self, model: nn.Module, tolerance: float) -> None:
+        self._name, self.tolerance = type(model).__name__, tolerance
         self.seen = set[object]()  # keys of groups and forms
 
     def restart(self) -> None:
@@ -96,7 +94,7 @@ class SameInputs:
             return None
         self.seen.add((group.key, form))
         what = f"inputs of {self._name}"
-        return partial(compare_inputs, Fingerprint.of(inputs), group, what)
+        return partial(compare_inputs, Fingerprint.of(inputs, self.tolerance), group, what)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,8 +107,8 @@ class Fingerprint:
     limits: Floats  # (tensors,) how far these may be apart, relative to the norm
 
     @classmethod
-    def of(cls, inputs: Mapping[str, Any], *, is_exact: bool = False) -> "Fingerprint":
-        """Return that of nested inputs; an exact one is of all values, and allows no rounding."""
+    def of(cls, inputs: Mapping[str, Any], tolerance: float = 0.0) -> "Fingerprint":
+        """Return that of nested inputs; floats may differ by a tolerance, relative to the norm."""
         leaves = sorted(_leaves("", inputs), key=lambda leaf: leaf[0])
         described = ", ".join(
             f"{name} {tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else f"{name} {x!r}"
@@ -122,8 +120,8 @@ class Fingerprint:
             for name, x in leaves
             if isinstance(x, Tensor) and not isinstance(x, DTensor) and not x.is_meta and x.numel()
         }
-        values = [_numbers(x, is_exact).cpu().numpy() for x in tensors.values()]
-        limits = [_EXACT if is_exact else _rounding(x) for x in tensors.values()]
+        values = [_numbers(x).cpu().numpy() for x in tensors.values()]
+        limits = [max(_EXACT, tolerance * x.is_floating_point()) for x in tensors.values()]
         return cls(described, list(tensors), np.reshape(values, (-1, _WIDTH)), np.array(limits))
 
 
@@ -145,7 +143,8 @@ def compare_inputs(local: Fingerprint, group: RankGroup, what: str) -> None:
             f"{what}: the values of {local.names[place]} differ between ranks, of ranks "
             f"{sorted(group.ranks[one] for one in ranks[places == place])} from those of rank "
             f"{group.ranks[0]}: give every rank the same, as by seeding its random numbers alike; "
-            "replicas (data_degree) may have inputs of their own"
+            "replicas (data_degree) may have inputs of their own; for unlike GPUs, which round "
+            "prompts differently, give an input_tolerance"
         )
 
 
@@ -163,10 +162,9 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 @torch.no_grad()
-def _numbers(x: Tensor, of_all: bool) -> Tensor:
+def _numbers(x: Tensor) -> Tensor:
     x = torch.view_as_real(x) if x.is_complex() else x
-    stride = 1 if of_all else -(-x.numel() // _MOST_VALUES)
-    values = x.flatten()[::stride].double().nan_to_num(3.0, 5.0, -7.0)
+    values = x.flatten().double().nan_to_num(3.0, 5.0, -7.0)
     rows = nn.functional.pad(values, (0, -values.numel() % _ROW)).view(-1, _ROW)
     radians = torch.tensor(_WAVES, dtype=torch.float64, device=x.device)
     of_column = torch.outer(torch.arange(_ROW, device=x.device), radians)
@@ -174,10 +172,3 @@ def _numbers(x: Tensor, of_all: bool) -> Tensor:
     cosines, sines = rows @ of_column.cos(), rows @ of_column.sin()
     waves = (of_row.cos() * cosines - of_row.sin() * sines).sum(dim=0)
     return torch.cat([values.norm()[None], waves])
-
-
-def _rounding(x: Tensor) -> float:
-    if not x.is_floating_point():
-        return _EXACT
-    eps = torch.finfo(x.dtype).eps
-    return 2 * eps if x.numel() <= _FEW_VALUES else max(1e-2, 8 * eps)

@@ -24,7 +24,8 @@ from bascule.diffusers.parallelize import ParallelHandle
 from bascule.diffusers.request import Request, agree_on
 from bascule.diffusers.split_model import SplitModel
 from bascule.diffusers.split_table import SplitTable
-from bascule.diffusers.tables import table_of
+from bascule.diffusers.tables import is_tested, table_of
+from bascule.diffusers.verify import check_table
 from bascule.errors import ConfigError
 from bascule.parallel import SequenceParallel
 from bascule.plan.batching import ForwardPass, forward_passes
@@ -194,6 +195,7 @@ class BalancedModel:
         self.handle = ParallelHandle(Replica(everyone, None, mesh), everyone)
         self._part = SplitModel(inner, self._table, self.handle.mesh)
         self._part.is_alone = True
+        self._part.first_call = None if is_tested(self._table) else check_table
         self.handle.parts.append(self._part)
 
     @property

@@ -87,7 +87,9 @@ class Caches:
             if self.is_on:
                 self._have_attended.add(name)
         elif name not in self._have_attended:
-            fix = "set_attention_backend('native')"
+            fix = "compute it by that function"
+            if hasattr(self._model, "set_attention_backend"):
+                fix = "set_attention_backend('native')"
             if self.is_on:
                 fix = "empty caches that were filled before parallelize"
             raise ConfigError(

@@ -73,9 +73,10 @@ class Explanation:
             lines += [f"  {kind or 'other'}: {one}" for kind, one in chosen.seconds.items()]
         for one in self.others:
             more = one.busiest_bytes / chosen.busiest_bytes if chosen.busiest_bytes else 1.0
+            is_near = 1 / _LEAST_GAIN < more < _LEAST_GAIN
             lines.append(
                 f"ring {one.ring_degree} x Ulysses {one.ulysses_degree} would send "
-                f"{one.busiest_bytes / _MIB:.1f} MiB ({more:.2f}x)"
+                + ("about as much" if is_near else f"{one.busiest_bytes / _MIB:.1f} MiB")
                 + (f" and take {one.total_s * 1e3:.3g} ms" if one.seconds else "")
             )
         lines += self.advice
@@ -114,7 +115,8 @@ def explain(
             sparse=last.sparse,
         )
     num_ranks = ring * ulysses
-    most = min(shape.num_heads for shape in last.shapes if not shape.gathers)
+    heads = [shape.num_heads for shape in last.shapes if not shape.gathers]
+    most = min(heads, default=num_ranks)
     segments = max((shape.segments for shape in last.shapes), key=sum)
     costs = {
         degree: _mesh_cost(segments, num_ranks // degree, degree, last.shapes)

@@ -21,7 +21,7 @@ from bascule.attention.api import (
 from bascule.attention.layout import gather_rows, take_runs
 from bascule.comm.transforms import is_recorded
 from bascule.diffusers.sparse_layers import SparseLayer, SparsePass
-from bascule.diffusers.split_table import Cut, Keys, Mask, SplitTable
+from bascule.diffusers.split_table import Cut, Input, Keys, Mask, SplitTable
 from bascule.diffusers.work import Attended, AttentionShape, WorkCounter
 from bascule.errors import ConfigError
 from bascule.sdpa import SequenceParallelMode, as_it_is, with_layout
@@ -110,10 +110,14 @@ class ForwardPass(SequenceParallelMode):
 
     def _meet(self, segments: tuple[str, ...], whole: Tensor, dim: int, name: str) -> Share:
         """Return the share of a tensor's segments; a first tensor makes a length known."""
-        if len(segments) == 1 and segments[0] not in self._wholes:
-            self._wholes[segments[0]] = whole, dim
-            if self.work is not None and not torch.compiler.is_compiling():
-                self.work.wholes = self._by_share()
+        unknown = [one for one in segments if one not in self._wholes]
+        if len(unknown) == 1:
+            rest = whole
+            if len(segments) > 1:
+                others = [self._wholes[one] for one in segments if one in self._wholes]
+                known = sum([x.shape[place] for x, place in others])
+                rest = whole.narrow(dim, 0, max(0, whole.shape[dim] - known))
+            self._know(unknown[0], rest, dim)
         share = self.share(segments)
         if whole.shape[dim] != share.seq_len:
             raise ConfigError(
@@ -121,6 +125,11 @@ class ForwardPass(SequenceParallelMode):
                 f"input has {share.seq_len}"
             )
         return share
+
+    def _know(self, segment: str, whole: Tensor, dim: int) -> None:
+        self._wholes[segment] = whole, dim
+        if self.work is not None and not torch.compiler.is_compiling():
+            self.work.wholes = self._by_share()
 
     def _by_share(self) -> dict[int, int]:
         """Return tokens of the whole by those of this rank, for each segment and for all."""
@@ -133,29 +142,38 @@ class ForwardPass(SequenceParallelMode):
     def cut_arguments(
         self,
         names: Sequence[str],
-        cuts: Mapping[str, Cut | Mask],
+        cuts: Mapping[str, Input],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> tuple[Sequence[Any], dict[str, Any]]:
         """Return a module's arguments with this rank's shares; `names` are those by place."""
         args, kwargs = list(args), dict(kwargs)
-        for place, name in enumerate(names[: len(args)]):
-            if name in cuts:
-                args[place] = self.cut(args[place], cuts[name], name)
-        for name in kwargs:
-            if name in cuts:
-                kwargs[name] = self.cut(kwargs[name], cuts[name], name)
+        for name, cut in cuts.items():
+            if name in kwargs:
+                kwargs[name] = self.cut(kwargs[name], cut, name)
+            elif name in names[: len(args)]:
+                place = names.index(name)
+                args[place] = self.cut(args[place], cut, name)
         return args, kwargs
 
-    def cut(self, value: Any, cut: Cut | Mask, name: str) -> Any:
+    def cut(self, value: Any, cut: Input, name: str) -> Any:
         """Return this rank's share of a tensor, of each in a list or mapping, or of a count."""
         if isinstance(cut, Mask):
             return self._take_mask(value, cut, name) if isinstance(value, Tensor) else value
+        if isinstance(cut, Mapping):
+            if value is None:
+                return None
+            parts = list(value)
+            for place, one in cut.items():
+                parts[place] = self.cut(parts[place], one, f"place {place} of {name}")
+            return tuple(parts)
         if isinstance(value, Mapping):
             return {key: self.cut(one, cut, name) for key, one in value.items()}
         if isinstance(value, list | tuple):
             return type(value)(self.cut(one, cut, name) for one in value)
         if isinstance(value, int) and cut.ndim == 0:
+            if cut.segments[0] not in self._wholes:
+                self._know(cut.segments[0], torch.empty(value, device="meta"), 0)
             runs = self.share(cut.segments).runs
             return sum(max(0, min(stop, value) - start) for start, stop in runs)
         if not isinstance(value, Tensor) or cut.ndim not in (None, value.dim()):
@@ -175,11 +193,13 @@ class ForwardPass(SequenceParallelMode):
         start, stop = share.runs[0]
         return value.narrow(cut.dim, start, stop - start)
 
-    def gather(self, x: Tensor, cut: Cut) -> Tensor:
+    def gather(self, x: Any, cut: Cut) -> Any:
         """Return the tokens of all ranks; gradients are summed over the copies of all ranks.
 
         Every rank computes the same loss, so the mean that FSDP and DDP take is the gradient.
         """
+        if isinstance(x, tuple):
+            return self.gather(x[0], cut), *x[1:]
         share = self.share((cut.segment,) if isinstance(cut.segment, str) else cut.segment)
         if x.shape[cut.dim] != share.num_tokens:
             raise ConfigError(
@@ -254,20 +274,30 @@ class ForwardPass(SequenceParallelMode):
 
     def options_of(self, query: Tensor) -> AttentionOptions:
         """Return the options with the layout of all that is attended to."""
-        part = self.parts[-1]
-        assert not isinstance(part, Keys)
-        return self.share(part).options
+        part = self._segments()
+        share = self.share(part)
+        copied = [name for name in part if name in self._table.copied]
+        if not copied or query.shape[2] == share.num_tokens:
+            return share.options
+        more = query.shape[2] - share.num_tokens  # as Mochi takes those of a text that it sees
+        pairs = zip(part, share.layout.segments, strict=True)
+        lengths = [length + more if name == copied[-1] else length for name, length in pairs]
+        return self._share_of(part, tuple(lengths)).options
 
     def attends_locally(self) -> bool:
         """Return whether attention is left as it is."""
         return not self.parts[-1]
 
     def other_keys(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Gather keys and values of another segment than the queries'."""
+        """Gather keys and values of other segments than the queries'."""
         part = self.parts[-1]
         if not isinstance(part, Keys):
             return None
-        layout = self.share((part.segment,)).layout
+        self.has_attended = True
+        copied = tuple([name for name in part.segments if name in self._table.copied])
+        if copied and query.shape[2] == key.shape[2] == self.share(copied).seq_len:
+            return key, value
+        layout = self.share(part.segments).layout
         if (work := self._counter()) is not None:
             work.attend(self._shape_of(query, key, layout, gathers=True))
             work.attend_to_all(query, layout.seq_len)
@@ -387,7 +417,8 @@ def layout_of(
         replicated=tuple(
             place
             for place, (name, length) in enumerate(lengths.items())
-            if name in table.nonempty and length <= (num_ranks - 1) * max(stripe, 1)
+            if name in table.copied
+            or (name in table.nonempty and length <= (num_ranks - 1) * max(stripe, 1))
         ),
     )
 

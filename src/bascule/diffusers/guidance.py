@@ -27,7 +27,7 @@ class GuidedModel(Override):
     def __init__(self, part: SplitModel, branches: Branches) -> None:
         self.model, self._part, self.branches = part.model, part, branches
         self._unbatched, self._names = part.table.unbatched, parameters_of(part.model)
-        self.inputs = SameInputs(part.model)
+        self.inputs = SameInputs(part.model, part.inputs.tolerance)
         self._cached = list[str]()  # branches that a cache knows, in the order of their first calls
         self._forms: dict[object, Form] = {}  # of outputs
         # Compiled code of the user around the model passes this by: each group computes all calls.

@@ -13,14 +13,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from bascule.attention.api import AttentionOptions
+from bascule.attention.kernels.registry import Kernel
 from bascule.comm.agree import agree
 from bascule.comm.collectives import all_reduce
 from bascule.comm.failures import leave, shared
 from bascule.comm.groups import RankGroup
-from bascule.comm.mesh import AttentionMesh
+from bascule.comm.mesh import AttentionMesh, named_part
 from bascule.comm.quantized import CommDtype
 from bascule.diffusers.compiling import Mode, check_mode, compile_in_place, device_of
 from bascule.diffusers.degrees import (
+    AXES,
     ONE_RANK,
     AutoMesh,
     Replica,
@@ -45,8 +47,8 @@ from bascule.diffusers.request import Request, agree_on, models_of
 from bascule.diffusers.sparse_layers import SparseConfig
 from bascule.diffusers.split_model import SplitModel
 from bascule.diffusers.split_table import SplitTable
-from bascule.diffusers.tables import table_of
-from bascule.diffusers.verify import Comparison, Verification, verify
+from bascule.diffusers.tables import is_tested, table_of
+from bascule.diffusers.verify import Comparison, Verification, check_table, verify
 from bascule.errors import ConfigError
 from bascule.plan.machine import HardwareProfile
 from bascule.plan.mesh_choice import MeshChoice
@@ -63,12 +65,13 @@ def parallelize(
     ulysses_degree: int = 1,
     table: SplitTable | Mapping[str, Any] | None = None,
     sparse: SparseConfig | None = None,
-    kernel: str | None = None,
+    kernel: Kernel | None = None,
     comm_dtype: CommDtype | None = None,
     overlap: bool | None = None,
     double_buffer: bool = True,
     vae: Literal["all", "first", "own"] = "all",
     text_encoders: Literal["all", "own"] = "own",
+    input_tolerance: float = 0.0,
 ) -> "ParallelHandle":
     """Share a model, or a pipeline, over ranks: same inputs, same outputs, on every rank.
 
@@ -79,15 +82,17 @@ def parallelize(
     Args:
         model_or_pipeline: A model, or a pipeline of diffusers, of which all transformers are split.
         mesh: Instead of degrees: a mesh with axes "data", "guidance", "ring" and "ulysses", in this
-            order, or some of these. "auto" or an `AutoMesh` chooses degrees for all ranks.
+            order, or some of these; other axes are replicas. "auto" or an `AutoMesh` chooses
+            degrees for all ranks.
         data_degree: Replicas of all that follows, with prompts of their own.
         guidance_degree: Groups of ranks that share guidance branches.
         ring_degree: Ranks of a group that pass keys and values around.
         ulysses_degree: Ranks of a group that share heads.
         table: The tensors that are cut and gathered; or a plan of diffusers, as in `_cp_plan`.
-            Default: the table for the class of the model, else its plan.
+            Default: the table for the class of the model, else its plan. The first call with a
+            table of yours or a plan is compared with one process, unless `verify` was called.
         sparse: The blocks of attention that are computed. Default: all.
-        kernel: Name of attention's kernel. Default: the first that runs here.
+        kernel: Name of attention's kernel, or your own. Default: the first that runs here.
         comm_dtype: "int8" or "e4m3" sends attention's rows at 8 bits, at an error that `verify`
             shows; `Quantized("int8", centered=True)` is more exact. Default: as they are.
         overlap: True lets Ulysses exchange while it computes. Default: where that measures faster.
@@ -96,6 +101,8 @@ def parallelize(
             the first rank of a replica gets them alone. "own": every rank computes all tiles.
         text_encoders: "all": the ranks share the prompts of a batch, which pays for several long
             ones. "own": every rank encodes all prompts.
+        input_tolerance: How far the ranks' inputs may differ, relative to their norm, for unlike
+            GPUs that round prompts differently; the ranks' outputs then differ as much.
 
     Returns:
         A handle, and a context manager: leaving it calls `undo()`.
@@ -106,7 +113,7 @@ def parallelize(
         CommError: The requests of ranks differ. One all-gather compares them.
     """
     auto = AutoMesh() if isinstance(mesh, str) else mesh
-    device_mesh = None if isinstance(auto, AutoMesh) else auto
+    device_mesh = None if auto is None or isinstance(auto, AutoMesh) else named_part(auto, AXES)
     group = ranks_of(device_mesh)
 
     def ask() -> Request:
@@ -124,6 +131,7 @@ def parallelize(
             sparse=sparse,
             vae=vae,
             text_encoders=text_encoders,
+            input_tolerance=input_tolerance,
             pipeline=None if isinstance(model_or_pipeline, nn.Module) else model_or_pipeline,
             choice=choice,
         )
@@ -164,7 +172,9 @@ class ParallelHandle:
         """Split models and share the parts of a pipeline, until `undo`."""
         self._request = request
         for model, table in zip(request.models, request.tables, strict=True):
-            split = SplitModel(model, table, self.mesh, request.attention, request.sparse)
+            ways = request.attention, request.sparse, request.input_tolerance
+            split = SplitModel(model, table, self.mesh, *ways)
+            split.first_call = None if is_tested(table) else check_table
             self.parts.append(split)
         if self.replica.branches is not None:
             branches = Branches(self.replica.branches)

@@ -17,7 +17,7 @@ from bascule.diffusers.split_model import check_model
 from bascule.diffusers.split_table import SplitTable
 from bascule.encoders.items import values_digest
 from bascule.errors import ConfigError
-from bascule.plan.checks import choice
+from bascule.plan.checks import choice, number
 from bascule.plan.mesh_choice import MeshChoice
 
 _DEFAULT = AttentionOptions()
@@ -34,12 +34,14 @@ class Request:
     sparse: SparseConfig | None = None
     vae: Literal["all", "first", "own"] = "all"
     text_encoders: Literal["all", "own"] = "own"
+    input_tolerance: float = 0.0
     pipeline: Any = None  # None: one model alone
     choice: MeshChoice | None = None  # the reason for the shape, if AutoMesh chose it
 
     def __post_init__(self) -> None:
         choice("vae", self.vae, "all", "first", "own")
         choice("text_encoders", self.text_encoders, "all", "own")
+        number("input_tolerance", self.input_tolerance, 0.0, 1.0)
         if self.sparse is not None and self.attention.comm_dtype is not None:
             raise ConfigError(
                 "parallelize: rows of block-sparse attention travel as they are: leave out "
@@ -76,6 +78,7 @@ class Request:
             "tables": str(self.tables),
             "mesh": str(self.shape),
             "attention": str(self.attention),
+            "input_tolerance": str(self.input_tolerance),
             "vae and text_encoders": f"{self.vae}, {self.text_encoders}",
             "shared parts": ", ".join(map(_size_of, parts)),
             **settings_of(self.sparse),

@@ -19,9 +19,10 @@ from bascule.diffusers.forward_pass import CountingPass, ForwardPass, Shares
 from bascule.diffusers.sparse_layers import SparseConfig, SparseLayers, SparsePass
 from bascule.diffusers.split_table import (
     Cut,
+    Input,
     Keys,
     Link,
-    Mask,
+    Output,
     SplitTable,
     check_table,
     links_to,
@@ -40,7 +41,7 @@ class Role:
     attends: bool = False  # over the mesh, so the mode is entered around it
     part: tuple[str, ...] | Keys | None = None  # attended to within; None: as in the module around
     names: Sequence[str] = ()  # of its arguments, in order
-    inputs: dict[str, Cut | Mask] = field(default_factory=dict[str, Cut | Mask])
+    inputs: dict[str, Input] = field(default_factory=dict[str, Input])
     outputs: dict[int, Cut] = field(default_factory=dict[int, Cut])
     gather: Cut | None = None
     processor: Any = None  # of diffusers, that computes its attention
@@ -68,16 +69,24 @@ class SplitModel:
         mesh: AttentionMesh,
         options: AttentionOptions | None = None,
         sparse: SparseConfig | None = None,
+        input_tolerance: float = 0.0,
     ) -> None:
         self.model, self.table, self.mesh = model, table, mesh
         self.options = options or AttentionOptions()
+        if sparse is not None and table.copied:
+            raise ConfigError(
+                f"block-sparse attention deals tokens to the ranks, and every rank has "
+                f"{' and '.join(table.copied)} of {type(model).__name__} whole: leave out sparse"
+            )
         self.sparse = None if sparse is None else SparseLayers(sparse, mesh)
         # by name, with the segments of what each returns
-        self.blocks: dict[str, tuple[nn.Module, tuple[str | tuple[str, ...], ...]]] = {}
+        self.blocks: dict[str, tuple[nn.Module, tuple[Output, ...]]] = {}
         self.forward: ForwardPass | None = None  # that runs over the mesh
         self.last: Attended | None = None  # by the last pass that ended well, unless compiled
+        # What looks at the first call over the mesh, as an argument that makes it again.
+        self.first_call: Callable[[SplitModel, Callable[[], Any]], None] | None = None
         self.is_alone = False  # calls that begin now compute all tokens on this rank
-        self.inputs = SameInputs(model)
+        self.inputs = SameInputs(model, input_tolerance)
         self._is_called = self._is_paused = self._is_over = False
         self._names = parameters_of(model)
         self._known: dict[object, Known] = {}  # by form of inputs
@@ -169,6 +178,8 @@ class SplitModel:
         named = dict(zip(self._names, args, strict=False)) | dict(kwargs)
         self._follow()
         self._compare(named, form_of(named))
+        assert self._of_model is not None
+        self._look_at_first(self._of_model.method, args, kwargs)
 
     def _follow(self) -> None:
         """Put stand-ins where modules were replaced, and look at the caches."""
@@ -203,6 +214,9 @@ class SplitModel:
                 self.forward, self._is_called = None, True
                 return forward(*args, **kwargs)
             current = self._begin(args, kwargs)
+            if not torch.compiler.is_compiling():
+                self.forward = current
+                self._look_at_first(forward, args, kwargs)
             cuts = self.table.inputs.get("", {})
             shares = current.cut_arguments(self._names, cuts, args, kwargs)
             self.forward, self._is_called = current, True
@@ -217,6 +231,18 @@ class SplitModel:
             raise
         finally:
             self.forward, self._is_called = before
+
+    def _look_at_first(
+        self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        look = self.first_call
+        if look is not None and self.mesh.whole is not None and not self.has_cache:
+            self.first_call = None
+            sparse, self.sparse = self.sparse, None  # its choice of blocks is not the table's
+            try:
+                look(self, partial(self._call, forward, *args, **kwargs))
+            finally:
+                self.sparse = sparse
 
     def _begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ForwardPass:
         sparse = None if self.sparse is None else SparsePass(self.sparse)

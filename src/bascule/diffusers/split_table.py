@@ -1,7 +1,8 @@
 """Split tables: the places in a model where tokens are cut, attended to and gathered.
 
-A table names modules as `model.named_modules()` does; `*` stands for one part of a name, and "" is
-the model itself. Only the tokens of a segment (text, image) are cut, and no other dims.
+A table names modules as `model.named_modules()` does; `*` stands for one part of a name, a `-1` at
+its end for the last of a list, and "" is the model itself. Only the tokens of a segment (text,
+image) are cut, and no other dims.
 """
 
 import inspect
@@ -19,12 +20,12 @@ from bascule.errors import ConfigError
 class Cut:
     """The tokens of a segment in a tensor, or in each tensor of a list or mapping."""
 
-    # The segment; or several that follow each other, with lengths known from earlier cuts. () is a
-    # tensor cut by its number of tokens alone.
+    # The segment; or several that follow each other, with lengths known from earlier cuts, but for
+    # one, which is the rest. () is a tensor cut by its number of tokens alone.
     segment: str | tuple[str, ...]
     dim: int = 1  # of tokens
     # Dims of tensors that hold tokens. Default: any. 0: a whole number, which counts the first
-    # tokens of the segment; a rank gets its share of them.
+    # tokens of the segment; a rank gets its share of them. All of them, if this comes first.
     ndim: int | None = None
 
     @property
@@ -49,9 +50,23 @@ class Mask:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Attention to another segment that is cut: its keys and values are gathered."""
+    """Attention to another segment that is cut: its keys and values are gathered.
 
-    segment: str
+    Of several segments too, where the queries are those of one of them; tokens of copied ones may
+    also attend to themselves.
+    """
+
+    segment: str | tuple[str, ...]
+
+    @property
+    def segments(self) -> tuple[str, ...]:
+        """Names of its segments."""
+        return (self.segment,) if isinstance(self.segment, str) else self.segment
+
+
+Input = Cut | Mask | Mapping[int, Cut]
+"""An argument: cut, or given to attention, or a tuple of which some places are cut."""
+Output = str | tuple[str, ...] | Cut
 
 
 @dataclass(frozen=True)
@@ -60,12 +75,12 @@ class SplitTable:
 
     # in the order of the sequence that is attended to, unless `attends` has another
     segments: tuple[str, ...]
-    # arguments that are cut, and masks that go to attention, by module and argument
-    inputs: Mapping[str, Mapping[str, Cut | Mask]]
-    gathers: Mapping[str, Cut]  # outputs of modules that are made whole
+    # arguments that are cut, in this order, and masks that go to attention, by module and argument
+    inputs: Mapping[str, Mapping[str, Input]]
+    gathers: Mapping[str, Cut]  # outputs of modules that are made whole; of a tuple, the first
     # Modules that attend over the mesh, with the segments of each tensor that they return: one, or
-    # several that follow each other. `verify` leaves out a module of none.
-    blocks: Mapping[str, tuple[str | tuple[str, ...], ...]]
+    # several that follow each other, of dim 1 or in a `Cut`. `verify` leaves out a module of none.
+    blocks: Mapping[str, tuple[Output, ...]]
     replicated: tuple[str, ...] = ()  # other arguments with tensors: every rank has all of them
     # outputs that are cut, by module and place in its tuple; a single tensor is at place 0
     outputs: Mapping[str, Mapping[int, Cut]] = field(default_factory=dict)
@@ -73,6 +88,8 @@ class SplitTable:
     # keys, and attention is left as it is. The innermost module counts.
     attends: Mapping[str, tuple[str, ...] | Keys] = field(default_factory=dict)
     nonempty: tuple[str, ...] = ()  # segments that every rank has whole if ranks outnumber tokens
+    # segments that every rank has whole, of which a call may attend to some tokens only
+    copied: tuple[str, ...] = ()
     unbatched: tuple[str, ...] = ()  # arguments that all samples of a batch share
     # arguments that must be None, and advice
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -109,13 +126,14 @@ def check_table(model: nn.Module, table: SplitTable) -> None:
             )
     inputs = [cut for cuts in table.inputs.values() for cut in cuts.values()]
     cuts = [cut for cut in inputs if isinstance(cut, Cut)]
-    cuts += [cut for places in table.outputs.values() for cut in places.values()]
+    by_place = [*table.outputs.values(), *(one for one in inputs if isinstance(one, Mapping))]
+    cuts += [cut for places in by_place for cut in places.values()]
     known = {name for cut in cuts for name in cut.segments}
-    used = [*table.segments, *table.nonempty]
+    used = [*table.segments, *table.nonempty, *table.copied]
     used += [name for cut in table.gathers.values() for name in cut.segments]
     used += [one.segment for one in inputs if isinstance(one, Mask)]
     for parts in table.attends.values():
-        used += (parts.segment,) if isinstance(parts, Keys) else parts
+        used += parts.segments if isinstance(parts, Keys) else parts
     for name in used:
         if name not in known:
             raise ConfigError(
@@ -148,5 +166,9 @@ def _is_left_out(modules: Mapping[str, nn.Module], pattern: str) -> bool:
 
 
 def _matching(modules: Mapping[str, nn.Module], pattern: str) -> dict[str, nn.Module]:
+    if pattern.endswith(".-1"):
+        lists = _matching(modules, pattern.removesuffix(".-1"))
+        numbered = {f"{name}.{len([*one.children()]) - 1}" for name, one in lists.items()}
+        return {name: module for name, module in modules.items() if name in numbered}
     regex = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
     return {name: module for name, module in modules.items() if regex.fullmatch(name)}

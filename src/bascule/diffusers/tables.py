@@ -1,6 +1,7 @@
 """Split tables of models of diffusers, by class: what is cut, attended to and gathered."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -10,10 +11,13 @@ from bascule.diffusers.split_table import Cut, Keys, Mask, SplitTable
 from bascule.errors import ConfigError
 
 _IMAGE, _TEXT, _VIDEO, _AUDIO = Cut("image"), Cut("text"), Cut("video"), Cut("audio")
-_ALL, _PACKED, _PACKED_ROWS = Cut("all"), Cut("packed"), Cut("packed", dim=0)
+_ALL, _ALL_ROWS = Cut("all"), Cut("all", dim=0)
+_PACKED, _PACKED_ROWS = Cut("packed"), Cut("packed", dim=0)
 _IMAGE_ROWS, _VIDEO_ROWS = Cut("image", dim=0), Cut("video", dim=0)
-_VIDEO_TIMES = Cut("video", ndim=2)
-_TEXT_IMAGE, _IMAGE_TEXT, _VIDEO_TEXT = ("text", "image"), ("image", "text"), ("video", "text")
+_VIDEO_TIMES, _VIDEO_TOKENS = Cut("video", ndim=2), Cut("video", ndim=3)
+_TEXT_IMAGE, _IMAGE_TEXT = ("text", "image"), ("image", "text")
+_TEXT_VIDEO, _VIDEO_TEXT = ("text", "video"), ("video", "text")
+_HISTORY_VIDEO, _MEMORY_AUDIO = ("history", "video"), ("memory", "audio")
 _HIDDEN, _PROMPT, _CONTROL = "hidden_states", "encoder_hidden_states", "controlnet_cond"
 _LATENTS = _HIDDEN, _PROMPT, "timestep"
 _PROMPT_MASK = _PROMPT, "encoder_attention_mask"
@@ -25,6 +29,8 @@ _NO_KV_CACHE = (
     "a cache of keys would be of a rank's own tokens: leave it out, so that reference tokens are "
     "attended to in every step"
 )
+
+_PADDED_MASK = "the model pads it to a rank's own tokens: leave it out"
 
 
 def _both(cut: Cut) -> Mapping[int, Cut]:
@@ -86,13 +92,53 @@ _WAN = SplitTable(
     replicated=(_HIDDEN, _PROMPT, "encoder_hidden_states_image"),
     attends={"blocks.*.attn2": ()},
 )
+_LIKE_FLUX = SplitTable(  # without what FLUX takes besides
+    segments=_TEXT_IMAGE,
+    inputs={"": _FLUX_INPUTS},
+    gathers=FLUX.gathers,
+    blocks=FLUX.blocks,
+    replicated=("timestep",),
+    unbatched=FLUX.unbatched,
+)
+_COSMOS3_PACKED = (
+    *("input_ids", "text_indexes", "position_ids"),
+    *(
+        f"{kind}_{name}"
+        for kind in ("vision", "sound", "action")
+        for name in (
+            *("tokens", "sequence_indexes", "mse_loss_indexes", "timesteps"),
+            "noisy_frame_indexes",
+        )
+    ),
+    "action_domain_ids",
+)
 _VACE_CONTROL = "control_hidden_states", "control_hidden_states_scale"
+_HELIOS_HISTORY = (
+    *("latents_history_short", "latents_history_mid", "latents_history_long"),
+    *("indices_hidden_states", "indices_latents_history_short"),
+    *("indices_latents_history_mid", "indices_latents_history_long"),
+)
+_FRAMEPACK_HISTORY = "latents_clean", "latents_history_2x", "latents_history_4x"
+_FRAMEPACK_INDICES = "indices_latents", *(f"indices_{name}" for name in _FRAMEPACK_HISTORY)
 _H3_REPLICATED = (
     *("timestep", "timestep_indices", "token_tags", "position_ids"),
     *("video_indices", "audio_indices", "text_indices"),
 )
 
 TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
+    "AllegroTransformer3DModel": SplitTable(
+        segments=("video",),
+        inputs={
+            "": {"image_rotary_emb": {1: _VIDEO}},  # positions, after the angles of each axis
+            _FIRST: {_HIDDEN: _VIDEO},
+        },
+        gathers={"proj_out": _VIDEO},
+        blocks={_BLOCKS: ("video",)},
+        replicated=(*_LATENTS, "encoder_attention_mask"),
+        attends={"transformer_blocks.*.attn2": ()},
+        unbatched=("image_rotary_emb",),
+        refused={"attention_mask": _PADDED_MASK},
+    ),
     "AuraFlowTransformer2DModel": SplitTable(
         segments=_TEXT_IMAGE,
         inputs={"joint_transformer_blocks.0": {_PROMPT: _TEXT}},
@@ -104,6 +150,15 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
         },
         replicated=_LATENTS,
     ),
+    "BriaTransformer2DModel": replace(
+        _LIKE_FLUX,
+        inputs={"": {**_FLUX_INPUTS, "controlnet_block_samples": _IMAGE}},
+        replicated=FLUX.replicated,
+        refused={
+            "controlnet_single_block_samples": "the model adds them from the image's token on "
+            "whose number is the length of the text: leave them out"
+        },
+    ),
     "ChromaTransformer2DModel": SplitTable(
         segments=_TEXT_IMAGE,
         inputs=FLUX.inputs,
@@ -114,7 +169,7 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
     ),
     "ChronoEditTransformer3DModel": _WAN,
     "CogVideoXTransformer3DModel": SplitTable(
-        segments=("text", "video"),
+        segments=_TEXT_VIDEO,
         inputs={
             "": {"image_rotary_emb": _VIDEO_ROWS},
             _FIRST: {_HIDDEN: _VIDEO, _PROMPT: _TEXT},
@@ -136,6 +191,45 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
             "attention_mask": "the model adds it to the scores, which hides nothing: leave it out"
         },
     ),
+    "Cosmos3OmniTransformer": SplitTable(  # tokens of what it makes after those of the prompt
+        segments=_TEXT_VIDEO,
+        inputs={
+            "": {"und_len": Cut("text", ndim=0)},
+            "layers.0": {"und_seq": Cut("text", dim=0), "gen_seq": _VIDEO_ROWS},
+        },
+        outputs={"rotary_emb": _both(Cut(_TEXT_VIDEO))},
+        gathers={"norm_moe_gen": _VIDEO_ROWS},
+        blocks={"layers.*": (Cut("text", dim=0), _VIDEO_ROWS)},
+        replicated=_COSMOS3_PACKED,
+        attends={"layers.*.self_attn": Keys(_TEXT_VIDEO)},
+        copied=("text",),  # it attends to itself alone, and is attended to by all
+        unbatched=_COSMOS3_PACKED,
+    ),
+    "CosmosTransformer3DModel": SplitTable(
+        segments=("video",),
+        inputs={
+            "": {"block_controlnet_hidden_states": _VIDEO},
+            _FIRST: {_HIDDEN: _VIDEO},
+            **dict.fromkeys(  # times of a sample, or of each token
+                (_BLOCKS, "norm_out"), dict.fromkeys(("embedded_timestep", "temb"), _VIDEO_TOKENS)
+            ),
+        },
+        outputs={"rope": _both(_VIDEO_ROWS), "learnable_pos_embed": {0: _VIDEO}},
+        gathers={"proj_out": _VIDEO},
+        blocks={_BLOCKS: ("video",)},
+        replicated=(*_LATENTS, "attention_mask", "condition_mask", "padding_mask"),
+        attends={"transformer_blocks.*.attn2": ()},
+    ),
+    "ErnieImageTransformer2DModel": SplitTable(
+        segments=("all",),
+        inputs={
+            "layers.0": {"x": _ALL_ROWS},
+            "layers.*": {"rotary_pos_emb": _ALL, "temb": _ALL_ROWS},
+        },
+        gathers={"final_linear": _ALL_ROWS},
+        blocks={"layers.*": (_ALL_ROWS,)},
+        replicated=(_HIDDEN, "timestep", "text_bth", "text_lens"),
+    ),
     "Flux2Transformer2DModel": SplitTable(
         segments=_TEXT_IMAGE,
         inputs={"": _FLUX_INPUTS},
@@ -156,6 +250,36 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
         },
     ),
     "FluxTransformer2DModel": FLUX,
+    "HeliosTransformer3DModel": SplitTable(
+        segments=_HISTORY_VIDEO,
+        inputs={
+            "blocks.*": {
+                "original_context_length": Cut("video", ndim=0),
+                "temb": Cut(_HISTORY_VIDEO),
+                "rotary_emb": Cut(_HISTORY_VIDEO),
+            },
+            "blocks.0": {_HIDDEN: Cut(_HISTORY_VIDEO)},
+        },
+        gathers={"blocks.-1": Cut(_HISTORY_VIDEO)},  # what follows takes the last tokens of all
+        blocks={"blocks.*": (_HISTORY_VIDEO,)},
+        replicated=(*_LATENTS, *_HELIOS_HISTORY),
+        attends={"blocks.*.attn2": ()},
+    ),
+    "HiDreamImageTransformer2DModel": SplitTable(
+        segments=_IMAGE_TEXT,
+        inputs={
+            "double_stream_blocks.*": {"hidden_states_masks": _IMAGE},
+            "single_stream_blocks.*": {"hidden_states_masks": Cut(_IMAGE_TEXT)},
+        },
+        outputs={"x_embedder": {0: _IMAGE}, "pe_embedder": {0: Cut(_IMAGE_TEXT)}},
+        gathers={"final_layer": _IMAGE},
+        blocks={"double_stream_blocks.*": _IMAGE_TEXT, "single_stream_blocks.*": (_IMAGE_TEXT,)},
+        replicated=(
+            *(_HIDDEN, "hidden_states_masks", "img_ids", "img_sizes", "timesteps"),
+            *("pooled_embeds", "encoder_hidden_states_t5", "encoder_hidden_states_llama3"),
+        ),
+        copied=("text",),  # each block joins others to it, and takes them away
+    ),
     "HunyuanImageTransformer2DModel": SplitTable(
         segments=_IMAGE_TEXT,
         inputs={_FIRST: {_HIDDEN: _IMAGE, _PROMPT: _TEXT}},
@@ -178,6 +302,24 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
         replicated=(_HIDDEN, *_PROMPT_MASK, *_PROMPT_2, "image_embeds", "timestep", "timestep_r"),
         attends={"context_embedder": ()},
         nonempty=("text",),
+    ),
+    "HunyuanVideoFramepackTransformer3DModel": SplitTable(
+        segments=_VIDEO_TEXT,
+        inputs={
+            _FIRST: {_HIDDEN: _VIDEO, _PROMPT: _TEXT},
+            _BLOCKS: {"freqs_cis": _VIDEO_ROWS},
+            "single_transformer_blocks.*": {"image_rotary_emb": _VIDEO_ROWS},
+        },
+        # What follows takes the last tokens of all: those before them are the history.
+        gathers={"single_transformer_blocks.-1": _VIDEO},
+        blocks=dict.fromkeys(_BOTH_BLOCKS, _VIDEO_TEXT),
+        replicated=(
+            *(_HIDDEN, *_PROMPT_MASK, "timestep", "pooled_projections", "guidance"),
+            *("image_embeds", *_FRAMEPACK_HISTORY, *_FRAMEPACK_INDICES),
+        ),
+        attends={"context_embedder": ()},
+        nonempty=("text",),
+        unbatched=_FRAMEPACK_INDICES,
     ),
     "HunyuanVideoTransformer3DModel": SplitTable(
         segments=_VIDEO_TEXT,
@@ -256,6 +398,7 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
         replicated=(*_PROMPT_MASK, "rope_interpolation_scale", "video_coords"),
         attends={"transformer_blocks.*.attn2": ()},
     ),
+    "LongCatImageTransformer2DModel": replace(_LIKE_FLUX, replicated=("timestep", "guidance")),
     "Lumina2Transformer2DModel": SplitTable(
         segments=("all",),
         inputs={
@@ -282,6 +425,17 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
         attends={"token_refiner": ()},
         unbatched=_H3_REPLICATED,
     ),
+    "MochiTransformer3DModel": SplitTable(
+        segments=_VIDEO_TEXT,
+        inputs={_FIRST: {_HIDDEN: _VIDEO, _PROMPT: _TEXT}},
+        outputs={"rope": _both(_VIDEO_ROWS)},
+        gathers={"proj_out": _VIDEO},
+        blocks={_BLOCKS: _VIDEO_TEXT},
+        replicated=(*_LATENTS, "encoder_attention_mask"),
+        attends={"time_embed": ()},
+        copied=("text",),  # each sample takes the tokens that its mask lets it see
+    ),
+    "OvisImageTransformer2DModel": _LIKE_FLUX,
     "PixArtTransformer2DModel": SplitTable(
         segments=("image",),
         inputs={},
@@ -290,7 +444,7 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
         blocks={_BLOCKS: ("image",)},
         replicated=(*_LATENTS, "added_cond_kwargs", "encoder_attention_mask"),
         attends={"transformer_blocks.*.attn2": ()},
-        refused={"attention_mask": "the model pads it to a rank's own tokens: leave it out"},
+        refused={"attention_mask": _PADDED_MASK},
     ),
     "QwenImageControlNetModel": SplitTable(
         segments=_QWEN_IMAGE.segments,
@@ -328,6 +482,23 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
         blocks={"blocks.*": ("video",)},
         replicated=(*_WAN.replicated, "timestep", "fps"),
         attends={"blocks.*.attn2": ()},
+    ),
+    "StableAudio3DiTModel": SplitTable(
+        segments=_MEMORY_AUDIO,
+        inputs={
+            _BLOCKS: {
+                "num_memory_tokens": Cut("memory", ndim=0),
+                "rope": Cut(_MEMORY_AUDIO, dim=0),
+                "local_seq": _AUDIO,
+            },
+            _FIRST: {_HIDDEN: Cut(_MEMORY_AUDIO)},
+        },
+        gathers={"transformer_blocks.-1": Cut(_MEMORY_AUDIO)},  # what follows drops the memory
+        blocks={_BLOCKS: (_MEMORY_AUDIO,)},
+        replicated=(
+            *(*_LATENTS, "encoder_attention_mask", "global_hidden_states", "local_add_cond"),
+        ),
+        attends={"transformer_blocks.*.cross_attn": ()},
     ),
     "WanAnimateTransformer3DModel": SplitTable(
         segments=("video",),
@@ -369,6 +540,22 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
     ),
 }
 
+_LINEAR = (
+    "its linear attention sums over all tokens by products of matrices, and its feed-forwards are "
+    "convolutions over the whole grid"
+)
+WITHOUT_TABLE: Mapping[str, str] = {  # reasons, by name of a class of diffusers
+    "SanaTransformer2DModel": _LINEAR,
+    "SanaVideoTransformer3DModel": _LINEAR,
+    "WanAnimate2Transformer3DModel": "it attends by flex attention, in a buffer of all tokens and "
+    "a cache of all keys of the reference",
+}
+
+
+def is_tested(table: SplitTable) -> bool:
+    """Return whether a table is one of bascule's own, which its tests compare with one process."""
+    return any(table is one for one in TABLES.values())
+
 
 def table_of(model: nn.Module, table: SplitTable | Mapping[str, Any] | None = None) -> SplitTable:
     """Return a table, or the table of a plan of diffusers, or of the model's nearest class."""
@@ -379,6 +566,11 @@ def table_of(model: nn.Module, table: SplitTable | Mapping[str, Any] | None = No
     for cls in type(model).__mro__:
         if cls.__name__ in TABLES and cls.__module__.startswith("diffusers."):
             return TABLES[cls.__name__]
+        if cls.__name__ in WITHOUT_TABLE and cls.__module__.startswith("diffusers."):
+            raise ConfigError(
+                f"no split table for {type(model).__name__}: {WITHOUT_TABLE[cls.__name__]}, which "
+                "ranks cannot share: run it on each rank, with prompts of its own"
+            )
     plan = getattr(model, "_cp_plan", None)
     if plan is not None:
         return table_from_plan(model, plan)

@@ -314,8 +314,8 @@ class _Notes(_TiledPart):
         if self._begins(call):
             self.tiles.append([])
         self.tiles[-1].append(call)
-        halves = 2 * x.shape[1]  # those of moments
-        return self._output(x.new_empty(len(x), halves, *x.shape[2:-2], 0, 0))
+        channels = getattr(getattr(self.real, "conv_out", None), "out_channels", 2 * x.shape[1])
+        return self._output(x.new_empty(len(x), channels, *x.shape[2:-2], 0, 0))
 
 
 class _Answers(_TiledPart):

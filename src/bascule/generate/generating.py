@@ -23,10 +23,8 @@ from bascule.diffusers.degrees import AutoMesh
 from bascule.diffusers.parallelize import ParallelHandle, parallelize
 from bascule.errors import CommError, ConfigError, PlanError
 from bascule.generate import tiny
-from bascule.generate.options import GenerateOptions, Prompt, read_prompts
+from bascule.generate.options import IMAGE, VIDEO, GenerateOptions, Prompt, read_prompts
 from bascule.plan.solver.solve import assign
-
-IMAGE, VIDEO = ".png", ".mp4"
 
 _CAPACITY = 64  # of outputs that the first gather has room for
 _LONGEST_S = 86400.0  # that replicas wait for the last one; a rank that is gone ends this at once
@@ -48,6 +46,12 @@ class Generation:
         if ending == VIDEO:
             _av()  # or refuse at once
         self.names = [one.name(place, options) + ending for place, one in enumerate(self.prompts)]
+        multiple = _multiple_of(self._pipeline)
+        for place, one in enumerate(self.prompts):
+            sides = {"width": one.width, "height": one.height}
+            made = {x: side // multiple * multiple for x, side in sides.items() if side}
+            if all(made.values()):  # else the pipeline refuses it
+                _check_size(place, one, made)
         if options.tiles:
             _enable_tiles(self._pipeline)
         self._handle = self._parallelize()
@@ -57,6 +61,7 @@ class Generation:
         self.rank, every = self._world.rank, range(self._world.size)
         self._replicas = new_group(every, "replicas", options.timeout_s, backend="gloo")
         set_timeout(self._replicas, _LONGEST_S)
+        self._is_new = not options.out.exists()
         self.missing = self._find_missing()  # places of prompts, over all replicas
         work = [self.prompts[place].work for place in self.missing]
         num_replicas = self.degrees.get("data_degree", 1)
@@ -76,19 +81,26 @@ class Generation:
 
     def run(self, on_step: Callable[[int], None]) -> list[dict[str, Any]]:
         """Make the missing outputs, calling `on_step(place)` a step; return all their records."""
-        for place in self.todo:
-            with shared(f"making {self.names[place]}"):
-                self._make(place, on_step)
+        try:
+            for place in self.todo:
+                with shared(f"making {self.names[place]}"):
+                    self._make(place, on_step)
+        except BaseException:
+            if self._is_new:
+                with suppress(OSError):  # it is not empty
+                    self._options.out.rmdir()
+            raise
         agree(self._replicas, {}, what="the end")
         return [self._read_record(place) for place in self.missing]
 
     def _parallelize(self) -> ParallelHandle:
         degrees: Any = self._options.degrees
         self.degrees: dict[str, int] = degrees
+        wire = self._options.wire
         if degrees:
-            return parallelize(self._pipeline, **degrees)
+            return parallelize(self._pipeline, comm_dtype=wire, **degrees)
         num_passes = 2 if all(is_guided(one, self._takes) for one in self.prompts) else 1
-        handle = parallelize(self._pipeline, AutoMesh(num_passes=num_passes))
+        handle = parallelize(self._pipeline, AutoMesh(num_passes=num_passes), comm_dtype=wire)
         assert handle.choice is not None
         axes, chosen = ("guidance", "ring", "ulysses"), handle.choice.chosen
         self.degrees = {f"{axis}_degree": getattr(chosen, axis) for axis in axes}
@@ -134,7 +146,8 @@ class Generation:
                     f"prompt {place + 1}: the pipeline fails with {type(error).__name__}: {error}"
                 ) from error
         frames = result.frames[0] if name.endswith(VIDEO) else result.images[:1]
-        _check_size(place, prompt, frames)
+        width, height = frames[0].size
+        _check_size(place, prompt, {"width": width, "height": height, "frames": len(frames)})
         if self.writes:
             record = {"file": name, "model": self._options.model, **asdict(prompt)}
             write_record(self._record_path(name), record | {"seconds": times.seconds})
@@ -177,10 +190,16 @@ def _enable_tiles(pipeline: Any) -> None:
         raise ConfigError(f"--tiles: {what}: leave it out") from error
 
 
-def _check_size(place: int, prompt: Prompt, frames: Sequence[Image.Image]) -> None:
-    """Refuse a size that the pipeline has rounded: the output alone shows it."""
-    width, height = frames[0].size
-    for name, size in {"width": width, "height": height, "frames": len(frames)}.items():
+def _multiple_of(pipeline: Any) -> int:
+    """Return what sides of images are multiples of; 1 if it is not known."""
+    processors = (getattr(pipeline, f"{kind}_processor", None) for kind in ("image", "video"))
+    factors = (getattr(getattr(x, "config", None), "vae_scale_factor", None) for x in processors)
+    return next((factor for factor in factors if isinstance(factor, int)), 1)
+
+
+def _check_size(place: int, prompt: Prompt, made: Mapping[str, int]) -> None:
+    """Refuse a size that the pipeline rounds, where it is known before, or as the output shows."""
+    for name, size in made.items():
         if getattr(prompt, name) not in (None, size):
             raise ConfigError(
                 f"prompt {place + 1}: {name} is {getattr(prompt, name)}, and this pipeline makes "

@@ -1,6 +1,7 @@
 """Options and prompts of `bascule generate`, and names of outputs. Imports no torch."""
 
 import hashlib
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -10,8 +11,10 @@ import tyro
 
 from bascule.errors import ConfigError
 from bascule.generate.tiny import TINY, TINY_WAN
-from bascule.options import Outputs, Range, RankOptions, check_options
+from bascule.options import NewFolder, Outputs, Range, RankOptions, check_options
 from bascule.plan.files import read_json_lines, read_lines
+
+IMAGE, VIDEO = ".png", ".mp4"
 
 Pixels = Annotated[int | None, Range(1, 2**15)]
 Count = Annotated[int | None, Range(1, 10**4)]
@@ -46,6 +49,7 @@ class GenerateOptions(Outputs, RankOptions):
         ring: Ranks that pass keys and values around.
         guidance_ranks: Groups of ranks that share guidance branches.
         replicas: Groups of ranks that take different prompts.
+        wire: Send attention's rows between ranks at 8 bits; this changes pixels a little.
         tiles: Let the VAE work in tiles, which ranks share; this changes pixels a little.
         compile: Compile the transformers.
         dtype: Dtype of the weights; bfloat16 on GPUs and float32 on CPUs if not given.
@@ -62,12 +66,13 @@ class GenerateOptions(Outputs, RankOptions):
     steps: Count = None
     guidance: Scale = None
     seed: Seed = 0
-    out: Path = Path("results/generated")
+    out: Annotated[Path, NewFolder()] = Path("results/generated")
     fps: Annotated[int, Range(1, 1000)] = 16
     ulysses: _Degree = None
     ring: _Degree = None
     guidance_ranks: _Degree = None
     replicas: _Degree = None
+    wire: Literal["int8", "e4m3"] | None = None
     tiles: bool = False
     compile: bool = False
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -110,8 +115,14 @@ class Prompt:
 
     def name(self, place: int, options: GenerateOptions) -> str:
         """Return the name of its output, without an ending; it changes with the pixels."""
-        text = repr((options.model, options.dtype, options.tiles, sorted(asdict(self).items())))
+        settings = options.model, options.dtype, options.tiles, options.wire
+        text = repr((*settings, sorted(asdict(self).items())))
         return f"{place:05d}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
+
+    def is_made(self, place: int, options: GenerateOptions) -> bool:
+        """Return whether its output exists, of whatever kind the pipeline makes."""
+        path = options.out / self.name(place, options)
+        return any(os.path.exists(f"{path}{ending}") for ending in (IMAGE, VIDEO))
 
     @property
     def work(self) -> float:
@@ -149,9 +160,8 @@ def _rows(options: GenerateOptions) -> Iterator[tuple[str, dict[str, Any]]]:
         if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
             raise ConfigError(f'{where}: give a JSON object with a "prompt" of text')
         if unknown := sorted(row.keys() - set(names)):
-            raise ConfigError(
-                f"{where}: {unknown[0]!r} is not known: give some of {', '.join(names)}"
-            )
+            said = f"{', '.join(map(repr, unknown))} {'is' if len(unknown) == 1 else 'are'}"
+            raise ConfigError(f"{where}: {said} not known: give some of {', '.join(names)}")
         if not isinstance(row.get("negative_prompt") or "", str):
             raise ConfigError(f"{where}: negative_prompt must be text")
         yield where, {name: value for name, value in row.items() if value is not None}

@@ -125,7 +125,7 @@ class DealRules:
         if not self.even_counts:
             return self.limits
         limits, even = self.limits or Limits(), -(-num_samples // self.shape.num_cells)
-        return replace(limits, items=min(limits.items or even, even))
+        return replace(limits, items=min(limits.common("items") or even, even))
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +280,7 @@ def _to_ranks(table: StepTable) -> tuple[Ints, float]:
 def _by_rank(table: StepTable) -> tuple[Ints, float]:
     """Samples to ranks; then each rank deals its own to its microbatches, longest first."""
     shape, every = table.rules.shape, np.arange(table.costs.size)
-    most = (table.rules.limits_of(every.size) or Limits()).items
+    most = (table.rules.limits_of(every.size) or Limits()).common("items")
     limits = None if most is None else Limits(items=shape.accumulate * most)
     ranks, bound = _solved(table, every, shape.num_ranks, limits, table.home, shape.accumulate)
     order = np.lexsort((every, -table.costs, ranks))
@@ -346,11 +346,12 @@ def _by_length(table: StepTable) -> tuple[Ints, float]:
 def _most_padded(table: StepTable, order: Ints) -> Ints:
     """(n,) samples that a batch may have at most, if it begins there in this order."""
     limits = table.rules.limits or Limits()
-    items = order.size if limits.items is None else limits.items
-    if limits.tokens is None:
+    items, tokens = limits.common("items"), limits.common("tokens")
+    items = order.size if items is None else items
+    if tokens is None:
         return np.full(order.size, items)
     longest = np.maximum.accumulate(table.tokens[order][::-1])[::-1]
-    return np.minimum(items, limits.tokens // np.maximum(longest, 1))
+    return np.minimum(items, tokens // np.maximum(longest, 1))
 
 
 def _grouped(table: StepTable, cells: Ints) -> Ints:
@@ -396,10 +397,11 @@ def _solved(
     """Bins of the chosen samples, each with at least so many; and the bound."""
     costs, tokens, tolerance = table.costs[chosen], table.tokens[chosen], table.rules.tolerance
     if home is None:
-        free = None if limits is None or limits.items is None else Limits(items=limits.items)
+        own = limits or Limits()
+        free, most = Limits(items=own.common("items")), own.common("tokens")
         result = solve(build_problem(costs, np.ones(num_bins), limits=free), tolerance, quick=True)
         fullest = np.bincount(result.bin_of, tokens, num_bins).max()
-        if limits is None or limits.tokens is None or fullest <= limits.tokens:
+        if most is None or fullest <= most:
             return _filled(result.bin_of, costs, num_bins, least), result.lower_bound
     result = assign(
         costs, num_bins, limits=limits, sizes=tokens, location=home, tolerance=tolerance

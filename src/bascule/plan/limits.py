@@ -1,14 +1,20 @@
 """Hard limits of a rank, and those of bytes as tokens."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import numpy.typing as npt
 
+from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError
-from bascule.plan.checks import MAX_WHOLE, fields, of_type, whole
+from bascule.plan.checks import MAX_WHOLE, each, fields, of_type, whole
 from bascule.plan.costs import Cost, PolynomialCost, TransformerCost
 from bascule.plan.machine import Cluster
+
+Limit = int | Sequence[int] | None
+"""Of each rank; or an entry a rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +22,8 @@ class Limits:
     """Limits of one rank in one microbatch; None means unlimited.
 
     A bag of G ranks holds G times the tokens and bytes, but the same number of items: each of its
-    ranks has a part of all of them.
+    ranks has a part of all of them. Ranks that are not alike have an entry each, as in
+    `Limits(tokens=(1000, 2000))`; of a bag the least of them counts, since its ranks hold as much.
 
     Args:
         tokens: Most tokens on a rank.
@@ -25,17 +32,63 @@ class Limits:
             `plan_batch`, where the cost model says how many bytes a token takes.
     """
 
-    tokens: int | None = None
-    items: int | None = None
-    num_bytes: int | None = None
+    tokens: Limit = None
+    items: Limit = None
+    num_bytes: Limit = None
 
     def __post_init__(self) -> None:
-        fields(self, tokens=(whole, 1), items=(whole, 1), num_bytes=(whole, 1))
+        fields(self, tokens=_limit, items=_limit, num_bytes=_limit)
+
+    @property
+    def are_alike(self) -> bool:
+        """True if no limit has an entry a rank."""
+        return not any(
+            isinstance(most, tuple) for most in (self.tokens, self.items, self.num_bytes)
+        )
+
+    def common(self, name: str) -> int | None:
+        """Return a limit by its name, if ranks are alike."""
+        most: Limit = getattr(self, name)
+        if isinstance(most, Sequence):
+            raise ConfigError(f"{self}: samples are dealt to ranks that are alike: give one number")
+        return most
+
+    def room(self, name: str, num_ranks: int) -> Floats:
+        """Return a limit by its name, (num_ranks,), inf for None."""
+        most: Limit = getattr(self, name)
+        if isinstance(most, Sequence) and len(most) != num_ranks:
+            raise ConfigError(
+                f"Limits({name}=..) has {len(most)} entries for {num_ranks} ranks: give one number "
+                "for all of them, or one for each"
+            )
+        return np.full(num_ranks, np.inf if most is None else most, np.float64)
+
+    def mapped(self, change: Callable[[Floats], Floats], num_ranks: int) -> "Limits":
+        """Return others that are made of each limit, (num_ranks,); the same where all are alike."""
+        if self.are_alike:
+            return self
+        rooms = {
+            name: change(self.room(name, num_ranks)).astype(np.int64).tolist()
+            for name in ("tokens", "items", "num_bytes")
+            if getattr(self, name) is not None
+        }
+        return Limits(**rooms)
+
+    def of_bags(self, first_ranks: Ints, num_ranks: int) -> "Limits":
+        """Return those of a rank of each bag: of the one with the least room."""
+        return self.mapped(lambda room: np.minimum.reduceat(room, first_ranks), num_ranks)
 
     def keeps(self, **sums: npt.NDArray[Any]) -> bool:
-        """True if no rank has more; `sums` are those of each rank, by the names of the limits."""
-        limits = ((getattr(self, name), amounts) for name, amounts in sums.items())
-        return all(most is None or amounts.max() <= most for most, amounts in limits)
+        """True if no rank has more; `sums` (.., ranks) are those of each, by the limits' names."""
+        rooms = ((self.room(name, amounts.shape[-1]), amounts) for name, amounts in sums.items())
+        return all(bool((amounts <= room).all()) for room, amounts in rooms)
+
+
+def _limit(name: str, value: object) -> int | tuple[int, ...]:
+    """Check one number, or a list of one a rank."""
+    if isinstance(value, Sequence | np.ndarray) and not isinstance(value, str):
+        return each(name, cast(object, value), whole, 1)
+    return whole(name, value, 1)
 
 
 def in_tokens(limits: Limits | None, cost: Cost, cluster: Cluster | None) -> Limits | None:
@@ -58,10 +111,13 @@ def in_tokens(limits: Limits | None, cost: Cost, cluster: Cluster | None) -> Lim
     memory = own.num_bytes or (cluster and cluster.memory_bytes)
     if memory is None:
         return limits
-    fitting = min(int(memory / per_token), MAX_WHOLE)
-    if fitting < 1:
+    num_ranks = max(np.size(memory), np.size(own.tokens or 0))
+    fitting = np.broadcast_to(np.array(memory) / per_token, np.shape(memory) or num_ranks)
+    if fitting.min() < 1:
         raise ConfigError(
-            f"a rank's {memory:,.0f} bytes hold no token of {per_token:,.0f} bytes: raise "
+            f"a rank's {np.min(memory):,.0f} bytes hold no token of {per_token:,.0f} bytes: raise "
             "Limits(num_bytes=..), or check bytes_per_token"
         )
-    return Limits(tokens=min(own.tokens or fitting, fitting), items=own.items)
+    most = np.minimum(np.minimum(fitting, MAX_WHOLE), own.room("tokens", fitting.size))
+    are_alike = np.ndim(memory) == np.ndim(own.tokens or 0) == 0
+    return Limits(tokens=int(most[0]) if are_alike else most.astype(int).tolist(), items=own.items)

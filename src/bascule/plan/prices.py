@@ -70,6 +70,7 @@ class Prices:
     """Sequences with a price a kind of bag, times its ranks, and the bags."""
 
     lens: Ints  # (num_seqs,) tokens
+    topology: Topology  # the bags
     speeds: Floats  # (num_bags,) ranks, times the speed of the slowest
     kinds: Ints  # (num_bags,) kind of each bag
     compute: Floats  # (num_seqs,) on one rank
@@ -101,8 +102,9 @@ class Prices:
             self.speeds,
             carried=self.carried,
             kind_of=self.kinds,
-            limits=limits,
+            limits=limits and limits.of_bags(self.topology.first_ranks, self.topology.num_ranks),
             sizes={"": self.lens.astype(np.float64)},
+            ranks=self.topology.bag_sizes.astype(np.float64),
         )
 
 
@@ -128,6 +130,7 @@ def price(
     carried: Floats = np.maximum.reduceat(ranks.carried, topology.first_ranks)
     return Prices(
         lens,
+        topology,
         ranks.bag_speeds(topology),
         kind_of,
         compute,
@@ -179,11 +182,14 @@ def check_sizes(batch: Batch, topology: Topology, limits: Limits | None) -> None
     """Refuse a sequence that no bag can hold."""
     if limits is None or limits.tokens is None or not batch.lens.size:
         return
-    room, worst = limits.tokens * int(topology.bag_sizes.max()), int(batch.lens.argmax())
+    of_bags = limits.of_bags(topology.first_ranks, topology.num_ranks)
+    each = of_bags.room("tokens", topology.num_bags).astype(np.int64)
+    rooms, worst = each * topology.bag_sizes, int(batch.lens.argmax())
+    room, fewest = int(rooms.max()), int(each[rooms.argmax()])
     if (longest := int(batch.lens[worst])) > room:
         rank, place = source_of(worst, batch.counts)
         raise PlanError(
             f"rank {rank}, sequence {place}: {longest} tokens miss the limit of the largest bag, "
-            f"{room} ({limits.tokens} a rank), by {longest - room}: use a larger bag, raise the "
+            f"{room} ({fewest} a rank), by {longest - room}: use a larger bag, raise the "
             "limit, or shorten the sequence"
         )

@@ -106,11 +106,14 @@ def mix_microbatches(batches: Sequence[Batch], setup: PlanSetup, sync: Sync) -> 
     unit = Topology.parse(setup.topology, world_size=num_ranks)
     whole = replace(unit, num_replicas=unit.num_replicas * len(batches))
     fast = None if setup.speeds is None else np.tile(np.asarray(setup.speeds), len(batches))
-    plan = PlanSetup(whole, setup.cost, limits=setup.limits, speeds=fast).plan(
-        Batch.joined(batches)
-    )
+    limits, times = setup.limits or Limits(), len(batches)
+    limits = limits.mapped(lambda room: np.tile(room, times), num_ranks)
+    plan = PlanSetup(whole, setup.cost, limits=limits, speeds=fast).plan(Batch.joined(batches))
     bag_speeds = RankState.of(whole.num_ranks, speeds=fast).bag_speeds(whole)
-    kinds = np.stack([whole.bag_sizes, whole.ring_degrees, bag_speeds], axis=1, dtype=np.float64)
+    of_bags = limits.of_bags(whole.first_ranks, whole.num_ranks)
+    rooms = [of_bags.room(name, whole.num_bags) for name in ("tokens", "items", "num_bytes")]
+    alike = [whole.bag_sizes, whole.ring_degrees, bag_speeds, *rooms]
+    kinds = np.stack(alike, axis=1, dtype=np.float64)
     dealt = _by_load(kinds, plan, len(batches))[plan.bag_of]
     options = [_dealt(plan, micro, num_ranks) for micro in (plan.source_ranks // num_ranks, dealt)]
 

@@ -205,6 +205,8 @@ def choose_topology(
     if not solved:
         raise error
     _, topology, bag_of = min(solved, key=lambda one: one[0])
+    if limits is not None and not limits.are_alike:  # elsewhere the bags might not hold it
+        return topology
     return _settle(topology, bag_of, batch.ranks, batch.lens, cluster)
 
 

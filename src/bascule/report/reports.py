@@ -104,7 +104,11 @@ def _binding(plan: Plan, cost: Cost, cluster: Cluster | None) -> str:
     """Return why the step cannot end earlier."""
     if plan.makespan == 0:
         return "nothing, the batch is idle"
-    reasons = [] if plan.binding is None else [str(plan.binding)]
+    reasons: list[str] = []
+    if plan.binding is not None:
+        enough = plan.binding.enough_ranks
+        left = f"+g1n{plan.num_ranks - enough}" if enough < plan.num_ranks else ""
+        reasons.append(f"{plan.binding}, as with --topology g{enough}n1{left}")
     if cluster is not None:
         bag = int(plan.topology.bag_of_rank[plan.loads.argmax()])
         lens = plan.seq_lens[plan.bag_of == bag]
@@ -117,7 +121,7 @@ def _binding(plan: Plan, cost: Cost, cluster: Cluster | None) -> str:
     if not reasons and plan.imbalance > _EVEN:
         reasons.append(
             f"whole sequences, which do not divide evenly over {plan.topology.num_bags} bags: "
-            "larger bags can be faster"
+            "larger bags can be faster, which --topology auto looks for"
         )
     return "; ".join(reasons) or "the total work, spread evenly"
 
@@ -193,14 +197,20 @@ def of_topologies(
 def of_simulation(result: SimulationResult) -> Report:
     """Report simulated training steps: what each policy takes, and on what."""
     runs, first = result.runs, result.runs[0]
-    best, options = max(runs, key=lambda run: run.tokens_per_s), result.options
+    fitting, options = [run for run in runs if result.fits(run) is not False], result.options
+    best = max(fitting or runs, key=lambda run: run.tokens_per_s)
     ratio, price = result.speedup(best), options.gpu_hour_price
     money = () if price is None else (Fact("saved_money", "worth", result.saved_money(best), _4G),)
     kinds = [name for name in first.means if any(run.means[name] > 0 for run in runs)]
     per_token = [run.tokens.size / run.accumulate / run.tokens.sum() * 1e6 for run in runs]
+    answer = f"{best.name}: {ratio:.2f}x the tokens a second of what you do now, {first.name}."
+    if best is first:
+        answer = f"Nothing here is faster than what you do now, {first.name}."
+    if not fitting:
+        answer = f"Nothing here fits into the memory of a rank. If it did: {answer}"
     return Report(
         title=f"Training simulated on {result.num_ranks} ranks",
-        answer=f"{best.name}: {ratio:.2f}x the tokens a second of what you do now, {first.name}.",
+        answer=answer,
         facts=(
             Fact("best", "most tokens a second", best.name),
             Fact("over_first", f"as fast as {first.name}", ratio, "{:.2f}x"),
@@ -240,8 +250,9 @@ def of_simulation(result: SimulationResult) -> Report:
             f"Simulated, not measured, on {result.num_ranks} ranks of {result.profile}.",
             *([result.profile.note] if result.profile.note else []),
             f"Model and data: {result.setting}.",
-            "GPU-hours are those of all ranks, for as many tokens as the first row trains on in so "
-            "many steps.",
+            f"GPU-hours are what {options.train_steps:,} steps of your run (--train-steps) take, "
+            f"times {result.num_ranks} ranks. A way whose steps hold more or fewer tokens is "
+            "counted for as many steps as train on the same tokens.",
         ),
     )
 

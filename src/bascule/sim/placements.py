@@ -27,7 +27,7 @@ class Loaded:
     """The sequences that ranks loaded for a microbatch."""
 
     batch: Batch
-    texts: Ints  # (n,) how many tokens of each are text
+    kinds: Ints  # (n, 2) text and other tokens of each, for encoders
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +37,7 @@ class Placement:
     topology: Topology
     source: Ints  # (n,) rank that loaded each sequence
     lens: Ints  # (n,) tokens of each
-    texts: Ints  # (n,) text tokens among them
+    kinds: Ints  # (n, 2) text and other tokens of each, for encoders
     bag_of: Ints  # (n,) bag that computes each
     moves: str = NOTHING  # for it
     padding: Ints | int = 0  # (n,) tokens that are computed besides
@@ -59,7 +59,7 @@ Policy = Callable[[Sequence[Loaded]], Iterator[Placement]]
 def as_loaded(run: Sequence[Loaded]) -> Iterator[Placement]:
     """Place what each rank loaded on it."""
     for one in run:
-        yield _dealt(one.batch.lens, one.texts, one.batch.ranks, one.batch.counts.size)
+        yield _dealt(one.batch.lens, one.kinds, one.batch.ranks, one.batch.counts.size)
 
 
 def padded(run: Sequence[Loaded]) -> Iterator[Placement]:
@@ -75,15 +75,15 @@ def buckets(run: Sequence[Loaded]) -> Iterator[Placement]:
 
     A microbatch has as many as fill the mean tokens, at least one a rank; the rest is dropped.
     """
-    lens, texts, num_ranks, budget = _joined(run)
+    lens, kinds, num_ranks, budget = _joined(run)
     order, first = np.argsort(lens, kind="stable")[::-1], 0
-    lens, texts = lens[order], texts[order]
+    lens, kinds = lens[order], kinds[order]
     while first < lens.size:
         each = max(round(budget / max(int(lens[first]), 1)), 1)
         some = slice(first, first + each * num_ranks)
         if first and some.stop > lens.size:
             return
-        yield _dealt(lens[some], texts[some], np.arange(lens[some].size) % num_ranks, num_ranks)
+        yield _dealt(lens[some], kinds[some], np.arange(lens[some].size) % num_ranks, num_ranks)
         first = some.stop
 
 
@@ -93,7 +93,7 @@ def packs(run: Sequence[Loaded]) -> Iterator[Placement]:
     A pack is as long as a rank's mean tokens, or the longest sample. Padding attends to itself;
     packs that do not fill the last microbatch are dropped.
     """
-    lens, texts, num_ranks, budget = _joined(run)
+    lens, kinds, num_ranks, budget = _joined(run)
     length = max(int(np.ceil(budget)), int(lens.max(initial=0)))
     pack_of, pack, filled = np.zeros(lens.size, dtype=np.int64), 0, 0
     for place, tokens in enumerate(lens.tolist()):
@@ -110,8 +110,8 @@ def packs(run: Sequence[Loaded]) -> Iterator[Placement]:
         free = length - np.bincount(rank_of, lens[inside], num_ranks)[used].astype(np.int64)
         none = np.zeros_like(used)  # a sequence of padding ends each pack
         lens_of = np.concatenate([lens[inside], none])
-        texts_of = np.concatenate([texts[inside], none])
-        one = _dealt(lens_of, texts_of, np.concatenate([rank_of, used]), num_ranks)
+        kinds_of = np.concatenate([kinds[inside], np.stack([none, none], axis=1)])
+        one = _dealt(lens_of, kinds_of, np.concatenate([rank_of, used]), num_ranks)
         yield replace(one, padding=np.concatenate([rank_of * 0, free]))
 
 
@@ -129,7 +129,7 @@ def planned(
     for one in run:
         plan = setup.plan(one.batch)
         yield Placement(
-            plan.topology, one.batch.ranks, one.batch.lens, one.texts, plan.bag_of, moves
+            plan.topology, one.batch.ranks, one.batch.lens, one.kinds, plan.bag_of, moves
         )
 
 
@@ -162,13 +162,13 @@ def policy_of(name: str, cost: TransformerCost, cluster: Cluster) -> Policy:
     return partial(planned, topology, planner or "lpt", TOKENS, cost, cluster)
 
 
-def _dealt(lens: Ints, texts: Ints, rank_of: Ints, num_ranks: int) -> Placement:
-    return Placement(Topology(((1, num_ranks),)), rank_of, lens, texts, rank_of)
+def _dealt(lens: Ints, kinds: Ints, rank_of: Ints, num_ranks: int) -> Placement:
+    return Placement(Topology(((1, num_ranks),)), rank_of, lens, kinds, rank_of)
 
 
 def _joined(run: Sequence[Loaded]) -> tuple[Ints, Ints, int, float]:
-    """Return tokens and texts of all sequences, ranks, and mean tokens of a rank and microbatch."""
+    """Return tokens and kinds of all sequences, ranks, and mean tokens of a rank and microbatch."""
     lens = np.concatenate([one.batch.lens for one in run])
-    texts = np.concatenate([one.texts for one in run])
+    kinds = np.concatenate([one.kinds for one in run])
     num_ranks = run[0].batch.counts.size
-    return lens, texts, num_ranks, float(lens.sum()) / (len(run) * num_ranks)
+    return lens, kinds, num_ranks, float(lens.sum()) / (len(run) * num_ranks)

@@ -62,9 +62,9 @@ class EncoderStage:
 
     def seconds(self, placed: Placement) -> Floats:
         """Return (N,) seconds of ranks: where samples were loaded, or the loader brought them."""
-        num_ranks, images = placed.topology.num_ranks, placed.lens - placed.texts
+        num_ranks = placed.topology.num_ranks
         seconds = self.sample_s * (placed.lens > 0)
-        seconds = seconds + self.text_token_s * placed.texts + self.image_token_s * images
+        seconds = seconds + placed.kinds @ np.array([self.text_token_s, self.image_token_s])
         if self.is_balanced and seconds.size:
             return assign(seconds, num_ranks).loads
         at = placed.bag_of if placed.moves == SAMPLES else placed.source

@@ -166,7 +166,7 @@ class SimulationResult:
         return (
             f"{self.model.shape}, {self.num_params / 1e9:.3g} billion parameters; "
             f"{self.sequences:.3g} sequences a rank and microbatch in the mean; "
-            f"steps: {self.num_steps}, microbatches of each: {self.options.accumulate}"
+            f"steps simulated: {self.num_steps}, microbatches of each: {self.options.accumulate}"
         )
 
     def speedup(self, run: SimulatedRun) -> float:
@@ -365,8 +365,8 @@ def _drawn(data: str, options: SimulationOptions) -> list[Loaded]:
 def _of_shapes(ranks: Sequence[Sequence[SampleShape]]) -> Loaded:
     counts = np.array([len(shapes) for shapes in ranks])
     lens = np.array([s.seq_len for shapes in ranks for s in shapes], dtype=np.int64)
-    texts = np.array([s.text_tokens for shapes in ranks for s in shapes], dtype=np.int64)
-    return Loaded(Batch(counts, lens), texts)
+    kinds = [(s.text_tokens + s.cross_tokens, s.image_tokens) for shapes in ranks for s in shapes]
+    return Loaded(Batch(counts, lens), np.array(kinds, dtype=np.int64).reshape(-1, 2))
 
 
 def _read(data: object) -> list[Loaded]:
@@ -384,7 +384,7 @@ def _read(data: object) -> list[Loaded]:
                 f"data: batch {len(run)} has masks or contexts, which are not simulated: give "
                 "lengths alone"
             )
-        run.append(Loaded(loaded, loaded.lens * 0))
+        run.append(Loaded(loaded, np.stack([loaded.lens * 0, loaded.lens], axis=1)))
     if not run or not run[0].batch.counts.size:
         raise ConfigError("no batches, or no ranks, to simulate: give at least one")
     return run

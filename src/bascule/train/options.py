@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from bascule.errors import ConfigError
-from bascule.options import LONGEST_S, Range, RankOptions, flag
+from bascule.options import LONGEST_S, NewFolder, Range, RankOptions, flag
 from bascule.plan.topology import Topology
 from bascule.workload.codes import parse_data_codes
 from bascule.workload.options import ManifestOptions
@@ -75,6 +75,8 @@ class RunOptions(RankOptions, ManifestOptions):
         if sum(one is not None for one in (self.photos, self.data, self.manifest)) != 1:
             raise ConfigError("give one of --photos FOLDER, --manifest TABLE and --data CODES")
         self.check_manifest()
+        if self.manifest is None and self.model != ManifestOptions.model:
+            raise ConfigError(f"--model {self.model}: only for --manifest; --d-model sets sizes")
         for option, name in (("--vae", self.vae), ("--text-encoder", self.text_encoder)):
             if name is not None and self.photos is None:
                 raise ConfigError(f"{option} {name}: only photos have pixels; give --photos")
@@ -109,7 +111,7 @@ class TrainOptions(RunOptions):
     resume: bool = False
     save_every: Annotated[int, Range(1, 10**9)] = 100
     keep: Annotated[int, Range(1, 10**6)] = 3
-    out: Path = Path("results/train")
+    out: Annotated[Path, NewFolder()] = Path("results/train")
 
     def check(self, world_size: int) -> Topology | str:
         """Refuse options that do not fit each other or the world; return the bags, or "auto"."""

@@ -239,6 +239,7 @@ class TrainingRun:
         self._group = new_group(every, "train", options.timeout_s, backend="gloo")
         self._prepared = prepared = self._agree_on_options()
         self.num_steps = prepared.schedule.num_steps
+        self.data_lines: list[str] = getattr(prepared.data, "data_lines", [])
         self._mesh = init_device_mesh(device.type, (self._num_ranks,))
         self._parallel = self._make_parallel()
         self._model = build_model(

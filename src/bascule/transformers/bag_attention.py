@@ -4,9 +4,7 @@ Shapes: T tokens that this rank computes on, H heads, K key-value heads, D head 
 """
 
 import inspect
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,7 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from bascule.errors import ConfigError
 from bascule.parallel import Step
-from bascule.transformers.separation import as_in_use, check_separates
+from bascule.stand_in import as_in_use
+from bascule.transformers.separation import Reach, check_separates, reach_of
 
 NAME = "bascule"
 
@@ -61,7 +60,8 @@ def call_packed(
     if not torch.compiler.is_compiling():
         if model not in _tried:
             _tried[model] = _try(model, rows, position_ids)
-        _tried[model].check(type(model).__name__, step)
+        longest, row = int(step.plan.seq_lens.max(initial=0)), int(step.plan.tokens.max())
+        _tried[model].check(type(model).__name__, longest, row)
     if not num_tokens:
         rows = {name: x.new_zeros(1, *x.shape[1:]) for name, x in rows.items()}
         position_ids = position_ids.new_zeros(*position_ids.shape[:-1], 1)
@@ -85,38 +85,15 @@ def _call(
     return model(**inputs, use_cache=False, bascule_step=step)
 
 
-@dataclass(frozen=True, slots=True)
-class _Reach:
-    """Lengths up to which a model that keeps sequences apart computes each as alone."""
-
-    window: float  # of masks that transformers would make
-    rope: float  # of ropes that change with the longest sequence of a call
-    row: float  # of scales that count the tokens of a row
-
-    def check(self, name: str, step: Step) -> None:
-        """Refuse a step with longer sequences or rows."""
-        longest, row = int(step.plan.seq_lens.max(initial=0)), int(step.plan.tokens.max())
-        for limit, length, fact in (
-            (self.window, longest, "attends within windows or chunks of {} tokens"),
-            (self.rope, longest, "has another rope for all where the longest is above {} tokens"),
-            (self.row, row, "scales scores by the place in the row, from {} tokens on"),
-        ):
-            if length > limit:
-                raise ConfigError(
-                    f"{name} {fact.format(int(limit))}, and has {length} here: sequences would not "
-                    "be computed as alone; give shorter ones"
-                )
+_tried: "WeakKeyDictionary[nn.Module, Reach]" = WeakKeyDictionary()
 
 
-_tried: "WeakKeyDictionary[nn.Module, _Reach]" = WeakKeyDictionary()
-_ROPES = {"default", "linear", "yarn", "llama3", "proportional"}  # a token's depends on its place
-
-
-class _Alone:
+class Alone:
     """Attends within a few whole sequences on this rank, in place of a step."""
 
-    def __init__(self, lens: list[int], device: torch.device, windows: list[int]) -> None:
-        self._lens, self.windows = lens, windows  # those of masks that transformers would make
+    def __init__(self, lens: list[int], device: torch.device) -> None:
+        self._lens = lens
+        self.seen: list[tuple[int, dict[str, Any]]] = []  # window of its mask or 0, and settings
         self.token_slot = torch.arange(sum(lens), device=device)
         self.plan = SimpleNamespace(masks=None, seq_lens=np.array(lens))
 
@@ -130,7 +107,7 @@ class _Alone:
         return torch.cat(outs, 1).transpose(0, 1).contiguous()
 
 
-def _try(model: nn.Module, rows: dict[str, Tensor], positions: Tensor) -> _Reach:
+def _try(model: nn.Module, rows: dict[str, Tensor], positions: Tensor) -> Reach:
     """Refuse a model that would mix sequences, by a few tokens; return what it reaches."""
     (like,) = rows.values()
     if getattr(getattr(model, "config", None), "output_router_logits", False):
@@ -141,9 +118,7 @@ def _try(model: nn.Module, rows: dict[str, Tensor], positions: Tensor) -> _Reach
     named = inspect.signature(model.forward).parameters.get("position_ids")
     needs_positions = positions.dim() > 1 or (named is not None and named.default is named.empty)
 
-    windows: list[int] = []
-
-    def run(sequences: Sequence[Tensor], has_positions: bool, has_mask: bool = True) -> Any:
+    def run(sequences: Sequence[Tensor], has_positions: bool) -> Any:
         lens = [len(tokens) for tokens in sequences]
         x = torch.cat(list(sequences)).to(like.device)
         if "inputs_embeds" in rows:  # of whatever makes them
@@ -152,25 +127,15 @@ def _try(model: nn.Module, rows: dict[str, Tensor], positions: Tensor) -> _Reach
         places = torch.cat([torch.arange(n, device=like.device) for n in lens])
         places = places.expand(*positions.shape[:-1], -1)
         placed = places if has_positions or needs_positions else None
-        alone = _Alone(lens, like.device, windows)
-        return _call(model, alone, dict.fromkeys(rows, x), placed, has_mask=has_mask)
+        return _call(model, Alone(lens, like.device), dict.fromkeys(rows, x), placed)
 
     check_separates(model, run, "such a model cannot be called packed: train it on padded batches")
+    alone = Alone([1], like.device)
     with torch.no_grad(), as_in_use(model):
-        run([torch.ones(1, dtype=torch.int64)], True, False)
-    ropes, scales = [math.inf], [math.inf]
-    for module in model.modules():
-        kinds: Any = getattr(module, "rope_type", "default")
-        if not set(kinds.values() if isinstance(kinds, dict) else [kinds]) <= _ROPES:
-            config: Any = getattr(module, "config", None)
-            rope: Any = getattr(config, "rope_parameters", {})
-            nested = [x for x in rope.values() if isinstance(x, dict)] or [rope]
-            name = "original_max_position_embeddings"
-            most = [x.get(name) or config.max_position_embeddings for x in nested]
-            ropes.append(min(most))
-        if getattr(module, "attn_temperature_tuning", None):
-            scales.append(getattr(module, "floor_scale", math.inf) - 1)
-    return _Reach(min(windows, default=math.inf), min(ropes), min(scales))
+        one = {name: x.new_ones(1, *x.shape[1:]) for name, x in rows.items()}
+        _call(model, alone, one, positions.new_zeros(*positions.shape[:-1], 1), has_mask=False)
+    windows = [width for width, settings in alone.seen if settings.get("sliding_window") is None]
+    return reach_of(model, windows)
 
 
 def attend_in_bags(
@@ -183,7 +148,7 @@ def attend_in_bags(
 ) -> tuple[Tensor, None]:
     """Attend in a step, called by transformers: (1, H, T, D), (1, K, T, D) to (1, T, H, D)."""
     step = settings.get("bascule_step")
-    if not isinstance(step, Step | _Alone):
+    if not isinstance(step, Step | Alone):
         raise ConfigError(
             f'attn_implementation="{NAME}" with bascule_step={step!r}: call the model by '
             "call_packed(model, step, input_ids=ids), or to generate set its attn_implementation "
@@ -197,9 +162,9 @@ def attend_in_bags(
             "without padding, prefix or cache; use call_packed(model, step, ..)"
         )
     if isinstance(step, Step):
-        _check_settings(step, settings)
-    elif attention_mask is not None and settings.get("sliding_window") is None:
-        step.windows += [attention_mask.shape[-1]] if attention_mask.shape[-1] else []
+        check_settings(settings, int(step.plan.seq_lens.max(initial=0)))
+    else:
+        step.seen.append((0 if attention_mask is None else attention_mask.shape[-1], settings))
     is_causal = settings.get("is_causal")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
@@ -226,8 +191,8 @@ _UNDERSTOOD = tuple(  # of the settings of attention; others are refused, unless
 )
 
 
-def _check_settings(step: Step, settings: dict[str, Any]) -> None:
-    longest = int(step.plan.seq_lens.max(initial=0))
+def check_settings(settings: dict[str, Any], longest: float) -> None:
+    """Refuse settings of attention that it does not know, for sequences up to a length."""
     for name, value in settings.items():
         if value is None or value is False or name in _UNDERSTOOD:
             continue

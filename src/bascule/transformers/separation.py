@@ -1,8 +1,8 @@
-"""Whether a model keeps the sequences of a row apart, tried with a few tokens."""
+"""What a model does with sequences in a row, tried with a few tokens, and up to which length."""
 
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,14 +10,54 @@ import torch
 from torch import Tensor, nn
 
 from bascule.errors import ConfigError
+from bascule.stand_in import as_in_use, module_of
 
 Run = Callable[[Sequence[Tensor], bool], Any]
 """Calls the model on sequences of ids in one row; True gives their positions, False none."""
 
 _A, _B, _C = (1, 2, 3, 4, 5), (6, 2, 7, 1), (5, 1, 6, 3, 2)  # tokens that any vocabulary has
 _MOST_MIXED = 0.05  # of what one text would mix
-_NOISE = 30.0  # of the outputs, in units of their rounding: experts compute on other rows
+NOISE = 30.0  # of the outputs, in units of their rounding: experts compute on other rows
 _MOST_MOVED = 0.1  # of what standing behind another text would change
+_ROPES = {"default", "linear", "yarn", "llama3", "proportional"}  # a token's depends on its place
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Lengths up to which a model that was tried computes each sequence as alone."""
+
+    window: float  # of masks that transformers would make
+    rope: float  # of ropes that change with the longest sequence of a call
+    row: float  # of scales that count the tokens of a row
+
+    def check(self, name: str, longest: int, row: int) -> None:
+        """Refuse longer sequences or rows."""
+        for limit, length, fact in (
+            (self.window, longest, "attends within windows or chunks of {} tokens"),
+            (self.rope, longest, "has another rope for all where the longest is above {} tokens"),
+            (self.row, row, "scales scores by the place in the row, from {} tokens on"),
+        ):
+            if length > limit:
+                raise ConfigError(
+                    f"{name} {fact.format(int(limit))}, and has {length} here: sequences would not "
+                    "be computed as alone; give shorter ones"
+                )
+
+
+def reach_of(model: nn.Module, windows: Iterable[int]) -> Reach:
+    """Return what a model reaches, from the windows of its masks (0: none) and its modules."""
+    ropes, scales = [math.inf], [math.inf]
+    for module in model.modules():
+        kinds: Any = getattr(module, "rope_type", "default")
+        if not set(kinds.values() if isinstance(kinds, dict) else [kinds]) <= _ROPES:
+            config: Any = getattr(module, "config", None)
+            rope: Any = getattr(config, "rope_parameters", {})
+            nested = [x for x in rope.values() if isinstance(x, dict)] or [rope]
+            name = "original_max_position_embeddings"
+            ropes.append(min(x.get(name) or config.max_position_embeddings for x in nested))
+        if getattr(module, "attn_temperature_tuning", None):
+            scales.append(getattr(module, "floor_scale", math.inf) - 1)
+    return Reach(min(filter(None, windows), default=math.inf), min(ropes), min(scales))
 
 
 def check_separates(model: nn.Module, run: Run, advice: str) -> None:
@@ -41,7 +81,7 @@ def check_separates(model: nn.Module, run: Run, advice: str) -> None:
             except ConfigError:
                 raise
             except Exception as error:
-                where, reason = _module_of(error, inner), " ".join(str(error).split())
+                where, reason = module_of(error, inner), " ".join(str(error).split())
                 raise ConfigError(
                     f"{kind} cannot take several sequences in a row: {where or kind} raised "
                     f"{type(error).__name__}: {reason[:200]}; {advice}"
@@ -51,15 +91,19 @@ def check_separates(model: nn.Module, run: Run, advice: str) -> None:
         behind_a, behind_c = last([a, b]), last([c, b])
         one_text, other_text = last([torch.cat([a, b])]), last([torch.cat([c, b])])
         alone = last([b], False)
-        mixed = _ratio(behind_a - behind_c, one_text - other_text)
-        moved = _ratio(behind_a - alone, one_text - alone)
-        noise = _NOISE * torch.finfo(behind_a.dtype).eps
-        is_mixed = mixed > _MOST_MIXED or _ratio(behind_a - behind_c, behind_a) > noise
+        mixed = ratio(behind_a - behind_c, one_text - other_text)
+        moved = ratio(behind_a - alone, one_text - alone)
+        noise = NOISE * torch.finfo(behind_a.dtype).eps
+        is_mixed = mixed > _MOST_MIXED or ratio(behind_a - behind_c, behind_a) > noise
         if not is_mixed and moved <= _MOST_MOVED:
             return
         other = partial(run, [c, b], True) if is_mixed else partial(run, [b], False)
-        seen = _outputs(inner, partial(run, [a, b], True), len(b))
-        first = _first_difference(seen, _outputs(inner, other, len(b)), noise)
+
+        def last_rows(x: Tensor) -> Tensor | None:
+            return x[0, -len(b) :] if x.shape[1] >= len(b) else None
+
+        seen = outputs_of(inner, partial(run, [a, b], True), last_rows)
+        first = first_difference(seen, outputs_of(inner, other, last_rows), noise)
     at = first or "its output"
     if is_mixed:
         fault = f"mixes the sequences of a row: {at} changes with the sequence in front"
@@ -68,7 +112,7 @@ def check_separates(model: nn.Module, run: Run, advice: str) -> None:
     raise ConfigError(f"{kind} {fault}; {advice}")
 
 
-def _ratio(difference: Tensor, scale: Tensor) -> float:
+def ratio(difference: Tensor, scale: Tensor) -> float:
     """Return a norm over another; 0 of no difference."""
     norm = float(difference.double().norm())
     return norm / max(float(scale.double().norm()), 1e-30) if norm else 0.0
@@ -82,36 +126,17 @@ def _rows(out: Any) -> Tensor:
     return out[0] if logits is None else logits
 
 
-@contextmanager
-def as_in_use(model: nn.Module) -> Iterator[None]:
-    """Turn off what is random in training, and compilers, which would fix these few shapes."""
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        for module, is_training in training.items():
-            module.training = is_training
-
-
-def _module_of(error: BaseException, model: nn.Module) -> str:
-    """Return the name of the innermost module of a model in which an error was raised."""
-    names = {module: name for name, module in model.named_modules()}
-    frames = traceback.walk_tb(error.__traceback__)
-    owners = [frame.f_locals.get("self") for frame, _ in frames]
-    inside = [names[one] for one in owners if isinstance(one, nn.Module) and one in names]
-    return inside[-1] if inside else ""
-
-
-def _outputs(model: nn.Module, call: Callable[[], object], num_last: int) -> dict[str, Tensor]:
-    """Return the last rows of each module's output in a call, in the order in which they end."""
+def outputs_of(
+    model: nn.Module, call: Callable[[], object], rows_of: Callable[[Tensor], Tensor | None]
+) -> dict[str, Tensor]:
+    """Return some rows of each module's output in a call, in the order in which they end."""
     outputs: dict[str, Tensor] = {}
 
     def keep(name: str, out: Any) -> None:
         out = out[0] if isinstance(out, tuple) and out else out
-        if isinstance(out, Tensor) and out.dim() > 2 and out.shape[1] >= num_last:
-            outputs.setdefault(name, out[0, -num_last:])
+        rows = rows_of(out) if isinstance(out, Tensor) and out.dim() > 2 else None
+        if rows is not None:
+            outputs.setdefault(name, rows)
 
     hooks = [
         module.register_forward_hook(lambda _, __, out, name=name: keep(name, out))
@@ -125,7 +150,7 @@ def _outputs(model: nn.Module, call: Callable[[], object], num_last: int) -> dic
     return outputs
 
 
-def _first_difference(one: dict[str, Tensor], other: dict[str, Tensor], noise: float) -> str:
+def first_difference(one: dict[str, Tensor], other: dict[str, Tensor], noise: float) -> str:
     """Return the first module whose outputs differ, "" if none does."""
     alike = (name for name in one if name in other and one[name].shape == other[name].shape)
-    return next((name for name in alike if _ratio(one[name] - other[name], one[name]) > noise), "")
+    return next((name for name in alike if ratio(one[name] - other[name], one[name]) > noise), "")

@@ -41,9 +41,13 @@ class SampleShape:
     image_tokens: int  # of all frames, alike in each
     frames: int = 1  # latent ones
     grid_width: int = 1  # visual tokens in a row; the last row of a frame may be partly filled
+    cross_tokens: int = 0  # of text, too, but attended to crosswise: no part of the sequence
 
     def __post_init__(self) -> None:
-        if min(self.text_tokens, self.image_tokens) < 0 or min(self.frames, self.grid_width) < 1:
+        if (
+            min(self.text_tokens, self.image_tokens, self.cross_tokens) < 0
+            or min(self.frames, self.grid_width) < 1
+        ):
             raise ConfigError(f"token counts must be >= 0, frames and grid_width >= 1: {self}")
         if self.image_tokens % self.frames:
             raise ConfigError(f"image_tokens must be a multiple of frames: {self}")

@@ -20,6 +20,7 @@ from bascule.workload.tables import VIDEO_SUFFIXES, Batch, image_size, read_batc
 from bascule.workload.tokens import TokenRule
 
 _NUMBER = r"^\s*[+]?[0-9]+(\.[0-9]*)?([eE][+]?[0-9]+)?\s*$"
+_COMMA = re.compile("[0-9]+,[0-9]+")
 _PAIR = re.compile(r"\s*[\[(]?\s*([0-9]+)\s*[x×*,; ]\s*([0-9]+)\s*[\])]?\s*")
 _MOST_SHOWN, _FEW_WORDS, _SAMPLED = 3, 3.0, 100
 
@@ -31,6 +32,7 @@ class Manifest:
     Attributes:
         path: The file or folder.
         text_tokens: (n,) text tokens of each sample, in the order of the file.
+        cross_tokens: (n,) those that the model attends to crosswise: no part of the sequence.
         grids: (n, 3) latent frames, rows and columns of its visual tokens.
         columns: The columns that were used, by what they say.
         ignored: Names of the others.
@@ -41,6 +43,7 @@ class Manifest:
 
     path: Path
     text_tokens: Ints
+    cross_tokens: Ints
     grids: Ints
     columns: Mapping[str, str]
     ignored: tuple[str, ...]
@@ -59,8 +62,8 @@ class Manifest:
     def shape(self, sample: int) -> SampleShape:
         """Return the token counts of a sample by its number."""
         frames, rows, columns = self.grids[sample].tolist()
-        text = int(self.text_tokens[sample])
-        return SampleShape(text, frames * rows * columns, max(frames, 1), max(columns, 1))
+        text, cross = int(self.text_tokens[sample]), int(self.cross_tokens[sample])
+        return SampleShape(text, frames * rows * columns, max(frames, 1), max(columns, 1), cross)
 
     def summary(self) -> list[str]:
         """Return sentences on how the data set was understood, for a person to check."""
@@ -109,7 +112,7 @@ def read_manifest(
         raise ConfigError(f"columns {min(unknown)}=..: there are {', '.join(ROLES)}")
     reading = _Reading(Path(path), rule or TokenRule(), columns or {}, [] if skip_bad else None)
     counts = list(reading.counts())
-    num_samples = sum(text.size for text, _ in counts)
+    num_samples = sum(text.size for text, *_ in counts)
     if reading.num_bad and not (skip_bad and num_samples):
         advice = "; --skip-bad leaves them out" if num_samples else ""
         raise ConfigError(
@@ -126,11 +129,10 @@ def read_manifest(
             f"by --columns frames=F{f', of {named(ignored)}' if ignored else ''}, or that all are "
             "images by --columns frames="
         )
-    text_tokens, grids = (np.concatenate(parts) for parts in zip(*counts, strict=True))
+    text, cross, grids = (np.concatenate(parts) for parts in zip(*counts, strict=True))
     left_out = tuple(reading.bad), reading.num_bad
-    return Manifest(
-        reading.path, text_tokens, grids, reading.used, ignored, *left_out, reading.example
-    )
+    tokens = text, cross, grids
+    return Manifest(reading.path, *tokens, reading.used, ignored, *left_out, reading.example)
 
 
 class _Reading:
@@ -149,8 +151,8 @@ class _Reading:
         self._rule, self._chosen, self._wrong = rule, chosen, wrong
         self._roles: dict[str, str] = {}  # of the newest batch: rows of JSON have what they have
 
-    def counts(self) -> Iterator[tuple[Ints, Ints]]:
-        """Yield text tokens (n,) and grids (n, 3) of the good rows of each batch."""
+    def counts(self) -> Iterator[tuple[Ints, Ints, Ints]]:
+        """Yield text tokens (n,), crosswise (n,) and grids (n, 3) of each batch's good rows."""
         num_rows: dict[Path, int] = {}
         for batch in read_batches(self.path, self._wanted, self._wrong):
             first = num_rows.get(batch.file, 0)
@@ -173,7 +175,7 @@ class _Reading:
             needed |= set(filter(may_be_text, names))
         return [name for name in names if name in needed]
 
-    def _count(self, batch: Batch, first: int) -> tuple[Ints, Ints]:
+    def _count(self, batch: Batch, first: int) -> tuple[Ints, Ints, Ints]:
         """Count the rows of a batch, which begins with row `first` of its file."""
         self._look_for_texts(batch)
         rows = _Rows(batch, self._roles, self._rule)
@@ -182,13 +184,16 @@ class _Reading:
         except ConfigError as error:
             raise ConfigError(f"{self.path}: {error}") from None
         for row in sorted(rows.reasons)[: _MOST_SHOWN - len(self.bad)]:
-            self.bad.append(f"{batch.file.name}, row {first + row}: {rows.reasons[row]}")
+            place = f"row {first + row}"
+            if batch.line is not None and batch.line != first:
+                place += f" (line {batch.line + row})"
+            self.bad.append(f"{batch.file.name}, {place}: {rows.reasons[row]}")
         good = ~rows.is_wrong
         self.num_bad += int(rows.is_wrong.sum())
         if not self.example and good.any():
             row = int(good.argmax())
             self.example = f"row {first + row}: {rows.example(row)}"
-        return rows.text[good], rows.grid[good]
+        return rows.text[good], rows.cross[good], rows.grid[good]
 
     def _look_for_texts(self, batch: Batch) -> None:
         """Refuse a column that is text by its values and would not be used."""
@@ -209,7 +214,7 @@ class _Rows:
     def __init__(self, batch: Batch, roles: Mapping[str, str], rule: TokenRule) -> None:
         self._batch, self._roles = batch, roles
         self._rule = rule if batch.bucket is None else replace(rule, bucket=batch.bucket)
-        self.text = np.zeros(batch.num_rows, dtype=np.int64)
+        self.text, self.cross = np.zeros((2, batch.num_rows), dtype=np.int64)
         self.grid = np.zeros((batch.num_rows, 3), dtype=np.int64)
         self.is_wrong = np.zeros(batch.num_rows, dtype=bool)
         self.reasons: dict[int, str] = {}  # of the first rows that are wrong
@@ -227,7 +232,8 @@ class _Rows:
         self._refuse("", total > MAX_LENGTH, f"more than {MAX_LENGTH} tokens")
 
     def _count_by_shape(self, by_shape: Any) -> None:
-        self.text[by_shape] = self._texts()[by_shape]
+        is_crosswise = self._rule.is_crosswise and self._roles.keys() & {"width", "size", "image"}
+        (self.cross if is_crosswise else self.text)[by_shape] = self._texts()[by_shape]
         if self._roles.keys() & {"width", "size"}:
             self._measure(by_shape)
         elif "image" in self._roles:
@@ -238,7 +244,10 @@ class _Rows:
         frames, rows, columns = self.grid[row].tolist()
         facts = ", ".join(f"{role} {self._shown(role, row)}" for role in self._roles)
         visual = f"{frames} x {rows} x {columns} = {frames * rows * columns} visual"
-        return f"{facts}: {visual} and {self.text[row]} text tokens"
+        beside = f", {cross} more beside the sequence" if (cross := self.cross[row]) else ""
+        is_by_bytes = self._rule.tokenize is None and self._roles.keys() & {"text", "talk"}
+        rule = f" ({self._rule.bytes_per_token:g} UTF-8 bytes each)" if is_by_bytes else ""
+        return f"{facts}: {visual} and {self.text[row]} text tokens{beside}{rule}"
 
     def _shown(self, role: str, row: int) -> str:
         value = _listed(self._batch.columns[self._roles[role]][row : row + 1])[0]
@@ -249,7 +258,10 @@ class _Rows:
         """Leave out rows, by default for what their column says."""
         is_new = is_wrong & ~self.is_wrong
         for row in np.flatnonzero(is_new)[:_MOST_SHOWN].tolist():
-            self.reasons[row] = reason or f"{self._roles[role]} is {self._shown(role, row)}"
+            said = "" if reason else self._shown(role, row)
+            self.reasons[row] = reason or f"{self._roles[role]} is {said}"
+            if _COMMA.fullmatch(said):
+                self.reasons[row] += ", and numbers have no comma: write 1280 or 3.5"
         self.is_wrong |= is_new
 
     def _numbers(self, role: str) -> Floats:

@@ -72,8 +72,8 @@ class ManifestOptions(TokenOptions):
 
     def check_manifest(self) -> None:
         """Refuse options of --manifest without it."""
-        for name in ("columns", "bucket", "fps", "max_frames", "tokenizer"):
-            if self.manifest is None and getattr(self, name) is not None:
+        for name in ("columns", "bucket", "fps", "max_frames", "tokenizer", "skip_bad"):
+            if self.manifest is None and getattr(self, name) not in (None, False):
                 raise ConfigError(f"{flag(name)}: only for --manifest")
 
 

@@ -283,7 +283,7 @@ class ManifestStream(_Waves):
     ) -> None:
         super().__init__(rank, seed, channels=64, text_dim=64, vec_dim=64)
         self._manifest, self._batch_size, self._world_size = manifest, batch_size, world_size
-        self.num_samples = len(manifest)
+        self.num_samples, self.data_lines = len(manifest), manifest.summary()
         self._order = EpochOrder(self.num_samples, seed)
 
     def batch(self, step: int) -> SampleBatch:

@@ -49,11 +49,13 @@ class Batch:
         file: The file or folder; relative paths in its rows begin at `folder`.
         columns: A pyarrow array or a list of values a column, all of one length.
         bucket: Bucket of the trainer's configuration that names the data; see `TokenRule`.
+        line: Of the file, which begins the first row; None where a row may be several lines.
     """
 
     file: Path
     columns: Mapping[str, Any]
     bucket: str | None = None
+    line: int | None = None
 
     @property
     def num_rows(self) -> int:
@@ -162,9 +164,13 @@ def _csv(path: Path, wanted: Wanted, wrong: list[str] | None) -> Iterator[Batch]
 
     with _open(path) as file:
         parts = iter(partial(file.read, _HEAD_BYTES), b"")
-        head = next(parts, b"")
-        num_quotes = sum(part.count(b'"') for part in chain([head], parts))
+        head, num_quotes, has_blank, end = next(parts, b""), 0, False, b"\n"
+        for part in chain([head], parts):
+            num_quotes += part.count(b'"')
+            has_blank |= any(blank in end + part for blank in (b"\n\n", b"\n\r\n"))
+            end = part[-2:]
     encoding = _encoding(head)
+    first = None if num_quotes or has_blank or encoding == "utf-16" else 2
     if num_quotes % 2 and encoding != "utf-16":
         raise ConfigError(
             f"{path}: a text begins with a double quote and does not end with one, so that rows "
@@ -196,7 +202,9 @@ def _csv(path: Path, wanted: Wanted, wrong: list[str] | None) -> Iterator[Batch]
             ),
         )
         for batch in reader:
-            yield Batch(path, dict(zip(batch.schema.names, batch.columns, strict=True)))
+            first = None if wrong else first
+            yield Batch(path, dict(zip(batch.schema.names, batch.columns, strict=True)), line=first)
+            first = first and first + batch.num_rows
 
 
 def _json(path: Path, wanted: Wanted, _: object) -> Iterator[Batch]:
@@ -240,7 +248,9 @@ def _json_lines(path: Path, wanted: Wanted, encoding: str) -> Iterator[Batch]:
             if block is None:
                 yield from _batched(path, _parsed(lines, path, num_lines), wanted)
             else:
-                yield Batch(path, {name: block[name] for name in wanted(list(block))})
+                columns = {name: block[name] for name in wanted(list(block))}
+                first = num_lines + 1 if "\n\n" not in f"\n{lines}\n" else None
+                yield Batch(path, columns, line=first)
             num_lines += (lines + end).count("\n")
 
 

@@ -27,6 +27,7 @@ class ModelShape:
         pixels: Side of a visual token in pixels: stride of the VAE times patch.
         frame_stride: Frames after the first that become one latent frame; None has no clips.
         areas: Least and most pixels to which a picture is scaled; None keeps its size.
+        is_crosswise: Text is attended to crosswise: it is no part of the sequence.
     """
 
     width: int
@@ -34,6 +35,7 @@ class ModelShape:
     pixels: int = 16
     frame_stride: int | None = None
     areas: tuple[int, int] | None = None
+    is_crosswise: bool = False
 
 
 MODELS = {  # the defaults of their classes in diffusers and transformers, and their papers
@@ -42,16 +44,16 @@ MODELS = {  # the defaults of their classes in diffusers and transformers, and t
     "qwen-image": ModelShape(3072, 60),
     "sd3.5-large": ModelShape(2432, 38),
     "z-image": ModelShape(3840, 34),
-    "wan2.1-1.3b": ModelShape(1536, 30, 16, 4),
-    "wan2.1": ModelShape(5120, 40, 16, 4),
-    "wan2.2-5b": ModelShape(3072, 30, 32, 4),
+    "wan2.1-1.3b": ModelShape(1536, 30, 16, 4, is_crosswise=True),
+    "wan2.1": ModelShape(5120, 40, 16, 4, is_crosswise=True),
+    "wan2.2-5b": ModelShape(3072, 30, 32, 4, is_crosswise=True),
     "hunyuanvideo": ModelShape(3072, 60, 16, 4),
     "hunyuanvideo1.5": ModelShape(2048, 54, 16, 4),
     "cogvideox-2b": ModelShape(1920, 30, 16, 4),
     "cogvideox-5b": ModelShape(3072, 42, 16, 4),
     "mochi": ModelShape(3072, 48, 16, 6),
-    "ltx": ModelShape(2048, 28, 32, 8),
-    "ltx2": ModelShape(4096, 48, 32, 8),
+    "ltx": ModelShape(2048, 28, 32, 8, is_crosswise=True),
+    "ltx2": ModelShape(4096, 48, 32, 8, is_crosswise=True),
     "qwen2.5-vl": ModelShape(3584, 28, 28, None, (56**2, 3584**2)),
     "qwen3-vl": ModelShape(4096, 36, 32, None, (256**2, 4096**2)),
 }
@@ -72,6 +74,8 @@ class TokenRule:
         max_frames: Most frames that are taken of a clip.
         bytes_per_token: UTF-8 bytes of text that make a token: about 4 for English.
         tokenize: Counts the tokens of each text, in place of `bytes_per_token`.
+        is_crosswise: Text beside images and clips is attended to crosswise, and no part of the
+            sequence.
     """
 
     pixels: int = 16
@@ -82,6 +86,7 @@ class TokenRule:
     max_frames: int | None = None
     bytes_per_token: float = 4.0
     tokenize: Callable[[Sequence[str]], Sequence[int]] | None = None
+    is_crosswise: bool = False
 
     def __post_init__(self) -> None:
         fields(self, pixels=(whole, 1), frame_stride=(whole, 1), max_frames=(whole, 1))
@@ -93,7 +98,7 @@ class TokenRule:
     def of_model(cls, name: str, **options: object) -> "TokenRule":
         """Return the rule of a model of `MODELS`, with other options."""
         model = model_shape(name)
-        rule = cls(model.pixels, model.frame_stride, model.areas)
+        rule = cls(model.pixels, model.frame_stride, model.areas, is_crosswise=model.is_crosswise)
         return replace(rule, **options)  # pyright: ignore[reportArgumentType]
 
     def count(self, texts: Sequence[str]) -> Sequence[int]:

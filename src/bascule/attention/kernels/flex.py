@@ -135,15 +135,17 @@ def gradients_by_recomputation(
     w (out_i - out) with its LSE: the derivatives of the sum that `merge` forms.
     """
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    with torch.enable_grad():
+    # Autograd is off below an operator, even where gradients are enabled.
+    below = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+    with torch.enable_grad(), below:
         part, part_lse = attend(q, k, v)
     is_empty = torch.isneginf(part_lse.detach())
     weight = (part_lse.detach() - lse).exp().masked_fill(is_empty, 0.0)[..., None]
     wide = grad.to(weight.dtype)
     lse_grad = (weight * wide * (part.detach() - out)).sum(-1).masked_fill(is_empty, 0.0)
-    dq, dk, dv = torch.autograd.grad(
-        (part, part_lse), (q, k, v), ((weight * wide).to(part.dtype), lse_grad)
-    )
+    pairs = [(part, (weight * wide).to(part.dtype)), (part_lse, lse_grad)]
+    outputs, grads = zip(*[pair for pair in pairs if pair[0].requires_grad], strict=True)
+    dq, dk, dv = torch.autograd.grad(outputs, (q, k, v), grads)
     return dq, dk, dv
 
 

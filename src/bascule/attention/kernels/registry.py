@@ -7,8 +7,12 @@ row, queries (1, 1, Sq, D) and keys (1, 1, Sk, D), cut as in `BlockRows`.
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -21,7 +25,7 @@ from bascule.attention.kernels.cuda import (
     FlashAttn2Kernel,
     FlashAttn3Kernel,
 )
-from bascule.attention.kernels.flex import FlexKernel
+from bascule.attention.kernels.flex import FlexKernel, gradients_by_recomputation
 from bascule.attention.kernels.protocol import (
     Attended,
     Grads,
@@ -213,6 +217,110 @@ class CpuFlashKernel:
         )
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class FunctionKernel:
+    """A function of yours that computes attention on one device, for `kernel=`.
+
+    Packed sequences come to it one by one, as a batch of one. Keys and values have as many heads
+    as queries; a causal call has as many keys as queries.
+
+    Attributes:
+        name: For errors; ranks compare it, and all give the same function.
+        attend: `attend(q, k, v, is_causal=.., scale=..)` returns out as q (B, H, Sq, D), for keys
+            and values (B, H, Sk, D) and scores times `scale`.
+        gradients: `gradients(grad, q, k, v, out, lse, is_causal=.., scale=..)` returns those of q,
+            k and v; in a ring out and lse are over more keys than these. Default: by autograd.
+        gives_lse: Whether `attend` returns (out, lse): the natural-log sum-exp of the scaled
+            scores, (B, H, Sq), which rings and `overlap` need; without `gradients` with a gradient.
+        takes_mask: Whether both take `attn_mask=`, which is added to the scores, where there is a
+            mask; it broadcasts to (B, H, Sq, Sk).
+
+    Raises:
+        ConfigError: The name is empty, or a function cannot be called.
+    """
+
+    name: str
+    attend: Callable[..., Any]
+    gradients: Callable[..., Grads] | None = None
+    gives_lse: bool = False
+    takes_mask: bool = False
+    key: str = field(default_factory=lambda: str(next(_numbers)), init=False)
+
+    def __post_init__(self) -> None:
+        if not (self.name and callable(self.attend) and callable(self.gradients or self.attend)):
+            raise ConfigError(f"FunctionKernel({self}, ..): give a name, and functions")
+        _by_key()[self.key] = self  # where recorded programs find it
+
+    def __repr__(self) -> str:
+        return repr(self.name)
+
+    def unfit(self, form: KernelQuery) -> str | None:
+        refused = misfit(form, takes_bias=self.takes_mask, takes_packed=True)
+        return f"{refused} (takes_mask=True says so)" if refused == "takes no mask" else refused
+
+    def check_parts(self, num_parts: int) -> None:
+        """Refuse several parts of an attention without what merges them."""
+        if num_parts > 1 and not self.gives_lse:
+            raise ConfigError(
+                f"kernel {self.name!r} gives no log-sum-exp, which merges the parts of a ring, of "
+                "overlap or of a mask: return (out, lse) and say gives_lse=True, or leave these out"
+            )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
+        if mask.packed is not None:
+            return forward_each(self.forward, q, k, v, mask, scale)
+        bias, options = mask.bias, dict[str, Any]()
+        if bias is not None:  # what sees nothing sees all, and is left out afterwards
+            is_empty = torch.isneginf(bias).all(dim=-1, keepdim=True)
+            options["attn_mask"] = bias.masked_fill(is_empty, 0.0)
+        k, v = repeated_heads(k, q), repeated_heads(v, q)
+        made = self.attend(q, k, v, is_causal=mask.causal, scale=scale, **options)
+        is_pair = isinstance(made, tuple)
+        out, lse = made if is_pair else (made, q.new_zeros(q.shape[:3]))
+        if is_pair != self.gives_lse or (out.shape, lse.shape) != (q.shape, q.shape[:3]):
+            raise ConfigError(
+                f"kernel {self.name!r} returned shapes {tuple(out.shape)} and {tuple(lse.shape)}: "
+                f"return out {tuple(q.shape)}, and with gives_lse=True LSE {tuple(q.shape[:3])}"
+            )
+        return without_empty_rows(out, lse.to(wide_dtype(q)), bias)
+
+    def backward(self, grad: Tensor, done: Attended) -> Grads:
+        q, k, v, out, lse, mask, scale = done
+        if mask.packed is not None:
+            return backward_each(self.backward, grad, done)
+        if self.gradients is None:
+            return gradients_by_recomputation(self._recorded(mask, scale), grad, q, k, v, out, lse)
+        options = {} if mask.bias is None else {"attn_mask": mask.bias}
+        both = repeated_heads(k, q), repeated_heads(v, q), out, finite(lse)
+        dq, dk, dv = self.gradients(grad, q, *both, is_causal=mask.causal, scale=scale, **options)
+        return dq, summed_heads(dk, k), summed_heads(dv, v)
+
+    def _recorded(self, mask: AttentionMask, scale: float) -> Callable[..., OutLse]:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> OutLse:
+            out, lse = self.forward(q, k, v, mask, scale)
+            if not (out.requires_grad and (lse.requires_grad or not self.gives_lse)):
+                raise ConfigError(f"kernel {self.name!r} has no autograd: give it gradients=..")
+            return out, lse
+
+        return attend
+
+
+_numbers = count()
+
+
+@lru_cache(maxsize=1)
+def _by_key() -> "WeakValueDictionary[str, FunctionKernel]":
+    return WeakValueDictionary()
+
+
+Kernel = str | FunctionKernel
+
+
+def named(name: str | None) -> Kernel | None:
+    """Return the kernel of the user's that has this key, or the name."""
+    return name if name is None else _by_key().get(name, name)
+
+
 # The first kernel that fits is chosen: those of a device stand fastest first.
 KERNELS: dict[str, AttentionKernel] = {
     "cpu_flash": CpuFlashKernel(),
@@ -231,19 +339,22 @@ _FEW_KEYS = 16  # than a vector register holds: of fewer, torch (2.13) takes nan
 
 
 def check_name(name: object) -> None:
-    """Refuse what is neither a key of `KERNELS` nor None."""
+    """Refuse what is neither a key of `KERNELS`, a `FunctionKernel` nor None."""
+    if isinstance(name, FunctionKernel):
+        return
     if isinstance(name, str) and name in _WITHOUT_LSE:
         raise ConfigError(
             f"kernel {name!r} gives no log-sum-exp, without which parts of attention cannot be "
             f"merged: choose one of {', '.join(KERNELS)}"
         )
     if name is not None and not (isinstance(name, str) and name in KERNELS):
-        raise ConfigError(f"kernel {name!r}: choose one of {', '.join(KERNELS)}")
+        own = ", or give FunctionKernel(name, function)" if callable(name) else ""
+        raise ConfigError(f"kernel {name!r}: choose one of {', '.join(KERNELS)}{own}")
 
 
 @lru_cache(maxsize=256)  # it looks for packages, and is asked at every call of attention
 def select_kernel(
-    name: str | None,
+    name: Kernel | None,
     device_type: str,
     *,
     dtype: torch.dtype | None = None,
@@ -260,7 +371,7 @@ def select_kernel(
             raise ConfigError(f"no kernel fits: {_reasons(form)}")
         return KERNELS[fitting[0]]
     check_name(name)
-    kernel = KERNELS[name]
+    kernel = name if isinstance(name, FunctionKernel) else KERNELS[name]
     reason = kernel.unfit(form)
     if reason is not None:
         advice = f"use one of {', '.join(fitting)}" if fitting else f"none fits: {_reasons(form)}"

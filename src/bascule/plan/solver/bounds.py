@@ -177,13 +177,14 @@ def spill_bound(problem: Problem) -> float:
 def company_bound(problem: Problem) -> float:
     """Bound by the company of the longest item where items are limited, for any bins. O(n).
 
-    With at most k items in each of m bins, the bin of the longest item holds n - k (m - 1) or more:
-    the shortest ones at least. Tight where a giant meets full bins.
+    With at most k items in each of m bins, the bin of the longest item holds n - k (m - 1) or more
+    (what all hold but the smallest): the shortest ones at least. Tight where a giant meets full
+    bins.
     """
     if "items" not in problem.resources:
         return 0.0
-    most = int(problem.room[problem.resources.index("items"), 0])
-    least = problem.num_items - most * (problem.num_bins - 1)
+    most = problem.room[problem.resources.index("items")]
+    least = problem.num_items - int(most.sum() - most.min())
     if least < 2:
         return 0.0
     company = float(problem.ranked[1 - least :].sum()) * (1.0 - _ROUNDING)

@@ -274,7 +274,8 @@ def longest_first(problem: Problem) -> Ints:
 def place_longest(problem: Problem) -> Ints:
     """Place by LPT among the bins that have room. O(n m); O(n log m) if only counts are limited."""
     bin_of = np.empty(problem.num_items, dtype=np.int64)
-    if problem.resources == ("items",) and problem.identical:
+    alike = problem.identical and (problem.room == problem.room[:, :1]).all()
+    if problem.resources == ("items",) and alike:
         work = np.maximum(problem.work[problem.order], 1.0)
         bin_of[problem.order] = _heap(work, problem.carried_work, int(problem.room[0, 0]))
         return bin_of

@@ -200,6 +200,7 @@ def build_problem(
 
     `costs` are (items,), or with `kind_of` (kinds, items); all else is (bins,). `sizes` are those
     of "tokens", "bytes", or "" for whichever is limited; `ranks` of bins are their speeds if None.
+    Limits are those of a rank of each bin.
     """
     costs, speeds = np.atleast_2d(np.asarray(costs, np.float64)), np.asarray(speeds, np.float64)
     num_items, num_bins = costs.shape[1], speeds.size
@@ -207,14 +208,15 @@ def build_problem(
     resources, use, room = list[str](), list[Floats](), list[Floats]()
     if limits is not None:
         sizes = {} if sizes is None else sizes
-        limit_of = {"items": limits.items, "tokens": limits.tokens, "bytes": limits.num_bytes}
-        for resource, most in limit_of.items():
-            if most is None:
+        limit_of = {"items": "items", "tokens": "tokens", "bytes": "num_bytes"}
+        for resource, name in limit_of.items():
+            if getattr(limits, name) is None:
                 continue
+            most = limits.room(name, num_bins)
             resources.append(resource)
             if resource == "items":
                 use.append(np.repeat(1.0, num_items))
-                room.append(np.full_like(speeds, most))
+                room.append(most)
             else:
                 use.append(sizes[resource if resource in sizes else ""])
                 room.append(most * (speeds if ranks is None else ranks))

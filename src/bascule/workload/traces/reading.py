@@ -40,6 +40,7 @@ _DISPATCH = re.compile(r"(?:c10d|_c10d_functional|c10d_functional|fsdp|symm_mem|
 _WRAPPER = re.compile(r"autograd::engine::|.*Backward[0-9]*$")
 _COMPILED = "## Call CompiledFxGraph"
 _ON_TRAINING_THREADS = {"wrapper", "step", "train step", "optimizer"}
+_ENDINGS = (".json", ".json.gz", ".json.zst")
 _MOST_US, _MOST_LASTING_US = 1e17, 1e12
 
 Event = tuple[Any, float, float]  # name, number, thread or mark; start and end in seconds
@@ -64,48 +65,62 @@ class RankTrace:
 
 
 def read_traces(path: str | Path) -> tuple[tuple[RankTrace, ...], tuple[str, ...]]:
-    """Read a run's folder of ``*.json`` or ``*.json.gz`` files, or one such file.
+    """Read a run's folder of ``*.json``, ``*.json.gz`` or ``*.json.zst`` files, or one such file.
 
-    A rank may have several of other steps, if these are ProfilerStep ranges. Its number is that of
-    `distributedInfo`, else behind "rank" in the file's name; that of one file alone may be missing.
+    They may be in folders of it, such as one a rank. A rank may have several of other steps, if
+    these are ProfilerStep ranges. Its number is that of `distributedInfo`, else behind "rank" in
+    the name of the file, or of its folder; that of one file alone may be missing.
     Returns the ranks in order, and sentences on omissions.
     """
-    files, by_rank, notes = _files(Path(path)), dict[int, list[RankTrace]](), list[str]()
-    for file in files:
-        data = _load(file)
-        if data is None:
-            notes.append(f"{shown(file.name)} is no trace, it has no traceEvents: left out")
-            continue
-        named = _RANK_IN_NAME.search(file.name)
-        rank = int(named[1]) if named else 0 if len(files) == 1 else None
-        try:
-            trace = _rank_trace(data, rank)
-        except ConfigError as error:
-            raise ConfigError(f"{file}: {error}") from None
-        by_rank.setdefault(trace.rank, []).append(trace)
+    by_rank, notes = dict[int, list[RankTrace]](), list[str]()
+    for files in _files(Path(path)):
+        for file in () if by_rank else files:
+            data = _load(file)
+            if data is None:
+                notes.append(f"{shown(file.name)} is no trace, it has no traceEvents: left out")
+                continue
+            named = _RANK_IN_NAME.search(file.name)
+            if named is None and file.parent != Path(path):
+                named = _RANK_IN_NAME.search(file.parent.name)
+            rank = int(named[1]) if named else 0 if len(files) == 1 else None
+            try:
+                trace = _rank_trace(data, rank)
+            except ConfigError as error:
+                raise ConfigError(f"{file}: {error}") from None
+            by_rank.setdefault(trace.rank, []).append(trace)
     if not by_rank:
         raise ConfigError(
             f"{path}: no trace in it: give the folder into which torch.profiler wrote one "
-            ".json or .json.gz file a rank"
+            ".json, .json.gz or .json.zst file a rank"
         )
     traces = tuple(_joined(by_rank[rank]) for rank in sorted(by_rank))
     return traces, (*notes, *_missing(traces))
 
 
-def _files(path: Path) -> list[Path]:
+def _files(path: Path) -> tuple[list[Path], ...]:
+    """Return the files of a folder, and those of all folders in it, for want of traces there."""
     try:
         if not path.is_dir():
-            return [path]
-        return sorted(file for file in path.iterdir() if file.name.endswith((".json", ".json.gz")))
+            return ([path],)
+        there = path.iterdir(), path.rglob("*/*")
+        return tuple(sorted(one for one in x if one.name.endswith(_ENDINGS)) for x in there)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
+
+
+def _opened(file: Path) -> Any:
+    if file.suffix == ".zst":
+        import pyarrow as pa
+
+        return pa.input_stream(str(file), compression="zstd")
+    return gzip.open(file) if file.suffix == ".gz" else file.open("rb")
 
 
 def _load(file: Path) -> dict[str, Any] | None:
     """Return the content of a file; None if it is not a trace."""
     try:
         check_regular(file)
-        with (gzip.open if file.name.endswith(".gz") else open)(file, "rb") as opened:
+        with _opened(file) as opened:
             content = cast(bytes, opened.read(MAX_BYTES + 1))
     except (OSError, EOFError, ValueError, zlib.error, MemoryError) as error:
         raise ConfigError(f"cannot read {file}: {error or 'too large for the memory'}") from error
