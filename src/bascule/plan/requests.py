@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from bascule.arrays import Floats
+from bascule.arrays import Floats, Ints, ranges
 from bascule.errors import ConfigError
 from bascule.plan.checks import fields, number, whole
 
@@ -49,7 +49,8 @@ class Request:
 
     def __post_init__(self) -> None:
         fields(self, steps=(whole, 1, 10**6), arrival_s=number, once_s=number)
-        if not self.step_s or min(self.step_s.values()) <= 0 or not all(map(_is_power, self.step_s)):
+        are_legal = all(map(_is_power, self.step_s)) and min(self.step_s.values(), default=0) > 0
+        if not are_legal:
             raise ConfigError(
                 f"Request(step_s={dict(self.step_s)}): give seconds above 0 for degrees 1, 2, 4, .."
             )
@@ -141,10 +142,14 @@ class State:
             self.free.add(halves[not is_right])
             around = halves[is_right]
 
+    def is_free(self, block: Block) -> bool:
+        """Return whether the ranks of a block are free."""
+        return any(_is_within(block, one) for one in self.free)
+
     def free_block(self, degree: int) -> Block | None:
         """Return free ranks of a degree, from the smallest free block that has them."""
-        whole = min((one for one in self.free if one.degree >= degree), default=None, key=_by_degree)
-        return None if whole is None else Block(whole.first, degree)
+        wide = [one for one in self.free if one.degree >= degree]
+        return Block(min(wide, key=_by_degree).first, degree) if wide else None
 
 
 def _alignment(first: int) -> int:
@@ -176,8 +181,12 @@ class Policy(Protocol):
 
 
 class Dispatch:
-    """Gives each request to a replica when it arrives: "random", "round robin", "least in flight",
-    "least work" (predicted). A replica takes one after the other.
+    """Gives each request to a replica when it arrives; replicas take one after the other.
+
+    Args:
+        by: "random", "round robin", "least in flight", or "least work" (predicted).
+        degree: Ranks of a replica.
+        seed: Of the random choice.
     """
 
     def __init__(self, by: str, degree: int = 1, *, seed: int = 0) -> None:
@@ -196,7 +205,7 @@ class Dispatch:
                 self._last = job.number
                 self._queues[self._replica(state, blocks)].append(job)
         for first, queue in self._queues.items():
-            if queue and blocks[first] not in state.running:
+            if queue and state.is_free(blocks[first]):
                 act.start(queue.pop(0), blocks[first])
 
     def _replica(self, state: State, blocks: Mapping[int, Block]) -> int:
@@ -220,8 +229,12 @@ class Dispatch:
 
 
 class Queue:
-    """One queue for all ranks, in an order: "fifo", "sjf" (shortest first), "srtf" (shortest rest,
-    which recalls longer ones). At one degree, or each size at the one that is best for it.
+    """One queue for all ranks.
+
+    Args:
+        order: "fifo", "sjf" (the shortest first), or "srtf" (the shortest rest, which recalls
+            longer ones).
+        degree: Of all requests, or by kind, as from `best_degrees`.
     """
 
     def __init__(self, order: str, degree: int | Mapping[str, int] = 1) -> None:
@@ -254,9 +267,9 @@ class Queue:
 
 
 def best_degrees(requests: Iterable[Request], most: int) -> dict[str, int]:
-    """Return for each kind the degree at which it ends soonest per rank-second spent (RSSP).
+    """Return the degree that is best for each kind, with a `Queue` RSSP of TetriServe's paper.
 
-    The largest degree whose gain over half of it is at least 1.4.
+    It is the largest that makes steps 1.4 times as fast as half of it does.
     """
     degrees: dict[str, int] = {}
     for one in requests:
@@ -269,8 +282,11 @@ def best_degrees(requests: Iterable[Request], most: int) -> dict[str, int]:
 
 
 class EarliestDeadline:
-    """Earliest deadline first: "greedy" takes the largest free degree that is faster, "best fit" the
-    smallest that meets the deadline. Nobody is recalled.
+    """Earliest deadline first; nobody is recalled.
+
+    Args:
+        fit: "greedy" takes the fastest free degree, "best fit" the smallest that meets the
+            deadline.
     """
 
     def __init__(self, fit: str) -> None:
@@ -326,6 +342,9 @@ class SuperP95:
 # --- the policy of bascule ------------------------------------------------------------------------
 
 
+_Order = tuple[int, float, int]  # of urgency: what is less goes first
+
+
 class Balanced:
     """Meets deadlines with the fewest ranks, and spends ranks that nobody waits for on speed.
 
@@ -336,8 +355,8 @@ class Balanced:
 
     A request without a deadline gets one: what first come, first served on single ranks would have
     done for it, or for 95 % of those before it, times `tail`; when its latest start comes it goes
-    before all others. A deadline that no degree can meet any more, or that would cost others theirs,
-    is given up: the request waits for others, until it has waited `patience` times its own time.
+    before all others. A deadline that no degree can meet any more, or that costs others theirs, is
+    lost: the request waits for others, until it has waited `patience` times its own time.
 
     Args:
         tail: Factor of the deadlines that it sets.
@@ -364,7 +383,7 @@ class Balanced:
         targets = self._targets(state, jobs)
         missing = 0
         for job in sorted(state.waiting, key=lambda one: -targets[one][0]):
-            degree, order = targets[job]
+            degree = targets[job][0]
             if not degree:
                 continue
             block = state.free_block(degree)
@@ -377,13 +396,13 @@ class Balanced:
                 act.start(job, block)
         self._recall(state, act, targets, missing)
 
-    def _targets(self, state: State, jobs: Sequence[Job]) -> dict[Job, tuple[int, Any]]:
+    def _targets(self, state: State, jobs: Sequence[Job]) -> dict[Job, tuple[int, _Order]]:
         """Return the degree that each job should have, 0 to wait, and its order."""
-        given_up = self._given_up(state, jobs)
-        order = {job: self._order(state, job, job in given_up) for job in jobs}
+        lost = self._without_hope(state, jobs)
+        order = {job: self._order(state, job, job in lost) for job in jobs}
         room, targets = state.num_ranks, dict.fromkeys(jobs, 0)
         for job in sorted(jobs, key=order.__getitem__):
-            need = self._need(state, job, job in given_up)
+            need = self._need(state, job, job in lost)
             while need > room:
                 need //= 2
             targets[job] = need
@@ -391,8 +410,10 @@ class Balanced:
         self._widen(targets, room)
         return {job: (degree, order[job]) for job, degree in targets.items()}
 
-    def _recall(self, state: State, act: Starts, targets: Any, missing: int) -> None:
-        """Recall jobs above their targets while ranks are missing, and those below to widen them."""
+    def _recall(
+        self, state: State, act: Starts, targets: Mapping[Job, tuple[int, _Order]], missing: int
+    ) -> None:
+        """Recall jobs above their targets while ranks are missing, else one to widen it."""
         coming = 0
         running = sorted(state.running.values(), key=lambda one: targets[one][1], reverse=True)
         for job in running:
@@ -410,7 +431,7 @@ class Balanced:
                 continue
             gain = job.free_s - job.boundary_s - job.seconds(wide)
             other = Block(block.first ^ block.degree, block.degree)
-            if gain > 4 * state.move_s and any(_is_within(other, one) for one in state.free):
+            if gain > 4 * state.move_s and state.is_free(other):
                 act.recall(job)
                 return
 
@@ -446,13 +467,13 @@ class Balanced:
         begin = state.now_s if job.block is None else job.boundary_s
         return self._due[job.number] - begin - move - job.seconds(degree)
 
-    def _need(self, state: State, job: Job, is_given_up: bool) -> int:
+    def _need(self, state: State, job: Job, is_lost: bool) -> int:
         degrees = self._fast(job)
-        if is_given_up or job.request.deadline_s == NEVER:  # idle ranks widen these
+        if is_lost or job.request.deadline_s == NEVER:  # idle ranks widen these
             return degrees[0]
         return next((d for d in degrees if self._slack(state, job, d) >= 0), degrees[-1])
 
-    def _given_up(self, state: State, jobs: Sequence[Job]) -> set[Job]:
+    def _without_hope(self, state: State, jobs: Sequence[Job]) -> set[Job]:
         """Return jobs whose deadlines are lost, or cost others theirs (Moore and Hodgson)."""
         lost = set[Job]()
         load, kept = 0.0, list[tuple[float, int, Job]]()
@@ -472,19 +493,19 @@ class Balanced:
                 lost.add(dropped)
         return lost
 
-    def _order(self, state: State, job: Job, is_given_up: bool) -> tuple[int, float, int]:
-        request, own = job.request, job.seconds(min(job.request.step_s))
-        is_fixed = request.deadline_s < NEVER
-        if is_given_up:
-            waited = state.now_s - request.arrival_s - request.seconds(min(request.step_s))
-            if waited > self._patience * request.seconds(min(request.step_s)):
+    def _order(self, state: State, job: Job, is_lost: bool) -> _Order:
+        request, degrees = job.request, self._fast(job)
+        own = job.seconds(degrees[0])
+        if is_lost:
+            alone = request.seconds(degrees[0])
+            if state.now_s - request.arrival_s - alone > self._patience * alone:
                 return 0, request.arrival_s, job.number
             return 3, own, job.number
-        slack = self._slack(state, job, self._fast(job)[-1])
-        if is_fixed:
+        if request.deadline_s < NEVER:
             return 1, self._due[job.number], job.number
-        if slack < own:
-            return 1, self._due[job.number], job.number
+        if self._slack(state, job, degrees[-1]) < own:  # what runs is not recalled for its like
+            latest_start = self._due[job.number] - own
+            return 1, latest_start if job.block is None else 0.0, job.number
         return 2, own, job.number
 
     def _widen(self, targets: dict[Job, int], room: int) -> None:
@@ -500,6 +521,8 @@ class Balanced:
             job = max(gains, key=lambda one: one[:2])[2]
             room -= targets[job]
             targets[job] *= 2
+
+
 def _is_within(block: Block, other: Block) -> bool:
     return other.first <= block.first < other.first + other.degree and block.degree <= other.degree
 
@@ -511,7 +534,7 @@ def _is_within(block: Block, other: Block) -> bool:
 class RequestBound:
     """What any policy reaches at most; see `request_bound`."""
 
-    met: float  # share of requests within their deadlines
+    on_time: float  # share of requests within their deadlines
     mean_latency_s: float
     makespan_s: float
 
@@ -520,12 +543,12 @@ _MOST_GROUPS = 4000  # of requests that one linear program tells apart
 
 
 def request_bound(requests: Sequence[Request], num_ranks: int) -> RequestBound:
-    """Bound the deadlines met, the mean latency and the makespan of any policy.
+    """Bound the deadlines kept, the mean latency and the makespan of any policy.
 
     The relaxation: all ranks are one machine that takes a request's cheapest rank-seconds in parts,
     at any time between arrival and deadline; nobody is faster than alone at its fastest degree.
     Deadlines: a linear program in which a part of a request counts in part. Latency: the shortest
-    rest first is optimal on one machine. Makespan: what arrives after any moment must still be done.
+    rest first is optimal on one machine. Makespan: what comes after any moment must still be done.
     """
     if not requests:
         return RequestBound(1.0, 0.0, 0.0)
@@ -537,8 +560,8 @@ def request_bound(requests: Sequence[Request], num_ranks: int) -> RequestBound:
     after = np.cumsum(work[order][::-1])[::-1]
     makespan = max(float((arrival[order] + after).max()), float((arrival + alone).max()))
     mean = max(_shortest_rest_first(arrival[order], work[order]), float(alone.mean()))
-    met = _most_met(arrival, deadline, alone, work)
-    return RequestBound(met, mean, makespan)
+    on_time = _most_on_time(arrival, deadline, alone, work)
+    return RequestBound(on_time, mean, makespan)
 
 
 def _shortest_rest_first(arrival: Floats, work: Floats) -> float:
@@ -559,7 +582,7 @@ def _shortest_rest_first(arrival: Floats, work: Floats) -> float:
     return total / arrival.size
 
 
-def _most_met(arrival: Floats, deadline: Floats, alone: Floats, work: Floats) -> float:
+def _most_on_time(arrival: Floats, deadline: Floats, alone: Floats, work: Floats) -> float:
     """Bound the share of requests that meet their deadlines, by a linear program."""
     from scipy import optimize, sparse
 
@@ -586,8 +609,8 @@ def _most_met(arrival: Floats, deadline: Floats, alone: Floats, work: Floats) ->
     starts, stops = groups[:, 0].astype(int), np.maximum(groups[:, 1].astype(int), 1)
     lens = stops - starts
     of_group = np.repeat(np.arange(len(groups)), lens)
-    slot = np.concatenate([np.arange(a, b) for a, b in zip(starts, stops, strict=True)])
-    # Variables: requests met of each group, then its work in each slot.
+    slot: Ints = ranges(starts, lens)
+    # Variables: requests on time of each group, then its work in each slot.
     num = len(groups)
     variables = num + slot.size
     enough = sparse.csr_array(
@@ -603,16 +626,14 @@ def _most_met(arrival: Floats, deadline: Floats, alone: Floats, work: Floats) ->
     fits = sparse.csr_array(
         (np.ones(slot.size), (slot, num + np.arange(slot.size))), (spans.size, variables)
     )
-    result = optimize.linprog(
+    upper = np.concatenate([counts, np.full(slot.size, np.inf)])
+    solve: Any = optimize.linprog
+    result = solve(
         -np.concatenate([np.ones(num), np.zeros(slot.size)]),
-        A_ub=sparse.vstack([enough, fits]),
+        A_ub=sparse.vstack([enough, fits], format="csr"),
         b_ub=np.concatenate([np.zeros(num), spans]),
-        bounds=np.concatenate(
-            [
-                np.stack([np.zeros(num), counts], axis=1),
-                np.stack([np.zeros(slot.size), np.full(slot.size, np.inf)], axis=1),
-            ]
-        ),
+        bounds=np.stack([np.zeros(variables), upper], axis=1).tolist(),
         method="highs",
     )
-    return min(1.0, (always + np.floor(-result.fun + 1e-6)) / arrival.size)
+    on_time: float = -result.fun
+    return min(1.0, (always + np.floor(on_time + 1e-6)) / arrival.size)

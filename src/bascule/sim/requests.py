@@ -1,4 +1,4 @@
-"""A cluster that serves requests, on paper: events, not steps, so that hundreds of thousands fit."""
+"""A cluster that serves requests, on paper, from event to event: hundreds of thousands fit."""
 
 import heapq
 import math
@@ -35,7 +35,7 @@ class Served:
         return self.end_s - np.array([one.arrival_s for one in self.requests])
 
     @property
-    def met(self) -> Floats:
+    def on_time(self) -> Floats:
         """1.0 for each request that was done by its deadline, (n,)."""
         deadlines = np.array([one.deadline_s for one in self.requests])
         return (self.end_s <= deadlines + 1e-9).astype(float)
@@ -45,12 +45,12 @@ class Served:
         """Latency over the time alone at the fastest degree, (n,)."""
         return self.latency_s / np.array([one.alone_s for one in self.requests])
 
-    def met_by_kind(self) -> dict[str, float]:
+    def on_time_by_kind(self) -> dict[str, float]:
         """Return the share within deadlines of each class."""
         kinds = [one.kind for one in self.requests]
-        met = self.met
+        on_time = self.on_time.tolist()
         return {
-            kind: float(np.mean([m for m, k in zip(met, kinds, strict=True) if k == kind]))
+            kind: float(np.mean([x for x, of in zip(on_time, kinds, strict=True) if of == kind]))
             for kind in dict.fromkeys(kinds)
         }
 
