@@ -6,6 +6,7 @@ ends, or was recalled by it and reached a boundary; it is pure and the same for 
 """
 
 import heapq
+import math
 from bisect import insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -82,8 +83,15 @@ class Job:
     request: Request
     left: int  # steps to take; of a running one at its next boundary
     block: Block | None = None  # where it runs; None: it waits
+    steps_end_s: float = 0.0  # of a running one: when its steps are done, as it is
     free_s: float = 0.0  # of a running one: when its block is free, as it is
-    boundary_s: float = 0.0  # of a running one: its next boundary, if it were recalled now
+
+    def boundary_s(self, now_s: float) -> float:
+        """Return its next boundary, after one step on its block at least."""
+        assert self.block is not None
+        step = self.request.step_s[self.block.degree]
+        to_end = math.floor((self.steps_end_s - now_s) / step + 1e-9)
+        return self.steps_end_s - max(0, min(to_end, self.left - 1)) * step
 
     def seconds(self, degree: int) -> float:
         """Return the seconds from its next boundary on, at a degree."""
@@ -97,7 +105,7 @@ class State:
     num_ranks: int
     now_s: float = 0.0
     waiting: list[Job] = field(default_factory=list[Job])  # in the order of arrival
-    running: dict[Block, Job] = field(default_factory=dict[Block, Job])
+    running: dict[int, Job] = field(default_factory=dict[int, Job])  # by the first of its ranks
     free: set[Block] = field(default_factory=set[Block])  # the largest free blocks
     move_s: float = 0.0  # that a request loses when it goes on with other ranks
 
@@ -121,7 +129,7 @@ class State:
 
     def release(self, block: Block) -> None:
         """Free the ranks of a block; join neighbours."""
-        self.running.pop(block, None)
+        self.running.pop(block.first, None)
         while (other := Block(block.first ^ block.degree, block.degree)) in self.free:
             self.free.remove(other)
             block = Block(min(block.first, other.first), 2 * block.degree)
@@ -192,6 +200,8 @@ class Dispatch:
     def __init__(self, by: str, degree: int = 1, *, seed: int = 0) -> None:
         self._by, self._degree, self._random = by, degree, np.random.default_rng(seed)
         self._queues: dict[int, list[Job]] = {}  # by first rank
+        self._waiting = set[int]()  # those with a queue
+        self._free_s: Floats = np.zeros(0)  # when each has done what it has
         self._last = -1
         self._turn = 0
 
@@ -199,33 +209,37 @@ class Dispatch:
         """Queue what has arrived, and let each free replica take its next."""
         if not self._queues:
             self._queues = {r: [] for r in range(0, state.num_ranks, self._degree)}
-        blocks = {first: Block(first, self._degree) for first in self._queues}
+            self._free_s = np.zeros(len(self._queues))
         for job in state.waiting:
             if job.number > self._last:
                 self._last = job.number
-                self._queues[self._replica(state, blocks)].append(job)
-        for first, queue in self._queues.items():
-            if queue and state.is_free(blocks[first]):
-                act.start(queue.pop(0), blocks[first])
+                first = self._replica(state, job)
+                self._queues[first].append(job)
+                self._waiting.add(first)
+        for first in sorted(self._waiting - state.running.keys()):
+            act.start(self._queues[first].pop(0), Block(first, self._degree))
+            if not self._queues[first]:
+                self._waiting.remove(first)
 
-    def _replica(self, state: State, blocks: Mapping[int, Block]) -> int:
+    def _replica(self, state: State, job: Job) -> int:
         firsts = list(self._queues)
         self._turn += 1
         if self._by == "random":
             return firsts[int(self._random.integers(len(firsts)))]
-        turn = [(place - self._turn) % len(firsts) for place in range(len(firsts))]
         if self._by == "round robin":
-            return firsts[turn.index(0)]
+            return firsts[self._turn % len(firsts)]
 
-        def load(first: int) -> float:
-            runs, queue = state.running.get(blocks[first]), self._queues[first]
-            if self._by == "least in flight":
-                return len(queue) + (runs is not None)
-            rest = 0.0 if runs is None else runs.free_s - state.now_s
-            return rest + sum(one.seconds(self._degree) for one in queue)
+        at = self._turn % len(firsts)
+        if self._by == "least work":
+            rest = np.roll(np.maximum(self._free_s, state.now_s), -at)
+            place = (int(rest.argmin()) + at) % len(firsts)
+            self._free_s[place] = rest.min() + job.seconds(self._degree)
+            return firsts[place]
 
-        loads = [(load(first), turn[place], first) for place, first in enumerate(firsts)]
-        return min(loads)[2]
+        def in_flight(first: int) -> int:
+            return len(self._queues[first]) + (first in state.running)
+
+        return min(firsts[at:] + firsts[:at], key=in_flight)
 
 
 class Queue:
@@ -369,6 +383,7 @@ class Balanced:
     ) -> None:
         self._tail, self._patience, self._degrees = tail, patience, degrees
         self._due: dict[int, float] = {}  # by number of the job
+        self._degrees_of: dict[int, list[int]] = {}  # by number of the job
         self._last = -1
         self._virtual: list[float] = []  # when single ranks would be free, first come first served
         self._latencies: list[float] = []  # theirs, sorted
@@ -379,8 +394,14 @@ class Balanced:
             if job.number > self._last:
                 self._last = job.number
                 self._admit(state, job)
-        jobs = [*state.running.values(), *state.waiting]
-        targets = self._targets(state, jobs)
+        needs = {job: self._need(state, job, False) for job in state.waiting}
+        room = sum(block.degree for block in state.free)
+        fits = sum(needs.values()) <= room
+        if fits:  # nobody need be recalled
+            self._widen(needs, room - sum(needs.values()))
+            targets = {job: (degree, (0, 0.0, job.number)) for job, degree in needs.items()}
+        else:
+            targets = self._targets(state, [*state.running.values(), *state.waiting])
         missing = 0
         for job in sorted(state.waiting, key=lambda one: -targets[one][0]):
             degree = targets[job][0]
@@ -394,7 +415,10 @@ class Balanced:
                 missing += targets[job][0]
             else:
                 act.start(job, block)
-        self._recall(state, act, targets, missing)
+        if missing and not fits:
+            self._recall(state, act, targets, missing)
+        elif not missing:
+            self._use_idle(state, act)
 
     def _targets(self, state: State, jobs: Sequence[Job]) -> dict[Job, tuple[int, _Order]]:
         """Return the degree that each job should have, 0 to wait, and its order."""
@@ -413,27 +437,31 @@ class Balanced:
     def _recall(
         self, state: State, act: Starts, targets: Mapping[Job, tuple[int, _Order]], missing: int
     ) -> None:
-        """Recall jobs above their targets while ranks are missing, else one to widen it."""
-        coming = 0
+        """Recall jobs above their targets, the least urgent first."""
         running = sorted(state.running.values(), key=lambda one: targets[one][1], reverse=True)
         for job in running:
             assert job.block is not None
             more = job.block.degree - targets[job][0]
-            if more > 0 and coming < missing and job.free_s - job.boundary_s > state.move_s:
-                coming += more
+            if more > 0 and job.free_s - job.boundary_s(state.now_s) > state.move_s:
                 act.recall(job)
-        if missing:
-            return
-        for job in running:
-            assert job.block is not None
-            wide, block = targets[job][0], job.block
-            if wide <= block.degree or not job.left:
+                missing -= more
+                if missing <= 0:
+                    return
+
+    def _use_idle(self, state: State, act: Starts) -> None:
+        """Recall the job that gains the most by the idle ranks beside it."""
+        best, most = None, 4 * state.move_s
+        for block in state.free:
+            job = state.running.get(block.first ^ block.degree)
+            wide = 2 * block.degree
+            if job is None or job.block is None or job.block.degree != block.degree:
                 continue
-            gain = job.free_s - job.boundary_s - job.seconds(wide)
-            other = Block(block.first ^ block.degree, block.degree)
-            if gain > 4 * state.move_s and state.is_free(other):
-                act.recall(job)
-                return
+            if job.left and wide in self._fast(job):
+                gain = job.free_s - job.boundary_s(state.now_s) - job.seconds(wide)
+                if gain > most:
+                    best, most = job, gain
+        if best is not None:
+            act.recall(best)
 
     def _admit(self, state: State, job: Job) -> None:
         request = job.request
@@ -452,11 +480,13 @@ class Balanced:
 
     def _fast(self, job: Job) -> list[int]:
         """Return the degrees of a job that are each faster than those before."""
-        fast: list[int] = []
-        for degree, seconds in sorted(job.request.step_s.items()):
-            if self._degrees is None or degree in self._degrees:
-                if not fast or seconds < job.request.step_s[fast[-1]]:
-                    fast.append(degree)
+        fast = self._degrees_of.get(job.number)
+        if fast is None:
+            fast = self._degrees_of[job.number] = []
+            for degree, seconds in sorted(job.request.step_s.items()):
+                if self._degrees is None or degree in self._degrees:
+                    if not fast or seconds < job.request.step_s[fast[-1]]:
+                        fast.append(degree)
         return fast
 
     def _slack(self, state: State, job: Job, degree: int) -> float:
@@ -464,7 +494,7 @@ class Balanced:
         if job.block is not None and job.block.degree == degree:
             return self._due[job.number] - job.free_s
         move = state.move_s if job.left < job.request.steps else 0.0
-        begin = state.now_s if job.block is None else job.boundary_s
+        begin = state.now_s if job.block is None else job.boundary_s(state.now_s)
         return self._due[job.number] - begin - move - job.seconds(degree)
 
     def _need(self, state: State, job: Job, is_lost: bool) -> int:
@@ -510,17 +540,23 @@ class Balanced:
 
     def _widen(self, targets: dict[Job, int], room: int) -> None:
         """Double degrees where that gains the most seconds, while there are ranks."""
-        while room:
-            gains = [
-                (job.seconds(degree) - job.seconds(2 * degree), -job.number, job)
-                for job, degree in targets.items()
-                if 0 < degree <= room and 2 * degree in self._fast(job)
-            ]
-            if not gains:
-                return
-            job = max(gains, key=lambda one: one[:2])[2]
-            room -= targets[job]
-            targets[job] *= 2
+        if not room:
+            return
+        gains: list[tuple[float, int, Job]] = []
+
+        def offer(job: Job, degree: int) -> None:
+            if 0 < degree <= room and 2 * degree in self._fast(job):
+                gain = job.left * (job.request.step_s[degree] - job.request.step_s[2 * degree])
+                heapq.heappush(gains, (-gain, job.number, job))
+
+        for job, degree in targets.items():
+            offer(job, degree)
+        while gains and room:
+            job = heapq.heappop(gains)[2]
+            if targets[job] <= room:
+                room -= targets[job]
+                targets[job] *= 2
+                offer(job, targets[job])
 
 
 def _is_within(block: Block, other: Block) -> bool:

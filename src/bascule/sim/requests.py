@@ -1,7 +1,6 @@
 """A cluster that serves requests, on paper, from event to event: hundreds of thousands fit."""
 
 import heapq
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,52 +61,60 @@ class _Cluster:
         self.state = State.of(num_ranks, move_s=move_s)
         self.events: list[tuple[float, int, str, Job, int]] = []
         self.rank_s, self.num_moves = 0.0, 0
-        self._order = 0
-        self._versions: dict[int, int] = {}
+        self._num_events = 0
+        self._versions: dict[int, int] = {}  # of a job's event: a later one takes its place
+        self._since: dict[int, float] = {}  # when a job came to its block
         self._before: dict[int, Block] = {}  # the block that a job had last
 
-    def push(self, time_s: float, what: str, job: Job) -> None:
-        self._order += 1
-        version = self._versions[job.number] = self._versions.get(job.number, 0) + 1
-        heapq.heappush(self.events, (time_s, self._order, what, job, version))
-
-    def is_due(self, job: Job, version: int) -> bool:
-        return self._versions[job.number] == version
-
     def start(self, job: Job, block: Block) -> None:
+        """Let a waiting job run on free ranks."""
         state = self.state
-        state.take(block)
         state.waiting.remove(job)
-        state.running[block] = job
-        moved = self._before.get(job.number) not in (None, block)
+        moved = self._before.get(job.number, block) != block
         self.num_moves += moved
-        begin = state.now_s + (state.move_s if moved else 0.0)
+        job.steps_end_s = state.now_s + job.left * job.request.step_s[block.degree]
+        job.steps_end_s += state.move_s * moved
         self._before[job.number] = block
-        job.block = block
-        job.free_s = begin + job.left * job.request.step_s[block.degree]
+        self._place(job, block)
+
+    def finish(self, job: Job) -> None:
+        """Let a job whose steps are done make its pixels, on the first of its ranks."""
+        assert job.block is not None
+        job.left = 0
+        self._place(job, Block(job.block.first, 1))
+
+    def _place(self, job: Job, block: Block) -> None:
+        self.state.take(block)
+        self.state.running[block.first] = job
+        job.block, job.free_s = block, job.steps_end_s
         if block.degree == 1:
             job.free_s += job.request.once_s
-        self.push(job.free_s, "steps", job)
-
-    def look(self, job: Job) -> None:
-        """Note a running job's next boundary, after one step on its block at least."""
-        end, step = self._last_boundary(job)
-        to_end = math.floor((end - self.state.now_s) / step + 1e-9)
-        job.boundary_s = end - max(0, min(to_end, job.left - 1)) * step
+        self._since[job.number] = self.state.now_s
+        self._push(job.free_s, "end", job)
 
     def recall(self, job: Job) -> None:
-        self.look(job)
-        end, step = self._last_boundary(job)
-        left = round((end - job.boundary_s) / step)
+        """Let a running job wait at its next boundary."""
+        assert job.block is not None
+        boundary = job.boundary_s(self.state.now_s)
+        left = round((job.steps_end_s - boundary) / job.request.step_s[job.block.degree])
         if left > 0:
             job.left = left
-            self.push(job.boundary_s, "recalled", job)
+            self._push(boundary, "recalled", job)
 
-    def _last_boundary(self, job: Job) -> tuple[float, float]:
-        """Return when all its steps are done, and the seconds of one."""
+    def next_event(self) -> tuple[str, Job] | None:
+        """Go to the next event; None if another one took its place."""
+        time_s, _, what, job, version = heapq.heappop(self.events)
+        if self._versions[job.number] != version:
+            return None
+        self.state.now_s = time_s
         assert job.block is not None
-        once = job.request.once_s if job.block.degree == 1 else 0.0
-        return job.free_s - once, job.request.step_s[job.block.degree]
+        self.rank_s += job.block.degree * (time_s - self._since[job.number])
+        return what, job
+
+    def _push(self, time_s: float, what: str, job: Job) -> None:
+        self._num_events += 1
+        version = self._versions[job.number] = self._versions.get(job.number, 0) + 1
+        heapq.heappush(self.events, (time_s, self._num_events, what, job, version))
 
 
 def serve(
@@ -126,7 +133,6 @@ def serve(
     jobs = [Job(i, one, one.steps) for i, one in enumerate(requests)]
     end = np.full(len(jobs), NEVER)
     upcoming = 0
-    began: dict[int, float] = {}
     while upcoming < len(jobs) or cluster.events:
         arrives = jobs[upcoming].request.arrival_s if upcoming < len(jobs) else NEVER
         if not cluster.events or arrives <= cluster.events[0][0]:
@@ -136,31 +142,18 @@ def serve(
             if upcoming < len(jobs) and jobs[upcoming].request.arrival_s <= state.now_s:
                 continue  # all that come at once are decided about together
         else:
-            time_s, _, what, job, version = heapq.heappop(cluster.events)
-            if not cluster.is_due(job, version):
+            event = cluster.next_event()
+            if event is None:
                 continue
-            state.now_s = time_s
+            what, job = event
             assert job.block is not None
-            block = job.block
-            cluster.rank_s += block.degree * (time_s - began.pop(job.number, time_s))
             if what == "recalled":
                 state.wait(job)
-            elif what == "steps" and block.degree > 1 and job.request.once_s:
-                state.release(block)
-                one = Block(block.first, 1)
-                state.take(one)
-                state.running[one] = job
-                job.block, job.left, job.free_s = one, 0, time_s + job.request.once_s
-                job.boundary_s = job.free_s
-                began[job.number] = time_s
-                cluster.push(job.free_s, "steps", job)
             else:
-                state.release(block)
-                end[job.number] = time_s
-        for job in state.running.values():
-            if job.left:
-                cluster.look(job)
+                state.release(job.block)
+                if job.block.degree > 1 and job.request.once_s:
+                    cluster.finish(job)
+                else:
+                    end[job.number] = state.now_s
         policy.decide(state, cluster)
-        for job in state.running.values():
-            began.setdefault(job.number, state.now_s)
     return Served(requests, end, num_ranks, cluster.rank_s, cluster.num_moves)
