@@ -35,8 +35,8 @@ def _work(options: TrainOptions, device: "torch.device") -> dict[str, Any]:
     with stop_asked() as is_stopping:
         job = TrainingRun(options, device, is_stopping)
         first, last = job.done, job.num_steps
-        if job.rank == 0:
-            _show(*job.data_lines)
+        if job.rank == 0 and job.data_lines:
+            print(*job.data_lines, sep="\n", flush=True)
         with progress("training", last, done=first) as advance:
 
             def on_step(record: dict[str, Any]) -> None:
@@ -62,11 +62,6 @@ def _finish(result: dict[str, Any]) -> None:
             lines.append(f"stopped after step {done}: go on with --resume")
         loss = "loss {:.6f} to {:.6f}".format(*losses)
         lines.append(f"steps {first + 1} to {done} of {last}, {loss}")
-    _show(*lines)
+    print(*lines, sep="\n")
     checkpoint = Path(result["checkpoint"])
     saved(Console(), checkpoint, checkpoint.with_name("metrics.jsonl"))
-
-
-def _show(*lines: str) -> None:
-    if lines:
-        print(*lines, sep="\n", flush=True)
