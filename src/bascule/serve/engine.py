@@ -1,9 +1,10 @@
 """The engine of a server: requests of one pipeline run on blocks of ranks, and change them.
 
 Every rank runs one request at a time, through the pipeline as it is. Between two steps the ranks of
-a block learn from the first of them how to go on. A rank that joins makes the same call, with
-zeros in place of what the transformer gave in the steps before, and takes latents, scheduler and
-random states over when these steps are done. A rank that leaves ends its call by an exception.
+a block learn from the first of them how to go on. A rank that joins makes the same call, with zeros
+in place of what the transformer gave in the steps before, and takes over what the last of these
+steps gave, and the states of schedulers and generators. A rank that leaves ends its call by an
+exception.
 """
 
 import inspect
@@ -23,7 +24,7 @@ from bascule.arrays import Ints
 from bascule.comm.agree import agree
 from bascule.comm.failures import leave, shared, watch_of_world
 from bascule.comm.groups import member_of, new_group, resolve
-from bascule.comm.items import mapped
+from bascule.comm.items import leaves_of, mapped, rebuilt
 from bascule.diffusers.pipeline_run import (
     TRANSFORMERS,
     execution_device,
@@ -70,7 +71,8 @@ class _Run:
     encoded: list[Any] = field(default_factory=list[Any])  # by calls of encoders
     num_encoded: int = 0
     forms: dict[str, Any] = field(default_factory=dict[str, Any])  # of outputs, by transformer
-    has_copies: bool = False  # of the scheduler
+    schedulers: list[Any] = field(default_factory=list[Any])  # that took steps; some are copies
+    stepped: list[Any] = field(default_factory=list[Any])  # what they returned in this step
     since: float = 0.0
 
     @property
@@ -129,7 +131,7 @@ class Engine:
         for name in _ENCODERS:
             if hasattr(self._pipeline, name):
                 yield self._pipeline, name, self._encode
-        yield self._pipeline.scheduler, "step", self._step
+        yield self._pipeline.scheduler, "step", self._step  # of copies, too
 
     # --- the loop of a rank -----------------------------------------------------------------------
 
@@ -196,9 +198,10 @@ class Engine:
         def step_ends(_: Any, __: int, ___: Any, carried: dict[str, Any]) -> dict[str, Any]:
             run.num_done += 1
             if run.num_done == run.first_step:
-                return carried | self._join(run)
-            if run.num_done > run.first_step:
+                carried |= self._join(run)
+            elif run.num_done > run.first_step:
                 self._boundary(run, carried)
+            run.stepped.clear()
             return carried
 
         torch.manual_seed(run.seed)  # of what is drawn without the generator
@@ -259,9 +262,14 @@ class Engine:
         return torch.zeros(form["shape"], dtype=dtype, device=self._device)
 
     def _step(self, step: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._run is not None and step.args[0] is not self._pipeline.scheduler:
-            self._run.has_copies = True
-        return step(*args, **kwargs)
+        output, run, scheduler = step(*args, **kwargs), self._run, step.args[0]
+        if run is not None:
+            if run.state is not None and run.num_done + 1 == run.first_step:
+                output = rebuilt(output, iter(run.state["stepped"][len(run.stepped)]))
+            run.stepped.append(output)
+            if all(scheduler is not one for one in run.schedulers):
+                run.schedulers.append(scheduler)
+        return output
 
     # --- between two steps ------------------------------------------------------------------------
 
@@ -324,7 +332,8 @@ class Engine:
     def _join(self, run: _Run) -> dict[str, Any]:
         """Take over what the steps before left; return what the pipeline goes on with."""
         assert run.state is not None
-        vars(self._pipeline.scheduler).update(run.state["scheduler"])
+        for scheduler, state in zip(run.schedulers, run.state["schedulers"], strict=True):
+            vars(scheduler).update(state)
         set_random_states(self._device, [run.generator], run.state["random"])
         run.since = time.perf_counter()
         self._enter(run, waits=True)
@@ -371,20 +380,26 @@ class Engine:
 
     def _state(self, run: _Run, carried: Mapping[str, Any]) -> dict[str, Any]:
         """Return a request as another rank goes on with it."""
-        num_steps = self._num_steps
-        if run.has_copies or (num_steps is not None and run.num_done > num_steps):
-            what = "copies of its scheduler" if run.has_copies else "more loops than one"
+        if self._num_steps is not None and run.num_done > self._num_steps:
             raise ConfigError(
-                f"a {type(self._pipeline).__name__} takes steps with {what}, whose state cannot "
+                f"a {type(self._pipeline).__name__} denoises in several loops, whose results cannot "
                 "travel: leave such requests where they start"
             )
-        scheduler = vars(self._pipeline.scheduler).items()
+        there = {id(x) for x in leaves_of([run.encoded, run.stepped])}  # with those who join
         state = {
             "step": run.num_done,
             "encoded": run.encoded,
             "forms": run.forms,
-            "carried": {name: value for name, value in carried.items() if value is not None},
-            "scheduler": {name: value for name, value in scheduler if name != "_internal_dict"},
+            "carried": {
+                name: value
+                for name, value in carried.items()
+                if not there.issuperset(map(id, leaves_of(value)))
+            },
+            "stepped": [leaves_of(output) for output in run.stepped],
+            "schedulers": [
+                {name: value for name, value in vars(one).items() if name != "_internal_dict"}
+                for one in run.schedulers
+            ],
             "random": random_states(self._device, [run.generator]),
         }
         return {"id": run.id, "arguments": run.arguments, "seed": run.seed, "state": state}
