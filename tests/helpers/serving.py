@@ -50,7 +50,8 @@ class Served:
     @property
     def moves(self) -> list[tuple[int, int, int]]:
         """Steps done, first rank and degree of each move."""
-        return [(one.step, *one.block) for one in self.events if one.kind == "moved"]
+        moved = [one for one in self.events if one.kind == "moved"]
+        return [(one.step, one.block.first, one.block.degree) for one in moved]
 
 
 def pipeline_of(name: str, scheduler: str | None = None) -> Any:
@@ -126,7 +127,11 @@ def serve(make: Callable[[], Any], scenes: list[dict[str, Asked]]) -> dict[str, 
     torch.set_num_threads(1)
     pipeline = make()
     engine = Engine(pipeline)
-    gates, served, errors = Gates(engine, pipeline.scheduler), dict[str, Served](), list[Exception]()
+    gates, served, errors = (
+        Gates(engine, pipeline.scheduler),
+        dict[str, Served](),
+        list[Exception](),
+    )
 
     def schedule(controller: Controller) -> None:
         try:

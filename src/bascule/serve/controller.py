@@ -4,7 +4,7 @@ import queue
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ class _Record:
     """A request that has not ended."""
 
     block: Block  # that computes it, or did before it was paused
+    last: Event | None = None
     ticket: Ticket | None = None  # of its state, while it is paused
     order: str = ""  # that it is to follow at the next end of a step
     is_cancelled: bool = False  # after that
@@ -130,7 +131,8 @@ class Controller:
         facts = {name: message[name] for name in ("step", "num_steps", "seconds")}
         facts |= {"reason": message.get("reason", ""), "output": output}
         with self._lock:
-            self.events.put(Event(what, request_id, now, block, **facts))
+            self._records[request_id].last = event = Event(what, request_id, now, block, **facts)
+            self.events.put(event)
             if what != "step":
                 self._note(request_id, what, block, ticket)
 
@@ -169,8 +171,8 @@ class Controller:
         record = self._records[request_id]
         if record.ticket is not None:
             self._post.drop(self._mail, record.ticket)
-            now, block = time.monotonic(), record.block
-            self.events.put(Event("cancelled", request_id, now, block))
+            assert record.last is not None  # that it is paused
+            self.events.put(replace(record.last, kind="cancelled", time=time.monotonic()))
             del self._records[request_id]
         elif record.order:
             record.is_cancelled = True

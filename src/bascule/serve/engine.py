@@ -35,10 +35,8 @@ from bascule.diffusers.request import Request, agree_on, models_of
 from bascule.diffusers.split_model import SplitModel
 from bascule.diffusers.tables import table_of
 from bascule.errors import CommError, ConfigError
-from bascule.serve.blocks import Block as Block
-from bascule.serve.blocks import Event as Event
-from bascule.serve.blocks import places_of
-from bascule.serve.controller import Controller as Controller
+from bascule.serve.blocks import Block, places_of
+from bascule.serve.controller import Controller
 from bascule.serve.post import Message, Post, Ticket
 from bascule.stand_in import Override
 
@@ -382,8 +380,8 @@ class Engine:
         """Return a request as another rank goes on with it."""
         if self._num_steps is not None and run.num_done > self._num_steps:
             raise ConfigError(
-                f"a {type(self._pipeline).__name__} denoises in several loops, whose results cannot "
-                "travel: leave such requests where they start"
+                f"a {type(self._pipeline).__name__} denoises in several loops, whose results do "
+                "not travel: leave such requests where they start"
             )
         there = {id(x) for x in leaves_of([run.encoded, run.stepped])}  # with those who join
         state = {
@@ -396,10 +394,7 @@ class Engine:
                 if not there.issuperset(map(id, leaves_of(value)))
             },
             "stepped": [leaves_of(output) for output in run.stepped],
-            "schedulers": [
-                {name: value for name, value in vars(one).items() if name != "_internal_dict"}
-                for one in run.schedulers
-            ],
+            "schedulers": [_state_of(one) for one in run.schedulers],
             "random": random_states(self._device, [run.generator]),
         }
         return {"id": run.id, "arguments": run.arguments, "seed": run.seed, "state": state}
@@ -433,6 +428,16 @@ def _request_of(pipeline: Any) -> Request:
             "other requests: call disable_cache()"
         )
     return Request(models=models, tables=[table_of(model, None) for model in models])
+
+
+def _state_of(scheduler: Any) -> dict[str, Any]:
+    """Return all that a scheduler keeps, without its configuration and functions of others."""
+    kept = vars(scheduler).items()
+    return {
+        name: value
+        for name, value in kept
+        if name != "_internal_dict" and not inspect.isroutine(value)
+    }
 
 
 def _form_of(output: Tensor) -> dict[str, Any]:
