@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
 
 from bascule.generate import tiny
 from bascule.serve import Block, Controller, Engine, Event
-from bascule.stand_in import Override
 
 Script = dict[int | str, tuple[Any, ...]]
 
@@ -76,31 +74,7 @@ def values_of(output: Any) -> Tensor:
     return torch.as_tensor(np.array(output)) / 255
 
 
-class Gates:
-    """Let a request begin a step when the test has seen the step before, and its order has come.
-
-    So orders are followed one step after the one that a script names, however slow the machine is.
-    """
-
-    def __init__(self, engine: Engine, scheduler: Any) -> None:
-        job: Any = c10d._get_default_store()
-        self._store, self._engine = job.clone(), engine
-        Override(scheduler, "step", self._step, with_copies=True)
-
-    def open(self, request_id: str, step: int, *, has_order: bool) -> None:
-        self._store.set(f"{request_id} {step}", str(has_order))
-
-    def _step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        run, engine = self._engine._run, self._engine
-        if run is not None:
-            has_order = self._store.get(f"{run.id} {run.num_done}") == b"True"
-            if has_order and run.num_done >= run.first_step and run.block.first == engine._rank:
-                while engine._post.inbox.empty():
-                    threading.Event().wait(0.001)
-        return step(*args, **kwargs)
-
-
-def play(controller: Controller, gates: Gates, asked: dict[str, Asked]) -> dict[str, Served]:
+def play(controller: Controller, asked: dict[str, Asked]) -> dict[str, Served]:
     """Start requests, give the orders of their scripts, and return what happened."""
     served = {name: Served([]) for name in asked}
     for seed, (name, one) in enumerate(asked.items()):
@@ -114,8 +88,8 @@ def play(controller: Controller, gates: Gates, asked: dict[str, Asked]) -> dict[
         order = script.get(event.step if event.kind == "step" else event.kind)
         if order is not None:
             getattr(controller, order[0])(event.request_id, *order[1:])
-        if event.kind == "step":
-            gates.open(event.request_id, event.step, has_order=order is not None)
+        elif event.kind == "step":
+            controller.go_on(event)
         elif event.kind in ENDS:
             left.remove(event.request_id)
     assert controller.free_ranks == list(range(controller.num_ranks))
@@ -125,23 +99,15 @@ def play(controller: Controller, gates: Gates, asked: dict[str, Asked]) -> dict[
 def serve(make: Callable[[], Any], scenes: list[dict[str, Asked]]) -> dict[str, Served]:
     """Play scenes one after the other, on all ranks; rank 0 returns what happened."""
     torch.set_num_threads(1)
-    pipeline = make()
-    engine = Engine(pipeline)
-    gates, served, errors = (
-        Gates(engine, pipeline.scheduler),
-        dict[str, Served](),
-        list[Exception](),
-    )
+    engine = Engine(make(), answer_s=100.0)
+    served, errors = dict[str, Served](), list[Exception]()
 
     def schedule(controller: Controller) -> None:
         try:
             for asked in scenes:
-                served.update(play(controller, gates, asked))
+                served.update(play(controller, asked))
         except Exception as error:
             errors.append(error)
-            for name in {name for asked in scenes for name in asked}:
-                for step in range(100):
-                    gates.open(name, step, has_order=False)
         controller.close()
 
     controller = engine.controller

@@ -80,12 +80,18 @@ class Controller:
             self._records[request_id] = _Record(block)
 
     def move(self, request_id: str, block: Block) -> None:
-        """Let a request go on on other ranks, all its own or free, from the next step on."""
+        """Let a request go on with other ranks, all of them its own or free, after its step."""
         with self._lock:
             self._running(request_id)
             block = self._free(request_id, block)
             self._order(request_id, "move", block)
             self._take(request_id, block)
+
+    def go_on(self, event: Event) -> None:
+        """Answer the event of a step: the request goes on as it is."""
+        facts = {"id": event.request_id, "action": "go on", "step": event.step}
+        with self._lock:
+            self._mail.send(event.block.first, "order", **facts)
 
     def pause(self, request_id: str) -> None:
         """Stop a request after its step; the rank that led it keeps its state."""

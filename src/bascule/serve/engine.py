@@ -35,6 +35,7 @@ from bascule.diffusers.request import Request, agree_on, models_of
 from bascule.diffusers.split_model import SplitModel
 from bascule.diffusers.tables import table_of
 from bascule.errors import CommError, ConfigError
+from bascule.plan.checks import number
 from bascule.serve.blocks import Block, places_of
 from bascule.serve.controller import Controller
 from bascule.serve.post import Message, Post, Ticket
@@ -42,7 +43,7 @@ from bascule.stand_in import Override
 
 _ENCODERS = "encode_prompt", "encode_image"  # methods of pipelines; what they return travels
 _GO_ON, _MOVE, _PAUSE, _CANCEL = range(4)
-_ACTIONS = {"move": _MOVE, "pause": _PAUSE, "cancel": _CANCEL}
+_ACTIONS = {"go on": _GO_ON, "move": _MOVE, "pause": _PAUSE, "cancel": _CANCEL}
 
 
 class _Left(Exception):  # noqa: N818 - no error
@@ -89,6 +90,8 @@ class Engine:
     Args:
         pipeline: On the device of this rank, with the same weights on all of them.
         timeout_s: Longest wait of a rank for another one of its block.
+        answer_s: Longest wait of a block, when a step has ended, for an order or `go_on`. Without,
+            an order is followed when the step ends that runs when it comes.
 
     Raises:
         ConfigError: A pipeline without a callback after each step, or with a cache of steps; or no
@@ -97,9 +100,10 @@ class Engine:
     """
 
     @shared("the start of bascule serve")
-    def __init__(self, pipeline: Any, *, timeout_s: float = 600.0) -> None:
+    def __init__(self, pipeline: Any, *, timeout_s: float = 600.0, answer_s: float = 0.0) -> None:
         world = member_of(resolve(None), "world")
         request = agree_on(world if world.size > 1 else None, lambda: _request_of(pipeline))
+        self._answer_s = number("answer_s", answer_s)
         self._pipeline, self._rank, every = pipeline, world.rank, range(world.size)
         pipeline.set_progress_bar_config(disable=True)
         self._device = execution_device(pipeline, request.models[0])
@@ -162,8 +166,9 @@ class Engine:
             if self.controller is not None:
                 self.controller.end(reason)
 
-    def _take(self, *, waits: bool = True) -> Message:
-        message = self._post.inbox.get(block=waits)
+    def _take(self, wait_s: float | None = None) -> Message:
+        """Return the next message; Empty if there is none in this time."""
+        message = self._post.inbox.get(timeout=wait_s)
         if message["kind"] == "over":
             self._is_over = True
             raise CommError(f"bascule serve has ended: {message['reason']}")
@@ -290,12 +295,11 @@ class Engine:
 
     def _decide(self, run: _Run, carried: Mapping[str, Any]) -> tuple[Ints, Ticket | None]:
         """Return action and block, and where the state is that others need."""
-        action, block, ticket = _GO_ON, run.block, None
+        order, block, ticket = self._order(run), run.block, None
+        action = _ACTIONS[order["action"]]
+        if action == _MOVE:
+            block = Block(*order["block"])
         is_last = run.num_done > 0 and run.num_done == self._num_steps
-        for order in self._orders(run):
-            action = _ACTIONS[order["action"]]
-            if action == _MOVE:
-                block = Block(*order["block"])
         if is_last and action in (_GO_ON, _MOVE):  # one rank decodes
             block = Block(block.first, 1)
             action = _GO_ON if block == run.block else _MOVE
@@ -307,13 +311,16 @@ class Engine:
                 action, block = _GO_ON, run.block
         return np.array([action, *block], np.int64), ticket
 
-    def _orders(self, run: _Run) -> Iterator[Message]:
-        """Yield orders for a request, and leave out late ones for others."""
+    def _order(self, run: _Run) -> Message:
+        """Return what the controller wants of a request now, leaving out what comes late."""
+        deadline = time.monotonic() + self._answer_s
         with suppress(Empty):
             while True:
-                message = self._take(waits=False)
-                if message["kind"] == "order" and message["id"] == run.id:
-                    yield message
+                order = self._take(max(0.0, deadline - time.monotonic()))
+                if order["kind"] == "order" and order["id"] == run.id:
+                    if order.get("step", run.num_done) == run.num_done:
+                        return order
+        return {"action": "go on"}
 
     def _move(self, run: _Run, block: Block, ticket: Ticket | None) -> None:
         old = run.block
