@@ -22,10 +22,22 @@ NEVER = float("inf")
 
 
 class Block(NamedTuple):
-    """An aligned run of ranks."""
+    """Ranks `first`, `first` + 1, ..: a power of two of them, from a multiple of it on.
+
+    So two blocks have no rank in common, or one lies within the other. The first rank leads.
+    """
 
     first: int
-    degree: int  # ranks, a power of two
+    degree: int
+
+    @property
+    def ranks(self) -> range:
+        """Its ranks, the leader first."""
+        return range(self.first, self.first + self.degree)
+
+    def __str__(self) -> str:
+        last = self.first + self.degree - 1
+        return f"rank {last}" if self.degree == 1 else f"ranks {self.first} to {last}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,221 @@
+"""The orders that rank 0 gives the ranks of an engine, and the news it gets."""
+
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from bascule.errors import ConfigError
+from bascule.serve.blocks import Block, Event, check_block
+from bascule.serve.post import Mail, Message, Post, Ticket
+
+_HOST = torch.device("cpu")
+_OURS = "generator", "callback_on_step_end", "callback_on_step_end_tensor_inputs", "return_dict"
+_ENDS = "cancelled", "done", "failed"
+_LEAVES = "paused", *_ENDS
+
+
+@dataclass(slots=True)
+class _Record:
+    """A request that has not ended."""
+
+    block: Block  # that computes it, or did before it was paused
+    last: Event | None = None
+    ticket: Ticket | None = None  # of its state, while it is paused
+    order: str = ""  # that it is to follow at the next end of a step
+    is_cancelled: bool = False  # after that
+
+
+class Controller:
+    """Starts requests and moves them between blocks of ranks; any thread of rank 0 may call it.
+
+    Orders return at once. The ranks follow them when their step ends, and `events` has what they
+    did. A request has one order at a time, and a rank one request.
+
+    Attributes:
+        events: `Event`s in the order in which they became known.
+    """
+
+    def __init__(self, post: Post, num_ranks: int) -> None:
+        self._post, self._mail, self.num_ranks = post, post.mail(), num_ranks
+        self.events = queue.SimpleQueue[Event]()
+        self._lock = threading.Lock()
+        self._records: dict[str, _Record] = {}
+        self._users: dict[int, str] = {}  # ids of requests, by rank
+        self._is_closed = False
+        post.on_event = self._handle
+
+    @property
+    def free_ranks(self) -> list[int]:
+        """Ranks that no request has, or is to get."""
+        with self._lock:
+            return [rank for rank in range(self.num_ranks) if rank not in self._users]
+
+    def start(self, request_id: str, arguments: Mapping[str, Any], seed: int, block: Block) -> None:
+        """Start a request.
+
+        Args:
+            request_id: Unlike those of all requests that have not ended.
+            arguments: Of the pipeline: numbers, texts, arrays, tensors and images of PIL.
+            seed: Of its noise.
+            block: Ranks that are free.
+
+        Raises:
+            ConfigError: A rank is taken, an argument is the engine's, or cannot travel.
+        """
+        ours = [name for name in _OURS if name in arguments]
+        if ours:
+            raise ConfigError(f"request {request_id!r}: {ours[0]} is the engine's: leave it out")
+        item = {"id": request_id, "arguments": dict(arguments), "seed": seed, "state": None}
+        with self._lock:
+            self._open()
+            if request_id in self._records:
+                raise ConfigError(f"request {request_id!r} has not ended: give another id")
+            block = self._free(request_id, block)
+            self._run(request_id, block, self._post.keep(item))
+            self._records[request_id] = _Record(block)
+
+    def move(self, request_id: str, block: Block) -> None:
+        """Let a request go on with other ranks, all of them its own or free, after its step."""
+        with self._lock:
+            self._running(request_id)
+            block = self._free(request_id, block)
+            self._order(request_id, "move", block)
+            self._take(request_id, block)
+
+    def go_on(self, event: Event) -> None:
+        """Answer the event of a step: the request goes on as it is."""
+        facts = {"id": event.request_id, "action": "go on", "step": event.step}
+        with self._lock:
+            self._mail.send(event.block.first, "order", **facts)
+
+    def pause(self, request_id: str) -> None:
+        """Stop a request after its step; the rank that led it keeps its state."""
+        with self._lock:
+            self._running(request_id)
+            self._order(request_id, "pause")
+
+    def resume(self, request_id: str, block: Block) -> None:
+        """Let a paused request go on, on free ranks."""
+        with self._lock:
+            self._open()
+            record = self._record(request_id)
+            if record.ticket is None:
+                raise ConfigError(f"request {request_id!r} is not paused: wait for its event")
+            block = self._free(request_id, block)
+            self._run(request_id, block, record.ticket)
+            record.block, record.ticket = block, None
+
+    def cancel(self, request_id: str) -> None:
+        """End a request after its step."""
+        with self._lock:
+            self._record(request_id)
+            self._cancel(request_id)
+
+    def close(self) -> None:
+        """End all requests after their steps, and then `run` on all ranks."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                for request_id in list(self._records):
+                    self._cancel(request_id)
+                self._stop()
+
+    # --- news, in the thread of the post ----------------------------------------------------------
+
+    def _handle(self, mail: Mail, message: Message) -> None:
+        now, what, request_id = time.monotonic(), message["what"], message["id"]
+        ticket = Ticket(*message["ticket"]) if message.get("ticket") else None
+        output, block = None, Block(*message["block"])
+        if what == "done" and ticket is not None:
+            output = self._post.fetch(mail, ticket, _HOST, "result")
+            self._post.drop(mail, ticket)
+        facts = {name: message[name] for name in ("step", "num_steps", "seconds")}
+        facts |= {"reason": message.get("reason", ""), "output": output}
+        with self._lock:
+            self._records[request_id].last = event = Event(what, request_id, now, block, **facts)
+            self.events.put(event)
+            if what != "step":
+                self._note(request_id, what, block, ticket)
+
+    def _note(self, request_id: str, what: str, block: Block, ticket: Ticket | None) -> None:
+        record = self._records[request_id]
+        record.block, record.order, record.ticket = block, "", ticket
+        kept = () if what in _LEAVES else block.ranks
+        users = self._users.items()
+        self._users = {rank: one for rank, one in users if one != request_id or rank in kept}
+        if what in _ENDS:
+            del self._records[request_id]
+            self._stop()
+        elif record.is_cancelled:
+            self._cancel(request_id)
+
+    def end(self, reason: str) -> None:
+        """Report that the engine has ended."""
+        with self._lock:
+            self._is_closed = True
+            block = Block(0, self.num_ranks)
+            self.events.put(Event("ended", "", time.monotonic(), block, reason=reason))
+
+    # --- with the lock ----------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        if self._is_closed:
+            raise ConfigError("the engine is closed: make another one")
+
+    def _stop(self) -> None:
+        """Stop all ranks if the engine is closed and no request is left."""
+        if self._is_closed and not self._records:
+            for rank in range(self.num_ranks):
+                self._mail.send(rank, "stop")
+
+    def _cancel(self, request_id: str) -> None:
+        record = self._records[request_id]
+        if record.ticket is not None:
+            self._post.drop(self._mail, record.ticket)
+            assert record.last is not None  # that it is paused
+            self.events.put(replace(record.last, kind="cancelled", time=time.monotonic()))
+            del self._records[request_id]
+        elif record.order:
+            record.is_cancelled = True
+        else:
+            self._order(request_id, "cancel")
+
+    def _record(self, request_id: str) -> _Record:
+        if request_id not in self._records:
+            raise ConfigError(f"request {request_id!r} is not known, or has ended")
+        return self._records[request_id]
+
+    def _running(self, request_id: str) -> None:
+        record = self._record(request_id)
+        if record.ticket is not None:
+            raise ConfigError(f"request {request_id!r} is paused: resume it")
+        if record.order:
+            raise ConfigError(
+                f"request {request_id!r} is to {record.order} first: wait for that event"
+            )
+
+    def _free(self, request_id: str, block: Block) -> Block:
+        """Return a block whose ranks are free or the request's own."""
+        block = check_block(block, self.num_ranks)
+        for rank in block.ranks:
+            if (user := self._users.get(rank, request_id)) != request_id:
+                raise ConfigError(f"rank {rank} has request {user!r}: move or pause that one first")
+        return block
+
+    def _take(self, request_id: str, block: Block) -> None:
+        self._users |= dict.fromkeys(block.ranks, request_id)
+
+    def _run(self, request_id: str, block: Block, ticket: Ticket) -> None:
+        self._take(request_id, block)
+        for rank in block.ranks:
+            self._mail.send(rank, "run", id=request_id, ticket=ticket, block=block)
+
+    def _order(self, request_id: str, action: str, block: Block | None = None) -> None:
+        record = self._records[request_id]
+        record.order = action
+        self._mail.send(record.block.first, "order", id=request_id, action=action, block=block)

@@ -1,0 +1,451 @@
+"""The engine of a server: requests of one pipeline run on blocks of ranks, and change them.
+
+Every rank runs one request at a time, through the pipeline as it is. Between two steps the ranks of
+a block learn from the first of them how to go on. A rank that joins makes the same call, with zeros
+in place of what the transformer gave in the steps before, and takes over what the last of these
+steps gave, and the states of schedulers and generators. A rank that leaves ends its call by an
+exception.
+"""
+
+import inspect
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from queue import Empty
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bascule.arrays import Ints
+from bascule.comm.agree import agree
+from bascule.comm.failures import leave, shared, watch_of_world
+from bascule.comm.groups import member_of, new_group, resolve
+from bascule.comm.items import leaves_of, mapped, rebuilt
+from bascule.diffusers.pipeline_run import (
+    TRANSFORMERS,
+    execution_device,
+    random_states,
+    set_random_states,
+)
+from bascule.diffusers.request import Request, agree_on, models_of
+from bascule.diffusers.split_model import SplitModel
+from bascule.diffusers.tables import table_of
+from bascule.errors import CommError, ConfigError
+from bascule.plan.checks import number
+from bascule.serve.blocks import Block, places_of
+from bascule.serve.controller import Controller
+from bascule.serve.post import Message, Post, Ticket
+from bascule.stand_in import Override
+
+_ENCODERS = "encode_prompt", "encode_image"  # methods of pipelines; what they return travels
+_GO_ON, _MOVE, _PAUSE, _CANCEL = range(4)
+_ACTIONS = {"go on": _GO_ON, "move": _MOVE, "pause": _PAUSE, "cancel": _CANCEL}
+
+
+class _Left(Exception):  # noqa: N818 - no error
+    """This rank leaves a request, which goes on elsewhere or ends."""
+
+
+class _Failed(Exception):  # noqa: N818 - noticed by all
+    """A request fails, as all of its ranks know."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """A request while this rank computes it."""
+
+    id: str
+    block: Block
+    ticket: Ticket | None  # of what it came from, until all ranks have it
+    arguments: dict[str, Any]
+    seed: int
+    state: dict[str, Any] | None  # of the steps before this rank joined; None if it is new
+    generator: torch.Generator = field(default_factory=torch.Generator)
+    num_done: int = 0
+    is_begun: bool = False  # its transformer was called
+    encoded: list[Any] = field(default_factory=list[Any])  # by calls of encoders
+    num_encoded: int = 0
+    forms: dict[str, Any] = field(default_factory=dict[str, Any])  # of outputs, by transformer
+    schedulers: list[Any] = field(default_factory=list[Any])  # that took steps; some are copies
+    stepped: list[Any] = field(default_factory=list[Any])  # what they returned in this step
+    since: float = 0.0
+
+    @property
+    def first_step(self) -> int:
+        """Steps that were done when this rank joined."""
+        return 0 if self.state is None else self.state["step"]
+
+
+class Engine:
+    """Runs requests of a pipeline on blocks of ranks; all ranks of the job make and run it.
+
+    Transformers are split by their tables. The prompts of a request are encoded by the ranks that
+    start it, and its output is decoded by the first rank alone, as the others leave after the last
+    step. `controller`, on rank 0, starts and moves requests.
+
+    Args:
+        pipeline: On the device of this rank, with the same weights on all of them.
+        timeout_s: Longest wait of a rank for another one of its block.
+        answer_s: Longest wait of a block, when a step has ended, for an order or `go_on`. Without,
+            an order is followed when the step ends that runs when it comes.
+
+    Raises:
+        ConfigError: A pipeline without a callback after each step, or with a cache of steps; or no
+            split table fits.
+        CommError: The weights of ranks differ.
+    """
+
+    @shared("the start of bascule serve")
+    def __init__(self, pipeline: Any, *, timeout_s: float = 600.0, answer_s: float = 0.0) -> None:
+        world = member_of(resolve(None), "world")
+        request = agree_on(world if world.size > 1 else None, lambda: _request_of(pipeline))
+        self._answer_s = number("answer_s", answer_s)
+        self._pipeline, self._rank, every = pipeline, world.rank, range(world.size)
+        pipeline.set_progress_bar_config(disable=True)
+        self._device = execution_device(pipeline, request.models[0])
+        self._control = new_group(every, "serve", timeout_s, backend="gloo")
+        attending = new_group(every, "serve attention", timeout_s)
+        configs: list[Any] = [getattr(model, "config", None) for model in request.models]
+        num_heads = min(getattr(one, "num_attention_heads", None) or 1 for one in configs)
+        self._places = places_of(self._control, attending, num_heads)
+        self._post = Post(new_group(every, "serve post", timeout_s, backend="gloo"))
+        self._mail, self._is_over = self._post.mail(), False
+        self._run: _Run | None = None
+        self.controller = Controller(self._post, world.size) if self._rank == 0 else None
+        mesh = self._places[Block(self._rank, 1)].mesh
+        pairs = zip(request.models, request.tables, strict=True)
+        self._parts = [SplitModel(model, table, mesh) for model, table in pairs]
+        self._undo = ExitStack()
+        for part in self._parts:
+            self._undo.callback(part.remove)
+        for owner, name, around in self._overrides():
+            with_copies = name == "step"
+            self._undo.callback(Override(owner, name, around, with_copies=with_copies).remove)
+
+    def _overrides(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+        for name in TRANSFORMERS:
+            if isinstance(model := getattr(self._pipeline, name, None), nn.Module):
+                yield model, "__call__", partial(self._transform, name)
+        for name in _ENCODERS:
+            if hasattr(self._pipeline, name):
+                yield self._pipeline, name, self._encode
+        yield self._pipeline.scheduler, "step", self._step  # of copies, too
+
+    # --- the loop of a rank -----------------------------------------------------------------------
+
+    @shared("bascule serve")
+    def run(self) -> None:
+        """Run what the controller orders, until it closes; call it in the main thread.
+
+        Raises:
+            CommError: A rank is gone, or failed where others wait for it.
+        """
+        reason = ""
+        try:
+            with torch.inference_mode():
+                while (message := self._take())["kind"] != "stop":
+                    if message["kind"] == "run":
+                        self._serve(message)
+            agree(self._control, {}, what="the end of bascule serve")  # all news is on its way
+            if self._rank == 0:
+                self._post.end(self._mail)
+            agree(self._control, {}, what="the end of bascule serve")  # and has arrived
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"
+            with suppress(RuntimeError):  # the store is gone
+                for rank in range(self._control.size):
+                    self._mail.send(rank, "over", reason=reason)
+            raise
+        finally:
+            self._undo.close()
+            self._post.end(self._mail)
+            if self.controller is not None:
+                self.controller.end(reason)
+
+    def _take(self, wait_s: float | None = None) -> Message:
+        """Return the next message; Empty if there is none in this time."""
+        message = self._post.inbox.get(timeout=wait_s)
+        if message["kind"] == "over":
+            self._is_over = True
+            raise CommError(f"bascule serve has ended: {message['reason']}")
+        return message
+
+    def _serve(self, message: Message) -> None:
+        """Run a request until it ends or leaves this rank."""
+        ticket = Ticket(*message["ticket"])
+        item = self._post.fetch(self._mail, ticket, self._device)
+        run = _Run(block=Block(*message["block"]), ticket=ticket, **item)
+        run.encoded = [] if run.state is None else run.state["encoded"]
+        run.forms = {} if run.state is None else run.state["forms"]
+        self._use(run.block)
+        self._run = run
+        try:
+            output = self._call(run)
+            if run.block.degree > 1:  # the pipeline does not say how many steps there are
+                self._meet(run)
+            if run.block.first == self._rank:
+                self._synchronize()
+                self._report(run, "done", ticket=self._post.keep(output))
+        except _Left:
+            pass
+        except Exception as error:  # pipelines refuse sizes and texts in their own ways
+            self._fail(run, error)
+        finally:
+            self._run = None
+
+    def _call(self, run: _Run) -> Any:
+        def step_ends(_: Any, __: int, ___: Any, carried: dict[str, Any]) -> dict[str, Any]:
+            run.num_done += 1
+            if run.num_done == run.first_step:
+                carried |= self._join(run)
+            elif run.num_done > run.first_step:
+                self._boundary(run, carried)
+            run.stepped.clear()
+            return carried
+
+        torch.manual_seed(run.seed)  # of what is drawn without the generator
+        run.since = time.perf_counter()
+        return self._pipeline(
+            **run.arguments,
+            generator=run.generator.manual_seed(run.seed),
+            callback_on_step_end=step_ends,
+            callback_on_step_end_tensor_inputs=self._pipeline._callback_tensor_inputs,
+            return_dict=False,
+        )[0]
+
+    def _fail(self, run: _Run, error: Exception) -> None:
+        """End a request on all ranks of its block; raises if they do not come to know of it."""
+        if self._is_over:
+            raise error
+        reason = str(error) if isinstance(error, _Failed) else f"{type(error).__name__}: {error}"
+        if not isinstance(error, _Failed):
+            if run.block.degree > 1:
+                leave(error, f"request {run.id!r}")
+            with suppress(_Failed):
+                self._meet(run, error=error)
+        watch_of_world().forget()  # the ranks go on: no note stays
+        if run.block.first == self._rank:
+            self._report(run, "failed", reason=reason)
+            self._release(run)
+
+    # --- in place of methods of the pipeline ------------------------------------------------------
+
+    def _encode(self, encode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        run = self._run
+        if run is None:
+            return encode(*args, **kwargs)
+        run.num_encoded += 1
+        if run.num_encoded > len(run.encoded):
+            run.encoded.append(encode(*args, **kwargs))
+        return run.encoded[run.num_encoded - 1]
+
+    def _transform(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        run = self._run
+        if run is None:
+            return call(*args, **kwargs)
+        if not run.is_begun:
+            run.is_begun = True
+            if run.state is None:
+                self._boundary(run, {})
+            elif run.first_step == 0:
+                self._join(run)
+        if run.num_done < run.first_step:
+            return mapped(run.forms[name], self._zeros, lambda nest: isinstance(nest, dict))
+        output = call(*args, **kwargs)
+        if name not in run.forms:
+            run.forms[name] = mapped(output, _form_of)
+        return output
+
+    def _zeros(self, form: Mapping[str, Any]) -> Tensor:
+        dtype = getattr(torch, form["dtype"])
+        return torch.zeros(form["shape"], dtype=dtype, device=self._device)
+
+    def _step(self, step: Any, *args: Any, **kwargs: Any) -> Any:
+        output, run, scheduler = step(*args, **kwargs), self._run, step.args[0]
+        if run is not None:
+            if run.state is not None and run.num_done + 1 == run.first_step:
+                output = rebuilt(output, iter(run.state["stepped"][len(run.stepped)]))
+            run.stepped.append(output)
+            if all(scheduler is not one for one in run.schedulers):
+                run.schedulers.append(scheduler)
+        return output
+
+    # --- between two steps ------------------------------------------------------------------------
+
+    def _boundary(self, run: _Run, carried: Mapping[str, Any]) -> None:
+        """Go on, go on on other ranks, or end here, as the first rank of the block says."""
+        decision, ticket = np.zeros(3, np.int64), None
+        if run.block.first == self._rank:
+            self._synchronize()
+            self._report(run, "step")
+            decision, ticket = self._decide(run, carried)
+        action, first, degree = self._meet(run, decision).tolist()
+        self._release(run)
+        if action == _MOVE:
+            self._move(run, Block(first, degree), ticket)
+        elif action != _GO_ON:
+            if run.block.first == self._rank:
+                self._report(run, "paused" if action == _PAUSE else "cancelled", ticket=ticket)
+            raise _Left
+        run.since = time.perf_counter()
+
+    def _decide(self, run: _Run, carried: Mapping[str, Any]) -> tuple[Ints, Ticket | None]:
+        """Return action and block, and where the state is that others need."""
+        order, block, ticket = self._order(run), run.block, None
+        action = _ACTIONS[order["action"]]
+        if action == _MOVE:
+            block = Block(*order["block"])
+        is_last = run.num_done > 0 and run.num_done == self._num_steps
+        if is_last and action in (_GO_ON, _MOVE):  # one rank decodes
+            block = Block(block.first, 1)
+            action = _GO_ON if block == run.block else _MOVE
+        if action == _PAUSE or (action == _MOVE and set(block.ranks) - set(run.block.ranks)):
+            try:
+                ticket = self._post.keep(self._state(run, carried))
+            except ConfigError as error:
+                self._report(run, "refused", reason=str(error))
+                action, block = _GO_ON, run.block
+        return np.array([action, *block], np.int64), ticket
+
+    def _order(self, run: _Run) -> Message:
+        """Return what the controller wants of a request now, leaving out what comes late."""
+        deadline = time.monotonic() + self._answer_s
+        with suppress(Empty):
+            while True:
+                order = self._take(max(0.0, deadline - time.monotonic()))
+                if order["kind"] == "order" and order["id"] == run.id:
+                    if order.get("step", run.num_done) == run.num_done:
+                        return order
+        return {"action": "go on"}
+
+    def _move(self, run: _Run, block: Block, ticket: Ticket | None) -> None:
+        old = run.block
+        joining = sorted(set(block.ranks) - set(old.ranks))
+        if old.first == self._rank:
+            for rank in joining:
+                self._mail.send(rank, "run", id=run.id, ticket=ticket, block=block)
+        if self._rank not in block.ranks:
+            raise _Left
+        run.block, run.ticket = block, ticket
+        self._use(block)
+        self._enter(run, waits=bool(joining))
+
+    def _join(self, run: _Run) -> dict[str, Any]:
+        """Take over what the steps before left; return what the pipeline goes on with."""
+        assert run.state is not None
+        for scheduler, state in zip(run.schedulers, run.state["schedulers"], strict=True):
+            vars(scheduler).update(state)
+        set_random_states(self._device, [run.generator], run.state["random"])
+        run.since = time.perf_counter()
+        self._enter(run, waits=True)
+        return run.state["carried"]
+
+    def _enter(self, run: _Run, *, waits: bool) -> None:
+        """Begin to compute on a block, when all of its ranks have come."""
+        since = time.perf_counter()
+        if waits:
+            self._meet(run)
+        if run.block.first == self._rank:
+            self._report(run, "moved", seconds=time.perf_counter() - since)
+        self._release(run)
+        run.since = time.perf_counter()
+
+    def _meet(
+        self, run: _Run, decision: Ints | None = None, error: Exception | None = None
+    ) -> Ints:
+        """Return the decision of the block's first rank; _Failed on all ranks if one failed."""
+        own = np.zeros(0, np.int64) if decision is None else decision
+        control = self._places[run.block].control
+        if control is None:
+            if error is not None:
+                raise _Failed(str(error))
+            return own
+        try:
+            what = f"request {run.id!r}"
+            return agree(control, {}, error, what=what, values=own, capacity=3)[0]
+        except CommError as failed:
+            if control.calls.ended is not None:  # nor do the others come to know
+                raise
+            raise _Failed(str(failed).removeprefix("step 0, ")) from None
+
+    def _use(self, block: Block) -> None:
+        for part in self._parts:
+            part.mesh = self._places[block].mesh
+            part.inputs.restart()  # ranks that came late are compared with the others
+
+    def _release(self, run: _Run) -> None:
+        """Let the holder forget what all ranks of the block have fetched."""
+        if run.ticket is not None and run.block.first == self._rank:
+            self._post.drop(self._mail, run.ticket)
+        run.ticket = None
+
+    def _state(self, run: _Run, carried: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a request as another rank goes on with it."""
+        if self._num_steps is not None and run.num_done > self._num_steps:
+            raise ConfigError(
+                f"a {type(self._pipeline).__name__} denoises in several loops, whose results do "
+                "not travel: leave such requests where they start"
+            )
+        there = {id(x) for x in leaves_of([run.encoded, run.stepped])}  # with those who join
+        state = {
+            "step": run.num_done,
+            "encoded": run.encoded,
+            "forms": run.forms,
+            "carried": {
+                name: value
+                for name, value in carried.items()
+                if not there.issuperset(map(id, leaves_of(value)))
+            },
+            "stepped": [leaves_of(output) for output in run.stepped],
+            "schedulers": [_state_of(one) for one in run.schedulers],
+            "random": random_states(self._device, [run.generator]),
+        }
+        return {"id": run.id, "arguments": run.arguments, "seed": run.seed, "state": state}
+
+    @property
+    def _num_steps(self) -> int | None:
+        return getattr(self._pipeline, "num_timesteps", None)
+
+    def _synchronize(self) -> None:
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).synchronize(self._device)
+
+    def _report(self, run: _Run, what: str, **facts: Any) -> None:
+        facts = {"seconds": time.perf_counter() - run.since} | facts
+        facts |= {"step": run.num_done, "num_steps": self._num_steps if run.is_begun else None}
+        self._mail.send(0, "event", what=what, id=run.id, block=run.block, **facts)
+
+
+def _request_of(pipeline: Any) -> Request:
+    models = models_of(pipeline)
+    takes = inspect.signature(pipeline.__call__).parameters
+    name = type(pipeline).__name__
+    if "callback_on_step_end" not in takes:
+        raise ConfigError(
+            f"serve: a {name} calls nothing at the end of a step, so requests cannot change ranks "
+            "there: use a pipeline with callback_on_step_end"
+        )
+    if any(getattr(model, "is_cache_enabled", False) for model in models):
+        raise ConfigError(
+            f"serve: the transformer of this {name} has a cache of steps, which would be filled by "
+            "other requests: call disable_cache()"
+        )
+    return Request(models=models, tables=[table_of(model, None) for model in models])
+
+
+def _state_of(scheduler: Any) -> dict[str, Any]:
+    """Return all that a scheduler keeps, without its configuration and functions of others."""
+    kept = vars(scheduler).items()
+    return {
+        name: value
+        for name, value in kept
+        if name != "_internal_dict" and not inspect.isroutine(value)
+    }
+
+
+def _form_of(output: Tensor) -> dict[str, Any]:
+    return {"shape": list(output.shape), "dtype": str(output.dtype).removeprefix("torch.")}

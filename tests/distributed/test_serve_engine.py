@@ -1,0 +1,335 @@
+"""Requests on blocks of ranks: the outputs of one process, wherever their steps are computed."""
+
+import importlib
+import os
+import signal
+import threading
+from collections import Counter
+from contextlib import closing, suppress
+from functools import partial
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from bascule.errors import CommError, ConfigError
+from bascule.generate.tiny import TINY, TINY_WAN
+from bascule.serve import Block, Controller, Engine
+from bascule.serve.blocks import check_block
+from bascule.serve.post import pack, unpack
+from tests.helpers.pipeline_cases import PIPELINES, make_pipeline, prompt_of
+from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
+from tests.helpers.serving import ENDS, Asked, Script, Served, compared, pipeline_of, serve
+
+pytest.importorskip("diffusers")
+pytest.importorskip("transformers")
+
+RANKS, STEPS = 4, 6
+IMAGE = {"prompt": "a boat", "height": 64, "width": 48, "num_inference_steps": STEPS}
+LATENT = {**IMAGE, "output_type": "latent"}
+GUIDED = {**IMAGE, "negative_prompt": "fog", "true_cfg_scale": 3.0, "output_type": "np"}
+LARGE = {**LATENT, "height": 128, "width": 96}
+VIDEO = {**IMAGE, "height": 32, "num_frames": 5}  # two branches of guidance
+SCHEDULERS = "DPMSolverMultistepScheduler", "UniPCMultistepScheduler"
+# One calls nothing at the end of a step, the other has no split table.
+OTHERS = [one for kind in PIPELINES.values() for one in kind if one not in ("dit", "ernie")]
+
+# After the last step one rank decodes.
+GROWS: Script = {0: ("move", Block(0, 2)), 2: ("move", Block(0, 4)), 3: ("move", Block(2, 1))}
+GROWN = [(0, 0, 2), (2, 0, 4), (3, 2, 1)]
+RESTS: Script = {
+    1: ("move", Block(1, 1)),
+    3: ("pause",),
+    "paused": ("resume", Block(2, 2)),
+    6: ("move", Block(0, 2)),
+}
+RESTED = [(1, 1, 1), (3, 2, 2), (6, 0, 1)]
+
+
+def check(served: dict[str, Served], moves: dict[str, list[tuple[int, int, int]]]) -> None:
+    """All requests with moves are done, and are those of one process."""
+    for name, wanted in moves.items():
+        one = served[name]
+        assert (one.end.kind, one.end.step, one.moves) == ("done", STEPS, wanted), one
+        assert one.apart <= 1e-5, name
+        steps = [event.step for event in one.events if event.kind == "step"]
+        assert steps == list(range(STEPS + 1))
+        assert {event.num_steps for event in one.events} == {STEPS}
+
+
+@pytest.mark.slow
+def test_images() -> None:
+    scenes = [
+        {
+            "one": Asked(GUIDED, Block(2, 1)),
+            "two": Asked(LATENT, Block(0, 2)),
+            "forgotten": Asked(LATENT, Block(3, 1), {1: ("pause",), "paused": ("cancel",)}),
+        },
+        {"four": Asked(GUIDED, Block(0, 4))},
+        {"grows": Asked(LATENT, Block(0, 1), GROWS)},
+        {
+            "rests": Asked(GUIDED, Block(0, 1), RESTS),
+            "cancelled": Asked(LARGE, Block(2, 1), {1: ("cancel",)}),
+        },
+        {
+            "large": Asked(LARGE, Block(0, 2), {1: ("move", Block(0, 1))}),
+            "wrong": Asked({**LATENT, "nothing": 1}, Block(2, 1)),
+            "picture": Asked({**IMAGE, "num_inference_steps": 1}, Block(3, 1)),
+        },
+    ]
+    served = run_ranks(serve, RANKS, partial(pipeline_of, TINY), scenes)[0]
+    check(
+        served,
+        {
+            "one": [],
+            "two": [(6, 0, 1)],  # the first rank decodes alone
+            "four": [(6, 0, 1)],
+            "grows": GROWN,
+            "rests": RESTED,
+            "large": [(1, 0, 1)],
+        },
+    )
+    ends = {name: (served[name].end.kind, served[name].end.step) for name in served}
+    assert ends["cancelled"] == ends["forgotten"] == ("cancelled", 1)
+    assert ends["wrong"] == ("failed", 0)
+    assert "unexpected keyword argument 'nothing'" in served["wrong"].end.reason
+    assert ends["picture"] == ("done", 1) and served["picture"].apart <= 1.001 / 255
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.slow
+def test_videos_by_schedulers_of_many_steps(scheduler: str) -> None:
+    scenes = [
+        {"grows": Asked({**VIDEO, "output_type": "latent"}, Block(0, 1), GROWS)},
+        {"rests": Asked(VIDEO, Block(0, 1), RESTS)},
+    ]
+    served = run_ranks(serve, RANKS, partial(pipeline_of, TINY_WAN, scheduler), scenes)[0]
+    check(served, {"grows": GROWN, "rests": RESTED})
+
+
+def other(name: str) -> dict[str, Served]:
+    """A pipeline of another family: its request moves to another rank, and shares it later."""
+    sides = {"cogvideox": (48, 32), "wan": (48, 80), "hunyuan": (48, 80)}
+    height, width = sides.get(name, (44, 36))
+    sizes = {"height": height, "width": width, "num_inference_steps": STEPS, "output_type": "pt"}
+    script: Script = {1: ("move", Block(1, 1)), 3: ("move", Block(0, 4))}
+    asked = {name: Asked({**prompt_of(name), **sizes}, Block(0, 1), script)}
+    return serve(partial(make_pipeline, name), [asked])
+
+
+@pytest.mark.some(1)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_pipelines(name: str) -> None:
+    """Of two heads: four ranks are a ring of two that share them."""
+    served = run_ranks(other, RANKS, name)[0]
+    moves = [(1, 1, 1), (3, 0, 4), (6, 0, 1)]
+    check(served, {name: moves})
+
+
+def failing(kind: str) -> str:
+    """What each rank says when one of two that share a request fails in a step, or dies."""
+    torch.set_num_threads(1)
+    pipeline = pipeline_of(TINY)
+    engine = Engine(pipeline)
+    if engine._rank == 1:
+        norm: Any = pipeline.transformer.norm_out
+        forward = norm.forward
+
+        def strike(*args: Any, **kwargs: Any) -> Any:
+            if engine._run is not None and engine._run.num_done == 2:
+                if kind == "dies":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise MemoryError("no memory is left")
+            return forward(*args, **kwargs)
+
+        norm.forward = strike
+    if engine.controller is not None:
+        engine.controller.start("shared", LATENT, 0, Block(0, 2))
+    error = ""
+    try:
+        engine.run()
+    except (CommError, MemoryError) as failure:
+        error = str(failure)
+    if engine.controller is not None:
+        events = [engine.controller.events.get(timeout=60) for _ in range(4)]
+        assert [one.kind for one in events] == ["step"] * 3 + ["ended"]
+        assert events[-1].reason
+    return error
+
+
+@pytest.mark.some(1)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fails", "dies"])
+def test_a_rank_that_others_wait_for_ends_the_engine_by_its_name(kind: str) -> None:
+    outcomes = run_to_the_end(failing, RANKS, kind, timeout_s=120.0)
+    reason = "rank 1 failed in" if kind == "fails" else "no report from ranks [1]"
+    victim = outcomes.pop(1)
+    assert victim.value == ("no memory is left" if kind == "fails" else None)
+    for outcome in outcomes:
+        assert outcome.error is None and reason in outcome.value, outcome
+
+
+def orders() -> list[str]:
+    """What the controller refuses."""
+    diffusers: Any = importlib.import_module("diffusers")
+    cached = pipeline_of(TINY)
+    cached.transformer.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.1))
+    errors = [raised_by(Engine, one)[1] for one in (make_pipeline("dit"), cached)]
+    engine = Engine(pipeline_of(TINY))
+    controller = engine.controller
+    if controller is None:
+        engine.run()
+        return []
+
+    def schedule(controller: Controller) -> None:
+        def refused(name: str, *args: Any) -> None:
+            errors.append(raised_by(getattr(controller, name), *args)[1])
+
+        refused("start", "a", {"generator": 1}, 0, Block(0, 1))
+        refused("start", "a", {"prompt": object()}, 0, Block(0, 1))
+        refused("start", "a", LATENT, 0, Block(1, 2))
+        refused("move", "a", Block(0, 1))
+        long = {**LATENT, "num_inference_steps": 500}
+        controller.start("a", long, 0, Block(0, 1))
+        controller.start("b", long, 0, Block(1, 1))
+        refused("start", "a", LATENT, 0, Block(0, 1))
+        refused("move", "a", Block(0, 2))
+        refused("resume", "a", Block(0, 1))
+        controller.pause("a")
+        refused("move", "a", Block(0, 1))
+        while controller.events.get(timeout=60).kind != "paused":
+            pass
+        refused("pause", "a")
+        controller.close()  # with a request that runs, and one that rests
+        refused("resume", "a", Block(0, 1))
+
+    thread = threading.Thread(target=schedule, args=(controller,))
+    thread.start()
+    engine.run()
+    thread.join()
+    events = list[tuple[str, str]]()
+    while not controller.events.empty():
+        event = controller.events.get()
+        events.append((event.request_id, event.kind))
+    assert [one for one in events if one[1] != "step"] == [
+        ("a", "cancelled"),
+        ("b", "cancelled"),
+        ("", "ended"),
+    ]
+    return errors
+
+
+def test_orders_that_cannot_be_followed() -> None:
+    errors = run_ranks(orders, 2)[0]
+    wanted = [
+        "a DiTPipeline calls nothing at the end of a step",
+        "has a cache of steps",
+        "generator is the engine's",
+        "a object, which would not arrive",
+        "must begin at a multiple of its degree",
+        "is not known, or has ended",
+        "has not ended: give another id",
+        "rank 1 has request 'b'",
+        "is not paused",
+        "is to pause first",
+        "is paused: resume it",
+        "the engine is closed",
+    ]
+    assert [text in error for text, error in zip(wanted, errors, strict=True)] == [True] * 12
+
+
+def at_random(seed: int, num_requests: int) -> tuple[Counter[str], float]:
+    """Requests that change ranks whenever it can be: news by kind, and the largest difference."""
+    torch.set_num_threads(1)
+    engine, kinds, asked = Engine(pipeline_of(TINY)), Counter[str](), dict[str, Asked]()
+    controller, outputs, random = engine.controller, list[Served](), Random(seed)
+    if controller is None:
+        engine.run()
+        return kinds, 0.0
+
+    def block() -> Block | None:
+        """Free ranks, if there are any."""
+        free, degree = set(controller.free_ranks), random.choice((1, 1, 2, 4))
+        firsts = [one for one in range(0, RANKS, degree) if {*range(one, one + degree)} <= free]
+        return Block(random.choice(firsts), degree) if firsts else None
+
+    def schedule() -> None:
+        with closing(controller):
+            paused, running, served = set[str](), set[str](), dict[str, Served]()
+            while len(served) < num_requests or running or paused:
+                where = block()
+                if where is not None and paused and (random.random() < 0.5 or not running):
+                    with suppress(ConfigError):  # it is cancelled
+                        controller.resume(name := paused.pop(), where)
+                        running.add(name)
+                elif where is not None and len(served) < num_requests:
+                    name, arguments = str(len(served)), random.choice((LATENT, GUIDED, LARGE))
+                    served[name], asked[name] = Served([]), Asked(arguments, where)
+                    controller.start(name, arguments, int(name), where)
+                    running.add(name)
+                event = controller.events.get(timeout=100)
+                kinds[event.kind] += 1
+                served[event.request_id].events.append(event)
+                with suppress(ConfigError):  # ranks are taken, or an order is on its way
+                    if event.kind == "step" and random.random() < 0.4:
+                        where = block() or Block(random.randrange(RANKS), 1)
+                        controller.move(event.request_id, where)
+                    elif event.kind == "step" and random.random() < 0.15:
+                        controller.pause(event.request_id)
+                    elif event.kind == "step" and random.random() < 0.02:
+                        controller.cancel(event.request_id)
+                for group in (running, paused) if event.kind in (*ENDS, "paused") else ():
+                    group.discard(event.request_id)
+                if event.kind == "paused":
+                    paused.add(event.request_id)
+            outputs.extend(served.values())
+
+    thread = threading.Thread(target=schedule)
+    thread.start()
+    engine.run()
+    thread.join()
+    alone, apart = pipeline_of(TINY), 0.0
+    assert len(outputs) == num_requests
+    for number, one in enumerate(outputs):
+        if one.end.kind == "done":
+            arguments = asked[str(number)].arguments
+            apart = max(apart, compared(one, alone, arguments, number).apart)
+    return kinds, apart
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("seed", range(3))
+def test_moves_at_random(seed: int) -> None:
+    kinds, apart = run_ranks(at_random, RANKS, seed, 60)[0]
+    assert apart <= 1e-5
+    assert kinds["done"] + kinds["cancelled"] == 60 and kinds["done"] > 40
+    assert min(kinds["moved"], kinds["paused"]) > 10 and kinds["failed"] == kinds["refused"] == 0
+
+
+@pytest.mark.parametrize(
+    ("block", "text"),
+    [
+        (Block(0, 3), "a power of two"),
+        (Block(0, 0), "a power of two"),
+        (Block(2, 4), "a multiple of its degree"),
+        (Block(4, 4), "at rank 5 at most"),
+        (Block(-2, 2), "a multiple of its degree"),
+    ],
+)
+def test_blocks_that_ranks_do_not_have(block: Block, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        check_block(block, 6)
+
+
+def test_items_arrive_as_they_left() -> None:
+    photo = Image.fromarray(np.arange(24, dtype=np.uint8).reshape(2, 4, 3))
+    item = {"photo": photo, "x": torch.arange(5)[1:4], "many": [None, 2, "é", (1.5, True)]}
+    back = unpack(pack(item), torch.device("cpu"))
+    assert back["photo"].tobytes() == photo.tobytes() and back["photo"].size == (4, 2)
+    assert torch.equal(back.pop("x"), item.pop("x"))
+    assert back.pop("photo").mode == item.pop("photo").mode and back == item

@@ -1,0 +1,136 @@
+"""Requests on the blocks of an engine by scripts, and how far outputs are from one process's."""
+
+import importlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bascule.generate import tiny
+from bascule.serve import Block, Controller, Engine, Event
+
+Script = dict[int | str, tuple[Any, ...]]
+
+ENDS = "done", "failed", "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, with the orders that it gets.
+
+    Attributes:
+        arguments: Of the pipeline.
+        block: Where it starts.
+        script: Orders by the step after which, or the event at which, they are given: a method of
+            the controller, and what it takes besides the id.
+    """
+
+    arguments: dict[str, Any]
+    block: Block
+    script: Script = field(default_factory=dict[int | str, tuple[Any, ...]])
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What became of a request."""
+
+    events: list[Event]
+    apart: float = 0.0  # the output's largest difference from one process
+
+    @property
+    def end(self) -> Event:
+        return self.events[-1]
+
+    @property
+    def moves(self) -> list[tuple[int, int, int]]:
+        """Steps done, first rank and degree of each move."""
+        moved = [one for one in self.events if one.kind == "moved"]
+        return [(one.step, one.block.first, one.block.degree) for one in moved]
+
+
+def pipeline_of(name: str, scheduler: str | None = None) -> Any:
+    """A tiny pipeline; `scheduler` replaces its scheduler by one of many steps."""
+    diffusers: Any = importlib.import_module("diffusers")
+    transformers = importlib.import_module("transformers")
+    pipeline = tiny.load("test", lambda: tiny.pipeline(diffusers, transformers, name))
+    if scheduler is not None:
+        flow = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
+        config = {**pipeline.scheduler.config, **flow}
+        pipeline.scheduler = getattr(diffusers, scheduler).from_config(config)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def values_of(output: Any) -> Tensor:
+    """Numbers of an output of any kind; pixels between 0 and 1."""
+    if isinstance(output, list):
+        return torch.stack([values_of(one) for one in output])
+    if isinstance(output, Tensor | np.ndarray):
+        return torch.as_tensor(output)
+    return torch.as_tensor(np.array(output)) / 255
+
+
+def play(controller: Controller, asked: dict[str, Asked]) -> dict[str, Served]:
+    """Start requests, give the orders of their scripts, and return what happened."""
+    served = {name: Served([]) for name in asked}
+    for seed, (name, one) in enumerate(asked.items()):
+        controller.start(name, one.arguments, seed, one.block)
+    left = set(asked)
+    while left:
+        event = controller.events.get(timeout=100)
+        assert event.kind != "ended", event.reason
+        served[event.request_id].events.append(event)
+        script = asked[event.request_id].script
+        order = script.get(event.step if event.kind == "step" else event.kind)
+        if order is not None:
+            getattr(controller, order[0])(event.request_id, *order[1:])
+        elif event.kind == "step":
+            controller.go_on(event)
+        elif event.kind in ENDS:
+            left.remove(event.request_id)
+    assert controller.free_ranks == list(range(controller.num_ranks))
+    return served
+
+
+def serve(make: Callable[[], Any], scenes: list[dict[str, Asked]]) -> dict[str, Served]:
+    """Play scenes one after the other, on all ranks; rank 0 returns what happened."""
+    torch.set_num_threads(1)
+    engine = Engine(make(), answer_s=100.0)
+    served, errors = dict[str, Served](), list[Exception]()
+
+    def schedule(controller: Controller) -> None:
+        try:
+            for asked in scenes:
+                served.update(play(controller, asked))
+        except Exception as error:
+            errors.append(error)
+        controller.close()
+
+    controller = engine.controller
+    if controller is not None:
+        threading.Thread(target=schedule, args=(controller,)).start()
+    engine.run()
+    if errors:
+        raise errors[0]
+    if controller is not None:
+        assert controller.events.get(timeout=60).kind == "ended"
+        alone = make()
+        for asked in scenes:
+            for seed, (name, one) in enumerate(asked.items()):
+                if served[name].end.kind == "done":
+                    served[name] = compared(served[name], alone, one.arguments, seed)
+    return served
+
+
+def compared(served: Served, pipeline: Any, arguments: dict[str, Any], seed: int) -> Served:
+    """Compare an output with that of one process, and leave it out."""
+    generator = torch.Generator().manual_seed(seed)
+    wanted = pipeline(**arguments, generator=generator, return_dict=False)[0]
+    output = served.end.output
+    assert type(output) is type(wanted)
+    apart = float((values_of(output) - values_of(wanted)).abs().max())
+    return Served([replace(one, output=None) for one in served.events], apart)
