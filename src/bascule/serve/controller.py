@@ -121,9 +121,10 @@ class Controller:
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
+                if not self._records:
+                    self._stop()
                 for request_id in list(self._records):
                     self._cancel(request_id)
-                self._stop()
 
     # --- news, in the thread of the post ----------------------------------------------------------
 
@@ -149,8 +150,7 @@ class Controller:
         users = self._users.items()
         self._users = {rank: one for rank, one in users if one != request_id or rank in kept}
         if what in _ENDS:
-            del self._records[request_id]
-            self._stop()
+            self._forget(request_id)
         elif record.is_cancelled:
             self._cancel(request_id)
 
@@ -167,11 +167,14 @@ class Controller:
         if self._is_closed:
             raise ConfigError("the engine is closed: make another one")
 
-    def _stop(self) -> None:
-        """Stop all ranks if the engine is closed and no request is left."""
+    def _forget(self, request_id: str) -> None:
+        del self._records[request_id]
         if self._is_closed and not self._records:
-            for rank in range(self.num_ranks):
-                self._mail.send(rank, "stop")
+            self._stop()
+
+    def _stop(self) -> None:
+        for rank in range(self.num_ranks):
+            self._mail.send(rank, "stop")
 
     def _cancel(self, request_id: str) -> None:
         record = self._records[request_id]
@@ -179,7 +182,7 @@ class Controller:
             self._post.drop(self._mail, record.ticket)
             assert record.last is not None  # that it is paused
             self.events.put(replace(record.last, kind="cancelled", time=time.monotonic()))
-            del self._records[request_id]
+            self._forget(request_id)
         elif record.order:
             record.is_cancelled = True
         else:

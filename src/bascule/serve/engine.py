@@ -63,7 +63,8 @@ class _Run:
     ticket: Ticket | None  # of what it came from, until all ranks have it
     arguments: dict[str, Any]
     seed: int
-    state: dict[str, Any] | None  # of the steps before this rank joined; None if it is new
+    state: dict[str, Any] | None  # that this rank is to take over, when it joins
+    first_step: int = 0  # steps that were done when this rank joined
     generator: torch.Generator = field(default_factory=torch.Generator)
     num_done: int = 0
     is_begun: bool = False  # its transformer was called
@@ -73,11 +74,6 @@ class _Run:
     schedulers: list[Any] = field(default_factory=list[Any])  # that took steps; some are copies
     stepped: list[Any] = field(default_factory=list[Any])  # what they returned in this step
     since: float = 0.0
-
-    @property
-    def first_step(self) -> int:
-        """Steps that were done when this rank joined."""
-        return 0 if self.state is None else self.state["step"]
 
 
 class Engine:
@@ -179,8 +175,9 @@ class Engine:
         ticket = Ticket(*message["ticket"])
         item = self._post.fetch(self._mail, ticket, self._device)
         run = _Run(block=Block(*message["block"]), ticket=ticket, **item)
-        run.encoded = [] if run.state is None else run.state["encoded"]
-        run.forms = {} if run.state is None else run.state["forms"]
+        if run.state is not None:
+            run.first_step, run.encoded = run.state["step"], run.state["encoded"]
+            run.forms = run.state["forms"]
         self._use(run.block)
         self._run = run
         try:
@@ -251,7 +248,7 @@ class Engine:
             run.is_begun = True
             if run.state is None:
                 self._boundary(run, {})
-            elif run.first_step == 0:
+            elif run.first_step == 0:  # joins before the first step
                 self._join(run)
         if run.num_done < run.first_step:
             return mapped(run.forms[name], self._zeros, lambda nest: isinstance(nest, dict))
@@ -336,13 +333,13 @@ class Engine:
 
     def _join(self, run: _Run) -> dict[str, Any]:
         """Take over what the steps before left; return what the pipeline goes on with."""
-        assert run.state is not None
-        for scheduler, state in zip(run.schedulers, run.state["schedulers"], strict=True):
-            vars(scheduler).update(state)
-        set_random_states(self._device, [run.generator], run.state["random"])
-        run.since = time.perf_counter()
+        state, run.state = run.state, None
+        assert state is not None
+        for scheduler, kept in zip(run.schedulers, state["schedulers"], strict=True):
+            vars(scheduler).update(kept)
+        set_random_states(self._device, [run.generator], state["random"])
         self._enter(run, waits=True)
-        return run.state["carried"]
+        return state["carried"]
 
     def _enter(self, run: _Run, *, waits: bool) -> None:
         """Begin to compute on a block, when all of its ranks have come."""
