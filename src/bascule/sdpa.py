@@ -131,7 +131,7 @@ class SequenceParallelMode(TorchFunctionMode):
 
     def refuse(self, module: nn.Module, args: object) -> None:
         """Refuse a model of transformers, whose attention depends on more than this sees."""
-        # These say so; transformers itself need not be there.
+        # Its models alone have this method, so transformers need not be imported.
         if not hasattr(module, "set_attn_implementation") or torch.compiler.is_compiling():
             return
         if not self.attends_locally():

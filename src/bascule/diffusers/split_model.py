@@ -83,7 +83,7 @@ class SplitModel:
         self.blocks: dict[str, tuple[nn.Module, tuple[Output, ...]]] = {}
         self.forward: ForwardPass | None = None  # that runs over the mesh
         self.last: Attended | None = None  # by the last pass that ended well, unless compiled
-        # What looks at the first call over the mesh, as an argument that makes it again.
+        # Checks the first call over the mesh, by a function that repeats it; None once it passed.
         self.first_call: Callable[[SplitModel, Callable[[], Any]], None] | None = None
         self.is_alone = False  # calls that begin now compute all tokens on this rank
         self.inputs = SameInputs(model, input_tolerance)
@@ -241,6 +241,9 @@ class SplitModel:
             sparse, self.sparse = self.sparse, None  # its choice of blocks is not the table's
             try:
                 look(self, partial(self._call, forward, *args, **kwargs))
+            except BaseException:
+                self.first_call = look  # the next call is refused, too
+                raise
             finally:
                 self.sparse = sparse
 

@@ -39,11 +39,6 @@ class Served:
         deadlines = np.array([one.deadline_s for one in self.requests])
         return (self.end_s <= deadlines + 1e-9).astype(float)
 
-    @property
-    def slowdown(self) -> Floats:
-        """Latency over the time alone at the fastest degree, (n,)."""
-        return self.latency_s / np.array([one.alone_s for one in self.requests])
-
     def on_time_by_kind(self) -> dict[str, float]:
         """Return the share within deadlines of each class."""
         kinds = [one.kind for one in self.requests]

@@ -54,7 +54,8 @@ def context_parallel(
             than its windows, or positions are missing.
     """
     place = AttentionMesh.of(mesh) if isinstance(mesh, DeviceMesh) else mesh
-    inner, kind = getattr(model, "module", model), type(model).__name__
+    inner = getattr(model, "module", model)
+    kind = type(inner).__name__
     by_mesh = _tried.setdefault(inner, {})
     if place.name not in by_mesh:
         with shared(f"first use of {kind} in context_parallel"):
