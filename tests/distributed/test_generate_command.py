@@ -132,6 +132,23 @@ def test_rows_of_8_bits_change_pixels_a_little(prompts: Path, alone: Path, tmp_p
         assert 0 < max(one.max() for one in both) < 32 and max(one.mean() for one in both) < 2
 
 
+def test_sparse_attention_gives_the_same_pixels_on_any_ranks(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    row = {"prompt": "a large boat", "width": 384, "height": 256, "steps": 2}
+    prompts.write_text(json.dumps(row))
+    jobs: list[dict[str, Any]] = [{"sparse": 0.3}, {"sparse": 0.3, "longest_ring": 1}, {}]
+    run_ranks(several, 1, prompts, tmp_path / "one", jobs)
+    run_ranks(several, 2, prompts, tmp_path / "two", [{"sparse": 0.3, "ring": 2}, jobs[1], {}])
+    one, two = (
+        [pixels(path) for path in sorted((tmp_path / name).glob("*/*.png"))]
+        for name in ("one", "two")
+    )
+    assert len(one) == len(two) == 3
+    for a, b in zip(one, two, strict=True):
+        assert np.abs(a - b).max() <= 1
+    assert np.abs(one[0] - one[2]).max() > 1  # it leaves blocks out
+
+
 def test_what_is_there_is_not_made_again(prompts: Path, alone: Path, tmp_path: Path) -> None:
     shutil.copytree(alone, tmp_path / "out")
     lost = sorted((tmp_path / "out").glob("*.png"))[1]

@@ -21,6 +21,7 @@ from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup, member_of, new_group, resolve, set_timeout
 from bascule.diffusers.degrees import AutoMesh
 from bascule.diffusers.parallelize import ParallelHandle, parallelize
+from bascule.diffusers.sparse_layers import SparseConfig
 from bascule.errors import CommError, ConfigError, PlanError
 from bascule.generate import tiny
 from bascule.generate.options import IMAGE, VIDEO, GenerateOptions, Prompt, read_prompts
@@ -94,13 +95,16 @@ class Generation:
         return [self._read_record(place) for place in self.missing]
 
     def _parallelize(self) -> ParallelHandle:
-        degrees: Any = self._options.degrees
-        self.degrees: dict[str, int] = degrees
-        wire = self._options.wire
-        if degrees:
-            return parallelize(self._pipeline, comm_dtype=wire, **degrees)
+        options = self._options
         num_passes = 2 if all(is_guided(one, self._takes) for one in self.prompts) else 1
-        handle = parallelize(self._pipeline, AutoMesh(num_passes=num_passes), comm_dtype=wire)
+        ways: dict[str, Any] = {"comm_dtype": options.wire}
+        self.degrees: dict[str, int] = options.degrees
+        if options.sparse is not None:
+            ways["sparse"] = SparseConfig(keep=options.sparse, passes_per_step=num_passes)
+        if options.degrees:
+            return parallelize(self._pipeline, **ways, **self.degrees)
+        auto = AutoMesh(num_passes=num_passes, max_ring_degree=options.longest_ring)
+        handle = parallelize(self._pipeline, auto, **ways)
         assert handle.choice is not None
         axes, chosen = ("guidance", "ring", "ulysses"), handle.choice.chosen
         self.degrees = {f"{axis}_degree": getattr(chosen, axis) for axis in axes}

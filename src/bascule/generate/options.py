@@ -49,6 +49,9 @@ class GenerateOptions(Outputs, RankOptions):
         ring: Ranks that pass keys and values around.
         guidance_ranks: Groups of ranks that share guidance branches.
         replicas: Groups of ranks that take different prompts.
+        longest_ring: Most ranks of a ring, where the mesh is chosen.
+        sparse: Share of the keys that attention computes, by blocks of 64 tokens with the highest
+            products of means (`SparseConfig`'s keep); this changes pixels. Default: all.
         wire: Send attention's rows between ranks at 8 bits; this changes pixels a little.
         tiles: Let the VAE work in tiles, which ranks share; this changes pixels a little.
         compile: Compile the transformers.
@@ -72,6 +75,8 @@ class GenerateOptions(Outputs, RankOptions):
     ring: _Degree = None
     guidance_ranks: _Degree = None
     replicas: _Degree = None
+    longest_ring: _Degree = None
+    sparse: Annotated[float | None, Range(1e-9, 1.0)] = None
     wire: Literal["int8", "e4m3"] | None = None
     tiles: bool = False
     compile: bool = False
@@ -92,6 +97,8 @@ class GenerateOptions(Outputs, RankOptions):
         """Refuse options without prompts, or without a pipeline."""
         if bool(self.prompt) == (self.prompts is not None):
             raise ConfigError("give either --prompt TEXT, once or more, or --prompts FILE")
+        if self.longest_ring is not None and self.degrees:
+            raise ConfigError("--longest-ring: is for a mesh that is chosen: leave out its degrees")
         index = Path(self.model) / "model_index.json"
         if self.model not in (TINY, TINY_WAN) and not index.is_file():
             raise ConfigError(
@@ -115,7 +122,7 @@ class Prompt:
 
     def name(self, place: int, options: GenerateOptions) -> str:
         """Return the name of its output, without an ending; it changes with the pixels."""
-        settings = options.model, options.dtype, options.tiles, options.wire
+        settings = options.model, options.dtype, options.tiles, options.wire, options.sparse
         text = repr((*settings, sorted(asdict(self).items())))
         return f"{place:05d}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
