@@ -7,7 +7,7 @@ from bascule.generate.options import Prompt
 ENDED = "done", "failed", "cancelled"
 
 
-class Busy(Exception):
+class Busy(Exception):  # noqa: N818 - an answer to a client
     """The queue is full.
 
     Attributes:
@@ -19,7 +19,7 @@ class Busy(Exception):
         self.retry_after_s = retry_after_s
 
 
-class Late(Exception):
+class Late(Exception):  # noqa: N818 - an answer to a client
     """A deadline that must be met cannot be.
 
     Attributes:
@@ -34,11 +34,11 @@ class Late(Exception):
         self.predicted_s = predicted_s
 
 
-class Unknown(Exception):
+class Unknown(Exception):  # noqa: N818 - an answer to a client
     """There is no such request."""
 
 
-class Closing(Exception):
+class Closing(Exception):  # noqa: N818 - an answer to a client
     """The server is ending, or its ranks are gone."""
 
 
