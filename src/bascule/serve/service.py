@@ -197,11 +197,12 @@ class Service:
             asks = [self._handle(event) for event in events]
             if any(asks) and not self._reason and not self._controller.is_closed:
                 self._changed |= dict.fromkeys(self._scheduler.decide())
-            statuses = self._statuses(list(self._changed)) if self.on_change is not None else []
+            on_change = self.on_change
+            statuses = self._statuses(list(self._changed)) if on_change is not None else []
             self._changed.clear()
         for status in statuses:
-            assert self.on_change is not None
-            self.on_change(status)
+            assert on_change is not None
+            on_change(status)
         return any(event.kind == "ended" for event in events)
 
     def _handle(self, event: Event) -> bool:

@@ -5,6 +5,7 @@ import json
 import os
 import sqlite3
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -52,33 +53,35 @@ class Spool:
 
     def __init__(self, folder: Path, model: str) -> None:
         self._outputs, self._model = folder / "outputs", model
-        try:
-            self._outputs.mkdir(parents=True, exist_ok=True)
-            self._lock = (folder / "lock").open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._base = sqlite3.connect(folder / "requests.sqlite", check_same_thread=False)
-            self._base.execute("pragma journal_mode = wal")
-            self._base.execute("pragma synchronous = full")
-            self._base.executescript(_TABLE)
-            query = "select model from requests where ended_at is null and model != ?"
-            others = self._base.execute(query, [model]).fetchall()
-        except BlockingIOError as error:
-            raise ConfigError(
-                f"--spool {folder}: another server has it: stop that one, or give another folder"
-            ) from error
-        except (OSError, sqlite3.Error) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ConfigError(f"--spool {folder}: cannot be used: {reason}") from error
-        if others:
-            raise ConfigError(
-                f"--spool {folder}: {len(others)} of its requests wait for {others[0][0]}, and "
-                f"this is {model}: let that one finish them, or give another folder"
-            )
+        with ExitStack() as stack:
+            try:
+                self._outputs.mkdir(parents=True, exist_ok=True)
+                lock = stack.enter_context((folder / "lock").open("w"))
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                base = sqlite3.connect(folder / "requests.sqlite", check_same_thread=False)
+                self._base = stack.enter_context(closing(base))
+                base.execute("pragma journal_mode = wal")
+                base.execute("pragma synchronous = full")
+                base.executescript(_TABLE)
+                query = "select model from requests where ended_at is null and model != ?"
+                others = base.execute(query, [model]).fetchall()
+            except BlockingIOError as error:
+                raise ConfigError(
+                    f"--spool {folder}: another server has it: stop that one, or give another"
+                ) from error
+            except (OSError, sqlite3.Error) as error:
+                reason = getattr(error, "strerror", None) or error
+                raise ConfigError(f"--spool {folder}: cannot be used: {reason}") from error
+            if others:
+                raise ConfigError(
+                    f"--spool {folder}: {len(others)} of its requests wait for {others[0][0]}, and "
+                    f"this is {model}: let that one finish them, or give another folder"
+                )
+            self._open = stack.pop_all()
 
     def close(self) -> None:
         """Let another server have the folder."""
-        self._base.close()
-        self._lock.close()
+        self._open.close()
 
     def add(self, entries: Sequence[Entry]) -> None:
         """Keep requests, all or none."""
