@@ -1,17 +1,28 @@
 """Requests on the blocks of an engine by scripts, and how far outputs are from one process's."""
 
 import importlib
+import inspect
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from bascule.generate import tiny
+from bascule.generate.generating import arguments_of
+from bascule.plan.machine import HardwareProfile
+from bascule.plan.requests import Balanced, Policy, Starts, State
 from bascule.serve import Block, Controller, Engine, Event
+from bascule.serve.service import Service
+from bascule.serve.spool import Spool
+from bascule.serve.status import Status
+from bascule.serve.times import Times
 
 Script = dict[int | str, tuple[Any, ...]]
 
@@ -134,3 +145,77 @@ def compared(served: Served, pipeline: Any, arguments: dict[str, Any], seed: int
     assert type(output) is type(wanted)
     apart = float((values_of(output) - values_of(wanted)).abs().max())
     return Served([replace(one, output=None) for one in served.events], apart)
+
+
+class Restless:
+    """A policy that puts requests anywhere, and recalls what runs again and again."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)
+
+    def decide(self, state: State, act: Starts) -> None:
+        """Start and recall at random; nobody waits while all ranks are free."""
+        for job in self._random.sample(state.waiting, len(state.waiting)):
+            degree = self._random.choice(list(job.request.step_s))
+            block = state.free_block(degree) or (None if state.running else state.free_block(1))
+            if block is not None:
+                act.start(job, block)
+        for job in list(state.running.values()):
+            if self._random.random() < 0.5:
+                act.recall(job)
+
+
+def with_service(
+    make: Callable[[], Any],
+    folder: Path,
+    client: Callable[..., Any],
+    *args: Any,
+    policy: Policy | None = None,
+    most_waiting: int = 1000,
+) -> Any:
+    """Let a client use a service in a thread of rank 0; return what it does there."""
+    torch.set_num_threads(1)
+    pipeline = make()
+    engine = Engine(pipeline)
+    if (controller := engine.controller) is None:
+        engine.run()
+        return None
+    size = controller.num_ranks
+    profile = HardwareProfile.load("h100-datasheet")
+    service = Service(
+        pipeline,
+        controller,
+        Spool(folder, "tiny"),
+        policy=policy or Balanced(),
+        times=Times(pipeline, [1 << k for k in range(size.bit_length())], size, profile),
+        most_waiting=most_waiting,
+    )
+    service.start()
+    results, errors = list[Any](), list[BaseException]()
+
+    def use() -> None:
+        try:
+            results.append(client(service, *args))
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            service.stop()
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    try:
+        engine.run()
+    finally:
+        thread.join()
+        service.close()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def apart(status: Status, path: Path, pipeline: Any) -> float:
+    """How far the pixels of an image on disk are from those of one process, of 0 to 1."""
+    takes = inspect.signature(pipeline.__call__).parameters
+    generator = torch.Generator().manual_seed(status.prompt.seed)
+    wanted = pipeline(**arguments_of(status.prompt, takes), generator=generator, return_dict=False)
+    return float((values_of(Image.open(path)) - values_of(wanted[0][0])).abs().max())

@@ -19,6 +19,7 @@ COMMANDS = {  # the module is `bascule.cli.NAME`, and its `run` takes the option
     "bench": "Train on the same batches without and with balancing, and compare.",
     "train": "Train a packed MM-DiT on photos, clips and captions; save, stop and resume.",
     "generate": "Make images or videos with a pipeline of diffusers, shared by all local ranks.",
+    "serve": "Serve a pipeline of diffusers over HTTP, in OpenAI's form, on all local ranks.",
     "doctor": "Check the ranks before a run: versions, devices, links, and who computes slowly.",
     "calibrate": "Measure this machine, and save a profile that predictions are made from.",
 }

@@ -45,14 +45,10 @@ class Generation:
         self._takes = inspect.signature(self._pipeline.__call__).parameters
         ending = VIDEO if _NAMES["frames"] in self._takes else IMAGE
         if ending == VIDEO:
-            _av()  # or refuse at once
+            load_av()  # or refuse at once
         self.names = [one.name(place, options) + ending for place, one in enumerate(self.prompts)]
-        multiple = _multiple_of(self._pipeline)
         for place, one in enumerate(self.prompts):
-            sides = {"width": one.width, "height": one.height}
-            made = {x: side // multiple * multiple for x, side in sides.items() if side}
-            if all(made.values()):  # else the pipeline refuses it
-                _check_size(place, one, made)
+            check_sides(self._pipeline, place, one)
         if options.tiles:
             _enable_tiles(self._pipeline)
         self._handle = self._parallelize()
@@ -201,6 +197,14 @@ def _multiple_of(pipeline: Any) -> int:
     return next((factor for factor in factors if isinstance(factor, int)), 1)
 
 
+def check_sides(pipeline: Any, place: int, prompt: Prompt) -> None:
+    """Refuse sides of an image that a pipeline would round."""
+    multiple, sides = _multiple_of(pipeline), {"width": prompt.width, "height": prompt.height}
+    made = {name: side // multiple * multiple for name, side in sides.items() if side}
+    if all(made.values()):  # else the pipeline refuses it
+        _check_size(place, prompt, made)
+
+
 def _check_size(place: int, prompt: Prompt, made: Mapping[str, int]) -> None:
     """Refuse a size that the pipeline rounds, where it is known before, or as the output shows."""
     for name, size in made.items():
@@ -278,7 +282,7 @@ def _appearing(path: Path) -> Iterator[Path]:
 
 
 def _write_video(path: Path, frames: Sequence[Image.Image], fps: int) -> None:
-    av = _av()
+    av = load_av()
     width, height = (side // 2 * 2 for side in frames[0].size)
     with av.open(str(path), "w", format="mp4") as file:
         stream = file.add_stream("libx264", rate=Fraction(fps))
@@ -290,7 +294,8 @@ def _write_video(path: Path, frames: Sequence[Image.Image], fps: int) -> None:
         file.mux(stream.encode(None))
 
 
-def _av() -> Any:
+def load_av() -> Any:
+    """Return PyAV, which writes videos; ConfigError if it is not installed."""
     try:
         return importlib.import_module("av")
     except ImportError as error:

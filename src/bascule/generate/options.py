@@ -21,8 +21,8 @@ Count = Annotated[int | None, Range(1, 10**4)]
 Scale = Annotated[float | None, Range(0.0, 1e6)]
 Seed = Annotated[int, Range(0, 2**63 - 1)]
 _Degree = Annotated[int | None, Range(1, 2**16)]
-_DEFAULTS: dict[str, dict[str, Any]] = {TINY: {"width": 256, "height": 256, "steps": 4}}
-_DEFAULTS[TINY_WAN] = _DEFAULTS[TINY] | {"frames": 9}
+DEFAULTS: dict[str, dict[str, Any]] = {TINY: {"width": 256, "height": 256, "steps": 4}}
+DEFAULTS[TINY_WAN] = DEFAULTS[TINY] | {"frames": 9}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,12 +99,17 @@ class GenerateOptions(Outputs, RankOptions):
             raise ConfigError("give either --prompt TEXT, once or more, or --prompts FILE")
         if self.longest_ring is not None and self.degrees:
             raise ConfigError("--longest-ring: is for a mesh that is chosen: leave out its degrees")
-        index = Path(self.model) / "model_index.json"
-        if self.model not in (TINY, TINY_WAN) and not index.is_file():
-            raise ConfigError(
-                f"--model {self.model}: no {index}: give the folder of a pipeline of diffusers, "
-                f"or {TINY}, or {TINY_WAN}"
-            )
+        check_model(self.model)
+
+
+def check_model(model: str) -> None:
+    """Refuse a model that is no pipeline."""
+    index = Path(model) / "model_index.json"
+    if model not in (TINY, TINY_WAN) and not index.is_file():
+        raise ConfigError(
+            f"--model {model}: no {index}: give the folder of a pipeline of diffusers, "
+            f"or {TINY}, or {TINY_WAN}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +146,7 @@ class Prompt:
 def read_prompts(options: GenerateOptions) -> list[Prompt]:
     """Return the prompts of the options, in order; ConfigError names a line that is wrong."""
     options.check_source()
-    common = dict(_DEFAULTS.get(options.model, {}))
+    common = dict(DEFAULTS.get(options.model, {}))
     for field in fields(Prompt)[1:-1]:
         if (value := getattr(options, field.name)) is not None:
             common[field.name] = value

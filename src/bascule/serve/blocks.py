@@ -59,9 +59,10 @@ class Event:
 
     Attributes:
         kind: "step": `step` steps are done, and the request may change ranks here; 0 means that
-            its prompts are encoded. "moved": it goes on, on `block`. "paused", "cancelled". "done":
-            `output` is there. "failed": for `reason`. "refused": it could not move or pause, for
-            `reason`, and goes on. "ended": the engine ended, for `reason` unless it was closed.
+            its prompts are encoded. "halted": it waits for an order. "moved": it goes on, on
+            `block`. "paused", "cancelled". "done": `output` is there. "failed": for `reason`.
+            "refused": it could not move or pause, for `reason`, and goes on. "ended": the engine
+            ended, for `reason` unless it was closed.
         request_id: Empty for "ended".
         time: When rank 0 knew, by its `time.monotonic`.
         block: The ranks that computed, or after a move compute, it.

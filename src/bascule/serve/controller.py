@@ -50,6 +50,11 @@ class Controller:
         post.on_event = self._handle
 
     @property
+    def is_closed(self) -> bool:
+        """Whether no request can start any more."""
+        return self._is_closed
+
+    @property
     def free_ranks(self) -> list[int]:
         """Ranks that no request has, or is to get."""
         with self._lock:
@@ -87,8 +92,14 @@ class Controller:
             self._order(request_id, "move", block)
             self._take(request_id, block)
 
+    def halt(self, request_id: str) -> None:
+        """Let a request wait, after its step, for what is ordered then."""
+        with self._lock:
+            self._running(request_id)
+            self._order(request_id, "halt")
+
     def go_on(self, event: Event) -> None:
-        """Answer the event of a step: the request goes on as it is."""
+        """Answer the event of a step, or of a halt: the request goes on as it is."""
         facts = {"id": event.request_id, "action": "go on", "step": event.step}
         with self._lock:
             self._mail.send(event.block.first, "order", **facts)

@@ -310,13 +310,17 @@ class Engine:
 
     def _order(self, run: _Run) -> Message:
         """Return what the controller wants of a request now, leaving out what comes late."""
-        deadline = time.monotonic() + self._answer_s
+        deadline: float | None = time.monotonic() + self._answer_s
         with suppress(Empty):
             while True:
-                order = self._take(max(0.0, deadline - time.monotonic()))
-                if order["kind"] == "order" and order["id"] == run.id:
-                    if order.get("step", run.num_done) == run.num_done:
-                        return order
+                order = self._take(deadline and max(0.0, deadline - time.monotonic()))
+                if order["kind"] != "order" or order["id"] != run.id:
+                    continue
+                if order["action"] == "halt":
+                    self._report(run, "halted")
+                    deadline = None
+                elif order.get("step", run.num_done) == run.num_done:
+                    return order
         return {"action": "go on"}
 
     def _move(self, run: _Run, block: Block, ticket: Ticket | None) -> None:

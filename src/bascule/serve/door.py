@@ -1,0 +1,405 @@
+"""The door of a server: HTTP in OpenAI's form, a page and metrics, in front of the service.
+
+It runs in a thread of its own and decides nothing. Clients that wait are coroutines, which the
+service's thread wakes; what blocks runs in a few threads. FastAPI routes, uvicorn speaks HTTP.
+"""
+
+import asyncio
+import base64
+import logging
+import resource
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import prometheus_client as prometheus
+import uvicorn
+from anyio import CapacityLimiter, to_thread
+from fastapi import FastAPI, Request
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.requests import ClientDisconnect
+
+from bascule.errors import ConfigError
+from bascule.serve.forms import Form, ImageForm, Refusal, VideoForm, picture, read, submissions
+from bascule.serve.guard import ANSWERED, NO_RETRY, Connection, Guard, answer
+from bascule.serve.options import ServeOptions
+from bascule.serve.status import Closing, Status
+
+if TYPE_CHECKING:
+    from bascule.serve.service import Service
+
+_HEARTBEAT_S = 15.0  # between events where nothing happens: else proxies end the connection
+_HEALTH_S = 5.0
+_GRACE_S = 3  # for answers at the end
+_VIDEO_STATUS = {"waiting": "queued", "running": "in_progress", "paused": "in_progress"}
+_VIDEO_STATUS |= {"done": "completed", "failed": "failed", "cancelled": "failed"}
+_MEDIA = {".png": "image/png", ".mp4": "video/mp4"}
+
+_Result = TypeVar("_Result")
+
+
+class Door:
+    """The HTTP server of a service.
+
+    Attributes:
+        address: URL of its page, from `start` on.
+    """
+
+    def __init__(self, service: "Service", options: ServeOptions) -> None:
+        self.address = ""
+        self._service, self._options = service, options
+        self._form = VideoForm if service.kind == "video" else ImageForm
+        self._watchers: dict[str, set[asyncio.Event]] = {}
+        self._is_open, self._is_closing = threading.Event(), False
+        self._calls, self._decodes, self._health_calls = map(CapacityLimiter, (16, 2, 4))
+        self._metrics = _Metrics(service.num_ranks)
+        app = FastAPI(openapi_url=None, lifespan=self._lifespan)
+        app.add_middleware(Guard, options=options)
+        for kind in (*ANSWERED, Exception):
+            app.add_exception_handler(kind, answer)
+        for method, path, handler in (
+            ("POST", "/v1/images/generations", self._images),
+            ("POST", "/v1/images/edits", self._edits),
+            ("POST", "/v1/videos", self._make_video),
+            ("GET", "/v1/videos/{request_id}", self._get_video),
+            ("GET", "/v1/videos/{request_id}/content", self._content),
+            ("DELETE", "/v1/videos/{request_id}", self._delete_video),
+            ("GET", "/v1/models", self._models),
+            ("POST", "/v1/requests", self._make),
+            ("GET", "/v1/requests", self._list),
+            ("GET", "/v1/requests/{request_id}", self._get),
+            ("DELETE", "/v1/requests/{request_id}", self._cancel),
+            ("GET", "/v1/requests/{request_id}/events", self._events),
+            ("GET", "/v1/requests/{request_id}/content", self._content),
+            ("GET", "/health", self._health),
+            ("GET", "/metrics", self._show_metrics),
+            ("GET", "/", self._page),
+        ):
+            app.add_api_route(path, handler, methods=[method], response_model=None)
+        self._app = app
+
+    # --- its life ---------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Listen, and answer in a thread; ConfigError if the address is taken."""
+        most_open = 2 * self._options.most_waiting + 1000
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = max(soft, most_open + 1000)
+        if hard != resource.RLIM_INFINITY:
+            wanted = min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))  # a connection is a file
+        listener = _listen(self._options)
+        host, port = listener.getsockname()[:2]
+        self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        config = uvicorn.Config(
+            self._app,
+            http=Connection,
+            loop="asyncio",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            headers=[("X-Content-Type-Options", "nosniff")],
+            limit_concurrency=min(most_open, wanted // 2),
+            timeout_graceful_shutdown=_GRACE_S,
+        )
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # clients' mistakes are theirs
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, args=([listener],), name="bascule door", daemon=True
+        )
+        self._thread.start()
+        self._is_open.wait()
+        self._service.on_change = self._on_change
+
+    def stop(self) -> None:
+        """End all answers that wait, by 503, and the thread."""
+        self._service.on_change = None
+        self._loop.call_soon_threadsafe(self._close)
+        self._server.should_exit = True
+        self._thread.join()
+
+    @asynccontextmanager
+    async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        self._loop = asyncio.get_running_loop()
+        self._is_open.set()
+        yield
+
+    def _close(self) -> None:
+        self._is_closing = True
+        for woken in [one for some in self._watchers.values() for one in some]:
+            woken.set()
+
+    def _on_change(self, status: Status) -> None:
+        """Wake who waits for a request; in the service's thread."""
+        self._metrics.count(status)
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._wake, status.id)
+
+    def _wake(self, request_id: str) -> None:
+        for woken in self._watchers.get(request_id, ()):
+            woken.set()
+
+    async def _call(self, function: Callable[..., _Result], *arguments: Any) -> _Result:
+        return await to_thread.run_sync(function, *arguments, limiter=self._calls)
+
+    async def _changes(self, request_id: str) -> AsyncIterator[Status]:
+        """Yield the status of a request, now and at each change, until it has ended."""
+        woken = asyncio.Event()
+        self._watchers.setdefault(request_id, set()).add(woken)
+        try:
+            while not self._is_closing:
+                woken.clear()
+                yield (status := await self._call(self._service.status, request_id))
+                if status.has_ended:
+                    return
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(woken.wait(), _HEARTBEAT_S)
+            raise Closing(f"the server is ending; request {request_id} goes on at its next start")
+        finally:
+            self._watchers[request_id].discard(woken)
+            if not self._watchers[request_id]:
+                del self._watchers[request_id]
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    async def _submit(self, request: Request, kind: type[Form], *, with_image: bool | None) -> Any:
+        """Submit what a call asks for; return its fields, and the status of each output."""
+        if kind is not self._form:
+            path = "/v1/images/generations" if self._form is ImageForm else "/v1/videos"
+            said = f"{self._options.model_name} makes {self._service.kind}s: use {path}"
+            raise Refusal(404, said)
+        form, sent = await read(request, kind, self._options)
+        if sent is not None and (with_image is False or not self._service.takes_image):
+            raise Refusal(400, f"{self._options.model_name} takes no image here", "image")
+        if sent is None and with_image:
+            raise Refusal(400, "image is missing: give it", "image")
+        image = None
+        if sent is not None:
+            arguments = sent, self._options.max_pixels
+            image = await to_thread.run_sync(picture, *arguments, limiter=self._decodes)
+        asked = submissions(form, image, self._options)
+        made = await self._call(self._service.submit, asked)
+        self._metrics.accepted.labels(self._service.kind).inc(len(made))
+        return form, made
+
+    async def _images(self, request: Request) -> Any:
+        return await self._when_done(request, with_image=False)
+
+    async def _edits(self, request: Request) -> Any:
+        return await self._when_done(request, with_image=True)
+
+    async def _when_done(self, request: Request, *, with_image: bool) -> Any:
+        form, made = await self._submit(request, ImageForm, with_image=with_image)
+        ended = await self._until_done(request, [one.id for one in made])
+        data: list[dict[str, Any]] = []
+        for one in ended:
+            row = {"id": one.id, "seed": one.prompt.seed}
+            if form.response_format == "url":
+                row["url"] = f"{request.base_url}v1/requests/{one.id}/content"
+            else:
+                path = await self._result(one)
+                row["b64_json"] = await self._call(_in_base64, path)
+            data.append(row)
+        return {"created": int(made[0].created_at), "output_format": "png", "data": data}
+
+    async def _until_done(self, request: Request, ids: list[str]) -> list[Status]:
+        """Wait for requests; cancel them if the client that waits for them goes away."""
+
+        async def end_of(request_id: str) -> Status:
+            async with aclosing(self._changes(request_id)) as changes:
+                return [one async for one in changes][-1]
+
+        async def is_gone() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+
+        ends, gone = asyncio.gather(*map(end_of, ids)), asyncio.ensure_future(is_gone())
+        try:
+            await asyncio.wait({ends, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if ends.done():
+                return ends.result()
+            for request_id in ids:
+                await self._call(self._service.cancel, request_id)
+            raise ClientDisconnect
+        finally:
+            ends.cancel()
+            gone.cancel()
+
+    async def _result(self, status: Status) -> Path:
+        """Return the file of a request; Refusal if there is none."""
+        if status.state == "failed":
+            said = f"request {status.id} failed: {status.reason}"
+            raise Refusal(500, said, code="request_failed", headers=NO_RETRY)
+        if status.state == "cancelled":
+            raise Refusal(410, f"request {status.id} was cancelled", code="request_cancelled")
+        if status.state != "done":
+            said = f"request {status.id} is {status.state}: ask again when it is done"
+            raise Refusal(409, said, code="request_not_done", headers=NO_RETRY)
+        return await self._call(self._service.result, status.id)
+
+    async def _make(self, request: Request) -> Any:
+        _, made = await self._submit(request, self._form, with_image=None)
+        return JSONResponse(_list_of([_row(one) for one in made]), 202)
+
+    async def _list(self) -> Any:
+        rows = [_row(one) for one in await self._call(self._service.statuses)]
+        model, ranks = self._options.model_name, self._service.num_ranks
+        return {**_list_of(rows), "model": model, "num_ranks": ranks}
+
+    async def _get(self, request_id: str) -> Any:
+        return _row(await self._call(self._service.status, request_id))
+
+    async def _cancel(self, request_id: str) -> Any:
+        return _row(await self._call(self._service.cancel, request_id))
+
+    async def _content(self, request_id: str) -> Any:
+        path = await self._result(await self._call(self._service.status, request_id))
+        return FileResponse(path, media_type=_MEDIA[path.suffix])
+
+    async def _events(self, request_id: str) -> Any:
+        await self._call(self._service.status, request_id)  # or 404
+
+        async def lines() -> AsyncIterator[str]:
+            with suppress(Closing):
+                async with aclosing(self._changes(request_id)) as changes:
+                    async for status in changes:
+                        yield f"data: {JSONResponse(_row(status)).body.decode()}\n\n"
+
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the latter: nginx
+        return StreamingResponse(lines(), headers=headers, media_type="text/event-stream")
+
+    async def _make_video(self, request: Request) -> Any:
+        _, (status,) = await self._submit(request, VideoForm, with_image=None)
+        return self._video(status)
+
+    async def _get_video(self, request_id: str) -> Any:
+        return self._video(await self._call(self._service.status, request_id))
+
+    async def _delete_video(self, request_id: str) -> Any:
+        status = await self._call(self._service.cancel, request_id)
+        is_deleted = status.state == "cancelled"
+        return {"id": status.id, "object": "video.deleted", "deleted": is_deleted}
+
+    def _video(self, status: Status) -> dict[str, Any]:
+        prompt, error, ended = status.prompt, None, status.ended_at
+        if status.state in ("failed", "cancelled"):
+            said = status.reason or f"request {status.id} was {status.state}"
+            error = {"code": f"request_{status.state}", "message": said}
+        frames = prompt.frames and (prompt.frames - 1) / self._options.fps
+        progress = 100 * status.step // (status.num_steps or 1)
+        return {
+            "id": status.id,
+            "object": "video",
+            "model": self._options.model_name,
+            "status": _VIDEO_STATUS[status.state],
+            "progress": 100 if status.state == "done" else min(progress, 99),
+            "created_at": int(status.created_at),
+            "completed_at": int(ended) if ended and status.state == "done" else None,
+            "seconds": "auto" if frames is None else f"{frames:g}",
+            "size": f"{prompt.width}x{prompt.height}" if prompt.width and prompt.height else "auto",
+            "prompt": prompt.prompt,
+            "error": error,
+        }
+
+    # --- the server -------------------------------------------------------------------------------
+
+    async def _models(self) -> Any:
+        return _list_of(
+            [{"id": self._options.model_name, "object": "model", "owned_by": "bascule"}]
+        )
+
+    async def _health(self) -> Any:
+        try:
+            async with asyncio.timeout(_HEALTH_S):
+                reason = await to_thread.run_sync(
+                    self._service.health, limiter=self._health_calls, abandon_on_cancel=True
+                )
+        except TimeoutError:
+            reason = f"the service has not answered for {_HEALTH_S:.0f} s"
+        if reason or self._is_closing:
+            raise Refusal(503, reason or "the server is ending", headers=NO_RETRY)
+        return {"status": "ok"}
+
+    async def _show_metrics(self) -> Any:
+        text = self._metrics.text(await self._call(self._service.statuses))
+        return Response(text, media_type=prometheus.CONTENT_TYPE_LATEST)
+
+    async def _page(self) -> Any:
+        return HTMLResponse((files("bascule.serve") / "page.html").read_text(encoding="utf-8"))
+
+
+class _Metrics:
+    """What Prometheus reads, in a registry of its own."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._registry = registry = prometheus.CollectorRegistry()
+        self.accepted = prometheus.Counter(
+            "bascule_requests_accepted", "Requests accepted", ["kind"], registry=registry
+        )
+        self._ended = prometheus.Counter(
+            "bascule_requests_ended", "Requests ended", ["kind", "state"], registry=registry
+        )
+        self._seconds = prometheus.Histogram(
+            "bascule_request_seconds",
+            "Seconds from arrival to the end of requests that are done",
+            ["kind"],
+            buckets=[2**power for power in range(-2, 13)],
+            registry=registry,
+        )
+        self._now = prometheus.Gauge(
+            "bascule_requests", "Requests by state", ["state"], registry=registry
+        )
+        self._busy = prometheus.Gauge("bascule_busy_ranks", "Ranks that compute", registry=registry)
+        ranks = prometheus.Gauge("bascule_ranks", "Ranks", registry=registry)
+        ranks.set(num_ranks)
+
+    def count(self, status: Status) -> None:
+        """Count a request that has ended."""
+        if not status.has_ended:
+            return
+        self._ended.labels(status.kind, status.state).inc()
+        if status.state == "done" and status.ended_at is not None:
+            seconds = max(0.0, status.ended_at - status.created_at)  # clocks may be set back
+            self._seconds.labels(status.kind).observe(seconds)
+
+    def text(self, statuses: list[Status]) -> bytes:
+        """Return all metrics."""
+        for state in ("waiting", "running", "paused"):
+            self._now.labels(state).set(sum(one.state == state for one in statuses))
+        self._busy.set(len({rank for one in statuses for rank in one.ranks}))
+        return prometheus.generate_latest(self._registry)
+
+
+def _listen(options: ServeOptions) -> socket.socket:
+    host, port = options.host, options.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(
+            f"--host {host} --port {port}: cannot listen there: {error.strerror or error}; give "
+            "another --port, or 0 for one that is free"
+        ) from error
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # clients that lost their power
+    return listener
+
+
+def _list_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"object": "list", "data": rows}
+
+
+def _row(status: Status) -> dict[str, Any]:
+    row = asdict(status)
+    settings = {name: value for name, value in row.pop("prompt").items() if value is not None}
+    return {"object": "request", **row, "prompt": settings.pop("prompt"), "settings": settings}
+
+
+def _in_base64(path: Path) -> str:
+    return base64.b64encode(path.read_bytes()).decode()

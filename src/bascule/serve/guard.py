@@ -1,0 +1,141 @@
+"""What stands before the door: keys, limits of bodies, slow clients; errors in OpenAI's form."""
+
+import asyncio
+import hmac
+import math
+import time
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from bascule.errors import ConfigError
+from bascule.serve.forms import Refusal
+from bascule.serve.options import ServeOptions
+from bascule.serve.status import Busy, Closing, Late, Unknown
+
+_HEADERS_S = 20.0  # within which a connection must have sent the headers of a request
+_BODY_S = 120.0  # within which a body must be there
+_BODIES = 16  # of the largest size, that may be on their way at once
+_OPEN = "/", "/health"  # without a key; the page holds no data
+_LOCAL = "127.0.0.1", "localhost", "[::1]"
+_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+_KEY = {"WWW-Authenticate": "Bearer"}
+NO_RETRY = {"x-should-retry": "false"}  # for OpenAI's client: it would make a request twice
+
+ANSWERED = Refusal, Busy, Late, Unknown, Closing, ConfigError, HTTPException, ClientDisconnect
+"""Exceptions that say what a client did; any other is ours."""
+
+
+def answer(request: Request | None, error: Exception) -> JSONResponse:
+    """Return an exception in OpenAI's form."""
+    match error:
+        case Refusal():
+            refusal = error
+        case Busy():
+            after = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+            refusal = Refusal(429, str(error), code="queue_full", headers=after)
+        case Late():
+            refusal = Refusal(422, str(error), "deadline_s", "deadline_too_early")
+        case Unknown():
+            refusal = Refusal(404, str(error) or "there is no such request")
+        case Closing():
+            refusal = Refusal(503, str(error) or "the server is ending", code="closing")
+        case ConfigError():
+            refusal = Refusal(400, str(error))
+        case HTTPException():  # of FastAPI: no such path, or method; a form that is malformed
+            path = f"{request.method} {request.url.path}: " if request else ""
+            refusal = Refusal(error.status_code, f"{path}{error.detail}")
+        case ClientDisconnect():
+            refusal = Refusal(400, "the client is gone")
+        case _:
+            said = "the server failed at this call; its log says why"
+            refusal = Refusal(500, said, headers=NO_RETRY)
+    status = refusal.status
+    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    text = {"message": refusal.message, "type": kind, "param": refusal.param, "code": refusal.code}
+    return JSONResponse({"error": text}, status, dict(refusal.headers))
+
+
+class Guard:
+    """Refuses calls without the key, calls of foreign pages, and bodies that are too large."""
+
+    def __init__(self, app: ASGIApp, *, options: ServeOptions) -> None:
+        self._app, self._key = app, options.api_key()
+        self._most, self._held_bytes = options.max_body_bytes, 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers, size, is_read = dict(scope["headers"]), 0, False
+        deadline = time.monotonic() + _BODY_S
+
+        async def counted() -> Message:
+            nonlocal size, is_read
+            if is_read:
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), deadline - time.monotonic())
+            except TimeoutError:
+                raise Refusal(408, f"the body did not arrive within {_BODY_S:.0f} s") from None
+            size += (more := len(message.get("body", b"")))
+            self._held_bytes += more
+            self._check_size(size)
+            is_read = not message.get("more_body", False)
+            return message
+
+        try:
+            self._check_caller(scope["path"], headers)
+            declared = headers.get(b"content-length", b"0")
+            self._check_size(int(declared) if declared.isdigit() else 0)
+        except Refusal as refusal:
+            return await answer(None, refusal)(scope, receive, send)
+        try:
+            await self._app(scope, counted, send)
+        finally:
+            self._held_bytes -= size
+
+    def _check_size(self, size: int) -> None:
+        if size > self._most:
+            said = f"the body is larger than {self._most:,} bytes, which is this server's limit"
+            raise Refusal(413, said)
+        if self._held_bytes > _BODIES * self._most:
+            said = "too many large bodies are on their way: try again"
+            raise Refusal(429, said, headers={"Retry-After": "1"})
+
+    def _check_caller(self, path: str, headers: dict[bytes, bytes]) -> None:
+        if self._key is not None:
+            scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+            is_right = hmac.compare_digest(key.strip(), self._key)
+            if path not in _OPEN and not (is_right and scheme.lower() == b"bearer"):
+                said = "the key is missing or wrong: send the header Authorization: Bearer KEY"
+                raise Refusal(401, said, code="invalid_api_key", headers=_KEY)
+            return
+        # Without a key, pages of other sites in a browser here could send calls.
+        host = headers.get(b"host", b"").decode("latin-1")
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        if host.rpartition(":")[0] not in _LOCAL and host not in _LOCAL:
+            raise Refusal(403, f"Host {host!r}: give --api-key-file for other names")
+        if origin and origin.partition("://")[2] != host:
+            raise Refusal(
+                403, f"Origin {origin!r}: give --api-key-file to be called by other pages"
+            )
+
+
+class Connection(H11Protocol):
+    """A connection that is closed where a client opens it and sends no whole request."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore
+        super().connection_made(transport)
+        self.loop.call_later(_HEADERS_S, self._close_if_silent, None)
+
+    def _close_if_silent(self, before: Any) -> None:
+        is_idle = self.cycle is None or self.cycle.response_complete
+        if is_idle and self.cycle is before:
+            self.transport.close()
+        elif not self.transport.is_closing():
+            self.loop.call_later(_HEADERS_S, self._close_if_silent, self.cycle)

@@ -1,0 +1,97 @@
+"""Options of `bascule serve`. Imports no torch."""
+
+import ipaddress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Literal
+
+from bascule.errors import ConfigError
+from bascule.generate.options import check_model
+from bascule.generate.tiny import TINY
+from bascule.options import NewFolder, Range, RankOptions
+from bascule.plan.files import read_lines
+
+_SHORTEST_KEY = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions(RankOptions):
+    """Serve a pipeline of diffusers over HTTP, in OpenAI's form, on all local ranks.
+
+    Requests and results are in the spool: after a stop, the same command goes on.
+
+    Attributes:
+        model: Folder of a pipeline of diffusers; or tiny, or tiny-wan for videos (random weights).
+        host: Address to listen at. Any that others can reach needs a key.
+        port: Port to listen at; 0 for one that is free.
+        api_key_file: File with the key that clients send as "Authorization: Bearer KEY".
+        spool: Folder of requests and results; one server at a time.
+        most_waiting: Requests that may wait; more are refused until there is room.
+        max_pixels: Pixels of an output's frame, and of a picture that a client sends.
+        max_frames: Frames of a video.
+        max_steps: Denoising steps.
+        max_prompt_chars: Characters of a prompt.
+        max_body_bytes: Bytes of what a client sends at once.
+        max_images: Images of a call.
+        degrees: Numbers of ranks that may share a request: 1, 2, 4, ..; by default all.
+        fps: Frames a second of a video.
+        dtype: Dtype of the weights; bfloat16 on GPUs and float32 on CPUs if not given.
+    """
+
+    model: str = TINY
+    host: str = "127.0.0.1"
+    port: Annotated[int, Range(0, 2**16 - 1)] = 8000
+    api_key_file: Path | None = None
+    spool: Annotated[Path, NewFolder()] = Path("results/serve")
+    most_waiting: Annotated[int, Range(1, 10**5)] = 1000
+    max_pixels: Annotated[int, Range(1, 2**30)] = 2**22
+    max_frames: Annotated[int, Range(1, 10**4)] = 257
+    max_steps: Annotated[int, Range(1, 10**4)] = 200
+    max_prompt_chars: Annotated[int, Range(1, 10**6)] = 10**4
+    max_body_bytes: Annotated[int, Range(10**3, 2**30)] = 2**25
+    max_images: Annotated[int, Range(1, 1000)] = 8
+    degrees: tuple[int, ...] = ()
+    fps: Annotated[int, Range(1, 1000)] = 16
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach the server."""
+        try:
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def model_name(self) -> str:
+        """The model's name for clients."""
+        return Path(self.model).resolve().name
+
+    def api_key(self) -> bytes | None:
+        """Return the key that clients must send; ConfigError if it is needed and not there."""
+        if self.api_key_file is None:
+            if not self.is_local:
+                raise ConfigError(
+                    f"--host {self.host}: others can reach this address: give --api-key-file, a "
+                    "file with a key on one line, or --host 127.0.0.1"
+                )
+            return None
+        lines = [line.strip() for line in read_lines(self.api_key_file) if line.strip()]
+        if len(lines) != 1 or len(lines[0]) < _SHORTEST_KEY or not lines[0].isascii():
+            raise ConfigError(
+                f"--api-key-file {self.api_key_file}: give one line of {_SHORTEST_KEY} ASCII "
+                "characters or more, such as from: openssl rand -hex 32"
+            )
+        return lines[0].encode()
+
+    def check(self) -> None:
+        """Refuse what no rank could serve."""
+        check_model(self.model)
+        self.api_key()
+        for degree in self.degrees:
+            if degree < 1 or degree & (degree - 1):
+                raise ConfigError(f"--degrees {degree}: give powers of two: 1, 2, 4, ..")
+        for name in ("fastapi", "uvicorn", "prometheus_client", "python_multipart"):
+            if find_spec(name) is None:
+                raise ConfigError(f"{name} is not installed: pip install 'bascule[serve]'")

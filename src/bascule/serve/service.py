@@ -1,0 +1,364 @@
+"""Requests of users: taken to disk, done on the ranks of an engine, and answered."""
+
+import inspect
+import io
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from queue import Empty
+from typing import Any
+from uuid import uuid4
+
+from PIL import Image
+
+from bascule.errors import ConfigError
+from bascule.generate.generating import arguments_of, check_sides, write_media
+from bascule.plan.requests import NEVER, Policy, Request
+from bascule.serve.blocks import Block, Event
+from bascule.serve.controller import Controller
+from bascule.serve.scheduling import Scheduler, Task
+from bascule.serve.spool import Entry, Spool, flush
+from bascule.serve.status import Busy, Closing, Late, Status, Submission, Unknown
+from bascule.serve.times import Times
+
+_SHOWN = 20  # requests that have ended, in a list
+_AGAIN_S = 1.0  # between tries to write an end to a disk that is full
+
+
+class Service:
+    """Takes requests and lets an engine do them; any thread may call it.
+
+    A thread of its own takes the news of the engine, decides by the policy, and calls `on_change`.
+    Requests of the spool that have not ended begin anew.
+
+    Args:
+        pipeline: Of the engine.
+        controller: Of the engine.
+        spool: Keeps requests and outputs.
+        policy: Decides which requests run where.
+        times: Predicts seconds of steps.
+        most_waiting: Requests that may wait.
+        fps: Frames a second of videos.
+
+    Attributes:
+        kind: "image" or "video".
+        num_ranks: Of the engine.
+        takes_image: Whether a request may begin with an image.
+        on_change: Is called with the status of a request that has changed.
+    """
+
+    def __init__(
+        self,
+        pipeline: Any,
+        controller: Controller,
+        spool: Spool,
+        *,
+        policy: Policy,
+        times: Times,
+        most_waiting: int = 1000,
+        fps: int = 16,
+    ) -> None:
+        self._pipeline, self._controller, self._events = pipeline, controller, controller.events
+        self._spool, self._times = spool, times
+        self._takes = inspect.signature(pipeline.__call__).parameters
+        self.kind = "video" if "num_frames" in self._takes else "image"
+        self.num_ranks, self.takes_image = controller.num_ranks, "image" in self._takes
+        self.on_change: Callable[[Status], None] | None = None
+        self._most_waiting, self._fps = most_waiting, fps
+        self._lock = threading.Lock()
+        self._reason = ""  # why no more requests are taken
+        self._full = ""  # why the disk does not take ends
+        self._error: Exception | None = None  # of the thread
+        self._entries: dict[str, Status] = {}  # of requests that have not ended, as they came
+        self._leaving: dict[str, Status] = {}  # those of them whose output is written now
+        self._unwritten: list[Status] = []  # ends that the disk did not take
+        self._changed: dict[str, None] = {}  # ids, until they are reported
+        self._count = 0
+        self._scheduler = Scheduler(controller, policy, times)
+        for entry in spool.waiting():
+            self._add(self._task(entry), entry)
+        self._writer = ThreadPoolExecutor(1, "bascule outputs")
+        self._thread = threading.Thread(target=self._run, name="bascule service", daemon=True)
+
+    def start(self) -> None:
+        """Begin with the requests that there are."""
+        self._thread.start()
+        for request_id in list(self._entries):
+            self._tell("changed", request_id)
+
+    def stop(self) -> None:
+        """Let the engine end after the steps that run; signals may call it."""
+        self._tell("stop")
+
+    def close(self) -> None:
+        """Wait for the thread, when the engine has ended."""
+        self._thread.join()
+        self._spool.close()
+        if self._error is not None:
+            raise self._error
+
+    # --- for users --------------------------------------------------------------------------------
+
+    def submit(self, submissions: Sequence[Submission]) -> list[Status]:
+        """Take requests, all or none; they are on disk when it returns.
+
+        Raises:
+            ConfigError: The pipeline does not take a setting, or more come than may wait.
+            Busy: Too many wait.
+            Late: A deadline that must be met would be missed.
+            Closing: The server is ending, or its disk takes nothing.
+        """
+        for place, one in enumerate(submissions):
+            self._check(place, one)
+        now = time.time()
+        entries = [self._entry(one, now) for one in submissions]
+        with self._lock:
+            if reason := self._health():
+                raise Closing(reason)
+            tasks = [self._task(entry, place) for place, entry in enumerate(entries)]
+            self._check_room(submissions, tasks)
+            try:
+                self._spool.add(entries)
+            except sqlite3.Error as error:
+                raise Closing(f"the spool takes no more requests: {error}") from error
+            for task, entry in zip(tasks, entries, strict=True):
+                self._add(task, entry)
+            statuses = self._statuses([task.id for task in tasks])
+        for task in tasks:
+            self._tell("changed", task.id)
+        return statuses
+
+    def status(self, request_id: str) -> Status:
+        """Return the status of a request, also of one that has ended; Unknown if there is none."""
+        with self._lock:
+            return self._statuses([request_id])[0]
+
+    def statuses(self) -> list[Status]:
+        """Return all that have not ended in the order of arrival, then the latest that have."""
+        with self._lock:
+            return [*self._statuses(list(self._entries)), *self._spool.ended(_SHOWN)]
+
+    def cancel(self, request_id: str) -> Status:
+        """End a request, unless it has ended or its output is there; Unknown if there is none."""
+        with self._lock:
+            status = self._statuses([request_id])[0]
+            task = self._scheduler.tasks.get(request_id)
+            if request_id not in self._entries or task is None:
+                return status
+            self._scheduler.cancel(task)
+            status = self._end(status, "cancelled")
+        self._tell("changed", request_id)
+        return status
+
+    def result(self, request_id: str) -> Path:
+        """Return the output of a request that is done, PNG or MP4; else Unknown."""
+        status = self.status(request_id)
+        path = self._spool.output(status)
+        if status.state != "done" or not path.is_file():
+            raise Unknown(f"request {request_id!r} is {status.state}, and has no output")
+        return path
+
+    def health(self) -> str:
+        """Return why requests are not taken, or done; empty if all is well."""
+        with self._lock:
+            return self._health()
+
+    # --- news, in the thread ----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._take():
+                pass
+            self._writer.shutdown()
+            self._tell("ended")
+            self._take()
+        except Exception as error:
+            self._error, self._reason = error, f"{type(error).__name__}: {error}"
+            self._controller.close()
+            raise
+
+    def _take(self) -> bool:
+        """Take the news that there is, and act; return whether the engine has ended."""
+        events = list[Event]()
+        with suppress(Empty):
+            events.append(self._events.get(timeout=_AGAIN_S if self._unwritten else None))
+            while True:
+                events.append(self._events.get_nowait())
+        with self._lock:
+            unwritten, self._unwritten = self._unwritten, []
+            for status in unwritten:
+                self._end(status, status.state, status.reason)
+            asks = [self._handle(event) for event in events]
+            if any(asks) and not self._reason and not self._controller.is_closed:
+                self._changed |= dict.fromkeys(self._scheduler.decide())
+            on_change = self.on_change
+            statuses = self._statuses(list(self._changed)) if on_change is not None else []
+            self._changed.clear()
+        for status in statuses:
+            assert on_change is not None
+            on_change(status)
+        return any(event.kind == "ended" for event in events)
+
+    def _handle(self, event: Event) -> bool:
+        """Take an event; return whether the policy should be asked."""
+        request_id = event.request_id
+        if event.kind in ("stop", "ended"):
+            self._reason = self._reason or event.reason or "the server is ending"
+            self._controller.close()
+            return False
+        self._changed[request_id] = None
+        if event.kind == "changed":
+            return True
+        if event.kind == "written":
+            status = self._leaving[request_id]
+            self._end(status, "failed" if event.reason else "done", event.reason)
+            return False
+        asks = self._scheduler.handle(event)
+        if request_id in self._entries and request_id not in self._leaving:  # nor was cancelled
+            status = replace(self._entries[request_id], state="running")
+            status = replace(status, step=event.step, num_steps=event.num_steps)
+            if event.kind == "done":
+                self._leaving[request_id] = status
+                self._writer.submit(self._write, status, event)
+            elif event.kind == "failed":
+                self._end(status, "failed", event.reason)
+        return asks
+
+    def _write(self, status: Status, event: Event) -> None:
+        """Write an output, in a thread of its own."""
+        reason, output, path = "", event.output, self._spool.output(status)
+        try:
+            write_media(path, output[0] if self.kind == "video" else output, self._fps)
+            flush(path)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+        self._tell("written", status.id, reason)
+
+    # --- with the lock ----------------------------------------------------------------------------
+
+    def _end(self, status: Status, state: str, reason: str = "") -> Status:
+        """Keep the end of a request."""
+        ended_at = status.ended_at or time.time()
+        status = replace(status, state=state, reason=reason, ended_at=ended_at)
+        status = replace(status, ranks=(), ends_in_s=None)
+        try:
+            self._spool.end(status)
+            del self._entries[status.id]
+            self._leaving.pop(status.id, None)
+            self._changed[status.id] = None
+        except sqlite3.Error as error:
+            self._unwritten.append(status)
+            self._leaving[status.id] = replace(status, state="running", ended_at=None)
+            self._full = f"the spool takes no ends of requests: {error}"
+        return status
+
+    def _health(self) -> str:
+        return self._reason or (self._full if self._unwritten else "")
+
+    def _tell(self, kind: str, request_id: str = "", reason: str = "") -> None:
+        """Put news of our own to that of the engine."""
+        block = Block(0, self.num_ranks)
+        self._events.put(Event(kind, request_id, time.monotonic(), block, reason=reason))
+
+    def _check(self, place: int, submission: Submission) -> None:
+        prompt = submission.prompt
+        arguments_of(prompt, self._takes)
+        check_sides(self._pipeline, place, prompt)
+        multiple: int = getattr(self._pipeline, "vae_scale_factor_temporal", None) or 1
+        if prompt.frames is not None and (more := (prompt.frames - 1) % multiple):
+            fits = prompt.frames - more
+            raise ConfigError(
+                f"frames is {prompt.frames}, and this pipeline makes {fits} or {fits + multiple}: "
+                "give one of them"
+            )
+        if submission.image is not None and not self.takes_image:
+            raise ConfigError("this pipeline takes no image: leave it out")
+
+    def _entry(self, submission: Submission, now: float) -> Entry:
+        deadline_at = None if submission.deadline_s is None else now + submission.deadline_s
+        status = Status(
+            id=uuid4().hex,
+            kind=self.kind,
+            state="waiting",
+            created_at=now,
+            prompt=submission.prompt,
+        )
+        return Entry(status, submission.image, deadline_at)
+
+    def _task(self, entry: Entry, place: int = 0) -> Task:
+        prompt, now = entry.status.prompt, time.monotonic()
+        form = self._times.form(prompt, self._takes)
+        deadline_s = NEVER
+        if entry.deadline_at is not None:
+            deadline_s = now + entry.deadline_at - time.time()
+        request = Request(
+            step_s=self._times.step_s(form),
+            steps=prompt.steps or int(self._takes["num_inference_steps"].default),
+            arrival_s=now,
+            deadline_s=deadline_s,
+            once_s=self._times.once_s(form),
+        )
+        return Task(
+            self._count + place,
+            request,
+            request.steps,
+            id=entry.status.id,
+            form=form,
+            seed=prompt.seed,
+            arguments=partial(self._arguments, entry.status),
+        )
+
+    def _arguments(self, status: Status) -> dict[str, Any]:
+        arguments = arguments_of(status.prompt, self._takes) | {"output_type": "pil"}
+        if self.takes_image and (image := self._spool.image(status.id)) is not None:
+            arguments["image"] = Image.open(io.BytesIO(image)).convert("RGB")
+        return arguments
+
+    def _add(self, task: Task, entry: Entry) -> None:
+        self._count += 1
+        self._entries[task.id] = entry.status
+        self._scheduler.add(task)
+
+    def _check_room(self, submissions: Sequence[Submission], tasks: Sequence[Task]) -> None:
+        if len(tasks) > self._most_waiting:
+            raise ConfigError(
+                f"{len(tasks)} requests at once, of which at most {self._most_waiting} may wait"
+            )
+        here = list(self._scheduler.tasks.values())
+        too_many = len(tasks) + len(self._scheduler.state.waiting) - self._most_waiting
+        if too_many > 0:
+            raise Busy(max(1.0, sorted(self._scheduler.ends_s(here).values())[too_many - 1]))
+        if any(one.must_meet_deadline for one in submissions):
+            ends = self._scheduler.ends_s(tasks)
+            for one, task in zip(submissions, tasks, strict=True):
+                if one.must_meet_deadline and ends[task] > (one.deadline_s or NEVER):
+                    raise Late(ends[task])
+
+    def _statuses(self, request_ids: Sequence[str]) -> list[Status]:
+        tasks = self._scheduler.tasks
+        ends = self._scheduler.ends_s([tasks[one] for one in request_ids if one in tasks])
+        return [self._status(one, tasks.get(one), ends) for one in request_ids]
+
+    def _status(self, request_id: str, task: Task | None, ends: Mapping[Task, float]) -> Status:
+        if request_id in self._leaving:
+            return self._leaving[request_id]
+        if request_id not in self._entries:
+            return self._spool.status(request_id)
+        status = self._entries[request_id]
+        if task is None:  # the engine has ended
+            return status
+        state = {"new": "waiting", "paused": "paused"}.get(task.phase, "running")
+        return replace(
+            status,
+            state=state,
+            step=0 if task.last is None else task.last.step,
+            num_steps=(task.last and task.last.num_steps) or task.request.steps,
+            ranks=() if task.at is None else tuple(task.at.ranks),
+            ends_in_s=ends[task],
+        )

@@ -1,0 +1,99 @@
+"""A server on all ranks of a job: the engine on each, the service and its door on the first."""
+
+import inspect
+import os
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+import torch
+
+from bascule.comm.agree import agree
+from bascule.comm.groups import RankGroup, member_of, resolve
+from bascule.errors import ConfigError
+from bascule.generate.generating import load_av, load_pipeline
+from bascule.plan.machine import HardwareProfile
+from bascule.plan.requests import Balanced
+from bascule.serve.engine import Engine
+from bascule.serve.options import ServeOptions
+from bascule.serve.service import Service
+from bascule.serve.spool import Spool
+from bascule.serve.times import Times
+
+_STOPS = signal.SIGINT, signal.SIGTERM
+
+_Made = TypeVar("_Made")
+
+
+def run_server(options: ServeOptions, device: torch.device) -> None:
+    """Serve on all ranks until a signal, and end after the steps that run then.
+
+    Raises:
+        ConfigError: The model cannot be served, the spool is another server's, or the address is
+            taken.
+        CommError: A rank is gone; what is not done is in the spool.
+    """
+    world, asked = member_of(resolve(None), "world"), threading.Event()
+    dtype = options.dtype or ("float32" if device.type == "cpu" else "bfloat16")
+    with ExitStack() as stack:
+        for number in _STOPS:
+            stack.callback(signal.signal, number, signal.signal(number, lambda *_: asked.set()))
+        spool = _on_first(world, lambda: Spool(options.spool, f"{options.model_name}, {dtype}"))
+        pipeline = load_pipeline(options.model, getattr(torch, dtype), device)
+        engine = Engine(pipeline, timeout_s=options.timeout_s)
+
+        def open_door() -> Service:
+            from bascule.serve.door import Door
+
+            assert engine.controller is not None and spool is not None
+            times = _times(pipeline, options, world.size)
+            service = Service(
+                pipeline,
+                engine.controller,
+                spool,
+                policy=Balanced(),
+                times=times,
+                most_waiting=options.most_waiting,
+                fps=options.fps,
+            )
+            door = Door(service, options)
+            door.start()
+            service.start()
+            stack.callback(service.close)
+            stack.callback(engine.controller.end, "its ranks did not start")
+            stack.callback(door.stop)
+            print(
+                f"{options.model_name} at {door.address}, requests in {options.spool}", flush=True
+            )
+            return service
+
+        service = _on_first(world, open_door)
+        if service is not None:
+            for number in _STOPS:
+                signal.signal(number, lambda *_: service.stop())
+            if asked.is_set():
+                service.stop()
+        engine.run()
+
+
+def _on_first(world: RankGroup, make: Callable[[], _Made]) -> _Made | None:
+    """Return what the first rank makes, None on others; all raise its error."""
+    made, error = None, None
+    try:
+        made = make() if world.rank == 0 else None
+    except Exception as failure:
+        error = failure
+    agree(world, {}, error, what="the start of bascule serve")
+    return made
+
+
+def _times(pipeline: Any, options: ServeOptions, num_ranks: int) -> Times:
+    if "num_frames" in inspect.signature(pipeline.__call__).parameters:
+        load_av()  # or refuse at once
+    degrees = options.degrees or [1 << k for k in range(num_ranks.bit_length())]
+    if max(degrees) > num_ranks:
+        raise ConfigError(f"--degrees {max(degrees)}: this job has {num_ranks} ranks")
+    in_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    return Times(pipeline, degrees, in_node, HardwareProfile.load("h100-datasheet"))

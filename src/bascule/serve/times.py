@@ -1,0 +1,110 @@
+"""Seconds of requests by degree: predicted, until they are measured."""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+from bascule.diffusers.request import models_of
+from bascule.generate.generating import is_guided
+from bascule.generate.options import Prompt
+from bascule.plan.machine import HardwareProfile
+from bascule.plan.mesh_choice import DenoisingStep, InferenceMesh, step_seconds
+
+_MOST_FORMS = 64  # that are remembered
+_LATEST = 5  # of which the median counts
+_ONCE = 0  # in place of a degree: encoding and decoding
+
+
+class Form(NamedTuple):
+    """What the seconds of a request depend on."""
+
+    num_tokens: int  # without those of the text
+    num_passes: int  # of a step
+
+
+class Times:
+    """Seconds of a pipeline's requests by form and degree.
+
+    What is predicted for a machine is corrected by the median of what was measured last: at this
+    form and degree, or else at other degrees of the form, or else of all.
+
+    Args:
+        pipeline: Its configuration.
+        degrees: Those that are allowed.
+        ranks_per_node: Within which wires are fast.
+        profile: Speeds of the machine.
+    """
+
+    def __init__(
+        self, pipeline: Any, degrees: Sequence[int], ranks_per_node: int, profile: HardwareProfile
+    ) -> None:
+        config: Any = getattr(models_of(pipeline)[0], "config", None)
+        layers = [getattr(config, f"num_{kind}layers", None) or 0 for kind in ("", "single_")]
+        self._model: dict[str, int] = {
+            "num_layers": sum(layers) or 32,
+            "num_heads": getattr(config, "num_attention_heads", None) or 24,
+            "head_dim": getattr(config, "attention_head_dim", None) or 128,
+        }
+        scales = "vae_scale_factor", "vae_scale_factor_spatial", "vae_scale_factor_temporal"
+        factors = [getattr(pipeline, name, None) or 0 for name in scales]
+        self._side, self._frames = max(16, *factors[:2]), factors[2] or 4  # of a token, in pixels
+        self._degrees, self._in_node, self._profile = degrees, ranks_per_node, profile
+        self._predicted: dict[Form, dict[int, float]] = {}
+        self._measured: dict[Form, dict[int, deque[float]]] = {}
+        self._tables: dict[Form, dict[int, float]] = {}
+
+    def form(self, prompt: Prompt, takes: Mapping[str, Any]) -> Form:
+        """Return the form of a prompt, for a pipeline that takes these arguments."""
+
+        def size(asked: int | None, name: str, default: int) -> int:
+            own = getattr(takes.get(name), "default", None)
+            return asked or (own if isinstance(own, int) else default)
+
+        width, height = size(prompt.width, "width", 1024), size(prompt.height, "height", 1024)
+        num_frames = (size(prompt.frames, "num_frames", 1) - 1) // self._frames + 1
+        num_tokens = -(-width // self._side) * -(-height // self._side) * num_frames
+        return Form(num_tokens, 2 if is_guided(prompt, takes) else 1)
+
+    def step_s(self, form: Form) -> dict[int, float]:
+        """Return seconds of a step by degree; they change in place as more is measured."""
+        if form not in self._tables:
+            if len(self._tables) == _MOST_FORMS:
+                oldest = next(iter(self._tables))
+                for kept in (self._predicted, self._measured, self._tables):
+                    kept.pop(oldest, None)
+            self._predicted[form] = {one: self._predict(form, one) for one in self._degrees}
+            self._tables[form] = {}
+            self._correct([form])
+        return self._tables[form]
+
+    def once_s(self, form: Form) -> float:
+        """Return seconds of what is done once, on one rank; as one step if none was measured."""
+        known = [by[_ONCE] for by in self._measured.values() if _ONCE in by]
+        own = self._measured.get(form, {}).get(_ONCE)
+        return median(own or [median(one) for one in known] or [min(self.step_s(form).values())])
+
+    def measure(self, form: Form, degree: int, seconds: float) -> None:
+        """Take the measured seconds of a step; of degree 0, those of what is done once."""
+        if degree in (_ONCE, *self.step_s(form)):
+            latest = self._measured.setdefault(form, {})
+            latest.setdefault(degree, deque(maxlen=_LATEST)).append(max(seconds, 1e-6))
+            self._correct(self._tables)
+
+    def _predict(self, form: Form, degree: int) -> float:
+        step = DenoisingStep(num_tokens=form.num_tokens, num_passes=form.num_passes, **self._model)
+        ulysses = min(degree, 1 << (self._model["num_heads"].bit_length() - 1))  # as in `places_of`
+        mesh = InferenceMesh(1, degree // ulysses, ulysses)
+        return step_seconds(step, mesh, self._in_node, self._profile)
+
+    def _correct(self, forms: Iterable[Form]) -> None:
+        ratios = {
+            form: {d: median(x) / self._predicted[form][d] for d, x in by.items() if d != _ONCE}
+            for form, by in self._measured.items()
+        }
+        usual = median([x for by in ratios.values() for x in by.values()] or [1.0])
+        for form in forms:
+            own = ratios.get(form)
+            for degree, predicted in self._predicted[form].items():
+                ratio = own[min(own, key=lambda one: abs(one - degree))] if own else usual
+                self._tables[form][degree] = predicted * ratio

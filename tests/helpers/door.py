@@ -1,0 +1,204 @@
+"""A service that computes nothing, behind a door that listens; and calls without any client."""
+
+import http.client
+import io
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+from PIL import Image
+
+from bascule.errors import ConfigError
+from bascule.serve.door import Door
+from bascule.serve.options import ServeOptions
+from bascule.serve.status import Busy, Closing, Late, Status, Submission, Unknown
+
+STEPS = 3
+
+
+@dataclass
+class FakeService:
+    """Runs requests in the order of arrival, one a rank, by steps that a test asks for.
+
+    A prompt of "fail" fails after a step. An image has one pixel, of the color (seed, steps, 7).
+    """
+
+    folder: Path
+    kind: str = "image"
+    num_ranks: int = 2
+    takes_image: bool = False
+    room: int = 1000
+    reason: str = ""
+    on_change: Callable[[Status], None] | None = None
+    asked: dict[str, Submission] = field(default_factory=dict[str, Submission])
+    of: dict[str, Status] = field(default_factory=dict[str, Status])
+    lock: Any = field(default_factory=threading.RLock)
+
+    def submit(self, submissions: Sequence[Submission]) -> list[Status]:
+        with self.lock:
+            if self.reason:
+                raise Closing(self.reason)
+            waiting = sum(not one.has_ended for one in self.of.values())
+            if waiting + len(submissions) > self.room:
+                raise Busy(2.5)
+            for one in submissions:
+                if one.must_meet_deadline and (one.deadline_s or 9) < 1:
+                    raise Late(4.25)
+                if (one.prompt.width or 8) % 8:
+                    raise ConfigError(f"width {one.prompt.width}: give a multiple of 8")
+            made = [
+                Status(
+                    id=uuid4().hex,
+                    kind=self.kind,
+                    state="waiting",
+                    num_steps=one.prompt.steps or STEPS,
+                    created_at=time.time(),
+                    ends_in_s=1.5,
+                    prompt=one.prompt,
+                )
+                for one in submissions
+            ]
+            for one, submission in zip(made, submissions, strict=True):
+                self.asked[one.id] = submission
+                self._put(one)
+            return made
+
+    def _put(self, status: Status) -> None:
+        self.of[status.id] = status
+        if self.on_change is not None:
+            self.on_change(status)
+
+    def status(self, request_id: str) -> Status:
+        with self.lock:
+            if request_id not in self.of:
+                raise Unknown(f"there is no request {request_id}")
+            return self.of[request_id]
+
+    def statuses(self) -> list[Status]:
+        with self.lock:
+            every = list(self.of.values())
+        ended = [one for one in every if one.has_ended]
+        return [one for one in every if not one.has_ended] + ended[::-1][:20]
+
+    def cancel(self, request_id: str) -> Status:
+        with self.lock:
+            if not (status := self.status(request_id)).has_ended:
+                self._put(replace(status, state="cancelled", ranks=(), ended_at=time.time()))
+            return self.of[request_id]
+
+    def result(self, request_id: str) -> Path:
+        return self.folder / f"{request_id}{'.mp4' if self.kind == 'video' else '.png'}"
+
+    def health(self) -> str:
+        return self.reason
+
+    def step(self) -> None:
+        """Run a step of the first requests that have not ended."""
+        with self.lock:
+            left = [one for one in self.of.values() if not one.has_ended]
+            for rank, one in enumerate(left[: self.num_ranks]):
+                done = one.step + 1
+                if one.prompt.prompt == "fail":
+                    ended = replace(one, state="failed", reason="no memory", ended_at=time.time())
+                elif done == one.num_steps:
+                    self._write(one)
+                    ended = replace(one, state="done", step=done, ranks=(), ended_at=time.time())
+                else:
+                    ended = replace(one, state="running", step=done, ranks=(rank,), ends_in_s=1.0)
+                self._put(ended)
+
+    def _write(self, one: Status) -> None:
+        path = self.result(one.id)
+        if self.kind == "video":
+            path.write_bytes(b"a video of %d" % one.prompt.seed)
+        else:
+            color = one.prompt.seed % 256, one.num_steps or 0, 7
+            Image.new("RGB", (1, 1), color).save(path)
+
+
+@dataclass
+class Open:
+    """A door that listens."""
+
+    door: Door
+    service: FakeService
+
+    @property
+    def url(self) -> str:
+        return self.door.address
+
+    def call(
+        self, method: str, path: str, body: Any = None, **headers: str
+    ) -> tuple[int, Any, dict[str, str]]:
+        """Status, body (of JSON: its value) and headers of an answer; bytes go as they are."""
+        target = urlsplit(self.url)
+        connection = http.client.HTTPConnection(target.hostname or "", target.port, timeout=60)
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        if body is not None and not isinstance(body, bytes):
+            body = json.dumps(body).encode()
+        if body is not None:
+            named.setdefault("Content-Type", "application/json")
+        try:
+            connection.request(method, path, body, named)
+            answer = connection.getresponse()
+            data, found = answer.read(), {k.lower(): v for k, v in answer.getheaders()}
+        finally:
+            connection.close()
+        is_json = found.get("content-type") == "application/json"
+        return answer.status, json.loads(data) if is_json else data, found
+
+
+@contextmanager
+def opened_door(folder: Path, options: dict[str, Any] | None = None, **fake: Any) -> Iterator[Open]:
+    """A door on a free port, whose service waits for `step`."""
+    service = FakeService(folder, **fake)
+    settings: dict[str, Any] = {"port": 0, "model": "tiny"} | (options or {})
+    door = Door(cast(Any, service), ServeOptions(**settings))
+    door.start()
+    try:
+        yield Open(door, service)
+    finally:
+        door.stop()
+
+
+@contextmanager
+def stepping(service: FakeService, every_s: float = 0.002) -> Iterator[None]:
+    """Within, the service runs by itself."""
+    is_over = threading.Event()
+
+    def run() -> None:
+        while not is_over.wait(every_s):
+            service.step()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def png(width: int = 4, height: int = 3, color: tuple[int, ...] = (9, 8, 7, 6)) -> bytes:
+    """A picture with transparency."""
+    Image.new("RGBA", (width, height), color).save(made := io.BytesIO(), "PNG")
+    return made.getvalue()
+
+
+def multipart(*fields: tuple[str, str | bytes]) -> tuple[bytes, str]:
+    """Body and content type of a form; bytes go as a file."""
+    parts = b""
+    for name, value in fields:
+        is_file = isinstance(value, bytes)
+        head = f'Content-Disposition: form-data; name="{name}"'
+        head += '; filename="../../x.png"\r\nContent-Type: image/png' if is_file else ""
+        data = value if isinstance(value, bytes) else value.encode()
+        parts += b"--edge\r\n" + head.encode() + b"\r\n\r\n" + data + b"\r\n"
+    return parts + b"--edge--\r\n", "multipart/form-data; boundary=edge"
