@@ -20,7 +20,7 @@ from bascule.serve.status import Submission
 
 _LONGEST_QUOTE = 80
 _MOST_SEED = 2**63 - 1
-_PICTURES = "image", "image[]", "input_reference", "input_reference[image_url]"
+_PICTURES = "image", "image[]", "input_reference"
 _FORMATS = "PNG", "JPEG", "WEBP"
 
 
