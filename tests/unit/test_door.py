@@ -28,7 +28,11 @@ from tests.helpers.door import Open, multipart, opened_door, png, stepping
 
 GENERATE, EDIT, VIDEOS = "/v1/images/generations", "/v1/images/edits", "/v1/videos"
 KEY = "0123456789abcdef"
-SIZES = {"width": 256, "height": 256, "steps": 4}  # of the tiny model, where a client says none
+SIZES: dict[str, Any] = {
+    "width": 256,
+    "height": 256,
+    "steps": 4,
+}  # of the tiny model, where a client says none
 LIMITS = {
     "max_pixels": 256 * 256,
     "max_steps": 50,
@@ -79,7 +83,13 @@ def test_images_by_openais_client(images: Open) -> None:
     assert [pixel(base64.b64decode(one.b64_json)) for one in made.data] == [(5, 2, 7), (6, 2, 7)]
     assert [one.seed for one in made.data] == [5, 6]
     first, second, third = images.service.asked.values()
-    asked = {"negative_prompt": "fog", "width": 64, "height": 32, "steps": 2, "guidance": 1.5}
+    asked: dict[str, Any] = {
+        "negative_prompt": "fog",
+        "width": 64,
+        "height": 32,
+        "steps": 2,
+        "guidance": 1.5,
+    }
     assert first.prompt == Prompt(prompt="a boat", seed=5, **asked)
     assert second.prompt == Prompt(prompt="a boat", seed=6, **asked)
     assert (first.deadline_s, first.must_meet_deadline, first.image) == (60.0, False, None)
@@ -123,7 +133,7 @@ def test_videos_by_openais_client(videos: Open) -> None:
     api, service = client(videos).videos, videos.service
     made = api.create(prompt="waves", seconds="2", size="64x32", extra_body={"seed": "9"})
     (asked,) = service.asked.values()
-    settings = {"width": 64, "height": 32, "steps": 4, "frames": 2 * 16 + 1}
+    settings: dict[str, Any] = {"width": 64, "height": 32, "steps": 4, "frames": 2 * 16 + 1}
     assert asked.prompt == Prompt(prompt="waves", seed=9, **settings)
     assert (made.object, made.status, made.progress) == ("video", "queued", 0)
     assert (made.seconds, made.size, made.model, made.error) == ("2", "64x32", "tiny-wan", None)
@@ -416,11 +426,7 @@ def test_an_address_that_is_taken(images: Open, tmp_path: Path) -> None:
 
 def test_a_client_that_vanishes_cancels_its_requests(images: Open) -> None:
     seen, cancelled = threading.Event(), threading.Semaphore(0)
-    images.service.cancel = lambda i, cancel=images.service.cancel: (
-        cancel(i),
-        cancelled.release(),
-    )[0]
-    images.service.submit = lambda s, submit=images.service.submit: (submit(s), seen.set())[0]
+    images.service.on_cancel, images.service.on_submit = cancelled.release, seen.set
     body = json.dumps({"prompt": "x", "n": 2}).encode()
     head = f"POST {GENERATE} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     sent = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
