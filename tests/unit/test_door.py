@@ -7,7 +7,9 @@ import json
 import re
 import socket
 import subprocess
+import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +27,7 @@ from bascule.serve.options import ServeOptions
 from tests.helpers import browser
 from tests.helpers.cli import Console, run
 from tests.helpers.door import Open, multipart, opened_door, png, stepping
+from tests.helpers.pages import ROOT, commands_of
 
 GENERATE, EDIT, VIDEOS = "/v1/images/generations", "/v1/images/edits", "/v1/videos"
 KEY = "0123456789abcdef"
@@ -575,3 +578,43 @@ def test_the_page_asks_for_the_key(tmp_path: Path) -> None:
     with opened_door(tmp_path, {"api_key_file": tmp_path / "key"}) as door:
         page = browser.opened(door.url, tmp_path / "profile")
     assert "the key is missing or wrong" in page.text and '<section id="login">' in page.html
+
+
+def test_the_guide_runs(
+    images: Open, videos: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commands of curl, each with the id that the one before it was answered with."""
+    monkeypatch.chdir(tmp_path)
+    images.service.takes_image, request_id, num = True, "", 0
+    with stepping(images.service), stepping(videos.service):
+        for words in commands_of("docs/serve.md"):
+            if words[0] != "curl":
+                continue
+            door = videos if "/v1/videos" in " ".join(words) else images
+            words = [w.replace("http://127.0.0.1:8000", door.url) for w in words]
+            words = [w.replace("/ID", f"/{request_id}") for w in words]
+            command = [*words, "--fail-with-body"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            assert done.returncode == 0, (words, done.stdout)
+            if found := re.search('"id":"([0-9a-f]{32})"', done.stdout):
+                request_id = found[1]
+            num += 1
+            while any(not one.has_ended for one in door.service.statuses()):
+                time.sleep(0.01)
+    assert num == 10
+    assert pixel(Path("boat.png").read_bytes())[1:] == (4, 7)
+    assert Path("waves.mp4").read_bytes().startswith(b"a video of ")
+    assert [bool(one.image) for one in images.service.asked.values()] == [False, False, True]
+    assert [one.image for one in videos.service.asked.values()] != [None]
+
+
+def test_the_example_runs(images: Open, tmp_path: Path) -> None:
+    program = str(ROOT / "examples" / "serve_client.py")
+    command = [sys.executable, program, images.url]
+    with stepping(images.service):
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[:2] == ["written: boat-7.png", "written: boat-8.png"]
+    assert done.stdout.splitlines()[-1] == "done, step 4 of 4"
+    names = {"boat-7.png": (7, 4, 7), "boat-8.png": (8, 4, 7), "mill.png": (9, 4, 7)}
+    assert {name: pixel((tmp_path / name).read_bytes()) for name in names} == names
