@@ -1,21 +1,27 @@
 """A service on ranks: each request that was accepted is done once, as by one process."""
 
-import threading
+import os
+import signal
+import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from bascule.errors import ConfigError
 from bascule.generate.options import Prompt
 from bascule.generate.tiny import TINY
 from bascule.serve.service import Service
-from bascule.serve.status import Status, Submission
-from tests.helpers.ranks import run_ranks
+from bascule.serve.spool import Spool
+from bascule.serve.status import ENDED, Busy, Closing, Late, Status, Submission, Unknown
+from tests.helpers.ranks import run_ranks, run_to_the_end
 from tests.helpers.serving import Restless, apart, pipeline_of, with_service
 
 pytest.importorskip("diffusers")
@@ -58,7 +64,7 @@ def bursts(service: Service, seed: int, num: int) -> tuple[Counter[str], float]:
     random, diary, ids = Random(seed), Diary(service), list[str]()
     while len(ids) < num:
         many = [
-            submission(len(ids) + k, random.choice((32, 64, 96)), random.choice((3, 6)))
+            submission(len(ids) + k, random.choice((32, 64, 96)), random.choice((2, 5)))
             for k in range(min(random.randrange(1, 9), num - len(ids)))
         ]
         statuses = service.submit(many)
@@ -66,7 +72,7 @@ def bursts(service: Service, seed: int, num: int) -> tuple[Counter[str], float]:
         ids += [one.id for one in statuses]
         if random.random() < 0.3:
             assert service.cancel(random.choice(ids)).has_ended
-        time.sleep(random.random() * 0.3)
+        time.sleep(random.random() * 0.2)
     diary.until_ended(ids)
     counts, pipeline, most = Counter[str](), pipeline_of(TINY), 0.0
     for one in map(service.status, ids):
@@ -84,9 +90,164 @@ def in_bursts(folder: Path, seed: int, num: int) -> Any:
     return with_service(make, folder, bursts, seed, num, policy=Restless(seed))
 
 
-@pytest.mark.slow
-def test_bursts(tmp_path: Path) -> None:
-    counts, most = run_ranks(in_bursts, RANKS, tmp_path, 0, 40)[0]
-    assert counts["done"] + counts["cancelled"] == 40, counts
+def check_bursts(folder: Path, seed: int, num: int) -> None:
+    counts, most = run_ranks(in_bursts, RANKS, folder, seed, num)[0]
+    assert counts["done"] + counts["cancelled"] == num, counts
     assert min(counts["cancelled"], counts["moved"], counts["paused"]) > 0, counts
     assert most <= PIXEL
+
+
+@pytest.mark.slow
+def test_bursts(tmp_path: Path) -> None:
+    check_bursts(tmp_path, 0, 40)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_long_bursts(tmp_path: Path, seed: int) -> None:
+    check_bursts(tmp_path, seed, 150)
+
+
+def choosy_pipeline() -> Any:
+    """A pipeline that fails for some prompts, and whose scheduler keeps what cannot travel."""
+    pipeline = pipeline_of(TINY)
+    encode, pipeline.scheduler.odd = pipeline.encode_prompt, object()
+
+    def encoded(*args: Any, **kwargs: Any) -> Any:
+        if "wrong" in kwargs["prompt"]:
+            raise MemoryError("no memory is left")
+        return encode(*args, **kwargs)
+
+    pipeline.encode_prompt = encoded
+    return pipeline
+
+
+def refused(kind: type[Exception], call: Callable[..., Any], *args: Any) -> Any:
+    with pytest.raises(kind) as raised:
+        call(*args)
+    return raised.value
+
+
+def odds(service: Service) -> float:
+    """What is refused, fails or cannot be written, between requests that are done."""
+    diary, most = Diary(service), service._most_waiting
+    wrong = Submission(prompt=Prompt(prompt="wrong", width=32, height=32, steps=2))
+    ids = [one.id for one in service.submit([submission(0), wrong, submission(1, 64)])]
+    diary.until_ended(ids)
+    failed = service.status(ids[1])
+    assert failed.state == "failed" and "MemoryError: no memory is left" in failed.reason
+    assert "is failed" in str(refused(Unknown, service.result, ids[1]))
+    assert service.cancel(ids[1]) == failed  # it stays as it is
+    for unknown in (service.status, service.cancel, service.result):
+        refused(Unknown, unknown, "none")
+    assert {service.status(ids[0]), service.status(ids[2])} <= set(service.statuses())
+
+    for one, text in (
+        (submission(2, 40), "makes it 32: give 32"),
+        (Submission(prompt=Prompt(prompt="a", frames=5)), "takes no num_frames"),
+        (submission(2, image=b"png"), "takes no image"),
+    ):
+        assert text in str(refused(ConfigError, service.submit, [submission(3), one]))
+    assert "at most 5 may wait" in str(refused(ConfigError, service.submit, [wrong] * (most + 1)))
+
+    many = service.submit([submission(4, 96, 400)] + [submission(5, steps=1)] * (most - 1))
+    until(lambda: service.status(many[0].id).step)
+    late = submission(6, deadline_s=1e-3, must_meet_deadline=True)
+    assert refused(Late, service.submit, [late]).predicted_s > 1e-3
+    busy = refused(Busy, service.submit, [submission(7)] * most)
+    assert busy.retry_after_s >= 1.0
+    assert not [one for one in service.statuses() if one.prompt.seed in (2, 3, 6, 7)]
+    in_time = submission(8, deadline_s=1e4, must_meet_deadline=True)
+    ids += [one.id for one in service.submit([in_time])]
+    assert service.cancel(many[0].id).state == "cancelled"
+
+    spool: Any = service._spool
+    end, spool.end = spool.end, full  # for a while
+    until(lambda: "disk is full" in service.health())
+    assert "disk is full" in str(refused(Closing, service.submit, [submission(9)]))
+    spool.end = end
+    until(lambda: not service.health())
+    ids += [one.id for one in many] + [service.submit([submission(10)])[0].id]
+    diary.until_ended(ids)
+    reported = Counter(one.id for one in diary.news if one.state in ENDED)
+    assert reported == dict.fromkeys(ids, 1)
+    service.stop()
+    until(service.health)
+    assert "is ending" in str(refused(Closing, service.submit, [submission(11)]))
+    states = Counter(service.status(one).state for one in ids)
+    assert states == {"done": most + 3, "failed": 1, "cancelled": 1}
+    done, pipeline = [one for one in ids if service.status(one).state == "done"], pipeline_of(TINY)
+    return max(apart(service.status(one), service.result(one), pipeline) for one in done)
+
+
+def full(_: Status) -> bool:
+    raise sqlite3.OperationalError("database or disk is full")
+
+
+def at_odds(folder: Path) -> Any:
+    return with_service(choosy_pipeline, folder, odds, policy=Restless(0), most_waiting=5)
+
+
+def test_what_is_refused_or_fails_harms_no_other(tmp_path: Path) -> None:
+    assert run_ranks(at_odds, 2, tmp_path)[0] <= PIXEL
+
+
+def until_some_are_done(service: Service) -> None:
+    """Wait until some are done, some run, and some wait."""
+    num = len(service.statuses())
+    until(lambda: sum(one.state == "done" for one in service.statuses()) > 1)
+    until(lambda: any(one.step > 2 for one in service.statuses() if not one.has_ended))
+    assert sum(one.has_ended for one in service.statuses()) < num - 1
+
+
+def until_killed(service: Service, folder: Path, victim: int, num: int) -> str:
+    service.submit([submission(k, 32, 8) for k in range(num)])
+    until_some_are_done(service)
+    os.kill(int((folder / f"{victim}.pid").read_text()), signal.SIGKILL)
+    until(service.health)
+    return str(refused(Closing, service.submit, [submission(0)]))
+
+
+def killed(folder: Path, victim: int, num: int) -> None:
+    (folder / f"{dist.get_rank()}.pid").write_text(str(os.getpid()))
+    make = partial(pipeline_of, TINY)
+    with_service(make, folder / "spool", until_killed, folder, victim, num, timeout_s=6.0)
+
+
+def all_ended(service: Service) -> float:
+    until(lambda: all(one.has_ended for one in service.statuses()))
+    pipeline, statuses = pipeline_of(TINY), service.statuses()
+    assert {one.state for one in statuses} == {"done"}
+    return max(apart(one, service.result(one.id), pipeline) for one in statuses)
+
+
+def again(folder: Path, client: Callable[..., Any]) -> Any:
+    return with_service(partial(pipeline_of, TINY), folder / "spool", client)
+
+
+@pytest.mark.some(1)
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_restart_goes_on(tmp_path: Path, victim: int) -> None:
+    """After a kill, and then after a stop in the middle."""
+    num, written = 9, dict[Path, int]()
+
+    def check_written() -> None:
+        """What was done before was not done again."""
+        assert {path: path.stat().st_mtime_ns for path in written} == written
+        outputs = (tmp_path / "spool" / "outputs").glob("[!.]*.png")
+        written.update((path, path.stat().st_mtime_ns) for path in outputs)
+
+    outcomes = run_to_the_end(killed, 2, tmp_path, victim, num, stopped=[] if victim else [1])
+    assert outcomes[victim].exit_code == -signal.SIGKILL
+    if victim == 1:  # the other one shares no request with it
+        assert "no sign of life from rank 1" in str(outcomes[0].error), outcomes[0]
+    with closing(Spool(tmp_path / "spool", "tiny")) as spool:
+        done = spool.ended(num)
+        assert len(done) + len(spool.waiting()) == num and {one.state for one in done} == {"done"}
+        written |= {spool.output(one): spool.output(one).stat().st_mtime_ns for one in done}
+    run_ranks(again, 2, tmp_path, until_some_are_done)
+    check_written()
+    assert run_ranks(again, 2, tmp_path, all_ended)[0] <= PIXEL
+    check_written()
+    assert len(written) == num

@@ -61,9 +61,10 @@ def browser() -> str:
     return found
 
 
-def opened(path: Path, profile: Path) -> Page:
-    """Open a page and let its scripts run."""
-    done = _chromium(profile, "--enable-logging=stderr", "--dump-dom", path.as_uri())
+def opened(page: Path | str, profile: Path) -> Page:
+    """Open a page, by its file or its URL, and let its scripts run."""
+    url = page if isinstance(page, str) else page.as_uri()
+    done = _chromium(profile, "--enable-logging=stderr", "--dump-dom", url)
     return Page(done.stdout, done.stderr)
 
 

@@ -39,6 +39,8 @@ class FakeService:
     on_change: Callable[[Status], None] | None = None
     asked: dict[str, Submission] = field(default_factory=dict[str, Submission])
     of: dict[str, Status] = field(default_factory=dict[str, Status])
+    on_submit: Callable[[], None] = lambda: None
+    on_cancel: Callable[[], None] = lambda: None
     lock: Any = field(default_factory=threading.RLock)
 
     def submit(self, submissions: Sequence[Submission]) -> list[Status]:
@@ -68,6 +70,7 @@ class FakeService:
             for one, submission in zip(made, submissions, strict=True):
                 self.asked[one.id] = submission
                 self._put(one)
+            self.on_submit()
             return made
 
     def _put(self, status: Status) -> None:
@@ -91,6 +94,7 @@ class FakeService:
         with self.lock:
             if not (status := self.status(request_id)).has_ended:
                 self._put(replace(status, state="cancelled", ranks=(), ended_at=time.time()))
+            self.on_cancel()
             return self.of[request_id]
 
     def result(self, request_id: str) -> Path:

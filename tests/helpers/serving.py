@@ -155,7 +155,8 @@ class Restless:
 
     def decide(self, state: State, act: Starts) -> None:
         """Start and recall at random; nobody waits while all ranks are free."""
-        for job in self._random.sample(state.waiting, len(state.waiting)):
+        rests = self._random.random() < 0.3 and state.running  # until many ranks are free
+        for job in [] if rests else self._random.sample(state.waiting, len(state.waiting)):
             degree = self._random.choice(list(job.request.step_s))
             block = state.free_block(degree) or (None if state.running else state.free_block(1))
             if block is not None:
@@ -172,11 +173,12 @@ def with_service(
     *args: Any,
     policy: Policy | None = None,
     most_waiting: int = 1000,
+    timeout_s: float = 100.0,
 ) -> Any:
     """Let a client use a service in a thread of rank 0; return what it does there."""
     torch.set_num_threads(1)
     pipeline = make()
-    engine = Engine(pipeline)
+    engine = Engine(pipeline, timeout_s=timeout_s)
     if (controller := engine.controller) is None:
         engine.run()
         return None

@@ -96,7 +96,8 @@ def arguments_of(words: list[str]) -> list[str] | None:
     """What a command gives to bascule; None if it is another command."""
     if Path(words[0]).name == "bascule":
         return words[1:]
-    return words[words.index("bascule.cli") + 1 :] if "bascule.cli" in words else None
+    module = {"bascule", "bascule.cli"} & {*words}  # after -m
+    return words[words.index(module.pop()) + 1 :] if module else None
 
 
 @pytest.mark.parametrize("page", PAGES)

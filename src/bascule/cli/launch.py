@@ -23,6 +23,8 @@ USER_ERROR = 2  # exit code
 _PIDS_IN = "BASCULE_PIDS_IN"  # in the environment: the folder of the process ids of local ranks
 _RESULT_TO = "BASCULE_RESULT_TO"  # in the environment: the file for the first rank's result
 _STOP = "stop"
+_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT  # that torchrun takes
+_DEFAULTS = signal.SIG_DFL, signal.default_int_handler
 
 
 def in_a_job() -> bool:
@@ -55,8 +57,8 @@ def result_of_ranks(num_ranks: int, arguments: list[str]) -> str:
     # torchrun would warn, and choose 1, if this were not set.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // num_ranks)))
     launcher = ["--nproc-per-node", str(num_ranks), "--master-addr", "127.0.0.1"]
-    if _PIDS_IN in os.environ:
-        launcher += ["--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT"]
+    free = [one.name for one in _SIGNALS if signal.getsignal(one) in _DEFAULTS]
+    launcher += ["--signals-to-handle", ",".join(free)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result"
         os.environ[_RESULT_TO] = str(path)
@@ -112,8 +114,8 @@ def stopping_quietly() -> Iterator[None]:
 
 
 @contextmanager
-def forwarding_stops() -> Iterator[None]:
-    """Forward SIGTERM to the ranks launched within: torch would kill them after 30 s."""
+def forwarding_stops(*numbers: signal.Signals) -> Iterator[None]:
+    """Forward signals as SIGTERM to the ranks launched within: torch would kill them after 30 s."""
     with tempfile.TemporaryDirectory() as folder:
 
         def forward(*_: object) -> None:
@@ -122,13 +124,14 @@ def forwarding_stops() -> Iterator[None]:
                 with suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGTERM)
 
-        before = signal.signal(signal.SIGTERM, forward)
+        before = {number: signal.signal(number, forward) for number in numbers}
         os.environ[_PIDS_IN] = folder
         try:
             yield
         finally:
             del os.environ[_PIDS_IN]
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 @contextmanager

@@ -1,8 +1,17 @@
 """`bascule serve`: a pipeline behind HTTP, on local ranks or in a job that runs."""
 
+import os
+import signal
+import threading
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 from bascule.serve.options import ServeOptions
+
+if TYPE_CHECKING:
+    import torch
+
+_LOOK_S = 0.5
 
 
 def run(options: ServeOptions, arguments: list[str]) -> None:
@@ -10,7 +19,29 @@ def run(options: ServeOptions, arguments: list[str]) -> None:
     options.check()
     from bascule.cli.command import on_ranks
     from bascule.cli.launch import forwarding_stops, in_a_job
+
+    stops = nullcontext() if in_a_job() else forwarding_stops(signal.SIGTERM, signal.SIGINT)
+    with stops:
+        on_ranks(options, arguments, lambda device: _work(options, device), lambda _: None)
+
+
+def _work(options: ServeOptions, device: "torch.device") -> None:
+    from bascule.cli.launch import stop_asked
     from bascule.serve.serving import run_server
 
-    with nullcontext() if in_a_job() else forwarding_stops():
-        on_ranks(options, arguments, lambda device: run_server(options, device), lambda _: None)
+    is_over = threading.Event()
+    with stop_asked() as is_stopping:
+
+        def watch() -> None:
+            """Repeat a signal that came before the server had its handlers, or could not come."""
+            while not is_over.wait(_LOOK_S):
+                if is_stopping():
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+        thread = threading.Thread(target=watch, name="bascule stops")
+        thread.start()
+        try:
+            run_server(options, device)
+        finally:
+            is_over.set()
+            thread.join()

@@ -1,5 +1,6 @@
 """`bascule train`: train, save, stop and resume, on local ranks or in a job that runs."""
 
+import signal
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ def run(options: TrainOptions, arguments: list[str]) -> None:
         with quietly():
             check_kernel(options, prepare(options, world_size=num_ranks).config)
 
-    with nullcontext() if in_a_job() else forwarding_stops():
+    with nullcontext() if in_a_job() else forwarding_stops(signal.SIGTERM):
         on_ranks(options, arguments, lambda device: _work(options, device), _finish, prepare)
 
 

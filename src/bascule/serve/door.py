@@ -6,11 +6,12 @@ service's thread wakes; what blocks runs in a few threads. FastAPI routes, uvico
 
 import asyncio
 import base64
+import json
 import logging
 import resource
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import asdict
 from importlib.resources import files
@@ -149,7 +150,7 @@ class Door:
     async def _call(self, function: Callable[..., _Result], *arguments: Any) -> _Result:
         return await to_thread.run_sync(function, *arguments, limiter=self._calls)
 
-    async def _changes(self, request_id: str) -> AsyncIterator[Status]:
+    async def _changes(self, request_id: str) -> AsyncGenerator[Status, None]:
         """Yield the status of a request, now and at each change, until it has ended."""
         woken = asyncio.Event()
         self._watchers.setdefault(request_id, set()).add(woken)
@@ -270,7 +271,7 @@ class Door:
             with suppress(Closing):
                 async with aclosing(self._changes(request_id)) as changes:
                     async for status in changes:
-                        yield f"data: {JSONResponse(_row(status)).body.decode()}\n\n"
+                        yield f"data: {json.dumps(_row(status))}\n\n"
 
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the latter: nginx
         return StreamingResponse(lines(), headers=headers, media_type="text/event-stream")

@@ -108,7 +108,8 @@ class Engine:
         configs: list[Any] = [getattr(model, "config", None) for model in request.models]
         num_heads = min(getattr(one, "num_attention_heads", None) or 1 for one in configs)
         self._places = places_of(self._control, attending, num_heads)
-        self._post = Post(new_group(every, "serve post", timeout_s, backend="gloo"))
+        post = new_group(every, "serve post", timeout_s, backend="gloo")
+        self._post = Post(post, timeout_s)
         self._mail, self._is_over = self._post.mail(), False
         self._run: _Run | None = None
         self.controller = Controller(self._post, world.size) if self._rank == 0 else None

@@ -20,7 +20,7 @@ from bascule.serve.status import Submission
 
 _LONGEST_QUOTE = 80
 _MOST_SEED = 2**63 - 1
-_PICTURES = "image", "image[]", "input_reference", "input_reference[image_url]"
+_PICTURES = "image", "image[]", "input_reference"
 _FORMATS = "PNG", "JPEG", "WEBP"
 
 
@@ -200,16 +200,17 @@ def picture(sent: Any, max_pixels: int) -> bytes:
         raise Refusal(400, "image: send a file, or text in base64", "image")
     try:
         with Image.open(io.BytesIO(sent), formats=_FORMATS) as opened:
-            pixels = opened.width * opened.height  # as the file says, before any is decoded
-            if pixels <= max_pixels:
+            if opened.width * opened.height <= max_pixels:  # as its head says: none is decoded yet
                 plain = ImageOps.exif_transpose(opened).convert("RGB")
                 plain.info.clear()
                 plain.save(made := io.BytesIO(), "PNG", compress_level=1)
                 return made.getvalue()
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        pass
     except Exception:  # PIL raises anything on damaged files
         said = f"image: cannot be read: send one of {', '.join(_FORMATS)}, whole"
         raise Refusal(400, said, "image") from None
-    said = f"image: {pixels:,} pixels are too many for this server: give at most {max_pixels:,}"
+    said = f"image: has more than {max_pixels:,} pixels, this server's limit: make it smaller"
     raise Refusal(400, said, "image")
 
 

@@ -69,6 +69,7 @@ class Guard:
         self._most, self._held_bytes = options.max_body_bytes, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse a call, or let it in and count its body."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers, size, is_read = dict(scope["headers"]), 0, False
@@ -130,6 +131,7 @@ class Connection(H11Protocol):
     """A connection that is closed where a client opens it and sends no whole request."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore
+        """Look after a connection that was made."""
         super().connection_made(transport)
         self.loop.call_later(_HEADERS_S, self._close_if_silent, None)
 

@@ -7,6 +7,7 @@ need not stop for others, and two ranks may fetch from each other.
 import json
 import queue
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -25,7 +26,8 @@ from bascule.comm.items import leaves_of, mapped, parcel, read
 
 Message = dict[str, Any]
 
-_LONG = timedelta(hours=1)  # of one wait; the next follows
+_BEAT_S = 1.0  # between two signs of life
+_SILENT_S = 30.0  # without them, after which a rank is given up
 
 
 class Ticket(NamedTuple):
@@ -48,37 +50,47 @@ class Mail:
         place = self._store.add(f"{self._name}/{rank}", 1)
         self._store.set(f"{self._name}/{rank}/{place}", json.dumps({"kind": kind, **message}))
 
-    def take(self, rank: int, place: int) -> Message:
-        """Wait for the message of a place, counted from 1, and take it out."""
+    def take(self, rank: int, place: int) -> Message | None:
+        """Wait a while for the message of a place, counted from 1, and take it out."""
         key = f"{self._name}/{rank}/{place}"
-        while True:
-            try:
-                self._store.wait([key], _LONG)
-                break
-            except dist.DistNetworkError:
+        try:
+            self._store.wait([key], timedelta(seconds=_BEAT_S))
+        except dist.DistNetworkError:
+            raise
+        except RuntimeError as error:  # the stores of torch have errors of their own for this
+            if "timeout" not in str(error).lower():
                 raise
-            except RuntimeError as error:  # the stores of torch have errors of their own for this
-                if "timeout" not in str(error).lower():
-                    raise
+            return None
         message = json.loads(self._store.get(key))
         self._store.delete_key(key)
         return message
+
+    def sign(self, rank: int, more: int) -> int:
+        """Add to the signs of life of a rank, and return how many there are."""
+        return self._store.add(f"{self._name}/life/{rank}", more)
 
 
 class Post:
     """The box of this rank, read by a thread, and the items it keeps.
 
+    The thread gives signs of life, and tells all ranks if those of the next rank stop.
+
     Args:
         group: All ranks, over a group of gloo of its own.
+        silent_s: Seconds without a sign of life, 30 at most, after which a rank is given up.
 
     Attributes:
         inbox: Messages for the rank.
         on_event: Gets events in the thread, with its mail.
     """
 
-    def __init__(self, group: RankGroup) -> None:
+    def __init__(self, group: RankGroup, silent_s: float = _SILENT_S) -> None:
         self._group, self._name = group, f"bascule/serve/{group.key}"
-        self._rank = group.ranks[group.rank]
+        self._rank, self._next_beat = group.ranks[group.rank], 0.0
+        self._neighbour = group.ranks[(group.rank + 1) % group.size]
+        # Beats are counted, not clocked: a machine that was paused lost no time.
+        self._most_silent = max(2, round(min(silent_s, _SILENT_S) / _BEAT_S))
+        self._signs = self._num_silent = 0
         self.on_event: Callable[[Mail, Message], None] | None = None
         self._items: dict[str, Tensor] = {}
         self._numbers = count()
@@ -119,11 +131,29 @@ class Post:
     def _pair(self, name: str, holder: int, to: int) -> RankGroup:
         return member_of(self._group.process_group, name, ranks=(holder, to))
 
+    def _beat(self, mail: Mail) -> None:
+        """Give a sign of life once a second, and look for those of the next rank."""
+        now = time.monotonic()
+        if now < self._next_beat:
+            return
+        self._next_beat = now + _BEAT_S
+        mail.sign(self._rank, 1)
+        before, self._signs = self._signs, mail.sign(self._neighbour, 0)
+        self._num_silent = self._num_silent + 1 if self._signs == before > 0 else 0
+        if self._num_silent == self._most_silent:
+            reason = f"no sign of life from rank {self._neighbour} for {self._num_silent} s"
+            for rank in self._group.ranks:
+                mail.send(rank, "over", reason=reason)
+
     def _run(self) -> None:
         try:
-            mail = self.mail()
-            for place in count(1):
+            mail, place = self.mail(), 1
+            while True:
+                self._beat(mail)
                 message = mail.take(self._rank, place)
+                if message is None:
+                    continue
+                place += 1
                 match message["kind"]:
                     case "end":
                         return

@@ -172,7 +172,7 @@ class Scheduler:
     def handle(self, event: Event) -> bool:
         """Take news of a task; return whether the plan may change."""
         task = self.tasks[event.request_id]
-        task.last = event
+        before, task.last = task.last, event
         match event.kind:
             case "step":
                 self._step(task, event)
@@ -185,8 +185,9 @@ class Scheduler:
                 task.at = None
                 self._turn(task, "pausing", "paused")
             case "moved":
-                self._moves_s.append(event.seconds)
-                self.state.move_s = median([_MOVE_S, *self._moves_s])
+                if task.phase == "moving" and before is not None:
+                    self._moves_s.append(event.time - before.time)
+                    self.state.move_s = median(self._moves_s)
                 self._turn(task, "moving", "running")
                 self._settle(task, event.block)
             case "refused":

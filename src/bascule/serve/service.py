@@ -88,9 +88,9 @@ class Service:
 
     def start(self) -> None:
         """Begin with the requests that there are."""
+        self._changed |= dict.fromkeys(self._entries)
         self._thread.start()
-        for request_id in list(self._entries):
-            self._tell("changed", request_id)
+        self._tell("asked")
 
     def stop(self) -> None:
         """Let the engine end after the steps that run; signals may call it."""
@@ -129,9 +129,9 @@ class Service:
                 raise Closing(f"the spool takes no more requests: {error}") from error
             for task, entry in zip(tasks, entries, strict=True):
                 self._add(task, entry)
+            self._changed |= dict.fromkeys(task.id for task in tasks)
             statuses = self._statuses([task.id for task in tasks])
-        for task in tasks:
-            self._tell("changed", task.id)
+        self._tell("asked")
         return statuses
 
     def status(self, request_id: str) -> Status:
@@ -153,7 +153,7 @@ class Service:
                 return status
             self._scheduler.cancel(task)
             status = self._end(status, "cancelled")
-        self._tell("changed", request_id)
+        self._tell("asked")
         return status
 
     def result(self, request_id: str) -> Path:
@@ -212,9 +212,10 @@ class Service:
             self._reason = self._reason or event.reason or "the server is ending"
             self._controller.close()
             return False
-        self._changed[request_id] = None
-        if event.kind == "changed":
+        if event.kind == "asked":
             return True
+        if request_id in self._entries:
+            self._changed[request_id] = None
         if event.kind == "written":
             status = self._leaving[request_id]
             self._end(status, "failed" if event.reason else "done", event.reason)

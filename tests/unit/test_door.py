@@ -1,0 +1,623 @@
+"""The door of a server: what clients send reaches the service, and what it says reaches them."""
+
+import asyncio
+import base64
+import io
+import json
+import re
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from PIL import Image
+
+from bascule.errors import ConfigError
+from bascule.generate.options import Prompt
+from bascule.serve import guard
+from bascule.serve.options import ServeOptions
+from tests.helpers import browser
+from tests.helpers.cli import Console, run
+from tests.helpers.door import Open, multipart, opened_door, png, stepping
+from tests.helpers.pages import ROOT, commands_of
+
+GENERATE, EDIT, VIDEOS = "/v1/images/generations", "/v1/images/edits", "/v1/videos"
+KEY = "0123456789abcdef"
+SIZES: dict[str, Any] = {
+    "width": 256,
+    "height": 256,
+    "steps": 4,
+}  # of the tiny model, where a client says none
+LIMITS = {
+    "max_pixels": 256 * 256,
+    "max_steps": 50,
+    "max_prompt_chars": 100,
+    "max_body_bytes": 20_000,
+    "max_images": 3,
+    "max_frames": 30,
+}
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Iterator[Open]:
+    with opened_door(tmp_path) as door:
+        yield door
+
+
+@pytest.fixture
+def videos(tmp_path: Path) -> Iterator[Open]:
+    with opened_door(tmp_path, {"model": "tiny-wan"}, kind="video", takes_image=True) as door:
+        yield door
+
+
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
+    with opened_door(tmp_path_factory.mktemp("limited"), LIMITS, takes_image=True, room=4) as door:
+        yield door
+
+
+def client(door: Open, key: str = "none") -> Any:
+    return openai.OpenAI(base_url=f"{door.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+
+def pixel(data: bytes) -> tuple[int, ...]:
+    with Image.open(io.BytesIO(data)) as image:
+        return tuple(np.asarray(image)[0, 0].tolist())
+
+
+# Images, videos, requests
+
+
+def test_images_by_openais_client(images: Open) -> None:
+    extra = {"seed": 5, "steps": 2, "guidance": 1.5, "negative_prompt": "fog", "deadline_s": 60}
+    with stepping(images.service):
+        made = client(images).images.generate(
+            prompt="a boat", n=2, size="64x32", model="tiny", user="me", extra_body=extra
+        )
+        linked = client(images).images.generate(prompt="é", response_format="url")
+    assert [pixel(base64.b64decode(one.b64_json)) for one in made.data] == [(5, 2, 7), (6, 2, 7)]
+    assert [one.seed for one in made.data] == [5, 6]
+    first, second, third = images.service.asked.values()
+    asked: dict[str, Any] = {
+        "negative_prompt": "fog",
+        "width": 64,
+        "height": 32,
+        "steps": 2,
+        "guidance": 1.5,
+    }
+    assert first.prompt == Prompt(prompt="a boat", seed=5, **asked)
+    assert second.prompt == Prompt(prompt="a boat", seed=6, **asked)
+    assert (first.deadline_s, first.must_meet_deadline, first.image) == (60.0, False, None)
+    assert third.prompt == Prompt(prompt="é", seed=linked.data[0].seed, **SIZES)
+    path = linked.data[0].url.removeprefix(images.url)
+    status, content, headers = images.call("GET", path)
+    assert status == 200 and pixel(content) == (third.prompt.seed % 256, 4, 7)
+    assert headers["content-type"] == "image/png"
+    assert headers["x-content-type-options"] == "nosniff"
+    assert images.call("GET", "/v1/models")[1]["data"][0]["id"] == "tiny"
+
+
+def test_a_picture_is_decoded_and_encoded_anew(tmp_path: Path) -> None:
+    text = base64.b64encode(png()).decode()
+    form, kind = multipart(("prompt", "a"), ("seed", "3"), ("image", png()))
+    with opened_door(tmp_path, takes_image=True) as door, stepping(door.service):
+        client(door).images.edit(prompt="a", image=png(), extra_body={"seed": 3})
+        for body, media in (
+            (form, kind),
+            ({"prompt": "a", "image": text}, "application/json"),
+            ({"prompt": "a", "image": f"data:image/png;base64,{text}"}, "application/json"),
+        ):
+            assert door.call("POST", EDIT, body, Content_Type=media)[0] == 200
+        rotated = io.BytesIO()
+        exif = Image.Exif()
+        exif[0x0112], exif[0x010E] = 6, "secret"  # turned by 90 degrees; a description
+        Image.new("RGB", (4, 3)).save(rotated, "JPEG", exif=exif)
+        form, kind = multipart(("prompt", "a"), ("image[]", rotated.getvalue()))
+        assert door.call("POST", EDIT, form, Content_Type=kind)[0] == 200
+        *same, turned = [one.image for one in door.service.asked.values()]
+    assert len(same) == 4 and len(set(same)) == 1
+    with Image.open(io.BytesIO(same[0] or b"")) as image:
+        assert (image.format, image.mode, image.size) == ("PNG", "RGB", (4, 3))
+        assert np.asarray(image)[0, 0].tolist() == [9, 8, 7]
+    with Image.open(io.BytesIO(turned or b"")) as image:
+        assert image.size == (3, 4) and not image.getexif() and b"secret" not in (turned or b"")
+
+
+@pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
+def test_videos_by_openais_client(videos: Open) -> None:
+    api, service = client(videos).videos, videos.service
+    made = api.create(prompt="waves", seconds="2", size="64x32", extra_body={"seed": "9"})
+    (asked,) = service.asked.values()
+    settings: dict[str, Any] = {"width": 64, "height": 32, "steps": 4, "frames": 2 * 16 + 1}
+    assert asked.prompt == Prompt(prompt="waves", seed=9, **settings)
+    assert (made.object, made.status, made.progress) == ("video", "queued", 0)
+    assert (made.seconds, made.size, made.model, made.error) == ("2", "64x32", "tiny-wan", None)
+    service.step()
+    again = api.retrieve(made.id)
+    assert (again.status, again.progress, again.completed_at) == ("in_progress", 25, None)
+    assert videos.call("GET", f"{VIDEOS}/{made.id}/content")[0] == 409
+    with pytest.raises(openai.ConflictError, match="ask again when it is done"):
+        api.download_content(made.id)
+    for _ in range(3):
+        service.step()
+    again = api.retrieve(made.id)
+    assert (again.status, again.progress) == ("completed", 100)
+    assert again.completed_at >= again.created_at
+    assert api.download_content(made.id).read() == b"a video of 9"
+    assert api.delete(made.id).deleted is False  # it had ended
+    other = api.create(prompt="fail", input_reference=("a.png", png()))
+    reference = {"image_url": base64.b64encode(png()).decode()}
+    body = {"prompt": "x", "input_reference": reference}
+    third = videos.call("POST", VIDEOS, body)[1]["id"]
+    assert [bool(one.image) for one in service.asked.values()] == [False, True, True]
+    assert api.delete(third).deleted is True
+    service.step()
+    failed = api.retrieve(other.id)
+    assert (failed.status, failed.error.message) == ("failed", "no memory")
+    body = {"prompt": "x", "frames": 9}
+    assert videos.call("POST", VIDEOS, body)[1]["seconds"] == "0.5"
+
+
+def test_requests_are_followed_and_cancelled(images: Open) -> None:
+    asked = {"prompt": "x", "n": 3, "size": "8x8", "steps": 3, "seed": 1}
+    status, made, _ = images.call("POST", "/v1/requests", asked)
+    assert status == 202
+    first, second, third = (one["id"] for one in made["data"])
+    assert re.fullmatch("[0-9a-f]{32}", first)
+    row = images.call("GET", f"/v1/requests/{second}")[1]
+    assert (row["state"], row["step"], row["num_steps"], row["ends_in_s"]) == ("waiting", 0, 3, 1.5)
+    assert (row["prompt"], row["settings"]["width"], row["settings"]["seed"]) == ("x", 8, 2)
+    seen: list[tuple[str, int]] = []
+    command = ["curl", "-sN", f"{images.url}/v1/requests/{first}/events"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as stream:
+        assert stream.stdout is not None
+        for line in filter(bytes.strip, stream.stdout):
+            event = json.loads(line.removeprefix(b"data: "))
+            seen.append((event["state"], event["step"]))
+            images.service.step()
+    assert seen == [("waiting", 0), ("running", 1), ("running", 2), ("done", 3)]
+    _, other, _ = images.call("POST", "/v1/requests", asked)
+    assert images.call("DELETE", f"/v1/requests/{third}")[1]["state"] == "cancelled"
+    listed = images.call("GET", "/v1/requests")[1]
+    assert (listed["num_ranks"], listed["model"]) == (2, "tiny")
+    states = {one["id"]: one["state"] for one in listed["data"]}
+    assert [states[one] for one in (first, second, third)] == ["done", "done", "cancelled"]
+    assert len(states) == 6 and states[other["data"][0]["id"]] == "waiting"
+    assert pixel(images.call("GET", f"/v1/requests/{first}/content")[1]) == (1, 3, 7)
+    images.service.cancel(other["data"][0]["id"])
+    images.service.num_ranks = 9
+    _, made, _ = images.call("POST", "/v1/requests", {"prompt": "fail"})
+    images.service.step()
+    failed = made["data"][0]["id"]
+    for request_id, code, said in (
+        (third, 410, f"request {third} was cancelled"),
+        (failed, 500, f"request {failed} failed: no memory"),
+        ("0" * 32, 404, "there is no request 000"),
+        ("..%2f..%2fetc", 404, "Not Found"),
+    ):
+        status, answer, _ = images.call("GET", f"/v1/requests/{request_id}/content")
+        assert status == code and said in answer["error"]["message"]
+
+
+# What is refused
+
+_PIXELS = base64.b64encode(png(300, 300)).decode()
+_REFUSED: list[tuple[str, Any, int, str, str | None]] = [
+    (GENERATE, b"{", 400, "the body is not valid JSON", None),
+    (GENERATE, b"\xff\xfe", 400, "the body is not valid JSON", None),
+    (GENERATE, b"[" * 9000, 400, "the body is not valid JSON", None),
+    (GENERATE, b'{"seed": ' + b"9" * 5000 + b"}", 400, "the body is not valid JSON", None),
+    (GENERATE, [], 400, "must be a JSON object", None),
+    (GENERATE, {}, 400, "prompt is missing: give it", "prompt"),
+    (GENERATE, {"prompt": None}, 400, "prompt is missing", "prompt"),
+    (GENERATE, {"prompt": ""}, 400, "at least 1 character", "prompt"),
+    (GENERATE, {"prompt": ["a"]}, 400, "valid string, not \"['a']\"", "prompt"),
+    (GENERATE, {"prompt": "\ud800"}, 400, "prompt: ", "prompt"),
+    (GENERATE, {"prompt": "x", "stps": 3}, 400, "'stps' is not known: give some of", "stps"),
+    (GENERATE, {"prompt": "x", "a" * 500: 3}, 400, f"'{'a' * 80}..' is not known", "a" * 500),
+    (GENERATE, {"prompt": "x" * 101}, 400, "prompt: 101 characters are too many", "prompt"),
+    (GENERATE, {"prompt": "x", "size": "8"}, 400, "size: String should match", "size"),
+    (GENERATE, {"prompt": "x", "size": "0x8"}, 400, "size: String should match", "size"),
+    (GENERATE, {"prompt": "x", "size": "257x256"}, 400, "65,792 pixels are too many", "size"),
+    (GENERATE, {"prompt": "x", "steps": 51}, 400, "51 steps are too many", "steps"),
+    (GENERATE, {"prompt": "x", "steps": 0}, 400, "greater than or equal to 1, not '0'", "steps"),
+    (GENERATE, {"prompt": "x", "n": 4}, 400, "give at most 3", "n"),
+    (GENERATE, b'{"prompt": "x", "guidance": NaN}', 400, "finite number, not 'nan'", "guidance"),
+    (GENERATE, {"prompt": "x", "seed": -1}, 400, "seed: ", "seed"),
+    (GENERATE, {"prompt": "x", "seed": 2**63 - 1, "n": 2}, 400, "is too large", "seed"),
+    (GENERATE, {"prompt": "x", "model": "sora-2"}, 404, "model 'sora-2' is not served", "model"),
+    (GENERATE, {"prompt": "x", "stream": True}, 400, "stream: ", "stream"),
+    (GENERATE, {"prompt": "x", "size": "12x8"}, 400, "width 12: give a multiple of 8", None),
+    (GENERATE, {"prompt": "x", "image": _PIXELS}, 400, "takes no image here", "image"),
+    (EDIT, {"prompt": "x"}, 400, "image is missing", "image"),
+    (EDIT, {"prompt": "x", "image": _PIXELS}, 400, "has more than 65,536 pixels", "image"),
+    (EDIT, {"prompt": "x", "image": "http://x.y/z.png"}, 400, "no URL is opened here", "image"),
+    (EDIT, {"prompt": "x", "image": {"image_url": "file:///x"}}, 400, "no URL is opened", "image"),
+    (EDIT, {"prompt": "x", "image": "%%"}, 400, "not valid base64", "image"),
+    (EDIT, {"prompt": "x", "image": "AAAA"}, 400, "cannot be read: send one of PNG", "image"),
+    (EDIT, {"prompt": "x", "image": {}}, 400, "send a file, or text in base64", "image"),
+    (EDIT, {"prompt": "x", "image": "a", "image[]": "b"}, 400, "2 pictures are too many", "image"),
+    (EDIT, {"prompt": "x", "mask": "AAAA"}, 400, "'mask' is not known", "mask"),
+    (VIDEOS, {"prompt": "x"}, 404, "tiny makes images: use /v1/images/generations", None),
+    ("/nowhere", {}, 404, "POST /nowhere: Not Found", None),
+    ("/health", {}, 405, "POST /health: Method Not Allowed", None),
+    (GENERATE, {"prompt": "x" * 20_000}, 413, "larger than 20,000 bytes", None),
+    (
+        GENERATE,
+        {"prompt": "x", "deadline_s": 0.5, "must_meet_deadline": True},
+        422,
+        "the request would be done in 4.2 s",
+        "deadline_s",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", _REFUSED, ids=lambda case: f"{case[2]} {case[3][:40]}")
+def test_what_is_wrong_is_one_sentence(
+    limited: Open, case: tuple[str, Any, int, str, str | None]
+) -> None:
+    path, body, code, said, param = case
+    status, answer, _ = limited.call("POST", path, body)
+    error = answer["error"]
+    assert status == code and said in error["message"] and error["param"] == param
+    assert error["type"] == "invalid_request_error" and len(error["message"]) < 400
+    assert not limited.service.asked
+
+
+def test_forms_that_are_malformed(limited: Open, videos: Open) -> None:
+    form, _ = multipart(("prompt", "x"))
+    for media, body, code in (
+        ("text/plain", form, 415),
+        ("multipart/form-data", form, 400),
+        ("multipart/form-data; boundary=other", form, 400),
+        ("multipart/form-data; boundary=edge", form[:40], 400),
+        ("multipart/form-data; boundary=edge", multipart(*[("steps", "1")] * 70)[0], 400),
+        ("multipart/form-data; boundary=edge", multipart(("prompt", b"\xff"))[0], 400),
+    ):
+        status, answer, _ = limited.call("POST", GENERATE, body, Content_Type=media)
+        assert status == code and answer["error"]["message"], (media, answer)
+    both = {"prompt": "x", "seconds": 2, "frames": 9}
+    for fields, said in ((both, "give one of them"), ({"prompt": "x", "n": 2}, "'n' is not known")):
+        status, answer, _ = videos.call("POST", VIDEOS, fields)
+        assert status == 400 and said in answer["error"]["message"]
+    assert videos.call("POST", GENERATE, {"prompt": "x"})[0] == 404
+    assert not limited.service.asked and not videos.service.asked
+
+
+def test_a_picture_that_grows_is_not_decoded(limited: Open) -> None:
+    for side in (300, 10_000, 100_000):
+        head = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
+        bomb = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + head
+        bomb += struct.pack(">II", zlib.crc32(head), 2**20) + b"IDAT" + zlib.compress(b"")
+        form, kind = multipart(("prompt", "x"), ("image", bomb))
+        status, answer, _ = limited.call("POST", EDIT, form, Content_Type=kind)
+        assert status == 400 and "has more than 65,536 pixels" in answer["error"]["message"]
+
+
+def test_bodies_are_counted_as_they_come(limited: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    def chunk() -> Iterator[bytes]:
+        for _ in range(30):
+            yield b"x" * 1000
+
+    head = f"POST {GENERATE} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    lines = b"".join(b"%x\r\n%s\r\n" % (len(one), one) for one in chunk()) + b"0\r\n\r\n"
+    answer = exchanged(limited, f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + lines)
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    answer = exchanged(limited, f"{head}Content-Length: 99999999999\r\n\r\n".encode())
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    monkeypatch.setattr(guard, "_BODIES", 0)  # another client's bytes are on their way
+    answer = exchanged(limited, f"{head}Content-Length: 900\r\n\r\n".encode() + b" " * 100)
+    assert answer.startswith(b"HTTP/1.1 429 ") and b"retry-after: 1" in answer
+    monkeypatch.setattr(guard, "_BODY_S", 0.2)
+    monkeypatch.setattr(guard, "_BODIES", 9)
+    answer = exchanged(limited, f"{head}Content-Length: 900\r\n\r\n".encode() + b" " * 100)
+    assert answer.startswith(b"HTTP/1.1 408 ") and not limited.service.asked
+
+
+def exchanged(door: Open, sent: bytes) -> bytes:
+    """The first answer on a connection of bytes."""
+    host, port = door.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(sent)
+        return connection.recv(4096)
+
+
+def test_silent_connections_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "_HEADERS_S", 0.3)
+    with opened_door(tmp_path) as door:
+        for sent in (b"", b"GET /health HTT"):
+            assert exchanged(door, sent) == b""
+        assert door.call("GET", "/health")[0] == 200
+
+
+def test_a_full_queue_says_when_to_come_again(tmp_path: Path) -> None:
+    with opened_door(tmp_path, room=2) as door:
+        assert door.call("POST", "/v1/requests", {"prompt": "x", "n": 2})[0] == 202
+        status, answer, headers = door.call("POST", GENERATE, {"prompt": "x"})
+        assert (status, answer["error"]["code"]) == (429, "queue_full")
+        assert answer["error"]["type"] == "rate_limit_error" and headers["retry-after"] == "3"
+        with pytest.raises(openai.RateLimitError, match="the queue is full"):
+            client(door).images.generate(prompt="x")
+
+
+# Keys and addresses
+
+
+def test_the_key_opens(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text(f"{KEY}\n")
+    with opened_door(tmp_path, {"api_key_file": tmp_path / "key"}) as door:
+        for header, status in (
+            ({}, 401),
+            ({"Authorization": "Bearer wrong"}, 401),
+            ({"Authorization": "Bearer "}, 401),
+            ({"Authorization": "Bearer caf\xe9"}, 401),
+            ({"Authorization": f"Basic {KEY}"}, 401),
+            ({"Authorization": f"bearer {KEY}"}, 200),
+            ({"Authorization": f"Bearer {KEY}", "Host": "x.y", "Origin": "https://x.y"}, 200),
+        ):
+            found = door.call("GET", "/v1/models", None, **header)
+            assert found[0] == status, header
+            assert ("www-authenticate" in found[2]) == (status == 401)
+            assert door.call("POST", GENERATE, {}, **header)[0] == (400 if status == 200 else 401)
+        assert door.call("GET", "/health")[0] == door.call("GET", "/")[0] == 200
+        assert door.call("GET", "/metrics")[0] == door.call("GET", "/nowhere")[0] == 401
+        with pytest.raises(openai.AuthenticationError, match="the key is missing or wrong"):
+            client(door, "wrong").models.list()
+        assert [one.id for one in client(door, KEY).models.list()] == ["tiny"]
+
+
+def test_pages_of_others_cannot_call_without_a_key(images: Open) -> None:
+    port = images.url.rpartition(":")[2]
+    for headers, status in (
+        ({"Host": f"localhost:{port}", "Origin": f"http://localhost:{port}"}, 202),
+        ({"Host": "evil.example"}, 403),
+        ({"Host": f"evil.example:{port}"}, 403),
+        ({"Host": f"127.0.0.1:{port}", "Origin": "http://evil.example"}, 403),
+        ({"Host": f"127.0.0.1:{port}", "Origin": "null"}, 403),
+    ):
+        assert images.call("POST", "/v1/requests", {"prompt": "x"}, **headers)[0] == status
+    assert len(images.service.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--host 0.0.0.0", "--host 0.0.0.0: others can reach this address: give --api-key-file"),
+        ("--host example.org", "others can reach this address"),
+        ("--api-key-file nowhere", "cannot read nowhere"),
+        ("--api-key-file empty", "--api-key-file empty: give one line of 16 ASCII characters"),
+        ("--model nowhere", "--model nowhere: no nowhere/model_index.json"),
+        ("--degrees 1 3", "--degrees 3: give powers of two"),
+        ("--port 70000", "--port 70000: must be an integer, at least 0 and at most 65535"),
+        ("--max-steps 0", "--max-steps 0: must be an integer, at least 1"),
+        ("--spool empty", "--spool empty: empty is a file; give a folder"),
+    ],
+)
+def test_wrong_options_are_one_sentence(
+    arguments: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Console
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").write_text("short\n")
+    code, out, err = run(capsys, "serve", *arguments.split())
+    assert (code, out) == (2, "") and said in err and err.count("\n") == 1
+
+
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bascule.serve.options.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=re.escape("pip install 'bascule[serve]'")):
+        ServeOptions().check()
+
+
+def test_an_address_that_is_taken(images: Open, tmp_path: Path) -> None:
+    port = int(images.url.rpartition(":")[2])
+    taken = rf"--port {port}: cannot listen there: Address already in use"
+    with pytest.raises(ConfigError, match=taken), opened_door(tmp_path, {"port": port}):
+        pass
+    with opened_door(tmp_path, {"host": "::1"}) as door:
+        assert door.url.startswith("http://[::1]:") and door.call("GET", "/health")[0] == 200
+
+
+# Many clients, clients that go, and the end
+
+
+def test_a_client_that_vanishes_cancels_its_requests(images: Open) -> None:
+    seen, cancelled = threading.Event(), threading.Semaphore(0)
+    images.service.on_cancel, images.service.on_submit = cancelled.release, seen.set
+    body = json.dumps({"prompt": "x", "n": 2}).encode()
+    head = f"POST {GENERATE} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    sent = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    host, port = images.url.removeprefix("http://").split(":")
+    _, other, _ = images.call("POST", "/v1/requests", {"prompt": "other"})
+    seen.clear()
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(sent)
+        assert seen.wait(60)
+    assert all(cancelled.acquire(timeout=60) for _ in range(2))
+    states = [one.state for one in images.service.of.values()]
+    assert states == ["waiting", "cancelled", "cancelled"]
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(sent[:-5])  # it goes while it sends
+    with stepping(images.service):
+        assert client(images).images.generate(prompt="x").data
+    assert images.call("GET", f"/v1/requests/{other['data'][0]['id']}")[1]["state"] == "done"
+    assert len(images.service.asked) == 4
+
+
+def test_a_thousand_clients_at_once(tmp_path: Path) -> None:
+    body = b'{"prompt": "x", "steps": 1, "size": "8x8"}'
+    head = f"POST {GENERATE} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+
+    async def asks(door: Open, sent: bytes) -> tuple[int, bytes]:
+        host, port = door.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(sent)
+        answer = await reader.read()
+        writer.close()
+        return int(answer.split()[1]), answer
+
+    async def all_ask(door: Open) -> list[tuple[int, bytes]]:
+        ask = [asyncio.ensure_future(asks(door, head.encode() + body)) for _ in range(1000)]
+        while sum(one.done() for one in ask) < 400 or len(door.service.of) < 600:
+            await asyncio.sleep(0.01)
+        for _ in range(5):  # 600 wait, and others are answered
+            healthy = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+            assert (await asyncio.wait_for(asks(door, healthy), 10))[0] == 200
+        with stepping(door.service, 0.001):
+            return await asyncio.gather(*ask)
+
+    with opened_door(tmp_path, room=600, num_ranks=50) as door:
+        threads = threading.active_count()
+        answers = asyncio.run(all_ask(door))
+        assert Counter(status for status, _ in answers) == {200: 600, 429: 400}
+        assert all(b"retry-after: 3" in answer for status, answer in answers if status == 429)
+        ids = {
+            re.findall(rb'"id":"(\w+)"', answer)[0] for status, answer in answers if status == 200
+        }
+        assert ids == {name.encode() for name in door.service.of}
+        assert threading.active_count() - threads < 60  # not 600
+        assert door.door._watchers == {}
+        assert door.call("GET", "/health")[0] == 200
+
+
+def test_the_end_answers_who_waits(tmp_path: Path) -> None:
+    with opened_door(tmp_path) as door:
+        made = door.call("POST", "/v1/requests", {"prompt": "x"})[1]["data"][0]["id"]
+        answers: list[Any] = []
+        waits = threading.Thread(
+            target=lambda: answers.append(door.call("POST", GENERATE, {"prompt": "x"}))
+        )
+        follows = threading.Thread(
+            target=lambda: answers.append(door.call("GET", f"/v1/requests/{made}/events"))
+        )
+        waits.start()
+        follows.start()
+        while len(door.door._watchers) < 2:
+            threading.Event().wait(0.01)
+    waits.join(60)
+    follows.join(60)
+    ends = {status: body for status, body, _ in answers}
+    assert "goes on at its next start" in ends[503]["error"]["message"]
+    assert ends[200].count(b"data: ") == 1
+    assert [one.state for one in door.service.of.values()] == ["waiting"] * 2  # they are kept
+
+
+def test_the_service_says_that_it_is_ill(images: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert images.call("GET", "/health")[:2] == (200, {"status": "ok"})
+    images.service.reason = "rank 1 is gone"
+    status, answer, _ = images.call("GET", "/health")
+    assert (status, answer["error"]["message"]) == (503, "rank 1 is gone")
+    status, answer, _ = images.call("POST", GENERATE, {"prompt": "x"})
+    assert (status, answer["error"]["code"]) == (503, "closing")
+    monkeypatch.setattr("bascule.serve.door._HEALTH_S", 0.1)
+    slow = threading.Event()
+    images.service.health = lambda: str(slow.wait(5))
+    status, answer, _ = images.call("GET", "/health")
+    slow.set()
+    assert status == 503 and "has not answered" in answer["error"]["message"]
+    images.service.statuses = lambda: 1 / 0  # pyright: ignore
+    status, answer, _ = images.call("GET", "/v1/requests")
+    assert (status, answer["error"]["type"]) == (500, "server_error")
+    assert "division" not in answer["error"]["message"]
+
+
+def test_metrics(images: Open) -> None:
+    for prompt in ("fail", "a", "b", "c", "d"):
+        images.call("POST", "/v1/requests", {"prompt": prompt, "steps": 2})
+    images.service.step()  # fail fails, a runs
+    images.service.step()  # a is done, b runs
+    images.call("DELETE", f"/v1/requests/{list(images.service.of)[4]}")
+    status, text, headers = images.call("GET", "/metrics")
+    assert status == 200 and headers["content-type"].startswith("text/plain; version=")
+    lines = dict(line.rsplit(" ", 1) for line in text.decode().splitlines() if line[0] != "#")
+    for name, value in {
+        'bascule_requests_accepted_total{kind="image"}': 5,
+        'bascule_requests_ended_total{kind="image",state="failed"}': 1,
+        'bascule_requests_ended_total{kind="image",state="done"}': 1,
+        'bascule_requests_ended_total{kind="image",state="cancelled"}': 1,
+        'bascule_request_seconds_count{kind="image"}': 1,
+        'bascule_requests{state="running"}': 1,
+        'bascule_requests{state="waiting"}': 1,
+        "bascule_busy_ranks": 1,
+        "bascule_ranks": 2,
+    }.items():
+        assert float(lines[name]) == value, name
+
+
+# The page, the guide
+
+
+def test_the_page_moves(images: Open, tmp_path: Path) -> None:
+    browser.browser()
+    for prompt in ("first", "<img src=x onerror=alert(1)>", "third"):
+        images.call("POST", "/v1/requests", {"prompt": prompt, "steps": 4})
+    images.service.step()
+    page = browser.opened(images.url, tmp_path / "profile")
+    assert page.errors == []
+    assert "2 running, 1 waiting, 0 paused; 2 of 2 ranks compute." in page.text
+    assert page.html.count('<span class="busy"') == 2 and "<img" not in page.html
+    assert re.findall(r'<progress[^>]*title="([^"]*)"', page.html) == [
+        "1 of 4 steps",
+        "1 of 4 steps",
+        "0 of 4 steps",
+    ]
+    with stepping(images.service, 0.05):
+        assert "0 running, 0 waiting" in browser.opened(images.url, tmp_path / "profile").text
+
+
+def test_the_page_asks_for_the_key(tmp_path: Path) -> None:
+    browser.browser()
+    (tmp_path / "key").write_text(KEY)
+    with opened_door(tmp_path, {"api_key_file": tmp_path / "key"}) as door:
+        page = browser.opened(door.url, tmp_path / "profile")
+    assert "the key is missing or wrong" in page.text and '<section id="login">' in page.html
+
+
+def test_the_guide_runs(
+    images: Open, videos: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commands of curl, each with the id that the one before it was answered with."""
+    monkeypatch.chdir(tmp_path)
+    images.service.takes_image, request_id, num = True, "", 0
+    with stepping(images.service), stepping(videos.service):
+        for words in commands_of("docs/serve.md"):
+            if words[0] != "curl":
+                continue
+            door = videos if "/v1/videos" in " ".join(words) else images
+            words = [w.replace("http://127.0.0.1:8000", door.url) for w in words]
+            words = [w.replace("/ID", f"/{request_id}") for w in words]
+            command = [*words, "--fail-with-body"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            assert done.returncode == 0, (words, done.stdout)
+            if found := re.search('"id":"([0-9a-f]{32})"', done.stdout):
+                request_id = found[1]
+            num += 1
+            while any(not one.has_ended for one in door.service.statuses()):
+                time.sleep(0.01)
+    assert num == 10
+    assert pixel(Path("boat.png").read_bytes())[1:] == (4, 7)
+    assert Path("waves.mp4").read_bytes().startswith(b"a video of ")
+    assert [bool(one.image) for one in images.service.asked.values()] == [False, False, True]
+    assert [one.image for one in videos.service.asked.values()] != [None]
+
+
+def test_the_example_runs(images: Open, tmp_path: Path) -> None:
+    program = str(ROOT / "examples" / "serve_client.py")
+    command = [sys.executable, program, images.url]
+    with stepping(images.service):
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[:2] == ["written: boat-7.png", "written: boat-8.png"]
+    assert done.stdout.splitlines()[-1] == "done, step 4 of 4"
+    names = {"boat-7.png": (7, 4, 7), "boat-8.png": (8, 4, 7), "mill.png": (9, 4, 7)}
+    assert {name: pixel((tmp_path / name).read_bytes()) for name in names} == names
