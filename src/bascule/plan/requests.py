@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from bascule.arrays import Floats, Ints, ranges
 from bascule.errors import ConfigError
@@ -258,8 +259,8 @@ class Queue:
     """One queue for all ranks.
 
     Args:
-        order: "fifo", "sjf" (the shortest first), or "srtf" (the shortest rest, which recalls
-            longer ones).
+        order: "fifo", "sjf" (the shortest first), "srtf" (the shortest rest, which recalls longer
+            ones), or "pause" (the smallest, which recalls larger ones; GF-DiT).
         degree: Of all requests, or by kind, as from `best_degrees`.
     """
 
@@ -271,8 +272,10 @@ class Queue:
         return self._degree if isinstance(self._degree, int) else self._degree[job.request.kind]
 
     def _key(self, job: Job) -> tuple[float, int]:
-        first = 0.0 if self._order == "fifo" else job.seconds(self.degree_of(job))
-        return first, job.number
+        if self._order == "fifo":
+            return 0.0, job.number
+        steps = job.request.steps if self._order == "pause" else job.left
+        return job.request.seconds(self.degree_of(job), steps), job.number
 
     def decide(self, state: State, act: Starts) -> None:
         """Start the first of the queue while there are ranks."""
@@ -280,7 +283,7 @@ class Queue:
         for place, job in enumerate(waiting):
             block = state.free_block(self.degree_of(job))
             if block is None:
-                if self._order == "srtf":
+                if self._order in ("srtf", "pause"):
                     self._recall(state, act, waiting[place:])
                 return
             act.start(job, block)
@@ -305,6 +308,45 @@ def best_degrees(requests: Iterable[Request], most: int) -> dict[str, int]:
                 best *= 2
             degrees[one.kind] = best
     return degrees
+
+
+class Elastic:
+    """One queue whose degrees follow the load (GF-DiT).
+
+    Args:
+        by: "load": first come, first served, on as many ranks as each has if all in flight share
+            them. "demote": the smallest first on the widest free ranks, and the largest that runs
+            goes on with a single rank when others wait.
+    """
+
+    def __init__(self, by: str) -> None:
+        self._by = by
+        self._demoted: set[int] = set()
+
+    def decide(self, state: State, act: Starts) -> None:
+        """Start while there are ranks; demote for those who wait."""
+        share = state.num_ranks // max(len(state.waiting) + len(state.running), 1)
+        for job in sorted(state.waiting, key=self._key):
+            most = share if self._by == "load" else 1 if job.number in self._demoted else NEVER
+            degrees = sorted(job.request.step_s)
+            wanted = [d for d in degrees if d <= max(most, degrees[0])]
+            free = [d for d in wanted if state.free_block(d) is not None]
+            if free:
+                block = state.free_block(min(free, key=job.seconds))
+                assert block is not None
+                act.start(job, block)
+                continue
+            wide = [one for one in state.running.values() if one.block and one.block.degree > 1]
+            if self._by == "demote" and wide:
+                largest = max(wide, key=lambda one: (one.request.work_s, -one.number))
+                if 1 in largest.request.step_s:
+                    self._demoted.add(largest.number)
+                    act.recall(largest)
+            return
+
+    def _key(self, job: Job) -> tuple[bool, float, int]:
+        size = 0.0 if self._by == "load" else job.request.work_s
+        return job.number not in self._demoted, size, job.number
 
 
 class EarliestDeadline:
@@ -569,6 +611,50 @@ class Balanced:
                 room -= targets[job]
                 targets[job] *= 2
                 offer(job, targets[job])
+
+
+class TetriServe(Balanced):
+    """Keeps most requests alive for a round, by a knapsack over the ranks (TetriServe's paper).
+
+    A request asks for the smallest degree that meets its deadline. Alive is one that runs, or could
+    still meet its deadline if it idled for the round. Ranks that are left go to requests that are
+    late anyway, and then widen others. It decides at each event and not at the end of each round.
+
+    Args:
+        round_steps: Steps of a round, of the largest request at its fastest degree.
+    """
+
+    def __init__(self, round_steps: int = 5) -> None:
+        super().__init__()
+        self._round_steps = round_steps
+
+    def _targets(self, state: State, jobs: Sequence[Job]) -> dict[Job, tuple[int, _Order]]:
+        num, room = state.num_ranks, state.num_ranks
+        round_s = self._round_steps * max(min(one.request.step_s.values()) for one in jobs)
+        slack = {job: max(self._slack(state, job, d) for d in self._fast(job)) for job in jobs}
+        alive = [job for job in jobs if slack[job] >= 0]
+        needs = {job: self._need(state, job, False) for job in alive}
+        most, runs = np.zeros(num + 1), list[npt.NDArray[np.bool_]]()  # requests alive, by ranks
+        for job in alive:
+            idle = most + (slack[job] >= round_s)
+            run = np.full(num + 1, -1.0)
+            if needs[job] <= num:
+                run[needs[job] :] = most[: num + 1 - needs[job]] + 1 + 1e-6  # rather run than idle
+            runs.append(run > idle)
+            most = np.maximum(run, idle)
+        targets = dict.fromkeys(jobs, 0)
+        for job, is_taken in zip(alive[::-1], runs[::-1], strict=True):
+            if is_taken[room]:
+                targets[job] = needs[job]
+                room -= needs[job]
+        order = {one: (int(not targets[one]), self._due[one.number], one.number) for one in jobs}
+        for job in sorted(jobs, key=order.__getitem__):
+            least = self._fast(job)[0]
+            if not targets[job] and least <= room:
+                targets[job] = least
+                room -= least
+        self._widen(targets, room)
+        return {job: (degree, order[job]) for job, degree in targets.items()}
 
 
 def _is_within(block: Block, other: Block) -> bool:
