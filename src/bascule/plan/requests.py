@@ -657,6 +657,50 @@ class TetriServe(Balanced):
         return {job: (degree, order[job]) for job, degree in targets.items()}
 
 
+POLICIES = (
+    "random", "round-robin", "least-in-flight", "least-work", "fifo", "sjf", "srtf", "pause",
+    "rssp", "load", "demote", "greedy", "best-fit", "tetriserve", "super-p95", "balanced",
+)  # fmt: skip
+"""Names of policies; the first eight may end in the degree of all requests: "sjf:4"."""
+
+
+def policy_of(name: str, requests: Sequence[Request], num_ranks: int, *, seed: int = 0) -> Policy:
+    """Return a new policy by its name.
+
+    Args:
+        name: One of `POLICIES`; the first eight may have a degree: "sjf:4".
+        requests: That it will serve.
+        num_ranks: Ranks that it will have.
+        seed: Of a random choice.
+
+    Raises:
+        ConfigError: There is no such policy, or requests do not know its degree.
+    """
+    word, _, text = name.partition(":")
+    place, degree = POLICIES.index(word) if word in POLICIES else -1, text or "1"
+    if place < 0 or (text and place >= 8) or not degree.isdecimal():
+        raise ConfigError(
+            f"policy {name!r} is not known: give one of {', '.join(POLICIES)}; the first eight may "
+            "have a degree, such as sjf:4"
+        )
+    if place < 8:
+        known = {d for one in requests for d in one.step_s if d <= num_ranks}
+        known = {d for d in known if all(d in one.step_s for one in requests)}
+        if int(degree) not in known:
+            degrees = ", ".join(map(str, sorted(known)))
+            raise ConfigError(f"policy {name!r}: the degree of all requests can be {degrees}")
+        if place < 4:
+            return Dispatch(word.replace("-", " "), int(degree), seed=seed)
+        return Queue(word, int(degree))
+    if word in ("load", "demote"):
+        return Elastic(word)
+    if word in ("greedy", "best-fit"):
+        return EarliestDeadline(word.replace("-", " "))
+    if word == "rssp":
+        return Queue("fifo", best_degrees(requests, num_ranks))
+    return {"tetriserve": TetriServe, "super-p95": SuperP95, "balanced": Balanced}[word]()
+
+
 def _is_within(block: Block, other: Block) -> bool:
     return other.first <= block.first < other.first + other.degree and block.degree <= other.degree
 
