@@ -301,7 +301,8 @@ def of_requests(rows: Sequence[Row], source: str, num_ranks: int, axis: str) -> 
     first = columns(axis + ": {:.4g}", "policy")
 
     def table(title: str, figures: dict[str, str]) -> Rows:
-        cells = [(row.load, row.policy, *map(row.figures.get, figures)) for row in rows]
+        known = [row for row in rows if row.figures.keys() & figures.keys()]
+        cells = [(row.load, row.policy, *map(row.figures.get, figures)) for row in known]
         return Rows(title, first | columns(*figures.values()), cells)
 
     return Report(
@@ -357,8 +358,8 @@ def of_requests(rows: Sequence[Row], source: str, num_ranks: int, axis: str) -> 
             "of equals the one of the least P95.",
             "The bound takes all ranks as one machine that does the cheapest work of a request in "
             "parts, so that no policy exceeds it, and maybe none reaches it.",
-            "Slowdown: the largest latency over the seconds alone at the fastest degree. Moves: how "
-            "often a request goes on with other ranks.",
+            "Slowdown: the largest latency over the seconds alone at the fastest degree. Moves: "
+            "how often a request goes on with other ranks.",
         ),
     )
 
