@@ -94,21 +94,26 @@ class Job:
 
     number: int  # in the order of arrival
     request: Request
-    left: int  # steps to take; of a running one at its next boundary
+    left: int  # steps to take; of a running one when it came to its block
     block: Block | None = None  # where it runs; None: it waits
     steps_end_s: float = 0.0  # of a running one: when its steps are done, as it is
     free_s: float = 0.0  # of a running one: when its block is free, as it is
 
-    def boundary_s(self, now_s: float) -> float:
-        """Return its next boundary, after one step on its block at least."""
-        assert self.block is not None
-        step = self.request.step_s[self.block.degree]
-        to_end = math.floor((self.steps_end_s - now_s) / step + 1e-9)
-        return self.steps_end_s - max(0, min(to_end, self.left - 1)) * step
+    def rest(self, now_s: float) -> int:
+        """Return the steps to take from its next boundary on; one that runs takes one before."""
+        if self.block is None:
+            return self.left
+        to_end = (self.steps_end_s - now_s) / self.request.step_s[self.block.degree]
+        return max(0, min(math.floor(to_end + 1e-9), self.left - 1))
 
-    def seconds(self, degree: int) -> float:
+    def boundary_s(self, now_s: float) -> float:
+        """Return the next boundary of one that runs."""
+        assert self.block is not None
+        return self.steps_end_s - self.rest(now_s) * self.request.step_s[self.block.degree]
+
+    def seconds(self, degree: int, now_s: float = 0.0) -> float:
         """Return the seconds from its next boundary on, at a degree."""
-        return self.request.seconds(degree, self.left)
+        return self.request.seconds(degree, self.rest(now_s))
 
 
 @dataclass(slots=True)
@@ -271,15 +276,15 @@ class Queue:
         """Return the degree of a job."""
         return self._degree if isinstance(self._degree, int) else self._degree[job.request.kind]
 
-    def _key(self, job: Job) -> tuple[float, int]:
+    def _key(self, job: Job, now_s: float) -> tuple[float, int]:
         if self._order == "fifo":
             return 0.0, job.number
-        steps = job.request.steps if self._order == "pause" else job.left
+        steps = job.request.steps if self._order == "pause" else job.rest(now_s)
         return job.request.seconds(self.degree_of(job), steps), job.number
 
     def decide(self, state: State, act: Starts) -> None:
         """Start the first of the queue while there are ranks."""
-        waiting = sorted(state.waiting, key=self._key)
+        waiting = sorted(state.waiting, key=lambda one: self._key(one, state.now_s))
         for place, job in enumerate(waiting):
             block = state.free_block(self.degree_of(job))
             if block is None:
@@ -289,9 +294,10 @@ class Queue:
             act.start(job, block)
 
     def _recall(self, state: State, act: Starts, waiting: Sequence[Job]) -> None:
-        running = sorted(state.running.values(), key=self._key, reverse=True)
-        for job, longer in zip(waiting, running, strict=False):
-            if self._key(job) < self._key(longer):
+        running = [(self._key(one, state.now_s), one) for one in state.running.values()]
+        running.sort(key=lambda one: one[0], reverse=True)
+        for job, (key, longer) in zip(waiting, running, strict=False):
+            if self._key(job, state.now_s) < key:
                 act.recall(longer)
 
 
@@ -510,8 +516,8 @@ class Balanced:
             wide = 2 * block.degree
             if job is None or job.block is None or job.block.degree != block.degree:
                 continue
-            if job.left and wide in self._fast(job):
-                gain = job.free_s - job.boundary_s(state.now_s) - job.seconds(wide)
+            if wide in self._fast(job):
+                gain = job.free_s - job.boundary_s(state.now_s) - job.seconds(wide, state.now_s)
                 if gain > most:
                     best, most = job, gain
         if best is not None:
@@ -547,9 +553,10 @@ class Balanced:
         """Return the seconds by which a job would meet its deadline at a degree."""
         if job.block is not None and job.block.degree == degree:
             return self._due[job.number] - job.free_s
-        move = state.move_s if job.left < job.request.steps else 0.0
         begin = state.now_s if job.block is None else job.boundary_s(state.now_s)
-        return self._due[job.number] - begin - move - job.seconds(degree)
+        if job.block is not None or job.left < job.request.steps:
+            begin += state.move_s
+        return self._due[job.number] - begin - job.seconds(degree, state.now_s)
 
     def _need(self, state: State, job: Job, is_lost: bool) -> int:
         degrees = self._fast(job)
@@ -568,7 +575,8 @@ class Balanced:
                 lost.add(job)
                 continue
             degree = self._need(state, job, False)
-            work = degree * job.left * job.request.step_s[degree] + job.request.once_s
+            steps_s = job.rest(state.now_s) * job.request.step_s[degree]
+            work = degree * steps_s + job.request.once_s
             heapq.heappush(kept, (-work, job.number, job))
             load += work
             while load > state.num_ranks * max(self._due[job.number] - state.now_s, 1e-9) and kept:
@@ -579,7 +587,7 @@ class Balanced:
 
     def _order(self, state: State, job: Job, is_lost: bool) -> _Order:
         request, degrees = job.request, self._fast(job)
-        own = job.seconds(degrees[0])
+        own = job.seconds(degrees[0], state.now_s)
         if is_lost:
             alone = request.seconds(degrees[0])
             if state.now_s - request.arrival_s - alone > self._patience * alone:

@@ -128,12 +128,8 @@ class _Cluster:
 
     def recall(self, job: Job) -> None:
         """Let a running job wait at its next boundary."""
-        assert job.block is not None
-        boundary = job.boundary_s(self.state.now_s)
-        left = round((job.steps_end_s - boundary) / job.request.step_s[job.block.degree])
-        if left > 0:
-            job.left = left
-            self._push(boundary, "recalled", job)
+        if job.rest(self.state.now_s):
+            self._push(job.boundary_s(self.state.now_s), "recalled", job)
 
     def next_event(self) -> tuple[str, Job] | None:
         """Go to the next event; None if another one took its place."""
@@ -184,6 +180,8 @@ def serve(
             what, job = event
             assert job.block is not None
             if what == "recalled":
+                step = job.request.step_s[job.block.degree]
+                job.left = round((job.steps_end_s - state.now_s) / step)
                 state.wait(job)
             else:
                 state.release(job.block)
