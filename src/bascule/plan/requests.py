@@ -7,7 +7,7 @@ ends, or was recalled by it and reached a boundary; it is pure and the same for 
 
 import heapq
 import math
-from bisect import insort
+from bisect import bisect_right, insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -125,6 +125,7 @@ class State:
     waiting: list[Job] = field(default_factory=list[Job])  # in the order of arrival
     running: dict[int, Job] = field(default_factory=dict[int, Job])  # by the first of its ranks
     free: set[Block] = field(default_factory=set[Block])  # the largest free blocks
+    num_free: int = 0  # ranks of theirs
     move_s: float = 0.0  # that a request loses when it goes on with other ranks
 
     @classmethod
@@ -136,18 +137,24 @@ class State:
             degree = 1 << min((num_ranks - first).bit_length() - 1, _alignment(first))
             state.free.add(Block(first, degree))
             first += degree
+        state.num_free = num_ranks
         return state
+
+    def after(self, number: int) -> list[Job]:
+        """Return those that wait and came after a number, in that order."""
+        return self.waiting[bisect_right(self.waiting, number, key=_number) :]
 
     def wait(self, job: Job) -> None:
         """Add a job that waits; free its block."""
         if job.block is not None:
             self.release(job.block)
         job.block = None
-        insort(self.waiting, job, key=lambda one: one.number)
+        insort(self.waiting, job, key=_number)
 
     def release(self, block: Block) -> None:
         """Free the ranks of a block; join neighbours."""
         self.running.pop(block.first, None)
+        self.num_free += block.degree
         while (other := Block(block.first ^ block.degree, block.degree)) in self.free:
             self.free.remove(other)
             block = Block(min(block.first, other.first), 2 * block.degree)
@@ -161,6 +168,7 @@ class State:
                 raise ConfigError(f"{block} is not free: free blocks are {sorted(self.free)}")
             around = Block(around.first & ~around.degree, 2 * around.degree)
         self.free.remove(around)
+        self.num_free -= block.degree
         while around.degree > block.degree:
             half = around.degree // 2
             halves = Block(around.first, half), Block(around.first + half, half)
@@ -176,6 +184,10 @@ class State:
         """Return free ranks of a degree, from the smallest free block that has them."""
         wide = [one for one in self.free if one.degree >= degree]
         return Block(min(wide, key=_by_degree).first, degree) if wide else None
+
+
+def _number(job: Job) -> int:
+    return job.number
 
 
 def _alignment(first: int) -> int:
@@ -228,12 +240,11 @@ class Dispatch:
         if not self._queues:
             self._queues = {r: [] for r in range(0, state.num_ranks, self._degree)}
             self._free_s = np.zeros(len(self._queues))
-        for job in state.waiting:
-            if job.number > self._last:
-                self._last = job.number
-                first = self._replica(state, job)
-                self._queues[first].append(job)
-                self._waiting.add(first)
+        for job in state.after(self._last):
+            self._last = job.number
+            first = self._replica(state, job)
+            self._queues[first].append(job)
+            self._waiting.add(first)
         for first in sorted(self._waiting - state.running.keys()):
             act.start(self._queues[first].pop(0), Block(first, self._degree))
             if not self._queues[first]:
@@ -390,13 +401,12 @@ class SuperP95:
 
     def decide(self, state: State, act: Starts) -> None:
         """Start those that do not wait for others, then the others; recall the latter."""
-        for job in state.waiting:
-            if job.number > self._last:
-                self._last, self._credit = job.number, self._credit + 0.05
-                self._longest = max(self._longest, job.request.work_s)
-                if self._credit >= 1 and job.request.work_s >= 0.8 * self._longest:
-                    self._credit -= 1
-                    self._late.add(job.number)
+        for job in state.after(self._last):
+            self._last, self._credit = job.number, self._credit + 0.05
+            self._longest = max(self._longest, job.request.work_s)
+            if self._credit >= 1 and job.request.work_s >= 0.8 * self._longest:
+                self._credit -= 1
+                self._late.add(job.number)
         key = self._key
         waiting = sorted(state.waiting, key=key)
         for place, job in enumerate(waiting):
@@ -419,89 +429,149 @@ class SuperP95:
 _Order = tuple[int, float, int]  # of urgency: what is less goes first
 
 
+@dataclass(slots=True)
+class _Known:
+    """What a policy knows of a request from its arrival on."""
+
+    steps_s: list[tuple[int, float]]  # degrees, each faster than those before; seconds of a step
+    due_s: float
+    later_s: float  # when it is due once `due_s` is lost
+
+
+class _View(NamedTuple):
+    """A job at a decision."""
+
+    need: int  # the least degree that meets its deadline, else the fastest
+    narrow: int  # its least degree
+    own_s: float  # what is left to do, at that degree
+    narrow_slack_s: float  # by which it meets its deadline there
+    slack_s: float  # the same at its fastest degree
+    work: float  # rank-seconds at the degree that it needs
+
+
 class Balanced:
     """Meets deadlines with the fewest ranks, and spends ranks that nobody waits for on speed.
 
     At each decision it sets a target for all requests, waiting or running: in the order of urgency
     each gets the smallest degree that meets its deadline, and ranks that are left widen those that
     gain the most. Then it starts what has ranks, and recalls what holds more than its target while
-    others wait.
+    others wait. With hundreds of jobs it sets targets from time to time, and in between starts what
+    waits in the order of the last time.
 
-    A request without a deadline gets one: what first come, first served on single ranks would have
-    done for it, or for 95 % of those before it, times `tail`; when its latest start comes it goes
-    before all others. A deadline that no degree can meet any more, or that costs others theirs, is
-    lost: the request waits for others, until it has waited `patience` times its own time.
+    A request without a deadline gets two. The first is `soft` times its own time. When that is lost
+    on a single rank, the second is what first come, first served on single ranks would have done
+    for it, or for 95 % of those before it, times `tail`. When its latest start comes it goes before
+    all others. A deadline of a user that no degree can meet any more, or that costs others theirs,
+    is lost: the request waits for others, until it has waited `patience` times its own time.
 
     Args:
-        tail: Factor of the deadlines that it sets.
+        soft: Times of its own after which a request without a deadline should be done.
+        tail: Factor of the second deadlines.
         patience: Times of its own that a request waits at most for those who came later.
         degrees: Allowed degrees. Default: all that a request knows.
     """
 
     def __init__(
-        self, *, tail: float = 0.9, patience: float = 10.0, degrees: Sequence[int] | None = None
+        self,
+        *,
+        soft: float = 3.0,
+        tail: float = 0.95,
+        patience: float = 10.0,
+        degrees: Sequence[int] | None = None,
     ) -> None:
-        self._tail, self._patience, self._degrees = tail, patience, degrees
-        self._due: dict[int, float] = {}  # by number of the job
-        self._degrees_of: dict[int, list[int]] = {}  # by number of the job
+        self._soft, self._tail, self._patience, self._degrees = soft, tail, patience, degrees
+        self._known: dict[int, _Known] = {}  # by number of the job
         self._last = -1
         self._virtual: list[float] = []  # when single ranks would be free, first come first served
         self._latencies: list[float] = []  # theirs, sorted
+        self._line: list[tuple[_Order, Job]] = []  # what waits, as of the last targets
+        self._turns = 0  # decisions until new targets
 
     def decide(self, state: State, act: Starts) -> None:
         """Set targets, start what fits, and recall what has more than its target."""
+        for job in state.after(self._last):
+            self._last = job.number
+            self._admit(state, job)
+        needs, room, self._turns = dict[Job, int](), state.num_free, self._turns - 1
         for job in state.waiting:
-            if job.number > self._last:
-                self._last = job.number
-                self._admit(state, job)
-        needs = {job: self._need(state, job, False) for job in state.waiting}
-        room = sum(block.degree for block in state.free)
-        fits = sum(needs.values()) <= room
-        if fits:  # nobody need be recalled
-            self._widen(needs, room - sum(needs.values()))
-            targets = {job: (degree, (0, 0.0, job.number)) for job, degree in needs.items()}
-        else:
-            targets = self._targets(state, [*state.running.values(), *state.waiting])
+            needs[job] = self._view(state, job).need
+            room -= needs[job]
+            if room < 0:
+                break
+        if room < 0 and self._turns > 0:
+            self._start_next(state, act)
+            return
+        order = dict[Job, _Order]()
+        if room < 0:
+            jobs = [*state.running.values(), *state.waiting]
+            needs, order = self._targets(state, jobs)
+            self._turns = len(jobs) // 32 if len(jobs) > _MANY else 0
+            self._line = sorted((order[job], job) for job in state.waiting) if self._turns else []
+        else:  # nobody need be recalled
+            self._widen(state, needs, room)
         missing = 0
-        for job in sorted(state.waiting, key=lambda one: -targets[one][0]):
-            degree = targets[job][0]
-            if not degree:
-                continue
-            block = state.free_block(degree)
-            while block is None and degree > 1:
-                degree //= 2
-                block = state.free_block(degree) if degree in self._fast(job) else None
-            if block is None:
-                missing += targets[job][0]
-            else:
-                act.start(job, block)
-        if missing and not fits:
-            self._recall(state, act, targets, missing)
+        for job in sorted(state.waiting, key=lambda one: -needs[one]):
+            if needs[job] and not self._start(state, act, job, needs[job]):
+                missing += needs[job]
+        if missing and order:
+            self._recall(state, act, needs, order, missing)
         elif not missing:
             self._use_idle(state, act)
 
-    def _targets(self, state: State, jobs: Sequence[Job]) -> dict[Job, tuple[int, _Order]]:
+    def _start(self, state: State, act: Starts, job: Job, degree: int) -> bool:
+        """Start a job at a degree, or at a smaller one if there is no such block."""
+        block = state.free_block(degree)
+        while block is None and degree > 1:
+            degree //= 2
+            is_known = any(degree == d for d, _ in self._known[job.number].steps_s)
+            block = state.free_block(degree) if is_known else None
+        if block is not None:
+            act.start(job, block)
+        return block is not None
+
+    def _start_next(self, state: State, act: Starts) -> None:
+        """Start the first of the line while there are ranks."""
+        if not state.num_free:
+            return
+        line = {job for _, job in self._line}
+        for job in [one for one in state.waiting if one not in line]:
+            insort(self._line, (self._order(state, job, self._view(state, job), False), job))
+        here = set(state.waiting)
+        while state.num_free and self._line:
+            job = self._line[0][1]
+            if job in here and not self._start(state, act, job, self._view(state, job).need):
+                return
+            del self._line[0]
+
+    def _targets(
+        self, state: State, jobs: Sequence[Job]
+    ) -> tuple[dict[Job, int], dict[Job, _Order]]:
         """Return the degree that each job should have, 0 to wait, and its order."""
-        lost = self._without_hope(state, jobs)
-        order = {job: self._order(state, job, job in lost) for job in jobs}
+        views = {job: self._view(state, job) for job in jobs}
+        lost = self._without_hope(state, views)
+        order = {job: self._order(state, job, view, job in lost) for job, view in views.items()}
         room, targets = state.num_ranks, dict.fromkeys(jobs, 0)
         for job in sorted(jobs, key=order.__getitem__):
-            need = self._need(state, job, job in lost)
+            need = views[job].narrow if job in lost else views[job].need
             while need > room:
                 need //= 2
             targets[job] = need
             room -= need
-        self._widen(targets, room)
-        return {job: (degree, order[job]) for job, degree in targets.items()}
+        self._widen(state, targets, room)
+        return targets, order
 
     def _recall(
-        self, state: State, act: Starts, targets: Mapping[Job, tuple[int, _Order]], missing: int
+        self,
+        state: State,
+        act: Starts,
+        targets: Mapping[Job, int],
+        order: Mapping[Job, _Order],
+        missing: int,
     ) -> None:
         """Recall jobs above their targets, the least urgent first."""
-        running = sorted(state.running.values(), key=lambda one: targets[one][1], reverse=True)
-        for job in running:
+        for job in sorted(state.running.values(), key=order.__getitem__, reverse=True):
             assert job.block is not None
-            more = job.block.degree - targets[job][0]
+            more = job.block.degree - targets[job]
             if more > 0 and job.free_s - job.boundary_s(state.now_s) > state.move_s:
                 act.recall(job)
                 missing -= more
@@ -516,7 +586,7 @@ class Balanced:
             wide = 2 * block.degree
             if job is None or job.block is None or job.block.degree != block.degree:
                 continue
-            if wide in self._fast(job):
+            if any(wide == d for d, _ in self._known[job.number].steps_s):
                 gain = job.free_s - job.boundary_s(state.now_s) - job.seconds(wide, state.now_s)
                 if gain > most:
                     best, most = job, gain
@@ -524,91 +594,89 @@ class Balanced:
             act.recall(best)
 
     def _admit(self, state: State, job: Job) -> None:
-        request = job.request
-        if request.deadline_s < NEVER:
-            self._due[job.number] = request.deadline_s
-            return
-        if not self._virtual:
-            self._virtual = [0.0] * state.num_ranks
-        start = max(heapq.heappop(self._virtual), request.arrival_s)
-        end = start + request.seconds(min(request.step_s))
-        heapq.heappush(self._virtual, end)
-        insort(self._latencies, end - request.arrival_s)
-        usual = self._latencies[int(0.95 * (len(self._latencies) - 1))]
-        allowed = self._tail * max(usual, end - request.arrival_s)
-        self._due[job.number] = request.arrival_s + allowed
+        request, steps_s = job.request, list[tuple[int, float]]()
+        for degree, seconds in sorted(request.step_s.items()):
+            if self._degrees is None or degree in self._degrees:
+                if not steps_s or seconds < steps_s[-1][1]:
+                    steps_s.append((degree, seconds))
+        due = later = request.deadline_s
+        if due == NEVER:
+            self._virtual = self._virtual or [0.0] * state.num_ranks
+            own = request.seconds(min(request.step_s))
+            end = max(self._virtual[0], request.arrival_s) + own
+            heapq.heapreplace(self._virtual, end)
+            insort(self._latencies, end - request.arrival_s)
+            usual = self._latencies[int(0.95 * (len(self._latencies) - 1))]
+            later = request.arrival_s + self._tail * max(usual, end - request.arrival_s)
+            due = min(later, request.arrival_s + self._soft * own)
+        self._known[job.number] = _Known(steps_s, due, later)
 
-    def _fast(self, job: Job) -> list[int]:
-        """Return the degrees of a job that are each faster than those before."""
-        fast = self._degrees_of.get(job.number)
-        if fast is None:
-            fast = self._degrees_of[job.number] = []
-            for degree, seconds in sorted(job.request.step_s.items()):
-                if self._degrees is None or degree in self._degrees:
-                    if not fast or seconds < job.request.step_s[fast[-1]]:
-                        fast.append(degree)
-        return fast
-
-    def _slack(self, state: State, job: Job, degree: int) -> float:
-        """Return the seconds by which a job would meet its deadline at a degree."""
-        if job.block is not None and job.block.degree == degree:
-            return self._due[job.number] - job.free_s
-        begin = state.now_s if job.block is None else job.boundary_s(state.now_s)
-        if job.block is not None or job.left < job.request.steps:
+    def _view(self, state: State, job: Job) -> _View:
+        known, request, rest = self._known[job.number], job.request, job.rest(state.now_s)
+        at, begin = 0, state.now_s
+        if job.block is not None:
+            at = job.block.degree
+            begin = job.steps_end_s - rest * request.step_s[at]
+        if at or job.left < request.steps:
             begin += state.move_s
-        return self._due[job.number] - begin - job.seconds(degree, state.now_s)
+        room, need = known.due_s - begin - request.once_s, known.steps_s[0]
+        slacks = [
+            known.due_s - job.free_s if d == at else room - rest * s for d, s in known.steps_s
+        ]
+        if request.deadline_s < NEVER:  # idle ranks widen others
+            fits = (one for one, slack in zip(known.steps_s, slacks, strict=True) if slack >= 0)
+            need = next(fits, known.steps_s[-1])
+        narrow, step = known.steps_s[0]
+        own, work = rest * step + request.once_s, need[0] * rest * need[1] + request.once_s
+        return _View(need[0], narrow, own, slacks[0], max(slacks), work)
 
-    def _need(self, state: State, job: Job, is_lost: bool) -> int:
-        degrees = self._fast(job)
-        if is_lost or job.request.deadline_s == NEVER:  # idle ranks widen these
-            return degrees[0]
-        return next((d for d in degrees if self._slack(state, job, d) >= 0), degrees[-1])
-
-    def _without_hope(self, state: State, jobs: Sequence[Job]) -> set[Job]:
+    def _without_hope(self, state: State, views: Mapping[Job, _View]) -> set[Job]:
         """Return jobs whose deadlines are lost, or cost others theirs (Moore and Hodgson)."""
         lost = set[Job]()
         load, kept = 0.0, list[tuple[float, int, Job]]()
-        for job in sorted(jobs, key=lambda one: (self._due[one.number], one.number)):
+        due = {job: self._known[job.number].due_s for job in views}
+        for job in sorted(views, key=lambda one: (due[one], one.number)):
             if job.request.deadline_s == NEVER:
                 continue
-            if max(self._slack(state, job, d) for d in self._fast(job)) < 0:
+            if views[job].slack_s < 0:
                 lost.add(job)
                 continue
-            degree = self._need(state, job, False)
-            steps_s = job.rest(state.now_s) * job.request.step_s[degree]
-            work = degree * steps_s + job.request.once_s
-            heapq.heappush(kept, (-work, job.number, job))
-            load += work
-            while load > state.num_ranks * max(self._due[job.number] - state.now_s, 1e-9) and kept:
+            heapq.heappush(kept, (-views[job].work, job.number, job))
+            load += views[job].work
+            while load > state.num_ranks * max(due[job] - state.now_s, 1e-9) and kept:
                 work, _, dropped = heapq.heappop(kept)
                 load += work
                 lost.add(dropped)
         return lost
 
-    def _order(self, state: State, job: Job, is_lost: bool) -> _Order:
-        request, degrees = job.request, self._fast(job)
-        own = job.seconds(degrees[0], state.now_s)
+    def _order(self, state: State, job: Job, view: _View, is_lost: bool) -> _Order:
+        request, known = job.request, self._known[job.number]
         if is_lost:
-            alone = request.seconds(degrees[0])
+            alone = request.seconds(view.narrow)
             if state.now_s - request.arrival_s - alone > self._patience * alone:
                 return 0, request.arrival_s, job.number
-            return 3, own, job.number
+            return 3, view.own_s, job.number
         if request.deadline_s < NEVER:
-            return 1, self._due[job.number], job.number
-        if self._slack(state, job, degrees[-1]) < own:  # what runs is not recalled for its like
-            latest_start = self._due[job.number] - own
-            return 1, latest_start if job.block is None else 0.0, job.number
-        return 2, own, job.number
+            return 1, known.due_s, job.number
+        slack = view.slack_s
+        if job.block is None and view.narrow_slack_s < 0:
+            slack += known.later_s - known.due_s
+            known.due_s = known.later_s
+        if slack >= view.own_s:
+            return 2, view.own_s, job.number
+        # What runs is not recalled for its like.
+        return 1, known.due_s - view.own_s if job.block is None else 0.0, job.number
 
-    def _widen(self, targets: dict[Job, int], room: int) -> None:
+    def _widen(self, state: State, targets: dict[Job, int], room: int) -> None:
         """Double degrees where that gains the most seconds, while there are ranks."""
         if not room:
             return
         gains: list[tuple[float, int, Job]] = []
 
         def offer(job: Job, degree: int) -> None:
-            if 0 < degree <= room and 2 * degree in self._fast(job):
-                gain = job.left * (job.request.step_s[degree] - job.request.step_s[2 * degree])
+            steps_s = dict(self._known[job.number].steps_s)
+            if 0 < degree <= room and 2 * degree in steps_s:
+                gain = job.rest(state.now_s) * (steps_s[degree] - steps_s[2 * degree])
                 heapq.heappush(gains, (-gain, job.number, job))
 
         for job, degree in targets.items():
@@ -619,6 +687,9 @@ class Balanced:
                 room -= targets[job]
                 targets[job] *= 2
                 offer(job, targets[job])
+
+
+_MANY = 256  # jobs for which targets are set at each decision
 
 
 class TetriServe(Balanced):
@@ -636,33 +707,34 @@ class TetriServe(Balanced):
         super().__init__()
         self._round_steps = round_steps
 
-    def _targets(self, state: State, jobs: Sequence[Job]) -> dict[Job, tuple[int, _Order]]:
+    def _targets(
+        self, state: State, jobs: Sequence[Job]
+    ) -> tuple[dict[Job, int], dict[Job, _Order]]:
         num, room = state.num_ranks, state.num_ranks
         round_s = self._round_steps * max(min(one.request.step_s.values()) for one in jobs)
-        slack = {job: max(self._slack(state, job, d) for d in self._fast(job)) for job in jobs}
-        alive = [job for job in jobs if slack[job] >= 0]
-        needs = {job: self._need(state, job, False) for job in alive}
+        views = {job: self._view(state, job) for job in jobs}
+        alive = [job for job in jobs if views[job].slack_s >= 0]
         most, runs = np.zeros(num + 1), list[npt.NDArray[np.bool_]]()  # requests alive, by ranks
         for job in alive:
-            idle = most + (slack[job] >= round_s)
+            idle, need = most + (views[job].slack_s >= round_s), views[job].need
             run = np.full(num + 1, -1.0)
-            if needs[job] <= num:
-                run[needs[job] :] = most[: num + 1 - needs[job]] + 1 + 1e-6  # rather run than idle
+            if need <= num:
+                run[need:] = most[: num + 1 - need] + 1 + 1e-6  # rather run than idle
             runs.append(run > idle)
             most = np.maximum(run, idle)
         targets = dict.fromkeys(jobs, 0)
         for job, is_taken in zip(alive[::-1], runs[::-1], strict=True):
             if is_taken[room]:
-                targets[job] = needs[job]
-                room -= needs[job]
-        order = {one: (int(not targets[one]), self._due[one.number], one.number) for one in jobs}
+                targets[job] = views[job].need
+                room -= targets[job]
+        due = {job: self._known[job.number].due_s for job in jobs}
+        order = {job: (int(not targets[job]), due[job], job.number) for job in jobs}
         for job in sorted(jobs, key=order.__getitem__):
-            least = self._fast(job)[0]
-            if not targets[job] and least <= room:
-                targets[job] = least
-                room -= least
-        self._widen(targets, room)
-        return {job: (degree, order[job]) for job, degree in targets.items()}
+            if not targets[job] and views[job].narrow <= room:
+                targets[job] = views[job].narrow
+                room -= targets[job]
+        self._widen(state, targets, room)
+        return targets, order
 
 
 POLICIES = (
