@@ -475,7 +475,7 @@ class Balanced:
         self,
         *,
         soft: float = 3.0,
-        tail: float = 0.95,
+        tail: float = 0.97,
         patience: float = 10.0,
         degrees: Sequence[int] | None = None,
     ) -> None:
@@ -658,14 +658,15 @@ class Balanced:
             return 3, view.own_s, job.number
         if request.deadline_s < NEVER:
             return 1, known.due_s, job.number
+        if job.block is not None:  # its latest start, as when it waited
+            return 1, known.due_s - request.seconds(view.narrow), job.number
         slack = view.slack_s
-        if job.block is None and view.narrow_slack_s < 0:
+        if view.narrow_slack_s < 0:
             slack += known.later_s - known.due_s
             known.due_s = known.later_s
         if slack >= view.own_s:
             return 2, view.own_s, job.number
-        # What runs is not recalled for its like.
-        return 1, known.due_s - view.own_s if job.block is None else 0.0, job.number
+        return 1, known.due_s - view.own_s, job.number
 
     def _widen(self, state: State, targets: dict[Job, int], room: int) -> None:
         """Double degrees where that gains the most seconds, while there are ranks."""
