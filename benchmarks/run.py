@@ -26,6 +26,7 @@ MODULES = {
     "baselines": ("baselines",),
     "training": ("wallclock", "stages", "trace", "calibrate", "diffusers_training"),
     "encoders": ("encoders", "tiles"),
+    "serving": ("requests",),
     "wire": ("ring", "quantize"),
 }
 
