@@ -26,7 +26,8 @@ MODULES = {
     "baselines": ("baselines",),
     "training": ("wallclock", "stages", "trace", "calibrate", "diffusers_training"),
     "encoders": ("encoders", "tiles"),
-    "serving": ("serving",),
+    "serving": ("requests",),
+    "server": ("server",),
     "wire": ("ring", "quantize"),
 }
 

@@ -1,155 +1,129 @@
-"""Serve bursts of requests on two ranks by two policies, beside the simulator."""
+"""Policies that serve requests, on paper: published workloads, and how fast the paper is."""
 
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
-from measuring import met, on_ranks, ratio
+from measuring import say
 
-from bascule import HardwareProfile
-from bascule.generate.generating import load_pipeline
-from bascule.generate.options import Prompt
-from bascule.generate.tiny import TINY
-from bascule.plan.requests import Balanced, Dispatch, Policy, Request
-from bascule.serve.engine import Engine
-from bascule.serve.service import Service
-from bascule.serve.spool import Spool
-from bascule.serve.status import Status, Submission
-from bascule.serve.times import Times
-from bascule.sim.requests import serve
+from bascule.plan.requests import Balanced, Request, Starts, State
+from bascule.sim.requests import BOUND, Row, compare, serve
+from bascule.workload.requests import NAMED
 
-NUM_RANKS, STEPS = 2, 12
-SIDES = 192, 384, 576  # 1 : 4 : 9 pixels
-SHARES = 0.5, 0.35, 0.15
-POLICIES: dict[str, Callable[[], Policy]] = {
-    "least in flight": lambda: Dispatch("least in flight"),
-    "balanced": Balanced,
-}
-MOST_APART, LOAD = 0.15, 0.8
-FIGURES: dict[str, Callable[[Sequence[float]], float]] = {
-    "mean": lambda x: float(np.mean(x)),
-    "P50": lambda x: float(np.percentile(x, 50)),
-    "P95": lambda x: float(np.percentile(x, 95)),
-}
+NUM_RANKS = 8
+REPLICAS = "random", "least-in-flight", "least-work", "sjf", "super-p95"
+ELASTIC = "sjf", "pause", "load", "demote", "greedy", "best-fit", "tetriserve"
+OURS = "balanced"
+MOST_S, MOST_DECISION_MS = 60.0, 2.0
 
 
-def serving(*, rounds: int = 5, requests: int = 40, quick: bool = False) -> dict[str, Any]:
-    """Compare latencies of a policy with least in flight, and with the simulator.
+def requests(*, quick: bool = False) -> dict[str, Any]:
+    """Serve published workloads on eight ranks by all policies, beside the bound.
 
-    Ten minutes. A tiny Flux on two ranks of one thread serves images of 192, 384 and 576 pixels a
-    side, 12 steps, in bursts of one to eight at about 0.8 of what the ranks can do. In each round
-    both policies get the same requests at the same moments, one after the other. The simulator gets
-    the seconds of steps that the server itself has measured by then, and the moments of arrival.
+    Ten minutes. Rows are means over draws. RANDOM4 has no deadlines: on time is within three times
+    the seconds on one rank. Moving a request takes 50 ms.
     """
-    if quick:
-        rounds, requests = 2, 10
-    with tempfile.TemporaryDirectory() as folder:
-        result = on_ranks(_on_rank, folder, rounds, requests, num_ranks=NUM_RANKS)
-    for name in POLICIES:
-        for what, apart in result["measured_by_simulated"][name].items():
-            word = met(abs(apart["median"] - 1) <= MOST_APART)
-            print(f"{word}  {name}, {what}: measured {apart['median']:.2f}x of the simulator's")
-    for what, gain in result["gain"].items():
-        print(f"        {what}: least in flight takes {gain['median']:.2f}x of balanced")
-    return result
-
-
-def _on_rank(folder: str, rounds: int, num: int) -> dict[str, Any] | None:
-    pipeline = load_pipeline(TINY, torch.float32, torch.device("cpu"))
-    times = Times(pipeline, [1, 2], NUM_RANKS, HardwareProfile.load("h100-datasheet"))
-    runs: list[dict[str, Any]] = []
-    for turn in range(-1, rounds):  # the first one warms up, and measures the seconds of steps
-        for name in POLICIES:
-            one = _run(pipeline, Path(folder) / f"{turn} {name}", name, times, 100 + turn, num)
-            if one is not None and turn >= 0:
-                runs.append({"round": turn, "policy": name, **one})
-    return _compared(runs) if runs else None
-
-
-def _run(
-    pipeline: Any, folder: Path, policy: str, times: Times, seed: int, num: int
-) -> dict[str, Any] | None:
-    """Serve the requests of a seed; return measured and simulated latencies."""
-    engine = Engine(pipeline)
-    if engine.controller is None:
-        engine.run()
-        return None
-    spool, statuses = Spool(folder, TINY), list[Status]()
-    service = Service(pipeline, engine.controller, spool, policy=POLICIES[policy](), times=times)
-    service.start()
-
-    def use() -> None:
-        try:
-            statuses.extend(_client(service, times, np.random.default_rng(seed), num))
-        finally:
-            service.stop()
-
-    thread = threading.Thread(target=use)
-    thread.start()
-    engine.run()
-    thread.join()
-    service.close()
-    begin = statuses[0].created_at
-    requests = [_request(times, one.prompt, one.created_at - begin) for one in statuses]
-    return {
-        "side": [one.prompt.width for one in statuses],
-        "arrival_s": [one.arrival_s for one in requests],
-        "measured_s": [(one.ended_at or 0) - one.created_at for one in statuses],
-        "simulated_s": serve(requests, POLICIES[policy](), NUM_RANKS).latency_s.tolist(),
-        "costs": {one.prompt.width: asdict(r) for one, r in zip(statuses, requests, strict=True)},
+    seeds = 1 if quick else 5
+    rates, loads = (0.2, 0.3, 0.4, 0.45, 0.5, 0.6, 0.8), (0.4, 0.6, 0.8, 1.0, 1.2)
+    tables = {
+        "random4": _rows("random4", rates, (*REPLICAS, "tetriserve", OURS), seeds, is_rate=True),
+        "gf-dit-qwen": _rows("gf-dit-qwen", loads, (*ELASTIC, OURS), seeds),
+        "gf-dit-wan": _rows("gf-dit-wan", loads, (*ELASTIC, OURS), seeds),
+    }
+    for name in ("tetriserve-uniform", "tetriserve-skewed"):
+        policies = "sjf", "rssp", "greedy", "best-fit", "tetriserve", OURS
+        tables[name] = _rows(name, (0.2, 0.3, 0.4, 0.6), policies, seeds, slo=1.2)
+    _judge(tables)
+    speed = _speed(2000 if quick else 100_000)
+    return {"num_ranks": NUM_RANKS, "seeds": seeds, "speed": speed} | {
+        name: [{"load": row.load, "policy": row.policy} | row.figures for row in rows]
+        for name, rows in tables.items()
     }
 
 
-def _client(service: Service, times: Times, random: np.random.Generator, num: int) -> list[Status]:
-    """Submit in bursts; return what ended."""
-    prompts = [Prompt(prompt="a boat", width=x, height=x, steps=STEPS) for x in SIDES]
-    works = [_request(times, one, 0.0).work_s for one in prompts]
-    usual_s = float(np.dot(works, SHARES)) / NUM_RANKS / LOAD  # from one request to the next
-    due, ids = time.monotonic(), list[str]()
-    while len(ids) < num:
-        many = random.choice(
-            len(SIDES), size=min(int(random.integers(1, 9)), num - len(ids)), p=SHARES
-        )
-        made = service.submit([Submission(prompt=prompts[k]) for k in many])
-        ids += [one.id for one in made]
-        due += random.exponential() * len(made) * usual_s
-        time.sleep(max(0.0, due - time.monotonic()))
-    while not all(service.status(one).has_ended for one in ids):
-        time.sleep(0.05)
-    return [service.status(one) for one in ids]
+def _rows(
+    name: str,
+    loads: Sequence[float],
+    policies: Sequence[str],
+    seeds: int,
+    *,
+    is_rate: bool = False,
+    slo: float = 1.0,
+) -> list[Row]:
+    mix = NAMED[name]()
+
+    def draw(load: float, seed: int) -> list[Request]:
+        return mix.draw(load if is_rate else mix.scale(load, NUM_RANKS), seed, slo=slo)
+
+    rows = compare(draw, loads, policies, num_ranks=NUM_RANKS, num_seeds=seeds)
+    for row in rows:
+        shown = [f"{key} {value:.3g}" for key, value in row.figures.items() if " of " not in key]
+        say(f"{name} {row.load:g} {row.policy}: {', '.join(shown)}")
+    return rows
 
 
-def _request(times: Times, prompt: Prompt, arrival_s: float) -> Request:
-    form = times.form(prompt, {})
-    step_s, once_s = dict(times.step_s(form)), times.once_s(form)
-    return Request(step_s=step_s, steps=STEPS, arrival_s=arrival_s, once_s=once_s)
-
-
-def _compared(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    def seconds(policy: str, what: str, of: str) -> list[float]:
-        return [FIGURES[what](one[of]) for one in runs if one["policy"] == policy]
-
-    apart = {
-        name: {
-            what: ratio(seconds(name, what, "measured_s"), seconds(name, what, "simulated_s"))
-            for what in FIGURES
-        }
-        for name in POLICIES
+def _judge(tables: dict[str, list[Row]]) -> None:
+    """Say which goals are met."""
+    of = {
+        name: {(row.policy, row.load): row.figures for row in rows} for name, rows in tables.items()
     }
-    counted, ours = POLICIES
-    gain = {
-        what: ratio(seconds(counted, what, "measured_s"), seconds(ours, what, "measured_s"))
-        for what in FIGURES
-    }
-    return {
-        "num_ranks": NUM_RANKS,
-        "measured_by_simulated": apart,
-        "gain": gain,
-        "runs": list(runs),
-    }
+    four = of["random4"]
+    for rate in dict.fromkeys(load for _, load in four):
+        ours, least, sjf = (four[name, rate] for name in (OURS, "least-work", "sjf"))
+        for key in ("p95_s", "p99_s"):
+            text = f"random4 {rate:g}: {key} {ours[key]:.4g}, least work {least[key]:.4g}"
+            say(text, ours[key] <= least[key])
+        text = f"random4 {rate:g}: on time {ours['on_time']:.1%}, sjf {sjf['on_time']:.1%}"
+        text += f", bound {four[BOUND, rate]['on_time']:.1%}"
+        say(text, ours["on_time"] >= sjf["on_time"])
+    ratio = four[OURS, 0.4]["p95_s"] / four["least-work", 0.4]["p95_s"]
+    say(f"random4 0.4: P95 {ratio:.2f}x that of single ranks (goal 0.6)", ratio <= 0.6)
+    for name in ("gf-dit-qwen", "gf-dit-wan"):
+        ours, bound = of[name][OURS, 0.8], of[name][BOUND, 0.8]["on_time"]
+        small, large = ours["on_time of S"], ours["on_time of L"]
+        text = f"{name} at load 0.8: small {small:.1%}, large {large:.1%}, bound of all {bound:.1%}"
+        say(text, small >= 0.92 and large == 1.0)
+    for name in ("tetriserve-uniform", "tetriserve-skewed"):
+        for load in (0.2, 0.3, 0.4, 0.6):
+            share, bound = (of[name][one, load]["on_time"] for one in (OURS, BOUND))
+            say(f"{name} {load:g}: on time {share:.1%}, bound {bound:.1%}", share >= 0.91)
+
+
+class _Timed(Balanced):
+    """Keeps the seconds of decisions about many requests."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self._least, self.seconds = least, list[float]()
+
+    def decide(self, state: State, act: Starts) -> None:
+        num, begin = len(state.waiting) + len(state.running), time.perf_counter()
+        super().decide(state, act)
+        if num >= self._least:
+            self.seconds.append(time.perf_counter() - begin)
+
+
+def _speed(num: int) -> dict[str, float]:
+    """Time 1,024 ranks, and decisions on 64 ranks about 200 to 256 requests."""
+    seconds = dict[str, float]()
+    for load in (0.8, 1.0):
+        mix = replace(NAMED["random4"](), most=num)
+        drawn = mix.draw(mix.scale(load, 1024), 0)
+        begin = time.perf_counter()
+        serve(drawn, Balanced(), 1024, move_s=0.05)
+        seconds[f"load {load:g}"] = passed = time.perf_counter() - begin
+        say(f"{num:,} requests on 1,024 ranks at load {load:g}: {passed:.1f} s", passed <= MOST_S)
+    mix, timed = NAMED["gf-dit-qwen"](), _Timed(200)
+    drawn = mix.draw(mix.scale(0.8, 64), 0)[:256]
+    begin_s = drawn[0].arrival_s
+    burst = [
+        replace(one, arrival_s=begin_s, deadline_s=begin_s + one.deadline_s - one.arrival_s)
+        for one in drawn
+    ]
+    serve(burst, timed, 64, move_s=0.05)
+    median_ms, most_ms = 1e3 * float(np.median(timed.seconds)), 1e3 * max(timed.seconds)
+    text = f"a decision on 64 ranks, 256 requests: {median_ms:.2f} ms, {most_ms:.2f} at most"
+    say(text, most_ms <= MOST_DECISION_MS)
+    return {"requests": num, **seconds, "decision_ms": median_ms, "most_decision_ms": most_ms}

@@ -247,7 +247,7 @@ def test_planning_on_the_command_line_needs_no_torch() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_line_of_a_command_begins_as_its_help(capsys: Console, name: str) -> None:
-    assert f"  {name:10}{COMMANDS[name]}\n" in run(capsys, "--help")[1]
+    assert f"  {name:19}{COMMANDS[name]}\n" in run(capsys, "--help")[1]
     with pytest.raises(SystemExit):
         parse([name, "--help"])
     text = " ".join(capsys.readouterr().out.split())

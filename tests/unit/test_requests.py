@@ -11,11 +11,13 @@ from bascule.plan.requests import (
     Block,
     Dispatch,
     EarliestDeadline,
+    Elastic,
     Policy,
     Queue,
     Request,
     State,
     SuperP95,
+    TetriServe,
     best_degrees,
     request_bound,
 )
@@ -29,11 +31,13 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     **{by: lambda by=by: Dispatch(by) for by in ("random", "round robin", "least in flight")},
     "least work": lambda: Dispatch("least work"),
     "replicas of two": lambda: Dispatch("least work", 2),
-    **{order: lambda order=order: Queue(order) for order in ("fifo", "sjf", "srtf")},
+    **{order: lambda order=order: Queue(order) for order in ("fifo", "sjf", "srtf", "pause")},
     "sjf of four": lambda: Queue("sjf", 4),
+    **{by: lambda by=by: Elastic(by) for by in ("load", "demote")},
     "greedy": lambda: EarliestDeadline("greedy"),
     "best fit": lambda: EarliestDeadline("best fit"),
     "super p95": SuperP95,
+    "tetriserve": TetriServe,
     "balanced": Balanced,
     "balanced, one degree": lambda: Balanced(degrees=(1,)),
 }
@@ -120,8 +124,31 @@ def test_orders_by_hand() -> None:
     assert serve(late, Queue("srtf"), 1).end_s.tolist() == [10, 4]
     moved = serve(late, Queue("srtf"), 1, move_s=1.0)
     assert moved.end_s.tolist() == [10, 4] and moved.num_moves == 0  # on the same rank again
+    # The smaller one as it was: the rest of the long one, 3 s, waits for 4 s.
+    later = plain(8.0, 4.0, arrivals=(0.0, 5.0))
+    assert serve(later, Queue("srtf"), 1).end_s.tolist() == [8, 12]
+    assert serve(later, Queue("pause"), 1).end_s.tolist() == [12, 10]
     two = serve(plain(4.0, 4.0, 4.0), Dispatch("round robin"), 2).end_s.tolist()
     assert sorted(two) == [4, 4, 8]
+
+
+def wide(steps: int, arrival_s: float = 0.0, deadline_s: float = float("inf")) -> Request:
+    step = {1: 1.0, 2: 0.5}
+    return Request(step_s=step, steps=steps, arrival_s=arrival_s, deadline_s=deadline_s)
+
+
+def test_degrees_by_hand() -> None:
+    # Of two at once, each has one rank; the last one alone has two.
+    assert serve([wide(4), wide(4)], Elastic("load"), 2).end_s.tolist() == [4, 4]
+    assert serve([wide(4), wide(4, arrival_s=3.0)], Elastic("load"), 2).end_s.tolist() == [2, 5]
+    # Two steps on two ranks, then the large one has one: 8 s more.
+    served = serve([wide(10), wide(2, arrival_s=0.75)], Elastic("demote"), 2)
+    assert served.end_s.tolist() == [9, 3] and served.num_moves == 1
+    # Ranks for the first alone, or for both others: the deadlines of two are worth more. The first
+    # takes a step on the rank that is free at 4 s, then both.
+    due = [wide(4, deadline_s=2.0), wide(4, deadline_s=4.0), wide(4, deadline_s=4.0)]
+    assert serve(due, TetriServe(), 2).end_s.tolist() == [6.5, 4, 4]
+    assert serve(due, EarliestDeadline("best fit"), 2).on_time.tolist() == [1, 1, 0]
 
 
 def test_the_bound_by_hand() -> None:

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from contextlib import redirect_stderr
 from typing import Any, get_type_hints
 
-COMMANDS = {  # the module is `bascule.cli.NAME`, and its `run` takes the options
+COMMANDS = {  # the module is `bascule.cli.NAME`, "_" for "-", and its `run` takes the options
     "inspect": "Show how the table of a data set is understood, and how long its samples are.",
     "plan": "Plan one batch and show who computes what.",
     "topology": "Rank the topologies of a cluster for a stream of batches.",
     "simulate": "Predict training steps under topologies, and under what is done today.",
+    "simulate-requests": "Serve requests on paper: which policy, on how many ranks each.",
     "sparse": "Show how uneven block-sparse attention is on a mesh, and what planning gains.",
     "trace": "Read the traces that torch.profiler wrote in any trainer, one file a rank.",
     "bench": "Train on the same batches without and with balancing, and compare.",
@@ -73,7 +74,8 @@ def parse(arguments: list[str]) -> tuple[Callable[..., int | None], Any]:
 
     from bascule.errors import ConfigError
 
-    command, said = importlib.import_module(f"bascule.cli.{arguments[0]}").run, io.StringIO()
+    module = arguments[0].replace("-", "_")
+    command, said = importlib.import_module(f"bascule.cli.{module}").run, io.StringIO()
     kind = get_type_hints(command)["options"]
     try:
         with redirect_stderr(said):
@@ -88,7 +90,7 @@ def parse(arguments: list[str]) -> tuple[Callable[..., int | None], Any]:
 
 
 def _usage() -> str:
-    lines = "\n".join(f"  {name:10}{line}" for name, line in COMMANDS.items())
+    lines = "\n".join(f"  {name:19}{line}" for name, line in COMMANDS.items())
     return (
         "usage: bascule COMMAND [OPTIONS]\n\n"
         "Give every GPU the same work: plan batches, and measure what balancing is worth.\n\n"

@@ -7,12 +7,13 @@ ends, or was recalled by it and reached a boundary; it is pure and the same for 
 
 import heapq
 import math
-from bisect import insort
+from bisect import bisect_right, insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from bascule.arrays import Floats, Ints, ranges
 from bascule.errors import ConfigError
@@ -93,21 +94,26 @@ class Job:
 
     number: int  # in the order of arrival
     request: Request
-    left: int  # steps to take; of a running one at its next boundary
+    left: int  # steps to take; of a running one when it came to its block
     block: Block | None = None  # where it runs; None: it waits
     steps_end_s: float = 0.0  # of a running one: when its steps are done, as it is
     free_s: float = 0.0  # of a running one: when its block is free, as it is
 
-    def boundary_s(self, now_s: float) -> float:
-        """Return its next boundary, after one step on its block at least."""
-        assert self.block is not None
-        step = self.request.step_s[self.block.degree]
-        to_end = math.floor((self.steps_end_s - now_s) / step + 1e-9)
-        return self.steps_end_s - max(0, min(to_end, self.left - 1)) * step
+    def rest(self, now_s: float) -> int:
+        """Return the steps to take from its next boundary on; one that runs takes one before."""
+        if self.block is None:
+            return self.left
+        to_end = (self.steps_end_s - now_s) / self.request.step_s[self.block.degree]
+        return max(0, min(math.floor(to_end + 1e-9), self.left - 1))
 
-    def seconds(self, degree: int) -> float:
+    def boundary_s(self, now_s: float) -> float:
+        """Return the next boundary of one that runs."""
+        assert self.block is not None
+        return self.steps_end_s - self.rest(now_s) * self.request.step_s[self.block.degree]
+
+    def seconds(self, degree: int, now_s: float = 0.0) -> float:
         """Return the seconds from its next boundary on, at a degree."""
-        return self.request.seconds(degree, self.left)
+        return self.request.seconds(degree, self.rest(now_s))
 
 
 @dataclass(slots=True)
@@ -119,6 +125,7 @@ class State:
     waiting: list[Job] = field(default_factory=list[Job])  # in the order of arrival
     running: dict[int, Job] = field(default_factory=dict[int, Job])  # by the first of its ranks
     free: set[Block] = field(default_factory=set[Block])  # the largest free blocks
+    num_free: int = 0  # ranks of theirs
     move_s: float = 0.0  # that a request loses when it goes on with other ranks
 
     @classmethod
@@ -130,18 +137,24 @@ class State:
             degree = 1 << min((num_ranks - first).bit_length() - 1, _alignment(first))
             state.free.add(Block(first, degree))
             first += degree
+        state.num_free = num_ranks
         return state
+
+    def after(self, number: int) -> list[Job]:
+        """Return those that wait and came after a number, in that order."""
+        return self.waiting[bisect_right(self.waiting, number, key=_number) :]
 
     def wait(self, job: Job) -> None:
         """Add a job that waits; free its block."""
         if job.block is not None:
             self.release(job.block)
         job.block = None
-        insort(self.waiting, job, key=lambda one: one.number)
+        insort(self.waiting, job, key=_number)
 
     def release(self, block: Block) -> None:
         """Free the ranks of a block; join neighbours."""
         self.running.pop(block.first, None)
+        self.num_free += block.degree
         while (other := Block(block.first ^ block.degree, block.degree)) in self.free:
             self.free.remove(other)
             block = Block(min(block.first, other.first), 2 * block.degree)
@@ -155,6 +168,7 @@ class State:
                 raise ConfigError(f"{block} is not free: free blocks are {sorted(self.free)}")
             around = Block(around.first & ~around.degree, 2 * around.degree)
         self.free.remove(around)
+        self.num_free -= block.degree
         while around.degree > block.degree:
             half = around.degree // 2
             halves = Block(around.first, half), Block(around.first + half, half)
@@ -170,6 +184,10 @@ class State:
         """Return free ranks of a degree, from the smallest free block that has them."""
         wide = [one for one in self.free if one.degree >= degree]
         return Block(min(wide, key=_by_degree).first, degree) if wide else None
+
+
+def _number(job: Job) -> int:
+    return job.number
 
 
 def _alignment(first: int) -> int:
@@ -222,12 +240,11 @@ class Dispatch:
         if not self._queues:
             self._queues = {r: [] for r in range(0, state.num_ranks, self._degree)}
             self._free_s = np.zeros(len(self._queues))
-        for job in state.waiting:
-            if job.number > self._last:
-                self._last = job.number
-                first = self._replica(state, job)
-                self._queues[first].append(job)
-                self._waiting.add(first)
+        for job in state.after(self._last):
+            self._last = job.number
+            first = self._replica(state, job)
+            self._queues[first].append(job)
+            self._waiting.add(first)
         for first in sorted(self._waiting - state.running.keys()):
             act.start(self._queues[first].pop(0), Block(first, self._degree))
             if not self._queues[first]:
@@ -258,8 +275,8 @@ class Queue:
     """One queue for all ranks.
 
     Args:
-        order: "fifo", "sjf" (the shortest first), or "srtf" (the shortest rest, which recalls
-            longer ones).
+        order: "fifo", "sjf" (the shortest first), "srtf" (the shortest rest, which recalls longer
+            ones), or "pause" (the smallest, which recalls larger ones; GF-DiT).
         degree: Of all requests, or by kind, as from `best_degrees`.
     """
 
@@ -270,25 +287,28 @@ class Queue:
         """Return the degree of a job."""
         return self._degree if isinstance(self._degree, int) else self._degree[job.request.kind]
 
-    def _key(self, job: Job) -> tuple[float, int]:
-        first = 0.0 if self._order == "fifo" else job.seconds(self.degree_of(job))
-        return first, job.number
+    def _key(self, job: Job, now_s: float) -> tuple[float, int]:
+        if self._order == "fifo":
+            return 0.0, job.number
+        steps = job.request.steps if self._order == "pause" else job.rest(now_s)
+        return job.request.seconds(self.degree_of(job), steps), job.number
 
     def decide(self, state: State, act: Starts) -> None:
         """Start the first of the queue while there are ranks."""
-        waiting = sorted(state.waiting, key=self._key)
+        waiting = sorted(state.waiting, key=lambda one: self._key(one, state.now_s))
         for place, job in enumerate(waiting):
             block = state.free_block(self.degree_of(job))
             if block is None:
-                if self._order == "srtf":
+                if self._order in ("srtf", "pause"):
                     self._recall(state, act, waiting[place:])
                 return
             act.start(job, block)
 
     def _recall(self, state: State, act: Starts, waiting: Sequence[Job]) -> None:
-        running = sorted(state.running.values(), key=self._key, reverse=True)
-        for job, longer in zip(waiting, running, strict=False):
-            if self._key(job) < self._key(longer):
+        running = [(self._key(one, state.now_s), one) for one in state.running.values()]
+        running.sort(key=lambda one: one[0], reverse=True)
+        for job, (key, longer) in zip(waiting, running, strict=False):
+            if self._key(job, state.now_s) < key:
                 act.recall(longer)
 
 
@@ -305,6 +325,45 @@ def best_degrees(requests: Iterable[Request], most: int) -> dict[str, int]:
                 best *= 2
             degrees[one.kind] = best
     return degrees
+
+
+class Elastic:
+    """One queue whose degrees follow the load (GF-DiT).
+
+    Args:
+        by: "load": first come, first served, on as many ranks as each has if all in flight share
+            them. "demote": the smallest first on the widest free ranks, and the largest that runs
+            goes on with a single rank when others wait.
+    """
+
+    def __init__(self, by: str) -> None:
+        self._by = by
+        self._demoted: set[int] = set()
+
+    def decide(self, state: State, act: Starts) -> None:
+        """Start while there are ranks; demote for those who wait."""
+        share = state.num_ranks // max(len(state.waiting) + len(state.running), 1)
+        for job in sorted(state.waiting, key=self._key):
+            most = share if self._by == "load" else 1 if job.number in self._demoted else NEVER
+            degrees = sorted(job.request.step_s)
+            wanted = [d for d in degrees if d <= max(most, degrees[0])]
+            free = [d for d in wanted if state.free_block(d) is not None]
+            if free:
+                block = state.free_block(min(free, key=job.seconds))
+                assert block is not None
+                act.start(job, block)
+                continue
+            wide = [one for one in state.running.values() if one.block and one.block.degree > 1]
+            if self._by == "demote" and wide:
+                largest = max(wide, key=lambda one: (one.request.work_s, -one.number))
+                if 1 in largest.request.step_s:
+                    self._demoted.add(largest.number)
+                    act.recall(largest)
+            return
+
+    def _key(self, job: Job) -> tuple[bool, float, int]:
+        size = 0.0 if self._by == "load" else job.request.work_s
+        return job.number not in self._demoted, size, job.number
 
 
 class EarliestDeadline:
@@ -342,13 +401,12 @@ class SuperP95:
 
     def decide(self, state: State, act: Starts) -> None:
         """Start those that do not wait for others, then the others; recall the latter."""
-        for job in state.waiting:
-            if job.number > self._last:
-                self._last, self._credit = job.number, self._credit + 0.05
-                self._longest = max(self._longest, job.request.work_s)
-                if self._credit >= 1 and job.request.work_s >= 0.8 * self._longest:
-                    self._credit -= 1
-                    self._late.add(job.number)
+        for job in state.after(self._last):
+            self._last, self._credit = job.number, self._credit + 0.05
+            self._longest = max(self._longest, job.request.work_s)
+            if self._credit >= 1 and job.request.work_s >= 0.8 * self._longest:
+                self._credit -= 1
+                self._late.add(job.number)
         key = self._key
         waiting = sorted(state.waiting, key=key)
         for place, job in enumerate(waiting):
@@ -371,89 +429,149 @@ class SuperP95:
 _Order = tuple[int, float, int]  # of urgency: what is less goes first
 
 
+@dataclass(slots=True)
+class _Known:
+    """What a policy knows of a request from its arrival on."""
+
+    steps_s: list[tuple[int, float]]  # degrees, each faster than those before; seconds of a step
+    due_s: float
+    later_s: float  # when it is due once `due_s` is lost
+
+
+class _View(NamedTuple):
+    """A job at a decision."""
+
+    need: int  # the least degree that meets its deadline, else the fastest
+    narrow: int  # its least degree
+    own_s: float  # what is left to do, at that degree
+    narrow_slack_s: float  # by which it meets its deadline there
+    slack_s: float  # the same at its fastest degree
+    work: float  # rank-seconds at the degree that it needs
+
+
 class Balanced:
     """Meets deadlines with the fewest ranks, and spends ranks that nobody waits for on speed.
 
     At each decision it sets a target for all requests, waiting or running: in the order of urgency
     each gets the smallest degree that meets its deadline, and ranks that are left widen those that
     gain the most. Then it starts what has ranks, and recalls what holds more than its target while
-    others wait.
+    others wait. With hundreds of jobs it sets targets from time to time, and in between starts what
+    waits in the order of the last time.
 
-    A request without a deadline gets one: what first come, first served on single ranks would have
-    done for it, or for 95 % of those before it, times `tail`; when its latest start comes it goes
-    before all others. A deadline that no degree can meet any more, or that costs others theirs, is
-    lost: the request waits for others, until it has waited `patience` times its own time.
+    A request without a deadline gets two. The first is `soft` times its own time. When that is lost
+    on a single rank, the second is what first come, first served on single ranks would have done
+    for it, or for 95 % of those before it, times `tail`. When its latest start comes it goes before
+    all others. A deadline of a user that no degree can meet any more, or that costs others theirs,
+    is lost: the request waits for others, until it has waited `patience` times its own time.
 
     Args:
-        tail: Factor of the deadlines that it sets.
+        soft: Times of its own after which a request without a deadline should be done.
+        tail: Factor of the second deadlines.
         patience: Times of its own that a request waits at most for those who came later.
         degrees: Allowed degrees. Default: all that a request knows.
     """
 
     def __init__(
-        self, *, tail: float = 0.9, patience: float = 10.0, degrees: Sequence[int] | None = None
+        self,
+        *,
+        soft: float = 3.0,
+        tail: float = 0.97,
+        patience: float = 10.0,
+        degrees: Sequence[int] | None = None,
     ) -> None:
-        self._tail, self._patience, self._degrees = tail, patience, degrees
-        self._due: dict[int, float] = {}  # by number of the job
-        self._degrees_of: dict[int, list[int]] = {}  # by number of the job
+        self._soft, self._tail, self._patience, self._degrees = soft, tail, patience, degrees
+        self._known: dict[int, _Known] = {}  # by number of the job
         self._last = -1
         self._virtual: list[float] = []  # when single ranks would be free, first come first served
         self._latencies: list[float] = []  # theirs, sorted
+        self._line: list[tuple[_Order, Job]] = []  # what waits, as of the last targets
+        self._turns = 0  # decisions until new targets
 
     def decide(self, state: State, act: Starts) -> None:
         """Set targets, start what fits, and recall what has more than its target."""
+        for job in state.after(self._last):
+            self._last = job.number
+            self._admit(state, job)
+        needs, room, self._turns = dict[Job, int](), state.num_free, self._turns - 1
         for job in state.waiting:
-            if job.number > self._last:
-                self._last = job.number
-                self._admit(state, job)
-        needs = {job: self._need(state, job, False) for job in state.waiting}
-        room = sum(block.degree for block in state.free)
-        fits = sum(needs.values()) <= room
-        if fits:  # nobody need be recalled
-            self._widen(needs, room - sum(needs.values()))
-            targets = {job: (degree, (0, 0.0, job.number)) for job, degree in needs.items()}
-        else:
-            targets = self._targets(state, [*state.running.values(), *state.waiting])
+            needs[job] = self._view(state, job).need
+            room -= needs[job]
+            if room < 0:
+                break
+        if room < 0 and self._turns > 0:
+            self._start_next(state, act)
+            return
+        order = dict[Job, _Order]()
+        if room < 0:
+            jobs = [*state.running.values(), *state.waiting]
+            needs, order = self._targets(state, jobs)
+            self._turns = len(jobs) // 32 if len(jobs) > _MANY else 0
+            self._line = sorted((order[job], job) for job in state.waiting) if self._turns else []
+        else:  # nobody need be recalled
+            self._widen(state, needs, room)
         missing = 0
-        for job in sorted(state.waiting, key=lambda one: -targets[one][0]):
-            degree = targets[job][0]
-            if not degree:
-                continue
-            block = state.free_block(degree)
-            while block is None and degree > 1:
-                degree //= 2
-                block = state.free_block(degree) if degree in self._fast(job) else None
-            if block is None:
-                missing += targets[job][0]
-            else:
-                act.start(job, block)
-        if missing and not fits:
-            self._recall(state, act, targets, missing)
+        for job in sorted(state.waiting, key=lambda one: -needs[one]):
+            if needs[job] and not self._start(state, act, job, needs[job]):
+                missing += needs[job]
+        if missing and order:
+            self._recall(state, act, needs, order, missing)
         elif not missing:
             self._use_idle(state, act)
 
-    def _targets(self, state: State, jobs: Sequence[Job]) -> dict[Job, tuple[int, _Order]]:
+    def _start(self, state: State, act: Starts, job: Job, degree: int) -> bool:
+        """Start a job at a degree, or at a smaller one if there is no such block."""
+        block = state.free_block(degree)
+        while block is None and degree > 1:
+            degree //= 2
+            is_known = any(degree == d for d, _ in self._known[job.number].steps_s)
+            block = state.free_block(degree) if is_known else None
+        if block is not None:
+            act.start(job, block)
+        return block is not None
+
+    def _start_next(self, state: State, act: Starts) -> None:
+        """Start the first of the line while there are ranks."""
+        if not state.num_free:
+            return
+        line = {job for _, job in self._line}
+        for job in [one for one in state.waiting if one not in line]:
+            insort(self._line, (self._order(state, job, self._view(state, job), False), job))
+        here = set(state.waiting)
+        while state.num_free and self._line:
+            job = self._line[0][1]
+            if job in here and not self._start(state, act, job, self._view(state, job).need):
+                return
+            del self._line[0]
+
+    def _targets(
+        self, state: State, jobs: Sequence[Job]
+    ) -> tuple[dict[Job, int], dict[Job, _Order]]:
         """Return the degree that each job should have, 0 to wait, and its order."""
-        lost = self._without_hope(state, jobs)
-        order = {job: self._order(state, job, job in lost) for job in jobs}
+        views = {job: self._view(state, job) for job in jobs}
+        lost = self._without_hope(state, views)
+        order = {job: self._order(state, job, view, job in lost) for job, view in views.items()}
         room, targets = state.num_ranks, dict.fromkeys(jobs, 0)
         for job in sorted(jobs, key=order.__getitem__):
-            need = self._need(state, job, job in lost)
+            need = views[job].narrow if job in lost else views[job].need
             while need > room:
                 need //= 2
             targets[job] = need
             room -= need
-        self._widen(targets, room)
-        return {job: (degree, order[job]) for job, degree in targets.items()}
+        self._widen(state, targets, room)
+        return targets, order
 
     def _recall(
-        self, state: State, act: Starts, targets: Mapping[Job, tuple[int, _Order]], missing: int
+        self,
+        state: State,
+        act: Starts,
+        targets: Mapping[Job, int],
+        order: Mapping[Job, _Order],
+        missing: int,
     ) -> None:
         """Recall jobs above their targets, the least urgent first."""
-        running = sorted(state.running.values(), key=lambda one: targets[one][1], reverse=True)
-        for job in running:
+        for job in sorted(state.running.values(), key=order.__getitem__, reverse=True):
             assert job.block is not None
-            more = job.block.degree - targets[job][0]
+            more = job.block.degree - targets[job]
             if more > 0 and job.free_s - job.boundary_s(state.now_s) > state.move_s:
                 act.recall(job)
                 missing -= more
@@ -468,97 +586,98 @@ class Balanced:
             wide = 2 * block.degree
             if job is None or job.block is None or job.block.degree != block.degree:
                 continue
-            if job.left and wide in self._fast(job):
-                gain = job.free_s - job.boundary_s(state.now_s) - job.seconds(wide)
+            if any(wide == d for d, _ in self._known[job.number].steps_s):
+                gain = job.free_s - job.boundary_s(state.now_s) - job.seconds(wide, state.now_s)
                 if gain > most:
                     best, most = job, gain
         if best is not None:
             act.recall(best)
 
     def _admit(self, state: State, job: Job) -> None:
-        request = job.request
-        if request.deadline_s < NEVER:
-            self._due[job.number] = request.deadline_s
-            return
-        if not self._virtual:
-            self._virtual = [0.0] * state.num_ranks
-        start = max(heapq.heappop(self._virtual), request.arrival_s)
-        end = start + request.seconds(min(request.step_s))
-        heapq.heappush(self._virtual, end)
-        insort(self._latencies, end - request.arrival_s)
-        usual = self._latencies[int(0.95 * (len(self._latencies) - 1))]
-        allowed = self._tail * max(usual, end - request.arrival_s)
-        self._due[job.number] = request.arrival_s + allowed
+        request, steps_s = job.request, list[tuple[int, float]]()
+        for degree, seconds in sorted(request.step_s.items()):
+            if self._degrees is None or degree in self._degrees:
+                if not steps_s or seconds < steps_s[-1][1]:
+                    steps_s.append((degree, seconds))
+        due = later = request.deadline_s
+        if due == NEVER:
+            self._virtual = self._virtual or [0.0] * state.num_ranks
+            own = request.seconds(min(request.step_s))
+            end = max(self._virtual[0], request.arrival_s) + own
+            heapq.heapreplace(self._virtual, end)
+            insort(self._latencies, end - request.arrival_s)
+            usual = self._latencies[int(0.95 * (len(self._latencies) - 1))]
+            later = request.arrival_s + self._tail * max(usual, end - request.arrival_s)
+            due = min(later, request.arrival_s + self._soft * own)
+        self._known[job.number] = _Known(steps_s, due, later)
 
-    def _fast(self, job: Job) -> list[int]:
-        """Return the degrees of a job that are each faster than those before."""
-        fast = self._degrees_of.get(job.number)
-        if fast is None:
-            fast = self._degrees_of[job.number] = []
-            for degree, seconds in sorted(job.request.step_s.items()):
-                if self._degrees is None or degree in self._degrees:
-                    if not fast or seconds < job.request.step_s[fast[-1]]:
-                        fast.append(degree)
-        return fast
+    def _view(self, state: State, job: Job) -> _View:
+        known, request, rest = self._known[job.number], job.request, job.rest(state.now_s)
+        at, begin = 0, state.now_s
+        if job.block is not None:
+            at = job.block.degree
+            begin = job.steps_end_s - rest * request.step_s[at]
+        if at or job.left < request.steps:
+            begin += state.move_s
+        room, need = known.due_s - begin - request.once_s, known.steps_s[0]
+        slacks = [
+            known.due_s - job.free_s if d == at else room - rest * s for d, s in known.steps_s
+        ]
+        if request.deadline_s < NEVER:  # idle ranks widen others
+            fits = (one for one, slack in zip(known.steps_s, slacks, strict=True) if slack >= 0)
+            need = next(fits, known.steps_s[-1])
+        narrow, step = known.steps_s[0]
+        own, work = rest * step + request.once_s, need[0] * rest * need[1] + request.once_s
+        return _View(need[0], narrow, own, slacks[0], max(slacks), work)
 
-    def _slack(self, state: State, job: Job, degree: int) -> float:
-        """Return the seconds by which a job would meet its deadline at a degree."""
-        if job.block is not None and job.block.degree == degree:
-            return self._due[job.number] - job.free_s
-        move = state.move_s if job.left < job.request.steps else 0.0
-        begin = state.now_s if job.block is None else job.boundary_s(state.now_s)
-        return self._due[job.number] - begin - move - job.seconds(degree)
-
-    def _need(self, state: State, job: Job, is_lost: bool) -> int:
-        degrees = self._fast(job)
-        if is_lost or job.request.deadline_s == NEVER:  # idle ranks widen these
-            return degrees[0]
-        return next((d for d in degrees if self._slack(state, job, d) >= 0), degrees[-1])
-
-    def _without_hope(self, state: State, jobs: Sequence[Job]) -> set[Job]:
+    def _without_hope(self, state: State, views: Mapping[Job, _View]) -> set[Job]:
         """Return jobs whose deadlines are lost, or cost others theirs (Moore and Hodgson)."""
         lost = set[Job]()
         load, kept = 0.0, list[tuple[float, int, Job]]()
-        for job in sorted(jobs, key=lambda one: (self._due[one.number], one.number)):
+        due = {job: self._known[job.number].due_s for job in views}
+        for job in sorted(views, key=lambda one: (due[one], one.number)):
             if job.request.deadline_s == NEVER:
                 continue
-            if max(self._slack(state, job, d) for d in self._fast(job)) < 0:
+            if views[job].slack_s < 0:
                 lost.add(job)
                 continue
-            degree = self._need(state, job, False)
-            work = degree * job.left * job.request.step_s[degree] + job.request.once_s
-            heapq.heappush(kept, (-work, job.number, job))
-            load += work
-            while load > state.num_ranks * max(self._due[job.number] - state.now_s, 1e-9) and kept:
+            heapq.heappush(kept, (-views[job].work, job.number, job))
+            load += views[job].work
+            while load > state.num_ranks * max(due[job] - state.now_s, 1e-9) and kept:
                 work, _, dropped = heapq.heappop(kept)
                 load += work
                 lost.add(dropped)
         return lost
 
-    def _order(self, state: State, job: Job, is_lost: bool) -> _Order:
-        request, degrees = job.request, self._fast(job)
-        own = job.seconds(degrees[0])
+    def _order(self, state: State, job: Job, view: _View, is_lost: bool) -> _Order:
+        request, known = job.request, self._known[job.number]
         if is_lost:
-            alone = request.seconds(degrees[0])
+            alone = request.seconds(view.narrow)
             if state.now_s - request.arrival_s - alone > self._patience * alone:
                 return 0, request.arrival_s, job.number
-            return 3, own, job.number
+            return 3, view.own_s, job.number
         if request.deadline_s < NEVER:
-            return 1, self._due[job.number], job.number
-        if self._slack(state, job, degrees[-1]) < own:  # what runs is not recalled for its like
-            latest_start = self._due[job.number] - own
-            return 1, latest_start if job.block is None else 0.0, job.number
-        return 2, own, job.number
+            return 1, known.due_s, job.number
+        if job.block is not None:  # its latest start, as when it waited
+            return 1, known.due_s - request.seconds(view.narrow), job.number
+        slack = view.slack_s
+        if view.narrow_slack_s < 0:
+            slack += known.later_s - known.due_s
+            known.due_s = known.later_s
+        if slack >= view.own_s:
+            return 2, view.own_s, job.number
+        return 1, known.due_s - view.own_s, job.number
 
-    def _widen(self, targets: dict[Job, int], room: int) -> None:
+    def _widen(self, state: State, targets: dict[Job, int], room: int) -> None:
         """Double degrees where that gains the most seconds, while there are ranks."""
         if not room:
             return
         gains: list[tuple[float, int, Job]] = []
 
         def offer(job: Job, degree: int) -> None:
-            if 0 < degree <= room and 2 * degree in self._fast(job):
-                gain = job.left * (job.request.step_s[degree] - job.request.step_s[2 * degree])
+            steps_s = dict(self._known[job.number].steps_s)
+            if 0 < degree <= room and 2 * degree in steps_s:
+                gain = job.rest(state.now_s) * (steps_s[degree] - steps_s[2 * degree])
                 heapq.heappush(gains, (-gain, job.number, job))
 
         for job, degree in targets.items():
@@ -569,6 +688,98 @@ class Balanced:
                 room -= targets[job]
                 targets[job] *= 2
                 offer(job, targets[job])
+
+
+_MANY = 256  # jobs for which targets are set at each decision
+
+
+class TetriServe(Balanced):
+    """Keeps most requests alive for a round, by a knapsack over the ranks (TetriServe's paper).
+
+    A request asks for the smallest degree that meets its deadline. Alive is one that runs, or could
+    still meet its deadline if it idled for the round. Ranks that are left go to requests that are
+    late anyway, and then widen others. It decides at each event and not at the end of each round.
+
+    Args:
+        round_steps: Steps of a round, of the largest request at its fastest degree.
+    """
+
+    def __init__(self, round_steps: int = 5) -> None:
+        super().__init__()
+        self._round_steps = round_steps
+
+    def _targets(
+        self, state: State, jobs: Sequence[Job]
+    ) -> tuple[dict[Job, int], dict[Job, _Order]]:
+        num, room = state.num_ranks, state.num_ranks
+        round_s = self._round_steps * max(min(one.request.step_s.values()) for one in jobs)
+        views = {job: self._view(state, job) for job in jobs}
+        alive = [job for job in jobs if views[job].slack_s >= 0]
+        most, runs = np.zeros(num + 1), list[npt.NDArray[np.bool_]]()  # requests alive, by ranks
+        for job in alive:
+            idle, need = most + (views[job].slack_s >= round_s), views[job].need
+            run = np.full(num + 1, -1.0)
+            if need <= num:
+                run[need:] = most[: num + 1 - need] + 1 + 1e-6  # rather run than idle
+            runs.append(run > idle)
+            most = np.maximum(run, idle)
+        targets = dict.fromkeys(jobs, 0)
+        for job, is_taken in zip(alive[::-1], runs[::-1], strict=True):
+            if is_taken[room]:
+                targets[job] = views[job].need
+                room -= targets[job]
+        due = {job: self._known[job.number].due_s for job in jobs}
+        order = {job: (int(not targets[job]), due[job], job.number) for job in jobs}
+        for job in sorted(jobs, key=order.__getitem__):
+            if not targets[job] and views[job].narrow <= room:
+                targets[job] = views[job].narrow
+                room -= targets[job]
+        self._widen(state, targets, room)
+        return targets, order
+
+
+POLICIES = (
+    "random", "round-robin", "least-in-flight", "least-work", "fifo", "sjf", "srtf", "pause",
+    "rssp", "load", "demote", "greedy", "best-fit", "tetriserve", "super-p95", "balanced",
+)  # fmt: skip
+"""Names of policies; the first eight may end in the degree of all requests: "sjf:4"."""
+
+
+def policy_of(name: str, requests: Sequence[Request], num_ranks: int, *, seed: int = 0) -> Policy:
+    """Return a new policy by its name.
+
+    Args:
+        name: One of `POLICIES`; the first eight may have a degree: "sjf:4".
+        requests: That it will serve.
+        num_ranks: Ranks that it will have.
+        seed: Of a random choice.
+
+    Raises:
+        ConfigError: There is no such policy, or requests do not know its degree.
+    """
+    word, _, text = name.partition(":")
+    place, degree = POLICIES.index(word) if word in POLICIES else -1, text or "1"
+    if place < 0 or (text and place >= 8) or not degree.isdecimal():
+        raise ConfigError(
+            f"policy {name!r} is not known: give one of {', '.join(POLICIES)}; the first eight may "
+            "have a degree, such as sjf:4"
+        )
+    if place < 8:
+        known = {d for one in requests for d in one.step_s if d <= num_ranks}
+        known = {d for d in known if all(d in one.step_s for one in requests)}
+        if int(degree) not in known:
+            degrees = ", ".join(map(str, sorted(known)))
+            raise ConfigError(f"policy {name!r}: the degree of all requests can be {degrees}")
+        if place < 4:
+            return Dispatch(word.replace("-", " "), int(degree), seed=seed)
+        return Queue(word, int(degree))
+    if word in ("load", "demote"):
+        return Elastic(word)
+    if word in ("greedy", "best-fit"):
+        return EarliestDeadline(word.replace("-", " "))
+    if word == "rssp":
+        return Queue("fifo", best_degrees(requests, num_ranks))
+    return {"tetriserve": TetriServe, "super-p95": SuperP95, "balanced": Balanced}[word]()
 
 
 def _is_within(block: Block, other: Block) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -87,16 +88,24 @@ def draw_bars(
 
 
 def draw_lines(
-    title: str, words: str, axes: tuple[str, str], lines: Mapping[str, npt.ArrayLike]
+    title: str,
+    words: str,
+    axes: tuple[str, str],
+    lines: Mapping[str, npt.ArrayLike],
+    across: npt.ArrayLike | None = None,
 ) -> Chart:
-    """Draw lines over the same steps: (steps,) values of each by its name; axes across and up."""
+    """Draw lines over the same steps: (steps,) values of each by its name; axes across and up.
+
+    `across` has the (steps,) places of the steps; 0, 1, .. by default.
+    """
 
     def draw() -> "Figure":
         figure = new_figure(320, *axes)
-        colors = (BEFORE, AFTER, *_COLORS[1:])
+        colors = cycle((BEFORE, AFTER, *_COLORS[1:]))
         for (name, values), color in zip(lines.items(), colors, strict=False):
             y = np.asarray(values, float)
-            figure.add_scatter(x=np.arange(len(y)), y=y, name=escape(name), line_color=color)
+            x = np.arange(len(y)) if across is None else np.asarray(across)
+            figure.add_scatter(x=x, y=y, name=escape(name), line_color=color)
         figure.update_yaxes(rangemode="tozero")
         return figure
 

@@ -1,13 +1,22 @@
 """A cluster that serves requests, on paper, from event to event: hundreds of thousands fit."""
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bascule.arrays import Floats
-from bascule.plan.requests import NEVER, Block, Job, Policy, Request, State
+from bascule.arrays import Floats, Ints
+from bascule.plan.requests import (
+    NEVER,
+    Block,
+    Job,
+    Policy,
+    Request,
+    State,
+    policy_of,
+    request_bound,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -18,15 +27,22 @@ class Served:
         requests: In the order of arrival.
         end_s: When each was done, (n,).
         num_ranks: Of the cluster.
-        rank_s: Rank-seconds that were spent.
+        rank_s_of: Rank-seconds that each took, (n,).
+        run_s_of: Seconds that each ran, (n,).
         num_moves: Times that a request went on with other ranks.
     """
 
     requests: Sequence[Request]
     end_s: Floats
     num_ranks: int
-    rank_s: float
+    rank_s_of: Floats
+    run_s_of: Floats
     num_moves: int
+
+    @property
+    def rank_s(self) -> float:
+        """Rank-seconds that were spent."""
+        return float(self.rank_s_of.sum())
 
     @property
     def latency_s(self) -> Floats:
@@ -41,21 +57,44 @@ class Served:
 
     def on_time_by_kind(self) -> dict[str, float]:
         """Return the share within deadlines of each class."""
-        kinds = [one.kind for one in self.requests]
-        on_time = self.on_time.tolist()
+        return {kind: float(self.on_time[of].mean()) for kind, of in self._kinds().items()}
+
+    def _kinds(self) -> dict[str, Ints]:
+        """Return the places of each class, the least work first."""
+        kinds = np.array([one.kind for one in self.requests])
+        work = {one.kind: (one.work_s, one.kind) for one in self.requests}
+        return {kind: np.flatnonzero(kinds == kind) for kind in sorted(work, key=work.__getitem__)}
+
+    def figures(self) -> dict[str, float]:
+        """Return what `compare` tells of a policy, by name."""
+        late = self.latency_s
+        alone = np.array([one.alone_s for one in self.requests])
+        p50, p95, p99 = np.percentile(late, [50, 95, 99]).tolist()
+        lasts = self.end_s.max() - self.requests[0].arrival_s
+        degrees = {k: self.rank_s_of[of] / self.run_s_of[of] for k, of in self._kinds().items()}
         return {
-            kind: float(np.mean([x for x, of in zip(on_time, kinds, strict=True) if of == kind]))
-            for kind in dict.fromkeys(kinds)
+            "on_time": float(self.on_time.mean()),
+            **{f"on_time of {kind}": share for kind, share in self.on_time_by_kind().items()},
+            "mean_s": float(late.mean()),
+            "p50_s": p50,
+            "p95_s": p95,
+            "p99_s": p99,
+            "slowdown": float((late / alone).max()),
+            "rank_s": self.rank_s / late.size,
+            "idle": float(1.0 - self.rank_s / (self.num_ranks * lasts)),
+            "moves": self.num_moves / late.size,
+            **{f"degree of {kind}": float(of.mean()) for kind, of in degrees.items()},
         }
 
 
 class _Cluster:
     """Runs what a policy starts."""
 
-    def __init__(self, num_ranks: int, move_s: float) -> None:
+    def __init__(self, num_requests: int, num_ranks: int, move_s: float) -> None:
         self.state = State.of(num_ranks, move_s=move_s)
         self.events: list[tuple[float, int, str, Job, int]] = []
-        self.rank_s, self.num_moves = 0.0, 0
+        self.spent = [np.zeros(num_requests), np.zeros(num_requests)]  # rank-seconds, seconds
+        self.num_moves = 0
         self._num_events = 0
         self._versions: dict[int, int] = {}  # of a job's event: a later one takes its place
         self._since: dict[int, float] = {}  # when a job came to its block
@@ -89,12 +128,8 @@ class _Cluster:
 
     def recall(self, job: Job) -> None:
         """Let a running job wait at its next boundary."""
-        assert job.block is not None
-        boundary = job.boundary_s(self.state.now_s)
-        left = round((job.steps_end_s - boundary) / job.request.step_s[job.block.degree])
-        if left > 0:
-            job.left = left
-            self._push(boundary, "recalled", job)
+        if job.rest(self.state.now_s):
+            self._push(job.boundary_s(self.state.now_s), "recalled", job)
 
     def next_event(self) -> tuple[str, Job] | None:
         """Go to the next event; None if another one took its place."""
@@ -103,7 +138,9 @@ class _Cluster:
             return None
         self.state.now_s = time_s
         assert job.block is not None
-        self.rank_s += job.block.degree * (time_s - self._since[job.number])
+        seconds = time_s - self._since[job.number]
+        for spent, by in zip(self.spent, (job.block.degree, 1), strict=True):
+            spent[job.number] += by * seconds
         return what, job
 
     def _push(self, time_s: float, what: str, job: Job) -> None:
@@ -123,7 +160,7 @@ def serve(
         num_ranks: Ranks of the cluster.
         move_s: Seconds that a request loses when it goes on with other ranks.
     """
-    cluster = _Cluster(num_ranks, move_s)
+    cluster = _Cluster(len(requests), num_ranks, move_s)
     state = cluster.state
     jobs = [Job(i, one, one.steps) for i, one in enumerate(requests)]
     end = np.full(len(jobs), NEVER)
@@ -143,6 +180,8 @@ def serve(
             what, job = event
             assert job.block is not None
             if what == "recalled":
+                step = job.request.step_s[job.block.degree]
+                job.left = round((job.steps_end_s - state.now_s) / step)
                 state.wait(job)
             else:
                 state.release(job.block)
@@ -151,4 +190,74 @@ def serve(
                 else:
                     end[job.number] = state.now_s
         policy.decide(state, cluster)
-    return Served(requests, end, num_ranks, cluster.rank_s, cluster.num_moves)
+    rank_s, run_s = cluster.spent
+    return Served(requests, end, num_ranks, rank_s, run_s, cluster.num_moves)
+
+
+BOUND = "bound"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a policy did with a workload at a load.
+
+    Attributes:
+        load: The load, or the requests a second.
+        policy: Its name; `BOUND` for what no policy can exceed.
+        figures: Those of `Served.figures`, means over seeds; of the bound fewer.
+    """
+
+    load: float
+    policy: str
+    figures: dict[str, float]
+
+
+def compare(
+    draw: Callable[[float, int], Sequence[Request]],
+    loads: Sequence[float],
+    policies: Sequence[str],
+    *,
+    num_ranks: int,
+    num_seeds: int = 1,
+    move_s: float = 0.05,
+    within: float = 3.0,
+) -> list[Row]:
+    """Serve a workload by policies at loads.
+
+    Args:
+        draw: Gives the requests at a load for a seed.
+        loads: Of which there is a row of each policy and of the bound.
+        policies: See `policy_of`.
+        num_ranks: Ranks of the cluster.
+        num_seeds: Draws at each load.
+        move_s: Seconds that a request loses when it goes on with other ranks.
+        within: Requests without a deadline count as on time within so many times their seconds on
+            the fewest ranks; policies do not know of it.
+    """
+    rows = list[Row]()
+    for load in loads:
+        figures = dict[str, list[dict[str, float]]]()
+        for seed in range(num_seeds):
+            requests = draw(load, seed)
+            due = [_due(one, within) for one in requests]
+            for name in policies:
+                policy = policy_of(name, requests, num_ranks, seed=seed)
+                served = serve(requests, policy, num_ranks, move_s=move_s)
+                figures.setdefault(name, []).append(replace(served, requests=due).figures())
+            bound = request_bound(due, num_ranks)
+            one = {"on_time": bound.on_time, "mean_s": bound.mean_latency_s}
+            figures.setdefault(BOUND, []).append(one)
+        rows += [Row(load, name, _mean(of_seeds)) for name, of_seeds in figures.items()]
+    return rows
+
+
+def _due(one: Request, within: float) -> Request:
+    if one.deadline_s < NEVER:
+        return one
+    return replace(one, deadline_s=one.arrival_s + within * one.seconds(min(one.step_s)))
+
+
+def _mean(of_seeds: Sequence[dict[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for one in of_seeds for name in one)
+    values = {name: [one[name] for one in of_seeds if name in one] for name in names}
+    return {name: float(np.mean(of_name)) for name, of_name in values.items()}

@@ -1,0 +1,139 @@
+"""`bascule simulate-requests`: serve pictures and clips on paper, by several policies."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from bascule.cli.inputs import MachineOptions
+from bascule.errors import ConfigError
+from bascule.options import Outputs, Range
+
+if TYPE_CHECKING:
+    from bascule.plan.requests import Request
+    from bascule.workload.requests import Sizes, Workload
+
+_MOST_REQUESTS = 10**6
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateRequestsOptions(Outputs, MachineOptions):
+    """Serve requests on paper by several policies, beside what no policy can exceed.
+
+    Attributes:
+        workload: random4, gf-dit-qwen, gf-dit-wan, tetriserve-uniform or tetriserve-skewed, with
+            costs of their own.
+        arrivals: File of requests, a JSON object a line: width, height, steps, and maybe frames,
+            arrival_s, deadline_s (seconds after its arrival) and kind.
+        mix: Requests by chance: sizes, steps and shares, such as 1024x1024@25=0.6 832x480x49@50.
+        costs: Seconds of a step for --arrivals and --mix: qwen-h20, wan-synthetic, or predicted for
+            --model on --profile.
+        model: Model for tokens of pixels, and for predicted costs: flux.1, wan2.1, ltx2, ..
+        passes: Forward passes of a step, 2 with guidance; for predicted costs.
+        deadline: Requests of --mix are due after so many times their seconds on one rank.
+        slo: Scale of all deadlines.
+        within: Requests without a deadline are on time within so many times their seconds on the
+            fewest ranks; policies do not know of it.
+        requests: Requests of --mix and of workloads without a fixed time.
+        ranks: Ranks.
+        degrees: Allowed ranks of a request; all by default.
+        loads: Shares of what the ranks could do at the cheapest degrees.
+        rates: Requests a second, or for --arrivals how many times as fast, in place of --loads.
+        policies: random, round-robin, least-in-flight, least-work, fifo, sjf, srtf or pause, all
+            of one rank or as sjf:4 of four; rssp, load, demote, greedy, best-fit, tetriserve,
+            super-p95, balanced.
+        move_ms: Milliseconds that a request loses when it goes on with other ranks.
+        seeds: Draws at each load.
+    """
+
+    workload: str | None = None
+    arrivals: Path | None = None
+    mix: tuple[str, ...] = ()
+    costs: str = "predicted"
+    model: str = "flux.1"
+    passes: Annotated[int, Range(1, 16)] = 1
+    deadline: Annotated[float | None, Range(1e-3, 1e6)] = None
+    slo: Annotated[float, Range(1e-3, 1e6)] = 1.0
+    within: Annotated[float, Range(1e-3, 1e6)] = 3.0
+    requests: Annotated[int | None, Range(1, _MOST_REQUESTS)] = None
+    ranks: Annotated[int, Range(1, 2**14)] = 8
+    degrees: tuple[int, ...] = ()
+    loads: tuple[float, ...] = (0.4, 0.6, 0.8, 1.0, 1.2)
+    rates: tuple[float, ...] = ()
+    policies: tuple[str, ...] = (
+        "least-in-flight", "least-work", "sjf", "best-fit", "tetriserve", "balanced",
+    )  # fmt: skip
+    move_ms: Annotated[float, Range(0, 1e6)] = 50.0
+    seeds: Annotated[int, Range(1, 1000)] = 3
+
+    def sizes(self) -> "Sizes":
+        """Return what makes requests of --arrivals and --mix."""
+        from bascule.plan.costs import TransformerCost
+        from bascule.workload.requests import COSTS, Sizes, predicted
+        from bascule.workload.tokens import TokenRule, model_shape
+
+        rule = TokenRule.of_model(self.model)
+        if self.costs in COSTS:
+            return Sizes(rule, COSTS[self.costs])
+        if self.costs != "predicted":
+            raise ConfigError(f"--costs {self.costs}: give predicted, {' or '.join(COSTS)}")
+        profile, shape = self.hardware(), model_shape(self.model)
+        cost = TransformerCost(shape.width, gamma=profile.gamma, num_layers=shape.num_blocks)
+        return Sizes(rule, predicted(profile, cost, self.passes))
+
+    def read(self) -> "Workload":
+        """Return the requests that one of three options names."""
+        from bascule.workload.requests import NAMED, Recorded
+
+        if sum((self.workload is not None, self.arrivals is not None, bool(self.mix))) != 1:
+            raise ConfigError("give one of --workload, --arrivals and --mix")
+        if self.mix:
+            mix = self.sizes().mix(self.mix, self.requests or 500, self.deadline)
+        elif self.arrivals is not None:
+            mix = self.sizes().read(self.arrivals)
+        elif self.workload is not None and self.workload in NAMED:
+            mix = NAMED[self.workload]()
+        else:
+            raise ConfigError(f"--workload {self.workload}: give one of {', '.join(NAMED)}")
+        if isinstance(mix, Recorded):
+            return Recorded([self._allowed(one) for one in mix.requests])
+        kinds, most = [self._allowed(one) for one in mix.kinds], self.requests or mix.most
+        return replace(mix, kinds=kinds, most=most)
+
+    def _allowed(self, one: "Request") -> "Request":
+        degrees = [d for d in one.step_s if d in (self.degrees or (d,)) and d <= self.ranks]
+        if not degrees:
+            raise ConfigError(
+                f"--degrees {' '.join(map(str, self.degrees))}: a request runs on "
+                f"{', '.join(map(str, one.step_s))} ranks, and there are {self.ranks}"
+            )
+        return replace(one, step_s={d: one.step_s[d] for d in degrees})
+
+
+def run(options: SimulateRequestsOptions, arguments: list[str]) -> None:
+    """Simulate, and publish what each policy reaches."""
+    from bascule.cli.command import publish, waiting
+    from bascule.plan.checks import number
+    from bascule.report.reports import of_requests
+    from bascule.sim.requests import compare
+
+    workload = options.read()
+    name, loads = ("--rates", options.rates) if options.rates else ("--loads", options.loads)
+    for load in loads:
+        number(name, load, 1e-6, 1e6)
+
+    def draw(load: float, seed: int) -> "list[Request]":
+        scale = load if options.rates else workload.scale(load, options.ranks)
+        return workload.draw(scale, seed, slo=options.slo)
+
+    with waiting("simulating"):
+        rows = compare(
+            draw,
+            loads,
+            options.policies,
+            num_ranks=options.ranks,
+            num_seeds=options.seeds,
+            move_s=options.move_ms / 1e3,
+            within=options.within,
+        )
+    source = options.workload or options.arrivals or " ".join(options.mix)
+    publish(options, of_requests(rows, str(source), options.ranks, name.strip("-s")))

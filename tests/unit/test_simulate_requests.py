@@ -1,0 +1,136 @@
+"""`bascule simulate-requests`: workloads, figures against those by hand, refusals."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bascule.plan.requests import POLICIES, Request
+from bascule.sim.requests import BOUND, compare
+from bascule.workload.requests import NAMED, Recorded, qwen_h20, synthetic_wan
+from tests.helpers.cli import Console, run
+
+LINES = [
+    {"width": 512, "height": 512, "steps": 20, "kind": "small", "deadline_s": 4},
+    {"width": 1024, "height": 1024, "steps": 10, "arrival_s": 1.0},
+]
+
+
+def simulated(capsys: Console, *words: str) -> dict[str, list[dict[str, float]]]:
+    code, out, err = run(capsys, "simulate-requests", *words, "--json", "-")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_requests_of_a_file_by_hand(capsys: Console, tmp_path: Path) -> None:
+    """Qwen-Image on H20: 155 ms a step of 512 x 512 pixels, 605 of 1024 x 1024, on one rank."""
+    path = tmp_path / "arrivals.jsonl"
+    path.write_text("\n".join(map(json.dumps, LINES)))
+    words = ("--arrivals", str(path), "--costs", "qwen-h20", "--ranks", "1", "--rates", "1")
+    one = simulated(capsys, *words, "--policies", "fifo", "--seeds", "1")
+    latency, bound = one["Latency"]
+    small, large = 20 * qwen_h20(1024)[1], 10 * qwen_h20(4096)[1]
+    assert latency["mean, s"] == pytest.approx((small + small + large - 1) / 2)
+    assert latency["slowdown"] == pytest.approx((small + large - 1) / large)
+    assert latency["on time"] == bound["on time"] == 1.0  # the second within three times its own
+    assert one["On time"] == [{"rate": 1, "policy": "fifo", "1024x1024": 1.0, "small": 1.0}]
+    (ranks,) = one["Ranks"]
+    assert ranks["rank-s each"] == pytest.approx((small + large) / 2)
+    assert ranks["idle"] == pytest.approx(0.0) and ranks["ranks of small"] == 1
+    # At twice the speed the second one waits for half a second more.
+    twice = simulated(capsys, *words[:-1], "2", "--policies", "fifo", "--slo", "0.5")
+    assert twice["Latency"][0]["mean, s"] == pytest.approx((small + small + large - 0.5) / 2)
+    assert twice["On time"][0]["small"] == 0.0
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_workloads_have_their_load(name: str) -> None:
+    mix = NAMED[name]()
+    works, lasts = list[float](), list[float]()
+    for seed in range(30):
+        requests = mix.draw(mix.scale(0.8, 8), seed)
+        works.append(sum(one.work_s for one in requests))
+        lasts.append(3600.0 if mix.most is None else requests[-1].arrival_s)
+        assert requests == mix.draw(mix.scale(0.8, 8), seed)
+    assert sum(works) / sum(lasts) / 8 == pytest.approx(0.8, rel=0.05)
+    recorded = Recorded(mix.draw(1.0, 0))
+    again = recorded.draw(recorded.scale(0.5, 8), 1, slo=2.0)
+    lasts_s = again[-1].arrival_s - again[0].arrival_s
+    assert sum(one.work_s for one in again) == pytest.approx(0.5 * 8 * lasts_s)
+    waits = [one.deadline_s - one.arrival_s for one in recorded.requests]
+    twice = [one.deadline_s - one.arrival_s for one in again]
+    assert np.allclose(twice, 2 * np.array(waits)) or np.inf in waits
+
+
+def test_costs_are_those_published() -> None:
+    assert [round(1e3 * s) for s in qwen_h20(1024).values()] == [155, 161, 172]
+    assert [round(1e3 * s) for s in qwen_h20(9216).values()] == [1557, 880, 464]
+    assert synthetic_wan(75_600)[1] == pytest.approx(10.0, rel=1e-3)
+
+
+def test_rows_of_every_policy_are_within_the_bound() -> None:
+    mix = NAMED["gf-dit-qwen"]()
+
+    def draw(load: float, seed: int) -> list[Request]:
+        return mix.draw(mix.scale(load, 8), seed)[:60]
+
+    rows = compare(draw, [0.8], POLICIES, num_ranks=8)
+    of = {row.policy: row.figures for row in rows}
+    assert list(of) == [*POLICIES, BOUND]
+    for figures in of.values():
+        assert figures["on_time"] <= of[BOUND]["on_time"]
+        assert figures["mean_s"] >= of[BOUND]["mean_s"]
+
+
+def test_a_mix_by_predicted_costs(capsys: Console, tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    words = "--mix 512x512@20=0.8 1024x1024@28=0.2 --requests 40 --deadline 2 --loads 0.5 1 --seeds"
+    page = tmp_path / "page.html"
+    code, out, err = run(
+        capsys, "simulate-requests", *words.split(), "1", "--policies", "balanced", "sjf:4",
+        "--report", str(page), "--passes", "2", "--degrees", "1", "4",
+    )  # fmt: skip
+    assert code == 0, err
+    assert "Choose balanced: at load 1 " in out
+    assert page.read_text().count("Plotly.newPlot(") == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "give one of --workload, --arrivals and --mix"),
+        ("--workload random5", "--workload random5: give one of random4, gf-dit-qwen"),
+        ("--workload random4 --policies sjf:8", "the degree of all requests can be 1, 2, 4"),
+        ("--workload random4 --policies srpt", "policy 'srpt' is not known: give one of random"),
+        ("--workload random4 --policies balanced:2", "the first eight may have a degree"),
+        ("--workload random4 --degrees 3", "a request runs on 1, 2, 4 ranks, and there are 8"),
+        ("--workload random4 --loads 0", "--loads"),
+        ("--mix 512@20", "'512@20': write a size, steps and a share"),
+        ("--mix 512x512@20=0", "all shares are 0"),
+        ("--mix 8x8@20", "8x8: has no token"),
+        ("--mix 512x512@20 --costs h20", "--costs h20: give predicted, qwen-h20 or wan-synthetic"),
+        ("--arrivals no.jsonl", "cannot read no.jsonl"),
+    ],
+)
+def test_what_the_command_refuses(capsys: Console, words: str, message: str) -> None:
+    code, _, err = run(capsys, "simulate-requests", *words.split())
+    assert code == 2 and message in err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[]", "line 1: a request has width, height and steps"),
+        ('{"width": 64, "height": 64, "steps": 2, "size": 1}', "and kind, not width"),
+        ('{"width": 64, "height": 64, "steps": 0}', "line 1: steps is 0"),
+        ('{"width": 64, "height": "a", "steps": 1}', "line 1: height is 'a'"),
+        ('{"width": 64, "height": 64, "steps": 1, "arrival_s": -1}', "line 1: arrival_s is -1"),
+        ("", "has no requests"),
+    ],
+)
+def test_lines_that_are_refused(capsys: Console, tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(line)
+    code, _, err = run(capsys, "simulate-requests", "--arrivals", str(path))
+    assert code == 2 and message in err
