@@ -402,6 +402,10 @@ class Balanced:
 
     def decide(self, state: State, act: Starts) -> None:
         """Set targets, start what fits, and recall what has more than its target."""
+        self._degrees_of.clear()  # seconds may have changed: those of a server are measured
+        if len(self._due) > 2 * (len(state.waiting) + len(state.running)) + 1000:
+            alive = (job.number for job in [*state.waiting, *state.running.values()])
+            self._due = {number: self._due[number] for number in alive if number in self._due}
         for job in state.waiting:
             if job.number > self._last:
                 self._last = job.number
