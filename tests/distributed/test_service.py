@@ -27,7 +27,7 @@ from bascule.serve.service import Service
 from bascule.serve.spool import Spool
 from bascule.serve.status import ENDED, Busy, Closing, Late, Status, Submission, Unknown
 from tests.helpers.ranks import run_ranks, run_to_the_end
-from tests.helpers.serving import Restless, apart, pipeline_of, with_service
+from tests.helpers.serving import Even, Restless, apart, pipeline_of, with_service
 
 pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
@@ -79,6 +79,11 @@ def bursts(service: Service, seed: int, num: int) -> tuple[Counter[str], float]:
             assert service.cancel(random.choice(ids)).has_ended
         time.sleep(random.random() * 0.2)
     diary.until_ended(ids)
+    scheduler, controller = service._scheduler, service._controller
+    until(lambda: not scheduler.tasks)  # those that were cancelled have left their ranks
+    assert not (service._entries or service._leaving or scheduler._planned or controller._records)
+    assert not scheduler.state.waiting and sum(one.degree for one in scheduler.state.free) == RANKS
+    assert not controller._post._items
     counts, pipeline, most = Counter[str](), pipeline_of(TINY), 0.0
     for one in map(service.status, ids):
         counts[one.state] += 1
@@ -111,6 +116,31 @@ def test_bursts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(1, 4))
 def test_long_bursts(tmp_path: Path, seed: int) -> None:
     check_bursts(tmp_path, seed, 150)
+
+
+def shared(service: Service) -> tuple[list[int], float]:
+    """Numbers of ranks that had a large request, while small ones came and went."""
+    diary = Diary(service)
+    large = service.submit([submission(0, 96, 40)])[0]
+    until(lambda: service.status(large.id).step > 1)
+    small = service.submit([submission(k, 32, 3, deadline_s=2.0) for k in (1, 2)])
+    ids = [large.id, *(one.id for one in small)]
+    diary.until_ended(ids)
+    pipeline = pipeline_of(TINY)
+    most = max(apart(service.status(one), service.result(one), pipeline) for one in ids)
+    seen = [len(one.ranks) for one in diary.news if one.id == large.id and one.ranks]
+    return [b for a, b in zip([0, *seen], seen, strict=False) if a != b], most
+
+
+def sharing(folder: Path) -> Any:
+    return with_service(partial(pipeline_of, TINY), folder, shared, kind=Even)
+
+
+def test_a_large_request_gives_ranks_to_small_ones_and_gets_them_back(tmp_path: Path) -> None:
+    degrees, most = run_ranks(sharing, RANKS, tmp_path)[0]
+    assert (degrees[0], degrees[-1]) == (4, 1)  # at last one rank decodes
+    assert 4 in degrees[degrees.index(2) :]
+    assert most <= PIXEL
 
 
 def choosy_pipeline() -> Any:
