@@ -226,8 +226,8 @@ _REFUSED: list[tuple[str, Any, int, str, str | None]] = [
     (GENERATE, {"prompt": "x", "stps": 3}, 400, "'stps' is not known: give some of", "stps"),
     (GENERATE, {"prompt": "x", "a" * 500: 3}, 400, f"'{'a' * 80}..' is not known", "a" * 500),
     (GENERATE, {"prompt": "x" * 101}, 400, "prompt: 101 characters are too many", "prompt"),
-    (GENERATE, {"prompt": "x", "size": "8"}, 400, "size: String should match", "size"),
-    (GENERATE, {"prompt": "x", "size": "0x8"}, 400, "size: String should match", "size"),
+    (GENERATE, {"prompt": "x", "size": "8"}, 400, "give WxH in pixels, such as 512x768", "size"),
+    (GENERATE, {"prompt": "x", "size": "0x8"}, 400, "give WxH in pixels, such as 512x768", "size"),
     (GENERATE, {"prompt": "x", "size": "257x256"}, 400, "65,792 pixels are too many", "size"),
     (GENERATE, {"prompt": "x", "steps": 51}, 400, "51 steps are too many", "steps"),
     (GENERATE, {"prompt": "x", "steps": 0}, 400, "greater than or equal to 1, not '0'", "steps"),
@@ -380,13 +380,16 @@ def test_pages_of_others_cannot_call_without_a_key(images: Open) -> None:
     port = images.url.rpartition(":")[2]
     for headers, status in (
         ({"Host": f"localhost:{port}", "Origin": f"http://localhost:{port}"}, 202),
+        ({"Host": "LOCALHOST"}, 202),
         ({"Host": "evil.example"}, 403),
         ({"Host": f"evil.example:{port}"}, 403),
         ({"Host": f"127.0.0.1:{port}", "Origin": "http://evil.example"}, 403),
         ({"Host": f"127.0.0.1:{port}", "Origin": "null"}, 403),
     ):
         assert images.call("POST", "/v1/requests", {"prompt": "x"}, **headers)[0] == status
-    assert len(images.service.asked) == 1
+    assert len(images.service.asked) == 2
+    for path in ("/health", "/"):  # they hold no data
+        assert images.call("GET", path, Host="evil.example")[0] == 200
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ class Door:
         self._calls, self._decodes, self._health_calls = map(CapacityLimiter, (16, 2, 4))
         self._metrics = _Metrics(service.num_ranks)
         app = FastAPI(openapi_url=None, lifespan=self._lifespan)
-        app.add_middleware(Guard, options=options)
+        app.add_middleware(Guard, options=options, key=options.api_key())
         for kind in (*ANSWERED, Exception):
             app.add_exception_handler(kind, answer)
         for method, path, handler in (
@@ -116,7 +116,9 @@ class Door:
             target=self._server.run, args=([listener],), name="bascule door", daemon=True
         )
         self._thread.start()
-        self._is_open.wait()
+        while not self._is_open.wait(0.1):
+            if not self._thread.is_alive():
+                raise RuntimeError("the server's thread has ended: its log says why")
         self._service.on_change = self._on_change
 
     def stop(self) -> None:

@@ -135,6 +135,8 @@ async def read(request: Request, kind: type[Form], options: ServeOptions) -> tup
         if first["type"] == "extra_forbidden":
             names = ", ".join(kind.model_fields)
             said = f"{_quoted(name)} is not known: give some of {names}"
+        elif name == "size":
+            said = f"size {_quoted(first['input'])}: give WxH in pixels, such as 512x768, or auto"
         elif first["type"] == "missing":
             said = f"{name} is missing: give it"
         else:

@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import math
+import re
 import time
 from typing import Any
 
@@ -22,7 +23,7 @@ _HEADERS_S = 20.0  # within which a connection must have sent the headers of a r
 _BODY_S = 120.0  # within which a body must be there
 _BODIES = 16  # of the largest size, that may be on their way at once
 _OPEN = "/", "/health"  # without a key; the page holds no data
-_LOCAL = "127.0.0.1", "localhost", "[::1]"
+_LOCAL = {"127.0.0.1", "localhost", "[::1]"}
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _KEY = {"WWW-Authenticate": "Bearer"}
 NO_RETRY = {"x-should-retry": "false"}  # for OpenAI's client: it would make a request twice
@@ -49,7 +50,9 @@ def answer(request: Request | None, error: Exception) -> JSONResponse:
             refusal = Refusal(400, str(error))
         case HTTPException():  # of FastAPI: no such path, or method; a form that is malformed
             path = f"{request.method} {request.url.path}: " if request else ""
-            refusal = Refusal(error.status_code, f"{path}{error.detail}")
+            refusal = Refusal(
+                error.status_code, f"{path}{error.detail}", headers=error.headers or {}
+            )
         case ClientDisconnect():
             refusal = Refusal(400, "the client is gone")
         case _:
@@ -64,8 +67,8 @@ def answer(request: Request | None, error: Exception) -> JSONResponse:
 class Guard:
     """Refuses calls without the key, calls of foreign pages, and bodies that are too large."""
 
-    def __init__(self, app: ASGIApp, *, options: ServeOptions) -> None:
-        self._app, self._key = app, options.api_key()
+    def __init__(self, app: ASGIApp, *, options: ServeOptions, key: bytes | None) -> None:
+        self._app, self._key, self._names = app, key, _LOCAL | {options.host}
         self._most, self._held_bytes = options.max_body_bytes, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -109,22 +112,22 @@ class Guard:
             raise Refusal(429, said, headers={"Retry-After": "1"})
 
     def _check_caller(self, path: str, headers: dict[bytes, bytes]) -> None:
+        if path in _OPEN:
+            return
         if self._key is not None:
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
             is_right = hmac.compare_digest(key.strip(), self._key)
-            if path not in _OPEN and not (is_right and scheme.lower() == b"bearer"):
+            if not (is_right and scheme.lower() == b"bearer"):
                 said = "the key is missing or wrong: send the header Authorization: Bearer KEY"
                 raise Refusal(401, said, code="invalid_api_key", headers=_KEY)
             return
         # Without a key, pages of other sites in a browser here could send calls.
-        host = headers.get(b"host", b"").decode("latin-1")
-        origin = headers.get(b"origin", b"").decode("latin-1")
-        if host.rpartition(":")[0] not in _LOCAL and host not in _LOCAL:
+        host = headers.get(b"host", b"").decode("latin-1").lower()
+        origin = headers.get(b"origin", b"").decode("latin-1").lower()
+        if re.sub(r":\d+$", "", host) not in self._names:
             raise Refusal(403, f"Host {host!r}: give --api-key-file for other names")
         if origin and origin.partition("://")[2] != host:
-            raise Refusal(
-                403, f"Origin {origin!r}: give --api-key-file to be called by other pages"
-            )
+            raise Refusal(403, f"Origin {origin!r}: give --api-key-file for other pages")
 
 
 class Connection(H11Protocol):
