@@ -1,28 +1,33 @@
 """A service on ranks: each request that was accepted is done once, as by one process."""
 
+import json
 import os
+import re
 import signal
 import sqlite3
+import subprocess
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 import torch.distributed as dist
 
 from bascule.errors import ConfigError
 from bascule.generate.options import Prompt
-from bascule.generate.tiny import TINY
+from bascule.generate.tiny import TINY, TINY_WAN
 from bascule.serve.service import Service
 from bascule.serve.spool import Spool
 from bascule.serve.status import ENDED, Busy, Closing, Late, Status, Submission, Unknown
 from tests.helpers.ranks import run_ranks, run_to_the_end
-from tests.helpers.serving import Restless, apart, pipeline_of, with_service
+from tests.helpers.serving import Even, Restless, apart, pipeline_of, with_service
 
 pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
@@ -32,8 +37,8 @@ PIXEL = 1.001 / 255
 
 
 def submission(seed: int, side: int = 32, steps: int = 4, **facts: Any) -> Submission:
-    sides = {"width": side, "height": side, "steps": steps}
-    return Submission(prompt=Prompt(prompt=f"boat {seed}", seed=seed, **sides), **facts)
+    prompt = Prompt(prompt=f"boat {seed}", seed=seed, width=side, height=side, steps=steps)
+    return Submission(prompt=prompt, **facts)
 
 
 def until(condition: Callable[[], Any], timeout_s: float = 100.0) -> None:
@@ -74,6 +79,11 @@ def bursts(service: Service, seed: int, num: int) -> tuple[Counter[str], float]:
             assert service.cancel(random.choice(ids)).has_ended
         time.sleep(random.random() * 0.2)
     diary.until_ended(ids)
+    scheduler, controller = service._scheduler, service._controller
+    until(lambda: not scheduler.tasks)  # those that were cancelled have left their ranks
+    assert not (service._entries or service._leaving or scheduler._planned or controller._records)
+    assert not scheduler.state.waiting and sum(one.degree for one in scheduler.state.free) == RANKS
+    assert not controller._post._items
     counts, pipeline, most = Counter[str](), pipeline_of(TINY), 0.0
     for one in map(service.status, ids):
         counts[one.state] += 1
@@ -106,6 +116,31 @@ def test_bursts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(1, 4))
 def test_long_bursts(tmp_path: Path, seed: int) -> None:
     check_bursts(tmp_path, seed, 150)
+
+
+def shared(service: Service) -> tuple[list[int], float]:
+    """Numbers of ranks that had a large request, while small ones came and went."""
+    diary = Diary(service)
+    large = service.submit([submission(0, 96, 40)])[0]
+    until(lambda: service.status(large.id).step > 1)
+    small = service.submit([submission(k, 32, 3, deadline_s=2.0) for k in (1, 2)])
+    ids = [large.id, *(one.id for one in small)]
+    diary.until_ended(ids)
+    pipeline = pipeline_of(TINY)
+    most = max(apart(service.status(one), service.result(one), pipeline) for one in ids)
+    seen = [len(one.ranks) for one in diary.news if one.id == large.id and one.ranks]
+    return [b for a, b in zip([0, *seen], seen, strict=False) if a != b], most
+
+
+def sharing(folder: Path) -> Any:
+    return with_service(partial(pipeline_of, TINY), folder, shared, kind=Even)
+
+
+def test_a_large_request_gives_ranks_to_small_ones_and_gets_them_back(tmp_path: Path) -> None:
+    degrees, most = run_ranks(sharing, RANKS, tmp_path)[0]
+    assert (degrees[0], degrees[-1]) == (4, 1)  # at last one rank decodes
+    assert 4 in degrees[degrees.index(2) :]
+    assert most <= PIXEL
 
 
 def choosy_pipeline() -> Any:
@@ -193,15 +228,13 @@ def test_what_is_refused_or_fails_harms_no_other(tmp_path: Path) -> None:
 
 
 def until_some_are_done(service: Service) -> None:
-    """Wait until some are done, some run, and some wait."""
-    num = len(service.statuses())
+    """Wait until some are done, and some run."""
     until(lambda: sum(one.state == "done" for one in service.statuses()) > 1)
     until(lambda: any(one.step > 2 for one in service.statuses() if not one.has_ended))
-    assert sum(one.has_ended for one in service.statuses()) < num - 1
 
 
 def until_killed(service: Service, folder: Path, victim: int, num: int) -> str:
-    service.submit([submission(k, 32, 8) for k in range(num)])
+    service.submit([submission(k, 32, 8 if k else 60) for k in range(num)])
     until_some_are_done(service)
     os.kill(int((folder / f"{victim}.pid").read_text()), signal.SIGKILL)
     until(service.health)
@@ -244,10 +277,60 @@ def test_a_restart_goes_on(tmp_path: Path, victim: int) -> None:
         assert "no sign of life from rank 1" in str(outcomes[0].error), outcomes[0]
     with closing(Spool(tmp_path / "spool", "tiny")) as spool:
         done = spool.ended(num)
-        assert len(done) + len(spool.waiting()) == num and {one.state for one in done} == {"done"}
+        assert len(done) + len(spool.waiting()) == num > len(done)
+        assert {one.state for one in done} == {"done"}
         written |= {spool.output(one): spool.output(one).stat().st_mtime_ns for one in done}
     run_ranks(again, 2, tmp_path, until_some_are_done)
     check_written()
     assert run_ranks(again, 2, tmp_path, all_ended)[0] <= PIXEL
     check_written()
     assert len(written) == num
+
+
+@contextmanager
+def command(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A server of tiny videos on two ranks, and its address."""
+    base = [sys.executable, "-m", "bascule", "serve", "--model", TINY_WAN, "--ranks", "2"]
+    base += ["--port", "0", "--spool", str(folder), *options]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(base, env=environment, stdout=subprocess.PIPE) as job:
+        try:
+            assert job.stdout is not None
+            yield job, re.findall(r"http\S*[0-9]", job.stdout.readline().decode())[0]
+        finally:
+            job.kill()
+
+
+def ask(address: str, path: str, **body: Any) -> Any:
+    data = json.dumps(body).encode() if body else None
+    headers = {"Content-Type": "application/json"}
+    with urlopen(Request(address + path, data, headers), timeout=60) as answer:
+        read = answer.read()
+    return read if path.endswith("content") else json.loads(read)
+
+
+@pytest.mark.stress
+def test_the_command(tmp_path: Path) -> None:
+    """Videos by HTTP; a signal in the middle, and the same command goes on."""
+    pytest.importorskip("av")
+    sizes = {"size": "32x32", "frames": 5, "steps": 40}
+
+    def videos(address: str) -> dict[str, str]:
+        return {one["id"]: one["state"] for one in ask(address, "/v1/requests")["data"]}
+
+    with command(tmp_path / "spool") as (job, address):
+        for seed in range(6):
+            ask(address, "/v1/requests", prompt=f"boat {seed}", seed=seed, **sizes)
+        until(lambda: "done" in videos(address).values())
+        with pytest.raises(IndexError), command(tmp_path / "spool"):
+            pass  # another server has the spool
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(60) == 0
+    with command(tmp_path / "spool") as (job, address):
+        until(lambda: set(videos(address).values()) == {"done"})
+        assert len(videos(address)) == 6
+        for one in videos(address):
+            assert ask(address, f"/v1/videos/{one}/content")[4:8] == b"ftyp"
+        job.send_signal(signal.SIGINT)
+        assert job.wait(60) == 0
+    assert len(list((tmp_path / "spool" / "outputs").iterdir())) == 6

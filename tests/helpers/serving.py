@@ -22,7 +22,7 @@ from bascule.serve import Block, Controller, Engine, Event
 from bascule.serve.service import Service
 from bascule.serve.spool import Spool
 from bascule.serve.status import Status
-from bascule.serve.times import Times
+from bascule.serve.times import Form, Times
 
 Script = dict[int | str, tuple[Any, ...]]
 
@@ -166,12 +166,24 @@ class Restless:
                 act.recall(job)
 
 
+class Even(Times):
+    """Seconds of steps by which ranks gain all that they could; nothing is measured."""
+
+    def step_s(self, form: Form) -> dict[int, float]:
+        """As many seconds as tokens, shared by the ranks."""
+        return {degree: 0.01 * form.num_tokens / degree for degree in (1, 2, 4)}
+
+    def measure(self, form: Form, degree: int, seconds: float) -> None:
+        """Forget it."""
+
+
 def with_service(
     make: Callable[[], Any],
     folder: Path,
     client: Callable[..., Any],
     *args: Any,
     policy: Policy | None = None,
+    kind: type[Times] = Times,
     most_waiting: int = 1000,
     timeout_s: float = 100.0,
 ) -> Any:
@@ -189,7 +201,7 @@ def with_service(
         controller,
         Spool(folder, "tiny"),
         policy=policy or Balanced(),
-        times=Times(pipeline, [1 << k for k in range(size.bit_length())], size, profile),
+        times=kind(pipeline, [1 << k for k in range(size.bit_length())], size, profile),
         most_waiting=most_waiting,
     )
     service.start()

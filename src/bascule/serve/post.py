@@ -7,7 +7,6 @@ need not stop for others, and two ranks may fetch from each other.
 import json
 import queue
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -26,6 +25,7 @@ from bascule.comm.items import leaves_of, mapped, parcel, read
 
 Message = dict[str, Any]
 
+_LONG = timedelta(hours=1)  # of one wait; the next follows
 _BEAT_S = 1.0  # between two signs of life
 _SILENT_S = 30.0  # without them, after which a rank is given up
 
@@ -50,17 +50,18 @@ class Mail:
         place = self._store.add(f"{self._name}/{rank}", 1)
         self._store.set(f"{self._name}/{rank}/{place}", json.dumps({"kind": kind, **message}))
 
-    def take(self, rank: int, place: int) -> Message | None:
-        """Wait a while for the message of a place, counted from 1, and take it out."""
+    def take(self, rank: int, place: int) -> Message:
+        """Wait for the message of a place, counted from 1, and take it out."""
         key = f"{self._name}/{rank}/{place}"
-        try:
-            self._store.wait([key], timedelta(seconds=_BEAT_S))
-        except dist.DistNetworkError:
-            raise
-        except RuntimeError as error:  # the stores of torch have errors of their own for this
-            if "timeout" not in str(error).lower():
+        while True:
+            try:
+                self._store.wait([key], _LONG)
+                break
+            except dist.DistNetworkError:
                 raise
-            return None
+            except RuntimeError as error:  # the stores of torch have errors of their own for this
+                if "timeout" not in str(error).lower():
+                    raise
         message = json.loads(self._store.get(key))
         self._store.delete_key(key)
         return message
@@ -73,7 +74,7 @@ class Mail:
 class Post:
     """The box of this rank, read by a thread, and the items it keeps.
 
-    The thread gives signs of life, and tells all ranks if those of the next rank stop.
+    Another thread gives signs of life, and tells all ranks if those of the next rank stop.
 
     Args:
         group: All ranks, over a group of gloo of its own.
@@ -86,17 +87,18 @@ class Post:
 
     def __init__(self, group: RankGroup, silent_s: float = _SILENT_S) -> None:
         self._group, self._name = group, f"bascule/serve/{group.key}"
-        self._rank, self._next_beat = group.ranks[group.rank], 0.0
+        self._rank = group.ranks[group.rank]
         self._neighbour = group.ranks[(group.rank + 1) % group.size]
         # Beats are counted, not clocked: a machine that was paused lost no time.
         self._most_silent = max(2, round(min(silent_s, _SILENT_S) / _BEAT_S))
-        self._signs = self._num_silent = 0
         self.on_event: Callable[[Mail, Message], None] | None = None
         self._items: dict[str, Tensor] = {}
         self._numbers = count()
         self.inbox = queue.SimpleQueue[Message]()
         self._thread = threading.Thread(target=self._run, name="bascule post", daemon=True)
         self._thread.start()
+        self._is_over = threading.Event()
+        threading.Thread(target=self._beat, name="bascule beat", daemon=True).start()
 
     def mail(self) -> Mail:
         """Return the boxes of all ranks, for one thread."""
@@ -124,6 +126,7 @@ class Post:
 
     def end(self, mail: Mail) -> None:
         """End the thread after the messages that are there."""
+        self._is_over.set()
         with suppress(RuntimeError):  # the store is gone, and the thread with it
             mail.send(self._rank, "end")
             self._thread.join(10.0)
@@ -131,29 +134,26 @@ class Post:
     def _pair(self, name: str, holder: int, to: int) -> RankGroup:
         return member_of(self._group.process_group, name, ranks=(holder, to))
 
-    def _beat(self, mail: Mail) -> None:
+    def _beat(self) -> None:
         """Give a sign of life once a second, and look for those of the next rank."""
-        now = time.monotonic()
-        if now < self._next_beat:
-            return
-        self._next_beat = now + _BEAT_S
-        mail.sign(self._rank, 1)
-        before, self._signs = self._signs, mail.sign(self._neighbour, 0)
-        self._num_silent = self._num_silent + 1 if self._signs == before > 0 else 0
-        if self._num_silent == self._most_silent:
-            reason = f"no sign of life from rank {self._neighbour} for {self._num_silent} s"
-            for rank in self._group.ranks:
-                mail.send(rank, "over", reason=reason)
+        mail, signs, num_silent = self.mail(), 0, 0
+        with suppress(RuntimeError):  # the store is gone, as the other thread says
+            while True:
+                mail.sign(self._rank, 1)
+                before, signs = signs, mail.sign(self._neighbour, 0)
+                num_silent = num_silent + 1 if signs == before > 0 else 0
+                if num_silent == self._most_silent:
+                    reason = f"no sign of life from rank {self._neighbour} for {num_silent} s"
+                    for rank in self._group.ranks:
+                        mail.send(rank, "over", reason=reason)
+                if self._is_over.wait(_BEAT_S):
+                    return
 
     def _run(self) -> None:
         try:
-            mail, place = self.mail(), 1
-            while True:
-                self._beat(mail)
+            mail = self.mail()
+            for place in count(1):
                 message = mail.take(self._rank, place)
-                if message is None:
-                    continue
-                place += 1
                 match message["kind"]:
                     case "end":
                         return

@@ -1,0 +1,74 @@
+"""Seconds of requests by degree: predicted, and corrected by what was measured."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bascule.generate.options import Prompt
+from bascule.plan.machine import HardwareProfile
+from bascule.serve.times import Form, Times
+
+LARGE, SMALL = Form(4096, 1), Form(1024, 2)
+
+
+def times(**factors: int) -> Times:
+    config = SimpleNamespace(num_attention_heads=24, attention_head_dim=128, num_layers=57)
+    model: Any = torch.nn.Identity()
+    model.config = config
+    profile = HardwareProfile.load("h100-datasheet")
+    return Times(SimpleNamespace(transformer=model, **factors), [1, 2, 4], 8, profile)
+
+
+def takes(**defaults: object) -> dict[str, Any]:
+    return {name: SimpleNamespace(default=value) for name, value in defaults.items()}
+
+
+@pytest.mark.parametrize(
+    ("factors", "defaults", "settings", "form"),
+    [
+        ({"vae_scale_factor": 8}, {"height": None}, {"width": 512, "height": 768}, (32 * 48, 1)),
+        ({"vae_scale_factor": 32}, {}, {}, (32 * 32, 1)),
+        (
+            {"vae_scale_factor_spatial": 8, "vae_scale_factor_temporal": 4},
+            {"width": 832, "height": 480, "num_frames": 81, "negative_prompt": None}
+            | {"guidance_scale": 5.0},
+            {},
+            (52 * 30 * 21, 2),
+        ),
+    ],
+)
+def test_forms(factors: Any, defaults: Any, settings: Any, form: tuple[int, int]) -> None:
+    assert times(**factors).form(Prompt(prompt="a", **settings), takes(**defaults)) == form
+
+
+def test_what_is_not_measured_scales_as_what_is() -> None:
+    one = times()
+    large, small = one.step_s(LARGE), one.step_s(SMALL)
+    before = dict(large), dict(small)
+    assert before[0][1] > before[0][2] > before[0][4] > 0
+    for seconds in (9.0, 2.0, 2.0):
+        one.measure(LARGE, 1, seconds)  # the median counts
+    ratio = 2.0 / before[0][1]
+    assert large == pytest.approx({d: s * ratio for d, s in before[0].items()})
+    assert small == pytest.approx({d: s * ratio for d, s in before[1].items()})
+    one.measure(LARGE, 4, 1.5)
+    assert (large[1], large[4]) == pytest.approx((2.0, 1.5))
+    one.measure(SMALL, 2, 0.5)
+    assert small == pytest.approx({d: s * 0.5 / before[1][2] for d, s in before[1].items()})
+    assert large[2] == pytest.approx(before[0][2] * ratio)
+
+    assert one.once_s(LARGE) == min(large.values())
+    one.measure(SMALL, 0, 0.25)
+    assert one.once_s(LARGE) == one.once_s(SMALL) == 0.25
+    one.measure(LARGE, 0, 0.75)
+    assert one.once_s(LARGE) == 0.75
+
+
+def test_few_forms_are_remembered() -> None:
+    one = times()
+    one.measure(LARGE, 1, 2.0)
+    for num_tokens in range(1, 201):
+        one.measure(Form(num_tokens, 1), 0, 1.0)
+    assert max(map(len, (one._tables, one._predicted, one._measured))) == 64
