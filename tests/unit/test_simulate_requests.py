@@ -106,6 +106,8 @@ def test_a_mix_by_predicted_costs(capsys: Console, tmp_path: Path) -> None:
         ("--workload random4 --policies balanced:2", "the first eight may have a degree"),
         ("--workload random4 --degrees 3", "a request runs on 1, 2, 4 ranks, and there are 8"),
         ("--workload random4 --loads 0", "--loads"),
+        ("--workload random4 --policies", "give one of --loads at least, and one of --policies"),
+        ("--workload gf-dit-wan --ranks 1 --loads 0.001", "no request comes at 0.001: give a"),
         ("--mix 512@20", "'512@20': write a size, steps and a share"),
         ("--mix 512x512@20=0", "all shares are 0"),
         ("--mix 8x8@20", "8x8: has no token"),
@@ -127,6 +129,7 @@ def test_what_the_command_refuses(capsys: Console, words: str, message: str) -> 
         ('{"width": 64, "height": "a", "steps": 1}', "line 1: height is 'a'"),
         ('{"width": 64, "height": 64, "steps": 1, "arrival_s": -1}', "line 1: arrival_s is -1"),
         ("", "has no requests"),
+        ('{"width": 64, "height": 64, "steps": 1}', "all requests come at once, which is no load"),
     ],
 )
 def test_lines_that_are_refused(capsys: Console, tmp_path: Path, line: str, message: str) -> None:

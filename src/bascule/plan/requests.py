@@ -239,7 +239,8 @@ class Dispatch:
     def decide(self, state: State, act: Starts) -> None:
         """Queue what has arrived, and let each free replica take its next."""
         if not self._queues:
-            self._queues = {r: [] for r in range(0, state.num_ranks, self._degree)}
+            firsts = range(0, state.num_ranks - self._degree + 1, self._degree)
+            self._queues = {first: [] for first in firsts}
             self._free_s = np.zeros(len(self._queues))
         for job in state.after(self._last):
             self._last = job.number
