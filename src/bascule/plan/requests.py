@@ -7,7 +7,8 @@ ends, or was recalled by it and reached a boundary; it is pure and the same for 
 
 import heapq
 import math
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -462,7 +463,7 @@ class Balanced:
 
     A request without a deadline gets two. The first is `soft` times its own time. When that is lost
     on its fewest ranks, the second is what first come, first served on these would have done for
-    it, or for 95 % of those before it, times `tail`. When its latest start comes it goes before all
+    it, or for 95 % of the last thousand, times `tail`. When its latest start comes it goes before all
     others. A deadline of a user that no degree can meet any more, or that costs others theirs, is
     lost: the request waits for others, until it has waited `patience` times its own time.
 
@@ -485,7 +486,8 @@ class Balanced:
         self._known: dict[int, _Known] = {}  # by number of the job
         self._last = -1
         self._virtual: list[float] = []  # when ranks would be free, first come first served
-        self._latencies: list[float] = []  # theirs, sorted
+        self._recent: deque[float] = deque()  # latencies there, of the last requests
+        self._latencies: list[float] = []  # the same, sorted
         self._line: list[tuple[_Order, Job]] = []  # what waits, as of the last targets
         self._turns = 0  # decisions until new targets
 
@@ -613,10 +615,17 @@ class Balanced:
             end = max(free_s[-1], request.arrival_s) + own
             for _ in free_s:
                 heapq.heappush(self._virtual, end)
-            insort(self._latencies, end - request.arrival_s)
+            self._recent.append(end - request.arrival_s)
+            insort(self._latencies, self._recent[-1])
+            if len(self._recent) > _RECENT:
+                del self._latencies[bisect_left(self._latencies, self._recent.popleft())]
             usual = self._latencies[int(0.95 * (len(self._latencies) - 1))]
             later = request.arrival_s + self._tail * max(usual, end - request.arrival_s)
             due = min(later, request.arrival_s + self._soft * own)
+        num_here = len(state.waiting) + len(state.running)
+        if len(self._known) > 2 * num_here + _MANY:  # forget those that ended
+            here = {one.number for one in (*state.waiting, *state.running.values())}
+            self._known = {number: self._known[number] for number in here & self._known.keys()}
         self._known[job.number] = _Known(step_s, min(step_s), due, later)
 
     def _view(self, state: State, job: Job) -> _View:
@@ -700,6 +709,7 @@ class Balanced:
 
 
 _MANY = 256  # jobs for which targets are set at each decision
+_RECENT = 1000
 
 
 class TetriServe(Balanced):
