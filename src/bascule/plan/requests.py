@@ -463,9 +463,9 @@ class Balanced:
 
     A request without a deadline gets two. The first is `soft` times its own time. When that is lost
     on its fewest ranks, the second is what first come, first served on these would have done for
-    it, or for 95 % of the last thousand, times `tail`. When its latest start comes it goes before all
-    others. A deadline of a user that no degree can meet any more, or that costs others theirs, is
-    lost: the request waits for others, until it has waited `patience` times its own time.
+    it, or for 95 % of the last thousand, times `tail`. When its latest start comes it goes before
+    all others. A deadline of a user that no degree can meet any more, or that costs others theirs,
+    is lost: the request waits for others, until it has waited `patience` times its own time.
 
     Args:
         soft: Times of its own after which a request without a deadline should be done.
