@@ -15,6 +15,7 @@ from bascule.plan.requests import (
     Policy,
     Queue,
     Request,
+    Starts,
     State,
     SuperP95,
     TetriServe,
@@ -149,6 +150,37 @@ def test_degrees_by_hand() -> None:
     due = [wide(4, deadline_s=2.0), wide(4, deadline_s=4.0), wide(4, deadline_s=4.0)]
     assert serve(due, TetriServe(), 2).end_s.tolist() == [6.5, 4, 4]
     assert serve(due, EarliestDeadline("best fit"), 2).on_time.tolist() == [1, 1, 0]
+
+
+def test_many_requests_are_looked_at_from_time_to_time() -> None:
+    """Hundreds, of degrees 2 and 4 alone: each ends once, about as soon as in turns."""
+    random = np.random.default_rng(0)
+    requests = [
+        Request(
+            step_s={2: size, 4: 0.6 * size}, steps=10, arrival_s=i / 50, once_s=size, kind=f"{size}"
+        )
+        for i, size in enumerate(random.choice((0.1, 1.0), size=600, p=(0.8, 0.2)).tolist())
+    ]
+    served = serve(requests, Balanced(), 16, move_s=0.05)
+    check(served)
+    first = serve(requests, Queue("fifo", 2), 16, move_s=0.05)
+    for share in (50, 95, 100):
+        most = 1.05 * np.percentile(first.latency_s, share)
+        assert np.percentile(served.latency_s, share) <= most
+
+
+def test_a_recall_is_heard_once() -> None:
+    """Those that come while a boundary is near do not put it off."""
+
+    class Restless(Queue):
+        def decide(self, state: State, act: Starts) -> None:
+            for job in [*state.running.values()][: len(state.waiting)]:
+                act.recall(job)
+            super().decide(state, act)
+
+    arrivals = (0.0, 0.1, 0.2, 0.9)
+    requests = plain(8.0, 4.0, 4.0, 4.0, arrivals=arrivals)
+    assert serve(requests, Restless("pause"), 1).end_s.tolist() == [20, 6, 10, 14]
 
 
 def test_the_bound_by_hand() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from bascule.plan.requests import POLICIES, Request
 from bascule.sim.requests import BOUND, compare
 from bascule.workload.requests import NAMED, Recorded, qwen_h20, synthetic_wan
 from tests.helpers.cli import Console, run
+from tests.helpers.pages import ROOT
 
 LINES = [
     {"width": 512, "height": 512, "steps": 20, "kind": "small", "deadline_s": 4},
@@ -63,6 +65,43 @@ def test_named_workloads_have_their_load(name: str) -> None:
     assert np.allclose(twice, 2 * np.array(waits)) or np.inf in waits
 
 
+def lines_of(results: dict[str, Any]) -> list[str]:
+    """Lines of the tables in docs/requests.md."""
+    at = {
+        (name, row["load"], row["policy"]): row for name in NAMED for row in results.get(name, [])
+    }
+    four = [load for name, load, policy in at if (name, policy) == ("random4", BOUND)]
+    lines = []
+    for load in four:
+        cells = [f"{load:g}"]
+        for policy in ("least-in-flight", "least-work", "sjf", "balanced"):
+            row = at["random4", load, policy]
+            cells.append(f"{row['p95_s']:.0f} / {row['p99_s']:.0f} / {row['on_time']:.1%}")
+        lines.append(f"| {' | '.join(cells)} | {at['random4', load, BOUND]['on_time']:.1%} |")
+    kinds = [f"on_time of {kind}" for kind in "SML"]
+    for policy in [row["policy"] for row in results["gf-dit-qwen"] if row["load"] == 0.8]:
+        cells = [f"`{policy}`"]
+        for name in ("gf-dit-qwen", "gf-dit-wan"):
+            row = at[name, 0.8, policy]
+            by_kind = " / ".join(f"{row[kind]:.0%}" for kind in kinds if kind in row)
+            cells += [f"{row['on_time']:.1%}", by_kind, f"{row['mean_s']:.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    for name in ("tetriserve-uniform", "tetriserve-skewed"):
+        for load in dict.fromkeys(row["load"] for row in results[name]):
+            policies = ("rssp", "best-fit", "tetriserve", "balanced", BOUND)
+            shares = [f"{at[name, load, policy]['on_time']:.1%}" for policy in policies]
+            lines.append(f"| {name.partition('-')[2]} {load:g} | {' | '.join(shares)} |")
+    return lines
+
+
+def test_the_page_quotes_the_results() -> None:
+    page = (ROOT / "docs" / "requests.md").read_text().splitlines()
+    results = json.loads((ROOT / "benchmarks" / "results" / "requests.json").read_text())
+    assert [line for line in lines_of(results) if line not in page] == []
+    speed = results["speed"]
+    assert speed["requests"] == 100_000 and speed["load 0.8"] <= 60 and speed["decision_ms"] <= 2
+
+
 def test_costs_are_those_published() -> None:
     assert [round(1e3 * s) for s in qwen_h20(1024).values()] == [155, 161, 172]
     assert [round(1e3 * s) for s in qwen_h20(9216).values()] == [1557, 880, 464]
@@ -106,6 +145,8 @@ def test_a_mix_by_predicted_costs(capsys: Console, tmp_path: Path) -> None:
         ("--workload random4 --policies balanced:2", "the first eight may have a degree"),
         ("--workload random4 --degrees 3", "a request runs on 1, 2, 4 ranks, and there are 8"),
         ("--workload random4 --loads 0", "--loads"),
+        ("--workload random4 --policies", "give one of --loads at least, and one of --policies"),
+        ("--workload gf-dit-wan --ranks 1 --loads 0.001", "no request comes at 0.001: give a"),
         ("--mix 512@20", "'512@20': write a size, steps and a share"),
         ("--mix 512x512@20=0", "all shares are 0"),
         ("--mix 8x8@20", "8x8: has no token"),
@@ -127,6 +168,7 @@ def test_what_the_command_refuses(capsys: Console, words: str, message: str) -> 
         ('{"width": 64, "height": "a", "steps": 1}', "line 1: height is 'a'"),
         ('{"width": 64, "height": 64, "steps": 1, "arrival_s": -1}', "line 1: arrival_s is -1"),
         ("", "has no requests"),
+        ('{"width": 64, "height": 64, "steps": 1}', "all requests come at once, which is no load"),
     ],
 )
 def test_lines_that_are_refused(capsys: Console, tmp_path: Path, line: str, message: str) -> None:

@@ -118,6 +118,8 @@ def run(options: SimulateRequestsOptions, arguments: list[str]) -> None:
 
     workload = options.read()
     name, loads = ("--rates", options.rates) if options.rates else ("--loads", options.loads)
+    if not loads or not options.policies:
+        raise ConfigError("give one of --loads at least, and one of --policies")
     for load in loads:
         number(name, load, 1e-6, 1e6)
 

@@ -7,7 +7,8 @@ ends, or was recalled by it and reached a boundary; it is pure and the same for 
 
 import heapq
 import math
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -101,7 +102,7 @@ class Job:
 
     def rest(self, now_s: float) -> int:
         """Return the steps to take from its next boundary on; one that runs takes one before."""
-        if self.block is None:
+        if self.block is None or not self.left:  # at last one rank makes the pixels
             return self.left
         to_end = (self.steps_end_s - now_s) / self.request.step_s[self.block.degree]
         return max(0, min(math.floor(to_end + 1e-9), self.left - 1))
@@ -109,7 +110,8 @@ class Job:
     def boundary_s(self, now_s: float) -> float:
         """Return the next boundary of one that runs."""
         assert self.block is not None
-        return self.steps_end_s - self.rest(now_s) * self.request.step_s[self.block.degree]
+        rest = self.rest(now_s)
+        return self.steps_end_s - (rest and rest * self.request.step_s[self.block.degree])
 
     def seconds(self, degree: int, now_s: float = 0.0) -> float:
         """Return the seconds from its next boundary on, at a degree."""
@@ -238,7 +240,8 @@ class Dispatch:
     def decide(self, state: State, act: Starts) -> None:
         """Queue what has arrived, and let each free replica take its next."""
         if not self._queues:
-            self._queues = {r: [] for r in range(0, state.num_ranks, self._degree)}
+            firsts = range(0, state.num_ranks - self._degree + 1, self._degree)
+            self._queues = {first: [] for first in firsts}
             self._free_s = np.zeros(len(self._queues))
         for job in state.after(self._last):
             self._last = job.number
@@ -433,7 +436,8 @@ _Order = tuple[int, float, int]  # of urgency: what is less goes first
 class _Known:
     """What a policy knows of a request from its arrival on."""
 
-    steps_s: list[tuple[int, float]]  # degrees, each faster than those before; seconds of a step
+    step_s: dict[int, float]  # seconds of a step at degrees, each faster than those before
+    narrow: int  # the first of these degrees
     due_s: float
     later_s: float  # when it is due once `due_s` is lost
 
@@ -442,8 +446,7 @@ class _View(NamedTuple):
     """A job at a decision."""
 
     need: int  # the least degree that meets its deadline, else the fastest
-    narrow: int  # its least degree
-    own_s: float  # what is left to do, at that degree
+    own_s: float  # what is left to do, at its least degree
     narrow_slack_s: float  # by which it meets its deadline there
     slack_s: float  # the same at its fastest degree
     work: float  # rank-seconds at the degree that it needs
@@ -459,8 +462,8 @@ class Balanced:
     waits in the order of the last time.
 
     A request without a deadline gets two. The first is `soft` times its own time. When that is lost
-    on a single rank, the second is what first come, first served on single ranks would have done
-    for it, or for 95 % of those before it, times `tail`. When its latest start comes it goes before
+    on its fewest ranks, the second is what first come, first served on these would have done for
+    it, or for 95 % of the last thousand, times `tail`. When its latest start comes it goes before
     all others. A deadline of a user that no degree can meet any more, or that costs others theirs,
     is lost: the request waits for others, until it has waited `patience` times its own time.
 
@@ -482,8 +485,9 @@ class Balanced:
         self._soft, self._tail, self._patience, self._degrees = soft, tail, patience, degrees
         self._known: dict[int, _Known] = {}  # by number of the job
         self._last = -1
-        self._virtual: list[float] = []  # when single ranks would be free, first come first served
-        self._latencies: list[float] = []  # theirs, sorted
+        self._virtual: list[float] = []  # when ranks would be free, first come first served
+        self._recent: deque[float] = deque()  # latencies there, of the last requests
+        self._latencies: list[float] = []  # the same, sorted
         self._line: list[tuple[_Order, Job]] = []  # what waits, as of the last targets
         self._turns = 0  # decisions until new targets
 
@@ -523,7 +527,7 @@ class Balanced:
         block = state.free_block(degree)
         while block is None and degree > 1:
             degree //= 2
-            is_known = any(degree == d for d, _ in self._known[job.number].steps_s)
+            is_known = degree in self._known[job.number].step_s
             block = state.free_block(degree) if is_known else None
         if block is not None:
             act.start(job, block)
@@ -552,11 +556,13 @@ class Balanced:
         order = {job: self._order(state, job, view, job in lost) for job, view in views.items()}
         room, targets = state.num_ranks, dict.fromkeys(jobs, 0)
         for job in sorted(jobs, key=order.__getitem__):
-            need = views[job].narrow if job in lost else views[job].need
+            known = self._known[job.number]
+            need = known.narrow if job in lost else views[job].need
             while need > room:
                 need //= 2
-            targets[job] = need
-            room -= need
+            if need in known.step_s:
+                targets[job] = need
+                room -= need
         self._widen(state, targets, room)
         return targets, order
 
@@ -583,52 +589,64 @@ class Balanced:
         best, most = None, 4 * state.move_s
         for block in state.free:
             job = state.running.get(block.first ^ block.degree)
-            wide = 2 * block.degree
             if job is None or job.block is None or job.block.degree != block.degree:
                 continue
-            if any(wide == d for d, _ in self._known[job.number].steps_s):
-                gain = job.free_s - job.boundary_s(state.now_s) - job.seconds(wide, state.now_s)
+            step_s = self._known[job.number].step_s
+            if job.left and (wide := step_s.get(2 * block.degree)) is not None:
+                gain = job.rest(state.now_s) * (job.request.step_s[block.degree] - wide)
+                gain += job.free_s - job.steps_end_s - job.request.once_s
                 if gain > most:
                     best, most = job, gain
         if best is not None:
             act.recall(best)
 
     def _admit(self, state: State, job: Job) -> None:
-        request, steps_s = job.request, list[tuple[int, float]]()
+        request, step_s = job.request, dict[int, float]()
         for degree, seconds in sorted(request.step_s.items()):
             if self._degrees is None or degree in self._degrees:
-                if not steps_s or seconds < steps_s[-1][1]:
-                    steps_s.append((degree, seconds))
+                if seconds < min(step_s.values(), default=NEVER):
+                    step_s[degree] = seconds
         due = later = request.deadline_s
         if due == NEVER:
             self._virtual = self._virtual or [0.0] * state.num_ranks
-            own = request.seconds(min(request.step_s))
-            end = max(self._virtual[0], request.arrival_s) + own
-            heapq.heapreplace(self._virtual, end)
-            insort(self._latencies, end - request.arrival_s)
+            fewest = min(request.step_s)
+            own = request.seconds(fewest)
+            free_s = [heapq.heappop(self._virtual) for _ in range(min(fewest, state.num_ranks))]
+            end = max(free_s[-1], request.arrival_s) + own
+            for _ in free_s:
+                heapq.heappush(self._virtual, end)
+            self._recent.append(end - request.arrival_s)
+            insort(self._latencies, self._recent[-1])
+            if len(self._recent) > _RECENT:
+                del self._latencies[bisect_left(self._latencies, self._recent.popleft())]
             usual = self._latencies[int(0.95 * (len(self._latencies) - 1))]
             later = request.arrival_s + self._tail * max(usual, end - request.arrival_s)
             due = min(later, request.arrival_s + self._soft * own)
-        self._known[job.number] = _Known(steps_s, due, later)
+        num_here = len(state.waiting) + len(state.running)
+        if len(self._known) > 2 * num_here + _MANY:  # forget those that ended
+            here = {one.number for one in (*state.waiting, *state.running.values())}
+            self._known = {number: self._known[number] for number in here & self._known.keys()}
+        self._known[job.number] = _Known(step_s, min(step_s), due, later)
 
     def _view(self, state: State, job: Job) -> _View:
         known, request, rest = self._known[job.number], job.request, job.rest(state.now_s)
         at, begin = 0, state.now_s
         if job.block is not None:
             at = job.block.degree
-            begin = job.steps_end_s - rest * request.step_s[at]
+            begin = job.steps_end_s - (rest and rest * request.step_s[at])
         if at or job.left < request.steps:
             begin += state.move_s
-        room, need = known.due_s - begin - request.once_s, known.steps_s[0]
-        slacks = [
-            known.due_s - job.free_s if d == at else room - rest * s for d, s in known.steps_s
-        ]
+        room, step_s = known.due_s - begin - request.once_s, known.step_s
+        slacks = [room - rest * step for step in step_s.values()]
+        if at in step_s:
+            slacks[list(step_s).index(at)] = known.due_s - job.free_s
+        need = known.narrow
         if request.deadline_s < NEVER:  # idle ranks widen others
-            fits = (one for one, slack in zip(known.steps_s, slacks, strict=True) if slack >= 0)
-            need = next(fits, known.steps_s[-1])
-        narrow, step = known.steps_s[0]
-        own, work = rest * step + request.once_s, need[0] * rest * need[1] + request.once_s
-        return _View(need[0], narrow, own, slacks[0], max(slacks), work)
+            fits = (d for d, slack in zip(step_s, slacks, strict=True) if slack >= 0)
+            need = next(fits, max(step_s))
+        own_s = rest * step_s[known.narrow] + request.once_s
+        work = need * rest * step_s[need] + request.once_s
+        return _View(need, own_s, slacks[0], max(slacks), work)
 
     def _without_hope(self, state: State, views: Mapping[Job, _View]) -> set[Job]:
         """Return jobs whose deadlines are lost, or cost others theirs (Moore and Hodgson)."""
@@ -652,14 +670,14 @@ class Balanced:
     def _order(self, state: State, job: Job, view: _View, is_lost: bool) -> _Order:
         request, known = job.request, self._known[job.number]
         if is_lost:
-            alone = request.seconds(view.narrow)
+            alone = request.seconds(known.narrow)
             if state.now_s - request.arrival_s - alone > self._patience * alone:
                 return 0, request.arrival_s, job.number
             return 3, view.own_s, job.number
         if request.deadline_s < NEVER:
             return 1, known.due_s, job.number
         if job.block is not None:  # its latest start, as when it waited
-            return 1, known.due_s - request.seconds(view.narrow), job.number
+            return 1, known.due_s - request.seconds(known.narrow), job.number
         slack = view.slack_s
         if view.narrow_slack_s < 0:
             slack += known.later_s - known.due_s
@@ -675,9 +693,9 @@ class Balanced:
         gains: list[tuple[float, int, Job]] = []
 
         def offer(job: Job, degree: int) -> None:
-            steps_s = dict(self._known[job.number].steps_s)
-            if 0 < degree <= room and 2 * degree in steps_s:
-                gain = job.rest(state.now_s) * (steps_s[degree] - steps_s[2 * degree])
+            step_s = self._known[job.number].step_s
+            if 0 < degree <= room and 2 * degree in step_s:
+                gain = job.rest(state.now_s) * (step_s[degree] - step_s[2 * degree])
                 heapq.heappush(gains, (-gain, job.number, job))
 
         for job, degree in targets.items():
@@ -691,6 +709,7 @@ class Balanced:
 
 
 _MANY = 256  # jobs for which targets are set at each decision
+_RECENT = 1000
 
 
 class TetriServe(Balanced):
@@ -731,9 +750,10 @@ class TetriServe(Balanced):
         due = {job: self._known[job.number].due_s for job in jobs}
         order = {job: (int(not targets[job]), due[job], job.number) for job in jobs}
         for job in sorted(jobs, key=order.__getitem__):
-            if not targets[job] and views[job].narrow <= room:
-                targets[job] = views[job].narrow
-                room -= targets[job]
+            narrow = self._known[job.number].narrow
+            if not targets[job] and narrow <= room:
+                targets[job] = narrow
+                room -= narrow
         self._widen(state, targets, room)
         return targets, order
 

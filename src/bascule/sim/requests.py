@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bascule.arrays import Floats, Ints
+from bascule.errors import ConfigError
 from bascule.plan.requests import (
     NEVER,
     Block,
@@ -239,6 +240,8 @@ def compare(
         figures = dict[str, list[dict[str, float]]]()
         for seed in range(num_seeds):
             requests = draw(load, seed)
+            if not requests:
+                raise ConfigError(f"no request comes at {load:g}: give a higher load or rate")
             due = [_due(one, within) for one in requests]
             for name in policies:
                 policy = policy_of(name, requests, num_ranks, seed=seed)

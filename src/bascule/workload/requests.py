@@ -110,6 +110,8 @@ class Recorded:
     def scale(self, load: float, num_ranks: int) -> float:
         """Return how many times as fast they must come for a load."""
         lasts = self.requests[-1].arrival_s - self.requests[0].arrival_s
+        if not lasts:
+            raise ConfigError("all requests come at once, which is no load: give --rates 1")
         return load * num_ranks * lasts / sum(one.work_s for one in self.requests)
 
     def draw(self, scale: float, seed: int, *, slo: float = 1.0) -> list[Request]:
