@@ -349,7 +349,8 @@ def as_it_is(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def with_layout(options: AttentionOptions, layout: SequenceLayout) -> AttentionOptions:
     """Return the same options for tokens in this layout."""
     of = options
-    return AttentionOptions(layout, of.kernel, of.comm_dtype, of.overlap, of.double_buffer)
+    settings = of.kernel, of.comm_dtype, of.overlap, of.double_buffer, of.scores
+    return AttentionOptions(layout, *settings)
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
