@@ -17,7 +17,7 @@ from torch import Tensor
 from bascule import step_ops
 from bascule.arrays import ranges, sums_by
 from bascule.attention import packed
-from bascule.attention.mask import Scores
+from bascule.attention.mask import PLAIN, Scores
 from bascule.attention.ring import AttentionCall
 from bascule.attention.usp import (
     attend,
@@ -53,7 +53,6 @@ Settings = tuple[str, bool, float | None, tuple[bool, ...], tuple[int, int, floa
 """Method, `causal`, `scale`, which of q, k and v want gradients, and arguments of `Scores`."""
 
 _NUM_KEPT = 64
-_PLAIN = Scores()
 
 
 @dataclass(slots=True, eq=False)
@@ -179,7 +178,7 @@ class Step:
         *,
         causal: bool = False,
         scale: float | None = None,
-        scores: Scores = _PLAIN,
+        scores: Scores = PLAIN,
         sink: Tensor | None = None,
     ) -> Tensor:
         """Exact attention within each whole sequence; (C, H, D).
@@ -257,7 +256,7 @@ class Step:
         what: str,
         causal: bool,
         scale: float | None,
-        scores: Scores = _PLAIN,
+        scores: Scores = PLAIN,
         sink: Tensor | None = None,
     ) -> Tensor:
         refuse_transforms(what, q, k, v)
@@ -416,9 +415,7 @@ class Step:
         xs = [values] if weights is None else [values, weights]
         self._first(("mean",), xs, lambda: self._agree("mean", check))
 
-    def _check_settings(
-        self, what: str, causal: bool, scale: float | None, scores: Scores
-    ) -> None:
+    def _check_settings(self, what: str, causal: bool, scale: float | None, scores: Scores) -> None:
         check_settings(what, causal, scale)
         masks = self.plan.masks
         if scores.is_near and not (causal or (masks is not None and masks.is_causal.all())):

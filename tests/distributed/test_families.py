@@ -130,7 +130,7 @@ WAYS: dict[str, tuple[str, Callable[[Any, Tensor], Tensor]]] = {  # attention, a
     "bag": ("bascule", in_a_bag),
     "pack": ("sdpa", in_a_pack),
     "eager pack": ("eager", in_a_pack),
-    "ranks": ("sdpa", over_ranks),
+    "ranks": ("eager", over_ranks),
 }
 
 

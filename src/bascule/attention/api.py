@@ -24,7 +24,7 @@ from bascule.attention.layout import (
     replicated,
     take_runs,
 )
-from bascule.attention.mask import Scores
+from bascule.attention.mask import PLAIN, Scores
 from bascule.attention.tiles import is_biased, without_lost_scores
 from bascule.attention.usp import (
     attend,
@@ -124,7 +124,7 @@ class AttentionOptions:
     comm_dtype: CommDtype | None = None
     overlap: bool | None = None
     double_buffer: bool = True
-    scores: Scores = Scores()
+    scores: Scores = PLAIN
 
     def __post_init__(self) -> None:
         if torch.compiler.is_compiling():  # which cannot trace `shared`
@@ -241,9 +241,9 @@ def _form(
     scores = options.scores
     if scores.is_near and (not causal or mask is not None or is_biased(layout, causal)):
         raise ConfigError(
-            f"attention: {scores} with is_causal={causal}, {len(layout.segments)} segments, a stripe "
-            f"of {layout.stripe}, {'a' if mask is not None else 'no'} mask: windows and chunks take "
-            "causal attention in one segment without a mask; put them into a mask instead"
+            f"attention: {scores} with is_causal={causal}, {len(layout.segments)} segments, "
+            f"stripe={layout.stripe}, {'a' if mask is not None else 'no'} mask: windows and chunks "
+            "take causal attention in one segment without a mask; put them into a mask instead"
         )
     if ranks.degrees == (1, 1):
         quantized = None

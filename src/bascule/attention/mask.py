@@ -58,6 +58,9 @@ class Scores:
         return self.window, self.chunk, self.cap
 
 
+PLAIN = Scores()
+
+
 @dataclass(frozen=True, eq=False)
 class PackedSequences:
     """Sequences packed one after another: the queries of each see the keys of the same one.

@@ -17,10 +17,16 @@ from torch import Tensor
 from bascule.arrays import Ints, cumulative, ranges, sums_by
 from bascule.attention.kernels.protocol import AttentionKernel
 from bascule.attention.kernels.registry import Kernel, select_kernel
-from bascule.attention.mask import AttentionMask, PackedSequences, Scores
+from bascule.attention.mask import PLAIN, AttentionMask, PackedSequences, Scores
 from bascule.attention.ring import AttentionCall, Tile
 from bascule.attention.tiles import Pieces
-from bascule.attention.usp import attend, check_settings, check_tensors, with_positive_scale
+from bascule.attention.usp import (
+    attend,
+    check_settings,
+    check_sink,
+    check_tensors,
+    with_positive_scale,
+)
 from bascule.comm.collectives import table_on
 from bascule.comm.groups import RankGroup
 from bascule.comm.heads import HeadExchange
@@ -157,19 +163,28 @@ def attend_packed(
     kernel: Kernel | None = None,
     causal: bool = False,
     scale: float | None = None,
+    scores: Scores = PLAIN,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """Attend within each packed sequence on one rank; (T, H, D) as q. Differentiable.
 
     H is a multiple of K. Without a name, the first kernel that runs here is used. The scale is
-    D^-0.5 if None.
+    D^-0.5 if None; `scores` and `sink` are those of `Step.attend`.
     """
     check_settings("attend_packed", causal, scale)
     check_tensors("attend_packed", q_THD, k_TKD, v_TKD)
+    check_sink("attend_packed", sink, q_THD)
     q_THD, factor = with_positive_scale(q_THD, scale)
-    tile = Tile(slice(None), slice(None), AttentionMask(causal=causal, packed=seqs))
-    chosen = packed_kernel(kernel, q_THD)
-    call = AttentionCall(chosen, factor, [[tile]], [sum(seqs.kv_lens)])
-    return attend(q_THD, k_TKD, v_TKD, call)
+    tiles = [[Tile(slice(None), slice(None), AttentionMask(causal=causal, packed=seqs))]]
+    if scores.is_near:
+        if not causal:
+            raise ConfigError(f"attend_packed: {scores} takes causal=True")
+        lens = np.array(seqs.seq_lens)
+        pieces = Pieces(lens[None], 1, None, seqs.device)
+        tiles = pieces.tiles(Masks.alike(lens, causal=True), scores)
+    chosen = packed_kernel(kernel, q_THD, scores.cap)
+    call = AttentionCall(chosen, factor, tiles, [sum(seqs.kv_lens)])
+    return attend(q_THD, k_TKD, v_TKD, call, sink=sink)
 
 
 def packed_kernel(name: Kernel | None, q: Tensor, cap: float = 0.0) -> AttentionKernel:

@@ -94,7 +94,9 @@ def tiles_of(
     `q` has the dtype and device of the queries. Windows and chunks take one causal segment.
     """
     if scores.is_near:
-        lens = [[stop - start for start, stop in layout.pieces(r)] for r in range(layout.ring_degree)]
+        lens = [
+            [stop - start for start, stop in layout.pieces(r)] for r in range(layout.ring_degree)
+        ]
         pieces = Pieces(np.array(lens), 2 if layout.zigzag else 1, ring, q.device)
         return pieces.tiles(Masks.alike(pieces.seq_lens, causal=True), scores)
     place = 0 if ring is None else ring.rank
@@ -197,7 +199,9 @@ class Pieces:
             Tile(
                 self._rows(one.q_rows, one.q_lens, num_q, is_turned),
                 self._rows(one.k_rows, one.k_lens, num_k, is_turned),
-                self._packed(*(x[:: -1 if is_turned else 1] for x in (one.q_lens, one.k_lens)), causal),
+                self._packed(
+                    *(x[:: -1 if is_turned else 1] for x in (one.q_lens, one.k_lens)), causal
+                ),
             )
             for one, causal, is_turned in pairs
             if (one.q_lens * one.k_lens).any()

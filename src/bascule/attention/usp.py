@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
-from bascule.attention.kernels.registry import FunctionKernel, named, select_kernel
 from bascule.attention.kernels.protocol import wide_dtype
+from bascule.attention.kernels.registry import FunctionKernel, named, select_kernel
 from bascule.attention.layout import SequenceLayout, layout_on, num_tokens
 from bascule.attention.mask import Scores
 from bascule.attention.ring import (
@@ -367,7 +367,9 @@ def backward(
     sink: Tensor | None,
     call: AttentionCall,
 ) -> tuple[Tensor, ...]:
-    """Return gradients of q, k, v at home, and of a sink; `kept` as `_Attention.forward` keeps it.
+    """Return gradients of q, k, v at home, and of a sink.
+
+    `kept` is as `_Attention.forward` keeps it.
     """
     tiles, heads = call.tiles(mask) if callable(call.tiles) else call.tiles, call.heads
     with shared(f"{call.where}, backward"):
