@@ -113,7 +113,8 @@ class AttentionOptions:
             with a ring two more a round; not with zigzag. Default: on CPUs, without a ring or
             8 bits, unless tokens are few.
         double_buffer: Whether a ring attends while keys and values travel.
-        scores: Windows, chunks and caps; the first two of causal attention in one segment.
+        scores: Windows, chunks and caps; the first two of causal attention in one segment. Default:
+            none of them.
 
     Raises:
         ConfigError: There is no such kernel or format.
@@ -124,7 +125,7 @@ class AttentionOptions:
     comm_dtype: CommDtype | None = None
     overlap: bool | None = None
     double_buffer: bool = True
-    scores: Scores = PLAIN
+    scores: Scores | None = None
 
     def __post_init__(self) -> None:
         if torch.compiler.is_compiling():  # which cannot trace `shared`
@@ -185,7 +186,13 @@ def attention(
         CommError: The ranks disagree, or a rank did not come in time.
     """
     refuse_derivatives("attention", q, k, v, attn_mask)
-    if options.scores.is_near and isinstance(q, Tensor) and q.dim() == 4 and q.shape[0] > 1:
+    if (
+        options.scores is not None
+        and options.scores.is_near
+        and isinstance(q, Tensor)
+        and q.dim() == 4
+        and q.shape[0] > 1
+    ):
         # Kernels take chunks as sequences of a batch of one: its heads are those of all rows.
         rows = [x.flatten(0, 1)[None] for x in (q, k, v)]
         sinks = None if sink is None else sink.repeat(q.shape[0])
@@ -229,7 +236,7 @@ def _form(
     causal: bool,
     scale: float | None,
     options: AttentionOptions,
-    has_sink: bool,
+    has_sink: bool = False,
 ) -> _Form:
     """Check a call, and name it."""
     ranks, layout, quantized = place_in(mesh), options.layout, options.quantized
@@ -238,7 +245,7 @@ def _form(
     if layout is None:
         layout = SequenceLayout((q.shape[2] * math.prod(ranks.degrees),), *ranks.degrees)
     _check(q, k, v, ranks, layout, mask)
-    scores = options.scores
+    scores = options.scores or PLAIN
     if scores.is_near and (not causal or mask is not None or is_biased(layout, causal)):
         raise ConfigError(
             f"attention: {scores} with is_causal={causal}, {len(layout.segments)} segments, "
