@@ -8,7 +8,7 @@ rank, D head width; R ring ranks, U Ulysses ranks.
 
 import math
 from dataclasses import astuple, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -194,10 +194,11 @@ def attention(
         and q.shape[0] > 1
     ):
         # Kernels take chunks as sequences of a batch of one: its heads are those of all rows.
-        rows = [x.flatten(0, 1)[None] for x in (q, k, v)]
-        sinks = None if sink is None else sink.repeat(q.shape[0])
-        one = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale, "options": options}
-        return attention(*rows, mesh, **one, sink=sinks)[0].unflatten(0, q.shape[:2])
+        q_row, k_row, v_row = (x.flatten(0, 1)[None] for x in (q, k, v))
+        sink = None if sink is None else sink.repeat(q.shape[0])
+        one: Any = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale, "sink": sink}
+        out = attention(q_row, k_row, v_row, mesh, options=options, **one)
+        return out[0].unflatten(0, q.shape[:2])
     check_sink("attention", sink, q)
     settings = mesh, attn_mask, is_causal, scale, options
     if torch.compiler.is_compiling():
@@ -266,7 +267,7 @@ def _form(
     settings = (
         f"{layout.replicated}, {causal}, {scale}, {factor}, {kernel!r}, "
         f"{None if quantized is None else astuple(quantized)}, {overlap}, {options.double_buffer}, "
-        f"{scores.key}"
+        f"({', '.join(map(str, scores.key))})"
     )
     name = f"mesh\n{form_of(ranks, layout)}\n{settings}"
     multiplier = None if scale is None or scale > 0 else scale

@@ -54,8 +54,8 @@ class Scores:
 
     @property
     def key(self) -> tuple[int, int, float]:
-        """The arguments."""
-        return self.window, self.chunk, self.cap
+        """The arguments; plain numbers in compiled code too, where the first may be symbols."""
+        return len(range(self.window)), len(range(self.chunk)), float(self.cap)
 
 
 PLAIN = Scores()

@@ -176,36 +176,34 @@ class Pieces:
                 [Tile(_ALL, _ALL, self._packed(mine, keys, False))] if (mine * keys).any() else []
                 for keys in self.lens
             ]
-        masks, goes_on = masks or Masks.alike(self.seq_lens, causal=False), None
+        masks, goes_on = masks or Masks.alike(self.seq_lens, causal=False), np.zeros(0, bool)
         if scores.is_near:
             masks, goes_on = masks.chunks(scores.window or scores.chunk)
-        near = None if goes_on is None or scores.chunk else (scores.window, goes_on)
-        return [self._tiles_of(other, masks, near) for other in range(len(self.kv_lens))]
+        near = masks, scores.window, goes_on
+        return [self._tiles_of(other, *near) for other in range(len(self.kv_lens))]
 
     def _packed(self, q_lens: Ints, k_lens: Ints, causal: bool) -> AttentionMask:
         packed = PackedSequences.build(q_lens.tolist(), self.device, k_lens.tolist())
         return AttentionMask(causal=causal, packed=packed)
 
-    def _tiles_of(self, other: int, masks: Masks, near: tuple[int, Bools] | None) -> list[Tile]:
+    def _tiles_of(self, other: int, masks: Masks, window: int, goes_on: Bools) -> list[Tile]:
         here, there = self._runs(self.rank), self._runs(other)
         pairs = [(masks.rectangles(q, k), False, False) for q in here for k in there]
         if other == self.rank:
             pairs += [(masks.triangles(run), True, False) for run in here]
-        for q, k in product(here, there) if near is not None else ():
-            *rectangles, turned = masks.before(q, k, *near)
+        for q, k in product(here, there) if window else ():
+            *rectangles, turned = masks.before(q, k, window, goes_on)
             pairs += [*((one, False, False) for one in rectangles), (turned, True, True)]
         num_q, num_k = self.kv_lens[self.rank], self.kv_lens[other]
-        return [
-            Tile(
-                self._rows(one.q_rows, one.q_lens, num_q, is_turned),
-                self._rows(one.k_rows, one.k_lens, num_k, is_turned),
-                self._packed(
-                    *(x[:: -1 if is_turned else 1] for x in (one.q_lens, one.k_lens)), causal
-                ),
-            )
-            for one, causal, is_turned in pairs
-            if (one.q_lens * one.k_lens).any()
-        ]
+        tiles = list[Tile]()
+        for one, causal, is_turned in pairs:
+            if (one.q_lens * one.k_lens).any():
+                q_rows = self._rows(one.q_rows, one.q_lens, num_q, is_turned)
+                k_rows = self._rows(one.k_rows, one.k_lens, num_k, is_turned)
+                order = slice(None, None, -1 if is_turned else 1)
+                packed = self._packed(one.q_lens[order], one.k_lens[order], causal)
+                tiles.append(Tile(q_rows, k_rows, packed))
+        return tiles
 
     def _rows(self, first: Ints, lens: Ints, num_rows: int, is_turned: bool) -> slice | Tensor:
         """The rows of some runs, one after the other or in reverse: a slice where they lie so."""

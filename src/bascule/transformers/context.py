@@ -43,7 +43,7 @@ def context_parallel(
     whole sequence. At first use a few tokens over the mesh are compared with one process.
 
     Args:
-        model: With `attn_implementation="sdpa"`; it may be wrapped by DDP or FSDP.
+        model: With any `attn_implementation`; it may be wrapped by DDP or FSDP.
         mesh: The ranks.
         layout: As in `bascule.context_parallel`.
         options: As in `bascule.context_parallel`.
