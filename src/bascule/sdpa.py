@@ -6,7 +6,8 @@ A function mode of torch replaces calls of scaled_dot_product_attention. Shapes:
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from bascule.attention.api import AttentionMesh, AttentionOptions, SequenceLayout, attention
 from bascule.attention.kernels.registry import Kernel
+from bascule.attention.mask import Scores
 from bascule.comm.failures import leave
 from bascule.comm.quantized import CommDtype
 from bascule.errors import ConfigError
@@ -107,7 +109,11 @@ class SequenceParallelMode(TorchFunctionMode):
                 "F.scaled_dot_product_attention, or compute it within .local() if every rank has "
                 "all of its tokens"
             )
-        if is_compiled:
+        return self.over_mesh(*args, **kwargs)
+
+    def over_mesh(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Attend as `scaled_dot_product_attention`, and with `scores` and a `sink`."""
+        if torch.compiler.is_compiling():
             return self._attend(*args, **kwargs)
         try:
             return self._attend(*args, **kwargs)
@@ -187,6 +193,8 @@ class SequenceParallelMode(TorchFunctionMode):
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
+        scores: Scores | None = None,
+        sink: Tensor | None = None,
     ) -> Tensor:
         """Check a call, and attend over the mesh if the keys are of the queries' sequence."""
         if dropout_p > 0.0:
@@ -237,10 +245,12 @@ class SequenceParallelMode(TorchFunctionMode):
         is_watched = self._watches and not torch.compiler.is_compiling()
         if is_watched and query.shape[2] not in self._own_tokens:
             self._watch(self._own_tokens, query.shape[2])
-        if not is_cast:
-            return self.attend(query, key, value, options, mask, is_causal, scale)
-        with torch.autocast(device, enabled=False):  # of what attention is made of
-            return self.attend(query, key, value, options, mask, is_causal, scale)
+        with torch.autocast(device, enabled=False) if is_cast else nullcontext():
+            # Autocast is not of what attention is made of.
+            if scores is None:
+                return self.attend(query, key, value, options, mask, is_causal, scale)
+            more = {"options": replace(options, scores=scores), "sink": sink, "scale": scale}
+            return attention(query, key, value, self.mesh, is_causal=is_causal, **more)
 
     def _watch(self, numbers: set[int], num: int) -> None:
         """Add to the tokens of this rank or the sizes of softmaxes; refuse what is both."""

@@ -17,11 +17,13 @@ from torch import Tensor
 from bascule import step_ops
 from bascule.arrays import ranges, sums_by
 from bascule.attention import packed
+from bascule.attention.mask import PLAIN, Scores
 from bascule.attention.ring import AttentionCall
 from bascule.attention.usp import (
     attend,
     attend_op,
     check_settings,
+    check_sink,
     check_tensors,
     positive_scale,
     with_positive_scale,
@@ -47,8 +49,8 @@ if TYPE_CHECKING:
     from bascule.parallel import Planned, SequenceParallel
 
 T = TypeVar("T")
-Settings = tuple[str, bool, float | None, tuple[bool, ...]]
-"""The method of an attention, `causal`, `scale`, and which of q, k and v want gradients."""
+Settings = tuple[str, bool, float | None, tuple[bool, ...], tuple[int, int, float]]
+"""Method, `causal`, `scale`, which of q, k and v want gradients, and arguments of `Scores`."""
 
 _NUM_KEPT = 64
 
@@ -176,6 +178,8 @@ class Step:
         *,
         causal: bool = False,
         scale: float | None = None,
+        scores: Scores = PLAIN,
+        sink: Tensor | None = None,
     ) -> Tensor:
         """Exact attention within each whole sequence; (C, H, D).
 
@@ -189,11 +193,14 @@ class Step:
             causal: Whether a token sees none that comes later. Where sequences were planned with
                 masks these hold, and it must be False.
             scale: Factor of the scores. Default: D^-0.5.
+            scores: Windows, chunks and caps; the first two where all attention is causal.
+            sink: (H,), one more score in each softmax, with a value of 0. The gradient is of what
+                this rank computes: its sum over ranks counts each token once.
 
         Raises:
             ConfigError: An argument is wrong. CommError: an exchange failed.
         """
-        return self._attend(q_CHD, k_CKD, v_CKD, "attend", causal, scale)
+        return self._attend(q_CHD, k_CKD, v_CKD, "attend", causal, scale, scores, sink)
 
     def count_routed(self, is_marked: Tensor) -> int:
         """Count the rows brought here that are marked in (T,) bool on the host; one gather."""
@@ -242,20 +249,29 @@ class Step:
         return dict(zip(tensors, moved, strict=True))
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, what: str, causal: bool, scale: float | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        what: str,
+        causal: bool,
+        scale: float | None,
+        scores: Scores = PLAIN,
+        sink: Tensor | None = None,
     ) -> Tensor:
         refuse_transforms(what, q, k, v)
-        settings = what, causal, scale, tuple(_needs([q, k, v]))
+        settings = what, causal, scale, tuple(_needs([q, k, v])), scores.key
         if torch.compiler.is_compiling():
-            self._check_settings(what, causal, scale)
+            self._check_settings(what, causal, scale, scores)
             q, _ = with_positive_scale(q, scale)
             sizes = self._sizes_of(what, q, k)
-            return attend_op(q, k, v, None, sizes, _name_of(settings))[0]
+            return attend_op(q, k, v, None, sink, sizes, _name_of(settings))[0]
         with shared(f"step {self.number}: {what}"):
+            check_sink(what, sink, q)
             call = self._call(settings, q, k, v)
             if scale is not None:
                 q, _ = with_positive_scale(q, scale)
-            return attend(q, k, v, call)
+            return attend(q, k, v, call, sink=sink)
 
     # How operators come back.
 
@@ -399,8 +415,14 @@ class Step:
         xs = [values] if weights is None else [values, weights]
         self._first(("mean",), xs, lambda: self._agree("mean", check))
 
-    def _check_settings(self, what: str, causal: bool, scale: float | None) -> None:
+    def _check_settings(self, what: str, causal: bool, scale: float | None, scores: Scores) -> None:
         check_settings(what, causal, scale)
+        masks = self.plan.masks
+        if scores.is_near and not (causal or (masks is not None and masks.is_causal.all())):
+            raise ConfigError(
+                f"attend: {scores}, and not all attention is causal: windows and chunks need "
+                'causal=True, or Sequences(.., masks="causal") in the plan'
+            )
         if causal and self.plan.masks is not None:
             raise ConfigError(
                 "attend: causal=True, and the sequences were planned with masks, which hold for "
@@ -418,14 +440,15 @@ class Step:
         return self._first(settings, [q, k, v], lambda: self._made(settings, q, k, v))
 
     def _made(self, settings: Settings, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
-        what, causal, scale, _ = settings
+        what, causal, scale, _, key = settings
         bag, kernel, fixed = self._bag, self._parallel.kernel, dict[str, Any]()
-        self._check_settings(what, causal, scale)
+        scores = Scores(*key)
+        self._check_settings(what, causal, scale, scores)
 
         def check() -> str:
             """Describe what decides the exchanges: heads, dtype and gradients."""
             check_tensors("attend", q, k, v)
-            packed.check(self.plan.topology, bag, kernel, q, k, v)
+            packed.check(self.plan.topology, bag, kernel, q, k, v, scores.cap)
             most_sharing = int(self.plan.topology.ulysses_groups.bag_sizes.max())
             shapes = q.shape[1:], k.shape[1:], v.shape[1:]
             return f"{most_sharing} ranks, {shapes}, {q.dtype}, {_name_of(settings)}"
@@ -439,12 +462,12 @@ class Step:
         fixed |= {"where": f"step {self.number}: {what}", "name": _name_of(settings)}
         kind = "contexts" if what != "attend" else "causal" if causal else "all"
         factor, sizes = positive_scale(q.shape[2], scale), self._sizes_of(what, q, k)
-        return bag.call(kind, kernel, q, k, factor, sizes=sizes, **fixed)
+        return bag.call(kind, kernel, q, k, factor, scores, sizes=sizes, **fixed)
 
 
 def _name_of(settings: Settings) -> str:
-    what, causal, scale, needs = settings
-    return f"step {(what, causal, None if scale is None else float(scale), needs)}"
+    what, causal, scale, *others = settings
+    return f"step {(what, causal, None if scale is None else float(scale), *others)}"
 
 
 def _needs(xs: Sequence[object]) -> list[bool]:

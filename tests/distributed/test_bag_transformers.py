@@ -34,6 +34,27 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 3,
     "max_position_embeddings": 64,
 }
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
+NEAR: dict[
+    str, dict[str, Any]
+] = {  # what is not plain: windows, chunks, caps, sinks, unlike widths
+    "Mistral": {"sliding_window": 6},
+    "Gemma2": {"sliding_window": 6, "attn_logit_softcapping": 0.2, "head_dim": 4},
+    "GptOss": {"sliding_window": 6, "head_dim": 4, "num_local_experts": 4, **EXPERTS},
+    "Llama4": {
+        "attention_chunk_size": 6,
+        "intermediate_size_mlp": 16,
+        "head_dim": 4,
+        "num_local_experts": 4,
+        **EXPERTS,
+    },
+    "DeepseekV3": {
+        **{"num_key_value_heads": 6, "q_lora_rank": 8, "kv_lora_rank": 8, "v_head_dim": 6},
+        **{"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "moe_intermediate_size": 8},
+        **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1, **EXPERTS},
+        **{"first_k_dense_replace": 1, "n_shared_experts": 1},
+    },
+}
 # Of each rank: some have nothing, some one long sequence.
 BATCHES = [[[5, 17, 1], [2], [], [3, 3]], [[], [31], [], [4]]]
 
@@ -65,14 +86,18 @@ class Language(nn.Module):
 
 
 def causal(name: str, **settings: Any) -> Any:
-    config = getattr(transformers, f"{name}Config")(**(SIZES | settings))
+    named = "Llama4Text" if name == "Llama4" else name
+    config = getattr(transformers, f"{named}Config")(**(SIZES | NEAR.get(name, {}) | settings))
     return getattr(transformers, f"{name}ForCausalLM")(config)
 
 
 def make(name: str, attention: str) -> nn.Module:
     torch.manual_seed(0)
     chosen: dict[str, Any] = {"attn_implementation": attention}
-    return (Vision(**chosen) if name == "Vision" else Language(name, **chosen)).double()
+    model = (Vision(**chosen) if name == "Vision" else Language(name, **chosen)).double()
+    for parameter in model.parameters():  # sinks are not initialized, and experts hardly differ
+        nn.init.normal_(parameter, std=0.2)
+    return model
 
 
 def tokens_of(batch: list[list[int]], rank: int) -> tuple[Tensor, Tensor]:
@@ -108,7 +133,7 @@ def step_loss(model: nn.Module, step: Step, ids: Tensor, labels: Tensor) -> Tens
 def trained(kind: str, spec: str, is_sharded: bool, with_masks: bool = False) -> None:
     register_attention()
     rank, size = dist.get_rank(), dist.get_world_size()
-    reference, model = make(kind, "sdpa"), make(kind, "bascule")
+    reference, model = make(kind, "eager" if kind in NEAR else "sdpa"), make(kind, "bascule")
     if is_sharded:
         fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
     parallel = SequenceParallel(None, spec, COST)
@@ -135,9 +160,19 @@ def trained(kind: str, spec: str, is_sharded: bool, with_masks: bool = False) ->
 
 
 WORLDS = {
-    2: [("Llama", "g1n2", False), ("Llama", "g2n1", True), ("Vision", "g2n1", False)],
-    3: [("Qwen2", "g1n1+g2n1", False), ("Vision", "g3n1", True)],
-    4: [("Qwen2", "g2r2n1", False), ("Qwen2", "g1r4n1", False)],
+    2: [
+        *[("Llama", "g1n2", False), ("Llama", "g2n1", True), ("Vision", "g2n1", False)],
+        *[("Mistral", "g1n2", False), ("GptOss", "g2n1", False), ("Gemma2", "g2n1", False)],
+    ],
+    3: [
+        *[("Qwen2", "g1n1+g2n1", False), ("Vision", "g3n1", True)],
+        *[("GptOss", "g3n1", True), ("DeepseekV3", "g3n1", False)],
+    ],
+    4: [
+        *[("Qwen2", "g2r2n1", False), ("Qwen2", "g1r4n1", False)],
+        *[("Mistral", "g1r4n1", False), ("Gemma2", "g2r2n1", False), ("GptOss", "g1r4n1", False)],
+        *[("Llama4", "g2r2n1", False), ("DeepseekV3", "g2r2n1", False)],
+    ],
 }
 
 
@@ -164,7 +199,7 @@ def refused() -> None:
     long = {"rope_type": "longrope", "rope_theta": 100.0, **factors}
     phi = {"rope_parameters": long, "original_max_position_embeddings": 5, "pad_token_id": 0}
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
-    padding = right | {"attention_mask": torch.ones(1, 6)}
+    padding = right | {"attention_mask": torch.arange(6)[None] > 0}
 
     def packed(name: str, **settings: Any) -> Callable[[], object]:
         return lambda: call_packed(causal(name, **ours, **settings), step, input_ids=ids[0])
@@ -181,7 +216,7 @@ def refused() -> None:
         "2 rows": qwen(right, ids.expand(2, -1)),
         "1 rows of 6 queries and 6 keys, with a mask": qwen(padding),
         "dropout=0.1": qwen(right, attention_dropout=0.1),
-        "sliding_window=4": qwen(right, **window),
+        "sliding_window=4, which bascule's attention does not know": qwen(right, **window),
         "the longest is above 5 tokens": packed("Phi3", **phi),
         "the longest is above 4 tokens": packed(
             "Llama", rope_parameters=dynamic, max_position_embeddings=4

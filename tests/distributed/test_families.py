@@ -60,26 +60,33 @@ DAILY = {  # one of each kind of answer
     "Glm4MoeForCausalLM": "right",
     "Qwen3MoeForCausalLM": "right",
     "JetMoeForCausalLM": "right",
-    "MistralForCausalLM": "sliding_window=8, which step.attend does not know",
-    "PhimoeForCausalLM": "attends within windows or chunks of 8 tokens",
-    "FlintForCausalLM": "s_aux=a tensor of (4,), which step.attend does not know",
+    "MistralForCausalLM": "right",  # windows
+    "PhimoeForCausalLM": "right",  # windows that its mask alone tells of
+    "Llama4ForCausalLM": "right",  # chunks
+    "FlintForCausalLM": "right",  # sinks
+    "Gemma2ForCausalLM": "right",  # soft caps
+    "InklingForCausalLM": "which bascule's attention does not know",
     "BartForCausalLM": "model.decoder.embed_positions differs",
     "RobertaForCausalLM": "roberta.embeddings.position_embeddings differs",
     "JambaForCausalLM": "mixes the sequences of a row: model.layers.0.mamba.x_proj changes",
     "Qwen3NextForCausalLM": "model.layers.0.linear_attn",
-    "OPTForCausalLM": "cannot take several sequences in a row: model.decoder raised RuntimeError",
+    "OPTForCausalLM": "right",
+    "BloomForCausalLM": "several sequences in a row: transformer.h.0.self_attention raised Runtime",
 }
 
 OVER_RANKS = {  # the same, for one sequence over two ranks
     "LlamaForCausalLM": "right",
     "Qwen3MoeForCausalLM": "right",
     "OPTForCausalLM": "right",
-    "MistralForCausalLM": "attends within windows or chunks of 8 tokens, and has 37 here",
-    "PhimoeForCausalLM": "attends within windows or chunks of 8 tokens, and has 37 here",
+    "MistralForCausalLM": "right",
+    "PhimoeForCausalLM": "right",
+    "Llama4ForCausalLM": "right",
+    "GptOssForCausalLM": "right",
+    "Gemma2ForCausalLM": "right",
     "BartForCausalLM": "model.decoder.embed_positions differs from one process",
     "RobertaForCausalLM": "roberta.embeddings.position_embeddings differs from one process",
     "OlmoHybridForCausalLM": "model.layers.0.linear_attn.o_proj differs from one process",
-    "FalconForCausalLM": "transformer.h.0.self_attention raised 4 query heads for 1 key heads",
+    "FalconForCausalLM": "transformer.h.0.self_attention.dense differs from one process",
 }
 
 
@@ -130,7 +137,7 @@ WAYS: dict[str, tuple[str, Callable[[Any, Tensor], Tensor]]] = {  # attention, a
     "bag": ("bascule", in_a_bag),
     "pack": ("sdpa", in_a_pack),
     "eager pack": ("eager", in_a_pack),
-    "ranks": ("sdpa", over_ranks),
+    "ranks": ("eager", over_ranks),
 }
 
 
@@ -197,19 +204,35 @@ def calls_of_llama() -> list[str]:
         with scope:
             model(ids)
 
+    def of_documents() -> None:
+        with context_parallel(model, mesh):
+            model(ids, position_ids=torch.arange(5)[None], use_cache=False)
+
+    def padded() -> None:
+        positions, mask = torch.arange(5)[None] + 5 * dist.get_rank(), torch.arange(5)[None] > 0
+        with context_parallel(model, mesh):
+            model(ids, position_ids=positions, attention_mask=mask, use_cache=False)
+
     scopes = bascule.context_parallel(mesh), context_parallel(model, mesh)
-    return [str(raised_by(within, scope)) for scope in scopes]
+    texts = [str(raised_by(within, scope)) for scope in scopes]
+    second = dist.get_rank() == 1  # whose positions begin at 0 again; the other would wait
+    texts += [str(raised_by(of_documents)) if second else "", str(raised_by(padded))]
+    return [*texts, model.config._attn_implementation]
 
 
 def test_positions_and_a_comparison_are_asked_for() -> None:
-    for undeclared, without_positions in run_ranks(calls_of_llama, 2):
+    answers = run_ranks(calls_of_llama, 2)
+    for undeclared, without_positions, _, padded, after in answers:
         assert "enter bascule.transformers.context_parallel(model, mesh)" in undeclared
         assert "without position_ids would count this rank's tokens from 0" in without_positions
+        assert "with a mask" in padded
+        assert after == "sdpa"
+    assert "position_ids are not those of one sequence from 0" in answers[1][2]
 
 
 @pytest.mark.stress
 @pytest.mark.parametrize(
-    ("way", "least"), [("bag", 55), ("pack", 71), ("eager pack", 82), ("ranks", 56)]
+    ("way", "least"), [("bag", 84), ("pack", 71), ("eager pack", 82), ("ranks", 83)]
 )
 def test_no_family_is_wrong_in_silence(way: str, least: int) -> None:
     num_ranks = 2 if way == "ranks" else 1

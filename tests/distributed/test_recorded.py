@@ -444,10 +444,12 @@ def check_operators(ring: int, ulysses: int, dtype: torch.dtype) -> None:
         q, k, v = (
             x.detach().to(dtype).requires_grad_() for x in tensors(MESH_CASES[1], mesh, layout)
         )
-        for wire in (None, Quantized("int8"), Quantized("int8", centered=True)):
+        sink = torch.randn(q.shape[1], dtype=dtype, requires_grad=True)
+        wires = (None, Quantized("int8"), Quantized("int8", centered=True))
+        for wire, one in [*((wire, None) for wire in wires), *([] if overlap else [(None, sink)])]:
             options = AttentionOptions(layout, comm_dtype=wire, overlap=overlap)
-            form = api._form(q, k, v, mesh, None, False, 0.5, options)
-            settings = None, form.sizes, form.name
+            form = api._form(q, k, v, mesh, None, False, 0.5, options, one is not None)
+            settings = None, one, form.sizes, form.name
             calls.append((usp.attend_op, (q, k, v, *settings)))
             out, *kept = usp.attend_op(*(x.detach() for x in (q, k, v)), *settings)
             if ulysses == 1:

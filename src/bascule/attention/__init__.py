@@ -10,4 +10,5 @@ from bascule.attention.kernels.registry import FunctionKernel as FunctionKernel
 from bascule.attention.kernels.registry import select_kernel as select_kernel
 from bascule.attention.mask import AttentionMask as AttentionMask
 from bascule.attention.mask import PackedSequences as PackedSequences
+from bascule.attention.mask import Scores as Scores
 from bascule.attention.packed import attend_packed as attend_packed

@@ -8,7 +8,7 @@ rank, D head width; R ring ranks, U Ulysses ranks.
 
 import math
 from dataclasses import astuple, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,12 +24,14 @@ from bascule.attention.layout import (
     replicated,
     take_runs,
 )
-from bascule.attention.tiles import without_lost_scores
+from bascule.attention.mask import PLAIN, Scores
+from bascule.attention.tiles import is_biased, without_lost_scores
 from bascule.attention.usp import (
     attend,
     attend_op,
     call_of,
     check_settings,
+    check_sink,
     check_tensors,
     keep,
     look,
@@ -111,6 +113,8 @@ class AttentionOptions:
             with a ring two more a round; not with zigzag. Default: on CPUs, without a ring or
             8 bits, unless tokens are few.
         double_buffer: Whether a ring attends while keys and values travel.
+        scores: Windows, chunks and caps; the first two of causal attention in one segment. Default:
+            none of them.
 
     Raises:
         ConfigError: There is no such kernel or format.
@@ -121,6 +125,7 @@ class AttentionOptions:
     comm_dtype: CommDtype | None = None
     overlap: bool | None = None
     double_buffer: bool = True
+    scores: Scores | None = None
 
     def __post_init__(self) -> None:
         if torch.compiler.is_compiling():  # which cannot trace `shared`
@@ -153,6 +158,7 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     options: AttentionOptions = _DEFAULT,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """Exact attention of tokens that are shared over a mesh; (B, H, T, D) as q.
 
@@ -173,26 +179,41 @@ def attention(
         is_causal: Whether a token sees, of what the mask shows, only itself and those before it.
         scale: Factor of the scores. Default: D^-0.5.
         options: What is seldom changed.
+        sink: (H,), one more score in each softmax, with a value of 0.
 
     Raises:
         ConfigError: The shapes do not fit each other, the layout or the mesh.
         CommError: The ranks disagree, or a rank did not come in time.
     """
     refuse_derivatives("attention", q, k, v, attn_mask)
+    if (
+        options.scores is not None
+        and options.scores.is_near
+        and isinstance(q, Tensor)
+        and q.dim() == 4
+        and q.shape[0] > 1
+    ):
+        # Kernels take chunks as sequences of a batch of one: its heads are those of all rows.
+        q_row, k_row, v_row = (x.flatten(0, 1)[None] for x in (q, k, v))
+        sink = None if sink is None else sink.repeat(q.shape[0])
+        one: Any = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale, "sink": sink}
+        out = attention(q_row, k_row, v_row, mesh, options=options, **one)
+        return out[0].unflatten(0, q.shape[:2])
+    check_sink("attention", sink, q)
     settings = mesh, attn_mask, is_causal, scale, options
     if torch.compiler.is_compiling():
-        form = _form(q, k, v, *settings)
+        form = _form(q, k, v, *settings, sink is not None)
         q, k, v = _operands(q, k, v, form, attn_mask, is_causal)
-        out = attend_op(q, k, v, attn_mask, form.sizes, form.name)[0]
+        out = attend_op(q, k, v, attn_mask, sink, form.sizes, form.name)[0]
     else:
-        key = look(q, k, v, attn_mask), is_causal, scale, options
+        key = look(q, k, v, attn_mask), is_causal, scale, options, sink is not None
         kept = (mesh if isinstance(mesh, AttentionMesh) else as_attention_mesh(mesh)).kept
-        form, call = kept.get(key) or (_form(q, k, v, *settings), None)
+        form, call = kept.get(key) or (_form(q, k, v, *settings, sink is not None), None)
         q, k, v = _operands(q, k, v, form, attn_mask, is_causal)
         if call is None:
             call = call_of(form.name, form.sizes, q, k, attn_mask)
             keep(kept, key, (form, call))
-        out = attend(q, k, v, call, attn_mask)
+        out = attend(q, k, v, call, attn_mask, sink)
     return replicated(out, form.ranks, form.layout) if form.layout.replicated else out
 
 
@@ -216,6 +237,7 @@ def _form(
     causal: bool,
     scale: float | None,
     options: AttentionOptions,
+    has_sink: bool = False,
 ) -> _Form:
     """Check a call, and name it."""
     ranks, layout, quantized = place_in(mesh), options.layout, options.quantized
@@ -224,6 +246,13 @@ def _form(
     if layout is None:
         layout = SequenceLayout((q.shape[2] * math.prod(ranks.degrees),), *ranks.degrees)
     _check(q, k, v, ranks, layout, mask)
+    scores = options.scores or PLAIN
+    if scores.is_near and (not causal or mask is not None or is_biased(layout, causal)):
+        raise ConfigError(
+            f"attention: {scores} with is_causal={causal}, {len(layout.segments)} segments, "
+            f"stripe={layout.stripe}, {'a' if mask is not None else 'no'} mask: windows and chunks "
+            "take causal attention in one segment without a mask; put them into a mask instead"
+        )
     if ranks.degrees == (1, 1):
         quantized = None
     num_heads, together = _enough_heads(q.shape[1], k.shape[1], ranks.degrees[1]), [0, 0, 0]
@@ -231,11 +260,14 @@ def _form(
         own = num_heads // ranks.degrees[1] + (ranks.place[1] < num_heads % ranks.degrees[1])
         together = [layout.ring_len(ranks.place[0]), q.shape[1] // num_heads * own, own]
     factor = positive_scale(q.shape[-1], scale)
-    kernel, overlap = options.kernel, _overlaps(options, q, ranks, layout)
+    kernel, overlap = options.kernel, False
+    if not (has_sink or scores.is_near):
+        overlap = _overlaps(options, q, ranks, layout)
     kernel = kernel.key if isinstance(kernel, FunctionKernel) else kernel
     settings = (
         f"{layout.replicated}, {causal}, {scale}, {factor}, {kernel!r}, "
-        f"{None if quantized is None else astuple(quantized)}, {overlap}, {options.double_buffer}"
+        f"{None if quantized is None else astuple(quantized)}, {overlap}, {options.double_buffer}, "
+        f"({', '.join(map(str, scores.key))})"
     )
     name = f"mesh\n{form_of(ranks, layout)}\n{settings}"
     multiplier = None if scale is None or scale > 0 else scale

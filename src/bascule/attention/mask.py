@@ -3,6 +3,7 @@
 Shapes: B batch, H query heads, Sq queries, Sk keys.
 """
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,8 +16,49 @@ from torch import Tensor
 
 from bascule.arrays import Ints
 from bascule.comm.collectives import table_on
+from bascule.errors import ConfigError
+from bascule.plan.checks import whole
 
 Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What else decides about the scores of an attention; 0 is none.
+
+    Args:
+        window: In causal attention a token sees the last so many tokens, itself included.
+        chunk: Likewise, those of its chunk, counted from the start of its sequence or document.
+        cap: Scores become cap * tanh(score / cap), after their factor.
+
+    Raises:
+        ConfigError: A number is no such number, or there are both a window and chunks.
+    """
+
+    window: int = 0
+    chunk: int = 0
+    cap: float = 0.0
+
+    def __post_init__(self) -> None:
+        if torch.compiler.is_compiling():  # there, lengths may be symbols
+            return
+        whole("Scores(window", self.window, 0)
+        whole("Scores(chunk", self.chunk, 0)
+        if (self.window and self.chunk) or not 0.0 <= self.cap < math.inf:
+            raise ConfigError(f"{self}: give a window or chunks, and a finite cap, 0 for none")
+
+    @property
+    def is_near(self) -> bool:
+        """Whether tokens see only some of those before."""
+        return bool(self.window or self.chunk)
+
+    @property
+    def key(self) -> tuple[int, int, float]:
+        """The arguments; plain numbers in compiled code too, where the first may be symbols."""
+        return len(range(self.window)), len(range(self.chunk)), float(self.cap)
+
+
+PLAIN = Scores()
 
 
 @dataclass(frozen=True, eq=False)

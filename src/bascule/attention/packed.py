@@ -6,7 +6,7 @@ Shapes: T tokens of a call on one rank, C tokens on a rank of a bag, H heads, K 
 head width, n sequences of the bag; R ring ranks, G Ulysses ranks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -17,10 +17,16 @@ from torch import Tensor
 from bascule.arrays import Ints, cumulative, ranges, sums_by
 from bascule.attention.kernels.protocol import AttentionKernel
 from bascule.attention.kernels.registry import Kernel, select_kernel
-from bascule.attention.mask import AttentionMask, PackedSequences
+from bascule.attention.mask import PLAIN, AttentionMask, PackedSequences, Scores
 from bascule.attention.ring import AttentionCall, Tile
 from bascule.attention.tiles import Pieces
-from bascule.attention.usp import attend, check_settings, check_tensors, with_positive_scale
+from bascule.attention.usp import (
+    attend,
+    check_settings,
+    check_sink,
+    check_tensors,
+    with_positive_scale,
+)
 from bascule.comm.collectives import table_on
 from bascule.comm.groups import RankGroup
 from bascule.comm.heads import HeadExchange
@@ -42,6 +48,7 @@ class Bag:
     masks: Masks | None  # what the tokens of its sequences see of them; None: everything
     context_lens: Ints  # tokens of the context of each sequence, which each rank has whole
     context_of: Ints  # (n,) which of these is that of a sequence, or document, cut into chunks
+    _kept: dict[Any, list[list[Tile]]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, plan: Plan, group: RankGroup, device: torch.device) -> "Bag":
@@ -75,15 +82,13 @@ class Bag:
         """The device of the tensors."""
         return self.pieces.device
 
-    @cached_property
-    def tiles(self) -> list[list[Tile]]:
-        """Pairs of tokens here with those of each ring rank that they see."""
-        return self.pieces.tiles(self.masks)
-
-    @cached_property
-    def causal_tiles(self) -> list[list[Tile]]:
-        """Tiles where a token sees none that comes later in its sequence."""
-        return self.pieces.tiles(Masks.alike(self.pieces.seq_lens, causal=True))
+    def tiles(self, causal: bool, scores: Scores) -> list[list[Tile]]:
+        """Return pairs of tokens here with those of each ring rank that they see."""
+        key = causal, scores.window, scores.chunk
+        if key not in self._kept:
+            masks = Masks.alike(self.pieces.seq_lens, causal=True) if causal else self.masks
+            self._kept[key] = self.pieces.tiles(masks, scores)
+        return self._kept[key]
 
     @cached_property
     def tokens(self) -> list[int]:
@@ -113,10 +118,17 @@ class Bag:
         return tiles
 
     def call(
-        self, kind: str, kernel: Kernel | None, q: Tensor, k: Tensor, scale: float, **names: Any
+        self,
+        kind: str,
+        kernel: Kernel | None,
+        q: Tensor,
+        k: Tensor,
+        scale: float,
+        scores: Scores,
+        **names: Any,
     ) -> AttentionCall:
         """Return the attention of this rank's tokens: kind "all", "causal" or "contexts"."""
-        chosen, group = packed_kernel(kernel, q), self.mesh.ulysses
+        chosen, group = packed_kernel(kernel, q, scores.cap), self.mesh.ulysses
         if kind == "contexts":
             tiles = [self.context_tiles]
             return AttentionCall(chosen, scale, tiles, [k.shape[0]], **names)
@@ -127,7 +139,7 @@ class Bag:
         return AttentionCall(
             kernel=chosen,
             scale=scale,
-            tiles=self.causal_tiles if kind == "causal" else self.tiles,
+            tiles=self.tiles(kind == "causal", scores),
             kv_lens=self.pieces.kv_lens,
             ring=self.pieces.group,
             heads=heads,
@@ -151,32 +163,41 @@ def attend_packed(
     kernel: Kernel | None = None,
     causal: bool = False,
     scale: float | None = None,
+    scores: Scores = PLAIN,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """Attend within each packed sequence on one rank; (T, H, D) as q. Differentiable.
 
     H is a multiple of K. Without a name, the first kernel that runs here is used. The scale is
-    D^-0.5 if None.
+    D^-0.5 if None; `scores` and `sink` are those of `Step.attend`.
     """
     check_settings("attend_packed", causal, scale)
     check_tensors("attend_packed", q_THD, k_TKD, v_TKD)
+    check_sink("attend_packed", sink, q_THD)
     q_THD, factor = with_positive_scale(q_THD, scale)
-    tile = Tile(slice(None), slice(None), AttentionMask(causal=causal, packed=seqs))
-    chosen = packed_kernel(kernel, q_THD)
-    call = AttentionCall(chosen, factor, [[tile]], [sum(seqs.kv_lens)])
-    return attend(q_THD, k_TKD, v_TKD, call)
+    tiles = [[Tile(slice(None), slice(None), AttentionMask(causal=causal, packed=seqs))]]
+    if scores.is_near:
+        if not causal:
+            raise ConfigError(f"attend_packed: {scores} takes causal=True")
+        lens = np.array(seqs.seq_lens)
+        pieces = Pieces(lens[None], 1, None, seqs.device)
+        tiles = pieces.tiles(Masks.alike(lens, causal=True), scores)
+    chosen = packed_kernel(kernel, q_THD, scores.cap)
+    call = AttentionCall(chosen, factor, tiles, [sum(seqs.kv_lens)])
+    return attend(q_THD, k_TKD, v_TKD, call, sink=sink)
 
 
-def packed_kernel(name: Kernel | None, q: Tensor) -> AttentionKernel:
+def packed_kernel(name: Kernel | None, q: Tensor, cap: float = 0.0) -> AttentionKernel:
     """Return the kernel of that name for packed sequences; without a name, the first that runs."""
     device, width = q.device.type, q.shape[-1]
-    return select_kernel(name, device, dtype=q.dtype, head_dim=width, is_packed=True)
+    return select_kernel(name, device, dtype=q.dtype, head_dim=width, is_packed=True, cap=cap)
 
 
 def check(
-    topology: Topology, bag: Bag, kernel: Kernel | None, q: Tensor, k: Tensor, v: Tensor
+    topology: Topology, bag: Bag, kernel: Kernel | None, q: Tensor, k: Tensor, v: Tensor, cap: float
 ) -> None:
     """Refuse what `attend` cannot do in this bag, or in another, for which this one would wait."""
-    packed_kernel(kernel, q)
+    packed_kernel(kernel, q, cap)
     check_shapes(bag, q, k, v)
     degree, num_kv_heads = int(topology.ulysses_groups.bag_sizes.max()), k.shape[1]
     if num_kv_heads < degree:

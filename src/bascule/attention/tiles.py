@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,10 +21,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils.weak import WeakIdKeyDictionary
 
-from bascule.arrays import Ints, cumulative, ranges
+from bascule.arrays import Bools, Ints, cumulative, ranges
 from bascule.attention.kernels.protocol import wide_dtype
 from bascule.attention.layout import Run, SequenceLayout, positions_on
-from bascule.attention.mask import AttentionMask, PackedSequences
+from bascule.attention.mask import AttentionMask, PackedSequences, Scores
 from bascule.attention.ring import Tile
 from bascule.comm.collectives import table_on
 from bascule.comm.exchange import INTEGERS
@@ -80,15 +81,27 @@ def is_biased(layout: SequenceLayout, causal: bool) -> bool:
 
 
 def tiles_of(
-    layout: SequenceLayout, ring: int, mask: Tensor | None, causal: bool, q: Tensor
+    layout: SequenceLayout,
+    ring: RankGroup | None,
+    mask: Tensor | None,
+    causal: bool,
+    q: Tensor,
+    scores: Scores,
 ) -> list[list[Tile]]:
-    """Return, by ring rank, what the queries of ring rank `ring` see of its keys.
+    """Return, by ring rank, what the queries of this one see of its keys.
 
     `mask` is (B or 1, H or 1, S or 1, S or 1) of the whole sequence: bool, or added to the scores;
-    `q` has the dtype and device of the queries.
+    `q` has the dtype and device of the queries. Windows and chunks take one causal segment.
     """
+    if scores.is_near:
+        lens = [
+            [stop - start for start, stop in layout.pieces(r)] for r in range(layout.ring_degree)
+        ]
+        pieces = Pieces(np.array(lens), 2 if layout.zigzag else 1, ring, q.device)
+        return pieces.tiles(Masks.alike(pieces.seq_lens, causal=True), scores)
+    place = 0 if ring is None else ring.rank
     if mask is not None or is_biased(layout, causal):
-        return [[tile] for tile in _masked(layout, ring, mask, causal, q)]
+        return [[tile] for tile in _masked(layout, place, mask, causal, q)]
 
     def first_len(other: int) -> int:
         start, stop = layout.pieces(other)[0]
@@ -97,14 +110,14 @@ def tiles_of(
     def of_rank(other: int) -> list[Tile]:
         if not causal:
             return [Tile(_ALL, _ALL)]
-        if other == ring:
+        if other == place:
             return [Tile(_ALL, _ALL, AttentionMask(causal=True))]
         if not layout.zigzag:
-            return [Tile(_ALL, _ALL)] if other < ring else []
-        if other < ring:  # of its two pieces only the early one is before both of this rank's
+            return [Tile(_ALL, _ALL)] if other < place else []
+        if other < place:  # of its two pieces only the early one is before both of this rank's
             return [Tile(_ALL, slice(0, first_len(other)))]
         # only the late piece of this rank is after both of the other's
-        return [Tile(slice(first_len(ring), None), _ALL)]
+        return [Tile(slice(first_len(place), None), _ALL)]
 
     return [of_rank(other) for other in range(layout.ring_degree)]
 
@@ -155,40 +168,48 @@ class Pieces:
         split = (np.split(part, self.num_runs) for part in parts)
         return [Stretch(*run) for run in zip(*split, strict=True)]
 
-    def tiles(self, masks: Masks | None) -> list[list[Tile]]:
+    def tiles(self, masks: Masks | None, scores: Scores) -> list[list[Tile]]:
         """Return, by ring rank, the tiles that this rank's queries see; masks by sequence."""
-        if masks is None and self.num_runs == 1:
+        if masks is None and self.num_runs == 1:  # no causal ones, hence without windows
             mine = self.lens[self.rank]
             return [
                 [Tile(_ALL, _ALL, self._packed(mine, keys, False))] if (mine * keys).any() else []
                 for keys in self.lens
             ]
-        masks = masks or Masks.alike(self.seq_lens, causal=False)
-        return [self._tiles_of(other, masks) for other in range(len(self.kv_lens))]
+        masks, goes_on = masks or Masks.alike(self.seq_lens, causal=False), np.zeros(0, bool)
+        if scores.is_near:
+            masks, goes_on = masks.chunks(scores.window or scores.chunk)
+        near = masks, scores.window, goes_on
+        return [self._tiles_of(other, *near) for other in range(len(self.kv_lens))]
 
     def _packed(self, q_lens: Ints, k_lens: Ints, causal: bool) -> AttentionMask:
         packed = PackedSequences.build(q_lens.tolist(), self.device, k_lens.tolist())
         return AttentionMask(causal=causal, packed=packed)
 
-    def _tiles_of(self, other: int, masks: Masks) -> list[Tile]:
+    def _tiles_of(self, other: int, masks: Masks, window: int, goes_on: Bools) -> list[Tile]:
         here, there = self._runs(self.rank), self._runs(other)
-        pairs = [(masks.rectangles(q, k), False) for q in here for k in there]
+        pairs = [(masks.rectangles(q, k), False, False) for q in here for k in there]
         if other == self.rank:
-            pairs += [(masks.triangles(run), True) for run in here]
+            pairs += [(masks.triangles(run), True, False) for run in here]
+        for q, k in product(here, there) if window else ():
+            *rectangles, turned = masks.before(q, k, window, goes_on)
+            pairs += [*((one, False, False) for one in rectangles), (turned, True, True)]
         num_q, num_k = self.kv_lens[self.rank], self.kv_lens[other]
-        return [
-            Tile(
-                self._rows(one.q_rows, one.q_lens, num_q),
-                self._rows(one.k_rows, one.k_lens, num_k),
-                self._packed(one.q_lens, one.k_lens, causal),
-            )
-            for one, causal in pairs
-            if (one.q_lens * one.k_lens).any()
-        ]
+        tiles = list[Tile]()
+        for one, causal, is_turned in pairs:
+            if (one.q_lens * one.k_lens).any():
+                q_rows = self._rows(one.q_rows, one.q_lens, num_q, is_turned)
+                k_rows = self._rows(one.k_rows, one.k_lens, num_k, is_turned)
+                order = slice(None, None, -1 if is_turned else 1)
+                packed = self._packed(one.q_lens[order], one.k_lens[order], causal)
+                tiles.append(Tile(q_rows, k_rows, packed))
+        return tiles
 
-    def _rows(self, first: Ints, lens: Ints, num_rows: int) -> slice | Tensor:
-        """The rows of some runs, one after the other: a slice where they lie so."""
+    def _rows(self, first: Ints, lens: Ints, num_rows: int, is_turned: bool) -> slice | Tensor:
+        """The rows of some runs, one after the other or in reverse: a slice where they lie so."""
         first, lens = first[lens > 0], lens[lens > 0]
+        if is_turned:
+            return table_on(ranges(first, lens)[::-1].copy(), self.device)
         if not np.array_equal(first[1:], (first + lens)[:-1]):
             return table_on(ranges(first, lens), self.device)
         start, stop = int(first[0]), int(first[-1] + lens[-1])

@@ -22,8 +22,10 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
+from bascule.attention.kernels.protocol import wide_dtype
 from bascule.attention.kernels.registry import FunctionKernel, named, select_kernel
 from bascule.attention.layout import SequenceLayout, layout_on, num_tokens
+from bascule.attention.mask import Scores
 from bascule.attention.ring import (
     AttentionCall,
     Tiles,
@@ -125,6 +127,7 @@ class _Settings(NamedTuple):
     quantized: tuple[Any, ...] | None  # arguments of a Quantized
     overlap: bool
     double_buffer: bool
+    scores: tuple[int, int, float]  # arguments of Scores
 
 
 def call_of(
@@ -169,7 +172,8 @@ def _agree(
         f"zigzag={layout.zigzag}, stripe={layout.stripe}, replicated segments "
         f"{settings.replicated}, batch {q.shape[0]}, {q.shape[1]} heads for {k.shape[1]}, head_dim "
         f"{q.shape[3]}, {q.dtype}{sent_as}, causal={settings.causal}, scale={settings.scale}, "
-        f"kernel {named(settings.kernel)}, overlap={settings.overlap}, mask {seen}"
+        f"kernel {named(settings.kernel)}, overlap={settings.overlap}, mask {seen}, "
+        f"{Scores(*settings.scores)}"
     )
 
     def say() -> tuple[str, ConfigError | None]:
@@ -194,7 +198,7 @@ def _made(
 ) -> AttentionCall:
     """Return the call of a form of tensors, without its name."""
     (ring, ulysses), causal, like = mesh.place, settings.causal, q.new_empty(0)
-    has_bias = is_masked or is_biased(layout, causal)
+    has_bias, scores = is_masked or is_biased(layout, causal), Scores(*settings.scores)
     heads, own = None, slice(None)
     if mesh.ulysses is not None:
         shares, each = HeadShares.split(k.shape[1], mesh.ulysses.size), q.shape[1] // k.shape[1]
@@ -207,12 +211,13 @@ def _made(
         if mask is not None:
             mask = mask[(None,) * (4 - mask.dim())]
             mask = mask if mask.shape[1] == 1 else mask[:, own]
-        return tiles_of(layout, ring, mask, causal, like)
+        return tiles_of(layout, mesh.ring, mask, causal, like, scores)
 
     def tiles(mask: Tensor | None) -> Tiles:
         return kept_of(mask, form, partial(cut, mask))
 
     asked = {"dtype": q.dtype, "head_dim": q.shape[-1], "has_bias": has_bias}
+    asked |= {"is_packed": scores.is_near, "cap": scores.cap}
     return AttentionCall(
         kernel=select_kernel(named(settings.kernel), q.device.type, **asked),
         scale=settings.factor,
@@ -227,34 +232,66 @@ def _made(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: AttentionCall,
+    mask: Tensor | None = None,
+    sink: Tensor | None = None,
 ) -> Tensor:
-    """Exact attention of this rank's tokens, at home as q. Differentiable."""
+    """Exact attention of this rank's tokens, at home as q. Differentiable.
+
+    `sink` is (H,), one more score in each softmax, with a value of 0.
+    """
     if call.name and is_recorded():
-        return attend_op(q, k, v, mask, call.sizes, call.name)[0]
-    return _Attention.apply(q, k, v, mask, call)
+        return attend_op(q, k, v, mask, sink, call.sizes, call.name)[0]
+    return _Attention.apply(q, k, v, mask, sink, call)
+
+
+def check_sink(what: str, sink: Any, q: Tensor) -> None:
+    """Refuse a sink that is not one score for each query head, on the device of the queries."""
+    if sink is None:
+        return
+    is_one = isinstance(sink, Tensor) and sink.is_floating_point() and sink.device == q.device
+    if not is_one or sink.shape != q.shape[1:2]:
+        shown = tuple(sink.shape) if isinstance(sink, Tensor) else sink
+        raise ConfigError(
+            f"{what}: sink is {shown}: give a number for each of {q.shape[1]} heads, on {q.device}"
+        )
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: AttentionCall
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        sink: Tensor | None,
+        call: AttentionCall,
     ) -> Tensor:
-        own, *brought = forward(q, k, v, mask, call)
+        own, *brought = forward(q, k, v, mask, sink, call)
         kept = brought if call.heads is not None else (q, k, v, own, brought[-1])
-        ctx.save_for_backward(mask, *kept)
+        ctx.save_for_backward(mask, sink, *kept)
         ctx.call = call
         return own
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second(grads[0])
-        mask, *kept = ctx.saved_tensors
-        return *backward(grads[0], kept, mask, ctx.call), None, None
+        mask, sink, *kept = ctx.saved_tensors
+        dq, dk, dv, *rest = backward(grads[0], kept, mask, sink, ctx.call)
+        return dq, dk, dv, None, rest[0] if rest else None, None
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: AttentionCall
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sink: Tensor | None,
+    call: AttentionCall,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """Compute what `attend` does; no autograd.
 
@@ -263,9 +300,11 @@ def forward(
     """
     tiles, heads = call.tiles(mask) if callable(call.tiles) else call.tiles, call.heads
     if isinstance(call.kernel, FunctionKernel):
-        call.kernel.check_parts(2 if call.overlap else max(len(tiles), sum(map(len, tiles))))
+        num_parts = max(len(tiles), sum(map(len, tiles)), 2 if sink is not None else 1)
+        call.kernel.check_parts(2 if call.overlap else num_parts)
     if heads is None:
         out, lse = ring_forward(_by_head(q), _by_head(k), _by_head(v), tiles, call)
+        out, lse = _sunk(out, lse, sink)
         if call.count is not None:
             call.count()
         # In place: a view could not be written to by who gets it.
@@ -281,6 +320,7 @@ def forward(
         sizes = whole.shape[2] - 2 * num_kv, num_kv, num_kv
         q, k, v = whole.transpose(1, 2).split_with_sizes(sizes, 1)
         out, lse = ring_forward(q, k, v, tiles, call)
+        out, lse = _sunk(out, lse, _own_sink(sink, call))
         out = out.transpose(1, 2)
         (own,) = heads.start_to_tokens(out, [out.shape[2]], call.where, call.quantized)()
     if call.count is not None:
@@ -288,17 +328,59 @@ def forward(
     return own if heads.is_packed else own.transpose_(1, 2), whole, out, lse
 
 
+def _own_sink(sink: Tensor | None, call: AttentionCall) -> Tensor | None:
+    """Return a view of the sinks of the heads that this rank attends with."""
+    heads = call.heads
+    if sink is None or heads is None:
+        return sink
+    each = sink.shape[0] // heads.num_kv_heads
+    return sink.narrow(0, heads.first_kv_head * each, heads.own_kv_heads * each)
+
+
+def _sunk(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Add one more score to each softmax, with a value of 0: kernels' gradients hold for it too."""
+    if sink is None:
+        return out, lse
+    whole = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
+    return (out * (lse - whole).exp()[..., None]).to(out.dtype), whole
+
+
+def _sink_gradient(
+    grad: Tensor, out: Tensor, lse: Tensor, sink: Tensor, call: AttentionCall
+) -> Tensor:
+    """Return that of all sinks, from (B, heads of this rank, S, D); 0 for heads of others."""
+    own = _own_sink(sink, call)
+    assert own is not None
+    weights, wide = (own.to(lse.dtype)[:, None] - lse).exp(), wide_dtype(out)
+    each = weights * (grad.to(wide) * out.to(wide)).sum(-1)
+    total = torch.zeros_like(sink)
+    view = _own_sink(total, call)
+    assert view is not None
+    view.copy_(-each.sum((0, 2)))
+    return total
+
+
 def backward(
-    grad: Tensor, kept: Sequence[Tensor], mask: Tensor | None, call: AttentionCall
+    grad: Tensor,
+    kept: Sequence[Tensor],
+    mask: Tensor | None,
+    sink: Tensor | None,
+    call: AttentionCall,
 ) -> tuple[Tensor, ...]:
-    """Return gradients of q, k, v at home; `kept` as `_Attention.forward` keeps it."""
+    """Return gradients of q, k, v at home, and of a sink.
+
+    `kept` is as `_Attention.forward` keeps it.
+    """
     tiles, heads = call.tiles(mask) if callable(call.tiles) else call.tiles, call.heads
     with shared(f"{call.where}, backward"):
         if heads is None:
             *tensors, lse = kept
             saved = [*map(_by_head, tensors), lse]
             grads = ring_backward(_by_head(grad), saved, tiles, call)
-            return tuple(grads) if grad.dim() == 4 else tuple(x[0].transpose(0, 1) for x in grads)
+            grads = grads if grad.dim() == 4 else [x[0].transpose(0, 1) for x in grads]
+            if sink is None:
+                return tuple(grads)
+            return *grads, _sink_gradient(_by_head(grad), saved[3], lse, sink, call)
         whole, out, lse = kept
         num_kv = heads.own_kv_heads
         sizes = whole.shape[2] - 2 * num_kv, num_kv, num_kv
@@ -309,7 +391,10 @@ def backward(
         grads = ring_backward(grad_here, saved, tiles, call)
         together = torch.cat(grads, 1).transpose(1, 2)
         own = heads.start_to_tokens(together, [x.shape[1] for x in grads], call.where)()
-    return tuple(own if heads.is_packed else [x.transpose(1, 2) for x in own])
+        own = own if heads.is_packed else [x.transpose(1, 2) for x in own]
+        if sink is None:
+            return tuple(own)
+        return *own, _sink_gradient(grad_here, saved[3], lse, sink, call)
 
 
 def _by_head(x: Tensor) -> Tensor:
@@ -333,13 +418,14 @@ def find_call(
 # another tensor. Where no heads are shared, `whole` and `out` are empty.
 torch.library.define(
     "bascule::attend",
-    "(Tensor q, Tensor k, Tensor v, Tensor? mask, SymInt[] sizes, str call)"
+    "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sink, SymInt[] sizes, str call)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 torch.library.define(
     "bascule::attend_backward",
-    "(Tensor grad, Tensor[] kept, Tensor? mask, SymInt[] sizes, str call) -> Tensor[]",
+    "(Tensor grad, Tensor[] kept, Tensor? mask, Tensor? sink, SymInt[] sizes, str call)"
+    " -> Tensor[]",
     tags=torch.Tag.pt2_compliant_tag,
 )
 attend_op = torch.ops.bascule.attend.default
@@ -350,10 +436,17 @@ for _operator in (attend_op, _backward_op):  # one of no rows is still waited fo
 
 @torch.library.impl("bascule::attend", "CompositeExplicitAutograd")
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sizes: Sequence[int], name: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sink: Tensor | None,
+    sizes: Sequence[int],
+    name: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with shared("attend"):
-        own, whole, out, lse = forward(q, k, v, mask, find_call(name, sizes, q, k, v, mask))
+        call = find_call(name, sizes, q, k, v, mask)
+        own, whole, out, lse = forward(q, k, v, mask, sink, call)
     own, lse = _by_token(_own_memory(_by_token(own))), _own_memory(lse)
     if whole is None or out is None:
         return own, q.new_empty(0), q.new_empty(0), lse
@@ -362,7 +455,13 @@ def _attend(
 
 @torch.library.register_fake("bascule::attend")
 def _(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sizes: Sequence[int], name: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sink: Tensor | None,
+    sizes: Sequence[int],
+    name: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     together, num_q, num_kv = sizes[:3]
     batch, wide = q.shape[0] if q.dim() == 4 else 1, torch.promote_types(q.dtype, torch.float32)
@@ -376,20 +475,31 @@ def _(
 
 @torch.library.impl("bascule::attend_backward", "CompositeExplicitAutograd")
 def _attend_backward(
-    grad: Tensor, kept: Sequence[Tensor], mask: Tensor | None, sizes: Sequence[int], name: str
+    grad: Tensor,
+    kept: Sequence[Tensor],
+    mask: Tensor | None,
+    sink: Tensor | None,
+    sizes: Sequence[int],
+    name: str,
 ) -> list[Tensor]:
     k = _keys_like(grad, kept, sizes)
     call = find_call(name, sizes, grad, k, k, mask)
-    grads = backward(grad, kept, mask, call)
-    return [_by_token(_own_memory(_by_token(x))) for x in grads]
+    dq, dk, dv, *rest = backward(grad, kept, mask, sink, call)
+    return [*(_by_token(_own_memory(_by_token(x))) for x in (dq, dk, dv)), *rest]
 
 
 @torch.library.register_fake("bascule::attend_backward")
 def _(
-    grad: Tensor, kept: Sequence[Tensor], mask: Tensor | None, sizes: Sequence[int], name: str
+    grad: Tensor,
+    kept: Sequence[Tensor],
+    mask: Tensor | None,
+    sink: Tensor | None,
+    sizes: Sequence[int],
+    name: str,
 ) -> list[Tensor]:
     k = _keys_like(grad, kept, sizes)
-    return [_empty_at_home(x, grad) for x in (grad, k, k)]
+    own = [_empty_at_home(x, grad) for x in (grad, k, k)]
+    return own if sink is None else [*own, torch.empty_like(sink)]
 
 
 def _keys_like(grad: Tensor, kept: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
@@ -417,10 +527,10 @@ def _own_memory(x: Tensor) -> Tensor:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, mask, sizes, name = inputs
+    q, k, v, mask, sink, sizes, name = inputs
     own, *brought = output
     kept = brought if sizes[1] else (q, k, v, own, brought[-1])
-    ctx.save_for_backward(mask, *kept)
+    ctx.save_for_backward(mask, sink, *kept)
     ctx.mark_non_differentiable(*brought)
     ctx.set_materialize_grads(False)  # of those: they are large
     ctx.settings = sizes, name
@@ -428,10 +538,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 6
+        return (None,) * 7
     refuse_second(grad)
-    mask, *kept = ctx.saved_tensors
-    return *_backward_op(grad, kept, mask, *ctx.settings), *(None,) * 3
+    mask, sink, *kept = ctx.saved_tensors
+    dq, dk, dv, *rest = _backward_op(grad, kept, mask, sink, *ctx.settings)
+    return dq, dk, dv, None, rest[0] if rest else None, None, None
 
 
 def _no_second(ctx: Any, *grads: Any) -> Any:

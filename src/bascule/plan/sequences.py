@@ -138,6 +138,44 @@ class Masks:
         at = ranges(cumulative(self.counts)[seqs], self.counts[seqs])
         return Masks(self.counts[seqs], self.lens[at], self.is_causal[at], self.is_first[at])
 
+    def chunks(self, size: int) -> "tuple[Masks, Bools]":
+        """Cut causal documents into ones of so many tokens; return which go on after another."""
+        counts = -(-self.lens // size)
+        of_span = np.repeat(np.arange(counts.size), counts)
+        places = ranges(np.zeros_like(counts), counts)
+        lens = np.minimum(size, self.lens[of_span] - places * size)
+        per_seq = sums_by(self.seqs, counts, self.counts.size)
+        return Masks(per_seq, lens, np.ones(lens.size, bool), np.ones(lens.size, bool)), places > 0
+
+    def before(
+        self, queries: Stretch, keys: Stretch, window: int, goes_on: Bools
+    ) -> tuple[Pairs, Pairs, Pairs]:
+        """Return what a window shows of the chunk before, for these `chunks` as long as it.
+
+        Two lists of rectangles, and one of triangles whose runs are both to be taken in reverse: a
+        query sees those keys that are less than a window before it.
+        """
+        q_from, q_to = self._within(queries)
+        first = keys.starts[self.seqs]
+        last, start = first + keys.lens[self.seqs], self.starts - window
+        k_from = np.clip(start, first, last) + window  # where each key leaves the window
+        k_to = np.clip(self.starts, first, last) + window
+        k_to = np.where(goes_on, np.maximum(k_to, k_from), k_from)
+        both_from, both_to = np.clip(k_from, q_from, q_to), np.clip(k_to, q_from, q_to)
+
+        def pairs(q_from: Ints, q_to: Ints, k_from: Ints, k_to: Ints) -> Pairs:
+            seen = np.flatnonzero((q_to > q_from) & (k_to > k_from))
+            bounds = (x[seen] for x in (q_from, q_to, k_from - window, k_to - window))
+            q_start, q_end, k_start, k_end = bounds
+            seqs = self.seqs[seen]
+            return Pairs(*_at(queries, seqs, q_start, q_end), *_at(keys, seqs, k_start, k_end))
+
+        return (
+            pairs(q_from, both_from, k_from, k_to),
+            pairs(both_from, both_to, both_to, k_to),
+            pairs(both_from, both_to - 1, both_from + 1, both_to),
+        )
+
     def rectangles(self, queries: Stretch, keys: Stretch) -> Pairs:
         """Return runs of queries that see one run of keys alike, but for those of `triangles`.
 

@@ -4,20 +4,20 @@ Shapes: T tokens that this rank computes on, H heads, K key-value heads, D head 
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from bascule.attention import PackedSequences, Scores, attend_packed
 from bascule.errors import ConfigError
 from bascule.parallel import Step
-from bascule.stand_in import as_in_use
+from bascule.sdpa import SequenceParallelMode
 from bascule.transformers.separation import Reach, check_separates, reach_of
 
 NAME = "bascule"
@@ -68,20 +68,11 @@ def call_packed(
     return _call(model, step, rows, position_ids)
 
 
-def _call(
-    model: nn.Module,
-    step: Any,
-    rows: dict[str, Tensor],
-    positions: Tensor | None,
-    *,
-    has_mask: bool = True,
-) -> Any:
+def _call(model: nn.Module, step: Any, rows: dict[str, Tensor], positions: Tensor | None) -> Any:
     """Call a model on one row; without positions it counts them itself."""
     inputs: dict[str, Any] = {name: x[None] for name, x in rows.items()}
     if positions is not None:
         inputs["position_ids"] = positions[..., None, :]
-    if has_mask:  # transformers takes one of four dims as it is, and makes none from the tokens
-        inputs["attention_mask"] = torch.zeros(1, 1, 0, 0, device=step.token_slot.device)
     return model(**inputs, use_cache=False, bascule_step=step)
 
 
@@ -92,19 +83,15 @@ class Alone:
     """Attends within a few whole sequences on this rank, in place of a step."""
 
     def __init__(self, lens: list[int], device: torch.device) -> None:
-        self._lens = lens
-        self.seen: list[tuple[int, dict[str, Any]]] = []  # window of its mask or 0, and settings
+        self._seqs = PackedSequences.build(lens, device)
+        self.has_attended, self.is_one = False, len(lens) == 1
         self.token_slot = torch.arange(sum(lens), device=device)
-        self.plan = SimpleNamespace(masks=None, seq_lens=np.array(lens))
+        self.plan = SimpleNamespace(masks=None)
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
         """Attend as `Step.attend` does."""
-        settings: dict[str, Any] = {"is_causal": causal, "scale": scale, "enable_gqa": True}
-        parts = zip(*(x.transpose(0, 1).split(self._lens, 1) for x in (q, k, v)), strict=True)
-        outs = [functional.scaled_dot_product_attention(*part, **settings) for part in parts]
-        return torch.cat(outs, 1).transpose(0, 1).contiguous()
+        self.has_attended = True
+        return attend_packed(q, k, v, self._seqs, **settings)
 
 
 def _try(model: nn.Module, rows: dict[str, Tensor], positions: Tensor) -> Reach:
@@ -130,12 +117,7 @@ def _try(model: nn.Module, rows: dict[str, Tensor], positions: Tensor) -> Reach:
         return _call(model, Alone(lens, like.device), dict.fromkeys(rows, x), placed)
 
     check_separates(model, run, "such a model cannot be called packed: train it on padded batches")
-    alone = Alone([1], like.device)
-    with torch.no_grad(), as_in_use(model):
-        one = {name: x.new_ones(1, *x.shape[1:]) for name, x in rows.items()}
-        _call(model, alone, one, positions.new_zeros(*positions.shape[:-1], 1), has_mask=False)
-    windows = [width for width, settings in alone.seen if settings.get("sliding_window") is None]
-    return reach_of(model, windows)
+    return reach_of(model)
 
 
 def attend_in_bags(
@@ -146,60 +128,113 @@ def attend_in_bags(
     attention_mask: Tensor | None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Attend in a step, called by transformers: (1, H, T, D), (1, K, T, D) to (1, T, H, D)."""
+    """Attend in a step or over a mesh, called by transformers: (B, H, T, D) to (B, T, H, D)."""
     step = settings.get("bascule_step")
-    if not isinstance(step, Step | Alone):
+    if not isinstance(step, Step | Alone | SequenceParallelMode):
         raise ConfigError(
             f'attn_implementation="{NAME}" with bascule_step={step!r}: call the model by '
             "call_packed(model, step, input_ids=ids), or to generate set its attn_implementation "
             'to "sdpa"; a model that does not pass arguments on to attention cannot attend in bags'
         )
     has_mask = attention_mask is not None and attention_mask.numel() > 0
-    if query.shape[0] != 1 or key.shape[2] != query.shape[2] or has_mask:
+    is_row = query.shape[0] == 1 or isinstance(step, SequenceParallelMode)
+    if not is_row or key.shape[2] != query.shape[2] or has_mask:
         raise ConfigError(
             f"{query.shape[0]} rows of {query.shape[2]} queries and {key.shape[2]} keys, "
             f"{'with' if has_mask else 'without'} a mask: a step takes one row of all tokens, "
             "without padding, prefix or cache; use call_packed(model, step, ..)"
         )
-    if isinstance(step, Step):
-        check_settings(settings, int(step.plan.seq_lens.max(initial=0)))
-    else:
-        step.seen.append((0 if attention_mask is None else attention_mask.shape[-1], settings))
     is_causal = settings.get("is_causal")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
+    scores = _scores_of(attention_mask, settings)
+    if isinstance(step, Alone) and step.is_one:
+        _check_mask(module, attention_mask, bool(is_causal), query.device)
+    scale, sink, width = settings.get("scaling"), settings.get("s_aux"), value.shape[-1]
+    if width != query.shape[-1]:  # as in multi-head latent attention: exchanges take one width
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        most = max(width, query.shape[-1])
+        query, key, value = (
+            functional.pad(x, (0, most - x.shape[-1])) for x in (query, key, value)
+        )
+    if isinstance(step, SequenceParallelMode):
+        options = {"is_causal": bool(is_causal), "scale": scale, "enable_gqa": True}
+        out = step.over_mesh(query, key, value, **options, scores=scores, sink=sink)
+        return out.transpose(1, 2)[..., :width].contiguous(), None
     num_rows, num_tokens = query.shape[2], step.token_slot.shape[0]
     is_padded = num_rows == 1 and num_tokens == 0
     q, k, v = (x[0, :, : 0 if is_padded else None].transpose(0, 1) for x in (query, key, value))
     causal = bool(is_causal) and step.plan.masks is None  # masks of a plan hold for its sequences
-    out = step.attend(q, k, v, causal=causal, scale=settings.get("scaling"))
+    out = step.attend(q, k, v, causal=causal, scale=scale, scores=scores, sink=sink)
     if is_padded:
         out = torch.cat([out, out.new_zeros(1, *out.shape[1:])])
-    return out[None], None
+    return out[None, ..., :width], None
 
 
 def _keep_mask(
-    *args: Any, attention_mask: Tensor | None = None, local_size: int | None = None, **others: Any
+    *args: Any,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    mask_function: Callable[..., Tensor] | None = None,
+    config: Any = None,
+    **others: Any,
 ) -> Tensor:
-    """Return the caller's mask, which attention refuses; else an empty one as wide as a window."""
-    return torch.zeros(1, 1, 0, local_size or 0) if attention_mask is None else attention_mask
+    """Return the caller's mask, which attention refuses if it hides any token; else an empty one.
 
+    Its shape is (window or size of chunks, or 0, and 1 more; 2 of chunks, else 1; 0; 0).
+    """
+    is_compiled = torch.compiler.is_compiling()
+    if attention_mask is not None and (is_compiled or not attention_mask.all()):
+        return attention_mask
+    is_chunk = local_size is not None and local_size == getattr(config, "attention_chunk_size", 0)
+    mask = torch.zeros(1 + (local_size or 0), 2 if is_chunk else 1, 0, 0)
+    if not is_compiled:
+        setattr(mask, _FUNCTION, mask_function)
+    return mask
+
+
+_FUNCTION = "bascule_function"  # of transformers, by which a model's masks are compared with ours
 
 _UNDERSTOOD = tuple(  # of the settings of attention; others are refused, unless they are off
-    "bascule_step is_causal scaling position_ids cache_position logits_to_keep use_cache "
-    "num_items_in_batch output_hidden_states return_dict".split()
+    "bascule_step is_causal scaling softcap s_aux position_ids cache_position logits_to_keep "
+    "use_cache num_items_in_batch output_hidden_states return_dict".split()
 )
 
 
-def check_settings(settings: dict[str, Any], longest: float) -> None:
-    """Refuse settings of attention that it does not know, for sequences up to a length."""
+def _scores_of(mask: Tensor | None, settings: dict[str, Any]) -> Scores:
+    """Return what a layer's mask and its settings say; refuse settings that are not understood."""
+    size, kind = (0, 1) if mask is None else (mask.shape[0] - 1, mask.shape[1])
     for name, value in settings.items():
-        if value is None or value is False or name in _UNDERSTOOD:
+        is_off = value is None or value is False or (name == "dropout" and value == 0)
+        if is_off or name in _UNDERSTOOD or (name == "sliding_window" and value == size):
             continue
-        is_wide = name == "sliding_window" and value >= longest
-        if not is_wide and not (name == "dropout" and value == 0):
-            shown = f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else value
-            raise ConfigError(
-                f"{name}={shown}, which step.attend does not know (the longest sequence has "
-                f"{longest} tokens): change the model's configuration, or use its own attention"
-            )
+        shown = f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else value
+        raise ConfigError(
+            f"{name}={shown}, which bascule's attention does not know: change the model's "
+            "configuration, or use its own attention"
+        )
+    cap = settings.get("softcap") or 0.0
+    return Scores(chunk=size, cap=cap) if kind == 2 else Scores(window=size, cap=cap)
+
+
+def _check_mask(module: nn.Module, mask: Tensor | None, causal: bool, device: torch.device) -> None:
+    """Refuse a mask that shows other keys than `Scores` would, to some queries of a long text."""
+    function = getattr(mask, _FUNCTION, None)
+    if function is None or mask is None:
+        return
+    size, zero = max(mask.shape[0] - 1, 4), torch.zeros(1, 1, dtype=torch.int64, device=device)
+    rows = torch.tensor([0, 1, size - 1, size, 2 * size, 3 * size - 1], device=device)[:, None]
+    columns = torch.arange(3 * size, device=device)
+    wanted = columns <= rows if causal else (columns >= 0).expand(rows.shape[0], -1)
+    if mask.shape[0] > 1:
+        is_chunk = mask.shape[1] == 2
+        wanted = wanted & (rows // size == columns // size if is_chunk else rows - columns < size)
+    try:
+        is_alike = torch.equal(function(zero, zero, rows, columns).expand_as(wanted), wanted)
+    except IndexError:  # of a mask that depends on what the tokens are
+        is_alike = False
+    if not is_alike:
+        raise ConfigError(
+            f"{type(module).__name__} has a mask that is not causal, a window or chunks, which "
+            "bascule's attention does not know: use the model's own attention"
+        )

@@ -1,6 +1,6 @@
 """context_parallel for models of transformers, which are compared with one process first."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from bascule.comm.agree import agree
 from bascule.comm.failures import shared
 from bascule.errors import ConfigError
 from bascule.stand_in import as_in_use, module_of
-from bascule.transformers.bag_attention import NAME, Alone, check_settings, register_attention
+from bascule.transformers.bag_attention import NAME, Alone, register_attention
 from bascule.transformers.separation import (
     NOISE,
     Reach,
@@ -43,15 +43,15 @@ def context_parallel(
     whole sequence. At first use a few tokens over the mesh are compared with one process.
 
     Args:
-        model: With `attn_implementation="sdpa"`; it may be wrapped by DDP or FSDP.
+        model: With any `attn_implementation`; it may be wrapped by DDP or FSDP.
         mesh: The ranks.
         layout: As in `bascule.context_parallel`.
         options: As in `bascule.context_parallel`.
 
     Raises:
         ConfigError: The model computes something else over ranks (the error names its first module
-            that does), has settings of attention that are not understood, sequences are longer
-            than its windows, or positions are missing.
+            that does), has masks or settings of attention that are not understood, or positions
+            are missing, or are not those of one sequence.
     """
     place = AttentionMesh.of(mesh) if isinstance(mesh, DeviceMesh) else mesh
     inner = getattr(model, "module", model)
@@ -62,24 +62,46 @@ def context_parallel(
             by_mesh[place.name] = _try(inner, place)
     reach = by_mesh[place.name]
 
-    def check(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        places = kwargs.get("position_ids")
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        places, advice = kwargs.get("position_ids"), "split(torch.arange(S)[None], mesh, layout, 1)"
         if places is None:
             raise ConfigError(
                 f"{kind} without position_ids would count this rank's tokens from 0: give their "
-                "positions in the whole sequence, as in split(torch.arange(S)[None], mesh, layout, "
-                "1)"
+                f"positions in the whole sequence, as in {advice}"
             )
         ring, ulysses = place.degrees
-        whole = places.shape[-1] * ring * ulysses if layout is None else layout.seq_len
-        reach.check(kind, whole, whole)
+        of = layout or SequenceLayout((places.shape[-1] * ring * ulysses,), ring, ulysses)
+        reach.check(kind, of.seq_len, of.seq_len)
+        if places.dim() == 2 and not torch.compiler.is_compiling():
+            wanted = split(torch.arange(of.seq_len, device=places.device)[None], place, of, 1)
+            if not torch.equal(places, wanted.expand_as(places)):
+                raise ConfigError(
+                    f"{kind}: position_ids are not those of one sequence from 0 in this layout, as "
+                    f"of several documents, between which nothing would be hidden: give {advice}"
+                )
+        return args, {**kwargs, "bascule_step": mode}
 
-    hook = inner.register_forward_pre_hook(check, with_kwargs=True)
+    mode = None
+    hook = inner.register_forward_pre_hook(enter, with_kwargs=True)
     try:
-        with sdpa.context_parallel(place, layout, checked=inner, **options) as mode:
+        with _ours(inner), sdpa.context_parallel(place, layout, checked=inner, **options) as mode:
             yield mode
     finally:
         hook.remove()
+
+
+@contextmanager
+def _ours(model: Any) -> Iterator[None]:
+    """Let a model attend by `attend_in_bags`, within the `with`."""
+    register_attention()
+    parts = {name: getattr(model.config, name, None) for name in model.config.sub_configs}
+    before = {"": model.config._attn_implementation}
+    before |= {name: x._attn_implementation for name, x in parts.items() if x is not None}
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
 
 
 def _try(model: Any, mesh: AttentionMesh) -> Reach:
@@ -106,8 +128,8 @@ def _try(model: Any, mesh: AttentionMesh) -> Reach:
 
     with as_in_use(model), torch.no_grad():
         whole = outputs_of(model, partial(call, ids), own)  # counts positions itself
-        with sdpa.context_parallel(mesh, checked=model):
-            over_ranks = partial(call, own_ids, position_ids=own_places)
+        with _ours(model), sdpa.SequenceParallelMode(mesh, watches=True) as mode:
+            over_ranks = partial(call, own_ids, position_ids=own_places, bascule_step=mode)
             parts = outputs_of(model, over_ranks, lambda x: x)
     noise = NOISE * torch.finfo(next(reversed(parts.values())).dtype).eps
     fault, last = None, list(parts)[-1]
@@ -122,30 +144,12 @@ def _try(model: Any, mesh: AttentionMesh) -> Reach:
         agree(mesh.whole.control or mesh.whole, {}, fault, what=f"{kind} in context_parallel")
     elif fault is not None:
         raise fault
-    with as_in_use(model), torch.no_grad():
-        return _reach(model, kind, call, ids)
-
-
-def _reach(model: Any, kind: str, call: Callable[..., Any], ids: Tensor) -> Reach:
-    """Return what a model reaches, from the masks and settings that its attention gets."""
-    register_attention()
-    config = model.config
-    parts = {name: getattr(config, name, None) for name in config.sub_configs}
-    before = {"": config._attn_implementation}
-    before |= {name: x._attn_implementation for name, x in parts.items() if x is not None}
     alone = Alone([ids.shape[1]], ids.device)
-    model.set_attn_implementation(NAME)
-    try:
+    with as_in_use(model), torch.no_grad(), _ours(model):
         call(ids, bascule_step=alone)
-    finally:
-        model.set_attn_implementation(before)
-    if not alone.seen:
+    if not alone.has_attended:
         raise ConfigError(
             f"{kind} does not attend through transformers' AttentionInterface, so its windows "
             "and settings are not known: it cannot be split by context_parallel"
         )
-    windows = [width for width, _ in alone.seen]
-    for _, settings in alone.seen:
-        windows.append(settings.pop("sliding_window", None) or 0)
-        check_settings(settings, 0)
-    return reach_of(model, windows)
+    return reach_of(model)

@@ -1,7 +1,7 @@
 """What a model does with sequences in a row, tried with a few tokens, and up to which length."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,14 +26,12 @@ _ROPES = {"default", "linear", "yarn", "llama3", "proportional"}  # a token's de
 class Reach:
     """Lengths up to which a model that was tried computes each sequence as alone."""
 
-    window: float  # of masks that transformers would make
     rope: float  # of ropes that change with the longest sequence of a call
     row: float  # of scales that count the tokens of a row
 
     def check(self, name: str, longest: int, row: int) -> None:
         """Refuse longer sequences or rows."""
         for limit, length, fact in (
-            (self.window, longest, "attends within windows or chunks of {} tokens"),
             (self.rope, longest, "has another rope for all where the longest is above {} tokens"),
             (self.row, row, "scales scores by the place in the row, from {} tokens on"),
         ):
@@ -44,8 +42,8 @@ class Reach:
                 )
 
 
-def reach_of(model: nn.Module, windows: Iterable[int]) -> Reach:
-    """Return what a model reaches, from the windows of its masks (0: none) and its modules."""
+def reach_of(model: nn.Module) -> Reach:
+    """Return what a model reaches, from its modules."""
     ropes, scales = [math.inf], [math.inf]
     for module in model.modules():
         kinds: Any = getattr(module, "rope_type", "default")
@@ -57,7 +55,7 @@ def reach_of(model: nn.Module, windows: Iterable[int]) -> Reach:
             ropes.append(min(x.get(name) or config.max_position_embeddings for x in nested))
         if getattr(module, "attn_temperature_tuning", None):
             scales.append(getattr(module, "floor_scale", math.inf) - 1)
-    return Reach(min(filter(None, windows), default=math.inf), min(ropes), min(scales))
+    return Reach(min(ropes), min(scales))
 
 
 def check_separates(model: nn.Module, run: Run, advice: str) -> None:

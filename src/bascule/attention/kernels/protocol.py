@@ -28,6 +28,7 @@ class KernelQuery:
     # tokens of the longest block where queries see only some blocks of keys, else None
     block: int | None = None
     is_packed: bool = False  # whether queries and keys are sequences packed one after another
+    cap: float = 0.0  # soft cap of the scores, 0 for none
 
 
 class Attended(NamedTuple):
@@ -65,9 +66,12 @@ def misfit(
     dtypes: Sequence[torch.dtype] = (),
     takes_bias: bool = True,
     takes_packed: bool = False,
+    takes_cap: bool = False,
     needs_blocks: bool = False,
 ) -> str | None:
     """Return why a kernel for one device and some dtypes (none: all) cannot compute a form."""
+    if form.cap and not takes_cap:
+        return "has no soft cap of scores"
     if device is not None and form.device_type != device:
         devices = {"cpu": "CPUs", "cuda": "CUDA devices"}[device]
         return f"runs on {devices}, not on {form.device_type}"

@@ -8,7 +8,7 @@ row, queries (1, 1, Sq, D) and keys (1, 1, Sk, D), cut as in `BlockRows`.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import count
 from typing import Any
@@ -45,7 +45,7 @@ from bascule.attention.kernels.protocol import (
     without_empty_rows,
 )
 from bascule.attention.kernels.protocol import AttentionKernel as AttentionKernel
-from bascule.attention.mask import AttentionMask, BlockRows
+from bascule.attention.mask import EVERYTHING, AttentionMask, BlockRows
 from bascule.errors import ConfigError
 
 _aten: Any = torch.ops.aten
@@ -145,16 +145,19 @@ class TritonKernel:
         return triton_sparse.gradients(grad, q, k, v, out, lse, blocks_of(mask), scale)
 
 
+@dataclass(frozen=True)
 class PlainKernel:
     """Matmul and softmax: any device and dtype, O(Sq Sk) memory."""
 
+    cap: float = 0.0
+
     def unfit(self, form: KernelQuery) -> str | None:
-        return misfit(form, takes_packed=True)
+        return misfit(form, takes_packed=True, takes_cap=True)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
         if mask.packed is not None:
             return forward_each(self.forward, q, k, v, mask, scale)
-        scores = _scores(q, k, mask, scale)
+        scores = _scores(q, k, mask, scale, self.cap)
         lse = torch.logsumexp(scores, dim=-1)
         weights = _weights(scores, lse)
         return (weights @ repeated_heads(v, q).to(weights.dtype)).to(q.dtype), lse
@@ -165,9 +168,11 @@ class PlainKernel:
             return backward_each(self.backward, grad, done)
         wide = wide_dtype(q)
         grad, out = grad.to(wide), out.to(wide)
-        weights = _weights(_scores(q, k, mask, scale), lse)
+        weights = _weights(_scores(q, k, mask, scale, self.cap), lse)
         delta = (grad * out).sum(dim=-1, keepdim=True)
         dscores = weights * (grad @ repeated_heads(v, q).to(wide).mT - delta) * scale
+        if self.cap:
+            dscores *= 1.0 - (_scores(q, k, EVERYTHING, scale, self.cap) / self.cap) ** 2
         dq = dscores @ repeated_heads(k, q).to(wide)
         dk, dv = dscores.mT @ q.to(wide), weights.mT @ grad
         return dq, summed_heads(dk, k), summed_heads(dv, v)
@@ -362,29 +367,32 @@ def select_kernel(
     has_bias: bool = False,
     block: int | None = None,
     is_packed: bool = False,
+    cap: float = 0.0,
 ) -> AttentionKernel:
     """Return the kernel of that name, or (None) the first in `KERNELS` that fits the query."""
-    form = KernelQuery(device_type, dtype, head_dim, has_bias, block, is_packed)
+    form = KernelQuery(device_type, dtype, head_dim, has_bias, block, is_packed, cap)
     fitting = [other for other, kernel in KERNELS.items() if kernel.unfit(form) is None]
     if name is None:
         if not fitting:
             raise ConfigError(f"no kernel fits: {_reasons(form)}")
-        return KERNELS[fitting[0]]
+        name = fitting[0]
     check_name(name)
     kernel = name if isinstance(name, FunctionKernel) else KERNELS[name]
     reason = kernel.unfit(form)
     if reason is not None:
         advice = f"use one of {', '.join(fitting)}" if fitting else f"none fits: {_reasons(form)}"
         raise ConfigError(f"kernel {name!r} {reason}: {advice}")
-    return kernel
+    return replace(kernel, cap=cap) if cap and isinstance(kernel, PlainKernel) else kernel
 
 
 def _reasons(form: KernelQuery) -> str:
     return "; ".join(f"{name} {kernel.unfit(form)}" for name, kernel in KERNELS.items())
 
 
-def _scores(q: Tensor, k: Tensor, mask: AttentionMask, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, mask: AttentionMask, scale: float, cap: float = 0.0) -> Tensor:
     scores = (q @ repeated_heads(k, q).mT).to(wide_dtype(q)) * scale
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
     if mask.bias is not None:
         scores = scores + mask.bias
     if mask.causal:
