@@ -129,6 +129,7 @@ class State:
     free: set[Block] = field(default_factory=set[Block])  # the largest free blocks
     num_free: int = 0  # ranks of theirs
     move_s: float = 0.0  # that a request loses when it goes on with other ranks
+    num_changes: int = 0  # of the seconds of requests, which a server measures
 
     @classmethod
     def of(cls, num_ranks: int, *, move_s: float = 0.0) -> "State":
@@ -490,9 +491,15 @@ class Balanced:
         self._latencies: list[float] = []  # the same, sorted
         self._line: list[tuple[_Order, Job]] = []  # what waits, as of the last targets
         self._turns = 0  # decisions until new targets
+        self._num_changes = 0  # of seconds that are known
 
     def decide(self, state: State, act: Starts) -> None:
         """Set targets, start what fits, and recall what has more than its target."""
+        if self._num_changes != state.num_changes:
+            self._num_changes = state.num_changes
+            for job in (*state.waiting, *state.running.values()):
+                if job.number in self._known:
+                    self._known[job.number].step_s = self._fast(job.request)
         for job in state.after(self._last):
             self._last = job.number
             self._admit(state, job)
@@ -600,12 +607,17 @@ class Balanced:
         if best is not None:
             act.recall(best)
 
-    def _admit(self, state: State, job: Job) -> None:
-        request, step_s = job.request, dict[int, float]()
+    def _fast(self, request: Request) -> dict[int, float]:
+        """Return the seconds of a step at degrees that are each faster than those before."""
+        step_s = dict[int, float]()
         for degree, seconds in sorted(request.step_s.items()):
             if self._degrees is None or degree in self._degrees:
                 if seconds < min(step_s.values(), default=NEVER):
                     step_s[degree] = seconds
+        return step_s
+
+    def _admit(self, state: State, job: Job) -> None:
+        request, step_s = job.request, self._fast(job.request)
         due = later = request.deadline_s
         if due == NEVER:
             self._virtual = self._virtual or [0.0] * state.num_ranks

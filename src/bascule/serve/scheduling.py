@@ -200,7 +200,7 @@ class Scheduler:
                 self._settle(task, event.block)
             case _:  # it leaves its ranks
                 if event.kind == "done":
-                    self._times.measure(task.form, 0, task.encoding_s + event.seconds)
+                    self._measure(task, 0, task.encoding_s + event.seconds)
                 self._remove(task)
         return True
 
@@ -212,10 +212,14 @@ class Scheduler:
         if event.step == 0:
             task.encoding_s = event.seconds
         else:
-            self._times.measure(task.form, event.block.degree, event.seconds)
+            self._measure(task, event.block.degree, event.seconds)
         task.left = max(0, (event.num_steps or task.request.steps) - event.step)
         if task.block == event.block:
             self._predict(task)
+
+    def _measure(self, task: Task, degree: int, seconds: float) -> None:
+        self._times.measure(task.form, degree, seconds)
+        self.state.num_changes += 1
 
     def _settle(self, task: Task, block: Block) -> None:
         """Let the plan have a task where it is."""
