@@ -12,6 +12,7 @@ from bascule.plan.requests import (
     Dispatch,
     EarliestDeadline,
     Elastic,
+    Job,
     Policy,
     Queue,
     Request,
@@ -249,6 +250,33 @@ def test_deadlines_of_small_and_large_clips() -> None:
 def test_best_degree_of_each_kind() -> None:
     requests = random4(1.0, 0, degrees=(1, 2, 4), num=40)
     assert best_degrees(requests, 4) == {"512": 1, "768": 1, "1024": 4, "1536": 4}
+
+
+class Recorder:
+    """Takes decisions, and lets nothing run."""
+
+    def __init__(self) -> None:
+        self.started: list[Block] = []
+
+    def start(self, job: Job, block: Block) -> None:
+        self.started.append(block)
+
+    def recall(self, job: Job) -> None:
+        raise AssertionError("nothing runs")
+
+
+def test_seconds_that_are_measured_later_decide() -> None:
+    """A request that seemed to meet its deadline on one rank needs two."""
+    state, policy, act = State.of(2), Balanced(), Recorder()
+    step_s = {1: 1.0, 2: 1.0}
+    state.wait(Job(0, Request(step_s=step_s, steps=10, deadline_s=12.0), 10))
+    policy.decide(state, act)
+    step_s |= {1: 2.0, 2: 1.1}
+    policy.decide(state, act)
+    assert act.started == [Block(0, 1)] * 2  # as long as nobody says so
+    state.num_changes += 1
+    policy.decide(state, act)
+    assert act.started[2:] == [Block(0, 2)]
 
 
 def test_what_is_refused() -> None:
