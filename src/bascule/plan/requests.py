@@ -480,7 +480,7 @@ class Balanced:
         *,
         soft: float = 3.0,
         tail: float = 0.97,
-        patience: float = 10.0,
+        patience: float = 30.0,
         degrees: Sequence[int] | None = None,
     ) -> None:
         self._soft, self._tail, self._patience, self._degrees = soft, tail, patience, degrees
