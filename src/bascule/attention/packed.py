@@ -194,7 +194,13 @@ def packed_kernel(name: Kernel | None, q: Tensor, cap: float = 0.0) -> Attention
 
 
 def check(
-    topology: Topology, bag: Bag, kernel: Kernel | None, q: Tensor, k: Tensor, v: Tensor, cap: float
+    topology: Topology,
+    bag: Bag,
+    kernel: Kernel | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cap: float = 0.0,
 ) -> None:
     """Refuse what `attend` cannot do in this bag, or in another, for which this one would wait."""
     packed_kernel(kernel, q, cap)

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from bascule.arrays import Bools, Ints, cumulative, ranges
 from bascule.attention.kernels.protocol import wide_dtype
 from bascule.attention.layout import Run, SequenceLayout, positions_on
-from bascule.attention.mask import AttentionMask, PackedSequences, Scores
+from bascule.attention.mask import PLAIN, AttentionMask, PackedSequences, Scores
 from bascule.attention.ring import Tile
 from bascule.comm.collectives import table_on
 from bascule.comm.exchange import INTEGERS
@@ -168,7 +168,7 @@ class Pieces:
         split = (np.split(part, self.num_runs) for part in parts)
         return [Stretch(*run) for run in zip(*split, strict=True)]
 
-    def tiles(self, masks: Masks | None, scores: Scores) -> list[list[Tile]]:
+    def tiles(self, masks: Masks | None, scores: Scores = PLAIN) -> list[list[Tile]]:
         """Return, by ring rank, the tiles that this rank's queries see; masks by sequence."""
         if masks is None and self.num_runs == 1:  # no causal ones, hence without windows
             mine = self.lens[self.rank]

@@ -94,11 +94,12 @@ class Generation:
         options = self._options
         num_passes = 2 if all(is_guided(one, self._takes) for one in self.prompts) else 1
         ways: dict[str, Any] = {"comm_dtype": options.wire}
-        self.degrees: dict[str, int] = options.degrees
+        degrees: Any = options.degrees
+        self.degrees: dict[str, int] = degrees
         if options.sparse is not None:
             ways["sparse"] = SparseConfig(keep=options.sparse, passes_per_step=num_passes)
-        if options.degrees:
-            return parallelize(self._pipeline, **ways, **self.degrees)
+        if degrees:
+            return parallelize(self._pipeline, **ways, **degrees)
         auto = AutoMesh(num_passes=num_passes, max_ring_degree=options.longest_ring)
         handle = parallelize(self._pipeline, auto, **ways)
         assert handle.choice is not None
