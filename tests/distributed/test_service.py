@@ -185,8 +185,8 @@ def odds(service: Service) -> float:
         assert text in str(refused(ConfigError, service.submit, [submission(3), one]))
     assert "at most 5 may wait" in str(refused(ConfigError, service.submit, [wrong] * (most + 1)))
 
-    many = service.submit([submission(4, 96, 400)] + [submission(5, steps=1)] * (most - 1))
-    until(lambda: service.status(many[0].id).step)
+    many = service.submit([submission(4, 96, 1000)] * most)
+    until(lambda: any(service.status(one.id).step for one in many))
     late = submission(6, deadline_s=1e-3, must_meet_deadline=True)
     assert refused(Late, service.submit, [late]).predicted_s > 1e-3
     busy = refused(Busy, service.submit, [submission(7)] * most)
@@ -194,7 +194,7 @@ def odds(service: Service) -> float:
     assert not [one for one in service.statuses() if one.prompt.seed in (2, 3, 6, 7)]
     in_time = submission(8, deadline_s=1e4, must_meet_deadline=True)
     ids += [one.id for one in service.submit([in_time])]
-    assert service.cancel(many[0].id).state == "cancelled"
+    assert {service.cancel(one.id).state for one in many} == {"cancelled"}
 
     spool: Any = service._spool
     end, spool.end = spool.end, full  # for a while
@@ -210,7 +210,7 @@ def odds(service: Service) -> float:
     until(service.health)
     assert "is ending" in str(refused(Closing, service.submit, [submission(11)]))
     states = Counter(service.status(one).state for one in ids)
-    assert states == {"done": most + 3, "failed": 1, "cancelled": 1}
+    assert states == {"done": 4, "failed": 1, "cancelled": most}
     done, pipeline = [one for one in ids if service.status(one).state == "done"], pipeline_of(TINY)
     return max(apart(service.status(one), service.result(one), pipeline) for one in done)
 
