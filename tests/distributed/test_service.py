@@ -69,14 +69,14 @@ def bursts(service: Service, seed: int, num: int) -> tuple[Counter[str], float]:
     random, diary, ids = Random(seed), Diary(service), list[str]()
     while len(ids) < num:
         many = [
-            submission(len(ids) + k, random.choice((32, 64, 96)), random.choice((2, 5)))
+            submission(len(ids) + k, random.choice((32, 64, 96)), random.choice((2, 4)))
             for k in range(min(random.randrange(1, 9), num - len(ids)))
         ]
         statuses = service.submit(many)
         assert [one.prompt for one in statuses] == [one.prompt for one in many]
         ids += [one.id for one in statuses]
         if random.random() < 0.3:
-            assert service.cancel(random.choice(ids)).has_ended
+            service.cancel(random.choice(ids))
         time.sleep(random.random() * 0.2)
     diary.until_ended(ids)
     scheduler, controller = service._scheduler, service._controller
@@ -185,8 +185,8 @@ def odds(service: Service) -> float:
         assert text in str(refused(ConfigError, service.submit, [submission(3), one]))
     assert "at most 5 may wait" in str(refused(ConfigError, service.submit, [wrong] * (most + 1)))
 
-    many = service.submit([submission(4, 96, 400)] + [submission(5, steps=1)] * (most - 1))
-    until(lambda: service.status(many[0].id).step)
+    many = service.submit([submission(4, 96, 1000)] * most)
+    until(lambda: any(service.status(one.id).step for one in many))
     late = submission(6, deadline_s=1e-3, must_meet_deadline=True)
     assert refused(Late, service.submit, [late]).predicted_s > 1e-3
     busy = refused(Busy, service.submit, [submission(7)] * most)
@@ -194,7 +194,7 @@ def odds(service: Service) -> float:
     assert not [one for one in service.statuses() if one.prompt.seed in (2, 3, 6, 7)]
     in_time = submission(8, deadline_s=1e4, must_meet_deadline=True)
     ids += [one.id for one in service.submit([in_time])]
-    assert service.cancel(many[0].id).state == "cancelled"
+    assert {service.cancel(one.id).state for one in many} == {"cancelled"}
 
     spool: Any = service._spool
     end, spool.end = spool.end, full  # for a while
@@ -210,7 +210,7 @@ def odds(service: Service) -> float:
     until(service.health)
     assert "is ending" in str(refused(Closing, service.submit, [submission(11)]))
     states = Counter(service.status(one).state for one in ids)
-    assert states == {"done": most + 3, "failed": 1, "cancelled": 1}
+    assert states == {"done": 4, "failed": 1, "cancelled": most}
     done, pipeline = [one for one in ids if service.status(one).state == "done"], pipeline_of(TINY)
     return max(apart(service.status(one), service.result(one), pipeline) for one in done)
 
@@ -234,7 +234,7 @@ def until_some_are_done(service: Service) -> None:
 
 
 def until_killed(service: Service, folder: Path, victim: int, num: int) -> str:
-    service.submit([submission(k, 32, 8 if k else 60) for k in range(num)])
+    service.submit([submission(k, 32, 4 if k else 50) for k in range(num)])
     until_some_are_done(service)
     os.kill(int((folder / f"{victim}.pid").read_text()), signal.SIGKILL)
     until(service.health)
@@ -263,7 +263,7 @@ def again(folder: Path, client: Callable[..., Any]) -> Any:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_restart_goes_on(tmp_path: Path, victim: int) -> None:
     """After a kill, and then after a stop in the middle."""
-    num, written = 9, dict[Path, int]()
+    num, written = 6, dict[Path, int]()
 
     def check_written() -> None:
         """What was done before was not done again."""

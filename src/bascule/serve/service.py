@@ -97,7 +97,7 @@ class Service:
         self._tell("stop")
 
     def close(self) -> None:
-        """Wait for the thread, when the engine has ended."""
+        """Wait for the thread, when the engine has ended; raises what the thread failed with."""
         self._thread.join()
         self._spool.close()
         if self._error is not None:
@@ -181,7 +181,6 @@ class Service:
         except Exception as error:
             self._error, self._reason = error, f"{type(error).__name__}: {error}"
             self._controller.close()
-            raise
 
     def _take(self) -> bool:
         """Take the news that there is, and act; return whether the engine has ended."""
@@ -338,7 +337,8 @@ class Service:
         if any(one.must_meet_deadline for one in submissions):
             ends = self._scheduler.ends_s(tasks)
             for one, task in zip(submissions, tasks, strict=True):
-                if one.must_meet_deadline and ends[task] > (one.deadline_s or NEVER):
+                latest_s = NEVER if one.deadline_s is None else one.deadline_s
+                if one.must_meet_deadline and ends[task] > latest_s:
                     raise Late(ends[task])
 
     def _statuses(self, request_ids: Sequence[str]) -> list[Status]:
