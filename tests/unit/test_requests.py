@@ -25,6 +25,7 @@ from bascule.plan.requests import (
 )
 from bascule.plan.solver.solve import assign
 from bascule.sim.requests import Served, serve
+from bascule.workload.requests import NAMED
 from tests.helpers.requests import gf_dit, random4
 
 Figures = tuple[float, float, float]  # P95, P99, share within three times its own seconds
@@ -245,6 +246,24 @@ def test_deadlines_of_small_and_large_clips() -> None:
         best_fit = serve(requests, EarliestDeadline("best fit"), 8)
         assert served.on_time.mean() >= best_fit.on_time.mean()
     assert np.mean(of_kind["S"]) >= 0.92 and min(of_kind["L"]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "load", "slo", "least"),
+    [
+        ("gf-dit-qwen", 0.8, 1.0, 0.99),  # the goal is 92 % of the small and all of the large
+        ("gf-dit-qwen", 1.2, 1.0, 0.8),  # more than they can do; the bound is 0.91
+        ("tetriserve-uniform", 0.3, 1.2, 0.91),
+        ("tetriserve-skewed", 0.3, 1.2, 0.91),
+    ],
+)
+def test_deadlines_of_published_mixes(name: str, load: float, slo: float, least: float) -> None:
+    mix = NAMED[name]()
+    requests = mix.draw(mix.scale(load, 8), 0, slo=slo)
+    served = serve(requests, Balanced(), 8, move_s=0.05)
+    check(served)
+    assert served.on_time.mean() >= least
+    assert served.on_time.mean() >= serve(requests, TetriServe(), 8, move_s=0.05).on_time.mean()
 
 
 def test_best_degree_of_each_kind() -> None:
