@@ -14,7 +14,7 @@ from bascule.data import cost_tracker, loader, packs, samplers
 TOKEN_FIELDS = ("input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids")
 NOT_NONE: dict[Callable[..., Any], dict[str, Any]] = {
     api.attention: {"is_causal": False, "options": api.AttentionOptions()},
-    packed.attend_packed: {"causal": False},
+    packed.attend_packed: {"causal": False, "scores": mask.PLAIN},
     mask.AttentionMask: {"causal": False},
     layout.SequenceLayout: {
         "ring_degree": 1,
