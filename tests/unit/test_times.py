@@ -10,7 +10,7 @@ from bascule.generate.options import Prompt
 from bascule.plan.machine import HardwareProfile
 from bascule.serve.times import Form, Times
 
-LARGE, SMALL = Form(4096, 1), Form(1024, 2)
+LARGE, SMALL, TINY = Form(4096, 1), Form(1024, 2), Form(16, 1)
 
 
 def times(**factors: int) -> Times:
@@ -64,6 +64,16 @@ def test_what_is_not_measured_scales_as_what_is() -> None:
     assert one.once_s(LARGE) == one.once_s(SMALL) == 0.25
     one.measure(LARGE, 0, 0.75)
     assert one.once_s(LARGE) == 0.75
+
+
+def test_a_degree_that_was_not_tried_is_taken_to_pay() -> None:
+    one = times()
+    tiny = one.step_s(TINY)
+    assert tiny[1] < min(tiny[2], tiny[4])  # launches and wires of another machine
+    one.measure(TINY, 1, 1.0)
+    assert tiny == pytest.approx({1: 1.0, 2: 0.75, 4: 0.75**2})
+    one.measure(TINY, 2, 2.0)
+    assert tiny == pytest.approx({1: 1.0, 2: 2.0, 4: 1.5})
 
 
 def test_few_forms_are_remembered() -> None:

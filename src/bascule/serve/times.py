@@ -1,5 +1,6 @@
 """Seconds of requests by degree: predicted, until they are measured."""
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
@@ -14,6 +15,7 @@ from bascule.plan.mesh_choice import DenoisingStep, InferenceMesh, step_seconds
 _MOST_FORMS = 64  # that are remembered
 _LATEST = 5  # of which the median counts
 _ONCE = 0  # in place of a degree: encoding and decoding
+_HOPED = 0.75  # of the seconds at half the degree, where it was not tried
 
 
 class Form(NamedTuple):
@@ -27,7 +29,8 @@ class Times:
     """Seconds of a pipeline's requests by form and degree.
 
     What is predicted for a machine is corrected by the median of what was measured last: at this
-    form and degree, or else at other degrees of the form, or else of all.
+    form and degree, or else at other degrees of the form, or else of all. A degree that was not
+    tried is taken to pay, so that it is: a prediction for another machine is never corrected else.
 
     Args:
         pipeline: Its configuration.
@@ -107,4 +110,9 @@ class Times:
             own = ratios.get(form)
             for degree, predicted in self._predicted[form].items():
                 ratio = own[min(own, key=lambda one: abs(one - degree))] if own else usual
-                self._tables[form][degree] = predicted * ratio
+                seconds = predicted * ratio
+                if own and degree not in own and min(own) < degree:
+                    tried = max(one for one in own if one < degree)
+                    hoped = _HOPED ** math.log2(degree / tried)
+                    seconds = min(seconds, hoped * self._predicted[form][tried] * own[tried])
+                self._tables[form][degree] = seconds
