@@ -124,7 +124,7 @@ class Bag:
         q: Tensor,
         k: Tensor,
         scale: float,
-        scores: Scores,
+        scores: Scores = PLAIN,
         **names: Any,
     ) -> AttentionCall:
         """Return the attention of this rank's tokens: kind "all", "causal" or "contexts"."""
