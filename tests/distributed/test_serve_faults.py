@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bascule.generate.tiny import TINY
 from bascule.serve.spool import Spool
@@ -184,21 +185,28 @@ def started(folder: Path, *options: str, restless: bool = False, strike: str = "
         lines.close()
 
 
-def on_disk(folder: Path) -> tuple[dict[str, str], dict[Path, int]]:
+def on_disk(
+    folder: Path, before: dict[Path, int] | None = None
+) -> tuple[dict[str, str], dict[Path, int]]:
     """States by id, "" if it has not ended; and when outputs of what is done were written.
 
-    Their pixels are those of one process, and no other output is half there, once all have ended.
+    Those of before are as they were, and all have the pixels of one process. Once all have ended,
+    there is no other output, nor half of one.
     """
+    torch.set_num_threads(1)
     pipeline = pipeline_of(TINY)
     with closing(Spool(folder / "spool", f"{TINY}, float32")) as spool:
         waiting, ended = spool.waiting(), spool.ended(10**6)
         done = {spool.output(one): one for one in ended if one.state == "done"}
+    written = {path: path.stat().st_mtime_ns for path in done}
+    before = before or {}
+    assert {path: written[path] for path in before} == before, "an output was made twice"
     for path, one in done.items():
-        assert apart(one, path, pipeline) <= PIXEL, one
+        assert path in before or apart(one, path, pipeline) <= PIXEL, one
     if not waiting:
         assert set((folder / "spool" / "outputs").iterdir()) == set(done)
     states = {one.status.id: "" for one in waiting} | {one.id: one.state for one in ended}
-    return states, {path: path.stat().st_mtime_ns for path in done}
+    return states, written
 
 
 @pytest.mark.slow
@@ -225,7 +233,7 @@ def test_the_guide_and_faults_of_a_day(tmp_path: Path) -> None:
     states, _ = on_disk(tmp_path)
     assert [states.pop(one) for one in running] == ["", ""]
     assert states.pop(other) == "done"
-    assert Counter(states.values()) == {"done": 7, "failed": 1, "cancelled": 2}
+    assert Counter(states.values()) == {"done": 7, "failed": 1, "cancelled": 3}
 
 
 def an_image_by_openais_client(job: Job) -> None:
@@ -326,14 +334,11 @@ def test_kills(tmp_path: Path, rank: str) -> None:
         print(f"ended {strike_s:.1f} s after, {len(accepted)} accepted")
         assert strike_s < TIMEOUT_S + 15.0
         assert f"bascule: rank {rank} failed with exit code -9" in job.text
-        states, now = on_disk(tmp_path)
+        states, written = on_disk(tmp_path, written)
         assert set(states) >= set(accepted) and set(states.values()) <= {"", "done"}
-        assert {path: now[path] for path in written} == written  # nothing was done again
-        written = now
-    states, now = on_disk(tmp_path)
+    states, written = on_disk(tmp_path, written)
     assert set(states) >= set(accepted) and set(states.values()) == {"done"}
-    assert {path: now[path] for path in written} == written
-    assert len(states) - len(accepted) <= ("accepted" in KILLS) * 5
+    assert len(states) - len(accepted) <= (rank == "0")  # it was killed before it answered
 
 
 @pytest.mark.stress
