@@ -302,17 +302,20 @@ def a_full_disk(job: Job) -> None:
     job.until(lambda: job.ask("/health").status == 200)
 
 
-KILLS = """0 encoding 3; 1 encoding 2; 0 step 15; 1 step 9; 0 between steps 12; 1 between steps 7
-0 moving 2; 1 moving 1; 0 joining 2; 1 joining 1; 0 keeping 9; 1 keeping 2; 0 fetching 4
-1 fetching 3; 0 decoding 1; 1 decoding 1; 0 ordering 2; 0 waiting 1; 1 waiting 1; 1 beginning 2
-0 accepting 3; 0 accepted 3; 0 writing 2; 0 written 1; 0 ending 2; 0 ended 2"""
+KILLS = {  # "RANK PLACE NTH" of each life
+    "steps": "0 step 15; 1 between steps 7; 0 between steps 12; 1 step 9",
+    "moves": "0 moving 2; 1 moving 1; 0 joining 2; 1 joining 1; 0 ordering 2",
+    "items": "0 keeping 9; 1 keeping 2; 0 fetching 4; 1 fetching 3; 1 beginning 2",
+    "calls": "1 encoding 2; 0 encoding 3; 0 decoding 1; 1 decoding 1; 0 waiting 1; 1 waiting 1",
+    "disk": "0 accepting 3; 0 accepted 3; 0 writing 2; 0 written 1; 0 ending 2; 0 ended 2",
+}
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("rank", "01")
-def test_kills(tmp_path: Path, rank: str) -> None:
+@pytest.mark.parametrize("what", KILLS)
+def test_kills(tmp_path: Path, what: str) -> None:
     """Of a rank at each place; the next life takes over what was left, until it is killed, too."""
-    strikes = [one for one in re.split(r"[;\n]\s*", KILLS) if one[0] == rank]
+    strikes = KILLS[what].split("; ")
     accepted, written = list[str](), dict[Path, int]()
     for life, strike in enumerate([*strikes, ""]):
         at, strike_s = time.monotonic(), 0.0
@@ -333,12 +336,12 @@ def test_kills(tmp_path: Path, rank: str) -> None:
             strike_s = time.monotonic() - float((tmp_path / "struck").read_text())
         print(f"ended {strike_s:.1f} s after, {len(accepted)} accepted")
         assert strike_s < TIMEOUT_S + 15.0
-        assert f"bascule: rank {rank} failed with exit code -9" in job.text
+        assert f"bascule: rank {strike[0]} failed with exit code -9" in job.text
         states, written = on_disk(tmp_path, written)
         assert set(states) >= set(accepted) and set(states.values()) <= {"", "done"}
     states, written = on_disk(tmp_path, written)
     assert set(states) >= set(accepted) and set(states.values()) == {"done"}
-    assert len(states) - len(accepted) <= (rank == "0")  # it was killed before it answered
+    assert len(states) - len(accepted) <= (what == "disk")  # killed before it answered
 
 
 @pytest.mark.stress
