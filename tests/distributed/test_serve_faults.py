@@ -289,7 +289,7 @@ def a_full_disk(job: Job) -> None:
     (job.folder / "full").unlink()
     assert job.until_ended([first]) == ["done"]
     job.until(lambda: job.ask("/health").status == 200)
-    pid, every = job.ranks()[0], (resource.RLIM_INFINITY,) * 2
+    pid, every = job.ranks()[0], (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     (second,) = job.submit([42], steps=100, side=64)
     job.until_running(second)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
@@ -306,7 +306,7 @@ KILLS = {  # "RANK PLACE NTH" of each life
     "steps": "0 step 15; 1 between steps 7; 0 between steps 12; 1 step 9",
     "moves": "0 moving 2; 1 moving 1; 0 joining 2; 1 joining 1; 0 ordering 2",
     "items": "0 keeping 9; 1 keeping 2; 0 fetching 4; 1 fetching 3; 1 beginning 2",
-    "calls": "1 encoding 2; 0 encoding 3; 0 decoding 1; 1 decoding 1; 0 waiting 1; 1 waiting 1",
+    "calls": "0 waiting 1; 1 waiting 1; 1 encoding 2; 0 encoding 3; 0 decoding 1; 1 decoding 1",
     "disk": "0 accepting 3; 0 accepted 3; 0 writing 2; 0 written 1; 0 ending 2; 0 ended 2",
 }
 
@@ -321,7 +321,7 @@ def test_kills(tmp_path: Path, what: str) -> None:
         at, strike_s = time.monotonic(), 0.0
         with started(tmp_path, *COMMAND, restless=True, strike=strike) as job:
             print(f"life {life}: {strike or 'the last one'}, up in {time.monotonic() - at:.1f} s")
-            for place in range(5):
+            for place in range(0 if "waiting" in strike else 5):
                 try:
                     answer = job.ask("/v1/requests", body(life, 32 + 32 * (place % 2), 5 + place))
                 except (OSError, IndexError):  # it is gone

@@ -24,7 +24,7 @@ def start() -> None:
     """Arm this process, if it is a rank."""
     if "RANK" not in os.environ:
         return
-    import diffusers
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
     from bascule.generate import generating
     from bascule.serve import engine, service, serving
@@ -68,7 +68,7 @@ def start() -> None:
         "joining": (engine.Engine, "_join"),
         "keeping": (Post, "keep"),
         "fetching": (Post, "fetch"),
-        "decoding": (diffusers.AutoencoderKL, "decode"),
+        "decoding": (AutoencoderKL, "decode"),
         "accepting": (Spool, "add"),
         "accepted": (Spool, "add"),
         "ordering": (Controller, "move"),
