@@ -17,6 +17,8 @@ _LOOK_S = 0.5
 def run(options: ServeOptions, arguments: list[str]) -> None:
     """Serve on all ranks until a signal; what is not done then is in the spool."""
     options.check()
+    # Before torch loads: its store would log each second in which no message comes.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from bascule.cli.command import on_ranks
     from bascule.cli.launch import forwarding_stops, in_a_job
 

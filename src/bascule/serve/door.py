@@ -234,6 +234,7 @@ class Door:
         finally:
             ends.cancel()
             gone.cancel()
+            await asyncio.gather(ends, gone, return_exceptions=True)  # else asyncio logs them
 
     async def _result(self, status: Status) -> Path:
         """Return the file of a request; Refusal if there is none."""
@@ -369,8 +370,7 @@ class _Metrics:
             return
         self._ended.labels(status.kind, status.state).inc()
         if status.state == "done" and status.ended_at is not None:
-            seconds = max(0.0, status.ended_at - status.created_at)  # clocks may be set back
-            self._seconds.labels(status.kind).observe(seconds)
+            self._seconds.labels(status.kind).observe(status.ended_at - status.created_at)
 
     def text(self, statuses: list[Status]) -> bytes:
         """Return all metrics."""

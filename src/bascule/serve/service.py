@@ -1,5 +1,6 @@
 """Requests of users: taken to disk, done on the ranks of an engine, and answered."""
 
+import errno
 import inspect
 import io
 import sqlite3
@@ -28,7 +29,8 @@ from bascule.serve.status import Busy, Closing, Late, Status, Submission, Unknow
 from bascule.serve.times import Times
 
 _SHOWN = 20  # requests that have ended, in a list
-_AGAIN_S = 1.0  # between tries to write an end to a disk that is full
+_AGAIN_S = 1.0  # between tries to write to a disk that is full
+_NO_ROOM = errno.ENOSPC, errno.EDQUOT
 
 
 class Service:
@@ -74,6 +76,7 @@ class Service:
         self._lock = threading.Lock()
         self._reason = ""  # why no more requests are taken
         self._full = ""  # why the disk does not take ends
+        self._no_room = ""  # why it does not take outputs
         self._error: Exception | None = None  # of the thread
         self._entries: dict[str, Status] = {}  # of requests that have not ended, as they came
         self._leaving: dict[str, Status] = {}  # those of them whose output is written now
@@ -231,20 +234,31 @@ class Service:
         return asks
 
     def _write(self, status: Status, event: Event) -> None:
-        """Write an output, in a thread of its own."""
-        reason, output, path = "", event.output, self._spool.output(status)
-        try:
-            write_media(path, output[0] if self.kind == "video" else output, self._fps)
-            flush(path)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
+        """Write an output, when the disk has room for it, in a thread of its own."""
+        output, path = event.output, self._spool.output(status)
+        while True:
+            reason = ""
+            try:
+                write_media(path, output[0] if self.kind == "video" else output, self._fps)
+                flush(path)
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                is_full = getattr(error.__cause__ or error, "errno", None) in _NO_ROOM
+                self._no_room = reason if is_full else ""
+            else:
+                self._no_room = ""
+            if not self._no_room:
+                break
+            if self._reason:
+                return  # it begins anew at the next start
+            time.sleep(_AGAIN_S)
         self._tell("written", status.id, reason)
 
     # --- with the lock ----------------------------------------------------------------------------
 
     def _end(self, status: Status, state: str, reason: str = "") -> Status:
         """Keep the end of a request."""
-        ended_at = status.ended_at or time.time()
+        ended_at = status.ended_at or max(status.created_at, time.time())  # clocks are set back
         status = replace(status, state=state, reason=reason, ended_at=ended_at)
         status = replace(status, ranks=(), ends_in_s=None)
         try:
@@ -259,7 +273,7 @@ class Service:
         return status
 
     def _health(self) -> str:
-        return self._reason or (self._full if self._unwritten else "")
+        return self._reason or (self._full if self._unwritten else "") or self._no_room
 
     def _tell(self, kind: str, request_id: str = "", reason: str = "") -> None:
         """Put news of our own to that of the engine."""

@@ -1,0 +1,404 @@
+"""The server as users start it, under faults: what was accepted is done once, and nobody hangs."""
+
+import asyncio
+import base64
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bascule.generate.tiny import TINY
+from bascule.serve.spool import Spool
+from tests.helpers.pages import commands_of
+from tests.helpers.serving import apart, pipeline_of
+from tests.helpers.struck_server import DAY_S, START
+
+openai = pytest.importorskip("openai")
+for _needed in ("diffusers", "transformers", "fastapi", "uvicorn", "prometheus_client"):
+    pytest.importorskip(_needed)
+
+ROOT = Path(__file__).parents[2]
+PIXEL = 1.001 / 255
+TIMEOUT_S = 10.0  # of the ranks
+COMMAND = ("serve", "--model", TINY, "--ranks", "2")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Of the server."""
+
+    status: int
+    headers: dict[str, str]  # names in lower case
+    content: bytes
+
+    @classmethod
+    def of(cls, received: bytes) -> "Answer":
+        head, _, content = received.partition(b"\r\n\r\n")
+        first, *lines = head.decode().split("\r\n")
+        headers = (line.split(": ", 1) for line in lines)
+        return cls(int(first.split()[1]), {name.lower(): value for name, value in headers}, content)
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.content)
+
+    @property
+    def text(self) -> str:
+        return self.content.decode()
+
+
+@dataclass(slots=True)
+class Job:
+    """A server that runs, with its launcher."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+    url: str = ""
+    lines: list[str] = field(default_factory=list[str])  # that it printed, also as errors
+
+    @property
+    def text(self) -> str:
+        return "".join(self.lines)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.url.removeprefix("http://").split(":")
+        return host, int(port)
+
+    def ask(self, path: str, body: Any = None, method: str | None = None) -> Answer:
+        with socket.create_connection(self.address, 60) as connection:
+            connection.sendall(call(path, body, method))
+            return Answer.of(b"".join(iter(lambda: connection.recv(65536), b"")))
+
+    def submit(self, seeds: Sequence[int], **settings: Any) -> list[str]:
+        """Ids of requests that were accepted, one for each seed."""
+        bodies = [body(seed, **settings) for seed in seeds]
+        answers = [self.ask("/v1/requests", one) for one in bodies]
+        assert {one.status for one in answers} == {202}, [one.text for one in answers]
+        return [one.json["data"][0]["id"] for one in answers]
+
+    def row(self, request_id: str) -> dict[str, Any]:
+        return self.ask(f"/v1/requests/{request_id}").json
+
+    def until(self, condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
+        end = time.monotonic() + timeout_s
+        while not condition():
+            assert self.process.poll() is None, self.text
+            assert time.monotonic() < end, self.text
+            time.sleep(0.02)
+
+    def until_ended(self, ids: Sequence[str], timeout_s: float = 60.0) -> list[str]:
+        """States, when all have ended."""
+        ends = ("done", "failed", "cancelled")
+        for one in ids:
+            self.until(lambda one=one: self.row(one)["state"] in ends, timeout_s)
+        return [self.row(one)["state"] for one in ids]
+
+    def until_running(self, request_id: str) -> None:
+        self.until(lambda: self.row(request_id)["step"] > 0)
+
+    def ranks(self) -> dict[int, int]:
+        """Process ids by rank."""
+        pids = dict[int, int]()
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                variables = (path / "environ").read_bytes().decode(errors="replace").split("\0")
+            except (OSError, IndexError):
+                continue
+            rank = [one[5:] for one in variables if one.startswith("RANK=")]
+            if parent == self.process.pid and rank:
+                pids[int(rank[0])] = int(path.name)
+        return pids
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """End it as an operator would; it exits with 0."""
+        self.process.send_signal(number)
+        assert self.process.wait(timeout=30) == 0, self.text
+
+
+def call(path: str, body: Any = None, method: str | None = None) -> bytes:
+    """What a client sends."""
+    sent = b"" if body is None else json.dumps(body).encode()
+    head = f"{method or ('GET' if body is None else 'POST')} {path} HTTP/1.1\r\nHost: localhost\r\n"
+    head += f"Connection: close\r\nContent-Length: {len(sent)}\r\n"
+    return f"{head}Content-Type: application/json\r\n\r\n".encode() + sent
+
+
+def body(seed: int, side: int = 32, steps: int = 4, **more: Any) -> dict[str, Any]:
+    sizes = {"size": f"{side}x{side}", "steps": steps, "seed": seed}
+    return {"prompt": f"boat {seed}"} | sizes | more
+
+
+@contextmanager
+def started(folder: Path, *options: str, restless: bool = False, strike: str = "") -> Iterator[Job]:
+    """A server on the spool of a folder, until the block ends."""
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(START)
+    (folder / "struck").unlink(missing_ok=True)
+    path = [str(folder), str(ROOT / "src"), str(ROOT)]
+    variables = {"PYTHONPATH": os.pathsep.join(path), "BASCULE_FAULTS_IN": str(folder)}
+    variables |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    variables |= {"BASCULE_RESTLESS": "1"} if restless else {}
+    variables |= {"BASCULE_STRIKE": strike} if strike else {}
+    words = [*options, "--port", "0", "--spool", str(folder / "spool")]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bascule", *words, "--timeout-s", str(TIMEOUT_S)],
+        env=os.environ | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    job = Job(process, folder)
+    assert process.stdout is not None
+    lines = process.stdout
+    reader = threading.Thread(target=lambda: job.lines.extend(lines))
+    reader.start()
+    try:
+        job.until(lambda: re.search(r" at (http://\S+), requests in ", job.text), 120)
+        found = re.search(r" at (http://\S+), requests in ", job.text)
+        assert found is not None
+        job.url = found[1]
+        yield job
+    finally:
+        pids = job.ranks() if process.poll() is None else {}
+        for pid in pids.values():
+            os.kill(pid, signal.SIGKILL)
+        process.kill()
+        process.wait()
+        reader.join()
+        lines.close()
+
+
+def on_disk(
+    folder: Path, before: dict[Path, int] | None = None
+) -> tuple[dict[str, str], dict[Path, int]]:
+    """States by id, "" if it has not ended; and when outputs of what is done were written.
+
+    Those of before are as they were, and all have the pixels of one process. Once all have ended,
+    there is no other output, nor half of one.
+    """
+    torch.set_num_threads(1)
+    pipeline = pipeline_of(TINY)
+    with closing(Spool(folder / "spool", f"{TINY}, float32")) as spool:
+        waiting, ended = spool.waiting(), spool.ended(10**6)
+        done = {spool.output(one): one for one in ended if one.state == "done"}
+    written = {path: path.stat().st_mtime_ns for path in done}
+    before = before or {}
+    assert {path: written[path] for path in before} == before, "an output was made twice"
+    for path, one in done.items():
+        assert path in before or apart(one, path, pipeline) <= PIXEL, one
+    if not waiting:
+        assert set((folder / "spool" / "outputs").iterdir()) == set(done)
+    states = {one.status.id: "" for one in waiting} | {one.id: one.state for one in ended}
+    return states, written
+
+
+@pytest.mark.slow
+def test_the_guide_and_faults_of_a_day(tmp_path: Path) -> None:
+    """One server, started as the guide says; what befalls one request harms no other."""
+    install, serve = commands_of("docs/serve.md")[:2]
+    assert install == ["pip", "install", "bascule[serve]"]
+    assert serve == ["bascule", *COMMAND]
+    with started(tmp_path, *serve[1:]) as job:
+        an_image_by_openais_client(job)
+        num = len(job.lines)
+        time.sleep(2.5)
+        assert job.lines[num:] == []  # who waits is silent
+        (other,) = job.submit([1], steps=200, side=64)
+        job.until_running(other)
+        a_client_that_vanishes(job)
+        one_that_fails(job)
+        a_clock_set_back(job)
+        a_full_disk(job)
+        running = job.submit([2, 3], steps=200, side=128)
+        job.until_running(running[1])
+        job.stop()
+    assert "Traceback" not in job.text
+    states, _ = on_disk(tmp_path)
+    assert [states.pop(one) for one in running] == ["", ""]
+    assert states.pop(other) == "done"
+    assert Counter(states.values()) == {"done": 7, "failed": 1, "cancelled": 3}
+
+
+def an_image_by_openais_client(job: Job) -> None:
+    client = openai.OpenAI(base_url=f"{job.url}/v1", api_key="none", timeout=60)
+    extra = {"steps": 4, "seed": 7}
+    image: Any = client.images.generate(prompt="a", size="32x32", extra_body=extra).data[0]
+    content = job.ask(f"/v1/requests/{image.id}/content").content
+    assert base64.b64decode(image.b64_json) == content
+
+
+def a_client_that_vanishes(job: Job) -> None:
+    """Its images are cancelled, the one that runs and the one that waits."""
+    sent = call("/v1/images/generations", body(10, steps=200, side=128, n=2))
+
+    def own() -> list[dict[str, Any]]:
+        rows = job.ask("/v1/requests").json["data"]
+        return [one for one in rows if one["prompt"] == "boat 10"]
+
+    with socket.create_connection(job.address) as connection:
+        connection.sendall(sent)
+        job.until(lambda: any(one["step"] > 0 for one in own()))
+    job.until(lambda: [one["state"] for one in own()] == ["cancelled"] * 2)
+
+
+def one_that_fails(job: Job) -> None:
+    ids = job.submit([20, 21, 22])
+    (wrong,) = job.submit([23], prompt="wrong")
+    assert job.until_ended([*ids, wrong]) == ["done"] * 3 + ["failed"]
+    assert "MemoryError: no memory is left" in job.row(wrong)["reason"]
+
+
+def a_clock_set_back(job: Job) -> None:
+    """By a day, while a request runs."""
+    (before,) = job.submit([30], steps=40, deadline_s=3600)
+    (job.folder / "back").touch()
+    (after,) = job.submit([31], deadline_s=60, must_meet_deadline=True)
+    assert job.until_ended([before, after]) == ["done"] * 2
+    (job.folder / "back").unlink()
+    rows = [job.row(one) for one in (before, after)]
+    assert rows[0]["created_at"] - rows[1]["created_at"] > DAY_S - 60
+    assert all(one["ended_at"] >= one["created_at"] for one in rows)
+    assert job.ask("/health").status == 200
+
+
+def a_full_disk(job: Job) -> None:
+    """First for outputs and then for the spool, too; all goes on when there is room."""
+    (first,) = job.submit([40], steps=2)
+    (job.folder / "full").touch()
+    job.until(lambda: "No space left" in job.ask("/health").text)
+    assert job.row(first)["state"] == "running"
+    refused = job.ask("/v1/requests", body(41))
+    assert refused.status == 503 and "No space left" in refused.json["error"]["message"]
+    (job.folder / "full").unlink()
+    assert job.until_ended([first]) == ["done"]
+    job.until(lambda: job.ask("/health").status == 200)
+    pid, every = job.ranks()[0], (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    (second,) = job.submit([42], steps=100, side=64)
+    job.until_running(second)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+    refused = job.ask("/v1/requests", body(43))
+    assert refused.status == 503 and "the spool takes no more requests" in refused.text
+    gone = job.ask(f"/v1/requests/{second}", method="DELETE")
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, every)
+    assert gone.status == 200
+    job.until(lambda: job.row(second)["state"] == "cancelled")
+    job.until(lambda: job.ask("/health").status == 200)
+
+
+KILLS = {  # "RANK PLACE NTH" of each life
+    "steps": "0 step 15; 1 between steps 7; 0 between steps 12; 1 step 9",
+    "moves": "0 moving 2; 1 moving 1; 0 joining 2; 1 joining 1; 0 ordering 2",
+    "items": "0 keeping 9; 1 keeping 2; 0 fetching 4; 1 fetching 3; 1 beginning 2",
+    "calls": "0 waiting 1; 1 waiting 1; 1 encoding 2; 0 encoding 3; 0 decoding 1; 1 decoding 1",
+    "disk": "0 accepting 3; 0 accepted 3; 0 writing 2; 0 written 1; 0 ending 2; 0 ended 2",
+}
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("what", KILLS)
+def test_kills(tmp_path: Path, what: str) -> None:
+    """Of a rank at each place; the next life takes over what was left, until it is killed, too."""
+    strikes = KILLS[what].split("; ")
+    accepted, written = list[str](), dict[Path, int]()
+    for life, strike in enumerate([*strikes, ""]):
+        at, strike_s = time.monotonic(), 0.0
+        with started(tmp_path, *COMMAND, restless=True, strike=strike) as job:
+            print(f"life {life}: {strike or 'the last one'}, up in {time.monotonic() - at:.1f} s")
+            for place in range(0 if "waiting" in strike else 5):
+                try:
+                    answer = job.ask("/v1/requests", body(life, 32 + 32 * (place % 2), 5 + place))
+                except (OSError, IndexError):  # it is gone
+                    break
+                if answer.status != 503:
+                    accepted += [answer.json["data"][0]["id"]]
+            if not strike:
+                assert set(job.until_ended(accepted, 120)) == {"done"}
+                job.stop()
+                break
+            assert job.process.wait(timeout=60) == 1, job.text
+            strike_s = time.monotonic() - float((tmp_path / "struck").read_text())
+        print(f"ended {strike_s:.1f} s after, {len(accepted)} accepted")
+        assert strike_s < TIMEOUT_S + 15.0
+        assert f"bascule: rank {strike[0]} failed with exit code -9" in job.text
+        states, written = on_disk(tmp_path, written)
+        assert set(states) >= set(accepted) and set(states.values()) <= {"", "done"}
+    states, written = on_disk(tmp_path, written)
+    assert set(states) >= set(accepted) and set(states.values()) == {"done"}
+    assert len(states) - len(accepted) <= (what == "disk")  # killed before it answered
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_during_steps(tmp_path: Path, number: signal.Signals) -> None:
+    with started(tmp_path, *COMMAND) as job:
+        ids = job.submit(range(6), steps=60, side=64)
+        job.until_running(ids[1])
+        job.stop(number)
+    with started(tmp_path, *COMMAND) as job:
+        assert job.until_ended(ids) == ["done"] * 6
+        job.stop(number)
+    assert set(on_disk(tmp_path)[0]) == set(ids)
+
+
+@pytest.mark.stress
+def test_a_thousand_at_once(tmp_path: Path) -> None:
+    async def ask(address: tuple[str, int], seed: int) -> Answer:
+        reader, writer = await asyncio.open_connection(*address)
+        path = "/v1/images/generations" if seed % 2 else "/v1/requests"
+        writer.write(call(path, body(seed, steps=1)))
+        answer = Answer.of(await reader.read())
+        writer.close()
+        return answer
+
+    async def all_ask(address: tuple[str, int]) -> list[Answer]:
+        return await asyncio.gather(*(ask(address, seed) for seed in range(1000)))
+
+    with started(tmp_path, *COMMAND, "--most-waiting", "200") as job:
+        answers = asyncio.run(all_ask(job.address))
+        counts = Counter(one.status for one in answers)
+        refused = [one for one in answers if one.status == 429]
+        assert set(counts) == {200, 202, 429} and counts[200] + counts[202] >= 200, counts
+        assert all(1 <= int(one.headers["retry-after"]) < 600 for one in refused)
+        accepted = [one.json["data"][0]["id"] for one in answers if one.status < 300]
+        assert set(job.until_ended(accepted)) == {"done"}
+        job.stop()
+    print(counts)
+    assert set(on_disk(tmp_path)[0]) == set(accepted)
+
+
+@pytest.mark.stress
+def test_memory_is_flat(tmp_path: Path) -> None:
+    """Of all ranks, between 500 requests and 2,000."""
+    with started(tmp_path, *COMMAND, restless=True) as job:
+        bytes_at = dict[int, list[int]]()
+        for num in range(0, 2000, 20):
+            if num in (500, 1980):
+                pids = sorted(job.ranks().items())
+                bytes_at[num] = [resident(pid) for _, pid in pids]
+            ids = job.submit(range(num, num + 20), steps=2)
+            assert set(job.until_ended(ids)) == {"done"}
+        job.stop()
+    print(bytes_at)
+    for before, after in zip(bytes_at[500], bytes_at[1980], strict=True):
+        assert after < 1.05 * before, bytes_at
+
+
+def resident(pid: int) -> int:
+    return 1024 * int(re.findall(r"VmRSS:\s*(\d+)", Path(f"/proc/{pid}/status").read_text())[0])

@@ -1,0 +1,105 @@
+"""Faults in a rank of `bascule serve`, which its `sitecustomize` lets strike at a place.
+
+`BASCULE_STRIKE` is "RANK PLACE NTH"; the rank kills itself when it comes to the place that often.
+In the folder `BASCULE_FAULTS_IN`, a file "back" sets the clock back by a day, "full" fills the disk
+for outputs, and "struck" says when a rank was killed. The prompt "wrong" fails. `BASCULE_RESTLESS`
+puts requests anywhere.
+"""
+
+import errno
+import functools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+DAY_S = 86400.0
+START = "from tests.helpers import struck_server\n\nstruck_server.start()\n"
+
+
+def start() -> None:
+    """Arm this process, if it is a rank."""
+    if "RANK" not in os.environ:
+        return
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+
+    from bascule.generate import generating
+    from bascule.serve import engine, service, serving
+    from bascule.serve.controller import Controller
+    from bascule.serve.post import Post
+    from bascule.serve.spool import Spool
+    from tests.helpers.serving import Restless
+
+    folder, now, replace = Path(os.environ["BASCULE_FAULTS_IN"]), time.time, os.replace
+
+    def set_back() -> float:
+        return now() - DAY_S if (folder / "back").exists() else now()
+
+    def may_be_full(*args: Any) -> None:
+        if (folder / "full").exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(*args)
+
+    encode = engine.Engine._encode
+
+    def encode_or_fail(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("prompt") == "wrong":
+            raise MemoryError("no memory is left")
+        return encode(self, *args, **kwargs)
+
+    engine.Engine._encode = encode_or_fail
+    time.time = set_back
+    generating.os.replace = may_be_full
+    strike = os.environ.get("BASCULE_STRIKE", "").split()
+    if "BASCULE_RESTLESS" in os.environ:
+        serving.Balanced = functools.partial(Restless, 0)  # pyright: ignore
+    if not strike or strike[0] != os.environ["RANK"]:
+        return
+    places: dict[str, tuple[Any, str]] = {
+        "waiting": (engine.Engine, "_take"),
+        "beginning": (engine.Engine, "_serve"),
+        "encoding": (engine.Engine, "_encode"),
+        "step": (engine.Engine, "_step"),
+        "between steps": (engine.Engine, "_boundary"),
+        "moving": (engine.Engine, "_move"),
+        "joining": (engine.Engine, "_join"),
+        "keeping": (Post, "keep"),
+        "fetching": (Post, "fetch"),
+        "decoding": (AutoencoderKL, "decode"),
+        "accepting": (Spool, "add"),
+        "accepted": (Spool, "add"),
+        "ordering": (Controller, "move"),
+        "writing": (generating.os, "replace"),
+        "written": (service, "flush"),
+        "ending": (Spool, "end"),
+        "ended": (Spool, "end"),
+    }
+    place, nth = " ".join(strike[1:-1]), int(strike[-1])
+    owner, name = places[place]
+    setattr(owner, name, _struck(getattr(owner, name), place, nth, folder))
+
+
+def _struck(function: Callable[..., Any], place: str, nth: int, folder: Path) -> Any:
+    left = nth
+
+    def kill() -> None:
+        (folder / "struck").write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    @functools.wraps(function)
+    def reached(*args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0 and place == "waiting":
+            threading.Timer(1.0, kill).start()
+        elif left == 0 and place not in ("accepted", "written", "ended"):
+            kill()
+        result = function(*args, **kwargs)
+        if left == 0 and place in ("accepted", "written", "ended"):
+            kill()
+        return result
+
+    return reached
