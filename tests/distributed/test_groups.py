@@ -13,13 +13,15 @@ from torch.distributed.distributed_c10d import (
     _get_default_store,  # pyright: ignore[reportPrivateUsage]
 )
 
-from bascule.comm.collectives import all_reduce
+from bascule.comm.collectives import Transfers, all_reduce
 from bascule.comm.failures import LOOK_S, Watch, watch_of_world
 from bascule.comm.groups import member_of, new_group, resolve, timeout_of
 from bascule.comm.mesh import AttentionMesh, mesh_of_all
 from bascule.parallel import SequenceParallel
 from tests.helpers.cases import COST
 from tests.helpers.ranks import raised_by, run_ranks
+
+PAIRS = ("a", (0, 1)), ("a", (1, 0)), ("b", (1, 0))
 
 
 def beside_groups_of_some_ranks() -> None:
@@ -97,6 +99,21 @@ def part_of_an_ended_group() -> None:
         assert group.part([0, 1], "pair").calls.ended == "a failure"
 
 
+def pairs_of_two_ranks_in_any_order() -> None:
+    """Two ranks have several pairs, each with its messages, as two of more ranks have."""
+    world, rank = member_of(resolve(None), "world"), dist.get_rank()
+    numbers, others = [torch.full((3,), 10.0 * rank + k) for k in range(3)], torch.zeros(3, 3)
+    group = world.process_group
+    pairs = [member_of(group, name, ranks=ranks) for name, ranks in PAIRS]
+    posted = list[Transfers]()
+    for k in (0, 1, 2) if rank == 0 else (2, 1, 0):
+        other = pairs[k].ranks.index(1 - rank)
+        posted.append(Transfers(pairs[k], "pairs", {other: numbers[k]}, {other: others[k]}))
+    for one in posted:
+        one.wait()
+    assert others[:, 0].tolist() == [10.0 * (1 - rank) + k for k in range(3)]
+
+
 def tags_of_a_group_and_a_part_of_it() -> list[int]:
     """Their messages take the same connections, and the first call of each is the same."""
     group = member_of(resolve(None), "all")
@@ -138,6 +155,7 @@ def counting_requests() -> None:
         (mesh_after_one_rank_ended_it, 2),
         (meetings_without_the_other, 2),
         (part_of_an_ended_group, 3),
+        (pairs_of_two_ranks_in_any_order, 2),
         (counting_requests, 2),
     ],
 )

@@ -175,6 +175,9 @@ def started(folder: Path, *options: str, restless: bool = False, strike: str = "
         assert found is not None
         job.url = found[1]
         yield job
+    except BaseException:
+        print(job.text)
+        raise
     finally:
         pids = job.ranks() if process.poll() is None else {}
         for pid in pids.values():

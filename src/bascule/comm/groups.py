@@ -243,7 +243,7 @@ def member_of(
     """Return this rank's view of a group, or of some global ranks in this order. No collective."""
     members = dist.get_process_group_ranks(group)
     chosen = tuple(members if ranks is None else ranks)
-    part = f" {name} {chosen}" if len(chosen) < len(members) else ""
+    part = "" if ranks is None else f" {name} {chosen}"
     parts = cast(dict[str, Part], watch_of_world().groups.setdefault(group, {}))
     key = group.group_name + part
     if part not in parts:
