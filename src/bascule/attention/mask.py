@@ -24,7 +24,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What else decides about the scores of an attention; 0 is none.
+    """The window, the chunks and the cap of an attention's scores; 0 is none.
 
     Args:
         window: In causal attention a token sees the last so many tokens, itself included.
@@ -49,7 +49,7 @@ class Scores:
 
     @property
     def is_near(self) -> bool:
-        """Whether tokens see only some of those before."""
+        """True if tokens see only some of those before."""
         return bool(self.window or self.chunk)
 
     @property

@@ -435,7 +435,7 @@ _Order = tuple[int, float, int]  # of urgency: what is less goes first
 
 @dataclass(slots=True)
 class _Known:
-    """What a policy knows of a request from its arrival on."""
+    """The facts of a request that a policy keeps from its arrival on."""
 
     step_s: dict[int, float]  # seconds of a step at degrees, each faster than those before
     narrow: int  # the first of these degrees
@@ -823,7 +823,7 @@ def _is_within(block: Block, other: Block) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RequestBound:
-    """What any policy reaches at most; see `request_bound`."""
+    """Figures that no policy exceeds; see `request_bound`."""
 
     on_time: float  # share of requests within their deadlines
     mean_latency_s: float

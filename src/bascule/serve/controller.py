@@ -51,7 +51,7 @@ class Controller:
 
     @property
     def is_closed(self) -> bool:
-        """Whether no request can start any more."""
+        """True if no request can start any more."""
         return self._is_closed
 
     @property

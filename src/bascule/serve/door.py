@@ -340,7 +340,7 @@ class Door:
 
 
 class _Metrics:
-    """What Prometheus reads, in a registry of its own."""
+    """The metrics that Prometheus reads, in a registry of their own."""
 
     def __init__(self, num_ranks: int) -> None:
         self._registry = registry = prometheus.CollectorRegistry()

@@ -1,4 +1,4 @@
-"""What clients send, checked: fields in OpenAI's form, pictures, and refusals in one sentence."""
+"""Read what clients send: fields in OpenAI's form and pictures, or refuse in one sentence."""
 
 import base64
 import binascii

@@ -1,4 +1,4 @@
-"""What stands before the door: keys, limits of bodies, slow clients; errors in OpenAI's form."""
+"""Checks before the door: keys, limits of bodies, slow clients; errors in OpenAI's form."""
 
 import asyncio
 import hmac

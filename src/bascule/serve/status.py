@@ -1,4 +1,4 @@
-"""What the service of requests takes and answers: submissions, their status, four refusals."""
+"""The words between service and door: submissions, their status, four refusals."""
 
 from dataclasses import dataclass
 
@@ -91,5 +91,5 @@ class Status:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more happens to it."""
+        """True if nothing more happens to it."""
         return self.state in ENDED

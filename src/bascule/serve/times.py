@@ -19,7 +19,7 @@ _HOPED = 0.75  # of the seconds at half the degree, where it was not tried
 
 
 class Form(NamedTuple):
-    """What the seconds of a request depend on."""
+    """The facts that the seconds of a request depend on."""
 
     num_tokens: int  # without those of the text
     num_passes: int  # of a step
@@ -30,7 +30,7 @@ class Times:
 
     What is predicted for a machine is corrected by the median of what was measured last: at this
     form and degree, or else at other degrees of the form, or else of all. A degree that was not
-    tried is taken to pay, so that it is: a prediction for another machine is never corrected else.
+    tried is taken to pay, so that it will be: else a prediction of another machine would stay.
 
     Args:
         pipeline: Its configuration.

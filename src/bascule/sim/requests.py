@@ -22,7 +22,7 @@ from bascule.plan.requests import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Served:
-    """What became of requests under a policy.
+    """The ends of requests under a policy.
 
     Attributes:
         requests: In the order of arrival.
@@ -67,7 +67,7 @@ class Served:
         return {kind: np.flatnonzero(kinds == kind) for kind in sorted(work, key=work.__getitem__)}
 
     def figures(self) -> dict[str, float]:
-        """Return what `compare` tells of a policy, by name."""
+        """Return the figures of a `Row`, by name."""
         late = self.latency_s
         alone = np.array([one.alone_s for one in self.requests])
         p50, p95, p99 = np.percentile(late, [50, 95, 99]).tolist()
@@ -200,7 +200,7 @@ BOUND = "bound"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a policy did with a workload at a load.
+    """The figures of a policy with a workload at a load.
 
     Attributes:
         load: The load, or the requests a second.
