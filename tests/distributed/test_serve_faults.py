@@ -218,7 +218,7 @@ def test_the_guide_and_faults_of_a_day(tmp_path: Path) -> None:
     install, serve = commands_of("docs/serve.md")[:2]
     assert install == ["pip", "install", "bascule[serve]"]
     assert serve == ["bascule", *COMMAND]
-    with started(tmp_path, *serve[1:]) as job:
+    with started(tmp_path, *serve[1:], "--max-steps", "1000") as job:
         an_image_by_openais_client(job)
         num = len(job.lines)
         time.sleep(2.5)
@@ -229,14 +229,14 @@ def test_the_guide_and_faults_of_a_day(tmp_path: Path) -> None:
         one_that_fails(job)
         a_clock_set_back(job)
         a_full_disk(job)
-        running = job.submit([2, 3], steps=200, side=128)
-        job.until_running(running[1])
+        assert job.until_ended([other]) == ["done"]
+        running = job.submit([2, 3], steps=1000, side=128)
+        job.until(lambda: any(job.row(one)["step"] > 0 for one in running))
         job.stop()
     assert "Traceback" not in job.text
     states, _ = on_disk(tmp_path)
     assert [states.pop(one) for one in running] == ["", ""]
-    assert states.pop(other) == "done"
-    assert Counter(states.values()) == {"done": 7, "failed": 1, "cancelled": 3}
+    assert Counter(states.values()) == {"done": 8, "failed": 1, "cancelled": 3}
 
 
 def an_image_by_openais_client(job: Job) -> None:
