@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,13 +19,14 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
 
 from bascule.generate.tiny import TINY
 from bascule.serve.spool import Spool
-from tests.helpers.pages import commands_of
+from tests.helpers.pages import blocks_of, commands_of
 from tests.helpers.serving import apart, pipeline_of
 from tests.helpers.struck_server import DAY_S, START
 
@@ -383,6 +385,48 @@ def test_a_thousand_at_once(tmp_path: Path) -> None:
         job.stop()
     print(counts)
     assert set(on_disk(tmp_path)[0]) == set(accepted)
+
+
+@pytest.mark.stress
+@pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx")
+def test_the_guide_behind_nginx(tmp_path: Path) -> None:
+    """Links have the name and port that the client knows; events come while the request runs."""
+    (place,) = (one.text for one in blocks_of("docs/serve.md") if "proxy_pass" in one.text)
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        front = f"localhost:{one.getsockname()[1]}"
+    key, path = "a key of twenty characters", tmp_path / "nginx.conf"
+    headers = {"Authorization": f"Bearer {key}"}
+    (tmp_path / "key").write_text(key)
+    with started(tmp_path, *COMMAND, "--api-key-file", str(tmp_path / "key")) as job:
+        place = place.replace("127.0.0.1:8000", job.url.removeprefix("http://"))
+        path.write_text(
+            f"daemon off; pid {tmp_path}/pid; error_log stderr; events {{}}\n"
+            f"http {{ access_log off; server {{ listen {front}; {place} }} }}"
+        )
+        nginx = subprocess.Popen(["nginx", "-p", str(tmp_path), "-c", str(path)])
+        try:
+            client = openai.OpenAI(base_url=f"http://{front}/v1", api_key=key, timeout=60)
+            extra = {"steps": 4, "seed": 7}
+            settings: dict[str, Any] = {"prompt": "a", "size": "32x32", "extra_body": extra}
+            image: Any = client.images.generate(**settings, response_format="url").data[0]
+            assert image.url == f"http://{front}/v1/requests/{image.id}/content"
+            with urlopen(Request(image.url, headers=headers)) as answer:
+                assert answer.read(4) == b"\x89PNG"
+            long = {"prompt": "b", "size": "64x64", "steps": 200}
+            asked: Any = client.post("/requests", body=long, cast_to=object)
+            url = f"http://{front}/v1/requests/{asked['data'][0]['id']}"
+            states = list[tuple[str, str]]()  # by an event, and when it has come
+            with urlopen(Request(f"{url}/events", headers=headers)) as events:
+                for line in filter(bytes.strip, events):
+                    with urlopen(Request(url, headers=headers)) as answer:
+                        now = json.load(answer)["state"]
+                    states.append((json.loads(line.removeprefix(b"data: "))["state"], now))
+            assert states[-1] == ("done", "done") and ("running", "running") in states, states
+        finally:
+            nginx.terminate()
+            nginx.wait()
+        job.stop()
 
 
 @pytest.mark.stress
