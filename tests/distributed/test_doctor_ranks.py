@@ -196,3 +196,15 @@ def test_the_command_starts_its_own_ranks(
     report = json.loads(path.read_text())
     assert code == bool(report["findings"]), error
     assert report["num_ranks"] == 2 and "2 ranks" in out
+
+
+def alone() -> None:
+    """The first rank comes to its job, and the second one does not."""
+    if os.environ["RANK"] == "0":
+        main(["doctor", *SMALL, "--timeout-s", "1"])
+
+
+def test_a_rank_that_waits_alone_says_so() -> None:
+    done = in_a_job(alone)
+    assert done.returncode == 1
+    assert "ranks of this job did not meet within 1 s" in done.stderr.splitlines()[-1]

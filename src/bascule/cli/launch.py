@@ -94,7 +94,14 @@ def joined(timeout_s: float) -> Iterator[torch.device]:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    except dist.DistError as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise CommError(
+            f"the ranks of this job did not meet within {timeout_s:g} s: {reason}: see that "
+            "all of them start, or give a longer --timeout-s"
+        ) from error
     try:
         yield device
     finally:
