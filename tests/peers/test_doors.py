@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -23,9 +24,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention
 
 from bascule import SparseConfig, context_parallel
-from bascule.attention.api import AttentionMesh, SequenceLayout
+from bascule.attention.api import AttentionMesh, SequenceLayout, split
 from bascule.peers import in_place_of
-from tests.helpers.mesh_cases import difference, reference
+from tests.helpers.mesh_cases import difference, make_mesh, reference
 from tests.helpers.oracle import dense_attention
 from tests.helpers.ranks import raised_by, run_ranks
 
@@ -182,7 +183,8 @@ def in_place_of_yunchang(ring: int, ulysses: int) -> dict[str, float]:
         if kind != "basic" and ring > 1 and ulysses > 1:
             assert "an order of its own" in raised_by(attend, cut, cut, cut, causal=True)[1]
             continue
-        want = reference(*[x.transpose(1, 2)] * 3, None, True).transpose(1, 2)
+        whole = x.transpose(1, 2)
+        want = reference(whole, whole, whole, None, True).transpose(1, 2)
         want = EXTRACT_FUNC_DICT[kind](want, dist.get_rank(), size, rd=ring, ud=ulysses)
         errors[kind] = difference(attend(cut, cut, cut, causal=True), want)
     return errors
@@ -211,6 +213,50 @@ def packed() -> float:
     layout = SequenceLayout((24,), 1, 2)
     attend = in_place_of(LongContextAttentionQKVPacked())
     return error_of(swapped(lambda *qkv: attend(torch.stack(qkv, 2))), layout)
+
+
+def as_in_the_guide(ring: int, ulysses: int) -> dict[str, float]:
+    """The lines of docs/sequence_parallel.md, for a number of tokens that ranks do not divide."""
+    from yunchang import (  # pyright: ignore[reportMissingImports]
+        LongContextAttention,
+        set_seq_parallel_pg,
+    )
+    from yunchang.kernels import AttnType  # pyright: ignore[reportMissingImports]
+
+    mesh = make_mesh(ring, ulysses)
+    rank, world_size, num_tokens, errors = dist.get_rank(), dist.get_world_size(), 333, {}
+    q, k, v = (normal(1, num_tokens, 5, 8, seed=seed) for seed in range(3))
+    set_seq_parallel_pg(ulysses, ring, rank, world_size)
+    layer = LongContextAttention(attn_type=AttnType.TORCH_EFFICIENT)
+    layer.forward = in_place_of(layer)
+    whole = [x[:, : 12 * world_size].transpose(1, 2) for x in (q, k, v)]
+    want = reference(whole[0], whole[1], whole[2], None, False).transpose(1, 2)
+    chunks = [x[:, : 12 * world_size].chunk(world_size, 1)[rank] for x in (q, k, v)]
+    errors["even"] = difference(layer(*chunks), want.chunk(world_size, 1)[rank])
+
+    layout = SequenceLayout((num_tokens,), ring, ulysses)
+    layer.forward = in_place_of(layer, layout=layout)
+    out = layer(*(split(x, mesh, layout, dim=1) for x in (q, k, v)))
+    want = reference(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, False)
+    errors["uneven"] = difference(out, split(want, mesh, layout, 2).transpose(1, 2))
+
+    sparse = SparseConfig(keep=0.4)
+    layout = SequenceLayout((num_tokens,), ring, ulysses, stripe=sparse.dealt)
+    layer.forward = in_place_of(layer, layout=layout, sparse=sparse)
+    out = layer(*(split(x, mesh, layout, dim=1) for x in (q, k, v)))
+    one = AttentionMesh(None, None, None)
+    layer.forward = in_place_of(
+        layer, mesh=one, layout=replace(layout, ring_degree=1, ulysses_degree=1), sparse=sparse
+    )
+    errors["sparse"] = difference(out, split(layer(q, k, v), mesh, layout, 1))
+    return errors
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), MESHES[:3])
+def test_in_place_of_yunchang_as_in_the_guide(ring: int, ulysses: int) -> None:
+    pytest.importorskip("yunchang")
+    for errors in run_ranks(as_in_the_guide, ring * ulysses, ring, ulysses):
+        assert max(errors.values()) < EXACT, errors
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), MESHES)
@@ -291,7 +337,7 @@ def beside_xdit(ring: int, ulysses: int) -> dict[str, float]:
         for strategy in (None, "front", "rear"):
             names, call = ("query", "key", "value"), dict[str, Any]()
             if strategy is not None:
-                call = {f"joint_{name}": x for name, x in zip(names, text, strict=True)}
+                call |= {f"joint_{name}": x for name, x in zip(names, text, strict=True)}
                 call["joint_strategy"] = strategy
             theirs = usp.USP(*local, **call)
             errors[f"USP, {strategy}"] = difference(in_place_of(usp.USP)(*local, **call), theirs)
