@@ -72,7 +72,8 @@ def in_place_of(
         take: Callable[..., Any] = wishes.pop
         qkv: list[Tensor] = [*take("qkv").unbind(2)] if "qkv" in wishes else list(map(take, _ROLES))
         joint = "joint_tensor_" if is_module else "joint_"
-        text: list[Tensor] = [x for role in _ROLES if (x := take(joint + role, None)) is not None]
+        parts: list[Tensor | None] = [take(joint + role, None) for role in _ROLES]
+        text = [x for x in parts if x is not None]
         if is_module:
             qkv, text = ([x.transpose(1, 2) for x in tensors] for tensors in (qkv, text))
         ranks = fixed or _mesh_of_peer(peer, take("mesh", None))

@@ -437,6 +437,39 @@ def test_what_para_attention_computes(ring: int, ulysses: int) -> None:
         assert max(errors.values()) < CLOSE, errors
 
 
+def in_replicas(ring: int, ulysses: int) -> float:
+    """Ranks of which only some share a sequence: theirs may need a process group of their own."""
+    groups(ring, ulysses)
+    layout = SequenceLayout((29,), ring, ulysses)
+    return error_of(swapped(in_place_of(layer_of(), layout=layout)), layout)
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1), (2, 2)])
+def test_in_place_of_yunchang_in_replicas(ring: int, ulysses: int) -> None:
+    pytest.importorskip("yunchang")
+    assert max(run_ranks(in_replicas, 2 * ring * ulysses, ring, ulysses)) < EXACT
+
+
+def compiled() -> list[float]:
+    """In one graph, where the mesh is given."""
+    groups(1, 2)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ring", "ulysses"))
+    functions = [swapped(in_place_of(layer_of(), mesh=mesh))]
+    if has("xfuser"):
+        layer = torch.nn.Identity()
+        functions.append(partial(in_place_of(xdit()[0].USP, mesh=mesh), attn_layer=layer))
+    if has("para_attn"):
+        functions.append(in_place_of(para_attention(1, 2)[1], mesh=mesh))
+    layout = SequenceLayout((24,), 1, 2)
+    return [error_of(torch.compile(one, fullgraph=True), layout) for one in functions]
+
+
+def test_in_place_of_others_in_one_graph() -> None:
+    pytest.importorskip("yunchang")
+    for errors in run_ranks(compiled, 2):
+        assert max(errors) < EXACT, errors
+
+
 def sparse_in_place(ring: int, ulysses: int) -> dict[str, float]:
     """Masks of three calls of a layer, whose plan follows them, and two layers with a rule."""
     groups(ring, ulysses)
