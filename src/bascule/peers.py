@@ -91,19 +91,20 @@ def in_place_of(
         tokens = layout or _layout(peer, ranks, qkv[0].shape[2], sparse)
         has_text = bool(text) or strategy not in (None, "none")
         if sparse is not None:
-            absent = {"mask": mask, "joint": has_text, "causal": is_causal, "softcap": cap}
-            for name, value in absent.items():
+            unfit = {"mask": mask, "joint": has_text, "causal": is_causal, "softcap": cap}
+            for name, value in unfit.items():
                 _refuse(f"{name} with sparse", value)
-            layer = attn if handle is None else handle
-            states = layers.setdefault(layer, SparseLayers(sparse, ranks))
-            out = _sparse(states, qkv, tokens, scale)
-        else:
-            if has_text:
-                qkv, tokens = _joined(qkv, text, strategy, tokens)
-            options = AttentionOptions(tokens, scores=Scores(left + 1, cap=cap))
-            more: Any = {"attn_mask": mask, "is_causal": is_causal, "scale": scale}
-            (q, k, v), device = qkv, qkv[0].device.type
-            with torch.autocast(device, enabled=False):  # not of what attention is made of
+        elif has_text:
+            qkv, tokens = _joined(qkv, text, strategy, tokens)
+        q, k, v = qkv
+        with torch.autocast(q.device.type, enabled=False):  # not of what attention is made of
+            if sparse is not None:
+                layer = attn if handle is None else handle
+                states = layers.setdefault(layer, SparseLayers(sparse, ranks))
+                out = _sparse(states, (q, k, v), tokens, scale)
+            else:
+                options = AttentionOptions(tokens, scores=Scores(left + 1, cap=cap))
+                more: Any = {"attn_mask": mask, "is_causal": is_causal, "scale": scale}
                 out = attention(q, k, v, ranks, options=options, **more)
         return out.transpose(1, 2) if is_module else out
 
@@ -116,8 +117,8 @@ def _refuse(name: str, value: object) -> None:
     if is_object or value:
         shown = type(value).__name__ if is_object else repr(value)
         raise ConfigError(
-            f"{name}: {shown}: attention in the place of another package's does not have it; leave "
-            "it out, or keep that package's attention for this call"
+            f"{name} ({shown}) is not offered in the place of another package's attention: leave "
+            "it out, or keep that package's for this call"
         )
 
 
@@ -188,13 +189,15 @@ def _joined(
 
 
 def _sparse(
-    layers: SparseLayers, qkv: list[Tensor], layout: SequenceLayout, scale: float | None
+    layers: SparseLayers,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    layout: SequenceLayout,
+    scale: float | None,
 ) -> Tensor:
     """Attend to the blocks that a layer's masks or rule show, and plan its next call."""
     if layout.stripe != layers.config.dealt:
         raise ConfigError(f"{layout} with sparse: give it stripe={layers.config.dealt}")
-    one, (q, k, v) = SparsePass(layers), qkv
-    segments = {str(number): length for number, length in enumerate(layout.segments)}
-    out = one.attend(one.next_layer() or 0, (q, k, v), segments, scale)
+    one, segments = SparsePass(layers), enumerate(layout.segments)
+    out = one.attend(one.next_layer() or 0, qkv, {str(x): num for x, num in segments}, scale)
     one.end()
     return out

@@ -522,14 +522,21 @@ def refused() -> list[str]:
         lambda: in_place_of(UlyssesAttention(attn_type=layer.attn_type)),
         lambda: in_place_of(scaled_dot_product_attention),
         lambda: in_place_of(layer)(x, x[:, :5], x),
+        lambda: in_place_of(layer)(*[x[:, dist.get_rank() :]] * 3),
     ]
     return [raised_by(call)[1] for call in calls]
 
 
 REFUSALS = (
-    *("dropout_p: 0.1", "alibi_slopes: Tensor", "return_attn_probs: True", "window_size without"),
-    *("causal with sparse: True", "give it stripe=8", "attn_processor: Identity"),
+    *(
+        "dropout_p (0.1)",
+        "alibi_slopes (Tensor)",
+        "return_attn_probs (True)",
+        "window_size without",
+    ),
+    *("causal with sparse (True)", "give it stripe=8", "attn_processor (Identity)"),
     *("give one of USP", "give one of USP", "as many keys as queries"),
+    "disagree on the form",
 )
 
 
