@@ -477,11 +477,16 @@ def sparse_in_place(ring: int, ulysses: int) -> dict[str, float]:
     masks = np.random.default_rng(0).random((3, 1, 5, 13, 13)) < 0.4
     masks[..., 0] = True
     masks[:, :, 1:3] = True  # heads that see all, for work to move
-    lens, errors = [8] * 12 + [5], dict[str, float]()
+    lens, errors, seen = [8] * 12 + [5], dict[str, float](), None
     attend = in_place_of(layer_of(), layout=layout, sparse=SparseConfig(masks=masks, block=8))
     for step, mask in enumerate(masks[:, 0]):
         seen = torch.from_numpy(mask.repeat(lens, axis=1).repeat(lens, axis=2))
         errors[f"step {step}"] = error_of(swapped(attend), layout, heads=(5, 5), mask=seen)
+    if has("para_attn") and min(ring, ulysses) == 1:
+        _, function, mesh = para_attention(ring, ulysses)
+        sparse = SparseConfig(masks=masks[-1], block=8)
+        attend = in_place_of(function, mesh=mesh, layout=layout, sparse=sparse)
+        errors["para_attn"] = error_of(attend, layout, heads=(5, 5), mask=seen)
     if not has("xfuser"):
         return errors
     usp, layers = xdit()[0].USP, [torch.nn.Identity() for _ in range(2)]
@@ -496,7 +501,7 @@ def sparse_in_place(ring: int, ulysses: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), MESHES)
-def test_sparse_in_place_of_yunchang_and_xdit(ring: int, ulysses: int) -> None:
+def test_sparse_in_place_of_all(ring: int, ulysses: int) -> None:
     pytest.importorskip("yunchang")
     for errors in run_ranks(sparse_in_place, ring * ulysses, ring, ulysses):
         assert max(errors.values()) < EXACT, errors
