@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -107,7 +108,8 @@ def sparse(*, quick: bool = False) -> dict[str, Any]:
     each rank, heads in their order. "with": blocks dealt in turns, heads through the solver, and
     moves that pay. Predicted is the ratio of their imbalances with a barrier after each round, as
     db-SP defines it. Outputs are compared with dense masked attention in one process. Target: 95 %
-    of the prediction.
+    of the prediction. "split", on the ring alone: each rank has a part of every block, as in
+    BurstEngine, which is even without a plan.
     """
     cases = on_ranks(_sparse_on_rank, 5 if quick else 40)
     for case in cases:
@@ -118,6 +120,10 @@ def sparse(*, quick: bool = False) -> dict[str, Any]:
             f"{case['after']['rho']:.3f}; error {case['error']:.1e}",
             case["share"] >= SHARE_TARGET,
         )
+        if "split" in case:
+            say(
+                f"    time over that of blocks split over all ranks: {case['split']['median']:.3f}x"
+            )
         assert case["error"] < LARGEST_ERROR
     return {"cases": cases}
 
@@ -138,13 +144,17 @@ def _sparse_on_rank(rounds: int) -> list[dict[str, Any]]:
                 .planner(ulysses, ring)
                 .plan(masks, BlockLayout.striped(lens, ulysses, ring)),
             }
-            times, error = _sparse_times(mesh, plans, masks, rounds)
+            masks_of = dict.fromkeys(plans, masks)
+            if ulysses == 1:
+                plans["split"], masks_of["split"] = _split(masks, lens, ring)
+            times, error = _sparse_times(mesh, plans, masks_of, rounds)
             rho = {
                 name: {"rho": plan.imbalance, "critical_path": plan.critical_path_imbalance}
                 for name, plan in plans.items()
             }
             predicted = plans["without"].imbalance / plans["with"].imbalance
             speedup = ratio(times["without"], times["with"])
+            split = {"split": ratio(times["with"], times["split"])} if ulysses == 1 else {}
             cases.append(
                 {
                     "ring": ring,
@@ -157,24 +167,29 @@ def _sparse_on_rank(rounds: int) -> list[dict[str, Any]]:
                     "share": speedup["median"] / predicted,
                     "median_s": {name: statistics.median(one) for name, one in times.items()},
                     "error": error,
+                    **split,
                 }
             )
     return cases
 
 
+def _split(masks: Any, lens: Any, num_ranks: int) -> tuple[SparsePlan, Any]:
+    """Return the plan of a ring whose ranks have a part of every block, and its masks."""
+    parts = np.stack([(lens + rank) // num_ranks for rank in range(num_ranks)], axis=1).ravel()
+    masks = masks.repeat(num_ranks, axis=1).repeat(num_ranks, axis=2)
+    home = BlockLayout.striped(parts, 1, num_ranks)
+    return plan_under(in_order(len(masks), home, home, 1, num_ranks), masks), masks
+
+
 def _sparse_times(
-    mesh: AttentionMesh, plans: dict[str, SparsePlan], masks: Any, rounds: int
+    mesh: AttentionMesh, plans: dict[str, SparsePlan], masks_of: dict[str, Any], rounds: int
 ) -> tuple[dict[str, list[float]], float]:
     """Return the seconds of each plan in each round, and the largest error."""
-    seen, error, calls = rows_of(masks), 0.0, {}
+    error, calls = 0.0, {}
     with torch.inference_mode():
         for name, plan in plans.items():
-            inputs, expected = _sparse_inputs(plan, masks)
-
-            def call(inputs: tuple[Tensor, ...] = inputs, plan: SparsePlan = plan) -> Tensor:
-                q, k, v = inputs
-                return sparse_attention(q, k, v, mesh, plan, seen)
-
+            inputs, expected = _sparse_inputs(plan, masks_of[name])
+            call = partial(sparse_attention, *inputs, mesh, plan, rows_of(masks_of[name]))
             calls[name] = call
             error = max(error, float((call() - expected).norm() / expected.norm()))
         return in_turns(calls, rounds, warmup=1), error

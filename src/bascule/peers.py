@@ -1,0 +1,203 @@
+"""Exact attention in the place of that of yunchang, xDiT and ParaAttention.
+
+Shapes: B batch, H heads, T tokens of this rank, J joint tokens, which every rank has, D head width.
+"""
+
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from bascule.attention.api import AttentionMesh, AttentionOptions, SequenceLayout, attention
+from bascule.attention.mask import Scores
+from bascule.comm.failures import shared
+from bascule.comm.groups import member_of, resolve, this_world
+from bascule.comm.mesh import as_attention_mesh, group_of, mesh_over
+from bascule.diffusers.sparse_layers import SparseConfig, SparseLayers, SparsePass
+from bascule.errors import ConfigError
+
+_MODULES = ("LongContextAttention", "LongContextAttentionQKVPacked", "xFuserLongContextAttention")
+_KNOWN = ("USP", "ring_attn_func", "ulysses_attn_func", *(f"{one}.forward" for one in _MODULES))
+_WITHOUT_EFFECT = ("attn", "backend", "combine_qkv_a2a", "deterministic", "kv_head_repeat", "mesh")
+_ROLES = ("query", "key", "value")
+
+
+def in_place_of(
+    peer: Callable[..., Any],
+    *,
+    mesh: AttentionMesh | DeviceMesh | None = None,
+    layout: SequenceLayout | None = None,
+    sparse: SparseConfig | None = None,
+) -> Callable[..., Tensor]:
+    """Return a function with the arguments of another package's attention, exact for any shape.
+
+    It stands for `USP` of xDiT, or `ulysses_attn_func` or `ring_attn_func` of ParaAttention, with
+    tensors (B, H, T, D), or for the `forward` of an attention module of yunchang or xDiT, with
+    (B, T, H, D). Joint tokens are before or after the others, as keys and in the output. Causal
+    order, scale, mask, window and cap mean what they mean in one process. Choices of a transport or
+    a kernel have no effect, nor has `deterministic`: torch.use_deterministic_algorithms decides.
+
+    Args:
+        peer: The function or the module.
+        mesh: The ranks. Default: those of the peer's process groups.
+        layout: Which tokens, joint ones aside, each rank has. Default: one segment, cut as the peer
+            cuts it, the same number on every rank; with `sparse`, stripes of `sparse.dealt`.
+        sparse: Which blocks are computed. A plan is kept from call to call, of `USP` for each
+            `head_balance_layer` or `attn_layer`.
+
+    Raises:
+        ConfigError: Here or in a call, something is asked for that is not exact over ranks.
+    """
+    is_module = isinstance(peer, nn.Module)
+    function: Callable[..., Any] = peer.forward if is_module else peer
+    if getattr(inspect.unwrap(function), "__qualname__", "") not in _KNOWN:
+        raise ConfigError(f"in_place_of({peer!r}): give one of {', '.join(_KNOWN)}")
+    for setting in ("attn_processor", "use_kv_cache", "q_descale", "k_descale", "v_descale"):
+        _refuse(setting, getattr(peer, setting, None))
+    fixed = None if mesh is None else as_attention_mesh(mesh)
+    signature, layers = inspect.signature(function), dict[Hashable, SparseLayers]()
+
+    @functools.wraps(function)
+    @shared("attention in the place of another package's")
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        wishes = dict(signature.bind(*args, **kwargs).arguments)
+        take: Callable[..., Any] = wishes.pop
+        qkv: list[Tensor] = [*take("qkv").unbind(2)] if "qkv" in wishes else list(map(take, _ROLES))
+        joint = "joint_tensor_" if is_module else "joint_"
+        parts: list[Tensor | None] = [take(joint + role, None) for role in _ROLES]
+        text = [x for x in parts if x is not None]
+        if is_module:
+            qkv, text = ([x.transpose(1, 2) for x in tensors] for tensors in (qkv, text))
+        ranks = fixed or _mesh_of_peer(peer, take("mesh", None))
+        strategy, mask = take("joint_strategy", None), take("attn_mask", None)
+        is_causal = take("causal", take("is_causal", False))
+        scale = take("softmax_scale", take("scale", None))
+        (left, right), cap = take("window_size", (-1, -1)), take("softcap", 0.0)
+        attn, handle = take("attn_layer", None), take("head_balance_layer", None)
+        caches = sys.modules.get("xfuser.core.cache_manager.cache_manager")
+        if attn is not None and caches is not None:
+            _refuse("PipeFusion's cache", caches.get_cache_manager().has_cache_entry(attn))
+        for name, value in wishes.items():
+            _refuse(name, name not in _WITHOUT_EFFECT and value)
+        _refuse("window_size without causal", not is_causal and (left, right) != (-1, -1))
+        tokens = layout or _layout(peer, ranks, qkv[0].shape[2], sparse)
+        has_text = bool(text) or strategy not in (None, "none")
+        if sparse is not None:
+            unfit = {"mask": mask, "joint": has_text, "causal": is_causal, "softcap": cap}
+            for name, value in unfit.items():
+                _refuse(f"{name} with sparse", value)
+        elif has_text:
+            qkv, tokens = _joined(qkv, text, strategy, tokens)
+        q, k, v = qkv
+        with torch.autocast(q.device.type, enabled=False):  # not of what attention is made of
+            if sparse is not None:
+                layer = attn if handle is None else handle
+                states = layers.setdefault(layer, SparseLayers(sparse, ranks))
+                out = _sparse(states, (q, k, v), tokens, scale)
+            else:
+                options = AttentionOptions(tokens, scores=Scores(left + 1, cap=cap))
+                more: Any = {"attn_mask": mask, "is_causal": is_causal, "scale": scale}
+                out = attention(q, k, v, ranks, options=options, **more)
+        return out.transpose(1, 2) if is_module else out
+
+    return attend
+
+
+def _refuse(name: str, value: object) -> None:
+    """Refuse what is there and not False, 0 or empty."""
+    is_object = isinstance(value, Tensor | nn.Module)
+    if is_object or value:
+        shown = type(value).__name__ if is_object else repr(value)
+        raise ConfigError(
+            f"{name} ({shown}) is not offered in the place of another package's attention: leave "
+            "it out, or keep that package's for this call"
+        )
+
+
+def _mesh_of_peer(peer: Any, mesh: DeviceMesh | dist.ProcessGroup | None) -> AttentionMesh:
+    """Return the mesh of the process groups that a peer uses, made once."""
+    groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
+    if isinstance(peer, nn.Module):
+        owner: Any = peer
+        groups = owner.ring_pg, owner.ulysses_pg
+    elif peer.__name__ == "USP":
+        owner = importlib.import_module("yunchang.globals").PROCESS_GROUP
+        groups = owner.RING_PG, owner.ULYSSES_PG
+    else:
+        is_ring = peer.__name__ == "ring_attn_func"
+        groups = (resolve(mesh), None) if is_ring else (None, resolve(mesh))
+    if groups == (None, None):
+        raise ConfigError(
+            "USP has no process groups yet: call initialize_model_parallel of xDiT, or "
+            "set_seq_parallel_pg of yunchang, before, or give in_place_of(USP, mesh=..)"
+        )
+    rows, columns = (dist.get_process_group_ranks(x) if x else [dist.get_rank()] for x in groups)
+    ranks = tuple(row + column - dist.get_rank() for row in rows for column in columns)
+
+    def make() -> AttentionMesh:
+        if len(ranks) == 1:
+            return AttentionMesh(None, None, None)
+        known = [x for x in (*groups, resolve(None)) if x is not None]
+        same = [x for x in known if {*dist.get_process_group_ranks(x)} == {*ranks}]
+        whole = member_of(same[0], "attention", ranks=ranks) if same else group_of(ranks)
+        return mesh_over(whole, len(rows), len(columns))
+
+    return this_world().kept((in_place_of, ranks, len(rows)), make, lambda made: made.exists)
+
+
+def _layout(
+    peer: Any, ranks: AttentionMesh, num_tokens: int, sparse: SparseConfig | None
+) -> SequenceLayout:
+    """Return the layout of ranks with as many tokens each."""
+    ring, ulysses = ranks.degrees
+    kind = getattr(getattr(peer, "ring_attn_fn", None), "__name__", "").partition("_")[0]
+    is_zigzag, is_dealt = (kind == name and ring > 1 for name in ("zigzag", "stripe"))
+    if ulysses > 1 and sparse is None and (is_zigzag or is_dealt):
+        raise ConfigError(
+            f"yunchang's {kind} ring on {ring} x {ulysses} ranks (ring x Ulysses) has tokens in an "
+            "order of its own: cut them by a SequenceLayout, and give in_place_of(.., layout=..)"
+        )
+    if sparse is not None:
+        return SequenceLayout((num_tokens * ring * ulysses,), ring, ulysses, stripe=sparse.dealt)
+    return SequenceLayout(
+        (num_tokens * ring * ulysses,), ring, ulysses, is_zigzag, stripe=int(is_dealt)
+    )
+
+
+def _joined(
+    qkv: list[Tensor], text: list[Tensor], strategy: str | None, layout: SequenceLayout
+) -> tuple[list[Tensor], SequenceLayout]:
+    """Return tensors and layout with the joint tokens, which every rank has."""
+    if len(text) < 3 or strategy not in ("front", "rear"):
+        raise ConfigError(
+            f"joint_strategy={strategy!r} and {len(text)} joint tensors: give 'front' or 'rear', "
+            "and a joint query, key and value"
+        )
+    at = 0 if strategy == "front" else len(layout.segments)
+    pairs = zip(qkv, text, strict=True)
+    joined = [torch.cat((x, y) if at else (y, x), 2) for x, y in pairs]
+    segments = (*layout.segments[:at], text[0].shape[2], *layout.segments[at:])
+    return joined, replace(layout, segments=segments, replicated=(at,))
+
+
+def _sparse(
+    layers: SparseLayers,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    layout: SequenceLayout,
+    scale: float | None,
+) -> Tensor:
+    """Attend to the blocks that a layer's masks or rule show, and plan its next call."""
+    if layout.stripe != layers.config.dealt:
+        raise ConfigError(f"{layout} with sparse: give it stripe={layers.config.dealt}")
+    one, segments = SparsePass(layers), enumerate(layout.segments)
+    out = one.attend(one.next_layer() or 0, qkv, {str(x): num for x, num in segments}, scale)
+    one.end()
+    return out
