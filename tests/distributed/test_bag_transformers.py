@@ -1,10 +1,11 @@
-"""Models of transformers, unchanged, on packed sequences in bags: as each sequence alone.
+"""Models of transformers, unchanged, on packed sequences in bags and over ranks: as each alone.
 
 The reference is torch's attention in transformers, one sequence at a time. Norms and
 rotations of transformers round to float32, whatever the dtype of the model.
 """
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,8 +21,10 @@ from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTe
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
 
 from bascule import SequenceParallel, Sequences, Step
-from bascule.transformers import call_packed, register_attention
+from bascule.attention import AttentionMesh, SequenceLayout, gather, split
+from bascule.transformers import call_packed, context_parallel, register_attention
 from tests.helpers.cases import COST
+from tests.helpers.inference_cases import make_mesh
 from tests.helpers.ranks import raised_by, run_ranks
 
 VOCABULARY = 19
@@ -54,6 +57,13 @@ NEAR: dict[
         **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1, **EXPERTS},
         **{"first_k_dense_replace": 1, "n_shared_experts": 1},
     },
+}
+OVER_RANKS = {  # attention of transformers that computes in float64, and what norms leave of it
+    "OPT": ("sdpa", 1e-10),
+    "Llama": ("sdpa", 1e-6),
+    "Mistral": ("sdpa", 1e-6),
+    "Llama4": ("eager", 1e-6),
+    "GptOss": ("eager", 1e-6),
 }
 # Of each rank: some have nothing, some one long sequence.
 BATCHES = [[[5, 17, 1], [2], [], [3, 3]], [[], [31], [], [4]]]
@@ -185,6 +195,42 @@ def all_trained() -> None:
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_gradients_are_those_of_each_sequence_alone(world_size: int) -> None:
     run_ranks(all_trained, world_size)
+
+
+DOCUMENTS = [3, 7, 1, 12, 2, 9]  # whichever ranks have them
+
+
+def documents_over_ranks() -> None:
+    ids, grad = torch.arange(sum(DOCUMENTS))[None] % VOCABULARY, torch.Generator().manual_seed(1)
+    places = torch.cat([torch.arange(one) for one in DOCUMENTS])[None]
+    size = dist.get_world_size()
+    for kind, ring in product(OVER_RANKS, sorted({1, 2, size})):
+        mesh = AttentionMesh.of(make_mesh(ring, size // ring))
+        attention, error = OVER_RANKS[kind]
+        model: Any = make(kind, attention).eval()
+        alone = [
+            model(own, position_ids=torch.arange(own.shape[1])[None])
+            for own in ids.split(DOCUMENTS, 1)
+        ]
+        wanted = torch.cat(alone, 1)
+        layout = SequenceLayout((ids.shape[1],), *mesh.degrees, zigzag=ring == size)
+        own, own_places = (split(x, mesh, layout, 1) for x in (ids, places))
+        with context_parallel(model.model, mesh, layout):
+            logits = model(own, position_ids=own_places, use_cache=False)
+        logits = gather(logits, mesh, layout, 1)
+        torch.testing.assert_close(logits, wanted, rtol=error, atol=error)
+        factors = torch.randn(wanted.shape, generator=grad, dtype=torch.float64)
+        pairs = (
+            torch.autograd.grad(x, list(model.parameters()), factors) for x in (logits, wanted)
+        )
+        for got, want in zip(*pairs, strict=True):
+            dist.all_reduce(got)
+            torch.testing.assert_close(got / size, want, rtol=error, atol=error)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_documents_cut_between_ranks_are_as_alone(world_size: int) -> None:
+    run_ranks(documents_over_ranks, world_size)
 
 
 def refused() -> None:

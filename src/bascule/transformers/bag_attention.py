@@ -159,7 +159,12 @@ def attend_in_bags(
         )
     if isinstance(step, SequenceParallelMode):
         options = {"is_causal": bool(is_causal), "scale": scale, "enable_gqa": True}
-        out = step.over_mesh(query, key, value, **options, scores=scores, sink=sink)
+        options |= {
+            "scores": scores,
+            "sink": sink,
+            "documents": settings.get("bascule_documents", ()),
+        }
+        out = step.over_mesh(query, key, value, **options)
         return out.transpose(1, 2)[..., :width].contiguous(), None
     num_rows, num_tokens = query.shape[2], step.token_slot.shape[0]
     is_padded = num_rows == 1 and num_tokens == 0
@@ -196,8 +201,8 @@ def _keep_mask(
 _FUNCTION = "bascule_function"  # of transformers, by which a model's masks are compared with ours
 
 _UNDERSTOOD = tuple(  # of the settings of attention; others are refused, unless they are off
-    "bascule_step is_causal scaling softcap s_aux position_ids cache_position logits_to_keep "
-    "use_cache num_items_in_batch output_hidden_states return_dict".split()
+    "bascule_step bascule_documents is_causal scaling softcap s_aux position_ids cache_position "
+    "logits_to_keep use_cache num_items_in_batch output_hidden_states return_dict".split()
 )
 
 
