@@ -267,11 +267,50 @@ def refused() -> None:
         "the longest is above 4 tokens": packed(
             "Llama", rope_parameters=dynamic, max_position_embeddings=4
         ),
-        "output_router_logits=True": packed("Mixtral", output_router_logits=True),
     }
     for words, call in calls.items():
         classes, text = raised_by(call)
         assert "ConfigError" in classes and words in text, (words, text)
+
+
+def routed_by_experts() -> None:
+    """The router's loss of a pack: over all its tokens, as Switch Transformer has it."""
+    register_attention()
+    rank, batch = dist.get_rank(), [[5, 17, 1], []]
+    ids = tokens_of(batch, rank)[0]
+    settings: dict[str, Any] = {"num_local_experts": 4, **EXPERTS}
+
+    def made(**more: Any) -> Any:
+        torch.manual_seed(0)
+        return causal("Mixtral", **settings, **more).double()
+
+    model: Any = made(attn_implementation="bascule")
+    step = SequenceParallel(None, "g1n2", COST).plan(batch[rank])
+    (own,) = step.route(input_ids=ids).values()
+    loss = call_packed(model, step, input_ids=own, output_router_logits=True).aux_loss
+    lens = step.plan.seq_lens[step.plan.bag_of == rank].tolist()
+    alone = [
+        made()(one[None], output_router_logits=True).router_logits
+        for one in own.split(lens)
+        if lens
+    ]
+    wanted = 0.0
+    if alone:
+        weights = torch.cat([torch.cat(layer) for layer in zip(*alone, strict=True)]).softmax(-1)
+        chosen = nn.functional.one_hot(weights.topk(2).indices, 4).sum(1).double()
+        wanted = float(4 * (chosen.mean(0) * weights.mean(0)).sum())
+    assert abs(loss.item() - wanted) < 1e-6
+    step = SequenceParallel(None, "g2n1", COST).plan(batch[rank])
+    (own,) = step.route(input_ids=ids).values()
+    told = made(output_router_logits=True, attn_implementation="bascule")
+    within = context_parallel(told, AttentionMesh.of(make_mesh(2, 1)))
+    for call in (lambda: call_packed(told, step, input_ids=own), within.__enter__):
+        text = raised_by(call)[1]
+        assert "output_router_logits=True where ranks share sequences" in text, text
+
+
+def test_losses_of_routers() -> None:
+    run_ranks(routed_by_experts, 2)
 
 
 def test_what_a_step_cannot_do_is_refused() -> None:

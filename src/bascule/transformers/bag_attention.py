@@ -36,11 +36,12 @@ def call_packed(
     input_ids: Tensor | None = None,
     inputs_embeds: Tensor | None = None,
     position_ids: Tensor | None = None,
+    output_router_logits: bool = False,
 ) -> Any:
     """Call a model of transformers on the tokens that this rank computes on, as one row.
 
     Compute the loss from the logits with `step.mean`, over routed labels. The output has
-    (1, max(T, 1), ..), since a rank without tokens computes one, of zeros.
+    (1, max(T, 1), ..), since a rank without tokens computes one, of zeros; its `aux_loss` is 0.
 
     Args:
         model: A model with `attn_implementation="bascule"`.
@@ -48,6 +49,8 @@ def call_packed(
         input_ids: (T,), from `step.route`.
         inputs_embeds: (T, ..), from `step.route`, in place of `input_ids`.
         position_ids: (axes, T). Default: the position of each token in its sequence.
+        output_router_logits: True lets a mixture of experts return its `aux_loss`, that of all
+            tokens of the row; bags of one rank only. Default: as its configuration says.
 
     Raises:
         ConfigError: The model would mix sequences, or count positions otherwise than in each alone.
@@ -65,15 +68,21 @@ def call_packed(
     if not num_tokens:
         rows = {name: x.new_zeros(1, *x.shape[1:]) for name, x in rows.items()}
         position_ids = position_ids.new_zeros(*position_ids.shape[:-1], 1)
-    return _call(model, step, rows, position_ids)
+    more = {"output_router_logits": True} if output_router_logits else {}
+    out = _call(model, step, rows, position_ids, **more)
+    if not num_tokens and getattr(out, "aux_loss", None) is not None:
+        out.aux_loss = out.aux_loss * 0.0
+    return out
 
 
-def _call(model: nn.Module, step: Any, rows: dict[str, Tensor], positions: Tensor | None) -> Any:
+def _call(
+    model: nn.Module, step: Any, rows: dict[str, Tensor], positions: Tensor | None, **more: bool
+) -> Any:
     """Call a model on one row; without positions it counts them itself."""
     inputs: dict[str, Any] = {name: x[None] for name, x in rows.items()}
     if positions is not None:
         inputs["position_ids"] = positions[..., None, :]
-    return model(**inputs, use_cache=False, bascule_step=step)
+    return model(**inputs, use_cache=False, bascule_step=step, **more)
 
 
 _tried: "WeakKeyDictionary[nn.Module, Reach]" = WeakKeyDictionary()
@@ -97,11 +106,6 @@ class Alone:
 def _try(model: nn.Module, rows: dict[str, Tensor], positions: Tensor) -> Reach:
     """Refuse a model that would mix sequences, by a few tokens; return what it reaches."""
     (like,) = rows.values()
-    if getattr(getattr(model, "config", None), "output_router_logits", False):
-        raise ConfigError(
-            f"{type(model).__name__} has output_router_logits=True, and its loss of the router "
-            "needs a mask of tokens, which a bag has not: set it to False"
-        )
     named = inspect.signature(model.forward).parameters.get("position_ids")
     needs_positions = positions.dim() > 1 or (named is not None and named.default is named.empty)
 
@@ -144,6 +148,11 @@ def attend_in_bags(
             f"{'with' if has_mask else 'without'} a mask: a step takes one row of all tokens, "
             "without padding, prefix or cache; use call_packed(model, step, ..)"
         )
+    if settings.get("output_router_logits") and _shares_tokens(step):
+        raise ConfigError(
+            "output_router_logits=True where ranks share sequences: the router's loss of some "
+            "tokens is no part of that of all; set it to False, or use bags of one rank"
+        )
     is_causal = settings.get("is_causal")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
@@ -176,6 +185,13 @@ def attend_in_bags(
     return out[None, ..., :width], None
 
 
+def _shares_tokens(step: Step | Alone | SequenceParallelMode) -> bool:
+    """Return whether this rank has a part of some sequence."""
+    if isinstance(step, SequenceParallelMode):
+        return step.mesh.whole is not None
+    return isinstance(step, Step) and int(step.plan.topology.bag_sizes.max()) > 1
+
+
 def _keep_mask(
     *args: Any,
     attention_mask: Tensor | None = None,
@@ -202,7 +218,8 @@ _FUNCTION = "bascule_function"  # of transformers, by which a model's masks are 
 
 _UNDERSTOOD = tuple(  # of the settings of attention; others are refused, unless they are off
     "bascule_step bascule_documents is_causal scaling softcap s_aux position_ids cache_position "
-    "logits_to_keep use_cache num_items_in_batch output_hidden_states return_dict".split()
+    "logits_to_keep use_cache num_items_in_batch output_hidden_states output_router_logits "
+    "return_dict".split()
 )
 
 

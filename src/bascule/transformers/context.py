@@ -1,7 +1,7 @@
 """context_parallel for models of transformers, which are compared with one process first."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -90,7 +90,10 @@ def context_parallel(
     mode = None
     hook = inner.register_forward_pre_hook(enter, with_kwargs=True)
     try:
-        with _ours(inner), sdpa.context_parallel(place, layout, checked=inner, **options) as mode:
+        with (
+            _attending(inner),
+            sdpa.context_parallel(place, layout, checked=inner, **options) as mode,
+        ):
             yield mode
     finally:
         hook.remove()
@@ -111,13 +114,13 @@ def _documents(kind: str, places: Tensor, num_tokens: int) -> tuple[int, ...]:
 
 
 @contextmanager
-def _ours(model: Any) -> Iterator[None]:
-    """Let a model attend by `attend_in_bags`, within the `with`."""
+def _attending(model: Any, name: str = NAME) -> Iterator[None]:
+    """Let a model attend by `attend_in_bags`, or otherwise, within the `with`."""
     register_attention()
     parts = {name: getattr(model.config, name, None) for name in model.config.sub_configs}
     before = {"": model.config._attn_implementation}
     before |= {name: x._attn_implementation for name, x in parts.items() if x is not None}
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(name)
     try:
         yield
     finally:
@@ -147,8 +150,10 @@ def _try(model: Any, mesh: AttentionMesh) -> Reach:
         return split(x, mesh, layout, 1) if x.shape[1] == layout.seq_len else None
 
     with as_in_use(model), torch.no_grad():
-        whole = outputs_of(model, partial(call, ids), own)  # counts positions itself
-        with _ours(model), sdpa.SequenceParallelMode(mesh, watches=True) as mode:
+        is_ours = model.config._attn_implementation == NAME
+        with _attending(model, "eager") if is_ours else nullcontext():
+            whole = outputs_of(model, partial(call, ids), own)  # counts positions itself
+        with _attending(model), sdpa.SequenceParallelMode(mesh, watches=True) as mode:
             over_ranks = partial(call, own_ids, position_ids=own_places, bascule_step=mode)
             parts = outputs_of(model, over_ranks, lambda x: x)
     fault, last = None, list(parts)[-1]
@@ -167,7 +172,7 @@ def _try(model: Any, mesh: AttentionMesh) -> Reach:
     elif fault is not None:
         raise fault
     alone = Alone([ids.shape[1]], ids.device)
-    with as_in_use(model), torch.no_grad(), _ours(model):
+    with as_in_use(model), torch.no_grad(), _attending(model):
         call(ids, bascule_step=alone)
     if not alone.has_attended:
         raise ConfigError(
