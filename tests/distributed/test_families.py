@@ -54,7 +54,10 @@ SIZES: dict[str, Any] = {  # those that a configuration has are taken
     **dict.fromkeys(("n_group", "topk_group", "mamba_n_groups"), 1),
     **dict.fromkeys(("first_k_dense_replace", "pad_token_id"), 0),
     "mamba_expand": 2,
+    "use_sliding_window": True,  # from the second layer on
+    "max_window_layers": 1,
 }
+MORE_SIZES = {"DeepseekV2Config": {"num_key_value_heads": 4}}
 MOST_PARAMETERS = 3e7
 DAILY = {  # one of each kind of answer
     "LlamaForCausalLM": "right",
@@ -95,7 +98,8 @@ def tiny(kind: Any) -> Any:
     """A configuration of few weights."""
     names = {*inspect.signature(kind.__init__).parameters, *getattr(kind, "attribute_map", ())}
     names |= set(getattr(kind, "__dataclass_fields__", ()))
-    return kind(**{name: value for name, value in SIZES.items() if name in names})
+    sizes = SIZES | MORE_SIZES.get(kind.__name__, {})
+    return kind(**{name: value for name, value in sizes.items() if name in names})
 
 
 def build(model_class: Any, config_class: Any, attention: str) -> Any:
