@@ -5,8 +5,9 @@ Shapes: T tokens that this rank computes on, H heads, K key-value heads, D head 
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -82,10 +83,30 @@ def _call(
     inputs: dict[str, Any] = {name: x[None] for name, x in rows.items()}
     if positions is not None:
         inputs["position_ids"] = positions[..., None, :]
-    return model(**inputs, use_cache=False, bascule_step=step, **more)
+    note(step)
+    try:
+        return model(**inputs, use_cache=False, bascule_step=step, **more)
+    finally:
+        note(None)
 
 
 _tried: "WeakKeyDictionary[nn.Module, Reach]" = WeakKeyDictionary()
+
+
+_step_of_call: "ContextVar[Any]" = ContextVar("bascule step", default=None)
+
+
+def note(step: Any) -> None:
+    """Let masks that are made from here on carry a step, to layers that pass no arguments on."""
+    if not torch.compiler.is_compiling():
+        _step_of_call.set(step)
+
+
+class OverMesh(NamedTuple):
+    """Attends over a mesh, in place of a step, within documents of these tokens."""
+
+    mode: SequenceParallelMode
+    documents: tuple[int, ...] = ()
 
 
 class Alone:
@@ -133,15 +154,15 @@ def attend_in_bags(
     **settings: Any,
 ) -> tuple[Tensor, None]:
     """Attend in a step or over a mesh, called by transformers: (B, H, T, D) to (B, T, H, D)."""
-    step = settings.get("bascule_step")
-    if not isinstance(step, Step | Alone | SequenceParallelMode):
+    step = settings.get("bascule_step") or getattr(attention_mask, _STEP, None)
+    if not isinstance(step, Step | Alone | OverMesh):
         raise ConfigError(
             f'attn_implementation="{NAME}" with bascule_step={step!r}: call the model by '
             "call_packed(model, step, input_ids=ids), or to generate set its attn_implementation "
             'to "sdpa"; a model that does not pass arguments on to attention cannot attend in bags'
         )
     has_mask = attention_mask is not None and attention_mask.numel() > 0
-    is_row = query.shape[0] == 1 or isinstance(step, SequenceParallelMode)
+    is_row = query.shape[0] == 1 or isinstance(step, OverMesh)
     if not is_row or key.shape[2] != query.shape[2] or has_mask:
         raise ConfigError(
             f"{query.shape[0]} rows of {query.shape[2]} queries and {key.shape[2]} keys, "
@@ -166,14 +187,10 @@ def attend_in_bags(
         query, key, value = (
             functional.pad(x, (0, most - x.shape[-1])) for x in (query, key, value)
         )
-    if isinstance(step, SequenceParallelMode):
+    if isinstance(step, OverMesh):
         options = {"is_causal": bool(is_causal), "scale": scale, "enable_gqa": True}
-        options |= {
-            "scores": scores,
-            "sink": sink,
-            "documents": settings.get("bascule_documents", ()),
-        }
-        out = step.over_mesh(query, key, value, **options)
+        options |= {"scores": scores, "sink": sink, "documents": step.documents}
+        out = step.mode.over_mesh(query, key, value, **options)
         return out.transpose(1, 2)[..., :width].contiguous(), None
     num_rows, num_tokens = query.shape[2], step.token_slot.shape[0]
     is_padded = num_rows == 1 and num_tokens == 0
@@ -185,10 +202,10 @@ def attend_in_bags(
     return out[None, ..., :width], None
 
 
-def _shares_tokens(step: Step | Alone | SequenceParallelMode) -> bool:
+def _shares_tokens(step: Step | Alone | OverMesh) -> bool:
     """Return whether this rank has a part of some sequence."""
-    if isinstance(step, SequenceParallelMode):
-        return step.mesh.whole is not None
+    if isinstance(step, OverMesh):
+        return step.mode.mesh.whole is not None
     return isinstance(step, Step) and int(step.plan.topology.bag_sizes.max()) > 1
 
 
@@ -211,15 +228,16 @@ def _keep_mask(
     mask = torch.zeros(1 + (local_size or 0), 2 if is_chunk else 1, 0, 0)
     if not is_compiled:
         setattr(mask, _FUNCTION, mask_function)
+        setattr(mask, _STEP, _step_of_call.get())
     return mask
 
 
+_STEP = "bascule_step"
 _FUNCTION = "bascule_function"  # of transformers, by which a model's masks are compared with ours
 
 _UNDERSTOOD = tuple(  # of the settings of attention; others are refused, unless they are off
-    "bascule_step bascule_documents is_causal scaling softcap s_aux position_ids cache_position "
-    "logits_to_keep use_cache num_items_in_batch output_hidden_states output_router_logits "
-    "return_dict".split()
+    "bascule_step is_causal scaling softcap s_aux position_ids cache_position logits_to_keep "
+    "use_cache num_items_in_batch output_hidden_states output_router_logits return_dict".split()
 )
 
 

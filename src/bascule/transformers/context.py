@@ -18,7 +18,7 @@ from bascule.comm.agree import agree
 from bascule.comm.failures import shared
 from bascule.errors import ConfigError
 from bascule.stand_in import as_in_use, module_of
-from bascule.transformers.bag_attention import NAME, Alone, register_attention
+from bascule.transformers.bag_attention import NAME, Alone, OverMesh, note, register_attention
 from bascule.transformers.separation import (
     NOISE,
     Reach,
@@ -84,11 +84,16 @@ def context_parallel(
         if places.dim() == 2:
             documents = _documents(kind, gather(places, place, of, 1), of.seq_len)
         reach.check(kind, max(documents, default=0), of.seq_len)
-        documents = documents if len(documents) > 1 else ()
-        return args, {**kwargs, "bascule_step": mode, "bascule_documents": documents}
+        assert mode is not None
+        step = OverMesh(mode, documents if len(documents) > 1 else ())
+        note(step)
+        return args, {**kwargs, "bascule_step": step}
 
     mode = None
-    hook = inner.register_forward_pre_hook(enter, with_kwargs=True)
+    hooks = [
+        inner.register_forward_pre_hook(enter, with_kwargs=True),
+        inner.register_forward_hook(lambda *_: note(None), always_call=True),
+    ]
     try:
         with (
             _attending(inner),
@@ -96,7 +101,9 @@ def context_parallel(
         ):
             yield mode
     finally:
-        hook.remove()
+        note(None)
+        for hook in hooks:
+            hook.remove()
 
 
 def _documents(kind: str, places: Tensor, num_tokens: int) -> tuple[int, ...]:
@@ -137,6 +144,7 @@ def _try(model: Any, mesh: AttentionMesh) -> Reach:
     own_ids, own_places = (split(x, mesh, layout, 1) for x in (ids, places))
 
     def call(ids: Tensor, **inputs: Any) -> Any:
+        note(inputs.get("bascule_step"))
         try:
             return model(input_ids=ids, use_cache=False, **inputs)
         except Exception as error:
@@ -145,6 +153,8 @@ def _try(model: Any, mesh: AttentionMesh) -> Reach:
                 f"{kind} cannot be split by context_parallel: {module_of(error, model) or kind} "
                 f"raised {reason}{' '.join(str(error).split())[:300]}"
             ) from error
+        finally:
+            note(None)
 
     def own(x: Tensor) -> Tensor | None:
         return split(x, mesh, layout, 1) if x.shape[1] == layout.seq_len else None
@@ -154,7 +164,9 @@ def _try(model: Any, mesh: AttentionMesh) -> Reach:
         with _attending(model, "eager") if is_ours else nullcontext():
             whole = outputs_of(model, partial(call, ids), own)  # counts positions itself
         with _attending(model), sdpa.SequenceParallelMode(mesh, watches=True) as mode:
-            over_ranks = partial(call, own_ids, position_ids=own_places, bascule_step=mode)
+            over_ranks = partial(
+                call, own_ids, position_ids=own_places, bascule_step=OverMesh(mode)
+            )
             parts = outputs_of(model, over_ranks, lambda x: x)
     fault, last = None, list(parts)[-1]
     # Of float32 at least: to it models round their softmax, whatever their dtype.
