@@ -84,26 +84,17 @@ def context_parallel(
         if places.dim() == 2:
             documents = _documents(kind, gather(places, place, of, 1), of.seq_len)
         reach.check(kind, max(documents, default=0), of.seq_len)
-        assert mode is not None
         step = OverMesh(mode, documents if len(documents) > 1 else ())
         note(step)
         return args, {**kwargs, "bascule_step": step}
 
-    mode = None
-    hooks = [
+    with (
         inner.register_forward_pre_hook(enter, with_kwargs=True),
         inner.register_forward_hook(lambda *_: note(None), always_call=True),
-    ]
-    try:
-        with (
-            _attending(inner),
-            sdpa.context_parallel(place, layout, checked=inner, **options) as mode,
-        ):
-            yield mode
-    finally:
-        note(None)
-        for hook in hooks:
-            hook.remove()
+        _attending(inner),
+        sdpa.context_parallel(place, layout, checked=inner, **options) as mode,
+    ):
+        yield mode
 
 
 def _documents(kind: str, places: Tensor, num_tokens: int) -> tuple[int, ...]:
@@ -131,6 +122,7 @@ def _attending(model: Any, name: str = NAME) -> Iterator[None]:
     try:
         yield
     finally:
+        note(None)
         model.set_attn_implementation(before)
 
 
@@ -153,8 +145,6 @@ def _try(model: Any, mesh: AttentionMesh) -> Reach:
                 f"{kind} cannot be split by context_parallel: {module_of(error, model) or kind} "
                 f"raised {reason}{' '.join(str(error).split())[:300]}"
             ) from error
-        finally:
-            note(None)
 
     def own(x: Tensor) -> Tensor | None:
         return split(x, mesh, layout, 1) if x.shape[1] == layout.seq_len else None
