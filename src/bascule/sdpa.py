@@ -112,7 +112,7 @@ class SequenceParallelMode(TorchFunctionMode):
         return self.over_mesh(*args, **kwargs)
 
     def over_mesh(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Attend as `scaled_dot_product_attention`, and with `scores` and a `sink`."""
+        """Attend as `scaled_dot_product_attention`, and with `scores`, a `sink` and `documents`."""
         if torch.compiler.is_compiling():
             return self._attend(*args, **kwargs)
         try:
@@ -195,6 +195,7 @@ class SequenceParallelMode(TorchFunctionMode):
         enable_gqa: bool = False,
         scores: Scores | None = None,
         sink: Tensor | None = None,
+        documents: tuple[int, ...] = (),
     ) -> Tensor:
         """Check a call, and attend over the mesh if the keys are of the queries' sequence."""
         if dropout_p > 0.0:
@@ -249,8 +250,9 @@ class SequenceParallelMode(TorchFunctionMode):
             # Autocast is not of what attention is made of.
             if scores is None:
                 return self.attend(query, key, value, options, mask, is_causal, scale)
-            more = {"options": replace(options, scores=scores), "sink": sink, "scale": scale}
-            return attention(query, key, value, self.mesh, is_causal=is_causal, **more)
+            options = replace(options, scores=scores, documents=documents)
+            more: Any = {"is_causal": is_causal, "scale": scale, "sink": sink}
+            return attention(query, key, value, self.mesh, options=options, **more)
 
     def _watch(self, numbers: set[int], num: int) -> None:
         """Add to the tokens of this rank or the sizes of softmaxes; refuse what is both."""

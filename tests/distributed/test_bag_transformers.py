@@ -1,10 +1,11 @@
-"""Models of transformers, unchanged, on packed sequences in bags: as each sequence alone.
+"""Models of transformers, unchanged, on packed sequences in bags and over ranks: as each alone.
 
 The reference is torch's attention in transformers, one sequence at a time. Norms and
 rotations of transformers round to float32, whatever the dtype of the model.
 """
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,8 +21,10 @@ from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTe
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
 
 from bascule import SequenceParallel, Sequences, Step
-from bascule.transformers import call_packed, register_attention
+from bascule.attention import AttentionMesh, SequenceLayout, gather, split
+from bascule.transformers import call_packed, context_parallel, register_attention
 from tests.helpers.cases import COST
+from tests.helpers.inference_cases import make_mesh
 from tests.helpers.ranks import raised_by, run_ranks
 
 VOCABULARY = 19
@@ -54,6 +57,13 @@ NEAR: dict[
         **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1, **EXPERTS},
         **{"first_k_dense_replace": 1, "n_shared_experts": 1},
     },
+}
+OVER_RANKS = {  # attention of transformers that computes in float64, and what norms leave of it
+    "OPT": ("sdpa", 1e-10),
+    "Llama": ("sdpa", 1e-6),
+    "Mistral": ("sdpa", 1e-6),
+    "Llama4": ("eager", 1e-6),
+    "GptOss": ("eager", 1e-6),
 }
 # Of each rank: some have nothing, some one long sequence.
 BATCHES = [[[5, 17, 1], [2], [], [3, 3]], [[], [31], [], [4]]]
@@ -187,6 +197,44 @@ def test_gradients_are_those_of_each_sequence_alone(world_size: int) -> None:
     run_ranks(all_trained, world_size)
 
 
+DOCUMENTS = [3, 7, 1, 12, 2, 9]  # whichever ranks have them
+
+
+def documents_over_ranks() -> None:
+    ids, grad = torch.arange(sum(DOCUMENTS))[None] % VOCABULARY, torch.Generator().manual_seed(1)
+    places = torch.cat([torch.arange(one) for one in DOCUMENTS])[None]
+    size = dist.get_world_size()
+    for kind, ring in product(OVER_RANKS, sorted({1, 2, size})):
+        mesh = AttentionMesh.of(make_mesh(ring, size // ring))
+        attention, error = OVER_RANKS[kind]
+        model: Any = make(kind, attention).eval()
+        alone = [
+            model(own, position_ids=torch.arange(own.shape[1])[None])
+            for own in ids.split(DOCUMENTS, 1)
+        ]
+        wanted = torch.cat(alone, 1)
+        if (kind, ring) == ("OPT", 1):  # positions tell documents apart outside of graphs
+            model.model.compile(backend="aot_eager")
+        layout = SequenceLayout((ids.shape[1],), *mesh.degrees, zigzag=ring == size)
+        own, own_places = (split(x, mesh, layout, 1) for x in (ids, places))
+        with context_parallel(model.model, mesh, layout):
+            logits = model(own, position_ids=own_places, use_cache=False)
+        logits = gather(logits, mesh, layout, 1)
+        torch.testing.assert_close(logits, wanted, rtol=error, atol=error)
+        factors = torch.randn(wanted.shape, generator=grad, dtype=torch.float64)
+        pairs = (
+            torch.autograd.grad(x, list(model.parameters()), factors) for x in (logits, wanted)
+        )
+        for got, want in zip(*pairs, strict=True):
+            dist.all_reduce(got)
+            torch.testing.assert_close(got / size, want, rtol=error, atol=error)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_documents_cut_between_ranks_are_as_alone(world_size: int) -> None:
+    run_ranks(documents_over_ranks, world_size)
+
+
 def refused() -> None:
     """Models whose layers, positions or windows a step would get wrong, and calls without one."""
     register_attention()
@@ -221,11 +269,50 @@ def refused() -> None:
         "the longest is above 4 tokens": packed(
             "Llama", rope_parameters=dynamic, max_position_embeddings=4
         ),
-        "output_router_logits=True": packed("Mixtral", output_router_logits=True),
     }
     for words, call in calls.items():
         classes, text = raised_by(call)
         assert "ConfigError" in classes and words in text, (words, text)
+
+
+def routed_by_experts() -> None:
+    """The router's loss of a pack: over all its tokens, as Switch Transformer has it."""
+    register_attention()
+    rank, batch = dist.get_rank(), [[5, 17, 1], []]
+    ids = tokens_of(batch, rank)[0]
+    settings: dict[str, Any] = {"num_local_experts": 4, **EXPERTS}
+
+    def made(**more: Any) -> Any:
+        torch.manual_seed(0)
+        return causal("Mixtral", **settings, **more).double()
+
+    model: Any = made(attn_implementation="bascule")
+    step = SequenceParallel(None, "g1n2", COST).plan(batch[rank])
+    (own,) = step.route(input_ids=ids).values()
+    loss = call_packed(model, step, input_ids=own, output_router_logits=True).aux_loss
+    lens = step.plan.seq_lens[step.plan.bag_of == rank].tolist()
+    alone = [
+        made()(one[None], output_router_logits=True).router_logits
+        for one in own.split(lens)
+        if lens
+    ]
+    wanted = 0.0
+    if alone:
+        weights = torch.cat([torch.cat(layer) for layer in zip(*alone, strict=True)]).softmax(-1)
+        chosen = nn.functional.one_hot(weights.topk(2).indices, 4).sum(1).double()
+        wanted = float(4 * (chosen.mean(0) * weights.mean(0)).sum())
+    assert abs(loss.item() - wanted) < 1e-6
+    step = SequenceParallel(None, "g2n1", COST).plan(batch[rank])
+    (own,) = step.route(input_ids=ids).values()
+    told = made(output_router_logits=True, attn_implementation="bascule")
+    within = context_parallel(told, AttentionMesh.of(make_mesh(2, 1)))
+    for call in (lambda: call_packed(told, step, input_ids=own), within.__enter__):
+        text = raised_by(call)[1]
+        assert "output_router_logits=True where ranks share sequences" in text, text
+
+
+def test_losses_of_routers() -> None:
+    run_ranks(routed_by_experts, 2)
 
 
 def test_what_a_step_cannot_do_is_refused() -> None:

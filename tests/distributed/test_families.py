@@ -5,8 +5,9 @@ is the model's own attention, one sequence at a time.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -53,13 +54,17 @@ SIZES: dict[str, Any] = {  # those that a configuration has are taken
     **dict.fromkeys(("n_group", "topk_group", "mamba_n_groups"), 1),
     **dict.fromkeys(("first_k_dense_replace", "pad_token_id"), 0),
     "mamba_expand": 2,
+    "use_sliding_window": True,  # from the second layer on
+    "max_window_layers": 1,
 }
+MORE_SIZES = {"DeepseekV2Config": {"num_key_value_heads": 4}}
 MOST_PARAMETERS = 3e7
 DAILY = {  # one of each kind of answer
     "LlamaForCausalLM": "right",
     "Glm4MoeForCausalLM": "right",
     "Qwen3MoeForCausalLM": "right",
     "JetMoeForCausalLM": "right",
+    "StableLmForCausalLM": "right",  # its layers pass no arguments on
     "MistralForCausalLM": "right",  # windows
     "PhimoeForCausalLM": "right",  # windows that its mask alone tells of
     "Llama4ForCausalLM": "right",  # chunks
@@ -82,6 +87,7 @@ OVER_RANKS = {  # the same, for one sequence over two ranks
     "PhimoeForCausalLM": "right",
     "Llama4ForCausalLM": "right",
     "GptOssForCausalLM": "right",
+    "NemotronForCausalLM": "right",
     "Gemma2ForCausalLM": "right",
     "BartForCausalLM": "model.decoder.embed_positions differs from one process",
     "RobertaForCausalLM": "roberta.embeddings.position_embeddings differs from one process",
@@ -94,7 +100,8 @@ def tiny(kind: Any) -> Any:
     """A configuration of few weights."""
     names = {*inspect.signature(kind.__init__).parameters, *getattr(kind, "attribute_map", ())}
     names |= set(getattr(kind, "__dataclass_fields__", ()))
-    return kind(**{name: value for name, value in SIZES.items() if name in names})
+    sizes = SIZES | MORE_SIZES.get(kind.__name__, {})
+    return kind(**{name: value for name, value in sizes.items() if name in names})
 
 
 def build(model_class: Any, config_class: Any, attention: str) -> Any:
@@ -123,11 +130,12 @@ def in_a_pack(model: Any, ids: Tensor) -> Tensor:
     return model(**inputs_of_pack(make_pack(samples, pack), pack, model)).logits
 
 
-def over_ranks(model: Any, ids: Tensor) -> Tensor:
-    """Return the logits of all tokens as one sequence."""
+def over_ranks(model: Any, ids: Tensor, documents: Sequence[int] = (sum(LENS),)) -> Tensor:
+    """Return the logits of all tokens as one sequence, or as documents."""
     mesh = AttentionMesh.of(make_mesh(dist.get_world_size(), 1))
     layout = SequenceLayout((len(ids),), *mesh.degrees)
-    own, places = (split(x[None], mesh, layout, 1) for x in (ids, torch.arange(len(ids))))
+    positions = torch.cat([torch.arange(one) for one in documents])
+    own, places = (split(x[None], mesh, layout, 1) for x in (ids, positions))
     with context_parallel(model, mesh, layout):
         logits = model(input_ids=own, position_ids=places, use_cache=False).logits
     return gather(logits, mesh, layout, 1)
@@ -138,6 +146,7 @@ WAYS: dict[str, tuple[str, Callable[[Any, Tensor], Tensor]]] = {  # attention, a
     "pack": ("sdpa", in_a_pack),
     "eager pack": ("eager", in_a_pack),
     "ranks": ("eager", over_ranks),
+    "documents over ranks": ("eager", partial(over_ranks, documents=LENS)),
 }
 
 
@@ -204,9 +213,9 @@ def calls_of_llama() -> list[str]:
         with scope:
             model(ids)
 
-    def of_documents() -> None:
+    def misplaced() -> None:
         with context_parallel(model, mesh):
-            model(ids, position_ids=torch.arange(5)[None], use_cache=False)
+            model(ids, position_ids=torch.arange(5)[None] + dist.get_rank(), use_cache=False)
 
     def padded() -> None:
         positions, mask = torch.arange(5)[None] + 5 * dist.get_rank(), torch.arange(5)[None] > 0
@@ -215,27 +224,30 @@ def calls_of_llama() -> list[str]:
 
     scopes = bascule.context_parallel(mesh), context_parallel(model, mesh)
     texts = [str(raised_by(within, scope)) for scope in scopes]
-    second = dist.get_rank() == 1  # whose positions begin at 0 again; the other would wait
-    texts += [str(raised_by(of_documents)) if second else "", str(raised_by(padded))]
+    texts += [str(raised_by(misplaced)), str(raised_by(padded))]
     return [*texts, model.config._attn_implementation]
 
 
 def test_positions_and_a_comparison_are_asked_for() -> None:
     answers = run_ranks(calls_of_llama, 2)
-    for undeclared, without_positions, _, padded, after in answers:
+    for undeclared, without_positions, misplaced, padded, after in answers:
         assert "enter bascule.transformers.context_parallel(model, mesh)" in undeclared
         assert "without position_ids would count this rank's tokens from 0" in without_positions
+        assert "position_ids are not those of one sequence from 0" in misplaced
         assert "with a mask" in padded
         assert after == "sdpa"
-    assert "position_ids are not those of one sequence from 0" in answers[1][2]
 
 
 @pytest.mark.stress
 @pytest.mark.parametrize(
-    ("way", "least"), [("bag", 84), ("pack", 71), ("eager pack", 82), ("ranks", 83)]
+    ("way", "least"),
+    [
+        *[("bag", 87), ("pack", 72), ("eager pack", 83)],
+        *[("ranks", 86), ("documents over ranks", 81)],
+    ],
 )
 def test_no_family_is_wrong_in_silence(way: str, least: int) -> None:
-    num_ranks = 2 if way == "ranks" else 1
+    num_ranks = 2 if "ranks" in way else 1
     answers = run_ranks(families, num_ranks, way, None, timeout_s=1500.0)[0]
     wrong = {name: one for name, one in answers.items() if one.startswith(("WRONG", "FOREIGN"))}
     num_right = sum(one == "right" for one in answers.values())

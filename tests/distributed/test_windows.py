@@ -1,4 +1,4 @@
-"""Windows, chunks, soft caps and sinks over meshes, against one process with a dense mask."""
+"""Windows, chunks, documents, caps and sinks over meshes, against one process and a dense mask."""
 
 import math
 from itertools import product
@@ -24,11 +24,22 @@ from tests.helpers.inference_cases import make_mesh
 from tests.helpers.ranks import run_ranks
 
 NUM_TOKENS = 37
+DOCUMENTS = (1, 20, 3, 13)
 NEAR = [(0, 0), (1, 0), (8, 0), (36, 0), (50, 0), (0, 1), (0, 8)]  # window, size of chunks
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, scores: Scores, sink: Tensor | None) -> Tensor:
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scores: Scores,
+    sink: Tensor | None,
+    documents: tuple[int, ...] = (),
+) -> Tensor:
     """Attend with all scores at hand; causal."""
+    if documents:
+        parts = zip(*(x.split(documents, 2) for x in (q, k, v)), strict=True)
+        return torch.cat([dense(*part, scores=scores, sink=sink) for part in parts], 2)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     each = (q @ k.mT) * q.shape[-1] ** -0.5
     if scores.cap:
@@ -59,16 +70,20 @@ def over_meshes(ring: int, ulysses: int, is_compiled: bool) -> None:
         torch.compile(attention, fullgraph=True, backend="aot_eager") if is_compiled else attention
     )
     more = [(0.5, True)] if is_compiled else [(0.0, False), (0.5, False), (0.5, True)]
-    cases = product([False, True], [1, 2], NEAR, more)
-    for zigzag, batch, near, (cap, has_sink) in list(cases)[:: 5 if is_compiled else 1]:
+    of_documents = [(near, DOCUMENTS) for near in NEAR[::3]]
+    cases = product([False, True], [1, 2], [*((x, ()) for x in NEAR), *of_documents], more)
+    for zigzag, batch, (near, documents), (cap, has_sink) in list(cases)[
+        :: 7 if is_compiled else 1
+    ]:
         layout, scores = SequenceLayout((NUM_TOKENS,), ring, ulysses, zigzag), Scores(*near, cap)
         leaves = operands(batch, NUM_TOKENS, has_sink)
         sink = leaves[3] if has_sink else None
         q, k, v = leaves[:3]
-        wanted = dense(q, k, v, scores, sink)
+        wanted = dense(q, k, v, scores, sink, documents)
         grad = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1)).double()
         q, k, v = (split(x, mesh, layout, 2) for x in (q, k, v))
-        settings = {"options": AttentionOptions(layout, scores=scores), "sink": sink}
+        options = AttentionOptions(layout, scores=scores, documents=documents)
+        settings = {"options": options, "sink": sink}
         out = gather(attend(q, k, v, mesh, is_causal=True, **settings), mesh, layout, 2)
         torch.testing.assert_close(out, wanted, rtol=0, atol=1e-12)
         grads, wanted_grads = (torch.autograd.grad(x, leaves, grad) for x in (out, wanted))
@@ -110,6 +125,9 @@ def refused() -> list[str]:
         lambda: attention(
             q, q, q, mesh, attn_mask=q[0, 0, :, :6] > 0, is_causal=True, options=near
         ),
+        lambda: attention(
+            *(q, q, q, mesh), is_causal=True, options=AttentionOptions(documents=(2, 3))
+        ),
         lambda: attention(q, q, q, mesh, sink=torch.zeros(3)),
         lambda: attention(
             *(q, q, q, mesh), options=AttentionOptions(kernel="cpu_flash", scores=Scores(cap=1.0))
@@ -127,6 +145,7 @@ def test_what_has_no_meaning_is_refused() -> None:
     wanted = [
         "with is_causal=False",
         "a mask: windows and chunks take causal attention in one segment without a mask",
+        "2 documents of 5 tokens together, the shortest of 2, in 6",
         "sink is (3,): give a number for each of 2 heads",
         "kernel 'cpu_flash' has no soft cap of scores: use one of plain",
         "give a window or chunks",

@@ -115,6 +115,8 @@ class AttentionOptions:
         double_buffer: Whether a ring attends while keys and values travel.
         scores: Windows, chunks and caps; the first two of causal attention in one segment. Default:
             none of them.
+        documents: Tokens of each document of a causal segment, none of which sees another. Default:
+            one document.
 
     Raises:
         ConfigError: There is no such kernel or format.
@@ -126,6 +128,7 @@ class AttentionOptions:
     overlap: bool | None = None
     double_buffer: bool = True
     scores: Scores | None = None
+    documents: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if torch.compiler.is_compiling():  # which cannot trace `shared`
@@ -141,6 +144,11 @@ class AttentionOptions:
     def quantized(self) -> Quantized | None:
         """The format of rows between ranks; None for rows as they are."""
         return Quantized.of(self.comm_dtype)
+
+    @property
+    def is_packed(self) -> bool:
+        """True if kernels get parts of the sequence as sequences."""
+        return bool(self.documents) or (self.scores or PLAIN).is_near
 
 
 _DEFAULT = AttentionOptions()
@@ -186,14 +194,8 @@ def attention(
         CommError: The ranks disagree, or a rank did not come in time.
     """
     refuse_derivatives("attention", q, k, v, attn_mask)
-    if (
-        options.scores is not None
-        and options.scores.is_near
-        and isinstance(q, Tensor)
-        and q.dim() == 4
-        and q.shape[0] > 1
-    ):
-        # Kernels take chunks as sequences of a batch of one: its heads are those of all rows.
+    if options.is_packed and isinstance(q, Tensor) and q.dim() == 4 and q.shape[0] > 1:
+        # Kernels take sequences of a batch of one: its heads are those of all rows.
         q_row, k_row, v_row = (x.flatten(0, 1)[None] for x in (q, k, v))
         sink = None if sink is None else sink.repeat(q.shape[0])
         one: Any = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale, "sink": sink}
@@ -246,12 +248,18 @@ def _form(
     if layout is None:
         layout = SequenceLayout((q.shape[2] * math.prod(ranks.degrees),), *ranks.degrees)
     _check(q, k, v, ranks, layout, mask)
-    scores = options.scores or PLAIN
-    if scores.is_near and (not causal or mask is not None or is_biased(layout, causal)):
+    scores, documents = options.scores or PLAIN, options.documents
+    if options.is_packed and (not causal or mask is not None or is_biased(layout, causal)):
         raise ConfigError(
-            f"attention: {scores} with is_causal={causal}, {len(layout.segments)} segments, "
-            f"stripe={layout.stripe}, {'a' if mask is not None else 'no'} mask: windows and chunks "
-            "take causal attention in one segment without a mask; put them into a mask instead"
+            f"attention: {scores}, {len(documents)} documents, with is_causal={causal}, "
+            f"{len(layout.segments)} segments, stripe={layout.stripe}, "
+            f"{'a' if mask is not None else 'no'} mask: windows and chunks take causal attention "
+            "in one segment without a mask, and so do documents; put them into a mask instead"
+        )
+    if documents and (sum(documents) != layout.seq_len or min(documents) < 1):
+        raise ConfigError(
+            f"attention: {len(documents)} documents of {sum(documents)} tokens together, the "
+            f"shortest of {min(documents)}, in {layout.seq_len}: give lengths from 1 that add up"
         )
     if ranks.degrees == (1, 1):
         quantized = None
@@ -261,13 +269,13 @@ def _form(
         together = [layout.ring_len(ranks.place[0]), q.shape[1] // num_heads * own, own]
     factor = positive_scale(q.shape[-1], scale)
     kernel, overlap = options.kernel, False
-    if not (has_sink or scores.is_near):
+    if not (has_sink or options.is_packed):
         overlap = _overlaps(options, q, ranks, layout)
     kernel = kernel.key if isinstance(kernel, FunctionKernel) else kernel
     settings = (
         f"{layout.replicated}, {causal}, {scale}, {factor}, {kernel!r}, "
         f"{None if quantized is None else astuple(quantized)}, {overlap}, {options.double_buffer}, "
-        f"({', '.join(map(str, scores.key))})"
+        f"({', '.join(map(str, scores.key))}), {documents}"
     )
     name = f"mesh\n{form_of(ranks, layout)}\n{settings}"
     multiplier = None if scale is None or scale > 0 else scale

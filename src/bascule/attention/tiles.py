@@ -9,8 +9,8 @@ Shapes: as in `api`; of packed sequences R ring ranks, n chunks of sequences on 
 
 import math
 import zlib
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import Any, TypeVar
@@ -87,18 +87,23 @@ def tiles_of(
     causal: bool,
     q: Tensor,
     scores: Scores,
+    documents: Sequence[int] = (),
 ) -> list[list[Tile]]:
     """Return, by ring rank, what the queries of this one see of its keys.
 
     `mask` is (B or 1, H or 1, S or 1, S or 1) of the whole sequence: bool, or added to the scores;
-    `q` has the dtype and device of the queries. Windows and chunks take one causal segment.
+    `q` has the dtype and device of the queries. Windows, chunks and documents take one causal
+    segment.
     """
-    if scores.is_near:
+    if scores.is_near or documents:
         lens = [
             [stop - start for start, stop in layout.pieces(r)] for r in range(layout.ring_degree)
         ]
         pieces = Pieces(np.array(lens), 2 if layout.zigzag else 1, ring, q.device)
-        return pieces.tiles(Masks.alike(pieces.seq_lens, causal=True), scores)
+        masks = Masks.alike(np.array(documents or pieces.seq_lens), causal=True)
+        # One span a document, of one sequence.
+        masks = replace(masks, counts=masks.counts.sum(keepdims=True))
+        return pieces.tiles(masks, scores)
     place = 0 if ring is None else ring.rank
     if mask is not None or is_biased(layout, causal):
         return [[tile] for tile in _masked(layout, place, mask, causal, q)]

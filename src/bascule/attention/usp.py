@@ -128,6 +128,7 @@ class _Settings(NamedTuple):
     overlap: bool
     double_buffer: bool
     scores: tuple[int, int, float]  # arguments of Scores
+    documents: tuple[int, ...]
 
 
 def call_of(
@@ -173,7 +174,7 @@ def _agree(
         f"{settings.replicated}, batch {q.shape[0]}, {q.shape[1]} heads for {k.shape[1]}, head_dim "
         f"{q.shape[3]}, {q.dtype}{sent_as}, causal={settings.causal}, scale={settings.scale}, "
         f"kernel {named(settings.kernel)}, overlap={settings.overlap}, mask {seen}, "
-        f"{Scores(*settings.scores)}"
+        f"{Scores(*settings.scores)}, documents {settings.documents}"
     )
 
     def say() -> tuple[str, ConfigError | None]:
@@ -211,13 +212,13 @@ def _made(
         if mask is not None:
             mask = mask[(None,) * (4 - mask.dim())]
             mask = mask if mask.shape[1] == 1 else mask[:, own]
-        return tiles_of(layout, mesh.ring, mask, causal, like, scores)
+        return tiles_of(layout, mesh.ring, mask, causal, like, scores, settings.documents)
 
     def tiles(mask: Tensor | None) -> Tiles:
         return kept_of(mask, form, partial(cut, mask))
 
     asked = {"dtype": q.dtype, "head_dim": q.shape[-1], "has_bias": has_bias}
-    asked |= {"is_packed": scores.is_near, "cap": scores.cap}
+    asked |= {"is_packed": scores.is_near or bool(settings.documents), "cap": scores.cap}
     return AttentionCall(
         kernel=select_kernel(named(settings.kernel), q.device.type, **asked),
         scale=settings.factor,

@@ -5,8 +5,9 @@ Shapes: T tokens that this rank computes on, H heads, K key-value heads, D head 
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -36,11 +37,12 @@ def call_packed(
     input_ids: Tensor | None = None,
     inputs_embeds: Tensor | None = None,
     position_ids: Tensor | None = None,
+    output_router_logits: bool = False,
 ) -> Any:
     """Call a model of transformers on the tokens that this rank computes on, as one row.
 
     Compute the loss from the logits with `step.mean`, over routed labels. The output has
-    (1, max(T, 1), ..), since a rank without tokens computes one, of zeros.
+    (1, max(T, 1), ..), since a rank without tokens computes one, of zeros; its `aux_loss` is 0.
 
     Args:
         model: A model with `attn_implementation="bascule"`.
@@ -48,6 +50,8 @@ def call_packed(
         input_ids: (T,), from `step.route`.
         inputs_embeds: (T, ..), from `step.route`, in place of `input_ids`.
         position_ids: (axes, T). Default: the position of each token in its sequence.
+        output_router_logits: True lets a mixture of experts return its `aux_loss`, that of all
+            tokens of the row; bags of one rank only. Default: as its configuration says.
 
     Raises:
         ConfigError: The model would mix sequences, or count positions otherwise than in each alone.
@@ -65,18 +69,44 @@ def call_packed(
     if not num_tokens:
         rows = {name: x.new_zeros(1, *x.shape[1:]) for name, x in rows.items()}
         position_ids = position_ids.new_zeros(*position_ids.shape[:-1], 1)
-    return _call(model, step, rows, position_ids)
+    more = {"output_router_logits": True} if output_router_logits else {}
+    out = _call(model, step, rows, position_ids, **more)
+    if not num_tokens and getattr(out, "aux_loss", None) is not None:
+        out.aux_loss = out.aux_loss * 0.0
+    return out
 
 
-def _call(model: nn.Module, step: Any, rows: dict[str, Tensor], positions: Tensor | None) -> Any:
+def _call(
+    model: nn.Module, step: Any, rows: dict[str, Tensor], positions: Tensor | None, **more: bool
+) -> Any:
     """Call a model on one row; without positions it counts them itself."""
     inputs: dict[str, Any] = {name: x[None] for name, x in rows.items()}
     if positions is not None:
         inputs["position_ids"] = positions[..., None, :]
-    return model(**inputs, use_cache=False, bascule_step=step)
+    note(step)
+    try:
+        return model(**inputs, use_cache=False, bascule_step=step, **more)
+    finally:
+        note(None)
 
 
 _tried: "WeakKeyDictionary[nn.Module, Reach]" = WeakKeyDictionary()
+
+
+_step_of_call: "ContextVar[Any]" = ContextVar("bascule step", default=None)
+
+
+def note(step: Any) -> None:
+    """Let masks that are made from here on carry a step, to layers that pass no arguments on."""
+    if not torch.compiler.is_compiling():
+        _step_of_call.set(step)
+
+
+class OverMesh(NamedTuple):
+    """Attends over a mesh, in place of a step, within documents of these tokens."""
+
+    mode: SequenceParallelMode
+    documents: tuple[int, ...] = ()
 
 
 class Alone:
@@ -97,11 +127,6 @@ class Alone:
 def _try(model: nn.Module, rows: dict[str, Tensor], positions: Tensor) -> Reach:
     """Refuse a model that would mix sequences, by a few tokens; return what it reaches."""
     (like,) = rows.values()
-    if getattr(getattr(model, "config", None), "output_router_logits", False):
-        raise ConfigError(
-            f"{type(model).__name__} has output_router_logits=True, and its loss of the router "
-            "needs a mask of tokens, which a bag has not: set it to False"
-        )
     named = inspect.signature(model.forward).parameters.get("position_ids")
     needs_positions = positions.dim() > 1 or (named is not None and named.default is named.empty)
 
@@ -129,20 +154,25 @@ def attend_in_bags(
     **settings: Any,
 ) -> tuple[Tensor, None]:
     """Attend in a step or over a mesh, called by transformers: (B, H, T, D) to (B, T, H, D)."""
-    step = settings.get("bascule_step")
-    if not isinstance(step, Step | Alone | SequenceParallelMode):
+    step = settings.get("bascule_step") or getattr(attention_mask, _STEP, None)
+    if not isinstance(step, Step | Alone | OverMesh):
         raise ConfigError(
             f'attn_implementation="{NAME}" with bascule_step={step!r}: call the model by '
             "call_packed(model, step, input_ids=ids), or to generate set its attn_implementation "
             'to "sdpa"; a model that does not pass arguments on to attention cannot attend in bags'
         )
     has_mask = attention_mask is not None and attention_mask.numel() > 0
-    is_row = query.shape[0] == 1 or isinstance(step, SequenceParallelMode)
+    is_row = query.shape[0] == 1 or isinstance(step, OverMesh)
     if not is_row or key.shape[2] != query.shape[2] or has_mask:
         raise ConfigError(
             f"{query.shape[0]} rows of {query.shape[2]} queries and {key.shape[2]} keys, "
             f"{'with' if has_mask else 'without'} a mask: a step takes one row of all tokens, "
             "without padding, prefix or cache; use call_packed(model, step, ..)"
+        )
+    if settings.get("output_router_logits") and _shares_tokens(step):
+        raise ConfigError(
+            "output_router_logits=True where ranks share sequences: the router's loss of some "
+            "tokens is no part of that of all; set it to False, or use bags of one rank"
         )
     is_causal = settings.get("is_causal")
     if is_causal is None:
@@ -157,9 +187,10 @@ def attend_in_bags(
         query, key, value = (
             functional.pad(x, (0, most - x.shape[-1])) for x in (query, key, value)
         )
-    if isinstance(step, SequenceParallelMode):
+    if isinstance(step, OverMesh):
         options = {"is_causal": bool(is_causal), "scale": scale, "enable_gqa": True}
-        out = step.over_mesh(query, key, value, **options, scores=scores, sink=sink)
+        options |= {"scores": scores, "sink": sink, "documents": step.documents}
+        out = step.mode.over_mesh(query, key, value, **options)
         return out.transpose(1, 2)[..., :width].contiguous(), None
     num_rows, num_tokens = query.shape[2], step.token_slot.shape[0]
     is_padded = num_rows == 1 and num_tokens == 0
@@ -169,6 +200,13 @@ def attend_in_bags(
     if is_padded:
         out = torch.cat([out, out.new_zeros(1, *out.shape[1:])])
     return out[None, ..., :width], None
+
+
+def _shares_tokens(step: Step | Alone | OverMesh) -> bool:
+    """Return whether this rank has a part of some sequence."""
+    if isinstance(step, OverMesh):
+        return step.mode.mesh.whole is not None
+    return isinstance(step, Step) and int(step.plan.topology.bag_sizes.max()) > 1
 
 
 def _keep_mask(
@@ -190,14 +228,16 @@ def _keep_mask(
     mask = torch.zeros(1 + (local_size or 0), 2 if is_chunk else 1, 0, 0)
     if not is_compiled:
         setattr(mask, _FUNCTION, mask_function)
+        setattr(mask, _STEP, _step_of_call.get())
     return mask
 
 
+_STEP = "bascule_step"
 _FUNCTION = "bascule_function"  # of transformers, by which a model's masks are compared with ours
 
 _UNDERSTOOD = tuple(  # of the settings of attention; others are refused, unless they are off
     "bascule_step is_causal scaling softcap s_aux position_ids cache_position logits_to_keep "
-    "use_cache num_items_in_batch output_hidden_states return_dict".split()
+    "use_cache num_items_in_batch output_hidden_states output_router_logits return_dict".split()
 )
 
 
