@@ -99,6 +99,11 @@ class GenerateOptions(Outputs, RankOptions):
             raise ConfigError("give either --prompt TEXT, once or more, or --prompts FILE")
         if self.longest_ring is not None and self.degrees:
             raise ConfigError("--longest-ring: is for a mesh that is chosen: leave out its degrees")
+        if self.sparse is not None and self.compile:
+            raise ConfigError(
+                "--compile: block-sparse attention is planned in every step: leave out --sparse "
+                "or --compile"
+            )
         check_model(self.model)
 
 
@@ -135,12 +140,6 @@ class Prompt:
         """Return whether its output exists, of whatever kind the pipeline makes."""
         path = options.out / self.name(place, options)
         return any(os.path.exists(f"{path}{ending}") for ending in (IMAGE, VIDEO))
-
-    @property
-    def work(self) -> float:
-        """Its time relative to other prompts of the pipeline: about its pixels."""
-        sizes = (self.width or 1024) * (self.height or 1024) * (self.frames or 1)
-        return float(sizes * (self.steps or 50))
 
 
 def read_prompts(options: GenerateOptions) -> list[Prompt]:

@@ -11,6 +11,7 @@ from bascule.generate.generating import is_guided
 from bascule.generate.options import Prompt
 from bascule.plan.machine import HardwareProfile
 from bascule.plan.mesh_choice import DenoisingStep, InferenceMesh, step_seconds
+from bascule.serve.blocks import shape_of_block
 
 _MOST_FORMS = 64  # that are remembered
 _LATEST = 5  # of which the median counts
@@ -37,10 +38,16 @@ class Times:
         degrees: Those that are allowed.
         ranks_per_node: Within which wires are fast.
         profile: Speeds of the machine.
+        num_groups: Guidance groups of a block that has as many ranks.
     """
 
     def __init__(
-        self, pipeline: Any, degrees: Sequence[int], ranks_per_node: int, profile: HardwareProfile
+        self,
+        pipeline: Any,
+        degrees: Sequence[int],
+        ranks_per_node: int,
+        profile: HardwareProfile,
+        num_groups: int = 1,
     ) -> None:
         config: Any = getattr(models_of(pipeline)[0], "config", None)
         layers = [getattr(config, f"num_{kind}layers", None) or 0 for kind in ("", "single_")]
@@ -53,6 +60,7 @@ class Times:
         factors = [getattr(pipeline, name, None) or 0 for name in scales]
         self._side, self._frames = max(16, *factors[:2]), factors[2] or 4  # of a token, in pixels
         self._degrees, self._in_node, self._profile = degrees, ranks_per_node, profile
+        self._num_groups = num_groups
         self._predicted: dict[Form, dict[int, float]] = {}
         self._measured: dict[Form, dict[int, deque[float]]] = {}
         self._tables: dict[Form, dict[int, float]] = {}
@@ -96,8 +104,8 @@ class Times:
 
     def _predict(self, form: Form, degree: int) -> float:
         step = DenoisingStep(num_tokens=form.num_tokens, num_passes=form.num_passes, **self._model)
-        ulysses = min(degree, 1 << (self._model["num_heads"].bit_length() - 1))  # as in `places_of`
-        mesh = InferenceMesh(1, degree // ulysses, ulysses)
+        shape = shape_of_block(degree, self._model["num_heads"], self._num_groups)
+        mesh = InferenceMesh(shape.guidance, shape.ring, shape.ulysses)
         return step_seconds(step, mesh, self._in_node, self._profile)
 
     def _correct(self, forms: Iterable[Form]) -> None:
