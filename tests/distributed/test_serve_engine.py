@@ -6,6 +6,7 @@ import signal
 import threading
 from collections import Counter
 from contextlib import closing, suppress
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
+from bascule.diffusers.degrees import Shape
 from bascule.errors import CommError, ConfigError
 from bascule.generate.tiny import TINY, TINY_WAN
 from bascule.serve import Block, Controller, Engine
@@ -116,6 +118,47 @@ def test_videos_by_schedulers_of_many_steps(scheduler: str) -> None:
     check(served, {"grows": GROWN, "rests": RESTED})
 
 
+def tiled_pipeline() -> Any:
+    """Its VAE decodes an image in several tiles."""
+    pipeline = pipeline_of(TINY)
+    pipeline.vae.enable_tiling()
+    pipeline.vae.tile_latent_min_size, pipeline.vae.tile_sample_min_size = 4, 32
+    return pipeline
+
+
+# Where ranks share tiles, they stay to decode them.
+STAYED = [*RESTED[:-1], (6, 0, 2)]
+
+
+@pytest.mark.some(1)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "arguments", "ways", "rested", "apart"),
+    [
+        (partial(pipeline_of, TINY), GUIDED, {"num_groups": 2}, RESTED, 1e-5),
+        (partial(pipeline_of, TINY_WAN), VIDEO, {"num_groups": 2}, RESTED, 1e-5),
+        (tiled_pipeline, GUIDED, {"num_groups": 2, "shares_tiles": True}, STAYED, 1e-5),
+        (partial(pipeline_of, TINY), LATENT, {"compiles": True}, RESTED, 1e-4),
+        (partial(pipeline_of, TINY), LATENT, {"comm_dtype": "int8"}, RESTED, 0.1),
+    ],
+    ids=["guidance", "guidance of videos", "tiles", "compiled", "8 bits"],
+)
+def test_ways_to_share_a_request(
+    make: Any,
+    arguments: dict[str, Any],
+    ways: dict[str, Any],
+    rested: list[tuple[int, int, int]],
+    apart: float,
+) -> None:
+    scenes = [
+        {"grows": Asked(arguments, Block(0, 1), GROWS)},
+        {"rests": Asked(arguments, Block(0, 1), RESTS)},
+    ]
+    served = run_ranks(partial(serve, **ways), RANKS, make, scenes)[0]
+    check(served, {"grows": GROWN, "rests": rested}, apart)
+    assert (served["grows"].apart > 1e-5) == ("comm_dtype" in ways)
+
+
 def other(name: str) -> dict[str, Served]:
     """A pipeline of another family: its request moves to another rank, and shares it later."""
     sides = {"cogvideox": (48, 32), "wan": (48, 80), "hunyuan": (48, 80)}
@@ -134,6 +177,24 @@ def test_other_pipelines(name: str) -> None:
     served = run_ranks(other, RANKS, name)[0]
     moves = [(1, 1, 1), (3, 0, 4), (6, 0, 1)]
     check(served, {name: moves}, tolerance=5e-5)  # as without moves: pixels of 6 guided steps
+
+
+def on_replicas() -> dict[str, Served]:
+    """Two replicas of two ranks each, which are the places of requests."""
+    script: Script = {2: ("pause",), "paused": ("resume", Block(1, 1))}
+    scene = {"rests": Asked(GUIDED, Block(0, 1), script), "one": Asked(LATENT, Block(1, 1))}
+    scenes = [
+        scene | {"one": replace(scene["one"], script={1: ("cancel",)})},
+        {"two": scene["one"]},
+    ]
+    return serve(partial(pipeline_of, TINY), scenes, shape=Shape(2, 2, 1, 1))
+
+
+@pytest.mark.slow
+def test_a_replica_in_place_of_a_rank() -> None:
+    served = run_ranks(on_replicas, RANKS)[0]
+    check(served, {"rests": [(2, 1, 1)], "two": []})
+    assert served["one"].end.kind == "cancelled"
 
 
 def odd_pipeline() -> Any:
