@@ -80,9 +80,9 @@ def pixels(path: Path) -> Any:
         return np.asarray(image).astype(int)
 
 
-def same_images(found: Path, wanted: Path) -> None:
+def same_images(found: Path, wanted: Path, num: int = len(ROWS)) -> None:
     names = sorted(path.name for path in wanted.glob("*.png"))
-    assert sorted(path.name for path in found.glob("*.png")) == names and len(names) == len(ROWS)
+    assert sorted(path.name for path in found.glob("*.png")) == names and len(names) == num
     for name in names:
         assert np.abs(pixels(found / name) - pixels(wanted / name)).max() <= 1, name
 
@@ -106,6 +106,87 @@ def test_the_same_pixels_on_any_ranks(
             assert sum(steps) == 7 * num_ranks // job.get("replicas", 1)
         else:  # a step is taken by one rank at least, and by all at most
             assert 7 <= sum(steps) <= 7 * num_ranks
+
+
+MIXED: list[dict[str, Any]] = [
+    {"prompt": f"boat {k}", "width": side, "height": side, "steps": steps}
+    for k, (side, steps) in enumerate([(128, 6), (32, 2), (64, 3), (32, 8), (96, 4), (48, 1)])
+]
+RESTLESS: list[dict[str, Any]] = [
+    {},
+    {"negative_prompt": "fog", "guidance": 3.0},  # of all: two guidance groups
+    {"tiles": True},
+    {"sparse": 0.3},
+]
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mixed") / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, MIXED)), encoding="utf-8")
+    return path
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_same_pixels_whatever_the_scheduler_does(
+    num_ranks: int, mixed: Path, tmp_path: Path
+) -> None:
+    run_ranks(several, 1, mixed, tmp_path / "alone", RESTLESS)
+    jobs = [job | {"restless": seed} for seed, job in enumerate(RESTLESS)]
+    found = run_ranks(several, num_ranks, mixed, tmp_path / "moved", jobs)[0]
+    for place in range(len(jobs)):
+        same_images(tmp_path / "moved" / str(place), tmp_path / "alone" / str(place), len(MIXED))
+        assert sum(found[place][1]) > 24  # some steps are taken by several ranks
+
+
+def shares(prompts: Path, out: Path, factor: int, **settings: Any) -> list[float]:
+    """Each rank's share of all work, where a step takes as long as its image is large.
+
+    It takes `factor` times as long on the last rank. A step of several ranks is shared evenly.
+    """
+    from bascule.generate.generation import Generation
+
+    torch.set_num_threads(1)
+    options = GenerateOptions(prompts=prompts, out=out, **settings)
+    run, size = Generation(options, torch.device("cpu")), dist.get_world_size()
+    model: Any = run._engine._parts[0].model
+    forward, is_last = model.norm_out.forward, dist.get_rank() == size - 1
+
+    def slow(hidden: Any, *args: Any) -> Any:
+        time.sleep(hidden.shape[1] * (factor if is_last else 1) * 15e-3)
+        return forward(hidden, *args)
+
+    model.norm_out.forward = slow
+    work = [0.0] * size
+
+    def on_step(place: int, ranks: range) -> None:
+        for rank in ranks:
+            work[rank] += (run.prompts[place].width or 0) ** 2 / len(ranks)
+
+    run.run(on_step)
+    return [one / max(sum(work), 1) for one in work]
+
+
+@pytest.mark.parametrize(
+    ("settings", "factor", "wanted"),
+    [
+        ({"replicas": 2}, 1, [1 / 2, 1 / 2]),
+        ({"replicas": 2}, 3, [3 / 4, 1 / 4]),
+        ({}, 1, [1 / 2, 1 / 2]),
+    ],
+)
+def test_ranks_take_work_as_they_can(
+    settings: dict[str, Any], factor: int, wanted: list[float], tmp_path: Path
+) -> None:
+    rows = [
+        {"prompt": "boat", "width": side, "height": side, "steps": steps}
+        for side, steps in [(96, 2), (80, 3), (64, 4), (48, 6), (48, 2), (32, 3)] * 2
+    ]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    found = run_ranks(partial(shares, **settings), 2, prompts, tmp_path / "out", factor)[0]
+    assert found == pytest.approx(wanted, abs=0.13)  # the share of the largest prompt
 
 
 def save_tiny(folder: Path) -> None:

@@ -21,7 +21,7 @@ from bascule.diffusers.degrees import Shape
 from bascule.errors import CommError, ConfigError
 from bascule.generate.tiny import TINY, TINY_WAN
 from bascule.serve import Block, Controller, Engine
-from bascule.serve.blocks import check_block
+from bascule.serve.blocks import check_block, shape_of_block
 from bascule.serve.post import pack, unpack
 from tests.helpers.pipeline_cases import PIPELINES, make_pipeline, prompt_of
 from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
@@ -177,6 +177,38 @@ def test_other_pipelines(name: str) -> None:
     served = run_ranks(other, RANKS, name)[0]
     moves = [(1, 1, 1), (3, 0, 4), (6, 0, 1)]
     check(served, {name: moves}, tolerance=5e-5)  # as without moves: pixels of 6 guided steps
+
+
+def calls_of_a_block() -> int:
+    """The calls of the model that this rank computes of a request of two branches."""
+    pipeline, calls = pipeline_of(TINY), Counter[str]()
+    pipeline.transformer.proj_out.register_forward_hook(lambda *_: calls.update(["call"]))
+    engine = Engine(pipeline, num_groups=2)
+    if engine.controller is not None:
+        engine.controller.start("shared", GUIDED, 0, Block(0, 2))
+        threading.Thread(target=close_after_one, args=(engine.controller,)).start()
+    engine.run()
+    return calls["call"]
+
+
+def close_after_one(controller: Controller) -> None:
+    while controller.events.get(timeout=100).kind not in ENDS:
+        pass
+    controller.close()
+
+
+def test_a_guidance_group_computes_a_branch() -> None:
+    calls = run_ranks(calls_of_a_block, 2)
+    assert calls == [STEPS, STEPS + 1]  # the first call is of both, who then know its form
+
+
+def test_meshes_of_blocks() -> None:
+    shapes = [shape_of_block(degree, 3, 2) for degree in (1, 2, 4, 8)]
+    assert shapes == [Shape(1, 1, 1, 1), Shape(1, 2, 1, 1), Shape(1, 2, 1, 2), Shape(1, 2, 2, 2)]
+    assert [shape_of_block(degree, 24) for degree in (2, 32)] == [
+        Shape(1, 1, 1, 2),
+        Shape(1, 1, 2, 16),
+    ]
 
 
 def on_replicas() -> dict[str, Served]:
