@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,9 +19,11 @@ import torch.distributed as dist
 from PIL import Image
 
 from bascule.diffusers.degrees import Shape
+from bascule.diffusers.tables import table_of
 from bascule.errors import CommError, ConfigError
 from bascule.generate.tiny import TINY, TINY_WAN
 from bascule.serve import Block, Controller, Engine
+from bascule.serve import engine as engine_module
 from bascule.serve.blocks import check_block, shape_of_block
 from bascule.serve.post import pack, unpack
 from tests.helpers.pipeline_cases import PIPELINES, make_pipeline, prompt_of
@@ -227,6 +230,25 @@ def test_a_replica_in_place_of_a_rank() -> None:
     served = run_ranks(on_replicas, RANKS)[0]
     check(served, {"rests": [(2, 1, 1)], "two": []})
     assert served["one"].end.kind == "cancelled"
+
+
+def with_table(**changes: Any) -> dict[str, Served]:
+    """A request on one rank, and one that two share, by a table that bascule does not know."""
+
+    def table(model: Any, _: None) -> Any:
+        return replace(table_of(model), **changes)
+
+    scenes = [{"one": Asked(LATENT, Block(0, 1))}, {"two": Asked(LATENT, Block(0, 2))}]
+    with mock.patch.object(engine_module, "table_of", table):
+        return serve(partial(pipeline_of, TINY), scenes)
+
+
+def test_a_table_of_others_is_compared_with_one_process_first() -> None:
+    check(run_ranks(with_table, 2)[0], {"one": [], "two": [(6, 0, 1)]})
+    served = run_ranks(partial(with_table, gathers={}), 2)[0]
+    check(served, {"one": []})
+    assert served["two"].end.kind == "failed"
+    assert "the table of FluxTransformer2DModel does not fit" in served["two"].end.reason
 
 
 def odd_pipeline() -> Any:

@@ -3,6 +3,7 @@
 import inspect
 import os
 import tempfile
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -146,17 +147,19 @@ class Generation:
     ) -> list[dict[str, Any]]:
         """Let the engine make what is missing, the largest first, and write it."""
         policy = Queue("fifo") if self._options.degrees else Balanced()
-        scheduler, writes = Scheduler(controller, policy, self._times), list[Future[Any]]()
+        scheduler = Scheduler(controller, policy, self._times)
+        places = {self.names[place]: place for place in self.missing}
         tasks = sorted(map(self._task, self.missing), key=lambda one: -one.request.work_s)
         for number, task in enumerate(tasks):
             task.number = number
             scheduler.add(task)
-        seconds = {task.id: {str(phase): 0.0 for phase in PHASES} for task in tasks}
+        seconds = {name: {str(phase): 0.0 for phase in PHASES} for name in places}
         size = self._world.size // controller.num_ranks
+        records, writes = list[dict[str, Any]](), deque[Future[dict[str, Any]]]()
         with closing(controller), ThreadPoolExecutor(1, "bascule outputs") as writer:
             scheduler.decide()
             while scheduler.tasks and (event := controller.events.get()).kind != "ended":
-                name, place = event.request_id, self.names.index(event.request_id)
+                name, place = event.request_id, places[event.request_id]
                 if scheduler.handle(event):
                     scheduler.decide()
                 if event.kind == "failed":
@@ -169,10 +172,10 @@ class Generation:
                 elif event.kind == "done":
                     seconds[name]["decode"] = event.seconds
                     writes.append(writer.submit(self._write, place, event.output, seconds[name]))
-                for one in writes:
-                    if one.done():
-                        one.result()  # or fail at once
-        return sorted((one.result() for one in writes), key=lambda one: one["file"])
+                while writes and writes[0].done():
+                    records.append(writes.popleft().result())
+        records += [one.result() for one in writes]
+        return sorted(records, key=lambda one: one["file"])
 
     def _task(self, place: int) -> Task:
         prompt = self.prompts[place]

@@ -41,7 +41,8 @@ from bascule.diffusers.pipeline_run import (
 from bascule.diffusers.request import Request, agree_on, models_of
 from bascule.diffusers.sparse_layers import SparseConfig, SparseLayers
 from bascule.diffusers.split_model import SplitModel
-from bascule.diffusers.tables import table_of
+from bascule.diffusers.tables import is_tested, table_of
+from bascule.diffusers.verify import check_table
 from bascule.encoders.encoder import EncoderOptions
 from bascule.encoders.tiled_vae import TiledVAE
 from bascule.errors import CommError, ConfigError
@@ -163,8 +164,8 @@ class Engine:
         self._parts = [SplitModel(model, table, *ways) for model, table in pairs]
         groups = [Branches(one.branches) for one in self._places.values() if one.branches]
         self._guided = [GuidedModel(part, groups[0]) for part in self._parts if groups]
-        self._compiled: dict[Block, list[Any]] = {}  # calls of the models
-        self._tiled: dict[Block, TiledVAE] = {}
+        self._calls: dict[Block, list[Any]] = {}  # of the models, compiled if they are
+        self._tiled: dict[tuple[int, ...], TiledVAE] = {}  # by their ranks
         self._undo = ExitStack()
         for part in (*self._guided, *self._parts):
             self._undo.callback(part.remove)
@@ -315,16 +316,14 @@ class Engine:
         return torch.zeros(form["shape"], dtype=dtype, device=self._device)
 
     def _decode(self, decode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        run = self._run
-        if run is None or self._places[run.block].whole is None:
+        whole = self._run and self._places[self._run.block].whole
+        if whole is None:
             return decode(*args, **kwargs)
-        if run.block not in self._tiled:
-            begin, num = run.block.first * self._size, run.block.degree * self._size
-            group = group_of(range(begin, begin + num)).process_group
+        if whole.ranks not in self._tiled:
+            vae, group = self._pipeline.vae, group_of(whole.ranks).process_group
             settings = EncoderOptions(features_for="all", device=self._device)
-            vae = self._pipeline.vae
-            self._tiled[run.block] = TiledVAE(vae, mesh_or_group=group, options=settings)
-        return self._tiled[run.block].decode(*args, **kwargs)
+            self._tiled[whole.ranks] = TiledVAE(vae, mesh_or_group=group, options=settings)
+        return self._tiled[whole.ranks].decode(*args, **kwargs)
 
     def _step(self, step: Any, *args: Any, **kwargs: Any) -> Any:
         output, run, scheduler = step(*args, **kwargs), self._run, step.args[0]
@@ -440,7 +439,7 @@ class Engine:
 
     def _use(self, block: Block) -> None:
         """Let models compute on a block, as if for the first time: ranks come and go."""
-        place = self._places[block]
+        place, is_new = self._places[block], block not in self._calls
         branches = None if place.branches is None else Branches(place.branches)
         for guided in self._guided:
             guided.use(branches)
@@ -448,11 +447,13 @@ class Engine:
             part.mesh = place.mesh
             part.inputs.restart()
             part.sparse = None if self._sparse is None else SparseLayers(self._sparse, place.mesh)
-            if self._compiles and block not in self._compiled:
+            part.first_call = check_table if is_new and not is_tested(part.table) else None
+            if is_new and self._compiles:
                 undo = compile_in_place(part.model, "default", None, part.prepare)
                 self._undo.callback(undo)
-        calls = [part.model._compiled_call_impl for part in self._parts]
-        for part, call in zip(self._parts, self._compiled.setdefault(block, calls), strict=True):
+        if is_new:
+            self._calls[block] = [part.model._compiled_call_impl for part in self._parts]
+        for part, call in zip(self._parts, self._calls[block], strict=True):
             part.model._compiled_call_impl = call
 
     def _release(self, run: _Run) -> None:
