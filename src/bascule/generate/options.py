@@ -45,18 +45,18 @@ class GenerateOptions(Outputs, RankOptions):
         seed: Seed of the first prompt; the next ones get the numbers after it.
         out: Folder for the images (PNG) and videos (MP4).
         fps: Frames a second of a video.
-        ulysses: Ranks that share heads. Without this and the next three, the mesh is chosen.
+        ulysses: Ranks that share heads. Without this and the next three, prompts change ranks.
         ring: Ranks that pass keys and values around.
         guidance_ranks: Groups of ranks that share guidance branches.
         replicas: Groups of ranks that take different prompts.
-        longest_ring: Most ranks of a ring, where the mesh is chosen.
+        longest_ring: Most ranks of a ring, where prompts change ranks.
         sparse: Share of the keys that attention computes, by blocks of 64 tokens with the highest
             products of means (`SparseConfig`'s keep); this changes pixels. Default: all.
         wire: Send attention's rows between ranks at 8 bits; this changes pixels a little.
         tiles: Let the VAE work in tiles, which ranks share; this changes pixels a little.
         compile: Compile the transformers.
         dtype: Dtype of the weights; bfloat16 on GPUs and float32 on CPUs if not given.
-        timeout_s: Longest wait of a collective, in seconds. Replicas wait for each other longer.
+        timeout_s: Longest wait of ranks that share a prompt, in seconds.
     """
 
     model: str = TINY
