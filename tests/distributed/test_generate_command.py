@@ -189,6 +189,14 @@ def test_ranks_take_work_as_they_can(
     assert found == pytest.approx(wanted, abs=0.13)  # the share of the largest prompt
 
 
+def test_prompts_of_compiled_models_stay(alone: Path, tmp_path: Path) -> None:
+    prompts, out = tmp_path / "first.jsonl", tmp_path / "out"
+    prompts.write_text(json.dumps(ROWS[0]), encoding="utf-8")
+    (name,), steps = run_ranks(partial(make, compile=True), 2, prompts, out)[0]
+    assert steps == [2, 2]  # it has as many ranks as there are
+    assert np.abs(pixels(out / name) - pixels(alone / name)).max() <= 1
+
+
 def save_tiny(folder: Path) -> None:
     from bascule.generate.generating import load_pipeline
 

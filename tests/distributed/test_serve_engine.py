@@ -395,10 +395,11 @@ def test_orders_that_cannot_be_followed() -> None:
     assert [text in error for text, error in zip(wanted, errors, strict=True)] == [True] * 12
 
 
-def at_random(seed: int, num_requests: int) -> tuple[Counter[str], float]:
+def at_random(seed: int, num_requests: int, num_groups: int) -> tuple[Counter[str], float]:
     """Requests that change ranks whenever it can be: news by kind, and the largest difference."""
     torch.set_num_threads(1)
-    engine, kinds, asked = Engine(pipeline_of(TINY)), Counter[str](), dict[str, Asked]()
+    engine = Engine(pipeline_of(TINY), num_groups=num_groups)
+    kinds, asked = Counter[str](), dict[str, Asked]()
     controller, outputs, random = engine.controller, list[Served](), Random(seed)
     if controller is None:
         engine.run()
@@ -455,9 +456,10 @@ def at_random(seed: int, num_requests: int) -> tuple[Counter[str], float]:
 
 
 @pytest.mark.stress
+@pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("seed", range(3))
-def test_moves_at_random(seed: int) -> None:
-    kinds, apart = run_ranks(at_random, RANKS, seed, 60)[0]
+def test_moves_at_random(seed: int, num_groups: int) -> None:
+    kinds, apart = run_ranks(at_random, RANKS, seed, 60, num_groups)[0]
     assert apart <= 1e-5
     assert kinds["done"] + kinds["cancelled"] == 60 and kinds["done"] > 40
     assert min(kinds["moved"], kinds["paused"]) > 10 and kinds["failed"] == kinds["refused"] == 0

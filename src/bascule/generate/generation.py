@@ -67,11 +67,10 @@ class Generation:
         sparse = None if options.sparse is None else SparseConfig(keep=options.sparse)
         are_guided = all(is_guided(one, self._takes) for one in self.prompts)
         num_groups = 2 if are_guided and sparse is None else 1  # whose layers exchange nothing
-        degrees = {name.removesuffix("_degree"): one for name, one in options.degrees.items()}
         self._engine = Engine(
             pipeline,
             timeout_s=options.timeout_s,
-            shape=Shape(**degrees) if degrees else None,
+            shape=Shape(**options.degrees) if options.degrees else None,
             num_groups=num_groups,
             longest_ring=options.longest_ring,
             sparse=sparse,
@@ -146,7 +145,9 @@ class Generation:
         self, controller: Controller, on_step: Callable[[int, range], None]
     ) -> list[dict[str, Any]]:
         """Let the engine make what is missing, the largest first, and write it."""
-        policy = Queue("fifo") if self._options.degrees else Balanced()
+        stays = self._options.degrees or self._options.compile  # which pays for many steps alike
+        fits = [d for d in self._engine.degrees if d * len(self.missing) <= controller.num_ranks]
+        policy = Queue("fifo", max(fits, default=1)) if stays else Balanced()
         scheduler = Scheduler(controller, policy, self._times)
         places = {self.names[place]: place for place in self.missing}
         tasks = sorted(map(self._task, self.missing), key=lambda one: -one.request.work_s)

@@ -54,7 +54,7 @@ class GenerateOptions(Outputs, RankOptions):
             products of means (`SparseConfig`'s keep); this changes pixels. Default: all.
         wire: Send attention's rows between ranks at 8 bits; this changes pixels a little.
         tiles: Let the VAE work in tiles, which ranks share; this changes pixels a little.
-        compile: Compile the transformers.
+        compile: Compile the transformers; each prompt then keeps its ranks.
         dtype: Dtype of the weights; bfloat16 on GPUs and float32 on CPUs if not given.
         timeout_s: Longest wait of ranks that share a prompt, in seconds.
     """
@@ -84,12 +84,12 @@ class GenerateOptions(Outputs, RankOptions):
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Degrees of the mesh, by argument of `parallelize`; without those to choose."""
+        """Degrees of a `Shape` that are given."""
         degrees = {
-            "data_degree": self.replicas,
-            "guidance_degree": self.guidance_ranks,
-            "ring_degree": self.ring,
-            "ulysses_degree": self.ulysses,
+            "data": self.replicas,
+            "guidance": self.guidance_ranks,
+            "ring": self.ring,
+            "ulysses": self.ulysses,
         }
         return {name: degree for name, degree in degrees.items() if degree is not None}
 
