@@ -1,7 +1,6 @@
 """A list of prompts, made by all ranks of a job together; each output once, whole or not at all."""
 
 import inspect
-import os
 import tempfile
 from collections import deque
 from collections.abc import Callable
@@ -31,7 +30,6 @@ from bascule.generate.generating import (
     write_record,
 )
 from bascule.generate.options import IMAGE, VIDEO, GenerateOptions, read_prompts
-from bascule.plan.machine import HardwareProfile
 from bascule.plan.requests import Balanced, Queue
 from bascule.serve.controller import Controller
 from bascule.serve.engine import Engine
@@ -79,9 +77,7 @@ class Generation:
             shares_tiles=options.tiles,
         )
         self._world = member_of(resolve(None), "world")
-        in_node = int(os.environ.get("LOCAL_WORLD_SIZE", self._world.size))
-        profile = HardwareProfile.load("h100-datasheet")  # until steps are measured
-        self._times = Times(pipeline, self._engine.degrees, in_node, profile, num_groups)
+        self._times = Times(pipeline, self._engine.degrees, num_groups=num_groups)
         self._is_new = False  # the folder, on rank 0
         self.missing = self._find_missing()
 

@@ -1,6 +1,7 @@
 """Seconds of requests by degree: predicted, until they are measured."""
 
 import math
+import os
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
@@ -36,8 +37,8 @@ class Times:
     Args:
         pipeline: Its configuration.
         degrees: Those that are allowed.
-        ranks_per_node: Within which wires are fast.
-        profile: Speeds of the machine.
+        ranks_per_node: Within which wires are fast. Default: as torchrun says, or all.
+        profile: Speeds of the machine. Default: a data sheet, which measuring corrects.
         num_groups: Guidance groups of a block that has as many ranks.
     """
 
@@ -45,8 +46,8 @@ class Times:
         self,
         pipeline: Any,
         degrees: Sequence[int],
-        ranks_per_node: int,
-        profile: HardwareProfile,
+        ranks_per_node: int | None = None,
+        profile: HardwareProfile | None = None,
         num_groups: int = 1,
     ) -> None:
         config: Any = getattr(models_of(pipeline)[0], "config", None)
@@ -59,8 +60,9 @@ class Times:
         scales = "vae_scale_factor", "vae_scale_factor_spatial", "vae_scale_factor_temporal"
         factors = [getattr(pipeline, name, None) or 0 for name in scales]
         self._side, self._frames = max(16, *factors[:2]), factors[2] or 4  # of a token, in pixels
-        self._degrees, self._in_node, self._profile = degrees, ranks_per_node, profile
-        self._num_groups = num_groups
+        in_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", max(degrees)))
+        self._degrees, self._in_node, self._num_groups = degrees, in_node, num_groups
+        self._profile = profile or HardwareProfile.load("h100-datasheet")
         self._predicted: dict[Form, dict[int, float]] = {}
         self._measured: dict[Form, dict[int, deque[float]]] = {}
         self._tables: dict[Form, dict[int, float]] = {}
