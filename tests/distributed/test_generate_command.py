@@ -5,6 +5,8 @@ import os
 import shutil
 import signal
 import time
+from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +24,7 @@ from bascule.comm.groups import member_of, resolve, set_timeout
 from bascule.generate.options import GenerateOptions, read_prompts
 from tests.helpers.cli import run as run_command
 from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
+from tests.helpers.serving import Restless
 
 pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
@@ -34,18 +37,22 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def make(prompts: Path, out: Path, **settings: Any) -> tuple[list[str], int]:
-    """What was made, and how many steps this rank counted."""
-    from bascule.generate.generating import Generation
+def make(
+    prompts: Path, out: Path, *, restless: int | None = None, **settings: Any
+) -> tuple[list[str], list[int]]:
+    """What was made, and the steps that each rank took, both as rank 0 knows them."""
+    from bascule.generate import generation
 
     torch.set_num_threads(1)
     chosen: dict[str, Any] = {"width": 64, "height": 64} | settings
     options = GenerateOptions(prompts=prompts, out=out, **chosen)
-    run, steps = Generation(options, torch.device("cpu")), list[int]()
-    made = run.run(steps.append)
+    run, steps = generation.Generation(options, torch.device("cpu")), Counter[int]()
+    policy = generation.Balanced if restless is None else partial(Restless, restless)
+    with mock.patch.object(generation, "Balanced", policy):
+        made = run.run(lambda _, ranks: steps.update(ranks))
     assert all(one["seconds"].keys() == {"encode", "denoise", "decode"} for one in made)
     assert all(min(one["seconds"].values()) > 0 for one in made)
-    return [one["file"] for one in made], len(steps)
+    return [one["file"] for one in made], [steps[rank] for rank in range(dist.get_world_size())]
 
 
 def several(prompts: Path, folder: Path, jobs: list[dict[str, Any]]) -> list[Any]:
@@ -64,7 +71,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("alone")
     (found,) = run_ranks(make, 1, prompts, folder)
-    assert len(found[0]) == len(ROWS) and found[1] == 7
+    assert len(found[0]) == len(ROWS) and found[1] == [7]
     return folder
 
 
@@ -73,9 +80,9 @@ def pixels(path: Path) -> Any:
         return np.asarray(image).astype(int)
 
 
-def same_images(found: Path, wanted: Path) -> None:
+def same_images(found: Path, wanted: Path, num: int = len(ROWS)) -> None:
     names = sorted(path.name for path in wanted.glob("*.png"))
-    assert sorted(path.name for path in found.glob("*.png")) == names and len(names) == len(ROWS)
+    assert sorted(path.name for path in found.glob("*.png")) == names and len(names) == num
     for name in names:
         assert np.abs(pixels(found / name) - pixels(wanted / name)).max() <= 1, name
 
@@ -91,13 +98,103 @@ def same_images(found: Path, wanted: Path) -> None:
 def test_the_same_pixels_on_any_ranks(
     num_ranks: int, jobs: list[dict[str, Any]], prompts: Path, alone: Path, tmp_path: Path
 ) -> None:
-    found = run_ranks(several, num_ranks, prompts, tmp_path, jobs)
-    assert all([names for names, _ in one] == [names for names, _ in found[0]] for one in found)
-    for place, job in enumerate(jobs):
+    found = run_ranks(several, num_ranks, prompts, tmp_path, jobs)[0]
+    for place, (job, (names, steps)) in enumerate(zip(jobs, found, strict=True)):
         same_images(tmp_path / str(place), alone)
-        steps = [one[place][1] for one in found]
-        assert sum(steps) == 7 * num_ranks // job.get("replicas", 1)
-        assert min(steps) > 0
+        assert len(names) == len(ROWS) and min(steps) > 0
+        if job:
+            assert sum(steps) == 7 * num_ranks // job.get("replicas", 1)
+        else:  # a step is taken by one rank at least, and by all at most
+            assert 7 <= sum(steps) <= 7 * num_ranks
+
+
+MIXED: list[dict[str, Any]] = [
+    {"prompt": f"boat {k}", "width": side, "height": side, "steps": steps}
+    for k, (side, steps) in enumerate([(128, 6), (32, 2), (64, 3), (32, 8), (96, 4), (48, 1)])
+]
+RESTLESS: list[dict[str, Any]] = [
+    {},
+    {"negative_prompt": "fog", "guidance": 3.0},  # of all: two guidance groups
+    {"tiles": True},
+    {"sparse": 0.3},
+]
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mixed") / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, MIXED)), encoding="utf-8")
+    return path
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_same_pixels_whatever_the_scheduler_does(
+    num_ranks: int, mixed: Path, tmp_path: Path
+) -> None:
+    run_ranks(several, 1, mixed, tmp_path / "alone", RESTLESS)
+    jobs = [job | {"restless": seed} for seed, job in enumerate(RESTLESS)]
+    found = run_ranks(several, num_ranks, mixed, tmp_path / "moved", jobs)[0]
+    for place in range(len(jobs)):
+        same_images(tmp_path / "moved" / str(place), tmp_path / "alone" / str(place), len(MIXED))
+        assert sum(found[place][1]) > 24  # some steps are taken by several ranks
+
+
+def shares(prompts: Path, out: Path, factor: int, **settings: Any) -> list[float]:
+    """Each rank's share of all work, where a step takes as long as its image is large.
+
+    It takes `factor` times as long on the last rank. A step of several ranks is shared evenly.
+    """
+    from bascule.generate.generation import Generation
+
+    torch.set_num_threads(1)
+    options = GenerateOptions(prompts=prompts, out=out, **settings)
+    run, size = Generation(options, torch.device("cpu")), dist.get_world_size()
+    model: Any = run._engine._parts[0].model
+    forward, is_last = model.norm_out.forward, dist.get_rank() == size - 1
+
+    def slow(hidden: Any, *args: Any) -> Any:
+        time.sleep(hidden.shape[1] * (factor if is_last else 1) * 15e-3)
+        return forward(hidden, *args)
+
+    model.norm_out.forward = slow
+    work = [0.0] * size
+
+    def on_step(place: int, ranks: range) -> None:
+        for rank in ranks:
+            work[rank] += (run.prompts[place].width or 0) ** 2 / len(ranks)
+
+    run.run(on_step)
+    return [one / max(sum(work), 1) for one in work]
+
+
+@pytest.mark.parametrize(
+    ("settings", "factor", "wanted"),
+    [
+        ({"replicas": 2}, 1, [1 / 2, 1 / 2]),
+        ({"replicas": 2}, 3, [3 / 4, 1 / 4]),
+        ({}, 1, [1 / 2, 1 / 2]),
+    ],
+)
+def test_ranks_take_work_as_they_can(
+    settings: dict[str, Any], factor: int, wanted: list[float], tmp_path: Path
+) -> None:
+    rows = [
+        {"prompt": "boat", "width": side, "height": side, "steps": steps}
+        for side, steps in [(96, 2), (80, 3), (64, 4), (48, 6), (48, 2), (32, 3)] * 2
+    ]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    found = run_ranks(partial(shares, **settings), 2, prompts, tmp_path / "out", factor)[0]
+    assert found == pytest.approx(wanted, abs=0.13)  # the share of the largest prompt
+
+
+def test_prompts_of_compiled_models_stay(alone: Path, tmp_path: Path) -> None:
+    prompts, out = tmp_path / "first.jsonl", tmp_path / "out"
+    prompts.write_text(json.dumps(ROWS[0]), encoding="utf-8")
+    (name,), steps = run_ranks(partial(make, compile=True), 2, prompts, out)[0]
+    assert steps == [2, 2]  # it has as many ranks as there are
+    assert np.abs(pixels(out / name) - pixels(alone / name)).max() <= 1
 
 
 def save_tiny(folder: Path) -> None:
@@ -153,9 +250,10 @@ def test_what_is_there_is_not_made_again(prompts: Path, alone: Path, tmp_path: P
     shutil.copytree(alone, tmp_path / "out")
     lost = sorted((tmp_path / "out").glob("*.png"))[1]
     lost.unlink()
-    assert run_ranks(make, 2, prompts, tmp_path / "out") == [([lost.name], 2)] * 2
+    ((files, steps), _) = run_ranks(make, 2, prompts, tmp_path / "out")
+    assert files == [lost.name] and 2 <= sum(steps) <= 4
     same_images(tmp_path / "out", alone)
-    assert run_ranks(make, 2, prompts, tmp_path / "out") == [([], 0)] * 2
+    assert run_ranks(make, 2, prompts, tmp_path / "out") == [([], [0, 0])] * 2
 
 
 def test_a_video_is_a_file(prompts: Path, tmp_path: Path) -> None:
@@ -210,7 +308,7 @@ def test_a_rank_that_is_stopped_ends_without_a_word(number: int) -> None:
 
 def refusals(prompts: Path, folder: Path) -> dict[str, tuple[list[str], str]]:
     """How wrong uses end, by the words that say why."""
-    from bascule.generate.generating import Generation
+    from bascule.generate.generation import Generation
 
     one, rank = folder / "one.jsonl", dist.get_rank()
     if rank == 0:
@@ -222,7 +320,7 @@ def refusals(prompts: Path, folder: Path) -> dict[str, tuple[list[str], str]]:
         "Ulysses 8 on 2 ranks: the product of degrees must be 2": {"ulysses": 8},
         "disagree on prompts": {"prompts": prompts if rank else one},
         "width is 100, and this pipeline makes it 96: give 96": {"width": 100, "height": 64},
-        "rank 0 of group 'world' (also on ranks [1])": {"out": prompts, "replicas": 2},  # a file
+        "rank 0 of group 'world': --out ": {"out": prompts, "replicas": 2},  # a file
         "prompts.jsonl/below: cannot be written": {"out": prompts / "below", "replicas": 2},
         "--out /proc: cannot be written": {"out": Path("/proc"), "replicas": 2},
         "rank 0 of group 'world': --out": {"out": folder / "a" if rank else prompts, "replicas": 2},
@@ -245,9 +343,9 @@ def refusals(prompts: Path, folder: Path) -> dict[str, tuple[list[str], str]]:
     assert not list(folder.glob("*.png"))
     options = GenerateOptions(prompts=prompts, out=folder, replicas=2, width=64, height=64)
     run = Generation(options, torch.device("cpu"))
-    if rank == 0:  # something is in the way of the record of its first output
-        (folder / f".{Path(run.names[run.todo[0]]).stem}.json").mkdir()
-    ends[".json cannot be written: Is a directory"] = raised_by(run.run, lambda _: None)
+    if rank == 0:  # something is in the way of the record of an output
+        (folder / f".{Path(run.names[1]).stem}.json").mkdir()
+    ends[".json cannot be written: Is a directory"] = raised_by(run.run, lambda *_: None)
     return ends
 
 
@@ -261,33 +359,36 @@ def test_wrong_uses_are_refused_on_all_ranks(prompts: Path, tmp_path: Path) -> N
             assert "ConfigError" in names or "disagree" in words, names
 
 
-def slow(folder: Path, kind: str) -> list[str]:
+def slow(folder: Path, kind: str) -> Any:
     """Two replicas, the second of which takes far longer than a collective may, or does not end."""
-    from bascule.generate.generating import Generation
+    from bascule.generate.generation import Generation
 
     torch.set_num_threads(1)
     options = GenerateOptions(
-        prompt=("a", "b"), out=folder, replicas=2, width=64, height=64, steps=1
+        prompt=("a", "b"), out=folder, replicas=2, width=64, height=64, steps=1, timeout_s=6.0
     )
     run = Generation(options, torch.device("cpu"))
     set_timeout(member_of(resolve(None), "world"), 2.0)
+    model: Any = run._engine._parts[0].model
+    forward = model.proj_out.forward
 
-    def on_step(_: int) -> None:
-        if run.rank == 1:
-            time.sleep(4.0)
-            if kind == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if kind == "failed":
-                raise ValueError("out of luck")
+    def strike(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(4.0 * (kind != "goes on"))
+        if kind == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "failed":
+            raise ValueError("out of luck")
+        return forward(*args, **kwargs)
 
-    if kind == "slow":
-        return [one["file"] for one in run.run(on_step)]
-    return [str(raised_by(run.run, on_step))]
+    if dist.get_rank() == 1:
+        model.proj_out.forward = strike
+    if kind in ("slow", "goes on"):
+        return [one["file"] for one in run.run(lambda *_: None)]
+    return raised_by(run.run, lambda *_: None)
 
 
 def test_a_slow_replica_is_waited_for(tmp_path: Path) -> None:
-    one, other = run_ranks(slow, 2, tmp_path, "slow")
-    assert one == other and len(one) == 2
+    assert len(run_ranks(slow, 2, tmp_path, "slow")[0]) == 2
 
 
 @pytest.mark.some(1)
@@ -295,9 +396,13 @@ def test_a_slow_replica_is_waited_for(tmp_path: Path) -> None:
 def test_a_replica_that_is_gone_ends_the_others(kind: str, tmp_path: Path) -> None:
     survivor, victim = run_to_the_end(slow, 2, tmp_path, kind)
     assert survivor.error is None, survivor.error
-    (said,) = survivor.value
+    names, text = survivor.value
     if kind == "killed":
         assert victim.exit_code == -signal.SIGKILL
-        assert "missing: no report from ranks [1]" in said
+        assert "no sign of life from rank 1" in text and "CommError" in names
+        assert len(run_ranks(slow, 2, tmp_path, "goes on")[0]) < 2  # the first rank's is there
+        assert len(list(tmp_path.glob("*.png"))) == 2
     else:
-        assert "out of luck" in said and "RemoteConfigError" in said
+        assert "the pipeline fails with ValueError: out of luck" in text, text
+        assert "ConfigError" in names and text.startswith("prompt ")
+        assert text in victim.value[1] and "RemoteConfigError" in victim.value[0]

@@ -6,9 +6,11 @@ import signal
 import threading
 from collections import Counter
 from contextlib import closing, suppress
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,10 +18,13 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
+from bascule.diffusers.degrees import Shape
+from bascule.diffusers.tables import table_of
 from bascule.errors import CommError, ConfigError
 from bascule.generate.tiny import TINY, TINY_WAN
 from bascule.serve import Block, Controller, Engine
-from bascule.serve.blocks import check_block
+from bascule.serve import engine as engine_module
+from bascule.serve.blocks import check_block, shape_of_block
 from bascule.serve.post import pack, unpack
 from tests.helpers.pipeline_cases import PIPELINES, make_pipeline, prompt_of
 from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
@@ -116,6 +121,47 @@ def test_videos_by_schedulers_of_many_steps(scheduler: str) -> None:
     check(served, {"grows": GROWN, "rests": RESTED})
 
 
+def tiled_pipeline() -> Any:
+    """Its VAE decodes an image in several tiles."""
+    pipeline = pipeline_of(TINY)
+    pipeline.vae.enable_tiling()
+    pipeline.vae.tile_latent_min_size, pipeline.vae.tile_sample_min_size = 4, 32
+    return pipeline
+
+
+# Where ranks share tiles, they stay to decode them.
+STAYED = [*RESTED[:-1], (6, 0, 2)]
+
+
+@pytest.mark.some(1)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "arguments", "ways", "rested", "apart"),
+    [
+        (partial(pipeline_of, TINY), GUIDED, {"num_groups": 2}, RESTED, 1e-5),
+        (partial(pipeline_of, TINY_WAN), VIDEO, {"num_groups": 2}, RESTED, 1e-5),
+        (tiled_pipeline, GUIDED, {"num_groups": 2, "shares_tiles": True}, STAYED, 1e-5),
+        (partial(pipeline_of, TINY), LATENT, {"compiles": True}, RESTED, 1e-4),
+        (partial(pipeline_of, TINY), LATENT, {"comm_dtype": "int8"}, RESTED, 0.1),
+    ],
+    ids=["guidance", "guidance of videos", "tiles", "compiled", "8 bits"],
+)
+def test_ways_to_share_a_request(
+    make: Any,
+    arguments: dict[str, Any],
+    ways: dict[str, Any],
+    rested: list[tuple[int, int, int]],
+    apart: float,
+) -> None:
+    scenes = [
+        {"grows": Asked(arguments, Block(0, 1), GROWS)},
+        {"rests": Asked(arguments, Block(0, 1), RESTS)},
+    ]
+    served = run_ranks(partial(serve, **ways), RANKS, make, scenes)[0]
+    check(served, {"grows": GROWN, "rests": rested}, apart)
+    assert (served["grows"].apart > 1e-5) == ("comm_dtype" in ways)
+
+
 def other(name: str) -> dict[str, Served]:
     """A pipeline of another family: its request moves to another rank, and shares it later."""
     sides = {"cogvideox": (48, 32), "wan": (48, 80), "hunyuan": (48, 80)}
@@ -134,6 +180,75 @@ def test_other_pipelines(name: str) -> None:
     served = run_ranks(other, RANKS, name)[0]
     moves = [(1, 1, 1), (3, 0, 4), (6, 0, 1)]
     check(served, {name: moves}, tolerance=5e-5)  # as without moves: pixels of 6 guided steps
+
+
+def calls_of_a_block() -> int:
+    """The calls of the model that this rank computes of a request of two branches."""
+    pipeline, calls = pipeline_of(TINY), Counter[str]()
+    pipeline.transformer.proj_out.register_forward_hook(lambda *_: calls.update(["call"]))
+    engine = Engine(pipeline, num_groups=2)
+    if engine.controller is not None:
+        engine.controller.start("shared", GUIDED, 0, Block(0, 2))
+        threading.Thread(target=close_after_one, args=(engine.controller,)).start()
+    engine.run()
+    return calls["call"]
+
+
+def close_after_one(controller: Controller) -> None:
+    while controller.events.get(timeout=100).kind not in ENDS:
+        pass
+    controller.close()
+
+
+def test_a_guidance_group_computes_a_branch() -> None:
+    calls = run_ranks(calls_of_a_block, 2)
+    assert calls == [STEPS, STEPS + 1]  # the first call is of both, who then know its form
+
+
+def test_meshes_of_blocks() -> None:
+    shapes = [shape_of_block(degree, 3, 2) for degree in (1, 2, 4, 8)]
+    assert shapes == [Shape(1, 1, 1, 1), Shape(1, 2, 1, 1), Shape(1, 2, 1, 2), Shape(1, 2, 2, 2)]
+    assert [shape_of_block(degree, 24) for degree in (2, 32)] == [
+        Shape(1, 1, 1, 2),
+        Shape(1, 1, 2, 16),
+    ]
+
+
+def on_replicas() -> dict[str, Served]:
+    """Two replicas of two ranks each, which are the places of requests."""
+    script: Script = {2: ("pause",), "paused": ("resume", Block(1, 1))}
+    scene = {"rests": Asked(GUIDED, Block(0, 1), script), "one": Asked(LATENT, Block(1, 1))}
+    scenes = [
+        scene | {"one": replace(scene["one"], script={1: ("cancel",)})},
+        {"two": scene["one"]},
+    ]
+    return serve(partial(pipeline_of, TINY), scenes, shape=Shape(2, 2, 1, 1))
+
+
+@pytest.mark.slow
+def test_a_replica_in_place_of_a_rank() -> None:
+    served = run_ranks(on_replicas, RANKS)[0]
+    check(served, {"rests": [(2, 1, 1)], "two": []})
+    assert served["one"].end.kind == "cancelled"
+
+
+def with_table(**changes: Any) -> dict[str, Served]:
+    """A request on one rank, and one that two share, by a table that bascule does not know."""
+
+    def table(model: Any, _: None) -> Any:
+        return replace(table_of(model), **changes)
+
+    scenes = [{"one": Asked(LATENT, Block(0, 1))}, {"two": Asked(LATENT, Block(0, 2))}]
+    with mock.patch.object(engine_module, "table_of", table):
+        return serve(partial(pipeline_of, TINY), scenes)
+
+
+def test_a_table_of_others_is_compared_with_one_process_first() -> None:
+    check(run_ranks(with_table, 2)[0], {"one": [], "two": [(6, 0, 1)]})
+    served = run_ranks(partial(with_table, gathers={}), 2)[0]
+    check(served, {"one": []})
+    assert served["two"].end.kind == "failed"
+    assert "the table of FluxTransformer2DModel does not fit" in served["two"].end.reason
 
 
 def odd_pipeline() -> Any:
@@ -280,10 +395,11 @@ def test_orders_that_cannot_be_followed() -> None:
     assert [text in error for text, error in zip(wanted, errors, strict=True)] == [True] * 12
 
 
-def at_random(seed: int, num_requests: int) -> tuple[Counter[str], float]:
+def at_random(seed: int, num_requests: int, num_groups: int) -> tuple[Counter[str], float]:
     """Requests that change ranks whenever it can be: news by kind, and the largest difference."""
     torch.set_num_threads(1)
-    engine, kinds, asked = Engine(pipeline_of(TINY)), Counter[str](), dict[str, Asked]()
+    engine = Engine(pipeline_of(TINY), num_groups=num_groups)
+    kinds, asked = Counter[str](), dict[str, Asked]()
     controller, outputs, random = engine.controller, list[Served](), Random(seed)
     if controller is None:
         engine.run()
@@ -340,9 +456,10 @@ def at_random(seed: int, num_requests: int) -> tuple[Counter[str], float]:
 
 
 @pytest.mark.stress
+@pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("seed", range(3))
-def test_moves_at_random(seed: int) -> None:
-    kinds, apart = run_ranks(at_random, RANKS, seed, 60)[0]
+def test_moves_at_random(seed: int, num_groups: int) -> None:
+    kinds, apart = run_ranks(at_random, RANKS, seed, 60, num_groups)[0]
     assert apart <= 1e-5
     assert kinds["done"] + kinds["cancelled"] == 60 and kinds["done"] > 40
     assert min(kinds["moved"], kinds["paused"]) > 10 and kinds["failed"] == kinds["refused"] == 0

@@ -100,17 +100,29 @@ def play(controller: Controller, asked: dict[str, Asked]) -> dict[str, Served]:
         if order is not None:
             getattr(controller, order[0])(event.request_id, *order[1:])
         elif event.kind == "step":
-            controller.go_on(event)
+            controller.go_on(event.request_id)
         elif event.kind in ENDS:
             left.remove(event.request_id)
     assert controller.free_ranks == list(range(controller.num_ranks))
     return served
 
 
-def serve(make: Callable[[], Any], scenes: list[dict[str, Asked]]) -> dict[str, Served]:
+class Patient(Engine):
+    """An engine that waits for an order after each step."""
+
+    def _order(self, run: Any) -> Any:
+        while True:
+            order = self._take(100.0)
+            if order["kind"] == "order" and order["id"] == run.id:
+                return order
+
+
+def serve(
+    make: Callable[[], Any], scenes: list[dict[str, Asked]], **ways: Any
+) -> dict[str, Served]:
     """Play scenes one after the other, on all ranks; rank 0 returns what happened."""
     torch.set_num_threads(1)
-    engine = Engine(make(), answer_s=100.0)
+    engine = Patient(make(), **ways)
     served, errors = dict[str, Served](), list[Exception]()
 
     def schedule(controller: Controller) -> None:

@@ -41,16 +41,16 @@ def run(options: GenerateOptions, arguments: list[str]) -> None:
 def _work(options: GenerateOptions, device: "torch.device") -> dict[str, Any]:
     from bascule.cli.command import progress
     from bascule.cli.launch import stopping_quietly
-    from bascule.generate.generating import Generation
+    from bascule.generate.generation import Generation
 
     with stopping_quietly():
         job = Generation(options, device)
-        num_steps, num = sum(map(job.num_steps, job.todo)), len(job.prompts)
+        num_steps, num = sum(map(job.num_steps, job.missing)), len(job.prompts)
         with progress("denoising", num_steps) as advance:
-            outputs = job.run(lambda place: advance(1, f"prompt {place + 1} of {num}"))
+            outputs = job.run(lambda place, _: advance(1, f"prompt {place + 1} of {num}"))
     phases = outputs[0]["seconds"] if outputs else ()
     seconds = {name: mean(one["seconds"][name] for one in outputs) for name in phases}
-    return {"degrees": job.degrees, "prompts": num, "seconds": seconds, "outputs": outputs}
+    return {"degrees": options.degrees, "prompts": num, "seconds": seconds, "outputs": outputs}
 
 
 def _report(

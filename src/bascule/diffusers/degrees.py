@@ -1,7 +1,7 @@
 """Degrees along the axes of a mesh, and this rank's place in them."""
 
 import os
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from math import prod
 from typing import Any
 
@@ -142,20 +142,30 @@ def replica_of(shape: Shape, mesh: DeviceMesh | None) -> Replica:
     if mesh is not None and set(mesh.mesh_dim_names or ()) <= {RING_AXIS, ULYSSES_AXIS}:
         attending = AttentionMesh.of(mesh)
         return Replica(attending.whole, None, attending)
-    num_attending = shape.ring * shape.ulysses
-    size = shape.guidance * num_attending
-    alone = AttentionMesh(None, None, None)
+    size = shape.guidance * shape.ring * shape.ulysses
     if size == 1:
-        return Replica(None, None, alone)
+        return Replica(None, None, AttentionMesh(None, None, None))
     ranks = list(range(dist.get_world_size())) if mesh is None else mesh.mesh.flatten().tolist()
     first = ranks.index(dist.get_rank()) // size * size
-    whole = group_of(ranks[first : first + size])
+    return replica_over(group_of(ranks[first : first + size]), shape)
+
+
+def replica_over(whole: RankGroup, shape: Shape) -> Replica:
+    """Return the replica of some ranks. No collective."""
+    num_attending, alone = shape.ring * shape.ulysses, AttentionMesh(None, None, None)
+    if whole.size == 1:
+        return Replica(None, None, alone)
+
+    def part(places: range, name: str) -> RankGroup:
+        control = whole.control and whole.control.part(places, name)
+        return replace(whole.part(places, name), control=control)
+
     group, place = divmod(whole.rank, num_attending)
     branches = None
     if shape.guidance > 1:
-        branches = whole.part(range(place, size, num_attending), "guidance")
+        branches = part(range(place, whole.size, num_attending), "guidance")
     if num_attending == 1:
         return Replica(whole, branches, alone)
     first = group * num_attending
-    members = whole.part(range(first, first + num_attending), "attention")
+    members = part(range(first, first + num_attending), "attention")
     return Replica(whole, branches, mesh_over(members, shape.ring, shape.ulysses))

@@ -33,6 +33,14 @@ class GuidedModel(Override):
         # Compiled code of the user around the model passes this by: each group computes all calls.
         super().__init__(part.model, "__call__", self._call)
 
+    def use(self, branches: Branches | None) -> None:
+        """Share calls among other groups, which know no form of outputs yet; None: share none."""
+        self._is_on = branches is not None
+        self.branches = branches or self.branches
+        self._forms.clear()
+        self._cached.clear()
+        self.restart()
+
     def restart(self) -> None:
         """Begin a run: compare its first calls, and forget pending results of the last one."""
         self.inputs.restart()

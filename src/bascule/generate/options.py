@@ -45,18 +45,18 @@ class GenerateOptions(Outputs, RankOptions):
         seed: Seed of the first prompt; the next ones get the numbers after it.
         out: Folder for the images (PNG) and videos (MP4).
         fps: Frames a second of a video.
-        ulysses: Ranks that share heads. Without this and the next three, the mesh is chosen.
+        ulysses: Ranks that share heads. Without this and the next three, prompts change ranks.
         ring: Ranks that pass keys and values around.
         guidance_ranks: Groups of ranks that share guidance branches.
         replicas: Groups of ranks that take different prompts.
-        longest_ring: Most ranks of a ring, where the mesh is chosen.
+        longest_ring: Most ranks of a ring, where prompts change ranks.
         sparse: Share of the keys that attention computes, by blocks of 64 tokens with the highest
             products of means (`SparseConfig`'s keep); this changes pixels. Default: all.
         wire: Send attention's rows between ranks at 8 bits; this changes pixels a little.
         tiles: Let the VAE work in tiles, which ranks share; this changes pixels a little.
-        compile: Compile the transformers.
+        compile: Compile the transformers; each prompt then keeps its ranks.
         dtype: Dtype of the weights; bfloat16 on GPUs and float32 on CPUs if not given.
-        timeout_s: Longest wait of a collective, in seconds. Replicas wait for each other longer.
+        timeout_s: Longest wait of ranks that share a prompt, in seconds.
     """
 
     model: str = TINY
@@ -84,12 +84,12 @@ class GenerateOptions(Outputs, RankOptions):
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Degrees of the mesh, by argument of `parallelize`; without those to choose."""
+        """Degrees of a `Shape` that are given."""
         degrees = {
-            "data_degree": self.replicas,
-            "guidance_degree": self.guidance_ranks,
-            "ring_degree": self.ring,
-            "ulysses_degree": self.ulysses,
+            "data": self.replicas,
+            "guidance": self.guidance_ranks,
+            "ring": self.ring,
+            "ulysses": self.ulysses,
         }
         return {name: degree for name, degree in degrees.items() if degree is not None}
 
@@ -99,6 +99,11 @@ class GenerateOptions(Outputs, RankOptions):
             raise ConfigError("give either --prompt TEXT, once or more, or --prompts FILE")
         if self.longest_ring is not None and self.degrees:
             raise ConfigError("--longest-ring: is for a mesh that is chosen: leave out its degrees")
+        if self.sparse is not None and self.compile:
+            raise ConfigError(
+                "--compile: block-sparse attention is planned in every step: leave out --sparse "
+                "or --compile"
+            )
         check_model(self.model)
 
 
@@ -135,12 +140,6 @@ class Prompt:
         """Return whether its output exists, of whatever kind the pipeline makes."""
         path = options.out / self.name(place, options)
         return any(os.path.exists(f"{path}{ending}") for ending in (IMAGE, VIDEO))
-
-    @property
-    def work(self) -> float:
-        """Its time relative to other prompts of the pipeline: about its pixels."""
-        sizes = (self.width or 1024) * (self.height or 1024) * (self.frames or 1)
-        return float(sizes * (self.steps or 50))
 
 
 def read_prompts(options: GenerateOptions) -> list[Prompt]:

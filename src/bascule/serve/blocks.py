@@ -1,11 +1,12 @@
 """Blocks of ranks that compute a request together, and what is reported of it."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from bascule.comm.groups import RankGroup
-from bascule.comm.mesh import AttentionMesh, mesh_over
+from bascule.diffusers.degrees import Replica, Shape, replica_over
 from bascule.errors import ConfigError
 from bascule.plan.checks import is_int
 from bascule.plan.requests import Block as Block
@@ -24,33 +25,33 @@ def check_block(block: Block, num_ranks: int) -> Block:
     return Block(first, degree)
 
 
-class Place(NamedTuple):
-    """This rank's place in one of its blocks."""
+def shape_of_block(degree: int, num_heads: int, num_groups: int = 1) -> Shape:
+    """Return the mesh of a block: guidance groups, whose ranks share heads; the rest is a ring."""
+    groups = math.gcd(degree, num_groups)
+    ulysses = min(degree // groups, 1 << (max(num_heads, 1).bit_length() - 1))
+    return Shape(1, groups, degree // groups // ulysses, ulysses)
 
-    control: RankGroup | None  # on the host; None for one rank
-    mesh: AttentionMesh
 
-
-def places_of(control: RankGroup, attending: RankGroup, num_heads: int) -> dict[Block, Place]:
+def places_of(
+    control: RankGroup, attending: RankGroup, shapes: Mapping[int, Shape], size: int = 1
+) -> dict[Block, Replica]:
     """Return this rank's place in each of its blocks. No collective.
 
-    The ranks of a block share heads; where they are more than the heads, the rest is a ring.
+    Args:
+        control: All ranks, on the host.
+        attending: All ranks, for attention.
+        shapes: The mesh of a block by its degree.
+        size: Ranks that a block counts as one.
     """
-    return dict(_places(control, attending, num_heads))
-
-
-def _places(
-    control: RankGroup, attending: RankGroup, num_heads: int
-) -> Iterator[tuple[Block, Place]]:
-    rank, degree = control.rank, 1
-    yield Block(rank, 1), Place(None, AttentionMesh(None, None, None))
-    while (degree := 2 * degree) <= control.size:
-        block = Block(rank // degree * degree, degree)
-        if block.first + degree <= control.size:
-            ours = control.part(block.ranks, str(block))
-            whole = replace(attending.part(block.ranks, str(block)), control=ours)
-            ulysses = min(degree, 1 << (max(num_heads, 1).bit_length() - 1))
-            yield block, Place(ours, mesh_over(whole, degree // ulysses, ulysses))
+    unit, places = control.rank // size, dict[Block, Replica]()
+    for degree, shape in shapes.items():
+        block = Block(unit // degree * degree, degree)
+        ranks = range(block.first * size, (block.first + degree) * size)
+        if ranks.stop <= control.size:
+            whole = attending.part(ranks, str(ranks))
+            whole = replace(whole, control=control.part(ranks, str(ranks)))
+            places[block] = replica_over(whole, shape)
+    return places
 
 
 @dataclass(frozen=True, slots=True)

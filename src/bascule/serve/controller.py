@@ -37,11 +37,12 @@ class Controller:
     did. A request has one order at a time, and a rank one request.
 
     Attributes:
+        num_ranks: Of the engine; replicas, where these take the place of ranks in blocks.
         events: `Event`s in the order in which they became known.
     """
 
-    def __init__(self, post: Post, num_ranks: int) -> None:
-        self._post, self._mail, self.num_ranks = post, post.mail(), num_ranks
+    def __init__(self, post: Post, num_ranks: int, size: int = 1) -> None:
+        self._post, self._mail, self.num_ranks, self._size = post, post.mail(), num_ranks, size
         self.events = queue.SimpleQueue[Event]()
         self._lock = threading.Lock()
         self._records: dict[str, _Record] = {}
@@ -98,11 +99,11 @@ class Controller:
             self._running(request_id)
             self._order(request_id, "halt")
 
-    def go_on(self, event: Event) -> None:
-        """Answer the event of a step, or of a halt: the request goes on as it is."""
-        facts = {"id": event.request_id, "action": "go on", "step": event.step}
+    def go_on(self, request_id: str) -> None:
+        """Let a halted request go on as it is."""
         with self._lock:
-            self._mail.send(event.block.first, "order", **facts)
+            self._running(request_id)
+            self._send(self._records[request_id].block, "order", id=request_id, action="go on")
 
     def pause(self, request_id: str) -> None:
         """Stop a request after its step; the rank that led it keeps its state."""
@@ -184,8 +185,7 @@ class Controller:
             self._stop()
 
     def _stop(self) -> None:
-        for rank in range(self.num_ranks):
-            self._mail.send(rank, "stop")
+        self._send(Block(0, self.num_ranks), "stop", to_all=True)
 
     def _cancel(self, request_id: str) -> None:
         record = self._records[request_id]
@@ -226,10 +226,15 @@ class Controller:
 
     def _run(self, request_id: str, block: Block, ticket: Ticket) -> None:
         self._take(request_id, block)
-        for rank in block.ranks:
-            self._mail.send(rank, "run", id=request_id, ticket=ticket, block=block)
+        self._send(block, "run", to_all=True, id=request_id, ticket=ticket, block=block)
 
     def _order(self, request_id: str, action: str, block: Block | None = None) -> None:
         record = self._records[request_id]
         record.order = action
-        self._mail.send(record.block.first, "order", id=request_id, action=action, block=block)
+        self._send(record.block, "order", id=request_id, action=action, block=block)
+
+    def _send(self, to: Block, kind: str, *, to_all: bool = False, **message: Any) -> None:
+        """Send a message to the first rank of a block, or to all of them."""
+        first, num = to.first * self._size, to.degree * self._size if to_all else 1
+        for rank in range(first, first + num):
+            self._mail.send(rank, kind, **message)

@@ -1,4 +1,4 @@
-"""The engine of a server: requests of one pipeline run on blocks of ranks, and change them.
+"""The engine: requests of one pipeline run on blocks of ranks, and change them.
 
 Every rank runs one request at a time, through the pipeline as it is. Between two steps the ranks of
 a block learn from the first of them how to go on. A rank that joins makes the same call, with zeros
@@ -11,7 +11,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import Empty
 from typing import Any
@@ -21,10 +21,17 @@ import torch
 from torch import Tensor, nn
 
 from bascule.arrays import Ints
+from bascule.attention.api import AttentionOptions
 from bascule.comm.agree import agree
 from bascule.comm.failures import leave, shared, watch_of_world
 from bascule.comm.groups import member_of, new_group, resolve
 from bascule.comm.items import leaves_of, mapped, rebuilt
+from bascule.comm.mesh import AttentionMesh, group_of
+from bascule.comm.quantized import CommDtype
+from bascule.diffusers.compiling import compile_in_place
+from bascule.diffusers.degrees import Shape, shape_of
+from bascule.diffusers.guidance import GuidedModel
+from bascule.diffusers.pending import Branches
 from bascule.diffusers.pipeline_run import (
     TRANSFORMERS,
     execution_device,
@@ -32,11 +39,14 @@ from bascule.diffusers.pipeline_run import (
     set_random_states,
 )
 from bascule.diffusers.request import Request, agree_on, models_of
+from bascule.diffusers.sparse_layers import SparseConfig, SparseLayers
 from bascule.diffusers.split_model import SplitModel
-from bascule.diffusers.tables import table_of
+from bascule.diffusers.tables import is_tested, table_of
+from bascule.diffusers.verify import check_table
+from bascule.encoders.encoder import EncoderOptions
+from bascule.encoders.tiled_vae import TiledVAE
 from bascule.errors import CommError, ConfigError
-from bascule.plan.checks import number
-from bascule.serve.blocks import Block, places_of
+from bascule.serve.blocks import Block, places_of, shape_of_block
 from bascule.serve.controller import Controller
 from bascule.serve.post import Message, Post, Ticket
 from bascule.stand_in import Override
@@ -86,38 +96,78 @@ class Engine:
     Args:
         pipeline: On the device of this rank, with the same weights on all of them.
         timeout_s: Longest wait of a rank for another one of its block.
-        answer_s: Longest wait of a block, when a step has ended, for an order or `go_on`. Without,
-            an order is followed when the step ends that runs when it comes.
+        shape: Splits all ranks into `data` replicas, which take the place of ranks in blocks: a
+            request stays on one. Default: blocks of 1, 2, 4, .. ranks.
+        num_groups: Guidance groups of a block, where its ranks are as many; without a shape.
+        longest_ring: Most ranks of a ring, which limits blocks without a shape. Default: any.
+        sparse: The blocks of attention that are computed. Default: all.
+        comm_dtype: Sends attention's rows at 8 bits, as in `parallelize`.
+        compiles: Whether transformers are compiled, for each degree.
+        shares_tiles: Whether all ranks of a request stay to decode the tiles of its VAE.
+
+    Attributes:
+        degrees: Of blocks, on rank 0 all that there are.
 
     Raises:
         ConfigError: A pipeline without a callback after each step, or with a cache of steps; or no
-            split table fits.
+            split table fits, or the shape does not; or settings exclude each other.
         CommError: The weights of ranks differ.
     """
 
-    @shared("the start of bascule serve")
-    def __init__(self, pipeline: Any, *, timeout_s: float = 600.0, answer_s: float = 0.0) -> None:
+    @shared("the start of an engine")
+    def __init__(
+        self,
+        pipeline: Any,
+        *,
+        timeout_s: float = 600.0,
+        shape: Shape | None = None,
+        num_groups: int = 1,
+        longest_ring: int | None = None,
+        sparse: SparseConfig | None = None,
+        comm_dtype: CommDtype | None = None,
+        compiles: bool = False,
+        shares_tiles: bool = False,
+    ) -> None:
         world = member_of(resolve(None), "world")
-        request = agree_on(world if world.size > 1 else None, lambda: _request_of(pipeline))
-        self._answer_s = number("answer_s", answer_s)
+
+        def ask() -> Request:
+            whole = Shape(guidance=num_groups) if shape is None else shape_of(None, shape)
+            attention = AttentionOptions(None, None, comm_dtype)
+            return _request_of(pipeline, shape=whole, attention=attention, sparse=sparse)
+
+        request = agree_on(world if world.size > 1 else None, ask)
         self._pipeline, self._rank, every = pipeline, world.rank, range(world.size)
+        self._sparse, self._compiles, self._shares_tiles = sparse, compiles, shares_tiles
         pipeline.set_progress_bar_config(disable=True)
         self._device = execution_device(pipeline, request.models[0])
         self._control = new_group(every, "serve", timeout_s, backend="gloo")
         attending = new_group(every, "serve attention", timeout_s)
-        configs: list[Any] = [getattr(model, "config", None) for model in request.models]
-        num_heads = min(getattr(one, "num_attention_heads", None) or 1 for one in configs)
-        self._places = places_of(self._control, attending, num_heads)
+        shapes, self._size = {1: replace(request.shape, data=1)}, world.size // request.shape.data
+        if shape is None:
+            configs: list[Any] = [getattr(model, "config", None) for model in request.models]
+            num_heads = min(getattr(one, "num_attention_heads", None) or 1 for one in configs)
+            degrees = [1 << k for k in range(world.size.bit_length())]
+            shapes = {one: shape_of_block(one, num_heads, num_groups) for one in degrees}
+            shapes = {d: one for d, one in shapes.items() if one.ring <= (longest_ring or d)}
+            self._size = 1
+        self._places = places_of(self._control, attending, shapes, self._size)
+        self.degrees = [block.degree for block in self._places]
         post = new_group(every, "serve post", timeout_s, backend="gloo")
         self._post = Post(post, timeout_s)
         self._mail, self._is_over = self._post.mail(), False
         self._run: _Run | None = None
-        self.controller = Controller(self._post, world.size) if self._rank == 0 else None
-        mesh = self._places[Block(self._rank, 1)].mesh
+        self.controller = None
+        if self._rank == 0:
+            self.controller = Controller(self._post, world.size // self._size, self._size)
+        ways = AttentionMesh(None, None, None), request.attention, sparse
         pairs = zip(request.models, request.tables, strict=True)
-        self._parts = [SplitModel(model, table, mesh) for model, table in pairs]
+        self._parts = [SplitModel(model, table, *ways) for model, table in pairs]
+        groups = [Branches(one.branches) for one in self._places.values() if one.branches]
+        self._guided = [GuidedModel(part, groups[0]) for part in self._parts if groups]
+        self._calls: dict[Block, list[Any]] = {}  # of the models, compiled if they are
+        self._tiled: dict[tuple[int, ...], TiledVAE] = {}  # by their ranks
         self._undo = ExitStack()
-        for part in self._parts:
+        for part in (*self._guided, *self._parts):
             self._undo.callback(part.remove)
         for owner, name, around in self._overrides():
             with_copies = name == "step"
@@ -130,11 +180,13 @@ class Engine:
         for name in _ENCODERS:
             if hasattr(self._pipeline, name):
                 yield self._pipeline, name, self._encode
+        if self._shares_tiles:
+            yield self._pipeline.vae, "decode", self._decode
         yield self._pipeline.scheduler, "step", self._step  # of copies, too
 
     # --- the loop of a rank -----------------------------------------------------------------------
 
-    @shared("bascule serve")
+    @shared("the engine")
     def run(self) -> None:
         """Run what the controller orders, until it closes; call it in the main thread.
 
@@ -147,10 +199,10 @@ class Engine:
                 while (message := self._take())["kind"] != "stop":
                     if message["kind"] == "run":
                         self._serve(message)
-            agree(self._control, {}, what="the end of bascule serve")  # all news is on its way
+            agree(self._control, {}, what="the end of the engine")  # all news is on its way
             if self._rank == 0:
                 self._post.end(self._mail)
-            agree(self._control, {}, what="the end of bascule serve")  # and has arrived
+            agree(self._control, {}, what="the end of the engine")  # and has arrived
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
             with suppress(RuntimeError):  # the store is gone
@@ -168,7 +220,7 @@ class Engine:
         message = self._post.inbox.get(timeout=wait_s)
         if message["kind"] == "over":
             self._is_over = True
-            raise CommError(f"bascule serve has ended: {message['reason']}")
+            raise CommError(f"the engine has ended: {message['reason']}")
         return message
 
     def _serve(self, message: Message) -> None:
@@ -183,9 +235,8 @@ class Engine:
         self._run = run
         try:
             output = self._call(run)
-            if run.block.degree > 1:  # the pipeline does not say how many steps there are
-                self._meet(run)
-            if run.block.first == self._rank:
+            self._meet(run)  # where all ranks decode
+            if self._leads(run):
                 self._synchronize()
                 self._report(run, "done", ticket=self._post.keep(output))
         except _Left:
@@ -221,14 +272,17 @@ class Engine:
             raise error
         reason = str(error) if isinstance(error, _Failed) else f"{type(error).__name__}: {error}"
         if not isinstance(error, _Failed):
-            if run.block.degree > 1:
+            if self._places[run.block].whole is not None:
                 leave(error, f"request {run.id!r}")
             with suppress(_Failed):
                 self._meet(run, error=error)
         watch_of_world().forget()  # the ranks go on: no note stays
-        if run.block.first == self._rank:
+        if self._leads(run):
             self._report(run, "failed", reason=reason)
             self._release(run)
+
+    def _leads(self, run: _Run) -> bool:
+        return run.block.first * self._size == self._rank
 
     # --- in place of methods of the pipeline ------------------------------------------------------
 
@@ -254,13 +308,22 @@ class Engine:
         if run.num_done < run.first_step:
             return mapped(run.forms[name], self._zeros, lambda nest: isinstance(nest, dict))
         output = call(*args, **kwargs)
-        if name not in run.forms:
-            run.forms[name] = mapped(output, _form_of)
+        run.forms.setdefault(name, output)  # whose sizes may be of other ranks, and not known yet
         return output
 
     def _zeros(self, form: Mapping[str, Any]) -> Tensor:
         dtype = getattr(torch, form["dtype"])
         return torch.zeros(form["shape"], dtype=dtype, device=self._device)
+
+    def _decode(self, decode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        whole = self._run and self._places[self._run.block].whole
+        if whole is None:
+            return decode(*args, **kwargs)
+        if whole.ranks not in self._tiled:
+            vae, group = self._pipeline.vae, group_of(whole.ranks).process_group
+            settings = EncoderOptions(features_for="all", device=self._device)
+            self._tiled[whole.ranks] = TiledVAE(vae, mesh_or_group=group, options=settings)
+        return self._tiled[whole.ranks].decode(*args, **kwargs)
 
     def _step(self, step: Any, *args: Any, **kwargs: Any) -> Any:
         output, run, scheduler = step(*args, **kwargs), self._run, step.args[0]
@@ -277,7 +340,7 @@ class Engine:
     def _boundary(self, run: _Run, carried: Mapping[str, Any]) -> None:
         """Go on, go on on other ranks, or end here, as the first rank of the block says."""
         decision, ticket = np.zeros(3, np.int64), None
-        if run.block.first == self._rank:
+        if self._leads(run):
             self._synchronize()
             self._report(run, "step")
             decision, ticket = self._decide(run, carried)
@@ -286,7 +349,7 @@ class Engine:
         if action == _MOVE:
             self._move(run, Block(first, degree), ticket)
         elif action != _GO_ON:
-            if run.block.first == self._rank:
+            if self._leads(run):
                 self._report(run, "paused" if action == _PAUSE else "cancelled", ticket=ticket)
             raise _Left
         run.since = time.perf_counter()
@@ -298,7 +361,7 @@ class Engine:
         if action == _MOVE:
             block = Block(*order["block"])
         is_last = run.num_done > 0 and run.num_done == self._num_steps
-        if is_last and action in (_GO_ON, _MOVE):  # one rank decodes
+        if is_last and not self._shares_tiles and action in (_GO_ON, _MOVE):  # one rank decodes
             block = Block(block.first, 1)
             action = _GO_ON if block == run.block else _MOVE
         if action == _PAUSE or (action == _MOVE and set(block.ranks) - set(run.block.ranks)):
@@ -310,18 +373,17 @@ class Engine:
         return np.array([action, *block], np.int64), ticket
 
     def _order(self, run: _Run) -> Message:
-        """Return what the controller wants of a request now, leaving out what comes late."""
-        deadline: float | None = time.monotonic() + self._answer_s
+        """Return what the controller wants of a request now, leaving out what is of others."""
+        wait_s: float | None = 0.0
         with suppress(Empty):
             while True:
-                order = self._take(deadline and max(0.0, deadline - time.monotonic()))
+                order = self._take(wait_s)
                 if order["kind"] != "order" or order["id"] != run.id:
                     continue
-                if order["action"] == "halt":
-                    self._report(run, "halted")
-                    deadline = None
-                elif order.get("step", run.num_done) == run.num_done:
+                if order["action"] != "halt":
                     return order
+                self._report(run, "halted")
+                wait_s = None
         return {"action": "go on"}
 
     def _move(self, run: _Run, block: Block, ticket: Ticket | None) -> None:
@@ -351,7 +413,7 @@ class Engine:
         since = time.perf_counter()
         if waits:
             self._meet(run)
-        if run.block.first == self._rank:
+        if self._leads(run):
             self._report(run, "moved", seconds=time.perf_counter() - since)
         self._release(run)
         run.since = time.perf_counter()
@@ -361,7 +423,8 @@ class Engine:
     ) -> Ints:
         """Return the decision of the block's first rank; _Failed on all ranks if one failed."""
         own = np.zeros(0, np.int64) if decision is None else decision
-        control = self._places[run.block].control
+        whole = self._places[run.block].whole
+        control = None if whole is None else whole.control
         if control is None:
             if error is not None:
                 raise _Failed(str(error))
@@ -375,13 +438,27 @@ class Engine:
             raise _Failed(str(failed).removeprefix("step 0, ")) from None
 
     def _use(self, block: Block) -> None:
+        """Let models compute on a block, as if for the first time: ranks come and go."""
+        place, is_new = self._places[block], block not in self._calls
+        branches = None if place.branches is None else Branches(place.branches)
+        for guided in self._guided:
+            guided.use(branches)
         for part in self._parts:
-            part.mesh = self._places[block].mesh
-            part.inputs.restart()  # ranks that came late are compared with the others
+            part.mesh = place.mesh
+            part.inputs.restart()
+            part.sparse = None if self._sparse is None else SparseLayers(self._sparse, place.mesh)
+            part.first_call = check_table if is_new and not is_tested(part.table) else None
+            if is_new and self._compiles:
+                undo = compile_in_place(part.model, "default", None, part.prepare)
+                self._undo.callback(undo)
+        if is_new:
+            self._calls[block] = [part.model._compiled_call_impl for part in self._parts]
+        for part, call in zip(self._parts, self._calls[block], strict=True):
+            part.model._compiled_call_impl = call
 
     def _release(self, run: _Run) -> None:
         """Let the holder forget what all ranks of the block have fetched."""
-        if run.ticket is not None and run.block.first == self._rank:
+        if run.ticket is not None and self._leads(run):
             self._post.drop(self._mail, run.ticket)
         run.ticket = None
 
@@ -396,7 +473,7 @@ class Engine:
         state = {
             "step": run.num_done,
             "encoded": run.encoded,
-            "forms": run.forms,
+            "forms": mapped(run.forms, _form_of),
             "carried": {
                 name: value
                 for name, value in carried.items()
@@ -422,21 +499,21 @@ class Engine:
         self._mail.send(0, "event", what=what, id=run.id, block=run.block, **facts)
 
 
-def _request_of(pipeline: Any) -> Request:
+def _request_of(pipeline: Any, **ways: Any) -> Request:
     models = models_of(pipeline)
     takes = inspect.signature(pipeline.__call__).parameters
     name = type(pipeline).__name__
     if "callback_on_step_end" not in takes:
         raise ConfigError(
-            f"serve: a {name} calls nothing at the end of a step, so requests cannot change ranks "
+            f"a {name} calls nothing at the end of a step, so requests cannot change ranks "
             "there: use a pipeline with callback_on_step_end"
         )
     if any(getattr(model, "is_cache_enabled", False) for model in models):
         raise ConfigError(
-            f"serve: the transformer of this {name} has a cache of steps, which would be filled by "
+            f"the transformer of this {name} has a cache of steps, which would be filled by "
             "other requests: call disable_cache()"
         )
-    return Request(models=models, tables=[table_of(model, None) for model in models])
+    return Request(models=models, tables=[table_of(model, None) for model in models], **ways)
 
 
 def _state_of(scheduler: Any) -> dict[str, Any]:

@@ -2,14 +2,15 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from bascule.errors import ConfigError
-from bascule.plan.requests import NEVER, Block, Job, Policy, State
+from bascule.generate.options import Prompt
+from bascule.plan.requests import NEVER, Block, Job, Policy, Request, State
 from bascule.serve.blocks import Event
 from bascule.serve.controller import Controller
 from bascule.serve.times import Form, Times
@@ -31,6 +32,29 @@ class Task(Job):
     last: Event | None = None
     encoding_s: float = 0.0
     stays: bool = False  # it cannot travel
+
+    @classmethod
+    def of(
+        cls,
+        number: int,
+        request_id: str,
+        prompt: Prompt,
+        takes: Mapping[str, Any],
+        times: Times,
+        arguments: Callable[[], dict[str, Any]],
+        deadline_s: float = NEVER,
+    ) -> "Task":
+        """Return the task of a prompt that comes now, for a pipeline that takes these arguments."""
+        form = times.form(prompt, takes)
+        request = Request(
+            step_s=times.step_s(form),
+            steps=prompt.steps or int(takes["num_inference_steps"].default),
+            arrival_s=time.monotonic(),
+            deadline_s=deadline_s,
+            once_s=times.once_s(form),
+        )
+        facts = {"id": request_id, "form": form, "seed": prompt.seed, "arguments": arguments}
+        return cls(number, request, request.steps, **facts)
 
 
 class Scheduler:
@@ -119,8 +143,8 @@ class Scheduler:
                     self._controller.events.put(Event("failed", task.id, now, block, reason=reason))
         elif phase == "paused":
             self._controller.resume(task.id, block)
-        elif task.at == block and task.last is not None:
-            self._controller.go_on(task.last)
+        elif task.at == block:
+            self._controller.go_on(task.id)
         else:
             task.phase = "moving"
             self._controller.move(task.id, block)

@@ -20,7 +20,7 @@ from PIL import Image
 
 from bascule.errors import ConfigError
 from bascule.generate.generating import arguments_of, check_sides, write_media
-from bascule.plan.requests import NEVER, Policy, Request
+from bascule.plan.requests import NEVER, Policy
 from bascule.serve.blocks import Block, Event
 from bascule.serve.controller import Controller
 from bascule.serve.scheduling import Scheduler, Task
@@ -306,27 +306,12 @@ class Service:
         return Entry(status, submission.image, deadline_at)
 
     def _task(self, entry: Entry, place: int = 0) -> Task:
-        prompt, now = entry.status.prompt, time.monotonic()
-        form = self._times.form(prompt, self._takes)
-        deadline_s = NEVER
+        status, deadline_s = entry.status, NEVER
         if entry.deadline_at is not None:
-            deadline_s = now + entry.deadline_at - time.time()
-        request = Request(
-            step_s=self._times.step_s(form),
-            steps=prompt.steps or int(self._takes["num_inference_steps"].default),
-            arrival_s=now,
-            deadline_s=deadline_s,
-            once_s=self._times.once_s(form),
-        )
-        return Task(
-            self._count + place,
-            request,
-            request.steps,
-            id=entry.status.id,
-            form=form,
-            seed=prompt.seed,
-            arguments=partial(self._arguments, entry.status),
-        )
+            deadline_s = time.monotonic() + entry.deadline_at - time.time()
+        arguments, number = partial(self._arguments, status), self._count + place
+        ways = self._takes, self._times, arguments, deadline_s
+        return Task.of(number, status.id, status.prompt, *ways)
 
     def _arguments(self, status: Status) -> dict[str, Any]:
         arguments = arguments_of(status.prompt, self._takes) | {"output_type": "pil"}

@@ -1,7 +1,6 @@
 """A server on all ranks of a job: the engine on each, the service and its door on the first."""
 
 import inspect
-import os
 import signal
 import threading
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from bascule.comm.agree import agree
 from bascule.comm.groups import RankGroup, member_of, resolve
 from bascule.errors import ConfigError
 from bascule.generate.generating import load_av, load_pipeline
-from bascule.plan.machine import HardwareProfile
 from bascule.plan.requests import Balanced
 from bascule.serve.engine import Engine
 from bascule.serve.options import ServeOptions
@@ -95,5 +93,4 @@ def _times(pipeline: Any, options: ServeOptions, num_ranks: int) -> Times:
     degrees = options.degrees or [1 << k for k in range(num_ranks.bit_length())]
     if max(degrees) > num_ranks:
         raise ConfigError(f"--degrees {max(degrees)}: this job has {num_ranks} ranks")
-    in_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
-    return Times(pipeline, degrees, in_node, HardwareProfile.load("h100-datasheet"))
+    return Times(pipeline, degrees)

@@ -1,6 +1,7 @@
 """Seconds of requests by degree: predicted, until they are measured."""
 
 import math
+import os
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
@@ -11,6 +12,7 @@ from bascule.generate.generating import is_guided
 from bascule.generate.options import Prompt
 from bascule.plan.machine import HardwareProfile
 from bascule.plan.mesh_choice import DenoisingStep, InferenceMesh, step_seconds
+from bascule.serve.blocks import shape_of_block
 
 _MOST_FORMS = 64  # that are remembered
 _LATEST = 5  # of which the median counts
@@ -35,12 +37,18 @@ class Times:
     Args:
         pipeline: Its configuration.
         degrees: Those that are allowed.
-        ranks_per_node: Within which wires are fast.
-        profile: Speeds of the machine.
+        ranks_per_node: Within which wires are fast. Default: as torchrun says, or all.
+        profile: Speeds of the machine. Default: a data sheet, which measuring corrects.
+        num_groups: Guidance groups of a block that has as many ranks.
     """
 
     def __init__(
-        self, pipeline: Any, degrees: Sequence[int], ranks_per_node: int, profile: HardwareProfile
+        self,
+        pipeline: Any,
+        degrees: Sequence[int],
+        ranks_per_node: int | None = None,
+        profile: HardwareProfile | None = None,
+        num_groups: int = 1,
     ) -> None:
         config: Any = getattr(models_of(pipeline)[0], "config", None)
         layers = [getattr(config, f"num_{kind}layers", None) or 0 for kind in ("", "single_")]
@@ -52,7 +60,9 @@ class Times:
         scales = "vae_scale_factor", "vae_scale_factor_spatial", "vae_scale_factor_temporal"
         factors = [getattr(pipeline, name, None) or 0 for name in scales]
         self._side, self._frames = max(16, *factors[:2]), factors[2] or 4  # of a token, in pixels
-        self._degrees, self._in_node, self._profile = degrees, ranks_per_node, profile
+        in_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", max(degrees)))
+        self._degrees, self._in_node, self._num_groups = degrees, in_node, num_groups
+        self._profile = profile or HardwareProfile.load("h100-datasheet")
         self._predicted: dict[Form, dict[int, float]] = {}
         self._measured: dict[Form, dict[int, deque[float]]] = {}
         self._tables: dict[Form, dict[int, float]] = {}
@@ -96,8 +106,8 @@ class Times:
 
     def _predict(self, form: Form, degree: int) -> float:
         step = DenoisingStep(num_tokens=form.num_tokens, num_passes=form.num_passes, **self._model)
-        ulysses = min(degree, 1 << (self._model["num_heads"].bit_length() - 1))  # as in `places_of`
-        mesh = InferenceMesh(1, degree // ulysses, ulysses)
+        shape = shape_of_block(degree, self._model["num_heads"], self._num_groups)
+        mesh = InferenceMesh(shape.guidance, shape.ring, shape.ulysses)
         return step_seconds(step, mesh, self._in_node, self._profile)
 
     def _correct(self, forms: Iterable[Form]) -> None:

@@ -1,0 +1,195 @@
+"""A list of prompts, made by all ranks of a job together; each output once, whole or not at all."""
+
+import inspect
+import tempfile
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, suppress
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from bascule.comm.agree import agree
+from bascule.comm.failures import shared
+from bascule.comm.groups import member_of, resolve
+from bascule.diffusers.degrees import Shape
+from bascule.diffusers.pipeline_run import PHASES
+from bascule.diffusers.sparse_layers import SparseConfig
+from bascule.errors import ConfigError
+from bascule.generate.generating import (
+    arguments_of,
+    check_sides,
+    check_size,
+    enable_tiles,
+    is_guided,
+    load_av,
+    load_pipeline,
+    write_media,
+    write_record,
+)
+from bascule.generate.options import IMAGE, VIDEO, GenerateOptions, read_prompts
+from bascule.plan.requests import Balanced, Queue
+from bascule.serve.controller import Controller
+from bascule.serve.engine import Engine
+from bascule.serve.scheduling import Scheduler, Task
+from bascule.serve.times import Times
+
+
+class Generation:
+    """Makes outputs for prompts; all ranks of the job make it, and run it, together.
+
+    Attributes:
+        prompts: All of them.
+        names: Of their outputs.
+        missing: Places of the prompts whose outputs do not exist, on rank 0.
+    """
+
+    @shared("the start of bascule generate")
+    def __init__(self, options: GenerateOptions, device: torch.device) -> None:
+        self._options = options
+        self.prompts = read_prompts(options)
+        dtype = options.dtype or ("float32" if device.type == "cpu" else "bfloat16")
+        pipeline = load_pipeline(options.model, getattr(torch, dtype), device)
+        self._takes = inspect.signature(pipeline.__call__).parameters
+        ending = VIDEO if "num_frames" in self._takes else IMAGE
+        if ending == VIDEO:
+            load_av()  # or refuse at once
+        self.names = [one.name(place, options) + ending for place, one in enumerate(self.prompts)]
+        for place, one in enumerate(self.prompts):
+            arguments_of(one, self._takes)
+            check_sides(pipeline, place, one)
+        if options.tiles:
+            enable_tiles(pipeline)
+        sparse = None if options.sparse is None else SparseConfig(keep=options.sparse)
+        are_guided = all(is_guided(one, self._takes) for one in self.prompts)
+        num_groups = 2 if are_guided and sparse is None else 1  # whose layers exchange nothing
+        self._engine = Engine(
+            pipeline,
+            timeout_s=options.timeout_s,
+            shape=Shape(**options.degrees) if options.degrees else None,
+            num_groups=num_groups,
+            longest_ring=options.longest_ring,
+            sparse=sparse,
+            comm_dtype=options.wire,
+            compiles=options.compile,
+            shares_tiles=options.tiles,
+        )
+        self._world = member_of(resolve(None), "world")
+        self._times = Times(pipeline, self._engine.degrees, num_groups=num_groups)
+        self._is_new = False  # the folder, on rank 0
+        self.missing = self._find_missing()
+
+    def num_steps(self, place: int) -> int:
+        """Return the denoising steps of a prompt."""
+        return self.prompts[place].steps or int(self._takes["num_inference_steps"].default)
+
+    def run(self, on_step: Callable[[int, range], None]) -> list[dict[str, Any]]:
+        """Make the missing outputs; return their records, on rank 0.
+
+        Args:
+            on_step: Is called on rank 0, in a thread, with the place of a prompt and the ranks that
+                took a step of it.
+
+        Raises:
+            ConfigError: A prompt fails, or an output cannot be written.
+            CommError: A rank is gone.
+        """
+        controller, records = self._engine.controller, list[dict[str, Any]]()
+        error: Exception | None = None
+        try:
+            if controller is None:
+                self._engine.run()
+            else:
+                with ThreadPoolExecutor(1, "bascule prompts") as pool:
+                    made = pool.submit(self._order, controller, on_step)
+                    self._engine.run()
+                try:
+                    records = made.result()
+                except Exception as failure:  # the other ranks must not wait
+                    error = failure
+            agree(self._world, {}, error, what="the end of bascule generate")
+        finally:
+            if self._is_new:
+                with suppress(OSError):  # it is not empty
+                    self._options.out.rmdir()
+            if error is not None:  # alone, in its own words
+                raise error
+        return records
+
+    def _find_missing(self) -> list[int]:
+        """Find the outputs that do not exist, on rank 0; make their folder."""
+        missing, error, folder = list[int](), None, self._options.out
+        try:
+            if self._world.rank == 0:
+                self._is_new = not folder.exists()
+                folder.mkdir(parents=True, exist_ok=True)
+                missing = [k for k, name in enumerate(self.names) if not (folder / name).exists()]
+                if missing:
+                    with tempfile.TemporaryFile(dir=folder):  # fails if nobody may write there
+                        pass
+        except OSError as refusal:
+            reason = refusal.strerror or refusal
+            error = ConfigError(f"--out {folder}: cannot be written: {reason}")
+        agree(self._world, {"prompts": str(self.names)}, error, what="the missing outputs")
+        return missing
+
+    # --- on rank 0, in a thread -------------------------------------------------------------------
+
+    def _order(
+        self, controller: Controller, on_step: Callable[[int, range], None]
+    ) -> list[dict[str, Any]]:
+        """Let the engine make what is missing, the largest first, and write it."""
+        stays = self._options.degrees or self._options.compile  # which pays for many steps alike
+        fits = [d for d in self._engine.degrees if d * len(self.missing) <= controller.num_ranks]
+        policy = Queue("fifo", max(fits, default=1)) if stays else Balanced()
+        scheduler = Scheduler(controller, policy, self._times)
+        places = {self.names[place]: place for place in self.missing}
+        tasks = sorted(map(self._task, self.missing), key=lambda one: -one.request.work_s)
+        for number, task in enumerate(tasks):
+            task.number = number
+            scheduler.add(task)
+        seconds = {name: {str(phase): 0.0 for phase in PHASES} for name in places}
+        size = self._world.size // controller.num_ranks
+        records, writes = list[dict[str, Any]](), deque[Future[dict[str, Any]]]()
+        with closing(controller), ThreadPoolExecutor(1, "bascule outputs") as writer:
+            scheduler.decide()
+            while scheduler.tasks and (event := controller.events.get()).kind != "ended":
+                name, place = event.request_id, places[event.request_id]
+                if scheduler.handle(event):
+                    scheduler.decide()
+                if event.kind == "failed":
+                    raise ConfigError(f"prompt {place + 1}: the pipeline fails with {event.reason}")
+                if event.kind == "step":
+                    seconds[name]["denoise" if event.step else "encode"] += event.seconds
+                    if event.step:
+                        first, num = event.block.first * size, event.block.degree * size
+                        on_step(place, range(first, first + num))
+                elif event.kind == "done":
+                    seconds[name]["decode"] = event.seconds
+                    writes.append(writer.submit(self._write, place, event.output, seconds[name]))
+                while writes and writes[0].done():
+                    records.append(writes.popleft().result())
+        records += [one.result() for one in writes]
+        return sorted(records, key=lambda one: one["file"])
+
+    def _task(self, place: int) -> Task:
+        prompt = self.prompts[place]
+
+        def arguments() -> dict[str, Any]:
+            return arguments_of(prompt, self._takes) | {"output_type": "pil"}
+
+        return Task.of(place, self.names[place], prompt, self._takes, self._times, arguments)
+
+    def _write(self, place: int, output: Any, seconds: dict[str, float]) -> dict[str, Any]:
+        """Write an output, after its record, which is returned."""
+        name, prompt = self.names[place], self.prompts[place]
+        frames = output[0] if name.endswith(VIDEO) else output[:1]
+        width, height = frames[0].size
+        check_size(place, prompt, {"width": width, "height": height, "frames": len(frames)})
+        record = {"file": name, "model": self._options.model, **asdict(prompt), "seconds": seconds}
+        path = self._options.out / name
+        write_record(path.with_suffix(".json"), record)
+        write_media(path, frames, self._options.fps)
+        return record
