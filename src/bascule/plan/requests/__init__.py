@@ -1,0 +1,26 @@
+"""Requests in balance: which one runs next, on which ranks, at which degree.
+
+Ranks form blocks: aligned runs of 1, 2, 4, .. of them. A request takes its denoising steps on one
+block, and may go on with another one at a step boundary. A policy is asked when a request arrives,
+ends, or was recalled by it and reached a boundary; it is pure and the same for simulation and use.
+"""
+
+from bascule.plan.requests.balanced import Balanced as Balanced
+from bascule.plan.requests.bound import RequestBound as RequestBound
+from bascule.plan.requests.bound import request_bound as request_bound
+from bascule.plan.requests.others import POLICIES as POLICIES
+from bascule.plan.requests.others import Dispatch as Dispatch
+from bascule.plan.requests.others import EarliestDeadline as EarliestDeadline
+from bascule.plan.requests.others import Elastic as Elastic
+from bascule.plan.requests.others import Queue as Queue
+from bascule.plan.requests.others import SuperP95 as SuperP95
+from bascule.plan.requests.others import TetriServe as TetriServe
+from bascule.plan.requests.others import best_degrees as best_degrees
+from bascule.plan.requests.others import policy_of as policy_of
+from bascule.plan.requests.state import NEVER as NEVER
+from bascule.plan.requests.state import Block as Block
+from bascule.plan.requests.state import Job as Job
+from bascule.plan.requests.state import Policy as Policy
+from bascule.plan.requests.state import Request as Request
+from bascule.plan.requests.state import Starts as Starts
+from bascule.plan.requests.state import State as State

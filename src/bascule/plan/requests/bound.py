@@ -1,0 +1,121 @@
+"""What no policy can exceed."""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bascule.arrays import Floats, Ints, ranges
+from bascule.errors import ConfigError
+from bascule.plan.requests.state import NEVER, Request
+
+
+@dataclass(frozen=True, slots=True)
+class RequestBound:
+    """Figures that no policy exceeds; see `request_bound`."""
+
+    on_time: float  # share of requests within their deadlines
+    mean_latency_s: float
+    makespan_s: float
+
+
+_MOST_GROUPS = 4000  # of requests that one linear program tells apart
+
+
+def request_bound(requests: Sequence[Request], num_ranks: int) -> RequestBound:
+    """Bound the deadlines kept, the mean latency and the makespan of any policy.
+
+    The relaxation: all ranks are one machine that takes a request's cheapest rank-seconds in parts,
+    at any time between arrival and deadline; nobody is faster than alone at its fastest degree.
+    Deadlines: a linear program in which a part of a request counts in part. Latency: the shortest
+    rest first is optimal on one machine. Makespan: what comes after any moment must still be done.
+    """
+    if not requests:
+        return RequestBound(1.0, 0.0, 0.0)
+    arrival = np.array([one.arrival_s for one in requests])
+    deadline = np.array([one.deadline_s for one in requests])
+    alone = np.array([one.alone_s for one in requests])
+    work = np.array([one.work_s for one in requests]) / num_ranks
+    order = np.argsort(arrival, kind="stable")
+    after = np.cumsum(work[order][::-1])[::-1]
+    makespan = max(float((arrival[order] + after).max()), float((arrival + alone).max()))
+    mean = max(_shortest_rest_first(arrival[order], work[order]), float(alone.mean()))
+    on_time = _most_on_time(arrival, deadline, alone, work)
+    return RequestBound(on_time, mean, makespan)
+
+
+def _shortest_rest_first(arrival: Floats, work: Floats) -> float:
+    """Return the mean latency on one machine."""
+    now, total, rest = 0.0, 0.0, list[tuple[float, float]]()
+    upcoming = [*arrival[1:].tolist(), NEVER]
+    for begin, needs, following in zip(arrival.tolist(), work.tolist(), upcoming, strict=True):
+        now = max(now, begin)
+        heapq.heappush(rest, (needs, begin))
+        while rest and now < following:
+            needs, came = heapq.heappop(rest)
+            if now + needs > following:
+                heapq.heappush(rest, (needs - (following - now), came))
+                now = following
+            else:
+                now += needs
+                total += now - came
+    return total / arrival.size
+
+
+def _most_on_time(arrival: Floats, deadline: Floats, alone: Floats, work: Floats) -> float:
+    """Bound the share of requests that meet their deadlines, by a linear program."""
+    from scipy import optimize, sparse
+
+    possible = arrival + alone <= deadline * (1 + 1e-12)
+    has_deadline = deadline < NEVER
+    always = int((~has_deadline).sum())
+    chosen = np.flatnonzero(possible & has_deadline)
+    if not chosen.size:
+        return always / arrival.size
+    # Rounding outwards, so that more fits: arrivals down and deadlines up to a grid of moments.
+    begin, end = arrival[chosen], deadline[chosen]
+    num_moments = min(240, 2 * chosen.size + 2)
+    grid = np.quantile(np.concatenate([begin, end]), np.linspace(0, 1, num_moments))
+    grid = np.unique(np.concatenate([[begin.min()], grid, [end.max()]]))
+    first = np.searchsorted(grid, begin, side="right") - 1
+    last = np.searchsorted(grid, end, side="left")
+    rows = np.stack([first, last, np.round(work[chosen], 12)], axis=1)
+    groups, counts = np.unique(rows, axis=0, return_counts=True)
+    if len(groups) > _MOST_GROUPS:
+        raise ConfigError(
+            f"a bound for {len(groups)} unlike requests: at most {_MOST_GROUPS} can be told apart"
+        )
+    spans = np.diff(grid)
+    starts, stops = groups[:, 0].astype(int), np.maximum(groups[:, 1].astype(int), 1)
+    lens = stops - starts
+    of_group = np.repeat(np.arange(len(groups)), lens)
+    slot: Ints = ranges(starts, lens)
+    # Variables: requests on time of each group, then its work in each slot.
+    num = len(groups)
+    variables = num + slot.size
+    enough = sparse.csr_array(
+        (
+            np.concatenate([groups[:, 2], -np.ones(slot.size)]),
+            (
+                np.concatenate([np.arange(num), of_group]),
+                np.concatenate([np.arange(num), num + np.arange(slot.size)]),
+            ),
+        ),
+        (num, variables),
+    )
+    fits = sparse.csr_array(
+        (np.ones(slot.size), (slot, num + np.arange(slot.size))), (spans.size, variables)
+    )
+    upper = np.concatenate([counts, np.full(slot.size, np.inf)])
+    solve: Any = optimize.linprog
+    result = solve(
+        -np.concatenate([np.ones(num), np.zeros(slot.size)]),
+        A_ub=sparse.vstack([enough, fits], format="csr"),
+        b_ub=np.concatenate([np.zeros(num), spans]),
+        bounds=np.stack([np.zeros(variables), upper], axis=1).tolist(),
+        method="highs",
+    )
+    on_time: float = -result.fun
+    return min(1.0, (always + np.floor(on_time + 1e-6)) / arrival.size)
