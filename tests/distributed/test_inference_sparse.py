@@ -351,11 +351,12 @@ def test_refusals_on_all_ranks() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({}, "with nothing: give one of masks, keep and mass"),
+        ({}, "with nothing: give one of masks, keep, mass and rule"),
         ({"keep": 0.5, "mass": 0.5}, "with keep and mass"),
         ({"keep": 1.5}, "keep=1.5): must be"),
         ({"mass": float("nan")}, "mass=nan): must be"),
         ({"keep": 0.0}, "keep=0.0): must be"),
+        ({"rule": 0.5}, "rule is 0.5; it must be a function"),
         ({"keep": 0.5, "dense_layers": (0, -1)}, "dense_layers[1]=-1): must be an integer"),
         ({"keep": 0.5, "block": 0}, "block=0): must be an integer, at least 1"),
         ({"keep": 0.5, "passes_per_step": 1.5}, "passes_per_step=1.5): must be an integer"),

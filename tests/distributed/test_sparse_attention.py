@@ -12,13 +12,12 @@ from torch import Tensor
 
 from bascule.arrays import Ints
 from bascule.attention.sparse.attend import (
-    PooledRule,
     attend_sparse,
     gather_counts,
     rows_of,
     sparse_attention,
 )
-from bascule.attention.sparse.rules import keep_top_k
+from bascule.attention.sparse.rules import BlockRule, keep_top_k
 from bascule.plan.sparse import BlockLayout, SparsePlan, SparsePlanner, block_counts, block_lens
 from tests.helpers.mesh_cases import difference, make_mesh, reference
 from tests.helpers.ranks import run_ranks
@@ -170,7 +169,7 @@ def by_rule(ring: int, ulysses: int, order: dict[str, str]) -> float:
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(2, h, 35, 8, generator=generator).double() for h in (6, 3, 3))
     own = own_tokens(plan, rank)
-    rule = PooledRule(lambda scores, rows: keep_top_k(scores, 3))
+    rule = BlockRule(lambda q, k, at: keep_top_k(q @ k.mT * at.scale, 3))
     mine = [x[:, :, own] for x in (q, k, v)]
     out, masks = attend_sparse(mine[0], mine[1], mine[2], mesh, plan, rule)
     pooled_q, pooled_k = in_order(q, plan.q), in_order(k, plan.kv)

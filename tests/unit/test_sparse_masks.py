@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from bascule.attention.api import AttentionMesh
-from bascule.attention.sparse.attend import PooledRule, sparse_attention
+from bascule.attention.sparse.attend import sparse_attention
 from bascule.attention.sparse.rules import (
-    always_computed,
-    keep_density,
+    BlockRule,
+    RuleCall,
+    in_blocks,
     keep_mass,
     keep_top_k,
-    pooled,
+    means,
 )
 from bascule.errors import ConfigError
 from bascule.plan.sparse import BlockLayout, PackedRows, block_lens, in_order, sparse_imbalance
@@ -220,9 +221,9 @@ def brute_scores(q: Tensor, k: Tensor, lens: Any, scale: float) -> Tensor:
 def test_means_against_a_loop() -> None:
     x = normal(2, 4, sum(LENS), 6)
     expected = torch.stack([rows.mean(dim=2) for rows in x.split(list(LENS), dim=2)], dim=2)
-    torch.testing.assert_close(pooled(x, LENS), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(means(*in_blocks(x, LENS)), expected, rtol=1e-12, atol=1e-12)
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
-        low = pooled(x.to(dtype), LENS)
+        low = means(*in_blocks(x.to(dtype), LENS))
         assert low.dtype == torch.float32
         torch.testing.assert_close(low.double(), expected, rtol=0, atol=10 * tolerance)
 
@@ -246,6 +247,12 @@ def test_top_k_against_a_loop(num_keep: int, dense: tuple[int, ...]) -> None:
         for b, h, i in np.ndindex(2, 3, 8):
             expected = brute_row(scores[b, h, i].tolist(), forced[i].tolist(), num_keep)
             assert masks[b, h, i].tolist() == expected
+
+
+def always_computed(num_blocks: int, dense: tuple[int, ...]) -> Tensor:
+    lens, is_text = np.ones(num_blocks, np.int64), np.isin(np.arange(num_blocks), dense)
+    where = np.zeros(1, np.int64), np.arange(num_blocks)[None], lens, lens
+    return RuleCall(*where, is_text, is_text, 1.0, torch.device("cpu"), lambda x: x).always[0]
 
 
 def test_what_is_always_computed() -> None:
@@ -283,37 +290,21 @@ def test_a_row_of_nan_is_not_hidden() -> None:
     assert torch.equal(masks & others, keep_mass(scores, 0.5, KV_LENS) & others)
 
 
-@pytest.mark.parametrize("density", [0.0, 0.2, 0.68, 1.0])
-def test_density_against_a_loop(density: float) -> None:
-    scores, always = normal(2, 3, 7, 7), always_computed(7, (3,))
-    masks = keep_density(scores, density, always)
-    for b, h in np.ndindex(2, 3):
-        expected = brute_row(
-            scores[b, h].flatten().tolist(), always.flatten().tolist(), round(density * 49)
-        )
-        assert masks[b, h].flatten().tolist() == expected
-
-
-def test_a_density_for_each_head() -> None:
-    densities = torch.tensor([0.1, 0.5, 1.0])
-    masks = keep_density(normal(2, 3, 10, 20), densities)
-    assert masks.sum((-2, -1)).tolist() == [[20, 100, 200]] * 2
-
-
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_a_rule_gets_scaled_scores(kv_heads: int) -> None:
+def test_a_rule_gets_means_of_heads_and_the_scale(kv_heads: int) -> None:
     lens = block_lens([40], 16)
     home = BlockLayout.striped(lens, 1, 1)
     plan = in_order(4, home, home, 1, 1, num_kv_heads=kv_heads)
     q = normal(1, 4, 40, 8)
     k, v = (normal(1, kv_heads, 40, 8, seed=seed) for seed in (1, 2))
-    found: list[tuple[Tensor, PackedRows]] = []
+    seen: list[tuple[Tensor, RuleCall]] = []
 
-    def keep(scores: Tensor, rows: PackedRows) -> Tensor:
-        found.append((scores, rows))
-        return torch.ones_like(scores, dtype=torch.bool)
+    def choose(q: Tensor, k: Tensor, at: RuleCall) -> Tensor:
+        seen.append((q @ k.mT * at.scale, at))
+        return torch.ones(1, 1, 3, 3, dtype=torch.bool)
 
-    sparse_attention(q, k, v, AttentionMesh(None, None, None), plan, PooledRule(keep), scale=0.3)
-    scores, rows = found[0]
-    wanted = brute_scores(q, k, lens, 0.3)[:, rows.heads, rows.blocks]
-    torch.testing.assert_close(scores, wanted)
+    alone = AttentionMesh(None, None, None)
+    sparse_attention(q, k, v, alone, plan, BlockRule(choose), scale=0.3)
+    scores, at = seen[0]
+    assert at.heads.tolist() == [0, 1, 2, 3] and at.blocks.tolist() == [[0, 1, 2]] * 4
+    torch.testing.assert_close(scores, brute_scores(q, k, lens, 0.3))

@@ -12,8 +12,8 @@ Shapes: B batch, H query heads, T tokens of this rank, D head width; N blocks of
 import logging
 import math
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
 from pathlib import Path
 
@@ -24,8 +24,8 @@ from torch.profiler import record_function
 
 from bascule.arrays import Bools, Ints
 from bascule.attention.kernels.registry import check_name
-from bascule.attention.sparse.attend import PooledRule, RowsSeen, attend_sparse, gather_counts
-from bascule.attention.sparse.rules import always_computed, keep_mass, keep_top_k
+from bascule.attention.sparse.attend import RowsSeen, attend_sparse, gather_counts
+from bascule.attention.sparse.rules import BlockRule, RuleCall, rule_of, top_mass, top_share
 from bascule.comm.mesh import AttentionMesh, meshes_over
 from bascule.errors import ConfigError
 from bascule.plan.checks import choice, each, fields, number, of_type, whole
@@ -45,14 +45,19 @@ _LEAST_SHARE = 1e-9
 class SparseConfig:
     """Settings of block-sparse attention: which blocks are computed, and how ranks share them.
 
-    Give one of `masks`, `keep` and `mass`. Tokens of a segment "text" see all and are seen by all.
+    Give one of `masks`, `keep`, `mass` and `rule`. Tokens of a segment "text" see all and are seen
+    by all.
 
     Attributes:
         masks: (steps, layers, heads, blocks, blocks) bool, True where computed, or a file for
             `workload.load_masks`. Leading dims may be missing; one step or layer stands for all.
         keep: Share of the key blocks that a query block sees: those with the highest products of
             mean queries and keys, its own block among them.
-        mass: Least share of the softmax of these products that it sees, as in SpargeAttn.
+        mass: Least share of the softmax of these products that it sees.
+        rule: A function (q, k, at) of mean queries (B, h, P, D) and keys (B, h, C, D), for h heads
+            with P query blocks on this rank and C key blocks of the sequence, that returns what is
+            computed, bool (B, h, P, C); `at` is a `RuleCall`. Or a `BlockRule`, as those of
+            `attention.sparse`: `sparge`, `spatial_or_temporal`, `radial`, `sliding_tiles`.
         block: Tokens of a block.
         method: Placement of blocks, as for `SparsePlanner`; "paper" needs masks, or no ring;
             "in_order" is without balance, to compare with.
@@ -70,6 +75,7 @@ class SparseConfig:
     masks: Bools | str | Path | None = None
     keep: float | None = None
     mass: float | None = None
+    rule: Callable[[Tensor, Tensor, RuleCall], Tensor] | BlockRule | None = None
     block: int = 64
     method: str = "minimal_move"
     stripe: int | None = None
@@ -81,11 +87,12 @@ class SparseConfig:
     strategies: Strategies | None = None
 
     def __post_init__(self) -> None:
-        rules = [name for name in ("masks", "keep", "mass") if getattr(self, name) is not None]
+        names = ("masks", "keep", "mass", "rule")
+        rules = [name for name in names if getattr(self, name) is not None]
         if len(rules) != 1:
             raise ConfigError(
-                f"SparseConfig with {' and '.join(rules) or 'nothing'}: give one of masks, keep "
-                "and mass"
+                f"SparseConfig with {' and '.join(rules) or 'nothing'}: give one of masks, keep, "
+                "mass and rule"
             )
         fields(
             self,
@@ -107,6 +114,8 @@ class SparseConfig:
             )
         if self.masks is not None:
             object.__setattr__(self, "masks", _loaded(self.masks))
+        if self.rule is not None:
+            object.__setattr__(self, "rule", rule_of(self.rule))
 
     @property
     def array(self) -> Bools | None:
@@ -145,23 +154,32 @@ class SparseConfig:
             )
         return self.array[step if steps > 1 else 0, layer if layers > 1 else 0]
 
-    def seen(self, masks: Bools | None, lens: Ints, is_text: Bools) -> RowsSeen | PooledRule:
+    @property
+    def block_rule(self) -> BlockRule | None:
+        """The rule, if masks do not decide."""
+        if self.keep is not None:
+            return top_share(self.keep)
+        if self.mass is not None:
+            return top_mass(self.mass)
+        return self.rule if isinstance(self.rule, BlockRule) else None
+
+    def seen(
+        self, masks: Bools | None, layer: int, step: int, is_text: Bools
+    ) -> RowsSeen | BlockRule:
         """Return the masks of rows, from the masks (H, N, N) or by the rule, with those of text."""
         if masks is not None:
             return lambda rows: (
                 masks[rows.heads, rows.blocks] | is_text[rows.blocks, None] | is_text
             )
+        rule = self.block_rule
+        assert rule is not None
 
-        def kept(scores: Tensor, rows: PackedRows) -> Tensor:
-            """(B, X, N)."""
-            always = always_computed(is_text.size, np.flatnonzero(is_text))
-            always = always[torch.from_numpy(rows.blocks)].to(scores.device)
-            if self.mass is not None:
-                return keep_mass(scores, self.mass, lens, always)
-            assert self.keep is not None
-            return keep_top_k(scores, math.ceil(self.keep * is_text.size), always)
+        def choose(q: Tensor, k: Tensor, at: RuleCall) -> Tensor:
+            where = {"layer": layer, "step": step, "q_is_text": is_text, "kv_is_text": is_text}
+            masks = rule.choose(q, k, replace(at, **where))
+            return masks | at.of_rows(is_text[:, None] | is_text) if is_text.any() else masks
 
-        return PooledRule(kept)
+        return replace(rule, choose=choose)
 
 
 def with_text(masks: Bools | None, is_text: Bools) -> Bools | None:
@@ -174,8 +192,9 @@ def with_text(masks: Bools | None, is_text: Bools) -> Bools | None:
 def settings_of(config: SparseConfig | None) -> dict[str, str]:
     """Return the settings that ranks compare, under the same names for any; of masks a sample."""
     values = {field.name: getattr(config, field.name, None) for field in fields_of(SparseConfig)}
-    if config is not None and config.array is not None:
-        values["masks"] = _fingerprint(config.array)
+    if config is not None:
+        values["masks"] = None if config.array is None else _fingerprint(config.array)
+        values["rule"] = getattr(config.rule, "name", None)
     strategies = values.pop("strategies")
     for field in fields_of(Strategies):
         values[f"strategies' {field.name}"] = getattr(strategies, field.name, None)
@@ -301,10 +320,11 @@ class SparseLayers:
             made._states = {form: dict(layers) for form, layers in self._states.items()}
         return made
 
-    def begin(self, key: LayerKey) -> tuple[SparsePlan, AttentionMesh, RowsSeen | PooledRule]:
+    def begin(self, key: LayerKey) -> tuple[SparsePlan, AttentionMesh, RowsSeen | BlockRule]:
         """Return plan, mesh and masks of a layer in this step."""
         lens, is_text = self._blocks(key)
-        masks = self.config.masks_of(self._step(0), key.layer, key.num_heads, lens, is_text)
+        step = self._step(0)
+        masks = self.config.masks_of(step, key.layer, key.num_heads, lens, is_text)
         layers = self._of_form(key)
         if key not in layers:
             layers[key] = self._first(key, with_text(masks, is_text))
@@ -312,7 +332,7 @@ class SparseLayers:
         noted = None if self._noted is None else self._noted.get(key.layer)
         if noted is not None:
             return plan, self.mesh_of(plan), lambda rows: noted[:, rows.heads, rows.blocks]
-        return plan, self.mesh_of(plan), self.config.seen(masks, lens, is_text)
+        return plan, self.mesh_of(plan), self.config.seen(masks, key.layer, step, is_text)
 
     def mesh_of(self, plan: SparsePlan) -> AttentionMesh:
         """Return the mesh that a plan is for."""
@@ -403,7 +423,7 @@ class SparsePass:
     def __init__(self, layers: SparseLayers) -> None:
         self.layers = layers
         self.done: dict[int, SparseLayer] = {}  # by layer, after its attention
-        self._seen: dict[int, RowsSeen | PooledRule] = {}
+        self._seen: dict[int, RowsSeen | BlockRule] = {}
         self._first_of: dict[str, int] = {}
         self._next = 0
 
