@@ -24,6 +24,7 @@ from tests.helpers.inference_cases import Case, difference, make_inputs, make_me
 from tests.helpers.inference_toy import TABLE, grads_of, make_toy, toy_gradients, toy_inputs, worst
 from tests.helpers.ranks import by_one_rank, raised_by, run_ranks
 from tests.helpers.sparse_reference import lens_of, one_process
+from tests.helpers.sparse_rules import RULES
 from tests.helpers.sparse_studies import LATENCY
 from tests.helpers.sparse_toy import BLOCK, LAYERS, STEPS, make_masks, run_steps, split_toy
 
@@ -38,6 +39,15 @@ TOYS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "keep": ((5, 19), {"rule": {"keep": 0.6}}),
     "keep, groups of heads": ((5, 19), {"rule": {"keep": 0.7}, "kv_heads": 3}),
     "mass": ((3, 22), {"rule": {"mass": 0.5}}),
+    **{
+        name: ((5, 24), {"rule": {"rule": rule}, "brute": brute})
+        for name, (rule, brute) in RULES.items()
+    },
+    "spatial or temporal, groups of heads": (
+        (5, 24),
+        {"rule": {"rule": RULES["spatial or temporal"][0]}, "kv_heads": 3}
+        | {"brute": RULES["spatial or temporal"][1]},
+    ),
 }
 MODELS = [Case("wan", 5, 2, 7, (3, 5)), Case("cogvideox", 5, 2, 7, (3, 5))]
 SMALL = [Case("wan", 4, 1, 8, (1, 3)), Case("cogvideox", 4, 1, 1, (1, 2))]

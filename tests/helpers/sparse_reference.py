@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.helpers.oracle import dense_attention
+from tests.helpers.sparse_rules import Brute
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 _attend = functional.scaled_dot_product_attention
@@ -67,13 +68,26 @@ def by_rule(
     return with_text(masks, num_text)
 
 
+def by_brute(
+    q: Tensor, k: Tensor, v: Tensor, segments: tuple[int, ...], block: int, brute: Brute
+) -> Tensor:
+    """(B, H, N, N) of a rule by brute force, with text that sees all and is seen by all."""
+    lens = lens_of(segments, block)
+    is_text = torch.arange(q.shape[2]) < sum(segments[:-1])
+    masks = [
+        [brute(*one, lens, lens, is_text) for one in zip(*heads, strict=True)]
+        for heads in zip(q.detach(), k.detach(), v.detach(), strict=True)
+    ]
+    return with_text(torch.stack([torch.stack(one) for one in masks]), text_blocks(segments, block))
+
+
 @contextmanager
 def one_process(
     segments: tuple[int, ...],
     block: int,
     *,
     masks: Bools | None = None,
-    rule: dict[str, float] | None = None,
+    rule: dict[str, float] | Brute | None = None,
     dense_layers: tuple[int, ...] = (),
 ) -> Iterator[list[Tensor]]:
     """Within, self-attention of whole sequences sees masks (layers, H, N, N), or what a rule keeps.
@@ -93,8 +107,11 @@ def one_process(
             of_layer = masks[len(used) if len(masks) > 1 else 0]
             found = torch.from_numpy(with_text(of_layer, num_text))[None]
         else:
-            keys = key.repeat_interleave(group, dim=1)
-            found = by_rule(q, keys, segments, block, rule or {})
+            keys, values = (x.repeat_interleave(group, dim=1) for x in (key, value))
+            if callable(rule):
+                found = by_brute(q, keys, values, segments, block, rule)
+            else:
+                found = by_rule(q, keys, segments, block, rule or {})
         used.append(found)
         mask = found.repeat_interleave(lens, 2).repeat_interleave(lens, 3)
         return dense_attention(q, key, value, mask)[0]

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bascule.attention.sparse import rules
+
 Lens = list[int]
 Grid = tuple[int, int, int]
 # Of a head: queries, keys and values (S, D), blocks of queries and of keys, which tokens are text
@@ -97,7 +99,7 @@ def sparge(
         )
         shares, total = weights / max(weights.sum(), 1e-300), 0.0
         for j in np.argsort(-shares):
-            mask[i, j] = total < mass and bool(weights.any())
+            mask[i, j] = bool(total < mass and weights.any())
             total += shares[j]
         mask[i] |= ~torch.tensor(is_alike) | (cosine(rows) < alike)
         mask[i, [bool(set(spans(q_lens)[i]) & set(x)) for x in spans(kv_lens)]] = True
@@ -138,3 +140,18 @@ def either(
 
 def of_places(sees: Callable[[Any, Any], bool], grid: Grid) -> Brute:
     return lambda q, k, v, q_lens, kv_lens, text: on_grid(sees, grid, q_lens, kv_lens, text)
+
+
+GRID: Grid = (4, 2, 3)
+RULES: dict[str, tuple[rules.BlockRule, Brute]] = {  # for a video of this grid
+    "sparge": (rules.sparge(0.5, 0.3), partial(sparge, 0.5, 0.3)),
+    "spatial or temporal": (
+        rules.spatial_or_temporal(GRID, near=1, width=1, every=2),
+        partial(either, GRID, 1, 1, 2),
+    ),
+    "radial": (rules.radial(GRID), of_places(partial(radial, GRID), GRID)),
+    "sliding tiles": (
+        rules.sliding_tiles(GRID, (2, 1, 2), (1, 1, 3)),
+        of_places(partial(tiles, GRID, (2, 1, 2), (1, 1, 3)), GRID),
+    ),
+}

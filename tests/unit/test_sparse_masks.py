@@ -3,6 +3,7 @@
 import math
 import zipfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bascule.attention.api import AttentionMesh
-from bascule.attention.sparse.attend import sparse_attention
+from bascule.attention.sparse.attend import attend_sparse, sparse_attention
 from bascule.attention.sparse.rules import (
     BlockRule,
     RuleCall,
@@ -20,12 +21,19 @@ from bascule.attention.sparse.rules import (
     keep_mass,
     keep_top_k,
     means,
+    radial,
+    sliding_tiles,
+    sparge,
+    spatial_or_temporal,
 )
+from bascule.diffusers import SparseConfig
 from bascule.errors import ConfigError
 from bascule.plan.sparse import BlockLayout, PackedRows, block_lens, in_order, sparse_imbalance
 from bascule.plan.sparse.planner import greedy
 from bascule.workload import load_masks, save_masks
 from bascule.workload.masks import COGVIDEOX15, WAN21, MaskModel, synthetic_masks
+from tests.helpers import sparse_rules as rules
+from tests.helpers.sparse_reference import by_brute
 
 TABLE_1 = {"wan": (1.355, 1.253, 1.246, 1.255), "cog": (1.447, 1.201, 1.159, 1.269)}
 MODELS = {"wan": WAN21, "cog": COGVIDEOX15}
@@ -308,3 +316,44 @@ def test_a_rule_gets_means_of_heads_and_the_scale(kv_heads: int) -> None:
     scores, at = seen[0]
     assert at.heads.tolist() == [0, 1, 2, 3] and at.blocks.tolist() == [[0, 1, 2]] * 4
     torch.testing.assert_close(scores, brute_scores(q, k, lens, 0.3))
+
+
+BRUTE_CASES = {
+    **{name: (*pair, rules.GRID, (5,)) for name, pair in rules.RULES.items()},
+    "radial, far": (
+        *(radial((17, 1, 3)), rules.of_places(partial(rules.radial, (17, 1, 3)), (17, 1, 3))),
+        *((17, 1, 3), ()),
+    ),
+    "tiles, a wide window": (
+        sliding_tiles((3, 4, 5), (2, 3, 2), (3, 1, 3)),
+        rules.of_places(partial(rules.tiles, (3, 4, 5), (2, 3, 2), (3, 1, 3)), (3, 4, 5)),
+        *((3, 4, 5), (5, 1)),
+    ),
+    "temporal or spatial, wider": (
+        spatial_or_temporal((5, 3, 4), near=0, width=2, every=3),
+        partial(rules.either, (5, 3, 4), 0, 2, 3),
+        *((5, 3, 4), (2,)),
+    ),
+    "sparge, all unlike": (sparge(0.5, 0.99), partial(rules.sparge, 0.5, 0.99), (2, 3, 4), ()),
+    "sparge, all alike": (sparge(0.7, -1.0), partial(rules.sparge, 0.7, -1.0), (2, 3, 4), (3,)),
+}
+
+
+@pytest.mark.parametrize("case", BRUTE_CASES.values(), ids=BRUTE_CASES)
+@pytest.mark.parametrize("block", [1, 4, 7])
+def test_rules_against_brute_force(
+    case: tuple[BlockRule, rules.Brute, rules.Grid, tuple[int, ...]], block: int
+) -> None:
+    rule, brute, grid, text = case
+    segments = (*text, math.prod(grid))
+    lens, size = block_lens(segments, block), sum(segments)
+    home = BlockLayout.striped(lens, 1, 1)
+    plan = in_order(2, home, home, 1, 1)
+    is_text = np.arange(lens.size) < block_lens(text, block).size
+    q, k, v = (normal(2, 2, size, 8, seed=seed) for seed in range(3))
+    seen = SparseConfig(rule=rule).seen(None, 0, 0, is_text)
+    masks = attend_sparse(q, k, v, AttentionMesh(None, None, None), plan, seen)[1]
+    wanted = by_brute(q, k, v, segments, block, brute)
+    assert 0.0 < wanted.double().mean() <= 1.0
+    found = np.broadcast_to(masks, (2, *masks.shape[1:])).reshape(wanted.shape)
+    np.testing.assert_array_equal(found, wanted.numpy())
