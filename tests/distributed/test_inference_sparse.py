@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack
 
+from bascule.attention.sparse import RuleCall
 from bascule.diffusers import Cut, SparseConfig, SplitTable, parallelize
 from bascule.diffusers.sparse_layers import NUM_FORMS
 from bascule.errors import ConfigError
@@ -24,12 +26,14 @@ from tests.helpers.inference_cases import Case, difference, make_inputs, make_me
 from tests.helpers.inference_toy import TABLE, grads_of, make_toy, toy_gradients, toy_inputs, worst
 from tests.helpers.ranks import by_one_rank, raised_by, run_ranks
 from tests.helpers.sparse_reference import lens_of, one_process
-from tests.helpers.sparse_rules import RULES
+from tests.helpers.sparse_rules import RULES, top_share
 from tests.helpers.sparse_studies import LATENCY
 from tests.helpers.sparse_toy import BLOCK, LAYERS, STEPS, make_masks, run_steps, split_toy
 
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2)]  # ring, Ulysses
 LARGE_MESHES = [(4, 1), (1, 4), (3, 1), (1, 3), (4, 2), (2, 4)]
+ORDERS = np.random.default_rng(5).permuted(np.tile(np.arange(19), (6, 1)), axis=1)
+BY_SHARE = {"rule": {"keep": 0.6}, "brute": partial(top_share, 0.6)}
 TOYS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "masks": ((5, 19), {}),
     "masks, groups of heads": ((6, 13), {"kv_heads": 3}),
@@ -39,6 +43,17 @@ TOYS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "keep": ((5, 19), {"rule": {"keep": 0.6}}),
     "keep, groups of heads": ((5, 19), {"rule": {"keep": 0.7}, "kv_heads": 3}),
     "mass": ((3, 22), {"rule": {"mass": 0.5}}),
+    "masks, orders": ((5, 19), {"orders": ORDERS}),
+    "keep, orders, groups of heads": (
+        (5, 19),
+        {"orders": ORDERS[[0, 0, 2, 2, 4, 4]], "kv_heads": 3, **BY_SHARE},
+    ),
+    "masks, other blocks of keys": ((5, 19), {"block": (4, 8)}),
+    "keep, other blocks of keys": ((5, 19), {"block": (4, 6), **BY_SHARE}),
+    "keep, larger blocks of queries, orders": (
+        (3, 19),
+        {"block": (6, 3), "orders": ORDERS, **BY_SHARE},
+    ),
     **{
         name: ((5, 24), {"rule": {"rule": rule}, "brute": brute})
         for name, (rule, brute) in RULES.items()
@@ -53,10 +68,18 @@ MODELS = [Case("wan", 5, 2, 7, (3, 5)), Case("cogvideox", 5, 2, 7, (3, 5))]
 SMALL = [Case("wan", 4, 1, 8, (1, 3)), Case("cogvideox", 4, 1, 1, (1, 2))]
 
 
+def masks_for(segments: tuple[int, int], case: dict[str, Any]) -> Any:
+    block = case.get("block", BLOCK)
+    q, kv = (
+        len(lens_of(segments, n)) for n in (block if isinstance(block, tuple) else (block,) * 2)
+    )
+    return make_masks(6, max(q, kv))[..., :q, :kv]
+
+
 def compare_toys(ring: int, ulysses: int) -> dict[str, dict[str, Any]]:
     mesh = make_mesh(ring, ulysses)
     return {
-        name: run_steps(mesh, segments, masks=make_masks(6, len(lens_of(segments, BLOCK))), **case)
+        name: run_steps(mesh, segments, masks=masks_for(segments, case), **case)
         for name, (segments, case) in TOYS.items()
     }
 
@@ -294,6 +317,10 @@ CAUSAL = SplitTable(
 )
 
 
+def wrong(q: Tensor, k: Tensor, at: RuleCall) -> Tensor:
+    return torch.ones(1, 2)
+
+
 def refused() -> list[tuple[str, tuple[list[str], str]]]:
     """Words, and what was raised."""
     mesh, inputs, rank = make_mesh(2, 1), toy_inputs(text=5, image=19), dist.get_rank()
@@ -303,11 +330,17 @@ def refused() -> list[tuple[str, tuple[list[str], str]]]:
     def expect(words: str, call: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         found.append((words, raised_by(call, *args, **kwargs)))
 
+    orders = "orders (heads, tokens) of shape (6, 18) for layer 0, whose segments ('text', 'image')"
     blocks = "masks of 6 heads and 6 x 6 blocks, and the model has 6 heads and 7 blocks of 4 tokens"
     in_a_pass: list[tuple[str, dict[str, Any]]] = [
         (blocks, {"masks": masks[..., :6, :6]}),
         ("masks of 5 heads and 7 x 7 blocks, and the model has 6", {"masks": masks[:, :, :5]}),
         ("masks of 3 layers for a model with 2 attention", {"masks": masks[:, [0, 0, 1]]}),
+        (orders, {"keep": 0.5, "orders": ORDERS[:, :18]}),
+        ("orders of 3 layers for a model with 2 attention", {"keep": 1, "orders": [ORDERS] * 3}),
+        ("order[0] is not an order", {"keep": 0.5, "orders": ORDERS // 2}),
+        ("in orders of the heads", {"rule": RULES["radial"][0], "orders": ORDERS}),
+        ("the rule wrong gave a Tensor of shape (1, 2)", {"rule": wrong}),
         ('method "paper" moves keys', {"keep": 0.5, "method": "paper"}),
         ("kernel 'cpu_flash'", {"keep": 0.5, "kernel": "cpu_flash"}),
         ("layer 2 is to be dense, and the model has", {"keep": 0.5, "dense_layers": (0, 2)}),
@@ -369,6 +402,10 @@ def test_refusals_on_all_ranks() -> None:
         ({"rule": 0.5}, "rule is 0.5; it must be a function"),
         ({"keep": 0.5, "dense_layers": (0, -1)}, "dense_layers[1]=-1): must be an integer"),
         ({"keep": 0.5, "block": 0}, "block=0): must be an integer, at least 1"),
+        ({"keep": 0.5, "block": (64, 0)}, "block[1]=0): must be an integer, at least 1"),
+        ({"keep": 0.5, "block": (64,)}, "block=(64,)): give one number, or one for queries"),
+        ({"keep": 0.5, "block": (64, 96), "stripe": 96}, "must be a multiple of block, (64, 96)"),
+        ({"keep": 0.5, "orders": np.ones((2, 4))}, "orders of shape (2, 4) and dtype float64"),
         ({"keep": 0.5, "passes_per_step": 1.5}, "passes_per_step=1.5): must be an integer"),
         ({"keep": 0.5, "tolerance": -0.1}, "tolerance=-0.1): must be"),
         ({"keep": 0.5, "target": 0.9}, "target=0.9): must be finite, at least 1"),

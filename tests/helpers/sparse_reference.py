@@ -69,52 +69,72 @@ def by_rule(
 
 
 def by_brute(
-    q: Tensor, k: Tensor, v: Tensor, segments: tuple[int, ...], block: int, brute: Brute
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: tuple[int, ...],
+    blocks: tuple[int, int],
+    brute: Brute,
 ) -> Tensor:
-    """(B, H, N, N) of a rule by brute force, with text that sees all and is seen by all."""
-    lens = lens_of(segments, block)
+    """(B, H, Q, C) of a rule by brute force, with text that sees all and is seen by all."""
+    q_lens, kv_lens = (lens_of(segments, block) for block in blocks)
     is_text = torch.arange(q.shape[2]) < sum(segments[:-1])
     masks = [
-        [brute(*one, lens, lens, is_text) for one in zip(*heads, strict=True)]
+        [brute(*one, q_lens, kv_lens, is_text) for one in zip(*heads, strict=True)]
         for heads in zip(q.detach(), k.detach(), v.detach(), strict=True)
     ]
-    return with_text(torch.stack([torch.stack(one) for one in masks]), text_blocks(segments, block))
+    return torch.stack([torch.stack(one) for one in masks])
 
 
 @contextmanager
 def one_process(
     segments: tuple[int, ...],
-    block: int,
+    block: int | tuple[int, int],
     *,
     masks: Bools | None = None,
     rule: dict[str, float] | Brute | None = None,
+    orders: Any = None,
     dense_layers: tuple[int, ...] = (),
 ) -> Iterator[list[Tensor]]:
-    """Within, self-attention of whole sequences sees masks (layers, H, N, N), or what a rule keeps.
+    """Within, self-attention of whole sequences sees masks (layers, H, Q, C), or what a rule keeps.
 
-    Yields the block masks of each layer, as they are used.
+    `orders` (H, tokens of the last segment) are those of blocks. Yields the block masks of each
+    layer, as they are used.
     """
-    lens, used = torch.tensor(lens_of(segments, block)), list[Tensor]()
-    size, num_text = int(lens.sum()), text_blocks(segments, block)
+    blocks = (block, block) if isinstance(block, int) else block
+    lens, used = [torch.tensor(lens_of(segments, one)) for one in blocks], list[Tensor]()
+    size, num_text = sum(segments), [text_blocks(segments, one) for one in blocks]
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **more: Any
+    ) -> Tensor:
         if key.shape[2] != size:
-            return _attend(query, key, value, *args, **kwargs)
-        q, group = query, query.shape[1] // key.shape[1]
+            return _attend(query, key, value, attn_mask, **more)
+        heads = query.shape[1]
+        order = torch.arange(size).repeat(heads, 1)
+        if orders is not None:
+            order[:, sum(segments[:-1]) :] = torch.from_numpy(orders) + sum(segments[:-1])
+        every = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (query, key, value))
+        q, k, v = (x.gather(2, order[None, :, :, None].expand_as(x)) for x in every)
         if len(used) in dense_layers:
-            found = torch.ones(1, q.shape[1], len(lens), len(lens), dtype=torch.bool)
+            found = torch.ones(1, heads, *map(len, lens), dtype=torch.bool)
         elif masks is not None:
-            of_layer = masks[len(used) if len(masks) > 1 else 0]
-            found = torch.from_numpy(with_text(of_layer, num_text))[None]
+            found = torch.from_numpy(masks[len(used) if len(masks) > 1 else 0].copy())[None]
+        elif callable(rule):
+            found = by_brute(q, k, v, segments, blocks, rule)
         else:
-            keys, values = (x.repeat_interleave(group, dim=1) for x in (key, value))
-            if callable(rule):
-                found = by_brute(q, keys, values, segments, block, rule)
-            else:
-                found = by_rule(q, keys, segments, block, rule or {})
+            found = by_rule(q, k, segments, blocks[0], rule or {})
+        found[..., : num_text[0], :] = True
+        found[..., : num_text[1]] = True
         used.append(found)
-        mask = found.repeat_interleave(lens, 2).repeat_interleave(lens, 3)
-        return dense_attention(q, key, value, mask)[0]
+        mask = found.repeat_interleave(lens[0], 2).repeat_interleave(lens[1], 3)
+        back = order.argsort()
+        mask = torch.stack(
+            [m[:, at][:, :, at] for m, at in zip(mask.unbind(1), back, strict=True)], 1
+        )
+        if attn_mask is not None:
+            mask = mask & attn_mask
+        return dense_attention(query, key, value, mask)[0]
 
     with mock.patch.object(functional, "scaled_dot_product_attention", attend):
         yield used

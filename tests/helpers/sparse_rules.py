@@ -37,9 +37,7 @@ def on_grid(
         enumerate(spans(q_lens)), enumerate(spans(kv_lens))
     ):
         pairs = itertools.product(rows, columns)
-        mask[i, j] = any(
-            a in place and b in place and sees(place[a], place[b]) for a, b in pairs
-        )
+        mask[i, j] = any(a in place and b in place and sees(place[a], place[b]) for a, b in pairs)
     return mask
 
 
@@ -103,6 +101,26 @@ def sparge(
             total += shares[j]
         mask[i] |= ~torch.tensor(is_alike) | (cosine(rows) < alike)
         mask[i, [bool(set(spans(q_lens)[i]) & set(x)) for x in spans(kv_lens)]] = True
+    return mask
+
+
+def top_share(
+    keep: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_lens: Lens,
+    kv_lens: Lens,
+    is_text: Tensor,
+) -> Tensor:
+    """The highest products of means; a row's own blocks and those of text come first."""
+    mask = torch.zeros(len(q_lens), len(kv_lens), dtype=torch.bool)
+    for i, rows in enumerate(spans(q_lens)):
+        own = [bool(is_text[x.start]) or bool(set(rows) & set(x)) for x in spans(kv_lens)]
+        scores = torch.stack([q[rows].mean(0) @ x.mean(0) for x in k.split(kv_lens)])
+        scores[torch.tensor(own)] = torch.inf
+        mask[i, scores.argsort(descending=True)[: int(np.ceil(keep * len(own)))]] = True
+        mask[i, own] = True
     return mask
 
 

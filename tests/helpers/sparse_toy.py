@@ -68,7 +68,9 @@ def run_steps(
 
     def compare(model: Toy, handle: ParallelHandle, step: int) -> None:
         of_step = None if rule else masks[step]
-        with one_process(segments, BLOCK, masks=of_step, rule=brute or rule):
+        cut: dict[str, Any] = {"orders": settings.get("orders")}
+        block = settings.get("block", BLOCK)
+        with one_process(segments, block, masks=of_step, rule=brute or rule, **cut):
             wanted = toy_gradients(make_toy(kv_heads=kv_heads, num_blocks=LAYERS), steps[step])
         found["errors"].append(difference(toy_gradients(model, steps[step])[0], wanted[0]))
         handle.average_gradients()

@@ -70,7 +70,11 @@ def moves_keys() -> object:
 
 SCORES = torch.zeros(1, 4, 10, 3)
 CASES = [
-    ("blocks of tokens", lambda: in_blocks(SCORES, [4, 5]), ("2 blocks have [4, 5] tokens, and there are 10",)),
+    (
+        "blocks of tokens",
+        lambda: in_blocks(SCORES, [4, 5]),
+        ("2 blocks have [4, 5] tokens, and there are 10",),
+    ),
     ("blocks of tokens, empty", lambda: in_blocks(SCORES, [10, 0]), ("each block, at least 1",)),
     ("num_keep", lambda: keep_top_k(SCORES, -1), ("num_keep is -1",)),
     ("mass", lambda: keep_mass(SCORES, 1.1, [1, 1, 1]), ("mass is 1.1",)),

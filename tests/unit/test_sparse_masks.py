@@ -26,14 +26,14 @@ from bascule.attention.sparse.rules import (
     sparge,
     spatial_or_temporal,
 )
-from bascule.diffusers import SparseConfig
+from bascule.diffusers.sparse_layers import Blocks, SparseConfig
 from bascule.errors import ConfigError
-from bascule.plan.sparse import BlockLayout, PackedRows, block_lens, in_order, sparse_imbalance
+from bascule.plan.sparse import BlockLayout, block_lens, in_order, sparse_imbalance
 from bascule.plan.sparse.planner import greedy
 from bascule.workload import load_masks, save_masks
 from bascule.workload.masks import COGVIDEOX15, WAN21, MaskModel, synthetic_masks
 from tests.helpers import sparse_rules as rules
-from tests.helpers.sparse_reference import by_brute
+from tests.helpers.sparse_reference import by_brute, with_text
 
 TABLE_1 = {"wan": (1.355, 1.253, 1.246, 1.255), "cog": (1.447, 1.201, 1.159, 1.269)}
 MODELS = {"wan": WAN21, "cog": COGVIDEOX15}
@@ -351,9 +351,10 @@ def test_rules_against_brute_force(
     plan = in_order(2, home, home, 1, 1)
     is_text = np.arange(lens.size) < block_lens(text, block).size
     q, k, v = (normal(2, 2, size, 8, seed=seed) for seed in range(3))
-    seen = SparseConfig(rule=rule).seen(None, 0, 0, is_text)
+    blocks = Blocks(lens, lens, is_text, is_text)
+    seen = SparseConfig(rule=rule).seen(None, 0, 0, blocks)
     masks = attend_sparse(q, k, v, AttentionMesh(None, None, None), plan, seen)[1]
-    wanted = by_brute(q, k, v, segments, block, brute)
+    wanted = with_text(by_brute(q, k, v, segments, (block, block), brute), int(is_text.sum()))
     assert 0.0 < wanted.double().mean() <= 1.0
     found = np.broadcast_to(masks, (2, *masks.shape[1:])).reshape(wanted.shape)
     np.testing.assert_array_equal(found, wanted.numpy())

@@ -301,8 +301,8 @@ def attend_sparse(
         if keys is not None:
             keys = np.broadcast_to(keys, (q.shape[0], int(plan.kv.lens.sum())))
         if isinstance(seen, BlockRule):
-            here = (x.detach() for x in (here_q, here_k, here_v))
-            masks = _chosen(seen, tables, *here, factor, keys)
+            here = here_q.detach(), here_k.detach(), here_v.detach()
+            masks = _chosen(seen, tables, here, factor, keys)
         else:
             masks = seen(tables.rows)
         masks = _checked(tables, masks)
@@ -355,14 +355,12 @@ def _checked(tables: SparseTables, masks: Bools) -> Bools:
 def _chosen(
     rule: BlockRule,
     tables: SparseTables,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
     scale: float,
     keys: Bools | None,
 ) -> Bools:
     """Return what a rule gives for the rows of this rank, (B, X, C)."""
-    plan, rows, batch = tables.plan, tables.rows, tables.batch
+    plan, rows, batch, (q, k, v) = tables.plan, tables.rows, tables.batch, qkv
     longest = int(max(plan.q.lens.max(initial=1), plan.kv.lens.max(initial=1)))
 
     def features(pool: Pool | None, x: Tensor, layout: BlockLayout, of: PackedRows) -> Tensor:
@@ -398,20 +396,21 @@ def _chosen(
             sums = all_reduce(everyone, "all_reduce (sums over heads)", sums)
         return sums[:, heads, None]
 
-    is_ordered = plan.q.order is not None
-    lens = plan.q.lens, plan.kv.lens
-    no_text = [np.zeros(one.size, np.bool_) for one in lens]
-    at = RuleCall(heads, blocks, *lens, *no_text, scale, q.device, sum_rows, is_ordered=is_ordered)
-    masks = rule.choose(padded, whole[:, heads // group], at)
-    wanted = (batch, *blocks.shape, plan.kv.lens.size)
-    shape = tuple(getattr(masks, "shape", ()))
-    fits = len(shape) == 4 and all(a in (1, b) for a, b in zip(shape, wanted, strict=True))
-    if not fits or masks.dtype != torch.bool:
-        raise ConfigError(
-            f"the rule {rule.name} gave a {type(masks).__name__} of shape {shape}: give a bool "
-            f"tensor {wanted} (batch, heads, query blocks here, key blocks), True where computed"
-        )
-    masks = masks.expand(-1, *wanted[1:])
+    q_lens, kv_lens = plan.q.lens, plan.kv.lens
+    at = RuleCall(
+        heads,
+        blocks,
+        q_lens,
+        kv_lens,
+        q_is_text=np.zeros(q_lens.size, np.bool_),
+        kv_is_text=np.zeros(kv_lens.size, np.bool_),
+        scale=scale,
+        device=q.device,
+        sum_rows=sum_rows,
+        is_ordered=plan.q.order is not None,
+    )
+    masks = rule.masks(padded, whole[:, heads // group], at)
+    masks = masks.expand(-1, *blocks.shape, -1)
     return masks[:, head_of, place].cpu().numpy()
 
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -87,6 +88,20 @@ class BlockRule:
     of_keys: Pool | None = means
     with_values: bool = False
     name: str = ""
+
+    def masks(self, q: Tensor, k: Tensor, at: RuleCall) -> Tensor:
+        """Return what the rule chooses, (B or 1, h or 1, P or 1, C)."""
+        chosen: Any = self.choose(q, k, at)
+        wanted = *q.shape[:3], at.kv_lens.size
+        shape = tuple(getattr(chosen, "shape", ()))
+        fits = len(shape) == 4 and all(a in (1, b) for a, b in zip(shape, wanted, strict=True))
+        if not fits or chosen.dtype != torch.bool:
+            raise ConfigError(
+                f"the rule {self.name} gave a {type(chosen).__name__} of shape {shape}: give a "
+                f"bool tensor {wanted} (batch, heads, query blocks here, key blocks), True where "
+                "computed"
+            )
+        return chosen.expand(-1, -1, -1, wanted[-1])
 
 
 def rule_of(rule: object) -> BlockRule:
@@ -228,8 +243,8 @@ def spatial_or_temporal(
         every: One query of each so many blocks is sampled.
     """
     whole("spatial_or_temporal: every", every, 1)
-    spatial = _of_grid(grid, lambda *lens: grids.near_frames(*lens, grid, near))
-    temporal = _of_grid(grid, lambda *lens: grids.near_places(*lens, grid, width))
+    spatial = _of_grid(grid, lambda lens, kv: grids.near_frames(lens, kv, grid, near))
+    temporal = _of_grid(grid, lambda lens, kv: grids.near_places(lens, kv, grid, width))
 
     def sample(tokens: Tensor, inside: Tensor) -> Tensor:
         middle = (inside.sum(dim=-1) - 1).clamp(min=0) // 2
@@ -244,7 +259,9 @@ def spatial_or_temporal(
         rows = np.flatnonzero(is_sampled.any(axis=0))
         longest = int(at.kv_lens.max(initial=1))
         tokens = k.unflatten(-1, (longest, -1)).flatten(2, 3)
-        keys, values, inside = tokens.split([q.shape[-1], tokens.shape[-1] - q.shape[-1] - 1, 1], -1)
+        keys, values, inside = tokens.split(
+            [q.shape[-1], tokens.shape[-1] - q.shape[-1] - 1, 1], -1
+        )
         scores = (q[:, :, rows] @ keys.mT * at.scale).masked_fill(inside.mT == 0, -torch.inf)
         errors = q.new_zeros(*q.shape[:3], 2)
         full, masks = scores.softmax(dim=-1) @ values, (spatial(at), temporal(at))
@@ -266,7 +283,7 @@ def radial(grid: tuple[int, int, int]) -> BlockRule:
     Source: Radial Attention (arXiv:2506.19852), 4.2: energy decays with the distance. Text and the
     first frame are seen by all. `grid`: frames, height and width of the video's tokens.
     """
-    mask = _of_grid(grid, lambda *lens: grids.radial(*lens, grid))
+    mask = _of_grid(grid, lambda lens, kv: grids.radial(lens, kv, grid))
     return BlockRule(lambda q, k, at: mask(at)[None], None, None, name=f"radial({grid})")
 
 
@@ -283,7 +300,7 @@ def sliding_tiles(
         tile: Tokens of a tile, along each axis.
         window: Tiles of a window, along each axis; odd.
     """
-    mask = _of_grid(grid, lambda *lens: grids.sliding_tiles(*lens, grid, tile, window))
+    mask = _of_grid(grid, lambda lens, kv: grids.sliding_tiles(lens, kv, grid, tile, window))
     name = f"sliding_tiles({grid}, {tile}, {window})"
     return BlockRule(lambda q, k, at: mask(at)[None], None, None, name=name)
 
