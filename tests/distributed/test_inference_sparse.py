@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,22 @@ from torch.overrides import _get_current_function_mode_stack
 from bascule.attention.sparse import RuleCall
 from bascule.diffusers import Cut, SparseConfig, SplitTable, parallelize
 from bascule.diffusers.sparse_layers import NUM_FORMS
+from bascule.diffusers.verify import leaves_of
 from bascule.errors import ConfigError
 from bascule.sparse import Strategies
 from bascule.workload import save_masks
 from tests.helpers.calls_made import calls_made
-from tests.helpers.inference_cases import Case, difference, make_inputs, make_mesh, make_model
+from tests.helpers.inference_cases import (
+    Case,
+    difference,
+    in_float64,
+    make_inputs,
+    make_mesh,
+    make_model,
+)
 from tests.helpers.inference_toy import TABLE, grads_of, make_toy, toy_gradients, toy_inputs, worst
 from tests.helpers.ranks import by_one_rank, raised_by, run_ranks
-from tests.helpers.sparse_reference import lens_of, one_process
+from tests.helpers.sparse_reference import Form, lens_of, one_process
 from tests.helpers.sparse_rules import RULES, top_share
 from tests.helpers.sparse_studies import LATENCY
 from tests.helpers.sparse_toy import BLOCK, LAYERS, STEPS, make_masks, run_steps, split_toy
@@ -65,6 +74,14 @@ TOYS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     ),
 }
 MODELS = [Case("wan", 5, 2, 7, (3, 5)), Case("cogvideox", 5, 2, 7, (3, 5))]
+JOINT = [
+    Case("qwen", 5, 2, 7, (3, 5), ("mask",)),
+    Case("hunyuan", 5, 2, 14, (3, 5)),  # 4 ranks get blocks of 4 of its text
+    Case("hunyuan1.5", 5, 2, 14, (3, 5), ("image",)),
+    Case("flux", 5, 2, 7, (3, 5)),
+    Case("ltx2", 5, 2, 6, (3, 5), ("token_times", "guided")),
+    Case("lumina2", 4, 2, 7, (3, 3), ("mask",)),
+]
 SMALL = [Case("wan", 4, 1, 8, (1, 3)), Case("cogvideox", 4, 1, 1, (1, 2))]
 
 
@@ -174,6 +191,47 @@ def test_wan_and_cogvideox_over_three_steps(meshes: list[tuple[int, int]]) -> No
             assert "sparse: 2 layers of density" in found["explained"], found["explained"]
             if found["new plans are worth it"]:
                 assert found["planned"] > LAYERS, found
+
+
+def compare_joint(meshes: list[tuple[int, int]]) -> dict[str, float]:
+    """Output of one step against dense attention with the blocks and the model's own mask."""
+    torch.set_num_threads(1)
+    found: dict[str, float] = {}
+    for degrees in meshes:
+        mesh = make_mesh(*degrees)
+        for case in JOINT:
+            with in_float64(torch.float64):
+                model = make_model(case, torch.float64)
+                inputs = make_inputs(case, torch.float64)
+                config = SparseConfig(keep=0.4, block=BLOCK)
+                with torch.no_grad(), parallelize(model, mesh=mesh, sparse=config) as handle:
+                    outputs = leaves_of(model(**inputs))
+                    keys = [layer.key for layer in handle.explain().sparse]
+                forms = [Form(key.segments, tuple(n == "text" for n in key.names)) for key in keys]
+                rule = partial(top_share, 0.4)
+
+                def alone(
+                    model: Any = model, inputs: Any = inputs, forms: Any = forms, rule: Any = rule
+                ) -> list[Tensor]:
+                    with torch.no_grad(), one_process(forms, BLOCK, rule=rule) as used:
+                        outputs = leaves_of(model(**inputs))
+                    assert len(used) == len(forms), (forms, [one.shape for one in used])
+                    assert min(float(one.double().mean()) for one in used) < 0.9
+                    return outputs
+
+                wanted = by_one_rank(alone)
+            pairs = zip(outputs, wanted, strict=True)
+            found[f"{degrees} {case}"] = max(difference(*pair) for pair in pairs)
+    return found
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("meshes", [[(1, 1)], [(2, 1), (1, 2)], [(2, 2)]], ids=str)
+def test_models_with_masks_and_joint_text(meshes: list[tuple[int, int]]) -> None:
+    """Text sees all and is seen by all, pads are not seen; audio and video apart."""
+    pytest.importorskip("diffusers")
+    for found in run_ranks(compare_joint, meshes[0][0] * meshes[0][1], meshes):
+        assert max(found.values()) < 1e-9, found
 
 
 def options(ring: int, ulysses: int) -> dict[str, Any]:
@@ -298,15 +356,16 @@ def test_restart_forgets_plans() -> None:
 
 
 class Causal(nn.Module):
-    """Attends to what came before."""
+    """Attends to what came before, as the mask of the whole sequence says if there is one."""
 
-    def __init__(self) -> None:
+    def __init__(self, mask: Tensor | None = None) -> None:
         super().__init__()
-        self.head = nn.Linear(4, 4).double()
+        self.head, self.mask = nn.Linear(4, 4).double(), mask
 
     def forward(self, image: Tensor) -> Tensor:
         x = image[:, None].expand(-1, 6, -1, -1)
-        return self.head(functional.scaled_dot_product_attention(x, x, x, is_causal=True).mean(1))
+        mask, attend = self.mask, functional.scaled_dot_product_attention
+        return self.head(attend(x, x, x, mask, is_causal=mask is None).mean(1))
 
 
 CAUSAL = SplitTable(
@@ -356,10 +415,20 @@ def refused() -> list[tuple[str, tuple[list[str], str]]]:
         handle.restart()
         model(**inputs)
         expect("compile: block-sparse attention is planned in every step", handle.compile)
-        given = inputs | {"text_mask": torch.ones(2, 5)}
-        expect("gives it a mask of shape (2, 1, 1, 24)", model, **given)
-    with parallelize(Causal(), mesh=mesh, table=CAUSAL, sparse=SparseConfig(keep=0.5)) as handle:
-        expect("gives it is_causal=True", handle.model, inputs["image"])
+    pairs, floats = torch.ones(19, 19, dtype=torch.bool).tril(), torch.zeros(2, 1, 1, 19).double()
+    for words, mask in (
+        ("is_causal=True: it takes masks of keys alone", None),
+        ("a mask of (1, 1, 19, 19), torch.bool", pairs),
+        ("a mask of (2, 1, 1, 19), torch.float64", floats),
+    ):
+        model = Causal(mask)
+        with parallelize(model, mesh=mesh, table=CAUSAL, sparse=SparseConfig(keep=0.5)):
+            expect(f"gives it {words}", model, inputs["image"])
+    needs_text = replace(CAUSAL, nonempty=("image",))
+    with parallelize(Causal(), mesh=mesh, table=needs_text, sparse=SparseConfig(keep=1)) as handle:
+        words = "19 tokens of image, dealt 64 at a time, leave some of 2 ranks without any"
+        expect(words, handle.model, inputs["image"])
+        expect("use blocks of 18 or fewer tokens", handle.model, inputs["image"])
     unlike = masks.copy()
     unlike[-1, -1, -1, -1, -1] ^= rank == 1
     slower = LATENCY if rank else LATENCY.__class__(1.0, 0.0, 1.0, 0.0, 1.0, 0.0)

@@ -113,11 +113,15 @@ def top_share(
     kv_lens: Lens,
     is_text: Tensor,
 ) -> Tensor:
-    """The highest products of means; a row's own blocks and those of text come first."""
+    """The highest products of means; a row's own blocks and those of text come first.
+
+    Tokens of NaN, which none sees, do not count.
+    """
     mask = torch.zeros(len(q_lens), len(kv_lens), dtype=torch.bool)
     for i, rows in enumerate(spans(q_lens)):
         own = [bool(is_text[x.start]) or bool(set(rows) & set(x)) for x in spans(kv_lens)]
-        scores = torch.stack([q[rows].mean(0) @ x.mean(0) for x in k.split(kv_lens)])
+        mean, keys = q[rows].nanmean(0).nan_to_num(), k.split(kv_lens)
+        scores = torch.stack([mean @ x.nanmean(0).nan_to_num() for x in keys])
         scores[torch.tensor(own)] = torch.inf
         mask[i, scores.argsort(descending=True)[: int(np.ceil(keep * len(own)))]] = True
         mask[i, own] = True

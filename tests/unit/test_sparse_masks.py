@@ -33,7 +33,7 @@ from bascule.plan.sparse.planner import greedy
 from bascule.workload import load_masks, save_masks
 from bascule.workload.masks import COGVIDEOX15, WAN21, MaskModel, synthetic_masks
 from tests.helpers import sparse_rules as rules
-from tests.helpers.sparse_reference import by_brute, with_text
+from tests.helpers.sparse_reference import Form, by_brute
 
 TABLE_1 = {"wan": (1.355, 1.253, 1.246, 1.255), "cog": (1.447, 1.201, 1.159, 1.269)}
 MODELS = {"wan": WAN21, "cog": COGVIDEOX15}
@@ -354,7 +354,9 @@ def test_rules_against_brute_force(
     blocks = Blocks(lens, lens, is_text, is_text)
     seen = SparseConfig(rule=rule).seen(None, 0, 0, blocks)
     masks = attend_sparse(q, k, v, AttentionMesh(None, None, None), plan, seen)[1]
-    wanted = with_text(by_brute(q, k, v, segments, (block, block), brute), int(is_text.sum()))
+    form = Form(segments, (*(True for _ in text), False))
+    wanted = by_brute(q, k, v, form, (block, block), brute)
+    wanted |= torch.from_numpy(is_text[:, None] | is_text)
     assert 0.0 < wanted.double().mean() <= 1.0
     found = np.broadcast_to(masks, (2, *masks.shape[1:])).reshape(wanted.shape)
     np.testing.assert_array_equal(found, wanted.numpy())

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from torch import Tensor
@@ -506,10 +506,11 @@ class SparsePass:
         qkv: tuple[Tensor, Tensor, Tensor],
         segments: Mapping[str, int],
         scale: float | None,
+        keys: Bools | None,
     ) -> Tensor:
         """Return (B, H, T, D) by the plan of a layer; the first time, plan its next step."""
         layers, (q, k, _) = self.layers, qkv
-        options = {"scale": scale, "kernel": layers.config.kernel}
+        options: Any = {"scale": scale, "kernel": layers.config.kernel, "keys": keys}
         if layer in self.done:
             plan = self.done[layer].used
             return attend_sparse(*qkv, layers.mesh_of(plan), plan, self._seen[layer], **options)[0]

@@ -89,5 +89,5 @@ def _by_frames(
 def _parts(lens: Ints, size: int) -> tuple[Ints, Ints]:
     """Return (N,) first part of each block, and (p + 1,) bounds of the parts in one frame each."""
     blocks = cumulative(lens)
-    bounds = np.unique(np.concatenate([blocks, np.arange(0, blocks[-1], size)]))
+    bounds = np.unique(np.concatenate([blocks, np.arange(0, int(blocks[-1]), size)]))
     return np.searchsorted(bounds, blocks[:-1]), bounds
