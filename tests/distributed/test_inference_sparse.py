@@ -1,5 +1,6 @@
 """Models with block-sparse attention on meshes against one process with dense masked attention."""
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,9 +22,11 @@ from bascule.diffusers import Cut, SparseConfig, SplitTable, parallelize
 from bascule.diffusers.sparse_layers import NUM_FORMS
 from bascule.diffusers.verify import leaves_of
 from bascule.errors import ConfigError
+from bascule.plan.sparse import sparse_imbalance
 from bascule.sparse import Strategies
-from bascule.workload import save_masks
+from bascule.workload import load_masks, save_masks
 from tests.helpers.calls_made import calls_made
+from tests.helpers.cli import Console, run
 from tests.helpers.inference_cases import (
     Case,
     difference,
@@ -491,6 +494,71 @@ def test_refusals_on_all_ranks() -> None:
 def test_settings_that_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         SparseConfig(**settings)
+
+
+def save_and_use(path: Path, ring: int, ulysses: int) -> dict[str, Any]:
+    """Save what a rule chose in three steps, a layer of three being dense, and compute by it."""
+    mesh, kinds = make_mesh(ring, ulysses), {"dense_layers": (1,)}
+    inputs = [toy_inputs(text=5, image=19, seed=seed, batch=1) for seed in range(STEPS)]
+    found: dict[str, Any] = {}
+    with torch.no_grad():
+        with split_toy(mesh, 6, 3, mass=0.6, **kinds) as (model, handle):
+            with handle.save_masks(path):
+                outputs = [model(**one) for one in inputs]
+                handle.verify(**inputs[0])  # is no step
+            model(**inputs[0])
+        with split_toy(mesh, 6, 3, masks=path, **kinds) as (model, _):
+            pairs = zip([model(**one) for one in inputs], outputs, strict=True)
+            found["again"] = max(difference(*pair) for pair in pairs)
+        with split_toy(mesh, 6, 3, mass=0.6) as (model, handle):
+            both = toy_inputs(text=5, image=19, batch=2)
+            for words, call, target in (
+                ("samples of a batch see other blocks", lambda: model(**both), path),
+                ("are an .npz file", lambda: None, "masks.npy"),
+                ("cannot write masks to", lambda: None, path.parent / "missing" / "x.npz"),
+                ("0 masks of shape (0, 0, 0)", lambda: None, path),
+                (
+                    "a mask of shape (6, 5, 5) after those of (6, 7, 7)",
+                    lambda: (model(**inputs[0]), model(**toy_inputs(text=5, image=9, batch=1))),
+                    path,
+                ),
+            ):
+
+                def run(call: Callable[[], object] = call, target: Any = target) -> None:
+                    with handle.save_masks(target):
+                        call()
+
+                found[words] = raised_by(run)[1]
+    return found
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 1), (1, 2), (2, 2)])
+def test_masks_that_a_running_model_saves(
+    capsys: Console, tmp_path: Path, ring: int, ulysses: int
+) -> None:
+    """They are those of one process, and give the outputs again; the command reads them."""
+    path = tmp_path / "masks.npz"
+    for found in run_ranks(save_and_use, ring * ulysses, path, ring, ulysses):
+        assert found.pop("again") < 1e-10
+        for words, text in found.items():
+            assert words in text, text
+    masks = load_masks(path)
+    assert masks.shape == (STEPS, 3, 6, 7, 7) and not (tmp_path / "masks.npz.part").exists()
+    for step in range(STEPS):
+        inputs = toy_inputs(text=5, image=19, seed=step, batch=1)
+        with (
+            torch.no_grad(),
+            one_process((5, 19), BLOCK, rule={"mass": 0.6}, dense_layers=(1,)) as used,
+        ):
+            make_toy(num_blocks=3)(**inputs)
+        np.testing.assert_array_equal(masks[step], torch.cat(used).numpy())
+    assert 0.2 < masks[:, 0].mean() < 0.9
+    mesh = "--ulysses 2 --ring 2 --layers 1 --steps 1 --block 4 --json -"
+    code, out, err = run(capsys, "sparse", "--masks", str(path), *mesh.split())
+    assert code == 0, err
+    facts = json.loads(out)
+    assert facts["density"] == pytest.approx(masks[0, 0].mean())
+    assert facts["rho_before"] == pytest.approx(sparse_imbalance(masks[0, 0], 2, 2))
 
 
 def test_masks_of_a_file(tmp_path: Path) -> None:

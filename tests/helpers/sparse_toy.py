@@ -38,9 +38,9 @@ def make_masks(heads: int, num_blocks: int, steps: int = STEPS) -> Bools:
 
 @contextmanager
 def split_toy(
-    mesh: Any, kv_heads: int = 6, **settings: Any
+    mesh: Any, kv_heads: int = 6, num_blocks: int = LAYERS, **settings: Any
 ) -> Iterator[tuple[Toy, ParallelHandle]]:
-    model = make_toy(kv_heads=kv_heads, num_blocks=LAYERS)
+    model = make_toy(kv_heads=kv_heads, num_blocks=num_blocks)
     config = SparseConfig(**({"block": BLOCK, "tolerance": 0.0, "target": 1.005} | settings))
     with parallelize(model, mesh=mesh, table=TABLE, sparse=config) as handle:
         yield model, handle

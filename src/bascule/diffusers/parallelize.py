@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
@@ -33,6 +34,7 @@ from bascule.diffusers.degrees import (
 )
 from bascule.diffusers.explain import Explanation, explain
 from bascule.diffusers.guidance import GuidedModel
+from bascule.diffusers.mask_saving import saved_masks
 from bascule.diffusers.pending import Branches
 from bascule.diffusers.pipeline_run import (
     PhaseTimes,
@@ -258,6 +260,24 @@ class ParallelHandle:
         for part in self.parts:
             if part.sparse is not None:
                 part.sparse.restart()
+
+    @contextmanager
+    def save_masks(self, path: str | Path) -> Iterator[None]:
+        """Write the blocks that layers see within, for `SparseConfig(masks=path)` and the command.
+
+        The first of all ranks writes bits while models run: (forward passes, layers, heads, query
+        blocks, key blocks), of layers by the order of attention calls; dense ones see all. Blocks
+        are those of the heads' `orders`. If this is left by an error, there is no file.
+
+        Raises:
+            ConfigError: There is no sparse model, or there are several; samples of a batch, layers
+                or passes differ in what a file holds once; the file cannot be written.
+        """
+        parts = [part.sparse for part in self.parts if part.sparse is not None]
+        if len(parts) != 1:
+            raise ConfigError(f"save_masks: {len(parts)} models with sparse=: split one of them")
+        with saved_masks(parts[0], self.ranks, path):
+            yield
 
     def explain(
         self,

@@ -24,7 +24,7 @@ from torch.profiler import record_function
 
 from bascule.arrays import Bools, Ints, cumulative
 from bascule.attention.kernels.registry import check_name
-from bascule.attention.sparse.attend import RowsSeen, attend_sparse, gather_counts
+from bascule.attention.sparse.attend import RowsSeen, attend_sparse, gather_counts, gather_masks
 from bascule.attention.sparse.rules import BlockRule, RuleCall, rule_of, top_mass, top_share
 from bascule.comm.mesh import AttentionMesh, meshes_over
 from bascule.errors import ConfigError
@@ -359,6 +359,7 @@ class SparseLayers:
         self._strategies = strategies if len(self._meshes) > 1 else None
         self._states: dict[tuple[tuple[int, ...], int], dict[LayerKey, SparseLayer]] = {}
         self._noted = noted
+        self.saves: Callable[[int, Bools | None], None] | None = None  # layer and masks (H, Q, C)
 
     def __len__(self) -> int:
         return sum(map(len, self._states.values()))
@@ -523,6 +524,8 @@ class SparsePass:
         self._seen[layer] = seen
         with record_function(PLAN_SPAN):
             self.done[layer] = layers.end(key, masks)
+            if layers.saves is not None:
+                layers.saves(layer, gather_masks(mesh, plan, masks))
         return out
 
     def end(self) -> None:
@@ -541,3 +544,5 @@ class SparsePass:
                     f"attention calls: give {name} for each, or one for all"
                 )
         self.layers.num_passes += 1
+        if self.layers.saves is not None:
+            self.layers.saves(self._next, None)

@@ -36,6 +36,7 @@ from bascule.errors import ConfigError
 from bascule.plan.checks import of_type
 from bascule.plan.routes import Route
 from bascule.plan.sparse import BlockLayout, PackedRows, SparsePlan, block_counts
+from bascule.plan.sparse.layout import Work
 
 _ALL = slice(None)
 
@@ -427,13 +428,35 @@ def gather_counts(
     degree = plan.num_ranks if by_rank else plan.ring_degree
     home = plan.kv.home // (plan.num_ranks // degree)
     own = block_counts(masks[:1], kv_lens=plan.kv.lens, kv_of=home, ring_degree=degree)
-    own = torch.from_numpy(own[0].astype(np.int64))
-    counts = np.zeros((*plan.ring_of.shape, degree), dtype=np.int64)
-    every = _gathered(as_attention_mesh(mesh).whole, own, "counts of blocks")
+    return _of_all_rows(mesh, plan, own[0].astype(np.int64), "counts of blocks")
+
+
+def gather_masks(mesh: AttentionMesh, plan: SparsePlan, masks: Bools) -> Bools:
+    """Return the masks (H, Q, C) of all rows, from those (B or 1, X, C) of this rank.
+
+    Raises:
+        ConfigError: Masks differ between batch items; on all ranks.
+    """
+    is_alike = (masks == masks[:1]).all(axis=(0, 2))[:, None]
+    bits = np.packbits(np.concatenate([is_alike, masks[0]], axis=1), axis=1)
+    whole = _of_all_rows(mesh, plan, bits, "masks")
+    cells = np.unpackbits(whole, axis=2, count=1 + masks.shape[2]).view(np.bool_)
+    if not cells[..., 0].all():
+        raise ConfigError(
+            "save_masks: samples of a batch see other blocks than each other, and a file has one "
+            "mask for all: run the samples one by one"
+        )
+    return cells[..., 1:]
+
+
+def _of_all_rows(mesh: AttentionMesh | DeviceMesh, plan: SparsePlan, own: Work, what: str) -> Work:
+    """Return (H, Q, ..) from (X, ..) of each rank."""
+    whole = np.zeros((*plan.ring_of.shape, *own.shape[1:]), own.dtype)
+    every = _gathered(as_attention_mesh(mesh).whole, torch.from_numpy(own), what)
     for rank, there in enumerate(every):
         rows = plan.q_rows(rank)
-        counts[rows.heads, rows.blocks] = there.cpu().numpy()[: rows.heads.size]
-    return counts
+        whole[rows.heads, rows.blocks] = there.cpu().numpy()[: rows.heads.size]
+    return whole
 
 
 def _gathered(group: RankGroup | None, own: Tensor, what: str) -> list[Tensor]:
