@@ -421,8 +421,8 @@ def refused() -> list[tuple[str, tuple[list[str], str]]]:
     pairs, floats = torch.ones(19, 19, dtype=torch.bool).tril(), torch.zeros(2, 1, 1, 19).double()
     for words, mask in (
         ("is_causal=True: it takes masks of keys alone", None),
-        ("a mask of (1, 1, 19, 19), torch.bool", pairs),
-        ("a mask of (2, 1, 1, 19), torch.float64", floats),
+        ("a mask of [1, 1, 19, 19], torch.bool", pairs),
+        ("a mask of [2, 1, 1, 19], torch.float64", floats),
     ):
         model = Causal(mask)
         with parallelize(model, mesh=mesh, table=CAUSAL, sparse=SparseConfig(keep=0.5)):
@@ -516,7 +516,7 @@ def save_and_use(path: Path, ring: int, ulysses: int) -> dict[str, Any]:
                 ("samples of a batch see other blocks", lambda: model(**both), path),
                 ("are an .npz file", lambda: None, "masks.npy"),
                 ("cannot write masks to", lambda: None, path.parent / "missing" / "x.npz"),
-                ("0 masks of shape (0, 0, 0)", lambda: None, path),
+                ("0 masks of shape (0, 0, 0), and 0 layers", lambda: None, path),
                 (
                     "a mask of shape (6, 5, 5) after those of (6, 7, 7)",
                     lambda: (model(**inputs[0]), model(**toy_inputs(text=5, image=9, batch=1))),

@@ -354,19 +354,20 @@ class ForwardPass(SequenceParallelMode):
         """Return the keys that block-sparse attention may see, (B or 1, S); None: all."""
         if torch.compiler.is_compiling():
             raise ConfigError("block-sparse attention is planned in every step: do not compile it")
-        shape = () if mask is None else (1,) * (4 - mask.dim()) + tuple(mask.shape)
-        is_of_keys = mask is None or (mask.dtype == torch.bool and shape[1:3] == (1, 1))
-        if is_causal or not is_of_keys:
+        if mask is None and not is_causal:
+            return None
+        shape = [1] if mask is None else [*(1,) * (4 - mask.dim()), *mask.shape]
+        if is_causal or mask is None or mask.dtype != torch.bool or shape[1:3] != [1, 1]:
             setting = "is_causal=True" if mask is None else f"a mask of {shape}, {mask.dtype}"
             raise ConfigError(
                 f"block-sparse attention, and the model gives it {setting}: it takes masks of keys "
                 "alone, bool (batch, 1, 1, keys): take it out of the model's inputs, or leave out "
                 "sparse"
             )
-        if mask is not None and mask is not self._keys[0]:  # the same in all layers
+        if mask is not self._keys[0]:  # the same in all layers
             keys = mask.reshape(-1, shape[-1]).cpu().numpy()
             self._keys = mask, None if keys.all() else keys
-        return None if mask is None else self._keys[1]
+        return self._keys[1]
 
     # --- blocks and the end -----------------------------------------------------------------------
 

@@ -203,7 +203,7 @@ class SparseConfig:
         self, masks: Bools | None, layer: int, step: int, blocks: "Blocks"
     ) -> RowsSeen | BlockRule:
         """Return the masks of rows, from the masks (H, Q, C) or by the rule, with those of text."""
-        dense = blocks.q_is_text[:, None] | blocks.kv_is_text
+        dense = blocks.dense
         if masks is not None:
             return lambda rows: masks[rows.heads, rows.blocks] | dense[rows.blocks]
         rule = self.block_rule
@@ -226,11 +226,14 @@ class Blocks:
     q_is_text: Bools
     kv_is_text: Bools
 
+    @property
+    def dense(self) -> Bools:
+        """(Q, C) rows and columns of text, which sees all, and which all see."""
+        return self.q_is_text[:, None] | self.kv_is_text
+
     def with_text(self, masks: Bools | None) -> Bools | None:
-        """Return masks (H, Q, C) in which text sees all, and all see text."""
-        if masks is None or not self.q_is_text.any():
-            return masks
-        return masks | self.q_is_text[:, None] | self.kv_is_text
+        """Return masks (H, Q, C), with those of text."""
+        return masks if masks is None or not self.q_is_text.any() else masks | self.dense
 
 
 def _block_of(name: str, value: object) -> int | tuple[int, ...]:

@@ -285,12 +285,13 @@ class MaskFile:
 
     def __init__(self, path: str | Path) -> None:
         self._path, self._shape = path, (0, 0, 0)  # heads, query blocks, key blocks
-        self._num_masks, self._rest = 0, np.zeros(0, np.bool_)  # cells that fill no byte yet
+        self._num_masks = self._num_layers = self._num_before = 0  # before this forward pass
+        self._rest = np.zeros(0, np.bool_)  # cells that fill no byte yet
         with _writing(path):
             self._bits = Path(f"{path}.part").open("wb")
 
-    def add(self, masks: Bools | None, place: int) -> None:
-        """Write the mask (heads, query blocks, key blocks) at a place; those before it are full."""
+    def add(self, layer: int, masks: Bools | None) -> None:
+        """Write the mask of a layer, those left out before it being full; None ends the pass."""
         shape = self._shape if masks is None else masks.shape
         if shape != self._shape and self._num_masks:
             raise ConfigError(
@@ -298,28 +299,33 @@ class MaskFile:
                 "has one shape: name layers of other sizes in dense_layers, and save each "
                 "resolution to a file of its own"
             )
-        full = np.ones(shape, np.bool_)
-        for mask in [full] * (place - self._num_masks) + ([] if masks is None else [masks]):
+        self._shape = shape
+        full = [np.ones(shape, np.bool_)] * (self._num_before + layer - self._num_masks)
+        for mask in [*full, *([] if masks is None else [masks])]:
             cells = np.concatenate([self._rest, mask.ravel()])
             split = cells.size // 8 * 8
             self._rest, self._num_masks = cells[split:], self._num_masks + 1
             with _writing(self._path):
                 self._bits.write(np.packbits(cells[:split]).tobytes())
-        self._shape = shape
+        if masks is None:
+            self._num_layers, self._num_before = layer, self._num_masks
 
-    def close(self, num_layers: int) -> None:
-        """Write the file, of passes with so many layers each."""
-        if not num_layers or self._num_masks % num_layers or 0 in self._shape:
+    def close(self) -> None:
+        """Write the file."""
+        steps, rest = divmod(self._num_masks, max(self._num_layers, 1))
+        if rest or not steps or 0 in self._shape:
             raise ConfigError(
-                f"{self._path}: {self._num_masks} masks of shape {self._shape}, of {num_layers} "
-                "layers in the last forward pass: call the model, with as many layers in each pass"
+                f"{self._path}: {self._num_masks} masks of shape {self._shape}, and "
+                f"{self._num_layers} layers in the last forward pass: call the model, with as many "
+                "layers in each pass"
             )
-        shape = np.array([self._num_masks // num_layers, num_layers, *self._shape])
         with _writing(self._path):
             self._bits.write(np.packbits(self._rest).tobytes())
             self._bits.flush()
             packed = np.memmap(self._bits.name, np.uint8, "r")  # never in memory at once
-            np.savez(self._path, packed=packed, shape=shape)
+            np.savez(
+                self._path, packed=packed, shape=np.array([steps, self._num_layers, *self._shape])
+            )
 
     def drop(self) -> None:
         """Remove what is not needed after `close`, or an error."""

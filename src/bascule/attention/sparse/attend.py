@@ -397,19 +397,9 @@ def _chosen(
             sums = all_reduce(everyone, "all_reduce (sums over heads)", sums)
         return sums[:, heads, None]
 
-    q_lens, kv_lens = plan.q.lens, plan.kv.lens
-    at = RuleCall(
-        heads,
-        blocks,
-        q_lens,
-        kv_lens,
-        q_is_text=np.zeros(q_lens.size, np.bool_),
-        kv_is_text=np.zeros(kv_lens.size, np.bool_),
-        scale=scale,
-        device=q.device,
-        sum_rows=sum_rows,
-        is_ordered=plan.q.order is not None,
-    )
+    no_text = [np.zeros(one.lens.size, np.bool_) for one in (plan.q, plan.kv)]
+    where = heads, blocks, plan.q.lens, plan.kv.lens, no_text[0], no_text[1]
+    at = RuleCall(*where, scale, q.device, sum_rows, is_ordered=plan.q.order is not None)
     masks = rule.masks(padded, whole[:, heads // group], at)
     masks = masks.expand(-1, *blocks.shape, -1)
     return masks[:, head_of, place].cpu().numpy()

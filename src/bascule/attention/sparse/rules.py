@@ -131,15 +131,9 @@ def in_blocks(x: Tensor, lens: npt.ArrayLike, longest: int = 0) -> tuple[Tensor,
 
 
 def keep_top_k(scores: Tensor, num_keep: int, always: Tensor | None = None) -> Tensor:
-    """Keep the `num_keep` highest scores of each row, those that are always computed among them.
+    """Keep the `num_keep` highest scores (.., P, C) of each row, `always` (.., P, C) among them.
 
-    Args:
-        scores: (..., P, C).
-        num_keep: Blocks of a row; a row of which more are always computed has these.
-        always: (P, C) or the shape of the scores, bool.
-
-    Raises:
-        ConfigError: `num_keep` is negative.
+    A row of which more are always computed has these. ConfigError: `num_keep` is negative.
     """
     num_keep = whole("keep_top_k: num_keep", num_keep)
     forced = scores if always is None else scores.masked_fill(always, torch.inf)
@@ -151,18 +145,11 @@ def keep_top_k(scores: Tensor, num_keep: int, always: Tensor | None = None) -> T
 def keep_mass(
     scores: Tensor, mass: float, kv_lens: npt.ArrayLike, always: Tensor | None = None
 ) -> Tensor:
-    """Keep the fewest highest scores of each row that have this share of its softmax.
+    """Keep the fewest highest scores (.., P, C) of each row that have this share of its softmax.
 
-    A key block counts once a token, as if all its keys were its mean key.
-
-    Args:
-        scores: (..., P, C).
-        mass: 0 to 1; at 0 nothing is kept but what is always computed.
-        kv_lens: (C,) tokens of each key block.
-        always: (P, C) or the shape of the scores, bool; kept too, beyond the share.
-
-    Raises:
-        ConfigError: `mass` is out of range, or there are other lengths than key blocks.
+    A key block counts once for each of its tokens `kv_lens` (C,), as if all had its mean key.
+    `always` (.., P, C) is kept too, beyond the share. ConfigError: `mass` is not in 0 to 1, or
+    there are other lengths than key blocks.
     """
     mass = number("keep_mass: mass", mass, 0.0, 1.0)
     tokens = torch.from_numpy(np.asarray(kv_lens, dtype=np.float64)).to(scores)
@@ -228,7 +215,7 @@ def sparge(mass: float, alike: float) -> BlockRule:
 
 
 def spatial_or_temporal(
-    grid: tuple[int, int, int], *, near: int = 1, width: int = 32, every: int = 16
+    grid: grids.Grid, *, near: int = 1, width: int = 32, every: int = 16
 ) -> BlockRule:
     """Let each head see near frames, or near places in all frames, whichever changes it less.
 
@@ -243,8 +230,8 @@ def spatial_or_temporal(
         every: One query of each so many blocks is sampled.
     """
     whole("spatial_or_temporal: every", every, 1)
-    spatial = _of_grid(grid, lambda lens, kv: grids.near_frames(lens, kv, grid, near))
-    temporal = _of_grid(grid, lambda lens, kv: grids.near_places(lens, kv, grid, width))
+    spatial = _of_frames(grid, lambda far, gap: far <= near)
+    temporal = _of_frames(grid, lambda far, gap: gap <= width)
 
     def sample(tokens: Tensor, inside: Tensor) -> Tensor:
         middle = (inside.sum(dim=-1) - 1).clamp(min=0) // 2
@@ -267,7 +254,7 @@ def spatial_or_temporal(
         full, masks = scores.softmax(dim=-1) @ values, (spatial(at), temporal(at))
         counts = torch.from_numpy(is_sampled).to(q)[:, rows]
         for place, mask in enumerate(masks):
-            seen = mask[:, rows].repeat_interleave(longest, dim=-1)
+            seen = mask[:, :, rows].repeat_interleave(longest, dim=-1)
             out = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1) @ values
             errors[:, :, rows, place] = (out - full).square().sum(dim=-1) * counts
         total = at.sum_rows(errors)
@@ -277,19 +264,25 @@ def spatial_or_temporal(
     return BlockRule(choose, sample, all_tokens, with_values=True, name=name)
 
 
-def radial(grid: tuple[int, int, int]) -> BlockRule:
+def radial(grid: grids.Grid) -> BlockRule:
     """See a window of places that halves with each doubling of the distance in frames.
 
-    Source: Radial Attention (arXiv:2506.19852), 4.2: energy decays with the distance. Text and the
-    first frame are seen by all. `grid`: frames, height and width of the video's tokens.
+    Source: Radial Attention (arXiv:2506.19852), 4.2: energy decays with the distance. Windows below
+    one place become frames at growing distances. Text and the first frame are seen by all. `grid`:
+    frames, height and width of the video's tokens.
     """
-    mask = _of_grid(grid, lambda lens, kv: grids.radial(lens, kv, grid))
-    return BlockRule(lambda q, k, at: mask(at)[None], None, None, name=f"radial({grid})")
+    size = grid[1] * grid[2]
+
+    def sees(far: Ints, gap: Ints) -> Bools:
+        span = 1 << np.log2(np.maximum(far, 1)).astype(np.int64)
+        in_window = (gap + 1) * span <= size
+        return in_window | ((far % -(-span // size) == 0) & (gap == 0))
+
+    mask = _of_frames(grid, sees)
+    return BlockRule(lambda q, k, at: mask(at), None, None, name=f"radial({grid})")
 
 
-def sliding_tiles(
-    grid: tuple[int, int, int], tile: tuple[int, int, int], window: tuple[int, int, int]
-) -> BlockRule:
+def sliding_tiles(grid: grids.Grid, tile: grids.Grid, window: grids.Grid) -> BlockRule:
     """See the tiles of a window around one's own, which stays within the video.
 
     Source: Sliding Tile Attention (arXiv:2502.04507), 3. A block is computed if some of its tokens
@@ -302,32 +295,30 @@ def sliding_tiles(
     """
     mask = _of_grid(grid, lambda lens, kv: grids.sliding_tiles(lens, kv, grid, tile, window))
     name = f"sliding_tiles({grid}, {tile}, {window})"
-    return BlockRule(lambda q, k, at: mask(at)[None], None, None, name=name)
+    return BlockRule(lambda q, k, at: mask(at), None, None, name=name)
 
 
-def _of_grid(
-    grid: tuple[int, int, int], make: Callable[[Ints, Ints], Bools]
-) -> Callable[[RuleCall], Tensor]:
-    """Return rows (h, P, C) of the mask that `make` gives for the video's blocks, and of text."""
+def _of_grid(grid: grids.Grid, make: Callable[[Ints, Ints], Bools]) -> Callable[[RuleCall], Tensor]:
+    """Return rows (1, h, P, C) of what `make` gives for the video's blocks, and of text."""
     ints("grid", grid, 3)
-
-    @lru_cache(maxsize=8)
-    def whole_mask(*parts: bytes) -> Bools:
-        lens = [np.frombuffer(part, np.int64) for part in parts[:2]]
-        q_video, kv_video = (~np.frombuffer(part, np.bool_) for part in parts[2:])
-        mask = np.ones((lens[0].size, lens[1].size), np.bool_)
-        mask[np.ix_(q_video, kv_video)] = make(lens[0][q_video], lens[1][kv_video])
-        return mask
+    kept = lru_cache(maxsize=8)(lambda *lens: make(*(np.array(one) for one in lens)))
 
     def rows(at: RuleCall) -> Tensor:
-        tokens = int(at.q_lens[~at.q_is_text].sum())
-        if tokens != math.prod(grid) or at.is_ordered:
+        q, kv = ~at.q_is_text, ~at.kv_is_text
+        if (tokens := int(at.q_lens[q].sum())) != math.prod(grid) or at.is_ordered:
             raise ConfigError(
                 f"a rule for a grid {grid}: layer {at.layer} has {tokens} tokens besides text"
                 f"{', in orders of the heads' if at.is_ordered else ''}: give frames, height and "
                 "width of its tokens, leave out orders, and name other layers in dense_layers"
             )
-        parts = at.q_lens, at.kv_lens, at.q_is_text, at.kv_is_text
-        return at.of_rows(whole_mask(*(part.tobytes() for part in parts)))
+        mask = np.ones((q.size, kv.size), np.bool_)
+        mask[np.ix_(q, kv)] = kept(tuple(at.q_lens[q].tolist()), tuple(at.kv_lens[kv].tolist()))
+        return at.of_rows(mask)[None]
 
     return rows
+
+
+def _of_frames(
+    grid: grids.Grid, sees: Callable[[Ints, Ints], Bools]
+) -> Callable[[RuleCall], Tensor]:
+    return _of_grid(grid, lambda lens, kv: grids.by_frames(lens, kv, grid, sees))

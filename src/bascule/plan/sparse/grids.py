@@ -16,34 +16,6 @@ Grid = tuple[int, int, int]
 """Frames, height and width, in tokens."""
 
 
-def near_frames(q_lens: Ints, kv_lens: Ints, grid: Grid, near: int) -> Bools:
-    """Return (N, M): tokens see frames at most `near` from their own, and the first."""
-    return _by_frames(q_lens, kv_lens, grid, lambda far, gap: far <= near)
-
-
-def near_places(q_lens: Ints, kv_lens: Ints, grid: Grid, width: int) -> Bools:
-    """Return (N, M): tokens see places at most `width` from their own in all frames, and the first.
-
-    Places are counted through the rows of a frame.
-    """
-    return _by_frames(q_lens, kv_lens, grid, lambda far, gap: gap <= width)
-
-
-def radial(q_lens: Ints, kv_lens: Ints, grid: Grid) -> Bools:
-    """Return (N, M) of Radial Attention: windows of places halve as the distance doubles.
-
-    Once a window is below one place, frames are seen at growing distances.
-    """
-    size = grid[1] * grid[2]
-
-    def sees(far: Ints, gap: Ints) -> Bools:
-        span = 1 << np.log2(np.maximum(far, 1)).astype(np.int64)
-        in_window = (gap + 1) * span <= size
-        return in_window | ((far % -(-span // size) == 0) & (gap == 0))
-
-    return _by_frames(q_lens, kv_lens, grid, sees)
-
-
 def sliding_tiles(q_lens: Ints, kv_lens: Ints, grid: Grid, tile: Grid, window: Grid) -> Bools:
     """Return (N, M): tokens see the tiles of a window around their own, which stays inside."""
     if min(*tile, *window) < 1 or not all(size % 2 for size in window):
@@ -67,7 +39,7 @@ def sliding_tiles(q_lens: Ints, kv_lens: Ints, grid: Grid, tile: Grid, window: G
     return q @ sees.astype(np.float32) @ kv.T > 0.0
 
 
-def _by_frames(
+def by_frames(
     q_lens: Ints, kv_lens: Ints, grid: Grid, sees: Callable[[Ints, Ints], Bools]
 ) -> Bools:
     """Return (N, M) from what tokens see at a distance in frames, and one of places, or the first.
