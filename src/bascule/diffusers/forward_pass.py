@@ -435,7 +435,8 @@ def layout_of(
     lengths: Mapping[str, int], mesh: AttentionMesh, table: SplitTable, stripe: int
 ) -> SequenceLayout:
     """Return the layout of these segments on a mesh; `stripe` as in `SequenceLayout`."""
-    num_ranks, replicated = mesh.degrees[0] * mesh.degrees[1], list[int]()
+    num_ranks = mesh.degrees[0] * mesh.degrees[1]
+    replicated: list[int] = []  # dynamo traces no `list[int]()`
     for place, (name, length) in enumerate(lengths.items()):
         is_short = name in table.nonempty and length <= (num_ranks - 1) * max(stripe, 1)
         if is_short and stripe:
@@ -446,5 +447,5 @@ def layout_of(
             )
         if is_short or name in table.copied:
             replicated.append(place)
-    lens = tuple(lengths.values())
-    return SequenceLayout(lens, *mesh.degrees, stripe=stripe, replicated=tuple(replicated))
+    sizes = tuple(lengths.values()), *mesh.degrees
+    return SequenceLayout(*sizes, stripe=stripe, replicated=tuple(replicated))
