@@ -340,23 +340,24 @@ BRUTE_CASES = {
 
 
 @pytest.mark.parametrize("case", BRUTE_CASES.values(), ids=BRUTE_CASES)
-@pytest.mark.parametrize("block", [1, 4, 7])
+@pytest.mark.parametrize("blocks", [(1, 1), (4, 4), (7, 7), (6, 3), (3, 7)])
 def test_rules_against_brute_force(
-    case: tuple[BlockRule, rules.Brute, rules.Grid, tuple[int, ...]], block: int
+    case: tuple[BlockRule, rules.Brute, rules.Grid, tuple[int, ...]], blocks: tuple[int, int]
 ) -> None:
     rule, brute, grid, text = case
     segments = (*text, math.prod(grid))
-    lens, size = block_lens(segments, block), sum(segments)
-    home = BlockLayout.striped(lens, 1, 1)
-    plan = in_order(2, home, home, 1, 1)
-    is_text = np.arange(lens.size) < block_lens(text, block).size
+    size, lens = sum(segments), [block_lens(segments, block) for block in blocks]
+    homes = [BlockLayout.striped(one, 1, 1) for one in lens]
+    plan = in_order(2, homes[0], homes[1], 1, 1)
+    text_blocks = [block_lens(text, block).size for block in blocks]
+    is_text = [np.arange(len(one)) < num for one, num in zip(lens, text_blocks, strict=True)]
     q, k, v = (normal(2, 2, size, 8, seed=seed) for seed in range(3))
-    blocks = Blocks(lens, lens, is_text, is_text)
-    seen = SparseConfig(rule=rule).seen(None, 0, 0, blocks)
+    of_blocks = Blocks(lens[0], lens[1], is_text[0], is_text[1])
+    seen = SparseConfig(rule=rule).seen(None, 0, 0, of_blocks)
     masks = attend_sparse(q, k, v, AttentionMesh(None, None, None), plan, seen)[1]
     form = Form(segments, (*(True for _ in text), False))
-    wanted = by_brute(q, k, v, form, (block, block), brute)
-    wanted |= torch.from_numpy(is_text[:, None] | is_text)
+    wanted = by_brute(q, k, v, form, blocks, brute)
+    wanted |= torch.from_numpy(is_text[0][:, None] | is_text[1])
     assert 0.0 < wanted.double().mean() <= 1.0
     found = np.broadcast_to(masks, (2, *masks.shape[1:])).reshape(wanted.shape)
     np.testing.assert_array_equal(found, wanted.numpy())

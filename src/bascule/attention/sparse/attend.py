@@ -362,11 +362,11 @@ def _chosen(
 ) -> Bools:
     """Return what a rule gives for the rows of this rank, (B, X, C)."""
     plan, rows, batch, (q, k, v) = tables.plan, tables.rows, tables.batch, qkv
-    longest = int(max(plan.q.lens.max(initial=1), plan.kv.lens.max(initial=1)))
 
     def features(pool: Pool | None, x: Tensor, layout: BlockLayout, of: PackedRows) -> Tensor:
         if pool is None:
             return x.new_zeros(batch, of.lens.size, 0)
+        longest = int(layout.lens.max(initial=1))
         tokens, inside = in_blocks(x.view(batch, len(x) // batch, x.shape[-1]), of.lens, longest)
         if keys is not None:
             of_rows = torch.from_numpy(keys[:, tokens_of(layout, of)])[..., None].to(x.device)

@@ -5,7 +5,7 @@ of their heads. What it gives for a query block may depend on that block and on 
 head, and on sums over the head by `RuleCall.sum_rows`: then masks are the same on any mesh.
 
 Shapes: B batch, h heads of which a rank has query blocks, P most query blocks of one of them, C key
-blocks of the sequence, L tokens of the longest block, D head width, F features of a block.
+blocks of the sequence, L tokens of the longest of either kind, D head width, F features of a block.
 """
 
 import math
@@ -242,6 +242,7 @@ def spatial_or_temporal(
         return torch.cat([tokens, inside.expand(tokens.shape[:-1])[..., None]], -1).flatten(-2)
 
     def choose(q: Tensor, k: Tensor, at: RuleCall) -> Tensor:
+        q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
         is_sampled = at.blocks % every == 0
         rows = np.flatnonzero(is_sampled.any(axis=0))
         longest = int(at.kv_lens.max(initial=1))
@@ -286,7 +287,7 @@ def sliding_tiles(grid: grids.Grid, tile: grids.Grid, window: grids.Grid) -> Blo
     """See the tiles of a window around one's own, which stays within the video.
 
     Source: Sliding Tile Attention (arXiv:2502.04507), 3. A block is computed if some of its tokens
-    see each other; blocks that are tiles, by `orders` of the tokens, would have no others.
+    see each other: tokens are in raster order, not in that of tiles.
 
     Args:
         grid: Frames, height and width of the video's tokens.
