@@ -210,6 +210,7 @@ def compare_joint(meshes: list[tuple[int, int]]) -> dict[str, float]:
                 with torch.no_grad(), parallelize(model, mesh=mesh, sparse=config) as handle:
                     outputs = leaves_of(model(**inputs))
                     keys = [layer.key for layer in handle.explain().sparse]
+                    assert (verified := handle.verify(**inputs)).ok, str(verified)
                 forms = [Form(key.segments, tuple(n == "text" for n in key.names)) for key in keys]
                 rule = partial(top_share, 0.4)
 

@@ -182,9 +182,8 @@ class SparseConfig:
         if wanted != [orders.shape] or (np.repeat(orders[::group], group, axis=0) != orders).any():
             raise ConfigError(
                 f"sparse: orders (heads, tokens) of shape {orders.shape} for layer {key.layer}, "
-                f"whose segments {key.names} have {key.segments} tokens, {key.num_heads} heads and "
-                f"{num_heads} of keys: give an order of the only segment besides text, the same to "
-                "heads with the same keys; name other layers in dense_layers"
+                f"whose segments {key.names} have {key.segments} tokens, {key.num_heads} heads: "
+                "give orders of the only segment besides text, one to heads with the same keys"
             )
         order = np.tile(np.arange(bounds[-1]), (num_heads, 1))
         order[:, parts[0]] = orders[::group] + parts[0].start

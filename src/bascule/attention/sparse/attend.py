@@ -154,8 +154,9 @@ class SparseTables:
         place = np.full((plan.num_kv_heads, plan.kv.lens.size), -1)
         place[keys.heads, keys.blocks] = np.arange(keys.heads.size)
         here = place[rows.heads // group]
-        has_keys = np.pad(lens > 0, ((0, 0), (0, 1)))  # the last is for blocks that are not there
-        is_seen = masks & has_keys[:, here]
+        # The last entry is for blocks that are not there.
+        there = here >= 0 if lens.all() else np.pad(lens > 0, ((0, 0), (0, 1)))[:, here]
+        is_seen = np.broadcast_to(masks & there, (self.batch, *here.shape))
         item, row, block = np.nonzero(is_seen)
         number = np.cumsum(lens > 0).reshape(lens.shape) - 1
         return BlockRows(

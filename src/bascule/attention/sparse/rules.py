@@ -167,9 +167,6 @@ def keep_mass(
     return masks if always is None else masks | always
 
 
-# --- rules ----------------------------------------------------------------------------------------
-
-
 def top_share(keep: float) -> BlockRule:
     """Keep this share of the key blocks, those with the highest products of means."""
     keep = number("top_share: keep", keep, 0.0, 1.0)
@@ -247,9 +244,8 @@ def spatial_or_temporal(
         rows = np.flatnonzero(is_sampled.any(axis=0))
         longest = int(at.kv_lens.max(initial=1))
         tokens = k.unflatten(-1, (longest, -1)).flatten(2, 3)
-        keys, values, inside = tokens.split(
-            [q.shape[-1], tokens.shape[-1] - q.shape[-1] - 1, 1], -1
-        )
+        width = q.shape[-1]
+        keys, values, inside = tokens.tensor_split((width, 2 * width), dim=-1)
         scores = (q[:, :, rows] @ keys.mT * at.scale).masked_fill(inside.mT == 0, -torch.inf)
         errors = q.new_zeros(*q.shape[:3], 2)
         full, masks = scores.softmax(dim=-1) @ values, (spatial(at), temporal(at))
