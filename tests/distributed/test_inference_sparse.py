@@ -1,7 +1,10 @@
 """Models with block-sparse attention on meshes against one process with dense masked attention."""
 
+import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,21 +17,35 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack
 
+from bascule.attention.sparse import RuleCall
 from bascule.diffusers import Cut, SparseConfig, SplitTable, parallelize
 from bascule.diffusers.sparse_layers import NUM_FORMS
+from bascule.diffusers.verify import leaves_of
 from bascule.errors import ConfigError
+from bascule.plan.sparse import sparse_imbalance
 from bascule.sparse import Strategies
-from bascule.workload import save_masks
+from bascule.workload import load_masks, save_masks
 from tests.helpers.calls_made import calls_made
-from tests.helpers.inference_cases import Case, difference, make_inputs, make_mesh, make_model
+from tests.helpers.cli import Console, run
+from tests.helpers.inference_cases import (
+    Case,
+    difference,
+    in_float64,
+    make_inputs,
+    make_mesh,
+    make_model,
+)
 from tests.helpers.inference_toy import TABLE, grads_of, make_toy, toy_gradients, toy_inputs, worst
 from tests.helpers.ranks import by_one_rank, raised_by, run_ranks
-from tests.helpers.sparse_reference import lens_of, one_process
+from tests.helpers.sparse_reference import Form, lens_of, one_process
+from tests.helpers.sparse_rules import RULES, top_share
 from tests.helpers.sparse_studies import LATENCY
 from tests.helpers.sparse_toy import BLOCK, LAYERS, STEPS, make_masks, run_steps, split_toy
 
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2)]  # ring, Ulysses
 LARGE_MESHES = [(4, 1), (1, 4), (3, 1), (1, 3), (4, 2), (2, 4)]
+ORDERS = np.random.default_rng(5).permuted(np.tile(np.arange(19), (6, 1)), axis=1)
+BY_SHARE = {"rule": {"keep": 0.6}, "brute": partial(top_share, 0.6)}
 TOYS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "masks": ((5, 19), {}),
     "masks, groups of heads": ((6, 13), {"kv_heads": 3}),
@@ -38,15 +55,51 @@ TOYS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "keep": ((5, 19), {"rule": {"keep": 0.6}}),
     "keep, groups of heads": ((5, 19), {"rule": {"keep": 0.7}, "kv_heads": 3}),
     "mass": ((3, 22), {"rule": {"mass": 0.5}}),
+    "masks, orders": ((5, 19), {"orders": ORDERS}),
+    "keep, orders, groups of heads": (
+        (5, 19),
+        {"orders": ORDERS[[0, 0, 2, 2, 4, 4]], "kv_heads": 3, **BY_SHARE},
+    ),
+    "masks, other blocks of keys": ((5, 19), {"block": (4, 8)}),
+    "keep, other blocks of keys": ((5, 19), {"block": (4, 6), **BY_SHARE}),
+    "keep, larger blocks of queries, orders": (
+        (3, 19),
+        {"block": (6, 3), "orders": ORDERS, **BY_SHARE},
+    ),
+    **{
+        name: ((5, 24), {"rule": {"rule": rule}, "brute": brute})
+        for name, (rule, brute) in RULES.items()
+    },
+    "spatial or temporal, groups of heads": (
+        (5, 24),
+        {"rule": {"rule": RULES["spatial or temporal"][0]}, "kv_heads": 3}
+        | {"brute": RULES["spatial or temporal"][1]},
+    ),
 }
 MODELS = [Case("wan", 5, 2, 7, (3, 5)), Case("cogvideox", 5, 2, 7, (3, 5))]
+JOINT = [
+    Case("qwen", 5, 2, 7, (3, 5), ("mask",)),
+    Case("hunyuan", 5, 2, 14, (3, 5)),  # 4 ranks get blocks of 4 of its text
+    Case("hunyuan1.5", 5, 2, 14, (3, 5), ("image",)),
+    Case("flux", 5, 2, 7, (3, 5)),
+    Case("ltx2", 5, 2, 6, (3, 5), ("token_times", "guided")),
+    Case("lumina2", 4, 2, 7, (3, 3), ("mask",)),
+]
 SMALL = [Case("wan", 4, 1, 8, (1, 3)), Case("cogvideox", 4, 1, 1, (1, 2))]
+
+
+def masks_for(segments: tuple[int, int], case: dict[str, Any]) -> Any:
+    block = case.get("block", BLOCK)
+    q, kv = (
+        len(lens_of(segments, n)) for n in (block if isinstance(block, tuple) else (block,) * 2)
+    )
+    return make_masks(6, max(q, kv))[..., :q, :kv]
 
 
 def compare_toys(ring: int, ulysses: int) -> dict[str, dict[str, Any]]:
     mesh = make_mesh(ring, ulysses)
     return {
-        name: run_steps(mesh, segments, masks=make_masks(6, len(lens_of(segments, BLOCK))), **case)
+        name: run_steps(mesh, segments, masks=masks_for(segments, case), **case)
         for name, (segments, case) in TOYS.items()
     }
 
@@ -141,6 +194,48 @@ def test_wan_and_cogvideox_over_three_steps(meshes: list[tuple[int, int]]) -> No
             assert "sparse: 2 layers of density" in found["explained"], found["explained"]
             if found["new plans are worth it"]:
                 assert found["planned"] > LAYERS, found
+
+
+def compare_joint(meshes: list[tuple[int, int]]) -> dict[str, float]:
+    """Output of one step against dense attention with the blocks and the model's own mask."""
+    torch.set_num_threads(1)
+    found: dict[str, float] = {}
+    for degrees in meshes:
+        mesh = make_mesh(*degrees)
+        for case in JOINT:
+            with in_float64(torch.float64):
+                model = make_model(case, torch.float64)
+                inputs = make_inputs(case, torch.float64)
+                config = SparseConfig(keep=0.4, block=BLOCK)
+                with torch.no_grad(), parallelize(model, mesh=mesh, sparse=config) as handle:
+                    outputs = leaves_of(model(**inputs))
+                    keys = [layer.key for layer in handle.explain().sparse]
+                    assert (verified := handle.verify(**inputs)).ok, str(verified)
+                forms = [Form(key.segments, tuple(n == "text" for n in key.names)) for key in keys]
+                rule = partial(top_share, 0.4)
+
+                def alone(
+                    model: Any = model, inputs: Any = inputs, forms: Any = forms, rule: Any = rule
+                ) -> list[Tensor]:
+                    with torch.no_grad(), one_process(forms, BLOCK, rule=rule) as used:
+                        outputs = leaves_of(model(**inputs))
+                    assert len(used) == len(forms), (forms, [one.shape for one in used])
+                    assert min(float(one.double().mean()) for one in used) < 0.9
+                    return outputs
+
+                wanted = by_one_rank(alone)
+            pairs = zip(outputs, wanted, strict=True)
+            found[f"{degrees} {case}"] = max(difference(*pair) for pair in pairs)
+    return found
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("meshes", [[(1, 1)], [(2, 1), (1, 2)], [(2, 2)]], ids=str)
+def test_models_with_masks_and_joint_text(meshes: list[tuple[int, int]]) -> None:
+    """Text sees all and is seen by all, pads are not seen; audio and video apart."""
+    pytest.importorskip("diffusers")
+    for found in run_ranks(compare_joint, meshes[0][0] * meshes[0][1], meshes):
+        assert max(found.values()) < 1e-9, found
 
 
 def options(ring: int, ulysses: int) -> dict[str, Any]:
@@ -265,15 +360,16 @@ def test_restart_forgets_plans() -> None:
 
 
 class Causal(nn.Module):
-    """Attends to what came before."""
+    """Attends to what came before, as the mask of the whole sequence says if there is one."""
 
-    def __init__(self) -> None:
+    def __init__(self, mask: Tensor | None = None) -> None:
         super().__init__()
-        self.head = nn.Linear(4, 4).double()
+        self.head, self.mask = nn.Linear(4, 4).double(), mask
 
     def forward(self, image: Tensor) -> Tensor:
         x = image[:, None].expand(-1, 6, -1, -1)
-        return self.head(functional.scaled_dot_product_attention(x, x, x, is_causal=True).mean(1))
+        mask, attend = self.mask, functional.scaled_dot_product_attention
+        return self.head(attend(x, x, x, mask, is_causal=mask is None).mean(1))
 
 
 CAUSAL = SplitTable(
@@ -282,6 +378,10 @@ CAUSAL = SplitTable(
     gathers={"head": Cut("image")},
     blocks={},
 )
+
+
+def wrong(q: Tensor, k: Tensor, at: RuleCall) -> Tensor:
+    return torch.ones(1, 2)
 
 
 def refused() -> list[tuple[str, tuple[list[str], str]]]:
@@ -293,11 +393,17 @@ def refused() -> list[tuple[str, tuple[list[str], str]]]:
     def expect(words: str, call: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         found.append((words, raised_by(call, *args, **kwargs)))
 
+    orders = "orders (heads, tokens) of shape (6, 18) for layer 0, whose segments ('text', 'image')"
     blocks = "masks of 6 heads and 6 x 6 blocks, and the model has 6 heads and 7 blocks of 4 tokens"
     in_a_pass: list[tuple[str, dict[str, Any]]] = [
         (blocks, {"masks": masks[..., :6, :6]}),
         ("masks of 5 heads and 7 x 7 blocks, and the model has 6", {"masks": masks[:, :, :5]}),
         ("masks of 3 layers for a model with 2 attention", {"masks": masks[:, [0, 0, 1]]}),
+        (orders, {"keep": 0.5, "orders": ORDERS[:, :18]}),
+        ("orders of 3 layers for a model with 2 attention", {"keep": 1, "orders": [ORDERS] * 3}),
+        ("order[0] is not an order", {"keep": 0.5, "orders": ORDERS // 2}),
+        ("in orders of the heads", {"rule": RULES["radial"][0], "orders": ORDERS}),
+        ("the rule wrong gave a Tensor of shape (1, 2)", {"rule": wrong}),
         ('method "paper" moves keys', {"keep": 0.5, "method": "paper"}),
         ("kernel 'cpu_flash'", {"keep": 0.5, "kernel": "cpu_flash"}),
         ("layer 2 is to be dense, and the model has", {"keep": 0.5, "dense_layers": (0, 2)}),
@@ -313,10 +419,20 @@ def refused() -> list[tuple[str, tuple[list[str], str]]]:
         handle.restart()
         model(**inputs)
         expect("compile: block-sparse attention is planned in every step", handle.compile)
-        given = inputs | {"text_mask": torch.ones(2, 5)}
-        expect("gives it a mask of shape (2, 1, 1, 24)", model, **given)
-    with parallelize(Causal(), mesh=mesh, table=CAUSAL, sparse=SparseConfig(keep=0.5)) as handle:
-        expect("gives it is_causal=True", handle.model, inputs["image"])
+    pairs, floats = torch.ones(19, 19, dtype=torch.bool).tril(), torch.zeros(2, 1, 1, 19).double()
+    for words, mask in (
+        ("is_causal=True: it takes masks of keys alone", None),
+        ("a mask of [1, 1, 19, 19], torch.bool", pairs),
+        ("a mask of [2, 1, 1, 19], torch.float64", floats),
+    ):
+        model = Causal(mask)
+        with parallelize(model, mesh=mesh, table=CAUSAL, sparse=SparseConfig(keep=0.5)):
+            expect(f"gives it {words}", model, inputs["image"])
+    needs_text = replace(CAUSAL, nonempty=("image",))
+    with parallelize(Causal(), mesh=mesh, table=needs_text, sparse=SparseConfig(keep=1)) as handle:
+        words = "19 tokens of image, dealt 64 at a time, leave some of 2 ranks without any"
+        expect(words, handle.model, inputs["image"])
+        expect("use blocks of 18 or fewer tokens", handle.model, inputs["image"])
     unlike = masks.copy()
     unlike[-1, -1, -1, -1, -1] ^= rank == 1
     slower = LATENCY if rank else LATENCY.__class__(1.0, 0.0, 1.0, 0.0, 1.0, 0.0)
@@ -351,13 +467,18 @@ def test_refusals_on_all_ranks() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({}, "with nothing: give one of masks, keep and mass"),
+        ({}, "with nothing: give one of masks, keep, mass and rule"),
         ({"keep": 0.5, "mass": 0.5}, "with keep and mass"),
         ({"keep": 1.5}, "keep=1.5): must be"),
         ({"mass": float("nan")}, "mass=nan): must be"),
         ({"keep": 0.0}, "keep=0.0): must be"),
+        ({"rule": 0.5}, "rule is 0.5; it must be a function"),
         ({"keep": 0.5, "dense_layers": (0, -1)}, "dense_layers[1]=-1): must be an integer"),
         ({"keep": 0.5, "block": 0}, "block=0): must be an integer, at least 1"),
+        ({"keep": 0.5, "block": (64, 0)}, "block[1]=0): must be an integer, at least 1"),
+        ({"keep": 0.5, "block": (64,)}, "block=(64,)): give one number, or one for queries"),
+        ({"keep": 0.5, "block": (64, 96), "stripe": 96}, "must be a multiple of block, (64, 96)"),
+        ({"keep": 0.5, "orders": np.ones((2, 4))}, "orders of shape (2, 4) and dtype float64"),
         ({"keep": 0.5, "passes_per_step": 1.5}, "passes_per_step=1.5): must be an integer"),
         ({"keep": 0.5, "tolerance": -0.1}, "tolerance=-0.1): must be"),
         ({"keep": 0.5, "target": 0.9}, "target=0.9): must be finite, at least 1"),
@@ -374,6 +495,71 @@ def test_refusals_on_all_ranks() -> None:
 def test_settings_that_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         SparseConfig(**settings)
+
+
+def save_and_use(path: Path, ring: int, ulysses: int) -> dict[str, Any]:
+    """Save what a rule chose in three steps, a layer of three being dense, and compute by it."""
+    mesh, kinds = make_mesh(ring, ulysses), {"dense_layers": (1,)}
+    inputs = [toy_inputs(text=5, image=19, seed=seed, batch=1) for seed in range(STEPS)]
+    found: dict[str, Any] = {}
+    with torch.no_grad():
+        with split_toy(mesh, 6, 3, mass=0.6, **kinds) as (model, handle):
+            with handle.save_masks(path):
+                outputs = [model(**one) for one in inputs]
+                handle.verify(**inputs[0])  # is no step
+            model(**inputs[0])
+        with split_toy(mesh, 6, 3, masks=path, **kinds) as (model, _):
+            pairs = zip([model(**one) for one in inputs], outputs, strict=True)
+            found["again"] = max(difference(*pair) for pair in pairs)
+        with split_toy(mesh, 6, 3, mass=0.6) as (model, handle):
+            both = toy_inputs(text=5, image=19, batch=2)
+            for words, call, target in (
+                ("samples of a batch see other blocks", lambda: model(**both), path),
+                ("are an .npz file", lambda: None, "masks.npy"),
+                ("cannot write masks to", lambda: None, path.parent / "missing" / "x.npz"),
+                ("0 masks of shape (0, 0, 0), and 0 layers", lambda: None, path),
+                (
+                    "a mask of shape (6, 5, 5) after those of (6, 7, 7)",
+                    lambda: (model(**inputs[0]), model(**toy_inputs(text=5, image=9, batch=1))),
+                    path,
+                ),
+            ):
+
+                def run(call: Callable[[], object] = call, target: Any = target) -> None:
+                    with handle.save_masks(target):
+                        call()
+
+                found[words] = raised_by(run)[1]
+    return found
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 1), (1, 2), (2, 2)])
+def test_masks_that_a_running_model_saves(
+    capsys: Console, tmp_path: Path, ring: int, ulysses: int
+) -> None:
+    """They are those of one process, and give the outputs again; the command reads them."""
+    path = tmp_path / "masks.npz"
+    for found in run_ranks(save_and_use, ring * ulysses, path, ring, ulysses):
+        assert found.pop("again") < 1e-10
+        for words, text in found.items():
+            assert words in text, text
+    masks = load_masks(path)
+    assert masks.shape == (STEPS, 3, 6, 7, 7) and not (tmp_path / "masks.npz.part").exists()
+    for step in range(STEPS):
+        inputs = toy_inputs(text=5, image=19, seed=step, batch=1)
+        with (
+            torch.no_grad(),
+            one_process((5, 19), BLOCK, rule={"mass": 0.6}, dense_layers=(1,)) as used,
+        ):
+            make_toy(num_blocks=3)(**inputs)
+        np.testing.assert_array_equal(masks[step], torch.cat(used).numpy())
+    assert 0.2 < masks[:, 0].mean() < 0.9
+    mesh = "--ulysses 2 --ring 2 --layers 1 --steps 1 --block 4 --json -"
+    code, out, err = run(capsys, "sparse", "--masks", str(path), *mesh.split())
+    assert code == 0, err
+    facts = json.loads(out)
+    assert facts["density"] == pytest.approx(masks[0, 0].mean())
+    assert facts["rho_before"] == pytest.approx(sparse_imbalance(masks[0, 0], 2, 2))
 
 
 def test_masks_of_a_file(tmp_path: Path) -> None:

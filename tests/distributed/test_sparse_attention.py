@@ -12,13 +12,12 @@ from torch import Tensor
 
 from bascule.arrays import Ints
 from bascule.attention.sparse.attend import (
-    PooledRule,
     attend_sparse,
     gather_counts,
     rows_of,
     sparse_attention,
 )
-from bascule.attention.sparse.rules import keep_top_k
+from bascule.attention.sparse.rules import BlockRule, keep_top_k
 from bascule.plan.sparse import BlockLayout, SparsePlan, SparsePlanner, block_counts, block_lens
 from tests.helpers.mesh_cases import difference, make_mesh, reference
 from tests.helpers.ranks import run_ranks
@@ -55,6 +54,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "orders, keys of groups of heads": {"order": "random", "heads": 6, "kv_heads": 3, "batch": 2},
     "orders, a head that is cut": {"order": "random", "heads": 3, "kind": "heavy"},
+    "keys that none sees": {"keys": 0.6, "batch": 2, "heads": 6, "kv_heads": 3},
+    "a sample whose keys none sees, orders": {"keys": 0.0, "batch": 2, "order": "random"},
     "orders, paper": {"order": "grid", "method": "paper", "heads": 8, "segments": (30,)},
 }
 
@@ -110,6 +111,16 @@ def make_plan(ring: int, ulysses: int, case: dict[str, Any]) -> tuple[SparsePlan
     return planner.plan(masks, q, kv, num_kv_heads=kv_heads), masks
 
 
+def make_keys(case: dict[str, Any], batch: int, size: int) -> Bools | None:
+    """(B, S) with a share of keys that are seen, of the first sample; a run of others is not."""
+    if "keys" not in case:
+        return None
+    keys = np.random.default_rng(4).random((batch, size)) < case["keys"]
+    keys[1:, size // 2 :] = True
+    keys[1:, size - 9 :] = False
+    return keys
+
+
 def own_tokens(plan: SparsePlan, rank: int) -> Tensor:
     """Place in the sequence of each token that a rank has."""
     return torch.from_numpy(np.flatnonzero(np.repeat(plan.q.home, plan.q.lens) == rank))
@@ -128,11 +139,14 @@ def compare(ring: int, ulysses: int, case: dict[str, Any]) -> dict[str, float]:
         return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
 
     q, k, v, grad = normal(heads), normal(kv_heads), normal(kv_heads), normal(heads).detach()
-    expected = reference(q, k, v, torch.from_numpy(dense_masks(plan, masks)), False)
+    keys = make_keys(case, batch, size)
+    seen = torch.from_numpy(dense_masks(plan, masks))
+    seen = seen if keys is None else seen & torch.from_numpy(keys)[:, None, None]
+    expected = reference(q, k, v, seen, False)
     wanted = torch.autograd.grad(expected, (q, k, v), grad)
     own = own_tokens(plan, rank)
     own_q, own_k, own_v = (x.detach()[:, :, own].requires_grad_() for x in (q, k, v))
-    out = sparse_attention(own_q, own_k, own_v, mesh, plan, rows_of(masks))
+    out = sparse_attention(own_q, own_k, own_v, mesh, plan, rows_of(masks), keys=keys)
     grads = torch.autograd.grad(out, (own_q, own_k, own_v), grad[:, :, own])
     pairs = zip(("out", "dq", "dk", "dv"), (out, *grads), (expected, *wanted), strict=True)
     found = {
@@ -161,25 +175,34 @@ def other_samples(ring: int, ulysses: int) -> float:
     return difference(out, expected[:, :, own])
 
 
-def by_rule(ring: int, ulysses: int, order: dict[str, str]) -> float:
+def by_rule(ring: int, ulysses: int, more: dict[str, Any]) -> float:
     """Masks from pooled queries and keys, with blocks of unequal lengths and fewer key heads."""
     mesh = make_mesh(ring, ulysses)
     rank = dist.get_rank()
-    case = {"heads": 6, "kv_heads": 3, "segments": (5, 30), "kind": "heavy", **order}
+    case = {"heads": 6, "kv_heads": 3, "segments": (5, 30), "kind": "heavy", **more}
     plan, _ = make_plan(ring, ulysses, case)
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(2, h, 35, 8, generator=generator).double() for h in (6, 3, 3))
     own = own_tokens(plan, rank)
-    rule = PooledRule(lambda scores, rows: keep_top_k(scores, 3))
+    rule = BlockRule(lambda q, k, at: keep_top_k(q @ k.mT * at.scale, 3))
     mine = [x[:, :, own] for x in (q, k, v)]
-    out, masks = attend_sparse(mine[0], mine[1], mine[2], mesh, plan, rule)
-    pooled_q, pooled_k = in_order(q, plan.q), in_order(k, plan.kv)
-    mean_q, mean_k = means(pooled_q, plan.q.lens.tolist()), means(pooled_k, plan.kv.lens.tolist())
+    keys = make_keys(case, 2, 35)
+    out, masks = attend_sparse(mine[0], mine[1], mine[2], mesh, plan, rule, keys=keys)
+    share = torch.ones(2, 1, 35, 1).double()
+    if keys is not None:  # the mean of those that are seen, 0 of none
+        share = torch.from_numpy(keys)[:, None, :, None].double()
+    mean_q, mean_k = (
+        means(in_order(x * share, layout), lens)
+        / means(in_order(share.expand_as(x), layout), lens).clamp(min=1e-9)
+        for x, layout in ((q, plan.q), (k, plan.kv))
+        for lens in [layout.lens.tolist()]
+    )
     scores = mean_q @ mean_k.repeat_interleave(2, dim=1).mT * 8**-0.5
     seen = keep_top_k(scores, 3).numpy()
     heads, blocks = np.nonzero(plan.rank_of == rank)
     assert np.array_equal(masks, seen[:, heads, blocks])
     dense = torch.from_numpy(dense_masks(plan, seen))
+    dense = dense if keys is None else dense & torch.from_numpy(keys)[:, None, None]
     return difference(out, reference(q, k, v, dense, False)[:, :, own])
 
 
@@ -197,7 +220,7 @@ def compare_all() -> None:
             errors = compare(ring, ulysses, case)
             assert max(errors.values()) < 1e-10, (ring, ulysses, name, errors)
         assert other_samples(ring, ulysses) < 1e-10
-        for case in ({}, {"order": "random"}):
+        for case in ({}, {"order": "random"}, {"keys": 0.5}, {"keys": 0.5, "order": "random"}):
             assert by_rule(ring, ulysses, case) < 1e-10, (ring, ulysses, case)
 
 

@@ -20,6 +20,7 @@ from tests.helpers.inference_toy import (
     worst,
 )
 from tests.helpers.sparse_reference import Bools, one_process
+from tests.helpers.sparse_rules import Brute
 
 BLOCK, STEPS, LAYERS = 4, 3, 2
 
@@ -37,9 +38,9 @@ def make_masks(heads: int, num_blocks: int, steps: int = STEPS) -> Bools:
 
 @contextmanager
 def split_toy(
-    mesh: Any, kv_heads: int = 6, **settings: Any
+    mesh: Any, kv_heads: int = 6, num_blocks: int = LAYERS, **settings: Any
 ) -> Iterator[tuple[Toy, ParallelHandle]]:
-    model = make_toy(kv_heads=kv_heads, num_blocks=LAYERS)
+    model = make_toy(kv_heads=kv_heads, num_blocks=num_blocks)
     config = SparseConfig(**({"block": BLOCK, "tolerance": 0.0, "target": 1.005} | settings))
     with parallelize(model, mesh=mesh, table=TABLE, sparse=config) as handle:
         yield model, handle
@@ -50,7 +51,8 @@ def run_steps(
     segments: tuple[int, int],
     *,
     masks: Bools,
-    rule: dict[str, float] | None = None,
+    rule: dict[str, Any] | None = None,
+    brute: Brute | None = None,
     kv_heads: int = 6,
     **settings: Any,
 ) -> dict[str, Any]:
@@ -65,7 +67,10 @@ def run_steps(
     seen: dict[str, Any] = dict(rule or {"masks": masks})
 
     def compare(model: Toy, handle: ParallelHandle, step: int) -> None:
-        with one_process(segments, BLOCK, masks=None if rule else masks[step], rule=rule):
+        of_step = None if rule else masks[step]
+        cut: dict[str, Any] = {"orders": settings.get("orders")}
+        block = settings.get("block", BLOCK)
+        with one_process(segments, block, masks=of_step, rule=brute or rule, **cut):
             wanted = toy_gradients(make_toy(kv_heads=kv_heads, num_blocks=LAYERS), steps[step])
         found["errors"].append(difference(toy_gradients(model, steps[step])[0], wanted[0]))
         handle.average_gradients()

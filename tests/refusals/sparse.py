@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bascule.attention.sparse.rules import keep_density, keep_mass, keep_top_k, pooled
+from bascule.attention.sparse.rules import in_blocks, keep_mass, keep_top_k
 from bascule.plan.machine import AttentionLatency
 from bascule.plan.sparse import (
     BlockLayout,
@@ -70,12 +70,15 @@ def moves_keys() -> object:
 
 SCORES = torch.zeros(1, 4, 10, 3)
 CASES = [
-    ("pooled", lambda: pooled(SCORES, [4, 5]), ("2 blocks have [4, 5] tokens, and there are 10",)),
-    ("pooled, empty", lambda: pooled(SCORES, [10, 0]), ("each block, at least 1",)),
+    (
+        "blocks of tokens",
+        lambda: in_blocks(SCORES, [4, 5]),
+        ("2 blocks have [4, 5] tokens, and there are 10",),
+    ),
+    ("blocks of tokens, empty", lambda: in_blocks(SCORES, [10, 0]), ("each block, at least 1",)),
     ("num_keep", lambda: keep_top_k(SCORES, -1), ("num_keep is -1",)),
     ("mass", lambda: keep_mass(SCORES, 1.1, [1, 1, 1]), ("mass is 1.1",)),
     ("mass, lens", lambda: keep_mass(SCORES, 0.5, [1, 1]), ("2 lengths", "scores of 3")),
-    ("density", lambda: keep_density(SCORES, math.nan), ("density is",)),
     ("heads", lambda: partition_heads([[-1, 2]], 2), ("block_counts[0, 0] is -1.0",)),
     ("heads, dims", lambda: partition_heads(np.ones((2, 2, 2)), 2), ("shape (2, 2, 2)",)),
     ("cut_above", lambda: partition_heads([1, 2], 2, cut_above=-1.0), ("cut_above is -1.0",)),

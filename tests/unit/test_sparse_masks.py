@@ -3,6 +3,7 @@
 import math
 import zipfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,27 @@ import torch
 from torch import Tensor
 
 from bascule.attention.api import AttentionMesh
-from bascule.attention.sparse.attend import PooledRule, sparse_attention
+from bascule.attention.sparse.attend import attend_sparse, sparse_attention
 from bascule.attention.sparse.rules import (
-    always_computed,
-    keep_density,
+    BlockRule,
+    RuleCall,
+    in_blocks,
     keep_mass,
     keep_top_k,
-    pooled,
+    means,
+    radial,
+    sliding_tiles,
+    sparge,
+    spatial_or_temporal,
 )
+from bascule.diffusers.sparse_layers import Blocks, SparseConfig
 from bascule.errors import ConfigError
-from bascule.plan.sparse import BlockLayout, PackedRows, block_lens, in_order, sparse_imbalance
+from bascule.plan.sparse import BlockLayout, block_lens, in_order, sparse_imbalance
 from bascule.plan.sparse.planner import greedy
 from bascule.workload import load_masks, save_masks
 from bascule.workload.masks import COGVIDEOX15, WAN21, MaskModel, synthetic_masks
+from tests.helpers import sparse_rules as rules
+from tests.helpers.sparse_reference import Form, by_brute
 
 TABLE_1 = {"wan": (1.355, 1.253, 1.246, 1.255), "cog": (1.447, 1.201, 1.159, 1.269)}
 MODELS = {"wan": WAN21, "cog": COGVIDEOX15}
@@ -220,9 +229,9 @@ def brute_scores(q: Tensor, k: Tensor, lens: Any, scale: float) -> Tensor:
 def test_means_against_a_loop() -> None:
     x = normal(2, 4, sum(LENS), 6)
     expected = torch.stack([rows.mean(dim=2) for rows in x.split(list(LENS), dim=2)], dim=2)
-    torch.testing.assert_close(pooled(x, LENS), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(means(*in_blocks(x, LENS)), expected, rtol=1e-12, atol=1e-12)
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
-        low = pooled(x.to(dtype), LENS)
+        low = means(*in_blocks(x.to(dtype), LENS))
         assert low.dtype == torch.float32
         torch.testing.assert_close(low.double(), expected, rtol=0, atol=10 * tolerance)
 
@@ -246,6 +255,12 @@ def test_top_k_against_a_loop(num_keep: int, dense: tuple[int, ...]) -> None:
         for b, h, i in np.ndindex(2, 3, 8):
             expected = brute_row(scores[b, h, i].tolist(), forced[i].tolist(), num_keep)
             assert masks[b, h, i].tolist() == expected
+
+
+def always_computed(num_blocks: int, dense: tuple[int, ...]) -> Tensor:
+    lens, is_text = np.ones(num_blocks, np.int64), np.isin(np.arange(num_blocks), dense)
+    where = np.zeros(1, np.int64), np.arange(num_blocks)[None], lens, lens
+    return RuleCall(*where, is_text, is_text, 1.0, torch.device("cpu"), lambda x: x).always[0]
 
 
 def test_what_is_always_computed() -> None:
@@ -283,37 +298,66 @@ def test_a_row_of_nan_is_not_hidden() -> None:
     assert torch.equal(masks & others, keep_mass(scores, 0.5, KV_LENS) & others)
 
 
-@pytest.mark.parametrize("density", [0.0, 0.2, 0.68, 1.0])
-def test_density_against_a_loop(density: float) -> None:
-    scores, always = normal(2, 3, 7, 7), always_computed(7, (3,))
-    masks = keep_density(scores, density, always)
-    for b, h in np.ndindex(2, 3):
-        expected = brute_row(
-            scores[b, h].flatten().tolist(), always.flatten().tolist(), round(density * 49)
-        )
-        assert masks[b, h].flatten().tolist() == expected
-
-
-def test_a_density_for_each_head() -> None:
-    densities = torch.tensor([0.1, 0.5, 1.0])
-    masks = keep_density(normal(2, 3, 10, 20), densities)
-    assert masks.sum((-2, -1)).tolist() == [[20, 100, 200]] * 2
-
-
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_a_rule_gets_scaled_scores(kv_heads: int) -> None:
+def test_a_rule_gets_means_of_heads_and_the_scale(kv_heads: int) -> None:
     lens = block_lens([40], 16)
     home = BlockLayout.striped(lens, 1, 1)
     plan = in_order(4, home, home, 1, 1, num_kv_heads=kv_heads)
     q = normal(1, 4, 40, 8)
     k, v = (normal(1, kv_heads, 40, 8, seed=seed) for seed in (1, 2))
-    found: list[tuple[Tensor, PackedRows]] = []
+    seen: list[tuple[Tensor, RuleCall]] = []
 
-    def keep(scores: Tensor, rows: PackedRows) -> Tensor:
-        found.append((scores, rows))
-        return torch.ones_like(scores, dtype=torch.bool)
+    def choose(q: Tensor, k: Tensor, at: RuleCall) -> Tensor:
+        seen.append((q @ k.mT * at.scale, at))
+        return torch.ones(1, 1, 3, 3, dtype=torch.bool)
 
-    sparse_attention(q, k, v, AttentionMesh(None, None, None), plan, PooledRule(keep), scale=0.3)
-    scores, rows = found[0]
-    wanted = brute_scores(q, k, lens, 0.3)[:, rows.heads, rows.blocks]
-    torch.testing.assert_close(scores, wanted)
+    alone = AttentionMesh(None, None, None)
+    sparse_attention(q, k, v, alone, plan, BlockRule(choose), scale=0.3)
+    scores, at = seen[0]
+    assert at.heads.tolist() == [0, 1, 2, 3] and at.blocks.tolist() == [[0, 1, 2]] * 4
+    torch.testing.assert_close(scores, brute_scores(q, k, lens, 0.3))
+
+
+BRUTE_CASES = {
+    **{name: (*pair, rules.GRID, (5,)) for name, pair in rules.RULES.items()},
+    "radial, far": (
+        *(radial((17, 1, 3)), rules.of_places(partial(rules.radial, (17, 1, 3)), (17, 1, 3))),
+        *((17, 1, 3), ()),
+    ),
+    "tiles, a wide window": (
+        sliding_tiles((3, 4, 5), (2, 3, 2), (3, 1, 3)),
+        rules.of_places(partial(rules.tiles, (3, 4, 5), (2, 3, 2), (3, 1, 3)), (3, 4, 5)),
+        *((3, 4, 5), (5, 1)),
+    ),
+    "temporal or spatial, wider": (
+        spatial_or_temporal((5, 3, 4), near=0, width=2, every=3),
+        partial(rules.either, (5, 3, 4), 0, 2, 3),
+        *((5, 3, 4), (2,)),
+    ),
+    "sparge, all unlike": (sparge(0.5, 0.99), partial(rules.sparge, 0.5, 0.99), (2, 3, 4), ()),
+    "sparge, all alike": (sparge(0.7, -1.0), partial(rules.sparge, 0.7, -1.0), (2, 3, 4), (3,)),
+}
+
+
+@pytest.mark.parametrize("case", BRUTE_CASES.values(), ids=BRUTE_CASES)
+@pytest.mark.parametrize("blocks", [(1, 1), (4, 4), (7, 7), (6, 3), (3, 7)])
+def test_rules_against_brute_force(
+    case: tuple[BlockRule, rules.Brute, rules.Grid, tuple[int, ...]], blocks: tuple[int, int]
+) -> None:
+    rule, brute, grid, text = case
+    segments = (*text, math.prod(grid))
+    size, lens = sum(segments), [block_lens(segments, block) for block in blocks]
+    homes = [BlockLayout.striped(one, 1, 1) for one in lens]
+    plan = in_order(2, homes[0], homes[1], 1, 1)
+    text_blocks = [block_lens(text, block).size for block in blocks]
+    is_text = [np.arange(len(one)) < num for one, num in zip(lens, text_blocks, strict=True)]
+    q, k, v = (normal(2, 2, size, 8, seed=seed) for seed in range(3))
+    of_blocks = Blocks(lens[0], lens[1], is_text[0], is_text[1])
+    seen = SparseConfig(rule=rule).seen(None, 0, 0, of_blocks)
+    masks = attend_sparse(q, k, v, AttentionMesh(None, None, None), plan, seen)[1]
+    form = Form(segments, (*(True for _ in text), False))
+    wanted = by_brute(q, k, v, form, blocks, brute)
+    wanted |= torch.from_numpy(is_text[0][:, None] | is_text[1])
+    assert 0.0 < wanted.double().mean() <= 1.0
+    found = np.broadcast_to(masks, (2, *masks.shape[1:])).reshape(wanted.shape)
+    np.testing.assert_array_equal(found, wanted.numpy())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from bascule.arrays import Bools
 from bascule.attention.api import (
     AttentionMesh,
     AttentionOptions,
@@ -69,6 +70,7 @@ class ForwardPass(SequenceParallelMode):
         self.parts: list[tuple[str, ...] | Keys] = [table.segments]
         self._masks: dict[str, tuple[Tensor, Mask]] = {}
         self._joint_masks: dict[tuple[str, ...], Tensor] = {}
+        self._keys: tuple[Tensor | None, Bools | None] = None, None  # of the last such mask
 
     def _counter(self) -> WorkCounter | None:
         """Return the counter of what is computed for the first time."""
@@ -320,11 +322,12 @@ class ForwardPass(SequenceParallelMode):
         layout = options.layout
         assert layout is not None
         if self._sparse is not None:
-            _check_sparse(mask, is_causal)
             layer = self._sparse.next_layer()
             if layer is not None:
                 lengths = dict(zip(self._segments(), layout.segments, strict=True))
-                return self._sparse.attend(layer, (query, key, value), lengths, scale)
+                keys = self._keys_of(mask, is_causal)
+                out = self._sparse.attend(layer, (query, key, value), lengths, scale, keys)
+                return self._without_unseen(out, mask, layout)
         if self.work is not None and (work := self._counter()) is not None:
             work.attend(self._shape_of(query, key, layout))
         if self.is_whole:
@@ -334,6 +337,10 @@ class ForwardPass(SequenceParallelMode):
             return as_it_is(dense, query, key, value, **same)
         settings: Any = {"attn_mask": mask, "is_causal": is_causal, "scale": scale}
         out = attention(query, key, value, self.mesh, options=options, **settings)
+        return self._without_unseen(out, mask, layout)
+
+    def _without_unseen(self, out: Tensor, mask: Tensor | None, layout: SequenceLayout) -> Tensor:
+        """Return zeros for tokens that see nothing, where a mask is of pairs."""
         if not self._masks:
             return out
         masks = [self._masks[name][1] for name in self._segments() if name in self._masks]
@@ -342,6 +349,25 @@ class ForwardPass(SequenceParallelMode):
         assert mask is not None
         seen = split(mask, self.mesh, layout, 3)
         return out.masked_fill(~seen.mT, 0.0)
+
+    def _keys_of(self, mask: Tensor | None, is_causal: bool) -> Bools | None:
+        """Return the keys that block-sparse attention may see, (B or 1, S); None: all."""
+        if torch.compiler.is_compiling():
+            raise ConfigError("block-sparse attention is planned in every step: do not compile it")
+        if mask is None and not is_causal:
+            return None
+        shape = [1] if mask is None else [*(1,) * (4 - mask.dim()), *mask.shape]
+        if is_causal or mask is None or mask.dtype != torch.bool or shape[1:3] != [1, 1]:
+            setting = "is_causal=True" if mask is None else f"a mask of {shape}, {mask.dtype}"
+            raise ConfigError(
+                f"block-sparse attention, and the model gives it {setting}: it takes masks of keys "
+                "alone, bool (batch, 1, 1, keys): take it out of the model's inputs, or leave out "
+                "sparse"
+            )
+        if mask is not self._keys[0]:  # the same in all layers
+            keys = mask.reshape(-1, shape[-1]).cpu().numpy()
+            self._keys = mask, None if keys.all() else keys
+        return self._keys[1]
 
     # --- blocks and the end -----------------------------------------------------------------------
 
@@ -410,25 +436,16 @@ def layout_of(
 ) -> SequenceLayout:
     """Return the layout of these segments on a mesh; `stripe` as in `SequenceLayout`."""
     num_ranks = mesh.degrees[0] * mesh.degrees[1]
-    return SequenceLayout(
-        tuple(lengths.values()),
-        *mesh.degrees,
-        stripe=stripe,
-        replicated=tuple(
-            place
-            for place, (name, length) in enumerate(lengths.items())
-            if name in table.copied
-            or (name in table.nonempty and length <= (num_ranks - 1) * max(stripe, 1))
-        ),
-    )
-
-
-def _check_sparse(mask: Tensor | None, is_causal: bool) -> None:
-    if torch.compiler.is_compiling():
-        raise ConfigError("block-sparse attention is planned in every step: do not compile it")
-    if mask is not None or is_causal:
-        setting = "is_causal=True" if mask is None else f"a mask of shape {tuple(mask.shape)}"
-        raise ConfigError(
-            f"block-sparse attention, and the model gives it {setting}: take it out of the model's "
-            "inputs, or leave out sparse"
-        )
+    replicated: list[int] = []  # dynamo traces no `list[int]()`
+    for place, (name, length) in enumerate(lengths.items()):
+        is_short = name in table.nonempty and length <= (num_ranks - 1) * max(stripe, 1)
+        if is_short and stripe:
+            raise ConfigError(
+                f"sparse: {length} tokens of {name}, dealt {stripe} at a time, leave some of "
+                f"{num_ranks} ranks without any, which this model does not take: use blocks of "
+                f"{max((length - 1) // (num_ranks - 1), 1)} or fewer tokens, or fewer ranks"
+            )
+        if is_short or name in table.copied:
+            replicated.append(place)
+    sizes = tuple(lengths.values()), *mesh.degrees
+    return SequenceLayout(*sizes, stripe=stripe, replicated=tuple(replicated))

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from bascule.arrays import Bools
 from bascule.attention.api import AttentionOptions
 from bascule.attention.kernels.registry import Kernel
 from bascule.comm.agree import agree
@@ -52,6 +54,7 @@ from bascule.diffusers.verify import Comparison, Verification, check_table, veri
 from bascule.errors import ConfigError
 from bascule.plan.machine import HardwareProfile
 from bascule.plan.mesh_choice import MeshChoice
+from bascule.workload.masks import MaskFile
 
 
 @shared("parallelize")
@@ -258,6 +261,37 @@ class ParallelHandle:
         for part in self.parts:
             if part.sparse is not None:
                 part.sparse.restart()
+
+    @contextmanager
+    def save_masks(self, path: str | Path) -> Iterator[None]:
+        """Write the blocks that layers see within, for `SparseConfig(masks=path)` and the command.
+
+        The first of all ranks writes while models run: (forward passes, layers, heads, query
+        blocks, key blocks), of layers by the order of attention calls; dense ones see all. Blocks
+        are those of the heads' `orders`. If this is left by an error, there is no file.
+
+        Raises:
+            ConfigError: There is no sparse model, or there are several; samples of a batch, layers
+                or passes differ in what a file holds once; the file cannot be written.
+        """
+        parts = [part.sparse for part in self.parts if part.sparse is not None]
+        if len(parts) != 1:
+            raise ConfigError(f"save_masks: {len(parts)} models with sparse=: split one of them")
+        is_first = self.ranks is None or self.ranks.rank == 0
+        file = agree_on(self.ranks, lambda: MaskFile(path) if is_first else None, "save_masks")
+
+        def save(layer: int, masks: Bools | None) -> None:
+            if file is not None:
+                file.add(layer, masks)
+
+        parts[0].saves = save
+        try:
+            yield
+            agree_on(self.ranks, lambda: file and file.close(), "save_masks")
+        finally:
+            parts[0].saves = None
+            if file is not None:
+                file.drop()
 
     def explain(
         self,

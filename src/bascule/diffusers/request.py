@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 
@@ -21,6 +21,7 @@ from bascule.plan.checks import choice, number
 from bascule.plan.mesh_choice import MeshChoice
 
 _DEFAULT = AttentionOptions()
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,22 +86,21 @@ class Request:
         }
 
 
-def agree_on(group: RankGroup | None, ask: Callable[[], Request]) -> Request:
-    """Make a request, and compare it over the ranks by one all-gather; all raise one's error."""
-    request, error, settings = None, None, dict[str, str]()
+def agree_on(group: RankGroup | None, make: Callable[[], Made], what: str = "parallelize") -> Made:
+    """Make a request, compared over the ranks by one all-gather, or more; all raise one's error."""
+    made, error, settings = list[Made](), None, dict[str, str]()
     try:
-        request = ask()
-        settings = request.settings()
+        made.append(make())
+        settings = made[0].settings() if isinstance(made[0], Request) else settings
     except Exception as failure:  # the other ranks must not wait
         error = failure
     try:
         if group is not None:
-            agree(group, settings, error, what="parallelize")
+            agree(group, settings, error, what=what)
     finally:
         if error is not None:  # alone, in its own words
             raise error from error.__cause__
-    assert request is not None
-    return request
+    return made[0]
 
 
 def models_of(model_or_pipeline: Any) -> list[nn.Module]:

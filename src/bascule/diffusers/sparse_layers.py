@@ -5,31 +5,31 @@ After a layer's attention its next step is planned: from the masks of that step,
 of the blocks that this step's rule kept. A plan is kept while it is even enough, as in db-SP. With
 several meshes, each layer attends on the fastest by prediction.
 
-Shapes: B batch, H query heads, T tokens of this rank, D head width; N blocks of the sequence; X
-(head, query block) rows of a rank.
+Shapes: B batch, H query heads, T tokens of this rank, D head width; Q query blocks and C key
+blocks of the sequence.
 """
 
 import logging
 import math
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from bascule.arrays import Bools, Ints
+from bascule.arrays import Bools, Ints, cumulative
 from bascule.attention.kernels.registry import check_name
-from bascule.attention.sparse.attend import PooledRule, RowsSeen, attend_sparse, gather_counts
-from bascule.attention.sparse.rules import always_computed, keep_mass, keep_top_k
+from bascule.attention.sparse.attend import RowsSeen, attend_sparse, gather_counts, gather_masks
+from bascule.attention.sparse.rules import BlockRule, RuleCall, rule_of, top_mass, top_share
 from bascule.comm.mesh import AttentionMesh, meshes_over
 from bascule.errors import ConfigError
-from bascule.plan.checks import choice, each, fields, number, of_type, whole
-from bascule.plan.sparse import BlockLayout, PackedRows, PlanReuse, SparsePlan, block_lens
+from bascule.plan.checks import array, choice, each, fields, number, of_type, whole
+from bascule.plan.sparse import BlockLayout, PlanReuse, SparsePlan, block_lens
 from bascule.plan.sparse.choose import Degrees, LayerPlans, Strategies, columns_of
 from bascule.plan.sparse.partition import TARGET
 from bascule.plan.sparse.planner import PLANNERS, SparsePlanner
@@ -45,19 +45,26 @@ _LEAST_SHARE = 1e-9
 class SparseConfig:
     """Settings of block-sparse attention: which blocks are computed, and how ranks share them.
 
-    Give one of `masks`, `keep` and `mass`. Tokens of a segment "text" see all and are seen by all.
+    Give one of `masks`, `keep`, `mass` and `rule`. Tokens of a segment "text" see all and are seen
+    by all.
 
     Attributes:
         masks: (steps, layers, heads, blocks, blocks) bool, True where computed, or a file for
             `workload.load_masks`. Leading dims may be missing; one step or layer stands for all.
         keep: Share of the key blocks that a query block sees: those with the highest products of
             mean queries and keys, its own block among them.
-        mass: Least share of the softmax of these products that it sees, as in SpargeAttn.
-        block: Tokens of a block.
+        mass: Least share of the softmax of these products that it sees.
+        rule: A function (q, k, at) of mean queries (B, h, P, D) and keys (B, h, C, D), for h heads
+            with P query blocks on this rank and C key blocks of the sequence, that returns what is
+            computed, bool (B, h, P, C); `at` is a `RuleCall`. Or a `BlockRule`, as those of
+            `attention.sparse`: `sparge`, `spatial_or_temporal`, `radial`, `sliding_tiles`.
+        block: Tokens of a block; or those of queries and those of keys, as (64, 128).
+        orders: (heads, tokens), or (layers, heads, tokens): the token at each place of a head, as
+            in PAROAttention; blocks are cut from it. Of all tokens but those of text, which stay.
         method: Placement of blocks, as for `SparsePlanner`; "paper" needs masks, or no ring;
             "in_order" is without balance, to compare with.
-        stripe: Tokens that a rank gets at a time, a multiple of `block`. Default: `block`, the most
-            even.
+        stripe: Tokens that a rank gets at a time, a multiple of `block`. Default: the least, which
+            is the most even.
         target: Imbalance at which "minimal_move" moves no more. Default: 1.005; 1.02 on a ring
             without Ulysses ranks, which needs no exchange as long as nothing moves.
         tolerance: A layer keeps its plan while its imbalance is at most 1 + tolerance.
@@ -70,7 +77,9 @@ class SparseConfig:
     masks: Bools | str | Path | None = None
     keep: float | None = None
     mass: float | None = None
-    block: int = 64
+    rule: Callable[[Tensor, Tensor, RuleCall], Tensor] | BlockRule | None = None
+    block: int | tuple[int, int] = 64
+    orders: Ints | None = None
     method: str = "minimal_move"
     stripe: int | None = None
     target: float | None = None
@@ -81,17 +90,18 @@ class SparseConfig:
     strategies: Strategies | None = None
 
     def __post_init__(self) -> None:
-        rules = [name for name in ("masks", "keep", "mass") if getattr(self, name) is not None]
+        names = ("masks", "keep", "mass", "rule")
+        rules = [name for name in names if getattr(self, name) is not None]
         if len(rules) != 1:
             raise ConfigError(
-                f"SparseConfig with {' and '.join(rules) or 'nothing'}: give one of masks, keep "
-                "and mass"
+                f"SparseConfig with {' and '.join(rules) or 'nothing'}: give one of masks, keep, "
+                "mass and rule"
             )
         fields(
             self,
             keep=(number, _LEAST_SHARE, 1.0),
             mass=(number, _LEAST_SHARE, 1.0),
-            block=(whole, 1),
+            block=_block_of,
             method=(choice, *PLANNERS),
             stripe=(whole, 1),
             target=(number, 1.0),
@@ -101,12 +111,23 @@ class SparseConfig:
             strategies=(of_type, Strategies, "Strategies(latency)"),
         )
         check_name(self.kernel)
-        if self.dealt % self.block:
+        if any(self.dealt % size for size in self.blocks):
             raise ConfigError(
                 f"SparseConfig(stripe={self.stripe!r}): must be a multiple of block, {self.block}"
             )
         if self.masks is not None:
             object.__setattr__(self, "masks", _loaded(self.masks))
+        if self.rule is not None:
+            object.__setattr__(self, "rule", rule_of(self.rule))
+        if self.orders is not None:
+            orders = array("orders", self.orders)
+            if orders.dtype.kind not in "iu" or orders.ndim not in (2, 3):
+                raise ConfigError(
+                    f"SparseConfig: orders of shape {orders.shape} and dtype {orders.dtype}: give "
+                    "integers (heads, tokens), or (layers, heads, tokens)"
+                )
+            shape = (1,) * (3 - orders.ndim) + orders.shape
+            object.__setattr__(self, "orders", orders.reshape(shape))
 
     @property
     def array(self) -> Bools | None:
@@ -117,25 +138,29 @@ class SparseConfig:
     @property
     def dealt(self) -> int:
         """Tokens that a rank gets at a time."""
-        return self.block if self.stripe is None else self.stripe
+        return math.lcm(*self.blocks) if self.stripe is None else self.stripe
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Tokens of a block of queries, and of keys."""
+        return (self.block, self.block) if isinstance(self.block, int) else self.block
 
     def planner(self, ulysses_degree: int, ring_degree: int) -> SparsePlanner:
         """Return the planner of a mesh."""
         target = self.target or (STILL_TARGET if ulysses_degree == 1 else TARGET)
         return SparsePlanner(ulysses_degree, ring_degree, method=self.method, target=target)
 
-    def masks_of(
-        self, step: int, layer: int, num_heads: int, lens: Ints, is_text: Bools
-    ) -> Bools | None:
-        """Return the masks (H, N, N) of a layer in a step, or None if a rule decides."""
+    def masks_of(self, step: int, layer: int, num_heads: int, blocks: "Blocks") -> Bools | None:
+        """Return the masks (H, Q, C) of a layer in a step, or None if a rule decides."""
         if self.array is None:
             return None
         steps, layers, *sizes = self.array.shape
-        if sizes != [num_heads, lens.size, lens.size]:
+        q, kv = blocks.q_lens.size, blocks.kv_lens.size
+        if sizes != [num_heads, q, kv]:
             raise ConfigError(
                 f"sparse: masks of {sizes[0]} heads and {sizes[1]} x {sizes[2]} blocks, and the "
-                f"model has {num_heads} heads and {lens.size} blocks of {self.block} tokens, "
-                f"{int(is_text.sum())} of them text"
+                f"model has {num_heads} heads and {q if q == kv else f'{q} x {kv}'} blocks of "
+                f"{self.block} tokens, {int(blocks.q_is_text.sum())} of them text"
             )
         if steps > 1 and step >= steps:
             raise ConfigError(
@@ -145,37 +170,89 @@ class SparseConfig:
             )
         return self.array[step if steps > 1 else 0, layer if layers > 1 else 0]
 
-    def seen(self, masks: Bools | None, lens: Ints, is_text: Bools) -> RowsSeen | PooledRule:
-        """Return the masks of rows, from the masks (H, N, N) or by the rule, with those of text."""
-        if masks is not None:
-            return lambda rows: (
-                masks[rows.heads, rows.blocks] | is_text[rows.blocks, None] | is_text
+    def order_of(self, key: "LayerKey", num_heads: int) -> Ints | None:
+        """Return (heads, tokens of the sequence) of a layer's heads, or of its key heads."""
+        if self.orders is None:
+            return None
+        bounds = cumulative(np.array(key.segments))
+        parts = [slice(*bounds[i : i + 2]) for i, name in enumerate(key.names) if name != TEXT]
+        orders = self.orders[key.layer % len(self.orders)]
+        wanted = [(key.num_heads, part.stop - part.start) for part in parts]
+        group = key.num_heads // num_heads
+        if wanted != [orders.shape] or (np.repeat(orders[::group], group, axis=0) != orders).any():
+            raise ConfigError(
+                f"sparse: orders (heads, tokens) of shape {orders.shape} for layer {key.layer}, "
+                f"whose segments {key.names} have {key.segments} tokens, {key.num_heads} heads: "
+                "give orders of the only segment besides text, one to heads with the same keys"
             )
+        order = np.tile(np.arange(bounds[-1]), (num_heads, 1))
+        order[:, parts[0]] = orders[::group] + parts[0].start
+        return order
 
-        def kept(scores: Tensor, rows: PackedRows) -> Tensor:
-            """(B, X, N)."""
-            always = always_computed(is_text.size, np.flatnonzero(is_text))
-            always = always[torch.from_numpy(rows.blocks)].to(scores.device)
-            if self.mass is not None:
-                return keep_mass(scores, self.mass, lens, always)
-            assert self.keep is not None
-            return keep_top_k(scores, math.ceil(self.keep * is_text.size), always)
+    @property
+    def block_rule(self) -> BlockRule | None:
+        """The rule, if masks do not decide."""
+        if self.keep is not None:
+            return top_share(self.keep)
+        if self.mass is not None:
+            return top_mass(self.mass)
+        return self.rule if isinstance(self.rule, BlockRule) else None
 
-        return PooledRule(kept)
+    def seen(
+        self, masks: Bools | None, layer: int, step: int, blocks: "Blocks"
+    ) -> RowsSeen | BlockRule:
+        """Return the masks of rows, from the masks (H, Q, C) or by the rule, with those of text."""
+        dense = blocks.dense
+        if masks is not None:
+            return lambda rows: masks[rows.heads, rows.blocks] | dense[rows.blocks]
+        rule = self.block_rule
+        assert rule is not None
+
+        def choose(q: Tensor, k: Tensor, at: RuleCall) -> Tensor:
+            text = {"q_is_text": blocks.q_is_text, "kv_is_text": blocks.kv_is_text}
+            masks = rule.masks(q, k, replace(at, layer=layer, step=step, **text))
+            return masks | at.of_rows(dense) if dense.any() else masks
+
+        return replace(rule, choose=choose)
 
 
-def with_text(masks: Bools | None, is_text: Bools) -> Bools | None:
-    """Return masks (H, N, N) in which text sees all, and all see text."""
-    if masks is None or not is_text.any():
-        return masks
-    return masks | is_text[:, None] | is_text
+@dataclass(frozen=True, slots=True, eq=False)
+class Blocks:
+    """The blocks of a layer's sequence."""
+
+    q_lens: Ints  # (Q,) tokens
+    kv_lens: Ints  # (C,)
+    q_is_text: Bools
+    kv_is_text: Bools
+
+    @property
+    def dense(self) -> Bools:
+        """(Q, C) rows and columns of text, which sees all, and which all see."""
+        return self.q_is_text[:, None] | self.kv_is_text
+
+    def with_text(self, masks: Bools | None) -> Bools | None:
+        """Return masks (H, Q, C), with those of text."""
+        return masks if masks is None or not self.q_is_text.any() else masks | self.dense
+
+
+def _block_of(name: str, value: object) -> int | tuple[int, ...]:
+    if not isinstance(value, list | tuple):
+        return whole(name, value, 1)
+    sizes = each(name, cast(list[object], value), whole, 1)
+    if len(sizes) != 2:
+        raise ConfigError(f"{name}={value}): give one number, or one for queries and one for keys")
+    return sizes
 
 
 def settings_of(config: SparseConfig | None) -> dict[str, str]:
     """Return the settings that ranks compare, under the same names for any; of masks a sample."""
     values = {field.name: getattr(config, field.name, None) for field in fields_of(SparseConfig)}
-    if config is not None and config.array is not None:
-        values["masks"] = _fingerprint(config.array)
+    if config is not None:
+        values["masks"] = None if config.array is None else _fingerprint(config.array)
+        values["rule"] = getattr(config.rule, "name", None)
+        if config.orders is not None:
+            checksum = zlib.crc32(config.orders.astype("<i8").tobytes())
+            values["orders"] = f"{config.orders.shape}, checksum {checksum:08x}"
     strategies = values.pop("strategies")
     for field in fields_of(Strategies):
         values[f"strategies' {field.name}"] = getattr(strategies, field.name, None)
@@ -284,6 +361,7 @@ class SparseLayers:
         self._strategies = strategies if len(self._meshes) > 1 else None
         self._states: dict[tuple[tuple[int, ...], int], dict[LayerKey, SparseLayer]] = {}
         self._noted = noted
+        self.saves: Callable[[int, Bools | None], None] | None = None  # layer and masks (H, Q, C)
 
     def __len__(self) -> int:
         return sum(map(len, self._states.values()))
@@ -294,32 +372,32 @@ class SparseLayers:
         self._states.clear()
 
     def noting(self, mesh: AttentionMesh, masks: dict[int, Bools]) -> "SparseLayers":
-        """Return this step on a mesh; its layers use, or note, masks (B, H, N, N)."""
+        """Return this step on a mesh; its layers use, or note, masks (B, H, Q, C)."""
         made = SparseLayers(self.config, mesh, masks)
         made.num_passes = self.num_passes
         if mesh is self.mesh:
             made._states = {form: dict(layers) for form, layers in self._states.items()}
         return made
 
-    def begin(self, key: LayerKey) -> tuple[SparsePlan, AttentionMesh, RowsSeen | PooledRule]:
+    def begin(self, key: LayerKey) -> tuple[SparsePlan, AttentionMesh, RowsSeen | BlockRule]:
         """Return plan, mesh and masks of a layer in this step."""
-        lens, is_text = self._blocks(key)
-        masks = self.config.masks_of(self._step(0), key.layer, key.num_heads, lens, is_text)
+        blocks, step = self._blocks(key), self._step(0)
+        masks = self.config.masks_of(step, key.layer, key.num_heads, blocks)
         layers = self._of_form(key)
         if key not in layers:
-            layers[key] = self._first(key, with_text(masks, is_text))
+            layers[key] = self._first(key, blocks.with_text(masks))
         plan = layers[key].plans.chosen.plan
         noted = None if self._noted is None else self._noted.get(key.layer)
         if noted is not None:
             return plan, self.mesh_of(plan), lambda rows: noted[:, rows.heads, rows.blocks]
-        return plan, self.mesh_of(plan), self.config.seen(masks, lens, is_text)
+        return plan, self.mesh_of(plan), self.config.seen(masks, key.layer, step, blocks)
 
     def mesh_of(self, plan: SparsePlan) -> AttentionMesh:
         """Return the mesh that a plan is for."""
         return self._meshes[plan.ulysses_degree, plan.ring_degree]
 
     def end(self, key: LayerKey, masks: Bools) -> SparseLayer:
-        """Plan a layer's next step from the masks (B or 1, rows, N) of this rank's rows."""
+        """Plan a layer's next step from the masks (B or 1, rows, C) of this rank's rows."""
         layers, sizes = self._of_form(key), (key.batch, key.row_bytes)
         before = layers[key].plans
         if self.config.array is not None:
@@ -332,8 +410,8 @@ class SparseLayers:
             plans = before.after(counts, *sizes)
             used = plans.reuses[before.degrees].ran or plan
             if self._noted is not None and key.layer not in self._noted:
-                num_blocks = masks.shape[-1]
-                self._noted[key.layer] = masks.reshape(-1, key.num_heads, num_blocks, num_blocks)
+                shape = len(masks), key.num_heads, -1, masks.shape[-1]
+                self._noted[key.layer] = masks.reshape(shape)
         layers[key] = SparseLayer(key, plans, used)
         return layers[key]
 
@@ -347,20 +425,21 @@ class SparseLayers:
 
     def _first(self, key: LayerKey, masks: Bools | None) -> SparseLayer:
         """Return the first state; with a rule, as if all was seen."""
-        home, num_ranks = self._home(key.segments), math.prod(self.mesh.degrees)
-        tokens = np.bincount(home.home, home.lens, num_ranks).astype(np.int64)
+        q, kv = homes = self._homes(key)
+        num_ranks = math.prod(self.mesh.degrees)
+        tokens = np.bincount(kv.home, kv.lens, num_ranks).astype(np.int64)
         if tokens.min() == 0:
             logger.warning(
                 "sparse: %d blocks, %d tokens to a rank at a time, leave some of %d ranks without "
                 "tokens: use smaller blocks or stripes",
-                *(home.lens.size, self.config.dealt, num_ranks),
+                *(q.lens.size, self.config.dealt, num_ranks),
             )
-        work = np.tile(tokens, (key.num_heads, home.lens.size, 1)) if masks is None else masks
+        work = np.tile(tokens, (key.num_heads, q.lens.size, 1)) if masks is None else masks
         reuses: dict[Degrees, PlanReuse] = {}
         for degrees, mesh in self._meshes.items():
             if mesh is self.mesh or degrees[0] <= key.num_heads:
                 planner, columns = self.config.planner(*degrees), columns_of(work, degrees)
-                plan = planner.plan(columns, home, num_kv_heads=key.num_kv_heads)
+                plan = planner.plan(columns, *homes, num_kv_heads=key.num_kv_heads)
                 reuses[degrees] = PlanReuse(planner, plan, self.config.tolerance)
         ring, ulysses = self.mesh.degrees
         start = (ulysses, ring) if masks is None else None
@@ -369,32 +448,38 @@ class SparseLayers:
         return SparseLayer(key, plans, plans.chosen.plan)
 
     def _next_masks(self, key: LayerKey) -> Bools | None:
-        """Return (H, N, N) of the next forward pass, if its step has other masks."""
+        """Return (H, Q, C) of the next forward pass, if its step has other masks."""
         assert self.config.array is not None
         step = self._step(1)
         if step == self._step(0) or step >= len(self.config.array):
             return None
-        lens, is_text = self._blocks(key)
-        masks = self.config.masks_of(step, key.layer, key.num_heads, lens, is_text)
-        return with_text(masks, is_text)
+        blocks = self._blocks(key)
+        return blocks.with_text(self.config.masks_of(step, key.layer, key.num_heads, blocks))
 
     def _step(self, passes_ahead: int) -> int:
         return (self.num_passes + passes_ahead) // self.config.passes_per_step
 
-    def _blocks(self, key: LayerKey) -> tuple[Ints, Bools]:
-        """Return (N,) tokens of each block, and True for blocks of text."""
-        counts = [block_lens([length], self.config.block).size for length in key.segments]
-        is_text = np.repeat([name == TEXT for name in key.names], counts)
-        return block_lens(key.segments, self.config.block), is_text
+    def _blocks(self, key: LayerKey) -> Blocks:
+        def of(size: int) -> tuple[Ints, Bools]:
+            counts = [-(-length // size) for length in key.segments]
+            is_text = np.repeat([name == TEXT for name in key.names], counts)
+            return block_lens(key.segments, size), is_text
 
-    def _home(self, segments: tuple[int, ...]) -> BlockLayout:
-        """Return blocks as a `SequenceLayout` with `stripe` cuts each segment."""
+        (q_lens, q_is_text), (kv_lens, kv_is_text) = map(of, self.config.blocks)
+        return Blocks(q_lens, kv_lens, q_is_text, kv_is_text)
+
+    def _homes(self, key: LayerKey) -> tuple[BlockLayout, BlockLayout]:
+        """Return blocks of queries and keys as a `SequenceLayout` with `stripe` cuts a segment."""
         ring, ulysses = self.mesh.degrees
-        lens = [block_lens([length], self.config.block) for length in segments]
-        width = self.config.dealt // self.config.block
-        stripes = [BlockLayout.striped(one[::width], ulysses, ring).home for one in lens]
-        home = [x.repeat(width)[: one.size] for x, one in zip(stripes, lens, strict=True)]
-        return BlockLayout(np.concatenate(lens), np.concatenate(home))
+        made: list[BlockLayout] = []
+        for size, heads in zip(self.config.blocks, (key.num_heads, key.num_kv_heads), strict=True):
+            lens = [block_lens([length], size) for length in key.segments]
+            width = self.config.dealt // size
+            stripes = [BlockLayout.striped(one[::width], ulysses, ring).home for one in lens]
+            home = [x.repeat(width)[: one.size] for x, one in zip(stripes, lens, strict=True)]
+            layout = np.concatenate(lens), np.concatenate(home)
+            made.append(BlockLayout(*layout, self.config.order_of(key, heads)))
+        return made[0], made[1]
 
 
 class SparsePass:
@@ -403,7 +488,7 @@ class SparsePass:
     def __init__(self, layers: SparseLayers) -> None:
         self.layers = layers
         self.done: dict[int, SparseLayer] = {}  # by layer, after its attention
-        self._seen: dict[int, RowsSeen | PooledRule] = {}
+        self._seen: dict[int, RowsSeen | BlockRule] = {}
         self._first_of: dict[str, int] = {}
         self._next = 0
 
@@ -424,10 +509,11 @@ class SparsePass:
         qkv: tuple[Tensor, Tensor, Tensor],
         segments: Mapping[str, int],
         scale: float | None,
+        keys: Bools | None,
     ) -> Tensor:
         """Return (B, H, T, D) by the plan of a layer; the first time, plan its next step."""
         layers, (q, k, _) = self.layers, qkv
-        options = {"scale": scale, "kernel": layers.config.kernel}
+        options: Any = {"scale": scale, "kernel": layers.config.kernel, "keys": keys}
         if layer in self.done:
             plan = self.done[layer].used
             return attend_sparse(*qkv, layers.mesh_of(plan), plan, self._seen[layer], **options)[0]
@@ -440,6 +526,8 @@ class SparsePass:
         self._seen[layer] = seen
         with record_function(PLAN_SPAN):
             self.done[layer] = layers.end(key, masks)
+            if layers.saves is not None:
+                layers.saves(layer, gather_masks(mesh, plan, masks))
         return out
 
     def end(self) -> None:
@@ -451,9 +539,12 @@ class SparsePass:
                 f"sparse: layer {dense} is to be dense, and the model has the attention calls 0 to "
                 f"{self._next - 1}"
             )
-        if config.array is not None and config.array.shape[1] not in (1, self._next):
-            raise ConfigError(
-                f"sparse: masks of {config.array.shape[1]} layers for a model with {self._next} "
-                "attention calls: give masks for each, or one for all"
-            )
+        for name, table, axis in (("masks", config.array, 1), ("orders", config.orders, 0)):
+            if table is not None and table.shape[axis] not in (1, self._next):
+                raise ConfigError(
+                    f"sparse: {name} of {table.shape[axis]} layers for a model with {self._next} "
+                    f"attention calls: give {name} for each, or one for all"
+                )
         self.layers.num_passes += 1
+        if self.layers.saves is not None:
+            self.layers.saves(self._next, None)

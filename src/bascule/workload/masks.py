@@ -5,6 +5,8 @@ video). Legend: H heads, N blocks, V of them video, P points.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -272,12 +274,71 @@ def load_masks(path: str | Path) -> Bools:
 
 def save_masks(path: str | Path, masks: Bools) -> None:
     """Write masks (..., heads, q_blocks, kv_blocks) to an `.npz` file, for `load_masks`."""
-    if Path(path).suffix != ".npz":  # numpy would append it
-        raise ConfigError(f"{path}: packed masks are an .npz file, so give a name that ends in it")
     if masks.dtype != np.bool_:
         raise ConfigError(f"masks are {masks.dtype}, and must be bool, True where computed")
-    try:
+    with _writing(path):
         np.savez_compressed(path, packed=np.packbits(masks), shape=np.array(masks.shape))
+
+
+class MaskFile:
+    """Masks that are written layer by layer, for `load_masks`; a file after `close`."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path, self._shape = path, (0, 0, 0)  # heads, query blocks, key blocks
+        self._num_masks = self._num_layers = self._num_before = 0  # before this forward pass
+        self._rest = np.zeros(0, np.bool_)  # cells that fill no byte yet
+        with _writing(path):
+            self._bits = Path(f"{path}.part").open("wb")
+
+    def add(self, layer: int, masks: Bools | None) -> None:
+        """Write the mask of a layer, those left out before it being full; None ends the pass."""
+        shape = self._shape if masks is None else masks.shape
+        if shape != self._shape and self._num_masks:
+            raise ConfigError(
+                f"{self._path}: a mask of shape {shape} after those of {self._shape}, and a file "
+                "has one shape: name layers of other sizes in dense_layers, and save each "
+                "resolution to a file of its own"
+            )
+        self._shape = shape
+        full = [np.ones(shape, np.bool_)] * (self._num_before + layer - self._num_masks)
+        for mask in [*full, *([] if masks is None else [masks])]:
+            cells = np.concatenate([self._rest, mask.ravel()])
+            split = cells.size // 8 * 8
+            self._rest, self._num_masks = cells[split:], self._num_masks + 1
+            with _writing(self._path):
+                self._bits.write(np.packbits(cells[:split]).tobytes())
+        if masks is None:
+            self._num_layers, self._num_before = layer, self._num_masks
+
+    def close(self) -> None:
+        """Write the file."""
+        steps, rest = divmod(self._num_masks, max(self._num_layers, 1))
+        if rest or not steps or 0 in self._shape:
+            raise ConfigError(
+                f"{self._path}: {self._num_masks} masks of shape {self._shape}, and "
+                f"{self._num_layers} layers in the last forward pass: call the model, with as many "
+                "layers in each pass"
+            )
+        with _writing(self._path):
+            self._bits.write(np.packbits(self._rest).tobytes())
+            self._bits.flush()
+            packed = np.memmap(self._bits.name, np.uint8, "r")  # never in memory at once
+            np.savez(
+                self._path, packed=packed, shape=np.array([steps, self._num_layers, *self._shape])
+            )
+
+    def drop(self) -> None:
+        """Remove what is not needed after `close`, or an error."""
+        self._bits.close()
+        Path(self._bits.name).unlink()
+
+
+@contextmanager
+def _writing(path: str | Path) -> Iterator[None]:
+    if Path(path).suffix != ".npz":  # numpy would append it
+        raise ConfigError(f"{path}: packed masks are an .npz file, so give a name that ends in it")
+    try:
+        yield
     except OSError as error:
         raise ConfigError(f"cannot write masks to {path}: {error}") from error
 

@@ -19,14 +19,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
-from bascule.arrays import Bools, Ints, cumulative
+from bascule.arrays import Bools, Ints, cumulative, ranges
 from bascule.attention.kernels.registry import select_kernel
 from bascule.attention.mask import AttentionMask, BlockRows
 from bascule.attention.ring import AttentionCall, Tile
-from bascule.attention.sparse.rules import pooled
+from bascule.attention.sparse.rules import BlockRule, Pool, RuleCall, in_blocks
 from bascule.attention.usp import attend, check_settings, check_tensors, keep, with_positive_scale
 from bascule.comm.agree import first_use
-from bascule.comm.collectives import all_gather, table_on
+from bascule.comm.collectives import all_gather, all_reduce, table_on
 from bascule.comm.exchange import BoundRoute, exchange
 from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup, device_of
@@ -35,7 +35,8 @@ from bascule.comm.transforms import refuse_transforms
 from bascule.errors import ConfigError
 from bascule.plan.checks import of_type
 from bascule.plan.routes import Route
-from bascule.plan.sparse import PackedRows, SparsePlan, block_counts
+from bascule.plan.sparse import BlockLayout, PackedRows, SparsePlan, block_counts
+from bascule.plan.sparse.layout import Work
 
 _ALL = slice(None)
 
@@ -118,40 +119,60 @@ class SparseTables:
             return _taken(rows, self._local[3])
         return exchange(self._bound[1], [rows])[0]
 
-    def call(self, q: Tensor, masks: Bools, scale: float, kernel: str | None) -> AttentionCall:
+    def call(
+        self, q: Tensor, masks: Bools, scale: float, kernel: str | None, keys: Bools | None
+    ) -> AttentionCall:
         """Return the attention of the rows of this rank to the blocks that they see."""
-        seen = [AttentionMask(blocks=self._blocks(there, masks)) for there in self.kv_rows]
-        tiles = [[Tile(_ALL, _ALL, mask)] for mask in seen]
+        lens = [self._seen_lens(there, keys) for there in self.kv_rows]
+        pairs = zip(self.kv_rows, lens, strict=True)
+        tiles = [
+            [Tile(_ALL, _ALL, AttentionMask(blocks=self._blocks(*pair, masks)))] for pair in pairs
+        ]
         block = int(max(self.plan.q.lens.max(initial=1), self.plan.kv.lens.max(initial=1)))
         form = {"dtype": q.dtype, "head_dim": q.shape[-1], "block": block}
         return AttentionCall(
             kernel=select_kernel(kernel, q.device.type, **form),
             scale=scale,
             tiles=tiles,
-            kv_lens=[int(there.lens.sum()) * self.batch for there in self.kv_rows],
+            kv_lens=[int(one.sum()) for one in lens],
             ring=self.ranks.ring,
             where="sparse attention",
         )
 
-    def _blocks(self, keys: PackedRows, masks: Bools) -> BlockRows:
+    def _seen_lens(self, there: PackedRows, keys: Bools | None) -> Ints:
+        """Return (B, rows) keys of each row that any query may see."""
+        if keys is None:
+            return np.tile(there.lens, (self.batch, 1))
+        of_rows = keys[:, tokens_of(self.plan.kv, there)]
+        sums = np.pad(np.cumsum(of_rows, axis=1), ((0, 0), (1, 0)))
+        return np.diff(sums[:, cumulative(there.lens)], axis=1)
+
+    def _blocks(self, keys: PackedRows, lens: Ints, masks: Bools) -> BlockRows:
         """Return what the queries of this rank see of keys that lie on one ring rank."""
         plan, rows = self.plan, self.rows
         group = len(plan.ring_of) // plan.num_kv_heads
         place = np.full((plan.num_kv_heads, plan.kv.lens.size), -1)
         place[keys.heads, keys.blocks] = np.arange(keys.heads.size)
         here = place[rows.heads // group]
-        is_seen = np.broadcast_to(masks & (here >= 0), (self.batch, *here.shape))
+        # The last entry is for blocks that are not there.
+        there = here >= 0 if lens.all() else np.pad(lens > 0, ((0, 0), (0, 1)))[:, here]
+        is_seen = np.broadcast_to(masks & there, (self.batch, *here.shape))
         item, row, block = np.nonzero(is_seen)
+        number = np.cumsum(lens > 0).reshape(lens.shape) - 1
         return BlockRows(
-            q_bounds=_bounds(rows.lens, self.batch),
-            k_bounds=_bounds(keys.lens, self.batch),
+            q_bounds=cumulative(np.tile(rows.lens, self.batch)),
+            k_bounds=cumulative(lens[lens > 0]),
             row_bounds=cumulative(is_seen.sum(axis=2).ravel()),
-            columns=here[row, block] + item * keys.heads.size,
+            columns=number[item, here[row, block]],
         )
 
 
-def _bounds(lens: Ints, batch: int) -> Ints:
-    return cumulative(np.tile(lens, batch))
+def tokens_of(layout: BlockLayout, rows: PackedRows) -> Ints:
+    """Return the token of the sequence at each place of the rows."""
+    places = ranges(cumulative(layout.lens)[rows.blocks], rows.lens)
+    if layout.order is None:
+        return places
+    return layout.order[np.repeat(rows.heads, rows.lens), places]
 
 
 def _taken(rows: Tensor, index: Tensor | None) -> Tensor:
@@ -172,13 +193,6 @@ EXCHANGE_SPAN, MASKS_SPAN = "bascule: rows exchanged", "bascule: masks to rows"
 """Names in profiles: of the two exchanges, and of the making of masks and their index tables."""
 
 _A_PLAN = "a SparsePlan, as SparsePlanner.plan makes them"
-
-
-@dataclass(frozen=True, slots=True)
-class PooledRule:
-    """A choice of blocks from products of their mean queries and keys, where they are computed."""
-
-    keep: Callable[[Tensor, PackedRows], Tensor]  # scaled scores (B, X, C) of rows to bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,16 +219,17 @@ def sparse_attention(
     v: Tensor,
     mesh: AttentionMesh | DeviceMesh,
     plan: SparsePlan,
-    seen: RowsSeen | PooledRule,
+    seen: RowsSeen | BlockRule,
     *,
     scale: float | None = None,
     kernel: str | None = None,
+    keys: Bools | None = None,
 ) -> Tensor:
     """Exact block-sparse attention of tokens that are at home as the plan says; as q.
 
     Two all-to-alls over all ranks, but none if the plan needs no row of another rank; R - 1
     exchanges around the ring; and twice that backward. The first call with a plan takes an
-    all-gather, in which ranks agree; a `PooledRule` takes two in the ring.
+    all-gather, in which ranks agree; a `BlockRule` takes two in the ring, if it looks at keys.
 
     Args:
         q: (B, H, T, D) queries of this rank's blocks, in the order of the sequence.
@@ -226,11 +241,13 @@ def sparse_attention(
             Whole masks (`rows_of`) are compared between ranks; rows that a function makes are not.
         scale: Factor of the scores. Default: D^-0.5.
         kernel: Name of a block kernel that skips blocks. Default: the first that runs here.
+        keys: (B, tokens of the sequence) or (1, ..), True where a query may see the key, the same
+            on all ranks; others have no effect, as pads. Default: all.
 
     Raises:
         CommError: The ranks disagree, or a rank did not come in time.
     """
-    return attend_sparse(q, k, v, mesh, plan, seen, scale=scale, kernel=kernel)[0]
+    return attend_sparse(q, k, v, mesh, plan, seen, scale=scale, kernel=kernel, keys=keys)[0]
 
 
 @shared("sparse attention")
@@ -240,10 +257,11 @@ def attend_sparse(
     v: Tensor,
     mesh: AttentionMesh | DeviceMesh,
     plan: SparsePlan,
-    seen: RowsSeen | PooledRule,
+    seen: RowsSeen | BlockRule,
     *,
     scale: float | None = None,
     kernel: str | None = None,
+    keys: Bools | None = None,
 ) -> tuple[Tensor, Bools]:
     """`sparse_attention`, and (B or 1, X, C) what the rows of this rank saw."""
     check_settings("sparse_attention", False, scale)
@@ -257,7 +275,7 @@ def attend_sparse(
                 f"sparse_attention: masks of shape {seen.array.shape} for a plan of {wanted} "
                 "(heads, query blocks, key blocks): give those that the plan was made for"
             )
-    elif not isinstance(seen, PooledRule) and not callable(seen):
+    elif not isinstance(seen, BlockRule) and not callable(seen):
         raise ConfigError(
             f"sparse_attention: seen is a {type(seen).__name__}: give rows_of(masks), or a rule"
         )
@@ -282,12 +300,19 @@ def attend_sparse(
     with record_function(EXCHANGE_SPAN):
         here_q, here_k, here_v = tables.bring([x.reshape(-1, x.shape[3]) for x in (q, k, v)])
     with record_function(MASKS_SPAN):
-        if isinstance(seen, PooledRule):
-            masks = _kept(seen, tables, here_q.detach(), here_k.detach(), factor)
+        if keys is not None:
+            keys = np.broadcast_to(keys, (q.shape[0], int(plan.kv.lens.sum())))
+        if isinstance(seen, BlockRule):
+            here = here_q.detach(), here_k.detach(), here_v.detach()
+            masks = _chosen(seen, tables, here, factor, keys)
         else:
             masks = seen(tables.rows)
         masks = _checked(tables, masks)
-        call = tables.call(q, masks, factor, kernel)
+        call = tables.call(q, masks, factor, kernel, keys)
+        if keys is not None:
+            of_rows = keys[:, tokens_of(plan.kv, plan.kv_rows(tables.rank))].ravel()
+            index = table_on(np.flatnonzero(of_rows), q.device)
+            here_k, here_v = (x.index_select(0, index) for x in (here_k, here_v))
     q_X1D, k_X1D, v_X1D = (x[:, None] for x in (here_q, here_k, here_v))
     out = attend(q_X1D, k_X1D, v_X1D, call)
     with record_function(EXCHANGE_SPAN):
@@ -329,24 +354,56 @@ def _checked(tables: SparseTables, masks: Bools) -> Bools:
     return masks if masks.ndim == 3 else masks[None]
 
 
-def _kept(rule: PooledRule, tables: SparseTables, q: Tensor, k: Tensor, scale: float) -> Bools:
-    """Return what a rule keeps of the rows of this rank, (B, X, C)."""
-    plan, rows, batch = tables.plan, tables.rows, tables.batch
-    means_q, means_k = (
-        pooled(x[None, None], np.tile(lens, batch))[0, 0].unflatten(0, (batch, lens.size))
-        for x, lens in ((q, rows.lens), (k, plan.kv_rows(tables.rank).lens))
-    )
-    every = _gathered(tables.ranks.ring, means_k.transpose(0, 1).contiguous(), "mean keys")
-    keys = means_k.new_zeros(batch, plan.num_kv_heads, plan.kv.lens.size, q.shape[-1])
-    for there, means in zip(tables.kv_rows, every, strict=True):
-        keys[:, there.heads, there.blocks] = means[: there.heads.size].transpose(0, 1)
+def _chosen(
+    rule: BlockRule,
+    tables: SparseTables,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    scale: float,
+    keys: Bools | None,
+) -> Bools:
+    """Return what a rule gives for the rows of this rank, (B, X, C)."""
+    plan, rows, batch, (q, k, v) = tables.plan, tables.rows, tables.batch, qkv
+
+    def features(pool: Pool | None, x: Tensor, layout: BlockLayout, of: PackedRows) -> Tensor:
+        if pool is None:
+            return x.new_zeros(batch, of.lens.size, 0)
+        longest = int(layout.lens.max(initial=1))
+        tokens, inside = in_blocks(x.view(batch, len(x) // batch, x.shape[-1]), of.lens, longest)
+        if keys is not None:
+            of_rows = torch.from_numpy(keys[:, tokens_of(layout, of)])[..., None].to(x.device)
+            inside = inside & in_blocks(of_rows, of.lens, longest)[0][..., 0]
+        return pool(tokens, inside.expand(tokens.shape[:-1]))
+
+    of_q = features(rule.of_queries, q, plan.q, rows)
+    tokens_k = torch.cat([k, v], dim=-1) if rule.with_values else k
+    of_k = features(rule.of_keys, tokens_k, plan.kv, plan.kv_rows(tables.rank))
+    whole = of_k.new_zeros(batch, plan.num_kv_heads, plan.kv.lens.size, of_k.shape[-1])
+    if rule.of_keys is not None:
+        every = _gathered(tables.ranks.ring, of_k.transpose(0, 1).contiguous(), "features of keys")
+        for there, part in zip(tables.kv_rows, every, strict=True):
+            whole[:, there.heads, there.blocks] = part[: there.heads.size].transpose(0, 1)
     heads, head_of, counts = np.unique(rows.heads, return_inverse=True, return_counts=True)
     place = np.arange(rows.heads.size) - np.repeat(np.cumsum(counts) - counts, counts)
-    padded = means_q.new_zeros(batch, heads.size, counts.max(initial=0), q.shape[-1])
-    padded[:, head_of, place] = means_q
+    padded = of_q.new_zeros(batch, heads.size, counts.max(initial=0), of_q.shape[-1])
+    padded[:, head_of, place] = of_q
+    blocks = np.tile(rows.blocks[:1], padded.shape[1:3])
+    blocks[head_of, place] = rows.blocks
     group = len(plan.ring_of) // plan.num_kv_heads
-    scores = (padded @ keys[:, heads // group].mT)[:, head_of, place] * scale
-    return rule.keep(scores, rows).cpu().numpy()
+
+    def sum_rows(x: Tensor) -> Tensor:
+        sums = x.new_zeros(batch, len(plan.ring_of), x.shape[-1])
+        of_rows = x.expand(batch, *x.shape[1:])[:, head_of, place]
+        sums.index_add_(1, torch.from_numpy(rows.heads).to(x.device), of_rows)
+        if (everyone := tables.ranks.whole) is not None:
+            sums = all_reduce(everyone, "all_reduce (sums over heads)", sums)
+        return sums[:, heads, None]
+
+    no_text = [np.zeros(one.lens.size, np.bool_) for one in (plan.q, plan.kv)]
+    where = heads, blocks, plan.q.lens, plan.kv.lens, no_text[0], no_text[1]
+    at = RuleCall(*where, scale, q.device, sum_rows, is_ordered=plan.q.order is not None)
+    masks = rule.masks(padded, whole[:, heads // group], at)
+    masks = masks.expand(-1, *blocks.shape, -1)
+    return masks[:, head_of, place].cpu().numpy()
 
 
 def gather_counts(
@@ -362,13 +419,35 @@ def gather_counts(
     degree = plan.num_ranks if by_rank else plan.ring_degree
     home = plan.kv.home // (plan.num_ranks // degree)
     own = block_counts(masks[:1], kv_lens=plan.kv.lens, kv_of=home, ring_degree=degree)
-    own = torch.from_numpy(own[0].astype(np.int64))
-    counts = np.zeros((*plan.ring_of.shape, degree), dtype=np.int64)
-    every = _gathered(as_attention_mesh(mesh).whole, own, "counts of blocks")
+    return _of_all_rows(mesh, plan, own[0].astype(np.int64), "counts of blocks")
+
+
+def gather_masks(mesh: AttentionMesh, plan: SparsePlan, masks: Bools) -> Bools:
+    """Return the masks (H, Q, C) of all rows, from those (B or 1, X, C) of this rank.
+
+    Raises:
+        ConfigError: Masks differ between batch items; on all ranks.
+    """
+    is_alike = (masks == masks[:1]).all(axis=(0, 2))[:, None]
+    bits = np.packbits(np.concatenate([is_alike, masks[0]], axis=1), axis=1)
+    whole = _of_all_rows(mesh, plan, bits, "masks")
+    cells = np.unpackbits(whole, axis=2, count=1 + masks.shape[2]).view(np.bool_)
+    if not cells[..., 0].all():
+        raise ConfigError(
+            "save_masks: samples of a batch see other blocks than each other, and a file has one "
+            "mask for all: run the samples one by one"
+        )
+    return cells[..., 1:]
+
+
+def _of_all_rows(mesh: AttentionMesh | DeviceMesh, plan: SparsePlan, own: Work, what: str) -> Work:
+    """Return (H, Q, ..) from (X, ..) of each rank."""
+    whole = np.zeros((*plan.ring_of.shape, *own.shape[1:]), own.dtype)
+    every = _gathered(as_attention_mesh(mesh).whole, torch.from_numpy(own), what)
     for rank, there in enumerate(every):
         rows = plan.q_rows(rank)
-        counts[rows.heads, rows.blocks] = there.cpu().numpy()[: rows.heads.size]
-    return counts
+        whole[rows.heads, rows.blocks] = there.cpu().numpy()[: rows.heads.size]
+    return whole
 
 
 def _gathered(group: RankGroup | None, own: Tensor, what: str) -> list[Tensor]:
