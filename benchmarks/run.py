@@ -23,6 +23,7 @@ MODULES = {
     "ablation": ("ablation",),
     "sparse": ("sparse", "sparse_kernel", "sparse_plan"),
     "sparse_model": ("sparse_model",),
+    "trained": ("sparse_trained",),
     "baselines": ("baselines",),
     "training": ("wallclock", "stages", "trace", "calibrate", "diffusers_training"),
     "encoders": ("encoders", "tiles"),

@@ -48,11 +48,11 @@ def sparse_plan(*, quick: bool = False) -> dict[str, Any]:
     for name, model in {"Wan2.1": WAN21, "CogVideoX1.5": COGVIDEOX15}.items():
         layers = [synthetic_masks(model, layer=layer) for layer in range(1 if quick else 5)]
         for mesh in PLANNED:
-            rows += _qualities(name, model.block_lens, layers, mesh)
+            rows += qualities(name, model.block_lens, layers, mesh)
     return {"quality": rows}
 
 
-def _qualities(
+def qualities(
     name: str, lens: Any, layers: list[Any], mesh: tuple[int, int]
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each method on a mesh."""
