@@ -198,6 +198,6 @@ def _sparse(
     if layout.stripe != layers.config.dealt:
         raise ConfigError(f"{layout} with sparse: give it stripe={layers.config.dealt}")
     one, segments = SparsePass(layers), enumerate(layout.segments)
-    out = one.attend(one.next_layer() or 0, qkv, {str(x): num for x, num in segments}, scale)
+    out = one.attend(one.next_layer() or 0, qkv, {str(x): num for x, num in segments}, scale, None)
     one.end()
     return out
