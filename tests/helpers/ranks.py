@@ -44,6 +44,13 @@ _PRELOAD = [
     "bascule.diffusers.balanced_model",
     "bascule.transformers",
     "bascule.models",
+    "bascule.report.measured",
+    "bascule.train.training_run",
+    "rich.progress",
+    "tests.helpers.inference_cases",
+    "tests.helpers.pipeline_cases",
+    "torch.utils.tensorboard",
+    "tyro",
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.trainer",
 ]
