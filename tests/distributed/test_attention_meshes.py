@@ -342,6 +342,8 @@ def numbers_of_all_kinds(ring: int, ulysses: int) -> None:
         errors_in_16_bits(ring, ulysses)
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize(
+    ("ring", "ulysses"), [(1, 2), (2, 1), (2, 2), pytest.param(3, 1, marks=pytest.mark.stress)]
+)
 def test_masks_and_numbers_of_all_kinds(ring: int, ulysses: int) -> None:
     run_ranks(numbers_of_all_kinds, ring * ulysses, ring, ulysses)

@@ -78,7 +78,7 @@ def all_tiles(kind: str) -> tuple[list[str], list[list[str]]]:
     return owned, shared
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.stress)])
 @pytest.mark.parametrize("kind", ["kl", "wan", "wan2.2", "qwen"])
 def test_tiles_and_gradients_are_the_models_own(kind: str, size: int) -> None:
