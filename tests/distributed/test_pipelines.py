@@ -76,7 +76,7 @@ def all_cases(kind: str, degrees: dict[str, int]) -> list[Tensor]:
         # Some pipelines make one image of a prompt that is an embedding.
         num_prompts = {"cogvideox": 2, "sd3": 3, "dit": 3}.get(name, 1)
         several = 2 if kind == "videos" else 3
-        others = {f"num_{kind}_per_prompt": several if num_prompts == 1 else 1}
+        others: dict[str, Any] = {f"num_{kind}_per_prompt": several if num_prompts == 1 else 1}
         if kind == "draws first":
             others = {}
         prompts = prompt_of(name, num_prompts=num_prompts)
