@@ -170,7 +170,7 @@ def album(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.some(1)
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.stress)])
+@pytest.mark.parametrize("size", [3, 2, pytest.param(4, marks=pytest.mark.stress)])
 def test_losses_and_gradients_are_those_of_one_process(size: int, album: Path) -> None:
     pytest.importorskip("diffusers")
     cases: list[tuple[dict[str, Any], list[list[int]], bool]] = [
@@ -197,8 +197,8 @@ def epoch(album: Path, folder: Path) -> dict[str, Any]:
     return given | BOTH | {"batch_size": 4, "accumulate": 2}
 
 
-@pytest.mark.some(2)
-@pytest.mark.parametrize(("after", "ahead"), [(4, False), (2, False), (2, True)])
+@pytest.mark.some(1)
+@pytest.mark.parametrize(("after", "ahead"), [(4, False), (2, True), (2, False)])
 def test_encoding_behind_the_step_before_gives_the_same_curve(
     after: int, ahead: bool, album: Path, whole: list[float], tmp_path: Path
 ) -> None:

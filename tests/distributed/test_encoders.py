@@ -96,7 +96,7 @@ def all_vlms(name: str, ways: list[str]) -> list[str]:
     return said
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("size", NUM_RANKS)
 @pytest.mark.parametrize("name", [*QWENS, *PROJECTED])
 def test_a_vlm_that_is_not_edited_trains_alike(name: str, size: int) -> None:

@@ -135,7 +135,7 @@ def _own_loss(model: MMDiT, batch: Batch, parallel: object, dtype: torch.dtype) 
 def test_bf16_is_as_near_to_float32_as_without_balancing(topology: str) -> None:
     bags, _, wrapper = topology.partition(" ")
     size = 2 if bags in ("g1n2", "g2n1") else 4
-    balanced, unbalanced = run_ranks(errors_in_bf16, size, bags, 12, bool(wrapper))[0]
+    balanced, unbalanced = run_ranks(errors_in_bf16, size, bags, 6, bool(wrapper))[0]
     assert 0 < balanced <= 1.5**2 * unbalanced
 
 
@@ -145,8 +145,7 @@ CONFIG = config_of(5, 5)
 def batches_of(num_ranks: int) -> dict[str, Batch]:
     edges = edge_batches(num_ranks)
     names = ("each rank another kind", "one rank has everything", "text only", "no sequence at all")
-    drawn = {f"random {seed}": random_batch(num_ranks, 50 + seed) for seed in range(3)}
-    return {name: edges[name] for name in names} | drawn
+    return {name: edges[name] for name in names} | {"random": random_batch(num_ranks, 50)}
 
 
 def change_blocks(model: MMDiT, change: Callable[..., Any], every: int = 1) -> None:
@@ -188,7 +187,7 @@ def two_plans_alive(topology: str, checkpoint: bool) -> None:
         change_blocks(model, checkpoint_wrapper)
     parallel = SequenceParallel(None, topology, COST)
     batches = [random_batch(dist.get_world_size(), seed) for seed in (60, 61)]
-    want = [reference_step(plain, batch) for batch in batches]
+    want = by_one_rank(lambda: [reference_step(plain, batch) for batch in batches])
     for order in ((0, 1), (1, 0)):
         losses = [rank_loss(model, batch, parallel) for batch in batches]
         for place in order:

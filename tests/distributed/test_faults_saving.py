@@ -66,7 +66,7 @@ LAUNCHED = [
     *at(0, read="kill 1/2"),
 ]
 DAILY = [
-    *at(attend="kill 1/2", backward="stop 1/2", half_of_a_file="kill 0/4 #3", write="full 0/3"),
+    *at(backward="stop 1/2", half_of_a_file="kill 0/4 #3", write="full 0/3"),
     *at(rename="kill 0/2"),
     *at(0, read="kill 2/4"),
 ]

@@ -92,7 +92,10 @@ def same_images(found: Path, wanted: Path, num: int = len(ROWS)) -> None:
     [
         (2, [{"ring": 2}, {"guidance_ranks": 2}, {"replicas": 2}, {}]),
         (3, [{"ulysses": 3}]),
-        (4, [{"replicas": 2, "ulysses": 2}, {"guidance_ranks": 2, "ring": 2}]),
+        pytest.param(
+            *(4, [{"replicas": 2, "ulysses": 2}, {"guidance_ranks": 2, "ring": 2}]),
+            marks=pytest.mark.stress,
+        ),
     ],
 )
 def test_the_same_pixels_on_any_ranks(

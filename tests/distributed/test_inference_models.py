@@ -1,5 +1,6 @@
 """Models of diffusers on meshes against one process, forward and backward."""
 
+import math
 from collections.abc import Mapping
 from functools import cache
 from itertools import product
@@ -26,7 +27,7 @@ pytest.importorskip("diffusers")
 pytestmark = pytest.mark.slow
 
 # A world of all cases would not end in time. The first parts have the last case of each model,
-# which is no plain one, and `make test` compares these; `make stress` all.
+# which is no plain one, and `make test` compares these, on a mesh each; `make stress` all on all.
 _LAST = {case.model: case for case in CASES}
 ORDERED = [*_LAST.values(), *(case for case in CASES if case not in _LAST.values())]
 PART = 7
@@ -76,45 +77,47 @@ def compare(case: Case, meshes: list[tuple[int, int, Any]], dtype: torch.dtype) 
     return found
 
 
-def compare_part(part: int, dtype: torch.dtype) -> Found:
+def compare_part(part: int, dtype: torch.dtype, is_usual: bool) -> Found:
     torch.set_num_threads(1)
     world = torch.distributed.get_world_size()
     meshes = [(r, u, make_mesh(r, u)) for r, u in MESHES if r * u == world]
     found: Found = {}
     with in_float64(dtype):
-        for case in ORDERED[PART * part : PART * (part + 1)]:
-            found |= compare(case, meshes, dtype)
+        for place, case in enumerate(ORDERED[PART * part : PART * (part + 1)]):
+            own = [meshes[place % len(meshes)]] if is_usual else meshes
+            found |= compare(case, own, dtype)
     return found
 
 
 @cache
-def results(world: int, part: int, dtype: torch.dtype) -> list[Found]:
+def results(world: int, part: int, dtype: torch.dtype, is_usual: bool) -> list[Found]:
     """By rank, of a part of the cases. All meshes share a world, and what one process computes."""
-    return run_ranks(compare_part, world, part, dtype)
+    return run_ranks(compare_part, world, part, dtype, is_usual)
 
 
 def runs() -> list[Any]:
     """Return a case of every model on two ranks in float64, some in float32, or on more ranks."""
     result, usual = list[Any](), {(2, torch.float64): range(-(-len(_LAST) // PART))}
     usual |= {(2, torch.float32): (0,), (3, torch.float64): (1,), (4, torch.float64): (2,)}
-    for dtype, (ring, ulysses), (place, case) in product(
+    for dtype, mesh, (place, case) in product(
         (torch.float32, torch.float64), MESHES, enumerate(ORDERED)
     ):
-        is_usual = place // PART in usual.get((ring * ulysses, dtype), ())
-        name = f"{case}-{dtype}-ring{ring}-ulysses{ulysses}".replace("torch.", "")
+        alike = [one for one in MESHES if math.prod(one) == math.prod(mesh)]
+        is_usual = place // PART in usual.get((math.prod(mesh), dtype), ())
+        is_usual &= alike[place % PART % len(alike)] == mesh
+        name = f"{case}-{dtype}-ring{mesh[0]}-ulysses{mesh[1]}".replace("torch.", "")
         marks = [] if is_usual else [pytest.mark.stress]
-        result.append(
-            pytest.param(case, (ring, ulysses), place // PART, dtype, id=name, marks=marks)
-        )
+        run = case, mesh, place // PART, dtype, is_usual
+        result.append(pytest.param(*run, id=name, marks=marks))
     return result
 
 
-@pytest.mark.parametrize(("case", "mesh", "part", "dtype"), runs())
+@pytest.mark.parametrize(("case", "mesh", "part", "dtype", "is_usual"), runs())
 def test_same_as_one_process(
-    case: Case, mesh: tuple[int, int], part: int, dtype: torch.dtype
+    case: Case, mesh: tuple[int, int], part: int, dtype: torch.dtype, is_usual: bool
 ) -> None:
     limit = 1e-6 if dtype == torch.float32 else 1e-10
-    for by_case in results(mesh[0] * mesh[1], part, dtype):
+    for by_case in results(math.prod(mesh), part, dtype, is_usual):
         found = by_case[str(case), *mesh, dtype]
         assert found["out"] <= limit, found
         assert found["grads"] <= (3e-6 if dtype == torch.float32 else limit), found

@@ -136,7 +136,7 @@ def mesh_error(
     out.backward(split(grad, mesh, layout, 2))
     alone.backward(grad)
     parts = [out, *(x.grad for x in leaves)]
-    sums = [summed(x.detach(), mesh, layout) for x in parts if x is not None]
+    sums = summed(mesh, layout, *(x.detach() for x in parts if x is not None))
     pairs = zip(sums, [alone, *(x.grad for x in wanted)], strict=True)
     return max(difference(one, other) for one, other in pairs if other is not None)
 

@@ -129,8 +129,8 @@ def compare(mesh: AttentionMesh, case: dict[str, Any], wire: Quantized) -> dict[
     )
     own_grad = torch.randn(out.shape, generator=torch.manual_seed(dist.get_rank())).to(out)
     grads = torch.autograd.grad(out, leaves, own_grad)
-    found = [gather(out.detach(), mesh, layout, 2), *(summed(x, mesh, layout) for x in grads)]
-    all_grad = summed(own_grad, mesh, layout)
+    all_grad, *sums = summed(mesh, layout, own_grad, *grads)
+    found = [gather(out.detach(), mesh, layout, 2), *sums]
     want = straight_through(whole, all_grad, mask, causal, layout, wire)
     names = ("out", "dq", "dk", "dv")
     errors = {name: difference(a, b) for name, a, b in zip(names, found, want, strict=True)}

@@ -9,24 +9,14 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.helpers import (
-    image_cases,
-    more_image_cases,
-    more_video_cases,
-    other_image_cases,
-    plan_cases,
-    video_cases,
-)
+from tests.helpers import image_cases, other_image_cases, plan_cases, video_cases
 from tests.helpers.model_case import CHANNELS as CHANNELS
 from tests.helpers.model_case import TEXT_DIM as TEXT_DIM
 from tests.helpers.model_case import Case as Case
 from tests.helpers.model_case import Draw
 from tests.helpers.model_case import Inputs as Inputs
 
-_MODULES = (
-    *(image_cases, other_image_cases, video_cases, plan_cases),
-    *(more_image_cases, more_video_cases),
-)
+_MODULES = image_cases, other_image_cases, video_cases, plan_cases
 CASES = [case for module in _MODULES for case in module.CASES]
 _MODELS = {name: makes for module in _MODULES for name, makes in module.MODELS.items()}
 

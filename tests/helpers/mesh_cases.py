@@ -63,7 +63,9 @@ def placed(local: Tensor, mesh: AttentionMesh, layout: SequenceLayout) -> Tensor
     return whole
 
 
-def summed(local: Tensor, mesh: AttentionMesh, layout: SequenceLayout) -> Tensor:
-    whole = placed(local, mesh, layout)
-    dist.all_reduce(whole)
-    return whole
+def summed(mesh: AttentionMesh, layout: SequenceLayout, *local: Tensor) -> list[Tensor]:
+    """Sums over the ranks of what each of them has, where it belongs, of one dtype; in one call."""
+    wholes = [placed(one, mesh, layout) for one in local]
+    dist.all_reduce(flat := torch.cat([whole.flatten() for whole in wholes]))
+    parts = flat.split([whole.numel() for whole in wholes])
+    return [part.view_as(whole) for part, whole in zip(parts, wholes, strict=True)]

@@ -1,5 +1,7 @@
 """Tiny models that make images, of the tables that are not of Flux, Qwen-Image, SD3 or Z-Image."""
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -32,6 +34,17 @@ CASES = [
     Case("ideogram4", 4, 1, 2, (1, 1), ("token_times",)),
     Case("pixart", 5, 2, 7, (3, 5), ("mask",)),
     Case("pixart", 4, 1, 3, (1, 2)),
+    Case("longcat", 4, 1, 3, (1, 1)),
+    Case("longcat", 5, 2, 7, (3, 5)),
+    Case("ovis", 4, 1, 1, (1, 2)),
+    Case("ovis", 5, 2, 7, (3, 5)),
+    Case("bria", 4, 1, 3, (1, 3)),
+    Case("bria", 5, 2, 7, (3, 5), ("controlnet",)),
+    Case("ernie", 4, 1, 2, (1, 1)),
+    Case("ernie", 5, 2, 7, (3, 5), ("lengths",)),
+    Case("hidream", 4, 1, 3, (1, 1)),
+    Case("hidream", 5, 1, 5, (3, 3), ("packed",)),
+    Case("hidream", 5, 2, 7, (3, 5)),
 ]
 
 
@@ -235,13 +248,100 @@ def _pixart_inputs(case: Case, draw: Draw) -> Inputs:
     return inputs
 
 
+def _like_flux(name: str, case: Case) -> nn.Module:
+    return built(
+        name,
+        case,
+        in_channels=CHANNELS,
+        num_single_layers=2,
+        joint_attention_dim=TEXT_DIM,
+        axes_dims_rope=(4, 6, 6),
+    )
+
+
+def _ernie(case: Case) -> nn.Module:
+    return built(
+        "ErnieImageTransformer2DModel",
+        case,
+        hidden_size=16 * case.heads,
+        ffn_hidden_size=48,
+        text_in_dim=TEXT_DIM,
+        rope_axes_dim=(4, 6, 6),
+    )
+
+
+def _hidream(case: Case) -> nn.Module:
+    return built(
+        "HiDreamImageTransformer2DModel",
+        case,
+        patch_size=2,
+        num_single_layers=1,
+        caption_channels=[TEXT_DIM, 24],
+        text_emb_dim=16,
+        num_routed_experts=3,
+        axes_dims_rope=(4, 6, 6),
+        max_resolution=(12, 12),
+        llama_layers=[0, 2, 1],
+    )
+
+
+def _like_flux_inputs(case: Case, draw: Draw) -> Inputs:
+    tokens = case.grid[0] * case.grid[1]
+    inputs: Inputs = {
+        "hidden_states": draw(case.batch, tokens, CHANNELS),
+        "encoder_hidden_states": draw(case.batch, case.text, TEXT_DIM),
+        "timestep": draw(case.batch).abs(),
+        "img_ids": grid_ids(case.grid),
+        "txt_ids": torch.zeros(case.text, 3),
+    }
+    if "controlnet" in case.options:
+        inputs["controlnet_block_samples"] = [draw(case.batch, tokens, 16 * case.heads)]
+    return inputs
+
+
+def _ernie_inputs(case: Case, draw: Draw) -> Inputs:
+    rows, columns = case.grid
+    lengths = torch.full((case.batch,), case.text)
+    if "lengths" in case.options:  # padded at the end
+        lengths[0] = case.text // 2
+    return {
+        "hidden_states": draw(case.batch, CHANNELS, rows, columns),
+        "timestep": draw(case.batch).abs(),
+        "text_bth": draw(case.batch, case.text, TEXT_DIM),
+        "text_lens": lengths,
+    }
+
+
+def _hidream_inputs(case: Case, draw: Draw) -> Inputs:
+    rows, columns = case.grid
+    tokens = rows * columns
+    inputs: Inputs = {
+        "hidden_states": draw(case.batch, CHANNELS, 2 * rows, 2 * columns),
+        "timesteps": draw(case.batch).abs() * 100,
+        "encoder_hidden_states_t5": draw(case.batch, case.text, TEXT_DIM),
+        "encoder_hidden_states_llama3": draw(3, case.batch, 4, 24),
+        "pooled_embeds": draw(case.batch, 16),
+    }
+    if "packed" in case.options:
+        inputs["hidden_states"] = draw(case.batch, tokens, 4 * CHANNELS)
+        inputs["hidden_states_masks"] = (draw(case.batch, tokens) < 0.5).to(draw.dtype)
+        inputs["img_ids"] = grid_ids(case.grid).expand(case.batch, -1, -1)
+        inputs["img_sizes"] = [case.grid] * case.batch
+    return inputs
+
+
 MODELS: Makes = {
     "aura_flow": (_aura_flow, _latents),
+    "bria": (partial(_like_flux, "BriaTransformer2DModel"), _like_flux_inputs),
     "chroma": (_chroma, _chroma_inputs),
     "cogview4": (_cogview4, _cogview4_inputs),
+    "ernie": (_ernie, _ernie_inputs),
+    "hidream": (_hidream, _hidream_inputs),
     "hunyuan_image": (_hunyuan_image, _hunyuan_image_inputs),
     "ideogram4": (_ideogram4, _ideogram4_inputs),
     "krea2": (_krea2, _krea2_inputs),
+    "longcat": (partial(_like_flux, "LongCatImageTransformer2DModel"), _like_flux_inputs),
     "lumina2": (_lumina2, _lumina2_inputs),
+    "ovis": (partial(_like_flux, "OvisImageTransformer2DModel"), _like_flux_inputs),
     "pixart": (_pixart, _pixart_inputs),
 }

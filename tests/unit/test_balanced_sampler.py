@@ -383,7 +383,7 @@ def check_step(deal: Deal, lengths: list[int], world: StepShape, options: Sample
 
 
 @given(st.lists(LENGTHS, min_size=1, max_size=60), WORLDS, OPTIONS, st.integers(0, 3))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=75)
 def test_an_epoch_is_whole_and_its_steps_are_those_of_the_plain_order(
     lengths: list[int], world: StepShape, options: SamplerOptions, epoch: int
 ) -> None:
@@ -411,7 +411,7 @@ def test_an_epoch_is_whole_and_its_steps_are_those_of_the_plain_order(
 
 
 @given(st.lists(LENGTHS, min_size=6, max_size=60), WORLDS, WORLDS, st.integers(0, 100))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 def test_a_run_of_other_ranks_finishes_the_epoch(
     lengths: list[int], first: StepShape, second: StepShape, stop: int
 ) -> None:
@@ -448,7 +448,7 @@ SMALL = st.sampled_from([(1, 2, 2), (2, 2, 1), (3, 2, 1), (2, 1, 3), (1, 3, 1), 
     st.booleans(),
     st.booleans(),
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=75)
 def test_no_deal_beats_the_bound(
     lengths: list[int], size: tuple[int, int, int], sync: Sync, even: bool, padded: bool
 ) -> None:

@@ -122,7 +122,7 @@ SAMPLES = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.lists(SAMPLES, min_size=1, max_size=4))
 def test_nested_samples_arrive_side_by_side(samples: list[Any]) -> None:
     parcels = [parcel(sample) for sample in samples]

@@ -19,7 +19,7 @@ from bascule.errors import ConfigError
 from bascule.plan.topology import Topology
 from bascule.plan.traffic import HeadShares
 
-many = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+many = settings(deadline=None, max_examples=75, suppress_health_check=[HealthCheck.too_slow])
 CPU = torch.device("cpu")
 
 

@@ -90,7 +90,7 @@ def batches(accumulate: int) -> st.SearchStrategy[Lens]:
     return st.integers(1, 5).flatmap(lambda n: st.lists(micros, min_size=n, max_size=n))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=75)
 @given(st.data())
 def test_every_sample_goes_to_one_rank_of_its_microbatch(data: st.DataObject) -> None:
     accumulate = data.draw(st.integers(1, 3))
@@ -160,7 +160,7 @@ def check_mean(loaded: Items, decision: Decision, ranks: DataRanks) -> None:
     assert total == pytest.approx((values * loaded.weights).sum() / loaded.weights.sum())
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(batches(2), st.integers(1, 60), st.integers(1, 6), st.sampled_from((0, 9)))
 def test_limits_are_kept_or_refused(lens: Lens, tokens: int, items: int, more: int) -> None:
     """Also where the batch as loaded breaks them; what it keeps is never refused."""
@@ -265,7 +265,7 @@ def test_another_iteration_begins_with_the_newest_cost() -> None:
     assert redistributor.decide(loaded).verdict.before == 4000 + 100 + 7
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_no_rank_is_idle_where_there_are_enough_samples_of_any_weight(data: st.DataObject) -> None:
     """Where as many samples count as there are ranks, each rank gets one of these."""

@@ -37,7 +37,7 @@ def masks_of(sequences: Sequence[Sequence[Span]]) -> Masks:
     return masks or Masks.alike(np.array(lens, np.int64), causal=False)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.lists(spans, max_size=4))
 def test_pairs_are_those_of_the_matrix(sequences: list[list[Span]]) -> None:
     pairs = masks_of(sequences).num_pairs()
@@ -68,7 +68,7 @@ def matrix_of(tiles: list[list[Any]], lens: Sequence[int], rank: int) -> npt.NDA
     return np.concatenate(blocks, axis=1)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=75)
 @given(st.lists(spans, max_size=4), st.integers(1, 4), st.booleans(), st.randoms())
 def test_tiles_pair_each_query_once_with_what_it_sees(
     sequences: list[list[Span]], ring: int, is_zigzag: bool, random: Any
@@ -110,7 +110,7 @@ def test_tiles_pair_each_query_once_with_what_it_sees(
         np.testing.assert_array_equal(found, np.array(wanted, np.int64).reshape(found.shape))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.lists(st.sampled_from([0, 1, 5, 8, 40]), max_size=4), min_size=4, max_size=4),
     st.sampled_from(["g1r4n1", "g2r2n1", "g1r2n1+g1n2", "g2r2n1", "g1n4"]),

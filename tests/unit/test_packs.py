@@ -157,7 +157,7 @@ DTYPES = [
 ]
 SIGNED = [torch.int16, torch.int32, torch.int64]
 
-some = settings(deadline=None, max_examples=200)
+some = settings(deadline=None, max_examples=100)
 
 
 def bits(tensor: Tensor) -> tuple[Any, ...]:

@@ -122,7 +122,7 @@ def in_full(seq_lens: ArrayLike) -> np.ndarray:
     return np.asarray(seq_lens, dtype=np.float64)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=75)
 @given(st.data())
 def test_limits_of_unlike_ranks_are_kept_or_refused(data: st.DataObject) -> None:
     """Against all assignments; a bag holds what its rank with the least room holds, times ranks."""
@@ -343,8 +343,8 @@ SPECS = st.lists(
 ).map("+".join)
 LENGTHS = st.one_of(st.integers(0, 12), st.sampled_from([7, 8, 64]), st.integers(0, 400))
 
-few = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
-many = settings(few, max_examples=150)
+few = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+many = settings(few, max_examples=75)
 
 
 Drawn = tuple[str, list[list[int]]]

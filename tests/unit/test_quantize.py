@@ -229,7 +229,7 @@ def bound(unit: Tensor, fmt: Format) -> Tensor:
     return torch.maximum(unit.abs() * 2.0**-4, torch.full_like(unit, 2.0**-10 / 448.0))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(any_rows(), FORMAT)
 def test_rows_are_within_their_bound_or_nan(rows: Tensor, fmt: Format) -> None:
     found = Quantized(fmt).unpack(Quantized(fmt).pack(rows), torch.float64)
@@ -245,7 +245,7 @@ def test_rows_are_within_their_bound_or_nan(rows: Tensor, fmt: Format) -> None:
     assert torch.equal(found.abs().amax(-1), peak.squeeze(-1))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(any_rows(), FORMAT)
 def test_rows_do_not_depend_on_each_other(rows: Tensor, fmt: Format) -> None:
     wire = Quantized(fmt)
@@ -260,7 +260,7 @@ def test_rows_do_not_depend_on_each_other(rows: Tensor, fmt: Format) -> None:
         assert torch.equal(wire.unpack(row, torch.float32).nan_to_num(), value.nan_to_num())
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(any_rows(), FORMAT)
 def test_no_centre_costs_codes(rows: Tensor, fmt: Format) -> None:
     wire = Quantized(fmt, centered=True)

@@ -118,7 +118,7 @@ def test_a_page_can_ask_the_network_for_nothing(tmp_path: Path) -> None:
     assert any("Content Security Policy" in line for line in found.errors)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(st.text(max_size=60))
 def test_any_text_leaves_the_page_whole(text: str) -> None:
     html = render(replace(report_with(text), parts=()), text)

@@ -209,7 +209,7 @@ def test_text_and_back(spec: str, canonical: str, bag_sizes: list[int], rings: l
 SPECS = st.lists(
     st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3)), min_size=1, max_size=3
 )
-few = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+few = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
 
 @few

@@ -309,7 +309,7 @@ def _lists(elements: st.SearchStrategy, size: int):
     return st.lists(elements, min_size=size, max_size=size)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=75)
 @given(cases())
 def test_bound_holds_and_answers_are_close_to_the_best(case: Case):
     plan, best = case.assign(), case.best()
@@ -320,7 +320,7 @@ def test_bound_holds_and_answers_are_close_to_the_best(case: Case):
     assert best * (1 - 1e-9) <= plan.makespan <= best * 1.34 + 1e-9
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=75)
 @given(cases(limited=True))
 def test_limits_hold_exactly_where_they_can(case: Case):
     best = case.best()
@@ -349,7 +349,7 @@ def test_never_worse_than_its_starts(costs: list[float], num_bins: int, mixed: b
     assert case.assign().bin_of.tobytes() == plan.bin_of.tobytes()
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(cases(max_items=12), st.sampled_from([0.0, 0.05, 0.5]), st.data())
 def test_home_never_costs_more_than_its_tolerance(
     case: Case, tolerance: float, data: st.DataObject

@@ -51,10 +51,10 @@ def imbalances(model: MaskModel, num_layers: int) -> np.ndarray:
 
 @pytest.mark.parametrize(("name", "block"), [("wan", 315), ("cog", 347)])
 def test_the_imbalance_of_table_1(name: str, block: int) -> None:
-    """With larger blocks, so that 40 layers take seconds; 8 ranks have equally many of them."""
+    """With larger blocks, so that 20 layers take seconds; 8 ranks have equally many of them."""
     model = replace(MODELS[name], block=block)
     assert model.block_lens.size % 8 == 0
-    np.testing.assert_allclose(imbalances(model, 40), TABLE_1[name], atol=0.03)
+    np.testing.assert_allclose(imbalances(model, 20), TABLE_1[name], atol=0.03)
 
 
 @pytest.mark.stress
@@ -99,7 +99,7 @@ def test_default_drift_needs_as_many_plans_as_the_paper_says() -> None:
         WAN21, grid=(4, 4, 8), block=8, head_imbalance=1.428, row_top_k=True, field_spread=0.0
     )
     num_plans = 0
-    for layer in range(10):
+    for layer in range(5):
         rank_of = np.zeros(model.num_heads, np.int64)
         for step in range(50):
             counts = synthetic_masks(model, layer=layer, step=step).sum(axis=(1, 2))
@@ -107,7 +107,7 @@ def test_default_drift_needs_as_many_plans_as_the_paper_says() -> None:
             if loads.max() > 1.10 * loads.mean():
                 rank_of = greedy(counts, 8)
                 num_plans += 1
-    assert 3 <= num_plans / 10 <= 7
+    assert 3 <= num_plans / 5 <= 7
 
 
 @pytest.mark.parametrize(

@@ -505,7 +505,7 @@ def test_a_picture_shows_the_study() -> None:
 
 
 few = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-many = settings(few, max_examples=120)
+many = settings(few, max_examples=80)
 
 MESHES = st.sampled_from([(1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (2, 2), (2, 3), (3, 2), (1, 5)])
 METHODS = st.sampled_from(PLANNERS)
