@@ -86,8 +86,11 @@ def values_of(output: Any) -> Tensor:
 
 
 def play(controller: Controller, asked: dict[str, Asked]) -> dict[str, Served]:
-    """Start requests, give the orders of their scripts, and return what happened."""
-    served = {name: Served([]) for name in asked}
+    """Start requests, give the orders of their scripts, and return what happened.
+
+    A request is resumed when its ranks are free.
+    """
+    served, resumed = {name: Served([]) for name in asked}, dict[str, Block]()
     for seed, (name, one) in enumerate(asked.items()):
         controller.start(name, one.arguments, seed, one.block)
     left = set(asked)
@@ -97,12 +100,17 @@ def play(controller: Controller, asked: dict[str, Asked]) -> dict[str, Served]:
         served[event.request_id].events.append(event)
         script = asked[event.request_id].script
         order = script.get(event.step if event.kind == "step" else event.kind)
-        if order is not None:
+        if order is not None and order[0] == "resume":
+            resumed[event.request_id] = order[1]
+        elif order is not None:
             getattr(controller, order[0])(event.request_id, *order[1:])
         elif event.kind == "step":
             controller.go_on(event.request_id)
         elif event.kind in ENDS:
             left.remove(event.request_id)
+        for name, block in list(resumed.items()):
+            if set(block.ranks) <= set(controller.free_ranks):
+                controller.resume(name, resumed.pop(name))
     assert controller.free_ranks == list(range(controller.num_ranks))
     return served
 

@@ -148,7 +148,7 @@ class AttentionOptions:
     @property
     def is_packed(self) -> bool:
         """True if kernels get parts of the sequence as sequences."""
-        return bool(self.documents) or (self.scores or PLAIN).is_near
+        return bool(self.documents) or (self.scores is not None and self.scores.is_near)
 
 
 _DEFAULT = AttentionOptions()
@@ -194,7 +194,7 @@ def attention(
         CommError: The ranks disagree, or a rank did not come in time.
     """
     refuse_derivatives("attention", q, k, v, attn_mask)
-    if options.is_packed and isinstance(q, Tensor) and q.dim() == 4 and q.shape[0] > 1:
+    if isinstance(q, Tensor) and q.dim() == 4 and q.shape[0] > 1 and options.is_packed:
         # Kernels take sequences of a batch of one: its heads are those of all rows.
         q_row, k_row, v_row = (x.flatten(0, 1)[None] for x in (q, k, v))
         sink = None if sink is None else sink.repeat(q.shape[0])

@@ -58,7 +58,8 @@ def result_of_ranks(num_ranks: int, arguments: list[str]) -> str:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // num_ranks)))
     launcher = ["--nproc-per-node", str(num_ranks), "--master-addr", "127.0.0.1"]
     free = [one.name for one in _SIGNALS if signal.getsignal(one) in _DEFAULTS]
-    launcher += ["--signals-to-handle", ",".join(free)]
+    # Under nohup in a script none is free, and of no names torchrun would warn.
+    launcher += ["--signals-to-handle", ",".join(free) or signal.SIGUSR2.name]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result"
         os.environ[_RESULT_TO] = str(path)
