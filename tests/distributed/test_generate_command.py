@@ -234,13 +234,14 @@ def test_sparse_attention_gives_the_same_pixels_on_any_ranks(tmp_path: Path) -> 
     row = {"prompt": "a large boat", "width": 384, "height": 256, "steps": 2}
     prompts.write_text(json.dumps(row))
     jobs: list[dict[str, Any]] = [{"sparse": 0.3}, {"sparse": 0.3, "longest_ring": 1}, {}]
+    jobs.append({"sparse": 0.3, "negative_prompt": "fog", "guidance": 3.0})  # two guidance groups
     run_ranks(several, 1, prompts, tmp_path / "one", jobs)
-    run_ranks(several, 2, prompts, tmp_path / "two", [{"sparse": 0.3, "ring": 2}, jobs[1], {}])
+    run_ranks(several, 2, prompts, tmp_path / "two", [{"sparse": 0.3, "ring": 2}, *jobs[1:]])
     one, two = (
         [pixels(path) for path in sorted((tmp_path / name).glob("*/*.png"))]
         for name in ("one", "two")
     )
-    assert len(one) == len(two) == 3
+    assert len(one) == len(two) == 4
     for a, b in zip(one, two, strict=True):
         assert np.abs(a - b).max() <= 1
     assert np.abs(one[0] - one[2]).max() > 1  # it leaves blocks out

@@ -48,11 +48,6 @@ class Request:
                 "parallelize: rows of block-sparse attention travel as they are: leave out "
                 "comm_dtype or sparse"
             )
-        if self.sparse is not None and self.shape.guidance > 1:
-            raise ConfigError(
-                "parallelize: block-sparse attention counts the forward passes of a step, of which "
-                "each guidance group computes some: use guidance_degree=1, or leave out sparse"
-            )
         for model, table in zip(self.models, self.tables, strict=True):
             name, ulysses = type(model).__name__, self.shape.ulysses
             if getattr(model, "_parallel_config", None) is not None:

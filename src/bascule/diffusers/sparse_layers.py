@@ -310,6 +310,7 @@ class SparseLayer:
     key: LayerKey
     plans: LayerPlans  # for the next pass, with their history
     used: SparsePlan  # of the last pass, with the work of its first batch item in the tiles
+    step: int  # whose masks the plans are for, if masks decide
 
     @property
     def layer(self) -> int:
@@ -386,6 +387,7 @@ class SparseLayers:
         layers = self._of_form(key)
         if key not in layers:
             layers[key] = self._first(key, blocks.with_text(masks))
+        layers[key] = self._planned(layers[key], step)  # of turns, not all come here
         plan = layers[key].plans.chosen.plan
         noted = None if self._noted is None else self._noted.get(key.layer)
         if noted is not None:
@@ -399,11 +401,10 @@ class SparseLayers:
     def end(self, key: LayerKey, masks: Bools) -> SparseLayer:
         """Plan a layer's next step from the masks (B or 1, rows, C) of this rank's rows."""
         layers, sizes = self._of_form(key), (key.batch, key.row_bytes)
-        before = layers[key].plans
+        state, next_step = layers[key], self._step(1)
+        before = state.plans
         if self.config.array is not None:
-            next_masks = self._next_masks(key)
-            plans = before if next_masks is None else before.after(next_masks, *sizes)
-            used = before.chosen.ahead
+            state = self._planned(replace(state, used=before.chosen.ahead), next_step)
         else:
             plan = before.chosen.plan
             counts = gather_counts(self.mesh_of(plan), plan, masks, by_rank=True)
@@ -412,8 +413,9 @@ class SparseLayers:
             if self._noted is not None and key.layer not in self._noted:
                 shape = len(masks), key.num_heads, -1, masks.shape[-1]
                 self._noted[key.layer] = masks.reshape(shape)
-        layers[key] = SparseLayer(key, plans, used)
-        return layers[key]
+            state = SparseLayer(key, plans, used, next_step)
+        layers[key] = state
+        return state
 
     def _of_form(self, key: LayerKey) -> dict[LayerKey, SparseLayer]:
         """Return the states of these sizes; drop the least recently used ones."""
@@ -445,16 +447,17 @@ class SparseLayers:
         start = (ulysses, ring) if masks is None else None
         sizes = {"batch": key.batch, "row_bytes": key.row_bytes}
         plans = LayerPlans.first(reuses, self._strategies, start=start, **sizes)
-        return SparseLayer(key, plans, plans.chosen.plan)
+        return SparseLayer(key, plans, plans.chosen.plan, self._step(0))
 
-    def _next_masks(self, key: LayerKey) -> Bools | None:
-        """Return (H, Q, C) of the next forward pass, if its step has other masks."""
-        assert self.config.array is not None
-        step = self._step(1)
-        if step == self._step(0) or step >= len(self.config.array):
-            return None
+    def _planned(self, state: SparseLayer, step: int) -> SparseLayer:
+        """Return a layer with plans for the masks of a step, if these are others."""
+        array, key = self.config.array, state.key
+        if array is None or step == state.step or step >= len(array):
+            return state
         blocks = self._blocks(key)
-        return blocks.with_text(self.config.masks_of(step, key.layer, key.num_heads, blocks))
+        masks = blocks.with_text(self.config.masks_of(step, key.layer, key.num_heads, blocks))
+        assert masks is not None
+        return replace(state, plans=state.plans.after(masks, key.batch, key.row_bytes), step=step)
 
     def _step(self, passes_ahead: int) -> int:
         return (self.num_passes + passes_ahead) // self.config.passes_per_step
