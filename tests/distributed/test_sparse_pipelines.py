@@ -75,6 +75,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("flux", {"masks": masks_of(14, STEPS), "passes_per_step": 2}),  # of a step, for both branches
     ("flux", {"masks": masks_of(14, 2 * STEPS)}),  # each branch has its own
     ("flux", {"keep": KEEP}),
+    ("wan", {"keep": KEEP, "passes_per_step": 2}),
+    ("cogvideox", {"keep": KEEP}),
 ]
 
 
