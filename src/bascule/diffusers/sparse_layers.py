@@ -27,6 +27,7 @@ from bascule.attention.kernels.registry import check_name
 from bascule.attention.sparse.attend import RowsSeen, attend_sparse, gather_counts, gather_masks
 from bascule.attention.sparse.rules import BlockRule, RuleCall, rule_of, top_mass, top_share
 from bascule.comm.mesh import AttentionMesh, meshes_over
+from bascule.comm.quantized import Quantized
 from bascule.errors import ConfigError
 from bascule.plan.checks import array, choice, each, fields, number, of_type, whole
 from bascule.plan.sparse import BlockLayout, PlanReuse, SparsePlan, block_lens
@@ -513,14 +514,17 @@ class SparsePass:
         segments: Mapping[str, int],
         scale: float | None,
         keys: Bools | None,
+        wire: Quantized | None = None,
     ) -> Tensor:
         """Return (B, H, T, D) by the plan of a layer; the first time, plan its next step."""
         layers, (q, k, _) = self.layers, qkv
         options: Any = {"scale": scale, "kernel": layers.config.kernel, "keys": keys}
+        options["comm_dtype"] = wire
         if layer in self.done:
             plan = self.done[layer].used
             return attend_sparse(*qkv, layers.mesh_of(plan), plan, self._seen[layer], **options)[0]
-        row_bytes = q.shape[3] * q.element_size()
+        head_dim = q.shape[3]
+        row_bytes = wire.row_bytes(head_dim) if wire else head_dim * q.element_size()
         sizes = tuple(segments), tuple(segments.values()), q.shape[0], q.shape[1], k.shape[1]
         key = LayerKey(layer, *sizes, row_bytes)
         with record_function(PLAN_SPAN):
