@@ -278,6 +278,8 @@ def options(ring: int, ulysses: int) -> dict[str, Any]:
             model(**inputs[0])
         cost = handle.explain().chosen
         found["bytes at 8 bits"] = float(sent.moved_bytes - cost.traffic[dist.get_rank()].total)
+        worst_error = max(handle.verify(**inputs[0]).errors.values())
+        found["8 bits are seen"] = float(not 1e-4 < worst_error < 0.05)
     return found
 
 
