@@ -88,7 +88,7 @@ def all_cases(degrees: dict[str, Any]) -> None:
         compare(name, settings, degrees)
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("num_ranks", "degrees"),
     [
@@ -96,9 +96,9 @@ def all_cases(degrees: dict[str, Any]) -> None:
         (2, {"ring_degree": 2}),
         (2, {"guidance_degree": 2}),
         (2, {"data_degree": 2}),
-        (4, {"guidance_degree": 2, "ulysses_degree": 2}),
         (4, {"data_degree": 2, "guidance_degree": 2}),
         (4, {"ring_degree": 2, "ulysses_degree": 2}),
+        (4, {"guidance_degree": 2, "ulysses_degree": 2}),
     ],
     ids=str,
 )
