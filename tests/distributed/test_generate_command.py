@@ -237,13 +237,15 @@ def test_sparse_attention_gives_the_same_pixels_on_any_ranks(tmp_path: Path) -> 
     row = {"prompt": "a large boat", "width": 384, "height": 256, "steps": 2}
     prompts.write_text(json.dumps(row))
     jobs: list[dict[str, Any]] = [{"sparse": 0.3}, {"sparse": 0.3, "longest_ring": 1}, {}]
-    run_ranks(several, 1, prompts, tmp_path / "one", jobs)
-    run_ranks(several, 2, prompts, tmp_path / "two", [{"sparse": 0.3, "ring": 2}, jobs[1], {}])
+    guided: dict[str, Any] = {"sparse": 0.3, "negative_prompt": "fog", "guidance": 3.0}
+    run_ranks(several, 1, prompts, tmp_path / "one", [*jobs, guided])
+    jobs[0], guided = jobs[0] | {"ring": 2}, guided | {"guidance_ranks": 2}
+    run_ranks(several, 2, prompts, tmp_path / "two", [*jobs, guided])
     one, two = (
         [pixels(path) for path in sorted((tmp_path / name).glob("*/*.png"))]
         for name in ("one", "two")
     )
-    assert len(one) == len(two) == 3
+    assert len(one) == len(two) == 4
     for a, b in zip(one, two, strict=True):
         assert np.abs(a - b).max() <= 1
     assert np.abs(one[0] - one[2]).max() > 1  # it leaves blocks out

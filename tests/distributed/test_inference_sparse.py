@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack
 
 from bascule.attention.sparse import RuleCall
+from bascule.comm.quantized import Quantized
 from bascule.diffusers import Cut, SparseConfig, SplitTable, parallelize
 from bascule.diffusers.sparse_layers import NUM_FORMS
 from bascule.diffusers.verify import leaves_of
@@ -277,6 +278,16 @@ def options(ring: int, ulysses: int) -> dict[str, Any]:
         cost = handle.explain().chosen
         found["bytes"] = float(sent.moved_bytes - cost.traffic[dist.get_rank()].total)
         found["tokens"] = float(sum(cost.tokens) - 24)
+    model, config = make_toy(num_blocks=LAYERS), SparseConfig(masks=masks, block=BLOCK)
+    args: Any = {"mesh": mesh, "table": TABLE, "sparse": config, "comm_dtype": "int8"}
+    with torch.no_grad(), parallelize(model, **args) as handle:
+        model(**inputs[0])
+        with calls_made() as sent:
+            model(**inputs[0])
+        cost = handle.explain().chosen
+        found["bytes at 8 bits"] = float(sent.moved_bytes - cost.traffic[dist.get_rank()].total)
+        worst_error = max(handle.verify(**inputs[0]).errors.values())
+        found["8 bits are seen"] = float(not 1e-4 < worst_error < 0.05)
     return found
 
 
@@ -459,8 +470,8 @@ def refused() -> list[tuple[str, tuple[list[str], str]]]:
     split: dict[str, Any] = {"mesh": mesh, "table": TABLE}
     for words, config in at_once:
         expect(words, parallelize, make_toy(), sparse=config, **split)
-    split |= {"comm_dtype": "int8", "sparse": SparseConfig(keep=0.5)}
-    expect("leave out comm_dtype or sparse", parallelize, make_toy(), **split)
+    split |= {"comm_dtype": Quantized("e4m3", centered=True), "sparse": SparseConfig(keep=0.5)}
+    expect("its rows go to several ranks", parallelize, make_toy(), **split)
     assert not _get_current_function_mode_stack()
     return found
 

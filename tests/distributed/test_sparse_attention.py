@@ -18,9 +18,11 @@ from bascule.attention.sparse.attend import (
     sparse_attention,
 )
 from bascule.attention.sparse.rules import BlockRule, keep_top_k
+from bascule.comm.quantized import Quantized
 from bascule.plan.sparse import BlockLayout, SparsePlan, SparsePlanner, block_counts, block_lens
-from tests.helpers.mesh_cases import difference, make_mesh, reference
+from tests.helpers.mesh_cases import Three, difference, make_mesh, reference, three
 from tests.helpers.ranks import run_ranks
+from tests.helpers.rows import FORMATS, there_and_back
 from tests.helpers.sparse_reference import means
 from tests.helpers.sparse_simulation import dense_masks
 
@@ -126,7 +128,28 @@ def own_tokens(plan: SparsePlan, rank: int) -> Tensor:
     return torch.from_numpy(np.flatnonzero(np.repeat(plan.q.home, plan.q.lens) == rank))
 
 
-def compare(ring: int, ulysses: int, case: dict[str, Any]) -> dict[str, float]:
+def straight_through(
+    whole: Three, grad: Tensor, seen: Tensor, plan: SparsePlan, wire: Quantized
+) -> list[Tensor]:
+    """Output and gradients of rows that arrive rounded; those that stay on a rank are exact."""
+    far = three(there_and_back(wire, x.detach()) for x in whole)
+    total = [torch.zeros_like(x) for x in (whole[0], *whole)]
+    for rank in range(plan.num_ranks if plan.is_local else 1):
+        mine = torch.zeros(grad.shape[2], 1, dtype=torch.bool)
+        mine[own_tokens(plan, rank)] = plan.is_local
+        here = [torch.where(mine, x, y) for x, y in zip(whole, far, strict=True)]
+        leaves = three(x.detach().requires_grad_() for x in here)
+        out = reference(*leaves, seen, False) * (mine | (not plan.is_local))
+        parts = out.detach(), *torch.autograd.grad(out, leaves, grad)
+        total = [a + b for a, b in zip(total, parts, strict=True)]
+    if not plan.is_local:
+        total[0] = there_and_back(wire, total[0])
+    return total
+
+
+def compare(
+    ring: int, ulysses: int, case: dict[str, Any], wire: Quantized | None = None
+) -> dict[str, float]:
     mesh = make_mesh(ring, ulysses)
     rank = dist.get_rank()
     plan, masks = make_plan(ring, ulysses, case)
@@ -142,11 +165,15 @@ def compare(ring: int, ulysses: int, case: dict[str, Any]) -> dict[str, float]:
     keys = make_keys(case, batch, size)
     seen = torch.from_numpy(dense_masks(plan, masks))
     seen = seen if keys is None else seen & torch.from_numpy(keys)[:, None, None]
-    expected = reference(q, k, v, seen, False)
-    wanted = torch.autograd.grad(expected, (q, k, v), grad)
+    if wire is None:
+        expected = reference(q, k, v, seen, False)
+        wanted = torch.autograd.grad(expected, (q, k, v), grad)
+    else:
+        expected, *wanted = straight_through((q, k, v), grad, seen, plan, wire)
     own = own_tokens(plan, rank)
     own_q, own_k, own_v = (x.detach()[:, :, own].requires_grad_() for x in (q, k, v))
-    out = sparse_attention(own_q, own_k, own_v, mesh, plan, rows_of(masks), keys=keys)
+    options: Any = {"keys": keys, "comm_dtype": wire}
+    out = sparse_attention(own_q, own_k, own_v, mesh, plan, rows_of(masks), **options)
     grads = torch.autograd.grad(out, (own_q, own_k, own_v), grad[:, :, own])
     pairs = zip(("out", "dq", "dk", "dv"), (out, *grads), (expected, *wanted), strict=True)
     found = {
@@ -219,6 +246,9 @@ def compare_all() -> None:
         for name, case in CASES.items():
             errors = compare(ring, ulysses, case)
             assert max(errors.values()) < 1e-10, (ring, ulysses, name, errors)
+            for fmt in FORMATS if ring * ulysses > 1 else ():  # rows arrive as float32
+                errors = compare(ring, ulysses, case, Quantized(fmt))
+                assert max(errors.values()) < 1e-6, (ring, ulysses, name, fmt, errors)
         assert other_samples(ring, ulysses) < 1e-10
         for case in ({}, {"order": "random"}, {"keys": 0.5}, {"keys": 0.5, "order": "random"}):
             assert by_rule(ring, ulysses, case) < 1e-10, (ring, ulysses, case)

@@ -326,7 +326,8 @@ class ForwardPass(SequenceParallelMode):
             if layer is not None:
                 lengths = dict(zip(self._segments(), layout.segments, strict=True))
                 keys = self._keys_of(mask, is_causal)
-                out = self._sparse.attend(layer, (query, key, value), lengths, scale, keys)
+                qkv, wire = (query, key, value), self.options.quantized
+                out = self._sparse.attend(layer, qkv, lengths, scale, keys, wire)
                 return self._without_unseen(out, mask, layout)
         if self.work is not None and (work := self._counter()) is not None:
             work.attend(self._shape_of(query, key, layout))

@@ -53,7 +53,8 @@ class GuidedModel(Override):
             return self._share(call, ordered | inputs)
 
     def _share(self, call: Callable[..., Any], inputs: Mapping[str, Any]) -> Any:
-        group = self.branches.group
+        group, sparse = self.branches.group, self._part.sparse
+        num_passes = 0 if sparse is None else sparse.num_passes
         compare = self.inputs.due(group, inputs, form_of(inputs))
         samples = samples_of(inputs, self._unbatched)
         num_parts = max(1, min(samples.number, group.size))
@@ -82,6 +83,8 @@ class GuidedModel(Override):
             computed = {place: leaves} if group.rank in owners else {}
             if form is None:
                 form = self._forms[kind] = Form.of(output, samples, counts[place])
+        if sparse is not None:  # passes of other groups count, too
+            sparse.num_passes = num_passes + 1
         branch = Branch(owners, counts, computed, form, compare)
         self.branches.add(branch)
         places = count()

@@ -271,12 +271,18 @@ class ParallelHandle:
         are those of the heads' `orders`. If this is left by an error, there is no file.
 
         Raises:
-            ConfigError: There is no sparse model, or there are several; samples of a batch, layers
-                or passes differ in what a file holds once; the file cannot be written.
+            ConfigError: There is no sparse model, or there are several, or guidance groups; samples
+                of a batch, layers or passes differ in what a file holds once; the file cannot be
+                written.
         """
         parts = [part.sparse for part in self.parts if part.sparse is not None]
         if len(parts) != 1:
             raise ConfigError(f"save_masks: {len(parts)} models with sparse=: split one of them")
+        if self._guided:
+            raise ConfigError(
+                "save_masks: guidance groups compute some forward passes each, and the first one "
+                "writes: use guidance_degree=1"
+            )
         is_first = self.ranks is None or self.ranks.rank == 0
         file = agree_on(self.ranks, lambda: MaskFile(path) if is_first else None, "save_masks")
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 
 from bascule.attention.api import AttentionOptions
+from bascule.attention.sparse.attend import wire_of
 from bascule.comm.agree import agree
 from bascule.comm.groups import RankGroup
 from bascule.diffusers.degrees import ONE_RANK, Shape
@@ -43,16 +44,8 @@ class Request:
         choice("vae", self.vae, "all", "first", "own")
         choice("text_encoders", self.text_encoders, "all", "own")
         number("input_tolerance", self.input_tolerance, 0.0, 1.0)
-        if self.sparse is not None and self.attention.comm_dtype is not None:
-            raise ConfigError(
-                "parallelize: rows of block-sparse attention travel as they are: leave out "
-                "comm_dtype or sparse"
-            )
-        if self.sparse is not None and self.shape.guidance > 1:
-            raise ConfigError(
-                "parallelize: block-sparse attention counts the forward passes of a step, of which "
-                "each guidance group computes some: use guidance_degree=1, or leave out sparse"
-            )
+        if self.sparse is not None:
+            wire_of(self.attention.comm_dtype)
         for model, table in zip(self.models, self.tables, strict=True):
             name, ulysses = type(model).__name__, self.shape.ulysses
             if getattr(model, "_parallel_config", None) is not None:

@@ -27,6 +27,7 @@ from bascule.attention.kernels.registry import check_name
 from bascule.attention.sparse.attend import RowsSeen, attend_sparse, gather_counts, gather_masks
 from bascule.attention.sparse.rules import BlockRule, RuleCall, rule_of, top_mass, top_share
 from bascule.comm.mesh import AttentionMesh, meshes_over
+from bascule.comm.quantized import Quantized
 from bascule.errors import ConfigError
 from bascule.plan.checks import array, choice, each, fields, number, of_type, whole
 from bascule.plan.sparse import BlockLayout, PlanReuse, SparsePlan, block_lens
@@ -310,6 +311,7 @@ class SparseLayer:
     key: LayerKey
     plans: LayerPlans  # for the next pass, with their history
     used: SparsePlan  # of the last pass, with the work of its first batch item in the tiles
+    step: int  # whose masks the plans are for, if masks decide
 
     @property
     def layer(self) -> int:
@@ -386,6 +388,7 @@ class SparseLayers:
         layers = self._of_form(key)
         if key not in layers:
             layers[key] = self._first(key, blocks.with_text(masks))
+        layers[key] = self._planned(layers[key], step)  # of turns, not all come here
         plan = layers[key].plans.chosen.plan
         noted = None if self._noted is None else self._noted.get(key.layer)
         if noted is not None:
@@ -399,11 +402,10 @@ class SparseLayers:
     def end(self, key: LayerKey, masks: Bools) -> SparseLayer:
         """Plan a layer's next step from the masks (B or 1, rows, C) of this rank's rows."""
         layers, sizes = self._of_form(key), (key.batch, key.row_bytes)
-        before = layers[key].plans
+        state, next_step = layers[key], self._step(1)
+        before = state.plans
         if self.config.array is not None:
-            next_masks = self._next_masks(key)
-            plans = before if next_masks is None else before.after(next_masks, *sizes)
-            used = before.chosen.ahead
+            state = self._planned(replace(state, used=before.chosen.ahead), next_step)
         else:
             plan = before.chosen.plan
             counts = gather_counts(self.mesh_of(plan), plan, masks, by_rank=True)
@@ -412,8 +414,9 @@ class SparseLayers:
             if self._noted is not None and key.layer not in self._noted:
                 shape = len(masks), key.num_heads, -1, masks.shape[-1]
                 self._noted[key.layer] = masks.reshape(shape)
-        layers[key] = SparseLayer(key, plans, used)
-        return layers[key]
+            state = SparseLayer(key, plans, used, next_step)
+        layers[key] = state
+        return state
 
     def _of_form(self, key: LayerKey) -> dict[LayerKey, SparseLayer]:
         """Return the states of these sizes; drop the least recently used ones."""
@@ -445,16 +448,17 @@ class SparseLayers:
         start = (ulysses, ring) if masks is None else None
         sizes = {"batch": key.batch, "row_bytes": key.row_bytes}
         plans = LayerPlans.first(reuses, self._strategies, start=start, **sizes)
-        return SparseLayer(key, plans, plans.chosen.plan)
+        return SparseLayer(key, plans, plans.chosen.plan, self._step(0))
 
-    def _next_masks(self, key: LayerKey) -> Bools | None:
-        """Return (H, Q, C) of the next forward pass, if its step has other masks."""
-        assert self.config.array is not None
-        step = self._step(1)
-        if step == self._step(0) or step >= len(self.config.array):
-            return None
+    def _planned(self, state: SparseLayer, step: int) -> SparseLayer:
+        """Return a layer with plans for the masks of a step, if these are others."""
+        array, key = self.config.array, state.key
+        if array is None or step == state.step or step >= len(array):
+            return state
         blocks = self._blocks(key)
-        return blocks.with_text(self.config.masks_of(step, key.layer, key.num_heads, blocks))
+        masks = blocks.with_text(self.config.masks_of(step, key.layer, key.num_heads, blocks))
+        assert masks is not None
+        return replace(state, plans=state.plans.after(masks, key.batch, key.row_bytes), step=step)
 
     def _step(self, passes_ahead: int) -> int:
         return (self.num_passes + passes_ahead) // self.config.passes_per_step
@@ -510,14 +514,17 @@ class SparsePass:
         segments: Mapping[str, int],
         scale: float | None,
         keys: Bools | None,
+        wire: Quantized | None = None,
     ) -> Tensor:
         """Return (B, H, T, D) by the plan of a layer; the first time, plan its next step."""
         layers, (q, k, _) = self.layers, qkv
         options: Any = {"scale": scale, "kernel": layers.config.kernel, "keys": keys}
+        options["comm_dtype"] = wire
         if layer in self.done:
             plan = self.done[layer].used
             return attend_sparse(*qkv, layers.mesh_of(plan), plan, self._seen[layer], **options)[0]
-        row_bytes = q.shape[3] * q.element_size()
+        head_dim = q.shape[3]
+        row_bytes = wire.row_bytes(head_dim) if wire else head_dim * q.element_size()
         sizes = tuple(segments), tuple(segments.values()), q.shape[0], q.shape[1], k.shape[1]
         key = LayerKey(layer, *sizes, row_bytes)
         with record_function(PLAN_SPAN):

@@ -64,7 +64,7 @@ class Generation:
             enable_tiles(pipeline)
         sparse = None if options.sparse is None else SparseConfig(keep=options.sparse)
         are_guided = all(is_guided(one, self._takes) for one in self.prompts)
-        num_groups = 2 if are_guided and sparse is None else 1  # whose layers exchange nothing
+        num_groups = 2 if are_guided else 1  # whose layers exchange nothing
         self._engine = Engine(
             pipeline,
             timeout_s=options.timeout_s,

@@ -10,8 +10,9 @@ ranks.
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,10 +28,11 @@ from bascule.attention.sparse.rules import BlockRule, Pool, RuleCall, in_blocks
 from bascule.attention.usp import attend, check_settings, check_tensors, keep, with_positive_scale
 from bascule.comm.agree import first_use
 from bascule.comm.collectives import all_gather, all_reduce, table_on
-from bascule.comm.exchange import BoundRoute, exchange
+from bascule.comm.exchange import BoundRoute, exchange, move_back, move_rows
 from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup, device_of
 from bascule.comm.mesh import AttentionMesh, as_attention_mesh
+from bascule.comm.quantized import CommDtype, Quantized
 from bascule.comm.transforms import refuse_transforms
 from bascule.errors import ConfigError
 from bascule.plan.checks import of_type
@@ -107,17 +109,17 @@ class SparseTables:
             for x in places
         ]
 
-    def bring(self, parts: list[Tensor]) -> tuple[Tensor, ...]:
+    def bring(self, parts: list[Tensor], wire: Quantized | None) -> tuple[Tensor, ...]:
         """Bring rows (n, D) of q, k and v from home to where they are used."""
         if self.plan.is_local:
             return tuple(map(_taken, parts, self._local))
-        return exchange(self._bound[0], [torch.cat(parts)])[0].split(self._arriving)
+        return _exchanged(self._bound[0], torch.cat(parts), wire).split(self._arriving)
 
-    def take_home(self, rows: Tensor) -> Tensor:
+    def take_home(self, rows: Tensor, wire: Quantized | None) -> Tensor:
         """Bring rows of the output home from where they were computed."""
         if self.plan.is_local:
             return _taken(rows, self._local[3])
-        return exchange(self._bound[1], [rows])[0]
+        return _exchanged(self._bound[1], rows, wire)
 
     def call(
         self, q: Tensor, masks: Bools, scale: float, kernel: str | None, keys: Bools | None
@@ -165,6 +167,35 @@ class SparseTables:
             row_bounds=cumulative(is_seen.sum(axis=2).ravel()),
             columns=number[item, here[row, block]],
         )
+
+
+def wire_of(comm_dtype: CommDtype | None) -> Quantized | None:
+    """Return the format of rows on their way."""
+    wire = Quantized.of(comm_dtype)
+    if wire is not None and wire.centered:
+        raise ConfigError(
+            f"block-sparse attention with comm_dtype {wire}: its rows go to several ranks, each "
+            "without the others that a centre is the mean of: give 'int8' or 'e4m3'"
+        )
+    return wire
+
+
+def _exchanged(route: BoundRoute, rows: Tensor, wire: Quantized | None) -> Tensor:
+    """Move rows (n, D) along a route."""
+    return exchange(route, [rows])[0] if wire is None else _Packed.apply(route, rows, wire)
+
+
+class _Packed(torch.autograd.Function):
+    """Rows that travel at 8 bits; their gradients travel as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, route: BoundRoute, rows: Tensor, wire: Quantized) -> Tensor:
+        ctx.route = route
+        return wire.unpack(move_rows(route, [wire.pack(rows)])[0], rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, move_back(ctx.route, grads)[0], None
 
 
 def tokens_of(layout: BlockLayout, rows: PackedRows) -> Ints:
@@ -224,6 +255,7 @@ def sparse_attention(
     scale: float | None = None,
     kernel: str | None = None,
     keys: Bools | None = None,
+    comm_dtype: CommDtype | None = None,
 ) -> Tensor:
     """Exact block-sparse attention of tokens that are at home as the plan says; as q.
 
@@ -243,11 +275,15 @@ def sparse_attention(
         kernel: Name of a block kernel that skips blocks. Default: the first that runs here.
         keys: (B, tokens of the sequence) or (1, ..), True where a query may see the key, the same
             on all ranks; others have no effect, as pads. Default: all.
+        comm_dtype: "int8" or "e4m3" sends rows at 8 bits, which the backward treats as the
+            identity. Default: as they are.
 
     Raises:
+        ConfigError: Shapes, plan, masks or settings do not fit.
         CommError: The ranks disagree, or a rank did not come in time.
     """
-    return attend_sparse(q, k, v, mesh, plan, seen, scale=scale, kernel=kernel, keys=keys)[0]
+    more: Any = {"scale": scale, "kernel": kernel, "keys": keys, "comm_dtype": comm_dtype}
+    return attend_sparse(q, k, v, mesh, plan, seen, **more)[0]
 
 
 @shared("sparse attention")
@@ -262,9 +298,11 @@ def attend_sparse(
     scale: float | None = None,
     kernel: str | None = None,
     keys: Bools | None = None,
+    comm_dtype: CommDtype | None = None,
 ) -> tuple[Tensor, Bools]:
     """`sparse_attention`, and (B or 1, X, C) what the rows of this rank saw."""
     check_settings("sparse_attention", False, scale)
+    wire = wire_of(comm_dtype)
     check_tensors("sparse_attention", q, k, v)
     of_type("plan", plan, SparsePlan, _A_PLAN)
     refuse_transforms("sparse_attention", q, k, v)
@@ -281,6 +319,7 @@ def attend_sparse(
         )
     ranks = as_attention_mesh(mesh)
     form = f"{q.dtype}, head_dim {q.shape[-1]}, batch {q.shape[0]}, scale={scale}, kernel={kernel}"
+    form += f", comm_dtype {wire}"
     masks_are = seen.digest if isinstance(seen, WholeMasks) else type(seen).__name__
     shapes = [tuple(x.shape) for x in (q, k, v)]
 
@@ -298,7 +337,7 @@ def attend_sparse(
     tables: SparseTables = ranks.kept[kept]
     q, factor = with_positive_scale(q, scale)
     with record_function(EXCHANGE_SPAN):
-        here_q, here_k, here_v = tables.bring([x.reshape(-1, x.shape[3]) for x in (q, k, v)])
+        here_q, here_k, here_v = tables.bring([x.reshape(-1, x.shape[3]) for x in (q, k, v)], wire)
     with record_function(MASKS_SPAN):
         if keys is not None:
             keys = np.broadcast_to(keys, (q.shape[0], int(plan.kv.lens.sum())))
@@ -308,7 +347,7 @@ def attend_sparse(
         else:
             masks = seen(tables.rows)
         masks = _checked(tables, masks)
-        call = tables.call(q, masks, factor, kernel, keys)
+        call = replace(tables.call(q, masks, factor, kernel, keys), quantized=wire)
         if keys is not None:
             of_rows = keys[:, tokens_of(plan.kv, plan.kv_rows(tables.rank))].ravel()
             index = table_on(np.flatnonzero(of_rows), q.device)
@@ -316,7 +355,7 @@ def attend_sparse(
     q_X1D, k_X1D, v_X1D = (x[:, None] for x in (here_q, here_k, here_v))
     out = attend(q_X1D, k_X1D, v_X1D, call)
     with record_function(EXCHANGE_SPAN):
-        rows = tables.take_home(out[:, 0])
+        rows = tables.take_home(out[:, 0], wire)
     return rows.view(*q.shape[:2], -1, q.shape[3]), masks
 
 
