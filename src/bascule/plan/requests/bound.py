@@ -1,4 +1,4 @@
-"""What no policy can exceed."""
+"""A bound on what any policy can reach."""
 
 import heapq
 from collections.abc import Sequence
