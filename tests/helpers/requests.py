@@ -18,5 +18,5 @@ def random4(
 
 def gf_dit(load: float, num_ranks: int, seed: int) -> list[Request]:
     """Clips of Wan in phases, whose work is a share of what the ranks can do."""
-    mix = workloads.gf_dit_wan()
+    mix = workloads.gf_dit_wan("tridentserve")
     return mix.draw(mix.scale(load, num_ranks), seed)

@@ -50,10 +50,11 @@ def test_requests_of_a_file_by_hand(capsys: Console, tmp_path: Path) -> None:
 def test_named_workloads_have_their_load(name: str) -> None:
     mix = NAMED[name]()
     works, lasts = list[float](), list[float]()
-    for seed in range(30):
+    for seed in range(60):
         requests = mix.draw(mix.scale(0.8, 8), seed)
         works.append(sum(one.work_s for one in requests))
-        lasts.append(3600.0 if mix.most is None else requests[-1].arrival_s)
+        whole = sum(seconds for seconds, _, _ in mix.phases)
+        lasts.append(whole if mix.most is None else requests[-1].arrival_s)
         assert requests == mix.draw(mix.scale(0.8, 8), seed)
     assert sum(works) / sum(lasts) / 8 == pytest.approx(0.8, rel=0.05)
     recorded = Recorded(mix.draw(1.0, 0))

@@ -20,7 +20,7 @@ class SimulateRequestsOptions(Outputs, MachineOptions):
     """Serve requests on paper by several policies, beside what no policy can exceed.
 
     Attributes:
-        workload: random4, gf-dit-qwen, gf-dit-wan, tetriserve-uniform or tetriserve-skewed, with
+        workload: random4, gf-dit-qwen, gf-dit-wan, tetriserve-uniform, .. (docs/requests.md), with
             costs of their own.
         arrivals: File of requests, a JSON object a line: width, height, steps, and maybe frames,
             arrival_s, deadline_s (seconds after its arrival) and kind.

@@ -89,7 +89,7 @@ class Mix:
         """Return requests at so many times the rates; `slo` scales the time until deadlines."""
         random, requests, begin = np.random.default_rng(seed), list[Request](), 0.0
         for seconds, rate, shares in self.phases:
-            interval = 1.0 / (rate * scale)
+            interval = 1.0 / (rate * scale) if rate else NEVER
             draw = (lambda of: of) if self.is_regular else random.exponential
             now = begin + draw(interval)
             while now < begin + seconds and len(requests) != self.most:
@@ -141,19 +141,36 @@ def random4() -> Mix:
     return evenly(kinds, (0.15, 0.25, 0.45, 0.15), 500, is_regular=True)
 
 
-_GF_DIT = [  # seconds, requests a minute, shares of S, M, L: the trace "tridentserve" of GF-DiT
-    (600, 0.8, (0.5, 0.35, 0.15)),
-    (900, 1.4, (0.35, 0.40, 0.25)),
-    (900, 2.4, (0.5, 0.3, 0.2)),
-    (600, 1.2, (0.2, 0.35, 0.45)),
-    (600, 0.6, (0.55, 0.35, 0.10)),
-]
+_GF_DIT = {  # seconds, requests a minute, shares of S, M, L: traces of GF-DiT
+    "tridentserve": [
+        (600, 0.8, (0.5, 0.35, 0.15)),
+        (900, 1.4, (0.35, 0.40, 0.25)),
+        (900, 2.4, (0.5, 0.3, 0.2)),
+        (600, 1.2, (0.2, 0.35, 0.45)),
+        (600, 0.6, (0.55, 0.35, 0.10)),
+    ],
+    "foreground_burst": [
+        (180, 0.5, (0.0, 0.4, 0.6)),
+        (180, 3.0, (0.85, 0.1, 0.05)),
+        (540, 0.8, (0.3, 0.3, 0.4)),
+        (180, 3.0, (0.85, 0.1, 0.05)),
+        (720, 0.5, (0.4, 0.3, 0.3)),
+    ],
+    "inflight_burst": [
+        (300, 0.6, (0.0, 0.0, 1.0)),
+        (300, 0.0, (0.0, 0.0, 1.0)),
+        (180, 4.0, (1.0, 0.0, 0.0)),
+    ],
+}
 
 
-def gf_dit(kinds: Mapping[str, tuple[Mapping[int, float], float, float]], extra_s: float) -> Mix:
-    """Return the trace of GF-DiT for classes of 50 steps.
+def gf_dit(
+    trace: str, kinds: Mapping[str, tuple[Mapping[int, float], float, float]], extra_s: float
+) -> Mix:
+    """Return a trace of GF-DiT for classes of 50 steps.
 
     Args:
+        trace: Its name.
         kinds: Seconds of a step, seconds of text and pixels, and how many times as long as on one
             rank a request may take.
         extra_s: Seconds more that each may take.
@@ -165,17 +182,18 @@ def gf_dit(kinds: Mapping[str, tuple[Mapping[int, float], float, float]], extra_
         )
         for kind, (step_s, once_s, factor) in kinds.items()
     ]  # fmt: skip
-    phases = [(float(seconds), rate / 60, shares) for seconds, rate, shares in _GF_DIT]
+    phases = [(float(seconds), rate / 60, shares) for seconds, rate, shares in _GF_DIT[trace]]
     return Mix(kinds=requests, phases=phases)
 
 
-def gf_dit_qwen() -> Mix:
+def gf_dit_qwen(trace: str) -> Mix:
     """Pictures of three sizes at the costs of Qwen-Image on H20."""
     sizes = {"S": (1024, 1.5), "M": (4096, 2.0), "L": (9216, 6.0)}
-    return gf_dit({kind: (qwen_h20(n), 0.0, slo) for kind, (n, slo) in sizes.items()}, 1.0)
+    kinds = {kind: (qwen_h20(n), 0.0, slo) for kind, (n, slo) in sizes.items()}
+    return gf_dit(trace, kinds, 1.0)
 
 
-def gf_dit_wan() -> Mix:
+def gf_dit_wan(trace: str) -> Mix:
     """Clips of 480p and 49 frames, 480p and 81, 720p and 81, at synthetic costs of Wan."""
     sizes = {
         "S": (20_280, 832 * 480 * 49, 2.0),
@@ -186,7 +204,7 @@ def gf_dit_wan() -> Mix:
         kind: (synthetic_wan(tokens), 9e-11 * voxels + 0.155, slo)
         for kind, (tokens, voxels, slo) in sizes.items()
     }
-    return gf_dit(kinds, 5.0)
+    return gf_dit(trace, kinds, 5.0)
 
 
 def tetriserve(skew: float) -> Mix:
@@ -208,8 +226,10 @@ def tetriserve(skew: float) -> Mix:
 
 NAMED: Mapping[str, Callable[[], Mix]] = {
     "random4": random4,
-    "gf-dit-qwen": gf_dit_qwen,
-    "gf-dit-wan": gf_dit_wan,
+    "gf-dit-qwen": lambda: gf_dit_qwen("tridentserve"),
+    "gf-dit-wan": lambda: gf_dit_wan("tridentserve"),
+    "gf-dit-wan-foreground": lambda: gf_dit_wan("foreground_burst"),
+    "gf-dit-wan-inflight": lambda: gf_dit_wan("inflight_burst"),
     "tetriserve-uniform": lambda: tetriserve(0.0),
     "tetriserve-skewed": lambda: tetriserve(1.0),
 }
