@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from bascule.comm.quantized import Quantized
 from bascule.diffusers import Cut, Keys, Mask, ParallelHandle, SparseConfig, parallelize
 from tests.helpers.inference_cases import Case, make_inputs, make_model
 from tests.helpers.inference_toy import TABLE, Toy, make_toy, toy_gradients, toy_inputs
@@ -190,8 +191,7 @@ REFUSED: dict[str, Wrong] = {
     "vae": (lambda: split(vae="none"), "'none'"),
     "kernel": (lambda: split(kernel="flash3"), "kernel 'flash3': choose one of"),
     "format": (lambda: split(comm_dtype="int4"), "comm_dtype 'int4': choose one of int8, e4m3"),
-    "sparse, guided": (sparse(guidance_degree=2), "use guidance_degree=1, or leave out sparse"),
-    "sparse, 8 bits": (sparse(comm_dtype="int8"), "leave out comm_dtype or sparse"),
+    "sparse, a centre": (sparse(comm_dtype=Quantized("int8", centered=True)), "give 'int8' or"),
     "sparse, compiled": (lambda: sparse()().compile(), "do not compile it"),  # pyright: ignore
     "no table": (lambda: split(table=None), "context_parallel(mesh)"),
     "block": (with_table(blocks={"layers.*": ("text",)}), "names 'layers.*', and Toy has no"),
