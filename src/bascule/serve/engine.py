@@ -106,7 +106,7 @@ class Engine:
         shares_tiles: Whether all ranks of a request stay to decode the tiles of its VAE.
 
     Attributes:
-        degrees: Of blocks, on rank 0 all that there are.
+        degrees: Ranks of the blocks that this rank can be in; on rank 0, of all blocks.
 
     Raises:
         ConfigError: A pipeline without a callback after each step, or with a cache of steps; or no
@@ -438,7 +438,7 @@ class Engine:
             raise _Failed(str(failed).removeprefix("step 0, ")) from None
 
     def _use(self, block: Block) -> None:
-        """Let models compute on a block, as if for the first time: ranks come and go."""
+        """Let models compute on a block; what they kept of another one is gone."""
         place, is_new = self._places[block], block not in self._calls
         branches = None if place.branches is None else Branches(place.branches)
         for guided in self._guided:
