@@ -167,9 +167,8 @@ def _layout(
         )
     if sparse is not None:
         return SequenceLayout((num_tokens * ring * ulysses,), ring, ulysses, stripe=sparse.dealt)
-    return SequenceLayout(
-        (num_tokens * ring * ulysses,), ring, ulysses, is_zigzag, stripe=int(is_dealt)
-    )
+    kind = {"zigzag": is_zigzag, "stripe": int(is_dealt), "fixed_turns": is_dealt}
+    return SequenceLayout((num_tokens * ring * ulysses,), ring, ulysses, **kind)
 
 
 def _joined(

@@ -22,6 +22,7 @@ NOT_NONE: dict[Callable[..., Any], dict[str, Any]] = {
         "zigzag": False,
         "replicated": (),
         "stripe": 0,
+        "fixed_turns": False,
     },
     timing.measure_attention_latency: {"rounds": 5},
     packs.collate_padded: {"pad_id": 0, "ignore_index": -100, "multiple_of": 1},

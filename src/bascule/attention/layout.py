@@ -21,6 +21,7 @@ from bascule.comm.groups import RankGroup
 from bascule.comm.mesh import AttentionMesh, Place, mesh_named
 from bascule.errors import ConfigError
 from bascule.plan.checks import each, fields, of_type, whole
+from bascule.plan.sparse import turns
 
 Run = tuple[int, int]  # (start, stop)
 
@@ -45,6 +46,7 @@ class SequenceLayout:
     replicated: tuple[int, ...] = ()  # indices of the segments of which every rank has all tokens
     # tokens of a block, dealt to the ranks in turns, as block-sparse attention wants; 0 cuts runs
     stripe: int = 0
+    fixed_turns: bool = False  # whether all turns begin at rank 0, as in yunchang's striped ring
 
     def __post_init__(self) -> None:
         if not torch.compiler.is_compiling():  # there, lengths are no plain numbers
@@ -88,7 +90,8 @@ class SequenceLayout:
         """Return the runs that one rank answers for, by segment; all ranks have each token once."""
         if self.stripe:
             degrees = self.ring_degree, self.ulysses_degree
-            return list(_striped_runs(self.segments, self.stripe, *degrees)[ring, ulysses])
+            runs = _striped_runs(self.segments, self.stripe, self.fixed_turns, *degrees)
+            return list(runs[ring, ulysses])
         per_segment = 2 if self.zigzag else 1
         runs = [_part(piece, self.ulysses_degree, ulysses) for piece in self.pieces(ring)]
         return [runs[i : i + per_segment] for i in range(0, len(runs), per_segment)]
@@ -131,19 +134,20 @@ class SequenceLayout:
 
 @lru_cache(maxsize=256)
 def _striped_runs(
-    segments: tuple[int, ...], block: int, ring_degree: int, ulysses_degree: int
+    segments: tuple[int, ...], block: int, fixed: bool, ring_degree: int, ulysses_degree: int
 ) -> dict[tuple[int, int], list[list[Run]]]:
     """Return the runs of the blocks by (ring rank, Ulysses rank) and segment.
 
-    Block i of a segment is on ring rank i mod R, and there on Ulysses rank (i // R) mod U, as in
-    `plan.sparse.BlockLayout.striped`. Its last block may be short.
+    Blocks of a segment are dealt as by `plan.sparse.BlockLayout.striped`, or, in fixed turns, block
+    i to ring rank i mod R. The last block of a segment may be short.
     """
     places = [(ring, one) for ring in range(ring_degree) for one in range(ulysses_degree)]
     runs_of = {place: [list[Run]() for _ in segments] for place in places}
     first = 0
     for segment, length in enumerate(segments):
         for number, start in enumerate(range(first, first + length, block)):
-            place = number % ring_degree, number // ring_degree % ulysses_degree
+            rank = number % ring_degree if fixed else turns(number, ring_degree)
+            place = rank, number // ring_degree % ulysses_degree
             runs, stop = runs_of[place][segment], min(start + block, first + length)
             if runs and runs[-1][1] == start:
                 start = runs.pop()[0]
@@ -204,15 +208,15 @@ def num_tokens(runs: list[Run]) -> int:
 
 def form_of(ranks: Place, layout: SequenceLayout) -> str:
     """Return the name of a layout on a mesh, but for its segments."""
-    return f"{ranks.name}\n{layout.zigzag}\n{int(layout.stripe)}"
+    return f"{ranks.name}\n{layout.zigzag}\n{int(layout.stripe)}\n{layout.fixed_turns}"
 
 
 def layout_on(form: str, segments: Sequence[int]) -> tuple[AttentionMesh, SequenceLayout]:
     """Return the mesh and the layout of a name; without what is replicated."""
-    name, zigzag, stripe = form.split("\n")
-    mesh = mesh_named(name)
-    degrees, is_zigzag = mesh.degrees, zigzag == "True"
-    return mesh, SequenceLayout(tuple(segments), *degrees, is_zigzag, stripe=int(stripe))
+    name, zigzag, stripe, fixed = form.split("\n")
+    mesh, lens = mesh_named(name), tuple(segments)
+    kind = {"zigzag": zigzag == "True", "stripe": int(stripe), "fixed_turns": fixed == "True"}
+    return mesh, SequenceLayout(lens, *mesh.degrees, **kind)
 
 
 def replicated(own: Tensor, ranks: Place, layout: SequenceLayout) -> Tensor:

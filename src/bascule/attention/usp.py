@@ -170,11 +170,11 @@ def _agree(
         seen = f"of {mask.dim()} dims, {mask.dtype}, {digest_of(mask)}"
     text = (
         f"a layout of {layout.segments} tokens on {mesh.degrees[0]} x {mesh.degrees[1]} ranks, "
-        f"zigzag={layout.zigzag}, stripe={layout.stripe}, replicated segments "
-        f"{settings.replicated}, batch {q.shape[0]}, {q.shape[1]} heads for {k.shape[1]}, head_dim "
-        f"{q.shape[3]}, {q.dtype}{sent_as}, causal={settings.causal}, scale={settings.scale}, "
-        f"kernel {named(settings.kernel)}, overlap={settings.overlap}, mask {seen}, "
-        f"{Scores(*settings.scores)}, documents {settings.documents}"
+        f"zigzag={layout.zigzag}, stripe={layout.stripe}, fixed_turns={layout.fixed_turns}, "
+        f"replicated segments {settings.replicated}, batch {q.shape[0]}, {q.shape[1]} heads for "
+        f"{k.shape[1]}, head_dim {q.shape[3]}, {q.dtype}{sent_as}, causal={settings.causal}, "
+        f"scale={settings.scale}, kernel {named(settings.kernel)}, overlap={settings.overlap}, "
+        f"mask {seen}, {Scores(*settings.scores)}, documents {settings.documents}"
     )
 
     def say() -> tuple[str, ConfigError | None]:

@@ -14,6 +14,7 @@ from bascule.plan.sparse.layout import BlockLayout as BlockLayout
 from bascule.plan.sparse.layout import block_counts as block_counts
 from bascule.plan.sparse.layout import block_lens as block_lens
 from bascule.plan.sparse.layout import check_degrees as check_degrees
+from bascule.plan.sparse.layout import turns as turns
 from bascule.plan.sparse.partition import partition_blocks as partition_blocks
 from bascule.plan.sparse.partition import partition_heads as partition_heads
 from bascule.plan.sparse.plan import PackedRows as PackedRows

@@ -10,7 +10,7 @@ import hashlib
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,8 @@ from bascule.plan.sequences import MAX_LENGTH
 
 Work = npt.NDArray[Any]
 """(H, Q, C) bool masks, whose columns are key blocks, or counts of `block_counts`."""
+
+Number = TypeVar("Number", int, Ints)
 
 _BITS_PER_WORD = 64
 
@@ -151,6 +153,19 @@ def over_mean(ends: Floats, tiles: Floats) -> float:
     return max(float(ends.max()) / mean, 1.0) if mean > 0.0 else 1.0
 
 
+def turns(blocks: Number, ring_degree: int) -> Number:
+    """Return the ring rank of each block, of numbers below 2^32: a turn deals one to each rank.
+
+    Turn t begins at rank floor(R frac(t sqrt 2)). If all began at rank 0, a rank would get the same
+    rows of all frames wherever a frame has a multiple of R blocks. Steps by sqrt 2 repeat with no
+    frame (`test_turns_are_even_whatever_the_frame`).
+    """
+    first = blocks // ring_degree * ring_degree * _SQRT_2 >> 31
+    return (blocks + first) % ring_degree
+
+
+_SQRT_2 = 889_516_852  # its fraction, times 2^31
+
 MAX_RING = 2**9
 """Most ranks of a ring: placing its blocks takes time by the cube of them."""
 
@@ -186,15 +201,15 @@ class BlockLayout:
 
     @classmethod
     def striped(cls, lens: npt.ArrayLike, ulysses_degree: int, ring_degree: int) -> Self:
-        """Put block i on ring rank i mod R, and there on Ulysses rank (i // R) mod U.
+        """Deal blocks to the ring as `turns` does, turn t to its ranks with Ulysses rank t mod U.
 
         Neighbouring blocks see about as much as each other: work is nearly even without masks.
         """
         check_degrees(ulysses_degree, ring_degree)
         lens = ints("lens", lens, None, MAX_LENGTH)
-        place = np.arange(lens.size)
+        place = np.arange(lens.size, dtype=np.int64)
         ulysses = place // ring_degree % ulysses_degree
-        return cls(lens, place % ring_degree * ulysses_degree + ulysses)
+        return cls(lens, turns(place, ring_degree) * ulysses_degree + ulysses)
 
     @classmethod
     def contiguous(cls, lens: npt.ArrayLike, ulysses_degree: int, ring_degree: int) -> Self:

@@ -18,7 +18,7 @@ from bascule.arrays import Floats, Ints
 from bascule.plan.checks import amounts, choice, ints, number, whole
 from bascule.plan.metrics import imbalance
 from bascule.plan.solver.solve import Assignment, assign
-from bascule.plan.sparse.layout import barrier_ends, over_mean, rounds_of, tile_work
+from bascule.plan.sparse.layout import barrier_ends, over_mean, rounds_of, tile_work, turns
 
 METHODS = ("stripe", "minimal_move")
 
@@ -66,9 +66,9 @@ def partition_blocks(
         block_matrix: (Q, K) work of each query block on each key block, of all heads of the ring.
             Integers, so that all ranks get the same plan.
         ring_degree: R.
-        method: "stripe": block i on rank i mod R, wherever it comes from. "minimal_move": from
+        method: "stripe": blocks in `turns`, wherever they come from. "minimal_move": from
             home, one move after another while the end of the ring falls and is above `target`.
-        q_home: (Q,) ring rank where each query block is. Default: i mod R.
+        q_home: (Q,) ring rank where each query block is. Default: `turns`.
         kv_home: (K,) the same of key blocks; may be the ranks themselves, for columns of
             `block_counts`.
         target: For "minimal_move": imbalance at which moves end.
@@ -78,7 +78,7 @@ def partition_blocks(
     ring_degree, target = whole("ring_degree", ring_degree, 1), number("target", target)
     choice("method", method, *METHODS)
     (num_q, num_kv), most = matrix.shape, ring_degree - 1
-    q_striped, kv_striped = (np.arange(n, dtype=np.int64) % ring_degree for n in matrix.shape)
+    q_striped, kv_striped = (turns(np.arange(n, dtype=np.int64), ring_degree) for n in matrix.shape)
     homes: Placement = (
         q_striped if q_home is None else ints("q_home", q_home, num_q, most),
         kv_striped if kv_home is None else ints("kv_home", kv_home, num_kv, most),
