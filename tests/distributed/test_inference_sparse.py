@@ -320,7 +320,8 @@ def test_without_balance_it_is_as_exact_and_less_even(ring: int, ulysses: int) -
         assert max(without[0], balanced[0]) < 1e-10
         assert without[1] > balanced[1] + 0.02
         assert without[2] == (5 + 12, 7)  # text and three blocks of the image, and the rest
-        assert balanced[2] == (4 + 11, 1 + 8)
+        # On a ring, the third turn of the image begins at rank 1.
+        assert balanced[2] == ((4 + 8, 1 + 11) if ring == 2 else (4 + 11, 1 + 8))
 
 
 def of_many_lengths() -> dict[str, Any]:
@@ -359,7 +360,7 @@ def restarted() -> dict[str, Any]:
         {"masks": make_masks(6, len(lens_of((5, 19), BLOCK)))},
     ]
     for settings in rules:
-        with torch.no_grad(), split_toy(make_mesh(2, 1), **settings) as (model, handle):
+        with torch.no_grad(), split_toy(make_mesh(1, 2), **settings) as (model, handle):
             images: list[list[tuple[str, int]]] = [[], []]
             for states in images:
                 for seed in range(STEPS):

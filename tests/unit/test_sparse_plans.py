@@ -162,6 +162,13 @@ def test_from_a_stripe_a_few_moves_reach_the_target(ring: int) -> None:
     assert num_moved(moved, stripe.q_of, stripe.kv_of) <= 0.05 * 1200
 
 
+def test_a_ring_alone_moves_nothing_where_its_critical_path_is_even() -> None:
+    """Work (3, 1) and (1, 3) by round: 6 with a barrier after each, 4 where ranks pass by."""
+    masks = np.array([[[1, 0], [1, 0]], [[1, 0], [1, 0]], [[1, 1], [1, 1]]], bool)
+    plan = SparsePlanner(1, 2).plan(masks, BlockLayout.striped([1, 1], 1, 2))
+    assert (plan.imbalance, plan.critical_path_imbalance, plan.moved) == (1.5, 1.0, (0.0, 0.0))
+
+
 # Plans
 
 

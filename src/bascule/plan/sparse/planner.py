@@ -21,6 +21,8 @@ from bascule.plan.sparse.layout import (
     check_degrees,
     check_masks,
     check_work,
+    coupled_ends,
+    over_mean,
     ring_work,
     tile_work,
 )
@@ -232,7 +234,8 @@ class SparsePlanner:
         method: How blocks are placed: "stripe" or "minimal_move", as for `partition_blocks`. To
             compare with: "paper" is the method of db-SP, "in_order" leaves heads in their order and
             blocks where they are, as without a plan.
-        target: Imbalance at which "minimal_move" moves no more, over the mean work of all ranks.
+        target: Imbalance at which "minimal_move" moves no more, over the mean work of all ranks. It
+            moves nothing on a ring without Ulysses ranks whose critical path is as short as that.
         cut_above: See `partition_heads`.
         reward: For "paper": how much less loaded a block's home rank counts, in blocks like it.
     """
@@ -327,6 +330,13 @@ class SparsePlanner:
 
     def _placed(self, columns: Columns, matrices: Floats) -> list[BlockPlan]:
         """Place the blocks of each ring, from its work (U, Q, C)."""
+        if self.method == "minimal_move" and self.ulysses_degree == 1:
+            # Without Ulysses ranks moves are an exchange more. They must shorten what ranks wait
+            # for, which is their neighbours alone.
+            homes = columns.q_home, columns.home
+            tiles = tile_work(matrices[0], *homes, self.ring_degree)
+            if over_mean(coupled_ends(tiles), tiles) <= self.target:
+                return [BlockPlan(*homes, tiles)]
         # Rings with less work than others need not be as even.
         mean = max(float(matrices.sum()) / len(matrices), 1.0)
         least = (1.0 + self.target) / 2
