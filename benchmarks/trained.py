@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from bascule import SparseConfig, parallelize
 from bascule.arrays import Bools
+from bascule.attention.sparse import spatial_or_temporal
 from bascule.plan.sparse import BlockLayout, PlanReuse, SparsePlanner, block_lens
 from bascule.workload import load_masks
 from bascule.workload.masks import WAN21, synthetic_masks
@@ -26,7 +27,11 @@ GRID = FRAMES, SIDE // PATCH, SIDE // PATCH
 NUM_LAYERS, NUM_HEADS, HEAD_DIM, TEXT_DIM, BLOCK = 5, 8, 16, 16, 8
 BATCH, LEARNING_RATE, NUM_STEPS = 2, 1e-3, 10
 MESHES = ((8, 1), (4, 2), (2, 4), (1, 8))
-RULES = {"keep 0.3": {"keep": 0.3}, "mass 0.9": {"mass": 0.9}}
+RULES = {
+    "keep 0.3": {"keep": 0.3},
+    "mass 0.9": {"mass": 0.9},
+    "spatial or temporal": {"rule": spatial_or_temporal(GRID, width=SIDE // PATCH)},
+}
 
 
 def sparse_trained(*, quick: bool = False) -> dict[str, Any]:
@@ -43,8 +48,8 @@ def sparse_trained(*, quick: bool = False) -> dict[str, Any]:
     say(f"loss of the last tenth of the training: {losses[-1]:.3f}, of the first {losses[0]:.3f}")
     rows, structure = list[dict[str, Any]](), list[dict[str, Any]]()
     for source, model in models.items():
-        for rule, settings in RULES.items():
-            masks = on_ranks(_masks_of, model.state_dict(), settings, num_ranks=1)
+        for rule in RULES:
+            masks = on_ranks(_masks_of, model.state_dict(), rule, num_ranks=1)
             structure += [_structure(source, rule, masks)]
             if source == "trained":
                 rows += _plans(f"{source}, {rule}", masks)
@@ -126,7 +131,7 @@ def _train(model: Any, num_steps: int) -> list[float]:
     return [float(np.mean(part)) for part in np.array_split(losses, 10)]
 
 
-def _masks_of(weights: dict[str, Tensor], rule: dict[str, Any]) -> Bools:
+def _masks_of(weights: dict[str, Tensor], rule: str) -> Bools:
     """Make a clip with block-sparse attention; return (steps, layers, heads, blocks, blocks)."""
     model = _model()
     model.load_state_dict(weights)
@@ -135,7 +140,7 @@ def _masks_of(weights: dict[str, Tensor], rule: dict[str, Any]) -> Bools:
     clip = torch.randn(1, 3, FRAMES, SIDE, SIDE, generator=generator)
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         path = Path(folder) / "masks.npz"
-        with parallelize(model, sparse=SparseConfig(block=BLOCK, **rule)) as handle:
+        with parallelize(model, sparse=SparseConfig(block=BLOCK, **RULES[rule])) as handle:
             with handle.save_masks(path):
                 for step in range(NUM_STEPS):
                     time = torch.tensor([1000.0 * (1 - step / NUM_STEPS)])
