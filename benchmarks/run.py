@@ -21,7 +21,7 @@ MODULES = {
     "inference": ("inference", "inference_compiled"),
     "pipelines": ("pipeline",),
     "ablation": ("ablation",),
-    "sparse": ("sparse", "sparse_kernel", "sparse_plan"),
+    "sparse": ("sparse", "sparse_rho", "sparse_kernel", "sparse_plan"),
     "sparse_model": ("sparse_model",),
     "trained": ("sparse_trained",),
     "baselines": ("baselines",),

@@ -26,6 +26,7 @@ from bascule.plan.sparse import (
     BlockLayout,
     SparsePlan,
     SparsePlanner,
+    block_lens,
     in_order,
     plan_under,
 )
@@ -136,14 +137,7 @@ def _sparse_on_rank(rounds: int) -> list[dict[str, Any]]:
         for density in DENSITIES:
             model = replace(WAN21, grid=GRID, num_heads=NUM_HEADS, density=density)
             masks, lens = synthetic_masks(model), model.block_lens
-            home = BlockLayout.contiguous(lens, ulysses, ring)
-            plans = {
-                # What a library does that does not look at masks, and what `parallelize` does.
-                "without": plan_under(in_order(len(masks), home, home, ulysses, ring), masks),
-                "with": SparseConfig(keep=1.0)
-                .planner(ulysses, ring)
-                .plan(masks, BlockLayout.striped(lens, ulysses, ring)),
-            }
+            plans = _both_plans(masks, lens, ulysses, ring)
             masks_of = dict.fromkeys(plans, masks)
             if ulysses == 1:
                 plans["split"], masks_of["split"] = _split(masks, lens, ring)
@@ -173,6 +167,15 @@ def _sparse_on_rank(rounds: int) -> list[dict[str, Any]]:
     return cases
 
 
+def _both_plans(masks: Any, lens: Any, ulysses: int, ring: int) -> dict[str, SparsePlan]:
+    """Return what a library does that does not look at masks, and what `parallelize` does."""
+    home, planner = BlockLayout.contiguous(lens, ulysses, ring), SparseConfig(keep=1.0).planner
+    return {
+        "without": plan_under(in_order(len(masks), home, home, ulysses, ring), masks),
+        "with": planner(ulysses, ring).plan(masks, BlockLayout.striped(lens, ulysses, ring)),
+    }
+
+
 def _split(masks: Any, lens: Any, num_ranks: int) -> tuple[SparsePlan, Any]:
     """Return the plan of a ring whose ranks have a part of every block, and its masks."""
     parts = np.stack([(lens + rank) // num_ranks for rank in range(num_ranks)], axis=1).ravel()
@@ -182,30 +185,105 @@ def _split(masks: Any, lens: Any, num_ranks: int) -> tuple[SparsePlan, Any]:
 
 
 def _sparse_times(
-    mesh: AttentionMesh, plans: dict[str, SparsePlan], masks_of: dict[str, Any], rounds: int
+    mesh: AttentionMesh,
+    plans: dict[str, SparsePlan],
+    masks_of: dict[str, Any],
+    rounds: int,
+    checked: int | None = None,
 ) -> tuple[dict[str, list[float]], float]:
-    """Return the seconds of each plan in each round, and the largest error."""
+    """Return the seconds of each plan in each round, and the largest error of `checked` rows."""
     error, calls = 0.0, {}
     with torch.inference_mode():
         for name, plan in plans.items():
-            inputs, expected = _sparse_inputs(plan, masks_of[name])
+            inputs, rows, expected = _sparse_inputs(plan, masks_of[name], checked)
             call = partial(sparse_attention, *inputs, mesh, plan, rows_of(masks_of[name]))
             calls[name] = call
-            error = max(error, float((call() - expected).norm() / expected.norm()))
+            error = max(error, float((call()[:, :, rows] - expected).norm() / expected.norm()))
         return in_turns(calls, rounds, warmup=1), error
 
 
-def _sparse_inputs(plan: SparsePlan, masks: Any) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Return this rank's queries, keys and values under a plan, and what attention must give."""
+def _sparse_inputs(
+    plan: SparsePlan, masks: Any, checked: int | None
+) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+    """Return this rank's queries, keys and values; some rows, and what attention must give there.
+
+    Rows are spread over all that the rank has.
+    """
     generator = torch.Generator().manual_seed(0)
     shape = (1, NUM_HEADS, int(plan.q.lens.sum()), HEAD_DIM)
     q, k, v = (torch.randn(shape, generator=generator) for _ in range(3))
-    dense = torch.from_numpy(masks.repeat(plan.q.lens, axis=1).repeat(plan.kv.lens, axis=2))
-    heads = zip(q[0], k[0], v[0], dense, strict=True)
-    whole = torch.stack([scaled_dot_product_attention(a, b, c, mask) for a, b, c, mask in heads])
     own = np.flatnonzero(np.repeat(plan.q.home, plan.q.lens) == dist.get_rank())
-    own = torch.from_numpy(own)
-    return tuple(x[:, :, own].contiguous() for x in (q, k, v)), whole[None][:, :, own]
+    rows = np.linspace(0, own.size - 1, min(checked or own.size, own.size)).astype(int)
+    block_of = np.repeat(np.arange(plan.q.lens.size), plan.q.lens)[own[rows]]
+    seen = torch.from_numpy(masks[:, block_of].repeat(plan.kv.lens, axis=2))
+    heads = zip(q[0][:, own[rows]], k[0], v[0], seen, strict=True)
+    whole = torch.stack([scaled_dot_product_attention(a, b, c, mask) for a, b, c, mask in heads])
+    inputs = tuple(x[:, :, own].contiguous() for x in (q, k, v))
+    return inputs, torch.from_numpy(rows), whole[None]
+
+
+# --- sparse_rho ---------------------------------------------------------------------------------
+
+RHOS = tuple(1 + 0.1 * step for step in range(9))
+RHO_TOKENS, RHO_DENSITY, RHO_CHECKED = 8192, 0.4, 32
+RHO_MESHES = {"heads": (1, 2), "blocks": (2, 1)}
+"""(ring degree, Ulysses degree)"""
+
+
+def sparse_rho(*, quick: bool = False) -> dict[str, Any]:
+    """Time what balance gains of block-sparse attention, over the imbalance that it finds.
+
+    Four minutes. Two ranks of one thread; masks at random at a density of 0.4, 8 heads of width 64,
+    8,192 tokens, float32, so that kernels take most of the time. "heads": the first four have rho
+    times the mean, on two Ulysses ranks. "blocks": the first half of the query blocks, on a ring.
+    Balanced over unbalanced is compared with the bound, the ratio of their rho. Target: 95 % of it.
+    """
+    points = on_ranks(_rho_on_rank, RHOS[::4] if quick else RHOS, 3 if quick else 6)
+    for point in points:
+        say(
+            f"{point['what']}, rho {point['rho']:.3f}: {point['speedup']['median']:.3f}x of "
+            f"{point['bound']:.3f}x ({point['share']:.1%}; target {SHARE_TARGET:.0%})",
+            point["share"] >= SHARE_TARGET,
+        )
+        assert point["error"] < LARGEST_ERROR
+    return {"points": points}
+
+
+def _rho_on_rank(rhos: tuple[float, ...], rounds: int) -> list[dict[str, Any]]:
+    points, lens = list[dict[str, Any]](), block_lens((RHO_TOKENS,), WAN21.block)
+    for what, (ring, ulysses) in RHO_MESHES.items():
+        names = ("ring", "ulysses")
+        mesh = AttentionMesh.of(init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=names))
+        for wanted in rhos:
+            masks = _masks_of_rho(what, wanted, lens.size)
+            plans = _both_plans(masks, lens, ulysses, ring)
+            times, error = _sparse_times(
+                mesh, plans, dict.fromkeys(plans, masks), rounds, RHO_CHECKED
+            )
+            rho, after = plans["without"].imbalance, plans["with"].imbalance
+            speedup = ratio(times["without"], times["with"])
+            points.append(
+                {
+                    "what": what,
+                    "rho": rho,
+                    "rho_balanced": after,
+                    "bound": rho / after,
+                    "speedup": speedup,
+                    "share": speedup["median"] * after / rho,
+                    "median_s": {name: statistics.median(one) for name, one in times.items()},
+                    "error": error,
+                }
+            )
+    return points
+
+
+def _masks_of_rho(what: str, rho: float, size: int) -> Any:
+    """Draw (H, N, N) of which the first half of heads, or of query blocks, has rho of the mean."""
+    half = (NUM_HEADS if what == "heads" else size) // 2
+    shares = np.repeat([rho, 2 - rho], half)
+    shares = shares[:, None, None] if what == "heads" else shares[:, None]
+    drawn = np.random.default_rng(0).random((NUM_HEADS, size, size))
+    return drawn < RHO_DENSITY * shares
 
 
 # --- sparse_kernel ------------------------------------------------------------------------------
