@@ -22,7 +22,7 @@ MODULES = {
     "pipelines": ("pipeline",),
     "ablation": ("ablation",),
     "sparse": ("sparse", "sparse_rho", "sparse_kernel", "sparse_plan"),
-    "sparse_model": ("sparse_model",),
+    "sparse_model": ("sparse_model", "sparse_cogvideox"),
     "trained": ("sparse_trained",),
     "baselines": ("baselines",),
     "training": ("wallclock", "stages", "trace", "calibrate", "diffusers_training"),
