@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,14 +22,19 @@ from bascule.attention.mask import BlockRows as MaskRows
 from bascule.attention.sparse.attend import rows_of, sparse_attention
 from bascule.comm.mesh import AttentionMesh
 from bascule.diffusers import SparseConfig
+from bascule.plan.machine import AttentionLatency, AttentionLoad, HardwareProfile
 from bascule.plan.sparse import (
     BlockLayout,
+    PlanReuse,
     SparsePlan,
     SparsePlanner,
+    block_lens,
     in_order,
     plan_under,
 )
-from bascule.workload.masks import COGVIDEOX15, WAN21, synthetic_masks
+from bascule.plan.sparse.choose import Strategies, all_degrees
+from bascule.sim.sparse_study import Setting, mesh_name, study
+from bascule.workload.masks import COGVIDEOX15, WAN21, MaskModel, synthetic_masks
 
 # --- sparse_plan --------------------------------------------------------------------------------
 
@@ -41,15 +46,25 @@ RHO_TARGETS = {"stripe": 1.012, "minimal": 1.005}
 def sparse_plan(*, quick: bool = False) -> dict[str, Any]:
     """Measure how even plans of block-sparse attention get, and what moves for it.
 
-    Two minutes. Synthetic masks of five layers (`bascule.workload.masks`). "before" and "paper"
-    start from runs of blocks, as in the paper; "stripe" and "minimal" from a striped home.
+    Five minutes. Synthetic masks of five layers (`bascule.workload.masks`). "before" and "paper"
+    start from runs of blocks, as in the paper; "stripe" and "minimal" from a striped home. "kept"
+    has the plans of a layer over 50 steps, by tolerance; "rewards" the paper's greedy, by reward.
+    "meshes": each layer of each step on the mesh that is predicted to be the fastest, of 16 steps
+    on several machines; gains are over the best mesh for all, by what calls are predicted to take.
     """
     rows = list[dict[str, Any]]()
     for name, model in {"Wan2.1": WAN21, "CogVideoX1.5": COGVIDEOX15}.items():
         layers = [synthetic_masks(model, layer=layer) for layer in range(1 if quick else 5)]
         for mesh in PLANNED:
             rows += qualities(name, model.block_lens, layers, mesh)
-    return {"quality": rows}
+    results: dict[str, Any] = {"quality": rows, "kept": [], "rewards": [], "meshes": []}
+    for name, model in {"Wan2.1": WAN21, "CogVideoX1.5": COGVIDEOX15}.items():
+        model = replace(model, block=SWEPT_BLOCK)
+        steps = (synthetic_masks(model, step=step) for step in range(3 if quick else 50))
+        for key, swept in sweeps(name, model.block_lens, [steps]).items():
+            results[key] += swept
+        results["meshes"] += _meshes_chosen(name, replace(model, block=MESHES_BLOCK), quick)
+    return results
 
 
 def qualities(
@@ -89,6 +104,127 @@ def qualities(
             "moved_q": moved_q,
             "moved_kv": moved_kv,
         }
+
+
+SWEPT_BLOCK, MESHES_BLOCK, ROW_BYTES = 128, 320, 256  # larger blocks than 64, to be fast
+TOLERANCES, REWARDS = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1), (0.0, 1.0, 2.0, 5.0, 7.0, 10.0)
+
+
+def sweeps(
+    name: str, lens: Any, layers: Iterable[Iterable[Any]]
+) -> dict[str, list[dict[str, Any]]]:
+    """Return means over layers of plans kept by tolerance, and of the greedy by reward."""
+    latency = HardwareProfile.load("h100-datasheet").attention_latency(128)
+    setting = Setting(PLANNED, lens, lens, latency, 128, 2, 1.005, 2.0, 0.05)
+    studies = [study(name, [steps], setting, TOLERANCES, REWARDS) for steps in layers]
+    kept, rewards = list[dict[str, Any]](), list[dict[str, Any]]()
+    for mesh in PLANNED:
+        where = {"model": name, "ulysses": mesh[0], "ring": mesh[1]}
+        for tolerance in TOLERANCES:
+            reuses = [one.runs[0].reuses[mesh, tolerance] for one in studies]
+            rhos = [rho for reuse in reuses for rho in reuse.imbalances]
+            made = statistics.mean(reuse.state.num_planned for reuse in reuses)
+            row = {"plans_made": made, "rho_mean": statistics.mean(rhos), "rho_max": max(rhos)}
+            kept.append(where | {"tolerance": tolerance, "steps": len(reuses[0].imbalances)} | row)
+            say(
+                f"{name} {mesh_name(mesh)} tolerance {tolerance:g}: {made:g} plans of "
+                f"{kept[-1]['steps']} steps, rho {row['rho_mean']:.4f} ({row['rho_max']:.4f} most)"
+            )
+        for place, reward in enumerate(REWARDS):
+            at = PLANNED.index(mesh) * len(REWARDS) + place
+            outcomes = [one.rewards[at][1] for one in studies]
+            values = [(x.imbalance, x.q_moved, x.kv_moved) for x in outcomes]
+            rho, moved_q, moved_kv = np.mean(values, axis=0).tolist()
+            row = {"reward": reward, "rho": rho, "moved_q": moved_q, "moved_kv": moved_kv}
+            rewards.append(where | row)
+            say(
+                f"{name} {mesh_name(mesh)} reward {reward:g}: rho {rho:.4f}, Q moved "
+                f"{moved_q:.1%}, KV {moved_kv:.1%}"
+            )
+    return {"kept": kept, "rewards": rewards}
+
+
+MACHINES = ("h100-datasheet", "b200-datasheet", "a100-datasheet", "l40s-datasheet")
+SCHEDULES = {
+    "0.41": lambda step, layer: 0.41,
+    "0.2": lambda step, layer: 0.2,
+    "0.1": lambda step, layer: 0.1,
+    "a quarter dense, then 0.41": lambda step, layer: 1.0 if step < 0.25 else 0.41,
+    "a quarter dense, then 0.2": lambda step, layer: 1.0 if step < 0.25 else 0.2,
+    "a quarter dense, then 0.1": lambda step, layer: 1.0 if step < 0.25 else 0.1,
+    "0.05 to 0.6 by layer": lambda step, layer: (0.05, 0.15, 0.3, 0.6)[layer],
+}
+"""Density by share of the steps, and layer of `NUM_LAYERS`. Video models often begin dense."""
+NUM_LAYERS, NUM_STEPS = 4, 16
+
+
+def _meshes_chosen(name: str, model: MaskModel, quick: bool) -> Iterator[dict[str, Any]]:
+    """Yield shares of the meshes that layers choose, and what the choice gains."""
+    num_steps = 4 if quick else NUM_STEPS
+    for schedule, density_of in SCHEDULES.items():
+        layers = [
+            [
+                _masks_of_density(model, density_of(step / num_steps, layer), layer, step)
+                for step in range(num_steps)
+            ]
+            for layer in range(NUM_LAYERS)
+        ]
+        for num_ranks in (2, 4, 8):
+            meshes = all_degrees(num_ranks)
+            loads = [[_loads(steps, model.block_lens, mesh) for mesh in meshes] for steps in layers]
+            for machine in MACHINES:
+                latency = HardwareProfile.load(machine).attention_latency(128)
+                row = _choices(latency, meshes, loads)
+                shares = ", ".join(f"{x} {share:.0%}" for x, share in row["shares"].items())
+                say(
+                    f"{name}, {num_ranks} ranks, {machine}, density {schedule}: {shares}; "
+                    f"{row['gain']:.3f}x of {row['best_mesh']} alone, {row['gain_late']:.3f}x by "
+                    "the step before"
+                )
+                where = {"model": name, "ranks": num_ranks, "machine": machine}
+                yield where | {"density": schedule} | row
+
+
+def _masks_of_density(model: MaskModel, density: float, layer: int, step: int) -> Any:
+    if density == 1.0:
+        return np.ones((model.num_heads, *[model.block_lens.size] * 2), np.bool_)
+    return synthetic_masks(replace(model, density=density), layer=layer, step=step)
+
+
+def _loads(steps: list[Any], lens: Any, mesh: tuple[int, int]) -> list[AttentionLoad]:
+    """Return the loads of a layer's steps on a mesh, whose plans are kept."""
+    planner, home = SparsePlanner(*mesh), BlockLayout.striped(lens, *mesh)
+    state, loads = PlanReuse(planner, planner.plan(steps[0], home)), list[AttentionLoad]()
+    for masks in steps:
+        state = state.after(masks) if loads else state
+        loads.append(AttentionLoad.of_plan(state.ran or state.plan, 1, ROW_BYTES))
+    return loads
+
+
+def _choices(
+    latency: AttentionLatency,
+    meshes: list[tuple[int, int]],
+    loads: list[list[list[AttentionLoad]]],
+) -> dict[str, Any]:
+    """Let layers choose in every step; `loads` are by layer, mesh and step."""
+    strategies, chosen = Strategies(latency), list[tuple[int, int]]()
+    seconds = np.array([[[latency(x) for x in steps] for steps in of_mesh] for of_mesh in loads])
+    now_s = late_s = 0.0
+    for layer, of_meshes in enumerate(loads):
+        choice = None
+        for step, of_step in enumerate(zip(*of_meshes, strict=True)):
+            last, choice = choice, strategies.choose(of_step, choice)
+            now_s += choice.predicted_s
+            late_s += seconds[layer, meshes.index((last or choice).degrees), step]
+            chosen.append(choice.degrees)
+    alone_s = seconds.sum(axis=(0, 2))
+    return {
+        "shares": {mesh_name(x): chosen.count(x) / len(chosen) for x in meshes},
+        "best_mesh": mesh_name(meshes[int(alone_s.argmin())]),
+        "best_mesh_s": float(alone_s.min()),
+        "gain": float(alone_s.min() / now_s),
+        "gain_late": float(alone_s.min() / late_s),  # chosen by the step before, as rules do
+    }
 
 
 # --- sparse -------------------------------------------------------------------------------------
@@ -136,14 +272,7 @@ def _sparse_on_rank(rounds: int) -> list[dict[str, Any]]:
         for density in DENSITIES:
             model = replace(WAN21, grid=GRID, num_heads=NUM_HEADS, density=density)
             masks, lens = synthetic_masks(model), model.block_lens
-            home = BlockLayout.contiguous(lens, ulysses, ring)
-            plans = {
-                # What a library does that does not look at masks, and what `parallelize` does.
-                "without": plan_under(in_order(len(masks), home, home, ulysses, ring), masks),
-                "with": SparseConfig(keep=1.0)
-                .planner(ulysses, ring)
-                .plan(masks, BlockLayout.striped(lens, ulysses, ring)),
-            }
+            plans = _both_plans(masks, lens, ulysses, ring)
             masks_of = dict.fromkeys(plans, masks)
             if ulysses == 1:
                 plans["split"], masks_of["split"] = _split(masks, lens, ring)
@@ -173,6 +302,15 @@ def _sparse_on_rank(rounds: int) -> list[dict[str, Any]]:
     return cases
 
 
+def _both_plans(masks: Any, lens: Any, ulysses: int, ring: int) -> dict[str, SparsePlan]:
+    """Return what a library does that does not look at masks, and what `parallelize` does."""
+    home, planner = BlockLayout.contiguous(lens, ulysses, ring), SparseConfig(keep=1.0).planner
+    return {
+        "without": plan_under(in_order(len(masks), home, home, ulysses, ring), masks),
+        "with": planner(ulysses, ring).plan(masks, BlockLayout.striped(lens, ulysses, ring)),
+    }
+
+
 def _split(masks: Any, lens: Any, num_ranks: int) -> tuple[SparsePlan, Any]:
     """Return the plan of a ring whose ranks have a part of every block, and its masks."""
     parts = np.stack([(lens + rank) // num_ranks for rank in range(num_ranks)], axis=1).ravel()
@@ -182,30 +320,105 @@ def _split(masks: Any, lens: Any, num_ranks: int) -> tuple[SparsePlan, Any]:
 
 
 def _sparse_times(
-    mesh: AttentionMesh, plans: dict[str, SparsePlan], masks_of: dict[str, Any], rounds: int
+    mesh: AttentionMesh,
+    plans: dict[str, SparsePlan],
+    masks_of: dict[str, Any],
+    rounds: int,
+    checked: int | None = None,
 ) -> tuple[dict[str, list[float]], float]:
-    """Return the seconds of each plan in each round, and the largest error."""
+    """Return the seconds of each plan in each round, and the largest error of `checked` rows."""
     error, calls = 0.0, {}
     with torch.inference_mode():
         for name, plan in plans.items():
-            inputs, expected = _sparse_inputs(plan, masks_of[name])
+            inputs, rows, expected = _sparse_inputs(plan, masks_of[name], checked)
             call = partial(sparse_attention, *inputs, mesh, plan, rows_of(masks_of[name]))
             calls[name] = call
-            error = max(error, float((call() - expected).norm() / expected.norm()))
+            error = max(error, float((call()[:, :, rows] - expected).norm() / expected.norm()))
         return in_turns(calls, rounds, warmup=1), error
 
 
-def _sparse_inputs(plan: SparsePlan, masks: Any) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Return this rank's queries, keys and values under a plan, and what attention must give."""
+def _sparse_inputs(
+    plan: SparsePlan, masks: Any, checked: int | None
+) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+    """Return this rank's queries, keys and values; some rows, and what attention must give there.
+
+    Rows are spread over all that the rank has.
+    """
     generator = torch.Generator().manual_seed(0)
     shape = (1, NUM_HEADS, int(plan.q.lens.sum()), HEAD_DIM)
     q, k, v = (torch.randn(shape, generator=generator) for _ in range(3))
-    dense = torch.from_numpy(masks.repeat(plan.q.lens, axis=1).repeat(plan.kv.lens, axis=2))
-    heads = zip(q[0], k[0], v[0], dense, strict=True)
-    whole = torch.stack([scaled_dot_product_attention(a, b, c, mask) for a, b, c, mask in heads])
     own = np.flatnonzero(np.repeat(plan.q.home, plan.q.lens) == dist.get_rank())
-    own = torch.from_numpy(own)
-    return tuple(x[:, :, own].contiguous() for x in (q, k, v)), whole[None][:, :, own]
+    rows = np.linspace(0, own.size - 1, min(checked or own.size, own.size)).astype(int)
+    block_of = np.repeat(np.arange(plan.q.lens.size), plan.q.lens)[own[rows]]
+    seen = torch.from_numpy(masks[:, block_of].repeat(plan.kv.lens, axis=2))
+    heads = zip(q[0][:, own[rows]], k[0], v[0], seen, strict=True)
+    whole = torch.stack([scaled_dot_product_attention(a, b, c, mask) for a, b, c, mask in heads])
+    inputs = tuple(x[:, :, own].contiguous() for x in (q, k, v))
+    return inputs, torch.from_numpy(rows), whole[None]
+
+
+# --- sparse_rho ---------------------------------------------------------------------------------
+
+RHOS = tuple(1 + 0.1 * step for step in range(9))
+RHO_TOKENS, RHO_DENSITY, RHO_CHECKED = 8192, 0.4, 32
+RHO_MESHES = {"heads": (1, 2), "blocks": (2, 1)}
+"""(ring degree, Ulysses degree)"""
+
+
+def sparse_rho(*, quick: bool = False) -> dict[str, Any]:
+    """Time what balance gains of block-sparse attention, over the imbalance that it finds.
+
+    Four minutes. Two ranks of one thread; masks at random at a density of 0.4, 8 heads of width 64,
+    8,192 tokens, float32, so that kernels take most of the time. "heads": the first four have rho
+    times the mean, on two Ulysses ranks. "blocks": the first half of the query blocks, on a ring.
+    Balanced over unbalanced is compared with the bound, the ratio of their rho. Target: 95 % of it.
+    """
+    points = on_ranks(_rho_on_rank, RHOS[::4] if quick else RHOS, 3 if quick else 6)
+    for point in points:
+        say(
+            f"{point['what']}, rho {point['rho']:.3f}: {point['speedup']['median']:.3f}x of "
+            f"{point['bound']:.3f}x ({point['share']:.1%}; target {SHARE_TARGET:.0%})",
+            point["share"] >= SHARE_TARGET,
+        )
+        assert point["error"] < LARGEST_ERROR
+    return {"points": points}
+
+
+def _rho_on_rank(rhos: tuple[float, ...], rounds: int) -> list[dict[str, Any]]:
+    points, lens = list[dict[str, Any]](), block_lens((RHO_TOKENS,), WAN21.block)
+    for what, (ring, ulysses) in RHO_MESHES.items():
+        names = ("ring", "ulysses")
+        mesh = AttentionMesh.of(init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=names))
+        for wanted in rhos:
+            masks = _masks_of_rho(what, wanted, lens.size)
+            plans = _both_plans(masks, lens, ulysses, ring)
+            times, error = _sparse_times(
+                mesh, plans, dict.fromkeys(plans, masks), rounds, RHO_CHECKED
+            )
+            rho, after = plans["without"].imbalance, plans["with"].imbalance
+            speedup = ratio(times["without"], times["with"])
+            points.append(
+                {
+                    "what": what,
+                    "rho": rho,
+                    "rho_balanced": after,
+                    "bound": rho / after,
+                    "speedup": speedup,
+                    "share": speedup["median"] * after / rho,
+                    "median_s": {name: statistics.median(one) for name, one in times.items()},
+                    "error": error,
+                }
+            )
+    return points
+
+
+def _masks_of_rho(what: str, rho: float, size: int) -> Any:
+    """Draw (H, N, N) of which the first half of heads, or of query blocks, has rho of the mean."""
+    half = (NUM_HEADS if what == "heads" else size) // 2
+    shares = np.repeat([rho, 2 - rho], half)
+    shares = shares[:, None, None] if what == "heads" else shares[:, None]
+    drawn = np.random.default_rng(0).random((NUM_HEADS, size, size))
+    return drawn < RHO_DENSITY * shares
 
 
 # --- sparse_kernel ------------------------------------------------------------------------------

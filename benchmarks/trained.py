@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from measuring import on_ranks, say
-from sparse import qualities
+from sparse import qualities, sweeps
 from torch import Tensor
 from torch.nn import functional
 
 from bascule import SparseConfig, parallelize
 from bascule.arrays import Bools
 from bascule.attention.sparse import spatial_or_temporal
-from bascule.plan.sparse import BlockLayout, PlanReuse, SparsePlanner, block_lens
+from bascule.plan.sparse import block_lens
 from bascule.workload import load_masks
 from bascule.workload.masks import WAN21, synthetic_masks
 
@@ -47,12 +47,16 @@ def sparse_trained(*, quick: bool = False) -> dict[str, Any]:
     losses = _train(models["trained"], 20 if quick else 600)
     say(f"loss of the last tenth of the training: {losses[-1]:.3f}, of the first {losses[0]:.3f}")
     rows, structure = list[dict[str, Any]](), list[dict[str, Any]]()
+    swept: dict[str, list[dict[str, Any]]] = {"kept": [], "rewards": []}
     for source, model in models.items():
         for rule in RULES:
             masks = on_ranks(_masks_of, model.state_dict(), rule, num_ranks=1)
             structure += [_structure(source, rule, masks)]
             if source == "trained":
                 rows += _plans(f"{source}, {rule}", masks)
+                lens, layers = block_lens((math.prod(GRID),), BLOCK), masks.swapaxes(0, 1)
+                for key, values in sweeps(f"{source}, {rule}", lens, layers).items():
+                    swept[key] += values
     density = next(one["density"] for one in structure[::-1] if one["rule"] == "mass 0.9")
     drawn = replace(WAN21, grid=GRID, num_heads=NUM_HEADS, density=density, block=BLOCK)
     masks = np.stack(
@@ -61,7 +65,7 @@ def sparse_trained(*, quick: bool = False) -> dict[str, Any]:
     )  # fmt: skip
     structure += [_structure("synthetic", "-", masks)]
     rows += _plans("synthetic", masks)
-    return {"losses": losses, "structure": structure, "quality": rows}
+    return {"losses": losses, "structure": structure, "quality": rows} | swept
 
 
 # --- the model ----------------------------------------------------------------------------------
@@ -171,23 +175,10 @@ def _structure(source: str, rule: str, masks: Bools) -> dict[str, Any]:
 
 
 def _plans(name: str, masks: Bools) -> Iterator[dict[str, Any]]:
-    """Yield a row for each way to plan a step in the middle, 8 heads and 40; and plans kept."""
+    """Yield a row for each way to plan a step in the middle, 8 heads and 40."""
     lens = block_lens((math.prod(GRID),), BLOCK)
     layers = list(masks[NUM_STEPS // 2])
     for mesh in MESHES:
         for heads, of_layers in ((NUM_HEADS, layers), (40, [np.concatenate(layers)])):
             for row in qualities(f"{name}, {heads} heads", lens, of_layers, mesh):
                 yield row | {"source": name, "heads": heads}
-        planner, num_made, rhos = SparsePlanner(*mesh), 0, list[float]()
-        for layer in range(NUM_LAYERS):
-            home = BlockLayout.striped(lens, *mesh)
-            state = PlanReuse(planner, planner.plan(masks[0, layer], home), 0.05)
-            for step in range(1, NUM_STEPS):
-                state = state.after(masks[step, layer])
-                assert state.ran is not None
-                rhos.append(state.ran.imbalance)
-            num_made += state.num_planned
-        say(
-            f"{name} U{mesh[0]}R{mesh[1]}: {num_made} plans for {NUM_LAYERS} layers in "
-            f"{NUM_STEPS} steps, rho {np.mean(rhos):.4f} as run"
-        )

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bascule.arrays import Bools, Ints
-from bascule.plan.machine import AttentionLatency, AttentionLoad
+from bascule.plan.machine import AttentionLatency, AttentionLoad, HardwareProfile
 from bascule.plan.sparse import (
     BlockLayout,
     PlanReuse,
@@ -30,7 +30,7 @@ from bascule.plan.sparse.choose import LayerPlans, Strategies, all_degrees, colu
 from bascule.plan.sparse.partition import BlockPlan
 from bascule.plan.sparse.planner import PLANNERS, greedy, paper_blocks
 from bascule.report.sparse_picture import draw
-from bascule.sim.sparse_study import WAYS, Mesh, run_layer, study
+from bascule.sim.sparse_study import WAYS, Mesh, Setting, run_layer, study
 from tests.helpers.simulation import exchange
 from tests.helpers.sparse_simulation import (
     MASK_KINDS,
@@ -44,7 +44,14 @@ from tests.helpers.sparse_simulation import (
     toeplitz_mask,
     tokens_of,
 )
-from tests.helpers.sparse_studies import HEAD_DIM, ITEMSIZE, TOLERANCE, drifting, setting_of
+from tests.helpers.sparse_studies import (
+    HEAD_DIM,
+    ITEMSIZE,
+    TOLERANCE,
+    drifting,
+    even_load,
+    setting_of,
+)
 
 # Counts and imbalance
 
@@ -504,6 +511,40 @@ def test_a_kept_plan_is_judged_by_the_masks_that_it_meets() -> None:
         assert reuse.state.num_planned + reuse.state.num_kept == len(steps)
     planned = [found.reuses[mesh, x].state.num_planned for x in (0.0, TOLERANCE, 9.0)]
     assert planned[0] > planned[2] and planned == sorted(planned, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("machine", "densities", "gain"),
+    [
+        ("l40s-datasheet", (1.0, 1.0, 0.2, 0.2, 0.2, 0.2, 0.2, 0.2), 1.0849),
+        ("l40s-datasheet", (1.0, 1.0, 0.41, 0.41, 0.41, 0.41, 0.41, 0.41), 1.0722),
+        ("l40s-datasheet", (0.2,) * 8, 1.0),
+        ("h100-datasheet", (1.0, 1.0, 0.2, 0.2, 0.2, 0.2, 0.2, 0.2), 1.0),
+    ],
+)
+def test_a_mesh_by_step_gains_where_steps_are_unlike_and_wires_are_slow(
+    machine: str, densities: tuple[float, ...], gain: float
+) -> None:
+    """Wan2.1 on 4 ranks. `gain` over the best mesh for all steps, of even shares by hand."""
+    latency = HardwareProfile.load(machine).attention_latency(128)
+    meshes, size, heads = all_degrees(4), 60, 40
+    lens = np.full(size, 75600 // size)
+    drawn = np.random.default_rng(0).random((heads, size, size))
+    setting = Setting(tuple(meshes), lens, lens, latency, 128, 2, 1.02, 2.0, 0.05)
+
+    def seconds_on(meshes: tuple[Mesh, ...]) -> float:
+        run = run_layer((drawn < x for x in densities), replace(setting, meshes=meshes), ())
+        return sum(choice.predicted_s for choice in run.choices)
+
+    def by_hand(mesh: Mesh, density: float) -> float:
+        shape = {"seq_len": 75600, "num_heads": heads, "head_dim": 128}
+        return latency(even_load(mesh, density=density, **shape))
+
+    alone = min(seconds_on((mesh,)) for mesh in meshes)
+    least = sum(min(by_hand(mesh, x) for mesh in meshes) for x in densities)
+    expected = min(sum(by_hand(mesh, x) for x in densities) for mesh in meshes) / least
+    assert alone / seconds_on(tuple(meshes)) == pytest.approx(expected, rel=0.01)
+    assert expected == pytest.approx(gain, abs=5e-4)
 
 
 def test_a_picture_shows_the_study() -> None:
