@@ -27,7 +27,7 @@ DENSE_STEPS = (True, False, False, True)
 
 def latency_for(num_ranks: int) -> AttentionLatency:
     """With much work a ring hides what it passes on; with little, all-to-alls are cheaper."""
-    all_to_all, p2p = (0.03, 700.0) if num_ranks == 2 else (0.06, 350.0)
+    all_to_all, p2p = (0.03, 700.0) if num_ranks == 2 else (0.06, 250.0)
     return AttentionLatency(0.0, all_to_all, p2p, 0.0, 0.5, 0.0)
 
 
