@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain, product
+from operator import index
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from bascule.errors import ConfigError
 from bascule.plan.checks import each, fields, of_type, whole
 
 Run = tuple[int, int]  # (start, stop)
+_MANY = 8  # runs that graphs take by an index: parts compile one by one
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,11 @@ class SequenceLayout:
         """Return the runs that one rank answers for, by segment; all ranks have each token once."""
         if self.stripe:
             degrees = self.ring_degree, self.ulysses_degree
-            return list(_striped_runs(self.segments, self.stripe, *degrees)[ring, ulysses])
+            lengths = tuple([index(length) for length in self.segments])  # graphs have numbers
+            return [
+                list(runs)
+                for runs in _striped_of((lengths, self.stripe, *degrees), (ring, ulysses))
+            ]
         per_segment = 2 if self.zigzag else 1
         runs = [_part(piece, self.ulysses_degree, ulysses) for piece in self.pieces(ring)]
         return [runs[i : i + per_segment] for i in range(0, len(runs), per_segment)]
@@ -129,6 +135,12 @@ class SequenceLayout:
         return list(zip([0, *ends], ends, strict=False))
 
 
+@torch.compiler.assume_constant_result
+def _striped_of(form: tuple[Any, ...], place: tuple[int, int]) -> tuple[tuple[Run, ...], ...]:
+    """Return the runs of a rank, in tuples: compilers take these for constants."""
+    return tuple(map(tuple, _striped_runs(*form)[place]))
+
+
 @lru_cache(maxsize=256)
 def _striped_runs(
     segments: tuple[int, ...], block: int, ring_degree: int, ulysses_degree: int
@@ -167,6 +179,12 @@ def positions_on(layout: SequenceLayout, ring: int, device: torch.device) -> Ten
 
 def take_runs(x: Tensor, runs: list[Run], dim: int) -> Tensor:
     """The tokens of these runs, one run after another. Differentiable."""
+    if torch.compiler.is_compiling() and len(runs) > _MANY:
+        starts, lens = [start for start, _ in runs], [stop - start for start, stop in runs]
+        total, before = num_tokens(runs), [0, *accumulate(lens)][:-1]
+        shifts = torch.tensor([start - at for start, at in zip(starts, before, strict=True)])
+        each = shifts.repeat_interleave(torch.tensor(lens), output_size=total)
+        return x.index_select(dim, (torch.arange(total) + each).to(x.device))
     parts = [x.narrow(dim, start, stop - start) for start, stop in runs or [(0, 0)]]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 

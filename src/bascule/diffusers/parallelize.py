@@ -245,12 +245,9 @@ class ParallelHandle:
                 never with CUDA graphs.
 
         Raises:
-            ConfigError: Device, back end, `dynamic` or block-sparse attention exclude the mode.
+            ConfigError: Device, back end or `dynamic` exclude the mode.
         """
-        if self._split_part(None, "compile").sparse is not None:
-            raise ConfigError(
-                "compile: block-sparse attention is planned in every step: do not compile it"
-            )
+        self._split_part(None, "compile")
         check_mode(mode, dynamic, self.mesh, device_of(self.model))
         self._compiled.close()
         for part in self.parts:

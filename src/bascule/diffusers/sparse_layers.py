@@ -12,6 +12,7 @@ blocks of the sequence.
 import logging
 import math
 import zlib
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -364,9 +366,15 @@ class SparseLayers:
         self._states: dict[tuple[tuple[int, ...], int], dict[LayerKey, SparseLayer]] = {}
         self._noted = noted
         self.saves: Callable[[int, Bools | None], None] | None = None  # layer and masks (H, Q, C)
+        self._running = deque[object](maxlen=2)  # passes of compiled code, for their backward
 
     def __len__(self) -> int:
         return sum(map(len, self._states.values()))
+
+    def hold(self, one: object) -> None:
+        """Hold a pass that compiled code comes back to."""
+        if one not in self._running:
+            self._running.append(one)
 
     def restart(self) -> None:
         """Make the next forward pass the first step of another image."""
@@ -489,12 +497,24 @@ class SparseLayers:
 class SparsePass:
     """The attention of one forward pass, with its recomputations."""
 
-    def __init__(self, layers: SparseLayers) -> None:
+    def __init__(self, layers: SparseLayers, ticket: Tensor | None = None) -> None:
         self.layers = layers
+        # Numbers of the pass, by which operators find it, and of its next layer.
+        self.ticket = torch.zeros(2, dtype=torch.int64) if ticket is None else ticket
         self.done: dict[int, SparseLayer] = {}  # by layer, after its attention
         self._seen: dict[int, RowsSeen | BlockRule] = {}
         self._first_of: dict[str, int] = {}
-        self._next = 0
+        # By layer, q, k, v and the output in compiled code, for its backward.
+        self.recorded: dict[int, tuple[list[Tensor], Tensor]] = {}
+        self._is_ended = False
+
+    @property
+    def _next(self) -> int:
+        return int(self.ticket[1])
+
+    @_next.setter
+    def _next(self, layer: int) -> None:
+        self.ticket = torch.tensor([int(self.ticket[0]), layer])
 
     def begin_block(self, name: str, is_again: bool) -> None:
         """Begin a block; a recomputed one has the layers of the first time."""
@@ -539,6 +559,9 @@ class SparsePass:
 
     def end(self) -> None:
         """End the forward pass; refuse masks or dense layers that do not fit its layers."""
+        if self._is_ended:  # graphs of a backward may repeat what is in the forward's
+            return
+        self._is_ended = True
         config = self.layers.config
         dense = max(config.dense_layers, default=-1)
         if dense >= self._next:
