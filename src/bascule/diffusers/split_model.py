@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -313,7 +314,7 @@ class SplitModel:
         if isinstance(current, CountingPass):
             before = self._known.get(current.form)
             attended = attended or (before and before.attended)
-            needs_mode = not self.blocks or current.has_empty_share()
+            needs_mode = not self.blocks or self._number > 0 or current.has_empty_share()
             self._known[current.form] = Known(attended, needs_mode)
         known = self._known.get(current.form)  # None where a compiler traced the beginning alone
         self.last = (known and known.attended) or self.last
@@ -416,7 +417,9 @@ class SplitModel:
         for pattern, part in table.attends.items():
             for name, module in modules_of(model, pattern).items():
                 role_of(name, module).part = part
-        for name in [name for name, role in roles.items() if role.is_block or role.part]:
+        # With sparse, all passes count, so the mode is around the model.
+        inner = [name for name, role in roles.items() if role.is_block or role.part]
+        for name in inner if not self._number else ():
             for path, module in _attending(modules[name]).items():
                 role = role_of(f"{name}.{path}" if path else name, module)
                 role.attends, role.processor = True, getattr(module, "processor", None)
@@ -426,10 +429,13 @@ class SplitModel:
             self._backend = _registered(self)
         for one in self._stand_ins:
             one.remove()
-        self._stand_ins = [
-            StandIn(modules[name], "forward", partial(self._run, name, role))
-            for name, role in roles.items()
-        ]
+        self._stand_ins = []
+        for name, role in roles.items():
+            # Graphs belong to a code object, which holds a limited number, and compilers tell blocks
+            # with stand-ins within apart: each of these has one of its own.
+            is_apart = any(other.startswith(f"{name}.") for other in roles)
+            run = MethodType(_again(SplitModel._run), self) if is_apart else self._run
+            self._stand_ins.append(StandIn(modules[name], "forward", partial(run, name, role)))
         self._links = links_to(model, list(roles))
 
 
@@ -438,6 +444,11 @@ def _numbered(current: ForwardPass) -> Tensor:
     assert current.sparse is not None
     current.sparse.ticket[0] = this_world().add_step(current)
     return current.sparse.ticket.clone()
+
+
+def _again(function: Any) -> Any:
+    """Return the same function with a code object of its own."""
+    return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
 def form_of(inputs: Any) -> object:
