@@ -431,8 +431,8 @@ class SplitModel:
             one.remove()
         self._stand_ins = []
         for name, role in roles.items():
-            # Graphs belong to a code object, which holds a limited number, and compilers tell blocks
-            # with stand-ins within apart: each of these has one of its own.
+            # Graphs belong to a code object, which holds a limited number; compilers tell blocks
+            # with stand-ins within apart, so each of these has one of its own.
             is_apart = any(other.startswith(f"{name}.") for other in roles)
             run = MethodType(_again(SplitModel._run), self) if is_apart else self._run
             self._stand_ins.append(StandIn(modules[name], "forward", partial(run, name, role)))
