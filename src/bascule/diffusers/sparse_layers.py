@@ -352,6 +352,13 @@ class SparseLayer:
         return 0 if self.plans.choice is None else self.plans.choice.num_switches
 
 
+@dataclass(slots=True)
+class Passes:
+    """Forward passes since the first step, of all models of a pipeline."""
+
+    number: int = 0
+
+
 class SparseLayers:
     """The states of a model's layers, for the lengths and batches of the latest passes."""
 
@@ -360,7 +367,7 @@ class SparseLayers:
     ) -> None:
         strategies = config.strategies if mesh.whole else None
         self.config, self.mesh = config, mesh
-        self.num_passes = 0  # forward passes since the first step
+        self.passes = Passes()
         self._meshes = meshes_over(mesh, () if strategies is None else strategies.meshes)
         self._strategies = strategies if len(self._meshes) > 1 else None
         self._states: dict[tuple[tuple[int, ...], int], dict[LayerKey, SparseLayer]] = {}
@@ -375,6 +382,15 @@ class SparseLayers:
         """Hold a pass that compiled code comes back to."""
         if one not in self._running:
             self._running.append(one)
+
+    @property
+    def num_passes(self) -> int:
+        """Forward passes since the first step."""
+        return self.passes.number
+
+    @num_passes.setter
+    def num_passes(self, number: int) -> None:
+        self.passes.number = number
 
     def restart(self) -> None:
         """Make the next forward pass the first step of another image."""
