@@ -383,24 +383,15 @@ class SparseLayers:
         if one not in self._running:
             self._running.append(one)
 
-    @property
-    def num_passes(self) -> int:
-        """Forward passes since the first step."""
-        return self.passes.number
-
-    @num_passes.setter
-    def num_passes(self, number: int) -> None:
-        self.passes.number = number
-
     def restart(self) -> None:
         """Make the next forward pass the first step of another image."""
-        self.num_passes = 0
+        self.passes.number = 0
         self._states.clear()
 
     def noting(self, mesh: AttentionMesh, masks: dict[int, Bools]) -> "SparseLayers":
         """Return this step on a mesh; its layers use, or note, masks (B, H, Q, C)."""
         made = SparseLayers(self.config, mesh, masks)
-        made.num_passes = self.num_passes
+        made.passes.number = self.passes.number
         if mesh is self.mesh:
             made._states = {form: dict(layers) for form, layers in self._states.items()}
         return made
@@ -485,7 +476,7 @@ class SparseLayers:
         return replace(state, plans=state.plans.after(masks, key.batch, key.row_bytes), step=step)
 
     def _step(self, passes_ahead: int) -> int:
-        return (self.num_passes + passes_ahead) // self.config.passes_per_step
+        return (self.passes.number + passes_ahead) // self.config.passes_per_step
 
     def _blocks(self, key: LayerKey) -> Blocks:
         def of(size: int) -> tuple[Ints, Bools]:
@@ -591,6 +582,6 @@ class SparsePass:
                     f"sparse: {name} of {table.shape[axis]} layers for a model with {self._next} "
                     f"attention calls: give {name} for each, or one for all"
                 )
-        self.layers.num_passes += 1
+        self.layers.passes.number += 1
         if self.layers.saves is not None:
             self.layers.saves(self._next, None)

@@ -311,7 +311,7 @@ class Engine:
             return mapped(run.forms[name], self._zeros, lambda nest: isinstance(nest, dict))
         for part in self._parts:
             if part.sparse is not None:
-                part.sparse.num_passes = run.num_called - 1
+                part.sparse.passes.number = run.num_called - 1
         output = call(*args, **kwargs)
         run.forms.setdefault(name, output)  # whose sizes may be of other ranks, and not known yet
         return output
