@@ -200,6 +200,14 @@ def test_prompts_of_compiled_models_stay(alone: Path, tmp_path: Path) -> None:
     assert np.abs(pixels(out / name) - pixels(alone / name)).max() <= 1
 
 
+def test_sparse_attention_is_compiled(tmp_path: Path) -> None:
+    prompts, job = tmp_path / "first.jsonl", {"sparse": 0.3}
+    prompts.write_text(json.dumps({"prompt": "boat", "steps": 2}), encoding="utf-8")
+    for jobs, out in ([job], "eager"), ([job | {"compile": True}], "compiled"):
+        run_ranks(several, 2, prompts, tmp_path / out, jobs)
+    same_images(tmp_path / "compiled" / "0", tmp_path / "eager" / "0", 1)
+
+
 def save_tiny(folder: Path) -> None:
     from bascule.generate.generating import load_pipeline
 

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 from collections import Counter
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
+from bascule.diffusers import SparseConfig
 from bascule.diffusers.degrees import Shape
 from bascule.diffusers.tables import table_of
 from bascule.errors import CommError, ConfigError
@@ -29,6 +30,7 @@ from bascule.serve.post import pack, unpack
 from tests.helpers.pipeline_cases import PIPELINES, make_pipeline, prompt_of
 from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
 from tests.helpers.serving import ENDS, Asked, Script, Served, compared, pipeline_of, serve
+from tests.helpers.sparse_reference import Form, one_process
 
 pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
@@ -160,6 +162,32 @@ def test_ways_to_share_a_request(
     served = run_ranks(partial(serve, **ways), RANKS, make, scenes)[0]
     check(served, {"grows": GROWN, "rests": rested}, apart)
     assert (served["grows"].apart > 1e-5) == ("comm_dtype" in ways)
+
+
+def with_masks() -> dict[str, Served]:
+    """Masks of a file, other ones in each step, against dense masked attention."""
+    form, made = Form((512, 48), (True, False)), list[Any]()  # text, image
+    masks = np.random.default_rng(3).random((STEPS, 4, 4, 70, 70)) < 0.4
+
+    def make() -> Any:
+        made.append(pipeline_of(TINY))
+        if len(made) > 1:  # the reference, when all is served
+            flat = masks.reshape(-1, *masks.shape[2:])
+            context.enter_context(one_process([form], 8, masks=np.tile(flat, (2, 1, 1, 1))))
+        return made[-1]
+
+    scenes = [
+        {"grows": Asked(LARGE, Block(0, 1), GROWS)},
+        {"rests": Asked(LARGE, Block(0, 1), RESTS)},
+    ]
+    with ExitStack() as context:
+        return serve(make, scenes, sparse=SparseConfig(masks=masks, block=8))
+
+
+@pytest.mark.slow
+def test_masks_of_a_step_wherever_it_is_computed() -> None:
+    served = run_ranks(with_masks, RANKS)[0]
+    check(served, {"grows": GROWN, "rests": RESTED})
 
 
 def other(name: str) -> dict[str, Served]:

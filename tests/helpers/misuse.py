@@ -192,7 +192,6 @@ REFUSED: dict[str, Wrong] = {
     "kernel": (lambda: split(kernel="flash3"), "kernel 'flash3': choose one of"),
     "format": (lambda: split(comm_dtype="int4"), "comm_dtype 'int4': choose one of int8, e4m3"),
     "sparse, a centre": (sparse(comm_dtype=Quantized("int8", centered=True)), "give 'int8' or"),
-    "sparse, compiled": (lambda: sparse()().compile(), "do not compile it"),  # pyright: ignore
     "no table": (lambda: split(table=None), "context_parallel(mesh)"),
     "block": (with_table(blocks={"layers.*": ("text",)}), "names 'layers.*', and Toy has no"),
     "argument": (with_inputs(img=Cut("image")), "names an argument 'img' of Toy"),

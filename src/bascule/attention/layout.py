@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain, product
+from operator import index
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from bascule.plan.checks import each, fields, of_type, whole
 from bascule.plan.sparse import turns
 
 Run = tuple[int, int]  # (start, stop)
+_MANY = 8  # runs that graphs take by an index: parts compile one by one
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,10 @@ class SequenceLayout:
     def own(self, ring: int, ulysses: int) -> list[list[Run]]:
         """Return the runs that one rank answers for, by segment; all ranks have each token once."""
         if self.stripe:
+            lengths = tuple([index(length) for length in self.segments])  # graphs have numbers
             degrees = self.ring_degree, self.ulysses_degree
-            runs = _striped_runs(self.segments, self.stripe, self.fixed_turns, *degrees)
-            return list(runs[ring, ulysses])
+            form = lengths, self.stripe, self.fixed_turns, *degrees
+            return [list(runs) for runs in _striped_of(form, (ring, ulysses))]
         per_segment = 2 if self.zigzag else 1
         runs = [_part(piece, self.ulysses_degree, ulysses) for piece in self.pieces(ring)]
         return [runs[i : i + per_segment] for i in range(0, len(runs), per_segment)]
@@ -130,6 +133,12 @@ class SequenceLayout:
         """The run in the sequence of each segment."""
         ends = list(accumulate(self.segments))
         return list(zip([0, *ends], ends, strict=False))
+
+
+@torch.compiler.assume_constant_result
+def _striped_of(form: tuple[Any, ...], place: tuple[int, int]) -> tuple[tuple[Run, ...], ...]:
+    """Return the runs of a rank, in tuples: compilers take these for constants."""
+    return tuple(map(tuple, _striped_runs(*form)[place]))
 
 
 @lru_cache(maxsize=256)
@@ -171,6 +180,12 @@ def positions_on(layout: SequenceLayout, ring: int, device: torch.device) -> Ten
 
 def take_runs(x: Tensor, runs: list[Run], dim: int) -> Tensor:
     """The tokens of these runs, one run after another. Differentiable."""
+    if torch.compiler.is_compiling() and len(runs) > _MANY:
+        starts, lens = [start for start, _ in runs], [stop - start for start, stop in runs]
+        total, before = num_tokens(runs), [0, *accumulate(lens)][:-1]
+        shifts = torch.tensor([start - at for start, at in zip(starts, before, strict=True)])
+        each = shifts.repeat_interleave(torch.tensor(lens), output_size=total)
+        return x.index_select(dim, (torch.arange(total) + each).to(x.device))
     parts = [x.narrow(dim, start, stop - start) for start, stop in runs or [(0, 0)]]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 

@@ -448,10 +448,10 @@ def _attend(
     with shared("attend"):
         call = find_call(name, sizes, q, k, v, mask)
         own, whole, out, lse = forward(q, k, v, mask, sink, call)
-    own, lse = _by_token(_own_memory(_by_token(own))), _own_memory(lse)
+    own, lse = _by_token(own_memory(_by_token(own))), own_memory(lse)
     if whole is None or out is None:
         return own, q.new_empty(0), q.new_empty(0), lse
-    return own, whole, _own_memory(out), lse
+    return own, whole, own_memory(out), lse
 
 
 @torch.library.register_fake("bascule::attend")
@@ -486,7 +486,7 @@ def _attend_backward(
     k = _keys_like(grad, kept, sizes)
     call = find_call(name, sizes, grad, k, k, mask)
     dq, dk, dv, *rest = backward(grad, kept, mask, sink, call)
-    return [*(_by_token(_own_memory(_by_token(x))) for x in (dq, dk, dv)), *rest]
+    return [*(_by_token(own_memory(_by_token(x))) for x in (dq, dk, dv)), *rest]
 
 
 @torch.library.register_fake("bascule::attend_backward")
@@ -521,7 +521,7 @@ def _by_token(x: Tensor) -> Tensor:
     return x if x.dim() == 3 else x.transpose(1, 2)
 
 
-def _own_memory(x: Tensor) -> Tensor:
+def own_memory(x: Tensor) -> Tensor:
     """Return a contiguous tensor with its own storage: no operator may return part of another."""
     is_part = x.untyped_storage().nbytes() != x.numel() * x.element_size() or not x.numel()
     return x.clone(memory_format=torch.contiguous_format) if is_part else x.contiguous()

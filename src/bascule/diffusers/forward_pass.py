@@ -21,6 +21,7 @@ from bascule.attention.api import (
 )
 from bascule.attention.layout import gather_rows, take_runs
 from bascule.comm.transforms import is_recorded
+from bascule.diffusers import recorded
 from bascule.diffusers.sparse_layers import SparseLayer, SparsePass
 from bascule.diffusers.split_table import Cut, Input, Keys, Mask, SplitTable
 from bascule.diffusers.work import Attended, AttentionShape, WorkCounter
@@ -61,7 +62,7 @@ class ForwardPass(SequenceParallelMode):
         self.is_recomputed = self.is_around = False
         self.is_whole = mesh.whole is None and sparse is None and options.kernel is None
         self.work: WorkCounter | None = None
-        self._table, self._sparse = table, sparse
+        self._table, self.sparse = table, sparse
         # Each segment's first tensor, and its dim: compilers would take numbers for constants.
         self._wholes: dict[str, tuple[Tensor, int]] = {}
         self._shares: dict[tuple[str, ...], Share] = {}
@@ -100,7 +101,7 @@ class ForwardPass(SequenceParallelMode):
         is_kept = not torch.compiler.is_compiling()  # graphs keep shares of their own
         share = self._kept_shares.get((segments, lengths)) if is_kept else None
         if share is None:
-            stripe = 0 if self._sparse is None else self._sparse.layers.config.dealt
+            stripe = 0 if self.sparse is None else self.sparse.layers.config.dealt
             named = dict(zip(segments, lengths, strict=True))
             layout = layout_of(named, self.mesh, self._table, stripe)
             runs, num_tokens = layout.shares(*self.mesh.place), layout.num_tokens(*self.mesh.place)
@@ -321,13 +322,24 @@ class ForwardPass(SequenceParallelMode):
         """Attend over the mesh, by the plans of block-sparse attention if there are any."""
         layout = options.layout
         assert layout is not None
-        if self._sparse is not None:
-            layer = self._sparse.next_layer()
+        if self.sparse is not None and torch.compiler.is_compiling():
+            if self.is_recomputed:
+                raise ConfigError(
+                    "handle.checkpoint around compiled blocks with block-sparse attention: compile "
+                    "the whole model, or no block"
+                )
+            qkv, lengths = (query, key, value), list(layout.segments)
+            records = torch.is_grad_enabled() and any([x.requires_grad for x in qkv])
+            of_call = "\n".join(self._segments()), lengths, is_causal, scale, records
+            out, self.sparse.ticket = recorded.attend(*qkv, mask, self.sparse.ticket, *of_call)
+            return self._without_unseen(out, mask, layout)
+        if self.sparse is not None:
+            layer = self.sparse.next_layer()
             if layer is not None:
                 lengths = dict(zip(self._segments(), layout.segments, strict=True))
                 keys = self._keys_of(mask, is_causal)
                 qkv, wire = (query, key, value), self.options.quantized
-                out = self._sparse.attend(layer, qkv, lengths, scale, keys, wire)
+                out = self.sparse.attend(layer, qkv, lengths, scale, keys, wire)
                 return self._without_unseen(out, mask, layout)
         if self.work is not None and (work := self._counter()) is not None:
             work.attend(self._shape_of(query, key, layout))
@@ -339,6 +351,23 @@ class ForwardPass(SequenceParallelMode):
         settings: Any = {"attn_mask": mask, "is_causal": is_causal, "scale": scale}
         out = attention(query, key, value, self.mesh, options=options, **settings)
         return self._without_unseen(out, mask, layout)
+
+    def attend_recorded(
+        self,
+        qkv: list[Tensor],
+        mask: Tensor | None,
+        segments: tuple[str, ...],
+        lengths: tuple[int, ...],
+        *settings: Any,
+    ) -> Tensor:
+        """`attend` in compiled code, of which nothing but the arguments is known."""
+        self._keys = None, None  # compilers may use the memory of a mask again
+        self.parts.append(segments)
+        try:
+            q, k, v = qkv
+            return self.attend(q, k, v, self._share_of(segments, lengths).options, mask, *settings)
+        finally:
+            self.parts.pop()
 
     def _without_unseen(self, out: Tensor, mask: Tensor | None, layout: SequenceLayout) -> Tensor:
         """Return zeros for tokens that see nothing, where a mask is of pairs."""
@@ -353,8 +382,6 @@ class ForwardPass(SequenceParallelMode):
 
     def _keys_of(self, mask: Tensor | None, is_causal: bool) -> Bools | None:
         """Return the keys that block-sparse attention may see, (B or 1, S); None: all."""
-        if torch.compiler.is_compiling():
-            raise ConfigError("block-sparse attention is planned in every step: do not compile it")
         if mask is None and not is_causal:
             return None
         shape = [1] if mask is None else [*(1,) * (4 - mask.dim()), *mask.shape]
@@ -376,8 +403,8 @@ class ForwardPass(SequenceParallelMode):
         """Begin a block of the table."""
         if (work := self._counter()) is not None:
             work.begin_block(name)
-        if self._sparse is not None:
-            self._sparse.begin_block(name, is_again=self.is_recomputed)
+        if self.sparse is not None and not torch.compiler.is_compiling():
+            self.sparse.begin_block(name, is_again=self.is_recomputed)
 
     def end_block(self) -> None:
         """End a block of the table."""
@@ -387,9 +414,9 @@ class ForwardPass(SequenceParallelMode):
     def end(self) -> Attended | None:
         """Close the pass; return its attention if it was counted and there was any."""
         sparse: tuple[SparseLayer, ...] = ()
-        if self._sparse is not None:
-            self._sparse.end()
-            sparse = tuple(self._sparse.done.values())
+        if self.sparse is not None:
+            self.sparse.end()
+            sparse = tuple(self.sparse.done.values())
         work = {} if self.work is None else self.work.kinds
         if not sparse and not [one for one in work.values() if one.shapes]:
             return None

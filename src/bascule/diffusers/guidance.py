@@ -54,7 +54,7 @@ class GuidedModel(Override):
 
     def _share(self, call: Callable[..., Any], inputs: Mapping[str, Any]) -> Any:
         group, sparse = self.branches.group, self._part.sparse
-        num_passes = 0 if sparse is None else sparse.num_passes
+        num_passes = 0 if sparse is None else sparse.passes.number
         compare = self.inputs.due(group, inputs, form_of(inputs))
         samples = samples_of(inputs, self._unbatched)
         num_parts = max(1, min(samples.number, group.size))
@@ -84,7 +84,7 @@ class GuidedModel(Override):
             if form is None:
                 form = self._forms[kind] = Form.of(output, samples, counts[place])
         if sparse is not None:  # passes of other groups count, too
-            sparse.num_passes = num_passes + 1
+            sparse.passes.number = num_passes + 1
         branch = Branch(owners, counts, computed, form, compare)
         self.branches.add(branch)
         places = count()

@@ -173,11 +173,13 @@ class ParallelHandle:
 
     def share(self, request: Request) -> None:
         """Split models and share the parts of a pipeline, until `undo`."""
-        self._request = request
+        self._request, passes = request, None
         for model, table in zip(request.models, request.tables, strict=True):
             ways = request.attention, request.sparse, request.input_tolerance
             split = SplitModel(model, table, self.mesh, *ways)
             split.first_call = None if is_tested(table) else check_table
+            if split.sparse is not None:  # steps go on from one model of a pipeline to the next
+                passes = split.sparse.passes = passes or split.sparse.passes
             self.parts.append(split)
         if self.replica.branches is not None:
             branches = Branches(self.replica.branches)
@@ -245,12 +247,9 @@ class ParallelHandle:
                 never with CUDA graphs.
 
         Raises:
-            ConfigError: Device, back end, `dynamic` or block-sparse attention exclude the mode.
+            ConfigError: Device, back end or `dynamic` exclude the mode.
         """
-        if self._split_part(None, "compile").sparse is not None:
-            raise ConfigError(
-                "compile: block-sparse attention is planned in every step: do not compile it"
-            )
+        self._split_part(None, "compile")
         check_mode(mode, dynamic, self.mesh, device_of(self.model))
         self._compiled.close()
         for part in self.parts:
@@ -271,13 +270,12 @@ class ParallelHandle:
         are those of the heads' `orders`. If this is left by an error, there is no file.
 
         Raises:
-            ConfigError: There is no sparse model, or there are several, or guidance groups; samples
-                of a batch, layers or passes differ in what a file holds once; the file cannot be
-                written.
+            ConfigError: There is no sparse model, or guidance groups; samples of a batch, layers or
+                passes differ in what a file holds once; the file cannot be written.
         """
         parts = [part.sparse for part in self.parts if part.sparse is not None]
-        if len(parts) != 1:
-            raise ConfigError(f"save_masks: {len(parts)} models with sparse=: split one of them")
+        if not parts:
+            raise ConfigError("save_masks: no model has sparse=: give it to parallelize")
         if self._guided:
             raise ConfigError(
                 "save_masks: guidance groups compute some forward passes each, and the first one "
@@ -290,12 +288,14 @@ class ParallelHandle:
             if file is not None:
                 file.add(layer, masks)
 
-        parts[0].saves = save
+        for one in parts:
+            one.saves = save
         try:
             yield
             agree_on(self.ranks, lambda: file and file.close(), "save_masks")
         finally:
-            parts[0].saves = None
+            for one in parts:
+                one.saves = None
             if file is not None:
                 file.drop()
 

@@ -12,6 +12,7 @@ blocks of the sequence.
 import logging
 import math
 import zlib
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -350,6 +352,13 @@ class SparseLayer:
         return 0 if self.plans.choice is None else self.plans.choice.num_switches
 
 
+@dataclass(slots=True)
+class Passes:
+    """Forward passes since the first step, of all models of a pipeline."""
+
+    number: int = 0
+
+
 class SparseLayers:
     """The states of a model's layers, for the lengths and batches of the latest passes."""
 
@@ -358,25 +367,31 @@ class SparseLayers:
     ) -> None:
         strategies = config.strategies if mesh.whole else None
         self.config, self.mesh = config, mesh
-        self.num_passes = 0  # forward passes since the first step
+        self.passes = Passes()
         self._meshes = meshes_over(mesh, () if strategies is None else strategies.meshes)
         self._strategies = strategies if len(self._meshes) > 1 else None
         self._states: dict[tuple[tuple[int, ...], int], dict[LayerKey, SparseLayer]] = {}
         self._noted = noted
         self.saves: Callable[[int, Bools | None], None] | None = None  # layer and masks (H, Q, C)
+        self._running = deque[object](maxlen=2)  # passes of compiled code, for their backward
 
     def __len__(self) -> int:
         return sum(map(len, self._states.values()))
 
+    def hold(self, one: object) -> None:
+        """Hold a pass that compiled code comes back to."""
+        if one not in self._running:
+            self._running.append(one)
+
     def restart(self) -> None:
         """Make the next forward pass the first step of another image."""
-        self.num_passes = 0
+        self.passes.number = 0
         self._states.clear()
 
     def noting(self, mesh: AttentionMesh, masks: dict[int, Bools]) -> "SparseLayers":
         """Return this step on a mesh; its layers use, or note, masks (B, H, Q, C)."""
         made = SparseLayers(self.config, mesh, masks)
-        made.num_passes = self.num_passes
+        made.passes.number = self.passes.number
         if mesh is self.mesh:
             made._states = {form: dict(layers) for form, layers in self._states.items()}
         return made
@@ -461,7 +476,7 @@ class SparseLayers:
         return replace(state, plans=state.plans.after(masks, key.batch, key.row_bytes), step=step)
 
     def _step(self, passes_ahead: int) -> int:
-        return (self.num_passes + passes_ahead) // self.config.passes_per_step
+        return (self.passes.number + passes_ahead) // self.config.passes_per_step
 
     def _blocks(self, key: LayerKey) -> Blocks:
         def of(size: int) -> tuple[Ints, Bools]:
@@ -489,12 +504,24 @@ class SparseLayers:
 class SparsePass:
     """The attention of one forward pass, with its recomputations."""
 
-    def __init__(self, layers: SparseLayers) -> None:
+    def __init__(self, layers: SparseLayers, ticket: Tensor | None = None) -> None:
         self.layers = layers
+        # Numbers of the pass, by which operators find it, and of its next layer.
+        self.ticket = torch.zeros(2, dtype=torch.int64) if ticket is None else ticket
         self.done: dict[int, SparseLayer] = {}  # by layer, after its attention
         self._seen: dict[int, RowsSeen | BlockRule] = {}
         self._first_of: dict[str, int] = {}
-        self._next = 0
+        # By layer, q, k, v and the output in compiled code, for its backward.
+        self.recorded: dict[int, tuple[list[Tensor], Tensor]] = {}
+        self._is_ended = False
+
+    @property
+    def _next(self) -> int:
+        return int(self.ticket[1])
+
+    @_next.setter
+    def _next(self, layer: int) -> None:
+        self.ticket = torch.tensor([int(self.ticket[0]), layer])
 
     def begin_block(self, name: str, is_again: bool) -> None:
         """Begin a block; a recomputed one has the layers of the first time."""
@@ -539,6 +566,9 @@ class SparsePass:
 
     def end(self) -> None:
         """End the forward pass; refuse masks or dense layers that do not fit its layers."""
+        if self._is_ended:  # graphs of a backward may repeat what is in the forward's
+            return
+        self._is_ended = True
         config = self.layers.config
         dense = max(config.dense_layers, default=-1)
         if dense >= self._next:
@@ -552,6 +582,6 @@ class SparsePass:
                     f"sparse: {name} of {table.shape[axis]} layers for a model with {self._next} "
                     f"attention calls: give {name} for each, or one for all"
                 )
-        self.layers.num_passes += 1
+        self.layers.passes.number += 1
         if self.layers.saves is not None:
             self.layers.saves(self._next, None)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 from bascule.attention.api import AttentionMesh, AttentionOptions
 from bascule.comm.failures import leave
+from bascule.comm.groups import this_world
+from bascule.diffusers import recorded
 from bascule.diffusers.arguments import SameInputs, holds_tensors, parameters_of
 from bascule.diffusers.caches import Caches
 from bascule.diffusers.forward_pass import CountingPass, ForwardPass, Shares
@@ -79,6 +82,7 @@ class SplitModel:
                 f"{' and '.join(table.copied)} of {type(model).__name__} whole: leave out sparse"
             )
         self.sparse = None if sparse is None else SparseLayers(sparse, mesh)
+        self._number = 0 if sparse is None else this_world().add_step(self)  # for compiled code
         # by name, with the segments of what each returns
         self.blocks: dict[str, tuple[nn.Module, tuple[Output, ...]]] = {}
         self.forward: ForwardPass | None = None  # that runs over the mesh
@@ -224,6 +228,8 @@ class SplitModel:
                 output = forward(*shares[0], **shares[1])
             if not torch.compiler.is_compiling():
                 self._end(current)
+            elif current.sparse is not None:
+                recorded.end(current.sparse.ticket)
             return output
         except BaseException as error:  # ranks that wait for this one read that it does not come
             if not torch.compiler.is_compiling():
@@ -248,13 +254,17 @@ class SplitModel:
                 self.sparse = sparse
 
     def _begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ForwardPass:
-        sparse = None if self.sparse is None else SparsePass(self.sparse)
         named = dict(zip(self._names, args, strict=False)) | dict(kwargs)
         if torch.compiler.is_compiling():
             self._check(named)
+            sparse = None
+            if self.sparse is not None:
+                ticket = recorded.begin(torch.empty(1), self._number)
+                sparse = SparsePass(self.sparse, ticket)
             current = ForwardPass(self.mesh, self.table, self.options, sparse)
             current.is_around = not current.is_whole
             return current
+        sparse = None if self.sparse is None else SparsePass(self.sparse)
         if self.forward is not None and self.forward.thread != threading.get_ident():
             raise ConfigError(
                 f"{type(self.model).__name__} runs in another thread, and its ranks attend "
@@ -275,7 +285,16 @@ class SplitModel:
             current = ForwardPass(*settings, form=form)
             current.is_around = not current.is_whole and known.needs_mode
         current.thread = threading.get_ident()
+        if sparse is not None:
+            _numbered(current)
         return current
+
+    def begin_recorded(self) -> Tensor:
+        """Begin a pass of block-sparse attention in compiled code; return its first ticket."""
+        assert self.sparse is not None
+        current = ForwardPass(self.mesh, self.table, self.options, SparsePass(self.sparse))
+        self.sparse.hold(current)
+        return _numbered(current)
 
     def _check(self, named: Mapping[str, Any]) -> None:
         """Refuse inputs that the table does not know, or excludes."""
@@ -295,7 +314,7 @@ class SplitModel:
         if isinstance(current, CountingPass):
             before = self._known.get(current.form)
             attended = attended or (before and before.attended)
-            needs_mode = not self.blocks or current.has_empty_share()
+            needs_mode = not self.blocks or self._number > 0 or current.has_empty_share()
             self._known[current.form] = Known(attended, needs_mode)
         known = self._known.get(current.form)  # None where a compiler traced the beginning alone
         self.last = (known and known.attended) or self.last
@@ -398,7 +417,9 @@ class SplitModel:
         for pattern, part in table.attends.items():
             for name, module in modules_of(model, pattern).items():
                 role_of(name, module).part = part
-        for name in [name for name, role in roles.items() if role.is_block or role.part]:
+        # With sparse, all passes count, so the mode is around the model.
+        inner = [name for name, role in roles.items() if role.is_block or role.part]
+        for name in inner if not self._number else ():
             for path, module in _attending(modules[name]).items():
                 role = role_of(f"{name}.{path}" if path else name, module)
                 role.attends, role.processor = True, getattr(module, "processor", None)
@@ -408,11 +429,26 @@ class SplitModel:
             self._backend = _registered(self)
         for one in self._stand_ins:
             one.remove()
-        self._stand_ins = [
-            StandIn(modules[name], "forward", partial(self._run, name, role))
-            for name, role in roles.items()
-        ]
+        self._stand_ins = []
+        for name, role in roles.items():
+            # Graphs belong to a code object, which holds a limited number; compilers tell blocks
+            # with stand-ins within apart, so each of these has one of its own.
+            is_apart = any(other.startswith(f"{name}.") for other in roles)
+            run = MethodType(_again(SplitModel._run), self) if is_apart else self._run
+            self._stand_ins.append(StandIn(modules[name], "forward", partial(run, name, role)))
         self._links = links_to(model, list(roles))
+
+
+def _numbered(current: ForwardPass) -> Tensor:
+    """Let operators find a pass of block-sparse attention by its ticket."""
+    assert current.sparse is not None
+    current.sparse.ticket[0] = this_world().add_step(current)
+    return current.sparse.ticket.clone()
+
+
+def _again(function: Any) -> Any:
+    """Return the same function with a code object of its own."""
+    return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
 def form_of(inputs: Any) -> object:

@@ -99,11 +99,6 @@ class GenerateOptions(Outputs, RankOptions):
             raise ConfigError("give either --prompt TEXT, once or more, or --prompts FILE")
         if self.longest_ring is not None and self.degrees:
             raise ConfigError("--longest-ring: is for a mesh that is chosen: leave out its degrees")
-        if self.sparse is not None and self.compile:
-            raise ConfigError(
-                "--compile: block-sparse attention is planned in every step: leave out --sparse "
-                "or --compile"
-            )
         check_model(self.model)
 
 

@@ -84,6 +84,7 @@ class _Run:
     schedulers: list[Any] = field(default_factory=list[Any])  # that took steps; some are copies
     stepped: list[Any] = field(default_factory=list[Any])  # what they returned in this step
     since: float = 0.0
+    num_called: int = 0  # calls of its transformers
 
 
 class Engine:
@@ -305,8 +306,12 @@ class Engine:
                 self._boundary(run, {})
             elif run.first_step == 0:  # joins before the first step
                 self._join(run)
+        run.num_called += 1  # also of what other ranks computed
         if run.num_done < run.first_step:
             return mapped(run.forms[name], self._zeros, lambda nest: isinstance(nest, dict))
+        for part in self._parts:
+            if part.sparse is not None:
+                part.sparse.passes.number = run.num_called - 1
         output = call(*args, **kwargs)
         run.forms.setdefault(name, output)  # whose sizes may be of other ranks, and not known yet
         return output
