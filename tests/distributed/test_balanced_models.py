@@ -44,6 +44,7 @@ GRIDS = [(3, 5), (5, 3), (3, 5), (3, 5), (3, 3)]
 NUM_FORMS = 3
 # Options whose inputs or weights are of one grid.
 OF_ONE_GRID = {"layers", "learned"}
+ONE_AT_A_TIME = {"skyreels", "frame_times", "fps"}  # diffusers 0.42 fails for more samples
 REFUSED = {  # options, and what is said of their inputs
     "controlnet": "that holds tensors, of which the batch is not known: give tensors (1, ..), or",
     "last image": "'encoder_hidden_states_image' has the shape (2, 3, 16): give what the model",
@@ -85,7 +86,7 @@ def samples_of(case: Case, model: nn.Module) -> list[Inputs]:
 def losses_of(output: Any, batch: Inputs) -> Tensor:
     """In which no value of any output weighs as another, (samples, values)."""
     factor = batch["factor"]
-    if isinstance(output, list):  # of Z-Image
+    if "cap_feats" in batch:  # Z-Image lists its samples
         output = torch.stack(output)
     rows = torch.cat([x.reshape(len(factor), -1) for x in leaves_of(output)], dim=1)
     weights = torch.linspace(-1, 1, rows.shape[1], dtype=F64)
@@ -125,7 +126,8 @@ def trained(case: Case, topology: str, kind: str, wanted: Gradients) -> dict[str
     mine = samples[:1] if rank == 0 else samples[1:] if rank == last else []
     sp = SequenceParallel(None, topology, TransformerCost(64), timeout_s=100.0)
     outer = wrapped(kind, model)
-    balanced = BalancedModel(outer, sp, length_fn=lambda one: one["tokens"])
+    most = 1 if ONE_AT_A_TIME <= {case.model, *case.options} else None
+    balanced = BalancedModel(outer, sp, length_fn=lambda one: one["tokens"], max_tokens=most)
     if REFUSED.keys() & set(case.options):
         return {"refused": raised_by(balanced.microbatches, mine, losses_of)}
     passes = balanced.microbatches(mine, losses_of)

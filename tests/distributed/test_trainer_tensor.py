@@ -23,7 +23,7 @@ ParallelismConfig = pytest.importorskip("accelerate").ParallelismConfig
 def run(folder: str, balanced: bool, tp_size: int, **given: Any) -> Any:
     """A Trainer whose model is split over pairs of processes, and sharded over the pairs."""
     from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     sizes = DistributedConfig(tp_size=tp_size, fsdp_size=dist.get_world_size() // tp_size)
     model = AutoModelForCausalLM.from_pretrained(f"{folder}/llama", distributed_config=sizes)

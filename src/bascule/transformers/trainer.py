@@ -381,9 +381,9 @@ def balanced_loader(
         dataset = Columns(dataset, columns)
     elif columns is not None and options.unpack is not None:
         options = replace(options, unpack=unpacked_columns(options.unpack, columns))
-    mesh, axis = data_axis_of(trainer) or (None, None)
-    rank, num_ranks = args.process_index, args.world_size
-    if mesh is not None:
+    mesh, axis, rank, num_ranks = None, None, args.process_index, args.world_size
+    if (along := data_axis_of(trainer)) is not None:
+        mesh, axis = along
         rank, num_ranks = mesh.get_local_rank(axis), mesh[axis].size()
     sampler = ResumableSampler(
         len(dataset),  # pyright: ignore[reportArgumentType]
