@@ -330,7 +330,8 @@ class BalancedModel:
 
     def _mesh_of(self, plan: Plan, bag: int) -> AttentionMesh | None:
         config = getattr(self._part.model, "config", None)
-        num_heads = getattr(config, "num_attention_heads", None)
+        names = "num_attention_heads", "n_heads", "num_heads"
+        num_heads = next((n for name in names if (n := getattr(config, name, None))), None)
         topology = plan.topology if num_heads is None else plan.topology.for_heads(num_heads)
         first, size = int(topology.first_ranks[bag]), int(topology.bag_sizes[bag])
         ring = int(topology.ring_degrees[bag])
