@@ -26,6 +26,7 @@ MODULES = {
     "trained": ("sparse_trained",),
     "baselines": ("baselines",),
     "training": ("wallclock", "stages", "trace", "calibrate", "diffusers_training"),
+    "models": ("models",),
     "encoders": ("encoders", "tiles"),
     "serving": ("requests",),
     "server": ("server",),

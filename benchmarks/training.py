@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -454,6 +454,16 @@ LOADS: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {
     "one giant": ([(56, 56), (8, 8)], [(8, 8), (12, 12)]),
 }
 """The grid of tokens of each sample, by rank."""
+Loss = Callable[[Any, Sample], Tensor]
+
+
+@dataclass(frozen=True)
+class Loads:
+    """What models are trained on: grids by load, topologies, and grids that a cost is fitted to."""
+
+    grids: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]]
+    topologies: tuple[str, ...]
+    timed_grids: tuple[int, ...]
 
 
 def diffusers_training(*, rounds: int = 10, quick: bool = False) -> dict[str, Any]:
@@ -468,8 +478,15 @@ def diffusers_training(*, rounds: int = 10, quick: bool = False) -> dict[str, An
     load_before = os.getloadavg()
     with tempfile.TemporaryDirectory() as folder:
         machine = calibrated(Path(folder), "--ranks", "2", "--d-model", str(WIDTH))
-    cases = on_ranks(_diffusers_on_rank, 2 if quick else rounds, machine)
-    results: dict[str, Any] = {"load_before": load_before}
+    ways = {"flux": (_flux, _flux_sample, _loss_fn), "wan": (_wan, _wan_sample, _loss_fn)}
+    loads = Loads(LOADS, TOPOLOGIES, TIMED_GRIDS)
+    cases = on_ranks(train_models, 2 if quick else rounds, ways, loads, machine)
+    return {"load_before": load_before} | gains(cases)
+
+
+def gains(cases: dict[str, Any]) -> dict[str, Any]:
+    """Print and return what `train_models` measured: seconds without balance over those with it."""
+    results: dict[str, Any] = {}
     for name, one in cases.items():
         seconds = one["seconds"]
         for way, predicted in one["predicted"].items():
@@ -551,20 +568,27 @@ def _loss_fn(output: Tensor, batch: Sample) -> Tensor:
     return (output - batch["target"]).square().flatten(1).mean(1)
 
 
-def _loss_of(sample: Sample, share: float) -> Callable[[nn.Module], Tensor]:
+def _loss_of(sample: Sample, share: float, loss_fn: Loss) -> Callable[[nn.Module], Tensor]:
     inputs = {name: x for name, x in sample.items() if name not in ("target", "num_tokens")}
-    return lambda model: _loss_fn(model(**inputs)[0], sample).sum() * share
+
+    def loss(model: nn.Module) -> Tensor:
+        output = model(**inputs, return_dict=False)
+        return loss_fn(output[0] if len(output) == 1 else output, sample).sum() * share
+
+    return loss
 
 
-def _measured_cost(model: nn.Module, make: Make) -> TransformerCost:
+def _measured_cost(
+    model: nn.Module, make: Make, loss_fn: Loss, grids: Sequence[int]
+) -> TransformerCost:
     """Fit a cost to the seconds of single samples, the mean of both ranks."""
-    samples = [make(size, size) for size in TIMED_GRIDS]
+    samples = [make(size, size) for size in grids]
     seconds = torch.zeros(len(samples))
     for place, sample in enumerate(samples):
         times: list[float] = []
         for _ in range(4):
             start = time.perf_counter()
-            _loss_of(sample, 1.0)(model).backward()
+            _loss_of(sample, 1.0, loss_fn)(model).backward()
             times.append(time.perf_counter() - start)
         seconds[place] = statistics.median(times[1:])
     dist.all_reduce(seconds)
@@ -589,33 +613,39 @@ def _simulated_step(
     return runs[0].fbl_s / runs[1].fbl_s
 
 
-def _diffusers_on_rank(rounds: int, machine: HardwareProfile) -> dict[str, Any]:
+def train_models(
+    rounds: int,
+    models: dict[str, tuple[Callable[[], nn.Module], Make, Loss]],
+    loads: Loads,
+    machine: HardwareProfile | None = None,
+) -> dict[str, Any]:
+    """Time a step of each model and load on this rank, without and with balance, in turns."""
     results: dict[str, Any] = {}
-    models: dict[str, tuple[Callable[[], nn.Module], Make]] = {
-        "flux": (_flux, _flux_sample),
-        "wan": (_wan, _wan_sample),
-    }
-    for name, (build, make) in models.items():
-        cost = _measured_cost(build(), make)
-        plain = DistributedDataParallel(build())
+    for name, (build, make, loss_fn) in models.items():
+        first = build()
+        cost = _measured_cost(first, make, loss_fn, loads.timed_grids)
+        unused = [name for name, p in first.named_parameters() if p.grad is None]
+        plain = _wrapped(build(), unused)
         balanced: dict[str, tuple[nn.Module, BalancedModel]] = {}
-        for topology in TOPOLOGIES:
-            model, sp = DistributedDataParallel(build()), SequenceParallel(None, topology, cost)
+        for topology in loads.topologies:
+            model, sp = _wrapped(build(), unused), SequenceParallel(None, topology, cost)
             one = BalancedModel(model, sp, length_fn=lambda one: one["num_tokens"])
             balanced[topology] = model, one
-        for load, grids in LOADS.items():
+        for load, grids in loads.grids.items():
             torch.manual_seed(dist.get_rank())
             samples = [[make(*grid) for grid in of_rank] for of_rank in grids]
             local = samples[dist.get_rank()]
 
-            def without(plain: nn.Module = plain, local: list[Sample] = local) -> None:
+            def without(plain: Any = plain, local: Any = local, loss_fn: Any = loss_fn) -> None:
                 dist.barrier()
-                train_step(plain, [_loss_of(one, 1 / len(local)) for one in local])
+                train_step(plain, [_loss_of(one, 1 / len(local), loss_fn) for one in local])
 
-            def within(topology: str, balanced: Any = balanced, local: Any = local) -> None:
+            def within(
+                topology: str, balanced: Any = balanced, local: Any = local, loss_fn: Any = loss_fn
+            ) -> None:
                 dist.barrier()
                 model, one = balanced[topology]
-                train_step(model, one.microbatches(local, _loss_fn))
+                train_step(model, one.microbatches(local, loss_fn))
 
             ways = {topology: partial(within, topology) for topology in balanced}
             seconds = time_interleaved({"none": without, **ways}, rounds=rounds)
@@ -626,6 +656,15 @@ def _diffusers_on_rank(rounds: int, machine: HardwareProfile) -> dict[str, Any]:
                     topology: one["makespan_unbalanced"] / one["makespan"]
                     for topology, one in metrics.items()
                 },
-                "simulated": {"g1n2": _simulated_step(machine, cost, plain, samples)},
+                "simulated": {}
+                if machine is None
+                else {"g1n2": _simulated_step(machine, cost, plain, samples)},
             }
     return results
+
+
+def _wrapped(model: nn.Module, unused: list[str]) -> nn.Module:
+    """Return it in DDP, which then need not look for parameters that nobody uses."""
+    for name in unused:
+        model.get_parameter(name).requires_grad_(False)
+    return DistributedDataParallel(model)

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bascule.diffusers import BalancedModel
@@ -26,7 +25,15 @@ from bascule.plan.costs import TransformerCost
 from bascule.plan.limits import Limits
 from bascule.train import train_step
 from tests.helpers.calls_made import calls_made
-from tests.helpers.inference_cases import Case, Inputs, in_float64, make_inputs, make_model
+from tests.helpers.inference_cases import (
+    Case,
+    Gradients,
+    Inputs,
+    in_float64,
+    make_inputs,
+    make_model,
+    worst,
+)
 from tests.helpers.jobs import join_trainer_world
 from tests.helpers.ranks import by_one_rank, raised_by, run_ranks
 
@@ -39,7 +46,6 @@ GRIDS = [(3, 5), (5, 3), (3, 5), (9, 11), (1, 1), (3, 5)]
 OPTIONS = {"qwen": ("mask",)}
 HEADS = {"wan": 3}  # fewer than the ranks of the largest bag, which then has a ring
 BLOCKS = {"flux": ("transformer_blocks", "single_transformer_blocks"), "wan": ("blocks",)}
-Gradients = dict[str, Tensor]
 
 
 def cases_of(model: str) -> list[Case]:
@@ -97,22 +103,6 @@ def alone(
 def one_process(name: str, weights: tuple[int, ...]) -> tuple[Gradients, float]:
     """`alone` for the first samples; once for all that a world tries."""
     return by_one_rank(alone, model_of(name), samples_of(name)[: len(weights)], weights)
-
-
-def worst(model: nn.Module, wanted: Gradients) -> float:
-    """The largest error of a parameter's gradient over what is allowed."""
-    every = float(torch.cat([grad.flatten() for grad in wanted.values()]).norm())
-    errors = [0.0]
-    for name, parameter in model.named_parameters():
-        grad = parameter.grad
-        if grad is None:
-            assert name not in wanted or not parameter.requires_grad, name
-            continue
-        grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
-        reference = wanted.get(name, torch.zeros_like(grad))
-        allowed = 1e-10 * float(reference.norm()) + 1e-13 * every
-        errors.append(float((grad - reference).norm()) / allowed)
-    return max(errors)
 
 
 def wrapped(kind: str, name: str, model: nn.Module) -> nn.Module:

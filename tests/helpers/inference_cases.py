@@ -6,8 +6,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from tests.helpers import image_cases, other_image_cases, plan_cases, video_cases
 from tests.helpers.model_case import CHANNELS as CHANNELS
@@ -19,6 +20,8 @@ from tests.helpers.model_case import Inputs as Inputs
 _MODULES = image_cases, other_image_cases, video_cases, plan_cases
 CASES = [case for module in _MODULES for case in module.CASES]
 _MODELS = {name: makes for module in _MODULES for name, makes in module.MODELS.items()}
+
+Gradients = dict[str, Tensor]
 
 _IN_FLOAT32: list[tuple[Any, str]] = [
     *((Tensor, "to"), (torch, "arange"), (torch, "linspace")),
@@ -72,3 +75,19 @@ def in_float64(dtype: torch.dtype) -> Iterator[None]:
 def difference(found: Tensor, wanted: Tensor) -> float:
     """Relative L2."""
     return float((found - wanted).detach().norm() / wanted.detach().norm().clamp(min=1e-300))
+
+
+def worst(model: nn.Module, wanted: Gradients) -> float:
+    """The largest error of a parameter's gradient over what is allowed."""
+    every = float(torch.cat([grad.flatten() for grad in wanted.values()]).norm())
+    errors = [0.0]
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        if grad is None:
+            assert name not in wanted or not parameter.requires_grad, name
+            continue
+        grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        reference = wanted.get(name, torch.zeros_like(grad))
+        allowed = 1e-10 * float(reference.norm()) + 1e-13 * every
+        errors.append(float((grad - reference).norm()) / allowed)
+    return max(errors)

@@ -96,7 +96,7 @@ def make_model(kind: str) -> Any:
 def make_trainer(folder: str, kind: str, *, balanced: bool, base: Any = None, **given: Any) -> Any:
     """A Trainer, quiet, on the CPU.
 
-    What is `given` goes to its TrainingArguments, but for `balance`, and `dataset` or
+    What is `given` goes to its TrainingArguments, but for `balance`, `model`, and `dataset` or
     `num_samples`.
     """
     from transformers import Trainer, TrainingArguments
@@ -124,11 +124,12 @@ def make_trainer(folder: str, kind: str, *, balanced: bool, base: Any = None, **
         "use_cpu": True,
         "data_seed": 5,
     }
+    model = given.pop("model", None) or make_model(kind)
     args = TrainingArguments(folder, **(settings | given))
     make: Any = MyTrainer if balanced else base
     extra: dict[str, Any] = {"balance": BalanceConfig(**balance)} if balanced else {}
     return make(
-        model=make_model(kind),
+        model=model,
         args=args,
         train_dataset=dataset,
         eval_dataset=Texts(7),

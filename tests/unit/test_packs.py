@@ -133,6 +133,28 @@ def test_a_padded_batch_keeps_a_mask_and_joins_images() -> None:
     assert batch["image_grid_thw"].shape == (3, 3)
 
 
+@pytest.mark.parametrize("says", ["image_sizes", "pixel_attention_mask"])
+def test_images_of_any_resolution_get_patches_of_zeros(says: str) -> None:
+    samples: list[dict[str, Any]] = [
+        {"input_ids": ids(1), "pixel_values": torch.ones(n, m, 2, 3, 3)}
+        for n, m in ((1, 3), (2, 5))
+    ]
+    for sample in samples:
+        n, m = sample["pixel_values"].shape[:2]
+        sample[says] = torch.ones(n, 2) if says == "image_sizes" else torch.ones(n, m, 3, 3).bool()
+    batch = collate_padded([*samples, {"input_ids": ids(1)}])
+    assert batch["pixel_values"].shape == (3, 5, 2, 3, 3)
+    assert batch["pixel_values"].sum((1, 2, 3, 4)).tolist() == [54, 90, 90]
+    assert not batch["pixel_values"][0, 3:].any()
+    assert batch[says].shape == ((3, 2) if says == "image_sizes" else (3, 5, 3, 3))
+    assert batch[says].sum() == (6 if says == "image_sizes" else 13 * 9)
+    assert samples[0]["pixel_values"].shape == (1, 3, 2, 3, 3)
+    for sample in samples:
+        del sample[says]  # then nothing would say that zeros are no patches
+    with pytest.raises(ConfigError, match=r"\(1, 3, .* in sample 0 and .*\(2, 5, .* in sample 1"):
+        collate_padded(samples)
+
+
 def test_a_batch_of_text_has_no_visual_fields() -> None:
     batch = collate_padded([picture(0), {"input_ids": ids(1), "pixel_values": None}])
     assert batch.keys() == {"input_ids", "attention_mask"}

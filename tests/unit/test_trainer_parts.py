@@ -143,6 +143,7 @@ def test_trainers_that_are_refused(
             "train_dataset": Words(),
             "model_accepts_loss_kwargs": False,
             "compute_loss_func": None,
+            "accelerator": SimpleNamespace(torch_device_mesh=None),
             **{f"get_{axis}_size": lambda: 1 for axis in ("tp", "cp", "sp")},
             **facts,
         }

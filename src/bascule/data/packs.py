@@ -30,6 +30,9 @@ VISUAL_FIELDS = (
 
 Sample = Mapping[str, Any]
 
+_PATCHED_FIELDS = {"pixel_values": 5, "pixel_attention_mask": 4}
+"""Fields with a row an image, and in dim 1 its patches or tiles, by their number of dims."""
+
 _MARK = "gaps"  # every pack of `make_pack` has it, and nobody else's
 MADE = ("cu_seqlens", "positions", "shift_labels", "first_labels", "cu_items", "num_samples", _MARK)
 """Fields that `make_pack` adds to those of the samples."""
@@ -351,7 +354,9 @@ def collate_padded(
     Token fields are padded to (B, L), other tensors with a dim are concatenated along dim 0, 0-dim
     tensors are stacked to (B,) and plain values become lists of B. Fields that are None everywhere,
     or visual without rows, are left out. A sample without a token field other than ``input_ids``
-    gets neutral values, as in `make_pack`.
+    gets neutral values, as in `make_pack`. Images of any resolution, ``pixel_values`` (images,
+    patches, C, H, W) beside ``image_sizes`` or ``pixel_attention_mask``, which say how many
+    patches count, get patches of zeros up to the most of an image, as by their processors.
 
     Args:
         samples: Tensors and plain values by name; an empty list gives a batch of shape (0, 0).
@@ -381,6 +386,7 @@ def collate_padded(
         with_masks = zip(samples, lens, strict=True)
         samples = [{**sample, "attention_mask": ones[:n]} for sample, n in with_masks]
     batch: dict[str, Any] = {}
+    samples = _with_even_patches(samples)
     for name in field_names(samples):
         if all(sample.get(name) is None for sample in samples):
             continue
@@ -399,6 +405,22 @@ def collate_padded(
         elif value.shape[:1].numel():
             batch[name] = value
     return batch
+
+
+def _with_even_patches(samples: Sequence[Sample]) -> Sequence[Sample]:
+    """Return samples whose images have as many patches, zeros where another field says so."""
+    evened = [dict(sample) for sample in samples]
+    says = [one for one in evened if {"image_sizes", "pixel_attention_mask"} & one.keys()]
+    for name, num_dims in _PATCHED_FIELDS.items():
+        of_images = [
+            one for one in says if isinstance(x := one.get(name), Tensor) and x.dim() == num_dims
+        ]
+        most = max((one[name].shape[1] for one in of_images), default=0)
+        for one in of_images:
+            x = one[name]
+            zeros = x.new_zeros(x.shape[0], most - x.shape[1], *x.shape[2:])
+            one[name] = torch.cat([x, zeros], dim=1)
+    return evened
 
 
 def mappings(samples: Iterable[object]) -> list[Sample]:

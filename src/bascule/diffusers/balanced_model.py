@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bascule.arrays import Ints, ranges
 from bascule.comm.agree import agree
 from bascule.comm.failures import shared
-from bascule.comm.items import ItemMove, Parcel, move_items, parcel
+from bascule.comm.items import ItemMove, Parcel, mapped, move_items, parcel
 from bascule.comm.mesh import AttentionMesh, meshes_over
 from bascule.diffusers.arguments import holds_tensors, parameters_of, required_of
 from bascule.diffusers.degrees import Replica
@@ -36,24 +36,25 @@ from bascule.step import Step
 Sample = dict[str, Any]
 
 
-def check_sample(sample: Sample, required: Collection[str], unbatched: Collection[str]) -> None:
+def check_sample(sample: Sample, required: Collection[str], table: SplitTable) -> None:
     """Refuse a sample that lacks a keyword of the model, or that is no batch of one."""
     missing = [name for name in required if name not in sample]
     if missing:
         raise ConfigError(f"has no {missing[0]!r}, which the model's forward needs: add it")
-    for name in (one for one in sample if one not in unbatched):
-        value = sample[name]
+    for name in (one for one in sample if one not in table.unbatched):
+        value, dim = sample[name], table.batch_dims.get(name, 0)
         _refuse_array(name, value)
         if isinstance(value, Tensor):
-            if value.dim() == 0 or value.shape[0] != 1:
+            if value.shape[dim : dim + 1] != (1,):
                 raise ConfigError(
                     f"{name!r} has the shape {tuple(value.shape)}: give what the model takes for a "
-                    "batch of one, (1, ..)"
+                    f"batch of one, ({'.., ' * dim}1, ..)"
                 )
-        elif holds_tensors(value):
+        elif holds_tensors(value) and not (isinstance(value, list) and name in table.listed):
             raise ConfigError(
                 f"{name!r} is a {type(value).__name__} that holds tensors, of which the batch is "
-                "not known: give tensors (1, ..), or name it in the `unbatched` of a table"
+                "not known: give tensors (1, ..), or name it in the `unbatched` of a table, or in "
+                "`listed`, if it is a list with an entry for each sample"
             )
         elif isinstance(value, list) and len(value) != 1:
             raise ConfigError(
@@ -61,52 +62,60 @@ def check_sample(sample: Sample, required: Collection[str], unbatched: Collectio
             )
 
 
-def form_of(sample: Sample, unbatched: Collection[str], device: torch.device) -> int:
+def form_of(sample: Sample, table: SplitTable, device: torch.device) -> int:
     """Return a number that samples share if they fit into one batch."""
-    batched = {name: x for name, x in sample.items() if _is_batched(name, x, unbatched)}
-    shapes = sorted((name, str(x.dtype), *x.shape) for name, x in batched.items())
+    shapes = {
+        name: mapped(x, lambda leaf: (str(leaf.dtype), *leaf.shape))
+        for name, x in sorted(sample.items())
+        if (isinstance(x, Tensor) or name in table.listed)
+        and name not in (*table.unbatched, *table.alike)
+    }
     digest = hashlib.blake2b(repr(shapes).encode(), digest_size=8)
     # Equal values: positions of another aspect ratio are others, though there are as many.
-    rest = {name: sample[name] for name in sorted(sample.keys() - batched.keys())}
+    rest = {name: sample[name] for name in sorted(sample.keys() - shapes.keys())}
     for part in parcel(rest, device).parts:
         digest.update(part.numpy(force=True).tobytes())
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
-def batch_of(samples: Sequence[Sample], unbatched: Collection[str]) -> Sample:
+def batch_of(samples: Sequence[Sample], table: SplitTable) -> Sample:
     """Return one batch of samples of the same form."""
     batch = dict(samples[0])
-    for name, value in batch.items():
-        if _is_batched(name, value, unbatched):
-            batch[name] = torch.cat([sample[name] for sample in samples])
-        elif isinstance(value, list) and name not in unbatched:
-            batch[name] = value * len(samples)
+    for name in (one for one in batch if one not in table.unbatched):
+        values = [sample[name] for sample in samples]
+        if isinstance(values[0], Tensor):
+            batch[name] = torch.cat(values, table.batch_dims.get(name, 0))
+        elif isinstance(values[0], list):
+            batch[name] = [one for value in values for one in value]
     return batch
 
 
-def samples_in(batch: Sample, unbatched: Collection[str]) -> list[Sample]:
+def samples_in(batch: Sample, table: SplitTable) -> list[Sample]:
     """Return the samples of a batch, the inverse of `batch_of`; tensors are views."""
     sizes: dict[str, int] = {}
-    for name in (one for one in batch if one not in unbatched):
-        value = batch[name]
+    for name in (one for one in batch if one not in table.unbatched):
+        value, dim = batch[name], table.batch_dims.get(name, 0)
         _refuse_array(name, value)
-        if isinstance(value, Tensor) and value.dim() == 0:
+        if isinstance(value, Tensor) and value.dim() <= dim:
             raise ConfigError(
                 f"{name!r} of a batch is a tensor of one number: give one for each sample, "
                 "(batch, ..), or a plain number"
             )
         if isinstance(value, Tensor | list):
-            sizes[name] = len(value)
+            sizes[name] = len(value) if isinstance(value, list) else value.shape[dim]
     if len(set(sizes.values())) != 1:
         raise ConfigError(
             f"the samples of a batch, by keyword, are {dict(sorted(sizes.items()))}: give tensors "
             "(batch, ..) of as many, and name what has no batch in the `unbatched` of a table"
         )
     (num_samples,) = set(sizes.values())
-    return [
-        {name: x[i : i + 1] if name in sizes else x for name, x in batch.items()}
-        for i in range(num_samples)
-    ]
+
+    def part(name: str, value: Any, place: int) -> Any:
+        if isinstance(value, Tensor) and name in sizes:
+            return value.narrow(table.batch_dims.get(name, 0), place, 1)
+        return value[place : place + 1] if name in sizes else value
+
+    return [{name: part(name, x, i) for name, x in batch.items()} for i in range(num_samples)]
 
 
 def _refuse_array(name: str, value: Any) -> None:
@@ -119,11 +128,7 @@ def _refuse_array(name: str, value: Any) -> None:
         )
 
 
-def _is_batched(name: str, value: Any, unbatched: Collection[str]) -> bool:
-    return isinstance(value, Tensor) and name not in unbatched
-
-
-Loss = Callable[[Tensor, dict[str, Any]], Tensor]  # of output and batch; returns (batch, ..)
+Loss = Callable[[Any, dict[str, Any]], Tensor]  # of output and batch; returns (batch, ..)
 
 _FIRST_CAPACITY = 256  # integers a rank that the first gather has room for
 
@@ -212,7 +217,7 @@ class BalancedModel:
         many, other values as they are.
         """
         with self._failing_together():
-            return samples_in(batch, self._table.unbatched)
+            return samples_in(batch, self._table)
 
     @shared("samples of a training step")
     def microbatches(
@@ -229,7 +234,8 @@ class BalancedModel:
             samples: Samples that this rank loaded, or none. Each has the arguments of the model for
                 a batch of one, and those of the loss; noise and times travel with it.
             loss_fn: Loss of each sample, (batch,), or element, (batch, ..), from output and batch.
-                All ranks of a bag call it, so it must not draw random numbers.
+                A model of several outputs, as video and audio, gives them as a tuple. All ranks of
+                a bag call it, so it must not draw random numbers.
 
         Raises:
             ConfigError: A sample is wrong, or no rank has one (on all ranks).
@@ -275,12 +281,12 @@ class BalancedModel:
             raise
 
     def _measure(self, place: int, sample: Sample) -> _Measured:
-        unbatched, device = self._table.unbatched, self._parallel.device
+        device = self._parallel.device
         try:
-            check_sample(sample, required_of(self._part.model), unbatched)
+            check_sample(sample, required_of(self._part.model), self._table)
             length = whole("length_fn", self._length_fn(sample), 1)
             weight = whole("weight_fn", self._weight_fn(sample))
-            form = form_of(sample, unbatched, device)
+            form = form_of(sample, self._table, device)
             return _Measured(length, form, weight, parcel(sample, device))
         except Exception as error:
             text = str(error) if isinstance(error, ConfigError) else repr(error)
@@ -324,7 +330,8 @@ class BalancedModel:
 
     def _mesh_of(self, plan: Plan, bag: int) -> AttentionMesh | None:
         config = getattr(self._part.model, "config", None)
-        num_heads = getattr(config, "num_attention_heads", None)
+        names = "num_attention_heads", "n_heads", "num_heads"
+        num_heads = next((n for name in names if (n := getattr(config, name, None))), None)
         topology = plan.topology if num_heads is None else plan.topology.for_heads(num_heads)
         first, size = int(topology.first_ranks[bag]), int(topology.bag_sizes[bag])
         ring = int(topology.ring_degrees[bag])
@@ -350,11 +357,12 @@ class BalancedModel:
                 f"train_step with a {type(model).__name__}, whose gradients are not averaged: give "
                 "it the DistributedDataParallel that the BalancedModel was made with"
             )
-        batch = batch_of(samples, self._table.unbatched)
+        batch = batch_of(samples, self._table)
         names = parameters_of(self._part.model)
         with self._part.over(mesh):
             output = model(**{name: x for name, x in batch.items() if name in names})
-        losses = loss_fn(output[0], batch)
+        outputs = output if isinstance(output, tuple) else output.to_tuple()
+        losses = loss_fn(outputs[0] if len(outputs) == 1 else outputs, batch)
         if losses.shape[:1] != (len(samples),):
             raise ConfigError(
                 f"loss_fn gave the shape {tuple(losses.shape)} for {len(samples)} samples: give "

@@ -91,6 +91,11 @@ class SplitTable:
     # segments that every rank has whole, of which a call may attend to some tokens only
     copied: tuple[str, ...] = ()
     unbatched: tuple[str, ...] = ()  # arguments that all samples of a batch share
+    # For training: lists with an entry for each sample, which holds tensors; arguments of which the
+    # model takes the first sample's for all, or asks something of all; dims of batches, else 0.
+    listed: tuple[str, ...] = ()
+    alike: tuple[str, ...] = ()
+    batch_dims: Mapping[str, int] = field(default_factory=dict)
     # arguments that must be None, and advice
     refused: Mapping[str, str] = field(default_factory=dict)
 
@@ -111,7 +116,8 @@ def modules_of(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
 
 def check_table(model: nn.Module, table: SplitTable) -> None:
     """Refuse a table that names an argument or a segment that is not there."""
-    of_model = *table.replicated, *table.unbatched, *table.refused
+    of_model = *table.replicated, *table.unbatched, *table.refused, *table.listed, *table.alike
+    of_model += tuple(table.batch_dims)
     arguments = [(type(model).__name__, model, name) for name in of_model]
     for pattern, cuts in table.inputs.items():
         for path, module in ({"": model} if not pattern else modules_of(model, pattern)).items():

@@ -236,6 +236,7 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
         gathers={"proj_out": _IMAGE},
         blocks=_JOINED,
         replicated=("timestep", "guidance"),
+        alike=FLUX.unbatched,
         refused=dict.fromkeys(("kv_cache", "kv_cache_mode"), _NO_KV_CACHE),
     ),
     "FluxControlNetModel": SplitTable(
@@ -279,6 +280,7 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
             *("pooled_embeds", "encoder_hidden_states_t5", "encoder_hidden_states_llama3"),
         ),
         copied=("text",),  # each block joins others to it, and takes them away
+        batch_dims={"encoder_hidden_states_llama3": 1},
     ),
     "HunyuanImageTransformer2DModel": SplitTable(
         segments=_IMAGE_TEXT,
@@ -302,6 +304,7 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
         replicated=(_HIDDEN, *_PROMPT_MASK, *_PROMPT_2, "image_embeds", "timestep", "timestep_r"),
         attends={"context_embedder": ()},
         nonempty=("text",),
+        alike=("image_embeds",),  # if those of all samples are 0, none attends to its own
     ),
     "HunyuanVideoFramepackTransformer3DModel": SplitTable(
         segments=_VIDEO_TEXT,
@@ -537,6 +540,7 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
         blocks={"noise_refiner.*": ("image",), "layers.*": ("all",)},
         replicated=("x", "t", "cap_feats", "siglip_feats"),
         attends={"noise_refiner.*": ("image",), "context_refiner.*": (), "siglip_refiner.*": ()},
+        listed=("x", "cap_feats", "siglip_feats"),
     ),
 }
 

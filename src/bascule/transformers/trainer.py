@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
@@ -110,7 +111,7 @@ _log = logging.getLogger(__name__)
 _IGNORED = -100  # the Trainer counts labels that differ from it
 
 _DECIDED = {  # options that follow from the Trainer's arguments
-    "axis": "every process is a data-parallel rank; use BalancedLoader in a training loop",
+    "axis": "the Trainer's own mesh decides; use BalancedLoader in a training loop",
     "batch_size": "set per_device_train_batch_size",
     "collate_fn": "give the Trainer a data_collator",
     "pin_memory": "set dataloader_pin_memory",
@@ -301,11 +302,13 @@ def checked_dataset(trainer: Trainer, balance: BalanceConfig) -> Dataset[Any]:
             f"train_sampling_strategy={args.train_sampling_strategy!r} groups samples by length, "
             'and so does balancing: use "random" or "sequential"'
         )
-    if trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size() > 1 or args.n_gpu > 1:
+    shares_layers = trainer.get_tp_size() > 1 and data_axis_of(trainer) is None
+    if shares_layers or trainer.get_cp_size() * trainer.get_sp_size() > 1 or args.n_gpu > 1:
         raise ConfigError(
-            "balancing needs processes that are data-parallel ranks with one device: with tensor, "
-            "context or sequence parallelism, use BalancedLoader with LoaderOptions(axis=...) in a "
-            "training loop; instead of DataParallel, start with torchrun"
+            "balancing needs processes with one device and one data axis: with context or sequence "
+            "parallelism, or tensor parallelism over all processes, use BalancedLoader with "
+            "LoaderOptions(axis=...) in a training loop; instead of DataParallel, start with "
+            "torchrun"
         )
     if counts_labels(trainer) and not args.average_tokens_across_devices:
         raise ConfigError(
@@ -320,6 +323,15 @@ def checked_dataset(trainer: Trainer, balance: BalanceConfig) -> Dataset[Any]:
     return dataset
 
 
+def data_axis_of(trainer: Trainer) -> tuple[DeviceMesh, str] | None:
+    """Return the mesh of tensor-parallel processes with its data axis; None if it has not one."""
+    mesh = trainer.accelerator.torch_device_mesh
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    axes = [name for name in names if name.startswith("dp_")]
+    is_one = trainer.get_tp_size() > 1 and len(axes) == 1
+    return (cast(DeviceMesh, mesh), axes[0]) if is_one else None
+
+
 def counts_labels(trainer: Trainer) -> bool:
     """Return True if the Trainer divides the loss by the labels of all processes."""
     return trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
@@ -328,6 +340,7 @@ def counts_labels(trainer: Trainer) -> bool:
 def sync_of(trainer: Trainer, balance: BalanceConfig) -> Sync:
     """Return what the processes wait for; refuse to learn costs where no step can be timed."""
     meets_often = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    meets_often = meets_often or data_axis_of(trainer) is not None  # sharded by FSDP2
     sync = balance.sync or ("microbatch" if meets_often else "step")
     accumulate = trainer.args.gradient_accumulation_steps
     if balance.learns and sync != "step" and accumulate > 1:
@@ -368,10 +381,14 @@ def balanced_loader(
         dataset = Columns(dataset, columns)
     elif columns is not None and options.unpack is not None:
         options = replace(options, unpack=unpacked_columns(options.unpack, columns))
+    mesh, axis, rank, num_ranks = None, None, args.process_index, args.world_size
+    if (along := data_axis_of(trainer)) is not None:
+        mesh, axis = along
+        rank, num_ranks = mesh.get_local_rank(axis), mesh[axis].size()
     sampler = ResumableSampler(
         len(dataset),  # pyright: ignore[reportArgumentType]
-        rank=args.process_index,
-        num_ranks=args.world_size,
+        rank=rank,
+        num_ranks=num_ranks,
         shuffle=args.train_sampling_strategy == "random",
         seed=args.seed if args.data_seed is None else args.data_seed,
     )
@@ -393,10 +410,11 @@ def balanced_loader(
         local,
         cost=balance.cost or _tokens,
         length_fn=balance.length_fn,
+        mesh_or_group=mesh,
         accumulate=args.gradient_accumulation_steps,
         sync=sync_of(trainer, balance),
         pack=balance.pack,
-        options=options,
+        options=replace(options, axis=axis),
     )
 
 

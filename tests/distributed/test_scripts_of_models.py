@@ -1,0 +1,124 @@
+"""Scripts of the models that people train now, as they are and as the guide changes them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.helpers.inference_cases import CASES, Case, Inputs, in_float64, make_inputs, make_model
+from tests.helpers.pages import blocks_of
+from tests.helpers.ranks import run_ranks
+
+pytest.importorskip("diffusers")
+
+F64 = torch.float64
+GRIDS = [[(3, 5), (1, 3)], [(2, 3), (5, 3)]]  # of each rank's batches
+BATCH_SIZE = 2
+FIRST = {case.model: case for case in reversed(CASES)}
+PLAIN = ("flux2", "z_image", "hunyuan1.5", "ltx2", "minimax")  # in the order of the page
+CHANGED = {"flux2": 12, "z_image": 12, "hunyuan1.5": 12, "ltx2": 16, "minimax": 16}
+
+
+def changes() -> dict[str, list[str]]:
+    """The lines of each script, each with what becomes of it: " ", "+" or "-"."""
+    blocks = [one.text for one in blocks_of("docs/models.md") if one.language == "text"]
+    first, *others = [text.splitlines() for text in blocks]
+    return {name: first + lines for name, lines in zip(PLAIN, others, strict=True)}
+
+
+def script(name: str, kinds: str) -> str:
+    return "\n".join(line[1:] for line in changes()[name] if line[:1] in kinds)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_the_changes_are_of_as_many_lines_as_the_page_says(name: str) -> None:
+    kinds = [line[:1] for line in changes()[name]]
+    assert kinds.count("+") + kinds.count("-") == CHANGED[name]
+
+
+def batch_of(case: Case, grid: tuple[int, int], seed: int) -> Inputs:
+    """What a script's loader gives, by the names that it has there."""
+    inputs = make_inputs(replace(case, batch=BATCH_SIZE, grid=grid), F64, seed)
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(like: Tensor) -> Tensor:
+        return torch.randn(like.shape, generator=draw, dtype=F64)
+
+    latents = torch.stack(inputs["x"]) if case.model == "z_image" else inputs["hidden_states"]
+    times = torch.rand(BATCH_SIZE, *[1] * (latents.dim() - 1), generator=draw, dtype=F64)
+    batch: Inputs = {"latents": latents, "noise": normal(latents), "times": times}
+    if case.model == "z_image":
+        return batch | {"prompts": inputs["cap_feats"]}
+    batch["prompt"] = inputs["encoder_hidden_states"]
+    if case.model == "flux2":
+        return batch | {name: inputs[name] for name in ("img_ids", "txt_ids")}
+    if "audio_hidden_states" in inputs:
+        batch["audio"] = inputs["audio_hidden_states"]
+        batch["audio_noise"] = normal(batch["audio"])
+    if case.model == "minimax":
+        named = ("hidden_states", "audio_hidden_states", "encoder_hidden_states")
+        layout = {name: x for name, x in inputs.items() if name not in named}
+        return batch | {"time": layout["timestep"][0], "layout": layout}
+    is_prompt = [name for name in inputs if "encoder" in name or name == "image_embeds"]
+    sizes = ("num_frames", "height", "width", "audio_num_frames")
+    batch["sizes"] = {name: inputs[name] for name in sizes if name in inputs}
+    return batch | {"prompts": {name: inputs[name] for name in is_prompt}}
+
+
+class Gradients:
+    """An optimizer that keeps the gradients of each step, and changes nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.kept = model, list[Tensor]()
+
+    def step(self) -> None:
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.model.parameters()]
+        self.kept.append(torch.cat([grad.flatten() for grad in grads]))
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad()
+
+
+def gradients_of(name: str, kinds: str) -> list[Tensor]:
+    """Of each step of a script."""
+    torch.manual_seed(0)
+    transformer: Any = make_model(FIRST[name], F64)
+    optimizer, rank, text = Gradients(transformer), dist.get_rank(), script(name, kinds)
+    (header,) = (line for line in text.splitlines() if line.startswith("for "))
+    wanted = header.removeprefix("for ").removesuffix(" in loader:").split(", ")
+    batches = [batch_of(FIRST[name], grid, 10 * rank + i) for i, grid in enumerate(GRIDS[rank])]
+    names: dict[str, Any] = {
+        # Some parameters are used by nobody: those of images, or of the last text.
+        "DistributedDataParallel": lambda one: DistributedDataParallel(
+            one, find_unused_parameters=True
+        ),
+        "torch": torch,
+        "transformer": transformer,
+        "loader": [[batch[one] for one in wanted] for batch in batches],
+        "optimizer": optimizer,
+    }
+    exec(compile(text, name, "exec"), names)
+    return optimizer.kept
+
+
+def compared(scripts: Sequence[str]) -> dict[str, list[float]]:
+    """Of each step, the error of the changed script's gradient over the other's norm."""
+    torch.set_num_threads(1)
+    found: dict[str, list[float]] = {}
+    with in_float64(F64):
+        for name in scripts:
+            pairs = zip(gradients_of(name, " +"), gradients_of(name, " -"), strict=True)
+            found[name] = [float((ours - one).norm() / one.norm()) for ours, one in pairs]
+    return found
+
+
+@pytest.mark.slow
+def test_both_scripts_have_the_same_gradients() -> None:
+    for found in run_ranks(compared, 2, PLAIN):
+        for name, errors in found.items():
+            assert len(errors) == 2 and max(errors) < 1e-10, (name, errors)
