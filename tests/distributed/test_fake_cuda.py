@@ -28,7 +28,7 @@ from tests.helpers.inference_cases import Case, Inputs, make_inputs, make_model
 pytestmark = pytest.mark.slow
 HALF = torch.bfloat16
 LENS = [[32, 1, 12], [4]]  # of each rank's samples
-Made = tuple[dict[str, int], Any, Inputs, torch.Size]  # degrees, model, inputs, output
+Made = tuple[dict[str, Any], Any, Inputs, torch.Size]  # degrees, model, inputs, output
 TOPOLOGIES = ["g1n2", "g2n1", "g1r2n1"]
 TRAINED = [
     ("g1n2", "both", torch.float32),

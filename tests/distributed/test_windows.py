@@ -104,7 +104,7 @@ ALL = [(1, 2, True, 7), (2, 2, False, 1), (4, 1, False, 1)]
 def test_meshes_give_what_one_process_gives(
     ring: int, ulysses: int, is_compiled: bool, every: int
 ) -> None:
-    """Each case of so many: their number is no multiple of a choice's, so all choices meet."""
+    """One case of `every`, which shares no factor with how many a choice has: all of them occur."""
     run_ranks(over_meshes, ring * ulysses, ring, ulysses, is_compiled, every)
 
 
