@@ -70,7 +70,7 @@ def load_batch(rank: int, number: int) -> tuple[list[int], Tensor, Tensor, Tenso
     Rectified flow: tokens = (1 - time) clean + time noise, velocity = noise - clean.
     """
     random = torch.Generator().manual_seed(1000 * number + rank)
-    shortest = 64 if rank % 2 else 256
+    shortest = 32 if rank % 2 else 128
     lens = torch.randint(shortest, 4 * shortest, (NUM_SAMPLES,), generator=random)
     time = torch.rand(NUM_SAMPLES, generator=random)
     place = torch.cat([torch.arange(length) for length in lens.tolist()]) / 50

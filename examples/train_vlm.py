@@ -36,7 +36,7 @@ WIDTH, NUM_LAYERS = 64, 2
 VISION_START, IMAGE, VIDEO, VISION_END, END, VOCAB = 256, 257, 258, 259, 260, 261  # after bytes
 PHOTO_COUNTS = [0, 0, 0, 0, 1, 1, 2, 3]  # of a sample; drawn from these
 CLIP_FRAMES = 6  # in what takes the place of one photo in two
-PATCH, MERGE, SHRINK = 14, 2, 3  # pixels of a patch, patches of a token along a side
+PATCH, MERGE, SHRINK = 14, 2, 4  # pixels of a patch, patches of a token along a side
 
 
 Photo = tuple[str, Tensor, Tensor]  # name, patches (n, values), grid (1, 3)

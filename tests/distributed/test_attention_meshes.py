@@ -343,7 +343,8 @@ def numbers_of_all_kinds(ring: int, ulysses: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ring", "ulysses"), [(1, 2), (2, 1), (2, 2), pytest.param(3, 1, marks=pytest.mark.stress)]
+    ("ring", "ulysses"),
+    [(1, 2), (2, 1), *(pytest.param(*mesh, marks=pytest.mark.stress) for mesh in ((2, 2), (3, 1)))],
 )
 def test_masks_and_numbers_of_all_kinds(ring: int, ulysses: int) -> None:
     run_ranks(numbers_of_all_kinds, ring * ulysses, ring, ulysses)

@@ -80,7 +80,7 @@ def train_everywhere(layouts: Layouts, batches: dict[str, Batch]) -> int:
 )
 def test_loss_and_gradients_equal_one_process(world_size: int) -> None:
     layouts = LAYOUTS[world_size]
-    batches = all_batches(world_size, num_random=2 if world_size < 6 else 1)
+    batches = all_batches(world_size, num_random=1)
     compared = run_ranks(train_everywhere, world_size, layouts, batches)
     assert compared[0] == len(batches) * sum(map(len, layouts.values()))
 
@@ -131,7 +131,9 @@ def _own_loss(model: MMDiT, batch: Batch, parallel: object, dtype: torch.dtype) 
 
 
 @pytest.mark.some(2)
-@pytest.mark.parametrize("topology", ["g1n2", "g2r2n1", "g2n1", "g1n1+g3n1", "g1n2+g2n1 FSDP2"])
+@pytest.mark.parametrize(
+    "topology", ["g1n2", "g2r2n1", "g2n1", "g1n1+g3n1", "g1n2+g2n1 FSDP2", "g2n1 FSDP2"]
+)
 def test_bf16_is_as_near_to_float32_as_without_balancing(topology: str) -> None:
     bags, _, wrapper = topology.partition(" ")
     size = 2 if bags in ("g1n2", "g2n1") else 4
@@ -144,7 +146,7 @@ CONFIG = config_of(5, 5)
 
 def batches_of(num_ranks: int) -> dict[str, Batch]:
     edges = edge_batches(num_ranks)
-    names = ("each rank another kind", "one rank has everything", "text only", "no sequence at all")
+    names = ("each rank another kind", "one rank has everything", "no sequence at all")
     return {name: edges[name] for name in names} | {"random": random_batch(num_ranks, 50)}
 
 
@@ -160,7 +162,7 @@ def recorded(is_sharded: bool) -> None:
     """Checkpoints of all blocks or of every other one, and FSDP2 with checkpoints or without."""
     batches, plain = batches_of(dist.get_world_size()), make_model(CONFIG)
     wanted = {name: by_one_rank(reference_step, plain, one) for name, one in batches.items()}
-    for topology, every in (("g4n1", 1), ("g1n2+g2n1", 2), ("g2r2n1", 1)):
+    for topology, every in (("g2r2n1" if is_sharded else "g4n1", 1), ("g1n2+g2n1", 2)):
         model = make_model(CONFIG)
         if every == 1 or not is_sharded:
             change_blocks(model, checkpoint_wrapper, every)

@@ -45,7 +45,7 @@ BEFORE_RENAME = at(
     backward="kill 1/2, stop 1/2",
     prepare="kill 0/3, stop 0/2, full 0/4",
     write="kill 2/3, full 0/3",
-    half_of_a_file="kill 0/4 #3, kill 1/2 #2, stop 1/3 #3, full 3/4 #2",
+    half_of_a_file="kill 0/3 #3, kill 1/2 #2, stop 1/3 #3, full 3/4 #2",
     written="kill 1/3, stop 0/2",
     metadata="kill 0/4, stop 0/3, full 0/2",
     half_of_the_facts="kill 0/2, full 0/3",
@@ -57,7 +57,7 @@ RESUMING = at(
     0,
     read_facts="kill 1/3, stop 0/2",
     read_metadata="kill 0/2",
-    read="kill 2/4, stop 1/2",
+    read="kill 2/3, stop 1/2",
     set="kill 3/4",
 )
 LAUNCHED = [
@@ -66,9 +66,9 @@ LAUNCHED = [
     *at(0, read="kill 1/2"),
 ]
 DAILY = [
-    *at(backward="stop 1/2", half_of_a_file="kill 0/4 #3", write="full 0/3"),
+    *at(backward="stop 1/2", half_of_a_file="kill 0/3 #3", write="full 0/3"),
     *at(rename="kill 0/2"),
-    *at(0, read="kill 2/4"),
+    *at(0, read="kill 2/3"),
 ]
 
 

@@ -113,12 +113,11 @@ def test_the_same_pixels_on_any_ranks(
 
 MIXED: list[dict[str, Any]] = [
     {"prompt": f"boat {k}", "width": side, "height": side, "steps": steps}
-    for k, (side, steps) in enumerate([(128, 6), (32, 2), (64, 3), (32, 8), (96, 4), (48, 1)])
+    for k, (side, steps) in enumerate([(128, 5), (32, 2), (64, 3), (32, 6), (96, 3), (48, 1)])
 ]
 RESTLESS: list[dict[str, Any]] = [
     {},
-    {"negative_prompt": "fog", "guidance": 3.0},  # of all: two guidance groups
-    {"tiles": True},
+    {"negative_prompt": "fog", "guidance": 3.0, "tiles": True},  # of all: two guidance groups
     {"sparse": 0.3},
 ]
 
@@ -140,7 +139,7 @@ def test_the_same_pixels_whatever_the_scheduler_does(
     found = run_ranks(several, num_ranks, mixed, tmp_path / "moved", jobs)[0]
     for place in range(len(jobs)):
         same_images(tmp_path / "moved" / str(place), tmp_path / "alone" / str(place), len(MIXED))
-        assert sum(found[place][1]) > 24  # some steps are taken by several ranks
+        assert sum(found[place][1]) > 20  # some steps are taken by several ranks
 
 
 def shares(prompts: Path, out: Path, factor: int, **settings: Any) -> list[float]:
@@ -192,14 +191,6 @@ def test_ranks_take_work_as_they_can(
     assert found == pytest.approx(wanted, abs=0.13)  # the share of the largest prompt
 
 
-def test_prompts_of_compiled_models_stay(alone: Path, tmp_path: Path) -> None:
-    prompts, out = tmp_path / "first.jsonl", tmp_path / "out"
-    prompts.write_text(json.dumps(ROWS[0]), encoding="utf-8")
-    (name,), steps = run_ranks(partial(make, compile=True), 2, prompts, out)[0]
-    assert steps == [2, 2]  # it has as many ranks as there are
-    assert np.abs(pixels(out / name) - pixels(alone / name)).max() <= 1
-
-
 def test_sparse_attention_is_compiled(tmp_path: Path) -> None:
     prompts, job = tmp_path / "first.jsonl", {"sparse": 0.3}
     prompts.write_text(json.dumps({"prompt": "boat", "steps": 2}), encoding="utf-8")
@@ -208,10 +199,36 @@ def test_sparse_attention_is_compiled(tmp_path: Path) -> None:
     same_images(tmp_path / "compiled" / "0", tmp_path / "eager" / "0", 1)
 
 
-def save_tiny(folder: Path) -> None:
+def save_tiny(folder: Path, **sizes: int) -> None:
+    """Save the tiny pipeline, or with a transformer of other sizes."""
     from bascule.generate.generating import load_pipeline
 
-    load_pipeline("tiny", torch.float32, torch.device("cpu")).save_pretrained(folder)
+    pipeline = load_pipeline("tiny", torch.float32, torch.device("cpu"))
+    if sizes:
+        kind, config = type(pipeline.transformer), pipeline.transformer.config
+        pipeline.transformer = kind.from_config({**config, **sizes})
+    pipeline.save_pretrained(folder)
+
+
+def of_few_blocks(prompts: Path, folder: Path) -> None:
+    """Save a pipeline that compiles soon, and make what it makes alone."""
+    save_tiny(folder / "model", num_layers=1, num_single_layers=1)
+    make(prompts, folder / "alone", model=str(folder / "model"))
+
+
+def made_in_a_graph(prompts: Path, out: Path, model: str) -> tuple[list[str], list[int]]:
+    """As `make`, compiled without inductor, which takes long."""
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        return make(prompts, out, model=model, compile=True)
+
+
+def test_prompts_of_compiled_models_stay(tmp_path: Path) -> None:
+    prompts, out = tmp_path / "first.jsonl", tmp_path / "out"
+    prompts.write_text(json.dumps(ROWS[0]), encoding="utf-8")
+    run_ranks(of_few_blocks, 1, prompts, tmp_path)
+    _, steps = run_ranks(made_in_a_graph, 2, prompts, out, str(tmp_path / "model"))[0]
+    assert steps == [2, 2]  # it has as many ranks as there are
+    same_images(out, tmp_path / "alone", 1)
 
 
 def test_a_saved_folder_gives_the_pixels_of_one_process(
@@ -244,19 +261,19 @@ def test_sparse_attention_gives_the_same_pixels_on_any_ranks(tmp_path: Path) -> 
     prompts = tmp_path / "prompts.jsonl"
     row = {"prompt": "a large boat", "width": 384, "height": 256, "steps": 2}
     prompts.write_text(json.dumps(row))
-    jobs: list[dict[str, Any]] = [{"sparse": 0.3}, {"sparse": 0.3, "longest_ring": 1}, {}]
+    jobs: list[dict[str, Any]] = [{"sparse": 0.3}, {"sparse": 0.3, "longest_ring": 1}]
     guided: dict[str, Any] = {"sparse": 0.3, "negative_prompt": "fog", "guidance": 3.0}
-    run_ranks(several, 1, prompts, tmp_path / "one", [*jobs, guided])
-    jobs[0], guided = jobs[0] | {"ring": 2}, guided | {"guidance_ranks": 2}
-    run_ranks(several, 2, prompts, tmp_path / "two", [*jobs, guided])
+    run_ranks(several, 1, prompts, tmp_path / "one", [*jobs, guided, {}])
+    jobs = [{"sparse": 0.3, "ring": 2}, jobs[1], guided | {"guidance_ranks": 2}]
+    run_ranks(several, 2, prompts, tmp_path / "two", jobs)
     one, two = (
         [pixels(path) for path in sorted((tmp_path / name).glob("*/*.png"))]
         for name in ("one", "two")
     )
-    assert len(one) == len(two) == 4
-    for a, b in zip(one, two, strict=True):
+    *sparse, whole = one
+    for a, b in zip(sparse, two, strict=True):
         assert np.abs(a - b).max() <= 1
-    assert np.abs(one[0] - one[2]).max() > 1  # it leaves blocks out
+    assert np.abs(sparse[0] - whole).max() > 1  # it leaves blocks out
 
 
 def test_what_is_there_is_not_made_again(prompts: Path, alone: Path, tmp_path: Path) -> None:

@@ -91,26 +91,6 @@ def test_verify_and_checkpointing_of_each_model() -> None:
         assert "the tensors of joint_attention_kwargs" in found["adapter"]
 
 
-def compiled_flux() -> tuple[int, float]:
-    """Graphs, and the error."""
-    torch.set_num_threads(1)
-    model, inputs = make_model(FLUX), make_inputs(FLUX)
-    for name in ("transformer_blocks", "single_transformer_blocks"):
-        setattr(model, name, getattr(model, name)[:1])
-    counter = CompileCounterWithBackend("aot_eager")
-    with torch.no_grad():
-        wanted = model(**inputs).sample
-        with parallelize(model, mesh=make_mesh(1, 2)):
-            call = torch.compile(lambda **one: model(**one)[0], fullgraph=True, backend=counter)
-            found = call(**inputs, return_dict=False)
-    return counter.frame_count, difference(found, wanted)
-
-
-def test_flux_compiles_to_one_graph() -> None:
-    for graphs, error in run_ranks(compiled_flux, 2):
-        assert graphs == 1 and error <= 1e-6
-
-
 RESOLUTIONS = [(16, 16), (7, 15), (13, 30), (9, 49), (20, 24), (11, 25), (8, 8), (5, 100)]
 
 

@@ -14,7 +14,7 @@ from tests.helpers.inference_cases import Case, difference, make_inputs, make_me
 from tests.helpers.ranks import run_ranks
 
 pytest.importorskip("diffusers")
-pytestmark = pytest.mark.stress  # one graph of Flux: test_inference_flux
+pytestmark = pytest.mark.stress  # one graph of Flux: docs/sequence_parallel.md, in test_pages
 
 # An odd number of text tokens, which four ranks share as 2, 2, 2 and 1.
 MODELS = {

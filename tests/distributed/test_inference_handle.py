@@ -26,7 +26,10 @@ from tests.helpers.inference_toy import (
 )
 from tests.helpers.ranks import run_ranks
 
-MESHES = [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1)]  # ring, Ulysses
+MESHES = [  # ring, Ulysses
+    *[(1, 2), (2, 1), (2, 2)],
+    *(pytest.param(*mesh, marks=pytest.mark.stress) for mesh in [(1, 4), (4, 1)]),
+]
 SHAPES: list[dict[str, Any]] = [
     {"text": 5, "image": 9, "masked": True},
     {"text": 1, "image": 1, "batch": 3},

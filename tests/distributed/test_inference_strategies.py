@@ -56,7 +56,10 @@ def used_in(found: dict[str, Any]) -> list[list[tuple[int, int]]]:
 
 @pytest.mark.parametrize(
     ("ring", "ulysses"),
-    [(2, 1), (1, 2), (2, 2), pytest.param(1, 4, marks=pytest.mark.stress), (4, 1)],
+    [
+        *[(2, 1), (1, 2), (4, 1)],
+        *(pytest.param(*mesh, marks=pytest.mark.stress) for mesh in [(2, 2), (1, 4)]),
+    ],
 )
 def test_layers_change_meshes_as_their_work_changes(ring: int, ulysses: int) -> None:
     num_ranks = ring * ulysses
@@ -73,7 +76,7 @@ def test_layers_change_meshes_as_their_work_changes(ring: int, ulysses: int) -> 
         )
 
 
-@pytest.mark.parametrize("ulysses", [2, 4])
+@pytest.mark.parametrize("ulysses", [2, pytest.param(4, marks=pytest.mark.stress)])
 def test_a_rule_is_followed_from_the_second_step(ulysses: int) -> None:
     for found in run_ranks(over_steps, ulysses, 1, ulysses, {"keep": 0.9}):
         first, *others = used_in(found)

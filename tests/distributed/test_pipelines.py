@@ -62,17 +62,16 @@ def shared_as_alone(
     with parallelize(pipeline, table=TABLES.get(name), **degrees):
         images = generated(name, pipeline, prompt, generator=mine(), **others)
     check(images, before)
-    assert not is_last or torch.equal(before, generate())
+    if is_last and dist.get_rank() == dist.get_world_size() - 1:  # by itself
+        assert torch.equal(before, generate())
     return images
 
 
 def all_cases(kind: str, degrees: dict[str, int]) -> list[Tensor]:
-    """Each pipeline with and without guidance, tiles of the VAE, and several images."""
+    """Each pipeline with guidance and several images; without guidance, and with tiles."""
     pixels = list[Tensor]()
     for name in PIPELINES[kind]:
         pipeline = make_pipeline(name)
-        pixels.append(shared_as_alone(name, pipeline, prompt_of(name), degrees))
-        pipeline.vae.enable_tiling()
         # Some pipelines make one image of a prompt that is an embedding.
         num_prompts = {"cogvideox": 2, "sd3": 3, "dit": 3}.get(name, 1)
         several = 2 if kind == "videos" else 3
@@ -81,6 +80,7 @@ def all_cases(kind: str, degrees: dict[str, int]) -> list[Tensor]:
             others = {}
         prompts = prompt_of(name, num_prompts=num_prompts)
         pixels.append(shared_as_alone(name, pipeline, prompts, degrees, **others))
+        pipeline.vae.enable_tiling()
         plain = prompt_of(name, is_guided=False)
         pixels.append(shared_as_alone(name, pipeline, plain, degrees, is_last=True))
     return pixels

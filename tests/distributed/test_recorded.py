@@ -106,15 +106,14 @@ def compiled(
 
 
 CASES = [
-    (2, "g2n1", {"causal": True, "scale": -0.5, "num_steps": 2}),
-    pytest.param(2, "g2n1", {"causal": True, "scale": -0.5}, marks=pytest.mark.stress),
-    pytest.param(2, "g1n2", {}, marks=pytest.mark.stress),
-    pytest.param(3, "g1n1+g2n1", {"scale": 0.25}, marks=pytest.mark.stress),
-    pytest.param(4, "g2r2n1", {"causal": True}, marks=pytest.mark.stress),
+    (2, "g2n1", {"causal": True, "scale": -0.5}),
+    (2, "g1n2", {}),
+    (3, "g1n1+g2n1", {"scale": 0.25}),
+    (4, "g2r2n1", {"causal": True}),
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.stress  # daily: two graphs for all plans, and blocks of a rank without samples
 @pytest.mark.parametrize(("world_size", "spec", "settings"), CASES)
 def test_compiled_steps_are_plain_ones(
     world_size: int, spec: str, settings: dict[str, Any]
@@ -124,7 +123,8 @@ def test_compiled_steps_are_plain_ones(
 
 def test_two_graphs_serve_all_plans() -> None:
     """The second one takes lengths as symbols."""
-    assert run_ranks(partial(compiled, "g2n1", hostile=False, num_steps=6), 2) == [2, 2]
+    settings: dict[str, Any] = {"causal": True, "scale": -0.5, "hostile": False, "num_steps": 6}
+    assert run_ranks(partial(compiled, "g2n1", **settings), 2) == [2, 2]
 
 
 @pytest.mark.stress  # daily: test_compile_modes
@@ -201,18 +201,6 @@ def checkpointed(specs: Sequence[str] = ("g2n1",)) -> None:
         assert sum(plain.values()) <= sum(whole_in_graph.values()) <= sum(recomputed.values())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "program",
-    [
-        *(dropped, many_in_flight, on_a_mesh, checkpointed),
-        pytest.param(partial(checkpointed, ("g1r2n1",)), marks=pytest.mark.stress, id="in a ring"),
-    ],
-)
-def test_recorded_programs(program: Callable[[], None]) -> None:
-    run_ranks(program, 2)
-
-
 def refused_when_compiled() -> None:
     """What is wrong on one rank alone is the same error on both, from within a graph too."""
     step = SequenceParallel(None, "g1n2", COST).plan([3])
@@ -244,9 +232,23 @@ def twice_derived() -> None:
     assert "no second derivative" in raised_by(twice)[1]
 
 
-@pytest.mark.parametrize("program", [refused_when_compiled, twice_derived])
-def test_what_is_refused_in_graphs_too(program: Callable[[], None]) -> None:
-    run_ranks(program, 2)
+PROGRAMS = dropped, many_in_flight, on_a_mesh, checkpointed, refused_when_compiled, twice_derived
+
+
+def all_programs() -> None:
+    for program in PROGRAMS:
+        torch._dynamo.reset()
+        program()
+
+
+@pytest.mark.slow
+def test_recorded_programs() -> None:
+    run_ranks(all_programs, 2)
+
+
+@pytest.mark.stress
+def test_checkpoints_in_a_ring() -> None:
+    run_ranks(checkpointed, 2, ("g1r2n1",))
 
 
 class Attending(Block):
@@ -383,7 +385,8 @@ def compare_to_eager(
     ],
 )
 def test_meshes_compile_to_one_graph(ring: int, ulysses: int) -> None:
-    numbers = range(0, len(MESH_CASES), 1 + (ulysses > 1))
+    is_daily = (ring, ulysses) == (1, 2)
+    numbers = [2, 4] if is_daily else range(0, len(MESH_CASES), 1 + (ulysses > 1))
     run_ranks(compare_to_eager, ring * ulysses, ring, ulysses, "aot_eager", numbers, 1e-6)
 
 

@@ -30,7 +30,6 @@ from tests.helpers.pages import blocks_of, commands_of
 from tests.helpers.serving import apart, pipeline_of
 from tests.helpers.struck_server import DAY_S, START
 
-openai = pytest.importorskip("openai")
 for _needed in ("diffusers", "transformers", "fastapi", "uvicorn", "prometheus_client"):
     pytest.importorskip(_needed)
 
@@ -242,6 +241,7 @@ def test_the_guide_and_faults_of_a_day(tmp_path: Path) -> None:
 
 
 def an_image_by_openais_client(job: Job) -> None:
+    openai: Any = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=f"{job.url}/v1", api_key="none", timeout=60)
     extra = {"steps": 4, "seed": 7}
     image: Any = client.images.generate(prompt="a", size="32x32", extra_body=extra).data[0]
@@ -397,6 +397,7 @@ def test_a_thousand_at_once(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx")
 def test_the_guide_behind_nginx(tmp_path: Path) -> None:
     """Links have the name and port that the client knows; events come while the request runs."""
+    openai: Any = pytest.importorskip("openai")
     (place,) = (one.text for one in blocks_of("docs/serve.md") if "proxy_pass" in one.text)
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))

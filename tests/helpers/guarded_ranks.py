@@ -2,7 +2,7 @@
 
 Autograd asks the device of a gradient for its streams and events, which a CPU build of torch does
 not have. Some lines of C++ stand in for them. Torch looks for them once, when it is imported, so
-these ranks are processes that load them before.
+a process of its own loads them before, and forks into the ranks.
 """
 
 import importlib
@@ -13,9 +13,10 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -63,39 +64,30 @@ REGISTER_CUDA_HOOKS(CUDAHooks);
 """
 
 
-def run_guarded(function: str, num_ranks: int, *args: object) -> list[Any]:
+def run_guarded(function: str, num_ranks: int) -> list[Any]:
     """Call a function on the ranks of a world over gloo; what JSON makes of its results, in order.
 
     Args:
-        function: "module:name".
+        function: "module:name", called once, for what all ranks share; it returns the function
+            that each rank calls.
         num_ranks: Ranks.
-        *args: Of it, as JSON can carry them.
     """
     if shutil.which(_COMPILER) is None:
         pytest.skip(f"no {_COMPILER}: gradients of fake CUDA tensors NOT TESTED")
     path = os.pathsep.join(sys.path)  # pytest finds modules where Python alone would not
+    variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
     with tempfile.TemporaryDirectory() as folder:
         library = _built(Path(folder))
-        given = function, json.dumps(args), f"file://{folder}/store", str(num_ranks)
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", _START, str(library), *given, str(rank)],
-                env=os.environ
-                | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(num_ranks)
-        ]
-        try:
-            said = [rank.communicate(timeout=_TIMEOUT_S) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-    failed = [errors for rank, (_, errors) in zip(ranks, said, strict=True) if rank.returncode]
-    assert not failed, "\n".join(failed)
-    return [json.loads(out.splitlines()[-1]) for out, _ in said]
+        done = subprocess.run(
+            [sys.executable, "-c", _START, str(library), function, folder, str(num_ranks)],
+            env=os.environ | variables,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+        )
+        results = [Path(folder, f"{rank}.json") for rank in range(num_ranks)]
+        assert all(one.exists() for one in results), done.stderr
+        return [json.loads(one.read_text()) for one in results]
 
 
 def _built(folder: Path) -> Path:
@@ -103,7 +95,7 @@ def _built(folder: Path) -> Path:
     source.write_text(_SOURCE)
     home = Path(torch.__file__).parent
     where = [f"-I{home / 'include'}", f"-L{home / 'lib'}", f"-Wl,-rpath,{home / 'lib'}"]
-    flags = ["-std=c++20", "-fPIC", "-shared", "-O1", "-w"]
+    flags = ["-std=c++20", "-fPIC", "-shared", "-O0", "-w"]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     command = [_COMPILER, *flags, abi, *where, str(source), "-o", str(library)]
     done = subprocess.run([*command, "-lc10", "-ltorch_cpu"], capture_output=True, text=True)
@@ -111,24 +103,33 @@ def _built(folder: Path) -> Path:
     return library
 
 
-def main(function: str, args: str, store: str, num_ranks: str, rank: str) -> None:
-    """Print the function's result on a rank, as JSON, in the last line."""
+def main(function: str, folder: str, num_ranks: str) -> None:
+    """Write the function's result on each rank, as JSON, into a file of the folder."""
     module, name = function.split(":")
-    code = 1
+    on_rank = getattr(importlib.import_module(module), name)()
+    ranks = list[int]()
+    for rank in range(int(num_ranks)):
+        ranks.append(os.fork())
+        if ranks[-1] == 0:
+            _call(on_rank, Path(folder), rank, int(num_ranks))
+    for process in ranks:
+        os.waitpid(process, 0)
+
+
+def _call(on_rank: Callable[[], Any], folder: Path, rank: int, num_ranks: int) -> NoReturn:
     try:
         dist.init_process_group(
             "gloo",
-            init_method=store,
-            rank=int(rank),
-            world_size=int(num_ranks),
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=num_ranks,
             timeout=timedelta(seconds=_TIMEOUT_S / 2),
         )
         torch.manual_seed(0)
-        result = getattr(importlib.import_module(module), name)(*json.loads(args))
-        print(json.dumps(result), flush=True)
+        result = json.dumps(on_rank())
         dist.barrier()  # a peer may still need the store of the first one
-        code = 0
-    except Exception:
+        (folder / f"{rank}.json").write_text(result)
+    except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(code)  # threads of autograd wait for a device for ever, after an error too
+        os._exit(0)  # threads of autograd wait for a device for ever, after an error too

@@ -30,7 +30,10 @@ from tests.helpers.mesh_cases import difference, make_mesh, reference
 from tests.helpers.oracle import dense_attention
 from tests.helpers.ranks import raised_by, run_ranks
 
-MESHES = [(1, 2), (2, 1), (2, 2), (4, 1), (1, 4)]
+MESHES = [
+    *[(1, 2), (2, 1), (2, 2)],
+    *(pytest.param(*mesh, marks=pytest.mark.stress) for mesh in [(4, 1), (1, 4)]),
+]
 EXACT, CLOSE = 1e-10, 1e-6  # to one process in float64; to other packages, some of it in float32
 Attention = Callable[..., Tensor]
 _flash_of_cpus = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -148,7 +151,10 @@ def error_of(
 
 
 def in_place_of_yunchang(ring: int, ulysses: int) -> dict[str, float]:
-    from yunchang import EXTRACT_FUNC_DICT  # pyright: ignore[reportMissingImports]
+    from yunchang import (  # pyright: ignore[reportMissingImports]
+        EXTRACT_FUNC_DICT,
+        LongContextAttentionQKVPacked,
+    )
 
     groups(ring, ulysses)
     size = ring * ulysses
@@ -173,6 +179,10 @@ def in_place_of_yunchang(ring: int, ulysses: int) -> dict[str, float]:
         return (1.5 * (q @ k.mT * 8**-0.5 / 1.5).tanh()).softmax(-1) @ v
 
     errors_in("cap", even, {"softcap": 1.5}, alone=capped)
+    if ring == 1:
+        packed = in_place_of(LongContextAttentionQKVPacked())
+        own_call = swapped(lambda *qkv: packed(torch.stack(qkv, 2)))
+        errors["packed"] = error_of(own_call, even)
     layer.forward = in_place_of(layer)  # as a program has it
     errors["as a module"] = error_of(swapped(layer), even)
 
@@ -190,29 +200,18 @@ def in_place_of_yunchang(ring: int, ulysses: int) -> dict[str, float]:
     return errors
 
 
-def beside_yunchang(ring: int, ulysses: int) -> float:
+def beside_yunchang(ring: int, ulysses: int) -> dict[str, float]:
     """Its own layer on CPUs, with torch's kernel; a ring of yunchang merges in float32."""
     groups(ring, ulysses)
-    local, errors = (
-        [normal(2, 6, 4, 8, seed=3 * dist.get_rank() + i) for i in range(3)],
-        list[float](),
-    )
+    local = [normal(2, 6, 4, 8, seed=3 * dist.get_rank() + i) for i in range(3)]
+    errors = dict[str, float]()
     kernel = "yunchang.kernels.attention._scaled_dot_product_flash_attention"
     for causal in (False, True):
         layer = layer_of()
         with mock.patch(kernel, flash):
             theirs = layer(*local, causal=causal)
-        errors.append(difference(in_place_of(layer)(*local, causal=causal), theirs))
-    return max(errors)
-
-
-def packed() -> float:
-    from yunchang import LongContextAttentionQKVPacked  # pyright: ignore[reportMissingImports]
-
-    groups(1, 2)
-    layout = SequenceLayout((24,), 1, 2)
-    attend = in_place_of(LongContextAttentionQKVPacked())
-    return error_of(swapped(lambda *qkv: attend(torch.stack(qkv, 2))), layout)
+        errors[f"causal {causal}"] = difference(in_place_of(layer)(*local, causal=causal), theirs)
+    return errors
 
 
 def as_in_the_guide(ring: int, ulysses: int) -> dict[str, float]:
@@ -250,31 +249,6 @@ def as_in_the_guide(ring: int, ulysses: int) -> dict[str, float]:
     )
     errors["sparse"] = difference(out, split(layer(q, k, v), mesh, layout, 1))
     return errors
-
-
-@pytest.mark.parametrize(("ring", "ulysses"), MESHES[:3])
-def test_in_place_of_yunchang_as_in_the_guide(ring: int, ulysses: int) -> None:
-    pytest.importorskip("yunchang")
-    for errors in run_ranks(as_in_the_guide, ring * ulysses, ring, ulysses):
-        assert max(errors.values()) < EXACT, errors
-
-
-@pytest.mark.parametrize(("ring", "ulysses"), MESHES)
-def test_exact_in_place_of_yunchang(ring: int, ulysses: int) -> None:
-    pytest.importorskip("yunchang")
-    for errors in run_ranks(in_place_of_yunchang, ring * ulysses, ring, ulysses):
-        assert max(errors.values()) < EXACT, errors
-
-
-def test_packed_in_place_of_yunchang() -> None:
-    pytest.importorskip("yunchang")
-    assert max(run_ranks(packed, 2)) < EXACT
-
-
-@pytest.mark.parametrize(("ring", "ulysses"), MESHES)
-def test_what_yunchang_computes(ring: int, ulysses: int) -> None:
-    pytest.importorskip("yunchang")
-    assert max(run_ranks(beside_yunchang, ring * ulysses, ring, ulysses)) < CLOSE
 
 
 def in_place_of_xdit(ring: int, ulysses: int) -> dict[str, float]:
@@ -350,22 +324,6 @@ def beside_xdit(ring: int, ulysses: int) -> dict[str, float]:
     return errors
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), MESHES)
-def test_exact_in_place_of_xdit(ring: int, ulysses: int) -> None:
-    pytest.importorskip("yunchang")
-    need("xfuser")
-    for errors in run_ranks(in_place_of_xdit, ring * ulysses, ring, ulysses):
-        assert max(errors.values()) < EXACT, errors
-
-
-@pytest.mark.parametrize(("ring", "ulysses"), MESHES)
-def test_what_xdit_computes(ring: int, ulysses: int) -> None:
-    pytest.importorskip("yunchang")
-    need("xfuser")
-    for errors in run_ranks(beside_xdit, ring * ulysses, ring, ulysses):
-        assert max(errors.values()) < CLOSE, errors
-
-
 def para_attention(ring: int, ulysses: int) -> tuple[Any, Any, Any]:
     """Its functions and mode, the function of these ranks, and its mesh."""
     from para_attn import para_attn_interface as its  # pyright: ignore[reportMissingImports]
@@ -423,18 +381,27 @@ def beside_para_attention(ring: int, ulysses: int) -> dict[str, float]:
     return errors
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), MESHES)
-def test_exact_in_place_of_para_attention(ring: int, ulysses: int) -> None:
-    pytest.importorskip("para_attn")
-    for errors in run_ranks(in_place_of_para_attention, ring * ulysses, ring, ulysses):
-        assert max(errors.values()) < EXACT, errors
+def with_peers(ring: int, ulysses: int) -> list[tuple[dict[str, float], float]]:
+    """Errors against each reference, and how large they may be; a rank imports the peers once."""
+    parts: list[tuple[Callable[[int, int], dict[str, float]], float]] = [
+        (as_in_the_guide, EXACT),
+        (in_place_of_yunchang, EXACT),
+        (beside_yunchang, CLOSE),
+        (sparse_in_place, EXACT),
+    ]
+    if has("xfuser"):
+        parts += [(in_place_of_xdit, EXACT), (beside_xdit, CLOSE)]
+    if has("para_attn"):
+        parts += [(in_place_of_para_attention, EXACT), (beside_para_attention, CLOSE)]
+    return [(part(ring, ulysses), limit) for part, limit in parts]
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), MESHES)
-def test_what_para_attention_computes(ring: int, ulysses: int) -> None:
-    pytest.importorskip("para_attn")
-    for errors in run_ranks(beside_para_attention, ring * ulysses, ring, ulysses):
-        assert max(errors.values()) < CLOSE, errors
+def test_in_place_of_peers(ring: int, ulysses: int) -> None:
+    pytest.importorskip("yunchang")
+    for parts in run_ranks(with_peers, ring * ulysses, ring, ulysses):
+        for errors, limit in parts:
+            assert max(errors.values()) < limit, errors
 
 
 def in_replicas(ring: int, ulysses: int) -> float:
@@ -500,17 +467,11 @@ def sparse_in_place(ring: int, ulysses: int) -> dict[str, float]:
     return errors
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), MESHES)
-def test_sparse_in_place_of_all(ring: int, ulysses: int) -> None:
-    pytest.importorskip("yunchang")
-    for errors in run_ranks(sparse_in_place, ring * ulysses, ring, ulysses):
-        assert max(errors.values()) < EXACT, errors
-
-
 def refused() -> list[str]:
     """Each refusal, by its call."""
     from yunchang import UlyssesAttention  # pyright: ignore[reportMissingImports]
 
+    groups(1, 2)
     x, layer = normal(1, 6, 4, 8), layer_of()
     slopes, sparse = torch.zeros(4), SparseConfig(keep=0.5, block=8)
     stripes = SequenceLayout((12,), 1, 2, stripe=4)
@@ -547,14 +508,9 @@ REFUSALS = (
 
 def test_refused_in_place_of_yunchang() -> None:
     pytest.importorskip("yunchang")
-    for texts in run_ranks(refused_with_groups, 2):
+    for texts in run_ranks(refused, 2):
         for text, words in zip(texts, REFUSALS, strict=True):
             assert words in text, texts
-
-
-def refused_with_groups() -> list[str]:
-    groups(1, 2)
-    return refused()
 
 
 def refused_of_xdit() -> list[str]:

@@ -444,7 +444,8 @@ class Comparison:
             for model in self._models:
                 self._stages.watch(model)
         self._optimizers = [
-            torch.optim.AdamW(model.parameters(), lr=options.lr) for model in self._models
+            torch.optim.AdamW(model.parameters(), lr=options.lr, fused=True)
+            for model in self._models
         ]
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         peak = peak_flops(name) if options.dtype == "bfloat16" else None

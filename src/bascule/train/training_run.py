@@ -263,7 +263,7 @@ class TrainingRun:
             if options.encode_ahead and device.type == "cuda":
                 self._stream = torch.cuda.Stream(device)
                 self._stream.wait_stream(torch.cuda.current_stream(device))  # for the weights
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=options.lr)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=options.lr, fused=True)
         facts = prepared.settings, prepared.schedule
         self._checkpoints = Checkpoints(options.out, self._group, *facts, options.keep)
         self.checkpoint = prepared.checkpoint  # the last one that was loaded or saved
