@@ -13,28 +13,52 @@ from bascule.plan.epoch import DealRules, StepTable, deal_step
 
 
 class DealtBatches(BatchSampler):
-    """Yields the batches of all ranks: microbatch by microbatch, in each rank by rank.
+    """Yields the batches of a rank or, without one, of all: in each microbatch, rank by rank.
 
     A step keeps its samples. At the end of an epoch a group of batches, one a rank, is filled up
     with the first samples, as accelerate does; what is then less than a step stays as it is.
     """
 
     def __init__(
-        self, plain: BatchSampler, lengths: npt.ArrayLike, cost: Cost, rules: DealRules
+        self,
+        plain: BatchSampler,
+        lengths: npt.ArrayLike,
+        cost: Cost,
+        rules: DealRules,
+        rank: int | None = None,
     ) -> None:
         super().__init__(plain.sampler, plain.batch_size, plain.drop_last)  # pyright: ignore[reportArgumentType]
-        self._lengths, self._rules = ints("lengths", lengths), rules
+        self._lengths, self._rules, self._rank = ints("lengths", lengths), rules, rank
         self._costs = amounts("costs of the samples", evaluate(cost, self._lengths))
         self.steps: list[tuple[float, float, float]] = []  # before, after, mean of this epoch
+
+    @property
+    def num_groups(self) -> int:
+        """Batches of one rank in an epoch."""
+        group = self.batch_size * self._rules.shape.num_ranks
+        num = len(self.sampler)  # pyright: ignore[reportArgumentType]
+        return num // group if self.drop_last else -(-num // group)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of an epoch; the last one may have fewer microbatches."""
+        return -(-self.num_groups // self._rules.shape.accumulate)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch on to a sampler that takes it."""
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __len__(self) -> int:
+        return super().__len__() if self._rank is None else self.num_groups
 
     def __iter__(self) -> Iterator[list[int]]:
         self.steps, shape = [], self._rules.shape
         order = np.fromiter(self.sampler, dtype=np.int64)
-        group = self.batch_size * shape.num_ranks
-        size = order.size // group if self.drop_last else -(-order.size // group)
-        order = np.resize(order, size * group)
+        order = np.resize(order, self.num_groups * self.batch_size * shape.num_ranks)
         for first in range(0, order.size, shape.full):
-            yield from self._dealt(order[first : first + shape.full])
+            batches = self._dealt(order[first : first + shape.full])
+            yield from batches if self._rank is None else batches[self._rank :: shape.num_ranks]
 
     def _dealt(self, samples: Ints) -> list[list[int]]:
         shape = self._rules.shape
