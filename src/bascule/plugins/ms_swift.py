@@ -1,4 +1,6 @@
-"""ms-swift by arguments alone: ``--external_plugins`` names this file, which registers a trainer."""
+"""ms-swift by arguments alone: ``--external_plugins`` names this file, for its trainer."""
+
+# pyright: reportMissingImports=false
 
 from typing import Any
 
