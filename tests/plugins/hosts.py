@@ -25,7 +25,8 @@ def torchrun(*arguments: str, folder: Path) -> str:
         timeout=500,
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    first = done.stderr.find("Traceback")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[first : first + 5000]
     return done.stdout
 
 
