@@ -16,7 +16,7 @@ NUM, BATCH_SIZE = 48, 3
 
 
 def main(folder: Path) -> None:
-    import lightning as L
+    import lightning
 
     from bascule import BalancedLoader, BalancedSampler, LoaderOptions, TransformerCost
     from bascule.data import Batch, ResumableSampler, SamplerOptions, collate_padded
@@ -26,7 +26,7 @@ def main(folder: Path) -> None:
     samples: Any = [{"input_ids": torch.randint(0, 32, (n,), generator=draw)} for n in lengths]
     cost = TransformerCost(16)
 
-    class Model(L.LightningModule):
+    class Model(lightning.LightningModule):
         def __init__(self, loader: Any) -> None:
             super().__init__()
             torch.manual_seed(0)
@@ -58,7 +58,7 @@ def main(folder: Path) -> None:
             return torch.optim.SGD(self.parameters(), lr=0.0)
 
     def run(make_loader: Any) -> torch.Tensor:
-        trainer = L.Trainer(
+        trainer = lightning.Trainer(
             accelerator="cpu",
             devices=2,
             strategy="ddp",
