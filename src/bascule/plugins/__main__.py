@@ -1,13 +1,34 @@
 """Runs a script with the callback "bascule" among those that ``--report_to`` of a Trainer names."""
 
+import contextlib
+import runpy
 import sys
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
+from typing import Any
 
-from bascule.plugins.scripts import entered, run_script
+
+@contextlib.contextmanager
+def entered(table: MutableMapping[Any, Any], name: Any, value: Any) -> Iterator[None]:
+    """Within, a table of a trainer has this entry; afterwards it is as it was."""
+    before = dict(table)
+    table[name] = value
+    try:
+        yield
+    finally:
+        table.clear()
+        table.update(before)
+
+
+def run_script() -> None:
+    """Run the file that the arguments name, with the others, as Python does."""
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def main() -> None:
-    """Run a script with its arguments; without one, print the folder of the adapters."""
+    """Run a script; without one, print the folder of the adapters."""
     if len(sys.argv) < 2:
         sys.stdout.write(f"{Path(__file__).parent}\n")
         return
@@ -16,7 +37,7 @@ def main() -> None:
     from bascule.plugins.hf_trainer import BalanceCallback
 
     with entered(INTEGRATION_TO_CALLBACK, "bascule", BalanceCallback):
-        run_script(sys.argv[1:])
+        run_script()
 
 
 if __name__ == "__main__":

@@ -1,34 +1,33 @@
-"""Megatron's packing of sequences, planned: a scheduler with the methods of `BasePackingScheduler`.
+"""Megatron's packing, planned: ``torchrun .. -m bascule.plugins.megatron_packing pretrain.py``.
 
-``torchrun .. -m bascule.plugins.megatron_packing pretrain_gpt.py --sequence-packing-scheduler
-dp_balanced ..`` enters it in Megatron's table in the place of "dp_balanced".
+The script gets this scheduler for ``--sequence-packing-scheduler dp_balanced``.
 """
 
 # pyright: reportMissingImports=false
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from bascule.arrays import Ints
 from bascule.errors import PlanError
 from bascule.plan.costs import Cost, TransformerCost, evaluate
 from bascule.plan.epoch import DealRules, StepShape, deal_step
 from bascule.plan.limits import Limits
-from bascule.plugins.scripts import entered, run_script
+from bascule.plugins.__main__ import entered, run_script
+
+_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "original_seq_len", "padded_seq_len")
 
 
 class BalancedPackingScheduler:
-    """Packs the sequences of a global batch so that data-parallel ranks have the same work.
+    """A `BasePackingScheduler` that gives data-parallel ranks packs of the same work.
 
     Args:
         max_seqlen_per_dp_cp_rank: Most tokens of a microbatch on a rank.
         cp_size: Ranks that share each pack.
         dp_size: Data-parallel ranks.
         microbatch_group_size_per_vp_stage: The number of microbatches is a multiple of it.
-        cost: Cost of a sequence. None: of a transformer of the model's size, when `run` knows it.
+        cost: Cost of a sequence. None: of a transformer of the model's size, which `run` knows.
     """
 
     def __init__(
@@ -39,44 +38,38 @@ class BalancedPackingScheduler:
         microbatch_group_size_per_vp_stage: int | None,
         cost: Cost | None = None,
     ) -> None:
-        self.max_seqlen_per_dp_cp_rank, self.cp_size = max_seqlen_per_dp_cp_rank, cp_size
-        self.dp_size, self._cost = dp_size, cost
+        self._tokens, self._cp_size = max_seqlen_per_dp_cp_rank * cp_size, cp_size
+        self._dp_size, self._cost = dp_size, cost
         self._multiple = microbatch_group_size_per_vp_stage or 1
 
     def get_required_sample_keys(self) -> list[str]:
         """Return the fields of a sample that Megatron packs."""
-        fields = "tokens labels loss_mask position_ids original_seq_len padded_seq_len"
-        return fields.split()
+        return list(_KEYS)
 
     def get_groups_and_subsamples(
         self, sample_id_seqlens: Sequence[tuple[int, int]]
     ) -> list[list[list[int]]]:
-        """Return the ids of the sequences of each microbatch and rank, in as few as fit.
+        """Return the sequences of each microbatch and rank, in as few microbatches as fit.
 
-        Args:
-            sample_id_seqlens: Id and tokens of each sequence of the global batch.
-
-        Raises:
-            PlanError: A sequence is longer than a pack, or there are too few of them.
+        `sample_id_seqlens` has id and tokens of each. PlanError: one is longer than a pack, or
+        there are fewer than packs.
         """
         ids, lengths = np.array(sample_id_seqlens, dtype=np.int64).reshape(-1, 2).T
-        most = self.max_seqlen_per_dp_cp_rank * self.cp_size
         costs = evaluate(self._cost or TransformerCost(4096), lengths)
-        num = -(-int(lengths.sum()) // (most * self.dp_size))
-        num = max(-(-num // self._multiple), 1) * self._multiple
-        while num * self.dp_size <= lengths.size:
-            shape = StepShape(-(-lengths.size // (num * self.dp_size)), self.dp_size, num)
-            rules = DealRules(shape, limits=Limits(tokens=most), even_counts=False)
+        least = max(-(-int(lengths.sum()) // (self._tokens * self._dp_size)), 1)
+        first, last = -(-least // self._multiple), lengths.size // (self._dp_size * self._multiple)
+        for num in range(first * self._multiple, last * self._multiple + 1, self._multiple):
+            shape = StepShape(-(-lengths.size // (num * self._dp_size)), self._dp_size, num)
+            rules = DealRules(shape, limits=Limits(tokens=self._tokens), even_counts=False)
             try:
                 deal = deal_step(costs, lengths, rules)
             except PlanError:
-                num += self._multiple
                 continue
-            packs = [[ids[deal.batch(rank, m)] for rank in range(self.dp_size)] for m in range(num)]
-            return [self._on_all_ranks(microbatch) for microbatch in packs]
+            ranks = np.arange(self._dp_size).repeat(self._cp_size).tolist()
+            return [[ids[deal.batch(r, m)].tolist() for r in ranks] for m in range(num)]
         raise PlanError(
             f"{lengths.size} sequences of up to {lengths.max(initial=0)} tokens do not fill "
-            f"microbatches of {self.dp_size} packs of at most {most} tokens: raise "
+            f"microbatches of {self._dp_size} packs of at most {self._tokens} tokens: raise "
             "--max-seqlen-per-dp-cp-rank, or the global batch size"
         )
 
@@ -85,13 +78,8 @@ class BalancedPackingScheduler:
         from megatron.core.datasets.data_schedule import DpBalancedScheduler
 
         config = kwargs["config"] if "config" in kwargs else args[-1]
-        if self._cost is None:
-            self._cost = TransformerCost(config.hidden_size, num_layers=config.num_layers)
+        self._cost = self._cost or TransformerCost(config.hidden_size, num_layers=config.num_layers)
         return DpBalancedScheduler.run(self, *args, **kwargs)
-
-    def _on_all_ranks(self, packs: list[Ints]) -> list[list[int]]:
-        """Return the packs of data-parallel ranks for all ranks; those of a pack are neighbours."""
-        return [pack.tolist() for pack in packs for _ in range(self.cp_size)]
 
 
 def main() -> None:
@@ -99,7 +87,7 @@ def main() -> None:
     from megatron.core.datasets.data_schedule import PackingSchedulerEnum, scheduler_map
 
     with entered(scheduler_map, PackingSchedulerEnum.DP_BALANCED, BalancedPackingScheduler):
-        run_script(sys.argv[1:])
+        run_script()
 
 
 if __name__ == "__main__":

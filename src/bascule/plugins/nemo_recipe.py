@@ -25,67 +25,51 @@ class EpochAfterEpoch(BalancedSampler):
 
 @dataclass
 class BalancedBatchSampler:
-    """A `BatchSamplerConfig`: batches of like work on all data-parallel ranks.
+    """A `BatchSamplerConfig` of NeMo, for losses that are divided by the labels of all ranks."""
 
-    Attributes:
-        lengths: Tokens of each sample.
-        cost: Cost of a sample.
-        batch_size: Samples of a batch, in the mean: the loss must be divided by all labels.
-        accumulate: Batches of an optimiser step on a rank.
-        seed: Seed of the order.
-        padded: The collator pads a batch to its longest sample.
-    """
-
-    lengths: npt.ArrayLike
+    lengths: npt.ArrayLike  # tokens of each sample
     cost: Cost
-    batch_size: int = 1
-    accumulate: int = 1
-    seed: int = 42
-    shuffle: bool = True
-    padded: bool = True
+    batch_size: int  # in the mean
+    global_batch_size: int
+    seed: int
+    options: SamplerOptions
 
     def build(self, *, dataset_len: int, rank: int, world_size: int) -> BalancedSampler:
         """Return the batch sampler of a rank."""
-        sampler = EpochAfterEpoch(
+        return EpochAfterEpoch(
             self.lengths,
             self.cost,
             batch_size=self.batch_size,
             num_ranks=world_size,
             rank=rank,
             seed=self.seed,
-            accumulate=self.accumulate,
-            options=SamplerOptions(shuffle=self.shuffle, padded=self.padded, even_counts=False),
+            accumulate=max(self.global_batch_size // (self.batch_size * world_size), 1),
+            options=self.options,
         )
-        return sampler
 
 
 @dataclass
 class BalancedDataloaderConfig(DataloaderConfig):
-    """The loader of NeMo with a `BalancedBatchSampler` for the samples of its dataset."""
+    """The loader of NeMo, with a `BalancedBatchSampler` for the samples of its dataset."""
 
     cost: Cost = field(default_factory=TransformerCost)
     global_batch_size: int = 1
-
-    def build(self, *, dp_rank: int, dp_world_size: int, **kwargs: Any) -> Any:
-        """Build the loader of a rank."""
-        self._num_ranks = dp_world_size
-        return super().build(dp_rank=dp_rank, dp_world_size=dp_world_size, **kwargs)
 
     def _build_dataset(self, **kwargs: Any) -> Any:
         dataset: Any = super()._build_dataset(**kwargs)
         if self.packing is not None or not hasattr(dataset, "__len__"):
             raise ConfigError(
-                "the recipe of bascule deals samples of a dataset with a length: leave out "
-                "packed_sequence, and streaming"
+                "the recipe of bascule deals the samples of a dataset with a length: leave out "
+                "packed_sequence and streaming"
             )
+        shuffle, padded = self.shuffle is not False, not self.emits_thd
         self.batch_sampler_config = BalancedBatchSampler(
             [len(dataset[index]["input_ids"]) for index in range(len(dataset))],
             self.cost,
-            batch_size=self.batch_size or 1,
-            accumulate=max(self.global_batch_size // ((self.batch_size or 1) * self._num_ranks), 1),
-            seed=self.seed,
-            shuffle=self.shuffle is not False,
-            padded=not self.emits_thd,
+            self.batch_size or 1,
+            self.global_batch_size,
+            self.seed,
+            SamplerOptions(shuffle=shuffle, padded=padded, even_counts=False),
         )
         return dataset
 
@@ -98,12 +82,10 @@ class BalancedFinetuneRecipe(TrainFinetuneRecipeForNextTokenPrediction):
 
     def setup(self) -> None:
         """Set all up as NeMo does, with the balanced loader."""
-        cfg, plain = self.cfg, self.cfg.dataloader
-        own = {one.name: getattr(plain, one.name) for one in fields(DataloaderConfig)}
-        own["global_batch_size"] = cfg.get("step_scheduler.global_batch_size", 1)
-        cost = cfg.get("bascule", None)
-        own["cost"] = TransformerCost(
-            **(cost.to_dict() if hasattr(cost, "to_dict") else cost or {})
+        plain, cost = self.cfg.dataloader, self.cfg.get("bascule", None)
+        self.cfg.dataloader = BalancedDataloaderConfig(
+            **{one.name: getattr(plain, one.name) for one in fields(DataloaderConfig)},
+            cost=TransformerCost(**cost.to_dict()) if cost else TransformerCost(),
+            global_batch_size=self.cfg.get("step_scheduler.global_batch_size", 1),
         )
-        cfg.dataloader = BalancedDataloaderConfig(**own)
         super().setup()
