@@ -30,6 +30,7 @@ MODULES = {
     "serving": ("requests",),
     "server": ("server",),
     "wire": ("ring", "quantize"),
+    "plugins": ("plugins",),
 }
 
 

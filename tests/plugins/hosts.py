@@ -30,7 +30,7 @@ def torchrun(*arguments: str, folder: Path) -> str:
     return done.stdout
 
 
-def tiny_qwen2(folder: Path) -> str:
+def tiny_qwen2(folder: Path, width: int = 16, num_layers: int = 2) -> str:
     """Save a Qwen2 of a few thousand weights, with a tokenizer of bytes."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -51,9 +51,9 @@ def tiny_qwen2(folder: Path) -> str:
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=len(vocab),
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=num_layers,
         num_attention_heads=2,
         num_key_value_heads=2,
         max_position_embeddings=4096,
@@ -64,11 +64,11 @@ def tiny_qwen2(folder: Path) -> str:
     return str(folder)
 
 
-def chats(path: Path, num: int) -> str:
-    """Write conversations of very unlike lengths."""
+def chats(path: Path, lengths: list[int]) -> str:
+    """Write conversations of so many letters."""
     draw, lines = random.Random(0), list[str]()
-    for number in range(num):
-        words = "".join(draw.choices("abcdefgh ", k=400 if number % 8 < 3 else 20 + number % 7))
+    for length in lengths:
+        words = "".join(draw.choices("abcdefgh ", k=length))
         roles = ("user", words[: len(words) // 2]), ("assistant", words[len(words) // 2 :])
         chat = [{"role": role, "content": text} for role, text in roles]
         lines.append(json.dumps({"messages": chat}))

@@ -18,12 +18,18 @@ ARGUMENTS = (
     "--report_to none --use_hf true --gradient_checkpointing false --add_version false "
     "--train_dataloader_shuffle false --dataset_shuffle false"
 ).split()
+LENGTHS = [400 if number % 8 < 3 else 20 + number % 7 for number in range(48)]
 PLUGIN = ROOT / "src/bascule/plugins/ms_swift.py"
 
 
 def log_of(folder: Path, *more: str) -> list[dict[str, float]]:
     (folder / "model").mkdir(parents=True)
-    names = "--model", tiny_qwen2(folder / "model"), "--dataset", chats(folder / "chats.jsonl", 48)
+    names = (
+        "--model",
+        tiny_qwen2(folder / "model"),
+        "--dataset",
+        chats(folder / "chats.jsonl", LENGTHS),
+    )
     torchrun("-m", "swift.cli.sft", *names, *ARGUMENTS, "--output_dir", "out", *more, folder=folder)
     (log,) = (folder / "out").rglob("logging.jsonl")
     return [e for e in map(json.loads, log.read_text().splitlines()) if "loss" in e]
