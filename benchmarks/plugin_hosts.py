@@ -4,6 +4,8 @@ The same 64 texts of 16 to 1,024 tokens, or images of as many, in steps of two r
 The first of the epochs is not measured.
 """
 
+# pyright: reportMissingImports=false
+
 import json
 import sys
 import time

@@ -44,3 +44,15 @@ def test_arguments_alone_balance(collator: str, accumulate: int, tmp_path: Path)
     assert ours[-1]["bascule_predicted_gain"] > 1.2
     assert 1.0 <= ours[-1]["bascule_imbalance"] < 1.5
     assert ours[-1]["bascule_measured_gain"] >= 1.0
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_within_an_epoch(tmp_path: Path) -> None:
+    more = [*ARGUMENTS[:-4], "--save_steps=4", *ARGUMENTS[-2:], "--logging_steps=1"]
+    more += ["--gradient_accumulation_steps=2", "--report_to=bascule"]
+    whole = log_of(tmp_path / "whole", with_launcher, "flattens", *more)
+    checkpoint = f"--resume_from_checkpoint={tmp_path / 'whole/checkpoint-8'}"
+    again = log_of(tmp_path / "again", with_launcher, "flattens", *more, checkpoint)
+    assert len(whole) == len(again) == 10
+    assert [e["loss"] for e in again] == [e["loss"] for e in whole]
+    assert again[-1]["bascule_predicted_gain"] > 1.0

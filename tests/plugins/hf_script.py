@@ -51,6 +51,6 @@ trainer = Trainer(
     train_dataset=samples,  # pyright: ignore
     data_collator=padded if pads else DataCollatorWithFlattening(),
 )
-trainer.train()
+trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
 if trainer.is_world_process_zero():
     Path(args.output_dir or ".", "log.json").write_text(json.dumps(trainer.state.log_history))

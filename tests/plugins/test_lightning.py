@@ -1,5 +1,7 @@
 """Lightning trains alike on balanced batches: its sampler is switched off, ours deals to ranks."""
 
+# pyright: reportMissingImports=false
+
 import json
 from dataclasses import replace
 from pathlib import Path

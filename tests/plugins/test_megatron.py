@@ -1,5 +1,7 @@
 """Packs for Megatron beside those of its own dynamic scheduler, of megatron-core 0.16."""
 
+# pyright: reportMissingImports=false
+
 from types import SimpleNamespace
 from typing import Any
 

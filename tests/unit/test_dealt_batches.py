@@ -1,5 +1,7 @@
 """Dealt batches keep the samples of each step, and end an epoch as accelerate does."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from accelerate.data_loader import BatchSamplerShard
@@ -13,7 +15,7 @@ COST = TransformerCost(32)
 
 
 def shards(batches: BatchSampler, num_ranks: int, of_any_size: bool) -> list[list[list[int]]]:
-    made = [BatchSamplerShard(batches, num_ranks, rank) for rank in range(num_ranks)]
+    made: Any = [BatchSamplerShard(batches, num_ranks, rank) for rank in range(num_ranks)]
     for one in made:
         one.batch_size = None if of_any_size else one.batch_size
     return [list(one) for one in made]
