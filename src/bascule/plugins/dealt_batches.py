@@ -33,16 +33,16 @@ class DealtBatches(BatchSampler):
         self.steps: list[tuple[float, float, float]] = []  # before, after, mean of this epoch
 
     @property
-    def num_groups(self) -> int:
+    def num_steps(self) -> int:
+        """Steps of an epoch; the last one may have fewer microbatches."""
+        return -(-self._num_groups // self._rules.shape.accumulate)
+
+    @property
+    def _num_groups(self) -> int:
         """Batches of one rank in an epoch."""
         group = self.batch_size * self._rules.shape.num_ranks
         num = len(self.sampler)  # pyright: ignore[reportArgumentType]
         return num // group if self.drop_last else -(-num // group)
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of an epoch; the last one may have fewer microbatches."""
-        return -(-self.num_groups // self._rules.shape.accumulate)
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the epoch on to a sampler that takes it."""
@@ -50,12 +50,12 @@ class DealtBatches(BatchSampler):
             self.sampler.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue]
 
     def __len__(self) -> int:
-        return super().__len__() if self._rank is None else self.num_groups
+        return super().__len__() if self._rank is None else self._num_groups
 
     def __iter__(self) -> Iterator[list[int]]:
         self.steps, shape = [], self._rules.shape
         order = np.fromiter(self.sampler, dtype=np.int64)
-        order = np.resize(order, self.num_groups * self.batch_size * shape.num_ranks)
+        order = np.resize(order, self._num_groups * self.batch_size * shape.num_ranks)
         for first in range(0, order.size, shape.full):
             batches = self._dealt(order[first : first + shape.full])
             yield from batches if self._rank is None else batches[self._rank :: shape.num_ranks]

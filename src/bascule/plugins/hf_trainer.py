@@ -46,12 +46,8 @@ class BalanceCallback(GainLog):
         lengths = self._lengths
         if lengths is None:
             lengths = [len(sample["input_ids"]) for sample in loader.dataset]
-        rules = rules_of(
-            args,
-            model,
-            num_ranks=shard.num_processes,
-            padded=not isinstance(collate, DataCollatorWithFlattening),
-        )
+        padded = not isinstance(collate, DataCollatorWithFlattening)
+        rules = rules_of(args, model, num_ranks=shard.num_processes, padded=padded)
         plain = shard.batch_sampler
         self.dealt = DealtBatches(plain, lengths, self._cost or cost_of(model), rules)
         self._replaced = shard, plain, shard.batch_size

@@ -15,6 +15,11 @@ from bascule.plugins.dealt_batches import DealtBatches
 from bascule.plugins.gain_log import GainLog
 from bascule.plugins.hf_trainer import cost_of, rules_of
 
+_KEPT = (
+    *("device", "collate_fn", "num_workers", "pin_memory", "persistent_workers"),
+    *("prefetch_factor", "multiprocessing_context", "worker_init_fn"),
+)
+
 
 class BalancedSeq2SeqTrainer(Seq2SeqTrainer):
     """The trainer of ms-swift for causal models; all processes have the same work in a step."""
@@ -50,16 +55,7 @@ class BalancedSeq2SeqTrainer(Seq2SeqTrainer):
         if skip_batches:
             batches = SkipBatchSampler(dealt, skip_batches=skip_batches)
         return DataLoaderShard(
-            dataset,
-            device=loader.device,
-            batch_sampler=batches,
-            collate_fn=loader.collate_fn,
-            num_workers=loader.num_workers,
-            pin_memory=loader.pin_memory,
-            persistent_workers=loader.persistent_workers,
-            prefetch_factor=loader.prefetch_factor,
-            multiprocessing_context=loader.multiprocessing_context,
-            worker_init_fn=loader.worker_init_fn,
+            dataset, batch_sampler=batches, **{name: getattr(loader, name) for name in _KEPT}
         )
 
 

@@ -36,16 +36,10 @@ class BalancedBatchSampler:
 
     def build(self, *, dataset_len: int, rank: int, world_size: int) -> BalancedSampler:
         """Return the batch sampler of a rank."""
-        return EpochAfterEpoch(
-            self.lengths,
-            self.cost,
-            batch_size=self.batch_size,
-            num_ranks=world_size,
-            rank=rank,
-            seed=self.seed,
-            accumulate=max(self.global_batch_size // (self.batch_size * world_size), 1),
-            options=self.options,
-        )
+        place: Any = {"rank": rank, "num_ranks": world_size, "seed": self.seed}
+        accumulate = max(self.global_batch_size // (self.batch_size * world_size), 1)
+        place |= {"batch_size": self.batch_size, "accumulate": accumulate}
+        return EpochAfterEpoch(self.lengths, self.cost, options=self.options, **place)
 
 
 @dataclass

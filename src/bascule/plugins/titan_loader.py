@@ -38,30 +38,20 @@ class BalancedDataLoader(BaseDataLoader):
         num_layers: int = 32
         room: float = 1.25
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        dp_world_size: int,
-        dp_rank: int,
-        seq_len: int,
-        local_batch_size: int,
-        **runtime: Any,
-    ) -> None:
-        if dp_world_size != dist.get_world_size():
+    def __init__(self, config: Config, **runtime: Any) -> None:
+        rank, num_ranks = runtime["dp_rank"], runtime["dp_world_size"]
+        if num_ranks != dist.get_world_size():
             raise ConfigError(
-                f"dp_world_size={dp_world_size} of {dist.get_world_size()} processes: "
+                f"dp_world_size={num_ranks} of {dist.get_world_size()} processes: "
                 "BalancedDataLoader is for data parallelism alone"
             )
-        runtime |= {"dp_world_size": dp_world_size, "dp_rank": dp_rank}
-        runtime |= {"seq_len": seq_len, "local_batch_size": local_batch_size}
-        limits = Limits(tokens=int(config.room * seq_len * local_batch_size))
-        self._name = f"dp_rank_{dp_rank}"
+        most = int(config.room * runtime["seq_len"] * runtime["local_batch_size"])
+        self._name = f"dp_rank_{rank}"
         self._loader = BalancedLoader(
             config.inner.build(**runtime),
             cost=TransformerCost(config.d_model, num_layers=config.num_layers),
             length_fn=lambda document: len(document["input"]),
-            options=LoaderOptions(unpack=documents, collate_fn=row, limits=limits),
+            options=LoaderOptions(unpack=documents, collate_fn=row, limits=Limits(tokens=most)),
         )
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
