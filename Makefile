@@ -23,7 +23,7 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help env demo test lint types contracts pytest stress site format
+.PHONY: help env demo test lint types contracts pytest stress plugins site format
 
 help: ## print this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -51,6 +51,21 @@ pytest: $(VENV)/.dev ## tests, without stress tests and, where there is no GPU, 
 
 stress: $(VENV)/.dev ## the tests that take minutes, and the cases that pytest leaves out
 	$(BIN)/pytest -m stress --timeout 1800
+
+# Trainers pin versions that exclude each other, so each has an environment of its own.
+HOSTS := $(patsubst tests/plugins/pins/%.txt,%,$(wildcard tests/plugins/pins/*.txt))
+plugins: $(HOSTS:%=plugins-%) ## the adapters, each with its trainer in .venv-plugins; or plugins-NAME
+
+.PRECIOUS: $(VENV)-plugins/%/.made
+plugins-%: $(VENV)-plugins/%/.made
+	$(VENV)-plugins/$*/bin/python -m pytest -o filterwarnings= tests/plugins/test_$*.py
+
+$(VENV)-plugins/%/.made: tests/plugins/pins/%.txt constraints-cpu.txt pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --no-deps --retries 1 --extra-index-url $(TORCH_CPU_INDEX) \
+	  $$(grep '^torch==' constraints-cpu.txt)
+	$(@D)/bin/python -m pip install -r $< -e . pytest pytest-timeout
+	@touch $@
 
 site: $(VENV)/.dev ## the documentation as a site, with all of the API: results/site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

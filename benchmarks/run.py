@@ -31,6 +31,7 @@ MODULES = {
     "serving": ("requests",),
     "server": ("server",),
     "wire": ("ring", "quantize"),
+    "plugins": ("plugins",),
 }
 
 

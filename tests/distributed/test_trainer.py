@@ -45,7 +45,9 @@ def both_runs(kind: str, accumulate: int) -> dict[str, Any]:
         plain = train(make_trainer(folder, kind, balanced=False, **given))
         trainer = make_trainer(folder, kind, balanced=True, **given)
         balanced = train(trainer)
-        return {"plain": plain, "balanced": balanced, "did": trainer.balanced_loader.metrics()}
+        did = trainer.balanced_loader.metrics()
+        logged = [entry for entry in trainer.state.log_history if "loss" in entry][-1]
+        return {"plain": plain, "balanced": balanced, "did": did, "logged": logged}
 
 
 @pytest.mark.some(2)
@@ -61,6 +63,10 @@ def test_trains_like_the_trainer(kind: str, accumulate: int) -> None:
         assert torch.allclose(our_weights, weights, rtol=1e-5, atol=1e-6)
         assert run["did"]["applied"] > 0.7 * run["did"]["steps"]
         assert run["did"]["predicted_after"] < 0.8 * run["did"]["predicted_before"]
+        logged, gain = run["logged"], run["did"]["predicted_before"] / run["did"]["predicted_after"]
+        assert logged["bascule_predicted_gain"] == pytest.approx(gain)
+        assert logged["bascule_moved_bytes"] == run["did"]["sent_bytes"]
+        assert 1.0 <= logged["bascule_imbalance"] < 1.5 and logged["bascule_measured_gain"] >= 1.0
 
 
 def resumed(kind: str, stops: list[int], given: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Balanced loading and packs for Hugging Face's Trainer, with one keyword argument."""
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
@@ -17,6 +18,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import seed_worker
 
 from bascule.data.cost_tracker import CostTracker
+from bascule.data.gain import Gain
 from bascule.data.loader import DEFAULT_OPTIONS, BalancedLoader, LoaderOptions
 from bascule.data.packs import MADE, VISUAL_FIELDS, Pack, make_pack, unpack
 from bascule.data.samplers import ResumableSampler
@@ -227,6 +229,14 @@ class BalancedTrainerMixin(_Base):
             inputs_of=dict if balance.pack is None else self.packed_inputs,
             counts_labels=counts_labels(self),
         )
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log what balancing does beside each loss of training: `Gain.metrics`, and bytes."""
+        loader: object = self.callback_handler.train_dataloader
+        if isinstance(loader, TrainLoader) and "loss" in logs:
+            did = loader.gain.metrics() | {"moved_bytes": loader.balanced.metrics()["sent_bytes"]}
+            logs |= {f"bascule_{name}": value for name, value in did.items()}
+        super().log(logs, *args, **kwargs)
 
     def packed_inputs(self, packed: Mapping[str, Any]) -> dict[str, Any]:
         """Return a pack as the model takes it; override it for other models.
@@ -441,6 +451,8 @@ class TrainLoader:
     pack: Pack | None
     inputs_of: Callable[[Any], Inputs]
     counts_labels: bool  # by the Trainer, over all processes
+    gain: Gain = field(default_factory=Gain, init=False)
+    _step: list[Batch] = field(default_factory=list[Batch], init=False)  # the newest
     # Without a length, the Trainer counts epochs from 0 in every resumed run, and knows no end.
     _first_epoch: int = field(default=0, init=False)
     _may_be_over: bool = field(default=False, init=False)
@@ -476,6 +488,14 @@ class TrainLoader:
             self._first_epoch += 1
             yield from self._epoch()
 
+    def count(self) -> None:
+        """Count the step that ends now."""
+        verdict = self._step[0].verdict
+        work = sum(float(np.mean(batch.plan.loads)) for batch in self._step)
+        work += float(getattr(self.balanced.cost, "overhead", 0.0))
+        after = verdict.after if verdict.applied else verdict.before
+        self.gain.add(verdict.before, after, work, time.perf_counter())
+
     def resume(self, progress: Mapping[str, Any]) -> None:
         """Go to the place of a checkpoint, by the `state_dict` of its loader."""
         self.balanced.load_state_dict(progress)
@@ -492,6 +512,7 @@ class TrainLoader:
 
     def _inputs(self, batch: Batch) -> Inputs:
         data, is_padding = batch.data, batch.is_padding
+        self._step = [batch] if batch.microbatch == 0 else [*self._step, batch]
         if self.pack is not None:
             if self.balanced.rules.ends == "finish" and "labels" not in data:
                 raise ConfigError(
@@ -565,7 +586,17 @@ class LoaderProgress(TrainerCallback, ExportableState):
     ) -> None:
         """Count epochs as the loader does: the Trainer counts neither resumed ones nor packs."""
         if self._loader is not None:
+            self._loader.count()
             state.epoch = self._loader.num_epochs
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leave the time of saving, evaluating and beginning an epoch out of that of a step."""
+        if self._loader is not None:
+            self._loader.gain.pause()
+
+    on_evaluate = on_epoch_begin = on_save
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

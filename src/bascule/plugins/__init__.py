@@ -1,0 +1,1 @@
+"""Adapters that switch balancing on inside other trainers, by their arguments. One file a host."""

@@ -1,0 +1,44 @@
+"""Runs a script with the callback "bascule" among those that ``--report_to`` of a Trainer names."""
+
+import contextlib
+import runpy
+import sys
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
+from typing import Any
+
+
+@contextlib.contextmanager
+def entered(table: MutableMapping[Any, Any], name: Any, value: Any) -> Iterator[None]:
+    """Within, a table of a trainer has this entry; afterwards it is as it was."""
+    before = dict(table)
+    table[name] = value
+    try:
+        yield
+    finally:
+        table.clear()
+        table.update(before)
+
+
+def run_script() -> None:
+    """Run the file that the arguments name, with the others, as Python does."""
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def main() -> None:
+    """Run a script; without one, print the folder of the adapters."""
+    if len(sys.argv) < 2:
+        sys.stdout.write(f"{Path(__file__).parent}\n")
+        return
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    from bascule.plugins.hf_trainer import BalanceCallback
+
+    with entered(INTEGRATION_TO_CALLBACK, "bascule", BalanceCallback):
+        run_script()
+
+
+if __name__ == "__main__":
+    main()

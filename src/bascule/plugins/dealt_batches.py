@@ -1,0 +1,76 @@
+"""The batches of all ranks, dealt again so that their work is even: a batch sampler for others."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import BatchSampler
+
+from bascule.arrays import Ints
+from bascule.plan.checks import amounts, ints
+from bascule.plan.costs import Cost, evaluate
+from bascule.plan.epoch import DealRules, StepTable, deal_step
+
+
+class DealtBatches(BatchSampler):
+    """Yields the batches of a rank or, without one, of all: in each microbatch, rank by rank.
+
+    A step keeps its samples. At the end of an epoch a group of batches, one a rank, is filled up
+    with the first samples, as accelerate does; what is then less than a step stays as it is.
+    """
+
+    def __init__(
+        self,
+        plain: BatchSampler,
+        lengths: npt.ArrayLike,
+        cost: Cost,
+        rules: DealRules,
+        rank: int | None = None,
+    ) -> None:
+        super().__init__(plain.sampler, plain.batch_size, plain.drop_last)  # pyright: ignore[reportArgumentType]
+        self._lengths, self._rules, self._rank = ints("lengths", lengths), rules, rank
+        self._costs = amounts("costs of the samples", evaluate(cost, self._lengths))
+        self.steps: list[tuple[float, float, float]] = []  # before, after, mean of this epoch
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of an epoch; the last one may have fewer microbatches."""
+        return -(-self._num_groups // self._rules.shape.accumulate)
+
+    @property
+    def _num_groups(self) -> int:
+        """Batches of one rank in an epoch."""
+        group = self.batch_size * self._rules.shape.num_ranks
+        num = len(self.sampler)  # pyright: ignore[reportArgumentType]
+        return num // group if self.drop_last else -(-num // group)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch on to a sampler that takes it."""
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __len__(self) -> int:
+        return super().__len__() if self._rank is None else self._num_groups
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.steps, shape = [], self._rules.shape
+        order = np.fromiter(self.sampler, dtype=np.int64)
+        order = np.resize(order, self._num_groups * self.batch_size * shape.num_ranks)
+        for first in range(0, order.size, shape.full):
+            batches = self._dealt(order[first : first + shape.full])
+            yield from batches if self._rank is None else batches[self._rank :: shape.num_ranks]
+
+    def _dealt(self, samples: Ints) -> list[list[int]]:
+        shape = self._rules.shape
+        cells = np.arange(samples.size) // shape.batch_size
+        if samples.size == shape.full:
+            costs, lengths = self._costs[samples], self._lengths[samples]
+            table = StepTable(costs, lengths, self._rules, None)
+            deal, before = deal_step(costs, lengths, self._rules), table.makespan(cells)
+            if deal.makespan < before:
+                cells = deal.microbatch_of * shape.num_ranks + deal.rank_of
+            after, mean = table.makespan(cells), float(table.loads(cells).sum()) / shape.num_ranks
+            self.steps.append((before, after, mean))
+        return [
+            samples[cells == cell].tolist() for cell in range(-(-samples.size // shape.batch_size))
+        ]

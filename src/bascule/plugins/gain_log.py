@@ -1,0 +1,42 @@
+"""What balancing gains, in the own log of a Trainer of transformers."""
+
+import time
+from typing import Any
+
+from transformers import TrainerCallback
+
+from bascule.data.gain import Gain
+from bascule.plugins.dealt_batches import DealtBatches
+
+
+class GainLog(TrainerCallback):
+    """Adds `Gain.metrics` to what the Trainer logs with each loss, while batches are dealt."""
+
+    def __init__(self) -> None:
+        self.dealt: DealtBatches | None = None
+        self._gain = Gain()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin to count."""
+        self._gain = Gain()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count the step that ends now."""
+        if self.dealt is not None:
+            place = (state.global_step - 1) % self.dealt.num_steps
+            if place < len(self.dealt.steps):
+                before, after, mean = self.dealt.steps[place]
+                self._gain.add(before, after, mean, time.perf_counter())
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave out the time of saving, evaluating, and between epochs."""
+        self._gain.pause()
+
+    on_evaluate = on_epoch_begin = on_save
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Add to the Trainer's log, and to that of the callbacks after this one."""
+        if self.dealt is not None and "loss" in kwargs["logs"]:
+            did = {f"bascule_{name}": value for name, value in self._gain.metrics().items()}
+            kwargs["logs"].update(did)
+            state.log_history[-1].update(did)

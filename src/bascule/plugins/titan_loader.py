@@ -1,0 +1,86 @@
+"""torchtitan's loader, balanced: documents change ranks, so that attention costs all the same."""
+
+# pyright: reportMissingImports=false
+
+import itertools
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchtitan.components.dataloader import BaseDataLoader
+
+from bascule.data import BalancedLoader, LoaderOptions
+from bascule.errors import ConfigError
+from bascule.plan.costs import TransformerCost
+from bascule.plan.limits import Limits
+
+_IGNORED = -100  # torchtitan's IGNORE_INDEX
+_MULTIPLE = 128  # of the tokens of a row: a block of flex attention
+
+
+class BalancedDataLoader(BaseDataLoader):
+    """Deals the documents of another loader over the data-parallel ranks.
+
+    A batch is one row (1, T) of documents, told apart by "positions", for flex and varlen
+    attention. torchtitan divides the sum of losses by the labels of all ranks: it stays as it is.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        """The loader, the model's size, and most tokens of a rank over those of its batch."""
+
+        inner: BaseDataLoader.Config = field(default_factory=BaseDataLoader.Config)
+        d_model: int = 4096
+        num_layers: int = 32
+        room: float = 1.25
+
+    def __init__(self, config: Config, **runtime: Any) -> None:
+        rank, num_ranks = runtime["dp_rank"], runtime["dp_world_size"]
+        if num_ranks != dist.get_world_size():
+            raise ConfigError(
+                f"dp_world_size={num_ranks} of {dist.get_world_size()} processes: "
+                "BalancedDataLoader is for data parallelism alone"
+            )
+        most = int(config.room * runtime["seq_len"] * runtime["local_batch_size"])
+        self._name = f"dp_rank_{rank}"
+        self._loader = BalancedLoader(
+            config.inner.build(**runtime),
+            cost=TransformerCost(config.d_model, num_layers=config.num_layers),
+            length_fn=lambda document: len(document["input"]),
+            options=LoaderOptions(unpack=documents, collate_fn=row, limits=Limits(tokens=most)),
+        )
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        return (batch.data for batch in self._loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place of this rank, as torchtitan saves it."""
+        return {self._name: pickle.dumps(self._loader.state_dict())}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on at the place of a checkpoint."""
+        if state_dict:
+            self._loader.load_state_dict(pickle.loads(state_dict[self._name]))
+
+
+def documents(item: tuple[dict[str, Tensor], Tensor]) -> list[dict[str, Tensor]]:
+    """Return the documents of a row (S,), each with its labels."""
+    fields = item[0] | {"labels": item[1]}
+    starts = torch.nonzero(fields["positions"] == 0).flatten().tolist()
+    bounds = [*([0] if starts[:1] != [0] else []), *starts, len(item[1])]
+    parts = itertools.pairwise(bounds)
+    return [{name: value[a:b].clone() for name, value in fields.items()} for a, b in parts]
+
+
+def row(samples: list[dict[str, Tensor]]) -> tuple[dict[str, Tensor], Tensor]:
+    """Return documents as one row (1, T); padding is a document without labels."""
+    num = -sum(len(one["labels"]) for one in samples) % _MULTIPLE
+    padding = {name: torch.zeros(num, dtype=one.dtype) for name, one in samples[0].items()}
+    padding |= {"positions": torch.arange(num), "labels": torch.full((num,), _IGNORED)}
+    parts = [*samples, padding]
+    fields = {name: torch.cat([part[name] for part in parts])[None] for name in padding}
+    return fields, fields.pop("labels")

@@ -1,0 +1,65 @@
+"""What the callback for transformers' Trainer takes from its arguments, and what it refuses."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from bascule.errors import ConfigError
+from bascule.plan.costs import TransformerCost
+from bascule.plugins.hf_trainer import BalanceCallback, cost_of, rules_of
+
+
+class Counts(nn.Module):
+    def forward(self, input_ids: Any, **kwargs: Any) -> None: ...
+
+
+class Means(nn.Module):
+    def forward(self, input_ids: Any) -> None: ...
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(4))
+
+
+def arguments(**others: Any) -> Any:
+    usual = {"train_batch_size": 3, "gradient_accumulation_steps": 2, "fsdp": [], "world_size": 2}
+    usual |= {"deepspeed": None, "average_tokens_across_devices": True}
+    return SimpleNamespace(**usual | others)
+
+
+@pytest.mark.parametrize(
+    ("model", "others", "even", "sync"),
+    [
+        (Counts(), {}, False, "step"),
+        (Means(), {"average_tokens_across_devices": False}, True, "step"),
+        (Counts(), {"fsdp": ["full_shard"]}, False, "microbatch"),
+        (Means(), {"deepspeed": "zero3.json"}, True, "microbatch"),
+    ],
+)
+def test_the_loss_and_the_wrapper_decide(
+    model: nn.Module, others: dict[str, Any], even: bool, sync: str
+) -> None:
+    rules = rules_of(arguments(**others), model, num_ranks=4, padded=True)
+    assert (rules.even_counts, rules.sync, rules.shape.full) == (even, sync, 24)
+
+
+def test_the_cost_is_that_of_the_model() -> None:
+    model = SimpleNamespace(config=SimpleNamespace(hidden_size=64, num_hidden_layers=3))
+    assert cost_of(model) == TransformerCost(64, num_layers=3)
+    with pytest.raises(ConfigError, match="Means has no config"):
+        cost_of(Means())
+
+
+def test_what_cannot_be_balanced_is_refused() -> None:
+    with pytest.raises(ConfigError, match="average_tokens_across_devices=False"):
+        rules_of(arguments(average_tokens_across_devices=False), Counts(), num_ranks=2, padded=True)
+    for data in (Stream(), [1, 2, 3]):  # neither was prepared by accelerate
+        loader: Any = DataLoader(data)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(ConfigError, match="even_batches"):
+            BalanceCallback().on_train_begin(
+                arguments(), None, None, model=Counts(), train_dataloader=loader
+            )
