@@ -280,7 +280,8 @@ def options(ring: int, ulysses: int) -> dict[str, Any]:
         found["tokens"] = float(sum(cost.tokens) - 24)
     if ulysses > 1:  # rows that a plan moves travel with those of heads
         numbers = list[int]()
-        for settings in ({}, {"method": "stripe"}):
+        ways: list[dict[str, Any]] = [{}, {"method": "stripe"}]
+        for settings in ways:
             with split_toy(mesh, masks=masks, **settings) as (model, handle), torch.no_grad():
                 model(**inputs[0])
                 with calls_made() as sent:

@@ -188,6 +188,28 @@ def test_masks_saved_steps_counted_and_what_is_refused(tmp_path: Path) -> None:
     np.testing.assert_array_equal(masks, MASKS[:2] | dense)
 
 
+def two_passes() -> tuple[float, Any]:
+    """Inductor may order what does not depend on each other as it likes."""
+    first, second = (toy_inputs(text=5, image=19, batch=1, seed=seed) for seed in range(2))
+    masks = np.concatenate([MASKS, MASKS])[:, :1]
+    with (
+        split_toy(make_mesh(2, 1), masks=masks, num_blocks=1) as (model, handle),
+        torch.inference_mode(),
+    ):
+        wanted = [model(**one) for one in (first, second, first, second)]
+        handle.restart()
+        call = torch.compile(lambda x, y: (model(**x), model(**y)), fullgraph=True)
+        with graphs() as counted:
+            outputs = *call(first, second), *call(first, second)
+            return max(map(difference, outputs, wanted)), counted()
+
+
+@pytest.mark.stress
+def test_two_passes_of_one_graph_are_two_steps() -> None:
+    for error, numbers in run_ranks(two_passes, 2):
+        assert error < 1e-10 and numbers == (1, 0), (error, numbers)
+
+
 def test_graphs_of_cuda_leave_attention_out() -> None:
     from bascule.diffusers import recorded
 

@@ -23,8 +23,8 @@ _operator = partial(torch.library.custom_op, mutates_args=(), tags=_tags)
 
 
 @_operator("bascule::sparse_begin")
-def begin(unlike: Tensor, model: int) -> Tensor:
-    """Begin a pass of a split model; empty memory tells two passes of one graph apart."""
+def begin(last: Tensor, model: int) -> Tensor:
+    """Begin a pass of a split model, after the pass of another ticket."""
     return this_world().step(model).begin_recorded()
 
 
@@ -67,9 +67,9 @@ def backward(grad: Tensor, ticket: Tensor, num_kv_heads: int) -> tuple[Tensor, T
 @_operator("bascule::sparse_end")
 def end(ticket: Tensor) -> Tensor:
     """End the pass of a ticket."""
-    with shared("end of sparse attention"):
+    with shared("end of sparse attention"), torch.inference_mode(False):
         this_world().step(int(ticket[0])).sparse.end()
-    return ticket.clone()
+        return torch.tensor(ticket.tolist())  # the same kind of tensor in inference mode
 
 
 @contextmanager
@@ -95,7 +95,7 @@ def _gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     return *backward(grad, *ctx.saved_tensors, ctx.num_kv_heads), *(None,) * 7
 
 
-begin.register_fake(lambda unlike, model: torch.empty(2, dtype=torch.int64))
+begin.register_fake(lambda last, model: last.clone())
 attend.register_fake(lambda q, k, v, mask, ticket, *_: (q.new_empty(q.shape), ticket.clone()))
 end.register_fake(torch.clone)
 attend.register_autograd(_gradients, setup_context=_keep)

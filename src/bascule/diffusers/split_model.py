@@ -82,7 +82,9 @@ class SplitModel:
                 f"{' and '.join(table.copied)} of {type(model).__name__} whole: leave out sparse"
             )
         self.sparse = None if sparse is None else SparseLayers(sparse, mesh)
-        self._number = 0 if sparse is None else this_world().add_step(self)  # for compiled code
+        # For compiled code: the number by which it finds this, and the pass that the next follows.
+        self._number = 0 if sparse is None else this_world().add_step(self)
+        self._last_ticket = torch.zeros(2, dtype=torch.int64)
         # by name, with the segments of what each returns
         self.blocks: dict[str, tuple[nn.Module, tuple[Output, ...]]] = {}
         self.forward: ForwardPass | None = None  # that runs over the mesh
@@ -229,7 +231,7 @@ class SplitModel:
             if not torch.compiler.is_compiling():
                 self._end(current)
             elif current.sparse is not None:
-                recorded.end(current.sparse.ticket)
+                self._last_ticket = recorded.end(current.sparse.ticket)
             return output
         except BaseException as error:  # ranks that wait for this one read that it does not come
             if not torch.compiler.is_compiling():
@@ -259,7 +261,7 @@ class SplitModel:
             self._check(named)
             sparse = None
             if self.sparse is not None:
-                ticket = recorded.begin(torch.empty(1), self._number)
+                ticket = recorded.begin(self._last_ticket, self._number)
                 sparse = SparsePass(self.sparse, ticket)
             current = ForwardPass(self.mesh, self.table, self.options, sparse)
             current.is_around = not current.is_whole
