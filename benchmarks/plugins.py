@@ -24,12 +24,12 @@ def plugins(*, rounds: int = 5, quick: bool = False) -> dict[str, Any]:
     """
     results: dict[str, Any] = {"ranks": 2, "rounds": 1 if quick else rounds}
     for host in HOSTS:
-        python = ROOT / ".venv-plugins" / host / "bin/python"
+        python = Path(sys.executable)
+        if host not in _HERE:
+            python = ROOT / ".venv-plugins" / host / "bin/python"
         if not python.exists():
-            if host not in _HERE:
-                print(f"{host}: left out, there is no {python}")
-                continue
-            python = Path(sys.executable)
+            print(f"{host}: left out, there is no {python}")
+            continue
         runs = [
             {way: _seconds(python, host, way, quick) for way in ("plain", "balanced")}
             for _ in range(results["rounds"])
@@ -48,7 +48,7 @@ def plugins(*, rounds: int = 5, quick: bool = False) -> dict[str, Any]:
 
 
 def _seconds(python: Path, host: str, way: str, quick: bool) -> float:
-    """Return the seconds of training of a host, which it measures itself."""
+    """Return the seconds of training in a trainer, which measures them itself."""
     paths = [str(ROOT / "src"), str(ROOT), str(ROOT / "benchmarks")]
     own = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     own |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}

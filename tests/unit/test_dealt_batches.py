@@ -7,6 +7,7 @@ import pytest
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler
 
+from bascule.errors import ConfigError
 from bascule.plan.costs import TransformerCost
 from bascule.plan.epoch import DealRules, StepShape
 from bascule.plugins.dealt_batches import DealtBatches
@@ -53,3 +54,9 @@ def test_steps_keep_their_samples(num: int, padded: bool, even: bool, drop_last:
         by_rank = np.array(of_rank).reshape(num_ranks, accumulate)
         assert after == pytest.approx(by_rank.max(axis=0).sum()) and after <= before
         assert mean == pytest.approx(by_rank.sum() / num_ranks)
+
+
+def test_each_sample_has_a_length() -> None:
+    plain = BatchSampler(range(6), 2, drop_last=False)
+    with pytest.raises(ConfigError, match="lengths"):
+        DealtBatches(plain, [1, 2, 3], COST, DealRules(StepShape(2, 2, 1)))

@@ -28,7 +28,8 @@ class DealtBatches(BatchSampler):
         rank: int | None = None,
     ) -> None:
         super().__init__(plain.sampler, plain.batch_size, plain.drop_last)  # pyright: ignore[reportArgumentType]
-        self._lengths, self._rules, self._rank = ints("lengths", lengths), rules, rank
+        num = len(plain.sampler)  # pyright: ignore[reportArgumentType]
+        self._lengths, self._rules, self._rank = ints("lengths", lengths, num), rules, rank
         self._costs = amounts("costs of the samples", evaluate(cost, self._lengths))
         self.steps: list[tuple[float, float, float]] = []  # before, after, mean of this epoch
 

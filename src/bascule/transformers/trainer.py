@@ -452,7 +452,7 @@ class TrainLoader:
     inputs_of: Callable[[Any], Inputs]
     counts_labels: bool  # by the Trainer, over all processes
     gain: Gain = field(default_factory=Gain, init=False)
-    _step: list[Batch] = field(default_factory=list[Batch], init=False)  # the newest
+    _step: list[Batch] = field(default_factory=list[Batch], init=False)  # given out, not counted
     # Without a length, the Trainer counts epochs from 0 in every resumed run, and knows no end.
     _first_epoch: int = field(default=0, init=False)
     _may_be_over: bool = field(default=False, init=False)
@@ -490,8 +490,8 @@ class TrainLoader:
 
     def count(self) -> None:
         """Count the step that ends now."""
-        verdict = self._step[0].verdict
-        work = sum(float(np.mean(batch.plan.loads)) for batch in self._step)
+        step, self._step = self._step, []
+        verdict, work = step[0].verdict, sum(float(np.mean(batch.plan.loads)) for batch in step)
         work += float(getattr(self.balanced.cost, "overhead", 0.0))
         after = verdict.after if verdict.applied else verdict.before
         self.gain.add(verdict.before, after, work, time.perf_counter())
@@ -512,7 +512,7 @@ class TrainLoader:
 
     def _inputs(self, batch: Batch) -> Inputs:
         data, is_padding = batch.data, batch.is_padding
-        self._step = [batch] if batch.microbatch == 0 else [*self._step, batch]
+        self._step.append(batch)
         if self.pack is not None:
             if self.balanced.rules.ends == "finish" and "labels" not in data:
                 raise ConfigError(
