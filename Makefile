@@ -23,7 +23,7 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help env demo test lint types contracts pytest stress plugins site format
+.PHONY: help env demo test lint types contracts pytest stress plugins site dist format
 
 help: ## print this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
