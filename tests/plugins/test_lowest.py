@@ -34,10 +34,7 @@ def test_the_lowest_versions_are_installed() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "unit/test_cli.py",
         "unit/test_golden_plans.py",
-        "unit/test_tables.py",
-        "distributed/test_exchange.py",
         "distributed/test_bag_transformers.py",
         "distributed/test_balanced_diffusers.py",
         "distributed/test_inference_diffusers.py",
