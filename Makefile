@@ -23,7 +23,7 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help env demo test lint types contracts pytest stress plugins site format
+.PHONY: help env demo test lint types contracts pytest stress plugins site dist format
 
 help: ## print this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -69,6 +69,17 @@ $(VENV)-plugins/%/.made: tests/plugins/pins/%.txt constraints-cpu.txt pyproject.
 
 site: $(VENV)/.dev ## the documentation as a site, with all of the API: results/site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+dist: ## wheel and sdist in dist/; their files and the demo, in .venv-dist
+	rm -rf dist
+	$(PYTHON) -m venv --clear $(VENV)-dist
+	$(VENV)-dist/bin/python -m pip install --quiet build
+	$(VENV)-dist/bin/python -m build
+	$(PYTHON) -m venv --clear $(VENV)-dist
+	$(VENV)-dist/bin/python -m pip install --no-deps --retries 1 --extra-index-url $(TORCH_CPU_INDEX) \
+	  $$(grep '^torch==' constraints-cpu.txt)
+	$(VENV)-dist/bin/python -m pip install --quiet "$$(echo dist/*.whl)[demo]" pytest pytest-timeout
+	$(VENV)-dist/bin/python -m pytest tests/wheel
 
 format: $(VENV)/.dev ## let ruff fix and format
 	$(BIN)/ruff check --fix

@@ -1,4 +1,4 @@
-"""Pages of the site that are made from files of the project: the gallery and the benchmarks."""
+"""Pages of the site that are made from files of the project: gallery, benchmarks, public names."""
 
 import ast
 import json
@@ -12,11 +12,14 @@ from mkdocs.structure.files import File, Files
 _MARK = re.compile(r"^( *```\w+) .*$", re.MULTILINE)
 _EXAMPLE = re.compile(r"\]\(\.\./examples/(\w+)\.\w+\)")
 ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "src"
+_LISTS = ("bascule/**/__init__.py", "bascule/costs.py", "bascule/sparse.py")
+_OWN = ("bascule/errors.py", "bascule/peers.py", "bascule/plugins/[!_]*.py")  # define public names
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made here."""
-    made = {"benchmarks.md": benchmarks_page()}
+    made = {"benchmarks.md": benchmarks_page(), "api.md": api_page()}
     made |= {f"gallery/{path.stem}.md": gallery_page(path) for path in examples()}
     for name, text in made.items():
         files.append(File.generated(config, name, content=text))
@@ -87,3 +90,65 @@ def _first_line(module: ast.Module, result: str) -> str:
         if isinstance(node, ast.FunctionDef) and f"{node.name}.json" == result:
             return (ast.get_docstring(node) or "").partition("\n")[0]
     return ""
+
+
+def api_page() -> str:
+    """Every public name by the place that it is imported from, with a link to its reference."""
+    paths = dict.fromkeys(_matches(_LISTS), False) | dict.fromkeys(_matches(_OWN), True)
+    lines = ["# Public names", "", "These names, and no others, are kept from version to version."]
+    for path in sorted(paths, key=_module_name):
+        module = ast.parse(path.read_text())
+        names = public_names(path, module, is_own=paths[path])
+        if names:
+            text = (ast.get_docstring(module) or "").partition("\n\n")[0]
+            lines += ["", f"## {_module_name(path)}", "", text, ""]
+            lines += ["| name | what it is |", "|---|---|"]
+            lines += [name_row(name, home) for name, home in sorted(names.items())]
+    return "\n".join([*lines, ""])
+
+
+def public_names(path: Path, module: ast.Module, is_own: bool = False) -> dict[str, str]:
+    """Return the modules that define the names of a list, which imports each as itself."""
+    if is_own:
+        kinds = ast.FunctionDef | ast.ClassDef
+        names = [node.name for node in module.body if isinstance(node, kinds)]
+        return {name: _module_name(path) for name in names if not name.startswith("_")}
+    return {
+        alias.name: str(node.module)
+        for node in ast.walk(module)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.name == alias.asname
+    }
+
+
+def name_row(name: str, home: str) -> str:
+    """A row of the table: where a name has a docstring, the reference has it."""
+    path = SOURCE.joinpath(*home.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    module = ast.parse(path.read_text())
+    further = public_names(path, module).get(name)
+    if further:  # a list that takes its names from the list of another package
+        return name_row(name, further)
+    text = _text_of(name, module).partition("\n")[0].replace("|", "\\|")
+    return f"| [`{name}`][{home}.{name}] | {text} |" if text else f"| `{name}` | |"
+
+
+def _text_of(name: str, module: ast.Module) -> str:
+    """Return the docstring of what a module defines under a name; empty without one."""
+    for node, after in zip(module.body, [*module.body[1:], None], strict=True):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+            return ast.get_docstring(node) or ""
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(one, ast.Name) and one.id == name for one in targets):
+            text = after.value if isinstance(after, ast.Expr) else None
+            return str(text.value) if isinstance(text, ast.Constant) else ""
+    return ""
+
+
+def _module_name(path: Path) -> str:
+    return ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _matches(patterns: tuple[str, ...]) -> list[Path]:
+    return [path for pattern in patterns for path in SOURCE.glob(pattern)]

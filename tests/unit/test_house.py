@@ -69,3 +69,14 @@ def test_names_of_things_are_nouns() -> None:
                 ) if name.strip("_") in wrong:
                     names.add(f"{path.name}: {name}")
     assert names == set()
+
+
+def test_only_the_modules_of_the_security_page_unpickle() -> None:
+    """SECURITY.md says which files may run code: those that these read."""
+    reads = re.compile(
+        r"^import pickle|\btorch\.load\(|allow_pickle=True|_object(_list)?\(|trust_remote_code"
+        r"|import state_dict_loader",
+        re.MULTILINE,
+    )
+    found = {path.name for path in trees() if reads.search(path.read_text())}
+    assert found == {"titan_loader.py", "checkpoints.py"}

@@ -1,12 +1,14 @@
 """The site builds without a warning, from docs, examples, results and docstrings."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import bascule
 from tests.helpers.pages import ROOT
 
 
@@ -22,6 +24,12 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         assert (tmp_path / f"{page}.html").is_file(), page
     reference = (tmp_path / "reference/bascule/plan/plan/index.html").read_text()
     assert "plan_batch" in reference
+    names = (tmp_path / "api/index.html").read_text()
+    for home in ("bascule", "bascule.plan", "bascule.costs", "bascule.plugins.hf_trainer"):
+        assert f'<h2 id="{home.replace(".", "")}">' in names, home
+    shown = set(re.findall(r'reference/(?:\w+/)+#bascule\.[\w.]+"><code>(\w+)</code>', names))
+    assert {*bascule.__all__} - {"__version__"} <= shown
+    assert {"Assignment", "Cluster", "BalanceCallback", "in_place_of"} <= shown
     listed = (tmp_path / "llms.txt").read_text()
     assert "training_step" in listed and "# bascule" in listed
     results = (tmp_path / "benchmarks/index.html").read_text()

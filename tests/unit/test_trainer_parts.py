@@ -171,8 +171,8 @@ def loader_of(
 ) -> TrainLoader:
     """The Trainer's loader of microbatches, or of packs, that are ready."""
     balanced = Batches(
-        SimpleNamespace(data=dict(one), is_padding=is_padding, loss_scale=0.25)
-        for one in microbatches
+        SimpleNamespace(data=dict(one), is_padding=is_padding, loss_scale=0.25, microbatch=number)
+        for number, one in enumerate(microbatches)
     )
     balanced.rules = SimpleNamespace(ends=ends)
 
