@@ -91,8 +91,8 @@ class Extra:
 
 def flex() -> object:
     model = flux()
-    model.set_attention_backend("flex")
     with torch.no_grad(), parallelize(model, **SPLIT):
+        model.set_attention_backend("flex")  # later than parallelize looked
         return model(**make_inputs(FLUX))
 
 

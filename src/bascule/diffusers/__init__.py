@@ -1,5 +1,6 @@
 """Sequence parallelism for unmodified models: split them over ranks, verify, undo."""
 
+from bascule.diffusers.backends import backend_kernel as backend_kernel
 from bascule.diffusers.balanced_model import BalancedModel as BalancedModel
 from bascule.diffusers.degrees import AutoMesh as AutoMesh
 from bascule.diffusers.parallelize import ParallelHandle as ParallelHandle

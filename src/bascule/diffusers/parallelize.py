@@ -22,6 +22,7 @@ from bascule.comm.failures import leave, shared
 from bascule.comm.groups import RankGroup
 from bascule.comm.mesh import AttentionMesh, named_part
 from bascule.comm.quantized import CommDtype
+from bascule.diffusers.backends import check_merges, chosen_backend
 from bascule.diffusers.compiling import Mode, check_mode, compile_in_place, device_of
 from bascule.diffusers.degrees import (
     AXES,
@@ -95,7 +96,8 @@ def parallelize(
             Default: the table for the class of the model, else its plan. The first call with a
             table of yours or a plan is compared with one process, unless `verify` was called.
         sparse: The blocks of attention that are computed. Default: all.
-        kernel: Name of attention's kernel, or your own. Default: the first that runs here.
+        kernel: Name of attention's kernel, your own, or `backend_kernel`'s. Default: the back end
+            that `set_attention_backend` chose, else the first that runs here.
         comm_dtype: "int8" or "e4m3" sends attention's rows at 8 bits, at an error that `verify`
             shows; `Quantized("int8", centered=True)` is more exact. Default: as they are.
         overlap: True lets Ulysses exchange while it computes. Default: where that measures faster.
@@ -126,11 +128,13 @@ def parallelize(
         models = models_of(model_or_pipeline)
         if isinstance(auto, AutoMesh):
             degrees, choice = auto.choose(models[0], 1 if group is None else group.size)
+        shape, own = shape_of(device_mesh, degrees), kernel or chosen_backend(models)
+        check_merges(own, shape.ring, overlap)
         return Request(
             models=models,
             tables=[table_of(model, table) for model in models],
-            shape=shape_of(device_mesh, degrees),
-            attention=AttentionOptions(None, kernel, comm_dtype, overlap, double_buffer),
+            shape=shape,
+            attention=AttentionOptions(None, own, comm_dtype, overlap, double_buffer),
             sparse=sparse,
             vae=vae,
             text_encoders=text_encoders,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bascule.attention.api import AttentionMesh, AttentionOptions
+from bascule.attention.kernels.registry import FunctionKernel
 from bascule.comm.failures import leave
 from bascule.comm.groups import this_world
 from bascule.diffusers import recorded
@@ -76,6 +77,8 @@ class SplitModel:
     ) -> None:
         self.model, self.table, self.mesh = model, table, mesh
         self.options = options or AttentionOptions()
+        own = self.options.kernel
+        self.backend = own.name if isinstance(own, FunctionKernel) else None  # that may be set, too
         if sparse is not None and table.copied:
             raise ConfigError(
                 f"block-sparse attention deals tokens to the ranks, and every rank has "
@@ -347,9 +350,12 @@ class SplitModel:
         if role.part is not None:
             current.parts.append(role.part)
         try:
-            if not role.attends or current.is_around or current.is_whole:
+            before = getattr(role.processor, _BACKEND, "")
+            is_ours = before in (None, self.backend) and not torch.compiler.is_compiling()
+            is_in_mode = current.is_around and not (is_ours and self.backend)
+            if not role.attends or is_in_mode or current.is_whole:
                 output = forward(*inputs[0], **inputs[1])
-            elif torch.compiler.is_compiling() or getattr(role.processor, _BACKEND, "") is not None:
+            elif not is_ours:
                 with current:
                     output = forward(*inputs[0], **inputs[1])
             else:  # the mode is entered by our back end, so it sees a few functions of torch
@@ -357,7 +363,7 @@ class SplitModel:
                 try:
                     output = forward(*inputs[0], **inputs[1])
                 finally:
-                    role.processor._attention_backend = None
+                    role.processor._attention_backend = before
         finally:
             if role.part is not None:
                 current.parts.pop()
@@ -513,8 +519,11 @@ def _registered(part: SplitModel) -> Any:
         enable_gqa: bool = False,
     ) -> Tensor:
         args = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-        with part.forward or nullcontext():
-            return diffusers.dispatch_attention_fn(*args)
+        # Torch's calls what the mode replaces; a kernel goes before what diffusers has at large.
+        backend = diffusers.AttentionBackendName.NATIVE if part.backend else None
+        forward = part.forward
+        with nullcontext() if forward is None or forward.is_around else forward:
+            return diffusers.dispatch_attention_fn(*args, backend=backend)
 
     diffusers._AttentionBackendRegistry.register(name)(attend)
     return name
