@@ -102,7 +102,8 @@ def chosen_backend(models: Iterable[nn.Module]) -> FunctionKernel | None:
     Raises:
         ConfigError: Modules were set to several.
     """
-    processors = [getattr(one, "processor", None) for model in models for one in model.modules()]
+    modules = (one for model in models for one in model.modules())
+    processors: list[Any] = [getattr(one, "processor", None) for one in modules]
     names = {one._attention_backend for one in processors if hasattr(one, "_attention_backend")}
     if None in names:
         diffusers: Any = importlib.import_module("diffusers.models.attention_dispatch")
