@@ -2,7 +2,6 @@
 
 import math
 import statistics
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -374,29 +373,19 @@ def sparse_rho(*, quick: bool = False) -> dict[str, Any]:
     a quarter is spent once a block, however much it sees. "heads": the first four have rho
     times the mean, on two Ulysses ranks. "blocks": the first half of the query blocks, on a ring.
     Balanced over unbalanced is compared with the bound, the ratio of their rho. Target: 95 % of it.
-    Where ranks share a core or memory, one is faster while the other one waits, and less is to be
-    gained: "slowdown" is what a call takes while both compute, over alone, and "here" is the bound
-    with it.
     """
-    points, slowdown = on_ranks(_rho_on_rank, RHOS[::4] if quick else RHOS, 3 if quick else 6)
-    say(f"a call takes {slowdown['median']:.3f}x of its time alone while both ranks compute")
+    points = on_ranks(_rho_on_rank, RHOS[::4] if quick else RHOS, 3 if quick else 6)
     for point in points:
-        gain, bound = point["speedup"]["median"], point["bound"]
-        # Until the lighter rank ends, both are slow.
-        point["here"] = (2 - bound) + 2 * (bound - 1) / slowdown["median"]
         say(
-            f"{point['what']}, rho {point['rho']:.3f}: {gain:.3f}x of {bound:.3f}x ("
-            f"{point['share']:.1%}; target {SHARE_TARGET:.0%}); {gain / point['here']:.1%} of "
-            f"{point['here']:.3f}x here",
+            f"{point['what']}, rho {point['rho']:.3f}: {point['speedup']['median']:.3f}x of "
+            f"{point['bound']:.3f}x ({point['share']:.1%}; target {SHARE_TARGET:.0%})",
             point["share"] >= SHARE_TARGET,
         )
         assert point["error"] < LARGEST_ERROR
-    return {"points": points, "slowdown": slowdown}
+    return {"points": points}
 
 
-def _rho_on_rank(
-    rhos: tuple[float, ...], rounds: int
-) -> tuple[list[dict[str, Any]], dict[str, float]]:
+def _rho_on_rank(rhos: tuple[float, ...], rounds: int) -> list[dict[str, Any]]:
     points, lens = list[dict[str, Any]](), block_lens((RHO_TOKENS,), RHO_BLOCK)
     for what, (ring, ulysses) in RHO_MESHES.items():
         names = ("ring", "ulysses")
@@ -421,26 +410,7 @@ def _rho_on_rank(
                     "error": error,
                 }
             )
-    return points, _slowdown(lens, 2 * rounds)
-
-
-def _slowdown(lens: Any, rounds: int) -> dict[str, float]:
-    """Time a call of this rank while both compute, over the same while the other one waits."""
-    masks = _masks_of_rho("heads", 1.0, lens.size)
-    plan = SparsePlanner(1, 1).plan(masks, BlockLayout.striped(lens, 1, 1))
-    alone, qkv = AttentionMesh(None, None, None), torch.randn(3, 1, NUM_HEADS, RHO_TOKENS, HEAD_DIM)
-    call = partial(sparse_attention, *qkv, alone, plan, rows_of(masks))
-    times: dict[str, list[float]] = {"both": [], "alone": []}
-    with torch.inference_mode():
-        call()
-        for _ in range(rounds):
-            for who, computes in (("both", True), ("alone", dist.get_rank() == 0)):
-                dist.barrier()
-                start = time.perf_counter()
-                if computes:
-                    call()
-                times[who].append(time.perf_counter() - start)
-    return ratio(times["both"], times["alone"])
+    return points
 
 
 def _masks_of_rho(what: str, rho: float, size: int) -> Any:
