@@ -369,9 +369,8 @@ def sparse_rho(*, quick: bool = False) -> dict[str, Any]:
     """Time what balance gains of block-sparse attention, over the imbalance that it finds.
 
     Four minutes. Two ranks of one thread; masks at random at a density of 0.4, 8 heads of width 64,
-    8,192 tokens in blocks of 256, float32, so that kernels take most of the time: with blocks of 64
-    a quarter is spent once a block, however much it sees. "heads": the first four have rho
-    times the mean, on two Ulysses ranks. "blocks": the first half of the query blocks, on a ring.
+    8,192 tokens in blocks of 256, float32. "heads": the first four have rho times the mean, on two
+    Ulysses ranks. "blocks": the first half of the query blocks, on a ring.
     Balanced over unbalanced is compared with the bound, the ratio of their rho. Target: 95 % of it.
     """
     points = on_ranks(_rho_on_rank, RHOS[::4] if quick else RHOS, 3 if quick else 6)
