@@ -23,6 +23,8 @@ def entered(table: MutableMapping[Any, Any], name: Any, value: Any) -> Iterator[
 def run_script() -> None:
     """Run the file that the arguments name, with the others, as Python does."""
     sys.argv = sys.argv[1:]
+    if not Path(sys.argv[0]).is_file():
+        sys.exit(f"bascule: there is no script {sys.argv[0]}")
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
     runpy.run_path(sys.argv[0], run_name="__main__")
 
