@@ -1,4 +1,4 @@
-"""What balancing gains in a run: predicted by the cost model, and scaled by measured seconds."""
+"""The gain of balancing in a run: predicted by the cost model, and scaled by measured seconds."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""What balancing gains, in the own log of a Trainer of transformers."""
+"""The gain of balancing, in a Trainer's own log."""
 
 import time
 from typing import Any
