@@ -305,6 +305,9 @@ def main() -> None:
     seconds = globals()[host](int(epochs), way == "balanced")
     if not dist.is_initialized() or dist.get_rank() == 0:
         Path("seconds.json").write_text(json.dumps(seconds))
+    if dist.is_initialized():  # by a trainer that leaves the group: gloo aborts a rank that ends so
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
