@@ -129,8 +129,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.some(1)
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.stress)])
 def test_the_same_pixels_whatever_the_scheduler_does(
     num_ranks: int, mixed: Path, tmp_path: Path
 ) -> None:
@@ -173,7 +172,7 @@ def shares(prompts: Path, out: Path, factor: int, **settings: Any) -> list[float
 @pytest.mark.parametrize(
     ("settings", "factor", "wanted"),
     [
-        ({"replicas": 2}, 1, [1 / 2, 1 / 2]),
+        pytest.param({"replicas": 2}, 1, [1 / 2, 1 / 2], marks=pytest.mark.stress),
         ({"replicas": 2}, 3, [3 / 4, 1 / 4]),
         ({}, 1, [1 / 2, 1 / 2]),
     ],
@@ -191,6 +190,7 @@ def test_ranks_take_work_as_they_can(
     assert found == pytest.approx(wanted, abs=0.13)  # the share of the largest prompt
 
 
+@pytest.mark.stress  # daily: below, without inductor
 def test_sparse_attention_is_compiled(tmp_path: Path) -> None:
     prompts, job = tmp_path / "first.jsonl", {"sparse": 0.3}
     prompts.write_text(json.dumps({"prompt": "boat", "steps": 2}), encoding="utf-8")
@@ -210,23 +210,26 @@ def save_tiny(folder: Path, **sizes: int) -> None:
     pipeline.save_pretrained(folder)
 
 
-def of_few_blocks(prompts: Path, folder: Path) -> None:
+def of_few_blocks(prompts: Path, folder: Path, job: dict[str, Any]) -> None:
     """Save a pipeline that compiles soon, and make what it makes alone."""
     save_tiny(folder / "model", num_layers=1, num_single_layers=1)
-    make(prompts, folder / "alone", model=str(folder / "model"))
+    make(prompts, folder / "alone", model=str(folder / "model"), **job)
 
 
-def made_in_a_graph(prompts: Path, out: Path, model: str) -> tuple[list[str], list[int]]:
+def made_in_a_graph(
+    prompts: Path, out: Path, model: str, job: dict[str, Any]
+) -> tuple[list[str], list[int]]:
     """As `make`, compiled without inductor, which takes long."""
     with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
-        return make(prompts, out, model=model, compile=True)
+        return make(prompts, out, model=model, compile=True, **job)
 
 
-def test_prompts_of_compiled_models_stay(tmp_path: Path) -> None:
+@pytest.mark.parametrize("job", [{"sparse": 0.3}, pytest.param({}, marks=pytest.mark.stress)])
+def test_prompts_of_compiled_models_stay(job: dict[str, Any], tmp_path: Path) -> None:
     prompts, out = tmp_path / "first.jsonl", tmp_path / "out"
     prompts.write_text(json.dumps(ROWS[0]), encoding="utf-8")
-    run_ranks(of_few_blocks, 1, prompts, tmp_path)
-    _, steps = run_ranks(made_in_a_graph, 2, prompts, out, str(tmp_path / "model"))[0]
+    run_ranks(of_few_blocks, 1, prompts, tmp_path, job)
+    _, steps = run_ranks(made_in_a_graph, 2, prompts, out, str(tmp_path / "model"), job)[0]
     assert steps == [2, 2]  # it has as many ranks as there are
     same_images(out, tmp_path / "alone", 1)
 

@@ -241,19 +241,35 @@ def in_order(x: Tensor, layout: BlockLayout) -> Tensor:
     return x.gather(2, order)
 
 
-def compare_all() -> None:
-    for ring, ulysses in MESHES[dist.get_world_size()]:
-        for name, case in CASES.items():
+def compare_all(is_whole: bool) -> None:
+    """Compare every case on every mesh and wire, or on one mesh and wire each, in turn."""
+    meshes = MESHES[dist.get_world_size()]
+
+    def chosen(place: int) -> list[tuple[int, int]]:
+        return meshes if is_whole else [meshes[place % len(meshes)]]
+
+    for place, (name, case) in enumerate(CASES.items()):
+        formats = FORMATS if is_whole else [FORMATS[place // len(meshes) % len(FORMATS)]]
+        for ring, ulysses in chosen(place):
             errors = compare(ring, ulysses, case)
             assert max(errors.values()) < 1e-10, (ring, ulysses, name, errors)
-            for fmt in FORMATS if ring * ulysses > 1 else ():  # rows arrive as float32
+            for fmt in formats if ring * ulysses > 1 else ():  # rows arrive as float32
                 errors = compare(ring, ulysses, case, Quantized(fmt))
                 assert max(errors.values()) < 1e-6, (ring, ulysses, name, fmt, errors)
-        assert other_samples(ring, ulysses) < 1e-10
-        for case in ({}, {"order": "random"}, {"keys": 0.5}, {"keys": 0.5, "order": "random"}):
+    rules = {}, {"order": "random"}, {"keys": 0.5}, {"keys": 0.5, "order": "random"}
+    for place, case in enumerate(rules):
+        for ring, ulysses in chosen(place):
             assert by_rule(ring, ulysses, case) < 1e-10, (ring, ulysses, case)
+    for ring, ulysses in meshes:
+        assert other_samples(ring, ulysses) < 1e-10
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4, pytest.param(8, marks=pytest.mark.stress)])
-def test_exact_in_float64(world_size: int) -> None:
-    run_ranks(compare_all, world_size)
+@pytest.mark.parametrize(
+    ("world_size", "is_whole"),
+    [
+        *[(1, True), (3, False), (4, False)],
+        *(pytest.param(num, True, marks=pytest.mark.stress) for num in (3, 4, 8)),
+    ],
+)
+def test_exact_in_float64(world_size: int, is_whole: bool) -> None:
+    run_ranks(compare_all, world_size, is_whole)
