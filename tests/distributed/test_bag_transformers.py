@@ -4,7 +4,7 @@ The reference is torch's attention in transformers, one sequence at a time. Norm
 rotations of transformers round to float32, whatever the dtype of the model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -197,11 +197,12 @@ def test_gradients_are_those_of_each_sequence_alone(world_size: int) -> None:
 DOCUMENTS = [3, 7, 1, 12, 2, 9]  # whichever ranks have them
 
 
-def documents_over_ranks(rings: tuple[int, ...]) -> None:
+def documents_over_ranks(pairs: Sequence[tuple[str, int]]) -> None:
+    """Compare kinds of attention, each with a ring of so many ranks."""
     ids, grad = torch.arange(sum(DOCUMENTS))[None] % VOCABULARY, torch.Generator().manual_seed(1)
     places = torch.cat([torch.arange(one) for one in DOCUMENTS])[None]
     size = dist.get_world_size()
-    for kind, ring in product(OVER_RANKS, rings):
+    for kind, ring in pairs:
         mesh = AttentionMesh.of(make_mesh(ring, size // ring))
         attention, error = OVER_RANKS[kind]
         model: Any = make(kind, attention).eval()
@@ -228,11 +229,20 @@ def documents_over_ranks(rings: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "rings"),
-    [(2, (1, 2)), (4, (2,)), pytest.param(4, (1, 4), marks=pytest.mark.stress)],
+    ("world_size", "pairs"),
+    [
+        (2, [("OPT", 1), ("Llama", 2), ("Mistral", 2), ("GptOss", 1)]),
+        (4, [("Llama4", 2)]),
+        *(
+            pytest.param(size, list(product(OVER_RANKS, rings)), marks=pytest.mark.stress)
+            for size, rings in ((2, (1, 2)), (4, (1, 2, 4)))
+        ),
+    ],
 )
-def test_documents_cut_between_ranks_are_as_alone(world_size: int, rings: tuple[int, ...]) -> None:
-    run_ranks(documents_over_ranks, world_size, rings)
+def test_documents_cut_between_ranks_are_as_alone(
+    world_size: int, pairs: list[tuple[str, int]]
+) -> None:
+    run_ranks(documents_over_ranks, world_size, pairs)
 
 
 def refused() -> None:

@@ -56,16 +56,18 @@ LAYOUTS: dict[int, Layouts] = {
 }
 
 
-def train_everywhere(layouts: Layouts, batches: dict[str, Batch]) -> int:
+def train_everywhere(layouts: Layouts, batches: dict[str, Batch], every: int = 1) -> int:
+    """Compare every so-manieth topology, another one for each batch; return how many."""
     compared = 0
     for (num_heads, num_kv_heads), topologies in layouts.items():
         grouped = num_kv_heads < num_heads
         model = make_model(config_of(num_heads, num_kv_heads, head_dim=2 if grouped else 4))
         planner = "knapsack" if grouped else "lpt"
         parallels = [SequenceParallel(None, spec, COST, planner=planner) for spec in topologies]
-        for name, batch in batches.items():
-            want = reference_step(model, batch) if dist.get_rank() == 0 else None
-            for parallel in parallels:
+        for place, (name, batch) in enumerate(batches.items()):
+            own = parallels[place % every :: every]
+            want = reference_step(model, batch) if own and dist.get_rank() == 0 else None
+            for parallel in own:
                 got = rank_step(model, batch, parallel)
                 if want is not None:
                     assert_same(got, want, f"{name}, {parallel.topology}, {num_heads} heads")
@@ -74,15 +76,18 @@ def train_everywhere(layouts: Layouts, batches: dict[str, Batch]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.some(1)
 @pytest.mark.parametrize(
-    "world_size", [2, 3, 4, *(pytest.param(n, marks=pytest.mark.stress) for n in (6, 8))]
+    ("world_size", "every"),
+    [(3, 3), *(pytest.param(n, 1, marks=pytest.mark.stress) for n in (2, 3, 4, 6, 8))],
 )
-def test_loss_and_gradients_equal_one_process(world_size: int) -> None:
+def test_loss_and_gradients_equal_one_process(world_size: int, every: int) -> None:
     layouts = LAYOUTS[world_size]
     batches = all_batches(world_size, num_random=1)
-    compared = run_ranks(train_everywhere, world_size, layouts, batches)
-    assert compared[0] == len(batches) * sum(map(len, layouts.values()))
+    compared = run_ranks(train_everywhere, world_size, layouts, batches, every)
+    places = [n % every for n in range(len(batches))]
+    assert compared[0] == sum(
+        len(specs[place::every]) for place in places for specs in layouts.values()
+    )
 
 
 @pytest.mark.stress
@@ -158,11 +163,15 @@ def change_blocks(model: MMDiT, change: Callable[..., Any], every: int = 1) -> N
         blocks[place] = change(blocks[place])
 
 
-def recorded(is_sharded: bool) -> None:
-    """Checkpoints of all blocks or of every other one, and FSDP2 with checkpoints or without."""
+def recorded(is_sharded: bool, is_whole: bool) -> None:
+    """Checkpoints of all blocks or of every other one, and FSDP2 with checkpoints or without.
+
+    All batches in both topologies, or each in one.
+    """
     batches, plain = batches_of(dist.get_world_size()), make_model(CONFIG)
     wanted = {name: by_one_rank(reference_step, plain, one) for name, one in batches.items()}
-    for topology, every in (("g2r2n1" if is_sharded else "g4n1", 1), ("g1n2+g2n1", 2)):
+    topologies = "g2r2n1" if is_sharded else "g4n1", "g1n2+g2n1"
+    for first, (topology, every) in enumerate(zip(topologies, (1, 2), strict=True)):
         model = make_model(CONFIG)
         if every == 1 or not is_sharded:
             change_blocks(model, checkpoint_wrapper, every)
@@ -170,7 +179,8 @@ def recorded(is_sharded: bool) -> None:
             change_blocks(model, fully_shard)
             fully_shard(model)
         parallel = SequenceParallel(None, topology, COST)
-        for name, batch in batches.items():
+        for name in batches if is_whole else list(batches)[first::2]:
+            batch = batches[name]
             model.zero_grad()
             loss = rank_loss(model, batch, parallel)
             loss.backward()
@@ -178,9 +188,12 @@ def recorded(is_sharded: bool) -> None:
             assert_same((loss.item(), grads), wanted[name], f"{name}, {topology}")
 
 
+@pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.stress)])
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["checkpoint", "FSDP2"])
-def test_recorded_and_sharded_blocks_have_the_same_gradients(is_sharded: bool) -> None:
-    run_ranks(recorded, 4, is_sharded)
+def test_recorded_and_sharded_blocks_have_the_same_gradients(
+    is_sharded: bool, is_whole: bool
+) -> None:
+    run_ranks(recorded, 4, is_sharded, is_whole)
 
 
 def two_plans_alive(topology: str, checkpoint: bool) -> None:

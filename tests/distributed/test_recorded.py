@@ -386,7 +386,7 @@ def compare_to_eager(
 )
 def test_meshes_compile_to_one_graph(ring: int, ulysses: int) -> None:
     is_daily = (ring, ulysses) == (1, 2)
-    numbers = [2, 4] if is_daily else range(0, len(MESH_CASES), 1 + (ulysses > 1))
+    numbers = [2] if is_daily else range(0, len(MESH_CASES), 1 + (ulysses > 1))
     run_ranks(compare_to_eager, ring * ulysses, ring, ulysses, "aot_eager", numbers, 1e-6)
 
 
@@ -397,13 +397,15 @@ def test_inductor_gives_what_eager_gives(ring: int, ulysses: int) -> None:
     run_ranks(compare_to_eager, ring * ulysses, ring, ulysses, "inductor", numbers, 1e-5)
 
 
-def graphs_over_resolutions(ring: int, ulysses: int, has_layout: bool, trains: bool) -> int:
-    """Graphs that ten resolutions take; what they give is compared to eager mode."""
+def graphs_over_resolutions(
+    ring: int, ulysses: int, has_layout: bool, trains: bool, number: int
+) -> int:
+    """Graphs that so many resolutions take; what they give is compared to eager mode."""
     mesh = make_mesh(ring, ulysses)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(with_projection, fullgraph=True, backend="aot_eager")
-    for text, image in RESOLUTIONS:
+    for text, image in RESOLUTIONS[:number]:
         segments = (text, image) if has_layout else ((text + image) * ring * ulysses,)
         layout = SequenceLayout(segments, ring, ulysses)
         mask = torch.ones(1, 1, 1, layout.seq_len, dtype=torch.bool)
@@ -426,21 +428,25 @@ def graphs_over_resolutions(ring: int, ulysses: int, has_layout: bool, trains: b
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ring", "ulysses", "has_layout", "trains"),
+    ("ring", "ulysses", "has_layout", "trains", "number", "most"),
     [
-        (2, 1, True, True),
-        pytest.param(1, 2, False, True, marks=pytest.mark.stress),
-        pytest.param(1, 2, True, True, marks=pytest.mark.stress),
-        pytest.param(2, 1, True, False, marks=pytest.mark.stress),
+        (2, 1, True, True, 5, 2),
+        *(
+            pytest.param(*case, 10, 3, marks=pytest.mark.stress)
+            for case in (
+                *[(2, 1, True, True), (1, 2, False, True)],
+                *[(1, 2, True, True), (2, 1, True, False)],
+            )
+        ),
     ],
 )
-def test_ten_resolutions_take_two_recompiles(
-    ring: int, ulysses: int, has_layout: bool, trains: bool
+def test_resolutions_take_few_recompiles(
+    ring: int, ulysses: int, has_layout: bool, trains: bool, number: int, most: int
 ) -> None:
-    arguments = ring, ulysses, has_layout, trains
+    arguments = ring, ulysses, has_layout, trains, number
     found = run_ranks(graphs_over_resolutions, ring * ulysses, *arguments)
-    # The first graph, one for any image length, and one for any text length too.
-    assert max(found) <= 3, found
+    # The first graph, one for any image length, and one for any text length too, if that changes.
+    assert max(found) <= most, found
 
 
 def check_operators(ring: int, ulysses: int, dtype: torch.dtype) -> None:

@@ -417,7 +417,7 @@ def test_in_place_of_yunchang_in_replicas(ring: int, ulysses: int) -> None:
     assert max(run_ranks(in_replicas, 2 * ring * ulysses, ring, ulysses)) < EXACT
 
 
-def compiled() -> list[float]:
+def compiled(backend: str) -> list[float]:
     """In one graph, where the mesh is given."""
     groups(1, 2)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ring", "ulysses"))
@@ -428,12 +428,16 @@ def compiled() -> list[float]:
     if has("para_attn"):
         functions.append(in_place_of(para_attention(1, 2)[1], mesh=mesh))
     layout = SequenceLayout((24,), 1, 2)
-    return [error_of(torch.compile(one, fullgraph=True), layout) for one in functions]
+    calls = [torch.compile(one, fullgraph=True, backend=backend) for one in functions]
+    return [error_of(call, layout) for call in calls]
 
 
-def test_in_place_of_others_in_one_graph() -> None:
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.stress)]
+)
+def test_in_place_of_others_in_one_graph(backend: str) -> None:
     pytest.importorskip("yunchang")
-    for errors in run_ranks(compiled, 2):
+    for errors in run_ranks(compiled, 2, backend):
         assert max(errors) < EXACT, errors
 
 
