@@ -247,10 +247,14 @@ def test_loss_and_gradients_equal_one_process_at_length(world_size: int) -> None
 @pytest.mark.parametrize(
     ("world_size", "run", "is_sharded"),
     [
-        *[(2, again, False), (2, keeping, False), (2, compiled, False), (4, plain, True)],
+        *[(2, again, False), (2, keeping, False), (2, compiled, False), (2, plain, True)],
         pytest.param(4, again, False, marks=pytest.mark.stress),
+        pytest.param(4, plain, True, marks=pytest.mark.stress),
     ],
-    ids=["checkpoint", "keep_exchanges", "compiled", "FSDP2", "checkpoint of four"],
+    ids=[
+        *["checkpoint", "keep_exchanges", "compiled", "FSDP2"],
+        *["checkpoint of four", "FSDP2 of four"],
+    ],
 )
 def test_blocks_are_recorded_and_sharded(
     world_size: int, run: Callable[[Block], Any], is_sharded: bool

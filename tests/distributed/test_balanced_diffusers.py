@@ -318,13 +318,13 @@ def test_accelerate() -> None:
         assert abs(loss - wanted) < 1e-2 * wanted
 
 
-def compiled(num_kinds: int, num_blocks: int | None) -> float:
+def compiled(num_kinds: int, num_blocks: int | None, backend: str) -> float:
     """So many blocks of so many kinds; of both, all: as `compile_repeated_blocks` does."""
     torch.set_num_threads(1)
     model, balanced, samples, wanted = one_sample_each("g2n1")
     for blocks in (model.single_transformer_blocks, model.transformer_blocks)[:num_kinds]:
         for block in blocks[:num_blocks]:
-            block.compile(backend="aot_eager")
+            block.compile(backend=backend)
     train_step(model, balanced.microbatches([samples[dist.get_rank()]], loss_of))
     balanced.handle.average_gradients()
     return worst(model, wanted)
@@ -332,10 +332,11 @@ def compiled(num_kinds: int, num_blocks: int | None) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_kinds", "num_blocks"), [(1, 1), pytest.param(2, None, marks=pytest.mark.stress)]
+    ("num_kinds", "num_blocks", "backend"),
+    [(1, 1, "eager"), pytest.param(2, None, "aot_eager", marks=pytest.mark.stress)],
 )
-def test_compiled_blocks(num_kinds: int, num_blocks: int | None) -> None:
-    assert max(run_ranks(compiled, 2, num_kinds, num_blocks)) <= 1.0
+def test_compiled_blocks(num_kinds: int, num_blocks: int | None, backend: str) -> None:
+    assert max(run_ranks(compiled, 2, num_kinds, num_blocks, backend)) <= 1.0
 
 
 WRONG: dict[str, Callable[[Inputs], Any]] = {

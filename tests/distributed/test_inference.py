@@ -21,7 +21,10 @@ from tests.helpers.inference_toy import TABLE, make_toy, toy_inputs
 from tests.helpers.oracle import dense_attention
 from tests.helpers.ranks import run_ranks
 
-MESHES = [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1)]  # ring, Ulysses
+MESHES = [  # ring, Ulysses
+    *[(1, 2), (2, 1), (2, 2)],
+    *(pytest.param(*mesh, marks=pytest.mark.stress) for mesh in [(1, 4), (4, 1)]),
+]
 sdpa: Callable[..., Tensor] = functional.scaled_dot_product_attention
 
 

@@ -114,12 +114,19 @@ WAYS: dict[str, Callable[[Any], None]] = {
 }
 
 
-def turned_on(models: list[Case], ways: dict[str, Callable[[Any], None]]) -> Found:
-    """By model and what is turned on, before and after parallelize: the error, and the effect."""
+def turned_on(models: list[Case], ways: dict[str, Callable[[Any], None]], every: int) -> Found:
+    """By model and what is turned on, before and after parallelize: the error, and the effect.
+
+    Every so-manieth of the ways, other ones for each model.
+    """
     torch.set_num_threads(1)
     found = Found()
     meshes = make_mesh(1, 2), make_mesh(2, 1)
-    for case, (way, turn_on) in product(models, ways.items()):
+    for (place, case), (number, (way, turn_on)) in product(
+        enumerate(models), enumerate(ways.items())
+    ):
+        if (place + number) % every:
+            continue
         # In float32, a value that is nearly between two steps of 8 bits is rounded to either.
         dtype = torch.float64 if way == "8 bits" else torch.float32
         with torch.no_grad(), in_float64(dtype):
@@ -168,8 +175,9 @@ LIBRARIES: dict[str, Callable[[Any], None]] = {
 }
 
 
-def test_what_is_turned_on_gives_what_one_process_gives() -> None:
-    check_turned_on(MODELS, WAYS)
+@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.stress)])
+def test_what_is_turned_on_gives_what_one_process_gives(every: int) -> None:
+    check_turned_on(MODELS, WAYS, every)
 
 
 @pytest.mark.some(2)
@@ -179,8 +187,10 @@ def test_adapters_and_quantised_weights_of_libraries(library: str) -> None:
     check_turned_on([MODELS[0], MODELS[2]], {library: LIBRARIES[library]})
 
 
-def check_turned_on(models: list[Case], ways: dict[str, Callable[[Any], None]]) -> None:
-    for found in run_ranks(turned_on, 2, models, ways):
+def check_turned_on(
+    models: list[Case], ways: dict[str, Callable[[Any], None]], every: int = 1
+) -> None:
+    for found in run_ranks(turned_on, 2, models, ways, every):
         for name, (error, effect, is_ok) in found.items():
             assert error < 1e-5 and is_ok, (name, found[name])
             assert "offload" in name or effect > 1e-4, (name, found[name])
@@ -219,16 +229,20 @@ def test_scales_of_all_tokens_are_found_to_differ() -> None:
         assert found == [False]
 
 
-def sharded() -> Found:
-    """Weights of the blocks are shared by the ranks that share the tokens."""
+def sharded(every: int) -> Found:
+    """Weights of the blocks are shared by the ranks that share the tokens.
+
+    Each model before or after parallelize, in turn; or both.
+    """
     torch.set_num_threads(1)
     found = Found()
     flat = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
-    for case in MODELS:
+    times = ("before", (1, 2)), ("after", (2, 1))
+    for place, case in enumerate(MODELS):
         inputs = make_inputs(case)
         with torch.no_grad():
             wanted = seeded_model(case)(**inputs).sample
-        for when, degrees in (("before", (1, 2)), ("after", (2, 1))):
+        for when, degrees in times[place % every :: every]:
             model = seeded_model(case)
             if when == "before":
                 shard(model, flat)
@@ -250,19 +264,23 @@ def shard(model: nn.Module, mesh: Any) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def test_a_model_may_be_larger_than_a_rank() -> None:
-    for found in run_ranks(sharded, 2):
+@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.stress)])
+def test_a_model_may_be_larger_than_a_rank(every: int) -> None:
+    for found in run_ranks(sharded, 2, every):
         for name, (error, share, is_ok) in found.items():
             assert error < 1e-6 and share < 0.6 and is_ok, (name, found[name])
 
 
-def sliced() -> Found:
-    """Slices of each block's feed-forward, and of its heads, beside shares of the tokens."""
+def sliced(every: int) -> Found:
+    """Slices of each block's feed-forward, and of its heads, beside shares of the tokens.
+
+    One model on each axis, or both.
+    """
     torch.set_num_threads(1)
-    found = Found()
-    for axis in ("ulysses", "ring"):
+    found, models = Found(), (MODELS[0], MODELS[2])
+    for place, axis in enumerate(("ulysses", "ring")):
         both = init_device_mesh("cpu", (2, 2), mesh_dim_names=(axis, "slices"))
-        for case in (MODELS[0], MODELS[2]):
+        for case in models[place % every :: every]:
             inputs = make_inputs(case)
             with torch.no_grad():
                 wanted = seeded_model(case)(**inputs).sample
@@ -289,6 +307,7 @@ def slices_of(case: Case) -> Any:
     return plan
 
 
-def test_slices_of_layers_beside_shares_of_tokens() -> None:
-    for found in run_ranks(sliced, 4):
+@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.stress)])
+def test_slices_of_layers_beside_shares_of_tokens(every: int) -> None:
+    for found in run_ranks(sliced, 4, every):
         assert all(error < 1e-6 and is_ok for error, is_ok in found.values()), found

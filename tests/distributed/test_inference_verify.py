@@ -65,7 +65,9 @@ def verdicts(ring: int, ulysses: int) -> dict[str, Verification]:
     return results
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize(
+    ("ring", "ulysses"), [(2, 1), (2, 2), pytest.param(1, 4, marks=pytest.mark.stress)]
+)
 def test_verify_names_the_first_block_that_differs(ring: int, ulysses: int) -> None:
     first, *others = run_ranks(verdicts, ring * ulysses, ring, ulysses)
     texts = {name: str(one) for name, one in first.items()}
@@ -173,7 +175,13 @@ def explained(ring: int, ulysses: int) -> None:
             assert line.endswith("about as much" if is_near else "MiB") and "x)" not in line
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1)])
+@pytest.mark.parametrize(
+    ("ring", "ulysses"),
+    [
+        *[(1, 2), (2, 1), (2, 2)],
+        *(pytest.param(*mesh, marks=pytest.mark.stress) for mesh in ((1, 4), (4, 1))),
+    ],
+)
 def test_explain_counts_the_bytes_on_the_wire(ring: int, ulysses: int) -> None:
     run_ranks(explained, ring * ulysses, ring, ulysses)
 

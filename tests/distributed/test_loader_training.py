@@ -138,7 +138,7 @@ def train_all(cases: list[tuple[Schedule, bool]]) -> list[float]:
     return [train(schedule, by_token) for schedule, by_token in cases]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.stress)])
 def test_what_is_learnt_equals_one_process(num_ranks: int) -> None:
     cases = schedules(num_ranks)
     for case, worst in zip(cases, run_ranks(train_all, num_ranks, cases)[0], strict=True):

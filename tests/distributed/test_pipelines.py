@@ -69,8 +69,8 @@ def shared_as_alone(
     return images
 
 
-def all_cases(kind: str, degrees: dict[str, int]) -> list[Tensor]:
-    """Each pipeline with guidance and several images; without guidance, and with tiles."""
+def all_cases(kind: str, degrees: dict[str, int], is_whole: bool) -> list[Tensor]:
+    """Each pipeline with guidance and several images; one, or each, without it and in tiles."""
     pixels = list[Tensor]()
     for name in PIPELINES[kind]:
         pipeline = make_pipeline(name)
@@ -81,7 +81,11 @@ def all_cases(kind: str, degrees: dict[str, int]) -> list[Tensor]:
         if kind == "draws first":
             others = {}
         prompts = prompt_of(name, num_prompts=num_prompts)
+        has_more = is_whole or name == PIPELINES[kind][0]
+        others |= {"is_last": not has_more}
         pixels.append(shared_as_alone(name, pipeline, prompts, degrees, **others))
+        if not has_more:
+            continue
         pipeline.vae.enable_tiling()
         plain = prompt_of(name, is_guided=False)
         pixels.append(shared_as_alone(name, pipeline, plain, degrees, is_last=True))
@@ -99,19 +103,20 @@ USUAL = {"videos": DEGREES[0], "images": DEGREES[0], "draws first": DEGREES[1]}
 
 
 @pytest.mark.parametrize(
-    ("kind", "degrees"),
+    ("kind", "degrees", "is_whole"),
     [
-        pytest.param(
-            *(kind, degrees),
-            marks=[] if degrees is USUAL[kind] else pytest.mark.stress,
-            id=f"{kind}-{degrees}",
-        )
-        for kind in PIPELINES
-        for degrees in DEGREES
+        *(pytest.param(kind, USUAL[kind], False, id=kind) for kind in PIPELINES),
+        *(
+            pytest.param(kind, degrees, True, marks=pytest.mark.stress, id=f"{kind}-{degrees}")
+            for kind in PIPELINES
+            for degrees in DEGREES
+        ),
     ],
 )
-def test_pixels_are_those_of_one_process(kind: str, degrees: dict[str, int]) -> None:
-    ranks = run_ranks(all_cases, math.prod(degrees.values()), kind, degrees)
+def test_pixels_are_those_of_one_process(
+    kind: str, degrees: dict[str, int], is_whole: bool
+) -> None:
+    ranks = run_ranks(all_cases, math.prod(degrees.values()), kind, degrees, is_whole)
     for pixels in zip(*ranks, strict=True):
         assert all(torch.equal(one, pixels[0]) for one in pixels)
 

@@ -33,6 +33,7 @@ def log_of(folder: Path, program: Any, collator: str, *arguments: str) -> list[d
 
 
 @pytest.mark.slow
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("collator", "accumulate"), [("pads", 1), ("flattens", 2)])
 def test_arguments_alone_balance(collator: str, accumulate: int, tmp_path: Path) -> None:
     more = [*ARGUMENTS, f"--gradient_accumulation_steps={accumulate}"]

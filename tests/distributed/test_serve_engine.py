@@ -164,7 +164,7 @@ def test_ways_to_share_a_request(
     assert (served["grows"].apart > 1e-5) == ("comm_dtype" in ways)
 
 
-def with_masks() -> dict[str, Served]:
+def with_masks(names: list[str]) -> dict[str, Served]:
     """Masks of a file, other ones in each step, against dense masked attention."""
     form, made = Form((512, 48), (True, False)), list[Any]()  # text, image
     masks = np.random.default_rng(3).random((STEPS, 4, 4, 70, 70)) < 0.4
@@ -176,18 +176,20 @@ def with_masks() -> dict[str, Served]:
             context.enter_context(one_process([form], 8, masks=np.tile(flat, (2, 1, 1, 1))))
         return made[-1]
 
-    scenes = [
-        {"grows": Asked(LARGE, Block(0, 1), GROWS)},
-        {"rests": Asked(LARGE, Block(0, 1), RESTS)},
-    ]
+    scripts = {"grows": GROWS, "rests": RESTS}
+    scenes = [{name: Asked(LARGE, Block(0, 1), scripts[name])} for name in names]
     with ExitStack() as context:
         return serve(make, scenes, sparse=SparseConfig(masks=masks, block=8))
 
 
 @pytest.mark.slow
-def test_masks_of_a_step_wherever_it_is_computed() -> None:
-    served = run_ranks(with_masks, RANKS)[0]
-    check(served, {"grows": GROWN, "rests": RESTED})
+@pytest.mark.parametrize(
+    "moves", [{"rests": RESTED}, pytest.param({"grows": GROWN}, marks=pytest.mark.stress)], ids=list
+)
+def test_masks_of_a_step_wherever_it_is_computed(
+    moves: dict[str, list[tuple[int, int, int]]],
+) -> None:
+    check(run_ranks(with_masks, RANKS, list(moves))[0], moves)
 
 
 def other(name: str) -> dict[str, Served]:

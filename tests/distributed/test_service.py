@@ -109,7 +109,7 @@ def check_bursts(folder: Path, seed: int, num: int) -> None:
 
 @pytest.mark.slow
 def test_bursts(tmp_path: Path) -> None:
-    check_bursts(tmp_path, 0, 40)
+    check_bursts(tmp_path, 0, 24)
 
 
 @pytest.mark.stress
@@ -121,7 +121,7 @@ def test_long_bursts(tmp_path: Path, seed: int) -> None:
 def shared(service: Service) -> tuple[list[int], float]:
     """Numbers of ranks that had a large request, while small ones came and went."""
     diary = Diary(service)
-    large = service.submit([submission(0, 96, 40)])[0]
+    large = service.submit([submission(0, 96, 28)])[0]
     until(lambda: service.status(large.id).step > 1)
     small = service.submit([submission(k, 32, 3, deadline_s=2.0) for k in (1, 2)])
     ids = [large.id, *(one.id for one in small)]

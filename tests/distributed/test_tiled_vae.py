@@ -78,9 +78,17 @@ def all_tiles(kind: str) -> tuple[list[str], list[list[str]]]:
     return owned, shared
 
 
-@pytest.mark.some(3)
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.stress)])
-@pytest.mark.parametrize("kind", ["kl", "wan", "wan2.2", "qwen"])
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [
+        pytest.param(
+            *(kind, size),
+            marks=[] if (kind, size) in (("kl", 3), ("wan2.2", 2)) else pytest.mark.stress,
+        )
+        for kind in ("kl", "wan", "wan2.2", "qwen")
+        for size in SIZES
+    ],
+)
 def test_tiles_and_gradients_are_the_models_own(kind: str, size: int) -> None:
     said = run_ranks(all_tiles, size, kind)
     assert all(one == said[0] for one in said)

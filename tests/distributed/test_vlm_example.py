@@ -26,17 +26,20 @@ def train(*flags: str) -> tuple[list[tuple[float, float, float]], str]:
 
 
 @pytest.mark.slow
-def test_the_example_trains_alike_without_balancing() -> None:
+@pytest.mark.parametrize("is_compared", [False, pytest.param(True, marks=pytest.mark.stress)])
+def test_the_example_trains_alike_without_balancing(is_compared: bool) -> None:
     balanced, said = train()
-    plain, said_plain = train("--no-balance")
     losses = [loss for loss, _, _ in balanced]
-    assert len(losses) == len(plain) == 20
+    assert len(losses) == 20
     assert sum(losses[-5:]) < 0.7 * sum(losses[:5]), losses
-    for (ours, after, before), (theirs, same, loaded) in zip(balanced, plain, strict=True):
-        assert abs(ours - theirs) < 1e-4 * theirs
-        assert before == same == loaded
-        assert after <= before
+    assert all(after <= before for _, after, before in balanced)
     mean = sum(after for _, after, _ in balanced) / 20
     assert mean - 1 < 0.6 * (sum(before for _, _, before in balanced) / 20 - 1)
-    assert "samples moved in 0 of 20 steps" in said_plain
     assert not said.startswith("samples moved in 0 ")
+    if not is_compared:
+        return
+    plain, said_plain = train("--no-balance")
+    for (ours, _, before), (theirs, same, loaded) in zip(balanced, plain, strict=True):
+        assert abs(ours - theirs) < 1e-4 * theirs
+        assert before == same == loaded
+    assert "samples moved in 0 of 20 steps" in said_plain
