@@ -197,12 +197,12 @@ def test_gradients_are_those_of_each_sequence_alone(world_size: int) -> None:
 DOCUMENTS = [3, 7, 1, 12, 2, 9]  # whichever ranks have them
 
 
-def documents_over_ranks(pairs: Sequence[tuple[str, int]]) -> None:
+def documents_over_ranks(cases: Sequence[tuple[str, int]]) -> None:
     """Compare kinds of attention, each with a ring of so many ranks."""
     ids, grad = torch.arange(sum(DOCUMENTS))[None] % VOCABULARY, torch.Generator().manual_seed(1)
     places = torch.cat([torch.arange(one) for one in DOCUMENTS])[None]
     size = dist.get_world_size()
-    for kind, ring in pairs:
+    for kind, ring in cases:
         mesh = AttentionMesh.of(make_mesh(ring, size // ring))
         attention, error = OVER_RANKS[kind]
         model: Any = make(kind, attention).eval()

@@ -95,14 +95,25 @@ def all_vlms(name: str, ways: list[str]) -> list[str]:
     return said
 
 
-@pytest.mark.some(2)
-@pytest.mark.parametrize("size", NUM_RANKS)
-@pytest.mark.parametrize("name", [*QWENS, *PROJECTED])
-def test_a_vlm_that_is_not_edited_trains_alike(name: str, size: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "size", "ways"),
+    [
+        ("qwen2_vl", 3, ["plain", "fsdp", "ddp"]),
+        ("llava_onevision", 3, ["checkpoint", "frozen"]),
+        *(
+            pytest.param(name, size, [], marks=pytest.mark.stress)
+            for name in (*QWENS, *PROJECTED)
+            for size in (3, 4)
+        ),
+    ],
+)
+def test_a_vlm_that_is_not_edited_trains_alike(name: str, size: int, ways: list[str]) -> None:
+    """In these ways, or in all."""
     pytest.importorskip("transformers")
-    ways = ["plain", "fsdp"] if size == 4 else ["plain", "fsdp", "checkpoint", "frozen"]
-    if name not in PROJECTED:
-        ways += ["ddp"]  # without balancing it would wait for ranks without images
+    if not ways:
+        ways = ["plain", "fsdp"] if size == 4 else ["plain", "fsdp", "checkpoint", "frozen"]
+        if name not in PROJECTED:
+            ways += ["ddp"]  # without balancing it would wait for ranks without images
     said = run_ranks(all_vlms, size, name, ways)
     assert all(one == said[0] for one in said)
     assert all("items moved: imbalance" in one for one in said[0]), said[0]

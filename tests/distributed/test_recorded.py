@@ -373,20 +373,10 @@ def compare_to_eager(
             assert difference(a, b) < allowed, case
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ring", "ulysses"),
-    [
-        (1, 2),
-        *(
-            pytest.param(*mesh, marks=pytest.mark.stress)
-            for mesh in ((2, 1), (2, 2), (1, 3), (2, 3))
-        ),
-    ],
-)
+@pytest.mark.stress  # daily: of many lengths below, and in test_own_kernels
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1), (2, 2), (1, 3), (2, 3)])
 def test_meshes_compile_to_one_graph(ring: int, ulysses: int) -> None:
-    is_daily = (ring, ulysses) == (1, 2)
-    numbers = [2] if is_daily else range(0, len(MESH_CASES), 1 + (ulysses > 1))
+    numbers = range(0, len(MESH_CASES), 1 + (ulysses > 1))
     run_ranks(compare_to_eager, ring * ulysses, ring, ulysses, "aot_eager", numbers, 1e-6)
 
 

@@ -249,7 +249,8 @@ def compare_all(is_whole: bool) -> None:
         return meshes if is_whole else [meshes[place % len(meshes)]]
 
     for place, (name, case) in enumerate(CASES.items()):
-        formats = FORMATS if is_whole else [FORMATS[place // len(meshes) % len(FORMATS)]]
+        turn = place // len(meshes) % len(FORMATS)
+        formats = FORMATS if is_whole else FORMATS[turn : turn + 1]
         for ring, ulysses in chosen(place):
             errors = compare(ring, ulysses, case)
             assert max(errors.values()) < 1e-10, (ring, ulysses, name, errors)

@@ -146,11 +146,11 @@ def test_flux_and_wan(ring: int, ulysses: int) -> None:
         assert max(found.values()) < 1e-5, found
 
 
-def others(path: Path) -> dict[str, Any]:
+def others(path: Path, ring: int) -> dict[str, Any]:
     """What else there is: masks saved, a failed step, a verification, and what is refused."""
     found, inputs = dict[str, Any](), toy_inputs(text=5, image=19, batch=1)
     with (
-        split_toy(make_mesh(2, 1), masks=MASKS[:, :1], num_blocks=1) as (model, handle),
+        split_toy(make_mesh(ring, 1), masks=MASKS[:, :1], num_blocks=1) as (model, handle),
         torch.no_grad(),
     ):
         call = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -163,7 +163,7 @@ def others(path: Path) -> dict[str, Any]:
         handle.restart()
         found["again"] = difference(call(**inputs), first)
         found["unlike"] = difference(third, first)
-    with split_toy(make_mesh(2, 1), keep=0.5, num_blocks=1) as (model, handle):
+    with split_toy(make_mesh(ring, 1), keep=0.5, num_blocks=1) as (model, handle):
         for block in model.blocks:
             block.compile(backend="aot_eager", fullgraph=True)
         model.run = handle.checkpoint
@@ -171,8 +171,9 @@ def others(path: Path) -> dict[str, Any]:
     return found
 
 
-def test_masks_saved_steps_counted_and_what_is_refused(tmp_path: Path) -> None:
-    for found in run_ranks(others, 2, tmp_path / "masks.npz"):
+@pytest.mark.parametrize("ring", [1, pytest.param(2, marks=pytest.mark.stress)])
+def test_masks_saved_steps_counted_and_what_is_refused(ring: int, tmp_path: Path) -> None:
+    for found in run_ranks(others, ring, tmp_path / "masks.npz", ring):
         assert found["verified"] and found["again"] == 0 and found["unlike"] > 0.01, found
         assert "step 3 of masks for steps 0 to 2: call handle.restart()" in found["past the file"]
         assert "handle.checkpoint around compiled blocks" in found["checkpoint"], found

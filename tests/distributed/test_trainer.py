@@ -301,6 +301,7 @@ def with_accelerate(accumulate: int) -> dict[str, Any]:
     return {"losses": (losses, expected), "worst": worst, "applied": loader.metrics()["applied"]}
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_trains_with_accelerate(accumulate: int) -> None:
     for run in run_ranks(with_accelerate, 2, accumulate):
