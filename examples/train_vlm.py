@@ -103,13 +103,14 @@ def num_asked(sample: dict[str, Tensor]) -> int:
     return int((sample["labels"][1:] != -100).sum())
 
 
-def make_model() -> Any:
+def make_model(width: int = WIDTH) -> Any:
     heads, tokens = {"num_attention_heads": 4, "num_key_value_heads": 2}, {"eos_token_id": END}
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-    sizes = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH}
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    rope |= {"mrope_section": [width // 32, 3 * width // 64, 3 * width // 64]}
+    sizes = {"vocab_size": VOCAB, "hidden_size": width, "intermediate_size": 2 * width}
     text = sizes | heads | tokens | {"num_hidden_layers": NUM_LAYERS, "rope_parameters": rope}
-    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
-    vision |= {"patch_size": PATCH, "spatial_merge_size": MERGE, "out_hidden_size": WIDTH}
+    vision = {"depth": 2, "hidden_size": width // 2, "intermediate_size": width, "num_heads": 2}
+    vision |= {"patch_size": PATCH, "spatial_merge_size": MERGE, "out_hidden_size": width}
     vision |= {"window_size": 4 * MERGE * PATCH, "fullatt_block_indexes": [1]}
     config = Qwen2_5_VLConfig(
         text_config=text | {"bos_token_id": None},
