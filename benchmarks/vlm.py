@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, pairwise
+from itertools import islice, pairwise, repeat
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from bascule.transformers import inputs_of_pack
 
 NUM_RANKS, TARGET, AHEAD, ALIKE = 2, 0.95, 2, 1e-3
 PACK = Pack(tokens=2**20)  # it bounds nothing
-TOGETHER, REPEATS = 4, 5  # equal items of a timed call, so that its launches hardly count; calls
+TOGETHER, REPEATS = 4, 4  # equal items of a timed call, so that its launches hardly count; calls
 PASSES = WITHOUT_RECOMPUTING.linear
 Fields = dict[str, Any]
 
@@ -104,13 +104,14 @@ class Way:
     scales: Sequence[float] | None = None
     encoder: BalancedEncoder | None = None
 
-    def packs(self, model: nn.Module, number: int) -> Iterator[tuple[Fields, float]]:
-        """Give the first packs, each with its loss's scale; the model has the encoder meanwhile."""
+    def packs(self, model: nn.Module, number: int) -> Iterator[tuple[Fields, float, Any]]:
+        """Give the first packs, each with its loss's scale and the encoder in the model, if any."""
         installed = self.encoder.install(model) if self.encoder else None
         if self.scales is not None:
-            yield from islice(zip(self.loader, self.scales, strict=False), number)
+            yield from islice(zip(self.loader, self.scales, repeat(None)), number)
         else:
-            yield from ((batch.data, batch.loss_scale) for batch in islice(self.loader, number))
+            for batch in islice(self.loader, number):
+                yield batch.data, batch.loss_scale, installed
             self.loader.close()
         if installed:
             installed.undo()
@@ -206,7 +207,7 @@ def measure(
 def timed(model: nn.Module, optimizer: torch.optim.Optimizer, way: Way, num_steps: int) -> float:
     """Return the seconds of a step, the first one left out."""
     start = 0.0
-    for number, (data, scale) in enumerate(way.packs(model, 1 + num_steps)):
+    for number, (data, scale, _) in enumerate(way.packs(model, 1 + num_steps)):
         step(model, data, scale)
         optimizer.step()
         optimizer.zero_grad()
@@ -229,10 +230,11 @@ class Planned:
 def planned(model: nn.Module, way: Way, costs: Costs, steps: int) -> Planned:
     """Compute without updates; loss and gradients are the sums over the steps."""
     own, exchange_s, loss = list[tuple[float, float]](), 0.0, torch.zeros(())
-    for number, (data, scale) in enumerate(way.packs(model, 1 + steps)):
+    for number, (data, scale, installed) in enumerate(way.packs(model, 1 + steps)):
         loss += step(model, data, scale)
         tower_s = costs.of_photos(data)
-        if way.encoder and (report := way.encoder.last):
+        if installed:
+            report = installed.encodings[0]  # of photos; there are no clips
             tower_s = PASSES * report.loads[dist.get_rank()]
             exchange_s += (report.exchange_s or 0.0) * bool(number and report.num_moved)
         own.append((tower_s, float(costs.language(np.diff(data["cu_seqlens"])).sum())))

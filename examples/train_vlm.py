@@ -11,6 +11,7 @@ The loss stays the same: compare with --no-balance.
 
 import argparse
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ def train(device: torch.device, folder: Path, *, balance: bool) -> None:
             pin_memory=device.type == "cuda",
         ),
     )
-    exposed_s = 0.0
+    exposed_s, ends = 0.0, [time.perf_counter()]
     for batch in loader:
         inputs = {name: x.to(device, non_blocking=True) for name, x in batch.data.items()}
         loss = model(**inputs).loss * batch.loss_scale  # the global mean, wherever samples are
@@ -155,6 +156,8 @@ def train(device: torch.device, folder: Path, *, balance: bool) -> None:
         optimizer.zero_grad()
         mean = loss.detach() / num_ranks
         dist.all_reduce(mean)
+        mean_loss = mean.item()  # waits for the device
+        ends.append(time.perf_counter())
         average = batch.plan.loads.mean()
         after, before = batch.plan.makespan / average, batch.verdict.before / average
         waited_s, exposed_s = exposed_s, loader.metrics()["exposed_s"]
@@ -164,7 +167,7 @@ def train(device: torch.device, folder: Path, *, balance: bool) -> None:
                 if one is not None:
                     print(f"  {kind}: {one}")
             print(
-                f"step {batch.step + 1}: loss {mean.item():.6f}, imbalance (max/mean cost) "
+                f"step {batch.step + 1}: loss {mean_loss:.6f}, imbalance (max/mean cost) "
                 f"{after:.3f} instead of {before:.3f}, waited for the exchange "
                 f"{1e3 * (exposed_s - waited_s):.1f} ms"
             )
@@ -173,7 +176,8 @@ def train(device: torch.device, folder: Path, *, balance: bool) -> None:
         print(
             f"samples moved in {did['applied']} of {did['steps']} steps, sent "
             f"{did['sent_bytes'] / 1e6:.1f} MB; of the exchange {1e3 * did['hidden_s']:.1f} of "
-            f"{1e3 * did['exchange_s']:.1f} ms hid behind the compute"
+            f"{1e3 * did['exchange_s']:.1f} ms hid behind the compute; a step took "
+            f"{1e3 * float(np.median(np.diff(ends))):.0f} ms in the median"
         )
 
 
