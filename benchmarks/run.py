@@ -28,6 +28,7 @@ MODULES = {
     "training": ("wallclock", "stages", "trace", "calibrate", "diffusers_training"),
     "models": ("models",),
     "encoders": ("encoders", "tiles"),
+    "vlm": ("vlm",),
     "serving": ("requests",),
     "server": ("server",),
     "wire": ("ring", "quantize"),
