@@ -55,7 +55,7 @@ def quick_benchmark() -> dict[str, Any]:
         return benchmark.vlm(quick=True)["cases"]
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_all_ways_of_the_benchmark_have_the_gradients_of_samples_that_stay() -> None:
     one, other = run_ranks(quick_benchmark, 2)
     assert list(one) == list(other) == ["DDP", "FSDP2"]
