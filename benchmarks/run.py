@@ -25,7 +25,7 @@ MODULES = {
     "sparse_model": ("sparse_model", "sparse_cogvideox"),
     "trained": ("sparse_trained",),
     "baselines": ("baselines",),
-    "training": ("wallclock", "stages", "trace", "calibrate", "diffusers_training"),
+    "training": ("wallclock", "stages", "trace", "calibrate", "diffusers_training", "topologies"),
     "models": ("models",),
     "encoders": ("encoders", "tiles"),
     "vlm": ("vlm",),

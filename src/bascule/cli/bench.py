@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def run(options: BenchOptions, arguments: list[str]) -> int | None:
-    """Train both ways, compare, and write the numbers of the run and of its steps."""
+    """Train all ways, compare, and write the numbers of the run and of its steps."""
     from bascule.cli.command import on_ranks, progress, publish, quietly, saved, write
     from bascule.report.measured import of_bench
     from bascule.report.step_picture import draw_stages
@@ -20,15 +20,16 @@ def run(options: BenchOptions, arguments: list[str]) -> int | None:
     def compare(device: "torch.device") -> dict[str, Any]:
         from bascule.bench.comparison import Comparison, median_step, summarize
 
-        comparison, records = Comparison(options, device), []
-        with progress("training both ways", options.steps) as advance:
-            for record in comparison.run():
-                records.append(record)
+        comparison, steps = Comparison(options, device), []
+        with progress("training all ways", options.steps) as advance:
+            for records in comparison.run():
+                steps.append(records)
                 advance()
+        summary = summarize(steps, comparison.setting, options)
         return {
-            "summary": summarize(records, comparison.setting, options),
-            "steps": records,
-            "median": median_step(records),
+            "summary": summary,
+            "steps": [record for records in steps for record in records],
+            "median": median_step(steps, summary["setting"]["topology"]),
         }
 
     def finish(result: dict[str, Any]) -> None:
