@@ -1,6 +1,7 @@
 """The main job, as a user starts it: two local ranks, real photos and synthetic streams."""
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -12,12 +13,16 @@ import torch
 from bascule import TransformerCost, plan_batch
 from bascule.bench.comparison import Comparison
 from bascule.bench.options import BenchOptions
+from bascule.cli import main
 from bascule.report.step_picture import draw_stages
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
 from tests.helpers.bench import bench, summary
 from tests.helpers.browser import data_of
+from tests.helpers.jobs import in_a_job
 from tests.helpers.ranks import run_ranks
 
+ROOT = Path(__file__).parents[2]
+COST_OF_BLOCK = TransformerCost(192, gamma=0.5)
 BF16 = ("--dtype", "bfloat16")
 
 
@@ -89,10 +94,10 @@ def trained_in_turns() -> tuple[list[list[int]], list[list[float]], list[list[di
         topologies=("g1n4", "g2n2", "g4n1", "g2n1+g1n2"),
         gamma=0.5,
         d_model=32,
-        num_heads=2,
+        num_heads=4,
         num_single=1,
         warmup=1,
-        steps=4,
+        steps=3,
         dtype="float64",
     )
     orders, apart, records = [[]], [], []
@@ -119,7 +124,7 @@ def test_every_topology_has_the_gradients_of_training_without() -> None:
     """On four ranks, two of which load nothing; each way is the first in turn."""
     for orders, apart, records in run_ranks(trained_in_turns, 4):
         assert orders[0] == [*range(5), 1, 2, 3, 4, 0]  # the warm-up, too
-        assert [order[0] for order in orders[1:]] == [2, 3, 4]
+        assert [order[0] for order in orders[1:]] == [2, 3]
         assert all(sorted(order) == list(range(5)) for order in orders[1:])
         assert max(map(max, apart)) < 1e-10
         for of_step, distances in zip(records, apart, strict=True):
@@ -130,7 +135,7 @@ def test_every_topology_has_the_gradients_of_training_without() -> None:
             assert len({one["seconds_unbalanced"] for one in of_step}) == 1
             assert all(0 < one["cpu_seconds_balanced"] for one in of_step)
             imbalances = [one["plan"]["imbalance"] for one in of_step]
-            assert imbalances[2] == pytest.approx(1.0) and max(imbalances) == imbalances[0] > 2
+            assert imbalances[2] == pytest.approx(1.0) and imbalances[0] == max(imbalances) > 1.1
             assert all(one["plan"]["moved_tokens"] > 0 for one in of_step[1:])
 
 
@@ -165,6 +170,47 @@ def test_topologies_are_compared_in_one_run(tmp_path: Path) -> None:
     assert result["setting"]["topology"] == fastest
     assert {key: result[key] for key in ways[fastest]} == ways[fastest]
     assert f"{fastest} was the fastest of 2 topologies" in done.stdout
+
+
+def command_line(*arguments: str) -> None:
+    main(list(arguments))
+
+
+def test_the_benchmark_of_topologies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two ranks, tiny; its clips are such that no topology of single ranks can gain."""
+    pytest.importorskip("skimage")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    training = import_module("training")
+    for (num_ranks, mix), codes in training.SCENARIOS.items():
+        batch = seq_lens(sample_lengths(parse_data_codes(codes), seed=0, step=1))
+        plans = [plan_batch(batch, bags, COST_OF_BLOCK) for bags in training.BAGS[num_ranks]]
+        before = plans[0].unbalanced_loads(COST_OF_BLOCK).max()
+        gains = [before / plan.makespan for plan in plans]
+        if mix == "images and videos":
+            assert gains[0] == pytest.approx(1.0) and max(gains) > 1.5
+    monkeypatch.setattr(
+        training,
+        "QUICK_SCENARIOS",
+        {(2, "clips"): training.QUICK_SCENARIOS[2, "images and videos"]},
+    )
+
+    def command(*arguments: str) -> None:
+        if arguments[0] == "bench":
+            assert in_a_job(command_line, *arguments).returncode == 0
+        else:
+            command_line(*arguments)
+
+    monkeypatch.setattr(training, "bascule", command)
+    result = training.topologies(quick=True)["scenarios"]["2 ranks, clips"]
+    rows = result["topologies"]
+    assert list(rows) == ["g1n2", "g2n1"]
+    measured = {name: row["measured_ratio"] for name, row in rows.items()}
+    assert result["fastest"] == max(measured, key=lambda name: measured[name])
+    assert result["advised"] == "g1n2"  # on these wires clips so short are not worth a bag
+    assert result["advised_share"] == measured["g1n2"] / max(measured.values())
+    assert rows["g1n2"]["predicted_ratio"] == rows["g1n2"]["simulated_ratio"] == pytest.approx(1.0)
+    assert rows["g2n1"]["predicted_ratio"] > 1.2 and rows["g2n1"]["simulated_ratio"] < 1
+    assert all(row["grad_difference"] < 1e-3 for row in rows.values())
 
 
 def test_a_sequence_that_binds_is_told_once(tmp_path: Path) -> None:

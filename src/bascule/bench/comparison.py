@@ -478,9 +478,10 @@ class Comparison:
                 way.close()
 
     def _step(self, step: int) -> list[dict[str, Any]]:
-        """Train a step all ways, each of them first in turn; return a record of each topology.
+        """Train a step all ways, and return a record of each topology.
 
-        It has losses of an image token, and seconds of the slowest rank.
+        It has losses of an image token, and seconds of the slowest rank. From step to step another
+        way begins.
         """
         samples, num_ways = self.samples, len(self._ways)
         losses, seconds, cpu_seconds = ([0.0] * num_ways for _ in range(3))
