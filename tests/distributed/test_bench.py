@@ -91,7 +91,7 @@ def trained_in_turns() -> tuple[list[list[int]], list[list[float]], list[list[di
     """The order of the ways in each step, how far gradients are from way 0's, and the records."""
     options = BenchOptions(
         data="g1b3i64f1s0,g2b0i64f1s0,g1b1i256f1s0",
-        topologies=("g1n4", "g2n2", "g4n1", "g2n1+g1n2"),
+        topologies=("g1n4", "g2n1+g1n2", "g4n1"),
         gamma=0.5,
         d_model=32,
         num_heads=4,
@@ -123,12 +123,12 @@ def trained_in_turns() -> tuple[list[list[int]], list[list[float]], list[list[di
 def test_every_topology_has_the_gradients_of_training_without() -> None:
     """On four ranks, two of which load nothing; each way is the first in turn."""
     for orders, apart, records in run_ranks(trained_in_turns, 4):
-        assert orders[0] == [*range(5), 1, 2, 3, 4, 0]  # the warm-up, too
+        assert orders[0] == [0, 1, 2, 3, 1, 2, 3, 0]  # the warm-up, too
         assert [order[0] for order in orders[1:]] == [2, 3]
-        assert all(sorted(order) == list(range(5)) for order in orders[1:])
+        assert all(sorted(order) == list(range(4)) for order in orders[1:])
         assert max(map(max, apart)) < 1e-10
         for of_step, distances in zip(records, apart, strict=True):
-            assert [one["topology"] for one in of_step] == ["g1n4", "g2n2", "g4n1", "g2n1+g1n2"]
+            assert [one["topology"] for one in of_step] == ["g1n4", "g2n1+g1n2", "g4n1"]
             assert [one["grad_difference"] for one in of_step] == pytest.approx(
                 distances, abs=1e-14
             )

@@ -49,7 +49,7 @@ def reported(
 def test_topologies_stand_in_one_table() -> None:
     """By hand: g2n1 is ahead in two steps of three, and nobody in the other."""
     one = {"predicted_ratio": 1.0, "measured_ratio": 0.9, "measured_ratio_spread": [0.8, 1.0]}
-    one |= {"balanced": ARM, "single_binds_steps": 3, "sent_bytes_per_step": 0.0}
+    one |= {"cpu_ratio": 1.2, "balanced": ARM, "single_binds_steps": 3, "sent_bytes_per_step": 0.0}
     one |= {"loss_difference": 2e-9, "grad_difference": 3e-8, "grad_difference_first": 1e-8}
     two = one | {"predicted_ratio": 2.0, "measured_ratio": 1.5, "measured_ratio_spread": [1.0, 2.0]}
     two |= {"balanced": ARM | {"imbalance": 1.0}, "sent_bytes_per_step": 2.0**20}
@@ -67,9 +67,9 @@ def test_topologies_stand_in_one_table() -> None:
     table = next(part for part in report.parts if isinstance(part, Rows))
     assert table.title == "Topologies" and "compute only" in list(table.columns)[2]
     assert table.texts == [
-        ["without", "1.500", "", "", "", "", "1"],
-        ["g1n2", "1.500", "1.00x", "0.90x", "0.80x to 1.00x", "0 MiB", "0"],
-        ["g2n1", "1.000", "2.00x", "1.50x", "1.00x to 2.00x", "1 MiB", "2"],
+        ["without", "1.500", "", "", "", "1"],
+        ["g1n2", "1.500", "1.00x", "0.90x (0.80 to 1.00)", "0 MiB", "0"],
+        ["g2n1", "1.000", "2.00x", "1.50x (1.00 to 2.00)", "1 MiB", "2"],
     ]
     assert report.title.endswith("bags g1n2, g2n1, 3 steps")
     assert report.answer.startswith("g2n1 was the fastest of 2 topologies. With bascule, training")
@@ -77,6 +77,7 @@ def test_topologies_stand_in_one_table() -> None:
     assert saved == pytest.approx(3 * 1.5 - (1.0 + 0.9 + 1.55))
     warnings = [note for note in report.notes if note.startswith("warning")]
     assert len(warnings) == 1 and "bags g1n2 can shorten" in warnings[0]
+    assert any(note.endswith("nobody waits: g1n2 1.20x, g2n1 1.20x") for note in report.notes)
     assert any("gradients by 1.0e-08 at the first step and 3.0e-08" in x for x in report.notes)
 
 

@@ -121,23 +121,24 @@ def _topologies(summary: dict[str, Any], seconds: Mapping[str, Sequence[float]])
     )
     without = _ARMS["unbalanced"]
     rows: list[tuple[Any, ...]] = [
-        (without, summary["unbalanced"]["imbalance"], *[None] * 4, firsts[without])
+        (without, summary["unbalanced"]["imbalance"], None, None, None, firsts[without])
     ]
     rows += [
         (
             name,
             one["balanced"]["imbalance"],
             one["predicted_ratio"],
-            one["measured_ratio"],
-            "{:.2f}x to {:.2f}x".format(*one["measured_ratio_spread"]),
+            "{:.2f}x ({:.2f} to {:.2f})".format(
+                one["measured_ratio"], *one["measured_ratio_spread"]
+            ),
             one["sent_bytes_per_step"],
             firsts[name],
         )
         for name, one in summary["topologies"].items()
     ]
     forms = columns("bags", "imbalance: {:.3f}", "predicted, compute only: {:.2f}x")
-    forms |= columns("measured: {:.2f}x", "10% to 90% of steps") | {"sent a step, forward": mib}
-    return [Rows("Topologies", forms | columns("fastest in steps"), rows)]
+    forms |= columns("measured (10% to 90% of steps)") | {"sent a step, forward": mib}
+    return [Rows("Topologies", forms | columns("steps won"), rows)]
 
 
 def _stages(summary: dict[str, Any], steps: Sequence[dict[str, Any]]) -> list[Chart | Rows]:
@@ -185,6 +186,9 @@ def _notes(summary: dict[str, Any], is_same: bool) -> list[str]:
         "(relative)".format(**differences),
         f"tokens a rank with balancing: {tokens}",
     ]
+    if len(ways) > 1 and setting["device"] == "cpu":
+        shares = ", ".join(f"{name} {one['cpu_ratio']:.2f}x" for name, one in ways.items())
+        notes.append(f"in CPU seconds of the busiest rank, in which nobody waits: {shares}")
     if loader:
         reasons = loader["reasons"].items()
         skipped = ", ".join(f"{n} {why}" for why, n in reasons if why != "balanced")
