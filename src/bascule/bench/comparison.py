@@ -464,10 +464,7 @@ class Comparison:
         }
 
     def run(self) -> Iterator[list[dict[str, Any]]]:
-        """Train; yield the numbers of each step after the warm-up, the same on every rank.
-
-        Of each topology one record, beside the way without.
-        """
+        """Train; yield the records of each step after the warm-up, the same on every rank."""
         try:
             for step in range(self.options.warmup + self.options.steps):
                 records = self._step(step)
@@ -478,10 +475,9 @@ class Comparison:
                 way.close()
 
     def _step(self, step: int) -> list[dict[str, Any]]:
-        """Train a step all ways, and return a record of each topology.
+        """Train a step all ways, another one first each time; return a record of each topology.
 
-        It has losses of an image token, and seconds of the slowest rank. From step to step another
-        way begins.
+        It has the losses of an image token and the seconds of the slowest rank, also without.
         """
         samples, num_ways = self.samples, len(self._ways)
         losses, seconds, cpu_seconds = ([0.0] * num_ways for _ in range(3))
@@ -538,15 +534,12 @@ class Comparison:
 
 
 def summarize(
-    steps: Sequence[Sequence[dict[str, Any]]], setting: dict[str, Any], options: BenchOptions
+    records: Sequence[dict[str, Any]], setting: dict[str, Any], options: BenchOptions
 ) -> dict[str, Any]:
-    """Return the numbers of a finished run: those of its fastest topology, and "topologies".
-
-    The latter has the same of each topology, by its name.
-    """
+    """Return the numbers of a finished run: its fastest topology's, and each one's by its name."""
     ways = {
-        records[0]["topology"]: _of_way(records, setting, options)
-        for records in zip(*steps, strict=True)
+        name: _of_way(_on(name, records), setting, options)
+        for name in dict.fromkeys(record["topology"] for record in records)
     }
     best = max(ways, key=lambda name: ways[name]["measured_ratio"])
     head = {
@@ -689,11 +682,15 @@ def _with_ratios(arms: dict[str, dict[str, float]]) -> dict[str, Any]:
     }
 
 
-def median_step(steps: Sequence[Sequence[dict[str, Any]]], topology: str) -> dict[str, Any]:
+def median_step(records: Sequence[dict[str, Any]], topology: str) -> dict[str, Any]:
     """Return the record of the step whose speed-up on a topology is the median."""
-    records = [one for of_step in steps for one in of_step if one["topology"] == topology]
+    records = _on(topology, records)
     by_speedup = sorted(records, key=lambda x: x["seconds_unbalanced"] / x["seconds_balanced"])
     return by_speedup[len(records) // 2]
+
+
+def _on(topology: str, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [record for record in records if record["topology"] == topology]
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -20,17 +20,14 @@ def run(options: BenchOptions, arguments: list[str]) -> int | None:
     def compare(device: "torch.device") -> dict[str, Any]:
         from bascule.bench.comparison import Comparison, median_step, summarize
 
-        comparison, steps = Comparison(options, device), []
+        comparison, records = Comparison(options, device), []
         with progress("training all ways", options.steps) as advance:
-            for records in comparison.run():
-                steps.append(records)
+            for of_step in comparison.run():
+                records.extend(of_step)
                 advance()
-        summary = summarize(steps, comparison.setting, options)
-        return {
-            "summary": summary,
-            "steps": [record for records in steps for record in records],
-            "median": median_step(steps, summary["setting"]["topology"]),
-        }
+        summary = summarize(records, comparison.setting, options)
+        best = summary["setting"]["topology"]
+        return {"summary": summary, "steps": records, "median": median_step(records, best)}
 
     def finish(result: dict[str, Any]) -> None:
         summary, steps = result["summary"], result["steps"]
