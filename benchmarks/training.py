@@ -201,6 +201,7 @@ QUICK_SCENARIOS = {
     (2, "images and videos"): "g1b2i64f1s0,g1b1i64f28s1",
     (4, "images and videos"): "g3b1i64f1s0,g1b1i64f28s1",
 }
+SHAPE = ["--d-model", str(MODEL.d_model), "--num-heads", "4"]  # which 4 ranks share evenly
 ADVICE_TARGET = 0.97  # speed-up on the advised bags, over that on the fastest ones
 
 
@@ -222,9 +223,9 @@ def topologies(*, steps: int = 5, quick: bool = False) -> dict[str, Any]:
         if quick:
             machine.save(path)
         else:
-            shape = ["--d-model", str(MODEL.d_model), "--num-heads", str(MODEL.num_heads)]
-            shape += ["--ranks", "2", "--rounds", "5"]
-            machine = calibrated(folder, *shape, lengths="64:2048")
+            machine = calibrated(
+                folder, *SHAPE, "--ranks", str(RANKS), "--rounds", "3", lengths="64:2048"
+            )
         print(machine)
         for (num_ranks, mix), codes in (QUICK_SCENARIOS if quick else SCENARIOS).items():
             num_steps = 1 if quick else -(-steps * RANKS // num_ranks)
@@ -248,7 +249,7 @@ def _all_bags(codes: str, num_ranks: int, profile: Path, steps: int) -> dict[str
     advice = json.loads(profile.with_name("best").read_text())
     options = ["--steps", str(steps), "--warmup", str(WARMUP), "--ranks", str(num_ranks)]
     out = profile.with_name("bench")
-    bascule("bench", *data, *options, "--topologies", *bags, "--out", str(out))
+    bascule("bench", *data, *SHAPE, *options, "--topologies", *bags, "--out", str(out))
     summary = json.loads((out / "summary.json").read_text())
     simulated = _simulated(machine, data, steps, MODEL.seed, bags)
     names = ("predicted_ratio", "measured_ratio", "measured_ratio_spread", "cpu_ratio")
