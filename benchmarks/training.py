@@ -252,14 +252,15 @@ def _all_bags(codes: str, num_ranks: int, profile: Path, steps: int) -> dict[str
     bascule("bench", *data, *SHAPE, *options, "--topologies", *bags, "--out", str(out))
     summary = json.loads((out / "summary.json").read_text())
     simulated = _simulated(machine, data, steps, MODEL.seed, bags)
-    names = ("predicted_ratio", "measured_ratio", "measured_ratio_spread", "cpu_ratio")
-    names += ("grad_difference", "sent_bytes_per_step", "single_binds_steps")
+    names = ("predicted_ratio", "grad_difference", "sent_bytes_per_step", "single_binds_steps")
+    ratios = _ratios((out / "steps.jsonl").read_text().splitlines())
     rows = {
         name: {key: one[key] for key in names}
+        | ratios[name]
         | {"imbalance": one["balanced"]["imbalance"], "simulated_ratio": share}
         for (name, one), share in zip(summary["topologies"].items(), simulated, strict=True)
     }
-    counted = "measured_ratio" if num_ranks <= RANKS else "cpu_ratio"
+    counted = "wall_ratio" if num_ranks <= RANKS else "cpu_ratio"
     fastest = max(rows, key=lambda name: rows[name][counted])
     return {
         "unbalanced": summary["unbalanced"],
@@ -271,20 +272,37 @@ def _all_bags(codes: str, num_ranks: int, profile: Path, steps: int) -> dict[str
     }
 
 
+def _ratios(lines: list[str]) -> dict[str, dict[str, float]]:
+    """Return medians over steps, least and most: seconds without over those on each topology."""
+    steps: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    results = dict[str, dict[str, float]]()
+    for name in dict.fromkeys(step["topology"] for step in steps):
+        row = results[name] = {}
+        for clock, key in (("wall", "seconds"), ("cpu", "cpu_seconds")):
+            ratios = [
+                step[f"{key}_unbalanced"] / step[f"{key}_balanced"]
+                for step in steps
+                if step["topology"] == name
+            ]
+            row[f"{clock}_ratio"] = statistics.median(ratios)
+            row |= {f"{clock}_least": min(ratios), f"{clock}_most": max(ratios)}
+    return results
+
+
 def _show(one: dict[str, Any]) -> None:
-    forms = {
-        "imbalance": "{:.3f}",
-        "predicted_ratio": "{:.2f}x",
-        "simulated_ratio": "{:.2f}x",
-        "measured_ratio": "{:.2f}x",
-        "cpu_ratio": "{:.2f}x",
-    }
+    forms = (
+        "{imbalance:.3f}",
+        "{predicted_ratio:.2f}x",
+        "{simulated_ratio:.2f}x",
+        "{wall_ratio:.2f}x ({wall_least:.2f} to {wall_most:.2f})",
+        "{cpu_ratio:.2f}x ({cpu_least:.2f} to {cpu_most:.2f})",
+    )
     table = Table(title=f"imbalance without balancing: {one['unbalanced']['imbalance']:.3f}")
     for column in ("bags", "imbalance", "compute only", "simulated", "wall clock", "busiest CPU"):
         table.add_column(column, justify="right")
     for name, row in one["topologies"].items():
-        table.add_row(name, *(form.format(row[key]) for key, form in forms.items()))
-    Console().print(table)
+        table.add_row(name, *(form.format(**row) for form in forms))
+    Console(width=100).print(table)
     is_met = one["advised_share"] >= ADVICE_TARGET
     print(
         f"{met(is_met)}  advised {one['advised']}, fastest {one['fastest']} by {one['counted']}: "

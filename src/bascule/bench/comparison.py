@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -425,6 +426,7 @@ class Comparison:
     """Models of the same weights, one for each way, trained on the same samples by all ranks."""
 
     def __init__(self, options: BenchOptions, device: torch.device) -> None:
+        import_module("scipy.optimize")  # which planning imports late: no step shall wait for it
         topologies = options.check(dist.get_world_size())
         self.options, self.names = options, [str(topology) for topology in topologies]
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
