@@ -112,6 +112,24 @@ class Step:
         """Bytes that this rank sent to other ranks so far, forward passes only."""
         return self._done.traffic
 
+    @cached_property
+    def together(self) -> tuple[list[int], RankGroup | None, list[int], Tensor]:
+        """The sequences of this rank's bag: tokens of each, ranks (None for one), tokens of each.
+
+        Last, indices from the order of the ranks' tokens to that of the sequences.
+        """
+        topology, rank = self.plan.topology, self._parallel.rank
+        bag = topology.place_of(rank).bag
+        first, size = int(topology.first_ranks[bag]), int(topology.bag_sizes[bag])
+        ranks = range(first, first + size)
+        group = self._parallel.group.part(ranks, "bag") if size > 1 else None
+        layouts = [self.plan.local(one) for one in ranks]
+        ids = np.concatenate([one.seq_ids[one.slots] for one in layouts])
+        order = np.lexsort((np.concatenate([one.positions for one in layouts]), ids))
+        lens = np.unique(ids, return_counts=True)[1].tolist()
+        counts = [len(one.positions) for one in layouts]
+        return lens, group, counts, table_on(order, self._parallel.device)
+
     def __enter__(self) -> "Step":
         """Begin a block in which an error of the user's code ends the waits of other ranks."""
         return self

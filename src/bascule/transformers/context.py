@@ -18,7 +18,15 @@ from bascule.comm.agree import agree
 from bascule.comm.failures import shared
 from bascule.errors import ConfigError
 from bascule.stand_in import as_in_use, module_of
-from bascule.transformers.bag_attention import NAME, Alone, OverMesh, note, register_attention
+from bascule.transformers.bag_attention import (
+    NAME,
+    Alone,
+    OverMesh,
+    note,
+    register_attention,
+    rows_of,
+)
+from bascule.transformers.delta_rule import put_by_heads
 from bascule.transformers.separation import (
     NOISE,
     Reach,
@@ -84,7 +92,7 @@ def context_parallel(
         if places.dim() == 2:
             documents = _documents(kind, gather(places, place, of, 1), of.seq_len)
         reach.check(kind, max(documents, default=0), of.seq_len)
-        step = OverMesh(mode, documents if len(documents) > 1 else ())
+        step = OverMesh(mode, of, documents if len(documents) > 1 else ())
         note(step)
         return args, {**kwargs, "bascule_step": step}
 
@@ -118,11 +126,14 @@ def _attending(model: Any, name: str = NAME) -> Iterator[None]:
     parts = {name: getattr(model.config, name, None) for name in model.config.sub_configs}
     before = {"": model.config._attn_implementation}
     before |= {name: x._attn_implementation for name, x in parts.items() if x is not None}
+    stand_ins = put_by_heads(model, rows_of)
     model.set_attn_implementation(name)
     try:
         yield
     finally:
         note(None)
+        for one in stand_ins:
+            one.remove()
         model.set_attn_implementation(before)
 
 
@@ -155,7 +166,7 @@ def _try(model: Any, mesh: AttentionMesh) -> Reach:
             whole = outputs_of(model, partial(call, ids), own)  # counts positions itself
         with _attending(model), sdpa.SequenceParallelMode(mesh, watches=True) as mode:
             over_ranks = partial(
-                call, own_ids, position_ids=own_places, bascule_step=OverMesh(mode)
+                call, own_ids, position_ids=own_places, bascule_step=OverMesh(mode, layout)
             )
             parts = outputs_of(model, over_ranks, lambda x: x)
     fault, last = None, list(parts)[-1]
