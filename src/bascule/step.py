@@ -40,6 +40,7 @@ from bascule.comm.exchange import (
 )
 from bascule.comm.failures import leave, mark_lengths, shared
 from bascule.comm.groups import RankGroup, this_world
+from bascule.comm.shared_row import SharedRow
 from bascule.comm.transforms import refuse_transforms
 from bascule.errors import ConfigError
 from bascule.plan.plan import Plan, PlanSetup
@@ -113,22 +114,27 @@ class Step:
         return self._done.traffic
 
     @cached_property
-    def together(self) -> tuple[list[int], RankGroup | None, list[int], Tensor]:
-        """The sequences of this rank's bag: tokens of each, ranks (None for one), tokens of each.
+    def row(self) -> SharedRow:
+        """The sequences of this rank's bag, for layers that compute by heads.
 
-        Last, indices from the order of the ranks' tokens to that of the sequences.
+        ConfigError: The plan has masks that are not causal, or of several documents in a sequence.
         """
-        topology, rank = self.plan.topology, self._parallel.rank
-        bag = topology.place_of(rank).bag
-        first, size = int(topology.first_ranks[bag]), int(topology.bag_sizes[bag])
-        ranks = range(first, first + size)
-        group = self._parallel.group.part(ranks, "bag") if size > 1 else None
-        layouts = [self.plan.local(one) for one in ranks]
+        plan, (bag, *_) = self.plan, self.plan.topology.place_of(self._parallel.rank)
+        masks = plan.masks
+        if masks is not None and not (masks.is_causal.all() and masks.counts.max(initial=0) <= 1):
+            raise ConfigError(
+                "layers with a state along the sequence, such as gated delta layers, in a step "
+                "with masks that are not causal: plan without masks, or with causal ones"
+            )
+        first, size = int(plan.topology.first_ranks[bag]), int(plan.topology.bag_sizes[bag])
+        layouts = [plan.local(rank) for rank in range(first, first + size)]
         ids = np.concatenate([one.seq_ids[one.slots] for one in layouts])
-        order = np.lexsort((np.concatenate([one.positions for one in layouts]), ids))
         lens = np.unique(ids, return_counts=True)[1].tolist()
-        counts = [len(one.positions) for one in layouts]
-        return lens, group, counts, table_on(order, self._parallel.device)
+        if size == 1:
+            return SharedRow(lens)
+        order = np.lexsort((np.concatenate([one.positions for one in layouts]), ids))
+        group = self._parallel.group.part(range(first, first + size), "bag")
+        return SharedRow(lens, group, [len(one.slots) for one in layouts], order, self.number)
 
     def __enter__(self) -> "Step":
         """Begin a block in which an error of the user's code ends the waits of other ranks."""

@@ -6,21 +6,24 @@ Shapes: T tokens that this rank computes on, H heads, K key-value heads, D head 
 import inspect
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from functools import lru_cache
+from itertools import product
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from bascule.attention import PackedSequences, Scores, SequenceLayout, attend_packed
+from bascule.attention.usp import keep
+from bascule.comm.shared_row import SharedRow
 from bascule.errors import ConfigError
 from bascule.parallel import Step
 from bascule.sdpa import SequenceParallelMode
-from bascule.transformers.delta_rule import Rows, by_heads, put_by_heads
+from bascule.transformers.delta_rule import split_delta_layers
 from bascule.transformers.separation import Reach, check_separates, reach_of
 
 NAME = "bascule"
@@ -30,28 +33,6 @@ def register_attention() -> None:
     """Make `attn_implementation="bascule"` known to transformers, for models of `call_packed`."""
     AttentionInterface.register(NAME, attend_in_bags)
     AttentionMaskInterface.register(NAME, _keep_mask)
-
-
-def split_delta_layers(model: nn.Module) -> Callable[[], None]:
-    """Let gated delta layers compute each sequence of a row alone, and ranks share their heads.
-
-    They follow the step that a call carries, or bounds of samples, ``cu_seq_lens_q``; other calls
-    compute as before. `call_packed` does this, and so do `context_parallel` and training with
-    `BalanceConfig(pack=..)`, which undo it at their end.
-
-    Args:
-        model: Of transformers (Qwen3-Next, Qwen3.5, OLMo hybrid); no other module is touched.
-
-    Returns:
-        What undoes it; call it after backward, since checkpoints compute layers again.
-    """
-    put_by_heads(model, rows_of)
-
-    def undo() -> None:
-        for one in by_heads(model):
-            one.remove()
-
-    return undo
 
 
 def call_packed(
@@ -86,7 +67,7 @@ def call_packed(
     rows = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
     rows = {name: x for name, x in rows.items() if x is not None}
     if not torch.compiler.is_compiling():
-        put_by_heads(model, rows_of)
+        split_delta_layers(model)
         if model not in _tried:
             _tried[model] = _try(model, rows, position_ids)
         longest, row = int(step.plan.seq_lens.max(initial=0)), int(step.plan.tokens.max())
@@ -134,12 +115,29 @@ class OverMesh(NamedTuple):
     layout: SequenceLayout
     documents: tuple[int, ...] = ()
 
+    @property
+    def row(self) -> SharedRow:
+        """The documents, for layers that compute by heads."""
+        layout, whole, kept = self.layout, self.mode.mesh.whole, self.mode.mesh.kept
+        lens = self.documents or (layout.seq_len,)
+        if whole is None:
+            return SharedRow(lens)
+        if layout.replicated:
+            raise ConfigError("gated delta layers and tokens that every rank has: leave out one")
+        if ("row", layout, lens) not in kept:
+            places = list(product(range(layout.ring_degree), range(layout.ulysses_degree)))
+            runs = [run for place in places for run in layout.shares(*place)]
+            order = np.argsort(np.concatenate([np.arange(*run) for run in runs]))
+            row = SharedRow(lens, whole, [layout.num_tokens(*place) for place in places], order)
+            keep(kept, ("row", layout, lens), row)
+        return kept["row", layout, lens]
+
 
 class Alone:
     """Attends within a few whole sequences on this rank, in place of a step."""
 
     def __init__(self, lens: list[int], device: torch.device) -> None:
-        self._seqs, self.lens = PackedSequences.build(lens, device), lens
+        self._seqs, self.row = PackedSequences.build(lens, device), SharedRow(lens)
         self.has_attended, self.is_one = False, len(lens) == 1
         self.token_slot = torch.arange(sum(lens), device=device)
         self.plan = SimpleNamespace(masks=None)
@@ -169,39 +167,6 @@ def _try(model: nn.Module, rows: dict[str, Tensor], positions: Tensor) -> Reach:
 
     check_separates(model, run, "such a model cannot be called packed: train it on padded batches")
     return reach_of(model)
-
-
-def rows_of(step: Any, like: Tensor) -> Rows:
-    """Return the sequences of a step for layers that compute by heads, on a tensor's device."""
-    if isinstance(step, Alone):
-        step.has_attended = True
-        return Rows(step.lens)
-    if isinstance(step, OverMesh):
-        step.mode.has_attended, whole = True, step.mode.mesh.whole
-        lens = step.documents or (step.layout.seq_len,)
-        if whole is None:
-            return Rows(lens)
-        counts, order = _order_of(step.layout, like.device)
-        return Rows(lens, whole, counts, order)
-    masks = step.plan.masks if isinstance(step, Step) else None
-    is_plain = masks is None or (masks.is_causal.all() and masks.counts.max(initial=0) <= 1)
-    if not isinstance(step, Step) or not is_plain:
-        raise ConfigError(
-            f"a gated delta layer with bascule_step={step!r}: call the model by call_packed(model, "
-            "step, input_ids=ids), with a step that was planned without masks or with causal ones"
-        )
-    return Rows(*step.together)
-
-
-@lru_cache(maxsize=8)
-def _order_of(layout: SequenceLayout, device: torch.device) -> tuple[list[int], Tensor]:
-    """Return the tokens of each rank of a mesh, and indices from its order to the sequence's."""
-    if layout.replicated:
-        raise ConfigError("a gated delta layer with replicated tokens: leave out `replicated`")
-    places = [(r, u) for r in range(layout.ring_degree) for u in range(layout.ulysses_degree)]
-    runs = [run for place in places for run in layout.shares(*place)]
-    rows = torch.cat([torch.arange(start, stop) for start, stop in runs])
-    return [layout.num_tokens(*place) for place in places], rows.argsort().to(device)
 
 
 def attend_in_bags(

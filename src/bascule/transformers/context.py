@@ -18,15 +18,8 @@ from bascule.comm.agree import agree
 from bascule.comm.failures import shared
 from bascule.errors import ConfigError
 from bascule.stand_in import as_in_use, module_of
-from bascule.transformers.bag_attention import (
-    NAME,
-    Alone,
-    OverMesh,
-    note,
-    register_attention,
-    rows_of,
-)
-from bascule.transformers.delta_rule import put_by_heads
+from bascule.transformers.bag_attention import NAME, Alone, OverMesh, note, register_attention
+from bascule.transformers.delta_rule import split_delta_layers
 from bascule.transformers.separation import (
     NOISE,
     Reach,
@@ -126,14 +119,13 @@ def _attending(model: Any, name: str = NAME) -> Iterator[None]:
     parts = {name: getattr(model.config, name, None) for name in model.config.sub_configs}
     before = {"": model.config._attn_implementation}
     before |= {name: x._attn_implementation for name, x in parts.items() if x is not None}
-    stand_ins = put_by_heads(model, rows_of)
+    undo_split = split_delta_layers(model)
     model.set_attn_implementation(name)
     try:
         yield
     finally:
         note(None)
-        for one in stand_ins:
-            one.remove()
+        undo_split()
         model.set_attn_implementation(before)
 
 

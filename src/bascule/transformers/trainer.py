@@ -27,8 +27,7 @@ from bascule.errors import ConfigError
 from bascule.plan.checks import choice, fields, function, of_type
 from bascule.plan.costs import Cost
 from bascule.plan.step import Sync
-from bascule.transformers.bag_attention import split_delta_layers
-from bascule.transformers.delta_rule import delta_layers
+from bascule.transformers.delta_rule import delta_layers, split_delta_layers
 from bascule.transformers.separation import check_separates
 
 Inputs = dict[str, Any]
