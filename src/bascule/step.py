@@ -117,24 +117,21 @@ class Step:
     def row(self) -> SharedRow:
         """The sequences of this rank's bag, for layers that compute by heads.
 
-        ConfigError: The plan has masks that are not causal, or of several documents in a sequence.
+        ConfigError: The plan has other masks than causal ones.
         """
-        plan, (bag, *_) = self.plan, self.plan.topology.place_of(self._parallel.rank)
-        masks = plan.masks
+        plan, group = self.plan, self._parallel.group
+        masks, ranks = plan.masks, plan.topology.bags[plan.topology.bag_of_rank[group.rank]]
         if masks is not None and not (masks.is_causal.all() and masks.counts.max(initial=0) <= 1):
             raise ConfigError(
-                "layers with a state along the sequence, such as gated delta layers, in a step "
-                "with masks that are not causal: plan without masks, or with causal ones"
+                "layers with a state along the sequence, such as gated delta layers, in a step of "
+                "masks that are not plain causal ones: plan without masks"
             )
-        first, size = int(plan.topology.first_ranks[bag]), int(plan.topology.bag_sizes[bag])
-        layouts = [plan.local(rank) for rank in range(first, first + size)]
+        layouts = [plan.local(rank) for rank in ranks]
         ids = np.concatenate([one.seq_ids[one.slots] for one in layouts])
-        lens = np.unique(ids, return_counts=True)[1].tolist()
-        if size == 1:
-            return SharedRow(lens)
         order = np.lexsort((np.concatenate([one.positions for one in layouts]), ids))
-        group = self._parallel.group.part(range(first, first + size), "bag")
-        return SharedRow(lens, group, [len(one.slots) for one in layouts], order, self.number)
+        lens, counts = np.unique(ids, return_counts=True)[1], [len(one.slots) for one in layouts]
+        shared = group.part(ranks, "bag") if len(ranks) > 1 else None
+        return SharedRow(lens.tolist(), shared, counts, order, self.number)
 
     def __enter__(self) -> "Step":
         """Begin a block in which an error of the user's code ends the waits of other ranks."""

@@ -28,15 +28,10 @@ class SharedRow:
     step: int = 0  # for errors
     _routes: dict[tuple[int, torch.device], BoundRoute] = field(default_factory=dict, init=False)
 
-    def bounds(self, num_heads: int) -> list[int]:
-        """Return where the heads of each rank begin and end, (ranks + 1,); some may have none."""
-        num_ranks = len(self.counts)
-        return [rank * num_heads // num_ranks for rank in range(num_ranks + 1)]
-
     def own_heads(self, num_heads: int) -> slice:
-        """Return which heads this rank computes."""
+        """Return which heads this rank computes; none, if there are fewer than ranks."""
         rank = 0 if self.group is None else self.group.rank
-        return slice(*self.bounds(num_heads)[rank : rank + 2])
+        return slice(*self._bounds(num_heads)[rank : rank + 2])
 
     def to_heads(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """Return some heads of all tokens, (B, S, N, F) each, from (B, T, H, F); one exchange.
@@ -48,8 +43,8 @@ class SharedRow:
             return [x[:, :num_tokens] for x in xs]
         own, count = self.own_heads(num_heads), self.counts[self.group.rank]
         rows = [x[:, :count].permute(1, 2, 0, 3).flatten(0, 1) for x in xs]
-        sizes = num_tokens, own.stop - own.start
         come = exchange(self._route(num_heads, xs[0].device), rows)
+        sizes = num_tokens, own.stop - own.start
         return [x.unflatten(0, sizes).permute(2, 0, 1, 3) for x in come]
 
     def to_tokens(self, x: Tensor, num_heads: int) -> Tensor:
@@ -60,17 +55,22 @@ class SharedRow:
         (come,) = exchange(route.inverse, [x.permute(1, 2, 0, 3).flatten(0, 1)])
         return come.unflatten(0, sizes).permute(2, 0, 1, 3)
 
+    def _bounds(self, num_heads: int) -> list[int]:
+        num_ranks = len(self.counts)
+        return [rank * num_heads // num_ranks for rank in range(num_ranks + 1)]
+
     def _route(self, num_heads: int, device: torch.device) -> BoundRoute:
-        """Return the exchange of (T x H) rows for (S x N)."""
-        assert self.group is not None and self.order is not None
+        """Return the exchange of (T x H) rows for (S x N); made at first use."""
         if (num_heads, device) not in self._routes:
-            bounds, own = np.array(self.bounds(num_heads)), self.own_heads(num_heads)
+            assert self.group is not None and self.order is not None
+            bounds, own = self._bounds(num_heads), self.own_heads(num_heads)
             num, places = own.stop - own.start, num_heads * np.arange(self.counts[self.group.rank])
             heads = [np.arange(start, stop) for start, stop in pairwise(bounds)]
             sent = np.concatenate([np.add.outer(places, one).ravel() for one in heads])
             received = np.add.outer(self.order * num, np.arange(num)).ravel()
             splits = len(places) * np.diff(bounds), num * np.array(self.counts)
-            route = Route(sent, *splits, received)
-            bound = BoundRoute(route, self.group, device, self.step, "heads")
+            bound = BoundRoute(
+                Route(sent, *splits, received), self.group, device, self.step, "heads"
+            )
             self._routes[num_heads, device] = bound
         return self._routes[num_heads, device]

@@ -120,8 +120,6 @@ class OverMesh(NamedTuple):
         """The documents, for layers that compute by heads."""
         layout, whole, kept = self.layout, self.mode.mesh.whole, self.mode.mesh.kept
         lens = self.documents or (layout.seq_len,)
-        if whole is None:
-            return SharedRow(lens)
         if layout.replicated:
             raise ConfigError("gated delta layers and tokens that every rank has: leave out one")
         if ("row", layout, lens) not in kept:

@@ -6,6 +6,7 @@ T tokens of this rank, K key heads, V value heads (a multiple of K), D head widt
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from inspect import unwrap
@@ -16,10 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers.utils.import_utils import (
-    is_causal_conv1d_available,
-    is_flash_linear_attention_available,
-)
+from transformers.utils.import_utils import is_causal_conv1d_available as has_conv
+from transformers.utils.import_utils import is_flash_linear_attention_available as has_fla
 
 from bascule.comm.shared_row import SharedRow
 from bascule.errors import ConfigError
@@ -29,55 +28,29 @@ _CONV, _DELTA = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"  # of transfo
 
 
 def split_delta_layers(model: nn.Module) -> Callable[[], None]:
-    """Let gated delta layers compute each sequence of a row alone, and ranks share their heads.
+    """Let gated delta layers follow the step that a call carries; return what undoes it.
 
-    They follow the step that a call carries, or bounds of samples, ``cu_seq_lens_q``, where
-    transformers lacks the packages to do so; other calls compute as before. `call_packed` does this
-    for good, so that backward may compute layers again; `context_parallel` and training with
-    `BalanceConfig(pack=..)` undo it at their end.
-
-    Args:
-        model: Of transformers (Qwen3-Next, Qwen3.5, OLMo hybrid); other modules are left as they
-            are.
-
-    Returns:
-        What undoes it, after backward, for the layers that did not follow already.
+    Or bounds of samples, ``cu_seq_lens_q``, where transformers lacks the packages for these. Other
+    calls compute as before. Layers that follow already are left as they are. `call_packed` does
+    this for good, as checkpoints compute layers again in backward; `context_parallel` and training
+    with `BalanceConfig(pack=..)` undo it at their end.
     """
-    forwards = {module: vars(module).get("forward") for module in delta_layers(model)}
-    new = [_ByHeads(layer) for layer, one in forwards.items() if not isinstance(one, _ByHeads)]
-
-    def undo() -> None:
-        for one in new:
-            one.remove()
-
-    return undo
+    undo = ExitStack()
+    for layer in delta_layers(model):
+        if not getattr(layer.forward, "is_on", False):
+            undo.callback(StandIn(layer, "forward", partial(_forward, layer)).remove)
+    return undo.close
 
 
 def delta_layers(model: nn.Module) -> list[nn.Module]:
     """Return the modules whose forward calls transformers' convolution and delta rule."""
-
-    def is_one(kind: type[nn.Module]) -> bool:
-        code = getattr(unwrap(kind.forward), "__code__", None)
-        return {_CONV, _DELTA} <= {*getattr(code, "co_names", ())}
-
-    kinds = {kind for kind in {type(module) for module in model.modules()} if is_one(kind)}
-    return [module for module in model.modules() if type(module) in kinds]
-
-
-class _ByHeads(StandIn):
-    """The forward of a layer; it stays after a call, as checkpoints call it again in backward."""
-
-    __slots__ = ()
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__(layer, "forward", partial(_forward, layer))
+    codes = ((one, getattr(unwrap(type(one).forward), "__code__", None)) for one in model.modules())
+    return [one for one, code in codes if code and {_CONV, _DELTA} <= {*code.co_names}]
 
 
 def _forward(layer: nn.Module, own: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Call a layer, with a step or bounds by heads and sequences."""
     step, bounds = kwargs.get("bascule_step"), kwargs.get("cu_seq_lens_q")
-    has_packages = is_causal_conv1d_available() and is_flash_linear_attention_available()
-    if step is None and (bounds is None or has_packages):
+    if step is None and (bounds is None or (has_conv() and has_fla())):
         return own(*args, **kwargs)
     return _split(layer, step, bounds, *args, **kwargs)
 
@@ -104,32 +77,20 @@ class _Heads:
     weight: Any = None
     activation: Any = None
 
-    def convolve(
-        self, x: Tensor, weight: Tensor, bias: None = None, *, activation: Any, **_: Any
-    ) -> Tensor:
+    def convolve(self, x: Tensor, weight: Tensor, bias: None = None, **settings: Any) -> Tensor:
         """Leave the tokens to `scan`, which gets those of all ranks."""
         assert bias is None  # in all of transformers
-        self.weight, self.activation = weight, activation
+        self.weight, self.activation = weight, settings["activation"]
         return x
 
-    def scan(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        g: Tensor,
-        beta: Tensor,
-        output_final_state: bool,
-        use_qk_l2norm_in_kernel: bool,
-        **_: Any,
-    ) -> tuple[Tensor, None]:
-        """Compute (B, T, V, D) from q and k (B, T, K, D), v (B, T, V, D), g and beta (B, T, V)."""
-        if output_final_state:
+    def scan(self, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Tensor, None]:
+        """Return (B, T, V, D), of q and k (B, T, K, D), v (B, T, V, D), g and beta (B, T, V)."""
+        if settings["output_final_state"]:
             raise ConfigError(
                 "a gated delta layer with a cache, where ranks share its heads or a row has "
                 "several sequences: call the model with use_cache=False"
             )
+        gates, is_normed = (settings["g"], settings["beta"]), settings["use_qk_l2norm_in_kernel"]
         row, (num_tokens, num_heads, dk), (num_values, dv) = self.row, k.shape[1:], v.shape[2:]
         sizes = [num_heads * dk, num_heads * dk, num_values * dv]
         kernels = [one.unflatten(0, (num_heads, -1)) for one in self.weight.split(sizes)]
@@ -138,10 +99,8 @@ class _Heads:
             q, k = (x.repeat_interleave(each, 2) for x in (q, k))
             kernels[:2] = (x.repeat_interleave(each, 0) for x in kernels[:2])
             kernels[2] = kernels[2].reshape(num_values, dv, -1)
-        own, each = row.own_heads(num_heads), num_values // num_heads
-        kernel = torch.cat([x[own].flatten(0, 1) for x in kernels])
-        by_head = [x.unflatten(2, (num_heads, each)) for x in (v.flatten(3), g, beta)]
-        by_head[0] = by_head[0].flatten(3)
+        kernel = torch.cat([x[row.own_heads(num_heads)].flatten(0, 1) for x in kernels])
+        by_head = [x.reshape(len(x), num_tokens, num_heads, -1) for x in (v, *gates)]
         *qkv, g, beta = row.to_heads([q, k, *by_head])
         g, beta, widths = g.flatten(2), beta.flatten(2), [x.shape[2] * x.shape[3] for x in qkv]
         mixed = torch.cat([x.flatten(2) for x in qkv], 2).transpose(1, 2)
@@ -152,8 +111,8 @@ class _Heads:
                 x = self.conv(mixed[:, :, at], kernel, None, activation=self.activation)
                 parts = zip(x.transpose(1, 2).split(widths, 2), (dk, dk, dv), strict=True)
                 xs: Any = [x.unflatten(2, (-1, width)) for x, width in parts]
-                settings: Any = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
-                outs.append(self.delta(*xs, g=g[:, at], beta=beta[:, at], **settings)[0])
+                own: Any = {"g": g[:, at], "beta": beta[:, at]}
+                outs.append(self.delta(*xs, **own, use_qk_l2norm_in_kernel=is_normed)[0])
         # Without heads or tokens it is empty, but of all inputs: backward exchanges what others do.
         out = torch.cat(outs, 1) if outs else qkv[2] + kernel.sum()
         out = row.to_tokens(out.reshape(qkv[2].shape), num_heads).reshape(len(v), -1, *v.shape[2:])
