@@ -25,6 +25,7 @@ from bascule.transformers import (
     context_parallel,
     inputs_of_pack,
     register_attention,
+    split_delta_layers,
 )
 from bascule.transformers.trainer import check_packs
 from tests.helpers.cases import COST
@@ -120,6 +121,7 @@ def in_a_bag(model: Any, ids: Tensor) -> Tensor:
 
 
 def in_a_pack(model: Any, ids: Tensor) -> Tensor:
+    split_delta_layers(model)
     check_packs(model, torch.device("cpu"))
     pack = Pack(tokens=len(ids))
     samples = [{"input_ids": tokens} for tokens in ids.split(LENS)]

@@ -119,7 +119,7 @@ class OverMesh(NamedTuple):
     def row(self) -> SharedRow:
         """The documents, for layers that compute by heads."""
         layout, whole, kept = self.layout, self.mode.mesh.whole, self.mode.mesh.kept
-        lens = self.documents or (layout.seq_len,)
+        self.mode.has_attended, lens = True, self.documents or (layout.seq_len,)
         if layout.replicated:
             raise ConfigError("gated delta layers and tokens that every rank has: leave out one")
         if ("row", layout, lens) not in kept:

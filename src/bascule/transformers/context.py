@@ -19,7 +19,7 @@ from bascule.comm.failures import shared
 from bascule.errors import ConfigError
 from bascule.stand_in import as_in_use, module_of
 from bascule.transformers.bag_attention import NAME, Alone, OverMesh, note, register_attention
-from bascule.transformers.delta_rule import split_delta_layers
+from bascule.transformers.delta_rule import delta_layers, split_delta_layers
 from bascule.transformers.separation import (
     NOISE,
     Reach,
@@ -179,7 +179,7 @@ def _try(model: Any, mesh: AttentionMesh) -> Reach:
     alone = Alone([ids.shape[1]], ids.device)
     with as_in_use(model), torch.no_grad(), _attending(model):
         call(ids, bascule_step=alone)
-    if not alone.has_attended:
+    if not (alone.has_attended or delta_layers(model)):
         raise ConfigError(
             f"{kind} does not attend through transformers' AttentionInterface, so its windows "
             "and settings are not known: it cannot be split by context_parallel"
