@@ -341,9 +341,11 @@ def refusals(name: str) -> list[str]:
     texts.append(raised_by(in_bags, model, "g2n1", "full")[1])
     model, bounds = make(name), torch.tensor([0, 1, 4])
     texts.append(raised_by(model, ids, cu_seq_lens_q=bounds, use_cache=False)[1])
-    split_delta_layers(model)
+    undo = split_delta_layers(model)
     model(ids, cu_seq_lens_q=bounds, use_cache=False)
+    undo()
     with patch.multiple(delta_rule, has_conv=lambda: True, has_fla=lambda: True):
+        split_delta_layers(model)
         texts.append(raised_by(model, ids, cu_seq_lens_q=bounds, use_cache=False)[1])
     return texts
 

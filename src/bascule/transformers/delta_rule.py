@@ -30,15 +30,14 @@ _CONV, _DELTA = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"  # of transfo
 def split_delta_layers(model: nn.Module) -> Callable[[], None]:
     """Let gated delta layers follow the step that a call carries; return what undoes it.
 
-    Or bounds of samples, ``cu_seq_lens_q``, where transformers lacks the packages for these. Other
-    calls compute as before. Layers that follow already are left as they are. `call_packed` does
-    this for good, as checkpoints compute layers again in backward; `context_parallel` and training
-    with `BalanceConfig(pack=..)` undo it at their end.
+    Or bounds of samples, ``cu_seq_lens_q``, where transformers lacks the packages for these; other
+    calls compute as before. `call_packed` does this for good, as checkpoints compute layers again
+    in backward; `context_parallel` and training with `BalanceConfig(pack=..)` undo it at their end.
     """
-    undo = ExitStack()
+    undo, has_packages = ExitStack(), has_conv() and has_fla()
     for layer in delta_layers(model):
         if not getattr(layer.forward, "is_on", False):
-            undo.callback(StandIn(layer, "forward", partial(_forward, layer)).remove)
+            undo.callback(StandIn(layer, "forward", partial(_forward, layer, has_packages)).remove)
     return undo.close
 
 
@@ -49,9 +48,11 @@ def delta_layers(model: nn.Module) -> list[nn.Module]:
     return [one for one, code in codes if code and {_CONV, _DELTA} <= {*code.co_names}]
 
 
-def _forward(layer: nn.Module, own: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+def _forward(
+    layer: nn.Module, has_packages: bool, own: Callable[..., Tensor], *args: Any, **kwargs: Any
+) -> Tensor:
     step, bounds = kwargs.get("bascule_step"), kwargs.get("cu_seq_lens_q")
-    if step is None and (bounds is None or (has_conv() and has_fla())):
+    if step is None and (bounds is None or has_packages):
         return own(*args, **kwargs)
     return _split(layer, step, bounds, *args, **kwargs)
 
