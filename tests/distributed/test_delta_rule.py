@@ -260,6 +260,22 @@ def test_checkpoints_compute_layers_again_by_heads(name: str) -> None:
         assert {case: x for case, x in each.items() if not x < 1e-10} == {}
 
 
+def batch_of_two(name: str) -> float:
+    """In bfloat16, in which decays are float32: the error of the logits of two rows."""
+    model, rows = make(name).bfloat16(), ids_of([20, 20]).view(2, 20)
+    wanted = model(input_ids=rows, use_cache=False).logits
+    mesh = AttentionMesh.of(make_mesh(2, 1))
+    layout = SequenceLayout((20,), *mesh.degrees)
+    own, places = (split(x, mesh, layout, 1) for x in (rows, torch.arange(20).expand(2, -1)))
+    with torch.no_grad(), context_parallel(model, mesh, layout):
+        logits = model(input_ids=own, position_ids=places, use_cache=False).logits
+    return float((gather(logits, mesh, layout, 1) - wanted).norm() / wanted.norm())
+
+
+def test_rows_of_a_batch_and_narrow_dtypes() -> None:
+    assert max(run_ranks(batch_of_two, 2, "qwen3_next")) < 0.02
+
+
 def replaced(model: Any) -> list[str]:
     return [name for name, module in model.named_modules() if "forward" in vars(module)]
 
