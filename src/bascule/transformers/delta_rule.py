@@ -43,8 +43,8 @@ def split_delta_layers(model: nn.Module) -> Callable[[], None]:
 
 def delta_layers(model: nn.Module) -> list[nn.Module]:
     """Return the modules whose forward calls transformers' convolution and delta rule."""
-    forwards = ((one, unwrap(getattr(type(one), "forward", None))) for one in model.modules())
-    codes = ((one, getattr(forward, "__code__", None)) for one, forward in forwards)
+    owns = ((one, getattr(type(one), "forward", nn.Module.forward)) for one in model.modules())
+    codes = ((one, getattr(unwrap(own), "__code__", None)) for one, own in owns)
     return [one for one, code in codes if code and {_CONV, _DELTA} <= {*code.co_names}]
 
 
