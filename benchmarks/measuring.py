@@ -91,10 +91,10 @@ def bascule(*arguments: str) -> None:
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
 
 
-def calibrated(folder: Path, *options: str) -> HardwareProfile:
+def calibrated(folder: Path, *options: str, lengths: str = "64:4096") -> HardwareProfile:
     """This machine, as `bascule calibrate` measures it."""
     out = folder / "machine.json"
-    bascule("calibrate", *options, "--lengths", "64:4096", "--out", str(out))
+    bascule("calibrate", *options, "--lengths", lengths, "--out", str(out))
     return HardwareProfile.load(out)
 
 

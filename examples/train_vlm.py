@@ -11,6 +11,7 @@ The loss stays the same: compare with --no-balance.
 
 import argparse
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -103,13 +104,14 @@ def num_asked(sample: dict[str, Tensor]) -> int:
     return int((sample["labels"][1:] != -100).sum())
 
 
-def make_model() -> Any:
+def make_model(width: int = WIDTH) -> Any:
     heads, tokens = {"num_attention_heads": 4, "num_key_value_heads": 2}, {"eos_token_id": END}
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-    sizes = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH}
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    rope |= {"mrope_section": [width // 32, 3 * width // 64, 3 * width // 64]}
+    sizes = {"vocab_size": VOCAB, "hidden_size": width, "intermediate_size": 2 * width}
     text = sizes | heads | tokens | {"num_hidden_layers": NUM_LAYERS, "rope_parameters": rope}
-    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
-    vision |= {"patch_size": PATCH, "spatial_merge_size": MERGE, "out_hidden_size": WIDTH}
+    vision = {"depth": 2, "hidden_size": width // 2, "intermediate_size": width, "num_heads": 2}
+    vision |= {"patch_size": PATCH, "spatial_merge_size": MERGE, "out_hidden_size": width}
     vision |= {"window_size": 4 * MERGE * PATCH, "fullatt_block_indexes": [1]}
     config = Qwen2_5_VLConfig(
         text_config=text | {"bos_token_id": None},
@@ -145,7 +147,7 @@ def train(device: torch.device, folder: Path, *, balance: bool) -> None:
             pin_memory=device.type == "cuda",
         ),
     )
-    exposed_s = 0.0
+    exposed_s, ends = 0.0, [time.perf_counter()]
     for batch in loader:
         inputs = {name: x.to(device, non_blocking=True) for name, x in batch.data.items()}
         loss = model(**inputs).loss * batch.loss_scale  # the global mean, wherever samples are
@@ -154,6 +156,8 @@ def train(device: torch.device, folder: Path, *, balance: bool) -> None:
         optimizer.zero_grad()
         mean = loss.detach() / num_ranks
         dist.all_reduce(mean)
+        mean_loss = mean.item()  # waits for the device
+        ends.append(time.perf_counter())
         average = batch.plan.loads.mean()
         after, before = batch.plan.makespan / average, batch.verdict.before / average
         waited_s, exposed_s = exposed_s, loader.metrics()["exposed_s"]
@@ -163,7 +167,7 @@ def train(device: torch.device, folder: Path, *, balance: bool) -> None:
                 if one is not None:
                     print(f"  {kind}: {one}")
             print(
-                f"step {batch.step + 1}: loss {mean.item():.6f}, imbalance (max/mean cost) "
+                f"step {batch.step + 1}: loss {mean_loss:.6f}, imbalance (max/mean cost) "
                 f"{after:.3f} instead of {before:.3f}, waited for the exchange "
                 f"{1e3 * (exposed_s - waited_s):.1f} ms"
             )
@@ -172,7 +176,8 @@ def train(device: torch.device, folder: Path, *, balance: bool) -> None:
         print(
             f"samples moved in {did['applied']} of {did['steps']} steps, sent "
             f"{did['sent_bytes'] / 1e6:.1f} MB; of the exchange {1e3 * did['hidden_s']:.1f} of "
-            f"{1e3 * did['exchange_s']:.1f} ms hid behind the compute"
+            f"{1e3 * did['exchange_s']:.1f} ms hid behind the compute; a step took "
+            f"{1e3 * float(np.median(np.diff(ends))):.0f} ms in the median"
         )
 
 

@@ -40,6 +40,7 @@ from bascule.comm.exchange import (
 )
 from bascule.comm.failures import leave, mark_lengths, shared
 from bascule.comm.groups import RankGroup, this_world
+from bascule.comm.shared_row import SharedRow
 from bascule.comm.transforms import refuse_transforms
 from bascule.errors import ConfigError
 from bascule.plan.plan import Plan, PlanSetup
@@ -111,6 +112,26 @@ class Step:
     def traffic(self) -> Traffic:
         """Bytes that this rank sent to other ranks so far, forward passes only."""
         return self._done.traffic
+
+    @cached_property
+    def row(self) -> SharedRow:
+        """The sequences of this rank's bag, for layers that compute by heads.
+
+        ConfigError: The plan has other masks than causal ones.
+        """
+        plan, group = self.plan, self._parallel.group
+        masks, ranks = plan.masks, plan.topology.bags[plan.topology.bag_of_rank[group.rank]]
+        if masks is not None and not (masks.is_causal.all() and masks.counts.max(initial=0) <= 1):
+            raise ConfigError(
+                "layers with a state along the sequence, such as gated delta layers, in a step of "
+                "masks that are not plain causal ones: plan without masks"
+            )
+        layouts = [plan.local(rank) for rank in ranks]
+        ids = np.concatenate([one.seq_ids[one.slots] for one in layouts])
+        order = np.lexsort((np.concatenate([one.positions for one in layouts]), ids))
+        lens, counts = np.unique(ids, return_counts=True)[1], [len(one.slots) for one in layouts]
+        shared = group.part(ranks, "bag") if len(ranks) > 1 else None
+        return SharedRow(lens.tolist(), shared, counts, order, self.number)
 
     def __enter__(self) -> "Step":
         """Begin a block in which an error of the user's code ends the waits of other ranks."""

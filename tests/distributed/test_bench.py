@@ -1,14 +1,28 @@
 """The main job, as a user starts it: two local ranks, real photos and synthetic streams."""
 
 import json
+from importlib import import_module
 from pathlib import Path
+from typing import Any, cast
+from unittest import mock
 
+import numpy as np
 import pytest
+import torch
 
+from bascule import TransformerCost, plan_batch
+from bascule.bench.comparison import Comparison
+from bascule.bench.options import BenchOptions
+from bascule.cli import main
 from bascule.report.step_picture import draw_stages
+from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
 from tests.helpers.bench import bench, summary
 from tests.helpers.browser import data_of
+from tests.helpers.jobs import in_a_job
+from tests.helpers.ranks import run_ranks
 
+ROOT = Path(__file__).parents[2]
+COST_OF_BLOCK = TransformerCost(192, gamma=0.5)
 BF16 = ("--dtype", "bfloat16")
 
 
@@ -73,6 +87,132 @@ def test_streams_with_an_idle_rank_and_a_bag(tmp_path: Path, options: tuple[str,
     assert done_flops == pytest.approx((4 if "--checkpoint" in options else 3) * forward)
 
 
+def trained_in_turns() -> tuple[list[list[int]], list[list[float]], list[list[dict[str, Any]]]]:
+    """The order of the ways in each step, how far gradients are from way 0's, and the records."""
+    options = BenchOptions(
+        data="g1b3i64f1s0,g2b0i64f1s0,g1b1i256f1s0",
+        topologies=("g1n4", "g2n1+g1n2", "g4n1"),
+        gamma=0.5,
+        d_model=32,
+        num_heads=4,
+        num_single=1,
+        warmup=1,
+        steps=3,
+        dtype="float64",
+    )
+    orders, apart, records = [[]], [], []
+    train = Comparison._train
+
+    def watched(self: Comparison, way: int, step: int) -> Any:
+        orders[-1].append(way)
+        return train(self, way, step)
+
+    with mock.patch.object(Comparison, "_train", watched):
+        comparison = Comparison(options, torch.device("cpu"))
+        for of_step in comparison.run():
+            records.append(of_step)
+            orders.append([])
+            reference, *others = (
+                torch.cat([cast(Any, one.grad).full_tensor().flatten() for one in x.parameters()])
+                for x in comparison._models
+            )
+            apart.append([float((x - reference).norm() / reference.norm()) for x in others])
+    return orders[:-1], apart, records
+
+
+def test_every_topology_has_the_gradients_of_training_without() -> None:
+    """On four ranks, two of which load nothing; each way is the first in turn."""
+    for orders, apart, records in run_ranks(trained_in_turns, 4):
+        assert orders[0] == [0, 1, 2, 3, 1, 2, 3, 0]  # the warm-up, too
+        assert [order[0] for order in orders[1:]] == [2, 3]
+        assert all(sorted(order) == list(range(4)) for order in orders[1:])
+        assert max(map(max, apart)) < 1e-10
+        for of_step, distances in zip(records, apart, strict=True):
+            assert [one["topology"] for one in of_step] == ["g1n4", "g2n1+g1n2", "g4n1"]
+            assert [one["grad_difference"] for one in of_step] == pytest.approx(
+                distances, abs=1e-14
+            )
+            assert len({one["seconds_unbalanced"] for one in of_step}) == 1
+            assert all(0 < one["cpu_seconds_balanced"] for one in of_step)
+            imbalances = [one["plan"]["imbalance"] for one in of_step]
+            assert imbalances[2] == pytest.approx(1.0) and imbalances[0] == max(imbalances) > 1.1
+            assert all(one["plan"]["moved_tokens"] > 0 for one in of_step[1:])
+
+
+def test_topologies_are_compared_in_one_run(tmp_path: Path) -> None:
+    data, page = "g1b0i64f1s0,g1b2i128f1s0", tmp_path / "page.html"
+    some = ("--steps", "3", "--gamma", "0.5", "--dtype", "float64", "--report", str(page))
+    done = bench(tmp_path, "--data", data, "--topologies", "g1n2", "g2n1", *some)
+    assert done.returncode == 0, done.stderr
+    result = summary(tmp_path)
+    steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    ways = result["topologies"]
+    assert list(ways) == ["g1n2", "g2n1"] == result["options"]["topologies"]
+    codes, cost = parse_data_codes(data), TransformerCost(32, gamma=0.5)
+    batches = [seq_lens(sample_lengths(codes, seed=0, step=step)) for step in (1, 2, 3)]
+    for name, one in ways.items():
+        rows = [step for step in steps if step["topology"] == name]
+        assert [row["step"] for row in rows] == [0, 1, 2]
+        for arm in ("", "cpu_"):
+            before, after = (
+                sum(row[f"{arm}seconds_{way}"] for row in rows)
+                for way in ("unbalanced", "balanced")
+            )
+            assert one[f"{arm or 'measured_'}ratio"] == pytest.approx(before / after)
+        plans = [plan_batch(batch, name, cost) for batch in batches]
+        before = sum(plan.unbalanced_loads(cost).max() for plan in plans)
+        predicted = before / sum(plan.makespan for plan in plans)
+        assert one["predicted_ratio"] == pytest.approx(predicted)
+        assert one["balanced"]["imbalance"] == pytest.approx(np.mean([x.imbalance for x in plans]))
+        assert one["loss_difference"] < 1e-12 and one["grad_difference"] < 1e-10
+        assert one["sent_bytes_per_step"] > 0 and name in done.stdout and name in page.read_text()
+    fastest = max(ways, key=lambda name: ways[name]["measured_ratio"])
+    assert result["setting"]["topology"] == fastest
+    assert {key: result[key] for key in ways[fastest]} == ways[fastest]
+    assert f"{fastest} was the fastest of 2 topologies" in done.stdout
+
+
+def command_line(*arguments: str) -> None:
+    main(list(arguments))
+
+
+def test_the_benchmark_of_topologies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two ranks, tiny; its clips are such that no topology of single ranks can gain."""
+    pytest.importorskip("skimage")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    training = import_module("training")
+    for (num_ranks, mix), codes in training.SCENARIOS.items():
+        batch = seq_lens(sample_lengths(parse_data_codes(codes), seed=0, step=1))
+        plans = [plan_batch(batch, bags, COST_OF_BLOCK) for bags in training.BAGS[num_ranks]]
+        before = plans[0].unbalanced_loads(COST_OF_BLOCK).max()
+        gains = [before / plan.makespan for plan in plans]
+        if mix == "images and videos":
+            assert gains[0] == pytest.approx(1.0) and max(gains) > 1.5
+    monkeypatch.setattr(
+        training,
+        "QUICK_SCENARIOS",
+        {(2, "clips"): training.QUICK_SCENARIOS[2, "images and videos"]},
+    )
+
+    def command(*arguments: str) -> None:
+        if arguments[0] == "bench":
+            assert in_a_job(command_line, *arguments).returncode == 0
+        else:
+            command_line(*arguments)
+
+    monkeypatch.setattr(training, "bascule", command)
+    result = training.topologies(quick=True)["scenarios"]["2 ranks, clips"]
+    rows = result["topologies"]
+    assert list(rows) == ["g1n2", "g2n1"]
+    measured = {name: row["wall_ratio"] for name, row in rows.items()}
+    assert result["fastest"] == max(measured, key=lambda name: measured[name])
+    assert result["advised"] == "g1n2"  # on these wires clips so short are not worth a bag
+    assert result["advised_share"] == measured["g1n2"] / max(measured.values())
+    assert rows["g1n2"]["predicted_ratio"] == rows["g1n2"]["simulated_ratio"] == pytest.approx(1.0)
+    assert rows["g2n1"]["predicted_ratio"] > 1.2 and rows["g2n1"]["simulated_ratio"] < 1
+    assert all(row["grad_difference"] < 1e-3 for row in rows.values())
+
+
 def test_a_sequence_that_binds_is_told_once(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     table = tmp_path / "samples.csv"
@@ -100,6 +240,31 @@ def test_a_sequence_that_binds_is_told_once(tmp_path: Path) -> None:
     kept = [json.loads((tmp_path / f"summary{n}.json").read_text()) for n in (".1", "")]
     assert kept[0] == result and kept[1]["options"]["data"] == "g2b1i64f1s0"
     assert (tmp_path / "steps.1.jsonl").is_file()
+
+
+def test_stages_of_several_topologies(photos: Path, tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
+    encoders = ("--vae", "tiny", "--dtype", "float64", "--picture", str(tmp_path / "step.svg"))
+    some = ("--batch-size", "2", "--steps", "2", "--gamma", "1", "--max-tokens", "256")
+    bags = ("--topologies", "g1n2", "g2n1")
+    done = bench(tmp_path, "--photos", str(photos), *some, *encoders, *bags)
+    assert done.returncode == 0, done.stderr
+    ways = summary(tmp_path)["topologies"]
+    stages = [ways[name]["stages"] for name in bags[1:]]
+    assert stages[0]["vae"]["balanced"] != stages[1]["vae"]["balanced"]  # each has a clock
+    before, after = (
+        [one[stage][arm]["imbalance_predicted"] for one in stages]
+        for stage, arm in (("vae", "balanced"), ("transformer", "balanced"))
+    )
+    assert before[0] == before[1]  # encoders are balanced alike
+    assert after[0] > after[1] == pytest.approx(1.0)
+    for one in ways.values():
+        assert one["grad_difference"] < 1e-10
+        assert one["stages"]["step"]["predicted_ratio"] == one["predicted_ratio"]
+    rows = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    fastest = summary(tmp_path)["setting"]["topology"]
+    pictures = {draw_stages(*x["stages"].values()) for x in rows if x["topology"] == fastest}
+    assert (tmp_path / "step.svg").read_text() in pictures
 
 
 def test_stages_of_steps_from_pixels_and_captions(photos: Path, tmp_path: Path) -> None:

@@ -90,6 +90,10 @@ def test_photos_train_alike(photos: Path, tmp_path: Path) -> None:
     ("options", "said"),
     [
         (("--loader", "--topology", "g2n1"), "--topology g2n1"),
+        (
+            ("--loader", "--topologies", "g1n2", "g2n1"),
+            "--topology g1n2 g2n1: --loader moves whole",
+        ),
         (("--loader", "--planner", "knapsack"), "--planner knapsack"),
         (("--loader", "--accumulate", "0"), "--accumulate 0"),
         (("--accumulate", "2"), "--accumulate 2: only with --loader"),

@@ -25,6 +25,7 @@ from bascule.transformers import (
     context_parallel,
     inputs_of_pack,
     register_attention,
+    split_delta_layers,
 )
 from bascule.transformers.trainer import check_packs
 from tests.helpers.cases import COST
@@ -72,7 +73,7 @@ DAILY = {  # one of each kind of answer
     "BartForCausalLM": "model.decoder.embed_positions differs",
     "RobertaForCausalLM": "roberta.embeddings.position_embeddings differs",
     "JambaForCausalLM": "mixes the sequences of a row: model.layers.0.mamba.x_proj changes",
-    "Qwen3NextForCausalLM": "model.layers.0.linear_attn",
+    "Qwen3NextForCausalLM": "right",  # gated delta layers
     "OPTForCausalLM": "right",
     "BloomForCausalLM": "several sequences in a row: transformer.h.0.self_attention raised Runtime",
 }
@@ -86,7 +87,8 @@ OVER_RANKS = {  # the same, for one sequence over two ranks
     "Gemma2ForCausalLM": "right",
     "BartForCausalLM": "model.decoder.embed_positions differs from one process",
     "RobertaForCausalLM": "roberta.embeddings.position_embeddings differs from one process",
-    "OlmoHybridForCausalLM": "model.layers.0.linear_attn.o_proj differs from one process",
+    "OlmoHybridForCausalLM": "right",  # gated delta layers
+    "JambaForCausalLM": "model.layers.0.mamba",
     "FalconForCausalLM": "transformer.h.0.self_attention.dense differs from one process",
 }
 
@@ -119,6 +121,7 @@ def in_a_bag(model: Any, ids: Tensor) -> Tensor:
 
 
 def in_a_pack(model: Any, ids: Tensor) -> Tensor:
+    split_delta_layers(model)
     check_packs(model, torch.device("cpu"))
     pack = Pack(tokens=len(ids))
     samples = [{"input_ids": tokens} for tokens in ids.split(LENS)]
@@ -237,8 +240,8 @@ def test_positions_and_a_comparison_are_asked_for() -> None:
 @pytest.mark.parametrize(
     ("way", "least"),
     [
-        *[("bag", 87), ("pack", 72), ("eager pack", 83)],
-        *[("ranks", 86), ("documents over ranks", 81)],
+        *[("bag", 92), ("pack", 77), ("eager pack", 88)],
+        *[("ranks", 91), ("documents over ranks", 86)],
     ],
 )
 def test_no_family_is_wrong_in_silence(way: str, least: int) -> None:

@@ -149,6 +149,7 @@ def trained(kind: str, folder: str, *, owns_loss: bool = False, **given: Any) ->
         "microbatches": [[len(texts) for _, texts in seen] for seen in asked],
         "tokens": [[sum(len(ids) for ids, _ in texts) for _, texts in seen] for seen in gathered],
         "did": trainer.balanced_loader.metrics(),
+        "replaced": [name for name, x in trainer.model.named_modules() if "forward" in vars(x)],
     }
 
 
@@ -259,19 +260,20 @@ def test_packs_go_on_in_an_epoch_and_where_one_ended(ends: str) -> None:
         assert "written with packs of unknown number" in run["refused"]
 
 
-def packs_of_one_process() -> dict[str, Any]:
+def packs_of_one_process(kind: str) -> dict[str, Any]:
     balance = {"cost": COST, "pack": BUDGET}
     given: dict[str, Any] = {"max_steps": 3, "dataset": Uneven(), "balance": balance}
     with shared_folder() as folder:
-        found = trained("qwen2", folder, **given)
-        forever = make_trainer(folder, "qwen2", balanced=True, **(given | {"max_steps": -1}))
+        found = trained(kind, folder, **given)
+        forever = make_trainer(folder, kind, balanced=True, **(given | {"max_steps": -1}))
         return found | {"forever": raised_by(forever.train)[1]}
 
 
-def test_one_process_packs_too_and_must_know_when_to_stop() -> None:
-    (run,) = run_ranks(packs_of_one_process, 1)
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_next"])  # the other has gated delta layers
+def test_one_process_packs_too_and_must_know_when_to_stop(kind: str) -> None:
+    (run,) = run_ranks(packs_of_one_process, 1, kind)
     (losses, weights), (wanted, wanted_weights) = run["run"], run["alone"]
     assert losses == pytest.approx(wanted, rel=1e-5)
     assert torch.allclose(weights, wanted_weights, rtol=1e-5, atol=1e-6)
-    assert max(run["microbatches"][0]) > 1
+    assert max(run["microbatches"][0]) > 1 and run["replaced"] == []
     assert "max_steps=-1 with BalanceConfig(pack=..)" in run["forever"]

@@ -1,11 +1,16 @@
-"""The example of a vision-language model, as a user runs it."""
+"""The example of a vision-language model, as a user runs it; and the benchmark of its model."""
 
 import re
+import sys
+from importlib import import_module
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
 from tests.helpers.jobs import run_example
+from tests.helpers.ranks import run_ranks
 
 pytest.importorskip("transformers")
 pytest.importorskip("skimage")
@@ -43,3 +48,26 @@ def test_the_example_trains_alike_without_balancing(is_compared: bool) -> None:
         assert abs(ours - theirs) < 1e-4 * theirs
         assert before == same == loaded
     assert "samples moved in 0 of 20 steps" in said_plain
+
+
+def quick_benchmark() -> dict[str, Any]:
+    """What `benchmarks/run.py vlm --quick` finds, on ranks that are there."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    benchmark = import_module("vlm")
+    with mock.patch.object(benchmark, "on_ranks", lambda function, *args: function(*args)):
+        return benchmark.vlm(quick=True)["cases"]
+
+
+@pytest.mark.stress
+def test_all_ways_of_the_benchmark_have_the_gradients_of_samples_that_stay() -> None:
+    one, other = run_ranks(quick_benchmark, 2)
+    assert list(one) == list(other) == ["DDP", "FSDP2"]
+    for case in (*one.values(), *other.values()):
+        assert [way.split(",")[0] for way in case] == [
+            "samples stay",
+            *["one cost"] * 2,
+            "two costs",
+        ]
+        apart = [way["difference"] for way in case.values()]
+        assert apart[0] == 0.0 and all(0.0 < one < 1e-5 for one in apart[1:])
+        assert all(way["language"] >= 1.0 and way["tower"] >= 1.0 for way in case.values())

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bascule import TransformerCost
+from bascule.data import LoaderOptions
 from bascule.plan.sparse import BlockLayout, block_lens
 from tests.helpers.encoder_cases import batch_of, text_encoder
 from tests.helpers.inference_cases import difference, make_mesh
@@ -21,7 +22,7 @@ from tests.helpers.jobs import join_trainer_world
 from tests.helpers.pages import ROOT, run_python
 from tests.helpers.pipeline_cases import make_pipeline, prompt_of
 from tests.helpers.tile_cases import own_tiled, tiny_vae
-from tests.helpers.vlm_models import make_model
+from tests.helpers.vlm_models import make_model, make_samples
 
 Names = dict[str, Any]
 
@@ -189,7 +190,10 @@ def _encoders(folder: str) -> Names:
     counts = torch.tensor([3, 1, 4, 2] if rank else [1])
     vae = tiny_vae("kl").double()
     prompt = {"prompt_embeds": torch.ones(1, 7, 32), "pooled_prompt_embeds": torch.ones(1, 32)}
+    samples = make_samples("qwen2_5_vl")
     return {
+        "local": [samples[1:] if rank else samples[:1]],
+        "options": LoaderOptions(collate_fn=list),
         "vlm": vlm,
         "batch": batch | {"labels": batch["input_ids"]},
         "text_encoder": text_encoder("t5"),
@@ -222,6 +226,11 @@ def _check_encoders(left: Names) -> None:
     for name, found in left["features"].items():
         torch.testing.assert_close(found, expected[name])
     assert left["clips"].last.num_moved
+    (one,), (two,) = left["one_cost"], left["two_costs"]
+    samples = make_samples("qwen2_5_vl")
+    assert one.plan.seq_lens.tolist() == [left["megaflops"](sample) for sample in samples]
+    assert two.plan.seq_lens.tolist() == [len(sample["input_ids"]) for sample in samples]
+    assert one.verdict.applied and two.verdict.applied
 
 
 # --- docs/pipelines.md

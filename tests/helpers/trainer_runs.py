@@ -81,7 +81,12 @@ def make_model(kind: str) -> Any:
     torch.manual_seed(0)
     if kind == "scorer":
         return Scorer()
-    name = {"qwen2": "Qwen2", "llama": "Llama"}[kind]
+    name = {"qwen2": "Qwen2", "llama": "Llama", "qwen3_next": "Qwen3Next"}[kind]
+    more: dict[str, Any] = {}
+    if kind == "qwen3_next":
+        more = dict.fromkeys(("head_dim", "linear_key_head_dim", "linear_value_head_dim"), 8)
+        more |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "mlp_only_layers": [0, 1]}
+        more["layer_types"] = ["linear_attention", "full_attention"]
     config = getattr(transformers, f"{name}Config")(
         vocab_size=VOCAB,
         hidden_size=16,
@@ -89,6 +94,7 @@ def make_model(kind: str) -> Any:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
+        **more,
     )
     return getattr(transformers, f"{name}ForCausalLM")(config)
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from bascule.report.measured import of_bench
-from bascule.report.page import Report
+from bascule.report.page import Report, Rows
 
 ARM = {
     "wir": 2.0,
@@ -41,8 +41,44 @@ def reported(
         "grad_difference": 1e-8,
         "grad_difference_first": 1e-8,
     }
+    summary |= changes
     step: dict[str, Any] = dict(zip(NAMES, (1.5, 1.0, 0.3, 0.3), strict=True))
-    return of_bench(summary | changes, [step] * 5)
+    return of_bench(summary | {"topologies": {"g1n2": summary}}, [step | {"topology": "g1n2"}] * 5)
+
+
+def test_topologies_stand_in_one_table() -> None:
+    """By hand: g2n1 is ahead in two steps of three, and nobody in the other."""
+    one = {"predicted_ratio": 1.0, "measured_ratio": 0.9, "measured_ratio_spread": [0.8, 1.0]}
+    one |= {"cpu_ratio": 1.2, "balanced": ARM, "single_binds_steps": 3, "sent_bytes_per_step": 0.0}
+    one |= {"loss_difference": 2e-9, "grad_difference": 3e-8, "grad_difference_first": 1e-8}
+    two = one | {"predicted_ratio": 2.0, "measured_ratio": 1.5, "measured_ratio_spread": [1.0, 2.0]}
+    two |= {"balanced": ARM | {"imbalance": 1.0}, "sent_bytes_per_step": 2.0**20}
+    two |= {"single_binds_steps": 0, "grad_difference": 1e-8, "moved_tokens": 5}
+    summary = two | {"setting": SETTING | {"topology": "g2n1", "gamma": 1.0, "fit_error": None}}
+    summary |= {"unbalanced": ARM, "steps": 3, "tokens_per_rank": [4.0, 5.0]}
+    summary |= {"loss_first": [0.3, 0.3], "loss_last": [0.2, 0.2]}
+    summary["topologies"] = {"g1n2": one | {"moved_tokens": 0}, "g2n1": two}
+    rows = [
+        dict(zip(NAMES, (1.5, seconds, 0.3, 0.3), strict=True)) | {"topology": name}
+        for of_step in ((1.6, 1.0), (1.7, 0.9), (1.6, 1.55))
+        for name, seconds in zip(("g1n2", "g2n1"), of_step, strict=True)
+    ]
+    report = of_bench(summary, rows)
+    table = next(part for part in report.parts if isinstance(part, Rows))
+    assert table.title == "Topologies" and "compute only" in list(table.columns)[2]
+    assert table.texts == [
+        ["without", "1.500", "", "", "", "1"],
+        ["g1n2", "1.500", "1.00x", "0.90x (0.80 to 1.00)", "0 MiB", "0"],
+        ["g2n1", "1.000", "2.00x", "1.50x (1.00 to 2.00)", "1 MiB", "2"],
+    ]
+    assert report.title.endswith("bags g1n2, g2n1, 3 steps")
+    assert report.answer.startswith("g2n1 was the fastest of 2 topologies. With bascule, training")
+    saved = next(fact.value for fact in report.facts if fact.key == "seconds_saved")
+    assert saved == pytest.approx(3 * 1.5 - (1.0 + 0.9 + 1.55))
+    warnings = [note for note in report.notes if note.startswith("warning")]
+    assert len(warnings) == 1 and "bags g1n2 can shorten" in warnings[0]
+    assert any(note.endswith("nobody waits: g1n2 1.20x, g2n1 1.20x") for note in report.notes)
+    assert any("gradients by 1.0e-08 at the first step and 3.0e-08" in x for x in report.notes)
 
 
 def test_numbers() -> None:

@@ -252,7 +252,9 @@ def test_deadlines_of_small_and_large_clips() -> None:
     ("name", "load", "slo", "least"),
     [
         ("gf-dit-qwen", 0.8, 1.0, 0.99),  # the goal is 92 % of the small and all of the large
-        ("gf-dit-qwen", 1.2, 1.0, 0.8),  # more than they can do; the bound is 0.91
+        pytest.param(
+            *("gf-dit-qwen", 1.2, 1.0, 0.8), marks=pytest.mark.stress
+        ),  # too much: bound 0.91
         ("gf-dit-wan-foreground", 0.8, 1.0, 1.0),
         ("gf-dit-wan-inflight", 0.8, 1.0, 1.0),
         ("tetriserve-uniform", 0.3, 1.2, 0.91),

@@ -1,4 +1,7 @@
-"""The site builds without a warning, from docs, examples, results and docstrings."""
+"""The site builds without a warning, from docs, examples, results and docstrings.
+
+Twenty seconds: with `make stress`. `test_docs` looks at links and names every day.
+"""
 
 import os
 import re
@@ -12,6 +15,7 @@ import bascule
 from tests.helpers.pages import ROOT
 
 
+@pytest.mark.stress
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs_api_autonav", reason="NOT TESTED: pip install 'bascule[docs]'")
     command = (sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path))

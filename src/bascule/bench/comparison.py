@@ -1,6 +1,6 @@
-"""Train without and with balancing on the same batches, in turns.
+"""Train without balancing, and with it on each topology, on the same batches, in turns.
 
-Shapes: N steps, A ways, S stages, R ranks.
+Way 0 is without. Shapes: N steps, W ways, S stages, R ranks.
 """
 
 import queue
@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -311,12 +312,12 @@ class InTheLoader(AsLoaded):
 
 
 class Stages:
-    """Encoders before both ways, of each rank alone or of all, with a clock on every stage."""
+    """Encoders before all ways, of each rank alone or of all, with a clock on every stage."""
 
-    def __init__(self, samples: Samples, mesh: DeviceMesh) -> None:
+    def __init__(self, samples: Samples, mesh: DeviceMesh, num_ways: int) -> None:
         self._samples, self._watch = samples, Stopwatch(samples.device)
         self._names = (*samples.encoders.stages, TRANSFORMER)
-        self._times = np.zeros((len(ARMS), len(self._names), 2))
+        self._times = np.zeros((num_ways, len(self._names), 2))
         watch_encoders(samples.encoders, self._watch)
         shape, axes = (samples.group.size, 1), ("ranks", "alone")
         alone = init_device_mesh(samples.device.type, shape, mesh_dim_names=axes)["alone"]
@@ -328,29 +329,29 @@ class Stages:
         """Time the blocks of a model."""
         watch_blocks([*model.double_blocks, *model.single_blocks], self._watch)
 
-    def read(self, arm: int, total: float) -> None:
+    def read(self, way: int, total: float) -> None:
         """Keep the seconds of the stages of a step of this rank, which took so long in all."""
         laps = self._watch.read()
         seconds = [laps[name, 0] for name in self._names[:-1]]
         work = [laps[f"{name} work", 0] for name in self._names[:-1]]
-        self._times[arm] = np.array([[*seconds, total - sum(seconds)], [*work, laps["work", 0]]]).T
+        self._times[way] = np.array([[*seconds, total - sum(seconds)], [*work, laps["work", 0]]]).T
 
-    def facts(self, way: InTheModel, step: int) -> dict[str, Any]:
-        """Return "stages": by way, stage and measure, a number for each rank."""
-        assert way.step is not None
-        plan, none = way.step.plan, [0.0] * self._samples.group.size
-        loads = {TRANSFORMER: (plan.unbalanced_loads(way.cost).tolist(), plan.loads.tolist())}
+    def facts(self, way: int, model: AsLoaded, step: int) -> dict[str, Any]:
+        """Return "stages", without and in a way: by stage and measure, a number for each rank."""
+        assert isinstance(model, InTheModel) and model.step is not None
+        plan, none = model.step.plan, [0.0] * self._samples.group.size
+        loads = {TRANSFORMER: (plan.unbalanced_loads(model.cost).tolist(), plan.loads.tolist())}
         for name, encoding in self._balanced.last.items():
             loads[name] = none, none
             if encoding is not None:
                 loads[name] = list(encoding.loads_as_given), list(encoding.loads)
-        times_AS2R = self._samples.gathered(self._times, "seconds of stages", step + 1)
+        times_2S2R = self._samples.gathered(self._times[[0, way]], "seconds of stages", step + 1)
         return {
             "stages": {
                 name: {
                     stage: {
-                        "seconds": times_AS2R[arm, place, 0].tolist(),
-                        "work": times_AS2R[arm, place, 1].tolist(),
+                        "seconds": times_2S2R[arm, place, 0].tolist(),
+                        "work": times_2S2R[arm, place, 1].tolist(),
                         "predicted": loads[stage][arm],  # work in units of its cost
                     }
                     for place, stage in enumerate(self._names)
@@ -422,24 +423,27 @@ def join_samples(samples: Sequence[dict[str, Tensor]]) -> SampleBatch:
 
 
 class Comparison:
-    """Two models of the same weights, trained on the same samples in two ways by all ranks."""
+    """Models of the same weights, one for each way, trained on the same samples by all ranks."""
 
     def __init__(self, options: BenchOptions, device: torch.device) -> None:
-        topology = options.check(dist.get_world_size())
-        self.options = options
+        import_module("scipy.optimize")  # which planning imports late: no step shall wait for it
+        topologies = options.check(dist.get_world_size())
+        self.options, self.names = options, [str(topology) for topology in topologies]
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         self.samples = samples = Samples(options, device, member_of(resolve(mesh), "data"))
         config = model_config(options, samples.stream)
         cost = cost_of(options, config, samples.longest, device)
-        self._stages = Stages(samples, mesh) if options.encodes else None
+        num_ways = 1 + len(topologies)
+        self._stages = Stages(samples, mesh, num_ways) if options.encodes else None
         encode = (None, None) if self._stages is None else self._stages.encode
-        if options.loader:
-            balanced = InTheLoader(samples, mesh, cost)
-        else:
-            balanced = InTheModel(samples, mesh, topology, cost, encode[1])
-        self._ways: tuple[AsLoaded, AsLoaded] = AsLoaded(samples, encode[0]), balanced
+        self._ways = [AsLoaded(samples, encode[0])]
+        for topology in topologies:
+            if options.loader:
+                self._ways.append(InTheLoader(samples, mesh, cost))
+            else:
+                self._ways.append(InTheModel(samples, mesh, topology, cost, encode[1]))
         building = {"seed": options.seed, "checkpoint": options.checkpoint, "dtype": samples.dtype}
-        self._models = [build_model(config, mesh, **building) for _ in ARMS]
+        self._models = [build_model(config, mesh, **building) for _ in self._ways]
         if self._stages is not None:
             for model in self._models:
                 self._stages.watch(model)
@@ -454,7 +458,6 @@ class Comparison:
         self.setting: dict[str, Any] = {
             "device": name,
             "world_size": samples.group.size,
-            "topology": str(topology),
             "gamma": cost.gamma,
             "fit_error": cost.fit_error,
             "skipped_photos": getattr(samples.stream, "skipped", 0),
@@ -462,55 +465,69 @@ class Comparison:
             "peak_flops": peak,
         }
 
-    def run(self) -> Iterator[dict[str, Any]]:
-        """Train; yield the numbers of each step after the warm-up, the same on every rank."""
+    def run(self) -> Iterator[list[dict[str, Any]]]:
+        """Train; yield the records of each step after the warm-up, the same on every rank."""
         try:
             for step in range(self.options.warmup + self.options.steps):
-                record = self._step(step)
+                records = self._step(step)
                 if step >= self.options.warmup:
-                    yield record
+                    yield records
         finally:
             for way in self._ways:
                 way.close()
 
-    def _step(self, step: int) -> dict[str, Any]:
-        """Train a step both ways; loss of an image token, seconds of the slowest rank."""
-        samples, losses, seconds = self.samples, [0.0, 0.0], [0.0, 0.0]
-        for arm in (0, 1) if step % 2 == 0 else (1, 0):
-            losses[arm], seconds[arm] = self._train(arm, step)
-            if self._stages is not None:
-                self._stages.read(arm, seconds[arm])
-        losses = samples.reduced(losses, "losses", step + 1)
-        seconds = samples.slowest(seconds, step + 1)
-        facts = self._ways[1].facts(step)
-        if self._stages is not None:
-            assert isinstance(self._ways[1], InTheModel)
-            facts |= self._stages.facts(self._ways[1], step)
-        record: dict[str, Any] = {"step": step - self.options.warmup}
-        record["grad_difference"] = self._grad_difference(step)
-        for arm, loss, spent in zip(ARMS, losses, seconds, strict=True):
-            record |= {f"loss_{arm}": loss / samples.group.size, f"seconds_{arm}": spent}
-        return record | facts
+    def _step(self, step: int) -> list[dict[str, Any]]:
+        """Train a step all ways, another one first each time; return a record of each topology.
 
-    def _train(self, arm: int, step: int) -> tuple[float, float]:
-        """Return this rank's part of the loss, and its seconds; gradients stay for comparison."""
-        way, device = self._ways[arm], self.samples.device
-        microbatches = way.prepare(step)
-        self._optimizers[arm].zero_grad(set_to_none=True)
+        It has the losses of an image token and the seconds of the slowest rank, also without.
+        """
+        samples, num_ways = self.samples, len(self._ways)
+        losses, seconds, cpu_seconds = ([0.0] * num_ways for _ in range(3))
+        for turn in range(num_ways):
+            way = (step + turn) % num_ways
+            losses[way], seconds[way], cpu_seconds[way] = self._train(way, step)
+            if self._stages is not None:
+                self._stages.read(way, seconds[way])
+        losses = [x / samples.group.size for x in samples.reduced(losses, "losses", step + 1)]
+        measured = {
+            "loss": losses,
+            "seconds": samples.slowest(seconds, step + 1),
+            "cpu_seconds": samples.slowest(cpu_seconds, step + 1),
+        }
+        records = list[dict[str, Any]]()
+        for way, name in enumerate(self.names, start=1):
+            record: dict[str, Any] = {"step": step - self.options.warmup, "topology": name}
+            record["grad_difference"] = self._grad_difference(way, step)
+            for what, values in measured.items():
+                record |= {f"{what}_{ARMS[0]}": values[0], f"{what}_{ARMS[1]}": values[way]}
+            record |= self._ways[way].facts(step)
+            if self._stages is not None:
+                record |= self._stages.facts(way, self._ways[way], step)
+            records.append(record)
+        return records
+
+    def _train(self, way: int, step: int) -> tuple[float, float, float]:
+        """Return this rank's part of the loss, its seconds, and those of its CPU.
+
+        Gradients stay for comparison.
+        """
+        of_way, device = self._ways[way], self.samples.device
+        microbatches = of_way.prepare(step)
+        self._optimizers[way].zero_grad(set_to_none=True)
         self.samples.reduced([0.0], "before a measured step", step + 1)
-        start = _now(device)
-        way.begin()
-        loss = train_step(self._models[arm], microbatches)
+        start, cpu_start = _now(device), time.process_time()
+        of_way.begin()
+        loss = train_step(self._models[way], microbatches)
         _now(device)  # `finish` shall not wait for the device
-        way.finish()
-        seconds = _now(device) - start
-        self._optimizers[arm].step()
-        return float(loss), seconds
+        of_way.finish()
+        seconds, cpu_seconds = _now(device) - start, time.process_time() - cpu_start
+        self._optimizers[way].step()
+        return float(loss), seconds, cpu_seconds
 
     @torch.no_grad()
-    def _grad_difference(self, step: int) -> float:
-        squares = torch.zeros(2, dtype=torch.float64)
-        for a, b in zip(*(model.parameters() for model in self._models), strict=True):
+    def _grad_difference(self, way: int, step: int) -> float:
+        squares, models = torch.zeros(2, dtype=torch.float64), (self._models[0], self._models[way])
+        for a, b in zip(*(model.parameters() for model in models), strict=True):
             reference, other = _local_grad(a), _local_grad(b)
             squares[0] += (reference - other).square().sum().cpu()
             squares[1] += reference.square().sum().cpu()
@@ -521,10 +538,29 @@ class Comparison:
 def summarize(
     records: Sequence[dict[str, Any]], setting: dict[str, Any], options: BenchOptions
 ) -> dict[str, Any]:
-    """Return the numbers of a finished run: both ways, their ratios, loader and stages."""
-    seconds, losses = (
+    """Return the numbers of a finished run: its fastest topology's, and each one's by its name."""
+    ways = {
+        name: _of_way(_on(name, records), setting, options)
+        for name in dict.fromkeys(record["topology"] for record in records)
+    }
+    best = max(ways, key=lambda name: ways[name]["measured_ratio"])
+    head = {
+        "setting": setting | {"topology": best},
+        "options": {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in asdict(options).items()
+        },
+    }
+    return head | ways[best] | {"topologies": ways}
+
+
+def _of_way(
+    records: Sequence[dict[str, Any]], setting: dict[str, Any], options: BenchOptions
+) -> dict[str, Any]:
+    """Return the numbers of a topology, without and with it: their ratios, loader and stages."""
+    seconds, cpu_seconds, losses = (
         np.array([[record[f"{name}_{arm}"] for arm in ARMS] for record in records])
-        for name in ("seconds", "loss")
+        for name in ("seconds", "cpu_seconds", "loss")
     )
     plans = {name: [record["plan"][name] for record in records] for name in records[0]["plan"]}
     passes = TRAINING if options.checkpoint else WITHOUT_RECOMPUTING
@@ -546,16 +582,12 @@ def summarize(
 
     predicted = sum(plans["makespan_unbalanced"]) / sum(plans["makespan"])
     summary = {
-        "setting": setting,
-        "options": {
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in asdict(options).items()
-        },
         "steps": len(records),
         "unbalanced": of_arm(0, "_unbalanced"),
         "balanced": of_arm(1, ""),
         "measured_ratio": float(seconds[:, 0].sum() / seconds[:, 1].sum()),
         "measured_ratio_spread": np.quantile(ratios, spread).tolist(),
+        "cpu_ratio": float(cpu_seconds[:, 0].sum() / cpu_seconds[:, 1].sum()),
         "single_binds_steps": sum(plans["single_binds"]),
         "predicted_ratio": float(predicted),
         "loss_first": losses[0].tolist(),
@@ -652,10 +684,15 @@ def _with_ratios(arms: dict[str, dict[str, float]]) -> dict[str, Any]:
     }
 
 
-def median_step(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the step whose speed-up is the median."""
+def median_step(records: Sequence[dict[str, Any]], topology: str) -> dict[str, Any]:
+    """Return the record of the step whose speed-up on a topology is the median."""
+    records = _on(topology, records)
     by_speedup = sorted(records, key=lambda x: x["seconds_unbalanced"] / x["seconds_balanced"])
     return by_speedup[len(records) // 2]
+
+
+def _on(topology: str, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [record for record in records if record["topology"] == topology]
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import tyro
+
 from bascule.errors import ConfigError
 from bascule.options import LONGEST_S, NewFile, NewFolder, Outputs, Range, RankOptions, flag
 from bascule.plan.topology import Topology
@@ -18,6 +20,8 @@ class BenchOptions(Outputs, RunOptions):
     Balancing moves tokens inside the model, or whole samples before it with --loader.
 
     Attributes:
+        topologies: Compute bags, for example g2n1; one rank a bag if not given. Of several, such as
+            g1n4 g2n2 g4n1, each trains a model of its own, in turns.
         planner: lpt, or the greedy of the KnapFormer paper.
         loader: Balance in the data loader: samples change ranks behind the compute.
         accumulate: Microbatches of a step, with --loader; each is a batch of the stream.
@@ -26,9 +30,11 @@ class BenchOptions(Outputs, RunOptions):
         batch_size: Photos and clips a rank and step.
         out: Folder for summary.json and steps.jsonl.
         peak_tflops: Peak of a rank, of which HFU is a share. Default: of known GPUs, in bfloat16.
-        picture: SVG for the step of median speed-up, with --vae or --text-encoder.
+        picture: SVG for the step of median speed-up, with --vae or --text-encoder; of several
+            topologies, on the fastest.
     """
 
+    topologies: Annotated[tuple[str, ...], tyro.conf.arg(aliases=("--topology",))] = ()
     planner: Literal["lpt", "knapsack"] = "lpt"
     loader: bool = False
     accumulate: Annotated[int, Range(1, 10**4)] = 1
@@ -39,8 +45,8 @@ class BenchOptions(Outputs, RunOptions):
     peak_tflops: Annotated[float | None, Range(1e-6, 1e12)] = None
     picture: Annotated[Path | None, NewFile()] = None
 
-    def check(self, world_size: int) -> Topology:
-        """Refuse what does not fit; return the bags of the world."""
+    def check(self, world_size: int) -> tuple[Topology, ...]:
+        """Refuse what does not fit; return the bags of the world, of each topology."""
         self.check_source()
         codes = () if self.data is None else parse_data_codes(self.data)
         if codes:
@@ -55,25 +61,33 @@ class BenchOptions(Outputs, RunOptions):
             raise ConfigError(f"--picture {self.picture}: give --vae or --text-encoder, too")
         if self.accumulate > 1 and not self.loader:
             raise ConfigError(f"--accumulate {self.accumulate}: only with --loader")
-        topology = Topology.parse(self.topology or f"g1n{world_size}", world_size=world_size)
+        names = self.topologies or (f"g1n{world_size}",)
+        topologies = tuple(Topology.parse(name, world_size=world_size) for name in names)
+        bags = [(one.bag_sizes.tolist(), one.ring_degrees.tolist()) for one in topologies]
+        for place, name in enumerate(names):
+            if bags[place] in bags[:place]:
+                raise ConfigError(
+                    f"--topologies {' '.join(names)}: {name} has the bags of "
+                    f"{names[bags.index(bags[place])]}; leave one of them out"
+                )
         if self.loader:
-            self._check_loader(topology)
+            self._check_loader(topologies)
             if codes and not any(code.batch_size for code in codes):
                 raise ConfigError(f"--data {self.data}: no rank loads a sample that could be moved")
-        return topology
+        return topologies
 
-    def _check_loader(self, topology: Topology) -> None:
+    def _check_loader(self, topologies: tuple[Topology, ...]) -> None:
         if self.encodes:
             raise ConfigError(
                 "--loader moves samples before they are encoded, which is not compared: leave out "
                 "--vae and --text-encoder, or --loader"
             )
-        if int(topology.bag_sizes.max()) > 1:
+        if any(int(one.bag_sizes.max()) > 1 for one in topologies):
             raise ConfigError(
-                f"--topology {self.topology}: --loader moves whole samples, so each rank is a bag "
-                "of its own; leave --topology out"
+                f"--topology {' '.join(self.topologies)}: --loader moves whole samples, so each "
+                "rank is a bag of its own; leave --topology out"
             )
-        if topology.num_ranks == 1:
+        if topologies[0].num_ranks == 1:
             raise ConfigError("--loader on 1 rank: samples have nowhere to move; use --ranks 2")
         if self.planner != "lpt":
             raise ConfigError(f"--planner {self.planner}: --loader plans with lpt; leave it out")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def run(options: BenchOptions, arguments: list[str]) -> int | None:
-    """Train both ways, compare, and write the numbers of the run and of its steps."""
+    """Train all ways, compare, and write the numbers of the run and of its steps."""
     from bascule.cli.command import on_ranks, progress, publish, quietly, saved, write
     from bascule.report.measured import of_bench
     from bascule.report.step_picture import draw_stages
@@ -21,15 +21,13 @@ def run(options: BenchOptions, arguments: list[str]) -> int | None:
         from bascule.bench.comparison import Comparison, median_step, summarize
 
         comparison, records = Comparison(options, device), []
-        with progress("training both ways", options.steps) as advance:
-            for record in comparison.run():
-                records.append(record)
+        with progress("training all ways", options.steps) as advance:
+            for of_step in comparison.run():
+                records.extend(of_step)
                 advance()
-        return {
-            "summary": summarize(records, comparison.setting, options),
-            "steps": records,
-            "median": median_step(records),
-        }
+        summary = summarize(records, comparison.setting, options)
+        best = summary["setting"]["topology"]
+        return {"summary": summary, "steps": records, "median": median_step(records, best)}
 
     def finish(result: dict[str, Any]) -> None:
         summary, steps = result["summary"], result["steps"]

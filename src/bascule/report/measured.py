@@ -1,6 +1,7 @@
 """Reports of what was measured on ranks: a comparison, a check-up, a calibration."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain, cycle
 from typing import TYPE_CHECKING, Any
@@ -23,19 +24,29 @@ _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"), (1e-12, "ps"), (
 
 
 def of_bench(summary: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Report:
-    """Report training without and with balancing, of summary.json and the rows of steps.jsonl."""
+    """Report training without and with balancing, of summary.json and the rows of steps.jsonl.
+
+    Of several topologies, the fastest is compared with training without, and all stand in a table.
+    """
     setting, before, after = summary["setting"], *(summary[arm] for arm in _ARMS)
+    best, ways = setting["topology"], summary["topologies"]
+    by_way = {name: [one for one in steps if one["topology"] == name] for name in ways}
     measured, predicted = summary["measured_ratio"], summary["predicted_ratio"]
     error = measured / predicted - 1
+    ranks = f"{setting['world_size']} ranks ({setting['device']})"
     is_loader, (low, high) = "loader" in summary, summary["measured_ratio_spread"]
-    is_same = not summary["moved_tokens"] and "stages" not in summary
-    way = "data loader" if is_loader else f"bags {setting['topology']}"
+    is_same = not any(one["moved_tokens"] for one in ways.values()) and "stages" not in summary
+    way = "data loader" if is_loader else f"bags {', '.join(ways)}"
+    labels = {name: name if len(ways) > 1 else _ARMS["balanced"] for name in ways}
     sent = "sent a step" if is_loader else "sent a step, forward"
     lines = {
-        key: {name: [step[f"{key}_{arm}"] for step in steps] for arm, name in _ARMS.items()}
+        key: {_ARMS["unbalanced"]: [one[f"{key}_unbalanced"] for one in by_way[best]]}
+        | {labels[name]: [one[f"{key}_balanced"] for one in by_way[name]] for name in ways}
         for key in ("seconds", "loss")
     }
-    without, balanced = (sum(seconds) for seconds in lines["seconds"].values())
+    without, balanced = (
+        sum(lines["seconds"][name]) for name in (_ARMS["unbalanced"], labels[best])
+    )
     rows = [
         (label, *(form.format(*np.atleast_1d(arm[key])) for arm in (before, after)))
         for label, key, form in _ROWS
@@ -54,10 +65,12 @@ def of_bench(summary: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Report
         Fact("prediction_error", "measured over predicted", error, "{:+.1%}"),
         Fact("seconds_saved", "saved in all", without - balanced, "{:.2f} s"),
     )
+    if len(ways) > 1:
+        answer = f"{best} was the fastest of {len(ways)} topologies. {answer}"
     if is_same:
         answer, gains = "Nothing was moved: both ways did the same, and differ by noise alone.", ()
     return Report(
-        title=f"{setting['world_size']} ranks ({setting['device']}), {way}, {len(steps)} steps",
+        title=f"{ranks}, {way}, {len(by_way[best])} steps",
         answer=answer,
         facts=(
             *gains,
@@ -70,18 +83,17 @@ def of_bench(summary: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Report
             Fact("loss_difference", "losses differ by", summary["loss_difference"], "{:.1e}"),
         ),
         parts=(
-            Rows("Both ways", columns("", *_ARMS.values()), rows),
-            *_stages(summary, steps),
+            *_topologies(summary, lines["seconds"]),
+            Rows("Both ways", columns("", _ARMS["unbalanced"], labels[best]), rows),
+            *_stages(summary, by_way[best]),
             draw_lines(
                 "Seconds of each step",
-                "Forward and backward of the slowest rank; planning and exchanges are in the "
-                "second line.",
+                "Forward and backward of the slowest rank; planning and exchanges are in all lines "
+                "but the first.",
                 ("step", "s"),
                 lines["seconds"],
             ),
-            draw_lines(
-                "Loss", "The curves of both lie on each other.", ("step", "loss"), lines["loss"]
-            ),
+            draw_lines("Loss", "The curves lie on each other.", ("step", "loss"), lines["loss"]),
         ),
         notes=tuple(_notes(summary, is_same)),
         data=tuple(setting.get("data_lines", ())),
@@ -97,6 +109,36 @@ _ROWS = (  # of either way: label, key in the summary, form
     ("FLOP a second", "flops_per_s", "{:.3g}"),
     ("hardware FLOP utilisation (HFU)", "hfu", "{:.1%}"),
 )
+
+
+def _topologies(summary: dict[str, Any], seconds: Mapping[str, Sequence[float]]) -> list[Rows]:
+    """Return a row for each way, of several topologies; by way the seconds of its steps."""
+    if len(summary["topologies"]) == 1:
+        return []
+    firsts = Counter(
+        min(zip(of_step, seconds, strict=True))[1]
+        for of_step in zip(*seconds.values(), strict=True)
+    )
+    without = _ARMS["unbalanced"]
+    rows: list[tuple[Any, ...]] = [
+        (without, summary["unbalanced"]["imbalance"], None, None, None, firsts[without])
+    ]
+    rows += [
+        (
+            name,
+            one["balanced"]["imbalance"],
+            one["predicted_ratio"],
+            "{:.2f}x ({:.2f} to {:.2f})".format(
+                one["measured_ratio"], *one["measured_ratio_spread"]
+            ),
+            one["sent_bytes_per_step"],
+            firsts[name],
+        )
+        for name, one in summary["topologies"].items()
+    ]
+    forms = columns("bags", "imbalance: {:.3f}", "predicted, compute only: {:.2f}x")
+    forms |= columns("measured (10% to 90% of steps)") | {"sent a step, forward": mib}
+    return [Rows("Topologies", forms | columns("steps won"), rows)]
 
 
 def _stages(summary: dict[str, Any], steps: Sequence[dict[str, Any]]) -> list[Chart | Rows]:
@@ -127,16 +169,26 @@ def _stages(summary: dict[str, Any], steps: Sequence[dict[str, Any]]) -> list[Ch
 
 def _notes(summary: dict[str, Any], is_same: bool) -> list[str]:
     setting, loader, num_steps = summary["setting"], summary.get("loader"), summary["steps"]
+    ways: dict[str, Any] = summary["topologies"]
+    differences = {
+        key: max(one[key] for one in ways.values())
+        for key in ("loss_difference", "grad_difference_first", "grad_difference")
+    }
     fit, wires = setting["fit_error"], "exchange" if loader else "wires"
     tokens = ", ".join(f"{tokens:,.0f}" for tokens in summary["tokens_per_rank"][:16])
+    tokens += " ..." if setting["world_size"] > 16 else ""
+    tokens += f" (bags {setting['topology']})" if len(ways) > 1 else ""
     notes = [
         f"the prediction counts compute only, not the {wires}: gamma {setting['gamma']:.2f}"
         + ("" if fit is None else f", fitted within {fit:.0%}"),
-        f"same maths: losses differ by {summary['loss_difference']:.1e} at most, gradients by "
-        f"{summary['grad_difference_first']:.1e} at the first step and "
-        f"{summary['grad_difference']:.1e} at most (relative)",
-        f"tokens a rank with balancing: {tokens}{' ...' if setting['world_size'] > 16 else ''}",
+        "same maths: losses differ by {loss_difference:.1e} at most, gradients by "
+        "{grad_difference_first:.1e} at the first step and {grad_difference:.1e} at most "
+        "(relative)".format(**differences),
+        f"tokens a rank with balancing: {tokens}",
     ]
+    if len(ways) > 1 and setting["device"] == "cpu":
+        shares = ", ".join(f"{name} {one['cpu_ratio']:.2f}x" for name, one in ways.items())
+        notes.append(f"in CPU seconds of the busiest rank, in which nobody waits: {shares}")
     if loader:
         reasons = loader["reasons"].items()
         skipped = ", ".join(f"{n} {why}" for why, n in reasons if why != "balanced")
@@ -163,15 +215,16 @@ def _notes(summary: dict[str, Any], is_same: bool) -> list[str]:
             "warning: the fitted gamma is 0, attention's time did not show, so plans count linear "
             "layers only: measure longer sequences or a quieter machine, or give --gamma"
         )
-    if summary["single_binds_steps"]:
+    for name, one in ways.items():
+        if not one["single_binds_steps"]:
+            continue
         advice = (
             "moving whole samples can shorten: larger bags can, with --topology, not --loader"
             if loader is not None
-            else f"balancing on bags {setting['topology']} can shorten: give larger bags with "
-            "--topology"
+            else f"balancing on bags {name} can shorten: give larger bags with --topology"
         )
         notes.append(
-            f"warning: in {summary['single_binds_steps']} of {num_steps} steps one sequence alone "
+            f"warning: in {one['single_binds_steps']} of {num_steps} steps one sequence alone "
             f"takes as long as its step, which no {advice}"
         )
     return notes

@@ -27,7 +27,6 @@ class RunOptions(RankOptions, ManifestOptions):
     Attributes:
         photos: Folder of photos and clips; captions in NAME.txt or captions.jsonl are optional.
         data: Data codes of a synthetic mix, for example g1b8i256f1s0,g1b2i512f1s0.
-        topology: Compute bags, for example g2n1; one rank a bag if not given.
         clip_frames: Most frames of a clip (video, or subfolder of frames); 0 takes photos alone.
         max_tokens: Photos and clips with more tokens are scaled down; --manifest must have none.
         d_model: Model width.
@@ -47,7 +46,6 @@ class RunOptions(RankOptions, ManifestOptions):
 
     photos: Path | None = None
     data: str | None = None
-    topology: str | None = None
     clip_frames: Annotated[int, Range(0, 10**4)] = 16
     max_tokens: Annotated[int, Range(1, MAX_TOKENS)] = 2048
     d_model: Annotated[int, Range(1, 2**16)] = 192
@@ -89,6 +87,7 @@ class TrainOptions(RunOptions):
     A run may be resumed on any number of ranks. SIGTERM saves and ends with exit status 0.
 
     Attributes:
+        topology: Compute bags, for example g2n1; one rank a bag if not given.
         steps: Steps in all, those before a resume included; 100 if --epochs is not given either.
         epochs: Times that each photo and clip is trained on, in place of --steps.
         batch_size: Samples of a step, over all ranks; 8, or those of all data codes, if not given.
@@ -102,6 +101,7 @@ class TrainOptions(RunOptions):
         out: Folder that all ranks can see, for checkpoints, metrics.jsonl and TensorBoard.
     """
 
+    topology: str | None = None
     steps: Annotated[int | None, Range(1, 10**9)] = None
     epochs: Annotated[int | None, Range(1, 10**6)] = None
     batch_size: Annotated[int | None, Range(1, 2**20)] = None

@@ -6,19 +6,24 @@ Shapes: T tokens that this rank computes on, H heads, K key-value heads, D head 
 import inspect
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from itertools import product
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from bascule.attention import PackedSequences, Scores, attend_packed
+from bascule.attention import PackedSequences, Scores, SequenceLayout, attend_packed
+from bascule.attention.usp import keep
+from bascule.comm.shared_row import SharedRow
 from bascule.errors import ConfigError
 from bascule.parallel import Step
 from bascule.sdpa import SequenceParallelMode
+from bascule.transformers.delta_rule import split_delta_layers
 from bascule.transformers.separation import Reach, check_separates, reach_of
 
 NAME = "bascule"
@@ -62,6 +67,7 @@ def call_packed(
     rows = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
     rows = {name: x for name, x in rows.items() if x is not None}
     if not torch.compiler.is_compiling():
+        split_delta_layers(model)
         if model not in _tried:
             _tried[model] = _try(model, rows, position_ids)
         longest, row = int(step.plan.seq_lens.max(initial=0)), int(step.plan.tokens.max())
@@ -106,14 +112,30 @@ class OverMesh(NamedTuple):
     """Attends over a mesh, in place of a step, within documents of these tokens."""
 
     mode: SequenceParallelMode
+    layout: SequenceLayout
     documents: tuple[int, ...] = ()
+
+    @property
+    def row(self) -> SharedRow:
+        """The documents, for layers that compute by heads."""
+        layout, whole, kept = self.layout, self.mode.mesh.whole, self.mode.mesh.kept
+        self.mode.has_attended, lens = True, self.documents or (layout.seq_len,)
+        if layout.replicated:
+            raise ConfigError("gated delta layers and tokens that every rank has: leave out one")
+        if ("row", layout, lens) not in kept:
+            places = list(product(range(layout.ring_degree), range(layout.ulysses_degree)))
+            runs = [run for place in places for run in layout.shares(*place)]
+            order = np.argsort(np.concatenate([np.arange(*run) for run in runs]))
+            row = SharedRow(lens, whole, [layout.num_tokens(*place) for place in places], order)
+            keep(kept, ("row", layout, lens), row)
+        return kept["row", layout, lens]
 
 
 class Alone:
     """Attends within a few whole sequences on this rank, in place of a step."""
 
     def __init__(self, lens: list[int], device: torch.device) -> None:
-        self._seqs = PackedSequences.build(lens, device)
+        self._seqs, self.row = PackedSequences.build(lens, device), SharedRow(lens)
         self.has_attended, self.is_one = False, len(lens) == 1
         self.token_slot = torch.arange(sum(lens), device=device)
         self.plan = SimpleNamespace(masks=None)

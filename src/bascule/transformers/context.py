@@ -19,6 +19,7 @@ from bascule.comm.failures import shared
 from bascule.errors import ConfigError
 from bascule.stand_in import as_in_use, module_of
 from bascule.transformers.bag_attention import NAME, Alone, OverMesh, note, register_attention
+from bascule.transformers.delta_rule import delta_layers, split_delta_layers
 from bascule.transformers.separation import (
     NOISE,
     Reach,
@@ -84,7 +85,7 @@ def context_parallel(
         if places.dim() == 2:
             documents = _documents(kind, gather(places, place, of, 1), of.seq_len)
         reach.check(kind, max(documents, default=0), of.seq_len)
-        step = OverMesh(mode, documents if len(documents) > 1 else ())
+        step = OverMesh(mode, of, documents if len(documents) > 1 else ())
         note(step)
         return args, {**kwargs, "bascule_step": step}
 
@@ -118,11 +119,13 @@ def _attending(model: Any, name: str = NAME) -> Iterator[None]:
     parts = {name: getattr(model.config, name, None) for name in model.config.sub_configs}
     before = {"": model.config._attn_implementation}
     before |= {name: x._attn_implementation for name, x in parts.items() if x is not None}
+    undo_split = split_delta_layers(model)
     model.set_attn_implementation(name)
     try:
         yield
     finally:
         note(None)
+        undo_split()
         model.set_attn_implementation(before)
 
 
@@ -155,7 +158,7 @@ def _try(model: Any, mesh: AttentionMesh) -> Reach:
             whole = outputs_of(model, partial(call, ids), own)  # counts positions itself
         with _attending(model), sdpa.SequenceParallelMode(mesh, watches=True) as mode:
             over_ranks = partial(
-                call, own_ids, position_ids=own_places, bascule_step=OverMesh(mode)
+                call, own_ids, position_ids=own_places, bascule_step=OverMesh(mode, layout)
             )
             parts = outputs_of(model, over_ranks, lambda x: x)
     fault, last = None, list(parts)[-1]
@@ -176,7 +179,7 @@ def _try(model: Any, mesh: AttentionMesh) -> Reach:
     alone = Alone([ids.shape[1]], ids.device)
     with as_in_use(model), torch.no_grad(), _attending(model):
         call(ids, bascule_step=alone)
-    if not alone.has_attended:
+    if not (alone.has_attended or delta_layers(model)):
         raise ConfigError(
             f"{kind} does not attend through transformers' AttentionInterface, so its windows "
             "and settings are not known: it cannot be split by context_parallel"

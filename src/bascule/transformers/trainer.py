@@ -27,6 +27,7 @@ from bascule.errors import ConfigError
 from bascule.plan.checks import choice, fields, function, of_type
 from bascule.plan.costs import Cost
 from bascule.plan.step import Sync
+from bascule.transformers.delta_rule import delta_layers, split_delta_layers
 from bascule.transformers.separation import check_separates
 
 Inputs = dict[str, Any]
@@ -38,7 +39,9 @@ def inputs_of_pack(packed: Mapping[str, Any], pack: Pack, model: nn.Module | Non
     """Return a pack as a causal language model of transformers takes it, or one that sees images.
 
     Token fields become (1, T, ..), and ``position_ids`` separate samples. Packs with images need
-    the model, wrapped or not, because it counts their positions.
+    the model, wrapped or not, because it counts their positions; and so do packs for gated delta
+    layers, which get the bounds of samples as ``cu_seq_lens_q`` and ``seq_idx``: transformers needs
+    two packages for these, or `split_delta_layers(model)`.
     """
     for name in VISUAL_FIELDS:
         if model is None and packed.get(name) is not None:
@@ -58,6 +61,11 @@ def inputs_of_pack(packed: Mapping[str, Any], pack: Pack, model: nn.Module | Non
         if name not in MADE and name != "attention_mask"
     }
     positions = packed["positions"][None] if model is None else _positions(packed, model)
+    if model is not None and delta_layers(model):
+        lens = packed["cu_seqlens"].diff()
+        places = torch.arange(len(lens), dtype=torch.int32, device=lens.device)
+        inputs["cu_seq_lens_q"] = packed["cu_seqlens"]
+        inputs["seq_idx"] = places.repeat_interleave(lens)[None]
     return inputs | {"position_ids": positions, "use_cache": False}
 
 
@@ -199,6 +207,7 @@ class BalancedTrainerMixin(_Base):
         is_default = type(self).packed_inputs is BalancedTrainerMixin.packed_inputs
         self._must_check_packs = self.balance.pack is not None and is_default
         self._scale_was_used = False
+        self._undo_split: Callable[[], None] | None = None
         self.add_callback(LoaderProgress())
 
     @property
@@ -254,6 +263,10 @@ class BalancedTrainerMixin(_Base):
             if self.balanced_loader is not None:
                 self.balanced_loader.leave(error)
             raise
+        finally:
+            if self._undo_split is not None:
+                self._undo_split()
+            self._undo_split = None
 
     def training_step(
         self,
@@ -262,6 +275,8 @@ class BalancedTrainerMixin(_Base):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
         """Train on a microbatch; refuse a `compute_loss` that left out `loss_scale`."""
+        if self.balance.pack is not None and self._undo_split is None:
+            self._undo_split = split_delta_layers(model)
         if self._must_check_packs:
             self._must_check_packs = False
             check_packs(model, self.args.device)

@@ -1,0 +1,76 @@
+"""A row of sequences whose tokens ranks share, for layers in which they share the heads instead.
+
+Shapes: B batch, T tokens of this rank, S of all, H heads of all ranks, N of this rank, F values.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bascule.arrays import Ints
+from bascule.comm.exchange import BoundRoute, exchange
+from bascule.comm.groups import RankGroup
+from bascule.plan.routes import Route
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedRow:
+    """The sequences of a row, and where their tokens are."""
+
+    seq_lens: Sequence[int]  # one after the other
+    group: RankGroup | None = None  # None: one rank has all tokens, in this order
+    counts: Sequence[int] = (0,)  # (ranks,) tokens of each
+    order: Ints | None = None  # (S,) places in the order of ranks, in that of the sequences
+    step: int = 0  # for errors
+    _routes: dict[tuple[int, torch.device], BoundRoute] = field(default_factory=dict, init=False)
+
+    def own_heads(self, num_heads: int) -> slice:
+        """Return which heads this rank computes; none, if there are fewer than ranks."""
+        rank = 0 if self.group is None else self.group.rank
+        return slice(*self._bounds(num_heads)[rank : rank + 2])
+
+    def to_heads(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        """Return some heads of all tokens, (B, S, N, F) each, from (B, T, H, F); one exchange.
+
+        Differentiable. Tokens behind those that this rank has are left out.
+        """
+        num_tokens, num_heads = sum(self.seq_lens), xs[0].shape[2]
+        if self.group is None:
+            return [x[:, :num_tokens] for x in xs]
+        own, count = self.own_heads(num_heads), self.counts[self.group.rank]
+        rows = [x[:, :count].permute(1, 2, 0, 3).flatten(0, 1) for x in xs]
+        come = exchange(self._route(num_heads, xs[0].device), rows)
+        sizes = num_tokens, own.stop - own.start
+        return [x.unflatten(0, sizes).permute(2, 0, 1, 3) for x in come]
+
+    def to_tokens(self, x: Tensor, num_heads: int) -> Tensor:
+        """Return all heads of this rank's tokens, (B, T, H, F), from (B, S, N, F)."""
+        if self.group is None:
+            return x
+        route, sizes = self._route(num_heads, x.device), (self.counts[self.group.rank], num_heads)
+        (come,) = exchange(route.inverse, [x.permute(1, 2, 0, 3).flatten(0, 1)])
+        return come.unflatten(0, sizes).permute(2, 0, 1, 3)
+
+    def _bounds(self, num_heads: int) -> list[int]:
+        num_ranks = len(self.counts)
+        return [rank * num_heads // num_ranks for rank in range(num_ranks + 1)]
+
+    def _route(self, num_heads: int, device: torch.device) -> BoundRoute:
+        """Return the exchange of (T x H) rows for (S x N); made at first use."""
+        if (num_heads, device) not in self._routes:
+            assert self.group is not None and self.order is not None
+            bounds, own = self._bounds(num_heads), self.own_heads(num_heads)
+            num, places = own.stop - own.start, num_heads * np.arange(self.counts[self.group.rank])
+            heads = [np.arange(start, stop) for start, stop in pairwise(bounds)]
+            sent = np.concatenate([np.add.outer(places, one).ravel() for one in heads])
+            received = np.add.outer(self.order * num, np.arange(num)).ravel()
+            splits = len(places) * np.diff(bounds), num * np.array(self.counts)
+            bound = BoundRoute(
+                Route(sent, *splits, received), self.group, device, self.step, "heads"
+            )
+            self._routes[num_heads, device] = bound
+        return self._routes[num_heads, device]
