@@ -45,6 +45,7 @@ def over_steps(ring: int, ulysses: int, rule: dict[str, float] | None) -> dict[s
     strategies = Strategies(latency_for(ring * ulysses))
     # So uneven a target that nothing moves: then all-to-alls are those of Ulysses alone.
     settings: dict[str, Any] = {"target": 9.0, "strategies": strategies, "rule": rule}
+    settings["recomputes"] = ring * ulysses == 2
     return run_steps(make_mesh(ring, ulysses), SEGMENTS, masks=make_masks(), **settings)
 
 

@@ -54,6 +54,7 @@ def run_steps(
     rule: dict[str, Any] | None = None,
     brute: Brute | None = None,
     kv_heads: int = 6,
+    recomputes: bool = True,
     **settings: Any,
 ) -> dict[str, Any]:
     """Errors of all steps against one process, and of the first with recomputation; layer states.
@@ -91,8 +92,9 @@ def run_steps(
                 ]
             )
         found["explained"] = str(handle.explain())
-        handle.restart()
-        model.run = handle.checkpoint
-        compare(model, handle, 0)
-        model.run = direct
+        if recomputes:
+            handle.restart()
+            model.run = handle.checkpoint
+            compare(model, handle, 0)
+            model.run = direct
     return found | {"undone": torch.equal(model(**steps[0]), before)}

@@ -411,7 +411,9 @@ def in_replicas(ring: int, ulysses: int) -> float:
     return error_of(swapped(in_place_of(layer_of(), layout=layout)), layout)
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("ring", "ulysses"), [(1, 2), (2, 1), pytest.param(2, 2, marks=pytest.mark.stress)]
+)
 def test_in_place_of_yunchang_in_replicas(ring: int, ulysses: int) -> None:
     pytest.importorskip("yunchang")
     assert max(run_ranks(in_replicas, 2 * ring * ulysses, ring, ulysses)) < EXACT
