@@ -21,6 +21,7 @@ from bascule.cli import main
 from bascule.comm.groups import member_of, resolve, set_timeout
 from bascule.plan.machine import HardwareProfile
 from tests.helpers.cli import run
+from tests.helpers.faults import look_often
 from tests.helpers.jobs import forked_launches, in_a_job
 from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
 
@@ -65,6 +66,7 @@ def hang() -> None:
 def failing_rank(on_victim: Callable[[], None]) -> tuple[list[str], str]:
     """One rank has another Python, and does not get through its work."""
     set_timeout(member_of(resolve(None), "doctor"), TIMEOUT_S)
+    look_often()
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         on_victim()

@@ -125,10 +125,6 @@ def check_steps(
     return said
 
 
-def check_all(album: Path, cases: list[Any]) -> list[dict[str, Any]]:
-    return [check_steps(album, *case) for case in cases]
-
-
 def refusals(runs: list[dict[str, Any]], missing: str = "") -> list[tuple[list[str], str]]:
     """How runs of `bascule train` are refused, where the last rank lacks a library."""
     if missing and dist.get_rank() == dist.get_world_size() - 1:
@@ -158,6 +154,13 @@ SPLITS = {
     4: [[0], list(range(1, 11)), [], []],
 }
 FEW = {2: [[0], []], 3: [[0], [1], []], 4: [[], [], [0], []]}
+CASES: dict[str, tuple[dict[str, Any], dict[int, list[list[int]]], bool]] = {
+    "clips and photos": (CLIPS, SPLITS, True),
+    "a clip is its frames, one by one": (BOTH, SPLITS, True),
+    "a step of texts alone": ({"text_encoder": "tiny"}, SPLITS, True),
+    "photos alone": ({"vae": "tiny", "clip_frames": 0}, SPLITS, True),
+    "nothing is worth a move": (BOTH, FEW, False),
+}
 
 
 @pytest.fixture(scope="module")
@@ -169,22 +172,13 @@ def album(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("size", "num_cases"),
-    [(2, 4), *(pytest.param(size, 5, marks=pytest.mark.stress) for size in (2, 3, 4))],
-)
-def test_losses_and_gradients_are_those_of_one_process(
-    size: int, num_cases: int, album: Path
-) -> None:
+@pytest.mark.some(3)
+@pytest.mark.parametrize("size", [3, 2, pytest.param(4, marks=pytest.mark.stress)])
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_gradients_are_those_of_one_process(case: str, size: int, album: Path) -> None:
     pytest.importorskip("diffusers")
-    cases: list[tuple[dict[str, Any], list[list[int]], bool]] = [
-        (BOTH, SPLITS[size], True),  # a clip is its frames, one by one
-        (CLIPS, SPLITS[size], True),  # clips and photos
-        ({"text_encoder": "tiny"}, SPLITS[size], True),  # a step of texts alone
-        (BOTH, FEW[size], False),  # nothing is worth a move
-        ({"vae": "tiny", "clip_frames": 0}, SPLITS[size], True),
-    ]
-    said = run_ranks(check_all, size, album, cases[:num_cases])
+    settings, per_rank, moves = CASES[case]
+    said = run_ranks(check_steps, size, album, settings, per_rank[size], moves)
     assert all(one == said[0] for one in said)
 
 

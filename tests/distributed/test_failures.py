@@ -20,14 +20,14 @@ from torch.utils.checkpoint import checkpoint
 from bascule.attention.api import AttentionOptions
 from bascule.comm.collectives import all_reduce
 from bascule.comm.failures import LOOK_S, ask, leave, read, shared
-from bascule.comm.groups import RankGroup, member_of, new_group, resolve
+from bascule.comm.groups import RankGroup, member_of, new_group, resolve, set_timeout
 from bascule.data import LoaderOptions
 from bascule.encoders import BalancedEncoder, EncoderOptions
 from bascule.errors import CommError, ConfigError
 from bascule.parallel import SequenceParallel
 from bascule.train import train_step
 from tests.helpers.cases import COST
-from tests.helpers.faults import Fault, Striker, cause_of, ended_by
+from tests.helpers.faults import Fault, Striker, cause_of, ended_by, look_often
 from tests.helpers.loader_cases import sample_of
 from tests.helpers.loader_checks import loader_of
 from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
@@ -66,6 +66,8 @@ def ddp(fault: Fault, striker: Striker) -> None:
     """One rank fails in its own part of a step, the others wait in DDP."""
     model = DistributedDataParallel(nn.Linear(4, 4))
     for now in range(1, 4):
+        if (fault.kind, now) == ("stop", fault.step):
+            set_timeout(group_of_all(), 4.0)
 
         def loss_of(model: nn.Module, now: int = now) -> Tensor:
             striker.at("ddp", now)
@@ -112,11 +114,14 @@ PROGRAMS: dict[str, Callable[[Fault, Striker], None]] = {
 }
 
 
+def struck(fault: Fault, striker: Striker) -> None:
+    look_often()
+    PROGRAMS[fault.place](fault, striker)
+
+
 def outcomes_of(fault: Fault, folder: Path) -> list[Any]:
     stopped = (VICTIM,) if fault.kind == "stop" else ()
-    return run_to_the_end(
-        ended_by, RANKS, fault, folder, PROGRAMS[fault.place], timeout_s=SOON_S, stopped=stopped
-    )
+    return run_to_the_end(ended_by, RANKS, fault, folder, struck, timeout_s=SOON_S, stopped=stopped)
 
 
 @pytest.mark.some(8)
@@ -155,6 +160,7 @@ OPTIONS: dict[str, Callable[[], object]] = {
 
 def refused_alone(name: str) -> str:
     group = group_of_all()
+    look_often()
     if group.rank == VICTIM:
         OPTIONS[name]()
     return raised_by(all_reduce, group, "the call that follows", torch.ones(1))[1]
@@ -197,13 +203,13 @@ def test_a_rank_that_failed_and_came_is_not_taken_for_one_that_does_not_come() -
 
 
 def all_fail_alike() -> list[str]:
-    """And go on: one at once, the other after a while."""
+    """And go on, twice: at last one at once, the other after a while."""
     parallel, texts = SequenceParallel(None, "g2n1", COST, timeout_s=LONG_S), list[str]()
     lens = LENS[dist.get_rank()]
     one = parallel.plan(lens)
-    for _ in range(2):
+    for turn in range(2):
         texts.append(raised_by(one.attend, torch.ones(3), torch.ones(3), torch.ones(3))[1])
-        if dist.get_rank() == 1:
+        if (dist.get_rank(), turn) == (1, 1):
             time.sleep(4 * LOOK_S)
         one = parallel.plan(lens)
     one.mean(torch.ones(3))
@@ -230,6 +236,7 @@ def test_a_recomputation_that_ends_early_is_no_failure() -> None:
 
 def left_by_an_error_of_all() -> tuple[list[str], str]:
     """All ranks get the error; one leaves the step by it, the other goes on."""
+    look_often()
     one = SequenceParallel(None, "g1n2", COST, timeout_s=LONG_S).plan([4])
 
     def move() -> None:
@@ -264,6 +271,7 @@ ERRORS = {
 
 def error_of_one_rank(name: str) -> tuple[list[str], str]:
     group = new_group([0, 1], "pair", LONG_S)
+    look_often()
 
     def call() -> None:
         with shared("a call"):
@@ -300,9 +308,11 @@ def ended_stays_ended() -> None:
     if rank == 0:
         assert "ended before" in raised_by(parallel.plan, LENS[rank])[1]
     again = new_group([0, 1], "again", LONG_S)
+    assert float(all_reduce(again, "all_reduce", torch.ones(1))) == 2.0
+    look_s = look_often()
     for late in (0, 1):
         if rank == late:
-            time.sleep(4 * LOOK_S)
+            time.sleep(6 * look_s)
         assert float(all_reduce(again, "all_reduce", torch.ones(1))) == 2.0
 
 

@@ -28,6 +28,7 @@ from bascule.data.loader import BalancedLoader
 from bascule.data.steps import Batch, Redistributor
 from bascule.plan.costs import PolynomialCost
 from bascule.plan.limits import Limits
+from tests.helpers.faults import look_often
 from tests.helpers.held import Held, check_held, needs_proc
 from tests.helpers.loader_cases import (
     PER_RANK,
@@ -199,11 +200,13 @@ def never_ready(end: End) -> None:
 
 def wrong_options(end: End) -> None:
     """A rank is refused before it makes a loader."""
+    look_often()
     loader_of([], min_gain=2.0 if is_bad() else 0.0)
 
 
 def mean_or_error(end: End) -> None:
     """The others wait for gradients, in a collective that ends with the one that failed."""
+    look_often()
     with without_end() as batches:
         for batch in batches:
             if batch.step == LEAVES_AT and is_bad():

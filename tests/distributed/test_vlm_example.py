@@ -31,8 +31,8 @@ def train(*flags: str) -> tuple[list[tuple[float, float, float]], str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_compared", [False, pytest.param(True, marks=pytest.mark.stress)])
-def test_the_example_trains_alike_without_balancing(is_compared: bool) -> None:
+@pytest.mark.parametrize("compares", [False, pytest.param(True, marks=pytest.mark.stress)])
+def test_the_example_trains(compares: bool) -> None:
     balanced, said = train()
     losses = [loss for loss, _, _ in balanced]
     assert len(losses) == 20
@@ -41,7 +41,7 @@ def test_the_example_trains_alike_without_balancing(is_compared: bool) -> None:
     mean = sum(after for _, after, _ in balanced) / 20
     assert mean - 1 < 0.6 * (sum(before for _, _, before in balanced) / 20 - 1)
     assert not said.startswith("samples moved in 0 ")
-    if not is_compared:
+    if not compares:
         return
     plain, said_plain = train("--no-balance")
     for (ours, _, before), (theirs, same, loaded) in zip(balanced, plain, strict=True):

@@ -17,7 +17,8 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from bascule.comm.failures import LOOK_S, Calls
+from bascule.comm import failures
+from bascule.comm.failures import Calls, watch_of_world
 from tests.helpers.ranks import Outcome, run_to_the_end
 
 Kind = Literal["kill", "stop", "raise", "full", "cut", "late"]
@@ -105,11 +106,20 @@ class Striker:
         return stack
 
 
+def look_often() -> float:
+    """Seconds between looks of this rank from now on; a few of them pass before it ends a wait.
+
+    Not while a rank goes on that failed: on a busy machine it might come too late.
+    """
+    failures.LOOK_S = watch_of_world()._look_s = 0.25  # pyright: ignore[reportPrivateUsage]
+    return failures.LOOK_S
+
+
 def strike(fault: Fault, folder: Path) -> None:
     """Do to this rank what the kind says, and write down when."""
     (folder / "struck").write_text(str(time.monotonic()))
     if fault.kind == "late":
-        time.sleep(5 * LOOK_S)
+        time.sleep(5 * failures.LOOK_S)
         return
     if fault.kind == "raise":
         raise OwnError(f"the fault of rank {fault.victim}")
