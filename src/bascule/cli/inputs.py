@@ -86,7 +86,7 @@ class InputOptions(ManifestOptions):
 
     @property
     def data_lines(self) -> list[str]:
-        """How --manifest was understood."""
+        """Lines that say how --manifest was understood."""
         return [] if self.manifest is None else self._manifest.summary()
 
     def check_steps(self, **counts: int | None) -> None:

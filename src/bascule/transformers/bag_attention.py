@@ -23,7 +23,7 @@ from bascule.comm.shared_row import SharedRow
 from bascule.errors import ConfigError
 from bascule.parallel import Step
 from bascule.sdpa import SequenceParallelMode
-from bascule.transformers.delta_rule import split_delta_layers
+from bascule.transformers.delta_rule import delta_layers, split_layers
 from bascule.transformers.separation import Reach, check_separates, reach_of
 
 NAME = "bascule"
@@ -67,11 +67,13 @@ def call_packed(
     rows = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
     rows = {name: x for name, x in rows.items() if x is not None}
     if not torch.compiler.is_compiling():
-        split_delta_layers(model)
-        if model not in _tried:
-            _tried[model] = _try(model, rows, position_ids)
+        reach, layers = _tried.get(model) or (None, delta_layers(model))
+        split_layers(layers)  # each time: they may have been given back
+        if reach is None:
+            reach = _try(model, rows, position_ids)
+            _tried[model] = reach, layers
         longest, row = int(step.plan.seq_lens.max(initial=0)), int(step.plan.tokens.max())
-        _tried[model].check(type(model).__name__, longest, row)
+        reach.check(type(model).__name__, longest, row)
     if not num_tokens:
         rows = {name: x.new_zeros(1, *x.shape[1:]) for name, x in rows.items()}
         position_ids = position_ids.new_zeros(*position_ids.shape[:-1], 1)
@@ -96,7 +98,8 @@ def _call(
         note(None)
 
 
-_tried: "WeakKeyDictionary[nn.Module, Reach]" = WeakKeyDictionary()
+_tried: "WeakKeyDictionary[nn.Module, tuple[Reach, list[nn.Module]]]" = WeakKeyDictionary()
+"""The reach of each model, and its gated delta layers."""
 
 
 _step_of_call: "ContextVar[Any]" = ContextVar("bascule step", default=None)

@@ -5,10 +5,10 @@ exchanges each rank computes some heads of all tokens, one sequence after anothe
 T tokens of this rank, K key heads, V value heads (a multiple of K), D head width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from inspect import unwrap
 from itertools import accumulate
 from types import FunctionType
@@ -34,18 +34,28 @@ def split_delta_layers(model: nn.Module) -> Callable[[], None]:
     calls compute as before. `call_packed` does this for good, as checkpoints compute layers again
     in backward; `context_parallel` and training with `BalanceConfig(pack=..)` undo it at their end.
     """
-    undo, has_packages = ExitStack(), has_conv() and has_fla()
-    for layer in delta_layers(model):
+    return split_layers(delta_layers(model))
+
+
+def split_layers(layers: Sequence[nn.Module]) -> Callable[[], None]:
+    """Let these gated delta layers follow the step of a call; return what undoes it."""
+    undo = ExitStack()
+    for layer in layers:
         if not getattr(layer.forward, "is_on", False):
-            undo.callback(StandIn(layer, "forward", partial(_forward, layer, has_packages)).remove)
+            follow = partial(_forward, layer, has_conv() and has_fla())
+            undo.callback(StandIn(layer, "forward", follow).remove)
     return undo.close
 
 
 def delta_layers(model: nn.Module) -> list[nn.Module]:
     """Return the modules whose forward calls transformers' convolution and delta rule."""
-    owns = ((one, getattr(type(one), "forward", nn.Module.forward)) for one in model.modules())
-    codes = ((one, getattr(unwrap(own), "__code__", None)) for one, own in owns)
-    return [one for one, code in codes if code and {_CONV, _DELTA} <= {*code.co_names}]
+    return [one for one in model.modules() if _is_delta_layer(type(one))]
+
+
+@cache
+def _is_delta_layer(kind: type[nn.Module]) -> bool:
+    code = getattr(unwrap(getattr(kind, "forward", nn.Module.forward)), "__code__", None)
+    return code is not None and {_CONV, _DELTA} <= {*code.co_names}
 
 
 def _forward(

@@ -1,4 +1,4 @@
-"""What a model does with sequences in a row, tried with a few tokens, and up to which length."""
+"""A trial of a model on sequences in a row, with a few tokens, and up to which length it holds."""
 
 import math
 from collections.abc import Callable, Sequence

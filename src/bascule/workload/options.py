@@ -13,7 +13,7 @@ from bascule.workload.tokens import TokenRule
 
 @dataclass(frozen=True, kw_only=True)
 class TokenOptions:
-    """How a trainer makes tokens of a data set.
+    """The rules by which a trainer makes tokens of a data set.
 
     Attributes:
         model: Model that reads them, for tokens of images and clips: flux.1, wan2.1, ltx2, ..

@@ -61,7 +61,7 @@ MODELS = {  # the defaults of their classes in diffusers and transformers, and t
 
 @dataclass(frozen=True, slots=True)
 class TokenRule:
-    """How a trainer makes tokens of images, clips and texts.
+    """The rules by which a trainer makes tokens of images, clips and texts.
 
     Attributes:
         pixels: Side of a visual token in pixels; what is left at an edge is cut off.
