@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack
 
-from bascule.attention.sparse import RuleCall
+from bascule.attention.sparse import Clusters, RuleCall
 from bascule.comm.quantized import Quantized
 from bascule.diffusers import Cut, SparseConfig, SplitTable, parallelize
 from bascule.diffusers.sparse_layers import NUM_FORMS
@@ -39,7 +39,7 @@ from tests.helpers.inference_cases import (
 from tests.helpers.inference_toy import TABLE, grads_of, make_toy, toy_gradients, toy_inputs, worst
 from tests.helpers.ranks import by_one_rank, raised_by, run_ranks
 from tests.helpers.sparse_reference import Form, lens_of, one_process
-from tests.helpers.sparse_rules import RULES, top_share
+from tests.helpers.sparse_rules import RULES, clusters, top_share
 from tests.helpers.sparse_studies import LATENCY
 from tests.helpers.sparse_toy import BLOCK, LAYERS, STEPS, make_masks, run_steps, split_toy
 
@@ -47,6 +47,11 @@ MESHES = [(1, 1), (2, 1), (1, 2), (2, 2)]  # ring, Ulysses
 LARGE_MESHES = [(4, 1), (1, 4), (3, 1), (1, 3), (4, 2), (2, 4)]
 ORDERS = np.random.default_rng(5).permuted(np.tile(np.arange(19), (6, 1)), axis=1)
 BY_SHARE = {"rule": {"keep": 0.6}, "brute": partial(top_share, 0.6)}
+CLUSTERS = {
+    "rule": {"rule": Clusters(4, 5, 0.5)},
+    "brute": partial(clusters, 4, 5, 0.5, 2),
+    "brute_block": 1,
+}
 TOYS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "masks": ((5, 19), {}),
     "masks, groups of heads": ((6, 13), {"kv_heads": 3}),
@@ -76,6 +81,8 @@ TOYS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
         {"rule": {"rule": RULES["spatial or temporal"][0]}, "kv_heads": 3}
         | {"brute": RULES["spatial or temporal"][1]},
     ),
+    "clusters": ((5, 24), CLUSTERS),
+    "clusters, groups of heads": ((5, 19), {"kv_heads": 3, **CLUSTERS}),
 }
 RECOMPUTED = "masks", "keep, groups of heads", "keep, orders, groups of heads"
 """Toys that are recomputed daily."""
@@ -117,7 +124,12 @@ def compare_toys(
     [
         (2, 1, list(TOYS)[::2], 2),
         (1, 2, ["masks", *list(TOYS)[1::2]], 2),
-        (2, 2, ["masks", "fewer blocks than ranks", "keep, orders, groups of heads"], 2),
+        (
+            2,
+            2,
+            ["masks", "fewer blocks than ranks", "keep, orders, groups of heads", "clusters"],
+            2,
+        ),
         *(
             pytest.param(*mesh, list(TOYS), STEPS, marks=pytest.mark.stress)
             for mesh in (*MESHES, *LARGE_MESHES)
@@ -226,24 +238,29 @@ def compare_joint(meshes: list[tuple[int, int]], is_whole: bool) -> dict[str, fl
     torch.set_num_threads(1)
     found: dict[str, float] = {}
     made = {degrees: make_mesh(*degrees) for degrees in meshes}
-    for place, case in enumerate(JOINT):
+    by_clusters = SparseConfig(block=BLOCK, **CLUSTERS["rule"]), 1, CLUSTERS["brute"]
+    by_share = SparseConfig(keep=0.4, block=BLOCK), BLOCK, partial(top_share, 0.4)
+    jobs = [*((case, by_share) for case in JOINT), (JOINT[0], by_clusters)]
+    for place, (case, (config, block, rule)) in enumerate(jobs):
         for degrees in in_turn(meshes, place, is_whole):
             mesh = made[degrees]
             with in_float64(torch.float64):
                 model = make_model(case, torch.float64)
                 inputs = make_inputs(case, torch.float64)
-                config = SparseConfig(keep=0.4, block=BLOCK)
                 with torch.no_grad(), parallelize(model, mesh=mesh, sparse=config) as handle:
                     outputs = leaves_of(model(**inputs))
                     keys = [layer.key for layer in handle.explain().sparse]
                     assert (verified := handle.verify(**inputs)).ok, str(verified)
                 forms = [Form(key.segments, tuple(n == "text" for n in key.names)) for key in keys]
-                rule = partial(top_share, 0.4)
 
                 def alone(
-                    model: Any = model, inputs: Any = inputs, forms: Any = forms, rule: Any = rule
+                    model: Any = model,
+                    inputs: Any = inputs,
+                    forms: Any = forms,
+                    block: int = block,
+                    rule: Any = rule,
                 ) -> list[Tensor]:
-                    with torch.no_grad(), one_process(forms, BLOCK, rule=rule) as used:
+                    with torch.no_grad(), one_process(forms, block, rule=rule) as used:
                         outputs = leaves_of(model(**inputs))
                     assert len(used) == len(forms), (forms, [one.shape for one in used])
                     assert min(float(one.double().mean()) for one in used) < 0.9
@@ -251,7 +268,7 @@ def compare_joint(meshes: list[tuple[int, int]], is_whole: bool) -> dict[str, fl
 
                 wanted = by_one_rank(alone)
             pairs = zip(outputs, wanted, strict=True)
-            found[f"{degrees} {case}"] = max(difference(*pair) for pair in pairs)
+            found[f"{degrees} {case} {rule}"] = max(difference(*pair) for pair in pairs)
     return found
 
 
@@ -569,6 +586,13 @@ def save_and_use(path: Path, ring: int, ulysses: int) -> dict[str, Any]:
         with split_toy(mesh, 6, 3, masks=path, **kinds) as (model, _):
             pairs = zip([model(**one) for one in inputs], outputs, strict=True)
             found["again"] = max(difference(*pair) for pair in pairs)
+        with split_toy(mesh, 6, 3, **CLUSTERS["rule"]) as (model, handle):
+
+            def run_clusters() -> None:
+                with handle.save_masks(path.with_name("clusters.npz")):
+                    model(**inputs[0])
+
+            found["Clusters are other blocks in each step"] = raised_by(run_clusters)[1]
         with split_toy(mesh, 6, 3, mass=0.6) as (model, handle):
             both = toy_inputs(text=5, image=19, batch=2)
             for words, call, target in (

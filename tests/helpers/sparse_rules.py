@@ -164,6 +164,51 @@ def of_places(sees: Callable[[Any, Any], bool], grid: Grid) -> Brute:
     return lambda q, k, v, q_lens, kv_lens, text: on_grid(sees, grid, q_lens, kv_lens, text)
 
 
+def k_means(x: Tensor, number: int, rounds: int, is_counted: Tensor) -> Tensor:
+    """The cluster of each token; runs at first. Only tokens that count make means."""
+    labels = torch.arange(len(x)) * number // max(len(x), 1)
+    for _ in range(rounds):
+        members = [x[(labels == n) & is_counted] for n in range(number)]
+        means = {n: one.mean(0) for n, one in enumerate(members) if len(one)}
+        far = [{n: float((t - mean).square().sum()) for n, mean in means.items()} for t in x]
+        labels = torch.tensor([min(one, key=lambda n: one[n]) if one else 0 for one in far])
+    return labels
+
+
+def clusters(
+    num_q: int,
+    num_kv: int,
+    mass: float,
+    rounds: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_lens: Lens,
+    kv_lens: Lens,
+    is_text: Tensor,
+) -> Tensor:
+    """Blocks are tokens. Tokens of NaN, which none sees, do not count."""
+    video = (~is_text).nonzero()[:, 0]
+    is_seen = ~k[video].isnan().any(-1)
+    queries, keys = (x[video].nan_to_num() for x in (q, k))
+    of_q, of_k = (k_means(x, n, rounds, is_seen) for x, n in ((queries, num_q), (keys, num_kv)))
+    groups = [((of_k == n) & is_seen).nonzero()[:, 0] for n in range(num_kv)]
+    mask = torch.zeros(len(q_lens), len(kv_lens), dtype=torch.bool)
+    for n in range(num_q):
+        rows = (of_q == n).nonzero()[:, 0]
+        mean = queries[rows[is_seen[rows]]].sum(0) / max(int(is_seen[rows].sum()), 1)
+        weights = torch.zeros(num_kv).double()
+        for j, group in enumerate(groups):
+            if len(group):
+                weights[j] = len(group) * (mean @ keys[group].mean(0) * q.shape[-1] ** -0.5).exp()
+        total = 0.0
+        for j in weights.argsort(descending=True).tolist():
+            if total < mass:
+                mask[video[rows][:, None], video[groups[j]]] = True
+            total += float(weights[j] / weights.sum())
+    return mask
+
+
 GRID: Grid = (4, 2, 3)
 RULES: dict[str, tuple[rules.BlockRule, Brute]] = {  # for a video of this grid
     "sparge": (rules.sparge(0.5, 0.3), partial(sparge, 0.5, 0.3)),

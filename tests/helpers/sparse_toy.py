@@ -53,6 +53,7 @@ def run_steps(
     masks: Bools,
     rule: dict[str, Any] | None = None,
     brute: Brute | None = None,
+    brute_block: int | None = None,
     kv_heads: int = 6,
     recomputes: bool = True,
     **settings: Any,
@@ -70,7 +71,7 @@ def run_steps(
     def compare(model: Toy, handle: ParallelHandle, step: int) -> None:
         of_step = None if rule else masks[step]
         cut: dict[str, Any] = {"orders": settings.get("orders")}
-        block = settings.get("block", BLOCK)
+        block = brute_block or settings.get("block", BLOCK)
         with one_process(segments, block, masks=of_step, rule=brute or rule, **cut):
             wanted = toy_gradients(make_toy(kv_heads=kv_heads, num_blocks=LAYERS), steps[step])
         found["errors"].append(difference(toy_gradients(model, steps[step])[0], wanted[0]))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bascule.attention.api import AttentionMesh
+from bascule.attention.sparse import Clusters
 from bascule.attention.sparse.attend import attend_sparse, sparse_attention
 from bascule.attention.sparse.rules import (
     BlockRule,
@@ -33,6 +34,7 @@ from bascule.plan.sparse.planner import greedy
 from bascule.workload import load_masks, save_masks
 from bascule.workload.masks import COGVIDEOX15, WAN21, MaskModel, synthetic_masks
 from tests.helpers import sparse_rules as rules
+from tests.helpers.oracle import dense_attention
 from tests.helpers.sparse_reference import Form, by_brute
 
 TABLE_1 = {"wan": (1.355, 1.253, 1.246, 1.255), "cog": (1.447, 1.201, 1.159, 1.269)}
@@ -361,3 +363,35 @@ def test_rules_against_brute_force(
     assert 0.0 < wanted.double().mean() <= 1.0
     found = np.broadcast_to(masks, (2, *masks.shape[1:])).reshape(wanted.shape)
     np.testing.assert_array_equal(found, wanted.numpy())
+
+
+CLUSTERS = {
+    "as published": Clusters(5, 6, 0.5),
+    "runs of the sequence": Clusters(5, 6, 0.5, rounds=0),
+    "more than tokens": Clusters(40, 50, 0.7, rounds=3),
+    "one": Clusters(1, 1, 0.1),
+}
+
+
+@pytest.mark.parametrize("text", [(), (5,)])
+@pytest.mark.parametrize("rule", CLUSTERS.values(), ids=CLUSTERS)
+def test_clusters_against_brute_force(rule: Clusters, text: tuple[int, ...]) -> None:
+    """Outputs, and the keys that a query block sees on average, by which heads are dealt."""
+    segments, size = (*text, 23), sum(text) + 23
+    lens = block_lens(segments, 4)
+    home = BlockLayout.striped(lens, 1, 1)
+    plan = in_order(4, home, home, 1, 1, num_kv_heads=2)
+    q, k, v = (normal(2, heads, size, 8, seed=seed) for seed, heads in enumerate((4, 2, 2)))
+    is_text = np.arange(lens.size) < block_lens(text, 4).size
+    seen = SparseConfig(rule=rule).seen(None, 0, 0, Blocks(lens, lens, is_text, is_text))
+    out, counts = attend_sparse(q, k, v, AttentionMesh(None, None, None), plan, seen)
+    brute = partial(rules.clusters, rule.num_q, rule.num_kv, rule.mass, rule.rounds)
+    form = Form(segments, (*(True for _ in text), False))
+    k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    mask = by_brute(q, k, v, form, (1, 1), brute)
+    of_text = form.is_text(1)
+    mask |= of_text[:, None] | of_text
+    torch.testing.assert_close(out, dense_attention(q, k, v, mask)[0])
+    parts = mask[0].sum(-1).double().split(lens.tolist(), dim=1)
+    means = torch.stack([one.mean(1) for one in parts], dim=1)
+    np.testing.assert_allclose(counts, means.reshape(1, -1, 1), atol=0.501)

@@ -101,6 +101,11 @@ class AttentionMesh:
         return (self.ring.size if self.ring else 1, self.ulysses.size if self.ulysses else 1)
 
     @property
+    def rank(self) -> int:
+        """This rank among all."""
+        return 0 if self.whole is None else self.whole.rank
+
+    @property
     def place(self) -> tuple[int, int]:
         """(ring rank, Ulysses rank) of this rank."""
         return (self.ring.rank if self.ring else 0, self.ulysses.rank if self.ulysses else 0)

@@ -26,7 +26,8 @@ from torch.profiler import record_function
 
 from bascule.arrays import Bools, Ints, cumulative
 from bascule.attention.kernels.registry import check_name
-from bascule.attention.sparse.attend import RowsSeen, attend_sparse, gather_counts, gather_masks
+from bascule.attention.sparse.attend import Seen, attend_sparse, gather_counts, gather_masks
+from bascule.attention.sparse.clusters import Clusters
 from bascule.attention.sparse.rules import BlockRule, RuleCall, rule_of, top_mass, top_share
 from bascule.comm.mesh import AttentionMesh, meshes_over
 from bascule.comm.quantized import Quantized
@@ -34,6 +35,7 @@ from bascule.errors import ConfigError
 from bascule.plan.checks import array, choice, each, fields, number, of_type, whole
 from bascule.plan.sparse import BlockLayout, PlanReuse, SparsePlan, block_lens
 from bascule.plan.sparse.choose import Degrees, LayerPlans, Strategies, columns_of
+from bascule.plan.sparse.layout import Work
 from bascule.plan.sparse.partition import TARGET
 from bascule.plan.sparse.planner import PLANNERS, SparsePlanner
 from bascule.workload import load_masks
@@ -60,7 +62,8 @@ class SparseConfig:
         rule: A function (q, k, at) of mean queries (B, h, P, D) and keys (B, h, C, D), for h heads
             with P query blocks on this rank and C key blocks of the sequence, that returns what is
             computed, bool (B, h, P, C); `at` is a `RuleCall`. Or a `BlockRule`, as those of
-            `attention.sparse`: `sparge`, `spatial_or_temporal`, `radial`, `sliding_tiles`.
+            `attention.sparse`: `sparge`, `spatial_or_temporal`, `radial`, `sliding_tiles`. Or
+            `Clusters`, which are blocks of their own.
         block: Tokens of a block; or those of queries and those of keys, as (64, 128).
         orders: (heads, tokens), or (layers, heads, tokens): the token at each place of a head, as
             in PAROAttention; blocks are cut from it. Of all tokens but those of text, which stay.
@@ -80,7 +83,7 @@ class SparseConfig:
     masks: Bools | str | Path | None = None
     keep: float | None = None
     mass: float | None = None
-    rule: Callable[[Tensor, Tensor, RuleCall], Tensor] | BlockRule | None = None
+    rule: Callable[[Tensor, Tensor, RuleCall], Tensor] | BlockRule | Clusters | None = None
     block: int | tuple[int, int] = 64
     orders: Ints | None = None
     method: str = "minimal_move"
@@ -120,7 +123,7 @@ class SparseConfig:
             )
         if self.masks is not None:
             object.__setattr__(self, "masks", _loaded(self.masks))
-        if self.rule is not None:
+        if self.rule is not None and not isinstance(self.rule, Clusters):
             object.__setattr__(self, "rule", rule_of(self.rule))
         if self.orders is not None:
             orders = array("orders", self.orders)
@@ -193,26 +196,26 @@ class SparseConfig:
         return order
 
     @property
-    def block_rule(self) -> BlockRule | None:
+    def block_rule(self) -> BlockRule | Clusters | None:
         """The rule, if masks do not decide."""
         if self.keep is not None:
             return top_share(self.keep)
         if self.mass is not None:
             return top_mass(self.mass)
-        return self.rule if isinstance(self.rule, BlockRule) else None
+        return self.rule if isinstance(self.rule, BlockRule | Clusters) else None
 
-    def seen(
-        self, masks: Bools | None, layer: int, step: int, blocks: "Blocks"
-    ) -> RowsSeen | BlockRule:
+    def seen(self, masks: Bools | None, layer: int, step: int, blocks: "Blocks") -> Seen:
         """Return the masks of rows, from the masks (H, Q, C) or by the rule, with those of text."""
         dense = blocks.dense
         if masks is not None:
             return lambda rows: masks[rows.heads, rows.blocks] | dense[rows.blocks]
         rule = self.block_rule
         assert rule is not None
+        text = {"q_is_text": blocks.q_is_text, "kv_is_text": blocks.kv_is_text}
+        if isinstance(rule, Clusters):
+            return replace(rule, **text)
 
         def choose(q: Tensor, k: Tensor, at: RuleCall) -> Tensor:
-            text = {"q_is_text": blocks.q_is_text, "kv_is_text": blocks.kv_is_text}
             masks = rule.masks(q, k, replace(at, layer=layer, step=step, **text))
             return masks | at.of_rows(dense) if dense.any() else masks
 
@@ -396,7 +399,7 @@ class SparseLayers:
             made._states = {form: dict(layers) for form, layers in self._states.items()}
         return made
 
-    def begin(self, key: LayerKey) -> tuple[SparsePlan, AttentionMesh, RowsSeen | BlockRule]:
+    def begin(self, key: LayerKey) -> tuple[SparsePlan, AttentionMesh, Seen]:
         """Return plan, mesh and masks of a layer in this step."""
         blocks, step = self._blocks(key), self._step(0)
         masks = self.config.masks_of(step, key.layer, key.num_heads, blocks)
@@ -414,7 +417,7 @@ class SparseLayers:
         """Return the mesh that a plan is for."""
         return self._meshes[plan.ulysses_degree, plan.ring_degree]
 
-    def end(self, key: LayerKey, masks: Bools) -> SparseLayer:
+    def end(self, key: LayerKey, masks: Work) -> SparseLayer:
         """Plan a layer's next step from the masks (B or 1, rows, C) of this rank's rows."""
         layers, sizes = self._of_form(key), (key.batch, key.row_bytes)
         state, next_step = layers[key], self._step(1)
@@ -426,7 +429,8 @@ class SparseLayers:
             counts = gather_counts(self.mesh_of(plan), plan, masks, by_rank=True)
             plans = before.after(counts, *sizes)
             used = plans.reuses[before.degrees].ran or plan
-            if self._noted is not None and key.layer not in self._noted:
+            is_mask = masks.dtype == np.bool_
+            if self._noted is not None and is_mask and key.layer not in self._noted:
                 shape = len(masks), key.num_heads, -1, masks.shape[-1]
                 self._noted[key.layer] = masks.reshape(shape)
             state = SparseLayer(key, plans, used, next_step)
@@ -509,7 +513,7 @@ class SparsePass:
         # Numbers of the pass, by which operators find it, and of its next layer.
         self.ticket = torch.zeros(2, dtype=torch.int64) if ticket is None else ticket
         self.done: dict[int, SparseLayer] = {}  # by layer, after its attention
-        self._seen: dict[int, RowsSeen | BlockRule] = {}
+        self._seen: dict[int, Seen] = {}
         self._first_of: dict[str, int] = {}
         # By layer, q, k, v and the output in compiled code, for its backward.
         self.recorded: dict[int, tuple[list[Tensor], Tensor]] = {}

@@ -4,6 +4,7 @@ from bascule.attention.sparse.attend import attend_sparse as attend_sparse
 from bascule.attention.sparse.attend import gather_counts as gather_counts
 from bascule.attention.sparse.attend import rows_of as rows_of
 from bascule.attention.sparse.attend import sparse_attention as sparse_attention
+from bascule.attention.sparse.clusters import Clusters as Clusters
 from bascule.attention.sparse.rules import BlockRule as BlockRule
 from bascule.attention.sparse.rules import RuleCall as RuleCall
 from bascule.attention.sparse.rules import keep_mass as keep_mass

@@ -20,10 +20,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
-from bascule.arrays import Bools, Ints, cumulative, ranges
+from bascule.arrays import Bools, Ints, cumulative
 from bascule.attention.kernels.registry import select_kernel
 from bascule.attention.mask import AttentionMask, BlockRows
 from bascule.attention.ring import AttentionCall, Tile
+from bascule.attention.sparse.clusters import Clusters, cluster
 from bascule.attention.sparse.rules import BlockRule, Pool, RuleCall, in_blocks
 from bascule.attention.usp import attend, check_settings, check_tensors, keep, with_positive_scale
 from bascule.comm.agree import first_use
@@ -43,11 +44,6 @@ from bascule.plan.sparse.layout import Work
 _ALL = slice(None)
 
 
-def rank_of(ranks: AttentionMesh) -> int:
-    """This rank among all of a mesh."""
-    return 0 if ranks.whole is None else ranks.whole.rank
-
-
 @dataclass(frozen=True, eq=False)
 class SparseTables:
     """The index tables of a plan on this rank; made once for a plan."""
@@ -60,7 +56,7 @@ class SparseTables:
     @property
     def rank(self) -> int:
         """This rank among all."""
-        return rank_of(self.ranks)
+        return self.ranks.rank
 
     @cached_property
     def rows(self) -> PackedRows:
@@ -122,30 +118,29 @@ class SparseTables:
         return _exchanged(self._bound[1], rows, wire)
 
     def call(
-        self, q: Tensor, masks: Bools, scale: float, kernel: str | None, keys: Bools | None
+        self, q: Tensor, seen: list[BlockRows], scale: float, kernel: str | None
     ) -> AttentionCall:
-        """Return the attention of the rows of this rank to the blocks that they see."""
-        lens = [self._seen_lens(there, keys) for there in self.kv_rows]
-        pairs = zip(self.kv_rows, lens, strict=True)
-        tiles = [
-            [Tile(_ALL, _ALL, AttentionMask(blocks=self._blocks(*pair, masks)))] for pair in pairs
-        ]
-        block = int(max(self.plan.q.lens.max(initial=1), self.plan.kv.lens.max(initial=1)))
+        """Return the attention of rows of this rank to what they see of the keys of ring ranks."""
+        block = max(one.block for one in seen)
         form = {"dtype": q.dtype, "head_dim": q.shape[-1], "block": block}
         return AttentionCall(
             kernel=select_kernel(kernel, q.device.type, **form),
             scale=scale,
-            tiles=tiles,
-            kv_lens=[int(one.sum()) for one in lens],
+            tiles=[[Tile(_ALL, _ALL, AttentionMask(blocks=one))] for one in seen],
+            kv_lens=[int(one.k_bounds[-1]) for one in seen],
             ring=self.ranks.ring,
             where="sparse attention",
         )
+
+    def seen(self, masks: Bools, keys: Bools | None) -> list[BlockRows]:
+        """Return what the rows of this rank see of the keys of each ring rank."""
+        return [self._blocks(one, self._seen_lens(one, keys), masks) for one in self.kv_rows]
 
     def _seen_lens(self, there: PackedRows, keys: Bools | None) -> Ints:
         """Return (B, rows) keys of each row that any query may see."""
         if keys is None:
             return np.tile(there.lens, (self.batch, 1))
-        of_rows = keys[:, tokens_of(self.plan.kv, there)]
+        of_rows = keys[:, there.tokens(self.plan.kv)]
         sums = np.pad(np.cumsum(of_rows, axis=1), ((0, 0), (1, 0)))
         return np.diff(sums[:, cumulative(there.lens)], axis=1)
 
@@ -198,14 +193,6 @@ class _Packed(torch.autograd.Function):
         return None, move_back(ctx.route, grads)[0], None
 
 
-def tokens_of(layout: BlockLayout, rows: PackedRows) -> Ints:
-    """Return the token of the sequence at each place of the rows."""
-    places = ranges(cumulative(layout.lens)[rows.blocks], rows.lens)
-    if layout.order is None:
-        return places
-    return layout.order[np.repeat(rows.heads, rows.lens), places]
-
-
 def _taken(rows: Tensor, index: Tensor | None) -> Tensor:
     return rows if index is None else rows.index_select(0, index)
 
@@ -219,6 +206,9 @@ def _composed(route: Route) -> Ints:
 
 RowsSeen = Callable[[PackedRows], Bools]
 """From X rows to (X, C), or (B, X, C) where batch items differ: which key blocks each sees."""
+
+Seen = RowsSeen | BlockRule | Clusters
+"""Masks that are there, or a way to make them from queries and keys."""
 
 EXCHANGE_SPAN, MASKS_SPAN = "bascule: rows exchanged", "bascule: masks to rows"
 """Names in profiles: of the two exchanges, and of the making of masks and their index tables."""
@@ -250,7 +240,7 @@ def sparse_attention(
     v: Tensor,
     mesh: AttentionMesh | DeviceMesh,
     plan: SparsePlan,
-    seen: RowsSeen | BlockRule,
+    seen: Seen,
     *,
     scale: float | None = None,
     kernel: str | None = None,
@@ -293,14 +283,17 @@ def attend_sparse(
     v: Tensor,
     mesh: AttentionMesh | DeviceMesh,
     plan: SparsePlan,
-    seen: RowsSeen | BlockRule,
+    seen: Seen,
     *,
     scale: float | None = None,
     kernel: str | None = None,
     keys: Bools | None = None,
     comm_dtype: CommDtype | None = None,
-) -> tuple[Tensor, Bools]:
-    """`sparse_attention`, and (B or 1, X, C) what the rows of this rank saw."""
+) -> tuple[Tensor, Work]:
+    """`sparse_attention`, and (B or 1, X, C) what the rows of this rank saw.
+
+    With `Clusters` it is (1, X, ranks): counts of keys, by the rank that has them at home.
+    """
     check_settings("sparse_attention", False, scale)
     wire = wire_of(comm_dtype)
     check_tensors("sparse_attention", q, k, v)
@@ -313,7 +306,7 @@ def attend_sparse(
                 f"sparse_attention: masks of shape {seen.array.shape} for a plan of {wanted} "
                 "(heads, query blocks, key blocks): give those that the plan was made for"
             )
-    elif not isinstance(seen, BlockRule) and not callable(seen):
+    elif not isinstance(seen, BlockRule | Clusters) and not callable(seen):
         raise ConfigError(
             f"sparse_attention: seen is a {type(seen).__name__}: give rows_of(masks), or a rule"
         )
@@ -341,21 +334,32 @@ def attend_sparse(
     with record_function(MASKS_SPAN):
         if keys is not None:
             keys = np.broadcast_to(keys, (q.shape[0], int(plan.kv.lens.sum())))
-        if isinstance(seen, BlockRule):
-            here = here_q.detach(), here_k.detach(), here_v.detach()
-            masks = _chosen(seen, tables, here, factor, keys)
+        here, index, order = (here_q.detach(), here_k.detach(), here_v.detach()), None, None
+        if isinstance(seen, Clusters):
+            both = [x.view(q.shape[0], -1, q.shape[3]) for x in here[:2]]
+            groups = cluster(seen, plan, ranks, both, factor, keys)
+            masks, rows_seen = groups.counts[None], groups.seen
+            order, index = groups.q_order, groups.kv_order
+            here_q = here_q.index_select(0, order)
         else:
-            masks = seen(tables.rows)
-        masks = _checked(tables, masks)
-        call = replace(tables.call(q, masks, factor, kernel, keys), quantized=wire)
-        if keys is not None:
-            of_rows = keys[:, tokens_of(plan.kv, plan.kv_rows(tables.rank))].ravel()
-            index = table_on(np.flatnonzero(of_rows), q.device)
+            if isinstance(seen, BlockRule):
+                masks = _chosen(seen, tables, here, factor, keys)
+            else:
+                masks = seen(tables.rows)
+            masks = _checked(tables, masks)
+            rows_seen = tables.seen(masks, keys)
+            if keys is not None:
+                of_rows = keys[:, plan.kv_rows(tables.rank).tokens(plan.kv)].ravel()
+                index = table_on(np.flatnonzero(of_rows), q.device)
+        if index is not None:
             here_k, here_v = (x.index_select(0, index) for x in (here_k, here_v))
+        call = replace(tables.call(q, rows_seen, factor, kernel), quantized=wire)
     q_X1D, k_X1D, v_X1D = (x[:, None] for x in (here_q, here_k, here_v))
-    out = attend(q_X1D, k_X1D, v_X1D, call)
+    rows = attend(q_X1D, k_X1D, v_X1D, call)[:, 0]
+    if order is not None:
+        rows = rows.index_select(0, order.argsort())
     with record_function(EXCHANGE_SPAN):
-        rows = tables.take_home(out[:, 0], wire)
+        rows = tables.take_home(rows, wire)
     return rows.view(*q.shape[:2], -1, q.shape[3]), masks
 
 
@@ -370,7 +374,7 @@ def _misfit(
             f"(Ulysses x ring) on a mesh of {ulysses} x {ring}"
         )
     q, k, v = shapes
-    num_q, num_kv = (int(x.lens[x.home == rank_of(ranks)].sum()) for x in (plan.q, plan.kv))
+    num_q, num_kv = (int(x.lens[x.home == ranks.rank].sum()) for x in (plan.q, plan.kv))
     want_q = (q[0], len(plan.ring_of), num_q, q[-1])
     want_kv = (q[0], plan.num_kv_heads, num_kv, q[-1])
     if shapes != [want_q, want_kv, want_kv]:
@@ -409,7 +413,7 @@ def _chosen(
         longest = int(layout.lens.max(initial=1))
         tokens, inside = in_blocks(x.view(batch, len(x) // batch, x.shape[-1]), of.lens, longest)
         if keys is not None:
-            of_rows = torch.from_numpy(keys[:, tokens_of(layout, of)])[..., None].to(x.device)
+            of_rows = torch.from_numpy(keys[:, of.tokens(layout)])[..., None].to(x.device)
             inside = inside & in_blocks(of_rows, of.lens, longest)[0][..., 0]
         return pool(tokens, inside.expand(tokens.shape[:-1]))
 
@@ -446,7 +450,7 @@ def _chosen(
 
 
 def gather_counts(
-    mesh: AttentionMesh | DeviceMesh, plan: SparsePlan, masks: Bools, *, by_rank: bool = False
+    mesh: AttentionMesh | DeviceMesh, plan: SparsePlan, masks: Work, *, by_rank: bool = False
 ) -> Ints:
     """Count the tokens that each query block sees, (H, Q, R) by ring rank where keys are at home.
 
@@ -456,17 +460,24 @@ def gather_counts(
     of_type("plan", plan, SparsePlan, _A_PLAN)
     of_type("masks", masks, np.ndarray, "what attend_sparse gives")
     degree = plan.num_ranks if by_rank else plan.ring_degree
-    home = plan.kv.home // (plan.num_ranks // degree)
-    own = block_counts(masks[:1], kv_lens=plan.kv.lens, kv_of=home, ring_degree=degree)
-    return _of_all_rows(mesh, plan, own[0].astype(np.int64), "counts of blocks")
+    if masks.dtype == np.bool_:
+        home = plan.kv.home // (plan.num_ranks // degree)
+        masks = block_counts(masks[:1], kv_lens=plan.kv.lens, kv_of=home, ring_degree=degree)
+    own = masks[0].reshape(masks.shape[1], degree, -1).sum(axis=2)
+    return _of_all_rows(mesh, plan, own.astype(np.int64), "counts of blocks")
 
 
-def gather_masks(mesh: AttentionMesh, plan: SparsePlan, masks: Bools) -> Bools:
+def gather_masks(mesh: AttentionMesh, plan: SparsePlan, masks: Work) -> Bools:
     """Return the masks (H, Q, C) of all rows, from those (B or 1, X, C) of this rank.
 
     Raises:
-        ConfigError: Masks differ between batch items; on all ranks.
+        ConfigError: Masks differ between batch items, or are of `Clusters`; on all ranks.
     """
+    if masks.dtype != np.bool_:
+        raise ConfigError(
+            "save_masks: Clusters are other blocks in each step, and a file has blocks of the "
+            "sequence: save masks of another rule"
+        )
     is_alike = (masks == masks[:1]).all(axis=(0, 2))[:, None]
     bits = np.packbits(np.concatenate([is_alike, masks[0]], axis=1), axis=1)
     whole = _of_all_rows(mesh, plan, bits, "masks")

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.arrays import Bools
-from bascule.attention.sparse.attend import rank_of, rows_of, sparse_attention
+from bascule.attention.sparse.attend import rows_of, sparse_attention
 from bascule.comm.collectives import all_gather, broadcast
 from bascule.comm.groups import RankGroup
 from bascule.comm.mesh import AttentionMesh, as_attention_mesh, meshes_over
@@ -133,7 +133,7 @@ def _call(one: AttentionMesh, shape: CallShape, density: float) -> _Call:
     mask = (places - places[:, None]) % lens.size < density * lens.size
     masks = np.broadcast_to(mask, (shape.num_heads, *mask.shape))
     plan = plan_under(in_order(shape.num_heads, home, home, ulysses, ring), masks)
-    tokens = int(lens[home.home == rank_of(one)].sum())
+    tokens = int(lens[home.home == one.rank].sum())
     load = AttentionLoad.of_plan(plan, shape.batch, shape.head_dim * shape.dtype.itemsize)
     q = shape.batch, shape.num_heads, tokens, shape.head_dim
     return _Call(one, plan, masks, q, load, shape.dtype)

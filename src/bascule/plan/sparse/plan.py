@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from bascule.arrays import Floats, Ints, Ranks, frozen, ranges, sums_by
+from bascule.arrays import Floats, Ints, Ranks, cumulative, frozen, ranges, sums_by
 from bascule.plan.routes import Route
 from bascule.plan.sparse.layout import BlockLayout, barrier_ends, coupled_ends, over_mean
 from bascule.plan.traffic import Traffic
@@ -20,6 +20,13 @@ class PackedRows:
     heads: Ints  # (rows,) query head or key-value head
     blocks: Ints  # (rows,) block of the sequence
     lens: Ints  # (rows,) tokens of it
+
+    def tokens(self, layout: BlockLayout) -> Ints:
+        """Return the token of the sequence at each place of the rows."""
+        places = ranges(cumulative(layout.lens)[self.blocks], self.lens)
+        if layout.order is None:
+            return places
+        return layout.order[np.repeat(self.heads, self.lens), places]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
