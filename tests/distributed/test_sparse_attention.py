@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bascule.arrays import Ints
+from bascule.attention.sparse import Clusters
 from bascule.attention.sparse.attend import (
     attend_sparse,
     gather_counts,
@@ -18,6 +19,7 @@ from bascule.attention.sparse.attend import (
     sparse_attention,
 )
 from bascule.attention.sparse.rules import BlockRule, keep_top_k
+from bascule.comm.mesh import AttentionMesh
 from bascule.comm.quantized import Quantized
 from bascule.plan.sparse import BlockLayout, SparsePlan, SparsePlanner, block_counts, block_lens
 from tests.helpers.mesh_cases import Three, difference, make_mesh, reference, three
@@ -233,6 +235,31 @@ def by_rule(ring: int, ulysses: int, more: dict[str, Any]) -> float:
     return difference(out, reference(q, k, v, dense, False)[:, :, own])
 
 
+def by_clusters(ring: int, ulysses: int, case: dict[str, Any]) -> float:
+    """Outputs, gradients and counts of clusters, which one process has, too."""
+    mesh, rank = make_mesh(ring, ulysses), dist.get_rank()
+    plan, _ = make_plan(ring, ulysses, case)
+    whole, _ = make_plan(1, 1, case)
+    rule, keys, heads = Clusters(3, 4, 0.6), make_keys(case, 2, 33), case["heads"]
+    generator, kv_heads = torch.Generator().manual_seed(2), plan.num_kv_heads
+    q, k, v = (torch.randn(2, n, 33, 8, generator=generator) for n in (heads, kv_heads, kv_heads))
+    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
+    alone = AttentionMesh(None, None, None)
+    wanted, number = attend_sparse(q, k, v, alone, whole, rule, keys=keys)
+    own = own_tokens(plan, rank)
+    mine = [x.detach()[:, :, own].requires_grad_() for x in (q, k, v)]
+    out, counts = attend_sparse(*three(mine), mesh, plan, rule, keys=keys)
+    number = gather_counts(alone, whole, number)[..., 0]
+    for by_rank in (False, True):
+        gathered = gather_counts(mesh, plan, counts, by_rank=by_rank)
+        # Means are rounded by the rank that has the keys at home.
+        assert np.abs(gathered.sum(axis=2) - number).max() <= (ring * ulysses + 1) / 2
+    grads = torch.autograd.grad(out.square().sum(), mine)
+    grads_wanted = torch.autograd.grad(wanted.square().sum(), (q, k, v))
+    pairs = zip((out, *grads), (wanted, *grads_wanted), strict=True)
+    return max(difference(a, b[:, :, own]) for a, b in pairs)
+
+
 def in_order(x: Tensor, layout: BlockLayout) -> Tensor:
     """Tokens as the heads have them."""
     if layout.order is None:
@@ -261,6 +288,11 @@ def compare_all(is_whole: bool) -> None:
     for place, case in enumerate(rules):
         for ring, ulysses in chosen(place):
             assert by_rule(ring, ulysses, case) < 1e-10, (ring, ulysses, case)
+    cut = {"heads": 3, "kind": "heavy"}
+    every = cut, {**cut, "keys": 0.5}, {"heads": 6, "kv_heads": 3}, {**cut, "order": "random"}
+    for place, case in enumerate(every):
+        for ring, ulysses in chosen(place):
+            assert by_clusters(ring, ulysses, case) < 1e-10, (ring, ulysses, case)
     for ring, ulysses in meshes:
         assert other_samples(ring, ulysses) < 1e-10
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bascule.attention.sparse import Clusters
 from bascule.diffusers import SparseConfig, parallelize
 from bascule.diffusers.verify import leaves_of
 from bascule.workload import load_masks
@@ -24,6 +25,7 @@ MASKS = make_masks(6, 7)
 RULES: dict[str, dict[str, Any]] = {
     "masks of each step": {"masks": MASKS},
     "keep": {"keep": 0.5},
+    "clusters": {"rule": Clusters(4, 5, 0.5)},
     "two passes a step, a dense layer": {
         "masks": MASKS[:2],
         "passes_per_step": 2,

@@ -463,7 +463,7 @@ def gather_counts(
     if masks.dtype == np.bool_:
         home = plan.kv.home // (plan.num_ranks // degree)
         masks = block_counts(masks[:1], kv_lens=plan.kv.lens, kv_of=home, ring_degree=degree)
-    own = masks[0].reshape(masks.shape[1], degree, -1).sum(axis=2)
+    own = masks[0].reshape(-1, degree, masks.shape[2] // degree).sum(axis=2)
     return _of_all_rows(mesh, plan, own.astype(np.int64), "counts of blocks")
 
 
