@@ -307,7 +307,9 @@ def _both_plans(masks: Any, lens: Any, ulysses: int, ring: int) -> dict[str, Spa
     home, planner = BlockLayout.contiguous(lens, ulysses, ring), SparseConfig(keep=1.0).planner
     return {
         "without": plan_under(in_order(len(masks), home, home, ulysses, ring), masks),
-        "with": planner(ulysses, ring).plan(masks, BlockLayout.striped(lens, ulysses, ring)),
+        "with": planner(ulysses, ring, 4 * HEAD_DIM).plan(
+            masks, BlockLayout.striped(lens, ulysses, ring)
+        ),
     }
 
 
