@@ -30,29 +30,28 @@ from bascule.workload.masks import COGVIDEOX15, WAN21, MaskModel, synthetic_mask
 GRID, HEAD_DIM, NUM_LAYERS, NUM_STEPS, BLOCK, TEXT_DIM = (5, 24, 32), 64, 2, 3, 64, 64
 MESHES = {"1 rank": (2, 1, 1), "Ulysses": (1, 1, 2), "ring": (1, 2, 1)}
 """(replicas, ring degree, Ulysses degree): two ranks, or each by itself"""
-ARMS = {
-    "1 rank": ("dense", "sparse"),
-    "Ulysses": ("dense", "in order", "balanced"),
-    "ring": ("dense", "in order", "balanced"),
-}
+FOUR = {"U4R1": (1, 1, 4), "U2R2": (1, 2, 2), "U1R4": (1, 4, 1)}
+ALONE, SHARED = ("dense", "sparse"), ("dense", "in order", "balanced")
 MACHINES = ("h100-datasheet", "l40s-datasheet")
 SPANS = {"planning": PLAN_SPAN, "masks": MASKS_SPAN, "exchange": EXCHANGE_SPAN}
 LARGEST_SHARE, LARGEST_ERROR = 0.05, 1e-5
+FOUR_KEYS = ("cpu_s", "rho", "error")
 _attend = functional.scaled_dot_product_attention
 
 
 def sparse_model(*, quick: bool = False) -> dict[str, Any]:
     """Time denoising steps of a small Wan: dense, block-sparse, and block-sparse in balance.
 
-    Five minutes. Two ranks of one thread; WanTransformer3DModel with random weights, float32. Of
+    Eight minutes. Two ranks of one thread; WanTransformer3DModel with random weights, float32. Of
     Wan2.1-14B's 40 layers of 40 heads of width 128 and 75,600 tokens, it has 2 layers of 10 heads
     of width 64 and 3,840 tokens; synthetic masks of density 0.41 for each layer and step. Eight
     copies take their steps in turns: dense, heads and blocks in order, and with the defaults of
     `SparseConfig`, each on Ulysses and on a ring; and dense and sparse on each rank by itself.
     "attention" is the module, with its projections. Every sparse step is compared with one process:
     dense attention with the mask. Targets: exact to 1e-5; planning, and exchange that is due to
-    balance, below 5 % of a step. "planned" has rho and bytes on 1, 2 and 4 ranks of this shape and
-    of the whole one, with what a call is predicted to take.
+    balance, below 5 % of a step. "four ranks" has the CPU seconds of the busiest of four ranks,
+    which share two cores: these leave out what ranks wait for. "planned" has rho and bytes on 1, 2
+    and 4 ranks of this shape and of the whole one, with what a call is predicted to take.
     """
     return _results("Wan2.1", quick)
 
@@ -60,18 +59,19 @@ def sparse_model(*, quick: bool = False) -> dict[str, Any]:
 def sparse_cogvideox(*, quick: bool = False) -> dict[str, Any]:
     """Time denoising steps of a small CogVideoX, as `sparse_model` does those of a Wan.
 
-    Six minutes. Of CogVideoX1.5-5B's 42 layers of 48 heads of width 64, 226 tokens of text and
+    Nine minutes. Of CogVideoX1.5-5B's 42 layers of 48 heads of width 64, 226 tokens of text and
     85,680 of video, it has 2 layers of 12 heads, 56 tokens of text and 3,840 of video.
     """
     return _results("CogVideoX1.5", quick)
 
 
 def _results(name: str, quick: bool) -> dict[str, Any]:
-    results = on_ranks(_model_on_rank, name, 1 if quick else 3)
-    for arm, found in results["arms"].items():
+    results = on_ranks(_model_on_rank, name, MESHES, 1 if quick else 3)
+    four = on_ranks(_model_on_rank, name, FOUR, 1, num_ranks=4)
+    for arm, found in (results["arms"] | four["arms"]).items():
         say(
             f"{arm}: {found['step_s']:.3f} s a step, {found['attention_s']:.3f} s of it attention; "
-            f"rho {found['rho']:.3f}; error {found['error']:.1e}"
+            f"{found['cpu_s']:.3f} CPU s; rho {found['rho']:.3f}; error {found['error']:.1e}"
         )
         assert found["error"] < LARGEST_ERROR
     for arm, shares in results["shares"].items():
@@ -83,6 +83,13 @@ def _results(name: str, quick: bool) -> dict[str, Any]:
         )
     for label, ratios in results["speedup"].items():
         say(", ".join(f"{label}, {part}: {x['median']:.3f}x" for part, x in ratios.items()))
+    cpu = {label: ratios["cpu"] for label, ratios in four["speedup"].items()}
+    for label, one in cpu.items():
+        say(f"{label}, CPU of the busiest of four ranks: {one['median']:.3f}x")
+    results["four ranks"] = {
+        "arms": {x: {key: row[key] for key in FOUR_KEYS} for x, row in four["arms"].items()},
+        "speedup": cpu,
+    }
     shape = SHAPES[name]
     planned = [*_planned("scaled", shape.masks, HEAD_DIM, 4)]
     if not quick:
@@ -196,10 +203,10 @@ def _in_one_process(shape: Shape, masks: Any, step: int) -> Tensor:
 # --- on ranks -----------------------------------------------------------------------------------
 
 
-def _model_on_rank(name: str, turns: int) -> dict[str, Any]:
+def _model_on_rank(name: str, meshes: dict[str, Any], turns: int) -> dict[str, Any]:
     shape, names = SHAPES[name], ("replicas", "ring", "ulysses")
     masks = np.stack([_masks_of(shape, step) for step in range(NUM_STEPS)])
-    run = BLOCK * math.ceil(math.prod(GRID) / BLOCK / 2)
+    run = BLOCK * math.ceil(math.prod(GRID) / BLOCK / dist.get_world_size())
     configs = {
         "dense": None,
         "sparse": SparseConfig(masks=masks, block=BLOCK),
@@ -207,29 +214,28 @@ def _model_on_rank(name: str, turns: int) -> dict[str, Any]:
         "balanced": SparseConfig(masks=masks, block=BLOCK),
     }
     arms: dict[str, ParallelHandle] = {}
-    for of_mesh, degrees in MESHES.items():
+    for of_mesh, degrees in meshes.items():
         mesh = init_device_mesh("cpu", degrees, mesh_dim_names=names)
-        for arm in ARMS[of_mesh]:
+        for arm in ALONE if of_mesh == "1 rank" else SHARED:
             model = _make_model(shape)
             arms[f"{arm}, {of_mesh}"] = parallelize(model, mesh=mesh, sparse=configs[arm])
     with torch.inference_mode():
         dense = [_output(_make_model(shape), shape, step) for step in range(NUM_STEPS)]
         sparse = [_in_one_process(shape, masks[step], step) for step in range(NUM_STEPS)]
         outputs = {name: dense if "dense" in name else sparse for name in arms}
-        errors, step_s, attention_s = _steps_in_turns(arms, shape, outputs, turns)
+        errors, parts = _steps_in_turns(arms, shape, outputs, turns)
         plans = {arm: _plans_of(handle) for arm, handle in arms.items()}
         spent = {x: _spent(arms[x], shape) for x in arms if "balanced" in x}
-    parts = {"step": step_s, "attention": attention_s}
     speedup: dict[str, Any] = {}
-    for of_mesh in ("Ulysses", "ring"):
-        for before in (f"in order, {of_mesh}", f"dense, {of_mesh}", "sparse, 1 rank"):
+    for of_mesh in (x for x in meshes if x != "1 rank"):
+        befores = f"in order, {of_mesh}", f"dense, {of_mesh}", "sparse, 1 rank"
+        for before in (x for x in befores if x in arms):
             label, after = f"{of_mesh} balanced over {before}", f"balanced, {of_mesh}"
             speedup[label] = {part: ratio(x[before], x[after]) for part, x in parts.items()}
     rows = {
-        arm: {
+        arm: {f"{part}_s": statistics.median(x[arm]) for part, x in parts.items()}
+        | {
             "error": errors[arm],
-            "step_s": statistics.median(step_s[arm]),
-            "attention_s": statistics.median(attention_s[arm]),
             "rho": statistics.mean(plan.imbalance for plan in of_arm) if of_arm else 1.0,
         }
         for arm, of_arm in plans.items()
@@ -263,10 +269,10 @@ Times = dict[str, list[float]]
 
 def _steps_in_turns(
     arms: dict[str, ParallelHandle], shape: Shape, outputs: dict[str, list[Tensor]], turns: int
-) -> tuple[dict[str, float], Times, Times]:
-    """Return the largest error; seconds of each step, and of its attention, on the slowest rank."""
+) -> tuple[dict[str, float], dict[str, Times]]:
+    """Return the largest error; of each step, of the rank with most: seconds, of CPU, attention."""
     errors = dict.fromkeys(arms, 0.0)
-    step_s, attention_s = ({name: list[float]() for name in arms} for _ in range(2))
+    parts = {part: {name: list[float]() for name in arms} for part in ("step", "attention", "cpu")}
     for turn in range(turns + 1):  # the first warms up
         for handle in arms.values():
             handle.restart()
@@ -274,19 +280,20 @@ def _steps_in_turns(
             for name in list(arms)[:: 1 if (turn + step) % 2 else -1]:
                 with _attention_seconds(arms[name].model) as attention:
                     dist.barrier()
-                    start = time.perf_counter()
+                    start, cpu_start = time.perf_counter(), time.process_time()
                     out = _output(arms[name].model, shape, step)
+                    cpu_s = time.process_time() - cpu_start
                     dist.barrier()
                     total = time.perf_counter() - start
-                local = torch.tensor([total, sum(attention)], dtype=torch.float64)
+                local = torch.tensor([total, sum(attention), cpu_s], dtype=torch.float64)
                 dist.all_reduce(local, dist.ReduceOp.MAX)
                 expected = outputs[name][step]
                 error = float((out - expected).norm() / expected.norm())
                 errors[name] = max(errors[name], error)
-                if turn > 0:
-                    step_s[name].append(float(local[0]))
-                    attention_s[name].append(float(local[1]))
-    return errors, step_s, attention_s
+                for seconds, of_arms in zip(local.tolist(), parts.values(), strict=True):
+                    if turn > 0:
+                        of_arms[name].append(seconds)
+    return errors, parts
 
 
 def _plans_of(handle: ParallelHandle) -> list[Any]:

@@ -125,6 +125,7 @@ CASES = [
     ("planner, method", planner(method="best"), ("SparsePlanner(method='best')", '"in_order"')),
     ("planner, target", planner(target=-1), ("SparsePlanner(target=-1)",)),
     ("planner, cut_above", planner(cut_above=math.nan), ("SparsePlanner(cut_above=nan)",)),
+    ("planner, row_work", planner(row_work=-1.0), ("SparsePlanner(row_work=-1.0)",)),
     ("planner, mesh", planner(ring_degree=1.5), ("ring_degree is 1.5", "integer")),
     (
         "planner, ranks",

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bascule.arrays import Bools, Ints
+from bascule.diffusers.sparse_layers import ROW_WORK, SparseConfig
 from bascule.plan.machine import AttentionLatency, AttentionLoad, HardwareProfile
 from bascule.plan.sparse import (
     BlockLayout,
@@ -283,6 +284,37 @@ def test_a_plan_that_cannot_be_even_is_not_made_again_and_again() -> None:
 
 
 LATENCY = AttentionLatency(3.0, 0.002, 40.0, 0.001, 0.01, 5.0, 0.0003)
+
+
+@pytest.mark.parametrize(
+    ("seen", "row_work", "imbalance"),
+    [
+        ((207, 193), 0.0, 1.015),  # 11 blocks of the first head go to the other rank
+        ((207, 193), 500.0, 1.035),  # keys and values of a head take 0.39 of a rank's work
+        ((360, 40), 0.0, 1.01),  # nine rows of 18 blocks go
+        ((360, 40), 500.0, 1.08),  # one more would cost more than 0.08
+        ((360, 40), 1025.0, 1.8),
+        ((360, 40), math.inf, 1.8),
+    ],
+)
+def test_a_head_is_cut_only_for_more_than_its_keys_and_values_cost(
+    seen: tuple[int, int], row_work: float, imbalance: float
+) -> None:
+    """Two heads of 20 x 20 blocks of 256 on two ranks: 2 x 5120 rows over 200 x 256 x 256 pairs."""
+    masks = np.arange(400).reshape(20, 20).T < np.reshape(seen, (2, 1, 1))
+    home = BlockLayout.striped([256] * 20, 2, 1)
+    plan = SparsePlanner(2, 1, row_work=row_work).plan(masks, home)
+    assert plan.imbalance == pytest.approx(imbalance)
+
+
+def test_the_work_of_a_row_follows_from_a_latency() -> None:
+    """2.3 ms a byte, of 256 bytes, over 10 ms a pair."""
+    strategies = Strategies(LATENCY)
+    planner = SparseConfig(keep=0.4, strategies=strategies).planner(2, 1, 256)
+    assert planner.row_work == pytest.approx(58.88)
+    assert SparseConfig(keep=0.4).planner(2, 1, 256).row_work == ROW_WORK
+    assert math.isinf(replace(LATENCY, compute_s_per_work=0.0).row_work(256))
+
 
 LENS = block_lens((5, 70), 8)
 

@@ -41,6 +41,7 @@ from bascule.plan.sparse.planner import PLANNERS, SparsePlanner
 from bascule.workload import load_masks
 
 STILL_TARGET = 1.02  # imbalance up to which a ring without Ulysses ranks is left as it is
+ROW_WORK = 500.0  # pairs of tokens in the time of a row, where no latency says: see the docs
 
 _SAMPLED = 32  # masks that ranks compare
 _LEAST_SHARE = 1e-9
@@ -151,10 +152,13 @@ class SparseConfig:
         """Tokens of a block of queries, and of keys."""
         return (self.block, self.block) if isinstance(self.block, int) else self.block
 
-    def planner(self, ulysses_degree: int, ring_degree: int) -> SparsePlanner:
+    def planner(self, ulysses_degree: int, ring_degree: int, row_bytes: int) -> SparsePlanner:
         """Return the planner of a mesh."""
         target = self.target or (STILL_TARGET if ulysses_degree == 1 else TARGET)
-        return SparsePlanner(ulysses_degree, ring_degree, method=self.method, target=target)
+        latency = None if self.strategies is None else self.strategies.latency
+        row_work = ROW_WORK if latency is None else latency.row_work(row_bytes)
+        options = {"method": self.method, "target": target, "row_work": row_work}
+        return SparsePlanner(ulysses_degree, ring_degree, **options)
 
     def masks_of(self, step: int, layer: int, num_heads: int, blocks: "Blocks") -> Bools | None:
         """Return the masks (H, Q, C) of a layer in a step, or None if a rule decides."""
@@ -460,7 +464,8 @@ class SparseLayers:
         reuses: dict[Degrees, PlanReuse] = {}
         for degrees, mesh in self._meshes.items():
             if mesh is self.mesh or degrees[0] <= key.num_heads:
-                planner, columns = self.config.planner(*degrees), columns_of(work, degrees)
+                planner = self.config.planner(*degrees, key.row_bytes)
+                columns = columns_of(work, degrees)
                 plan = planner.plan(columns, *homes, num_kv_heads=key.num_kv_heads)
                 reuses[degrees] = PlanReuse(planner, plan, self.config.tolerance)
         ring, ulysses = self.mesh.degrees

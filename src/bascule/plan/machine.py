@@ -353,6 +353,11 @@ class AttentionLatency:
         exchange_s += self.copy_s_per_byte * load.copied_bytes
         return exchange_s + compute_s + float(exposed_ring(p2p_s, compute_s, load.ring_degree))
 
+    def row_work(self, row_bytes: int) -> float:
+        """Return the work that takes as long as one row of an all-to-all."""
+        row_s = (self.all_to_all_s_per_byte + self.copy_s_per_byte) * row_bytes
+        return row_s / self.compute_s_per_work if self.compute_s_per_work else math.inf
+
 
 def _of_datasheet(
     device: str, peak_tflops: float, link_gbs: float, link: str, memory_gb: float

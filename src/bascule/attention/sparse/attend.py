@@ -29,7 +29,7 @@ from bascule.attention.sparse.rules import BlockRule, Pool, RuleCall, in_blocks
 from bascule.attention.usp import attend, check_settings, check_tensors, keep, with_positive_scale
 from bascule.comm.agree import first_use
 from bascule.comm.collectives import all_gather, all_reduce, table_on
-from bascule.comm.exchange import BoundRoute, exchange, move_back, move_rows
+from bascule.comm.exchange import BoundRoute, move_back, move_rows
 from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup, device_of
 from bascule.comm.mesh import AttentionMesh, as_attention_mesh
@@ -109,13 +109,13 @@ class SparseTables:
         """Bring rows (n, D) of q, k and v from home to where they are used."""
         if self.plan.is_local:
             return tuple(map(_taken, parts, self._local))
-        return _exchanged(self._bound[0], torch.cat(parts), wire).split(self._arriving)
+        return _Moved.apply(self._bound[0], wire, *parts).split(self._arriving)
 
     def take_home(self, rows: Tensor, wire: Quantized | None) -> Tensor:
         """Bring rows of the output home from where they were computed."""
         if self.plan.is_local:
             return _taken(rows, self._local[3])
-        return _exchanged(self._bound[1], rows, wire)
+        return _Moved.apply(self._bound[1], wire, rows)
 
     def call(
         self, q: Tensor, seen: list[BlockRows], scale: float, kernel: str | None
@@ -175,22 +175,23 @@ def wire_of(comm_dtype: CommDtype | None) -> Quantized | None:
     return wire
 
 
-def _exchanged(route: BoundRoute, rows: Tensor, wire: Quantized | None) -> Tensor:
-    """Move rows (n, D) along a route."""
-    return exchange(route, [rows])[0] if wire is None else _Packed.apply(route, rows, wire)
-
-
-class _Packed(torch.autograd.Function):
-    """Rows that travel at 8 bits; their gradients travel as they are."""
+class _Moved(torch.autograd.Function):
+    """Rows along a route, of one tensor after another; at 8 bits, their gradients as they are."""
 
     @staticmethod
-    def forward(ctx: Any, route: BoundRoute, rows: Tensor, wire: Quantized) -> Tensor:
-        ctx.route = route
+    def forward(ctx: Any, route: BoundRoute, wire: Quantized | None, *parts: Tensor) -> Tensor:
+        ctx.route, ctx.lens, rows = route, [len(part) for part in parts], parts[0]
+        if len(parts) > 1:
+            shape = sum(ctx.lens), rows.shape[1]
+            staged = route.group.calls.staging.take("rows of all parts", shape, rows)
+            rows = torch.cat(parts, out=staged)
+        if wire is None:
+            return move_rows(route, [rows])[0]
         return wire.unpack(move_rows(route, [wire.pack(rows)])[0], rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, move_back(ctx.route, grads)[0], None
+        return None, None, *move_back(ctx.route, grads)[0].split(ctx.lens)
 
 
 def _taken(rows: Tensor, index: Tensor | None) -> Tensor:

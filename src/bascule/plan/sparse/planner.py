@@ -237,6 +237,8 @@ class SparsePlanner:
         target: Imbalance at which "minimal_move" moves no more, over the mean work of all ranks. It
             moves nothing on a ring without Ulysses ranks whose critical path is as short as that.
         cut_above: See `partition_heads`.
+        row_work: Pairs of tokens that a rank computes in the time that a row takes to come. A cut
+            brings a rank the keys and values of a head, so no head is cut for less than these.
         reward: For "paper": how much less loaded a block's home rank counts, in blocks like it.
     """
 
@@ -245,12 +247,13 @@ class SparsePlanner:
     method: str = "minimal_move"
     target: float = TARGET
     cut_above: float = 0.01
+    row_work: float = 0.0
     reward: float = REWARD
 
     def __post_init__(self) -> None:
         check_degrees(self.ulysses_degree, self.ring_degree)
-        rules = {"target": number, "reward": number, "cut_above": (number, 0.0, np.inf)}
-        fields(self, method=(choice, *PLANNERS), **rules)
+        rules = {name: (number, 0.0, np.inf) for name in ("cut_above", "row_work")}
+        fields(self, method=(choice, *PLANNERS), target=number, reward=number, **rules)
 
     def plan(
         self,
@@ -323,7 +326,10 @@ class SparsePlanner:
             return np.repeat(rings_H[:, None], per_block.shape[1], axis=1)
         # In turns from the ring ranks, so that every rank of a ring gets its share of a cut head.
         order = np.lexsort((columns.q_home, num_before(columns.q_home)))
-        heads = partition_heads(per_block[:, order], self.ulysses_degree, cut_above=self.cut_above)
+        num_rows = 2 * int(columns.kv.lens.sum())  # keys and values of a head
+        cost = self.row_work * num_rows * self.ulysses_degree / max(int(per_block.sum()), 1)
+        least = max(self.cut_above, cost)
+        heads = partition_heads(per_block[:, order], self.ulysses_degree, cut_above=least)
         ring_of = np.empty_like(heads.rank_of)
         ring_of[:, order] = heads.rank_of
         return ring_of
