@@ -20,7 +20,7 @@ from bascule.plan.checks import listed, of_type
 from bascule.plan.costs import Cost
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.machine import Bag, Cluster
-from bascule.plan.prices import RankState, check_sizes, checked, price
+from bascule.plan.prices import RankState, check_sizes, checked, kinds_of, price, with_rings
 from bascule.plan.sequences import Batch, batch_of
 from bascule.plan.solver.portfolio import solve
 from bascule.plan.solver.problem import Assignment
@@ -106,7 +106,8 @@ def suggest_topology(
     error = PlanError("no candidate")
     for candidate in np.unique(np.concatenate([even, order[:_MAX_SOLVED]])).tolist():
         try:
-            rows.append(_rank(_topology(units[candidate], cluster), read, cost, cluster, limits))
+            topology = _topology(units[candidate], cost, cluster)
+            rows.append(_rank(topology, read, cost, cluster, limits))
         except PlanError as met:
             error = met
     if not rows:
@@ -163,11 +164,12 @@ def _reason(
     if size == 1:
         return "g1: pays for no wires"
     smaller, forced = size // 2, list[int]()
-    bag = Bag.aligned(smaller, 1, cluster.ranks_per_node)
+    (bag,) = _kinds([smaller], cost, cluster)
     for batch, one in zip(batches, decisions, strict=True):
         lens = batch.lens[topology.bag_sizes[one.bin_of] == size]
-        each = cluster.sequence_seconds(cost, bag, lens, cluster.compute_seconds(cost, lens))
-        forced += lens[(each.compute_s + each.heads_s) / smaller > one.makespan].tolist()
+        each = cluster.sequence_seconds(cost, bag, lens)
+        taken = (each.compute_s + each.heads_s + each.ring_s) / smaller
+        forced += lens[taken > one.makespan].tolist()
     if not forced:
         return f"g{size}: no sequence needs it; it evens out loads"
     return (
@@ -182,7 +184,7 @@ def choose_topology(
     """Choose the bags of one batch; each node's are the ones that suit what was loaded there."""
     units = _candidates(cluster)
     largest = int(units.sum(axis=1).argmin())
-    check_sizes(batch, _topology(units[largest], cluster), limits)
+    check_sizes(batch, _topology(units[largest], cost, cluster), limits)
     bounds = _bounds(batch, cost, cluster, units, float(ranks.carried.mean()))
     solved: list[tuple[float, Topology, Ints]] = []
     shortest, error = math.inf, PlanError("no candidate")
@@ -193,7 +195,7 @@ def choose_topology(
             break
         if solved and not quickly:
             break
-        topology = _topology(units[candidate], cluster)
+        topology = _topology(units[candidate], cost, cluster)
         try:
             prices = price(batch, topology, cost, cluster, ranks)
             decision = solve(prices.problem(limits), quick=quickly)
@@ -207,7 +209,7 @@ def choose_topology(
     _, topology, bag_of = min(solved, key=lambda one: one[0])
     if limits is not None and not limits.are_alike:  # elsewhere the bags might not hold it
         return topology
-    return _settle(topology, bag_of, batch.ranks, batch.lens, cluster)
+    return with_rings(_settle(topology, bag_of, batch.ranks, batch.lens, cluster), cost)
 
 
 def _candidates(cluster: Cluster) -> Ints:
@@ -233,10 +235,17 @@ def _fillings(num_ranks: int, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], 
     )
 
 
-def _topology(counts: Ints, cluster: Cluster) -> Topology:
+def _topology(counts: Ints, cost: Cost, cluster: Cluster) -> Topology:
     """Return the bags of a candidate, largest first, so that all of them are aligned."""
     bags = [(2**power, count) for power, count in enumerate(counts.tolist()) if count]
-    return Topology.parse(Topology(tuple(reversed(bags))), world_size=cluster.num_ranks)
+    unit = with_rings(Topology(tuple(reversed(bags))), cost)
+    return Topology.parse(unit, world_size=cluster.num_ranks)
+
+
+def _kinds(sizes: Sequence[int], cost: Cost, cluster: Cluster) -> list[Bag]:
+    """Return an aligned bag of each size, smallest first."""
+    bags = Topology(tuple((size, 1) for size in sorted(sizes, reverse=True)))
+    return kinds_of(with_rings(bags, cost), cluster)[0]
 
 
 def _bounds(batch: Batch, cost: Cost, cluster: Cluster, units: Ints, carried: float) -> Floats:
@@ -247,12 +256,12 @@ def _bounds(batch: Batch, cost: Cost, cluster: Cluster, units: Ints, carried: fl
     """
     sizes = np.left_shift(np.int64(1), np.arange(units.shape[1], dtype=np.int64))
     num_units = cluster.num_ranks // int((units[0] * sizes).sum())
-    seconds = cluster.compute_seconds(cost, batch.lens, batch.num_pairs)
-    order = np.argsort(-batch.lens if batch.num_pairs is None else -seconds, kind="stable")
-    ordered, compute = batch.lens[order], checked(seconds, batch)[order]
-    kinds = [Bag.aligned(size, 1, cluster.ranks_per_node) for size in sizes.tolist()]
-    each = [cluster.sequence_seconds(cost, bag, ordered, compute) for bag in kinds]
-    work = np.stack([compute + one.heads_s for one in each])
+    lens, pairs = batch.lens, batch.num_pairs
+    seconds = checked(cluster.compute_seconds(cost, lens, pairs), batch)
+    order = np.argsort(-lens if pairs is None else -seconds, kind="stable")
+    kinds = _kinds(sizes.tolist(), cost, cluster)
+    each = [cluster.sequence_seconds(cost, bag, lens, pairs) for bag in kinds]
+    work = np.stack([one.compute_s + one.heads_s + one.ring_s for one in each])[:, order]
     before = carried + np.array([one.launch_s for one in each])
     sums = np.concatenate([np.zeros((sizes.size, 1)), np.cumsum(work, axis=1)], axis=1)
     bags = units * num_units

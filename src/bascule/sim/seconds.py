@@ -238,7 +238,7 @@ def _computed(placed: Placement, setup: Setup) -> dict[str, Floats]:
     kind, seqs = prices.kinds[bag_of], np.arange(bag_of.size)
     launches, host = prices.carried, prices.exposed_host(bag_of)
     return {
-        "compute": placed.by_rank(prices.compute),
+        "compute": placed.by_rank(prices.compute[kind, seqs]),
         "ulysses": placed.by_rank(prices.ulysses[kind, seqs]) + launches[topology.bag_of_rank],
         "ring": placed.by_rank(prices.ring[kind, seqs]),
         "host": setup.host_s + host[topology.bag_of_rank],
