@@ -68,7 +68,7 @@ class InputOptions(ManifestOptions):
     d_model: int | None = None
     gamma: float | None = None
     num_layers: int | None = None
-    num_heads: int | None = None
+    num_heads: Annotated[int | None, Range(1)] = None
     seed: int = 0
     step: int = 0
 
@@ -80,9 +80,7 @@ class InputOptions(ManifestOptions):
             gamma = self.hardware().gamma if isinstance(self, MachineOptions) else 1.0
         model = model_shape(self.model)
         width, blocks = self.d_model or model.width, self.num_layers or model.num_blocks
-        heads = self.num_heads
-        if heads is None and self.d_model is None:
-            heads = model.num_heads
+        heads = self.num_heads or (model.num_heads if self.d_model is None else None)
         return TransformerCost(width, gamma=gamma, num_layers=blocks, num_heads=heads)
 
     @property

@@ -336,8 +336,7 @@ class BalancedModel:
         return dict(zip(ids[dest == parallel.rank].tolist(), arrived, strict=True))
 
     def _mesh_of(self, plan: Plan, bag: int) -> AttentionMesh | None:
-        heads, topology = self._num_heads, plan.topology
-        topology = topology if heads is None else topology.for_heads(heads)
+        topology = plan.topology.for_heads(self._num_heads)
         first, size = int(topology.first_ranks[bag]), int(topology.bag_sizes[bag])
         ring = int(topology.ring_degrees[bag])
         if size == 1:

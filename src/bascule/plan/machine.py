@@ -238,12 +238,11 @@ class Cluster:
     ) -> Seconds:
         """Predict seconds of (n,) sequences, times the ranks of their bag, launches aside."""
         cost = in_bag(cost, bag.ulysses)
-        compute_s, attention_s = self.compute_seconds(cost, lens, num_pairs), 0.0
+        compute_s = self.compute_seconds(cost, lens, num_pairs)
         if bag.size == 1:
             return Seconds(compute_s)
         width, num_layers = _shape(cost)
-        if bag.ring > 1 and isinstance(cost, TransformerCost):
-            attention_s = compute_s - self.compute_seconds(replace(cost, gamma=0.0), lens)
+        attention_s = compute_s - self.compute_seconds(cost, lens, 0 * lens)
         values = lens.astype(np.float64) * (width * num_layers)
         work = Work.of_layers(bag, num_layers, values, compute_s, attention_s)
         return self.seconds(work, bag)

@@ -74,16 +74,16 @@ class Prices:
     topology: Topology  # the bags
     speeds: Floats  # (num_bags,) ranks, times the speed of the slowest
     kinds: Ints  # (num_bags,) kind of each bag
-    compute: Floats  # (num_kinds, num_seqs) on one rank
-    ulysses: Floats  # (num_kinds, num_seqs) in all-to-alls
-    ring: Floats  # (num_kinds, num_seqs) in a ring's exchanges that attention does not hide
+    # (3, num_kinds, num_seqs) on one rank: compute, all-to-alls, and a ring's exchanges that
+    # attention does not hide.
+    parts: Floats
     carried: Floats  # (num_bags,) before any sequence: carried loads and launches
     host: Floats  # (num_kinds,) seconds of the host for each sequence of a bag
 
     @property
     def work(self) -> Floats:
         """(num_kinds, num_seqs) cost of each sequence on a bag of each kind, times its ranks."""
-        return self.compute + self.ulysses + self.ring
+        return self.parts.sum(axis=0)
 
     def loads(self, bag_of: Ints) -> Floats:
         """Return the (num_bags,) true cost of each bag."""
@@ -93,7 +93,7 @@ class Prices:
     def exposed_host(self, bag_of: Ints) -> Floats:
         """Return the (num_bags,) seconds by which hosts are behind: no sum over sequences."""
         host = np.bincount(bag_of, minlength=self.speeds.size) * self.host[self.kinds]
-        compute = self.compute[self.kinds[bag_of], np.arange(bag_of.size)]
+        compute = self.parts[0, self.kinds[bag_of], np.arange(bag_of.size)]
         compute = np.bincount(bag_of, compute, self.speeds.size) / self.speeds
         return np.where(host > 0, np.maximum(host - compute, 0.0), 0.0)
 
@@ -126,6 +126,11 @@ def price(
         kinds, kind_of = kinds_of(bags, cluster)
         each = [cluster.sequence_seconds(cost, bag, lens, pairs) for bag in kinds]
         host = np.array([cluster.host_seconds(cost, bag) for bag in kinds])
+    parts = np.stack(
+        [np.broadcast_arrays(one.compute_s, one.heads_s, one.ring_s) for one in each], axis=1
+    )
+    for compute in parts[0]:
+        checked(compute, batch)
     # The others of a bag wait for the rank that carries most.
     carried: Floats = np.maximum.reduceat(ranks.carried, topology.first_ranks)
     return Prices(
@@ -133,9 +138,7 @@ def price(
         topology,
         ranks.bag_speeds(topology),
         kind_of,
-        np.stack([checked(np.asarray(one.compute_s), batch) for one in each]),
-        np.stack([np.broadcast_to(one.heads_s, lens.shape) for one in each]),
-        np.stack([np.broadcast_to(one.ring_s, lens.shape) for one in each]),
+        parts,
         carried + np.array([one.launch_s for one in each])[kind_of],
         host,
     )
@@ -143,8 +146,7 @@ def price(
 
 def with_rings(topology: Topology, cost: Cost) -> Topology:
     """Return the bags with the rings that they need where a model has fewer heads than ranks."""
-    num_heads = cost.num_heads if isinstance(cost, TransformerCost) else None
-    return topology if num_heads is None else topology.for_heads(num_heads)
+    return topology.for_heads(cost.num_heads if isinstance(cost, TransformerCost) else None)
 
 
 def kinds_of(topology: Topology, cluster: Cluster) -> tuple[list[Bag], Ints]:

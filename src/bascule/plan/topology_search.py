@@ -106,8 +106,7 @@ def suggest_topology(
     error = PlanError("no candidate")
     for candidate in np.unique(np.concatenate([even, order[:_MAX_SOLVED]])).tolist():
         try:
-            topology = _topology(units[candidate], cost, cluster)
-            rows.append(_rank(topology, read, cost, cluster, limits))
+            rows.append(_rank(_topology(units[candidate], cluster), read, cost, cluster, limits))
         except PlanError as met:
             error = met
     if not rows:
@@ -144,7 +143,7 @@ def _rank(
     imbalances = [metrics.imbalance(one[topology.bag_of_rank]) for one in loads]
     sizes = np.unique(topology.bag_sizes)[::-1].tolist()
     return RankedTopology(
-        spec=str(topology),
+        spec=str(with_rings(topology, cost)),
         seconds=float(np.mean([one.max() for one in loads])),
         imbalance=float(np.mean(imbalances)),
         gap=float(np.mean([one.gap for one in decisions])),
@@ -184,7 +183,7 @@ def choose_topology(
     """Choose the bags of one batch; each node's are the ones that suit what was loaded there."""
     units = _candidates(cluster)
     largest = int(units.sum(axis=1).argmin())
-    check_sizes(batch, _topology(units[largest], cost, cluster), limits)
+    check_sizes(batch, _topology(units[largest], cluster), limits)
     bounds = _bounds(batch, cost, cluster, units, float(ranks.carried.mean()))
     solved: list[tuple[float, Topology, Ints]] = []
     shortest, error = math.inf, PlanError("no candidate")
@@ -195,7 +194,7 @@ def choose_topology(
             break
         if solved and not quickly:
             break
-        topology = _topology(units[candidate], cost, cluster)
+        topology = _topology(units[candidate], cluster)
         try:
             prices = price(batch, topology, cost, cluster, ranks)
             decision = solve(prices.problem(limits), quick=quickly)
@@ -207,9 +206,9 @@ def choose_topology(
     if not solved:
         raise error
     _, topology, bag_of = min(solved, key=lambda one: one[0])
-    if limits is not None and not limits.are_alike:  # elsewhere the bags might not hold it
-        return topology
-    return with_rings(_settle(topology, bag_of, batch.ranks, batch.lens, cluster), cost)
+    if limits is None or limits.are_alike:  # else others of these bags might not hold it
+        topology = _settle(topology, bag_of, batch.ranks, batch.lens, cluster)
+    return with_rings(topology, cost)
 
 
 def _candidates(cluster: Cluster) -> Ints:
@@ -235,11 +234,10 @@ def _fillings(num_ranks: int, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], 
     )
 
 
-def _topology(counts: Ints, cost: Cost, cluster: Cluster) -> Topology:
+def _topology(counts: Ints, cluster: Cluster) -> Topology:
     """Return the bags of a candidate, largest first, so that all of them are aligned."""
     bags = [(2**power, count) for power, count in enumerate(counts.tolist()) if count]
-    unit = with_rings(Topology(tuple(reversed(bags))), cost)
-    return Topology.parse(unit, world_size=cluster.num_ranks)
+    return Topology.parse(Topology(tuple(reversed(bags))), world_size=cluster.num_ranks)
 
 
 def _kinds(sizes: Sequence[int], cost: Cost, cluster: Cluster) -> list[Bag]:
