@@ -66,7 +66,7 @@ class BoundRoute:
 
     def sent_bytes(self, tensors: Sequence[Tensor]) -> int:
         """Return the bytes of the rows of tensors that leave this rank."""
-        return self.num_moved * sum(x.shape[1:].numel() * x.element_size() for x in tensors)
+        return self.num_moved * sum([x.shape[1:].numel() * x.element_size() for x in tensors])
 
     @cached_property
     def back_to_copies(self) -> "BoundRoute":

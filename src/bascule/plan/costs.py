@@ -43,6 +43,11 @@ def evaluate(cost: Cost, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | Non
     return costs
 
 
+def heads_of(cost: Cost) -> int | None:
+    """Return the heads that ranks share; None where the model does not know."""
+    return cost.num_heads if isinstance(cost, TransformerCost) else None
+
+
 def in_bag(cost: Cost, num_ranks: int) -> Cost:
     """Return the cost where ranks share heads: that of the one with the most, times the ranks."""
     if not isinstance(cost, TransformerCost) or cost.num_heads is None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError, PlanError
 from bascule.plan.checks import amounts, shown
-from bascule.plan.costs import Cost, TransformerCost, evaluate, in_bag
+from bascule.plan.costs import Cost, evaluate, heads_of, in_bag
 from bascule.plan.limits import Limits
 from bascule.plan.machine import Bag, Cluster, Seconds
 from bascule.plan.sequences import Batch, source_of
@@ -114,23 +114,25 @@ def price(
     batch: Batch, topology: Topology, cost: Cost, cluster: Cluster | None, ranks: RankState
 ) -> Prices:
     """Price a batch on the bags of a topology; a slow rank is slow in all that its bag does."""
-    lens, pairs, bags = batch.lens, batch.num_pairs, with_rings(topology, cost)
+    lens, num_heads = batch.lens, heads_of(cost)
+    bags = topology.for_heads(num_heads)
     if cluster is None:
         degrees = bags.bag_sizes // bags.ring_degrees
-        is_even = [in_bag(cost, degree) is cost for degree in degrees.tolist()]
-        kinds, kind_of = np.unique(np.where(is_even, 1, degrees), return_inverse=True)
-        each = [Seconds(evaluate(in_bag(cost, one), lens, pairs)) for one in kinds.tolist()]
-        host = np.zeros(len(each))
+        uneven = np.where((num_heads or 0) % degrees, degrees, 1)
+        degrees, kind_of = np.unique(uneven, return_inverse=True)
+        kinds = list(map(Bag, degrees.tolist()))
     else:
         cluster.check_world(topology.num_ranks)
         kinds, kind_of = kinds_of(bags, cluster)
-        each = [cluster.sequence_seconds(cost, bag, lens, pairs) for bag in kinds]
-        host = np.array([cluster.host_seconds(cost, bag) for bag in kinds])
-    parts = np.stack(
-        [np.broadcast_arrays(one.compute_s, one.heads_s, one.ring_s) for one in each], axis=1
-    )
-    for compute in parts[0]:
-        checked(compute, batch)
+    parts, (launch, host) = np.zeros((3, len(kinds), lens.size)), np.zeros((2, len(kinds)))
+    for place, bag in enumerate(kinds):
+        if cluster is None:
+            one = Seconds(evaluate(in_bag(cost, bag.size), lens, batch.num_pairs))
+        else:
+            one = cluster.sequence_seconds(cost, bag, lens, batch.num_pairs)
+            host[place] = cluster.host_seconds(cost, bag)
+        parts[0, place] = checked(np.asarray(one.compute_s), batch)
+        parts[1, place], parts[2, place], launch[place] = one.heads_s, one.ring_s, one.launch_s
     # The others of a bag wait for the rank that carries most.
     carried: Floats = np.maximum.reduceat(ranks.carried, topology.first_ranks)
     return Prices(
@@ -139,14 +141,9 @@ def price(
         ranks.bag_speeds(topology),
         kind_of,
         parts,
-        carried + np.array([one.launch_s for one in each])[kind_of],
+        carried + launch[kind_of],
         host,
     )
-
-
-def with_rings(topology: Topology, cost: Cost) -> Topology:
-    """Return the bags with the rings that they need where a model has fewer heads than ranks."""
-    return topology.for_heads(cost.num_heads if isinstance(cost, TransformerCost) else None)
 
 
 def kinds_of(topology: Topology, cluster: Cluster) -> tuple[list[Bag], Ints]:

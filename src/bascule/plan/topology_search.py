@@ -17,10 +17,10 @@ from bascule.arrays import Bools, Floats, Ints
 from bascule.errors import ConfigError, PlanError
 from bascule.plan import metrics
 from bascule.plan.checks import listed, of_type
-from bascule.plan.costs import Cost
+from bascule.plan.costs import Cost, heads_of
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.machine import Bag, Cluster
-from bascule.plan.prices import RankState, check_sizes, checked, kinds_of, price, with_rings
+from bascule.plan.prices import RankState, check_sizes, checked, kinds_of, price
 from bascule.plan.sequences import Batch, batch_of
 from bascule.plan.solver.portfolio import solve
 from bascule.plan.solver.problem import Assignment
@@ -143,7 +143,7 @@ def _rank(
     imbalances = [metrics.imbalance(one[topology.bag_of_rank]) for one in loads]
     sizes = np.unique(topology.bag_sizes)[::-1].tolist()
     return RankedTopology(
-        spec=str(with_rings(topology, cost)),
+        spec=str(topology.for_heads(heads_of(cost))),
         seconds=float(np.mean([one.max() for one in loads])),
         imbalance=float(np.mean(imbalances)),
         gap=float(np.mean([one.gap for one in decisions])),
@@ -208,7 +208,7 @@ def choose_topology(
     _, topology, bag_of = min(solved, key=lambda one: one[0])
     if limits is None or limits.are_alike:  # else others of these bags might not hold it
         topology = _settle(topology, bag_of, batch.ranks, batch.lens, cluster)
-    return with_rings(topology, cost)
+    return topology.for_heads(heads_of(cost))
 
 
 def _candidates(cluster: Cluster) -> Ints:
@@ -243,7 +243,7 @@ def _topology(counts: Ints, cluster: Cluster) -> Topology:
 def _kinds(sizes: Sequence[int], cost: Cost, cluster: Cluster) -> list[Bag]:
     """Return an aligned bag of each size, smallest first."""
     bags = Topology(tuple((size, 1) for size in sorted(sizes, reverse=True)))
-    return kinds_of(with_rings(bags, cost), cluster)[0]
+    return kinds_of(bags.for_heads(heads_of(cost)), cluster)[0]
 
 
 def _bounds(batch: Batch, cost: Cost, cluster: Cluster, units: Ints, carried: float) -> Floats:
