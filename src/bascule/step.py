@@ -67,6 +67,9 @@ class _Done:
         self.num_attended += 1
         self.traffic += traffic
 
+    def share_heads(self, num_bytes: int) -> None:
+        self.traffic += Traffic(heads=num_bytes)
+
 
 class Step:
     """A plan bound to its groups and device: moves and attends for one step. Made by `plan`.
@@ -131,7 +134,8 @@ class Step:
         order = np.lexsort((np.concatenate([one.positions for one in layouts]), ids))
         lens, counts = np.unique(ids, return_counts=True)[1], [len(one.slots) for one in layouts]
         shared = group.part(ranks, "bag") if len(ranks) > 1 else None
-        return SharedRow(lens.tolist(), shared, counts, order, self.number)
+        args = counts, order, self.number, self._done.share_heads
+        return SharedRow(lens.tolist(), shared, *args)
 
     def __enter__(self) -> "Step":
         """Begin a block in which an error of the user's code ends the waits of other ranks."""
@@ -320,8 +324,7 @@ class Step:
             else:
                 route = self._route if way == "route" else self._route.inverse
             if names:
-                row_bytes = sum(x.shape[1:].numel() * x.element_size() for x in xs)
-                self._done.traffic += Traffic(routed=row_bytes * route.num_moved)
+                self._done.traffic += Traffic(routed=route.sent_bytes(xs))
             return move_rows(route, xs)
 
     def num_marked(self, is_marked: Tensor) -> int:

@@ -287,6 +287,21 @@ def test_a_step_takes_two_gathers_and_one_exchange() -> None:
         assert first == second == {"all_gather": 2, "all_to_all": 1}
 
 
+def heads_of_the_model() -> tuple[Any, list[float]]:
+    """The cost of a model with three heads on two ranks, and the loads of a sample."""
+    sp = SequenceParallel(None, "g2n1", COST)
+    balanced = BalancedModel(model_of("wan"), sp, length_fn=lambda _: 1000)
+    balanced.microbatches(samples_of("wan")[: 1 - dist.get_rank()], loss_of)
+    return sp.cost, balanced.step.plan.loads.tolist()
+
+
+def test_plans_know_the_heads_of_the_model() -> None:
+    wanted = (24 * 1000 * 64**2 + 4 / 3 * 4 * 1000**2 * 64) / 2 / 1e12
+    for cost, loads in run_ranks(heads_of_the_model, 2):
+        assert cost == TransformerCost(64, num_heads=3)
+        assert loads == pytest.approx([wanted] * 2)
+
+
 def in_accelerate() -> tuple[str, float, float]:
     """The wrapper of an Accelerator, and the loss as its scripts gather it, and as it should be."""
     from accelerate import Accelerator

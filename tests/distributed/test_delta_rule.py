@@ -24,6 +24,7 @@ from bascule.transformers import (
     register_attention,
     split_delta_layers,
 )
+from tests.helpers.calls_made import ALL_TO_ALL, calls_made
 from tests.helpers.cases import COST
 from tests.helpers.inference_cases import make_mesh
 from tests.helpers.ranks import raised_by, run_ranks
@@ -274,6 +275,32 @@ def batch_of_two(name: str) -> float:
 
 def test_rows_of_a_batch_and_narrow_dtypes() -> None:
     assert max(run_ranks(batch_of_two, 2, "qwen3_next")) < 0.02
+
+
+@in_float64()
+@torch.no_grad()
+def traffic(name: str) -> tuple[list[int], int, int]:
+    """Tokens of the ranks, and bytes between them in a forward pass: counted, and sent."""
+    register_attention()
+    model, rank = make(name, "bascule"), dist.get_rank()
+    step = SequenceParallel(None, "g2n1", COST).plan(LENS if rank == 0 else [])
+    own = step.route(x=ids_of(LENS) if rank == 0 else torch.zeros(0, dtype=torch.int64))["x"]
+    call_packed(model, step, input_ids=own)
+    before = step.traffic
+    with calls_made() as made:
+        call_packed(model, step, input_ids=own)
+    after = step.traffic
+    assert after.routed == before.routed and after.ring == 0
+    return step.plan.tokens.tolist(), after.heads - before.heads, made.sent_bytes[ALL_TO_ALL]
+
+
+def test_traffic_counts_what_layers_by_heads_exchange() -> None:
+    for rank, (tokens, counted, sent) in enumerate(run_ranks(traffic, 2, "qwen3_next")):
+        own, other = tokens[rank], tokens[1 - rank]
+        # Each of two layers: a key head has 8 + 8 values, its two value heads 6 + 1 + 1 each, and
+        # 6 each come back. Attention: two query heads, a key and a value head of 8 each, and two.
+        values = 2 * (32 * own + 12 * other) + 4 * 8 * own + 2 * 8 * other
+        assert counted == sent == 8 * values and min(tokens) > 0
 
 
 def replaced(model: Any) -> list[str]:

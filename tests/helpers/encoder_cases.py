@@ -366,7 +366,8 @@ def check_failing_image() -> tuple[list[str], str]:
     rank = dist.get_rank()
     model = make_model("qwen2_5_vl")
     tower = tower_of(model)
-    BalancedEncoder(tower, cost=COST).install(model)
+    encoder = BalancedEncoder(tower, cost=COST)
+    installed = encoder.install(model)
     good = batch_of("qwen2_5_vl", rank, [(2, 2)] if rank else [], False)
     bad = dict(good)
     if rank == 1:
@@ -375,4 +376,6 @@ def check_failing_image() -> tuple[list[str], str]:
     assert tower_of(model) is tower
     loss_of(model, good, rank).backward()
     assert all(p.grad is not None for p in tower.parameters())
+    images, videos = installed.encodings
+    assert encoder.last is images is not None and videos is None  # though these come last
     return said

@@ -101,6 +101,23 @@ def test_a_ranking_as_json(capsys: Console) -> None:
     assert ranking["rows"][0]["seconds"] <= ranking["rows"][-1]["seconds"]
 
 
+@pytest.mark.parametrize(
+    ("options", "best"),
+    [
+        ("--num-heads 8", "g4n1"),
+        ("--num-heads 6", "g2n2"),
+        ("--num-heads 2", "g2r2n1"),
+        ("--model wan2.1-1.3b", "g4n1"),  # of 12 heads
+        ("--model cogvideox-2b", "g2n2"),  # of 30
+        ("--model cogvideox-2b --d-model 1920", "g4n1"),  # a model of the user's, heads unknown
+    ],
+)
+def test_advice_follows_the_heads(capsys: Console, options: str, best: str) -> None:
+    command = f"topology --lengths 100000//94000/ --json - {options}"
+    code, out, err = run(capsys, *command.split())
+    assert code == 0 and json.loads(out)["best"] == best, err
+
+
 # Inputs
 
 

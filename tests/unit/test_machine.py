@@ -159,7 +159,7 @@ def test_a_step_is_its_passes() -> None:
     passes, bag, lens = Passes(4.0, 6.0, 3.0, "step"), Bag.aligned(4, 1, 4), np.array([700])
 
     def seconds(machine: Cluster, cost: TransformerCost) -> tuple[Seconds, float]:
-        taken = machine.sequence_seconds(cost, bag, lens, machine.compute_seconds(cost, lens))
+        taken = machine.sequence_seconds(cost, bag, lens)
         return taken, machine.host_seconds(cost, bag)
 
     linear = cluster.compute_seconds(replace(COST, gamma=0.0), lens)

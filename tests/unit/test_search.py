@@ -55,10 +55,15 @@ def test_auto_gives_the_long_sequence_the_node_that_loaded_it() -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
 
+@pytest.mark.parametrize("num_heads", [None, 6, 2])
 @pytest.mark.parametrize("seed", range(5))
-def test_auto_is_as_good_as_every_topology_of_a_small_world(seed: int) -> None:
-    batch = random_batch(np.random.default_rng(seed), 8, 12)
-    plan = plan_batch(batch, "auto", COST, cluster=TWO_NODES, locality_tolerance=0.0)
+def test_auto_is_as_good_as_every_topology_of_a_small_world(
+    seed: int, num_heads: int | None
+) -> None:
+    batch, cost = random_batch(np.random.default_rng(seed), 8, 12), COST
+    if num_heads is not None:  # heads count for more where there is more of attention
+        cost = dataclasses.replace(COST, num_heads=num_heads, gamma=3.0)
+    plan = plan_batch(batch, "auto", cost, cluster=TWO_NODES, locality_tolerance=0.0)
     specs = [
         "+".join(
             f"g{size}n{count}" for size, count in ((4, a), (2, b), (1, 8 - 4 * a - 2 * b)) if count
@@ -68,10 +73,22 @@ def test_auto_is_as_good_as_every_topology_of_a_small_world(seed: int) -> None:
     ]
     assert len(specs) == 9
     others = [
-        plan_batch(batch, spec, COST, cluster=TWO_NODES, locality_tolerance=0.0).makespan
+        plan_batch(batch, spec, cost, cluster=TWO_NODES, locality_tolerance=0.0).makespan
         for spec in specs
     ]
     assert plan.makespan <= min(others) * 1.001
+
+
+def test_advice_knows_heads_that_a_bag_cannot_share_evenly() -> None:
+    """Two long sequences that four ranks even out, unless two of them have twice the heads."""
+    batch, node = [[20_000], [], [17_000], []], Cluster(1, 4, *H100)
+    for num_heads, best in (
+        *((None, "g4n1"), (8, "g4n1"), (6, "g2n2"), (5, "g2n2")),
+        *((3, "g2r2n1"), (2, "g2r2n1"), (1, "g1r4n1")),  # which fewer heads than ranks need
+    ):
+        cost = dataclasses.replace(COST, num_heads=num_heads)
+        plan = plan_batch(batch, "auto", cost, cluster=node)
+        assert str(suggest_topology([batch], cost, node).best) == best == str(plan.topology)
 
 
 def test_auto_of_an_idle_batch() -> None:
@@ -264,12 +281,18 @@ SMALL = TransformerCost(WIDTH, num_layers=LAYERS)
 
 
 def in_a_ring(
-    length: int, ulysses: int, ring: int, near: int, speed: float, cluster: Cluster = CLUSTER
+    length: int,
+    ulysses: int,
+    ring: int,
+    near: int,
+    speed: float,
+    cluster: Cluster = CLUSTER,
+    uneven: float = 1.0,
 ) -> float:
     """Seconds of a sequence, from the rounds of db-SP's model; launches included."""
     ranks = ulysses * ring
     linear = LAYERS * 24 * length * WIDTH**2 / cluster.flops_per_s / ranks
-    attention = LAYERS * 4 * length**2 * WIDTH / cluster.flops_per_s / ranks
+    attention = uneven * LAYERS * 4 * length**2 * WIDTH / cluster.flops_per_s / ranks
     own_bytes = LAYERS * 2 * WIDTH * length / ranks  # of one of q, k, v and out, as a rank has it
     near_s = (near - 1) / cluster.intra_bytes_per_s
     far_s = (ulysses - near) / cluster.inter_bytes_per_s
@@ -300,6 +323,45 @@ def test_seconds_of_a_bag_with_a_ring(
     speed = CLUSTER.intra_bytes_per_s if in_node else CLUSTER.inter_bytes_per_s
     assert plan.makespan == pytest.approx(in_a_ring(length, ulysses, ring, near, speed))
     assert plan.gap == 0.0
+
+
+@pytest.mark.parametrize(
+    ("spec", "num_heads", "ulysses", "ring", "uneven"),
+    [
+        ("g4n2", 6, 4, 1, 2 * 4 / 6),
+        ("g2n4", 5, 2, 1, 3 * 2 / 5),
+        ("g4r2n1", 7, 4, 2, 2 * 4 / 7),
+        ("g4n2", 3, 2, 2, 2 * 2 / 3),  # four ranks need a ring, in which two share three heads
+        ("g8n1", 4, 4, 2, 1.0),
+        ("g8n1", 24, 8, 1, 1.0),
+        ("g4n2", 8, 4, 1, 1.0),
+        ("g1n8", 5, 1, 1, 1.0),
+    ],
+)
+def test_attention_takes_as_long_as_the_rank_with_the_most_heads(
+    spec: str, num_heads: int, ulysses: int, ring: int, uneven: float
+) -> None:
+    cost, lens = dataclasses.replace(SMALL, num_heads=num_heads), [[30_000], *[[]] * 7]
+    linear, attention = 24 * 30_000 * WIDTH**2, 4 * 30_000**2 * WIDTH
+    flops = LAYERS * (linear + uneven * attention) / (ulysses * ring)
+    assert plan_batch(lens, spec, cost).makespan == pytest.approx(flops / 1e12)
+    near, speed = min(ulysses, 4), 1e9 if ulysses * ring <= 4 else 1e8
+    seconds = in_a_ring(30_000, ulysses, ring, near, speed, uneven=uneven)
+    plan = plan_batch(lens, spec, cost, cluster=CLUSTER)
+    assert plan.makespan == pytest.approx(seconds)
+    if uneven == 1.0 and str(plan.topology.for_heads(num_heads)) == spec:
+        assert plan == plan_batch(lens, spec, SMALL, cluster=CLUSTER)
+
+
+def test_bags_that_share_heads_unevenly_are_kinds_without_a_cluster() -> None:
+    """One of three lengths is long: four ranks take 4/3 of its attention, and one rank all."""
+    cost = dataclasses.replace(SMALL, num_heads=6)
+    plan = plan_batch([[30_000], [9000], [9000], *[[]] * 4], "g4n1+g2n1+g1n1", cost)
+    assert plan.bag_of.tolist() == [0, 1, 1]
+    for bag, num_ranks, uneven, lens in ((0, 4, 4 / 3, [30_000]), (1, 2, 1.0, [9000, 9000])):
+        flops = sum(24 * n * WIDTH**2 + uneven * 4 * n**2 * WIDTH for n in lens)
+        load = plan.loads[plan.topology.first_ranks[bag]]
+        assert load == pytest.approx(LAYERS * flops / num_ranks / 1e12)
 
 
 def test_the_worst_group_of_a_bag_decides() -> None:

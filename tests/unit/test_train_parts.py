@@ -14,12 +14,24 @@ from bascule.options import check_options
 from bascule.plan.costs import TransformerCost
 from bascule.plan.plan import plan_batch
 from bascule.train.checkpoints import check_facts, newest_checkpoint, step_of
+from bascule.train.model import cost_of, model_config
 from bascule.train.options import Schedule, TrainOptions, schedule_of, settings_of, split
 from bascule.train.training_run import PARTS, MetricsLog, StepReports, prepare
 from bascule.workload.streams import SyntheticStream
 from tests.helpers.cli import Console, run
 
 CODES, ALBUM = "g1b2i32f1s0,g1b1i64f1s0", Path("album")
+
+
+def test_the_cost_of_a_model_knows_its_heads() -> None:
+    options = TrainOptions(data=CODES, gamma=0.5, num_heads=6)
+    config = model_config(options, SyntheticStream(CODES, rank=0, world_size=2, seed=0))
+    cost = cost_of(options, config, lambda: 0, torch.device("cpu"))
+    assert cost == TransformerCost(192, gamma=0.5, num_layers=4, num_heads=6)
+    # Of 6 heads on 4 ranks two have two each: by hand, one sequence of 4 blocks of width 192.
+    flops = 4 * (24 * 1000 * 192**2 + 0.5 * 4 * 1000**2 * 192 * 4 / 3)
+    plan = plan_batch([[1000], [], [], []], "g4n1", cost)
+    assert plan.loads.tolist() == pytest.approx([flops / 4 / 1e12] * 4)
 
 
 def test_a_step_has_the_same_samples_whatever_the_ranks() -> None:

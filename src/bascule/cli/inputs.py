@@ -54,6 +54,8 @@ class InputOptions(ManifestOptions):
         d_model: Model width; by default that of --model.
         gamma: Cost of an attention FLOP over a linear one; that of the profile by default.
         num_layers: Blocks of the model; by default those of --model.
+        num_heads: Heads of keys and values, which ranks of a bag share; by default those of --model
+            if --d-model is not given either.
         seed: Of data codes, and of --batch-size.
         step: Of data codes, and of --batch-size.
     """
@@ -66,6 +68,7 @@ class InputOptions(ManifestOptions):
     d_model: int | None = None
     gamma: float | None = None
     num_layers: int | None = None
+    num_heads: Annotated[int | None, Range(1)] = None
     seed: int = 0
     step: int = 0
 
@@ -77,7 +80,8 @@ class InputOptions(ManifestOptions):
             gamma = self.hardware().gamma if isinstance(self, MachineOptions) else 1.0
         model = model_shape(self.model)
         width, blocks = self.d_model or model.width, self.num_layers or model.num_blocks
-        return TransformerCost(width, gamma=gamma, num_layers=blocks)
+        heads = self.num_heads or (model.num_heads if self.d_model is None else None)
+        return TransformerCost(width, gamma=gamma, num_layers=blocks, num_heads=heads)
 
     @property
     def has_steps(self) -> bool:

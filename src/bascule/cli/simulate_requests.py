@@ -67,7 +67,6 @@ class SimulateRequestsOptions(Outputs, MachineOptions):
 
     def sizes(self) -> "Sizes":
         """Return what makes requests of --arrivals and --mix."""
-        from bascule.plan.costs import TransformerCost
         from bascule.workload.requests import COSTS, Sizes, predicted
         from bascule.workload.tokens import TokenRule, model_shape
 
@@ -76,8 +75,8 @@ class SimulateRequestsOptions(Outputs, MachineOptions):
             return Sizes(rule, COSTS[self.costs])
         if self.costs != "predicted":
             raise ConfigError(f"--costs {self.costs}: give predicted, {' or '.join(COSTS)}")
-        profile, shape = self.hardware(), model_shape(self.model)
-        cost = TransformerCost(shape.width, gamma=profile.gamma, num_layers=shape.num_blocks)
+        profile = self.hardware()
+        cost = replace(model_shape(self.model).cost, gamma=profile.gamma)
         return Sizes(rule, predicted(profile, cost, self.passes))
 
     def read(self) -> "Workload":

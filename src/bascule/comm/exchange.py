@@ -64,6 +64,10 @@ class BoundRoute:
         """Rows that leave this rank, each copy counted."""
         return sum(self.send_splits) - self.send_splits[self.group.rank]
 
+    def sent_bytes(self, tensors: Sequence[Tensor]) -> int:
+        """Return the bytes of the rows of tensors that leave this rank."""
+        return self.num_moved * sum([x.shape[1:].numel() * x.element_size() for x in tensors])
+
     @cached_property
     def back_to_copies(self) -> "BoundRoute":
         """Exchange that brings every copy of a row back, in the order of `send_index`."""

@@ -3,7 +3,7 @@
 Shapes: B batch, T tokens of this rank, S of all, H heads of all ranks, N of this rank, F values.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -26,6 +26,7 @@ class SharedRow:
     counts: Sequence[int] = (0,)  # (ranks,) tokens of each
     order: Ints | None = None  # (S,) places in the order of ranks, in that of the sequences
     step: int = 0  # for errors
+    count: Callable[[int], None] = lambda num_bytes: None  # that left this rank in a forward
     _routes: dict[tuple[int, torch.device], BoundRoute] = field(default_factory=dict, init=False)
 
     def own_heads(self, num_heads: int) -> slice:
@@ -43,7 +44,7 @@ class SharedRow:
             return [x[:, :num_tokens] for x in xs]
         own, count = self.own_heads(num_heads), self.counts[self.group.rank]
         rows = [x[:, :count].permute(1, 2, 0, 3).flatten(0, 1) for x in xs]
-        come = exchange(self._route(num_heads, xs[0].device), rows)
+        come = self._exchange(self._route(num_heads, xs[0].device), rows)
         sizes = num_tokens, own.stop - own.start
         return [x.unflatten(0, sizes).permute(2, 0, 1, 3) for x in come]
 
@@ -52,8 +53,12 @@ class SharedRow:
         if self.group is None:
             return x
         route, sizes = self._route(num_heads, x.device), (self.counts[self.group.rank], num_heads)
-        (come,) = exchange(route.inverse, [x.permute(1, 2, 0, 3).flatten(0, 1)])
+        (come,) = self._exchange(route.inverse, [x.permute(1, 2, 0, 3).flatten(0, 1)])
         return come.unflatten(0, sizes).permute(2, 0, 1, 3)
+
+    def _exchange(self, route: BoundRoute, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        self.count(route.sent_bytes(rows))
+        return exchange(route, rows)
 
     def _bounds(self, num_heads: int) -> list[int]:
         num_ranks = len(self.counts)

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from bascule.errors import ConfigError
 from bascule.parallel import SequenceParallel
 from bascule.plan.batching import ForwardPass, forward_passes
 from bascule.plan.checks import whole
+from bascule.plan.costs import TransformerCost
 from bascule.plan.plan import Plan
 from bascule.step import Step
 
@@ -131,6 +132,7 @@ def _refuse_array(name: str, value: Any) -> None:
 Loss = Callable[[Any, dict[str, Any]], Tensor]  # of output and batch; returns (batch, ..)
 
 _FIRST_CAPACITY = 256  # integers a rank that the first gather has room for
+_HEADS = "num_attention_heads", "n_heads", "num_heads"  # in configurations
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,7 +154,8 @@ class BalancedModel:
 
     Args:
         model: The transformer; plain, in DistributedDataParallel, or sharded by FSDP2.
-        parallel: The ranks, the bags and the costs.
+        parallel: The ranks, the bags and the costs. A TransformerCost gets the model's heads, if
+            it has none.
         length_fn: Tokens of a sample, as the model attends to them; at least one.
         weight_fn: Weight of a sample in the mean of the losses, a whole number. Default: 1.
         max_tokens: Most tokens of a forward pass on a rank; a longer sample goes alone. Default:
@@ -199,6 +202,10 @@ class BalancedModel:
         mesh = AttentionMesh(None, everyone, everyone)
         self.handle = ParallelHandle(Replica(everyone, None, mesh), everyone)
         self._part = SplitModel(inner, self._table, self.handle.mesh)
+        config = getattr(inner, "config", None)
+        self._num_heads = next((n for name in _HEADS if (n := getattr(config, name, None))), None)
+        if isinstance(parallel.cost, TransformerCost) and parallel.cost.num_heads is None:
+            parallel.cost = replace(parallel.cost, num_heads=self._num_heads)
         self._part.is_alone = True
         self._part.first_call = None if is_tested(self._table) else check_table
         self.handle.parts.append(self._part)
@@ -329,10 +336,7 @@ class BalancedModel:
         return dict(zip(ids[dest == parallel.rank].tolist(), arrived, strict=True))
 
     def _mesh_of(self, plan: Plan, bag: int) -> AttentionMesh | None:
-        config = getattr(self._part.model, "config", None)
-        names = "num_attention_heads", "n_heads", "num_heads"
-        num_heads = next((n for name in names if (n := getattr(config, name, None))), None)
-        topology = plan.topology if num_heads is None else plan.topology.for_heads(num_heads)
+        topology = plan.topology.for_heads(self._num_heads)
         first, size = int(topology.first_ranks[bag]), int(topology.bag_sizes[bag])
         ring = int(topology.ring_degrees[bag])
         if size == 1:

@@ -120,7 +120,8 @@ class BalancedEncoder:
     parameters nor the items of any rank require them.
 
     Attributes:
-        last: Report of the last step, see `Encoding`; None if no rank had an item.
+        last: Report of the last step, see `Encoding`; None if no rank had an item. Where installed,
+            that of the last kind with items; `Installed.encodings` has those of all kinds.
 
     Args:
         module: Maps items to features; plain, in DistributedDataParallel, or sharded by FSDP2, with
@@ -443,6 +444,7 @@ class Installed:
         self, parent: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], output: Any
     ) -> Any:
         parent._modules[self._name] = self._encoder.module
+        self._encoder.last = next(filter(None, reversed(self.encodings)), None)
         tokens = self._tokens
         self._tokens = [None]
         if output is not None and self._left:

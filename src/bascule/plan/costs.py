@@ -1,6 +1,6 @@
 """Cost models of a sequence: FLOPs from its length, and seconds once a device was measured."""
 
-from dataclasses import KW_ONLY, dataclass, field, is_dataclass
+from dataclasses import KW_ONLY, dataclass, field, is_dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -43,6 +43,19 @@ def evaluate(cost: Cost, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | Non
     return costs
 
 
+def heads_of(cost: Cost) -> int | None:
+    """Return the heads that ranks share; None where the model does not know."""
+    return cost.num_heads if isinstance(cost, TransformerCost) else None
+
+
+def in_bag(cost: Cost, num_ranks: int) -> Cost:
+    """Return the cost where ranks share heads: that of the one with the most, times the ranks."""
+    if not isinstance(cost, TransformerCost) or cost.num_heads is None:
+        return cost
+    longer = -(-cost.num_heads // num_ranks) * num_ranks / cost.num_heads
+    return cost if longer == 1.0 else replace(cost, gamma=cost.gamma * longer)
+
+
 def unit_seconds(cost: Cost) -> float | None:
     """Return the seconds that a unit of a cost takes; None where the model does not know."""
     if isinstance(cost, PolynomialCost):
@@ -80,6 +93,8 @@ class TransformerCost:
         fit_error: Root mean square relative error of the fit that gave the above, if any.
         bytes_per_token: Activations that a token of a rank holds until the backward pass, over all
             layers, if known; limits on memory need it.
+        num_heads: Heads of keys and values, which the ranks of a bag share; attention takes as long
+            as the rank with the most. None: not known, as if ranks could always share them evenly.
 
     Raises:
         ConfigError: A value is out of range.
@@ -92,9 +107,11 @@ class TransformerCost:
     seconds_per_unit: float | None = None
     fit_error: float | None = None
     bytes_per_token: float | None = None
+    num_heads: int | None = None
 
     def __post_init__(self) -> None:
-        fields(self, d_model=(whole, 1, MAX_SIZE), num_layers=(whole, 1, MAX_SIZE), gamma=number)
+        size = whole, 1, MAX_SIZE
+        fields(self, d_model=size, num_layers=size, num_heads=size, gamma=number)
         fields(self, seconds_per_unit=rate, fit_error=number, bytes_per_token=rate)
 
     def __call__(self, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None) -> Floats:

@@ -36,7 +36,7 @@ from bascule.plan.calibration import (
     built,
 )
 from bascule.plan.checks import MAX_RANKS, choice, fields, number, of_type, rate, shown, whole
-from bascule.plan.costs import FLOPS_PER_UNIT, Cost, TransformerCost, evaluate
+from bascule.plan.costs import FLOPS_PER_UNIT, Cost, TransformerCost, evaluate, in_bag
 from bascule.plan.files import parse_json, read_lines, to_path
 from bascule.plan.topology import Topology
 
@@ -234,12 +234,15 @@ class Cluster:
         return Seconds(work.compute_s, heads_s, ring_s, launch_s)
 
     def sequence_seconds(
-        self, cost: Cost, bag: Bag, lens: Ints, compute_s: Floats, attention_s: Amount = 0.0
+        self, cost: Cost, bag: Bag, lens: Ints, num_pairs: npt.ArrayLike | None = None
     ) -> Seconds:
-        """Predict seconds of (n,) sequences, of all ranks of their bag together, launches aside."""
+        """Predict seconds of (n,) sequences, times the ranks of their bag, launches aside."""
+        cost = in_bag(cost, bag.ulysses)
+        compute_s = self.compute_seconds(cost, lens, num_pairs)
         if bag.size == 1:
             return Seconds(compute_s)
         width, num_layers = _shape(cost)
+        attention_s = compute_s - self.compute_seconds(cost, lens, 0 * lens)
         values = lens.astype(np.float64) * (width * num_layers)
         work = Work.of_layers(bag, num_layers, values, compute_s, attention_s)
         return self.seconds(work, bag)

@@ -1,11 +1,12 @@
 """Price each sequence on each kind of bag.
 
-Bags of one *kind* have the same size and the same wires. Without a cluster there is one kind: P
-ranks take a P-th of a cost. With one, a sequence has a price on each kind (`Cluster.seconds`) and
-hides only its own exchanges in a ring, so that prices add up.
+Bags of one *kind* have the same size and the same wires. Without a cluster P ranks take a P-th of a
+cost, so that there is one kind, and more only of bags that share heads unevenly. With one, a
+sequence has a price on each kind (`Cluster.seconds`) and hides only its own exchanges in a ring, so
+that prices add up.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ import numpy.typing as npt
 from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError, PlanError
 from bascule.plan.checks import amounts, shown
-from bascule.plan.costs import Cost, TransformerCost, evaluate
+from bascule.plan.costs import Cost, evaluate, heads_of, in_bag
 from bascule.plan.limits import Limits
 from bascule.plan.machine import Bag, Cluster, Seconds
 from bascule.plan.sequences import Batch, source_of
@@ -73,16 +74,16 @@ class Prices:
     topology: Topology  # the bags
     speeds: Floats  # (num_bags,) ranks, times the speed of the slowest
     kinds: Ints  # (num_bags,) kind of each bag
-    compute: Floats  # (num_seqs,) on one rank
-    ulysses: Floats  # (num_kinds, num_seqs) in all-to-alls
-    ring: Floats  # (num_kinds, num_seqs) in a ring's exchanges that attention does not hide
+    # (3, num_kinds, num_seqs) on one rank: compute, all-to-alls, and a ring's exchanges that
+    # attention does not hide.
+    parts: Floats
     carried: Floats  # (num_bags,) before any sequence: carried loads and launches
     host: Floats  # (num_kinds,) seconds of the host for each sequence of a bag
 
     @property
     def work(self) -> Floats:
         """(num_kinds, num_seqs) cost of each sequence on a bag of each kind, times its ranks."""
-        return self.compute + self.ulysses + self.ring
+        return self.parts.sum(axis=0)
 
     def loads(self, bag_of: Ints) -> Floats:
         """Return the (num_bags,) true cost of each bag."""
@@ -92,7 +93,8 @@ class Prices:
     def exposed_host(self, bag_of: Ints) -> Floats:
         """Return the (num_bags,) seconds by which hosts are behind: no sum over sequences."""
         host = np.bincount(bag_of, minlength=self.speeds.size) * self.host[self.kinds]
-        compute = np.bincount(bag_of, self.compute, self.speeds.size) / self.speeds
+        compute = self.parts[0, self.kinds[bag_of], np.arange(bag_of.size)]
+        compute = np.bincount(bag_of, compute, self.speeds.size) / self.speeds
         return np.where(host > 0, np.maximum(host - compute, 0.0), 0.0)
 
     def problem(self, limits: Limits | None) -> Problem:
@@ -112,20 +114,25 @@ def price(
     batch: Batch, topology: Topology, cost: Cost, cluster: Cluster | None, ranks: RankState
 ) -> Prices:
     """Price a batch on the bags of a topology; a slow rank is slow in all that its bag does."""
-    lens = batch.lens
+    lens, num_heads = batch.lens, heads_of(cost)
+    bags = topology.for_heads(num_heads)
     if cluster is None:
-        compute = checked(evaluate(cost, lens, batch.num_pairs), batch)
-        kind_of = np.zeros_like(topology.bag_sizes)
-        each, host = [Seconds(compute)], np.zeros(1)
+        degrees = bags.bag_sizes // bags.ring_degrees
+        uneven = np.where((num_heads or 0) % degrees, degrees, 1)
+        degrees, kind_of = np.unique(uneven, return_inverse=True)
+        kinds = list(map(Bag, degrees.tolist()))
     else:
         cluster.check_world(topology.num_ranks)
-        compute = checked(cluster.compute_seconds(cost, lens, batch.num_pairs), batch)
-        attention = 0.0
-        if isinstance(cost, TransformerCost) and topology.rings:
-            attention = compute - cluster.compute_seconds(replace(cost, gamma=0.0), lens)
-        bags, kind_of = _kinds(topology, cluster)
-        each = [cluster.sequence_seconds(cost, bag, lens, compute, attention) for bag in bags]
-        host = np.array([cluster.host_seconds(cost, bag) for bag in bags])
+        kinds, kind_of = kinds_of(bags, cluster)
+    parts, (launch, host) = np.zeros((3, len(kinds), lens.size)), np.zeros((2, len(kinds)))
+    for place, bag in enumerate(kinds):
+        if cluster is None:
+            one = Seconds(evaluate(in_bag(cost, bag.size), lens, batch.num_pairs))
+        else:
+            one = cluster.sequence_seconds(cost, bag, lens, batch.num_pairs)
+            host[place] = cluster.host_seconds(cost, bag)
+        parts[0, place] = checked(np.asarray(one.compute_s), batch)
+        parts[1, place], parts[2, place], launch[place] = one.heads_s, one.ring_s, one.launch_s
     # The others of a bag wait for the rank that carries most.
     carried: Floats = np.maximum.reduceat(ranks.carried, topology.first_ranks)
     return Prices(
@@ -133,15 +140,13 @@ def price(
         topology,
         ranks.bag_speeds(topology),
         kind_of,
-        compute,
-        np.stack([np.broadcast_to(one.heads_s, lens.shape) for one in each]),
-        np.stack([np.broadcast_to(one.ring_s, lens.shape) for one in each]),
-        carried + np.array([one.launch_s for one in each])[kind_of],
+        parts,
+        carried + launch[kind_of],
         host,
     )
 
 
-def _kinds(topology: Topology, cluster: Cluster) -> tuple[list[Bag], Ints]:
+def kinds_of(topology: Topology, cluster: Cluster) -> tuple[list[Bag], Ints]:
     """Return the kinds of bags, and (num_bags,) that of each, by its worst Ulysses group."""
     groups, sizes = topology.ulysses_groups, topology.bag_sizes
     first_groups = groups.bag_of_rank[topology.first_ranks]

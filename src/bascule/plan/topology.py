@@ -167,8 +167,10 @@ class Topology:
         first = int(self.first_ranks[bag])
         return range(first + ulysses, first + int(self.bag_sizes[bag]), degree)
 
-    def for_heads(self, num_heads: int) -> "Topology":
+    def for_heads(self, num_heads: int | None) -> "Topology":
         """Return the same bags, with longer rings where a Ulysses group has too few heads."""
+        if num_heads is None:
+            return self
         rings: list[int] = []
         for size, _, ring in self._terms_with_rings:
             degrees = (degree for degree in range(1, num_heads + 1) if size % degree == 0)

@@ -17,10 +17,10 @@ from bascule.arrays import Bools, Floats, Ints
 from bascule.errors import ConfigError, PlanError
 from bascule.plan import metrics
 from bascule.plan.checks import listed, of_type
-from bascule.plan.costs import Cost
+from bascule.plan.costs import Cost, heads_of
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.machine import Bag, Cluster
-from bascule.plan.prices import RankState, check_sizes, checked, price
+from bascule.plan.prices import RankState, check_sizes, checked, kinds_of, price
 from bascule.plan.sequences import Batch, batch_of
 from bascule.plan.solver.portfolio import solve
 from bascule.plan.solver.problem import Assignment
@@ -143,7 +143,7 @@ def _rank(
     imbalances = [metrics.imbalance(one[topology.bag_of_rank]) for one in loads]
     sizes = np.unique(topology.bag_sizes)[::-1].tolist()
     return RankedTopology(
-        spec=str(topology),
+        spec=str(topology.for_heads(heads_of(cost))),
         seconds=float(np.mean([one.max() for one in loads])),
         imbalance=float(np.mean(imbalances)),
         gap=float(np.mean([one.gap for one in decisions])),
@@ -163,11 +163,12 @@ def _reason(
     if size == 1:
         return "g1: pays for no wires"
     smaller, forced = size // 2, list[int]()
-    bag = Bag.aligned(smaller, 1, cluster.ranks_per_node)
+    (bag,) = _kinds([smaller], cost, cluster)
     for batch, one in zip(batches, decisions, strict=True):
         lens = batch.lens[topology.bag_sizes[one.bin_of] == size]
-        each = cluster.sequence_seconds(cost, bag, lens, cluster.compute_seconds(cost, lens))
-        forced += lens[(each.compute_s + each.heads_s) / smaller > one.makespan].tolist()
+        each = cluster.sequence_seconds(cost, bag, lens)
+        taken = (each.compute_s + each.heads_s + each.ring_s) / smaller
+        forced += lens[taken > one.makespan].tolist()
     if not forced:
         return f"g{size}: no sequence needs it; it evens out loads"
     return (
@@ -205,9 +206,9 @@ def choose_topology(
     if not solved:
         raise error
     _, topology, bag_of = min(solved, key=lambda one: one[0])
-    if limits is not None and not limits.are_alike:  # elsewhere the bags might not hold it
-        return topology
-    return _settle(topology, bag_of, batch.ranks, batch.lens, cluster)
+    if limits is None or limits.are_alike:  # else others of these bags might not hold it
+        topology = _settle(topology, bag_of, batch.ranks, batch.lens, cluster)
+    return topology.for_heads(heads_of(cost))
 
 
 def _candidates(cluster: Cluster) -> Ints:
@@ -239,6 +240,12 @@ def _topology(counts: Ints, cluster: Cluster) -> Topology:
     return Topology.parse(Topology(tuple(reversed(bags))), world_size=cluster.num_ranks)
 
 
+def _kinds(sizes: Sequence[int], cost: Cost, cluster: Cluster) -> list[Bag]:
+    """Return an aligned bag of each size, smallest first."""
+    bags = Topology(tuple((size, 1) for size in sorted(sizes, reverse=True)))
+    return kinds_of(bags.for_heads(heads_of(cost)), cluster)[0]
+
+
 def _bounds(batch: Batch, cost: Cost, cluster: Cluster, units: Ints, carried: float) -> Floats:
     """Return the (num_candidates,) bounds of the makespans, all bisected at once.
 
@@ -247,12 +254,12 @@ def _bounds(batch: Batch, cost: Cost, cluster: Cluster, units: Ints, carried: fl
     """
     sizes = np.left_shift(np.int64(1), np.arange(units.shape[1], dtype=np.int64))
     num_units = cluster.num_ranks // int((units[0] * sizes).sum())
-    seconds = cluster.compute_seconds(cost, batch.lens, batch.num_pairs)
-    order = np.argsort(-batch.lens if batch.num_pairs is None else -seconds, kind="stable")
-    ordered, compute = batch.lens[order], checked(seconds, batch)[order]
-    kinds = [Bag.aligned(size, 1, cluster.ranks_per_node) for size in sizes.tolist()]
-    each = [cluster.sequence_seconds(cost, bag, ordered, compute) for bag in kinds]
-    work = np.stack([compute + one.heads_s for one in each])
+    lens, pairs = batch.lens, batch.num_pairs
+    seconds = checked(cluster.compute_seconds(cost, lens, pairs), batch)
+    order = np.argsort(-lens if pairs is None else -seconds, kind="stable")
+    kinds = _kinds(sizes.tolist(), cost, cluster)
+    each = [cluster.sequence_seconds(cost, bag, lens, pairs) for bag in kinds]
+    work = np.stack([one.compute_s + one.heads_s + one.ring_s for one in each])[:, order]
     before = carried + np.array([one.launch_s for one in each])
     sums = np.concatenate([np.zeros((sizes.size, 1)), np.cumsum(work, axis=1)], axis=1)
     bags = units * num_units

@@ -43,7 +43,7 @@ class Traffic:
     """Bytes that a rank sends to other ranks, by what they are for."""
 
     routed: int = 0  # rows of items, to where they are computed and back
-    heads: int = 0  # the exchanges of Ulysses
+    heads: int = 0  # the exchanges of Ulysses, and of other layers that share heads
     ring: int = 0  # keys and values, passed on
 
     @property

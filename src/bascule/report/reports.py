@@ -8,7 +8,7 @@ import numpy as np
 
 from bascule.arrays import Floats
 from bascule.plan import metrics
-from bascule.plan.costs import Cost
+from bascule.plan.costs import Cost, in_bag
 from bascule.plan.machine import Cluster
 from bascule.plan.plan import Plan
 from bascule.plan.topology import Topology
@@ -111,9 +111,9 @@ def _binding(plan: Plan, cost: Cost, cluster: Cluster | None) -> str:
         left = f"+g1n{plan.num_ranks - enough}" if enough < plan.num_ranks else ""
         reasons.append(f"{plan.binding}, as with --topology g{enough}n1{left}")
     if cluster is not None:
-        bag = int(plan.topology.bag_of_rank[plan.loads.argmax()])
+        bag, *_, degree = plan.topology.place_of(int(plan.loads.argmax()))
         lens = plan.seq_lens[plan.bag_of == bag]
-        compute = float(cluster.compute_seconds(cost, lens).sum())
+        compute = float(cluster.compute_seconds(in_bag(cost, degree), lens).sum())
         share = 1.0 - compute / int(plan.topology.bag_sizes[bag]) / plan.makespan
         if share > _WIRE_SHARE:
             reasons.append(

@@ -8,7 +8,7 @@ import numpy as np
 
 from bascule.arrays import Floats, Ints
 from bascule.plan import metrics
-from bascule.plan.costs import Cost, evaluate
+from bascule.plan.costs import Cost, evaluate, in_bag
 from bascule.plan.machine import Cluster
 from bascule.plan.plan import Plan
 
@@ -69,7 +69,8 @@ def draw_step(plan: Plan, cost: Cost, cluster: Cluster | None = None, unit: str 
     for rank, bag in zip(ranks, plan.topology.bag_of_rank.tolist(), strict=True):
         size = int(sizes[bag])
         label = f"rank {rank}" if size == 1 else f"rank {rank}, bag of {size}"
-        load, shares = float(plan.loads[rank]), costs / size
+        degree = plan.topology.place_of(rank).ulysses_degree
+        load, shares = float(plan.loads[rank]), costs_of(in_bag(cost, degree), plan.seq_lens) / size
         after.append(_bar_of(label, plan, bounds, plan.bag_of == bag, shares, load))
     speed_up = max(bar.load for bar in before) / plan.makespan if plan.makespan > 0 else 1.0
     words = (

@@ -235,14 +235,11 @@ def _computed(placed: Placement, setup: Setup) -> dict[str, Floats]:
     cost, cluster = in_passes(setup.cost, setup.cluster, setup.options.passes)
     batch = Batch(np.bincount(placed.source, minlength=topology.num_ranks), placed.computed)
     prices = price(batch, topology, cost, cluster, RankState.of(topology.num_ranks))
-    kind, seqs = prices.kinds[bag_of], np.arange(bag_of.size)
+    parts = prices.parts[:, prices.kinds[bag_of], np.arange(bag_of.size)]
+    compute, ulysses, ring = map(placed.by_rank, parts)
     launches, host = prices.carried, prices.exposed_host(bag_of)
-    return {
-        "compute": placed.by_rank(prices.compute),
-        "ulysses": placed.by_rank(prices.ulysses[kind, seqs]) + launches[topology.bag_of_rank],
-        "ring": placed.by_rank(prices.ring[kind, seqs]),
-        "host": setup.host_s + host[topology.bag_of_rank],
-    }
+    ulysses, host = ulysses + launches[topology.bag_of_rank], host[topology.bag_of_rank]
+    return {"compute": compute, "ulysses": ulysses, "ring": ring, "host": setup.host_s + host}
 
 
 def _exposed_sharding(

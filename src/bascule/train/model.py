@@ -88,8 +88,9 @@ def cost_of(
     tokens as that, so only attention differs.
     """
     num_blocks = config.num_double + config.num_single
+    sizes = {"num_layers": num_blocks, "num_heads": config.kv_heads}
     if options.gamma is not None:
-        return TransformerCost(config.d_model, gamma=options.gamma, num_layers=num_blocks)
+        return TransformerCost(config.d_model, gamma=options.gamma, **sizes)
     lens = np.unique(np.geomspace(128, max(longest(), 256), _NUM_PROBES).astype(int)).tolist()
     dtype: torch.dtype = getattr(torch, options.dtype)
     model = block_of_each_kind(config, device, dtype)
@@ -104,7 +105,7 @@ def cost_of(
         for pack in packs
     ]
     fitted = fit_latency(lens, mean_over_ranks(None, each), config.d_model)
-    return replace(fitted, num_layers=num_blocks)
+    return replace(fitted, **sizes)
 
 
 def _forward_backward(call: BlockCall) -> None:

@@ -46,10 +46,10 @@ def predicted(profile: HardwareProfile, cost: TransformerCost, passes: int = 1) 
 
     def step(tokens: int) -> dict[int, float]:
         lens = np.array([tokens])
-        compute, seconds = cluster.compute_seconds(cost, lens), dict[int, float]()
+        seconds = dict[int, float]()
         for degree in (1, 2, 4, 8):
             bag = Bag.aligned(degree, 1, _MOST_DEGREE)
-            each = cluster.sequence_seconds(cost, bag, lens, compute)
+            each = cluster.sequence_seconds(cost, bag, lens)
             spread = float(np.sum(each.compute_s + each.heads_s)) / degree
             once = float(np.sum(each.launch_s)) + cluster.host_seconds(cost, bag)
             seconds[degree] = passes * (spread + once)
@@ -214,8 +214,7 @@ def tetriserve(skew: float) -> Mix:
     are ours. A share is in proportion to exp(skew x tokens over the most tokens).
     """
     profile = HardwareProfile.load("h100-datasheet")
-    shape = model_shape("flux.1")
-    cost = TransformerCost(shape.width, gamma=profile.gamma, num_layers=shape.num_blocks)
+    cost = replace(model_shape("flux.1").cost, gamma=profile.gamma)
     costs, due = predicted(profile, cost), {256: 1.5, 512: 2.0, 1024: 3.0, 2048: 5.0}
     kinds = [
         Request(step_s=costs(side**2 // 256 + 512), steps=28, deadline_s=due[side], kind=str(side))

@@ -10,6 +10,7 @@ import numpy as np
 from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError
 from bascule.plan.checks import fields, rate, shown, whole
+from bascule.plan.costs import TransformerCost
 
 _NAMED = {"480p": "832x480:16", "720p": "1280x720:16", "1080p": "1920x1080:16"}
 _BUCKETS = re.compile("([0-9]{1,5}x)?[0-9]{1,5}:[0-9]{1,4}")
@@ -24,6 +25,7 @@ class ModelShape:
     Attributes:
         width: Model width.
         num_blocks: Blocks of the transformer.
+        num_heads: Heads of keys and values.
         pixels: Side of a visual token in pixels: stride of the VAE times patch.
         frame_stride: Frames after the first that become one latent frame; None has no clips.
         areas: Least and most pixels to which a picture is scaled; None keeps its size.
@@ -32,30 +34,36 @@ class ModelShape:
 
     width: int
     num_blocks: int
+    num_heads: int
     pixels: int = 16
     frame_stride: int | None = None
     areas: tuple[int, int] | None = None
     is_crosswise: bool = False
 
+    @property
+    def cost(self) -> TransformerCost:
+        """The cost of its sequences."""
+        return TransformerCost(self.width, num_layers=self.num_blocks, num_heads=self.num_heads)
+
 
 MODELS = {  # the defaults of their classes in diffusers and transformers, and their papers
-    "flux.1": ModelShape(3072, 57),
-    "flux.2": ModelShape(6144, 56),
-    "qwen-image": ModelShape(3072, 60),
-    "sd3.5-large": ModelShape(2432, 38),
-    "z-image": ModelShape(3840, 34),
-    "wan2.1-1.3b": ModelShape(1536, 30, 16, 4, is_crosswise=True),
-    "wan2.1": ModelShape(5120, 40, 16, 4, is_crosswise=True),
-    "wan2.2-5b": ModelShape(3072, 30, 32, 4, is_crosswise=True),
-    "hunyuanvideo": ModelShape(3072, 60, 16, 4),
-    "hunyuanvideo1.5": ModelShape(2048, 54, 16, 4),
-    "cogvideox-2b": ModelShape(1920, 30, 16, 4),
-    "cogvideox-5b": ModelShape(3072, 42, 16, 4),
-    "mochi": ModelShape(3072, 48, 16, 6),
-    "ltx": ModelShape(2048, 28, 32, 8, is_crosswise=True),
-    "ltx2": ModelShape(4096, 48, 32, 8, is_crosswise=True),
-    "qwen2.5-vl": ModelShape(3584, 28, 28, None, (56**2, 3584**2)),
-    "qwen3-vl": ModelShape(4096, 36, 32, None, (256**2, 4096**2)),
+    "flux.1": ModelShape(3072, 57, 24),
+    "flux.2": ModelShape(6144, 56, 48),
+    "qwen-image": ModelShape(3072, 60, 24),
+    "sd3.5-large": ModelShape(2432, 38, 38),
+    "z-image": ModelShape(3840, 34, 30),
+    "wan2.1-1.3b": ModelShape(1536, 30, 12, 16, 4, is_crosswise=True),
+    "wan2.1": ModelShape(5120, 40, 40, 16, 4, is_crosswise=True),
+    "wan2.2-5b": ModelShape(3072, 30, 24, 32, 4, is_crosswise=True),
+    "hunyuanvideo": ModelShape(3072, 60, 24, 16, 4),
+    "hunyuanvideo1.5": ModelShape(2048, 54, 16, 16, 4),
+    "cogvideox-2b": ModelShape(1920, 30, 30, 16, 4),
+    "cogvideox-5b": ModelShape(3072, 42, 48, 16, 4),
+    "mochi": ModelShape(3072, 48, 24, 16, 6),
+    "ltx": ModelShape(2048, 28, 32, 32, 8, is_crosswise=True),
+    "ltx2": ModelShape(4096, 48, 32, 32, 8, is_crosswise=True),
+    "qwen2.5-vl": ModelShape(3584, 28, 4, 28, None, (56**2, 3584**2)),
+    "qwen3-vl": ModelShape(4096, 36, 8, 32, None, (256**2, 4096**2)),
 }
 
 
