@@ -51,6 +51,7 @@ def qwen2(attention: str = "sdpa") -> Any:
     AttentionInterface.register("by_document", by_document)
 
     torch.manual_seed(0)
+    how: Any = {"attn_implementation": attention}
     config = Qwen2Config(
         vocab_size=VOCAB,
         hidden_size=WIDTH,
@@ -58,7 +59,7 @@ def qwen2(attention: str = "sdpa") -> Any:
         num_hidden_layers=LAYERS,
         num_attention_heads=4,
         num_key_value_heads=4,
-        attn_implementation=attention,
+        **how,
     )
     return Qwen2ForCausalLM(config)
 

@@ -76,7 +76,7 @@ class BalancedDataLoader(BaseDataLoader):
                 self._is_silent = True
                 logger.info(
                     "bascule leaves the rows of step %d as they are, and of all others where "
-                    "moving documents gains less than %.1f%%: here it gains %.1f%%",
+                    "moving documents gains less than %.1f%%: here it could gain %.1f%%",
                     batch.step,
                     100.0 * self._min_gain,
                     100.0 * (1.0 - batch.verdict.after / batch.verdict.before),
