@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 
 import bascule
@@ -32,9 +33,9 @@ PADDED = SamplerOptions(padded=True, even_counts=False)
 Batch = dict[str, Tensor]
 
 
-def texts() -> list[dict[str, Tensor]]:
+def texts(times: int = 1) -> list[dict[str, Tensor]]:
     draw = torch.Generator().manual_seed(0)
-    ids = [torch.randint(0, VOCAB, (length,), generator=draw) for length in LENGTHS]
+    ids = [torch.randint(0, VOCAB, (times * length,), generator=draw) for length in LENGTHS]
     return [{"input_ids": one, "labels": one} for one in ids]
 
 
@@ -44,10 +45,13 @@ def lists() -> list[dict[str, list[int]]]:
     return [one | {"attention_mask": [1] * len(one["labels"])} for one in made]
 
 
-def qwen2() -> Any:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+def qwen2(attention: str = "sdpa") -> Any:
+    from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
+
+    AttentionInterface.register("by_document", by_document)
 
     torch.manual_seed(0)
+    how: Any = {"attn_implementation": attention}
     config = Qwen2Config(
         vocab_size=VOCAB,
         hidden_size=WIDTH,
@@ -55,8 +59,19 @@ def qwen2() -> Any:
         num_hidden_layers=LAYERS,
         num_attention_heads=4,
         num_key_value_heads=4,
+        **how,
     )
     return Qwen2ForCausalLM(config)
+
+
+def by_document(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, *, position_ids: Tensor, **_: Any
+) -> tuple[Tensor, None]:
+    """Causal attention within each document of a row, as flex and varlen attention on a GPU."""
+    cuts = (position_ids[0].diff() != 1).nonzero().flatten() + 1
+    parts = zip(*(x.tensor_split(cuts.tolist(), dim=2) for x in (q, k, v)), strict=True)
+    attended = [scaled_dot_product_attention(*part, is_causal=True) for part in parts]
+    return torch.cat(attended, dim=2).transpose(1, 2), None
 
 
 def timed(
@@ -161,7 +176,8 @@ def nemo(epochs: int, balanced: bool) -> float:
     return timed(epochs, lambda _: loader)
 
 
-def torchtitan(epochs: int, balanced: bool) -> float:
+def torchtitan(epochs: int, balanced: bool, times: int = 1) -> float:
+    """Rows of 1,024 tokens, or with texts so many times as long."""
     from dataclasses import dataclass
 
     from torchtitan.components.dataloader import BaseDataLoader
@@ -173,7 +189,7 @@ def torchtitan(epochs: int, balanced: bool) -> float:
         class Config(BaseDataLoader.Config): ...
 
         def __init__(self, config: Any, *, dp_rank: int, **_: Any) -> None:
-            self.rows = rows_of(1024)[dp_rank::2]
+            self.rows = rows_of(times)[dp_rank::2]
 
         def __iter__(self) -> Any:
             return iter(self.rows)
@@ -184,17 +200,23 @@ def torchtitan(epochs: int, balanced: bool) -> float:
         def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
     runtime = {"dp_rank": dist.get_rank(), "dp_world_size": 2}
-    runtime |= {"seq_len": 1024, "local_batch_size": 1}
+    runtime |= {"seq_len": 1024 * times, "local_batch_size": 1}
     config: Any = Rows.Config()
     if balanced:
         config = BalancedDataLoader.Config(inner=config, d_model=WIDTH, num_layers=LAYERS, room=1.5)
     loader: Any = config.build(**runtime)
-    return timed(epochs, lambda _: map(packed, loader))
+    return timed(epochs, lambda _: map(packed, loader), qwen2("by_document"))
 
 
-def rows_of(tokens: int) -> list[tuple[dict[str, Tensor], Tensor]]:
+def torchtitan_long(epochs: int, balanced: bool) -> float:
+    """Rows of 4,096 tokens."""
+    return torchtitan(epochs, balanced, 4)
+
+
+def rows_of(times: int) -> list[tuple[dict[str, Tensor], Tensor]]:
     """Rows of documents in their order, as torchtitan packs them."""
-    fields = [(one["input_ids"], torch.arange(len(one["labels"]))) for one in texts()]
+    tokens, data = 1024 * times, texts(times)
+    fields = [(one["input_ids"], torch.arange(len(one["labels"]))) for one in data]
     ids, places = (torch.cat(parts) for parts in zip(*fields, strict=True))
     num = len(ids) // (2 * tokens) * 2
     cuts = zip(ids.split(tokens)[:num], places.split(tokens)[:num], strict=True)
@@ -230,7 +252,7 @@ def megatron(epochs: int, balanced: bool) -> float:
             places = torch.cat([torch.arange(len(one["input_ids"])) for one in own])
             yield packed(({"input": ids, "positions": places}, ids))
 
-    return timed(epochs, batches)
+    return timed(epochs, batches, qwen2("by_document"))
 
 
 def buckets(epochs: int, balanced: bool) -> float:

@@ -12,7 +12,8 @@ from typing import Any
 from measuring import say
 
 ROOT = Path(__file__).parents[1]
-HOSTS = ("transformers", "buckets", "megatron", "lightning", "nemo", "swift", "torchtitan")
+HOSTS = ("transformers", "buckets", "megatron", "lightning", "nemo", "swift")
+HOSTS += ("torchtitan", "torchtitan_long")
 _HERE = ("transformers", "buckets", "megatron")  # need nothing that the developer's venv has not
 
 
@@ -26,7 +27,7 @@ def plugins(*, rounds: int = 5, quick: bool = False) -> dict[str, Any]:
     for host in HOSTS:
         python = Path(sys.executable)
         if host not in _HERE:
-            python = ROOT / ".venv-plugins" / host / "bin/python"
+            python = ROOT / ".venv-plugins" / host.removesuffix("_long") / "bin/python"
         if not python.exists():
             print(f"{host}: left out, there is no {python}")
             continue

@@ -227,6 +227,28 @@ def test_an_exchange_is_weighed_in_seconds_whatever_the_unit_of_the_cost() -> No
 
 
 @pytest.mark.parametrize(
+    ("lens", "changes", "expected"),
+    [  # ranks of 101 and 99 or so: at most 1 % could be gained
+        ([[[101]], [[99]]], {}, (False, "gain", 101.0, 100.0)),  # not planned: the mean
+        ([[[101]], [[99]]], {"min_gain": 0.0}, (False, "even", 101.0, 101.0)),
+        ([[[51, 50]], [[50, 49]]], {"min_gain": 0.009}, (True, "balanced", 101.0, 100.0)),
+        ([[[70, 30]], [[100]]], {}, (False, "even", 100.0, 100.0)),
+        (
+            [[[52, 50]], [[49, 49]]],
+            {"limits": Limits(tokens=101)},
+            (True, "balanced", 102.0, 101.0),
+        ),
+        ([[[101]], [[99]], [[100]]], {"sync": "step"}, (False, "gain", 101.0, 100.0)),
+    ],
+)
+def test_a_step_is_planned_where_enough_could_be_gained(
+    lens: Lens, changes: dict[str, Any], expected: tuple[bool, str, float, float]
+) -> None:
+    verdict = decide(lens, PolynomialCost(0.0, 1.0, 0.0), **changes)[2]
+    assert dataclasses.astuple(verdict) == expected
+
+
+@pytest.mark.parametrize(
     ("lens", "num_bytes"),
     [
         ([[[900, 90]], [[10]]], 16 * 91),

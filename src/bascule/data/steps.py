@@ -51,7 +51,7 @@ class Verdict:
     applied: bool
     reason: Reason
     before: float  # predicted step as loaded, in the unit of the cost model
-    after: float  # predicted step as planned
+    after: float  # predicted step as planned; at least, where too little could be gained to plan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -461,7 +461,11 @@ class Redistributor:
         before = after = float(most) + overhead
         tokens = items.sums(items.owner, items.lens)
         is_legal = limits is None or limits.keeps(tokens=tokens, items=items.counts)
-        reason: Reason = "limits"
+        least = float(costs.sum() / (self.ranks.num if speeds is None else speeds.sum())) + overhead
+        if is_legal and before - least < rules.min_gain * before:  # no plan gains more
+            reason: Reason = "gain" if before > least * (1.0 + 1e-9) else "even"
+            return self._as_loaded(items, loads, Verdict(False, reason, before, least))
+        reason = "limits"
         try:
             plans = plan_step(
                 [
@@ -486,10 +490,14 @@ class Redistributor:
             reason = self._reason(balanced) if is_legal else "balanced"
             if reason == "balanced":
                 return balanced
+        return self._as_loaded(items, loads, Verdict(False, reason, before, after))
+
+    def _as_loaded(self, items: Items, loads: Floats, verdict: Verdict) -> Decision:
+        ends, speeds = np.cumsum(items.counts.sum(axis=1))[:-1], self.costs[self._version].speeds
         of_micro = np.split(items.lens, ends), np.split(items.owner, ends)
         parts = zip(items.counts, *of_micro, loads, strict=True)
         plans = tuple(Plan(self._topology, *part, 0.0, "none", speeds=speeds) for part in parts)
-        return self._decision(items, plans, Verdict(False, reason, before, after))
+        return self._decision(items, plans, verdict)
 
     def _decision(self, items: Items, plans: tuple[Plan, ...], verdict: Verdict) -> Decision:
         rank_of, pad = np.concatenate([plan.bag_of for plan in plans]), self.rules.ends != "finish"

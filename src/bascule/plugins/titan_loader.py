@@ -3,9 +3,11 @@
 # pyright: reportMissingImports=false
 
 import itertools
+import logging
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +20,11 @@ from bascule.errors import ConfigError
 from bascule.plan.costs import TransformerCost
 from bascule.plan.limits import Limits
 
+logger = logging.getLogger(__name__)
+
 _IGNORED = -100  # torchtitan's IGNORE_INDEX
-_MULTIPLE = 128  # of the tokens of a row: a block of flex attention
+_MULTIPLE = 128  # of the tokens of a row that changed: a block of flex attention
+_MIN_GAIN = 0.02  # besides that padding
 
 
 class BalancedDataLoader(BaseDataLoader):
@@ -27,15 +32,20 @@ class BalancedDataLoader(BaseDataLoader):
 
     A batch is one row (1, T) of documents, told apart by "positions", for flex and varlen
     attention. torchtitan divides the sum of losses by the labels of all ranks: it stays as it is.
+    Rows have equal tokens as loaded. They stay so where uneven attention costs less than padding.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        """The loader, the model's size, and most tokens of a rank over those of its batch."""
+        """The loader, the model's size, and most tokens of a rank over those of its batch.
+
+        `gamma` is that of a `TransformerCost`; causal attention computes half of the pairs.
+        """
 
         inner: BaseDataLoader.Config = field(default_factory=BaseDataLoader.Config)
         d_model: int = 4096
         num_layers: int = 32
+        gamma: float = 0.5
         room: float = 1.25
 
     def __init__(self, config: Config, **runtime: Any) -> None:
@@ -45,17 +55,33 @@ class BalancedDataLoader(BaseDataLoader):
                 f"dp_world_size={num_ranks} of {dist.get_world_size()} processes: "
                 "BalancedDataLoader is for data parallelism alone"
             )
-        most = int(config.room * runtime["seq_len"] * runtime["local_batch_size"])
-        self._name = f"dp_rank_{rank}"
+        tokens = runtime["seq_len"] * runtime["local_batch_size"]
+        self._name, self._is_silent = f"dp_rank_{rank}", rank > 0
+        self._min_gain = min(_MIN_GAIN + (_MULTIPLE - 1) / tokens, 1.0)
         self._loader = BalancedLoader(
             config.inner.build(**runtime),
-            cost=TransformerCost(config.d_model, num_layers=config.num_layers),
+            cost=TransformerCost(config.d_model, gamma=config.gamma, num_layers=config.num_layers),
             length_fn=lambda document: len(document["input"]),
-            options=LoaderOptions(unpack=documents, collate_fn=row, limits=Limits(tokens=most)),
+            options=LoaderOptions(
+                unpack=documents,
+                collate_fn=partial(row, tokens),
+                limits=Limits(tokens=int(config.room * tokens)),
+                min_gain=self._min_gain,
+            ),
         )
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        return (batch.data for batch in self._loader)
+        for batch in self._loader:
+            if not (self._is_silent or batch.verdict.applied):
+                self._is_silent = True
+                logger.info(
+                    "bascule leaves the rows of step %d as they are, and of all others where "
+                    "moving documents gains less than %.1f%%: here it could gain %.1f%%",
+                    batch.step,
+                    100.0 * self._min_gain,
+                    100.0 * (1.0 - batch.verdict.after / batch.verdict.before),
+                )
+            yield batch.data
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place of this rank, as torchtitan saves it."""
@@ -68,17 +94,19 @@ class BalancedDataLoader(BaseDataLoader):
 
 
 def documents(item: tuple[dict[str, Tensor], Tensor]) -> list[dict[str, Tensor]]:
-    """Return the documents of a row (S,), each with its labels."""
+    """Return the documents of a row (S,), each with its labels; positions of all begin with 0."""
     fields = item[0] | {"labels": item[1]}
     starts = torch.nonzero(fields["positions"] == 0).flatten().tolist()
     bounds = [*([0] if starts[:1] != [0] else []), *starts, len(item[1])]
     parts = itertools.pairwise(bounds)
-    return [{name: value[a:b].clone() for name, value in fields.items()} for a, b in parts]
+    cut = [{name: value[a:b].clone() for name, value in fields.items()} for a, b in parts]
+    return [one | {"positions": one["positions"] - one["positions"][0]} for one in cut]
 
 
-def row(samples: list[dict[str, Tensor]]) -> tuple[dict[str, Tensor], Tensor]:
-    """Return documents as one row (1, T); padding is a document without labels."""
-    num = -sum(len(one["labels"]) for one in samples) % _MULTIPLE
+def row(loaded: int, samples: list[dict[str, Tensor]]) -> tuple[dict[str, Tensor], Tensor]:
+    """Return documents as one row (1, T); padding, if not as `loaded`, has no labels."""
+    total = sum(len(one["labels"]) for one in samples)
+    num = 0 if total == loaded else -total % _MULTIPLE
     padding = {name: torch.zeros(num, dtype=one.dtype) for name, one in samples[0].items()}
     padding |= {"positions": torch.arange(num), "labels": torch.full((num,), _IGNORED)}
     parts = [*samples, padding]
