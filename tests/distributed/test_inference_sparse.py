@@ -1,6 +1,7 @@
 """Models with block-sparse attention on meshes against one process with dense masked attention."""
 
 import json
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -433,6 +434,23 @@ def test_restart_forgets_plans() -> None:
         for first, second in found.values():
             assert first == second, found
             assert len({digest for digest, _ in first}) > 1, found  # else nothing is shown
+
+
+def of_one_block() -> list[str]:
+    """What is said of a block that leaves one of two ranks without tokens."""
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("bascule.diffusers.sparse_layers").addHandler(handler)
+    with torch.no_grad(), split_toy(make_mesh(2, 1), keep=0.5) as (model, _):
+        for _ in range(2):
+            model(**toy_inputs(text=0, image=BLOCK - 1))
+    return heard
+
+
+def test_ranks_without_tokens_are_told_of_once_and_not_by_each_layer() -> None:
+    for (said,) in run_ranks(of_one_block, 2):
+        assert said.startswith("sparse: 1 blocks, 4 tokens to a rank at a time, leave some of 2")
 
 
 class Causal(nn.Module):

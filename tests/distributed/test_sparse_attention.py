@@ -150,10 +150,9 @@ def straight_through(
 
 
 def compare(
-    ring: int, ulysses: int, case: dict[str, Any], wire: Quantized | None = None
+    mesh: AttentionMesh, case: dict[str, Any], wire: Quantized | None = None
 ) -> dict[str, float]:
-    mesh = make_mesh(ring, ulysses)
-    rank = dist.get_rank()
+    (ring, ulysses), rank = mesh.degrees, dist.get_rank()
     plan, masks = make_plan(ring, ulysses, case)
     batch, (heads, kv_heads) = case.get("batch", 1), (len(masks), plan.num_kv_heads)
     generator = torch.Generator().manual_seed(0)
@@ -189,10 +188,9 @@ def compare(
     return found | {"counts": float((gathered != counts).sum())}
 
 
-def other_samples(ring: int, ulysses: int) -> float:
+def other_samples(mesh: AttentionMesh) -> float:
     """Masks that differ between the samples of a batch."""
-    mesh = make_mesh(ring, ulysses)
-    plan, masks = make_plan(ring, ulysses, {})
+    plan, masks = make_plan(*mesh.degrees, {})
     both = np.stack([masks, ~masks])
     x = torch.randn(2, 4, 33, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     own = own_tokens(plan, dist.get_rank())
@@ -204,12 +202,11 @@ def other_samples(ring: int, ulysses: int) -> float:
     return difference(out, expected[:, :, own])
 
 
-def by_rule(ring: int, ulysses: int, more: dict[str, Any]) -> float:
+def by_rule(mesh: AttentionMesh, more: dict[str, Any]) -> float:
     """Masks from pooled queries and keys, with blocks of unequal lengths and fewer key heads."""
-    mesh = make_mesh(ring, ulysses)
     rank = dist.get_rank()
     case = {"heads": 6, "kv_heads": 3, "segments": (5, 30), "kind": "heavy", **more}
-    plan, _ = make_plan(ring, ulysses, case)
+    plan, _ = make_plan(*mesh.degrees, case)
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(2, h, 35, 8, generator=generator).double() for h in (6, 3, 3))
     own = own_tokens(plan, rank)
@@ -235,9 +232,9 @@ def by_rule(ring: int, ulysses: int, more: dict[str, Any]) -> float:
     return difference(out, reference(q, k, v, dense, False)[:, :, own])
 
 
-def by_clusters(ring: int, ulysses: int, case: dict[str, Any]) -> float:
+def by_clusters(mesh: AttentionMesh, case: dict[str, Any]) -> float:
     """Outputs, gradients and counts of clusters, which one process has, too."""
-    mesh, rank = make_mesh(ring, ulysses), dist.get_rank()
+    rank, (ring, ulysses) = dist.get_rank(), mesh.degrees
     plan, _ = make_plan(ring, ulysses, case)
     whole, _ = make_plan(1, 1, case)
     rule, keys, heads = Clusters(3, 4, 0.6), make_keys(case, 2, 33), case["heads"]
@@ -270,31 +267,31 @@ def in_order(x: Tensor, layout: BlockLayout) -> Tensor:
 
 def compare_all(is_whole: bool) -> None:
     """Compare every case on every mesh and wire, or on one mesh and wire each, in turn."""
-    meshes = MESHES[dist.get_world_size()]
+    meshes = [make_mesh(*shape) for shape in MESHES[dist.get_world_size()]]  # each has its threads
 
-    def chosen(place: int) -> list[tuple[int, int]]:
+    def chosen(place: int) -> list[AttentionMesh]:
         return meshes if is_whole else [meshes[place % len(meshes)]]
 
     for place, (name, case) in enumerate(CASES.items()):
         turn = place // len(meshes) % len(FORMATS)
         formats = FORMATS if is_whole else FORMATS[turn : turn + 1]
-        for ring, ulysses in chosen(place):
-            errors = compare(ring, ulysses, case)
-            assert max(errors.values()) < 1e-10, (ring, ulysses, name, errors)
-            for fmt in formats if ring * ulysses > 1 else ():  # rows arrive as float32
-                errors = compare(ring, ulysses, case, Quantized(fmt))
-                assert max(errors.values()) < 1e-6, (ring, ulysses, name, fmt, errors)
+        for mesh in chosen(place):
+            errors = compare(mesh, case)
+            assert max(errors.values()) < 1e-10, (mesh.degrees, name, errors)
+            for fmt in formats if mesh.degrees != (1, 1) else ():  # rows arrive as float32
+                errors = compare(mesh, case, Quantized(fmt))
+                assert max(errors.values()) < 1e-6, (mesh.degrees, name, fmt, errors)
     rules = {}, {"order": "random"}, {"keys": 0.5}, {"keys": 0.5, "order": "random"}
     for place, case in enumerate(rules):
-        for ring, ulysses in chosen(place):
-            assert by_rule(ring, ulysses, case) < 1e-10, (ring, ulysses, case)
+        for mesh in chosen(place):
+            assert by_rule(mesh, case) < 1e-10, (mesh.degrees, case)
     cut = {"heads": 3, "kind": "heavy"}
     every = cut, {**cut, "keys": 0.5}, {"heads": 6, "kv_heads": 3}, {**cut, "order": "random"}
     for place, case in enumerate(every):
-        for ring, ulysses in chosen(place):
-            assert by_clusters(ring, ulysses, case) < 1e-10, (ring, ulysses, case)
-    for ring, ulysses in meshes:
-        assert other_samples(ring, ulysses) < 1e-10
+        for mesh in chosen(place):
+            assert by_clusters(mesh, case) < 1e-10, (mesh.degrees, case)
+    for mesh in meshes:
+        assert other_samples(mesh) < 1e-10
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,7 @@ REFUSED: dict[str, Wrong] = {
     "vae": (lambda: split(vae="none"), "'none'"),
     "kernel": (lambda: split(kernel="flash3"), "kernel 'flash3': choose one of"),
     "format": (lambda: split(comm_dtype="int4"), "comm_dtype 'int4': choose one of int8, e4m3"),
+    "sparse, a dict": (lambda: split(sparse={"keep": 0.4}), "sparse is {'keep': 0.4}: give a Sp"),
     "sparse, a centre": (sparse(comm_dtype=Quantized("int8", centered=True)), "give 'int8' or"),
     "no table": (lambda: split(table=None), "context_parallel(mesh)"),
     "block": (with_table(blocks={"layers.*": ("text",)}), "names 'layers.*', and Toy has no"),

@@ -164,7 +164,10 @@ ROWS_OF_CSV = [
 ROWS_OF_JSON = [
     ('{"width": 64, "height": 64}\n{"width": 64\n', "a.jsonl, line 2: not valid"),
     ("\n[64, 64]\n", "give a list of rows with names; for lists of lengths use --file"),
+    ("10\n20\n", "is 10: give a list of rows with names; for lists of lengths use --file"),
+    ("", "holds no samples"),
     ('{"width": 64.5, "height": 64}', "row 1: width is 64.5"),
+    ('{"width": 0.5, "height": 64}', "a.jsonl: 1 row cannot be read: "),
     ('{"width": true, "height": 64}', "row 1: width is True"),
     ("{}", "none of its columns (it has none) is known"),
 ]

@@ -338,7 +338,7 @@ CODES = "bench --data g1b1i256f1s0"
         (f"{WAN} --ranks 2 --head 40", "0 to 39"),
         (f"{WAN} --ranks 2 --tflops nan", "--tflops nan"),
         (f"{WAN} --ranks 2 --target inf", "--target inf: must be finite"),
-        (f"{WAN} --ranks 2 --tolerance -1", "tolerance=-1"),
+        (f"{WAN} --ranks 2 --tolerance -1", "--tolerance -1.0: must be finite, at least 0"),
         (f"{WAN} --ranks 2 --report out.jpg", "out.jpg: must end in .html"),
         (f"{WAN} --ranks 2 --report /nonexistent/out.html", "/nonexistent"),
         (BENCH, "--photos"),
@@ -355,7 +355,7 @@ CODES = "bench --data g1b1i256f1s0"
         # What the parser refuses is one sentence, too
         (f"{PLAN} --planner best", "invalid choice 'best' for argument '--planner'. Expected one"),
         (f"{PLAN} --rnaks 3", "Unrecognized options: --rnaks, 3 Perhaps you meant: --ranks"),
-        (f"{PLAN} --ranks x", "Error parsing --ranks"),
+        (f"{PLAN} --ranks x", "could be instantiated from ['x']. Argument helptext: --ranks"),
         ("plan --lengths", "Missing value for argument '--lengths'"),
         # Folders, before ranks
         *(

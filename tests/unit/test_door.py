@@ -238,7 +238,7 @@ _REFUSED: list[tuple[str, Any, int, str, str | None]] = [
     (GENERATE, {"prompt": "x", "model": "sora-2"}, 404, "model 'sora-2' is not served", "model"),
     (GENERATE, {"prompt": "x", "stream": True}, 400, "stream: ", "stream"),
     (GENERATE, {"prompt": "x", "size": "12x8"}, 400, "width 12: give a multiple of 8", None),
-    (GENERATE, {"prompt": "x", "image": _PIXELS}, 400, "takes no image here", "image"),
+    (GENERATE, {"prompt": "x", "image": _PIXELS}, 400, "here: use /v1/images/edits", "image"),
     (EDIT, {"prompt": "x"}, 400, "image is missing", "image"),
     (EDIT, {"prompt": "x", "image": _PIXELS}, 400, "has more than 65,536 pixels", "image"),
     (EDIT, {"prompt": "x", "image": "http://x.y/z.png"}, 400, "no URL is opened here", "image"),

@@ -86,7 +86,8 @@ def parse(arguments: list[str]) -> tuple[Callable[..., int | None], Any]:
         _, _, box = said.getvalue().partition("\n")  # without its title
         text = re.sub(r"\x1b\[[0-9;]*m", "", box)  # nor colours, nor frame
         text = re.sub(r"[─-╿]|^\||\|$|[-+]{4,}", " ", text, flags=re.MULTILINE)
-        raise ConfigError(" ".join(text.split())) from None
+        said_once = re.sub(r" Got errors: .*(?= Argument helptext)", "", " ".join(text.split()))
+        raise ConfigError(said_once) from None
 
 
 def _usage() -> str:

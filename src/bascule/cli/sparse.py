@@ -57,7 +57,7 @@ class SparseOptions(Outputs, MachineOptions):
     itemsize: Annotated[int, Range(1, 16)] = 2
     target: Annotated[float, Range()] = 1.005
     reward: Annotated[float, Range()] = 2.0
-    tolerance: float = 0.05
+    tolerance: Annotated[float, Range()] = 0.05
     head: int = 0
 
     @property

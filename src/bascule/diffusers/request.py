@@ -18,7 +18,7 @@ from bascule.diffusers.split_model import check_model
 from bascule.diffusers.split_table import SplitTable
 from bascule.encoders.items import values_digest
 from bascule.errors import ConfigError
-from bascule.plan.checks import choice, number
+from bascule.plan.checks import choice, number, of_type
 from bascule.plan.mesh_choice import MeshChoice
 
 _DEFAULT = AttentionOptions()
@@ -45,6 +45,7 @@ class Request:
         choice("text_encoders", self.text_encoders, "all", "own")
         number("input_tolerance", self.input_tolerance, 0.0, 1.0)
         if self.sparse is not None:
+            of_type("sparse", self.sparse, SparseConfig, "a SparseConfig(keep=..) or another one")
             wire_of(self.attention.comm_dtype)
         for model, table in zip(self.models, self.tables, strict=True):
             name, ulysses = type(model).__name__, self.shape.ulysses

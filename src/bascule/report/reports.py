@@ -422,7 +422,7 @@ def _ways(study: Study) -> tuple[Rows, Rows]:
             exchange.append((*name, *moved, row.sent_bytes / 2**20, row.predicted_s * 1e3, gain))
     names, gains = columns("mesh", "plan"), columns("speed-up: {:.3f}x")
     rho = columns("rho: {:.4f}", "critical path: {:.4f}") | gains | {"planning": ms}
-    moved = columns("Q rows moved: {:.1%}", "KV: {:.1%}", "sent, MiB: {:,.0f}", "call, ms: {:.3f}")
+    moved = columns("Q rows moved: {:.1%}", "KV: {:.1%}", "sent, MiB: {:,.2f}", "call, ms: {:.3f}")
     return (
         Rows("Balance in the first step, compute alone", names | rho, balance),
         Rows("Rows on other ring ranks, and the whole call", names | moved | gains, exchange),

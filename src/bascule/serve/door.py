@@ -180,7 +180,8 @@ class Door:
             raise Refusal(404, said)
         form, sent = await read(request, kind, self._options)
         if sent is not None and (with_image is False or not self._service.takes_image):
-            raise Refusal(400, f"{self._options.model_name} takes no image here", "image")
+            why = "use /v1/images/edits" if self._service.takes_image else "its pipeline takes none"
+            raise Refusal(400, f"{self._options.model_name} takes no image here: {why}", "image")
         if sent is None and with_image:
             raise Refusal(400, "image is missing: give it", "image")
         image = None

@@ -115,9 +115,8 @@ def read_manifest(
     num_samples = sum(text.size for text, *_ in counts)
     if reading.num_bad and not (skip_bad and num_samples):
         advice = "; --skip-bad leaves them out" if num_samples else ""
-        raise ConfigError(
-            f"{path}: {reading.num_bad} rows cannot be read: {'; '.join(reading.bad)}{advice}"
-        )
+        rows = f"{reading.num_bad} row{'s' * (reading.num_bad > 1)}"
+        raise ConfigError(f"{path}: {rows} cannot be read: {'; '.join(reading.bad)}{advice}")
     if num_samples == 0:
         raise ConfigError(f"{path} holds no samples")
     has_size = reading.used.keys() & {"width", "size"}

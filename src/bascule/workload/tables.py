@@ -211,14 +211,14 @@ def _json(path: Path, wanted: Wanted, _: object) -> Iterator[Batch]:
     with _open(path) as file:
         encoding = _encoding(file.read(_HEAD_BYTES))
     with _open(path) as file, io.TextIOWrapper(file, encoding) as text:
-        first = next((line for line in text if line.strip()), "")
+        first = next((line for line in text if line.strip()), "[]")
         try:
             value = json.loads(first)
         except ValueError:
             value = None
         rest = next(text, "")
         is_lines = isinstance(value, dict) and (rest.strip() or _suffix(path) != ".json")
-        if not is_lines and not (isinstance(value, list) and rest.strip()):  # no line of lengths
+        if not is_lines and (value is None or not rest.strip()):  # else lines of lengths
             value = json.loads(first + rest + text.read())
     settings = cast(list[Any], value) if isinstance(value, list) else []
     if is_lines:
@@ -299,11 +299,8 @@ def _batched(path: Path, rows: Iterator[Mapping[str, Any]], wanted: Wanted) -> I
 def _without_nests(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in row.items():
-        flat |= (
-            _without_nests(value, f"{prefix}{name}.")
-            if isinstance(value, dict)
-            else {prefix + name: value}
-        )
+        key = prefix + name
+        flat |= _without_nests(value, f"{key}.") if isinstance(value, dict) else {key: value}
     return flat
 
 
