@@ -149,8 +149,7 @@ class TiledVAE:
 _CACHE = "feat_cache"
 """Argument by which causal VAEs hand a list, which calls change, to a tile's next frames."""
 
-_HANDED = "conv_cache"
-"""Argument that a call gives back beside its output, for the next one."""
+_HANDED = "conv_cache"  # argument that a call gives back beside its output, for the next one
 
 
 class TileCalls(nn.Module):

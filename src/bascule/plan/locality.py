@@ -21,8 +21,7 @@ _MAX_SEARCHED = 256
 _RELEASED = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7)
 """Shares of a bag's time that are freed, until what is freed fits elsewhere."""
 
-_SAME = 1.0 + 1e-4
-"""Makespans this close are certified to be equally good."""
+_SAME = 1.0 + 1e-4  # makespans this close are certified to be equally good
 
 
 @dataclass(frozen=True, slots=True, eq=False)

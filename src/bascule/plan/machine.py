@@ -407,9 +407,7 @@ _SOURCES = {
     "given": "given, not measured",
 }
 
-_FORMAT = {"bascule": "hardware profile", "version": 1}
-"""The first keys in a file of a profile."""
-
+_FORMAT = {"bascule": "hardware profile", "version": 1}  # the first keys in a file of a profile
 _NESTED = {"attention": partial(built, AttentionLatency), "calibration": Calibration.of_dict}
 """Fields that hold more than a number, and how they are made of what JSON holds."""
 

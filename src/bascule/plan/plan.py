@@ -27,18 +27,14 @@ from bascule.plan.solver.portfolio import solve
 from bascule.plan.topology import Topology
 from bascule.plan.topology_search import choose_topology
 
-_NODE_TOLERANCE = 0.005
-"""Default share of the makespan that keeping tokens in their node may cost."""
+_NODE_TOLERANCE = 0.005  # default share of the makespan that keeping tokens in their node may cost
 
 JSON_VERSION = 1
 MAX_TOKENS = 2**31 - 1
 _DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
-_SHARE = 0.99
-"""Share of a bag's tokens from which on a sequence is all that the bag computes."""
-
-_EVEN = 1.01
-"""Imbalance up to which the whole work binds, not one sequence."""
+_SHARE = 0.99  # share of a bag's tokens from which on a sequence is all that the bag computes
+_EVEN = 1.01  # imbalance up to which the whole work binds, not one sequence
 
 
 @dataclass(frozen=True, slots=True)

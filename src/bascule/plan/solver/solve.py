@@ -13,8 +13,7 @@ from bascule.plan.solver.homes import Homes
 from bascule.plan.solver.portfolio import near_home, solve
 from bascule.plan.solver.problem import Assignment, build_problem
 
-_MAX_BINS = 2**20
-"""Most bins of a problem: their tables and heaps stay small."""
+_MAX_BINS = 2**20  # most bins of a problem: their tables and heaps stay small
 
 
 def assign(
