@@ -17,9 +17,7 @@ from bascule.errors import ConfigError, PlanError
 from bascule.plan.limits import Limits
 
 _WORK_BITS = 50
-
-_MAX_SHIFT = 1000
-"""Keeps the unit a normal number; costs so small that this rounds them count as nothing."""
+_MAX_SHIFT = 1000  # keeps the unit normal; costs so small that this rounds them count as nothing
 
 
 @dataclass(frozen=True, eq=False)

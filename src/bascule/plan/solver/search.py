@@ -20,11 +20,8 @@ _MAX_ROUNDS = 256  # step budget of a search, in rounds
 _MAX_WORK = 1 << 18  # the same for bins of several kinds, in rounds times items
 _MAX_NEAREST = 1 << 20  # the same where returns are found by binary search
 _FEWEST_ROUNDS = 8
-
 _MAX_OPTIONS = 1 << 14  # step budget of a round, in exchanges scored
-_MAX_SINGLES = 128
-"""Most items of a bin that are tried one by one in a round; of more, an even sample by work."""
-
+_MAX_SINGLES = 128  # most items of a bin that are tried one by one; of more, an even sample
 _MOST_FOR_TWOS = 512  # most items of which groups of two are tried in bins of several kinds
 _MAX_SAMPLED = 32  # most items of a bin that form groups of two
 _MAX_GROUPS = 1 << 13  # most groups of two items in one round
