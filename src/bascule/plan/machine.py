@@ -447,8 +447,8 @@ class HardwareProfile:
         piece_s: See `Cluster`; None: 0.
         attention: The fit of measured calls of attention, of one width of heads; used in place of
             the rates above to predict attention.
-        note: How the numbers came about, in words.
-        calibration: What `bascule calibrate` measured; None: something else gave the numbers.
+        note: The origin of the numbers, in words.
+        calibration: The measurements of `bascule calibrate`; None: the numbers have another origin.
 
     Raises:
         ConfigError: A value is out of range.

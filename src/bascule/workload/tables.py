@@ -64,7 +64,7 @@ class Batch:
 
     @property
     def folder(self) -> Path:
-        """Where relative paths begin."""
+        """The folder in which relative paths begin."""
         return self.file if self.file.is_dir() else self.file.parent
 
 

@@ -258,7 +258,7 @@ def _check_fits(resource: str, sizes: Floats, room: Floats) -> None:
             f"of {largest:.15g} by {sizes[item] - largest:.15g}; use a larger bag, raise the "
             "limit, or shorten the item"
         )
-    # What only the bins with more room than some have can hold; from all of them on.
+    # Items that only the larger bins can hold must fit into these; first all items into all bins.
     for below in (-1.0, *np.unique(room)[:-1].tolist()):
         bins, large = room > below, sizes > below
         total, capacity = float(sizes[large].sum()), float(room[bins].sum())
