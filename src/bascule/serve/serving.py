@@ -12,13 +12,14 @@ import torch
 from bascule.comm.groups import member_of, resolve
 from bascule.diffusers.request import agree_on
 from bascule.errors import ConfigError
-from bascule.generate.generating import load_av, load_pipeline
+from bascule.generate.generating import load_pipeline
 from bascule.plan.requests import Balanced
 from bascule.serve.engine import Engine
 from bascule.serve.options import ServeOptions
 from bascule.serve.service import Service
 from bascule.serve.spool import Spool
 from bascule.serve.times import Times
+from bascule.workload.tables import load_av
 
 _STOPS = signal.SIGINT, signal.SIGTERM
 _START = "the start of bascule serve"
@@ -79,7 +80,7 @@ def run_server(options: ServeOptions, device: torch.device) -> None:
 
 def _times(pipeline: Any, options: ServeOptions, num_ranks: int) -> Times:
     if "num_frames" in inspect.signature(pipeline.__call__).parameters:
-        load_av()  # or refuse at once
+        load_av(f"--model {options.model}")  # or refuse at once
     degrees = options.degrees or [1 << k for k in range(num_ranks.bit_length())]
     if max(degrees) > num_ranks:
         raise ConfigError(f"--degrees {max(degrees)}: this job has {num_ranks} ranks")
