@@ -215,8 +215,8 @@ class Step:
             q_CHD: Queries.
             k_CKD: Keys; H is a multiple of K.
             v_CKD: Values.
-            causal: Whether a token sees none that comes later. Where sequences were planned with
-                masks these hold, and it must be False.
+            causal: True hides later tokens from each one. It must be False where sequences were
+                planned with masks, which hold then.
             scale: Factor of the scores. Default: D^-0.5.
             scores: Windows, chunks and caps; the first two where all attention is causal.
             sink: (H,), one more score in each softmax, with a value of 0. The gradient is of what
@@ -247,7 +247,7 @@ class Step:
 
         Args:
             per_token: (any number, ...) values of this rank; no rows are legal, a scalar is not.
-            weights: What each value counts; broadcasts to the values. None counts each once.
+            weights: Factor of each value; broadcasts to the values. None counts each once.
         """
         refuse_transforms("mean", per_token)
         step_ops.check_weights(weights)  # within an operator nothing has one
@@ -298,7 +298,7 @@ class Step:
                 q, _ = with_positive_scale(q, scale)
             return attend(q, k, v, call, sink=sink)
 
-    # How operators come back.
+    # Methods that operators call.
 
     def find_call(self, name: str, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
         """Return the call that a recorded program names, see `usp`."""
@@ -363,7 +363,7 @@ class Step:
             scale = inverse * (group.size if is_mean else 1)
             return (sums[0] * inverse).to(values.dtype), scale
 
-    # What is made, checked and agreed on when it is first used.
+    # Things that are made, checked and agreed on when they are first used.
 
     @cached_property
     def _route(self) -> BoundRoute:

@@ -106,7 +106,7 @@ def _(
 
 def _keep_exchange(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
     xs, step, way, _, needs, _ = inputs
-    # What needs no gradient here needs none there either: positions stay out of the graph.
+    # A tensor without a gradient here has none there either: positions stay out of the graph.
     ctx.mark_non_differentiable(*(x for x, one in zip(output, needs, strict=True) if not one))
     ctx.needs, ctx.settings = needs, (step, ADJOINT[way], "")
     ctx.num_rows = xs[0].shape[0]

@@ -234,6 +234,18 @@ def recomputed(name: str) -> dict[str, Any]:
     return found
 
 
+@in_float64()
+def recomputed_without_attention(name: str) -> dict[str, float]:
+    """Errors where backward comes after the mesh, and no layer attends, which would raise."""
+    sizes, found = {"layer_types": ["linear_attention"] * 3}, dict[str, float]()
+    wanted = alone(name, LENS, **sizes)
+    for is_reentrant in (True, False):
+        model = checkpointed(make(name, **sizes), is_reentrant)
+        out, grads = over_mesh(model, 1, LENS, False, "before backward")
+        found[str(is_reentrant)] = worst(out, grads, wanted)
+    return found
+
+
 @pytest.mark.parametrize(
     ("world", "names"), [(1, list(MODELS)), (2, list(MODELS)), (4, ["qwen3_next"])]
 )
@@ -258,6 +270,12 @@ def test_samples_of_a_pack_do_not_mix() -> None:
 @pytest.mark.parametrize("name", ["qwen3_next", "olmo_hybrid"])
 def test_checkpoints_compute_layers_again_by_heads(name: str) -> None:
     for each in run_ranks(recomputed, 2, name):
+        assert {case: x for case, x in each.items() if not x < 1e-10} == {}
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
+def test_a_mesh_that_ended_computes_layers_again_by_heads(name: str) -> None:
+    for each in run_ranks(recomputed_without_attention, 2, name):
         assert {case: x for case, x in each.items() if not x < 1e-10} == {}
 
 
@@ -319,9 +337,8 @@ def undone(name: str) -> None:
         return torch.cat([logits.flatten(), text.flatten()])
 
     wanted = answers()
-    over_mesh(model, 1, LENS, False)
-    assert replaced(model) == []
     undo = split_delta_layers(model)
+    over_mesh(model, 1, LENS, False)
     assert replaced(model) == ["model.layers.0.linear_attn", "model.layers.2.linear_attn"]
     assert torch.equal(answers(), wanted)
     model.set_attn_implementation("bascule")
@@ -330,6 +347,7 @@ def undone(name: str) -> None:
     split_delta_layers(model)()  # they follow already
     assert len(replaced(model)) == 2
     undo()
+    assert model.config._attn_implementation == "bascule"
     model.set_attn_implementation("sdpa")
     assert replaced(model) == [] and torch.equal(answers(), wanted)
     assert dict(vars(place)) == before

@@ -42,7 +42,6 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "super p95": SuperP95,
     "tetriserve": TetriServe,
     "balanced": Balanced,
-    "balanced, one degree": lambda: Balanced(degrees=(1,)),
 }
 
 
@@ -75,7 +74,6 @@ def check(served: Served) -> None:
     bound = request_bound(requests, served.num_ranks)
     assert served.on_time.mean() <= bound.on_time + 1e-9
     assert served.latency_s.mean() >= bound.mean_latency_s - 1e-9
-    assert served.end_s.max() >= bound.makespan_s - 1e-9
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -191,9 +189,6 @@ def test_the_bound_by_hand() -> None:
     assert request_bound(due, 2).on_time == 1.0
     assert request_bound(plain(2.0, 2.0, deadline_s=1.0), 4).on_time == 0.0  # nobody is so fast
     assert request_bound(plain(6.0, 2.0, 4.0), 1).mean_latency_s == pytest.approx((2 + 6 + 12) / 3)
-    assert request_bound(plain(6.0, 2.0, 4.0), 2).makespan_s == 6.0
-    late = plain(1.0, 6.0, arrivals=(0.0, 10.0))
-    assert request_bound(late, 2).makespan_s == 16.0
 
 
 def test_makespan_of_known_batches_is_the_best() -> None:

@@ -109,10 +109,10 @@ class AttentionOptions:
         comm_dtype: "int8" or "e4m3" sends rows at 8 bits: of Ulysses q, k, v and the output, of a
             ring the keys and values of other ranks; see `measure_error`. A `Quantized` may add
             centres. Gradients and replicated tokens travel as they are. Default: everything does.
-        overlap: Whether Ulysses exchanges while it computes, in up to four more kernel calls, and
+        overlap: True lets Ulysses exchange while it computes, in up to four more kernel calls, and
             with a ring two more a round; not with zigzag. Default: on CPUs, without a ring or
             8 bits, unless tokens are few.
-        double_buffer: Whether a ring attends while keys and values travel.
+        double_buffer: True lets a ring attend while keys and values travel.
         scores: Windows, chunks and caps; the first two of causal attention in one segment. Default:
             none of them.
         documents: Tokens of each document of a causal segment, none of which sees another. Default:
@@ -184,9 +184,9 @@ def attention(
             key padding. A token that sees nothing gives 0; one whose keys are all hidden by a
             finite number, as finfo.min, in which its scores are lost, weighs them alike, as in one
             process; its query and keys get no gradient from it (torch's own kernels differ there).
-        is_causal: Whether a token sees, of what the mask shows, only itself and those before it.
+        is_causal: True hides later tokens from each one, also where the mask shows them.
         scale: Factor of the scores. Default: D^-0.5.
-        options: What is seldom changed.
+        options: Settings that seldom change.
         sink: (H,), one more score in each softmax, with a value of 0.
 
     Raises:

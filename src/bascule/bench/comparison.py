@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from bascule.arrays import Floats
 from bascule.attention import PackedSequences, attend_packed
 from bascule.bench.options import BenchOptions
+from bascule.calibrate.timed import now
 from bascule.comm.agree import agree
 from bascule.comm.collectives import all_gather, all_reduce
 from bascule.comm.groups import RankGroup, device_of, member_of, resolve
@@ -515,12 +516,12 @@ class Comparison:
         microbatches = of_way.prepare(step)
         self._optimizers[way].zero_grad(set_to_none=True)
         self.samples.reduced([0.0], "before a measured step", step + 1)
-        start, cpu_start = _now(device), time.process_time()
+        start, cpu_start = now(device), time.process_time()
         of_way.begin()
         loss = train_step(self._models[way], microbatches)
-        _now(device)  # `finish` shall not wait for the device
+        now(device)  # `finish` shall not wait for the device
         of_way.finish()
-        seconds, cpu_seconds = _now(device) - start, time.process_time() - cpu_start
+        seconds, cpu_seconds = now(device) - start, time.process_time() - cpu_start
         self._optimizers[way].step()
         return float(loss), seconds, cpu_seconds
 
@@ -708,9 +709,3 @@ def _local_grad(parameter: torch.Tensor) -> torch.Tensor:
     grad = parameter.grad
     assert grad is not None
     return (grad.to_local() if isinstance(grad, DTensor) else grad).double()
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

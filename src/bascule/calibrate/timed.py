@@ -58,17 +58,17 @@ def seconds_of(probe: Probe, device: torch.device) -> float:
     runs = [probe.run] * probe.in_a_row
     if probe.prepare is not None:
         runs = [probe.prepare() for _ in runs]
-    _wait_for(device)
-    start = time.perf_counter()
+    start = now(device)
     for run in runs:
         run()
-    _wait_for(device)
-    return (time.perf_counter() - start) / probe.in_a_row
+    return (now(device) - start) / probe.in_a_row
 
 
-def _wait_for(device: torch.device) -> None:
+def now(device: torch.device) -> float:
+    """Return the time when a device has done all that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def collectives(group: RankGroup, where: torch.device, size: int) -> list[Probe]:

@@ -24,7 +24,7 @@ class SimulateOptions(Outputs, MachineOptions, InputOptions):
     """Predict training steps under topologies, and under what is done today.
 
     Attributes:
-        topologies: What to compare; put first what you do now, the others are compared with it.
+        topologies: Ways to compare; put first what you do now, the others are compared with it.
             Topologies, or auto for those that bascule topology would choose; "knapsack g8n4" for
             the greedy of the KnapFormer paper; loader, none, padded, buckets and packs.
         steps: Steps; more than one only with --data or --manifest, where the default is 20.

@@ -20,7 +20,7 @@ class TopologyOptions(Outputs, BatchOptions):
     Attributes:
         steps: Batches of --data or --manifest; by default 20, fewer with many sequences.
         rows: Topologies to print.
-        passes: What to count: a training step, which recomputes or does not, or a forward pass.
+        passes: Passes to count: a training step, which recomputes or does not, or a forward pass.
     """
 
     steps: Annotated[int | None, Range(1)] = None

@@ -105,7 +105,7 @@ class _Exchange(torch.autograd.Function):
     def forward(ctx: Any, route: BoundRoute, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.route = route
         received = move_rows(route, tensors)
-        # What needs no gradient here needs none there either: positions stay out of the graph.
+        # A tensor without a gradient here has none there either: positions stay out of the graph.
         needed = ctx.needs_input_grad[1:]
         pairs = zip(received, needed, strict=True)
         ctx.mark_non_differentiable(*(t for t, is_needed in pairs if not is_needed))

@@ -488,23 +488,22 @@ class ExchangeSpeed(NamedTuple):
     byte_s: float
 
 
-def measure_exchange(group: RankGroup, device: torch.device = HOST) -> ExchangeSpeed:
+def measure_exchange(group: RankGroup) -> ExchangeSpeed:
     """Time all-to-alls of a byte and of a mebibyte a rank; rounded, so that runs agree."""
     share = -(-_PROBE_BYTES // group.size)
-    few, many = (_slowest(group, device, num_bytes) for num_bytes in (1, share))
+    few, many = (_slowest(group, num_bytes) for num_bytes in (1, share))
     return ExchangeSpeed(_power_of_two(few), _power_of_two(many / (share * group.size)))
 
 
-def _slowest(group: RankGroup, device: torch.device, num_bytes: int) -> float:
+def _slowest(group: RankGroup, num_bytes: int) -> float:
     """Return seconds until the slowest rank has sent so many bytes for each; best of a few."""
-    sent = torch.zeros(group.size * num_bytes, dtype=torch.uint8, device=device)
-    best = torch.full((1,), np.inf, dtype=torch.float64, device=device)
+    sent = torch.zeros(group.size * num_bytes, dtype=torch.uint8)
+    best = torch.full((1,), np.inf, dtype=torch.float64)
     for _ in range(_NUM_PROBES):
         float(all_gather(group, "all_gather (measuring)", best).max())  # to begin together
         start = time.perf_counter()
         received, splits = torch.empty_like(sent), [num_bytes] * group.size
         start_all_to_all(group, "all_to_all (measuring)", received, sent, splits, splits)()
-        int(received[0])  # has arrived, on a device too
         best[0] = min(float(best), time.perf_counter() - start)
     return float(all_gather(group, "all_gather (measured)", best).max())
 

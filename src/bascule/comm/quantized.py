@@ -72,8 +72,7 @@ class Quantized:
         centre = self._coded(centre, centre.abs().amax(-1, keepdim=True))
         apart = wide - self._decoded(centre)[0]
         peak_apart = apart.abs().amax(-1, keepdim=True)
-        # What codes are off by grows with a row's peak where they are evenly spaced, else with all
-        # its values.
+        # Errors of evenly spaced codes grow with a row's peak, those of others with all its values.
         is_apart = peak_apart < peak
         if self.format == "e4m3":
             is_apart = apart.square().sum(-1, keepdim=True) < wide.square().sum(-1, keepdim=True)

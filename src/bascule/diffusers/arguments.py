@@ -49,21 +49,6 @@ def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
     return _parameters(within[0]) if passes_on and len(within) == 1 else parameters
 
 
-def changed(
-    names: Sequence[str],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    change: Callable[[str, Any], Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a module, each changed by its name and value."""
-    others = [f"argument {place}" for place in range(len(names), len(args))]
-    named = [*names[: len(args)], *others]
-    return (
-        tuple(change(name, value) for name, value in zip(named, args, strict=True)),
-        {name: change(name, value) for name, value in kwargs.items()},
-    )
-
-
 def holds_tensors(value: Any) -> bool:
     """Return whether a value is a tensor, or holds one in containers."""
     if is_dataclass(value) and not isinstance(value, type):

@@ -75,7 +75,7 @@ class Caches:
             registry = block.__dict__.get("_diffusers_hook")
             hook = None if registry is None else registry.get_hook(_LEADER)
             if hook is not None and hook not in self._leaders:
-                # What was cached before is of whole sequences, and counts for nothing.
+                # Values cached before are of whole sequences, and count for nothing.
                 known = weakref.WeakSet[Any]()
                 decide = torch.compiler.disable(partial(self._decide, hook, known))
                 stand_in = StandIn(hook, "_should_compute_remaining_blocks", decide)
@@ -119,7 +119,7 @@ class Caches:
         if group is not None:
             numbers = all_reduce(group, "all_reduce (first-block cache)", numbers)
         change, size, count = numbers.unbind()
-        # As means of the whole would be rounded.
+        # Rounded like means of the whole.
         ratio = (change / count).to(now.dtype) / (size / count).to(now.dtype)
         return ratio.item() > hook.threshold
 

@@ -106,7 +106,7 @@ def parallelize(
             the first rank of a replica gets them alone. "own": every rank computes all tiles.
         text_encoders: "all": the ranks share the prompts of a batch, which pays for several long
             ones. "own": every rank encodes all prompts.
-        input_tolerance: How far the ranks' inputs may differ, relative to their norm, for unlike
+        input_tolerance: Largest difference of the ranks' inputs, relative to their norm, for unlike
             GPUs that round prompts differently; the ranks' outputs then differ as much.
 
     Returns:

@@ -44,7 +44,7 @@ def attend(
     """Attend as the pass of a ticket does; return the output, (B, H, T, D), and the next ticket."""
     with shared("sparse attention"), _autograd(records):
         current = this_world().step(int(ticket[0]))
-        # What the backward reads is a copy: graphs use memory of arguments and outputs again.
+        # The backward reads copies: graphs use memory of arguments and outputs again.
         qkv = [x.clone().requires_grad_() if records else x for x in (q, k, v)]
         names = tuple(segments.split("\n"))
         current.sparse.ticket = ticket

@@ -323,11 +323,6 @@ class SparseLayer:
     step: int  # whose masks the plans are for, if masks decide
 
     @property
-    def layer(self) -> int:
-        """The layer's place in the order of attention calls."""
-        return self.key.layer
-
-    @property
     def row_bytes(self) -> int:
         """Bytes of one token of one head in all batch items."""
         return self.key.batch * self.key.row_bytes

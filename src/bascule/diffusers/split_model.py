@@ -205,13 +205,9 @@ class SplitModel:
         is_hooked = ["_diffusers_hook" in vars(one) for one in (self.model, *blocks)]
         if self._caches.is_on or True in is_hooked:
             self._caches.prepare(blocks, is_sparse=self.sparse is not None)
-        group = self.mesh.whole
-        if group is None or self._is_paused or self._is_over:
-            return
-        if (group.key, form) not in self.inputs.seen:
-            compare = self.inputs.due(group, named, form)
-            assert compare is not None
-            compare()
+        if not (self._is_paused or self._is_over):
+            if (compare := self.inputs.due(self.mesh.whole, named, form)) is not None:
+                compare()
 
     def _call(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a forward pass of the model; takes the place of its `forward`."""

@@ -44,19 +44,19 @@ _FLUX_INPUTS = {
     "txt_ids": Cut("text", dim=-2),
 }
 
-FLUX = SplitTable(
+_LIKE_FLUX = SplitTable(
     segments=_TEXT_IMAGE,
-    inputs={
-        "": {
-            **_FLUX_INPUTS,
-            "controlnet_block_samples": _IMAGE,
-            "controlnet_single_block_samples": _IMAGE,
-        }
-    },
+    inputs={"": _FLUX_INPUTS},
     gathers={"proj_out": _IMAGE},
     blocks=dict.fromkeys(_BOTH_BLOCKS, _TEXT_IMAGE),
-    replicated=("pooled_projections", "timestep", "guidance"),
+    replicated=("timestep",),
     unbatched=("img_ids", "txt_ids"),
+)
+_OF_CONTROL = dict.fromkeys(("controlnet_block_samples", "controlnet_single_block_samples"), _IMAGE)
+FLUX = replace(
+    _LIKE_FLUX,
+    inputs={"": {**_FLUX_INPUTS, **_OF_CONTROL}},
+    replicated=("pooled_projections", "timestep", "guidance"),
 )
 _QWEN_IMAGE = SplitTable(
     segments=_TEXT_IMAGE,
@@ -92,13 +92,18 @@ _WAN = SplitTable(
     replicated=(_HIDDEN, _PROMPT, "encoder_hidden_states_image"),
     attends={"blocks.*.attn2": ()},
 )
-_LIKE_FLUX = SplitTable(  # without what FLUX takes besides
-    segments=_TEXT_IMAGE,
-    inputs={"": _FLUX_INPUTS},
-    gathers=FLUX.gathers,
-    blocks=FLUX.blocks,
-    replicated=("timestep",),
-    unbatched=FLUX.unbatched,
+_HUNYUAN_VIDEO = SplitTable(
+    segments=_VIDEO_TEXT,
+    inputs={
+        _FIRST: {_HIDDEN: _VIDEO, _PROMPT: _TEXT},
+        **{key: {"num_tokens": Cut("video", ndim=0)} for key in _BOTH_BLOCKS},
+    },
+    outputs={"rope": _both(_VIDEO_ROWS)},
+    gathers={"proj_out": _VIDEO},
+    blocks=dict.fromkeys(_BOTH_BLOCKS, _VIDEO_TEXT),
+    replicated=(_HIDDEN, *_PROMPT_MASK, "timestep", "pooled_projections", "guidance"),
+    attends={"context_embedder": ()},
+    nonempty=("text",),
 )
 _COSMOS3_PACKED = (
     *("input_ids", "text_indexes", "position_ids"),
@@ -159,13 +164,8 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
             "whose number is the length of the text: leave them out"
         },
     ),
-    "ChromaTransformer2DModel": SplitTable(
-        segments=_TEXT_IMAGE,
-        inputs=FLUX.inputs,
-        gathers=FLUX.gathers,
-        blocks=_JOINED,
-        replicated=("timestep", "attention_mask"),
-        unbatched=FLUX.unbatched,
+    "ChromaTransformer2DModel": replace(
+        FLUX, blocks=_JOINED, replicated=("timestep", "attention_mask")
     ),
     "ChronoEditTransformer3DModel": _WAN,
     "CogVideoXTransformer3DModel": SplitTable(
@@ -230,22 +230,19 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
         blocks={"layers.*": (_ALL_ROWS,)},
         replicated=(_HIDDEN, "timestep", "text_bth", "text_lens"),
     ),
-    "Flux2Transformer2DModel": SplitTable(
-        segments=_TEXT_IMAGE,
-        inputs={"": _FLUX_INPUTS},
-        gathers={"proj_out": _IMAGE},
+    "Flux2Transformer2DModel": replace(
+        _LIKE_FLUX,
         blocks=_JOINED,
         replicated=("timestep", "guidance"),
+        unbatched=(),
         alike=FLUX.unbatched,
         refused=dict.fromkeys(("kv_cache", "kv_cache_mode"), _NO_KV_CACHE),
     ),
-    "FluxControlNetModel": SplitTable(
-        segments=FLUX.segments,
+    "FluxControlNetModel": replace(
+        _LIKE_FLUX,
         inputs={"": _FLUX_INPUTS, "controlnet_x_embedder": {"input": _IMAGE}},
         gathers=dict.fromkeys(("controlnet_blocks.*", "controlnet_single_blocks.*"), _IMAGE),
-        blocks=FLUX.blocks,
         replicated=(*FLUX.replicated, _CONTROL),
-        unbatched=FLUX.unbatched,
         refused={
             "controlnet_mode": "its text has one token more: call the model before parallelize"
         },
@@ -292,51 +289,33 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
         attends={"context_embedder": ()},
         nonempty=("text",),
     ),
-    "HunyuanVideo15Transformer3DModel": SplitTable(
-        segments=_VIDEO_TEXT,
+    "HunyuanVideo15Transformer3DModel": replace(
+        _HUNYUAN_VIDEO,
         inputs={
             _FIRST: {_HIDDEN: _VIDEO, _PROMPT: _TEXT},
             _BLOCKS: {"attention_mask": Mask("text", of_pairs=True)},
         },
-        outputs={"rope": _both(_VIDEO_ROWS)},
-        gathers={"proj_out": _VIDEO},
         blocks={_BLOCKS: _VIDEO_TEXT},
         replicated=(_HIDDEN, *_PROMPT_MASK, *_PROMPT_2, "image_embeds", "timestep", "timestep_r"),
-        attends={"context_embedder": ()},
-        nonempty=("text",),
         alike=("image_embeds",),  # if those of all samples are 0, none attends to its own
     ),
-    "HunyuanVideoFramepackTransformer3DModel": SplitTable(
-        segments=_VIDEO_TEXT,
+    "HunyuanVideoFramepackTransformer3DModel": replace(
+        _HUNYUAN_VIDEO,
         inputs={
             _FIRST: {_HIDDEN: _VIDEO, _PROMPT: _TEXT},
             _BLOCKS: {"freqs_cis": _VIDEO_ROWS},
             "single_transformer_blocks.*": {"image_rotary_emb": _VIDEO_ROWS},
         },
-        # What follows takes the last tokens of all: those before them are the history.
+        outputs={},
+        # Later modules take the last tokens of all: those before them are the history.
         gathers={"single_transformer_blocks.-1": _VIDEO},
-        blocks=dict.fromkeys(_BOTH_BLOCKS, _VIDEO_TEXT),
         replicated=(
             *(_HIDDEN, *_PROMPT_MASK, "timestep", "pooled_projections", "guidance"),
             *("image_embeds", *_FRAMEPACK_HISTORY, *_FRAMEPACK_INDICES),
         ),
-        attends={"context_embedder": ()},
-        nonempty=("text",),
         unbatched=_FRAMEPACK_INDICES,
     ),
-    "HunyuanVideoTransformer3DModel": SplitTable(
-        segments=_VIDEO_TEXT,
-        inputs={
-            _FIRST: {_HIDDEN: _VIDEO, _PROMPT: _TEXT},
-            **{key: {"num_tokens": Cut("video", ndim=0)} for key in _BOTH_BLOCKS},
-        },
-        outputs={"rope": _both(_VIDEO_ROWS)},
-        gathers={"proj_out": _VIDEO},
-        blocks=dict.fromkeys(_BOTH_BLOCKS, _VIDEO_TEXT),
-        replicated=(_HIDDEN, *_PROMPT_MASK, "timestep", "pooled_projections", "guidance"),
-        attends={"context_embedder": ()},
-        nonempty=("text",),
-    ),
+    "HunyuanVideoTransformer3DModel": _HUNYUAN_VIDEO,
     "Ideogram4Transformer2DModel": SplitTable(
         segments=("all",),
         inputs={
@@ -428,14 +407,13 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
         attends={"token_refiner": ()},
         unbatched=_H3_REPLICATED,
     ),
-    "MochiTransformer3DModel": SplitTable(
-        segments=_VIDEO_TEXT,
+    "MochiTransformer3DModel": replace(
+        _HUNYUAN_VIDEO,
         inputs={_FIRST: {_HIDDEN: _VIDEO, _PROMPT: _TEXT}},
-        outputs={"rope": _both(_VIDEO_ROWS)},
-        gathers={"proj_out": _VIDEO},
         blocks={_BLOCKS: _VIDEO_TEXT},
         replicated=(*_LATENTS, "encoder_attention_mask"),
         attends={"time_embed": ()},
+        nonempty=(),
         copied=("text",),  # each sample takes the tokens that its mask lets it see
     ),
     "OvisImageTransformer2DModel": _LIKE_FLUX,
@@ -449,42 +427,35 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
         attends={"transformer_blocks.*.attn2": ()},
         refused={"attention_mask": _PADDED_MASK},
     ),
-    "QwenImageControlNetModel": SplitTable(
-        segments=_QWEN_IMAGE.segments,
+    "QwenImageControlNetModel": replace(
+        _QWEN_IMAGE,
         inputs={
             "": {_HIDDEN: _IMAGE, "encoder_hidden_states_mask": Mask("text")},
             _FIRST: {_PROMPT: _TEXT},
             "controlnet_x_embedder": {"input": _IMAGE},
         },
-        outputs=_QWEN_IMAGE.outputs,
         gathers={"controlnet_blocks.*": _IMAGE},
-        blocks=_QWEN_IMAGE.blocks,
         replicated=(_PROMPT, "timestep", _CONTROL),
     ),
     "QwenImageTransformer2DModel": _QWEN_IMAGE,
-    "SD3ControlNetModel": SplitTable(
-        segments=_SD3.segments,
+    "SD3ControlNetModel": replace(
+        _SD3,
         inputs={"": {_PROMPT: _TEXT, _HIDDEN: Cut("image", ndim=3)}},
         outputs={"pos_embed": {0: _IMAGE}, "pos_embed_input": {0: _IMAGE}},
         gathers={"controlnet_blocks.*": _IMAGE},
-        blocks=_SD3.blocks,
         replicated=("pooled_projections", "timestep", _CONTROL),
-        attends=_SD3.attends,
     ),
     "SD3Transformer2DModel": _SD3,
-    "SkyReelsV2Transformer3DModel": SplitTable(
-        segments=("video",),
+    "SkyReelsV2Transformer3DModel": replace(
+        _WAN,
         inputs={
             "blocks.0": {_HIDDEN: _VIDEO},
             "blocks.*": {"temb": Cut("video", dim=2, ndim=4)},
             "proj_out": {"input": _VIDEO},
         },
-        outputs={"rope": _both(_VIDEO)},
-        # What follows the last norm is modulated frame by frame, by times that the model has whole.
+        # Modules after the last norm modulate frame by frame, by times that the model has whole.
         gathers={"norm_out": _VIDEO, "proj_out": _VIDEO},
-        blocks={"blocks.*": ("video",)},
         replicated=(*_WAN.replicated, "timestep", "fps"),
-        attends={"blocks.*.attn2": ()},
     ),
     "StableAudio3DiTModel": SplitTable(
         segments=_MEMORY_AUDIO,
@@ -503,25 +474,21 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
         ),
         attends={"transformer_blocks.*.cross_attn": ()},
     ),
-    "WanAnimateTransformer3DModel": SplitTable(
-        segments=("video",),
+    "WanAnimateTransformer3DModel": replace(
+        _WAN,
         inputs={"blocks.0": {_HIDDEN: _VIDEO}, "face_adapter.*.to_out": {"input": _VIDEO}},
-        outputs={"rope": _both(_VIDEO)},
         # A frame attends to its own face, so the queries of the faces are whole on every rank.
         gathers={"face_adapter.*.pre_norm_q": _VIDEO, "proj_out": _VIDEO},
-        blocks={"blocks.*": ("video",)},
         replicated=(*_WAN.replicated, "timestep", "pose_hidden_states", "face_pixel_values"),
         attends={"blocks.*.attn2": (), "face_adapter.*": ()},
     ),
     "WanTransformer3DModel": _WAN,
-    "WanVACETransformer3DModel": SplitTable(
-        segments=("video",),
+    "WanVACETransformer3DModel": replace(
+        _WAN,
         inputs={
             "vace_blocks.0": dict.fromkeys((_HIDDEN, "control_hidden_states"), _VIDEO),
             "blocks.0": {_HIDDEN: _VIDEO},
         },
-        outputs={"rope": _both(_VIDEO)},
-        gathers={"proj_out": _VIDEO},
         blocks={"vace_blocks.*": ("video", "video"), "blocks.*": ("video",)},
         replicated=(*_WAN.replicated, "timestep", *_VACE_CONTROL),
         attends={"vace_blocks.*.attn2": (), "blocks.*.attn2": ()},

@@ -51,11 +51,8 @@ from bascule.plan.items import Items
 from bascule.plan.limits import Limits
 from bascule.plan.machine import Cluster
 
-_FIRST_CAPACITY = 128
-"""Integers a rank that the first gather has room for."""
-
-_PIECES_A_RANK = 4
-"""Pieces of a long item for each rank: as even as whole items of that size would be."""
+_FIRST_CAPACITY = 128  # integers a rank that the first gather has room for
+_PIECES_A_RANK = 4  # of a long item: as even as whole items of that size would be
 
 
 @dataclass(frozen=True, slots=True)

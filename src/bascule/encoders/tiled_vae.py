@@ -146,11 +146,8 @@ class TiledVAE:
         return Features(features.attach(outputs), features.token, None)
 
 
-_CACHE = "feat_cache"
-"""Argument by which causal VAEs hand a list, which calls change, to a tile's next frames."""
-
-_HANDED = "conv_cache"
-"""Argument that a call gives back beside its output, for the next one."""
+_CACHE = "feat_cache"  # a list that causal VAEs hand to a tile's next frames, and calls change
+_HANDED = "conv_cache"  # argument that a call gives back beside its output, for the next one
 
 
 class TileCalls(nn.Module):

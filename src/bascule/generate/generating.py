@@ -1,6 +1,5 @@
 """Pipelines that make outputs for prompts, their arguments, and files of outputs."""
 
-import importlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from PIL import Image
 from bascule.errors import ConfigError
 from bascule.generate import tiny
 from bascule.generate.options import IMAGE, Prompt
+from bascule.workload.tables import load_av
 
 _NAMES = {"frames": "num_frames", "steps": "num_inference_steps"}  # of a pipeline's arguments
 
@@ -139,7 +139,7 @@ def _appearing(path: Path) -> Iterator[Path]:
 
 
 def _write_video(path: Path, frames: Sequence[Image.Image], fps: int) -> None:
-    av = load_av()
+    av = load_av(path)
     width, height = (side // 2 * 2 for side in frames[0].size)
     with av.open(str(path), "w", format="mp4") as file:
         stream = file.add_stream("libx264", rate=Fraction(fps))
@@ -149,13 +149,3 @@ def _write_video(path: Path, frames: Sequence[Image.Image], fps: int) -> None:
             image = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")
             file.mux(stream.encode(image))
         file.mux(stream.encode(None))
-
-
-def load_av() -> Any:
-    """Return PyAV, which writes videos; ConfigError if it is not installed."""
-    try:
-        return importlib.import_module("av")
-    except ImportError as error:
-        raise ConfigError(
-            "videos are written by PyAV, which is not installed: pip install 'bascule[video]'"
-        ) from error

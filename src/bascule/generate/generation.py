@@ -24,7 +24,6 @@ from bascule.generate.generating import (
     check_size,
     enable_tiles,
     is_guided,
-    load_av,
     load_pipeline,
     write_media,
     write_record,
@@ -35,6 +34,7 @@ from bascule.serve.controller import Controller
 from bascule.serve.engine import Engine
 from bascule.serve.scheduling import Scheduler, Task
 from bascule.serve.times import Times
+from bascule.workload.tables import load_av
 
 
 class Generation:
@@ -55,7 +55,7 @@ class Generation:
         self._takes = inspect.signature(pipeline.__call__).parameters
         ending = VIDEO if "num_frames" in self._takes else IMAGE
         if ending == VIDEO:
-            load_av()  # or refuse at once
+            load_av(f"--model {options.model}")  # or refuse at once
         self.names = [one.name(place, options) + ending for place, one in enumerate(self.prompts)]
         for place, one in enumerate(self.prompts):
             arguments_of(one, self._takes)

@@ -27,12 +27,8 @@ from bascule.plan.step import Sync
 _MAX_COUNT = 2**31
 _ROUNDING = 1e-12
 
-_NUM_LEVELS = 48
-"""Levels of a microbatch that are compared, where there are several."""
-
-_MAX_TRIED = 1 << 18
-"""Pieces of all trials of a move, at most; without moves, many pieces are within percents."""
-
+_NUM_LEVELS = 48  # levels of a microbatch that are compared, where there are several
+_MAX_TRIED = 1 << 18  # pieces of all trials of a move; many are within percents without moves
 _MAX_MOVES = 32
 
 

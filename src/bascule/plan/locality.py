@@ -15,14 +15,9 @@ from bascule.plan.solver.portfolio import may_end_by, near_home, solve
 from bascule.plan.solver.problem import Assignment, Problem
 from bascule.plan.topology import Topology
 
-_MAX_SEARCHED = 256
-"""Most sequences that are brought home one by one; of more, a part is kept and the rest placed."""
-
-_RELEASED = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7)
-"""Shares of a bag's time that are freed, until what is freed fits elsewhere."""
-
-_SAME = 1.0 + 1e-4
-"""Makespans this close are certified to be equally good."""
+_MAX_SEARCHED = 256  # most sequences that are brought home one by one; of more, a part is kept
+_RELEASED = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7)  # shares of a bag's time, until it fits
+_SAME = 1.0 + 1e-4  # makespans this close are certified to be equally good
 
 
 @dataclass(frozen=True, slots=True, eq=False)

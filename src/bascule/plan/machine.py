@@ -415,9 +415,7 @@ _SOURCES = {
     "given": "given, not measured",
 }
 
-_FORMAT = {"bascule": "hardware profile", "version": 1}
-"""The first keys in a file of a profile."""
-
+_FORMAT = {"bascule": "hardware profile", "version": 1}  # the first keys in a file of a profile
 _NESTED = {"attention": partial(built, AttentionLatency), "calibration": Calibration.of_dict}
 """Fields that hold more than a number, and how they are made of what JSON holds."""
 
@@ -457,8 +455,8 @@ class HardwareProfile:
         piece_s: See `Cluster`; None: 0.
         attention: The fit of measured calls of attention, of one width of heads; used in place of
             the rates above to predict attention.
-        note: How the numbers came about, in words.
-        calibration: What `bascule calibrate` measured; None: something else gave the numbers.
+        note: The origin of the numbers, in words.
+        calibration: The measurements of `bascule calibrate`; None: the numbers have another origin.
 
     Raises:
         ConfigError: A value is out of range.

@@ -27,18 +27,14 @@ from bascule.plan.solver.portfolio import solve
 from bascule.plan.topology import Topology
 from bascule.plan.topology_search import choose_topology
 
-_NODE_TOLERANCE = 0.005
-"""Default share of the makespan that keeping tokens in their node may cost."""
+_NODE_TOLERANCE = 0.005  # default share of the makespan that keeping tokens in their node may cost
 
 JSON_VERSION = 1
 MAX_TOKENS = 2**31 - 1
 _DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
-_SHARE = 0.99
-"""Share of a bag's tokens from which on a sequence is all that the bag computes."""
-
-_EVEN = 1.01
-"""Imbalance up to which the whole work binds, not one sequence."""
+_SHARE = 0.99  # share of a bag's tokens from which on a sequence is all that the bag computes
+_EVEN = 1.01  # imbalance up to which the whole work binds, not one sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +67,7 @@ class Plan:
         loads: (num_ranks,) predicted cost of each rank, carried loads included.
         lower_bound: No plan of these sequences on these bags has a smaller makespan.
         planner: Name of the planner that made it; `gap` and `binding` say how good it is.
-        masks: What the tokens of each sequence see of it; None: everything.
+        masks: The tokens that each token of a sequence sees; None: all.
         context_lens: (num_seqs,) tokens of the context of each sequence; None without contexts.
         speeds: (num_ranks,) of the ranks; None: 1.
     """
@@ -315,7 +311,7 @@ def plan_batch(
             the bound is certified to be small) or "knapsack" (the greedy of KnapFormer: longest
             first, to the least occupied bag whose remaining capacity suffices; knows no limits and
             no homes).
-        limits: What a rank can hold; hard. Bytes are those of activations, and need a cost model
+        limits: Most that a rank holds; hard. Bytes are those of activations, and need a cost model
             with `bytes_per_token`; with a cluster its memory is a limit too.
         initial_loads: (num_ranks,) cost that each rank has already, as of earlier microbatches.
         speeds: (num_ranks,) of each rank, 1 by default; a bag is as fast as its slowest rank.

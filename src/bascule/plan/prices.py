@@ -23,8 +23,7 @@ from bascule.plan.solver.portfolio import by_speed
 from bascule.plan.solver.problem import Assignment, Problem, build_problem
 from bascule.plan.topology import Topology
 
-_SLOWEST = 1e-3
-"""Speed below which a rank is taken for broken; as many times faster, the others for wrong."""
+_SLOWEST = 1e-3  # speed below which a rank counts as broken; as many times faster, others as wrong
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,9 +22,9 @@ class Span:
     """Neighbouring tokens of a sequence that see alike.
 
     Args:
-        num_tokens: How many.
-        causal: Whether each sees up to itself; else up to the end of the span.
-        new_document: Whether none of them, or of what follows, sees what is before.
+        num_tokens: Their number.
+        causal: True if each sees up to itself; else it sees up to the end of the span.
+        new_document: True hides what is before from them, and from what follows.
     """
 
     num_tokens: int
@@ -228,9 +228,9 @@ class Sequences:
 
     Args:
         seq_lens: Tokens of each.
-        masks: What the tokens of each see of it: "full", "causal", or its spans; one for all, or a
-            list of one a sequence. None: everything, or what each attention says. If sequences of
-            one rank have masks, those of all have.
+        masks: The tokens that each token sees: "full", "causal", or the spans of a sequence; one
+            mask for all, or one a sequence. None: all, or those that each attention says. If
+            sequences of one rank have masks, those of all have.
         context_lens: Tokens of the context that each attends to, as text; None without contexts.
     """
 

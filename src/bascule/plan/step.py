@@ -49,7 +49,7 @@ def plan_step(
         sync: When ranks wait for each other: "microbatch" (FSDP that reshards; minimises the sum of
             the makespans) or "step" (DDP under `no_sync`; minimises the largest sum of a rank).
         planner: As for `plan_batch`.
-        limits: What a rank can hold in one microbatch.
+        limits: Most that a rank can hold in one microbatch.
         speeds: As for `plan_batch`.
         cluster: As for `plan_batch`.
         locality_tolerance: As for `plan_batch`.

@@ -64,7 +64,7 @@ def rules_of(args: Any, model: Any, *, num_ranks: int, padded: bool) -> DealRule
     """Return how samples may be dealt by the arguments of a Trainer and the loss of its model."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     kinds = [parameter.kind for parameter in inspect.signature(base.forward).parameters.values()]
-    # As the Trainer decides whether the loss is divided by the labels of all processes.
+    # The Trainer decides so if it divides the loss by the labels of all processes.
     counts_labels = getattr(base, "accepts_loss_kwargs", inspect.Parameter.VAR_KEYWORD in kinds)
     if counts_labels and not args.average_tokens_across_devices:
         raise ConfigError(

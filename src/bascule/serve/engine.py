@@ -103,8 +103,8 @@ class Engine:
         longest_ring: Most ranks of a ring, which limits blocks without a shape. Default: any.
         sparse: The blocks of attention that are computed. Default: all.
         comm_dtype: Sends attention's rows at 8 bits, as in `parallelize`.
-        compiles: Whether transformers are compiled, for each degree.
-        shares_tiles: Whether all ranks of a request stay to decode the tiles of its VAE.
+        compiles: True compiles the transformers, for each degree.
+        shares_tiles: True lets all ranks of a request stay to decode the tiles of its VAE.
 
     Attributes:
         degrees: Ranks of the blocks that this rank can be in; on rank 0, of all blocks.

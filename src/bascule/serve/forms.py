@@ -155,12 +155,7 @@ def submissions(form: Form, image: bytes | None, options: ServeOptions) -> list[
     frames, most_chars = form.num_frames(options.fps), options.max_prompt_chars
     for name, value, most, unit in (
         ("prompt", len(form.prompt), most_chars, "characters"),
-        (
-            "negative_prompt",
-            len(form.negative_prompt or ""),
-            options.max_prompt_chars,
-            "characters",
-        ),
+        ("negative_prompt", len(form.negative_prompt or ""), most_chars, "characters"),
         ("size", size.get("width", 0) * size.get("height", 0), options.max_pixels, "pixels"),
         ("frames", frames, options.max_frames, "frames"),
         ("steps", form.steps, options.max_steps, "steps"),

@@ -80,15 +80,13 @@ class Scheduler:
         self.tasks[task.id] = task
         self.state.wait(task)
 
-    def cancel(self, task: Task) -> bool:
-        """Forget a task; return False if ranks have it, which first report that they left it."""
+    def cancel(self, task: Task) -> None:
+        """Forget a task; if ranks have it, when they report that they left it."""
         if task.phase == "new":
-            self._remove(task)
-            return True
+            return self._remove(task)
         task.phase = "leaving"
         with suppress(ConfigError):  # it ended a moment ago
             self._controller.cancel(task.id)
-        return False
 
     def decide(self) -> list[str]:
         """Ask the policy, give the orders whose ranks are free by now, and return their ids."""

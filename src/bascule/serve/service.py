@@ -51,7 +51,7 @@ class Service:
     Attributes:
         kind: "image" or "video".
         num_ranks: Of the engine.
-        takes_image: Whether a request may begin with an image.
+        takes_image: True if a request may begin with an image.
         on_change: Is called with the status of a request that has changed.
     """
 

@@ -3,26 +3,26 @@
 import inspect
 import signal
 import threading
-from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 
-from bascule.comm.agree import agree
-from bascule.comm.groups import RankGroup, member_of, resolve
+from bascule.comm.groups import member_of, resolve
+from bascule.diffusers.request import agree_on
 from bascule.errors import ConfigError
-from bascule.generate.generating import load_av, load_pipeline
+from bascule.generate.generating import load_pipeline
 from bascule.plan.requests import Balanced
 from bascule.serve.engine import Engine
 from bascule.serve.options import ServeOptions
 from bascule.serve.service import Service
 from bascule.serve.spool import Spool
 from bascule.serve.times import Times
+from bascule.workload.tables import load_av
 
 _STOPS = signal.SIGINT, signal.SIGTERM
-
-_Made = TypeVar("_Made")
+_START = "the start of bascule serve"
 
 
 def run_server(options: ServeOptions, device: torch.device) -> None:
@@ -38,14 +38,16 @@ def run_server(options: ServeOptions, device: torch.device) -> None:
     with ExitStack() as stack:
         for number in _STOPS:
             stack.callback(signal.signal, number, signal.signal(number, lambda *_: asked.set()))
-        spool = _on_first(world, lambda: Spool(options.spool, f"{options.model_name}, {dtype}"))
+        made = partial(Spool, options.spool, f"{options.model_name}, {dtype}")
+        spool = agree_on(world, lambda: made() if world.rank == 0 else None, _START)
         pipeline = load_pipeline(options.model, getattr(torch, dtype), device)
         engine = Engine(pipeline, timeout_s=options.timeout_s)
 
-        def open_door() -> Service:
+        def open_door() -> Service | None:
+            if engine.controller is None or spool is None:  # not on the first rank
+                return None
             from bascule.serve.door import Door
 
-            assert engine.controller is not None and spool is not None
             times = _times(pipeline, options, world.size)
             service = Service(
                 pipeline,
@@ -67,7 +69,7 @@ def run_server(options: ServeOptions, device: torch.device) -> None:
             )
             return service
 
-        service = _on_first(world, open_door)
+        service = agree_on(world, open_door, _START)
         if service is not None:
             for number in _STOPS:
                 signal.signal(number, lambda *_: service.stop())
@@ -76,20 +78,9 @@ def run_server(options: ServeOptions, device: torch.device) -> None:
         engine.run()
 
 
-def _on_first(world: RankGroup, make: Callable[[], _Made]) -> _Made | None:
-    """Return what the first rank makes, None on others; all raise its error."""
-    made, error = None, None
-    try:
-        made = make() if world.rank == 0 else None
-    except Exception as failure:
-        error = failure
-    agree(world, {}, error, what="the start of bascule serve")
-    return made
-
-
 def _times(pipeline: Any, options: ServeOptions, num_ranks: int) -> Times:
     if "num_frames" in inspect.signature(pipeline.__call__).parameters:
-        load_av()  # or refuse at once
+        load_av(f"--model {options.model}")  # or refuse at once
     degrees = options.degrees or [1 << k for k in range(num_ranks.bit_length())]
     if max(degrees) > num_ranks:
         raise ConfigError(f"--degrees {max(degrees)}: this job has {num_ranks} ranks")

@@ -50,7 +50,7 @@ class Submission:
         prompt: Its settings.
         image: PNG that it begins with, which was checked and encoded here.
         deadline_s: Seconds from now in which it should be done.
-        must_meet_deadline: Whether to refuse it if it would be late.
+        must_meet_deadline: True refuses it if it would be late.
     """
 
     prompt: Prompt

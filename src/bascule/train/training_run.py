@@ -38,7 +38,7 @@ from bascule.train.model import PROBED_STEPS, build_model, cost_of, model_config
 from bascule.train.options import Schedule, TrainOptions, schedule_of, settings_of, split
 from bascule.train.stepping import sync_of, train_step
 from bascule.train.stopwatch import Lap, Stopwatch, TimedStep, watch_blocks
-from bascule.workload.codes import parse_data_codes
+from bascule.workload.codes import num_ranks_of, parse_data_codes
 from bascule.workload.photos import PhotoStream
 from bascule.workload.streams import ManifestStream, RawBatch, SampleBatch, SyntheticStream
 
@@ -178,8 +178,7 @@ def prepare(options: TrainOptions, *, rank: int = 0, world_size: int = 1) -> Pre
     encoders = load_encoders(options)
     if options.data is not None:
         codes = parse_data_codes(options.data)
-        of_mix = sum(code.num_ranks for code in codes)
-        data = SyntheticStream(codes, world_size=of_mix, seed=options.seed)
+        data = SyntheticStream(codes, world_size=num_ranks_of(codes), seed=options.seed)
     elif options.manifest is not None:
         data = ManifestStream(options.read_manifest(options.max_tokens), 1, seed=options.seed)
     else:

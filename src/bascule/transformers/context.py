@@ -119,13 +119,12 @@ def _attending(model: Any, name: str = NAME) -> Iterator[None]:
     parts = {name: getattr(model.config, name, None) for name in model.config.sub_configs}
     before = {"": model.config._attn_implementation}
     before |= {name: x._attn_implementation for name, x in parts.items() if x is not None}
-    undo_split = split_delta_layers(model)
+    split_delta_layers(model)
     model.set_attn_implementation(name)
     try:
         yield
     finally:
         note(None)
-        undo_split()
         model.set_attn_implementation(before)
 
 

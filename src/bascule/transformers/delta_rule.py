@@ -31,8 +31,8 @@ def split_delta_layers(model: nn.Module) -> Callable[[], None]:
     """Let gated delta layers follow the step that a call carries; return what undoes it.
 
     Or bounds of samples, ``cu_seq_lens_q``, where transformers lacks the packages for these; other
-    calls compute as before. `call_packed` does this for good, as checkpoints compute layers again
-    in backward; `context_parallel` and training with `BalanceConfig(pack=..)` undo it at their end.
+    calls compute as before. `call_packed` and `context_parallel` do this for good, as checkpoints
+    compute layers again in backward; training with `BalanceConfig(pack=..)` undoes it at its end.
     """
     return split_layers(delta_layers(model))
 

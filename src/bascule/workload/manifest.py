@@ -100,7 +100,7 @@ def read_manifest(
 
     Args:
         path: The file or folder.
-        rule: How sizes and texts become tokens; by default images of 16 pixels a token.
+        rule: Makes tokens of sizes and texts; by default images of 16 pixels a token.
         columns: The column of a role where names do not say it, {"width": "W"}; "" uses none.
         skip_bad: Leave out rows that cannot be read, and count them; they are refused otherwise.
 

@@ -4,7 +4,6 @@ Legend of shapes: P patch side in pixels; h, w rows and columns of patches of on
 """
 
 import hashlib
-import importlib
 import io
 import logging
 import math
@@ -12,7 +11,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,8 +29,9 @@ from bascule.workload.streams import (
     patches,
     sample_normals,
 )
-from bascule.workload.tables import IMAGE_SUFFIXES, VIDEO_SUFFIXES
+from bascule.workload.tables import IMAGE_SUFFIXES, VIDEO_SUFFIXES, load_av
 
+_INSTEAD = ", or give folders of frames"
 _NUMBER = re.compile("[0-9]+$")
 _log = logging.getLogger(__name__)
 
@@ -220,7 +219,7 @@ def _sample_paths(folder: Path, options: PhotoOptions) -> list[Path]:
     paths = sorted(path for path, kind in kinds.items() if kind in wanted)
     videos = [path for path in paths if kinds[path] == "video" and path.is_file()]
     if videos:
-        _pyav(videos[0])
+        load_av(videos[0], _INSTEAD)
     return paths
 
 
@@ -334,7 +333,7 @@ def _read_folder(path: Path, options: PhotoOptions) -> list[Image.Image]:
 
 
 def _read_video(path: Path, options: PhotoOptions) -> list[Image.Image]:
-    av = _pyav(path)
+    av = load_av(path, _INSTEAD)
     with av.open(str(path)) as video:
         num_frames = sum(packet.size > 0 for packet in video.demux(video=0))
     wanted = _chosen(num_frames, options)
@@ -350,16 +349,6 @@ def _chosen(num_frames: int, options: PhotoOptions) -> set[int]:
     num -= (num - 1) % group if num else 0
     places = np.linspace(0, num_frames - 1, num).round()
     return set(places.astype(int).tolist())
-
-
-def _pyav(path: Path) -> Any:
-    try:
-        return importlib.import_module("av")
-    except ImportError as error:
-        raise ConfigError(
-            f"{path}: videos are read by PyAV, which is not installed: "
-            "pip install 'bascule[video]', or give folders of frames"
-        ) from error
 
 
 def _caption_of(path: Path, listed: dict[str, bytes]) -> bytes:

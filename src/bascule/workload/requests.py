@@ -302,7 +302,7 @@ class Sizes:
         Args:
             words: One for each class.
             most: Requests.
-            deadline: How many times as long as on one rank a request may take; None: any time.
+            deadline: Times of its seconds on one rank that a request may take; None: any time.
         """
         kinds, shares = list[Request](), list[float]()
         for word in words:

@@ -64,7 +64,7 @@ class Batch:
 
     @property
     def folder(self) -> Path:
-        """Where relative paths begin."""
+        """The folder in which relative paths begin."""
         return self.file if self.file.is_dir() else self.file.parent
 
 
@@ -343,15 +343,19 @@ def image_size(file: Any) -> tuple[int, int] | None:
         return None
 
 
-def video_size(path: Path) -> tuple[float, ...] | None:
-    """Read width, height, frames and their rate from the header of a video; None if it has none."""
+def load_av(where: object, instead: str = "") -> Any:
+    """Return PyAV, for videos; ConfigError if it is not installed, with what to do `instead`."""
     try:
-        av: Any = importlib.import_module("av")
+        return importlib.import_module("av")
     except ImportError as error:
         raise ConfigError(
-            f"{path}: videos are read by PyAV, which is not installed: "
-            "pip install 'bascule[video]', or give a table with frames, width and height"
+            f"{where}: PyAV, for videos, is not installed: pip install 'bascule[video]'{instead}"
         ) from error
+
+
+def video_size(path: Path) -> tuple[float, ...] | None:
+    """Read width, height, frames and their rate from the header of a video; None if it has none."""
+    av = load_av(path, ", or give a table with frames, width and height")
     try:
         with av.open(str(path)) as video:
             stream = video.streams.video[0]

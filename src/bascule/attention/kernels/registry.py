@@ -235,10 +235,10 @@ class FunctionKernel:
             and values (B, H, Sk, D) and scores times `scale`.
         gradients: `gradients(grad, q, k, v, out, lse, is_causal=.., scale=..)` returns those of q,
             k and v; in a ring out and lse are over more keys than these. Default: by autograd.
-        gives_lse: Whether `attend` returns (out, lse): the natural-log sum-exp of the scaled
+        gives_lse: True if `attend` returns (out, lse): the natural-log sum-exp of the scaled
             scores, (B, H, Sq), which rings and `overlap` need; without `gradients` with a gradient.
-        takes_mask: Whether both take `attn_mask=`, which is added to the scores, where there is a
-            mask; it broadcasts to (B, H, Sq, Sk).
+        takes_mask: True if both take `attn_mask=` where there is a mask. It is added to the scores,
+            and broadcasts to (B, H, Sq, Sk).
 
     Raises:
         ConfigError: The name is empty, or a function cannot be called.

@@ -41,28 +41,14 @@ class Balanced:
     others wait. With hundreds of jobs it sets targets from time to time, and in between starts what
     waits in the order of the last time.
 
-    A request without a deadline gets two. The first is `soft` times its own time. When that is lost
+    A request without a deadline gets two. The first is three times its own time. When that is lost
     on its fewest ranks, the second is what first come, first served on these would have done for
-    it, or for 95 % of the last thousand, times `tail`. When its latest start comes it goes before
-    all others. A deadline of a user that no degree can meet any more, or that costs others theirs,
-    is lost: the request waits for others, until it has waited `patience` times its own time.
-
-    Args:
-        soft: Times of its own after which a request without a deadline should be done.
-        tail: Factor of the second deadlines.
-        patience: Times of its own that a request waits at most for those who came later.
-        degrees: Allowed degrees. Default: all that a request knows.
+    it, or for 95 % of the last thousand. When its latest start comes it goes before all others. A
+    deadline of a user that no degree can meet any more, or that costs others theirs, is lost: the
+    request waits for others, until it has waited 30 times its own time.
     """
 
-    def __init__(
-        self,
-        *,
-        soft: float = 3.0,
-        tail: float = 0.97,
-        patience: float = 30.0,
-        degrees: Sequence[int] | None = None,
-    ) -> None:
-        self._soft, self._tail, self._patience, self._degrees = soft, tail, patience, degrees
+    def __init__(self) -> None:
         self._known: dict[int, _Known] = {}  # by number of the job
         self._last = -1
         self._virtual: list[float] = []  # when ranks would be free, first come first served
@@ -78,7 +64,7 @@ class Balanced:
             self._num_changes = state.num_changes
             for job in (*state.waiting, *state.running.values()):
                 if job.number in self._known:
-                    self._known[job.number].step_s = self._fast(job.request)
+                    self._known[job.number].step_s = _fast(job.request)
         for job in state.after(self._last):
             self._last = job.number
             self._admit(state, job)
@@ -186,17 +172,8 @@ class Balanced:
         if best is not None:
             act.recall(best)
 
-    def _fast(self, request: Request) -> dict[int, float]:
-        """Return the seconds of a step at degrees that are each faster than those before."""
-        step_s = dict[int, float]()
-        for degree, seconds in sorted(request.step_s.items()):
-            if self._degrees is None or degree in self._degrees:
-                if seconds < min(step_s.values(), default=NEVER):
-                    step_s[degree] = seconds
-        return step_s
-
     def _admit(self, state: State, job: Job) -> None:
-        request, step_s = job.request, self._fast(job.request)
+        request, step_s = job.request, _fast(job.request)
         due = later = request.deadline_s
         if due == NEVER:
             self._virtual = self._virtual or [0.0] * state.num_ranks
@@ -211,8 +188,8 @@ class Balanced:
             if len(self._recent) > _RECENT:
                 del self._latencies[bisect_left(self._latencies, self._recent.popleft())]
             usual = self._latencies[int(0.95 * (len(self._latencies) - 1))]
-            later = request.arrival_s + self._tail * max(usual, end - request.arrival_s)
-            due = min(later, request.arrival_s + self._soft * own)
+            later = request.arrival_s + _TAIL * max(usual, end - request.arrival_s)
+            due = min(later, request.arrival_s + _SOFT * own)
         num_here = len(state.waiting) + len(state.running)
         if len(self._known) > 2 * num_here + _MANY:  # forget those that ended
             here = {one.number for one in (*state.waiting, *state.running.values())}
@@ -262,7 +239,7 @@ class Balanced:
         request, known = job.request, self._known[job.number]
         if is_lost:
             alone = request.seconds(known.narrow)
-            if state.now_s - request.arrival_s - alone > self._patience * alone:
+            if state.now_s - request.arrival_s - alone > _PATIENCE * alone:
                 return 0, request.arrival_s, job.number
             return 3, view.own_s, job.number
         if request.deadline_s < NEVER:
@@ -299,5 +276,17 @@ class Balanced:
                 offer(job, targets[job])
 
 
+def _fast(request: Request) -> dict[int, float]:
+    """Return the seconds of a step at degrees that are each faster than those before."""
+    step_s = dict[int, float]()
+    for degree, seconds in sorted(request.step_s.items()):
+        if seconds < min(step_s.values(), default=NEVER):
+            step_s[degree] = seconds
+    return step_s
+
+
+_SOFT = 3.0  # times of its own after which a request without a deadline should be done
+_TAIL = 0.97  # of its second deadline
+_PATIENCE = 30.0  # times of its own that a request waits at most for those who came later
 _MANY = 256  # jobs for which targets are set at each decision
 _RECENT = 1000

@@ -222,21 +222,15 @@ class TetriServe(Balanced):
 
     A request asks for the smallest degree that meets its deadline. Alive is one that runs, or could
     still meet its deadline if it idled for the round. Ranks that are left go to requests that are
-    late anyway, and then widen others. It decides at each event and not at the end of each round.
-
-    Args:
-        round_steps: Steps of a round, of the largest request at its fastest degree.
+    late anyway, and then widen others. It decides at each event and not at the end of each round,
+    which is five steps of the largest request at its fastest degree.
     """
-
-    def __init__(self, round_steps: int = 5) -> None:
-        super().__init__()
-        self._round_steps = round_steps
 
     def _targets(
         self, state: State, jobs: Sequence[Job]
     ) -> tuple[dict[Job, int], dict[Job, Order]]:
         num, room = state.num_ranks, state.num_ranks
-        round_s = self._round_steps * max(min(one.request.step_s.values()) for one in jobs)
+        round_s = 5 * max(min(one.request.step_s.values()) for one in jobs)
         views = {job: self._view(state, job) for job in jobs}
         alive = [job for job in jobs if views[job].slack_s >= 0]
         most, runs = np.zeros(num + 1), list[npt.NDArray[np.bool_]]()  # requests alive, by ranks

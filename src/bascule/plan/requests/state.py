@@ -4,6 +4,7 @@ import math
 from bisect import bisect_right, insort
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from bascule.errors import ConfigError
@@ -53,8 +54,8 @@ class Request:
 
     def __post_init__(self) -> None:
         fields(self, steps=(whole, 1, 10**6), arrival_s=number, once_s=number)
-        are_legal = all(map(_is_power, self.step_s)) and min(self.step_s.values(), default=0) > 0
-        if not are_legal:
+        are_powers = all(degree > 0 and degree & (degree - 1) == 0 for degree in self.step_s)
+        if not are_powers or min(self.step_s.values(), default=0) <= 0:
             raise ConfigError(
                 f"Request(step_s={dict(self.step_s)}): give seconds above 0 for degrees 1, 2, 4, .."
             )
@@ -72,10 +73,6 @@ class Request:
     def work_s(self) -> float:
         """Rank-seconds at its cheapest degree."""
         return self.steps * min(d * s for d, s in self.step_s.items()) + self.once_s
-
-
-def _is_power(degree: int) -> bool:
-    return degree > 0 and degree & (degree - 1) == 0
 
 
 @dataclass(slots=True, eq=False)
@@ -107,6 +104,9 @@ class Job:
         return self.request.seconds(degree, self.rest(now_s))
 
 
+_number = attrgetter("number")
+
+
 @dataclass(slots=True)
 class State:
     """The requests of a job, and its ranks."""
@@ -126,9 +126,9 @@ class State:
         state = cls(whole("num_ranks", num_ranks, 1), move_s=move_s)
         first = 0
         while first < num_ranks:
-            degree = 1 << min((num_ranks - first).bit_length() - 1, _alignment(first))
-            state.free.add(Block(first, degree))
-            first += degree
+            largest = 1 << (num_ranks - first).bit_length() - 1
+            state.free.add(Block(first, min(largest, first & -first or largest)))
+            first += min(largest, first & -first or largest)
         state.num_free = num_ranks
         return state
 
@@ -168,26 +168,10 @@ class State:
             self.free.add(halves[not is_right])
             around = halves[is_right]
 
-    def is_free(self, block: Block) -> bool:
-        """Return whether the ranks of a block are free."""
-        return any(_is_within(block, one) for one in self.free)
-
     def free_block(self, degree: int) -> Block | None:
         """Return free ranks of a degree, from the smallest free block that has them."""
-        wide = [one for one in self.free if one.degree >= degree]
-        return Block(min(wide, key=_by_degree).first, degree) if wide else None
-
-
-def _number(job: Job) -> int:
-    return job.number
-
-
-def _alignment(first: int) -> int:
-    return 64 if first == 0 else (first & -first).bit_length() - 1
-
-
-def _by_degree(block: Block) -> tuple[int, int]:
-    return block.degree, block.first
+        wide = [(one.degree, one.first) for one in self.free if one.degree >= degree]
+        return Block(min(wide)[1], degree) if wide else None
 
 
 class Starts(Protocol):
@@ -205,7 +189,3 @@ class Policy(Protocol):
 
     def decide(self, state: State, act: Starts) -> None:
         """Start waiting jobs on free ranks, and recall running ones."""
-
-
-def _is_within(block: Block, other: Block) -> bool:
-    return other.first <= block.first < other.first + other.degree and block.degree <= other.degree

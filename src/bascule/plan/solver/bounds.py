@@ -9,17 +9,10 @@ import numpy as np
 from bascule.arrays import Floats
 from bascule.plan.solver.problem import Problem
 
-_ROUNDING = 2.0**-40
-"""Above the relative error of any sum here."""
-
-_CLOSE = 1.0 + 1e-4
-"""A makespan this close to a bound needs no better one."""
-
-_SAMPLE = 16
-"""Items whose common divisor is looked at first."""
-
-_FINEST_GRID = 2.0**-30
-"""Grids finer than this share of the bound cannot raise it by anything that matters."""
+_ROUNDING = 2.0**-40  # above the relative error of any sum here
+_CLOSE = 1.0 + 1e-4  # a makespan this close to a bound needs no better one
+_SAMPLE = 16  # items whose common divisor is looked at first
+_FINEST_GRID = 2.0**-30  # of the bound: finer grids cannot raise it by anything that matters
 
 
 def lower_bound(problem: Problem, makespan: float = np.inf) -> float:

@@ -7,8 +7,7 @@ import numpy as np
 from bascule.arrays import Floats, Ints
 from bascule.plan.solver.problem import Problem
 
-_MAX_EXACT = 256
-"""Most equal bins that are relabelled optimally; the assignment problem is cubic."""
+_MAX_EXACT = 256  # most equal bins that are relabelled optimally; the assignment problem is cubic
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,41 +25,19 @@ from bascule.plan.solver.search import improve
 if TYPE_CHECKING:
     from scipy.optimize import LinearConstraint
 
-_ROUNDING = 1e-9
-"""Relative difference of sums of the same costs in another order, at most."""
-
-_TOLERANCE = 1e-4
-_MIXED_TOLERANCE = 5e-4
-"""Gaps at which the search stops, for bins of equal and of different speeds: the rest is slow."""
-
-_GUESS_TOLERANCE = 1e-3
-"""Gap at which the search stops at the costs of guessed kinds; true costs improve on it."""
-
-_LONG_SHARES = (0.5, 0.4, 0.3)
-"""Items above this share of the fastest bin's time stay whole in a relaxation; all are tried."""
-
-_MAX_LATE = 0.3
-"""Share of all work above the ceiling from which on all at home is not repaired: it fails."""
-
-_MOST_IMPROVED = 2
-"""Starts of a problem with several kinds that are improved, the best ones first."""
-
-_GUESSES = 2
-"""Times that the kind of bin of each item is guessed."""
-
-_MANY_BINS = 48
-"""From here on, rounds of numpy beat a heap."""
-
+_ROUNDING = 1e-9  # relative difference of sums of the same costs in another order, at most
+_TOLERANCE = 1e-4  # gap at which the search stops
+_MIXED_TOLERANCE = 5e-4  # the same for bins of different speeds: the rest is slow
+_GUESS_TOLERANCE = 1e-3  # the same at the costs of guessed kinds; true costs improve on it
+_LONG_SHARES = (0.5, 0.4, 0.3)  # of the fastest bin's time: longer items stay whole when relaxed
+_MAX_LATE = 0.3  # share of all work above the ceiling, from which on all at home is not repaired
+_MOST_IMPROVED = 2  # starts of a problem with several kinds that are improved, the best ones first
+_GUESSES = 2  # times that the kind of bin of each item is guessed
+_MANY_BINS = 48  # from here on, rounds of numpy beat a heap
 _HALVINGS = 40
-
-_MAX_EXACT_CELLS = 512
-"""Largest number of items times bins that is placed exactly: larger programs hardly ever end."""
-
-_MAX_RELAXED_CELLS = 8192
-"""Largest number of items times bins whose relaxation is solved."""
-
-_MAX_EXACT_STEPS = 1 << 17
-"""Step budget of the exact solver, in nodes times cells."""
+_MAX_EXACT_CELLS = 512  # most items times bins that are placed exactly: larger ones hardly ever end
+_MAX_RELAXED_CELLS = 8192  # largest number of items times bins whose relaxation is solved
+_MAX_EXACT_STEPS = 1 << 17  # step budget of the exact solver, in nodes times cells
 
 
 @dataclass(frozen=True, slots=True)

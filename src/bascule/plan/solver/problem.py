@@ -17,9 +17,7 @@ from bascule.errors import ConfigError, PlanError
 from bascule.plan.limits import Limits
 
 _WORK_BITS = 50
-
-_MAX_SHIFT = 1000
-"""Keeps the unit a normal number; costs so small that this rounds them count as nothing."""
+_MAX_SHIFT = 1000  # keeps the unit normal; costs so small that this rounds them count as nothing
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,7 +258,7 @@ def _check_fits(resource: str, sizes: Floats, room: Floats) -> None:
             f"of {largest:.15g} by {sizes[item] - largest:.15g}; use a larger bag, raise the "
             "limit, or shorten the item"
         )
-    # What only the bins with more room than some have can hold; from all of them on.
+    # Items that only the larger bins can hold must fit into these; first all items into all bins.
     for below in (-1.0, *np.unique(room)[:-1].tolist()):
         bins, large = room > below, sizes > below
         total, capacity = float(sizes[large].sum()), float(room[bins].sum())

@@ -16,37 +16,17 @@ from bascule.arrays import Floats, Ints
 from bascule.plan.solver.homes import Homes
 from bascule.plan.solver.problem import Problem, excess
 
-_MAX_ROUNDS = 256
-"""Step budget of a search, in rounds."""
-
-_MAX_WORK = 1 << 18
-"""The same for bins of several kinds, in rounds times items."""
-
-_MAX_NEAREST = 1 << 20
-"""The same where returns are found by binary search."""
-
+_MAX_ROUNDS = 256  # step budget of a search, in rounds
+_MAX_WORK = 1 << 18  # the same for bins of several kinds, in rounds times items
+_MAX_NEAREST = 1 << 20  # the same where returns are found by binary search
 _FEWEST_ROUNDS = 8
-
-_MAX_OPTIONS = 1 << 14
-"""Step budget of a round, in exchanges scored."""
-
-_MAX_SINGLES = 128
-"""Most items of a bin that are tried one by one in a round; of more, an even sample by work."""
-
-_MOST_FOR_TWOS = 512
-"""Most items of which groups of two are tried in bins of several kinds."""
-
-_MAX_SAMPLED = 32
-"""Most items of a bin that form groups of two."""
-
-_MAX_GROUPS = 1 << 13
-"""Most groups of two items in one round."""
-
-_PENALTY = 1e6
-"""Score of any excess, and of an excess of 1 limit; far above all wishes."""
-
-_ROUNDING = 2.0**-46
-"""Relative changes of the weight away from home below this are rounding."""
+_MAX_OPTIONS = 1 << 14  # step budget of a round, in exchanges scored
+_MAX_SINGLES = 128  # most items of a bin that are tried one by one; of more, an even sample
+_MOST_FOR_TWOS = 512  # most items of which groups of two are tried in bins of several kinds
+_MAX_SAMPLED = 32  # most items of a bin that form groups of two
+_MAX_GROUPS = 1 << 13  # most groups of two items in one round
+_PENALTY = 1e6  # score of any excess, and of an excess of 1 limit; far above all wishes
+_ROUNDING = 2.0**-46  # relative changes of the weight away from home below this are rounding
 
 Moves = tuple[Ints, Ints]
 """Items, and the bin that each of them goes to."""

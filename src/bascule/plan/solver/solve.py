@@ -13,8 +13,7 @@ from bascule.plan.solver.homes import Homes
 from bascule.plan.solver.portfolio import near_home, solve
 from bascule.plan.solver.problem import Assignment, build_problem
 
-_MAX_BINS = 2**20
-"""Most bins of a problem: their tables and heaps stay small."""
+_MAX_BINS = 2**20  # most bins of a problem: their tables and heaps stay small
 
 
 def assign(
@@ -39,7 +38,7 @@ def assign(
         costs: Cost per item, in time on a bin of speed 1; finite and >= 0.
         num_bins: Number of bins; may be left out if `speeds` is given.
         speeds: Speed per bin, > 0; a bag of G ranks has speed G. Default: 1.
-        limits: What a rank can hold. Tokens or bytes of a bin are limited to the limit times the
+        limits: Most that a rank holds. Tokens or bytes of a bin are limited to the limit times the
             bin's ranks; items of a bin to `limits.items`, as all ranks of a bag share each item.
         sizes: Tokens or bytes per item, whichever `limits` restricts; for both a mapping with
             the keys "tokens" and "bytes".
