@@ -121,7 +121,7 @@ class SparseTables:
         self, q: Tensor, seen: list[BlockRows], scale: float, kernel: str | None
     ) -> AttentionCall:
         """Return the attention of rows of this rank to what they see of the keys of ring ranks."""
-        block = max(one.block for one in seen)
+        block = int(max(self.plan.q.lens.max(initial=1), self.plan.kv.lens.max(initial=1)))
         form = {"dtype": q.dtype, "head_dim": q.shape[-1], "block": block}
         return AttentionCall(
             kernel=select_kernel(kernel, q.device.type, **form),

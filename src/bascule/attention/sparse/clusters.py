@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bascule.arrays import Bools, Ints, cumulative
+from bascule.arrays import Bools, Ints, cumulative, ranges, sums_by
 from bascule.attention.mask import BlockRows
 from bascule.attention.sparse.rules import keep_mass
 from bascule.comm.collectives import all_gather, all_reduce
 from bascule.comm.groups import RankGroup
 from bascule.comm.mesh import AttentionMesh
 from bascule.plan.checks import fields, number, whole
-from bascule.plan.sparse import BlockLayout, PackedRows, SparsePlan
+from bascule.plan.sparse import BlockLayout, PackedRows, SparsePlan, block_lens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,7 +105,8 @@ def cluster(
     if ranks.ring is not None:
         kv_lens = all_gather(ranks.ring, "all_gather (sizes of clusters)", own_lens)
     q_lens = q_lens[:, place].cpu().numpy()
-    seen = [_seen(q_lens, one, kv_place, chosen) for one in kv_lens.cpu().numpy()]
+    sizes = int(plan.q.lens.max(initial=1)), int(plan.kv.lens.max(initial=1))
+    seen = [_seen(q_lens, one, kv_place, chosen, sizes) for one in kv_lens.cpu().numpy()]
     homes = of_k.by_home(k_labels[0], plan.num_ranks)
     if ranks.ring is not None:
         homes = all_reduce(ranks.ring, "all_reduce (homes of clusters)", homes)
@@ -122,21 +123,28 @@ def _means(sums: Tensor) -> tuple[Tensor, Tensor]:
     return sums[..., :-1] / sizes.clamp(min=1)[..., None], sizes
 
 
-def _seen(q_lens: Ints, kv_lens: Ints, kv_place: Ints, chosen: Bools) -> BlockRows:
+def _seen(
+    q_lens: Ints, kv_lens: Ints, kv_place: Ints, chosen: Bools, sizes: tuple[int, int]
+) -> BlockRows:
     """Return what clusters (B, h, M + 1) of queries see of those (B, kv h, N + 1) of a ring rank.
 
     `kv_place` (h,) finds the keys of a head; `chosen` (B, h, M + 1, N + 1) is of all ranks.
+    Clusters are cut in blocks of at most `sizes` queries and keys, for kernels work by the longest.
     """
-    used = np.flatnonzero(q_lens)
-    there = (kv_lens > 0)[:, kv_place]
-    is_seen = (chosen & there[:, :, None]).reshape(-1, chosen.shape[-1])[used]
-    number = (np.cumsum(kv_lens > 0).reshape(kv_lens.shape) - 1)[:, kv_place]
-    row, column = np.nonzero(is_seen)
+    num_q, num_kv, width = -(-q_lens // sizes[0]), -(-kv_lens // sizes[1]), chosen.shape[3]
+    row, column = np.nonzero(chosen.reshape(-1, width))
+    first, num = (
+        x.reshape(kv_lens.shape)[:, kv_place].reshape(-1, width)[row // chosen.shape[2], column]
+        for x in (cumulative(num_kv.ravel())[:-1], num_kv)
+    )
+    bounds = cumulative(sums_by(row, num, num_q.size))
+    rows = np.repeat(np.arange(num_q.size), num_q.ravel())
+    counts = np.diff(bounds)[rows]
     return BlockRows(
-        q_bounds=cumulative(q_lens.ravel()[used]),
-        k_bounds=cumulative(kv_lens[kv_lens > 0]),
-        row_bounds=cumulative(is_seen.sum(axis=1)),
-        columns=number.reshape(-1, chosen.shape[-1])[used[row] // chosen.shape[-2], column],
+        q_bounds=cumulative(block_lens(q_lens.ravel(), sizes[0])),
+        k_bounds=cumulative(block_lens(kv_lens.ravel(), sizes[1])),
+        row_bounds=cumulative(counts),
+        columns=ranges(first, num)[ranges(bounds[rows], counts)],
     )
 
 
