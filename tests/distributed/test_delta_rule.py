@@ -237,7 +237,8 @@ def recomputed(name: str) -> dict[str, Any]:
 @in_float64()
 def recomputed_without_attention(name: str) -> dict[str, float]:
     """Errors where backward comes after the mesh, and no layer attends, which would raise."""
-    sizes, found = {"layer_types": ["linear_attention"] * 3}, dict[str, float]()
+    sizes: dict[str, Any] = {"layer_types": ["linear_attention"] * 3}
+    found = dict[str, float]()
     wanted = alone(name, LENS, **sizes)
     for is_reentrant in (True, False):
         model = checkpointed(make(name, **sizes), is_reentrant)
