@@ -181,7 +181,7 @@ def plan_under(plan: SparsePlan, work: npt.ArrayLike) -> SparsePlan:
         raise ConfigError(f"work of {len(columns.work)} heads for a plan of {len(plan.ring_of)}")
     column_of = plan.kv_of
     if not columns.are_blocks:
-        if (plan.kv_of != _kv_at_home(plan.kv, plan.ulysses_degree)).any():
+        if (plan.kv_of != plan.kv.home // plan.ulysses_degree).any():
             raise ConfigError(
                 "this plan moves keys, and counts are by the ring rank where keys are at home: "
                 "give the masks, or make plans from counts"
@@ -189,10 +189,6 @@ def plan_under(plan: SparsePlan, work: npt.ArrayLike) -> SparsePlan:
         column_of = np.tile(columns.home, (plan.ulysses_degree, 1))
     rings = zip(columns.matrices(plan.ring_of), plan.q_of, column_of, strict=True)
     return replace(plan, tiles=np.stack([tile_work(*ring, plan.ring_degree) for ring in rings]))
-
-
-def _kv_at_home(kv: BlockLayout, ulysses_degree: int) -> Ints:
-    return np.tile(kv.home // ulysses_degree, (ulysses_degree, 1))
 
 
 def sparse_imbalance(
@@ -293,7 +289,8 @@ class SparsePlanner:
         q_of, column_of, tiles = (
             np.stack([getattr(ring, name) for ring in rings]) for name in ("q_of", "kv_of", "tiles")
         )
-        kv_of = column_of if columns.are_blocks else _kv_at_home(kv, self.ulysses_degree)
+        at_home = np.tile(kv.home // self.ulysses_degree, (self.ulysses_degree, 1))
+        kv_of = column_of if columns.are_blocks else at_home
         return SparsePlan(*degrees, num_kv_heads, q, kv, ring_of, q_of, kv_of, tiles)
 
     def _check(self, columns: Columns, num_kv_heads: int) -> None:
