@@ -18,7 +18,6 @@ from bascule.attention.usp import own_memory
 from bascule.comm.failures import shared
 from bascule.comm.groups import this_world
 
-_in_order = torch.contiguous_format
 _tags = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 _operator = partial(torch.library.custom_op, mutates_args=(), tags=_tags)
 
@@ -53,8 +52,7 @@ def attend(
         if records:
             current.sparse.recorded[int(ticket[1])] = qkv, out
             current.sparse.layers.hold(current)
-        own = out.detach().clone(memory_format=_in_order) if records else own_memory(out)
-        return own, current.sparse.ticket.clone()
+        return own_memory(out.detach().clone() if records else out), current.sparse.ticket.clone()
 
 
 @_operator("bascule::sparse_backward")
