@@ -52,7 +52,7 @@ def attend(
         if records:
             current.sparse.recorded[int(ticket[1])] = qkv, out
             current.sparse.layers.hold(current)
-        return out.detach().clone() if records else own_memory(out), current.sparse.ticket.clone()
+        return own_memory(out.detach().clone() if records else out), current.sparse.ticket.clone()
 
 
 @_operator("bascule::sparse_backward")
