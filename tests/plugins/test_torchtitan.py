@@ -178,7 +178,7 @@ def test_a_document_cut_at_the_start_of_a_row() -> None:
 
     ids, positions = torch.arange(5), torch.tensor([7, 8, 0, 1, 2])
     cut = documents(({"input": ids, "positions": positions}, ids + 1))
-    assert [one["positions"].tolist() for one in cut] == [[0, 1], [0, 1, 2]]
+    assert [one["input"].tolist() for one in cut] == [[0, 1], [2, 3, 4]]
     fields, labels = row(4, cut[::-1])  # 5 tokens, where 4 were loaded: padded to 128
     assert fields["input"].tolist() == [[2, 3, 4, 0, 1, *[0] * 123]]
     assert fields["positions"].tolist() == [[0, 1, 2, 0, 1, *range(123)]]

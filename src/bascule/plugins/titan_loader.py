@@ -94,21 +94,20 @@ class BalancedDataLoader(BaseDataLoader):
 
 
 def documents(item: tuple[dict[str, Tensor], Tensor]) -> list[dict[str, Tensor]]:
-    """Return the documents of a row (S,), each with its labels; positions of all begin with 0."""
+    """Return the documents of a row (S,), each with its labels; positions follow from lengths."""
     fields = item[0] | {"labels": item[1]}
-    starts = torch.nonzero(fields["positions"] == 0).flatten().tolist()
+    starts = torch.nonzero(fields.pop("positions") == 0).flatten().tolist()
     bounds = [*([0] if starts[:1] != [0] else []), *starts, len(item[1])]
     parts = itertools.pairwise(bounds)
-    cut = [{name: value[a:b].clone() for name, value in fields.items()} for a, b in parts]
-    return [one | {"positions": one["positions"] - one["positions"][0]} for one in cut]
+    return [{name: value[a:b].clone() for name, value in fields.items()} for a, b in parts]
 
 
 def row(loaded: int, samples: list[dict[str, Tensor]]) -> tuple[dict[str, Tensor], Tensor]:
     """Return documents as one row (1, T); padding, if not as `loaded`, has no labels."""
-    total = sum(len(one["labels"]) for one in samples)
-    num = 0 if total == loaded else -total % _MULTIPLE
+    sizes = [len(one["labels"]) for one in samples]
+    num = 0 if sum(sizes) == loaded else -sum(sizes) % _MULTIPLE
     padding = {name: torch.zeros(num, dtype=one.dtype) for name, one in samples[0].items()}
-    padding |= {"positions": torch.arange(num), "labels": torch.full((num,), _IGNORED)}
-    parts = [*samples, padding]
+    parts = [*samples, padding | {"labels": torch.full((num,), _IGNORED)}]
     fields = {name: torch.cat([part[name] for part in parts])[None] for name in padding}
+    fields["positions"] = torch.cat([torch.arange(size) for size in (*sizes, num)])[None]
     return fields, fields.pop("labels")
