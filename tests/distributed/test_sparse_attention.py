@@ -242,13 +242,17 @@ def in_order(x: Tensor, layout: BlockLayout) -> Tensor:
 
 
 def compare_all(is_whole: bool) -> None:
-    """Compare every case on every mesh and wire, or on one mesh and wire each, in turn."""
-    meshes = MESHES[dist.get_world_size()]
+    """Compare every case on every mesh and wire, or half of them on one each, in turn.
+
+    Odd worlds have one half, and even ones the other.
+    """
+    world = dist.get_world_size()
+    meshes, some = MESHES[world], slice(None) if is_whole else slice(world % 2, None, 2)
 
     def chosen(place: int) -> list[tuple[int, int]]:
         return meshes if is_whole else [meshes[place % len(meshes)]]
 
-    for place, (name, case) in enumerate(CASES.items()):
+    for place, (name, case) in enumerate(list(CASES.items())[some]):
         turn = place // len(meshes) % len(FORMATS)
         formats = FORMATS if is_whole else FORMATS[turn : turn + 1]
         for ring, ulysses in chosen(place):
