@@ -9,6 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from bascule import TransformerCost, plan_batch
 from bascule.bench.comparison import Comparison
@@ -112,11 +113,13 @@ def trained_in_turns() -> tuple[list[list[int]], list[list[float]], list[list[di
         for of_step in comparison.run():
             records.append(of_step)
             orders.append([])
-            reference, *others = (
-                torch.cat([cast(Any, one.grad).full_tensor().flatten() for one in x.parameters()])
+            reference, *others = (  # this rank's part of them
+                torch.cat([cast(Any, one.grad).to_local().flatten() for one in x.parameters()])
                 for x in comparison._models
             )
-            apart.append([float((x - reference).norm() / reference.norm()) for x in others])
+            squares = torch.stack([reference, *(x - reference for x in others)]).square().sum(1)
+            dist.all_reduce(squares)
+            apart.append((squares[1:] / squares[0]).sqrt().tolist())
     return orders[:-1], apart, records
 
 

@@ -124,6 +124,26 @@ def test_one_graph_gives_what_eager_mode_gives(number: int) -> None:
             assert found["verified"].startswith("the mesh agrees"), found
 
 
+def over_lengths() -> tuple[int, float]:
+    """Graphs of a model compiled in place over several lengths, and the largest error."""
+    model, table, _ = make_small()
+    images = [torch.randn(2, tokens, 12, dtype=torch.float64) for tokens in (7, 10, 30, 4, 25)]
+    counters = torch._dynamo.utils.counters
+    with torch.no_grad():
+        wanted = [model(image) for image in images]
+        with parallelize(model, ulysses_degree=2, table=table):
+            counters.clear()
+            model.compile(backend="aot_eager", fullgraph=True)
+            errors = [difference(model(x), y) for x, y in zip(images, wanted, strict=True)]
+    return counters["stats"]["unique_graphs"], max(errors)
+
+
+def test_lengths_share_graphs() -> None:
+    """One graph for the first length, and one for all others."""
+    for graphs, error in run_ranks(over_lengths, 2):
+        assert graphs == 2 and error < 1e-12
+
+
 class Pipeline:
     """Two models, as a pipeline of diffusers with two experts has them."""
 

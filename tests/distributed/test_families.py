@@ -150,16 +150,19 @@ WAYS: dict[str, tuple[str, Callable[[Any, Tensor], Tensor]]] = {  # attention, a
 
 def families(way: str, names: list[str] | None) -> dict[str, str]:
     """Judge the families of these names, or all that can be built and run alone."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING as MAPPING
+    from transformers.models.auto import configuration_auto, modeling_auto
 
     register_attention()
     ids = torch.randint(1, 60, (sum(LENS),), generator=torch.Generator().manual_seed(1))
     answers: dict[str, str] = {}
-    for config_class, classes in MAPPING.items():
-        model_class: Any = classes[0] if isinstance(classes, tuple) else classes
-        name = model_class.__name__
+    # What is not asked for is not imported.
+    for kind, classes in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        name = classes if isinstance(classes, str) else classes[0]
         if names is not None and name not in names:
             continue
+        config_class = configuration_auto.CONFIG_MAPPING[kind]
+        loaded: Any = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+        model_class = loaded[0] if isinstance(loaded, tuple) else loaded
         reference = build(model_class, config_class, "eager")
         model = build(model_class, config_class, WAYS[way][0])
         if reference is not None and model is not None:

@@ -66,8 +66,7 @@ LAUNCHED = [
     *at(0, read="kill 1/2"),
 ]
 DAILY = [
-    *at(backward="stop 1/2", half_of_a_file="kill 0/3 #3", write="full 0/3"),
-    *at(rename="kill 0/2"),
+    *at(backward="stop 1/2", write="full 0/3", rename="kill 0/2"),
     *at(0, read="kill 2/3"),
 ]
 

@@ -113,9 +113,8 @@ def recompiles(in_place: bool) -> tuple[int, float]:
     return counter.frame_count, max(errors)
 
 
-@pytest.mark.parametrize(
-    ("in_place", "most"), [pytest.param(False, 2, marks=pytest.mark.stress), (True, 4)]
-)
+@pytest.mark.stress  # daily: lengths of images in test_compile_modes
+@pytest.mark.parametrize(("in_place", "most"), [(False, 2), (True, 4)])
 def test_resolutions_share_graphs(in_place: bool, most: int) -> None:
     """One graph for the first resolution and one for all others; in place, two graphs each."""
     for graphs, error in run_ranks(recompiles, 2, in_place):

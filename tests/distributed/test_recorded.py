@@ -416,13 +416,13 @@ def graphs_over_resolutions(
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.slow
+@pytest.mark.stress  # daily: two graphs of all plans, and of lengths in test_compile_modes
 @pytest.mark.parametrize(
     ("ring", "ulysses", "has_layout", "trains", "number", "most"),
     [
         (2, 1, True, True, 5, 2),
         *(
-            pytest.param(*case, 10, 3, marks=pytest.mark.stress)
+            (*case, 10, 3)
             for case in (
                 *[(2, 1, True, True), (1, 2, False, True)],
                 *[(1, 2, True, True), (2, 1, True, False)],

@@ -46,9 +46,13 @@ _PRELOAD = [
     "bascule.models",
     "bascule.report.measured",
     "bascule.train.training_run",
+    "bascule.sim",
     "rich.progress",
+    "sympy.physics.units",  # a rank that compiles would import both
+    "sympy.tensor.tensor",
     "tests.helpers.inference_cases",
     "tests.helpers.pipeline_cases",
+    "tests.helpers.serving",
     "torch.utils.tensorboard",
     "tyro",
     "transformers.models.qwen2.modeling_qwen2",
