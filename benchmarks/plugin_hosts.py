@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -189,7 +190,7 @@ def torchtitan(epochs: int, balanced: bool, times: int = 1) -> float:
         class Config(BaseDataLoader.Config): ...
 
         def __init__(self, config: Any, *, dp_rank: int, **_: Any) -> None:
-            self.rows = rows_of(times)[dp_rank::2]
+            self.rows = rows_of(times)[dp_rank::2] * (epochs + 1)  # as torchtitan's: one iteration
 
         def __iter__(self) -> Any:
             return iter(self.rows)
@@ -205,7 +206,8 @@ def torchtitan(epochs: int, balanced: bool, times: int = 1) -> float:
     if balanced:
         config = BalancedDataLoader.Config(inner=config, d_model=WIDTH, num_layers=LAYERS, room=1.5)
     loader: Any = config.build(**runtime)
-    return timed(epochs, lambda _: map(packed, loader), qwen2("by_document"))
+    batches, num_steps = map(packed, loader), len(rows_of(times)) // 2
+    return timed(epochs, lambda _: islice(batches, num_steps), qwen2("by_document"))
 
 
 def torchtitan_long(epochs: int, balanced: bool) -> float:

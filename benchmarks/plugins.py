@@ -20,7 +20,7 @@ _HERE = ("transformers", "buckets", "megatron")  # need nothing that the develop
 def plugins(*, rounds: int = 5, quick: bool = False) -> dict[str, Any]:
     """Measure seconds of training on two ranks, without and with, in turns, in each trainer.
 
-    Twenty minutes. Each trainer runs in the environment that `make plugins` made for it, and is
+    Half an hour. Each trainer runs in the environment that `make plugins` made for it, and is
     left out where there is none. `plugin_hosts.py` has the data, the model and the loops.
     """
     results: dict[str, Any] = {"ranks": 2, "rounds": 1 if quick else rounds}
