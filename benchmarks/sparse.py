@@ -363,7 +363,7 @@ def _sparse_times(
 @contextmanager
 def _timed_parts() -> Iterator[dict[str, float]]:
     """Sum the seconds of the kernel, of exchanges but in a ring, and of masks, on this rank."""
-    seconds = dict.fromkeys(("kernel", "exchange", "masks"), 0.0)
+    seconds: dict[str, float] = {"kernel": 0.0, "exchange": 0.0, "masks": 0.0}
     spans, forward = {EXCHANGE_SPAN: "exchange", MASKS_SPAN: "masks"}, CpuLoopKernel.forward
 
     @contextmanager

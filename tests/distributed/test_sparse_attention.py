@@ -23,7 +23,7 @@ from bascule.comm.mesh import AttentionMesh
 from bascule.comm.quantized import Quantized
 from bascule.plan.sparse import BlockLayout, SparsePlan, SparsePlanner, block_counts, block_lens
 from tests.helpers.mesh_cases import Three, difference, make_mesh, reference, three
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import raised_by, run_ranks
 from tests.helpers.rows import FORMATS, there_and_back
 from tests.helpers.sparse_reference import means
 from tests.helpers.sparse_simulation import dense_masks
@@ -189,15 +189,17 @@ def compare(
 
 
 def other_samples(mesh: AttentionMesh) -> float:
-    """Masks that differ between the samples of a batch."""
+    """Masks that differ between the samples of a batch; and a second derivative is refused."""
     plan, masks = make_plan(*mesh.degrees, {})
     both = np.stack([masks, ~masks])
     x = torch.randn(2, 4, 33, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     own = own_tokens(plan, dist.get_rank())
-    mine = x[:, :, own]
+    mine = x[:, :, own].requires_grad_()
     out = sparse_attention(
         mine, mine, mine, mesh, plan, lambda rows: both[:, rows.heads, rows.blocks]
     )
+    twice = raised_by(torch.autograd.grad, out.square().sum(), mine, create_graph=True)
+    assert "no second derivative" in twice[1]
     expected = reference(x, x, x, torch.from_numpy(dense_masks(plan, both)), False)
     return difference(out, expected[:, :, own])
 

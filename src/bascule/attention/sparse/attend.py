@@ -34,7 +34,7 @@ from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup, device_of
 from bascule.comm.mesh import AttentionMesh, as_attention_mesh
 from bascule.comm.quantized import CommDtype, Quantized
-from bascule.comm.transforms import refuse_transforms
+from bascule.comm.transforms import refuse_second, refuse_transforms
 from bascule.errors import ConfigError
 from bascule.plan.checks import of_type
 from bascule.plan.routes import Route
@@ -191,6 +191,7 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second(grads[0])
         return None, None, *move_back(ctx.route, grads)[0].split(ctx.lens)
 
 
