@@ -193,8 +193,7 @@ def shared_makespan(case: Case, step: Step) -> float:
 def _bag_seconds(case: Case, lens: Ints, size: int) -> Seconds:
     """Of (n,) sequences on an aligned bag, of all of its ranks together."""
     bag = Bag.aligned(size, 1, case.cluster.ranks_per_node)
-    compute = case.cluster.compute_seconds(case.cost, lens)
-    return case.cluster.sequence_seconds(case.cost, bag, lens, compute)
+    return case.cluster.sequence_seconds(case.cost, bag, lens)
 
 
 def _pairs(ranks: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:

@@ -61,7 +61,7 @@ def test_printed_numbers_are_those_of_the_study(capsys: Console, tmp_path: Path)
         call, sent = setting.latency(setting.load(plan)), plan.wire_bytes(16) / 2**20
         moved = [f"{share:.1%}" for share in plan.moved]
         times = f"{call * 1e3:.3f}", f"{before / call:.3f}x"
-        assert cells_of(exchange, way)[1:] == [*moved, f"{sent:,.0f}", *times]
+        assert cells_of(exchange, way)[1:] == [*moved, f"{sent:,.2f}", *times]
 
 
 @pytest.mark.parametrize(
