@@ -10,7 +10,7 @@ which all see.
 """
 
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, starmap
 
 import numpy as np
 import torch
@@ -178,9 +178,11 @@ class _Side:
         self.is_counted = self.is_visible & ~self.is_text
         dtype = torch.promote_types(x.dtype, torch.float32)
         self.x = x.to(dtype).masked_fill(~self.is_counted[..., None], 0.0)
-        first = np.unique(rows.heads, return_index=True)[1]
-        bounds = cumulative(rows.lens)[[*first, -1]].tolist()
-        self._spans = [slice(*span) for span in pairwise(bounds)]
+        present, first = np.unique(rows.heads, return_index=True)
+        bounds = pairwise(cumulative(rows.lens)[[*first, -1]].tolist())
+        # Place of each head that is here among those shared, and its tokens.
+        places = np.searchsorted(heads, present).tolist()
+        self._spans = [*zip(places, starmap(slice, bounds), strict=True)]
         place = np.cumsum(~of_text) - 1
         runs = place[tokens] * num_clusters // max(int((~of_text).sum()), 1)
         self._runs = torch.from_numpy(runs).to(x.device)
@@ -192,8 +194,7 @@ class _Side:
         for _ in range(rounds):
             means, sizes = _means(sums)
             far = means.square().sum(dim=-1).masked_fill(sizes == 0, torch.inf)
-            for span in self._spans:
-                head = self.head_of[span.start]
+            for head, span in self._spans:
                 near = self.x[:, span] @ means[:, head].mT
                 labels[:, span] = (far[:, head, None] - 2 * near).argmin(dim=-1)
             sums = self._sums(labels)
@@ -204,12 +205,12 @@ class _Side:
             len(labels), self.num_heads, self.num_clusters, self.x.shape[-1] + 1
         )
         numbers = torch.arange(self.num_clusters, device=labels.device)
-        for span in self._spans:
+        for head, span in self._spans:
             # A product, since sums by index are in another order at each run on a GPU.
             is_in = (labels[:, span, None] == numbers) & self.is_counted[:, span, None]
             is_in = is_in.to(self.x.dtype)
             parts = is_in.mT @ self.x[:, span], is_in.sum(dim=1)[..., None]
-            sums[:, self.head_of[span.start]] = torch.cat(parts, dim=-1)
+            sums[:, head] = torch.cat(parts, dim=-1)
         return sums if self.group is None else all_reduce(self.group, "all_reduce (clusters)", sums)
 
     def by_cluster(self, labels: Tensor, is_used: Tensor) -> tuple[Tensor, Tensor]:
