@@ -1,6 +1,5 @@
 """Steps from pixels and captions: losses and gradients are the same wherever it is encoded."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from bascule.errors import ConfigError
 from bascule.models import LocalExchange, MMDiT
 from bascule.parallel import SequenceParallel
 from bascule.plan.costs import TransformerCost
@@ -21,9 +19,9 @@ from bascule.train.options import RunOptions
 from bascule.train.stopwatch import Stopwatch
 from bascule.workload.photos import PhotoStream
 from bascule.workload.streams import RawBatch, SampleBatch, pack_batch, sample_normals
+from tests.helpers.albums import make_album
 from tests.helpers.cases import Gradients, assert_same, sharded_gradients
 from tests.helpers.ranks import by_one_rank, run_ranks
-from tests.helpers.train_runs import losses, make_album, records, refused, run
 
 CPU, SEED = torch.device("cpu"), 3
 
@@ -90,8 +88,8 @@ def reference(
 
 def check_steps(
     album: Path, settings: dict[str, Any], per_rank: list[list[int]], moves: bool
-) -> dict[str, Any]:
-    """Both arms against the reference; what the stages moved."""
+) -> dict[str, int]:
+    """Both arms against the reference; how many items the stages moved."""
     options, rank, size = options_of(album, **settings), dist.get_rank(), dist.get_world_size()
     encoders = load_encoders(options)
     data = PhotoStream(album, 1, seed=SEED, options=encoders.photo_options(options))
@@ -104,7 +102,7 @@ def check_steps(
         SequenceParallel(mesh, f"g1n{size}", TransformerCost(32)),
     )
     total = sum(shape.image_tokens for own in per_rank for shape in data.shapes(own))
-    said: dict[str, Any] = {}
+    said: dict[str, int] = {}
     for where, exchange in ((alone, LocalExchange), (mesh, parallel.plan)):
         stages = EncoderStages(encoders, where, data, options, CPU, Stopwatch(CPU))
         model = build_model(config, mesh, seed=SEED, checkpoint=False, dtype=torch.float64)
@@ -117,34 +115,13 @@ def check_steps(
         part.backward()
         dist.all_reduce(loss := part.detach() / size)
         assert_same((loss.item(), sharded_gradients(model)), want, f"{settings} {per_rank}")
-        said = stages.report()
-    assert all(one["moved"] > 0 for one in said.values()) or not moves, said
+        last = {name: one for name, one in stages.last.items() if one is not None}
+        said = {name: one.num_moved for name, one in last.items()}
+    assert all(said.values()) or not moves, said
     assert all(
         p.grad is None for one in (encoders.vae, encoders.text) if one for p in one.parameters()
     )
     return said
-
-
-def refusals(runs: list[dict[str, Any]], missing: str = "") -> list[tuple[list[str], str]]:
-    """How runs of `bascule train` are refused, where the last rank lacks a library."""
-    if missing and dist.get_rank() == dist.get_world_size() - 1:
-        sys.modules[missing] = None  # pyright: ignore[reportArgumentType]
-    return [refused(settings) for settings in runs]
-
-
-def failing_ahead(settings: dict[str, Any], step: int) -> tuple[list[str], str]:
-    """How a run ends in which the last rank cannot load a step that is encoded ahead."""
-    original = PhotoStream.raw
-
-    def fail(self: PhotoStream, numbers: range) -> RawBatch:
-        if numbers and numbers.start >= step * settings["batch_size"]:
-            raise ConfigError("the folder is gone")
-        return original(self, numbers)
-
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == dist.get_world_size() - 1:
-            patch.setattr(PhotoStream, "raw", fail)
-        return refused(settings)
 
 
 BOTH, CLIPS = {"vae": "tiny", "text_encoder": "tiny"}, {"vae": "tiny-wan", "text_encoder": "tiny"}
@@ -180,53 +157,3 @@ def test_losses_and_gradients_are_those_of_one_process(case: str, size: int, alb
     settings, per_rank, moves = CASES[case]
     said = run_ranks(check_steps, size, album, settings, per_rank[size], moves)
     assert all(one == said[0] for one in said)
-
-
-@pytest.fixture(scope="module")
-def whole(album: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The curve of a run that nothing stops: eleven samples, four a step."""
-    folder = tmp_path_factory.mktemp("whole")
-    assert run_ranks(run, 2, epoch(album, folder)) == [3, 3]
-    return losses(folder)
-
-
-def epoch(album: Path, folder: Path) -> dict[str, Any]:
-    given = {"data": None, "photos": album, "epochs": 1, "out": folder}
-    return given | BOTH | {"batch_size": 4, "accumulate": 2}
-
-
-@pytest.mark.some(1)
-@pytest.mark.parametrize(("after", "ahead"), [(4, False), (2, True), (2, False)])
-def test_encoding_behind_the_step_before_gives_the_same_curve(
-    after: int, ahead: bool, album: Path, whole: list[float], tmp_path: Path
-) -> None:
-    """Also where the run is stopped, and goes on."""
-    settings = epoch(album, tmp_path) | {"encode_ahead": ahead}
-    assert run_ranks(run, 2, settings, 2) == [2, 2]
-    resumed = settings | {"resume": True}
-    assert run_ranks(run, after, resumed, None, 1) == [3] * after
-    assert losses(tmp_path) == pytest.approx(whole, rel=1e-10)
-    for record in records(tmp_path):
-        assert record["encoders"].keys() == {"text_encoder", "vae"}
-        assert record["encoders"]["vae"]["items"] > 0
-        assert all(0 < record["mean_s"][name] for name in ("text_encoder", "vae"))
-    other = [resumed | {"vae": "tiny-wan"}, resumed | {"text_encoder": None, "encode_ahead": False}]
-    words = "saved with --vae AutoencoderKL", "this run has no --text-encoder"
-    for ends in run_ranks(refusals, 2, other):
-        for (names, text), said in zip(ends, words, strict=True):
-            assert "ConfigError" in names and said in text and "\n" not in text, text
-
-
-def test_what_one_rank_cannot_load_ahead_ends_all(album: Path, tmp_path: Path) -> None:
-    settings = epoch(album, tmp_path) | {"encode_ahead": True}
-    for names, text in run_ranks(failing_ahead, 2, settings, 2):
-        assert {"ConfigError", "CommError"} & set(names), names
-        assert "the folder is gone" in text
-
-
-def test_a_rank_without_a_library_ends_all_with_one_sentence(album: Path, tmp_path: Path) -> None:
-    settings = epoch(album, tmp_path)
-    for missing, other in (("diffusers", {}), ("transformers", {"vae": None})):
-        for ((names, text),) in run_ranks(refusals, 3, [settings | other], missing):
-            assert "ConfigError" in names, names
-            assert f"{missing} is not installed: pip install" in text and "\n" not in text

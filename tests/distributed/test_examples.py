@@ -9,7 +9,9 @@ import pytest
 from tests.helpers.jobs import run_example
 
 ROOT = Path(__file__).parents[2]
-TOY, FLUX = (ROOT / "examples" / name for name in ("train_toy_dit.py", "train_flux_balanced.py"))
+TOY, FLUX, RESUMABLE = (
+    ROOT / "examples" / f"train_{name}.py" for name in ("toy_dit", "flux_balanced", "resumable")
+)
 
 
 def steps_of(done: subprocess.CompletedProcess[str]) -> list[tuple[float, float, float]]:
@@ -20,6 +22,23 @@ def steps_of(done: subprocess.CompletedProcess[str]) -> list[tuple[float, float,
 
 
 BOTH = ["g1n2", "g2n1"]
+
+
+def test_a_run_goes_on_with_the_same_losses_on_other_ranks(tmp_path: Path) -> None:
+    """Also over what a kill left of a checkpoint, and on other bags."""
+    arguments = ["--steps", "4", "--save-every", "2", "--dtype", "float64", "--out", str(tmp_path)]
+
+    def losses(num_ranks: int, *more: str) -> list[float]:
+        done = run_example(RESUMABLE, *arguments, *more, num_ranks=num_ranks)
+        assert done.returncode == 0, done.stderr
+        return [float(line.rpartition(" ")[2]) for line in done.stdout.splitlines()]
+
+    whole = losses(2)
+    assert len(whole) == 4 and whole[3] < 0.8 * whole[0]
+    for num_ranks, bags in ((1, "g1n1"), (3, "g2n1+g1n1")):
+        (tmp_path / "step-000004").rename(tmp_path / "step-000004.tmp")
+        assert losses(num_ranks, "--topology", bags) == pytest.approx(whole[2:], rel=1e-10)
+    assert losses(2) == []  # nothing is left
 
 
 @pytest.mark.slow

@@ -22,16 +22,20 @@ _STORES: list[TCPStore] = []  # they serve as long as the process lives
 
 
 def in_a_job(
-    program: Callable[..., object], *arguments: str, timeout_s: float = 100.0
+    program: Callable[..., object],
+    *arguments: str,
+    num_ranks: int = NUM_RANKS,
+    timeout_s: float = 100.0,
 ) -> subprocess.CompletedProcess[str]:
     """Exit code of the worst rank, what the first rank printed, and the errors of all.
 
     Args:
         program: Called with the arguments on each rank, which has no process group yet.
         *arguments: As they stand on a command line.
+        num_ranks: Ranks of the job.
         timeout_s: Longest time.
     """
-    of_rank = run_ranks(_as_rank, NUM_RANKS, program, arguments, timeout_s=timeout_s)
+    of_rank = run_ranks(_as_rank, num_ranks, program, arguments, timeout_s=timeout_s)
     codes, outs, errors = zip(*of_rank, strict=True)
     return subprocess.CompletedProcess([], max(codes), outs[0], "".join(errors))
 
@@ -63,9 +67,11 @@ def script(path: str, *arguments: str) -> None:
     runpy.run_path(path, run_name="__main__")
 
 
-def run_example(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_example(
+    path: Path, *arguments: str, num_ranks: int = NUM_RANKS
+) -> subprocess.CompletedProcess[str]:
     """Run an example on the ranks of a job."""
-    return in_a_job(script, str(path), *arguments)
+    return in_a_job(script, str(path), *arguments, num_ranks=num_ranks)
 
 
 def set_variables() -> None:

@@ -45,7 +45,7 @@ _PRELOAD = [
     "bascule.transformers",
     "bascule.models",
     "bascule.report.measured",
-    "bascule.train.training_run",
+    "bascule.train",
     "bascule.sim",
     "rich.progress",
     "sympy.physics.units",  # a rank that compiles would import both
@@ -53,7 +53,6 @@ _PRELOAD = [
     "tests.helpers.inference_cases",
     "tests.helpers.pipeline_cases",
     "tests.helpers.serving",
-    "torch.utils.tensorboard",
     "tyro",
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.trainer",

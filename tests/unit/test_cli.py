@@ -361,7 +361,6 @@ CODES = "bench --data g1b1i256f1s0"
         *(
             (f"{command} --{option} {path}", f"--{option} {path}: {said}")
             for command, option in (
-                ("train --data g1b1i16f1s0", "out"),
                 (CODES, "out"),
                 ("generate --prompt x", "out"),
                 ("trace .", "out"),

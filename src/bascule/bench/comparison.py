@@ -333,9 +333,9 @@ class Stages:
     def read(self, way: int, total: float) -> None:
         """Keep the seconds of the stages of a step of this rank, which took so long in all."""
         laps = self._watch.read()
-        seconds = [laps[name, 0] for name in self._names[:-1]]
-        work = [laps[f"{name} work", 0] for name in self._names[:-1]]
-        self._times[way] = np.array([[*seconds, total - sum(seconds)], [*work, laps["work", 0]]]).T
+        seconds = [laps[name] for name in self._names[:-1]]
+        work = [laps[f"{name} work"] for name in self._names[:-1]]
+        self._times[way] = np.array([[*seconds, total - sum(seconds)], [*work, laps["work"]]]).T
 
     def facts(self, way: int, model: AsLoaded, step: int) -> dict[str, Any]:
         """Return "stages", without and in a way: by stage and measure, a number for each rank."""

@@ -18,7 +18,6 @@ COMMANDS = {  # the module is `bascule.cli.NAME`, "_" for "-", and its `run` tak
     "sparse": "Show how uneven block-sparse attention is on a mesh, and what planning gains.",
     "trace": "Read the traces that torch.profiler wrote in any trainer, one file a rank.",
     "bench": "Train on the same batches without and with balancing, and compare.",
-    "train": "Train a packed MM-DiT on photos, clips and captions; save, stop and resume.",
     "generate": "Make images or videos with a pipeline of diffusers, shared by all local ranks.",
     "serve": "Serve a pipeline of diffusers over HTTP, in OpenAI's form, on all local ranks.",
     "doctor": "Check the ranks before a run: versions, devices, links, and who computes slowly.",

@@ -267,18 +267,6 @@ class EncoderStages:
         """The last step of each stage, by its name; None if no rank had an item."""
         return {name: encoder.last for name, encoder in self._balanced.items()}
 
-    def report(self) -> dict[str, Any]:
-        """Return the moves of the last step by stage, as plain values."""
-        return {
-            name: {
-                "items": encoding.num_items,
-                "moved": encoding.num_moved,
-                "imbalance": {"loaded": encoding.loaded, "balanced": encoding.balanced},
-            }
-            for name, encoding in self.last.items()
-            if encoding is not None
-        }
-
     @torch.no_grad()
     def encode(self, batches: Sequence[RawBatch]) -> list[SampleBatch]:
         """Encode all microbatches of this rank's step at once."""

@@ -43,13 +43,6 @@ class FlowBatch:
         rows = batch.is_image.nonzero()[:, 0].to(device)
         return cls(inputs, (noise - batch.image).to(device), rows, batch.seq_lens)
 
-    def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keep the memory of tensors made on another stream until this stream has used them."""
-        x = self.inputs
-        inputs = x.image_tokens, x.text_tokens, x.pos, x.timestep, x.pooled
-        for tensor in (*inputs, self.target, self.image_rows):
-            tensor.record_stream(stream)
-
     def per_token_loss(self, predicted_TC: Tensor) -> Tensor:
         """Return the (i,) squared error of each image token, mean over its channels."""
         predicted = predicted_TC.index_select(0, self.image_rows)

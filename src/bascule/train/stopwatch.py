@@ -2,17 +2,15 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from bascule.parallel import Step
-
 Moment = float | torch.cuda.Event
-Lap = tuple[str, int, Any, Any]  # part, microbatch, begin, end
+Lap = tuple[str, Any, Any]  # part, begin, end
 
 
 class Stopwatch:
@@ -21,7 +19,6 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._laps: list[Lap] = []
-        self.microbatch = 0  # the current one; each has laps of its own
 
     def now(self) -> Moment:
         """Return this moment, on the device."""
@@ -34,7 +31,7 @@ class Stopwatch:
     def lap(self, name: str, start: Moment) -> Moment:
         """End a part that began at `start`; return the moment."""
         end = self.now()
-        self._laps.append((name, self.microbatch, start, end))
+        self._laps.append((name, start, end))
         return end
 
     @contextmanager
@@ -44,32 +41,14 @@ class Stopwatch:
         yield
         self.lap(name, start)
 
-    def take(self) -> list[Lap]:
-        """Return the laps since the last time, for another watch to read; wait for nothing."""
-        laps, self._laps = self._laps, []
-        return laps
-
-    def read(self, others: Sequence[Lap] = ()) -> dict[tuple[str, int], float]:
-        """Return the seconds by part and microbatch since the last time, with laps of others."""
+    def read(self) -> dict[str, float]:
+        """Return the seconds of each part since the last time; wait for the device."""
         if self._is_cuda:
             torch.cuda.synchronize()
-        seconds = defaultdict[tuple[str, int], float](float)
-        for name, microbatch, start, end in (*self.take(), *others):
-            spent = start.elapsed_time(end) / 1e3 if self._is_cuda else end - start
-            seconds[name, microbatch] += spent
+        seconds, laps, self._laps = defaultdict[str, float](float), self._laps, []
+        for name, start, end in laps:
+            seconds[name] += start.elapsed_time(end) / 1e3 if self._is_cuda else end - start
         return seconds
-
-
-class TimedStep:
-    """The exchange of a step for the model, with its moves and its attention timed."""
-
-    def __init__(self, step: Step, watch: Stopwatch) -> None:
-        self.local_seq_ids, self.token_slot = step.local_seq_ids, step.token_slot
-        self.count_routed = step.count_routed
-        self.route = watch.timed("route")(step.route)
-        self.gather_samples = watch.timed("samples")(step.gather_samples)
-        self.attend = watch.timed("attend")(step.attend)
-        self.restore = watch.timed("restore")(step.restore)
 
 
 def watch_blocks(blocks: Iterable[nn.Module], watch: Stopwatch) -> None:

@@ -3,7 +3,6 @@
 Legend of shapes: P patch side in pixels; h, w rows and columns of patches of one photo.
 """
 
-import hashlib
 import io
 import logging
 import math
@@ -124,18 +123,6 @@ class PhotoStream:
         """Return the numbers of this rank's samples of a step, see `batch`."""
         first = (step * self.world_size + self.rank) * self.batch_size
         return range(first, first + self.batch_size)
-
-    @property
-    def num_samples(self) -> int:
-        """Photos and clips of an epoch."""
-        return len(self._photos)
-
-    @property
-    def digest(self) -> str:
-        """Their number, with a digest of names, captions and shapes: equal where those are."""
-        facts = [(photo.path.name, photo.caption, *photo.grid) for photo in self._photos]
-        digest = hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
-        return f"{len(facts)} samples ({digest})"
 
     def shapes(self, numbers: Sequence[int]) -> list[SampleShape]:
         """Return the shapes of the samples with these numbers; read no file."""

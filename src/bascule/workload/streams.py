@@ -5,11 +5,8 @@ Legend of shapes: N samples on this rank; Ti image tokens, Tt text tokens, T = T
 and the sample's id, not on the rank.
 """
 
-import hashlib
-from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -210,8 +207,6 @@ class SyntheticStream(_Waves):
     A larger world than the mix's holds replicas, with other samples.
     """
 
-    num_samples = None  # of an epoch: there are no epochs
-
     def __init__(
         self,
         codes: str | Sequence[DataCode],
@@ -239,35 +234,6 @@ class SyntheticStream(_Waves):
         first = _first_id(step, self.rank)
         return self._made(shapes, range(first, first + len(shapes)))
 
-    @property
-    def digest(self) -> str:
-        """Equal where the samples are; see `PhotoStream.digest`."""
-        return ",".join(map(str, self.codes))
-
-    def shapes(self, numbers: Sequence[int]) -> list[SampleShape]:
-        """Return the shapes of the samples with these numbers, see `samples`."""
-        return [shape for shape, _ in self._numbered(numbers)]
-
-    def samples(self, numbers: Sequence[int]) -> SampleBatch:
-        """Make the samples with these numbers: rank after rank of the mix, step after step."""
-        numbered = self._numbered(numbers)
-        return self._made([shape for shape, _ in numbered], [number for _, number in numbered])
-
-    def _numbered(self, numbers: Sequence[int]) -> list[tuple[SampleShape, int]]:
-        """Return shape and id of samples."""
-        sizes = [code.batch_size for code in self.codes for _ in range(code.num_ranks)]
-        ends = list(accumulate(sizes))
-        drawn: dict[tuple[int, int], list[SampleShape]] = {}
-        numbered: list[tuple[SampleShape, int]] = []
-        for number in numbers:
-            step, place = divmod(number, ends[-1])
-            rank = bisect(ends, place)
-            if (step, rank) not in drawn:
-                drawn[step, rank] = rank_lengths(self.codes, rank, seed=self.seed, step=step)
-            in_rank = place - ends[rank] + sizes[rank]
-            numbered.append((drawn[step, rank][in_rank], _first_id(step, rank) + in_rank))
-        return numbered
-
 
 class ManifestStream(_Waves):
     """Learnable samples with the lengths of a data set, in an order drawn anew each epoch."""
@@ -283,28 +249,15 @@ class ManifestStream(_Waves):
     ) -> None:
         super().__init__(rank, seed, channels=64, text_dim=64, vec_dim=64)
         self._manifest, self._batch_size, self._world_size = manifest, batch_size, world_size
-        self.num_samples, self.data_lines = len(manifest), manifest.summary()
-        self._order = EpochOrder(self.num_samples, seed)
+        self.data_lines = manifest.summary()
+        self._order = EpochOrder(len(manifest), seed)
 
     def batch(self, step: int) -> SampleBatch:
         """Return this rank's share of the ``world_size * batch_size`` samples of a step."""
         first = (step * self._world_size + self.rank) * self._batch_size
-        return self.samples(range(first, first + self._batch_size))
-
-    @property
-    def digest(self) -> str:
-        """Equal where the samples are; see `PhotoStream.digest`."""
-        content = self._manifest.text_tokens.tobytes() + self._manifest.grids.tobytes()
-        digest = hashlib.blake2b(content, digest_size=8).hexdigest()
-        return f"{self.num_samples} samples ({digest})"
-
-    def shapes(self, numbers: Sequence[int]) -> list[SampleShape]:
-        """Return the shapes of the samples with these numbers in the order of all epochs."""
-        return [self._manifest.shape(sample) for sample in self._order.samples(numbers)]
-
-    def samples(self, numbers: Sequence[int]) -> SampleBatch:
-        """Make the samples with these numbers, which are their ids."""
-        return self._made(self.shapes(numbers), numbers)
+        numbers = range(first, first + self._batch_size)
+        shapes = [self._manifest.shape(sample) for sample in self._order.samples(numbers)]
+        return self._made(shapes, numbers)
 
 
 class EpochOrder:
