@@ -313,13 +313,12 @@ def _show(one: dict[str, Any]) -> None:
 
 # --- stages -------------------------------------------------------------------------------------
 
-PICTURE = Path(__file__).parents[1] / "docs" / "stages.svg"
 TINY = ["--d-model", "128", "--num-heads", "2", "--num-double", "1", "--num-single", "1"]
 TINY += ["--vae", "tiny", "--text-encoder", "tiny"]
 
 
-def stages(*, steps: int = 24, picture: Path = PICTURE, quick: bool = False) -> dict[str, Any]:
-    """Measure steps from pixels and captions stage by stage, and draw docs/stages.svg.
+def stages(*, steps: int = 24, quick: bool = False) -> dict[str, Any]:
+    """Measure steps from pixels and captions stage by stage.
 
     Some minutes. Two ranks train by `bascule bench` on photos of unlike sizes with captions of
     unlike lengths: tiny text encoder (T5), VAE (AutoencoderKL) and MM-DiT, without and with
@@ -340,7 +339,6 @@ def stages(*, steps: int = 24, picture: Path = PICTURE, quick: bool = False) -> 
                 path.with_suffix(".txt").write_text(words)
         arguments = ["bench", "--photos", str(photos), "--ranks", "2", "--batch-size", "6", *TINY]
         arguments += ["--steps", str(2 if quick else steps), "--out", home]
-        arguments += ["--picture", str(Path(home) / "stages.svg" if quick else picture)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "bascule.cli", *arguments]
         subprocess.run(command, check=True, env=environment)

@@ -10,7 +10,7 @@ import pytest
 
 from bascule import TransformerCost, plan_batch
 from bascule.costs import Cluster, PolynomialCost
-from bascule.report.step_picture import MOST_RANKS, draw_stages, draw_step
+from bascule.report.step_picture import MOST_RANKS, draw_step
 from tests.helpers.cli import Console, run
 
 ROOT = Path(__file__).parents[2]
@@ -114,27 +114,3 @@ def test_the_picture_of_the_docs_is_what_the_command_draws(capsys: Console, tmp_
     code, _, err = run(capsys, *found[1].replace("\\\n", " ").split(), str(path))
     assert code == 0, err
     assert path.read_text() == (ROOT / "docs" / "step.svg").read_text(), "draw docs/step.svg anew"
-
-
-def test_stages_follow_each_other_with_the_waiting_between_them() -> None:
-    before = {
-        "vae": {"seconds": [1.0, 4.0], "work": [1.0, 4.0]},
-        "transformer": {"seconds": [7.0, 4.0], "work": [2.0, 3.0]},
-    }
-    after = {
-        "vae": {"seconds": [2.5, 2.5], "work": [2.5, 2.0]},
-        "transformer": {"seconds": [3.5, 3.5], "work": [2.5, 2.5]},
-    }
-    svg = draw_stages(before, after)
-    assert "1.33x as fast (measured)" in svg and "the step ends: 8 s" in svg
-    assert ">vae</text>" in svg and "<title>transformer: 2 s</title>" in svg
-    panels = panel_of(svg, "before"), panel_of(svg, "after")
-    scale = 620.0 / 8.0
-    for bars, stages in zip(panels, (before, after), strict=True):
-        work = np.sum([one["work"] for one in stages.values()], axis=0)
-        end = np.sum([one["seconds"] for one in stages.values()], axis=0)
-        np.testing.assert_allclose(widths(bars, "work"), work * scale, atol=0.05)
-        np.testing.assert_allclose(widths(bars, "work", "wait"), end * scale, atol=0.05)
-    starts = [float(rect.get("x", "nan")) for rect in panels[1][1]["work"]]
-    np.testing.assert_allclose(starts, [118.0, 118.0 + 2.5 * scale], atol=0.05)
-    assert "37.5% of the ranks' time is not work" in svg

@@ -685,13 +685,6 @@ def _with_ratios(arms: dict[str, dict[str, float]]) -> dict[str, Any]:
     }
 
 
-def median_step(records: Sequence[dict[str, Any]], topology: str) -> dict[str, Any]:
-    """Return the record of the step whose speed-up on a topology is the median."""
-    records = _on(topology, records)
-    by_speedup = sorted(records, key=lambda x: x["seconds_unbalanced"] / x["seconds_balanced"])
-    return by_speedup[len(records) // 2]
-
-
 def _on(topology: str, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [record for record in records if record["topology"] == topology]
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import tyro
 
 from bascule.errors import ConfigError
-from bascule.options import LONGEST_S, NewFile, NewFolder, Outputs, Range, RankOptions, flag
+from bascule.options import LONGEST_S, NewFolder, Outputs, Range, RankOptions, flag
 from bascule.plan.topology import Topology
 from bascule.train.options import MAX_TOKENS, RunOptions
 from bascule.workload.codes import check_world, parse_data_codes
@@ -30,8 +30,6 @@ class BenchOptions(Outputs, RunOptions):
         batch_size: Photos and clips a rank and step.
         out: Folder for summary.json and steps.jsonl.
         peak_tflops: Peak of a rank, of which HFU is a share. Default: of known GPUs, in bfloat16.
-        picture: SVG for the step of median speed-up, with --vae or --text-encoder; of several
-            topologies, on the fastest.
     """
 
     topologies: Annotated[tuple[str, ...], tyro.conf.arg(aliases=("--topology",))] = ()
@@ -43,7 +41,6 @@ class BenchOptions(Outputs, RunOptions):
     batch_size: Annotated[int, Range(0, 10**4)] = 2
     out: Annotated[Path, NewFolder()] = Path("results/bench")
     peak_tflops: Annotated[float | None, Range(1e-6, 1e12)] = None
-    picture: Annotated[Path | None, NewFile()] = None
 
     def check(self, world_size: int) -> tuple[Topology, ...]:
         """Refuse what does not fit; return the bags of the world, of each topology."""
@@ -57,8 +54,6 @@ class BenchOptions(Outputs, RunOptions):
                     f"--data {code}: a rank has {tokens:,} visual tokens, and the most is "
                     f"{MAX_TOKENS:,}: use fewer samples, pixels or frames"
                 )
-        if self.picture is not None and not self.encodes:
-            raise ConfigError(f"--picture {self.picture}: give --vae or --text-encoder, too")
         if self.accumulate > 1 and not self.loader:
             raise ConfigError(f"--accumulate {self.accumulate}: only with --loader")
         names = self.topologies or (f"g1n{world_size}",)

@@ -13,12 +13,11 @@ if TYPE_CHECKING:
 
 def run(options: BenchOptions, arguments: list[str]) -> int | None:
     """Train all ways, compare, and write the numbers of the run and of its steps."""
-    from bascule.cli.command import on_ranks, progress, publish, quietly, saved, write
+    from bascule.cli.command import on_ranks, progress, publish, quietly, saved
     from bascule.report.measured import of_bench
-    from bascule.report.step_picture import draw_stages
 
     def compare(device: "torch.device") -> dict[str, Any]:
-        from bascule.bench.comparison import Comparison, median_step, summarize
+        from bascule.bench.comparison import Comparison, summarize
 
         comparison, records = Comparison(options, device), []
         with progress("training all ways", options.steps) as advance:
@@ -26,15 +25,11 @@ def run(options: BenchOptions, arguments: list[str]) -> int | None:
                 records.extend(of_step)
                 advance()
         summary = summarize(records, comparison.setting, options)
-        best = summary["setting"]["topology"]
-        return {"summary": summary, "steps": records, "median": median_step(records, best)}
+        return {"summary": summary, "steps": records}
 
     def finish(result: dict[str, Any]) -> None:
         summary, steps = result["summary"], result["steps"]
         console = publish(options, of_bench(summary, steps), summary)
-        if options.picture is not None:
-            picture = draw_stages(*result["median"]["stages"].values())
-            write(console, "--picture", options.picture, picture)
         options.out.mkdir(parents=True, exist_ok=True)
         files = options.out / "summary.json", options.out / "steps.jsonl"
         for path, place in zip(files, _free_places(*files), strict=True):

@@ -12,7 +12,6 @@ from bascule.plan.calibration import BYTES, TOKENS, Fit
 from bascule.plan.machine import HardwareProfile
 from bascule.report.charts import draw_lines, new_figure
 from bascule.report.page import Chart, Fact, Report, Rows, columns, mib
-from bascule.report.step_picture import draw_stages
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -85,7 +84,7 @@ def of_bench(summary: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Report
         parts=(
             *_topologies(summary, lines["seconds"]),
             Rows("Both ways", columns("", _ARMS["unbalanced"], labels[best]), rows),
-            *_stages(summary, by_way[best]),
+            *_stages(summary),
             draw_lines(
                 "Seconds of each step",
                 "Forward and backward of the slowest rank; planning and exchanges are in all lines "
@@ -141,12 +140,12 @@ def _topologies(summary: dict[str, Any], seconds: Mapping[str, Sequence[float]])
     return [Rows("Topologies", forms | columns("steps won"), rows)]
 
 
-def _stages(summary: dict[str, Any], steps: Sequence[dict[str, Any]]) -> list[Chart | Rows]:
+def _stages(summary: dict[str, Any]) -> list[Rows]:
     if "stages" not in summary:
         return []
     names = "imbalance without: {:.2f}", "imbalance with: {:.2f}", "s without: {:.3g}"
     forms = columns("", *names, "s with: {:.3g}", "speed-up: {:.2f}x")
-    parts = [
+    return [
         Rows(
             f"Stages, {kind}",
             forms,
@@ -162,9 +161,6 @@ def _stages(summary: dict[str, Any], steps: Sequence[dict[str, Any]]) -> list[Ch
         )
         for kind in ("predicted", "measured")
     ]
-    words = "Above without, below with bascule: one bar a rank, its stages after each other."
-    picture = partial(draw_stages, *(steps[-1]["stages"][arm] for arm in _ARMS))
-    return [*parts, Chart("The last step, stage by stage", words, picture)]
 
 
 def _notes(summary: dict[str, Any], is_same: bool) -> list[str]:

@@ -1,6 +1,6 @@
 """Draw one training step, before and after balancing, as an SVG."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
@@ -12,12 +12,8 @@ from bascule.plan.costs import Cost, evaluate, in_bag
 from bascule.plan.machine import Cluster
 from bascule.plan.plan import Plan
 
-# By stage, "seconds" from begin to end and "work" seconds within, a number for each rank.
-Stages = Mapping[str, Mapping[str, Sequence[float]]]
-
 MOST_RANKS = 64  # bars of a picture
 _COLORS = ("#9ecae9", "#4c9bd6", "#1f6fb2", "#f2a541", "#d1495b")
-_STAGE_COLORS = ("#f2a541", "#4c9bd6", "#1f6fb2")
 _LEFT, _PLOT, _RIGHT = 118.0, 620.0, 22.0
 _BAR, _PITCH, _HEAD, _FOOT = 18.0, 23.0, 54.0, 20.0
 _WIDTH = _LEFT + _PLOT + _RIGHT
@@ -83,23 +79,7 @@ def draw_step(plan: Plan, cost: Cost, cluster: Cluster | None = None, unit: str 
     wires = [length for bar in after for look, _, length in bar.segments if look == _WIRES]
     legend += [(_WIRES, "wires")] * (max(wires) * _scale(before, after) >= _THINNEST)
     legend.append((_WAIT, "waiting for the slowest rank"))
-    return _drawn((before, after), words, unit, ("tokens", legend))
-
-
-def draw_stages(before: Stages, after: Stages) -> str:
-    """Draw a measured step, stage by stage, without balancing and below it with; return the SVG."""
-    panels = _staged(before), _staged(after)
-    ends = [max(bar.load for bar in bars) for bars in panels]
-    speed_up = ends[0] / ends[1] if ends[1] > 0 else 1.0
-    shares = [_waiting(bars).replace("waiting", "not work") for bars in panels]
-    words = (
-        f"Without: each rank computes what it loaded. {shares[0]}",
-        f"With bascule: {speed_up:.2f}x as fast (measured). {shares[1]}",
-    )
-    names = [name.replace("_", " ") for name in before]
-    legend = [(_work(color), name) for name, color in zip(names, _STAGE_COLORS, strict=False)]
-    legend.append((_WAIT, "waiting, exchanges, and what is between"))
-    return _drawn(panels, words, "s", ("stages", legend))
+    return _drawn((before, after), words, unit, legend)
 
 
 def _bar_of(
@@ -117,24 +97,9 @@ def _bar_of(
     return _Bar(label, [*segments, (_WIRES, "wires, launches and carried loads", rest)], load)
 
 
-def _staged(stages: Stages) -> list[_Bar]:
-    bars: list[_Bar] = []
-    for rank in range(len(next(iter(stages.values()))["seconds"])):
-        segments: list[_Segment] = []
-        for (name, one), color in zip(stages.items(), _STAGE_COLORS, strict=False):
-            work, rest = one["work"][rank], max(one["seconds"][rank] - one["work"][rank], 0.0)
-            title = f"{name.replace('_', ' ')}: {work:.4g} s"
-            segments += [(_work(color), title, work), (_WAIT, f"{rest:.4g} s", rest)]
-        bars.append(_Bar(f"rank {rank}", segments, sum(length for *_, length in segments)))
-    return bars
-
-
 def _waiting(bars: Sequence[_Bar]) -> str:
     loads = np.array([bar.load for bar in bars])
     share = 1.0 - 1.0 / metrics.imbalance(loads)
-    if loads.max() > 0:
-        parts = (length for bar in bars for look, _, length in bar.segments if look == _WAIT)
-        share += sum(parts) / float(loads.max()) / len(bars)
     return f"{share:.1%} of the ranks' time is waiting."
 
 
@@ -170,9 +135,9 @@ def _drawn(
     panels: tuple[list[_Bar], list[_Bar]],
     words: tuple[str, str],
     unit: str,
-    legend: tuple[str, list[tuple[str, str]]],
+    legend: list[tuple[str, str]],
 ) -> str:
-    """Draw two panels of one scale, and the legend: a word, and entries."""
+    """Draw two panels of one scale, and the legend."""
     scale, num_ranks = _scale(*panels), len(panels[0])
     height = _HEAD + _PITCH * min(num_ranks, MOST_RANKS) + _FOOT
     total = 2 * height + 62.0
@@ -230,10 +195,10 @@ def _bar(bar: _Bar, top: float, end: float, scale: float) -> list[str]:
     return [*parts, "</g>"]
 
 
-def _legend(top: float, legend: tuple[str, list[tuple[str, str]]], num_ranks: int) -> list[str]:
-    (word, entries), x, y = legend, 72.0, top + 22.0
-    parts = ['<g class="legend">', f'<text x="18" y="{y + 11.5:g}">{word}</text>']
-    for look, text in entries:
+def _legend(top: float, legend: list[tuple[str, str]], num_ranks: int) -> list[str]:
+    x, y = 72.0, top + 22.0
+    parts = ['<g class="legend">', f'<text x="18" y="{y + 11.5:g}">tokens</text>']
+    for look, text in legend:
         parts += [
             f'<rect {look} x="{x:g}" y="{y:g}" width="16" height="14"/>',
             f'<text x="{x + 22:g}" y="{y + 11.5:g}">{escape(text)}</text>',
