@@ -1,6 +1,7 @@
 """A data loader that gives every rank the same work: samples change ranks behind the compute."""
 
 import dataclasses
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -49,6 +50,7 @@ class LoaderMetrics:
     skipped: dict[str, int] = dataclasses.field(default_factory=dict[str, int])  # others, by reason
     padded: int = 0  # microbatches of padding alone
     dropped_samples: int = 0  # that "drop_last" left out, unread ones where the loader knows them
+    none_samples: int = 0  # that were None, and left out
     sent_bytes: int = 0
     received_bytes: int = 0
     exchange_s: float = 0.0  # in which the thread agreed, planned and exchanged
@@ -65,6 +67,7 @@ class LoaderMetrics:
         if not verdict.applied:
             self.skipped[verdict.reason] = self.skipped.get(verdict.reason, 0) + 1
         self.padded += sum(batch.is_padding for batch in step.batches)
+        self.none_samples += step.num_missing
         self.sent_bytes += step.sent_bytes
         self.received_bytes += step.received_bytes
         exposed = max(min(end, waited[1]) - max(start, waited[0]), 0.0)
@@ -87,17 +90,30 @@ class Progress:
     step: int = 0
     history: tuple[tuple[int, ...], ...] = ()  # items of each source rank, in each earlier run
     counts: tuple[int, ...] = ()  # those in this run
-    saved: dict[str, Any] | None = None  # own state of this rank's loader, if it has one
+    saved: tuple[tuple[int, bytes], ...] = ()  # `Reading.saved` of each source rank, if any has one
 
-    def after(self, step: int, counts: Sequence[int], saved: dict[str, Any] | None) -> "Progress":
+    def after(
+        self, step: int, counts: Sequence[int], saved: Sequence[tuple[int, bytes]]
+    ) -> "Progress":
         """Return it after a microbatch of a step, with so many items of each source rank."""
         done = self.counts or (0,) * len(counts)
         sums = tuple(map(sum, zip(done, counts, strict=True)))
+        saved = tuple(saved) or self.saved
         return dataclasses.replace(self, step=step + 1, counts=sums, saved=saved)
 
     def to_state(self, deal: Sequence[int]) -> dict[str, Any]:
-        """Return plain values; `deal` is that of the `ResumableSampler`s whose samples they are."""
-        return {"version": STATE_VERSION, "deal": tuple(deal), **dataclasses.asdict(self)}
+        """Return plain values; `deal` is that of the `ResumableSampler`s whose samples they are.
+
+        Of loaders with states it has all, and how many samples of each were delivered since.
+        """
+        counts, saved = self.counts or (0,) * len(self.saved), None
+        if self.saved:
+            saved = [
+                (pickle.loads(state) if state else None, count - first)
+                for count, (first, state) in zip(counts, self.saved, strict=True)
+            ]
+        plain = dataclasses.asdict(self) | {"saved": saved}
+        return {"version": STATE_VERSION, "deal": tuple(deal), **plain}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], deal: Sequence[int]) -> "Progress":
@@ -108,9 +124,12 @@ class Progress:
             if any(state["counts"]):
                 history.append(_counts(state["counts"]))
             epoch, step = (whole_number(state[name], name) for name in ("epoch", "step"))
-            saved = state["saved"]
-            if saved is not None:
-                saved = {"loader": saved["loader"], "offset": whole_number(saved["offset"], "it")}
+            saved = tuple(
+                (-whole_number(offset, "an offset"), b"" if own is None else pickle.dumps(own))
+                for own, offset in state["saved"] or ()
+            )
+            if saved and history and len(saved) != len(history[-1]):
+                raise ValueError(f"{len(saved)} states of {len(history[-1])} loaders")
         except (LookupError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"this is not a loader state written by state_dict: {error!r}"
@@ -239,7 +258,7 @@ def _set_up(
     grouping = None
     if unpack is None and (pack is not None or batch_size is not None):
         grouping = Microbatches(batch_size, None if pack is None else pack.tokens, length_fn)
-    source = Source(loader, grouping)
+    source = Source(loader, grouping, has_packs=unpack is not None)
     collate = options.collate_fn or source.collate_fn
     if pack is not None:
         collate = partial(make_pack, pack=pack)
@@ -425,7 +444,7 @@ class BalancedLoader:
         All ranks raise a CommError if one failed or left, a PlanError if limits cannot be kept.
         """
         self.close()
-        begun = self._first
+        begun, places = self._first, self._sources.places.tolist()
         prefetcher = self._prefetcher = self._start(begun)
         self._progress = begun
         try:
@@ -436,8 +455,8 @@ class BalancedLoader:
                 self._metrics.count(step, waited)
                 for micro, batch in enumerate(step.batches):
                     prefetcher.hand_out((batch.step, micro))
-                    counts = step.num_items[micro][self._sources.places].tolist()
-                    saved = step.saved[micro]
+                    counts = step.num_items[micro][places].tolist()
+                    saved = [step.saved[place] for place in places if step.saved]
                     self._progress = self._progress.after(batch.step, counts, saved)
                     mark_lengths("batch", batch.plan, self.ranks.index)
                     yield batch
@@ -460,7 +479,8 @@ class BalancedLoader:
         reading, error = None, None
         try:
             self._source.set_epoch(first.epoch)
-            reading = self._source.begin(first.history, index, places.size, first.saved)
+            own = first.saved[index] if index < len(first.saved) else None
+            reading = self._source.begin(first.history, index, places.size, own)
         except Exception as failure:
             error = named(failure, "its loader")
         begins = f"epoch={first.epoch}, step={first.step}, after {first.history}"
@@ -550,7 +570,7 @@ class BalancedLoader:
         return dataclasses.asdict(self._metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state; the same on every rank, unless the loader has one of its own."""
+        """Return the state, the same on every rank: save it once, on any of them."""
         return self._progress.to_state(self._sources.deal)
 
     @shared("load_state_dict")

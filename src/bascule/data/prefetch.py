@@ -247,15 +247,20 @@ class Prefetcher:
         atexit.unregister(self._close_at_exit)
 
     def _make_all(self) -> None:
-        rules = self._redistributor.rules
+        rules, saves, void = self._redistributor.rules, self._redistributor.saves, None
         for step in itertools.count(self._first):
-            is_left = self._wait_until(lambda: len(self._ready) < self._depth)
-            own = CLOSING if is_left else load(self._reading, rules, loads=self._loads)
+            is_left, own = self._wait_until(lambda: len(self._ready) < self._depth), CLOSING
+            if not is_left:
+                own = load(self._reading, rules, loads=self._loads, saves=saves(step))
             made = self._redistributor.step(step, own, self._reserve)
             if made is None:
                 if rules.ends == "drop_last" and own.items is not None:
                     self.num_dropped = own.items.lens.size + self._reading.num_unread
                 return
+            made = made if void is None else made.after(void)
+            void = made if made.is_void and rules.ends != "finish" else None
+            if void is not None:
+                continue  # all samples of the step were None
             with self._changed:
                 self._ready.append(made)
                 self._changed.notify_all()
