@@ -231,7 +231,7 @@ class BalancedTrainerMixin(_Base):
         host, plain = cast(Any, super()), (RandomSampler, SequentialSampler, NoneType)
         draws = host.get_train_dataloader.__func__ is not Trainer.get_train_dataloader
         is_known = args.train_sampling_strategy in ("random", "sequential")
-        if draws or is_known and not isinstance(host._get_train_sampler(), plain):
+        if draws or (is_known and not isinstance(host._get_train_sampler(), plain)):
             raise ConfigError(
                 f"{type(self).__name__} chooses its training samples in a way of its own, by "
                 f"{'get_train_dataloader' if draws else '_get_train_sampler'}, which balancing "
@@ -320,7 +320,7 @@ class BalancedTrainerMixin(_Base):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Return the Trainer's loss, times `loss_scale` where it does not count labels."""
-        # Outputs may cost the host another pass of the model, so they are asked for as the caller did.
+        # Outputs may cost the host another pass of the model.
         result: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss, *outputs = result if return_outputs else (result,)
         if num_items_in_batch is None:
