@@ -309,6 +309,43 @@ def test_a_model_of_ones_own_gives_outputs_of_any_kind() -> None:
         assert max(errors.values()) <= 1.0, errors
 
 
+def encode(model: Any, args: Any, inputs: Inputs) -> tuple[Any, Inputs]:
+    """A hook of the guide: the text encoder is a part of the model, and trains with it."""
+    return args, inputs | {
+        "encoder_hidden_states": model.text_encoder(inputs["encoder_hidden_states"])
+    }
+
+
+def with_text_encoder() -> dict[str, tuple[float, float]]:
+    """Of each topology: the error of all gradients, and the sum of those of the encoder."""
+
+    def make() -> Any:
+        model = model_of("flux")
+        model.text_encoder = nn.Embedding(32, width).double()
+        model.register_forward_pre_hook(encode, with_kwargs=True)
+        return model
+
+    samples, found = samples_of("flux")[:3], dict[str, tuple[float, float]]()
+    width = samples[0]["encoder_hidden_states"].shape[2]
+    for seed, sample in enumerate(samples):
+        text, draw = sample["encoder_hidden_states"], torch.Generator().manual_seed(seed)
+        sample["encoder_hidden_states"] = torch.randint(32, text.shape[:2], generator=draw)
+    wanted, _ = by_one_rank(alone, make(), samples, [1] * 3)
+    for topology in ("g1n2", "g2n1"):
+        model, sp = make(), SequenceParallel(None, topology, COST, timeout_s=100.0)
+        ddp = DistributedDataParallel(model)
+        balanced = BalancedModel(ddp, sp, length_fn=num_tokens)
+        train_step(ddp, balanced.microbatches(samples[dist.get_rank() :: 2], loss_of))
+        found[topology] = worst(model, wanted), float(model.text_encoder.weight.grad.abs().sum())
+    return found
+
+
+def test_a_text_encoder_trains_within_the_model() -> None:
+    for found in run_ranks(with_text_encoder, 2):
+        for error, of_encoder in found.values():
+            assert error <= 1.0 and of_encoder > 0.0, found
+
+
 def one_sample_each(
     topology: str, length_fn: Callable[[Inputs], int] = num_tokens, **settings: Any
 ) -> tuple[Any, BalancedModel, list[Inputs], Gradients]:
