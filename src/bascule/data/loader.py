@@ -20,6 +20,7 @@ from bascule.comm.failures import leave, mark_lengths, shared
 from bascule.comm.items import mapped, measure_exchange
 from bascule.data.packs import Pack, make_pack
 from bascule.data.prefetch import PATIENCE_S, Pool, Prefetcher, pool_of, text_of
+from bascule.data.samplers import check_accumulation
 from bascule.data.source import Microbatches, Source, whole_number
 from bascule.data.steps import (
     Batch,
@@ -478,6 +479,7 @@ class BalancedLoader:
         index = int(np.searchsorted(places, self.ranks.index))
         reading, error = None, None
         try:
+            check_accumulation(self.rules.accumulate)
             self._source.set_epoch(first.epoch)
             own = first.saved[index] if index < len(first.saved) else None
             reading = self._source.begin(first.history, index, places.size, own)

@@ -1,6 +1,7 @@
 """Samplers for plain DataLoaders deal indices to ranks. Nothing moves between ranks."""
 
 import hashlib
+import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -80,6 +81,27 @@ def too_many(num_delivered: int, num_samples: int) -> ConfigError:
         f"{num_delivered} samples were delivered when the state was saved, and there are "
         f"{num_samples}: resume with the samples that the state was saved with"
     )
+
+
+def accumulation_of_accelerate() -> int:
+    """Return over how many batches an Accelerator of this process accumulates; 1 without one.
+
+    It learns where an epoch ends from loaders that it prepared, and ours are not.
+    """
+    module = sys.modules.get("accelerate.state")
+    state = None if module is None else module.GradientState()
+    return state.num_steps if state is not None and state.sync_with_dataloader else 1
+
+
+def check_accumulation(accumulate: int) -> None:
+    """Refuse epochs that would end in the middle of an optimizer step of accelerate."""
+    wanted = accumulation_of_accelerate()
+    if accumulate % wanted:
+        raise ConfigError(
+            f"accumulate={accumulate}, and the Accelerator accumulates over {wanted} batches: an "
+            "epoch could end in the middle of a step, whose gradients the next one would get; set "
+            f"accumulate={wanted}"
+        )
 
 
 _STATE = ("version", "epoch", "delivered", "num_samples", "lengths", "shuffle", "seed")
@@ -241,6 +263,7 @@ class BalancedSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this rank's batches of the rest of the epoch; after a `break` the same again."""
+        check_accumulation(self.accumulate)
         self._run = _Run(self._start)
         return self._batches(self._run)
 
