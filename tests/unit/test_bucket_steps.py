@@ -12,7 +12,6 @@ from bascule.errors import ConfigError
 from bascule.plan.costs import TransformerCost
 from bascule.plugins.buckets import BalancedBuckets
 
-
 COST = TransformerCost(8)
 
 

@@ -258,9 +258,11 @@ class Prefetcher:
                     self.num_dropped = own.items.lens.size + self._reading.num_unread
                 return
             made = made if void is None else made.after(void)
-            void = made if made.is_void and rules.ends != "finish" else None
-            if void is not None:
-                continue  # all samples of the step were None
+            is_void = not any(batch.plan.seq_lens.size for batch in made.batches)
+            if is_void and made.num_items.any() and rules.ends != "finish":
+                void = made  # all samples of the step were None
+                continue
+            void = None
             with self._changed:
                 self._ready.append(made)
                 self._changed.notify_all()

@@ -3,7 +3,7 @@
 import copy
 import itertools
 import pickle
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -68,32 +68,22 @@ class Microbatches:
             yield group
 
 
-class Uncollated(dict[str, Any]):
-    """A batch that is not collated: whatever field a loader counts, it has a row for each sample.
+class Uncollated:
+    """A batch that is not collated, a `collate_fn`; it has a row a sample, whatever is counted.
 
     Loaders that iterate in their own way look at batches to count their samples.
     """
 
-    @classmethod
-    def of(cls, samples: Sequence[Sample]) -> "Uncollated":
-        """Return a batch of these samples; a `collate_fn`."""
-        return cls(samples=_Rows(samples))
+    __iter__ = None
 
-    def __missing__(self, key: object) -> "_Rows":
-        return self["samples"]
-
-    def __len__(self) -> int:
-        return len(self["samples"])
-
-
-class _Rows:
-    """Samples that nobody looks into, as does who moves a batch to a device."""
-
-    def __init__(self, samples: Sequence[Sample]) -> None:
+    def __init__(self, samples: Iterable[Sample]) -> None:
         self.samples = list(samples)
 
     def __len__(self) -> int:
         return len(self.samples)
+
+    def __getitem__(self, field: object) -> "Uncollated":
+        return self
 
 
 class Source:
@@ -103,11 +93,7 @@ class Source:
     """
 
     def __init__(
-        self,
-        loader: Iterable[Any] | None,
-        grouping: Microbatches | None,
-        *,
-        has_packs: bool = False,
+        self, loader: Iterable[Any] | None, grouping: Microbatches | None, has_packs: bool = False
     ) -> None:
         self.is_empty = loader is None
         self.collate_fn: Callable[[list[Sample]], Any] = default_collate
@@ -118,7 +104,7 @@ class Source:
             # Persistent workers of the user's loop would go on to collate.
             loader._iterator = None  # pyright: ignore[reportPrivateUsage]
             if loader.batch_size is not None or loader.batch_sampler is not None:
-                self.collate_fn, loader.collate_fn = loader.collate_fn, Uncollated.of
+                self.collate_fn, loader.collate_fn = loader.collate_fn, Uncollated
                 form = "uncollated"
             elif loader.collate_fn is default_convert:  # which makes lists of tuples
                 loader.collate_fn = _converted
@@ -266,32 +252,27 @@ class Reading:
 
     def _samples_of(self, item: Any) -> list[Sample]:
         """Return the samples of an item of the loader; refuse one that may be a batch."""
+        if isinstance(item, Uncollated):
+            return item.samples
         if self._form == "uncollated":
-            rows = item["samples"] if isinstance(item, Uncollated) else None
-            if isinstance(rows, _Rows):
-                return rows.samples
             raise ConfigError(
                 f"the {self._kind} gives a {type(item).__name__} that its own __iter__ made, and "
                 "not the samples of its collate_fn, which are needed before they are a batch: give "
                 "its dataset to a DataLoader of torch"
             )
-        if not isinstance(item, list):
-            if self._form != "lists":
-                return [item]
-            raise ConfigError(
-                f"the loader gives a {type(item).__name__}, which may be a sample or a collated "
-                "batch: if it gives samples one by one, set LoaderOptions(batch_size=..); if "
-                "batches, take them apart by LoaderOptions(unpack=..), or let it give lists of "
-                "samples (collate_fn=list, no .batched)"
-            )
-        column = next((one for one in item if isinstance(one, _BARE)), None)
-        if column is not None and self._form != "packs":
-            raise ConfigError(
-                f"the loader gives a list with a {type(column).__name__}, which may be a column of "
-                "a collated batch: give samples that are dicts or tuples, or give the batch as a "
-                "tuple, and take it apart by LoaderOptions(unpack=..)"
-            )
-        return item
+        if not isinstance(item, list) and self._form != "lists":
+            return [item]
+        parts: list[Any] = item if isinstance(item, list) else [item]
+        bare = [one for one in parts if parts is not item or isinstance(one, _BARE)]
+        if not bare or self._form == "packs":
+            return parts
+        raise ConfigError(
+            f"the loader gives a {'list with a ' * (parts is item)}{type(bare[0]).__name__}, which "
+            "may be a collated batch, or a column of one: let it give lists of samples that are "
+            "dicts or tuples (collate_fn=list, no .batched); or take batches that are dicts or "
+            "tuples apart by LoaderOptions(unpack=..); or set LoaderOptions(batch_size=..), if it "
+            "gives samples one by one"
+        )
 
     def _keep(self, first: int) -> None:
         """Keep the loader's state before its batch that begins with sample `first`."""

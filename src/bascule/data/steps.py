@@ -7,7 +7,7 @@ place in the order of microbatches, then of ranks that loaded, then of their loa
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -160,19 +160,24 @@ class Load:
     error: Exception | None = None
 
     def words(self, cost_version: int) -> Ints:
-        """Describe it in integers: `_HEAD`, M numbers of items; state of the loader; `Items`."""
-        first, state = self.saved
-        head = [self.flags, cost_version, first, len(state), *self.num_items]
-        padded = np.frombuffer(state.ljust(_num_words(state) * 8, b"\0"), np.int64)
-        parts = [np.array(head, np.int64), padded]
-        return np.concatenate(parts if self.items is None else [*parts, self.items.to_words()])
+        """Describe it in integers: `_HEAD`, M numbers of items; `Items`; state of the loader."""
+        head = [self.flags, cost_version, self.saved[0], len(self.saved[1]), *self.num_items]
+        state = self.saved[1] + b"\0" * (-len(self.saved[1]) % 8)
+        items = head[:0] if self.items is None else self.items.to_words()
+        parts = [
+            np.array(head, np.int64),
+            np.array(items, np.int64),
+            np.frombuffer(state, np.int64),
+        ]
+        return np.concatenate(parts)
 
 
 _HEAD = 4  # flags, newest cost model, samples of the pass before the state, bytes of the state
 
 
-def _num_words(state: Sized) -> int:
-    return -(-len(state) // 8)
+def _saved_in(words: Ints) -> tuple[int, bytes]:
+    first, num_bytes = words[2:_HEAD].tolist()
+    return first, words[words.size - -(-num_bytes // 8) :].tobytes()[:num_bytes]
 
 
 CLOSING = Load(_CLOSING)  # of a rank that wants no further step
@@ -263,15 +268,11 @@ class Loaded:
     @classmethod
     def of(cls, gathered: Sequence[Ints], ranks: DataRanks, accumulate: int) -> "Loaded":
         """Join the words of all ranks of the group."""
-        size, words = _HEAD + accumulate, [gathered[leader] for leader in ranks.leaders.tolist()]
-        heads = np.stack([own[:size] for own in words], axis=1)
-        version = min(int(own[1]) for own in gathered)
-        rests = [own[size:] for own in words]
-        states = [rest.tobytes()[:n] for rest, n in zip(rests, heads[3].tolist(), strict=True)]
-        parts = zip(rests, states, strict=True)
-        items = Items.from_words([rest[_num_words(state) :] for rest, state in parts])
-        saved = [*zip(heads[2].tolist(), states, strict=True)]
-        return cls(heads[0], version, heads[_HEAD:], saved, items)
+        size, leaders = _HEAD + accumulate, ranks.leaders
+        heads = np.stack([words[:size] for words in gathered], axis=1)
+        own = [gathered[leader] for leader in leaders.tolist()]
+        numbers = heads[0, leaders], int(heads[1].min()), heads[_HEAD:, leaders]
+        return cls(*numbers, [*map(_saved_in, own)], Items.from_words([x[size:] for x in own]))
 
     def is_last(self, ends: Ends) -> bool:
         """Return True if there is no step any more."""
@@ -391,12 +392,6 @@ class ReadyStep:
     sent_bytes: int
     received_bytes: int
     exchange: tuple[float, float]  # begin and end, by `time.perf_counter`
-
-    @property
-    def is_void(self) -> bool:
-        """True where loaders gave items, and not one sample came of them on any rank."""
-        lens = [batch.plan.seq_lens.size for batch in self.batches]
-        return bool(self.num_items.any()) and not any(lens)
 
     def after(self, void: "ReadyStep") -> "ReadyStep":
         """Return it with the items of a step before it that is passed over."""
@@ -585,7 +580,7 @@ class Redistributor:
             if own.error is None:
                 raise
             raise error from own.error
-        num_words = [-(-int(words[_HEAD - 1]) // 8) for words in gathered]  # of states
+        num_words = [int(words[_HEAD - 1] + 7) // 8 for words in gathered]  # of states
         sizes = [words.size - num for words, num in zip(gathered, num_words, strict=True)]
         self._capacity = max(self._capacity, *sizes)
         if self.saves(step):
