@@ -202,8 +202,8 @@ def other_losses() -> tuple[list[str], list[list[float]]]:
 def test_hosts_with_a_way_of_their_own() -> None:
     for (loss, sampler, loads), (ours, expected, asked) in run_ranks(other_losses, 2):
         assert "Own.compute_loss" in loss and "self.loss_scale" in loss
-        assert "chooses its training samples in a way of its own, by _get_train_sampler" in sampler
-        assert "by get_train_dataloader, which balancing would replace" in loads
+        for text in (sampler, loads):
+            assert "chooses its training samples in a way of its own, which balancing" in text
         assert ours == expected == asked
 
 

@@ -150,7 +150,6 @@ CASES = [
     ("epoch of a state", state(epoch=-1), ("epoch gave -1",)),
     ("empty history", state(history=((),)), NO_STATE),
     ("saved without an offset", state(saved=["x", "y"]), NO_STATE),
-    ("the state of one loader of two", state(saved=[("x", 0)]), NO_STATE),
     ("a share beyond the last", share(2, 2), ("rank=2", "at most 1")),
     ("no shares", share(0, 0), ("num_ranks=0", "at least 1")),
     ("epoch below 0", lambda: share(0, 1)().set_epoch(-1), ("epoch is -1",)),  # pyright: ignore

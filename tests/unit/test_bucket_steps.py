@@ -1,6 +1,5 @@
 """Batches of buckets: each sample once an epoch, like work in a step, and a mean over samples."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,24 +14,31 @@ from bascule.plugins.buckets import BalancedBuckets
 COST = TransformerCost(8)
 
 
-def samplers(
-    counts: list[int], num_ranks: int, batch_size: int, accumulate: int | None = None
-) -> list[BalancedBuckets]:
+def samplers(counts: list[int], num_ranks: int, batch_size: int) -> list[BalancedBuckets]:
     ends = np.cumsum(counts)
     buckets = [list(range(end - count, end)) for end, count in zip(ends, counts, strict=True)]
     shapes = [(16 * (number + 1), 32) for number in range(len(counts))]
     theirs = SimpleNamespace(
         bucket_indices=buckets, batch_size=batch_size, dataset=SimpleNamespace(buckets=shapes)
     )
-    settings = {"seed": 3, "accumulate": accumulate}
-    return [BalancedBuckets(theirs, num_ranks, rank, **settings) for rank in range(num_ranks)]
+    return [BalancedBuckets(theirs, num_ranks, rank, seed=3) for rank in range(num_ranks)]
+
+
+def accumulates(num_steps: int, monkeypatch: pytest.MonkeyPatch, **more: bool) -> None:
+    """Let accelerate accumulate over so many batches, until the test ends."""
+    accelerate = pytest.importorskip("accelerate.state")
+    settings = {"num_steps": num_steps, **more}
+    monkeypatch.setattr(accelerate.GradientState, "_shared_state", {"plugin_kwargs": settings})
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("counts", [[1], [8, 0, 3], [17, 5, 1, 1], [1, 1, 1, 1, 1], [24, 24], [3]])
-def test_each_sample_counts_once(counts: list[int], num_ranks: int, accumulate: int) -> None:
-    ranks = samplers(counts, num_ranks, 2, accumulate)
+def test_each_sample_counts_once(
+    counts: list[int], num_ranks: int, accumulate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accumulates(accumulate, monkeypatch)
+    ranks = samplers(counts, num_ranks, 2)
     bucket_of = np.repeat(np.arange(len(counts)), counts)
     orders = []
     for _ in range(2):
@@ -62,26 +68,18 @@ def test_each_sample_counts_once(counts: list[int], num_ranks: int, accumulate: 
     assert sum(counts) < 8 or orders[0] != orders[1]
 
 
-@pytest.fixture
-def accumulation() -> Iterator[None]:
-    """An Accelerator that accumulates over 2 batches, and none afterwards."""
-    state = pytest.importorskip("accelerate.state").GradientState
-    before = dict(state._shared_state)
-    state(SimpleNamespace(to_kwargs=lambda: {"num_steps": 2, "sync_with_dataloader": True}))
-    yield
-    state._shared_state.clear()
-    state._shared_state.update(before)
-
-
-@pytest.mark.usefixtures("accumulation")
-def test_epochs_end_with_an_optimizer_step_of_the_accelerator() -> None:
+def test_epochs_end_with_an_optimizer_step_of_the_accelerator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    accumulates(2, monkeypatch)
     (buckets,) = samplers([3, 2], 1, 1)
-    assert buckets.accumulate == 2 and len(buckets) == len(list(buckets)) == 6
-    known = BalancedSampler([1, 2, 3], COST, batch_size=1, num_ranks=1, rank=0)
-    with pytest.raises(ConfigError, match=r"accumulates over 2 batches: .* set accumulate=2"):
-        next(iter(known))
-    place: Any = {"num_ranks": 1, "rank": 0, "accumulate": 4}
-    assert len(list(BalancedSampler([1] * 9, COST, batch_size=1, **place))) == 8
+    assert len(buckets) == len(list(buckets)) == 6
+    place: Any = {"batch_size": 1, "num_ranks": 1, "rank": 0}
+    known = BalancedSampler([1] * 5, COST, **place)
+    assert known.accumulate == 2 and len(list(known)) == 4  # one has two short samples
+    assert BalancedSampler([1] * 5, COST, accumulate=1, **place).accumulate == 1
+    accumulates(2, monkeypatch, sync_with_dataloader=False)  # as transformers' Trainer
+    assert BalancedSampler([1] * 5, COST, **place).accumulate == 1
 
 
 def test_without_buckets_it_is_refused() -> None:

@@ -345,8 +345,11 @@ class Collates(DataLoader[Any]):
 
 
 def test_a_loader_whose_batches_were_collated_before_is_refused() -> None:
-    with pytest.raises(ConfigError, match="Collates gives a Tensor that its own __iter__ made"):
-        read(Source(Collates(Counting(), 4), None))
+    for groups in (None, by_number(2)):
+        with pytest.raises(ConfigError, match="gives a Tensor, which may be a collated batch"):
+            read(Source(Collates(Counting(), 4), groups))
+        told = Collates(Counting(), 4, False, None, None, 0, list)
+        assert [i for group in read(Source(told, groups)) for i in group] == list(range(11))
 
 
 def test_workers_that_live_on_collate_no_longer() -> None:

@@ -20,7 +20,7 @@ from bascule.comm.failures import leave, mark_lengths, shared
 from bascule.comm.items import mapped, measure_exchange
 from bascule.data.packs import Pack, make_pack
 from bascule.data.prefetch import PATIENCE_S, Pool, Prefetcher, pool_of, text_of
-from bascule.data.samplers import check_accumulation
+from bascule.data.samplers import accumulation_of_accelerate
 from bascule.data.source import Microbatches, Source, whole_number
 from bascule.data.steps import (
     Batch,
@@ -81,6 +81,7 @@ class LoaderMetrics:
 
 DEFAULT_TIMEOUT_S = 600.0
 STATE_VERSION = 1
+_NO_STATE = pickle.dumps(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +108,9 @@ class Progress:
 
         Of loaders with states it has all, and how many samples of each were delivered since.
         """
-        counts, saved = self.counts or (0,) * len(self.saved), None
-        if self.saved:
-            saved = [
-                (pickle.loads(state) if state else None, count - first)
-                for count, (first, state) in zip(counts, self.saved, strict=True)
-            ]
-        plain = dataclasses.asdict(self) | {"saved": saved}
+        pairs = zip(self.counts or (0,) * len(self.saved), self.saved, strict=False)
+        saved = [(pickle.loads(state or _NO_STATE), num - first) for num, (first, state) in pairs]
+        plain = dataclasses.asdict(self) | {"saved": saved or None}
         return {"version": STATE_VERSION, "deal": tuple(deal), **plain}
 
     @classmethod
@@ -129,8 +126,6 @@ class Progress:
                 (-whole_number(offset, "an offset"), b"" if own is None else pickle.dumps(own))
                 for own, offset in state["saved"] or ()
             )
-            if saved and history and len(saved) != len(history[-1]):
-                raise ValueError(f"{len(saved)} states of {len(history[-1])} loaders")
         except (LookupError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"this is not a loader state written by state_dict: {error!r}"
@@ -382,7 +377,8 @@ class BalancedLoader:
         length_fn: Tokens of a sample. Default: those of its "input_ids".
         mesh_or_group: Data-parallel ranks: a DeviceMesh with one axis, a process group, or None for
             all. With `LoaderOptions.axis`, a mesh with several axes.
-        accumulate: Microbatches of an optimiser step; planned together, exchanged at once.
+        accumulate: Microbatches of an optimiser step; planned together, exchanged at once. Default:
+            an Accelerator's, else 1.
         sync: When ranks wait for each other, as for `plan_step`.
         pack: Makes each microbatch one pack (see `make_pack`), in place of collating it; an integer
             is `Pack(tokens=...)`. Samples are loaded until the next would not fit, whatever lists
@@ -405,7 +401,7 @@ class BalancedLoader:
         cost: Cost,
         length_fn: Callable[[Sample], int] | None = None,
         mesh_or_group: "DeviceMesh | dist.ProcessGroup | None" = None,
-        accumulate: int = 1,
+        accumulate: int | None = None,
         sync: Sync = "microbatch",
         pack: Pack | int | None = None,
         options: LoaderOptions = DEFAULT_OPTIONS,
@@ -416,6 +412,7 @@ class BalancedLoader:
         is_first = self.ranks.leaders[self.ranks.index] == self.ranks.group.rank
         own = loader if is_first else None
         length_fn = num_input_ids if length_fn is None else length_fn
+        accumulate = accumulation_of_accelerate() if accumulate is None else accumulate
         setup, error = None, None
         try:
             setup = _set_up(own, cost, length_fn, accumulate, sync, pack, options)
@@ -454,13 +451,15 @@ class BalancedLoader:
                 if step is None:
                     break
                 self._metrics.count(step, waited)
+                is_void = self.rules.ends != "finish" and step.is_void
                 for micro, batch in enumerate(step.batches):
                     prefetcher.hand_out((batch.step, micro))
                     counts = step.num_items[micro][places].tolist()
                     saved = [step.saved[place] for place in places if step.saved]
                     self._progress = self._progress.after(batch.step, counts, saved)
-                    mark_lengths("batch", batch.plan, self.ranks.index)
-                    yield batch
+                    if not is_void:
+                        mark_lengths("batch", batch.plan, self.ranks.index)
+                        yield batch
         except BaseException as error:
             # Nothing refers to the iteration any more: `break`, or an error in the loop.
             is_dropped = isinstance(error, GeneratorExit)
@@ -479,7 +478,6 @@ class BalancedLoader:
         index = int(np.searchsorted(places, self.ranks.index))
         reading, error = None, None
         try:
-            check_accumulation(self.rules.accumulate)
             self._source.set_epoch(first.epoch)
             own = first.saved[index] if index < len(first.saved) else None
             reading = self._source.begin(first.history, index, places.size, own)

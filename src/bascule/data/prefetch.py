@@ -247,7 +247,7 @@ class Prefetcher:
         atexit.unregister(self._close_at_exit)
 
     def _make_all(self) -> None:
-        rules, saves, void = self._redistributor.rules, self._redistributor.saves, None
+        rules, saves = self._redistributor.rules, self._redistributor.saves
         for step in itertools.count(self._first):
             is_left, own = self._wait_until(lambda: len(self._ready) < self._depth), CLOSING
             if not is_left:
@@ -257,12 +257,6 @@ class Prefetcher:
                 if rules.ends == "drop_last" and own.items is not None:
                     self.num_dropped = own.items.lens.size + self._reading.num_unread
                 return
-            made = made if void is None else made.after(void)
-            is_void = not any(batch.plan.seq_lens.size for batch in made.batches)
-            if is_void and made.num_items.any() and rules.ends != "finish":
-                void = made  # all samples of the step were None
-                continue
-            void = None
             with self._changed:
                 self._ready.append(made)
                 self._changed.notify_all()

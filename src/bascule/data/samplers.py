@@ -84,24 +84,10 @@ def too_many(num_delivered: int, num_samples: int) -> ConfigError:
 
 
 def accumulation_of_accelerate() -> int:
-    """Return over how many batches an Accelerator of this process accumulates; 1 without one.
-
-    It learns where an epoch ends from loaders that it prepared, and ours are not.
-    """
+    """Return over how many batches accelerate accumulates; it does not see our epochs end."""
     module = sys.modules.get("accelerate.state")
     state = None if module is None else module.GradientState()
     return state.num_steps if state is not None and state.sync_with_dataloader else 1
-
-
-def check_accumulation(accumulate: int) -> None:
-    """Refuse epochs that would end in the middle of an optimizer step of accelerate."""
-    wanted = accumulation_of_accelerate()
-    if accumulate % wanted:
-        raise ConfigError(
-            f"accumulate={accumulate}, and the Accelerator accumulates over {wanted} batches: an "
-            "epoch could end in the middle of a step, whose gradients the next one would get; set "
-            f"accumulate={wanted}"
-        )
 
 
 _STATE = ("version", "epoch", "delivered", "num_samples", "lengths", "shuffle", "seed")
@@ -181,7 +167,7 @@ class BalancedSampler(Sampler[list[int]]):
         num_ranks: Data-parallel ranks. Default: of torch.distributed if it is initialised, else 1.
         rank: This rank; set with num_ranks, or not.
         seed: Seed of the order.
-        accumulate: Microbatches of an optimiser step.
+        accumulate: Microbatches of an optimiser step. Default: an Accelerator's, else 1.
 
     Raises:
         ConfigError: There are fewer samples than batches in a step.
@@ -204,11 +190,12 @@ class BalancedSampler(Sampler[list[int]]):
         num_ranks: int | None = None,
         rank: int | None = None,
         seed: int = 0,
-        accumulate: int = 1,
+        accumulate: int | None = None,
         options: SamplerOptions = DEFAULT_SAMPLING,
     ) -> None:
         of_type("BalancedSampler(options", options, SamplerOptions, "SamplerOptions(..)")
         num_ranks, rank = _place(num_ranks, rank)
+        accumulate = accumulation_of_accelerate() if accumulate is None else accumulate
         self._shape = StepShape(batch_size, num_ranks, accumulate)
         self.batch_size, self.accumulate = self._shape.batch_size, self._shape.accumulate
         self._rank = whole("BalancedSampler(rank", rank, 0, self._shape.num_ranks - 1)
@@ -263,7 +250,6 @@ class BalancedSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this rank's batches of the rest of the epoch; after a `break` the same again."""
-        check_accumulation(self.accumulate)
         self._run = _Run(self._start)
         return self._batches(self._run)
 

@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -105,14 +106,14 @@ class Source:
             loader._iterator = None  # pyright: ignore[reportPrivateUsage]
             if loader.batch_size is not None or loader.batch_sampler is not None:
                 self.collate_fn, loader.collate_fn = loader.collate_fn, Uncollated
-                form = "uncollated"
+                form = "lists"
             elif loader.collate_fn is default_convert:  # which makes lists of tuples
                 loader.collate_fn = _converted
         self._loader: Iterable[Any] = () if loader is None else loader
         self._grouping, self._form = grouping, form
         of_batches = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
         self._sampler = of_batches or getattr(loader, "sampler", None)
-        self._has_begun = False
+        self._last: Reading | None = None
 
     @property
     def deal(self) -> tuple[int, int, int, int, int]:
@@ -142,12 +143,16 @@ class Source:
         """Start to read the rest of an epoch; `saved` is `Reading.saved` of the last run."""
         if self.is_empty:
             return Reading((), None)
-        is_again = self._has_begun and isinstance(self._loader, Iterator)
-        self._has_begun = True
-        kind = self._form, is_again
+        loader: Any = self._loader
+        if self._last is not None and self._last.has_ended and isinstance(loader, Iterator):
+            raise ConfigError(
+                f"the loader is a {type(loader).__name__}, which gives its samples once, and it is "
+                "used up: give a DataLoader, a list, or an object whose __iter__ begins anew"
+            )
+        reading = partial(Reading, loader, self._grouping, self._samples_of)
         if isinstance(self._sampler, ResumableSampler):
             self._sampler.resume(history)
-            return Reading(self._loader, self._grouping, *kind)
+            return reading()
         others = [len(counts) for counts in history if len(counts) != num_sources]
         if others:
             raise ConfigError(
@@ -155,7 +160,6 @@ class Source:
                 f"{num_sources}: give the DataLoader a ResumableSampler"
             )
         skip = sum(counts[index] for counts in history)
-        loader: Any = self._loader
         has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         if saved is not None and saved[1] and has_state:
             loader.load_state_dict(pickle.loads(saved[1]))
@@ -166,7 +170,26 @@ class Source:
                 "order in each run, so samples would be lost or repeated: give the DataLoader a "
                 "ResumableSampler, or begin the next epoch with set_epoch"
             )
-        return Reading(loader, self._grouping, *kind, skip=skip, has_state=has_state)
+        self._last = reading(skip, has_state)
+        return self._last
+
+    def _samples_of(self, item: Any) -> list[Sample]:
+        """Return the samples of an item of the loader; refuse one that may be a batch."""
+        if isinstance(item, Uncollated):
+            return item.samples
+        is_list = isinstance(item, list)
+        if not is_list and self._form != "lists":
+            return [item]
+        bare = [one for one in item if isinstance(one, _BARE)] if is_list else [item]
+        if not bare or self._form == "packs":
+            return item
+        raise ConfigError(
+            f"the loader gives a {'list with a ' * is_list}{type(bare[0]).__name__}, which may be "
+            "a collated batch, or a column of one: let it give lists of samples that are dicts or "
+            "tuples (collate_fn=list, no .batched); or take batches that are dicts or tuples apart "
+            "by LoaderOptions(unpack=..); or, if it gives samples one by one, set "
+            "LoaderOptions(batch_size=..)"
+        )
 
 
 def _converted(item: Any) -> Any:
@@ -178,26 +201,20 @@ _DRAWN = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class Reading:
-    """One pass over a loader, without `skip` samples at the start. Iterates over microbatches.
-
-    Its items are "lists" of samples, "samples" or lists of them, "packs" or lists of these, or
-    "uncollated" batches of a DataLoader. `is_again` tells a later pass over an iterator.
-    """
+    """One pass over a loader, without `skip` samples at the start. Iterates over microbatches."""
 
     def __init__(
         self,
         loader: Iterable[Any],
         grouping: Microbatches | None,
-        form: str = "packs",
-        is_again: bool = False,
-        *,
+        samples_of: Callable[[Any], list[Sample]] = list,  # one of its items
         skip: int = 0,
         has_state: bool = False,
     ) -> None:
         self._stateful: Any = loader if has_state else None
         self._num_left = 0 if has_state else _num_samples(loader) - skip
-        self._items, self._skip = iter(loader), skip
-        self._kind, self._form, self._is_again = type(loader).__name__, form, is_again
+        self._items, self._skip, self._samples_of = iter(loader), skip, samples_of
+        self.has_ended = False
         self._newest: tuple[int, Any] = (0, None)
         self._taken = 0
         lists = self._lists()
@@ -234,9 +251,9 @@ class Reading:
 
     def _lists(self) -> Generator[list[Sample], None, None]:
         """Yield the loader's lists from the start; a sample that comes alone is a list of one."""
-        first, skip, has_items = -self._skip, self._skip, False
+        first, skip = -self._skip, self._skip
         for item in self._items:
-            has_items, samples = True, self._samples_of(item)
+            samples = self._samples_of(item)
             first += len(samples)
             if first > 0 or skip == 0:
                 yield samples[max(len(samples) - first, 0) :] if skip else samples
@@ -244,35 +261,7 @@ class Reading:
             self._keep(first)
         if first < 0:
             raise too_many(self._skip, self._skip + first)
-        if self._is_again and not has_items:
-            raise ConfigError(
-                f"the loader is a {self._kind}, which gives its samples once, and it is used up: "
-                "give a DataLoader, a list, or an object whose __iter__ begins anew"
-            )
-
-    def _samples_of(self, item: Any) -> list[Sample]:
-        """Return the samples of an item of the loader; refuse one that may be a batch."""
-        if isinstance(item, Uncollated):
-            return item.samples
-        if self._form == "uncollated":
-            raise ConfigError(
-                f"the {self._kind} gives a {type(item).__name__} that its own __iter__ made, and "
-                "not the samples of its collate_fn, which are needed before they are a batch: give "
-                "its dataset to a DataLoader of torch"
-            )
-        if not isinstance(item, list) and self._form != "lists":
-            return [item]
-        parts: list[Any] = item if isinstance(item, list) else [item]
-        bare = [one for one in parts if parts is not item or isinstance(one, _BARE)]
-        if not bare or self._form == "packs":
-            return parts
-        raise ConfigError(
-            f"the loader gives a {'list with a ' * (parts is item)}{type(bare[0]).__name__}, which "
-            "may be a collated batch, or a column of one: let it give lists of samples that are "
-            "dicts or tuples (collate_fn=list, no .batched); or take batches that are dicts or "
-            "tuples apart by LoaderOptions(unpack=..); or set LoaderOptions(batch_size=..), if it "
-            "gives samples one by one"
-        )
+        self.has_ended = True
 
     def _keep(self, first: int) -> None:
         """Keep the loader's state before its batch that begins with sample `first`."""

@@ -393,11 +393,11 @@ class ReadyStep:
     received_bytes: int
     exchange: tuple[float, float]  # begin and end, by `time.perf_counter`
 
-    def after(self, void: "ReadyStep") -> "ReadyStep":
-        """Return it with the items of a step before it that is passed over."""
-        num_items, num_missing = self.num_items.copy(), self.num_missing + void.num_missing
-        num_items[0] += void.num_items.sum(axis=0)
-        return replace(self, num_items=num_items, num_missing=num_missing)
+    @property
+    def is_void(self) -> bool:
+        """True where no sample came of what the loaders gave: all were None."""
+        lens = [batch.plan.seq_lens.size for batch in self.batches]
+        return bool(self.num_items.any()) and not any(lens)
 
 
 class ClosedError(CommError):
@@ -596,13 +596,15 @@ class Redistributor:
 
     def _warn_of_nothing(self, step: int, loaded: Loaded) -> None:
         """Say once why an epoch has no step although there are samples."""
-        if step or self._has_warned or not loaded.items.lens.size or self.ranks.group.rank:
+        if step or self._has_warned or self.ranks.group.rank:
             return
         self._has_warned = True
         logger.warning(
             "epoch %d has no step: data-parallel ranks %s have too few samples for one, and "
             'ends="drop_last" ends the epoch there. Set LoaderOptions(ends="pad_empty") or '
-            '"finish", or give loader=None on ranks that only compute',
+            '"finish", or give loader=None on ranks that only compute'
+            if loaded.items.lens.size
+            else "epoch %d has no step: the loaders of data-parallel ranks %s have no sample",
             self._epoch,
             np.flatnonzero(loaded.flags & _SHORT).tolist(),
         )

@@ -17,8 +17,8 @@ class BalancedBuckets(BatchSampler):
 
     The ranks of a step have batches of one bucket, of as many samples where they suffice. Samples
     left of several buckets meet in steps of like shapes. A rank without a sample repeats one, which
-    `loss_scale` leaves out. The order of an epoch depends on the seed and its number. With gradient
-    accumulation, an epoch ends with an optimizer step: the largest batches are halved for that.
+    `loss_scale` leaves out. The order of an epoch depends on the seed and its number. An epoch
+    ends with an optimizer step of the script's Accelerator: the largest batches are halved for it.
 
     Args:
         batches: The script's sampler: ``bucket_indices`` has the samples of each bucket,
@@ -26,18 +26,9 @@ class BalancedBuckets(BatchSampler):
         num_ranks: Processes.
         rank: This one.
         seed: Seed of the order.
-        accumulate: Batches of an optimizer step. None: as of the script's Accelerator.
     """
 
-    def __init__(
-        self,
-        batches: Any,
-        num_ranks: int,
-        rank: int,
-        *,
-        seed: int = 0,
-        accumulate: int | None = None,
-    ) -> None:
+    def __init__(self, batches: Any, num_ranks: int, rank: int, *, seed: int = 0) -> None:
         buckets = getattr(batches, "bucket_indices", ())
         if not any(buckets):
             raise ConfigError(
@@ -47,9 +38,6 @@ class BalancedBuckets(BatchSampler):
         self.batch_size, self._seed = batches.batch_size, seed
         self._num_ranks = whole("BalancedBuckets(num_ranks", num_ranks, 1)
         self._rank = whole("BalancedBuckets(rank", rank, 0, num_ranks - 1)
-        if accumulate is not None:
-            whole("BalancedBuckets(accumulate", accumulate, 1)
-        self._accumulate = accumulate
         sizes = [height * width for height, width in batches.dataset.buckets]
         by_size = sorted(zip(sizes, buckets, strict=True), key=lambda one: -one[0])
         self._buckets = [np.array(one, dtype=np.int64) for _, one in by_size if one]
@@ -61,7 +49,7 @@ class BalancedBuckets(BatchSampler):
     def __iter__(self) -> Iterator[list[int]]:
         random = np.random.default_rng([self._seed, self._epoch])
         self._epoch, self._scales = self._epoch + 1, []
-        steps, size = self._steps(random), self.accumulate
+        steps, size = self._steps(random), accumulation_of_accelerate()
         order = random.permutation(len(steps)).reshape(-1, size)
         for together in [[steps[place] for place in places] for places in order]:
             total = max(1, sum(part.size for parts in together for part in parts))
@@ -71,16 +59,11 @@ class BalancedBuckets(BatchSampler):
                 repeated = parts[0] if parts[0].size else self._buckets[-1]
                 yield (own if own.size else repeated[:1]).tolist()
 
-    @property
-    def accumulate(self) -> int:
-        """Batches of an optimizer step."""
-        return self._accumulate or accumulation_of_accelerate()
-
     def loss_scale(self, number: int) -> float:
         """Return the factor of the mean loss of a batch, by its number since the epoch began.
 
-        With it, the division by `accumulate` and the mean of gradients over ranks, the gradient of
-        an optimizer step is that of the mean over all its samples.
+        With it, the division by the batches of an optimizer step and the mean of gradients over
+        ranks, the gradient of a step is that of the mean over all its samples.
         """
         return self._scales[number]
 
@@ -99,7 +82,7 @@ class BalancedBuckets(BatchSampler):
         steps += [
             np.array_split(rest[first : first + num], num) for first in range(0, rest.size, num)
         ]
-        while len(steps) % self.accumulate:
+        while len(steps) % accumulation_of_accelerate():
             largest = max(range(len(steps)), key=lambda place: sum(map(len, steps[place])))
             halves = np.array_split(np.concatenate(steps.pop(largest)), 2)
             steps += [np.array_split(half, num) for half in halves]

@@ -233,9 +233,8 @@ class BalancedTrainerMixin(_Base):
         is_known = args.train_sampling_strategy in ("random", "sequential")
         if draws or (is_known and not isinstance(host._get_train_sampler(), plain)):
             raise ConfigError(
-                f"{type(self).__name__} chooses its training samples in a way of its own, by "
-                f"{'get_train_dataloader' if draws else '_get_train_sampler'}, which balancing "
-                "would replace: use BalancedLoader in a training loop"
+                f"{type(self).__name__} chooses its training samples in a way of its own, which "
+                "balancing would replace: use BalancedLoader in a training loop"
             )
         names = None
         if args.remove_unused_columns:
