@@ -35,6 +35,7 @@ from tests.helpers.inference_cases import (
     worst,
 )
 from tests.helpers.jobs import join_trainer_world
+from tests.helpers.pages import blocks_of
 from tests.helpers.ranks import by_one_rank, raised_by, run_ranks
 
 pytest.importorskip("diffusers")
@@ -208,6 +209,141 @@ def test_fewer_samples_than_ranks(topology: str) -> None:
     """Ranks without a sample compute another's once more."""
     for found in run_ranks(all_kinds, 4, "flux", topology, 2):
         check(found, num_samples=2)
+
+
+def idle_steps() -> dict[str, list[Any]]:
+    """Of each wrapper: a step without samples on all ranks, then one with a sample on the last."""
+    rank, found = dist.get_rank(), dict[str, list[Any]]()
+    wanted, mean = one_process("flux", (1,))
+    for kind in ("plain", "ddp", "fsdp2"):
+        model = model_of("flux")
+        sp = SequenceParallel(None, "g1n2", COST, timeout_s=100.0)
+        outer = wrapped(kind, "flux", model)
+        balanced = BalancedModel(outer, sp, length_fn=num_tokens)
+        found[kind] = []
+        for own in ([], samples_of("flux")[:rank], []):
+            parts = balanced.microbatches(own, loss_of)
+            loss = train_step(outer, parts)
+            if kind == "plain":
+                balanced.handle.average_gradients()
+            dist.all_reduce(loss)
+            grads = [one.grad for one in model.parameters() if one.grad is not None]
+            error = worst(model, wanted) if parts else float(sum(g.abs().sum() for g in grads))
+            found[kind].append((len(parts), error, float(loss) / 2 - mean * bool(parts)))
+            model.zero_grad()
+    return found
+
+
+def test_a_step_without_samples_has_no_passes() -> None:
+    """As that of one of two models, among which noise levels deal the samples."""
+    for found in run_ranks(idle_steps, 2):
+        for kind, (before, one, after) in found.items():
+            assert before == after == (0, 0.0, 0.0), (kind, before, after)
+            num_passes, error, loss_error = one
+            assert num_passes == 1 and error <= 1.0 and abs(loss_error) < 1e-12, (kind, one)
+
+
+def outputs_of_any_kind() -> dict[str, float]:
+    """Errors of the guide's model of one's own, whose outputs are of each kind."""
+    from diffusers.models.modeling_outputs import Transformer2DModelOutput
+    from diffusers.utils.outputs import BaseOutput
+
+    (block,) = (b for b in blocks_of("docs/sequence_parallel.md") if "class Mine" in b.text)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    guide: dict[str, Any] = {"torch": torch, "scaled_dot_product_attention": attention}
+    exec(block.text.partition("torch.manual_seed")[0], guide)
+
+    class Two(BaseOutput):
+        image: Any
+        more: Any = None
+
+    kinds: dict[str, Callable[[Tensor], Any]] = {
+        "tensor": lambda x: x,
+        "tuple": lambda x: (x,),
+        "output": Transformer2DModelOutput,
+        "two outputs": lambda x: Two(image=x, more=x),
+        "dict": lambda x: {"image": x},
+        "list": lambda x: [x],
+    }
+    rank, errors = dist.get_rank(), dict[str, float]()
+    for name, kind in kinds.items():
+
+        class Mine(guide["Mine"]):
+            def forward(self, text: Tensor, image: Tensor, time: Tensor) -> Any:
+                return kind(super().forward(text, image, time))  # noqa: B023 - called here
+
+        def loss_fn(output: Any, batch: Inputs) -> Tensor:
+            if not isinstance(output, Tensor):
+                output = output["image"] if isinstance(output, dict) else output[0]
+            return (output - batch["target"]).square()
+
+        torch.manual_seed(0)
+        model = Mine().double()
+        sizes = [(3, 11), (2, 5), (3, 11)]
+        samples = [
+            {
+                "text": torch.randn(1, text, 8, dtype=F64),
+                "image": torch.randn(1, image, 8, dtype=F64),
+                "time": torch.randn(1, dtype=F64),
+                "target": torch.randn(1, image, 8, dtype=F64),
+            }
+            for text, image in sizes
+        ]
+        for sample in samples:
+            output = guide["Mine"].forward(model, *(sample[k] for k in ("text", "image", "time")))
+            (loss_fn(output, sample).mean() / len(samples)).backward()
+        wanted = {k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+        sp = SequenceParallel(None, "g1r2n1", COST, timeout_s=100.0)
+        balanced = BalancedModel(
+            model, sp, length_fn=lambda one: one["image"].shape[1], table=guide["table"]
+        )
+        train_step(model, balanced.microbatches(samples[rank::2], loss_fn))
+        balanced.handle.average_gradients()
+        errors[name] = worst(model, wanted)
+    return errors
+
+
+def test_a_model_of_ones_own_gives_outputs_of_any_kind() -> None:
+    for errors in run_ranks(outputs_of_any_kind, 2):
+        assert max(errors.values()) <= 1.0, errors
+
+
+def encode(model: Any, args: Any, inputs: Inputs) -> tuple[Any, Inputs]:
+    """A hook of the guide: the text encoder is a part of the model, and trains with it."""
+    return args, inputs | {
+        "encoder_hidden_states": model.text_encoder(inputs["encoder_hidden_states"])
+    }
+
+
+def with_text_encoder() -> dict[str, tuple[float, float]]:
+    """Of each topology: the error of all gradients, and the sum of those of the encoder."""
+
+    def make() -> Any:
+        model = model_of("flux")
+        model.text_encoder = nn.Embedding(32, width).double()
+        model.register_forward_pre_hook(encode, with_kwargs=True)
+        return model
+
+    samples, found = samples_of("flux")[:3], dict[str, tuple[float, float]]()
+    width = samples[0]["encoder_hidden_states"].shape[2]
+    for seed, sample in enumerate(samples):
+        text, draw = sample["encoder_hidden_states"], torch.Generator().manual_seed(seed)
+        sample["encoder_hidden_states"] = torch.randint(32, text.shape[:2], generator=draw)
+    wanted, _ = by_one_rank(alone, make(), samples, [1] * 3)
+    for topology in ("g1n2", "g2n1"):
+        model, sp = make(), SequenceParallel(None, topology, COST, timeout_s=100.0)
+        ddp = DistributedDataParallel(model)
+        balanced = BalancedModel(ddp, sp, length_fn=num_tokens)
+        train_step(ddp, balanced.microbatches(samples[dist.get_rank() :: 2], loss_of))
+        found[topology] = worst(model, wanted), float(model.text_encoder.weight.grad.abs().sum())
+    return found
+
+
+def test_a_text_encoder_trains_within_the_model() -> None:
+    for found in run_ranks(with_text_encoder, 2):
+        for error, of_encoder in found.values():
+            assert error <= 1.0 and of_encoder > 0.0, found
 
 
 def one_sample_each(
@@ -385,7 +521,6 @@ def misused() -> dict[str, Any]:
     for words, spoil in WRONG.items():
         given = [spoil(own) if rank else own]
         found[words] = raised_by(balanced.microbatches, given, loss_of)
-    found["no rank has a sample"] = raised_by(balanced.microbatches, [], loss_of)
     two = own | ({"target": torch.cat([own["target"]] * 2)} if rank else {})
     found["'target': 2"] = raised_by(
         lambda: balanced.microbatches(balanced.samples_of(**two), loss_of)

@@ -101,8 +101,8 @@ def test_the_guide_changes_six_lines() -> None:
     assert [line[:1] for line in block.text.splitlines()].count("+") == 6
 
 
-def trained() -> list[tuple[list[Tensor], list[list[int]]]]:
-    """Of both scripts: gradients of each step, and the samples that this rank read."""
+def trained(accumulate: int) -> list[tuple[list[Tensor], list[list[int]], float]]:
+    """Of both scripts: gradients of each step, samples that this rank read, gradients left."""
     join_trainer_world()
     from accelerate import Accelerator
 
@@ -112,7 +112,7 @@ def trained() -> list[tuple[list[Tensor], list[list[int]]]]:
         dataset, model = Images(), make_model()
         optimizer = Gradients(model.parameters(), lr=0.1)
         names = {
-            "accelerator": Accelerator(cpu=True),
+            "accelerator": Accelerator(cpu=True, gradient_accumulation_steps=accumulate),
             "args": SimpleNamespace(train_batch_size=BATCH_SIZE, seed=3, num_train_epochs=2),
             "BucketBatchSampler": BucketBatchSampler,
             "collate_fn": torch.stack,
@@ -124,31 +124,40 @@ def trained() -> list[tuple[list[Tensor], list[list[int]]]]:
             "transformer": model,
         }
         exec(compile(script, "script", "exec"), names)
-        runs.append((optimizer.kept, read))
+        left = float(gradient_of(model.parameters()).abs().sum())
+        runs.append((optimizer.kept, read, left))
     return runs
 
 
-def alone(dataset: Images) -> list[Tensor]:
+def alone(dataset: Images, accumulate: int) -> list[Tensor]:
     """Of each step of the changed script, in one process."""
+    from accelerate import Accelerator
+
+    Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
     theirs = BucketBatchSampler(dataset, BATCH_SIZE, True, 3)
     ranks = [BalancedBuckets(theirs, 2, rank) for rank in range(2)]
     grads = []
     for _ in range(2):
+        used: list[int] = []
         for number, step in enumerate(zip(*ranks, strict=True)):
-            model = make_model()
             scales = [sampler.loss_scale(number) for sampler in ranks]
-            used = [i for batch, scale in zip(step, scales, strict=True) if scale for i in batch]
+            used += [i for batch, scale in zip(step, scales, strict=True) if scale for i in batch]
+            if (number + 1) % accumulate:
+                continue
+            model = make_model()
             for index in used:
                 (loss_of(model, dataset[index][None]) / len(used)).backward()
             grads.append(gradient_of(model.parameters()))
+            used = []
     return grads
 
 
-def test_steps_are_even_and_gradients_those_of_one_process() -> None:
-    wanted = alone(Images())
-    (plain, ours), (other_plain, other) = run_ranks(trained, 2)
-    for grads, _ in (ours, other):
-        assert len(grads) == len(wanted)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_steps_are_even_and_gradients_those_of_one_process(accumulate: int) -> None:
+    (wanted,) = run_ranks(alone, 1, Images(), accumulate)
+    (plain, ours), (other_plain, other) = run_ranks(trained, 2, accumulate)
+    for grads, _, left in (ours, other):
+        assert len(grads) == len(wanted) and left == 0.0
         for one, reference in zip(grads, wanted, strict=True):
             assert torch.allclose(one, reference, rtol=1e-10, atol=0)
     uneven = [

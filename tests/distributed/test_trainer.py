@@ -160,8 +160,8 @@ def test_costs_are_learned_on_the_job_and_saved() -> None:
         assert quadratic == pytest.approx(1e-6, rel=1e-3) and linear == pytest.approx(1e-4, rel=0.1)
 
 
-def other_losses() -> tuple[str, list[float], list[float]]:
-    """The refusal of a loss without the scale; losses with it, and those of the Trainer."""
+def other_losses() -> tuple[list[str], list[list[float]]]:
+    """Refusals of a loss without the scale, and of samples that a host chooses; losses of hosts."""
     from transformers import Trainer
 
     class Own(Trainer):
@@ -171,18 +171,40 @@ def other_losses() -> tuple[str, list[float], list[float]]:
             mean = model(**inputs)["loss"]
             return mean * cast(Any, self).loss_scale if self.scales else mean
 
+    class Asked(Trainer):
+        """As GRPOTrainer of TRL; others make outputs by another pass of the model."""
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            assert not (args[2] if len(args) > 2 else kwargs.get("return_outputs"))
+            return super().compute_loss(*args, **kwargs)
+
+    class Repeats(Trainer):
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            return [0, 0, 1, 1]
+
+    class Loads(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return [{}]
+
+    hosts = (None, None, None, Asked, Repeats, Loads)
     with shared_folder() as folder:
         # The loss of one's own stands before the mixin, as in `class T(BalancedTrainerMixin, ..)`.
-        runs = [make_trainer(folder, "scorer", balanced=True, num_train_epochs=1) for _ in range(3)]
+        runs = [
+            make_trainer(folder, "scorer", balanced=True, num_train_epochs=1, base=host)
+            for host in hosts
+        ]
         for run, scales in zip(runs, (False, True), strict=False):
             run.__class__ = type("Own", (Own, type(run)), {"scales": scales})
-        return raised_by(runs[0].train)[1], train(runs[1])[0], train(runs[2])[0]
+        refused = [raised_by(run.train)[1] for run in (runs[0], *runs[4:])]
+        return refused, [train(run)[0] for run in runs[1:4]]
 
 
-def test_a_loss_of_the_users_own_uses_the_scale() -> None:
-    for refused, ours, expected in run_ranks(other_losses, 2):
-        assert "Own.compute_loss" in refused and "self.loss_scale" in refused
-        assert ours == expected
+def test_hosts_with_a_way_of_their_own() -> None:
+    for (loss, sampler, loads), (ours, expected, asked) in run_ranks(other_losses, 2):
+        assert "Own.compute_loss" in loss and "self.loss_scale" in loss
+        for text in (sampler, loads):
+            assert "chooses its training samples in a way of its own, which balancing" in text
+        assert ours == expected == asked
 
 
 def fails_alone() -> None:

@@ -1,6 +1,7 @@
 """Loaders, samplers, packs: options out of range, contradictions, and states of something else."""
 
 import math
+import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -52,7 +53,7 @@ def share(rank: int, num_ranks: int, num_samples: int = 9) -> Callable[[], objec
     return partial(ResumableSampler, num_samples, rank=rank, num_ranks=num_ranks)
 
 
-STATE = Progress(2, 5, ((1, 2), (3, 4)), (6, 7), {"loader": "x", "offset": 8})
+STATE = Progress(2, 5, ((1, 2), (3, 4)), (6, 7), ((0, b""), (4, pickle.dumps("x"))))
 
 
 def state(**change: Any) -> Callable[[], object]:
@@ -148,7 +149,7 @@ CASES = [
     ("state without a deal", state(deal=None), NO_STATE),
     ("epoch of a state", state(epoch=-1), ("epoch gave -1",)),
     ("empty history", state(history=((),)), NO_STATE),
-    ("saved without an offset", state(saved={"loader": "x"}), NO_STATE),
+    ("saved without an offset", state(saved=["x", "y"]), NO_STATE),
     ("a share beyond the last", share(2, 2), ("rank=2", "at most 1")),
     ("no shares", share(0, 0), ("num_ranks=0", "at least 1")),
     ("epoch below 0", lambda: share(0, 1)().set_epoch(-1), ("epoch is -1",)),  # pyright: ignore

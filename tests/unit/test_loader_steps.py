@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from bascule.comm.groups import RankGroup
 from bascule.data.cost_tracker import CostTracker
 from bascule.data.loader import LoaderMetrics, LoaderOptions, _set_up, _Setup
+from bascule.data.source import Microbatches, Source
 from bascule.data.steps import (
     DataRanks,
     Decision,
@@ -28,9 +29,11 @@ from bascule.data.steps import (
     Redistributor,
     Rules,
     Verdict,
+    load,
+    num_input_ids,
     without_idle_ranks,
 )
-from bascule.errors import PlanError
+from bascule.errors import ConfigError, PlanError
 from bascule.plan.costs import Cost, PolynomialCost, TransformerCost
 from bascule.plan.items import Items
 from bascule.plan.limits import Limits
@@ -248,6 +251,39 @@ def test_a_step_is_planned_where_enough_could_be_gained(
     assert dataclasses.astuple(verdict) == expected
 
 
+def test_samples_of_none_are_left_out_and_counted() -> None:
+    """In packs as well; a state counts them as read."""
+    samples = [[4, None, 5], [None], [], [None, 6]]
+    rules = dataclasses.replace(RULES, accumulate=4, length_fn=int, weight_fn=int)
+    loaded = load(Source(samples, None).begin((), 0, 1, None), rules, loads=True)
+    assert loaded.samples == [[4, 5], [], [], [6]] and loaded.num_items == [3, 1, 0, 2]
+    assert loaded.num_missing == 3 and loaded.items is not None
+    assert loaded.items.lens.tolist() == [4, 5, 6] and loaded.items.counts.T.tolist() == [
+        [2, 0, 0, 1]
+    ]
+    packs = Source(samples, Microbatches(None, 9, int)).begin((), 0, 1, None)
+    loaded = load(packs, dataclasses.replace(rules, accumulate=2), loads=True)
+    assert loaded.samples == [[4, 5], [6]] and loaded.num_items == [5, 1]
+    items = Source([["ab", None, "c"]], None, has_packs=True).begin((), 0, 1, None)
+    loaded = load(items, dataclasses.replace(RULES, length_fn=ord, unpack=list), loads=True)
+    assert loaded.samples == [["a", "b", "c"]] and loaded.num_items == [3]
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        *(torch.zeros(4, 7), np.zeros((4, 7)), [[1, 2], [3]], [(1, 2)]),
+        *(torch.zeros(1, 7), np.zeros((0, 7))),
+    ],
+)
+def test_a_batch_has_no_length_by_default(ids: Any) -> None:
+    with pytest.raises(ConfigError, match=r'"input_ids" of \d rows, .* input_ids\[0\]'):
+        num_input_ids({"input_ids": ids})
+    for one in (torch.zeros(7), np.zeros(7), list(range(7)), tuple(range(7)), "abcdefg"):
+        assert num_input_ids({"input_ids": one}) == 7
+    assert num_input_ids({"input_ids": []}) == 0
+
+
 @pytest.mark.parametrize(
     ("lens", "num_bytes"),
     [
@@ -374,7 +410,7 @@ def test_an_idle_rank_gets_a_sample_only_within_limits() -> None:
 def test_steps_are_counted_with_what_the_training_waited_for() -> None:
     def step(num_padded: int, verdict: Verdict, *num_bytes: int, start: float, end: float) -> Any:
         batches = [SimpleNamespace(verdict=verdict, is_padding=k < num_padded) for k in range(2)]
-        return ReadyStep(batches, np.ones((1, 2)), [], *num_bytes, (start, end))  # pyright: ignore
+        return ReadyStep(batches, np.ones((1, 2)), 3, [], *num_bytes, (start, end))  # pyright: ignore
 
     balanced, even = Verdict(True, "balanced", 10.0, 6.0), Verdict(False, "even", 5.0, 3.0)
     metrics = LoaderMetrics()
@@ -388,6 +424,7 @@ def test_steps_are_counted_with_what_the_training_waited_for() -> None:
         applied=4,
         skipped={"even": 2},
         padded=4,
+        none_samples=18,
         sent_bytes=65,
         received_bytes=194,
         exchange_s=20.0,

@@ -2,11 +2,13 @@
 
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from bascule.data.samplers import History, ResumableSampler
 from bascule.data.source import Microbatches, Source
@@ -71,7 +73,9 @@ def test_more_than_there_is_was_not_delivered() -> None:
         sampler.resume([[1, 1], [2, 2]])
 
 
-def read(source: Source, history: History = (), saved: Any = None) -> list[list[Any]]:
+def read(
+    source: Source, history: History = (), saved: tuple[int, bytes] | None = None
+) -> list[list[Any]]:
     return list(source.begin(history, 0, 1, saved))
 
 
@@ -198,6 +202,12 @@ def by_tokens(num_tokens: int) -> Microbatches:
     return Microbatches(None, num_tokens, lambda _: 1)
 
 
+def after(saved: tuple[int, bytes], taken: list[int]) -> tuple[int, bytes]:
+    """Return a state as the next run gets it, in which these samples are delivered."""
+    first, state = saved
+    return first - len(taken), state
+
+
 @pytest.mark.parametrize(
     "groups",
     [None, *map(by_number, (1, 2, 3, 5)), *map(by_tokens, (1, 2, 3, 4))],
@@ -205,27 +215,26 @@ def by_tokens(num_tokens: int) -> Microbatches:
 )
 def test_a_loader_with_a_state_goes_on_from_it(groups: Microbatches | None) -> None:
     lists = [[0, 1], [2], [3, 4, 5], [6, 7, 8, 9]]
+    points, taken = list[tuple[list[int], Any]](), list[int]()
     reading = Source(WithState(lists), groups).begin((), 0, 1, None)
-    points: list[tuple[list[int], Any]] = []
-    taken: list[int] = []
+    before = reading.saved()
     for group in reading:
         taken = taken + group
-        points.append((taken, reading.saved()))
+        points += [(taken, after(before, taken)), (taken, after(reading.saved(), taken))]
+        before = reading.saved()
     for taken, saved in points:
-        loader = WithState(lists)
-        again = Source(loader, groups).begin([[len(taken)]], 0, 1, saved)
+        again = Source(WithState(lists), groups).begin([[len(taken)]], 0, 1, saved)
         left = [i for group in again for i in group]
         assert taken + left == list(range(10))
         # And once more, from the middle of that.
-        saved_again = Source(WithState(lists), groups).begin([[len(taken)]], 0, 1, saved)
-        first = next(saved_again, [])
-        twice = [[len(taken)], [len(first)]]
-        state = saved_again.saved() if first else saved
+        second = Source(WithState(lists), groups).begin([[len(taken)]], 0, 1, saved)
+        first = next(second, [])
+        state, twice = after(second.saved(), first), [[len(taken)], [len(first)]]
         third = Source(WithState(lists), groups).begin(twice, 0, 1, state)
         assert taken + first + [i for group in third for i in group] == list(range(10))
     # The state spares what is far behind from being loaded again.
     loader = WithState(lists)
-    list(Source(loader, groups).begin([[9]], 0, 1, points[-2][1]))
+    list(Source(loader, groups).begin([[9]], 0, 1, points[-3][1]))
     assert loader.loaded <= 2
 
 
@@ -243,3 +252,150 @@ def test_a_resumable_sampler_spares_the_skipped_samples() -> None:
     assert sorted(set(seen)) == [i for i in range(11) if i // 2 >= (3, 4)[i % 2]]
     seen.clear()
     assert len(read(source)) == 6 and len(seen) == 11  # the next epoch is whole
+
+
+COLLATED = {"ids": torch.zeros(4, 7), "labels": torch.zeros(4)}
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        *(COLLATED, tuple(COLLATED.values()), COLLATED["ids"], 5, "text"),
+        *([*COLLATED.values()], [["a", "b"], torch.zeros(2)], [np.zeros(3)], [[1, 2], [3, 4]]),
+    ],
+)
+def test_what_may_be_a_collated_batch_is_refused(item: Any) -> None:
+    """Of a DataLoader without a batch size, too; not where the user says what an item is."""
+    for loader in ([item], DataLoader(cast(Any, [item]), batch_size=None)):
+        with pytest.raises(ConfigError, match=r"collated batch.* LoaderOptions\(unpack=\.\.\)"):
+            read(Source(loader, None))
+        (packs,) = read(Source(loader, None, has_packs=True))
+        assert len(packs) == (len(item) if isinstance(item, list) else 1)
+        if not isinstance(item, list):
+            assert str(read(Source(loader, by_number(1)))) == str([[item]])
+            continue
+        with pytest.raises(ConfigError, match="collated batch"):
+            read(Source(loader, by_number(1)))
+
+
+def test_samples_of_a_data_loader_may_be_anything() -> None:
+    for sample in (torch.zeros(2), np.zeros(2), [1, 2], None, COLLATED):
+        loader: DataLoader[Any] = DataLoader(cast(Any, [sample] * 3), 2)
+        assert read(Source(loader, None)) == [[sample] * 2, [sample]]
+
+
+class CountsSamples(DataLoader[Any]):
+    """Counts the samples of its batches by itself, as MosaicML's StreamingDataLoader."""
+
+    seen = first = 0
+
+    def count(self, batch: Any) -> int:
+        if isinstance(batch, dict):
+            return len(next(iter(batch.values())))
+        return len(batch) if isinstance(batch, torch.Tensor) else len(batch[0])
+
+    def __iter__(self) -> Any:
+        self.seen, first = 0, self.first
+        for batch in super().__iter__():
+            self.seen += self.count(batch)
+            if self.seen > first:
+                yield batch
+        self.first = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.first = state["seen"]
+
+
+class CountsField(CountsSamples):
+    def count(self, batch: Any) -> int:
+        return len(batch["ids"])
+
+
+class CountsBatch(CountsSamples):
+    def count(self, batch: Any) -> int:
+        return len(batch)
+
+
+@pytest.mark.parametrize("loader", [CountsSamples, CountsField, CountsBatch])
+@pytest.mark.parametrize("sample", [{"ids": 1, "b": 2, "c": 3}, (1, 2, 3), torch.zeros(5), 7])
+def test_a_loader_that_counts_its_batches_counts_samples(loader: Any, sample: Any) -> None:
+    """Its `collate_fn` makes batches of what it likes; here they are lists of samples."""
+    numbered = cast(Any, [(number, sample) for number in range(9)])
+    for stop in range(1, 5):
+        source = Source(loader(numbered, 2), None)
+        reading = source.begin((), 0, 1, None)
+        taken = [number for _ in range(stop) for number, _ in next(reading)]
+        saved = after(reading.saved(), taken)
+        rest = Source(loader(numbered, 2), None).begin([[len(taken)]], 0, 1, saved)
+        assert taken + [number for samples in rest for number, _ in samples] == list(range(9))
+
+
+class Collates(DataLoader[Any]):
+    """Keeps one iterator for all epochs, as YOLO's InfiniteDataLoader."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.kept = super().__iter__()
+
+    def __iter__(self) -> Any:
+        return self.kept
+
+
+def test_a_loader_whose_batches_were_collated_before_is_refused() -> None:
+    for groups in (None, by_number(2)):
+        with pytest.raises(ConfigError, match="gives a Tensor, which may be a collated batch"):
+            read(Source(Collates(Counting(), 4), groups))
+        told = Collates(Counting(), 4, False, None, None, 0, list)
+        assert [i for group in read(Source(told, groups)) for i in group] == list(range(11))
+
+
+def test_workers_that_live_on_collate_no_longer() -> None:
+    loader: DataLoader[Any] = DataLoader(
+        Counting(), 4, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
+    )
+    collated = [batch.tolist() for batch in loader]
+    source = Source(loader, None)
+    assert read(source) == collated == read(source) == [batch.tolist() for batch in loader]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata calls it
+def test_an_order_that_no_other_run_draws_is_not_resumed() -> None:
+    loader: DataLoader[Any] = DataLoader(Counting(), 4, shuffle=True)
+    assert len(read(Source(loader, None))) == 3
+    with pytest.raises(ConfigError, match="a RandomSampler draws another order in each run"):
+        read(Source(loader, None), [[4]])
+    stateful: Any = StatefulDataLoader(Counting(), 4, shuffle=True)
+    reading = Source(stateful, None).begin((), 0, 1, None)
+    saved, taken = reading.saved(), next(reading)
+    fresh: Any = StatefulDataLoader(Counting(), 4, shuffle=True)
+    rest = read(Source(fresh, None), [[4]], after(saved, taken))
+    assert sorted(taken + [i for group in rest for i in group]) == list(range(11))
+
+
+def test_an_iterator_that_is_used_up_is_an_error_in_the_next_epoch() -> None:
+    source = Source(iter([[1], [2]]), None)
+    assert read(source) == [[1], [2]]
+    with pytest.raises(ConfigError, match="list_iterator, which gives its samples once"):
+        read(source)
+    assert read(Source(iter([]), None)) == [] == read(Source([], None))
+    endless = Source(iter([[1], [2]]), None)
+    assert next(endless.begin((), 0, 1, None)) == [1] and read(endless) == [[2]]
+
+
+def test_batch_samplers_hear_of_the_epoch() -> None:
+    class Batches:
+        epoch = 0
+
+        def __iter__(self) -> Iterator[list[int]]:
+            return iter([[self.epoch]])
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+    batches: Any = Batches()
+    source = Source(DataLoader(Counting(), batch_sampler=batches), None)
+    source.set_epoch(3)
+    assert read(source) == [[3]]

@@ -191,13 +191,14 @@ class _Writer:
                 f"{place} is a {form} tensor on {tensor.device}: samples hold dense tensors on the "
                 f"CPU{fix}"
             )
-        if type(tensor) is not Tensor:
-            raise _refusal(tensor, place)
         if tensor.requires_grad:
             raise ConfigError(
-                f"{place} requires a gradient, which would be that of a copy where the sample "
-                "moves: give detach() of it"
+                f"{place} requires a gradient, which does not come back from another rank: give "
+                "what it is computed from, such as token ids, and compute it within the model, "
+                "where the sample arrives; detach it only if nothing is trained by it"
             )
+        if type(tensor) is not Tensor:
+            raise _refusal(tensor, place)
         dense = tensor.resolve_conj().resolve_neg()
         dense = dense if dense.is_contiguous() else dense.clone()
         strides = None if dense.is_contiguous() else list(dense.stride())

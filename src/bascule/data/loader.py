@@ -1,6 +1,7 @@
 """A data loader that gives every rank the same work: samples change ranks behind the compute."""
 
 import dataclasses
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from bascule.comm.failures import leave, mark_lengths, shared
 from bascule.comm.items import mapped, measure_exchange
 from bascule.data.packs import Pack, make_pack
 from bascule.data.prefetch import PATIENCE_S, Pool, Prefetcher, pool_of, text_of
+from bascule.data.samplers import accumulation_of_accelerate
 from bascule.data.source import Microbatches, Source, whole_number
 from bascule.data.steps import (
     Batch,
@@ -49,6 +51,7 @@ class LoaderMetrics:
     skipped: dict[str, int] = dataclasses.field(default_factory=dict[str, int])  # others, by reason
     padded: int = 0  # microbatches of padding alone
     dropped_samples: int = 0  # that "drop_last" left out, unread ones where the loader knows them
+    none_samples: int = 0  # that were None, and left out
     sent_bytes: int = 0
     received_bytes: int = 0
     exchange_s: float = 0.0  # in which the thread agreed, planned and exchanged
@@ -65,6 +68,7 @@ class LoaderMetrics:
         if not verdict.applied:
             self.skipped[verdict.reason] = self.skipped.get(verdict.reason, 0) + 1
         self.padded += sum(batch.is_padding for batch in step.batches)
+        self.none_samples += step.num_missing
         self.sent_bytes += step.sent_bytes
         self.received_bytes += step.received_bytes
         exposed = max(min(end, waited[1]) - max(start, waited[0]), 0.0)
@@ -77,6 +81,7 @@ class LoaderMetrics:
 
 DEFAULT_TIMEOUT_S = 600.0
 STATE_VERSION = 1
+_NO_STATE = pickle.dumps(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +92,26 @@ class Progress:
     step: int = 0
     history: tuple[tuple[int, ...], ...] = ()  # items of each source rank, in each earlier run
     counts: tuple[int, ...] = ()  # those in this run
-    saved: dict[str, Any] | None = None  # own state of this rank's loader, if it has one
+    saved: tuple[tuple[int, bytes], ...] = ()  # `Reading.saved` of each source rank, if any has one
 
-    def after(self, step: int, counts: Sequence[int], saved: dict[str, Any] | None) -> "Progress":
+    def after(
+        self, step: int, counts: Sequence[int], saved: Sequence[tuple[int, bytes]]
+    ) -> "Progress":
         """Return it after a microbatch of a step, with so many items of each source rank."""
         done = self.counts or (0,) * len(counts)
         sums = tuple(map(sum, zip(done, counts, strict=True)))
+        saved = tuple(saved) or self.saved
         return dataclasses.replace(self, step=step + 1, counts=sums, saved=saved)
 
     def to_state(self, deal: Sequence[int]) -> dict[str, Any]:
-        """Return plain values; `deal` is that of the `ResumableSampler`s whose samples they are."""
-        return {"version": STATE_VERSION, "deal": tuple(deal), **dataclasses.asdict(self)}
+        """Return plain values; `deal` is that of the `ResumableSampler`s whose samples they are.
+
+        Of loaders with states it has all, and how many samples of each were delivered since.
+        """
+        pairs = zip(self.counts or (0,) * len(self.saved), self.saved, strict=False)
+        saved = [(pickle.loads(state or _NO_STATE), num - first) for num, (first, state) in pairs]
+        plain = dataclasses.asdict(self) | {"saved": saved or None}
+        return {"version": STATE_VERSION, "deal": tuple(deal), **plain}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], deal: Sequence[int]) -> "Progress":
@@ -108,9 +122,10 @@ class Progress:
             if any(state["counts"]):
                 history.append(_counts(state["counts"]))
             epoch, step = (whole_number(state[name], name) for name in ("epoch", "step"))
-            saved = state["saved"]
-            if saved is not None:
-                saved = {"loader": saved["loader"], "offset": whole_number(saved["offset"], "it")}
+            saved = tuple(
+                (-whole_number(offset, "an offset"), b"" if own is None else pickle.dumps(own))
+                for own, offset in state["saved"] or ()
+            )
         except (LookupError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"this is not a loader state written by state_dict: {error!r}"
@@ -239,7 +254,7 @@ def _set_up(
     grouping = None
     if unpack is None and (pack is not None or batch_size is not None):
         grouping = Microbatches(batch_size, None if pack is None else pack.tokens, length_fn)
-    source = Source(loader, grouping)
+    source = Source(loader, grouping, has_packs=unpack is not None)
     collate = options.collate_fn or source.collate_fn
     if pack is not None:
         collate = partial(make_pack, pack=pack)
@@ -362,7 +377,8 @@ class BalancedLoader:
         length_fn: Tokens of a sample. Default: those of its "input_ids".
         mesh_or_group: Data-parallel ranks: a DeviceMesh with one axis, a process group, or None for
             all. With `LoaderOptions.axis`, a mesh with several axes.
-        accumulate: Microbatches of an optimiser step; planned together, exchanged at once.
+        accumulate: Microbatches of an optimiser step; planned together, exchanged at once. Default:
+            an Accelerator's, else 1.
         sync: When ranks wait for each other, as for `plan_step`.
         pack: Makes each microbatch one pack (see `make_pack`), in place of collating it; an integer
             is `Pack(tokens=...)`. Samples are loaded until the next would not fit, whatever lists
@@ -385,7 +401,7 @@ class BalancedLoader:
         cost: Cost,
         length_fn: Callable[[Sample], int] | None = None,
         mesh_or_group: "DeviceMesh | dist.ProcessGroup | None" = None,
-        accumulate: int = 1,
+        accumulate: int | None = None,
         sync: Sync = "microbatch",
         pack: Pack | int | None = None,
         options: LoaderOptions = DEFAULT_OPTIONS,
@@ -396,6 +412,7 @@ class BalancedLoader:
         is_first = self.ranks.leaders[self.ranks.index] == self.ranks.group.rank
         own = loader if is_first else None
         length_fn = num_input_ids if length_fn is None else length_fn
+        accumulate = accumulation_of_accelerate() if accumulate is None else accumulate
         setup, error = None, None
         try:
             setup = _set_up(own, cost, length_fn, accumulate, sync, pack, options)
@@ -425,7 +442,7 @@ class BalancedLoader:
         All ranks raise a CommError if one failed or left, a PlanError if limits cannot be kept.
         """
         self.close()
-        begun = self._first
+        begun, places = self._first, self._sources.places.tolist()
         prefetcher = self._prefetcher = self._start(begun)
         self._progress = begun
         try:
@@ -434,13 +451,15 @@ class BalancedLoader:
                 if step is None:
                     break
                 self._metrics.count(step, waited)
+                is_void = self.rules.ends != "finish" and step.is_void
                 for micro, batch in enumerate(step.batches):
                     prefetcher.hand_out((batch.step, micro))
-                    counts = step.num_items[micro][self._sources.places].tolist()
-                    saved = step.saved[micro]
+                    counts = step.num_items[micro][places].tolist()
+                    saved = [step.saved[place] for place in places if step.saved]
                     self._progress = self._progress.after(batch.step, counts, saved)
-                    mark_lengths("batch", batch.plan, self.ranks.index)
-                    yield batch
+                    if not is_void:
+                        mark_lengths("batch", batch.plan, self.ranks.index)
+                        yield batch
         except BaseException as error:
             # Nothing refers to the iteration any more: `break`, or an error in the loop.
             is_dropped = isinstance(error, GeneratorExit)
@@ -460,7 +479,8 @@ class BalancedLoader:
         reading, error = None, None
         try:
             self._source.set_epoch(first.epoch)
-            reading = self._source.begin(first.history, index, places.size, first.saved)
+            own = first.saved[index] if index < len(first.saved) else None
+            reading = self._source.begin(first.history, index, places.size, own)
         except Exception as failure:
             error = named(failure, "its loader")
         begins = f"epoch={first.epoch}, step={first.step}, after {first.history}"
@@ -550,7 +570,7 @@ class BalancedLoader:
         return dataclasses.asdict(self._metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state; the same on every rank, unless the loader has one of its own."""
+        """Return the state, the same on every rank: save it once, on any of them."""
         return self._progress.to_state(self._sources.deal)
 
     @shared("load_state_dict")

@@ -247,10 +247,11 @@ class Prefetcher:
         atexit.unregister(self._close_at_exit)
 
     def _make_all(self) -> None:
-        rules = self._redistributor.rules
+        rules, saves = self._redistributor.rules, self._redistributor.saves
         for step in itertools.count(self._first):
-            is_left = self._wait_until(lambda: len(self._ready) < self._depth)
-            own = CLOSING if is_left else load(self._reading, rules, loads=self._loads)
+            is_left, own = self._wait_until(lambda: len(self._ready) < self._depth), CLOSING
+            if not is_left:
+                own = load(self._reading, rules, loads=self._loads, saves=saves(step))
             made = self._redistributor.step(step, own, self._reserve)
             if made is None:
                 if rules.ends == "drop_last" and own.items is not None:

@@ -1,6 +1,7 @@
 """Samplers for plain DataLoaders deal indices to ranks. Nothing moves between ranks."""
 
 import hashlib
+import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -82,6 +83,13 @@ def too_many(num_delivered: int, num_samples: int) -> ConfigError:
     )
 
 
+def accumulation_of_accelerate() -> int:
+    """Return over how many batches accelerate accumulates; it does not see our epochs end."""
+    module = sys.modules.get("accelerate.state")
+    state = None if module is None else module.GradientState()
+    return state.num_steps if state is not None and state.sync_with_dataloader else 1
+
+
 _STATE = ("version", "epoch", "delivered", "num_samples", "lengths", "shuffle", "seed")
 _VERSION = 2
 
@@ -159,7 +167,7 @@ class BalancedSampler(Sampler[list[int]]):
         num_ranks: Data-parallel ranks. Default: of torch.distributed if it is initialised, else 1.
         rank: This rank; set with num_ranks, or not.
         seed: Seed of the order.
-        accumulate: Microbatches of an optimiser step.
+        accumulate: Microbatches of an optimiser step. Default: an Accelerator's, else 1.
 
     Raises:
         ConfigError: There are fewer samples than batches in a step.
@@ -182,11 +190,12 @@ class BalancedSampler(Sampler[list[int]]):
         num_ranks: int | None = None,
         rank: int | None = None,
         seed: int = 0,
-        accumulate: int = 1,
+        accumulate: int | None = None,
         options: SamplerOptions = DEFAULT_SAMPLING,
     ) -> None:
         of_type("BalancedSampler(options", options, SamplerOptions, "SamplerOptions(..)")
         num_ranks, rank = _place(num_ranks, rank)
+        accumulate = accumulation_of_accelerate() if accumulate is None else accumulate
         self._shape = StepShape(batch_size, num_ranks, accumulate)
         self.batch_size, self.accumulate = self._shape.batch_size, self._shape.accumulate
         self._rank = whole("BalancedSampler(rank", rank, 0, self._shape.num_ranks - 1)

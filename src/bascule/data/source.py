@@ -2,12 +2,24 @@
 
 import copy
 import itertools
+import pickle
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, default_collate
+import numpy as np
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+    default_convert,
+)
 
 from bascule.data.samplers import History, ResumableSampler, too_many
 from bascule.errors import ConfigError
@@ -46,7 +58,8 @@ class Microbatches:
         group: list[Sample] = []
         total = 0
         for sample in samples:
-            length = whole_number(self.length_fn(sample), "length_fn")
+            is_missing = sample is None  # left out later, but it counts as read
+            length = 0 if is_missing else whole_number(self.length_fn(sample), "length_fn")
             if group and total + length > self.num_tokens:
                 yield group
                 group, total = [], 0
@@ -56,22 +69,51 @@ class Microbatches:
             yield group
 
 
-class Source:
-    """The microbatches of one rank, of its loader; None on a rank that only computes."""
+class Uncollated:
+    """A batch that is not collated, a `collate_fn`; it has a row a sample, whatever is counted.
 
-    def __init__(self, loader: Iterable[Any] | None, grouping: Microbatches | None) -> None:
+    Loaders that iterate in their own way look at batches to count their samples.
+    """
+
+    __iter__ = None
+
+    def __init__(self, samples: Iterable[Sample]) -> None:
+        self.samples = list(samples)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, field: object) -> "Uncollated":
+        return self
+
+
+class Source:
+    """The microbatches of one rank, of its loader; None on a rank that only computes.
+
+    Without `grouping`, the loader must give lists, unless it gives ready-made packs (`has_packs`).
+    """
+
+    def __init__(
+        self, loader: Iterable[Any] | None, grouping: Microbatches | None, has_packs: bool = False
+    ) -> None:
         self.is_empty = loader is None
         self.collate_fn: Callable[[list[Sample]], Any] = default_collate
+        form = "packs" if has_packs else "lists" if grouping is None else "samples"
         if isinstance(loader, DataLoader):
             loader = copy.copy(loader)
             loader.pin_memory = False  # tensors are pinned after the exchange
+            # Persistent workers of the user's loop would go on to collate.
+            loader._iterator = None  # pyright: ignore[reportPrivateUsage]
             if loader.batch_size is not None or loader.batch_sampler is not None:
-                # It gives lists of samples where it gave batches.
-                self.collate_fn, loader.collate_fn = loader.collate_fn, list
+                self.collate_fn, loader.collate_fn = loader.collate_fn, Uncollated
+                form = "lists"
+            elif loader.collate_fn is default_convert:  # which makes lists of tuples
+                loader.collate_fn = _converted
         self._loader: Iterable[Any] = () if loader is None else loader
-        self._grouping = grouping
+        self._grouping, self._form = grouping, form
         of_batches = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
         self._sampler = of_batches or getattr(loader, "sampler", None)
+        self._last: Reading | None = None
 
     @property
     def deal(self) -> tuple[int, int, int, int, int]:
@@ -89,47 +131,97 @@ class Source:
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of whatever shuffles."""
-        for part in (self._loader, self._sampler, getattr(self._loader, "dataset", None)):
+        parts = (getattr(self._loader, name, None) for name in ("batch_sampler", "dataset"))
+        for part in (self._loader, self._sampler, *parts):
             set_epoch = getattr(part, "set_epoch", None)
             if set_epoch is not None:
                 set_epoch(epoch)
 
     def begin(
-        self, history: History, index: int, num_sources: int, saved: dict[str, Any] | None
+        self, history: History, index: int, num_sources: int, saved: tuple[int, bytes] | None
     ) -> "Reading":
         """Start to read the rest of an epoch; `saved` is `Reading.saved` of the last run."""
         if self.is_empty:
             return Reading((), None)
+        loader: Any = self._loader
+        if self._last is not None and self._last.has_ended and isinstance(loader, Iterator):
+            raise ConfigError(
+                f"the loader is a {type(loader).__name__}, which gives its samples once, and it is "
+                "used up: give a DataLoader, a list, or an object whose __iter__ begins anew"
+            )
+        reading = partial(Reading, loader, self._grouping, self._samples_of)
         if isinstance(self._sampler, ResumableSampler):
             self._sampler.resume(history)
-            return Reading(self._loader, self._grouping)
+            return reading()
         others = [len(counts) for counts in history if len(counts) != num_sources]
         if others:
             raise ConfigError(
                 f"a run with {others[0]} loaders stopped in mid-epoch, and this one has "
                 f"{num_sources}: give the DataLoader a ResumableSampler"
             )
-        load_state = getattr(self._loader, "load_state_dict", None)
-        if saved is not None and load_state is not None:
-            load_state(saved["loader"])
-            return Reading(self._loader, self._grouping, int(saved["offset"]))
-        return Reading(self._loader, self._grouping, sum(counts[index] for counts in history))
+        skip = sum(counts[index] for counts in history)
+        has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        if saved is not None and saved[1] and has_state:
+            loader.load_state_dict(pickle.loads(saved[1]))
+            skip = -saved[0]
+        elif skip and isinstance(self._sampler, _DRAWN) and not hasattr(self._sampler, "set_epoch"):
+            raise ConfigError(
+                f"a run stopped in mid-epoch, and a {type(self._sampler).__name__} draws another "
+                "order in each run, so samples would be lost or repeated: give the DataLoader a "
+                "ResumableSampler, or begin the next epoch with set_epoch"
+            )
+        self._last = reading(skip, has_state)
+        return self._last
+
+    def _samples_of(self, item: Any) -> list[Sample]:
+        """Return the samples of an item of the loader; refuse one that may be a batch."""
+        if isinstance(item, Uncollated):
+            return item.samples
+        is_list = isinstance(item, list)
+        if not is_list and self._form != "lists":
+            return [item]
+        bare = [one for one in item if isinstance(one, _BARE)] if is_list else [item]
+        if not bare or self._form == "packs":
+            return item
+        raise ConfigError(
+            f"the loader gives a {'list with a ' * is_list}{type(bare[0]).__name__}, which may be "
+            "a collated batch, or a column of one: let it give lists of samples that are dicts or "
+            "tuples (collate_fn=list, no .batched); or take batches that are dicts or tuples apart "
+            "by LoaderOptions(unpack=..); or, if it gives samples one by one, set "
+            "LoaderOptions(batch_size=..)"
+        )
+
+
+def _converted(item: Any) -> Any:
+    """Convert as torch does, but for tuples: a list would be of samples."""
+    return tuple(map(default_convert, item)) if type(item) is tuple else default_convert(item)
+
+
+_DRAWN = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class Reading:
     """One pass over a loader, without `skip` samples at the start. Iterates over microbatches."""
 
-    def __init__(self, loader: Iterable[Any], grouping: Microbatches | None, skip: int = 0) -> None:
-        has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        grouping: Microbatches | None,
+        samples_of: Callable[[Any], list[Sample]] = list,  # one of its items
+        skip: int = 0,
+        has_state: bool = False,
+    ) -> None:
         self._stateful: Any = loader if has_state else None
         self._num_left = 0 if has_state else _num_samples(loader) - skip
-        self._items, self._skip = iter(loader), skip
+        self._items, self._skip, self._samples_of = iter(loader), skip, samples_of
+        self.has_ended = False
         self._newest: tuple[int, Any] = (0, None)
         self._taken = 0
         lists = self._lists()
         self._groups: Generator[list[Sample], None, None] = (
             lists if grouping is None else grouping.split(itertools.chain.from_iterable(lists))
         )
+        self._keep(-skip)
 
     def __iter__(self) -> Iterator[list[Sample]]:
         return self
@@ -149,19 +241,19 @@ class Reading:
         self._groups.close()
         self._items = iter(())
 
-    def saved(self) -> dict[str, Any] | None:
-        """Return the state of a loader that has one, after the microbatches so far."""
-        if self._stateful is None:
-            return None
+    def saved(self) -> tuple[int, bytes]:
+        """Return a state of the loader as bytes, and how many samples of this pass are before it.
+
+        Nothing, b"", of a loader without a state. Samples of the pass before it count from 0.
+        """
         first, state = self._newest
-        return {"loader": state, "offset": self._taken - first}
+        return first, b"" if state is None else pickle.dumps(state)
 
     def _lists(self) -> Generator[list[Sample], None, None]:
         """Yield the loader's lists from the start; a sample that comes alone is a list of one."""
         first, skip = -self._skip, self._skip
-        self._keep(first)
         for item in self._items:
-            samples = item if isinstance(item, list) else [item]
+            samples = self._samples_of(item)
             first += len(samples)
             if first > 0 or skip == 0:
                 yield samples[max(len(samples) - first, 0) :] if skip else samples
@@ -169,11 +261,15 @@ class Reading:
             self._keep(first)
         if first < 0:
             raise too_many(self._skip, self._skip + first)
+        self.has_ended = True
 
     def _keep(self, first: int) -> None:
         """Keep the loader's state before its batch that begins with sample `first`."""
         if self._stateful is not None:
             self._newest = first, self._stateful.state_dict()
+
+
+_BARE = (Tensor, np.ndarray, list)
 
 
 def _num_samples(loader: Iterable[Any]) -> int:

@@ -41,6 +41,7 @@ Ends = Literal["drop_last", "pad_empty", "finish"]
 Reason = Literal["balanced", "even", "gain", "exchange", "limits"]
 
 _FIRST_CAPACITY = 256  # integers a rank that the first gather has room for
+_STATE_WORDS = 2**17  # of the states of loaders, of all ranks, that travel in a step in the mean
 _SHORT, _CLOSING, _SOME = 1, 2, 4  # flags of a rank
 
 
@@ -114,11 +115,19 @@ class Batch:
 def num_input_ids(sample: Sample) -> int:
     """Return the default length."""
     try:
-        return len(sample["input_ids"])
+        ids = sample["input_ids"]
+        length, first = len(ids), next(iter(ids), None)
     except (LookupError, TypeError) as error:
         raise ConfigError(
             f'a {type(sample).__name__} without "input_ids": give BalancedLoader a length_fn'
         ) from error
+    if getattr(ids, "ndim", 1 + isinstance(first, list | tuple)) > 1:
+        raise ConfigError(
+            f'"input_ids" of {length} rows, and a sample has one row of tokens: give input_ids[0], '
+            "if it is a batch of one; take a collated batch apart by LoaderOptions(unpack=..); or "
+            "give BalancedLoader a length_fn"
+        )
+    return length
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,31 +155,51 @@ class Load:
     items: Items | None = None
     parcels: Sequence[Parcel] = ()
     num_items: Sequence[int] = ()  # of the loader in each microbatch: a ready-made pack is one
-    saved: Sequence[dict[str, Any] | None] = ()  # state of the loader after each microbatch
+    num_missing: int = 0  # of these, None
+    saved: tuple[int, bytes] = (0, b"")  # of `Reading`, before the step
     error: Exception | None = None
 
     def words(self, cost_version: int) -> Ints:
-        """Describe it in integers: flags, newest cost model here, M numbers of items; `Items`."""
-        head = np.array([self.flags, cost_version, *self.num_items], np.int64)
-        return head if self.items is None else np.concatenate([head, self.items.to_words()])
+        """Describe it in integers: `_HEAD`, M numbers of items; `Items`; state of the loader."""
+        head = [self.flags, cost_version, self.saved[0], len(self.saved[1]), *self.num_items]
+        state = self.saved[1] + b"\0" * (-len(self.saved[1]) % 8)
+        items = head[:0] if self.items is None else self.items.to_words()
+        parts = [
+            np.array(head, np.int64),
+            np.array(items, np.int64),
+            np.frombuffer(state, np.int64),
+        ]
+        return np.concatenate(parts)
+
+
+_HEAD = 4  # flags, newest cost model, samples of the pass before the state, bytes of the state
+
+
+def _saved_in(words: Ints) -> tuple[int, bytes]:
+    first, num_bytes = words[2:_HEAD].tolist()
+    return first, words[words.size - -(-num_bytes // 8) :].tobytes()[:num_bytes]
 
 
 CLOSING = Load(_CLOSING)  # of a rank that wants no further step
 
 
-def load(reading: Reading, rules: Rules, *, loads: bool) -> Load:
-    """Read this rank's samples of a step, if it `loads`; an error becomes part of the result."""
-    flags, samples, num_items, saved = 0, list[list[Sample]](), list[int](), list[Any]()
-    lens, weights, parcels, place = list[int](), list[int](), list[Parcel](), ""
+def load(reading: Reading, rules: Rules, *, loads: bool, saves: bool = False) -> Load:
+    """Read this rank's samples of a step, if it `loads`; an error becomes part of the result.
+
+    Samples that are None are left out: the usual sign of what could not be read.
+    """
+    flags, samples, num_items, num_missing = 0, list[list[Sample]](), list[int](), 0
+    lens, weights, parcels, place = list[int](), list[int](), list[Parcel](), "state of the loader"
     # Whatever ends the user's code, also SystemExit: the others would wait for a thread that ended.
     try:
+        saved = reading.saved() if saves else (0, b"")
         for micro in range(rules.accumulate):
             place = f"microbatch {micro}"
             taken = next(reading, None)
-            saved.append(reading.saved())
             flags |= _SOME if taken is not None else _SHORT if loads else 0
-            taken = taken or []
-            num_items.append(len(taken))
+            num_items.append(len(taken or []))
+            taken = [item for item in taken or [] if item is not None]
+            num_missing += num_items[-1] - len(taken)
             place = f"microbatch {micro}, unpack"
             if rules.unpack is not None:
                 taken = [sample for item in taken for sample in rules.unpack(item)]
@@ -185,7 +214,7 @@ def load(reading: Reading, rules: Rules, *, loads: bool) -> Load:
         return Load(error=named(error, place))
     num_bytes = [one.num_bytes for one in parcels]
     items = Items.own([*map(len, samples)], lens, num_bytes, weights=weights or None)
-    return Load(flags, samples, items, parcels, num_items, saved)
+    return Load(flags, samples, items, parcels, num_items, num_missing, saved)
 
 
 def named(error: BaseException, place: str) -> Exception:
@@ -233,15 +262,17 @@ class Loaded:
     flags: Ints  # (D,)
     cost_version: int  # the newest cost model that all ranks of the group know
     num_items: Ints  # (M, D) of their loaders
+    saved: list[tuple[int, bytes]]  # (D,) as that of a `Load`
     items: Items
 
     @classmethod
     def of(cls, gathered: Sequence[Ints], ranks: DataRanks, accumulate: int) -> "Loaded":
         """Join the words of all ranks of the group."""
-        size, leaders = 2 + accumulate, ranks.leaders
+        size, leaders = _HEAD + accumulate, ranks.leaders
         heads = np.stack([words[:size] for words in gathered], axis=1)
-        items = Items.from_words([gathered[leader][size:] for leader in leaders.tolist()])
-        return cls(heads[0, leaders], int(heads[1].min()), heads[2:, leaders], items)
+        own = [gathered[leader] for leader in leaders.tolist()]
+        numbers = heads[0, leaders], int(heads[1].min()), heads[_HEAD:, leaders]
+        return cls(*numbers, [*map(_saved_in, own)], Items.from_words([x[size:] for x in own]))
 
     def is_last(self, ends: Ends) -> bool:
         """Return True if there is no step any more."""
@@ -356,10 +387,17 @@ class ReadyStep:
 
     batches: list[Batch]
     num_items: Ints  # (M, D) of the loaders
-    saved: Sequence[dict[str, Any] | None]  # that of the load
+    num_missing: int  # of these, None on this rank
+    saved: list[tuple[int, bytes]]  # (D,) states of the loaders before the step, if it has them
     sent_bytes: int
     received_bytes: int
     exchange: tuple[float, float]  # begin and end, by `time.perf_counter`
+
+    @property
+    def is_void(self) -> bool:
+        """True where no sample came of what the loaders gave: all were None."""
+        lens = [batch.plan.seq_lens.size for batch in self.batches]
+        return bool(self.num_items.any()) and not any(lens)
 
 
 class ClosedError(CommError):
@@ -392,14 +430,18 @@ class Redistributor:
     ) -> None:
         self.ranks, self.rules, self.seconds_per_byte = ranks, rules, seconds_per_byte
         self.costs = [costs]  # those so far, by version
-        self._epoch, self._version = 0, 0
+        self._epoch, self._version, self._next_saved = 0, 0, 0
         self._capacity, self._has_warned = _FIRST_CAPACITY, False
         self._topology = Topology(((1, 1),), ranks.num)
 
     def begin(self, group: RankGroup, epoch: int) -> None:
         """Make the steps of another iteration, in this group, with the newest cost model."""
         self.ranks, self._epoch = replace(self.ranks, group=group), epoch
-        self._version = len(self.costs) - 1
+        self._version, self._next_saved = len(self.costs) - 1, 0
+
+    def saves(self, step: int) -> bool:
+        """Return True if the states of loaders travel with this step."""
+        return step >= self._next_saved
 
     def step(self, step: int, own: Load, reserve: Callable[[int], None]) -> ReadyStep | None:
         """Make this rank's part of a step; None at the end. Three collectives.
@@ -448,7 +490,9 @@ class Redistributor:
         except BaseException as error:
             failed = named(error, "collate_fn")
         agree(self.ranks.group, {}, failed, what=making, step=step)
-        return ReadyStep(batches, loaded.num_items, own.saved, sent, received, exchange)
+        saved = loaded.saved if any(state for _, state in loaded.saved) else []
+        numbers = loaded.num_items, own.num_missing
+        return ReadyStep(batches, *numbers, saved, sent, received, exchange)
 
     def decide(self, items: Items) -> Decision:
         """Plan all microbatches, where that is worth it. The same on all ranks."""
@@ -536,7 +580,11 @@ class Redistributor:
             if own.error is None:
                 raise
             raise error from own.error
-        self._capacity = max(self._capacity, *(words.size for words in gathered))
+        num_words = [int(words[_HEAD - 1] + 7) // 8 for words in gathered]  # of states
+        sizes = [words.size - num for words, num in zip(gathered, num_words, strict=True)]
+        self._capacity = max(self._capacity, *sizes)
+        if self.saves(step):
+            self._next_saved = step + 1 + sum(num_words) // _STATE_WORDS
         closing = [str(rank) for rank, words in enumerate(gathered) if words[0] & _CLOSING]
         if closing:
             raise ClosedError(
@@ -548,13 +596,15 @@ class Redistributor:
 
     def _warn_of_nothing(self, step: int, loaded: Loaded) -> None:
         """Say once why an epoch has no step although there are samples."""
-        if step or self._has_warned or not loaded.items.lens.size or self.ranks.group.rank:
+        if step or self._has_warned or self.ranks.group.rank:
             return
         self._has_warned = True
         logger.warning(
             "epoch %d has no step: data-parallel ranks %s have too few samples for one, and "
             'ends="drop_last" ends the epoch there. Set LoaderOptions(ends="pad_empty") or '
-            '"finish", or give loader=None on ranks that only compute',
+            '"finish", or give loader=None on ranks that only compute'
+            if loaded.items.lens.size
+            else "epoch %d has no step: the loaders of data-parallel ranks %s have no sample",
             self._epoch,
             np.flatnonzero(loaded.flags & _SHORT).tolist(),
         )

@@ -235,7 +235,7 @@ class BalancedModel:
         Samples move to the ranks that compute them; those of one form share a forward pass.
         Gradients, averaged over ranks (with `gradients="sum"`, summed), are those of the weighted
         mean of the losses of all samples. The results of `train_step` average to that mean too.
-        Two small gathers and one all-to-all.
+        Two small gathers and one all-to-all. Where no rank has a sample, there are no passes.
 
         Args:
             samples: Samples that this rank loaded, or none. Each has the arguments of the model for
@@ -245,7 +245,7 @@ class BalancedModel:
                 a bag call it, so it must not draw random numbers.
 
         Raises:
-            ConfigError: A sample is wrong, or no rank has one (on all ranks).
+            ConfigError: A sample is wrong (on all ranks).
             PlanError: The limits cannot be met (on all ranks).
         """
         parallel = self._parallel
@@ -256,6 +256,8 @@ class BalancedModel:
         step = self._step = parallel.plan([one.length for one in measured])
         plan, topology = step.plan, step.plan.topology
         forms, num_bytes, weights = self._gather(step, measured)
+        if not forms.size:
+            return []
         bags = forward_passes(
             *(plan.bag_of, plan.seq_lens, forms, topology.bag_sizes),
             max_tokens=self._max_tokens,
@@ -308,10 +310,7 @@ class BalancedModel:
         values, place = np.array(numbers, np.int64), {"what": "samples", "step": step.number}
         parts = agree(group, settings, values=values, capacity=self._capacity, **place)
         self._capacity = max(self._capacity, *(part.size for part in parts))
-        table = np.concatenate(parts).reshape(-1, 3)
-        if not table.size:
-            raise ConfigError(f"step {step.number}: no rank has a sample: give one at least")
-        forms, num_bytes, weights = table.T
+        forms, num_bytes, weights = np.concatenate(parts).reshape(-1, 3).T
         return forms, num_bytes, weights
 
     def _exchange(
@@ -365,8 +364,9 @@ class BalancedModel:
         names = parameters_of(self._part.model)
         with self._part.over(mesh):
             output = model(**{name: x for name, x in batch.items() if name in names})
-        outputs = output if isinstance(output, tuple) else output.to_tuple()
-        losses = loss_fn(outputs[0] if len(outputs) == 1 else outputs, batch)
+        output = output.to_tuple() if hasattr(output, "to_tuple") else output
+        is_one = isinstance(output, tuple) and len(output) == 1
+        losses = loss_fn(output[0] if is_one else output, batch)
         if losses.shape[:1] != (len(samples),):
             raise ConfigError(
                 f"loss_fn gave the shape {tuple(losses.shape)} for {len(samples)} samples: give "

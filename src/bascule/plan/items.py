@@ -63,7 +63,7 @@ class Items:
 
     @classmethod
     def from_words(cls, gathered: Sequence[Ints]) -> "Items":
-        """Join the words of R ranks, in their order."""
+        """Join the words of R ranks, in their order; others may follow them."""
         num_micro = int(gathered[0][0])
         counts = np.stack([words[2 : 2 + num_micro] for words in gathered], axis=1)
         sizes = counts.sum(axis=0).tolist()
@@ -72,7 +72,8 @@ class Items:
         first = 0
         for words, size in zip(gathered, sizes, strict=True):
             rows = [0, 1, *(2 + place for place in range(len(_DEFAULTS)) if words[1] >> place & 1)]
-            table[rows, first : first + size] = words[2 + num_micro :].reshape(len(rows), size)
+            columns = words[2 + num_micro :][: len(rows) * size].reshape(len(rows), size)
+            table[rows, first : first + size] = columns
             first += size
         if num_micro > 1:
             micro = [np.repeat(np.arange(num_micro), own) for own in counts.T]

@@ -7,6 +7,7 @@ import numpy as np
 from torch.utils.data import BatchSampler
 
 from bascule.arrays import Ints
+from bascule.data.samplers import accumulation_of_accelerate
 from bascule.errors import ConfigError
 from bascule.plan.checks import whole
 
@@ -16,7 +17,8 @@ class BalancedBuckets(BatchSampler):
 
     The ranks of a step have batches of one bucket, of as many samples where they suffice. Samples
     left of several buckets meet in steps of like shapes. A rank without a sample repeats one, which
-    `loss_scale` leaves out. The order of an epoch depends on the seed and its number.
+    `loss_scale` leaves out. The order of an epoch depends on the seed and its number. An epoch
+    ends with an optimizer step of the script's Accelerator: the largest batches are halved for it.
 
     Args:
         batches: The script's sampler: ``bucket_indices`` has the samples of each bucket,
@@ -38,7 +40,7 @@ class BalancedBuckets(BatchSampler):
         self._rank = whole("BalancedBuckets(rank", rank, 0, num_ranks - 1)
         sizes = [height * width for height, width in batches.dataset.buckets]
         by_size = sorted(zip(sizes, buckets, strict=True), key=lambda one: -one[0])
-        self._buckets = [np.array(one, dtype=np.int64) for _, one in by_size]
+        self._buckets = [np.array(one, dtype=np.int64) for _, one in by_size if one]
         self._epoch, self._scales = 0, list[float]()
 
     def __len__(self) -> int:
@@ -47,21 +49,26 @@ class BalancedBuckets(BatchSampler):
     def __iter__(self) -> Iterator[list[int]]:
         random = np.random.default_rng([self._seed, self._epoch])
         self._epoch, self._scales = self._epoch + 1, []
-        steps = self._steps(random)
-        for place in random.permutation(len(steps)):
-            parts, own = steps[place], steps[place][self._rank]
-            self._scales.append(own.size * self._num_ranks / sum(part.size for part in parts))
-            yield (own if own.size else parts[0][:1]).tolist()
+        steps, size = self._steps(random), accumulation_of_accelerate()
+        order = random.permutation(len(steps)).reshape(-1, size)
+        for together in [[steps[place] for place in places] for places in order]:
+            total = max(1, sum(part.size for parts in together for part in parts))
+            for parts in together:
+                own = parts[self._rank]
+                self._scales.append(own.size * self._num_ranks * size / total)
+                repeated = parts[0] if parts[0].size else self._buckets[-1]
+                yield (own if own.size else repeated[:1]).tolist()
 
     def loss_scale(self, number: int) -> float:
         """Return the factor of the mean loss of a batch, by its number since the epoch began.
 
-        With it, the gradient averaged over ranks is that of the mean over all samples of the step.
+        With it, the division by the batches of an optimizer step and the mean of gradients over
+        ranks, the gradient of a step is that of the mean over all its samples.
         """
         return self._scales[number]
 
     def _steps(self, random: np.random.Generator) -> list[list[Ints]]:
-        """Return the samples of each rank in each step."""
+        """Return the samples of each rank in each batch, as many batches as fill steps."""
         num, full = self._num_ranks, self.batch_size * self._num_ranks
         steps, few = list[list[Ints]](), list[Ints]()
         for bucket in self._buckets:
@@ -72,6 +79,11 @@ class BalancedBuckets(BatchSampler):
             steps += [np.array_split(group, num) for group in groups]
         rest = np.concatenate([*few, np.zeros(0, dtype=np.int64)])
         # Each sample of a small group is alone on its rank; the last ranks have none.
-        return steps + [
+        steps += [
             np.array_split(rest[first : first + num], num) for first in range(0, rest.size, num)
         ]
+        while len(steps) % accumulation_of_accelerate():
+            largest = max(range(len(steps)), key=lambda place: sum(map(len, steps[place])))
+            halves = np.array_split(np.concatenate(steps.pop(largest)), 2)
+            steps += [np.array_split(half, num) for half in halves]
+        return steps

@@ -17,7 +17,6 @@ from bascule.calibrate.timed import Probe, seconds_of
 from bascule.comm import groups
 from bascule.comm.collectives import all_gather
 from bascule.comm.failures import shared
-from bascule.errors import ConfigError
 from bascule.plan.step import Sync, check_sync
 
 _RUNS = 5
@@ -66,7 +65,8 @@ def train_step(
 ) -> Tensor:
     """Add the gradients of all microbatches to the model's; return the sum of losses, detached.
 
-    The caller steps the optimizer and calls `zero_grad`. An error reaches the ranks that wait.
+    The caller steps the optimizer and calls `zero_grad`. An error reaches the ranks that wait. A
+    step without microbatches, on all ranks alike, adds nothing: the model is not called.
 
     Args:
         model: A plain module, in DistributedDataParallel, or sharded by FSDP2.
@@ -78,7 +78,7 @@ def train_step(
     sync = sync_of(model) if sync is None else sync
     check_sync(sync)
     if not microbatches:
-        raise ConfigError("train_step: no microbatch: give one function at least")
+        return torch.zeros((), device=next((one.device for one in model.parameters()), None))
     losses: list[Tensor] = []
     with shared(where):
         for number, loss_of in enumerate(microbatches, 1):

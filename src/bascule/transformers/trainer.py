@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
+from types import NoneType
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -12,7 +13,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import seed_worker
@@ -221,6 +228,14 @@ class BalancedTrainerMixin(_Base):
         args, balance = self.args, self.balance
         if args.world_size == 1 and balance.pack is None:
             return super().get_train_dataloader()
+        host, plain = cast(Any, super()), (RandomSampler, SequentialSampler, NoneType)
+        draws = host.get_train_dataloader.__func__ is not Trainer.get_train_dataloader
+        is_known = args.train_sampling_strategy in ("random", "sequential")
+        if draws or (is_known and not isinstance(host._get_train_sampler(), plain)):
+            raise ConfigError(
+                f"{type(self).__name__} chooses its training samples in a way of its own, which "
+                "balancing would replace: use BalancedLoader in a training loop"
+            )
         names = None
         if args.remove_unused_columns:
             self._set_signature_columns_if_needed()
@@ -304,14 +319,14 @@ class BalancedTrainerMixin(_Base):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Return the Trainer's loss, times `loss_scale` where it does not count labels."""
-        loss, outputs = super().compute_loss(
-            model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
-        )
+        # Outputs may cost the host another pass of the model.
+        result: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss, *outputs = result if return_outputs else (result,)
         if num_items_in_batch is None:
             loss = loss * self.loss_scale
         elif self._aside is not None and self._aside.labels:  # padding
             loss = loss * 0.0
-        return (loss, outputs) if return_outputs else loss
+        return (loss, *outputs) if return_outputs else loss
 
 
 def checked_dataset(trainer: Trainer, balance: BalanceConfig) -> Dataset[Any]:
