@@ -169,7 +169,6 @@ class _Reading:
             num_rows[batch.file] = first + batch.num_rows
             if batch.data is not None:
                 self.reads_clips |= batch.data.has_clips
-                self.num_left_out += batch.data.num_left_out
             if batch.num_rows:
                 self.used |= self._roles
                 yield self._count(batch, first + 1)
@@ -258,7 +257,7 @@ class _Rows:
         grid[:, :] = np.stack([self._sound, self._sound > 0, self._sound > 0], axis=1)
         rule, sizes, owners = self._rule, self._sizes.T, self._owners
         if take is not None and owners.size:
-            width, height, frames, often = take(rule, *sizes)
+            width, height, frames, often = take(sizes[0], sizes[1], rule.frames_taken(*sizes[2:]))
             times[owners[::-1]] = often[::-1]
             sides = (width, height) if rule.bucket is None else sizes[:2]
             rule, sizes = replace(rule, fps=None, max_frames=None), (*sides, frames, frames)
@@ -376,7 +375,7 @@ class _Rows:
         values = _listed(self._batch.columns[self._roles[role]])
         own = dict(zip(self._owners.tolist()[::-1], self._sizes.tolist()[::-1], strict=True))
         owners: list[int] = []
-        sizes: list[tuple[float, ...]] = []
+        sizes: list[Sequence[float]] = []
         missing: dict[int, str] = {}
         for row in np.flatnonzero(by_shape).tolist():
             value = values[row]

@@ -91,7 +91,8 @@ def read_batches(
     if suffix not in _READERS:
         raise ConfigError(
             f"{path}: cannot read {suffix or 'a file without a suffix'}: give one of "
-            f"{', '.join(_READERS)}, or a folder of them"
+            f"{', '.join(_READERS)}, or a folder of them or of images, such as the folder_path of "
+            "a configuration of ai-toolkit"
         )
     try:
         yield from _READERS[suffix](path, wanted, wrong)
@@ -383,7 +384,11 @@ def _toml(path: Path, wanted: Wanted, _: object) -> Iterator[Batch]:
 
 def _configured(path: Path, value: Any, wanted: Wanted) -> Iterator[Batch]:
     """Yield the rows of the data sets of a trainer's configuration."""
-    for data in data_sets(path, value):
+    try:
+        sets = list(data_sets(path, value))
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: has a list, or a value, where keys belong: {error}") from error
+    for data in sets:
         place = next((x for x in (path.parent / name for name in data.places) if x.exists()), None)
         if place is None:
             raise ConfigError(
@@ -391,15 +396,13 @@ def _configured(path: Path, value: Any, wanted: Wanted) -> Iterator[Batch]:
                 "table with their width and height"
             )
         if place.is_dir():
-            rows = list(_image_rows(place, data.captions, data.is_deep))
-            kept = [row for row in rows if row["caption"] is not None or not data.only_captioned]
-            data = replace(data, num_left_out=len(rows) - len(kept))
-            batches = _batched(place, iter(kept), wanted)
+            rows = _image_rows(place, data.captions, data.is_deep)
+            if data.only_captioned:
+                rows = (row for row in rows if row["caption"] is not None)
+            batches = _batched(place, rows, wanted)
         else:
             batches = read_batches(place, wanted)
-        for batch in batches:
-            yield replace(batch, data=data)
-            data = replace(data, num_left_out=0)
+        yield from (replace(batch, data=data) for batch in batches)
 
 
 def _folder(path: Path, wanted: Wanted, wrong: list[str] | None) -> Iterator[Batch]:
