@@ -300,7 +300,7 @@ class _Rows:
             how = [f"estimated: {self._rule.bytes_per_token:g} UTF-8 bytes a token"]
             how = [*["used by cross-attention alone"][: self.cross[row]], *how * bool(is_by_bytes)]
             said.append(f"{texts:,} text tokens" + f" ({', '.join(how)})" * bool(how))
-        return f"{facts}: {' and '.join(said) or 'no tokens'}"
+        return f"{facts}: {'; '.join(said) or 'no tokens'}"
 
     def _shown(self, role: str, row: int) -> str:
         value = _listed(self._batch.columns[self._roles[role]][row : row + 1])[0]
