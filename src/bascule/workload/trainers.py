@@ -238,11 +238,11 @@ def _simpletuner(keys: _Keys, kinds: dict[object, object]) -> DataSet | None:
         if not is_known:
             raise keys.refusal(key, value)
     is_square, is_edge = bool(crop) and aspect == "square", unit == "pixel"
-    given, least = keys.number("resolution"), keys.number("minimum_image_size", 0.0)
+    resolution, least = keys.number("resolution"), keys.number("minimum_image_size", 0.0)
     low, high = keys.number("minimum_aspect_ratio", 0.0), keys.number("maximum_aspect_ratio", 0.0)
-    area = given * 1e6 if unit == "area" else given**2
+    area = resolution * 1e6 if unit == "area" else resolution**2
     least *= 1e6 if unit == "area" or (unit == "pixel_area" and least <= 10.0) else least
-    edge = given if is_edge else _aligned(math.isqrt(int(area)))
+    edge = resolution if is_edge else _aligned(math.isqrt(int(area)))
     named = [side for size, side in _SQUARES.items() if abs(area / 1e6 - size) < 0.05]
     square = named[0] if named and not is_edge else edge
     num, shortest, longest = 1, 1, 2**16
