@@ -359,6 +359,7 @@ TABLES = [
         text(csv("image video caption", [("0.png", "0.mp4", BOAT)])),
         "has the column 'video', whose name says pictures",
     ),
+    Table("own.csv", text(csv("width height image_name", [(64, 64, "a.png")])), [16]),
     Table(
         "hub.parquet",
         arrow(
@@ -391,7 +392,27 @@ TABLES = [
         "has turns with who, says, and no content or value or text: count no text by --columns ",
     ),
     # Sound.
-    Table("sound.jsonl", text(lines(SOUND)), "has duration and no sizes: say how many tokens"),
+    Table("sound.jsonl", text(lines(SOUND)), "has duration and no sizes: say how many"),
+    Table(
+        "hub_sound.jsonl", text(lines([{"audio": "a.wav", "text": BOAT}])), "has audio and no sizes"
+    ),
+    Table(
+        "hub_sound_left.jsonl",
+        text(lines([{"audio": "a.wav", "text": BOAT}])),
+        [3],
+        options={"columns": {"duration": ""}},
+    ),
+    Table(
+        "two_sizes.jsonl",
+        text(lines([{k: {"width": 64, "height": 64} for k in ("source", "target")}])),
+        "has the columns 'source.width', 'target.width': say which: --columns width=NAME",
+    ),
+    Table(
+        "one_of_two_sizes.jsonl",
+        text(lines([{"a": {"width": 64, "height": 64}, "b": {"width": 128, "height": 64}}])),
+        [32],
+        options={"columns": {"width": "b.width", "height": "b.height"}},
+    ),
     Table("sound_25.jsonl", text(lines(SOUND)), [87 + 3, 50 + 7], rule={"fps": 25}),
     Table("sound_left.jsonl", text(lines(SOUND)), [3, 7], options={"columns": {"duration": ""}}),
     Table(

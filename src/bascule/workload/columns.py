@@ -38,8 +38,13 @@ _PICTURE = re.compile(  # beside the sample's own: those of editing, first frame
     "(?!.*(mask|thumb)|(num|n|has|is|no|with)_)(.*_)?(image|img|picture|video|control|"
     "condition(ing)?|reference|ref|kontext|(first|last|start|end)_frame)s?(_(path|file|name|[0-9]+))*"
 )
+_OWN_IMAGE, _OWN_VIDEO, _OWN = (  # the sample itself
+    re.compile(f"({kind})s?(_(path|file|name))*")
+    for kind in ("image|img|picture", "video", "image|img|picture|video")
+)
 _NEITHER = re.compile(".*(stamp|date|created|path|url|file|name|key|(^|_)id|score|len|tokens)s?$")
 _SEEN = re.compile(".*(image|img|video|clip|youtube|photo|picture|url|width|height|pixel|frame).*")
+_SOUND = re.compile("(?!(is|has|no|num|n)_).*(audio|sound|speech|waveform).*")
 _A_VALUE = re.compile(r"[0-9.]+|.*[/\\].*")
 _MOST_NAMED = 20
 
@@ -71,6 +76,11 @@ def roles_of(
     roles = {role: column for role, column in (roles | dict(chosen)).items() if column}
     for number, column in enumerate(_numbered(roles.get("reference", ""), names)):
         roles[f"reference {number + 1}" if number else "reference"] = column
+    for role, column in roles.items():
+        last = column.rpartition(".")
+        same = [name for name in names if last[1] and name.rpartition(".")[2] == last[2]]
+        if len(same) > 1 and role not in chosen:
+            raise ConfigError(f"has the columns {named(same)}: say which: --columns {role}=NAME")
     if missing := [column for column in roles.values() if column not in names]:
         raise ConfigError(f"has no column {shown(missing[0])}; it has {named(names)}")
     for known, spare in _INSTEAD:
@@ -126,12 +136,8 @@ def _pictures(roles: Mapping[str, str], names: Sequence[str]) -> list[str]:
     """Return the columns that may be pictures beside the sample's own, by their names."""
     plain = {name: plain_name(name) for name in names if name not in roles.values()}
     trained = plain_name(roles.get("image", ""))
-    same = [one for one in ROLES["image"] if _is_video(one) == _is_video(trained) or not trained]
-    return [name for name, one in plain.items() if _PICTURE.fullmatch(one) and one not in same]
-
-
-def _is_video(plain: str) -> bool:
-    return plain.startswith("video")
+    own = _OWN if not trained else _OWN_VIDEO if trained.startswith("video") else _OWN_IMAGE
+    return [x for x, one in plain.items() if _PICTURE.fullmatch(one) and not own.fullmatch(one)]
 
 
 def _check(
@@ -155,10 +161,14 @@ def _check(
                 f"has text, and the column {shown(seen[0])}, but no width and height: say which "
                 "have them by --columns width=W,height=H, or that all is text by --columns image="
             )
-        if "duration" in roles and not has_rate:
+        sound = [name for name in names if _SOUND.fullmatch(plain_name(name))]
+        sound = [roles["duration"]] if "duration" in roles else sound
+        is_said = has_rate if "duration" in roles else "tokens" in roles or "duration" in chosen
+        if sound and not is_said:
             raise ConfigError(
-                f"has {roles['duration']} and no sizes: say how many tokens a second of sound "
-                "makes, such as --fps 25, or count none by --columns duration="
+                f"has {sound[0]} and no sizes: say how many tokens a second of sound makes, and "
+                "where its seconds are, such as --fps 25 and --columns duration=D, or count none "
+                "by --columns duration="
             )
         return
     if "reference" not in chosen and (pictures := _pictures(roles, names)):

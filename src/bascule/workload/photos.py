@@ -204,7 +204,9 @@ class PhotoStream:
             return self._cache[photo.path]
         pixels, grid = _decode(photo.path, self._options)
         if grid != photo.grid:
-            raise ConfigError(f"{photo.path} has changed its size since the run began")
+            raise ConfigError(
+                f"{photo.path} has changed its size since the run began: start it anew"
+            )
         return pixels
 
 
