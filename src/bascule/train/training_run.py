@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from bascule.arrays import Floats
+from bascule.arrays import Floats, Ints
 from bascule.comm.agree import agree
 from bascule.comm.failures import shared
 from bascule.comm.groups import new_group
-from bascule.errors import ConfigError
+from bascule.errors import ConfigError, RemoteConfigError
 from bascule.models import Exchange, MMDiTConfig
 from bascule.parallel import PlanFuture, SequenceParallel, Step
 from bascule.plan.machine import TRAINING, WITHOUT_RECOMPUTING, Cluster, HardwareProfile, in_passes
@@ -39,7 +39,7 @@ from bascule.train.options import Schedule, TrainOptions, schedule_of, settings_
 from bascule.train.stepping import sync_of, train_step
 from bascule.train.stopwatch import Lap, Stopwatch, TimedStep, watch_blocks
 from bascule.workload.codes import num_ranks_of, parse_data_codes
-from bascule.workload.photos import PhotoStream
+from bascule.workload.photos import Gather, PhotoStream
 from bascule.workload.streams import ManifestStream, RawBatch, SampleBatch, SyntheticStream
 
 PARTS = tuple(  # of a step, that are timed; "samples" to "restore" are of the forward
@@ -169,7 +169,9 @@ class Prepared:
     checkpoint: Path | None  # to resume from
 
 
-def prepare(options: TrainOptions, *, rank: int = 0, world_size: int = 1) -> Prepared:
+def prepare(
+    options: TrainOptions, *, rank: int = 0, world_size: int = 1, gather: Gather | None = None
+) -> Prepared:
     """Open the data, and refuse all that can be refused before ranks meet."""
     topology, cluster = options.check(world_size), None
     if topology == "auto":
@@ -190,6 +192,7 @@ def prepare(options: TrainOptions, *, rank: int = 0, world_size: int = 1) -> Pre
             world_size=world_size,
             seed=options.seed,
             options=encoders.photo_options(options),
+            gather=gather,
         )
     schedule = schedule_of(options, data.num_samples)
     settings = settings_of(options, data.digest, schedule) | encoders.settings
@@ -275,15 +278,24 @@ class TrainingRun:
         """Prepare on all ranks; raise if options or data differ, or one rank fails."""
         prepared, error, facts = None, None, dict[str, str]()
         try:
-            prepared = prepare(self._options, rank=self.rank, world_size=self._num_ranks)
+            prepared = prepare(
+                self._options, rank=self.rank, world_size=self._num_ranks, gather=self._from_all
+            )
             facts["settings"] = str(sorted(prepared.settings.items()))
             facts["other options"] = str(self._options)
             facts["checkpoint"] = str(prepared.checkpoint)
+        except RemoteConfigError:  # all ranks met it
+            raise
         except ConfigError as refusal:
             error = refusal
         agree(self._group, facts, error, what="bascule train")
         assert prepared is not None
         return prepared
+
+    def _from_all(
+        self, settings: Mapping[str, str], error: ConfigError | None, values: Ints
+    ) -> list[Ints]:
+        return agree(self._group, settings, error, what="bascule train", values=values)
 
     def _make_parallel(self) -> SequenceParallel:
         options, prepared = self._options, self._prepared
