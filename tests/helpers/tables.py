@@ -128,6 +128,42 @@ SIMPLETUNER = [
     {"id": "off", "type": "local", "instance_data_dir": "img", "disabled": True},
 ]
 FOLDER = {"img___a__png": image(320, 512), "img___a__txt": BOAT, "img___b__png": image(1280, 720)}
+PICTURES = {"a__png": image(320, 512), "b__png": image(64, 64), "c__png": image(320, 512)}
+EDIT = [
+    {"image": "a.png", "prompt": BOAT, "edit_image": ["b.png", "c.png"]},
+    {"image": "a.png", "prompt": BOAT, "edit_image": ["b.png"]},
+]
+CONTROL = [
+    {"image_path": "a.png", "caption": BOAT, "control_path_0": "b.png", "control_path_1": "c.png"},
+    {"image_path": "a.png", "caption": BOAT, "control_path_0": "b.png"},
+]
+EDITS: list[tuple[str, Any, dict[str, Any], list[int] | str]] = [
+    ("edit", EDIT, {}, "count them by --columns reference=edit_image, or not by reference="),
+    ("control", CONTROL, {}, "--columns reference=control_path_0"),
+    (
+        "edit_counted",
+        EDIT,
+        {"options": {"columns": {"reference": "edit_image"}}},
+        [640 + 16 + 640 + 3, 640 + 16 + 3],
+    ),
+    ("edit_left", EDIT, {"options": {"columns": {"reference": ""}}}, [643, 643]),
+    (
+        "control_counted",
+        CONTROL,
+        {"options": {"columns": {"reference": "control_path"}}},
+        [640 + 16 + 640 + 3, 640 + 16 + 3],
+    ),
+    (
+        "no_such_reference",
+        EDIT,
+        {"options": {"columns": {"reference": "kontext"}}},
+        "no column 'kontext'",
+    ),
+]
+SOUND = [
+    {"audio_filepath": "a.wav", "duration": 3.5, "text": BOAT},
+    {"audio_filepath": "b.wav", "duration": 2, "text": LAKE},
+]
 COLUMNS = {"width": "B", "height": "H", "text": "titel"}
 
 TABLES = [
@@ -261,18 +297,136 @@ TABLES = [
     Table("kohya", folder(**FOLDER, data__toml=KOHYA), [963, 960] * 2, inner="data.toml"),
     Table(
         "musubi",
-        folder(clips__jsonl=lines(rows(WHC, [(832, 480, LAKE)])), data__toml=MUSUBI),
-        [52 * 30, 52 * 30 * 7],
+        folder(
+            clips__jsonl=lines(rows(f"{WHC} frames", [(832, 480, LAKE, 40), (832, 480, "", 24)])),
+            data__toml=MUSUBI,
+        ),
+        [52 * 30, 52 * 30, 52 * 30 * 7],  # the second clip is shorter than 25 frames
         "wan2.1",
         inner="data.toml",
     ),
     Table(
         "simpletuner",
         folder(**FOLDER, backend__json=json.dumps(SIMPLETUNER)),
-        [963, 960],  # 384 x 640 and 640 x 384, as for kohya
+        [963, 44 * 24],  # 384 x 640 and 704 x 384
         inner="backend.json",
     ),
     Table("no_data", folder(data__toml=KOHYA), "img are not here", inner="data.toml"),
+    Table(
+        "musubi_without_frames",
+        folder(clips__jsonl=lines(rows(WHC, [(832, 480, LAKE)])), data__toml=MUSUBI),
+        "--columns frames=F",
+        "wan2.1",
+        inner="data.toml",
+    ),
+    Table(
+        "diffusion_pipe",
+        folder(data__toml="resolutions = [512]\n[[directory]]\npath = 'img'\n"),
+        "[[directory]] of diffusion-pipe are not applied: give the folder of its path",
+        inner="data.toml",
+    ),
+    Table("other", folder(data__toml="[model]\n"), "has no [[datasets]]", inner="data.toml"),
+    Table("list", folder(data__toml="datasets = [1]\n"), "where keys belong", inner="data.toml"),
+    Table("ai_toolkit.yaml", text("job: extension\n"), "the folder_path of a configuration of ai-"),
+    Table(
+        "caption_extension",
+        folder(
+            **FOLDER,
+            img___b__caption=LAKE,
+            data__toml=KOHYA + '  caption_extension = ".caption"\n',
+        ),
+        [960, 967] * 2,
+        inner="data.toml",
+    ),
+    Table(
+        "only_captioned",
+        folder(
+            **FOLDER,
+            img___deep___c__png=image(64, 64),
+            data__toml="[[datasets]]\nresolution = 512\nimage_directory = 'img'\n"
+            "caption_extension = '.txt'\n",
+        ),
+        [32 * 32 + 3],
+        inner="data.toml",
+    ),
+    # Pictures beside the sample's own.
+    *(
+        Table(name, folder(t__json=json.dumps(content), **PICTURES), said, inner="t.json", **more)
+        for name, content, more, said in EDITS
+    ),
+    Table(
+        "frame_and_video.csv",
+        text(csv("image video caption", [("0.png", "0.mp4", BOAT)])),
+        "has the column 'video', whose name says pictures",
+    ),
+    Table("own.csv", text(csv("width height image_name", [(64, 64, "a.png")])), [16]),
+    Table(
+        "hub.parquet",
+        arrow(
+            [
+                {
+                    "images": [{"bytes": image(*size), "path": None} for size in sizes],
+                    "texts": [{"user": BOAT, "assistant": LAKE, "source": "made"}],
+                }
+                for sizes in ([(320, 512)], [(320, 512), (64, 64)])
+            ]
+        ),
+        [640 + 10, 640 + 16 + 10],
+    ),
+    Table(
+        "edit_first.parquet",  # the first picture is not the sample
+        arrow(
+            [
+                {
+                    "edit_image": {"bytes": image(64, 64), "path": None},
+                    "image": {"bytes": image(320, 512), "path": None},
+                }
+            ]
+        ),
+        [640 + 16],
+        options={"columns": {"reference": "edit_image"}},
+    ),
+    Table(
+        "turns.jsonl",
+        text(lines([{"messages": [{"who": "a", "says": BOAT}]}])),
+        "has turns with who, says, and no content or value or text: count no text by --columns ",
+    ),
+    # Sound.
+    Table("sound.jsonl", text(lines(SOUND)), "has duration and no sizes: say how many"),
+    Table(
+        "hub_sound.jsonl", text(lines([{"audio": "a.wav", "text": BOAT}])), "has audio and no sizes"
+    ),
+    Table(
+        "hub_sound_left.jsonl",
+        text(lines([{"audio": "a.wav", "text": BOAT}])),
+        [3],
+        options={"columns": {"duration": ""}},
+    ),
+    Table(
+        "two_sizes.jsonl",
+        text(lines([{k: {"width": 64, "height": 64} for k in ("source", "target")}])),
+        "has the columns 'source.width', 'target.width': say which: --columns width=NAME",
+    ),
+    Table(
+        "one_of_two_sizes.jsonl",
+        text(lines([{"a": {"width": 64, "height": 64}, "b": {"width": 128, "height": 64}}])),
+        [32],
+        options={"columns": {"width": "b.width", "height": "b.height"}},
+    ),
+    Table("sound_25.jsonl", text(lines(SOUND)), [87 + 3, 50 + 7], rule={"fps": 25}),
+    Table("sound_left.jsonl", text(lines(SOUND)), [3, 7], options={"columns": {"duration": ""}}),
+    Table(
+        "no_text.jsonl",
+        text(lines([{"audio_filepath": "a.wav", "duration": 2}])),
+        [50],
+        rule={"fps": 25},
+    ),
+    Table(
+        "zero.jsonl",
+        text(lines([{"text": BOAT, "duration": 0}])),
+        "row 1: duration is 0",
+        rule={"fps": 25},
+    ),
     # Clips.
     Table(
         "seconds.csv",

@@ -52,8 +52,8 @@ def test_what_was_understood_is_said(tmp_path: Path) -> None:
     assert said == [
         f"{path}: 1 samples; tokens follow from width (W), height, frames (num_frames).",
         "Tokens of a sample: 75,600 to 75,600, quartiles 75,600, 75,600, 75,600.",
-        "For example row 1: width 1280, height 720, frames 81: 21 x 45 x 80 = 75600 visual and 0 "
-        "text tokens.",
+        "For example row 1: width 1280, height 720, frames 81: 21 x 45 x 80 = 75,600 visual "
+        "tokens.",
         "Ignored columns: clip.",
         "Skipped rows: 1, first clips.csv, row 2 (line 3): W is 0.",
     ]
@@ -177,8 +177,8 @@ def test_text_that_is_attended_to_crosswise_is_no_part_of_a_sequence(tmp_path: P
     manifest = read_manifest(path, TokenRule.of_model("wan2.1"))
     assert (manifest.text_tokens[0], manifest.cross_tokens[0], manifest.lens[0]) == (0, 7, 75_600)
     assert manifest.shape(0).seq_len == 75_600 and manifest.shape(0).cross_tokens == 7
-    said = "75600 visual and 0 text tokens, 7 more beside the sequence (4 UTF-8 bytes each)"
-    assert manifest.example.endswith(said)
+    said = "21 x 45 x 80 = 75,600 visual tokens; 7 text tokens (used by cross-attention alone, "
+    assert manifest.example.endswith(f": {said}estimated: 4 UTF-8 bytes a token)")
 
 
 def most_tokens(name: str, num_text: int) -> int:

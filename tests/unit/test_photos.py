@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from bascule.errors import ConfigError
+from bascule.workload import photos
 from bascule.workload.photos import PhotoOptions, PhotoStream
 from bascule.workload.streams import SampleBatch, SampleStream, flow_noise, flow_timesteps
 
@@ -257,6 +258,43 @@ def test_ranks_share_one_global_batch(tmp_path: Path) -> None:
             assert torch.equal(noise, flow_noise(one, seed=1))
             times = torch.cat([flow_timesteps(part, seed=1) for part in parts])
             assert torch.equal(times, flow_timesteps(one, seed=1))
+
+
+def test_ranks_that_gather_read_a_share_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And have the same samples as ranks that read all; one rank's refusal is all ranks'."""
+    album(tmp_path, 7)
+    (tmp_path / "03.png").write_bytes(b"x")
+    read: list[Path] = []
+    parts: list[Any] = []
+    decode = photos._decode  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(photos, "_decode", lambda path, o: read.append(path) or decode(path, o))
+
+    def first(settings: Any, error: Any, values: Any) -> Any:
+        parts.append((settings, error, values))
+        raise EOFError
+
+    for rank in range(3):
+        with pytest.raises(EOFError):
+            PhotoStream(tmp_path, 2, rank=rank, world_size=3, gather=first)
+    assert sorted(path.name for path in read) == [f"{place:02d}.png" for place in range(7)]
+    assert len({str(settings) for settings, *_ in parts}) == 1
+    alone = PhotoStream(tmp_path, 2, rank=1, world_size=3)
+    values = [part for *_, part in parts]
+    with caplog.at_level(logging.WARNING):
+        shared = [
+            PhotoStream(tmp_path, 2, rank=rank, world_size=3, gather=lambda *_: values)
+            for rank in range(3)
+        ]
+    assert {stream.digest for stream in shared} == {alone.digest} and alone.num_samples == 6
+    assert torch.equal(shared[1].batch(1).image, alone.batch(1).image)
+    assert [stream.skipped for stream in shared] == [1] * 3 and "03.png" in caplog.text
+    parts.clear()
+    with pytest.raises(EOFError):
+        options = PhotoOptions(strict=True)
+        PhotoStream(tmp_path, 2, rank=0, world_size=3, gather=first, options=options)
+    assert "03.png" in str(parts[0][1])
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 4 * 768])

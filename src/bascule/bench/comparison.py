@@ -48,7 +48,7 @@ from bascule.train.encoders import (
 from bascule.train.flow import FlowBatch
 from bascule.train.model import PROBED_STEPS, build_model, cost_of, model_config
 from bascule.train.stopwatch import Stopwatch, watch_blocks
-from bascule.workload.photos import PhotoStream
+from bascule.workload.photos import Gather, PhotoStream
 from bascule.workload.streams import (
     ManifestStream,
     RawBatch,
@@ -71,7 +71,15 @@ class Samples:
         self.options, self.device, self.group = options, device, group
         self.dtype: torch.dtype = getattr(torch, options.dtype)
         self.encoders = self._agreed_encoders()
-        self.stream = open_stream(options, self.encoders, group.rank, group.size)
+        self.stream = open_stream(
+            options,
+            self.encoders,
+            group.rank,
+            group.size,
+            lambda settings, error, values: agree(
+                group, settings, error, what="bascule bench", values=values
+            ),
+        )
         self._loaded: dict[int, list[Any]] = {}
 
     def _agreed_encoders(self) -> FrozenEncoders:
@@ -363,7 +371,11 @@ class Stages:
 
 
 def open_stream(
-    options: BenchOptions, encoders: FrozenEncoders, rank: int, world_size: int
+    options: BenchOptions,
+    encoders: FrozenEncoders,
+    rank: int,
+    world_size: int,
+    gather: Gather | None = None,
 ) -> SampleStream:
     """Open the samples of one rank."""
     ranks = {"rank": rank, "world_size": world_size, "seed": options.seed}
@@ -374,7 +386,7 @@ def open_stream(
         return ManifestStream(manifest, options.batch_size, **ranks)
     assert options.photos is not None
     photos = encoders.photo_options(options)
-    return PhotoStream(options.photos, options.batch_size, **ranks, options=photos)
+    return PhotoStream(options.photos, options.batch_size, **ranks, options=photos, gather=gather)
 
 
 def _totals(plans: Sequence[Plan], cost: TransformerCost, sent: float) -> dict[str, Any]:

@@ -21,6 +21,7 @@ ROLES: dict[str, tuple[str, ...]] = {
     "text_tokens": ("text_tokens", "num_text_tokens", "text_len", "caption_tokens"),
     "text": ("caption", "text", "prompt", "cap", "captions", "texts", "prompts", "description"),
     "talk": ("messages", "conversations"),
+    "reference": (),
 }
 """The names of each role in lower case; the first that a table has counts."""
 
@@ -33,8 +34,17 @@ _INSTEAD = (  # where a table has the first, it does not need the second
 )
 _TEXT = re.compile("(?!negative).*(caption|prompt)s?(_.*)?")
 _CLIP = re.compile(".*(frame|duration|second|length|(^|_)(sec|time|dur)s?(_|$)).*")
+_PICTURE = re.compile(  # beside the sample's own: those of editing, first frames, ..
+    "(?!.*(mask|thumb)|(num|n|has|is|no|with)_)(.*_)?(image|img|picture|video|control|"
+    "condition(ing)?|reference|ref|kontext|(first|last|start|end)_frame)s?(_(path|file|name|[0-9]+))*"
+)
+_OWN_IMAGE, _OWN_VIDEO, _OWN = (  # the sample itself
+    re.compile(f"({kind})s?(_(path|file|name))*")
+    for kind in ("image|img|picture", "video", "image|img|picture|video")
+)
 _NEITHER = re.compile(".*(stamp|date|created|path|url|file|name|key|(^|_)id|score|len|tokens)s?$")
 _SEEN = re.compile(".*(image|img|video|clip|youtube|photo|picture|url|width|height|pixel|frame).*")
+_SOUND = re.compile("(?!(is|has|no|num|n)_).*(audio|sound|speech|waveform).*")
 _A_VALUE = re.compile(r"[0-9.]+|.*[/\\].*")
 _MOST_NAMED = 20
 
@@ -64,13 +74,21 @@ def roles_of(
     if not (roles["talk"] or roles["text_tokens"] or "text" in chosen):
         roles["text"] = _text_column(plain)
     roles = {role: column for role, column in (roles | dict(chosen)).items() if column}
+    for number, column in enumerate(_numbered(roles.get("reference", ""), names)):
+        roles[f"reference {number + 1}" if number else "reference"] = column
+    for role, column in roles.items():
+        last = column.rpartition(".")
+        same = [name for name in names if last[1] and name.rpartition(".")[2] == last[2]]
+        if len(same) > 1 and role not in chosen:
+            raise ConfigError(f"has the columns {named(same)}: say which: --columns {role}=NAME")
     if missing := [column for column in roles.values() if column not in names]:
         raise ConfigError(f"has no column {shown(missing[0])}; it has {named(names)}")
     for known, spare in _INSTEAD:
         if known in roles and spare not in chosen:
             roles.pop(spare, None)
     if not roles.keys() & {"width", "height", "size", "image"}:
-        roles = {role: column for role, column in roles.items() if role in TEXTS}
+        sound = {"duration"} if "tokens" not in roles else set[str]()
+        roles = {role: column for role, column in roles.items() if role in TEXTS | sound}
     if "duration" not in roles and not has_rate:
         roles.pop("fps", None)
     _check(roles, names, chosen, has_rate)
@@ -108,6 +126,20 @@ def _text_column(plain: Mapping[str, str]) -> str:
     return texts[0] if texts else ""
 
 
+def _numbered(name: str, names: Sequence[str]) -> list[str]:
+    """Return the columns of a name and of the same name with a number: control_path_0, .."""
+    plain = re.compile(re.escape(re.sub("_[0-9]+$", "", name)) + "(_[0-9]+)?")
+    return [column for column in names if name and plain.fullmatch(column)]
+
+
+def _pictures(roles: Mapping[str, str], names: Sequence[str]) -> list[str]:
+    """Return the columns that may be pictures beside the sample's own, by their names."""
+    plain = {name: plain_name(name) for name in names if name not in roles.values()}
+    trained = plain_name(roles.get("image", ""))
+    own = _OWN if not trained else _OWN_VIDEO if trained.startswith("video") else _OWN_IMAGE
+    return [x for x, one in plain.items() if _PICTURE.fullmatch(one) and not own.fullmatch(one)]
+
+
 def _check(
     roles: Mapping[str, str], names: Sequence[str], chosen: Mapping[str, str], has_rate: bool
 ) -> None:
@@ -129,7 +161,22 @@ def _check(
                 f"has text, and the column {shown(seen[0])}, but no width and height: say which "
                 "have them by --columns width=W,height=H, or that all is text by --columns image="
             )
+        sound = [name for name in names if _SOUND.fullmatch(plain_name(name))]
+        sound = [roles["duration"]] if "duration" in roles else sound
+        is_said = has_rate if "duration" in roles else "tokens" in roles or "duration" in chosen
+        if sound and not is_said:
+            raise ConfigError(
+                f"has {sound[0]} and no sizes: say how many tokens a second of sound makes, and "
+                "where its seconds are, such as --fps 25 and --columns duration=D, or count none "
+                "by --columns duration="
+            )
         return
+    if "reference" not in chosen and (pictures := _pictures(roles, names)):
+        raise ConfigError(
+            f"has the column {shown(pictures[0])}, whose name says pictures, which may be tokens "
+            f"beside the sample's own: count them by --columns reference={pictures[0]}, or not by "
+            f"reference=; or, if they are the samples, say image={pictures[0]}"
+        )
     if plain_name(roles.get("tokens", "")) == "length" and "tokens" not in chosen:
         raise ConfigError(
             "has sizes and a column 'length', which may be tokens, frames or seconds: say which: "

@@ -18,10 +18,14 @@ from bascule.workload.codes import MAX_LENGTH, SampleShape
 from bascule.workload.columns import ROLES, TEXTS, may_be_text, named, roles_of
 from bascule.workload.tables import VIDEO_SUFFIXES, Batch, image_size, read_batches, video_size
 from bascule.workload.tokens import TokenRule
+from bascule.workload.trainers import Take
 
 _NUMBER = r"^\s*[+]?[0-9]+(\.[0-9]*)?([eE][+]?[0-9]+)?\s*$"
 _COMMA = re.compile("[0-9]+,[0-9]+")
 _PAIR = re.compile(r"\s*[\[(]?\s*([0-9]+)\s*[x×*,; ]\s*([0-9]+)\s*[\])]?\s*")
+_OTHERWISE = "say which columns have sizes, or text alone, by --columns width=W,height=H, or image="
+_CONTENTS = ("content", "value", "text")  # of a turn of a conversation
+_SPEAKERS = frozenset(("system", "user", "assistant", "question", "answer"))  # a pair in one turn
 _MOST_SHOWN, _FEW_WORDS, _SAMPLED = 3, 3.0, 100
 
 
@@ -39,6 +43,7 @@ class Manifest:
         skipped: The first rows that could not be read, with place and reason.
         num_skipped: The number of all of them.
         example: A row and what it became.
+        num_left_out: Samples that the trainer leaves out by its configuration.
     """
 
     path: Path
@@ -50,6 +55,7 @@ class Manifest:
     skipped: tuple[str, ...]
     num_skipped: int
     example: str
+    num_left_out: int = 0
 
     def __len__(self) -> int:
         return self.text_tokens.size
@@ -78,6 +84,8 @@ class Manifest:
         ]
         if self.ignored:
             lines.append(f"Ignored columns: {named(self.ignored)}.")
+        if self.num_left_out:
+            lines.append(f"Left out by the keys of the configuration: {self.num_left_out:,}.")
         if self.num_skipped:
             lines.append(f"Skipped rows: {self.num_skipped:,}, first {'; '.join(self.skipped)}.")
         return lines
@@ -114,11 +122,12 @@ def read_manifest(
     counts = list(reading.counts())
     num_samples = sum(text.size for text, *_ in counts)
     if reading.num_bad and not (skip_bad and num_samples):
-        advice = "; --skip-bad leaves them out" if num_samples else ""
+        advice = "--skip-bad leaves them out" if num_samples else _OTHERWISE
         rows = f"{reading.num_bad} row{'s' * (reading.num_bad > 1)}"
-        raise ConfigError(f"{path}: {rows} cannot be read: {'; '.join(reading.bad)}{advice}")
+        raise ConfigError(f"{path}: {rows} cannot be read: {'; '.join(reading.bad)}; {advice}")
     if num_samples == 0:
-        raise ConfigError(f"{path} holds no samples")
+        left = f": {reading.num_left_out} are left out by its keys" if reading.num_left_out else ""
+        raise ConfigError(f"{path} holds no samples{left}: give the file or folder that has them")
     has_size = reading.used.keys() & {"width", "size"}
     says_frames = reading.used.keys() & {"frames", "duration"} or "frames" in (columns or {})
     ignored = tuple(x for x in reading.names if x.strip() and x not in reading.used.values())
@@ -131,7 +140,8 @@ def read_manifest(
     text, cross, grids = (np.concatenate(parts) for parts in zip(*counts, strict=True))
     left_out = tuple(reading.bad), reading.num_bad
     tokens = text, cross, grids
-    return Manifest(reading.path, *tokens, reading.used, ignored, *left_out, reading.example)
+    said = reading.example, reading.num_left_out
+    return Manifest(reading.path, *tokens, reading.used, ignored, *left_out, *said)
 
 
 class _Reading:
@@ -146,6 +156,7 @@ class _Reading:
         self.bad: list[str] = []
         self.num_bad = 0
         self.example = ""
+        self.num_left_out = 0
         self.reads_clips = rule.frame_stride is not None
         self._rule, self._chosen, self._wrong = rule, chosen, wrong
         self._roles: dict[str, str] = {}  # of the newest batch: rows of JSON have what they have
@@ -156,6 +167,8 @@ class _Reading:
         for batch in read_batches(self.path, self._wanted, self._wrong):
             first = num_rows.get(batch.file, 0)
             num_rows[batch.file] = first + batch.num_rows
+            if batch.data is not None:
+                self.reads_clips |= batch.data.has_clips
             if batch.num_rows:
                 self.used |= self._roles
                 yield self._count(batch, first + 1)
@@ -179,7 +192,8 @@ class _Reading:
         self._look_for_texts(batch)
         rows = _Rows(batch, self._roles, self._rule)
         try:
-            rows.count()
+            rows.read()
+            takes = [rows.taken(take) for take in (batch.data.takes if batch.data else [None])]
         except ConfigError as error:
             raise ConfigError(f"{self.path}: {error}") from None
         for row in sorted(rows.reasons)[: _MOST_SHOWN - len(self.bad)]:
@@ -189,10 +203,17 @@ class _Reading:
             self.bad.append(f"{batch.file.name}, {place}: {rows.reasons[row]}")
         good = ~rows.is_wrong
         self.num_bad += int(rows.is_wrong.sum())
-        if not self.example and good.any():
-            row = int(good.argmax())
-            self.example = f"row {first + row}: {rows.example(row)}"
-        return rows.text[good], rows.cross[good], rows.grid[good]
+        for grid, times in takes:
+            if not self.example and (is_used := good & (times > 0)).any():
+                row = int(is_used.argmax())
+                self.example = f"row {first + row}: {rows.example(row, grid[row])}"
+        self.num_left_out += sum(int((times[good] == 0).sum()) for _, times in takes)
+        parts = [
+            [np.repeat(table[good], times[good], axis=0) for table in (rows.text, rows.cross, grid)]
+            for grid, times in takes
+        ]
+        text, cross, grid = (np.concatenate(tables) for tables in zip(*parts, strict=True))
+        return text, cross, grid
 
     def _look_for_texts(self, batch: Batch) -> None:
         """Refuse a column that is text by its values and would not be used."""
@@ -211,42 +232,75 @@ class _Rows:
     """The rows of a batch: their tokens, and what is wrong with some."""
 
     def __init__(self, batch: Batch, roles: Mapping[str, str], rule: TokenRule) -> None:
-        self._batch, self._roles = batch, roles
-        self._rule = rule if batch.bucket is None else replace(rule, bucket=batch.bucket)
+        self._batch, self._roles, self._rule = batch, roles, rule
         self.text, self.cross = np.zeros((2, batch.num_rows), dtype=np.int64)
-        self.grid = np.zeros((batch.num_rows, 3), dtype=np.int64)
         self.is_wrong = np.zeros(batch.num_rows, dtype=bool)
         self.reasons: dict[int, str] = {}  # of the first rows that are wrong
+        self._sound = np.zeros(batch.num_rows, dtype=np.int64)
+        self._owners = np.zeros(0, dtype=np.int64)  # rows of pictures, a row's own before others
+        self._sizes = np.zeros((0, 4))  # width, height, frames and their rate of each picture
 
-    def count(self) -> None:
-        """Fill in text tokens and grids, and the reasons why rows have none."""
+    def read(self) -> None:
+        """Read texts and sizes, and the reasons why rows have none."""
         tokens = self._whole("tokens", 0)
         by_shape = np.isnan(tokens)
         self.text[~by_shape] = tokens[~by_shape]
         if self._roles.keys() == {"tokens"}:
             self._refuse("tokens", by_shape)
         elif by_shape.any():
-            self._count_by_shape(by_shape)
-        total = self.text + self.grid.astype(np.float64).prod(axis=1)
-        self._refuse("", total > MAX_LENGTH, f"more than {MAX_LENGTH} tokens")
+            self._read_shapes(by_shape)
 
-    def _count_by_shape(self, by_shape: Any) -> None:
-        is_crosswise = self._rule.is_crosswise and self._roles.keys() & {"width", "size", "image"}
+    def taken(self, take: Take | None) -> tuple[Ints, Ints]:
+        """Return grids (n, 3), and how many such samples each row gives (n,)."""
+        grid = np.zeros((self._batch.num_rows, 3), dtype=np.int64)
+        times = np.ones(self._batch.num_rows, dtype=np.int64)
+        grid[:, :] = np.stack([self._sound, self._sound > 0, self._sound > 0], axis=1)
+        rule, sizes, owners = self._rule, self._sizes.T, self._owners
+        if take is not None and owners.size:
+            width, height, frames, often = take(sizes[0], sizes[1], rule.frames_taken(*sizes[2:]))
+            times[owners[::-1]] = often[::-1]
+            sides = (width, height) if rule.bucket is None else sizes[:2]
+            rule, sizes = replace(rule, fps=None, max_frames=None), (*sides, frames, frames)
+        if owners.size:
+            grids = rule.grids(*sizes)
+            counts = np.bincount(owners, minlength=times.size)[:, None]
+            total = np.bincount(owners, grids.prod(axis=1), minlength=times.size)
+            grid[owners] = grids
+            grid = np.where(counts > 1, total[:, None].astype(np.int64) ** [0, 0, 1], grid)
+            is_small = np.bincount(owners, grids.min(axis=1) < 1, minlength=times.size) > 0
+            reason = f"smaller than a token of {rule.pixels} x {rule.pixels} pixels"
+            self._refuse("", is_small & (times > 0), reason)
+        total = self.text + grid.astype(np.float64).prod(axis=1)
+        self._refuse("", total > MAX_LENGTH, f"more than {MAX_LENGTH} tokens")
+        return grid, times
+
+    def _read_shapes(self, by_shape: Any) -> None:
+        is_visual = self._roles.keys() & {"width", "size", "image"}
+        is_crosswise = self._rule.is_crosswise and is_visual
         (self.cross if is_crosswise else self.text)[by_shape] = self._texts()[by_shape]
         if self._roles.keys() & {"width", "size"}:
             self._measure(by_shape)
         elif "image" in self._roles:
-            self._read_headers(by_shape)
+            self._read_headers("image", by_shape)
+        elif "duration" in self._roles and self._rule.fps is not None:
+            seconds = self._numbers("duration")
+            self._refuse("duration", by_shape & ~(seconds > 0))
+            self._sound[by_shape] = np.floor(np.maximum(seconds, 0) * self._rule.fps)[by_shape]
+        for role in self._roles:
+            if role.startswith("reference"):
+                self._read_headers(role, by_shape & ~self.is_wrong)
 
-    def example(self, row: int) -> str:
+    def example(self, row: int, grid: Ints) -> str:
         """Return what a row says, and what it became."""
-        frames, rows, columns = self.grid[row].tolist()
         facts = ", ".join(f"{role} {self._shown(role, row)}" for role in self._roles)
-        visual = f"{frames} x {rows} x {columns} = {frames * rows * columns} visual"
-        beside = f", {cross} more beside the sequence" if (cross := self.cross[row]) else ""
-        is_by_bytes = self._rule.tokenize is None and self._roles.keys() & {"text", "talk"}
-        rule = f" ({self._rule.bytes_per_token:g} UTF-8 bytes each)" if is_by_bytes else ""
-        return f"{facts}: {visual} and {self.text[row]} text tokens{beside}{rule}"
+        frames, rows, columns = grid.tolist()
+        said = [f"{frames} x {rows} x {columns} = {grid.prod():,} visual tokens"][: grid.prod()]
+        if texts := int(self.text[row] + self.cross[row]):
+            is_by_bytes = self._rule.tokenize is None and self._roles.keys() & {"text", "talk"}
+            how = [f"estimated: {self._rule.bytes_per_token:g} UTF-8 bytes a token"]
+            how = [*["used by cross-attention alone"][: self.cross[row]], *how * bool(is_by_bytes)]
+            said.append(f"{texts:,} text tokens" + f" ({', '.join(how)})" * bool(how))
+        return f"{facts}: {'; '.join(said) or 'no tokens'}"
 
     def _shown(self, role: str, row: int) -> str:
         value = _listed(self._batch.columns[self._roles[role]][row : row + 1])[0]
@@ -287,7 +341,7 @@ class _Rows:
         column = self._batch.columns[self._roles[role]]
         if self._rule.tokenize is None and (sizes := _byte_lengths(column)) is not None:
             return np.ceil(sizes / self._rule.bytes_per_token).astype(np.int64)
-        texts = [_texts_in(value) if role == "text" else _talk(value) for value in _listed(column)]
+        texts = [_texts_in(value, role) for value in _listed(column)]
         counts = iter(self._rule.count([text for row in texts for text in row]))
         return np.array([max((next(counts) for _ in row), default=0) for row in texts], np.int64)
 
@@ -313,43 +367,38 @@ class _Rows:
         if self._rule.fps is not None:
             self._refuse("fps", (frames > 1) & ~(fps > 0))
         good = by_shape & ~self.is_wrong
-        width, height, frames, fps = (x[good] for x in (*sides, frames, fps))
-        self.grid[good] = self._rule.grids(width, height, frames, fps)
-        self._refuse_small(good)
+        self._owners = np.flatnonzero(good)
+        self._sizes = np.stack([*sides, frames, fps], axis=1)[good]
 
-    def _refuse_small(self, is_visual: Any) -> None:
-        side = self._rule.pixels
-        reason = f"smaller than a token of {side} x {side} pixels"
-        self._refuse("", is_visual & (self.grid.min(axis=1) < 1), reason)
-
-    def _read_headers(self, by_shape: Any) -> None:
-        """Read sizes from the files of each row; images of one sample are counted together."""
-        values = _listed(self._batch.columns[self._roles["image"]])
+    def _read_headers(self, role: str, by_shape: Any) -> None:
+        """Read sizes from the files of each row; pictures of one sample are counted together."""
+        values = _listed(self._batch.columns[self._roles[role]])
+        own = dict(zip(self._owners.tolist()[::-1], self._sizes.tolist()[::-1], strict=True))
         owners: list[int] = []
-        sizes: list[tuple[float, ...]] = []
+        sizes: list[Sequence[float]] = []
         missing: dict[int, str] = {}
         for row in np.flatnonzero(by_shape).tolist():
             value = values[row]
             for one in value if isinstance(value, list) else [value]:
-                size = _visual_size(one, self._batch.folder)
+                if role == "image" or self._batch.data is None:
+                    size = _visual_size(one, self._batch.folder)
+                else:  # trainers scale references to the size of their image
+                    size = own.get(row) if one else None
                 if size is not None:
                     owners.append(row)
                     sizes.append(size)
-                elif one or "talk" not in self._roles:  # a conversation may have none
+                elif one or (role == "image" and "talk" not in self._roles):
                     missing.setdefault(row, f"there is no image, nor a size, of {shown(one)}")
         self.reasons |= dict(list(missing.items())[:_MOST_SHOWN])
         self.is_wrong[list(missing)] = True
-        if sizes:
-            grids = self._rule.grids(*np.array(sizes).T)
-            counts = np.bincount(owners, minlength=self._batch.num_rows)
-            total = np.bincount(owners, grids.prod(axis=1), minlength=self._batch.num_rows)
-            self.grid[owners] = grids
-            self.grid[counts > 1] = np.stack([counts * 0 + 1, counts * 0 + 1, total], 1)[counts > 1]
-            self._refuse_small(counts > 0)
+        self._owners = np.append(self._owners, np.array(owners, dtype=np.int64))
+        self._sizes = np.append(self._sizes, np.array(sizes).reshape(-1, 4), axis=0)
 
 
 def _visual_size(value: Any, folder: Path) -> tuple[float, ...] | None:
     """Read width, height, frames and their rate from the header of an image or a video."""
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
     if isinstance(value, str) and (path := folder / value).is_file():
         if path.suffix.lower() in VIDEO_SUFFIXES:
             return video_size(path)
@@ -412,20 +461,31 @@ def _byte_lengths(column: Any) -> Floats | None:
     return np.array(compute.binary_length(column).fill_null(0), dtype=np.float64)
 
 
-def _texts_in(value: Any) -> list[str]:
+def _texts_in(value: Any, role: str) -> list[str]:
+    """Return the texts of a row: those of a list, or the one of all turns of a conversation."""
     if value is None:
         return []
-    return [str(one) for one in value] if isinstance(value, list | tuple) else [str(value)]
-
-
-def _talk(value: Any) -> list[str]:
-    """Return all text of a conversation, as sharegpt and chat templates have it."""
-    parts: list[str] = []
-    for turn in value or ():
-        content = turn.get("content", turn.get("value", "")) if isinstance(turn, dict) else turn
-        for one in content if isinstance(content, list) else [content]:
-            parts.append(str(one.get("text", "")) if isinstance(one, dict) else str(one))
+    if not isinstance(value, list | tuple):
+        return [str(value)]
+    if role == "text" and not any(isinstance(one, dict) for one in value):
+        return [str(one) for one in value]
+    parts = [part for turn in value for part in _parts(turn, role)]
     return [re.sub("<(image|video|audio)>", "", "".join(parts))]
+
+
+def _parts(turn: Any, role: str) -> list[str]:
+    """Return the texts of a turn, as sharegpt, chat templates and the_cauldron have them."""
+    if not isinstance(turn, dict):
+        return [str(turn)]
+    names = next(([name] for name in _CONTENTS if name in turn), _SPEAKERS & turn.keys())
+    if not names:
+        raise ConfigError(
+            f"has turns with {named(turn)}, and no {' or '.join(_CONTENTS)}: count no text by "
+            f"--columns {role}="
+        )
+    contents = [turn[name] for name in sorted(names)]
+    listed = [one for part in contents for one in (part if isinstance(part, list) else [part])]
+    return [str(one.get("text", "") if isinstance(one, dict) else one or "") for one in listed]
 
 
 def _pair(value: Any) -> tuple[float, float]:

@@ -7,7 +7,7 @@ import io
 import logging
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from bascule.arrays import Ints
 from bascule.errors import ConfigError
 from bascule.plan.checks import fields, function, whole
 from bascule.plan.files import read_json_lines
@@ -33,6 +34,9 @@ from bascule.workload.tables import IMAGE_SUFFIXES, VIDEO_SUFFIXES, load_av
 _INSTEAD = ", or give folders of frames"
 _NUMBER = re.compile("[0-9]+$")
 _log = logging.getLogger(__name__)
+
+Gather = Callable[[Mapping[str, str], ConfigError | None, Ints], Sequence[Ints]]
+"""Returns the numbers of all ranks; raises on all if one met an error, or texts differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +86,9 @@ class PhotoStream:
     after frame, all within ``max_tokens``. The caption of folder ``name`` is ``name.txt`` beside
     it.
 
-    Every rank reads and checks every photo once, here. Those that cannot be decoded are left out,
-    counted in ``skipped`` and logged by rank 0. Steps draw from a shuffled order, each once per
-    epoch.
+    Each photo is read and checked once, here: by all ranks, or by one if they ``gather`` what they
+    found. Those that cannot be decoded are left out, counted in ``skipped`` and logged by rank 0.
+    Steps draw from a shuffled order, each once per epoch.
     """
 
     def __init__(
@@ -96,6 +100,7 @@ class PhotoStream:
         world_size: int = 1,
         seed: int = 0,
         options: PhotoOptions | None = None,
+        gather: Gather | None = None,
     ) -> None:
         self._options = options = options or PhotoOptions()
         self.batch_size = whole("batch_size", batch_size, 1)
@@ -107,7 +112,7 @@ class PhotoStream:
         self.skipped = 0
         self._embedding = sample_normals([0], [256], options.text_dim, seed=0, stream="t_bytes")
         self._cache: dict[Path, NDArray[np.uint8]] = {}
-        self._photos = self._scan(Path(folder))
+        self._photos = self._scan(Path(folder), gather)
         self._order = EpochOrder(len(self._photos), seed)
 
     @property
@@ -147,28 +152,46 @@ class PhotoStream:
     def _draw(self, numbers: Sequence[int]) -> list[_Photo]:
         return [self._photos[sample] for sample in self._order.samples(numbers)]
 
-    def _scan(self, folder: Path) -> list[_Photo]:
-        options, room = self._options, self._options.cache_bytes
+    def _decoded(self, paths: Sequence[Path], gather: Gather | None) -> tuple[Ints, dict[int, str]]:
+        """Return the grids of all photos (n, 3), 0 where there is none; why, if this rank knows."""
+        grids, reasons, error = np.zeros((len(paths), 3), dtype=np.int64), dict[int, str](), None
+        share, room = self.world_size if gather else 1, self._options.cache_bytes
+        for place in range(self.rank % share, len(paths), share):
+            try:
+                pixels, grids[place] = _decode(paths[place], self._options)
+            except ConfigError as refusal:
+                reasons[place] = str(refusal)
+                error = error or (refusal if self._options.strict else None)
+                continue
+            if pixels.nbytes <= room:
+                room -= pixels.nbytes
+                self._cache[paths[place]] = pixels
+        if gather is not None:
+            names = hashlib.blake2b(repr([path.name for path in paths]).encode(), digest_size=8)
+            parts = gather({"photos": names.hexdigest()}, error, grids[self.rank :: share].ravel())
+            for rank, part in enumerate(parts):
+                grids[rank::share] = part.reshape(-1, 3)
+        elif error is not None:
+            raise error
+        return grids, reasons
+
+    def _scan(self, folder: Path, gather: Gather | None) -> list[_Photo]:
+        options = self._options
         paths, listed = _sample_paths(folder, options), _listed_captions(folder)
+        grids, reasons = self._decoded(paths, gather)
         photos: list[_Photo] = []
         bad: list[str] = []
         num_cut = 0
-        for path in paths:
-            try:
-                pixels, grid = _decode(path, options)
-            except ConfigError as error:
-                if options.strict:
-                    raise
-                bad.append(str(error))
+        for place, path in enumerate(paths):
+            if not grids[place].any():
+                bad.append(reasons.get(place, f"cannot read {path}"))
                 continue
             caption, is_cut = _text_tokens(_caption_of(path, listed), options)
             num_cut += is_cut
-            frames = _latent_frames(grid[0], options)
-            shape = SampleShape(len(caption), frames * grid[1] * grid[2], frames, grid[2])
+            num_frames, rows, columns = grid = tuple(grids[place].tolist())
+            frames = _latent_frames(num_frames, options)
+            shape = SampleShape(len(caption), frames * rows * columns, frames, columns)
             photos.append(_Photo(path, caption, grid, shape))
-            if pixels.nbytes <= room:
-                room -= pixels.nbytes
-                self._cache[path] = pixels
         if not photos:
             raise ConfigError(
                 f"no readable photo in {folder} ({len(bad)} unreadable); put photos directly in "
@@ -191,7 +214,9 @@ class PhotoStream:
             return self._cache[photo.path]
         pixels, grid = _decode(photo.path, self._options)
         if grid != photo.grid:
-            raise ConfigError(f"{photo.path} has changed its size since the run began")
+            raise ConfigError(
+                f"{photo.path} has changed its size since the run began: start it anew"
+            )
         return pixels
 
 

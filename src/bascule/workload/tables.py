@@ -11,7 +11,7 @@ import json
 import re
 import tarfile
 import tomllib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +22,7 @@ from typing import Any, cast
 from bascule.errors import ConfigError
 from bascule.plan.checks import shown
 from bascule.plan.files import check_regular, to_path
+from bascule.workload.trainers import DataSet, data_sets
 
 Wanted = Callable[[Sequence[str]], Collection[str]]
 """Chooses columns by the names of all."""
@@ -36,9 +37,8 @@ _BATCH_ROWS = 2**16
 _HEAD_BYTES = 2**20
 _BLOCK_CHARS = 2**22
 _MOST_NESTS = 1000
-_FOLDERS = ("image_dir", "image_directory", "video_directory", "instance_data_dir")
+_SETTING = frozenset(("instance_data_dir", "dataset_type"))  # of SimpleTuner's configurations
 _SPLIT = re.compile("(train|test|validation|valid|val|dev)(?![a-z])")
-_LISTS = ("metadata_file", "image_jsonl_file", "video_jsonl_file")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,13 @@ class Batch:
     Attributes:
         file: The file or folder; relative paths in its rows begin at `folder`.
         columns: A pyarrow array or a list of values a column, all of one length.
-        bucket: Bucket of the trainer's configuration that names the data; see `TokenRule`.
+        data: The data set of a trainer's configuration that names these rows, if one does.
         line: Of the file, which begins the first row; None where a row may be several lines.
     """
 
     file: Path
     columns: Mapping[str, Any]
-    bucket: str | None = None
+    data: DataSet | None = None
     line: int | None = None
 
     @property
@@ -91,7 +91,8 @@ def read_batches(
     if suffix not in _READERS:
         raise ConfigError(
             f"{path}: cannot read {suffix or 'a file without a suffix'}: give one of "
-            f"{', '.join(_READERS)}, or a folder of them"
+            f"{', '.join(_READERS)}, or a folder of them or of images, such as the folder_path of "
+            "a configuration of ai-toolkit"
         )
     try:
         yield from _READERS[suffix](path, wanted, wrong)
@@ -153,9 +154,18 @@ def _flat(table: Any) -> dict[str, Any]:
     """Return the columns of a table by name, the fields of structs as "struct.field"."""
     import pyarrow as pa
 
-    while any(pa.types.is_struct(field.type) for field in table.schema):
-        table = table.flatten()
-    return {name: table[name].combine_chunks() for name in table.column_names}
+    columns: dict[str, Any] = {}
+    for field, column in zip(table.schema, table.columns, strict=True):
+        if pa.types.is_struct(field.type) and not _is_picture([one.name for one in field.type]):
+            columns |= _flat(pa.Table.from_arrays([column], [field.name]).flatten())
+        else:
+            columns[field.name] = column.combine_chunks()
+    return columns
+
+
+def _is_picture(names: Collection[str]) -> bool:
+    """True for the fields of a picture, as data sets of the Hub have them."""
+    return "bytes" in names and {*names} <= {"bytes", "path"}
 
 
 def _csv(path: Path, wanted: Wanted, wrong: list[str] | None) -> Iterator[Batch]:
@@ -223,7 +233,7 @@ def _json(path: Path, wanted: Wanted, _: object) -> Iterator[Batch]:
     settings = cast(list[Any], value) if isinstance(value, list) else []
     if is_lines:
         yield from _json_lines(path, wanted, encoding)
-    elif any(isinstance(one, dict) and "instance_data_dir" in one for one in settings):
+    elif any(isinstance(one, dict) and not _SETTING.isdisjoint(one) for one in settings):
         yield from _configured(path, settings, wanted)
     else:
         yield from _batched(path, _rows_in(value, path), wanted)
@@ -300,7 +310,8 @@ def _without_nests(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in row.items():
         key = prefix + name
-        flat |= _without_nests(value, f"{key}.") if isinstance(value, dict) else {key: value}
+        is_nest = isinstance(value, dict) and not _is_picture(value)
+        flat |= _without_nests(value, f"{key}.") if is_nest else {key: value}
     return flat
 
 
@@ -368,67 +379,30 @@ def video_size(path: Path) -> tuple[float, ...] | None:
 
 def _toml(path: Path, wanted: Wanted, _: object) -> Iterator[Batch]:
     with path.open("rb") as file:
-        value = tomllib.load(file)
-    general = value.get("general", {})
-    sets = [
-        general | one | subset
-        for one in value.get("datasets", ())
-        for subset in one.get("subsets", ({},))
-    ]
-    yield from _configured(path, sets, wanted)
+        yield from _configured(path, tomllib.load(file), wanted)
 
 
-def _configured(path: Path, sets: Iterable[Mapping[str, Any]], wanted: Wanted) -> Iterator[Batch]:
-    """Yield the rows of the data sets of a trainer's configuration, as often as it repeats them."""
-
-    def with_frames(names: Sequence[str]) -> list[str]:
-        return [name for name in wanted([*names, "frames"]) if name in names]
-
-    for one in sets:
-        names = [one[name] for name in (*_LISTS, *_FOLDERS) if one.get(name)]
-        is_off = one.get("disabled") or one.get("disable")
-        if not names or is_off or one.get("dataset_type", "image") not in ("image", "video"):
-            continue  # embeddings and conditions are no samples
-        place = next((x for x in (path.parent / name for name in names) if x.exists()), None)
+def _configured(path: Path, value: Any, wanted: Wanted) -> Iterator[Batch]:
+    """Yield the rows of the data sets of a trainer's configuration."""
+    try:
+        sets = list(data_sets(path, value))
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: has a list, or a value, where keys belong: {error}") from error
+    for data in sets:
+        place = next((x for x in (path.parent / name for name in data.places) if x.exists()), None)
         if place is None:
             raise ConfigError(
-                f"{path}: its data {names[0]} are not here: run where they are, or give a table "
-                "with their width and height"
+                f"{path}: its data {data.places[0]} are not here: run where they are, or give a "
+                "table with their width and height"
             )
-        bucket, frames = _bucket_of(one, path), one.get("target_frames")
-        if frames is not None and one.get("frame_extraction", "head") != "head":
-            raise ConfigError(
-                f"{path}: frame_extraction = {one['frame_extraction']!r}: the number of samples of "
-                "a clip is known for 'head' alone: give a table with frames of each sample"
-            )
-        times = int(one.get("num_repeats", one.get("repeats", 0) + 1))  # SimpleTuner: further ones
-        for _ in range(times):
-            for batch in read_batches(place, wanted if frames is None else with_frames):
-                for count in frames or [None]:
-                    clips = {} if count is None else {"frames": [count] * batch.num_rows}
-                    yield replace(batch, columns={**batch.columns, **clips}, bucket=bucket)
-
-
-def _bucket_of(setting: Mapping[str, Any], path: Path) -> str | None:
-    """Return what a trainer's configuration makes of sizes, as the option --bucket has it."""
-    size = setting.get("resolution")
-    if size is None:
-        return None
-    if isinstance(size, str):
-        size = [int(side) for side in size.split(",")]
-    sides = size if isinstance(size, list) else [size, size]
-    kind = setting.get("resolution_type", "pixel_area")
-    if kind == "area":  # in megapixels
-        sides = [round((sides[0] * 1e6) ** 0.5)] * 2
-    elif kind != "pixel_area":
-        raise ConfigError(
-            f"{path}: resolution_type = {kind!r}: buckets are known for 'area' and 'pixel_area': "
-            "give its folder or table, with --bucket"
-        )
-    is_bucketed = setting.get("enable_bucket", "instance_data_dir" in setting)
-    step = setting.get("bucket_reso_steps", 64 if "image_dir" in setting or kind == "area" else 16)
-    width, height = sides * 2 if len(sides) == 1 else sides
-    return f"{width}x{height}:{step}" if is_bucketed else f"{width}x{height}"
+        if place.is_dir():
+            rows = _image_rows(place, data.captions, data.is_deep)
+            if data.only_captioned:
+                rows = (row for row in rows if row["caption"] is not None)
+            batches = _batched(place, rows, wanted)
+        else:
+            batches = read_batches(place, wanted)
+        yield from (replace(batch, data=data) for batch in batches)
 
 
 def _folder(path: Path, wanted: Wanted, wrong: list[str] | None) -> Iterator[Batch]:
@@ -456,13 +430,15 @@ def _tables_in(folder: Path) -> list[Path]:
     return next((kind for kind in kinds if kind), [])
 
 
-def _image_rows(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield a row an image or clip, with the caption beside it."""
-    for file in sorted(folder.rglob("*")):
+def _image_rows(
+    folder: Path, captions: Sequence[str] = (".txt",), is_deep: bool = True
+) -> Iterator[Mapping[str, Any]]:
+    """Yield a row an image or clip, with the caption of the first of these files beside it."""
+    for file in sorted(folder.rglob("*") if is_deep else folder.iterdir()):
         if file.suffix.lower() in IMAGE_SUFFIXES | VIDEO_SUFFIXES:
-            beside = file.with_suffix(".txt")
-            caption = beside.read_text("utf-8", "replace") if beside.is_file() else ""
-            yield {"path": str(file.relative_to(folder)), "caption": caption.strip()}
+            beside = next((x for x in map(file.with_suffix, captions) if x.is_file()), None)
+            caption = beside and beside.read_text("utf-8", "replace").strip()
+            yield {"path": str(file.relative_to(folder)), "caption": caption}
 
 
 _READERS: dict[str, Callable[[Path, Wanted, list[str] | None], Iterator[Batch]]] = {

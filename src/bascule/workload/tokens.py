@@ -116,6 +116,13 @@ class TokenRule:
         sizes = (len(text.encode("utf-8", "replace")) for text in texts)
         return [math.ceil(size / self.bytes_per_token) for size in sizes]
 
+    def frames_taken(self, frames: Floats, fps: Floats) -> Floats:
+        """Return the frames that are taken of each clip, (n,), by `fps` and `max_frames`."""
+        if self.fps is not None:
+            taken = np.maximum(np.floor(frames * self.fps / fps + 1e-6), 1.0)
+            frames = np.where(frames > 1, taken, frames)
+        return np.minimum(frames, self.max_frames or np.inf)
+
     def grids(self, width: Floats, height: Floats, frames: Floats, fps: Floats) -> Ints:
         """Return latent frames, rows and columns of tokens, (n, 3).
 
@@ -128,17 +135,14 @@ class TokenRule:
         Raises:
             ConfigError: A clip, and no rule for its frames.
         """
-        if self.fps is not None:
-            taken = np.maximum(np.floor(frames * self.fps / fps + 1e-6), 1.0)
-            frames = np.where(frames > 1, taken, frames)
-        frames = np.minimum(frames, self.max_frames or np.inf)
+        frames = self.frames_taken(frames, fps)
         if self.frame_stride is None and frames.max(initial=1) > 1:
             raise ConfigError(
                 f"has clips, one of {int(frames.max()):,} frames: say how frames become tokens by "
                 "--model, for example --model wan2.1"
             )
         if self.bucket is not None:
-            width, height = _nearest(bucket_sizes(self.bucket), width, height)
+            width, height = nearest(bucket_sizes(self.bucket), width, height, np.log)
         if self.areas is not None:
             width, height = _within(self.areas, self.pixels, width, height)
         latent = 1 + (frames - 1) // (self.frame_stride or 1)
@@ -175,13 +179,15 @@ def bucket_sizes(bucket: str) -> Ints:
     return np.array(sizes, dtype=np.int64)
 
 
-def _nearest(sizes: Ints, width: Floats, height: Floats) -> tuple[Floats, Floats]:
-    """Return the sizes of nearest aspect ratio; of two alike the larger one."""
+def nearest(
+    sizes: Ints, width: Floats, height: Floats, scale: Callable[[Floats], Floats] = np.abs
+) -> tuple[Floats, Floats]:
+    """Return the sizes of nearest aspect ratio on a scale; of two alike the larger one."""
     order = np.lexsort((-sizes.prod(axis=1), sizes[:, 0] / sizes[:, 1]))
     sides = sizes[order].astype(np.float64)
-    aspects, first = np.unique(np.log(sides[:, 0] / sides[:, 1]), return_index=True)
+    aspects, first = np.unique(scale(sides[:, 0] / sides[:, 1]), return_index=True)
     middles = (aspects[1:] + aspects[:-1]) / 2.0
-    chosen = sides[first[np.searchsorted(middles, np.log(width / height))]]
+    chosen = sides[first[np.searchsorted(middles, scale(width / height))]]
     return chosen[:, 0], chosen[:, 1]
 
 
