@@ -81,20 +81,21 @@ class Caches:
                 stand_in = StandIn(hook, "_should_compute_remaining_blocks", decide)
                 self._leaders[hook] = stand_in, known
 
-    def end_block(self, name: str, has_attended: bool) -> None:
-        """Note that a block ran; refuse one that neither attended nor is cached."""
+    def end_block(self, name: str, has_attended: bool, is_sparse: bool) -> None:
+        """Note that a block ran; refuse one that was left out where that cannot be right."""
         if has_attended:
             if self.is_on:
                 self._have_attended.add(name)
-        elif name not in self._have_attended:
-            fix = "compute it by that function"
-            if hasattr(self._model, "set_attention_backend"):
-                fix = "set_attention_backend('native')"
-            if self.is_on:
-                fix = "empty caches that were filled before parallelize"
+        elif is_sparse:
             raise ConfigError(
-                f"{name} did not call F.scaled_dot_product_attention, so its attention was not "
-                f"over the mesh: {fix}"
+                f"{name} did not call F.scaled_dot_product_attention, and block-sparse attention "
+                "counts the calls of a pass: let it call that function, by "
+                "set_attention_backend('native'), take away hooks that skip it, or leave out sparse"
+            )
+        elif self.is_on and name not in self._have_attended:
+            raise ConfigError(
+                f"a cache left out {name}, which has not attended while split: empty caches that "
+                "were filled before parallelize"
             )
 
     def leave(self) -> None:
