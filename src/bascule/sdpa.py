@@ -76,6 +76,7 @@ class SequenceParallelMode(TorchFunctionMode):
         self.has_attended = False  # anything, over the mesh
         self.sparse: Any = None  # plans of block-sparse attention, which models may have
         self._layout, self._replicated = layout, frozenset(replicated)
+        self._is_named = False  # whether the last call named q, k and v, for modes of others
         self._num_local, self._watches = 0, watches  # for layers with a softmax of their own
         self._kept: dict[int, AttentionOptions] = {}  # by tokens of this rank
         # Tokens of this rank, and keys of softmaxes over as many queries. Compilers trace `set()`,
@@ -116,9 +117,11 @@ class SequenceParallelMode(TorchFunctionMode):
                 if scores.dim() > 2 and scores.shape[-1] == scores.shape[-2] > 1:
                     self._watch(self._softmax_sizes, scores.shape[-1])
             return func(*args, **kwargs)
+        if num_modes():
+            self._is_named = "query" in kwargs
         if self.attends_locally():
             if func is _DENSE and num_modes() and (modes := modes_of_others()):
-                return self.show(modes, *args, **kwargs)
+                return self._show(modes, None, *args, **kwargs)
             return as_it_is(func, *args, **kwargs)
         if func in _HIDING:
             raise ConfigError(
@@ -147,16 +150,44 @@ class SequenceParallelMode(TorchFunctionMode):
         finally:
             self._num_local -= 1
 
-    def show(
+    def local_layouts(self, query: Tensor, key: Tensor, modes: Sequence[TorchFunctionMode]) -> Any:
+        """Return layouts as for `_show`, where attention is left as it is."""
+        return None, None
+
+    def _show(
         self,
         modes: Sequence[TorchFunctionMode],
+        layouts: tuple[SequenceLayout | None, SequenceLayout | None] | None,
         query: Tensor,
         key: Tensor,
-        *args: Any,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
         **more: Any,
     ) -> Tensor:
-        """Let modes of others see attention that is left as it is."""
-        return show_whole(modes, self.mesh, (None, None), query, key, *args, **more)
+        """Attend to all tokens on every rank, modes of others first; return this rank's.
+
+        Layouts are of queries, and of keys and values; one of None: every rank has all of these.
+        """
+        of_queries, of_keys = layouts or self.local_layouts(query, key, modes)
+        pairs = (query, of_queries), (key, of_keys), (value, of_keys)
+        qkv = [x if one is None else as_it_is(gather, x, self.mesh, one, 2) for x, one in pairs]
+        named = dict(zip(("query", "key", "value"), qkv, strict=True)) if self._is_named else {}
+        named |= {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, **more}
+        before = _get_current_function_mode_stack()
+        for _ in before:
+            _pop_mode()
+        try:
+            for mode in modes:
+                _push_mode(mode)
+            out = _DENSE(*(() if self._is_named else qkv), **named)
+        finally:
+            while num_modes():
+                _pop_mode()
+            for mode in before:
+                _push_mode(mode)
+        return out if of_queries is None else as_it_is(split, out, self.mesh, of_queries, 2)
 
     def without_unseen(self, out: Tensor, mask: Tensor | None, layout: SequenceLayout) -> Tensor:
         """Return the output, or zeros where a model wants these for tokens that see nothing."""
@@ -263,7 +294,7 @@ class SequenceParallelMode(TorchFunctionMode):
                 refuse_modes(modes, "attention to the keys of another sequence that is cut")
             if modes:
                 layouts = self.options_of(query).layout, None
-                return show_whole(modes, self.mesh, layouts, query, key, value, attn_mask, **whole)
+                return self._show(modes, layouts, query, key, value, attn_mask, **whole)
             return as_it_is(_DENSE, query, key, value, attn_mask, **whole)
         device = query.device.type
         is_cast = torch.is_autocast_enabled(device)
@@ -286,7 +317,7 @@ class SequenceParallelMode(TorchFunctionMode):
                 refuse_modes(modes, "block-sparse attention, or one with windows or a sink")
             whole = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
             layouts = options.layout, options.layout
-            out = show_whole(modes, self.mesh, layouts, query, key, value, mask, **whole)
+            out = self._show(modes, layouts, query, key, value, mask, **whole)
             return self.without_unseen(out, mask, options.layout)
         is_watched = self._watches and not torch.compiler.is_compiling()
         if is_watched and query.shape[2] not in self._own_tokens:
@@ -417,39 +448,11 @@ def modes_of_others() -> list[TorchFunctionMode]:
 
 def refuse_modes(modes: Sequence[TorchFunctionMode], what: str) -> NoReturn:
     """Refuse modes of others around attention of which no rank can show them all tokens."""
+    names = " and ".join([type(mode).__name__ for mode in modes])
     raise ConfigError(
-        f"{' and '.join(type(mode).__name__ for mode in modes)} (a TorchFunctionMode) around {what}, "
-        "of which it would see one rank's tokens: enter it around other layers only, or undo the split"
+        f"{names} (a TorchFunctionMode) around {what}, of which it would see one rank's tokens, or "
+        "nothing: enter it around other layers, or undo the split before"
     )
-
-
-def show_whole(
-    modes: Sequence[TorchFunctionMode],
-    mesh: AttentionMesh,
-    layouts: tuple[SequenceLayout | None, SequenceLayout | None],
-    *args: Any,
-    **more: Any,
-) -> Tensor:
-    """Attend to all tokens on every rank, modes of others first; return this rank's.
-
-    The layouts are of the queries, and of the keys and values; None: every rank has all of these.
-    """
-    of_queries, of_keys = layouts
-    pairs = zip(args, (of_queries, of_keys, of_keys), strict=False)
-    qkv = [x if one is None else as_it_is(gather, x, mesh, one, 2) for x, one in pairs]
-    before = _get_current_function_mode_stack()
-    for _ in before:
-        _pop_mode()
-    try:
-        for mode in modes:
-            _push_mode(mode)
-        out = _DENSE(*qkv, *args[3:], **more)
-    finally:
-        while num_modes():
-            _pop_mode()
-        for mode in before:
-            _push_mode(mode)
-    return out if of_queries is None else as_it_is(split, out, mesh, of_queries, 2)
 
 
 def with_layout(options: AttentionOptions, layout: SequenceLayout) -> AttentionOptions:

@@ -33,7 +33,6 @@ from bascule.sdpa import (
     as_it_is,
     num_modes,
     refuse_modes,
-    show_whole,
     with_layout,
 )
 
@@ -311,8 +310,8 @@ class ForwardPass(SequenceParallelMode):
         """Return whether attention is left as it is."""
         return not self.parts[-1]
 
-    def show(self, modes: Any, query: Tensor, key: Tensor, *args: Any, **more: Any) -> Tensor:
-        """Let modes of others see attention to keys that every rank has, of all queries."""
+    def local_layouts(self, query: Tensor, key: Tensor, modes: Any) -> Any:
+        """Return the layout of queries if they are cut; every rank has the keys."""
         names = [(name,) for name in self._wholes]
         whole = [part for part in self.parts if part and not isinstance(part, Keys)][-1]
         names += [whole] if all(name in self._wholes for name in whole) else []
@@ -320,8 +319,7 @@ class ForwardPass(SequenceParallelMode):
         fitting = {share.layout for share in map(self.share, names) if share.num_tokens == size}
         if len(fitting) != int(size != num_keys):  # else these may be of a rank, or of all
             refuse_modes(modes, f"attention of {size} tokens to {num_keys} that every rank has")
-        layouts = fitting.pop() if fitting else None, None
-        return show_whole(modes, self.mesh, layouts, query, key, *args, **more)
+        return fitting.pop() if fitting else None, None
 
     def other_keys(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
         """Gather keys and values of other segments than the queries'."""

@@ -119,8 +119,8 @@ class GuidedModel(Override):
     def _owners(self, num_parts: int) -> list[int]:
         """Return the groups of the next call's parts, in turn; cached branches keep theirs."""
         num_groups = self.branches.group.size
-        blocks = [block for block, _ in self._part.blocks.values()]
-        cached = branch_of(self.model, blocks, num_parts, num_groups)
+        modules, forward = self._part.hooked, self._part.plain_forward
+        cached = branch_of(self.model, forward, modules, num_parts, num_groups)
         first = 0 if num_parts == num_groups else self.branches.num_waiting
         if cached is not None:
             self._cached += [] if cached in self._cached else [cached]

@@ -34,6 +34,7 @@ from bascule.diffusers.split_table import (
 )
 from bascule.diffusers.work import Attended
 from bascule.errors import ConfigError
+from bascule.sdpa import modes_of_others, refuse_modes
 from bascule.stand_in import StandIn
 
 
@@ -101,6 +102,8 @@ class SplitModel:
         self._caches = Caches(model, table, lambda: self.forward and self.forward.mesh.whole)
         self._links: tuple[Link, ...] = ()
         self._stand_ins: list[StandIn] = []
+        self._classes: dict[type[nn.Module], object] = {}  # of modules, with their `forward`
+        self.hooked: list[nn.Module] = []  # modules that hooks of others may be on
         self._of_model: StandIn | None = None
         self._backend: Any = None  # of attention, as diffusers names it
         self._install()
@@ -113,7 +116,12 @@ class SplitModel:
     @property
     def has_cache(self) -> bool:
         """True if a cache may leave out blocks; refuses one that ranks cannot use."""
-        return self._caches.are_used([block for block, _ in self.blocks.values()])
+        return self._caches.are_used(self.hooked)
+
+    @property
+    def plain_forward(self) -> Callable[..., Any]:
+        """The `forward` that is split, below hooks."""
+        return self.model.forward if self._of_model is None else self._of_model.method
 
     def remove(self) -> None:
         """Take the stand-ins away; the model is as it was."""
@@ -183,6 +191,8 @@ class SplitModel:
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Prepare a compiled call: follow replaced modules and caches, compare inputs."""
         named = dict(zip(self._names, args, strict=False)) | dict(kwargs)
+        if modes := modes_of_others():
+            refuse_modes(modes, "a compiled model")
         self._follow()
         self._compare(named, form_of(named))
         assert self._of_model is not None
@@ -196,13 +206,15 @@ class SplitModel:
         for one in self._stand_ins:
             if vars(one.owner).get(one.name) is not one:  # a hook of others is above it, or gone
                 return self._place()
+        for kind, forward in self._classes.items():
+            if kind.forward is not forward:  # somebody's own, in place of a class's
+                return self._place()
         return None
 
     def _compare(self, named: Mapping[str, Any], form: object) -> None:
-        blocks = [block for block, _ in self.blocks.values()]
-        is_hooked = ["_diffusers_hook" in vars(one) for one in (self.model, *blocks)]
-        if self._caches.is_on or True in is_hooked:
-            self._caches.prepare(blocks, is_sparse=self.sparse is not None)
+        is_hooked = ["_diffusers_hook" in vars(one) for one in self.hooked]
+        if self._caches.is_on or True in is_hooked or "_is_cached" in vars(self.model):
+            self._caches.prepare(self.hooked, self.mesh, is_sparse=self.sparse is not None)
         if not (self._is_paused or self._is_over):
             if (compare := self.inputs.due(self.mesh.whole, named, form)) is not None:
                 compare()
@@ -218,6 +230,7 @@ class SplitModel:
                 return forward(*args, **kwargs)
             current = self._begin(args, kwargs)
             if not torch.compiler.is_compiling():
+                forward = self.plain_forward  # of now: a class may have got another one
                 self.forward = current
                 self._look_at_first(forward, args, kwargs)
             cuts = self.table.inputs.get("", {})
@@ -388,10 +401,12 @@ class SplitModel:
         current = self.forward
         if current is None or current.is_whole or self._is_paused:
             return forward(*args, **kwargs)
-        processor = getattr(module, "processor", None)
+        processor: Any = getattr(module, "processor", None)
         backend, is_compiling = getattr(processor, _BACKEND, ""), torch.compiler.is_compiling()
         is_ours = self._backend is not None and backend in (None, self.backend)
         is_ours = is_ours and not is_compiling
+        if is_compiling and (modes := modes_of_others()):
+            refuse_modes(modes, "compiled attention")
         before, current.has_attended = current.has_attended, False
         if is_ours:  # the mode is entered by our back end, so it sees a few functions of torch
             processor._attention_backend = self._backend
@@ -422,8 +437,6 @@ class SplitModel:
 
     def _install(self) -> None:
         check_model(self.model, self.table)
-        owner, name = _innermost(self.model)
-        self._of_model = StandIn(owner, name, self._call)
         try:
             self._place()
         except BaseException:
@@ -467,9 +480,13 @@ class SplitModel:
         processors = [getattr(module, "processor", None) for module in attending.values()]
         if self._backend is None and any(hasattr(one, _BACKEND) for one in processors):
             self._backend = _registered(self)
-        for one in self._stand_ins:
+        for one in (*self._stand_ins, *([self._of_model] if self._of_model else ())):
             one.remove()
-        self._stand_ins = []
+        self._stand_ins, self._names = [], parameters_of(model)
+        self._of_model = StandIn(*_innermost(model), self._call)
+        within = [child for module in attending.values() for child in module.children()]
+        self.hooked = [model, *modules.values(), *attending.values(), *within]
+        self._classes = {type(one): type(one).forward for one in (model, *modules.values())}
         for name, module in attending.items() if not self._number else ():
             run = partial(self._run_attention, name, module)
             self._stand_ins.append(StandIn(*_innermost(module), run))
@@ -577,8 +594,9 @@ def _registered(part: SplitModel) -> Any:
         # Torch's calls what the mode replaces; a kernel goes before what diffusers has at large.
         backend = diffusers.AttentionBackendName.NATIVE if part.backend else None
         forward = part.forward
-        is_in = forward is None or (forward.is_around and forward.is_innermost())
-        with nullcontext() if is_in else forward:
+        if forward is None or (forward.is_around and forward.is_innermost()):
+            forward = nullcontext()
+        with forward:
             return diffusers.dispatch_attention_fn(*args, backend=backend)
 
     diffusers._AttentionBackendRegistry.register(name)(attend)
