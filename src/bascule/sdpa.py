@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,21 @@ from torch._dynamo.eval_frame import skip_code
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
-from bascule.attention.api import AttentionMesh, AttentionOptions, SequenceLayout, attention
+from bascule.attention.api import (
+    AttentionMesh,
+    AttentionOptions,
+    SequenceLayout,
+    attention,
+    gather,
+    split,
+)
 from bascule.attention.kernels.registry import Kernel
 from bascule.attention.mask import Scores
 from bascule.comm.failures import leave
@@ -26,6 +38,8 @@ from bascule.comm.quantized import CommDtype
 from bascule.errors import ConfigError
 
 _DENSE = functional.scaled_dot_product_attention
+num_modes = torch._C._len_torch_function_stack
+"""Count the function modes that are entered, without one that replaces a function just now."""
 
 _HIDING = (  # they call scaled_dot_product_attention where no mode sees it
     functional.multi_head_attention_forward,
@@ -60,7 +74,9 @@ class SequenceParallelMode(TorchFunctionMode):
         super().__init__()
         self.mesh, self.options = mesh, options or AttentionOptions()
         self.has_attended = False  # anything, over the mesh
+        self.sparse: Any = None  # plans of block-sparse attention, which models may have
         self._layout, self._replicated = layout, frozenset(replicated)
+        self._is_named = False  # whether the last call named q, k and v, for modes of others
         self._num_local, self._watches = 0, watches  # for layers with a softmax of their own
         self._kept: dict[int, AttentionOptions] = {}  # by tokens of this rank
         # Tokens of this rank, and keys of softmaxes over as many queries. Compilers trace `set()`,
@@ -101,7 +117,11 @@ class SequenceParallelMode(TorchFunctionMode):
                 if scores.dim() > 2 and scores.shape[-1] == scores.shape[-2] > 1:
                     self._watch(self._softmax_sizes, scores.shape[-1])
             return func(*args, **kwargs)
+        if num_modes():
+            self._is_named = "query" in kwargs
         if self.attends_locally():
+            if func is _DENSE and num_modes() and (modes := modes_of_others()):
+                return self._show(modes, None, *args, **kwargs)
             return as_it_is(func, *args, **kwargs)
         if func in _HIDING:
             raise ConfigError(
@@ -129,6 +149,49 @@ class SequenceParallelMode(TorchFunctionMode):
             yield
         finally:
             self._num_local -= 1
+
+    def local_layouts(self, query: Tensor, key: Tensor, modes: Sequence[TorchFunctionMode]) -> Any:
+        """Return layouts as for `_show`, where attention is left as it is."""
+        return None, None
+
+    def _show(
+        self,
+        modes: Sequence[TorchFunctionMode],
+        layouts: tuple[SequenceLayout | None, SequenceLayout | None] | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **more: Any,
+    ) -> Tensor:
+        """Attend to all tokens on every rank, modes of others first; return this rank's.
+
+        Layouts are of queries, and of keys and values; one of None: every rank has all of these.
+        """
+        of_queries, of_keys = layouts or self.local_layouts(query, key, modes)
+        pairs = (query, of_queries), (key, of_keys), (value, of_keys)
+        qkv = [x if one is None else as_it_is(gather, x, self.mesh, one, 2) for x, one in pairs]
+        named = dict(zip(("query", "key", "value"), qkv, strict=True)) if self._is_named else {}
+        named |= {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, **more}
+        before = _get_current_function_mode_stack()
+        for _ in before:
+            _pop_mode()
+        try:
+            for mode in modes:
+                _push_mode(mode)
+            out = _DENSE(*(() if self._is_named else qkv), **named)
+        finally:
+            while num_modes():
+                _pop_mode()
+            for mode in before:
+                _push_mode(mode)
+        return out if of_queries is None else as_it_is(split, out, self.mesh, of_queries, 2)
+
+    def without_unseen(self, out: Tensor, mask: Tensor | None, layout: SequenceLayout) -> Tensor:
+        """Return the output, or zeros where a model wants these for tokens that see nothing."""
+        return out
 
     # No property: compilers do not trace those of a mode that a graph is entered with.
     def attends_locally(self) -> bool:
@@ -224,8 +287,14 @@ class SequenceParallelMode(TorchFunctionMode):
                 )
         num_tokens, num_keys = query.shape[2], key.shape[2]
         is_odd = self._replicated or num_keys != num_tokens
+        modes = modes_of_others() if num_modes() else ()
         if others is not None or (is_odd and self._is_cross(num_tokens, num_keys)):
             whole = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+            if modes and others is not None:
+                refuse_modes(modes, "attention to the keys of another sequence that is cut")
+            if modes:
+                layouts = self.options_of(query).layout, None
+                return self._show(modes, layouts, query, key, value, attn_mask, **whole)
             return as_it_is(_DENSE, query, key, value, attn_mask, **whole)
         device = query.device.type
         is_cast = torch.is_autocast_enabled(device)
@@ -243,6 +312,13 @@ class SequenceParallelMode(TorchFunctionMode):
                 "rank's part"
             )
         self.has_attended = True
+        if modes:
+            if scores is not None or self.sparse is not None:
+                refuse_modes(modes, "block-sparse attention, or one with windows or a sink")
+            whole = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+            layouts = options.layout, options.layout
+            out = self._show(modes, layouts, query, key, value, mask, **whole)
+            return self.without_unseen(out, mask, options.layout)
         is_watched = self._watches and not torch.compiler.is_compiling()
         if is_watched and query.shape[2] not in self._own_tokens:
             self._watch(self._own_tokens, query.shape[2])
@@ -273,6 +349,8 @@ class SequenceParallelMode(TorchFunctionMode):
                 raise ConfigError(_AMBIGUOUS.format(num_keys))
             return True
         if num_keys != num_queries:
+            if self.mesh.whole is None:  # the only rank has all tokens
+                return True
             raise ConfigError(
                 f"attention of {num_queries} queries to {num_keys} keys: a rank's own tokens are "
                 "as many keys as queries. Keys of a cache (past_key_values, kv_cache) are of some "
@@ -356,6 +434,25 @@ def as_it_is(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call without any mode: also not that of another model, which may run this one."""
     with torch._C.DisableTorchFunction():
         return func(*args, **kwargs)
+
+
+def modes_of_others() -> list[TorchFunctionMode]:
+    """Return the modes that are entered, but for ours and torch's own, as of a default device."""
+    return [
+        mode
+        for mode in _get_current_function_mode_stack()
+        if not isinstance(mode, SequenceParallelMode)
+        and not type(mode).__module__.startswith("torch.")
+    ]
+
+
+def refuse_modes(modes: Sequence[TorchFunctionMode], what: str) -> NoReturn:
+    """Refuse modes of others around attention of which no rank can show them all tokens."""
+    names = " and ".join([type(mode).__name__ for mode in modes])
+    raise ConfigError(
+        f"{names} (a TorchFunctionMode) around {what}, of which it would see one rank's tokens, or "
+        "nothing: enter it around other layers, or undo the split before"
+    )
 
 
 def with_layout(options: AttentionOptions, layout: SequenceLayout) -> AttentionOptions:

@@ -19,7 +19,9 @@ class StandIn:
     """
 
     # No `__dict__`: `functools.update_wrapper` would copy it into the wrappers of others.
-    __slots__ = ("__weakref__", "__wrapped__", "around", "is_on", "method", "name", "owner")
+    __slots__ = (
+        *("__weakref__", "__wrapped__", "around", "is_on", "is_plain", "method", "name", "owner"),
+    )
 
     def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         method = getattr(owner, name)
@@ -27,6 +29,7 @@ class StandIn:
             method = method.method
         self.owner, self.name, self.around = owner, name, around
         self.method = self.__wrapped__ = method  # `inspect.signature` looks for the latter
+        self.is_plain = is_of_class(method, owner, name)
         self.is_on = True  # calls go to `around`
         setattr(owner, name, self)
 
@@ -39,11 +42,15 @@ class StandIn:
     def remove(self) -> None:
         """Give the owner its method back; below the stand-in of somebody else, become passive."""
         self.is_on = False
-        for name in [name for name, value in vars(self.owner).items() if value is self]:
-            if is_of_class(self.method, self.owner, name):
-                delattr(self.owner, name)
-            else:
-                setattr(self.owner, name, self.method)
+        owners, bound = [self.owner], getattr(self.method, "__self__", None)
+        if isinstance(bound, nn.Module) and bound is not self.owner:  # where hooks put it that went
+            owners.append(bound)
+        for owner in owners:
+            for name in [name for name, value in vars(owner).items() if value is self]:
+                if self.is_plain and owner is self.owner:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, self.method)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _same, (self.method,)  # a bound method is copied with the object

@@ -205,7 +205,7 @@ REFUSED: dict[str, Wrong] = {
     "split twice": (split_twice, "is split over ranks already"),
     "DDP": (lambda: parallelize(DistributedDataParallel(flux()), **SPLIT), "DistributedDataPar"),
     "split by diffusers": (split_by_diffusers, "enable_parallelism"),
-    "back end": (flex, "set_attention_backend('native')"),
+    "back end": (flex, "its back end is flex: call set_attention_backend('native')"),
     "verify": (after_undo(lambda one: one.verify(**toy_inputs())), "verify: undo() was called"),
     "compile": (after_undo(lambda one: one.compile()), "compile: undo() was called"),
     "enter": (after_undo(lambda one: one.__enter__()), "undo() was called: call parallelize"),
@@ -431,8 +431,8 @@ ENDING: dict[str, Wrong] = {
     "failing": (failing, "no memory is left"),
     "softmax": (
         softmax_in_a_block,
-        "single_transformer_blocks.1 did not call F.scaled_dot_product_attention, so its attention "
-        "was not over the mesh: set_attention_backend('native')",
+        "single_transformer_blocks.1.attn did not call F.scaled_dot_product_attention, so its "
+        "attention was not over the mesh: its processor Softmax attends by itself: let it call",
     ),
     "cut by a hook": (cut_by_a_hook, "tokens"),
     "steps": (run("flux", lambda _: {"num_inference_steps": 3}), STEPS),

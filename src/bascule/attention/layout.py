@@ -7,6 +7,7 @@ are operators of torch, for compilers; the mesh goes by its name.
 Shapes: S tokens of the whole sequence, T tokens that a rank answers for.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,6 +26,7 @@ from bascule.plan.checks import each, fields, of_type, whole
 from bascule.plan.sparse import turns
 
 Run = tuple[int, int]  # (start, stop)
+_MARK = 16  # bytes before rows that are gathered, of which a number takes 8
 _MANY = 8  # runs that graphs take by an index: parts compile one by one
 
 
@@ -250,11 +252,30 @@ def replicated(own: Tensor, ranks: Place, layout: SequenceLayout) -> Tensor:
 
 def gather_rows(x: Tensor, group: RankGroup, layout: SequenceLayout) -> Tensor:
     """Gather as `gather_tokens` does, where nothing is recorded."""
+    return gather_marked(x, group, layout, 0)[0]
+
+
+def gather_marked(
+    x: Tensor, group: RankGroup, layout: SequenceLayout, mark: int
+) -> tuple[Tensor, bool]:
+    """Gather rows and a number of each rank; return also whether these numbers are the same.
+
+    On a device, where to look would be to wait, unlike numbers make the rows nan instead.
+    """
     runs, padded = _gathered_runs(layout)
-    rows = x.new_zeros(padded, *x.shape[1:])
-    rows[: x.shape[0]] = x
-    gathered = all_gather(group, "all_gather (tokens)", rows).flatten(0, 1)
-    return torch.cat([gathered[row : row + length] for row, _, length in runs] or [gathered[:0]])
+    shape = padded, *x.shape[1:]
+    num_bytes = math.prod(shape) * x.element_size()
+    sent = x.new_zeros(_MARK + -(-num_bytes // _MARK) * _MARK, dtype=torch.uint8)
+    sent[:8].view(torch.int64).fill_(mark)
+    sent[_MARK : _MARK + num_bytes].view(x.dtype).view(shape)[: x.shape[0]] = x
+    gathered = all_gather(group, "all_gather (tokens)", sent)
+    rows = gathered[:, _MARK : _MARK + num_bytes].view(x.dtype).unflatten(1, shape)
+    parts = [rows[row // padded].narrow(0, row % padded, length) for row, _, length in runs]
+    whole = torch.cat(parts or [rows[0, :0]])
+    marks = gathered[:, :8].view(torch.int64)
+    if marks.is_cpu:
+        return whole, len(set(marks[:, 0].tolist())) == 1
+    return whole.masked_fill_((marks != marks[0]).any(), math.nan), True
 
 
 @torch.library.custom_op("bascule::gather_tokens", mutates_args=())

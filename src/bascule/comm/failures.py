@@ -16,12 +16,13 @@ import threading
 import time
 import weakref
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from itertools import count
 from typing import Any, TypeVar, cast
 
 import torch
@@ -66,6 +67,8 @@ ROLL_CALL_S = 2.0  # that ranks wait for each other's sign of life
 ANSWER_S = 10.0  # that the store may take to answer
 _LOOKS_A_S = 4000  # of all ranks together
 _ALL = 2**62  # calls
+_LAST = 8  # calls of a group that ranks compare which wait
+_READS = 8  # of what others wait for, in a look
 _CLOSING_TAG = 0x7FFFFFFF
 _BROKEN_OFF = re.compile(
     "gloo.*(Connection (closed|reset) by peer|Timed out waiting)|Application timeout caused"
@@ -132,6 +135,7 @@ class Calls:
     def __init__(self, key: str = "", ranks: Sequence[int] = (), name: str = "") -> None:
         self.key, self.ranks, self.name = key, tuple(ranks), name
         self.number = 0  # of calls begun
+        self.last = deque[str](maxlen=_LAST)  # of these, what they were
         self.num_messages = 0  # over gloo, which counts each as a collective
         self.ended: str | None = None  # why there can be no more
         self.thread: int | None = None  # that made the last one
@@ -148,6 +152,7 @@ class Calls:
             raise CommError(f"{where}: its process group was ended before: {self.ended}")
         self.thread = threading.get_ident()
         self.number += 1
+        self.last.append(where)
         return (self._first_tag + self.number) & 0x7FFFFFFF
 
     def post(self, where: str, post: Callable[[int], T]) -> T:
@@ -243,6 +248,8 @@ class Watch:
         self.reason: Failure | None = None  # why the calls of this rank were ended
         self.failed_in: int | None = None  # thread that failed and has not gone on; None: none, all
         self._failed: Failure | None = None
+        self._waits: list[Any] = []  # as the store has it
+        self._turns = count()
         self._suspects: Counter[tuple[str, int]] = Counter()
         self._world, self._rank = weakref.ref(world), dist.get_rank()
         self._look_s = max(LOOK_S, dist.get_world_size() / _LOOKS_A_S)
@@ -345,6 +352,8 @@ class Watch:
         if self._failed is not None:
             self._note(self._store, replace(self._failed, now=self._begun(self.failed_in)))
         failed = self._last(self._store)
+        if failed is None:
+            self._end_unlike()
         behind = [] if failed is None else self._behind(failed)
         self._suspects = Counter({one: self._suspects[one] + 1 for one in behind})
         if failed is None or max(self._suspects.values(), default=0) < 3:
@@ -352,6 +361,42 @@ class Watch:
         self.reason = failed
         logger.error("ended what waits in vain: %s", failed.text)
         self.end_all(failed.text)
+
+    def _end_unlike(self) -> None:
+        """End the wait of this rank, and of another one, if these two will never meet.
+
+        A rank that waits leaves in the store the group, its last calls there, and how many its
+        thread has begun in each group. Two ranks will not meet if they made unlike calls by the
+        same number, or two calls in opposite orders.
+        """
+        before = time.monotonic() - LOOK_S
+        waits = ((one, since) for one in self.calls if (since := one.since) and since < before)
+        calls, since = next(waits, (None, None))
+        if calls is None or len(calls.ranks) < 2:
+            return
+        begun = {one.key: one.number for one in self.calls if one.thread == calls.thread}
+        own = [calls.key, begun, list(calls.last)]
+        if calls.since != since:  # it goes on
+            return
+        if own != self._waits:
+            self._waits = own
+            write(self._store, f"waits/{self._rank}", json.dumps(own))
+        others = [rank for rank in calls.ranks if rank != self._rank]
+        first = next(self._turns) * _READS % len(others)
+        for other in (others * 2)[first : first + min(_READS, len(others))]:
+            text = read(self._store, f"waits/{other}")
+            pair = None if text is None else _unlike(own, json.loads(text))
+            if pair is not None:
+                own_call, their_call = pair
+                self.reason = self.fail(
+                    f"rank {self._rank} waits in {own_call!r} and rank {other} in {their_call!r}: "
+                    "they run unlike code, as where a cache of steps decides by a rank's own "
+                    "tokens what to skip: let all ranks decide alike, or turn it off",
+                    None,
+                )
+                logger.error("ended what waits in vain: %s", self.reason.text)
+                self.end_all(self.reason.text)
+                return
 
     def _behind(self, failed: Failure) -> list[tuple[str, int]]:
         """Return keys of groups, and calls begun here that the failed rank has not begun."""
@@ -417,6 +462,20 @@ def watch_of_world() -> Watch:
     if watch is None:
         watch = _watches[world] = Watch(world)
     return watch
+
+
+def _unlike(own: Sequence[Any], theirs: Sequence[Any]) -> tuple[str, str] | None:
+    """Return two calls that will never meet, of two ranks that wait; None if they may."""
+    (key, begun, last), (their_key, their_begun, their_last) = own, theirs
+    if key == their_key:
+        mine = dict(zip(range(begun[key], 0, -1), reversed(last), strict=False))
+        other = dict(zip(range(their_begun[key], 0, -1), reversed(their_last), strict=False))
+        for number in sorted(mine.keys() & other.keys()):
+            if mine[number] != other[number]:
+                return mine[number], other[number]
+    is_ahead = their_begun.get(key, _ALL) < begun[key]
+    is_behind = begun.get(their_key, _ALL) < their_begun[their_key]
+    return (last[-1], their_last[-1]) if is_ahead and is_behind else None
 
 
 def _first_line(error: BaseException) -> str:

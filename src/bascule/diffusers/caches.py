@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from bascule.comm.collectives import all_reduce
 from bascule.comm.groups import RankGroup
+from bascule.comm.mesh import AttentionMesh
 from bascule.diffusers.split_table import SplitTable
 from bascule.errors import ConfigError
 from bascule.stand_in import StandIn
@@ -31,6 +32,13 @@ _BY_VIDEO = "sea_cache_root"
 _LEADER = "fbc_leader_block_hook"
 _BY_FIRST_BLOCK = _LEADER, "fbc_block_hook"
 
+_HARMLESS = frozenset(  # hooks that move or cast weights, or skip what all ranks skip
+    (
+        *("LayerwiseCastingHook", "PeftInputAutocastDisableHook", "CustomOffloadHook"),
+        *("GroupOffloadingHook", "LazyPrefetchGroupOffloadingHook", "LayerExecutionTrackerHook"),
+        *("AttentionProcessorSkipHook", "FeedForwardSkipHook", "TransformerBlockSkipHook"),
+    )
+)
 _SEE_ALL = "faster_cache", "fbc_", "sea_cache"  # beginnings: hooks that see all samples together
 
 
@@ -45,23 +53,36 @@ class Caches:
         self._have_attended = set[str]()  # blocks, since a cache is on
         self._leaders: dict[Any, tuple[StandIn, weakref.WeakSet[Any]]] = {}
 
-    def are_used(self, blocks: Iterable[nn.Module]) -> bool:
-        """Return whether a cache may leave out blocks; refuse one that ranks decide apart."""
-        hooks = _stateful(self._model, blocks)
-        for name, hook in hooks:
-            if not _is_alike(name, hook, self._table):
+    def are_used(self, modules: Iterable[nn.Module], *, is_over: bool = True) -> bool:
+        """Return whether a cache may leave out blocks; refuse hooks that see a rank's tokens."""
+        kind, hooks = type(self._model).__name__, _hooks(self._model, modules)
+        for name, module, hook in hooks if is_over else ():
+            what = type(hook).__name__
+            if hook._is_stateful and not _is_alike(name, hook, self._table):
                 raise ConfigError(
-                    f"{type(self._model).__name__} over ranks, with a cache "
-                    f"({type(hook).__name__}) that decides by the tokens of a rank what it leaves "
-                    "out, so that ranks may wait for each other: call disable_cache(), or take "
-                    "FirstBlockCache, or one that counts steps: TaylorSeer, "
-                    "PyramidAttentionBroadcast, FasterCache, MagCache"
+                    f"{kind} over ranks, with a cache ({what}) that decides by the tokens of a "
+                    "rank what it leaves out, so that ranks may wait for each other: call "
+                    "disable_cache(), or take FirstBlockCache, or one that counts steps: "
+                    "TaylorSeer, PyramidAttentionBroadcast, FasterCache, MagCache"
                 )
-        return bool(hooks)
+            is_random = 0.0 < getattr(hook, "dropout", 0.0) < 1.0
+            is_known = hook._is_stateful or what in _HARMLESS
+            if module is not self._model and (is_random or not is_known):
+                raise ConfigError(
+                    f"{kind} over ranks, with the hook {what} on a {type(module).__name__}, which "
+                    "sees the tokens of one rank only, where one process has all: remove the hook, "
+                    "as by leaving its guidance out, or call undo() before"
+                )
+        if is_over and "_is_cached" in vars(self._model):
+            raise ConfigError(_of_cache_dit(self._model))
+        return any(hook._is_stateful for _, _, hook in hooks)
 
-    def prepare(self, blocks: Sequence[nn.Module], *, is_sparse: bool) -> None:
-        """Look at the caches before a forward pass; refuse those that cannot be used."""
-        was_on, self.is_on = self.is_on, self.are_used(blocks)
+    def prepare(
+        self, modules: Sequence[nn.Module], mesh: AttentionMesh, *, is_sparse: bool
+    ) -> None:
+        """Look at the hooks before a forward pass; refuse those that cannot be used."""
+        is_over = mesh.whole is not None
+        was_on, self.is_on = self.is_on, self.are_used(modules, is_over=is_over)
         if not self.is_on:
             return
         if is_sparse:
@@ -71,7 +92,7 @@ class Caches:
             )
         if not was_on:
             self._have_attended.clear()
-        for block in blocks:
+        for block in modules:
             registry = block.__dict__.get("_diffusers_hook")
             hook = None if registry is None else registry.get_hook(_LEADER)
             if hook is not None and hook not in self._leaders:
@@ -81,20 +102,21 @@ class Caches:
                 stand_in = StandIn(hook, "_should_compute_remaining_blocks", decide)
                 self._leaders[hook] = stand_in, known
 
-    def end_block(self, name: str, has_attended: bool) -> None:
-        """Note that a block ran; refuse one that neither attended nor is cached."""
+    def end_block(self, name: str, has_attended: bool, is_sparse: bool) -> None:
+        """Note that a block ran; refuse one that was left out where that cannot be right."""
         if has_attended:
             if self.is_on:
                 self._have_attended.add(name)
-        elif name not in self._have_attended:
-            fix = "compute it by that function"
-            if hasattr(self._model, "set_attention_backend"):
-                fix = "set_attention_backend('native')"
-            if self.is_on:
-                fix = "empty caches that were filled before parallelize"
+        elif is_sparse:
             raise ConfigError(
-                f"{name} did not call F.scaled_dot_product_attention, so its attention was not "
-                f"over the mesh: {fix}"
+                f"{name} did not call F.scaled_dot_product_attention, and block-sparse attention "
+                "counts the calls of a pass: let it call that function, by "
+                "set_attention_backend('native'), take away hooks that skip it, or leave out sparse"
+            )
+        elif self.is_on and name not in self._have_attended:
+            raise ConfigError(
+                f"a cache left out {name}, which has not attended while split: empty caches that "
+                "were filled before parallelize"
             )
 
     def leave(self) -> None:
@@ -125,10 +147,30 @@ class Caches:
 
 
 def branch_of(
-    model: nn.Module, blocks: Iterable[nn.Module], num_parts: int, num_groups: int
+    model: nn.Module,
+    forward: Callable[..., Any],
+    modules: Iterable[nn.Module],
+    num_parts: int,
+    num_groups: int,
 ) -> str | None:
-    """Return the branch of a call, as a cache names it; None without a cache."""
-    for name, hook in _stateful(model, blocks):
+    """Return the branch of a call, as a cache names it; None without a cache.
+
+    `forward` is the model's own, below hooks.
+    """
+    if "_is_cached" in vars(model):
+        raise ConfigError(_of_cache_dit(model))
+    owner = next(one for one in type(model).__mro__ if "forward" in vars(one))
+    module = getattr(forward, "__module__", None)
+    if module != owner.__module__:
+        raise ConfigError(
+            f"{type(model).__name__} with guidance over ranks and a forward of {module} in place "
+            f"of that of {owner.__module__}: if it keeps something from call to call, as TeaCache "
+            "does, groups that compute some calls each would keep other things: use "
+            "guidance_degree=1, or a subclass if it keeps nothing"
+        )
+    for name, _, hook in _hooks(model, modules):
+        if not hook._is_stateful:
+            continue
         manager = getattr(hook, "state_manager", None)
         why = None
         if num_parts > 1 and name.startswith(_SEE_ALL):
@@ -147,6 +189,14 @@ def branch_of(
     return None
 
 
+def _of_cache_dit(model: nn.Module) -> str:
+    return (
+        f"{type(model).__name__} over ranks, with the cache of cache-dit, which decides by the "
+        "tokens and calls of one rank what it leaves out: call cache_dit.disable_cache(pipeline) "
+        "first, or use a cache of diffusers, as TaylorSeer"
+    )
+
+
 def _is_alike(name: str, hook: Any, table: SplitTable) -> bool:
     if name == _BY_VIDEO:  # by the video that the model is given, if it looks at one
         is_cut = "hidden_states" in table.inputs.get("", {})
@@ -155,13 +205,12 @@ def _is_alike(name: str, hook: Any, table: SplitTable) -> bool:
     return name in (*_BY_STEP, *_BY_FIRST_BLOCK) and not calibrates
 
 
-def _stateful(model: nn.Module, blocks: Iterable[nn.Module]) -> list[tuple[str, Any]]:
-    """Return the hooks of diffusers that keep something, with their names."""
-    hooks: list[tuple[str, Any]] = []
+def _hooks(model: nn.Module, modules: Iterable[nn.Module]) -> list[tuple[str, nn.Module, Any]]:
+    """Return the hooks of diffusers, with their names and modules."""
     is_enabled = bool(getattr(model, "is_cache_enabled", False))
-    for module in model.modules() if is_enabled else (model, *blocks):
-        registry = module.__dict__.get("_diffusers_hook")
-        for name, hook in () if registry is None else registry.hooks.items():
-            if hook._is_stateful:
-                hooks.append((name, hook))
-    return hooks
+    return [
+        (name, module, hook)
+        for module in (model.modules() if is_enabled else modules)
+        if "_diffusers_hook" in vars(module)
+        for name, hook in vars(module)["_diffusers_hook"].hooks.items()
+    ]

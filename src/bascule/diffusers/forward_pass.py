@@ -3,6 +3,7 @@
 Shapes: B batch, S tokens of the whole sequence.
 """
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,14 +20,21 @@ from bascule.attention.api import (
     gather,
     split,
 )
-from bascule.attention.layout import gather_rows, take_runs
+from bascule.attention.layout import gather_marked, take_runs
+from bascule.comm.agree import agree
 from bascule.comm.transforms import is_recorded
 from bascule.diffusers import recorded
 from bascule.diffusers.sparse_layers import SparseLayer, SparsePass
 from bascule.diffusers.split_table import Cut, Input, Keys, Mask, SplitTable
 from bascule.diffusers.work import Attended, AttentionShape, WorkCounter
 from bascule.errors import ConfigError
-from bascule.sdpa import SequenceParallelMode, as_it_is, with_layout
+from bascule.sdpa import (
+    SequenceParallelMode,
+    as_it_is,
+    num_modes,
+    refuse_modes,
+    with_layout,
+)
 
 
 class Share(NamedTuple):
@@ -62,6 +70,7 @@ class ForwardPass(SequenceParallelMode):
         self.is_recomputed = self.is_around = False
         self.is_whole = mesh.whole is None and sparse is None and options.kernel is None
         self.work: WorkCounter | None = None
+        self.attended: list[str] = []  # blocks, in order
         self._table, self.sparse = table, sparse
         # Each segment's first tensor, and its dim: compilers would take numbers for constants.
         self._wholes: dict[str, tuple[Tensor, int]] = {}
@@ -72,6 +81,10 @@ class ForwardPass(SequenceParallelMode):
         self._masks: dict[str, tuple[Tensor, Mask]] = {}
         self._joint_masks: dict[tuple[str, ...], Tensor] = {}
         self._keys: tuple[Tensor | None, Bools | None] = None, None  # of the last such mask
+
+    def is_innermost(self) -> bool:
+        """Return whether it is entered, and no other mode within it."""
+        return num_modes() > 0 and torch._C._get_function_stack_at(num_modes() - 1) is self
 
     def _counter(self) -> WorkCounter | None:
         """Return the counter of what is computed for the first time."""
@@ -211,9 +224,15 @@ class ForwardPass(SequenceParallelMode):
                 "does not fit the model"
             )
         is_plain = not share.layout.replicated and not (torch.is_grad_enabled() and x.requires_grad)
-        if self.mesh.whole is None or not is_plain or is_recorded():
+        group = self.mesh.whole
+        if group is None or not is_plain or is_recorded():
             return gather(x, self.mesh, share.layout, cut.dim)
-        rows = gather_rows(x.movedim(cut.dim, 0), self.mesh.whole, share.layout)
+        blocks = ", ".join(self.attended)
+        mark = zlib.crc32(blocks.encode())
+        rows, is_same = gather_marked(x.movedim(cut.dim, 0), group, share.layout, mark)
+        if not is_same:
+            what = "the blocks that attended, as if a cache decided by each rank's own tokens"
+            agree(group.control or group, {what: blocks}, what="forward pass")
         return rows.movedim(0, cut.dim)
 
     # --- masks ------------------------------------------------------------------------------------
@@ -291,6 +310,17 @@ class ForwardPass(SequenceParallelMode):
         """Return whether attention is left as it is."""
         return not self.parts[-1]
 
+    def local_layouts(self, query: Tensor, key: Tensor, modes: Any) -> Any:
+        """Return the layout of queries if they are cut; every rank has the keys."""
+        names = [(name,) for name in self._wholes]
+        whole = [part for part in self.parts if part and not isinstance(part, Keys)][-1]
+        names += [whole] if all(name in self._wholes for name in whole) else []
+        size, num_keys = query.shape[2], key.shape[2]
+        fitting = {share.layout for share in map(self.share, names) if share.num_tokens == size}
+        if len(fitting) != int(size != num_keys):  # else these may be of a rank, or of all
+            refuse_modes(modes, f"attention of {size} tokens to {num_keys} that every rank has")
+        return fitting.pop() if fitting else None, None
+
     def other_keys(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
         """Gather keys and values of other segments than the queries'."""
         part = self.parts[-1]
@@ -332,7 +362,7 @@ class ForwardPass(SequenceParallelMode):
             records = torch.is_grad_enabled() and any([x.requires_grad for x in qkv])
             of_call = "\n".join(self._segments()), lengths, is_causal, scale, records
             out, self.sparse.ticket = recorded.attend(*qkv, mask, self.sparse.ticket, *of_call)
-            return self._without_unseen(out, mask, layout)
+            return self.without_unseen(out, mask, layout)
         if self.sparse is not None:
             layer = self.sparse.next_layer()
             if layer is not None:
@@ -340,7 +370,7 @@ class ForwardPass(SequenceParallelMode):
                 keys = self._keys_of(mask, is_causal)
                 qkv, wire = (query, key, value), self.options.quantized
                 out = self.sparse.attend(layer, qkv, lengths, scale, keys, wire)
-                return self._without_unseen(out, mask, layout)
+                return self.without_unseen(out, mask, layout)
         if self.work is not None and (work := self._counter()) is not None:
             work.attend(self._shape_of(query, key, layout))
         if self.is_whole:
@@ -350,7 +380,7 @@ class ForwardPass(SequenceParallelMode):
             return as_it_is(dense, query, key, value, **same)
         settings: Any = {"attn_mask": mask, "is_causal": is_causal, "scale": scale}
         out = attention(query, key, value, self.mesh, options=options, **settings)
-        return self._without_unseen(out, mask, layout)
+        return self.without_unseen(out, mask, layout)
 
     def attend_recorded(
         self,
@@ -369,7 +399,7 @@ class ForwardPass(SequenceParallelMode):
         finally:
             self.parts.pop()
 
-    def _without_unseen(self, out: Tensor, mask: Tensor | None, layout: SequenceLayout) -> Tensor:
+    def without_unseen(self, out: Tensor, mask: Tensor | None, layout: SequenceLayout) -> Tensor:
         """Return zeros for tokens that see nothing, where a mask is of pairs."""
         if not self._masks:
             return out

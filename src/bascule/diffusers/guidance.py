@@ -4,7 +4,7 @@ A pipeline calls its model once, with negative and positive samples: groups shar
 calls it once for each: groups take turns, and results of other groups are `Pending`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -15,7 +15,17 @@ from bascule.comm.failures import shared
 from bascule.comm.items import leaves_of, mapped
 from bascule.diffusers.arguments import SameInputs, parameters_of
 from bascule.diffusers.caches import branch_of
-from bascule.diffusers.pending import Branch, Branches, Form, Pending, fetched, samples_of, share_of
+from bascule.diffusers.pending import (
+    Branch,
+    Branches,
+    Form,
+    Pending,
+    Samples,
+    agree_or_raise,
+    fetched,
+    samples_of,
+    share_of,
+)
 from bascule.diffusers.split_model import SplitModel, form_of
 from bascule.errors import ConfigError
 from bascule.stand_in import Override
@@ -69,32 +79,48 @@ class GuidedModel(Override):
         parts = [samples.part(place, num_parts) for place in range(num_parts)]
         counts = [part.stop - part.start for part in parts]
         computed: Mapping[int, list[Tensor]] = {}
+        error, output = self.branches.failure, None
         if form is None or group.rank in owners:  # all compute the first call, to know its form
             place = owners.index(group.rank) if group.rank in owners else 0
-            if num_parts > 1:
-                inputs = share_of(inputs, self._unbatched, samples, parts[place])
-            output = call(**inputs)
-            leaves = leaves_of(output)
-            if any(leaf.requires_grad for leaf in leaves):  # which no exchange brings back
-                raise ConfigError(
-                    "guidance over ranks has no gradients: call the pipeline, or the model, under "
-                    "torch.no_grad()"
-                )
-            computed = {place: leaves} if group.rank in owners else {}
+            try:
+                output = self._compute(call, inputs, samples, parts, place) if not error else None
+            except Exception as failure:  # which others may not have met: it goes with the results
+                error = failure
+            computed = {place: leaves_of(output)} if group.rank in owners else {}
             if form is None:
+                agree_or_raise(group, error, what="first call of a guidance branch")
                 form = self._forms[kind] = Form.of(output, samples, counts[place])
         if sparse is not None:  # passes of other groups count, too
             sparse.passes.number = num_passes + 1
-        branch = Branch(owners, counts, computed, form, compare)
+        branch = Branch(owners, counts, computed, form, compare, failure=error)
         self.branches.add(branch)
         places = count()
         return mapped(form.nest, lambda _: Pending.of(self.branches, branch, next(places)))
 
+    def _compute(
+        self,
+        call: Callable[..., Any],
+        inputs: Mapping[str, Any],
+        samples: Samples,
+        parts: Sequence[slice],
+        place: int,
+    ) -> Any:
+        """Call the model with a part of the samples."""
+        if len(parts) > 1:
+            inputs = share_of(inputs, self._unbatched, samples, parts[place])
+        output = call(**inputs)
+        if any(leaf.requires_grad for leaf in leaves_of(output)):  # which no exchange brings back
+            raise ConfigError(
+                "guidance over ranks has no gradients: call the pipeline, or the model, under "
+                "torch.no_grad()"
+            )
+        return output
+
     def _owners(self, num_parts: int) -> list[int]:
         """Return the groups of the next call's parts, in turn; cached branches keep theirs."""
         num_groups = self.branches.group.size
-        blocks = [block for block, _ in self._part.blocks.values()]
-        cached = branch_of(self.model, blocks, num_parts, num_groups)
+        modules, forward = self._part.hooked, self._part.plain_forward
+        cached = branch_of(self.model, forward, modules, num_parts, num_groups)
         first = 0 if num_parts == num_groups else self.branches.num_waiting
         if cached is not None:
             self._cached += [] if cached in self._cached else [cached]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from bascule.arrays import Ints
 from bascule.comm.agree import agree
 from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup
@@ -126,6 +127,7 @@ class Branch:
     compare: Callable[[], None] | None = None  # compares the inputs on all ranks, if that is due
     deferred: list[_Make] = field(default_factory=list[_Make])
     values: list[Tensor] | None = None  # of the output, and those that were made of them
+    failure: Exception | None = None  # of this rank's parts, of which the others hear
     error: BaseException | None = None  # why there will be no values
 
     def defer(self, make: _Make) -> int:
@@ -162,6 +164,11 @@ class Branches:
         """Parts of calls that wait: groups compute them in turn."""
         return sum(len(branch.owners) for branch in self._waiting)
 
+    @property
+    def failure(self) -> Exception | None:
+        """Why this rank will not send its results, until the others hear of it."""
+        return next((branch.failure for branch in self._waiting if branch.failure), None)
+
     def add(self, branch: Branch) -> None:
         """Exchange a call together with the others."""
         self._waiting.append(branch)
@@ -189,7 +196,8 @@ class Branches:
 
     def _exchange(self, waiting: Sequence[Branch]) -> None:
         group, owners = self.group, dict[_Item, int]()
-        leaves, parcels, error = dict[_Item, list[Tensor]](), list[Parcel](), None
+        leaves, parcels = dict[_Item, list[Tensor]](), list[Parcel]()
+        error = next((one.failure for one in waiting if one.failure), None)
         for number, branch in enumerate(waiting):
             owners |= {(number, part): owner for part, owner in enumerate(branch.owners)}
             leaves |= {(number, part): values for part, values in branch.computed.items()}
@@ -197,15 +205,15 @@ class Branches:
         device = next(leaf.device for output in outputs for leaf in output)
         try:
             local = [item for item, owner in owners.items() if owner == group.rank]
-            parcels = [parcel(leaves[item], device) for item in local]
+            parcels = [] if error else [parcel(leaves[item], device) for item in local]
         except Exception as failure:  # the others must not wait
             error = failure
         sizes = np.array([one.num_bytes for one in parcels], dtype=np.int64)
         self._num_exchanges += 1
-        by_rank = agree(
-            group.control or group,
-            {"calls": str(owners)},
+        by_rank = agree_or_raise(
+            group,
             error,
+            {"calls": str(owners)},
             what="guidance branches",
             step=self._num_exchanges,
             values=sizes,
@@ -229,6 +237,18 @@ class Branches:
         leaves |= zip(remote, arrived, strict=True)
         for number, branch in enumerate(waiting):
             branch.finish([leaves[number, part] for part in range(len(branch.owners))])
+
+
+def agree_or_raise(
+    group: RankGroup, error: Exception | None, settings: Mapping[str, str] = {}, **more: Any
+) -> list[Ints]:
+    """Agree as `agree` does; a rank that failed raises its own error."""
+    try:
+        return agree(group.control or group, settings, error, **more)
+    except Exception:
+        if error is not None:
+            raise error from None
+        raise
 
 
 class Pending(Tensor):

@@ -34,6 +34,7 @@ from bascule.diffusers.split_table import (
 )
 from bascule.diffusers.work import Attended
 from bascule.errors import ConfigError
+from bascule.sdpa import modes_of_others, refuse_modes
 from bascule.stand_in import StandIn
 
 
@@ -42,13 +43,11 @@ class Role:
     """The part of a module in a split model, as the table has it."""
 
     is_block: bool = False
-    attends: bool = False  # over the mesh, so the mode is entered around it
     part: tuple[str, ...] | Keys | None = None  # attended to within; None: as in the module around
     names: Sequence[str] = ()  # of its arguments, in order
     inputs: dict[str, Input] = field(default_factory=dict[str, Input])
     outputs: dict[int, Cut] = field(default_factory=dict[int, Cut])
     gather: Cut | None = None
-    processor: Any = None  # of diffusers, that computes its attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +102,8 @@ class SplitModel:
         self._caches = Caches(model, table, lambda: self.forward and self.forward.mesh.whole)
         self._links: tuple[Link, ...] = ()
         self._stand_ins: list[StandIn] = []
+        self._classes: dict[type[nn.Module], object] = {}  # of modules, with their `forward`
+        self.hooked: list[nn.Module] = []  # modules that hooks of others may be on
         self._of_model: StandIn | None = None
         self._backend: Any = None  # of attention, as diffusers names it
         self._install()
@@ -115,7 +116,12 @@ class SplitModel:
     @property
     def has_cache(self) -> bool:
         """True if a cache may leave out blocks; refuses one that ranks cannot use."""
-        return self._caches.are_used([block for block, _ in self.blocks.values()])
+        return self._caches.are_used(self.hooked)
+
+    @property
+    def plain_forward(self) -> Callable[..., Any]:
+        """The `forward` that is split, below hooks."""
+        return self.model.forward if self._of_model is None else self._of_model.method
 
     def remove(self) -> None:
         """Take the stand-ins away; the model is as it was."""
@@ -185,6 +191,8 @@ class SplitModel:
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Prepare a compiled call: follow replaced modules and caches, compare inputs."""
         named = dict(zip(self._names, args, strict=False)) | dict(kwargs)
+        if modes := modes_of_others():
+            refuse_modes(modes, "a compiled model")
         self._follow()
         self._compare(named, form_of(named))
         assert self._of_model is not None
@@ -196,15 +204,17 @@ class SplitModel:
             if parent._modules.get(key) is not child:
                 return self._place()
         for one in self._stand_ins:
-            if vars(one.owner).get("forward") is not one:  # a hook of others is above it, or gone
+            if vars(one.owner).get(one.name) is not one:  # a hook of others is above it, or gone
+                return self._place()
+        for kind, forward in self._classes.items():
+            if kind.forward is not forward:  # somebody's own, in place of a class's
                 return self._place()
         return None
 
     def _compare(self, named: Mapping[str, Any], form: object) -> None:
-        blocks = [block for block, _ in self.blocks.values()]
-        is_hooked = ["_diffusers_hook" in vars(one) for one in (self.model, *blocks)]
-        if self._caches.is_on or True in is_hooked:
-            self._caches.prepare(blocks, is_sparse=self.sparse is not None)
+        is_hooked = ["_diffusers_hook" in vars(one) for one in self.hooked]
+        if self._caches.is_on or True in is_hooked or "_is_cached" in vars(self.model):
+            self._caches.prepare(self.hooked, self.mesh, is_sparse=self.sparse is not None)
         if not (self._is_paused or self._is_over):
             if (compare := self.inputs.due(self.mesh.whole, named, form)) is not None:
                 compare()
@@ -220,6 +230,7 @@ class SplitModel:
                 return forward(*args, **kwargs)
             current = self._begin(args, kwargs)
             if not torch.compiler.is_compiling():
+                forward = self.plain_forward  # of now: a class may have got another one
                 self.forward = current
                 self._look_at_first(forward, args, kwargs)
             cuts = self.table.inputs.get("", {})
@@ -304,11 +315,23 @@ class SplitModel:
             if argument in table.refused and value is not None:
                 raise ConfigError(f"{name} over ranks, with {argument}: {table.refused[argument]}")
             known = *table.inputs.get("", ()), *table.replicated, *table.refused
-            if argument not in known and holds_tensors(value):
-                raise ConfigError(
-                    f"{name} over ranks: the split table does not say what to do with the tensors "
-                    f"of {argument}; leave it out, or add it to `inputs` or `replicated`"
+            if argument in known or self.mesh.whole is None or not holds_tensors(value):
+                continue
+            advice = "leave it out, or add it to `inputs` or `replicated`"
+            if isinstance(value, Mapping):  # as joint_attention_kwargs
+                key = next(key for key, x in value.items() if holds_tensors(x))
+                argument = f"{argument}[{key!r}]"
+                advice = "leave it out"
+            if "ip_" in argument:
+                advice = (
+                    "IP adapters attend to the tokens of a picture, which no table knows: call the "
+                    "pipeline without ip_adapter_image after unload_ip_adapter(), or share its "
+                    "branches (guidance_degree) and images (data_degree) over the ranks instead"
                 )
+            raise ConfigError(
+                f"{name} over ranks: the split table does not say what to do with the tensors of "
+                f"{argument}; {advice}"
+            )
 
     def _end(self, current: ForwardPass) -> None:
         attended = current.end()
@@ -346,20 +369,7 @@ class SplitModel:
         if role.part is not None:
             current.parts.append(role.part)
         try:
-            before = getattr(role.processor, _BACKEND, "")
-            is_ours = before in (None, self.backend) and not torch.compiler.is_compiling()
-            is_in_mode = current.is_around and not (is_ours and self.backend)
-            if not role.attends or is_in_mode or current.is_whole:
-                output = forward(*inputs[0], **inputs[1])
-            elif not is_ours:
-                with current:
-                    output = forward(*inputs[0], **inputs[1])
-            else:  # the mode is entered by our back end, so it sees a few functions of torch
-                role.processor._attention_backend = self._backend
-                try:
-                    output = forward(*inputs[0], **inputs[1])
-                finally:
-                    role.processor._attention_backend = before
+            output = forward(*inputs[0], **inputs[1])
         finally:
             if role.part is not None:
                 current.parts.pop()
@@ -367,11 +377,52 @@ class SplitModel:
             if current.work is not None:
                 current.end_block()
             has_attended = current.has_attended or (current.is_whole and not current.is_around)
+            if has_attended and not torch.compiler.is_compiling():
+                current.attended.append(name)
             if self._caches.is_on or not has_attended:
-                self._caches.end_block(name, has_attended)
+                self._caches.end_block(name, has_attended, self.sparse is not None)
         if role.outputs:
             output = self._cut_outputs(current, name, role.outputs, output)
         return output if role.gather is None else current.gather(output, role.gather)
+
+    def _run_attention(
+        self,
+        name: str,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a module that attends, within the mode; stands below the hooks of others.
+
+        Their function modes are then around ours, which shows them what one process would.
+        """
+        current = self.forward
+        if current is None or current.is_whole or self._is_paused:
+            return forward(*args, **kwargs)
+        processor: Any = getattr(module, "processor", None)
+        backend, is_compiling = getattr(processor, _BACKEND, ""), torch.compiler.is_compiling()
+        is_ours = self._backend is not None and backend in (None, self.backend)
+        is_ours = is_ours and not is_compiling
+        if is_compiling and (modes := modes_of_others()):
+            refuse_modes(modes, "compiled attention")
+        before, current.has_attended = current.has_attended, False
+        if is_ours:  # the mode is entered by our back end, so it sees a few functions of torch
+            processor._attention_backend = self._backend
+            try:
+                output = forward(*args, **kwargs)
+            finally:
+                processor._attention_backend = backend
+        elif current.is_around and (is_compiling or current.is_innermost()):
+            output = forward(*args, **kwargs)
+        else:
+            with current:
+                output = forward(*args, **kwargs)
+        if not current.has_attended and current.parts[-1]:
+            raise ConfigError(_why_local(name, processor))
+        current.has_attended |= before
+        return output
 
     def _cut_outputs(
         self, current: ForwardPass, name: str, cuts: Mapping[int, Cut], output: Any
@@ -386,8 +437,6 @@ class SplitModel:
 
     def _install(self) -> None:
         check_model(self.model, self.table)
-        owner, name = _innermost(self.model)
-        self._of_model = StandIn(owner, name, self._call)
         try:
             self._place()
         except BaseException:
@@ -423,24 +472,31 @@ class SplitModel:
                 role_of(name, module).part = part
         # With sparse, all passes count, so the mode is around the model.
         inner = [name for name, role in roles.items() if role.is_block or role.part]
-        for name in inner if not self._number else ():
-            for path, module in _attending(modules[name]).items():
-                role = role_of(f"{name}.{path}" if path else name, module)
-                role.attends, role.processor = True, getattr(module, "processor", None)
-        if self._backend is None and any(
-            hasattr(role.processor, _BACKEND) for role in roles.values()
-        ):
+        attending = {
+            f"{name}.{path}" if path else name: module
+            for name in inner
+            for path, module in _attending(modules[name]).items()
+        }
+        processors = [getattr(module, "processor", None) for module in attending.values()]
+        if self._backend is None and any(hasattr(one, _BACKEND) for one in processors):
             self._backend = _registered(self)
-        for one in self._stand_ins:
+        for one in (*self._stand_ins, *([self._of_model] if self._of_model else ())):
             one.remove()
-        self._stand_ins = []
+        self._stand_ins, self._names = [], parameters_of(model)
+        self._of_model = StandIn(*_innermost(model), self._call)
+        within = [child for module in attending.values() for child in module.children()]
+        self.hooked = [model, *modules.values(), *attending.values(), *within]
+        self._classes = {type(one): type(one).forward for one in (model, *modules.values())}
+        for name, module in attending.items() if not self._number else ():
+            run = partial(self._run_attention, name, module)
+            self._stand_ins.append(StandIn(*_innermost(module), run))
         for name, role in roles.items():
             # Graphs belong to a code object, which holds a limited number; compilers tell blocks
             # with stand-ins within apart, so each of these has one of its own.
-            is_apart = any(other.startswith(f"{name}.") for other in roles)
+            is_apart = any(other.startswith(f"{name}.") for other in (*roles, *attending))
             run = MethodType(_again(SplitModel._run), self) if is_apart else self._run
             self._stand_ins.append(StandIn(modules[name], "forward", partial(run, name, role)))
-        self._links = links_to(model, list(roles))
+        self._links = links_to(model, [*roles, *attending])
 
 
 def _numbered(current: ForwardPass) -> Tensor:
@@ -497,6 +553,26 @@ def _attending(module: nn.Module) -> dict[str, nn.Module]:
 _BACKEND = "_attention_backend"
 
 
+def _why_local(name: str, processor: Any) -> str:
+    """Return why a module that ran did not attend over the mesh, and what to do."""
+    how, backend = "let it call that function", getattr(processor, _BACKEND, "")
+    if backend is None:
+        diffusers: Any = importlib.import_module("diffusers.models.attention_dispatch")
+        backend = diffusers._AttentionBackendRegistry.get_active_backend()[0]
+    backend = str(getattr(backend, "value", backend))
+    if backend and "native" not in backend:
+        how = f"its back end is {backend}: call set_attention_backend('native')"
+    elif processor is not None:
+        how = (
+            f"its processor {type(processor).__name__} attends by itself: let it call that "
+            "function, or give the model another one by set_attn_processor"
+        )
+    return (
+        f"{name} did not call F.scaled_dot_product_attention, so its attention was not over the "
+        f"mesh: {how}"
+    )
+
+
 def _registered(part: SplitModel) -> Any:
     """Register a back end of diffusers that enters the mode around its default one."""
     diffusers: Any = importlib.import_module("diffusers.models.attention_dispatch")
@@ -518,7 +594,9 @@ def _registered(part: SplitModel) -> Any:
         # Torch's calls what the mode replaces; a kernel goes before what diffusers has at large.
         backend = diffusers.AttentionBackendName.NATIVE if part.backend else None
         forward = part.forward
-        with nullcontext() if forward is None or forward.is_around else forward:
+        if forward is None or (forward.is_around and forward.is_innermost()):
+            forward = nullcontext()
+        with forward:
             return diffusers.dispatch_attention_fn(*args, backend=backend)
 
     diffusers._AttentionBackendRegistry.register(name)(attend)
