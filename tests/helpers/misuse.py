@@ -4,14 +4,14 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from bascule.comm.quantized import Quantized
@@ -53,6 +53,14 @@ def configured(heads: int) -> Any:
     model: Any = make_toy(heads=heads, kv_heads=heads)
     model.config = SimpleNamespace(num_attention_heads=heads)
     return model
+
+
+def fsdp_1(model: nn.Module) -> nn.Module:
+    """Wrapped, without the process groups that sharding takes."""
+    wrapper = object.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(wrapper)
+    wrapper._fsdp_wrapped_module = model
+    return wrapper
 
 
 def flux() -> Any:
@@ -181,7 +189,7 @@ def sparse(**options: Any) -> Callable[[], object]:
 PRODUCT = "the product of degrees must be 2"
 REFUSED: dict[str, Wrong] = {
     "no degrees": (lambda: split(ring_degree=1), f"ring 1 x Ulysses 1 on 2 ranks: {PRODUCT}"),
-    "below 0": (lambda: split(ring_degree=-2, ulysses_degree=-1), "ring -2 x Ulysses -1"),
+    "below 0": (lambda: split(ring_degree=-2, ulysses_degree=-1), "ring_degree is -2"),
     "too many": (lambda: split(ulysses_degree=4), f"Ulysses 4 on 2 ranks: {PRODUCT}"),
     "heads": (lambda: split(configured(1)), "has too few heads, 1 for 2 Ulysses ranks"),
     "axes": (lambda: split(mesh=mesh([0, 1], "tp")), "a mesh with the axes ('tp',): parallelize"),
@@ -203,7 +211,23 @@ REFUSED: dict[str, Wrong] = {
     "older version": (older_version, "use the version of diffusers"),
     "no transformer": (lambda: split(object()), "object has none: give the model itself"),
     "split twice": (split_twice, "is split over ranks already"),
-    "DDP": (lambda: parallelize(DistributedDataParallel(flux()), **SPLIT), "DistributedDataPar"),
+    "FSDP 1": (lambda: parallelize(fsdp_1(flux()), **SPLIT), "use fully_shard(model) (FSDP 2)"),
+    "compiled": (
+        lambda: parallelize(cast(Any, torch.compile(flux())), **SPLIT),
+        "is a FluxTransformer2DModel that was compiled already: give the model itself, and call",
+    ),
+    "compiled, in DDP": (
+        lambda: split(DistributedDataParallel(cast(Any, torch.compile(make_toy())))),
+        "is a Toy that was compiled already",
+    ),
+    "wrapper": (
+        lambda: parallelize(nn.DataParallel(flux()), **SPLIT),
+        "for DataParallel, which holds a FluxTransformer2DModel: give that, its 'module'",
+    ),
+    "mesh, a text": (lambda: split(mesh="2x1"), "mesh is '2x1': give a DeviceMesh, \"auto\" or"),
+    "mesh, a tuple": (lambda: split(mesh=(1, 2)), "mesh is (1, 2): give a DeviceMesh"),
+    "degree, a text": (lambda: split(ulysses_degree="2"), "ulysses_degree is '2'"),
+    "degree, a bool": (lambda: split(ring_degree=True, ulysses_degree=2), "ring_degree is True"),
     "split by diffusers": (split_by_diffusers, "enable_parallelism"),
     "back end": (flex, "set_attention_backend('native')"),
     "verify": (after_undo(lambda one: one.verify(**toy_inputs())), "verify: undo() was called"),
