@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from bascule.comm.quantized import Quantized
 from bascule.diffusers import Cut, Keys, Mask, ParallelHandle, SparseConfig, parallelize
@@ -212,13 +211,9 @@ REFUSED: dict[str, Wrong] = {
     "no transformer": (lambda: split(object()), "object has none: give the model itself"),
     "split twice": (split_twice, "is split over ranks already"),
     "FSDP 1": (lambda: parallelize(fsdp_1(flux()), **SPLIT), "use fully_shard(model) (FSDP 2)"),
-    "compiled": (
-        lambda: parallelize(cast(Any, torch.compile(flux())), **SPLIT),
-        "is a FluxTransformer2DModel that was compiled already: give the model itself, and call",
-    ),
-    "compiled, in DDP": (
-        lambda: split(DistributedDataParallel(cast(Any, torch.compile(make_toy())))),
-        "is a Toy that was compiled already",
+    "FSDP 1, compiled": (
+        lambda: split(cast(Any, torch.compile(fsdp_1(make_toy())))),
+        "shards a Toy in a way that cannot be split",
     ),
     "wrapper": (
         lambda: parallelize(nn.DataParallel(flux()), **SPLIT),
@@ -307,6 +302,34 @@ def differently(**makes: Callable[[], Any]) -> Callable[[], object]:
             return model(**{**toy_inputs(), **others})
 
     return call
+
+
+def in_a_later_run(**degrees: Any) -> Callable[[], object]:
+    """The second rank has another image from the third run on, of a model of few steps."""
+
+    def call() -> object:
+        model = make_toy()
+        with torch.no_grad(), split(model, **degrees):
+            for seed in (1, 1, 2 + is_second()):
+                inputs = toy_inputs(batch=1) | {"image": toy_inputs(batch=1, seed=seed)["image"]}
+                for time in (700.0, 300.0):
+                    out = model(**inputs | {"time": torch.full((1, 1), time).double()}) + 0
+            return out
+
+    return call
+
+
+def noise_of_a_sister() -> object:
+    """One rank draws a number more before the second call of a pipeline that shares a model."""
+    pipeline = make_pipeline("flux")
+    other: Any = importlib.import_module("diffusers").FluxImg2ImgPipeline.from_pipe(pipeline)
+    prompt = {key: x for key, x in prompt_of("flux").items() if "negative" not in key}
+    prompt |= {"image": torch.rand(1, 3, 44, 36, generator=seeded(5)), "true_cfg_scale": 1.0}
+    torch.manual_seed(7)
+    with parallelize(pipeline, **SPLIT):
+        generated("flux", other, prompt, num_inference_steps=4)
+        torch.rand(is_second())
+        return generated("flux", other, prompt, num_inference_steps=4)
 
 
 def noisier(by: float) -> Tensor:
@@ -451,6 +474,9 @@ ENDING: dict[str, Wrong] = {
     "ring": (differently_over(ring_degree=2), "values of"),
     "guidance groups": (differently_over(guidance_degree=2), "values of"),
     "compiled": (differently_compiled, "values of"),
+    "a later run": (in_a_later_run(ring_degree=2), "values of image differ"),
+    "a later run, guided": (in_a_later_run(guidance_degree=2), "values of image differ"),
+    "noise of a sister": (noise_of_a_sister, "call handle.add(pipeline), or give it a seeded"),
     "adapter scale": (other_adapter_scale, "disagree on"),
     "failing": (failing, "no memory is left"),
     "softmax": (

@@ -80,13 +80,14 @@ def described(value: Any, around: tuple[int, ...] = ()) -> str:
         return str(sorted(parts) if isinstance(value, AbstractSet) else parts)
     if hasattr(value, "__array_interface__"):  # of numpy, and pictures of PIL
         return _described_array(value, around)
-    name = f"{type(value).__name__} {getattr(value, '__qualname__', '')}".rstrip()
+    name = type(value).__name__
     try:
         reduced = value.__reduce_ex__(4)
     except Exception:  # whatever it is, there is no more to read
-        return name
+        reduced = getattr(value, "__qualname__", "")
     text = reduced if isinstance(reduced, str) else _of_reduced(reduced, around)
-    return f"{name} {text if len(text) <= _SHOWN else _digest(text.encode(errors='replace'))}"
+    text = text if len(text) <= _SHOWN else _digest(text.encode(errors="replace"))
+    return f"{name} {text}".rstrip()
 
 
 def _of_reduced(reduced: Iterable[Any], around: tuple[int, ...]) -> str:
@@ -139,8 +140,9 @@ def _sum(x: Tensor, places: Tensor) -> Tensor:
     data = x.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
     data = data.clone() if data.storage_offset() % 8 else data
     end = data.numel() // 8 * 8
-    parts = [*data[:end].view(torch.int64).split(_PART), data[end:]]
-    sums = [(part * places[: part.numel()]).sum() for part in parts]
+    parts = [*data[:end].view(torch.int64).split(_PART), data[end:].long()]
+    # A sign, the highest bit of a word, also changes lower ones: else two of them would cancel.
+    sums = [((part ^ (part >> 29)) * places[: part.numel()]).sum() for part in parts]
     return (torch.stack(sums) * places[: len(sums)]).sum()
 
 

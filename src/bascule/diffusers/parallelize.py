@@ -212,10 +212,10 @@ class ParallelHandle:
 
     def _share_pipeline(self, pipeline: Any) -> None:
         if self.replica.whole is not None:
-            self._share_parts(pipeline)
             models = [part.model for part in self.parts]
             run = partial(self._run_of, pipeline)
             self._runs.append(PipelineRun(pipeline, self.replica.whole, models, run))
+            self._share_parts(pipeline)
 
     def _share_parts(self, pipeline: Any) -> None:
         """Share the VAE and text encoders of a pipeline that are not shared yet."""

@@ -253,6 +253,7 @@ class PipelineRun(Override):
         run: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._pipeline, self._group, self._models, self._of_run = pipeline, group, models, run
+        self._check_models()
         super().__init__(pipeline, "__call__", self._run)
 
     @shared("a call of a pipeline")

@@ -528,25 +528,19 @@ WITHOUT_TABLE: Mapping[str, str] = {  # reasons, by name of a class of diffusers
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model in wrappers that only pass calls on: DDP, and PEFT's of `get_peft_model`."""
-    library, name = type(model).__module__.partition(".")[0], type(model).__name__
-    if isinstance(model, DistributedDataParallel):
-        return unwrapped(model.module)
-    if library == "peft" and hasattr(model, "get_base_model"):
-        inner: Any = model
-        return unwrapped(inner.get_base_model())
+    """Return the model within wrappers that pass calls on, of DDP, torch.compile and PEFT."""
+    wrapper: Any = model
     if isinstance(model, FullyShardedDataParallel):
         raise ConfigError(
-            f"{name} (FSDP 1) shards a {type(model.module).__name__} in a way that cannot be "
-            "split: use fully_shard(model) (FSDP 2)"
+            f"FullyShardedDataParallel (FSDP 1) shards a {type(model.module).__name__} in a way "
+            "that cannot be split: use fully_shard(model) (FSDP 2)"
         )
+    if isinstance(model, DistributedDataParallel):
+        return unwrapped(wrapper.module)
     if isinstance(model, OptimizedModule):
-        raise ConfigError(
-            f"{name} is a {type(model._orig_mod).__name__} that was compiled already: give the "
-            "model itself, and call torch.compile(model) afterwards; or model.compile(), before or "
-            "afterwards"
-        )
-    return model
+        return unwrapped(wrapper._orig_mod)
+    is_of_peft = type(model).__module__.startswith("peft.") and hasattr(model, "get_base_model")
+    return unwrapped(wrapper.get_base_model()) if is_of_peft else model
 
 
 def is_tested(table: SplitTable) -> bool:
