@@ -328,7 +328,7 @@ def noise_of_a_sister() -> object:
     torch.manual_seed(7)
     with parallelize(pipeline, **SPLIT):
         generated("flux", other, prompt, num_inference_steps=4)
-        torch.rand(is_second())
+        torch.rand(int(is_second()))
         return generated("flux", other, prompt, num_inference_steps=4)
 
 
