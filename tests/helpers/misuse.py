@@ -419,6 +419,12 @@ def another_scheduler(pipeline: Any) -> dict[str, Any]:
     return {}
 
 
+def another_boundary(pipeline: Any) -> dict[str, Any]:
+    """As of the step from which the second transformer is called."""
+    pipeline.register_to_config(boundary_ratio=0.9)
+    return {}
+
+
 class Lora(nn.Linear):
     """A layer as peft makes it."""
 
@@ -490,6 +496,7 @@ ENDING: dict[str, Wrong] = {
     "guidance": (run("flux", lambda _: {"true_cfg_scale": 1.0}), "disagree on true_cfg_scale"),
     "prompt": (run("flux", lambda _: prompt_of("flux", seed=4)), "disagree on"),
     "schedule": (run("flux", another_scheduler, **SPLIT), "disagree on scheduler"),
+    "a boundary": (run("wan", another_boundary, **SPLIT), "disagree on the pipeline"),
     "LoRA's weights": (adapted(lambda one: one.lora_B["style"].weight.add_(1)), "on adapters"),
     "LoRA's scale": (adapted(lambda one: one.scaling.update(style=0.5)), "disagree on adapters"),
     "first without tiling": (

@@ -166,6 +166,10 @@ def test_a_model_s_arguments_are_described_too() -> None:
 class Wrapped(nn.Parameter):
     """Wraps whatever is computed of it, as a weight of a GGUF file does."""
 
+    scales: Tensor
+    quant_state: Any
+    module: nn.Module
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_function__(func, types, args, kwargs or {})
@@ -289,7 +293,7 @@ RUNS: dict[str, tuple[list[dict[str, Any]], str]] = {  # + is compared
         "++--" * 2,
     ),
     "ascending times": ([*run_of(*UP, text=TEXT), *run_of(*UP, text=TEXT)], "++--" * 2),
-    "guidance": ([*guided(*DOWN), *guided(*DOWN)], "++++----" * 2),
+    "guidance": ([*guided(*DOWN), *guided(*DOWN)], "+++-----" * 2),
     "one step": ([*run_of(999.0, text=TEXT), *run_of(999.0, text=TEXT)], "++"),
     "one guided step": ([*guided(999.0), *guided(999.0)], "++++"),
     "two steps": ([*run_of(999.0, 500.0), *run_of(999.0, 500.0)], "++++"),
@@ -309,7 +313,7 @@ RUNS: dict[str, tuple[list[dict[str, Any]], str]] = {  # + is compared
     ),
     "no times, one loop": ([call(None, text=TEXT) for _ in range(4)], "+---"),
     "no times, other calls": ([call(None, text=torch.ones(3)) for _ in range(3)], "+++"),
-    "the same arguments": ([call(5.0, LATENTS, text=TEXT)] * 3, "+++"),
+    "the same arguments": ([call(5.0, LATENTS, text=TEXT)] * 3, "+--"),
 }
 
 

@@ -114,7 +114,7 @@ class Steps:
         self._varying = set[str]()  # names of tensors that are others in each step
 
     def may_begin_run(self, inputs: Mapping[str, Any]) -> bool:
-        """Take a call; return False if it belongs to a third or later step of a run.
+        """Take a call; return False if it has nothing new, or is of a third or later step of a run.
 
         A second step may be the first one of another run, as of a model that takes one step.
         """
@@ -141,7 +141,7 @@ class Steps:
         for name in new:
             others = [] if name in self._varying else self._last.get(name, [])
             self._last[name] = [*others, (weakref.ref(tensors[name]), _version(tensors[name]))]
-        return self._number < 3 if times else not goes_on
+        return bool(new) and (self._number < 3 if times else not goes_on)
 
     def _knows(self, name: str, x: Tensor) -> bool:
         return any(one() is x and _version(x) == at for one, at in self._last.get(name, ()))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -269,11 +269,7 @@ class PipelineRun(Override):
             if not name.startswith(_OF_A_RANK)
         }
         settings |= {"adapters": _adapters_of(self._pipeline), "device": device.type}
-        scheduler = getattr(self._pipeline, "scheduler", None)
-        config = getattr(scheduler, "config", {}).items()  # names with _ are of a rank, as paths
-        kept = {name: value for name, value in config if not name.startswith("_")}
-        kept["shift"] = getattr(scheduler, "shift", None)  # which `set_shift` changes
-        settings["scheduler"] = f"{type(scheduler).__name__} {described(kept)}"
+        settings |= _configured(self._pipeline)
         vae = getattr(self._pipeline, "vae", None)
         settings["vae"] = f"{type(vae).__name__}, tiling {getattr(vae, 'use_tiling', None)}"
         agree(self._group, settings, what=f"a call of a {type(self._pipeline).__name__}")
@@ -294,6 +290,24 @@ class PipelineRun(Override):
                     f"the {name} of this {type(self._pipeline).__name__} is not one of the models "
                     "that were split: call undo() of the handle, then parallelize(pipeline, ..)"
                 )
+
+
+def _configured(pipeline: Any) -> dict[str, str]:
+    """Describe the configurations of a pipeline and its parts, as of schedulers and guiders."""
+    parts = {f"a {name}": part for name, part in vars(pipeline).items()}
+    parts = {name: part for name, part in parts.items() if not isinstance(part, nn.Module)}
+    texts = dict[str, str]()
+    for name, part in {**parts, "the pipeline": pipeline}.items():
+        config = getattr(part, "config", None)
+        if not isinstance(config, Mapping):
+            continue
+        # Names with _ are of a rank, as paths, and a scheduler's other numbers of its last run.
+        others = {} if part is pipeline or hasattr(part, "step") else vars(part)
+        settings = {name: x for name, x in others.items() if isinstance(x, int | float | str)}
+        settings |= dict(cast(Mapping[str, Any], config)) | {"shift": getattr(part, "shift", None)}
+        kept = {key: value for key, value in settings.items() if not key.startswith("_")}
+        texts[name.removeprefix("a ")] = f"{type(part).__name__} {described(kept)}"
+    return texts
 
 
 def _adapters_of(pipeline: Any) -> str:

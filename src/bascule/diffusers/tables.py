@@ -246,10 +246,7 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
         _LIKE_FLUX,
         inputs={"": _FLUX_INPUTS, "controlnet_x_embedder": {"input": _IMAGE}},
         gathers=dict.fromkeys(("controlnet_blocks.*", "controlnet_single_blocks.*"), _IMAGE),
-        replicated=(*FLUX.replicated, _CONTROL),
-        refused={
-            "controlnet_mode": "its text has one token more: call the model before parallelize"
-        },
+        replicated=(*FLUX.replicated, _CONTROL, "controlnet_mode"),  # of one that is no union
     ),
     "FluxTransformer2DModel": FLUX,
     "HeliosTransformer3DModel": SplitTable(
@@ -555,6 +552,11 @@ def table_of(model: nn.Module, table: SplitTable | Mapping[str, Any] | None = No
     if table is not None:
         return table_from_plan(model, table)
     name = _name_in((*TABLES, *WITHOUT_TABLE), model)
+    if getattr(model, "union", False):
+        raise ConfigError(
+            f"no split table for a {type(model).__name__} that is a union, whose text gets one "
+            "token more for its mode: do not split it; whole, it goes with a split transformer"
+        )
     if name in TABLES:
         return TABLES[name]
     if name in WITHOUT_TABLE:
