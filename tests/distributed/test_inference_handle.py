@@ -109,6 +109,11 @@ def averaged() -> dict[str, float]:
     parallelize(model, mesh=mesh["ulysses"], table=TABLE)
     toy_gradients(DistributedDataParallel(model), mine)
     found["DDP"] = worst(grads_of(model), wanted)
+    wrapped = DistributedDataParallel(make_toy())
+    with parallelize(wrapped, mesh=mesh["ulysses"], table=TABLE) as handle:
+        toy_gradients(wrapped, mine)
+        assert handle.model is wrapped.module and handle.explain(wrapped).model == "Toy"
+    found["DDP, split within"] = worst(grads_of(wrapped.module), wanted)
     model = make_toy()
     for block in model.blocks:
         fully_shard(block)

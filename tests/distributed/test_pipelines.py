@@ -1,6 +1,7 @@
 """Whole pipelines over ranks: the pixels of one process, the same on all ranks of a replica."""
 
 import copy
+import importlib
 import inspect
 import math
 import pickle
@@ -8,12 +9,15 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from PIL import Image
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -483,6 +487,62 @@ def encoded() -> None:
             fully_shard(pipeline.text_encoder_2)
 
 
+def sister(pipeline: Any, name: str) -> Any:
+    """Another pipeline with the same models and scheduler."""
+    made = getattr(importlib.import_module("diffusers"), name)(**pipeline.components)
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+def edited(pipeline: Any, **others: Any) -> Tensor:
+    """Pixels of a photo that is changed, from noise that torch draws at large."""
+    prompt = {key: x for key, x in prompt_of("flux").items() if "negative" not in key}
+    photo = torch.rand(1, 3, 44, 36, generator=seeded(5))
+    settings = {"image": photo, "strength": 0.6, "num_inference_steps": 5, "true_cfg_scale": 1.0}
+    return generated("flux", pipeline, {**prompt, **settings}, **others)
+
+
+def of_one_model() -> None:
+    """Pipelines that share a split model: noise of their own, and noise of all ranks."""
+    pipeline = make_pipeline("flux")
+    edits = sister(pipeline, "FluxImg2ImgPipeline")
+    torch.manual_seed(7)
+    expected = [edited(edits), image(pipeline), edited(edits), edited(edits)]
+    torch.manual_seed(7)
+    with parallelize(pipeline, ulysses_degree=2) as handle:
+        images = [edited(edits), image(pipeline), edited(edits)]
+        handle.add(edits)
+        torch.rand(dist.get_rank())  # as a data loader draws on one rank
+        images.append(edited(edits))
+    for one, wanted in zip(images, expected, strict=True):
+        check(one, wanted)
+
+
+def changed_while_split() -> None:
+    """Tiles that are turned on, or off, and another VAE: as in one process."""
+    pipeline, other = make_pipeline("flux"), make_pipeline("flux").vae
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.1)
+    own = pipeline.vae
+
+    def turn_to(vae: Any, tiles: bool) -> Tensor:
+        pipeline.vae, vae.use_tiling = vae, tiles
+        return image(pipeline)
+
+    steps = [(own, False), (own, True), (own, False), (other, True), (own, True)]
+    expected = [turn_to(*one) for one in steps]
+    own.use_tiling = False
+    pipeline.vae = own
+    with parallelize(pipeline, ring_degree=2) as handle:
+        for step, wanted in zip(steps, expected, strict=True):
+            check(turn_to(*step), wanted)
+            assert ("decode: " in str(handle.explain())) == (step is not steps[0])
+    assert type(own) is type(other) is type(make_pipeline("flux").vae)
+    apart = [float((x - y).abs().max()) for x, y in pairwise(expected)]
+    assert min(apart) > 1e-3  # of what each change does
+
+
 def first_only() -> None:
     for name in ("flux", "kontext"):  # which also encodes a photo, for all ranks
         pipeline = make_pipeline(name)
@@ -508,6 +568,8 @@ def first_only() -> None:
         in_threads,
         pytest.param(compiled, marks=pytest.mark.stress),
         encoded,
+        of_one_model,
+        changed_while_split,
         first_only,
     ],
 )
@@ -582,11 +644,28 @@ def refused() -> None:
     with torch.no_grad(), parallelize(toy, guidance_degree=2, table=TABLE):
         more = toy_inputs(batch=2) | {"text": toy_inputs(batch=3)["text"]}
         refuse("image has the shape (2, 9, 4) in a call of 3 samples", toy, **more)
-    with parallelize(pipeline, guidance_degree=2):
+    with parallelize(pipeline, guidance_degree=2) as handle:
         latents = torch.randn(1, 99, 16, generator=mine())
         refuse("disagree on latents", image, pipeline, latents=latents)
         refuse("disagree on generator", image, pipeline, generator=[None, seeded(1)][rank])
+        sigmas = np.array([1.0, 0.5 - 0.1 * rank])
+        refuse("disagree on sigmas", image, pipeline, sigmas=sigmas)
+        pipeline.scheduler.set_shift(2.0 + rank)
+        refuse("disagree on scheduler", image, pipeline)
+        pipeline.scheduler.set_shift(1.0)
+        pipeline.vae.use_tiling = rank == 1
+        refuse("disagree on vae", image, pipeline)
+        pipeline.vae.use_tiling = False
+        paint = sister(pipeline, "FluxInpaintPipeline")
+        handle.add(paint)
+        mask = Image.new("L", (36, 44))
+        mask.paste(255, (0, 0, 12 + 4 * rank, 44))
+        refuse("disagree on mask_image", edited, paint, mask_image=mask)
         image(pipeline)  # all of them can go on
+        pipeline.transformer = copy.deepcopy(pipeline.transformer)
+        refuse("transformer of this FluxPipeline is not one of the models", image, pipeline)
+        refuse("transformer of this FluxPipeline", handle.add, pipeline)
+        pipeline.transformer = handle.model
     if rank:
         pipeline.vae.enable_tiling()
     refuse("disagree on shared parts", parallelize, pipeline, guidance_degree=2)

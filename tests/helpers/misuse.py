@@ -4,15 +4,14 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from bascule.comm.quantized import Quantized
 from bascule.diffusers import Cut, Keys, Mask, ParallelHandle, SparseConfig, parallelize
@@ -53,6 +52,14 @@ def configured(heads: int) -> Any:
     model: Any = make_toy(heads=heads, kv_heads=heads)
     model.config = SimpleNamespace(num_attention_heads=heads)
     return model
+
+
+def fsdp_1(model: nn.Module) -> nn.Module:
+    """Wrapped, without the process groups that sharding takes."""
+    wrapper = object.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(wrapper)
+    wrapper._fsdp_wrapped_module = model
+    return wrapper
 
 
 def flux() -> Any:
@@ -181,7 +188,7 @@ def sparse(**options: Any) -> Callable[[], object]:
 PRODUCT = "the product of degrees must be 2"
 REFUSED: dict[str, Wrong] = {
     "no degrees": (lambda: split(ring_degree=1), f"ring 1 x Ulysses 1 on 2 ranks: {PRODUCT}"),
-    "below 0": (lambda: split(ring_degree=-2, ulysses_degree=-1), "ring -2 x Ulysses -1"),
+    "below 0": (lambda: split(ring_degree=-2, ulysses_degree=-1), "ring_degree is -2"),
     "too many": (lambda: split(ulysses_degree=4), f"Ulysses 4 on 2 ranks: {PRODUCT}"),
     "heads": (lambda: split(configured(1)), "has too few heads, 1 for 2 Ulysses ranks"),
     "axes": (lambda: split(mesh=mesh([0, 1], "tp")), "a mesh with the axes ('tp',): parallelize"),
@@ -203,7 +210,19 @@ REFUSED: dict[str, Wrong] = {
     "older version": (older_version, "use the version of diffusers"),
     "no transformer": (lambda: split(object()), "object has none: give the model itself"),
     "split twice": (split_twice, "is split over ranks already"),
-    "DDP": (lambda: parallelize(DistributedDataParallel(flux()), **SPLIT), "DistributedDataPar"),
+    "FSDP 1": (lambda: parallelize(fsdp_1(flux()), **SPLIT), "use fully_shard(model) (FSDP 2)"),
+    "FSDP 1, compiled": (
+        lambda: split(cast(Any, torch.compile(fsdp_1(make_toy())))),
+        "shards a Toy in a way that cannot be split",
+    ),
+    "wrapper": (
+        lambda: parallelize(nn.DataParallel(flux()), **SPLIT),
+        "for DataParallel, which holds a FluxTransformer2DModel: give that, its 'module'",
+    ),
+    "mesh, a text": (lambda: split(mesh="2x1"), "mesh is '2x1': give a DeviceMesh, \"auto\" or"),
+    "mesh, a tuple": (lambda: split(mesh=(1, 2)), "mesh is (1, 2): give a DeviceMesh"),
+    "degree, a text": (lambda: split(ulysses_degree="2"), "ulysses_degree is '2'"),
+    "degree, a bool": (lambda: split(ring_degree=True, ulysses_degree=2), "ring_degree is True"),
     "split by diffusers": (split_by_diffusers, "enable_parallelism"),
     "back end": (flex, "its back end is flex: call set_attention_backend('native')"),
     "verify": (after_undo(lambda one: one.verify(**toy_inputs())), "verify: undo() was called"),
@@ -283,6 +302,34 @@ def differently(**makes: Callable[[], Any]) -> Callable[[], object]:
             return model(**{**toy_inputs(), **others})
 
     return call
+
+
+def in_a_later_run(**degrees: Any) -> Callable[[], object]:
+    """The second rank has another image from the third run on, of a model of few steps."""
+
+    def call() -> object:
+        model = make_toy()
+        with torch.no_grad(), split(model, **degrees):
+            for seed in (1, 1, 2 + is_second()):
+                inputs = toy_inputs(batch=1) | {"image": toy_inputs(batch=1, seed=seed)["image"]}
+                for time in (700.0, 300.0):
+                    out = model(**inputs | {"time": torch.full((1, 1), time).double()}) + 0
+            return out
+
+    return call
+
+
+def noise_of_a_sister() -> object:
+    """One rank draws a number more before the second call of a pipeline that shares a model."""
+    pipeline = make_pipeline("flux")
+    other: Any = importlib.import_module("diffusers").FluxImg2ImgPipeline.from_pipe(pipeline)
+    prompt = {key: x for key, x in prompt_of("flux").items() if "negative" not in key}
+    prompt |= {"image": torch.rand(1, 3, 44, 36, generator=seeded(5)), "true_cfg_scale": 1.0}
+    torch.manual_seed(7)
+    with parallelize(pipeline, **SPLIT):
+        generated("flux", other, prompt, num_inference_steps=4)
+        torch.rand(int(is_second()))
+        return generated("flux", other, prompt, num_inference_steps=4)
 
 
 def noisier(by: float) -> Tensor:
@@ -372,6 +419,12 @@ def another_scheduler(pipeline: Any) -> dict[str, Any]:
     return {}
 
 
+def another_boundary(pipeline: Any) -> dict[str, Any]:
+    """As of the step from which the second transformer is called."""
+    pipeline.register_to_config(boundary_ratio=0.9)
+    return {}
+
+
 class Lora(nn.Linear):
     """A layer as peft makes it."""
 
@@ -427,6 +480,9 @@ ENDING: dict[str, Wrong] = {
     "ring": (differently_over(ring_degree=2), "values of"),
     "guidance groups": (differently_over(guidance_degree=2), "values of"),
     "compiled": (differently_compiled, "values of"),
+    "a later run": (in_a_later_run(ring_degree=2), "values of image differ"),
+    "a later run, guided": (in_a_later_run(guidance_degree=2), "values of image differ"),
+    "noise of a sister": (noise_of_a_sister, "call handle.add(pipeline), or give it a seeded"),
     "adapter scale": (other_adapter_scale, "disagree on"),
     "failing": (failing, "no memory is left"),
     "softmax": (
@@ -440,6 +496,7 @@ ENDING: dict[str, Wrong] = {
     "guidance": (run("flux", lambda _: {"true_cfg_scale": 1.0}), "disagree on true_cfg_scale"),
     "prompt": (run("flux", lambda _: prompt_of("flux", seed=4)), "disagree on"),
     "schedule": (run("flux", another_scheduler, **SPLIT), "disagree on scheduler"),
+    "a boundary": (run("wan", another_boundary, **SPLIT), "disagree on the pipeline"),
     "LoRA's weights": (adapted(lambda one: one.lora_B["style"].weight.add_(1)), "on adapters"),
     "LoRA's scale": (adapted(lambda one: one.scaling.update(style=0.5)), "disagree on adapters"),
     "first without tiling": (

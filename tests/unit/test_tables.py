@@ -171,7 +171,6 @@ def test_the_docs_list_every_table_and_every_table_has_a_case() -> None:
             {"controlnet_single_block_samples": [1]},
             "controlnet_single.*the model adds them",
         ),
-        ("flux_controlnet", {"controlnet_mode": 1}, "with controlnet_mode: its text has one token"),
         ("sd3", {"joint_attention_kwargs": {"x": torch.zeros(1)}}, "tensors of joint_attention_kw"),
     ],
 )
@@ -186,3 +185,18 @@ def test_arguments_that_ranks_cannot_share_are_refused(
         whole(**make_inputs(case), **given)
     split.remove()
     whole(**make_inputs(case))
+
+
+def test_a_mode_is_of_unions_alone() -> None:
+    """Pipelines with several nets give one, which nets that are no unions pass over."""
+    pytest.importorskip("diffusers")
+    case = next(case for case in CASES if case.model == "flux_controlnet")
+    net, inputs = make_model(case), make_inputs(case) | {"return_dict": False}
+    expected = net(**inputs)[0][0]
+    split = SplitModel(net, table_of(net), AttentionMesh(None, None, None))
+    output = net(**inputs, controlnet_mode=torch.tensor([[-1]]))[0][0]
+    split.remove()
+    assert torch.equal(output, expected)
+    net.union = True
+    with pytest.raises(ConfigError, match="FluxControlNetModel that is a union, whose text"):
+        table_of(net)

@@ -5,6 +5,7 @@ Any other value or order changes these; kinds of GPUs only sum them in another o
 """
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from bascule.arrays import Floats
 from bascule.comm.agree import agree
 from bascule.comm.groups import RankGroup
+from bascule.comm.values import described
 from bascule.errors import CommError
 
 _WAVES = 0.7390851, 1.4142136, 1.9106332, 2.5029079  # radians from one value to the next
@@ -61,25 +63,93 @@ def holds_tensors(value: Any) -> bool:
 
 
 class SameInputs:
-    """A comparison of a model's inputs over ranks, at the first call of each form."""
+    """A comparison of a model's inputs over ranks, at the first call of each form in a run.
+
+    A pipeline that was split says where a run begins. In calls of all others, as of a pipeline with
+    the same model, `Steps` tells. While a model trains, its steps are one run.
+    """
 
     def __init__(self, model: nn.Module, tolerance: float) -> None:
-        self._name, self.tolerance = type(model).__name__, tolerance
+        self._model, self.tolerance = model, tolerance
         self.seen = set[object]()  # keys of groups and forms
+        self._steps: Steps | None = Steps()
 
     def restart(self) -> None:
-        """Begin another run, whose first calls are compared again."""
+        """Begin a run, until `end`: its first calls are compared again."""
         self.seen.clear()
+        self._steps = None
+
+    def end(self) -> None:
+        """End a run: nobody says any more where another begins."""
+        self._steps = Steps()
 
     def due(
         self, group: RankGroup | None, inputs: Mapping[str, Any], form: object
     ) -> Callable[[], None] | None:
-        """Fingerprint inputs of a new form now; return a function that compares them later."""
-        if group is None or (group.key, form) in self.seen:
+        """Fingerprint inputs of a new form or run; return a function that compares them later."""
+        if group is None:
+            return None
+        is_training = self._model.training and torch.is_grad_enabled()
+        if self._steps is not None and not is_training and self._steps.may_begin_run(inputs):
+            self.seen.clear()
+        if (group.key, form) in self.seen:
             return None
         self.seen.add((group.key, form))
-        what = f"inputs of {self._name}"
+        what = f"inputs of {type(self._model).__name__}"
         return partial(compare_inputs, Fingerprint.of(inputs, self.tolerance), group, what)
+
+
+_TIMES = "timestep", "timesteps", "t", "sigma", "time"  # names of arguments
+
+
+class Steps:
+    """The denoising steps of calls that nobody announces, by which runs are told apart.
+
+    In a run, times go one way, and tensors that two steps have in common stay the same objects.
+    """
+
+    def __init__(self) -> None:
+        self._number, self._time, self._way = 0, 0.0, 0.0
+        self._last: dict[str, list[tuple[weakref.ref[Tensor], int]]] = {}  # in the run, by name
+        self._varying = set[str]()  # names of tensors that are others in each step
+
+    def may_begin_run(self, inputs: Mapping[str, Any]) -> bool:
+        """Take a call; return False if it has nothing new, or is of a third or later step of a run.
+
+        A second step may be the first one of another run, as of a model that takes one step.
+        """
+        tensors = {name: x for name, x in _leaves("", inputs) if isinstance(x, Tensor)}
+        new = {name for name, x in tensors.items() if not self._knows(name, x)}
+        times = [one for one in _TIMES if isinstance(inputs.get(one), Tensor | int | float)]
+        time = float(torch.as_tensor(inputs[times[0]]).double().sum()) if times else 0.0
+        moved = time - self._time
+        if not times:
+            goes_on = not tensors.keys() <= new
+        elif moved == 0.0:  # another branch of guidance has the same latents, or the same times
+            goes_on = not {next(iter(tensors), ""), times[0]} & tensors.keys() <= new
+        elif self._number == 1:
+            goes_on, self._way = True, moved
+            self._varying |= new
+        else:
+            goes_on = moved * self._way > 0.0 and new <= self._varying
+        if not goes_on:
+            self._number, new = 0, tensors.keys()
+            self._last.clear()
+            self._varying.clear()
+        self._number += not goes_on or moved != 0.0
+        self._time = time
+        for name in new:
+            others = [] if name in self._varying else self._last.get(name, [])
+            self._last[name] = [*others, (weakref.ref(tensors[name]), _version(tensors[name]))]
+        return bool(new) and (self._number < 3 if times else not goes_on)
+
+    def _knows(self, name: str, x: Tensor) -> bool:
+        return any(one() is x and _version(x) == at for one, at in self._last.get(name, ()))
+
+
+def _version(x: Tensor) -> int:
+    """Return how often a tensor was written to, as far as that is counted."""
+    return 0 if x.is_inference() else x._version
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,8 +165,10 @@ class Fingerprint:
     def of(cls, inputs: Mapping[str, Any], tolerance: float = 0.0) -> "Fingerprint":
         """Return that of nested inputs; floats may differ by a tolerance, relative to the norm."""
         leaves = sorted(_leaves("", inputs), key=lambda leaf: leaf[0])
-        described = ", ".join(
-            f"{name} {tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else f"{name} {x!r}"
+        text = ", ".join(
+            f"{name} {tuple(x.shape)} {x.dtype}"
+            if isinstance(x, Tensor)
+            else f"{name} {described(x)}"
             for name, x in leaves
         )
         # A rank has neither all values of a DTensor, nor any of a tensor on the meta device.
@@ -107,7 +179,7 @@ class Fingerprint:
         }
         values = [_numbers(x).cpu().numpy() for x in tensors.values()]
         limits = [max(_EXACT, tolerance * x.is_floating_point()) for x in tensors.values()]
-        return cls(described, list(tensors), np.reshape(values, (-1, _WIDTH)), np.array(limits))
+        return cls(text, list(tensors), np.reshape(values, (-1, _WIDTH)), np.array(limits))
 
 
 def compare_inputs(local: Fingerprint, group: RankGroup, what: str) -> None:
@@ -128,22 +200,23 @@ def compare_inputs(local: Fingerprint, group: RankGroup, what: str) -> None:
             f"{what}: the values of {local.names[place]} differ between ranks, of ranks "
             f"{sorted(group.ranks[one] for one in ranks[places == place])} from those of rank "
             f"{group.ranks[0]}: give every rank the same, as by seeding its random numbers alike; "
-            "replicas (data_degree) may have inputs of their own; for unlike GPUs, which round "
-            "prompts differently, give an input_tolerance"
+            "in another pipeline with this model, call handle.add(pipeline), or give it a seeded "
+            "generator; replicas (data_degree) may have inputs of their own; for unlike GPUs, "
+            "which round prompts differently, give an input_tolerance"
         )
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield tensors, numbers and texts by path; of other things the class."""
-    if isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _leaves(f"{name}.{key}" if name else str(key), one)
-    elif isinstance(value, list | tuple):
-        for place, one in enumerate(value):
-            yield from _leaves(f"{name}.{place}", one)
-    else:
-        is_plain = isinstance(value, Tensor | int | float | str | None)
-        yield name, value if is_plain else type(value).__name__
+    """Yield tensors and other values by their path in containers."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    if not isinstance(value, Mapping):
+        yield name, value
+        return
+    for key, one in value.items():
+        yield from _leaves(f"{name}.{key}" if name else str(key), one)
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from bascule.diffusers.parallelize import ParallelHandle
 from bascule.diffusers.request import Request, agree_on
 from bascule.diffusers.split_model import SplitModel
 from bascule.diffusers.split_table import SplitTable
-from bascule.diffusers.tables import is_tested, table_of
+from bascule.diffusers.tables import is_tested, table_of, unwrapped
 from bascule.diffusers.verify import check_table
 from bascule.errors import ConfigError
 from bascule.parallel import SequenceParallel
@@ -183,7 +183,7 @@ class BalancedModel:
         self._meshes: dict[tuple[int, int, int], AttentionMesh] = {}
         self._step: Step | None = None
         self._wrapper = model if isinstance(model, DistributedDataParallel) else None
-        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        inner = unwrapped(model)
         group = parallel.group
 
         def request() -> Request:

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import partial
+from itertools import repeat
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -50,9 +52,10 @@ from bascule.diffusers.request import Request, agree_on, models_of
 from bascule.diffusers.sparse_layers import SparseConfig
 from bascule.diffusers.split_model import SplitModel
 from bascule.diffusers.split_table import SplitTable
-from bascule.diffusers.tables import is_tested, table_of
+from bascule.diffusers.tables import is_tested, table_of, unwrapped
 from bascule.diffusers.verify import Comparison, Verification, check_table, verify
 from bascule.errors import ConfigError
+from bascule.plan.checks import MAX_RANKS, of_type, whole
 from bascule.plan.machine import HardwareProfile
 from bascule.plan.mesh_choice import MeshChoice
 from bascule.workload.masks import MaskFile
@@ -117,12 +120,19 @@ def parallelize(
             rank is not in the mesh, or settings exclude each other.
         CommError: The requests of ranks differ. One all-gather compares them.
     """
-    auto = AutoMesh() if isinstance(mesh, str) else mesh
-    device_mesh = None if auto is None or isinstance(auto, AutoMesh) else named_part(auto, AXES)
+    auto = AutoMesh() if mesh == "auto" else mesh
+    device_mesh = named_part(auto, AXES) if isinstance(auto, DeviceMesh) else None
     group = ranks_of(device_mesh)
 
     def ask() -> Request:
-        degrees, choice = Shape(data_degree, guidance_degree, ring_degree, ulysses_degree), None
+        names = [f"{one.name}_degree" for one in fields(Shape)]
+        given = data_degree, guidance_degree, ring_degree, ulysses_degree
+        degrees, choice = Shape(*map(whole, names, given, repeat(1), repeat(MAX_RANKS))), None
+        if auto is not None:
+            advice = (
+                'a DeviceMesh, "auto" or an AutoMesh, or degrees in its place, as ring_degree=2'
+            )
+            of_type("mesh", auto, (DeviceMesh, AutoMesh), advice)
         if mesh is not None and degrees != ONE_RANK:
             raise ConfigError("parallelize: give a mesh or degrees, not both")
         models = models_of(model_or_pipeline)
@@ -189,18 +199,45 @@ class ParallelHandle:
             branches = Branches(self.replica.branches)
             for part in self.parts:
                 self._guided.append(GuidedModel(part, branches))
-        if self.replica.whole is not None and request.pipeline is not None:
-            group, device = self.replica.whole, execution_device(request.pipeline, self.model)
-            ways = request.vae, request.text_encoders
-            self._shared_parts.extend(share_parts(request.pipeline, group, *ways, device))
-            run = PipelineRun(request.pipeline, group, self.model, self._begin_run)
-            self._runs.append(run)
+        if request.pipeline is not None:
+            self._share_pipeline(request.pipeline)
 
-    def _begin_run(self) -> None:
+    def add(self, pipeline: Any) -> None:
+        """Treat another pipeline with the split models, as of `from_pipe`, like the first one.
+
+        Its ranks then draw one noise and compare what it is called with. All ranks call this.
+        """
+        self._split_part(None, "add")
+        self._share_pipeline(pipeline)
+
+    def _share_pipeline(self, pipeline: Any) -> None:
+        if self.replica.whole is not None:
+            models = [part.model for part in self.parts]
+            run = partial(self._run_of, pipeline)
+            self._runs.append(PipelineRun(pipeline, self.replica.whole, models, run))
+            self._share_parts(pipeline)
+
+    def _share_parts(self, pipeline: Any) -> None:
+        """Share the VAE and text encoders of a pipeline that are not shared yet."""
+        group, request = self.replica.whole, self._request
+        assert group is not None and request is not None
+        known = [part.module for part in self._shared_parts]
+        ways = request.vae, request.text_encoders, execution_device(pipeline, self.model), known
+        self._shared_parts.extend(share_parts(pipeline, group, *ways))
+
+    @contextmanager
+    def _run_of(self, pipeline: Any) -> Iterator[None]:
+        """Announce a run of a pipeline, which may have another VAE now, or tiling turned on."""
+        self._share_parts(pipeline)
         for part in self.parts:
             part.inputs.restart()
         for guided in self._guided:
             guided.restart()
+        try:
+            yield
+        finally:
+            for one in (*self.parts, *self._guided):
+                one.inputs.end()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -422,7 +459,8 @@ class ParallelHandle:
                 grad.copy_(part.view_as(grad))
 
     def _part_of(self, model: nn.Module | None, what: str) -> SplitModel:
-        parts = [part for part in self.parts if model is None or part.model is model]
+        inner = None if model is None else unwrapped(model)
+        parts = [part for part in self.parts if inner is None or part.model is inner]
         if not parts:
             names = [type(part.model).__name__ for part in self.parts]
             raise ConfigError(

@@ -8,10 +8,10 @@ import inspect
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,10 @@ from bascule.comm.agree import agree
 from bascule.comm.collectives import broadcast
 from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup
+from bascule.comm.values import contents_of, described, in_memory
 from bascule.diffusers.compiling import device_of
 from bascule.encoders.encoder import BalancedEncoder, EncoderOptions
-from bascule.encoders.items import contents_of, table_of
+from bascule.encoders.items import table_of
 from bascule.encoders.tiled_vae import TiledVAE
 from bascule.errors import ConfigError
 from bascule.plan.costs import PolynomialCost
@@ -37,6 +38,7 @@ _TOKENS = PolynomialCost(quadratic=0.0, linear=1.0, constant=0.0)
 class SharedPart:
     """A part of a pipeline whose work ranks share, until `remove`."""
 
+    module: nn.Module
     phase: str  # that has most of the work: "encode" or "decode"
     encoder: BalancedEncoder | TiledVAE
     overrides: tuple[Override, ...]  # of the part's methods
@@ -102,26 +104,39 @@ def share_parts(
     for_vae: Literal["all", "first", "own"],
     for_texts: Literal["all", "own"],
     device: torch.device,
+    known: Sequence[nn.Module],
 ) -> Iterator[SharedPart]:
-    """Share tiles of the VAE and prompts of a batch among ranks; yield each shared part."""
+    """Share tiles of the VAE and prompts of a batch among ranks; yield each part but known ones."""
     ranks = group.process_group
     vae = _shared_vae(pipeline, for_vae)
-    if vae is not None and for_vae != "own":
+    if vae is not None and for_vae != "own" and vae not in known:
         settings = EncoderOptions(features_for=for_vae, device=device)
         tiled = encoding = TiledVAE(vae, mesh_or_group=ranks, options=settings)
         if for_vae == "first":  # the first rank alone gets pixels; all get latents
             for_all = replace(settings, features_for="all")
             encoding = TiledVAE(vae, mesh_or_group=ranks, options=for_all)
-        both = _override(vae, "encode", encoding.encode), _override(vae, "decode", tiled.decode)
-        yield SharedPart("decode", tiled, both)
+        ways = {"encode": encoding.encode, "decode": tiled.decode}
+        tiles: Any = vae
+        both = [_override(vae, *way, lambda: tiles.use_tiling) for way in ways.items()]
+        yield SharedPart(vae, "decode", tiled, tuple(both))
     settings = EncoderOptions(features_for="all", device=device)
     for module in _shared_text_encoders(pipeline, for_texts):
-        encoder = BalancedEncoder(module, cost=_TOKENS, mesh_or_group=ranks, options=settings)
-        yield SharedPart("encode", encoder, (_override(module, "__call__", encoder.call),))
+        if module not in known:
+            encoder = BalancedEncoder(module, cost=_TOKENS, mesh_or_group=ranks, options=settings)
+            override = _override(module, "__call__", encoder.call)
+            yield SharedPart(module, "encode", encoder, (override,))
 
 
-def _override(module: nn.Module, name: str, shared: Callable[..., Any]) -> Override:
-    return Override(module, name, lambda _, *args, **kwargs: shared(*args, **kwargs))
+def _override(
+    module: nn.Module,
+    name: str,
+    shared: Callable[..., Any],
+    is_on: Callable[[], bool] = lambda: True,
+) -> Override:
+    def call(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return (shared if is_on() else method)(*args, **kwargs)
+
+    return Override(module, name, call)
 
 
 PHASES = "encode", "denoise", "decode"
@@ -228,69 +243,88 @@ _OF_A_RANK = "output_type", "return_dict", "callback"  # beginnings of names; ra
 
 
 class PipelineRun(Override):
-    """Calls of a pipeline that all ranks of a replica make together, each after `begin_run`."""
+    """Calls of a pipeline that all ranks of a replica make together, each within a `run`."""
 
     def __init__(
-        self, pipeline: Any, group: RankGroup, model: nn.Module, begin_run: Callable[[], None]
+        self,
+        pipeline: Any,
+        group: RankGroup,
+        models: Sequence[nn.Module],
+        run: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._pipeline, self._group, self._model = pipeline, group, model
-        self._begin_run = begin_run
+        self._pipeline, self._group, self._models, self._of_run = pipeline, group, models, run
+        self._check_models()
         super().__init__(pipeline, "__call__", self._run)
 
     @shared("a call of a pipeline")
     def _run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compare the arguments by a small all-gather, and broadcast a few kilobytes of states."""
+        self._check_models()
         bound = inspect.signature(call).bind(*args, **kwargs)
         bound.apply_defaults()
-        device = execution_device(self._pipeline, self._model)
+        device = execution_device(self._pipeline, self._models[0])
         settings = {
-            name: _described(value)
+            name: described(value)
             for name, value in bound.arguments.items()
             if not name.startswith(_OF_A_RANK)
         }
         settings |= {"adapters": _adapters_of(self._pipeline), "device": device.type}
-        scheduler = getattr(self._pipeline, "scheduler", None)
-        config = getattr(scheduler, "config", {}).items()  # names with _ are of a rank, as paths
-        kept = {name: value for name, value in config if not name.startswith("_")}
-        settings["scheduler"] = f"{type(scheduler).__name__} {kept}"
+        settings |= _configured(self._pipeline)
+        vae = getattr(self._pipeline, "vae", None)
+        settings["vae"] = f"{type(vae).__name__}, tiling {getattr(vae, 'use_tiling', None)}"
         agree(self._group, settings, what=f"a call of a {type(self._pipeline).__name__}")
         generators = generators_of(bound.arguments)
         states = random_states(device, generators)
         sent = torch.cat(states).to(groups.device_of(self._group))  # NCCL sends nothing of the host
         first = broadcast(self._group, "broadcast (noise)", sent).cpu()
         set_random_states(device, generators, first.split([one.numel() for one in states]))
-        self._begin_run()
-        return call(*args, **kwargs)
+        with self._of_run():
+            return call(*args, **kwargs)
+
+    def _check_models(self) -> None:
+        """Refuse a transformer that is not split; one around a split model is its wrapper."""
+        for name in TRANSFORMERS:
+            model = getattr(self._pipeline, name, None)
+            if isinstance(model, nn.Module) and not {*self._models} & {*model.modules()}:
+                raise ConfigError(
+                    f"the {name} of this {type(self._pipeline).__name__} is not one of the models "
+                    "that were split: call undo() of the handle, then parallelize(pipeline, ..)"
+                )
 
 
-def _described(value: Any) -> str:
-    """Describe numbers, texts and generators; of tensors a digest, of other things their class."""
-    if isinstance(value, Mapping):
-        return str(sorted((str(key), _described(one)) for key, one in value.items()))
-    if isinstance(value, list | tuple):
-        return str([_described(one) for one in value])
-    if isinstance(value, Tensor):
-        return contents_of([value])
-    if isinstance(value, torch.Generator):
-        return f"a generator on {value.device.type}"
-    return repr(value) if isinstance(value, int | float | str | None) else type(value).__name__
+def _configured(pipeline: Any) -> dict[str, str]:
+    """Describe the configurations of a pipeline and its parts, as of schedulers and guiders."""
+    parts = {f"a {name}": part for name, part in vars(pipeline).items()}
+    parts = {name: part for name, part in parts.items() if not isinstance(part, nn.Module)}
+    texts = dict[str, str]()
+    for name, part in {**parts, "the pipeline": pipeline}.items():
+        config = getattr(part, "config", None)
+        if not isinstance(config, Mapping):
+            continue
+        # Names with _ are of a rank, as paths, and a scheduler's other numbers of its last run.
+        others = {} if part is pipeline or hasattr(part, "step") else vars(part)
+        settings = {name: x for name, x in others.items() if isinstance(x, int | float | str)}
+        settings |= dict(cast(Mapping[str, Any], config)) | {"shift": getattr(part, "shift", None)}
+        kept = {key: value for key, value in settings.items() if not key.startswith("_")}
+        texts[name.removeprefix("a ")] = f"{type(part).__name__} {described(kept)}"
+    return texts
 
 
 def _adapters_of(pipeline: Any) -> str:
     """Describe the LoRA layers of peft, often loaded or scaled after `parallelize`."""
-    models = [getattr(pipeline, name, None) for name in TRANSFORMERS]
+    parts = [getattr(pipeline, name, None) for name in TRANSFORMERS]
+    models = [part for part in parts if isinstance(part, nn.Module)]
     layers = [
         (layer, scales)
         for model in models
-        if isinstance(model, nn.Module)
         for layer in model.modules()
         if isinstance(scales := getattr(layer, "scaling", None), dict) and hasattr(layer, "lora_A")
     ]
+    values = [x for model in models for name, x in in_memory(model).items() if "lora_" in name]
     states = Counter(
         f"{layer.active_adapters} scaled by {scales}{' and off' if layer.disable_adapters else ''}"
         for layer, scales in layers
     )
-    values = [p for layer, _ in layers for name, p in layer.named_parameters() if "lora_" in name]
     return f"{dict(states)}, {contents_of(values)}" if layers else "none"
 
 

@@ -10,13 +10,14 @@ from bascule.attention.api import AttentionOptions
 from bascule.attention.sparse.attend import wire_of
 from bascule.comm.agree import agree
 from bascule.comm.groups import RankGroup
+from bascule.comm.values import values_digest
 from bascule.diffusers.degrees import ONE_RANK, Shape
 from bascule.diffusers.guidance import check_guided
 from bascule.diffusers.pipeline_run import TRANSFORMERS, shared_parts
 from bascule.diffusers.sparse_layers import SparseConfig, settings_of
 from bascule.diffusers.split_model import check_model
 from bascule.diffusers.split_table import SplitTable
-from bascule.encoders.items import values_digest
+from bascule.diffusers.tables import unwrapped
 from bascule.errors import ConfigError
 from bascule.plan.checks import choice, number, of_type
 from bascule.plan.mesh_choice import MeshChoice
@@ -98,11 +99,11 @@ def agree_on(group: RankGroup | None, make: Callable[[], Made], what: str = "par
 
 
 def models_of(model_or_pipeline: Any) -> list[nn.Module]:
-    """Return a model, or the transformers of a pipeline."""
+    """Return a model, or the transformers of a pipeline, without what wraps them."""
     if isinstance(model_or_pipeline, nn.Module):
-        return [model_or_pipeline]
+        return [unwrapped(model_or_pipeline)]
     parts = [getattr(model_or_pipeline, name, None) for name in TRANSFORMERS]
-    models = [part for part in parts if isinstance(part, nn.Module)]
+    models = [unwrapped(part) for part in parts if isinstance(part, nn.Module)]
     if not models:
         raise ConfigError(
             "parallelize takes a model, or a pipeline with a `transformer`, and "

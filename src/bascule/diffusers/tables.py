@@ -1,10 +1,14 @@
 """Split tables of models of diffusers, by class: what is cut, attended to and gathered."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from inspect import getattr_static
 from typing import Any
 
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from bascule.diffusers.cp_plan import table_from_plan
 from bascule.diffusers.split_table import Cut, Keys, Mask, SplitTable
@@ -242,10 +246,7 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
         _LIKE_FLUX,
         inputs={"": _FLUX_INPUTS, "controlnet_x_embedder": {"input": _IMAGE}},
         gathers=dict.fromkeys(("controlnet_blocks.*", "controlnet_single_blocks.*"), _IMAGE),
-        replicated=(*FLUX.replicated, _CONTROL),
-        refused={
-            "controlnet_mode": "its text has one token more: call the model before parallelize"
-        },
+        replicated=(*FLUX.replicated, _CONTROL, "controlnet_mode"),  # of one that is no union
     ),
     "FluxTransformer2DModel": FLUX,
     "HeliosTransformer3DModel": SplitTable(
@@ -523,6 +524,22 @@ WITHOUT_TABLE: Mapping[str, str] = {  # reasons, by name of a class of diffusers
 }
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model within wrappers that pass calls on, of DDP, torch.compile and PEFT."""
+    wrapper: Any = model
+    if isinstance(model, FullyShardedDataParallel):
+        raise ConfigError(
+            f"FullyShardedDataParallel (FSDP 1) shards a {type(model.module).__name__} in a way "
+            "that cannot be split: use fully_shard(model) (FSDP 2)"
+        )
+    if isinstance(model, DistributedDataParallel):
+        return unwrapped(wrapper.module)
+    if isinstance(model, OptimizedModule):
+        return unwrapped(wrapper._orig_mod)
+    is_of_peft = type(model).__module__.startswith("peft.") and hasattr(model, "get_base_model")
+    return unwrapped(wrapper.get_base_model()) if is_of_peft else model
+
+
 def is_tested(table: SplitTable) -> bool:
     """Return whether a table is one of bascule's own, which its tests compare with one process."""
     return any(table is one for one in TABLES.values())
@@ -534,19 +551,36 @@ def table_of(model: nn.Module, table: SplitTable | Mapping[str, Any] | None = No
         return table
     if table is not None:
         return table_from_plan(model, table)
-    for cls in type(model).__mro__:
-        if cls.__name__ in TABLES and cls.__module__.startswith("diffusers."):
-            return TABLES[cls.__name__]
-        if cls.__name__ in WITHOUT_TABLE and cls.__module__.startswith("diffusers."):
-            raise ConfigError(
-                f"no split table for {type(model).__name__}: {WITHOUT_TABLE[cls.__name__]}, which "
-                "ranks cannot share: run it on each rank, with prompts of its own"
-            )
-    plan = getattr(model, "_cp_plan", None)
+    name = _name_in((*TABLES, *WITHOUT_TABLE), model)
+    if getattr(model, "union", False):
+        raise ConfigError(
+            f"no split table for a {type(model).__name__} that is a union, whose text gets one "
+            "token more for its mode: do not split it; whole, it goes with a split transformer"
+        )
+    if name in TABLES:
+        return TABLES[name]
+    if name in WITHOUT_TABLE:
+        raise ConfigError(
+            f"no split table for {type(model).__name__}: {WITHOUT_TABLE[name]}, which ranks cannot "
+            "share: run it on each rank, with prompts of its own"
+        )
+    plan = getattr_static(model, "_cp_plan", None)  # not one that a wrapper passes on
     if plan is not None:
         return table_from_plan(model, plan)
+    for path, part in model.named_modules():
+        if name := _name_in(TABLES, part):
+            raise ConfigError(
+                f"no split table for {type(model).__name__}, which holds a {name}: give that, its "
+                f"{path!r}"
+            )
     raise ConfigError(
         f"no split table for {type(model).__name__}: write one for "
         "parallelize(.., table=SplitTable(..)), as docs/sequence_parallel.md shows (Adding a "
         "table; Models lists those that have one), or use context_parallel(mesh) around its calls"
     )
+
+
+def _name_in(names: Collection[str], model: nn.Module) -> str:
+    """Return the nearest class of diffusers of a model that is named; else nothing."""
+    of_diffusers = (cls for cls in type(model).__mro__ if cls.__module__.startswith("diffusers."))
+    return next((cls.__name__ for cls in of_diffusers if cls.__name__ in names), "")

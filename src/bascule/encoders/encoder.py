@@ -29,6 +29,7 @@ from bascule.comm.items import (
     rebuilt,
     tied,
 )
+from bascule.comm.values import contents_of, names_digest, values_digest
 from bascule.encoders.items import (
     EncoderTable,
     Features,
@@ -37,11 +38,8 @@ from bascule.encoders.items import (
     LocalItems,
     attach,
     called_with,
-    contents_of,
-    names_digest,
     prepare,
     table_of,
-    values_digest,
 )
 from bascule.encoders.plan import CallSettings, Encoding, ItemPlan, plan_items
 from bascule.errors import ConfigError

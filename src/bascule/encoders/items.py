@@ -12,10 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from bascule.comm.exchange import INTEGERS, has_gradient
+from bascule.comm.exchange import has_gradient
 from bascule.comm.items import Parcel, attached, joined, leaves_of, mapped, parcel
 from bascule.errors import ConfigError
 from bascule.plan.checks import whole
@@ -326,41 +324,3 @@ def attach(output: Any, tokens: Sequence[Tensor | None]) -> Any:
         return leaf
 
     return mapped(output, with_tokens)
-
-
-def names_digest(module: nn.Module) -> str:
-    """Digest the names, dtypes and shapes of the parameters."""
-    parts = [(name, str(p.dtype), *p.shape) for name, p in module.named_parameters()]
-    return _digest(repr(parts))
-
-
-def values_digest(module: nn.Module) -> str:
-    """Digest the values of parameters and buffers, without FSDP's shards, unlike on all ranks."""
-    tensors = [*module.parameters(), *module.buffers()]
-    return _values([x for x in tensors if not isinstance(x, DTensor) and not x.is_meta])
-
-
-def contents_of(tensors: Sequence[Tensor]) -> str:
-    """Describe tensors by shapes and a digest of values: the same for the same on all ranks."""
-    shapes = [tuple(x.shape) for x in tensors]
-    return f"shapes {shapes[:8]} of {len(shapes)} tensors with values {_values(tensors)}"
-
-
-def _values(tensors: Sequence[Tensor]) -> str:
-    """Digest the sums of bits as integers, which no order of adding changes."""
-    parts = [part for x in tensors for part in _plain(x.detach()) if part.numel()]
-    real = [torch.view_as_real(x) if x.is_complex() else x for x in parts]
-    sums = [x.view(INTEGERS[x.dtype.itemsize]).sum(dtype=torch.int64) for x in real]
-    return _digest(repr([int(one) for one in sums]))
-
-
-def _plain(x: Tensor) -> list[Tensor]:
-    """Return the plain tensors in a tensor: of quantised weights their codes and scales."""
-    if not is_traceable_wrapper_subclass(x):
-        return [x]
-    names, _ = x.__tensor_flatten__()
-    return [part for name in names for part in _plain(getattr(x, name))]
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
