@@ -43,6 +43,7 @@ from bascule.comm.groups import RankGroup, this_world
 from bascule.comm.shared_row import SharedRow
 from bascule.comm.transforms import refuse_transforms
 from bascule.errors import ConfigError
+from bascule.kept import Kept
 from bascule.plan.plan import Plan, PlanSetup
 from bascule.plan.traffic import Traffic
 
@@ -94,7 +95,7 @@ class Step:
         self._parallel, self._setup, self.number = parallel, setup, number
         self.plan, self.sources = plan, planned.sources
         self._done = _Done()
-        self._kept: dict[Hashable, Any] = {}
+        self._kept = Kept[Hashable, Any](_NUM_KEPT)  # scales may change from call to call
         self._key = this_world().add_step(self)
         # Compilers can neither look into arrays nor make tables: what graphs need is made here.
         self.local = plan.local(rank)
@@ -391,18 +392,17 @@ class Step:
 
     def _first(self, form: tuple[Any, ...], xs: Sequence[Any], make: Callable[[], T]) -> T:
         """Return what `make` gives for a form of call and of tensors; made at the first use."""
+
+        def first() -> T:
+            with shared(f"step {self.number}: {form[0]}"):
+                return make()
+
         try:
             key = form, *[(type(x), x.shape, x.dtype, x.device, x.layout) for x in xs]
-            kept = self._kept.get(key)
+            hash(key)
         except (AttributeError, TypeError, RuntimeError):  # no dense tensors: `make` refuses them
-            key = kept = None
-        if kept is None:
-            with shared(f"step {self.number}: {form[0]}"):
-                kept = make()
-            if len(self._kept) >= _NUM_KEPT:  # scales may change from call to call
-                self._kept.clear()
-            self._kept[key] = kept
-        return kept
+            return first()
+        return self._kept.get(key, first)
 
     def _agree(self, what: str, check: Callable[[], str]) -> str:
         """Let all ranks agree on the form that a check gives, or on the error that it raises."""

@@ -4,14 +4,16 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.exc import Unsupported
 from torch.autograd import forward_ad
+from torch.nn.functional import scaled_dot_product_attention
 
 from bascule.attention.api import AttentionMesh, SequenceLayout, attention
-from bascule.attention.tiles import digest_of, without_lost_scores
+from bascule.attention.tiles import digest_of, kept_of, without_lost_scores
 from bascule.attention.usp import check_settings, check_tensors, with_positive_scale
 from bascule.errors import ConfigError
 
@@ -40,6 +42,40 @@ def test_a_mask_with_other_values_has_another_digest(dtype: torch.dtype, size: i
         assert digest_of(inside) != before
     assert digest_of(mask[:0]) != digest_of(mask[:, :0])
     assert digest_of(mask.to("meta")) == str((size, size))
+
+
+@pytest.mark.parametrize("kind", ["bool", "float", "bfloat", "expanded", "strided", "inference"])
+def test_a_mask_counts_as_it_is_now_however_it_was_written_to(kind: str) -> None:
+    with torch.inference_mode(kind == "inference"):
+        written = np.ones((8, 8), bool)
+        mask = torch.from_numpy(written)
+        if kind in ("float", "bfloat"):
+            mask = torch.zeros(1, 8, 8, dtype=torch.float32 if kind == "float" else torch.bfloat16)
+        elif kind == "expanded":
+            mask = torch.ones(1, 1, 8, dtype=torch.bool)
+        elif kind == "strided":
+            mask = torch.ones(8, 16, dtype=torch.bool)[:, ::2]
+        memory, made = mask.data, list[Tensor]()
+        mask = mask.expand(2, 3, 8) if kind == "expanded" else mask
+
+        def now() -> Tensor:
+            return kept_of(mask, "a form", lambda: made.append(mask) or mask.clone())
+
+        assert now() is now() and len(made) == 1
+        memory[..., 4:] = 0 if mask.dtype == torch.bool else -1e9
+        assert torch.equal(now(), mask) and len(made) == 2
+        written[:, 1:] = False
+        memory[..., 0] = 0
+        assert torch.equal(now(), mask) and now() is now()
+
+
+def test_a_mask_that_numpy_changed_is_attended_as_it_is() -> None:
+    written, q = np.ones((8, 8), bool), torch.randn(1, 2, 8, 4).double()
+    mask = torch.from_numpy(written)
+    for first in (8, 4, 1):
+        written[:, first:] = False
+        wanted = scaled_dot_product_attention(q, q, q, attn_mask=mask)
+        torch.testing.assert_close(attention(q, q, q, ALONE, attn_mask=mask), wanted)
 
 
 def test_scores_are_the_same_under_a_positive_scale() -> None:

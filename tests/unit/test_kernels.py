@@ -360,6 +360,15 @@ def test_parts_for_some_queries_or_all_are_merged_wide(rows: slice) -> None:
     assert relative(merged.result()[0][:, :, rows], exact) < 0.0022
 
 
+def test_rows_in_another_order_are_merged_where_they_belong() -> None:
+    q, rows = torch.zeros(1, 1, 3, 2), torch.tensor([2, 0, 1])
+    part, lse = torch.arange(6.0).view(1, 1, 3, 2), torch.zeros(1, 1, 3)
+    merged = Merged(q)
+    for _ in range(2):
+        merged.add(rows, part, lse)
+    assert torch.equal(merged.result()[0][:, :, rows], part)
+
+
 # Block-sparse kernels against dense masked attention
 
 

@@ -25,6 +25,7 @@ from bascule.attention.layout import (
     take_runs,
 )
 from bascule.attention.mask import PLAIN, Scores
+from bascule.attention.ring import AttentionCall
 from bascule.attention.tiles import is_biased, without_lost_scores
 from bascule.attention.usp import (
     attend,
@@ -33,7 +34,6 @@ from bascule.attention.usp import (
     check_settings,
     check_sink,
     check_tensors,
-    keep,
     look,
     positive_scale,
 )
@@ -210,12 +210,14 @@ def attention(
     else:
         key = look(q, k, v, attn_mask), is_causal, scale, options, sink is not None
         kept = (mesh if isinstance(mesh, AttentionMesh) else as_attention_mesh(mesh)).kept
-        form, call = kept.get(key) or (_form(q, k, v, *settings, sink is not None), None)
-        q, k, v = _operands(q, k, v, form, attn_mask, is_causal)
-        if call is None:
-            call = call_of(form.name, form.sizes, q, k, attn_mask)
-            keep(kept, key, (form, call))
-        out = attend(q, k, v, call, attn_mask, sink)
+
+        def first() -> tuple[_Form, AttentionCall]:
+            form = _form(q, k, v, *settings, sink is not None)
+            q_here, k_here, _ = _operands(q, k, v, form, attn_mask, is_causal)
+            return form, call_of(form.name, form.sizes, q_here, k_here, attn_mask)
+
+        form, call = kept.get(key, first)
+        out = attend(*_operands(q, k, v, form, attn_mask, is_causal), call, attn_mask, sink)
     return replicated(out, form.ranks, form.layout) if form.layout.replicated else out
 
 

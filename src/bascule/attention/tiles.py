@@ -29,6 +29,8 @@ from bascule.attention.ring import Tile
 from bascule.comm.collectives import table_on
 from bascule.comm.exchange import INTEGERS
 from bascule.comm.groups import RankGroup
+from bascule.errors import ConfigError
+from bascule.kept import Kept
 from bascule.plan.sequences import Masks, Stretch
 
 Made = TypeVar("Made")
@@ -42,27 +44,60 @@ _ALL = slice(None)
 _LOST_AT = 8.0
 
 
+class _OfMask:
+    """What was made of a mask, while it has the values that it was made of."""
+
+    def __init__(self, mask: Tensor) -> None:
+        self.made = Kept[Hashable, Any](_NUM_KEPT)
+        self._version, self._values = None if mask.is_cpu else mask._version, _values(mask).clone()
+        # Of a device it arrives without a wait: a later use tells of one before.
+        self._is_other = torch.zeros((), dtype=torch.bool, pin_memory=mask.is_cuda)
+
+    def is_of(self, mask: Tensor) -> bool:
+        """Compare by value: numpy, `.data` and kernels write without a new version."""
+        if mask.is_cpu:
+            return torch.equal(_values(mask), self._values)
+        if mask._version != self._version:
+            return False
+        if self._is_other:
+            raise ConfigError(
+                f"attention: a mask on {mask.device} was written to past torch's version counter, "
+                "as by .data or a kernel, and calls since then used its old values: write to it by "
+                "mask.copy_(..), or give a new tensor"
+            )
+        self._is_other.copy_((_values(mask) != self._values).any(), non_blocking=True)
+        return True
+
+
 _of_masks: "WeakIdKeyDictionary" = WeakIdKeyDictionary()
-"""By mask, its version and what was made of it: all layers of a model use the same mask."""
+"""An `_OfMask` by mask: all layers of a model use the same mask."""
 
 
 def kept_of(mask: Tensor | None, key: Hashable, make: Callable[[], Made]) -> Made:
-    """Return what `make` gives, for a mask of the host once a key, while nothing writes to it.
+    """Return what `make` gives for a mask, made once a key while the mask has the same values.
 
-    Made at every call while a device records a graph, and for tensors of inference mode, which do
-    not tell whether they were written to.
+    Made at every call while a device records a graph, and for tensors of inference mode there.
     """
-    if mask is None or not mask.is_cpu or mask.is_inference() or is_fake(mask):
+    if mask is None or is_fake(mask) or not (mask.is_cpu or _is_kept_on_device(mask)):
         return make()
-    version, kept = _of_masks.get(mask) or (-1, dict[Hashable, Any]())
-    if version != mask._version:
-        kept = dict[Hashable, Any]()
-        _of_masks[mask] = mask._version, kept
-    if key not in kept:
-        if len(kept) >= _NUM_KEPT:
-            kept.clear()
-        kept[key] = make()
-    return kept[key]
+    kept = _of_masks.get(mask)
+    if kept is None or not kept.is_of(mask):
+        kept = _of_masks[mask] = _OfMask(mask)
+    return kept.made.get(key, make)
+
+
+def _is_kept_on_device(mask: Tensor) -> bool:
+    is_recorded = mask.is_cuda and torch.cuda.is_current_stream_capturing()
+    return mask.is_cuda and not mask.is_inference() and not is_recorded
+
+
+def _values(mask: Tensor) -> Tensor:
+    """View a mask as integers, as wide as it allows: 1 ms for 4096 x 4096 bools of the host."""
+    whole = mask.detach()[tuple(slice(None if step else 1) for step in mask.stride())]
+    size = mask.element_size()
+    if not whole.is_contiguous() or whole.numel() * size % 8 or whole.storage_offset() * size % 8:
+        return whole.view(INTEGERS[size])
+    return whole.view(-1).view(torch.int64)
 
 
 def digest_of(mask: Tensor) -> str:

@@ -22,10 +22,12 @@ from bascule.comm.groups import (
     timeout_of,
 )
 from bascule.errors import CommError, ConfigError
+from bascule.kept import Kept
 from bascule.plan.checks import number
 from bascule.plan.sparse.choose import Degrees, all_degrees
 
 RING_AXIS, ULYSSES_AXIS = "ring", "ulysses"
+_FORMS = 256  # of calls that a mesh keeps
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,8 +38,11 @@ class AttentionMesh:
     ulysses: RankGroup | None  # the ranks that share heads; None if U is 1
     whole: RankGroup | None  # all, by ring rank, then by Ulysses rank; None for one rank
     name: str = field(init=False)  # groups and orders of ranks, by which operators find the mesh
-    # made for calls of attention on this mesh, by their form
-    kept: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+    # what calls of attention on this mesh need, by their form, and by their block-sparse plan
+    kept: Kept[Hashable, Any] = field(default_factory=lambda: Kept(_FORMS), init=False, repr=False)
+    tables: "weakref.WeakKeyDictionary[Any, Kept[Hashable, Any]]" = field(
+        default_factory=weakref.WeakKeyDictionary, init=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         names = ["" if group is None else f"{group.key} {group.ranks}" for group in self.groups]
