@@ -400,9 +400,9 @@ def _check_whole(mesh: AttentionMesh, key: Tensor, value: Tensor) -> None:
         if not np.linalg.norm(seen - first) <= _MOST_APART * np.linalg.norm(first):
             raise ConfigError(
                 f"attention to {key.shape[2]} keys, declared as replicated={key.shape[2]}, and "
-                f"rank {rank} has others than rank 0: keys of a cache, or of a rank's own tokens, are "
-                "not whole on every rank: leave the number out of `replicated`, and run the model "
-                "without a cache"
+                f"rank {rank} has others than rank 0: keys of a cache, or of a rank's own tokens, "
+                "are not whole on every rank: leave the number out of `replicated`, and run the "
+                "model without a cache"
             )
 
 

@@ -30,11 +30,11 @@ from bascule.attention.tiles import is_biased, without_lost_scores
 from bascule.attention.usp import (
     attend,
     attend_op,
-    call_of,
     check_settings,
     check_sink,
     check_tensors,
     look,
+    new_call,
     positive_scale,
 )
 from bascule.comm.failures import leave, shared
@@ -209,14 +209,17 @@ def attention(
         out = attend_op(q, k, v, attn_mask, sink, form.sizes, form.name)[0]
     else:
         key = look(q, k, v, attn_mask), is_causal, scale, options, sink is not None
-        kept = (mesh if isinstance(mesh, AttentionMesh) else as_attention_mesh(mesh)).kept
+        ranks = mesh if isinstance(mesh, AttentionMesh) else as_attention_mesh(mesh)
 
         def first() -> tuple[_Form, AttentionCall]:
             form = _form(q, k, v, *settings, sink is not None)
             q_here, k_here, _ = _operands(q, k, v, form, attn_mask, is_causal)
-            return form, call_of(form.name, form.sizes, q_here, k_here, attn_mask)
+            return form, new_call(form.name, form.sizes, q_here, k_here, attn_mask)
 
-        form, call = kept.get(key, first)
+        if isinstance(options.kernel, FunctionKernel):
+            form, call = options.kernel.calls.get((ranks.name, *key), first)
+        else:
+            form, call = ranks.kept.get(key, first)
         out = attend(*_operands(q, k, v, form, attn_mask, is_causal), call, attn_mask, sink)
     return replicated(out, form.ranks, form.layout) if form.layout.replicated else out
 

@@ -28,9 +28,8 @@ from bascule.attention.mask import PLAIN, AttentionMask, PackedSequences, Scores
 from bascule.attention.ring import Tile
 from bascule.comm.collectives import table_on
 from bascule.comm.exchange import INTEGERS
-from bascule.comm.groups import RankGroup
+from bascule.comm.groups import Kept, RankGroup
 from bascule.errors import ConfigError
-from bascule.kept import Kept
 from bascule.plan.sequences import Masks, Stretch
 
 Made = TypeVar("Made")

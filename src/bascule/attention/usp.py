@@ -131,17 +131,21 @@ class _Settings(NamedTuple):
 def call_of(
     name: str, sizes: Sequence[int], q: Tensor, k: Tensor, mask: Tensor | None
 ) -> AttentionCall:
-    """Return the call of a name; made, and agreed on by all ranks, when it is first used."""
-
-    def make() -> AttentionCall:
-        form, _, text = name.partition("\n")[2].rpartition("\n")
-        (mesh, layout), settings = layout_on(form, sizes[3:]), _Settings(*literal_eval(text))
-        _agree(mesh, layout, settings, q, k, mask)
-        call = _made(mesh, layout, settings, q, k, mask is not None)
-        return replace(call, name=name, sizes=tuple(sizes))
-
+    """Return the call of a name that a recorded program has; made when it is first used."""
     key = name, tuple(sizes), q.shape, k.shape, q.dtype, q.device, look(mask)
-    return mesh_named(name.split("\n")[1]).kept.get(key, make)
+    kept = mesh_named(name.split("\n")[1]).kept
+    return kept.get(key, lambda: new_call(name, sizes, q, k, mask))
+
+
+def new_call(
+    name: str, sizes: Sequence[int], q: Tensor, k: Tensor, mask: Tensor | None
+) -> AttentionCall:
+    """Make the call of a name, on which all ranks agree."""
+    form, _, text = name.partition("\n")[2].rpartition("\n")
+    (mesh, layout), settings = layout_on(form, sizes[3:]), _Settings(*literal_eval(text))
+    _agree(mesh, layout, settings, q, k, mask)
+    call = _made(mesh, layout, settings, q, k, mask is not None)
+    return replace(call, name=name, sizes=tuple(sizes))
 
 
 def _agree(

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from bascule.comm.groups import (
+    Kept,
     RankGroup,
     device_of,
     member_of,
@@ -22,7 +23,6 @@ from bascule.comm.groups import (
     timeout_of,
 )
 from bascule.errors import CommError, ConfigError
-from bascule.kept import Kept
 from bascule.plan.checks import number
 from bascule.plan.sparse.choose import Degrees, all_degrees
 
@@ -149,7 +149,11 @@ def as_attention_mesh(mesh: AttentionMesh | DeviceMesh) -> AttentionMesh:
     """Return one mesh for each DeviceMesh and its groups: equal meshes may have other groups."""
     if isinstance(mesh, AttentionMesh):
         return mesh
-    return _mesh_of(mesh, tuple(map(weakref.ref, mesh.get_all_groups())))
+    key, world = (mesh, *map(weakref.ref, mesh.get_all_groups())), this_world()
+    if key not in world.device_meshes:
+        made = AttentionMesh.of(mesh)
+        world.device_meshes[key] = made  # of those that `keep` has left
+    return world.device_meshes[key]
 
 
 def mesh_of_all(ring: int, ulysses: int) -> AttentionMesh:
@@ -231,8 +235,3 @@ def mesh_named(name: str) -> AttentionMesh:
 @lru_cache(maxsize=1)
 def _alone() -> AttentionMesh:
     return AttentionMesh(None, None, None)
-
-
-@lru_cache(maxsize=16)
-def _mesh_of(mesh: DeviceMesh, groups: tuple[weakref.ref[dist.ProcessGroup], ...]) -> AttentionMesh:
-    return AttentionMesh.of(mesh)

@@ -32,12 +32,11 @@ from bascule.comm.agree import first_use
 from bascule.comm.collectives import all_gather, all_reduce, table_on
 from bascule.comm.exchange import BoundRoute, move_back, move_rows
 from bascule.comm.failures import shared
-from bascule.comm.groups import RankGroup, device_of
+from bascule.comm.groups import Kept, RankGroup, device_of
 from bascule.comm.mesh import AttentionMesh, as_attention_mesh
 from bascule.comm.quantized import CommDtype, Quantized
 from bascule.comm.transforms import refuse_second, refuse_transforms
 from bascule.errors import ConfigError
-from bascule.kept import Kept
 from bascule.plan.checks import of_type
 from bascule.plan.routes import Route
 from bascule.plan.sparse import BlockLayout, PackedRows, SparsePlan, block_counts
