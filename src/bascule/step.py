@@ -47,7 +47,7 @@ from bascule.plan.plan import Plan, PlanSetup
 from bascule.plan.traffic import Traffic
 
 if TYPE_CHECKING:
-    from bascule.parallel import Planned, SequenceParallel
+    from bascule.parallel import SequenceParallel
 
 T = TypeVar("T")
 Settings = tuple[str, bool, float | None, tuple[bool, ...], tuple[int, int, float]]
@@ -80,19 +80,17 @@ class Step:
     Attributes:
         plan: The frozen plan.
         number: Which plan of the SequenceParallel it is, from 1.
-        sources: (n, 2) of each sequence that this rank routes, the microbatch of `plan_step` in
-            which it loaded it, and its place there.
         local: Layout of the tokens that this rank computes on, as numpy arrays.
         local_seq_ids: Global ids of the sequences of this rank's chunks; see `LocalLayout`.
         token_slot: (C,) index into `local_seq_ids` of each token that this rank computes on.
     """
 
     def __init__(
-        self, parallel: "SequenceParallel", planned: "Planned", number: int, setup: PlanSetup
+        self, parallel: "SequenceParallel", plan: Plan, number: int, setup: PlanSetup
     ) -> None:
-        plan, rank = planned.plan, parallel.rank
+        rank = parallel.rank
         self._parallel, self._setup, self.number = parallel, setup, number
-        self.plan, self.sources = plan, planned.sources
+        self.plan = plan
         self._done = _Done()
         self._kept = Kept[Hashable, Any](_NUM_KEPT)  # scales may change from call to call
         self._key = this_world().add_step(self)

@@ -130,9 +130,8 @@ class World:
 
     def keep(self, mesh: Any) -> None:
         """Let operators find a mesh, for as long as its process groups exist."""
-        for meshes in (self.meshes, self.device_meshes):
-            for ended in [key for key, one in meshes.items() if not one.exists]:
-                del meshes[ended]
+        self.meshes = {name: one for name, one in self.meshes.items() if one.exists}
+        self.device_meshes = {key: one for key, one in self.device_meshes.items() if one.exists}
         self.meshes[mesh.name] = mesh
 
     def kept(self, key: Hashable, make: Callable[[], T], works: Callable[[T], bool]) -> T:
