@@ -1,8 +1,8 @@
 """Tiles for the kernels: queries of one ring rank, and the keys of another that they see.
 
 A mask may hide all keys of a query by a finite number, and an LSE of -1e9 + log(n) is -1e9 in
-float32. So the highest that is added to a row, over the keys of all ranks, is taken off. Where one
-process loses the scores themselves in it, they do not count here either.
+float32. So the highest that is added to a row, over the keys of all ranks, is taken off, and
+such a query attends as if nothing were hidden: nobody reads what it gives.
 
 Shapes: as in `api`; of packed sequences R ring ranks, n chunks of sequences on each.
 """
@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from bascule.arrays import Bools, Ints, cumulative, ranges
 from bascule.attention.kernels.protocol import wide_dtype
-from bascule.attention.layout import Run, SequenceLayout, positions_on
+from bascule.attention.layout import SequenceLayout, positions_on
 from bascule.attention.mask import PLAIN, AttentionMask, PackedSequences, Scores
 from bascule.attention.ring import Tile
 from bascule.comm.collectives import table_on
@@ -38,9 +38,6 @@ _NUM_KEPT = 16  # layouts, heads and dtypes of one mask
 _LEVELLED_FROM = 64.0  # closer to 0, a subtraction in 16 bits could round what is near the highest
 _MOST_READ = 1 << 18  # values of a mask that its digest reads one by one
 _ALL = slice(None)
-# Scores are lost where numbers as large as a row's highest bias lie this far apart: it is taken
-# off the row first.
-_LOST_AT = 8.0
 
 
 class _OfMask:
@@ -253,32 +250,6 @@ class Pieces:
             return table_on(ranges(first, lens), self.device)
         start, stop = int(first[0]), int(first[-1] + lens[-1])
         return _ALL if (start, stop) == (0, num_rows) else slice(start, stop)
-
-
-def without_lost_scores(
-    q: Tensor, layout: SequenceLayout, runs: list[Run], mask: Tensor | None, causal: bool
-) -> Tensor:
-    """Return queries (B, H, T, D), 0 where one process loses their scores in what a mask adds.
-
-    In float32 a score of 3 less 1e9 is -1e9, so a query that a mask hides from all keys by 1e9
-    weighs them alike. `tiles_of` takes the 1e9 away, after which the score would count again; a
-    query of 0 has no gradient either. `runs` are those of the T tokens in the sequence.
-    """
-    if mask is None or not mask.is_floating_point():
-        return q
-
-    def counted() -> Tensor:
-        rows = torch.cat([torch.arange(*run, device=q.device) for run in runs or [(0, 0)]])
-        part = _rows_of(mask[(None,) * (4 - mask.dim())], rows)
-        highest = _highest(part, layout.seq_len, rows if causal else None).to(wide_dtype(q))
-        lost_from = _LOST_AT / torch.finfo(highest.dtype).eps
-        is_lost = highest.isfinite() & (highest.abs() >= lost_from)
-        return (~is_lost).to(q.dtype)
-
-    if torch.compiler.is_compiling():
-        return q * counted()
-    key = "counted", layout, tuple(runs), causal, q.dtype
-    return q * kept_of(mask, key, counted)  # not a fill with 0: what is nan stays nan
 
 
 def _masked(
