@@ -17,20 +17,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from bascule.arrays import Floats, Ints
+from bascule.arrays import Floats
 from bascule.attention.kernels.registry import Kernel, check_name
 from bascule.comm.agree import agree
 from bascule.comm.failures import leave, shared
 from bascule.comm.groups import RankGroup, device_for, member_of, new_group, resolve
 from bascule.errors import ConfigError
-from bascule.plan.checks import choice, listed, of_type
+from bascule.plan.checks import choice, listed
 from bascule.plan.costs import Cost, describe_cost
 from bascule.plan.limits import Limits
 from bascule.plan.machine import Cluster
 from bascule.plan.plan import Plan, PlanSetup
 from bascule.plan.prices import RankState
 from bascule.plan.sequences import Batch, Sequences, batch_of
-from bascule.plan.step import Sync, check_sync, mix_microbatches, plan_microbatches
+from bascule.plan.step import Sync, check_sync, plan_microbatches
 from bascule.plan.topology import Topology
 from bascule.step import Step as Step
 
@@ -44,7 +44,6 @@ class PlanRequest:
     number: int  # of the first step planned
     batches: Sequence[Batch]  # its sequences, for each microbatch
     sync: Sync
-    mixes: bool  # whether sequences may change microbatch
     setup: PlanSetup | None  # None: there is an error
     initial_loads: Floats | None  # as for `plan_batch`
     settings: Mapping[str, str]  # all that must be the same on all ranks, as text
@@ -56,14 +55,6 @@ class PlanRequest:
         return f"step {self.number}: plan"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Planned:
-    """A plan, and which sequences of this rank it is for."""
-
-    plan: Plan
-    sources: Ints  # (n, 2) microbatch that loaded each sequence of this rank, and its place there
-
-
 class Planning:
     """Plans that ranks make one after the other over a group of the host."""
 
@@ -71,7 +62,7 @@ class Planning:
         self.group = group
         self._capacity = _FIRST_CAPACITY
 
-    def now(self, request: PlanRequest) -> tuple[Planned, ...]:
+    def now(self, request: PlanRequest) -> tuple[Plan, ...]:
         """Make one plan a microbatch, from one gather of a fixed size."""
         with shared(request.where):
             try:
@@ -79,18 +70,9 @@ class Planning:
             finally:  # who waits for the next plan waits for the thread that asks for it
                 self.group.calls.thread = threading.main_thread().ident
             assert request.setup is not None  # else the gather raised its error
-            sources = [
-                np.stack([np.full(one.lens.size, number), np.arange(one.lens.size)], axis=1)
-                for number, one in enumerate(request.batches)
-            ]
-            if request.mixes:
-                mixed = mix_microbatches(batches, request.setup, request.sync)
-                batches, sources = mixed.batches, [one[self.group.rank] for one in mixed.sources]
             if len(batches) == 1:
-                plans = (request.setup.plan(batches[0], request.initial_loads),)
-            else:
-                plans = plan_microbatches(batches, request.setup, request.sync)
-            return tuple(map(Planned, plans, sources))
+                return (request.setup.plan(batches[0], request.initial_loads),)
+            return plan_microbatches(batches, request.setup, request.sync)
 
     def _gather(self, request: PlanRequest) -> list[Batch]:
         """Return the sequences of all ranks by microbatch; or raise the same error on all ranks."""
@@ -117,14 +99,14 @@ class PlanFuture:
 
     def __init__(
         self,
-        make: Callable[[], tuple[Planned, ...]],
-        bind: Callable[[tuple[Planned, ...]], tuple["Step", ...]],
+        make: Callable[[], tuple[Plan, ...]],
+        bind: Callable[[tuple[Plan, ...]], tuple["Step", ...]],
         where: str,
         before: "PlanFuture | None",
     ) -> None:
         self._bind, self._where = bind, where
         self._steps: tuple[Step, ...] | None = None
-        self._plans: Future[tuple[Planned, ...]] = Future()
+        self._plans: Future[tuple[Plan, ...]] = Future()
         args = make, None if before is None else before._plans
         threading.Thread(target=self._run, args=args, name="bascule plan").start()
 
@@ -139,7 +121,7 @@ class PlanFuture:
                 self._steps = self._bind(self._plans.result())
         return self._steps
 
-    def _run(self, make: Callable[[], tuple[Planned, ...]], before: "Future[Any] | None") -> None:
+    def _run(self, make: Callable[[], tuple[Plan, ...]], before: "Future[Any] | None") -> None:
         if before is not None:
             wait([before])
         try:
@@ -281,7 +263,6 @@ class SequenceParallel:
         microbatches: Iterable[npt.ArrayLike | Sequences],
         *,
         sync: Sync = "microbatch",
-        mixes: bool = False,
     ) -> tuple["Step", ...]:
         """Plan all microbatches of an optimizer step from one fixed-size gather, on the host.
 
@@ -290,10 +271,8 @@ class SequenceParallel:
                 have as many microbatches.
             sync: The point where ranks wait, as for `bascule.plan.plan_step`; see
                 `bascule.train.sync_of`.
-            mixes: True lets sequences change microbatch: `Step.sources` then lists those that each
-                step of this rank routes, in that order.
         """
-        return self._plan_now(self._request(microbatches, sync, mixes=mixes))
+        return self._plan_now(self._request(microbatches, sync))
 
     def set_speeds(self, speeds: npt.ArrayLike | None) -> None:
         """Plan later steps for ranks of these speeds: a slow one gets less.
@@ -314,7 +293,6 @@ class SequenceParallel:
         microbatches: Iterable[npt.ArrayLike | Sequences],
         *,
         sync: Sync = "microbatch",
-        mixes: bool = False,
     ) -> PlanFuture:
         """Begin to plan an optimizer step behind the current one, in a thread; see `plan_step`.
 
@@ -326,7 +304,7 @@ class SequenceParallel:
         if self._ahead is None:
             ranks = self._planning.group.ranks
             self._ahead = Planning(new_group(ranks, "ahead", self._timeout_s, backend="gloo"))
-        ahead, request = self._ahead, self._request(microbatches, sync, mixes=mixes)
+        ahead, request = self._ahead, self._request(microbatches, sync)
         self._latest = PlanFuture(
             lambda: ahead.now(request),
             lambda plans: self._steps(request, plans),
@@ -343,7 +321,7 @@ class SequenceParallel:
             raise
         return self._steps(request, plans)
 
-    def _steps(self, request: PlanRequest, plans: Sequence[Planned]) -> tuple["Step", ...]:
+    def _steps(self, request: PlanRequest, plans: Sequence[Plan]) -> tuple["Step", ...]:
         numbered = enumerate(plans, request.number)
         assert request.setup is not None  # there are plans
         steps = tuple(Step(self, planned, number, request.setup) for number, planned in numbered)
@@ -356,7 +334,6 @@ class SequenceParallel:
         sync: Sync,
         error: Exception | None = None,
         *,
-        mixes: bool = False,
         initial_loads: npt.ArrayLike | None = None,
     ) -> PlanRequest:
         """Return this rank's lengths for the next plan, with an error for all ranks to raise."""
@@ -367,7 +344,6 @@ class SequenceParallel:
                 loaded = list(microbatches)
             setup, settings = self._set_up()
             if error is None:
-                of_type("mixes", mixes, bool, "True or False")
                 batches = checked(loaded, sync)
             if initial_loads is not None:
                 carried = RankState.of(self.group.size, initial_loads).carried
@@ -379,10 +355,10 @@ class SequenceParallel:
         self._num_plans += max(1, len(loaded) if isinstance(loaded, Sized) else 1)
         settings = {
             **settings,
-            "microbatches": f"{len(batches)}, sync={sync}, mixes={mixes}",
+            "microbatches": f"{len(batches)}, sync={sync}",
             "initial_loads": str(None if carried is None else carried.tolist()),
         }
-        return PlanRequest(number, batches, sync, bool(mixes), setup, carried, settings, error)
+        return PlanRequest(number, batches, sync, setup, carried, settings, error)
 
     def _set_up(self) -> tuple[PlanSetup, dict[str, str]]:
         """Return the setup, and the settings that must be the same on all ranks."""

@@ -5,14 +5,18 @@ A function mode of torch replaces calls of scaled_dot_product_attention. Shapes:
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import product
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
+from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -33,6 +37,7 @@ from bascule.attention.api import (
 )
 from bascule.attention.kernels.registry import Kernel
 from bascule.attention.mask import Scores
+from bascule.comm.agree import agree
 from bascule.comm.failures import leave
 from bascule.comm.quantized import CommDtype
 from bascule.errors import ConfigError
@@ -52,6 +57,10 @@ _RESHAPES = (torch.reshape, Tensor.reshape, Tensor.view, torch.unflatten)
 
 # All others, hundreds in a forward pass, are called at once. A tuple: compilers trace it.
 _REPLACED = (_DENSE, Tensor.unflatten, *_RESHAPES, *_HIDING, *_SOFTMAX)
+
+_MOST_CHECKED = 64  # calls of a form whose replicated keys are compared: one pass of most models
+_SAMPLES = 128  # values of keys that are compared, and as many of values
+_MOST_APART = 0.05  # of their norm: ranks may round otherwise, and other tokens are 1 apart
 
 _AMBIGUOUS = (
     "{0} keys can be this rank's own tokens or those of a sequence declared as replicated: compute "
@@ -288,7 +297,10 @@ class SequenceParallelMode(TorchFunctionMode):
         num_tokens, num_keys = query.shape[2], key.shape[2]
         is_odd = self._replicated or num_keys != num_tokens
         modes = modes_of_others() if num_modes() else ()
-        if others is not None or (is_odd and self._is_cross(num_tokens, num_keys)):
+        is_cross = others is None and is_odd and self._is_cross(num_tokens, num_keys)
+        if is_cross and self._watches and self.mesh.whole and not torch.compiler.is_compiling():
+            _check_whole(self.mesh, key, value)
+        if others is not None or is_cross:
             whole = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
             if modes and others is not None:
                 refuse_modes(modes, "attention to the keys of another sequence that is cut")
@@ -351,12 +363,15 @@ class SequenceParallelMode(TorchFunctionMode):
         if num_keys != num_queries:
             if self.mesh.whole is None:  # the only rank has all tokens
                 return True
+            whole = f"compute it within .local(), as some ranks have {num_keys} tokens"
+            if self._layout is None or num_keys not in _tokens_of(self._layout):
+                whole = f"say so with context_parallel(..., replicated=({num_keys},))"
             raise ConfigError(
                 f"attention of {num_queries} queries to {num_keys} keys: a rank's own tokens are "
                 "as many keys as queries. Keys of a cache (past_key_values, kv_cache) are of some "
                 "ranks' tokens only: run the model without it, as with use_cache=False. Only if "
-                "every rank has these keys whole, as of a prompt, say so with "
-                f"context_parallel(..., replicated=({num_keys},)) or in the table's `attends`"
+                f"every rank has the same keys whole, as of a prompt, {whole} or in the table's "
+                "`attends`"
             )
         return False
 
@@ -411,8 +426,7 @@ def context_parallel(
     """
     place = AttentionMesh.of(mesh) if isinstance(mesh, DeviceMesh) else mesh
     if layout is not None:
-        places = [(r, u) for r in range(place.degrees[0]) for u in range(place.degrees[1])]
-        for both in {layout.num_tokens(*one) for one in places}.intersection(replicated):
+        for both in _tokens_of(layout).intersection(replicated):
             raise ConfigError(_AMBIGUOUS.format(both))
     options = AttentionOptions(None, kernel, comm_dtype, overlap, double_buffer)
     mode = SequenceParallelMode(place, layout, replicated, options, watches=True)
@@ -428,6 +442,46 @@ def context_parallel(
             "context_parallel: nothing within called F.scaled_dot_product_attention, so nothing "
             "was split; choose this back end for the model's attention"
         )
+
+
+def _tokens_of(layout: SequenceLayout) -> set[int]:
+    """Return the numbers of tokens that ranks have."""
+    places = product(range(layout.ring_degree), range(layout.ulysses_degree))
+    return {layout.num_tokens(*place) for place in places}
+
+
+def _check_whole(mesh: AttentionMesh, key: Tensor, value: Tensor) -> None:
+    """Refuse keys that are declared as replicated and differ between ranks, by some values.
+
+    One all-gather in each of the first calls of a form; later ones are trusted.
+    """
+    form, group = ("replicated keys", key.shape, value.shape), mesh.whole
+    calls = mesh.kept.get(form, Counter[str])
+    calls["checked"] += 1
+    if group is None or calls["checked"] > _MOST_CHECKED or is_fake(key):
+        return
+    samples = [
+        x.detach().flatten()[:: x.numel() // _SAMPLES | 1].double().nan_to_num()
+        for x in (key, value)
+    ]
+    own = torch.cat(samples).cpu().numpy().view(np.int64)
+    text = f"keys {tuple(key.shape)}, values {tuple(value.shape)}"
+    every = agree(
+        group.control or group,
+        {"replicated keys": text},
+        what="attention to replicated keys",
+        values=own,
+        capacity=4 * _SAMPLES,
+    )
+    first, *others = (x.view(np.float64) for x in every)
+    for rank, seen in enumerate(others, 1):
+        if not np.linalg.norm(seen - first) <= _MOST_APART * np.linalg.norm(first):
+            raise ConfigError(
+                f"attention to {key.shape[2]} keys, declared as replicated={key.shape[2]}, and "
+                f"rank {rank} has others than rank 0: keys of a cache, or of a rank's own tokens, "
+                "are not whole on every rank: leave the number out of `replicated`, and run the "
+                "model without a cache"
+            )
 
 
 def as_it_is(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -457,8 +511,7 @@ def refuse_modes(modes: Sequence[TorchFunctionMode], what: str) -> NoReturn:
 
 def with_layout(options: AttentionOptions, layout: SequenceLayout) -> AttentionOptions:
     """Return the same options for tokens in this layout."""
-    of = options
-    return AttentionOptions(layout, of.kernel, of.comm_dtype, of.overlap, of.double_buffer)
+    return replace(options, layout=layout)
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:

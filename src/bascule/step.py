@@ -28,8 +28,8 @@ from bascule.attention.usp import (
     positive_scale,
     with_positive_scale,
 )
-from bascule.comm.agree import agree, first_use
-from bascule.comm.collectives import all_reduce, table_on
+from bascule.comm.agree import first_use
+from bascule.comm.collectives import all_reduce, start_all_to_all, table_on
 from bascule.comm.exchange import (
     BoundRoute,
     check_rows,
@@ -39,7 +39,7 @@ from bascule.comm.exchange import (
     samples_of_all,
 )
 from bascule.comm.failures import leave, mark_lengths, shared
-from bascule.comm.groups import RankGroup, this_world
+from bascule.comm.groups import Kept, RankGroup, this_world
 from bascule.comm.shared_row import SharedRow
 from bascule.comm.transforms import refuse_transforms
 from bascule.errors import ConfigError
@@ -47,7 +47,7 @@ from bascule.plan.plan import Plan, PlanSetup
 from bascule.plan.traffic import Traffic
 
 if TYPE_CHECKING:
-    from bascule.parallel import Planned, SequenceParallel
+    from bascule.parallel import SequenceParallel
 
 T = TypeVar("T")
 Settings = tuple[str, bool, float | None, tuple[bool, ...], tuple[int, int, float]]
@@ -80,21 +80,19 @@ class Step:
     Attributes:
         plan: The frozen plan.
         number: Which plan of the SequenceParallel it is, from 1.
-        sources: (n, 2) of each sequence that this rank routes, the microbatch of `plan_step` in
-            which it loaded it, and its place there.
         local: Layout of the tokens that this rank computes on, as numpy arrays.
         local_seq_ids: Global ids of the sequences of this rank's chunks; see `LocalLayout`.
         token_slot: (C,) index into `local_seq_ids` of each token that this rank computes on.
     """
 
     def __init__(
-        self, parallel: "SequenceParallel", planned: "Planned", number: int, setup: PlanSetup
+        self, parallel: "SequenceParallel", plan: Plan, number: int, setup: PlanSetup
     ) -> None:
-        plan, rank = planned.plan, parallel.rank
+        rank = parallel.rank
         self._parallel, self._setup, self.number = parallel, setup, number
-        self.plan, self.sources = plan, planned.sources
+        self.plan = plan
         self._done = _Done()
-        self._kept: dict[Hashable, Any] = {}
+        self._kept = Kept[Hashable, Any](_NUM_KEPT)  # scales may change from call to call
         self._key = this_world().add_step(self)
         # Compilers can neither look into arrays nor make tables: what graphs need is made here.
         self.local = plan.local(rank)
@@ -228,7 +226,10 @@ class Step:
         return self._attend(q_CHD, k_CKD, v_CKD, "attend", causal, scale, scores, sink)
 
     def count_routed(self, is_marked: Tensor) -> int:
-        """Count the rows brought here that are marked in (T,) bool on the host; one gather."""
+        """Count the rows brought here that are marked in (T,) bool on the host.
+
+        One all-to-all of a number; the first use of a group takes a gather, in which ranks agree.
+        """
         if not torch.compiler.is_compiling():
             return self.num_marked(is_marked)
         return int(step_ops.count_routed(is_marked, self._key))
@@ -330,21 +331,25 @@ class Step:
     def num_marked(self, is_marked: Tensor) -> int:
         """Count as `count_routed` does, outside compiled code."""
         group, wanted = self._parallel.group, (self._num_rows["route"][0],)
-        sent, error = np.zeros(group.size, np.int64), None
-        with shared(f"step {self.number}: count_routed"):
+        where = f"step {self.number}: count_routed"
+
+        def check() -> str:
             if is_marked.dtype != torch.bool or is_marked.shape != wanted or not is_marked.is_cpu:
-                error = ConfigError(
+                raise ConfigError(
                     f"count_routed: a {is_marked.dtype} tensor of {tuple(is_marked.shape)} on "
                     f"{is_marked.device}: give a bool tensor of {wanted} on the host"
                 )
-            else:
-                route, marks = self._route.route, is_marked.numpy()
-                marks = marks if route.send_index is None else marks[route.send_index]
-                dest = np.repeat(np.arange(group.size), route.send_splits)
-                sent = sums_by(dest, marks, group.size)
-            control, where = group.control or group, {"what": "count_routed", "step": self.number}
-            counts = agree(control, {}, error, **where, values=sent, capacity=group.size)
-            return sum(int(of_rank[group.rank]) for of_rank in counts)
+            return "rows of a bool tensor"
+
+        with shared(where):
+            self._first(("count_routed",), [is_marked], lambda: self._agree("count_routed", check))
+            route, marks = self._route.route, is_marked.numpy()
+            marks = marks if route.send_index is None else marks[route.send_index]
+            dest = np.repeat(np.arange(group.size), route.send_splits)
+            sent = torch.from_numpy(sums_by(dest, marks, group.size))
+            come, one_each = torch.empty_like(sent), [1] * group.size
+            start_all_to_all(group.control or group, where, come, sent, one_each, one_each)()
+            return int(come.sum())
 
     def mean_and_scale(self, values: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the weighted mean over all ranks, and the factor of its gradient; no weights: 0.
@@ -391,18 +396,17 @@ class Step:
 
     def _first(self, form: tuple[Any, ...], xs: Sequence[Any], make: Callable[[], T]) -> T:
         """Return what `make` gives for a form of call and of tensors; made at the first use."""
+
+        def first() -> T:
+            with shared(f"step {self.number}: {form[0]}"):
+                return make()
+
         try:
             key = form, *[(type(x), x.shape, x.dtype, x.device, x.layout) for x in xs]
-            kept = self._kept.get(key)
+            hash(key)
         except (AttributeError, TypeError, RuntimeError):  # no dense tensors: `make` refuses them
-            key = kept = None
-        if kept is None:
-            with shared(f"step {self.number}: {form[0]}"):
-                kept = make()
-            if len(self._kept) >= _NUM_KEPT:  # scales may change from call to call
-                self._kept.clear()
-            self._kept[key] = kept
-        return kept
+            return first()
+        return self._kept.get(key, first)
 
     def _agree(self, what: str, check: Callable[[], str]) -> str:
         """Let all ranks agree on the form that a check gives, or on the error that it raises."""

@@ -285,6 +285,36 @@ def refused() -> None:
         assert "ConfigError" in classes and words in text, (words, text)
 
 
+def lengths_of_whole_sequences() -> None:
+    """Models that change with length, in a bag of two ranks: as alone, or refused."""
+    register_attention()
+    rank, scale = dist.get_rank(), {"floor_scale": 16, "no_rope_layers": [1, 0]}
+
+    def logits(name: str, num: int, attention: str, **settings: Any) -> Tensor:
+        torch.manual_seed(0)
+        model = causal(name, attn_implementation=attention, **settings)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.2)
+        ids = torch.arange(num) * 7 % VOCABULARY
+        if attention != "bascule":
+            return model(ids[None], use_cache=False).logits[0]
+        with SequenceParallel(None, "g2n1", COST).plan([[num], []][rank]) as step:
+            (own,) = step.route(ids=ids if rank == 0 else ids[:0]).values()
+            return step.restore(call_packed(model, step, input_ids=own).logits[0])
+
+    near = [("Mistral", "sliding_window"), ("Llama4", "attention_chunk_size")]
+    cases = [(name, 11, {key: size}) for name, key in near for size in (1, 2, 3)]
+    for name, num, settings in [*cases, ("Llama4", 15, scale)]:
+        got, want = logits(name, num, "bascule", **settings), logits(name, num, "eager", **settings)
+        assert got.shape[0] == 0 or (got - want).norm() < 1e-5 * want.norm(), (name, settings)
+    text = raised_by(logits, "Llama4", 24, "bascule", **scale)[1]
+    assert "right up to 15 tokens in bags and packs, and has 24 here" in text, text
+
+
+def test_lengths_of_whole_sequences_count() -> None:
+    run_ranks(lengths_of_whole_sequences, 2)
+
+
 def routed_by_experts() -> None:
     """The router's loss of a pack: over all its tokens, as Switch Transformer has it."""
     register_attention()

@@ -191,6 +191,7 @@ def refusals() -> list[str]:
     mesh, layout = make_mesh(1, 2), SequenceLayout((9,), 1, 2)
     tokens = layout.num_tokens(0, mesh.get_local_rank("ulysses"))
     q, keys = torch.zeros(1, 4, tokens, 8), torch.zeros(1, 4, 7, 8)
+    cached = torch.randn(1, 4, 6, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
     few, part = torch.zeros(1, 2, tokens, 8), torch.ones(1, 1, 1, tokens, dtype=torch.bool)
     attend = nn.MultiheadAttention(8, 2, batch_first=True)
 
@@ -231,6 +232,8 @@ def refusals() -> list[str]:
         call(q[:, :, :1], q[:, :, :1], q[:, :, :1]),
         call(q, q, q, among={"layout": layout, "replicated": [4]}),
         call(keys, keys, keys, among={"replicated": [7]}),
+        call(q, q.new_zeros(1, 4, 9 - tokens, 8), q.new_zeros(1, 4, 9 - tokens, 8)),
+        call(q, cached, cached, among={"layout": layout, "replicated": [6]}),
         refused(nothing),
         refused(hidden),
     ]
@@ -247,6 +250,8 @@ def test_what_cannot_be_split_is_refused_on_every_rank() -> None:
         "q has 1 tokens",
         "4 keys can be this rank's own tokens",
         "7 keys can be this rank's own tokens",
+        "compute it within .local(), as some ranks have",
+        "declared as replicated=6, and rank 1 has others than rank 0",
         "nothing within called F.scaled_dot_product_attention",
         "cannot be split over ranks",
     )

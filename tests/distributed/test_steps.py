@@ -90,47 +90,6 @@ def trained(is_sharded: bool) -> None:
     assert_same((loss.item(), grads), (sum(one[0] for one in want), total), "four microbatches")  # pyright: ignore
 
 
-def mixed() -> None:
-    """Sequences change microbatch: each is routed once, and gradients are those of all of them."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    parallel = SequenceParallel(None, "g2n2", COST)
-    lens = [[[40, 1], [2], [], [2]], [[1], [38], [], [3, 1]], [[39], [1], [], []]]
-    torch.manual_seed(0)
-    linear = nn.Linear(8, 24, dtype=torch.float64)
-    xs = [
-        [[torch.randn(n, 8, dtype=torch.float64) for n in own] for own in micro] for micro in lens
-    ]
-    flat = [x for micro in xs for own in micro[:size] for x in own]
-    whole = linear(torch.cat(flat)).unflatten(-1, (3, 2, 4)).unbind(1)
-    wanted = (
-        packed_attention(whole[0], whole[1], whole[2], [len(x) for x in flat])[0].square().mean()
-    )
-    wanted.backward()
-    assert linear.weight.grad is not None
-    want, linear.weight.grad = linear.weight.grad, None
-    steps = parallel.plan_step([micro[rank] for micro in lens], mixes=True)
-    later = parallel.plan_async([micro[rank] for micro in lens], mixes=True).result()
-    assert [step.plan for step in later] == [step.plan for step in steps]
-    seen = sorted(tuple(pair) for step in steps for pair in step.sources.tolist())
-    assert seen == [(m, place) for m, micro in enumerate(lens) for place in range(len(micro[rank]))]
-    plans = [step.plan for step in steps]
-    alone = plan_step([micro[:size] for micro in lens], parallel.topology, COST)
-    assert step_makespan(plans, sync="microbatch") < 0.8 * step_makespan(alone, sync="microbatch")
-    total = sum(int(plan.seq_lens.sum()) for plan in plans)
-    loss = torch.zeros(())
-    for step, plan in zip(steps, plans, strict=True):
-        own = [xs[micro][rank][place] for micro, place in step.sources.tolist()]
-        x = step.route(x=torch.cat([torch.zeros(0, 8, dtype=torch.float64), *own]))["x"]
-        out = step.restore(step.attend(*linear(x).unflatten(-1, (3, 2, 4)).unbind(1)))
-        loss = loss + step.mean(out.square()) * (int(plan.seq_lens.sum()) / total)
-    loss.backward()
-    grad = linear.weight.grad
-    assert grad is not None
-    dist.all_reduce(grad)
-    torch.testing.assert_close(loss, wanted, rtol=1e-10, atol=1e-13)
-    torch.testing.assert_close(grad / size, want, rtol=1e-10, atol=1e-13)
-
-
 def planned_behind() -> None:
     """Steps planned behind others, mixed with plans made now; no thread is left."""
     parallel, rank = SequenceParallel(None, "g2n1", COST), dist.get_rank()
@@ -227,7 +186,6 @@ def bags_of_batches() -> list[str]:
 
 
 def on_four_ranks() -> list[str]:
-    mixed()
     return bags_of_batches()
 
 

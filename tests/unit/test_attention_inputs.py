@@ -1,17 +1,18 @@
 """Tensors, settings and masks that are given to attention."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.exc import Unsupported
 from torch.autograd import forward_ad
+from torch.nn.functional import scaled_dot_product_attention
 
-from bascule.attention.api import AttentionMesh, SequenceLayout, attention
-from bascule.attention.tiles import digest_of, without_lost_scores
+from bascule.attention.api import AttentionMesh, attention
+from bascule.attention.tiles import digest_of, kept_of
 from bascule.attention.usp import check_settings, check_tensors, with_positive_scale
 from bascule.errors import ConfigError
 
@@ -42,6 +43,40 @@ def test_a_mask_with_other_values_has_another_digest(dtype: torch.dtype, size: i
     assert digest_of(mask.to("meta")) == str((size, size))
 
 
+@pytest.mark.parametrize("kind", ["bool", "float", "bfloat", "expanded", "strided", "inference"])
+def test_a_mask_counts_as_it_is_now_however_it_was_written_to(kind: str) -> None:
+    with torch.inference_mode(kind == "inference"):
+        written = np.ones((8, 8), bool)
+        mask = torch.from_numpy(written)
+        if kind in ("float", "bfloat"):
+            mask = torch.zeros(1, 8, 8, dtype=torch.float32 if kind == "float" else torch.bfloat16)
+        elif kind == "expanded":
+            mask = torch.ones(1, 1, 8, dtype=torch.bool)
+        elif kind == "strided":
+            mask = torch.ones(8, 16, dtype=torch.bool)[:, ::2]
+        memory, made = mask.data, list[Tensor]()
+        mask = mask.expand(2, 3, 8) if kind == "expanded" else mask
+
+        def now() -> Tensor:
+            return kept_of(mask, "a form", lambda: made.append(mask) or mask.clone())
+
+        assert now() is now() and len(made) == 1
+        memory[..., 4:] = 0 if mask.dtype == torch.bool else -1e9
+        assert torch.equal(now(), mask) and len(made) == 2
+        written[:, 1:] = False
+        memory[..., 0] = 0
+        assert torch.equal(now(), mask) and now() is now()
+
+
+def test_a_mask_that_numpy_changed_is_attended_as_it_is() -> None:
+    written, q = np.ones((8, 8), bool), torch.randn(1, 2, 8, 4).double()
+    mask = torch.from_numpy(written)
+    for first in (8, 4, 1):
+        written[:, first:] = False
+        wanted = scaled_dot_product_attention(q, q, q, attn_mask=mask)
+        torch.testing.assert_close(attention(q, q, q, ALONE, attn_mask=mask), wanted)
+
+
 def test_scores_are_the_same_under_a_positive_scale() -> None:
     q = torch.randn(2, 3)
     for scale in (0.5, 0.0, -0.5):
@@ -63,39 +98,6 @@ def test_what_is_right_is_taken() -> None:
 def test_tokens_and_batch_may_be_none(shape: tuple[int, ...]) -> None:
     x = torch.ones(shape)
     check_tensors("attention", x, x, x, torch.ones(1))
-
-
-def test_only_queries_whose_scores_are_lost_are_0() -> None:
-    layout, q = SequenceLayout((6,)), torch.ones(2, 1, 6, 4)
-    numbers = [0.0, -1e4, -1e9, 1e9, torch.finfo(torch.float32).min, -math.inf]
-    mask = torch.tensor(numbers).view(1, 1, 6, 1).expand(1, 1, 6, 6).clone()
-    mask[..., 3:] -= 1.0
-    lost = {torch.float64: [4], torch.float32: [2, 3, 4], torch.bfloat16: [2, 3, 4]}
-    for dtype, rows in lost.items():
-        found = without_lost_scores(q.to(dtype), layout, [(0, 6)], mask, False)
-        assert (found[:, 0, :, 0] == 0).nonzero()[:, 1].tolist() == 2 * rows
-    part = without_lost_scores(q[:, :, :3], layout, [(1, 2), (4, 6)], mask, False)
-    assert part[0, 0, :, 0].tolist() == [1.0, 0.0, 1.0]
-    assert without_lost_scores(q, layout, [(0, 6)], mask > 0, False) is q
-    q[0, 0, 4, 0] = math.nan
-    assert without_lost_scores(q, layout, [(0, 6)], mask, False)[0, 0, 4, 0].isnan()
-
-
-def test_under_a_causal_mask_a_query_sees_itself_and_those_before_it() -> None:
-    layout, q = SequenceLayout((4,)), torch.ones(1, 1, 4, 2)
-    places = torch.arange(4)
-    own, later = places == places[:, None], places > places[:, None]
-    for seen, causal, wanted in (
-        (own, True, [1.0, 1.0, 1.0, 1.0]),
-        (own, False, [1.0, 1.0, 1.0, 1.0]),
-        (later, True, [0.0, 0.0, 0.0, 0.0]),
-        (later, False, [1.0, 1.0, 1.0, 0.0]),
-    ):
-        mask = torch.where(seen, 0.0, -1e9)
-        for run in ((0, 4), (2, 4)):
-            rows = slice(*run)
-            found = without_lost_scores(q[:, :, rows], layout, [run], mask, causal)
-            assert found[0, 0, :, 0].tolist() == wanted[rows]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")

@@ -1,7 +1,10 @@
 """Every attention kernel that runs here, against dense softmax attention one sequence at a time."""
 
+import copy
+import gc
 import itertools
 import math
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -12,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bascule.attention.api import AttentionMesh, AttentionOptions, attention
 from bascule.attention.kernels import protocol
 from bascule.attention.kernels.cuda import AtenCudnnKernel, AtenEfficientKernel, AtenFlashKernel
 from bascule.attention.kernels.flex import SPARSE_BLOCK, flex, gradients_by_recomputation
@@ -21,7 +25,7 @@ from bascule.attention.kernels.protocol import (
     KernelQuery,
     without_empty_rows,
 )
-from bascule.attention.kernels.registry import KERNELS, CpuLoopKernel, select_kernel
+from bascule.attention.kernels.registry import KERNELS, CpuLoopKernel, FunctionKernel, select_kernel
 from bascule.attention.mask import AttentionMask, BlockRows, PackedSequences
 from bascule.attention.packed import attend_packed
 from bascule.attention.ring import Merged
@@ -360,6 +364,15 @@ def test_parts_for_some_queries_or_all_are_merged_wide(rows: slice) -> None:
     assert relative(merged.result()[0][:, :, rows], exact) < 0.0022
 
 
+def test_rows_in_another_order_are_merged_where_they_belong() -> None:
+    q, rows = torch.zeros(1, 1, 3, 2), torch.tensor([2, 0, 1])
+    part, lse = torch.arange(6.0).view(1, 1, 3, 2), torch.zeros(1, 1, 3)
+    merged = Merged(q)
+    for _ in range(2):
+        merged.add(rows, part, lse)
+    assert torch.equal(merged.result()[0][:, :, rows], part)
+
+
 # Block-sparse kernels against dense masked attention
 
 
@@ -499,3 +512,17 @@ def test_flex_attends_to_padded_blocks(name: str) -> None:
     want, want_lse, _, _ = reference(case, [q, k, v])
     out, lse = flex(eager, q, k, v, AttentionMask(blocks=case.rows), SCALE)
     torch.testing.assert_close((out.double(), lse.double()), (want, want_lse), rtol=1e-5, atol=1e-5)
+
+
+def test_a_function_goes_with_its_model() -> None:
+    model = torch.nn.Linear(2, 2)
+    gone = weakref.ref(model)
+    kernel = FunctionKernel("own", lambda q, k, v, model=model, **_: model(q))
+    assert select_kernel(kernel, "cpu", dtype=torch.float32, head_dim=2) is kernel
+    x, mesh = torch.randn(1, 1, 3, 2), AttentionMesh(None, None, None)
+    for _ in range(2):
+        attention(x, x, x, mesh, options=AttentionOptions(kernel=kernel))
+    assert copy.deepcopy(AttentionOptions(kernel=kernel)).kernel is kernel
+    del kernel, model
+    gc.collect()
+    assert gone() is None

@@ -1,6 +1,6 @@
 """Requests on ranks: blocks, policies against each other, published figures, and bounds."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -305,3 +305,32 @@ def test_what_is_refused() -> None:
         Request(step_s={1: 1.0}, steps=0)
     with pytest.raises(ConfigError, match="is not free"):
         State.of(4).take(Block(0, 8))
+
+
+class Counted(list[Job]):
+    """Jobs, and how many of them were gone through."""
+
+    num_seen = 0
+
+    def __iter__(self) -> Iterator[Job]:
+        for job in super().__iter__():
+            self.num_seen += 1
+            yield job
+
+
+@pytest.mark.parametrize("name", ["fifo", "sjf", "srtf", "pause", "greedy", "best fit", "balanced"])
+def test_a_long_queue_is_not_gone_through_at_each_event(name: str) -> None:
+    policy, waiting, num_decisions = POLICIES[name](), Counted(), 0
+
+    class Watched:
+        def decide(self, state: State, act: Starts) -> None:
+            nonlocal num_decisions
+            if state.waiting is not waiting:
+                waiting.extend(state.waiting)
+                state.waiting = waiting
+            num_decisions += 1
+            policy.decide(state, act)
+
+    requests = [Request(step_s={1: 1.0}, steps=1 + i % 7, arrival_s=i / 100) for i in range(2000)]
+    serve(requests, Watched(), 4)
+    assert num_decisions > 3000 and waiting.num_seen < 300 * num_decisions

@@ -23,7 +23,7 @@ from bascule.plan.solver.bounds import (
     surplus_bound,
     threshold_bound,
 )
-from bascule.plan.solver.portfolio import by_speed, longest_first
+from bascule.plan.solver.portfolio import by_speed, longest_first, solve
 from bascule.plan.solver.problem import Problem, build_problem
 from bascule.plan.solver.solve import assign
 
@@ -363,3 +363,20 @@ def test_home_never_costs_more_than_its_tolerance(
         return float(np.array(case.sizes)[(home >= 0) & (home != bin_of)].sum())
 
     assert away(near.bin_of) <= away(plan.bin_of)
+
+
+def test_small_tables_of_prices_are_placed_exactly_where_equally_late_bins_would_change() -> None:
+    """Bins 1 and 2 end together at 1: only an exchange between these two ends before."""
+    prices = np.array([[2.0, 3.0, 1.0, 0.5], [0.5, 1.0, 3.0, 1.0]])
+    problem = build_problem(prices, np.array([1.0, 4.0, 2.0]), kind_of=np.array([0, 1, 0]))
+    solution = solve(problem)
+    assert (solution.makespan, solution.gap, solution.method) == (0.5, 0.0, "exact")
+    random = np.random.default_rng(1)
+    for _ in range(40):
+        num_bins, num_items = int(random.integers(2, 4)), int(random.integers(2, 8))
+        prices = random.choice([0.5, 1.0, 2.0, 3.0], (2, num_items))
+        speeds = random.choice([1.0, 2.0, 4.0], num_bins)
+        problem = build_problem(prices, speeds, kind_of=np.arange(num_bins) % 2)
+        every = product(range(num_bins), repeat=num_items)
+        best = min(problem.loads(np.array(one)).max() for one in every)
+        assert solve(problem).makespan <= 1.05 * best

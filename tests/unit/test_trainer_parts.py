@@ -279,6 +279,27 @@ def test_a_model_that_mixes_the_samples_of_a_pack_is_refused(
         check_packs(model, torch.device("cpu"))
 
 
+def test_packs_beyond_the_lengths_that_a_model_computes_alike_are_refused() -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    small = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "head_dim": 8}
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size_mlp": 48}
+    scaled = transformers.Llama4TextConfig(**small, floor_scale=16, no_rope_layers=[1, 0])
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
+    roped = transformers.LlamaConfig(**small, rope_parameters=dynamic, max_position_embeddings=6)
+    with torch.device("meta"):
+        models = {"right up to 15": transformers.Llama4ForCausalLM(scaled)}
+        models["above 6 tokens"] = transformers.LlamaForCausalLM(roped)
+    short, longer = torch.ones(5, dtype=torch.int64), torch.ones(12, dtype=torch.int64)
+    for words, model in models.items():
+        for samples in ([short, short, short][: 3 - ("6" in words)], [longer]):
+            pack = Pack(tokens=15)
+            inputs_of_pack(make_pack([{"input_ids": x} for x in samples], pack), pack, model)
+        pack = Pack(tokens=20, fixed=True)
+        with pytest.raises(ConfigError, match=words):
+            made = make_pack([{"input_ids": x} for x in (short, longer)], pack)
+            inputs_of_pack(made, pack, model)
+
+
 @pytest.mark.parametrize("name", VLMS)
 def test_models_that_see_images_separate_samples_by_their_own_positions(name: str) -> None:
     pytest.importorskip("transformers")

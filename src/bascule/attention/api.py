@@ -25,16 +25,16 @@ from bascule.attention.layout import (
     take_runs,
 )
 from bascule.attention.mask import PLAIN, Scores
-from bascule.attention.tiles import is_biased, without_lost_scores
+from bascule.attention.ring import AttentionCall
+from bascule.attention.tiles import is_biased
 from bascule.attention.usp import (
     attend,
     attend_op,
-    call_of,
     check_settings,
     check_sink,
     check_tensors,
-    keep,
     look,
+    new_call,
     positive_scale,
 )
 from bascule.comm.failures import leave, shared
@@ -182,8 +182,7 @@ def attention(
         attn_mask: Of the whole sequence and all heads, the same on every rank: bool (True is seen)
             or added to the scores, float32 or as q; broadcasts to (B, H, S, S), as (B, 1, 1, S) for
             key padding. A token that sees nothing gives 0; one whose keys are all hidden by a
-            finite number, as finfo.min, in which its scores are lost, weighs them alike, as in one
-            process; its query and keys get no gradient from it (torch's own kernels differ there).
+            finite number, as finfo.min, attends as if none were (torch's own kernels differ there).
         is_causal: True hides later tokens from each one, also where the mask shows them.
         scale: Factor of the scores. Default: D^-0.5.
         options: Settings that seldom change.
@@ -205,17 +204,22 @@ def attention(
     settings = mesh, attn_mask, is_causal, scale, options
     if torch.compiler.is_compiling():
         form = _form(q, k, v, *settings, sink is not None)
-        q, k, v = _operands(q, k, v, form, attn_mask, is_causal)
+        q, k, v = _operands(q, k, v, form)
         out = attend_op(q, k, v, attn_mask, sink, form.sizes, form.name)[0]
     else:
         key = look(q, k, v, attn_mask), is_causal, scale, options, sink is not None
-        kept = (mesh if isinstance(mesh, AttentionMesh) else as_attention_mesh(mesh)).kept
-        form, call = kept.get(key) or (_form(q, k, v, *settings, sink is not None), None)
-        q, k, v = _operands(q, k, v, form, attn_mask, is_causal)
-        if call is None:
-            call = call_of(form.name, form.sizes, q, k, attn_mask)
-            keep(kept, key, (form, call))
-        out = attend(q, k, v, call, attn_mask, sink)
+        ranks = mesh if isinstance(mesh, AttentionMesh) else as_attention_mesh(mesh)
+
+        def first() -> tuple[_Form, AttentionCall]:
+            form = _form(q, k, v, *settings, sink is not None)
+            q_here, k_here, _ = _operands(q, k, v, form)
+            return form, new_call(form.name, form.sizes, q_here, k_here, attn_mask)
+
+        if isinstance(options.kernel, FunctionKernel):
+            form, call = options.kernel.calls.get((ranks.name, *key), first)
+        else:
+            form, call = ranks.kept.get(key, first)
+        out = attend(*_operands(q, k, v, form), call, attn_mask, sink)
     return replicated(out, form.ranks, form.layout) if form.layout.replicated else out
 
 
@@ -282,17 +286,13 @@ def _form(
     return _Form(ranks, layout, multiplier, num_heads, name, [*together, *layout.segments])
 
 
-def _operands(
-    q: Tensor, k: Tensor, v: Tensor, form: _Form, mask: Tensor | None, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _operands(q: Tensor, k: Tensor, v: Tensor, form: _Form) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v as they are attended."""
     ranks, layout = form.ranks, form.layout
     if form.multiplier is not None:
         q = q * form.multiplier
     if layout.replicated:
         q, k, v = (own_tokens(x, layout, ranks.place, 2) for x in (q, k, v))
-    if mask is not None:
-        q = without_lost_scores(q, layout, layout.own_runs(*ranks.place), mask, causal)
     if form.num_kv_heads != k.shape[1]:
         times = form.num_kv_heads // k.shape[1]
         k, v = (x.repeat_interleave(times, dim=1) for x in (k, v))

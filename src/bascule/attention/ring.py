@@ -143,11 +143,12 @@ class Merged:
 
     def add(self, rows: slice | Tensor, part: Tensor, part_lse: Tensor) -> None:
         """Merge attention of some queries to more keys."""
-        if self._out is None and part.shape == self._q.shape:
+        is_whole = isinstance(rows, slice) and rows == slice(None)
+        if self._out is None and is_whole:
             self._out, self._lse = part, part_lse
             return
         out, lse = self._state()
-        if part.shape == out.shape:
+        if is_whole:
             self._out, self._lse = merge(out.to(wide_dtype(self._q)), lse, part, part_lse)
             return
         out = out.to(wide_dtype(self._q))

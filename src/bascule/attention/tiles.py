@@ -1,8 +1,8 @@
 """Tiles for the kernels: queries of one ring rank, and the keys of another that they see.
 
 A mask may hide all keys of a query by a finite number, and an LSE of -1e9 + log(n) is -1e9 in
-float32. So the highest that is added to a row, over the keys of all ranks, is taken off. Where one
-process loses the scores themselves in it, they do not count here either.
+float32. So the highest that is added to a row, over the keys of all ranks, is taken off, and
+such a query attends as if nothing were hidden: nobody reads what it gives.
 
 Shapes: as in `api`; of packed sequences R ring ranks, n chunks of sequences on each.
 """
@@ -23,12 +23,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from bascule.arrays import Bools, Ints, cumulative, ranges
 from bascule.attention.kernels.protocol import wide_dtype
-from bascule.attention.layout import Run, SequenceLayout, positions_on
+from bascule.attention.layout import SequenceLayout, positions_on
 from bascule.attention.mask import PLAIN, AttentionMask, PackedSequences, Scores
 from bascule.attention.ring import Tile
 from bascule.comm.collectives import table_on
 from bascule.comm.exchange import INTEGERS
-from bascule.comm.groups import RankGroup
+from bascule.comm.groups import Kept, RankGroup
+from bascule.errors import ConfigError
 from bascule.plan.sequences import Masks, Stretch
 
 Made = TypeVar("Made")
@@ -37,32 +38,62 @@ _NUM_KEPT = 16  # layouts, heads and dtypes of one mask
 _LEVELLED_FROM = 64.0  # closer to 0, a subtraction in 16 bits could round what is near the highest
 _MOST_READ = 1 << 18  # values of a mask that its digest reads one by one
 _ALL = slice(None)
-# Scores are lost where numbers as large as a row's highest bias lie this far apart: it is taken
-# off the row first.
-_LOST_AT = 8.0
+
+
+class _OfMask:
+    """What was made of a mask, while it has the values that it was made of."""
+
+    def __init__(self, mask: Tensor) -> None:
+        self.made = Kept[Hashable, Any](_NUM_KEPT)
+        self._version, self._values = None if mask.is_cpu else mask._version, _values(mask).clone()
+        # Of a device it arrives without a wait: a later use tells of one before.
+        self._is_other = torch.zeros((), dtype=torch.bool, pin_memory=mask.is_cuda)
+
+    def is_of(self, mask: Tensor) -> bool:
+        """Compare by value: numpy, `.data` and kernels write without a new version."""
+        if mask.is_cpu:
+            return torch.equal(_values(mask), self._values)
+        if mask._version != self._version:
+            return False
+        if self._is_other:
+            raise ConfigError(
+                f"attention: a mask on {mask.device} was written to past torch's version counter, "
+                "as by .data or a kernel, and calls since then used its old values: write to it by "
+                "mask.copy_(..), or give a new tensor"
+            )
+        self._is_other.copy_((_values(mask) != self._values).any(), non_blocking=True)
+        return True
 
 
 _of_masks: "WeakIdKeyDictionary" = WeakIdKeyDictionary()
-"""By mask, its version and what was made of it: all layers of a model use the same mask."""
+"""An `_OfMask` by mask: all layers of a model use the same mask."""
 
 
 def kept_of(mask: Tensor | None, key: Hashable, make: Callable[[], Made]) -> Made:
-    """Return what `make` gives, for a mask of the host once a key, while nothing writes to it.
+    """Return what `make` gives for a mask, made once a key while the mask has the same values.
 
-    Made at every call while a device records a graph, and for tensors of inference mode, which do
-    not tell whether they were written to.
+    Made at every call while a device records a graph, and for tensors of inference mode there.
     """
-    if mask is None or not mask.is_cpu or mask.is_inference() or is_fake(mask):
+    if mask is None or is_fake(mask) or not (mask.is_cpu or _is_kept_on_device(mask)):
         return make()
-    version, kept = _of_masks.get(mask) or (-1, dict[Hashable, Any]())
-    if version != mask._version:
-        kept = dict[Hashable, Any]()
-        _of_masks[mask] = mask._version, kept
-    if key not in kept:
-        if len(kept) >= _NUM_KEPT:
-            kept.clear()
-        kept[key] = make()
-    return kept[key]
+    kept = _of_masks.get(mask)
+    if kept is None or not kept.is_of(mask):
+        kept = _of_masks[mask] = _OfMask(mask)
+    return kept.made.get(key, make)
+
+
+def _is_kept_on_device(mask: Tensor) -> bool:
+    is_recorded = mask.is_cuda and torch.cuda.is_current_stream_capturing()
+    return mask.is_cuda and not mask.is_inference() and not is_recorded
+
+
+def _values(mask: Tensor) -> Tensor:
+    """View a mask as integers, as wide as it allows: 1 ms for 4096 x 4096 bools of the host."""
+    whole = mask.detach()[tuple(slice(None if step else 1) for step in mask.stride())]
+    size = mask.element_size()
+    if not whole.is_contiguous() or whole.numel() * size % 8 or whole.storage_offset() * size % 8:
+        return whole.view(INTEGERS[size])
+    return whole.view(-1).view(torch.int64)
 
 
 def digest_of(mask: Tensor) -> str:
@@ -219,32 +250,6 @@ class Pieces:
             return table_on(ranges(first, lens), self.device)
         start, stop = int(first[0]), int(first[-1] + lens[-1])
         return _ALL if (start, stop) == (0, num_rows) else slice(start, stop)
-
-
-def without_lost_scores(
-    q: Tensor, layout: SequenceLayout, runs: list[Run], mask: Tensor | None, causal: bool
-) -> Tensor:
-    """Return queries (B, H, T, D), 0 where one process loses their scores in what a mask adds.
-
-    In float32 a score of 3 less 1e9 is -1e9, so a query that a mask hides from all keys by 1e9
-    weighs them alike. `tiles_of` takes the 1e9 away, after which the score would count again; a
-    query of 0 has no gradient either. `runs` are those of the T tokens in the sequence.
-    """
-    if mask is None or not mask.is_floating_point():
-        return q
-
-    def counted() -> Tensor:
-        rows = torch.cat([torch.arange(*run, device=q.device) for run in runs or [(0, 0)]])
-        part = _rows_of(mask[(None,) * (4 - mask.dim())], rows)
-        highest = _highest(part, layout.seq_len, rows if causal else None).to(wide_dtype(q))
-        lost_from = _LOST_AT / torch.finfo(highest.dtype).eps
-        is_lost = highest.isfinite() & (highest.abs() >= lost_from)
-        return (~is_lost).to(q.dtype)
-
-    if torch.compiler.is_compiling():
-        return q * counted()
-    key = "counted", layout, tuple(runs), causal, q.dtype
-    return q * kept_of(mask, key, counted)  # not a fill with 0: what is nan stays nan
 
 
 def _masked(

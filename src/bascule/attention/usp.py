@@ -13,7 +13,7 @@ width. Tensors at home are (T, H, D) of packed sequences, else (B, H, T, D).
 
 import math
 from ast import literal_eval
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -102,9 +102,6 @@ def positive_scale(head_dim: int, scale: float | None) -> float:
     return scale if scale > 0 else 1.0
 
 
-_NUM_KEPT = 64  # forms of calls on a mesh, and plans
-
-
 def look(*tensors: Tensor | None) -> tuple[object, ...]:
     """Return all of some tensors that makes a form of calls."""
     parts = list[object]()
@@ -134,25 +131,21 @@ class _Settings(NamedTuple):
 def call_of(
     name: str, sizes: Sequence[int], q: Tensor, k: Tensor, mask: Tensor | None
 ) -> AttentionCall:
-    """Return the call of a name; made, and agreed on by all ranks, when it is first used."""
-    kept = mesh_named(name.split("\n")[1]).kept
+    """Return the call of a name that a recorded program has; made when it is first used."""
     key = name, tuple(sizes), q.shape, k.shape, q.dtype, q.device, look(mask)
-    call = kept.get(key)
-    if call is None:
-        form, _, text = name.partition("\n")[2].rpartition("\n")
-        (mesh, layout), settings = layout_on(form, sizes[3:]), _Settings(*literal_eval(text))
-        _agree(mesh, layout, settings, q, k, mask)
-        call = _made(mesh, layout, settings, q, k, mask is not None)
-        call = replace(call, name=name, sizes=tuple(sizes))
-        keep(kept, key, call)
-    return call
+    kept = mesh_named(name.split("\n")[1]).kept
+    return kept.get(key, lambda: new_call(name, sizes, q, k, mask))
 
 
-def keep(kept: dict[Hashable, Any], key: Hashable, one: object) -> None:
-    """Keep something of a mesh under a key."""
-    if len(kept) >= _NUM_KEPT:
-        kept.clear()
-    kept[key] = one
+def new_call(
+    name: str, sizes: Sequence[int], q: Tensor, k: Tensor, mask: Tensor | None
+) -> AttentionCall:
+    """Make the call of a name, on which all ranks agree."""
+    form, _, text = name.partition("\n")[2].rpartition("\n")
+    (mesh, layout), settings = layout_on(form, sizes[3:]), _Settings(*literal_eval(text))
+    _agree(mesh, layout, settings, q, k, mask)
+    call = _made(mesh, layout, settings, q, k, mask is not None)
+    return replace(call, name=name, sizes=tuple(sizes))
 
 
 def _agree(

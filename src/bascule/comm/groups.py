@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,10 +24,27 @@ from bascule.errors import CommError, ConfigError
 from bascule.plan.checks import number
 
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 _NUM_AGREED = 4096
 _NUM_VIEWS = 64
 _PAUSE_S = 0.1  # at most, between two looks whether the others have come
+
+
+class Kept(Generic[K, T]):
+    """The last `most` things that were used, by key; the longest unused goes."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._things: dict[K, T] = {}
+
+    def get(self, key: K, make: Callable[[], T]) -> T:
+        """Return the thing of a key, made where there is none."""
+        thing = self._things.pop(key) if key in self._things else make()
+        self._things[key] = thing  # behind all others
+        if len(self._things) > self._most:
+            del self._things[next(iter(self._things))]
+        return thing
 
 
 class Staging(threading.local):
@@ -88,6 +105,7 @@ class World:
 
     def __init__(self) -> None:
         self.meshes: dict[str, Any] = {}  # by name
+        self.device_meshes: dict[Hashable, Any] = {}  # by a DeviceMesh and its groups
         self.meetings: Counter[str] = Counter()  # to make a group, by its name
         self.stages_cuda = False  # whether groups of gloo take tensors of CUDA
         self._kept: dict[Hashable, Any] = {}
@@ -113,6 +131,7 @@ class World:
     def keep(self, mesh: Any) -> None:
         """Let operators find a mesh, for as long as its process groups exist."""
         self.meshes = {name: one for name, one in self.meshes.items() if one.exists}
+        self.device_meshes = {key: one for key, one in self.device_meshes.items() if one.exists}
         self.meshes[mesh.name] = mesh
 
     def kept(self, key: Hashable, make: Callable[[], T], works: Callable[[T], bool]) -> T:

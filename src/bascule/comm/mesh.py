@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from bascule.comm.groups import (
+    Kept,
     RankGroup,
     device_of,
     member_of,
@@ -26,6 +27,7 @@ from bascule.plan.checks import number
 from bascule.plan.sparse.choose import Degrees, all_degrees
 
 RING_AXIS, ULYSSES_AXIS = "ring", "ulysses"
+_FORMS = 256  # of calls that a mesh keeps
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,8 +38,11 @@ class AttentionMesh:
     ulysses: RankGroup | None  # the ranks that share heads; None if U is 1
     whole: RankGroup | None  # all, by ring rank, then by Ulysses rank; None for one rank
     name: str = field(init=False)  # groups and orders of ranks, by which operators find the mesh
-    # made for calls of attention on this mesh, by their form
-    kept: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+    # what calls of attention on this mesh need, by their form, and by their block-sparse plan
+    kept: Kept[Hashable, Any] = field(default_factory=lambda: Kept(_FORMS), init=False, repr=False)
+    tables: "weakref.WeakKeyDictionary[Any, Kept[Hashable, Any]]" = field(
+        default_factory=weakref.WeakKeyDictionary, init=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         names = ["" if group is None else f"{group.key} {group.ranks}" for group in self.groups]
@@ -144,7 +149,11 @@ def as_attention_mesh(mesh: AttentionMesh | DeviceMesh) -> AttentionMesh:
     """Return one mesh for each DeviceMesh and its groups: equal meshes may have other groups."""
     if isinstance(mesh, AttentionMesh):
         return mesh
-    return _mesh_of(mesh, tuple(map(weakref.ref, mesh.get_all_groups())))
+    key, world = (mesh, *map(weakref.ref, mesh.get_all_groups())), this_world()
+    if key not in world.device_meshes:
+        made = AttentionMesh.of(mesh)
+        world.device_meshes[key] = made  # of those that `keep` has left
+    return world.device_meshes[key]
 
 
 def mesh_of_all(ring: int, ulysses: int) -> AttentionMesh:
@@ -226,8 +235,3 @@ def mesh_named(name: str) -> AttentionMesh:
 @lru_cache(maxsize=1)
 def _alone() -> AttentionMesh:
     return AttentionMesh(None, None, None)
-
-
-@lru_cache(maxsize=16)
-def _mesh_of(mesh: DeviceMesh, groups: tuple[weakref.ref[dist.ProcessGroup], ...]) -> AttentionMesh:
-    return AttentionMesh.of(mesh)

@@ -282,12 +282,6 @@ class Batch:
             contexts = np.concatenate([none if own is None else own for own, none in each])
         return cls(counts, lens, masks, contexts)
 
-    def take(self, seqs: Ints) -> "Batch":
-        """Return some of the sequences, ascending, as those of one rank."""
-        masks = None if self.masks is None else self.masks.of(seqs)
-        contexts = None if self.context_lens is None else self.context_lens[seqs]
-        return Batch(np.array([seqs.size]), self.lens[seqs], masks, contexts)
-
     def to_words(self) -> Ints:
         """Return a batch as numbers, but for who loaded what."""
         contexts = np.zeros(0, np.int64) if self.context_lens is None else self.context_lens

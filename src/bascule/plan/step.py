@@ -5,13 +5,13 @@ planned on its own. Where they meet once a step, the largest sum of a rank's loa
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from bascule.arrays import Floats, Ints, cumulative
+from bascule.arrays import Floats
 from bascule.errors import ConfigError, PlanError
 from bascule.plan.checks import choice
 from bascule.plan.costs import Cost
@@ -84,71 +84,6 @@ def plan_microbatches(
     if sync == "microbatch" or len(alone) < 2:
         return tuple(alone)
     return min((tuple(alone), _jointly(alone, setup)), key=_largest_sum)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Mixed:
-    """Microbatches whose sequences were dealt anew."""
-
-    batches: list[Batch]
-    sources: list[list[Ints]]  # by source rank, (n, 2) microbatch that loaded it, and place there
-
-
-def mix_microbatches(batches: Sequence[Batch], setup: PlanSetup, sync: Sync) -> Mixed:
-    """Deal the sequences of an optimiser step to its microbatches, so that these are even.
-
-    All are planned as one, wires aside; bags that are alike then go to the microbatches by their
-    loads, giants side by side. If a step would be no faster, all stay where they are.
-    """
-    if setup.topology == "auto":
-        raise ConfigError('mixes=True with topology "auto": give the bags of a microbatch')
-    num_ranks = batches[0].counts.size
-    unit = Topology.parse(setup.topology, world_size=num_ranks)
-    whole = replace(unit, num_replicas=unit.num_replicas * len(batches))
-    fast = None if setup.speeds is None else np.tile(np.asarray(setup.speeds), len(batches))
-    limits, times = setup.limits or Limits(), len(batches)
-    limits = limits.mapped(lambda room: np.tile(room, times), num_ranks)
-    plan = PlanSetup(whole, setup.cost, limits=limits, speeds=fast).plan(Batch.joined(batches))
-    bag_speeds = RankState.of(whole.num_ranks, speeds=fast).bag_speeds(whole)
-    of_bags = limits.of_bags(whole.first_ranks, whole.num_ranks)
-    rooms = [of_bags.room(name, whole.num_bags) for name in ("tokens", "items", "num_bytes")]
-    alike = [whole.bag_sizes, whole.ring_degrees, bag_speeds, *rooms]
-    kinds = np.stack(alike, axis=1, dtype=np.float64)
-    dealt = _by_load(kinds, plan, len(batches))[plan.bag_of]
-    options = [_dealt(plan, micro, num_ranks) for micro in (plan.source_ranks // num_ranks, dealt)]
-
-    def makespan(mixed: Mixed) -> float:
-        try:
-            plans = plan_microbatches(mixed.batches, setup, sync)
-        except PlanError:  # as loaded, a microbatch may be too large
-            return float("inf")
-        return step_makespan(plans, sync=sync)
-
-    return min(options, key=makespan)
-
-
-def _dealt(plan: Plan, micro_of: Ints, num_ranks: int) -> Mixed:
-    """Part a plan for all microbatches; each sequence goes to that of `micro_of`."""
-    loaded, rank_of = np.divmod(plan.source_ranks, num_ranks)
-    place = np.arange(micro_of.size) - cumulative(plan.source_counts)[plan.source_ranks]
-    mixed = Mixed([], [])
-    for micro in range(plan.num_ranks // num_ranks):
-        at = [np.flatnonzero((micro_of == micro) & (rank_of == rank)) for rank in range(num_ranks)]
-        mixed.batches.append(Batch.joined([plan.loaded.take(seqs) for seqs in at]))
-        mixed.sources.append([np.stack([loaded[seqs], place[seqs]], axis=1) for seqs in at])
-    return mixed
-
-
-def _by_load(kinds: Floats, plan: Plan, num_micro: int) -> Ints:
-    """(num_bags,) the microbatch of each bag: those of one kind with the largest loads together."""
-    loads = plan.loads[plan.topology.first_ranks]
-    micro_of = np.zeros_like(plan.topology.bag_sizes)
-    of_kind = np.unique(kinds, axis=0, return_inverse=True)[1].ravel()
-    for kind in range(int(of_kind.max()) + 1):
-        bags = np.flatnonzero(of_kind == kind)
-        order = bags[np.argsort(-loads[bags], kind="stable")]
-        micro_of[order] = np.arange(order.size) // (order.size // num_micro)
-    return micro_of
 
 
 def step_makespan(plans: Sequence[Plan], *, sync: Sync) -> float:

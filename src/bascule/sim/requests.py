@@ -104,7 +104,7 @@ class _Cluster:
     def start(self, job: Job, block: Block) -> None:
         """Let a waiting job run on free ranks."""
         state = self.state
-        state.waiting.remove(job)
+        state.leave(job)
         moved = self._before.get(job.number, block) != block
         self.num_moves += moved
         job.steps_end_s = state.now_s + job.left * job.request.step_s[block.degree]

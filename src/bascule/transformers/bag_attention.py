@@ -18,7 +18,6 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from bascule.attention import PackedSequences, Scores, SequenceLayout, attend_packed
-from bascule.attention.usp import keep
 from bascule.comm.shared_row import SharedRow
 from bascule.errors import ConfigError
 from bascule.parallel import Step
@@ -125,13 +124,14 @@ class OverMesh(NamedTuple):
         self.mode.has_attended, lens = True, self.documents or (layout.seq_len,)
         if layout.replicated:
             raise ConfigError("gated delta layers and tokens that every rank has: leave out one")
-        if ("row", layout, lens) not in kept:
+
+        def make() -> SharedRow:
             places = list(product(range(layout.ring_degree), range(layout.ulysses_degree)))
             runs = [run for place in places for run in layout.shares(*place)]
             order = np.argsort(np.concatenate([np.arange(*run) for run in runs]))
-            row = SharedRow(lens, whole, [layout.num_tokens(*place) for place in places], order)
-            keep(kept, ("row", layout, lens), row)
-        return kept["row", layout, lens]
+            return SharedRow(lens, whole, [layout.num_tokens(*place) for place in places], order)
+
+        return kept.get(("row", layout, lens), make)
 
 
 class Alone:
@@ -287,11 +287,12 @@ def _check_mask(module: nn.Module, mask: Tensor | None, causal: bool, device: to
     function = getattr(mask, _FUNCTION, None)
     if function is None or mask is None:
         return
-    size, zero = max(mask.shape[0] - 1, 4), torch.zeros(1, 1, dtype=torch.int64, device=device)
-    rows = torch.tensor([0, 1, size - 1, size, 2 * size, 3 * size - 1], device=device)[:, None]
-    columns = torch.arange(3 * size, device=device)
+    size, zero = mask.shape[0] - 1, torch.zeros(1, 1, dtype=torch.int64, device=device)
+    span = max(size, 4)
+    rows = torch.tensor([0, 1, span - 1, span, 2 * span, 3 * span - 1], device=device)[:, None]
+    columns = torch.arange(3 * span, device=device)
     wanted = columns <= rows if causal else (columns >= 0).expand(rows.shape[0], -1)
-    if mask.shape[0] > 1:
+    if size:
         is_chunk = mask.shape[1] == 2
         wanted = wanted & (rows // size == columns // size if is_chunk else rows - columns < size)
     try:

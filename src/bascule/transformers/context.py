@@ -84,7 +84,8 @@ def context_parallel(
             places = places[0]
         if places.dim() == 2:
             documents = _documents(kind, gather(places, place, of, 1), of.seq_len)
-        reach.check(kind, max(documents, default=0), of.seq_len)
+        rows = [of.num_tokens(r, u) for r in range(ring) for u in range(ulysses)]
+        reach.check(kind, max(documents, default=0), max(rows))
         step = OverMesh(mode, of, documents if len(documents) > 1 else ())
         note(step)
         return args, {**kwargs, "bascule_step": step}

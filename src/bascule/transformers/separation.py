@@ -29,11 +29,18 @@ class Reach:
     rope: float  # of ropes that change with the longest sequence of a call
     row: float  # of scales that count the tokens of a row
 
+    @property
+    def is_endless(self) -> bool:
+        """True if any length is computed as alone."""
+        return math.isinf(min(self.rope, self.row))
+
     def check(self, name: str, longest: int, row: int) -> None:
-        """Refuse longer sequences or rows."""
+        """Refuse a longest whole sequence, or a longest row of tokens on a rank, beyond these."""
+        rope = "has another rope for all where the longest is above {} tokens"
+        scale = "scales scores by the place in the row, right up to {} tokens in bags and packs"
         for limit, length, fact in (
-            (self.rope, longest, "has another rope for all where the longest is above {} tokens"),
-            (self.row, row, "scales scores by the place in the row, from {} tokens on"),
+            (self.rope, longest, rope),
+            (self.row, max(longest, row), scale),
         ):
             if length > limit:
                 raise ConfigError(
@@ -52,8 +59,10 @@ def reach_of(model: nn.Module) -> Reach:
             rope: Any = getattr(config, "rope_parameters", {})
             nested = [x for x in rope.values() if isinstance(x, dict)] or [rope]
             name = "original_max_position_embeddings"
-            ropes.append(min(x.get(name) or config.max_position_embeddings for x in nested))
-        if getattr(module, "attn_temperature_tuning", None):
+            most = config.max_position_embeddings
+            ropes.append(min(min(x.get(name) or most, most) for x in nested))
+        is_tuned = getattr(module, "attn_temperature_tuning", None)
+        if is_tuned and not getattr(module, "use_rope", False):
             scales.append(getattr(module, "floor_scale", math.inf) - 1)
     return Reach(min(ropes), min(scales))
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
+from itertools import pairwise
 from types import NoneType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,7 +36,7 @@ from bascule.plan.checks import choice, fields, function, of_type
 from bascule.plan.costs import Cost
 from bascule.plan.step import Sync
 from bascule.transformers.delta_rule import delta_layers, split_delta_layers
-from bascule.transformers.separation import check_separates
+from bascule.transformers.separation import check_separates, reach_of
 
 Inputs = dict[str, Any]
 
@@ -67,6 +68,11 @@ def inputs_of_pack(packed: Mapping[str, Any], pack: Pack, model: nn.Module | Non
         for name, value in packed.items()
         if name not in MADE and name != "attention_mask"
     }
+    if model is not None and not (reach := reach_of(model)).is_endless:
+        bounds, num = packed["cu_seqlens"].tolist(), int(packed["num_samples"])
+        if len(bounds) > 2:  # else as alone; padding is a segment, and its places count for ropes
+            longest = max(end - start for start, end in pairwise(bounds))
+            reach.check(type(getattr(model, "module", model)).__name__, longest, bounds[num])
     positions = packed["positions"][None] if model is None else _positions(packed, model)
     if model is not None and delta_layers(model):
         lens = packed["cu_seqlens"].diff()

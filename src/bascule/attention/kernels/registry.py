@@ -7,7 +7,7 @@ row, queries (1, 1, Sq, D) and keys (1, 1, Sk, D), cut as in `BlockRows`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import count
@@ -46,7 +46,10 @@ from bascule.attention.kernels.protocol import (
 )
 from bascule.attention.kernels.protocol import AttentionKernel as AttentionKernel
 from bascule.attention.mask import EVERYTHING, AttentionMask, BlockRows
+from bascule.comm.groups import Kept
 from bascule.errors import ConfigError
+
+_NUM_CALLS = 64  # forms of calls by a function that are kept
 
 _aten: Any = torch.ops.aten
 
@@ -250,6 +253,10 @@ class FunctionKernel:
     gives_lse: bool = False
     takes_mask: bool = False
     key: str = field(default_factory=lambda: str(next(_numbers)), init=False)
+    # Calls of a mesh that compute by it: what it holds lives no longer than the kernel.
+    calls: Kept[Hashable, Any] = field(
+        default_factory=lambda: Kept(_NUM_CALLS), init=False, compare=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         if not (self.name and callable(self.attend) and callable(self.gradients or self.attend)):
@@ -258,6 +265,9 @@ class FunctionKernel:
 
     def __repr__(self) -> str:
         return repr(self.name)
+
+    def __deepcopy__(self, memo: object) -> "FunctionKernel":
+        return self  # frozen, and its calls hold groups
 
     def unfit(self, form: KernelQuery) -> str | None:
         refused = misfit(form, takes_bias=self.takes_mask, takes_packed=True)
@@ -358,6 +368,11 @@ def check_name(name: object) -> None:
 
 
 @lru_cache(maxsize=256)  # it looks for packages, and is asked at every call of attention
+def _unfit(form: KernelQuery) -> dict[str, str | None]:
+    """Return why each kernel of `KERNELS` does not fit a query, None if it does."""
+    return {name: kernel.unfit(form) for name, kernel in KERNELS.items()}
+
+
 def select_kernel(
     name: Kernel | None,
     device_type: str,
@@ -371,22 +386,23 @@ def select_kernel(
 ) -> AttentionKernel:
     """Return the kernel of that name, or (None) the first in `KERNELS` that fits the query."""
     form = KernelQuery(device_type, dtype, head_dim, has_bias, block, is_packed, cap)
-    fitting = [other for other, kernel in KERNELS.items() if kernel.unfit(form) is None]
+    reasons = _unfit(form)
+    fitting = [other for other, reason in reasons.items() if reason is None]
     if name is None:
         if not fitting:
-            raise ConfigError(f"no kernel fits: {_reasons(form)}")
+            raise ConfigError(f"no kernel fits: {_listed(reasons)}")
         name = fitting[0]
     check_name(name)
     kernel = name if isinstance(name, FunctionKernel) else KERNELS[name]
-    reason = kernel.unfit(form)
+    reason = kernel.unfit(form) if isinstance(name, FunctionKernel) else reasons[name]
     if reason is not None:
-        advice = f"use one of {', '.join(fitting)}" if fitting else f"none fits: {_reasons(form)}"
+        advice = f"use one of {', '.join(fitting)}" if fitting else f"none fits: {_listed(reasons)}"
         raise ConfigError(f"kernel {name!r} {reason}: {advice}")
     return replace(kernel, cap=cap) if cap and isinstance(kernel, PlainKernel) else kernel
 
 
-def _reasons(form: KernelQuery) -> str:
-    return "; ".join(f"{name} {kernel.unfit(form)}" for name, kernel in KERNELS.items())
+def _listed(reasons: Mapping[str, str | None]) -> str:
+    return "; ".join(f"{name} {reason}" for name, reason in reasons.items())
 
 
 def _scores(q: Tensor, k: Tensor, mask: AttentionMask, scale: float, cap: float = 0.0) -> Tensor:

@@ -8,6 +8,7 @@ blocks and C key blocks of the sequence; X (head, query block) rows that a rank 
 ranks.
 """
 
+import weakref
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,12 +27,12 @@ from bascule.attention.mask import AttentionMask, BlockRows
 from bascule.attention.ring import AttentionCall, Tile
 from bascule.attention.sparse.clusters import Clusters, cluster
 from bascule.attention.sparse.rules import BlockRule, Pool, RuleCall, in_blocks
-from bascule.attention.usp import attend, check_settings, check_tensors, keep, with_positive_scale
+from bascule.attention.usp import attend, check_settings, check_tensors, with_positive_scale
 from bascule.comm.agree import first_use
 from bascule.comm.collectives import all_gather, all_reduce, table_on
 from bascule.comm.exchange import BoundRoute, move_back, move_rows
 from bascule.comm.failures import shared
-from bascule.comm.groups import RankGroup, device_of
+from bascule.comm.groups import Kept, RankGroup, device_of
 from bascule.comm.mesh import AttentionMesh, as_attention_mesh
 from bascule.comm.quantized import CommDtype, Quantized
 from bascule.comm.transforms import refuse_second, refuse_transforms
@@ -42,16 +43,24 @@ from bascule.plan.sparse import BlockLayout, PackedRows, SparsePlan, block_count
 from bascule.plan.sparse.layout import Work
 
 _ALL = slice(None)
+_FORMS = 8  # batch sizes and devices of a plan whose tables are kept
 
 
 @dataclass(frozen=True, eq=False)
 class SparseTables:
     """The index tables of a plan on this rank; made once for a plan."""
 
-    plan: SparsePlan
+    of: "weakref.ref[SparsePlan]"  # they go with the plan
     ranks: AttentionMesh
     batch: int
     device: torch.device
+
+    @property
+    def plan(self) -> SparsePlan:
+        """The plan, which who calls holds."""
+        plan = self.of()
+        assert plan is not None
+        return plan
 
     @property
     def rank(self) -> int:
@@ -326,10 +335,9 @@ def attend_sparse(
 
     key = None if ranks.whole is None else (ranks.whole.ranks, plan.digest, *shapes, form)
     first_use(ranks.whole, key, say, what="sparse attention")
-    kept = plan, q.shape[0], q.device
-    if kept not in ranks.kept:
-        keep(ranks.kept, kept, SparseTables(plan, ranks, *kept[1:]))
-    tables: SparseTables = ranks.kept[kept]
+    of_plan = ranks.tables.setdefault(plan, Kept(_FORMS))
+    own = q.shape[0], q.device
+    tables = of_plan.get(own, lambda: SparseTables(weakref.ref(plan), ranks, *own))
     q, factor = with_positive_scale(q, scale)
     with record_function(EXCHANGE_SPAN):
         here_q, here_k, here_v = tables.bring([x.reshape(-1, x.shape[3]) for x in (q, k, v)], wire)

@@ -55,6 +55,7 @@ class Balanced:
         self._recent: deque[float] = deque()  # latencies there, of the last requests
         self._latencies: list[float] = []  # the same, sorted
         self._line: list[tuple[Order, Job]] = []  # what waits, as of the last targets
+        self._beside: list[Job] = []  # jobs that are not in the line, and may wait
         self._turns = 0  # decisions until new targets
         self._num_changes = 0  # of seconds that are known
 
@@ -68,7 +69,10 @@ class Balanced:
         for job in state.after(self._last):
             self._last = job.number
             self._admit(state, job)
+            self._beside.append(job)
         needs, room, self._turns = dict[Job, int](), state.num_free, self._turns - 1
+        if self._turns <= 0:
+            self._beside = []
         for job in state.waiting:
             needs[job] = self._view(state, job).need
             room -= needs[job]
@@ -83,6 +87,7 @@ class Balanced:
             needs, order = self._targets(state, jobs)
             self._turns = len(jobs) // 32 if len(jobs) > _MANY else 0
             self._line = sorted((order[job], job) for job in state.waiting) if self._turns else []
+            self._beside = list(state.running.values())
         else:  # nobody need be recalled
             self._widen(state, needs, room)
         missing = 0
@@ -109,15 +114,16 @@ class Balanced:
         """Start the first of the line while there are ranks."""
         if not state.num_free:
             return
-        line = {job for _, job in self._line}
-        for job in [one for one in state.waiting if one not in line]:
+        for job in filter(state.waits, self._beside):
             insort(self._line, (self._order(state, job, self._view(state, job), False), job))
-        here = set(state.waiting)
+        self._beside = [job for job in self._beside if not state.waits(job)]
         while state.num_free and self._line:
             job = self._line[0][1]
-            if job in here and not self._start(state, act, job, self._view(state, job).need):
+            need = self._view(state, job).need if state.waits(job) else 0
+            if need and not self._start(state, act, job, need):
                 return
             del self._line[0]
+            self._beside.append(job)
 
     def _targets(
         self, state: State, jobs: Sequence[Job]

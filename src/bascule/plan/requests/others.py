@@ -8,7 +8,7 @@ import numpy.typing as npt
 from bascule.arrays import Floats
 from bascule.errors import ConfigError
 from bascule.plan.requests.balanced import Balanced, Order
-from bascule.plan.requests.state import NEVER, Block, Job, Policy, Request, Starts, State
+from bascule.plan.requests.state import NEVER, Block, Job, Line, Policy, Request, Starts, State
 
 
 class Dispatch:
@@ -76,6 +76,7 @@ class Queue:
 
     def __init__(self, order: str, degree: int | Mapping[str, int] = 1) -> None:
         self._order, self._degree = order, degree
+        self._line = Line(lambda job: self._key(job, 0.0))  # a rest stays while a job waits
 
     def degree_of(self, job: Job) -> int:
         """Return the degree of a job."""
@@ -89,18 +90,20 @@ class Queue:
 
     def decide(self, state: State, act: Starts) -> None:
         """Start the first of the queue while there are ranks."""
-        waiting = sorted(state.waiting, key=lambda one: self._key(one, state.now_s))
-        for place, job in enumerate(waiting):
+        self._line.update(state)
+        while (job := self._line.first(state)) is not None:
             block = state.free_block(self.degree_of(job))
             if block is None:
                 if self._order in ("srtf", "pause"):
-                    self._recall(state, act, waiting[place:])
+                    self._recall(state, act)
                 return
+            self._line.take()
             act.start(job, block)
 
-    def _recall(self, state: State, act: Starts, waiting: Sequence[Job]) -> None:
+    def _recall(self, state: State, act: Starts) -> None:
         running = [(self._key(one, state.now_s), one) for one in state.running.values()]
         running.sort(key=lambda one: one[0], reverse=True)
+        waiting = self._line.firsts(state, len(running))
         for job, (key, longer) in zip(waiting, running, strict=False):
             if self._key(job, state.now_s) < key:
                 act.recall(longer)
@@ -170,10 +173,12 @@ class EarliestDeadline:
 
     def __init__(self, fit: str) -> None:
         self._fit = fit
+        self._line = Line(lambda job: (job.request.deadline_s, job.number))
 
     def decide(self, state: State, act: Starts) -> None:
         """Start in the order of deadlines."""
-        for job in sorted(state.waiting, key=lambda one: (one.request.deadline_s, one.number)):
+        self._line.update(state)
+        while (job := self._line.first(state)) is not None:
             degrees = [d for d in sorted(job.request.step_s) if state.free_block(d) is not None]
             if not degrees:
                 return
@@ -183,6 +188,7 @@ class EarliestDeadline:
                 degree = next((d for d in degrees if ends[d] <= job.request.deadline_s), degree)
             block = state.free_block(degree)
             assert block is not None
+            self._line.take()
             act.start(job, block)
 
 

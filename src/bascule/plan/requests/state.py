@@ -1,8 +1,9 @@
 """Requests, blocks of ranks, the state of a job, and what a policy decides."""
 
+import heapq
 import math
-from bisect import bisect_right, insort
-from collections.abc import Mapping
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple, Protocol
@@ -143,6 +144,19 @@ class State:
         job.block = None
         insort(self.waiting, job, key=_number)
 
+    def waits(self, job: Job) -> bool:
+        """Return whether a job is among those that wait."""
+        at = bisect_left(self.waiting, job.number, key=_number)
+        return at < len(self.waiting) and self.waiting[at] is job
+
+    def leave(self, job: Job) -> None:
+        """Take out a job that waits."""
+        del self.waiting[bisect_left(self.waiting, job.number, key=_number)]
+
+    def runs(self, job: Job) -> bool:
+        """Return whether a job is among those that run."""
+        return job.block is not None and self.running.get(job.block.first) is job
+
     def release(self, block: Block) -> None:
         """Free the ranks of a block; join neighbours."""
         self.running.pop(block.first, None)
@@ -172,6 +186,46 @@ class State:
         """Return free ranks of a degree, from the smallest free block that has them."""
         wide = [(one.degree, one.first) for one in self.free if one.degree >= degree]
         return Block(min(wide)[1], degree) if wide else None
+
+
+class Line:
+    """Jobs that wait, in an order that stays while they do: a heap, for thousands of them."""
+
+    def __init__(self, key: Callable[[Job], tuple[float, int]]) -> None:
+        self._key = key
+        self._heap: list[tuple[tuple[float, int], Job]] = []
+        self._away: list[Job] = []  # those that were taken, and may come back
+        self._last = -1
+        self._num_changes = 0  # of seconds that are known
+
+    def update(self, state: State) -> None:
+        """Add those that came, and that came back."""
+        came = [*state.after(self._last), *filter(state.waits, self._away)]
+        self._last = max([self._last, *(job.number for job in came)])
+        self._away = list(filter(state.runs, self._away))
+        if self._num_changes != state.num_changes:
+            self._num_changes, self._heap, came = state.num_changes, [], state.waiting
+        for job in came:
+            heapq.heappush(self._heap, (self._key(job), job))
+
+    def first(self, state: State) -> Job | None:
+        """Return the first that waits."""
+        while self._heap and not state.waits(self._heap[0][1]):
+            heapq.heappop(self._heap)
+        return self._heap[0][1] if self._heap else None
+
+    def take(self) -> None:
+        """Take out the first, which starts."""
+        self._away.append(heapq.heappop(self._heap)[1])
+
+    def firsts(self, state: State, most: int) -> list[Job]:
+        """Return the first few that wait, which stay."""
+        seen = list[tuple[tuple[float, int], Job]]()
+        while len(seen) < most and self.first(state) is not None:
+            seen.append(heapq.heappop(self._heap))
+        for entry in seen:
+            heapq.heappush(self._heap, entry)
+        return [job for _, job in seen]
 
 
 class Starts(Protocol):

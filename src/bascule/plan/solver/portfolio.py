@@ -36,6 +36,8 @@ _GUESSES = 2  # times that the kind of bin of each item is guessed
 _MANY_BINS = 48  # from here on, rounds of numpy beat a heap
 _HALVINGS = 40
 _MAX_EXACT_CELLS = 512  # most items times bins that are placed exactly: larger ones hardly ever end
+_MAX_CLOSED_CELLS = 32  # the same where what was found is later than `_LATE` times the target
+_LATE = 1.05
 _MAX_RELAXED_CELLS = 8192  # largest number of items times bins whose relaxation is solved
 _MAX_EXACT_STEPS = 1 << 17  # step budget of the exact solver, in nodes times cells
 
@@ -179,7 +181,7 @@ def _best(problem: Problem, target: float, starts: Iterable[Candidate], quick: b
     Starts are repaired and improved; if none keeps the limits, an exact placement unless `quick`.
     """
     legal, illegal = list[Candidate](), list[Candidate]()
-    for start in chain(starts, () if quick else _exactly(problem, legal)):
+    for start in chain(starts, () if quick else _exactly(problem, legal, target)):
         is_done = start.makespan <= target or start.is_improved
         solution = start
         if not is_done or problem.excess(start.bin_of):
@@ -197,12 +199,22 @@ def _best(problem: Problem, target: float, starts: Iterable[Candidate], quick: b
     return min(legal, key=lambda one: one.makespan)
 
 
-def _exactly(problem: Problem, legal: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Yield an exact placement, if nothing is legal by then and the problem is small enough."""
+def _exactly(problem: Problem, legal: Sequence[Candidate], target: float) -> Iterator[Candidate]:
+    """Yield an exact placement of a small problem: if nothing is legal by then, or all is late.
+
+    The search compares late bins with early ones: where several kinds of bins are equally late, an
+    exchange between two of them may be better for both.
+    """
     items, bins = problem.num_items, problem.num_bins
-    if legal or items * bins > _MAX_EXACT_CELLS:
+    if items * bins > (_MAX_CLOSED_CELLS if legal else _MAX_EXACT_CELLS):
         return
     limits = [_within(use, room) for use, room in zip(problem.use, problem.room, strict=True)]
+    if legal:
+        if problem.num_kinds == 1 or min(one.makespan for one in legal) <= _LATE * target:
+            return
+        work = problem.kind_work[problem.kind_of] / (problem.speeds * target)[:, None]
+        before = problem.carried_work / (problem.speeds * target)
+        limits.append(_within(work, -before, makespan=np.ones(bins)))
     if (exact := _place(items, bins, limits, whole=True)) is not None:
         yield Candidate.of(problem, "exact", exact)
 
