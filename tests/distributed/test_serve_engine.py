@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from random import Random
 from typing import Any
 from unittest import mock
@@ -27,6 +27,8 @@ from bascule.serve import Block, Controller, Engine
 from bascule.serve import engine as engine_module
 from bascule.serve.blocks import check_block, shape_of_block
 from bascule.serve.post import pack, unpack
+from tests.helpers.model_case import TEXT_DIM, Case, Draw
+from tests.helpers.other_image_cases import MODELS
 from tests.helpers.pipeline_cases import PIPELINES, make_pipeline, prompt_of
 from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
 from tests.helpers.serving import ENDS, Asked, Script, Served, compared, pipeline_of, serve
@@ -281,6 +283,55 @@ def test_a_table_of_others_is_compared_with_one_process_first() -> None:
     assert "the table of FluxTransformer2DModel does not fit" in served["two"].end.reason
 
 
+def with_momentum(name: str) -> Any:
+    """A pipeline that keeps an average of what its transformer gave, in a guider or in itself."""
+    torch.manual_seed(0)
+    diffusers: Any = importlib.import_module("diffusers")
+    if name == "guider":
+        parts = dict.fromkeys(("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+        case = Case("hunyuan_image", 4, 1, 5, (1, 3), ("two texts",))
+        guider = diffusers.AdaptiveProjectedMixGuidance(adaptive_projected_guidance_start_step=2)
+        pipeline = diffusers.HunyuanImagePipeline(
+            **parts,
+            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+            transformer=MODELS[case.model][0](case).eval(),
+            guider=guider,
+        )
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
+    pipeline = pipeline_of(TINY)
+    kind: Any = type(pipeline.scheduler)
+
+    @wraps(kind.set_timesteps)
+    def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> None:
+        pipeline.averages = [0.0]
+        kind.set_timesteps(self, *args, **kwargs)
+
+    def step(self: Any, output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        pipeline.averages[0] = output + 0.5 * pipeline.averages[0]
+        return kind.step(self, pipeline.averages[0], *args, **kwargs)
+
+    averaging: Any = type("Averaging", (kind,), {"set_timesteps": set_timesteps, "step": step})
+    pipeline.scheduler = averaging.from_config(pipeline.scheduler.config)
+    return pipeline
+
+
+def test_what_a_pipeline_keeps_between_steps_moves_with_a_request() -> None:
+    draw, embeds = Draw(torch.float32, 0), dict[str, torch.Tensor]()
+    for sign in ("", "negative_"):
+        for ending, shape in {"": (1, 5, TEXT_DIM), "_2": (1, 4, 24)}.items():
+            embeds[f"{sign}prompt_embeds{ending}"] = draw(*shape)
+            mask = torch.ones(shape[:2], dtype=torch.int64)
+            embeds[f"{sign}prompt_embeds_mask{ending}"] = mask
+    image = {name: value for name, value in LATENT.items() if name != "prompt"}
+    for name, arguments in {
+        "guider": {**image, **embeds, "height": 64, "width": 128},
+        "itself": LATENT,
+    }.items():
+        make, asked = partial(with_momentum, name), Asked(arguments, Block(0, 1), RESTS)
+        check(run_ranks(serve, 4, make, [{name: asked}])[0], {name: RESTED})
+
+
 def odd_pipeline() -> Any:
     """The scheduler keeps what cannot travel for a large image, and rank 1 draws no noise."""
     pipeline = pipeline_of(TINY)
@@ -308,7 +359,7 @@ def test_a_rank_that_cannot_join_fails_the_request_alone() -> None:
     assert served["fails"].end.kind == "failed" and served["fails"].end.step == 1
     assert "rank 1 of group 'serve': MemoryError" in served["fails"].end.reason
     refused = [one for one in served["stays"].events if one.kind == "refused"]
-    assert [one.step for one in refused] == [1] and "['odd'] is a object" in refused[0].reason
+    assert [one.step for one in refused] == [1] and "keeps a object as 'odd'" in refused[0].reason
 
 
 def failing(kind: str) -> str:

@@ -47,7 +47,7 @@ class Caches:
 
     def are_used(self, blocks: Iterable[nn.Module]) -> bool:
         """Return whether a cache may leave out blocks; refuse one that ranks decide apart."""
-        hooks = _stateful(self._model, blocks)
+        hooks = stateful_hooks(self._model, blocks)
         for name, hook in hooks:
             if not _is_alike(name, hook, self._table):
                 raise ConfigError(
@@ -128,7 +128,7 @@ def branch_of(
     model: nn.Module, blocks: Iterable[nn.Module], num_parts: int, num_groups: int
 ) -> str | None:
     """Return the branch of a call, as a cache names it; None without a cache."""
-    for name, hook in _stateful(model, blocks):
+    for name, hook in stateful_hooks(model, blocks):
         manager = getattr(hook, "state_manager", None)
         why = None
         if num_parts > 1 and name.startswith(_SEE_ALL):
@@ -155,7 +155,7 @@ def _is_alike(name: str, hook: Any, table: SplitTable) -> bool:
     return name in (*_BY_STEP, *_BY_FIRST_BLOCK) and not calibrates
 
 
-def _stateful(model: nn.Module, blocks: Iterable[nn.Module]) -> list[tuple[str, Any]]:
+def stateful_hooks(model: nn.Module, blocks: Iterable[nn.Module]) -> list[tuple[str, Any]]:
     """Return the hooks of diffusers that keep something, with their names."""
     hooks: list[tuple[str, Any]] = []
     is_enabled = bool(getattr(model, "is_cache_enabled", False))

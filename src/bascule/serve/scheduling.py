@@ -32,6 +32,7 @@ class Task(Job):
     last: Event | None = None
     encoding_s: float = 0.0
     stays: bool = False  # it cannot travel
+    runs_alone: bool = False  # after those that came before, and before those that come later
 
     @classmethod
     def of(
@@ -88,16 +89,25 @@ class Scheduler:
         with suppress(ConfigError):  # it ended a moment ago
             self._controller.cancel(task.id)
 
-    def decide(self) -> list[str]:
-        """Ask the policy, give the orders whose ranks are free by now, and return their ids."""
+    def decide(self, *, may_start: bool = True) -> list[str]:
+        """Ask the policy, give the orders whose ranks are free by now, and return their ids.
+
+        Without `may_start`, requests that have not started do not start.
+        """
         self.state.now_s, ordered = time.monotonic(), list[str]()
+        here = self._in_turn()
+        hidden = [task for task in self.state.waiting if task.number > here]
+        del self.state.waiting[len(self.state.waiting) - len(hidden) :]
         self._policy.decide(self.state, self)
+        self.state.waiting += hidden
         free = set(self._controller.free_ranks)
         for task in list(self._planned):
             if task.block is None and task.phase == "halted":
                 del self._planned[task]
                 task.phase = "pausing"
                 self._controller.pause(task.id)
+            elif task.phase == "new" and not may_start:
+                continue
             elif task.block is not None and task.phase in _READY:
                 if free.union(task.at.ranks if task.at else ()).issuperset(task.block.ranks):
                     del self._planned[task]
@@ -130,12 +140,21 @@ class Scheduler:
             free.sort()
         return {task: ends[task] for task in tasks}
 
+    def _in_turn(self) -> float:
+        """Return the number of the last task whose turn it is: one that runs alone bars others."""
+        last = -1
+        for task in self.tasks.values():
+            if task.runs_alone:
+                return task.number if last == -1 else last
+            last = task.number
+        return NEVER
+
     def _order(self, task: Task, block: Block) -> None:
         phase, task.phase = task.phase, "running"
         if phase == "new":
             try:
                 self._controller.start(task.id, task.arguments(), task.seed, block)
-            except ConfigError as error:
+            except Exception as error:  # of its picture, too
                 if not self._controller.is_closed:
                     now, reason = time.monotonic(), str(error)
                     self._controller.events.put(Event("failed", task.id, now, block, reason=reason))

@@ -57,6 +57,8 @@ def run_server(options: ServeOptions, device: torch.device) -> None:
                 times=times,
                 most_waiting=options.most_waiting,
                 fps=options.fps,
+                keep_days=options.keep_days,
+                keep_bytes=None if options.keep_gb is None else options.keep_gb * 1e9,
             )
             door = Door(service, options)
             door.start()
