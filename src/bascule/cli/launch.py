@@ -174,10 +174,10 @@ def forwarding_stops(*numbers: signal.Signals) -> Iterator[None]:
 
 
 @contextmanager
-def stop_asked() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether SIGTERM, or its launcher's end, stops this rank."""
+def stop_asked(*numbers: signal.Signals) -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether a signal, or its launcher's end, stops this rank."""
     asked, launcher = threading.Event(), os.getppid()
-    before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    before = {number: signal.signal(number, lambda *_: asked.set()) for number in numbers}
     folder = os.environ.get(_PIDS_IN)
     try:
         if folder is not None:
@@ -186,4 +186,5 @@ def stop_asked() -> Iterator[Callable[[], bool]]:
                 asked.set()
         yield lambda: asked.is_set() or (folder is not None and os.getppid() != launcher)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

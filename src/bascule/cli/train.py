@@ -33,7 +33,7 @@ def _work(options: TrainOptions, device: "torch.device") -> dict[str, Any]:
     from bascule.train.training_run import TrainingRun
 
     losses: list[float] = []
-    with stop_asked() as is_stopping:
+    with stop_asked(signal.SIGTERM) as is_stopping:
         job = TrainingRun(options, device, is_stopping)
         first, last = job.done, job.num_steps
         if job.rank == 0 and job.data_lines:

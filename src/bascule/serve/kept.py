@@ -1,8 +1,8 @@
 """What a pipeline keeps from step to step: in itself, in its guiders and in its schedulers.
 
-It is read as plain values by their places, and written there in the same pipeline of another rank.
-Models are left out, as those with caches of steps are refused, and so is what others' libraries
-keep: tokenizers know no steps, and hooks of accelerate are of one device.
+It is read as plain values by their places, and written there in the pipeline of another rank.
+Models are left out, as caches of steps are refused, and so are objects of other libraries:
+tokenizers know no steps, and hooks of accelerate are of one device.
 """
 
 import inspect
@@ -38,24 +38,27 @@ def write_kept(root: Any, kept: list[tuple[Place, Any]]) -> None:
                 owner = _items(owner)[key]
             _items(owner)[place[-1]] = value
         except (LookupError, TypeError) as error:
-            raise ConfigError(f"a {_name(owner)} has no {place[-1]!r} on all ranks") from error
+            name = type(owner).__name__
+            raise ConfigError(f"a {name} does not keep the same on all ranks: {place}") from error
 
 
 def _values(owner: Any, place: Place, seen: set[int]) -> Iterator[tuple[Place, Any]]:
     items = _items(owner)
     for key, value in enumerate(items) if isinstance(items, list) else items.items():
-        if key == _CONFIG or _is_fixed(value) or id(value) in seen:
+        is_others = type(value).__module__.partition(".")[0] in _OTHERS
+        if key == _CONFIG or is_others or isinstance(value, _FIXED) or inspect.isroutine(value):
             continue
         if _is_plain(value):
             yield [*place, key], value
-            continue
-        seen.add(id(value))
-        if not isinstance(value, list | dict) and not hasattr(value, "__dict__"):
+        elif isinstance(value, list | dict) or hasattr(value, "__dict__"):
+            if id(value) not in seen:
+                seen.add(id(value))
+                yield from _values(value, [*place, key], seen)
+        else:
             raise ConfigError(
-                f"a {_name(owner)} keeps a {_name(value)} as {key!r}, which cannot travel: leave "
-                "such requests where they start"
+                f"a {type(owner).__name__} keeps a {type(value).__name__} as {key!r}, which "
+                "cannot travel: leave such requests where they start"
             )
-        yield from _values(value, [*place, key], seen)
 
 
 def _items(owner: Any) -> Any:
@@ -66,12 +69,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))
     return all(map(_is_plain, value)) if type(value) in (list, tuple) else isinstance(value, _PLAIN)
-
-
-def _is_fixed(value: Any) -> bool:
-    is_others = type(value).__module__.partition(".")[0] in _OTHERS
-    return is_others or isinstance(value, _FIXED) or inspect.isroutine(value)
-
-
-def _name(value: Any) -> str:
-    return type(value).__name__

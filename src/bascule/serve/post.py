@@ -60,7 +60,7 @@ class Mail:
         self._store.set(key, self._signature(key, text) + text)
 
     def take(self, rank: int, place: int) -> Message:
-        """Wait for the message of a place, counted from 1, and take it out; {} if no rank sent it."""
+        """Take out the message of a place, counted from 1, when it is there; {} of a stranger."""
         key = f"{self._name}/{rank}/{place}"
         while True:
             try:

@@ -3,12 +3,10 @@
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from bascule.errors import ConfigError
 from bascule.generate.options import Prompt
 from bascule.plan.requests import NEVER, Block, Job, Policy, Request, State
 from bascule.serve.blocks import Event
@@ -16,7 +14,14 @@ from bascule.serve.controller import Controller
 from bascule.serve.times import Form, Times
 
 _MOVE_S = 0.05  # until moves are measured
+_USUAL_STEPS = 30  # of a pipeline that does not say how many it takes
 _READY = "new", "halted", "paused"  # phases in which a task takes the ranks of the plan
+
+
+def num_steps_of(prompt: Prompt, takes: Mapping[str, Any]) -> int:
+    """Return the steps that a prompt is planned with, for a pipeline that takes these arguments."""
+    default = getattr(takes.get("num_inference_steps"), "default", None)
+    return prompt.steps or (default if isinstance(default, int) else _USUAL_STEPS)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -49,7 +54,7 @@ class Task(Job):
         form = times.form(prompt, takes)
         request = Request(
             step_s=times.step_s(form),
-            steps=prompt.steps or int(takes["num_inference_steps"].default),
+            steps=num_steps_of(prompt, takes),
             arrival_s=time.monotonic(),
             deadline_s=deadline_s,
             once_s=times.once_s(form),
@@ -86,8 +91,7 @@ class Scheduler:
         if task.phase == "new":
             return self._remove(task)
         task.phase = "leaving"
-        with suppress(ConfigError):  # it ended a moment ago
-            self._controller.cancel(task.id)
+        self._controller.cancel(task.id)
 
     def decide(self, *, may_start: bool = True) -> list[str]:
         """Ask the policy, give the orders whose ranks are free by now, and return their ids.
@@ -205,8 +209,7 @@ class Scheduler:
         assert isinstance(job, Task)
         if job.phase == "running" and job.left > 1 and not job.stays:
             job.phase = "halting"
-            with suppress(ConfigError):  # it ended a moment ago
-                self._controller.halt(job.id)
+            self._controller.halt(job.id)
 
     # --- news -------------------------------------------------------------------------------------
 

@@ -74,8 +74,8 @@ class Service:
         times: Times,
         most_waiting: int = 1000,
         fps: int = 16,
-        keep_days: float | None = None,
-        keep_bytes: float | None = None,
+        keep_days: float = NEVER,
+        keep_bytes: float = NEVER,
     ) -> None:
         self._pipeline, self._controller, self._events = pipeline, controller, controller.events
         self._spool, self._times = spool, times
@@ -101,8 +101,8 @@ class Service:
             self._entries[entry.status.id] = status = entry.status
             reason = status.reason
             if entry.starts >= _MOST_STARTS:
-                times = f"{entry.starts} times while it ran, the last time alone"
-                reason = f"its ranks ended {times}: see why in the log, or ask for less"
+                often = f"{entry.starts} times while it ran, at last alone"
+                reason = f"its ranks ended {often}: see why in the log, or ask for less"
             if reason:
                 self._end(status, "failed", reason)
             else:
@@ -216,7 +216,8 @@ class Service:
                 pass
             self._writer.shutdown()
             if self._ends_well:
-                self._spool.forgive()
+                with suppress(sqlite3.Error):
+                    self._spool.forgive()
             self._tell("ended")
             self._take()
         except Exception as error:
@@ -254,7 +255,8 @@ class Service:
         """Take an event; return whether the policy should be asked."""
         request_id = event.request_id
         if event.kind in ("stop", "ended"):
-            self._reason = self._reason or event.reason or "the server is ending"
+            ended = "the ranks of the server have ended" if event.reason else ""
+            self._reason = self._reason or ended or "the server is ending"
             self._ends_well = not event.reason
             self._controller.close()
             return False
@@ -304,20 +306,17 @@ class Service:
 
     def _sweep(self) -> None:
         """Remove the oldest that have ended, until the others are to be kept."""
-        days, too_many = self._keep_days, 0.0
-        if self._keep_bytes is not None:
-            too_many = self._spool.num_bytes() - self._keep_bytes
-        oldest = 0.0 if days is None else time.time() - days * _DAY_S
-        while not self._reason and (days is not None or too_many > 0):
-            try:
+        too_many, oldest = 0.0, time.time() - self._keep_days * _DAY_S
+        if self._keep_bytes < NEVER:
+            with self._lock:
+                too_many = self._spool.num_bytes() - self._keep_bytes
+        with suppress(Closing):  # a later look tries again
+            while not self._reason:
                 with self._lock:
                     status = next(iter(self._spool.ended(1, first=True)), None)
                     if status is None or (too_many <= 0 and (status.ended_at or 0.0) >= oldest):
                         return
                     too_many -= self._remove(status)
-            except Closing as error:  # a later look tries again
-                logger.warning("%s", error)
-                return
 
     # --- with the lock ----------------------------------------------------------------------------
 

@@ -86,7 +86,7 @@ class Spool:
                 base.executescript(_TABLE)
                 query = "select model from requests where ended_at is null and model != ?"
                 others = base.execute(query, [model]).fetchall()
-                self.waiting(), self.ended(1)  # or refuse at once
+                self.waiting()  # or refuse at once
             except BlockingIOError as error:
                 raise ConfigError(
                     f"--spool {folder}: another server has it: stop that one, or give another"
@@ -217,8 +217,9 @@ def _status(row: Sequence[Any]) -> Status:
             raise ValueError(f"{wrong[0]} is {values[wrong[0]]!r}")
         return Status(**values)
     except (ConfigError, TypeError, ValueError) as error:  # of a newer version, or damaged
-        known = {name: x for name, x in values.items() if isinstance(x, _KINDS[name])}
-        facts: dict[str, Any] = {"kind": "image", "created_at": 0.0} | known
+        facts: dict[str, Any] = {"kind": "image", "created_at": 0.0}
+        facts |= {name: x for name, x in values.items() if isinstance(x, _KINDS[name])}
         facts |= {"id": str(values["id"]).replace("/", "?"), "prompt": Prompt(prompt="")}
         reason = f"its row in the spool cannot be read: {error}: ask for it anew"
-        return Status(**(facts | {"state": "failed", "reason": reason}))
+        facts |= {"state": "failed", "reason": reason}
+        return Status(**facts)
