@@ -97,6 +97,12 @@ class FakeService:
             self.on_cancel()
             return self.of[request_id]
 
+    def delete(self, request_id: str) -> Status:
+        with self.lock:
+            if self.status(request_id).has_ended:
+                return self.of.pop(request_id)
+            return self.cancel(request_id)
+
     def result(self, request_id: str) -> Path:
         return self.folder / f"{request_id}{'.mp4' if self.kind == 'video' else '.png'}"
 

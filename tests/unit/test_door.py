@@ -154,7 +154,9 @@ def test_videos_by_openais_client(videos: Open) -> None:
     assert (again.status, again.progress) == ("completed", 100)
     assert again.completed_at >= again.created_at
     assert api.download_content(made.id).read() == b"a video of 9"
-    assert api.delete(made.id).deleted is False  # it had ended
+    assert api.delete(made.id).deleted is True
+    with pytest.raises(openai.NotFoundError):
+        api.retrieve(made.id)
     other = api.create(prompt="fail", input_reference=("a.png", png()))
     reference = {"image_url": base64.b64encode(png()).decode()}
     body = {"prompt": "x", "input_reference": reference}

@@ -4,6 +4,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from bascule.errors import ConfigError
 from bascule.generate.options import Prompt
 from bascule.serve.spool import Entry, Spool, flush
-from bascule.serve.status import Status, Unknown
+from bascule.serve.status import Closing, Status, Unknown
 
 PROMPT = Prompt(prompt="é 船", width=64, guidance=2.5, seed=2**62)
 
@@ -101,3 +102,117 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
 def test_flush_takes_files(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("a")
     flush(tmp_path / "a")
+
+
+def test_only_this_user_reads_a_spool_and_no_link_leads_out_of_it(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        spool = Spool(tmp_path / "a" / "spool", "one")
+        spool.add([entry("a")])
+    finally:
+        os.umask(before)
+    folder = tmp_path / "a" / "spool"
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (folder, *folder.iterdir())}
+    assert modes.pop("spool") == modes.pop("outputs") == 0o700
+    assert len(modes) == 4 and set(modes.values()) == {0o600}, modes
+    spool.close()
+    victim = tmp_path / "victim"
+    for name in ("lock", "requests.sqlite"):
+        victim.write_text("precious" if name == "lock" else "")
+        size = victim.stat().st_size
+        (tmp_path / name / "of").mkdir(parents=True)
+        (tmp_path / name / "of" / name).symlink_to(victim)
+        with pytest.raises(ConfigError, match=f"{name}: it is a link: mend it, or give another"):
+            Spool(tmp_path / name / "of", "one")
+        assert victim.stat().st_size == size
+
+
+def change(folder: Path, *statements: str) -> None:
+    """Change a spool that no server has."""
+    with closing(sqlite3.connect(folder / "requests.sqlite")) as base, base:
+        for one in statements:
+            base.execute(one)
+
+
+def test_a_row_that_cannot_be_read_fails_by_name(tmp_path: Path) -> None:
+    changes = {
+        "prompt = json_set(prompt, '$.style', 'x')": "unexpected keyword argument 'style'",
+        "prompt = json_set(prompt, '$.steps', 0)": "steps",
+        "prompt = '{'": "Expecting property name",
+        "prompt = x'00ff'": "cannot be read",
+        "state = 'queued'": "state is 'queued'",
+        "created_at = 'noon'": "created_at is 'noon'",
+        "num_steps = 'many'": "num_steps is 'many'",
+        "id = '../../etc'": "id is '../../etc'",
+    }
+    with closing(Spool(tmp_path, "one")) as spool:
+        spool.add([entry(f"{place}") for place in range(len(changes) + 1)])
+    for place, one in enumerate(changes):
+        change(tmp_path, f"update requests set {one} where id = '{place}'")
+    with closing(Spool(tmp_path, "one")) as spool:
+        *wrong, right = [one.status for one in spool.waiting()]
+        assert right == entry(f"{len(changes)}").status
+        assert [one.state for one in wrong] == ["failed"] * len(changes)
+        for status, (sql, reason) in zip(wrong, changes.items(), strict=True):
+            assert reason in status.reason and "ask for it anew" in status.reason, sql
+            assert spool.output(status).parent == tmp_path / "outputs"
+        assert spool.end(replace(wrong[0], ended_at=9.0)) and spool.status("0").state == "failed"
+        assert spool.ended(5)[0].id == "0"
+
+
+@pytest.mark.parametrize(
+    ("change_to", "reason"),
+    [
+        ("pragma user_version = 0", "version 0 of bascule's spools, and this is 1: let the"),
+        ("pragma user_version = 2", "version 2 of bascule's spools"),
+        ("alter table requests drop column reason", "no such column: reason: mend it"),
+        ("drop table requests", ""),
+    ],
+)
+def test_a_spool_of_another_version_is_one_sentence(
+    tmp_path: Path, change_to: str, reason: str
+) -> None:
+    Spool(tmp_path, "one").close()
+    change(tmp_path, change_to)
+    if not reason:
+        return Spool(tmp_path, "one").close()
+    with pytest.raises(ConfigError, match=f"--spool {tmp_path}.*{reason}"):
+        Spool(tmp_path, "one")
+
+
+def test_starts_count_until_the_ranks_end_well_or_the_machine_starts_anew(tmp_path: Path) -> None:
+    def starts(begins: str = "", boot: str | None = None) -> dict[str, int]:
+        with closing(Spool(tmp_path, "one")) as spool:
+            spool._boot = spool._boot if boot is None else boot
+            for name in begins:
+                spool.begin(name)
+            return {one.status.id: one.starts for one in spool.waiting()}
+
+    with closing(Spool(tmp_path, "one")) as spool:
+        spool.add([entry(name) for name in "ab"])
+    assert starts() == {"a": 0, "b": 0}
+    assert starts("aab") == {"a": 2, "b": 1}
+    assert starts(boot="after a loss of power") == {"a": 0, "b": 0}
+    assert starts() == {"a": 2, "b": 1}
+    assert starts("b", boot="after a loss of power") == {"a": 0, "b": 1}
+    with closing(Spool(tmp_path, "one")) as spool:
+        spool.forgive()
+    assert starts() == {"a": 0, "b": 0}
+
+
+def test_what_has_ended_is_removed_with_its_output(tmp_path: Path) -> None:
+    with closing(Spool(tmp_path, "one")) as spool:
+        spool.add([entry(name) for name in "abc"])
+        for name, at in (("a", 3.0), ("b", 2.0)):
+            spool.end(ended(entry(name), ended_at=at))
+            spool.output(spool.status(name)).write_bytes(b"12345")
+        assert spool.num_bytes() == 10
+        (oldest,) = spool.ended(1, first=True)
+        spool.remove(oldest)
+        assert oldest.id == "b" and spool.num_bytes() == 5
+        with pytest.raises(Unknown):
+            spool.status("b")
+        assert [one.id for one in spool.ended(5)] == ["a"]
+        spool._base.execute("drop table requests")
+        with pytest.raises(Closing, match="the spool cannot be read: no such table"):
+            spool.status("a")

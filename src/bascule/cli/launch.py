@@ -24,6 +24,7 @@ _PIDS_IN = "BASCULE_PIDS_IN"  # in the environment: the folder of the process id
 _RESULT_TO = "BASCULE_RESULT_TO"  # in the environment: the file for the first rank's result
 _STOP = "stop"
 _SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT  # that torchrun takes
+_HOST = "127.0.0.1"
 _DEFAULTS = signal.SIG_DFL, signal.default_int_handler
 
 
@@ -40,7 +41,7 @@ def device_type() -> str:
 def num_ranks_here(num_ranks: int | None) -> int:
     """Return how many ranks to launch: by default one a GPU, else one a core, two at least."""
     num_gpus = torch.cuda.device_count()
-    default = num_gpus or max(2, torch.get_num_threads())  # threads are physical cores
+    default = num_gpus or max(2, _num_cores())
     if num_gpus and num_ranks is not None and num_ranks > num_gpus:
         raise ConfigError(
             f"--ranks {num_ranks}: this host has {num_gpus} GPUs, one for each rank: give at most "
@@ -49,14 +50,37 @@ def num_ranks_here(num_ranks: int | None) -> int:
     return num_ranks or default
 
 
+def _num_cores() -> int:
+    """Return how many physical cores this process may use, whatever OMP_NUM_THREADS says."""
+    cores = set[str]()
+    for number in os.sched_getaffinity(0):
+        siblings = Path(f"/sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list")
+        cores.add(siblings.read_text() if siblings.is_file() else str(number))
+    return len(cores)
+
+
 def result_of_ranks(num_ranks: int, arguments: list[str]) -> str:
-    """Run `python -m bascule.cli ARGUMENTS` in local ranks; return what the first hands over."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    """Run `python -m bascule.cli ARGUMENTS` in local ranks; return what the first hands over.
+
+    The ranks meet over loopback alone, as torch's store asks no password.
+    """
     # torchrun would warn, and choose 1, if this were not set.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // num_ranks)))
-    launcher = ["--nproc-per-node", str(num_ranks), "--master-addr", "127.0.0.1"]
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // num_ranks)))
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+    listening = socket.socket()
+    listening.bind((_HOST, 0))
+    port = listening.getsockname()[1]
+    # Kept until the ranks end: torchrun takes this store of its port, and opens none everywhere.
+    _store = dist.TCPStore(
+        _HOST,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listening.detach(),
+    )
+    launcher = ["--nproc-per-node", str(num_ranks), "--master-addr", _HOST]
     free = [one.name for one in _SIGNALS if signal.getsignal(one) in _DEFAULTS]
     # Under nohup in a script none is free, and of no names torchrun would warn.
     launcher += ["--signals-to-handle", ",".join(free) or signal.SIGUSR2.name]
@@ -70,7 +94,10 @@ def result_of_ranks(num_ranks: int, arguments: list[str]) -> str:
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             kind = ConfigError if failure.exitcode == USER_ERROR else CommError
-            raise kind(f"rank {rank} failed with exit code {failure.exitcode}") from error
+            said, text = path.with_name(str(rank)), f"failed with exit code {failure.exitcode}"
+            if said.exists():  # of another rank, perhaps, which hangs and so fails after this one
+                text = f"ended: {said.read_text(encoding='utf-8')}"
+            raise kind(f"rank {rank} {text}") from error
         finally:
             del os.environ[_RESULT_TO]
         return path.read_text(encoding="utf-8")
@@ -105,6 +132,10 @@ def joined(timeout_s: float) -> Iterator[torch.device]:
         ) from error
     try:
         yield device
+    except CommError as error:
+        if (path := os.environ.get(_RESULT_TO)) is not None:
+            Path(path).with_name(os.environ["RANK"]).write_text(str(error), encoding="utf-8")
+        raise
     finally:
         dist.destroy_process_group()
 
@@ -143,10 +174,10 @@ def forwarding_stops(*numbers: signal.Signals) -> Iterator[None]:
 
 
 @contextmanager
-def stop_asked() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether SIGTERM, or its launcher's end, stops this rank."""
+def stop_asked(*numbers: signal.Signals) -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether a signal, or its launcher's end, stops this rank."""
     asked, launcher = threading.Event(), os.getppid()
-    before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    before = {number: signal.signal(number, lambda *_: asked.set()) for number in numbers}
     folder = os.environ.get(_PIDS_IN)
     try:
         if folder is not None:
@@ -155,4 +186,5 @@ def stop_asked() -> Iterator[Callable[[], bool]]:
                 asked.set()
         yield lambda: asked.is_set() or (folder is not None and os.getppid() != launcher)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

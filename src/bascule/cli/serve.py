@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -10,8 +9,6 @@ from bascule.serve.options import ServeOptions
 
 if TYPE_CHECKING:
     import torch
-
-_LOOK_S = 0.5
 
 
 def run(options: ServeOptions, arguments: list[str]) -> None:
@@ -31,19 +28,5 @@ def _work(options: ServeOptions, device: "torch.device") -> None:
     from bascule.cli.launch import stop_asked
     from bascule.serve.serving import run_server
 
-    is_over = threading.Event()
-    with stop_asked() as is_stopping:
-
-        def watch() -> None:
-            """Repeat a signal that came before the server had its handlers, or could not come."""
-            while not is_over.wait(_LOOK_S):
-                if is_stopping():
-                    os.kill(os.getpid(), signal.SIGTERM)
-
-        thread = threading.Thread(target=watch, name="bascule stops")
-        thread.start()
-        try:
-            run_server(options, device)
-        finally:
-            is_over.set()
-            thread.join()
+    with stop_asked(signal.SIGTERM, signal.SIGINT) as is_stopping:
+        run_server(options, device, is_stopping)

@@ -55,7 +55,7 @@ class Caches:
 
     def are_used(self, modules: Iterable[nn.Module], *, is_over: bool = True) -> bool:
         """Return whether a cache may leave out blocks; refuse hooks that see a rank's tokens."""
-        kind, hooks = type(self._model).__name__, _hooks(self._model, modules)
+        kind, hooks = type(self._model).__name__, hooks_of(self._model, modules)
         for name, module, hook in hooks if is_over else ():
             what = type(hook).__name__
             if hook._is_stateful and not _is_alike(name, hook, self._table):
@@ -168,7 +168,7 @@ def branch_of(
             "does, groups that compute some calls each would keep other things: use "
             "guidance_degree=1, or a subclass if it keeps nothing"
         )
-    for name, _, hook in _hooks(model, modules):
+    for name, _, hook in hooks_of(model, modules):
         if not hook._is_stateful:
             continue
         manager = getattr(hook, "state_manager", None)
@@ -205,7 +205,7 @@ def _is_alike(name: str, hook: Any, table: SplitTable) -> bool:
     return name in (*_BY_STEP, *_BY_FIRST_BLOCK) and not calibrates
 
 
-def _hooks(model: nn.Module, modules: Iterable[nn.Module]) -> list[tuple[str, nn.Module, Any]]:
+def hooks_of(model: nn.Module, modules: Iterable[nn.Module]) -> list[tuple[str, nn.Module, Any]]:
     """Return the hooks of diffusers, with their names and modules."""
     is_enabled = bool(getattr(model, "is_cache_enabled", False))
     return [

@@ -32,7 +32,7 @@ from bascule.generate.options import IMAGE, VIDEO, GenerateOptions, read_prompts
 from bascule.plan.requests import Balanced, Queue
 from bascule.serve.controller import Controller
 from bascule.serve.engine import Engine
-from bascule.serve.scheduling import Scheduler, Task
+from bascule.serve.scheduling import Scheduler, Task, num_steps_of
 from bascule.serve.times import Times
 from bascule.workload.tables import load_av
 
@@ -83,7 +83,7 @@ class Generation:
 
     def num_steps(self, place: int) -> int:
         """Return the denoising steps of a prompt."""
-        return self.prompts[place].steps or int(self._takes["num_inference_steps"].default)
+        return num_steps_of(self.prompts[place], self._takes)
 
     def run(self, on_step: Callable[[int, range], None]) -> list[dict[str, Any]]:
         """Make the missing outputs; return their records, on rank 0.
@@ -169,7 +169,8 @@ class Generation:
                 elif event.kind == "done":
                     seconds[name]["decode"] = event.seconds
                     writes.append(writer.submit(self._write, place, event.output, seconds[name]))
-                while writes and writes[0].done():
+                # More than these would fill the memory, where the disk is slower than the ranks.
+                while writes and (writes[0].done() or len(writes) > controller.num_ranks):
                     records.append(writes.popleft().result())
         records += [one.result() for one in writes]
         return sorted(records, key=lambda one: one["file"])

@@ -7,22 +7,7 @@ from typing import Any
 
 from bascule.comm.groups import RankGroup
 from bascule.diffusers.degrees import Replica, Shape, replica_over
-from bascule.errors import ConfigError
-from bascule.plan.checks import is_int
 from bascule.plan.requests import Block as Block
-
-
-def check_block(block: Block, num_ranks: int) -> Block:
-    """Return a block, or raise ConfigError if so many ranks do not have it."""
-    first, degree = block
-    if not is_int(first) or not is_int(degree) or degree < 1 or degree & (degree - 1):
-        raise ConfigError(f"{block!r}: its degree must be a power of two, and its first a rank")
-    if first < 0 or first % degree or first + degree > num_ranks:
-        raise ConfigError(
-            f"{block!r} of {num_ranks} ranks: it must begin at a multiple of its degree, and end "
-            f"at rank {num_ranks - 1} at most"
-        )
-    return Block(first, degree)
 
 
 def shape_of_block(degree: int, num_heads: int, num_groups: int = 1) -> Shape:

@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 
-from bascule.errors import ConfigError
-from bascule.serve.blocks import Block, Event, check_block
+from bascule.serve.blocks import Block, Event
 from bascule.serve.post import Mail, Message, Post, Ticket
 
 _HOST = torch.device("cpu")
-_OURS = "generator", "callback_on_step_end", "callback_on_step_end_tensor_inputs", "return_dict"
 _ENDS = "cancelled", "done", "failed"
 _LEAVES = "paused", *_ENDS
 
@@ -34,7 +32,8 @@ class Controller:
     """Starts requests and moves them between blocks of ranks; any thread of rank 0 may call it.
 
     Orders return at once. The ranks follow them when their step ends, and `events` has what they
-    did. A request has one order at a time, and a rank one request.
+    did; an order for a request that has ended is left out. A request has one order at a time, and a
+    rank one request, which is the scheduler's to see to.
 
     Attributes:
         num_ranks: Of the engine; replicas, where these take the place of ranks in blocks.
@@ -62,7 +61,7 @@ class Controller:
             return [rank for rank in range(self.num_ranks) if rank not in self._users]
 
     def start(self, request_id: str, arguments: Mapping[str, Any], seed: int, block: Block) -> None:
-        """Start a request.
+        """Start a request on free ranks.
 
         Args:
             request_id: Unlike those of all requests that have not ended.
@@ -71,62 +70,50 @@ class Controller:
             block: Ranks that are free.
 
         Raises:
-            ConfigError: A rank is taken, an argument is the engine's, or cannot travel.
+            ConfigError: An argument cannot travel.
         """
-        ours = [name for name in _OURS if name in arguments]
-        if ours:
-            raise ConfigError(f"request {request_id!r}: {ours[0]} is the engine's: leave it out")
         item = {"id": request_id, "arguments": dict(arguments), "seed": seed, "state": None}
+        ticket = self._post.keep(item)
         with self._lock:
-            self._open()
-            if request_id in self._records:
-                raise ConfigError(f"request {request_id!r} has not ended: give another id")
-            block = self._free(request_id, block)
-            self._run(request_id, block, self._post.keep(item))
-            self._records[request_id] = _Record(block)
+            if not self._is_closed:
+                self._records[request_id] = _Record(block)
+                self._run(request_id, block, ticket)
 
     def move(self, request_id: str, block: Block) -> None:
         """Let a request go on with other ranks, all of them its own or free, after its step."""
         with self._lock:
-            self._running(request_id)
-            block = self._free(request_id, block)
-            self._order(request_id, "move", block)
-            self._take(request_id, block)
+            if self._order(request_id, "move", block):
+                self._take(request_id, block)
 
     def halt(self, request_id: str) -> None:
         """Let a request wait, after its step, for what is ordered then."""
         with self._lock:
-            self._running(request_id)
             self._order(request_id, "halt")
 
     def go_on(self, request_id: str) -> None:
         """Let a halted request go on as it is."""
         with self._lock:
-            self._running(request_id)
-            self._send(self._records[request_id].block, "order", id=request_id, action="go on")
+            if (record := self._records.get(request_id)) is not None:
+                self._send(record.block, "order", id=request_id, action="go on")
 
     def pause(self, request_id: str) -> None:
         """Stop a request after its step; the rank that led it keeps its state."""
         with self._lock:
-            self._running(request_id)
             self._order(request_id, "pause")
 
     def resume(self, request_id: str, block: Block) -> None:
         """Let a paused request go on, on free ranks."""
         with self._lock:
-            self._open()
-            record = self._record(request_id)
-            if record.ticket is None:
-                raise ConfigError(f"request {request_id!r} is not paused: wait for its event")
-            block = self._free(request_id, block)
-            self._run(request_id, block, record.ticket)
-            record.block, record.ticket = block, None
+            record = self._records.get(request_id)
+            if record is not None and record.ticket is not None and not self._is_closed:
+                self._run(request_id, block, record.ticket)
+                record.block, record.ticket = block, None
 
     def cancel(self, request_id: str) -> None:
         """End a request after its step."""
         with self._lock:
-            self._record(request_id)
-            self._cancel(request_id)
+            if request_id in self._records:
+                self._cancel(request_id)
 
     def close(self) -> None:
         """End all requests after their steps, and then `run` on all ranks."""
@@ -175,10 +162,6 @@ class Controller:
 
     # --- with the lock ----------------------------------------------------------------------------
 
-    def _open(self) -> None:
-        if self._is_closed:
-            raise ConfigError("the engine is closed: make another one")
-
     def _forget(self, request_id: str) -> None:
         del self._records[request_id]
         if self._is_closed and not self._records:
@@ -199,28 +182,6 @@ class Controller:
         else:
             self._order(request_id, "cancel")
 
-    def _record(self, request_id: str) -> _Record:
-        if request_id not in self._records:
-            raise ConfigError(f"request {request_id!r} is not known, or has ended")
-        return self._records[request_id]
-
-    def _running(self, request_id: str) -> None:
-        record = self._record(request_id)
-        if record.ticket is not None:
-            raise ConfigError(f"request {request_id!r} is paused: resume it")
-        if record.order:
-            raise ConfigError(
-                f"request {request_id!r} is to {record.order} first: wait for that event"
-            )
-
-    def _free(self, request_id: str, block: Block) -> Block:
-        """Return a block whose ranks are free or the request's own."""
-        block = check_block(block, self.num_ranks)
-        for rank in block.ranks:
-            if (user := self._users.get(rank, request_id)) != request_id:
-                raise ConfigError(f"rank {rank} has request {user!r}: move or pause that one first")
-        return block
-
     def _take(self, request_id: str, block: Block) -> None:
         self._users |= dict.fromkeys(block.ranks, request_id)
 
@@ -228,10 +189,14 @@ class Controller:
         self._take(request_id, block)
         self._send(block, "run", to_all=True, id=request_id, ticket=ticket, block=block)
 
-    def _order(self, request_id: str, action: str, block: Block | None = None) -> None:
-        record = self._records[request_id]
+    def _order(self, request_id: str, action: str, block: Block | None = None) -> bool:
+        """Give an order, unless the request has ended or is cancelled; return whether it has it."""
+        record = self._records.get(request_id)
+        if record is None or record.order:
+            return False
         record.order = action
         self._send(record.block, "order", id=request_id, action=action, block=block)
+        return True
 
     def _send(self, to: Block, kind: str, *, to_all: bool = False, **message: Any) -> None:
         """Send a message to the first rank of a block, or to all of them."""

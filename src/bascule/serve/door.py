@@ -74,7 +74,7 @@ class Door:
             ("POST", "/v1/requests", self._make),
             ("GET", "/v1/requests", self._list),
             ("GET", "/v1/requests/{request_id}", self._get),
-            ("DELETE", "/v1/requests/{request_id}", self._cancel),
+            ("DELETE", "/v1/requests/{request_id}", self._delete),
             ("GET", "/v1/requests/{request_id}/events", self._events),
             ("GET", "/v1/requests/{request_id}/content", self._content),
             ("GET", "/health", self._health),
@@ -261,8 +261,8 @@ class Door:
     async def _get(self, request_id: str) -> Any:
         return _row(await self._call(self._service.status, request_id))
 
-    async def _cancel(self, request_id: str) -> Any:
-        return _row(await self._call(self._service.cancel, request_id))
+    async def _delete(self, request_id: str) -> Any:
+        return _row(await self._call(self._service.delete, request_id))
 
     async def _content(self, request_id: str) -> Any:
         path = await self._result(await self._call(self._service.status, request_id))
@@ -288,9 +288,8 @@ class Door:
         return self._video(await self._call(self._service.status, request_id))
 
     async def _delete_video(self, request_id: str) -> Any:
-        status = await self._call(self._service.cancel, request_id)
-        is_deleted = status.state == "cancelled"
-        return {"id": status.id, "object": "video.deleted", "deleted": is_deleted}
+        status = await self._call(self._service.delete, request_id)
+        return {"id": status.id, "object": "video.deleted", "deleted": status.has_ended}
 
     def _video(self, status: Status) -> dict[str, Any]:
         prompt, error, ended = status.prompt, None, status.ended_at

@@ -28,6 +28,7 @@ from bascule.comm.groups import member_of, new_group, resolve
 from bascule.comm.items import leaves_of, mapped, rebuilt
 from bascule.comm.mesh import AttentionMesh, group_of
 from bascule.comm.quantized import CommDtype
+from bascule.diffusers.caches import hooks_of
 from bascule.diffusers.compiling import compile_in_place
 from bascule.diffusers.degrees import Shape, shape_of
 from bascule.diffusers.guidance import GuidedModel
@@ -48,6 +49,7 @@ from bascule.encoders.tiled_vae import TiledVAE
 from bascule.errors import CommError, ConfigError
 from bascule.serve.blocks import Block, places_of, shape_of_block
 from bascule.serve.controller import Controller
+from bascule.serve.kept import read_kept, write_kept
 from bascule.serve.post import Message, Post, Ticket
 from bascule.stand_in import Override
 
@@ -83,6 +85,7 @@ class _Run:
     forms: dict[str, Any] = field(default_factory=dict[str, Any])  # of outputs, by transformer
     schedulers: list[Any] = field(default_factory=list[Any])  # that took steps; some are copies
     stepped: list[Any] = field(default_factory=list[Any])  # what they returned in this step
+    latents: list[Tensor] = field(default_factory=list[Tensor])  # after the last step
     since: float = 0.0
     num_called: int = 0  # calls of its transformers
 
@@ -181,7 +184,7 @@ class Engine:
         for name in _ENCODERS:
             if hasattr(self._pipeline, name):
                 yield self._pipeline, name, self._encode
-        if self._shares_tiles:
+        if hasattr(getattr(self._pipeline, "vae", None), "decode"):
             yield self._pipeline.vae, "decode", self._decode
         yield self._pipeline.scheduler, "step", self._step  # of copies, too
 
@@ -236,6 +239,7 @@ class Engine:
         self._run = run
         try:
             output = self._call(run)
+            _check_numbers("latents", run.latents)
             self._meet(run)  # where all ranks decode
             if self._leads(run):
                 self._synchronize()
@@ -254,6 +258,7 @@ class Engine:
                 carried |= self._join(run)
             elif run.num_done > run.first_step:
                 self._boundary(run, carried)
+            run.latents = leaves_of([run.stepped, carried.get("latents")])
             run.stepped.clear()
             return carried
 
@@ -271,7 +276,9 @@ class Engine:
         """End a request on all ranks of its block; raises if they do not come to know of it."""
         if self._is_over:
             raise error
-        reason = str(error) if isinstance(error, _Failed) else f"{type(error).__name__}: {error}"
+        reason = str(error)
+        if not isinstance(error, _Failed | ConfigError):
+            reason = f"{type(error).__name__}: {error}"
         if not isinstance(error, _Failed):
             if self._places[run.block].whole is not None:
                 leave(error, f"request {run.id!r}")
@@ -321,14 +328,19 @@ class Engine:
         return torch.zeros(form["shape"], dtype=dtype, device=self._device)
 
     def _decode(self, decode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        whole = self._run and self._places[self._run.block].whole
-        if whole is None:
+        run = self._run
+        if run is None:
             return decode(*args, **kwargs)
-        if whole.ranks not in self._tiled:
-            vae, group = self._pipeline.vae, group_of(whole.ranks).process_group
-            settings = EncoderOptions(features_for="all", device=self._device)
-            self._tiled[whole.ranks] = TiledVAE(vae, mesh_or_group=group, options=settings)
-        return self._tiled[whole.ranks].decode(*args, **kwargs)
+        whole = self._places[run.block].whole
+        if whole is not None and self._shares_tiles:
+            if whole.ranks not in self._tiled:
+                vae, group = self._pipeline.vae, group_of(whole.ranks).process_group
+                settings = EncoderOptions(features_for="all", device=self._device)
+                self._tiled[whole.ranks] = TiledVAE(vae, mesh_or_group=group, options=settings)
+            decode = self._tiled[whole.ranks].decode
+        output = decode(*args, **kwargs)
+        _check_numbers("pixels", leaves_of(output))
+        return output
 
     def _step(self, step: Any, *args: Any, **kwargs: Any) -> Any:
         output, run, scheduler = step(*args, **kwargs), self._run, step.args[0]
@@ -407,8 +419,7 @@ class Engine:
         """Take over what the steps before left; return what the pipeline goes on with."""
         state, run.state = run.state, None
         assert state is not None
-        for scheduler, kept in zip(run.schedulers, state["schedulers"], strict=True):
-            vars(scheduler).update(kept)
+        write_kept(self._keepers(run), state["kept"])
         set_random_states(self._device, [run.generator], state["random"])
         self._enter(run, waits=True)
         return state["carried"]
@@ -485,10 +496,13 @@ class Engine:
                 if not there.issuperset(map(id, leaves_of(value)))
             },
             "stepped": [leaves_of(output) for output in run.stepped],
-            "schedulers": [_state_of(one) for one in run.schedulers],
+            "kept": read_kept(self._keepers(run)),
             "random": random_states(self._device, [run.generator]),
         }
         return {"id": run.id, "arguments": run.arguments, "seed": run.seed, "state": state}
+
+    def _keepers(self, run: _Run) -> dict[str, Any]:
+        return {"pipeline": self._pipeline, "schedulers": run.schedulers}
 
     @property
     def _num_steps(self) -> int | None:
@@ -513,22 +527,22 @@ def _request_of(pipeline: Any, **ways: Any) -> Request:
             f"a {name} calls nothing at the end of a step, so requests cannot change ranks "
             "there: use a pipeline with callback_on_step_end"
         )
-    if any(getattr(model, "is_cache_enabled", False) for model in models):
+    hooks = (hook for model in models for _, _, hook in hooks_of(model, model.modules()))
+    for hook in filter(lambda hook: hook._is_stateful, hooks):
         raise ConfigError(
-            f"the transformer of this {name} has a cache of steps, which would be filled by "
-            "other requests: call disable_cache()"
+            f"the transformer of this {name} has a cache of steps ({type(hook).__name__}), which "
+            "would be filled by other requests: call disable_cache(), or remove that hook"
         )
     return Request(models=models, tables=[table_of(model, None) for model in models], **ways)
 
 
-def _state_of(scheduler: Any) -> dict[str, Any]:
-    """Return all that a scheduler keeps, without its configuration and functions of others."""
-    kept = vars(scheduler).items()
-    return {
-        name: value
-        for name, value in kept
-        if name != "_internal_dict" and not inspect.isroutine(value)
-    }
+def _check_numbers(what: str, tensors: list[Tensor]) -> None:
+    """Refuse an output of no numbers, which would be written as black."""
+    if not all(x.sum(dtype=torch.float64).isfinite() for x in tensors if x.is_floating_point()):
+        raise ConfigError(
+            f"the picture has no number: its {what} are NaN or infinite, as where float16 "
+            "overflows: give --dtype bfloat16 or float32"
+        )
 
 
 def _form_of(output: Tensor) -> dict[str, Any]:

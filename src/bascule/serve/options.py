@@ -27,6 +27,8 @@ class ServeOptions(RankOptions):
         port: Port to listen at; 0 for one that is free.
         api_key_file: File with the key that clients send as "Authorization: Bearer KEY".
         spool: Folder of requests and results; one server at a time.
+        keep_days: Days after which ended requests are removed, with their outputs. Default: never.
+        keep_gb: GB of outputs to keep, the latest ones. Default: all.
         most_waiting: Requests that may wait; more are refused until there is room.
         max_pixels: Pixels of an output's frame, and of a picture that a client sends.
         max_frames: Frames of a video.
@@ -44,6 +46,8 @@ class ServeOptions(RankOptions):
     port: Annotated[int, Range(0, 2**16 - 1)] = 8000
     api_key_file: Path | None = None
     spool: Annotated[Path, NewFolder()] = Path("results/serve")
+    keep_days: Annotated[float | None, Range(0.0, 1e5)] = None
+    keep_gb: Annotated[float | None, Range(0.0, 1e6)] = None
     most_waiting: Annotated[int, Range(1, 10**5)] = 1000
     max_pixels: Annotated[int, Range(1, 2**30)] = 2**22
     max_frames: Annotated[int, Range(1, 10**4)] = 257

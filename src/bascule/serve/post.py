@@ -4,8 +4,11 @@ A thread of each rank waits for its messages. It hands items out itself, so a ra
 need not stop for others, and two ranks may fetch from each other.
 """
 
+import hmac
 import json
+import logging
 import queue
+import secrets
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,15 +22,17 @@ from PIL import Image
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from bascule.comm.collectives import Transfers
+from bascule.comm.collectives import Transfers, broadcast
 from bascule.comm.groups import RankGroup, member_of
 from bascule.comm.items import leaves_of, mapped, parcel, read
 
 Message = dict[str, Any]
+logger = logging.getLogger(__name__)
 
 _LONG = timedelta(hours=1)  # of one wait; the next follows
 _BEAT_S = 1.0  # between two signs of life
 _SILENT_S = 30.0  # without them, after which a rank is given up
+_SIGNED = 32  # bytes of a signature
 
 
 class Ticket(NamedTuple):
@@ -39,19 +44,23 @@ class Ticket(NamedTuple):
 
 
 class Mail:
-    """The boxes of all ranks, in a connection to the store; one object for each thread."""
+    """The boxes of all ranks, in a connection to the store; one object for each thread.
 
-    def __init__(self, name: str) -> None:
+    Messages are signed, as the store takes them from anybody who reaches its port.
+    """
+
+    def __init__(self, name: str, secret: bytes) -> None:
         job: Any = c10d._get_default_store()
-        self._name, self._store = name, job.clone()
+        self._name, self._secret, self._store = name, secret, job.clone()
 
     def send(self, rank: int, kind: str, **message: Any) -> None:
         """Put a message into the box of a rank; all of one sender are read in order."""
-        place = self._store.add(f"{self._name}/{rank}", 1)
-        self._store.set(f"{self._name}/{rank}/{place}", json.dumps({"kind": kind, **message}))
+        key = f"{self._name}/{rank}/{self._store.add(f'{self._name}/{rank}', 1)}"
+        text = json.dumps({"kind": kind, **message}).encode()
+        self._store.set(key, self._signature(key, text) + text)
 
     def take(self, rank: int, place: int) -> Message:
-        """Wait for the message of a place, counted from 1, and take it out."""
+        """Take out the message of a place, counted from 1, when it is there; {} of a stranger."""
         key = f"{self._name}/{rank}/{place}"
         while True:
             try:
@@ -62,9 +71,14 @@ class Mail:
             except RuntimeError as error:  # the stores of torch have errors of their own for this
                 if "timeout" not in str(error).lower():
                     raise
-        message = json.loads(self._store.get(key))
+        sent: bytes = self._store.get(key)
         self._store.delete_key(key)
-        return message
+        text = sent[_SIGNED:]
+        is_ours = hmac.compare_digest(sent[:_SIGNED], self._signature(key, text))
+        return json.loads(text) if is_ours else {}
+
+    def _signature(self, key: str, text: bytes) -> bytes:
+        return hmac.digest(self._secret, f"{key} ".encode() + text, "sha256")
 
     def sign(self, rank: int, more: int) -> int:
         """Add to the signs of life of a rank, and return how many there are."""
@@ -92,6 +106,8 @@ class Post:
         # Beats are counted, not clocked: a machine that was paused lost no time.
         self._most_silent = max(2, round(min(silent_s, _SILENT_S) / _BEAT_S))
         self.on_event: Callable[[Mail, Message], None] | None = None
+        own = torch.frombuffer(bytearray(secrets.token_bytes(_SIGNED)), dtype=torch.uint8)
+        self._secret = bytes(broadcast(group, "the secret of the post", own).tolist())
         self._items: dict[str, Tensor] = {}
         self._numbers = count()
         self.inbox = queue.SimpleQueue[Message]()
@@ -102,7 +118,7 @@ class Post:
 
     def mail(self) -> Mail:
         """Return the boxes of all ranks, for one thread."""
-        return Mail(self._name)
+        return Mail(self._name, self._secret)
 
     def keep(self, item: Any) -> Ticket:
         """Keep a copy of an item on the host; ConfigError if something in it cannot travel."""
@@ -154,7 +170,9 @@ class Post:
             mail = self.mail()
             for place in count(1):
                 message = mail.take(self._rank, place)
-                match message["kind"]:
+                match message.get("kind"):
+                    case None:
+                        logger.warning("a message that no rank of this job sent is left out")
                     case "end":
                         return
                     case "fetch":

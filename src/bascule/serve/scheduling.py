@@ -3,12 +3,10 @@
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from bascule.errors import ConfigError
 from bascule.generate.options import Prompt
 from bascule.plan.requests import NEVER, Block, Job, Policy, Request, State
 from bascule.serve.blocks import Event
@@ -16,7 +14,14 @@ from bascule.serve.controller import Controller
 from bascule.serve.times import Form, Times
 
 _MOVE_S = 0.05  # until moves are measured
+_USUAL_STEPS = 30  # of a pipeline that does not say how many it takes
 _READY = "new", "halted", "paused"  # phases in which a task takes the ranks of the plan
+
+
+def num_steps_of(prompt: Prompt, takes: Mapping[str, Any]) -> int:
+    """Return the steps that a prompt is planned with, for a pipeline that takes these arguments."""
+    default = getattr(takes.get("num_inference_steps"), "default", None)
+    return prompt.steps or (default if isinstance(default, int) else _USUAL_STEPS)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -32,6 +37,7 @@ class Task(Job):
     last: Event | None = None
     encoding_s: float = 0.0
     stays: bool = False  # it cannot travel
+    runs_alone: bool = False  # after those that came before, and before those that come later
 
     @classmethod
     def of(
@@ -48,7 +54,7 @@ class Task(Job):
         form = times.form(prompt, takes)
         request = Request(
             step_s=times.step_s(form),
-            steps=prompt.steps or int(takes["num_inference_steps"].default),
+            steps=num_steps_of(prompt, takes),
             arrival_s=time.monotonic(),
             deadline_s=deadline_s,
             once_s=times.once_s(form),
@@ -85,19 +91,27 @@ class Scheduler:
         if task.phase == "new":
             return self._remove(task)
         task.phase = "leaving"
-        with suppress(ConfigError):  # it ended a moment ago
-            self._controller.cancel(task.id)
+        self._controller.cancel(task.id)
 
-    def decide(self) -> list[str]:
-        """Ask the policy, give the orders whose ranks are free by now, and return their ids."""
+    def decide(self, *, may_start: bool = True) -> list[str]:
+        """Ask the policy, give the orders whose ranks are free by now, and return their ids.
+
+        Without `may_start`, requests that have not started do not start.
+        """
         self.state.now_s, ordered = time.monotonic(), list[str]()
+        here = self._in_turn()
+        hidden = [task for task in self.state.waiting if task.number > here]
+        del self.state.waiting[len(self.state.waiting) - len(hidden) :]
         self._policy.decide(self.state, self)
+        self.state.waiting += hidden
         free = set(self._controller.free_ranks)
         for task in list(self._planned):
             if task.block is None and task.phase == "halted":
                 del self._planned[task]
                 task.phase = "pausing"
                 self._controller.pause(task.id)
+            elif task.phase == "new" and not may_start:
+                continue
             elif task.block is not None and task.phase in _READY:
                 if free.union(task.at.ranks if task.at else ()).issuperset(task.block.ranks):
                     del self._planned[task]
@@ -130,12 +144,21 @@ class Scheduler:
             free.sort()
         return {task: ends[task] for task in tasks}
 
+    def _in_turn(self) -> float:
+        """Return the number of the last task whose turn it is: one that runs alone bars others."""
+        last = -1
+        for task in self.tasks.values():
+            if task.runs_alone:
+                return task.number if last == -1 else last
+            last = task.number
+        return NEVER
+
     def _order(self, task: Task, block: Block) -> None:
         phase, task.phase = task.phase, "running"
         if phase == "new":
             try:
                 self._controller.start(task.id, task.arguments(), task.seed, block)
-            except ConfigError as error:
+            except Exception as error:  # of its picture, too
                 if not self._controller.is_closed:
                     now, reason = time.monotonic(), str(error)
                     self._controller.events.put(Event("failed", task.id, now, block, reason=reason))
@@ -186,8 +209,7 @@ class Scheduler:
         assert isinstance(job, Task)
         if job.phase == "running" and job.left > 1 and not job.stays:
             job.phase = "halting"
-            with suppress(ConfigError):  # it ended a moment ago
-                self._controller.halt(job.id)
+            self._controller.halt(job.id)
 
     # --- news -------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 import errno
 import inspect
 import io
+import logging
 import sqlite3
 import threading
 import time
@@ -30,14 +31,20 @@ from bascule.serve.times import Times
 
 _SHOWN = 20  # requests that have ended, in a list
 _AGAIN_S = 1.0  # between tries to write to a disk that is full
+_SWEEP_S = 600.0  # between looks for what is too old
+_DAY_S = 86400.0
+_MOST_STARTS = 2  # the last of them alone
 _NO_ROOM = errno.ENOSPC, errno.EDQUOT
+
+logger = logging.getLogger(__name__)
 
 
 class Service:
     """Takes requests and lets an engine do them; any thread may call it.
 
     A thread of its own takes the news of the engine, decides by the policy, and calls `on_change`.
-    Requests of the spool that have not ended begin anew.
+    Requests of the spool that have not ended begin anew. One whose ranks ended while it ran comes
+    after the others, and runs alone; if they end again, it has failed.
 
     Args:
         pipeline: Of the engine.
@@ -47,6 +54,8 @@ class Service:
         times: Predicts seconds of steps.
         most_waiting: Requests that may wait.
         fps: Frames a second of videos.
+        keep_days: Days after which a request that has ended is removed, with its output.
+        keep_bytes: Bytes of outputs, of which the oldest are removed beyond.
 
     Attributes:
         kind: "image" or "video".
@@ -65,6 +74,8 @@ class Service:
         times: Times,
         most_waiting: int = 1000,
         fps: int = 16,
+        keep_days: float = NEVER,
+        keep_bytes: float = NEVER,
     ) -> None:
         self._pipeline, self._controller, self._events = pipeline, controller, controller.events
         self._spool, self._times = spool, times
@@ -73,19 +84,29 @@ class Service:
         self.num_ranks, self.takes_image = controller.num_ranks, "image" in self._takes
         self.on_change: Callable[[Status], None] | None = None
         self._most_waiting, self._fps = most_waiting, fps
+        self._keep_days, self._keep_bytes = keep_days, keep_bytes
         self._lock = threading.Lock()
         self._reason = ""  # why no more requests are taken
+        self._ends_well = False
         self._full = ""  # why the disk does not take ends
         self._no_room = ""  # why it does not take outputs
         self._error: Exception | None = None  # of the thread
         self._entries: dict[str, Status] = {}  # of requests that have not ended, as they came
         self._leaving: dict[str, Status] = {}  # those of them whose output is written now
         self._unwritten: list[Status] = []  # ends that the disk did not take
-        self._changed: dict[str, None] = {}  # ids, until they are reported
+        self._changed: dict[str, Status | None] = {}  # until it is reported; how it ended
         self._count = 0
         self._scheduler = Scheduler(controller, policy, times)
-        for entry in spool.waiting():
-            self._add(self._task(entry), entry)
+        for entry in sorted(spool.waiting(), key=lambda one: one.starts):
+            self._entries[entry.status.id] = status = entry.status
+            reason = status.reason
+            if entry.starts >= _MOST_STARTS:
+                often = f"{entry.starts} times while it ran, at last alone"
+                reason = f"its ranks ended {often}: see why in the log, or ask for less"
+            if reason:
+                self._end(status, "failed", reason)
+            else:
+                self._add(self._task(entry), entry)
         self._writer = ThreadPoolExecutor(1, "bascule outputs")
         self._thread = threading.Thread(target=self._run, name="bascule service", daemon=True)
 
@@ -93,6 +114,7 @@ class Service:
         """Begin with the requests that there are."""
         self._changed |= dict.fromkeys(self._entries)
         self._thread.start()
+        self._writer.submit(self._sweep)
         self._tell("asked")
 
     def stop(self) -> None:
@@ -159,6 +181,20 @@ class Service:
         self._tell("asked")
         return status
 
+    def delete(self, request_id: str) -> Status:
+        """Cancel a request, or remove it and its output if it has ended; return how it was.
+
+        Raises:
+            Unknown: There is none.
+            Closing: The disk does not let it go.
+        """
+        with self._lock:
+            if request_id not in self._entries:
+                status = self._spool.status(request_id)
+                self._remove(status)
+                return status
+        return self.cancel(request_id)
+
     def result(self, request_id: str) -> Path:
         """Return the output of a request that is done, PNG or MP4; else Unknown."""
         status = self.status(request_id)
@@ -179,17 +215,20 @@ class Service:
             while not self._take():
                 pass
             self._writer.shutdown()
+            if self._ends_well:
+                with suppress(sqlite3.Error):
+                    self._spool.forgive()
             self._tell("ended")
             self._take()
         except Exception as error:
-            self._error, self._reason = error, f"{type(error).__name__}: {error}"
+            self._error, self._reason = error, f"the service failed by a {type(error).__name__}"
             self._controller.close()
 
     def _take(self) -> bool:
         """Take the news that there is, and act; return whether the engine has ended."""
         events = list[Event]()
         with suppress(Empty):
-            events.append(self._events.get(timeout=_AGAIN_S if self._unwritten else None))
+            events.append(self._events.get(timeout=_AGAIN_S if self._unwritten else _SWEEP_S))
             while True:
                 events.append(self._events.get_nowait())
         with self._lock:
@@ -198,10 +237,15 @@ class Service:
                 self._end(status, status.state, status.reason)
             asks = [self._handle(event) for event in events]
             if any(asks) and not self._reason and not self._controller.is_closed:
-                self._changed |= dict.fromkeys(self._scheduler.decide())
-            on_change = self.on_change
-            statuses = self._statuses(list(self._changed)) if on_change is not None else []
+                has_room = len(self._leaving) <= self.num_ranks  # else they would fill the memory
+                ordered = self._scheduler.decide(may_start=has_room)
+                self._changed |= dict.fromkeys(ordered)
+            on_change, ended = self.on_change, [one for one in self._changed.values() if one]
+            others = [request_id for request_id, one in self._changed.items() if one is None]
+            statuses = [*ended, *self._statuses(others)] if on_change is not None else []
             self._changed.clear()
+        if not events:
+            self._writer.submit(self._sweep)
         for status in statuses:
             assert on_change is not None
             on_change(status)
@@ -211,7 +255,9 @@ class Service:
         """Take an event; return whether the policy should be asked."""
         request_id = event.request_id
         if event.kind in ("stop", "ended"):
-            self._reason = self._reason or event.reason or "the server is ending"
+            ended = "the ranks of the server have ended" if event.reason else ""
+            self._reason = self._reason or ended or "the server is ending"
+            self._ends_well = not event.reason
             self._controller.close()
             return False
         if event.kind == "asked":
@@ -221,7 +267,7 @@ class Service:
         if event.kind == "written":
             status = self._leaving[request_id]
             self._end(status, "failed" if event.reason else "done", event.reason)
-            return False
+            return True
         asks = self._scheduler.handle(event)
         if request_id in self._entries and request_id not in self._leaving:  # nor was cancelled
             status = replace(self._entries[request_id], state="running")
@@ -233,26 +279,44 @@ class Service:
                 self._end(status, "failed", event.reason)
         return asks
 
+    # --- in the thread of the writer --------------------------------------------------------------
+
     def _write(self, status: Status, event: Event) -> None:
-        """Write an output, when the disk has room for it, in a thread of its own."""
+        """Write an output, when the disk has room for it."""
         output, path = event.output, self._spool.output(status)
         while True:
-            reason = ""
+            reason = self._no_room = ""
             try:
                 write_media(path, output[0] if self.kind == "video" else output, self._fps)
+                path.chmod(0o600)
                 flush(path)
             except Exception as error:
-                reason = f"{type(error).__name__}: {error}"
-                is_full = getattr(error.__cause__ or error, "errno", None) in _NO_ROOM
-                self._no_room = reason if is_full else ""
-            else:
-                self._no_room = ""
+                cause: Any = error.__cause__ or error
+                said = getattr(cause, "strerror", None) or f"{type(cause).__name__}: {cause}"
+                reason = f"its output cannot be written: {said}"
+                is_full = getattr(cause, "errno", None) in _NO_ROOM
+                self._no_room = f"the disk takes no outputs: {said}" if is_full else ""
             if not self._no_room:
                 break
             if self._reason:
                 return  # it begins anew at the next start
             time.sleep(_AGAIN_S)
         self._tell("written", status.id, reason)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove the oldest that have ended, until the others are to be kept."""
+        too_many, oldest = 0.0, time.time() - self._keep_days * _DAY_S
+        if self._keep_bytes < NEVER:
+            with self._lock:
+                too_many = self._spool.num_bytes() - self._keep_bytes
+        with suppress(Closing):  # a later look tries again
+            while not self._reason:
+                with self._lock:
+                    status = next(iter(self._spool.ended(1, first=True)), None)
+                    if status is None or (too_many <= 0 and (status.ended_at or 0.0) >= oldest):
+                        return
+                    too_many -= self._remove(status)
 
     # --- with the lock ----------------------------------------------------------------------------
 
@@ -265,12 +329,26 @@ class Service:
             self._spool.end(status)
             del self._entries[status.id]
             self._leaving.pop(status.id, None)
-            self._changed[status.id] = None
+            self._changed[status.id] = status
         except sqlite3.Error as error:
             self._unwritten.append(status)
             self._leaving[status.id] = replace(status, state="running", ended_at=None)
             self._full = f"the spool takes no ends of requests: {error}"
+        else:
+            if state == "failed":
+                logger.warning("request %s failed: %s", status.id, reason.partition("\n")[0])
         return status
+
+    def _remove(self, status: Status) -> int:
+        """Remove a request that has ended; return the bytes of its output."""
+        path = self._spool.output(status)
+        num_bytes = path.stat().st_size if path.is_file() else 0
+        try:
+            self._spool.remove(status)
+        except (OSError, sqlite3.Error) as error:
+            said = getattr(error, "strerror", None) or error
+            raise Closing(f"request {status.id} cannot be removed: {said}") from error
+        return num_bytes
 
     def _health(self) -> str:
         return self._reason or (self._full if self._unwritten else "") or self._no_room
@@ -311,9 +389,14 @@ class Service:
             deadline_s = time.monotonic() + entry.deadline_at - time.time()
         arguments, number = partial(self._arguments, status), self._count + place
         ways = self._takes, self._times, arguments, deadline_s
-        return Task.of(number, status.id, status.prompt, *ways)
+        task = Task.of(number, status.id, status.prompt, *ways)
+        task.runs_alone = entry.starts > 0
+        return task
 
     def _arguments(self, status: Status) -> dict[str, Any]:
+        """Return what ranks get, which they may end by: that is on disk before, if it has room."""
+        with suppress(sqlite3.Error):
+            self._spool.begin(status.id)
         arguments = arguments_of(status.prompt, self._takes) | {"output_type": "pil"}
         if self.takes_image and (image := self._spool.image(status.id)) is not None:
             arguments["image"] = Image.open(io.BytesIO(image)).convert("RGB")

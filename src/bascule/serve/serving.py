@@ -1,8 +1,8 @@
 """A server on all ranks of a job: the engine on each, the service and its door on the first."""
 
 import inspect
-import signal
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from bascule.comm.groups import member_of, resolve
 from bascule.diffusers.request import agree_on
 from bascule.errors import ConfigError
 from bascule.generate.generating import load_pipeline
-from bascule.plan.requests import Balanced
+from bascule.plan.requests import NEVER, Balanced
 from bascule.serve.engine import Engine
 from bascule.serve.options import ServeOptions
 from bascule.serve.service import Service
@@ -21,23 +21,23 @@ from bascule.serve.spool import Spool
 from bascule.serve.times import Times
 from bascule.workload.tables import load_av
 
-_STOPS = signal.SIGINT, signal.SIGTERM
+_LOOK_S = 0.5
 _START = "the start of bascule serve"
 
 
-def run_server(options: ServeOptions, device: torch.device) -> None:
-    """Serve on all ranks until a signal, and end after the steps that run then.
+def run_server(
+    options: ServeOptions, device: torch.device, is_stopping: Callable[[], bool]
+) -> None:
+    """Serve on all ranks until the first is stopping, and end after the steps that run then.
 
     Raises:
         ConfigError: The model cannot be served, the spool is another server's, or the address is
             taken.
         CommError: A rank is gone; what is not done is in the spool.
     """
-    world, asked = member_of(resolve(None), "world"), threading.Event()
+    world, is_over = member_of(resolve(None), "world"), threading.Event()
     dtype = options.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     with ExitStack() as stack:
-        for number in _STOPS:
-            stack.callback(signal.signal, number, signal.signal(number, lambda *_: asked.set()))
         made = partial(Spool, options.spool, f"{options.model_name}, {dtype}")
         spool = agree_on(world, lambda: made() if world.rank == 0 else None, _START)
         pipeline = load_pipeline(options.model, getattr(torch, dtype), device)
@@ -57,6 +57,8 @@ def run_server(options: ServeOptions, device: torch.device) -> None:
                 times=times,
                 most_waiting=options.most_waiting,
                 fps=options.fps,
+                keep_days=NEVER if options.keep_days is None else options.keep_days,
+                keep_bytes=NEVER if options.keep_gb is None else options.keep_gb * 1e9,
             )
             door = Door(service, options)
             door.start()
@@ -69,12 +71,16 @@ def run_server(options: ServeOptions, device: torch.device) -> None:
             )
             return service
 
-        service = agree_on(world, open_door, _START)
-        if service is not None:
-            for number in _STOPS:
-                signal.signal(number, lambda *_: service.stop())
-            if asked.is_set():
-                service.stop()
+        def watch(service: Service) -> None:
+            while not is_over.wait(_LOOK_S):
+                if is_stopping():
+                    return service.stop()
+
+        if (service := agree_on(world, open_door, _START)) is not None:
+            thread = threading.Thread(target=watch, args=(service,), name="bascule stops")
+            thread.start()
+            stack.callback(thread.join)
+            stack.callback(is_over.set)
         engine.run()
 
 

@@ -8,17 +8,22 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from bascule.errors import ConfigError
 from bascule.generate.options import IMAGE, VIDEO, Prompt
-from bascule.serve.status import Status, Unknown
+from bascule.options import check_options
+from bascule.serve.status import STATES, Closing, Status, Unknown
 
+_VERSION = 1  # of the table
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # another one after a loss of power
 _KEPT = [one.name for one in fields(Status) if one.name not in ("ranks", "ends_in_s")]
+_KINDS = get_type_hints(Status)
 _TABLE = f"""create table if not exists requests (place integer primary key, model text not null,
-    image blob, deadline_at real, {", ".join(_KEPT)});
+    image blob, deadline_at real, starts integer not null default 0, boot text, {", ".join(_KEPT)});
     create unique index if not exists by_id on requests (id);
-    create index if not exists by_end on requests (ended_at);"""
+    create index if not exists by_end on requests (ended_at);
+    pragma user_version = {_VERSION};"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,52 +31,71 @@ class Entry:
     """A request as it is kept until it ends.
 
     Attributes:
-        status: When it came.
+        status: When it came; "failed" if its row cannot be read.
         image: PNG that it begins with; None if it has none, or when it is read again.
         deadline_at: Unix seconds.
+        starts: How often its ranks ended while it ran, since this machine was started.
     """
 
     status: Status
     image: bytes | None = None
     deadline_at: float | None = None
+    starts: int = 0
 
 
 class Spool:
     """A folder with the requests of a server, in SQLite, and their outputs; one thread at a time.
 
     Requests are on disk when `add` returns, and their ends when `end` does. `sqlite3.Error` says
-    that the disk is full or broken, and that nothing was changed.
+    that the disk is full or broken, and that nothing was changed. Only this user reads what it
+    makes.
 
     Args:
         folder: Made if it does not exist.
         model: The pipeline: requests that wait for another one are not made by it.
 
     Raises:
-        ConfigError: Another server has the folder, it cannot be written, or holds requests for
-            another model.
+        ConfigError: Another server has the folder, it cannot be used, is of another version, or
+            holds requests for another model.
     """
 
     def __init__(self, folder: Path, model: str) -> None:
         self._outputs, self._model = folder / "outputs", model
+        self._boot = _BOOT_ID.read_text(encoding="ascii") if _BOOT_ID.is_file() else ""
         with ExitStack() as stack:
             try:
-                self._outputs.mkdir(parents=True, exist_ok=True)
-                lock = stack.enter_context((folder / "lock").open("w"))
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._outputs.mkdir(mode=0o700, exist_ok=True)
+                lock = _opened(folder / "lock")
+                stack.callback(os.close, lock)
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.close(_opened(folder / "requests.sqlite"))  # SQLite's other files get its mode
                 base = sqlite3.connect(folder / "requests.sqlite", check_same_thread=False)
                 self._base = stack.enter_context(closing(base))
                 base.execute("pragma journal_mode = wal")
                 base.execute("pragma synchronous = full")
+                base.execute("pragma secure_delete = on")
+                (version,) = base.execute("pragma user_version").fetchone()
+                is_new = not base.execute("select 1 from sqlite_master").fetchone()
+                if version != _VERSION and not is_new:
+                    raise ConfigError(
+                        f"--spool {folder}: version {version} of bascule's spools, and this is "
+                        f"{_VERSION}: let the bascule that made it finish its requests, or give "
+                        "another folder"
+                    )
                 base.executescript(_TABLE)
                 query = "select model from requests where ended_at is null and model != ?"
                 others = base.execute(query, [model]).fetchall()
+                self.waiting()  # or refuse at once
             except BlockingIOError as error:
                 raise ConfigError(
                     f"--spool {folder}: another server has it: stop that one, or give another"
                 ) from error
-            except (OSError, sqlite3.Error) as error:
+            except (OSError, sqlite3.Error, Closing) as error:
                 reason = getattr(error, "strerror", None) or error
-                raise ConfigError(f"--spool {folder}: cannot be used: {reason}") from error
+                raise ConfigError(
+                    f"--spool {folder}: cannot be used: {reason}: mend it, or give another folder"
+                ) from error
             if others:
                 raise ConfigError(
                     f"--spool {folder}: {len(others)} of its requests wait for {others[0][0]}, and "
@@ -91,6 +115,18 @@ class Spool:
         with self._base:
             self._base.executemany(f"{query} values ({marks})", rows)
 
+    def begin(self, request_id: str) -> None:
+        """Note, before ranks get a request, that they may end while it runs."""
+        starts = "starts = case when boot = ? then starts + 1 else 1 end, boot = ?"
+        with self._base:
+            query = f"update requests set {starts} where id = ?"
+            self._base.execute(query, [self._boot, self._boot, request_id])
+
+    def forgive(self) -> None:
+        """Forget how often requests began, as the ranks have ended well."""
+        with self._base:
+            self._base.execute("update requests set starts = 0")
+
     def end(self, status: Status) -> bool:
         """Keep the end of a request, unless it has ended before; return whether it had not."""
         changes = ", ".join(f"{name} = ?" for name in _KEPT)
@@ -98,34 +134,50 @@ class Spool:
         with self._base:
             return self._base.execute(query, [*_row(status), status.id]).rowcount == 1
 
+    def remove(self, status: Status) -> None:
+        """Remove a request that has ended, and its output; OSError if the latter does not go."""
+        self.output(status).unlink(missing_ok=True)
+        with self._base:
+            self._base.execute("delete from requests where id = ?", [status.id])
+
     def waiting(self) -> list[Entry]:
         """Return the requests that have not ended, in the order of their arrival."""
-        query = f"select deadline_at, {', '.join(_KEPT)} from requests"
-        rows = self._base.execute(f"{query} where ended_at is null order by place")
-        return [Entry(_status(row[1:]), deadline_at=row[0]) for row in rows]
+        kept = f"case when boot = ? then starts else 0 end, deadline_at, {', '.join(_KEPT)}"
+        query = f"select {kept} from requests where ended_at is null order by place"
+        rows = self._select(query, self._boot)
+        return [Entry(_status(row[2:]), deadline_at=row[1], starts=row[0]) for row in rows]
 
     def image(self, request_id: str) -> bytes | None:
         """Return the image that a request begins with, until it ends."""
-        query = "select image from requests where id = ?"
-        return self._base.execute(query, [request_id]).fetchone()[0]
+        return self._select("select image from requests where id = ?", request_id)[0][0]
 
-    def ended(self, num: int) -> list[Status]:
-        """Return the latest requests that have ended, the last one first."""
+    def ended(self, num: int, *, first: bool = False) -> list[Status]:
+        """Return the latest requests that have ended, the last one first; or else the `first`."""
+        order = "ended_at, place" if first else "ended_at desc, place desc"
         query = f"select {', '.join(_KEPT)} from requests where ended_at is not null"
-        rows = self._base.execute(f"{query} order by ended_at desc, place desc limit ?", [num])
-        return [_status(row) for row in rows]
+        return [_status(row) for row in self._select(f"{query} order by {order} limit ?", num)]
 
     def status(self, request_id: str) -> Status:
         """Return a request as it came, or as it ended; Unknown if there is none."""
-        query = f"select {', '.join(_KEPT)} from requests where id = ?"
-        row = self._base.execute(query, [request_id]).fetchone()
-        if row is None:
+        rows = self._select(f"select {', '.join(_KEPT)} from requests where id = ?", request_id)
+        if not rows:
             raise Unknown(f"there is no request {request_id!r}")
-        return _status(row)
+        return _status(rows[0])
 
     def output(self, status: Status) -> Path:
         """Return where the output of a request is, or is to be."""
         return self._outputs / f"{status.id}{VIDEO if status.kind == 'video' else IMAGE}"
+
+    def num_bytes(self) -> int:
+        """Return the bytes of all outputs."""
+        return sum(one.stat().st_size for one in self._outputs.iterdir())
+
+    def _select(self, query: str, *values: Any) -> list[Any]:
+        """Return rows; Closing if the disk does not give them."""
+        try:
+            return self._base.execute(query, values).fetchall()
+        except sqlite3.Error as error:
+            raise Closing(f"the spool cannot be read: {error}") from error
 
 
 def flush(path: Path) -> None:
@@ -138,12 +190,36 @@ def flush(path: Path) -> None:
             os.close(descriptor)
 
 
+def _opened(path: Path) -> int:
+    """Open a file of the spool, or make it; OSError for a link, whose target would change."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        what = "it is a link" if path.is_symlink() else error.strerror
+        raise OSError(error.errno, f"{path.name}: {what}") from error
+
+
 def _row(status: Status) -> list[Any]:
     values = [getattr(status, name) for name in _KEPT]
     return [json.dumps(asdict(x)) if isinstance(x, Prompt) else x for x in values]
 
 
 def _status(row: Sequence[Any]) -> Status:
+    """Return the status of a row; if it cannot be read, as a request that failed for that."""
     values: dict[str, Any] = dict(zip(_KEPT, row, strict=True))
-    values["prompt"] = Prompt(**json.loads(values["prompt"]))
-    return Status(**values)
+    try:
+        values["prompt"] = Prompt(**json.loads(values["prompt"]))
+        check_options(values["prompt"])
+        wrong = [name for name in _KEPT if not isinstance(values[name], _KINDS[name])]
+        wrong += ["state"] if values["state"] not in STATES else []
+        wrong += ["id"] if "/" in str(values["id"]) else []  # it names a file
+        if wrong:
+            raise ValueError(f"{wrong[0]} is {values[wrong[0]]!r}")
+        return Status(**values)
+    except (ConfigError, TypeError, ValueError) as error:  # of a newer version, or damaged
+        facts: dict[str, Any] = {"kind": "image", "created_at": 0.0}
+        facts |= {name: x for name, x in values.items() if isinstance(x, _KINDS[name])}
+        facts |= {"id": str(values["id"]).replace("/", "?"), "prompt": Prompt(prompt="")}
+        reason = f"its row in the spool cannot be read: {error}: ask for it anew"
+        facts |= {"state": "failed", "reason": reason}
+        return Status(**facts)

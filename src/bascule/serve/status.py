@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from bascule.generate.options import Prompt
 
 ENDED = "done", "failed", "cancelled"
+STATES = "waiting", "running", "paused", *ENDED
 
 
 class Busy(Exception):  # noqa: N818 - an answer to a client

@@ -1,0 +1,237 @@
+"""A service whose ranks are played: which requests get them, and what stays of those that ended."""
+
+import queue
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch
+from PIL import Image
+
+from bascule.generate.options import Prompt
+from bascule.plan.machine import HardwareProfile
+from bascule.plan.requests import Balanced
+from bascule.serve import service as service_module
+from bascule.serve.blocks import Block, Event
+from bascule.serve.service import Service
+from bascule.serve.spool import Spool
+from bascule.serve.status import Closing, Status, Submission, Unknown
+from bascule.serve.times import Times
+
+RANKS = 2
+
+
+@dataclass
+class Ranks:
+    """The ranks of an engine, which do what a test says; in place of a controller."""
+
+    num_ranks: int = RANKS
+    is_closed: bool = False
+    events: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue[Event])
+    running: dict[str, Block] = field(default_factory=dict[str, Block])
+
+    @property
+    def free_ranks(self) -> list[int]:
+        taken = {rank for block in self.running.values() for rank in block.ranks}
+        return [rank for rank in range(self.num_ranks) if rank not in taken]
+
+    def start(self, name: str, arguments: Mapping[str, Any], seed: int, block: Block) -> None:
+        del arguments, seed
+        self.running[name] = block
+
+    def halt(self, name: str) -> None:
+        """Go on: a request ends before its next step."""
+
+    def end(self, name: str, kind: str = "done", **facts: Any) -> None:
+        """Let a request end."""
+        facts = {"output": [Image.new("RGB", (8, 8))], "reason": "why"} | facts
+        self.events.put(Event(kind, name, time.monotonic(), self.running.pop(name), **facts))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def finish(self, reason: str = "") -> None:
+        """Let the engine end, with what it runs."""
+        self.events.put(Event("ended", "", time.monotonic(), Block(0, 1), reason=reason))
+
+
+class Pipeline:
+    """A pipeline by its signature and configuration alone."""
+
+    def __init__(self) -> None:
+        self.transformer: Any = torch.nn.Identity()
+        self.transformer.config = SimpleNamespace(num_attention_heads=4, num_layers=2)
+
+    def __call__(self, prompt: str, num_inference_steps: int = 4, output_type: str = "pil") -> None:
+        """Take a prompt."""
+
+
+@contextmanager
+def serving(folder: Path, *, reason: str = "", **keeps: Any) -> Iterator[tuple[Service, Ranks]]:
+    """A service on the spool of a folder, whose ranks end for a reason, or well."""
+    ranks, pipeline = Ranks(), Pipeline()
+    profile = HardwareProfile.load("h100-datasheet")
+    service = Service(
+        pipeline,
+        cast(Any, ranks),
+        Spool(folder, "one"),
+        policy=Balanced(),
+        times=Times(pipeline, [1, 2], RANKS, profile),
+        **keeps,
+    )
+    service.start()
+    try:
+        yield service, ranks
+    finally:
+        ranks.finish(reason)
+        service.close()
+
+
+def until(condition: Callable[[], Any]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
+
+
+def ask(service: Service, *names: str) -> dict[str, str]:
+    """Ids of new requests by prompt."""
+    statuses = service.submit([Submission(prompt=Prompt(prompt=name)) for name in names])
+    return {name: one.id for name, one in zip(names, statuses, strict=True)}
+
+
+def play(service: Service, ranks: Ranks, deadly: str) -> list[list[str]]:
+    """Run requests until all have ended or the deadly one runs; who ran together, in order."""
+    ran, of = list[list[str]](), lambda: {one.id: one.prompt.prompt for one in service.statuses()}
+
+    def here() -> bool:
+        return bool(ranks.running) or all(one.has_ended for one in service.statuses())
+
+    while True:
+        until(here)
+        time.sleep(0.05)  # others may start, too
+        if not ranks.running:
+            return ran
+        names = of()
+        ran.append(sorted(names[one] for one in ranks.running))
+        if deadly in ran[-1]:
+            return ran
+        one = min(ranks.running)
+        ranks.end(one)
+        until(lambda one=one: service.status(one).has_ended)
+
+
+def test_a_request_that_ends_its_ranks_fails_and_all_others_are_done(tmp_path: Path) -> None:
+    """At its second death it ran alone, so no other that ran beside it at the first one fails."""
+    lives = list[list[list[str]]]()
+    for life in range(3):
+        with serving(tmp_path, reason="rank 0 is gone") as (service, ranks):
+            if life == 0:
+                ids = ask(service, "deadly", "beside")
+                until(lambda: len(ranks.running) == 2)
+                ids |= ask(service, "good 1", "good 2")
+            lives.append(play(service, ranks, "deadly"))
+            states = {name: service.status(one).state for name, one in ids.items()}
+            reason = service.status(ids["deadly"]).reason
+    assert lives[0] == [["beside", "deadly"]]
+    together, (first, *rest) = lives[1], lives[1]
+    assert set(first) <= {"good 1", "good 2"} and together[-1] == ["deadly"]
+    assert all(len(one) == 1 for one in rest if {"beside", "deadly"} & set(one))
+    assert lives[2] == [["beside"]]
+    assert states == {"deadly": "failed", "beside": "done", "good 1": "done", "good 2": "done"}
+    assert reason.startswith("its ranks ended 2 times while it ran, at last alone: see why")
+
+
+def test_a_stop_and_a_loss_of_power_count_against_nobody(tmp_path: Path) -> None:
+    for life in range(4):
+        with serving(tmp_path) as (service, ranks):
+            ids = ask(service, "long") if life == 0 else {}
+            until(lambda: ranks.running)
+    boots = [str(number) for number in range(4)]
+    for boot in boots:
+        with mock.patch("bascule.serve.spool._BOOT_ID", tmp_path / boot):
+            (tmp_path / boot).write_text(boot)
+            with serving(tmp_path, reason="no power") as (service, ranks):
+                until(lambda: ranks.running)
+    with serving(tmp_path) as (service, ranks):
+        play(service, ranks, "")
+        (status,) = service.statuses()
+        assert status.state == "done", (status, ids)
+
+
+def test_a_disk_that_takes_no_outputs_ends_what_begins(tmp_path: Path) -> None:
+    """Ranks do not go on to fill the memory; health names no file."""
+    full = OSError(28, "No space left on device", str(tmp_path / "secret"))
+    with serving(tmp_path) as (service, ranks):
+        with mock.patch.object(service_module, "write_media", side_effect=full):
+            ids = ask(service, *map(str, range(12)))
+            for _ in range(RANKS + 1):
+                until(lambda: ranks.running)
+                ranks.end(min(ranks.running))
+            until(service.health)
+            while ranks.running:
+                ranks.end(min(ranks.running))
+            time.sleep(0.3)
+            assert not ranks.running and len(service._leaving) <= 2 * RANKS + 1
+            assert service.health() == "the disk takes no outputs: No space left on device"
+        play(service, ranks, "")
+        assert {service.status(one).state for one in ids.values()} == {"done"}
+        with mock.patch.object(service_module, "write_media", side_effect=TypeError("odd")):
+            (odd,) = ask(service, "odd").values()
+            play(service, ranks, "")
+        assert service.status(odd).reason == "its output cannot be written: TypeError: odd"
+        ranks.finish(f"RuntimeError: {tmp_path} is gone")
+        until(service.health)
+        assert service.health() == "the ranks of the server have ended"
+
+
+def test_what_has_ended_is_removed_when_asked_or_old_or_too_much(tmp_path: Path) -> None:
+    with serving(tmp_path) as (service, ranks):
+        ids = ask(service, "a", "b", "c", "wrong")
+        until(lambda: ids["a"] in ranks.running)
+        assert service.delete(ids["wrong"]).state == "cancelled"
+        play(service, ranks, "")
+        path = service.result(ids["a"])
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert service.delete(ids["a"]).state == "done" and not path.exists()
+        for call in (service.status, service.result, service.delete):
+            with pytest.raises(Unknown):
+                call(ids["a"])
+        assert {one.prompt.prompt for one in service.statuses()} == {"b", "c", "wrong"}
+        paths = [service.result(ids[name]) for name in "bc"]
+    size = paths[0].stat().st_size
+    with serving(tmp_path, keep_bytes=1.5 * size) as (service, ranks):
+        until(lambda: len(list(paths[0].parent.iterdir())) == 1)
+        until(lambda: len(service.statuses()) < 3)
+        (kept,) = [one for one in service.statuses() if one.state == "done"]
+        assert service.result(kept.id).exists()
+    with serving(tmp_path, keep_days=1e-9) as (service, ranks):
+        until(lambda: not service.statuses())
+        assert not list(paths[0].parent.iterdir())
+        ask(service, "d")
+        until(lambda: ranks.running)  # what has not ended stays
+
+
+def test_a_damaged_spool_fails_its_requests_and_ends_no_thread(tmp_path: Path) -> None:
+    with closing(Spool(tmp_path, "one")) as spool:
+        spool._base.execute("pragma journal_mode = delete")
+    with serving(tmp_path) as (service, ranks):
+        ids = ask(service, "a", "b", "c")
+        until(lambda: len(ranks.running) == 2)
+        status, news = service._spool.status, list[Status]()
+        service.on_change = news.append
+        with mock.patch.object(service._spool, "status", side_effect=Closing("damaged")):
+            ranks.end(min(ranks.running))
+            until(lambda: any(one.has_ended for one in news))
+            with pytest.raises(Closing, match="damaged"):
+                service.status("none")
+        assert service._spool.status == status
+        play(service, ranks, "")
+        assert {service.status(one).state for one in ids.values()} == {"done"}
+        assert not service.health()
