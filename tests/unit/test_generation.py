@@ -2,6 +2,8 @@
 
 import inspect
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from PIL import Image
 
 from bascule.errors import ConfigError
-from bascule.generate.options import GenerateOptions, Prompt, read_prompts
+from bascule.generate.options import GenerateOptions, Prompt, names_of, read_prompts, variant_of
 from tests.helpers.cli import Console, run
 
 
@@ -20,9 +22,8 @@ def test_prompts_of_the_command_and_of_files(tmp_path: Path) -> None:
     assert [(one.prompt, one.seed) for one in found] == [("a", 5), ("b", 6)]
     assert {(one.width, one.height, one.steps) for one in found} == {(64, 256, 4)}
     again = Prompt(prompt="a", seed=5, width=64, height=256, steps=4)
-    names = [one.name(0, options) for one in (*found, again)]
-    names.append(found[0].name(0, GenerateOptions(prompt=("a",), model="tiny-wan")))
-    assert names[0] == names[2] and len(set(names)) == 3
+    names = [names_of([one], options)[0] for one in (*found, again)]
+    assert names[0] == names[2] != names[1]
     lines = tmp_path / "prompts.txt"
     lines.write_text("one\n\n  two words \n", encoding="utf-8")
     found = read_prompts(GenerateOptions(prompts=lines, model="tiny-wan"))
@@ -33,6 +34,91 @@ def test_prompts_of_the_command_and_of_files(tmp_path: Path) -> None:
     objects.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     found = read_prompts(GenerateOptions(prompts=objects, guidance=7.0, steps=3))
     assert [(one.seed, one.guidance, one.steps) for one in found] == [(9, 2.5, 3), (1, 7.0, 3)]
+
+
+def of_files(folder: Path, **files: bytes) -> str:
+    """A folder of a pipeline with these files, by their names with __ for /."""
+    for name, content in {"model_index.json": b"{}", **files}.items():
+        path = folder / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return str(folder)
+
+
+def test_names_change_with_whatever_changes_the_files(tmp_path: Path) -> None:
+    model = of_files(
+        tmp_path / "m", **{"t__model.safetensors": b"w" * 10**6, "s__config.json": b"1"}
+    )
+    Image.new("RGB", (2, 2)).save(tmp_path / "a.png")
+    prompt = Prompt(prompt="x", image=str(tmp_path / "a.png"))
+
+    def name(prompt: Prompt = prompt, model: str = model, **options: Any) -> str:
+        return names_of([prompt], GenerateOptions(prompt=("x",), model=model, **options))[0]
+
+    first, names = name(), set[str]()
+    changes: list[dict[str, Any]] = [{"fps": 30}, {"dtype": "float16"}, {"tiles": True}]
+    changes += [{"wire": "int8"}, {"sparse": 0.5}, {"variant": "fp16"}, {"model": "tiny"}]
+    names |= {name(**change) for change in changes}
+    names |= {
+        name(replace(prompt, **{k: v})) for k, v in (("steps", 3), ("seed", 3), ("image", ""))
+    }
+    assert name(ranks=3, timeout_s=9.0, out=tmp_path) == first and first not in names
+    copy = shutil.copytree(model, tmp_path / "copy")
+    assert len(names) == 10 and copy != model
+    for file, content in (("s/config.json", b"2"), ("t/model.safetensors", b"v" * 10**6)):
+        before = name()
+        (Path(model) / file).write_bytes(content)  # of the same size
+        names |= {before, name()}
+    Image.new("RGB", (2, 2), (1, 1, 1)).save(tmp_path / "a.png")
+    assert len(names | {name()}) == 14
+
+
+@pytest.mark.parametrize(
+    ("files", "asked", "name"),
+    [
+        (["t/model.safetensors"], None, None),
+        (["t/model.fp16.safetensors", "u/model.fp16-00001-of-00002.safetensors"], None, "fp16"),
+        (["t/diffusion_pytorch_model-00001-of-00002.fp16.bin", "u/model.bin"], None, "fp16"),
+        (["t/model.safetensors", "t/model.fp16.safetensors"], None, None),
+        (["t/model.safetensors", "t/model.fp16.safetensors"], "fp16", "fp16"),
+        (["t/model.fp16.safetensors", "t/model.bf16.safetensors"], "bf16", "bf16"),
+        (["t/model.fp16.safetensors", "t/model.bf16.safetensors"], None, "weights of bf16, fp16: "),
+        (["t/model.fp16.safetensors"], "bf16", "--variant bf16: .* has those of fp16"),
+        (["t/model.safetensors"], "fp16", "--variant fp16: .* has no variants: leave it out"),
+    ],
+)
+def test_a_variant_is_the_only_one_or_given(
+    files: list[str], asked: str | None, name: str | None, tmp_path: Path
+) -> None:
+    model = of_files(tmp_path, **dict.fromkeys(files, b""))
+    if name in (None, "fp16", "bf16"):
+        assert variant_of(model, asked) == name
+        return
+    with pytest.raises(ConfigError, match=name):
+        GenerateOptions(prompt=("x",), model=model, variant=asked).check_source()
+
+
+def test_pictures_of_prompts(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    Image.new("RGB", (3, 2), (200, 0, 0)).save(tmp_path / "deep" / "red.png")
+    (tmp_path / "deep" / "cut.png").write_bytes((tmp_path / "deep" / "red.png").read_bytes()[:50])
+    path = tmp_path / "deep" / "prompts.jsonl"
+    rows = [{"prompt": "x", "image": "red.png"}, {"prompt": "y"}, {"prompt": "z", "image": ""}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    other = str(tmp_path / "deep" / "red.png")
+    prompts = read_prompts(GenerateOptions(prompts=path))
+    assert [one.image for one in prompts] == [str(path.parent / "red.png"), None, ""]
+    prompts = read_prompts(GenerateOptions(prompts=path, image=other))
+    assert [one.image for one in prompts] == [str(path.parent / "red.png"), other, ""]
+    for image, said in (
+        ("no.png", "line 1: image .*no.png: cannot be read as a picture: No such file"),
+        ("prompts.jsonl", "line 1: image .*: cannot be read as a picture: cannot identify"),
+        ("cut.png", "line 1: image .*cut.png: cannot be read as a picture: "),
+        (["red.png"], "line 1: image must be the path of a picture"),
+    ):
+        path.write_text(json.dumps({"prompt": "x", "image": image}))
+        with pytest.raises(ConfigError, match=said):
+            read_prompts(GenerateOptions(prompts=path))
 
 
 @pytest.mark.parametrize(
@@ -149,10 +235,11 @@ def test_files_are_there_whole_or_not_at_all(tmp_path: Path) -> None:
     for folder in (tmp_path / "nowhere", tmp_path / "one.png"):  # no folder; a file in its place
         wrong += [(folder / name, frames[0]) for name in ("new.png", "new.mp4")]
     for path, frame in wrong:
-        with pytest.raises(ConfigError, match=rf"--out: .*{path.name} cannot be written: "):
+        with pytest.raises(ConfigError, match=rf"^{path.name} cannot be written: ") as error:
             write_media(path, [frame], 8)
+        assert str(tmp_path) not in str(error.value)  # clients of a server read it
         if frame is not thin:
-            with pytest.raises(ConfigError, match=r"--out: .*new.json cannot be written: "):
+            with pytest.raises(ConfigError, match=r"^new\.json cannot be written: "):
                 write_record(path.with_suffix(".json"), {})
     there = sorted(path.name for path in tmp_path.iterdir())
     assert there == ["clip.mp4", "one.json", "one.png"]
