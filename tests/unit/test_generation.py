@@ -214,6 +214,56 @@ def test_guided_is_what_computes_two_branches(
             assert is_guided(prompt, takes) == is_so, (scale, negative)
 
 
+def test_what_a_pipeline_would_change_is_refused_before_the_work() -> None:
+    diffusers: Any = pytest.importorskip("diffusers")
+    transformers: Any = pytest.importorskip("transformers")
+    from bascule.generate import tiny
+    from bascule.generate.generating import arguments_of, check_prompt
+
+    flux, wan = (tiny.pipeline(diffusers, transformers, x) for x in (tiny.TINY, tiny.TINY_WAN))
+    change = diffusers.FluxImg2ImgPipeline.from_pipe(flux)
+    kontext = diffusers.FluxKontextPipeline.from_pipe(flux)
+
+    def check(pipeline: Any, picture: bool | None = None, **settings: Any) -> dict[str, Any]:
+        takes = inspect.signature(pipeline.__call__).parameters
+        prompt = Prompt(prompt="x", **settings)
+        check_prompt(pipeline, prompt, takes, picture=picture)
+        return arguments_of(prompt, takes)
+
+    check(flux)
+    check(flux, width=48, height=16)
+    check(wan, width=48, height=32, frames=9)
+    check(change, picture=True, width=48)
+    assert check(kontext, picture=True, width=48, height=32)["max_area"] == 48 * 32
+    check(kontext, picture=False, width=48, height=32)
+    for pipeline, picture, settings, said in (
+        (flux, None, {"width": 8, "height": 8}, "width is 8, and .* makes it 16: give 16"),
+        (flux, None, {"width": 16, "height": 1}, "height is 1, and .* makes it 16: give 16"),
+        (flux, None, {"width": 257}, "^width is 257, and this pipeline makes it 256: give 256"),
+        (wan, None, {"width": 24, "height": 16}, "WanPipeline refuses it: .*divisible by 16"),
+        (wan, None, {"frames": 6}, "frames is 6, and this pipeline makes it 5: give 5"),
+        (change, None, {"width": 48}, "Img2ImgPipeline makes outputs from a picture: give image$"),
+        (change, False, {"width": 48}, "makes outputs from a picture: give image$"),
+        (kontext, None, {}, "from a picture: give image, or an empty one to do without"),
+        (kontext, True, {"width": 48}, "would scale both sides: give width and height, or neither"),
+        (flux, None, {"image": "x.png"}, "takes no image, and image is 'x.png': leave it out"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            check(pipeline, picture, **settings)
+
+
+def test_steps_of_a_pipeline_that_has_no_default() -> None:
+    def call(prompt: str, num_inference_steps: int | None = None) -> None: ...
+
+    takes = inspect.signature(call).parameters
+    assert Prompt(prompt="x", steps=3).num_steps(takes) == 3
+    with pytest.raises(ConfigError, match="no number of steps by default: give steps"):
+        Prompt(prompt="x").num_steps(takes)
+    for steps in (None, 3):
+        with pytest.raises(ConfigError, match="no number of steps by default: another pipeline"):
+            Prompt(prompt="x", steps=steps).num_steps({"prompt": takes["prompt"]})
+
+
 def test_files_are_there_whole_or_not_at_all(tmp_path: Path) -> None:
     from bascule.generate.generating import write_media, write_record
 
