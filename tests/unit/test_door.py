@@ -233,6 +233,7 @@ _REFUSED: list[tuple[str, Any, int, str, str | None]] = [
     (GENERATE, {"prompt": "x", "size": "999999x999999"}, 400, "give at most 65,536", "size"),
     (GENERATE, {"prompt": "x", "size": "1x40000"}, 400, "40,000 pixels a side are too", "size"),
     (GENERATE, {"prompt": "x", "num_inference_steps": 51}, 400, "51 steps are too many", "steps"),
+    (GENERATE, {"prompt": "x", "num_inference_steps": 5, "steps": 5}, 400, "several", "steps"),
     (f"{GENERATE}?steps=9", {"prompt": "x"}, 400, "?steps=9: no query is read", None),
     (GENERATE, {"prompt": "x", "stps": 3}, 400, "'stps' is not known: give some of", "stps"),
     (GENERATE, {"prompt": "x", "a" * 500: 3}, 400, f"'{'a' * 80}..' is not known", "a" * 500),
@@ -479,7 +480,8 @@ def test_many_connections_keep_no_other_client_out(
         door.service.step()
         news = b""
         while b"running" not in news:
-            assert (more := follower.recv(4096)), news
+            more = follower.recv(4096)
+            assert more, news
             news += more
 
 

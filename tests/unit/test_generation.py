@@ -5,7 +5,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -83,8 +83,8 @@ def test_names_change_with_whatever_changes_the_files(tmp_path: Path) -> None:
         (["t/model.safetensors", "t/model.fp16.safetensors"], "fp16", "fp16"),
         (["t/model.fp16.safetensors", "t/model.bf16.safetensors"], "bf16", "bf16"),
         (["t/model.fp16.safetensors", "t/model.bf16.safetensors"], None, "weights of bf16, fp16: "),
-        (["t/model.fp16.safetensors"], "bf16", "--variant bf16: .* has those of fp16"),
-        (["t/model.safetensors"], "fp16", "--variant fp16: .* has no variants: leave it out"),
+        (["t/model.fp16.safetensors"], "bf16", "--variant bf16: the variants of .* are fp16"),
+        (["t/model.safetensors"], "fp16", "--variant fp16: .* are none: leave it out"),
     ],
 )
 def test_a_variant_is_the_only_one_or_given(
@@ -250,6 +250,27 @@ def test_what_a_pipeline_would_change_is_refused_before_the_work() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             check(pipeline, picture, **settings)
+
+
+def test_sound_that_is_not_written_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch: Any = pytest.importorskip("torch")
+    pytest.importorskip("diffusers")
+    from bascule.generate import generating
+
+    class Quiet(torch.nn.Module):
+        components: ClassVar[dict[str, Any]] = {"vae": None}
+
+    class Loud(torch.nn.Module):
+        components: ClassVar[dict[str, Any]] = {"vae": None, "vocoder": None}
+
+    for kind, num in ((Quiet, 0), (Loud, 1)):
+        monkeypatch.setattr(generating.tiny, "pipeline", lambda *_, kind=kind: kind())
+        generating.load_pipeline("tiny", torch.float32, torch.device("cpu"))
+        assert [one.getMessage() for one in caplog.records] == [
+            "Loud makes sound, which is not written"
+        ] * num
 
 
 def test_steps_of_a_pipeline_that_has_no_default() -> None:

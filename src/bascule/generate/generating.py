@@ -101,11 +101,12 @@ def check_prompt(
             return
 
 
-def check_size(prompt: Prompt, made: Mapping[str, int]) -> None:
+def check_size(prompt: Prompt, made: Mapping[str, int], where: str = "") -> None:
     """Refuse a size that the pipeline rounds, where it is known before, or as the output shows."""
     for name, size in made.items():
         if (asked := getattr(prompt, name)) not in (None, size):
-            raise ConfigError(f"{name} is {asked}, and this pipeline makes it {size}: give {size}")
+            said = f"{name} is {asked}, and this pipeline makes it {size}: give {size}"
+            raise ConfigError(where + said)
 
 
 def is_guided(prompt: Prompt, takes: Mapping[str, Any]) -> bool:

@@ -3,9 +3,9 @@
 import inspect
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -59,9 +59,11 @@ class Generation:
             load_av(f"--model {options.model}")  # or refuse at once
         self.names = [name + ending for name in names_of(self.prompts, options)]
         for place, one in enumerate(self.prompts):
-            with _naming(place):
-                picture = None if one.image is None else bool(one.image)
+            picture = None if one.image is None else bool(one.image)
+            try:
                 check_prompt(pipeline, one, self._takes, picture=picture)
+            except ConfigError as error:
+                raise ConfigError(f"prompt {place + 1}: {error}") from error
         if options.tiles:
             enable_tiles(pipeline)
         sparse = None if options.sparse is None else SparseConfig(keep=options.sparse)
@@ -189,19 +191,10 @@ class Generation:
         name, prompt = self.names[place], self.prompts[place]
         frames = output[0] if name.endswith(VIDEO) else output[:1]
         width, height = frames[0].size
-        with _naming(place):
-            check_size(prompt, {"width": width, "height": height, "frames": len(frames)})
+        made = {"width": width, "height": height, "frames": len(frames)}
+        check_size(prompt, made, f"prompt {place + 1}: ")
         record = {"file": name, **self._settings, **asdict(prompt), "seconds": seconds}
         path = self._options.out / name
         write_record(path.with_suffix(".json"), record)
         write_media(path, frames, self._options.fps)
         return record
-
-
-@contextmanager
-def _naming(place: int) -> Iterator[None]:
-    """Say of which prompt an error is."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"prompt {place + 1}: {error}") from error

@@ -138,12 +138,12 @@ def variant_of(model: str, variant: str | None) -> str | None:
             name = match["variant"] or match["legacy"]
             (variants.setdefault(name, set()) if name else plain).add(path.parent.name)
     needed = sorted(name for name, components in variants.items() if not components <= plain)
-    if variant in variants or (variant is None and len(needed) < 2):
-        return variant or next(iter(needed), None)
-    if variant is None:
+    if variant is not None and variant not in variants:
+        there = ", ".join(sorted(variants)) or "none: leave it out"
+        raise ConfigError(f"--variant {variant}: the variants of {model} are {there}")
+    if variant is None and len(needed) > 1:
         raise ConfigError(f"--variant: {model} has weights of {', '.join(needed)}: give one")
-    there = f"those of {', '.join(sorted(variants))}" if variants else "no variants: leave it out"
-    raise ConfigError(f"--variant {variant}: {model} has {there}")
+    return variant or next(iter(needed), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,7 +65,7 @@ class Door:
             app.add_exception_handler(kind, answer)
         for method, path, handler in (
             ("POST", "/v1/images/generations", self._images),
-            ("POST", "/v1/images/edits", self._edits),
+            ("POST", "/v1/images/edits", self._images),
             ("POST", "/v1/videos", self._make_video),
             ("GET", "/v1/videos/{request_id}", self._get_video),
             ("GET", "/v1/videos/{request_id}/content", self._content),
@@ -202,12 +202,8 @@ class Door:
         return form, made
 
     async def _images(self, request: Request) -> Any:
-        return await self._when_done(request, with_image=False)
-
-    async def _edits(self, request: Request) -> Any:
-        return await self._when_done(request, with_image=True)
-
-    async def _when_done(self, request: Request, *, with_image: bool) -> Any:
+        """Answer when all images of a call are done."""
+        with_image = request.url.path.endswith("/edits")
         form, made = await self._submit(request, ImageForm, with_image=with_image)
         ended = await self._until_done(request, [one.id for one in made])
         data: list[dict[str, Any]] = []

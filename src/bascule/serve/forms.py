@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from fastapi import Request
 from PIL import Image, ImageOps
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import File, FormParser, parse_options_header
 
@@ -29,6 +29,7 @@ _MOST_VALUES = 10_000  # of JSON, beside what a text may hold
 _LONGEST_SIDE = 2**15
 _CHARSETS = "utf-8", "utf8", "us-ascii", "ascii"
 _HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
+_ALSO = {"num_inference_steps": "steps", "num_frames": "frames"}  # names on other servers
 _PICTURES = "image", "image[]", "input_reference"
 _FORMATS = "PNG", "JPEG", "WEBP"
 
@@ -52,9 +53,6 @@ class Refusal(Exception):  # noqa: N818 - an answer to a client
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-_also = AliasChoices  # names of other servers for the same field
-
-
 class Form(BaseModel):
     """The fields of every request; None leaves a value to the pipeline."""
 
@@ -64,7 +62,7 @@ class Form(BaseModel):
     negative_prompt: str | None = None
     model: str | None = None
     size: str = Field("auto", pattern=r"^(auto|[1-9]\d{0,8}x[1-9]\d{0,8})$")
-    steps: int | None = Field(None, ge=1, validation_alias=_also("steps", "num_inference_steps"))
+    steps: int | None = Field(None, ge=1)
     guidance: float | None = Field(None, ge=0, le=1e6)
     seed: int | None = Field(None, ge=0, le=_MOST_SEED)
     deadline_s: float | None = Field(None, gt=0, le=1e9)
@@ -88,7 +86,7 @@ class VideoForm(Form):
     """The fields of a video."""
 
     seconds: float | None = Field(None, gt=0, le=1e4)
-    frames: int | None = Field(None, ge=1, validation_alias=_also("frames", "num_frames"))
+    frames: int | None = Field(None, ge=1)
 
     def num_frames(self, fps: int) -> int | None:
         """Return the frames of the output; the first one is at 0 s, as video models count."""
@@ -114,7 +112,7 @@ async def read(request: Request, kind: type[Form], options: ServeOptions) -> tup
     pictures = [value for name, value in pairs if name in _PICTURES and value is not None]
     if len(pictures) > 1:
         raise Refusal(400, f"image: {len(pictures)} pictures are too many: give one", "image")
-    pairs = [(name, value) for name, value in pairs if name not in _PICTURES]
+    pairs = [(_ALSO.get(name, name), value) for name, value in pairs if name not in _PICTURES]
     fields = {name: value for name, value in _checked(pairs).items() if value is not None}
     try:
         return kind.model_validate(fields), pictures[0] if pictures else None

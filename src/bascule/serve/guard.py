@@ -156,10 +156,9 @@ class Guard:
 
 
 class Connection(H11Protocol):
-    """A connection that is closed where a client opens it and sends no whole request.
+    """A connection that is closed if it has no whole request for long, or when there are too many.
 
-    It is closed after a while, or when there are too many: then the address that has the most such
-    connections loses the oldest of them.
+    Then the address that has the most of these loses the oldest.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
