@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from bascule.cli import launch
 from bascule.cli.launch import stopping_quietly
 from bascule.comm.groups import member_of, resolve, set_timeout
-from bascule.generate.options import GenerateOptions, read_prompts
+from bascule.generate.options import GenerateOptions, names_of, read_prompts
 from tests.helpers.cli import run as run_command
 from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
 from tests.helpers.serving import Restless
@@ -324,9 +324,7 @@ def test_a_stop_is_one_sentence_that_says_how_to_go_on(
 def test_no_rank_starts_where_nothing_is_left_to_make(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (name,) = [
-        one.name(0, GenerateOptions()) for one in read_prompts(GenerateOptions(prompt=("x",)))
-    ]
+    (name,) = names_of(read_prompts(GenerateOptions(prompt=("x",))), GenerateOptions())
     (tmp_path / f"{name}.png").touch()
     with mock.patch.object(launch.run, "main", side_effect=AssertionError):
         code, out, _ = run_command(capsys, "generate", "--prompt", "x", "--out", str(tmp_path))
@@ -355,7 +353,7 @@ def refusals(prompts: Path, folder: Path) -> dict[str, tuple[list[str], str]]:
     dist.barrier()
     wrong: dict[str, dict[str, Any]] = {
         "this pipeline takes no num_frames, and frames is 5: leave it out": {"frames": 5},
-        "prompt 1: the pipeline fails with": {"width": 3},
+        "prompt 1: width is 3, and this pipeline makes it 16: give 16": {"width": 3},
         "Ulysses 8 on 2 ranks: the product of degrees must be 2": {"ulysses": 8},
         "disagree on prompts": {"prompts": prompts if rank else one},
         "width is 100, and this pipeline makes it 96: give 96": {"width": 100, "height": 64},
@@ -374,9 +372,11 @@ def refusals(prompts: Path, folder: Path) -> dict[str, tuple[list[str], str]]:
         )
     for words, sides in {  # before anything is computed, or in the pipeline: no folder is left
         "width is 33, and this pipeline makes it 32: give 32": {"width": 33},
-        "the pipeline fails": {"width": 3},
+        "the pipeline fails with ValueError: no encoder": {},
     }.items():
-        with mock.patch("diffusers.FluxPipeline.encode_prompt", side_effect=ValueError):
+        with mock.patch(
+            "diffusers.FluxPipeline.encode_prompt", side_effect=ValueError("no encoder")
+        ):
             ends[words] = raised_by(make, one, folder / "new", **sides)
         assert rank or not (folder / "new").exists()  # the first one makes it
     assert not list(folder.glob("*.png"))

@@ -27,7 +27,8 @@ STEPS = 3
 class FakeService:
     """Runs requests in the order of arrival, one a rank, by steps that a test asks for.
 
-    A prompt of "fail" fails after a step. An image has one pixel, of the color (seed, steps, 7).
+    A prompt of "fail" fails after a step, by `fails_with`. An image has one pixel, of the color
+    (seed, steps, 7).
     """
 
     folder: Path
@@ -36,6 +37,7 @@ class FakeService:
     takes_image: bool = False
     room: int = 1000
     reason: str = ""
+    fails_with: str = "no memory"
     on_change: Callable[[Status], None] | None = None
     asked: dict[str, Submission] = field(default_factory=dict[str, Submission])
     of: dict[str, Status] = field(default_factory=dict[str, Status])
@@ -116,7 +118,9 @@ class FakeService:
             for rank, one in enumerate(left[: self.num_ranks]):
                 done = one.step + 1
                 if one.prompt.prompt == "fail":
-                    ended = replace(one, state="failed", reason="no memory", ended_at=time.time())
+                    ended = replace(
+                        one, state="failed", reason=self.fails_with, ended_at=time.time()
+                    )
                 elif done == one.num_steps:
                     self._write(one)
                     ended = replace(one, state="done", step=done, ranks=(), ended_at=time.time())

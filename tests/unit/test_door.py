@@ -14,6 +14,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +225,18 @@ _REFUSED: list[tuple[str, Any, int, str, str | None]] = [
     (GENERATE, {"prompt": None}, 400, "prompt is missing", "prompt"),
     (GENERATE, {"prompt": ""}, 400, "at least 1 character", "prompt"),
     (GENERATE, {"prompt": ["a"]}, 400, "valid string, not \"['a']\"", "prompt"),
-    (GENERATE, {"prompt": "\ud800"}, 400, "prompt: ", "prompt"),
+    (GENERATE, {"prompt": "\ud800"}, 400, "'prompt' holds half of a surrogate pair", "prompt"),
+    (GENERATE, {"prompt": "x", "user": "a\udfff"}, 400, "'user' holds half of a surr", "user"),
+    (GENERATE, {"prompt": "x", "negative_prompt": "\ud83d"}, 400, "holds ha", "negative_prompt"),
+    (GENERATE, {"prompt": "x", "image": {"a\ud800": 1}}, 400, "holds half of", "a\\ud800"),
+    (GENERATE, {"prompt": "x", "\ud800": 1}, 400, "'\\ud800' holds half of a surr", "\\ud800"),
+    (GENERATE, b'{"prompt": "x", "seed": 1, "seed": 2}', 400, "'seed' comes several times", "seed"),
+    (GENERATE, b'{"prompt": ' + b"[" * 12_000, 400, "the body has more than 10,200 values", None),
+    (GENERATE, {"prompt": "x", "size": "999999x999999"}, 400, "give at most 65,536", "size"),
+    (GENERATE, {"prompt": "x", "size": "1x40000"}, 400, "40,000 pixels a side are too", "size"),
+    (GENERATE, {"prompt": "x", "num_inference_steps": 51}, 400, "51 steps are too many", "steps"),
+    (GENERATE, {"prompt": "x", "num_inference_steps": 5, "steps": 5}, 400, "several", "steps"),
+    (f"{GENERATE}?steps=9", {"prompt": "x"}, 400, "?steps=9: no query is read", None),
     (GENERATE, {"prompt": "x", "stps": 3}, 400, "'stps' is not known: give some of", "stps"),
     (GENERATE, {"prompt": "x", "a" * 500: 3}, 400, f"'{'a' * 80}..' is not known", "a" * 500),
     (GENERATE, {"prompt": "x" * 101}, 400, "prompt: 101 characters are too many", "prompt"),
@@ -285,6 +297,23 @@ def test_forms_that_are_malformed(limited: Open, videos: Open) -> None:
         ("multipart/form-data; boundary=edge", form[:40], 400),
         ("multipart/form-data; boundary=edge", multipart(*[("steps", "1")] * 70)[0], 400),
         ("multipart/form-data; boundary=edge", multipart(("prompt", b"\xff"))[0], 400),
+        ("multipart/form-data; boundary=edge", form[:-10], 400),
+        ("multipart/form-data; boundary=edge", form.replace(b"x\r\n--", b"\xff\r\n--"), 400),
+        ("multipart/form-data; boundary=edge", form.replace(b'name="prompt"', b'name="\xff"'), 400),
+        ("multipart/form-data; boundary=edge", form.replace(b"name=", b"no="), 400),
+        (
+            "multipart/form-data; boundary=edge",
+            encoded(b"Content-Type: text/plain; charset=x"),
+            415,
+        ),
+        ("multipart/form-data; boundary=edge", encoded(b"Content-Transfer-Encoding: x-own"), 400),
+        ("multipart/form-data; boundary=edge", encoded(b"Content-Transfer-Encoding: base64"), 400),
+        ("multipart/form-data; boundary=edge; charset=latin-1", form, 415),
+        ('multipart/form-data; boundary=edge; Charset="punycode"', form, 415),
+        ("multipart/form-data; boundary=edge; charset=undefined", form, 415),
+        ("multipart/form-data; boundary=edge; charset=", form, 415),
+        ("application/json; charset=latin-1", b'{"prompt": "x"}', 415),
+        ("application/json; charset=utf-16", '{"prompt": "x"}'.encode("utf-16"), 415),
     ):
         status, answer, _ = limited.call("POST", GENERATE, body, Content_Type=media)
         assert status == code and answer["error"]["message"], (media, answer)
@@ -294,6 +323,27 @@ def test_forms_that_are_malformed(limited: Open, videos: Open) -> None:
         assert status == 400 and said in answer["error"]["message"]
     assert videos.call("POST", GENERATE, {"prompt": "x"})[0] == 404
     assert not limited.service.asked and not videos.service.asked
+
+
+def encoded(header: bytes) -> bytes:
+    """A form whose text has one more header."""
+    form, _ = multipart(("prompt", "x"))
+    return form.replace(b"\r\n\r\n", b"\r\n" + header + b"\r\n\r\n")
+
+
+def test_texts_of_forms_are_utf_8(images: Open) -> None:
+    form, media = multipart(("prompt", "é"), ("num_inference_steps", "3"))
+    named = form.replace(b"\r\n\r\n", b"\r\nContent-Type: text/plain; charset=UTF-8\r\n\r\n")
+    based = encoded(b"Content-Transfer-Encoding: base64").replace(b"\r\nx\r\n", b"\r\nw6k=\r\n")
+    for body, kind in (
+        (form, media),
+        (named, f"{media}; charset=UTF-8"),
+        (based, media),
+        ('{"prompt": "é"}'.encode(), "application/json; charset=utf-8"),
+    ):
+        assert images.call("POST", "/v1/requests", body, Content_Type=kind)[0] == 202
+    prompts = [one.prompt for one in images.service.asked.values()]
+    assert [(one.prompt, one.steps) for one in prompts] == [("é", 3), ("é", 3), ("é", 4), ("é", 4)]
 
 
 def test_a_picture_that_grows_is_not_decoded(limited: Open) -> None:
@@ -326,6 +376,64 @@ def test_bodies_are_counted_as_they_come(limited: Open, monkeypatch: pytest.Monk
     assert answer.startswith(b"HTTP/1.1 408 ") and not limited.service.asked
 
 
+def asking(door: Open, *asked: tuple[str, Any, str]) -> list[tuple[threading.Thread, list[Any]]]:
+    """Calls that wait in the queue, by their threads and what they will be answered."""
+    calls: list[tuple[threading.Thread, list[Any]]] = []
+    for path, body, media in asked:
+        answers: list[Any] = []
+
+        def call(path: str = path, body: Any = body, media: str = media, to: Any = answers) -> None:
+            to.extend(door.call("POST", path, body, Content_Type=media))
+
+        calls.append((threading.Thread(target=call), answers))
+        calls[-1][0].start()
+        while len(door.service.asked) < len(calls):
+            assert calls[-1][0].is_alive(), answers
+            time.sleep(0.01)
+    return calls
+
+
+def test_bodies_count_while_they_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no longer: clients that wait in the queue keep no others out."""
+    monkeypatch.setattr(guard, "_BODIES", 2)
+    form, media = multipart(("prompt", "x"), ("image", png()), ("user", "u" * 900))
+    with opened_door(tmp_path, {"max_body_bytes": 1500}, takes_image=True) as door:
+        calls = asking(door, *[(EDIT, form, media)] * 4, *[(EDIT, body_of(900), JSON)] * 4)
+        with stepping(door.service):
+            for thread, answers in calls:
+                thread.join(60)
+                assert answers[0] == 200
+        assert door.call("POST", "/v1/requests", form, Content_Type=media)[0] == 202
+
+
+JSON = "application/json"
+
+
+def body_of(num_bytes: int) -> dict[str, str]:
+    picture = base64.b64encode(png()).decode()
+    return {"prompt": "x", "image": picture, "user": "u" * num_bytes}
+
+
+@pytest.mark.parametrize("form", ["b64_json", "url"])
+def test_images_that_are_not_done_are_errors(form: str, images: Open) -> None:
+    """Whatever is asked for; and no client asks again for what was accepted."""
+    body = {"prompt": "x", "response_format": form}
+    (thread, answers), (failing, failures) = asking(
+        images, (GENERATE, body, JSON), (GENERATE, body | {"prompt": "fail"}, JSON)
+    )
+    first = next(k for k, one in images.service.asked.items() if one.prompt.prompt == "x")
+    images.call("DELETE", f"/v1/requests/{first}")
+    images.service.step()
+    for call in (thread, failing):
+        call.join(60)
+    for (status, answer, headers), code, name in (
+        (answers, 410, "request_cancelled"),
+        (failures, 500, "request_failed"),
+    ):
+        assert (status, answer["error"]["code"]) == (code, name)
+        assert headers["x-should-retry"] == "false"
+
+
 def exchanged(door: Open, sent: bytes) -> bytes:
     """The first answer on a connection of bytes."""
     host, port = door.url.removeprefix("http://").split(":")
@@ -340,6 +448,43 @@ def test_silent_connections_are_closed(tmp_path: Path, monkeypatch: pytest.Monke
         for sent in (b"", b"GET /health HTT"):
             assert exchanged(door, sent) == b""
         assert door.call("GET", "/health")[0] == 200
+
+
+def test_many_connections_keep_no_other_client_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those without a whole request make room; those with one are told when to come again."""
+    post = b"POST /v1/requests HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    sent = b"", b"GET /health HTT", post + b"Content-Length: 99\r\n\r\n{", b"GET / HTTP/1.1\r\n"
+    monkeypatch.setattr(guard, "_NEW_S", 0.0)
+    with opened_door(tmp_path, {"most_waiting": 1}) as door, ExitStack() as stack:  # 1002
+        made = door.call("POST", "/v1/requests", {"prompt": "x"})[1]["data"][0]["id"]
+        follow = b"GET /v1/requests/%s/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" % made.encode()
+        host, port = door.url.removeprefix("http://").split(":")
+
+        def connect(data: bytes) -> socket.socket:
+            one = stack.enter_context(socket.create_connection((host, int(port)), timeout=60))
+            one.sendall(data)
+            return one
+
+        follower = connect(follow)
+        assert follower.recv(12) == b"HTTP/1.1 200"
+        for place in range(1100):
+            connect(sent[place % len(sent)])
+        assert door.call("GET", "/health")[0] == door.call("GET", "/v1/models")[0] == 200
+        for _ in range(990):
+            assert connect(follow).recv(12) == b"HTTP/1.1 200"
+        assert any(connect(follow).recv(12) == b"HTTP/1.1 503" for _ in range(30))
+        status, answer, headers = door.call("GET", "/v1/models")
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert "1,002 calls are open, this server's limit" in answer["error"]["message"]
+        assert door.call("GET", "/health")[0] == 200  # for whoever looks after the server
+        door.service.step()
+        news = b""
+        while b"running" not in news:
+            more = follower.recv(4096)
+            assert more, news
+            news += more
 
 
 def test_a_full_queue_says_when_to_come_again(tmp_path: Path) -> None:
@@ -513,6 +658,8 @@ def test_the_end_answers_who_waits(tmp_path: Path) -> None:
     follows.join(60)
     ends = {status: body for status, body, _ in answers}
     assert "goes on at its next start" in ends[503]["error"]["message"]
+    (headers,) = (headers for status, _, headers in answers if status == 503)
+    assert headers["x-should-retry"] == "false"  # it would be made twice
     assert ends[200].count(b"data: ") == 1
     assert [one.state for one in door.service.of.values()] == ["waiting"] * 2  # they are kept
 
@@ -522,8 +669,14 @@ def test_the_service_says_that_it_is_ill(images: Open, monkeypatch: pytest.Monke
     images.service.reason = "rank 1 is gone"
     status, answer, _ = images.call("GET", "/health")
     assert (status, answer["error"]["message"]) == (503, "rank 1 is gone")
-    status, answer, _ = images.call("POST", GENERATE, {"prompt": "x"})
+    status, answer, headers = images.call("POST", GENERATE, {"prompt": "x"})
     assert (status, answer["error"]["code"]) == (503, "closing")
+    assert headers["retry-after"] == "10" and "x-should-retry" not in headers
+    images.service.reason = "OSError: no space: '/srv/my/spool/outputs/a.png'"
+    for path in ("/health", "/v1/requests"):
+        method = "GET" if path == "/health" else "POST"
+        status, answer, _ = images.call(method, path, {"prompt": "x"} if method == "POST" else None)
+        assert (status, answer["error"]["message"]) == (503, "OSError: no space: 'a.png'")
     monkeypatch.setattr("bascule.serve.door._HEALTH_S", 0.1)
     slow = threading.Event()
     images.service.health = lambda: str(slow.wait(5))
@@ -534,6 +687,34 @@ def test_the_service_says_that_it_is_ill(images: Open, monkeypatch: pytest.Monke
     status, answer, _ = images.call("GET", "/v1/requests")
     assert (status, answer["error"]["type"]) == (500, "server_error")
     assert "division" not in answer["error"]["message"]
+
+
+def test_a_request_that_fails_is_a_line_of_the_log(
+    images: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    form, _ = multipart(("prompt", "x"))
+    media = "multipart/form-data; boundary=other"  # of clients' mistakes the log says nothing
+    assert images.call("POST", GENERATE, form, Content_Type=media)[0] == 400
+    assert images.call("POST", GENERATE, {"prompt": "x", "a": 1})[0] == 400
+    made = images.call("POST", "/v1/requests", {"prompt": "fail"})[1]["data"][0]["id"]
+    images.service.fails_with = "ValueError: no\n  /home/me/model/part.bin"
+    images.service.step()
+    assert images.call("GET", f"/v1/requests/{made}")[1]["reason"] == "ValueError: no\n  part.bin"
+    status, answer, _ = images.call("GET", f"/v1/requests/{made}/content")
+    assert status == 500 and "/home" not in answer["error"]["message"]
+    (line,) = [one.getMessage() for one in caplog.records]
+    assert line == f"request {made} failed: ValueError: no /home/me/model/part.bin"
+
+
+def test_a_key_that_others_can_read_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (path := tmp_path / "key").write_text(KEY)
+    for mode, num in ((0o600, 0), (0o400, 0), (0o640, 1), (0o604, 2)):
+        path.chmod(mode)
+        with opened_door(tmp_path, {"api_key_file": path}):
+            assert len(caplog.records) == num
+    assert f"can read {path}: chmod 600 {path}" in caplog.records[0].getMessage()
 
 
 def test_metrics(images: Open) -> None:

@@ -2,15 +2,17 @@
 
 import inspect
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from bascule.errors import ConfigError
-from bascule.generate.options import GenerateOptions, Prompt, read_prompts
+from bascule.generate.options import GenerateOptions, Prompt, names_of, read_prompts, variant_of
 from tests.helpers.cli import Console, run
 
 
@@ -20,9 +22,8 @@ def test_prompts_of_the_command_and_of_files(tmp_path: Path) -> None:
     assert [(one.prompt, one.seed) for one in found] == [("a", 5), ("b", 6)]
     assert {(one.width, one.height, one.steps) for one in found} == {(64, 256, 4)}
     again = Prompt(prompt="a", seed=5, width=64, height=256, steps=4)
-    names = [one.name(0, options) for one in (*found, again)]
-    names.append(found[0].name(0, GenerateOptions(prompt=("a",), model="tiny-wan")))
-    assert names[0] == names[2] and len(set(names)) == 3
+    names = [names_of([one], options)[0] for one in (*found, again)]
+    assert names[0] == names[2] != names[1]
     lines = tmp_path / "prompts.txt"
     lines.write_text("one\n\n  two words \n", encoding="utf-8")
     found = read_prompts(GenerateOptions(prompts=lines, model="tiny-wan"))
@@ -33,6 +34,91 @@ def test_prompts_of_the_command_and_of_files(tmp_path: Path) -> None:
     objects.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     found = read_prompts(GenerateOptions(prompts=objects, guidance=7.0, steps=3))
     assert [(one.seed, one.guidance, one.steps) for one in found] == [(9, 2.5, 3), (1, 7.0, 3)]
+
+
+def of_files(folder: Path, **files: bytes) -> str:
+    """A folder of a pipeline with these files, by their names with __ for /."""
+    for name, content in {"model_index.json": b"{}", **files}.items():
+        path = folder / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return str(folder)
+
+
+def test_names_change_with_whatever_changes_the_files(tmp_path: Path) -> None:
+    model = of_files(
+        tmp_path / "m", **{"t__model.safetensors": b"w" * 10**6, "s__config.json": b"1"}
+    )
+    Image.new("RGB", (2, 2)).save(tmp_path / "a.png")
+    prompt = Prompt(prompt="x", image=str(tmp_path / "a.png"))
+
+    def name(prompt: Prompt = prompt, model: str = model, **options: Any) -> str:
+        return names_of([prompt], GenerateOptions(prompt=("x",), model=model, **options))[0]
+
+    first, names = name(), set[str]()
+    changes: list[dict[str, Any]] = [{"fps": 30}, {"dtype": "float16"}, {"tiles": True}]
+    changes += [{"wire": "int8"}, {"sparse": 0.5}, {"variant": "fp16"}, {"model": "tiny"}]
+    names |= {name(**change) for change in changes}
+    names |= {
+        name(replace(prompt, **{k: v})) for k, v in (("steps", 3), ("seed", 3), ("image", ""))
+    }
+    assert name(ranks=3, timeout_s=9.0, out=tmp_path) == first and first not in names
+    copy = shutil.copytree(model, tmp_path / "copy")
+    assert len(names) == 10 and copy != model
+    for file, content in (("s/config.json", b"2"), ("t/model.safetensors", b"v" * 10**6)):
+        before = name()
+        (Path(model) / file).write_bytes(content)  # of the same size
+        names |= {before, name()}
+    Image.new("RGB", (2, 2), (1, 1, 1)).save(tmp_path / "a.png")
+    assert len(names | {name()}) == 14
+
+
+@pytest.mark.parametrize(
+    ("files", "asked", "name"),
+    [
+        (["t/model.safetensors"], None, None),
+        (["t/model.fp16.safetensors", "u/model.fp16-00001-of-00002.safetensors"], None, "fp16"),
+        (["t/diffusion_pytorch_model-00001-of-00002.fp16.bin", "u/model.bin"], None, "fp16"),
+        (["t/model.safetensors", "t/model.fp16.safetensors"], None, None),
+        (["t/model.safetensors", "t/model.fp16.safetensors"], "fp16", "fp16"),
+        (["t/model.fp16.safetensors", "t/model.bf16.safetensors"], "bf16", "bf16"),
+        (["t/model.fp16.safetensors", "t/model.bf16.safetensors"], None, "weights of bf16, fp16: "),
+        (["t/model.fp16.safetensors"], "bf16", "--variant bf16: the variants of .* are fp16"),
+        (["t/model.safetensors"], "fp16", "--variant fp16: .* are none: leave it out"),
+    ],
+)
+def test_a_variant_is_the_only_one_or_given(
+    files: list[str], asked: str | None, name: str | None, tmp_path: Path
+) -> None:
+    model = of_files(tmp_path, **dict.fromkeys(files, b""))
+    if name in (None, "fp16", "bf16"):
+        assert variant_of(model, asked) == name
+        return
+    with pytest.raises(ConfigError, match=name):
+        GenerateOptions(prompt=("x",), model=model, variant=asked).check_source()
+
+
+def test_pictures_of_prompts(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    Image.new("RGB", (3, 2), (200, 0, 0)).save(tmp_path / "deep" / "red.png")
+    (tmp_path / "deep" / "cut.png").write_bytes((tmp_path / "deep" / "red.png").read_bytes()[:50])
+    path = tmp_path / "deep" / "prompts.jsonl"
+    rows = [{"prompt": "x", "image": "red.png"}, {"prompt": "y"}, {"prompt": "z", "image": ""}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    other = str(tmp_path / "deep" / "red.png")
+    prompts = read_prompts(GenerateOptions(prompts=path))
+    assert [one.image for one in prompts] == [str(path.parent / "red.png"), None, ""]
+    prompts = read_prompts(GenerateOptions(prompts=path, image=other))
+    assert [one.image for one in prompts] == [str(path.parent / "red.png"), other, ""]
+    for image, said in (
+        ("no.png", "line 1: image .*no.png: cannot be read as a picture: No such file"),
+        ("prompts.jsonl", "line 1: image .*: cannot be read as a picture: cannot identify"),
+        ("cut.png", "line 1: image .*cut.png: cannot be read as a picture: "),
+        (["red.png"], "line 1: image must be the path of a picture"),
+    ):
+        path.write_text(json.dumps({"prompt": "x", "image": image}))
+        with pytest.raises(ConfigError, match=said):
+            read_prompts(GenerateOptions(prompts=path))
 
 
 @pytest.mark.parametrize(
@@ -128,6 +214,77 @@ def test_guided_is_what_computes_two_branches(
             assert is_guided(prompt, takes) == is_so, (scale, negative)
 
 
+def test_what_a_pipeline_would_change_is_refused_before_the_work() -> None:
+    diffusers: Any = pytest.importorskip("diffusers")
+    transformers: Any = pytest.importorskip("transformers")
+    from bascule.generate import tiny
+    from bascule.generate.generating import arguments_of, check_prompt
+
+    flux, wan = (tiny.pipeline(diffusers, transformers, x) for x in (tiny.TINY, tiny.TINY_WAN))
+    change = diffusers.FluxImg2ImgPipeline.from_pipe(flux)
+    kontext = diffusers.FluxKontextPipeline.from_pipe(flux)
+
+    def check(pipeline: Any, picture: bool | None = None, **settings: Any) -> dict[str, Any]:
+        takes = inspect.signature(pipeline.__call__).parameters
+        prompt = Prompt(prompt="x", **settings)
+        check_prompt(pipeline, prompt, takes, picture=picture)
+        return arguments_of(prompt, takes)
+
+    check(flux)
+    check(flux, width=48, height=16)
+    check(wan, width=48, height=32, frames=9)
+    check(change, picture=True, width=48)
+    assert check(kontext, picture=True, width=48, height=32)["max_area"] == 48 * 32
+    check(kontext, picture=False, width=48, height=32)
+    for pipeline, picture, settings, said in (
+        (flux, None, {"width": 8, "height": 8}, "width is 8, and .* makes it 16: give 16"),
+        (flux, None, {"width": 16, "height": 1}, "height is 1, and .* makes it 16: give 16"),
+        (flux, None, {"width": 257}, "^width is 257, and this pipeline makes it 256: give 256"),
+        (wan, None, {"width": 24, "height": 16}, "WanPipeline refuses it: .*divisible by 16"),
+        (wan, None, {"frames": 6}, "frames is 6, and this pipeline makes it 5: give 5"),
+        (change, None, {"width": 48}, "Img2ImgPipeline makes outputs from a picture: give image$"),
+        (change, False, {"width": 48}, "makes outputs from a picture: give image$"),
+        (kontext, None, {}, "from a picture: give image, or an empty one to do without"),
+        (kontext, True, {"width": 48}, "would scale both sides: give width and height, or neither"),
+        (flux, None, {"image": "x.png"}, "takes no image, and image is 'x.png': leave it out"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            check(pipeline, picture, **settings)
+
+
+def test_sound_that_is_not_written_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch: Any = pytest.importorskip("torch")
+    pytest.importorskip("diffusers")
+    from bascule.generate import generating
+
+    class Quiet(torch.nn.Module):
+        components: ClassVar[dict[str, Any]] = {"vae": None}
+
+    class Loud(torch.nn.Module):
+        components: ClassVar[dict[str, Any]] = {"vae": None, "vocoder": None}
+
+    for kind, num in ((Quiet, 0), (Loud, 1)):
+        monkeypatch.setattr(generating.tiny, "pipeline", lambda *_, kind=kind: kind())
+        generating.load_pipeline("tiny", torch.float32, torch.device("cpu"))
+        assert [one.getMessage() for one in caplog.records] == [
+            "Loud makes sound, which is not written"
+        ] * num
+
+
+def test_steps_of_a_pipeline_that_has_no_default() -> None:
+    def call(prompt: str, num_inference_steps: int | None = None) -> None: ...
+
+    takes = inspect.signature(call).parameters
+    assert Prompt(prompt="x", steps=3).num_steps(takes) == 3
+    with pytest.raises(ConfigError, match="no number of steps by default: give steps"):
+        Prompt(prompt="x").num_steps(takes)
+    for steps in (None, 3):
+        with pytest.raises(ConfigError, match="no number of steps by default: another pipeline"):
+            Prompt(prompt="x", steps=steps).num_steps({"prompt": takes["prompt"]})
+
+
 def test_files_are_there_whole_or_not_at_all(tmp_path: Path) -> None:
     from bascule.generate.generating import write_media, write_record
 
@@ -149,10 +306,11 @@ def test_files_are_there_whole_or_not_at_all(tmp_path: Path) -> None:
     for folder in (tmp_path / "nowhere", tmp_path / "one.png"):  # no folder; a file in its place
         wrong += [(folder / name, frames[0]) for name in ("new.png", "new.mp4")]
     for path, frame in wrong:
-        with pytest.raises(ConfigError, match=rf"--out: .*{path.name} cannot be written: "):
+        with pytest.raises(ConfigError, match=rf"^{path.name} cannot be written: ") as error:
             write_media(path, [frame], 8)
+        assert str(tmp_path) not in str(error.value)  # clients of a server read it
         if frame is not thin:
-            with pytest.raises(ConfigError, match=r"--out: .*new.json cannot be written: "):
+            with pytest.raises(ConfigError, match=r"^new\.json cannot be written: "):
                 write_record(path.with_suffix(".json"), {})
     there = sorted(path.name for path in tmp_path.iterdir())
     assert there == ["clip.mp4", "one.json", "one.png"]

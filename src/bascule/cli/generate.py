@@ -5,7 +5,7 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from bascule.errors import CommError
-from bascule.generate.options import GenerateOptions, read_prompts
+from bascule.generate.options import GenerateOptions, are_made, read_prompts
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ def run(options: GenerateOptions, arguments: list[str]) -> None:
             saved(console, *(options.out / one["file"] for one in result["outputs"]))
 
     prompts = read_prompts(options)
-    if not in_a_job() and all(one.is_made(k, options) for k, one in enumerate(prompts)):
+    if not in_a_job() and are_made(prompts, options):
         return finish({"degrees": {}, "prompts": len(prompts), "seconds": {}, "outputs": []})
 
     def prepare(num_ranks: int) -> None:

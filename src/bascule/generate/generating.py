@@ -1,7 +1,10 @@
 """Pipelines that make outputs for prompts, their arguments, and files of outputs."""
 
+import inspect
 import json
+import logging
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -15,13 +18,18 @@ from PIL import Image
 
 from bascule.errors import ConfigError
 from bascule.generate import tiny
-from bascule.generate.options import IMAGE, Prompt
+from bascule.generate.options import IMAGE, Prompt, read_picture, variant_of
 from bascule.workload.tables import load_av
 
 _NAMES = {"frames": "num_frames", "steps": "num_inference_steps"}  # of a pipeline's arguments
+_FROM_PICTURES = re.compile("Img2Img|I2I|I2V|ImageToVideo|Image2Video|Edit|Inpaint|Refiner")
+_FRAME_FACTORS = "vae_scale_factor_temporal", "vae_temporal_compression_ratio"
+_log = logging.getLogger(__name__)
 
 
-def load_pipeline(model: str, dtype: torch.dtype, device: torch.device) -> Any:
+def load_pipeline(
+    model: str, dtype: torch.dtype, device: torch.device, variant: str | None = None
+) -> Any:
     """Load a pipeline from a folder of this machine, or make a tiny one."""
 
     def load(diffusers: Any, transformers: Any) -> Any:
@@ -29,10 +37,15 @@ def load_pipeline(model: str, dtype: torch.dtype, device: torch.device) -> Any:
         if model in (tiny.TINY, tiny.TINY_WAN):
             pipeline = tiny.pipeline(diffusers, transformers, model)
             return pipeline if dtype == torch.float32 else pipeline.to(dtype)
-        from_folder = diffusers.DiffusionPipeline.from_pretrained
-        return from_folder(model, torch_dtype=dtype, local_files_only=True)
+        ways: Any = {"torch_dtype": dtype, "local_files_only": True}
+        if (name := variant_of(model, variant)) is not None:
+            ways["variant"] = name
+        return diffusers.DiffusionPipeline.from_pretrained(model, **ways)
 
-    return tiny.load(f"--model {model}", load, "diffusers", "transformers").to(device)
+    pipeline = tiny.load(f"--model {model}", load, "diffusers", "transformers").to(device)
+    if {"audio_vae", "vocoder"} & pipeline.components.keys() and os.environ.get("RANK", "0") == "0":
+        _log.warning("%s makes sound, which is not written", type(pipeline).__name__)
+    return pipeline
 
 
 def enable_tiles(pipeline: Any) -> None:
@@ -54,22 +67,46 @@ def _multiple_of(pipeline: Any) -> int:
     return next((factor for factor in factors if isinstance(factor, int)), 1)
 
 
-def check_sides(pipeline: Any, place: int, prompt: Prompt) -> None:
-    """Refuse sides of an image that a pipeline would round."""
+def check_prompt(
+    pipeline: Any, prompt: Prompt, takes: Mapping[str, Any], *, picture: bool | None
+) -> None:
+    """Refuse a prompt of which a pipeline would make something else, or nothing.
+
+    `picture` is True if there is one, False if there is none on purpose, and else None.
+    """
+    arguments, kind = arguments_of(prompt, takes), type(pipeline).__name__
+    prompt.num_steps(takes)
+    if "image" in takes and not picture:
+        needed = takes["image"].default is inspect.Parameter.empty or _FROM_PICTURES.search(kind)
+        if needed or (picture is None and "Kontext" in kind):
+            way = "" if needed else ", or an empty one to do without"
+            raise ConfigError(f"a {kind} makes outputs from a picture: give image{way}")
     multiple, sides = _multiple_of(pipeline), {"width": prompt.width, "height": prompt.height}
-    made = {name: side // multiple * multiple for name, side in sides.items() if side}
-    if all(made.values()):  # else the pipeline refuses it
-        check_size(place, prompt, made)
+    if "max_area" in takes and len(set(map(bool, sides.values()))) > 1:
+        raise ConfigError(f"a {kind} would scale both sides: give width and height, or neither")
+    made = {name: side // multiple * multiple or multiple for name, side in sides.items() if side}
+    factors = (getattr(pipeline, name, None) for name in _FRAME_FACTORS)
+    if prompt.frames is not None and (factor := next(filter(None, factors), 0)):
+        made["frames"] = (prompt.frames - 1) // factor * factor + 1
+    check_size(prompt, made)
+    if (check := getattr(pipeline, "check_inputs", None)) is not None:
+        if picture:
+            arguments.setdefault("image", Image.new("RGB", (multiple, multiple)))
+        values = {name: getattr(one, "default", None) for name, one in takes.items()} | arguments
+        try:
+            check(**{name: values.get(name) for name in inspect.signature(check).parameters})
+        except ValueError as error:
+            raise ConfigError(f"a {kind} refuses it: {error}") from error
+        except Exception:  # it looks at what the call makes before
+            return
 
 
-def check_size(place: int, prompt: Prompt, made: Mapping[str, int]) -> None:
+def check_size(prompt: Prompt, made: Mapping[str, int], where: str = "") -> None:
     """Refuse a size that the pipeline rounds, where it is known before, or as the output shows."""
     for name, size in made.items():
-        if getattr(prompt, name) not in (None, size):
-            raise ConfigError(
-                f"prompt {place + 1}: {name} is {getattr(prompt, name)}, and this pipeline makes "
-                f"it {size}: give {size}"
-            )
+        if (asked := getattr(prompt, name)) not in (None, size):
+            said = f"{name} is {asked}, and this pipeline makes it {size}: give {size}"
+            raise ConfigError(where + said)
 
 
 def is_guided(prompt: Prompt, takes: Mapping[str, Any]) -> bool:
@@ -96,14 +133,16 @@ def arguments_of(prompt: Prompt, takes: Mapping[str, Any]) -> dict[str, Any]:
     names = _NAMES | {"guidance": _scale_of(prompt, takes)}
     arguments = dict[str, Any]()
     for name, value in asdict(prompt).items():
-        if value is None or name == "seed":
+        if value is None or name == "seed" or (name == "image" and not value):
             continue
         argument = names.get(name, name)
         if argument not in takes:
             raise ConfigError(
                 f"this pipeline takes no {argument}, and {name} is {value!r}: leave it out"
             )
-        arguments[argument] = value
+        arguments[argument] = read_picture(value) if name == "image" else value
+    if "max_area" in takes and prompt.width and prompt.height:
+        arguments["max_area"] = prompt.width * prompt.height  # else these are scaled to 1024 x 1024
     return arguments
 
 
@@ -135,7 +174,7 @@ def _appearing(path: Path) -> Iterator[Path]:
         if isinstance(error, ConfigError):
             raise
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--out: {path} cannot be written: {reason}") from error
+        raise ConfigError(f"{path.name} cannot be written: {reason}") from error
 
 
 def _write_video(path: Path, frames: Sequence[Image.Image], fps: int) -> None:

@@ -20,7 +20,7 @@ from bascule.diffusers.sparse_layers import SparseConfig
 from bascule.errors import ConfigError
 from bascule.generate.generating import (
     arguments_of,
-    check_sides,
+    check_prompt,
     check_size,
     enable_tiles,
     is_guided,
@@ -28,11 +28,11 @@ from bascule.generate.generating import (
     write_media,
     write_record,
 )
-from bascule.generate.options import IMAGE, VIDEO, GenerateOptions, read_prompts
+from bascule.generate.options import IMAGE, VIDEO, GenerateOptions, names_of, read_prompts
 from bascule.plan.requests import Balanced, Queue
 from bascule.serve.controller import Controller
 from bascule.serve.engine import Engine
-from bascule.serve.scheduling import Scheduler, Task, num_steps_of
+from bascule.serve.scheduling import Scheduler, Task
 from bascule.serve.times import Times
 from bascule.workload.tables import load_av
 
@@ -51,15 +51,19 @@ class Generation:
         self._options = options
         self.prompts = read_prompts(options)
         dtype = options.dtype or ("float32" if device.type == "cpu" else "bfloat16")
-        pipeline = load_pipeline(options.model, getattr(torch, dtype), device)
+        self._settings = options.settings | {"dtype": dtype}
+        pipeline = load_pipeline(options.model, getattr(torch, dtype), device, options.variant)
         self._takes = inspect.signature(pipeline.__call__).parameters
         ending = VIDEO if "num_frames" in self._takes else IMAGE
         if ending == VIDEO:
             load_av(f"--model {options.model}")  # or refuse at once
-        self.names = [one.name(place, options) + ending for place, one in enumerate(self.prompts)]
+        self.names = [name + ending for name in names_of(self.prompts, options)]
         for place, one in enumerate(self.prompts):
-            arguments_of(one, self._takes)
-            check_sides(pipeline, place, one)
+            picture = None if one.image is None else bool(one.image)
+            try:
+                check_prompt(pipeline, one, self._takes, picture=picture)
+            except ConfigError as error:
+                raise ConfigError(f"prompt {place + 1}: {error}") from error
         if options.tiles:
             enable_tiles(pipeline)
         sparse = None if options.sparse is None else SparseConfig(keep=options.sparse)
@@ -83,7 +87,7 @@ class Generation:
 
     def num_steps(self, place: int) -> int:
         """Return the denoising steps of a prompt."""
-        return num_steps_of(self.prompts[place], self._takes)
+        return self.prompts[place].num_steps(self._takes)
 
     def run(self, on_step: Callable[[int, range], None]) -> list[dict[str, Any]]:
         """Make the missing outputs; return their records, on rank 0.
@@ -188,8 +192,9 @@ class Generation:
         name, prompt = self.names[place], self.prompts[place]
         frames = output[0] if name.endswith(VIDEO) else output[:1]
         width, height = frames[0].size
-        check_size(place, prompt, {"width": width, "height": height, "frames": len(frames)})
-        record = {"file": name, "model": self._options.model, **asdict(prompt), "seconds": seconds}
+        made = {"width": width, "height": height, "frames": len(frames)}
+        check_size(prompt, made, f"prompt {place + 1}: ")
+        record = {"file": name, **self._settings, **asdict(prompt), "seconds": seconds}
         path = self._options.out / name
         write_record(path.with_suffix(".json"), record)
         write_media(path, frames, self._options.fps)

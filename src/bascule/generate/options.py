@@ -2,7 +2,8 @@
 
 import hashlib
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,6 +24,12 @@ Seed = Annotated[int, Range(0, 2**63 - 1)]
 _Degree = Annotated[int | None, Range(1, 2**16)]
 DEFAULTS: dict[str, dict[str, Any]] = {TINY: {"width": 256, "height": 256, "steps": 4}}
 DEFAULTS[TINY_WAN] = DEFAULTS[TINY] | {"frames": 9}
+_WEIGHTS = re.compile(  # files of diffusers and transformers, which may be pieces
+    r"(diffusion_pytorch_|pytorch_)?model(\.(?P<variant>\w+))?(-\d+-of-\d+(\.(?P<legacy>\w+))?)?"
+    r"\.(safetensors|bin)"
+)
+_SETTINGS = "model", "variant", "dtype", "tiles", "wire", "sparse", "fps"  # change any output
+_SAMPLES, _SAMPLE_BYTES = 16, 2**12  # of a file of weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +40,12 @@ class GenerateOptions(Outputs, RankOptions):
 
     Attributes:
         model: Folder of a pipeline of diffusers; or tiny, or tiny-wan for videos (random weights).
+        variant: Of the folder's weights, such as fp16; found by itself if there are no others.
         prompt: Text of an output, once or several times.
         prompts: File of prompts: one a line, or JSON objects (.jsonl) with "prompt" and other
-            options: "negative_prompt", "width", "height", "frames", "steps", "guidance", "seed".
+            options: "image" (a path from the file's folder), "negative_prompt", "width", "height",
+            "frames", "steps", "guidance", "seed".
+        image: Picture that outputs are made from, where the pipeline takes one; "" for none.
         negative_prompt: Text to keep away from, where the pipeline guides with it.
         width: Pixels; the pipeline's default if not given, and 256 of a tiny one.
         height: Pixels; as for the width.
@@ -60,8 +70,10 @@ class GenerateOptions(Outputs, RankOptions):
     """
 
     model: str = TINY
+    variant: str | None = None
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     prompts: Path | None = None
+    image: str | None = None
     negative_prompt: str | None = None
     width: Pixels = None
     height: Pixels = None
@@ -83,6 +95,11 @@ class GenerateOptions(Outputs, RankOptions):
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """What changes outputs beside their prompts."""
+        return {name: getattr(self, name) for name in _SETTINGS}
+
+    @property
     def degrees(self) -> dict[str, int]:
         """Degrees of a `Shape` that are given."""
         degrees = {
@@ -99,17 +116,34 @@ class GenerateOptions(Outputs, RankOptions):
             raise ConfigError("give either --prompt TEXT, once or more, or --prompts FILE")
         if self.longest_ring is not None and self.degrees:
             raise ConfigError("--longest-ring: is for a mesh that is chosen: leave out its degrees")
-        check_model(self.model)
+        check_model(self.model, self.variant)
 
 
-def check_model(model: str) -> None:
-    """Refuse a model that is no pipeline."""
+def check_model(model: str, variant: str | None) -> None:
+    """Refuse a model that is no pipeline, or has not these weights."""
     index = Path(model) / "model_index.json"
     if model not in (TINY, TINY_WAN) and not index.is_file():
         raise ConfigError(
             f"--model {model}: no {index}: give the folder of a pipeline of diffusers, "
             f"or {TINY}, or {TINY_WAN}"
         )
+    variant_of(model, variant)
+
+
+def variant_of(model: str, variant: str | None) -> str | None:
+    """Return which variant of a folder's weights to load, or refuse one that is not there."""
+    plain, variants = set[str](), dict[str, set[str]]()  # components; those of each variant
+    for path in Path(model).glob("*/*"):
+        if match := _WEIGHTS.fullmatch(path.name):
+            name = match["variant"] or match["legacy"]
+            (variants.setdefault(name, set()) if name else plain).add(path.parent.name)
+    needed = sorted(name for name, components in variants.items() if not components <= plain)
+    if variant is not None and variant not in variants:
+        there = ", ".join(sorted(variants)) or "none: leave it out"
+        raise ConfigError(f"--variant {variant}: the variants of {model} are {there}")
+    if variant is None and len(needed) > 1:
+        raise ConfigError(f"--variant: {model} has weights of {', '.join(needed)}: give one")
+    return variant or next(iter(needed), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +151,7 @@ class Prompt:
     """The settings of one output; None leaves a value to the pipeline."""
 
     prompt: str
+    image: str | None = None
     negative_prompt: str | None = None
     width: Pixels = None
     height: Pixels = None
@@ -125,16 +160,58 @@ class Prompt:
     guidance: Scale = None
     seed: Seed = 0
 
-    def name(self, place: int, options: GenerateOptions) -> str:
-        """Return the name of its output, without an ending; it changes with the pixels."""
-        settings = options.model, options.dtype, options.tiles, options.wire, options.sparse
-        text = repr((*settings, sorted(asdict(self).items())))
-        return f"{place:05d}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
+    def num_steps(self, takes: Mapping[str, Any]) -> int:
+        """Return its denoising steps, for a pipeline that takes these arguments."""
+        known = takes.get("num_inference_steps")
+        steps = self.steps or getattr(known, "default", None)
+        if known is None or not isinstance(steps, int):
+            way = "another pipeline is needed" if known is None else "give steps"
+            raise ConfigError(f"this pipeline has no number of steps by default: {way}")
+        return steps
 
-    def is_made(self, place: int, options: GenerateOptions) -> bool:
-        """Return whether its output exists, of whatever kind the pipeline makes."""
-        path = options.out / self.name(place, options)
-        return any(os.path.exists(f"{path}{ending}") for ending in (IMAGE, VIDEO))
+
+def names_of(prompts: Sequence[Prompt], options: GenerateOptions) -> list[str]:
+    """Return the names of outputs, without an ending; they change with what changes the files."""
+    common, names = (options.settings, _digest(*_samples(options.model))), list[str]()
+    for place, prompt in enumerate(prompts):
+        image = prompt.image and _digest(Path(prompt.image).read_bytes())
+        text = repr((common, sorted((asdict(prompt) | {"image": image}).items())))
+        names.append(f"{place:05d}-{_digest(text.encode())}")
+    return names
+
+
+def are_made(prompts: Sequence[Prompt], options: GenerateOptions) -> bool:
+    """Return whether all outputs exist, of whatever kind the pipeline makes."""
+    paths = [options.out / name for name in names_of(prompts, options)]
+    return all(any(os.path.exists(f"{x}{end}") for end in (IMAGE, VIDEO)) for x in paths)
+
+
+def _digest(*parts: bytes) -> str:
+    return hashlib.blake2b(b"".join(parts), digest_size=4).hexdigest()
+
+
+def _samples(model: str) -> Iterator[bytes]:
+    """Yield bytes of a folder that change with its weights and settings, and not with its place."""
+    for path in sorted(Path(model).rglob("*")):
+        if path.is_file():
+            size = path.stat().st_size
+            yield f"{path.relative_to(model)} {size}".encode()
+            with path.open("rb") as file:
+                for k in range(_SAMPLES):
+                    file.seek(k * max(0, size - _SAMPLE_BYTES) // (_SAMPLES - 1))
+                    yield file.read(_SAMPLE_BYTES)
+
+
+def read_picture(path: str) -> Any:
+    """Return a picture in RGB, turned as its camera says; ConfigError if it cannot be read."""
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path) as opened:
+            return ImageOps.exif_transpose(opened).convert("RGB")
+    except Exception as error:  # PIL raises anything on damaged files
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"image {path}: cannot be read as a picture: {reason}") from error
 
 
 def read_prompts(options: GenerateOptions) -> list[Prompt]:
@@ -168,15 +245,21 @@ def _rows(options: GenerateOptions) -> Iterator[tuple[str, dict[str, Any]]]:
         if unknown := sorted(row.keys() - set(names)):
             said = f"{', '.join(map(repr, unknown))} {'is' if len(unknown) == 1 else 'are'}"
             raise ConfigError(f"{where}: {said} not known: give some of {', '.join(names)}")
-        if not isinstance(row.get("negative_prompt") or "", str):
-            raise ConfigError(f"{where}: negative_prompt must be text")
-        yield where, {name: value for name, value in row.items() if value is not None}
+        row = {name: value for name, value in row.items() if value is not None}
+        for name, kind in (("negative_prompt", "text"), ("image", "the path of a picture")):
+            if not isinstance(row.get(name, ""), str):
+                raise ConfigError(f"{where}: {name} must be {kind}")
+        if row.get("image"):
+            row["image"] = str(path.parent / row["image"])
+        yield where, row
 
 
 def _prompt(where: str, settings: dict[str, Any]) -> Prompt:
     prompt = Prompt(**settings)
     try:
         check_options(prompt)
+        if prompt.image:
+            read_picture(prompt.image)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     return prompt

@@ -27,7 +27,7 @@ from starlette.requests import ClientDisconnect
 
 from bascule.errors import ConfigError
 from bascule.serve.forms import Form, ImageForm, Refusal, VideoForm, picture, read, submissions
-from bascule.serve.guard import ANSWERED, NO_RETRY, Connection, Guard, answer
+from bascule.serve.guard import ANSWERED, NO_RETRY, Connection, Guard, answer, hide_folders
 from bascule.serve.options import ServeOptions
 from bascule.serve.status import Closing, Status
 
@@ -41,6 +41,7 @@ _VIDEO_STATUS = {"waiting": "queued", "running": "in_progress", "paused": "in_pr
 _VIDEO_STATUS |= {"done": "completed", "failed": "failed", "cancelled": "failed"}
 _MEDIA = {".png": "image/png", ".mp4": "video/mp4"}
 
+_log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 
@@ -60,12 +61,11 @@ class Door:
         self._calls, self._decodes, self._health_calls = map(CapacityLimiter, (16, 2, 4))
         self._metrics = _Metrics(service.num_ranks)
         app = FastAPI(openapi_url=None, lifespan=self._lifespan)
-        app.add_middleware(Guard, options=options, key=options.api_key())
         for kind in (*ANSWERED, Exception):
             app.add_exception_handler(kind, answer)
         for method, path, handler in (
             ("POST", "/v1/images/generations", self._images),
-            ("POST", "/v1/images/edits", self._edits),
+            ("POST", "/v1/images/edits", self._images),
             ("POST", "/v1/videos", self._make_video),
             ("GET", "/v1/videos/{request_id}", self._get_video),
             ("GET", "/v1/videos/{request_id}/content", self._content),
@@ -90,15 +90,19 @@ class Door:
         """Listen, and answer in a thread; ConfigError if the address is taken."""
         most_open = 2 * self._options.most_waiting + 1000
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = max(soft, most_open + 1000)
+        wanted = max(soft, 3 * most_open)
         if hard != resource.RLIM_INFINITY:
             wanted = min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))  # a connection is a file
+        most_open = min(most_open, wanted // 3)
+        path = self._options.api_key_file
+        if path is not None and path.stat().st_mode & 0o077:  # as containers mount secrets
+            _log.warning("other users of this machine can read %s: chmod 600 %s", path, path)
         listener = _listen(self._options)
         host, port = listener.getsockname()[:2]
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         config = uvicorn.Config(
-            self._app,
+            Guard(self._app, self._options, most_open),
             http=Connection,
             loop="asyncio",
             ws="none",
@@ -107,10 +111,11 @@ class Door:
             access_log=False,
             server_header=False,
             headers=[("X-Content-Type-Options", "nosniff")],
-            limit_concurrency=min(most_open, wanted // 2),
+            limit_concurrency=most_open,
             timeout_graceful_shutdown=_GRACE_S,
         )
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # clients' mistakes are theirs
+        for name in ("uvicorn.error", "python_multipart.multipart"):
+            logging.getLogger(name).setLevel(logging.ERROR)  # clients' mistakes are theirs
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
             target=self._server.run, args=([listener],), name="bascule door", daemon=True
@@ -142,6 +147,8 @@ class Door:
     def _on_change(self, status: Status) -> None:
         """Wake who waits for a request; in the service's thread."""
         self._metrics.count(status)
+        if status.state == "failed":
+            _log.warning("request %s failed: %s", status.id, " ".join(status.reason.split()))
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._wake, status.id)
 
@@ -190,25 +197,21 @@ class Door:
             image = await to_thread.run_sync(picture, *arguments, limiter=self._decodes)
         asked = submissions(form, image, self._options)
         made = await self._call(self._service.submit, asked)
+        request.state.is_accepted = True
         self._metrics.accepted.labels(self._service.kind).inc(len(made))
         return form, made
 
     async def _images(self, request: Request) -> Any:
-        return await self._when_done(request, with_image=False)
-
-    async def _edits(self, request: Request) -> Any:
-        return await self._when_done(request, with_image=True)
-
-    async def _when_done(self, request: Request, *, with_image: bool) -> Any:
+        """Answer when all images of a call are done."""
+        with_image = request.url.path.endswith("/edits")
         form, made = await self._submit(request, ImageForm, with_image=with_image)
         ended = await self._until_done(request, [one.id for one in made])
         data: list[dict[str, Any]] = []
         for one in ended:
-            row = {"id": one.id, "seed": one.prompt.seed}
+            row, path = {"id": one.id, "seed": one.prompt.seed}, await self._result(one)
             if form.response_format == "url":
                 row["url"] = f"{request.base_url}v1/requests/{one.id}/content"
             else:
-                path = await self._result(one)
                 row["b64_json"] = await self._call(_in_base64, path)
             data.append(row)
         return {"created": int(made[0].created_at), "output_format": "png", "data": data}
@@ -294,7 +297,7 @@ class Door:
     def _video(self, status: Status) -> dict[str, Any]:
         prompt, error, ended = status.prompt, None, status.ended_at
         if status.state in ("failed", "cancelled"):
-            said = status.reason or f"request {status.id} was {status.state}"
+            said = hide_folders(status.reason) or f"request {status.id} was {status.state}"
             error = {"code": f"request_{status.state}", "message": said}
         frames = prompt.frames and (prompt.frames - 1) / self._options.fps
         progress = 100 * status.step // (status.num_steps or 1)
@@ -399,7 +402,7 @@ def _list_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _row(status: Status) -> dict[str, Any]:
-    row = asdict(status)
+    row: dict[str, Any] = asdict(status) | {"reason": hide_folders(status.reason)}
     settings = {name: value for name, value in row.pop("prompt").items() if value is not None}
     return {"object": "request", **row, "prompt": settings.pop("prompt"), "settings": settings}
 

@@ -4,7 +4,10 @@ import base64
 import binascii
 import io
 import json
+import math
+import re
 import secrets
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -12,7 +15,8 @@ from typing import Any, Literal
 from fastapi import Request
 from PIL import Image, ImageOps
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from starlette.datastructures import UploadFile
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import File, FormParser, parse_options_header
 
 from bascule.generate.options import DEFAULTS, Prompt
 from bascule.serve.options import ServeOptions
@@ -20,6 +24,12 @@ from bascule.serve.status import Submission
 
 _LONGEST_QUOTE = 80
 _MOST_SEED = 2**63 - 1
+_MOST_PARTS = 68  # of a form
+_MOST_VALUES = 10_000  # of JSON, beside what a text may hold
+_LONGEST_SIDE = 2**15
+_CHARSETS = "utf-8", "utf8", "us-ascii", "ascii"
+_HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
+_ALSO = {"num_inference_steps": "steps", "num_frames": "frames"}  # names on other servers
 _PICTURES = "image", "image[]", "input_reference"
 _FORMATS = "PNG", "JPEG", "WEBP"
 
@@ -51,22 +61,13 @@ class Form(BaseModel):
     prompt: str = Field(min_length=1)
     negative_prompt: str | None = None
     model: str | None = None
-    size: str = Field("auto", pattern=r"^(auto|[1-9]\d{0,4}x[1-9]\d{0,4})$")
+    size: str = Field("auto", pattern=r"^(auto|[1-9]\d{0,8}x[1-9]\d{0,8})$")
     steps: int | None = Field(None, ge=1)
     guidance: float | None = Field(None, ge=0, le=1e6)
     seed: int | None = Field(None, ge=0, le=_MOST_SEED)
     deadline_s: float | None = Field(None, gt=0, le=1e9)
     must_meet_deadline: bool = False
     user: str | None = None  # this and all below `n` of images: OpenAI's, where we do the same
-
-    @property
-    def num_outputs(self) -> int:
-        """Outputs to make."""
-        return 1
-
-    def num_frames(self, fps: int) -> int | None:
-        """Return the frames of the output."""
-        return None
 
 
 class ImageForm(Form):
@@ -79,11 +80,6 @@ class ImageForm(Form):
     background: Literal["auto", "opaque"] = "auto"
     moderation: Literal["auto", "low"] = "auto"
     stream: Literal[False] = False
-
-    @property
-    def num_outputs(self) -> int:
-        """Outputs to make."""
-        return self.n
 
 
 class VideoForm(Form):
@@ -103,30 +99,21 @@ class VideoForm(Form):
 
 async def read(request: Request, kind: type[Form], options: ServeOptions) -> tuple[Form, Any]:
     """Return the fields of a call, and the picture with them, as it was sent, or None."""
-    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media == "multipart/form-data":
-        limits = {"max_files": 4, "max_fields": 64, "max_part_size": options.max_body_bytes}
-        async with request.form(**limits) as form:
-            pairs = [
-                (name, await value.read() if isinstance(value, UploadFile) else value)
-                for name, value in form.multi_items()
-            ]
-    elif media == "application/json":
-        try:
-            fields = json.loads(await request.body())
-        except (ValueError, RecursionError) as error:
-            raise Refusal(400, f"the body is not valid JSON: {error}") from error
-        if not isinstance(fields, dict):
-            raise Refusal(400, 'the body must be a JSON object, such as {"prompt": "a boat"}')
-        pairs = list(fields.items())
+    media, settings = parse_options_header(request.headers.get("content-type"))
+    _check_charset(settings)
+    if media == b"multipart/form-data":
+        pairs = await _fields_of(request, settings.get(b"boundary", b""))
+    elif media == b"application/json":
+        body = b"".join([chunk async for chunk in request.stream()])  # not kept, unlike body()
+        pairs = _members(body, 2 * options.max_prompt_chars + _MOST_VALUES)
     else:
-        raise Refusal(
-            415, f"Content-Type {_quoted(media)}: send application/json or multipart/form-data"
-        )
+        said = f"Content-Type {_quoted(media.decode('latin-1'))}: send application/json or "
+        raise Refusal(415, f"{said}multipart/form-data")
     pictures = [value for name, value in pairs if name in _PICTURES and value is not None]
     if len(pictures) > 1:
         raise Refusal(400, f"image: {len(pictures)} pictures are too many: give one", "image")
-    fields = {name: value for name, value in pairs if name not in _PICTURES and value is not None}
+    pairs = [(_ALSO.get(name, name), value) for name, value in pairs if name not in _PICTURES]
+    fields = {name: value for name, value in _checked(pairs).items() if value is not None}
     try:
         return kind.model_validate(fields), pictures[0] if pictures else None
     except ValidationError as error:
@@ -136,12 +123,74 @@ async def read(request: Request, kind: type[Form], options: ServeOptions) -> tup
             names = ", ".join(kind.model_fields)
             said = f"{_quoted(name)} is not known: give some of {names}"
         elif name == "size":
-            said = f"size {_quoted(first['input'])}: give WxH in pixels, such as 512x768, or auto"
+            said = f"size {_quoted(first['input'])}: give WxH in pixels, such as 512x768, or auto; "
+            said += f"at most {options.max_pixels:,} pixels"
         elif first["type"] == "missing":
             said = f"{name} is missing: give it"
         else:
             said = f"{name}: {first['msg']}, not {_quoted(first['input'])}"
         raise Refusal(400, said, name) from None
+
+
+def _check_charset(settings: Mapping[bytes, bytes]) -> None:
+    charset = settings.get(b"charset", b"utf-8").decode("latin-1")
+    if charset.lower() not in _CHARSETS:
+        raise Refusal(415, f"charset {_quoted(charset)} is not read here: send UTF-8")
+
+
+def _members(body: bytes, most: int) -> list[tuple[str, Any]]:
+    """Return the members of a JSON object."""
+    if sum(map(body.count, (b",", b"[", b"{"))) > most:  # nothing else runs while it is read
+        raise Refusal(400, f"the body has more than {most:,} values: send the fields of a request")
+    try:
+        fields = json.loads(body, object_pairs_hook=_checked)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, f"the body is not valid JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise Refusal(400, 'the body must be a JSON object, such as {"prompt": "a boat"}')
+    return list(fields.items())
+
+
+def _checked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return fields; Refusal if one comes twice, or holds what no file and no answer can."""
+    nums = Counter(name for name, _ in pairs)
+    for name, value in pairs:
+        shown = name.encode(errors="backslashreplace").decode()
+        if nums[name] > 1:
+            raise Refusal(400, f"{_quoted(name)} comes several times: give it once", shown)
+        texts = [x for x in (name, value) if isinstance(x, str) and not x.isascii()]
+        if any(map(_HALF.search, texts)):
+            said = f"{_quoted(name)} holds half of a surrogate pair: send whole characters"
+            raise Refusal(400, said, shown)
+    return dict(pairs)
+
+
+async def _fields_of(request: Request, boundary: bytes) -> list[tuple[str, Any]]:
+    """Return the fields of a form: names, and texts or the bytes of files."""
+    parts, ends = list[Any](), list[bool]()
+    settings = {"MAX_MEMORY_FILE_SIZE": math.inf, "UPLOAD_ERROR_ON_BAD_CTE": True}
+    ways: Any = parts.append, parts.append, lambda: ends.append(True), boundary, None, settings
+    try:
+        parser = FormParser("multipart/form-data", *ways)
+        async for chunk in request.stream():
+            parser.write(chunk)
+            if len(parts) > _MOST_PARTS:
+                raise FormParserError(f"it has more than {_MOST_PARTS} fields")
+        parser.finalize()
+        if not ends:
+            raise FormParserError("it ends before its last boundary")
+        return [_field(part) for part in parts]
+    except (FormParserError, UnicodeDecodeError) as error:
+        raise Refusal(400, f"the form is malformed: {error}") from error
+
+
+def _field(part: Any) -> tuple[str, str | bytes]:
+    _check_charset(parse_options_header(getattr(part, "content_type", None))[1])
+    name = part.field_name.decode()
+    if not isinstance(part, File):
+        return name, part.value.decode()
+    part.file_object.seek(0)
+    return name, part.file_object.read()
 
 
 def submissions(form: Form, image: bytes | None, options: ServeOptions) -> list[Submission]:
@@ -152,14 +201,16 @@ def submissions(form: Form, image: bytes | None, options: ServeOptions) -> list[
     size = {}
     if form.size != "auto":
         size = dict(zip(("width", "height"), map(int, form.size.split("x")), strict=True))
-    frames, most_chars = form.num_frames(options.fps), options.max_prompt_chars
+    frames = form.num_frames(options.fps) if isinstance(form, VideoForm) else None
+    num, most_chars = getattr(form, "n", 1), options.max_prompt_chars
     for name, value, most, unit in (
         ("prompt", len(form.prompt), most_chars, "characters"),
         ("negative_prompt", len(form.negative_prompt or ""), most_chars, "characters"),
         ("size", size.get("width", 0) * size.get("height", 0), options.max_pixels, "pixels"),
+        ("size", max(size.values(), default=0), _LONGEST_SIDE, "pixels a side"),
         ("frames", frames, options.max_frames, "frames"),
         ("steps", form.steps, options.max_steps, "steps"),
-        ("n", form.num_outputs, options.max_images, "images"),
+        ("n", num, options.max_images, "images"),
     ):
         if value is not None and value > most:
             said = f"{name}: {value:,} {unit} are too many for this server: give at most {most:,}"
@@ -168,7 +219,7 @@ def submissions(form: Form, image: bytes | None, options: ServeOptions) -> list[
     own |= {**size, "frames": frames}
     settings = DEFAULTS.get(options.model, {}) | {k: v for k, v in own.items() if v is not None}
     seed = secrets.randbelow(2**31) if form.seed is None else form.seed
-    if seed + form.num_outputs - 1 > _MOST_SEED:
+    if seed + num - 1 > _MOST_SEED:
         raise Refusal(400, f"seed: {seed} is too large: give at most {_MOST_SEED}", "seed")
     return [
         Submission(
@@ -177,7 +228,7 @@ def submissions(form: Form, image: bytes | None, options: ServeOptions) -> list[
             deadline_s=form.deadline_s,
             must_meet_deadline=form.must_meet_deadline,
         )
-        for place in range(form.num_outputs)
+        for place in range(num)
     ]
 
 
@@ -213,5 +264,4 @@ def picture(sent: Any, max_pixels: int) -> bytes:
 
 def _quoted(value: Any) -> str:
     text = value if isinstance(value, str) else repr(value)
-    text = text if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]}.."
-    return repr(text.encode(errors="replace").decode())
+    return repr(text if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]}..")

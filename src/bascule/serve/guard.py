@@ -1,10 +1,11 @@
-"""Checks before the door: keys, limits of bodies, slow clients; errors in OpenAI's form."""
+"""Checks before the door: keys, limits of bodies and connections; errors in OpenAI's form."""
 
 import asyncio
 import hmac
 import math
 import re
 import time
+from collections import Counter
 from typing import Any
 
 from fastapi import Request
@@ -20,12 +21,16 @@ from bascule.serve.options import ServeOptions
 from bascule.serve.status import Busy, Closing, Late, Unknown
 
 _HEADERS_S = 20.0  # within which a connection must have sent the headers of a request
+_NEW_S = 1.0  # for which one that has sent nothing yet keeps its place
 _BODY_S = 120.0  # within which a body must be there
 _BODIES = 16  # of the largest size, that may be on their way at once
 _OPEN = "/", "/health"  # without a key; the page holds no data
 _LOCAL = {"127.0.0.1", "localhost", "[::1]"}
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _KEY = {"WWW-Authenticate": "Bearer"}
+_SOON = {"Retry-After": "1"}
+_LATER = {"Retry-After": "10"}  # a server that ends, or whose disk is full
+_FOLDERS = re.compile(r"(?<![\w.:/~-])~?/(?:[^\s/:'\"]+/)+")  # of a path in a text
 NO_RETRY = {"x-should-retry": "false"}  # for OpenAI's client: it would make a request twice
 
 ANSWERED = Refusal, Busy, Late, Unknown, Closing, ConfigError, HTTPException, ClientDisconnect
@@ -45,7 +50,8 @@ def answer(request: Request | None, error: Exception) -> JSONResponse:
         case Unknown():
             refusal = Refusal(404, str(error) or "there is no such request")
         case Closing():
-            refusal = Refusal(503, str(error) or "the server is ending", code="closing")
+            said = str(error) or "the server is ending"
+            refusal = Refusal(503, said, code="closing", headers=_LATER)
         case ConfigError():
             refusal = Refusal(400, str(error))
         case HTTPException():  # of FastAPI: no such path, or method; a form that is malformed
@@ -58,21 +64,31 @@ def answer(request: Request | None, error: Exception) -> JSONResponse:
         case _:
             said = "the server failed at this call; its log says why"
             refusal = Refusal(500, said, headers=NO_RETRY)
-    status = refusal.status
+    status, said, headers = refusal.status, refusal.message, refusal.headers
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    text = {"message": refusal.message, "type": kind, "param": refusal.param, "code": refusal.code}
-    return JSONResponse({"error": text}, status, dict(refusal.headers))
+    if status >= 500:
+        said = hide_folders(said)
+    if request is not None and getattr(request.state, "is_accepted", False):
+        headers = NO_RETRY  # whatever went wrong, the request is in the spool
+    text = {"message": said, "type": kind, "param": refusal.param, "code": refusal.code}
+    return JSONResponse({"error": text}, status, dict(headers))
+
+
+def hide_folders(text: str) -> str:
+    """Return a text that names files of this machine without their folders."""
+    return _FOLDERS.sub("", text)
 
 
 class Guard:
-    """Refuses calls without the key, calls of foreign pages, and bodies that are too large."""
+    """Refuses calls without the key, calls of foreign pages, and more than a server can hold."""
 
-    def __init__(self, app: ASGIApp, *, options: ServeOptions, key: bytes | None) -> None:
-        self._app, self._key, self._names = app, key, _LOCAL | {options.host}
+    def __init__(self, app: ASGIApp, options: ServeOptions, most_open: int) -> None:
+        self._app, self._key, self._names = app, options.api_key(), _LOCAL | {options.host}
         self._most, self._held_bytes = options.max_body_bytes, 0
+        self._most_open, self._num_open = most_open, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse a call, or let it in and count its body."""
+        """Refuse a call, or let it in, and count it and its body."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers, size, is_read = dict(scope["headers"]), 0, False
@@ -80,7 +96,8 @@ class Guard:
 
         async def counted() -> Message:
             nonlocal size, is_read
-            if is_read:
+            if is_read:  # who waits for the client's end has taken the body, and holds it no more
+                self._held_bytes, size = self._held_bytes - size, 0
                 return await receive()
             try:
                 message = await asyncio.wait_for(receive(), deadline - time.monotonic())
@@ -96,11 +113,20 @@ class Guard:
             self._check_caller(scope["path"], headers)
             declared = headers.get(b"content-length", b"0")
             self._check_size(int(declared) if declared.isdigit() else 0)
+            if self._num_open >= self._most_open and scope["path"] not in _OPEN:
+                said = f"{self._num_open:,} calls are open, this server's limit: try again"
+                raise Refusal(503, said, headers=_SOON)
+            query = scope["query_string"].decode("latin-1")
+            matters = scope["method"] == "POST" or scope["path"].endswith("/content")
+            if matters and query not in ("", "variant=video"):
+                raise Refusal(400, f"?{query[:80]}: no query is read: send settings in the body")
         except Refusal as refusal:
             return await answer(None, refusal)(scope, receive, send)
+        self._num_open += 1
         try:
             await self._app(scope, counted, send)
         finally:
+            self._num_open -= 1
             self._held_bytes -= size
 
     def _check_size(self, size: int) -> None:
@@ -108,8 +134,7 @@ class Guard:
             said = f"the body is larger than {self._most:,} bytes, which is this server's limit"
             raise Refusal(413, said)
         if self._held_bytes > _BODIES * self._most:
-            said = "too many large bodies are on their way: try again"
-            raise Refusal(429, said, headers={"Retry-After": "1"})
+            raise Refusal(429, "too many large bodies are on their way: try again", headers=_SOON)
 
     def _check_caller(self, path: str, headers: dict[bytes, bytes]) -> None:
         if path in _OPEN:
@@ -131,12 +156,36 @@ class Guard:
 
 
 class Connection(H11Protocol):
-    """A connection that is closed where a client opens it and sends no whole request."""
+    """A connection that is closed if it has no whole request for long, or when there are too many.
+
+    Then the address that has the most of these loses the oldest.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._most_open = self.limit_concurrency or 0
+        self.limit_concurrency = None  # uvicorn would answer whoever comes next, and in plain text
+        self.opened_s, self.host = self.loop.time(), ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore
         """Look after a connection that was made."""
         super().connection_made(transport)
+        self.host = self.client[0] if self.client else ""
         self.loop.call_later(_HEADERS_S, self._close_if_silent, None)
+        if (num := len(self.connections) - self._most_open) > 0:
+            every = [x for x in self.connections if isinstance(x, Connection)]
+            others = [x for x in every if x is not self and x.is_incomplete]
+            nums, now_s = Counter(x.host for x in others), self.loop.time()
+            others.sort(key=lambda x: (-nums[x.host], x.opened_s))
+            for other in others[:num]:
+                if now_s - other.opened_s > _NEW_S or len(self.connections) > 2 * self._most_open:
+                    self.connections.discard(other)
+                    other.transport.close()
+
+    @property
+    def is_incomplete(self) -> bool:
+        """True if no request came, or a part of one, or if the last one was answered."""
+        return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
     def _close_if_silent(self, before: Any) -> None:
         is_idle = self.cycle is None or self.cycle.response_complete

@@ -23,6 +23,7 @@ class ServeOptions(RankOptions):
 
     Attributes:
         model: Folder of a pipeline of diffusers; or tiny, or tiny-wan for videos (random weights).
+        variant: Of the folder's weights, such as fp16; found by itself if there are no others.
         host: Address to listen at. Any that others can reach needs a key.
         port: Port to listen at; 0 for one that is free.
         api_key_file: File with the key that clients send as "Authorization: Bearer KEY".
@@ -42,6 +43,7 @@ class ServeOptions(RankOptions):
     """
 
     model: str = TINY
+    variant: str | None = None
     host: str = "127.0.0.1"
     port: Annotated[int, Range(0, 2**16 - 1)] = 8000
     api_key_file: Path | None = None
@@ -91,7 +93,7 @@ class ServeOptions(RankOptions):
 
     def check(self) -> None:
         """Refuse what no rank could serve."""
-        check_model(self.model)
+        check_model(self.model, self.variant)
         self.api_key()
         for degree in self.degrees:
             if degree < 1 or degree & (degree - 1):

@@ -18,12 +18,6 @@ _USUAL_STEPS = 30  # of a pipeline that does not say how many it takes
 _READY = "new", "halted", "paused"  # phases in which a task takes the ranks of the plan
 
 
-def num_steps_of(prompt: Prompt, takes: Mapping[str, Any]) -> int:
-    """Return the steps that a prompt is planned with, for a pipeline that takes these arguments."""
-    default = getattr(takes.get("num_inference_steps"), "default", None)
-    return prompt.steps or (default if isinstance(default, int) else _USUAL_STEPS)
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class Task(Job):
     """A request on its way: `block` is where the plan has it, `at` where it is."""
@@ -54,7 +48,7 @@ class Task(Job):
         form = times.form(prompt, takes)
         request = Request(
             step_s=times.step_s(form),
-            steps=num_steps_of(prompt, takes),
+            steps=prompt.num_steps(takes),
             arrival_s=time.monotonic(),
             deadline_s=deadline_s,
             once_s=times.once_s(form),

@@ -20,7 +20,7 @@ from uuid import uuid4
 from PIL import Image
 
 from bascule.errors import ConfigError
-from bascule.generate.generating import arguments_of, check_sides, write_media
+from bascule.generate.generating import arguments_of, check_prompt, write_media
 from bascule.plan.requests import NEVER, Policy
 from bascule.serve.blocks import Block, Event
 from bascule.serve.controller import Controller
@@ -139,8 +139,8 @@ class Service:
             Late: A deadline that must be met would be missed.
             Closing: The server is ending, or its disk takes nothing.
         """
-        for place, one in enumerate(submissions):
-            self._check(place, one)
+        for one in submissions:
+            self._check(one)
         now = time.time()
         entries = [self._entry(one, now) for one in submissions]
         with self._lock:
@@ -358,17 +358,9 @@ class Service:
         block = Block(0, self.num_ranks)
         self._events.put(Event(kind, request_id, time.monotonic(), block, reason=reason))
 
-    def _check(self, place: int, submission: Submission) -> None:
-        prompt = submission.prompt
-        arguments_of(prompt, self._takes)
-        check_sides(self._pipeline, place, prompt)
-        multiple: int = getattr(self._pipeline, "vae_scale_factor_temporal", None) or 1
-        if prompt.frames is not None and (more := (prompt.frames - 1) % multiple):
-            fits = prompt.frames - more
-            raise ConfigError(
-                f"frames is {prompt.frames}, and this pipeline makes {fits} or {fits + multiple}: "
-                "give one of them"
-            )
+    def _check(self, submission: Submission) -> None:
+        picture = submission.image is not None
+        check_prompt(self._pipeline, submission.prompt, self._takes, picture=picture)
         if submission.image is not None and not self.takes_image:
             raise ConfigError("this pipeline takes no image: leave it out")
 

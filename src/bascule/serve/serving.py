@@ -40,7 +40,7 @@ def run_server(
     with ExitStack() as stack:
         made = partial(Spool, options.spool, f"{options.model_name}, {dtype}")
         spool = agree_on(world, lambda: made() if world.rank == 0 else None, _START)
-        pipeline = load_pipeline(options.model, getattr(torch, dtype), device)
+        pipeline = load_pipeline(options.model, getattr(torch, dtype), device, options.variant)
         engine = Engine(pipeline, timeout_s=options.timeout_s)
 
         def open_door() -> Service | None:
