@@ -148,7 +148,7 @@ def test_a_run_has_the_samples_of_a_table(tmp_path: Path) -> None:
     options: dict[str, Any] = {"manifest": path, "epochs": 3, "batch_size": 2, "out": tmp_path}
     run = prepare(TrainOptions(**options), world_size=2)
     assert run.schedule.num_steps == 3 and run.settings["--manifest"] == run.data.digest
-    with pytest.raises(ConfigError, match="--bucket: only for --manifest"):
+    with pytest.raises(ConfigError, match="--bucket 720p: only for --manifest"):
         prepare(TrainOptions(data=CODES, out=tmp_path, bucket="720p"))
 
 

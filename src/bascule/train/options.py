@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from bascule.errors import ConfigError
-from bascule.options import LONGEST_S, NewFolder, Range, RankOptions, flag
+from bascule.options import LONGEST_S, NewFolder, Range, RankOptions, flag, refuse
 from bascule.plan.topology import Topology
 from bascule.workload.codes import parse_data_codes
 from bascule.workload.options import ManifestOptions
@@ -73,11 +73,13 @@ class RunOptions(RankOptions, ManifestOptions):
         if sum(one is not None for one in (self.photos, self.data, self.manifest)) != 1:
             raise ConfigError("give one of --photos FOLDER, --manifest TABLE and --data CODES")
         self.check_manifest()
-        if self.manifest is None and self.model != ManifestOptions.model:
-            raise ConfigError(f"--model {self.model}: only for --manifest; --d-model sets sizes")
-        for option, name in (("--vae", self.vae), ("--text-encoder", self.text_encoder)):
-            if name is not None and self.photos is None:
-                raise ConfigError(f"{option} {name}: only photos have pixels; give --photos")
+        if self.manifest is None:
+            refuse(self, ("model",), "only for --manifest; --d-model sets sizes")
+        if self.photos is None:
+            names = "vae", "text_encoder", "clip_frames", "strict"
+            refuse(self, names, "only photos have pixels; give --photos")
+        if self.data is not None:
+            refuse(self, ("max_tokens",), "data codes say the size of each sample; leave it out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +131,7 @@ class TrainOptions(RunOptions):
                 )
         if self.topology == "auto":
             return "auto"
+        refuse(self, ("profile",), "only for --topology auto")
         return Topology.parse(self.topology or f"g1n{world_size}", world_size=world_size)
 
 
