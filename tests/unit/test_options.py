@@ -237,9 +237,7 @@ def test_every_option_is_set_by_a_test(command: str) -> None:
     for option in fields_of(command):
         files = " ".join(TESTS.values()) if option in names else TESTS[command]
         sets = re.compile(rf'--{option.replace("_", "-")}\b|\b{option}=|"{option}":')
-        assert any(sets.search(texts[name]) for name in [*files.split(), Path(__file__).name]), (
-            option
-        )
+        assert any(sets.search(texts[name]) for name in (*files.split(), here)), option
 
 
 @pytest.mark.parametrize(
