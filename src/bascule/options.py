@@ -1,7 +1,7 @@
 """Options of commands: ranges on their fields, files that they write, and one check of them all."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -102,6 +102,15 @@ def _check_folder(option: str, path: Path) -> None:
         raise ConfigError(f"{option} {path}: {there} is a file; give a folder")
     if not os.access(there, os.W_OK):
         raise ConfigError(f"{option} {path}: cannot be written: no permission in {there}")
+
+
+def refuse(options: Any, names: Iterable[str], reason: str) -> None:
+    """Refuse options that were given, but would change nothing; `reason` says when they do."""
+    for name in names:
+        value: Any = getattr(options, name)
+        if value != type(options).__dataclass_fields__[name].default:
+            values = value if isinstance(value, tuple) else [] if value is True else [value]
+            raise ConfigError(f"{' '.join([flag(name), *map(str, values)])}: {reason}")
 
 
 def flag(name: str) -> str:

@@ -4,6 +4,8 @@ They end with its reason long before the timeout of the groups, or at the timeou
 is late is waited for.
 """
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -149,6 +151,34 @@ def test_who_stops_is_named_when_the_time_is_over(place: str, tmp_path: Path) ->
     first, _, last = outcomes_of(fault, tmp_path)
     for outcome in (first, last):
         assert cause_of(fault) in outcome.value.error, outcome
+
+
+def killed_while_another_is_late(folder: Path) -> None:
+    """The first rank notices the death at once, the last one long after the roll was called."""
+    group, rank = group_of_all(), dist.get_rank()
+    all_reduce(group, "first", torch.ones(1))
+    if rank == VICTIM:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == RANKS - 1:
+        deadline = time.monotonic() + SOON_S
+        while not (folder / "ended").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+    try:
+        all_reduce(group, "second", torch.ones(1))
+    except CommError as error:
+        assert f"no report from ranks [{VICTIM}] " in str(error), error
+        (folder / "ended").touch()
+        return
+    raise AssertionError(f"rank {rank} of {group.size} did not notice")
+
+
+def test_a_rank_that_is_late_is_not_taken_for_dead(tmp_path: Path) -> None:
+    outcomes = run_to_the_end(
+        killed_while_another_is_late, RANKS, tmp_path, timeout_s=SOON_S, collectives_s=LONG_S
+    )
+    assert [one.error for one in outcomes if one.exit_code is None] == [None] * (RANKS - 1), (
+        outcomes
+    )
 
 
 OPTIONS: dict[str, Callable[[], object]] = {

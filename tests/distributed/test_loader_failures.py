@@ -192,10 +192,10 @@ def never_ready(end: End) -> None:
     def load() -> Iterator[Any]:
         for k, group in enumerate(endless(dist.get_rank())):
             if is_bad() and k == 2:
-                threading.Event().wait(4.0)
+                threading.Event().wait(6.0)
             yield group
 
-    list(loader_of(load(), timeout_s=1.5))
+    list(loader_of(load(), timeout_s=3.5))
 
 
 def wrong_options(end: End) -> None:
@@ -226,7 +226,8 @@ WORLDS: dict[Callable[[End], None], tuple[str, str, tuple[str, ...]]] = {
     mean_or_error: (
         "ZeroDivisionError",
         REASON,
-        ("rank 1 of group 'loader' left the iteration with ZeroDivisionError: " + REASON,),
+        # by the loader's thread, or by the watch where that one comes first
+        ("rank 1 ", "ZeroDivisionError: " + REASON),
     ),
 }
 
@@ -234,7 +235,7 @@ WORLDS: dict[Callable[[End], None], tuple[str, str, tuple[str, ...]]] = {
 @pytest.mark.parametrize("run", WORLDS)
 def test_who_does_not_come_ends_the_others(run: Callable[[End], None]) -> None:
     kind, words, of_others = WORLDS[run]
-    for rank, outcome in enumerate(run_to_the_end(end_of, 2, run)):
+    for rank, outcome in enumerate(run_to_the_end(end_of, 2, run, collectives_s=100.0)):
         end = outcome.value
         if rank == BAD_RANK:
             assert kind in end.classes and words in end.text, outcome

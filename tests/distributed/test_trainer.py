@@ -66,7 +66,7 @@ def test_trains_like_the_trainer(kind: str, accumulate: int) -> None:
         logged, gain = run["logged"], run["did"]["predicted_before"] / run["did"]["predicted_after"]
         assert logged["bascule_predicted_gain"] == pytest.approx(gain)
         assert logged["bascule_moved_bytes"] == run["did"]["sent_bytes"]
-        assert 1.0 <= logged["bascule_imbalance"] < 1.5 and logged["bascule_measured_gain"] >= 1.0
+        assert 1.0 <= logged["bascule_imbalance"] < 1.5
 
 
 def resumed(kind: str, stops: list[int], given: dict[str, Any]) -> dict[str, Any]:

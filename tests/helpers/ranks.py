@@ -98,14 +98,15 @@ def run_to_the_end(
     world_size: int,
     *args: object,
     timeout_s: float = 500.0,
+    collectives_s: float = COLLECTIVE_TIMEOUT_S,
     stopped: Collection[int] = (),
 ) -> list[Outcome]:
     """As `run_ranks`, but ranks may die: how each of them ended, in rank order.
 
-    Collectives end after `COLLECTIVE_TIMEOUT_S`. Those that were stopped are not waited for, and
+    Collectives end after `collectives_s`. Ranks that were stopped are not waited for, and
     killed when all others have ended.
     """
-    run = _Run(fn, args, world_size, timeout_s, COLLECTIVE_TIMEOUT_S, stopped=stopped)
+    run = _Run(fn, args, world_size, timeout_s, collectives_s, stopped=stopped)
     return run.outcomes()[0]
 
 

@@ -16,7 +16,9 @@ import pytest
 from bascule import Plan
 from bascule.cli import COMMANDS, parse
 from bascule.cli.inputs import ClusterOptions, InputOptions
+from bascule.cli.plan import PlanOptions
 from bascule.errors import ConfigError
+from bascule.plan.limits import Limits
 from bascule.plan.machine import HardwareProfile
 from bascule.workload import save_masks
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
@@ -175,7 +177,7 @@ def test_nodes_are_as_large_as_eight_ranks_allow(num_ranks: int) -> None:
         ({}, {}),
         ({"tflops": 3.0}, {"flops_per_s": 3e12}),
         ({"intra_gbs": 0.5}, {"intra_bytes_per_s": 0.5e9}),
-        ({"inter_gbs": 0.25}, {"inter_bytes_per_s": 0.25e9}),
+        ({"inter_gbs": 0.25}, {"inter_bytes_per_s": 0.25e9}),  # between nodes, of a plan alone
         ({"latency_us": 0.5}, {"latency_s": 0.5e-6}),
         ({"memory_gb": 4.0}, {"memory_bytes": 4e9}),
         ({"ranks_per_node": 2}, {"num_nodes": 3, "ranks_per_node": 2}),
@@ -185,19 +187,20 @@ def test_an_option_replaces_one_number_of_a_machine(
     options: dict[str, Any], changed: dict[str, Any]
 ) -> None:
     known = HardwareProfile.load("h100-datasheet").cluster(1, 6)
-    assert ClusterOptions(**options).machines(6) == replace(known, **changed)
+    assert PlanOptions(**options).machines(6) == replace(known, **changed)
 
 
 @pytest.mark.parametrize(
     ("kb_per_token", "max_tokens", "limit"),
-    [(10.0, None, 200), (10.0, 150, 150), (10.0, 500, 200), (0.5, None, 4000), (None, 7, 7)],
+    [(10.0, None, 200), (10.0, 150, 150), (10.0, 500, 200), (0.5, None, 4000)],
 )
 def test_a_rank_holds_what_fits_into_its_memory(
-    kb_per_token: float | None, max_tokens: int | None, limit: int
+    kb_per_token: float, max_tokens: int | None, limit: int
 ) -> None:
     """2 MB; and no more tokens than were allowed."""
     options = ClusterOptions(memory_gb=2e-3, kb_per_token=kb_per_token, max_tokens=max_tokens)
     assert options.limits is not None and options.limits.tokens == limit
+    assert ClusterOptions(max_tokens=7).limits == Limits(tokens=7)
 
 
 # Files that commands write
@@ -322,7 +325,7 @@ CODES = "bench --data g1b1i256f1s0"
         ("simulate --lengths 5/6 --topologies foo", "give none, padded, buckets, packs, loader"),
         ("simulate --lengths 5/6 --topologies g2x1", "topology 'g2x1': write gGnN"),
         ("simulate --lengths 5/6 --steps 2", "only --data and --manifest"),
-        ("simulate --lengths 5/6 --seed 2", "--seed: lengths are as given"),
+        ("simulate --lengths 5/6 --seed 2", "--seed 2: lengths are as given"),
         ("sparse --ranks 8", "not neither"),
         ("sparse --model wan2.1 --masks x.npz --ranks 8", "not both"),
         ("sparse --model sora --ranks 8", "'sora': there are wan2.1 and cogvideox1.5"),

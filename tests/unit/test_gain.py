@@ -1,40 +1,76 @@
-"""The gain of a run whose steps are timed: against values by hand."""
+"""The gain of a run whose steps are timed: against values by hand, and in a Trainer's log."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
 from bascule.data.gain import Gain
 
+WORKS = [(4.0, 2.0), (6.0, 3.0), (4.0, 1.0), (9.0, 5.0), (5.0, 4.0)] * 5
+TIMED = WORKS[1:]  # the first step has no beginning
 
-def run(
-    rate: float, constant: float, works: list[tuple[float, float]], pauses: bool = False
-) -> Gain:
+
+def run(seconds: list[float], works: list[tuple[float, float]], pauses: bool = False) -> Gain:
     gain, now = Gain(), 0.0
-    for before, after in works:
-        now += rate * after + constant
+    for spent, (before, after) in zip(seconds, works, strict=True):
+        now += spent
         gain.add(before, after, 0.8 * after, now)
         if pauses:
             gain.pause()
     return gain
 
 
-WORKS = [(4.0, 2.0), (6.0, 3.0), (4.0, 1.0), (9.0, 5.0), (5.0, 4.0)]
+def on_a_line(rate: float, constant: float) -> list[float]:
+    return [rate * after + constant for _, after in WORKS]
 
 
-@pytest.mark.parametrize(
-    ("rate", "constant", "measured"),
-    [
-        (2.0, 0.0, 24.0 / 13.0),  # of the steps after the first, which is not timed
-        (2.0, 1.0, (2.0 * 24.0 + 4.0) / (2.0 * 13.0 + 4.0)),
-        (0.0, 1.0, 1.0),  # time that does not follow the work
-    ],
-)
-def test_seconds_scale_the_gain(rate: float, constant: float, measured: float) -> None:
-    assert run(rate, constant, WORKS).metrics() == pytest.approx(
-        {"imbalance": 1.25, "predicted_gain": 28.0 / 15.0, "measured_gain": measured}
+@pytest.mark.parametrize(("rate", "constant"), [(2.0, 0.0), (2.0, 1.0), (0.0, 1.0), (-1.0, 9.0)])
+def test_a_line_says_what_steps_would_have_taken(rate: float, constant: float) -> None:
+    """The last slows down as work shrinks, as where balancing costs more than it saves."""
+    before, after = (sum(work) for work in zip(*TIMED, strict=True))
+    steps = len(TIMED)
+    gain = (rate * before + steps * constant) / (rate * after + steps * constant)
+    found = run(on_a_line(rate, constant), WORKS).metrics()
+    assert found.pop("fitted_gain_error") == pytest.approx(0.0, abs=1e-6)
+    assert found == pytest.approx(
+        {"imbalance": 1.25, "predicted_gain": 28.0 / 15.0, "fitted_gain": gain}
     )
+    assert (gain < 1.0) == (rate < 0.0)
 
 
-def test_without_times_there_is_no_measured_gain() -> None:
+def test_the_error_is_the_spread_of_fits_to_noise() -> None:
+    generator = np.random.default_rng(0)
+    line = np.array(on_a_line(2.0, 1.0))
+    found = [
+        run((line + generator.normal(0.0, 0.5, line.size)).tolist(), WORKS).metrics()
+        for _ in range(400)
+    ]
+    spread = np.std([one["fitted_gain"] for one in found])
+    assert np.mean([one["fitted_gain_error"] for one in found]) == pytest.approx(spread, rel=0.1)
+
+
+def test_few_or_equal_steps_have_no_fit() -> None:
+    seconds = on_a_line(2.0, 1.0)
     assert Gain().metrics() == {}
-    assert "measured_gain" not in run(1.0, 0.0, WORKS, pauses=True).metrics()
-    assert "measured_gain" not in run(1.0, 0.0, [(4.0, 2.0)] * 5).metrics()
+    assert "fitted_gain" not in run(seconds, WORKS, pauses=True).metrics()
+    assert "fitted_gain" not in run(seconds, [(4.0, 2.0)] * len(WORKS)).metrics()
+    for num_steps in (20, 21):  # of which the first is not timed
+        logged = run(seconds[:num_steps], WORKS[:num_steps]).metrics()
+        assert ("fitted_gain" in logged) == (num_steps == 21)
+
+
+def test_a_trainer_logs_it() -> None:
+    pytest.importorskip("transformers")
+    from bascule.plugins.gain_log import GainLog
+
+    log, logs = GainLog(), {"loss": 1.0}
+    log.dealt = SimpleNamespace(steps=[(b, a, 0.8 * a) for b, a in WORKS], num_steps=len(WORKS))
+    state = SimpleNamespace(global_step=0, log_history=[{}])
+    for step in range(1, len(WORKS) + 1):
+        state.global_step = step
+        log.on_step_end(None, state, None)
+    log.on_log(None, state, None, logs=logs)
+    names = {"imbalance", "predicted_gain", "fitted_gain", "fitted_gain_error"}
+    assert set(state.log_history[-1]) == {f"bascule_{name}" for name in names}
+    assert set(logs) == {"loss", *state.log_history[-1]}

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import tyro
 
 from bascule.errors import ConfigError
-from bascule.options import LONGEST_S, NewFolder, Outputs, Range, RankOptions, flag
+from bascule.options import LONGEST_S, NewFolder, Outputs, Range, RankOptions, flag, refuse
 from bascule.plan.topology import Topology
 from bascule.train.options import MAX_TOKENS, RunOptions
 from bascule.workload.codes import check_world, parse_data_codes
@@ -48,14 +48,15 @@ class BenchOptions(Outputs, RunOptions):
         codes = () if self.data is None else parse_data_codes(self.data)
         if codes:
             check_world(codes, world_size)
+            refuse(self, ("batch_size",), "--data says how many samples a rank has; leave it out")
         for code in codes:
             if (tokens := code.batch_size * code.image_tokens) > MAX_TOKENS:
                 raise ConfigError(
                     f"--data {code}: a rank has {tokens:,} visual tokens, and the most is "
                     f"{MAX_TOKENS:,}: use fewer samples, pixels or frames"
                 )
-        if self.accumulate > 1 and not self.loader:
-            raise ConfigError(f"--accumulate {self.accumulate}: only with --loader")
+        if not self.loader:
+            refuse(self, ("accumulate",), "only with --loader")
         names = self.topologies or (f"g1n{world_size}",)
         topologies = tuple(Topology.parse(name, world_size=world_size) for name in names)
         bags = [(one.bag_sizes.tolist(), one.ring_degrees.tolist()) for one in topologies]

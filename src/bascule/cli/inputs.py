@@ -9,7 +9,7 @@ from typing import Annotated
 import numpy as np
 
 from bascule.errors import ConfigError
-from bascule.options import Range
+from bascule.options import Range, flag, refuse
 from bascule.plan.checks import MAX_RANKS, number, rate, shown
 from bascule.plan.costs import TransformerCost
 from bascule.plan.limits import Limits, in_tokens
@@ -65,9 +65,9 @@ class InputOptions(ManifestOptions):
     batch_size: Annotated[int | None, Range(1, MAX_SEQUENCES)] = None
     data: str | None = None
     ranks: Annotated[int | None, Range(1, MAX_RANKS)] = None
-    d_model: int | None = None
+    d_model: Annotated[int | None, Range(1, 2**31)] = None
     gamma: float | None = None
-    num_layers: int | None = None
+    num_layers: Annotated[int | None, Range(1, 2**31)] = None
     num_heads: Annotated[int | None, Range(1)] = None
     seed: int = 0
     step: int = 0
@@ -79,7 +79,8 @@ class InputOptions(ManifestOptions):
         if gamma is None:
             gamma = self.hardware().gamma if isinstance(self, MachineOptions) else 1.0
         model = model_shape(self.model)
-        width, blocks = self.d_model or model.width, self.num_layers or model.num_blocks
+        width = model.width if self.d_model is None else self.d_model
+        blocks = model.num_blocks if self.num_layers is None else self.num_layers
         heads = self.num_heads or (model.num_heads if self.d_model is None else None)
         return TransformerCost(width, gamma=gamma, num_layers=blocks, num_heads=heads)
 
@@ -103,25 +104,21 @@ class InputOptions(ManifestOptions):
 
     def read(self, default_ranks: int | None = None, *, steps_after: int = 0) -> list[list[int]]:
         """Read one list of lengths a source rank, of the batch so many steps after --step."""
-        sources = self.lengths, self.file, self.manifest, self.data
-        if (num_sources := sum(one is not None for one in sources)) != 1:
-            raise ConfigError(
-                f"give one of --lengths, --file, --manifest and --data, not {num_sources} of them"
-            )
-        self.check_manifest()
-        if self.manifest is None and self.batch_size is not None:
-            raise ConfigError("--batch-size: only for --manifest")
         num_ranks = default_ranks if self.ranks is None else self.ranks
+        if self.has_steps:
+            return seq_lens(self.read_shapes(num_ranks, steps_after=steps_after))
+        self._check_source()
+        refuse(self, ("seed", "step"), "lengths are as given; only for --data and --manifest")
         if self.lengths is not None:
             return _parse_lengths(self.lengths, self.ranks)
-        if self.file is not None:
-            return read_lengths(self.file, num_ranks=num_ranks)
-        return seq_lens(self.read_shapes(num_ranks, steps_after=steps_after))
+        assert self.file is not None
+        return read_lengths(self.file, num_ranks=num_ranks)
 
     def read_shapes(
         self, num_ranks: int | None = None, *, steps_after: int = 0
     ) -> list[list[SampleShape]]:
         """Read the samples of each source rank, of --manifest or --data: text apart from images."""
+        self._check_source()
         step = self.step + steps_after
         if self.data is not None:
             codes = parse_data_codes(self.data)
@@ -139,6 +136,14 @@ class InputOptions(ManifestOptions):
         if self.manifest is None:
             return None
         return max(len(self._manifest) // self._step_size(num_ranks), 1)
+
+    def _check_source(self) -> None:
+        sources = self.lengths, self.file, self.manifest, self.data
+        if (num_sources := sum(one is not None for one in sources)) != 1:
+            raise ConfigError(
+                f"give one of --lengths, --file, --manifest and --data, not {num_sources} of them"
+            )
+        self.check_manifest("batch_size")
 
     @cached_property
     def _manifest(self) -> Manifest:
@@ -190,14 +195,14 @@ class MachineOptions:
         for option, (unit, fields) in _UNITS.items():
             if (value := getattr(self, option, None)) is None:
                 continue
-            flag = f"--{option.replace('_', '-')}"
+            name = flag(option)
             if profile.attention is not None and option in _OF_ATTENTION:
                 raise ConfigError(
-                    f"--profile {self.profile} and {flag}: its attention was measured, so give one "
+                    f"--profile {self.profile} and {name}: its attention was measured, so give one "
                     "of them"
                 )
             least, most = LIMITS[fields[0]]
-            changes |= dict.fromkeys(fields, number(flag, value, least / unit, most / unit) * unit)
+            changes |= dict.fromkeys(fields, number(name, value, least / unit, most / unit) * unit)
         if not changes:
             return profile
         return replace(profile, source="given", note="", calibration=None, **changes)
@@ -209,14 +214,12 @@ class ClusterOptions(MachineOptions):
 
     Attributes:
         ranks_per_node: Ranks in a node; at most 8 by default.
-        inter_gbs: GB that a rank sends in a second to other nodes, in place of the profile's.
         memory_gb: Memory that a rank has for activations, in GB, in place of the profile's.
         max_tokens: Most tokens on a rank.
         kb_per_token: KB of activations of a token, over all layers; --memory-gb limits them.
     """
 
     ranks_per_node: int | None = None
-    inter_gbs: float | None = None
     memory_gb: float | None = None
     max_tokens: int | None = None
     kb_per_token: float | None = None
@@ -226,6 +229,7 @@ class ClusterOptions(MachineOptions):
         """Limits of a rank, in tokens; None if unlimited."""
         limits = None if self.max_tokens is None else Limits(tokens=self.max_tokens)
         if self.kb_per_token is None:
+            refuse(self, ("memory_gb",), "limits nothing without --kb-per-token; give both")
             return limits
         memory_bytes = self.hardware().memory_bytes
         if memory_bytes is None:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from bascule.cli.inputs import BatchOptions, topology_ranks
-from bascule.options import NewFile, Outputs
+from bascule.options import NewFile, Outputs, refuse
+
+_OF_WIRES = "tflops", "intra_gbs", "inter_gbs", "latency_us", "ranks_per_node"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +21,7 @@ class PlanOptions(Outputs, BatchOptions):
         topology: Compute bags, such as g1n8+g8n3 or g4r2n1, or auto; one rank a bag by default.
         planner: lpt, or the greedy of the KnapFormer paper.
         wires: Count the cluster's wires and launches too, in seconds; auto always does.
+        inter_gbs: GB that a rank sends in a second to other nodes, in place of the profile's.
         locality_tolerance: By how much the makespan may grow so that more tokens stay where they
             were loaded, 0.01 is 1 %; 0 gives up evenness alone.
         compare: Compare with the other planner, and with plans without limits and tolerance.
@@ -28,6 +31,7 @@ class PlanOptions(Outputs, BatchOptions):
     topology: str | None = None
     planner: Literal["lpt", "knapsack"] = "lpt"
     wires: bool = False
+    inter_gbs: float | None = None
     locality_tolerance: float | None = None
     compare: bool = False
     picture: Annotated[Path | None, NewFile()] = None
@@ -43,7 +47,11 @@ def run(options: PlanOptions, arguments: list[str]) -> None:
 
     lens = options.read(topology_ranks(options.topology))
     cost, topology = options.cost, options.topology or f"g1n{len(lens)}"
-    cluster = options.machines(len(lens)) if options.wires or topology == "auto" else None
+    cluster = None
+    if options.wires or topology == "auto":
+        cluster = options.machines(len(lens))
+    else:
+        refuse(options, _OF_WIRES, "changes nothing without --wires, which counts seconds")
     chosen = {
         "planner": options.planner,
         "limits": options.limits,

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from bascule.cli.inputs import InputOptions, MachineOptions
-from bascule.errors import ConfigError
 from bascule.options import NewFolder, Outputs, Range
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ def run(options: SimulateOptions, arguments: list[str]) -> None:
     from bascule.sim.simulation import segments_of
     from bascule.workload.traces import write_steps
 
-    _check(options)
+    options.check_steps(steps=options.steps, accumulate=options.accumulate)
     steps = options.steps or (_DEFAULT_STEPS if options.has_steps else 1)
     profile, cost, params = options.hardware(), options.cost, options.params_b
     if options.kb_per_token is not None:
@@ -109,16 +108,6 @@ def run(options: SimulateOptions, arguments: list[str]) -> None:
         for one in result.runs:
             folder = options.traces / one.name.replace(" ", "_")
             saved(console, *write_steps(folder, segments_of(one), result.num_ranks))
-
-
-def _check(options: SimulateOptions) -> None:
-    if options.lengths is not None or options.file is not None:
-        for name in ("step", "seed"):
-            if getattr(options, name):
-                raise ConfigError(
-                    f"--{name}: lengths are as given; it is for --data and --manifest"
-                )
-    options.check_steps(steps=options.steps, accumulate=options.accumulate)
 
 
 def _simulated(

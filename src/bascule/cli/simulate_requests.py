@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from bascule.cli.inputs import MachineOptions
 from bascule.errors import ConfigError
-from bascule.options import Outputs, Range
+from bascule.options import Outputs, Range, refuse
 
 if TYPE_CHECKING:
     from bascule.plan.requests import Request
     from bascule.workload.requests import Sizes, Workload
 
 _MOST_REQUESTS = 10**6
+_OF_MACHINES = tuple(MachineOptions.__dataclass_fields__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,7 @@ class SimulateRequestsOptions(Outputs, MachineOptions):
 
         rule = TokenRule.of_model(self.model)
         if self.costs in COSTS:
+            refuse(self, (*_OF_MACHINES, "passes"), "only for --costs predicted")
             return Sizes(rule, COSTS[self.costs])
         if self.costs != "predicted":
             raise ConfigError(f"--costs {self.costs}: give predicted, {' or '.join(COSTS)}")
@@ -81,22 +83,33 @@ class SimulateRequestsOptions(Outputs, MachineOptions):
 
     def read(self) -> "Workload":
         """Return the requests that one of three options names."""
+        from bascule.plan.requests import NEVER
         from bascule.workload.requests import NAMED, Recorded
 
         if sum((self.workload is not None, self.arrivals is not None, bool(self.mix))) != 1:
             raise ConfigError("give one of --workload, --arrivals and --mix")
+        if not self.mix:
+            refuse(self, ("deadline",), "only for --mix; others have deadlines of their own")
         if self.mix:
             mix = self.sizes().mix(self.mix, self.requests or 500, self.deadline)
         elif self.arrivals is not None:
+            refuse(self, ("requests",), "--arrivals lists all requests; leave it out")
             mix = self.sizes().read(self.arrivals)
         elif self.workload is not None and self.workload in NAMED:
+            names = "costs", "model", "passes", *_OF_MACHINES
+            refuse(self, names, "--workload has costs of its own; only for --arrivals and --mix")
             mix = NAMED[self.workload]()
         else:
             raise ConfigError(f"--workload {self.workload}: give one of {', '.join(NAMED)}")
+        requests = mix.requests if isinstance(mix, Recorded) else mix.kinds
+        allowed, due = map(self._allowed, requests), [one.deadline_s < NEVER for one in requests]
+        if not any(due):
+            refuse(self, ("slo",), "no request has a deadline that it could scale; leave it out")
+        if all(due):
+            refuse(self, ("within",), "every request has a deadline of its own; leave it out")
         if isinstance(mix, Recorded):
-            return Recorded([self._allowed(one) for one in mix.requests])
-        kinds, most = [self._allowed(one) for one in mix.kinds], self.requests or mix.most
-        return replace(mix, kinds=kinds, most=most)
+            return Recorded([*allowed])
+        return replace(mix, kinds=[*allowed], most=self.requests or mix.most)
 
     def _allowed(self, one: "Request") -> "Request":
         degrees = [d for d in one.step_s if d in (self.degrees or (d,)) and d <= self.ranks]
@@ -116,7 +129,10 @@ def run(options: SimulateRequestsOptions, arguments: list[str]) -> None:
     from bascule.sim.requests import compare
 
     workload = options.read()
-    name, loads = ("--rates", options.rates) if options.rates else ("--loads", options.loads)
+    name, loads = "--loads", options.loads
+    if options.rates:
+        refuse(options, ("loads",), "--rates takes its place; give one of them")
+        name, loads = "--rates", options.rates
     if not loads or not options.policies:
         raise ConfigError("give one of --loads at least, and one of --policies")
     for load in loads:

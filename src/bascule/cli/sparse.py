@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from bascule.cli.inputs import MachineOptions
 from bascule.errors import ConfigError
-from bascule.options import Outputs, Range, flag
+from bascule.options import Outputs, Range, flag, refuse
 
 if TYPE_CHECKING:
     from bascule.arrays import Bools, Ints
@@ -116,6 +116,8 @@ def run(options: SparseOptions, arguments: list[str]) -> None:
     source = _synthetic(options) if options.masks is None else _of_file(options, options.masks)
     if not 0 <= options.head < source.num_heads:
         raise ConfigError(f"--head {options.head}: there are heads 0 to {source.num_heads - 1}")
+    if options.report is None:
+        refuse(options, ("head",), "drawn on the page alone; give --report, too")
     fitting = tuple(mesh for mesh in meshes if mesh[0] <= source.num_heads)
     if not fitting:
         raise ConfigError(
@@ -146,8 +148,7 @@ def _of_file(options: SparseOptions, path: Path) -> _Source:
 
     from bascule.workload import load_masks
 
-    if options.density is not None:
-        raise ConfigError(f"--density {options.density}: only --model has one, masks are as given")
+    refuse(options, ("density", "seed"), "only for --model; masks are as given")
     masks = load_masks(path)
     num_steps, num_layers, num_heads = masks.shape[:3]
     for name, size in (("steps", num_steps), ("layers", num_layers)):

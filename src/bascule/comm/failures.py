@@ -3,7 +3,8 @@
 An error that leaves `shared` becomes a note in the store of the job, which the watch, a thread of
 each rank, reads once a second. A rank that has begun a call that the failed rank has not waits in
 vain: its watch closes the connections of gloo, and the wait raises CommError with the note. A rank
-that dies leaves no note: the others sign in the store, and the error names the ranks that do not.
+that dies leaves no note: the others sign in the store, and the error names the ranks that do not. A
+rank that lives, but comes late on a busy machine, is signed for by its watch.
 """
 
 import atexit
@@ -278,6 +279,9 @@ class Watch:
         self.ask(lambda store: self._note(store, failed))
         if text:
             self.ask(lambda store: write(store, "failed/last", str(self._rank)))
+        elif self.ask(self._last) is None:  # a failure that comes meanwhile is not written over
+            last = self.ask(lambda store: read(store, "failed/last")) or ""
+            self.ask(lambda store: store.compare_set("bascule/failed/last", last, str(self._rank)))
         return failed
 
     def forget(self) -> None:
@@ -352,6 +356,9 @@ class Watch:
         if self._failed is not None:
             self._note(self._store, replace(self._failed, now=self._begun(self.failed_in)))
         failed = self._last(self._store)
+        if failed is not None and not failed.text:  # a rank calls the roll
+            write(self._store, f"alive/{self._rank}", "")
+            failed = None
         if failed is None:
             self._end_unlike()
         behind = [] if failed is None else self._behind(failed)
@@ -427,22 +434,22 @@ class Watch:
         write(store, f"failed/{self._rank}", json.dumps(asdict(failed)))
 
     def _last(self, store: Any) -> Failure | None:
-        """Return the note of the rank that failed last; None if that is this one, or it went on."""
+        """Return the note of the rank that failed last, or called the roll; None: it went on."""
         last = read(store, "failed/last")
         text = None if last in (None, str(self._rank)) else read(store, f"failed/{last}")
-        failed = None if text is None else Failure(**json.loads(text))
-        return failed if failed is not None and failed.text else None
+        return None if text is None else Failure(**json.loads(text))
 
     def _cause(self, ranks: Sequence[int]) -> Failure:
         """Return why another rank failed, or who of these gives no sign."""
         start, missing = time.monotonic(), list(ranks)
         while time.monotonic() - start < (ROLL_CALL_S if missing else ROLL_CALL_S / 4):
-            if (failed := self.ask(self._last)) is not None:
+            if (failed := self.ask(self._last)) is not None and failed.text:
                 return failed
-            missing = self.ask(functools.partial(_without_note, ranks=missing))
+            missing = self.ask(functools.partial(_without, "failed", missing))
             time.sleep(0.05)
         text = "every rank reported the failure"
-        if missing:
+        if missing:  # those without a sign of life, or else all that did not report
+            missing = self.ask(functools.partial(_without, "alive", missing)) or missing
             text = (
                 f"missing: no report from ranks {missing} within {ROLL_CALL_S:g} s; if they are "
                 "only slow, raise timeout_s, or the timeout of init_process_group"
@@ -516,8 +523,8 @@ def _close(group: dist.ProcessGroup) -> None:
                 return
 
 
-def _without_note(store: Any, ranks: list[int]) -> list[int]:
-    """Return those of the ranks that left no note; one request where all did."""
-    if not ranks or store.check([f"bascule/failed/{rank}" for rank in ranks]):
+def _without(sign: str, ranks: list[int], store: Any) -> list[int]:
+    """Return ranks that left no such sign; one request where all did."""
+    if not ranks or store.check([f"bascule/{sign}/{rank}" for rank in ranks]):
         return []
-    return [rank for rank in ranks if not store.check([f"bascule/failed/{rank}"])]
+    return [rank for rank in ranks if not store.check([f"bascule/{sign}/{rank}"])]

@@ -1,4 +1,4 @@
-"""The gain of balancing in a run: predicted by the cost model, and scaled by measured seconds."""
+"""The gain of balancing in a run: predicted by the cost model, and fitted to measured seconds."""
 
 from dataclasses import dataclass, field
 
@@ -6,25 +6,27 @@ import numpy as np
 
 from bascule.arrays import Floats
 
+_FEWEST_STEPS = 20  # that are timed before a line is fitted
+
 
 @dataclass(slots=True)
 class Gain:
     """Sums over the steps of a run.
 
-    A run shows only balanced steps. Their seconds are fitted, by least squares, to their predicted
-    work times a rate, plus a constant; both also say what the steps would have taken.
+    A run shows only balanced steps. A line is fitted, by least squares, to their seconds over their
+    predicted work, and says what the steps would have taken with the work before balancing.
     """
 
     _work: Floats = field(default_factory=lambda: np.zeros(3))  # before, after, mean of ranks
-    _timed: Floats = field(default_factory=lambda: np.zeros(6))
+    _timed: Floats = field(default_factory=lambda: np.zeros(7))
     _last: float | None = None
 
     def add(self, before: float, after: float, mean: float, now: float) -> None:
         """Add makespans of a step that ended now, by a clock in seconds, and its mean work."""
         self._work += (before, after, mean)
         if self._last is not None:
-            seconds = now - self._last
-            self._timed += (1.0, before, after, seconds, after * after, after * seconds)
+            s = now - self._last
+            self._timed += (1.0, before, after, s, after * after, after * s, s * s)
         self._last = now
 
     def pause(self) -> None:
@@ -32,17 +34,21 @@ class Gain:
         self._last = None
 
     def metrics(self) -> dict[str, float]:
-        """Return imbalance (max/mean), predicted gain and, after some steps, the measured one."""
+        """Return imbalance (max/mean), predicted gain and, after 20 steps, a fit and its error.
+
+        The error is the standard error of the line's slope, in units of the gain. What balancing
+        itself costs is in the seconds of every step, so the fit does not show it.
+        """
         before, after, mean = self._work.tolist()
         if min(before, after, mean) <= 0.0:
             return {}
         values = {"imbalance": after / mean, "predicted_gain": before / after}
-        num, before, after, seconds, squares, products = self._timed.tolist()
+        num, before, after, seconds, squares, products, of_seconds = self._timed.tolist()
         spread = num * squares - after * after
-        if num > 2 and spread > 1e-9 * num * squares:
-            rate = max((num * products - after * seconds) / spread, 0.0)
-            constant = seconds - rate * after  # of all steps
-            if constant < 0.0:
-                rate, constant = products / squares, 0.0
-            values["measured_gain"] = (rate * before + constant) / (rate * after + constant)
+        if num >= _FEWEST_STEPS and spread > 1e-9 * num * squares:
+            rate = (num * products - after * seconds) / spread
+            missed = max(num * of_seconds - seconds**2 - rate**2 * spread, 0.0)
+            saved = (before - after) / seconds  # so many times the rate
+            values["fitted_gain"] = 1.0 + rate * saved
+            values["fitted_gain_error"] = (missed / spread / (num - 2)) ** 0.5 * abs(saved)
         return values

@@ -14,7 +14,6 @@ from bascule.serve.controller import Controller
 from bascule.serve.times import Form, Times
 
 _MOVE_S = 0.05  # until moves are measured
-_USUAL_STEPS = 30  # of a pipeline that does not say how many it takes
 _READY = "new", "halted", "paused"  # phases in which a task takes the ranks of the plan
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from bascule.errors import ConfigError
-from bascule.options import LONGEST_S, Range, RankOptions
+from bascule.options import LONGEST_S, Range, RankOptions, refuse
 from bascule.workload.options import ManifestOptions
 
 MAX_TOKENS = 2**22  # of a sample, and of a rank in a step
@@ -64,8 +64,10 @@ class RunOptions(RankOptions, ManifestOptions):
         if sum(one is not None for one in (self.photos, self.data, self.manifest)) != 1:
             raise ConfigError("give one of --photos FOLDER, --manifest TABLE and --data CODES")
         self.check_manifest()
-        if self.manifest is None and self.model != ManifestOptions.model:
-            raise ConfigError(f"--model {self.model}: only for --manifest; --d-model sets sizes")
-        for option, name in (("--vae", self.vae), ("--text-encoder", self.text_encoder)):
-            if name is not None and self.photos is None:
-                raise ConfigError(f"{option} {name}: only photos have pixels; give --photos")
+        if self.manifest is None:
+            refuse(self, ("model",), "only for --manifest; --d-model sets sizes")
+        if self.photos is None:
+            names = "vae", "text_encoder", "clip_frames", "strict"
+            refuse(self, names, "only photos have pixels; give --photos")
+        if self.data is not None:
+            refuse(self, ("max_tokens",), "data codes say the size of each sample; leave it out")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from bascule.errors import ConfigError
-from bascule.options import Range, flag
+from bascule.options import Range, refuse
 from bascule.workload.manifest import Manifest, read_manifest
 from bascule.workload.tokens import TokenRule
 
@@ -70,11 +70,11 @@ class ManifestOptions(TokenOptions):
             )
         return manifest
 
-    def check_manifest(self) -> None:
-        """Refuse options of --manifest without it."""
-        for name in ("columns", "bucket", "fps", "max_frames", "tokenizer", "skip_bad"):
-            if self.manifest is None and getattr(self, name) not in (None, False):
-                raise ConfigError(f"{flag(name)}: only for --manifest")
+    def check_manifest(self, *more: str) -> None:
+        """Refuse options of --manifest, and more of a command, without it."""
+        if self.manifest is None:
+            names = "columns", "bucket", "fps", "max_frames", "tokenizer", "skip_bad", *more
+            refuse(self, names, "only for --manifest")
 
 
 def _tokenizer(name: str) -> Callable[[Sequence[str]], Sequence[int]]:
