@@ -47,7 +47,7 @@ class StandIn:
             owners.append(bound)
         for owner in owners:
             for name in [name for name, value in vars(owner).items() if value is self]:
-                if self.is_plain and owner is self.owner:
+                if self.is_plain and owner is self.owner and name == self.name:
                     delattr(owner, name)
                 else:
                     setattr(owner, name, self.method)

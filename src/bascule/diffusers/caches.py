@@ -32,12 +32,9 @@ _BY_VIDEO = "sea_cache_root"
 _LEADER = "fbc_leader_block_hook"
 _BY_FIRST_BLOCK = _LEADER, "fbc_block_hook"
 
-_HARMLESS = frozenset(  # hooks that move or cast weights, or skip what all ranks skip
-    (
-        *("LayerwiseCastingHook", "PeftInputAutocastDisableHook", "CustomOffloadHook"),
-        *("GroupOffloadingHook", "LazyPrefetchGroupOffloadingHook", "LayerExecutionTrackerHook"),
-        *("AttentionProcessorSkipHook", "FeedForwardSkipHook", "TransformerBlockSkipHook"),
-    )
+_HARMLESS = frozenset(  # modules of hooks that move or cast weights, or skip what all ranks skip
+    "layerwise_casting group_offloading components_manager layer_skip first_block_cache mag_cache "
+    "sea_cache".split()
 )
 _SEE_ALL = "faster_cache", "fbc_", "sea_cache"  # beginnings: hooks that see all samples together
 
@@ -66,7 +63,7 @@ class Caches:
                     "TaylorSeer, PyramidAttentionBroadcast, FasterCache, MagCache"
                 )
             is_random = 0.0 < getattr(hook, "dropout", 0.0) < 1.0
-            is_known = hook._is_stateful or what in _HARMLESS
+            is_known = hook._is_stateful or type(hook).__module__.rpartition(".")[2] in _HARMLESS
             if module is not self._model and (is_random or not is_known):
                 raise ConfigError(
                     f"{kind} over ranks, with the hook {what} on a {type(module).__name__}, which "

@@ -125,11 +125,7 @@ class SplitModel:
 
     def remove(self) -> None:
         """Take the stand-ins away; the model is as it was."""
-        for one in self._stand_ins:
-            one.remove()
-        if self._of_model is not None:
-            self._of_model.remove()
-        self._stand_ins, self._of_model = [], None
+        self._take_away()
         self._caches.leave()
         if self._backend is not None:
             diffusers: Any = importlib.import_module("diffusers.models.attention_dispatch")
@@ -204,7 +200,8 @@ class SplitModel:
             if parent._modules.get(key) is not child:
                 return self._place()
         for one in self._stand_ins:
-            if vars(one.owner).get(one.name) is not one:  # a hook of others is above it, or gone
+            above = vars(one.owner).get(one.name)  # a hook of others; or another stand-in of ours
+            if above is not one and getattr(above, "method", None) is not one:
                 return self._place()
         for kind, forward in self._classes.items():
             if kind.forward is not forward:  # somebody's own, in place of a class's
@@ -443,6 +440,11 @@ class SplitModel:
             self.remove()
             raise
 
+    def _take_away(self) -> None:
+        for one in reversed((*self._stand_ins, *([self._of_model] if self._of_model else ()))):
+            one.remove()
+        self._stand_ins, self._of_model = [], None
+
     def _place(self) -> None:
         """Put stand-ins on the modules that now have the names of the table, and those alone."""
         model, table, roles = self.model, self.table, dict[str, Role]()
@@ -480,9 +482,8 @@ class SplitModel:
         processors = [getattr(module, "processor", None) for module in attending.values()]
         if self._backend is None and any(hasattr(one, _BACKEND) for one in processors):
             self._backend = _registered(self)
-        for one in (*self._stand_ins, *([self._of_model] if self._of_model else ())):
-            one.remove()
-        self._stand_ins, self._names = [], parameters_of(model)
+        self._take_away()
+        self._names = parameters_of(model)
         self._of_model = StandIn(*_innermost(model), self._call)
         within = [child for module in attending.values() for child in module.children()]
         self.hooked = [model, *modules.values(), *attending.values(), *within]
