@@ -496,7 +496,7 @@ ENDING: dict[str, Wrong] = {
     "guidance": (run("flux", lambda _: {"true_cfg_scale": 1.0}), "disagree on true_cfg_scale"),
     "prompt": (run("flux", lambda _: prompt_of("flux", seed=4)), "disagree on"),
     "schedule": (run("flux", another_scheduler, **SPLIT), "disagree on scheduler"),
-    "a boundary": (run("wan", another_boundary, **SPLIT), "disagree on the pipeline"),
+    "a boundary": (run("wan", another_boundary, **SPLIT), "disagree on pipeline"),
     "LoRA's weights": (adapted(lambda one: one.lora_B["style"].weight.add_(1)), "on adapters"),
     "LoRA's scale": (adapted(lambda one: one.scaling.update(style=0.5)), "disagree on adapters"),
     "first without tiling": (

@@ -5,7 +5,7 @@ around: so it is exact in any order, and ranks with unlike devices get the same 
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, cast
 
@@ -18,39 +18,46 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 _PART = 2**22  # words that are summed at once
 _ODD = 0x5851F42D4C957F2D  # of a well-mixing multiplication
 _SHOWN = 200  # characters of an object
-_PLAIN = Tensor, nn.Parameter, nn.Buffer
-_TENSORS_OF = 3  # steps from a tensor to those in its attributes, as scales of quantised weights
-
-
-def names_digest(module: nn.Module) -> str:
-    """Digest the names, dtypes and shapes of the parameters."""
-    parts = [(name, str(p.dtype), *p.shape) for name, p in module.named_parameters()]
-    return _digest(repr(parts).encode())
 
 
 def values_digest(module: nn.Module) -> str:
-    """Digest the values of parameters and buffers that are in memory; one wait for a device."""
-    return _values(list(in_memory(module).values()))
+    """Digest names and values of parameters and buffers in memory; one wait for a device."""
+    tensors = in_memory(module)
+    return _digest(f"{list(tensors)} {contents_of([*tensors.values()])}".encode())
 
 
 def in_memory(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by name, without those whose values are elsewhere.
+    """Return parameters and buffers by name, without what diffusers' offloading keeps on a disk.
 
-    Left out are FSDP's shards, which are unlike on all ranks, the meta device, and what diffusers'
-    group offloading keeps on a disk: memory that nobody wrote stands for it.
+    Memory that nobody wrote stands for it.
     """
     hooks = (getattr(one, "_diffusers_hook", None) for one in module.modules())
-    offloading = (getattr(hook, "hooks", {}).get("group_offloading") for hook in hooks)
-    groups = (getattr(one, "group", None) for one in offloading)
-    on_disk = {id(x) for group in groups for x in getattr(group, "tensor_to_key", ())}
+    groups = (getattr(one, "hooks", {}).get("group_offloading") for one in hooks)
+    on_disk = (getattr(getattr(one, "group", None), "tensor_to_key", ()) for one in groups)
+    absent = {id(x) for tensors in on_disk for x in tensors}
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return {name: x for name, x in tensors.items() if id(x) not in on_disk}
+    return {name: x for name, x in tensors.items() if id(x) not in absent}
 
 
 def contents_of(tensors: Sequence[Tensor]) -> str:
-    """Describe tensors by shapes and a digest of values: the same for the same on all ranks."""
+    """Describe tensors by shapes and a digest of values: the same for the same on all ranks.
+
+    FSDP's shards, unlike on all ranks, and tensors on the meta device have no values.
+    """
     shapes = [tuple(x.shape) for x in tensors]
-    return f"shapes {shapes[:8]} of {len(shapes)} tensors with values {_values(tensors)}"
+    # Quantised weights wrap what is computed of them, as a sum, into their own class.
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        parts = [part for x in tensors for part in _plain(x)]
+        most = min(_PART, 8 + max((x.nbytes for x in parts), default=0) // 8)
+        numbers = {device: _places(most, device) for device in {x.device for x in parts}}
+        sums = [_sum(x, numbers[x.device]) for x in parts]
+        of_device = {
+            device: iter(torch.stack([one for one in sums if one.device == device]).tolist())
+            for device in numbers
+        }
+        values = [(str(x.dtype), next(of_device[x.device])) for x in parts]
+    digest = _digest(repr((shapes, values)).encode())
+    return f"shapes {shapes[:8]} of {len(shapes)} tensors with values {digest}"
 
 
 def described(value: Any, around: tuple[int, ...] = ()) -> str:
@@ -65,9 +72,10 @@ def described(value: Any, around: tuple[int, ...] = ()) -> str:
         return repr(value)
     if isinstance(value, Tensor):
         return contents_of([value])
-    if isinstance(value, torch.Generator | torch.device):
-        device = value.device if isinstance(value, torch.Generator) else value
-        return f"a {type(value).__name__.lower()} on {device.type}"
+    if isinstance(value, torch.Generator):
+        return f"a generator on {value.device.type}"
+    if isinstance(value, torch.device):
+        return value.type
     if isinstance(value, bytes | bytearray | memoryview):
         return f"{len(value)} bytes {_digest(bytes(value))}"
     if id(value) in around:
@@ -78,55 +86,20 @@ def described(value: Any, around: tuple[int, ...] = ()) -> str:
     if isinstance(value, list | tuple | AbstractSet):
         parts = [described(one, around) for one in value]
         return str(sorted(parts) if isinstance(value, AbstractSet) else parts)
-    if hasattr(value, "__array_interface__"):  # of numpy, and pictures of PIL
-        return _described_array(value, around)
-    name = type(value).__name__
+    if hasattr(value, "__array_interface__"):  # of numpy, and pictures of PIL, by their colours
+        array, palette = np.asarray(value), getattr(value, "getpalette", lambda: None)()
+        data = array.tolist() if array.dtype.hasobject else array.tobytes()
+        form = f"{getattr(value, 'mode', 'array')} {array.dtype} {array.shape}"
+        return f"{form} with values {described((data, palette and bytes(palette)), around)}"
     try:
-        reduced = value.__reduce_ex__(4)
+        parts = value.__reduce_ex__(4)
     except Exception:  # whatever it is, there is no more to read
-        reduced = getattr(value, "__qualname__", "")
-    text = reduced if isinstance(reduced, str) else _of_reduced(reduced, around)
-    text = text if len(text) <= _SHOWN else _digest(text.encode(errors="replace"))
-    return f"{name} {text}".rstrip()
-
-
-def _of_reduced(reduced: Iterable[Any], around: tuple[int, ...]) -> str:
-    """Describe what makes an object: a function, arguments, a state, entries."""
-    _, *parts = reduced
-    return ", ".join(
-        described(list(one) if hasattr(one, "__next__") else one, around)
-        for one in parts
-        if one is not None
-    )
-
-
-def _described_array(value: Any, around: tuple[int, ...]) -> str:
-    array = np.asarray(value)
-    if array.dtype.hasobject:
-        contents = described(array.tolist(), around)
-    else:
-        contents = _digest(np.ascontiguousarray(array).tobytes())
-    # Numbers of a picture mean colours by its mode, and indices those of its palette.
-    palette = value.getpalette() if hasattr(value, "getpalette") else None
-    colours = "" if palette is None else f", colours {described(bytes(palette))}"
-    mode = getattr(value, "mode", "array")
-    return f"{mode} {array.dtype} {array.shape} with values {contents}{colours}"
-
-
-def _values(tensors: Sequence[Tensor]) -> str:
-    """Digest dtypes and bits of tensors of any class; one wait for each device."""
-    # Quantised weights wrap what is computed of them, as a sum, into their own class.
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        parts = [part for x in tensors for part in _plain(x)]
-        most = min(_PART, 8 + max((x.nbytes for x in parts), default=0) // 8)
-        places = {device: _places(most, device) for device in {x.device for x in parts}}
-        sums = [_sum(x, places[x.device]) for x in parts]
-        on_device = {
-            device: iter(torch.stack([one for one in sums if one.device == device]).tolist())
-            for device in places
-        }
-        numbers = [(str(x.dtype), next(on_device[x.device])) for x in parts]
-    return _digest(repr(numbers).encode())
+        parts = getattr(value, "__qualname__", "")
+    if not isinstance(parts, str):
+        parts = [list(one) if hasattr(one, "__next__") else one for one in parts[1:]]
+        parts = described(parts, around)
+    parts = parts if len(parts) <= _SHOWN else _digest(parts.encode(errors="replace"))
+    return f"{type(value).__name__} {parts}".rstrip()
 
 
 def _places(number: int, device: torch.device) -> Tensor:
@@ -150,11 +123,8 @@ def _plain(x: Tensor) -> list[Tensor]:
     """Return the plain tensors in a tensor: of quantised weights their codes and scales."""
     if isinstance(x, DTensor) or x.is_meta:
         return []
-    if is_traceable_wrapper_subclass(x):
-        names, _ = x.__tensor_flatten__()
-        within = [getattr(x, name) for name in names]
-    else:
-        within = [] if type(x) in _PLAIN else _tensors_of(vars(x), _TENSORS_OF)
+    names = x.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(x) else vars(x)
+    within = [getattr(x, name) for name in names]
     parts = [part for one in within if isinstance(one, Tensor) for part in _plain(one)]
     kind, plain = cast(Any, type(x)), cast(Any, Tensor)
     if kind.__torch_dispatch__ is not plain.__torch_dispatch__:  # it has no bits of its own
@@ -162,17 +132,6 @@ def _plain(x: Tensor) -> list[Tensor]:
     if x.layout != torch.strided or x.is_quantized:
         x = x.dequantize() if x.is_quantized else x.to_dense()
     return [x.detach(), *parts]
-
-
-def _tensors_of(attributes: Mapping[str, Any], depth: int) -> list[Tensor]:
-    """Return the tensors among attributes, and those of objects among them."""
-    tensors = list[Tensor]()
-    for value in attributes.values():
-        if isinstance(value, Tensor):
-            tensors.append(value)
-        elif depth and not isinstance(value, nn.Module | type):
-            tensors += _tensors_of(getattr(value, "__dict__", {}), depth - 1)
-    return tensors
 
 
 def _digest(data: bytes) -> str:

@@ -53,13 +53,7 @@ def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
 
 def holds_tensors(value: Any) -> bool:
     """Return whether a value is a tensor, or holds one in containers."""
-    if is_dataclass(value) and not isinstance(value, type):
-        value = [getattr(value, field.name) for field in fields(value)]
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
-    if isinstance(value, list | tuple):
-        return any(holds_tensors(one) for one in value)
-    return isinstance(value, Tensor)
+    return any(isinstance(leaf, Tensor) for _, leaf in leaves(value))
 
 
 class SameInputs:
@@ -118,30 +112,22 @@ class Steps:
 
         A second step may be the first one of another run, as of a model that takes one step.
         """
-        tensors = {name: x for name, x in _leaves("", inputs) if isinstance(x, Tensor)}
+        tensors = {name: x for name, x in leaves(inputs) if isinstance(x, Tensor)}
         new = {name for name, x in tensors.items() if not self._knows(name, x)}
         times = [one for one in _TIMES if isinstance(inputs.get(one), Tensor | int | float)]
         time = float(torch.as_tensor(inputs[times[0]]).double().sum()) if times else 0.0
         moved = time - self._time
-        if not times:
-            goes_on = not tensors.keys() <= new
-        elif moved == 0.0:  # another branch of guidance has the same latents, or the same times
-            goes_on = not {next(iter(tensors), ""), times[0]} & tensors.keys() <= new
-        elif self._number == 1:
-            goes_on, self._way = True, moved
-            self._varying |= new
-        else:
-            goes_on = moved * self._way > 0.0 and new <= self._varying
-        if not goes_on:
-            self._number, new = 0, tensors.keys()
+        if self._number > 1 and not (moved * self._way >= 0.0 and new <= self._varying):
+            self._number, new = 0, set(tensors)
             self._last.clear()
-            self._varying.clear()
-        self._number += not goes_on or moved != 0.0
+        elif self._number == 1 and moved:
+            self._way, self._varying = moved, new
+        self._number += not self._number or moved != 0.0
         self._time = time
         for name in new:
-            others = [] if name in self._varying else self._last.get(name, [])
+            others = [one for one in self._last.get(name, ()) if one[0]() is not None]
             self._last[name] = [*others, (weakref.ref(tensors[name]), _version(tensors[name]))]
-        return bool(new) and (self._number < 3 if times else not goes_on)
+        return bool(new) and self._number < 3
 
     def _knows(self, name: str, x: Tensor) -> bool:
         return any(one() is x and _version(x) == at for one, at in self._last.get(name, ()))
@@ -164,22 +150,20 @@ class Fingerprint:
     @classmethod
     def of(cls, inputs: Mapping[str, Any], tolerance: float = 0.0) -> "Fingerprint":
         """Return that of nested inputs; floats may differ by a tolerance, relative to the norm."""
-        leaves = sorted(_leaves("", inputs), key=lambda leaf: leaf[0])
+        values = sorted(leaves(inputs), key=lambda leaf: leaf[0])
         text = ", ".join(
-            f"{name} {tuple(x.shape)} {x.dtype}"
-            if isinstance(x, Tensor)
-            else f"{name} {described(x)}"
-            for name, x in leaves
+            f"{name} {f'{tuple(x.shape)} {x.dtype}' if isinstance(x, Tensor) else described(x)}"
+            for name, x in values
         )
         # A rank has neither all values of a DTensor, nor any of a tensor on the meta device.
         tensors = {
             name: x.detach()
-            for name, x in leaves
+            for name, x in values
             if isinstance(x, Tensor) and not isinstance(x, DTensor) and not x.is_meta and x.numel()
         }
-        values = [_numbers(x).cpu().numpy() for x in tensors.values()]
+        numbers = [_numbers(x).cpu().numpy() for x in tensors.values()]
         limits = [max(_EXACT, tolerance * x.is_floating_point()) for x in tensors.values()]
-        return cls(text, list(tensors), np.reshape(values, (-1, _WIDTH)), np.array(limits))
+        return cls(text, list(tensors), np.reshape(numbers, (-1, _WIDTH)), np.array(limits))
 
 
 def compare_inputs(local: Fingerprint, group: RankGroup, what: str) -> None:
@@ -206,7 +190,7 @@ def compare_inputs(local: Fingerprint, group: RankGroup, what: str) -> None:
         )
 
 
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield tensors and other values by their path in containers."""
     if is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
@@ -215,8 +199,8 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if not isinstance(value, Mapping):
         yield name, value
         return
-    for key, one in value.items():
-        yield from _leaves(f"{name}.{key}" if name else str(key), one)
+    for key in sorted(value, key=str):
+        yield from leaves(value[key], f"{name}.{key}" if name else str(key))
 
 
 @torch.no_grad()

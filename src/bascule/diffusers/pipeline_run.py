@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from bascule.comm.collectives import broadcast
 from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup
 from bascule.comm.values import contents_of, described, in_memory
+from bascule.diffusers.arguments import leaves
 from bascule.diffusers.compiling import device_of
 from bascule.encoders.encoder import BalancedEncoder, EncoderOptions
 from bascule.encoders.items import table_of
@@ -294,19 +295,17 @@ class PipelineRun(Override):
 
 def _configured(pipeline: Any) -> dict[str, str]:
     """Describe the configurations of a pipeline and its parts, as of schedulers and guiders."""
-    parts = {f"a {name}": part for name, part in vars(pipeline).items()}
-    parts = {name: part for name, part in parts.items() if not isinstance(part, nn.Module)}
     texts = dict[str, str]()
-    for name, part in {**parts, "the pipeline": pipeline}.items():
-        config = getattr(part, "config", None)
-        if not isinstance(config, Mapping):
+    for name, part in {**vars(pipeline), "pipeline": pipeline}.items():
+        config: Any = getattr(part, "config", None)
+        if isinstance(part, nn.Module) or not isinstance(config, Mapping):
             continue
         # Names with _ are of a rank, as paths, and a scheduler's other numbers of its last run.
         others = {} if part is pipeline or hasattr(part, "step") else vars(part)
-        settings = {name: x for name, x in others.items() if isinstance(x, int | float | str)}
-        settings |= dict(cast(Mapping[str, Any], config)) | {"shift": getattr(part, "shift", None)}
+        settings = {key: value for key, value in others.items() if isinstance(value, int | float)}
+        settings |= {"shift": getattr(part, "shift", None), **config}
         kept = {key: value for key, value in settings.items() if not key.startswith("_")}
-        texts[name.removeprefix("a ")] = f"{type(part).__name__} {described(kept)}"
+        texts[name] = f"{type(part).__name__} {described(kept)}"
     return texts
 
 
@@ -330,12 +329,7 @@ def _adapters_of(pipeline: Any) -> str:
 
 def generators_of(nest: Any) -> list[torch.Generator]:
     """Return the generators among arguments, each once."""
-    if isinstance(nest, torch.Generator):
-        return [nest]
-    if isinstance(nest, Mapping):
-        nest = [nest[name] for name in sorted(nest)]
-    parts = nest if isinstance(nest, tuple | list) else ()
-    return list(dict.fromkeys(one for part in parts for one in generators_of(part)))
+    return list(dict.fromkeys(x for _, x in leaves(nest) if isinstance(x, torch.Generator)))
 
 
 def random_states(device: torch.device, generators: Sequence[torch.Generator]) -> list[Tensor]:

@@ -29,7 +29,7 @@ from bascule.comm.items import (
     rebuilt,
     tied,
 )
-from bascule.comm.values import contents_of, names_digest, values_digest
+from bascule.comm.values import contents_of, values_digest
 from bascule.encoders.items import (
     EncoderTable,
     Features,
@@ -262,7 +262,7 @@ class BalancedEncoder:
         inner = self._inner
         names = ("limits", "cluster", "locality_tolerance", "features_for", "timeout_s")
         return {name: str(getattr(self.options, name)) for name in names} | {
-            "module": f"{type(inner).__name__} with parameters of shapes {names_digest(inner)}",
+            "module": f"{type(inner).__name__} with parameters {[*dict(inner.named_parameters())]}",
             "weights": values_digest(inner),
             "cost": describe_cost(self.cost),
             "device": self._device.type,
