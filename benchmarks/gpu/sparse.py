@@ -91,11 +91,9 @@ def fitting(setting: Setting, block: int | None) -> tuple[Found, dict[str, str]]
         try:
             found[name] = select_kernel(name, setting.device.type, **kind)
         except ConfigError as error:
-            is_of_kind = (name in ("triton", "flex")) == (block is not None)
+            is_of_kind = (name == "triton") == (block is not None)
             if is_of_kind and not name.startswith("cpu"):
                 reasons[name] = told(error)
-    if block is None:
-        found.pop("flex", None)  # a kernel for blocks, which is compared with the others
     return found, reasons
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bascule import Plan
 from bascule.cli import COMMANDS, parse
 from bascule.cli.inputs import ClusterOptions, InputOptions
 from bascule.cli.plan import PlanOptions
@@ -91,9 +90,9 @@ def test_the_share_of_wires_is_of_the_time_of_a_rank(capsys: Console) -> None:
 def test_a_plan_can_be_read_again(capsys: Console) -> None:
     arguments = ("--data", "g2b3i256f1s0", "--topology", "g2n1", "--json", "-")
     code, out, err = run(capsys, "plan", *arguments)
-    plan = Plan.from_json(out)
-    assert code == 0 and (plan.num_ranks, plan.seq_lens.size) == (2, 6)
-    assert re.search(rf"tokens that move +{plan.moved_tokens:,}", err)
+    plan = json.loads(out)
+    assert code == 0 and [len(lens) for lens in plan["seq_lens"]] == [3, 3]
+    assert plan["topology"] == "g2n1" and "tokens that move" in err
 
 
 def test_a_ranking_as_json(capsys: Console) -> None:

@@ -17,15 +17,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bascule.attention.api import AttentionMesh, AttentionOptions, attention
 from bascule.attention.kernels import protocol
-from bascule.attention.kernels.cuda import AtenCudnnKernel, AtenEfficientKernel, AtenFlashKernel
-from bascule.attention.kernels.flex import SPARSE_BLOCK, flex, gradients_by_recomputation
+from bascule.attention.kernels.cuda import AtenEfficientKernel, AtenFlashKernel
 from bascule.attention.kernels.protocol import (
     Attended,
     AttentionKernel,
     KernelQuery,
     without_empty_rows,
 )
-from bascule.attention.kernels.registry import KERNELS, CpuLoopKernel, FunctionKernel, select_kernel
+from bascule.attention.kernels.registry import (
+    KERNELS,
+    CpuLoopKernel,
+    FunctionKernel,
+    gradients_by_recomputation,
+    select_kernel,
+)
 from bascule.attention.mask import AttentionMask, BlockRows, PackedSequences
 from bascule.attention.packed import attend_packed
 from bascule.attention.ring import Merged
@@ -262,27 +267,9 @@ def test_gradients_by_recomputation_are_those_of_the_whole(kind: str) -> None:
     torch.testing.assert_close((dq, dk, dv), wanted, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize(("kind", "causal"), CASES)
-def test_flex_forward(kind: str, causal: bool) -> None:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    q, k, v = (x.detach().float() for x in (dense_inputs(rows=7) if causal else dense_inputs()))
-    bias = make_bias(kind, q.shape[2], k.shape[2])
-    mask = AttentionMask(causal, None if bias is None else bias.float())
-    out, lse = flex(flex_attention, q, k, v, mask, SCALE)
-    torch.testing.assert_close(
-        (out, lse),
-        dense_attention(q, k, v, mask.bias, causal=mask.causal, scale=SCALE),
-        rtol=1e-5,
-        atol=1e-5,
-    )
-
-
 FAKE: list[tuple[AttentionKernel, torch.dtype, bool]] = [
     (AtenFlashKernel(), torch.bfloat16, False),
     (AtenFlashKernel(), torch.float16, True),
-    (AtenCudnnKernel(), torch.bfloat16, False),
     (AtenEfficientKernel(), torch.bfloat16, False),
     (AtenEfficientKernel(), torch.float32, True),
 ]
@@ -480,38 +467,6 @@ def table(counts: Tensor, indices: Tensor, num_columns: int) -> Tensor:
     for row, count in enumerate(counts[0, 0].tolist()):
         seen[row, indices[0, 0, row, :count].long()] = True
     return seen
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("name", NAMES)
-def test_flex_attends_to_padded_blocks(name: str) -> None:
-    """Its block mask is decoded here, both ways: without compiling, flex reads only `mask_mod`."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    case = make_case(name, SPARSE_BLOCK)
-    num_q, num_k = case.mask.shape
-
-    def eager(q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, **options: Any) -> Any:
-        partial = table(block_mask.kv_num_blocks, block_mask.kv_indices, num_k)
-        full = table(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, num_k)
-        by_key = table(block_mask.q_num_blocks, block_mask.q_indices, num_q)
-        full_by_key = table(block_mask.full_q_num_blocks, block_mask.full_q_indices, num_q)
-        assert torch.equal(by_key.T, partial) and torch.equal(full_by_key.T, full)
-        assert not (partial & full).any()
-
-        def seen(b: Tensor, h: Tensor, row: Tensor, column: Tensor) -> Tensor:
-            at = row // SPARSE_BLOCK, column // SPARSE_BLOCK
-            return full[at] | (partial[at] & block_mask.mask_mod(b, h, row, column))
-
-        sizes = q.shape[2], k.shape[2]
-        assert sizes == (num_q * SPARSE_BLOCK, num_k * SPARSE_BLOCK) == block_mask.seq_lengths
-        whole = create_block_mask(seen, 1, 1, *sizes, device="cpu")
-        return flex_attention(q, k, v, block_mask=whole, **options)
-
-    q, k, v = case.inputs(torch.float32)
-    want, want_lse, _, _ = reference(case, [q, k, v])
-    out, lse = flex(eager, q, k, v, AttentionMask(blocks=case.rows), SCALE)
-    torch.testing.assert_close((out.double(), lse.double()), (want, want_lse), rtol=1e-5, atol=1e-5)
 
 
 def test_a_function_goes_with_its_model() -> None:

@@ -75,36 +75,6 @@ def _plan() -> Plan:
     return plan_batch([[100, 200], [300], [], [50]], "g1n2+g2n1", COST)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        *((("version", 2), ("topology", "g1n4junk"), ("topology", 5), ("topology", "g1n4"))),
-        *((("num_replicas", 0), ("num_replicas", 1.0), ("digest", "0" * 32))),
-        ("seq_lens", [[100, 200], [300], []]),
-        ("seq_lens", [[100, 201], [300], [], [50]]),
-        ("seq_lens", [[100, 200], [300], [50], []]),
-        ("seq_lens", [[100, -200], [300], [], [50]]),
-        *(("bag_of", bags) for bags in ([0] * 4, [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, -1])),
-        *(("bag_of", bags) for bags in (["x"] * 4, [[0], [1, 2], 3], [2**80] * 4)),
-        *(("loads", loads) for loads in ([1.0] * 3, [math.nan] * 4, ["x"] * 4)),
-        *(("lower_bound", bound) for bound in (1e9, -1.0, math.nan, "x", None)),
-    ],
-)
-def test_a_damaged_field_is_refused(field: str, value: object) -> None:
-    data = json.loads(_plan().to_json())
-    for damaged in ({**data, field: value}, {k: v for k, v in data.items() if k != field}):
-        with pytest.raises(ConfigError):
-            Plan.from_json(json.dumps(damaged))
-
-
-def test_text_that_is_no_plan_is_refused() -> None:
-    text = _plan().to_json()
-    cut = (text[:end] for end in range(0, len(text), 7))
-    for wrong in ("[]", "null", "5", '"plan"', "{", "{}", "[" * 10_000, "\0", *cut):
-        with pytest.raises(ConfigError, match="plan"):
-            Plan.from_json(wrong)
-
-
 def test_limits_are_kept_or_refused() -> None:
     lens = [[500, 500], [100] * 10, [], [300]]
     plan = plan_batch(lens, "g1n2+g2n1", COST, limits=Limits(tokens=600, items=7))
@@ -392,15 +362,14 @@ def test_the_same_input_gives_the_same_plan(batch: Drawn, planner: str) -> None:
 
 @few
 @given(batches(), ANY_PLANNER)
-def test_json_and_back(batch: Drawn, planner: str) -> None:
+def test_json_has_all_of_a_plan(batch: Drawn, planner: str) -> None:
     spec, lens = batch
     plan = plan_batch(lens, spec, COST, planner=planner)
     text = plan.to_json()
-    back, data = Plan.from_json(text), json.loads(text)
-    assert back == plan and back.planner == planner and back.to_json() == text
-    for name in ("digest", "topology", "planner", "lower_bound", "gap", "moved_tokens"):
-        assert getattr(back, name) == getattr(plan, name)
-    assert back.loads.tobytes() == plan.loads.tobytes()
+    data = json.loads(text)
+    assert data["topology"] == str(plan.topology) and data["planner"] == planner
+    assert data["lower_bound"] == plan.lower_bound and data["bag_of"] == plan.bag_of.tolist()
+    assert np.array(data["loads"]).tobytes() == plan.loads.tobytes()
     assert (data["version"], data["seq_lens"], data["digest"]) == (1, lens, plan.digest)
 
 

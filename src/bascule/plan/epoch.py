@@ -27,7 +27,6 @@ from bascule.plan.step import Sync
 _MAX_COUNT = 2**31
 _ROUNDING = 1e-12
 
-_NUM_LEVELS = 48  # levels of a microbatch that are compared, where there are several
 _MAX_TRIED = 1 << 18  # pieces of all trials of a move; many are within percents without moves
 _MAX_MOVES = 32
 
@@ -494,19 +493,18 @@ def free_pieces(
 ) -> tuple[Ints, float]:
     """Return (num_cells,) lengths of pieces that end a step early, and a level that bounds it.
 
-    Optimal up to the tolerance with one microbatch, O(num_cells log(1 / tolerance)); with several
-    also by a dynamic programme over a grid of levels, O(n (log num_ranks + accumulate)). `ranked`
-    are (n,) descending costs, `most` the (n,) most samples of a piece that begins there.
+    Optimal up to the tolerance with one microbatch, O(num_cells log(1 / tolerance)).
+    `ranked` are (n,) descending costs, `most` the (n,) most samples of a piece that begins there.
     """
     costs, allowed = ranked.tolist(), most.tolist()
-    if _pieces(costs, allowed, shape, [np.inf] * shape.accumulate) is None:
+    if _pieces(costs, allowed, shape, np.inf) is None:
         raise PlanError(
             f"the {ranked.size} samples of a step do not fit into {shape.num_cells} padded batches "
             "within the limits; raise them, or make batch_size smaller"
         )
 
     def below(level: float) -> list[int] | None:
-        return _pieces(costs, allowed, shape, [level] * shape.accumulate)
+        return _pieces(costs, allowed, shape, level)
 
     low = high = float(ranked.sum()) / shape.num_cells
     while (pieces := below(high)) is None:
@@ -520,18 +518,15 @@ def free_pieces(
             high, pieces = middle, trial
     if shape.accumulate == 1:
         return np.array(pieces, dtype=np.int64), low
-    other = _pieces(costs, allowed, shape, _levels(ranked, most, shape, low)) or pieces
-    starts = [np.array(start, dtype=np.int64) for start in (pieces, other)]
-    ends = [_improved(start, ranked, most, shape.num_ranks) for start in starts]
-    return min(ends, key=lambda end: end[1])[0], low
+    return _improved(np.array(pieces, dtype=np.int64), ranked, most, shape.num_ranks), low
 
 
-def _improved(pieces: Ints, ranked: Floats, most: Ints, num_ranks: int) -> tuple[Ints, float]:
-    """Move single samples between pieces while the step ends earlier; return pieces and its end."""
+def _improved(pieces: Ints, ranked: Floats, most: Ints, num_ranks: int) -> Ints:
+    """Move single samples between pieces while the step ends earlier."""
     num = pieces.size
     best = float(_makespans(pieces[None], ranked, most, num_ranks)[0])
     if num**3 > _MAX_TRIED:
-        return pieces, best
+        return pieces
     changes = np.eye(num, dtype=np.int64)
     changes = (changes[:, None] - changes).reshape(-1, num)
     for _ in range(_MAX_MOVES):
@@ -542,7 +537,7 @@ def _improved(pieces: Ints, ranked: Floats, most: Ints, num_ranks: int) -> tuple
         if ends[chosen] >= best:
             break
         pieces, best = trials[chosen], float(ends[chosen])
-    return pieces, best
+    return pieces
 
 
 def _makespans(pieces: Ints, ranked: Floats, most: Ints, num_ranks: int) -> Floats:
@@ -554,44 +549,13 @@ def _makespans(pieces: Ints, ranked: Floats, most: Ints, num_ranks: int) -> Floa
 
 
 def _pieces(
-    costs: list[float], allowed: list[int], shape: StepShape, levels: list[float]
+    costs: list[float], allowed: list[int], shape: StepShape, level: float
 ) -> list[int] | None:
-    """Pieces below the levels of their microbatches, or of one sample; None if some are left."""
+    """Pieces below a level, or of one sample; None if some are left."""
     place, pieces, num = 0, list[int](), len(costs)
     for cell in range(shape.num_cells):
         head, spare = costs[place], num - place - (shape.num_cells - cell - 1)
-        level = levels[cell // shape.num_ranks]
         fitting = spare if head * spare <= level else int(level / head)
         pieces.append(max(min(fitting, allowed[place], spare), 1))
         place += pieces[-1]
     return pieces if place == num else None
-
-
-def _levels(ranked: Floats, most: Ints, shape: StepShape, mean: float) -> list[float]:
-    """Return a level for each microbatch, with the least sum, by a programme over their starts."""
-    num, every = ranked.size, np.arange(ranked.size + 1)
-    top = float(ranked[0])
-    grid = np.geomspace(mean, max(top, 4.0 * mean), _NUM_LEVELS) if mean > 0.0 else np.zeros(1)
-    grid = np.unique([*grid.tolist(), top, top * num])
-    with np.errstate(divide="ignore", invalid="ignore"):
-        fitting = np.nan_to_num(grid[:, None] / ranked, nan=num, posinf=num)
-    lengths = np.clip(np.minimum(fitting, most), 1, num).astype(np.int64)
-    jumps = np.minimum(every + np.pad(lengths, ((0, 0), (0, 1))), num)
-    after = np.broadcast_to(every, jumps.shape)
-    for bit in bin(shape.num_ranks)[:1:-1]:
-        if bit == "1":
-            after = np.take_along_axis(jumps, after, axis=1)
-        jumps = np.take_along_axis(jumps, jumps, axis=1)
-    price = np.where(grid[:, None] >= np.append(ranked, 0.0), grid[:, None], np.inf)
-    price[:, num] = 0.0
-    best = np.where(every == num, 0.0, np.inf)
-    chosen: list[Ints] = []
-    for _ in range(shape.accumulate):
-        sums = price + best[after]
-        chosen.append(sums.argmin(axis=0))
-        best = sums.min(axis=0)
-    place, levels = 0, list[float]()
-    for choice in reversed(chosen):
-        levels.append(float(grid[choice[place]]))
-        place = int(after[choice[place], place])
-    return levels

@@ -3,11 +3,10 @@
 import hashlib
 import json
 import math
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,14 +14,14 @@ import numpy.typing as npt
 from bascule.arrays import Ints, cumulative, frozen, ranges
 from bascule.errors import ConfigError, PlanError
 from bascule.plan import metrics
-from bascule.plan.checks import amounts, choice, fields, ints, number, of_type, shown, whole
+from bascule.plan.checks import choice, fields, number, of_type
 from bascule.plan.costs import Cost, evaluate
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.locality import Source, bring_home
 from bascule.plan.machine import Cluster
 from bascule.plan.prices import RankState, check_sizes, knapsack, price
 from bascule.plan.routes import Chunks, LocalLayout, Route
-from bascule.plan.sequences import Batch, Masks, Sequences, Span, batch_of
+from bascule.plan.sequences import Batch, Masks, Sequences, batch_of
 from bascule.plan.solver.portfolio import solve
 from bascule.plan.topology import Topology
 from bascule.plan.topology_search import choose_topology
@@ -31,7 +30,6 @@ _NODE_TOLERANCE = 0.005  # default share of the makespan that keeping tokens in 
 
 JSON_VERSION = 1
 MAX_TOKENS = 2**31 - 1
-_DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 _SHARE = 0.99  # share of a bag's tokens from which on a sequence is all that the bag computes
 _EVEN = 1.01  # imbalance up to which the whole work binds, not one sequence
@@ -246,43 +244,6 @@ class Plan:
                 "digest": self.digest,
             }
         )
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Read what `to_json` wrote; a ConfigError says that the text is no such plan."""
-        try:
-            data: dict[str, Any] = json.loads(text)
-            if (version := whole("version", data["version"])) != JSON_VERSION:
-                raise ConfigError(f"it has version {version}; this bascule reads {JSON_VERSION}")
-            topology = Topology.parse(data["topology"])
-            topology = replace(topology, num_replicas=data["num_replicas"])
-            loaded = batch_of(data["seq_lens"], topology.num_ranks)
-            masks, contexts, speeds = (data.get(x) for x in ("masks", "context_lens", "speeds"))
-            spans = None if masks is None else [[Span(*span) for span in mask] for mask in masks]
-            batch = batch_of([Sequences(loaded.lens, spans, contexts)], 1)
-            batch = replace(batch, counts=loaded.counts)
-            if speeds is not None:
-                speeds = RankState.of(topology.num_ranks, speeds=speeds).speeds
-            plan = cls(
-                topology,
-                batch.counts,
-                batch.lens,
-                ints("bag_of", data["bag_of"], batch.lens.size, topology.num_bags - 1),
-                amounts("loads", data["loads"]),
-                number("lower_bound", data["lower_bound"], most=sys.float_info.max),
-                of_type("planner", data["planner"], str, "the name of one"),
-                batch.masks,
-                batch.context_lens,
-                speeds,
-            )
-            is_alike = plan.digest == data["digest"] and plan.loads.size == topology.num_ranks
-            if not is_alike or not plan.lower_bound <= plan.makespan:
-                raise ConfigError("it does not match its digest, or its bound")
-        except ConfigError as error:
-            raise ConfigError(f"this text is not a plan, or a damaged one: {error}") from error
-        except _DAMAGE as error:
-            raise ConfigError(f"this is not a plan of Plan.to_json: {shown(error)}") from error
-        return plan
 
 
 def plan_batch(

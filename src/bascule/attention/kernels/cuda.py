@@ -100,31 +100,6 @@ class AtenEfficientKernel:
         return dq, summed_heads(dk, k), summed_heads(dv, v)
 
 
-class AtenCudnnKernel:
-    """CuDNN's attention through torch: half precision, no bias."""
-
-    def unfit(self, form: KernelQuery) -> str | None:
-        return _no_flash(form, capability=8, largest=128)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
-        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-            *(q, repeated_heads(k, q), repeated_heads(v, q), None, True, 0.0, mask.causal, False),
-            scale=scale,
-        )
-        return out, lse.reshape(q.shape[:3])
-
-    def backward(self, grad: Tensor, done: Attended) -> Grads:
-        q, k, v, out, lse, mask, scale = done
-        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, not read
-        dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
-            *(grad, q, repeated_heads(k, q), repeated_heads(v, q), out),
-            lse[..., None].contiguous(),
-            *(seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, mask.causal),
-            scale=scale,
-        )
-        return dq, summed_heads(dk, k), summed_heads(dv, v)
-
-
 class FlashAttn2Kernel:
     """The flash-attn package, version 2.7 or later: half precision, no bias.
 

@@ -19,13 +19,11 @@ from torch import Tensor
 
 from bascule.arrays import Ints
 from bascule.attention.kernels.cuda import (
-    AtenCudnnKernel,
     AtenEfficientKernel,
     AtenFlashKernel,
     FlashAttn2Kernel,
     FlashAttn3Kernel,
 )
-from bascule.attention.kernels.flex import FlexKernel, gradients_by_recomputation
 from bascule.attention.kernels.protocol import (
     Attended,
     Grads,
@@ -225,6 +223,35 @@ class CpuFlashKernel:
         )
 
 
+def gradients_by_recomputation(
+    attend: Callable[[Tensor, Tensor, Tensor], OutLse],
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> Grads:
+    """Return gradients of a block, from autograd through its own output and LSE, computed again.
+
+    With w = exp(lse_i - lse), the merged output moves by w with the block's output out_i, and by
+    w (out_i - out) with its LSE: the derivatives of the sum that `merge` forms.
+    """
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    # Autograd is off below an operator, even where gradients are enabled.
+    below = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+    with torch.enable_grad(), below:
+        part, part_lse = attend(q, k, v)
+    is_empty = torch.isneginf(part_lse.detach())
+    weight = (part_lse.detach() - lse).exp().masked_fill(is_empty, 0.0)[..., None]
+    wide = grad.to(weight.dtype)
+    lse_grad = (weight * wide * (part.detach() - out)).sum(-1).masked_fill(is_empty, 0.0)
+    pairs = [(part, (weight * wide).to(part.dtype)), (part_lse, lse_grad)]
+    outputs, grads = zip(*[pair for pair in pairs if pair[0].requires_grad], strict=True)
+    dq, dk, dv = torch.autograd.grad(outputs, (q, k, v), grads)
+    return dq, dk, dv
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class FunctionKernel:
     """A function of yours that computes attention on one device, for `kernel=`.
@@ -343,11 +370,9 @@ KERNELS: dict[str, AttentionKernel] = {
     "flash_attn_3": FlashAttn3Kernel(),
     "flash_attn": FlashAttn2Kernel(),
     "aten_flash": AtenFlashKernel(),
-    "cudnn": AtenCudnnKernel(),
     "efficient": AtenEfficientKernel(),
     "plain": PlainKernel(),
     "triton": TritonKernel(),
-    "flex": FlexKernel(),
 }
 _WITHOUT_LSE = ("sdpa", "math")
 _FEW_KEYS = 16  # than a vector register holds: of fewer, torch (2.13) takes nan for a hidden key
