@@ -1,12 +1,13 @@
 """Local ranks: how many there are, where they meet, and what is said of one that fails."""
 
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from bascule.cli import launch
@@ -34,13 +35,13 @@ def test_ranks_meet_over_loopback_at_a_port_that_is_kept(monkeypatch: pytest.Mon
     seen = dict[str, Any]()
 
     def main(arguments: list[str]) -> None:
-        options = dict(zip(arguments, arguments[1:], strict=False))
+        options = dict(pairwise(arguments))
         host, port = options["--master-addr"], int(options["--master-port"])
         seen["before"] = listening([os.getpid()])[port]
-        agent = dist.TCPStore(host, port, 1, True, multi_tenant=True)  # as torchrun makes it
+        agent = TCPStore(host, port, 1, True, multi_tenant=True)  # as torchrun makes it
         agent.set("met", "here")
         seen["after"] = listening([os.getpid()])
-        rank = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+        rank = TCPStore(host, port, is_master=False, wait_for_workers=False)
         seen["said"] = rank.get("met")
         seen["names"] = [os.environ[f"{name}_SOCKET_IFNAME"] for name in ("GLOO", "NCCL")]
         Path(os.environ["BASCULE_RESULT_TO"]).write_text("made")
