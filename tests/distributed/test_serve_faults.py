@@ -28,6 +28,7 @@ from bascule.generate.tiny import TINY
 from bascule.serve.spool import Spool
 from tests.helpers.pages import blocks_of, commands_of
 from tests.helpers.serving import apart, pipeline_of
+from tests.helpers.sockets import listening
 from tests.helpers.struck_server import DAY_S, START
 
 for _needed in ("diffusers", "transformers", "fastapi", "uvicorn", "prometheus_client"):
@@ -154,7 +155,7 @@ def started(folder: Path, *options: str, restless: bool = False, strike: str = "
     (folder / "struck").unlink(missing_ok=True)
     path = [str(folder), str(ROOT / "src"), str(ROOT)]
     variables = {"PYTHONPATH": os.pathsep.join(path), "BASCULE_FAULTS_IN": str(folder)}
-    variables |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    variables |= {"OMP_NUM_THREADS": "1"}
     variables |= {"BASCULE_RESTLESS": "1"} if restless else {}
     variables |= {"BASCULE_STRIKE": strike} if strike else {}
     words = [*options, "--port", "0", "--spool", str(folder / "spool")]
@@ -220,6 +221,7 @@ def test_the_guide_and_faults_of_a_day(tmp_path: Path) -> None:
     assert install == ["pip", "install", "bascule[serve]"]
     assert serve == ["bascule", *COMMAND]
     with started(tmp_path, *serve[1:], "--max-steps", "1000") as job:
+        listens_on_loopback_alone(job)
         an_image_by_openais_client(job)
         num = len(job.lines)
         time.sleep(2.5)
@@ -238,6 +240,11 @@ def test_the_guide_and_faults_of_a_day(tmp_path: Path) -> None:
     states, _ = on_disk(tmp_path)
     assert [states.pop(one) for one in running] == ["", ""]
     assert Counter(states.values()) == {"done": 8, "failed": 1, "cancelled": 3}
+
+
+def listens_on_loopback_alone(job: Job) -> None:
+    ports = listening([job.process.pid, *job.ranks().values()])
+    assert job.address[1] in ports and len(ports) > 2 and all(ports.values()), ports
 
 
 def an_image_by_openais_client(job: Job) -> None:
@@ -352,6 +359,37 @@ def test_kills(tmp_path: Path, what: str) -> None:
     states, written = on_disk(tmp_path, written)
     assert set(states) >= set(accepted) and set(states.values()) == {"done"}
     assert len(states) - len(accepted) <= (what == "disk")  # killed before it answered
+
+
+@pytest.mark.slow
+def test_a_request_that_ends_its_ranks(tmp_path: Path) -> None:
+    """On one rank: of three lives the first two end by it, the others are done in between."""
+    command = (*COMMAND[:-1], "1")
+    ids = list[str]()
+    for life in range(3):
+        with started(tmp_path, *command) as job:
+            if life == 0:
+                listens_on_loopback_alone(job)
+                ids = job.submit([0], steps=200, side=64)
+                job.until_running(ids[0])
+                ids += job.submit([1], prompt="deadly") + job.submit([2, 3])
+            if life < 2:
+                assert job.process.wait(timeout=100) == 1, job.text
+                assert "bascule: rank 0 failed with exit code -9" in job.text
+            else:
+                assert job.until_ended(ids) == ["done", "failed", "done", "done"]
+                assert "its ranks ended 2 times while it ran" in job.row(ids[1])["reason"]
+                job.stop()
+    states, _ = on_disk(tmp_path)
+    assert Counter(states.values()) == {"done": 3, "failed": 1}
+
+
+@pytest.mark.stress
+def test_a_rank_that_stands_still_is_named_at_last(tmp_path: Path) -> None:
+    with started(tmp_path, *COMMAND) as job:
+        os.kill(job.ranks()[0], signal.SIGSTOP)
+        assert job.process.wait(timeout=200) == 1, job.text
+        assert "no sign of life from rank 0" in job.text.splitlines()[-1], job.text
 
 
 @pytest.mark.stress

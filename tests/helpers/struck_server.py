@@ -2,8 +2,9 @@
 
 `BASCULE_STRIKE` is "RANK PLACE NTH"; the rank kills itself when it comes to the place that often.
 In the folder `BASCULE_FAULTS_IN`, a file "back" sets the clock back by a day, "full" fills the disk
-for outputs, and "struck" says when a rank was killed. The prompt "wrong" fails. `BASCULE_RESTLESS`
-puts requests anywhere.
+for outputs, and "struck" says when a rank was killed. The prompt "wrong" fails, and "deadly"
+ends its rank. `BASCULE_RESTLESS` puts requests anywhere. A kill by `BASCULE_STRIKE` is one of all
+that run, as a loss of power: the machine has another boot in each life.
 """
 
 import errno
@@ -27,7 +28,7 @@ def start() -> None:
     from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
     from bascule.generate import generating
-    from bascule.serve import engine, service, serving
+    from bascule.serve import engine, service, serving, spool
     from bascule.serve.controller import Controller
     from bascule.serve.post import Post
     from bascule.serve.spool import Spool
@@ -48,12 +49,17 @@ def start() -> None:
     def encode_or_fail(self: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("prompt") == "wrong":
             raise MemoryError("no memory is left")
+        if kwargs.get("prompt") == "deadly":
+            os.kill(os.getpid(), signal.SIGKILL)
         return encode(self, *args, **kwargs)
 
     engine.Engine._encode = encode_or_fail
     time.time = set_back
     generating.os.replace = may_be_full
     strike = os.environ.get("BASCULE_STRIKE", "").split()
+    if strike:
+        (folder / "boot").write_text(os.environ["BASCULE_STRIKE"])
+        spool._BOOT_ID = folder / "boot"
     if "BASCULE_RESTLESS" in os.environ:
         serving.Balanced = functools.partial(Restless, 0)  # pyright: ignore
     if not strike or strike[0] != os.environ["RANK"]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed import run
+from torch.distributed import TCPStore, run  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -72,7 +72,7 @@ def result_of_ranks(num_ranks: int, arguments: list[str]) -> str:
     listening.bind((_HOST, 0))
     port = listening.getsockname()[1]
     # Kept until the ranks end: torchrun takes this store of its port, and opens none everywhere.
-    _store = dist.TCPStore(
+    _store = TCPStore(
         _HOST,
         port,
         is_master=True,

@@ -99,7 +99,7 @@ class Service:
         self._scheduler = Scheduler(controller, policy, times)
         for entry in sorted(spool.waiting(), key=lambda one: one.starts):
             self._entries[entry.status.id] = status = entry.status
-            reason = status.reason
+            reason = status.reason  # of a row that cannot be read
             if entry.starts >= _MOST_STARTS:
                 often = f"{entry.starts} times while it ran, at last alone"
                 reason = f"its ranks ended {often}: see why in the log, or ask for less"
@@ -236,7 +236,7 @@ class Service:
             for status in unwritten:
                 self._end(status, status.state, status.reason)
             asks = [self._handle(event) for event in events]
-            if any(asks) and not self._reason and not self._controller.is_closed:
+            if (any(asks) or unwritten) and not self._reason and not self._controller.is_closed:
                 has_room = len(self._leaving) <= self.num_ranks  # else they would fill the memory
                 ordered = self._scheduler.decide(may_start=has_room)
                 self._changed |= dict.fromkeys(ordered)
@@ -285,7 +285,7 @@ class Service:
         """Write an output, when the disk has room for it."""
         output, path = event.output, self._spool.output(status)
         while True:
-            reason = self._no_room = ""
+            reason = no_room = ""
             try:
                 write_media(path, output[0] if self.kind == "video" else output, self._fps)
                 path.chmod(0o600)
@@ -294,9 +294,10 @@ class Service:
                 cause: Any = error.__cause__ or error
                 said = getattr(cause, "strerror", None) or f"{type(cause).__name__}: {cause}"
                 reason = f"its output cannot be written: {said}"
-                is_full = getattr(cause, "errno", None) in _NO_ROOM
-                self._no_room = f"the disk takes no outputs: {said}" if is_full else ""
-            if not self._no_room:
+                if getattr(cause, "errno", None) in _NO_ROOM:
+                    no_room = f"the disk takes no outputs: {said}"
+            self._no_room = no_room
+            if not no_room:
                 break
             if self._reason:
                 return  # it begins anew at the next start
