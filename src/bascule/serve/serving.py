@@ -38,7 +38,8 @@ def run_server(options: ServeOptions, device: torch.device) -> None:
     with ExitStack() as stack:
         for number in _STOPS:
             stack.callback(signal.signal, number, signal.signal(number, lambda *_: asked.set()))
-        made = partial(Spool, options.spool, f"{options.model_name}, {dtype}")
+        weights = ", ".join(filter(None, (options.model_name, options.variant, dtype)))
+        made = partial(Spool, options.spool, weights)
         spool = agree_on(world, lambda: made() if world.rank == 0 else None, _START)
         pipeline = load_pipeline(options.model, getattr(torch, dtype), device, options.variant)
         engine = Engine(pipeline, timeout_s=options.timeout_s)
