@@ -243,6 +243,7 @@ _REFUSED: list[tuple[str, Any, int, str, str | None]] = [
     (GENERATE, {"prompt": "x", "size": "8"}, 400, "give WxH in pixels, such as 512x768", "size"),
     (GENERATE, {"prompt": "x", "size": "0x8"}, 400, "give WxH in pixels, such as 512x768", "size"),
     (GENERATE, {"prompt": "x", "size": "257x256"}, 400, "65,792 pixels are too many", "size"),
+    (GENERATE, {"prompt": "x", "steps": True}, 400, "'steps' is True: give a number", "steps"),
     (GENERATE, {"prompt": "x", "steps": 51}, 400, "51 steps are too many", "steps"),
     (GENERATE, {"prompt": "x", "steps": 0}, 400, "greater than or equal to 1, not '0'", "steps"),
     (GENERATE, {"prompt": "x", "n": 4}, 400, "give at most 3", "n"),

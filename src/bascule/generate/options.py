@@ -192,10 +192,11 @@ def _digest(*parts: bytes) -> str:
 
 def _samples(model: str) -> Iterator[bytes]:
     """Yield bytes of a folder that change with its weights and settings, and not with its place."""
-    for path in sorted(Path(model).rglob("*")):
-        if path.is_file():
-            size = path.stat().st_size
-            yield f"{path.relative_to(model)} {size}".encode()
+    index = Path(model) / "model_index.json"
+    yield (parts := index.read_bytes() if index.is_file() else b"")
+    for path in sorted(Path(model).glob("*/*")):
+        if path.is_file() and f'"{path.parent.name}"'.encode() in parts:  # else others' files
+            yield f"{path.parent.name}/{path.name} {(size := path.stat().st_size)}".encode()
             with path.open("rb") as file:
                 for k in range(_SAMPLES):
                     file.seek(k * max(0, size - _SAMPLE_BYTES) // (_SAMPLES - 1))

@@ -158,6 +158,8 @@ def _checked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         shown = name.encode(errors="backslashreplace").decode()
         if nums[name] > 1:
             raise Refusal(400, f"{_quoted(name)} comes several times: give it once", shown)
+        if isinstance(value, bool) and name not in ("must_meet_deadline", "stream"):
+            raise Refusal(400, f"{_quoted(name)} is {value}: give a number or text", shown)
         texts = [x for x in (name, value) if isinstance(x, str) and not x.isascii()]
         if any(map(_HALF.search, texts)):
             said = f"{_quoted(name)} holds half of a surrogate pair: send whole characters"

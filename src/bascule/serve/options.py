@@ -72,7 +72,7 @@ class ServeOptions(RankOptions):
     @property
     def model_name(self) -> str:
         """The model's name for clients."""
-        return Path(self.model).resolve().name
+        return Path(self.model).resolve().name.encode(errors="backslashreplace").decode()
 
     def api_key(self) -> bytes | None:
         """Return the key that clients must send; ConfigError if it is needed and not there."""

@@ -38,7 +38,8 @@ def run_server(
     world, is_over = member_of(resolve(None), "world"), threading.Event()
     dtype = options.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     with ExitStack() as stack:
-        made = partial(Spool, options.spool, f"{options.model_name}, {dtype}")
+        weights = ", ".join(filter(None, (options.model_name, options.variant, dtype)))
+        made = partial(Spool, options.spool, weights)
         spool = agree_on(world, lambda: made() if world.rank == 0 else None, _START)
         pipeline = load_pipeline(options.model, getattr(torch, dtype), device, options.variant)
         engine = Engine(pipeline, timeout_s=options.timeout_s)

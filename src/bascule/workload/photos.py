@@ -3,6 +3,7 @@
 Legend of shapes: P patch side in pixels; h, w rows and columns of patches of one photo.
 """
 
+import hashlib
 import io
 import logging
 import math
