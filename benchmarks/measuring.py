@@ -4,6 +4,7 @@ import heapq
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -79,9 +80,17 @@ def write_results(name: str, results: Mapping[str, Any], folder: Path = RESULTS)
     return path
 
 
+def uncommitted() -> str:
+    """Return the sources that no commit has, a line each; "" outside git, too."""
+    try:
+        return _git("status", "--porcelain", "--", "src", "benchmarks", ":!benchmarks/results")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
 def command() -> str:
     """Return the command line of this process."""
-    return " ".join(["python", "benchmarks/" + Path(sys.argv[0]).name, *sys.argv[1:]])
+    return shlex.join(["python", "benchmarks/" + Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def bascule(*arguments: str) -> None:

@@ -2,15 +2,15 @@
 
 A benchmark is a function of that name in a module beside this one. Its keyword parameters are the
 options. It measures, prints verdicts, and returns what `results/NAME.json` holds beside command,
-commit, date and device. With `--quick` it measures less, and nothing is written. Without a name,
-the benchmarks are listed.
+commit, date and device; so sources must be committed first. With `--quick` it measures less, and
+nothing is written. Without a name, the benchmarks are listed.
 """
 
 import importlib
 import sys
 
 import tyro
-from measuring import write_results
+from measuring import uncommitted, write_results
 
 MODULES = {
     "host": ("overhead", "route", "plan_ahead", "flux"),
@@ -45,6 +45,8 @@ def main() -> None:
             text = getattr(importlib.import_module(module), one).__doc__
             print(f"{one:20}{text.strip().partition(chr(10))[0]}")
         sys.exit(0 if name == "--help" else f"there is no benchmark {name!r}")
+    if "--quick" not in options and (changes := uncommitted()):
+        sys.exit(f"commit these first, since a result names its commit, or use --quick:\n{changes}")
     function = getattr(importlib.import_module(names[name]), name)
     results = tyro.cli(function, prog=f"benchmarks/run.py {name}", args=options)
     if "--quick" not in options:

@@ -1,10 +1,15 @@
 """The pages: their code runs, their commands parse, their links lead somewhere, their numbers are
 those that were measured."""
 
+import ast
 import json
 import re
+import shlex
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +117,70 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 110
 
 
+RESULTS = ROOT / "benchmarks" / "results"
+FILES_OF_USERS = {"machine", "summary"}  # that pages name
+
+
+@cache
+def benchmarks() -> dict[str, set[str]]:
+    """Options of each benchmark that `benchmarks/run.py` runs, by its name."""
+    tree = ast.parse((ROOT / "benchmarks" / "run.py").read_text())
+    (modules,) = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MODULES"
+    ]
+    options = dict[str, set[str]]()
+    for module, names in modules.items():
+        path = ROOT / "benchmarks" / module
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        functions = {
+            node.name: {arg.arg for arg in node.args.kwonlyargs}
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, ast.FunctionDef)
+        }
+        options |= {name: functions[name] for name in names}
+    return options
+
+
+def git(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_a_result_says_how_to_measure_it_again(path: Path) -> None:
+    """Its command is one of today, and its commit, without changes, one of this repository."""
+    measured = json.loads(path.read_text())
+    environment = measured["environment"]
+    assert measured["benchmark"] == path.stem and path.stem in benchmarks()
+    command = shlex.split(measured["command"])
+    assert command[:3] == ["python", "benchmarks/run.py", path.stem]
+    flags = {word[2:].replace("-", "_") for word in command if word.startswith("--")}
+    assert flags <= benchmarks()[path.stem] - {"quick"}
+    assert datetime.fromisoformat(environment["date"]).tzinfo is not None
+    assert environment["device"] and environment["cpu"]
+    assert re.fullmatch("[0-9a-f]{12}", environment["commit"]), environment["commit"]
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+        pytest.skip("NOT RUN: a shallow clone, or none, does not have the commits of results")
+    commit = environment["commit"]
+    assert not git("merge-base", "--is-ancestor", commit, "HEAD").returncode, f"no commit {commit}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_results_that_pages_name_are_there(page: str) -> None:
+    text = (ROOT / page).read_text()
+    named = set(re.findall(r"`([a-z_0-9]+)\.json`", text)) - FILES_OF_USERS
+    if page == "docs/measured.md":
+        named |= {
+            name.split()[0]
+            for cell in re.findall(r"\| (`[^|]*`) \|$", text, re.MULTILINE)
+            for name in re.findall("`([^`]*)`", cell)
+        }
+    assert {name for name in named if not (RESULTS / f"{name}.json").exists()} == set()
+
+
 def result(name: str) -> Any:
-    return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+    return json.loads((RESULTS / name).read_text())
 
 
 def test_the_numbers_of_the_readme_are_those_of_the_results() -> None:
