@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from bascule.arrays import Floats, Ints
+from bascule.arrays import Floats
 from bascule.comm.agree import agree
 from bascule.comm.failures import shared
 from bascule.comm.groups import new_group
@@ -278,9 +278,9 @@ class TrainingRun:
         """Prepare on all ranks; raise if options or data differ, or one rank fails."""
         prepared, error, facts = None, None, dict[str, str]()
         try:
-            prepared = prepare(
-                self._options, rank=self.rank, world_size=self._num_ranks, gather=self._from_all
-            )
+            gather = partial(agree, self._group, what="bascule train")
+            ranks = {"rank": self.rank, "world_size": self._num_ranks}
+            prepared = prepare(self._options, **ranks, gather=gather)
             facts["settings"] = str(sorted(prepared.settings.items()))
             facts["other options"] = str(self._options)
             facts["checkpoint"] = str(prepared.checkpoint)
@@ -291,11 +291,6 @@ class TrainingRun:
         agree(self._group, facts, error, what="bascule train")
         assert prepared is not None
         return prepared
-
-    def _from_all(
-        self, settings: Mapping[str, str], error: ConfigError | None, values: Ints
-    ) -> list[Ints]:
-        return agree(self._group, settings, error, what="bascule train", values=values)
 
     def _make_parallel(self) -> SequenceParallel:
         options, prepared = self._options, self._prepared
