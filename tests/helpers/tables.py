@@ -423,8 +423,8 @@ TABLES = [
     ),
     Table(
         "zero.jsonl",
-        text(lines([{"text": BOAT, "duration": 0}])),
-        "row 1: duration is 0",
+        text(lines([{"text": BOAT, "duration": x} for x in (None, 0)])),
+        "row 1: duration is missing; zero.jsonl, row 2: duration is 0",
         rule={"fps": 25},
     ),
     # Clips.

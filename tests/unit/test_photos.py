@@ -271,7 +271,7 @@ def test_ranks_that_gather_read_a_share_each(
     decode = photos._decode  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(photos, "_decode", lambda path, o: read.append(path) or decode(path, o))
 
-    def first(settings: Any, error: Any, values: Any) -> Any:
+    def first(settings: Any, error: Any, *, values: Any) -> Any:
         parts.append((settings, error, values))
         raise EOFError
 
@@ -284,7 +284,7 @@ def test_ranks_that_gather_read_a_share_each(
     values = [part for *_, part in parts]
     with caplog.at_level(logging.WARNING):
         shared = [
-            PhotoStream(tmp_path, 2, rank=rank, world_size=3, gather=lambda *_: values)
+            PhotoStream(tmp_path, 2, rank=rank, world_size=3, gather=lambda *_, **__: values)
             for rank in range(3)
         ]
     assert {stream.digest for stream in shared} == {alone.digest} and alone.num_samples == 6

@@ -71,15 +71,8 @@ class Samples:
         self.options, self.device, self.group = options, device, group
         self.dtype: torch.dtype = getattr(torch, options.dtype)
         self.encoders = self._agreed_encoders()
-        self.stream = open_stream(
-            options,
-            self.encoders,
-            group.rank,
-            group.size,
-            lambda settings, error, values: agree(
-                group, settings, error, what="bascule bench", values=values
-            ),
-        )
+        gather = partial(agree, group, what="bascule bench")
+        self.stream = open_stream(options, self.encoders, group.rank, group.size, gather)
         self._loaded: dict[int, list[Any]] = {}
 
     def _agreed_encoders(self) -> FrozenEncoders:

@@ -193,7 +193,9 @@ class _Reading:
         rows = _Rows(batch, self._roles, self._rule)
         try:
             rows.read()
-            takes = [rows.taken(take) for take in (batch.data.takes if batch.data else [None])]
+            chosen: Sequence[Take | None] = batch.data.takes if batch.data else [None]
+            taken = {take: rows.taken(take) for take in dict.fromkeys(chosen)}
+            takes = [taken[take] for take in chosen]
         except ConfigError as error:
             raise ConfigError(f"{self.path}: {error}") from None
         for row in sorted(rows.reasons)[: _MOST_SHOWN - len(self.bad)]:
@@ -285,7 +287,8 @@ class _Rows:
         elif "duration" in self._roles and self._rule.fps is not None:
             seconds = self._numbers("duration")
             self._refuse("duration", by_shape & ~(seconds > 0))
-            self._sound[by_shape] = np.floor(np.maximum(seconds, 0) * self._rule.fps)[by_shape]
+            seconds = np.clip(np.nan_to_num(seconds), 0.0, 1e9)[by_shape]
+            self._sound[by_shape] = np.floor(seconds * self._rule.fps + 1e-6)
         for role in self._roles:
             if role.startswith("reference"):
                 self._read_headers(role, by_shape & ~self.is_wrong)

@@ -8,7 +8,7 @@ import io
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,8 +36,8 @@ _INSTEAD = ", or give folders of frames"
 _NUMBER = re.compile("[0-9]+$")
 _log = logging.getLogger(__name__)
 
-Gather = Callable[[Mapping[str, str], ConfigError | None, Ints], Sequence[Ints]]
-"""Returns the numbers of all ranks; raises on all if one met an error, or texts differ."""
+Gather = Callable[..., Sequence[Ints]]
+"""`agree` of `comm.agree`, for a group: returns all ranks' values, or raises on all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +169,8 @@ class PhotoStream:
                 self._cache[paths[place]] = pixels
         if gather is not None:
             names = hashlib.blake2b(repr([path.name for path in paths]).encode(), digest_size=8)
-            parts = gather({"photos": names.hexdigest()}, error, grids[self.rank :: share].ravel())
-            for rank, part in enumerate(parts):
+            own = grids[self.rank :: share].ravel()
+            for rank, part in enumerate(gather({"photos": names.hexdigest()}, error, values=own)):
                 grids[rank::share] = part.reshape(-1, 3)
         elif error is not None:
             raise error
