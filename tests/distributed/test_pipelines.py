@@ -468,6 +468,12 @@ def compiled() -> None:
             for one, whole in zip(outputs, expected, strict=True):
                 check(one + 0, whole, 1e-12)
         assert toy._compiled_call_impl is None
+        wrapper: Any = torch.compile(toy, backend="aot_eager")
+        for when in ("not called yet", "called"):
+            with parallelize(wrapper, ulysses_degree=2, table=TABLE) as handle:
+                assert handle.model is toy, when
+                check(wrapper(**inputs[0]), expected[0], 1e-12)
+            check(wrapper(**inputs[0]), expected[0], 1e-12)
 
 
 def encoded() -> None:

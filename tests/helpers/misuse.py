@@ -219,7 +219,7 @@ REFUSED: dict[str, Wrong] = {
         lambda: parallelize(nn.DataParallel(flux()), **SPLIT),
         "for DataParallel, which holds a FluxTransformer2DModel: give that, its 'module'",
     ),
-    "mesh, a text": (lambda: split(mesh="2x1"), "mesh is '2x1': give a DeviceMesh, \"auto\" or"),
+    "mesh, a text": (lambda: split(mesh="2x1"), "mesh is '2x1': give a DeviceMesh, \"auto\", an"),
     "mesh, a tuple": (lambda: split(mesh=(1, 2)), "mesh is (1, 2): give a DeviceMesh"),
     "degree, a text": (lambda: split(ulysses_degree="2"), "ulysses_degree is '2'"),
     "degree, a bool": (lambda: split(ring_degree=True, ulysses_degree=2), "ring_degree is True"),

@@ -125,13 +125,11 @@ def parallelize(
     group = ranks_of(device_mesh)
 
     def ask() -> Request:
-        names = [f"{one.name}_degree" for one in fields(Shape)]
-        given = data_degree, guidance_degree, ring_degree, ulysses_degree
-        degrees, choice = Shape(*map(whole, names, given, repeat(1), repeat(MAX_RANKS))), None
+        names = [f"{axis.name}_degree" for axis in fields(Shape)]
+        sizes = data_degree, guidance_degree, ring_degree, ulysses_degree
+        degrees, choice = Shape(*map(whole, names, sizes, repeat(1), repeat(MAX_RANKS))), None
         if auto is not None:
-            advice = (
-                'a DeviceMesh, "auto" or an AutoMesh, or degrees in its place, as ring_degree=2'
-            )
+            advice = 'a DeviceMesh, "auto", an AutoMesh, or degrees instead, as ring_degree=2'
             of_type("mesh", auto, (DeviceMesh, AutoMesh), advice)
         if mesh is not None and degrees != ONE_RANK:
             raise ConfigError("parallelize: give a mesh or degrees, not both")

@@ -303,7 +303,7 @@ def _configured(pipeline: Any) -> dict[str, str]:
         # Names with _ are of a rank, as paths, and a scheduler's other numbers of its last run.
         others = {} if part is pipeline or hasattr(part, "step") else vars(part)
         settings = {key: value for key, value in others.items() if isinstance(value, int | float)}
-        settings |= {"shift": getattr(part, "shift", None), **config}
+        settings |= {"shift of now": getattr(part, "shift", None), **config}
         kept = {key: value for key, value in settings.items() if not key.startswith("_")}
         texts[name] = f"{type(part).__name__} {described(kept)}"
     return texts
