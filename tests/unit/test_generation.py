@@ -272,18 +272,6 @@ def test_sound_that_is_not_written_is_told(
         ] * num
 
 
-def test_steps_of_a_pipeline_that_has_no_default() -> None:
-    def call(prompt: str, num_inference_steps: int | None = None) -> None: ...
-
-    takes = inspect.signature(call).parameters
-    assert Prompt(prompt="x", steps=3).num_steps(takes) == 3
-    with pytest.raises(ConfigError, match="no number of steps by default: give steps"):
-        Prompt(prompt="x").num_steps(takes)
-    for steps in (None, 3):
-        with pytest.raises(ConfigError, match="no number of steps by default: another pipeline"):
-            Prompt(prompt="x", steps=steps).num_steps({"prompt": takes["prompt"]})
-
-
 def test_files_are_there_whole_or_not_at_all(tmp_path: Path) -> None:
     from bascule.generate.generating import write_media, write_record
 

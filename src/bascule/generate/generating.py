@@ -75,7 +75,6 @@ def check_prompt(
     `picture` is True if there is one, False if there is none on purpose, and else None.
     """
     arguments, kind = arguments_of(prompt, takes), type(pipeline).__name__
-    prompt.num_steps(takes)
     if "image" in takes and not picture:
         needed = takes["image"].default is inspect.Parameter.empty or _FROM_PICTURES.search(kind)
         if needed or (picture is None and "Kontext" in kind):

@@ -87,7 +87,7 @@ class Generation:
 
     def num_steps(self, place: int) -> int:
         """Return the denoising steps of a prompt."""
-        return self.prompts[place].num_steps(self._takes)
+        return self.prompts[place].steps or int(self._takes["num_inference_steps"].default)
 
     def run(self, on_step: Callable[[int, range], None]) -> list[dict[str, Any]]:
         """Make the missing outputs; return their records, on rank 0.

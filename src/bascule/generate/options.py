@@ -3,7 +3,7 @@
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -159,15 +159,6 @@ class Prompt:
     steps: Count = None
     guidance: Scale = None
     seed: Seed = 0
-
-    def num_steps(self, takes: Mapping[str, Any]) -> int:
-        """Return its denoising steps, for a pipeline that takes these arguments."""
-        known = takes.get("num_inference_steps")
-        steps = self.steps or getattr(known, "default", None)
-        if known is None or not isinstance(steps, int):
-            way = "another pipeline is needed" if known is None else "give steps"
-            raise ConfigError(f"this pipeline has no number of steps by default: {way}")
-        return steps
 
 
 def names_of(prompts: Sequence[Prompt], options: GenerateOptions) -> list[str]:

@@ -147,8 +147,6 @@ class Door:
     def _on_change(self, status: Status) -> None:
         """Wake who waits for a request; in the service's thread."""
         self._metrics.count(status)
-        if status.state == "failed":
-            _log.warning("request %s failed: %s", status.id, " ".join(status.reason.split()))
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._wake, status.id)
 

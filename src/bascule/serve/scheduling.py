@@ -47,7 +47,7 @@ class Task(Job):
         form = times.form(prompt, takes)
         request = Request(
             step_s=times.step_s(form),
-            steps=prompt.num_steps(takes),
+            steps=prompt.steps or int(takes["num_inference_steps"].default),
             arrival_s=time.monotonic(),
             deadline_s=deadline_s,
             once_s=times.once_s(form),
