@@ -125,7 +125,7 @@ class Spool:
     def forgive(self) -> None:
         """Forget how often requests began, as the ranks have ended well."""
         with self._base:
-            self._base.execute("update requests set starts = 0")
+            self._base.execute("update requests set starts = 0 where ended_at is null")
 
     def end(self, status: Status) -> bool:
         """Keep the end of a request, unless it has ended before; return whether it had not."""
