@@ -125,10 +125,7 @@ class TrainOptions(RunOptions):
         if self.data is not None:
             if not any(code.batch_size for code in parse_data_codes(self.data)):
                 raise ConfigError(f"--data {self.data}: no sample; give a code with b1 or more")
-            if self.epochs is not None:
-                raise ConfigError(
-                    f"--epochs {self.epochs}: data codes have no end; give --steps instead"
-                )
+            refuse(self, ("epochs",), "data codes have no end; give --steps instead")
         if self.topology == "auto":
             return "auto"
         refuse(self, ("profile",), "only for --topology auto")
