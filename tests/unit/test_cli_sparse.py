@@ -137,8 +137,8 @@ def test_a_profile_that_is_none(capsys: Console, tmp_path: Path) -> None:
     base = ("sparse", *WAN, "--ring", "2", "--profile", str(path))
     for changes, arguments, said in (
         ({"launch_s": -1}, "", "launch_s=-1"),
-        ({}, "--intra-gbs 100", "and --intra-gbs: its attention was measured"),
-        ({}, "--latency-us 5", "and --latency-us: its attention was measured"),
+        ({}, "--intra-gbs 100", "was measured; leave it out"),
+        ({}, "--latency-us 5", "--latency-us 5.0: attention of"),
         ({"attention": None}, "", "has no attention_flops_per_s"),
     ):
         path.write_text(json.dumps(fields | changes))

@@ -73,11 +73,8 @@ class BenchOptions(Outputs, RunOptions):
         return topologies
 
     def _check_loader(self, topologies: tuple[Topology, ...]) -> None:
-        if self.encodes:
-            raise ConfigError(
-                "--loader moves samples before they are encoded, which is not compared: leave out "
-                "--vae and --text-encoder, or --loader"
-            )
+        names = "vae", "text_encoder"
+        refuse(self, names, "--loader moves samples before they are encoded; leave one of them out")
         if any(int(one.bag_sizes.max()) > 1 for one in topologies):
             raise ConfigError(
                 f"--topology {' '.join(self.topologies)}: --loader moves whole samples, so each "
@@ -85,8 +82,7 @@ class BenchOptions(Outputs, RunOptions):
             )
         if topologies[0].num_ranks == 1:
             raise ConfigError("--loader on 1 rank: samples have nowhere to move; use --ranks 2")
-        if self.planner != "lpt":
-            raise ConfigError(f"--planner {self.planner}: --loader plans with lpt; leave it out")
+        refuse(self, ("planner",), "--loader plans with lpt; leave it out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 
 from bascule.errors import ConfigError
-from bascule.options import NewFile, Outputs, Range, RankOptions, flag
+from bascule.options import NewFile, Outputs, Range, RankOptions, flag, refuse
 from bascule.plan.calibration import TOKENS, least_points
 from bascule.plan.checks import shown, whole
 from bascule.plan.machine import HardwareProfile
@@ -65,16 +65,11 @@ class CalibrateOptions(Outputs, RankOptions):
 
     def check(self, num_ranks: int) -> None:
         """Refuse options that do not fit each other, or the ranks."""
-        if self.sparse_tokens is not None and num_ranks == 1:
-            raise ConfigError(
-                f"--sparse-tokens {self.sparse_tokens}: one rank has no meshes; give --ranks 2 or "
-                "more, or leave it out"
-            )
-        if self.module is not None and self.num_heads is not None:
-            raise ConfigError(
-                f"--num-heads {self.num_heads} and --module {self.module}: the module has heads of "
-                "its own; leave --num-heads out"
-            )
+        if num_ranks == 1:
+            refuse(self, ("sparse_tokens",), "one rank has no meshes; give --ranks 2 or more")
+        if self.module is not None:
+            names = ("num_heads", *(() if self.sparse_tokens else ("dtype", "kernel")))
+            refuse(self, names, f"--module {self.module} has its own; leave it out")
         for device in BY_DEVICE:
             self.seq_lens(device)
         HardwareProfile.load(self.base)

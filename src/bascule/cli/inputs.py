@@ -79,8 +79,7 @@ class InputOptions(ManifestOptions):
         if gamma is None:
             gamma = self.hardware().gamma if isinstance(self, MachineOptions) else 1.0
         model = model_shape(self.model)
-        width = model.width if self.d_model is None else self.d_model
-        blocks = model.num_blocks if self.num_layers is None else self.num_layers
+        width, blocks = self.d_model or model.width, self.num_layers or model.num_blocks
         heads = self.num_heads or (model.num_heads if self.d_model is None else None)
         return TransformerCost(width, gamma=gamma, num_layers=blocks, num_heads=heads)
 
@@ -192,17 +191,14 @@ class MachineOptions:
     def hardware(self) -> HardwareProfile:
         """Return the profile, with the numbers that options replace."""
         profile, changes = HardwareProfile.load(self.profile), dict[str, float]()
+        if profile.attention is not None:
+            refuse(self, _OF_ATTENTION, f"attention of {self.profile} was measured; leave it out")
         for option, (unit, fields) in _UNITS.items():
             if (value := getattr(self, option, None)) is None:
                 continue
-            name = flag(option)
-            if profile.attention is not None and option in _OF_ATTENTION:
-                raise ConfigError(
-                    f"--profile {self.profile} and {name}: its attention was measured, so give one "
-                    "of them"
-                )
             least, most = LIMITS[fields[0]]
-            changes |= dict.fromkeys(fields, number(name, value, least / unit, most / unit) * unit)
+            value = number(flag(option), value, least / unit, most / unit)
+            changes |= dict.fromkeys(fields, value * unit)
         if not changes:
             return profile
         return replace(profile, source="given", note="", calibration=None, **changes)

@@ -47,11 +47,9 @@ def run(options: PlanOptions, arguments: list[str]) -> None:
 
     lens = options.read(topology_ranks(options.topology))
     cost, topology = options.cost, options.topology or f"g1n{len(lens)}"
-    cluster = None
-    if options.wires or topology == "auto":
-        cluster = options.machines(len(lens))
-    else:
+    if not (is_priced := options.wires or topology == "auto"):
         refuse(options, _OF_WIRES, "changes nothing without --wires, which counts seconds")
+    cluster = options.machines(len(lens)) if is_priced else None
     chosen = {
         "planner": options.planner,
         "limits": options.limits,
@@ -67,7 +65,7 @@ def run(options: PlanOptions, arguments: list[str]) -> None:
     plan = plans[0][1]
     if options.compare:
         plans += [timed(name, plan.topology, **chosen | x) for name, x in _changes(options)]
-    notes = options.notes(is_priced=cluster is not None)
+    notes = options.notes(is_priced=is_priced)
     report = of_plan(plan, cost, cluster, notes, plans if options.compare else ())
     console = publish(options, report, json.loads(plan.to_json()))
     if options.picture is not None:

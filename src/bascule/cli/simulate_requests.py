@@ -129,10 +129,9 @@ def run(options: SimulateRequestsOptions, arguments: list[str]) -> None:
     from bascule.sim.requests import compare
 
     workload = options.read()
-    name, loads = "--loads", options.loads
+    name, loads = ("--rates", options.rates) if options.rates else ("--loads", options.loads)
     if options.rates:
         refuse(options, ("loads",), "--rates takes its place; give one of them")
-        name, loads = "--rates", options.rates
     if not loads or not options.policies:
         raise ConfigError("give one of --loads at least, and one of --policies")
     for load in loads:

@@ -14,7 +14,7 @@ class Gain:
     """Sums over the steps of a run.
 
     A run shows only balanced steps. A line is fitted, by least squares, to their seconds over their
-    predicted work, and says what the steps would have taken with the work before balancing.
+    predicted work, and read at their work before balancing. What balancing costs is not in it.
     """
 
     _work: Floats = field(default_factory=lambda: np.zeros(3))  # before, after, mean of ranks
@@ -34,11 +34,7 @@ class Gain:
         self._last = None
 
     def metrics(self) -> dict[str, float]:
-        """Return imbalance (max/mean), predicted gain and, after 20 steps, a fit and its error.
-
-        The error is the standard error of the line's slope, in units of the gain. What balancing
-        itself costs is in the seconds of every step, so the fit does not show it.
-        """
+        """Return imbalance (max/mean), predicted gain and, from step 20 on, a fit and its error."""
         before, after, mean = self._work.tolist()
         if min(before, after, mean) <= 0.0:
             return {}

@@ -32,7 +32,7 @@ from bascule.generate.options import IMAGE, VIDEO, GenerateOptions, names_of, re
 from bascule.plan.requests import Balanced, Queue
 from bascule.serve.controller import Controller
 from bascule.serve.engine import Engine
-from bascule.serve.scheduling import Scheduler, Task
+from bascule.serve.scheduling import Scheduler, Task, num_steps_of
 from bascule.serve.times import Times
 from bascule.workload.tables import load_av
 
@@ -87,7 +87,7 @@ class Generation:
 
     def num_steps(self, place: int) -> int:
         """Return the denoising steps of a prompt."""
-        return self.prompts[place].steps or int(self._takes["num_inference_steps"].default)
+        return num_steps_of(self.prompts[place], self._takes)
 
     def run(self, on_step: Callable[[int, range], None]) -> list[dict[str, Any]]:
         """Make the missing outputs; return their records, on rank 0.

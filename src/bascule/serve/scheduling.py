@@ -14,7 +14,14 @@ from bascule.serve.controller import Controller
 from bascule.serve.times import Form, Times
 
 _MOVE_S = 0.05  # until moves are measured
+_USUAL_STEPS = 30  # of a pipeline that does not say how many it takes
 _READY = "new", "halted", "paused"  # phases in which a task takes the ranks of the plan
+
+
+def num_steps_of(prompt: Prompt, takes: Mapping[str, Any]) -> int:
+    """Return the steps that a prompt is planned with, for a pipeline that takes these arguments."""
+    default = getattr(takes.get("num_inference_steps"), "default", None)
+    return prompt.steps or (default if isinstance(default, int) else _USUAL_STEPS)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -47,7 +54,7 @@ class Task(Job):
         form = times.form(prompt, takes)
         request = Request(
             step_s=times.step_s(form),
-            steps=prompt.steps or int(takes["num_inference_steps"].default),
+            steps=num_steps_of(prompt, takes),
             arrival_s=time.monotonic(),
             deadline_s=deadline_s,
             once_s=times.once_s(form),
