@@ -14,18 +14,13 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, overrides
 from torch._dynamo.eval_frame import skip_code
 from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.overrides import (
-    TorchFunctionMode,
-    _get_current_function_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.overrides import TorchFunctionMode
 
 from bascule.attention.api import (
     AttentionMesh,
@@ -184,18 +179,18 @@ class SequenceParallelMode(TorchFunctionMode):
         qkv = [x if one is None else as_it_is(gather, x, self.mesh, one, 2) for x, one in pairs]
         named = dict(zip(("query", "key", "value"), qkv, strict=True)) if self._is_named else {}
         named |= {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, **more}
-        before = _get_current_function_mode_stack()
+        before = overrides._get_current_function_mode_stack()
         for _ in before:
-            _pop_mode()
+            overrides._pop_mode()
         try:
             for mode in modes:
-                _push_mode(mode)
+                overrides._push_mode(mode)
             out = _DENSE(*(() if self._is_named else qkv), **named)
         finally:
             while num_modes():
-                _pop_mode()
+                overrides._pop_mode()
             for mode in before:
-                _push_mode(mode)
+                overrides._push_mode(mode)
         return out if of_queries is None else as_it_is(split, out, self.mesh, of_queries, 2)
 
     def without_unseen(self, out: Tensor, mask: Tensor | None, layout: SequenceLayout) -> Tensor:
@@ -297,11 +292,11 @@ class SequenceParallelMode(TorchFunctionMode):
         num_tokens, num_keys = query.shape[2], key.shape[2]
         is_odd = self._replicated or num_keys != num_tokens
         modes = modes_of_others() if num_modes() else ()
+        whole: Any = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         is_cross = others is None and is_odd and self._is_cross(num_tokens, num_keys)
         if is_cross and self._watches and self.mesh.whole and not torch.compiler.is_compiling():
             _check_whole(self.mesh, key, value)
         if others is not None or is_cross:
-            whole = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
             if modes and others is not None:
                 refuse_modes(modes, "attention to the keys of another sequence that is cut")
             if modes:
@@ -327,7 +322,6 @@ class SequenceParallelMode(TorchFunctionMode):
         if modes:
             if scores is not None or self.sparse is not None:
                 refuse_modes(modes, "block-sparse attention, or one with windows or a sink")
-            whole = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
             layouts = options.layout, options.layout
             out = self._show(modes, layouts, query, key, value, mask, **whole)
             return self.without_unseen(out, mask, options.layout)
@@ -494,7 +488,7 @@ def modes_of_others() -> list[TorchFunctionMode]:
     """Return the modes that are entered, but for ours and torch's own, as of a default device."""
     return [
         mode
-        for mode in _get_current_function_mode_stack()
+        for mode in overrides._get_current_function_mode_stack()
         if not isinstance(mode, SequenceParallelMode)
         and not type(mode).__module__.startswith("torch.")
     ]

@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -18,7 +18,7 @@ from tests.helpers.inference_toy import TABLE, Toy, direct, make_toy, toy_inputs
 from tests.helpers.ranks import raised_by, run_ranks
 
 Found = dict[str, Any]
-MESHES: list[dict[str, int]] = [{"ulysses_degree": 2}, {"ring_degree": 2}]
+MESHES: list[dict[str, Any]] = [{"ulysses_degree": 2}, {"ring_degree": 2}]
 
 
 class Seeing(TorchFunctionMode):
@@ -214,6 +214,7 @@ def guided() -> Found:
         "attention": {"skip_ff": False},
         "scores": {"skip_attention": False, "skip_attention_scores": True, "skip_ff": False},
     }
+    model, inputs = nn.Module(), dict[str, Any]()
     with torch.no_grad():
         for place, case in enumerate(GUIDED):
             torch.manual_seed(0)
@@ -234,7 +235,7 @@ def guided() -> Found:
             config = energy.SmoothedEnergyGuidanceConfig([1], fqn="transformer_blocks")
             energy._apply_smoothed_energy_guidance_hook(model, config, 1.0, "smoothed")
             said.append(raised_by(model, **inputs)[1])
-            model._diffusers_hook.remove_hook("smoothed", recurse=True)
+            vars(model)["_diffusers_hook"].remove_hook("smoothed", recurse=True)
             config = hooks.LayerSkipConfig([1], fqn="transformer_blocks", dropout=0.5)
             layers.apply_layer_skip(model, config)
             said.append(raised_by(model, **inputs)[1])
@@ -371,12 +372,22 @@ class Foreign(Toy):
 Foreign.__module__ = "elsewhere"
 
 
+class NoAttention(nn.Module):
+    def forward(self, x: Tensor, *_: Any) -> Tensor:
+        return x
+
+
 def caches_of_others() -> list[str]:
     toy, guided = make_toy(), Foreign().double()
-    toy._is_cached = True  # as cache-dit leaves it
     found = list[str]()
     with torch.no_grad():
-        for degrees in (MESHES[0], {"guidance_degree": 2}):
+        with parallelize(make_toy(), table=TABLE, ulysses_degree=2) as handle:
+            handle.model(**toy_inputs())
+            cast(Any, handle.model).blocks[1].joint = NoAttention()
+            found.append(raised_by(handle.model, **toy_inputs())[1])
+        cast(Any, toy)._is_cached = True  # as cache-dit leaves it
+        ways: list[dict[str, Any]] = [MESHES[0], {"guidance_degree": 2}]
+        for degrees in ways:
             with parallelize(toy, table=TABLE, **degrees):
                 found.append(raised_by(toy, **toy_inputs(batch=1))[1])
         with (
@@ -388,12 +399,13 @@ def caches_of_others() -> list[str]:
 
 
 def test_caches_of_others_are_refused_by_name() -> None:
-    for split, guided, replaced in run_ranks(caches_of_others, 2):
+    for local, split, guided, replaced in run_ranks(caches_of_others, 2):
+        assert "blocks.1 did not call" in local and local.endswith("let it call that function")
         assert "the cache of cache-dit" in split and "the cache of cache-dit" in guided
         assert "Foreign with guidance over ranks and a forward of tests." in replaced
 
 
-def skipping(skipped: Sequence[int | None], degrees: dict[str, int]) -> list[str]:
+def skipping(skipped: Sequence[int | None], degrees: dict[str, Any]) -> list[str]:
     """Each rank leaves out a block of its own choice, in the third pass."""
     model, inputs = make_toy(num_blocks=4, heads=4, kv_heads=4), toy_inputs()
     mine = skipped[dist.get_rank()]
@@ -410,7 +422,7 @@ def skipping(skipped: Sequence[int | None], degrees: dict[str, int]) -> list[str
         return [raised_by(model, **inputs)[1]]
 
 
-SKIPPED: dict[str, tuple[list[int | None], dict[str, int]]] = {
+SKIPPED: dict[str, tuple[list[int | None], dict[str, Any]]] = {
     "as many": ([1, 2], MESHES[0]),
     "as many, ring": ([1, 2], MESHES[1]),
     "fewer": ([None, 3], MESHES[0]),

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from bascule.diffusers import Cut, SplitTable
-from bascule.diffusers.caches import Caches
 from bascule.diffusers.cp_plan import table_from_plan
 from bascule.diffusers.tables import FLUX, table_of
 from bascule.errors import ConfigError
@@ -187,20 +186,3 @@ def test_models_whose_plan_does_not_suffice(name: str, words: str) -> None:
     model = real(name)
     with pytest.raises(ConfigError, match=words):
         table_of(model, getattr(model, "_cp_plan", None))
-
-
-class WithBackEnds(nn.Module):
-    def set_attention_backend(self, name: str) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("model", "advice"),
-    [
-        (nn.Linear(1, 1), "compute it by that function"),
-        (WithBackEnds(), "set_attention_backend('native')"),
-    ],
-)
-def test_advice_is_one_that_the_model_can_follow(model: nn.Module, advice: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        Caches(model, FLUX, lambda: None).end_block("block", has_attended=False)
-    assert str(raised.value).endswith(f"was not over the mesh: {advice}")

@@ -250,17 +250,12 @@ def replicated(own: Tensor, ranks: Place, layout: SequenceLayout) -> Tensor:
     return torch.cat(parts, 2)
 
 
-def gather_rows(x: Tensor, group: RankGroup, layout: SequenceLayout) -> Tensor:
-    """Gather as `gather_tokens` does, where nothing is recorded."""
-    return gather_marked(x, group, layout, 0)[0]
-
-
-def gather_marked(
-    x: Tensor, group: RankGroup, layout: SequenceLayout, mark: int
+def gather_rows(
+    x: Tensor, group: RankGroup, layout: SequenceLayout, mark: int = 0
 ) -> tuple[Tensor, bool]:
-    """Gather rows and a number of each rank; return also whether these numbers are the same.
+    """Gather as `gather_tokens` does, unrecorded; return also whether all ranks gave this mark.
 
-    On a device, where to look would be to wait, unlike numbers make the rows nan instead.
+    On a device, where to look would be to wait, unlike marks make the rows nan instead.
     """
     runs, padded = _gathered_runs(layout)
     shape = padded, *x.shape[1:]
@@ -283,7 +278,7 @@ def gather_tokens(x: Tensor, segments: Sequence[int], form: str) -> Tensor:
     """Gather (T, ..) tokens of a rank to (S, ..), those of all, in the order of the sequence."""
     mesh, layout = layout_on(form, segments)
     assert mesh.whole is not None
-    return gather_rows(x, mesh.whole, layout)
+    return gather_rows(x, mesh.whole, layout)[0]
 
 
 @gather_tokens.register_fake

@@ -50,9 +50,10 @@ class Caches:
         self._have_attended = set[str]()  # blocks, since a cache is on
         self._leaders: dict[Any, tuple[StandIn, weakref.WeakSet[Any]]] = {}
 
-    def are_used(self, modules: Iterable[nn.Module], *, is_over: bool = True) -> bool:
+    def are_used(self, modules: Iterable[nn.Module], mesh: AttentionMesh) -> bool:
         """Return whether a cache may leave out blocks; refuse hooks that see a rank's tokens."""
         kind, hooks = type(self._model).__name__, hooks_of(self._model, modules)
+        is_over = mesh.whole is not None
         for name, module, hook in hooks if is_over else ():
             what = type(hook).__name__
             if hook._is_stateful and not _is_alike(name, hook, self._table):
@@ -78,8 +79,7 @@ class Caches:
         self, modules: Sequence[nn.Module], mesh: AttentionMesh, *, is_sparse: bool
     ) -> None:
         """Look at the hooks before a forward pass; refuse those that cannot be used."""
-        is_over = mesh.whole is not None
-        was_on, self.is_on = self.is_on, self.are_used(modules, is_over=is_over)
+        was_on, self.is_on = self.is_on, self.are_used(modules, mesh)
         if not self.is_on:
             return
         if is_sparse:

@@ -20,7 +20,7 @@ from bascule.attention.api import (
     gather,
     split,
 )
-from bascule.attention.layout import gather_marked, take_runs
+from bascule.attention.layout import gather_rows, take_runs
 from bascule.comm.agree import agree
 from bascule.comm.transforms import is_recorded
 from bascule.diffusers import recorded
@@ -28,13 +28,7 @@ from bascule.diffusers.sparse_layers import SparseLayer, SparsePass
 from bascule.diffusers.split_table import Cut, Input, Keys, Mask, SplitTable
 from bascule.diffusers.work import Attended, AttentionShape, WorkCounter
 from bascule.errors import ConfigError
-from bascule.sdpa import (
-    SequenceParallelMode,
-    as_it_is,
-    num_modes,
-    refuse_modes,
-    with_layout,
-)
+from bascule.sdpa import SequenceParallelMode, as_it_is, num_modes, refuse_modes, with_layout
 
 
 class Share(NamedTuple):
@@ -229,7 +223,7 @@ class ForwardPass(SequenceParallelMode):
             return gather(x, self.mesh, share.layout, cut.dim)
         blocks = ", ".join(self.attended)
         mark = zlib.crc32(blocks.encode())
-        rows, is_same = gather_marked(x.movedim(cut.dim, 0), group, share.layout, mark)
+        rows, is_same = gather_rows(x.movedim(cut.dim, 0), group, share.layout, mark)
         if not is_same:
             what = "the blocks that attended, as if a cache decided by each rank's own tokens"
             agree(group.control or group, {what: blocks}, what="forward pass")

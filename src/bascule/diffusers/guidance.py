@@ -4,7 +4,7 @@ A pipeline calls its model once, with negative and positive samples: groups shar
 calls it once for each: groups take turns, and results of other groups are `Pending`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any
 
@@ -20,7 +20,6 @@ from bascule.diffusers.pending import (
     Branches,
     Form,
     Pending,
-    Samples,
     agree_or_raise,
     fetched,
     samples_of,
@@ -83,7 +82,14 @@ class GuidedModel(Override):
         if form is None or group.rank in owners:  # all compute the first call, to know its form
             place = owners.index(group.rank) if group.rank in owners else 0
             try:
-                output = self._compute(call, inputs, samples, parts, place) if not error else None
+                if num_parts > 1:
+                    inputs = share_of(inputs, self._unbatched, samples, parts[place])
+                output = None if error else call(**inputs)
+                if any(leaf.requires_grad for leaf in leaves_of(output)):
+                    raise ConfigError(  # which no exchange brings back
+                        "guidance over ranks has no gradients: call the pipeline, or the model, "
+                        "under torch.no_grad()"
+                    )
             except Exception as failure:  # which others may not have met: it goes with the results
                 error = failure
             computed = {place: leaves_of(output)} if group.rank in owners else {}
@@ -96,25 +102,6 @@ class GuidedModel(Override):
         self.branches.add(branch)
         places = count()
         return mapped(form.nest, lambda _: Pending.of(self.branches, branch, next(places)))
-
-    def _compute(
-        self,
-        call: Callable[..., Any],
-        inputs: Mapping[str, Any],
-        samples: Samples,
-        parts: Sequence[slice],
-        place: int,
-    ) -> Any:
-        """Call the model with a part of the samples."""
-        if len(parts) > 1:
-            inputs = share_of(inputs, self._unbatched, samples, parts[place])
-        output = call(**inputs)
-        if any(leaf.requires_grad for leaf in leaves_of(output)):  # which no exchange brings back
-            raise ConfigError(
-                "guidance over ranks has no gradients: call the pipeline, or the model, under "
-                "torch.no_grad()"
-            )
-        return output
 
     def _owners(self, num_parts: int) -> list[int]:
         """Return the groups of the next call's parts, in turn; cached branches keep theirs."""

@@ -3,7 +3,7 @@
 import importlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType, MethodType
@@ -116,7 +116,7 @@ class SplitModel:
     @property
     def has_cache(self) -> bool:
         """True if a cache may leave out blocks; refuses one that ranks cannot use."""
-        return self._caches.are_used(self.hooked)
+        return self._caches.are_used(self.hooked, self.mesh)
 
     @property
     def plain_forward(self) -> Callable[..., Any]:
@@ -154,33 +154,25 @@ class SplitModel:
                 self.remove()
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def _set(self, **values: Any) -> Iterator[None]:
+        before = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+
+    def paused(self) -> AbstractContextManager[None]:
         """Let the model compute all tokens, without communication."""
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
+        return self._set(_is_paused=True)
 
-    @contextmanager
-    def over(self, mesh: AttentionMesh | None) -> Iterator[None]:
+    def over(self, mesh: AttentionMesh | None) -> AbstractContextManager[None]:
         """Share calls within, of equal inputs, over a mesh; None: compute them alone."""
-        before = self.mesh, self.is_alone, self._is_over
-        self.mesh, self.is_alone, self._is_over = mesh or self.mesh, mesh is None, True
-        try:
-            yield
-        finally:
-            self.mesh, self.is_alone, self._is_over = before
+        return self._set(mesh=mesh or self.mesh, is_alone=mesh is None, _is_over=True)
 
-    @contextmanager
-    def using(self, sparse: SparseLayers) -> Iterator[None]:
+    def using(self, sparse: SparseLayers) -> AbstractContextManager[None]:
         """Use other plans, and their mesh."""
-        before = self.mesh, self.sparse
-        self.mesh, self.sparse = sparse.mesh, sparse
-        try:
-            yield
-        finally:
-            self.mesh, self.sparse = before
+        return self._set(mesh=sparse.mesh, sparse=sparse)
 
     # --- a call of the model ----------------------------------------------------------------------
 
@@ -400,8 +392,7 @@ class SplitModel:
             return forward(*args, **kwargs)
         processor: Any = getattr(module, "processor", None)
         backend, is_compiling = getattr(processor, _BACKEND, ""), torch.compiler.is_compiling()
-        is_ours = self._backend is not None and backend in (None, self.backend)
-        is_ours = is_ours and not is_compiling
+        is_ours = not is_compiling and self._backend and backend in (None, self.backend)
         if is_compiling and (modes := modes_of_others()):
             refuse_modes(modes, "compiled attention")
         before, current.has_attended = current.has_attended, False
@@ -441,8 +432,9 @@ class SplitModel:
             raise
 
     def _take_away(self) -> None:
-        for one in reversed((*self._stand_ins, *([self._of_model] if self._of_model else ()))):
-            one.remove()
+        for one in (*reversed(self._stand_ins), self._of_model):
+            if one is not None:
+                one.remove()
         self._stand_ins, self._of_model = [], None
 
     def _place(self) -> None:
@@ -557,21 +549,17 @@ _BACKEND = "_attention_backend"
 def _why_local(name: str, processor: Any) -> str:
     """Return why a module that ran did not attend over the mesh, and what to do."""
     how, backend = "let it call that function", getattr(processor, _BACKEND, "")
-    if backend is None:
+    if processor is not None:
+        kind, other = type(processor).__name__, "or give the model another by set_attn_processor"
+        how = f"its processor {kind} attends by itself: let it call that function, {other}"
+    if backend is None:  # diffusers' at large
         diffusers: Any = importlib.import_module("diffusers.models.attention_dispatch")
         backend = diffusers._AttentionBackendRegistry.get_active_backend()[0]
     backend = str(getattr(backend, "value", backend))
     if backend and "native" not in backend:
         how = f"its back end is {backend}: call set_attention_backend('native')"
-    elif processor is not None:
-        how = (
-            f"its processor {type(processor).__name__} attends by itself: let it call that "
-            "function, or give the model another one by set_attn_processor"
-        )
-    return (
-        f"{name} did not call F.scaled_dot_product_attention, so its attention was not over the "
-        f"mesh: {how}"
-    )
+    over = "F.scaled_dot_product_attention, so its attention was not over the mesh"
+    return f"{name} did not call {over}: {how}"
 
 
 def _registered(part: SplitModel) -> Any:
