@@ -115,7 +115,7 @@ class Steps:
         tensors = {name: x for name, x in leaves(inputs) if isinstance(x, Tensor)}
         new = {name for name, x in tensors.items() if not self._knows(name, x)}
         times = [one for one in _TIMES if isinstance(inputs.get(one), Tensor | int | float)]
-        time = float(torch.as_tensor(inputs[times[0]]).double().sum()) if times else 0.0
+        time = float(torch.as_tensor(inputs[times[0]]).float().mean()) if times else 0.0
         moved = time - self._time
         if self._number > 1 and not (moved * self._way >= 0.0 and new <= self._varying):
             self._number, new = 0, set(tensors)
