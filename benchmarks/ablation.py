@@ -42,24 +42,22 @@ class Variant:
     compiled: bool = True
     comm_dtype: Literal["int8"] | None = None
     overlap: bool | None = None
-    double_buffer: bool = True
     after: str | None = None
 
 
 CASES = (Case("launch-bound", 32, None, 80), Case("wire-bound", 1024, LINK_BYTES_PER_S, 25))
 BASELINE = "baseline"
 VARIANTS = (
-    Variant(BASELINE, compiled=False, double_buffer=False),
-    Variant("+ compile", double_buffer=False, after=BASELINE),
-    Variant("+ 8-bit wire", comm_dtype="int8", double_buffer=False, after="+ compile"),
-    Variant("+ double buffering", comm_dtype="int8", after="+ 8-bit wire"),
+    Variant(BASELINE, compiled=False),
+    Variant("+ compile", after=BASELINE),
+    Variant("+ 8-bit wire", comm_dtype="int8", after="+ compile"),
     Variant("Ulysses", axis="ulysses", overlap=False),
     Variant("+ overlap", axis="ulysses", overlap=True, after="Ulysses"),
 )
 
 
 def ablation(*, quick: bool = False) -> dict[str, Any]:
-    """Measure what compiling, 8 bits, double buffering and overlapped Ulysses are each worth.
+    """Measure what compiling, 8 bits and overlapped Ulysses are each worth.
 
     Two minutes. A transformer in the manner of DiT, split by `parallelize` over two ranks, float32,
     all variants in the same processes and in turns. Cases: "launch-bound", a few tokens and gloo's
@@ -169,7 +167,6 @@ def _prepare() -> dict[str, nn.Module]:
                 table=TABLE,
                 comm_dtype=variant.comm_dtype,
                 overlap=variant.overlap,
-                double_buffer=variant.double_buffer,
             )
             if variant.compiled:
                 handle.compile(dynamic=True)

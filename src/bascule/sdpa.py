@@ -384,7 +384,6 @@ def context_parallel(
     comm_dtype: CommDtype | None = None,
     kernel: Kernel | None = None,
     overlap: bool | None = None,
-    double_buffer: bool = True,
     checked: nn.Module | None = None,
 ) -> Iterator[SequenceParallelMode]:
     """Make F.scaled_dot_product_attention of any model attend over the mesh, within the `with`.
@@ -406,10 +405,9 @@ def context_parallel(
         layout: Which tokens each rank has. Default: one segment, the same number on every rank.
         replicated: Numbers of keys that every rank has whole, as those of a prompt; attention to
             them is left as it is, and so is any within `.local()` of what this yields.
-        comm_dtype: As in `AttentionOptions`, and so are the next three.
+        comm_dtype: As in `AttentionOptions`, and so are the next two.
         kernel: Name of the block kernel, or your own.
         overlap: True lets Ulysses exchange while it computes.
-        double_buffer: True lets a ring attend while keys and values travel.
         checked: A model that was compared with one process. Default: models of transformers are
             refused, as their windows and positions follow from the tokens that they get; see
             `bascule.transformers.context_parallel`.
@@ -422,7 +420,7 @@ def context_parallel(
     if layout is not None:
         for both in _tokens_of(layout).intersection(replicated):
             raise ConfigError(_AMBIGUOUS.format(both))
-    options = AttentionOptions(None, kernel, comm_dtype, overlap, double_buffer)
+    options = AttentionOptions(None, kernel, comm_dtype, overlap)
     mode = SequenceParallelMode(place, layout, replicated, options, watches=True)
     hook = None if checked is not None else register_module_forward_pre_hook(mode.refuse)
     try:

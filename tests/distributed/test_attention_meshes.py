@@ -69,7 +69,7 @@ CASES = [
     Case((7, 22), (16, 4), batch=2),
     Case((3,), (8, 1)),
     Case((13,), options={"kernel": "plain"}),
-    Case((13,), (8, 4), batch=2, options={"double_buffer": False}),
+    Case((13,), (8, 4), batch=2),
     Case((5, 18), options=NOW),
     Case((27,), (8, 4), is_checkpointed=True),
     # On 4 ranks yunchang fails on 66 tokens, diffusers on 15 and on 5 or 6 heads.

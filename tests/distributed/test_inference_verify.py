@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from bascule.comm.quantized import Quantized
 from bascule.diffusers import ParallelHandle, Verification, parallelize
 from bascule.errors import ConfigError
 from bascule.plan.machine import HardwareProfile
@@ -140,8 +139,7 @@ def with_eight_bits() -> None:
     model, inputs = make_toy(heads=6, kv_heads=6), toy_inputs(text=5, image=12)
     with torch.no_grad():
         expected = model(**inputs)
-        rows = Quantized("int8", centered=True)
-        with parallelize(model, make_mesh(1, 2), table=TABLE, comm_dtype=rows) as handle:
+        with parallelize(model, make_mesh(1, 2), table=TABLE, comm_dtype="int8") as handle:
             error = float((model(**inputs) - expected).norm() / expected.norm())
             result = handle.verify(**inputs)
     assert 1e-6 < error < 0.02 and not result.ok
@@ -156,7 +154,7 @@ def test_verify_on_two_ranks(run: Callable[[], None]) -> None:
 
 
 def explained(ring: int, ulysses: int) -> None:
-    rows: tuple[Any, ...] = None, None, "int8", Quantized("int8", centered=True)
+    rows: tuple[Any, ...] = None, None, "int8", "e4m3"
     for kv_heads, comm_dtype in zip((6, 2, 2, 2), rows, strict=True):
         model, mesh = make_toy(heads=6, kv_heads=kv_heads), make_mesh(ring, ulysses)
         with parallelize(model, mesh, table=TABLE, comm_dtype=comm_dtype) as handle:

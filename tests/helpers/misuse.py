@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from bascule.comm.quantized import Quantized
 from bascule.diffusers import Cut, Keys, Mask, ParallelHandle, SparseConfig, parallelize
 from tests.helpers.inference_cases import Case, make_inputs, make_model
 from tests.helpers.inference_toy import TABLE, Toy, make_toy, toy_gradients, toy_inputs
@@ -199,7 +198,6 @@ REFUSED: dict[str, Wrong] = {
     "kernel": (lambda: split(kernel="flash3"), "kernel 'flash3': choose one of"),
     "format": (lambda: split(comm_dtype="int4"), "comm_dtype 'int4': choose one of int8, e4m3"),
     "sparse, a dict": (lambda: split(sparse={"keep": 0.4}), "sparse is {'keep': 0.4}: give a Sp"),
-    "sparse, a centre": (sparse(comm_dtype=Quantized("int8", centered=True)), "give 'int8' or"),
     "no table": (lambda: split(table=None), "context_parallel(mesh)"),
     "block": (with_table(blocks={"layers.*": ("text",)}), "names 'layers.*', and Toy has no"),
     "argument": (with_inputs(img=Cut("image")), "names an argument 'img' of Toy"),

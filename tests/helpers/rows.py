@@ -6,7 +6,7 @@ from torch import Tensor
 from bascule.comm.quantized import Format, Quantized
 
 FORMATS: list[Format] = ["int8", "e4m3"]
-WIRES = [Quantized(fmt, is_taken) for fmt in FORMATS for is_taken in (False, True)]
+WIRES = [Quantized(fmt) for fmt in FORMATS]
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -107,12 +107,11 @@ class AttentionOptions:
         layout: Which tokens each rank has. Default: one segment, as many tokens on every rank.
         kernel: Name of the block kernel, or your own. Default: the first that runs here.
         comm_dtype: "int8" or "e4m3" sends rows at 8 bits: of Ulysses q, k, v and the output, of a
-            ring the keys and values of other ranks; see `measure_error`. A `Quantized` may add
-            centres. Gradients and replicated tokens travel as they are. Default: everything does.
+            ring the keys and values of other ranks; see `measure_error`.
+            Gradients and replicated tokens travel as they are. Default: everything does.
         overlap: True lets Ulysses exchange while it computes, in up to four more kernel calls, and
             with a ring two more a round; not with zigzag. Default: on CPUs, without a ring or
             8 bits, unless tokens are few.
-        double_buffer: True lets a ring attend while keys and values travel.
         scores: Windows, chunks and caps; the first two of causal attention in one segment. Default:
             none of them.
         documents: Tokens of each document of a causal segment, none of which sees another. Default:
@@ -126,7 +125,6 @@ class AttentionOptions:
     kernel: Kernel | None = None
     comm_dtype: CommDtype | None = None
     overlap: bool | None = None
-    double_buffer: bool = True
     scores: Scores | None = None
     documents: tuple[int, ...] = ()
 
@@ -278,7 +276,7 @@ def _form(
     kernel = kernel.key if isinstance(kernel, FunctionKernel) else kernel
     settings = (
         f"{layout.replicated}, {causal}, {scale}, {factor}, {kernel!r}, "
-        f"{None if quantized is None else astuple(quantized)}, {overlap}, {options.double_buffer}, "
+        f"{None if quantized is None else astuple(quantized)}, {overlap}, "
         f"({', '.join(map(str, scores.key))}), {documents}"
     )
     name = f"mesh\n{form_of(ranks, layout)}\n{settings}"

@@ -51,7 +51,6 @@ class AttentionCall:
     # how rows travel; None: as they are. Gradients always do.
     quantized: Quantized | None = None
     overlap: bool = False  # whether rows travel while the rank attends to its own tokens
-    double_buffer: bool = True  # whether a ring attends while keys and values travel
     where: str = "attention"  # for errors and profiles
     name: str = ""  # with `sizes`, by which a recorded program finds this; see `usp`
     # S, this rank's heads of queries and keys (0 if unshared), then segments or a step's number
@@ -175,14 +174,12 @@ def rotate(
 ) -> None:
     """Call `attend` with the number of each round, and its keys and values; own ones first."""
     size, quantized = len(call.kv_lens), call.quantized
-    num_more = 0 if quantized is None else quantized.num_more
     at_hand = k if size == 1 else _packed(k, v, call)
     for turn in range(size):
         wait = None
         if turn < size - 1:
-            coming = _staged(call, turn + 1, _shape_in(call, turn + 1, at_hand, num_more), at_hand)
+            coming = _staged(call, turn + 1, _shape_in(call, turn + 1, at_hand), at_hand)
             wait = _shift(call, at_hand, coming, f"keys and values, round {turn + 1}")
-        arrived = wait() if wait is not None and not call.double_buffer else None
         keys, values = (k, v) if turn == 0 else at_hand.unbind(0)
         if turn and quantized is not None:
             keys, values = quantized.unpack(keys, k.dtype), quantized.unpack(values, k.dtype)
@@ -190,12 +187,12 @@ def rotate(
             attend(turn, keys, values)
         finally:  # also after an error: memory that is written to must not be left
             if wait is not None:
-                at_hand = wait() if arrived is None else arrived
+                at_hand = wait()
 
 
-def _shape_in(call: AttentionCall, turn: int, like: Tensor, num_more: int = 0) -> tuple[int, ...]:
-    """Shape (2, B, K, Sk, ...) of the keys and values of a round, with so many rows more."""
-    return (*like.shape[:-2], call.kv_lens[call.owner(turn)] + num_more, like.shape[-1])
+def _shape_in(call: AttentionCall, turn: int, like: Tensor) -> tuple[int, ...]:
+    """Shape (2, B, K, Sk, ...) of the keys and values of a round."""
+    return (*like.shape[:-2], call.kv_lens[call.owner(turn)], like.shape[-1])
 
 
 def _packed(k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
@@ -301,7 +298,7 @@ def overlapped_forward(
 
 def _arrived(x: Tensor, quantized: Quantized) -> Tensor:
     """Round (B, T, heads, D) as it would arrive."""
-    return quantized.unpack(quantized.pack(x, 1), x.dtype, 1)
+    return quantized.unpack(quantized.pack(x), x.dtype)
 
 
 def _attend(

@@ -123,7 +123,6 @@ class _Settings(NamedTuple):
     kernel: str | None  # or the key of a `FunctionKernel`
     quantized: tuple[Any, ...] | None  # arguments of a Quantized
     overlap: bool
-    double_buffer: bool
     scores: tuple[int, int, float]  # arguments of Scores
     documents: tuple[int, ...]
 
@@ -221,7 +220,6 @@ def _made(
         heads=heads,
         quantized=None if settings.quantized is None else Quantized(*settings.quantized),
         overlap=settings.overlap,
-        double_buffer=settings.double_buffer,
     )
 
 

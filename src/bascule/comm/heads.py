@@ -92,11 +92,11 @@ class HeadExchange:
         self, xs: Sequence[Tensor], where: str, quantized: Quantized | None = None
     ) -> Callable[[], Tensor]:
         """Send tensors at home; the result waits for (B, S, share of all heads, D), new memory."""
-        order, dtype, num_more = self.order, xs[0].dtype, 0
+        order, dtype = self.order, xs[0].dtype
         if quantized is not None:
-            xs, num_more = [quantized.pack(x, 1) for x in xs], quantized.num_more
+            xs = list(map(quantized.pack, xs))
         factors = tuple([x.shape[-2] // self.num_kv_heads for x in xs])
-        form = self._form(xs[0], factors, num_more)
+        form = self._form(xs[0], factors)
         sent = self.group.calls.staging.take("sent", form.sent, xs[0])
         for run in form.runs:
             torch.cat(run.of_tensors(xs), dim=3, out=run.of_buffer(sent))
@@ -116,8 +116,7 @@ class HeadExchange:
                 come = [part.view(batch, -1) for part in received.split(form.by_tokens)]
                 whole = torch.cat(come, dim=1).view(form.whole)
             if quantized is not None:
-                parts = self._by_rank(whole, num_more)
-                whole = torch.cat([quantized.unpack(part, dtype, 1) for part in parts], dim=1)
+                whole = quantized.unpack(whole, dtype)
             return whole if order is None else _ordered(whole, order)
 
         return finish
@@ -129,16 +128,14 @@ class HeadExchange:
 
         `rows` are this rank's heads of all tensors side by side, `heads` the number of each.
         """
-        dtype, num_more = rows.dtype, 0
+        dtype = rows.dtype
         if self.back is not None:
             rows = _ordered(rows, self.back)
         if quantized is not None:
-            num_more = quantized.num_more
-            parts = self._by_rank(rows) if num_more else [rows]
-            rows = torch.cat([quantized.pack(part, 1) for part in parts], dim=1)
-        form = self._form(rows, tuple([num // self.own_kv_heads for num in heads]), num_more)
+            rows = quantized.pack(rows)
+        form = self._form(rows, tuple([num // self.own_kv_heads for num in heads]))
         if form.whole[0] > 1:
-            rows = torch.cat([part.reshape(-1) for part in self._by_rank(rows, num_more)])
+            rows = torch.cat([part.reshape(-1) for part in rows.split(list(self.lens), dim=1)])
         sent = rows.contiguous().view(-1)
         received = self.group.calls.staging.take("received", form.sent, rows)
         where = f"{where}: all_to_all (heads to tokens)"
@@ -152,25 +149,21 @@ class HeadExchange:
                 parts = [block] if len(outs) == 1 else block.split_with_sizes(run.shares, 3)
                 for out, part in zip(run.of_tensors(outs), parts, strict=True):
                     out.copy_(part)
-            return outs if quantized is None else [quantized.unpack(out, dtype, 1) for out in outs]
+            return outs if quantized is None else [quantized.unpack(out, dtype) for out in outs]
 
         return finish
 
-    def _by_rank(self, whole: Tensor, num_more: int = 0) -> Sequence[Tensor]:
-        """Return (B, tokens, ...) of each rank, with so many rows more."""
-        return whole.split([num + num_more for num in self.lens], dim=1)
-
-    def _form(self, x: Tensor, factors: tuple[int, ...], num_more: int) -> _Form:
-        """Return the form of tensors with so many heads for each key-value head, and rows more."""
+    def _form(self, x: Tensor, factors: tuple[int, ...]) -> _Form:
+        """Return the form of tensors with so many heads for each key-value head."""
         batch, width = 1 if self.is_packed else x.shape[0], x.shape[-1]
-        key = batch, width, num_more, factors
+        key = batch, width, factors
         form = self._forms.get(key)
         if form is not None:
             return form
         if len(self._forms) >= _NUM_FORMS:
             self._forms.clear()
         shares, rank, each = self.shares, self.group.rank, sum(factors)
-        lens, own = [num + num_more for num in self.lens], self.own_kv_heads
+        lens, own = self.lens, self.own_kv_heads
         tokens = lens[rank]
         home = (tokens,) if self.is_packed else (batch, tokens)
         form = self._forms[key] = _Form(

@@ -4,10 +4,7 @@ A row (the D values of one token and head) becomes D codes and its peak, the lar
 float32: D + 4 bytes, as uint8 since not every back end knows float8. Values are off by at most
 peak / 254 as int8; as e4m3 by a relative 2^-4, or peak / 448 * 2^-10 if that is more. A row with an
 inf or a nan arrives as nan, and so does one of float64 beyond the range of float32.
-
-A few channels with a large constant offset would take the codes of all others. So rows may travel
-as differences from their centre, one more row; a row does so only if that is smaller, and the sign
-of its peak marks it. Rows of zeros stay zeros. The backward treats the transport as the identity.
+Rows of zeros stay zeros. The backward treats the transport as the identity.
 """
 
 import math
@@ -26,7 +23,6 @@ _CODES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 _LARGEST = {"int8": 127.0, "e4m3": 448.0}  # codes are symmetric: -128 is not used
 PEAK_BYTES = torch.float32.itemsize
 """Bytes of a row's peak, which travels with its codes."""
-_OUTLIER = 4.0  # times the mean size of the rows of a head
 _SCORES_AT_ONCE = 2**25
 
 
@@ -37,7 +33,6 @@ class Quantized:
     # "int8", evenly spaced codes, or "e4m3", floating-point codes of 3 mantissa bits: less exact
     # unless a row's values are of very different magnitudes
     format: Format
-    centered: bool = False  # whether rows travel as differences from their centre, one row more
 
     def __post_init__(self) -> None:
         if self.format not in _CODES:
@@ -48,88 +43,43 @@ class Quantized:
         """Return the format that a `comm_dtype` names."""
         return cls(comm_dtype) if isinstance(comm_dtype, str) else comm_dtype
 
-    @property
-    def num_more(self) -> int:
-        """Rows that travel besides those of the tokens."""
-        return int(self.centered)
-
     def row_bytes(self, head_dim: int) -> int:
         """Bytes of one row."""
         return head_dim + PEAK_BYTES
 
-    def pack(self, x: Tensor, dim: int = -2) -> Tensor:
-        """Return (.., T, .., D) rows as bytes, (.., T + num_more, .., D + 4); T is along `dim`."""
-        if not x.is_floating_point() or x.dim() < 1 + self.num_more or x.shape[-1] < 1:
+    def pack(self, x: Tensor) -> Tensor:
+        """Return (.., D) rows as bytes, (.., D + 4)."""
+        if not x.is_floating_point() or x.dim() < 1 or x.shape[-1] < 1:
             raise ConfigError(
                 f"pack: {tuple(x.shape)} of {x.dtype}: give floating-point rows of one value or "
                 "more"
             )
         wide = x.detach().to(torch.float32)
         peak = wide.abs().amax(-1, keepdim=True)
-        if not self.centered:
-            return self._coded(wide, peak)
-        centre = _centre(wide, dim)
-        centre = self._coded(centre, centre.abs().amax(-1, keepdim=True))
-        apart = wide - self._decoded(centre)[0]
-        peak_apart = apart.abs().amax(-1, keepdim=True)
-        # Errors of evenly spaced codes grow with a row's peak, those of others with all its values.
-        is_apart = peak_apart < peak
-        if self.format == "e4m3":
-            is_apart = apart.square().sum(-1, keepdim=True) < wide.square().sum(-1, keepdim=True)
-        coded = self._coded(
-            torch.where(is_apart, apart, wide), torch.where(is_apart, -peak_apart, peak)
-        )
-        return torch.cat((centre, coded), dim)
-
-    def unpack(self, rows: Tensor, dtype: torch.dtype, dim: int = -2) -> Tensor:
-        """Return the rows that `pack` took, (.., T, .., D), in memory of their own."""
-        if rows.dtype != torch.uint8 or rows.dim() < 1 or rows.shape[-1] <= PEAK_BYTES:
-            raise ConfigError(
-                f"unpack: {tuple(rows.shape)} of {rows.dtype}: give uint8 rows of at least "
-                f"{PEAK_BYTES + 1} bytes, as `pack` makes them"
-            )
-        values, peak = self._decoded(rows)
-        if self.centered:
-            num = rows.shape[dim] - 1
-            centre, values = values.split([1, num], dim)
-            is_apart = peak.narrow(dim, 1, num).signbit()
-            values = torch.where(is_apart, values + centre, values)
-        return values.to(dtype)
-
-    def _coded(self, wide: Tensor, peak: Tensor) -> Tensor:
-        """Return (.., D + 4) bytes of float32 rows and their (.., 1) peaks, maybe with a sign."""
         # Zeros over a peak of 0 are nan, and so are inf and nan over theirs: codes of 0 for all.
-        units = (wide / peak.abs()).nan_to_num_(0.0).mul_(_LARGEST[self.format])
+        units = (wide / peak).nan_to_num_(0.0).mul_(_LARGEST[self.format])
         codes = units.round_() if self.format == "int8" else units
         codes = codes.to(_CODES[self.format]).view(torch.uint8)
         # One nan for all, so that the bytes do not depend on who computed them.
         peak = torch.where(peak < math.inf, peak, math.nan)[..., 0]
         return torch.cat((codes, peak.contiguous()[..., None].view(torch.uint8)), dim=-1)
 
-    def _decoded(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (.., D) values and (.., 1) peaks in float32."""
+    def unpack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the rows that `pack` took, (.., D), in memory of their own."""
+        if rows.dtype != torch.uint8 or rows.dim() < 1 or rows.shape[-1] <= PEAK_BYTES:
+            raise ConfigError(
+                f"unpack: {tuple(rows.shape)} of {rows.dtype}: give uint8 rows of at least "
+                f"{PEAK_BYTES + 1} bytes, as `pack` makes them"
+            )
         codes, peak = rows.split([rows.shape[-1] - PEAK_BYTES, PEAK_BYTES], dim=-1)
         # A copy, since rows need not begin at a multiple of four bytes.
         peak = peak.clone(memory_format=torch.contiguous_format).view(torch.float32)
         # The quotient first: peak / 127 would lose the digits of a subnormal peak.
         values = codes.view(_CODES[self.format]).to(torch.float32).div_(_LARGEST[self.format])
-        return values.mul_(peak.abs()), peak
+        return values.mul_(peak).to(dtype)
 
 
 CommDtype = Format | Quantized
-
-
-def _centre(wide: Tensor, dim: int) -> Tensor:
-    """Return the mean over the tokens, (.., 1, .., D); 0 for no tokens.
-
-    Rows of zeros, rows that are not finite, and outliers (sinks of attention) are left out.
-    """
-    sizes = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    known = sizes.nan_to_num(0.0, 0.0)
-    num = (known > 0.0).sum(dim, keepdim=True)
-    is_usual = (sizes > 0.0) & (sizes * num <= _OUTLIER * known.sum(dim, keepdim=True))
-    total = torch.where(is_usual, wide, 0.0).sum(dim, keepdim=True, dtype=torch.float64)
-    return (total / is_usual.sum(dim, keepdim=True).clamp(min=1)).to(torch.float32)
 
 
 @dataclass(frozen=True, slots=True)

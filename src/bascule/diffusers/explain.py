@@ -161,7 +161,6 @@ class _Prediction:
             kind: self.profile.forward_seconds(
                 self._works(work, bag, is_compiled, is_quantized),
                 bag,
-                hides_ring=self.options.double_buffer,
             )
             for kind, work in self.last.work.items()
         }
@@ -302,8 +301,8 @@ def _traffic(layout: SequenceLayout, place: tuple[int, int], shape: AttentionSha
     return Traffic.of_attention(
         HeadShares.split(num_kv, layout.ulysses_degree),
         ulysses,
-        [layout.num_tokens(ring, u) + shape.more_rows for u in range(layout.ulysses_degree)],
-        sum(layout.ring_lens[r] + shape.more_rows for r in passed),
+        [layout.num_tokens(ring, u) for u in range(layout.ulysses_degree)],
+        sum(layout.ring_lens[r] for r in passed),
         queries=shape.num_heads // num_kv,
         row_bytes=shape.batch * shape.row_bytes,
     )
@@ -314,7 +313,7 @@ def _quantized(shape: AttentionShape) -> AttentionShape:
     rows = Quantized("int8")
     if shape.gathers:
         return shape
-    return replace(shape, row_bytes=rows.row_bytes(shape.head_dim), more_rows=rows.num_more)
+    return replace(shape, row_bytes=rows.row_bytes(shape.head_dim))
 
 
 def _kv_heads(shape: AttentionShape, ulysses: int) -> int:

@@ -455,12 +455,12 @@ class ForwardPass(SequenceParallelMode):
         self, query: Tensor, key: Tensor, layout: SequenceLayout, *, gathers: bool = False
     ) -> AttentionShape:
         (batch, num_heads, _, head_dim), num_kv_heads = query.shape, key.shape[1]
-        row_bytes, more_rows = head_dim * query.element_size(), 0
+        row_bytes = head_dim * query.element_size()
         quantized = self.options.quantized
         if quantized is not None and not gathers:
-            row_bytes, more_rows = quantized.row_bytes(head_dim), quantized.num_more
+            row_bytes = quantized.row_bytes(head_dim)
         args = batch, num_heads, num_kv_heads, row_bytes, head_dim
-        return AttentionShape(*args, layout.segments, gathers, more_rows)
+        return AttentionShape(*args, layout.segments, gathers)
 
 
 class CountingPass(ForwardPass):

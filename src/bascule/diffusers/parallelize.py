@@ -75,7 +75,6 @@ def parallelize(
     kernel: Kernel | None = None,
     comm_dtype: CommDtype | None = None,
     overlap: bool | None = None,
-    double_buffer: bool = True,
     vae: Literal["all", "first", "own"] = "all",
     text_encoders: Literal["all", "own"] = "own",
     input_tolerance: float = 0.0,
@@ -102,9 +101,8 @@ def parallelize(
         kernel: Name of attention's kernel, your own, or `backend_kernel`'s. Default: the back end
             that `set_attention_backend` chose, else the first that runs here.
         comm_dtype: "int8" or "e4m3" sends attention's rows at 8 bits, at an error that `verify`
-            shows; `Quantized("int8", centered=True)` is more exact. Default: as they are.
+            shows. Default: as they are.
         overlap: True lets Ulysses exchange while it computes. Default: where that measures faster.
-        double_buffer: False lets a ring wait for keys and values before it attends.
         vae: "all": the ranks share the tiles of a VAE with tiling, and all get the pixels. "first":
             the first rank of a replica gets them alone. "own": every rank computes all tiles.
         text_encoders: "all": the ranks share the prompts of a batch, which pays for several long
@@ -142,7 +140,7 @@ def parallelize(
             models=models,
             tables=[table_of(model, table) for model in models],
             shape=shape,
-            attention=AttentionOptions(None, own, comm_dtype, overlap, double_buffer),
+            attention=AttentionOptions(None, own, comm_dtype, overlap),
             sparse=sparse,
             vae=vae,
             text_encoders=text_encoders,

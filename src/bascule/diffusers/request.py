@@ -7,7 +7,6 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 
 from bascule.attention.api import AttentionOptions
-from bascule.attention.sparse.attend import wire_of
 from bascule.comm.agree import agree
 from bascule.comm.groups import RankGroup
 from bascule.comm.values import values_digest
@@ -47,7 +46,6 @@ class Request:
         number("input_tolerance", self.input_tolerance, 0.0, 1.0)
         if self.sparse is not None:
             of_type("sparse", self.sparse, SparseConfig, "a SparseConfig(keep=..) or another one")
-            wire_of(self.attention.comm_dtype)
         for model, table in zip(self.models, self.tables, strict=True):
             name, ulysses = type(model).__name__, self.shape.ulysses
             if getattr(model, "_parallel_config", None) is not None:

@@ -33,7 +33,6 @@ class AttentionShape:
     head_dim: int
     segments: tuple[int, ...]  # tokens of each, as they follow each other in attention
     gathers: bool = False  # all keys and values to every rank; nothing else travels
-    more_rows: int = 0  # besides those of a rank's tokens; see `Quantized.num_more`
 
 
 @dataclass(slots=True)

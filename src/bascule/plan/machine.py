@@ -216,8 +216,8 @@ class Cluster:
         """Return the seconds in which a rank sends bytes to ranks of its node, and of others."""
         return near_bytes / self.intra_bytes_per_s + far_bytes / self.inter_bytes_per_s
 
-    def seconds(self, work: Work, bag: Bag, *, hides_ring: bool = True) -> Seconds:
-        """Predict seconds of work in a bag; with `hides_ring`, a ring sends while it computes."""
+    def seconds(self, work: Work, bag: Bag) -> Seconds:
+        """Predict seconds of work in a bag; a ring sends while it computes."""
         each = work.heads_bytes / max(bag.ulysses - 1, 1)
         heads_s = self.wire_seconds(
             each * (bag.ranks_in_node - 1), each * (bag.ulysses - bag.ranks_in_node)
@@ -229,8 +229,7 @@ class Cluster:
         launch_s: Amount = self.latency_s * (work.num_exchanges + work.num_rounds)
         if work.num_kernels:
             launch_s += np.maximum(self.latency_s * work.num_kernels - work.compute_s, 0.0)
-        hiding_s = work.attention_s if hides_ring else 0.0
-        ring_s = exposed_ring(round_s, hiding_s, bag.ring)
+        ring_s = exposed_ring(round_s, work.attention_s, bag.ring)
         return Seconds(work.compute_s, heads_s, ring_s, launch_s)
 
     def sequence_seconds(
@@ -562,16 +561,14 @@ class HardwareProfile:
         numbers = num_nodes, ranks_per_node, compute, memory, near, far, launch_s
         return Cluster(*numbers, self.pack_bytes_per_s, self.piece_s or 0.0)
 
-    def forward_seconds(
-        self, ranks: Sequence[Work], bag: Bag, *, hides_ring: bool = True
-    ) -> Seconds:
+    def forward_seconds(self, ranks: Sequence[Work], bag: Bag) -> Seconds:
         """Predict seconds of the slowest rank of a bag; wires of unknown rate carry nothing."""
         near = ("intra_bytes_per_s",) if bag.size > 1 else ()
         far = () if bag.is_in_node else ("inter_bytes_per_s",)
         launch_s, *_ = self.numbers_of("launch_s", *near, *far)
         wires = self.intra_bytes_per_s or 1.0, self.inter_bytes_per_s or 1.0
         machine = Cluster(1, bag.size, 1.0, 1.0, *wires, launch_s)
-        each = [machine.seconds(work, bag, hides_ring=hides_ring) for work in ranks]
+        each = [machine.seconds(work, bag) for work in ranks]
         slowest = max(each, key=lambda one: float(one.total))
         mean = sum(float(one.total) for one in each) / len(each)
         return replace(slowest, waiting_s=slowest.total - mean)

@@ -173,17 +173,6 @@ class SparseTables:
         )
 
 
-def wire_of(comm_dtype: CommDtype | None) -> Quantized | None:
-    """Return the format of rows on their way."""
-    wire = Quantized.of(comm_dtype)
-    if wire is not None and wire.centered:
-        raise ConfigError(
-            f"block-sparse attention with comm_dtype {wire}: its rows go to several ranks, each "
-            "without the others that a centre is the mean of: give 'int8' or 'e4m3'"
-        )
-    return wire
-
-
 class _Moved(torch.autograd.Function):
     """Rows along a route, of one tensor after another; at 8 bits, their gradients as they are."""
 
@@ -306,7 +295,7 @@ def attend_sparse(
     With `Clusters` it is (1, X, ranks): counts of keys, by the rank that has them at home.
     """
     check_settings("sparse_attention", False, scale)
-    wire = wire_of(comm_dtype)
+    wire = Quantized.of(comm_dtype)
     check_tensors("sparse_attention", q, k, v)
     of_type("plan", plan, SparsePlan, _A_PLAN)
     refuse_transforms("sparse_attention", q, k, v)
