@@ -1,6 +1,7 @@
 """The gain of a run whose steps are timed: against values by hand, and in a Trainer's log."""
 
 from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -65,7 +66,8 @@ def test_a_trainer_logs_it() -> None:
     from bascule.plugins.gain_log import GainLog
 
     log, logs = GainLog(), {"loss": 1.0}
-    log.dealt = SimpleNamespace(steps=[(b, a, 0.8 * a) for b, a in WORKS], num_steps=len(WORKS))
+    steps = [(before, after, 0.8 * after) for before, after in WORKS]
+    log.dealt = cast(Any, SimpleNamespace(steps=steps, num_steps=len(WORKS)))
     state = SimpleNamespace(global_step=0, log_history=[{}])
     for step in range(1, len(WORKS) + 1):
         state.global_step = step
