@@ -16,7 +16,7 @@ import numpy as np
 
 from bascule.arrays import Floats
 from bascule.errors import ConfigError
-from bascule.plan.checks import choice, number, shown
+from bascule.plan.checks import choice, number, shown, whole
 from bascule.workload.tokens import nearest
 
 Clip = Callable[[Floats], tuple[Floats, Floats]]
@@ -89,20 +89,24 @@ class _Keys:
         value = self._left.pop(key, None)
         return default if value is None else value
 
-    def number(self, key: str, default: float | None = None, least: float = 0.0) -> float:
+    def needed(self, key: str, default: Any = None) -> Any:
         if (value := self.pop(key, default)) is None:
             raise ConfigError(
                 f"{self.path}: says no {key}: write what the trainer's options say into it"
             )
-        return number(f"{self.path}: {key}", value, least, 2.0**16)
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        return number(f"{self.path}: {key}", self.needed(key, default), 0.0, 2.0**16)
 
     def whole(self, key: str, default: int | None = None, least: int = 1) -> int:
-        return int(self.number(key, default, least))
+        return whole(f"{self.path}: {key}", self.needed(key, default), least, 2**16)
 
-    def wholes(self, key: str, default: list[int] | None = None) -> list[int]:
-        value = self.pop(key, default)
+    def wholes(self, key: str, default: list[int] | None = None, least: int = 1) -> list[int]:
+        value = self.needed(key, default)
         parts = value.split(",") if isinstance(value, str) else np.ravel(value).tolist()
-        return [_Keys(self.path, {key: part and int(part)}).whole(key) for part in parts]
+        parts = [int(x) if isinstance(x, str) and x.strip().isdigit() else x for x in parts]
+        return [whole(f"{self.path}: {key}", part, least, 2**16) for part in parts or [None]]
 
     def refusal(self, key: str, value: object) -> ConfigError:
         place = next(iter(self.places), "the folder or table of its data")
@@ -156,13 +160,14 @@ def _of_kohya(keys: _Keys) -> DataSet:
     """Read a data set of sd-scripts, or of musubi-tuner, which names its data otherwise."""
     is_musubi = not {"metadata_file", "image_dir"}.intersection(keys.names)
     has_clips = any(name.startswith("video") for name in keys.names)
-    width, height = (keys.wholes("resolution", [960, 544] if is_musubi else None) * 2)[:2]
+    default = [960, 544] if is_musubi else None
+    width, height = (keys.wholes("resolution", default, 32) * 2)[:2]
     area, step = width * height, 16 if is_musubi else keys.whole("bucket_reso_steps", 64)
     side, least, most = math.isqrt(area), 1, 2**16
     if is_musubi:
         sizes = [(w, area // w // 16 * 16) for w in range(max(side // 32, 1) * 16, side + 16, 16)]
     else:
-        least = keys.whole("min_bucket_reso", 256) // step * step
+        least = keys.whole("min_bucket_reso", 256, step) // step * step
         most = -(-keys.whole("max_bucket_reso", 1024) // step) * step
         sizes = [(w, min(most, area // w // step * step)) for w in range(least, most + 1, step)]
         sizes = [(side // step * step,) * 2, *(pair for pair in sizes if pair[1] >= least)]
