@@ -358,14 +358,10 @@ class Watch:
         failed = self._last(self._store)
         if failed is not None and not failed.text:  # a rank calls the roll
             write(self._store, f"alive/{self._rank}", "")
-<<<<<<< HEAD
             failed = None
         if failed is None:
             self._end_unlike()
         behind = [] if failed is None else self._behind(failed)
-=======
-        behind = self._behind(failed) if failed is not None and failed.text else []
->>>>>>> edge-truth
         self._suspects = Counter({one: self._suspects[one] + 1 for one in behind})
         if failed is None or max(self._suspects.values(), default=0) < 3:
             return
