@@ -1,7 +1,6 @@
 """Loaders, samplers, packs: options out of range, contradictions, and states of something else."""
 
 import math
-import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -18,7 +17,7 @@ from bascule.data.loader import (
     _Sources,  # pyright: ignore[reportPrivateUsage]
 )
 from bascule.data.packs import collate_padded, make_pack, unpack
-from bascule.data.source import whole_number
+from bascule.data.source import whole_number, words_of
 from bascule.data.steps import Rules
 
 COST = PolynomialCost(0.0, 1.0, 0.0)
@@ -53,7 +52,7 @@ def share(rank: int, num_ranks: int, num_samples: int = 9) -> Callable[[], objec
     return partial(ResumableSampler, num_samples, rank=rank, num_ranks=num_ranks)
 
 
-STATE = Progress(2, 5, ((1, 2), (3, 4)), (6, 7), ((0, b""), (4, pickle.dumps("x"))))
+STATE = Progress(2, 5, ((1, 2), (3, 4)), (6, 7), ((0, words_of(None)), (4, words_of("x"))))
 
 
 def state(**change: Any) -> Callable[[], object]:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from bascule.data.samplers import History, ResumableSampler
-from bascule.data.source import Microbatches, Source
+from bascule.data.source import Microbatches, Saved, Source, state_of, words_of
 from bascule.errors import ConfigError
 
 
@@ -73,9 +73,7 @@ def test_more_than_there_is_was_not_delivered() -> None:
         sampler.resume([[1, 1], [2, 2]])
 
 
-def read(
-    source: Source, history: History = (), saved: tuple[int, bytes] | None = None
-) -> list[list[Any]]:
+def read(source: Source, history: History = (), saved: Saved | None = None) -> list[list[Any]]:
     return list(source.begin(history, 0, 1, saved))
 
 
@@ -202,7 +200,7 @@ def by_tokens(num_tokens: int) -> Microbatches:
     return Microbatches(None, num_tokens, lambda _: 1)
 
 
-def after(saved: tuple[int, bytes], taken: list[int]) -> tuple[int, bytes]:
+def after(saved: Saved, taken: list[int]) -> Saved:
     """Return a state as the next run gets it, in which these samples are delivered."""
     first, state = saved
     return first - len(taken), state
@@ -373,6 +371,28 @@ def test_an_order_that_no_other_run_draws_is_not_resumed() -> None:
     fresh: Any = StatefulDataLoader(Counting(), 4, shuffle=True)
     rest = read(Source(fresh, None), [[4]], after(saved, taken))
     assert sorted(taken + [i for group in rest for i in group]) == list(range(11))
+
+
+def test_a_state_that_cannot_travel_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    class Odd(WithState):
+        def state_dict(self) -> Any:
+            return {"place": {self.place}}
+
+    lists = [[0, 1], [2], [3, 4]]
+    reading = Source(Odd(lists), None).begin((), 0, 1, None)
+    first, words = reading.saved()
+    assert (first, words.size) == (
+        0,
+        0,
+    ) and "state_dict() of the Odd: sample['place']" in caplog.text
+    assert next(reading) == [0, 1]
+    assert read(Source(Odd(lists), None), [[2]], (0, words)) == [[2], [3, 4]]
+
+
+def test_states_travel_as_they_are() -> None:
+    state = {"a": [1, 2**80, None], "b": (torch.arange(3), np.ones(2)), "c": {"d": b"x", "e": 0.1}}
+    assert str(state_of(words_of(state))) == str(state)
+    assert words_of(None).size == 0 and state_of(words_of(None)) is None
 
 
 def test_an_iterator_that_is_used_up_is_an_error_in_the_next_epoch() -> None:

@@ -1,7 +1,6 @@
 """A data loader that gives every rank the same work: samples change ranks behind the compute."""
 
 import dataclasses
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +20,7 @@ from bascule.comm.items import mapped, measure_exchange
 from bascule.data.packs import Pack, make_pack
 from bascule.data.prefetch import PATIENCE_S, Pool, Prefetcher, pool_of, text_of
 from bascule.data.samplers import accumulation_of_accelerate
-from bascule.data.source import Microbatches, Source, whole_number
+from bascule.data.source import Microbatches, Saved, Source, state_of, whole_number, words_of
 from bascule.data.steps import (
     Batch,
     DataRanks,
@@ -81,10 +80,9 @@ class LoaderMetrics:
 
 DEFAULT_TIMEOUT_S = 600.0
 STATE_VERSION = 1
-_NO_STATE = pickle.dumps(None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Progress:
     """The part of an epoch that was delivered, up to the next step; alike on all ranks."""
 
@@ -92,11 +90,9 @@ class Progress:
     step: int = 0
     history: tuple[tuple[int, ...], ...] = ()  # items of each source rank, in each earlier run
     counts: tuple[int, ...] = ()  # those in this run
-    saved: tuple[tuple[int, bytes], ...] = ()  # `Reading.saved` of each source rank, if any has one
+    saved: tuple[Saved, ...] = ()  # of each source rank, if the loader of one has a state
 
-    def after(
-        self, step: int, counts: Sequence[int], saved: Sequence[tuple[int, bytes]]
-    ) -> "Progress":
+    def after(self, step: int, counts: Sequence[int], saved: Sequence[Saved]) -> "Progress":
         """Return it after a microbatch of a step, with so many items of each source rank."""
         done = self.counts or (0,) * len(counts)
         sums = tuple(map(sum, zip(done, counts, strict=True)))
@@ -109,7 +105,7 @@ class Progress:
         Of loaders with states it has all, and how many samples of each were delivered since.
         """
         pairs = zip(self.counts or (0,) * len(self.saved), self.saved, strict=False)
-        saved = [(pickle.loads(state or _NO_STATE), num - first) for num, (first, state) in pairs]
+        saved = [(state_of(state), num - first) for num, (first, state) in pairs]
         plain = dataclasses.asdict(self) | {"saved": saved or None}
         return {"version": STATE_VERSION, "deal": tuple(deal), **plain}
 
@@ -123,7 +119,7 @@ class Progress:
                 history.append(_counts(state["counts"]))
             epoch, step = (whole_number(state[name], name) for name in ("epoch", "step"))
             saved = tuple(
-                (-whole_number(offset, "an offset"), b"" if own is None else pickle.dumps(own))
+                (-whole_number(offset, "an offset"), words_of(own))
                 for own, offset in state["saved"] or ()
             )
         except (LookupError, TypeError, ValueError) as error:

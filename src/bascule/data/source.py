@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-import pickle
+import logging
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -21,10 +22,17 @@ from torch.utils.data import (
     default_convert,
 )
 
+from bascule.arrays import Ints
+from bascule.comm.items import mapped, parcel, read
 from bascule.data.samplers import History, ResumableSampler, too_many
 from bascule.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 Sample = Any
+
+Saved = tuple[int, Ints]
+"""Samples of a pass over a loader before a state of it, and that state as words; none without."""
 
 _MOST = 2**40  # sums of many stay below 2^63
 
@@ -67,6 +75,22 @@ class Microbatches:
             total += length
         if group:
             yield group
+
+
+def words_of(state: Any) -> Ints:
+    """Return the state of a loader as words that travel, and no word of None."""
+    own = parcel(state)
+    buffer = torch.zeros(0 if state is None else own.num_bytes, dtype=torch.uint8)
+    if state is not None:
+        own.write(buffer)
+    return buffer.view(torch.int64).numpy()
+
+
+def state_of(words: Ints) -> Any:
+    """Return the state that `words_of` wrote; generators of torch take tensors, but no views."""
+    if not words.size:
+        return None
+    return mapped(read(torch.from_numpy(words.copy()).view(torch.uint8)), torch.clone)
 
 
 class Uncollated:
@@ -138,7 +162,7 @@ class Source:
                 set_epoch(epoch)
 
     def begin(
-        self, history: History, index: int, num_sources: int, saved: tuple[int, bytes] | None
+        self, history: History, index: int, num_sources: int, saved: Saved | None
     ) -> "Reading":
         """Start to read the rest of an epoch; `saved` is `Reading.saved` of the last run."""
         if self.is_empty:
@@ -161,8 +185,8 @@ class Source:
             )
         skip = sum(counts[index] for counts in history)
         has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-        if saved is not None and saved[1] and has_state:
-            loader.load_state_dict(pickle.loads(saved[1]))
+        if saved is not None and saved[1].size and has_state:
+            loader.load_state_dict(state_of(saved[1]))
             skip = -saved[0]
         elif skip and isinstance(self._sampler, _DRAWN) and not hasattr(self._sampler, "set_epoch"):
             raise ConfigError(
@@ -241,13 +265,19 @@ class Reading:
         self._groups.close()
         self._items = iter(())
 
-    def saved(self) -> tuple[int, bytes]:
-        """Return a state of the loader as bytes, and how many samples of this pass are before it.
-
-        Nothing, b"", of a loader without a state. Samples of the pass before it count from 0.
-        """
+    def saved(self) -> Saved:
+        """Return the loader's state before the next sample, or before some that come first."""
         first, state = self._newest
-        return first, b"" if state is None else pickle.dumps(state)
+        try:
+            return first, words_of(state)
+        except ConfigError as error:
+            logger.warning(
+                "the loader's own state cannot travel, so a resumed run skips samples by their "
+                "number: state_dict() of the %s: %s",
+                *(type(self._stateful).__name__, error),
+            )
+            self._stateful, self._newest = None, (0, None)
+            return 0, words_of(None)
 
     def _lists(self) -> Generator[list[Sample], None, None]:
         """Yield the loader's lists from the start; a sample that comes alone is a list of one."""

@@ -21,7 +21,7 @@ from bascule.comm.exchange import BoundRoute, exchange
 from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup
 from bascule.comm.items import HOST, ItemMove, Parcel, move_items, parcel
-from bascule.data.source import Reading, Sample, whole_number
+from bascule.data.source import Reading, Sample, Saved, whole_number, words_of
 from bascule.errors import CommError, ConfigError, PlanError
 from bascule.plan.checks import of_type
 from bascule.plan.costs import Cost, describe_cost, evaluate, unit_seconds
@@ -156,28 +156,21 @@ class Load:
     parcels: Sequence[Parcel] = ()
     num_items: Sequence[int] = ()  # of the loader in each microbatch: a ready-made pack is one
     num_missing: int = 0  # of these, None
-    saved: tuple[int, bytes] = (0, b"")  # of `Reading`, before the step
+    saved: Saved = (0, words_of(None))  # before the step
     error: Exception | None = None
 
     def words(self, cost_version: int) -> Ints:
         """Describe it in integers: `_HEAD`, M numbers of items; `Items`; state of the loader."""
-        head = [self.flags, cost_version, self.saved[0], len(self.saved[1]), *self.num_items]
-        state = self.saved[1] + b"\0" * (-len(self.saved[1]) % 8)
+        head = [self.flags, cost_version, self.saved[0], self.saved[1].size, *self.num_items]
         items = head[:0] if self.items is None else self.items.to_words()
-        parts = [
-            np.array(head, np.int64),
-            np.array(items, np.int64),
-            np.frombuffer(state, np.int64),
-        ]
-        return np.concatenate(parts)
+        return np.concatenate([np.array(head, np.int64), np.array(items, np.int64), self.saved[1]])
 
 
-_HEAD = 4  # flags, newest cost model, samples of the pass before the state, bytes of the state
+_HEAD = 4  # flags, newest cost model, samples of the pass before the state, words of the state
 
 
-def _saved_in(words: Ints) -> tuple[int, bytes]:
-    first, num_bytes = words[2:_HEAD].tolist()
-    return first, words[words.size - -(-num_bytes // 8) :].tobytes()[:num_bytes]
+def _saved_in(words: Ints) -> Saved:
+    return int(words[2]), words[words.size - words[3] :]
 
 
 CLOSING = Load(_CLOSING)  # of a rank that wants no further step
@@ -192,7 +185,7 @@ def load(reading: Reading, rules: Rules, *, loads: bool, saves: bool = False) ->
     lens, weights, parcels, place = list[int](), list[int](), list[Parcel](), "state of the loader"
     # Whatever ends the user's code, also SystemExit: the others would wait for a thread that ended.
     try:
-        saved = reading.saved() if saves else (0, b"")
+        saved = reading.saved() if saves else (0, words_of(None))
         for micro in range(rules.accumulate):
             place = f"microbatch {micro}"
             taken = next(reading, None)
@@ -262,7 +255,7 @@ class Loaded:
     flags: Ints  # (D,)
     cost_version: int  # the newest cost model that all ranks of the group know
     num_items: Ints  # (M, D) of their loaders
-    saved: list[tuple[int, bytes]]  # (D,) as that of a `Load`
+    saved: list[Saved]  # (D,) of their loaders
     items: Items
 
     @classmethod
@@ -388,7 +381,7 @@ class ReadyStep:
     batches: list[Batch]
     num_items: Ints  # (M, D) of the loaders
     num_missing: int  # of these, None on this rank
-    saved: list[tuple[int, bytes]]  # (D,) states of the loaders before the step, if it has them
+    saved: list[Saved]  # (D,) of the loaders before the step; none in most, if they are long
     sent_bytes: int
     received_bytes: int
     exchange: tuple[float, float]  # begin and end, by `time.perf_counter`
@@ -490,7 +483,7 @@ class Redistributor:
         except BaseException as error:
             failed = named(error, "collate_fn")
         agree(self.ranks.group, {}, failed, what=making, step=step)
-        saved = loaded.saved if any(state for _, state in loaded.saved) else []
+        saved = loaded.saved if any(state.size for _, state in loaded.saved) else []
         numbers = loaded.num_items, own.num_missing
         return ReadyStep(batches, *numbers, saved, sent, received, exchange)
 
@@ -580,7 +573,7 @@ class Redistributor:
             if own.error is None:
                 raise
             raise error from own.error
-        num_words = [int(words[_HEAD - 1] + 7) // 8 for words in gathered]  # of states
+        num_words = [int(words[_HEAD - 1]) for words in gathered]  # of states
         sizes = [words.size - num for words, num in zip(gathered, num_words, strict=True)]
         self._capacity = max(self._capacity, *sizes)
         if self.saves(step):
