@@ -177,7 +177,8 @@ class SequenceParallelMode(TorchFunctionMode):
         of_queries, of_keys = layouts or self.local_layouts(query, key, modes)
         pairs = (query, of_queries), (key, of_keys), (value, of_keys)
         qkv = [x if one is None else as_it_is(gather, x, self.mesh, one, 2) for x, one in pairs]
-        named = dict(zip(("query", "key", "value"), qkv, strict=True)) if self._is_named else {}
+        names = ("query", "key", "value") if self._is_named else ()
+        named: dict[str, Any] = dict(zip(names, qkv, strict=False))
         named |= {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, **more}
         before = overrides._get_current_function_mode_stack()
         for _ in before:
