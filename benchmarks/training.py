@@ -122,7 +122,10 @@ def _clips(home: Path) -> Path:
 
 def _streams(data: list[str], seed: int, num_ranks: int) -> list[SampleStream]:
     """Return what `bascule bench` trains on, rank by rank."""
-    place = [{"rank": rank, "world_size": num_ranks, "seed": seed} for rank in range(num_ranks)]
+    every = range(num_ranks)
+    place: list[dict[str, Any]] = [
+        {"rank": rank, "world_size": num_ranks, "seed": seed} for rank in every
+    ]
     if data[0] == "--data":
         return [SyntheticStream(data[1], **one) for one in place]
     options = PhotoOptions(max_tokens=2048, clip_frames=16)

@@ -186,7 +186,8 @@ class SequenceParallelMode(TorchFunctionMode):
         try:
             for mode in modes:
                 overrides._push_mode(mode)
-            out = _DENSE(*(() if self._is_named else qkv), **named)
+            attend: Any = _DENSE
+            out = attend(*(() if self._is_named else qkv), **named)
         finally:
             while num_modes():
                 overrides._pop_mode()

@@ -136,8 +136,6 @@ def test_a_missing_library_is_named(
 def test_options_of_bench_that_do_not_fit() -> None:
     with pytest.raises(ConfigError, match="--loader moves samples before they are encoded"):
         BenchOptions(photos=ALBUM, vae="tiny", loader=True).check(2)
-    with pytest.raises(ConfigError, match=r"--picture x\.svg: give --vae or --text-encoder, too"):
-        BenchOptions(photos=ALBUM, picture=Path("x.svg")).check(2)
 
 
 @pytest.fixture

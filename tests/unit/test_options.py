@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from bascule.cli import COMMANDS
-from bascule.generate.options import GenerateOptions, Prompt
 from bascule.options import Outputs, RankOptions
 from bascule.plan.machine import HardwareProfile
 from bascule.train.options import RunOptions
@@ -103,7 +102,6 @@ ELSEWHERE = {"json", "report", "head", "tokenizer"}
 
 TESTS = {  # files whose tests set the options of commands with ranks, and look at the result
     "bench": "test_bench.py test_bench_loader.py test_encoder_stages.py test_cli.py",
-    "train": "test_train_command.py test_train_parts.py train_runs.py test_encoder_stages.py",
     "generate": "test_generate_command.py test_generation.py",
     "serve": "test_service.py test_door.py test_serve_engine.py serving.py",
     "doctor": "test_doctor.py test_doctor_ranks.py",
@@ -260,28 +258,11 @@ def test_every_option_is_set_by_a_test(command: str) -> None:
         ("bench --data g1b1i16f1s0 --ranks 1 --strict", "--strict: only photos have pixels"),
         ("bench --data g1b1i16f1s0 --ranks 1 --max-tokens 9", "--max-tokens 9: data codes say"),
         ("bench --data g1b1i16f1s0 --ranks 1 --accumulate 2", "--accumulate 2: only with --load"),
-        ("train --data g1b1i16f1s0 --ranks 1 --clip-frames 3", "--clip-frames 3: only photos"),
-        (
-            "train --data g1b1i16f1s0 --ranks 1 --profile l40s-datasheet",
-            "--profile l40s-datasheet: only for --topology auto",
-        ),
+        ("bench --data g1b1i16f1s0 --ranks 1 --clip-frames 3", "--clip-frames 3: only photos"),
     ),
 )
 def test_what_would_be_ignored_is_named(capsys: Console, words: list[str], said: str) -> None:
     assert said in sentence(capsys, *words)
-
-
-def test_what_changes_pixels_changes_the_name_of_an_output() -> None:
-    prompt, names = Prompt(prompt="a"), set[str]()
-    for options in (
-        GenerateOptions(),
-        GenerateOptions(dtype="bfloat16"),
-        GenerateOptions(tiles=True),
-        GenerateOptions(wire="int8"),
-        GenerateOptions(sparse=0.5),
-    ):
-        names.add(prompt.name(0, options))
-    assert len(names) == 5
 
 
 def test_a_default_that_is_spelled_out_is_no_mistake(capsys: Console) -> None:
