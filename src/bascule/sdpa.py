@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import product
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
@@ -178,16 +178,19 @@ class SequenceParallelMode(TorchFunctionMode):
         pairs = (query, of_queries), (key, of_keys), (value, of_keys)
         qkv = [x if one is None else as_it_is(gather, x, self.mesh, one, 2) for x, one in pairs]
         names = ("query", "key", "value") if self._is_named else ()
-        named: dict[str, Any] = dict(zip(names, qkv, strict=False))
-        named |= {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, **more}
+        named = dict[str, Any](zip(names, qkv, strict=False)) | {
+            "attn_mask": attn_mask,
+            "dropout_p": dropout_p,
+            "is_causal": is_causal,
+            **more,
+        }
         before = overrides._get_current_function_mode_stack()
         for _ in before:
             overrides._pop_mode()
         try:
             for mode in modes:
                 overrides._push_mode(mode)
-            attend: Any = _DENSE
-            out = attend(*(() if self._is_named else qkv), **named)
+            out = cast(Any, _DENSE)(*qkv[len(names) :], **named)
         finally:
             while num_modes():
                 overrides._pop_mode()
