@@ -46,7 +46,7 @@ _ALL = slice(None)
 _FORMS = 8  # batch sizes and devices of a plan whose tables are kept
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class SparseTables:
     """The index tables of a plan on this rank; made once for a plan."""
 
@@ -327,6 +327,7 @@ def attend_sparse(
     of_plan = ranks.tables.setdefault(plan, Kept(_FORMS))
     own = q.shape[0], q.device
     tables = of_plan.get(own, lambda: SparseTables(weakref.ref(plan), ranks, *own))
+    tables.of = weakref.ref(plan)  # of equal plans, the one that this call holds
     q, factor = with_positive_scale(q, scale)
     with record_function(EXCHANGE_SPAN):
         here_q, here_k, here_v = tables.bring([x.reshape(-1, x.shape[3]) for x in (q, k, v)], wire)
