@@ -34,7 +34,6 @@ NOT_NONE: dict[Callable[..., Any], dict[str, Any]] = {
         "timeout_s": 600.0,
     },
     loader.BalancedLoader: {
-        "accumulate": 1,
         "sync": "microbatch",
         "options": loader.LoaderOptions(),
     },
@@ -47,7 +46,7 @@ NOT_NONE: dict[Callable[..., Any], dict[str, Any]] = {
     },
     packs.Pack: {"fixed": False, "pad_id": 0, "ignore_index": -100, "token_fields": TOKEN_FIELDS},
     samplers.ResumableSampler: {"shuffle": True, "seed": 0},
-    samplers.BalancedSampler: {"seed": 0, "accumulate": 1, "options": samplers.SamplerOptions()},
+    samplers.BalancedSampler: {"seed": 0, "options": samplers.SamplerOptions()},
     samplers.SamplerOptions: {
         "shuffle": True,
         "sync": "microbatch",

@@ -103,7 +103,7 @@ ELSEWHERE = {"json", "report", "head", "tokenizer"}
 TESTS = {  # files whose tests set the options of commands with ranks, and look at the result
     "bench": "test_bench.py test_bench_loader.py test_encoder_stages.py test_cli.py",
     "generate": "test_generate_command.py test_generation.py",
-    "serve": "test_service.py test_door.py test_serve_engine.py serving.py",
+    "serve": "test_service.py test_service_turns.py test_door.py test_serve_engine.py serving.py",
     "doctor": "test_doctor.py test_doctor_ranks.py",
     "calibrate": "test_calibrate_ranks.py test_calibrate_blocks.py test_calibration.py",
 }
@@ -260,8 +260,9 @@ def test_every_option_is_set_by_a_test(command: str) -> None:
         ("bench --data g1b1i16f1s0 --ranks 1 --accumulate 2", "--accumulate 2: only with --load"),
         (
             "serve --model tiny --variant fp16",
-            "--variant fp16: the variants of tiny are none: leave",
+            "--variant fp16: the variants of tiny are none",
         ),
+        ("serve --model tiny --keep-gb -1", "--keep-gb -1.0: must be"),
         ("bench --data g1b1i16f1s0 --ranks 1 --clip-frames 3", "--clip-frames 3: only photos"),
     ),
 )

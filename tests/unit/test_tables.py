@@ -171,7 +171,6 @@ def test_the_docs_list_every_table_and_every_table_has_a_case() -> None:
             {"controlnet_single_block_samples": [1]},
             "controlnet_single.*the model adds them",
         ),
-        ("sd3", {"joint_attention_kwargs": {"x": torch.zeros(1)}}, "tensors of joint_attention_kw"),
     ],
 )
 def test_arguments_that_ranks_cannot_share_are_refused(

@@ -34,7 +34,7 @@ def test_the_cost_of_a_model_knows_its_heads() -> None:
         ({"photos": Path("album"), "vae": "tiny", "data": CODES}, "give one of --photos FOLDER"),
         ({"data": CODES, "vae": "tiny"}, "--vae tiny: only photos have pixels; give --photos"),
         ({"data": CODES, "skip_bad": True}, "--skip-bad: only for --manifest"),
-        ({"data": CODES, "bucket": "720p"}, "--bucket: only for --manifest"),
+        ({"data": CODES, "bucket": "720p"}, "--bucket 720p: only for --manifest"),
         ({"data": CODES, "model": "wan2.1"}, "--model wan2.1: only for --manifest; --d-model"),
     ],
 )

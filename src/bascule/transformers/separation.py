@@ -59,7 +59,7 @@ def reach_of(model: nn.Module) -> Reach:
             rope: Any = getattr(config, "rope_parameters", {})
             nested = [x for x in rope.values() if isinstance(x, dict)] or [rope]
             name = "original_max_position_embeddings"
-            most = config.max_position_embeddings
+            most = getattr(config, "max_position_embeddings", math.inf)  # none in vision towers
             ropes.append(min(min(x.get(name) or most, most) for x in nested))
         is_tuned = getattr(module, "attn_temperature_tuning", None)
         if is_tuned and not getattr(module, "use_rope", False):
