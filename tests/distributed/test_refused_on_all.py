@@ -381,7 +381,7 @@ WRONG: dict[str, Row] = {
     "sparse: whole masks": (sparse, both(masks="whole"), "rows of a mask"),
     "a mean of a scalar": (averaged, one("values", ()), "rank 1", "mean"),
     "loader: counts": (resumed, both(counts=(90, 90)), "and there are 5"),
-    "loader: no samples": (loaded, both(samples=[[None]] * 3), 'a NoneType without "input_ids"'),
+    "loader: no samples": (loaded, both(samples=[[{"id": 1}]] * 3), 'a dict without "input_ids"'),
     "loader: two at once": (two_at_once, both(), *ENDED),
     "loader: closed within": (closed_within, both(), *ENDED),
     "loader: loaded within": (loaded_within, both(), "close the loader first"),

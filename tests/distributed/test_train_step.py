@@ -87,10 +87,9 @@ def test_gradients_are_those_of_one_process(wrapper: str, sync: str) -> None:
             assert sorted(set(got["averages"])) == ([1, 2, 3] if sync == "microbatch" else [3])
 
 
-@pytest.mark.parametrize(("microbatches", "sync"), [([], "step"), ([torch.sum], "batch")])
-def test_wrong_arguments(microbatches: list[Any], sync: str) -> None:
+def test_wrong_arguments() -> None:
     with pytest.raises(ConfigError):
-        train_step(make_model(), microbatches, sync=sync)  # pyright: ignore[reportArgumentType]
+        train_step(make_model(), [torch.sum], sync="batch")  # pyright: ignore[reportArgumentType]
 
 
 def test_one_process_needs_no_group() -> None:

@@ -20,6 +20,7 @@ from bascule import parallel
 from bascule.comm import agree
 from bascule.models import PackedBatch
 from bascule.parallel import SequenceParallel
+from bascule.step import Step
 from tests.helpers.cases import COST, Batch, config_of, make_model, own_samples
 from tests.helpers.jobs import set_variables
 
@@ -38,7 +39,7 @@ def join_with_cuda() -> None:
     set_variables()
     dist.destroy_process_group()
     dist.init_process_group("cpu:gloo,cuda:fake", timeout=timedelta(seconds=300))
-    changed: Any = SimpleNamespace(cuda=torch.cuda, parallel=parallel, agree=agree)
+    changed: Any = SimpleNamespace(cuda=torch.cuda, parallel=parallel, agree=agree, step=Step)
     changed.cuda.current_device = lambda: 0
     changed.parallel.device_for = lambda *_: CUDA
     gather = changed.agree._gather
@@ -48,6 +49,13 @@ def join_with_cuda() -> None:
             return gather(*args)
 
     changed.agree._gather = on_the_host
+    count = Step.num_marked
+
+    def count_on_the_host(step: Step, is_marked: Tensor) -> int:
+        with unset_fake_temporarily():
+            return count(step, is_marked)
+
+    changed.step.num_marked = count_on_the_host
 
 
 @contextmanager

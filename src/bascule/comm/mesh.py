@@ -51,6 +51,10 @@ class AttentionMesh:
             this_world().keep(self)
         _ = self.degrees  # kept by the groups: compilers cannot trace what keeps them
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy a mesh of this rank alone; others refuse by their groups."""
+        return AttentionMesh, (self.ring, self.ulysses, self.whole)
+
     @classmethod
     def of(cls, mesh: DeviceMesh, *, timeout_s: float | None = None) -> "AttentionMesh":
         """Return the mesh of a DeviceMesh with axes "ring" and "ulysses", in any order of ranks.
