@@ -35,7 +35,7 @@ LEARNING_RATE, WARMUP, MAX_NORM, EMA_DECAY = 3e-3, 3, 1.0, 0.99
 
 
 class Sample(NamedTuple):
-    """Tensors of a sample; of a microbatch, one sample after another."""
+    """Tensors of a sample, or of a microbatch: its samples one after another."""
 
     lens: Tensor  # (samples,)
     tokens: Tensor  # (T, channels) noisy: (1 - time) clean + time noise

@@ -39,7 +39,7 @@ from bascule.errors import ConfigError
 
 _DENSE = functional.scaled_dot_product_attention
 num_modes = torch._C._len_torch_function_stack
-"""Count the function modes that are entered, without one that replaces a function just now."""
+"""Count the entered function modes, but not a mode that is replacing a function just now."""
 
 _HIDING = (  # they call scaled_dot_product_attention where no mode sees it
     functional.multi_head_attention_forward,
@@ -54,7 +54,7 @@ _RESHAPES = (torch.reshape, Tensor.reshape, Tensor.view, torch.unflatten)
 _REPLACED = (_DENSE, Tensor.unflatten, *_RESHAPES, *_HIDING, *_SOFTMAX)
 
 _MOST_CHECKED = 64  # calls of a form whose replicated keys are compared: one pass of most models
-_SAMPLES = 128  # values of keys that are compared, and as many of values
+_SAMPLES = 128  # numbers that are compared of the keys, and as many of the values
 _MOST_APART = 0.05  # of their norm: ranks may round otherwise, and other tokens are 1 apart
 
 _AMBIGUOUS = (
@@ -78,7 +78,7 @@ class SequenceParallelMode(TorchFunctionMode):
         super().__init__()
         self.mesh, self.options = mesh, options or AttentionOptions()
         self.has_attended = False  # anything, over the mesh
-        self.sparse: Any = None  # plans of block-sparse attention, which models may have
+        self.sparse: Any = None  # plans of block-sparse attention, if the model has them
         self._layout, self._replicated = layout, frozenset(replicated)
         self._is_named = False  # whether the last call named q, k and v, for modes of others
         self._num_local, self._watches = 0, watches  # for layers with a softmax of their own
@@ -155,7 +155,7 @@ class SequenceParallelMode(TorchFunctionMode):
             self._num_local -= 1
 
     def local_layouts(self, query: Tensor, key: Tensor, modes: Sequence[TorchFunctionMode]) -> Any:
-        """Return layouts as for `_show`, where attention is left as it is."""
+        """Return the layouts that `_show` takes where attention is left as it is."""
         return None, None
 
     def _show(
@@ -170,9 +170,9 @@ class SequenceParallelMode(TorchFunctionMode):
         is_causal: bool = False,
         **more: Any,
     ) -> Tensor:
-        """Attend to all tokens on every rank, modes of others first; return this rank's.
+        """Attend to all tokens on every rank, modes of others first; return this rank's output.
 
-        Layouts are of queries, and of keys and values; one of None: every rank has all of these.
+        `layouts` has one for queries, one for keys and values; None: every rank has all of them.
         """
         of_queries, of_keys = layouts or self.local_layouts(query, key, modes)
         pairs = (query, of_queries), (key, of_keys), (value, of_keys)
@@ -199,7 +199,7 @@ class SequenceParallelMode(TorchFunctionMode):
         return out if of_queries is None else as_it_is(split, out, self.mesh, of_queries, 2)
 
     def without_unseen(self, out: Tensor, mask: Tensor | None, layout: SequenceLayout) -> Tensor:
-        """Return the output, or zeros where a model wants these for tokens that see nothing."""
+        """Return the output, with zeros for tokens that see nothing if the model wants them."""
         return out
 
     # No property: compilers do not trace those of a mode that a graph is entered with.
@@ -442,15 +442,15 @@ def context_parallel(
 
 
 def _tokens_of(layout: SequenceLayout) -> set[int]:
-    """Return the numbers of tokens that ranks have."""
+    """Return each number of tokens that some rank has."""
     places = product(range(layout.ring_degree), range(layout.ulysses_degree))
     return {layout.num_tokens(*place) for place in places}
 
 
 def _check_whole(mesh: AttentionMesh, key: Tensor, value: Tensor) -> None:
-    """Refuse keys that are declared as replicated and differ between ranks, by some values.
+    """Refuse keys declared as replicated that differ between ranks in some sampled values.
 
-    One all-gather in each of the first calls of a form; later ones are trusted.
+    The first calls of a form take one all-gather each; later calls are trusted.
     """
     form, group = ("replicated keys", key.shape, value.shape), mesh.whole
     calls = mesh.kept.get(form, Counter[str])
@@ -488,7 +488,7 @@ def as_it_is(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def modes_of_others() -> list[TorchFunctionMode]:
-    """Return the modes that are entered, but for ours and torch's own, as of a default device."""
+    """Return the entered modes, without ours and torch's own, such as a default device's."""
     return [
         mode
         for mode in overrides._get_current_function_mode_stack()
@@ -498,7 +498,7 @@ def modes_of_others() -> list[TorchFunctionMode]:
 
 
 def refuse_modes(modes: Sequence[TorchFunctionMode], what: str) -> NoReturn:
-    """Refuse modes of others around attention of which no rank can show them all tokens."""
+    """Refuse modes of others around attention if no rank can show them all its tokens."""
     names = " and ".join([type(mode).__name__ for mode in modes])
     raise ConfigError(
         f"{names} (a TorchFunctionMode) around {what}, of which it would see one rank's tokens, or "

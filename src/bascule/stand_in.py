@@ -43,7 +43,7 @@ class StandIn:
         """Give the owner its method back; below the stand-in of somebody else, become passive."""
         self.is_on = False
         owners, bound = [self.owner], getattr(self.method, "__self__", None)
-        if isinstance(bound, nn.Module) and bound is not self.owner:  # where hooks put it that went
+        if isinstance(bound, nn.Module) and bound is not self.owner:  # hooks put it there, and left
             owners.append(bound)
         for owner in owners:
             for name in [name for name, value in vars(owner).items() if value is self]:

@@ -226,9 +226,9 @@ class Step:
         return self._attend(q_CHD, k_CKD, v_CKD, "attend", causal, scale, scores, sink)
 
     def count_routed(self, is_marked: Tensor) -> int:
-        """Count the rows brought here that are marked in (T,) bool on the host.
+        """Count the marked rows that were brought here; `is_marked` is (T,) bool on the host.
 
-        One all-to-all of a number; the first use of a group takes a gather, in which ranks agree.
+        It takes an all-to-all of one number. In a group's first use, a gather lets ranks agree.
         """
         if not torch.compiler.is_compiling():
             return self.num_marked(is_marked)

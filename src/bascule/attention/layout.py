@@ -26,7 +26,7 @@ from bascule.plan.checks import each, fields, of_type, whole
 from bascule.plan.sparse import turns
 
 Run = tuple[int, int]  # (start, stop)
-_MARK = 16  # bytes before rows that are gathered, of which a number takes 8
+_MARK = 16  # bytes before gathered rows; the mark takes 8 of them
 _MANY = 8  # runs that graphs take by an index: parts compile one by one
 
 
@@ -253,9 +253,9 @@ def replicated(own: Tensor, ranks: Place, layout: SequenceLayout) -> Tensor:
 def gather_rows(
     x: Tensor, group: RankGroup, layout: SequenceLayout, mark: int = 0
 ) -> tuple[Tensor, bool]:
-    """Gather as `gather_tokens` does, unrecorded; return also whether all ranks gave this mark.
+    """Gather rows as `gather_tokens` does, unrecorded; say whether all ranks gave this mark.
 
-    On a device, where to look would be to wait, unlike marks make the rows nan instead.
+    On a device a look at the marks would wait, so unlike marks make the rows nan instead.
     """
     runs, padded = _gathered_runs(layout)
     shape = padded, *x.shape[1:]

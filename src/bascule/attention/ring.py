@@ -191,7 +191,7 @@ def rotate(
 
 
 def _shape_in(call: AttentionCall, turn: int, like: Tensor) -> tuple[int, ...]:
-    """Shape (2, B, K, Sk, ...) of the keys and values of a round."""
+    """Return the shape (2, B, K, Sk, ...) of a round's keys and values."""
     return (*like.shape[:-2], call.kv_lens[call.owner(turn)], like.shape[-1])
 
 

@@ -1,8 +1,8 @@
 """Tiles for the kernels: queries of one ring rank, and the keys of another that they see.
 
 A mask may hide all keys of a query by a finite number, and an LSE of -1e9 + log(n) is -1e9 in
-float32. So the highest that is added to a row, over the keys of all ranks, is taken off, and
-such a query attends as if nothing were hidden: nobody reads what it gives.
+float32. So the highest number added to a row, over the keys of all ranks, is subtracted. Then
+such a query attends as if nothing were hidden: nobody reads its output.
 
 Shapes: as in `api`; of packed sequences R ring ranks, n chunks of sequences on each.
 """
@@ -41,16 +41,16 @@ _ALL = slice(None)
 
 
 class _OfMask:
-    """What was made of a mask, while it has the values that it was made of."""
+    """Things made of a mask, valid while the mask has the same values."""
 
     def __init__(self, mask: Tensor) -> None:
         self.made = Kept[Hashable, Any](_NUM_KEPT)
         self._version, self._values = None if mask.is_cpu else mask._version, _values(mask).clone()
-        # Of a device it arrives without a wait: a later use tells of one before.
+        # Nothing waits for a device's comparison: a later use reports an earlier change.
         self._is_other = torch.zeros((), dtype=torch.bool, pin_memory=mask.is_cuda)
 
     def is_of(self, mask: Tensor) -> bool:
-        """Compare by value: numpy, `.data` and kernels write without a new version."""
+        """Compare a mask by value, as numpy, `.data` and kernels write without a new version."""
         if mask.is_cpu:
             return torch.equal(_values(mask), self._values)
         if mask._version != self._version:
@@ -70,9 +70,9 @@ _of_masks: "WeakIdKeyDictionary" = WeakIdKeyDictionary()
 
 
 def kept_of(mask: Tensor | None, key: Hashable, make: Callable[[], Made]) -> Made:
-    """Return what `make` gives for a mask, made once a key while the mask has the same values.
+    """Return what `make` gives for a mask; call it once a key while the mask keeps its values.
 
-    Made at every call while a device records a graph, and for tensors of inference mode there.
+    It is called every time while a device records a graph, and for a device's inference tensors.
     """
     if mask is None or is_fake(mask) or not (mask.is_cpu or _is_kept_on_device(mask)):
         return make()
@@ -88,7 +88,7 @@ def _is_kept_on_device(mask: Tensor) -> bool:
 
 
 def _values(mask: Tensor) -> Tensor:
-    """View a mask as integers, as wide as it allows: 1 ms for 4096 x 4096 bools of the host."""
+    """View a mask as the widest integers that fit: 1 ms for 4096 x 4096 bools of the host."""
     whole = mask.detach()[tuple(slice(None if step else 1) for step in mask.stride())]
     size = mask.element_size()
     if not whole.is_contiguous() or whole.numel() * size % 8 or whole.storage_offset() * size % 8:

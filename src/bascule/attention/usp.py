@@ -130,7 +130,7 @@ class _Settings(NamedTuple):
 def call_of(
     name: str, sizes: Sequence[int], q: Tensor, k: Tensor, mask: Tensor | None
 ) -> AttentionCall:
-    """Return the call of a name that a recorded program has; made when it is first used."""
+    """Return the call that a recorded program names; it is made at its first use."""
     key = name, tuple(sizes), q.shape, k.shape, q.dtype, q.device, look(mask)
     kept = mesh_named(name.split("\n")[1]).kept
     return kept.get(key, lambda: new_call(name, sizes, q, k, mask))
@@ -139,7 +139,7 @@ def call_of(
 def new_call(
     name: str, sizes: Sequence[int], q: Tensor, k: Tensor, mask: Tensor | None
 ) -> AttentionCall:
-    """Make the call of a name, on which all ranks agree."""
+    """Make the call that a name describes; all ranks agree on it."""
     form, _, text = name.partition("\n")[2].rpartition("\n")
     (mesh, layout), settings = layout_on(form, sizes[3:]), _Settings(*literal_eval(text))
     _agree(mesh, layout, settings, q, k, mask)

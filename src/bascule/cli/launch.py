@@ -60,7 +60,7 @@ def _num_cores() -> int:
 
 
 def result_of_ranks(num_ranks: int, arguments: list[str]) -> str:
-    """Run `python -m bascule.cli ARGUMENTS` in local ranks; return what the first hands over.
+    """Run `python -m bascule.cli ARGUMENTS` in local ranks; return what the first rank gives.
 
     The ranks meet over loopback alone, as torch's store asks no password.
     """
@@ -71,7 +71,7 @@ def result_of_ranks(num_ranks: int, arguments: list[str]) -> str:
     listening = socket.socket()
     listening.bind((_HOST, 0))
     port = listening.getsockname()[1]
-    # Kept until the ranks end: torchrun takes this store of its port, and opens none everywhere.
+    # Kept until the ranks end: torchrun uses this store, and opens none on all addresses.
     _store = TCPStore(
         _HOST,
         port,
@@ -95,7 +95,7 @@ def result_of_ranks(num_ranks: int, arguments: list[str]) -> str:
             rank, failure = error.get_first_failure()
             kind = ConfigError if failure.exitcode == USER_ERROR else CommError
             said, text = path.with_name(str(rank)), f"failed with exit code {failure.exitcode}"
-            if said.exists():  # of another rank, perhaps, which hangs and so fails after this one
+            if said.exists():  # the text may blame another rank, which hangs and fails later
                 text = f"ended: {said.read_text(encoding='utf-8')}"
             raise kind(f"rank {rank} {text}") from error
         finally:
@@ -175,7 +175,7 @@ def forwarding_stops(*numbers: signal.Signals) -> Iterator[None]:
 
 @contextmanager
 def stop_asked(*numbers: signal.Signals) -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether a signal, or its launcher's end, stops this rank."""
+    """Yield a function that says if this rank must stop: by a signal, or as its launcher ended."""
     asked, launcher = threading.Event(), os.getppid()
     before = {number: signal.signal(number, lambda *_: asked.set()) for number in numbers}
     folder = os.environ.get(_PIDS_IN)

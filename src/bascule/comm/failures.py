@@ -68,8 +68,8 @@ ROLL_CALL_S = 2.0  # that ranks wait for each other's sign of life
 ANSWER_S = 10.0  # that the store may take to answer
 _LOOKS_A_S = 4000  # of all ranks together
 _ALL = 2**62  # calls
-_LAST = 8  # calls of a group that ranks compare which wait
-_READS = 8  # of what others wait for, in a look
+_LAST = 8  # last calls of a group that waiting ranks compare
+_READS = 8  # reads of what other ranks wait for, in one look
 _CLOSING_TAG = 0x7FFFFFFF
 _BROKEN_OFF = re.compile(
     "gloo.*(Connection (closed|reset) by peer|Timed out waiting)|Application timeout caused"
@@ -136,7 +136,7 @@ class Calls:
     def __init__(self, key: str = "", ranks: Sequence[int] = (), name: str = "") -> None:
         self.key, self.ranks, self.name = key, tuple(ranks), name
         self.number = 0  # of calls begun
-        self.last = deque[str](maxlen=_LAST)  # of these, what they were
+        self.last = deque[str](maxlen=_LAST)  # what the last calls were
         self.num_messages = 0  # over gloo, which counts each as a collective
         self.ended: str | None = None  # why there can be no more
         self.thread: int | None = None  # that made the last one
@@ -279,7 +279,7 @@ class Watch:
         self.ask(lambda store: self._note(store, failed))
         if text:
             self.ask(lambda store: write(store, "failed/last", str(self._rank)))
-        elif self.ask(self._last) is None:  # a failure that comes meanwhile is not written over
+        elif self.ask(self._last) is None:  # keep a failure that comes meanwhile
             last = self.ask(lambda store: read(store, "failed/last")) or ""
             self.ask(lambda store: store.compare_set("bascule/failed/last", last, str(self._rank)))
         return failed
@@ -370,11 +370,11 @@ class Watch:
         self.end_all(failed.text)
 
     def _end_unlike(self) -> None:
-        """End the wait of this rank, and of another one, if these two will never meet.
+        """End the waits of this rank and another one if the two will never meet.
 
-        A rank that waits leaves in the store the group, its last calls there, and how many its
-        thread has begun in each group. Two ranks will not meet if they made unlike calls by the
-        same number, or two calls in opposite orders.
+        A waiting rank writes to the store the group, its last calls there, and how many calls its
+        thread began in each group. Two ranks will not meet if their calls of one number differ,
+        or if they made two calls in opposite orders.
         """
         before = time.monotonic() - LOOK_S
         waits = ((one, since) for one in self.calls if (since := one.since) and since < before)
@@ -434,7 +434,7 @@ class Watch:
         write(store, f"failed/{self._rank}", json.dumps(asdict(failed)))
 
     def _last(self, store: Any) -> Failure | None:
-        """Return the note of the rank that failed last, or called the roll; None: it went on."""
+        """Return the note of the rank that last failed or called the roll; None if it went on."""
         last = read(store, "failed/last")
         text = None if last in (None, str(self._rank)) else read(store, f"failed/{last}")
         return None if text is None else Failure(**json.loads(text))
@@ -448,7 +448,7 @@ class Watch:
             missing = self.ask(functools.partial(_without, "failed", missing))
             time.sleep(0.05)
         text = "every rank reported the failure"
-        if missing:  # those without a sign of life, or else all that did not report
+        if missing:  # ranks without a sign of life; if none is, all that did not report
             missing = self.ask(functools.partial(_without, "alive", missing)) or missing
             text = (
                 f"missing: no report from ranks {missing} within {ROLL_CALL_S:g} s; if they are "
@@ -472,7 +472,7 @@ def watch_of_world() -> Watch:
 
 
 def _unlike(own: Sequence[Any], theirs: Sequence[Any]) -> tuple[str, str] | None:
-    """Return two calls that will never meet, of two ranks that wait; None if they may."""
+    """Return two calls of waiting ranks that will never meet; None if they may meet."""
     (key, begun, last), (their_key, their_begun, their_last) = own, theirs
     if key == their_key:
         mine = dict(zip(range(begun[key], 0, -1), reversed(last), strict=False))
@@ -524,7 +524,7 @@ def _close(group: dist.ProcessGroup) -> None:
 
 
 def _without(sign: str, ranks: list[int], store: Any) -> list[int]:
-    """Return ranks that left no such sign; one request where all did."""
+    """Return the ranks that left no such sign; it takes one request if all left one."""
     if not ranks or store.check([f"bascule/{sign}/{rank}" for rank in ranks]):
         return []
     return [rank for rank in ranks if not store.check([f"bascule/{sign}/{rank}"])]

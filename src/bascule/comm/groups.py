@@ -32,14 +32,14 @@ _PAUSE_S = 0.1  # at most, between two looks whether the others have come
 
 
 class Kept(Generic[K, T]):
-    """The last `most` things that were used, by key; the longest unused goes."""
+    """The `most` things used last, by key; the one unused longest goes."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._things: dict[K, T] = {}
 
     def get(self, key: K, make: Callable[[], T]) -> T:
-        """Return the thing of a key, made where there is none."""
+        """Return the thing of a key; make it if there is none."""
         thing = self._things.pop(key) if key in self._things else make()
         self._things[key] = thing  # behind all others
         if len(self._things) > self._most:

@@ -154,7 +154,7 @@ class HeadExchange:
         return finish
 
     def _form(self, x: Tensor, factors: tuple[int, ...]) -> _Form:
-        """Return the form of tensors with so many heads for each key-value head."""
+        """Return the form of tensors with `factors` heads for each key-value head."""
         batch, width = 1 if self.is_packed else x.shape[0], x.shape[-1]
         key = batch, width, factors
         form = self._forms.get(key)

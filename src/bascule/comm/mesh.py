@@ -27,7 +27,7 @@ from bascule.plan.checks import number
 from bascule.plan.sparse.choose import Degrees, all_degrees
 
 RING_AXIS, ULYSSES_AXIS = "ring", "ulysses"
-_FORMS = 256  # of calls that a mesh keeps
+_FORMS = 256  # forms of calls that a mesh keeps
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +52,7 @@ class AttentionMesh:
         _ = self.degrees  # kept by the groups: compilers cannot trace what keeps them
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy a mesh of this rank alone; others refuse by their groups."""
+        """Copy a mesh of this rank alone; the groups of other meshes refuse."""
         return AttentionMesh, (self.ring, self.ulysses, self.whole)
 
     @classmethod

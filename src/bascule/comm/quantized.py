@@ -48,7 +48,7 @@ class Quantized:
         return head_dim + PEAK_BYTES
 
     def pack(self, x: Tensor) -> Tensor:
-        """Return (.., D) rows as bytes, (.., D + 4)."""
+        """Return rows (.., D) as bytes (.., D + 4)."""
         if not x.is_floating_point() or x.dim() < 1 or x.shape[-1] < 1:
             raise ConfigError(
                 f"pack: {tuple(x.shape)} of {x.dtype}: give floating-point rows of one value or "
@@ -65,7 +65,7 @@ class Quantized:
         return torch.cat((codes, peak.contiguous()[..., None].view(torch.uint8)), dim=-1)
 
     def unpack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the rows that `pack` took, (.., D), in memory of their own."""
+        """Return the rows (.., D) that `pack` took, in memory of their own."""
         if rows.dtype != torch.uint8 or rows.dim() < 1 or rows.shape[-1] <= PEAK_BYTES:
             raise ConfigError(
                 f"unpack: {tuple(rows.shape)} of {rows.dtype}: give uint8 rows of at least "

@@ -1,7 +1,7 @@
-"""Values as short texts by which ranks compare them: weights, tensors, pictures, any arguments.
+"""Short texts by which ranks compare values: weights, tensors, pictures, any arguments.
 
 A digest sums the bits of a tensor, each word times a number for its place, in integers that wrap
-around: so it is exact in any order, and ranks with unlike devices get the same one.
+around. It is exact in any order, and unlike devices give the same one.
 """
 
 import hashlib
@@ -16,20 +16,20 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _PART = 2**22  # words that are summed at once
-_ODD = 0x5851F42D4C957F2D  # of a well-mixing multiplication
-_SHOWN = 200  # characters of an object
+_ODD = 0x5851F42D4C957F2D  # a factor that mixes bits well
+_SHOWN = 200  # characters shown of an object
 
 
 def values_digest(module: nn.Module) -> str:
-    """Digest names and values of parameters and buffers in memory; one wait for a device."""
+    """Digest names and values of parameters and buffers in memory; wait once for a device."""
     tensors = in_memory(module)
     return _digest(f"{list(tensors)} {contents_of([*tensors.values()])}".encode())
 
 
 def in_memory(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by name, without what diffusers' offloading keeps on a disk.
+    """Return parameters and buffers by name, but none that diffusers' offloading keeps on a disk.
 
-    Memory that nobody wrote stands for it.
+    The module has memory that nobody wrote in their place.
     """
     hooks = (getattr(one, "_diffusers_hook", None) for one in module.modules())
     groups = (getattr(one, "hooks", {}).get("group_offloading") for one in hooks)
@@ -40,12 +40,12 @@ def in_memory(module: nn.Module) -> dict[str, Tensor]:
 
 
 def contents_of(tensors: Sequence[Tensor]) -> str:
-    """Describe tensors by shapes and a digest of values: the same for the same on all ranks.
+    """Describe tensors by shapes and a digest of values; equal tensors get the same on all ranks.
 
-    FSDP's shards, unlike on all ranks, and tensors on the meta device have no values.
+    The digest leaves out FSDP's shards, which differ between ranks, and meta tensors.
     """
     shapes = [tuple(x.shape) for x in tensors]
-    # Quantised weights wrap what is computed of them, as a sum, into their own class.
+    # Results of quantised weights, as a sum, are again of their own class.
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         parts = [part for x in tensors for part in _plain(x)]
         most = min(_PART, 8 + max((x.nbytes for x in parts), default=0) // 8)
@@ -61,7 +61,7 @@ def contents_of(tensors: Sequence[Tensor]) -> str:
 
 
 def described(value: Any, around: tuple[int, ...] = ()) -> str:
-    """Describe a value by its contents, whatever it is: tensors, arrays, pictures, nests, objects.
+    """Describe any value by its contents: tensors, arrays, pictures, nested containers, objects.
 
     Objects are read as for a pickle. What has none, as a function or an open file, is described by
     its name or class; a generator of torch by its device, as its state is shared.
@@ -86,14 +86,14 @@ def described(value: Any, around: tuple[int, ...] = ()) -> str:
     if isinstance(value, list | tuple | AbstractSet):
         parts = [described(one, around) for one in value]
         return str(sorted(parts) if isinstance(value, AbstractSet) else parts)
-    if hasattr(value, "__array_interface__"):  # of numpy, and pictures of PIL, by their colours
+    if hasattr(value, "__array_interface__"):  # arrays of numpy; pictures of PIL, by colours
         array, palette = np.asarray(value), getattr(value, "getpalette", lambda: None)()
         data = array.tolist() if array.dtype.hasobject else array.tobytes()
         form = f"{getattr(value, 'mode', 'array')} {array.dtype} {array.shape}"
         return f"{form} with values {described((data, palette and bytes(palette)), around)}"
     try:
         parts = value.__reduce_ex__(4)
-    except Exception:  # whatever it is, there is no more to read
+    except Exception:  # whatever it raises, no more can be read
         parts = getattr(value, "__qualname__", "")
     if not isinstance(parts, str):
         parts = [list(one) if hasattr(one, "__next__") else one for one in parts[1:]]
@@ -103,24 +103,24 @@ def described(value: Any, around: tuple[int, ...] = ()) -> str:
 
 
 def _places(number: int, device: torch.device) -> Tensor:
-    """Return a number for each place, far from any pattern of values."""
+    """Return a factor for each place, unlike any pattern of values."""
     places = torch.arange(1, number + 1, device=device) * _ODD
     return (places ^ (places >> 29)) * _ODD | 1
 
 
 def _sum(x: Tensor, places: Tensor) -> Tensor:
-    """Sum the bits of a tensor by their places, eight bytes at once; no device is waited for."""
+    """Sum the bits of a tensor by place, eight bytes at once, without a wait for its device."""
     data = x.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
     data = data.clone() if data.storage_offset() % 8 else data
     end = data.numel() // 8 * 8
     parts = [*data[:end].view(torch.int64).split(_PART), data[end:].long()]
-    # A sign, the highest bit of a word, also changes lower ones: else two of them would cancel.
+    # The highest bit of a word, a sign, also changes lower ones: else two signs would cancel.
     sums = [((part ^ (part >> 29)) * places[: part.numel()]).sum() for part in parts]
     return (torch.stack(sums) * places[: len(sums)]).sum()
 
 
 def _plain(x: Tensor) -> list[Tensor]:
-    """Return the plain tensors in a tensor: of quantised weights their codes and scales."""
+    """Return the plain tensors within a tensor, such as quantised weights' codes and scales."""
     if isinstance(x, DTensor) or x.is_meta:
         return []
     names = x.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(x) else vars(x)

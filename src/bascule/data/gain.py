@@ -6,7 +6,7 @@ import numpy as np
 
 from bascule.arrays import Floats
 
-_FEWEST_STEPS = 20  # that are timed before a line is fitted
+_FEWEST_STEPS = 20  # timed steps before a line is fitted
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class Gain:
         if num >= _FEWEST_STEPS and spread > 1e-9 * num * squares:
             rate = (num * products - after * seconds) / spread
             missed = max(num * of_seconds - seconds**2 - rate**2 * spread, 0.0)
-            saved = (before - after) / seconds  # so many times the rate
+            saved = (before - after) / seconds  # as a multiple of the rate
             values["fitted_gain"] = 1.0 + rate * saved
             values["fitted_gain_error"] = (missed / spread / (num - 2)) ** 0.5 * abs(saved)
         return values

@@ -90,7 +90,7 @@ class Progress:
     step: int = 0
     history: tuple[tuple[int, ...], ...] = ()  # items of each source rank, in each earlier run
     counts: tuple[int, ...] = ()  # those in this run
-    saved: tuple[Saved, ...] = ()  # of each source rank, if the loader of one has a state
+    saved: tuple[Saved, ...] = ()  # of each source rank; empty if no loader has a state
 
     def after(self, step: int, counts: Sequence[int], saved: Sequence[Saved]) -> "Progress":
         """Return it after a microbatch of a step, with so many items of each source rank."""
@@ -100,9 +100,9 @@ class Progress:
         return dataclasses.replace(self, step=step + 1, counts=sums, saved=saved)
 
     def to_state(self, deal: Sequence[int]) -> dict[str, Any]:
-        """Return plain values; `deal` is that of the `ResumableSampler`s whose samples they are.
+        """Return the progress as plain values; the samples' `ResumableSampler`s have this `deal`.
 
-        Of loaders with states it has all, and how many samples of each were delivered since.
+        It has the states of all loaders, and how many samples of each were delivered since.
         """
         pairs = zip(self.counts or (0,) * len(self.saved), self.saved, strict=False)
         saved = [(state_of(state), num - first) for num, (first, state) in pairs]

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 Sample = Any
 
 Saved = tuple[int, Ints]
-"""Samples of a pass over a loader before a state of it, and that state as words; none without."""
+"""A loader's state as words, after the number of samples before it; no words without one."""
 
 _MOST = 2**40  # sums of many stay below 2^63
 
@@ -78,7 +78,7 @@ class Microbatches:
 
 
 def words_of(state: Any) -> Ints:
-    """Return the state of a loader as words that travel, and no word of None."""
+    """Return the state of a loader as words that travel; no words for None."""
     own = parcel(state)
     buffer = torch.zeros(0 if state is None else own.num_bytes, dtype=torch.uint8)
     if state is not None:
@@ -87,16 +87,16 @@ def words_of(state: Any) -> Ints:
 
 
 def state_of(words: Ints) -> Any:
-    """Return the state that `words_of` wrote; generators of torch take tensors, but no views."""
+    """Return the state that `words_of` wrote, in new tensors: torch's generators take no views."""
     if not words.size:
         return None
     return mapped(read(torch.from_numpy(words.copy()).view(torch.uint8)), torch.clone)
 
 
 class Uncollated:
-    """A batch that is not collated, a `collate_fn`; it has a row a sample, whatever is counted.
+    """An uncollated batch, for use as a `collate_fn`; any way of counting finds a row a sample.
 
-    Loaders that iterate in their own way look at batches to count their samples.
+    Loaders that iterate in their own way count samples by looking at batches.
     """
 
     __iter__ = None
@@ -112,7 +112,7 @@ class Uncollated:
 
 
 class Source:
-    """The microbatches of one rank, of its loader; None on a rank that only computes.
+    """The microbatches of one rank's loader; None on a rank that only computes.
 
     Without `grouping`, the loader must give lists, unless it gives ready-made packs (`has_packs`).
     """
@@ -126,7 +126,7 @@ class Source:
         if isinstance(loader, DataLoader):
             loader = copy.copy(loader)
             loader.pin_memory = False  # tensors are pinned after the exchange
-            # Persistent workers of the user's loop would go on to collate.
+            # Persistent workers that the user's own loop started would go on collating.
             loader._iterator = None  # pyright: ignore[reportPrivateUsage]
             if loader.batch_size is not None or loader.batch_sampler is not None:
                 self.collate_fn, loader.collate_fn = loader.collate_fn, Uncollated
@@ -217,7 +217,7 @@ class Source:
 
 
 def _converted(item: Any) -> Any:
-    """Convert as torch does, but for tuples: a list would be of samples."""
+    """Convert as torch does, but leave a tuple a tuple: a list would mean samples."""
     return tuple(map(default_convert, item)) if type(item) is tuple else default_convert(item)
 
 
@@ -231,7 +231,7 @@ class Reading:
         self,
         loader: Iterable[Any],
         grouping: Microbatches | None,
-        samples_of: Callable[[Any], list[Sample]] = list,  # one of its items
+        samples_of: Callable[[Any], list[Sample]] = list,  # takes an item of the loader
         skip: int = 0,
         has_state: bool = False,
     ) -> None:
@@ -266,7 +266,7 @@ class Reading:
         self._items = iter(())
 
     def saved(self) -> Saved:
-        """Return the loader's state before the next sample, or before some that come first."""
+        """Return the loader's state before the next sample, or one from before earlier samples."""
         first, state = self._newest
         try:
             return first, words_of(state)

@@ -41,7 +41,7 @@ Ends = Literal["drop_last", "pad_empty", "finish"]
 Reason = Literal["balanced", "even", "gain", "exchange", "limits"]
 
 _FIRST_CAPACITY = 256  # integers a rank that the first gather has room for
-_STATE_WORDS = 2**17  # of the states of loaders, of all ranks, that travel in a step in the mean
+_STATE_WORDS = 2**17  # of all ranks' loader states, that may travel in a step in the mean
 _SHORT, _CLOSING, _SOME = 1, 2, 4  # flags of a rank
 
 
@@ -155,12 +155,12 @@ class Load:
     items: Items | None = None
     parcels: Sequence[Parcel] = ()
     num_items: Sequence[int] = ()  # of the loader in each microbatch: a ready-made pack is one
-    num_missing: int = 0  # of these, None
+    num_missing: int = 0  # how many of these items are None
     saved: Saved = (0, words_of(None))  # before the step
     error: Exception | None = None
 
     def words(self, cost_version: int) -> Ints:
-        """Describe it in integers: `_HEAD`, M numbers of items; `Items`; state of the loader."""
+        """Describe samples in integers: `_HEAD`, M numbers of items; `Items`; the loader state."""
         head = [self.flags, cost_version, self.saved[0], self.saved[1].size, *self.num_items]
         items = head[:0] if self.items is None else self.items.to_words()
         return np.concatenate([np.array(head, np.int64), np.array(items, np.int64), self.saved[1]])
@@ -179,7 +179,7 @@ CLOSING = Load(_CLOSING)  # of a rank that wants no further step
 def load(reading: Reading, rules: Rules, *, loads: bool, saves: bool = False) -> Load:
     """Read this rank's samples of a step, if it `loads`; an error becomes part of the result.
 
-    Samples that are None are left out: the usual sign of what could not be read.
+    Samples that are None are left out: None usually stands for what could not be read.
     """
     flags, samples, num_items, num_missing = 0, list[list[Sample]](), list[int](), 0
     lens, weights, parcels, place = list[int](), list[int](), list[Parcel](), "state of the loader"
@@ -380,7 +380,7 @@ class ReadyStep:
 
     batches: list[Batch]
     num_items: Ints  # (M, D) of the loaders
-    num_missing: int  # of these, None on this rank
+    num_missing: int  # how many of these are None on this rank
     saved: list[Saved]  # (D,) of the loaders before the step; none in most, if they are long
     sent_bytes: int
     received_bytes: int
@@ -388,7 +388,7 @@ class ReadyStep:
 
     @property
     def is_void(self) -> bool:
-        """True where no sample came of what the loaders gave: all were None."""
+        """True if the loaders gave items, and all of these were None."""
         lens = [batch.plan.seq_lens.size for batch in self.batches]
         return bool(self.num_items.any()) and not any(lens)
 

@@ -59,8 +59,8 @@ def holds_tensors(value: Any) -> bool:
 class SameInputs:
     """A comparison of a model's inputs over ranks, at the first call of each form in a run.
 
-    A pipeline that was split says where a run begins. In calls of all others, as of a pipeline with
-    the same model, `Steps` tells. While a model trains, its steps are one run.
+    A pipeline that was split announces its runs. In other calls, as of another pipeline with the
+    same model, `Steps` finds where a run begins. While a model trains, its steps are one run.
     """
 
     def __init__(self, model: nn.Module, tolerance: float) -> None:
@@ -74,7 +74,7 @@ class SameInputs:
         self._steps = None
 
     def end(self) -> None:
-        """End a run: nobody says any more where another begins."""
+        """End a run: from here on nobody announces runs."""
         self._steps = Steps()
 
     def due(
@@ -97,7 +97,7 @@ _TIMES = "timestep", "timesteps", "t", "sigma", "time"  # names of arguments
 
 
 class Steps:
-    """The denoising steps of calls that nobody announces, by which runs are told apart.
+    """The denoising steps of unannounced calls, by which runs are told apart.
 
     In a run, times go one way, and tensors that two steps have in common stay the same objects.
     """
@@ -105,10 +105,10 @@ class Steps:
     def __init__(self) -> None:
         self._number, self._time, self._way = 0, 0.0, 0.0
         self._last: dict[str, list[tuple[weakref.ref[Tensor], int]]] = {}  # in the run, by name
-        self._varying = set[str]()  # names of tensors that are others in each step
+        self._varying = set[str]()  # names of tensors that differ between steps
 
     def may_begin_run(self, inputs: Mapping[str, Any]) -> bool:
-        """Take a call; return False if it has nothing new, or is of a third or later step of a run.
+        """Take a call; return False if nothing is new, or if it is in a third or later step.
 
         A second step may be the first one of another run, as of a model that takes one step.
         """

@@ -51,7 +51,7 @@ class Caches:
         self._leaders: dict[Any, tuple[StandIn, weakref.WeakSet[Any]]] = {}
 
     def are_used(self, modules: Iterable[nn.Module], mesh: AttentionMesh) -> bool:
-        """Return whether a cache may leave out blocks; refuse hooks that see a rank's tokens."""
+        """Return whether a cache may leave out blocks; refuse hooks that see one rank's tokens."""
         kind, hooks = type(self._model).__name__, hooks_of(self._model, modules)
         is_over = mesh.whole is not None
         for name, module, hook in hooks if is_over else ():
@@ -100,7 +100,7 @@ class Caches:
                 self._leaders[hook] = stand_in, known
 
     def end_block(self, name: str, has_attended: bool, is_sparse: bool) -> None:
-        """Note that a block ran; refuse one that was left out where that cannot be right."""
+        """Note that a block ran; refuse a block left out where its output cannot be right."""
         if has_attended:
             if self.is_on:
                 self._have_attended.add(name)
@@ -150,7 +150,7 @@ def branch_of(
     num_parts: int,
     num_groups: int,
 ) -> str | None:
-    """Return the branch of a call, as a cache names it; None without a cache.
+    """Return a cache's name for the branch of a call; None without a cache.
 
     `forward` is the model's own, below hooks.
     """

@@ -64,7 +64,7 @@ class ForwardPass(SequenceParallelMode):
         self.is_recomputed = self.is_around = False
         self.is_whole = mesh.whole is None and sparse is None and options.kernel is None
         self.work: WorkCounter | None = None
-        self.attended: list[str] = []  # blocks, in order
+        self.attended: list[str] = []  # blocks, in the order in which they attended
         self._table, self.sparse = table, sparse
         # Each segment's first tensor, and its dim: compilers would take numbers for constants.
         self._wholes: dict[str, tuple[Tensor, int]] = {}
@@ -77,7 +77,7 @@ class ForwardPass(SequenceParallelMode):
         self._keys: tuple[Tensor | None, Bools | None] = None, None  # of the last such mask
 
     def is_innermost(self) -> bool:
-        """Return whether it is entered, and no other mode within it."""
+        """Return whether this mode is entered, and no other mode within it."""
         return num_modes() > 0 and torch._C._get_function_stack_at(num_modes() - 1) is self
 
     def _counter(self) -> WorkCounter | None:
@@ -305,13 +305,13 @@ class ForwardPass(SequenceParallelMode):
         return not self.parts[-1]
 
     def local_layouts(self, query: Tensor, key: Tensor, modes: Any) -> Any:
-        """Return the layout of queries if they are cut; every rank has the keys."""
+        """Return the layout of queries if they are cut, and None for keys, which are whole."""
         names = [(name,) for name in self._wholes]
         whole = [part for part in self.parts if part and not isinstance(part, Keys)][-1]
         names += [whole] if all(name in self._wholes for name in whole) else []
         size, num_keys = query.shape[2], key.shape[2]
         fitting = {share.layout for share in map(self.share, names) if share.num_tokens == size}
-        if len(fitting) != int(size != num_keys):  # else these may be of a rank, or of all
+        if len(fitting) != int(size != num_keys):  # else these may be one rank's tokens, or all
             refuse_modes(modes, f"attention of {size} tokens to {num_keys} that every rank has")
         return fitting.pop() if fitting else None, None
 

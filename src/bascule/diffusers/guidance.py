@@ -86,11 +86,11 @@ class GuidedModel(Override):
                     inputs = share_of(inputs, self._unbatched, samples, parts[place])
                 output = None if error else call(**inputs)
                 if any(leaf.requires_grad for leaf in leaves_of(output)):
-                    raise ConfigError(  # which no exchange brings back
+                    raise ConfigError(  # no exchange brings gradients back
                         "guidance over ranks has no gradients: call the pipeline, or the model, "
                         "under torch.no_grad()"
                     )
-            except Exception as failure:  # which others may not have met: it goes with the results
+            except Exception as failure:  # others may not meet it: it goes with the results
                 error = failure
             computed = {place: leaves_of(output)} if group.rank in owners else {}
             if form is None:

@@ -199,9 +199,9 @@ class ParallelHandle:
             self._share_pipeline(request.pipeline)
 
     def add(self, pipeline: Any) -> None:
-        """Treat another pipeline with the split models, as of `from_pipe`, like the first one.
+        """Treat another pipeline of the split models, as one of `from_pipe`, like the first one.
 
-        Its ranks then draw one noise and compare what it is called with. All ranks call this.
+        Its ranks then draw the same noise and compare its arguments. All ranks call this.
         """
         self._split_part(None, "add")
         self._share_pipeline(pipeline)
@@ -223,7 +223,7 @@ class ParallelHandle:
 
     @contextmanager
     def _run_of(self, pipeline: Any) -> Iterator[None]:
-        """Announce a run of a pipeline, which may have another VAE now, or tiling turned on."""
+        """Announce a run of a pipeline; share its VAE if that is new or has tiling turned on."""
         self._share_parts(pipeline)
         for part in self.parts:
             part.inputs.restart()

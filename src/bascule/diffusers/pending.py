@@ -127,7 +127,7 @@ class Branch:
     compare: Callable[[], None] | None = None  # compares the inputs on all ranks, if that is due
     deferred: list[_Make] = field(default_factory=list[_Make])
     values: list[Tensor] | None = None  # of the output, and those that were made of them
-    failure: Exception | None = None  # of this rank's parts, of which the others hear
+    failure: Exception | None = None  # of this rank's parts; the others are told
     error: BaseException | None = None  # why there will be no values
 
     def defer(self, make: _Make) -> int:
@@ -166,7 +166,7 @@ class Branches:
 
     @property
     def failure(self) -> Exception | None:
-        """Why this rank will not send its results, until the others hear of it."""
+        """The failure that keeps this rank from sending results, until the others are told."""
         return next((branch.failure for branch in self._waiting if branch.failure), None)
 
     def add(self, branch: Branch) -> None:

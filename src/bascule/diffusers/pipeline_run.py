@@ -107,7 +107,7 @@ def share_parts(
     device: torch.device,
     known: Sequence[nn.Module],
 ) -> Iterator[SharedPart]:
-    """Share tiles of the VAE and prompts of a batch among ranks; yield each part but known ones."""
+    """Share tiles of the VAE and prompts of a batch among ranks; yield new parts, not `known`."""
     ranks = group.process_group
     vae = _shared_vae(pipeline, for_vae)
     if vae is not None and for_vae != "own" and vae not in known:
@@ -283,7 +283,7 @@ class PipelineRun(Override):
             return call(*args, **kwargs)
 
     def _check_models(self) -> None:
-        """Refuse a transformer that is not split; one around a split model is its wrapper."""
+        """Refuse a transformer that is not split, and does not wrap a split model."""
         for name in TRANSFORMERS:
             model = getattr(self._pipeline, name, None)
             if isinstance(model, nn.Module) and not {*self._models} & {*model.modules()}:
@@ -300,7 +300,7 @@ def _configured(pipeline: Any) -> dict[str, str]:
         config: Any = getattr(part, "config", None)
         if isinstance(part, nn.Module) or not isinstance(config, Mapping):
             continue
-        # Names with _ are of a rank, as paths, and a scheduler's other numbers of its last run.
+        # Names with _ belong to a rank, as paths; a scheduler's other numbers to its last run.
         others = {} if part is pipeline or hasattr(part, "step") else vars(part)
         settings = {key: value for key, value in others.items() if isinstance(value, int | float)}
         settings |= {"shift of now": getattr(part, "shift", None), **config}

@@ -97,7 +97,7 @@ def agree_on(group: RankGroup | None, make: Callable[[], Made], what: str = "par
 
 
 def models_of(model_or_pipeline: Any) -> list[nn.Module]:
-    """Return a model, or the transformers of a pipeline, without what wraps them."""
+    """Return a model, or the transformers of a pipeline, without their wrappers."""
     if isinstance(model_or_pipeline, nn.Module):
         return [unwrapped(model_or_pipeline)]
     parts = [getattr(model_or_pipeline, name, None) for name in TRANSFORMERS]

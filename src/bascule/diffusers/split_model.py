@@ -102,8 +102,8 @@ class SplitModel:
         self._caches = Caches(model, table, lambda: self.forward and self.forward.mesh.whole)
         self._links: tuple[Link, ...] = ()
         self._stand_ins: list[StandIn] = []
-        self._classes: dict[type[nn.Module], object] = {}  # of modules, with their `forward`
-        self.hooked: list[nn.Module] = []  # modules that hooks of others may be on
+        self._classes: dict[type[nn.Module], object] = {}  # classes of modules, and their `forward`
+        self.hooked: list[nn.Module] = []  # modules that may have hooks of others
         self._of_model: StandIn | None = None
         self._backend: Any = None  # of attention, as diffusers names it
         self._install()
@@ -196,7 +196,7 @@ class SplitModel:
             if above is not one and getattr(above, "method", None) is not one:
                 return self._place()
         for kind, forward in self._classes.items():
-            if kind.forward is not forward:  # somebody's own, in place of a class's
+            if kind.forward is not forward:  # somebody replaced the class's own
                 return self._place()
         return None
 
@@ -219,7 +219,7 @@ class SplitModel:
                 return forward(*args, **kwargs)
             current = self._begin(args, kwargs)
             if not torch.compiler.is_compiling():
-                forward = self.plain_forward  # of now: a class may have got another one
+                forward = self.plain_forward  # as it is now: a class may have a new one
                 self.forward = current
                 self._look_at_first(forward, args, kwargs)
             cuts = self.table.inputs.get("", {})
@@ -383,7 +383,7 @@ class SplitModel:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Run a module that attends, within the mode; stands below the hooks of others.
+        """Run a module that attends within our mode, below the hooks of others.
 
         Their function modes are then around ours, which shows them what one process would.
         """
@@ -396,7 +396,7 @@ class SplitModel:
         if is_compiling and (modes := modes_of_others()):
             refuse_modes(modes, "compiled attention")
         before, current.has_attended = current.has_attended, False
-        if is_ours:  # the mode is entered by our back end, so it sees a few functions of torch
+        if is_ours:  # our back end enters the mode, which then sees few functions of torch
             processor._attention_backend = self._backend
             try:
                 output = forward(*args, **kwargs)
@@ -547,12 +547,12 @@ _BACKEND = "_attention_backend"
 
 
 def _why_local(name: str, processor: Any) -> str:
-    """Return why a module that ran did not attend over the mesh, and what to do."""
+    """Return why a module ran without attention over the mesh, and what to do."""
     how, backend = "let it call that function", getattr(processor, _BACKEND, "")
     if processor is not None:
         kind, other = type(processor).__name__, "or give the model another by set_attn_processor"
         how = f"its processor {kind} attends by itself: let it call that function, {other}"
-    if backend is None:  # diffusers' at large
+    if backend is None:  # the one that is active in all of diffusers
         diffusers: Any = importlib.import_module("diffusers.models.attention_dispatch")
         backend = diffusers._AttentionBackendRegistry.get_active_backend()[0]
     backend = str(getattr(backend, "value", backend))

@@ -246,7 +246,7 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
         _LIKE_FLUX,
         inputs={"": _FLUX_INPUTS, "controlnet_x_embedder": {"input": _IMAGE}},
         gathers=dict.fromkeys(("controlnet_blocks.*", "controlnet_single_blocks.*"), _IMAGE),
-        replicated=(*FLUX.replicated, _CONTROL, "controlnet_mode"),  # of one that is no union
+        replicated=(*FLUX.replicated, _CONTROL, "controlnet_mode"),  # of a model that is no union
     ),
     "FluxTransformer2DModel": FLUX,
     "HeliosTransformer3DModel": SplitTable(
@@ -525,7 +525,7 @@ WITHOUT_TABLE: Mapping[str, str] = {  # reasons, by name of a class of diffusers
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model within wrappers that pass calls on, of DDP, torch.compile and PEFT."""
+    """Return the model within wrappers of DDP, torch.compile and PEFT, which pass calls on."""
     wrapper: Any = model
     if isinstance(model, FullyShardedDataParallel):
         raise ConfigError(
@@ -581,6 +581,6 @@ def table_of(model: nn.Module, table: SplitTable | Mapping[str, Any] | None = No
 
 
 def _name_in(names: Collection[str], model: nn.Module) -> str:
-    """Return the nearest class of diffusers of a model that is named; else nothing."""
+    """Return the name of a model's nearest diffusers class in `names`; else an empty text."""
     of_diffusers = (cls for cls in type(model).__mro__ if cls.__module__.startswith("diffusers."))
     return next((cls.__name__ for cls in of_diffusers if cls.__name__ in names), "")

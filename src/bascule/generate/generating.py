@@ -70,7 +70,7 @@ def _multiple_of(pipeline: Any) -> int:
 def check_prompt(
     pipeline: Any, prompt: Prompt, takes: Mapping[str, Any], *, picture: bool | None
 ) -> None:
-    """Refuse a prompt of which a pipeline would make something else, or nothing.
+    """Refuse a prompt from which a pipeline would make something else, or nothing.
 
     `picture` is True if there is one, False if there is none on purpose, and else None.
     """
@@ -96,7 +96,7 @@ def check_prompt(
             check(**{name: values.get(name) for name in inspect.signature(check).parameters})
         except ValueError as error:
             raise ConfigError(f"a {kind} refuses it: {error}") from error
-        except Exception:  # it looks at what the call makes before
+        except Exception:  # the check reads what the call itself makes first
             return
 
 
@@ -141,7 +141,7 @@ def arguments_of(prompt: Prompt, takes: Mapping[str, Any]) -> dict[str, Any]:
             )
         arguments[argument] = read_picture(value) if name == "image" else value
     if "max_area" in takes and prompt.width and prompt.height:
-        arguments["max_area"] = prompt.width * prompt.height  # else these are scaled to 1024 x 1024
+        arguments["max_area"] = prompt.width * prompt.height  # else sizes are scaled to 1024 x 1024
     return arguments
 
 

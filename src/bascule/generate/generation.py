@@ -173,7 +173,7 @@ class Generation:
                 elif event.kind == "done":
                     seconds[name]["decode"] = event.seconds
                     writes.append(writer.submit(self._write, place, event.output, seconds[name]))
-                # More than these would fill the memory, where the disk is slower than the ranks.
+                # More outputs would fill the memory where the disk is slower than the ranks.
                 while writes and (writes[0].done() or len(writes) > controller.num_ranks):
                     records.append(writes.popleft().result())
         records += [one.result() for one in writes]

@@ -24,7 +24,7 @@ Seed = Annotated[int, Range(0, 2**63 - 1)]
 _Degree = Annotated[int | None, Range(1, 2**16)]
 DEFAULTS: dict[str, dict[str, Any]] = {TINY: {"width": 256, "height": 256, "steps": 4}}
 DEFAULTS[TINY_WAN] = DEFAULTS[TINY] | {"frames": 9}
-_WEIGHTS = re.compile(  # files of diffusers and transformers, which may be pieces
+_WEIGHTS = re.compile(  # of diffusers and transformers, in one file or in pieces
     r"(diffusion_pytorch_|pytorch_)?model(\.(?P<variant>\w+))?(-\d+-of-\d+(\.(?P<legacy>\w+))?)?"
     r"\.(safetensors|bin)"
 )
@@ -96,7 +96,7 @@ class GenerateOptions(Outputs, RankOptions):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What changes outputs beside their prompts."""
+        """Settings that change outputs beside their prompts."""
         return {name: getattr(self, name) for name in _SETTINGS}
 
     @property
@@ -120,7 +120,7 @@ class GenerateOptions(Outputs, RankOptions):
 
 
 def check_model(model: str, variant: str | None) -> None:
-    """Refuse a model that is no pipeline, or has not these weights."""
+    """Refuse a model that is no pipeline, or lacks this variant of its weights."""
     index = Path(model) / "model_index.json"
     if model not in (TINY, TINY_WAN) and not index.is_file():
         raise ConfigError(
@@ -131,8 +131,8 @@ def check_model(model: str, variant: str | None) -> None:
 
 
 def variant_of(model: str, variant: str | None) -> str | None:
-    """Return which variant of a folder's weights to load, or refuse one that is not there."""
-    plain, variants = set[str](), dict[str, set[str]]()  # components; those of each variant
+    """Return the variant of a folder's weights to load; refuse one that is not there."""
+    plain, variants = set[str](), dict[str, set[str]]()  # components; and of each variant
     for path in Path(model).glob("*/*"):
         if match := _WEIGHTS.fullmatch(path.name):
             name = match["variant"] or match["legacy"]
@@ -172,7 +172,7 @@ def names_of(prompts: Sequence[Prompt], options: GenerateOptions) -> list[str]:
 
 
 def are_made(prompts: Sequence[Prompt], options: GenerateOptions) -> bool:
-    """Return whether all outputs exist, of whatever kind the pipeline makes."""
+    """Return whether all outputs exist, as images or as videos."""
     paths = [options.out / name for name in names_of(prompts, options)]
     return all(any(os.path.exists(f"{x}{end}") for end in (IMAGE, VIDEO)) for x in paths)
 
@@ -182,11 +182,11 @@ def _digest(*parts: bytes) -> str:
 
 
 def _samples(model: str) -> Iterator[bytes]:
-    """Yield bytes of a folder that change with its weights and settings, and not with its place."""
+    """Yield bytes that change with a folder's weights and settings, but not with its place."""
     index = Path(model) / "model_index.json"
     yield (parts := index.read_bytes() if index.is_file() else b"")
     for path in sorted(Path(model).glob("*/*")):
-        if path.is_file() and f'"{path.parent.name}"'.encode() in parts:  # else others' files
+        if path.is_file() and f'"{path.parent.name}"'.encode() in parts:  # else it is no part of it
             yield f"{path.parent.name}/{path.name} {(size := path.stat().st_size)}".encode()
             with path.open("rb") as file:
                 for k in range(_SAMPLES):

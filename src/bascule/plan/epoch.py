@@ -494,7 +494,7 @@ def free_pieces(
     """Return (num_cells,) lengths of pieces that end a step early, and a level that bounds it.
 
     Optimal up to the tolerance with one microbatch, O(num_cells log(1 / tolerance)).
-    `ranked` are (n,) descending costs, `most` the (n,) most samples of a piece that begins there.
+    `ranked` are (n,) descending costs, `most` (n,) limits to samples of pieces that begin there.
     """
     costs, allowed = ranked.tolist(), most.tolist()
     if _pieces(costs, allowed, shape, np.inf) is None:
@@ -522,7 +522,7 @@ def free_pieces(
 
 
 def _improved(pieces: Ints, ranked: Floats, most: Ints, num_ranks: int) -> Ints:
-    """Move single samples between pieces while the step ends earlier."""
+    """Move single samples between pieces while that ends the step earlier."""
     num = pieces.size
     best = float(_makespans(pieces[None], ranked, most, num_ranks)[0])
     if num**3 > _MAX_TRIED:
@@ -551,7 +551,7 @@ def _makespans(pieces: Ints, ranked: Floats, most: Ints, num_ranks: int) -> Floa
 def _pieces(
     costs: list[float], allowed: list[int], shape: StepShape, level: float
 ) -> list[int] | None:
-    """Pieces below a level, or of one sample; None if some are left."""
+    """Return pieces below a level, or of one sample; None if samples are left over."""
     place, pieces, num = 0, list[int](), len(costs)
     for cell in range(shape.num_cells):
         head, spare = costs[place], num - place - (shape.num_cells - cell - 1)

@@ -68,7 +68,7 @@ class BalancedBuckets(BatchSampler):
         return self._scales[number]
 
     def _steps(self, random: np.random.Generator) -> list[list[Ints]]:
-        """Return the samples of each rank in each batch, as many batches as fill steps."""
+        """Return the samples of each rank in each batch; the batches fill whole steps."""
         num, full = self._num_ranks, self.batch_size * self._num_ranks
         steps, few = list[list[Ints]](), list[Ints]()
         for bucket in self._buckets:

@@ -190,7 +190,7 @@ class Controller:
         self._send(block, "run", to_all=True, id=request_id, ticket=ticket, block=block)
 
     def _order(self, request_id: str, action: str, block: Block | None = None) -> bool:
-        """Give an order, unless the request has ended or is cancelled; return whether it has it."""
+        """Give an order, unless the request has ended or has one; return whether it was given."""
         record = self._records.get(request_id)
         if record is None or record.order:
             return False

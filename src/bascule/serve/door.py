@@ -115,7 +115,7 @@ class Door:
             timeout_graceful_shutdown=_GRACE_S,
         )
         for name in ("uvicorn.error", "python_multipart.multipart"):
-            logging.getLogger(name).setLevel(logging.ERROR)  # clients' mistakes are theirs
+            logging.getLogger(name).setLevel(logging.ERROR)  # a client's mistake is no fault here
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
             target=self._server.run, args=([listener],), name="bascule door", daemon=True

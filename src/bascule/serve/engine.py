@@ -537,7 +537,7 @@ def _request_of(pipeline: Any, **ways: Any) -> Request:
 
 
 def _check_numbers(what: str, tensors: list[Tensor]) -> None:
-    """Refuse an output of no numbers, which would be written as black."""
+    """Refuse an output of NaN or infinity, which would be written as black."""
     if not all(x.sum(dtype=torch.float64).isfinite() for x in tensors if x.is_floating_point()):
         raise ConfigError(
             f"the picture has no number: its {what} are NaN or infinite, as where float16 "

@@ -140,7 +140,7 @@ def _check_charset(settings: Mapping[bytes, bytes]) -> None:
 
 def _members(body: bytes, most: int) -> list[tuple[str, Any]]:
     """Return the members of a JSON object."""
-    if sum(map(body.count, (b",", b"[", b"{"))) > most:  # nothing else runs while it is read
+    if sum(map(body.count, (b",", b"[", b"{"))) > most:  # nothing else runs while JSON is read
         raise Refusal(400, f"the body has more than {most:,} values: send the fields of a request")
     try:
         fields = json.loads(body, object_pairs_hook=_checked)
@@ -152,7 +152,7 @@ def _members(body: bytes, most: int) -> list[tuple[str, Any]]:
 
 
 def _checked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return fields; Refusal if one comes twice, or holds what no file and no answer can."""
+    """Return fields; Refusal if one comes twice, or holds what no file or answer can hold."""
     nums = Counter(name for name, _ in pairs)
     for name, value in pairs:
         shown = name.encode(errors="backslashreplace").decode()

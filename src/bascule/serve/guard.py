@@ -21,7 +21,7 @@ from bascule.serve.options import ServeOptions
 from bascule.serve.status import Busy, Closing, Late, Unknown
 
 _HEADERS_S = 20.0  # within which a connection must have sent the headers of a request
-_NEW_S = 1.0  # for which one that has sent nothing yet keeps its place
+_NEW_S = 1.0  # for which a connection that has sent nothing yet keeps its place
 _BODY_S = 120.0  # within which a body must be there
 _BODIES = 16  # of the largest size, that may be on their way at once
 _OPEN = "/", "/health"  # without a key; the page holds no data
@@ -30,7 +30,7 @@ _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _KEY = {"WWW-Authenticate": "Bearer"}
 _SOON = {"Retry-After": "1"}
 _LATER = {"Retry-After": "10"}  # a server that ends, or whose disk is full
-_FOLDERS = re.compile(r"(?<![\w.:/~-])~?/(?:[^\s/:'\"]+/)+")  # of a path in a text
+_FOLDERS = re.compile(r"(?<![\w.:/~-])~?/(?:[^\s/:'\"]+/)+")  # the folders of a path in a text
 NO_RETRY = {"x-should-retry": "false"}  # for OpenAI's client: it would make a request twice
 
 ANSWERED = Refusal, Busy, Late, Unknown, Closing, ConfigError, HTTPException, ClientDisconnect
@@ -75,7 +75,7 @@ def answer(request: Request | None, error: Exception) -> JSONResponse:
 
 
 def hide_folders(text: str) -> str:
-    """Return a text that names files of this machine without their folders."""
+    """Return a text with files of this machine named without their folders."""
     return _FOLDERS.sub("", text)
 
 
@@ -96,7 +96,7 @@ class Guard:
 
         async def counted() -> Message:
             nonlocal size, is_read
-            if is_read:  # who waits for the client's end has taken the body, and holds it no more
+            if is_read:  # the app took the body, holds it no more, and waits for the client's end
                 self._held_bytes, size = self._held_bytes - size, 0
                 return await receive()
             try:
@@ -156,9 +156,9 @@ class Guard:
 
 
 class Connection(H11Protocol):
-    """A connection that is closed if it has no whole request for long, or when there are too many.
+    """A connection that is closed if it has no whole request for long, or if there are too many.
 
-    Then the address that has the most of these loses the oldest.
+    If there are too many, the address that has the most of them loses its oldest.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -184,7 +184,7 @@ class Connection(H11Protocol):
 
     @property
     def is_incomplete(self) -> bool:
-        """True if no request came, or a part of one, or if the last one was answered."""
+        """True if no request or a part of one came, or if the last one was answered."""
         return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
     def _close_if_silent(self, before: Any) -> None:

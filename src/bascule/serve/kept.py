@@ -1,8 +1,8 @@
-"""What a pipeline keeps from step to step: in itself, in its guiders and in its schedulers.
+"""Values that a pipeline, its guiders and its schedulers keep from step to step.
 
-It is read as plain values by their places, and written there in the pipeline of another rank.
-Models are left out, as caches of steps are refused, and so are objects of other libraries:
-tokenizers know no steps, and hooks of accelerate are of one device.
+Plain values are read with their places, and written to the same places on another rank.
+Models are left out, as caches of steps are refused. So are objects of other libraries:
+tokenizers know no steps, and accelerate's hooks belong to one device.
 """
 
 import inspect
@@ -25,7 +25,7 @@ Place = list[str | int]
 
 
 def read_kept(root: Any) -> list[tuple[Place, Any]]:
-    """Return the plain values within an object, and their places; ConfigError names others."""
+    """Return the plain values within an object, and their places; ConfigError names any other."""
     return list(_values(root, [], {id(root)}))
 
 

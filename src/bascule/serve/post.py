@@ -44,7 +44,7 @@ class Ticket(NamedTuple):
 
 
 class Mail:
-    """The boxes of all ranks, in a connection to the store; one object for each thread.
+    """The boxes of all ranks, over a connection to the store; each thread has its own object.
 
     Messages are signed, as the store takes them from anybody who reaches its port.
     """
@@ -60,7 +60,7 @@ class Mail:
         self._store.set(key, self._signature(key, text) + text)
 
     def take(self, rank: int, place: int) -> Message:
-        """Take out the message of a place, counted from 1, when it is there; {} of a stranger."""
+        """Wait for the message of a place, counted from 1, and take it out; {} from a stranger."""
         key = f"{self._name}/{rank}/{place}"
         while True:
             try:

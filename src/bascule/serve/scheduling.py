@@ -37,7 +37,7 @@ class Task(Job):
     last: Event | None = None
     encoding_s: float = 0.0
     stays: bool = False  # it cannot travel
-    runs_alone: bool = False  # after those that came before, and before those that come later
+    runs_alone: bool = False  # after requests that came before, and before later ones
 
     @classmethod
     def of(
@@ -145,7 +145,7 @@ class Scheduler:
         return {task: ends[task] for task in tasks}
 
     def _in_turn(self) -> float:
-        """Return the number of the last task whose turn it is: one that runs alone bars others."""
+        """Return the number of the last task whose turn it is; a task that runs alone bars more."""
         last = -1
         for task in self.tasks.values():
             if task.runs_alone:
@@ -158,7 +158,7 @@ class Scheduler:
         if phase == "new":
             try:
                 self._controller.start(task.id, task.arguments(), task.seed, block)
-            except Exception as error:  # of its picture, too
+            except Exception as error:  # also one of its picture
                 if not self._controller.is_closed:
                     now, reason = time.monotonic(), str(error)
                     self._controller.events.put(Event("failed", task.id, now, block, reason=reason))

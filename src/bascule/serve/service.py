@@ -33,7 +33,7 @@ _SHOWN = 20  # requests that have ended, in a list
 _AGAIN_S = 1.0  # between tries to write to a disk that is full
 _SWEEP_S = 600.0  # between looks for what is too old
 _DAY_S = 86400.0
-_MOST_STARTS = 2  # the last of them alone
+_MOST_STARTS = 2  # of a request; at the last one it runs alone
 _NO_ROOM = errno.ENOSPC, errno.EDQUOT
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class Service:
         self._entries: dict[str, Status] = {}  # of requests that have not ended, as they came
         self._leaving: dict[str, Status] = {}  # those of them whose output is written now
         self._unwritten: list[Status] = []  # ends that the disk did not take
-        self._changed: dict[str, Status | None] = {}  # until it is reported; how it ended
+        self._changed: dict[str, Status | None] = {}  # changes to report; how requests ended
         self._count = 0
         self._scheduler = Scheduler(controller, policy, times)
         for entry in sorted(spool.waiting(), key=lambda one: one.starts):
@@ -182,11 +182,11 @@ class Service:
         return status
 
     def delete(self, request_id: str) -> Status:
-        """Cancel a request, or remove it and its output if it has ended; return how it was.
+        """Cancel a request, or remove it and its output if it has ended; return its status.
 
         Raises:
-            Unknown: There is none.
-            Closing: The disk does not let it go.
+            Unknown: There is no such request.
+            Closing: The disk does not remove it.
         """
         with self._lock:
             if request_id not in self._entries:
@@ -282,7 +282,7 @@ class Service:
     # --- in the thread of the writer --------------------------------------------------------------
 
     def _write(self, status: Status, event: Event) -> None:
-        """Write an output, when the disk has room for it."""
+        """Write an output as soon as the disk has room for it."""
         output, path = event.output, self._spool.output(status)
         while True:
             reason = no_room = ""
@@ -306,7 +306,7 @@ class Service:
         self._sweep()
 
     def _sweep(self) -> None:
-        """Remove the oldest that have ended, until the others are to be kept."""
+        """Remove ended requests, the oldest first, until the others are to be kept."""
         too_many, oldest = 0.0, time.time() - self._keep_days * _DAY_S
         if self._keep_bytes < NEVER:
             with self._lock:
@@ -341,7 +341,7 @@ class Service:
         return status
 
     def _remove(self, status: Status) -> int:
-        """Remove a request that has ended; return the bytes of its output."""
+        """Remove a request that has ended; return how many bytes its output had."""
         path = self._spool.output(status)
         num_bytes = path.stat().st_size if path.is_file() else 0
         try:
@@ -387,7 +387,7 @@ class Service:
         return task
 
     def _arguments(self, status: Status) -> dict[str, Any]:
-        """Return what ranks get, which they may end by: that is on disk before, if it has room."""
+        """Return what ranks get; first note on disk, if it has room, that ranks may die of it."""
         with suppress(sqlite3.Error):
             self._spool.begin(status.id)
         arguments = arguments_of(status.prompt, self._takes) | {"output_type": "pil"}

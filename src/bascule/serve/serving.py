@@ -28,12 +28,12 @@ _START = "the start of bascule serve"
 def run_server(
     options: ServeOptions, device: torch.device, is_stopping: Callable[[], bool]
 ) -> None:
-    """Serve on all ranks until the first is stopping, and end after the steps that run then.
+    """Serve on all ranks until the first is told to stop; end after the steps that run then.
 
     Raises:
         ConfigError: The model cannot be served, the spool is another server's, or the address is
             taken.
-        CommError: A rank is gone; what is not done is in the spool.
+        CommError: A rank is gone; requests that are not done are in the spool.
     """
     world, is_over = member_of(resolve(None), "world"), threading.Event()
     dtype = options.dtype or ("float32" if device.type == "cpu" else "bfloat16")

@@ -31,7 +31,7 @@ class Entry:
     """A request as it is kept until it ends.
 
     Attributes:
-        status: When it came; "failed" if its row cannot be read.
+        status: Its status when it came; "failed" if its row cannot be read.
         image: PNG that it begins with; None if it has none, or when it is read again.
         deadline_at: Unix seconds.
         starts: How often its ranks ended while it ran, since this machine was started.
@@ -47,8 +47,8 @@ class Spool:
     """A folder with the requests of a server, in SQLite, and their outputs; one thread at a time.
 
     Requests are on disk when `add` returns, and their ends when `end` does. `sqlite3.Error` says
-    that the disk is full or broken, and that nothing was changed. Only this user reads what it
-    makes.
+    that the disk is full or broken, and that nothing was changed. Only this user may read its
+    files.
 
     Args:
         folder: Made if it does not exist.
@@ -86,7 +86,7 @@ class Spool:
                 base.executescript(_TABLE)
                 query = "select model from requests where ended_at is null and model != ?"
                 others = base.execute(query, [model]).fetchall()
-                self.waiting()  # or refuse at once
+                self.waiting()  # an unreadable table is refused here
             except BlockingIOError as error:
                 raise ConfigError(
                     f"--spool {folder}: another server has it: stop that one, or give another"
@@ -116,7 +116,7 @@ class Spool:
             self._base.executemany(f"{query} values ({marks})", rows)
 
     def begin(self, request_id: str) -> None:
-        """Note, before ranks get a request, that they may end while it runs."""
+        """Count a start, before ranks get the request, as they may end while it runs."""
         starts = "starts = case when boot = ? then starts + 1 else 1 end, boot = ?"
         with self._base:
             query = f"update requests set {starts} where id = ?"
@@ -135,7 +135,7 @@ class Spool:
             return self._base.execute(query, [*_row(status), status.id]).rowcount == 1
 
     def remove(self, status: Status) -> None:
-        """Remove a request that has ended, and its output; OSError if the latter does not go."""
+        """Remove a request that has ended, and its output; OSError if the output stays."""
         self.output(status).unlink(missing_ok=True)
         with self._base:
             self._base.execute("delete from requests where id = ?", [status.id])
@@ -152,7 +152,7 @@ class Spool:
         return self._select("select image from requests where id = ?", request_id)[0][0]
 
     def ended(self, num: int, *, first: bool = False) -> list[Status]:
-        """Return the latest requests that have ended, the last one first; or else the `first`."""
+        """Return the latest requests that have ended, newest first; by `first` the earliest."""
         order = "ended_at, place" if first else "ended_at desc, place desc"
         query = f"select {', '.join(_KEPT)} from requests where ended_at is not null"
         return [_status(row) for row in self._select(f"{query} order by {order} limit ?", num)]
@@ -173,7 +173,7 @@ class Spool:
         return sum(one.stat().st_size for one in self._outputs.iterdir())
 
     def _select(self, query: str, *values: Any) -> list[Any]:
-        """Return rows; Closing if the disk does not give them."""
+        """Return rows; Closing if they cannot be read from disk."""
         try:
             return self._base.execute(query, values).fetchall()
         except sqlite3.Error as error:
@@ -205,7 +205,7 @@ def _row(status: Status) -> list[Any]:
 
 
 def _status(row: Sequence[Any]) -> Status:
-    """Return the status of a row; if it cannot be read, as a request that failed for that."""
+    """Return the status of a row; if it cannot be read, a failed one with that reason."""
     values: dict[str, Any] = dict(zip(_KEPT, row, strict=True))
     try:
         values["prompt"] = Prompt(**json.loads(values["prompt"]))

@@ -1,4 +1,4 @@
-"""A model, its data and the ranks that train it, as options of a command. Imports no torch."""
+"""Options of a command: a model, its data and the ranks that train it. Imports no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -42,7 +42,7 @@ class Stopwatch:
         self.lap(name, start)
 
     def read(self) -> dict[str, float]:
-        """Return the seconds of each part since the last time; wait for the device."""
+        """Return the seconds of each part since the last call; wait for the device."""
         if self._is_cuda:
             torch.cuda.synchronize()
         seconds, laps, self._laps = defaultdict[str, float](float), self._laps, []

@@ -35,7 +35,7 @@ class Reach:
         return math.isinf(min(self.rope, self.row))
 
     def check(self, name: str, longest: int, row: int) -> None:
-        """Refuse a longest whole sequence, or a longest row of tokens on a rank, beyond these."""
+        """Refuse a longest sequence, or a rank's longest row of tokens, beyond these limits."""
         rope = "has another rope for all where the longest is above {} tokens"
         scale = "scales scores by the place in the row, right up to {} tokens in bags and packs"
         for limit, length, fact in (

@@ -70,7 +70,7 @@ def inputs_of_pack(packed: Mapping[str, Any], pack: Pack, model: nn.Module | Non
     }
     if model is not None and not (reach := reach_of(model)).is_endless:
         bounds, num = packed["cu_seqlens"].tolist(), int(packed["num_samples"])
-        if len(bounds) > 2:  # else as alone; padding is a segment, and its places count for ropes
+        if len(bounds) > 2:  # one segment is as alone; padding is one, whose places count for ropes
             longest = max(end - start for start, end in pairwise(bounds))
             reach.check(type(getattr(model, "module", model)).__name__, longest, bounds[num])
     positions = packed["positions"][None] if model is None else _positions(packed, model)

@@ -34,7 +34,7 @@ _INSTEAD = (  # where a table has the first, it does not need the second
 )
 _TEXT = re.compile("(?!negative).*(caption|prompt)s?(_.*)?")
 _CLIP = re.compile(".*(frame|duration|second|length|(^|_)(sec|time|dur)s?(_|$)).*")
-_PICTURE = re.compile(  # beside the sample's own: those of editing, first frames, ..
+_PICTURE = re.compile(  # pictures beside the sample's own: of editing, first frames, ..
     "(?!.*(mask|thumb)|(num|n|has|is|no|with)_)(.*_)?(image|img|picture|video|control|"
     "condition(ing)?|reference|ref|kontext|(first|last|start|end)_frame)s?(_(path|file|name|[0-9]+))*"
 )
@@ -127,13 +127,13 @@ def _text_column(plain: Mapping[str, str]) -> str:
 
 
 def _numbered(name: str, names: Sequence[str]) -> list[str]:
-    """Return the columns of a name and of the same name with a number: control_path_0, .."""
+    """Return the columns of a name, with and without a number: control_path_0, .."""
     plain = re.compile(re.escape(re.sub("_[0-9]+$", "", name)) + "(_[0-9]+)?")
     return [column for column in names if name and plain.fullmatch(column)]
 
 
 def _pictures(roles: Mapping[str, str], names: Sequence[str]) -> list[str]:
-    """Return the columns that may be pictures beside the sample's own, by their names."""
+    """Return the columns whose names say pictures beside the sample's own."""
     plain = {name: plain_name(name) for name in names if name not in roles.values()}
     trained = plain_name(roles.get("image", ""))
     own = _OWN if not trained else _OWN_VIDEO if trained.startswith("video") else _OWN_IMAGE

@@ -239,7 +239,7 @@ class _Rows:
         self.is_wrong = np.zeros(batch.num_rows, dtype=bool)
         self.reasons: dict[int, str] = {}  # of the first rows that are wrong
         self._sound = np.zeros(batch.num_rows, dtype=np.int64)
-        self._owners = np.zeros(0, dtype=np.int64)  # rows of pictures, a row's own before others
+        self._owners = np.zeros(0, dtype=np.int64)  # the row of each picture, its own one first
         self._sizes = np.zeros((0, 4))  # width, height, frames and their rate of each picture
 
     def read(self) -> None:
@@ -253,7 +253,7 @@ class _Rows:
             self._read_shapes(by_shape)
 
     def taken(self, take: Take | None) -> tuple[Ints, Ints]:
-        """Return grids (n, 3), and how many such samples each row gives (n,)."""
+        """Return the grid of each row (n, 3), and how many such samples it gives (n,)."""
         grid = np.zeros((self._batch.num_rows, 3), dtype=np.int64)
         times = np.ones(self._batch.num_rows, dtype=np.int64)
         grid[:, :] = np.stack([self._sound, self._sound > 0, self._sound > 0], axis=1)
@@ -465,7 +465,7 @@ def _byte_lengths(column: Any) -> Floats | None:
 
 
 def _texts_in(value: Any, role: str) -> list[str]:
-    """Return the texts of a row: those of a list, or the one of all turns of a conversation."""
+    """Return a row's texts: each text of a list, or one text of a conversation's turns."""
     if value is None:
         return []
     if not isinstance(value, list | tuple):

@@ -71,7 +71,7 @@ class ManifestOptions(TokenOptions):
         return manifest
 
     def check_manifest(self, *more: str) -> None:
-        """Refuse options of --manifest, and more of a command, without it."""
+        """Refuse, without --manifest, its options and `more` of a command."""
         if self.manifest is None:
             names = "columns", "bucket", "fps", "max_frames", "tokenizer", "skip_bad", *more
             refuse(self, names, "only for --manifest")

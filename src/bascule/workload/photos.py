@@ -154,7 +154,7 @@ class PhotoStream:
         return [self._photos[sample] for sample in self._order.samples(numbers)]
 
     def _decoded(self, paths: Sequence[Path], gather: Gather | None) -> tuple[Ints, dict[int, str]]:
-        """Return the grids of all photos (n, 3), 0 where there is none; why, if this rank knows."""
+        """Return the grids of all photos (n, 3), 0 for a bad one; the reasons this rank knows."""
         grids, reasons, error = np.zeros((len(paths), 3), dtype=np.int64), dict[int, str](), None
         share, room = self.world_size if gather else 1, self._options.cache_bytes
         for place in range(self.rank % share, len(paths), share):

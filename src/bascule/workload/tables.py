@@ -433,7 +433,7 @@ def _tables_in(folder: Path) -> list[Path]:
 def _image_rows(
     folder: Path, captions: Sequence[str] = (".txt",), is_deep: bool = True
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield a row an image or clip, with the caption of the first of these files beside it."""
+    """Yield a row for each image or clip, with the caption of the first such file beside it."""
     for file in sorted(folder.rglob("*") if is_deep else folder.iterdir()):
         if file.suffix.lower() in IMAGE_SUFFIXES | VIDEO_SUFFIXES:
             beside = next((x for x in map(file.with_suffix, captions) if x.is_file()), None)

@@ -182,7 +182,7 @@ def bucket_sizes(bucket: str) -> Ints:
 def nearest(
     sizes: Ints, width: Floats, height: Floats, scale: Callable[[Floats], Floats] = np.abs
 ) -> tuple[Floats, Floats]:
-    """Return the sizes of nearest aspect ratio on a scale; of two alike the larger one."""
+    """Return the size of nearest aspect ratio, on a scale, of each; of two alike the larger."""
     order = np.lexsort((-sizes.prod(axis=1), sizes[:, 0] / sizes[:, 1]))
     sides = sizes[order].astype(np.float64)
     aspects, first = np.unique(scale(sides[:, 0] / sides[:, 1]), return_index=True)

@@ -22,7 +22,7 @@ from bascule.workload.tokens import nearest
 Clip = Callable[[Floats], tuple[Floats, Floats]]
 Taken = tuple[Floats, Floats, Floats, Floats]
 Take = Callable[[Floats, Floats, Floats], Taken]
-"""Makes width, height and frames of samples, and how many such samples a row gives, of a row's."""
+"""Turns a row's width, height and frames into a sample's, and says how many samples it gives."""
 
 _LISTS = ("metadata_file", "image_jsonl_file", "video_jsonl_file")
 _FOLDERS = ("image_dir", "image_directory", "video_directory", "instance_data_dir")
@@ -59,7 +59,7 @@ class DataSet:
     """A folder or a table that a configuration names.
 
     Attributes:
-        places: Its data: the first of these that exists.
+        places: Where its data may be; the first that exists is read.
         takes: What the trainer makes of each row; an entry for each time that it is trained.
         captions: Endings of the files with captions.
         only_captioned: Images without such a file are no samples.
@@ -76,7 +76,7 @@ class DataSet:
 
 
 class _Keys:
-    """The keys of a data set, of which those that nothing reads must be harmless."""
+    """The keys of a data set; a key that nothing reads must be harmless."""
 
     def __init__(self, path: Path, values: dict[str, Any]) -> None:
         inner = {f"video.{key}": value for key, value in values.get("video", {}).items()}
@@ -157,7 +157,7 @@ def data_sets(path: Path, value: Any) -> Iterator[DataSet]:
 
 
 def _of_kohya(keys: _Keys) -> DataSet:
-    """Read a data set of sd-scripts, or of musubi-tuner, which names its data otherwise."""
+    """Read a data set of sd-scripts, or of musubi-tuner, whose keys for data differ."""
     is_musubi = not {"metadata_file", "image_dir"}.intersection(keys.names)
     has_clips = any(name.startswith("video") for name in keys.names)
     default = [960, 544] if is_musubi else None
@@ -172,7 +172,7 @@ def _of_kohya(keys: _Keys) -> DataSet:
         sizes = [(w, min(most, area // w // step * step)) for w in range(least, most + 1, step)]
         sizes = [(side // step * step,) * 2, *(pair for pair in sizes if pair[1] >= least)]
     is_bucketed, no_upscale = keys.pop("enable_bucket"), keys.pop("bucket_no_upscale")
-    if has_clips:  # musubi-tuner reads neither of the two for clips
+    if has_clips:  # musubi-tuner reads neither key for clips
         is_bucketed, no_upscale = True, False
     if is_bucketed and not least <= min(width, height) <= max(width, height) <= most:
         raise ConfigError(
@@ -208,7 +208,7 @@ def _whole_clip(frames: Floats) -> tuple[Floats, Floats]:
 
 
 def _extractions(keys: _Keys) -> list[Clip]:
-    """Return the clips that musubi-tuner cuts out of one, by their lengths."""
+    """Return how musubi-tuner cuts clips of each length out of a longer one."""
     kinds = ("head", "chunk", "slide", "uniform", "full")
     kind = choice(f"{keys.path}: frame_extraction", keys.pop("frame_extraction", "head"), *kinds)
     most, stride = keys.whole("max_frames", 129), keys.whole("frame_stride", 1)
@@ -219,7 +219,7 @@ def _extractions(keys: _Keys) -> list[Clip]:
             return (np.minimum(frames, most) - 1) // 4 * 4 + 1, np.ones_like(frames)
         left = frames - target
         times = {"chunk": frames // target, "slide": left // stride + 1}
-        times["uniform"] = np.minimum(left + 1, num)  # those at one place are one sample
+        times["uniform"] = np.minimum(left + 1, num)  # clips at one place are one sample
         return np.full_like(frames, target), np.where(left < 0, 0.0, times.get(kind, 1.0))
 
     targets = sorted({(target - 1) // 4 * 4 + 1 for target in targets})
@@ -227,7 +227,7 @@ def _extractions(keys: _Keys) -> list[Clip]:
 
 
 def _simpletuner(keys: _Keys, kinds: dict[object, object]) -> DataSet | None:
-    """Read a data set of SimpleTuner; None for one that is off, or has no samples of its own."""
+    """Read a data set of SimpleTuner; None if it is off, or has no samples of its own."""
     kind, is_off = keys.pop("dataset_type", "image"), keys.pop("disabled") or keys.pop("disable")
     if is_off or kind not in ("image", "video", "audio", "caption"):
         return None
@@ -277,7 +277,7 @@ def _simpletuner(keys: _Keys, kinds: dict[object, object]) -> DataSet | None:
 
 
 def _shrunk(area: int, step: int, wide: Floats, tall: Floats) -> tuple[Floats, Floats]:
-    """Scale to an area, one side in steps: the one that keeps the aspect ratio better."""
+    """Scale to an area, one side in steps: the side that keeps the aspect ratio better."""
 
     def stepped(side: Floats) -> Floats:
         return np.maximum(np.floor(side + 0.5) // step * step, 1.0)

@@ -47,7 +47,7 @@ from bascule.attention.mask import EVERYTHING, AttentionMask, BlockRows
 from bascule.comm.groups import Kept
 from bascule.errors import ConfigError
 
-_NUM_CALLS = 64  # forms of calls by a function that are kept
+_NUM_CALLS = 64  # most forms of calls that are kept for a function
 
 _aten: Any = torch.ops.aten
 
@@ -232,7 +232,7 @@ def gradients_by_recomputation(
     out: Tensor,
     lse: Tensor,
 ) -> Grads:
-    """Return gradients of a block, from autograd through its own output and LSE, computed again.
+    """Compute a block again and return its gradients, by autograd through its output and LSE.
 
     With w = exp(lse_i - lse), the merged output moves by w with the block's output out_i, and by
     w (out_i - out) with its LSE: the derivatives of the sum that `merge` forms.
@@ -280,7 +280,7 @@ class FunctionKernel:
     gives_lse: bool = False
     takes_mask: bool = False
     key: str = field(default_factory=lambda: str(next(_numbers)), init=False)
-    # Calls of a mesh that compute by it: what it holds lives no longer than the kernel.
+    # Calls of meshes that use this kernel: they live no longer than the kernel.
     calls: Kept[Hashable, Any] = field(
         default_factory=lambda: Kept(_NUM_CALLS), init=False, compare=False, repr=False
     )

@@ -50,14 +50,14 @@ _FORMS = 8  # batch sizes and devices of a plan whose tables are kept
 class SparseTables:
     """The index tables of a plan on this rank; made once for a plan."""
 
-    of: "weakref.ref[SparsePlan]"  # they go with the plan
+    of: "weakref.ref[SparsePlan]"  # the tables go with the plan
     ranks: AttentionMesh
     batch: int
     device: torch.device
 
     @property
     def plan(self) -> SparsePlan:
-        """The plan, which who calls holds."""
+        """The plan, which the caller holds."""
         plan = self.of()
         assert plan is not None
         return plan

@@ -55,7 +55,7 @@ class Balanced:
         self._recent: deque[float] = deque()  # latencies there, of the last requests
         self._latencies: list[float] = []  # the same, sorted
         self._line: list[tuple[Order, Job]] = []  # what waits, as of the last targets
-        self._beside: list[Job] = []  # jobs that are not in the line, and may wait
+        self._beside: list[Job] = []  # jobs outside the line, which may wait
         self._turns = 0  # decisions until new targets
         self._num_changes = 0  # of seconds that are known
 

@@ -76,7 +76,7 @@ class Queue:
 
     def __init__(self, order: str, degree: int | Mapping[str, int] = 1) -> None:
         self._order, self._degree = order, degree
-        self._line = Line(lambda job: self._key(job, 0.0))  # a rest stays while a job waits
+        self._line = Line(lambda job: self._key(job, 0.0))  # rests of waiting jobs stay
 
     def degree_of(self, job: Job) -> int:
         """Return the degree of a job."""

@@ -145,16 +145,16 @@ class State:
         insort(self.waiting, job, key=_number)
 
     def waits(self, job: Job) -> bool:
-        """Return whether a job is among those that wait."""
+        """Return whether a job waits."""
         at = bisect_left(self.waiting, job.number, key=_number)
         return at < len(self.waiting) and self.waiting[at] is job
 
     def leave(self, job: Job) -> None:
-        """Take out a job that waits."""
+        """Take out a waiting job."""
         del self.waiting[bisect_left(self.waiting, job.number, key=_number)]
 
     def runs(self, job: Job) -> bool:
-        """Return whether a job is among those that run."""
+        """Return whether a job runs."""
         return job.block is not None and self.running.get(job.block.first) is job
 
     def release(self, block: Block) -> None:
@@ -189,17 +189,17 @@ class State:
 
 
 class Line:
-    """Jobs that wait, in an order that stays while they do: a heap, for thousands of them."""
+    """Waiting jobs, in an order that stays while they wait: a heap, for thousands of jobs."""
 
     def __init__(self, key: Callable[[Job], tuple[float, int]]) -> None:
         self._key = key
         self._heap: list[tuple[tuple[float, int], Job]] = []
-        self._away: list[Job] = []  # those that were taken, and may come back
+        self._away: list[Job] = []  # jobs that were taken, and may come back
         self._last = -1
-        self._num_changes = 0  # of seconds that are known
+        self._num_changes = 0  # how often known seconds changed
 
     def update(self, state: State) -> None:
-        """Add those that came, and that came back."""
+        """Add the jobs that came, or came back."""
         came = [*state.after(self._last), *filter(state.waits, self._away)]
         self._last = max([self._last, *(job.number for job in came)])
         self._away = list(filter(state.runs, self._away))
@@ -209,17 +209,17 @@ class Line:
             heapq.heappush(self._heap, (self._key(job), job))
 
     def first(self, state: State) -> Job | None:
-        """Return the first that waits."""
+        """Return the first waiting job."""
         while self._heap and not state.waits(self._heap[0][1]):
             heapq.heappop(self._heap)
         return self._heap[0][1] if self._heap else None
 
     def take(self) -> None:
-        """Take out the first, which starts."""
+        """Take out the first job, which starts."""
         self._away.append(heapq.heappop(self._heap)[1])
 
     def firsts(self, state: State, most: int) -> list[Job]:
-        """Return the first few that wait, which stay."""
+        """Return the first few waiting jobs, which stay in the line."""
         seen = list[tuple[tuple[float, int], Job]]()
         while len(seen) < most and self.first(state) is not None:
             seen.append(heapq.heappop(self._heap))

@@ -36,7 +36,7 @@ _GUESSES = 2  # times that the kind of bin of each item is guessed
 _MANY_BINS = 48  # from here on, rounds of numpy beat a heap
 _HALVINGS = 40
 _MAX_EXACT_CELLS = 512  # most items times bins that are placed exactly: larger ones hardly ever end
-_MAX_CLOSED_CELLS = 32  # the same where what was found is later than `_LATE` times the target
+_MAX_CLOSED_CELLS = 32  # the same if the best so far is later than `_LATE` times the target
 _LATE = 1.05
 _MAX_RELAXED_CELLS = 8192  # largest number of items times bins whose relaxation is solved
 _MAX_EXACT_STEPS = 1 << 17  # step budget of the exact solver, in nodes times cells
@@ -200,7 +200,7 @@ def _best(problem: Problem, target: float, starts: Iterable[Candidate], quick: b
 
 
 def _exactly(problem: Problem, legal: Sequence[Candidate], target: float) -> Iterator[Candidate]:
-    """Yield an exact placement of a small problem: if nothing is legal by then, or all is late.
+    """Yield an exact placement of a small problem if none is legal so far, or all are late.
 
     The search compares late bins with early ones: where several kinds of bins are equally late, an
     exchange between two of them may be better for both.
