@@ -501,8 +501,8 @@ def refuse_modes(modes: Sequence[TorchFunctionMode], what: str) -> NoReturn:
     """Refuse modes of others around attention if no rank can show them all its tokens."""
     names = " and ".join([type(mode).__name__ for mode in modes])
     raise ConfigError(
-        f"{names} (a TorchFunctionMode) around {what}, of which it would see one rank's tokens, or "
-        "nothing: enter it around other layers, or undo the split before"
+        f"{names} (a TorchFunctionMode) is entered around {what}, where it would see one rank's "
+        "tokens or none: enter it around other layers, or undo the split first"
     )
 
 

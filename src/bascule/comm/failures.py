@@ -397,8 +397,8 @@ class Watch:
                 own_call, their_call = pair
                 self.reason = self.fail(
                     f"rank {self._rank} waits in {own_call!r} and rank {other} in {their_call!r}: "
-                    "they run unlike code, as where a cache of steps decides by a rank's own "
-                    "tokens what to skip: let all ranks decide alike, or turn it off",
+                    "these ranks run different code, for example because a cache of steps skips "
+                    "by each rank's own tokens: let all ranks decide alike, or turn the cache off",
                     None,
                 )
                 logger.error("ended what waits in vain: %s", self.reason.text)

@@ -68,8 +68,8 @@ class Caches:
             if module is not self._model and (is_random or not is_known):
                 raise ConfigError(
                     f"{kind} over ranks, with the hook {what} on a {type(module).__name__}, which "
-                    "sees the tokens of one rank only, where one process has all: remove the hook, "
-                    "as by leaving its guidance out, or call undo() before"
+                    "would see only one rank's tokens: remove the hook (for example leave its "
+                    "guidance out), or call undo() first"
                 )
         if is_over and "_is_cached" in vars(self._model):
             raise ConfigError(_of_cache_dit(self._model))

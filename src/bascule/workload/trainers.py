@@ -114,9 +114,9 @@ class _Keys:
         if key in _REFERENCES:
             advice = "give a table with a column of these pictures, and --columns reference=NAME"
         return ConfigError(
-            f"{self.path}: {key} = {shown(value)} may change which samples are trained, or how "
-            f"long they are, and is not applied: {advice}; or leave it out of a copy, if it does "
-            "not"
+            f"{self.path}: bascule does not apply {key} = {shown(value)}, which may change which "
+            f"samples are trained or how long they are: {advice}; or, if it changes neither, "
+            "delete it in a copy of the file"
         )
 
     def end(self, takes: list[Take], times: int, **fields: Any) -> DataSet:
