@@ -63,8 +63,10 @@ class Waves(Dataset[Sample]):
 
 
 def pack(samples: list[Sample]) -> Sample:
-    """Join samples without padding."""
-    return Sample(*map(torch.cat, zip(*samples, strict=True)))
+    """Join samples without padding; a rank without samples gets tensors without rows."""
+    widths = CHANNELS, 2, 1, CHANNELS
+    none = Sample(torch.zeros(0, dtype=torch.int64), *(torch.zeros(0, width) for width in widths))
+    return Sample(*map(torch.cat, zip(none, *samples, strict=True)))
 
 
 class Microbatches(Sampler[list[int]]):

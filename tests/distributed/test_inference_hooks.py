@@ -180,7 +180,10 @@ def other_modes() -> list[float | str]:
 def test_what_no_rank_can_show_a_mode_is_refused_by_name() -> None:
     for *errors, keys, sparse, compiled in run_ranks(other_modes, 2):
         assert max(errors) < 1e-6, errors
-        assert "Left (a TorchFunctionMode) is entered around attention of 7 tokens to 7 that every" in keys
+        assert (
+            "Left (a TorchFunctionMode) is entered around attention of 7 tokens to 7 that every"
+            in keys
+        )
         assert "Left (a TorchFunctionMode) is entered around block-sparse attention" in sparse
         assert "compiled attention" in compiled
 
@@ -439,4 +442,7 @@ def test_ranks_that_leave_out_unlike_blocks_hear_it(name: str) -> None:
             assert "disagree on the blocks that attended" in said
             assert "ranks [0]: blocks.0, blocks.2, blocks.3; ranks [1]: blocks.0, blocks.1" in said
         else:
-            assert "run different code, for example because a cache of steps" in said and "waits in" in said, said
+            assert (
+                "run different code, for example because a cache of steps" in said
+                and "waits in" in said
+            ), said

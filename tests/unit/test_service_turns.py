@@ -1,6 +1,8 @@
 """A service whose ranks are played: which requests get them, and what stays of those that ended."""
 
 import queue
+import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -47,6 +49,9 @@ class Ranks:
 
     def halt(self, name: str) -> None:
         """Go on: a request ends before its next step."""
+
+    def cancel(self, name: str) -> None:
+        """Go on: a request leaves its ranks after its step."""
 
     def end(self, name: str, kind: str = "done", **facts: Any) -> None:
         """Let a request end."""
@@ -217,6 +222,40 @@ def test_what_has_ended_is_removed_when_asked_or_old_or_too_much(tmp_path: Path)
         assert not list(paths[0].parent.iterdir())
         ask(service, "d")
         until(lambda: ranks.running)  # what has not ended stays
+
+
+def test_a_request_that_is_written_counts_no_start_more(tmp_path: Path) -> None:
+    """Ranks that end meanwhile end by another; nor does one that runs at a stop count any."""
+    is_written = threading.Event()
+    with mock.patch.object(service_module, "write_media", lambda *_: is_written.wait(60)):
+        with serving(tmp_path, reason="rank 0 is gone") as (service, ranks):
+            ids = ask(service, "a", "b", "c")
+            until(lambda: len(ranks.running) == RANKS)
+            first = min(ranks.running)
+            ranks.end(first)
+            until(lambda: first in service._leaving)
+            starts = {one.status.id: one.starts for one in service._spool.waiting()}
+            assert starts[first] == 0 and all(starts[one] == 1 for one in ranks.running)
+            ranks.events.put(Event("stop", "", 0.0, Block(0, 1)))
+            until(lambda: ranks.is_closed)
+            assert {one.starts for one in service._spool.waiting()} == {0}
+            assert len(ids) == 3
+            is_written.set()
+
+
+def test_a_cancelled_request_that_the_disk_does_not_take_may_be_cancelled_again(
+    tmp_path: Path,
+) -> None:
+    with serving(tmp_path) as (service, ranks):
+        ids = ask(service, "a", "b")
+        until(lambda: ranks.running)
+        end = service._spool.end
+        with mock.patch.object(service._spool, "end", side_effect=sqlite3.OperationalError("full")):
+            for _ in range(2):
+                assert service.delete(ids["a"]).id == ids["a"]
+        assert service._spool.end == end
+        until(lambda: service.status(ids["a"]).has_ended)
+        assert not service.health() and service.status(ids["b"]).state != "cancelled"
 
 
 def test_a_damaged_spool_fails_its_requests_and_ends_no_thread(tmp_path: Path) -> None:

@@ -214,7 +214,10 @@ def attention(
             return form, new_call(form.name, form.sizes, q_here, k_here, attn_mask)
 
         if isinstance(options.kernel, FunctionKernel):
-            form, call = options.kernel.calls.get((ranks.name, *key), first)
+            groups = tuple(
+                group and group.reference for group in ranks.groups
+            )  # not names of a job
+            form, call = options.kernel.calls.get((groups, *key), first)
         else:
             form, call = ranks.kept.get(key, first)
         out = attend(*_operands(q, k, v, form), call, attn_mask, sink)
@@ -228,7 +231,7 @@ class _Form(NamedTuple):
     layout: SequenceLayout  # which tokens each rank has
     multiplier: float | None  # of the queries, where the scale is not above 0; else None
     num_kv_heads: int  # of keys and values, repeated where ranks are more
-    name: str  # the call's; see `mesh_calls`
+    name: str  # the call's; see `usp.call_of`
     sizes: list[int]  # likewise
 
 

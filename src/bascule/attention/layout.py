@@ -251,7 +251,7 @@ def replicated(own: Tensor, ranks: Place, layout: SequenceLayout) -> Tensor:
 
 
 def gather_rows(
-    x: Tensor, group: RankGroup, layout: SequenceLayout, mark: int = 0
+    x: Tensor, group: RankGroup, layout: SequenceLayout, mark: int | None = None
 ) -> tuple[Tensor, bool]:
     """Gather rows as `gather_tokens` does, unrecorded; say whether all ranks gave this mark.
 
@@ -261,14 +261,16 @@ def gather_rows(
     shape = padded, *x.shape[1:]
     num_bytes = math.prod(shape) * x.element_size()
     sent = x.new_zeros(_MARK + -(-num_bytes // _MARK) * _MARK, dtype=torch.uint8)
-    sent[:8].view(torch.int64).fill_(mark)
+    sent[:8].view(torch.int64).fill_(mark or 0)
     sent[_MARK : _MARK + num_bytes].view(x.dtype).view(shape)[: x.shape[0]] = x
     gathered = all_gather(group, "all_gather (tokens)", sent)
     rows = gathered[:, _MARK : _MARK + num_bytes].view(x.dtype).unflatten(1, shape)
     parts = [rows[row // padded].narrow(0, row % padded, length) for row, _, length in runs]
     whole = torch.cat(parts or [rows[0, :0]])
+    if mark is None:
+        return whole, True
     marks = gathered[:, :8].view(torch.int64)
-    if marks.is_cpu:
+    if marks.is_cpu or not whole.is_floating_point():
         return whole, len(set(marks[:, 0].tolist())) == 1
     return whole.masked_fill_((marks != marks[0]).any(), math.nan), True
 

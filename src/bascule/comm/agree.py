@@ -57,7 +57,10 @@ def agree(
             raise
         raise error from lost
     if (table[:, _CALL] != table[0, _CALL]).any():
-        _raise_difference(group, {"the call": call}, what, step)
+        try:
+            _raise_difference(group, {"the call": call}, what, step)
+        finally:  # these calls met by unlike names, which no later wait may be blamed for
+            group.calls.last.clear()
     if table[:, _STATUS].any():
         _raise_reported(group, table, what, step)
     if (table[:, _SETTINGS] != table[0, _SETTINGS]).any():

@@ -40,7 +40,10 @@ class Kept(Generic[K, T]):
 
     def get(self, key: K, make: Callable[[], T]) -> T:
         """Return the thing of a key; make it if there is none."""
-        thing = self._things.pop(key) if key in self._things else make()
+        try:
+            thing = self._things.pop(key)
+        except KeyError:
+            thing = make()
         self._things[key] = thing  # behind all others
         if len(self._things) > self._most:
             del self._things[next(iter(self._things))]

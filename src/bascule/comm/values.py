@@ -123,7 +123,9 @@ def _plain(x: Tensor) -> list[Tensor]:
     """Return the plain tensors within a tensor, such as quantised weights' codes and scales."""
     if isinstance(x, DTensor) or x.is_meta:
         return []
-    names = x.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(x) else vars(x)
+    # Attributes count of a class of its own, as of GGUF; others hang their own on parameters.
+    own = () if type(x) in (Tensor, nn.Parameter, nn.Buffer) else vars(x)
+    names = x.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(x) else own
     within = [getattr(x, name) for name in names]
     parts = [part for one in within if isinstance(one, Tensor) for part in _plain(one)]
     kind, plain = cast(Any, type(x)), cast(Any, Tensor)

@@ -168,12 +168,8 @@ class Source:
         if self.is_empty:
             return Reading((), None)
         loader: Any = self._loader
-        if self._last is not None and self._last.has_ended and isinstance(loader, Iterator):
-            raise ConfigError(
-                f"the loader is a {type(loader).__name__}, which gives its samples once, and it is "
-                "used up: give a DataLoader, a list, or an object whose __iter__ begins anew"
-            )
-        reading = partial(Reading, loader, self._grouping, self._samples_of)
+        is_again = self._last is not None and self._last.has_ended
+        reading = partial(Reading, loader, self._grouping, self._samples_of, is_again)
         if isinstance(self._sampler, ResumableSampler):
             self._sampler.resume(history)
             return reading()
@@ -232,13 +228,15 @@ class Reading:
         loader: Iterable[Any],
         grouping: Microbatches | None,
         samples_of: Callable[[Any], list[Sample]] = list,  # takes an item of the loader
+        is_again: bool = False,  # after a pass that ended
         skip: int = 0,
         has_state: bool = False,
     ) -> None:
         self._stateful: Any = loader if has_state else None
         self._num_left = 0 if has_state else _num_samples(loader) - skip
         self._items, self._skip, self._samples_of = iter(loader), skip, samples_of
-        self.has_ended = False
+        self._kind = type(loader).__name__
+        self._is_again, self.has_ended = is_again and isinstance(loader, Iterator), False
         self._newest: tuple[int, Any] = (0, None)
         self._taken = 0
         lists = self._lists()
@@ -291,6 +289,11 @@ class Reading:
             self._keep(first)
         if first < 0:
             raise too_many(self._skip, self._skip + first)
+        if self._is_again and first == -self._skip:
+            raise ConfigError(
+                f"the loader is a {self._kind}, which gives its samples once, and it is used up: "
+                "give a DataLoader, a list, or an object whose __iter__ begins anew"
+            )
         self.has_ended = True
 
     def _keep(self, first: int) -> None:
@@ -309,6 +312,7 @@ def _num_samples(loader: Iterable[Any]) -> int:
     if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
         return 0
     with suppress(TypeError, NotImplementedError):
-        num = len(loader.sampler)  # pyright: ignore[reportArgumentType]
-        return num - num % (loader.batch_size or 1) if loader.drop_last else num
+        batches = loader.batch_sampler
+        num = len(batches.sampler)  # pyright: ignore[reportArgumentType]
+        return num - num % batches.batch_size if batches.drop_last else num
     return 0

@@ -183,7 +183,6 @@ class BalancedModel:
         self._meshes: dict[tuple[int, int, int], AttentionMesh] = {}
         self._step: Step | None = None
         self._wrapper = model if isinstance(model, DistributedDataParallel) else None
-        inner = unwrapped(model)
         group = parallel.group
 
         def request() -> Request:
@@ -195,9 +194,11 @@ class BalancedModel:
                     "of forward passes: give SequenceParallel all ranks whose gradients are "
                     "averaged"
                 )
+            inner = unwrapped(model)
             return Request(models=[inner], tables=[table_of(inner, table)])
 
-        self._table = agree_on(group.control, request).tables[0]
+        made = agree_on(group.control, request)
+        (inner,), (self._table,) = made.models, made.tables
         everyone = group if group.size > 1 else None
         mesh = AttentionMesh(None, everyone, everyone)
         self.handle = ParallelHandle(Replica(everyone, None, mesh), everyone)

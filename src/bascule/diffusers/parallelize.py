@@ -198,6 +198,7 @@ class ParallelHandle:
         if request.pipeline is not None:
             self._share_pipeline(request.pipeline)
 
+    @shared("ParallelHandle.add")
     def add(self, pipeline: Any) -> None:
         """Treat another pipeline of the split models, as one of `from_pipe`, like the first one.
 
@@ -207,10 +208,11 @@ class ParallelHandle:
         self._share_pipeline(pipeline)
 
     def _share_pipeline(self, pipeline: Any) -> None:
-        if self.replica.whole is not None:
-            models = [part.model for part in self.parts]
+        request = self._request
+        if self.replica.whole is not None and request is not None:
+            models, shares_vae = [part.model for part in self.parts], request.vae != "own"
             run = partial(self._run_of, pipeline)
-            self._runs.append(PipelineRun(pipeline, self.replica.whole, models, run))
+            self._runs.append(PipelineRun(pipeline, self.replica.whole, models, run, shares_vae))
             self._share_parts(pipeline)
 
     def _share_parts(self, pipeline: Any) -> None:

@@ -252,8 +252,10 @@ class PipelineRun(Override):
         group: RankGroup,
         models: Sequence[nn.Module],
         run: Callable[[], AbstractContextManager[None]],
+        shares_vae: bool,
     ) -> None:
         self._pipeline, self._group, self._models, self._of_run = pipeline, group, models, run
+        self._shares_vae = shares_vae
         self._check_models()
         super().__init__(pipeline, "__call__", self._run)
 
@@ -271,8 +273,9 @@ class PipelineRun(Override):
         }
         settings |= {"adapters": _adapters_of(self._pipeline), "device": device.type}
         settings |= _configured(self._pipeline)
-        vae = getattr(self._pipeline, "vae", None)
-        settings["vae"] = f"{type(vae).__name__}, tiling {getattr(vae, 'use_tiling', None)}"
+        if self._shares_vae:
+            vae = getattr(self._pipeline, "vae", None)
+            settings["vae"] = f"{type(vae).__name__}, tiling {getattr(vae, 'use_tiling', None)}"
         agree(self._group, settings, what=f"a call of a {type(self._pipeline).__name__}")
         generators = generators_of(bound.arguments)
         states = random_states(device, generators)
@@ -305,6 +308,10 @@ def _configured(pipeline: Any) -> dict[str, str]:
         settings = {key: value for key, value in others.items() if isinstance(value, int | float)}
         settings |= {"shift of now": getattr(part, "shift", None), **config}
         kept = {key: value for key, value in settings.items() if not key.startswith("_")}
+        if part is pipeline:  # its lists name the classes of parts, which a rank may lack
+            kept = {
+                key: value for key, value in kept.items() if not isinstance(value, list | tuple)
+            }
         texts[name] = f"{type(part).__name__} {described(kept)}"
     return texts
 

@@ -48,8 +48,8 @@ class ServeOptions(RankOptions):
     port: Annotated[int, Range(0, 2**16 - 1)] = 8000
     api_key_file: Path | None = None
     spool: Annotated[Path, NewFolder()] = Path("results/serve")
-    keep_days: Annotated[float | None, Range(0.0, 1e5)] = None
-    keep_gb: Annotated[float | None, Range(0.0, 1e6)] = None
+    keep_days: Annotated[float | None, Range(0.01, 1e5)] = None
+    keep_gb: Annotated[float | None, Range(0.001, 1e6)] = None
     most_waiting: Annotated[int, Range(1, 10**5)] = 1000
     max_pixels: Annotated[int, Range(1, 2**30)] = 2**22
     max_frames: Annotated[int, Range(1, 10**4)] = 257

@@ -87,7 +87,7 @@ class Service:
         self._keep_days, self._keep_bytes = keep_days, keep_bytes
         self._lock = threading.Lock()
         self._reason = ""  # why no more requests are taken
-        self._ends_well = False
+        self._ends_well: bool | None = None  # of the ranks, once they have ended
         self._full = ""  # why the disk does not take ends
         self._no_room = ""  # why it does not take outputs
         self._error: Exception | None = None  # of the thread
@@ -172,12 +172,7 @@ class Service:
     def cancel(self, request_id: str) -> Status:
         """End a request, unless it has ended or its output is there; Unknown if there is none."""
         with self._lock:
-            status = self._statuses([request_id])[0]
-            task = self._scheduler.tasks.get(request_id)
-            if request_id not in self._entries or task is None:
-                return status
-            self._scheduler.cancel(task)
-            status = self._end(status, "cancelled")
+            status = self._cancel(request_id)
         self._tell("asked")
         return status
 
@@ -189,11 +184,13 @@ class Service:
             Closing: The disk does not remove it.
         """
         with self._lock:
-            if request_id not in self._entries:
+            if request_id in self._entries:
+                status = self._cancel(request_id)
+            else:
                 status = self._spool.status(request_id)
                 self._remove(status)
-                return status
-        return self.cancel(request_id)
+        self._tell("asked")
+        return status
 
     def result(self, request_id: str) -> Path:
         """Return the output of a request that is done, PNG or MP4; else Unknown."""
@@ -216,8 +213,7 @@ class Service:
                 pass
             self._writer.shutdown()
             if self._ends_well:
-                with suppress(sqlite3.Error):
-                    self._spool.forgive()
+                self._forgive()
             self._tell("ended")
             self._take()
         except Exception as error:
@@ -257,7 +253,10 @@ class Service:
         if event.kind in ("stop", "ended"):
             ended = "the ranks of the server have ended" if event.reason else ""
             self._reason = self._reason or ended or "the server is ending"
-            self._ends_well = not event.reason
+            if event.kind == "ended" and self._ends_well is None:
+                self._ends_well = not event.reason
+            elif event.kind == "stop":
+                self._forgive()  # ranks that take too long to stop may be killed
             self._controller.close()
             return False
         if event.kind == "asked":
@@ -273,6 +272,7 @@ class Service:
             status = replace(self._entries[request_id], state="running")
             status = replace(status, step=event.step, num_steps=event.num_steps)
             if event.kind == "done":
+                self._forgive(request_id)  # others run while its output is written
                 self._leaving[request_id] = status
                 self._writer.submit(self._write, status, event)
             elif event.kind == "failed":
@@ -301,6 +301,7 @@ class Service:
                 break
             if self._reason:
                 return  # it begins anew at the next start
+            self._sweep()  # which may make room
             time.sleep(_AGAIN_S)
         self._tell("written", status.id, reason)
         self._sweep()
@@ -309,8 +310,7 @@ class Service:
         """Remove ended requests, the oldest first, until the others are to be kept."""
         too_many, oldest = 0.0, time.time() - self._keep_days * _DAY_S
         if self._keep_bytes < NEVER:
-            with self._lock:
-                too_many = self._spool.num_bytes() - self._keep_bytes
+            too_many = self._spool.num_bytes() - self._keep_bytes
         with suppress(Closing):  # a later look tries again
             while not self._reason:
                 with self._lock:
@@ -321,6 +321,19 @@ class Service:
 
     # --- with the lock ----------------------------------------------------------------------------
 
+    def _cancel(self, request_id: str) -> Status:
+        """Cancel a request, unless it has ended, or is ending; return its status."""
+        status, task = self._statuses([request_id])[0], self._scheduler.tasks.get(request_id)
+        if request_id not in self._entries or request_id in self._leaving or task is None:
+            return status
+        self._scheduler.cancel(task)
+        return self._end(status, "cancelled")
+
+    def _forgive(self, request_id: str | None = None) -> None:
+        """Forget how often a request began, or each one, if the disk takes it."""
+        with suppress(sqlite3.Error):
+            self._spool.forgive(request_id)
+
     def _end(self, status: Status, state: str, reason: str = "") -> Status:
         """Keep the end of a request."""
         ended_at = status.ended_at or max(status.created_at, time.time())  # clocks are set back
@@ -328,7 +341,7 @@ class Service:
         status = replace(status, ranks=(), ends_in_s=None)
         try:
             self._spool.end(status)
-            del self._entries[status.id]
+            self._entries.pop(status.id, None)
             self._leaving.pop(status.id, None)
             self._changed[status.id] = status
         except sqlite3.Error as error:

@@ -5,7 +5,7 @@ import json
 import os
 import sqlite3
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -122,10 +122,11 @@ class Spool:
             query = f"update requests set {starts} where id = ?"
             self._base.execute(query, [self._boot, self._boot, request_id])
 
-    def forgive(self) -> None:
-        """Forget how often requests began, as the ranks have ended well."""
+    def forgive(self, request_id: str | None = None) -> None:
+        """Forget how often a request began, or each one: ranks will not end by it any more."""
+        query = "update requests set starts = 0 where ended_at is null and id = coalesce(?, id)"
         with self._base:
-            self._base.execute("update requests set starts = 0 where ended_at is null")
+            self._base.execute(query, [request_id])
 
     def end(self, status: Status) -> bool:
         """Keep the end of a request, unless it has ended before; return whether it had not."""
@@ -170,7 +171,11 @@ class Spool:
 
     def num_bytes(self) -> int:
         """Return the bytes of all outputs."""
-        return sum(one.stat().st_size for one in self._outputs.iterdir())
+        total = 0
+        for path in self._outputs.iterdir():
+            with suppress(FileNotFoundError):
+                total += path.stat().st_size
+        return total
 
     def _select(self, query: str, *values: Any) -> list[Any]:
         """Return rows; Closing if they cannot be read from disk."""

@@ -326,7 +326,8 @@ class BalancedTrainerMixin(_Base):
     ) -> Any:
         """Return the Trainer's loss, times `loss_scale` where it does not count labels."""
         # Outputs may cost the host another pass of the model.
-        result: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        named: Any = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
+        result: Any = super().compute_loss(model, inputs, **named)
         loss, *outputs = result if return_outputs else (result,)
         if num_items_in_batch is None:
             loss = loss * self.loss_scale

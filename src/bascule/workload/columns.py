@@ -35,8 +35,9 @@ _INSTEAD = (  # where a table has the first, it does not need the second
 _TEXT = re.compile("(?!negative).*(caption|prompt)s?(_.*)?")
 _CLIP = re.compile(".*(frame|duration|second|length|(^|_)(sec|time|dur)s?(_|$)).*")
 _PICTURE = re.compile(  # pictures beside the sample's own: of editing, first frames, ..
-    "(?!.*(mask|thumb)|(num|n|has|is|no|with)_)(.*_)?(image|img|picture|video|control|"
-    "condition(ing)?|reference|ref|kontext|(first|last|start|end)_frame)s?(_(path|file|name|[0-9]+))*"
+    "(?!.*(mask|thumb)|(num|n|has|is|no|with|total)_)(.*_)?((image|img|picture|video|control|"
+    "conditioning|reference|ref|kontext)s?(_(path|file|name|[0-9]+))*|"
+    "(condition|(first|last|start|end)_frame)_(image|img|path|file))"
 )
 _OWN_IMAGE, _OWN_VIDEO, _OWN = (  # the sample itself
     re.compile(f"({kind})s?(_(path|file|name))*")
