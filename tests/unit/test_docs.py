@@ -155,7 +155,8 @@ def test_a_result_says_how_to_measure_it_again(path: Path) -> None:
     assert measured["benchmark"] == path.stem and path.stem in benchmarks()
     command = shlex.split(measured["command"])
     assert command[:3] == ["python", "benchmarks/run.py", path.stem]
-    flags = {word[2:].replace("-", "_") for word in command if word.startswith("--")}
+    words = [word[2:].removeprefix("no-") for word in command if word.startswith("--")]
+    flags = {word.replace("-", "_") for word in words}
     assert flags <= benchmarks()[path.stem] - {"quick"}
     assert datetime.fromisoformat(environment["date"]).tzinfo is not None
     assert environment["device"] and environment["cpu"]

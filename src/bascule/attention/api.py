@@ -214,9 +214,8 @@ def attention(
             return form, new_call(form.name, form.sizes, q_here, k_here, attn_mask)
 
         if isinstance(options.kernel, FunctionKernel):
-            groups = tuple(
-                group and group.reference for group in ranks.groups
-            )  # not names of a job
+            # Names of groups come again in a later job.
+            groups = tuple(group and group.reference for group in ranks.groups)
             form, call = options.kernel.calls.get((groups, *key), first)
         else:
             form, call = ranks.kept.get(key, first)

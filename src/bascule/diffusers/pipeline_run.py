@@ -309,9 +309,7 @@ def _configured(pipeline: Any) -> dict[str, str]:
         settings |= {"shift of now": getattr(part, "shift", None), **config}
         kept = {key: value for key, value in settings.items() if not key.startswith("_")}
         if part is pipeline:  # its lists name the classes of parts, which a rank may lack
-            kept = {
-                key: value for key, value in kept.items() if not isinstance(value, list | tuple)
-            }
+            kept = {key: x for key, x in kept.items() if not isinstance(x, list | tuple)}
         texts[name] = f"{type(part).__name__} {described(kept)}"
     return texts
 
