@@ -326,7 +326,10 @@ KILLS = {  # "RANK PLACE NTH" of each life
 @pytest.mark.stress
 @pytest.mark.parametrize("what", KILLS)
 def test_kills(tmp_path: Path, what: str) -> None:
-    """Of a rank at each place; the next life takes over what was left, until it is killed, too."""
+    """Of a rank at each place; the next life takes over what was left, until it is killed, too.
+
+    A request that runs at two deaths, alone at the second, has failed; all others are done.
+    """
     strikes = KILLS[what].split("; ")
     accepted, written = list[str](), dict[Path, int]()
     for life, strike in enumerate([*strikes, ""]):
@@ -347,7 +350,7 @@ def test_kills(tmp_path: Path, what: str) -> None:
                 if answer.status != 503:
                     accepted += [answer.json["data"][0]["id"]]
             if not strike:
-                assert set(job.until_ended(accepted, 120)) == {"done"}
+                assert set(job.until_ended(accepted, 120)) <= {"done", "failed"}
                 job.stop()
                 break
             assert job.process.wait(timeout=100) == 1, job.text
@@ -355,9 +358,11 @@ def test_kills(tmp_path: Path, what: str) -> None:
             print(f"ended {seconds:.1f} s after, {len(accepted)} accepted")
         assert f"bascule: rank {strike[0]} failed with exit code -9" in job.text
         states, written = on_disk(tmp_path, written)
-        assert set(states) >= set(accepted) and set(states.values()) <= {"", "done"}
+        assert set(states) >= set(accepted) and set(states.values()) <= {"", "done", "failed"}
     states, written = on_disk(tmp_path, written)
-    assert set(states) >= set(accepted) and set(states.values()) == {"done"}
+    ends = Counter(states.values())
+    assert set(states) >= set(accepted) and set(ends) <= {"done", "failed"}
+    assert ends["failed"] <= len(strikes) // 2
     assert len(states) - len(accepted) <= (what == "disk")  # killed before it answered
 
 
