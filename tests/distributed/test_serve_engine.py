@@ -498,8 +498,10 @@ def at_random(seed: int, num_requests: int, num_groups: int) -> tuple[Counter[st
                 event = controller.events.get(timeout=100)
                 kinds[event.kind] += 1
                 served[event.request_id].events.append(event)
-                if event.kind == "step" and random.random() < 0.4:
-                    controller.move(event.request_id, block() or Block(event.block.first, 1))
+                record = controller._records.get(event.request_id)
+                if event.kind == "step" and record is not None and random.random() < 0.4:
+                    # Its ranks of now: those of the event may have been given to another since.
+                    controller.move(event.request_id, block() or Block(record.block.first, 1))
                 elif event.kind == "step" and random.random() < 0.15:
                     controller.pause(event.request_id)
                 elif event.kind == "step" and random.random() < 0.02:

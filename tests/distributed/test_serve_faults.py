@@ -326,10 +326,7 @@ KILLS = {  # "RANK PLACE NTH" of each life
 @pytest.mark.stress
 @pytest.mark.parametrize("what", KILLS)
 def test_kills(tmp_path: Path, what: str) -> None:
-    """Of a rank at each place; the next life takes over what was left, until it is killed, too.
-
-    A request that runs at two deaths, alone at the second, has failed; all others are done.
-    """
+    """Of a rank at each place; the next life takes over what was left, until it is killed, too."""
     strikes = KILLS[what].split("; ")
     accepted, written = list[str](), dict[Path, int]()
     for life, strike in enumerate([*strikes, ""]):
@@ -350,7 +347,7 @@ def test_kills(tmp_path: Path, what: str) -> None:
                 if answer.status != 503:
                     accepted += [answer.json["data"][0]["id"]]
             if not strike:
-                assert set(job.until_ended(accepted, 120)) <= {"done", "failed"}
+                assert set(job.until_ended(accepted, 120)) == {"done"}
                 job.stop()
                 break
             assert job.process.wait(timeout=100) == 1, job.text
@@ -358,11 +355,9 @@ def test_kills(tmp_path: Path, what: str) -> None:
             print(f"ended {seconds:.1f} s after, {len(accepted)} accepted")
         assert f"bascule: rank {strike[0]} failed with exit code -9" in job.text
         states, written = on_disk(tmp_path, written)
-        assert set(states) >= set(accepted) and set(states.values()) <= {"", "done", "failed"}
+        assert set(states) >= set(accepted) and set(states.values()) <= {"", "done"}
     states, written = on_disk(tmp_path, written)
-    ends = Counter(states.values())
-    assert set(states) >= set(accepted) and set(ends) <= {"done", "failed"}
-    assert ends["failed"] <= len(strikes) // 2
+    assert set(states) >= set(accepted) and set(states.values()) == {"done"}
     assert len(states) - len(accepted) <= (what == "disk")  # killed before it answered
 
 
