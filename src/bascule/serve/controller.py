@@ -32,8 +32,8 @@ class Controller:
     """Starts requests and moves them between blocks of ranks; any thread of rank 0 may call it.
 
     Orders return at once. The ranks follow them when their step ends, and `events` has what they
-    did; an order for a request that has ended is left out. A request has one order at a time, and a
-    rank one request, which is the scheduler's to see to.
+    did; an order for a request that has ended, or rests, is left out. A request has one order at a
+    time, and a rank one request, which is the scheduler's to see to.
 
     Attributes:
         num_ranks: Of the engine; replicas, where these take the place of ranks in blocks.
@@ -190,9 +190,12 @@ class Controller:
         self._send(block, "run", to_all=True, id=request_id, ticket=ticket, block=block)
 
     def _order(self, request_id: str, action: str, block: Block | None = None) -> bool:
-        """Give an order, unless the request has ended or has one; return whether it was given."""
+        """Give an order, unless a request has ended, rests or has one; return whether it was given.
+
+        News of a step may be older than the rest that followed it.
+        """
         record = self._records.get(request_id)
-        if record is None or record.order:
+        if record is None or record.order or record.ticket is not None:
             return False
         record.order = action
         self._send(record.block, "order", id=request_id, action=action, block=block)
