@@ -19,9 +19,9 @@ from bascule.comm.groups import member_of, resolve
 from bascule.comm.items import leaves_of, measure_exchange
 from bascule.encoders import BalancedEncoder, EncoderOptions, TiledVAE
 from bascule.encoders.items import Item, form_of, table_of
-from bascule.plan.costs import PolynomialCost, TransformerCost
-from bascule.plan.fits import fit_item_latency, fit_latency
-from bascule.plan.machine import WITHOUT_RECOMPUTING, Cluster
+from bascule.machine.cluster import WITHOUT_RECOMPUTING, Cluster
+from bascule.machine.costs import PolynomialCost, TransformerCost
+from bascule.machine.fits import fit_item_latency, fit_latency
 
 WARMUP = 3
 NUM_RANKS, TARGET, SHARE_OF_EVEN = 2, 0.95, 1.02

@@ -26,8 +26,8 @@ from bascule.attention.tiles import Pieces
 from bascule.attention.usp import attend as attend_shared
 from bascule.comm.groups import RankGroup
 from bascule.comm.mesh import AttentionMesh
+from bascule.machine.costs import TransformerCost
 from bascule.parallel import SequenceParallel, Step
-from bascule.plan.costs import TransformerCost
 from bascule.plan.plan import Plan, plan_batch
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
 

@@ -17,7 +17,7 @@ from measuring import bare_heap, on_ranks, ratio, say, summary, time_interleaved
 from bascule.comm.groups import RankGroup
 from bascule.data.loader import BalancedLoader, LoaderOptions
 from bascule.data.steps import DataRanks, RankCosts, Redistributor, Rules
-from bascule.plan.costs import TransformerCost
+from bascule.machine.costs import TransformerCost
 from bascule.plan.items import Items
 
 NUM_RANKS, SAMPLES_A_RANK, STEP_S = 2, 6, 0.1

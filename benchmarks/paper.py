@@ -11,8 +11,8 @@ import numpy as np
 from measuring import MIXES
 from scipy.optimize import least_squares
 
-from bascule.plan.costs import TransformerCost
-from bascule.plan.machine import TRAINING, HardwareProfile, Passes
+from bascule.machine.cluster import TRAINING, HardwareProfile, Passes
+from bascule.machine.costs import TransformerCost
 from bascule.plan.sequences import Batch
 from bascule.sim.placements import Loaded, policy_of
 from bascule.sim.seconds import KINDS, Sharding, SimulationOptions

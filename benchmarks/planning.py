@@ -13,9 +13,9 @@ from measuring import MIXES, bare_heap, ratio, say, summary, time_interleaved
 
 from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError
-from bascule.plan.costs import PolynomialCost, TransformerCost
-from bascule.plan.fits import fit_iterations
-from bascule.plan.machine import TRAINING, HardwareProfile, in_passes
+from bascule.machine.cluster import TRAINING, HardwareProfile, in_passes
+from bascule.machine.costs import PolynomialCost, TransformerCost
+from bascule.machine.fits import fit_iterations
 from bascule.plan.plan import Plan, plan_batch
 from bascule.plan.solver.solve import assign
 from bascule.plan.step import plan_step, step_makespan

@@ -30,7 +30,7 @@ from bascule.attention.sparse.attend import (
 )
 from bascule.comm.mesh import AttentionMesh
 from bascule.diffusers import SparseConfig
-from bascule.plan.machine import AttentionLatency, AttentionLoad, HardwareProfile
+from bascule.machine.cluster import AttentionLatency, AttentionLoad, HardwareProfile
 from bascule.plan.sparse import (
     BlockLayout,
     PlanReuse,

@@ -40,9 +40,9 @@ from bascule.bench.options import BenchOptions
 from bascule.calibrate.measuring import Measured, measure, profile_of
 from bascule.calibrate.options import CalibrateOptions
 from bascule.costs import PolynomialCost, fit_latency
-from bascule.plan.calibration import Calibration, Fit
-from bascule.plan.costs import FLOPS_PER_UNIT
-from bascule.plan.machine import FORWARD, WITHOUT_RECOMPUTING, passes_of
+from bascule.machine.calibration import Calibration, Fit
+from bascule.machine.cluster import FORWARD, WITHOUT_RECOMPUTING, passes_of
+from bascule.machine.costs import FLOPS_PER_UNIT
 from bascule.plan.topology import Topology
 from bascule.sim import SimulationOptions
 from bascule.sim.seconds import EncoderStage, Sharding

@@ -28,9 +28,9 @@ from bascule.data import BalancedLoader, LoaderOptions, Pack
 from bascule.data.packs import make_pack
 from bascule.encoders import BalancedEncoder, EncoderOptions
 from bascule.encoders.items import table_of
-from bascule.plan.costs import PolynomialCost
-from bascule.plan.fits import fit_item_latency
-from bascule.plan.machine import WITHOUT_RECOMPUTING, Cluster
+from bascule.machine.cluster import WITHOUT_RECOMPUTING, Cluster
+from bascule.machine.costs import PolynomialCost
+from bascule.machine.fits import fit_item_latency
 from bascule.transformers import inputs_of_pack
 
 NUM_RANKS, TARGET, AHEAD, ALIKE = 2, 0.95, 2, 1e-3

@@ -10,8 +10,8 @@ from functools import cache, cached_property
 import numpy as np
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from bascule.plan.costs import TransformerCost
-from bascule.plan.machine import Bag, Cluster, Seconds
+from bascule.machine.cluster import Bag, Cluster, Seconds
+from bascule.machine.costs import TransformerCost
 from bascule.plan.solver.bounds import lower_bound
 from bascule.plan.solver.problem import build_problem
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens

@@ -16,7 +16,7 @@ from torch.distributed.tensor.experimental._context_parallel import (  # pyright
 )
 
 from bascule import Sequences, Span
-from bascule.plan.costs import TransformerCost
+from bascule.machine.costs import TransformerCost
 from bascule.plan.plan import plan_batch
 from baselines.algorithms import Floats, Ints
 

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 
 from bascule.data import BalancedSampler, SamplerOptions
-from bascule.plan.machine import Cluster
+from bascule.machine.cluster import Cluster
 from bascule.plan.plan import plan_batch
 from bascule.plan.topology_search import suggest_topology
 from baselines.algorithms import (

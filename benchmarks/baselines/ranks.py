@@ -12,8 +12,8 @@ from measuring import on_ranks
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from bascule.plan.costs import TransformerCost
-from bascule.plan.fits import fit_latency
+from bascule.machine.costs import TransformerCost
+from bascule.machine.fits import fit_latency
 from baselines.algorithms import Step
 from baselines.cases import DATA, Case, makespan, samples_with_repeats
 from baselines.policies import padded, whole

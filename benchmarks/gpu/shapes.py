@@ -23,9 +23,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 from bascule import TransformerCost, plan_batch
+from bascule.machine.costs import FLOPS_PER_UNIT
 from bascule.models import MMDiT, MMDiTConfig, PackedBatch
 from bascule.parallel import SequenceParallel, Step
-from bascule.plan.costs import FLOPS_PER_UNIT
 from bascule.workload.codes import (
     SampleShape,
     parse_data_codes,

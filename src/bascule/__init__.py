@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from bascule.errors import CommError as CommError
     from bascule.errors import ConfigError as ConfigError
     from bascule.errors import PlanError as PlanError
+    from bascule.machine.cluster import HardwareProfile as HardwareProfile
+    from bascule.machine.costs import TransformerCost as TransformerCost
     from bascule.parallel import SequenceParallel as SequenceParallel
     from bascule.parallel import Step as Step
-    from bascule.plan.costs import TransformerCost as TransformerCost
     from bascule.plan.limits import Limits as Limits
-    from bascule.plan.machine import HardwareProfile as HardwareProfile
     from bascule.plan.plan import Plan as Plan
     from bascule.plan.plan import plan_batch as plan_batch
     from bascule.plan.sequences import Sequences as Sequences
@@ -46,7 +46,7 @@ _HOMES = {
     "BalancedSampler": "bascule.data.samplers",
     "CommError": "bascule.errors",
     "ConfigError": "bascule.errors",
-    "HardwareProfile": "bascule.plan.machine",
+    "HardwareProfile": "bascule.machine.cluster",
     "Limits": "bascule.plan.limits",
     "LoaderOptions": "bascule.data.loader",
     "Pack": "bascule.data.packs",
@@ -58,7 +58,7 @@ _HOMES = {
     "SparseConfig": "bascule.diffusers.sparse_layers",
     "Step": "bascule.parallel",
     "TiledVAE": "bascule.encoders.tiled_vae",
-    "TransformerCost": "bascule.plan.costs",
+    "TransformerCost": "bascule.machine.costs",
     "context_parallel": "bascule.sdpa",
     "parallelize": "bascule.diffusers.parallelize",
     "plan_batch": "bascule.plan.plan",

@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args, get_type_hints
 
+from bascule.checks import MAX_NUMBER, MAX_WHOLE, number, whole
 from bascule.errors import ConfigError
-from bascule.plan.checks import MAX_NUMBER, MAX_WHOLE, number, whole
 
 STDOUT = Path("-")
 LONGEST_S = 1e7  # of a timeout

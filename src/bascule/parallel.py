@@ -19,14 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.arrays import Floats
 from bascule.attention.kernels.registry import Kernel, check_name
+from bascule.checks import choice, listed
 from bascule.comm.agree import agree
 from bascule.comm.failures import leave, shared
 from bascule.comm.groups import RankGroup, device_for, member_of, new_group, resolve
 from bascule.errors import ConfigError
-from bascule.plan.checks import choice, listed
-from bascule.plan.costs import Cost, describe_cost
+from bascule.machine.cluster import Cluster
+from bascule.machine.costs import Cost, describe_cost
 from bascule.plan.limits import Limits
-from bascule.plan.machine import Cluster
 from bascule.plan.plan import Plan, PlanSetup
 from bascule.plan.prices import RankState
 from bascule.plan.sequences import Batch, Sequences, batch_of

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bascule.diffusers import BalancedModel
 from bascule.errors import CommError, ConfigError
+from bascule.machine.costs import TransformerCost
 from bascule.parallel import SequenceParallel
-from bascule.plan.costs import TransformerCost
 from bascule.plan.limits import Limits
 from bascule.train import train_step
 from tests.helpers.calls_made import calls_made

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from bascule.comm.items import leaves_of
 from bascule.diffusers import BalancedModel
 from bascule.diffusers.tables import TABLES, table_of
+from bascule.machine.costs import TransformerCost
 from bascule.parallel import SequenceParallel
-from bascule.plan.costs import TransformerCost
 from bascule.train import train_step
 from tests.helpers.inference_cases import (
     CASES,

@@ -27,7 +27,7 @@ from bascule.calibrate.measuring import (
 )
 from bascule.calibrate.options import CalibrateOptions
 from bascule.cli import launch, main
-from bascule.plan.machine import AttentionLatency, HardwareProfile
+from bascule.machine.cluster import AttentionLatency, HardwareProfile
 from tests.helpers.calibrations import CURVES
 from tests.helpers.cli import run
 from tests.helpers.jobs import in_a_job

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from bascule.data.cost_tracker import CostTracker
 from bascule.data.loader import BalancedLoader, LoaderOptions
 from bascule.errors import ConfigError
-from bascule.plan.costs import PolynomialCost, TransformerCost
+from bascule.machine.costs import PolynomialCost, TransformerCost
 from bascule.plan.limits import Limits
 from bascule.plan.solver.solve import assign
 from tests.helpers.ranks import raised_by, run_ranks

@@ -19,7 +19,7 @@ from bascule.bench.options import DoctorOptions
 from bascule.calibrate import timed
 from bascule.cli import main
 from bascule.comm.groups import member_of, resolve, set_timeout
-from bascule.plan.machine import HardwareProfile
+from bascule.machine.cluster import HardwareProfile
 from tests.helpers.cli import run
 from tests.helpers.faults import look_often
 from tests.helpers.jobs import forked_launches, in_a_job

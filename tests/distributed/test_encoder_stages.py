@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from bascule.machine.costs import TransformerCost
 from bascule.models import LocalExchange, MMDiT
 from bascule.parallel import SequenceParallel
-from bascule.plan.costs import TransformerCost
 from bascule.train.encoders import EncoderStages, FrozenEncoders, load_encoders
 from bascule.train.flow import FlowBatch
 from bascule.train.model import build_model, model_config

@@ -13,7 +13,7 @@ from bascule.attention.sparse import timing
 from bascule.attention.sparse.timing import CallShape, measure_attention_latency
 from bascule.comm.mesh import AttentionMesh, meshes_over
 from bascule.errors import ConfigError
-from bascule.plan.machine import AttentionLatency, AttentionLoad
+from bascule.machine.cluster import AttentionLatency, AttentionLoad
 from bascule.plan.sparse.choose import Strategies, all_degrees
 from tests.helpers.inference_cases import make_mesh
 from tests.helpers.ranks import run_ranks

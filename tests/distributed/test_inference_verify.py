@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bascule.diffusers import ParallelHandle, Verification, parallelize
 from bascule.errors import ConfigError
-from bascule.plan.machine import HardwareProfile
+from bascule.machine.cluster import HardwareProfile
 from tests.helpers.calls_made import calls_made
 from tests.helpers.inference_cases import make_mesh
 from tests.helpers.inference_toy import TABLE, Toy, make_toy, toy_inputs

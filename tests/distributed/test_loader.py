@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from bascule.comm import items
 from bascule.data.steps import Ends
-from bascule.plan.costs import PolynomialCost
+from bascule.machine.costs import PolynomialCost
 from bascule.plan.limits import Limits
 from tests.helpers.loader_cases import (
     COST,

@@ -26,7 +26,7 @@ from bascule.data import loader, prefetch
 from bascule.data.cost_tracker import CostTracker
 from bascule.data.loader import BalancedLoader
 from bascule.data.steps import Batch, Redistributor
-from bascule.plan.costs import PolynomialCost
+from bascule.machine.costs import PolynomialCost
 from bascule.plan.limits import Limits
 from tests.helpers.faults import look_often
 from tests.helpers.held import Held, check_held, needs_proc

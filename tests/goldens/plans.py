@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from bascule.errors import PlanError
-from bascule.plan.costs import TransformerCost
+from bascule.machine.cluster import Cluster
+from bascule.machine.costs import TransformerCost
 from bascule.plan.limits import Limits
-from bascule.plan.machine import Cluster
 from bascule.plan.plan import plan_batch
 from bascule.plan.solver.solve import assign
 from bascule.plan.topology import Topology

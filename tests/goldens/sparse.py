@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bascule.arrays import Ints
-from bascule.plan.machine import AttentionLatency
+from bascule.machine.cluster import AttentionLatency
 from bascule.plan.sparse import (
     BlockLayout,
     PlanReuse,

@@ -8,8 +8,8 @@ from unittest import mock
 
 from bascule.arrays import Floats
 from bascule.cli import main
-from bascule.plan.costs import TransformerCost
-from bascule.plan.fits import fit_latency
+from bascule.machine.costs import TransformerCost
+from bascule.machine.fits import fit_latency
 from bascule.train import model
 from tests.helpers.jobs import in_a_job
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from bascule.plan.calibration import BYTES, PASSES, TOKENS, Calibration, Fit, Overhead
-from bascule.plan.fits import fit_curve
-from bascule.plan.machine import AttentionLatency, HardwareProfile
+from bascule.machine.calibration import BYTES, PASSES, TOKENS, Calibration, Fit, Overhead
+from bascule.machine.cluster import AttentionLatency, HardwareProfile
+from bascule.machine.fits import fit_curve
 
 LENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 SIZES = tuple(4**power for power in range(6, 15))

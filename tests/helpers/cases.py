@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from bascule.machine.costs import TransformerCost
 from bascule.models import Exchange, LocalExchange, MMDiT, MMDiTConfig, PackedBatch
 from bascule.parallel import SequenceParallel
-from bascule.plan.costs import TransformerCost
 from bascule.train import train_step
 
 Sample = tuple[int, int]

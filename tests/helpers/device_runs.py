@@ -16,9 +16,9 @@ from bascule.comm.quantized import CommDtype, Quantized
 from bascule.data.cost_tracker import CostTracker
 from bascule.data.loader import BalancedLoader, LoaderOptions
 from bascule.diffusers import parallelize
+from bascule.machine.costs import PolynomialCost
 from bascule.models import LocalExchange, PackedBatch
 from bascule.parallel import SequenceParallel
-from bascule.plan.costs import PolynomialCost
 from tests.helpers.cases import (
     COST,
     Batch,

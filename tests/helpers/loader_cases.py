@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bascule.data.loader import BalancedLoader, LoaderOptions
 from bascule.data.steps import Batch, Ends
-from bascule.plan.costs import TransformerCost
+from bascule.machine.costs import TransformerCost
 from bascule.plan.limits import Limits
 from bascule.plan.step import Sync
 from tests.helpers.ranks import run_ranks

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from bascule import TransformerCost
 from bascule.attention.sparse import timing
 from bascule.data import LoaderOptions
-from bascule.plan.machine import AttentionLatency
+from bascule.machine.cluster import AttentionLatency
 from bascule.plan.sparse import BlockLayout, block_lens
 from tests.helpers.encoder_cases import batch_of, text_encoder
 from tests.helpers.inference_cases import difference, make_mesh

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bascule.generate import tiny
 from bascule.generate.generating import arguments_of
-from bascule.plan.machine import HardwareProfile
+from bascule.machine.cluster import HardwareProfile
 from bascule.plan.requests import Balanced, Policy, Starts, State
 from bascule.serve import Block, Controller, Engine, Event
 from bascule.serve.service import Service

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.arrays import Ints
-from bascule.plan.costs import Cost
+from bascule.machine.costs import Cost
 from bascule.plan.plan import Plan
 from bascule.plan.routes import Route
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from bascule.plan.machine import AttentionLatency, AttentionLoad
+from bascule.machine.cluster import AttentionLatency, AttentionLoad
 from bascule.sim.sparse_study import Mesh, Setting
 from bascule.workload.masks import WAN21, synthetic_masks
 

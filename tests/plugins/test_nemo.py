@@ -50,7 +50,7 @@ def main() -> None:
     )
 
     from bascule import BalancedSampler
-    from bascule.plan.costs import TransformerCost
+    from bascule.machine.costs import TransformerCost
 
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -93,7 +93,7 @@ def main() -> None:
     from torchtitan.components.dataloader import ParallelAwareDataloader
     from torchtitan.components.loss import CrossEntropyLoss
 
-    from bascule.plan.costs import TransformerCost
+    from bascule.machine.costs import TransformerCost
     from bascule.plugins.titan_loader import BalancedDataLoader
 
     dist.init_process_group("gloo")

@@ -12,9 +12,9 @@ import numpy as np
 
 from bascule import HardwareProfile, Sequences, TransformerCost, plan_batch, simulate
 from bascule.costs import PolynomialCost
-from bascule.plan.fits import fit_item_latency, fit_iterations, fit_latency
-from bascule.plan.machine import TRAINING, AttentionLoad, Bag, Passes, Work, in_passes, passes_of
-from bascule.plan.mesh_choice import DenoisingStep, choose_mesh
+from bascule.machine.cluster import TRAINING, AttentionLoad, Bag, Passes, Work, in_passes, passes_of
+from bascule.machine.fits import fit_item_latency, fit_iterations, fit_latency
+from bascule.machine.mesh_choice import DenoisingStep, choose_mesh
 from bascule.sim import SimulationOptions
 from bascule.sim.seconds import EncoderStage, Sharding
 from bascule.sparse import AttentionLatency

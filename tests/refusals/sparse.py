@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from bascule.attention.sparse.rules import in_blocks, keep_mass, keep_top_k
-from bascule.plan.machine import AttentionLatency
+from bascule.machine.cluster import AttentionLatency
 from bascule.plan.sparse import (
     BlockLayout,
     PlanReuse,

@@ -13,7 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from bascule.data import BalancedSampler, SamplerOptions
 from bascule.data import samplers as dealt
 from bascule.errors import ConfigError, PlanError
-from bascule.plan.costs import TransformerCost
+from bascule.machine.costs import TransformerCost
 from bascule.plan.epoch import Deal, DealRules, StepShape, deal_step, epoch_order
 from bascule.plan.limits import Limits
 from bascule.plan.step import Sync

@@ -8,7 +8,7 @@ import pytest
 
 from bascule.data import BalancedSampler
 from bascule.errors import ConfigError
-from bascule.plan.costs import TransformerCost
+from bascule.machine.costs import TransformerCost
 from bascule.plugins.buckets import BalancedBuckets
 
 COST = TransformerCost(8)

@@ -11,8 +11,8 @@ import pytest
 
 from bascule.calibrate.measuring import refusals, undisturbed
 from bascule.errors import ConfigError
-from bascule.plan.calibration import BYTES, TOKENS, is_held_out, least_points
-from bascule.plan.machine import (
+from bascule.machine.calibration import BYTES, TOKENS, is_held_out, least_points
+from bascule.machine.cluster import (
     TRAINING,
     AttentionLatency,
     AttentionLoad,

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bascule.errors import ConfigError
-from bascule.plan.checks import (
+from bascule.checks import (
     MAX_NUMBER,
     MAX_WHOLE,
     amounts,
@@ -20,6 +19,7 @@ from bascule.plan.checks import (
     shown,
     whole,
 )
+from bascule.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from bascule.cli import COMMANDS, parse
 from bascule.cli.inputs import ClusterOptions, InputOptions
 from bascule.cli.plan import PlanOptions
 from bascule.errors import ConfigError
+from bascule.machine.cluster import HardwareProfile
 from bascule.plan.limits import Limits
-from bascule.plan.machine import HardwareProfile
 from bascule.workload import save_masks
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
 from bascule.workload.tokens import MODELS

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bascule.plan.files import MAX_LINE
-from bascule.plan.machine import AttentionLatency, HardwareProfile
+from bascule.files import MAX_LINE
+from bascule.machine.cluster import AttentionLatency, HardwareProfile
 from tests.helpers.cli import Console, refused, run, sentence
 
 HUGE, LONG, LENGTHS = "9" * 400, "9" * 30, "--lengths 500,400/300,2"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bascule.cli.sparse import SparseOptions
-from bascule.plan.machine import HardwareProfile
+from bascule.machine.cluster import HardwareProfile
 from bascule.plan.sparse.partition import TARGET as DEFAULT_TARGET
 from bascule.plan.sparse.planner import REWARD
 from bascule.sim.sparse_study import WAYS, Setting

@@ -8,7 +8,7 @@ from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler
 
 from bascule.errors import ConfigError
-from bascule.plan.costs import TransformerCost
+from bascule.machine.costs import TransformerCost
 from bascule.plan.epoch import DealRules, StepShape
 from bascule.plugins.dealt_batches import DealtBatches
 

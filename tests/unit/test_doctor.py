@@ -19,7 +19,7 @@ from bascule.bench.doctor import (
     to_median,
 )
 from bascule.bench.options import DoctorOptions
-from bascule.plan.machine import HardwareProfile
+from bascule.machine.cluster import HardwareProfile
 from bascule.report.measured import of_doctor
 from bascule.report.page import Rows
 from tests.helpers.cli import Console, run

@@ -13,15 +13,15 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from bascule.errors import ConfigError
-from bascule.plan.costs import IterationFit, PolynomialCost, TransformerCost
-from bascule.plan.fits import (
+from bascule.machine.cluster import AttentionLatency, AttentionLoad
+from bascule.machine.costs import IterationFit, PolynomialCost, TransformerCost
+from bascule.machine.fits import (
     TERMS,
     fit_attention_latency,
     fit_item_latency,
     fit_iterations,
     fit_latency,
 )
-from bascule.plan.machine import AttentionLatency, AttentionLoad
 from tests.helpers.sparse_studies import even_load
 
 # Latencies of sequences

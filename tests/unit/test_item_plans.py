@@ -11,10 +11,10 @@ from torch import nn
 from bascule.encoders.items import TABLES, EncoderTable, form_of, table_of
 from bascule.encoders.plan import CallSettings, Encoding, ItemPlan, plan_items
 from bascule.errors import PlanError
-from bascule.plan.costs import PolynomialCost, TransformerCost
+from bascule.machine.cluster import Cluster
+from bascule.machine.costs import PolynomialCost, TransformerCost
 from bascule.plan.items import Items
 from bascule.plan.limits import Limits
-from bascule.plan.machine import Cluster
 from bascule.plan.metrics import imbalance
 from bascule.plan.plan import plan_batch
 from bascule.plan.solver.solve import assign

@@ -34,7 +34,7 @@ from bascule.data.steps import (
     without_idle_ranks,
 )
 from bascule.errors import ConfigError, PlanError
-from bascule.plan.costs import Cost, PolynomialCost, TransformerCost
+from bascule.machine.costs import Cost, PolynomialCost, TransformerCost
 from bascule.plan.items import Items
 from bascule.plan.limits import Limits
 from bascule.plan.plan import Plan

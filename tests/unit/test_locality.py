@@ -6,10 +6,10 @@ import json
 import numpy as np
 import pytest
 
+from bascule.machine.cluster import Cluster
+from bascule.machine.costs import PolynomialCost, TransformerCost
 from bascule.plan import plan_step
-from bascule.plan.costs import PolynomialCost, TransformerCost
 from bascule.plan.limits import Limits
-from bascule.plan.machine import Cluster
 from bascule.plan.plan import Plan, plan_batch
 from bascule.plan.solver import homes
 from bascule.plan.solver.solve import assign

@@ -12,14 +12,7 @@ import numpy as np
 import pytest
 
 from bascule.errors import ConfigError
-from bascule.plan.costs import (
-    IterationFit,
-    PolynomialCost,
-    TransformerCost,
-    describe_cost,
-    unit_seconds,
-)
-from bascule.plan.machine import (
+from bascule.machine.cluster import (
     FORWARD,
     KNOWN_PROFILES,
     LIMITS,
@@ -36,7 +29,14 @@ from bascule.plan.machine import (
     in_passes,
     passes_of,
 )
-from bascule.plan.mesh_choice import DenoisingStep, InferenceMesh, choose_mesh, step_seconds
+from bascule.machine.costs import (
+    IterationFit,
+    PolynomialCost,
+    TransformerCost,
+    describe_cost,
+    unit_seconds,
+)
+from bascule.machine.mesh_choice import DenoisingStep, InferenceMesh, choose_mesh, step_seconds
 from tests.helpers.cli import Console, run
 from tests.helpers.sparse_studies import even_load
 

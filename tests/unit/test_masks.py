@@ -15,8 +15,8 @@ from bascule import Sequences, Span, TransformerCost, plan_batch
 from bascule.attention.tiles import Pieces
 from bascule.comm.groups import RankGroup
 from bascule.costs import PolynomialCost
-from bascule.plan.costs import describe_cost
-from bascule.plan.machine import Cluster
+from bascule.machine.cluster import Cluster
+from bascule.machine.costs import describe_cost
 from bascule.plan.sequences import Batch, Masks, batch_of
 from bascule.plan.step import plan_step
 from tests.helpers.oracle import seen_by

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bascule.errors import PlanError
-from bascule.plan.costs import TransformerCost
+from bascule.machine.costs import TransformerCost
 from bascule.plugins import megatron_packing
 from bascule.plugins.megatron_packing import BalancedPackingScheduler
 

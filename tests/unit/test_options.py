@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from bascule.cli import COMMANDS
+from bascule.machine.cluster import HardwareProfile
 from bascule.options import Outputs, RankOptions
-from bascule.plan.machine import HardwareProfile
 from bascule.train.options import RunOptions
 from bascule.workload import save_masks
 from bascule.workload.options import ManifestOptions

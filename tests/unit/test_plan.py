@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
 from bascule.errors import ConfigError, PlanError
+from bascule.machine.cluster import Cluster
+from bascule.machine.costs import TransformerCost
 from bascule.plan import metrics
-from bascule.plan.costs import TransformerCost
 from bascule.plan.limits import Limits, in_tokens
-from bascule.plan.machine import Cluster
 from bascule.plan.plan import Plan, plan_batch
 from bascule.plan.step import Sync, plan_step, step_makespan
 from bascule.plan.topology import Topology

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from bascule.errors import ConfigError
-from bascule.plan.costs import TransformerCost
+from bascule.machine.costs import TransformerCost
 from bascule.plugins.hf_trainer import BalanceCallback, cost_of, rules_of
 
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from scipy import optimize
 
 from bascule.errors import ConfigError, PlanError
-from bascule.plan.costs import TransformerCost
+from bascule.machine.cluster import Cluster
+from bascule.machine.costs import TransformerCost
 from bascule.plan.limits import Limits
-from bascule.plan.machine import Cluster
 from bascule.plan.plan import plan_batch
 from bascule.plan.topology import Topology
 from bascule.plan.topology_search import suggest_topology

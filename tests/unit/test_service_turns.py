@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 from bascule.generate.options import Prompt
-from bascule.plan.machine import HardwareProfile
+from bascule.machine.cluster import HardwareProfile
 from bascule.plan.requests import Balanced
 from bascule.serve import service as service_module
 from bascule.serve.blocks import Block, Event

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import bascule
-from bascule.plan.costs import TransformerCost
-from bascule.plan.machine import TRAINING, HardwareProfile, Passes, in_passes
+from bascule.machine.cluster import TRAINING, HardwareProfile, Passes, in_passes
+from bascule.machine.costs import TransformerCost
 from bascule.plan.sequences import Batch
 from bascule.plan.topology_search import suggest_topology
 from bascule.report.reports import of_simulation

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bascule.arrays import Bools, Ints
 from bascule.diffusers.sparse_layers import ROW_WORK, SparseConfig
-from bascule.plan.machine import AttentionLatency, AttentionLoad, HardwareProfile
+from bascule.machine.cluster import AttentionLatency, AttentionLoad, HardwareProfile
 from bascule.plan.sparse import (
     BlockLayout,
     PlanReuse,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bascule.generate.options import Prompt
-from bascule.plan.machine import HardwareProfile
+from bascule.machine.cluster import HardwareProfile
 from bascule.serve.times import Form, Times
 
 LARGE, SMALL, TINY = Form(4096, 1), Form(1024, 2), Form(16, 1)

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from bascule.plan.costs import PolynomialCost
+from bascule.machine.costs import PolynomialCost
 from bascule.plan.marks import LengthMark, marks_of, read_mark
 from bascule.workload.traces import StepParts, balancing_worth, read_traces, step_parts, write_steps
 from bascule.workload.traces.spans import minus, seconds_within, spans_of, union, within

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bascule.errors import ConfigError
-from bascule.plan.costs import TransformerCost
+from bascule.machine.costs import TransformerCost
 from bascule.plan.plan import plan_batch
 from bascule.train.model import cost_of, model_config
 from bascule.train.options import RunOptions

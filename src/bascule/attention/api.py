@@ -37,13 +37,13 @@ from bascule.attention.usp import (
     new_call,
     positive_scale,
 )
+from bascule.checks import is_int
 from bascule.comm.failures import leave, shared
 from bascule.comm.mesh import AttentionMesh as AttentionMesh
 from bascule.comm.mesh import Place, as_attention_mesh, place_in
 from bascule.comm.quantized import CommDtype, Quantized
 from bascule.comm.transforms import refuse_derivatives
 from bascule.errors import ConfigError
-from bascule.plan.checks import is_int
 
 
 def split(x: Tensor, mesh: AttentionMesh, layout: SequenceLayout, dim: int) -> Tensor:

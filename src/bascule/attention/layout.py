@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bascule.checks import each, fields, of_type, whole
 from bascule.comm.collectives import all_gather, reduce_scatter
 from bascule.comm.groups import RankGroup
 from bascule.comm.mesh import AttentionMesh, Place, mesh_named
 from bascule.errors import ConfigError
-from bascule.plan.checks import each, fields, of_type, whole
 from bascule.plan.sparse import turns
 
 Run = tuple[int, int]  # (start, stop)

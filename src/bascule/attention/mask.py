@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from bascule.arrays import Ints
+from bascule.checks import whole
 from bascule.comm.collectives import table_on
 from bascule.errors import ConfigError
-from bascule.plan.checks import whole
 
 Made = TypeVar("Made")
 

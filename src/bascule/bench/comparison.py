@@ -30,11 +30,11 @@ from bascule.comm.groups import RankGroup, device_of, member_of, resolve
 from bascule.data.loader import BalancedLoader, LoaderOptions
 from bascule.data.steps import Batch
 from bascule.errors import ConfigError
+from bascule.machine.cluster import KNOWN_PROFILES, TRAINING, WITHOUT_RECOMPUTING
+from bascule.machine.costs import FLOPS_PER_UNIT, TransformerCost
 from bascule.models import Exchange, LocalExchange, MMDiT
 from bascule.parallel import SequenceParallel, Step
 from bascule.plan import metrics
-from bascule.plan.costs import FLOPS_PER_UNIT, TransformerCost
-from bascule.plan.machine import KNOWN_PROFILES, TRAINING, WITHOUT_RECOMPUTING
 from bascule.plan.plan import Plan
 from bascule.plan.topology import Topology
 from bascule.train import train_step

@@ -36,7 +36,7 @@ from bascule.comm.collectives import Transfers
 from bascule.comm.failures import ask, read, shared
 from bascule.comm.groups import RankGroup, member_of, resolve, timeout_of
 from bascule.errors import CommError
-from bascule.plan.machine import FLOPS_PER_VALUE, HardwareProfile
+from bascule.machine.cluster import FLOPS_PER_VALUE, HardwareProfile
 
 STORE, WORK, COLLECTIVE, LINK = "store", "work", "collective", "link"
 

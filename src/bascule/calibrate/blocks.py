@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from bascule.attention import PackedSequences, attend_packed
+from bascule.checks import called, shown
 from bascule.errors import ConfigError
 from bascule.models import LocalExchange, MMDiT, MMDiTConfig
-from bascule.plan.checks import called, shown
 
 Make = Callable[[int], Any]  # from tokens, a function or module and its input or tuple of inputs
 

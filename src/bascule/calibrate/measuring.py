@@ -42,8 +42,7 @@ from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup, member_of, resolve
 from bascule.comm.mesh import RING_AXIS, ULYSSES_AXIS, mesh_of_all
 from bascule.errors import ConfigError
-from bascule.models import MMDiTConfig
-from bascule.plan.calibration import (
+from bascule.machine.calibration import (
     ALL_TO_ALL,
     BACKWARD,
     BYTES,
@@ -55,8 +54,9 @@ from bascule.plan.calibration import (
     Overhead,
     block_rates,
 )
-from bascule.plan.fits import fit_curve
-from bascule.plan.machine import AttentionLatency, HardwareProfile
+from bascule.machine.cluster import AttentionLatency, HardwareProfile
+from bascule.machine.fits import fit_curve
+from bascule.models import MMDiTConfig
 
 PASS, HOST = "pass", "host"
 ALONE, ON_RANKS = "call of attention", "call of attention on all ranks"

@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
+from bascule.checks import shown, whole
 from bascule.errors import ConfigError
+from bascule.machine.calibration import TOKENS, least_points
+from bascule.machine.cluster import HardwareProfile
 from bascule.options import NewFile, Outputs, Range, RankOptions, flag, refuse
-from bascule.plan.calibration import TOKENS, least_points
-from bascule.plan.checks import shown, whole
-from bascule.plan.machine import HardwareProfile
 
 _MOST_TOKENS = 2**24
 _RANGE = re.compile("([0-9]{1,9}):([0-9]{1,9})")

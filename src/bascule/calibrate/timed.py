@@ -19,7 +19,7 @@ from bascule.comm.collectives import (
     start_all_to_all,
 )
 from bascule.comm.groups import RankGroup
-from bascule.plan.calibration import ALL_TO_ALL, POINT_TO_POINT
+from bascule.machine.calibration import ALL_TO_ALL, POINT_TO_POINT
 
 COLLECTIVE = "collective"
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"

@@ -14,7 +14,7 @@ _ROUNDS_THAT_DO_NOT_COUNT = 2
 def run(options: CalibrateOptions, arguments: list[str]) -> int | None:
     """Measure and save; return 1 if the profile was too bad for that."""
     from bascule.cli.command import on_ranks, progress, publish, saved
-    from bascule.plan.machine import HardwareProfile
+    from bascule.machine.cluster import HardwareProfile
     from bascule.report.measured import of_calibration
 
     def measure(device: "torch.device") -> dict[str, Any]:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 def run(options: DoctorOptions, arguments: list[str]) -> int | None:
     """Check the ranks; return 1 if something was found."""
     from bascule.cli.command import on_ranks, progress, publish
-    from bascule.plan.machine import HardwareProfile
+    from bascule.machine.cluster import HardwareProfile
     from bascule.report.measured import of_doctor
 
     def check(device: "torch.device") -> dict[str, Any]:

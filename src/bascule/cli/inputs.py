@@ -8,12 +8,12 @@ from typing import Annotated
 
 import numpy as np
 
+from bascule.checks import MAX_RANKS, number, rate, shown
 from bascule.errors import ConfigError
+from bascule.machine.cluster import LIMITS, Cluster, HardwareProfile
+from bascule.machine.costs import TransformerCost
 from bascule.options import Range, flag, refuse
-from bascule.plan.checks import MAX_RANKS, number, rate, shown
-from bascule.plan.costs import TransformerCost
 from bascule.plan.limits import Limits, in_tokens
-from bascule.plan.machine import LIMITS, Cluster, HardwareProfile
 from bascule.plan.topology import Topology
 from bascule.workload.codes import (
     MAX_SEQUENCES,

@@ -9,8 +9,8 @@ from bascule.cli.inputs import InputOptions, MachineOptions
 from bascule.options import NewFolder, Outputs, Range
 
 if TYPE_CHECKING:
-    from bascule.plan.costs import TransformerCost
-    from bascule.plan.machine import HardwareProfile
+    from bascule.machine.cluster import HardwareProfile
+    from bascule.machine.costs import TransformerCost
     from bascule.sim.seconds import EncoderStage, SimulationOptions
     from bascule.sim.simulation import SimulationResult
 
@@ -72,7 +72,7 @@ class SimulateOptions(Outputs, MachineOptions, InputOptions):
 def run(options: SimulateOptions, arguments: list[str]) -> None:
     """Simulate, and publish what each policy takes."""
     from bascule.cli.command import publish, saved, waiting
-    from bascule.plan.machine import passes_of
+    from bascule.machine.cluster import passes_of
     from bascule.report.reports import of_simulation
     from bascule.sim.seconds import Sharding, SimulationOptions
     from bascule.sim.simulation import segments_of

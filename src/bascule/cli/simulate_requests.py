@@ -123,8 +123,8 @@ class SimulateRequestsOptions(Outputs, MachineOptions):
 
 def run(options: SimulateRequestsOptions, arguments: list[str]) -> None:
     """Simulate, and publish what each policy reaches."""
+    from bascule.checks import number
     from bascule.cli.command import publish, waiting
-    from bascule.plan.checks import number
     from bascule.report.reports import of_requests
     from bascule.sim.requests import compare
 

@@ -31,7 +31,7 @@ class TopologyOptions(Outputs, BatchOptions):
 def run(options: TopologyOptions, arguments: list[str]) -> None:
     """Rank, and publish the ranking."""
     from bascule.cli.command import publish, waiting
-    from bascule.plan.machine import in_passes, passes_of
+    from bascule.machine.cluster import in_passes, passes_of
     from bascule.plan.topology_search import suggest_topology
     from bascule.report.reports import of_topologies
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from bascule.checks import number
 from bascule.comm.failures import Calls, ask, read, watch_of_world
 from bascule.errors import CommError, ConfigError
-from bascule.plan.checks import number
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)

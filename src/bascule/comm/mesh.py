@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from bascule.checks import number
 from bascule.comm.groups import (
     Kept,
     RankGroup,
@@ -23,7 +24,6 @@ from bascule.comm.groups import (
     timeout_of,
 )
 from bascule.errors import CommError, ConfigError
-from bascule.plan.checks import number
 from bascule.plan.sparse.choose import Degrees, all_degrees
 
 RING_AXIS, ULYSSES_AXIS = "ring", "ulysses"

@@ -12,15 +12,15 @@ import numpy.typing as npt
 import torch
 
 from bascule.arrays import Floats
+from bascule.checks import number, whole
 from bascule.comm.agree import agree
 from bascule.comm.collectives import all_gather, broadcast
 from bascule.comm.groups import set_timeout
 from bascule.data.loader import DEFAULT_TIMEOUT_S, BalancedLoader
 from bascule.data.steps import Batch
 from bascule.errors import ConfigError
-from bascule.plan.checks import number, whole
-from bascule.plan.costs import IterationFit, PolynomialCost
-from bascule.plan.fits import MIN_OBSERVATIONS, TERMS, fit_iterations
+from bascule.machine.costs import IterationFit, PolynomialCost
+from bascule.machine.fits import MIN_OBSERVATIONS, TERMS, fit_iterations
 
 logger = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.arrays import Ints
+from bascule.checks import choice, fields, function, number, of_type, whole
 from bascule.comm import groups
 from bascule.comm.agree import agree
 from bascule.comm.failures import leave, mark_lengths, shared
@@ -34,8 +35,7 @@ from bascule.data.steps import (
     num_input_ids,
 )
 from bascule.errors import ConfigError
-from bascule.plan.checks import choice, fields, function, number, of_type, whole
-from bascule.plan.costs import Cost
+from bascule.machine.costs import Cost
 from bascule.plan.limits import Limits
 from bascule.plan.prices import RankState
 from bascule.plan.step import Sync

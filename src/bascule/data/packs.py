@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bascule.checks import MAX_WHOLE, each, fields, listed, of_type, whole
 from bascule.errors import ConfigError
-from bascule.plan.checks import MAX_WHOLE, each, fields, listed, of_type, whole
 
 TOKEN_FIELDS = ("input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids")
 """Fields with one row a token."""

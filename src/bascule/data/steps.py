@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from bascule.arrays import Bools, Floats, Ints, ranges
+from bascule.checks import of_type
 from bascule.comm.agree import agree
 from bascule.comm.exchange import BoundRoute, exchange
 from bascule.comm.failures import shared
@@ -23,8 +24,7 @@ from bascule.comm.groups import RankGroup
 from bascule.comm.items import HOST, ItemMove, Parcel, move_items, parcel
 from bascule.data.source import Reading, Sample, Saved, whole_number, words_of
 from bascule.errors import CommError, ConfigError, PlanError
-from bascule.plan.checks import of_type
-from bascule.plan.costs import Cost, describe_cost, evaluate, unit_seconds
+from bascule.machine.costs import Cost, describe_cost, evaluate, unit_seconds
 from bascule.plan.items import Items
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.plan import Plan

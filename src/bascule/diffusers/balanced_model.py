@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from bascule.arrays import Ints, ranges
+from bascule.checks import whole
 from bascule.comm.agree import agree
 from bascule.comm.failures import shared
 from bascule.comm.items import ItemMove, Parcel, mapped, move_items, parcel
@@ -27,10 +28,9 @@ from bascule.diffusers.split_table import SplitTable
 from bascule.diffusers.tables import is_tested, table_of, unwrapped
 from bascule.diffusers.verify import check_table
 from bascule.errors import ConfigError
+from bascule.machine.costs import TransformerCost
 from bascule.parallel import SequenceParallel
 from bascule.plan.batching import ForwardPass, forward_passes
-from bascule.plan.checks import whole
-from bascule.plan.costs import TransformerCost
 from bascule.plan.plan import Plan
 from bascule.step import Step
 

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from bascule.comm.groups import RankGroup, member_of, resolve
 from bascule.comm.mesh import RING_AXIS, ULYSSES_AXIS, AttentionMesh, group_of, mesh_over
 from bascule.errors import ConfigError
-from bascule.plan.machine import HardwareProfile
-from bascule.plan.mesh_choice import DenoisingStep, MeshChoice, choose_mesh
+from bascule.machine.cluster import HardwareProfile
+from bascule.machine.mesh_choice import DenoisingStep, MeshChoice, choose_mesh
 
 AXES = "data", "guidance", RING_AXIS, ULYSSES_AXIS  # outermost first
 

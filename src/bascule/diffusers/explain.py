@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from bascule.attention.api import AttentionOptions, SequenceLayout
+from bascule.checks import MAX_RANKS, whole
 from bascule.comm.quantized import Quantized
 from bascule.diffusers.sparse_layers import SparseLayer
 from bascule.diffusers.split_model import SplitModel
 from bascule.diffusers.work import Attended, AttentionShape, LayerWork
 from bascule.errors import ConfigError
-from bascule.plan.checks import MAX_RANKS, whole
-from bascule.plan.machine import FLOPS_PER_VALUE, Bag, HardwareProfile, Seconds, Work
+from bascule.machine.cluster import FLOPS_PER_VALUE, Bag, HardwareProfile, Seconds, Work
 from bascule.plan.traffic import HeadShares, Traffic
 
 _MIB = 2**20

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from bascule.arrays import Bools
 from bascule.attention.api import AttentionOptions
 from bascule.attention.kernels.registry import Kernel
+from bascule.checks import MAX_RANKS, of_type, whole
 from bascule.comm.agree import agree
 from bascule.comm.collectives import all_reduce
 from bascule.comm.failures import leave, shared
@@ -55,9 +56,8 @@ from bascule.diffusers.split_table import SplitTable
 from bascule.diffusers.tables import is_tested, table_of, unwrapped
 from bascule.diffusers.verify import Comparison, Verification, check_table, verify
 from bascule.errors import ConfigError
-from bascule.plan.checks import MAX_RANKS, of_type, whole
-from bascule.plan.machine import HardwareProfile
-from bascule.plan.mesh_choice import MeshChoice
+from bascule.machine.cluster import HardwareProfile
+from bascule.machine.mesh_choice import MeshChoice
 from bascule.workload.masks import MaskFile
 
 

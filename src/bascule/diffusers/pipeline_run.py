@@ -28,7 +28,7 @@ from bascule.encoders.encoder import BalancedEncoder, EncoderOptions
 from bascule.encoders.items import table_of
 from bascule.encoders.tiled_vae import TiledVAE
 from bascule.errors import ConfigError
-from bascule.plan.costs import PolynomialCost
+from bascule.machine.costs import PolynomialCost
 from bascule.stand_in import Override
 
 _TEXT_ENCODERS = "text_encoder", "text_encoder_2", "text_encoder_3"

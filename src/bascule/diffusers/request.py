@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 
 from bascule.attention.api import AttentionOptions
+from bascule.checks import choice, number, of_type
 from bascule.comm.agree import agree
 from bascule.comm.groups import RankGroup
 from bascule.comm.values import values_digest
@@ -18,8 +19,7 @@ from bascule.diffusers.split_model import check_model
 from bascule.diffusers.split_table import SplitTable
 from bascule.diffusers.tables import unwrapped
 from bascule.errors import ConfigError
-from bascule.plan.checks import choice, number, of_type
-from bascule.plan.mesh_choice import MeshChoice
+from bascule.machine.mesh_choice import MeshChoice
 
 _DEFAULT = AttentionOptions()
 Made = TypeVar("Made")

@@ -29,10 +29,10 @@ from bascule.attention.kernels.registry import check_name
 from bascule.attention.sparse.attend import Seen, attend_sparse, gather_counts, gather_masks
 from bascule.attention.sparse.clusters import Clusters
 from bascule.attention.sparse.rules import BlockRule, RuleCall, rule_of, top_mass, top_share
+from bascule.checks import array, choice, each, fields, number, of_type, whole
 from bascule.comm.mesh import AttentionMesh, meshes_over
 from bascule.comm.quantized import Quantized
 from bascule.errors import ConfigError
-from bascule.plan.checks import array, choice, each, fields, number, of_type, whole
 from bascule.plan.sparse import BlockLayout, PlanReuse, SparsePlan, block_lens
 from bascule.plan.sparse.choose import Degrees, LayerPlans, Strategies, columns_of
 from bascule.plan.sparse.layout import Work

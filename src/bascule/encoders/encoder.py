@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from bascule.arrays import Ints
+from bascule.checks import choice, fields, number, of_type
 from bascule.comm.agree import agree
 from bascule.comm.failures import STOPS_RECOMPUTING, shared
 from bascule.comm.groups import device_for, new_group, resolve
@@ -43,11 +44,10 @@ from bascule.encoders.items import (
 )
 from bascule.encoders.plan import CallSettings, Encoding, ItemPlan, plan_items
 from bascule.errors import ConfigError
-from bascule.plan.checks import choice, fields, number, of_type
-from bascule.plan.costs import Cost, describe_cost
+from bascule.machine.cluster import Cluster
+from bascule.machine.costs import Cost, describe_cost
 from bascule.plan.items import Items
 from bascule.plan.limits import Limits
-from bascule.plan.machine import Cluster
 
 _FIRST_CAPACITY = 128  # integers a rank that the first gather has room for
 _PIECES_A_RANK = 4  # of a long item: as even as whole items of that size would be

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bascule.checks import whole
 from bascule.comm.exchange import has_gradient
 from bascule.comm.items import Parcel, attached, joined, leaves_of, mapped, parcel
 from bascule.errors import ConfigError
-from bascule.plan.checks import whole
 from bascule.plan.items import NO_ITEMS, Items
 
 Item = dict[str, Any]

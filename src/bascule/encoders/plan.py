@@ -6,11 +6,11 @@ from functools import cached_property
 import numpy as np
 
 from bascule.arrays import Floats, Ints
+from bascule.machine.cluster import WITHOUT_RECOMPUTING, Cluster
+from bascule.machine.costs import Cost, evaluate
 from bascule.plan.batching import ForwardPass, forward_passes
-from bascule.plan.costs import Cost, evaluate
 from bascule.plan.items import Items
 from bascule.plan.limits import Limits
-from bascule.plan.machine import WITHOUT_RECOMPUTING, Cluster
 from bascule.plan.metrics import imbalance
 from bascule.plan.solver.solve import assign
 

@@ -22,7 +22,7 @@ from bascule.encoders.encoder import BalancedEncoder, EncoderOptions
 from bascule.encoders.items import EncoderTable, Features, Item, called_with
 from bascule.encoders.plan import Encoding
 from bascule.errors import ConfigError
-from bascule.plan.costs import PolynomialCost
+from bascule.machine.costs import PolynomialCost
 
 _PIXELS = PolynomialCost(quadratic=0.0, linear=1.0, constant=0.0)
 _DEFAULT = EncoderOptions()

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from bascule.errors import ConfigError
+from bascule.files import read_json_lines, read_lines
 from bascule.generate.tiny import TINY, TINY_WAN
 from bascule.options import NewFolder, Outputs, Range, RankOptions, check_options
-from bascule.plan.files import read_json_lines, read_lines
 
 IMAGE, VIDEO = ".png", ".mp4"
 

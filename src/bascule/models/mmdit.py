@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from bascule.checks import each, fields, number, rate, whole
 from bascule.errors import ConfigError
 from bascule.models.layout import (
     Interleaving,
@@ -24,7 +25,6 @@ from bascule.models.layout import (
     rotary_table,
     scale_rows,
 )
-from bascule.plan.checks import each, fields, number, rate, whole
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention in packed sequences: q (T, H, D), k and v (T, kv heads, D) to (T, H, D)."""

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.arrays import Floats, Ints
+from bascule.checks import MAX_RANKS, MAX_WHOLE, whole
 from bascule.errors import ConfigError, PlanError
-from bascule.plan.checks import MAX_RANKS, MAX_WHOLE, whole
 from bascule.plan.limits import Limits
 from bascule.plan.solver import assign
 from bascule.plan.solver.portfolio import solve

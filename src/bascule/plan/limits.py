@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.arrays import Floats, Ints
+from bascule.checks import MAX_WHOLE, each, fields, of_type, whole
 from bascule.errors import ConfigError
-from bascule.plan.checks import MAX_WHOLE, each, fields, of_type, whole
-from bascule.plan.costs import Cost, PolynomialCost, TransformerCost
-from bascule.plan.machine import Cluster
+from bascule.machine.cluster import Cluster
+from bascule.machine.costs import Cost, PolynomialCost, TransformerCost
 
 Limit = int | Sequence[int] | None
 """Of each rank; or an entry a rank."""

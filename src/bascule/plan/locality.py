@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bascule.arrays import Floats, Ints
-from bascule.plan.machine import Cluster
+from bascule.machine.cluster import Cluster
 from bascule.plan.solver.homes import Homes, Regions, relabel
 from bascule.plan.solver.portfolio import may_end_by, near_home, solve
 from bascule.plan.solver.problem import Assignment, Problem

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from bascule.plan.checks import is_int
+from bascule.checks import is_int
 from bascule.plan.sequences import MAX_LENGTH
 
 Origin = Literal["", "step", "batch"]

@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.arrays import Ints, cumulative, frozen, ranges
+from bascule.checks import choice, fields, number, of_type
 from bascule.errors import ConfigError, PlanError
+from bascule.machine.cluster import Cluster
+from bascule.machine.costs import Cost, evaluate
 from bascule.plan import metrics
-from bascule.plan.checks import choice, fields, number, of_type
-from bascule.plan.costs import Cost, evaluate
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.locality import Source, bring_home
-from bascule.plan.machine import Cluster
 from bascule.plan.prices import RankState, check_sizes, knapsack, price
 from bascule.plan.routes import Chunks, LocalLayout, Route
 from bascule.plan.sequences import Batch, Masks, Sequences, batch_of

@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.arrays import Floats, Ints
+from bascule.checks import amounts, shown
 from bascule.errors import ConfigError, PlanError
-from bascule.plan.checks import amounts, shown
-from bascule.plan.costs import Cost, evaluate, heads_of, in_bag
+from bascule.machine.cluster import Bag, Cluster, Seconds
+from bascule.machine.costs import Cost, evaluate, heads_of, in_bag
 from bascule.plan.limits import Limits
-from bascule.plan.machine import Bag, Cluster, Seconds
 from bascule.plan.sequences import Batch, source_of
 from bascule.plan.solver.bounds import lower_bound
 from bascule.plan.solver.portfolio import by_speed

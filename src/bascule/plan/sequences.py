@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.arrays import Bools, Floats, Ints, cumulative, ranges, sums_by
+from bascule.checks import array, fields, of_type, shown, whole
 from bascule.errors import ConfigError
-from bascule.plan.checks import array, fields, of_type, shown, whole
 
 
 @dataclass(frozen=True, slots=True)

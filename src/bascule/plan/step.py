@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.arrays import Floats
+from bascule.checks import choice
 from bascule.errors import ConfigError, PlanError
-from bascule.plan.checks import choice
-from bascule.plan.costs import Cost
+from bascule.machine.cluster import Cluster
+from bascule.machine.costs import Cost
 from bascule.plan.limits import Limits
-from bascule.plan.machine import Cluster
 from bascule.plan.plan import Plan, PlanSetup
 from bascule.plan.prices import RankState, price
 from bascule.plan.sequences import Batch, Sequences

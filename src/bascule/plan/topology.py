@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from bascule.arrays import Ints, frozen
+from bascule.checks import MAX_RANKS, each, fields, of_type, shown, whole
 from bascule.errors import ConfigError
-from bascule.plan.checks import MAX_RANKS, each, fields, of_type, shown, whole
 
 _NUMBER = "([1-9][0-9]{0,8})"
 _TERM = re.compile(f"g{_NUMBER}(?:r{_NUMBER})?n{_NUMBER}")

@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.arrays import Bools, Floats, Ints
+from bascule.checks import listed, of_type
 from bascule.errors import ConfigError, PlanError
+from bascule.machine.cluster import Bag, Cluster
+from bascule.machine.costs import Cost, heads_of
 from bascule.plan import metrics
-from bascule.plan.checks import listed, of_type
-from bascule.plan.costs import Cost, heads_of
 from bascule.plan.limits import Limits, in_tokens
-from bascule.plan.machine import Bag, Cluster
 from bascule.plan.prices import RankState, check_sizes, checked, kinds_of, price
 from bascule.plan.sequences import Batch, batch_of
 from bascule.plan.solver.portfolio import solve

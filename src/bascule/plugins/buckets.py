@@ -7,9 +7,9 @@ import numpy as np
 from torch.utils.data import BatchSampler
 
 from bascule.arrays import Ints
+from bascule.checks import whole
 from bascule.data.samplers import accumulation_of_accelerate
 from bascule.errors import ConfigError
-from bascule.plan.checks import whole
 
 
 class BalancedBuckets(BatchSampler):

@@ -7,8 +7,8 @@ import numpy.typing as npt
 from torch.utils.data import BatchSampler
 
 from bascule.arrays import Ints
-from bascule.plan.checks import amounts, ints
-from bascule.plan.costs import Cost, evaluate
+from bascule.checks import amounts, ints
+from bascule.machine.costs import Cost, evaluate
 from bascule.plan.epoch import DealRules, StepTable, deal_step
 
 

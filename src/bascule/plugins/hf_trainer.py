@@ -9,7 +9,7 @@ from torch.utils.data import BatchSampler
 from transformers import DataCollatorWithFlattening
 
 from bascule.errors import ConfigError
-from bascule.plan.costs import Cost, TransformerCost
+from bascule.machine.costs import Cost, TransformerCost
 from bascule.plan.epoch import DealRules, StepShape
 from bascule.plugins.dealt_batches import DealtBatches
 from bascule.plugins.gain_log import GainLog

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from bascule.errors import PlanError
-from bascule.plan.costs import Cost, TransformerCost, evaluate
+from bascule.machine.costs import Cost, TransformerCost, evaluate
 from bascule.plan.epoch import DealRules, StepShape, deal_step
 from bascule.plan.limits import Limits
 from bascule.plugins.__main__ import entered, run_script

@@ -12,7 +12,7 @@ from nemo_automodel.recipes.llm.train_ft import TrainFinetuneRecipeForNextTokenP
 
 from bascule.data import BalancedSampler, SamplerOptions
 from bascule.errors import ConfigError
-from bascule.plan.costs import Cost, TransformerCost
+from bascule.machine.costs import Cost, TransformerCost
 
 
 class EpochAfterEpoch(BalancedSampler):

@@ -17,7 +17,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 
 from bascule.data import BalancedLoader, LoaderOptions
 from bascule.errors import ConfigError
-from bascule.plan.costs import TransformerCost
+from bascule.machine.costs import TransformerCost
 from bascule.plan.limits import Limits
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bascule.plan.calibration import BYTES, TOKENS, Fit
-from bascule.plan.machine import HardwareProfile
+from bascule.machine.calibration import BYTES, TOKENS, Fit
+from bascule.machine.cluster import HardwareProfile
 from bascule.report.charts import draw_lines, new_figure
 from bascule.report.page import Chart, Fact, Report, Rows, columns, mib
 

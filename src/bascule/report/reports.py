@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from bascule.arrays import Floats
+from bascule.machine.cluster import Cluster
+from bascule.machine.costs import Cost, in_bag
 from bascule.plan import metrics
-from bascule.plan.costs import Cost, in_bag
-from bascule.plan.machine import Cluster
 from bascule.plan.plan import Plan
 from bascule.plan.topology import Topology
 from bascule.plan.topology_search import TopologyRanking

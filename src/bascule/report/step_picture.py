@@ -7,9 +7,9 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 from bascule.arrays import Floats, Ints
+from bascule.machine.cluster import Cluster
+from bascule.machine.costs import Cost, evaluate, in_bag
 from bascule.plan import metrics
-from bascule.plan.costs import Cost, evaluate, in_bag
-from bascule.plan.machine import Cluster
 from bascule.plan.plan import Plan
 
 MOST_RANKS = 64  # bars of a picture

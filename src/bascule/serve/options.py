@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from bascule.errors import ConfigError
+from bascule.files import read_lines
 from bascule.generate.options import check_model
 from bascule.generate.tiny import TINY
 from bascule.options import NewFolder, Range, RankOptions
-from bascule.plan.files import read_lines
 
 _SHORTEST_KEY = 16
 

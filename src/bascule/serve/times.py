@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from bascule.diffusers.request import models_of
 from bascule.generate.generating import is_guided
 from bascule.generate.options import Prompt
-from bascule.plan.machine import HardwareProfile
-from bascule.plan.mesh_choice import DenoisingStep, InferenceMesh, step_seconds
+from bascule.machine.cluster import HardwareProfile
+from bascule.machine.mesh_choice import DenoisingStep, InferenceMesh, step_seconds
 from bascule.serve.blocks import shape_of_block
 
 _MOST_FORMS = 64  # that are remembered

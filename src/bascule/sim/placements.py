@@ -10,10 +10,10 @@ from functools import partial
 import numpy as np
 
 from bascule.arrays import Floats, Ints
+from bascule.checks import of_type, shown
 from bascule.errors import ConfigError
-from bascule.plan.checks import of_type, shown
-from bascule.plan.costs import TransformerCost
-from bascule.plan.machine import Cluster
+from bascule.machine.cluster import Cluster
+from bascule.machine.costs import TransformerCost
 from bascule.plan.plan import PlanSetup
 from bascule.plan.sequences import Batch
 from bascule.plan.topology import Topology

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from bascule.arrays import Floats, Ints
+from bascule.checks import each, fields, number, of_type, rate, whole
 from bascule.errors import ConfigError
-from bascule.plan.checks import each, fields, number, of_type, rate, whole
-from bascule.plan.costs import FLOPS_PER_UNIT, TransformerCost
-from bascule.plan.machine import BYTES_PER_VALUE, TRAINING, Cluster, Passes, in_passes
+from bascule.machine.cluster import BYTES_PER_VALUE, TRAINING, Cluster, Passes, in_passes
+from bascule.machine.costs import FLOPS_PER_UNIT, TransformerCost
 from bascule.plan.prices import RankState, price
 from bascule.plan.sequences import Batch
 from bascule.plan.solver.solve import assign

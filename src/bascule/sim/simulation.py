@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.arrays import Floats, Ints
+from bascule.checks import choice, listed, of_type
 from bascule.errors import ConfigError
+from bascule.files import to_path
+from bascule.machine.cluster import Cluster, HardwareProfile, in_passes
+from bascule.machine.costs import TransformerCost
 from bascule.options import check_file
 from bascule.plan import metrics
-from bascule.plan.checks import choice, listed, of_type
-from bascule.plan.costs import TransformerCost
-from bascule.plan.files import to_path
-from bascule.plan.machine import Cluster, HardwareProfile, in_passes
 from bascule.plan.sequences import Batch, batch_of
 from bascule.plan.topology_search import suggest_topology
 from bascule.sim.placements import AUTO, TOKENS, Loaded, Policy, planned, policy_of

@@ -11,7 +11,7 @@ from itertools import chain
 import numpy as np
 
 from bascule.arrays import Bools, Ints
-from bascule.plan.machine import AttentionLatency, AttentionLoad
+from bascule.machine.cluster import AttentionLatency, AttentionLoad
 from bascule.plan.sparse import BlockLayout, PlanReuse, SparsePlan, SparsePlanner
 from bascule.plan.sparse.choose import Degrees as Mesh
 from bascule.plan.sparse.choose import Strategies, StrategyChoice

@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from bascule.encoders import BalancedEncoder, EncoderOptions
 from bascule.encoders.plan import Encoding
 from bascule.errors import ConfigError
+from bascule.files import parse_json
 from bascule.generate import tiny
+from bascule.machine.costs import Cost, PolynomialCost
+from bascule.machine.fits import fit_item_latency
 from bascule.options import flag
-from bascule.plan.costs import Cost, PolynomialCost
-from bascule.plan.files import parse_json
-from bascule.plan.fits import fit_item_latency
 from bascule.train.model import mean_over_ranks, median_seconds
 from bascule.train.options import RunOptions
 from bascule.train.stopwatch import Stopwatch

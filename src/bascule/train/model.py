@@ -21,9 +21,9 @@ from bascule.calibrate.timed import Probe, seconds_of
 from bascule.comm.collectives import all_reduce
 from bascule.comm.groups import device_of, member_of, resolve
 from bascule.errors import ConfigError
+from bascule.machine.costs import TransformerCost
+from bascule.machine.fits import fit_latency
 from bascule.models import MMDiT, MMDiTConfig
-from bascule.plan.costs import TransformerCost
-from bascule.plan.fits import fit_latency
 from bascule.train.options import RunOptions
 from bascule.workload.streams import Widths
 

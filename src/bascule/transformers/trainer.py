@@ -25,6 +25,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import seed_worker
 
+from bascule.checks import choice, fields, function, of_type
 from bascule.data.cost_tracker import CostTracker
 from bascule.data.gain import Gain
 from bascule.data.loader import DEFAULT_OPTIONS, BalancedLoader, LoaderOptions
@@ -32,8 +33,7 @@ from bascule.data.packs import MADE, VISUAL_FIELDS, Pack, make_pack, unpack
 from bascule.data.samplers import ResumableSampler
 from bascule.data.steps import Batch
 from bascule.errors import ConfigError
-from bascule.plan.checks import choice, fields, function, of_type
-from bascule.plan.costs import Cost
+from bascule.machine.costs import Cost
 from bascule.plan.step import Sync
 from bascule.transformers.delta_rule import delta_layers, split_delta_layers
 from bascule.transformers.separation import check_separates, reach_of

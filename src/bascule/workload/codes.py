@@ -15,9 +15,9 @@ from typing import TypeVar, cast
 
 import numpy as np
 
+from bascule.checks import MAX_RANKS, fields, is_int, shown, whole
 from bascule.errors import ConfigError
-from bascule.plan.checks import MAX_RANKS, fields, is_int, shown, whole
-from bascule.plan.files import parse_json, read_lines
+from bascule.files import parse_json, read_lines
 
 PATCH_PIXELS = 16  # along one side of a visual token: VAE stride 8 times DiT patch 2
 MAX_TEXT_TOKENS = 392  # of a sample that a data code draws

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from bascule.checks import shown
 from bascule.errors import ConfigError
-from bascule.plan.checks import shown
 
 ROLES: dict[str, tuple[str, ...]] = {
     "tokens": ("tokens", "num_tokens", "seq_len", "length", "n_tokens", "token_count", "input_ids"),

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from bascule.arrays import Floats, Ints
+from bascule.checks import shown
 from bascule.errors import ConfigError
-from bascule.plan.checks import shown
 from bascule.workload.codes import MAX_LENGTH, SampleShape
 from bascule.workload.columns import ROLES, TEXTS, may_be_text, named, roles_of
 from bascule.workload.tables import VIDEO_SUFFIXES, Batch, image_size, read_batches, video_size

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.arrays import Bools, Floats, Ints
+from bascule.checks import each, fields, number, whole
 from bascule.errors import ConfigError
-from bascule.plan.checks import each, fields, number, whole
-from bascule.plan.files import check_regular
+from bascule.files import check_regular
 from bascule.workload.codes import keyed_generator
 
 Singles = npt.NDArray[np.float32]

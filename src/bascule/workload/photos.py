@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from bascule.arrays import Ints
+from bascule.checks import fields, function, whole
 from bascule.errors import ConfigError
-from bascule.plan.checks import fields, function, whole
-from bascule.plan.files import read_json_lines
+from bascule.files import read_json_lines
 from bascule.workload.codes import SampleShape
 from bascule.workload.streams import (
     EpochOrder,

@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import numpy as np
 
+from bascule.checks import number, whole
 from bascule.errors import ConfigError
-from bascule.plan.checks import number, whole
-from bascule.plan.costs import TransformerCost
-from bascule.plan.files import read_json_lines
-from bascule.plan.machine import Bag, HardwareProfile
+from bascule.files import read_json_lines
+from bascule.machine.cluster import Bag, HardwareProfile
+from bascule.machine.costs import TransformerCost
 from bascule.plan.requests import NEVER, Request
 from bascule.workload.tokens import TokenRule, model_shape
 

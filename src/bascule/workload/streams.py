@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from bascule.arrays import Ints
+from bascule.checks import whole
 from bascule.errors import ConfigError
-from bascule.plan.checks import whole
 from bascule.workload.codes import (
     DataCode,
     SampleShape,

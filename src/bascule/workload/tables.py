@@ -19,9 +19,9 @@ from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, cast
 
+from bascule.checks import shown
 from bascule.errors import ConfigError
-from bascule.plan.checks import shown
-from bascule.plan.files import check_regular, to_path
+from bascule.files import check_regular, to_path
 from bascule.workload.trainers import DataSet, data_sets
 
 Wanted = Callable[[Sequence[str]], Collection[str]]

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bascule.arrays import Floats, Ints
+from bascule.checks import fields, rate, shown, whole
 from bascule.errors import ConfigError
-from bascule.plan.checks import fields, rate, shown, whole
-from bascule.plan.costs import TransformerCost
+from bascule.machine.costs import TransformerCost
 
 _NAMED = {"480p": "832x480:16", "720p": "1280x720:16", "1080p": "1920x1080:16"}
 _BUCKETS = re.compile("([0-9]{1,5}x)?[0-9]{1,5}:[0-9]{1,4}")

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from bascule.arrays import Floats
+from bascule.checks import choice, number, shown, whole
 from bascule.errors import ConfigError
-from bascule.plan.checks import choice, number, shown, whole
 from bascule.workload.tokens import nearest
 
 Clip = Callable[[Floats], tuple[Floats, Floats]]

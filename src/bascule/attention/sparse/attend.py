@@ -28,6 +28,7 @@ from bascule.attention.ring import AttentionCall, Tile
 from bascule.attention.sparse.clusters import Clusters, cluster
 from bascule.attention.sparse.rules import BlockRule, Pool, RuleCall, in_blocks
 from bascule.attention.usp import attend, check_settings, check_tensors, with_positive_scale
+from bascule.checks import of_type
 from bascule.comm.agree import first_use
 from bascule.comm.collectives import all_gather, all_reduce, table_on
 from bascule.comm.exchange import BoundRoute, move_back, move_rows
@@ -37,7 +38,6 @@ from bascule.comm.mesh import AttentionMesh, as_attention_mesh
 from bascule.comm.quantized import CommDtype, Quantized
 from bascule.comm.transforms import refuse_second, refuse_transforms
 from bascule.errors import ConfigError
-from bascule.plan.checks import of_type
 from bascule.plan.routes import Route
 from bascule.plan.sparse import BlockLayout, PackedRows, SparsePlan, block_counts
 from bascule.plan.sparse.layout import Work

@@ -19,10 +19,10 @@ from torch import Tensor
 from bascule.arrays import Bools, Ints, cumulative, ranges, sums_by
 from bascule.attention.mask import BlockRows
 from bascule.attention.sparse.rules import keep_mass
+from bascule.checks import fields, number, whole
 from bascule.comm.collectives import all_gather, all_reduce
 from bascule.comm.groups import RankGroup
 from bascule.comm.mesh import AttentionMesh
-from bascule.plan.checks import fields, number, whole
 from bascule.plan.sparse import BlockLayout, PackedRows, SparsePlan, block_lens
 
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from bascule.arrays import Bools, Ints, cumulative
+from bascule.checks import function, ints, number, whole
 from bascule.errors import ConfigError
-from bascule.plan.checks import function, ints, number, whole
 from bascule.plan.sparse import grids
 
 

@@ -10,13 +10,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.arrays import Bools
 from bascule.attention.sparse.attend import rows_of, sparse_attention
+from bascule.checks import fields, whole
 from bascule.comm.collectives import all_gather, broadcast
 from bascule.comm.groups import RankGroup
 from bascule.comm.mesh import AttentionMesh, as_attention_mesh, meshes_over
 from bascule.errors import ConfigError
-from bascule.plan.checks import fields, whole
-from bascule.plan.fits import fit_attention_latency
-from bascule.plan.machine import AttentionLatency, AttentionLoad
+from bascule.machine.cluster import AttentionLatency, AttentionLoad
+from bascule.machine.fits import fit_attention_latency
 from bascule.plan.sparse import BlockLayout, SparsePlan, block_lens, in_order, plan_under
 
 _DENSITIES = (0.0, 1 / 8, 1 / 2)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
+from bascule.checks import fields, number, whole
 from bascule.errors import ConfigError
-from bascule.plan.checks import fields, number, whole
 
 NEVER = float("inf")
 

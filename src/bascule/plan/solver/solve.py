@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from bascule.arrays import Floats, Ints
+from bascule.checks import MAX_NUMBER, amounts, array, number, of_type, whole
 from bascule.errors import ConfigError
-from bascule.plan.checks import MAX_NUMBER, amounts, array, number, of_type, whole
 from bascule.plan.limits import Limits
 from bascule.plan.solver.homes import Homes
 from bascule.plan.solver.portfolio import near_home, solve

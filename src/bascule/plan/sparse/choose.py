@@ -11,9 +11,9 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
+from bascule.checks import each, fields, number, of_type, shown, whole
 from bascule.errors import ConfigError
-from bascule.plan.checks import each, fields, number, of_type, shown, whole
-from bascule.plan.machine import AttentionLatency, AttentionLoad
+from bascule.machine.cluster import AttentionLatency, AttentionLoad
 from bascule.plan.sparse.layout import MAX_MESH_RANKS, Work
 from bascule.plan.sparse.plan import SparsePlan
 from bascule.plan.sparse.planner import SparsePlanner, plan_under

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.arrays import Bools, Floats, Ints, frozen
+from bascule.checks import array, ints, whole
 from bascule.errors import ConfigError
-from bascule.plan.checks import array, ints, whole
 from bascule.plan.sequences import MAX_LENGTH
 
 Work = npt.NDArray[Any]

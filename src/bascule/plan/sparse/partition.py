@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.arrays import Floats, Ints
-from bascule.plan.checks import amounts, choice, ints, number, whole
+from bascule.checks import amounts, choice, ints, number, whole
 from bascule.plan.metrics import imbalance
 from bascule.plan.solver.solve import Assignment, assign
 from bascule.plan.sparse.layout import barrier_ends, over_mean, rounds_of, tile_work, turns

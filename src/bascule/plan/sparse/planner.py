@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.arrays import Floats, Ints, num_before
+from bascule.checks import choice, fields, number, of_type, whole
 from bascule.errors import ConfigError
-from bascule.plan.checks import choice, fields, number, of_type, whole
 from bascule.plan.sparse.layout import (
     BlockLayout,
     Work,

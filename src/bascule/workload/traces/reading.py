@@ -17,9 +17,9 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from bascule.arrays import Ints
+from bascule.checks import MAX_RANKS, is_int, shown
 from bascule.errors import ConfigError
-from bascule.plan.checks import MAX_RANKS, is_int, shown
-from bascule.plan.files import check_regular, parse_json
+from bascule.files import check_regular, parse_json
 from bascule.plan.marks import LengthMark, read_mark
 from bascule.workload.traces.spans import Spans, minus, spans_of, union
 

@@ -16,9 +16,9 @@ from functools import cached_property
 import numpy as np
 
 from bascule.arrays import Floats, Ints
+from bascule.checks import shown
 from bascule.errors import ConfigError
 from bascule.plan import metrics
-from bascule.plan.checks import shown
 from bascule.plan.marks import LengthMark
 from bascule.workload.traces.reading import RankTrace
 from bascule.workload.traces.spans import Spans, minus, seconds_within, union, within

@@ -11,12 +11,12 @@ from typing import cast
 import numpy as np
 
 from bascule.arrays import Floats
+from bascule.checks import MAX_RANKS, shown, whole
 from bascule.errors import ConfigError
+from bascule.files import read_json_lines
+from bascule.machine.costs import PolynomialCost
+from bascule.machine.fits import TYPICAL_CROSSOVER_TOKENS, fit_iterations
 from bascule.plan import metrics
-from bascule.plan.checks import MAX_RANKS, shown, whole
-from bascule.plan.costs import PolynomialCost
-from bascule.plan.files import read_json_lines
-from bascule.plan.fits import TYPICAL_CROSSOVER_TOKENS, fit_iterations
 from bascule.plan.marks import What
 from bascule.plan.plan import Plan, plan_batch
 from bascule.plan.sequences import check_lengths

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from bascule.checks import MAX_RANKS, choice, fields, number, shown, whole
 from bascule.errors import ConfigError
-from bascule.plan.checks import MAX_RANKS, choice, fields, number, shown, whole
 
 Kind = Literal["step", "compute", "communication", "waiting", "lengths"]
 

@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.arrays import Floats
+from bascule.checks import called, fields, floats, function, number, rate, whole
 from bascule.errors import ConfigError
-from bascule.plan.checks import called, fields, floats, function, number, rate, whole
 
 FLOPS_PER_UNIT = 1e12
 

@@ -6,9 +6,9 @@ group share the tokens, neighbours share heads. At last, groups exchange their o
 
 from dataclasses import dataclass, replace
 
+from bascule.checks import MAX_RANKS, fields, of_type, whole
 from bascule.errors import ConfigError
-from bascule.plan.checks import MAX_RANKS, fields, of_type, whole
-from bascule.plan.machine import Bag, HardwareProfile, Work
+from bascule.machine.cluster import Bag, HardwareProfile, Work
 
 _RULE = (
     "guidance groups first, which exchange nothing in a layer; then Ulysses ranks up to the heads "

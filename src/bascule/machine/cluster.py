@@ -25,8 +25,10 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.arrays import Floats, Ints
+from bascule.checks import MAX_RANKS, choice, fields, number, of_type, rate, shown, whole
 from bascule.errors import ConfigError
-from bascule.plan.calibration import (
+from bascule.files import parse_json, read_lines, to_path
+from bascule.machine.calibration import (
     ALL_TO_ALL,
     BACKWARD,
     PASSES,
@@ -35,9 +37,7 @@ from bascule.plan.calibration import (
     Calibration,
     built,
 )
-from bascule.plan.checks import MAX_RANKS, choice, fields, number, of_type, rate, shown, whole
-from bascule.plan.costs import FLOPS_PER_UNIT, Cost, TransformerCost, evaluate, in_bag
-from bascule.plan.files import parse_json, read_lines, to_path
+from bascule.machine.costs import FLOPS_PER_UNIT, Cost, TransformerCost, evaluate, in_bag
 from bascule.plan.topology import Topology
 
 if TYPE_CHECKING:  # plans are made by the solver, which imports the machines

@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.arrays import Bools, Floats, Ints
+from bascule.checks import MAX_NUMBER, each, floats, listed, of_type
 from bascule.errors import ConfigError
-from bascule.plan.calibration import NUM_COEFFICIENTS, Fit, is_held_out
-from bascule.plan.checks import MAX_NUMBER, each, floats, listed, of_type
-from bascule.plan.costs import IterationFit, PolynomialCost, TransformerCost
-from bascule.plan.machine import NUM_ALL_TO_ALLS, AttentionLatency, AttentionLoad
+from bascule.machine.calibration import NUM_COEFFICIENTS, Fit, is_held_out
+from bascule.machine.cluster import NUM_ALL_TO_ALLS, AttentionLatency, AttentionLoad
+from bascule.machine.costs import IterationFit, PolynomialCost, TransformerCost
 from bascule.plan.sequences import check_lengths
 
 CONFIDENCE = 0.95

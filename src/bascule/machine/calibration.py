@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.arrays import Bools, Floats
+from bascule.checks import MAX_RANKS, choice, each, fields, number, of_type, whole
 from bascule.errors import ConfigError
-from bascule.plan.checks import MAX_RANKS, choice, each, fields, number, of_type, whole
 
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
 PASSES = (FORWARD, RECOMPUTE, BACKWARD)

@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from bascule.checks import of_type
 from bascule.errors import ConfigError
-from bascule.plan.checks import of_type
 
 MAX_LINE = 2**24
 """Most characters of a line."""
