@@ -18,8 +18,8 @@ from bascule.errors import ConfigError, PlanError
 from bascule.machine.costs import Cost, evaluate
 from bascule.plan.epoch import Deal, DealRules, StepShape, deal_step, epoch_order
 from bascule.plan.limits import Limits, in_tokens
-from bascule.plan.sequences import MAX_LENGTH
-from bascule.plan.step import Sync
+from bascule.plan.offer import MAX_LENGTH
+from bascule.plan.plan import Sync
 
 History = Sequence[Sequence[int]]
 """Samples that each source rank had delivered when a run stopped; one entry a run of an epoch."""
