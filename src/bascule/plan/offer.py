@@ -77,8 +77,10 @@ class Offer:
         return cls(counts, table, tuple(masks) or (None,) * len(counts))
 
     @classmethod
-    def stacked(cls, offers: "Sequence[Offer]") -> Self:
+    def stacked(cls, offers: "Sequence[Offer]") -> "Offer":
         """Join the microbatches of the same ranks, one after another."""
+        if len(offers) == 1:
+            return offers[0]
         counts, tables = ([getattr(x, name) for x in offers] for name in ("counts", "table"))
         masks = tuple(x for offer in offers for x in offer.masks)
         return cls(np.concatenate(counts), np.concatenate(tables, axis=1), masks)
@@ -117,7 +119,7 @@ class Offer:
         is_present[0] = True
         present = int(is_present @ (1 << np.arange(_MASKED)))
         spans = list[Ints]()
-        if any(masks is not None for masks in self.masks):
+        if any(self.masks):
             present |= 1 << _MASKED
             spans.append(np.array([-1 if x is None else x.words.size for x in self.masks]))
             spans += [part for x in self.masks if x is not None for part in (x.counts, x.words)]
@@ -133,37 +135,37 @@ class Offer:
         parts = zip(self.counts[:, None], tables, self.masks, strict=True)
         return [Offer(counts, table, (masks,)) for counts, table, masks in parts]
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         """R, the ranks that bring items."""
         return self.counts.shape[1]
 
-    @property
+    @cached_property
     def lens(self) -> Ints:
         """(n,) tokens."""
         return self.table[0]
 
-    @property
+    @cached_property
     def num_bytes(self) -> Ints:
         """(n,) bytes on the wire."""
         return self.table[1]
 
-    @property
+    @cached_property
     def weights(self) -> Ints:
         """(n,) weight of each item in the mean over all."""
         return self.table[2]
 
-    @property
+    @cached_property
     def forms(self) -> Ints:
         """(n,) items of the same form fit into one call."""
         return self.table[3]
 
-    @property
+    @cached_property
     def pairs(self) -> Floats:
         """(n,) pairs of a query and a key that attention computes; -1: not known."""
         return self.table[4].view(np.float64)
 
-    @property
+    @cached_property
     def context_lens(self) -> Ints | None:
         """(n,) tokens of the context of each item; None without contexts."""
         lens = self.table[5]
@@ -183,8 +185,8 @@ class Offer:
     def num_pairs(self) -> Floats | None:
         """(n,) pairs of a query and a key that it sees; None if these are all of an item."""
         lens, pairs = self.lens.astype(np.float64), self.pairs
-        contexts, has_masks = self.context_lens, any(x is not None for x in self.masks)
-        if has_masks:
+        contexts = self.context_lens
+        if any(self.masks):
             each = zip(self.masks, self.microbatches, strict=True)
             pairs = np.concatenate([x.lens**2.0 if m is None else m.num_pairs() for m, x in each])
         elif contexts is None and not (pairs >= 0).any():

@@ -392,6 +392,7 @@ class Terms:
     def __post_init__(self) -> None:
         cluster = Cluster, "a Cluster(num_nodes, ranks_per_node, ..), or None"
         fields(self, cluster=(of_type, *cluster), locality_tolerance=number)
+        _ = self.token_limits  # refuses what the cost model cannot count
 
     @cached_property
     def settings(self) -> dict[str, str]:

@@ -7,6 +7,7 @@ that prices add up.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -63,7 +64,7 @@ class RankState:
         return slowest * topology.bag_sizes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Prices:
     """Sequences with a price a kind of bag, times its ranks, and the bags."""
 
@@ -78,7 +79,7 @@ class Prices:
     carried: Floats  # (num_bags,) before any sequence: carried loads and launches
     host: Floats  # (num_kinds,) seconds of the host for each sequence of a bag
 
-    @property
+    @cached_property
     def work(self) -> Floats:
         """(num_kinds, num_seqs) cost of each sequence on a bag of each kind, times its ranks."""
         return self.parts.sum(axis=0)
