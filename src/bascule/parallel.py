@@ -156,7 +156,7 @@ class SequenceParallel:
         locality_tolerance: See `plan_batch`.
         kernel: Name of the attention kernel, or your own. Default: the first that runs here.
         device: Where the tensors are. Default: the mesh's, or the group's back end's.
-        data_group: The ranks whose gradients are put together, for `step.mean`. Default: the group.
+        data_group: Ranks over which gradients are averaged, for `step.mean`. Default: the group.
         gradients: The trainer's reduction of gradients over ranks: "mean" (FSDP, DDP) or "sum"
             (torchtitan, and FSDP2 with `set_gradient_divide_factor(1.0)`).
     """

@@ -314,9 +314,8 @@ class BalancedSampler(Sampler[list[int]]):
         if 0 < num - delivered < self._shape.num_cells:
             raise ConfigError(
                 f"{num - delivered} samples of epoch {epoch} are left, and a step has "
-                f"{self._shape.num_cells} batches (ranks * accumulate): finish the epoch with at "
-                f"most {num - delivered} of them, or leave the rest out with "
-                f"set_epoch({epoch + 1}) in place of this state"
+                f"{self._shape.num_cells} batches: finish the epoch with fewer ranks, or leave the "
+                f"rest out with set_epoch({epoch + 1}) in place of this state"
             )
         self._epoch, self._start, self._run = epoch, delivered, None
 

@@ -138,7 +138,7 @@ class Load:
     samples: Sequence[Sequence[Sample]] = ()
     offer: Offer | None = None
     parcels: Sequence[Parcel] = ()
-    num_items: Sequence[int] = ()  # of the loader in each microbatch: a ready-made pack is one
+    num_items: Sequence[int] = ()  # that the loader gave, before `unpack`, by microbatch
     num_missing: int = 0  # how many of these items are None
     saved: Saved = (0, words_of(None))  # before the step
     error: Exception | None = None

@@ -155,7 +155,7 @@ class BalancedEncoder:
             self._length = length_fn or self._length_by_table()
             self._device = device_for(options.device, mesh_or_group, group)
             # Ranks of FSDP meet in every forward pass.
-            self._is_sharded = any(isinstance(one, FSDPModule) for one in self._inner.modules())
+            self._is_sharded = any(isinstance(part, FSDPModule) for part in self._inner.modules())
             if options.cluster is not None:
                 options.cluster.check_world(self._host.size)
             settings = self._settings()

@@ -23,7 +23,7 @@ Item = dict[str, Any]
 """The arguments of a call for one item alone, by name."""
 
 Length = int | tuple[int, float]
-"""Tokens of an item; and pairs of a query and a key that a layer computes, on the mean of them."""
+"""Tokens of an item; or tokens, and mean query-key pairs a layer."""
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ class Masks:
     def before(
         self, queries: Stretch, keys: Stretch, window: int, goes_on: Bools
     ) -> tuple[Pairs, Pairs, Pairs]:
-        """Return what a window shows of the chunk before, for these `chunks` as long as it.
+        """Return the keys of the chunk before that a window of a chunk's size still shows.
 
         Two lists of rectangles, and one of triangles whose runs are both to be taken in reverse: a
         query sees those keys that are less than a window before it.

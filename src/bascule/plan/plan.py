@@ -519,10 +519,10 @@ def _largest_sum(plans: Sequence[Plan]) -> float:
     return float(np.sum([plan.loads for plan in plans], axis=0).max()) if plans else 0.0
 
 
-def _of_microbatch(place: int, make: Callable[[_Given], _Made], given: _Given) -> _Made:
+def _of_microbatch(place: int, make: Callable[[_Given], _Made], microbatch: _Given) -> _Made:
     """Make something of a microbatch; an error names it."""
     try:
-        return make(given)
+        return make(microbatch)
     except (ConfigError, PlanError) as error:
         raise type(error)(f"microbatch {place}: {error}") from None
 

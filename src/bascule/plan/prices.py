@@ -1,7 +1,7 @@
 """Price each sequence on each kind of bag.
 
-Bags of one *kind* have the same size and the same wires. Without a cluster P ranks take a P-th of a
-cost, so that there is one kind, and more only of bags that share heads unevenly. With one, a
+Bags of one *kind* have the same size and the same wires. Without a cluster, P ranks take 1/P of a
+cost; only uneven head shares make further kinds. With one, a
 sequence has a price on each kind (`Cluster.seconds`) and hides only its own exchanges in a ring, so
 that prices add up.
 """
@@ -126,12 +126,13 @@ def price(
     parts, (launch, host) = np.zeros((3, len(kinds), lens.size)), np.zeros((2, len(kinds)))
     for place, bag in enumerate(kinds):
         if cluster is None:
-            one = Seconds(evaluate(in_bag(cost, bag.size), lens, offer.num_pairs))
+            seconds = Seconds(evaluate(in_bag(cost, bag.size), lens, offer.num_pairs))
         else:
-            one = cluster.sequence_seconds(cost, bag, lens, offer.num_pairs)
+            seconds = cluster.sequence_seconds(cost, bag, lens, offer.num_pairs)
             host[place] = cluster.host_seconds(cost, bag)
-        parts[0, place] = checked(np.asarray(one.compute_s), offer)
-        parts[1, place], parts[2, place], launch[place] = one.heads_s, one.ring_s, one.launch_s
+        parts[0, place] = checked(np.asarray(seconds.compute_s), offer)
+        parts[1, place], parts[2, place] = seconds.heads_s, seconds.ring_s
+        launch[place] = seconds.launch_s
     # The others of a bag wait for the rank that carries most.
     carried: Floats = np.maximum.reduceat(ranks.carried, topology.first_ranks)
     return Prices(
