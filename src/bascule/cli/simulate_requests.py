@@ -1,5 +1,6 @@
 """`bascule simulate-requests`: serve pictures and clips on paper, by several policies."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -7,9 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 from bascule.cli.inputs import MachineOptions
 from bascule.errors import ConfigError
 from bascule.options import Outputs, Range, refuse
+from bascule.report.charts import draw_lines
+from bascule.report.page import Fact, Report, Rows, columns
 
 if TYPE_CHECKING:
     from bascule.plan.requests import Request
+    from bascule.sim.requests import Row
     from bascule.workload.requests import Sizes, Workload
 
 _MOST_REQUESTS = 10**6
@@ -125,7 +129,6 @@ def run(options: SimulateRequestsOptions, arguments: list[str]) -> None:
     """Simulate, and publish what each policy reaches."""
     from bascule.checks import number
     from bascule.cli.command import publish, waiting
-    from bascule.report.reports import of_requests
     from bascule.sim.requests import compare
 
     workload = options.read()
@@ -152,4 +155,86 @@ def run(options: SimulateRequestsOptions, arguments: list[str]) -> None:
             within=options.within,
         )
     source = options.workload or options.arrivals or " ".join(options.mix)
-    publish(options, of_requests(rows, str(source), options.ranks, name.strip("-s")))
+    publish(options, report_of(rows, str(source), options.ranks, name.strip("-s")))
+
+
+def report_of(rows: "Sequence[Row]", source: str, num_ranks: int, axis: str) -> Report:
+    """Report what policies reach at loads, and which to choose; `axis` is "load" or "rate"."""
+    from bascule.sim.requests import BOUND
+
+    loads = list(dict.fromkeys(row.load for row in rows))
+    names = [row.policy for row in rows if row.load == loads[0] and row.policy != BOUND]
+    at = {(row.policy, row.load): row.figures for row in rows}
+
+    def line(name: str, figure: str) -> list[float]:
+        return [at[name, load][figure] for load in loads]
+
+    best = max(names, key=lambda name: (sum(line(name, "on_time")), -sum(line(name, "p95_s"))))
+    load = max((load for load in loads if load <= 1), default=loads[0])
+    shown, bound = at[best, load], at[BOUND, load]
+    kinds = [key.removeprefix("degree of ") for key in shown if key.startswith("degree of ")]
+    ranks = ", ".join(f"{kind} {shown[f'degree of {kind}']:.2g}" for kind in kinds)
+    first = columns(axis + ": {:.4g}", "policy")
+
+    def table(title: str, figures: dict[str, str]) -> Rows:
+        known = [row for row in rows if row.figures.keys() & figures.keys()]
+        cells = [(row.load, row.policy, *map(row.figures.get, figures)) for row in known]
+        return Rows(title, first | columns(*figures.values()), cells)
+
+    return Report(
+        title=f"Requests on {num_ranks} ranks: {source}",
+        answer=f"Choose {best}: at {axis} {load:g} {shown['on_time']:.1%} are on time, where no "
+        f"policy exceeds {bound['on_time']:.1%}, and P95 is {shown['p95_s']:.3g} s. It runs them "
+        f"on so many ranks in the mean: {ranks}.",
+        facts=(
+            Fact("best", "best policy", best),
+            Fact(axis, f"at {axis}", load, "{:g}"),
+            Fact("on_time", "on time", shown["on_time"], "{:.1%}"),
+            Fact("on_time_bound", "no policy exceeds", bound["on_time"], "{:.1%}"),
+            Fact("mean_s", "latency in the mean", shown["mean_s"], "{:.4g} s"),
+            Fact("mean_bound_s", "no policy is below", bound["mean_s"], "{:.4g} s"),
+            Fact("p95_s", "P95", shown["p95_s"], "{:.4g} s"),
+            Fact("p99_s", "P99", shown["p99_s"], "{:.4g} s"),
+        ),
+        parts=(
+            draw_lines(
+                "On time",
+                f"The share of requests that are done in time, by {axis}, and its upper bound.",
+                (axis, "share"),
+                {name: line(name, "on_time") for name in (*names, BOUND)},
+                loads,
+            ),
+            draw_lines(
+                "P95",
+                f"Seconds within which 95 % of the requests are done, by {axis}.",
+                (axis, "s"),
+                {name: line(name, "p95_s") for name in names},
+                loads,
+            ),
+            table(
+                "Latency",
+                {
+                    "on_time": "on time: {:.1%}",
+                    "mean_s": "mean, s: {:.4g}",
+                    "p50_s": "P50: {:.4g}",
+                    "p95_s": "P95: {:.4g}",
+                    "p99_s": "P99: {:.4g}",
+                    "slowdown": "slowdown: {:.3g}",
+                },
+            ),
+            table("On time", {f"on_time of {kind}": f"{kind}: {{:.1%}}" for kind in kinds}),
+            table(
+                "Ranks",
+                {"rank_s": "rank-s each: {:.4g}", "idle": "idle: {:.1%}", "moves": "moves: {:.2f}"}
+                | {f"degree of {kind}": f"ranks of {kind}: {{:.2g}}" for kind in kinds},
+            ),
+        ),
+        notes=(
+            "Simulated, not measured. Best is the policy with most requests on time over all rows, "
+            "of equals the one of the least P95.",
+            "The bound takes all ranks as one machine that does the cheapest work of a request in "
+            "parts, so that no policy exceeds it, and maybe none reaches it.",
+            "Slowdown: the largest latency over the seconds alone at the fastest degree. Moves: "
+            "how often a request goes on with other ranks.",
+        ),
+    )

@@ -13,12 +13,10 @@ from importlib.resources import files
 from string import Template
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.markup import escape as plain
-from rich.table import Table
-
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
+    from rich.console import Console
+    from rich.table import Table
 
 _PACKAGES = ("bascule", "torch", "numpy", "plotly")
 _BACKGROUNDS = ("paper_bgcolor", "plot_bgcolor")
@@ -115,8 +113,11 @@ class Report:
     def _values(self) -> dict[str, Any]:
         return {fact.key: _json_value(fact.value) for fact in self.facts}
 
-    def show(self, console: Console) -> None:
+    def show(self, console: "Console") -> None:
         """Print facts, tables and notes. Charts are for pages."""
+        from rich.markup import escape as plain
+        from rich.table import Table
+
         write = partial(console.print, markup=False, highlight=False, emoji=False, soft_wrap=True)
         write("\n".join((*self.data, self.title, self.answer)))
         facts = Table.grid(padding=(0, 3))
@@ -167,7 +168,10 @@ def _json_value(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _console_table(rows: Rows) -> Table:
+def _console_table(rows: Rows) -> "Table":
+    from rich.markup import escape as plain
+    from rich.table import Table
+
     table, hidden = Table(title=plain(rows.title)), len(rows.rows) - rows.num_shown
     if hidden > 0:
         table.caption = f"{hidden:,} more"
