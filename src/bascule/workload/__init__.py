@@ -1,4 +1,4 @@
-"""Inputs to plan for: data codes, manifests, masks, and streams of samples.
+"""Inputs to plan for: data codes, manifests, masks, traces and requests. Nothing imports torch.
 
 Names are resolved when they are first used: a command that plans lengths loads no masks.
 """
