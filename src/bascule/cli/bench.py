@@ -37,7 +37,7 @@ def run(options: BenchOptions, arguments: list[str]) -> int | None:
 
     def finish(result: dict[str, Any]) -> None:
         summary, steps = result["summary"], result["steps"]
-        console = publish(options, report_of(summary, steps), summary)
+        console = publish(options, report_of(summary, steps))
         options.out.mkdir(parents=True, exist_ok=True)
         files = options.out / "summary.json", options.out / "steps.jsonl"
         for path, place in zip(files, _free_places(*files), strict=True):
@@ -141,6 +141,7 @@ def report_of(summary: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Repor
         ),
         notes=tuple(_notes(summary, is_same)),
         data=tuple(setting.get("data_lines", ())),
+        values=summary,
     )
 
 

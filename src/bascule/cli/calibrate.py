@@ -33,11 +33,11 @@ def run(options: CalibrateOptions, arguments: list[str]) -> int | None:
         with progress("measuring", options.rounds + _ROUNDS_THAT_DO_NOT_COUNT) as advance:
             profile = profile_of(measure(options, device, advance), options)
         refused = refusals(profile, options.limit, attends=options.module is None)
-        return {**_FORMAT, "refused": refused, "profile": profile.to_dict()}
+        return {"refused": refused, "profile": profile.to_dict()}
 
     def finish(result: dict[str, Any]) -> int:
         profile = HardwareProfile.of_dict(result["profile"], "the report")
-        console = publish(options, report_of(profile, result["refused"]), result)
+        console = publish(options, report_of(profile, result["refused"]))
         if result["refused"]:
             console.print(f"nothing was saved to {options.out}", markup=False, soft_wrap=True)
             return 1
@@ -95,6 +95,7 @@ def report_of(profile: HardwareProfile, refused: Sequence[str]) -> Report:
             f"not measured, taken from {made.base}: {', '.join(base) or 'nothing'}",
             "every third size was held out of the fits; errors are medians over these",
         ),
+        values={**_FORMAT, "refused": list(refused), "profile": profile.to_dict()},
     )
 
 

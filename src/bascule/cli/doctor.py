@@ -22,7 +22,7 @@ def run(options: DoctorOptions, arguments: list[str]) -> int | None:
             return check_up(options, device, advance)
 
     def finish(report: dict[str, Any]) -> int:
-        publish(options, report_of(report), report)
+        publish(options, report_of(report))
         return int(bool(report["findings"]))
 
     def prepare(_: int) -> None:
@@ -91,6 +91,7 @@ def report_of(report: dict[str, Any]) -> Report:
             f"rank 0: {versions}, back end {first['backend']}, timeout {first['timeout_s']} s",
             "GB/s count what a rank has to send at least, on the slowest rank",
         ),
+        values=report,
     )
 
 

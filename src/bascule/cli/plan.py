@@ -77,7 +77,7 @@ def run(options: PlanOptions, arguments: list[str]) -> None:
         plans += [timed(name, plan.topology, **chosen | x) for name, x in _changes(options)]
     notes = options.notes(is_priced=is_priced)
     report = report_of(plan, cost, cluster, notes, plans if options.compare else ())
-    console = publish(options, report, json.loads(plan.to_json()))
+    console = publish(options, report)
     if options.picture is not None:
         picture = draw_step(plan, cost, cluster, "TFLOP" if cluster is None else "s")
         write(console, "--picture", options.picture, picture)
@@ -149,6 +149,7 @@ def report_of(
             "Loads count the forward pass by the cost model; a backward pass has the same ratios.",
             *notes,
         ),
+        values=json.loads(plan.to_json()),
     )
 
 

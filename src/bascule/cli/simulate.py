@@ -102,7 +102,7 @@ def run(options: SimulateOptions, arguments: list[str]) -> None:
             gpu_hour_price=options.gpu_hour_price,
         )
         result = _simulated(batches, profile, cost, options.topologies, setting)
-    console = publish(options, result.to_report(), result.to_dict())
+    console = publish(options, result.to_report())
     if options.traces is not None:
         for one in result.runs:
             folder = options.traces / one.name.replace(" ", "_")

@@ -1,7 +1,7 @@
 """`bascule topology`: rank the bags that suit batches like these."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -51,9 +51,11 @@ def run(options: TopologyOptions, arguments: list[str]) -> None:
         f"Nodes: {cluster.num_nodes}, of {cluster.ranks_per_node} ranks; batches: {len(batches)}; "
         f"passes: {options.passes}.",
     ]
-    report = report_of(ranking, list(chain.from_iterable(batches[0])), notes, options.rows)
+    lens = list(chain.from_iterable(batches[0]))
+    report = report_of(ranking, lens, notes, options.rows)
     rows = [asdict(row) for row in ranking.rows]
-    publish(options, report, {"best": str(ranking.best), "rows": rows, "machine": str(hardware)})
+    values = {"best": str(ranking.best), "rows": rows, "machine": str(hardware)}
+    publish(options, replace(report, values=values))
 
 
 def _batches(options: TopologyOptions) -> list[list[list[int]]]:

@@ -64,8 +64,7 @@ def run(options: TraceOptions, arguments: list[str]) -> None:
         worth = balancing_worth(parts, lens, options.topology)
     except (ConfigError, PlanError) as error:
         lens, unknown = manifest or RunLengths({}, {}), str(error)
-    report = report_of(parts, worth, unknown)
-    console = publish(options, report, _to_dict(parts, worth, unknown))
+    console = publish(options, report_of(parts, worth, unknown))
     if options.out is not None:
         sizes = [one.world_size for one in traces if one.world_size is not None]
         world_size = max([*sizes, int(parts.ranks.max()) + 1])
@@ -153,6 +152,7 @@ def report_of(parts: "StepParts", worth: "Worth | None", unknown: str) -> Report
             *([f"{worth.assumed_in_words}."] if worth is not None and worth.assumed else []),
             *parts.notes,
         ),
+        values=_to_dict(parts, worth, unknown),
     )
 
 

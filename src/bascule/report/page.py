@@ -98,9 +98,12 @@ class Report:
     parts: tuple[Chart | Rows, ...] = ()
     notes: tuple[str, ...] = ()  # certificate, sources of the numbers, what is not counted
     data: tuple[str, ...] = ()  # how the data were understood, to be read before the answer
+    values: dict[str, Any] | None = None  # for programs, in place of facts and tables
 
     def to_dict(self) -> dict[str, Any]:
-        """Return facts and tables as plain values, for JSON."""
+        """Return plain values for JSON: those given, or facts and tables."""
+        if self.values is not None:
+            return self.values
         return self._values | {
             part.title: [
                 dict(zip(part.columns, map(_json_value, row), strict=True)) for row in part.rows

@@ -250,6 +250,7 @@ class SimulationResult:
                 f"take, times {self.num_ranks} ranks. A way whose steps hold more or fewer tokens "
                 "is counted for as many steps as train on the same tokens.",
             ),
+            values=self.to_dict(),
         )
 
     def table(self) -> str:
