@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from bascule.calibrate.measuring import refusals, undisturbed
+from bascule.cli.calibrate import report_of
 from bascule.errors import ConfigError
 from bascule.machine.calibration import BYTES, TOKENS, is_held_out, least_points
 from bascule.machine.cluster import (
@@ -19,7 +20,6 @@ from bascule.machine.cluster import (
     HardwareProfile,
     passes_of,
 )
-from bascule.report.measured import of_calibration
 from bascule.report.page import render
 from tests.helpers.browser import opened
 from tests.helpers.calibrations import CURVES, LENS, calibrated, fitted
@@ -144,7 +144,7 @@ def test_a_topology_of_a_calibrated_profile(capsys: Console, tmp_path: Path) -> 
 def test_the_page_in_the_browser(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     path, profile = tmp_path / "mine.html", calibrated("<b>mine</b>", noise=0.02)
-    path.write_text(render(of_calibration(profile, []), "bascule calibrate"))
+    path.write_text(render(report_of(profile, []), "bascule calibrate"))
     found = opened(path, tmp_path / "profile")
     assert found.errors == [] and found.num_charts == 2
     assert "&lt;b&gt;mine" in found.html and "<b>mine" not in found.html
@@ -152,7 +152,7 @@ def test_the_page_in_the_browser(tmp_path: Path) -> None:
     for fit in profile.calibration.fits:
         assert found.numbers[f"held_out {fit.what}"] == f"{fit.held_out_error:.1%}"
         assert f"<td>{fit.seconds[1]:.4g}</td>" in found.html
-    told = render(of_calibration(profile, ["forward: bad", "backward: too"]), "x")
+    told = render(report_of(profile, ["forward: bad", "backward: too"]), "x")
     assert "Refused: forward: bad." in told and "backward: too" in told
 
 

@@ -17,10 +17,10 @@ from bascule.machine.cluster import TRAINING, HardwareProfile, Passes, in_passes
 from bascule.machine.costs import TransformerCost
 from bascule.plan.offer import Offer
 from bascule.plan.topology_search import suggest_topology
-from bascule.report.reports import of_simulation
 from bascule.sim.placements import NOTHING, TOKENS, Loaded, Placement, policy_of
+from bascule.sim.results import SimulatedRun
 from bascule.sim.seconds import KINDS, EncoderStage, Sharding, exchange_seconds
-from bascule.sim.simulation import SimulatedRun, SimulationOptions, segments_of, simulate
+from bascule.sim.simulation import SimulationOptions, segments_of, simulate
 from bascule.workload.codes import SampleShape, parse_data_codes, sample_lengths, seq_lens
 from bascule.workload.traces import read_traces, step_parts, write_steps
 from tests.helpers.cli import Console, run
@@ -347,9 +347,9 @@ def test_the_headline_is_of_a_run_that_fits() -> None:
         (1.0, fastest, "Nothing here fits into the memory of a rank. If it did: "),
     ):
         tight = replace(MACHINE, memory_bytes=memory)
-        report = of_simulation(simulate(CODES, profile=tight, model=MODEL, topologies=names))
+        report = simulate(CODES, profile=tight, model=MODEL, topologies=names).to_report()
         assert report.facts[0].value == best.name and report.answer.startswith(said)
-    alone = of_simulation(simulate(CODES, profile=MACHINE, model=MODEL, topologies=["none"]))
+    alone = simulate(CODES, profile=MACHINE, model=MODEL, topologies=["none"]).to_report()
     assert alone.answer == "Nothing here is faster than what you do now, none."
 
 

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bascule.arrays import Bools, Ints
+from bascule.cli.sparse import draw
 from bascule.diffusers.sparse_layers import ROW_WORK, SparseConfig
 from bascule.machine.cluster import AttentionLatency, AttentionLoad, HardwareProfile
 from bascule.plan.sparse import (
@@ -30,7 +31,6 @@ from bascule.plan.sparse import (
 from bascule.plan.sparse.choose import LayerPlans, Strategies, all_degrees, columns_of
 from bascule.plan.sparse.partition import BlockPlan
 from bascule.plan.sparse.planner import PLANNERS, greedy, paper_blocks
-from bascule.report.sparse_picture import draw
 from bascule.sim.sparse_study import WAYS, Mesh, Setting, run_layer, study
 from tests.helpers.simulation import exchange
 from tests.helpers.sparse_simulation import (
