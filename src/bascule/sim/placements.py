@@ -125,7 +125,10 @@ def planned(
 ) -> Iterator[Placement]:
     """Place by `plan_batch`, which counts wires where bags differ: equal ones cost alike."""
     is_mixed = len(set(topology.terms)) > 1 and planner == "lpt"
-    setup = PlanSetup(topology, cost, planner, cluster=cluster if is_mixed else None)
+    if is_mixed:
+        setup = PlanSetup(topology, cost, planner, cluster=cluster)
+    else:
+        setup = PlanSetup(topology, cluster.passes.cost(cost), planner)
     for one in run:
         plan = setup.plan(one.batch)
         yield Placement(
@@ -149,7 +152,7 @@ _ADVICE = (
 
 
 def policy_of(name: str, cost: TransformerCost, cluster: Cluster) -> Policy:
-    """Find the policy of a name, see `simulate`; seconds of cost and cluster are of a step."""
+    """Find the policy of a name, see `simulate`; the cluster's passes are planned for."""
     num_ranks = cluster.num_ranks
     if of_type("topologies: each", name, str, _ADVICE) in _POLICIES:
         return _POLICIES[name]

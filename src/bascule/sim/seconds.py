@@ -11,7 +11,7 @@ import numpy as np
 from bascule.arrays import Floats, Ints
 from bascule.checks import each, fields, number, of_type, rate, whole
 from bascule.errors import ConfigError
-from bascule.machine.cluster import BYTES_PER_VALUE, TRAINING, Cluster, Passes, in_passes
+from bascule.machine.cluster import BYTES_PER_VALUE, TRAINING, Cluster, Passes
 from bascule.machine.costs import FLOPS_PER_UNIT, TransformerCost
 from bascule.plan.prices import RankState, price
 from bascule.plan.sequences import Batch
@@ -232,9 +232,9 @@ def microbatch(placed: Placement, setup: Setup) -> Microbatch:
 def _computed(placed: Placement, setup: Setup) -> dict[str, Floats]:
     """Predict the seconds inside the blocks, and of the host."""
     topology, bag_of = placed.topology, placed.bag_of
-    cost, cluster = in_passes(setup.cost, setup.cluster, setup.options.passes)
+    cluster = replace(setup.cluster, passes=setup.options.passes)
     batch = Batch(np.bincount(placed.source, minlength=topology.num_ranks), placed.computed)
-    prices = price(batch, topology, cost, cluster, RankState.of(topology.num_ranks))
+    prices = price(batch, topology, setup.cost, cluster, RankState.of(topology.num_ranks))
     parts = prices.parts[:, prices.kinds[bag_of], np.arange(bag_of.size)]
     compute, ulysses, ring = map(placed.by_rank, parts)
     launches, host = prices.carried, prices.exposed_host(bag_of)
@@ -261,7 +261,7 @@ def _exposed_sharding(
 def exchange_seconds(placed: Placement, cluster: Cluster, bytes_per_token: float) -> Floats:
     """Return the (N,) seconds in which ranks send sequences to the bags that compute them."""
     near, far = _sent(placed, cluster) * bytes_per_token
-    return np.asarray(cluster.wire_seconds(near, far))
+    return np.asarray(cluster.wires.sending(near, far))
 
 
 def _sent(placed: Placement, cluster: Cluster) -> Floats:

@@ -1,7 +1,7 @@
 """Training on machines that nobody has to start: what a step takes, and what balancing is worth."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from io import StringIO
 from itertools import product
@@ -15,7 +15,7 @@ from bascule.arrays import Floats, Ints
 from bascule.checks import choice, listed, of_type
 from bascule.errors import ConfigError
 from bascule.files import to_path
-from bascule.machine.cluster import Cluster, HardwareProfile, in_passes
+from bascule.machine.cluster import Cluster, HardwareProfile
 from bascule.machine.costs import TransformerCost
 from bascule.options import check_file
 from bascule.plan import metrics
@@ -300,7 +300,7 @@ def simulate(
         raise ConfigError("no topologies to compare: give at least one, such as none or g1n8")
     cluster = _cluster(profile, num_ranks, options.ranks_per_node)
     setup = Setup(model, cluster, profile.host_s or 0.0, options)
-    priced = in_passes(model, cluster, options.passes)
+    priced = model, replace(cluster, passes=options.passes)
     peak = profile.peak_flops_per_s
     runs: list[SimulatedRun] = []
     for name in names:
