@@ -51,7 +51,7 @@ def run(options: CalibrateOptions, arguments: list[str]) -> int | None:
         from bascule.calibrate.measuring import check_block
         from bascule.cli.launch import device_type
 
-        options.check(num_ranks)
+        options.check()
         check_block(options, torch.device(device_type()))
 
     return on_ranks(options, arguments, measure, finish, prepare)

@@ -136,7 +136,7 @@ def run(options: SparseOptions, arguments: list[str]) -> None:
         fitting,
         source.q_lens,
         source.kv_lens,
-        machine.attention_latency(options.head_dim),
+        machine,
         options.head_dim,
         options.itemsize,
         options.target,

@@ -38,14 +38,14 @@ class TopologyOptions(Outputs, BatchOptions):
 def run(options: TopologyOptions, arguments: list[str]) -> None:
     """Rank, and publish the ranking."""
     from bascule.cli.command import publish, waiting
-    from bascule.machine.cluster import in_passes, passes_of
+    from bascule.machine.cluster import passes_of
     from bascule.plan.topology_search import suggest_topology
 
     batches, hardware = _batches(options), options.hardware()
-    cluster = options.machines(len(batches[0]))
-    cost, cluster = in_passes(options.cost, cluster, passes_of(options.passes, hardware))
+    passes = passes_of(options.passes, hardware)
+    cluster = replace(options.machines(len(batches[0])), passes=passes)
     with waiting("solving topologies"):
-        ranking = suggest_topology(batches, cost, cluster, limits=options.limits)
+        ranking = suggest_topology(batches, options.cost, cluster, limits=options.limits)
     notes = [
         *options.notes(),
         f"Nodes: {cluster.num_nodes}, of {cluster.ranks_per_node} ranks; batches: {len(batches)}; "

@@ -1,6 +1,7 @@
 """Training on machines that nobody has to start: what a step takes, and what balancing is worth."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import cast
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 from bascule.checks import listed, of_type
 from bascule.errors import ConfigError
-from bascule.machine.cluster import Cluster, HardwareProfile, in_passes
+from bascule.machine.cluster import Cluster, HardwareProfile
 from bascule.machine.costs import TransformerCost
 from bascule.plan.offer import Offer, offer_of
 from bascule.plan.topology_search import suggest_topology
@@ -77,7 +78,7 @@ def simulate(
         raise ConfigError("no topologies to compare: give at least one, such as none or g1n8")
     cluster = _cluster(profile, num_ranks, options.ranks_per_node)
     setup = Setup(model, cluster, profile.host_s or 0.0, options)
-    priced = in_passes(model, cluster, options.passes)
+    priced = model, replace(cluster, passes=options.passes)
     peak = profile.peak_flops_per_s
     runs: list[SimulatedRun] = []
     for name in names:

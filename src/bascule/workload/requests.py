@@ -12,7 +12,7 @@ import numpy as np
 from bascule.checks import number, whole
 from bascule.errors import ConfigError
 from bascule.files import read_json_lines
-from bascule.machine.cluster import Bag, HardwareProfile
+from bascule.machine.cluster import BagShape, HardwareProfile
 from bascule.machine.costs import TransformerCost
 from bascule.plan.requests import NEVER, Request
 from bascule.workload.tokens import TokenRule
@@ -31,7 +31,7 @@ def predicted(profile: HardwareProfile, cost: TransformerCost, passes: int = 1) 
         lens = np.array([tokens])
         seconds = dict[int, float]()
         for degree in (1, 2, 4, 8):
-            bag = Bag.aligned(degree, 1, _MOST_DEGREE)
+            bag = BagShape.aligned(degree, 1, _MOST_DEGREE)
             each = cluster.sequence_seconds(cost, bag, lens)
             spread = float(np.sum(each.compute_s + each.heads_s)) / degree
             once = float(np.sum(each.launch_s)) + cluster.host_seconds(cost, bag)
