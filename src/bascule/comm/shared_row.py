@@ -71,13 +71,8 @@ class SharedRow:
             received = np.add.outer(self.order * num, np.arange(num)).ravel()
             splits = len(places) * np.diff(bounds), num * np.array(self.counts)
             route = Route(sent, *splits, received)
-            where = (
-                self.group,
-                device,
-                (len(sent), len(received)),
-                self.step,
-                ("heads", "heads back"),
-            )
+            sizes, names = (len(sent), len(received)), ("heads", "heads back")
+            where = self.group, device, sizes, self.step, names
             bound = BoundRoute(route, *where, count=self.count)
             self._routes[num_heads, device] = bound
         return self._routes[num_heads, device]
