@@ -30,6 +30,7 @@ from bascule.plan.offer import NO_ITEMS, Offer, Sequences, offer_of
 from bascule.plan.plan import Plan, Sync, Terms, check_sync, plan_jointly
 from bascule.plan.prices import RankState
 from bascule.plan.topology import Topology
+from bascule.step import Binding
 from bascule.step import Step as Step
 
 _FIRST_CAPACITY = 68  # numbers in the first gather: four of a microbatch, and one a sequence
@@ -214,6 +215,8 @@ class SequenceParallel:
         made = new_group(ranks, "exchange", timeout_s, backend=dist.get_backend(group))
         self.group = replace(made, control=self._planning.group)
         self.data_group = self.group if data is None else data
+        ranks_of_steps = self.group, self.data_group, self.device
+        self._binding = Binding(*ranks_of_steps, kernel, is_mean=gradients == "mean")
 
     @property
     def rank(self) -> int:
@@ -311,7 +314,8 @@ class SequenceParallel:
     def _steps(self, request: PlanRequest, plans: Sequence[Plan]) -> tuple["Step", ...]:
         numbered = enumerate(plans, request.number)
         assert request.terms is not None  # there are plans
-        steps = tuple(Step(self, planned, number, request.terms) for number, planned in numbered)
+        terms = request.terms
+        steps = tuple([Step(self._binding, plan, number, terms) for number, plan in numbered])
         self._recent = *self._recent[-1:], steps
         return steps
 

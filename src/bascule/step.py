@@ -8,15 +8,16 @@ from ast import literal_eval
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.fx.node import has_side_effect
 
-from bascule import step_ops
-from bascule.arrays import ranges, sums_by
+from bascule.arrays import sums_by
 from bascule.attention import packed
+from bascule.attention.kernels.registry import Kernel
 from bascule.attention.mask import PLAIN, Scores
 from bascule.attention.ring import AttentionCall
 from bascule.attention.usp import (
@@ -30,30 +31,21 @@ from bascule.attention.usp import (
 )
 from bascule.comm.agree import first_use
 from bascule.comm.collectives import all_reduce, start_all_to_all, table_on
-from bascule.comm.exchange import (
-    BoundRoute,
-    check_rows,
-    move_back,
-    move_rows,
-    sample_gradients,
-    samples_of_all,
-)
 from bascule.comm.failures import leave, mark_lengths, shared
 from bascule.comm.groups import Kept, RankGroup, this_world
+from bascule.comm.route import BoundRoute, check_rows, move
 from bascule.comm.shared_row import SharedRow
-from bascule.comm.transforms import refuse_transforms
+from bascule.comm.transforms import refuse_second, refuse_transforms, wants_gradients
 from bascule.errors import ConfigError
 from bascule.plan.plan import Plan, Terms
+from bascule.plan.routes import Route
 from bascule.plan.traffic import Traffic
-
-if TYPE_CHECKING:
-    from bascule.parallel import SequenceParallel
 
 T = TypeVar("T")
 Settings = tuple[str, bool, float | None, tuple[bool, ...], tuple[int, int, float]]
 """Method, `causal`, `scale`, which of q, k and v want gradients, and arguments of `Scores`."""
 
-_NUM_KEPT = 64
+_NUM_FORMS = 64  # scales may change from call to call
 
 
 @dataclass(slots=True, eq=False)
@@ -67,8 +59,82 @@ class _Done:
         self.num_attended += 1
         self.traffic += traffic
 
+    def route(self, num_bytes: int) -> None:
+        self.traffic += Traffic(routed=num_bytes)
+
     def share_heads(self, num_bytes: int) -> None:
         self.traffic += Traffic(heads=num_bytes)
+
+
+@dataclass(slots=True, eq=False)
+class _Forms:
+    """Forms of a step's calls, apart from the step: routes that graphs hold check themselves here.
+
+    Each form is checked, and agreed on by all ranks, when it is first used.
+    """
+
+    group: RankGroup
+    number: int  # of the step, for errors
+    made: Kept[Hashable, Any] = field(default_factory=lambda: Kept(_NUM_FORMS))
+
+    def get(self, form: tuple[Any, ...], xs: Sequence[Any], make: Callable[[], T]) -> T:
+        """Return what `make` gives for a form of call and of tensors; made at the first use."""
+
+        def first() -> T:
+            with shared(f"step {self.number}: {form[0]}"):
+                return make()
+
+        try:
+            key = form, *[(type(x), x.shape, x.dtype, x.device, x.layout) for x in xs]
+            hash(key)
+        except (AttributeError, TypeError, RuntimeError):  # no dense tensors: `make` refuses them
+            return first()
+        return self.made.get(key, first)
+
+    def agree(self, what: str, check: Callable[[], str]) -> None:
+        """Let all ranks agree on the form that a check gives, or on the error that it raises."""
+        text, error = "", None
+        try:
+            text = check()
+        except Exception as met:  # whatever it is, the others must not wait
+            error = met
+        form = text if error is None else error  # which no rank has agreed on
+        first_use(self.group, form, lambda: (text, error), what=what, step=self.number)
+
+    def check_move(
+        self,
+        device: torch.device,
+        way: str,
+        num_rows: int,
+        names: str,
+        xs: Sequence[Any],
+        needs: Sequence[bool],
+    ) -> None:
+        """Refuse tensors that cannot be moved, or that other ranks do not move."""
+
+        def check() -> str:
+            """Describe what decides the sizes: names, dtypes, widths and gradients."""
+            if not xs:
+                raise ConfigError(f"{way}: give at least one tensor")
+            texts: list[str] = []
+            for name, x, is_needed in zip(names.split(","), xs, needs, strict=True):
+                check_rows(way, name, x, num_rows, device)
+                dtype, end = str(x.dtype).removeprefix("torch."), " with gradient" * is_needed
+                texts.append(f"{name} {dtype}{list(x.shape[1:])}{end}")
+            return f"{way}({', '.join(texts)})"
+
+        self.get((way, names, *needs), xs, lambda: self.agree(way, check))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Binding:
+    """The ranks that steps are bound to, and what computes there."""
+
+    group: RankGroup
+    data_group: RankGroup  # over which gradients are averaged
+    device: torch.device
+    kernel: Kernel | None
+    is_mean: bool  # whether the trainer takes the mean of gradients over ranks; else their sum
 
 
 class Step:
@@ -85,22 +151,24 @@ class Step:
         token_slot: (C,) index into `local_seq_ids` of each token that this rank computes on.
     """
 
-    def __init__(self, parallel: "SequenceParallel", plan: Plan, number: int, terms: Terms) -> None:
-        rank = parallel.rank
-        self._parallel, self._terms, self.number = parallel, terms, number
+    def __init__(self, binding: Binding, plan: Plan, number: int, terms: Terms) -> None:
+        rank = binding.group.rank
+        self._binding, self._terms, self.number = binding, terms, number
         self.plan = plan
         self._done = _Done()
-        self._kept = Kept[Hashable, Any](_NUM_KEPT)  # scales may change from call to call
-        self._key = this_world().add_step(self)
+        self._forms = _Forms(binding.group, number)
         # Compilers can neither look into arrays nor make tables: what graphs need is made here.
         self.local = plan.local(rank)
-        self.local_seq_ids = table_on(self.local.seq_ids, parallel.device)
-        self.token_slot = table_on(self.local.slots, parallel.device)
+        self.local_seq_ids = table_on(self.local.seq_ids, binding.device)
+        self.token_slot = table_on(self.local.slots, binding.device)
         place = plan.topology.place_of(rank)
         self._place, self._degree = place.ulysses, place.ulysses_degree
         first = rank - self._place
         self._num_together = int(plan.tokens[first : first + self._degree].sum())
-        self._num_rows = _num_rows(plan, rank, place.bag)
+        self._routes = _bound_routes(plan, place.bag, binding, self._forms, self._done)
+        self._key = this_world().add(self, *self._routes.values())
+        for number, route in enumerate(self._routes.values(), self._key + 1):
+            route.number = number
 
     @property
     def num_attended(self) -> int:
@@ -118,7 +186,7 @@ class Step:
 
         ConfigError: The plan has other masks than causal ones.
         """
-        plan, group = self.plan, self._parallel.group
+        plan, group = self.plan, self._binding.group
         masks, ranks = plan.masks, plan.topology.bags[plan.topology.bag_of_rank[group.rank]]
         if masks is not None and not (masks.is_causal.all() and masks.counts.max(initial=0) <= 1):
             raise ConfigError(
@@ -155,11 +223,11 @@ class Step:
         Raises:
             ConfigError: A tensor has another number of rows. CommError: an exchange failed.
         """
-        return self._exchange("route", tensors)
+        return self._move("route", tensors)
 
     def restore(self, tensor: Tensor) -> Tensor:
         """Bring tokens (C, ...) back to source and order, (T, ...); one all-to-all a direction."""
-        return self._exchange("restore", {"tensor": tensor})["tensor"]
+        return self._move("route", {"tensor": tensor}, back=True)["tensor"]
 
     def route_contexts(self, **tensors: Tensor) -> dict[str, Tensor]:
         """Bring the context of each sequence to all ranks that compute on the sequence.
@@ -174,7 +242,7 @@ class Step:
             Each (E, ...), by its name: the contexts of the sequences of this rank's bag, in order
             of their ids.
         """
-        return self._exchange("route_contexts", tensors)
+        return self._move("route_contexts", tensors)
 
     def attend_contexts(
         self, q_CHD: Tensor, k_EKD: Tensor, v_EKD: Tensor, *, scale: float | None = None
@@ -230,14 +298,14 @@ class Step:
         """
         if not torch.compiler.is_compiling():
             return self.num_marked(is_marked)
-        return int(step_ops.count_routed(is_marked, self._key))
+        return int(torch.ops.bascule.count_routed(is_marked, self._key))
 
     def gather_samples(self, tensor: Tensor) -> Tensor:
         """Gather the per-sample rows of all ranks: (n, ...) to (N, ...), by global sequence id.
 
-        Differentiable; one all-gather forward, one reduce-scatter backward.
+        Differentiable; one all-to-all a direction, each row to all ranks.
         """
-        return self._exchange("gather_samples", {"tensor": tensor})["tensor"]
+        return self._move("gather_samples", {"tensor": tensor})["tensor"]
 
     def mean(self, per_token: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """Mean over the tokens of all ranks, right where gradients are averaged (or summed).
@@ -249,27 +317,26 @@ class Step:
             weights: Factor of each value; broadcasts to the values. None counts each once.
         """
         refuse_transforms("mean", per_token)
-        step_ops.check_weights(weights)  # within an operator nothing has one
-        if not torch.compiler.is_compiling():
-            self._check_mean(per_token, weights)
-        return step_ops.mean(per_token, weights, self._key)[0]
+        check_weights(weights)  # within an operator nothing has one
+        is_checked = not torch.compiler.is_compiling()
+        if is_checked:
+            self.check_mean(per_token, weights)
+        return torch.ops.bascule.mean(per_token, weights, self._key, is_checked)[0]
 
     def metrics(self) -> dict[str, Any]:
         """Predicted loads before and after balancing, and what moved so far, as plain values."""
         predicted = self.plan.summary(self._terms.cost, self._terms.cluster)
         return {"step": self.number, **predicted, "sent_bytes": self.traffic.total}
 
-    # Where plain code enters. Compilers take the name and the sizes of an operator as constants.
+    # Entry points of eager code. Compilers take names and sizes of an operator as constants.
 
-    def _exchange(self, way: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        xs = list(tensors.values())
-        refuse_transforms(way, *xs)
-        names, needs = ",".join(tensors), _needs(xs)
+    def _move(
+        self, way: str, tensors: dict[str, Tensor], *, back: bool = False
+    ) -> dict[str, Tensor]:
+        names = ",".join(tensors)
         if not names.isascii():  # which operators do not take
             names = ",".join(map(ascii, tensors))
-        if not torch.compiler.is_compiling():
-            self._check_rows(way, names, xs, needs)
-        moved = step_ops.exchange(xs, self._key, way, names, needs, self._num_rows[way][1])
+        moved = move(self._routes[way], list(tensors.values()), names=names, back=back)
         return dict(zip(tensors, moved, strict=True))
 
     def _attend(
@@ -284,7 +351,7 @@ class Step:
         sink: Tensor | None = None,
     ) -> Tensor:
         refuse_transforms(what, q, k, v)
-        settings = what, causal, scale, tuple(_needs([q, k, v])), scores.key
+        settings = what, causal, scale, tuple(wants_gradients([q, k, v])), scores.key
         if torch.compiler.is_compiling():
             self._check_settings(what, causal, scale, scores)
             q, _ = with_positive_scale(q, scale)
@@ -303,32 +370,10 @@ class Step:
         """Return the call that a recorded program names, see `usp`."""
         return self._call(literal_eval(name.removeprefix("step ")), q, k, v)
 
-    def move(
-        self, way: str, names: str, xs: Sequence[Tensor], needs: Sequence[bool]
-    ) -> Sequence[Tensor]:
-        """Move rows one way, see `step_ops`; without names, gradients."""
-        what = way if names else f"{step_ops.ADJOINT[way]}, backward"
-        with shared(f"step {self.number}: {what}"):
-            if names:
-                self._check_rows(way, names, xs, needs)
-            if way == "gather_samples":
-                return [samples_of_all(xs[0], *self._samples)]
-            if way == "samples back":
-                num_own = self._num_rows["gather_samples"][0]
-                return [sample_gradients(xs[0], num_own, *self._samples).clone()]
-            if way == "contexts back":
-                return move_back(self._context_route, xs)
-            if way == "route_contexts":
-                route = self._context_route
-            else:
-                route = self._route if way == "route" else self._route.inverse
-            if names:
-                self._done.traffic += Traffic(routed=route.sent_bytes(xs))
-            return move_rows(route, xs)
-
     def num_marked(self, is_marked: Tensor) -> int:
         """Count as `count_routed` does, outside compiled code."""
-        group, wanted = self._parallel.group, (self._num_rows["route"][0],)
+        route = self._routes["route"]
+        group, wanted = route.group, (route.num_rows[0],)
         where = f"step {self.number}: count_routed"
 
         def check() -> str:
@@ -340,106 +385,47 @@ class Step:
             return "rows of a bool tensor"
 
         with shared(where):
-            self._first(("count_routed",), [is_marked], lambda: self._agree("count_routed", check))
-            route, marks = self._route.route, is_marked.numpy()
-            marks = marks if route.send_index is None else marks[route.send_index]
-            dest = np.repeat(np.arange(group.size), route.send_splits)
+            agreed = partial(self._forms.agree, "count_routed", check)
+            self._forms.get(("count_routed",), [is_marked], agreed)
+            send_index, marks = route.route.send_index, is_marked.numpy()
+            marks = marks if send_index is None else marks[send_index]
+            dest = np.repeat(np.arange(group.size), route.route.send_splits)
             sent = torch.from_numpy(sums_by(dest, marks, group.size))
-            come, one_each = torch.empty_like(sent), [1] * group.size
-            start_all_to_all(group.control or group, where, come, sent, one_each, one_each)()
-            return int(come.sum())
+            counts, one_each = torch.empty_like(sent), [1] * group.size
+            start_all_to_all(group.control or group, where, counts, sent, one_each, one_each)()
+            return int(counts.sum())
 
     def mean_and_scale(self, values: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the weighted mean over all ranks, and the factor of its gradient; no weights: 0.
 
         The factor is (ranks of the mean, or 1) / (sum of weights). One all-reduce.
         """
-        group, is_mean = self._parallel.data_group, self._parallel.gradients == "mean"
+        group = self._binding.data_group
         with shared(f"step {self.number}: mean"):
-            self._check_mean(values, weights)
             wide = values.double()
             counted = wide.new_ones(()) if weights is None else weights.double()
             counted = counted.expand_as(values)
             sums = torch.stack([(wide * counted).sum(), counted.sum()])
             sums = all_reduce(group, f"step {self.number}: all_reduce (mean)", sums)
             inverse = torch.where(sums[1] == 0.0, 0.0, sums[1].reciprocal())
-            scale = inverse * (group.size if is_mean else 1)
+            scale = inverse * (group.size if self._binding.is_mean else 1)
             return (sums[0] * inverse).to(values.dtype), scale
 
     # Things that are made, checked and agreed on when they are first used.
 
     @cached_property
-    def _route(self) -> BoundRoute:
-        parallel = self._parallel
-        mark_lengths("step", self.plan, parallel.rank)
-        route = self.plan.route(parallel.rank)
-        return BoundRoute(route, parallel.group, parallel.device, self.number, "route")
-
-    @cached_property
-    def _context_route(self) -> BoundRoute:
-        parallel, num_rows = self._parallel, self._num_rows["route_contexts"][0]
-        args = parallel.group, parallel.device, self.number, "route_contexts"
-        return BoundRoute(self.plan.context_route(parallel.rank), *args, num_rows=num_rows)
-
-    @cached_property
     def _bag(self) -> packed.Bag:
-        return packed.Bag.of(self.plan, self._parallel.group, self._parallel.device)
+        return packed.Bag.of(self.plan, self._binding.group, self._binding.device)
 
-    @cached_property
-    def _samples(self) -> tuple[int, Tensor, RankGroup, int]:
-        counts, parallel = self.plan.source_counts, self._parallel
-        most = int(counts.max(initial=0))  # rows of a gather are padded to the most of a rank
-        rows = ranges(np.arange(counts.size) * most, counts)
-        return most, table_on(rows, parallel.device), parallel.group, self.number
+    def check_mean(self, values: Tensor, weights: Tensor | None) -> None:
+        """Refuse what has no mean, or what other ranks do not take the mean of."""
 
-    def _first(self, form: tuple[Any, ...], xs: Sequence[Any], make: Callable[[], T]) -> T:
-        """Return what `make` gives for a form of call and of tensors; made at the first use."""
-
-        def first() -> T:
-            with shared(f"step {self.number}: {form[0]}"):
-                return make()
-
-        try:
-            key = form, *[(type(x), x.shape, x.dtype, x.device, x.layout) for x in xs]
-            hash(key)
-        except (AttributeError, TypeError, RuntimeError):  # no dense tensors: `make` refuses them
-            return first()
-        return self._kept.get(key, first)
-
-    def _agree(self, what: str, check: Callable[[], str]) -> str:
-        """Let all ranks agree on the form that a check gives, or on the error that it raises."""
-        text, error = "", None
-        try:
-            text = check()
-        except Exception as met:  # whatever it is, the others must not wait
-            error = met
-        form = text if error is None else error  # which no rank has agreed on
-        first_use(self._parallel.group, form, lambda: (text, error), what=what, step=self.number)
-        return text
-
-    def _check_rows(
-        self, way: str, names: str, xs: Sequence[Tensor], needs: Sequence[bool]
-    ) -> None:
         def check() -> str:
-            """Describe what decides the sizes: names, dtypes, widths and gradients."""
-            if not xs:
-                raise ConfigError(f"{way}: give at least one tensor")
-            forms: list[str] = []
-            for name, x, is_needed in zip(names.split(","), xs, needs, strict=True):
-                check_rows(way, name, x, self._num_rows[way][0], self._parallel.device)
-                dtype, end = str(x.dtype).removeprefix("torch."), " with gradient" * is_needed
-                forms.append(f"{name} {dtype}{list(x.shape[1:])}{end}")
-            return f"{way}({', '.join(forms)})"
-
-        self._first((way, names, *needs), xs, lambda: self._agree(way, check))
-
-    def _check_mean(self, values: Tensor, weights: Tensor | None) -> None:
-        def check() -> str:
-            step_ops.check_mean(values, weights)
+            check_mean(values, weights)
             return f"{tuple(values.shape[1:])}, {values.dtype}, weights {weights is not None}"
 
         xs = [values] if weights is None else [values, weights]
-        self._first(("mean",), xs, lambda: self._agree("mean", check))
+        self._forms.get(("mean",), xs, partial(self._forms.agree, "mean", check))
 
     def _check_settings(self, what: str, causal: bool, scale: float | None, scores: Scores) -> None:
         check_settings(what, causal, scale)
@@ -463,11 +449,11 @@ class Step:
         return [self._num_together, q.shape[1] // k.shape[1] * own, own, self._key]
 
     def _call(self, settings: Settings, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
-        return self._first(settings, [q, k, v], lambda: self._made(settings, q, k, v))
+        return self._forms.get(settings, [q, k, v], lambda: self._make_call(settings, q, k, v))
 
-    def _made(self, settings: Settings, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
+    def _make_call(self, settings: Settings, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
         what, causal, scale, _, key = settings
-        bag, kernel, fixed = self._bag, self._parallel.kernel, dict[str, Any]()
+        bag, kernel, fixed = self._bag, self._binding.kernel, dict[str, Any]()
         scores = Scores(*key)
         self._check_settings(what, causal, scale, scores)
 
@@ -480,11 +466,11 @@ class Step:
             return f"{most_sharing} ranks, {shapes}, {q.dtype}, {_name_of(settings)}"
 
         if what == "attend":
-            self._agree(what, check)
+            self._forms.agree(what, check)
             fixed["count"] = partial(self._done.attend, packed.traffic(bag, q, k))
         else:
             check_tensors(what, q, k, v)
-            packed.check_shapes(bag, q, k, v, num_keys=self._num_rows["route_contexts"][1])
+            packed.check_shapes(bag, q, k, v, num_keys=self._routes["route_contexts"].num_rows[1])
         fixed |= {"where": f"step {self.number}: {what}", "name": _name_of(settings)}
         kind = "contexts" if what != "attend" else "causal" if causal else "all"
         factor, sizes = positive_scale(q.shape[2], scale), self._sizes_of(what, q, k)
@@ -496,21 +482,134 @@ def _name_of(settings: Settings) -> str:
     return f"step {(what, causal, None if scale is None else float(scale), *others)}"
 
 
-def _needs(xs: Sequence[object]) -> list[bool]:
-    """Return, for each tensor, whether it wants a gradient."""
-    has_grad = torch.is_grad_enabled()
-    return [has_grad and isinstance(x, Tensor) and x.requires_grad for x in xs]
+def _bound_routes(
+    plan: Plan, bag: int, binding: Binding, forms: _Forms, done: _Done
+) -> dict[str, BoundRoute]:
+    """Return the moves of a step by name; a route is made at its first use."""
+    group, rank, lens = binding.group, binding.group.rank, plan.seq_lens
+    counts, contexts = plan.source_counts, plan.context_lens
+    first, size = int(counts[:rank].sum()), group.size
+    own, num_own = slice(first, first + int(counts[rank])), int(counts[rank])
 
+    def of_tokens() -> Route:
+        mark_lengths("step", plan, rank)
+        return plan.route(rank)
 
-def _num_rows(plan: Plan, rank: int, bag: int) -> dict[str, tuple[int, int]]:
-    """Return the rows that each exchange takes from this rank, and brings to it, by its name."""
-    counts, lens, contexts = plan.source_counts, plan.seq_lens, plan.context_lens
-    first = int(counts[:rank].sum())
-    own = slice(first, first + int(counts[rank]))
-    loaded, computed = int(lens[own].sum()), int(plan.tokens[rank])
-    rows = {"route": (loaded, computed), "restore": (computed, loaded), "route_contexts": (0, 0)}
-    rows["gather_samples"] = own.stop - first, lens.size
+    def of_samples() -> Route:  # each to all ranks
+        index = np.tile(np.arange(num_own), size)
+        return Route(index, np.full(size, num_own), counts, None)
+
+    num_tokens, num_contexts = (int(lens[own].sum()), int(plan.tokens[rank])), (0, 0)
     if contexts is not None:
-        brought = int(contexts[plan.bag_of == bag].sum())
-        rows["route_contexts"] = int(contexts[own].sum()), brought
-    return rows
+        num_contexts = int(contexts[own].sum()), int(contexts[plan.bag_of == bag].sum())
+    routed, of_contexts = done.route, partial(plan.context_route, rank)
+    ways = {  # what makes the route, (rows here, rows there), whether rows have copies, who counts
+        ("route", "restore"): (of_tokens, num_tokens, False, routed),
+        ("route_contexts", "contexts back"): (of_contexts, num_contexts, True, routed),
+        ("gather_samples", "samples back"): (of_samples, (num_own, lens.size), True, None),
+    }
+    where, check = (group, binding.device), partial(forms.check_move, binding.device)
+    return {
+        names[0]: BoundRoute(make, *where, rows, forms.number, names, has_copies, check, count)
+        for names, (make, rows, has_copies, count) in ways.items()
+    }
+
+
+# --- operators of a step, which find it by its number ---------------------------------------------
+
+
+def check_mean(values: Any, weights: Any) -> None:
+    """Refuse values and weights that have no mean over tokens."""
+    if not isinstance(values, Tensor) or not isinstance(weights, Tensor | None):
+        raise ConfigError(
+            f"mean: values are a {type(values).__name__} and weights a {type(weights).__name__}: "
+            "give tensors"
+        )
+    if values.dim() == 0 or not values.is_floating_point() or values.is_meta:
+        raise ConfigError(
+            f"mean: values of shape {tuple(values.shape)} and {values.dtype} on {values.device}: "
+            "give a real floating-point value for each token, not their mean or sum (a scalar)"
+        )
+    if weights is None:
+        return
+    shape = (1,) * (values.dim() - weights.dim()) + tuple(weights.shape)
+    fits = len(shape) == values.dim() and all(
+        a in (1, b) for a, b in zip(shape, values.shape, strict=True)
+    )
+    if not fits or weights.is_complex() or weights.device != values.device:
+        raise ConfigError(
+            f"mean: weights of shape {tuple(weights.shape)} and {weights.dtype} on "
+            f"{weights.device} for values of shape {tuple(values.shape)} on {values.device}: give "
+            "real numbers that broadcast to the values, on their device"
+        )
+    check_weights(weights)
+
+
+def check_weights(weights: Tensor | None) -> None:
+    """Refuse weights that want a gradient."""
+    if isinstance(weights, Tensor) and weights.requires_grad:
+        raise ConfigError(
+            "mean: weights want a gradient, and the mean gives them none: pass weights.detach()"
+        )
+
+
+def mean_gradient(
+    grad: Tensor, weights: Tensor | None, scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Return the gradient of the values; it broadcasts to them."""
+    wide = torch.promote_types(dtype, torch.float32)
+    each = (grad.double() * scale).to(wide)
+    if weights is not None:
+        each = each * weights.to(wide)
+    return each.to(dtype)
+
+
+_SCHEMAS = {
+    "count_routed": "(Tensor is_marked, SymInt step) -> Tensor",
+    "mean": "(Tensor values, Tensor? weights, SymInt step, bool is_checked) -> (Tensor, Tensor)",
+}
+for _name, _schema in _SCHEMAS.items():
+    torch.library.define(f"bascule::{_name}", _schema, tags=torch.Tag.pt2_compliant_tag)
+has_side_effect(torch.ops.bascule.mean.default)  # an unused result must still be exchanged
+
+
+@torch.library.impl("bascule::count_routed", "CompositeExplicitAutograd")
+def _count_routed(is_marked: Tensor, step: int) -> Tensor:
+    return torch.tensor(this_world().find(step).num_marked(is_marked))
+
+
+@torch.library.register_fake("bascule::count_routed")
+def _(is_marked: Tensor, step: int) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device="cpu")
+
+
+@torch.library.impl("bascule::mean", "CompositeExplicitAutograd")
+def _mean(
+    values: Tensor, weights: Tensor | None, step: int, is_checked: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the mean over the tokens of all ranks, and the factor of its gradient."""
+    found: Step = this_world().find(step)
+    if not is_checked:
+        found.check_mean(values, weights)
+    return found.mean_and_scale(values, weights)
+
+
+@torch.library.register_fake("bascule::mean")
+def _(values: Tensor, weights: Tensor | None, step: int, is_checked: bool) -> tuple[Tensor, Tensor]:
+    return values.new_empty(()), values.new_empty((), dtype=torch.float64)
+
+
+def _keep_mean(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    values, weights, *_ = inputs
+    ctx.save_for_backward(weights, output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.dtype, ctx.shape = values.dtype, values.shape
+
+
+def _mean_gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    refuse_second(grad)
+    weights, scale = ctx.saved_tensors
+    return mean_gradient(grad, weights, scale, ctx.dtype).expand(ctx.shape), None, None, None
+
+
+torch.library.register_autograd("bascule::mean", _mean_gradients, setup_context=_keep_mean)

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bascule.attention.api import AttentionMesh, attention, gather
 from bascule.attention.layout import SequenceLayout
-from bascule.comm.exchange import BoundRoute, exchange
 from bascule.comm.groups import member_of, resolve
+from bascule.comm.route import BoundRoute, move
 from bascule.parallel import SequenceParallel, Step
 from bascule.plan.routes import Route
 from tests.helpers.cases import COST, LENGTHS
@@ -211,8 +211,9 @@ def wide_gradients() -> None:
     num = group.size
     route = Route(np.tile(np.arange(2), num), np.full(num, 2), np.full(num, 2), recv_index=None)
     leaf = torch.ones(2, 4, dtype=torch.bfloat16, requires_grad=True)
-    bound = BoundRoute(route, group, torch.device("cpu"), 0, "rows", num_rows=2)
-    (copies,) = exchange(bound, [leaf])
+    where = group, torch.device("cpu"), (2, 2 * num), 0, ("rows", "back")
+    bound = BoundRoute(route, *where, has_copies=True)
+    (copies,) = move(bound, [leaf])
     copies.backward(torch.full_like(copies, BIG if rank == 0 else ONE))
     assert leaf.grad is not None and bool((leaf.grad == BIG + 2 * ONE).all())
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from bascule.step_ops import check_mean
+from bascule.step import check_mean
 
 
 def averaged(values: Any, weights: Any = None) -> Callable[[], object]:

@@ -27,8 +27,8 @@ from bascule.attention.layout import SequenceLayout, positions_on
 from bascule.attention.mask import PLAIN, AttentionMask, PackedSequences, Scores
 from bascule.attention.ring import Tile
 from bascule.comm.collectives import table_on
-from bascule.comm.exchange import INTEGERS
 from bascule.comm.groups import Kept, RankGroup
+from bascule.comm.route import INTEGERS
 from bascule.errors import ConfigError
 from bascule.plan.masks import Masks, Stretch
 

@@ -403,7 +403,7 @@ def find_call(
     """Return the call of a name: of a mesh, or of a step, which goes by its number."""
     if name.startswith("mesh"):
         return call_of(name, sizes, q, k, mask)
-    return this_world().step(sizes[3]).find_call(name, q, k, v)
+    return this_world().find(sizes[3]).find_call(name, q, k, v)
 
 
 # Defined by their schemas: `custom_op` costs 25 microseconds more a call. No output is a part of

@@ -104,7 +104,7 @@ class Part(Calls):
 
 
 class World:
-    """Meshes, steps and groups of one default process group, where operators of torch find them."""
+    """Things of one default process group, where operators of torch find them."""
 
     def __init__(self) -> None:
         self.meshes: dict[str, Any] = {}  # by name
@@ -112,24 +112,28 @@ class World:
         self.meetings: Counter[str] = Counter()  # to make a group, by its name
         self.stages_cuda = False  # whether groups of gloo take tensors of CUDA
         self._kept: dict[Hashable, Any] = {}
-        self._steps: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._numbered: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._last = secrets.randbits(40)  # numbers of an earlier world find nothing in this one
 
-    def add_step(self, step: object) -> int:
-        """Return a number by which operators find a step, while somebody holds it."""
-        self._last += 1
-        self._steps[self._last] = step
-        return self._last
+    def add(self, *things: object) -> int:
+        """Number things, by which operators find them while somebody holds them; the first number.
 
-    def step(self, number: int) -> Any:
-        """Return the step of a number; CommError if it is gone."""
-        step = self._steps.get(number)
-        if step is None:
+        The others follow it.
+        """
+        first = self._last + 1
+        self._last += len(things)
+        self._numbered.update(zip(range(first, self._last + 1), things, strict=True))
+        return first
+
+    def find(self, number: int) -> Any:
+        """Return the thing of a number; CommError if it is gone."""
+        thing = self._numbered.get(number)
+        if thing is None:
             raise CommError(
-                f"step number {number} is gone: a compiled backward came more than two plans after "
-                "its forward, or after destroy_process_group; hold the step until then"
+                f"number {number} is gone with its step: a compiled backward came more than two "
+                "plans after its forward, or after destroy_process_group; hold the step until then"
             )
-        return step
+        return thing
 
     def keep(self, mesh: Any) -> None:
         """Let operators find a mesh, for as long as its process groups exist."""

@@ -27,8 +27,8 @@ from torch.autograd.function import once_differentiable
 
 from bascule.arrays import Ints, Ranks
 from bascule.comm.collectives import all_gather, start_all_to_all
-from bascule.comm.exchange import has_gradient
 from bascule.comm.groups import RankGroup
+from bascule.comm.route import has_gradient
 from bascule.comm.transforms import refuse_transforms
 from bascule.errors import ConfigError
 

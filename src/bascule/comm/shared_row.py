@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from bascule.arrays import Ints
-from bascule.comm.exchange import BoundRoute, exchange
 from bascule.comm.groups import RankGroup
+from bascule.comm.route import BoundRoute, move
 from bascule.plan.routes import Route
 
 
@@ -44,21 +44,17 @@ class SharedRow:
             return [x[:, :num_tokens] for x in xs]
         own, count = self.own_heads(num_heads), self.counts[self.group.rank]
         rows = [x[:, :count].permute(1, 2, 0, 3).flatten(0, 1) for x in xs]
-        come = self._exchange(self._route(num_heads, xs[0].device), rows)
         sizes = num_tokens, own.stop - own.start
-        return [x.unflatten(0, sizes).permute(2, 0, 1, 3) for x in come]
+        arrived = move(self._route(num_heads, xs[0].device), rows)
+        return [x.unflatten(0, sizes).permute(2, 0, 1, 3) for x in arrived]
 
     def to_tokens(self, x: Tensor, num_heads: int) -> Tensor:
         """Return all heads of this rank's tokens, (B, T, H, F), from (B, S, N, F)."""
         if self.group is None:
             return x
         route, sizes = self._route(num_heads, x.device), (self.counts[self.group.rank], num_heads)
-        (come,) = self._exchange(route.inverse, [x.permute(1, 2, 0, 3).flatten(0, 1)])
-        return come.unflatten(0, sizes).permute(2, 0, 1, 3)
-
-    def _exchange(self, route: BoundRoute, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        self.count(route.sent_bytes(rows))
-        return exchange(route, rows)
+        (rows,) = move(route, [x.permute(1, 2, 0, 3).flatten(0, 1)], back=True)
+        return rows.unflatten(0, sizes).permute(2, 0, 1, 3)
 
     def _bounds(self, num_heads: int) -> list[int]:
         num_ranks = len(self.counts)
@@ -74,8 +70,9 @@ class SharedRow:
             sent = np.concatenate([np.add.outer(places, one).ravel() for one in heads])
             received = np.add.outer(self.order * num, np.arange(num)).ravel()
             splits = len(places) * np.diff(bounds), num * np.array(self.counts)
-            bound = BoundRoute(
-                Route(sent, *splits, received), self.group, device, self.step, "heads"
-            )
+            route = Route(sent, *splits, received)
+            sizes, names = (len(sent), len(received)), ("heads", "heads back")
+            where = self.group, device, sizes, self.step, names
+            bound = BoundRoute(route, *where, count=self.count)
             self._routes[num_heads, device] = bound
         return self._routes[num_heads, device]

@@ -1,5 +1,6 @@
 """Refusals of transforms of torch: only gradients of reverse mode pass through exchanges."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -67,6 +68,12 @@ def refuse_transforms(what: str, *tensors: Any) -> None:
             f"{what} within {recorder}, whose graph would not hold the exchange between ranks: "
             "call it outside, or compile the model with torch.compile"
         )
+
+
+def wants_gradients(xs: Sequence[object]) -> list[bool]:
+    """Return, for each tensor, whether it wants a gradient."""
+    has_grad = torch.is_grad_enabled()
+    return [has_grad and isinstance(x, Tensor) and x.requires_grad for x in xs]
 
 
 def is_recorded() -> bool:

@@ -18,10 +18,10 @@ from torch import Tensor
 from bascule.arrays import Bools, Floats, Ints, ranges
 from bascule.checks import of_type
 from bascule.comm.agree import agree
-from bascule.comm.exchange import BoundRoute, exchange
 from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup
 from bascule.comm.items import HOST, ItemMove, Parcel, move_items, parcel
+from bascule.comm.route import BoundRoute, move
 from bascule.data.source import Reading, Sample, Saved, whole_number, words_of
 from bascule.errors import CommError, ConfigError, PlanError
 from bascule.machine.costs import Cost, unit_seconds
@@ -87,11 +87,12 @@ class Batch:
         if not self.verdict.applied:
             return values
         source, dest = self.plan.source_ranks, self.plan.bag_of
-        ranks = self._group.rank, self.plan.num_ranks
-        route = Route.of_items(source, dest, np.ones_like(dest), *ranks).inverse()
-        name = f"restore of microbatch {self.microbatch}"
-        bound = BoundRoute(route, self._group, values.device, self.step, name)
-        return exchange(bound, [values])[0]
+        rank = self._group.rank
+        route = Route.of_items(source, dest, np.ones_like(dest), rank, self.plan.num_ranks)
+        sizes = int((source == rank).sum()), len(values)
+        names = "samples", f"restore of microbatch {self.microbatch}"
+        bound = BoundRoute(route, self._group, values.device, sizes, self.step, names)
+        return move(bound, [values], back=True)[0]
 
 
 # --- load -----------------------------------------------------------------------------------------

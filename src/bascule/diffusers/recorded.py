@@ -25,7 +25,7 @@ _operator = partial(torch.library.custom_op, mutates_args=(), tags=_tags)
 @_operator("bascule::sparse_begin")
 def begin(last: Tensor, model: int) -> Tensor:
     """Begin a pass of a split model, after the pass of another ticket."""
-    return this_world().step(model).begin_recorded()
+    return this_world().find(model).begin_recorded()
 
 
 @_operator("bascule::sparse_attend")
@@ -43,7 +43,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attend as the pass of a ticket does; return the output, (B, H, T, D), and the next ticket."""
     with shared("sparse attention"), _autograd(records):
-        current = this_world().step(int(ticket[0]))
+        current = this_world().find(int(ticket[0]))
         # The backward reads copies: graphs use memory of arguments and outputs again.
         qkv = [x.clone().requires_grad_() if records else x for x in (q, k, v)]
         names = tuple(segments.split("\n"))
@@ -59,7 +59,7 @@ def attend(
 def backward(grad: Tensor, ticket: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
     with shared("sparse attention, backward"), _autograd(False):
-        qkv, out = this_world().step(int(ticket[0])).sparse.recorded.pop(int(ticket[1]))
+        qkv, out = this_world().find(int(ticket[0])).sparse.recorded.pop(int(ticket[1]))
         dq, dk, dv = map(own_memory, torch.autograd.grad(out, qkv, grad))
         return dq, dk, dv
 
@@ -68,7 +68,7 @@ def backward(grad: Tensor, ticket: Tensor, num_kv_heads: int) -> tuple[Tensor, T
 def end(ticket: Tensor) -> Tensor:
     """End the pass of a ticket."""
     with shared("end of sparse attention"), torch.inference_mode(False):
-        this_world().step(int(ticket[0])).sparse.end()
+        this_world().find(int(ticket[0])).sparse.end()
         return torch.tensor(ticket.tolist())  # the same kind of tensor in inference mode
 
 

@@ -85,7 +85,7 @@ class SplitModel:
             )
         self.sparse = None if sparse is None else SparseLayers(sparse, mesh)
         # For compiled code: the number by which it finds this, and the pass that the next follows.
-        self._number = 0 if sparse is None else this_world().add_step(self)
+        self._number = 0 if sparse is None else this_world().add(self)
         self._last_ticket = torch.zeros(2, dtype=torch.int64)
         # by name, with the segments of what each returns
         self.blocks: dict[str, tuple[nn.Module, tuple[Output, ...]]] = {}
@@ -495,7 +495,7 @@ class SplitModel:
 def _numbered(current: ForwardPass) -> Tensor:
     """Let operators find a pass of block-sparse attention by its ticket."""
     assert current.sparse is not None
-    current.sparse.ticket[0] = this_world().add_step(current)
+    current.sparse.ticket[0] = this_world().add(current)
     return current.sparse.ticket.clone()
 
 

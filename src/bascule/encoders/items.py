@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from bascule.checks import whole
-from bascule.comm.exchange import has_gradient
 from bascule.comm.items import Parcel, attached, joined, leaves_of, mapped, parcel
+from bascule.comm.route import has_gradient
 from bascule.errors import ConfigError
 from bascule.plan.offer import NO_ITEMS, Offer
 

@@ -31,12 +31,12 @@ from bascule.attention.usp import attend, check_settings, check_tensors, with_po
 from bascule.checks import of_type
 from bascule.comm.agree import first_use
 from bascule.comm.collectives import all_gather, all_reduce, table_on
-from bascule.comm.exchange import BoundRoute, move_back, move_rows
 from bascule.comm.failures import shared
 from bascule.comm.groups import Kept, RankGroup, device_of
 from bascule.comm.mesh import AttentionMesh, as_attention_mesh
 from bascule.comm.quantized import CommDtype, Quantized
-from bascule.comm.transforms import refuse_second, refuse_transforms
+from bascule.comm.route import BoundRoute, move
+from bascule.comm.transforms import refuse_transforms
 from bascule.errors import ConfigError
 from bascule.plan.routes import Route
 from bascule.plan.sparse import BlockLayout, PackedRows, SparsePlan, block_counts
@@ -95,12 +95,15 @@ class SparseTables:
     @cached_property
     def _bound(self) -> tuple[BoundRoute, BoundRoute]:
         assert self.ranks.whole is not None
-        (into, home), args = self._routes, (self.ranks.whole, self.device, 0)
+        (into, home), where = self._routes, (self.ranks.whole, self.device)
         plan = self.plan
         num_q, num_kv = (int(x.lens[x.home == self.rank].sum()) for x in (plan.q, plan.kv))
-        num_rows = self.batch * (len(plan.ring_of) * num_q + 2 * plan.num_kv_heads * num_kv)
-        bound = BoundRoute(into, *args, "rows of heads", num_rows)
-        return bound, BoundRoute(home, *args, "rows, home")
+        num_home = self.batch * (len(plan.ring_of) * num_q + 2 * plan.num_kv_heads * num_kv)
+        there = num_home, sum(self._arriving)
+        back = self._arriving[0], self.batch * len(plan.ring_of) * num_q
+        names = "rows of heads", "gradients of rows"
+        bound = BoundRoute(into, *where, there, 0, names, has_copies=True)
+        return bound, BoundRoute(home, *where, back, 0, ("rows, home", "rows, home back"))
 
     @cached_property
     def _local(self) -> list[Tensor | None]:
@@ -118,13 +121,13 @@ class SparseTables:
         """Bring rows (n, D) of q, k and v from home to where they are used."""
         if self.plan.is_local:
             return tuple(map(_taken, parts, self._local))
-        return _Moved.apply(self._bound[0], wire, *parts).split(self._arriving)
+        return move(self._bound[0], [torch.cat(parts)], wire=wire)[0].split(self._arriving)
 
     def take_home(self, rows: Tensor, wire: Quantized | None) -> Tensor:
         """Bring rows of the output home from where they were computed."""
         if self.plan.is_local:
             return _taken(rows, self._local[3])
-        return _Moved.apply(self._bound[1], wire, rows)
+        return move(self._bound[1], [rows], wire=wire)[0]
 
     def call(
         self, q: Tensor, seen: list[BlockRows], scale: float, kernel: str | None
@@ -171,26 +174,6 @@ class SparseTables:
             row_bounds=cumulative(is_seen.sum(axis=2).ravel()),
             columns=number[item, here[row, block]],
         )
-
-
-class _Moved(torch.autograd.Function):
-    """Rows along a route, of one tensor after another; at 8 bits, their gradients as they are."""
-
-    @staticmethod
-    def forward(ctx: Any, route: BoundRoute, wire: Quantized | None, *parts: Tensor) -> Tensor:
-        ctx.route, ctx.lens, rows = route, [len(part) for part in parts], parts[0]
-        if len(parts) > 1:
-            shape = sum(ctx.lens), rows.shape[1]
-            staged = route.group.calls.staging.take("rows of all parts", shape, rows)
-            rows = torch.cat(parts, out=staged)
-        if wire is None:
-            return move_rows(route, [rows])[0]
-        return wire.unpack(move_rows(route, [wire.pack(rows)])[0], rows.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second(grads[0])
-        return None, None, *move_back(ctx.route, grads)[0].split(ctx.lens)
 
 
 def _taken(rows: Tensor, index: Tensor | None) -> Tensor:
