@@ -77,12 +77,10 @@ class SameInputs:
         """End a run: from here on nobody announces runs."""
         self._steps = Steps()
 
-    def due(
-        self, group: RankGroup | None, inputs: Mapping[str, Any], form: object
+    def comparison(
+        self, group: RankGroup, inputs: Mapping[str, Any], form: object
     ) -> Callable[[], None] | None:
-        """Fingerprint inputs of a new form or run; return a function that compares them later."""
-        if group is None:
-            return None
+        """Return a function that compares inputs of a new form or run, as they are now."""
         is_training = self._model.training and torch.is_grad_enabled()
         if self._steps is not None and not is_training and self._steps.may_begin_run(inputs):
             self.seen.clear()
