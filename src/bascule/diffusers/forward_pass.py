@@ -292,23 +292,6 @@ class ForwardPass(SequenceParallelMode):
             self._joint_masks.clear()
         return take_runs(mask, share.runs, 1) if of.of_pairs else None
 
-    def mask_of(self, query: Tensor, mask: Tensor | None) -> Tensor | None:
-        """Return (B, 1, 1, S), or (B, 1, S, S), from the masks of the modules' inputs."""
-        if not self._masks:
-            return mask
-        segments = self._segments()
-        taken = [self._masks[name][1] for name in segments if name in self._masks]
-        if not taken:
-            return mask
-        if mask is not None and not any(one.of_pairs for one in taken):
-            raise ConfigError(
-                f"attention with a mask of shape {tuple(mask.shape)}, in a model whose masks of "
-                f"{list(self._masks)} are applied to it already"
-            )
-        if segments not in self._joint_masks:
-            self._joint_masks[segments] = self._joint_mask(segments, query.shape[0])
-        return self._joint_masks[segments]
-
     def _joint_mask(self, segments: tuple[str, ...], batch: int) -> Tensor:
         masks = {name: self._masks[name][0] for name in segments if name in self._masks}
         first = next(iter(masks.values()))
@@ -334,17 +317,33 @@ class ForwardPass(SequenceParallelMode):
         assert not isinstance(scope, Keys)
         return scope
 
-    def options_of(self, query: Tensor) -> AttentionOptions:
-        """Return the options with the layout of all that is attended to."""
+    def where(self, query: Tensor, mask: Tensor | None) -> tuple[AttentionOptions, Tensor | None]:
+        """Return the options, with the layout of all that is attended to, and the whole mask.
+
+        The mask is (B, 1, 1, S), or (B, 1, S, S), from the masks of the modules' inputs.
+        """
         segments = self._segments()
         share = self.share(segments)
-        copied = [name for name in segments if name in self._table.copied]
-        if not copied or query.shape[2] == share.num_tokens:
-            return share.options
-        more = query.shape[2] - share.num_tokens  # as Mochi takes those of a text that it sees
-        pairs = zip(segments, share.layout.segments, strict=True)
-        lengths = [length + more if name == copied[-1] else length for name, length in pairs]
-        return self._share_of(segments, tuple(lengths)).options
+        options = share.options
+        if self._table.copied and query.shape[2] != share.num_tokens:
+            copied = [name for name in segments if name in self._table.copied]
+            more = query.shape[2] - share.num_tokens  # as Mochi takes those of a text that it sees
+            pairs = zip(segments, share.layout.segments, strict=True)
+            lengths = [length + more if name in copied[-1:] else length for name, length in pairs]
+            options = self._share_of(segments, tuple(lengths)).options if copied else options
+        if not self._masks:
+            return options, mask
+        masks = [self._masks[name][1] for name in segments if name in self._masks]
+        if not masks:
+            return options, mask
+        if mask is not None and not any(known.of_pairs for known in masks):
+            raise ConfigError(
+                f"attention with a mask of shape {tuple(mask.shape)}, in a model whose masks of "
+                f"{list(self._masks)} are applied to it already"
+            )
+        if segments not in self._joint_masks:
+            self._joint_masks[segments] = self._joint_mask(segments, query.shape[0])
+        return options, self._joint_masks[segments]
 
     def attends_locally(self) -> bool:
         """Return whether attention is left as it is."""
@@ -419,7 +418,7 @@ class ForwardPass(SequenceParallelMode):
             return as_it_is(dense, query, key, value, **same)
         settings: Any = {"attn_mask": mask, "is_causal": is_causal, "scale": scale}
         out = attention(query, key, value, self.mesh, options=options, **settings)
-        return self.without_unseen(out, mask, layout)
+        return self.without_unseen(out, mask, layout) if self._masks else out
 
     def attend_recorded(
         self,
