@@ -86,7 +86,7 @@ def interrupted() -> Found:
     found["head after"] = difference(model.head(x), plain)
     block = raised_by(model.blocks[0], *inputs.values(), None)[1]
     found["block after"] = "blocks.0 runs outside of the forward pass" in block
-    with handle.parts[0].paused():
+    with handle.parts[0].taking(None):
         found["paused after"] = difference(model(**inputs), wanted)
     ended_by(KeyboardInterrupt, model, **other)
     found["again"] = difference(model(**inputs), wanted)

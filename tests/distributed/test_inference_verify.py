@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from bascule.diffusers import ParallelHandle, Verification, parallelize
+from bascule.diffusers.explain import count_work
 from bascule.errors import ConfigError
 from bascule.machine.cluster import HardwareProfile
 from tests.helpers.calls_made import calls_made
@@ -196,19 +198,22 @@ def in_seconds() -> None:
     fast: dict[str, Any] = dict.fromkeys(rates, 1e24) | {"launch_s": 0.0}
     with torch.no_grad(), parallelize(model, make_mesh(1, 2), table=TABLE) as handle:
         model(**inputs)
-        plain, last = handle.explain(), handle.parts[0].last
-        assert last is not None
-        flops = sum(one.token_flops + one.other_flops for one in last.work.values())
+        plain, split = handle.explain(), handle.parts[0]
+        work = count_work(split, partial(model, **inputs))
+        flops = sum(layers.token_flops + layers.other_flops for layers in work.values())
         assert flops == pytest.approx(expected, rel=1e-9)
-        layers = {kind: (x.num_layers, sum(x.shapes.values())) for kind, x in last.work.items()}
+        layers = {kind: (x.num_layers, sum(x.shapes.values())) for kind, x in work.items()}
         assert layers == {"": (1, 0), "blocks.*": (2, 2)}
         assert plain.chosen.seconds == {} and plain.advice == ()
         empty = HardwareProfile(device="empty")
         refusal = "the hardware profile of empty has no matmul_flops_per_s"
-        assert refusal in raised_by(handle.explain, profile=empty)[1]
+        assert refusal in raised_by(handle.explain, profile=empty, **inputs)[1]
+        assert "give it the inputs" in raised_by(handle.explain, profile=empty)[1]
+        assert "are for seconds: give a profile" in raised_by(handle.explain, **inputs)[1]
 
         def on(**numbers: Any) -> Any:
-            return handle.explain(profile=HardwareProfile(device="one", **fast | numbers))
+            profile = HardwareProfile(device="one", **fast | numbers)
+            return handle.explain(profile=profile, **inputs)
 
         launches, wires = on(launch_s=1.0), on(intra_bytes_per_s=1.0)
         compute = on(matmul_flops_per_s=1.0)

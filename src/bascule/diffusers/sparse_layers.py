@@ -399,8 +399,8 @@ class SparseLayers:
         self.passes.number = 0
         self._states.clear()
 
-    def noting(self, mesh: AttentionMesh, masks: dict[int, Bools]) -> "SparseLayers":
-        """Return this step on a mesh; its layers use, or note, masks (B, H, Q, C)."""
+    def replaying(self, mesh: AttentionMesh, masks: dict[int, Bools]) -> "SparseLayers":
+        """Copy the state for another mesh; record masks (B, H, Q, C), or replay recorded ones."""
         made = SparseLayers(self.config, mesh, masks)
         made.passes.number = self.passes.number
         if mesh is self.mesh:
