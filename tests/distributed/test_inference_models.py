@@ -20,8 +20,8 @@ from tests.helpers.inference_cases import (
     make_mesh,
     make_model,
 )
-from tests.helpers.plan_cases import plan_of
 from tests.helpers.ranks import run_ranks
+from tests.helpers.split_models import plan_of
 
 pytest.importorskip("diffusers")
 pytestmark = pytest.mark.slow

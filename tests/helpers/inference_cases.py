@@ -1,4 +1,4 @@
-"""All tiny models of diffusers with random weights, and inputs of awkward shapes."""
+"""What split models are compared by: meshes, float64 within a model, and differences."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,16 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tests.helpers import image_cases, other_image_cases, plan_cases, video_cases
-from tests.helpers.model_case import CHANNELS as CHANNELS
-from tests.helpers.model_case import TEXT_DIM as TEXT_DIM
-from tests.helpers.model_case import Case as Case
-from tests.helpers.model_case import Draw
-from tests.helpers.model_case import Inputs as Inputs
-
-_MODULES = image_cases, other_image_cases, video_cases, plan_cases
-CASES = [case for module in _MODULES for case in module.CASES]
-_MODELS = {name: makes for module in _MODULES for name, makes in module.MODELS.items()}
+from tests.helpers.split_models import CASES as CASES
+from tests.helpers.split_models import CHANNELS as CHANNELS
+from tests.helpers.split_models import TEXT_DIM as TEXT_DIM
+from tests.helpers.split_models import Case as Case
+from tests.helpers.split_models import Inputs as Inputs
+from tests.helpers.split_models import make_inputs as make_inputs
+from tests.helpers.split_models import make_model as make_model
 
 Gradients = dict[str, Tensor]
 
@@ -28,22 +25,6 @@ _IN_FLOAT32: list[tuple[Any, str]] = [
     (torch.linalg, "vector_norm"),
 ]
 """Functions that models give a dtype to."""
-
-
-def make_model(case: Case, dtype: torch.dtype = torch.float32) -> Any:
-    """No parameter is left at zero or one, where it could hide a term."""
-    model = _MODELS[case.model][0](case).to(dtype).eval()
-    generator = torch.Generator().manual_seed(len(str(case)))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            std = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.2
-            draw = torch.randn(parameter.shape, generator=generator) * std
-            parameter.copy_(draw if parameter.ndim > 1 else parameter + draw)
-    return model
-
-
-def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -> Inputs:
-    return _MODELS[case.model][1](case, Draw(dtype, seed))
 
 
 def make_mesh(ring: int, ulysses: int) -> Any:
