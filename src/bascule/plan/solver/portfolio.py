@@ -31,8 +31,6 @@ _MIXED_TOLERANCE = 5e-4  # the same for bins of different speeds: the rest is sl
 _GUESS_TOLERANCE = 1e-3  # the same at the costs of guessed kinds; true costs improve on it
 _LONG_SHARES = (0.5, 0.4, 0.3)  # of the fastest bin's time: longer items stay whole when relaxed
 _MAX_LATE = 0.3  # share of all work above the ceiling, from which on all at home is not repaired
-_MOST_IMPROVED = 2  # starts of a problem with several kinds that are improved, the best ones first
-_GUESSES = 2  # times that the kind of bin of each item is guessed
 _MANY_BINS = 48  # from here on, rounds of numpy beat a heap
 _HALVINGS = 40
 _MAX_EXACT_CELLS = 512  # most items times bins that are placed exactly: larger ones hardly ever end
@@ -95,7 +93,7 @@ def solve(
     least = at_guess[0].makespan * problem.unit
     early_bound = max(bound, min(price_bound(problem, weights, least), least))
     target = max(_target(problem, early_bound, tolerance), enough)
-    at_guess = at_guess[: 1 if quick else _MOST_IMPROVED]
+    at_guess = at_guess[:1] if quick else at_guess
     best = _best(problem, target, _starts(problem, target, at_guess, quick), quick)
     makespan = float(problem.loads(best.bin_of).max())
     bound = max(bound, price_bound(problem, weights, makespan))
@@ -146,16 +144,21 @@ def _unlimited(
     if bound is None:
         bound = lower_bound(problem, best.makespan * problem.unit)
     target = max(_target(problem, bound, tolerance), enough)
+    starts = [best]
     if not problem.identical:  # also the greedy's, so that no answer is worse than it
-        greedy = Candidate.of(problem, "knapsack", by_speed(problem, fill_first=True))
-        best = min(best, greedy, key=lambda start: start.makespan)
-    return best if best.makespan <= target else best.improved(problem, target), bound
+        starts.append(Candidate.of(problem, "knapsack", by_speed(problem, fill_first=True)))
+        starts.sort(key=lambda start: start.makespan)
+    best = starts[0]
+    for start in starts:  # few items end far apart, by which start they came from
+        if best.makespan > target:
+            best = min(best, start.improved(problem, target), key=lambda found: found.makespan)
+    return best, bound
 
 
 def _of_kinds(problem: Problem, guess: Ints) -> Iterator[Candidate]:
     """Yield assignments without limits, made at the costs of guessed kinds, with true makespans.
 
-    The fluid optimum is the first guess; where items ended up corrects it.
+    The guess is the fluid optimum: each kind keeps the items guessed for it, or all bins share all.
     """
 
     def at(costs: Floats, items: Ints, bins: Ints) -> Ints:
@@ -167,12 +170,8 @@ def _of_kinds(problem: Problem, guess: Ints) -> Iterator[Candidate]:
         own, among = np.flatnonzero(guess == kind), np.flatnonzero(problem.kind_of == kind)
         apart[own] = among[at(problem.kind_costs[kind], own, among)]
     yield Candidate.of(problem, "kinds apart", apart)
-    for turn in range(_GUESSES):
-        bin_of = at(problem.kind_costs[guess, items], items, bins)
-        yield Candidate.of(problem, f"guess {turn + 1} of kinds", bin_of)
-        if np.array_equal(guess, problem.kind_of[bin_of]):
-            break
-        guess = problem.kind_of[bin_of]
+    together = at(problem.kind_costs[guess, items], items, bins)
+    yield Candidate.of(problem, "kinds together", together)
 
 
 def _best(problem: Problem, target: float, starts: Iterable[Candidate], quick: bool) -> Candidate:
