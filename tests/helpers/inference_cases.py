@@ -1,6 +1,7 @@
 """What split models are compared by: meshes, float64 within a model, and differences."""
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from bascule.diffusers import parallelize
+from tests.helpers.inference_toy import grads_of
 from tests.helpers.split_models import CASES as CASES
 from tests.helpers.split_models import CHANNELS as CHANNELS
 from tests.helpers.split_models import TEXT_DIM as TEXT_DIM
@@ -51,6 +54,70 @@ def in_float64(dtype: torch.dtype) -> Iterator[None]:
                 wide = widened(getattr(owner, name))
                 stack.enter_context(mock.patch.object(owner, name, wide))
         yield
+
+
+def joined(output: Any) -> Tensor:
+    """Return one row of all that a model returns."""
+    if isinstance(output, Tensor):
+        return output.flatten()
+    values = output.values() if isinstance(output, Mapping) else output
+    return torch.cat([joined(value) for value in values if value is not None])
+
+
+def step_of(model: nn.Module, inputs: Inputs) -> tuple[Tensor, Gradients]:
+    """Return all outputs, and gradients of a loss in which no token weighs as another."""
+    model.zero_grad()
+    output = joined(model(**inputs))
+    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype)
+    (output * weights + output.square()).mean().backward()
+    return output.detach(), grads_of(model)
+
+
+def same_as_one_process(
+    model: Any,
+    inputs: Inputs,
+    *,
+    limit: float = 1e-12,
+    grads_limit: float | None = None,
+    verifies: bool = True,
+    **split: Any,
+) -> None:
+    """Assert that a model over ranks gives what it gives in one process, and is whole after it.
+
+    Outputs and gradients by their relative L2 error; `verify()` agrees; undone, to the bit. In
+    float64 also the error of each parameter: at most 1e-10 of its gradient and 1e-13 of all.
+    """
+    num_hooks = _num_hooks(model)
+    wanted, wanted_grads = step_of(model, inputs)
+    with parallelize(model, **split) as handle:
+        output, _ = step_of(model, inputs)
+        handle.average_gradients()
+        is_verified = not verifies or handle.verify(**inputs).ok
+    same(output, wanted, limit, "outputs")
+    same_gradients(grads_of(model), wanted_grads, grads_limit or limit)
+    assert is_verified, "verify found a difference"
+    assert _num_hooks(model) == num_hooks and torch.equal(joined(model(**inputs)), wanted), "undone"
+
+
+def same_gradients(found: Gradients, wanted: Gradients, limit: float = 1e-12) -> None:
+    """Assert that gradients are alike, together and, in float64, of each parameter."""
+    assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
+    total = float(torch.cat([grad.flatten() for grad in wanted.values()]).norm())
+    errors = {name: float((found[name] - grad).norm()) for name, grad in wanted.items()}
+    assert math.hypot(*errors.values()) <= limit * total, (errors, total)
+    for name, grad in wanted.items():
+        allowed = 1e-10 * float(grad.norm()) + 1e-13 * total
+        assert grad.dtype != torch.float64 or errors[name] <= allowed, (name, errors[name])
+
+
+def same(found: Tensor, wanted: Tensor, limit: float = 1e-12, what: object = "") -> None:
+    """Assert that tensors are alike, by their relative L2 difference."""
+    error = difference(found, wanted)
+    assert error <= limit, (what, error)
+
+
+def _num_hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
 def difference(found: Tensor, wanted: Tensor) -> float:

@@ -828,15 +828,20 @@ def _case(model: str, text: str) -> Case:
     return Case(model, int(heads), int(batch), int(length), (rows, columns), named)
 
 
-CASES = [
-    *(_case(name, text) for name, model in _IMAGES.items() for text in model.cases.split(" | ")),
-    *(_case(name, text) for name, model in _VIDEOS.items() for text in model.cases.split(" | ")),
-    # Text as long as the image, lengths and heads that do not divide, fewer tokens than ranks.
+def _cases(models: Mapping[str, Model]) -> list[Case]:
+    return [
+        _case(name, text) for name, model in models.items() for text in model.cases.split(" | ")
+    ]
+
+
+# Text as long as the image, lengths and heads that do not divide, fewer tokens than ranks.
+PLAN_CASES = [
     _case("flux", "5 2 7 3x5 plan"),
     _case("flux2", "5 2 9 3x3 plan"),
     _case("qwen", "5 2 7 3x5 plan"),
     _case("qwen", "4 1 9 3x3 plan, zero_cond"),
     _case("wan", "5 2 7 3x5 plan"),
     _case("wan", "4 2 3 1x1 plan, token_times"),
-    *(_case(name, text) for name, model in _BY_PLAN.items() for text in model.cases.split(" | ")),
+    *_cases(_BY_PLAN),
 ]
+CASES = [*_cases(_IMAGES | _VIDEOS), *PLAN_CASES]
