@@ -87,7 +87,7 @@ def same_as_one_process(
     Outputs and gradients by their relative L2 error; `verify()` agrees; undone, to the bit. In
     float64 also the error of each parameter: at most 1e-10 of its gradient and 1e-13 of all.
     """
-    num_hooks = _num_hooks(model)
+    hooks = num_hooks(model)
     wanted, wanted_grads = step_of(model, inputs)
     with parallelize(model, **split) as handle:
         output, _ = step_of(model, inputs)
@@ -96,7 +96,7 @@ def same_as_one_process(
     same(output, wanted, limit, "outputs")
     same_gradients(grads_of(model), wanted_grads, grads_limit or limit)
     assert is_verified, "verify found a difference"
-    assert _num_hooks(model) == num_hooks and torch.equal(joined(model(**inputs)), wanted), "undone"
+    assert num_hooks(model) == hooks and torch.equal(joined(model(**inputs)), wanted), "undone"
 
 
 def same_gradients(found: Gradients, wanted: Gradients, limit: float = 1e-12) -> None:
@@ -116,7 +116,8 @@ def same(found: Tensor, wanted: Tensor, limit: float = 1e-12, what: object = "")
     assert error <= limit, (what, error)
 
 
-def _num_hooks(model: nn.Module) -> int:
+def num_hooks(model: nn.Module) -> int:
+    """Return the number of forward hooks in a model."""
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
