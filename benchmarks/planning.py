@@ -255,7 +255,8 @@ def _families(num: int) -> dict[str, list[Callable[[], tuple[float, float]]]]:
         cases["tight"].append(partial(_assigned, draw.uniform(1, 9, sizes.size), [1.0] * 6, **full))
         for padded in (False, True):
             for accumulate in (2, 4):
-                rules = epoch.DealRules(epoch.StepShape(4, 8, accumulate), padded=padded)
+                shape = epoch.StepShape(4, 8, accumulate)
+                rules = epoch.DealRules(shape, padded=padded, even_counts=not padded)
                 tokens = lens[: rules.shape.full]
                 cases["epoch"].append(partial(_dealt, tokens, rules))
     return dict(cases)

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 _ROUNDING = 1e-9  # relative difference of sums of the same costs in another order, at most
 _TOLERANCE = 1e-4  # gap at which the search stops
-_MIXED_TOLERANCE = 5e-4  # the same for bins of different speeds: the rest is slow
-_GUESS_TOLERANCE = 1e-3  # the same at the costs of guessed kinds; true costs improve on it
+_MIXED_TOLERANCE = 5e-4  # gap at which it stops for bins of different speeds: the rest is slow
+_GUESS_TOLERANCE = 1e-3  # gap at which it stops at the costs of guessed kinds, not the last word
 _LONG_SHARES = (0.5, 0.4, 0.3)  # of the fastest bin's time: longer items stay whole when relaxed
 _MAX_LATE = 0.3  # share of all work above the ceiling, from which on all at home is not repaired
 _MANY_BINS = 48  # from here on, rounds of numpy beat a heap
 _HALVINGS = 40
 _MAX_EXACT_CELLS = 512  # most items times bins that are placed exactly: larger ones hardly ever end
-_MAX_CLOSED_CELLS = 32  # the same if the best so far is later than `_LATE` times the target
+_MAX_CLOSED_CELLS = 32  # most such cells where the best so far ends after `_LATE` times the target
 _LATE = 1.05
 _MAX_RELAXED_CELLS = 8192  # largest number of items times bins whose relaxation is solved
 _MAX_EXACT_STEPS = 1 << 17  # step budget of the exact solver, in nodes times cells
@@ -167,8 +167,8 @@ def _of_kinds(problem: Problem, guess: Ints) -> Iterator[Candidate]:
     items, bins = np.arange(problem.num_items), np.arange(problem.num_bins)
     apart = np.zeros_like(guess)
     for kind in np.unique(guess).tolist():
-        own, among = np.flatnonzero(guess == kind), np.flatnonzero(problem.kind_of == kind)
-        apart[own] = among[at(problem.kind_costs[kind], own, among)]
+        chosen, among = np.flatnonzero(guess == kind), np.flatnonzero(problem.kind_of == kind)
+        apart[chosen] = among[at(problem.kind_costs[kind], chosen, among)]
     yield Candidate.of(problem, "kinds apart", apart)
     together = at(problem.kind_costs[guess, items], items, bins)
     yield Candidate.of(problem, "kinds together", together)
@@ -193,9 +193,9 @@ def _best(problem: Problem, target: float, starts: Iterable[Candidate], quick: b
             if is_done:
                 break
     if not legal:
-        closest = min(illegal, key=lambda one: problem.excess(one.bin_of))
+        closest = min(illegal, key=lambda candidate: problem.excess(candidate.bin_of))
         raise PlanError(_missed(problem, closest.bin_of))
-    return min(legal, key=lambda one: one.makespan)
+    return min(legal, key=lambda candidate: candidate.makespan)
 
 
 def _exactly(problem: Problem, legal: Sequence[Candidate], target: float) -> Iterator[Candidate]:
@@ -209,7 +209,10 @@ def _exactly(problem: Problem, legal: Sequence[Candidate], target: float) -> Ite
         return
     limits = [_within(use, room) for use, room in zip(problem.use, problem.room, strict=True)]
     if legal:
-        if problem.num_kinds == 1 or min(one.makespan for one in legal) <= _LATE * target:
+        if (
+            problem.num_kinds == 1
+            or min(candidate.makespan for candidate in legal) <= _LATE * target
+        ):
             return
         work = problem.kind_work[problem.kind_of] / (problem.speeds * target)[:, None]
         before = problem.carried_work / (problem.speeds * target)
