@@ -37,7 +37,7 @@ from tests.helpers.inference_cases import (
     make_model,
 )
 from tests.helpers.inference_toy import TABLE, grads_of, make_toy, toy_gradients, toy_inputs, worst
-from tests.helpers.ranks import by_one_rank, on_ranks, raised_by, run_ranks
+from tests.helpers.ranks import by_one_rank, raised_by, run_ranks
 from tests.helpers.sparse_reference import Form, lens_of, one_process
 from tests.helpers.sparse_rules import RULES, clusters, top_share
 from tests.helpers.sparse_studies import LATENCY
@@ -196,6 +196,20 @@ def in_turn(meshes: list[Any], place: int, is_whole: bool) -> list[Any]:
     return meshes if is_whole else [meshes[place % len(meshes)]]
 
 
+def compare_models(meshes: list[tuple[int, int]], is_whole: bool) -> list[dict[str, Any]]:
+    """The models compute angles, norms and gates in float32: here `.float()` means float64."""
+    torch.set_num_threads(1)
+    found: list[dict[str, Any]] = []
+    rules: list[dict[str, float] | None] = [None, {"keep": 0.5}]
+    jobs = [(MODELS[0], rules[0]), (MODELS[0], rules[1]), (MODELS[1], rules[1])]
+    jobs += [(MODELS[1], rules[0]), *((case, None) for case in SMALL)]
+    made = [make_mesh(*degrees) for degrees in meshes]
+    with mock.patch.object(Tensor, "float", Tensor.double):
+        for place, (case, rule) in enumerate(jobs):
+            found += [compare_model(case, one, rule) for one in in_turn(made, place, is_whole)]
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("meshes", "is_whole"),
@@ -208,46 +222,19 @@ def in_turn(meshes: list[Any], place: int, is_whole: bool) -> list[Any]:
     ],
     ids=str,
 )
-@on_ranks(lambda meshes, is_whole: meshes[0][0] * meshes[0][1])
 def test_wan_and_cogvideox_over_three_steps(meshes: list[tuple[int, int]], is_whole: bool) -> None:
-    """The models compute angles, norms and gates in float32: here `.float()` means float64."""
     pytest.importorskip("diffusers")
-    torch.set_num_threads(1)
-    found: list[dict[str, Any]] = []
-    rules: list[dict[str, float] | None] = [None, {"keep": 0.5}]
-    jobs = [(MODELS[0], rules[0]), (MODELS[0], rules[1]), (MODELS[1], rules[1])]
-    jobs += [(MODELS[1], rules[0]), *((case, None) for case in SMALL)]
-    made = [make_mesh(*degrees) for degrees in meshes]
-    with mock.patch.object(Tensor, "float", Tensor.double):
-        for place, (case, rule) in enumerate(jobs):
-            found += [compare_model(case, one, rule) for one in in_turn(made, place, is_whole)]
-    results = found
-    for found in results:
-        assert max(found["out"]) < 1e-9 and found["grads"] < 1e-9, found
-        assert found["undone"] and found["verified"].ok, str(found["verified"])
-        assert "sparse: 2 layers of density" in found["explained"], found["explained"]
-        if found["new plans are worth it"]:
-            assert found["planned"] > LAYERS, found
+    for results in run_ranks(compare_models, meshes[0][0] * meshes[0][1], meshes, is_whole):
+        for found in results:
+            assert max(found["out"]) < 1e-9 and found["grads"] < 1e-9, found
+            assert found["undone"] and found["verified"].ok, str(found["verified"])
+            assert "sparse: 2 layers of density" in found["explained"], found["explained"]
+            if found["new plans are worth it"]:
+                assert found["planned"] > LAYERS, found
 
 
-@pytest.mark.parametrize(
-    ("meshes", "is_whole"),
-    [
-        ([(2, 1), (1, 2)], False),
-        *(
-            pytest.param(meshes, True, marks=pytest.mark.stress)
-            for meshes in ([(1, 1)], [(2, 1), (1, 2)], [(2, 2)])
-        ),
-    ],
-    ids=str,
-)
-@on_ranks(lambda meshes, is_whole: meshes[0][0] * meshes[0][1])
-def test_models_with_masks_and_joint_text(meshes: list[tuple[int, int]], is_whole: bool) -> None:
-    """Text sees all and is seen by all, pads are not seen; audio and video apart.
-
-    Output of one step against dense attention with the blocks and the model's own mask.
-    """
-    pytest.importorskip("diffusers")
+def compare_joint(meshes: list[tuple[int, int]], is_whole: bool) -> dict[str, float]:
+    """Output of one step against dense attention with the blocks and the model's own mask."""
     torch.set_num_threads(1)
     found: dict[str, float] = {}
     made = {degrees: make_mesh(*degrees) for degrees in meshes}
@@ -282,13 +269,28 @@ def test_models_with_masks_and_joint_text(meshes: list[tuple[int, int]], is_whol
                 wanted = by_one_rank(alone)
             pairs = zip(outputs, wanted, strict=True)
             found[f"{degrees} {case} {rule}"] = max(difference(*pair) for pair in pairs)
-    assert max(found.values()) < 1e-9, found
+    return found
 
 
-@pytest.mark.some(1)
-@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
-@on_ranks(lambda ring, ulysses: ring * ulysses)
-def test_layers_steps_resolutions_and_bytes(ring: int, ulysses: int) -> None:
+@pytest.mark.parametrize(
+    ("meshes", "is_whole"),
+    [
+        ([(2, 1), (1, 2)], False),
+        *(
+            pytest.param(meshes, True, marks=pytest.mark.stress)
+            for meshes in ([(1, 1)], [(2, 1), (1, 2)], [(2, 2)])
+        ),
+    ],
+    ids=str,
+)
+def test_models_with_masks_and_joint_text(meshes: list[tuple[int, int]], is_whole: bool) -> None:
+    """Text sees all and is seen by all, pads are not seen; audio and video apart."""
+    pytest.importorskip("diffusers")
+    for found in run_ranks(compare_joint, meshes[0][0] * meshes[0][1], meshes, is_whole):
+        assert max(found.values()) < 1e-9, found
+
+
+def options(ring: int, ulysses: int) -> dict[str, Any]:
     """A dense layer, two passes a step, one mask for all, resolutions, and bytes on the wire."""
     mesh, found = make_mesh(ring, ulysses), dict[str, Any]()
     inputs = [toy_inputs(text=5, image=19, seed=seed) for seed in range(2)]
@@ -342,12 +344,17 @@ def test_layers_steps_resolutions_and_bytes(ring: int, ulysses: int) -> None:
         found["bytes at 8 bits"] = float(sent.moved_bytes - cost.traffic[dist.get_rank()].total)
         worst_error = max(handle.verify(**inputs[0]).errors.values())
         found["8 bits are seen"] = float(not 1e-4 < worst_error < 0.05)
-    assert max(map(abs, found.values())) < 1e-10, found
+    return found
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
-@on_ranks(2)
-def test_without_balance_it_is_as_exact_and_less_even(ring: int, ulysses: int) -> None:
+@pytest.mark.some(1)
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
+def test_layers_steps_resolutions_and_bytes(ring: int, ulysses: int) -> None:
+    for found in run_ranks(options, ring * ulysses, ring, ulysses):
+        assert max(map(abs, found.values())) < 1e-10, found
+
+
+def unbalanced(ring: int, ulysses: int) -> list[tuple[float, float, tuple[int, ...]]]:
     """Error, mean imbalance and tokens of the ranks, without and with balance."""
     segments, found = (5, 19), list[tuple[float, float, tuple[int, ...]]]()
     masks = make_masks(6, len(lens_of(segments, BLOCK)), steps=1)
@@ -360,16 +367,20 @@ def test_without_balance_it_is_as_exact_and_less_even(ring: int, ulysses: int) -
             explained = handle.explain()
             rho = sum(layer.imbalance for layer in explained.sparse) / LAYERS
             found.append((error, rho, explained.chosen.tokens))
-    without, balanced = found
-    assert max(without[0], balanced[0]) < 1e-10
-    assert without[1] > balanced[1] + 0.02
-    assert without[2] == (5 + 12, 7)  # text and three blocks of the image, and the rest
-    # On a ring, the third turn of the image begins at rank 1.
-    assert balanced[2] == ((4 + 8, 1 + 11) if ring == 2 else (4 + 11, 1 + 8))
+    return found
 
 
-@on_ranks(2)
-def test_plans_are_kept_for_the_latest_lengths() -> None:
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
+def test_without_balance_it_is_as_exact_and_less_even(ring: int, ulysses: int) -> None:
+    for without, balanced in run_ranks(unbalanced, 2, ring, ulysses):
+        assert max(without[0], balanced[0]) < 1e-10
+        assert without[1] > balanced[1] + 0.02
+        assert without[2] == (5 + 12, 7)  # text and three blocks of the image, and the rest
+        # On a ring, the third turn of the image begins at rank 1.
+        assert balanced[2] == ((4 + 8, 1 + 11) if ring == 2 else (4 + 11, 1 + 8))
+
+
+def of_many_lengths() -> dict[str, Any]:
     """Plans that are kept while lengths come back, and not for ever."""
     found = dict[str, Any]()
     with torch.no_grad(), split_toy(make_mesh(2, 1), keep=0.5, tolerance=9.0) as (model, handle):
@@ -386,14 +397,18 @@ def test_plans_are_kept_for_the_latest_lengths() -> None:
             for text, image in ((3, 10), (3, 19), (5, 10), (5, 19)):
                 model(**toy_inputs(text=text, image=image, seed=turn))
                 planned.append(sum(layer.num_planned for layer in handle.explain().sparse))
-    most = NUM_FORMS * LAYERS
-    assert found["sizes"] == [min(LAYERS * (n + 1), most) for n in range(20)], found
-    assert found["kept"] == [3] * LAYERS, found  # in each of three passes
-    assert found["planned"] == [LAYERS] * 16, found
+    return found
 
 
-@on_ranks(2)
-def test_restart_forgets_plans() -> None:
+def test_plans_are_kept_for_the_latest_lengths() -> None:
+    for found in run_ranks(of_many_lengths, 2):
+        most = NUM_FORMS * LAYERS
+        assert found["sizes"] == [min(LAYERS * (n + 1), most) for n in range(20)], found
+        assert found["kept"] == [3] * LAYERS, found  # in each of three passes
+        assert found["planned"] == [LAYERS] * 16, found
+
+
+def restarted() -> dict[str, Any]:
     """The first step of another image plans as the first of all did, with a rule and with masks."""
     found: dict[str, Any] = {}
     rules: list[dict[str, Any]] = [
@@ -410,13 +425,17 @@ def test_restart_forgets_plans() -> None:
                     states += [(layer.used.digest, layer.num_planned) for layer in layers]
                 handle.restart()
         found[str(list(settings))] = images
-    for first, second in found.values():
-        assert first == second, found
-        assert len({digest for digest, _ in first}) > 1, found  # else nothing is shown
+    return found
 
 
-@on_ranks(2)
-def test_ranks_without_tokens_are_told_of_once_and_not_by_each_layer() -> None:
+def test_restart_forgets_plans() -> None:
+    for found in run_ranks(restarted, 2):
+        for first, second in found.values():
+            assert first == second, found
+            assert len({digest for digest, _ in first}) > 1, found  # else nothing is shown
+
+
+def of_one_block() -> list[str]:
     """What is said of a block that leaves one of two ranks without tokens."""
     heard: list[str] = []
     handler = logging.Handler()
@@ -425,8 +444,12 @@ def test_ranks_without_tokens_are_told_of_once_and_not_by_each_layer() -> None:
     with torch.no_grad(), split_toy(make_mesh(2, 1), keep=0.5) as (model, _):
         for _ in range(2):
             model(**toy_inputs(text=0, image=BLOCK - 1))
-    (said,) = heard
-    assert said.startswith("sparse: 1 blocks, 4 tokens to a rank at a time, leave some of 2")
+    return heard
+
+
+def test_ranks_without_tokens_are_told_of_once_and_not_by_each_layer() -> None:
+    for (said,) in run_ranks(of_one_block, 2):
+        assert said.startswith("sparse: 1 blocks, 4 tokens to a rank at a time, leave some of 2")
 
 
 class Causal(nn.Module):
@@ -454,8 +477,7 @@ def wrong(q: Tensor, k: Tensor, at: RuleCall) -> Tensor:
     return torch.ones(1, 2)
 
 
-@on_ranks(2)
-def test_refusals_on_all_ranks() -> None:
+def refused() -> list[tuple[str, tuple[list[str], str]]]:
     """Words, and what was raised."""
     mesh, inputs, rank = make_mesh(2, 1), toy_inputs(text=5, image=19), dist.get_rank()
     masks = make_masks(6, 7)
@@ -522,9 +544,14 @@ def test_refusals_on_all_ranks() -> None:
     for words, config in at_once:
         expect(words, parallelize, make_toy(), sparse=config, **split)
     assert not _get_current_function_mode_stack()
-    for words, (classes, text) in found:
-        assert words in text, text
-        assert "ConfigError" in classes or "CommError" in classes, classes
+    return found
+
+
+def test_refusals_on_all_ranks() -> None:
+    for found in run_ranks(refused, 2):
+        for words, (classes, text) in found:
+            assert words in text, text
+            assert "ConfigError" in classes or "CommError" in classes, classes
 
 
 @pytest.mark.parametrize(
