@@ -25,7 +25,7 @@ from bascule.generate.options import Prompt
 from bascule.generate.tiny import TINY, TINY_WAN
 from bascule.serve.service import Service
 from bascule.serve.spool import Spool
-from bascule.serve.status import ENDED, Busy, Closing, Late, Status, Submission, Unknown
+from bascule.serve.status import ENDED, Busy, Closing, Late, Status, Unknown
 from tests.helpers.ranks import run_ranks, run_to_the_end
 from tests.helpers.serving import Even, Restless, apart, pipeline_of, with_service
 
@@ -36,9 +36,8 @@ RANKS = 4
 PIXEL = 1.001 / 255
 
 
-def submission(seed: int, side: int = 32, steps: int = 4, **facts: Any) -> Submission:
-    prompt = Prompt(prompt=f"boat {seed}", seed=seed, width=side, height=side, steps=steps)
-    return Submission(prompt=prompt, **facts)
+def boat(seed: int, side: int = 32, steps: int = 4) -> Prompt:
+    return Prompt(prompt=f"boat {seed}", seed=seed, width=side, height=side, steps=steps)
 
 
 def until(condition: Callable[[], Any], timeout_s: float = 100.0) -> None:
@@ -69,21 +68,22 @@ def bursts(service: Service, seed: int, num: int) -> tuple[Counter[str], float]:
     random, diary, ids = Random(seed), Diary(service), list[str]()
     while len(ids) < num:
         many = [
-            submission(len(ids) + k, random.choice((32, 64, 96)), random.choice((2, 4)))
+            boat(len(ids) + k, random.choice((32, 64, 96)), random.choice((2, 4)))
             for k in range(min(random.randrange(1, 9), num - len(ids)))
         ]
         statuses = service.submit(many)
-        assert [one.prompt for one in statuses] == [one.prompt for one in many]
+        assert [one.prompt for one in statuses] == many
         ids += [one.id for one in statuses]
         if random.random() < 0.3:
             service.cancel(random.choice(ids))
         time.sleep(random.random() * 0.2)
     diary.until_ended(ids)
-    scheduler, controller = service._scheduler, service._controller
+    scheduler = service._scheduler
     until(lambda: not scheduler.tasks)  # those that were cancelled have left their ranks
-    assert not (service._entries or service._leaving or scheduler._planned or controller._records)
-    assert not scheduler.state.waiting and sum(one.degree for one in scheduler.state.free) == RANKS
-    assert not controller._post._items
+    assert not (service._unwritten or service._jobs._written or scheduler._planned)
+    assert not (scheduler._users or scheduler.state.waiting)
+    assert sum(one.degree for one in scheduler.state.free) == RANKS
+    until(lambda: not scheduler.orders._post._items)  # the post drops the last ones in its thread
     counts, pipeline, most = Counter[str](), pipeline_of(TINY), 0.0
     for one in map(service.status, ids):
         counts[one.state] += 1
@@ -121,9 +121,9 @@ def test_long_bursts(tmp_path: Path, seed: int) -> None:
 def shared(service: Service) -> tuple[list[int], float]:
     """Numbers of ranks that had a large request, while small ones came and went."""
     diary = Diary(service)
-    large = service.submit([submission(0, 96, 28)])[0]
+    large = service.submit([boat(0, 96, 28)])[0]
     until(lambda: service.status(large.id).step > 1)
-    small = service.submit([submission(k, 32, 3, deadline_s=2.0) for k in (1, 2)])
+    small = service.submit([boat(k, 32, 3) for k in (1, 2)], deadline_s=2.0)
     ids = [large.id, *(one.id for one in small)]
     diary.until_ended(ids)
     pipeline = pipeline_of(TINY)
@@ -166,8 +166,8 @@ def refused(kind: type[Exception], call: Callable[..., Any], *args: Any) -> Any:
 def odds(service: Service) -> float:
     """What is refused, fails or cannot be written, between requests that are done."""
     diary, most = Diary(service), service._most_waiting
-    wrong = Submission(prompt=Prompt(prompt="wrong", width=32, height=32, steps=2))
-    ids = [one.id for one in service.submit([submission(0), wrong, submission(1, 64)])]
+    wrong = Prompt(prompt="wrong", width=32, height=32, steps=2)
+    ids = [one.id for one in service.submit([boat(0), wrong, boat(1, 64)])]
     diary.until_ended(ids)
     failed = service.status(ids[1])
     assert failed.state == "failed" and "MemoryError: no memory is left" in failed.reason
@@ -177,38 +177,37 @@ def odds(service: Service) -> float:
         refused(Unknown, unknown, "none")
     assert {service.status(ids[0]), service.status(ids[2])} <= set(service.statuses())
 
-    for one, text in (
-        (submission(2, 40), "makes it 32: give 32"),
-        (Submission(prompt=Prompt(prompt="a", frames=5)), "takes no num_frames"),
-        (submission(2, image=b"png"), "takes no image"),
+    for one, image, text in (
+        (boat(2, 40), None, "makes it 32: give 32"),
+        (Prompt(prompt="a", frames=5), None, "takes no num_frames"),
+        (boat(2), b"png", "takes no image"),
     ):
-        assert text in str(refused(ConfigError, service.submit, [submission(3), one]))
+        assert text in str(refused(ConfigError, service.submit, [boat(3), one], image))
     assert "at most 5 may wait" in str(refused(ConfigError, service.submit, [wrong] * (most + 1)))
 
-    many = service.submit([submission(4, 96, 1000)] * most)
+    many = service.submit([boat(4, 96, 1000)] * most)
     until(lambda: any(service.status(one.id).step for one in many))
-    late = submission(6, deadline_s=1e-3, must_meet_deadline=True)
-    assert refused(Late, service.submit, [late]).predicted_s > 1e-3
-    busy = refused(Busy, service.submit, [submission(7)] * most)
+    in_time = partial(service.submit, must_meet_deadline=True)
+    assert refused(Late, in_time, [boat(6)], None, 1e-3).predicted_s > 1e-3
+    busy = refused(Busy, service.submit, [boat(7)] * most)
     assert busy.retry_after_s >= 1.0
     assert not [one for one in service.statuses() if one.prompt.seed in (2, 3, 6, 7)]
-    in_time = submission(8, deadline_s=1e4, must_meet_deadline=True)
-    ids += [one.id for one in service.submit([in_time])]
+    ids += [one.id for one in in_time([boat(8)], deadline_s=1e4)]
     assert {service.cancel(one.id).state for one in many} == {"cancelled"}
 
     spool: Any = service._spool
     end, spool.end = spool.end, full  # for a while
     until(lambda: "disk is full" in service.health())
-    assert "disk is full" in str(refused(Closing, service.submit, [submission(9)]))
+    assert "disk is full" in str(refused(Closing, service.submit, [boat(9)]))
     spool.end = end
     until(lambda: not service.health())
-    ids += [one.id for one in many] + [service.submit([submission(10)])[0].id]
+    ids += [one.id for one in many] + [service.submit([boat(10)])[0].id]
     diary.until_ended(ids)
     reported = Counter(one.id for one in diary.news if one.state in ENDED)
     assert reported == dict.fromkeys(ids, 1)
     service.stop()
     until(service.health)
-    assert "is ending" in str(refused(Closing, service.submit, [submission(11)]))
+    assert "is ending" in str(refused(Closing, service.submit, [boat(11)]))
     states = Counter(service.status(one).state for one in ids)
     assert states == {"done": 4, "failed": 1, "cancelled": most}
     done, pipeline = [one for one in ids if service.status(one).state == "done"], pipeline_of(TINY)
@@ -234,11 +233,11 @@ def until_some_are_done(service: Service) -> None:
 
 
 def until_killed(service: Service, folder: Path, victim: int, num: int) -> str:
-    service.submit([submission(k, 32, 4 if k else 50) for k in range(num)])
+    service.submit([boat(k, 32, 4 if k else 50) for k in range(num)])
     until_some_are_done(service)
     os.kill(int((folder / f"{victim}.pid").read_text()), signal.SIGKILL)
     until(service.health)
-    return str(refused(Closing, service.submit, [submission(0)]))
+    return str(refused(Closing, service.submit, [boat(0)]))
 
 
 def killed(folder: Path, victim: int, num: int) -> None:

@@ -2,10 +2,9 @@
 
 import inspect
 import tempfile
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -30,14 +29,15 @@ from bascule.generate.generating import (
 )
 from bascule.generate.options import IMAGE, VIDEO, GenerateOptions, names_of, read_prompts
 from bascule.plan.requests import Balanced, Queue
-from bascule.serve.controller import Controller
 from bascule.serve.engine import Engine
+from bascule.serve.jobs import Jobs, Sink
+from bascule.serve.orders import Event, Orders
 from bascule.serve.scheduling import Scheduler, Task, num_steps_of
 from bascule.serve.times import Times
 from bascule.workload.tables import load_av
 
 
-class Generation:
+class Generation(Sink):
     """Makes outputs for prompts; all ranks of the job make it, and run it, together.
 
     Attributes:
@@ -84,6 +84,9 @@ class Generation:
         self._times = Times(pipeline, self._engine.degrees, num_groups=num_groups)
         self._is_new = False  # the folder, on rank 0
         self.missing = self._find_missing()
+        phases = {str(phase): 0.0 for phase in PHASES}
+        self._seconds = {self.names[place]: dict(phases) for place in self.missing}
+        self._records, self._error = list[dict[str, Any]](), None
 
     def num_steps(self, place: int) -> int:
         """Return the denoising steps of a prompt."""
@@ -100,19 +103,18 @@ class Generation:
             ConfigError: A prompt fails, or an output cannot be written.
             CommError: A rank is gone.
         """
-        controller, records = self._engine.controller, list[dict[str, Any]]()
-        error: Exception | None = None
+        orders, error = self._engine.orders, None
         try:
-            if controller is None:
+            if orders is None:
                 self._engine.run()
             else:
+                self._scheduler, self._on_step = self._scheduled(orders), on_step
+                jobs = Jobs(self._scheduler, self, until_idle=True)
                 with ThreadPoolExecutor(1, "bascule prompts") as pool:
-                    made = pool.submit(self._order, controller, on_step)
+                    loop = pool.submit(jobs.run)
                     self._engine.run()
-                try:
-                    records = made.result()
-                except Exception as failure:  # the other ranks must not wait
-                    error = failure
+                loop.result()
+                error = self._error  # which the other ranks must hear of
             agree(self._world, {}, error, what="the end of bascule generate")
         finally:
             if self._is_new:
@@ -120,7 +122,7 @@ class Generation:
                     self._options.out.rmdir()
             if error is not None:  # alone, in its own words
                 raise error
-        return records
+        return sorted(self._records, key=lambda record: record["file"])
 
     def _find_missing(self) -> list[int]:
         """Find the outputs that do not exist, on rank 0; make their folder."""
@@ -139,45 +141,19 @@ class Generation:
         agree(self._world, {"prompts": str(self.names)}, error, what="the missing outputs")
         return missing
 
-    # --- on rank 0, in a thread -------------------------------------------------------------------
+    # --- on rank 0 --------------------------------------------------------------------------------
 
-    def _order(
-        self, controller: Controller, on_step: Callable[[int, range], None]
-    ) -> list[dict[str, Any]]:
-        """Let the engine make what is missing, the largest first, and write it."""
+    def _scheduled(self, orders: Orders) -> Scheduler:
+        """Return the scheduler of what is missing, the largest first."""
         stays = self._options.degrees or self._options.compile  # which pays for many steps alike
-        fits = [d for d in self._engine.degrees if d * len(self.missing) <= controller.num_ranks]
+        fits = [d for d in self._engine.degrees if d * len(self.missing) <= orders.num_ranks]
         policy = Queue("fifo", max(fits, default=1)) if stays else Balanced()
-        scheduler = Scheduler(controller, policy, self._times)
-        places = {self.names[place]: place for place in self.missing}
-        tasks = sorted(map(self._task, self.missing), key=lambda one: -one.request.work_s)
+        scheduler = Scheduler(orders, policy, self._times)
+        tasks = sorted(map(self._task, self.missing), key=lambda task: -task.request.work_s)
         for number, task in enumerate(tasks):
             task.number = number
             scheduler.add(task)
-        seconds = {name: {str(phase): 0.0 for phase in PHASES} for name in places}
-        size = self._world.size // controller.num_ranks
-        records, writes = list[dict[str, Any]](), deque[Future[dict[str, Any]]]()
-        with closing(controller), ThreadPoolExecutor(1, "bascule outputs") as writer:
-            scheduler.decide()
-            while scheduler.tasks and (event := controller.events.get()).kind != "ended":
-                name, place = event.request_id, places[event.request_id]
-                if scheduler.handle(event):
-                    scheduler.decide()
-                if event.kind == "failed":
-                    raise ConfigError(f"prompt {place + 1}: the pipeline fails with {event.reason}")
-                if event.kind == "step":
-                    seconds[name]["denoise" if event.step else "encode"] += event.seconds
-                    if event.step:
-                        first, num = event.block.first * size, event.block.degree * size
-                        on_step(place, range(first, first + num))
-                elif event.kind == "done":
-                    seconds[name]["decode"] = event.seconds
-                    writes.append(writer.submit(self._write, place, event.output, seconds[name]))
-                # More outputs would fill the memory where the disk is slower than the ranks.
-                while writes and (writes[0].done() or len(writes) > controller.num_ranks):
-                    records.append(writes.popleft().result())
-        records += [one.result() for one in writes]
-        return sorted(records, key=lambda one: one["file"])
+        return scheduler
 
     def _task(self, place: int) -> Task:
         prompt = self.prompts[place]
@@ -187,15 +163,44 @@ class Generation:
 
         return Task.of(place, self.names[place], prompt, self._takes, self._times, arguments)
 
-    def _write(self, place: int, output: Any, seconds: dict[str, float]) -> dict[str, Any]:
-        """Write an output, after its record, which is returned."""
-        name, prompt = self.names[place], self.prompts[place]
-        frames = output[0] if name.endswith(VIDEO) else output[:1]
-        width, height = frames[0].size
-        made = {"width": width, "height": height, "frames": len(frames)}
-        check_size(prompt, made, f"prompt {place + 1}: ")
-        record = {"file": name, **self._settings, **asdict(prompt), "seconds": seconds}
-        path = self._options.out / name
-        write_record(path.with_suffix(".json"), record)
-        write_media(path, frames, self._options.fps)
-        return record
+    def changed(self, task: Task, event: Event | None) -> None:
+        """Count the seconds of a prompt, and report its steps."""
+        if event is None:
+            return
+        if event.kind == "step":
+            self._seconds[task.id]["denoise" if event.step else "encode"] += event.seconds
+            if event.step:
+                size = self._world.size // self._scheduler.orders.num_ranks  # of a replica
+                first, num = event.block.first * size, event.block.degree * size
+                self._on_step(self.names.index(task.id), range(first, first + num))
+        elif event.kind == "done":
+            self._seconds[task.id]["decode"] = event.seconds
+
+    def ended(self, task: Task, state: str, reason: str) -> None:
+        """End all if a prompt has failed."""
+        if state == "failed":
+            place = self.names.index(task.id)
+            said = f"prompt {place + 1}: the pipeline fails with {reason}"
+            self._error = self._error or ConfigError(said)
+            self._scheduler.close()
+
+    def write(self, task: Task, output: Any) -> str:
+        """Write an output, after its record."""
+        try:
+            place = self.names.index(task.id)
+            frames = output[0] if task.id.endswith(VIDEO) else output[:1]
+            width, height = frames[0].size
+            made = {"width": width, "height": height, "frames": len(frames)}
+            check_size(task.prompt, made, f"prompt {place + 1}: ")
+            settings = {"file": task.id, **self._settings, **asdict(task.prompt)}
+            record, path = (
+                {**settings, "seconds": self._seconds[task.id]},
+                self._options.out / task.id,
+            )
+            write_record(path.with_suffix(".json"), record)
+            write_media(path, frames, self._options.fps)
+            self._records.append(record)
+        except Exception as error:
+            self._error = self._error or error
+            return repr(error)
+        return ""

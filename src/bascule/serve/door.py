@@ -14,6 +14,7 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,7 +27,7 @@ from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
 from starlette.requests import ClientDisconnect
 
 from bascule.errors import ConfigError
-from bascule.serve.forms import Form, ImageForm, Refusal, VideoForm, picture, read, submissions
+from bascule.serve.forms import Form, ImageForm, Refusal, VideoForm, picture, prompts_of, read
 from bascule.serve.guard import ANSWERED, NO_RETRY, Connection, Guard, answer, hide_folders
 from bascule.serve.options import ServeOptions
 from bascule.serve.status import Closing, Status
@@ -193,8 +194,9 @@ class Door:
         if sent is not None:
             arguments = sent, self._options.max_pixels
             image = await to_thread.run_sync(picture, *arguments, limiter=self._decodes)
-        asked = submissions(form, image, self._options)
-        made = await self._call(self._service.submit, asked)
+        submit = partial(self._service.submit, must_meet_deadline=form.must_meet_deadline)
+        asked = prompts_of(form, self._options), image, form.deadline_s
+        made = await self._call(submit, *asked)
         request.state.is_accepted = True
         self._metrics.accepted.labels(self._service.kind).inc(len(made))
         return form, made

@@ -47,9 +47,10 @@ from bascule.diffusers.verify import check_table
 from bascule.encoders.encoder import EncoderOptions
 from bascule.encoders.tiled_vae import TiledVAE
 from bascule.errors import CommError, ConfigError
-from bascule.serve.blocks import Block, places_of, shape_of_block
-from bascule.serve.controller import Controller
+from bascule.plan.requests import Block
+from bascule.serve.blocks import places_of, shape_of_block
 from bascule.serve.kept import read_kept, write_kept
+from bascule.serve.orders import Orders
 from bascule.serve.post import Message, Post, Ticket
 from bascule.stand_in import Override
 
@@ -95,7 +96,7 @@ class Engine:
 
     Transformers are split by their tables. The prompts of a request are encoded by the ranks that
     start it, and its output is decoded by the first rank alone, as the others leave after the last
-    step. `controller`, on rank 0, starts and moves requests.
+    step. `orders`, on rank 0, starts and moves requests.
 
     Args:
         pipeline: On the device of this rank, with the same weights on all of them.
@@ -160,9 +161,9 @@ class Engine:
         self._post = Post(post, timeout_s)
         self._mail, self._is_over = self._post.mail(), False
         self._run: _Run | None = None
-        self.controller = None
+        self.orders = None
         if self._rank == 0:
-            self.controller = Controller(self._post, world.size // self._size, self._size)
+            self.orders = Orders(self._post, world.size // self._size, self._size)
         ways = AttentionMesh(None, None, None), request.attention, sparse
         pairs = zip(request.models, request.tables, strict=True)
         self._parts = [SplitModel(model, table, *ways) for model, table in pairs]
@@ -192,7 +193,7 @@ class Engine:
 
     @shared("the engine")
     def run(self) -> None:
-        """Run what the controller orders, until it closes; call it in the main thread.
+        """Run what is ordered, until that is to stop; call it in the main thread.
 
         Raises:
             CommError: A rank is gone, or failed where others wait for it.
@@ -216,8 +217,8 @@ class Engine:
         finally:
             self._undo.close()
             self._post.end(self._mail)
-            if self.controller is not None:
-                self.controller.end(reason)
+            if self.orders is not None:
+                self.orders.end(reason)
 
     def _take(self, wait_s: float | None = None) -> Message:
         """Return the next message; Empty if there is none in this time."""
@@ -390,7 +391,7 @@ class Engine:
         return np.array([action, *block], np.int64), ticket
 
     def _order(self, run: _Run) -> Message:
-        """Return what the controller wants of a request now, leaving out what is of others."""
+        """Return the next order for this request, leaving out those for others."""
         wait_s: float | None = 0.0
         with suppress(Empty):
             while True:

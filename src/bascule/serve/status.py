@@ -1,4 +1,4 @@
-"""The words between service and door: submissions, their status, four refusals."""
+"""Types that the service and its HTTP server share: the status of a request, four refusals."""
 
 from dataclasses import dataclass
 
@@ -41,23 +41,6 @@ class Unknown(Exception):  # noqa: N818 - an answer to a client
 
 class Closing(Exception):  # noqa: N818 - an answer to a client
     """The server is ending, or its ranks are gone."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submission:
-    """One output to make.
-
-    Attributes:
-        prompt: Its settings.
-        image: PNG that it begins with, which was checked and encoded here.
-        deadline_s: Seconds from now in which it should be done.
-        must_meet_deadline: True refuses it if it would be late.
-    """
-
-    prompt: Prompt
-    image: bytes | None = None
-    deadline_s: float | None = None
-    must_meet_deadline: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
