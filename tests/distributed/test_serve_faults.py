@@ -24,7 +24,7 @@ from urllib.request import Request, urlopen
 import pytest
 import torch
 
-from bascule.generate.tiny import TINY
+from bascule.generate.tiny import TINY, TINY_WAN
 from bascule.serve.spool import Spool
 from tests.helpers.pages import blocks_of, commands_of
 from tests.helpers.serving import apart, pipeline_of
@@ -431,16 +431,31 @@ def test_a_rank_that_stands_still_is_named_at_last(tmp_path: Path) -> None:
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_during_steps(tmp_path: Path, number: signal.Signals) -> None:
-    with started(tmp_path, *COMMAND) as job:
-        ids = job.submit(range(6), steps=60, side=64)
+@pytest.mark.parametrize(
+    ("number", "model"), [(signal.SIGTERM, TINY), (signal.SIGINT, TINY_WAN)], ids=["TERM", "INT"]
+)
+def test_a_stop_during_steps(tmp_path: Path, number: signal.Signals, model: str) -> None:
+    """Of images or videos; the same command goes on."""
+    command, videos = ("serve", "--model", model, "--ranks", "2"), {}
+    if model == TINY_WAN:
+        pytest.importorskip("av")
+        videos = {"frames": 5}
+    with started(tmp_path, *command) as job:
+        ids = job.submit(range(6), steps=60, side=64, **videos)
         job.until_running(ids[1])
+        with pytest.raises(AssertionError, match="another server has it"):
+            with started(tmp_path, *command):
+                pass
         job.stop(number)
-    with started(tmp_path, *COMMAND) as job:
+    with started(tmp_path, *command) as job:
         assert job.until_ended(ids) == ["done"] * 6
+        if videos:
+            assert all(job.ask(f"/v1/videos/{x}/content").content[4:8] == b"ftyp" for x in ids)
         job.stop(number)
-    assert set(on_disk(tmp_path)[0]) == set(ids)
+    if videos:
+        assert len(list((tmp_path / "spool" / "outputs").iterdir())) == 6
+    else:
+        assert set(on_disk(tmp_path)[0]) == set(ids)
 
 
 @pytest.mark.stress

@@ -1,32 +1,22 @@
 """A service on ranks: each request that was accepted is done once, as by one process."""
 
-import json
-import os
-import re
-import signal
 import sqlite3
-import subprocess
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
-from urllib.request import Request, urlopen
 
 import pytest
-import torch.distributed as dist
 
 from bascule.errors import ConfigError
 from bascule.generate.options import Prompt
-from bascule.generate.tiny import TINY, TINY_WAN
+from bascule.generate.tiny import TINY
 from bascule.serve.service import Service
-from bascule.serve.spool import Spool
 from bascule.serve.status import ENDED, Busy, Closing, Late, Status, Unknown
-from tests.helpers.ranks import run_ranks, run_to_the_end
+from tests.helpers.ranks import run_ranks
 from tests.helpers.serving import Even, Restless, apart, pipeline_of, with_service
 
 pytest.importorskip("diffusers")
@@ -224,113 +214,3 @@ def at_odds(folder: Path) -> Any:
 
 def test_what_is_refused_or_fails_harms_no_other(tmp_path: Path) -> None:
     assert run_ranks(at_odds, 2, tmp_path)[0] <= PIXEL
-
-
-def until_some_are_done(service: Service) -> None:
-    """Wait until some are done, and some run."""
-    until(lambda: sum(one.state == "done" for one in service.statuses()) > 1)
-    until(lambda: any(one.step > 2 for one in service.statuses() if not one.has_ended))
-
-
-def until_killed(service: Service, folder: Path, victim: int, num: int) -> str:
-    service.submit([boat(k, 32, 4 if k else 50) for k in range(num)])
-    until_some_are_done(service)
-    os.kill(int((folder / f"{victim}.pid").read_text()), signal.SIGKILL)
-    until(service.health)
-    return str(refused(Closing, service.submit, [boat(0)]))
-
-
-def killed(folder: Path, victim: int, num: int) -> None:
-    (folder / f"{dist.get_rank()}.pid").write_text(str(os.getpid()))
-    make = partial(pipeline_of, TINY)
-    with_service(make, folder / "spool", until_killed, folder, victim, num, timeout_s=6.0)
-
-
-def all_ended(service: Service) -> float:
-    until(lambda: all(one.has_ended for one in service.statuses()))
-    pipeline, statuses = pipeline_of(TINY), service.statuses()
-    assert {one.state for one in statuses} == {"done"}
-    return max(apart(one, service.result(one.id), pipeline) for one in statuses)
-
-
-def again(folder: Path, client: Callable[..., Any]) -> Any:
-    return with_service(partial(pipeline_of, TINY), folder / "spool", client)
-
-
-@pytest.mark.some(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_restart_goes_on(tmp_path: Path, victim: int) -> None:
-    """After a kill, and then after a stop in the middle."""
-    num, written = 6, dict[Path, int]()
-
-    def check_written() -> None:
-        """What was done before was not done again."""
-        assert {path: path.stat().st_mtime_ns for path in written} == written
-        outputs = (tmp_path / "spool" / "outputs").glob("[!.]*.png")
-        written.update((path, path.stat().st_mtime_ns) for path in outputs)
-
-    outcomes = run_to_the_end(killed, 2, tmp_path, victim, num, stopped=[] if victim else [1])
-    assert outcomes[victim].exit_code == -signal.SIGKILL
-    if victim == 1:  # the other one misses it at its heart or, if they share a request, in a group
-        names = "no sign of life from rank 1", "no report from ranks [1]"
-        assert any(name in str(outcomes[0].error) for name in names), outcomes[0]
-    with closing(Spool(tmp_path / "spool", "tiny")) as spool:
-        done = spool.ended(num)
-        assert len(done) + len(spool.waiting()) == num > len(done)
-        assert {one.state for one in done} == {"done"}
-        written |= {spool.output(one): spool.output(one).stat().st_mtime_ns for one in done}
-    run_ranks(again, 2, tmp_path, until_some_are_done)
-    check_written()
-    assert run_ranks(again, 2, tmp_path, all_ended)[0] <= PIXEL
-    check_written()
-    assert len(written) == num
-
-
-@contextmanager
-def command(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A server of tiny videos on two ranks, and its address."""
-    base = [sys.executable, "-m", "bascule", "serve", "--model", TINY_WAN, "--ranks", "2"]
-    base += ["--port", "0", "--spool", str(folder), *options]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(base, env=environment, stdout=subprocess.PIPE) as job:
-        try:
-            assert job.stdout is not None
-            yield job, re.findall(r"http\S*[0-9]", job.stdout.readline().decode())[0]
-        finally:
-            job.kill()
-
-
-def ask(address: str, path: str, **body: Any) -> Any:
-    data = json.dumps(body).encode() if body else None
-    headers = {"Content-Type": "application/json"}
-    with urlopen(Request(address + path, data, headers), timeout=60) as answer:
-        read = answer.read()
-    return read if path.endswith("content") else json.loads(read)
-
-
-@pytest.mark.stress
-def test_the_command(tmp_path: Path) -> None:
-    """Videos by HTTP; a signal in the middle, and the same command goes on."""
-    pytest.importorskip("av")
-    sizes = {"size": "32x32", "frames": 5, "steps": 40}
-
-    def videos(address: str) -> dict[str, str]:
-        return {one["id"]: one["state"] for one in ask(address, "/v1/requests")["data"]}
-
-    with command(tmp_path / "spool") as (job, address):
-        for seed in range(6):
-            ask(address, "/v1/requests", prompt=f"boat {seed}", seed=seed, **sizes)
-        until(lambda: "done" in videos(address).values())
-        with pytest.raises(IndexError), command(tmp_path / "spool"):
-            pass  # another server has the spool
-        job.send_signal(signal.SIGTERM)
-        assert job.wait(60) == 0
-    with command(tmp_path / "spool") as (job, address):
-        until(lambda: set(videos(address).values()) == {"done"})
-        assert len(videos(address)) == 6
-        for one in videos(address):
-            assert ask(address, f"/v1/videos/{one}/content")[4:8] == b"ftyp"
-        job.send_signal(signal.SIGINT)
-        assert job.wait(60) == 0
-    assert len(list((tmp_path / "spool" / "outputs").iterdir())) == 6

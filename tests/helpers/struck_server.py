@@ -63,7 +63,7 @@ def start() -> None:
     engine.Engine._report = _told(engine.Engine._report, folder, "ends", _ended)
     Spool.begin = _told(Spool.begin, folder, "begins", lambda request_id: request_id)
     Spool.forgive = _told(
-        Spool.forgive, folder, "forgiven", lambda *ids: "".join(ids), is_after=True
+        Spool.forgive, folder, "forgiven", lambda request_id=None: request_id or "", is_after=True
     )
     strike = os.environ.get("BASCULE_STRIKE", "").split()
     if "BASCULE_RESTLESS" in os.environ:

@@ -34,7 +34,7 @@ class Ranks(Orders):
 
     def __init__(self) -> None:
         self.num_ranks, self.events = RANKS, queue.SimpleQueue[Event]()
-        self.running = dict[str, Block]()
+        self.running, self.is_alive = dict[str, Block](), True
 
     def keep(self, request_id: str, arguments: dict[str, Any], seed: int) -> Ticket:
         del arguments, seed
@@ -46,6 +46,9 @@ class Ranks(Orders):
 
     def _send(self, *_: Any, **__: Any) -> None:
         """Go on: a request ends before its next step."""
+
+    def are_alive(self) -> bool:
+        return self.is_alive
 
     def leave(self, name: str, kind: str = "done", **facts: Any) -> None:
         """Let a request end."""
@@ -157,6 +160,11 @@ def test_a_stop_and_a_loss_of_power_count_against_nobody(tmp_path: Path) -> None
             (tmp_path / boot).write_text(boot)
             with serving(tmp_path, reason="no power") as (service, ranks):
                 until(lambda: ranks.running)
+    with serving(tmp_path, reason="rank 1 is gone") as (service, ranks):
+        until(lambda: ranks.running)
+        ranks.is_alive = False
+        service.stop()  # by the launcher, as a rank has died
+        assert [entry.starts for entry in service._spool.waiting()] == [1]
     with serving(tmp_path) as (service, ranks):
         play(service, ranks, "")
         (status,) = service.statuses()
