@@ -43,7 +43,7 @@ from bascule.comm.groups import Kept, RankGroup, this_world
 from bascule.comm.shared_row import SharedRow
 from bascule.comm.transforms import refuse_transforms
 from bascule.errors import ConfigError
-from bascule.plan.plan import Plan, PlanSetup
+from bascule.plan.plan import Plan, Terms
 from bascule.plan.traffic import Traffic
 
 if TYPE_CHECKING:
@@ -85,11 +85,9 @@ class Step:
         token_slot: (C,) index into `local_seq_ids` of each token that this rank computes on.
     """
 
-    def __init__(
-        self, parallel: "SequenceParallel", plan: Plan, number: int, setup: PlanSetup
-    ) -> None:
+    def __init__(self, parallel: "SequenceParallel", plan: Plan, number: int, terms: Terms) -> None:
         rank = parallel.rank
-        self._parallel, self._setup, self.number = parallel, setup, number
+        self._parallel, self._terms, self.number = parallel, terms, number
         self.plan = plan
         self._done = _Done()
         self._kept = Kept[Hashable, Any](_NUM_KEPT)  # scales may change from call to call
@@ -258,7 +256,7 @@ class Step:
 
     def metrics(self) -> dict[str, Any]:
         """Predicted loads before and after balancing, and what moved so far, as plain values."""
-        predicted = self.plan.summary(self._setup.cost, self._setup.cluster)
+        predicted = self.plan.summary(self._terms.cost, self._terms.cluster)
         return {"step": self.number, **predicted, "sent_bytes": self.traffic.total}
 
     # Where plain code enters. Compilers take the name and the sizes of an operator as constants.
