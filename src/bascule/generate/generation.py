@@ -14,7 +14,6 @@ from bascule.comm.agree import agree
 from bascule.comm.failures import shared
 from bascule.comm.groups import member_of, resolve
 from bascule.diffusers.degrees import Shape
-from bascule.diffusers.pipeline_run import PHASES
 from bascule.diffusers.sparse_layers import SparseConfig
 from bascule.errors import ConfigError
 from bascule.generate.generating import (
@@ -58,16 +57,16 @@ class Generation(Sink):
         if ending == VIDEO:
             load_av(f"--model {options.model}")  # or refuse at once
         self.names = [name + ending for name in names_of(self.prompts, options)]
-        for place, one in enumerate(self.prompts):
-            picture = None if one.image is None else bool(one.image)
+        for place, prompt in enumerate(self.prompts):
+            picture = None if prompt.image is None else bool(prompt.image)
             try:
-                check_prompt(pipeline, one, self._takes, picture=picture)
+                check_prompt(pipeline, prompt, self._takes, picture=picture)
             except ConfigError as error:
                 raise ConfigError(f"prompt {place + 1}: {error}") from error
         if options.tiles:
             enable_tiles(pipeline)
         sparse = None if options.sparse is None else SparseConfig(keep=options.sparse)
-        are_guided = all(is_guided(one, self._takes) for one in self.prompts)
+        are_guided = all(is_guided(prompt, self._takes) for prompt in self.prompts)
         num_groups = 2 if are_guided else 1  # whose layers exchange nothing
         self._engine = Engine(
             pipeline,
@@ -84,8 +83,6 @@ class Generation(Sink):
         self._times = Times(pipeline, self._engine.degrees, num_groups=num_groups)
         self._is_new = False  # the folder, on rank 0
         self.missing = self._find_missing()
-        phases = {str(phase): 0.0 for phase in PHASES}
-        self._seconds = {self.names[place]: dict(phases) for place in self.missing}
         self._records, self._error = list[dict[str, Any]](), None
 
     def num_steps(self, place: int) -> int:
@@ -164,17 +161,11 @@ class Generation(Sink):
         return Task.of(place, self.names[place], prompt, self._takes, self._times, arguments)
 
     def changed(self, task: Task, event: Event | None) -> None:
-        """Count the seconds of a prompt, and report its steps."""
-        if event is None:
-            return
-        if event.kind == "step":
-            self._seconds[task.id]["denoise" if event.step else "encode"] += event.seconds
-            if event.step:
-                size = self._world.size // self._scheduler.orders.num_ranks  # of a replica
-                first, num = event.block.first * size, event.block.degree * size
-                self._on_step(self.names.index(task.id), range(first, first + num))
-        elif event.kind == "done":
-            self._seconds[task.id]["decode"] = event.seconds
+        """Report a step."""
+        if event is not None and event.kind == "step" and event.step:
+            size = self._world.size // self._scheduler.orders.num_ranks  # of a replica
+            first, num = event.block.first * size, event.block.degree * size
+            self._on_step(self.names.index(task.id), range(first, first + num))
 
     def ended(self, task: Task, state: str, reason: str) -> None:
         """End all if a prompt has failed."""
@@ -192,11 +183,10 @@ class Generation(Sink):
             width, height = frames[0].size
             made = {"width": width, "height": height, "frames": len(frames)}
             check_size(task.prompt, made, f"prompt {place + 1}: ")
-            settings = {"file": task.id, **self._settings, **asdict(task.prompt)}
-            record, path = (
-                {**settings, "seconds": self._seconds[task.id]},
-                self._options.out / task.id,
-            )
+            seconds = {"encode": task.encoding_s, "denoise": task.denoising_s}
+            seconds["decode"] = task.last.seconds if task.last is not None else 0.0
+            record = {"file": task.id, **self._settings, **asdict(task.prompt), "seconds": seconds}
+            path = self._options.out / task.id
             write_record(path.with_suffix(".json"), record)
             write_media(path, frames, self._options.fps)
             self._records.append(record)

@@ -150,10 +150,10 @@ class Engine:
         shapes, self._size = {1: replace(request.shape, data=1)}, world.size // request.shape.data
         if shape is None:
             configs: list[Any] = [getattr(model, "config", None) for model in request.models]
-            num_heads = min(getattr(one, "num_attention_heads", None) or 1 for one in configs)
+            num_heads = min(getattr(config, "num_attention_heads", None) or 1 for config in configs)
             degrees = [1 << k for k in range(world.size.bit_length())]
-            shapes = {one: shape_of_block(one, num_heads, num_groups) for one in degrees}
-            shapes = {d: one for d, one in shapes.items() if one.ring <= (longest_ring or d)}
+            shapes = {degree: shape_of_block(degree, num_heads, num_groups) for degree in degrees}
+            shapes = {d: shape for d, shape in shapes.items() if shape.ring <= (longest_ring or d)}
             self._size = 1
         self._places = places_of(self._control, attending, shapes, self._size)
         self.degrees = [block.degree for block in self._places]
@@ -167,7 +167,7 @@ class Engine:
         ways = AttentionMesh(None, None, None), request.attention, sparse
         pairs = zip(request.models, request.tables, strict=True)
         self._parts = [SplitModel(model, table, *ways) for model, table in pairs]
-        groups = [Branches(one.branches) for one in self._places.values() if one.branches]
+        groups = [Branches(x.branches) for x in self._places.values() if x.branches]
         self._guided = [GuidedModel(part, groups[0]) for part in self._parts if groups]
         self._calls: dict[Block, list[Any]] = {}  # of the models, compiled if they are
         self._tiled: dict[tuple[int, ...], TiledVAE] = {}  # by their ranks
@@ -349,7 +349,7 @@ class Engine:
             if run.state is not None and run.num_done + 1 == run.first_step:
                 output = rebuilt(output, iter(run.state["stepped"][len(run.stepped)]))
             run.stepped.append(output)
-            if all(scheduler is not one for one in run.schedulers):
+            if all(scheduler is not known for known in run.schedulers):
                 run.schedulers.append(scheduler)
         return output
 
@@ -474,7 +474,7 @@ class Engine:
             part.model._compiled_call_impl = call
 
     def _release(self, run: _Run) -> None:
-        """Let the holder forget what all ranks of the block have fetched."""
+        """Drop the state that all ranks of the block have fetched."""
         if run.ticket is not None and self._leads(run):
             self._post.drop(self._mail, run.ticket)
         run.ticket = None

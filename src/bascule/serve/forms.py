@@ -9,7 +9,7 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from fastapi import Request
@@ -20,6 +20,7 @@ from python_multipart.multipart import File, FormParser, parse_options_header
 
 from bascule.generate.options import DEFAULTS, Prompt
 from bascule.serve.options import ServeOptions
+from bascule.serve.status import Refusal
 
 _LONGEST_QUOTE = 80
 _MOST_SEED = 2**63 - 1
@@ -31,25 +32,6 @@ _HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
 _ALSO = {"num_inference_steps": "steps", "num_frames": "frames"}  # names on other servers
 _PICTURES = "image", "image[]", "input_reference"
 _FORMATS = "PNG", "JPEG", "WEBP"
-
-
-@dataclass
-class Refusal(Exception):  # noqa: N818 - an answer to a client
-    """A call that is refused.
-
-    Attributes:
-        status: Of HTTP.
-        message: One sentence.
-        param: The field that is wrong.
-        code: A name of the reason for programs.
-        headers: Of the answer.
-    """
-
-    status: int
-    message: str
-    param: str | None = None
-    code: str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 class Form(BaseModel):

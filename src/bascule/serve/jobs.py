@@ -8,6 +8,8 @@ from typing import Any
 from bascule.serve.orders import Event
 from bascule.serve.scheduling import Scheduler, Task
 
+_TURN_S = 1.0
+
 
 class Sink:
     """A place for outputs, which hears what becomes of tasks; all but `write` with the lock."""
@@ -15,12 +17,8 @@ class Sink:
     lock: AbstractContextManager[Any] = nullcontext()
 
     def turn(self) -> bool:
-        """Do what is due by itself; return whether the policy should be asked."""
+        """Do what is due by itself, once a second at least; return whether to ask the policy."""
         return False
-
-    def next_turn_s(self) -> float | None:
-        """Return in how many seconds the next turn is due, if there is no news."""
-        return None
 
     def changed(self, task: Task, event: Event | None) -> None:
         """Take news of a task; None: it gets ranks."""
@@ -38,12 +36,7 @@ class Sink:
 
 
 class Jobs:
-    """Works off the tasks of a scheduler, until the engine ends.
-
-    Args:
-        scheduler: Has the tasks, and gives the orders.
-        sink: Gets outputs and news.
-        until_idle: True ends the engine when no task is left.
+    """Works off the tasks of a scheduler until the engine ends: by others, or if none is left.
 
     Attributes:
         writer: The thread that writes.
@@ -62,7 +55,7 @@ class Jobs:
         """
         try:
             self._orders.tell("asked")
-            while self._take(self._sink.next_turn_s()):
+            while self._take(_TURN_S):
                 pass
             self.writer.shutdown()
             self._take(0.0)
@@ -73,7 +66,7 @@ class Jobs:
                 self._orders.abort(reason)
             raise
 
-    def _take(self, wait_s: float | None) -> bool:
+    def _take(self, wait_s: float) -> bool:
         """Take the news that there is, and act; return whether the engine goes on."""
         events = list[Event]()
         with suppress(Empty):

@@ -18,12 +18,11 @@ class Event:
     """News of a request.
 
     Attributes:
-        kind: "step": `step` steps are done, and the request may change ranks here; 0 means that
-            its prompts are encoded. "halted": it waits for an order. "moved": it goes on, on
-            `block`. "paused": `ticket` is its state. "cancelled". "done": `output` is there.
-            "failed": for `reason`. "refused": it could not move or pause, for `reason`, and goes
-            on. "ended": the engine ended, for `reason` unless it was told to stop. Others are of
-            rank 0 itself.
+        kind: "step": `step` steps are done (0: its prompts are encoded), and the request may change
+            ranks. "halted": it waits for an order. "moved": it goes on, on `block`. "paused":
+            `ticket` is its state. "cancelled". "done": `output` is there. "failed": for `reason`.
+            "refused": it could not move or pause, for `reason`, and goes on. "ended": the engine
+            ended, for `reason` unless it was told to stop. "asked" and "written": of rank 0 itself.
         request_id: Empty for "ended".
         time: When rank 0 knew, by its `time.monotonic`.
         block: The ranks that computed, or after a move compute, it.
@@ -51,14 +50,12 @@ class Event:
 class Orders:
     """Sends orders to the ranks of an engine; on rank 0, for one thread at a time.
 
-    Orders return at once. Ranks follow them when their step ends, and `events` has what they did.
-    Ranks leave out an order for a request that they do not compute. Nothing here knows which
-    request has which ranks: that a rank computes one request, and that a request has one order at a
-    time, is the scheduler's to see to.
+    Ranks follow orders when their step ends, and leave out those for requests that they do not
+    compute. That a rank has one request, and a request one order at a time, the scheduler sees to.
 
     Attributes:
         num_ranks: Of the engine; replicas, where these take the place of ranks in blocks.
-        events: `Event`s in the order in which they became known.
+        events: What ranks did, in the order in which it became known.
     """
 
     def __init__(self, post: Post, num_ranks: int, size: int = 1) -> None:
@@ -77,14 +74,10 @@ class Orders:
         self._send(block, "run", to_all=True, id=request_id, ticket=ticket, block=block)
 
     def order(self, at: Block, request_id: str, action: str, block: Block | None = None) -> None:
-        """Order what becomes of a request after its step.
+        """Order what becomes of a request after its step, which ranks compute.
 
-        Args:
-            at: The ranks that compute it.
-            request_id: Of the request.
-            action: "halt": it waits for another order. "go on" as it is. "move" to `block`. "pause"
-                ends it here, and its first rank keeps its state. "cancel".
-            block: Ranks that are free, or the request's own.
+        "halt": it waits for another order. "go on" as it is. "move" to a block of ranks that are
+        free, or its own. "pause": its first rank keeps its state. "cancel".
         """
         self._send(at, "order", id=request_id, action=action, block=block)
 
@@ -100,6 +93,10 @@ class Orders:
     def abort(self, reason: str) -> None:
         """End the engine by an error on all ranks, also where requests run."""
         self._send(Block(0, self.num_ranks), "over", to_all=True, reason=reason)
+
+    def are_alive(self) -> bool:
+        """Wait for a sign of life of each rank; return whether all gave one; in any thread."""
+        return self._post.hears_all()
 
     def tell(self, kind: str, request_id: str = "", reason: str = "") -> None:
         """Put news of rank 0 itself to those of the ranks."""

@@ -1,18 +1,11 @@
-"""The requests of a job, in one table: where a policy wants them, and what their ranks do.
-
-A task is the request from its arrival until its output is written. Its phase says what it does:
-
-    new --> running --> halting --> halted --> moving or pausing --> running or paused --> made
-
-A task that is halted may go on as it is; one that is paused runs again; any may leave.
-"""
+"""The table of requests: where a policy wants them, what their ranks do, and the orders between."""
 
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from bascule.generate.options import Prompt
 from bascule.plan.requests import NEVER, Block, Job, Policy, Request, State
@@ -22,6 +15,7 @@ from bascule.serve.times import Form, Times
 
 _MOVE_S = 0.05  # until moves are measured
 _USUAL_STEPS = 30  # of a pipeline that does not say how many it takes
+Phase = Literal["new", "running", "halting", "halted", "moving", "pausing", "paused", "made"]
 _READY = "new", "halted", "paused"  # phases in which a task takes the ranks of the plan
 
 
@@ -33,7 +27,11 @@ def num_steps_of(prompt: Prompt, takes: Mapping[str, Any]) -> int:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Task(Job):
-    """A request: `block` is where the plan has it, `at` where it is."""
+    """A request from its arrival until its output is written.
+
+    Its block is planned, and `at` is where it is. It is new, running, halting (at its next
+    boundary), halted, and then runs on, moving to other ranks or pausing; at last it is made.
+    """
 
     id: str
     prompt: Prompt
@@ -41,10 +39,11 @@ class Task(Job):
     arguments: Callable[[], dict[str, Any]]
     created_at: float = 0.0  # Unix seconds
     at: Block | None = None
-    phase: str = "new"  # "running", "halting", "halted", "moving", "pausing", "paused", "made"
+    phase: Phase = "new"
     ticket: Ticket | None = None  # of its state, while it is paused
     last: Event | None = None
     encoding_s: float = 0.0
+    denoising_s: float = 0.0
     stays: bool = False  # it cannot travel
     runs_alone: bool = False  # after requests that came before, and before later ones
     is_cancelled: bool = False  # it has ended, and leaves its ranks when it can
@@ -343,6 +342,7 @@ class Scheduler:
         if event.step == 0:
             task.encoding_s = event.seconds
         else:
+            task.denoising_s += event.seconds
             self._measure(task, event.block.degree, event.seconds)
         task.left = max(0, (event.num_steps or task.request.steps) - event.step)
         if task.block == event.block:

@@ -30,11 +30,11 @@ from bascule.serve.status import Busy, Closing, Late, Status, Unknown
 from bascule.serve.times import Times
 
 _SHOWN = 20  # requests that have ended, in a list
-_AGAIN_S = 1.0  # between tries to write to a disk that is full
+_RETRY_S = 1.0  # between tries to write to a disk that is full
 _SWEEP_S = 600.0  # between looks for what is too old
 _DAY_S = 86400.0
 _MOST_STARTS = 2  # of a request; at the last one it runs alone
-_NO_ROOM = errno.ENOSPC, errno.EDQUOT
+_DISK_FULL = errno.ENOSPC, errno.EDQUOT
 
 logger = logging.getLogger(__name__)
 
@@ -110,11 +110,17 @@ class Service(Sink):
         self._thread.start()
 
     def stop(self) -> None:
-        """Let the engine end after the steps that run."""
+        """Let the engine end after the steps that run.
+
+        That ranks which take too long to stop may be killed counts against nobody. But launchers
+        stop a job where a rank has died, too, and that counts.
+        """
         with self.lock:
             self._reason = self._reason or "the server is ending"
-            self._forgive()  # ranks that take too long to stop may be killed
             self._scheduler.close()
+        if self._orders.are_alive():
+            with self.lock:
+                self._forgive()
 
     def close(self) -> None:
         """Wait for the thread, when the engine has ended; raises what the thread failed with."""
@@ -139,13 +145,10 @@ class Service(Sink):
         *,
         must_meet_deadline: bool = False,
     ) -> list[Status]:
-        """Take requests, all or none; they are on disk when it returns.
+        """Take a request for each prompt, all or none; they are on disk when it returns.
 
-        Args:
-            prompts: Their settings, one for each output.
-            image: PNG that they begin with, which was checked and encoded here.
-            deadline_s: Seconds from now in which they should be done.
-            must_meet_deadline: True refuses them if one would be late.
+        They begin with an image, which was checked and encoded here as PNG, and should be done in
+        `deadline_s` from now; with `must_meet_deadline` they are refused if one would be late.
 
         Raises:
             ConfigError: The pipeline does not take a setting, or more come than may wait.
@@ -241,10 +244,6 @@ class Service(Sink):
                 self._jobs.writer.submit(self._sweep)
         return bool(unwritten)
 
-    def next_turn_s(self) -> float:
-        """Return the seconds until the next turn is due."""
-        return _AGAIN_S if self._unwritten else max(0.0, self._sweep_at - time.monotonic())
-
     def changed(self, task: Task, event: Event | None) -> None:
         """Report a change of a request."""
         if event is not None and event.kind == "done":
@@ -253,7 +252,7 @@ class Service(Sink):
             self.on_change(self._statuses([task.id])[0])
 
     def ended(self, task: Task, state: str, reason: str) -> None:
-        """Keep the end of a request, which may make others too old."""
+        """Keep the end of a request, whose output may be one too many."""
         self._end(self._status(task), state, reason)
         self._sweep_at = 0.0
 
@@ -278,7 +277,7 @@ class Service(Sink):
                 cause: Any = error.__cause__ or error
                 why = getattr(cause, "strerror", None) or f"{type(cause).__name__}: {cause}"
                 reason = f"its output cannot be written: {why}"
-                if getattr(cause, "errno", None) in _NO_ROOM:
+                if getattr(cause, "errno", None) in _DISK_FULL:
                     no_room = f"the disk takes no outputs: {why}"
             self._no_room = no_room
             if not no_room:
@@ -286,7 +285,7 @@ class Service(Sink):
             if self._reason:
                 return None  # it begins anew at the next start
             self._sweep()  # which may make room
-            time.sleep(_AGAIN_S)
+            time.sleep(_RETRY_S)
 
     def _sweep(self) -> None:
         """Remove ended requests, the oldest first, until the others are to be kept."""
@@ -367,7 +366,6 @@ class Service(Sink):
         return arguments
 
     def _check_room(self, num: int) -> None:
-        """Refuse requests of which too many would wait."""
         if num > self._most_waiting:
             raise ConfigError(
                 f"{num} requests at once, of which at most {self._most_waiting} may wait"

@@ -21,7 +21,7 @@ from bascule.serve.spool import Spool
 from bascule.serve.times import Times
 from bascule.workload.tables import load_av
 
-_LOOK_S = 0.5
+_POLL_S = 0.5
 _START = "the start of bascule serve"
 
 
@@ -73,7 +73,7 @@ def run_server(
             return service
 
         def watch(service: Service) -> None:
-            while not is_over.wait(_LOOK_S):
+            while not is_over.wait(_POLL_S):
                 if is_stopping():
                     return service.stop()
 
