@@ -44,7 +44,7 @@ _PRELOAD = [
     "bascule.diffusers.balanced_model",
     "bascule.transformers",
     "bascule.models",
-    "bascule.report.measured",
+    "bascule.report.page",
     "bascule.train",
     "bascule.sim",
     "rich.progress",

@@ -17,9 +17,9 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from bascule.errors import ConfigError
+from bascule.train.streams import ManifestStream
 from bascule.workload.manifest import read_manifest
 from bascule.workload.options import ManifestOptions, TokenOptions
-from bascule.workload.streams import ManifestStream
 from bascule.workload.tokens import MODELS, TokenRule
 from tests.helpers.inference_cases import CHANNELS, Case, make_inputs, make_model
 from tests.helpers.model_case import built

@@ -12,7 +12,7 @@ from bascule.diffusers.sparse_layers import SparseLayer
 from bascule.diffusers.split_model import SplitModel
 from bascule.diffusers.work import Attended, AttentionShape, LayerWork
 from bascule.errors import ConfigError
-from bascule.machine.cluster import FLOPS_PER_VALUE, Bag, HardwareProfile, Seconds, Work
+from bascule.machine.cluster import FLOPS_PER_VALUE, BagShape, HardwareProfile, Seconds, Work
 from bascule.plan.traffic import HeadShares, Traffic
 
 _MIB = 2**20
@@ -156,7 +156,7 @@ class _Prediction:
         self, ring: int, ulysses: int, *, is_compiled: bool = False, is_quantized: bool = False
     ) -> dict[str, Seconds]:
         """Predict by kind of layer; a compiled model launches products and exchanges alone."""
-        bag = Bag.aligned(ulysses, ring, self.ranks_per_node)
+        bag = BagShape.aligned(ulysses, ring, self.ranks_per_node)
         return {
             kind: self.profile.forward_seconds(
                 self._works(work, bag, is_compiled, is_quantized),
@@ -166,7 +166,7 @@ class _Prediction:
         }
 
     def _works(
-        self, work: LayerWork, bag: Bag, is_compiled: bool, is_quantized: bool
+        self, work: LayerWork, bag: BagShape, is_compiled: bool, is_quantized: bool
     ) -> list[Work]:
         """Return the work of each rank in the layers of a kind."""
         ring, ulysses = bag.ring, bag.ulysses
