@@ -15,7 +15,7 @@ TESTS := tests/unit
 RANKS := tests/distributed tests/peers
 ifeq ($(GPU),yes)
   RANKS += tests/gpu
-  SELECT := -m "not stress"
+  SELECT := -m "not nightly and not stress"
 else
   CONSTRAINTS := -c constraints-cpu.txt
 endif
@@ -23,7 +23,7 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help env demo test lint types contracts pytest stress plugins site dist format
+.PHONY: help env demo test lint types contracts pytest nightly stress plugins site dist format
 
 help: ## print this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -45,9 +45,12 @@ types: $(VENV)/.dev ## pyright
 contracts: $(VENV)/.dev ## import-linter: which package may import which
 	$(BIN)/lint-imports --no-logo
 
-pytest: $(VENV)/.dev ## tests, without stress tests and, where there is no GPU, without GPU tests
+pytest: $(VENV)/.dev ## what proves numbers, refusals and failures; where there is a GPU, on it too
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(SELECT) --numprocesses 2 $(TESTS)
 	$(BIN)/pytest $(SELECT) --numprocesses 3 --dist loadfile --no-loadscope-reorder $(RANKS)
+
+nightly: $(VENV)/.dev ## commands, guides, examples, scripts and hosts of plug-ins, as users start them
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "nightly and not stress" --numprocesses 2 --dist loadfile
 
 stress: $(VENV)/.dev ## the tests that take minutes, and the cases that pytest leaves out
 	$(BIN)/pytest -m stress --timeout 1800

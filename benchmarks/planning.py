@@ -3,20 +3,26 @@
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from measuring import MIXES, bare_heap, ratio, say, summary, time_interleaved
 
 from bascule.arrays import Floats, Ints
-from bascule.errors import ConfigError
+from bascule.errors import ConfigError, PlanError
 from bascule.machine.cluster import TRAINING, HardwareProfile, in_passes
 from bascule.machine.costs import PolynomialCost, TransformerCost
 from bascule.machine.fits import fit_iterations
+from bascule.plan import epoch
+from bascule.plan.limits import Limits
 from bascule.plan.plan import Plan, plan_batch
+from bascule.plan.solver import portfolio, search
+from bascule.plan.solver.portfolio import longest_first
 from bascule.plan.solver.solve import assign
 from bascule.plan.step import plan_step, step_makespan
 from bascule.plan.topology import Topology
@@ -47,13 +53,14 @@ def mean(values: Sequence[float]) -> float:
 def solver(*, quick: bool = False) -> dict[str, Any]:
     """Compare the solver with its lower bound, with the paper's greedy, and with a bare heap.
 
-    Two minutes. Gaps are certified by the solver's own bound. Times are of a solve over one sort
+    Five minutes. Gaps are certified by the solver's own bound. Times are of a solve over one sort
     and one `heapreplace` an item on the same costs, in turns. On a busy machine a call of
     milliseconds is interrupted more often than one of a tenth of that, so the ratio of the minima
-    counts.
+    counts. Stages are left out one at a time, on families of problems that each of them is for.
     """
     steps, rounds = (5, 5) if quick else (50, 41)
     return {
+        "stages": _stages(2 if quick else 12),
         "quality": [
             _quality(mix, spec, steps) for mix in MIXES for spec in EQUAL_BAGS + MIXED_BAGS
         ],
@@ -100,6 +107,173 @@ def _greedy_makespan(costs: Floats, speeds: Sequence[float]) -> float:
             bag = np.argmin((loads + costs[item]) / speed)
         loads[bag] += costs[item]
     return float((loads / speed).max())
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the solver: where it is looked up, what takes its place, and what it is for.
+
+    Attributes:
+        name: In words.
+        module: That looks it up.
+        attribute: Its name there.
+        instead: Makes the replacement of the function it is given.
+        families: Names of `_families`.
+    """
+
+    name: str
+    module: Any
+    attribute: str
+    instead: Callable[[Any], Any]
+    families: tuple[str, ...]
+
+
+def _always(value: Any) -> Callable[[Any], Any]:
+    return lambda stage: lambda *args, **options: value
+
+
+def _without(start: str) -> Callable[[Any], Any]:
+    """Leave a start of several kinds out, by its name."""
+    return lambda starts: lambda *args: [each for each in starts(*args) if each.method != start]
+
+
+UNLIKE = ("free", "capped", "few")
+KINDS = ("kinds", "kinds, capped")
+STAGES = (
+    Stage(
+        "the greedy's start",
+        portfolio,
+        "by_speed",
+        lambda place: lambda problem, *, fill_first: place(problem, fill_first=False),
+        UNLIKE,
+    ),
+    Stage("the search", portfolio, "improve", lambda _: lambda p, bins, *_: bins, UNLIKE + KINDS),
+    Stage("the worst bin alone", search, "_pair", lambda pair: _unless_alone(pair), UNLIKE + KINDS),
+    Stage("groups of two", search, "_in_twos", lambda _: lambda singles: singles, UNLIKE + KINDS),
+    Stage("room first", portfolio, "place_longest", lambda _: longest_first, ("capped", "items")),
+    Stage("relaxations", portfolio, "place_relaxed", _always(None), ("capped", "kinds, capped")),
+    Stage("exact placement", portfolio, "_exactly", _always(()), ("tight",)),
+    Stage("kinds apart", portfolio, "_of_kinds", _without("kinds apart"), KINDS),
+    Stage("kinds together", portfolio, "_of_kinds", _without("kinds together"), KINDS),
+    Stage(
+        "equal bins renamed",
+        portfolio,
+        "relabel",
+        lambda _: lambda p, bins, _homes: bins,
+        ("home",),
+    ),
+    Stage("bringing home", search, "_bring_home", lambda _: lambda score, state: state, ("home",)),
+    Stage("single moves", epoch, "_improved", lambda _: lambda pieces, *_: pieces, ("epoch",)),
+    Stage("by room", epoch, "_by_room", lambda _: epoch._all_alike, ("epoch",)),  # pyright: ignore[reportPrivateUsage]
+    Stage("all alike", epoch, "_all_alike", lambda _: epoch._by_room, ("epoch",)),  # pyright: ignore[reportPrivateUsage]
+)
+
+
+def _unless_alone(pair: Any) -> Any:
+    return lambda score, state, *, alone: None if alone else pair(score, state, alone=False)
+
+
+def _stages(num: int) -> list[dict[str, Any]]:
+    """Solve each family with all stages, then without one of them."""
+    families = _families(num)
+    complete = {name: _measured(cases) for name, cases in families.items()}
+    rows = list[dict[str, Any]]()
+    for stage in STAGES:
+        for family in stage.families:
+            instead = stage.instead(getattr(stage.module, stage.attribute))
+            with mock.patch.object(stage.module, stage.attribute, instead):
+                rest = _measured(families[family])
+            whole = complete[family]
+            rows.append(
+                {
+                    "without": stage.name,
+                    "family": family,
+                    "cases": len(families[family]),
+                    "gap": whole["gap"],
+                    "gap_without": rest["gap"],
+                    "away": whole["away"],
+                    "away_without": rest["away"],
+                    "refused": whole["refused"],
+                    "refused_without": rest["refused"],
+                    "seconds_without": rest["seconds"] / whole["seconds"],
+                }
+            )
+            say("{without}, {family}: gap {gap:.2%} -> {gap_without:.2%}".format(**rows[-1]))
+    return rows
+
+
+def _measured(cases: Sequence[Callable[[], tuple[float, float]]]) -> dict[str, Any]:
+    """Return the mean gap and share away of cases, how many were refused, and their CPU seconds."""
+    found, refused, start = list[tuple[float, float]](), 0, time.thread_time()
+    for case in cases:
+        try:
+            found.append(case())
+        except PlanError:
+            refused += 1
+    seconds = time.thread_time() - start
+    gap, away = (mean(column) for column in zip(*found, strict=True)) if found else (0.0, 0.0)
+    return {"gap": gap, "away": away, "refused": refused, "seconds": seconds}
+
+
+def _families(num: int) -> dict[str, list[Callable[[], tuple[float, float]]]]:
+    """Problems by family; each gives its gap and the share of tokens away from home."""
+    draw = np.random.default_rng(0)
+    cases: dict[str, list[Callable[[], tuple[float, float]]]] = defaultdict(list)
+    cluster = HardwareProfile.load("h100-datasheet").cluster(4, 8)
+    for number in range(num):
+        spread = (0.3, 0.6, 0.9, 1.2, 1.5, 1.8)[number % 6]
+        batch = [
+            np.clip(draw.lognormal(math.log(2048), spread, 4 + number % 8), 64, 131_072)
+            .astype(int)
+            .tolist()
+            for _ in range(32)
+        ]
+        lens = np.concatenate(batch)
+        limits = Limits(tokens=int(1.02 * lens.sum() / 32) + 1)
+        room = Limits(tokens=2 * int(lens.sum() / 32 + lens.max()))
+        for spec in ("g1n32", "g8n4", *MIXED_BAGS):
+            speeds = [float(len(bag)) for bag in Topology.parse(spec).bags]
+            cases["free"].append(partial(_assigned, COST(lens), speeds))
+            cases["capped"].append(
+                partial(_assigned, COST(lens), speeds, limits=limits, sizes=lens)
+            )
+        for spec in ("g1n8+g8n1", "g1n4+g2n2+g8n1"):
+            few = [rank[: 1 + number % 4] for rank in batch[:16]]
+            cases["few"].append(partial(_planned, few, spec))
+        most = Limits(items=-(-lens.size // 32))
+        cases["items"].append(partial(_assigned, COST(lens), [1.0] * 32, limits=most))
+        for spec in MIXED_BAGS[:2]:
+            cases["kinds"].append(partial(_planned, batch, spec, cluster=cluster))
+            cases["kinds, capped"].append(
+                partial(_planned, batch, spec, cluster=cluster, limits=room)
+            )
+        for spec in ("g1n32", "g8n4"):
+            cases["home"].append(partial(_planned, batch, spec, locality_tolerance=0.01))
+        cuts = [np.sort(draw.choice(np.arange(1, 100), 3, replace=False)) for _ in range(6)]
+        sizes = draw.permutation(np.concatenate([np.diff([0, *cut, 100]) for cut in cuts]))
+        full = {"sizes": sizes, "limits": Limits(tokens=100)}
+        cases["tight"].append(partial(_assigned, draw.uniform(1, 9, sizes.size), [1.0] * 6, **full))
+        for padded in (False, True):
+            for accumulate in (2, 4):
+                shape = epoch.StepShape(4, 8, accumulate)
+                rules = epoch.DealRules(shape, padded=padded, even_counts=not padded)
+                tokens = lens[: rules.shape.full]
+                cases["epoch"].append(partial(_dealt, tokens, rules))
+    return dict(cases)
+
+
+def _assigned(costs: Floats, speeds: list[float], **options: Any) -> tuple[float, float]:
+    return assign(costs, speeds=speeds, **options).gap, 0.0
+
+
+def _planned(batch: Batch, spec: str, **options: Any) -> tuple[float, float]:
+    plan = plan_batch(batch, spec, COST, **options)
+    return plan.gap, plan.moved_tokens / float(plan.seq_lens.sum())
+
+
+def _dealt(tokens: Any, rules: epoch.DealRules) -> tuple[float, float]:
+    deal = epoch.deal_step(COST(tokens), tokens, rules)
+    return deal.makespan / deal.lower_bound - 1.0, 0.0
 
 
 def _speed_cases() -> Iterator[tuple[str, Floats, int, float]]:

@@ -26,6 +26,7 @@ COST_OF_BLOCK = TransformerCost(192, gamma=0.5)
 BF16 = ("--dtype", "bfloat16")
 
 
+@pytest.mark.nightly
 def test_loss_falls_and_both_curves_coincide(photos: Path, tmp_path: Path) -> None:
     done = bench(
         tmp_path, "--photos", str(photos), "--batch-size", "3", "--steps", "16", "--lr", "0.005"
@@ -141,6 +142,7 @@ def test_every_topology_has_the_gradients_of_training_without() -> None:
             assert all(one["plan"]["moved_tokens"] > 0 for one in of_step[1:])
 
 
+@pytest.mark.nightly
 def test_topologies_are_compared_in_one_run(tmp_path: Path) -> None:
     data, page = "g1b0i64f1s0,g1b2i128f1s0", tmp_path / "page.html"
     some = ("--steps", "3", "--gamma", "0.5", "--dtype", "float64", "--report", str(page))
@@ -178,6 +180,7 @@ def command_line(*arguments: str) -> None:
     main(list(arguments))
 
 
+@pytest.mark.nightly
 def test_the_benchmark_of_topologies(monkeypatch: pytest.MonkeyPatch) -> None:
     """On two ranks, tiny; its clips are such that no topology of single ranks can gain."""
     pytest.importorskip("skimage")
@@ -215,6 +218,7 @@ def test_the_benchmark_of_topologies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(row["grad_difference"] < 1e-3 for row in rows.values())
 
 
+@pytest.mark.nightly
 def test_a_sequence_that_binds_is_told_once(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     table = tmp_path / "samples.csv"
@@ -244,6 +248,7 @@ def test_a_sequence_that_binds_is_told_once(tmp_path: Path) -> None:
     assert (tmp_path / "steps.1.jsonl").is_file()
 
 
+@pytest.mark.nightly
 def test_stages_of_several_topologies(photos: Path, tmp_path: Path) -> None:
     pytest.importorskip("diffusers")
     encoders = ("--vae", "tiny", "--dtype", "float64")
@@ -265,6 +270,7 @@ def test_stages_of_several_topologies(photos: Path, tmp_path: Path) -> None:
         assert one["stages"]["step"]["predicted_ratio"] == one["predicted_ratio"]
 
 
+@pytest.mark.nightly
 def test_stages_of_steps_from_pixels_and_captions(photos: Path, tmp_path: Path) -> None:
     pytest.importorskip("diffusers")
     encoders = ("--vae", "tiny", "--text-encoder", "tiny", "--dtype", "float64")

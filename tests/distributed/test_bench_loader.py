@@ -16,6 +16,8 @@ from tests.helpers.bench import bench, summary
 from tests.helpers.cli import run
 from tests.helpers.ranks import run_ranks
 
+pytestmark = pytest.mark.nightly
+
 LONG_AND_SHORT = "g1b4i128f1s0,g1b3i256f1s0"
 
 

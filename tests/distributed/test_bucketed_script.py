@@ -13,6 +13,8 @@ from tests.helpers.inference_cases import CHANNELS, TEXT_DIM, Case, make_model
 from tests.helpers.pages import blocks_of
 from tests.helpers.ranks import run_ranks
 
+pytestmark = pytest.mark.nightly
+
 pytest.importorskip("diffusers")
 
 F64 = torch.float64

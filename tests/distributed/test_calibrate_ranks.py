@@ -181,6 +181,7 @@ def _real(*arguments: str) -> None:
     main(list(arguments))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_command_saves_a_profile_that_the_others_take(
     capsys: pytest.CaptureFixture[str], tmp_path: Path

@@ -25,6 +25,8 @@ from tests.helpers.faults import look_often
 from tests.helpers.jobs import forked_launches, in_a_job
 from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
 
+pytestmark = pytest.mark.nightly
+
 OPTIONS = DoctorOptions(rounds=2, mib=1)
 SMALL = ("--rounds", "1", "--mib", "1")
 VICTIM = 1

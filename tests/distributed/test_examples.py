@@ -8,6 +8,8 @@ import pytest
 
 from tests.helpers.jobs import run_example
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).parents[2]
 TOY, FLUX, RESUMABLE = (
     ROOT / "examples" / f"train_{name}.py" for name in ("toy_dit", "flux_balanced", "resumable")

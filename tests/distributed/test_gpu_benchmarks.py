@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).parents[2]
 TOPICS = ["device", "blocks", "kernels", "sparse", "host", "latency", "against_diffusers"]
 TOPICS.append("inference")

@@ -8,6 +8,8 @@ from tests.helpers.page_worlds import run_page
 from tests.helpers.pages import ON_RANKS
 from tests.helpers.ranks import run_ranks
 
+pytestmark = pytest.mark.nightly
+
 pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
 

@@ -9,6 +9,8 @@ import pytest
 
 from tests.helpers.jobs import in_a_job, script
 
+pytestmark = pytest.mark.nightly
+
 pytest.importorskip("transformers")
 
 SCRIPT = Path(__file__).parents[1] / "plugins/hf_script.py"

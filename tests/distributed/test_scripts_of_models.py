@@ -15,6 +15,8 @@ from tests.helpers.inference_cases import CASES, Case, Inputs, in_float64, make_
 from tests.helpers.pages import blocks_of
 from tests.helpers.ranks import run_ranks
 
+pytestmark = pytest.mark.nightly
+
 pytest.importorskip("diffusers")
 
 F64 = torch.float64

@@ -12,6 +12,8 @@ import pytest
 from tests.helpers.jobs import run_example
 from tests.helpers.ranks import run_ranks
 
+pytestmark = pytest.mark.nightly
+
 pytest.importorskip("transformers")
 pytest.importorskip("skimage")
 

@@ -81,6 +81,12 @@ def _cases() -> Iterator[tuple[str, Callable[[], Any]]]:
             yield "home", _planned(batch, spec, locality_tolerance=0.01)
     for seed in range(40):
         yield "tight", _tight(seed)
+    rng = np.random.default_rng(1)
+    for number in range(12):
+        few = _batch(rng, 16, 6, spreads[number % len(spreads)])
+        few = [rank[: rng.integers(1, 3 + number % 4)] for rank in few]
+        for spec in ("g1n8+g8n1", "g1n4+g2n2+g8n1"):
+            yield "few", _planned(few, spec)
     for call in sparse_cases():
         yield "sparse", call
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.goldens.plans import cases, read_table, solve
 
-FAMILIES = ("free", "capped", "kinds", "home", "tight", "sparse")
+FAMILIES = ("free", "capped", "kinds", "home", "tight", "few", "sparse")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -26,13 +26,13 @@ class Homes:
     bins: Ints  # (items,) preferred bin; -1 for none
     weights: Floats  # (items,) cost of being in another bin; 0 where none is preferred
     ceiling: float  # completion time that no bin may pass, in units of work per unit of speed
-    kept: Floats | None = None  # (bins,) share of the weight that the preferred bin saves; else 1
+    home_share: Floats | None = None  # (bins,) of an item that stays in the preferred bin; else 1
     regions: Regions | None = None  # what else is preferred
 
     def away(self, items: Ints, bins: Ints) -> Floats:
         """Weight that is away if each item is in its bin of `bins`; broadcasts."""
         at_home = self.bins[items] == bins
-        saved = at_home if self.kept is None else at_home * self.kept[bins]
+        saved = at_home if self.home_share is None else at_home * self.home_share[bins]
         away = self.weights[items] * (1.0 - saved)
         if self.regions is not None:
             share = self.regions.shares[bins, self.regions.of_items[items]]
@@ -80,7 +80,9 @@ def _gains(bin_of: Ints, bins: Ints, homes: Homes) -> Floats:
     row_of[bins] = np.arange(num)
     row, column = row_of[bin_of], row_of[homes.bins]
     there = (row >= 0) & (column >= 0)
-    weights = homes.weights if homes.kept is None else homes.weights * homes.kept[homes.bins]
+    weights = homes.weights
+    if homes.home_share is not None:
+        weights = weights * homes.home_share[homes.bins]
     gains = np.bincount(row[there] * num + column[there], weights[there], num * num)
     gains = gains.reshape(num, num).astype(np.float64)
     regions = homes.regions

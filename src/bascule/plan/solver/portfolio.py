@@ -27,16 +27,14 @@ if TYPE_CHECKING:
 
 _ROUNDING = 1e-9  # relative difference of sums of the same costs in another order, at most
 _TOLERANCE = 1e-4  # gap at which the search stops
-_MIXED_TOLERANCE = 5e-4  # the same for bins of different speeds: the rest is slow
-_GUESS_TOLERANCE = 1e-3  # the same at the costs of guessed kinds; true costs improve on it
+_MIXED_TOLERANCE = 5e-4  # gap at which it stops for bins of different speeds: the rest is slow
+_GUESS_TOLERANCE = 1e-3  # gap at which it stops at the costs of guessed kinds, not the last word
 _LONG_SHARES = (0.5, 0.4, 0.3)  # of the fastest bin's time: longer items stay whole when relaxed
 _MAX_LATE = 0.3  # share of all work above the ceiling, from which on all at home is not repaired
-_MOST_IMPROVED = 2  # starts of a problem with several kinds that are improved, the best ones first
-_GUESSES = 2  # times that the kind of bin of each item is guessed
 _MANY_BINS = 48  # from here on, rounds of numpy beat a heap
 _HALVINGS = 40
 _MAX_EXACT_CELLS = 512  # most items times bins that are placed exactly: larger ones hardly ever end
-_MAX_CLOSED_CELLS = 32  # the same if the best so far is later than `_LATE` times the target
+_MAX_CLOSED_CELLS = 32  # most such cells where the best so far ends after `_LATE` times the target
 _LATE = 1.05
 _MAX_RELAXED_CELLS = 8192  # largest number of items times bins whose relaxation is solved
 _MAX_EXACT_STEPS = 1 << 17  # step budget of the exact solver, in nodes times cells
@@ -95,7 +93,7 @@ def solve(
     least = at_guess[0].makespan * problem.unit
     early_bound = max(bound, min(price_bound(problem, weights, least), least))
     target = max(_target(problem, early_bound, tolerance), enough)
-    at_guess = at_guess[: 1 if quick else _MOST_IMPROVED]
+    at_guess = at_guess[:1] if quick else at_guess
     best = _best(problem, target, _starts(problem, target, at_guess, quick), quick)
     makespan = float(problem.loads(best.bin_of).max())
     bound = max(bound, price_bound(problem, weights, makespan))
@@ -146,16 +144,21 @@ def _unlimited(
     if bound is None:
         bound = lower_bound(problem, best.makespan * problem.unit)
     target = max(_target(problem, bound, tolerance), enough)
+    starts = [best]
     if not problem.identical:  # also the greedy's, so that no answer is worse than it
-        greedy = Candidate.of(problem, "knapsack", by_speed(problem, fill_first=True))
-        best = min(best, greedy, key=lambda start: start.makespan)
-    return best if best.makespan <= target else best.improved(problem, target), bound
+        starts.append(Candidate.of(problem, "knapsack", by_speed(problem, fill_first=True)))
+        starts.sort(key=lambda start: start.makespan)
+    best = starts[0]
+    for start in starts:  # few items end far apart, by which start they came from
+        if best.makespan > target:
+            best = min(best, start.improved(problem, target), key=lambda found: found.makespan)
+    return best, bound
 
 
 def _of_kinds(problem: Problem, guess: Ints) -> Iterator[Candidate]:
     """Yield assignments without limits, made at the costs of guessed kinds, with true makespans.
 
-    The fluid optimum is the first guess; where items ended up corrects it.
+    The guess is the fluid optimum: each kind keeps the items guessed for it, or all bins share all.
     """
 
     def at(costs: Floats, items: Ints, bins: Ints) -> Ints:
@@ -164,15 +167,11 @@ def _of_kinds(problem: Problem, guess: Ints) -> Iterator[Candidate]:
     items, bins = np.arange(problem.num_items), np.arange(problem.num_bins)
     apart = np.zeros_like(guess)
     for kind in np.unique(guess).tolist():
-        own, among = np.flatnonzero(guess == kind), np.flatnonzero(problem.kind_of == kind)
-        apart[own] = among[at(problem.kind_costs[kind], own, among)]
+        chosen, among = np.flatnonzero(guess == kind), np.flatnonzero(problem.kind_of == kind)
+        apart[chosen] = among[at(problem.kind_costs[kind], chosen, among)]
     yield Candidate.of(problem, "kinds apart", apart)
-    for turn in range(_GUESSES):
-        bin_of = at(problem.kind_costs[guess, items], items, bins)
-        yield Candidate.of(problem, f"guess {turn + 1} of kinds", bin_of)
-        if np.array_equal(guess, problem.kind_of[bin_of]):
-            break
-        guess = problem.kind_of[bin_of]
+    together = at(problem.kind_costs[guess, items], items, bins)
+    yield Candidate.of(problem, "kinds together", together)
 
 
 def _best(problem: Problem, target: float, starts: Iterable[Candidate], quick: bool) -> Candidate:
@@ -194,9 +193,9 @@ def _best(problem: Problem, target: float, starts: Iterable[Candidate], quick: b
             if is_done:
                 break
     if not legal:
-        closest = min(illegal, key=lambda one: problem.excess(one.bin_of))
+        closest = min(illegal, key=lambda candidate: problem.excess(candidate.bin_of))
         raise PlanError(_missed(problem, closest.bin_of))
-    return min(legal, key=lambda one: one.makespan)
+    return min(legal, key=lambda candidate: candidate.makespan)
 
 
 def _exactly(problem: Problem, legal: Sequence[Candidate], target: float) -> Iterator[Candidate]:
@@ -210,7 +209,10 @@ def _exactly(problem: Problem, legal: Sequence[Candidate], target: float) -> Ite
         return
     limits = [_within(use, room) for use, room in zip(problem.use, problem.room, strict=True)]
     if legal:
-        if problem.num_kinds == 1 or min(one.makespan for one in legal) <= _LATE * target:
+        if (
+            problem.num_kinds == 1
+            or min(candidate.makespan for candidate in legal) <= _LATE * target
+        ):
             return
         work = problem.kind_work[problem.kind_of] / (problem.speeds * target)[:, None]
         before = problem.carried_work / (problem.speeds * target)

@@ -55,12 +55,12 @@ class Problem:
 
     @property
     def limited(self) -> bool:
-        """True if any limit applies."""
+        """Whether any limit applies."""
         return bool(self.resources)
 
     @cached_property
     def identical(self) -> bool:
-        """True if all bins have the same speed."""
+        """Whether all bins have the same speed."""
         return bool((self.speeds == self.speeds[0]).all())
 
     @cached_property
@@ -70,7 +70,7 @@ class Problem:
 
     @cached_property
     def work(self) -> Floats:
-        """(items,) the same as integer-valued work."""
+        """(items,) least work on any kind of bin: costs in whole units."""
         return self.kind_work[0] if self.num_kinds == 1 else self.kind_work.min(axis=0)
 
     @cached_property
@@ -105,11 +105,11 @@ class Problem:
         return float(excess(self.used(bin_of), self.room).sum()) if self.limited else 0.0
 
     def unlimited(self) -> "Problem":
-        """The same without limits."""
+        """Return the problem without its limits."""
         return replace(self, use=self.use[:0], room=self.room[:0], resources=())
 
     def at_costs(self, costs: Floats, items: Ints, bins: Ints) -> "Problem":
-        """Some items at one cost each on some of the bins, as of one kind and without limits."""
+        """Return some items at one cost each on some bins, as of one kind and without limits."""
         return replace(
             self,
             speeds=self.speeds[bins],
@@ -123,9 +123,9 @@ class Problem:
             resources=(),
         )
 
-    def without(self, kept: Bools, bin_of: Ints) -> "Problem":
-        """The items that are not kept, in bins that carry those that are; without limits."""
-        items, at, rest = np.flatnonzero(kept), bin_of[kept], np.flatnonzero(~kept)
+    def without(self, staying: Bools, bin_of: Ints) -> "Problem":
+        """Return the other items, for bins that carry the staying ones; without limits."""
+        items, at, rest = np.flatnonzero(staying), bin_of[staying], np.flatnonzero(~staying)
         costs = np.bincount(at, self.kind_costs[self.kind_of[at], items], self.num_bins)
         work = np.bincount(at, self.kind_work[self.kind_of[at], items], self.num_bins)
         return replace(
@@ -140,10 +140,10 @@ class Problem:
         )
 
     def _sums(self, by_kind: Floats, bin_of: Ints) -> Floats:
-        own = by_kind[0]
+        work = by_kind[0]
         if self.num_kinds > 1:
-            own = by_kind[self.kind_of[bin_of], np.arange(bin_of.size)]
-        return np.bincount(bin_of, own, self.num_bins).astype(np.float64, copy=False)
+            work = by_kind[self.kind_of[bin_of], np.arange(bin_of.size)]
+        return np.bincount(bin_of, work, self.num_bins).astype(np.float64, copy=False)
 
 
 @dataclass(frozen=True, slots=True)

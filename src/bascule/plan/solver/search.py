@@ -17,8 +17,8 @@ from bascule.plan.solver.homes import Homes
 from bascule.plan.solver.problem import Problem, excess
 
 _MAX_ROUNDS = 256  # step budget of a search, in rounds
-_MAX_WORK = 1 << 18  # the same for bins of several kinds, in rounds times items
-_MAX_NEAREST = 1 << 20  # the same where returns are found by binary search
+_MAX_WORK = 1 << 18  # step budget for bins of several kinds, in rounds times items
+_MAX_NEAREST = 1 << 20  # step budget where returns are found by binary search, likewise
 _FEWEST_ROUNDS = 8
 _MAX_OPTIONS = 1 << 14  # step budget of a round, in exchanges scored
 _MAX_SINGLES = 128  # most items of a bin that are tried one by one; of more, an even sample
@@ -60,7 +60,7 @@ def improve(problem: Problem, bin_of: Ints, target: float, homes: Homes | None =
 
 
 def _rounds(score: "Score") -> int:
-    """Step budget: what is only worth something if it is quick gets less."""
+    """Return the most rounds: fewer where speed matters more than the last percent."""
     num_bins, num_items = score.problem.num_bins, max(score.problem.num_items, 1)
     if score.homes is not None:
         return min(4 * num_bins + 32, _MAX_ROUNDS)
@@ -280,11 +280,11 @@ def _in_twos(singles: Groups) -> Groups:
     allowed = np.cumsum(counts * (counts - 1) // 2) <= _MAX_GROUPS
     index = index[allowed[singles.slot[index]]]
     partners = np.cumsum(counts)[singles.slot[index]] - np.arange(index.size) - 1
-    one, after = _spread(partners)
-    one, other = index[one], index[one + 1 + after]
-    slot = np.concatenate((singles.slot, singles.slot[one]))
+    place, after = _spread(partners)
+    first, second = index[place], index[place + 1 + after]
+    slot = np.concatenate((singles.slot, singles.slot[first]))
     members, sums = singles.members, singles.sums
-    pairs, pair_sums = members[0, np.stack((one, other))], sums[:, one] + sums[:, other]
+    pairs, pair_sums = members[0, np.stack((first, second))], sums[:, first] + sums[:, second]
     members = np.concatenate((members[:, :-1], pairs, members[:, -1:]), axis=1)
     sums = np.concatenate((sums[:, :-1], pair_sums, sums[:, -1:]), axis=1)
     return Groups(slot, members, sums).take(np.lexsort((sums[0, :-1], slot)))

@@ -1,0 +1,1 @@
+"""What work takes on a machine: rates, wires, formulas of costs, and their fits to measurements."""
