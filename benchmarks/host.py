@@ -28,7 +28,7 @@ from bascule.comm.groups import RankGroup
 from bascule.comm.mesh import AttentionMesh
 from bascule.machine.costs import TransformerCost
 from bascule.parallel import SequenceParallel, Step
-from bascule.plan.plan import Plan, plan_batch
+from bascule.plan.plan import Plan, plan_batch, plan_greedily
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
 
 DATA = "g32b32i256f1s0"
@@ -80,7 +80,7 @@ def _planning(state: str, rounds: int) -> dict[str, Any]:
                 "tables": lambda plan=plan: _build_tables(_fresh(plan)),
                 "lpt": lambda topology=topology: _build_tables(plan_batch(lens, topology, COST)),
                 "knapsack": lambda topology=topology: _build_tables(
-                    plan_batch(lens, topology, COST, planner="knapsack")
+                    plan_greedily(lens, topology, COST)
                 ),
             },
             rounds=rounds,
@@ -98,7 +98,7 @@ def _planning(state: str, rounds: int) -> dict[str, Any]:
 
 def _fresh(plan: Plan) -> Plan:
     """Return the same plan without anything cached."""
-    names = ("topology", "source_counts", "seq_lens", "bag_of", "loads", "lower_bound", "planner")
+    names = ("topology", "source_counts", "seq_lens", "bag_of", "loads", "lower_bound")
     return Plan(**{name: getattr(plan, name) for name in names})
 
 

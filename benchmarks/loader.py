@@ -16,9 +16,10 @@ from measuring import bare_heap, on_ranks, ratio, say, summary, time_interleaved
 
 from bascule.comm.groups import RankGroup
 from bascule.data.loader import BalancedLoader, LoaderOptions
-from bascule.data.steps import DataRanks, RankCosts, Redistributor, Rules
+from bascule.data.steps import DataRanks, Redistributor, Rules
 from bascule.machine.costs import TransformerCost
-from bascule.plan.items import Items
+from bascule.plan.offer import Offer
+from bascule.plan.plan import Terms
 
 NUM_RANKS, SAMPLES_A_RANK, STEP_S = 2, 6, 0.1
 PATCH_VALUES, PATCHES = 1176, (223, 892)  # float32 values of a patch; 1 to 4 MB a sample
@@ -202,17 +203,17 @@ def _measure_decision(seeds: int, rounds: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def _make_loaded(num_ranks: int, seed: int) -> Items:
+def _make_loaded(num_ranks: int, seed: int) -> Offer:
     """Sixteen samples a rank, log-normal lengths around 2048."""
     draw = np.random.default_rng([seed, num_ranks]).lognormal(math.log(2048), 1.2, 16 * num_ranks)
     own = np.split(np.clip(draw, 64, 32768).astype(np.int64), num_ranks)
-    words = [Items.own([16], lens.tolist(), (lens * 1024).tolist()).to_words() for lens in own]
-    return Items.from_words(words)
+    words = [Offer.of([[16]], lens, num_bytes=lens * 1024).to_words() for lens in own]
+    return Offer.from_words(words)
 
 
 def _make_redistributor(num_ranks: int, cost: TransformerCost) -> Redistributor:
     """What rank 0 decides with; no processes are behind its group, which decisions do not use."""
     group = RankGroup(lambda: None, 0, tuple(range(num_ranks)), (), "benchmark")
-    rules = Rules(1, "microbatch", None, "drop_last", 0.02, None)
+    rules = Rules(1, "microbatch", "drop_last", 0.02, None)
     ranks = DataRanks(group, np.arange(num_ranks), group)
-    return Redistributor(ranks, rules, RankCosts.of(cost), 1e-9)
+    return Redistributor(ranks, rules, Terms("g1n1", cost), 1e-9)

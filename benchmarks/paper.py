@@ -13,7 +13,7 @@ from scipy.optimize import least_squares
 
 from bascule.machine.cluster import TRAINING, HardwareProfile, Passes
 from bascule.machine.costs import TransformerCost
-from bascule.plan.sequences import Batch
+from bascule.plan.offer import Offer
 from bascule.sim.placements import Loaded, policy_of
 from bascule.sim.seconds import KINDS, Sharding, SimulationOptions
 from bascule.sim.simulation import SimulationResult
@@ -291,5 +291,5 @@ def _planning_seconds() -> float:
     policy = policy_of("g8n128", FLUX, KNOWN.cluster(128, 8))
     rng = np.random.default_rng(0)
     lens = rng.integers(100, 20_000, 4096)
-    one = Loaded(Batch(np.full(1024, 4), lens), lens * 0)
+    one = Loaded(Offer.of(np.full((1, 1024), 4), lens), lens * 0)
     return _least(lambda: list(policy([one])))

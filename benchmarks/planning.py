@@ -20,11 +20,10 @@ from bascule.machine.costs import PolynomialCost, TransformerCost
 from bascule.machine.fits import fit_iterations
 from bascule.plan import epoch
 from bascule.plan.limits import Limits
-from bascule.plan.plan import Plan, plan_batch
+from bascule.plan.plan import Plan, plan_batch, plan_greedily, plan_step, step_makespan
 from bascule.plan.solver import portfolio, search
 from bascule.plan.solver.portfolio import longest_first
 from bascule.plan.solver.solve import assign
-from bascule.plan.step import plan_step, step_makespan
 from bascule.plan.topology import Topology
 from bascule.plan.topology_search import suggest_topology
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
@@ -356,7 +355,7 @@ def _locality(steps: int) -> dict[str, Any]:
     )
     before, after, worse = [], [], 0.0
     for batch in batches(MIXES["joint"], steps):
-        best = plan_batch(batch, "g8n4", STEP_COST, cluster=CLUSTER, planner="knapsack")
+        best = plan_greedily(batch, "g8n4", STEP_COST, cluster=CLUSTER)
         plan = plan_batch(batch, "g8n4", STEP_COST, cluster=CLUSTER)
         before.append(_leaving_node(best))
         after.append(_leaving_node(plan))

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from bascule.parallel import SequenceParallel as SequenceParallel
     from bascule.parallel import Step as Step
     from bascule.plan.limits import Limits as Limits
+    from bascule.plan.masks import Span as Span
+    from bascule.plan.offer import Sequences as Sequences
     from bascule.plan.plan import Plan as Plan
     from bascule.plan.plan import plan_batch as plan_batch
-    from bascule.plan.sequences import Sequences as Sequences
-    from bascule.plan.sequences import Span as Span
     from bascule.plan.topology_search import suggest_topology as suggest_topology
     from bascule.sdpa import context_parallel as context_parallel
     from bascule.sim.simulation import simulate as simulate
@@ -53,8 +53,8 @@ _HOMES = {
     "Plan": "bascule.plan.plan",
     "PlanError": "bascule.errors",
     "SequenceParallel": "bascule.parallel",
-    "Sequences": "bascule.plan.sequences",
-    "Span": "bascule.plan.sequences",
+    "Sequences": "bascule.plan.offer",
+    "Span": "bascule.plan.masks",
     "SparseConfig": "bascule.diffusers.sparse_layers",
     "Step": "bascule.parallel",
     "TiledVAE": "bascule.encoders.tiled_vae",

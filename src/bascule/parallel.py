@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from operator import attrgetter, is_not
 from typing import Any, Literal
 
-import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
@@ -25,12 +24,11 @@ from bascule.comm.failures import leave, shared
 from bascule.comm.groups import RankGroup, device_for, member_of, new_group, resolve
 from bascule.errors import ConfigError
 from bascule.machine.cluster import Cluster
-from bascule.machine.costs import Cost, describe_cost
+from bascule.machine.costs import Cost
 from bascule.plan.limits import Limits
-from bascule.plan.plan import Plan, PlanSetup
+from bascule.plan.offer import NO_ITEMS, Offer, Sequences, offer_of
+from bascule.plan.plan import Plan, Sync, Terms, check_sync, plan_jointly
 from bascule.plan.prices import RankState
-from bascule.plan.sequences import Batch, Sequences, batch_of
-from bascule.plan.step import Sync, check_sync, plan_microbatches
 from bascule.plan.topology import Topology
 from bascule.step import Binding
 from bascule.step import Step as Step
@@ -40,12 +38,12 @@ _FIRST_CAPACITY = 68  # numbers in the first gather: four of a microbatch, and o
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """A rank's sequences and settings for a plan."""
+    """A rank's offer for a plan, and its terms."""
 
     number: int  # of the first step planned
-    batches: Sequence[Batch]  # its sequences, for each microbatch
+    offer: Offer  # its sequences
+    terms: Terms | None  # None: there is an error
     sync: Sync
-    setup: PlanSetup | None  # None: there is an error
     initial_loads: Floats | None  # as for `plan_batch`
     settings: Mapping[str, str]  # all that must be the same on all ranks, as text
     error: Exception | None
@@ -63,36 +61,29 @@ class Planning:
         self.group = group
         self._capacity = _FIRST_CAPACITY
 
-    def now(self, request: PlanRequest) -> tuple[Plan, ...]:
+    def plan_now(self, request: PlanRequest) -> tuple[Plan, ...]:
         """Make one plan a microbatch, from one gather of a fixed size."""
         with shared(request.where):
             try:
-                batches = self._gather(request)
-            finally:  # who waits for the next plan waits for the thread that asks for it
+                gathered = agree(
+                    self.group,
+                    request.settings,
+                    request.error,
+                    what="plan",
+                    step=request.number,
+                    values=request.offer.to_words(),
+                    capacity=self._capacity,
+                )
+            finally:  # later waits are the main thread's again: failure notes go by thread
                 self.group.calls.thread = threading.main_thread().ident
-            assert request.setup is not None  # else the gather raised its error
-            if len(batches) == 1:
-                return (request.setup.plan(batches[0], request.initial_loads),)
-            return plan_microbatches(batches, request.setup, request.sync)
-
-    def _gather(self, request: PlanRequest) -> list[Batch]:
-        """Return the sequences of all ranks by microbatch; or raise the same error on all ranks."""
-        words = [batch.to_words() for batch in request.batches]
-        gathered = agree(
-            self.group,
-            request.settings,
-            request.error,
-            what="plan",
-            step=request.number,
-            values=np.concatenate([np.array([part.size for part in words], np.int64), *words]),
-            capacity=self._capacity,
-        )
-        # Derived from what all ranks gathered, hence the same on all of them.
-        most = max(part.size for part in gathered)
-        self._capacity = max(self._capacity, 1 << (most - 1).bit_length() if most else 0)
-        num = len(request.batches)
-        parts = [np.split(x[num:], np.cumsum(x[: num - 1])) for x in gathered]
-        return [Batch.joined(list(map(Batch.from_words, one))) for one in zip(*parts, strict=True)]
+            # Derived from what all ranks gathered, hence the same on all of them.
+            most = max(words.size for words in gathered)
+            self._capacity = max(self._capacity, 1 << (most - 1).bit_length())
+            terms, offer = request.terms, Offer.from_words(gathered)
+            assert terms is not None  # else the gather raised its error
+            if len(offer.microbatches) == 1:
+                return (terms.priced(offer, request.initial_loads).plan(),)
+            return plan_jointly(terms.priced_step(offer.microbatches), request.sync)
 
 
 class PlanFuture:
@@ -131,21 +122,20 @@ class PlanFuture:
             self._plans.set_exception(error)
 
 
-def checked(microbatches: Iterable[npt.ArrayLike | Sequences], sync: str) -> list[Batch]:
-    """Return the sequences of this rank by microbatch, checked as they come from the user."""
-    check_sync(sync)
-    batches: list[Batch] = []
+def _offer(microbatches: Iterable[npt.ArrayLike | Sequences]) -> Offer:
+    """Check the sequences of this rank as they come from the user."""
+    offers: list[Offer] = []
     each = listed("microbatches", microbatches)
-    for number, loaded in enumerate(each):
+    for place, loaded in enumerate(each):
         try:
-            batches.append(batch_of([loaded], 1))
+            offers.append(offer_of([loaded], 1))
         except ConfigError as error:
             text = re.sub("^rank 0[,:] ", "", str(error))  # here it is the only one, hence 0
-            where = f"microbatch {number}: " if len(each) > 1 else ""
+            where = f"microbatch {place}: " if len(each) > 1 else ""
             raise ConfigError(where + text) from None
-    if not batches:
+    if not offers:
         raise ConfigError("no microbatches: give the lengths of one at least")
-    return batches
+    return Offer.stacked(offers)
 
 
 class SequenceParallel:
@@ -164,11 +154,10 @@ class SequenceParallel:
         plan_group: A gloo group of the same ranks for the lengths: planning never waits for the
             device. Default: a new one.
         timeout_s: Longest wait of a collective, in seconds.
-        planner: See `plan_batch`.
         locality_tolerance: See `plan_batch`.
         kernel: Name of the attention kernel, or your own. Default: the first that runs here.
         device: Where the tensors are. Default: the mesh's, or the group's back end's.
-        data_group: The ranks whose gradients are put together, for `step.mean`. Default: the group.
+        data_group: Ranks over which gradients are averaged, for `step.mean`. Default: the group.
         gradients: The trainer's reduction of gradients over ranks: "mean" (FSDP, DDP) or "sum"
             (torchtitan, and FSDP2 with `set_gradient_divide_factor(1.0)`).
     """
@@ -184,7 +173,6 @@ class SequenceParallel:
         cluster: Cluster | None = None,
         plan_group: dist.ProcessGroup | None = None,
         timeout_s: float = 600.0,
-        planner: str = "lpt",
         locality_tolerance: float | None = None,
         kernel: Kernel | None = None,
         device: torch.device | str | None = None,
@@ -199,13 +187,12 @@ class SequenceParallel:
         else:
             self._planning = Planning(member_of(resolve(plan_group), "plan"))
         self.topology, self.cost, self.limits, self.cluster = topology, cost, limits, cluster
-        self.planner, self.locality_tolerance = planner, locality_tolerance
-        self.kernel, self.gradients = kernel, gradients
+        self.locality_tolerance, self.kernel, self.gradients = locality_tolerance, kernel, gradients
         self._num_plans = 0
         self._ahead: Planning | None = None
         self._latest: PlanFuture | None = None
         self.speeds: tuple[float, ...] | None = None
-        self._setup: tuple[tuple[Any, ...], PlanSetup, dict[str, str]] | None = None
+        self._terms: tuple[tuple[Any, ...], Terms, dict[str, str]] | None = None
         # Compiled graphs hold numbers of steps: those of two plans live until their backward.
         self._recent: tuple[tuple[Step, ...], ...] = ()
         error, data, settings = None, None, dict[str, str]()
@@ -221,7 +208,7 @@ class SequenceParallel:
                 raise ConfigError('topology "auto" needs a cluster, which says what wires cost')
             if cluster is not None:
                 cluster.check_world(len(ranks))
-            settings = self._set_up()[1]
+            settings = self._terms_now()[1]
         except Exception as failure:  # the other ranks must not wait
             error = failure
         agree(self._planning.group, settings, error, what="construction")
@@ -309,7 +296,7 @@ class SequenceParallel:
             self._ahead = Planning(new_group(ranks, "ahead", self._timeout_s, backend="gloo"))
         ahead, request = self._ahead, self._request(microbatches, sync)
         self._latest = PlanFuture(
-            lambda: ahead.now(request),
+            lambda: ahead.plan_now(request),
             lambda plans: self._steps(request, plans),
             request.where,
             self._latest,
@@ -318,7 +305,7 @@ class SequenceParallel:
 
     def _plan_now(self, request: PlanRequest) -> tuple["Step", ...]:
         try:
-            plans = self._planning.now(request)
+            plans = self._planning.plan_now(request)
         except BaseException:
             self._num_plans = request.number  # the same on all ranks, whatever each requested
             raise
@@ -326,9 +313,9 @@ class SequenceParallel:
 
     def _steps(self, request: PlanRequest, plans: Sequence[Plan]) -> tuple["Step", ...]:
         numbered = enumerate(plans, request.number)
-        assert request.setup is not None  # there are plans
-        setup = request.setup
-        steps = tuple([Step(self._binding, plan, number, setup) for number, plan in numbered])
+        terms = request.terms
+        assert terms is not None  # there are plans
+        steps = tuple([Step(self._binding, plan, number, terms) for number, plan in numbered])
         self._recent = *self._recent[-1:], steps
         return steps
 
@@ -341,14 +328,15 @@ class SequenceParallel:
         initial_loads: npt.ArrayLike | None = None,
     ) -> PlanRequest:
         """Return this rank's lengths for the next plan, with an error for all ranks to raise."""
-        number, batches, loaded = self._num_plans + 1, list[Batch](), microbatches
-        setup, settings, carried = None, dict[str, str](), None
+        number, offer, loaded = self._num_plans + 1, NO_ITEMS, microbatches
+        terms, settings, carried = None, dict[str, str](), None
         try:
             if isinstance(microbatches, Iterator):  # it can be gone through once
                 loaded = list(microbatches)
-            setup, settings = self._set_up()
+            terms, settings = self._terms_now()
+            check_sync(sync)
             if error is None:
-                batches = checked(loaded, sync)
+                offer = _offer(loaded)
             if initial_loads is not None:
                 carried = RankState.of(self.group.size, initial_loads).carried
         except Exception as failure:  # the other ranks must not wait
@@ -359,25 +347,24 @@ class SequenceParallel:
         self._num_plans += max(1, len(loaded) if isinstance(loaded, Sized) else 1)
         settings = {
             **settings,
-            "microbatches": f"{len(batches)}, sync={sync}",
+            "microbatches": f"{len(offer.counts)}, sync={sync}",
             "initial_loads": str(None if carried is None else carried.tolist()),
         }
-        return PlanRequest(number, batches, sync, setup, carried, settings, error)
+        return PlanRequest(number, offer, terms, sync, carried, settings, error)
 
-    def _set_up(self) -> tuple[PlanSetup, dict[str, str]]:
-        """Return the setup, and the settings that must be the same on all ranks."""
-        used = attrgetter(*PlanSetup.__slots__)(self)
-        if self._setup is None or any(map(is_not, used, self._setup[0])):
-            setup = PlanSetup(*used)
-            settings = {name: str(getattr(setup, name)) for name in PlanSetup.__slots__} | {
-                "cost": describe_cost(self.cost),
+    def _terms_now(self) -> tuple[Terms, dict[str, str]]:
+        """Return the terms, and the settings that must be the same on all ranks."""
+        used = attrgetter(*Terms.__dataclass_fields__)(self)
+        if self._terms is None or any(map(is_not, used, self._terms[0])):
+            terms = Terms(*used)
+            settings = terms.settings | {
                 "timeout_s": str(self._timeout_s),
                 "kernel": str(self.kernel),
                 "device": self.device.type,
                 "gradients": self.gradients,
             }
-            self._setup = used, setup, settings
-        return self._setup[1:]
+            self._terms = used, terms, settings
+        return self._terms[1:]
 
 
 def _data_group(group: dist.ProcessGroup, ranks: Sequence[int]) -> RankGroup:

@@ -37,7 +37,7 @@ from bascule.comm.route import BoundRoute, check_rows, move
 from bascule.comm.shared_row import SharedRow
 from bascule.comm.transforms import refuse_second, refuse_transforms, wants_gradients
 from bascule.errors import ConfigError
-from bascule.plan.plan import Plan, PlanSetup
+from bascule.plan.plan import Plan, Terms
 from bascule.plan.routes import Route
 from bascule.plan.traffic import Traffic
 
@@ -151,9 +151,9 @@ class Step:
         token_slot: (C,) index into `local_seq_ids` of each token that this rank computes on.
     """
 
-    def __init__(self, binding: Binding, plan: Plan, number: int, setup: PlanSetup) -> None:
+    def __init__(self, binding: Binding, plan: Plan, number: int, terms: Terms) -> None:
         rank = binding.group.rank
-        self._binding, self._setup, self.number = binding, setup, number
+        self._binding, self._terms, self.number = binding, terms, number
         self.plan = plan
         self._done = _Done()
         self._forms = _Forms(binding.group, number)
@@ -325,7 +325,7 @@ class Step:
 
     def metrics(self) -> dict[str, Any]:
         """Predicted loads before and after balancing, and what moved so far, as plain values."""
-        predicted = self.plan.summary(self._setup.cost, self._setup.cluster)
+        predicted = self.plan.summary(self._terms.cost, self._terms.cluster)
         return {"step": self.number, **predicted, "sent_bytes": self.traffic.total}
 
     # Entry points of eager code. Compilers take names and sizes of an operator as constants.

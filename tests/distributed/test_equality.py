@@ -62,8 +62,7 @@ def train_everywhere(layouts: Layouts, batches: dict[str, Batch], every: int = 1
     for (num_heads, num_kv_heads), topologies in layouts.items():
         grouped = num_kv_heads < num_heads
         model = make_model(config_of(num_heads, num_kv_heads, head_dim=2 if grouped else 4))
-        planner = "knapsack" if grouped else "lpt"
-        parallels = [SequenceParallel(None, spec, COST, planner=planner) for spec in topologies]
+        parallels = [SequenceParallel(None, spec, COST) for spec in topologies]
         for place, (name, batch) in enumerate(batches.items()):
             own = parallels[place % every :: every]
             want = reference_step(model, batch) if own and dist.get_rank() == 0 else None

@@ -303,7 +303,6 @@ DISAGREE: dict[str, Row] = {
     "cost": (made, one("cost", GAMMA), "on cost", "gamma=1.5", "ranks [0]: ", "ranks [1]: "),
     "cost of the user": (made, one("cost", lambda lens: np.asarray(lens) * 1.0), "on cost"),
     "cost, changed later": (changed_cost, two("cost", COST, TransformerCost(65)), "on cost"),
-    "planner": (made, one("planner", "knapsack"), "disagree on planner", "knapsack"),
     "limits": (made, one("limits", Limits(tokens=100)), "on limits", "tokens=100"),
     "cluster": (priced, two("flops", 1e12, 2e12), "disagree on cluster"),
     "cluster of one rank": (priced, two("flops", None, 1e12), "cluster"),

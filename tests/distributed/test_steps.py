@@ -18,7 +18,7 @@ from bascule import BalancedLoader, LoaderOptions, SequenceParallel, Transformer
 from bascule.costs import Cluster, PolynomialCost
 from bascule.errors import CommError, ConfigError
 from bascule.plan import plan_step
-from bascule.plan.step import Sync, step_makespan
+from bascule.plan.plan import Sync, step_makespan
 from bascule.train import measure_speeds, sync_of, train_step
 from tests.helpers.calls_made import calls_made
 from tests.helpers.cases import (

@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from bascule.models import MMDiT
 from bascule.parallel import SequenceParallel
-from bascule.plan.step import Sync
+from bascule.plan.plan import Sync
 from bascule.train import train_step
 from tests.helpers.cases import (
     COST,

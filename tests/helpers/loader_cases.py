@@ -22,7 +22,7 @@ from bascule.data.loader import BalancedLoader, LoaderOptions
 from bascule.data.steps import Batch, Ends
 from bascule.machine.costs import TransformerCost
 from bascule.plan.limits import Limits
-from bascule.plan.step import Sync
+from bascule.plan.plan import Sync
 from tests.helpers.ranks import run_ranks
 
 COST = TransformerCost(64)

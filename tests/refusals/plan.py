@@ -90,7 +90,6 @@ CASES: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
     ("a bag of no ranks", planned([1], "g0n1"), ("'g0n1'",)),
     ("another world", planned([1], "g3n1"), ("3", "2")),
     ("no topology", planned([1], ""), ("''",)),
-    ("no planner", planned([1], planner="magic"), ("'magic'", "knapsack")),
     ("lengths that are no list", planned({1: 2}), ("rank 0", "flat list")),
     ("ragged lengths", planned([7, [8]]), ("rank 0", "cannot be read as an array")),
     ("a batch that is no list", partial(plan_batch, 5, "g1n2", COST), ("one list a source rank",)),  # pyright: ignore[reportArgumentType]

@@ -16,7 +16,7 @@ from bascule.errors import ConfigError, PlanError
 from bascule.machine.costs import TransformerCost
 from bascule.plan.epoch import Deal, DealRules, StepShape, deal_step, epoch_order
 from bascule.plan.limits import Limits
-from bascule.plan.step import Sync
+from bascule.plan.plan import Sync
 from tests.helpers.simulation import squares
 
 COST = TransformerCost(64)

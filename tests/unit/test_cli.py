@@ -355,7 +355,6 @@ CODES = "bench --data g1b1i256f1s0"
         (f"{CODES} --ranks 1 --kernel aten_flash", "use one of cpu_flash"),
         (f"{CODES} --ranks 1 --kernel magic", "cpu_flash"),
         # What the parser refuses is one sentence, too
-        (f"{PLAN} --planner best", "invalid choice 'best' for argument '--planner'. Expected one"),
         (f"{PLAN} --rnaks 3", "Unrecognized options: --rnaks, 3 Perhaps you meant: --ranks"),
         (f"{PLAN} --ranks x", "could be instantiated from ['x']. Argument helptext: --ranks"),
         ("plan --lengths", "Missing value for argument '--lengths'"),

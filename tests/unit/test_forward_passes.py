@@ -68,7 +68,7 @@ def test_a_pass_has_no_more_samples_than_are_allowed(seed: int, max_items: int) 
 
 
 def test_a_bag_without_samples_computes_the_shortest_one() -> None:
-    plan = plan_batch([[30, 4], []], "g1n2", COST, planner="lpt")
+    plan = plan_batch([[30, 4], []], "g1n2", COST)
     alone = plan_batch([[9], []], "g1n2", COST)
     (first, second) = passes_of(alone, np.array([1]), max_tokens=None, is_aligned=True)
     kinds = sorted((of.is_dummy, of.ids.tolist()) for of in (*first, *second))

@@ -13,9 +13,9 @@ from bascule.encoders.plan import CallSettings, Encoding, ItemPlan, plan_items
 from bascule.errors import PlanError
 from bascule.machine.cluster import Cluster
 from bascule.machine.costs import PolynomialCost, TransformerCost
-from bascule.plan.items import Items
 from bascule.plan.limits import Limits
 from bascule.plan.metrics import imbalance
+from bascule.plan.offer import Offer
 from bascule.plan.plan import plan_batch
 from bascule.plan.solver.solve import assign
 
@@ -24,18 +24,18 @@ TOKENS = PolynomialCost(0.0, 1.0, 0.0)
 
 def given_of(
     lens: list[list[int]], pairs: list[float] | None = None, num_bytes: int = 512
-) -> Items:
+) -> Offer:
     left = iter(pairs or [-1.0] * sum(map(len, lens)))
     words = [
-        Items.own(
-            [len(own)], own, [num_bytes] * len(own), pairs=[next(left) for _ in own]
+        Offer.of(
+            [[len(own)]], own, num_bytes=[num_bytes] * len(own), pairs=[next(left) for _ in own]
         ).to_words()
         for own in lens
     ]
-    return Items.from_words(words)
+    return Offer.from_words(words)
 
 
-def spread(items: Items, cost: Any, *, flags: int = 0, **more: Any) -> tuple[ItemPlan, Encoding]:
+def spread(items: Offer, cost: Any, *, flags: int = 0, **more: Any) -> tuple[ItemPlan, Encoding]:
     """Flags are 1 if an item requires a gradient, 2 if a parameter does."""
     settings = CallSettings(
         items.counts.shape[1],

@@ -24,28 +24,24 @@ from bascule.data.steps import (
     Ends,
     Load,
     Loaded,
-    RankCosts,
     ReadyStep,
     Redistributor,
     Rules,
-    Verdict,
     load,
     num_input_ids,
     without_idle_ranks,
 )
 from bascule.errors import ConfigError, PlanError
 from bascule.machine.costs import Cost, PolynomialCost, TransformerCost
-from bascule.plan.items import Items
 from bascule.plan.limits import Limits
-from bascule.plan.plan import Plan
-from bascule.plan.step import Sync
+from bascule.plan.offer import Offer
+from bascule.plan.plan import Plan, Sync, Terms, Verdict
 from bascule.plan.topology import Topology
 
 SECONDS = PolynomialCost(2.1e-10, 7.5e-6, 4e-4)
 RULES = Rules(
     accumulate=1,
     sync="microbatch",
-    limits=None,
     ends="finish",
     min_gain=0.02,
     max_bytes_in_flight=None,
@@ -59,20 +55,24 @@ def ranks_of(num: int, peers: int = 1) -> DataRanks:
     return DataRanks(group, np.arange(num * peers) // peers, group)
 
 
-def loaded_of(lens: Lens, accumulate: int) -> Items:
+def loaded_of(lens: Lens, accumulate: int) -> Offer:
     """As all ranks know it after the gather; a sample of n tokens has 16 * (n + 1) bytes."""
     words = []
     for micros in lens:
         flat = [n for group in micros for n in group]
         counts = [*map(len, micros), *[0] * (accumulate - len(micros))]
         weights, num_bytes = [1 + n % 3 for n in flat], [16 * (n + 1) for n in flat]
-        words.append(Items.own(counts, flat, num_bytes, weights=weights).to_words())
-    return Items.from_words(words)
+        words.append(
+            Offer.of(
+                np.array(counts)[:, None], flat, num_bytes=num_bytes, weights=weights
+            ).to_words()
+        )
+    return Offer.from_words(words)
 
 
 def decide(
     lens: Lens, cost: Cost = SECONDS, *, peers: int = 1, per_byte: float = 0.0, **changes: Any
-) -> tuple[Items, Any, Any, Redistributor]:
+) -> tuple[Offer, Any, Any, Redistributor]:
     redistributor = redistributor_of(ranks_of(len(lens), peers), cost, per_byte, **changes)
     items = loaded_of(lens, redistributor.rules.accumulate)
     decision = redistributor.decide(items)
@@ -82,8 +82,8 @@ def decide(
 def redistributor_of(
     ranks: DataRanks, cost: Cost = SECONDS, per_byte: float = 0.0, **changes: Any
 ) -> Redistributor:
-    rules = dataclasses.replace(RULES, **changes)
-    return Redistributor(ranks, rules, RankCosts.of(cost), per_byte)
+    terms = Terms("g1n1", cost, changes.pop("limits", None))
+    return Redistributor(ranks, dataclasses.replace(RULES, **changes), terms, per_byte)
 
 
 def batches(accumulate: int) -> st.SearchStrategy[Lens]:
@@ -122,7 +122,7 @@ def test_every_sample_goes_to_one_rank_of_its_microbatch(data: st.DataObject) ->
     check_mean(loaded, decision, redistributor.ranks)
 
 
-def check_deliveries(decision: Decision, loaded: Items, ranks: DataRanks, *, pads: bool) -> None:
+def check_deliveries(decision: Decision, loaded: Offer, ranks: DataRanks, *, pads: bool) -> None:
     """All ranks of a place get its samples, from the first rank of who loaded them."""
     found, rank_of = decision.deliveries, np.concatenate([p.bag_of for p in decision.plans])
     rows = list(zip(rank_of.tolist(), loaded.micro.tolist(), range(rank_of.size), strict=True))
@@ -145,7 +145,7 @@ def check_deliveries(decision: Decision, loaded: Items, ranks: DataRanks, *, pad
     assert (sent == found.sent).all() and (received == found.received).all()
 
 
-def check_mean(loaded: Items, decision: Decision, ranks: DataRanks) -> None:
+def check_mean(loaded: Offer, decision: Decision, ranks: DataRanks) -> None:
     """Scaled as batches say, the means of all microbatches add up to that of all samples."""
     values = np.cos(np.arange(loaded.lens.size))
     num_micro, num_ranks = loaded.counts.shape
@@ -194,17 +194,21 @@ def test_items_are_read_as_they_were_described(data: st.DataObject) -> None:
     for rank in range(num_ranks):
         counts = [data.draw(st.integers(0, 3)) for _ in range(num_micro)]
         draw = {"weights": st.integers(0, 9), "forms": whole, "pairs": st.floats(0, 1e30)}
-        columns = {
+        columns: dict[str, Any] = {
             name: data.draw(st.none() | st.lists(of, min_size=sum(counts), max_size=sum(counts)))
             for name, of in draw.items()
         }
         lens = [data.draw(st.integers(0, 2**40)) for _ in range(sum(counts))]
-        words.append(Items.own(counts, lens, [7] * len(lens), **columns).to_words())
+        words.append(
+            Offer.of(
+                np.array(counts)[:, None], lens, num_bytes=[7] * len(lens), **columns
+            ).to_words()
+        )
         defaults = {"weights": 1, "forms": 0, "pairs": -1.0}
         for place, micro in enumerate(np.repeat(np.arange(num_micro), counts).tolist()):
             own = [(columns[k] or [defaults[k]] * len(lens))[place] for k in defaults]
             rows.append((micro, rank, (lens[place], 7, *own)))
-    items = Items.from_words(words)
+    items = Offer.from_words(words)
     table = zip(items.lens, items.num_bytes, items.weights, items.forms, items.pairs, strict=True)
     rows.sort(key=lambda row: row[:2])
     assert [tuple(x.item() for x in row) for row in table] == [row[2] for row in rows]
@@ -257,8 +261,8 @@ def test_samples_of_none_are_left_out_and_counted() -> None:
     rules = dataclasses.replace(RULES, accumulate=4, length_fn=int, weight_fn=int)
     loaded = load(Source(samples, None).begin((), 0, 1, None), rules, loads=True)
     assert loaded.samples == [[4, 5], [], [], [6]] and loaded.num_items == [3, 1, 0, 2]
-    assert loaded.num_missing == 3 and loaded.items is not None
-    assert loaded.items.lens.tolist() == [4, 5, 6] and loaded.items.counts.T.tolist() == [
+    assert loaded.num_missing == 3 and loaded.offer is not None
+    assert loaded.offer.lens.tolist() == [4, 5, 6] and loaded.offer.counts.T.tolist() == [
         [2, 0, 0, 1]
     ]
     packs = Source(samples, Microbatches(None, 9, int)).begin((), 0, 1, None)
@@ -304,20 +308,21 @@ def test_an_exchange_longer_than_what_it_saves_is_skipped(lens: Lens, num_bytes:
 
 def test_a_version_of_the_cost_that_all_ranks_know() -> None:
     said = [
-        Load(items=Items.own([1], [n], [16]), num_items=[1]).words(version)
+        Load(offer=Offer.of([[1]], [n], num_bytes=[16]), num_items=[1]).words(version)
         for n, version in ((4, 3), (5, 2), (6, 3))
     ]
     loaded = Loaded.of(said, ranks_of(3), 1)
-    assert loaded.cost_version == 2 and loaded.items.lens.tolist() == [4, 5, 6]
+    assert loaded.cost_version == 2 and loaded.offer.lens.tolist() == [4, 5, 6]
     group = ranks_of(2).group
     peers = Loaded.of(said[:2], DataRanks(group, np.array([0, 0]), group), 1)
-    assert peers.cost_version == 2 and peers.items.lens.tolist() == [4]
+    assert peers.cost_version == 2 and peers.offer.lens.tolist() == [4]
 
 
 def test_another_iteration_begins_with_the_newest_cost() -> None:
     loaded, _, before, redistributor = decide([[[4000, 100]], [[30]]])
     newest = PolynomialCost(0.0, 1.0, 0.0, 7.0)
-    redistributor.costs += [RankCosts.of(PolynomialCost(0.0, 3.0, 0.0)), RankCosts.of(newest)]
+    redistributor.set_cost(PolynomialCost(0.0, 3.0, 0.0))
+    redistributor.set_cost(newest)
     assert redistributor.decide(loaded).verdict == before  # in this one ranks agree on it first
     redistributor.begin(redistributor.ranks.group, 1)
     assert redistributor.decide(loaded).verdict.before == 4000 + 100 + 7
@@ -331,7 +336,7 @@ def test_no_rank_is_idle_where_there_are_enough_samples_of_any_weight(data: st.D
     num_ranks, loaded = len(lens), loaded_of(lens, 2)
     size = loaded.lens.size
     weights = data.draw(st.lists(st.sampled_from([0, 0, 0, 1, 5]), min_size=size, max_size=size))
-    loaded = dataclasses.replace(loaded, weights=np.array(weights, dtype=np.int64))
+    loaded.weights[:] = weights
     decision = redistributor_of(ranks_of(num_ranks), accumulate=2, min_gain=0.0).decide(loaded)
     for micro, plan in enumerate(decision.plans if decision.verdict.applied else ()):
         counted = loaded.weights[loaded.micro == micro] > 0
@@ -377,7 +382,7 @@ def tracker_of(places: list[int]) -> Any:
 
 def test_a_step_with_padding_in_any_microbatch_teaches_nothing() -> None:
     counts, lens, bag_of = np.array([[1, 1], [4, 6], [0, 1]])
-    plan = Plan(Topology(((1, 1),), 2), counts, lens, bag_of, lens * 1.0, 0.0, "none")
+    plan = Plan(Topology(((1, 1),), 2), counts, lens, bag_of, lens * 1.0, 0.0)
     tracker = tracker_of([0, 1])
     for padded in itertools.product((False, True), repeat=3):
         batches = [SimpleNamespace(plan=plan, is_padding=one) for one in padded]
@@ -400,7 +405,7 @@ def test_a_data_parallel_rank_takes_as_long_as_the_slowest_of_its_peers() -> Non
 def test_an_idle_rank_gets_a_sample_only_within_limits() -> None:
     lens, bag_of = np.array([8, 8, 16]), np.array([0, 0, 1])
     loads, costs = np.array([16.0, 16.0]), lens.astype(float)
-    plan = Plan(Topology(((1, 1),), 2), np.array([2, 1]), lens, bag_of, loads, 0.0, "none")
+    plan = Plan(Topology(((1, 1),), 2), np.array([2, 1]), lens, bag_of, loads, 0.0)
     for tokens, wanted in ((24, [1, 0, 1]), (16, [0, 0, 1])):
         found = without_idle_ranks(plan, np.array([1, 1, 0]), costs, Limits(tokens=tokens))
         assert found.bag_of.tolist() == wanted

@@ -17,8 +17,9 @@ from bascule.comm.groups import RankGroup
 from bascule.costs import PolynomialCost
 from bascule.machine.cluster import Cluster
 from bascule.machine.costs import describe_cost
-from bascule.plan.sequences import Batch, Masks, batch_of
-from bascule.plan.step import plan_step
+from bascule.plan.masks import Masks
+from bascule.plan.offer import Offer, offer_of
+from bascule.plan.plan import plan_step
 from tests.helpers.oracle import seen_by
 from tests.helpers.simulation import assert_delivery
 
@@ -32,7 +33,7 @@ spans = st.lists(
 
 def masks_of(sequences: Sequence[Sequence[Span]]) -> Masks:
     lens = [sum(span.num_tokens for span in mask) for mask in sequences]
-    masks = batch_of([Sequences(lens, sequences)], 1).masks
+    masks = offer_of([Sequences(lens, sequences)], 1).masks[0]
     assert masks is not None or not lens
     return masks or Masks.alike(np.array(lens, np.int64), causal=False)
 
@@ -188,10 +189,10 @@ def test_json_has_masks_and_contexts() -> None:
 def test_a_batch_survives_as_numbers() -> None:
     loaded = Sequences([89, 0, 30], [[Span(89)], [], [Span(3), Span(27, False, True)]], [7, 3, 0])
     for one in (loaded, Sequences([4, 5]), Sequences([]), Sequences([4], context_lens=[2])):
-        batch = batch_of([one], 1)
-        again = Batch.from_words(batch.to_words())
-        assert again.to_words().tolist() == batch.to_words().tolist()
-        assert (again.masks is None) == (batch.masks is None) == (one.masks is None)
+        offer = offer_of([one], 1)
+        again = Offer.from_words([offer.to_words()])
+        assert again.to_words().tolist() == offer.to_words().tolist()
+        assert (again.masks[0] is None) == (offer.masks[0] is None) == (one.masks is None)
 
 
 def test_all_sequences_have_masks_or_none() -> None:

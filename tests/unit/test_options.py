@@ -77,7 +77,7 @@ VALUES: dict[str, str] = {  # of each option, so that its command has another re
     "loads": "0.3", "locality_tolerance": "3", "manifest": "b.jsonl", "masks": "b.npz",
     "max_frames": "5", "max_tokens": "450", "memory_gb": "8000", "mix": "512x512@9",
     "model": "ltx2", "move_ms": "50000", "num_heads": "7", "num_layers": "7", "out": "out",
-    "params_b": "0.5", "passes": "forward", "picture": "picture.svg", "planner": "knapsack",
+    "params_b": "0.5", "passes": "forward", "picture": "picture.svg",
     "policies": "sjf fifo", "profile": "b-profile.json", "ranks": "16", "ranks_per_node": "2",
     "rates": "0.01", "requests": "11", "reward": "9", "ring": "4", "rows": "2", "seed": "5",
     "seeds": "2", "shard_ranks": "2", "slo": "0.01", "step": "3", "steps": "3", "target": "1.3",

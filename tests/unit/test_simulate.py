@@ -15,7 +15,7 @@ import pytest
 import bascule
 from bascule.machine.cluster import TRAINING, HardwareProfile, Passes, in_passes
 from bascule.machine.costs import TransformerCost
-from bascule.plan.sequences import Batch
+from bascule.plan.offer import Offer
 from bascule.plan.topology_search import suggest_topology
 from bascule.report.reports import of_simulation
 from bascule.sim.placements import NOTHING, TOKENS, Loaded, Placement, policy_of
@@ -193,7 +193,9 @@ def loaded(num_batches: int = 5) -> list[Loaded]:
     for _ in range(num_batches):
         counts = rng.integers(0, 9, 4)
         lens = rng.integers(0, 900, counts.sum())
-        made.append(Loaded(Batch(counts, lens), np.stack([lens // 2, lens - lens // 2], axis=1)))
+        made.append(
+            Loaded(Offer.of([counts], lens), np.stack([lens // 2, lens - lens // 2], axis=1))
+        )
     return made
 
 
@@ -202,7 +204,7 @@ def test_padding_makes_all_of_a_rank_as_long_as_its_longest() -> None:
         loaded(), policy_of("padded", MODEL, MACHINE.cluster(1, 4))(loaded()), strict=True
     ):
         for rank in range(4):
-            lens = given.batch.lens[given.batch.ranks == rank]
+            lens = given.batch.lens[given.batch.owner == rank]
             inside = placed.source == rank
             assert (placed.lens[inside] == lens).all()
             assert (placed.computed[inside] == max(lens, default=0)).all()

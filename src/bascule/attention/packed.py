@@ -32,8 +32,8 @@ from bascule.comm.groups import RankGroup
 from bascule.comm.heads import HeadExchange
 from bascule.comm.mesh import RING_AXIS, ULYSSES_AXIS, AttentionMesh
 from bascule.errors import ConfigError
+from bascule.plan.masks import Masks
 from bascule.plan.plan import Plan
-from bascule.plan.sequences import Masks
 from bascule.plan.topology import Topology
 from bascule.plan.traffic import HeadShares, Traffic
 

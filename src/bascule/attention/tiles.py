@@ -30,7 +30,7 @@ from bascule.comm.collectives import table_on
 from bascule.comm.groups import Kept, RankGroup
 from bascule.comm.route import INTEGERS
 from bascule.errors import ConfigError
-from bascule.plan.sequences import Masks, Stretch
+from bascule.plan.masks import Masks, Stretch
 
 Made = TypeVar("Made")
 

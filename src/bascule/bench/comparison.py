@@ -206,7 +206,6 @@ class InTheModel(AsLoaded):
             topology,
             cost,
             timeout_s=options.timeout_s,
-            planner=options.planner,
             kernel=options.kernel,
             device=samples.device,
         )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
@@ -22,7 +22,6 @@ class BenchOptions(Outputs, RunOptions):
     Attributes:
         topologies: Compute bags, for example g2n1; one rank a bag if not given. Of several, such as
             g1n4 g2n2 g4n1, each trains a model of its own, in turns.
-        planner: lpt, or the greedy of the KnapFormer paper.
         loader: Balance in the data loader: samples change ranks behind the compute.
         accumulate: Microbatches of a step, with --loader; each is a batch of the stream.
         steps: Measured steps.
@@ -33,7 +32,6 @@ class BenchOptions(Outputs, RunOptions):
     """
 
     topologies: Annotated[tuple[str, ...], tyro.conf.arg(aliases=("--topology",))] = ()
-    planner: Literal["lpt", "knapsack"] = "lpt"
     loader: bool = False
     accumulate: Annotated[int, Range(1, 10**4)] = 1
     steps: Annotated[int, Range(1, 10**6)] = 12
@@ -82,7 +80,6 @@ class BenchOptions(Outputs, RunOptions):
             )
         if topologies[0].num_ranks == 1:
             raise ConfigError("--loader on 1 rank: samples have nowhere to move; use --ranks 2")
-        refuse(self, ("planner",), "--loader plans with lpt; leave it out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,10 +2,10 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from bascule.cli.inputs import BatchOptions, topology_ranks
 from bascule.options import NewFile, Outputs, refuse
@@ -19,17 +19,16 @@ class PlanOptions(Outputs, BatchOptions):
 
     Attributes:
         topology: Compute bags, such as g1n8+g8n3 or g4r2n1, or auto; one rank a bag by default.
-        planner: lpt, or the greedy of the KnapFormer paper.
         wires: Count the cluster's wires and launches too, in seconds; auto always does.
         inter_gbs: GB that a rank sends in a second to other nodes, in place of the profile's.
         locality_tolerance: By how much the makespan may grow so that more tokens stay where they
             were loaded, 0.01 is 1 %; 0 gives up evenness alone.
-        compare: Compare with the other planner, and with plans without limits and tolerance.
+        compare: Compare with the greedy of the KnapFormer paper, and with plans without limits and
+            tolerance.
         picture: Where to draw the step before and after balancing, as an SVG.
     """
 
     topology: str | None = None
-    planner: Literal["lpt", "knapsack"] = "lpt"
     wires: bool = False
     inter_gbs: float | None = None
     locality_tolerance: float | None = None
@@ -40,7 +39,7 @@ class PlanOptions(Outputs, BatchOptions):
 def run(options: PlanOptions, arguments: list[str]) -> None:
     """Plan, and publish the plan."""
     from bascule.cli.command import publish, write
-    from bascule.plan.plan import Plan, plan_batch
+    from bascule.plan.plan import Plan, plan_batch, plan_greedily
     from bascule.plan.topology import Topology
     from bascule.report.reports import of_plan
     from bascule.report.step_picture import draw_step
@@ -51,20 +50,25 @@ def run(options: PlanOptions, arguments: list[str]) -> None:
         refuse(options, _OF_WIRES, "changes nothing without --wires, which counts seconds")
     cluster = options.machines(len(lens)) if is_priced else None
     chosen = {
-        "planner": options.planner,
         "limits": options.limits,
         "locality_tolerance": options.locality_tolerance,
     }
 
-    def timed(name: str, bags: Topology | str, **keywords: Any) -> tuple[str, Plan, float]:
+    def timed(
+        name: str, make: Callable[..., Plan], bags: Topology | str, **keywords: Any
+    ) -> tuple[str, Plan, float]:
         start = time.perf_counter()
-        plan = plan_batch(lens, bags, cost, cluster=cluster, **keywords)
+        plan = make(lens, bags, cost, cluster=cluster, **keywords)
         return name, plan, time.perf_counter() - start
 
-    plans = [timed(options.planner, topology, **chosen)]
+    plans = [timed("lpt", plan_batch, topology, **chosen)]
     plan = plans[0][1]
     if options.compare:
-        plans += [timed(name, plan.topology, **chosen | x) for name, x in _changes(options)]
+        name = "knapsack" if options.limits is None else "knapsack, without the limit"
+        plans.append(timed(name, plan_greedily, plan.topology))  # it knows no limits
+        plans += [
+            timed(name, plan_batch, plan.topology, **chosen | x) for name, x in _changes(options)
+        ]
     notes = options.notes(is_priced=is_priced)
     report = of_plan(plan, cost, cluster, notes, plans if options.compare else ())
     console = publish(options, report, json.loads(plan.to_json()))
@@ -74,13 +78,7 @@ def run(options: PlanOptions, arguments: list[str]) -> None:
 
 
 def _changes(options: PlanOptions) -> Iterator[tuple[str, dict[str, Any]]]:
-    has_limits = options.limits is not None
-    if options.planner == "knapsack":
-        yield "lpt", {"planner": "lpt"}
-    else:  # the greedy knows no limits
-        name = "knapsack, without the limit" if has_limits else "knapsack"
-        yield name, {"planner": "knapsack", "limits": None}
-    if has_limits:
+    if options.limits is not None:
         yield "without the limit", {"limits": None}
     if options.locality_tolerance is not None:
         yield "without the tolerance", {"locality_tolerance": None}

@@ -26,7 +26,6 @@ from bascule.data.steps import (
     Batch,
     DataRanks,
     Ends,
-    RankCosts,
     ReadyStep,
     Redistributor,
     Rules,
@@ -37,8 +36,8 @@ from bascule.data.steps import (
 from bascule.errors import ConfigError
 from bascule.machine.costs import Cost
 from bascule.plan.limits import Limits
+from bascule.plan.plan import Sync, Terms
 from bascule.plan.prices import RankState
-from bascule.plan.step import Sync
 
 
 @dataclass(slots=True)
@@ -213,7 +212,7 @@ class _Setup(NamedTuple):
     """The arguments of a `BalancedLoader` on this rank."""
 
     rules: Rules
-    costs: RankCosts
+    terms: Terms
     source: Source
     settings: Mapping[str, str]  # alike on all ranks
     words: Ints  # 1 if it only computes; microbatches of an epoch, or -1; the deal of its sampler
@@ -267,7 +266,6 @@ def _set_up(
     rules = Rules(
         accumulate=accumulate,
         sync=sync,
-        limits=limits,
         ends=options.ends,
         min_gain=options.min_gain,
         max_bytes_in_flight=options.max_bytes_in_flight,
@@ -276,13 +274,13 @@ def _set_up(
         unpack=unpack,
         collate=collated,
     )
-    costs = RankCosts.of(cost)
+    terms = Terms("g1n1", cost, limits)
     settings = {name: _described(getattr(rules, name)) for name in Rules.__dataclass_fields__}
     settings |= {name: _described(getattr(options, name)) for name in ("bytes_per_s", "timeout_s")}
-    settings["cost"] = costs.text
+    settings |= terms.settings
     del settings["collate"]  # ranks may collate as they like
     words = np.array([source.is_empty, source.num_microbatches, *source.deal], dtype=np.int64)
-    return _Setup(rules, costs, source, settings, words)
+    return _Setup(rules, terms, source, settings, words)
 
 
 def _described(value: Any) -> str:
@@ -424,7 +422,7 @@ class BalancedLoader:
         self._sources = _Sources.of(np.stack(gathered)[self.ranks.leaders], setup.rules)
         rate = options.bytes_per_s
         per_byte = measure_exchange(group).byte_s if rate is None else 1.0 / rate
-        self._redistributor = Redistributor(self.ranks, setup.rules, setup.costs, per_byte)
+        self._redistributor = Redistributor(self.ranks, setup.rules, setup.terms, per_byte)
         self._pool.num_loaders += 1
         self._name = f"number {self._pool.num_loaders} of those made"
         self._first = self._progress = Progress()
@@ -554,12 +552,12 @@ class BalancedLoader:
         """Plan with another cost model, and `speeds` (D,) of ranks, once all ranks have set it."""
         if speeds is not None:
             speeds = RankState.of(self.ranks.num, speeds=speeds).speeds
-        self._redistributor.costs.append(RankCosts.of(cost, speeds))
+        self._redistributor.set_cost(cost, speeds)
 
     @property
     def cost(self) -> Cost:
         """The newest cost model."""
-        return self._redistributor.costs[-1].cost
+        return self._redistributor.terms[-1].cost
 
     def metrics(self) -> dict[str, Any]:
         """Return the counts of this loader so far on this rank, those of `LoaderMetrics`."""

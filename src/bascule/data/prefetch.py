@@ -254,8 +254,8 @@ class Prefetcher:
                 own = load(self._reading, rules, loads=self._loads, saves=saves(step))
             made = self._redistributor.step(step, own, self._reserve)
             if made is None:
-                if rules.ends == "drop_last" and own.items is not None:
-                    self.num_dropped = own.items.lens.size + self._reading.num_unread
+                if rules.ends == "drop_last" and own.offer is not None:
+                    self.num_dropped = own.offer.lens.size + self._reading.num_unread
                 return
             with self._changed:
                 self._ready.append(made)

@@ -18,8 +18,8 @@ from bascule.errors import ConfigError, PlanError
 from bascule.machine.costs import Cost, evaluate
 from bascule.plan.epoch import Deal, DealRules, StepShape, deal_step, epoch_order
 from bascule.plan.limits import Limits, in_tokens
-from bascule.plan.sequences import MAX_LENGTH
-from bascule.plan.step import Sync
+from bascule.plan.offer import MAX_LENGTH
+from bascule.plan.plan import Sync
 
 History = Sequence[Sequence[int]]
 """Samples that each source rank had delivered when a run stopped; one entry a run of an epoch."""
@@ -314,9 +314,8 @@ class BalancedSampler(Sampler[list[int]]):
         if 0 < num - delivered < self._shape.num_cells:
             raise ConfigError(
                 f"{num - delivered} samples of epoch {epoch} are left, and a step has "
-                f"{self._shape.num_cells} batches (ranks * accumulate): finish the epoch with at "
-                f"most {num - delivered} of them, or leave the rest out with "
-                f"set_epoch({epoch + 1}) in place of this state"
+                f"{self._shape.num_cells} batches: finish the epoch with fewer ranks, or leave the "
+                f"rest out with set_epoch({epoch + 1}) in place of this state"
             )
         self._epoch, self._start, self._run = epoch, delivered, None
 

@@ -205,10 +205,8 @@ class Source:
             return item
         raise ConfigError(
             f"the loader gives a {'list with a ' * is_list}{type(bare[0]).__name__}, which may be "
-            "a collated batch, or a column of one: let it give lists of samples that are dicts or "
-            "tuples (collate_fn=list, no .batched); or take batches that are dicts or tuples apart "
-            "by LoaderOptions(unpack=..); or, if it gives samples one by one, set "
-            "LoaderOptions(batch_size=..)"
+            "a collated batch: give lists of samples (collate_fn=list), or set "
+            "LoaderOptions(unpack=..), or batch_size=.. if samples come one by one"
         )
 
 

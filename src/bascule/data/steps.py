@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
@@ -24,35 +24,20 @@ from bascule.comm.items import HOST, ItemMove, Parcel, move_items, parcel
 from bascule.comm.route import BoundRoute, move
 from bascule.data.source import Reading, Sample, Saved, whole_number, words_of
 from bascule.errors import CommError, ConfigError, PlanError
-from bascule.machine.costs import Cost, describe_cost, evaluate, unit_seconds
-from bascule.plan.items import Items
-from bascule.plan.limits import Limits, in_tokens
-from bascule.plan.plan import Plan
+from bascule.machine.costs import Cost, unit_seconds
+from bascule.plan.limits import Limits
+from bascule.plan.offer import Offer
+from bascule.plan.plan import Plan, Priced, Sync, Terms, Verdict, plan_jointly, step_makespan, weigh
 from bascule.plan.routes import Route
-from bascule.plan.step import Sync, plan_step, step_makespan
 from bascule.plan.topology import Topology
 
 logger = logging.getLogger(__name__)
 
 Ends = Literal["drop_last", "pad_empty", "finish"]
 
-# They move; or there is nothing to gain, or too little; it would cost more; no plan keeps the
-# limits, but the batch as loaded does.
-Reason = Literal["balanced", "even", "gain", "exchange", "limits"]
-
 _FIRST_CAPACITY = 256  # integers a rank that the first gather has room for
 _STATE_WORDS = 2**17  # of all ranks' loader states, that may travel in a step in the mean
 _SHORT, _CLOSING, _SOME = 1, 2, 4  # flags of a rank
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The reason for which the samples of a step move, or stay."""
-
-    applied: bool
-    reason: Reason
-    before: float  # predicted step as loaded, in the unit of the cost model
-    after: float  # predicted step as planned; at least, where too little could be gained to plan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,11 +118,10 @@ def num_input_ids(sample: Sample) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The settings of steps, alike on all ranks but `collate`; see `BalancedLoader`."""
+    """Settings of steps besides their terms, alike on all ranks but `collate`."""
 
     accumulate: int
     sync: Sync
-    limits: Limits | None
     ends: Ends
     min_gain: float
     max_bytes_in_flight: int | None
@@ -153,18 +137,18 @@ class Load:
 
     flags: int = 0
     samples: Sequence[Sequence[Sample]] = ()
-    items: Items | None = None
+    offer: Offer | None = None
     parcels: Sequence[Parcel] = ()
-    num_items: Sequence[int] = ()  # of the loader in each microbatch: a ready-made pack is one
+    num_items: Sequence[int] = ()  # that the loader gave, before `unpack`, by microbatch
     num_missing: int = 0  # how many of these items are None
     saved: Saved = (0, words_of(None))  # before the step
     error: Exception | None = None
 
     def words(self, cost_version: int) -> Ints:
-        """Describe samples in integers: `_HEAD`, M numbers of items; `Items`; the loader state."""
+        """Describe samples in integers: `_HEAD`, M numbers of items, offer, state of the loader."""
         head = [self.flags, cost_version, self.saved[0], self.saved[1].size, *self.num_items]
-        items = head[:0] if self.items is None else self.items.to_words()
-        return np.concatenate([np.array(head, np.int64), np.array(items, np.int64), self.saved[1]])
+        offer = [] if self.offer is None else [self.offer.to_words()]
+        return np.concatenate([np.array(head, np.int64), *offer, self.saved[1]])
 
 
 _HEAD = 4  # flags, newest cost model, samples of the pass before the state, words of the state
@@ -206,9 +190,13 @@ def load(reading: Reading, rules: Rules, *, loads: bool, saves: bool = False) ->
                 parcels.append(parcel(sample))
     except BaseException as error:
         return Load(error=named(error, place))
-    num_bytes = [one.num_bytes for one in parcels]
-    items = Items.own([*map(len, samples)], lens, num_bytes, weights=weights or None)
-    return Load(flags, samples, items, parcels, num_items, num_missing, saved)
+    offer = Offer.of(
+        [[len(of_micro)] for of_micro in samples],
+        lens,
+        num_bytes=[sample.num_bytes for sample in parcels],
+        weights=weights or None,
+    )
+    return Load(flags, samples, offer, parcels, num_items, num_missing, saved)
 
 
 def named(error: BaseException, place: str) -> Exception:
@@ -257,7 +245,7 @@ class Loaded:
     cost_version: int  # the newest cost model that all ranks of the group know
     num_items: Ints  # (M, D) of their loaders
     saved: list[Saved]  # (D,) of their loaders
-    items: Items
+    offer: Offer
 
     @classmethod
     def of(cls, gathered: Sequence[Ints], ranks: DataRanks, accumulate: int) -> "Loaded":
@@ -266,7 +254,7 @@ class Loaded:
         heads = np.stack([words[:size] for words in gathered], axis=1)
         own = [gathered[leader] for leader in leaders.tolist()]
         numbers = heads[0, leaders], int(heads[1].min()), heads[_HEAD:, leaders]
-        return cls(*numbers, [*map(_saved_in, own)], Items.from_words([x[size:] for x in own]))
+        return cls(*numbers, [*map(_saved_in, own)], Offer.from_words([x[size:] for x in own]))
 
     def is_last(self, ends: Ends) -> bool:
         """Return True if there is no step any more."""
@@ -291,14 +279,14 @@ class Deliveries:
     received: Ints
 
     @classmethod
-    def of(cls, items: Items, rank_of: Ints, ranks: DataRanks, *, pad: bool) -> "Deliveries":
+    def of(cls, offer: Offer, rank_of: Ints, ranks: DataRanks, *, pad: bool) -> "Deliveries":
         """Give each sample to its data-parallel rank (n,); with `pad`, one to idle ranks too."""
-        ids, micro = np.arange(rank_of.size), items.micro
+        ids, micro = np.arange(rank_of.size), offer.micro
         if pad and ids.size:
-            idle = np.flatnonzero(items.sums(rank_of, np.ones_like(rank_of)) == 0)
+            idle = np.flatnonzero(offer.sums(rank_of, np.ones_like(rank_of)) == 0)
             # One that counts in the mean, if any: the mean over padding is a number.
-            counted = np.flatnonzero(items.weights > 0) if items.weights.any() else ids
-            shortest = counted[items.lens[counted].argmin()]
+            counted = np.flatnonzero(offer.weights > 0) if offer.weights.any() else ids
+            shortest = counted[offer.lens[counted].argmin()]
             ids = np.concatenate([ids, np.full(idle.size, shortest)])
             micro = np.concatenate([micro, idle // ranks.num])
             rank_of = np.concatenate([rank_of, idle % ranks.num])
@@ -306,8 +294,8 @@ class Deliveries:
         repeats = num_members[rank_of]
         rows = np.repeat(np.arange(ids.size), repeats)
         dest = members[ranges((np.cumsum(num_members) - num_members)[rank_of], repeats)]
-        source = ranks.leaders[items.owner[ids[rows]]]
-        num_bytes, is_padding = items.num_bytes[ids[rows]], rows >= items.lens.size
+        source = ranks.leaders[offer.owner[ids[rows]]]
+        num_bytes, is_padding = offer.num_bytes[ids[rows]], rows >= offer.lens.size
         travels = num_bytes * (source != dest)
         sent, received = (
             np.bincount(ends, travels, ranks.group.size).astype(np.int64) for ends in (source, dest)
@@ -330,14 +318,14 @@ class Deliveries:
                 "samples a step"
             )
 
-    def share(self, items: Items, rank: int, micro: int) -> tuple[Ints, bool, float]:
+    def share(self, offer: Offer, rank: int, micro: int) -> tuple[Ints, bool, float]:
         """Return a rank's rows in a microbatch, True if they are padding, and the loss's scale."""
-        num_micro, num_ranks = items.counts.shape
+        num_micro, num_ranks = offer.counts.shape
         rows = np.flatnonzero((self.dest == rank) & (self.micro == micro))
-        is_padding, total = bool(self.is_padding[rows].any()), int(items.weights.sum())
+        is_padding, total = bool(self.is_padding[rows].any()), int(offer.weights.sum())
         if is_padding or not total:
             return rows, is_padding, 0.0
-        return rows, False, int(items.weights[self.ids[rows]].sum()) * num_ranks * num_micro / total
+        return rows, False, int(offer.weights[self.ids[rows]].sum()) * num_ranks * num_micro / total
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -402,36 +390,25 @@ class ClosedError(CommError):
         self.step = step
 
 
-class RankCosts(NamedTuple):
-    """A cost model, speeds (D,) of the data-parallel ranks if they differ, and both as text."""
-
-    cost: Cost
-    speeds: Floats | None
-    text: str
-
-    @classmethod
-    def of(cls, cost: Cost, speeds: Floats | None = None) -> "RankCosts":
-        """Describe them: equal texts mean equal plans."""
-        at_speeds = "" if speeds is None else f" at speeds {speeds.tolist()}"
-        return cls(cost, speeds, describe_cost(cost) + at_speeds)
-
-
 class Redistributor:
     """Makes the steps of one rank. All ranks of the group call `step` in the same order."""
 
     def __init__(
-        self, ranks: DataRanks, rules: Rules, costs: RankCosts, seconds_per_byte: float
+        self, ranks: DataRanks, rules: Rules, terms: Terms, seconds_per_byte: float
     ) -> None:
         self.ranks, self.rules, self.seconds_per_byte = ranks, rules, seconds_per_byte
-        self.costs = [costs]  # those so far, by version
+        self.terms = [replace(terms, topology=Topology(((1, 1),), ranks.num))]  # by version
         self._epoch, self._version, self._next_saved = 0, 0, 0
         self._capacity, self._has_warned = _FIRST_CAPACITY, False
-        self._topology = Topology(((1, 1),), ranks.num)
 
     def begin(self, group: RankGroup, epoch: int) -> None:
         """Make the steps of another iteration, in this group, with the newest cost model."""
         self.ranks, self._epoch = replace(self.ranks, group=group), epoch
-        self._version, self._next_saved = len(self.costs) - 1, 0
+        self._version, self._next_saved = len(self.terms) - 1, 0
+
+    def set_cost(self, cost: Cost, speeds: Floats | None = None) -> None:
+        """Price later steps anew, once all ranks know it."""
+        self.terms.append(replace(self.terms[-1], cost=cost, speeds=speeds))
 
     def saves(self, step: int) -> bool:
         """Return True if the states of loaders travel with this step."""
@@ -447,10 +424,10 @@ class Redistributor:
         if loaded.is_last(self.rules.ends):
             self._warn_of_nothing(step, loaded)
             return None
-        items, rank = loaded.items, self.ranks.group.rank
+        offer, rank = loaded.offer, self.ranks.group.rank
         making = f"epoch {self._epoch}, making batches"
         try:
-            decision = self.decide(items)
+            decision = self.decide(offer)
             decision.deliveries.check_received(self.rules.max_bytes_in_flight)
         except PlanError as error:
             raise PlanError(f"step {step}, epoch {self._epoch}: {error}") from error
@@ -462,12 +439,12 @@ class Redistributor:
         deliveries = decision.deliveries
         sent, received = int(deliveries.sent[rank]), int(deliveries.received[rank])
         reserve(received)
-        samples = self._move(step, items, own, deliveries)
+        samples = self._move(step, offer, own, deliveries)
         exchange = start, time.perf_counter()
         batches, failed = list[Batch](), None
         try:
             for micro, plan in enumerate(decision.plans):
-                rows, is_padding, loss_scale = deliveries.share(items, rank, micro)
+                rows, is_padding, loss_scale = deliveries.share(offer, rank, micro)
                 batch = Batch(
                     data=self.rules.collate([samples[row] for row in rows.tolist()]),
                     loss_scale=loss_scale,
@@ -488,82 +465,67 @@ class Redistributor:
         numbers = loaded.num_items, own.num_missing
         return ReadyStep(batches, *numbers, saved, sent, received, exchange)
 
-    def decide(self, items: Items) -> Decision:
+    def decide(self, offer: Offer) -> Decision:
         """Plan all microbatches, where that is worth it. The same on all ranks."""
-        (cost, speeds, _), rules = self.costs[self._version], self.rules
-        limits, costs = in_tokens(rules.limits, cost, None), evaluate(cost, items.lens)
-        overhead = float(getattr(cost, "overhead", 0.0))
-        ends = np.cumsum(items.counts.sum(axis=1))[:-1]
-        loads = items.sums(items.owner, costs) / (1.0 if speeds is None else speeds)
-        most = loads.max(axis=1).sum() if rules.sync == "microbatch" else loads.sum(axis=0).max()
-        before = after = float(most) + overhead
-        tokens = items.sums(items.owner, items.lens)
-        is_legal = limits is None or limits.keeps(tokens=tokens, items=items.counts)
-        least = float(costs.sum() / (self.ranks.num if speeds is None else speeds.sum())) + overhead
-        if is_legal and before - least < rules.min_gain * before:  # no plan gains more
-            reason: Reason = "gain" if before > least * (1.0 + 1e-9) else "even"
-            return self._as_loaded(items, loads, Verdict(False, reason, before, least))
-        reason = "limits"
+        terms, rules = self.terms[self._version], self.rules
+        overhead, limits = float(getattr(terms.cost, "overhead", 0.0)), terms.token_limits
+        priced = terms.priced_step(offer.microbatches)
+        loaded = tuple(map(Priced.as_loaded, priced))
+        before = after = step_makespan(loaded, sync=rules.sync) + overhead
+        work = sum(float(of_micro.prices.work.sum()) for of_micro in priced)
+        speed = self.ranks.num if loaded[0].speeds is None else float(loaded[0].speeds.sum())
+        least, reason = work / speed + overhead, "balanced"
+        is_legal = limits is None or limits.keeps(
+            tokens=offer.sums(offer.owner, offer.lens), items=offer.counts
+        )
+        if is_legal:  # else they move, whatever it takes
+            reason = weigh(before, least, min_gain=rules.min_gain)
+            if reason != "balanced":  # no plan gains more
+                return self._decision(offer, loaded, Verdict(False, reason, before, least))
         try:
-            plans = plan_step(
-                [
-                    np.split(items.lens[items.micro == micro], np.cumsum(counts)[:-1])
-                    for micro, counts in enumerate(items.counts)
-                ],
-                self._topology,
-                cost,
-                sync=rules.sync,
-                limits=rules.limits,
-                speeds=speeds,
-            )
+            plans = plan_jointly(priced, rules.sync)
         except PlanError:
             if not is_legal:
                 raise
+            reason = "limits"
         else:
-            of_micro = np.split(items.weights, ends), np.split(costs, ends)
-            parts = zip(plans, *of_micro, strict=True)
-            plans = tuple(without_idle_ranks(*part, limits) for part in parts)
+            ends = np.cumsum(offer.counts.sum(axis=1))[:-1]
+            parts = zip(plans, np.split(offer.weights, ends), priced, strict=True)
+            plans = tuple(
+                without_idle_ranks(plan, weights, of_micro.prices.work[0], limits)
+                for plan, weights, of_micro in parts
+            )
             after = step_makespan(plans, sync=rules.sync) + overhead
-            balanced = self._decision(items, plans, Verdict(True, "balanced", before, after))
-            reason = self._reason(balanced) if is_legal else "balanced"
+            moved = self._decision(offer, plans, Verdict(True, "balanced", before, after))
+            if is_legal:
+                exposed = self._exposed(moved)
+                reason = weigh(before, after, min_gain=rules.min_gain, exchange=exposed)
             if reason == "balanced":
-                return balanced
-        return self._as_loaded(items, loads, Verdict(False, reason, before, after))
+                return moved
+        return self._decision(offer, loaded, Verdict(False, reason, before, after))
 
-    def _as_loaded(self, items: Items, loads: Floats, verdict: Verdict) -> Decision:
-        ends, speeds = np.cumsum(items.counts.sum(axis=1))[:-1], self.costs[self._version].speeds
-        of_micro = np.split(items.lens, ends), np.split(items.owner, ends)
-        parts = zip(items.counts, *of_micro, loads, strict=True)
-        plans = tuple(Plan(self._topology, *part, 0.0, "none", speeds=speeds) for part in parts)
-        return self._decision(items, plans, verdict)
-
-    def _decision(self, items: Items, plans: tuple[Plan, ...], verdict: Verdict) -> Decision:
+    def _decision(self, offer: Offer, plans: tuple[Plan, ...], verdict: Verdict) -> Decision:
         rank_of, pad = np.concatenate([plan.bag_of for plan in plans]), self.rules.ends != "finish"
-        return Decision(plans, verdict, Deliveries.of(items, rank_of, self.ranks, pad=pad))
+        return Decision(plans, verdict, Deliveries.of(offer, rank_of, self.ranks, pad=pad))
 
-    def _reason(self, decision: Decision) -> Reason:
-        """Return "balanced" if a decision is worth it, else why not."""
-        before, after = decision.verdict.before, decision.verdict.after
-        gain, seconds = before - after, unit_seconds(self.costs[self._version].cost)
-        if gain <= 0.0:
-            return "even"
-        if gain < self.rules.min_gain * before:
-            return "gain"
+    def _exposed(self, decision: Decision) -> float:
+        """Return by how much the exchange outlasts the step behind which it runs.
+
+        In the unit of the cost model; 0 where that has no seconds.
+        """
+        seconds, deliveries = unit_seconds(self.terms[self._version].cost), decision.deliveries
         if seconds is None:
-            return "balanced"
-        most = max(decision.deliveries.sent.max(), decision.deliveries.received.max())
-        # The exchange runs behind the step; ranks wait for the part that is longer.
-        exposed = max(float(most) * self.seconds_per_byte - after * seconds, 0.0)
-        return "exchange" if gain * seconds <= exposed else "balanced"
+            return 0.0
+        most = max(deliveries.sent.max(), deliveries.received.max())
+        return max(float(most) * self.seconds_per_byte / seconds - decision.verdict.after, 0.0)
 
     def _gather(self, step: int, own: Load) -> Loaded:
         """Return the samples of all ranks."""
-        settings = {"cost": self.costs[self._version].text}
-        words = own.words(len(self.costs) - 1)
+        words = own.words(len(self.terms) - 1)
         try:
             gathered = agree(
                 self.ranks.group,
-                settings,
+                self.terms[self._version].settings,
                 own.error,
                 what=f"epoch {self._epoch}, loading",
                 step=step,
@@ -597,19 +559,19 @@ class Redistributor:
             "epoch %d has no step: data-parallel ranks %s have too few samples for one, and "
             'ends="drop_last" ends the epoch there. Set LoaderOptions(ends="pad_empty") or '
             '"finish", or give loader=None on ranks that only compute'
-            if loaded.items.lens.size
+            if loaded.offer.lens.size
             else "epoch %d has no step: the loaders of data-parallel ranks %s have no sample",
             self._epoch,
             np.flatnonzero(loaded.flags & _SHORT).tolist(),
         )
 
     def _move(
-        self, step: int, items: Items, own: Load, deliveries: Deliveries
+        self, step: int, offer: Offer, own: Load, deliveries: Deliveries
     ) -> dict[int, Sample]:
         """Return the samples of this rank, by row of the deliveries."""
         source, dest, group = deliveries.source, deliveries.dest, self.ranks.group
         here, moves = list(itertools.chain.from_iterable(own.samples)), deliveries.moves
-        ids = np.flatnonzero(items.owner == self.ranks.index)  # of the samples that are here
+        ids = np.flatnonzero(offer.owner == self.ranks.index)  # of the samples that are here
         places = np.searchsorted(ids, deliveries.ids)
         stay = np.flatnonzero((source == group.rank) & ~moves).tolist()
         samples = {row: here[places[row]] for row in stay}

@@ -46,8 +46,8 @@ from bascule.encoders.plan import CallSettings, Encoding, ItemPlan, plan_items
 from bascule.errors import ConfigError
 from bascule.machine.cluster import Cluster
 from bascule.machine.costs import Cost, describe_cost
-from bascule.plan.items import Items
 from bascule.plan.limits import Limits
+from bascule.plan.offer import Offer
 
 _FIRST_CAPACITY = 128  # integers a rank that the first gather has room for
 _PIECES_A_RANK = 4  # of a long item: as even as whole items of that size would be
@@ -155,7 +155,7 @@ class BalancedEncoder:
             self._length = length_fn or self._length_by_table()
             self._device = device_for(options.device, mesh_or_group, group)
             # Ranks of FSDP meet in every forward pass.
-            self._is_sharded = any(isinstance(one, FSDPModule) for one in self._inner.modules())
+            self._is_sharded = any(isinstance(part, FSDPModule) for part in self._inner.modules())
             if options.cluster is not None:
                 options.cluster.check_world(self._host.size)
             settings = self._settings()
@@ -216,12 +216,12 @@ class BalancedEncoder:
         `inputs`, by default they are these; `at_once` are at most in a call, 0: any number.
         """
         self._step += 1
-        all_items, settings, local = self._agree(items, error, call, inputs or items, at_once)
+        offer, settings, local = self._agree(items, error, call, inputs or items, at_once)
         self.last = None
-        if not all_items.lens.size:
+        if not offer.lens.size:
             return Features([], after, None)
         plan, self.last = plan_items(
-            *(all_items, settings, self.cost),
+            *(offer, settings, self.cost),
             cluster=self.options.cluster,
             limits=self.options.limits,
             locality_tolerance=self.options.locality_tolerance,
@@ -276,7 +276,7 @@ class BalancedEncoder:
 
     def _agree(
         self, items: Sequence[Item], error: Exception | None, call: str, inputs: Any, at_once: int
-    ) -> tuple[Items, CallSettings, LocalItems]:
+    ) -> tuple[Offer, CallSettings, LocalItems]:
         """Gather the items of all ranks; or raise the same error on all of them."""
         local, flags, compared, size = LocalItems(), 0, dict[str, str](), self._host.size
         features_for, is_shared = self.options.features_for, self.options.features_for != "owner"
@@ -308,7 +308,7 @@ class BalancedEncoder:
             }
         except Exception as failure:  # whatever it is, the others must not wait
             error = failure
-        values = np.array([flags, at_once, *local.items.to_words()])
+        values = np.array([flags, at_once, *local.offer.to_words()])
         gathered = self._gather("items", compared, error, values)
         self._capacity = max(self._capacity, *(words.size for words in gathered))
         settings = CallSettings(
@@ -320,7 +320,7 @@ class BalancedEncoder:
             is_aligned=self._is_sharded,
         )
         words = gathered[:1] if is_shared else gathered
-        return Items.from_words([one[2:] for one in words]), settings, local
+        return Offer.from_words([one[2:] for one in words]), settings, local
 
     def _gather(
         self, what: str, compared: dict[str, str], error: Exception | None, values: Ints
@@ -340,7 +340,7 @@ class BalancedEncoder:
             return items, token
         sent = (ids[source == rank] - first).tolist()
         move = ItemMove(source, dest, self._group, self._device, self._step, "items")
-        parcels, num_bytes = [local.parcels[one] for one in sent], plan.items.num_bytes[ids]
+        parcels, num_bytes = [local.parcels[one] for one in sent], plan.offer.num_bytes[ids]
         if token is None or not plan.settings.items_need_gradient:
             arrived = move_items(move, parcels, num_bytes)
         else:

@@ -17,13 +17,13 @@ from bascule.checks import whole
 from bascule.comm.items import Parcel, attached, joined, leaves_of, mapped, parcel
 from bascule.comm.route import has_gradient
 from bascule.errors import ConfigError
-from bascule.plan.items import NO_ITEMS, Items
+from bascule.plan.offer import NO_ITEMS, Offer
 
 Item = dict[str, Any]
 """The arguments of a call for one item alone, by name."""
 
 Length = int | tuple[int, float]
-"""Tokens of an item; and pairs of a query and a key that a layer computes, on the mean of them."""
+"""Tokens of an item; or tokens, and mean query-key pairs a layer."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ class LocalItems:
     pieces: Sequence[Item] = ()
     num_pieces: Sequence[int] = ()  # of each item
     parcels: Sequence[Parcel] = ()
-    items: Items = NO_ITEMS
+    offer: Offer = NO_ITEMS
 
     def whole(self, leaves: Sequence[list[Tensor]]) -> list[list[Tensor]]:
         """Join the tensors of the pieces of each item, one after another."""
@@ -284,9 +284,9 @@ def prepare(
             raise ConfigError(f"item {place}: {text}") from error
         pieces += cut
         counts.append(len(cut))
-    num_bytes = [one.num_bytes for one in parcels]
-    described = Items.own([len(pieces)], lens, num_bytes, forms=forms, pairs=pairs)
-    return LocalItems(pieces, counts, parcels, described)
+    num_bytes = [piece.num_bytes for piece in parcels]
+    offer = Offer.of([[len(pieces)]], lens, num_bytes=num_bytes, forms=forms, pairs=pairs)
+    return LocalItems(pieces, counts, parcels, offer)
 
 
 class Features(list[Any]):

@@ -9,9 +9,10 @@ from bascule.arrays import Floats, Ints
 from bascule.machine.cluster import WITHOUT_RECOMPUTING, Cluster
 from bascule.machine.costs import Cost, evaluate
 from bascule.plan.batching import ForwardPass, forward_passes
-from bascule.plan.items import Items
 from bascule.plan.limits import Limits
 from bascule.plan.metrics import imbalance
+from bascule.plan.offer import Offer
+from bascule.plan.plan import weigh
 from bascule.plan.solver.solve import assign
 
 Trip = tuple[Ints, Ints, Ints]
@@ -76,7 +77,7 @@ class Encoding:
 class ItemPlan:
     """The rank that encodes each item, and the calls of the module on each rank."""
 
-    items: Items
+    offer: Offer
     settings: CallSettings
     owner: Ints  # (n,) rank that has an item, and gets its features; -1 where all ranks have it
     rank_of: Ints  # (n,) rank that encodes it
@@ -86,8 +87,8 @@ class ItemPlan:
         """The calls of the module on each rank."""
         return forward_passes(
             self.rank_of,
-            self.items.lens,
-            self.items.forms,
+            self.offer.lens,
+            self.offer.forms,
             np.ones(self.settings.num_ranks, np.int64),
             max_items=self.settings.at_once,
             is_aligned=self.settings.is_aligned,
@@ -136,7 +137,7 @@ class ItemPlan:
             (1 + self.settings.needs_gradient, self.returned),
         ):
             if ids.size:
-                each = self.items.num_bytes[ids].astype(np.float64)
+                each = self.offer.num_bytes[ids].astype(np.float64)
                 seconds += times * _exchange_seconds(cluster, source, dest, each)
                 num_bytes += times * each.sum()
         return seconds, round(num_bytes)
@@ -156,7 +157,7 @@ def _exchange_seconds(cluster: Cluster, source: Ints, dest: Ints, num_bytes: Flo
 
 
 def plan_items(
-    items: Items,
+    offer: Offer,
     settings: CallSettings,
     cost: Cost,
     *,
@@ -166,13 +167,17 @@ def plan_items(
 ) -> tuple[ItemPlan, Encoding]:
     """Spread items over ranks by cost; with a cluster, only where gains exceed the exchanges."""
     num_ranks, is_shared = settings.num_ranks, settings.num_getting > 0
-    costs = _costs(items, cost, cluster)
-    owner = np.full_like(items.lens, -1) if is_shared else items.owner
-    before = np.bincount(np.maximum(owner, 0), costs, num_ranks).astype(np.float64)
-    sizes = {"tokens": items.lens, "bytes": items.num_bytes}
-    may_stay = not is_shared and (limits is None or _keeps(limits, items, num_ranks))
-    rank_of, least = owner, max(before.mean(), costs.max())
-    if not may_stay or before.max() > least * (1.0 + locality_tolerance):  # else nothing is better
+    costs_of = evaluate if cluster is None else cluster.compute_seconds
+    costs = costs_of(cost, offer.lens, offer.num_pairs)
+    owner = np.full_like(offer.lens, -1) if is_shared else offer.owner
+    before = after = np.bincount(np.maximum(owner, 0), costs, num_ranks).astype(np.float64)
+    sizes = {"tokens": offer.lens, "bytes": offer.num_bytes}
+    may_stay = not is_shared and (limits is None or _keeps(limits, offer))
+    least = max(before.mean(), costs.max())
+    min_gain = 1.0 - 1.0 / (1.0 + locality_tolerance)  # a share of the makespan as given
+    plan = stays = ItemPlan(offer, settings, owner, owner)
+    gain_s, exchange_s, exchange_bytes = None, None, 0
+    if not may_stay or weigh(before.max(), least, min_gain=min_gain) == "balanced":
         result = assign(
             costs,
             num_ranks,
@@ -181,39 +186,23 @@ def plan_items(
             limits=limits,
             sizes=sizes,
         )
-        rank_of = np.asarray(result.bin_of)
-    plan = ItemPlan(items, settings, owner, rank_of)
-    after = np.bincount(rank_of, costs, num_ranks).astype(np.float64)
-    gain_s, exchange_s, exchange_bytes = None, None, 0
-    if cluster is not None and (rank_of != owner).any() and not is_shared:
-        stays = ItemPlan(items, settings, owner, owner)
+        plan, after = ItemPlan(offer, settings, owner, np.asarray(result.bin_of)), result.loads
+    if cluster is not None and (plan.rank_of != owner).any() and not is_shared:
         (more_s, more_bytes), (least_s, least_bytes) = (
-            one.exchange(cluster) for one in (plan, stays)
+            each.exchange(cluster) for each in (plan, stays)
         )
         exchange_s, exchange_bytes = float(more_s - least_s), more_bytes - least_bytes
         passes = WITHOUT_RECOMPUTING.linear if settings.needs_gradient else 1.0
         gain_s = float(before.max() - after.max()) * passes
-        if may_stay and round(1e9 * gain_s) <= round(1e9 * exchange_s):
+        reason = weigh(before.max() * passes, after.max() * passes, exchange=exchange_s)
+        if may_stay and reason != "balanced":
             plan, after = stays, before
     num_moved = int((plan.rank_of != owner).sum()) if num_ranks > 1 else 0
     loads = tuple(before.tolist()), tuple(after.tolist())
-    return plan, Encoding(items.lens.size, num_moved, *loads, gain_s, exchange_s, exchange_bytes)
+    return plan, Encoding(offer.lens.size, num_moved, *loads, gain_s, exchange_s, exchange_bytes)
 
 
-def _keeps(limits: Limits, items: Items, num_ranks: int) -> bool:
+def _keeps(limits: Limits, offer: Offer) -> bool:
     """True if every rank can encode the items that it has."""
-    tokens, num_bytes = (
-        np.bincount(items.owner, values, num_ranks) for values in (items.lens, items.num_bytes)
-    )
-    counts = np.bincount(items.owner, minlength=num_ranks)
-    return limits.keeps(tokens=tokens, items=counts, num_bytes=num_bytes)
-
-
-def _costs(items: Items, cost: Cost, cluster: Cluster | None) -> Floats:
-    """Return the cost (n,) of each: seconds on the cluster, or without one the model's unit."""
-    pairs, is_counted = None, items.pairs >= 0
-    if is_counted.any():
-        pairs = np.where(is_counted, items.pairs, items.lens.astype(np.float64) ** 2)
-    if cluster is None:
-        return evaluate(cost, items.lens, pairs)
-    return cluster.compute_seconds(cost, items.lens, pairs)
+    tokens, num_bytes = (offer.sums(offer.owner, x) for x in (offer.lens, offer.num_bytes))
+    return limits.keeps(tokens=tokens, items=offer.counts, num_bytes=num_bytes)

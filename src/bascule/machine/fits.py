@@ -18,7 +18,7 @@ from bascule.errors import ConfigError
 from bascule.machine.calibration import NUM_COEFFICIENTS, Fit, is_held_out
 from bascule.machine.cluster import NUM_ALL_TO_ALLS, AttentionLatency, AttentionLoad
 from bascule.machine.costs import IterationFit, PolynomialCost, TransformerCost
-from bascule.plan.sequences import check_lengths
+from bascule.plan.offer import check_lengths
 
 CONFIDENCE = 0.95
 """Confidence of the intervals that errors are half of."""

@@ -8,25 +8,25 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from bascule.plan.limits import Limits as Limits
+    from bascule.plan.masks import Span as Span
+    from bascule.plan.offer import Sequences as Sequences
     from bascule.plan.plan import Plan as Plan
     from bascule.plan.plan import plan_batch as plan_batch
-    from bascule.plan.sequences import Sequences as Sequences
-    from bascule.plan.sequences import Span as Span
+    from bascule.plan.plan import plan_step as plan_step
+    from bascule.plan.plan import step_makespan as step_makespan
     from bascule.plan.solver.problem import Assignment as Assignment
     from bascule.plan.solver.solve import assign as assign
-    from bascule.plan.step import plan_step as plan_step
-    from bascule.plan.step import step_makespan as step_makespan
     from bascule.plan.topology import Topology as Topology
     from bascule.plan.topology_search import TopologyRanking as TopologyRanking
     from bascule.plan.topology_search import suggest_topology as suggest_topology
 
 _NAMES = {
     "limits": ("Limits",),
-    "plan": ("Plan", "plan_batch"),
-    "sequences": ("Sequences", "Span"),
+    "plan": ("Plan", "plan_batch", "plan_step", "step_makespan"),
+    "masks": ("Span",),
+    "offer": ("Sequences",),
     "solver.problem": ("Assignment",),
     "solver.solve": ("assign",),
-    "step": ("plan_step", "step_makespan"),
     "topology": ("Topology",),
     "topology_search": ("TopologyRanking", "suggest_topology"),
 }

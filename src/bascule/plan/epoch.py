@@ -19,10 +19,10 @@ from bascule.arrays import Floats, Ints
 from bascule.checks import MAX_RANKS, MAX_WHOLE, whole
 from bascule.errors import ConfigError, PlanError
 from bascule.plan.limits import Limits
+from bascule.plan.plan import Sync
 from bascule.plan.solver import assign
 from bascule.plan.solver.portfolio import solve
 from bascule.plan.solver.problem import build_problem
-from bascule.plan.step import Sync
 
 _MAX_COUNT = 2**31
 _ROUNDING = 1e-12

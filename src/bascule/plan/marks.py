@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from bascule.checks import is_int
-from bascule.plan.sequences import MAX_LENGTH
+from bascule.plan.offer import MAX_LENGTH
 
 Origin = Literal["", "step", "batch"]
 What = Literal["lens", "loaded"]

@@ -1,38 +1,56 @@
-"""Plans for a batch of sequences: which bag computes each of them, and the tables to move them."""
+"""Decide who gets what: the bag that computes each sequence, with a certificate and index tables.
+
+First comes the makespan, then evenness, then staying at home. Where ranks meet in every microbatch,
+a step takes the sum of the makespans, so each microbatch is planned on its own. Where they meet
+once a step, the largest sum of a rank's loads counts.
+"""
 
 import hashlib
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from bascule.arrays import Ints, cumulative, frozen, ranges
+from bascule.arrays import Floats, Ints, cumulative, frozen, ranges
 from bascule.checks import choice, fields, number, of_type
 from bascule.errors import ConfigError, PlanError
 from bascule.machine.cluster import Cluster
-from bascule.machine.costs import Cost, evaluate
+from bascule.machine.costs import Cost, describe_cost, evaluate
 from bascule.plan import metrics
 from bascule.plan.limits import Limits, in_tokens
-from bascule.plan.locality import Source, bring_home
-from bascule.plan.prices import RankState, check_sizes, knapsack, price
+from bascule.plan.masks import Masks
+from bascule.plan.offer import Offer, Sequences, offer_of
+from bascule.plan.prices import Prices, RankState, check_sizes, price
 from bascule.plan.routes import Chunks, LocalLayout, Route
-from bascule.plan.sequences import Batch, Masks, Sequences, batch_of
-from bascule.plan.solver.portfolio import solve
+from bascule.plan.solver.bounds import lower_bound
+from bascule.plan.solver.homes import Homes, Regions, relabel
+from bascule.plan.solver.portfolio import by_speed, may_end_by, near_home, solve
+from bascule.plan.solver.problem import Assignment, Problem, build_problem
 from bascule.plan.topology import Topology
 from bascule.plan.topology_search import choose_topology
 
-_NODE_TOLERANCE = 0.005  # default share of the makespan that keeping tokens in their node may cost
+Sync = Literal["microbatch", "step"]
 
-JSON_VERSION = 1
+_Given = TypeVar("_Given")
+_Made = TypeVar("_Made")
+
+JSON_VERSION = 2
 MAX_TOKENS = 2**31 - 1
 
+_NODE_TOLERANCE = 0.005  # default share of the makespan that keeping tokens in their node may cost
 _SHARE = 0.99  # share of a bag's tokens from which on a sequence is all that the bag computes
 _EVEN = 1.01  # imbalance up to which the whole work binds, not one sequence
+_MAX_ROUNDS = 3  # of planning each microbatch on top of all others
+_CLOSE = 1.0 + 1e-4  # what such a round gains at least
+_MAX_SEARCHED = 256  # most sequences that are brought home one by one; of more, a part stays
+_RELEASED = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7)  # shares of a bag's time, until it fits
+_SAME = 1.0 + 1e-4  # makespans this close are certified to be equally good
+_ROUNDING = 1.0 + 1e-9  # makespans this close are equal but for rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +81,8 @@ class Plan:
         seq_lens: (num_seqs,) tokens of each sequence, in source order: its place is its global id.
         bag_of: (num_seqs,) bag that computes it.
         loads: (num_ranks,) predicted cost of each rank, carried loads included.
-        lower_bound: No plan of these sequences on these bags has a smaller makespan.
-        planner: Name of the planner that made it; `gap` and `binding` say how good it is.
+        lower_bound: No plan of these sequences on these bags has a smaller makespan; `gap` and
+            `binding` say how good this one is.
         masks: The tokens that each token of a sequence sees; None: all.
         context_lens: (num_seqs,) tokens of the context of each sequence; None without contexts.
         speeds: (num_ranks,) of the ranks; None: 1.
@@ -76,7 +94,6 @@ class Plan:
     bag_of: Ints
     loads: npt.NDArray[np.float64]
     lower_bound: float
-    planner: str
     masks: Masks | None = None
     context_lens: Ints | None = None
     speeds: npt.NDArray[np.float64] | None = None
@@ -139,9 +156,10 @@ class Plan:
         return frozen(np.repeat(np.arange(self.num_ranks), self.source_counts))
 
     @property
-    def loaded(self) -> Batch:
+    def offer(self) -> Offer:
         """The sequences that it is for."""
-        return Batch(self.source_counts, self.seq_lens, self.masks, self.context_lens)
+        counts, contexts = self.source_counts[None], self.context_lens
+        return Offer.of(counts, self.seq_lens, [self.masks], context_lens=contexts)
 
     @cached_property
     def chunks(self) -> Chunks:
@@ -158,7 +176,7 @@ class Plan:
     ) -> npt.NDArray[np.float64]:
         """(num_ranks,) cost of each rank if every sequence stayed home, in the unit of `loads`."""
         costs_of = evaluate if cluster is None else cluster.compute_seconds
-        costs = costs_of(cost, self.seq_lens, self.loaded.num_pairs)
+        costs = costs_of(cost, self.seq_lens, self.offer.num_pairs)
         loads = np.zeros(self.num_ranks)
         np.add.at(loads, self.source_ranks, costs)
         return loads if self.speeds is None else loads / self.speeds
@@ -219,7 +237,7 @@ class Plan:
         for part in (head, terms, rings, self.source_counts, self.seq_lens, self.bag_of):
             digest.update(np.ascontiguousarray(part, dtype="<i8").tobytes())
         if self.masks is not None or self.context_lens is not None:
-            digest.update(np.ascontiguousarray(self.loaded.to_words(), dtype="<i8").tobytes())
+            digest.update(np.ascontiguousarray(self.offer.to_words(), dtype="<i8").tobytes())
         if self.speeds is not None:
             digest.update(np.ascontiguousarray(self.speeds, dtype="<f8").tobytes())
         return digest.hexdigest()
@@ -233,7 +251,6 @@ class Plan:
                 "version": JSON_VERSION,
                 "topology": str(self.topology),
                 "num_replicas": self.topology.num_replicas,
-                "planner": self.planner,
                 "seq_lens": [lens.tolist() for lens in per_rank],
                 "masks": None if self.masks is None else self.masks.to_lists(),
                 "context_lens": None if contexts is None else contexts.tolist(),
@@ -251,7 +268,6 @@ def plan_batch(
     topology: Topology | str,
     cost: Cost,
     *,
-    planner: str = "lpt",
     limits: Limits | None = None,
     initial_loads: npt.ArrayLike | None = None,
     speeds: npt.ArrayLike | None = None,
@@ -260,18 +276,12 @@ def plan_batch(
 ) -> Plan:
     """Assign every sequence of a batch to a bag, so that the slowest rank finishes early.
 
-    First comes the makespan, then evenness, then staying at home.
-
     Args:
         seq_lens: One list of token counts a source rank, may be empty; or `Sequences` with masks.
         topology: The bags, or their spec; replicas fill the world that `seq_lens` describes. With
             a cluster, "auto" chooses bags for this batch among aligned power-of-two subgroups of
             each node.
         cost: Predicts the cost of a sequence on one rank; a bag of G ranks takes a G-th of it.
-        planner: "lpt" (longest first, by completion time, then moves and swaps until the gap to
-            the bound is certified to be small) or "knapsack" (the greedy of KnapFormer: longest
-            first, to the least occupied bag whose remaining capacity suffices; knows no limits and
-            no homes).
         limits: Most that a rank holds; hard. Bytes are those of activations, and need a cost model
             with `bytes_per_token`; with a cluster its memory is a limit too.
         initial_loads: (num_ranks,) cost that each rank has already, as of earlier microbatches.
@@ -286,20 +296,94 @@ def plan_batch(
         The plan; the same on every rank that gives the same arguments.
 
     Raises:
-        ConfigError: A length, the topology, the planner, the cluster or a limit is illegal.
+        ConfigError: A length, the topology, the cluster or a limit is illegal.
         PlanError: The limits cannot be kept, or a rank would hold more than 2^31 - 1 tokens.
     """
-    setup = PlanSetup(topology, cost, planner, limits, speeds, cluster, locality_tolerance)
-    return setup.plan(seq_lens, initial_loads)
+    terms = Terms(topology, cost, limits, speeds, cluster, locality_tolerance)
+    return terms.priced(offer_of(seq_lens), initial_loads).plan()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PlanSetup:
-    """Make plans of one batch after the other; fields as the arguments of `plan_batch`."""
+def plan_step(
+    microbatches: Sequence[Sequence[npt.ArrayLike | Sequences]],
+    topology: Topology | str,
+    cost: Cost,
+    *,
+    sync: Sync = "microbatch",
+    limits: Limits | None = None,
+    speeds: npt.ArrayLike | None = None,
+    cluster: Cluster | None = None,
+    locality_tolerance: float | None = None,
+) -> tuple[Plan, ...]:
+    """Plan all microbatches of an optimiser step at once; other arguments as for `plan_batch`.
+
+    `microbatches` are what each source rank loaded for each; limits hold, and "auto" chooses bags,
+    in each of them. `sync` says when ranks wait for each other: "microbatch" (FSDP that reshards;
+    minimises the sum of the makespans) or "step" (DDP under `no_sync`; minimises the largest sum of
+    a rank).
+
+    Returns:
+        One plan a microbatch, in their order, with its own loads and bound. A step takes
+        `step_makespan(plans, sync=sync)`.
+
+    Raises:
+        ConfigError: An argument is wrong; an illegal length names its microbatch.
+        PlanError: The limits cannot be kept; names the microbatch.
+    """
+    terms = Terms(topology, cost, limits, speeds, cluster, locality_tolerance)
+    offers: list[Offer] = []
+    for place, loaded in enumerate(microbatches):
+        try:
+            offers.append(offer_of(loaded))
+        except ConfigError as error:
+            raise ConfigError(f"microbatch {place}: {error}") from None
+    worlds = {offer.num_ranks for offer in offers}
+    if len(worlds) > 1:
+        raise ConfigError(f"microbatches for {sorted(worlds)} ranks: all need the same world")
+    return plan_jointly(terms.priced_step(offers), check_sync(sync))
+
+
+def plan_greedily(
+    seq_lens: Sequence[npt.ArrayLike | Sequences] | Offer,
+    topology: Topology | str,
+    cost: Cost,
+    *,
+    cluster: Cluster | None = None,
+) -> Plan:
+    """Plan by the greedy of KnapFormer (section 3.3), the baseline that plans are compared with.
+
+    Longest first, to the least occupied bag whose remaining capacity suffices. It knows no limits,
+    no homes, and one cost a sequence: the least that it can have.
+    """
+    offer = seq_lens if isinstance(seq_lens, Offer) else offer_of(seq_lens)
+    priced = Terms(topology, cost, cluster=cluster).priced(offer)
+    prices = priced.prices
+    problem = build_problem(prices.work.min(axis=0), prices.speeds, carried=prices.carried)
+    bin_of = by_speed(problem, fill_first=True)
+    decision = Assignment.of(prices.problem(None), bin_of, lower_bound(problem))
+    return priced.plan_of(decision.bin_of, decision.loads, decision.lower_bound)
+
+
+def step_makespan(plans: Sequence[Plan], *, sync: Sync) -> float:
+    """Return the sum of the makespans, or the largest sum of a rank's loads."""
+    if check_sync(sync) == "microbatch":
+        return sum(plan.makespan for plan in plans)
+    return _largest_sum(plans)
+
+
+def check_sync(sync: str) -> Sync:
+    """Return when ranks wait for each other, if it is one of the two."""
+    return "step" if choice("sync", sync, "microbatch", "step") == "step" else "microbatch"
+
+
+# --- on which terms -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """All that decides besides the offer, alike on all ranks; fields as for `plan_batch`."""
 
     topology: Topology | str
     cost: Cost
-    planner: str = "lpt"
     limits: Limits | None = None
     speeds: npt.ArrayLike | None = None
     cluster: Cluster | None = None
@@ -308,52 +392,262 @@ class PlanSetup:
     def __post_init__(self) -> None:
         cluster = Cluster, "a Cluster(num_nodes, ranks_per_node, ..), or None"
         fields(self, cluster=(of_type, *cluster), locality_tolerance=number)
+        _ = self.token_limits  # refuses what the cost model cannot count
 
-    def plan(
-        self,
-        loaded: Batch | Sequence[npt.ArrayLike | Sequences],
-        initial_loads: npt.ArrayLike | None = None,
-    ) -> Plan:
-        """Plan a batch, on top of what each rank has already."""
-        limits = in_tokens(self.limits, self.cost, self.cluster)
-        batch = loaded if isinstance(loaded, Batch) else batch_of(loaded)
-        state = RankState.of(batch.counts.size, initial_loads, self.speeds)
+    @cached_property
+    def settings(self) -> dict[str, str]:
+        """The terms as texts for ranks to compare: equal texts mean equal plans."""
+        texts = {name: str(getattr(self, name)) for name in Terms.__dataclass_fields__}
+        return texts | {"cost": describe_cost(self.cost)}
+
+    @cached_property
+    def token_limits(self) -> Limits | None:
+        """Limits on tokens and items alone."""
+        return in_tokens(self.limits, self.cost, self.cluster)
+
+    def priced(self, offer: Offer, initial_loads: npt.ArrayLike | None = None) -> "Priced":
+        """Price a microbatch on its bags, on top of what each rank has already."""
+        limits, cluster, num_ranks = self.token_limits, self.cluster, offer.num_ranks
+        ranks = RankState.of(num_ranks, initial_loads, self.speeds)
         if self.topology != "auto":
-            topology = Topology.parse(self.topology, world_size=batch.counts.size)
-        elif self.cluster is None:
+            topology = Topology.parse(self.topology, world_size=num_ranks)
+        elif cluster is None:
             raise ConfigError('topology "auto" needs a cluster, which says what wires cost')
         else:
-            self.cluster.check_world(batch.counts.size)
-            topology = choose_topology(batch, self.cost, self.cluster, limits, state)
-        check_sizes(batch, topology, limits)
-        prices = price(batch, topology, self.cost, self.cluster, state)
-        if choice("planner", self.planner, "lpt", "knapsack") == "lpt":
-            problem = prices.problem(limits)
-            source = Source(batch.ranks, batch.lens, topology, self.cluster)
-            tolerance = self.locality_tolerance
-            if tolerance is None and self.cluster is not None and self.cluster.num_nodes > 1:
-                tolerance = _NODE_TOLERANCE
-            decision = bring_home(problem, solve(problem), source, tolerance)
-        elif limits is None or limits == Limits():
-            decision = knapsack(prices)
-        else:
-            raise ConfigError(f'planner "knapsack" cannot keep {limits}: use "lpt"')
+            cluster.check_world(num_ranks)
+            topology = choose_topology(offer, self.cost, cluster, limits, ranks)
+        check_sizes(offer, topology, limits)
+        return Priced(self, offer, price(offer, topology, self.cost, cluster, ranks))
+
+    def priced_step(self, offers: Sequence[Offer]) -> "list[Priced]":
+        """Price the microbatches of a step."""
+        return [_of_microbatch(place, self.priced, offer) for place, offer in enumerate(offers)]
+
+
+# --- who gets what --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Priced:
+    """A microbatch with the price of each sequence on each bag."""
+
+    terms: Terms
+    offer: Offer
+    prices: Prices
+
+    def plan(self) -> Plan:
+        """Find the plan."""
+        problem = self.prices.problem(self.terms.token_limits)
+        cluster, tolerance = self.terms.cluster, self.terms.locality_tolerance
+        if tolerance is None and cluster is not None and cluster.num_nodes > 1:
+            tolerance = _NODE_TOLERANCE
+        source = Source(self.offer.owner, self.offer.lens, self.prices.topology, cluster)
+        decision = bring_home(problem, solve(problem), source, tolerance)
+        return self.plan_of(decision.bin_of, decision.loads, decision.lower_bound)
+
+    def as_loaded(self) -> Plan:
+        """Leave every sequence where it was loaded, on bags of one rank; without a bound."""
+        owner = self.offer.owner
+        return self.plan_of(owner, self.prices.loads(owner), 0.0)
+
+    def on_top(self, carried: Floats) -> Plan:
+        """Find a plan on top of (num_ranks,) carried loads, with loads of its own."""
+        topology = self.prices.topology
+        most = np.maximum.reduceat(carried, topology.first_ranks)
+        prices = replace(self.prices, carried=most + self.prices.carried)
+        bag_of = Priced(self.terms, self.offer, prices).plan().bag_of
+        return self.plan_of(bag_of, self.prices.loads(bag_of), 0.0)
+
+    def plan_of(self, bag_of: Ints, bag_loads: Floats, bound: float) -> Plan:
+        """Make the plan of a decision; refuse more tokens on a rank than can be counted."""
+        offer, topology, state = self.offer, self.prices.topology, self.prices.ranks
         plan = Plan(
             topology,
-            batch.counts,
-            batch.lens,
-            decision.bin_of,
-            decision.loads[topology.bag_of_rank],
-            decision.lower_bound,
-            self.planner,
-            batch.masks,
-            batch.context_lens,
+            offer.counts[0],
+            offer.lens,
+            bag_of,
+            bag_loads[topology.bag_of_rank],
+            bound,
+            offer.masks[0],
+            offer.context_lens,
             None if (state.speeds == 1.0).all() else state.speeds,
         )
-        if batch.lens.sum(dtype=np.float64) > MAX_TOKENS and plan.tokens.max() > MAX_TOKENS:
+        if offer.lens.sum(dtype=np.float64) > MAX_TOKENS and plan.tokens.max() > MAX_TOKENS:
             fullest = int(plan.tokens.argmax())
             raise PlanError(
                 f"rank {fullest} would hold {plan.tokens[fullest]} tokens, but cu_seqlens counts "
                 f"at most {MAX_TOKENS}: use larger bags, or shorter sequences"
             )
         return plan
+
+
+def plan_jointly(microbatches: Sequence[Priced], sync: Sync) -> tuple[Plan, ...]:
+    """Plan the microbatches of a step.
+
+    Where ranks meet once a step: the longest first, each on top of those before; then on top of all
+    others.
+    """
+    alone = tuple(_of_microbatch(place, Priced.plan, x) for place, x in enumerate(microbatches))
+    if sync == "microbatch" or len(alone) < 2:
+        return alone
+    plans = list(alone)
+    order = sorted(range(len(plans)), key=lambda k: (-alone[k].makespan, k))
+    total = np.zeros(alone[0].num_ranks)
+
+    def replanned(k: int, carried: Floats) -> Plan:
+        plan = microbatches[k].on_top(carried)
+        return replace(plan, lower_bound=min(plans[k].lower_bound, plan.makespan))
+
+    for k in order:
+        plans[k] = replanned(k, total)
+        total = total + plans[k].loads
+    for _ in range(_MAX_ROUNDS):
+        before = _largest_sum(plans)
+        if before <= float(total.mean()) * _CLOSE:
+            break
+        for k in order:
+            trial = list(plans)
+            others = np.sum([plan.loads for plan in plans if plan is not plans[k]], axis=0)
+            trial[k] = replanned(k, others)
+            plans = min(plans, trial, key=_largest_sum)
+        if _largest_sum(plans) * _CLOSE >= before:
+            break
+    return min((alone, tuple(plans)), key=_largest_sum)
+
+
+def _largest_sum(plans: Sequence[Plan]) -> float:
+    return float(np.sum([plan.loads for plan in plans], axis=0).max()) if plans else 0.0
+
+
+def _of_microbatch(place: int, make: Callable[[_Given], _Made], microbatch: _Given) -> _Made:
+    """Make something of a microbatch; an error names it."""
+    try:
+        return make(microbatch)
+    except (ConfigError, PlanError) as error:
+        raise type(error)(f"microbatch {place}: {error}") from None
+
+
+# --- whether moving pays --------------------------------------------------------------------------
+
+Reason = Literal["balanced", "even", "gain", "exchange", "limits"]
+"""Why items move or stay: "balanced" they move; "even": nothing is gained; "gain": less than the
+least gain; "exchange": moving takes longer than it saves; "limits": only the loaded batch fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The reason for which the items of a step move, or stay."""
+
+    applied: bool
+    reason: Reason
+    before: float  # predicted step as loaded, in the unit of the cost model
+    after: float  # predicted step as planned; at least, where too little could be gained to plan
+
+
+def weigh(before: float, after: float, *, min_gain: float = 0.0, exchange: float = 0.0) -> Reason:
+    """Say whether items should move: makespans without and with, and what the exchange adds.
+
+    `min_gain` is a share of the makespan before. Also for bounds of what could be gained.
+    """
+    if before <= after * _ROUNDING:
+        return "even"
+    if before - after < min_gain * before:
+        return "gain"
+    return "exchange" if before - after <= exchange else "balanced"
+
+
+# --- what stays at home ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """The ranks that loaded the sequences of a plan."""
+
+    ranks: Ints  # (num_seqs,)
+    lens: Ints  # (num_seqs,) tokens
+    topology: Topology
+    cluster: Cluster | None  # None: all ranks are on one node
+
+    @property
+    def home(self) -> Ints:
+        """(num_seqs,) bag of the rank that loaded each sequence."""
+        return self.topology.bag_of_rank[self.ranks]
+
+    def homes(self, ceiling: float) -> Homes:
+        """Return the bags that sequences prefer, by tokens that leave their node, then rank."""
+        lens, kept = self.lens.astype(np.float64), 1.0 / self.topology.bag_sizes
+        if self.cluster is None or self.cluster.num_nodes == 1:
+            return Homes(self.home, lens, ceiling, kept)
+        bags, per_node = self.topology.bag_of_rank, self.cluster.ranks_per_node
+        shares = np.zeros((self.topology.num_bags, self.cluster.num_nodes))  # of a bag's ranks
+        np.add.at(shares, (bags, np.arange(bags.size) // per_node), 1.0)
+        shares /= self.topology.bag_sizes[:, None]
+        regions = Regions(lens, self.ranks // per_node, shares)
+        return Homes(self.home, lens / (2.0 * lens.sum() + 1.0), ceiling, kept, regions)
+
+
+def bring_home(
+    problem: Problem, decision: Assignment, source: Source, tolerance: float | None
+) -> Assignment:
+    """Change the earliest plan so that fewer tokens leave home.
+
+    A tolerance of 0.01 accepts a makespan 1 % later; None only relabels equal bags, and moves
+    nothing where the batch as loaded is as early and as even.
+    """
+    if not source.lens.size or problem.num_bins == 1:
+        return decision
+    good_enough = max(decision.makespan, decision.lower_bound * _SAME)
+    home = Assignment.of(problem, source.home, decision.lower_bound)
+    if (
+        home.makespan <= good_enough
+        and (tolerance is not None or _is_as_even(home, decision))
+        and not problem.excess(home.bin_of)
+    ):
+        return home
+    ceiling = good_enough * (1.0 + (tolerance or 0.0)) / problem.unit
+    homes = source.homes(max(ceiling, problem.makespan(decision.bin_of)))  # both are rounded
+    if tolerance is not None and source.lens.size <= _MAX_SEARCHED:
+        bag_of, _ = near_home(problem, decision.bin_of, homes)
+    else:
+        bag_of = relabel(problem, decision.bin_of, homes)
+        if tolerance is not None and not problem.limited:
+            kept = (_keep_part(problem, homes, rank) for rank in (-problem.work, problem.work))
+            mostly = [part for part in kept if part is not None]
+            relabelled = [relabel(problem, part, homes) for part in mostly]
+            bag_of = min([bag_of, *mostly, *relabelled], key=homes.total_away)
+    return Assignment.of(problem, bag_of, decision.lower_bound)
+
+
+def _is_as_even(first: Assignment, second: Assignment) -> bool:
+    """Compare sorted loads: return whether the first pair that differs is lower in `first`."""
+    loads, others = np.sort(first.loads)[::-1], np.sort(second.loads)[::-1]
+    differ = np.flatnonzero((loads > others * _SAME) | (others > loads * _SAME))
+    return not differ.size or bool(loads[differ[0]] < others[differ[0]])
+
+
+def _keep_part(problem: Problem, homes: Homes, rank: Floats) -> Ints | None:
+    """Keep the sequences of lowest rank in each bag, as long as the others have a place.
+
+    None if nothing ends by the ceiling. Knows no limits.
+    """
+    home = homes.bins
+    work = problem.kind_work[problem.kind_of[home], np.arange(home.size)]
+    order = np.lexsort((rank, home))
+    starts = np.searchsorted(home[order], np.arange(problem.num_bins))
+    sums = np.concatenate([np.zeros(1), np.cumsum(work[order])])
+    within = sums[1:] - sums[starts][home[order]]
+    tried = np.ones(home.size, dtype=bool)
+    for share in _RELEASED:
+        room = (1.0 - share) * homes.ceiling * problem.speeds - problem.carried_work
+        kept = np.zeros(home.size, dtype=bool)
+        kept[order] = within <= np.maximum(room, 0.0)[home[order]]
+        if np.array_equal(kept, tried):
+            continue
+        tried, rest = kept, problem.without(kept, home)
+        if not may_end_by(rest, homes.ceiling):
+            continue
+        bag_of = home.copy()
+        bag_of[~kept] = solve(rest, enough=homes.ceiling, quick=True).bin_of
+        if problem.makespan(bag_of) <= homes.ceiling:
+            return bag_of
+    return None

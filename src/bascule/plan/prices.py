@@ -1,12 +1,13 @@
 """Price each sequence on each kind of bag.
 
-Bags of one *kind* have the same size and the same wires. Without a cluster P ranks take a P-th of a
-cost, so that there is one kind, and more only of bags that share heads unevenly. With one, a
+Bags of one *kind* have the same size and the same wires. Without a cluster, P ranks take 1/P of a
+cost; only uneven head shares make further kinds. With one, a
 sequence has a price on each kind (`Cluster.seconds`) and hides only its own exchanges in a ring, so
 that prices add up.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +18,8 @@ from bascule.errors import ConfigError, PlanError
 from bascule.machine.cluster import Bag, Cluster, Seconds
 from bascule.machine.costs import Cost, evaluate, heads_of, in_bag
 from bascule.plan.limits import Limits
-from bascule.plan.sequences import Batch, source_of
-from bascule.plan.solver.bounds import lower_bound
-from bascule.plan.solver.portfolio import by_speed
-from bascule.plan.solver.problem import Assignment, Problem, build_problem
+from bascule.plan.offer import Offer, source_of
+from bascule.plan.solver.problem import Problem, build_problem
 from bascule.plan.topology import Topology
 
 _SLOWEST = 1e-3  # speed below which a rank counts as broken; as many times faster, others as wrong
@@ -65,12 +64,13 @@ class RankState:
         return slowest * topology.bag_sizes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Prices:
     """Sequences with a price a kind of bag, times its ranks, and the bags."""
 
     lens: Ints  # (num_seqs,) tokens
     topology: Topology  # the bags
+    ranks: RankState
     speeds: Floats  # (num_bags,) ranks, times the speed of the slowest
     kinds: Ints  # (num_bags,) kind of each bag
     # (3, num_kinds, num_seqs) on one rank: compute, all-to-alls, and a ring's exchanges that
@@ -79,7 +79,7 @@ class Prices:
     carried: Floats  # (num_bags,) before any sequence: carried loads and launches
     host: Floats  # (num_kinds,) seconds of the host for each sequence of a bag
 
-    @property
+    @cached_property
     def work(self) -> Floats:
         """(num_kinds, num_seqs) cost of each sequence on a bag of each kind, times its ranks."""
         return self.parts.sum(axis=0)
@@ -110,10 +110,10 @@ class Prices:
 
 
 def price(
-    batch: Batch, topology: Topology, cost: Cost, cluster: Cluster | None, ranks: RankState
+    offer: Offer, topology: Topology, cost: Cost, cluster: Cluster | None, ranks: RankState
 ) -> Prices:
-    """Price a batch on the bags of a topology; a slow rank is slow in all that its bag does."""
-    lens, num_heads = batch.lens, heads_of(cost)
+    """Price a microbatch on the bags of a topology; a slow rank slows all that its bag does."""
+    lens, num_heads = offer.lens, heads_of(cost)
     bags = topology.for_heads(num_heads)
     if cluster is None:
         degrees = bags.bag_sizes // bags.ring_degrees
@@ -126,17 +126,19 @@ def price(
     parts, (launch, host) = np.zeros((3, len(kinds), lens.size)), np.zeros((2, len(kinds)))
     for place, bag in enumerate(kinds):
         if cluster is None:
-            one = Seconds(evaluate(in_bag(cost, bag.size), lens, batch.num_pairs))
+            seconds = Seconds(evaluate(in_bag(cost, bag.size), lens, offer.num_pairs))
         else:
-            one = cluster.sequence_seconds(cost, bag, lens, batch.num_pairs)
+            seconds = cluster.sequence_seconds(cost, bag, lens, offer.num_pairs)
             host[place] = cluster.host_seconds(cost, bag)
-        parts[0, place] = checked(np.asarray(one.compute_s), batch)
-        parts[1, place], parts[2, place], launch[place] = one.heads_s, one.ring_s, one.launch_s
+        parts[0, place] = checked(np.asarray(seconds.compute_s), offer)
+        parts[1, place], parts[2, place] = seconds.heads_s, seconds.ring_s
+        launch[place] = seconds.launch_s
     # The others of a bag wait for the rank that carries most.
     carried: Floats = np.maximum.reduceat(ranks.carried, topology.first_ranks)
     return Prices(
         lens,
         topology,
+        ranks,
         ranks.bag_speeds(topology),
         kind_of,
         parts,
@@ -156,15 +158,15 @@ def kinds_of(topology: Topology, cluster: Cluster) -> tuple[list[Bag], Ints]:
     return [Bag(*row) for row in kinds.tolist()], kind_of.ravel()
 
 
-def checked(costs: Floats, batch: Batch) -> Floats:
+def checked(costs: Floats, offer: Offer) -> Floats:
     """Return the costs of a user's model, if all are finite and at least 0."""
     legal = np.isfinite(costs) & (costs >= 0)
     if not legal.all():
         bad = int(np.argmin(legal))
-        rank, place = source_of(bad, batch.counts)
+        rank, place = source_of(bad, offer.counts[0])
         raise ConfigError(
             f"rank {rank}, sequence {place}: the cost model gave {costs[bad]} for "
-            f"{batch.lens[bad]} tokens; a cost is finite and at least 0"
+            f"{offer.lens[bad]} tokens; a cost is finite and at least 0"
         )
     with np.errstate(over="ignore"):
         if costs.sum() > 1e300:  # so that what follows stays finite
@@ -172,26 +174,16 @@ def checked(costs: Floats, batch: Batch) -> Floats:
     return costs
 
 
-def knapsack(prices: Prices) -> Assignment:
-    """Decide by the greedy of KnapFormer (section 3.3), a baseline; see `by_speed`.
-
-    It knows one cost a sequence: the least that it can have.
-    """
-    problem = build_problem(prices.work.min(axis=0), prices.speeds, carried=prices.carried)
-    bin_of = by_speed(problem, fill_first=True)
-    return Assignment.of(prices.problem(None), bin_of, lower_bound(problem), "knapsack")
-
-
-def check_sizes(batch: Batch, topology: Topology, limits: Limits | None) -> None:
+def check_sizes(offer: Offer, topology: Topology, limits: Limits | None) -> None:
     """Refuse a sequence that no bag can hold."""
-    if limits is None or limits.tokens is None or not batch.lens.size:
+    if limits is None or limits.tokens is None or not offer.lens.size:
         return
     of_bags = limits.of_bags(topology.first_ranks, topology.num_ranks)
     each = of_bags.room("tokens", topology.num_bags).astype(np.int64)
-    rooms, worst = each * topology.bag_sizes, int(batch.lens.argmax())
+    rooms, worst = each * topology.bag_sizes, int(offer.lens.argmax())
     room, fewest = int(rooms.max()), int(each[rooms.argmax()])
-    if (longest := int(batch.lens[worst])) > room:
-        rank, place = source_of(worst, batch.counts)
+    if (longest := int(offer.lens[worst])) > room:
+        rank, place = source_of(worst, offer.counts[0])
         raise PlanError(
             f"rank {rank}, sequence {place}: {longest} tokens miss the limit of the largest bag, "
             f"{room} ({fewest} a rank), by {longest - room}: use a larger bag, raise the "

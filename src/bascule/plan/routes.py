@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.arrays import Ints, Ranks, cumulative, ranges, sums_by
-from bascule.plan.sequences import Masks
+from bascule.plan.masks import Masks
 from bascule.plan.topology import Topology
 
 

@@ -20,8 +20,8 @@ from bascule.machine.cluster import Bag, Cluster
 from bascule.machine.costs import Cost, heads_of
 from bascule.plan import metrics
 from bascule.plan.limits import Limits, in_tokens
+from bascule.plan.offer import Offer, offer_of
 from bascule.plan.prices import RankState, check_sizes, checked, kinds_of, price
-from bascule.plan.sequences import Batch, batch_of
 from bascule.plan.solver.portfolio import solve
 from bascule.plan.solver.problem import Assignment
 from bascule.plan.topology import Topology
@@ -70,7 +70,7 @@ class TopologyRanking:
 
 
 def suggest_topology(
-    batches: Sequence[Sequence[npt.ArrayLike] | Batch],
+    batches: Sequence[Sequence[npt.ArrayLike] | Offer],
     cost: Cost,
     cluster: Cluster,
     *,
@@ -90,11 +90,11 @@ def suggest_topology(
     """
     of_type("cluster", cluster, Cluster, "a Cluster(num_nodes, ranks_per_node, ..)")
     limits = in_tokens(limits, cost, cluster)
-    read: list[Batch] = []
+    read: list[Offer] = []
     for batch in listed("batches", batches):
-        if not isinstance(batch, Batch):
+        if not isinstance(batch, Offer):
             cluster.check_world(len(listed("sequence lengths", batch)))
-            batch = batch_of(batch, cluster.num_ranks)
+            batch = offer_of(batch, cluster.num_ranks)
         read.append(batch)
     if not read:
         raise ConfigError("no batches to rank topologies for: give at least one")
@@ -128,7 +128,7 @@ def _in_order(rows: Sequence[RankedTopology]) -> list[RankedTopology]:
 
 def _rank(
     topology: Topology,
-    batches: Sequence[Batch],
+    batches: Sequence[Offer],
     cost: Cost,
     cluster: Cluster,
     limits: Limits | None,
@@ -154,7 +154,7 @@ def _rank(
 def _reason(
     size: int,
     topology: Topology,
-    batches: Sequence[Batch],
+    batches: Sequence[Offer],
     decisions: Sequence[Assignment],
     cost: Cost,
     cluster: Cluster,
@@ -178,7 +178,7 @@ def _reason(
 
 
 def choose_topology(
-    batch: Batch, cost: Cost, cluster: Cluster, limits: Limits | None, ranks: RankState
+    batch: Offer, cost: Cost, cluster: Cluster, limits: Limits | None, ranks: RankState
 ) -> Topology:
     """Choose the bags of one batch; each node's are the ones that suit what was loaded there."""
     units = _candidates(cluster)
@@ -207,7 +207,7 @@ def choose_topology(
         raise error
     _, topology, bag_of = min(solved, key=lambda one: one[0])
     if limits is None or limits.are_alike:  # else others of these bags might not hold it
-        topology = _settle(topology, bag_of, batch.ranks, batch.lens, cluster)
+        topology = _settle(topology, bag_of, batch.owner, batch.lens, cluster)
     return topology.for_heads(heads_of(cost))
 
 
@@ -246,7 +246,7 @@ def _kinds(sizes: Sequence[int], cost: Cost, cluster: Cluster) -> list[Bag]:
     return kinds_of(bags.for_heads(heads_of(cost)), cluster)[0]
 
 
-def _bounds(batch: Batch, cost: Cost, cluster: Cluster, units: Ints, carried: float) -> Floats:
+def _bounds(batch: Offer, cost: Cost, cluster: Cluster, units: Ints, carried: float) -> Floats:
     """Return the (num_candidates,) bounds of the makespans, all bisected at once.
 
     A makespan is too short if a fluid does not fit, or if the bags do not have k slots for

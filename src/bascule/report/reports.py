@@ -77,7 +77,7 @@ def of_plan(
         notes=(
             f"binds: {_binding(plan, cost, cluster)}",
             f"Certificate: the plan is at most {plan.gap:.3%} above a lower bound that every plan "
-            f"of these bags obeys. Planner: {plan.planner}.",
+            f"of these bags obeys. Planner: lpt.",
             "Loads count the forward pass by the cost model; a backward pass has the same ratios.",
             *notes,
         ),

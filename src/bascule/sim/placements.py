@@ -14,8 +14,8 @@ from bascule.checks import of_type, shown
 from bascule.errors import ConfigError
 from bascule.machine.cluster import Cluster
 from bascule.machine.costs import TransformerCost
-from bascule.plan.plan import PlanSetup
-from bascule.plan.sequences import Batch
+from bascule.plan.offer import Offer
+from bascule.plan.plan import Terms, plan_greedily
 from bascule.plan.topology import Topology
 
 NOTHING, SAMPLES, TOKENS = "nothing", "samples", "tokens"
@@ -26,7 +26,7 @@ NOTHING, SAMPLES, TOKENS = "nothing", "samples", "tokens"
 class Loaded:
     """The sequences that ranks loaded for a microbatch."""
 
-    batch: Batch
+    batch: Offer
     kinds: Ints  # (n, 2) text and other tokens of each, for encoders
 
 
@@ -59,7 +59,7 @@ Policy = Callable[[Sequence[Loaded]], Iterator[Placement]]
 def as_loaded(run: Sequence[Loaded]) -> Iterator[Placement]:
     """Place what each rank loaded on it."""
     for one in run:
-        yield _dealt(one.batch.lens, one.kinds, one.batch.ranks, one.batch.counts.size)
+        yield _dealt(one.batch.lens, one.kinds, one.batch.owner, one.batch.counts.size)
 
 
 def padded(run: Sequence[Loaded]) -> Iterator[Placement]:
@@ -117,20 +117,22 @@ def packs(run: Sequence[Loaded]) -> Iterator[Placement]:
 
 def planned(
     topology: Topology,
-    planner: str,
+    is_greedy: bool,
     moves: str,
     cost: TransformerCost,
     cluster: Cluster,
     run: Sequence[Loaded],
 ) -> Iterator[Placement]:
     """Place by `plan_batch`, which counts wires where bags differ: equal ones cost alike."""
-    is_mixed = len(set(topology.terms)) > 1 and planner == "lpt"
-    setup = PlanSetup(topology, cost, planner, cluster=cluster if is_mixed else None)
-    for one in run:
-        plan = setup.plan(one.batch)
-        yield Placement(
-            plan.topology, one.batch.ranks, one.batch.lens, one.kinds, plan.bag_of, moves
-        )
+    is_mixed = len(set(topology.terms)) > 1
+    terms = Terms(topology, cost, cluster=cluster if is_mixed else None)
+    for loaded in run:
+        offer = loaded.batch
+        if is_greedy:
+            plan = plan_greedily(offer, topology, cost)
+        else:
+            plan = terms.priced(offer).plan()
+        yield Placement(plan.topology, offer.owner, offer.lens, loaded.kinds, plan.bag_of, moves)
 
 
 _POLICIES: dict[str, Policy] = {
@@ -154,12 +156,12 @@ def policy_of(name: str, cost: TransformerCost, cluster: Cluster) -> Policy:
     if of_type("topologies: each", name, str, _ADVICE) in _POLICIES:
         return _POLICIES[name]
     if name == "loader":
-        return partial(planned, Topology(((1, num_ranks),)), "lpt", SAMPLES, cost, cluster)
+        return partial(planned, Topology(((1, num_ranks),)), False, SAMPLES, cost, cluster)
     planner, _, spec = name.rpartition(" ")
     if planner not in ("", "knapsack") or not spec.startswith("g"):
         raise ConfigError(f"topologies: {shown(name)}: give {_ADVICE}")
     topology = Topology.parse(spec, world_size=num_ranks)
-    return partial(planned, topology, planner or "lpt", TOKENS, cost, cluster)
+    return partial(planned, topology, bool(planner), TOKENS, cost, cluster)
 
 
 def _dealt(lens: Ints, kinds: Ints, rank_of: Ints, num_ranks: int) -> Placement:

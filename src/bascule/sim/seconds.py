@@ -13,8 +13,8 @@ from bascule.checks import each, fields, number, of_type, rate, whole
 from bascule.errors import ConfigError
 from bascule.machine.cluster import BYTES_PER_VALUE, TRAINING, Cluster, Passes, in_passes
 from bascule.machine.costs import FLOPS_PER_UNIT, TransformerCost
+from bascule.plan.offer import Offer
 from bascule.plan.prices import RankState, price
-from bascule.plan.sequences import Batch
 from bascule.plan.solver.solve import assign
 from bascule.sim.placements import SAMPLES, TOKENS, Placement
 
@@ -233,8 +233,14 @@ def _computed(placed: Placement, setup: Setup) -> dict[str, Floats]:
     """Predict the seconds inside the blocks, and of the host."""
     topology, bag_of = placed.topology, placed.bag_of
     cost, cluster = in_passes(setup.cost, setup.cluster, setup.options.passes)
-    batch = Batch(np.bincount(placed.source, minlength=topology.num_ranks), placed.computed)
-    prices = price(batch, topology, cost, cluster, RankState.of(topology.num_ranks))
+    counts = np.bincount(placed.source, minlength=topology.num_ranks)
+    prices = price(
+        Offer.of(counts[None], placed.computed),
+        topology,
+        cost,
+        cluster,
+        RankState.of(topology.num_ranks),
+    )
     parts = prices.parts[:, prices.kinds[bag_of], np.arange(bag_of.size)]
     compute, ulysses, ring = map(placed.by_rank, parts)
     launches, host = prices.carried, prices.exposed_host(bag_of)

@@ -19,7 +19,7 @@ from bascule.machine.cluster import Cluster, HardwareProfile, in_passes
 from bascule.machine.costs import TransformerCost
 from bascule.options import check_file
 from bascule.plan import metrics
-from bascule.plan.sequences import Batch, batch_of
+from bascule.plan.offer import Offer, offer_of
 from bascule.plan.topology_search import suggest_topology
 from bascule.sim.placements import AUTO, TOKENS, Loaded, Policy, planned, policy_of
 from bascule.sim.seconds import HIDDEN, KINDS, Setup, SimulationOptions, microbatch
@@ -334,7 +334,7 @@ def _suggested(run: list[Loaded], cost: TransformerCost, cluster: Cluster) -> tu
     most = max(_MOST_RANKED // max(run[0].batch.lens.size, 1), 1)
     batches = [one.batch for one in run[: min(most, _MOST_BATCHES)]]
     ranking = suggest_topology(batches, cost, cluster)
-    policy = partial(planned, ranking.best, "lpt", TOKENS, cost, cluster)
+    policy = partial(planned, ranking.best, False, TOKENS, cost, cluster)
     return f"{AUTO} {ranking.rows[0].spec}", policy
 
 
@@ -366,7 +366,7 @@ def _of_shapes(ranks: Sequence[Sequence[SampleShape]]) -> Loaded:
     counts = np.array([len(shapes) for shapes in ranks])
     lens = np.array([s.seq_len for shapes in ranks for s in shapes], dtype=np.int64)
     kinds = [(s.text_tokens + s.cross_tokens, s.image_tokens) for shapes in ranks for s in shapes]
-    return Loaded(Batch(counts, lens), np.array(kinds, dtype=np.int64).reshape(-1, 2))
+    return Loaded(Offer.of(counts[None], lens), np.array(kinds, dtype=np.int64).reshape(-1, 2))
 
 
 def _read(data: object) -> list[Loaded]:
@@ -378,8 +378,8 @@ def _read(data: object) -> list[Loaded]:
         if any(isinstance(one, SampleShape) for own in lists for one in own):
             run.append(_of_shapes(cast(Sequence[Sequence[SampleShape]], ranks)))
             continue
-        loaded = batch_of(ranks, run[0].batch.counts.size if run else len(ranks))
-        if loaded.masks is not None or loaded.context_lens is not None:
+        loaded = offer_of(ranks, run[0].batch.num_ranks if run else len(ranks))
+        if loaded.num_pairs is not None:
             raise ConfigError(
                 f"data: batch {len(run)} has masks or contexts, which are not simulated: give "
                 "lengths alone"

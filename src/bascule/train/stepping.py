@@ -17,7 +17,7 @@ from bascule.calibrate.timed import Probe, seconds_of
 from bascule.comm import groups
 from bascule.comm.collectives import all_gather
 from bascule.comm.failures import shared
-from bascule.plan.step import Sync, check_sync
+from bascule.plan.plan import Sync, check_sync
 
 _RUNS = 5
 _EQUAL = 0.03  # relative difference from the median below which a speed is 1

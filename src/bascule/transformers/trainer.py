@@ -34,7 +34,7 @@ from bascule.data.samplers import ResumableSampler
 from bascule.data.steps import Batch
 from bascule.errors import ConfigError
 from bascule.machine.costs import Cost
-from bascule.plan.step import Sync
+from bascule.plan.plan import Sync
 from bascule.transformers.delta_rule import delta_layers, split_delta_layers
 from bascule.transformers.separation import check_separates, reach_of
 

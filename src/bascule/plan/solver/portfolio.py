@@ -151,7 +151,9 @@ def _unlimited(
     best = starts[0]
     for start in starts:  # few items end far apart, by which start they came from
         if best.makespan > target:
-            best = min(best, start.improved(problem, target), key=lambda found: found.makespan)
+            best = min(
+                best, start.improved(problem, target), key=lambda candidate: candidate.makespan
+            )
     return best, bound
 
 

@@ -38,22 +38,22 @@ class Problem:
     room: Floats  # (limits, bins) how much of it each bin holds
     resources: tuple[str, ...] = ()  # names of what is limited, for messages
 
-    @property
+    @cached_property
     def num_items(self) -> int:
         """Number of items."""
         return self.kind_work.shape[1]
 
-    @property
+    @cached_property
     def num_bins(self) -> int:
         """Number of bins."""
         return self.speeds.size
 
-    @property
+    @cached_property
     def num_kinds(self) -> int:
         """Number of kinds of bins."""
         return self.kind_work.shape[0]
 
-    @property
+    @cached_property
     def limited(self) -> bool:
         """Whether any limit applies."""
         return bool(self.resources)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from bascule.arrays import Bools, Floats, Ints, frozen
 from bascule.checks import array, ints, whole
 from bascule.errors import ConfigError
-from bascule.plan.sequences import MAX_LENGTH
+from bascule.plan.offer import MAX_LENGTH
 
 Work = npt.NDArray[Any]
 """(H, Q, C) bool masks, whose columns are key blocks, or counts of `block_counts`."""

@@ -18,8 +18,8 @@ from bascule.machine.costs import PolynomialCost
 from bascule.machine.fits import TYPICAL_CROSSOVER_TOKENS, fit_iterations
 from bascule.plan import metrics
 from bascule.plan.marks import What
+from bascule.plan.offer import check_lengths
 from bascule.plan.plan import Plan, plan_batch
-from bascule.plan.sequences import check_lengths
 from bascule.plan.topology import Topology
 from bascule.workload.traces.reading import RankTrace
 from bascule.workload.traces.steps import StepParts

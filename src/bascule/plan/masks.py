@@ -1,4 +1,4 @@
-"""The sequences that ranks loaded, as plans take them, and what their tokens see.
+"""What the tokens of sequences see.
 
 Each token sees one run of tokens of its document: up to itself in a causal span, else to its end.
 """
@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from bascule.arrays import Bools, Floats, Ints, cumulative, ranges, sums_by
-from bascule.checks import array, fields, of_type, shown, whole
+from bascule.checks import fields, of_type, shown, whole
 from bascule.errors import ConfigError
 
 
@@ -78,7 +77,7 @@ class Masks:
 
     @classmethod
     def from_words(cls, counts: Ints, words: Ints) -> "Masks":
-        """Return the masks of these `words`."""
+        """Read masks from the `words` of their spans."""
         return cls(counts, words >> 2, (words & 2) > 0, (words & 1) > 0)
 
     @classmethod
@@ -150,7 +149,7 @@ class Masks:
     def before(
         self, queries: Stretch, keys: Stretch, window: int, goes_on: Bools
     ) -> tuple[Pairs, Pairs, Pairs]:
-        """Return what a window shows of the chunk before, for these `chunks` as long as it.
+        """Return the keys of the chunk before that a window of a chunk's size still shows.
 
         Two lists of rectangles, and one of triangles whose runs are both to be taken in reverse: a
         query sees those keys that are less than a window before it.
@@ -217,121 +216,13 @@ def _at(part: Stretch, seqs: Ints, start: Ints, end: Ints) -> tuple[Ints, Ints]:
 
 
 Mask = str | Sequence[Span]
-"""Of a sequence: "full", "causal", or its spans."""
+"""The mask of a sequence: "full", "causal", or its spans."""
 
 _NAMES = ("full", "causal")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Sequences:
-    """The sequences of a rank, where their lengths alone do not say enough.
-
-    Args:
-        seq_lens: Tokens of each.
-        masks: The tokens that each token sees: "full", "causal", or the spans of a sequence; one
-            mask for all, or one a sequence. None: all, or those that each attention says. If
-            sequences of one rank have masks, those of all have.
-        context_lens: Tokens of the context that each attends to, as text; None without contexts.
-    """
-
-    seq_lens: npt.ArrayLike
-    masks: str | Sequence[Mask] | None = None
-    context_lens: npt.ArrayLike | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
-    """The sequences of all ranks, checked; those of rank 0 first."""
-
-    counts: Ints  # (num_ranks,) sequences of each rank
-    lens: Ints  # (n,) tokens of each sequence
-    masks: Masks | None = None  # None: tokens see everything
-    context_lens: Ints | None = None  # (n,) tokens of their contexts
-
-    @property
-    def ranks(self) -> Ints:
-        """(n,) rank that loaded each sequence."""
-        return np.repeat(np.arange(self.counts.size), self.counts)
-
-    @property
-    def num_pairs(self) -> Floats | None:
-        """(n,) pairs of a query and a key that it sees; None if these are all of a sequence."""
-        if self.masks is None and self.context_lens is None:
-            return None
-        lens = self.lens.astype(np.float64)
-        within = lens * lens if self.masks is None else self.masks.num_pairs()
-        return within if self.context_lens is None else within + lens * self.context_lens
-
-    @classmethod
-    def joined(cls, parts: "Sequence[Batch]") -> Self:
-        """Return the sequences of the ranks of all parts, in their order."""
-        counts = np.concatenate([part.counts for part in parts])
-        lens = np.concatenate([part.lens for part in parts])
-        masks, contexts = None, None
-        has_masks = [part.masks is not None for part in parts if part.lens.size]
-        if any(has_masks):
-            if not all(has_masks):
-                without = [k for k, x in enumerate(parts) if x.lens.size and x.masks is None]
-                raise ConfigError(
-                    f"ranks {without} give sequences without masks, and others with: give "
-                    'Sequences(.., masks=..) on all ranks, "full" where tokens see everything'
-                )
-            masks = Masks.joined([part.masks for part in parts if part.masks is not None])
-        if any(part.context_lens is not None for part in parts):
-            each = [(part.context_lens, np.zeros_like(part.lens)) for part in parts]
-            contexts = np.concatenate([none if own is None else own for own, none in each])
-        return cls(counts, lens, masks, contexts)
-
-    def to_words(self) -> Ints:
-        """Return a batch as numbers, but for who loaded what."""
-        contexts = np.zeros(0, np.int64) if self.context_lens is None else self.context_lens
-        masks = self.masks
-        spans = () if masks is None else (masks.counts, masks.words)
-        head = [self.lens.size, contexts.size, -1 if masks is None else masks.words.size]
-        return np.concatenate([np.array(head, np.int64), self.lens, contexts, *spans])
-
-    @classmethod
-    def from_words(cls, words: Ints) -> Self:
-        """Return the batch of one rank."""
-        num, num_contexts, num_spans = words[:3].tolist()
-        lens, contexts, counts, spans = np.split(words[3:], np.cumsum([num, num_contexts, num]))
-        masks = Masks.from_words(counts, spans) if num_spans >= 0 else None
-        return cls(words[:1], lens, masks, contexts if num_contexts else None)
-
-
-def batch_of(loaded: Sequence[npt.ArrayLike | Sequences], num_ranks: int | None = None) -> Batch:
-    """Check the sequences of all ranks, given as lengths or `Sequences`, one a rank."""
-    is_list = isinstance(loaded, list | tuple)
-    if not is_list or not any(isinstance(one, Sequences) for one in loaded):
-        return Batch(*check_lengths(cast(Sequence[npt.ArrayLike], loaded), num_ranks))
-    each = [one if isinstance(one, Sequences) else Sequences(one) for one in loaded]
-    counts, lens = check_lengths([one.seq_lens for one in each], num_ranks)
-    parts: list[Batch] = []
-    for rank, (one, own) in enumerate(
-        zip(each, np.split(lens, np.cumsum(counts)[:-1]), strict=True)
-    ):
-        masks, contexts = _masks(rank, one.masks, own), _contexts(rank, one.context_lens, own)
-        parts.append(Batch(counts[rank : rank + 1], own, masks, contexts))
-    return Batch.joined(parts)
-
-
-def _contexts(rank: int, context_lens: npt.ArrayLike | None, seq_lens: Ints) -> Ints | None:
-    if context_lens is None:
-        return None
-    try:
-        (count,), lens = check_lengths([context_lens])
-    except ConfigError as error:
-        raise ConfigError(f"context_lens: {str(error).replace('rank 0', f'rank {rank}')}") from None
-    if count != seq_lens.size:
-        raise ConfigError(
-            f"rank {rank}: {count} context_lens for {seq_lens.size} sequences: give one each, 0 "
-            "for a sequence without a context"
-        )
-    return lens if lens.any() else None
-
-
-def _masks(rank: int, masks: object, seq_lens: Ints) -> Masks | None:
-    """Return the spans of a rank's sequences; None without masks."""
+def masks_of(rank: int, masks: object, seq_lens: Ints) -> Masks | None:
+    """Check the masks of a rank's sequences as its user gave them; None without masks."""
     if masks is None:
         return None
     if isinstance(masks, str) and masks in _NAMES:
@@ -378,53 +269,3 @@ def _spans(where: str, mask: object, num_tokens: int) -> Sequence[Span]:
         else:
             joined.append(span)
     return joined
-
-
-MAX_LENGTH = 2**40
-
-
-def check_lengths(
-    seq_lens: Sequence[npt.ArrayLike], num_ranks: int | None = None
-) -> tuple[Ints, Ints]:
-    """Return counts (num_ranks,) and lengths (num_seqs,) of a batch of one list a source rank."""
-    if isinstance(seq_lens, str) or not hasattr(seq_lens, "__len__"):
-        raise ConfigError(f"sequence lengths {shown(seq_lens)}: give one list a source rank")
-    if num_ranks is not None and len(seq_lens) != num_ranks:
-        raise ConfigError(
-            f"{len(seq_lens)} lists of sequence lengths for {num_ranks} ranks: give one list a "
-            "source rank, empty where a rank has no data"
-        )
-    each = [_as_numbers(rank, lens) for rank, lens in enumerate(seq_lens)]
-    counts = np.array([lens.size for lens in each], dtype=np.int64)
-    lens = np.concatenate([*each, np.zeros(0, np.int64)])
-    legal = (lens >= 0) & (lens <= MAX_LENGTH)
-    if lens.dtype.kind == "f":
-        legal &= lens == np.floor(lens)
-    if not legal.all():
-        rank, place = source_of(int(np.argmin(legal)), counts)
-        value = list(cast(Sequence[Any], seq_lens[rank]))[place]
-        raise ConfigError(
-            f"rank {rank}, sequence {place}: length {shown(value)} is "
-            "not a whole number from 0 to 2^40"
-        )
-    return counts, lens.astype(np.int64)
-
-
-def _as_numbers(rank: int, values: npt.ArrayLike) -> npt.NDArray[Any]:
-    """Return the lengths of one rank, as numbers of any kind; NaN for what is none."""
-    lens = array(f"rank {rank}: lengths", values)
-    if lens.ndim != 1:
-        raise ConfigError(
-            f"rank {rank}: lengths must be a flat list of integers, not {shown(values)}"
-        )
-    if lens.dtype.kind in "iuf":
-        return lens
-    each, legal = list(cast(Sequence[Any], values)), (int, float)
-    each = [x if type(x) in legal and 0 <= x <= MAX_LENGTH else np.nan for x in each]
-    return np.array(each, np.float64)
-
-
-def source_of(seq_id: int, counts: Ints) -> tuple[int, int]:
-    """Return the rank that loaded a sequence, and its place there."""
-    rank = int(np.searchsorted(np.cumsum(counts), seq_id, side="right"))
-    return rank, seq_id - int(counts[:rank].sum())
