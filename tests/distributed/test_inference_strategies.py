@@ -14,7 +14,8 @@ from bascule.attention.sparse.timing import CallShape, measure_attention_latency
 from bascule.comm.mesh import AttentionMesh, meshes_over
 from bascule.errors import ConfigError
 from bascule.machine.cluster import AttentionLatency, AttentionLoad
-from bascule.plan.sparse.choose import Strategies, all_degrees
+from bascule.plan.sparse.choose import Strategies
+from bascule.plan.topology import all_degrees
 from tests.helpers.inference_cases import make_mesh
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sparse_reference import Bools, lens_of

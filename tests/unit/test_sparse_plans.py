@@ -27,9 +27,10 @@ from bascule.plan.sparse import (
     sparse_imbalance,
     turns,
 )
-from bascule.plan.sparse.choose import LayerPlans, Strategies, all_degrees, columns_of
+from bascule.plan.sparse.choose import LayerPlans, Strategies, columns_of
 from bascule.plan.sparse.partition import BlockPlan
 from bascule.plan.sparse.planner import PLANNERS, greedy, paper_blocks
+from bascule.plan.topology import all_degrees
 from bascule.report.sparse_picture import draw
 from bascule.sim.sparse_study import WAYS, Mesh, Setting, run_layer, study
 from tests.helpers.simulation import exchange

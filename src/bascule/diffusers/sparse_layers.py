@@ -34,10 +34,11 @@ from bascule.comm.mesh import AttentionMesh, meshes_over
 from bascule.comm.quantized import Quantized
 from bascule.errors import ConfigError
 from bascule.plan.sparse import BlockLayout, PlanReuse, SparsePlan, block_lens
-from bascule.plan.sparse.choose import Degrees, LayerPlans, Strategies, columns_of
+from bascule.plan.sparse.choose import LayerPlans, Strategies, columns_of
 from bascule.plan.sparse.layout import Work
 from bascule.plan.sparse.partition import TARGET
 from bascule.plan.sparse.planner import PLANNERS, SparsePlanner
+from bascule.plan.topology import Degrees
 from bascule.workload import load_masks
 
 STILL_TARGET = 1.02  # imbalance up to which a ring without Ulysses ranks is left as it is

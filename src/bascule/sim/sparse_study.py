@@ -13,8 +13,8 @@ import numpy as np
 from bascule.arrays import Bools, Ints
 from bascule.machine.cluster import AttentionLatency, AttentionLoad
 from bascule.plan.sparse import BlockLayout, PlanReuse, SparsePlan, SparsePlanner
-from bascule.plan.sparse.choose import Degrees as Mesh
 from bascule.plan.sparse.choose import Strategies, StrategyChoice
+from bascule.plan.topology import Degrees as Mesh
 
 BEFORE = "in order"
 WAYS = (BEFORE, "stripe", "minimal_move", "paper")
