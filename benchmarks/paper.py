@@ -15,8 +15,8 @@ from bascule.machine.cluster import TRAINING, HardwareProfile, Passes
 from bascule.machine.costs import TransformerCost
 from bascule.plan.offer import Offer
 from bascule.sim.placements import Loaded, policy_of
+from bascule.sim.results import SimulationResult
 from bascule.sim.seconds import KINDS, Sharding, SimulationOptions
-from bascule.sim.simulation import SimulationResult
 from bascule.sim.simulation import simulate as run_simulation
 
 LOW, MIXED = MIXES["low-res"], MIXES["mixed"]

@@ -5,7 +5,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -15,7 +15,7 @@ from measuring import MIXES, bare_heap, ratio, say, summary, time_interleaved
 
 from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError, PlanError
-from bascule.machine.cluster import TRAINING, HardwareProfile, in_passes
+from bascule.machine.cluster import TRAINING, HardwareProfile
 from bascule.machine.costs import PolynomialCost, TransformerCost
 from bascule.machine.fits import fit_iterations
 from bascule.plan import epoch
@@ -32,7 +32,7 @@ Batch = Sequence[Sequence[int]]
 EQUAL_BAGS = ("g1n32", "g2n16", "g4n8", "g8n4")
 MIXED_BAGS = ("g1n8+g8n3", "g1n16+g8n2", "g1n24+g8n1")
 COST = TransformerCost(3072, gamma=0.426, num_layers=57)
-STEP_COST, CLUSTER = in_passes(COST, HardwareProfile.load("h100-datasheet").cluster(4, 8), TRAINING)
+CLUSTER = replace(HardwareProfile.load("h100-datasheet").cluster(4, 8), passes=TRAINING)
 
 
 def batches(mix: str, num_steps: int) -> list[list[list[int]]]:
@@ -355,8 +355,8 @@ def _locality(steps: int) -> dict[str, Any]:
     )
     before, after, worse = [], [], 0.0
     for batch in batches(MIXES["joint"], steps):
-        best = plan_greedily(batch, "g8n4", STEP_COST, cluster=CLUSTER)
-        plan = plan_batch(batch, "g8n4", STEP_COST, cluster=CLUSTER)
+        best = plan_greedily(batch, "g8n4", COST, cluster=CLUSTER)
+        plan = plan_batch(batch, "g8n4", COST, cluster=CLUSTER)
         before.append(_leaving_node(best))
         after.append(_leaving_node(plan))
         worse = max(worse, plan.makespan / plan.lower_bound - 1)
@@ -404,7 +404,7 @@ def _topology(num_steps: int) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for name, target in TOPOLOGY_TARGETS.items():
         steps = _bursty(num_steps) if name == "bursty" else batches(MIXES[name], num_steps)
-        best = str(suggest_topology(steps[:20], STEP_COST, CLUSTER).best)
+        best = str(suggest_topology(steps[:20], COST, CLUSTER).best)
         equal = {spec: _seconds(steps, spec)[0] for spec in EQUAL_BAGS}
         static, (auto, planning_ms) = _seconds(steps, best)[0], _seconds(steps, "auto")
         least = min(equal.values())
@@ -431,7 +431,7 @@ def _seconds(steps: Sequence[Batch], spec: str) -> tuple[float, float]:
     seconds, planning = list[float](), list[float]()
     for batch in steps:
         start = time.perf_counter()
-        plan = plan_batch(batch, spec, STEP_COST, cluster=CLUSTER, locality_tolerance=0.0)
+        plan = plan_batch(batch, spec, COST, cluster=CLUSTER, locality_tolerance=0.0)
         planning.append(time.perf_counter() - start)
         seconds.append(plan.makespan)
     return mean(seconds), statistics.median(planning) * 1e3

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 from measuring import met, on_ranks, ratio
+from published import Dispatch
 
 from bascule import HardwareProfile
 from bascule.generate.generating import load_pipeline
 from bascule.generate.options import Prompt
 from bascule.generate.tiny import TINY
-from bascule.plan.requests import Balanced, Dispatch, Policy, Request
+from bascule.plan.requests import Balanced, Policy, Request
 from bascule.serve.engine import Engine
 from bascule.serve.service import Service
 from bascule.serve.spool import Spool

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 from measuring import say
+from published import NAMED, policy_of
 
 from bascule.plan.requests import Balanced, Request, Starts, State
 from bascule.sim.requests import BOUND, Row, compare, serve
-from bascule.workload.requests import NAMED
 
 NUM_RANKS = 8
 REPLICAS = "random", "least-in-flight", "least-work", "sjf", "super-p95"
@@ -57,7 +57,7 @@ def _rows(
     def draw(load: float, seed: int) -> list[Request]:
         return mix.draw(load if is_rate else mix.scale(load, NUM_RANKS), seed, slo=slo)
 
-    rows = compare(draw, loads, policies, num_ranks=NUM_RANKS, num_seeds=seeds)
+    rows = compare(draw, loads, policies, num_ranks=NUM_RANKS, num_seeds=seeds, make=policy_of)
     for row in rows:
         shown = [f"{key} {value:.3g}" for key, value in row.figures.items() if " of " not in key]
         say(f"{name} {row.load:g} {row.policy}: {', '.join(shown)}")

@@ -30,7 +30,7 @@ from bascule.attention.sparse.attend import (
 )
 from bascule.comm.mesh import AttentionMesh
 from bascule.diffusers import SparseConfig
-from bascule.machine.cluster import AttentionLatency, AttentionLoad, HardwareProfile
+from bascule.machine.cluster import HardwareProfile
 from bascule.plan.sparse import (
     BlockLayout,
     PlanReuse,
@@ -40,7 +40,7 @@ from bascule.plan.sparse import (
     in_order,
     plan_under,
 )
-from bascule.plan.sparse.choose import Strategies
+from bascule.plan.sparse.choose import CallSize, Strategies
 from bascule.plan.topology import all_degrees
 from bascule.sim.sparse_study import Setting, mesh_name, study
 from bascule.workload.masks import COGVIDEOX15, WAN21, MaskModel, synthetic_masks
@@ -115,7 +115,11 @@ def qualities(
         }
 
 
-SWEPT_BLOCK, MESHES_BLOCK, ROW_BYTES = 128, 320, 256  # larger blocks than 64, to be fast
+SWEPT_BLOCK, MESHES_BLOCK, SIZE = (
+    128,
+    320,
+    CallSize(1, 128, 256),
+)  # larger blocks than 64, to be fast
 TOLERANCES, REWARDS = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1), (0.0, 1.0, 2.0, 5.0, 7.0, 10.0)
 
 
@@ -123,8 +127,8 @@ def sweeps(
     name: str, lens: Any, layers: Iterable[Iterable[Any]]
 ) -> dict[str, list[dict[str, Any]]]:
     """Return means over layers of plans kept by tolerance, and of the greedy by reward."""
-    latency = HardwareProfile.load("h100-datasheet").attention_latency(128)
-    setting = Setting(PLANNED, lens, lens, latency, 128, 2, 1.005, 2.0, 0.05)
+    machine = HardwareProfile.load("h100-datasheet")
+    setting = Setting(PLANNED, lens, lens, machine, 128, 2, 1.005, 2.0, 0.05)
     studies = [study(name, [steps], setting, TOLERANCES, REWARDS) for steps in layers]
     kept, rewards = list[dict[str, Any]](), list[dict[str, Any]]()
     for mesh in PLANNED:
@@ -180,10 +184,9 @@ def _meshes_chosen(name: str, model: MaskModel, quick: bool) -> Iterator[dict[st
         ]
         for num_ranks in (2, 4, 8):
             meshes = all_degrees(num_ranks)
-            loads = [[_loads(steps, model.block_lens, mesh) for mesh in meshes] for steps in layers]
+            plans = [[_plans(steps, model.block_lens, mesh) for mesh in meshes] for steps in layers]
             for machine in MACHINES:
-                latency = HardwareProfile.load(machine).attention_latency(128)
-                row = _choices(latency, meshes, loads)
+                row = _choices(HardwareProfile.load(machine), meshes, plans)
                 shares = ", ".join(f"{x} {share:.0%}" for x, share in row["shares"].items())
                 say(
                     f"{name}, {num_ranks} ranks, {machine}, density {schedule}: {shares}; "
@@ -200,29 +203,32 @@ def _masks_of_density(model: MaskModel, density: float, layer: int, step: int) -
     return synthetic_masks(replace(model, density=density), layer=layer, step=step)
 
 
-def _loads(steps: list[Any], lens: Any, mesh: tuple[int, int]) -> list[AttentionLoad]:
-    """Return the loads of a layer's steps on a mesh, whose plans are kept."""
+def _plans(steps: list[Any], lens: Any, mesh: tuple[int, int]) -> list[SparsePlan]:
+    """Return the plans of a layer's steps on a mesh, kept where they can be, with their work."""
     planner, home = SparsePlanner(*mesh), BlockLayout.striped(lens, *mesh)
-    state, loads = PlanReuse(planner, planner.plan(steps[0], home)), list[AttentionLoad]()
+    state, plans = PlanReuse(planner, planner.plan(steps[0], home)), list[SparsePlan]()
     for masks in steps:
-        state = state.after(masks) if loads else state
-        loads.append(AttentionLoad.of_plan(state.ran or state.plan, 1, ROW_BYTES))
-    return loads
+        state = state.after(masks) if plans else state
+        plans.append(state.ran or state.plan)
+    return plans
 
 
 def _choices(
-    latency: AttentionLatency,
+    machine: HardwareProfile,
     meshes: list[tuple[int, int]],
-    loads: list[list[list[AttentionLoad]]],
+    plans: list[list[list[SparsePlan]]],
 ) -> dict[str, Any]:
-    """Let layers choose in every step; `loads` are by layer, mesh and step."""
-    strategies, chosen = Strategies(latency), list[tuple[int, int]]()
-    seconds = np.array([[[latency(x) for x in steps] for steps in of_mesh] for of_mesh in loads])
+    """Let layers choose in every step; `plans` are by layer, mesh and step."""
+    strategies, chosen = Strategies(machine), list[tuple[int, int]]()
+    seconds = np.array(
+        [[[SIZE.seconds(plan, machine) for plan in of] for of in of_mesh] for of_mesh in plans]
+    )
     now_s = late_s = 0.0
-    for layer, of_meshes in enumerate(loads):
+    for layer, of_meshes in enumerate(seconds):
         choice = None
-        for step, of_step in enumerate(zip(*of_meshes, strict=True)):
-            last, choice = choice, strategies.choose(of_step, choice)
+        for step, of_step in enumerate(of_meshes.T.tolist()):
+            seconds_of = dict(zip(meshes, of_step, strict=True))
+            last, choice = choice, strategies.choose(seconds_of, choice)
             now_s += choice.predicted_s
             late_s += seconds[layer, meshes.index((last or choice).degrees), step]
             chosen.append(choice.degrees)
@@ -316,7 +322,7 @@ def _both_plans(masks: Any, lens: Any, ulysses: int, ring: int) -> dict[str, Spa
     home, planner = BlockLayout.contiguous(lens, ulysses, ring), SparseConfig(keep=1.0).planner
     return {
         "without": plan_under(in_order(len(masks), home, home, ulysses, ring), masks),
-        "with": planner(ulysses, ring, 4 * HEAD_DIM).plan(
+        "with": planner(ulysses, ring, CallSize(1, HEAD_DIM, 4 * HEAD_DIM)).plan(
             masks, BlockLayout.striped(lens, ulysses, ring)
         ),
     }

@@ -345,21 +345,22 @@ def _ulysses_bytes(plan: Any, shape: Shape) -> int:
 def _planned(of: str, model: MaskModel, head_dim: int, itemsize: int) -> Iterator[dict[str, Any]]:
     """Yield rho, bytes of a rank and predicted calls, on all meshes of 1, 2 and 4 ranks."""
     lens = model.block_lens
-    latencies = {x: HardwareProfile.load(x).attention_latency(head_dim) for x in MACHINES}
-    setting = Setting((), lens, lens, latencies[MACHINES[0]], head_dim, itemsize, 1.005, 2.0, 0.05)
+    machines = {x: HardwareProfile.load(x) for x in MACHINES}
+    setting = Setting((), lens, lens, machines[MACHINES[0]], head_dim, itemsize, 1.005, 2.0, 0.05)
     layers = [synthetic_masks(model, layer=layer) for layer in range(NUM_LAYERS)]
     for mesh in (mesh for num_ranks in (1, 2, 4) for mesh in all_degrees(num_ranks)):
         for way in (BEFORE, DEFAULT):
             plans = [setting.plan(way, masks, mesh) for masks in layers]
-            loads = [setting.load(plan) for plan in plans]
-            passed = statistics.mean(load.p2p_bytes for load in loads) * (mesh[1] - 1)
+            row_bytes, num_ranks = head_dim * itemsize, mesh[0] * mesh[1]
+            passed = statistics.mean(2 * plan.most_kv_tokens * row_bytes for plan in plans)
+            sent = statistics.mean(plan.wire_bytes(head_dim, itemsize) for plan in plans)
             row = {
                 "rho": statistics.mean(plan.imbalance for plan in plans),
-                "exchanged_mib": statistics.mean(x.all_to_all_bytes for x in loads) / 2**20,
-                "passed_mib": passed / 2**20,  # around the ring
+                "exchanged_mib": sent / num_ranks / 2**20,
+                "passed_mib": passed * (mesh[1] - 1) / 2**20,  # around the ring
                 "call_ms": {
-                    machine: 1e3 * statistics.mean(map(latency, loads))
-                    for machine, latency in latencies.items()
+                    name: 1e3 * statistics.mean(setting.size.seconds(x, machine) for x in plans)
+                    for name, machine in machines.items()
                 },
             }
             say(

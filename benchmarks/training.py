@@ -46,8 +46,8 @@ from bascule.machine.costs import FLOPS_PER_UNIT
 from bascule.plan.topology import Topology
 from bascule.sim import SimulationOptions
 from bascule.sim.seconds import EncoderStage, Sharding
-from bascule.workload.photos import PhotoOptions, PhotoStream
-from bascule.workload.streams import SampleStream, SyntheticStream
+from bascule.train.photos import PhotoOptions, PhotoStream
+from bascule.train.streams import SampleStream, SyntheticStream
 from bascule.workload.traces import balancing_worth, read_traces, step_parts
 from bascule.workload.traces.worth import read_lens
 

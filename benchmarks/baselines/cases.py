@@ -10,7 +10,7 @@ from functools import cache, cached_property
 import numpy as np
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from bascule.machine.cluster import Bag, Cluster, Seconds
+from bascule.machine.cluster import BagShape, Cluster, Seconds
 from bascule.machine.costs import TransformerCost
 from bascule.plan.solver.bounds import lower_bound
 from bascule.plan.solver.problem import build_problem
@@ -112,7 +112,7 @@ class Case:
     def cluster(self) -> Cluster:
         """Nodes of 8 ranks at 55 % of an H100's peak; a step computes forward, twice, backward.
 
-        Plans count forward passes, so wires are a third faster (see `in_passes`).
+        Plans count forward passes, so wires are a third faster (see `Cluster.passes`).
         """
         peak, near, far = 0.55 * 989e12, 180e9 * 4 / 3, 25e9 * 4 / 3
         return Cluster(self.num_ranks // 8, 8, peak, 80e9, near, far, 10e-6)
@@ -192,7 +192,7 @@ def shared_makespan(case: Case, step: Step) -> float:
 
 def _bag_seconds(case: Case, lens: Ints, size: int) -> Seconds:
     """Of (n,) sequences on an aligned bag, of all of its ranks together."""
-    bag = Bag.aligned(size, 1, case.cluster.ranks_per_node)
+    bag = BagShape.aligned(size, 1, case.cluster.ranks_per_node)
     return case.cluster.sequence_seconds(case.cost, bag, lens)
 
 

@@ -26,6 +26,7 @@ from bascule import TransformerCost, plan_batch
 from bascule.machine.costs import FLOPS_PER_UNIT
 from bascule.models import MMDiT, MMDiTConfig, PackedBatch
 from bascule.parallel import SequenceParallel, Step
+from bascule.train.streams import pack_batch
 from bascule.workload.codes import (
     SampleShape,
     parse_data_codes,
@@ -33,7 +34,6 @@ from bascule.workload.codes import (
     sample_lengths,
     seq_lens,
 )
-from bascule.workload.streams import pack_batch
 from gpu.measuring import Setting
 
 TRAINED = 2, 4

@@ -3,7 +3,7 @@
 A check is called as `check(name, value, *details)`; messages show the name: "tokens", "--tokens".
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from numbers import Integral, Real
 from typing import Any, TypeGuard, TypeVar, cast
@@ -22,6 +22,9 @@ MAX_NUMBER = 1e30
 
 MAX_RANKS = 2**17
 """Most ranks of a world; every plan has tables of one entry a rank."""
+
+MAX_LENGTH = 2**40
+"""Most tokens of a sequence."""
 
 _SHOWN = 80
 
@@ -161,6 +164,53 @@ def amounts(name: str, values: object, num_dims: tuple[int, ...] = (1,)) -> Floa
             raise ConfigError(f"{name} up to {numbers.max()} overflow in a sum; use a larger unit")
     numbers.flags.writeable = False
     return numbers
+
+
+def check_lengths(
+    seq_lens: Sequence[npt.ArrayLike], num_ranks: int | None = None
+) -> tuple[Ints, Ints]:
+    """Return counts (num_ranks,) and lengths (num_seqs,) of a batch of one list a source rank."""
+    if isinstance(seq_lens, str) or not hasattr(seq_lens, "__len__"):
+        raise ConfigError(f"sequence lengths {shown(seq_lens)}: give one list a source rank")
+    if num_ranks is not None and len(seq_lens) != num_ranks:
+        raise ConfigError(
+            f"{len(seq_lens)} lists of sequence lengths for {num_ranks} ranks: give one list a "
+            "source rank, empty where a rank has no data"
+        )
+    each = [_as_numbers(rank, lens) for rank, lens in enumerate(seq_lens)]
+    counts = np.array([lens.size for lens in each], dtype=np.int64)
+    lens = np.concatenate([*each, np.zeros(0, np.int64)])
+    legal = (lens >= 0) & (lens <= MAX_LENGTH)
+    if lens.dtype.kind == "f":
+        legal &= lens == np.floor(lens)
+    if not legal.all():
+        rank, place = source_of(int(np.argmin(legal)), counts)
+        value = list(cast(Sequence[Any], seq_lens[rank]))[place]
+        raise ConfigError(
+            f"rank {rank}, sequence {place}: length {shown(value)} is "
+            "not a whole number from 0 to 2^40"
+        )
+    return counts, lens.astype(np.int64)
+
+
+def _as_numbers(rank: int, values: npt.ArrayLike) -> npt.NDArray[Any]:
+    """Return the lengths of one rank, as numbers of any kind; NaN for what is none."""
+    lens = array(f"rank {rank}: lengths", values)
+    if lens.ndim != 1:
+        raise ConfigError(
+            f"rank {rank}: lengths must be a flat list of integers, not {shown(values)}"
+        )
+    if lens.dtype.kind in "iuf":
+        return lens
+    each, legal = list(cast(Sequence[Any], values)), (int, float)
+    each = [x if type(x) in legal and 0 <= x <= MAX_LENGTH else np.nan for x in each]
+    return np.array(each, np.float64)
+
+
+def source_of(seq_id: int, counts: Ints) -> tuple[int, int]:
+    """Return the rank that loaded a sequence, and its place there."""
+    rank = int(np.searchsorted(np.cumsum(counts), seq_id, side="right"))
+    return rank, seq_id - int(counts[:rank].sum())
 
 
 def called(name: str, function: Callable[..., _Value], *args: object) -> _Value:

@@ -313,8 +313,8 @@ class SequenceParallel:
 
     def _steps(self, request: PlanRequest, plans: Sequence[Plan]) -> tuple["Step", ...]:
         numbered = enumerate(plans, request.number)
+        assert request.terms is not None  # there are plans
         terms = request.terms
-        assert terms is not None  # there are plans
         steps = tuple([Step(self._binding, plan, number, terms) for number, plan in numbered])
         self._recent = *self._recent[-1:], steps
         return steps

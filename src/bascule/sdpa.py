@@ -82,7 +82,7 @@ class SequenceParallelMode(TorchFunctionMode):
         self._layout, self._replicated = layout, frozenset(replicated)
         self._is_named = False  # whether the last call named q, k and v, for modes of others
         self._num_local, self._watches = 0, watches  # for layers with a softmax of their own
-        self._kept: dict[int, AttentionOptions] = {}  # by tokens of this rank
+        self._options: dict[int, AttentionOptions] = {}  # by tokens of this rank
         # Tokens of this rank, and keys of softmaxes over as many queries. Compilers trace `set()`,
         # not `set[int]()`.
         self._own_tokens: set[int] = set() if layout is None else {layout.num_tokens(*mesh.place)}
@@ -221,21 +221,20 @@ class SequenceParallelMode(TorchFunctionMode):
                 "all its tokens"
             )
 
-    def options_of(self, query: Tensor) -> AttentionOptions:
-        """Return the options of a call, with the layout of all that is attended to."""
-        num_tokens = query.shape[2]
-        if torch.compiler.is_compiling() or num_tokens not in self._kept:
+    def where(self, query: Tensor, mask: Tensor | None) -> tuple[AttentionOptions, Tensor | None]:
+        """Return the options of a call, with the layout of all that is attended to, and its mask.
+
+        The mask is that of the whole sequence.
+        """
+        num_tokens, is_compiling = query.shape[2], torch.compiler.is_compiling()
+        options = None if is_compiling else self._options.get(num_tokens)
+        if options is None:
             ring, ulysses = self.mesh.degrees
             layout = self._layout or SequenceLayout((num_tokens * ring * ulysses,), ring, ulysses)
-            options = with_layout(self.options, layout)
-            if torch.compiler.is_compiling():
-                return options
-            self._kept[num_tokens] = options
-        return self._kept[num_tokens]
-
-    def mask_of(self, query: Tensor, mask: Tensor | None) -> Tensor | None:
-        """Return the mask of the whole sequence, from the model's."""
-        return mask
+            options = replace(self.options, layout=layout)
+            if not is_compiling:
+                self._options[num_tokens] = options
+        return options, mask
 
     def other_keys(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return all keys and values of another sequence that is cut; None for local ones."""
@@ -305,7 +304,7 @@ class SequenceParallelMode(TorchFunctionMode):
             if modes and others is not None:
                 refuse_modes(modes, "attention to the keys of another sequence that is cut")
             if modes:
-                layouts = self.options_of(query).layout, None
+                layouts = self.where(query, None)[0].layout, None
                 return self._show(modes, layouts, query, key, value, attn_mask, **whole)
             return as_it_is(_DENSE, query, key, value, attn_mask, **whole)
         device = query.device.type
@@ -313,8 +312,7 @@ class SequenceParallelMode(TorchFunctionMode):
         if is_cast:
             dtype = torch.get_autocast_dtype(device)
             query, key, value, attn_mask = [_cast(x, dtype) for x in (query, key, value, attn_mask)]
-        options = self.options_of(query)
-        mask = self.mask_of(query, attn_mask)
+        options, mask = self.where(query, attn_mask)
         assert options.layout is not None
         if mask is not None and (mask.dim() < 1 or mask.shape[-1] != options.layout.seq_len):
             raise ConfigError(
@@ -506,11 +504,6 @@ def refuse_modes(modes: Sequence[TorchFunctionMode], what: str) -> NoReturn:
         f"{names} (a TorchFunctionMode) is entered around {what}, where it would see one rank's "
         "tokens or none: enter it around other layers, or undo the split first"
     )
-
-
-def with_layout(options: AttentionOptions, layout: SequenceLayout) -> AttentionOptions:
-    """Return the same options for tokens in this layout."""
-    return replace(options, layout=layout)
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:

@@ -93,7 +93,7 @@ class Override:
             is_overridden = self._is_on and not self.is_removed and (this is owner or with_copies)
             if torch.compiler.is_compiling() or not is_overridden:
                 return method(this, *args, **kwargs)
-            with self.paused():
+            with self.suspended():
                 return around(partial(method, this), *args, **kwargs)
 
         def reduce(this: Any, protocol: Any) -> tuple[Any, ...]:
@@ -106,8 +106,8 @@ class Override:
         owner.__class__ = type(base.__name__, (base,), members)
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Call the method itself."""
+    def suspended(self) -> Iterator[None]:
+        """Call the method itself within."""
         before, self._is_on = self._is_on, False
         try:
             yield

@@ -589,10 +589,10 @@ def _mean(
     values: Tensor, weights: Tensor | None, step: int, is_checked: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the mean over the tokens of all ranks, and the factor of its gradient."""
-    found: Step = this_world().find(step)
+    around: Step = this_world().find(step)
     if not is_checked:
-        found.check_mean(values, weights)
-    return found.mean_and_scale(values, weights)
+        around.check_mean(values, weights)
+    return around.mean_and_scale(values, weights)
 
 
 @torch.library.register_fake("bascule::mean")

@@ -25,7 +25,7 @@ from bascule.attention import AttentionMesh, SequenceLayout, gather, split
 from bascule.transformers import call_packed, context_parallel, register_attention
 from tests.helpers.cases import COST
 from tests.helpers.inference_cases import make_mesh
-from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.ranks import on_ranks, raised_by, run_ranks
 
 VOCABULARY = 19
 SIZES: dict[str, Any] = {
@@ -183,15 +183,12 @@ WORLDS = {
 }
 
 
-def all_trained() -> None:
+@pytest.mark.parametrize("world_size", [2, 4, pytest.param(3, marks=pytest.mark.stress)])
+@on_ranks(lambda world_size: world_size)
+def test_gradients_are_those_of_each_sequence_alone(world_size: int) -> None:
     for kind, spec, is_sharded in WORLDS[dist.get_world_size()]:
         # Causal sequences of a plan are even in rings.
         trained(kind, spec, is_sharded, with_masks=spec == "g1r4n1")
-
-
-@pytest.mark.parametrize("world_size", [2, 4, pytest.param(3, marks=pytest.mark.stress)])
-def test_gradients_are_those_of_each_sequence_alone(world_size: int) -> None:
-    run_ranks(all_trained, world_size)
 
 
 DOCUMENTS = [3, 7, 1, 12, 2, 9]  # whichever ranks have them
@@ -245,7 +242,72 @@ def test_documents_cut_between_ranks_are_as_alone(
     run_ranks(documents_over_ranks, world_size, pairs)
 
 
-def refused() -> None:
+@on_ranks(2)
+def test_lengths_of_whole_sequences_count() -> None:
+    """Models that change with length, in a bag of two ranks: as alone, or refused."""
+    register_attention()
+    rank, scale = dist.get_rank(), {"floor_scale": 16, "no_rope_layers": [1, 0]}
+
+    def logits(name: str, num: int, attention: str, **settings: Any) -> Tensor:
+        torch.manual_seed(0)
+        model = causal(name, attn_implementation=attention, **settings)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.2)
+        ids = torch.arange(num) * 7 % VOCABULARY
+        if attention != "bascule":
+            return model(ids[None], use_cache=False).logits[0]
+        with SequenceParallel(None, "g2n1", COST).plan([[num], []][rank]) as step:
+            (own,) = step.route(ids=ids if rank == 0 else ids[:0]).values()
+            return step.restore(call_packed(model, step, input_ids=own).logits[0])
+
+    near = [("Mistral", "sliding_window"), ("Llama4", "attention_chunk_size")]
+    cases = [(name, 11, {key: size}) for name, key in near for size in (1, 2, 3)]
+    for name, num, settings in [*cases, ("Llama4", 15, scale)]:
+        got, want = logits(name, num, "bascule", **settings), logits(name, num, "eager", **settings)
+        assert got.shape[0] == 0 or (got - want).norm() < 1e-5 * want.norm(), (name, settings)
+    text = raised_by(logits, "Llama4", 24, "bascule", **scale)[1]
+    assert "right up to 15 tokens in bags and packs, and has 24 here" in text, text
+
+
+@on_ranks(2)
+def test_losses_of_routers() -> None:
+    """The router's loss of a pack: over all its tokens, as Switch Transformer has it."""
+    register_attention()
+    rank, batch = dist.get_rank(), [[5, 17, 1], []]
+    ids = tokens_of(batch, rank)[0]
+    settings: dict[str, Any] = {"num_local_experts": 4, **EXPERTS}
+
+    def made(**more: Any) -> Any:
+        torch.manual_seed(0)
+        return causal("Mixtral", **settings, **more).double()
+
+    model: Any = made(attn_implementation="bascule")
+    step = SequenceParallel(None, "g1n2", COST).plan(batch[rank])
+    (own,) = step.route(input_ids=ids).values()
+    loss = call_packed(model, step, input_ids=own, output_router_logits=True).aux_loss
+    lens = step.plan.seq_lens[step.plan.bag_of == rank].tolist()
+    alone = [
+        made()(one[None], output_router_logits=True).router_logits
+        for one in own.split(lens)
+        if lens
+    ]
+    wanted = 0.0
+    if alone:
+        weights = torch.cat([torch.cat(layer) for layer in zip(*alone, strict=True)]).softmax(-1)
+        chosen = nn.functional.one_hot(weights.topk(2).indices, 4).sum(1).double()
+        wanted = float(4 * (chosen.mean(0) * weights.mean(0)).sum())
+    assert abs(loss.item() - wanted) < 1e-6
+    step = SequenceParallel(None, "g2n1", COST).plan(batch[rank])
+    (own,) = step.route(input_ids=ids).values()
+    told = made(output_router_logits=True, attn_implementation="bascule")
+    within = context_parallel(told, AttentionMesh.of(make_mesh(2, 1)))
+    for call in (lambda: call_packed(told, step, input_ids=own), within.__enter__):
+        text = raised_by(call)[1]
+        assert "output_router_logits=True where ranks share sequences" in text, text
+
+
+@on_ranks(1)
+def test_what_a_step_cannot_do_is_refused() -> None:
     """Models whose layers, positions or windows a step would get wrong, and calls without one."""
     register_attention()
     step = SequenceParallel(None, "g1n1", COST).plan([6])
@@ -283,77 +345,3 @@ def refused() -> None:
     for words, call in calls.items():
         classes, text = raised_by(call)
         assert "ConfigError" in classes and words in text, (words, text)
-
-
-def lengths_of_whole_sequences() -> None:
-    """Models that change with length, in a bag of two ranks: as alone, or refused."""
-    register_attention()
-    rank, scale = dist.get_rank(), {"floor_scale": 16, "no_rope_layers": [1, 0]}
-
-    def logits(name: str, num: int, attention: str, **settings: Any) -> Tensor:
-        torch.manual_seed(0)
-        model = causal(name, attn_implementation=attention, **settings)
-        for parameter in model.parameters():
-            nn.init.normal_(parameter, std=0.2)
-        ids = torch.arange(num) * 7 % VOCABULARY
-        if attention != "bascule":
-            return model(ids[None], use_cache=False).logits[0]
-        with SequenceParallel(None, "g2n1", COST).plan([[num], []][rank]) as step:
-            (own,) = step.route(ids=ids if rank == 0 else ids[:0]).values()
-            return step.restore(call_packed(model, step, input_ids=own).logits[0])
-
-    near = [("Mistral", "sliding_window"), ("Llama4", "attention_chunk_size")]
-    cases = [(name, 11, {key: size}) for name, key in near for size in (1, 2, 3)]
-    for name, num, settings in [*cases, ("Llama4", 15, scale)]:
-        got, want = logits(name, num, "bascule", **settings), logits(name, num, "eager", **settings)
-        assert got.shape[0] == 0 or (got - want).norm() < 1e-5 * want.norm(), (name, settings)
-    text = raised_by(logits, "Llama4", 24, "bascule", **scale)[1]
-    assert "right up to 15 tokens in bags and packs, and has 24 here" in text, text
-
-
-def test_lengths_of_whole_sequences_count() -> None:
-    run_ranks(lengths_of_whole_sequences, 2)
-
-
-def routed_by_experts() -> None:
-    """The router's loss of a pack: over all its tokens, as Switch Transformer has it."""
-    register_attention()
-    rank, batch = dist.get_rank(), [[5, 17, 1], []]
-    ids = tokens_of(batch, rank)[0]
-    settings: dict[str, Any] = {"num_local_experts": 4, **EXPERTS}
-
-    def made(**more: Any) -> Any:
-        torch.manual_seed(0)
-        return causal("Mixtral", **settings, **more).double()
-
-    model: Any = made(attn_implementation="bascule")
-    step = SequenceParallel(None, "g1n2", COST).plan(batch[rank])
-    (own,) = step.route(input_ids=ids).values()
-    loss = call_packed(model, step, input_ids=own, output_router_logits=True).aux_loss
-    lens = step.plan.seq_lens[step.plan.bag_of == rank].tolist()
-    alone = [
-        made()(one[None], output_router_logits=True).router_logits
-        for one in own.split(lens)
-        if lens
-    ]
-    wanted = 0.0
-    if alone:
-        weights = torch.cat([torch.cat(layer) for layer in zip(*alone, strict=True)]).softmax(-1)
-        chosen = nn.functional.one_hot(weights.topk(2).indices, 4).sum(1).double()
-        wanted = float(4 * (chosen.mean(0) * weights.mean(0)).sum())
-    assert abs(loss.item() - wanted) < 1e-6
-    step = SequenceParallel(None, "g2n1", COST).plan(batch[rank])
-    (own,) = step.route(input_ids=ids).values()
-    told = made(output_router_logits=True, attn_implementation="bascule")
-    within = context_parallel(told, AttentionMesh.of(make_mesh(2, 1)))
-    for call in (lambda: call_packed(told, step, input_ids=own), within.__enter__):
-        text = raised_by(call)[1]
-        assert "output_router_logits=True where ranks share sequences" in text, text
-
-
-def test_losses_of_routers() -> None:
-    run_ranks(routed_by_experts, 2)
-
-
-def test_what_a_step_cannot_do_is_refused() -> None:
-    run_ranks(refused, 1)

@@ -36,7 +36,7 @@ from tests.helpers.inference_cases import (
 )
 from tests.helpers.jobs import join_trainer_world
 from tests.helpers.pages import blocks_of
-from tests.helpers.ranks import by_one_rank, raised_by, run_ranks
+from tests.helpers.ranks import by_one_rank, on_ranks, raised_by, run_ranks
 
 pytest.importorskip("diffusers")
 
@@ -186,20 +186,16 @@ def by_weight(sample: Inputs) -> int:
     return sample["target"].numel()
 
 
-def with_settings() -> dict[str, Any]:
+@on_ranks(2)
+def test_settings() -> None:
     """Weights by the tokens of the target, few tokens at once, gradients that are summed."""
     found = {"weights": trained("flux", "g2n1", "plain", weight_fn=by_weight)}
     found["few at once"] = trained("flux", "g1n2", "ddp", max_tokens=20)
     found["one at a time"] = trained("flux", "g1n2", "fsdp2", max_tokens=1)
     found["rounding"] = as_it_is("wan", "g2n1", "plain", 6)
-    return found
-
-
-def test_settings() -> None:
-    for found in run_ranks(with_settings, 2):
-        rounded, loss_error, _ = found.pop("rounding")
-        assert rounded < 1e4 and loss_error < 1e-6  # 1e-6 in place of 1e-10
-        check(found)
+    rounded, loss_error, _ = found.pop("rounding")
+    assert rounded < 1e4 and loss_error < 1e-6  # 1e-6 in place of 1e-10
+    check(found)
 
 
 @pytest.mark.some(1)
@@ -211,8 +207,12 @@ def test_fewer_samples_than_ranks(topology: str) -> None:
         check(found, num_samples=2)
 
 
-def idle_steps() -> dict[str, list[Any]]:
-    """Of each wrapper: a step without samples on all ranks, then one with a sample on the last."""
+@on_ranks(2)
+def test_a_step_without_samples_has_no_passes() -> None:
+    """As that of one of two models, among which noise levels deal the samples.
+
+    Of each wrapper: a step without samples on all ranks, then one with a sample on the last.
+    """
     rank, found = dist.get_rank(), dict[str, list[Any]]()
     wanted, mean = one_process("flux", (1,))
     for kind in ("plain", "ddp", "fsdp2"):
@@ -231,19 +231,14 @@ def idle_steps() -> dict[str, list[Any]]:
             error = worst(model, wanted) if parts else float(sum(g.abs().sum() for g in grads))
             found[kind].append((len(parts), error, float(loss) / 2 - mean * bool(parts)))
             model.zero_grad()
-    return found
+    for kind, (before, one, after) in found.items():
+        assert before == after == (0, 0.0, 0.0), (kind, before, after)
+        num_passes, error, loss_error = one
+        assert num_passes == 1 and error <= 1.0 and abs(loss_error) < 1e-12, (kind, one)
 
 
-def test_a_step_without_samples_has_no_passes() -> None:
-    """As that of one of two models, among which noise levels deal the samples."""
-    for found in run_ranks(idle_steps, 2):
-        for kind, (before, one, after) in found.items():
-            assert before == after == (0, 0.0, 0.0), (kind, before, after)
-            num_passes, error, loss_error = one
-            assert num_passes == 1 and error <= 1.0 and abs(loss_error) < 1e-12, (kind, one)
-
-
-def outputs_of_any_kind() -> dict[str, float]:
+@on_ranks(2)
+def test_a_model_of_ones_own_gives_outputs_of_any_kind() -> None:
     """Errors of the guide's model of one's own, whose outputs are of each kind."""
     from diffusers.models.modeling_outputs import Transformer2DModelOutput
     from diffusers.utils.outputs import BaseOutput
@@ -301,12 +296,7 @@ def outputs_of_any_kind() -> dict[str, float]:
         train_step(model, balanced.microbatches(samples[rank::2], loss_fn))
         balanced.handle.average_gradients()
         errors[name] = worst(model, wanted)
-    return errors
-
-
-def test_a_model_of_ones_own_gives_outputs_of_any_kind() -> None:
-    for errors in run_ranks(outputs_of_any_kind, 2):
-        assert max(errors.values()) <= 1.0, errors
+    assert max(errors.values()) <= 1.0, errors
 
 
 def encode(model: Any, args: Any, inputs: Inputs) -> tuple[Any, Inputs]:
@@ -316,7 +306,8 @@ def encode(model: Any, args: Any, inputs: Inputs) -> tuple[Any, Inputs]:
     }
 
 
-def with_text_encoder() -> dict[str, tuple[float, float]]:
+@on_ranks(2)
+def test_a_text_encoder_trains_within_the_model() -> None:
     """Of each topology: the error of all gradients, and the sum of those of the encoder."""
 
     def make() -> Any:
@@ -337,13 +328,8 @@ def with_text_encoder() -> dict[str, tuple[float, float]]:
         balanced = BalancedModel(ddp, sp, length_fn=num_tokens)
         train_step(ddp, balanced.microbatches(samples[dist.get_rank() :: 2], loss_of))
         found[topology] = worst(model, wanted), float(model.text_encoder.weight.grad.abs().sum())
-    return found
-
-
-def test_a_text_encoder_trains_within_the_model() -> None:
-    for found in run_ranks(with_text_encoder, 2):
-        for error, of_encoder in found.values():
-            assert error <= 1.0 and of_encoder > 0.0, found
+    for error, of_encoder in found.values():
+        assert error <= 1.0 and of_encoder > 0.0, found
 
 
 def one_sample_each(
@@ -357,7 +343,11 @@ def one_sample_each(
     return model, BalancedModel(model, sp, length_fn=length_fn), samples, wanted
 
 
-def in_use(topology: str) -> dict[str, Any]:
+@pytest.mark.some(2)
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "topology"), [(1, "g1n1"), (4, "g1n2+g2n1"), (2, "g2n1")])
+@on_ranks(lambda num_ranks, topology: num_ranks)
+def test_checkpoints_validation_and_frozen_weights(num_ranks: int, topology: str) -> None:
     """Checkpoints, two steps at once, calls between steps, frozen weights, undo."""
     model, balanced, samples, wanted = one_sample_each(topology)
     rank, found = dist.get_rank(), dict[str, Any]()
@@ -393,21 +383,14 @@ def in_use(topology: str) -> dict[str, Any]:
     balanced.handle.undo()
     assert torch.equal(model(**inputs)[0], before)
     found["undone"] = raised_by(balanced.microbatches, own, loss_of)[1]
-    return found
+    assert "undo() was called: make another BalancedModel" in found.pop("undone")
+    own_checkpoints = found.pop("torch's own checkpoints")
+    assert "enable_gradient_checkpointing(handle.checkpoint)" in own_checkpoints
+    assert all(error <= 1.0 for error in found.values()), found
 
 
-@pytest.mark.some(2)
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "topology"), [(1, "g1n1"), (4, "g1n2+g2n1"), (2, "g2n1")])
-def test_checkpoints_validation_and_frozen_weights(num_ranks: int, topology: str) -> None:
-    for found in run_ranks(in_use, num_ranks, topology):
-        assert "undo() was called: make another BalancedModel" in found.pop("undone")
-        own_checkpoints = found.pop("torch's own checkpoints")
-        assert "enable_gradient_checkpointing(handle.checkpoint)" in own_checkpoints
-        assert all(error <= 1.0 for error in found.values()), found
-
-
-def messages() -> tuple[dict[str, int], dict[str, int]]:
+@on_ranks(2)
+def test_a_step_takes_two_gathers_and_one_exchange() -> None:
     """The calls of two steps, those of training left out."""
     _, balanced, samples, _ = one_sample_each("g1n2")
     counts: list[dict[str, int]] = []
@@ -415,12 +398,8 @@ def messages() -> tuple[dict[str, int], dict[str, int]]:
         with calls_made() as made:
             balanced.microbatches(samples if dist.get_rank() else [], loss_of)
         counts.append(dict(made.counts))
-    return counts[0], counts[1]
-
-
-def test_a_step_takes_two_gathers_and_one_exchange() -> None:
-    for first, second in run_ranks(messages, 2):
-        assert first == second == {"all_gather": 2, "all_to_all": 1}
+    first, second = counts[0], counts[1]
+    assert first == second == {"all_gather": 2, "all_to_all": 1}
 
 
 def heads_of_the_model() -> tuple[Any, list[float]]:
@@ -543,7 +522,9 @@ def test_wrong_samples_are_refused_alike_on_all_ranks() -> None:
         assert {"ConfigError", "PlanError"} & set(classes)
 
 
-def misbuilt() -> dict[str, Any]:
+@pytest.mark.slow
+@on_ranks(2)
+def test_wrong_models_are_refused_on_all_ranks() -> None:
     """Errors of each wrong construction on the last rank, and of a second one."""
     is_last = dist.get_rank() == dist.get_world_size() - 1
     model = model_of("flux")
@@ -561,14 +542,8 @@ def misbuilt() -> dict[str, Any]:
     expect("give SequenceParallel all ranks", model, wide)
     BalancedModel(model, sp, length_fn=num_tokens)
     expect("is split over ranks already", model, sp)
-    return found
-
-
-@pytest.mark.slow
-def test_wrong_models_are_refused_on_all_ranks() -> None:
-    for found in run_ranks(misbuilt, 2):
-        for words, text in found.items():
-            assert words in text, (words, text)
+    for words, text in found.items():
+        assert words in text, (words, text)
 
 
 def failing() -> str:

@@ -32,8 +32,8 @@ from tests.helpers.inference_cases import (
     make_model,
     worst,
 )
-from tests.helpers.plan_cases import PLAN
 from tests.helpers.ranks import by_one_rank, raised_by, run_ranks
+from tests.helpers.split_models import PLAN
 
 pytest.importorskip("diffusers")
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ import torch
 
 from bascule.bench.comparison import Comparison, join_samples, split_samples
 from bascule.bench.options import BenchOptions
-from bascule.workload.streams import SampleBatch, SampleStream, SyntheticStream
+from bascule.train.streams import SampleBatch, SampleStream, SyntheticStream
 from tests.helpers.bench import bench, summary
 from tests.helpers.cli import run
 from tests.helpers.ranks import run_ranks

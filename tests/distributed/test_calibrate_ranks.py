@@ -6,8 +6,7 @@ Never how fast: where numbers are compared, every call runs, and its time is rep
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bascule.attention.sparse import timing
 from bascule.calibrate import measuring, timed
 from bascule.calibrate.measuring import (
     ALONE,
@@ -27,7 +25,7 @@ from bascule.calibrate.measuring import (
 )
 from bascule.calibrate.options import CalibrateOptions
 from bascule.cli import launch, main
-from bascule.machine.cluster import AttentionLatency, HardwareProfile
+from bascule.machine.cluster import HardwareProfile
 from tests.helpers.calibrations import CURVES
 from tests.helpers.cli import run
 from tests.helpers.jobs import in_a_job
@@ -41,7 +39,7 @@ OPTIONS = CalibrateOptions(
 LAUNCH_S = 7e-5
 HOST = {ALONE: 2e-4, ON_RANKS: 2e-4 + 2 * LAUNCH_S}
 FAR_SLOWER = 10.0
-_really, _really_attends = timed.seconds_of, timing._seconds  # pyright: ignore[reportPrivateUsage]
+_really = timed.seconds_of
 
 
 def known_seconds(probe: timed.Probe, device: torch.device) -> float:
@@ -116,41 +114,6 @@ def test_wires_between_hosts_are_told_from_those_within() -> None:
     assert "inter_bytes_per_s" in profile.calibration.measured
 
 
-PLANTED = AttentionLatency(3e-4, 2e-9, 5e-4, 3e-9, 4e-11, 1e-4)
-COPIES = replace(PLANTED, copy_s_per_byte=1e-9)  # two ranks copy and send in one ratio on any mesh
-
-
-def planted_seconds(*arguments: Any, planted: AttentionLatency = PLANTED) -> float:
-    """Runs the call, and tells its seconds on a machine that is known."""
-    assert _really_attends(*arguments) > 0
-    return planted(arguments[0].load)
-
-
-def calibrated_sparse(planted: AttentionLatency) -> Mapping[str, Any]:
-    """Of a machine on which block-sparse attention takes planted seconds."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timing, "_seconds", partial(planted_seconds, planted=planted))
-        return calibrated(replace(OPTIONS, sparse_tokens=1024))
-
-
-def is_planted(found: AttentionLatency | None, planted: AttentionLatency) -> bool:
-    expected = asdict(planted) | {"fit_error": 0.0}
-    return found is not None and asdict(found) == pytest.approx(expected, rel=1e-6, abs=1e-14)
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "planted"), [(2, PLANTED), pytest.param(4, COPIES, marks=pytest.mark.stress)]
-)
-def test_planted_seconds_give_planted_coefficients(
-    num_ranks: int, planted: AttentionLatency
-) -> None:
-    first, *others = run_ranks(calibrated_sparse, num_ranks, planted)
-    assert all(other == first for other in others) and first["refused"] == []
-    profile = HardwareProfile.of_dict(first["profile"], "the first rank's")
-    assert is_planted(profile.attention, planted)
-    assert profile.calibration is not None and "attention" in profile.calibration.measured
-
-
 def unlike_options() -> tuple[list[str], str]:
     rounds = 2 + dist.get_rank()
     return raised_by(calibrated, CalibrateOptions(rounds=rounds, mib=1, lengths="16:256"))
@@ -173,7 +136,6 @@ def test_what_one_rank_meets_is_known_to_all() -> None:
 
 def _known(*arguments: str) -> None:
     timed.seconds_of = known_seconds
-    timing._seconds = planted_seconds  # pyright: ignore[reportPrivateUsage]
     main(list(arguments))
 
 
@@ -189,12 +151,11 @@ def test_the_command_saves_a_profile_that_the_others_take(
     path, page = tmp_path / "mine.json", tmp_path / "mine.html"
     pytest.importorskip("plotly")
     arguments = ("--out", str(path), "--report", str(page), "--json", "-")
-    done = in_a_job(_known, "calibrate", *SMALL, "32", "--sparse-tokens", "512", *arguments)
+    done = in_a_job(_known, "calibrate", *SMALL, "32", *arguments)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     profile = HardwareProfile.load(path)
     assert report["refused"] == [] and report["profile"] == json.loads(path.read_text())
-    assert is_planted(profile.attention, PLANTED)
     assert "forward" in done.stderr and "written: " in done.stderr
     text = page.read_text()
     assert "Passes of a block" in text and "Messages" in text and "held out" in text
@@ -209,7 +170,6 @@ def test_the_command_saves_a_profile_that_the_others_take(
     arguments = ("--model", "wan2.1", "--block", "1280", "--ring", "2", *given)
     code, out, _ = run(capsys, "sparse", *arguments)
     assert code == 0 and str(profile).split(";")[0] in " ".join(out.split())
-    assert "attention fitted with an error of 0.0%" in " ".join(out.split())
 
 
 def test_a_bad_fit_is_refused_and_nothing_is_saved(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from tests.helpers.inference_toy import (
     toy_inputs,
     worst,
 )
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import on_ranks, run_ranks
 
 GRAPH_MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
@@ -123,8 +123,12 @@ def test_one_graph_gives_what_eager_mode_gives(number: int) -> None:
             assert found["verified"].startswith("the mesh agrees"), found
 
 
-def over_lengths() -> tuple[int, float]:
-    """Graphs of a model compiled in place over several lengths, and the largest error."""
+@on_ranks(2)
+def test_lengths_share_graphs() -> None:
+    """One graph for the first length, and one for all others.
+
+    Graphs of a model compiled in place over several lengths, and the largest error.
+    """
     model, table, _ = make_small()
     images = [torch.randn(2, tokens, 12, dtype=torch.float64) for tokens in (7, 10, 30, 4, 25)]
     counters = torch._dynamo.utils.counters
@@ -134,13 +138,8 @@ def over_lengths() -> tuple[int, float]:
             counters.clear()
             model.compile(backend="aot_eager", fullgraph=True)
             errors = [difference(model(x), y) for x, y in zip(images, wanted, strict=True)]
-    return counters["stats"]["unique_graphs"], max(errors)
-
-
-def test_lengths_share_graphs() -> None:
-    """One graph for the first length, and one for all others."""
-    for graphs, error in run_ranks(over_lengths, 2):
-        assert graphs == 2 and error < 1e-12
+    graphs, error = counters["stats"]["unique_graphs"], max(errors)
+    assert graphs == 2 and error < 1e-12
 
 
 class Pipeline:
@@ -151,7 +150,9 @@ class Pipeline:
         self.transformer_2, _, _ = make_small()
 
 
-def compiled_pipeline() -> list[tuple[float, int]]:
+@pytest.mark.stress
+@on_ranks(2)
+def test_all_models_of_a_pipeline_are_compiled_each_with_its_own_graphs() -> None:
     """Both models over two lengths, with no more graphs allowed than one model takes."""
     pipeline, found = Pipeline(), list[tuple[float, int]]()
     counters, limit = torch._dynamo.utils.counters, torch._dynamo.config.patch(recompile_limit=2)
@@ -167,18 +168,13 @@ def compiled_pipeline() -> list[tuple[float, int]]:
                     graphs = counters["stats"]["unique_graphs"]
                     with torch.compiler.set_stance("force_eager"):
                         found.append((difference(output, model(image)), graphs))
-    return found
+    assert max(error for error, _ in found) < 1e-12, found
+    graphs = [graphs for _, graphs in found]
+    assert graphs[0] == graphs[2] == 1 and max(graphs) == 1, found
 
 
-@pytest.mark.stress
-def test_all_models_of_a_pipeline_are_compiled_each_with_its_own_graphs() -> None:
-    for found in run_ranks(compiled_pipeline, 2):
-        assert max(error for error, _ in found) < 1e-12, found
-        graphs = [graphs for _, graphs in found]
-        assert graphs[0] == graphs[2] == 1 and max(graphs) == 1, found
-
-
-def taken_back() -> list[bool]:
+@on_ranks(2)
+def test_compiling_again_replaces_and_undo_restores_what_the_user_compiled() -> None:
     """What is compiled, by identity: nothing is called, so nothing is traced."""
     found: list[bool] = []
     model = make_toy()
@@ -197,12 +193,7 @@ def taken_back() -> list[bool]:
     found.append(model._compiled_call_impl is users_own)
     handle.undo()
     found.append(model._compiled_call_impl is users_own)
-    return found
-
-
-def test_compiling_again_replaces_and_undo_restores_what_the_user_compiled() -> None:
-    for found in run_ranks(taken_back, 2):
-        assert all(found), found
+    assert all(found), found
 
 
 def refused(act: Callable[[], object]) -> str:
@@ -213,7 +204,8 @@ def refused(act: Callable[[], object]) -> str:
     return "nothing was refused"
 
 
-def refusals() -> dict[str, str]:
+@on_ranks(2)
+def test_graph_modes_are_for_collectives_that_can_be_recorded() -> None:
     """By mode and device; what a mesh of NCCL gives is asked without one."""
     cuda, said = torch.device("cuda"), dict[str, str]()
     with parallelize(make_toy(), table=TABLE, ring_degree=2, ulysses_degree=1) as handle:
@@ -229,21 +221,16 @@ def refusals() -> dict[str, str]:
                         said[f"{mode} {config} {dynamic}"] = refused(
                             lambda m=mode, d=dynamic: check_mode(m, d, handle.mesh, cuda)
                         )
-    return said
-
-
-def test_graph_modes_are_for_collectives_that_can_be_recorded() -> None:
-    for said in run_ranks(refusals, 2):
-        assert said["fast cpu"] == (
-            "compile: mode 'fast' is not one of default, max-autotune-no-cudagraphs, "
-            "reduce-overhead, max-autotune"
-        )
-        for mode, nearest in GRAPH_MODES.items():
-            cpu, gloo = said[f"{mode} cpu"], said[f"{mode} gloo"]
-            assert "a model on cpu has none" in cpu and cpu.endswith(f"use mode={nearest!r}")
-            assert "gloo exchanges on the host, which a graph cannot record" in gloo
-            assert gloo.endswith(f"use mode={nearest!r}")
-            assert "not those of ucc" in said[f"{mode} cpu:gloo,cuda:ucc None"]
-            for config in ("cpu:gloo,cuda:nccl", "cuda:nccl"):
-                assert said[f"{mode} {config} None"] == "nothing was refused"
-                assert "dynamic=False" in said[f"{mode} {config} True"]
+    assert said["fast cpu"] == (
+        "compile: mode 'fast' is not one of default, max-autotune-no-cudagraphs, "
+        "reduce-overhead, max-autotune"
+    )
+    for mode, nearest in GRAPH_MODES.items():
+        cpu, gloo = said[f"{mode} cpu"], said[f"{mode} gloo"]
+        assert "a model on cpu has none" in cpu and cpu.endswith(f"use mode={nearest!r}")
+        assert "gloo exchanges on the host, which a graph cannot record" in gloo
+        assert gloo.endswith(f"use mode={nearest!r}")
+        assert "not those of ucc" in said[f"{mode} cpu:gloo,cuda:ucc None"]
+        for config in ("cpu:gloo,cuda:nccl", "cuda:nccl"):
+            assert said[f"{mode} {config} None"] == "nothing was refused"
+            assert "dynamic=False" in said[f"{mode} {config} True"]

@@ -15,7 +15,7 @@ from bascule.errors import ConfigError
 from tests.helpers.inference_cases import make_inputs, make_model
 from tests.helpers.misuse import FLUX
 from tests.helpers.oracle import dense_attention
-from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.ranks import on_ranks, raised_by, run_ranks
 
 AnyDispatch: Any = dispatch
 Name: Any = dispatch.AttentionBackendName
@@ -136,20 +136,17 @@ CASES: dict[str, tuple[Any, ...]] = {  # back end, how it is chosen, ring, Ulyss
 }
 
 
-def all_errors() -> dict[str, dict[str, float]]:
+@on_ranks(2)
+def test_back_ends_attend_over_ranks_as_one_process() -> None:
     found = dict[str, dict[str, float]]()
     for label, case in CASES.items():
         with AnyDispatch.attention_backend("native"):  # which `set_attention_backend` changes
             found[label] = errors(*case)
-    return found
-
-
-def test_back_ends_attend_over_ranks_as_one_process() -> None:
-    for each in run_ranks(all_errors, 2):
-        wrong = {k: x for k, x in each.items() if not max(x["first"], x["second"]) < 1e-10}
-        assert len(each) == len(CASES) and wrong == {}
-        called = {k for k, x in each.items() if x["calls"]}
-        assert called == {k for k in CASES if k.split(", ")[0] not in ("native", "math", "flex")}
+    each = found
+    wrong = {k: x for k, x in each.items() if not max(x["first"], x["second"]) < 1e-10}
+    assert len(each) == len(CASES) and wrong == {}
+    called = {k for k, x in each.items() if x["calls"]}
+    assert called == {k for k in CASES if k.split(", ")[0] not in ("native", "math", "flex")}
 
 
 def refused(name: str, how: Any, learns: bool = False, **degrees: Any) -> None:

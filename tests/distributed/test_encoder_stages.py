@@ -16,9 +16,9 @@ from bascule.train.encoders import EncoderStages, FrozenEncoders, load_encoders
 from bascule.train.flow import FlowBatch
 from bascule.train.model import build_model, model_config
 from bascule.train.options import RunOptions
+from bascule.train.photos import PhotoStream
 from bascule.train.stopwatch import Stopwatch
-from bascule.workload.photos import PhotoStream
-from bascule.workload.streams import RawBatch, SampleBatch, pack_batch, sample_normals
+from bascule.train.streams import RawBatch, SampleBatch, pack_batch, sample_normals
 from tests.helpers.albums import make_album
 from tests.helpers.cases import Gradients, assert_same, sharded_gradients
 from tests.helpers.ranks import by_one_rank, run_ranks

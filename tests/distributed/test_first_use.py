@@ -32,7 +32,7 @@ from bascule.parallel import SequenceParallel
 from bascule.plan.sparse import BlockLayout, SparsePlanner, block_lens
 from bascule.sdpa import context_parallel
 from tests.helpers.cases import COST
-from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.ranks import on_ranks, raised_by, run_ranks
 
 Error = tuple[list[str], str]
 
@@ -139,7 +139,9 @@ def collectives_by_place(group: RankGroup, own: int) -> None:
     assert broadcast(group, call, given).tolist() == [0] and given.tolist() == [own]
 
 
-def collectives_in_any_order(order: list[list[int]]) -> None:
+@pytest.mark.parametrize("order", [[[0, 2], [1, 3]], [[3, 1], [0, 2]], [[3, 2], [1, 0]]])
+@on_ranks(4)
+def test_the_ranks_of_a_mesh_may_be_in_any_order(order: list[list[int]]) -> None:
     device_mesh = DeviceMesh("cpu", torch.tensor(order), mesh_dim_names=("ring", "ulysses"))
     mesh = AttentionMesh.of(device_mesh)
     flat = [rank for row in order for rank in row]
@@ -158,12 +160,8 @@ def collectives_in_any_order(order: list[list[int]]) -> None:
         assert float((gather(out, mesh, layout, 2) - whole).abs().max()) < 1e-12
 
 
-@pytest.mark.parametrize("order", [[[0, 2], [1, 3]], [[3, 1], [0, 2]], [[3, 2], [1, 0]]])
-def test_the_ranks_of_a_mesh_may_be_in_any_order(order: list[list[int]]) -> None:
-    run_ranks(collectives_in_any_order, 4, order)
-
-
-def meshes_of_unlike_orders() -> None:
+@on_ranks(4)
+def test_meshes_of_unlike_orders_on_the_same_ranks() -> None:
     """One after the other on the same ranks: some ranks have as many tokens as before."""
     q = torch.randn(1, 4, 22, 4, generator=torch.Generator().manual_seed(0))
     whole = torch.nn.functional.scaled_dot_product_attention(q, q, q)
@@ -177,14 +175,11 @@ def meshes_of_unlike_orders() -> None:
         assert float((out - whole).abs().max()) < 1e-6
 
 
-def test_meshes_of_unlike_orders_on_the_same_ranks() -> None:
-    run_ranks(meshes_of_unlike_orders, 4)
-
-
 # --- threads --------------------------------------------------------------------------------------
 
 
-def one_after_the_other() -> list[float]:
+@on_ranks(2)
+def test_a_thread_takes_over_from_one_that_ended() -> None:
     """A thread may take over from one that ended."""
     mesh, errors = mesh_of(1, 2), list[float]()
 
@@ -196,12 +191,7 @@ def one_after_the_other() -> list[float]:
         thread = threading.Thread(target=attend)
         thread.start()
         thread.join()
-    return errors
-
-
-def test_a_thread_takes_over_from_one_that_ended() -> None:
-    for errors in run_ranks(one_after_the_other, 2):
-        assert len(errors) == 3 and max(errors) < 1e-6
+    assert len(errors) == 3 and max(errors) < 1e-6
 
 
 # --- steps ---------------------------------------------------------------------------------------
@@ -252,7 +242,9 @@ def test_what_the_mode_refuses_on_one_rank(ring: int, ulysses: int) -> None:
 SPARSE = ("plan", "masks", "scale", "kernel")
 
 
-def unlike_sparse(what: str) -> Error:
+@pytest.mark.parametrize("what", SPARSE)
+@on_ranks(2)
+def test_ranks_that_differ_in_sparse_attention_end_at_its_first_use(what: str) -> None:
     """Rank 1 differs from the other in one thing, with a plan that both have not used before."""
     mesh, is_odd = mesh_of(1, 2), dist.get_rank() == 1
     lens = block_lens((32,), 8)
@@ -266,10 +258,5 @@ def unlike_sparse(what: str) -> Error:
     if is_odd and what in ("scale", "kernel"):
         given = {"scale": 0.5} if what == "scale" else {"kernel": "plain"}
     q = torch.randn(1, 2, int(lens[plan.q.home == dist.get_rank()].sum()), 4)
-    return raised_by(lambda: sparse_attention(q, q, q, mesh, plan, seen, **given))
-
-
-@pytest.mark.parametrize("what", SPARSE)
-def test_ranks_that_differ_in_sparse_attention_end_at_its_first_use(what: str) -> None:
-    for classes, text in run_ranks(unlike_sparse, 2, what):
-        assert "CommError" in classes and "sparse attention" in text and "disagree" in text, text
+    classes, text = raised_by(lambda: sparse_attention(q, q, q, mesh, plan, seen, **given))
+    assert "CommError" in classes and "sparse attention" in text and "disagree" in text, text

@@ -9,16 +9,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bascule import context_parallel, parallelize
 from bascule.attention import SequenceLayout, gather, split
-from tests.helpers.inference_toy import (
-    TABLE,
-    grads_of,
-    make_toy,
-    toy_gradients,
-    toy_inputs,
-    worst,
-)
+from tests.helpers.inference_cases import same_gradients
+from tests.helpers.inference_toy import TABLE, grads_of, make_toy, toy_gradients, toy_inputs
 from tests.helpers.mesh_cases import make_mesh
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import on_ranks
 
 
 class Layers(nn.Module):
@@ -32,7 +26,10 @@ class Layers(nn.Module):
         return self.out(scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-def gathered(ring: int, ulysses: int, with_ddp: bool) -> float:
+@pytest.mark.parametrize("with_ddp", [False, True], ids=["by hand", "ddp"])
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1)])
+@on_ranks(2)
+def test_a_gathered_output(ring: int, ulysses: int, with_ddp: bool) -> None:
     """A loss of all tokens, on every rank: under DDP, or averaged by hand."""
     torch.set_default_dtype(torch.float64)
     mesh, layout = make_mesh(ring, ulysses), SequenceLayout((3, 10), ring, ulysses)
@@ -43,33 +40,24 @@ def gathered(ring: int, ulysses: int, with_ddp: bool) -> float:
     with context_parallel(mesh, layout):
         own = trained(split(x, mesh, layout, 1))
     gather(own, mesh, layout, 1).square().mean().backward()
-    for one in model.parameters() if not with_ddp else ():
-        assert one.grad is not None
-        dist.all_reduce(one.grad)
-        one.grad /= dist.get_world_size()
-    return worst(grads_of(model), grads_of(alone))
+    for parameter in model.parameters() if not with_ddp else ():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+    same_gradients(grads_of(model), grads_of(alone))
 
 
-@pytest.mark.parametrize("with_ddp", [False, True], ids=["by hand", "ddp"])
-@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1)])
-def test_a_gathered_output(ring: int, ulysses: int, with_ddp: bool) -> None:
-    assert max(run_ranks(gathered, 2, ring, ulysses, with_ddp)) < 1e-12
-
-
-def replicas(data: int, ulysses: int) -> float:
+@pytest.mark.parametrize(("data", "ulysses"), [(2, 1), (2, 2)])
+@on_ranks(lambda data, ulysses: data * ulysses)
+def test_replicas(data: int, ulysses: int) -> None:
     """Each replica has inputs of its own; one process averages the losses of all of them."""
     inputs = [toy_inputs(text=5, image=9, seed=seed) for seed in range(data)]
     model, alone = make_toy(), make_toy()
     wanted: dict[str, Tensor] = {}
-    for one in inputs:
-        _, grads = toy_gradients(alone, one)
+    for given in inputs:
+        _, grads = toy_gradients(alone, given)
         wanted = {name: wanted.get(name, 0) + grad / data for name, grad in grads.items()}
     with parallelize(model, table=TABLE, data_degree=data, ulysses_degree=ulysses) as handle:
         toy_gradients(model, inputs[dist.get_rank() // ulysses])
         handle.average_gradients()
-    return worst(grads_of(model), wanted)
-
-
-@pytest.mark.parametrize(("data", "ulysses"), [(2, 1), (2, 2)])
-def test_replicas(data: int, ulysses: int) -> None:
-    assert max(run_ranks(replicas, data * ulysses, data, ulysses)) < 1e-12
+    same_gradients(grads_of(model), wanted)

@@ -19,7 +19,7 @@ from bascule.errors import ConfigError
 from tests.helpers.inference_cases import difference, make_mesh
 from tests.helpers.inference_toy import TABLE, make_toy, toy_inputs
 from tests.helpers.oracle import dense_attention
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import on_ranks, run_ranks
 
 MESHES = [  # ring, Ulysses
     *[(1, 2), (2, 1), (2, 2)],
@@ -70,18 +70,16 @@ def compare(ring: int, ulysses: int, kind: str) -> list[float]:
     return [difference(gather(a.detach(), mesh, layout, 2), b) for a, b in pairs]
 
 
-def compare_kinds(ring: int, ulysses: int) -> dict[str, list[float]]:
-    return {kind: compare(ring, ulysses, kind) for kind in KINDS}
-
-
 @pytest.mark.parametrize(("ring", "ulysses"), MESHES)
+@on_ranks(lambda ring, ulysses: ring * ulysses)
 def test_attention_of_any_model_is_exact(ring: int, ulysses: int) -> None:
-    for by_kind in run_ranks(compare_kinds, ring * ulysses, ring, ulysses):
-        for kind, errors in by_kind.items():
-            assert max(errors) < 1e-10, (kind, errors)
+    by_kind = {kind: compare(ring, ulysses, kind) for kind in KINDS}
+    for kind, errors in by_kind.items():
+        assert max(errors) < 1e-10, (kind, errors)
 
 
-def without_layout() -> list[float]:
+@on_ranks(2)
+def test_even_shares_need_no_layout_and_local_attention_stays() -> None:
     mesh = make_mesh(1, 2)
     rank = mesh.get_local_rank("ulysses")
     generator = torch.Generator().manual_seed(0)
@@ -94,16 +92,12 @@ def without_layout() -> list[float]:
             same = sdpa(alike, alike, alike)
     after = sdpa(alike, alike, alike)
     wanted = dense_attention(q, k, k)[0][:, :, mine]
-    return [
+    errors = [
         difference(found, wanted),
         difference(same, dense_attention(alike, alike, alike)[0]),
         difference(after, same),
     ]
-
-
-def test_even_shares_need_no_layout_and_local_attention_stays() -> None:
-    for errors in run_ranks(without_layout, 2):
-        assert max(errors) < 1e-6, errors
+    assert max(errors) < 1e-6, errors
 
 
 @contextmanager
@@ -118,7 +112,9 @@ def watched(seen: list[bool]) -> Iterator[None]:
         yield
 
 
-def under_autocast(ring: int, ulysses: int) -> dict[str, Any]:
+@pytest.mark.parametrize(("ring", "ulysses"), MESHES[:2])
+@on_ranks(2)
+def test_dtypes_under_autocast(ring: int, ulysses: int) -> None:
     """What torch's attention does with dtypes, and what it does over a mesh."""
     mesh = AttentionMesh.of(make_mesh(ring, ulysses))
     layout = SequenceLayout((9,), ring, ulysses)
@@ -165,17 +161,11 @@ def under_autocast(ring: int, ulysses: int) -> dict[str, Any]:
     found["mixed"] = refused(lambda: act(mine[0], mine[1], mine[2].to(half)))
     with torch.autocast("cpu", half):
         found["mixed under autocast"] = refused(lambda: act(mine[0].double(), mine[1], mine[2]))
-    return found
-
-
-@pytest.mark.parametrize(("ring", "ulysses"), MESHES[:2])
-def test_dtypes_under_autocast(ring: int, ulysses: int) -> None:
-    for found in run_ranks(under_autocast, 2, ring, ulysses):
-        assert all(found["dtypes"]) and found["cast within"] == [False] * 5
-        assert found["errors"].pop("float64") < 1e-12
-        assert all(0 < error < 1e-2 for error in found["errors"].values()), found
-        assert "q is torch.float32, k torch.float32, v torch.bfloat16" in found["mixed"]
-        assert "q is torch.float64, k torch.bfloat16, v" in found["mixed under autocast"]
+    assert all(found["dtypes"]) and found["cast within"] == [False] * 5
+    assert found["errors"].pop("float64") < 1e-12
+    assert all(0 < error < 1e-2 for error in found["errors"].values()), found
+    assert "q is torch.float32, k torch.float32, v torch.bfloat16" in found["mixed"]
+    assert "q is torch.float64, k torch.bfloat16, v" in found["mixed under autocast"]
 
 
 def refused(act: Callable[[], object]) -> str:
@@ -261,7 +251,8 @@ def test_what_cannot_be_split_is_refused_on_every_rank() -> None:
             assert text in sentence
 
 
-def among_other_axes() -> list[float]:
+@on_ranks(4)
+def test_a_mesh_with_other_axes_is_taken_by_its_named_part() -> None:
     """The rings and Ulysses ranks of a mesh with a third axis: replicas that do not meet."""
     axes = "ring", "fsdp", "ulysses"
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=axes)
@@ -275,12 +266,8 @@ def among_other_axes() -> list[float]:
     wanted = model(**inputs)
     with parallelize(model, mesh, table=TABLE):
         outputs = model(**inputs)
-    return [difference(out, dense_attention(x, x, x)[0]), difference(outputs, wanted)]
-
-
-def test_a_mesh_with_other_axes_is_taken_by_its_named_part() -> None:
-    for errors in run_ranks(among_other_axes, 4):
-        assert max(errors) < 1e-10, errors
+    errors = [difference(out, dense_attention(x, x, x)[0]), difference(outputs, wanted)]
+    assert max(errors) < 1e-10, errors
 
 
 def with_tolerance() -> list[float]:

@@ -13,7 +13,7 @@ from torch.overrides import _get_current_function_mode_stack
 from bascule.diffusers import parallelize
 from tests.helpers.inference_cases import difference, make_mesh
 from tests.helpers.inference_toy import CHANNELS, TABLE, WIDTH, make_toy, toy_inputs
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import on_ranks, run_ranks
 
 
 class Adapted(nn.Module):
@@ -69,7 +69,9 @@ def attention_of_others() -> float:
     return difference(functional.scaled_dot_product_attention(x, x, x), wanted)
 
 
-def compiled() -> dict[str, Any]:
+@pytest.mark.stress
+@on_ranks(2)
+def test_compiled_models_are_interrupted_and_changed() -> None:
     """By the user in place, by the user around it, and by the handle."""
     torch.set_num_threads(1)
     mesh, found = make_mesh(1, 2), dict[str, Any]()
@@ -107,13 +109,7 @@ def compiled() -> dict[str, Any]:
         found["compiled"] = difference(plain, model(**inputs))
         model.head = adapter  # pyright: ignore[reportAttributeAccessIssue]
         found["compiled, adapted"] = difference(adapted, model(**inputs))
-    return found
-
-
-@pytest.mark.stress
-def test_compiled_models_are_interrupted_and_changed() -> None:
-    for found in run_ranks(compiled, 2):
-        assert max(found.values()) < 1e-12, found
+    assert max(found.values()) < 1e-12, found
 
 
 def cast_and_compiled() -> tuple[float, float, int]:

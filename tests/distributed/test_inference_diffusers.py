@@ -17,7 +17,7 @@ from tests.helpers.inference_cases import (
     make_mesh,
     make_model,
 )
-from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.ranks import on_ranks, raised_by, run_ranks
 
 pytest.importorskip("diffusers")
 pytestmark = pytest.mark.slow
@@ -323,8 +323,10 @@ def test_offload_and_pipelines(results: list[dict[str, Found]]) -> None:
         assert all(one is True for one in found.values() if isinstance(one, bool)), found
 
 
-def with_adapters() -> dict[str, list[float]]:
+@on_ranks(2)
+def test_adapters_on_all_layers() -> None:
     """Adapters on all layers, the last one too: loaded while split, trained, and deleted."""
+    pytest.importorskip("peft")
     import peft  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(1)
@@ -351,10 +353,4 @@ def with_adapters() -> dict[str, list[float]]:
             unloaded,
             0.0 if verified else 1.0,
         ]
-    return found
-
-
-def test_adapters_on_all_layers() -> None:
-    pytest.importorskip("peft")
-    for found in run_ranks(with_adapters, 2):
-        assert max(max(errors) for errors in found.values()) < 1e-5, found
+    assert max(max(errors) for errors in found.values()) < 1e-5, found

@@ -21,7 +21,7 @@ from tests.helpers.inference_cases import (
 )
 from tests.helpers.inference_toy import TABLE, make_toy, toy_inputs
 from tests.helpers.jobs import run_example
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import on_ranks, run_ranks
 
 pytest.importorskip("diffusers")
 pytestmark = pytest.mark.slow
@@ -43,7 +43,8 @@ def gradients(model: Any, inputs: Any) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def walk_through() -> dict[str, Any]:
+@on_ranks(2)
+def test_verify_and_checkpointing_of_each_model() -> None:
     """Everything that a handle does, for each model on one mesh."""
     mesh, found = make_mesh(2, 1), dict[str, Any]()
     for case in (FLUX, QWEN, WAN):
@@ -76,26 +77,27 @@ def walk_through() -> dict[str, Any]:
         except ConfigError as error:
             found["adapter"] = str(error)
         model(**inputs, joint_attention_kwargs={"scale": 1.0})
-    return found
-
-
-def test_verify_and_checkpointing_of_each_model() -> None:
-    for found in run_ranks(walk_through, 2):
-        for model, blocks in (("flux", 8), ("qwen", 4), ("wan", 2)):
-            ok, num_blocks, said, grads = found[model]
-            assert ok and num_blocks == blocks
-            assert "enable_gradient_checkpointing(handle.checkpoint)" in said
-            assert grads <= 1e-6
-        assert found["broken"] == "single_transformer_blocks.1 (image)"
-        assert found["mended"] is None
-        assert "the tensors of joint_attention_kwargs" in found["adapter"]
+    for model, blocks in (("flux", 8), ("qwen", 4), ("wan", 2)):
+        ok, num_blocks, said, grads = found[model]
+        assert ok and num_blocks == blocks
+        assert "enable_gradient_checkpointing(handle.checkpoint)" in said
+        assert grads <= 1e-6
+    assert found["broken"] == "single_transformer_blocks.1 (image)"
+    assert found["mended"] is None
+    assert "the tensors of joint_attention_kwargs" in found["adapter"]
 
 
 RESOLUTIONS = [(16, 16), (7, 15), (13, 30), (9, 49), (20, 24), (11, 25), (8, 8), (5, 100)]
 
 
-def recompiles(in_place: bool) -> tuple[int, float]:
-    """Graphs for all resolutions, and the largest error."""
+@pytest.mark.stress  # daily: lengths of images in test_compile_modes
+@pytest.mark.parametrize(("in_place", "most"), [(False, 2), (True, 4)])
+@on_ranks(2)
+def test_resolutions_share_graphs(in_place: bool, most: int) -> None:
+    """One graph for the first resolution and one for all others; in place, two graphs each.
+
+    Graphs for all resolutions, and the largest error.
+    """
     torch.set_num_threads(1)
     model, errors = make_toy(num_blocks=1), list[float]()
     inputs = [toy_inputs(text=text, image=image) for text, image in RESOLUTIONS]
@@ -110,15 +112,8 @@ def recompiles(in_place: bool) -> tuple[int, float]:
                 call = torch.compile(lambda **one: model(**one), backend=counter, fullgraph=True)
             errors = [difference(call(**one), y) for one, y in zip(inputs, wanted, strict=True)]
             assert handle.verify(**inputs[0]).ok  # not traced
-    return counter.frame_count, max(errors)
-
-
-@pytest.mark.stress  # daily: lengths of images in test_compile_modes
-@pytest.mark.parametrize(("in_place", "most"), [(False, 2), (True, 4)])
-def test_resolutions_share_graphs(in_place: bool, most: int) -> None:
-    """One graph for the first resolution and one for all others; in place, two graphs each."""
-    for graphs, error in run_ranks(recompiles, 2, in_place):
-        assert graphs <= most and error < 1e-12
+    graphs, error = counter.frame_count, max(errors)
+    assert graphs <= most and error < 1e-12
 
 
 def compiled_without_tokens() -> float:

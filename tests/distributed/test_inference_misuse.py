@@ -14,7 +14,7 @@ from bascule.diffusers import parallelize
 from tests.helpers.inference_cases import difference
 from tests.helpers.inference_toy import TABLE, make_toy, toy_inputs
 from tests.helpers.misuse import ENDING, REFUSED, Wrong, mesh, split
-from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.ranks import on_ranks, raised_by, run_ranks
 
 
 def error_of(wrong: Wrong) -> str:
@@ -26,7 +26,8 @@ def error_of(wrong: Wrong) -> str:
     raise AssertionError("nothing was raised")
 
 
-def all_refused() -> dict[str, str]:
+@on_ranks(2)
+def test_what_is_refused_leaves_ranks_in_step() -> None:
     """Refuse one after the other: the ranks still meet in the same call after each."""
     errors = dict[str, str]()
     for name, wrong in REFUSED.items():
@@ -37,24 +38,16 @@ def all_refused() -> dict[str, str]:
     model = make_toy()
     with split(model) as handle:
         assert handle.verify(**toy_inputs()).ok
-    return errors
-
-
-def test_what_is_refused_leaves_ranks_in_step() -> None:
-    for errors in run_ranks(all_refused, 2):
-        for name, (_, words) in REFUSED.items():
-            assert words in errors[name] and len(errors[name]) < 700, (name, errors[name])
-
-
-def ended_by(name: str) -> str:
-    return error_of(ENDING[name])
+    for name, (_, words) in REFUSED.items():
+        assert words in errors[name] and len(errors[name]) < 700, (name, errors[name])
 
 
 @pytest.mark.some(14)
 @pytest.mark.parametrize("name", ENDING)
+@on_ranks(2)
 def test_what_ends_a_mesh_is_raised_on_all_ranks(name: str) -> None:
-    for error in run_ranks(ended_by, 2, name):
-        assert ENDING[name][1] in error, error
+    error = error_of(ENDING[name])
+    assert ENDING[name][1] in error, error
 
 
 def outside() -> tuple[list[str], str] | float:

@@ -8,20 +8,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from bascule.attention.api import AttentionMesh, attention
 from bascule.parallel import SequenceParallel, Step
 from tests.helpers.cases import COST
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import on_ranks
 
 LENS = [[30, 9, 2], [4], [7]]
-
-
-def evaluate_then_train() -> None:
-    lens = LENS[dist.get_rank()]
-    for topology in ("g1n3", "g3n1", "g1r3n1", "g1n1+g2n1"):
-        with torch.inference_mode():
-            step = SequenceParallel(None, topology, COST).plan(lens)
-            _ = step_of(step, torch.ones(sum(lens), 6))
-        x = torch.ones(sum(lens), 6, requires_grad=True)
-        step_of(step, x).backward()
-        assert x.grad is not None and bool((x.grad != 0).all()), topology
 
 
 def step_of(step: Step, x: torch.Tensor) -> torch.Tensor:
@@ -32,11 +21,20 @@ def step_of(step: Step, x: torch.Tensor) -> torch.Tensor:
     return step.mean(step.restore(step.attend(heads, heads, heads)[:, 0] + moved))
 
 
+@on_ranks(3)
 def test_a_plan_made_in_inference_mode_serves_training() -> None:
-    run_ranks(evaluate_then_train, 3)
+    lens = LENS[dist.get_rank()]
+    for topology in ("g1n3", "g3n1", "g1r3n1", "g1n1+g2n1"):
+        with torch.inference_mode():
+            step = SequenceParallel(None, topology, COST).plan(lens)
+            _ = step_of(step, torch.ones(sum(lens), 6))
+        x = torch.ones(sum(lens), 6, requires_grad=True)
+        step_of(step, x).backward()
+        assert x.grad is not None and bool((x.grad != 0).all()), topology
 
 
-def mesh_then_train() -> None:
+@on_ranks(2)
+def test_a_mesh_used_in_inference_mode_serves_training() -> None:
     """The gradients are those of one process, of the same loss over all tokens."""
     torch.manual_seed(0)
     whole = torch.randn(3, 1, 2, 8, 8, dtype=torch.float64, requires_grad=True)
@@ -53,7 +51,3 @@ def mesh_then_train() -> None:
         q, k, v = qkv.requires_grad_()
         attention(q, k, v, mesh, attn_mask=mask).square().sum().backward()
         torch.testing.assert_close(qkv.grad, whole.grad[..., own, :])
-
-
-def test_a_mesh_used_in_inference_mode_serves_training() -> None:
-    run_ranks(mesh_then_train, 2)

@@ -40,7 +40,7 @@ from tests.helpers.inference_toy import TABLE, grads_of, make_toy, toy_gradients
 from tests.helpers.ranks import by_one_rank, raised_by, run_ranks
 from tests.helpers.sparse_reference import Form, lens_of, one_process
 from tests.helpers.sparse_rules import RULES, clusters, top_share
-from tests.helpers.sparse_studies import LATENCY
+from tests.helpers.sparse_studies import MACHINE
 from tests.helpers.sparse_toy import BLOCK, LAYERS, STEPS, make_masks, run_steps, split_toy
 
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2)]  # ring, Ulysses
@@ -527,17 +527,17 @@ def refused() -> list[tuple[str, tuple[list[str], str]]]:
         expect("use blocks of 18 or fewer tokens", handle.model, inputs["image"])
     unlike = masks.copy()
     unlike[-1, -1, -1, -1, -1] ^= rank == 1
-    slower = LATENCY if rank else LATENCY.__class__(1.0, 0.0, 1.0, 0.0, 1.0, 0.0)
+    slower = replace(MACHINE, launch_s=(1.0 + 1e-9 * rank) * 1e-5)
     at_once: list[tuple[str, SparseConfig]] = [
         ("disagree on sparse: keep: ", SparseConfig(keep=0.5 + 0.1 * rank)),
         ("disagree on sparse: masks: ", SparseConfig(masks=unlike)),
         (
-            "disagree on sparse: strategies' latency",
+            "disagree on sparse: strategies' machine",
             SparseConfig(keep=1, strategies=Strategies(slower)),
         ),
         (
             "3 x 1 ranks (Ulysses x ring) of 2: the product must be 2",
-            SparseConfig(keep=0.5, strategies=Strategies(LATENCY, meshes=((3, 1),))),
+            SparseConfig(keep=0.5, strategies=Strategies(MACHINE, meshes=((3, 1),))),
         ),
     ]
     split: dict[str, Any] = {"mesh": mesh, "table": TABLE}
@@ -574,7 +574,7 @@ def test_refusals_on_all_ranks() -> None:
         ({"keep": 0.5, "target": 0.9}, "target=0.9): must be finite, at least 1"),
         ({"keep": 0.5, "stripe": 96}, "stripe=96): must be a multiple of block, 64"),
         ({"keep": 0.5, "method": "best"}, "method='best'): must be \"stripe\""),
-        ({"keep": 0.5, "strategies": 3}, "strategies=3): give Strategies(latency)"),
+        ({"keep": 0.5, "strategies": 3}, "strategies=3): give Strategies(machine)"),
         ({"masks": np.zeros((2, 3, 3), np.bool_)}, "0 of them True"),
         ({"masks": np.ones((2, 3, 3))}, "masks of shape (2, 3, 3) and dtype float64"),
         ({"masks": np.ones((3, 3), np.bool_)}, "masks of shape (3, 3) and dtype bool"),

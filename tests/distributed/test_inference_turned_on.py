@@ -23,7 +23,7 @@ from tests.helpers.inference_cases import (
     make_mesh,
     make_model,
 )
-from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.ranks import on_ranks, raised_by, run_ranks
 
 pytest.importorskip("diffusers")
 pytestmark = pytest.mark.slow
@@ -229,7 +229,15 @@ def test_scales_of_all_tokens_are_found_to_differ() -> None:
         assert found == [False]
 
 
-def sharded(every: int) -> Found:
+def shard(model: nn.Module, mesh: Any) -> None:
+    for block in blocks_of(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.stress)])
+@on_ranks(2)
+def test_a_model_may_be_larger_than_a_rank(every: int) -> None:
     """Weights of the blocks are shared by the ranks that share the tokens.
 
     Each model before or after parallelize, in turn; or both.
@@ -255,23 +263,25 @@ def sharded(every: int) -> Found:
                 error = difference(model(**inputs).sample, wanted)
                 is_ok = handle.verify(**inputs).ok
             found[f"{case.model}, {when}"] = error, share / whole, is_ok
-    return found
+    for name, (error, share, is_ok) in found.items():
+        assert error < 1e-6 and share < 0.6 and is_ok, (name, found[name])
 
 
-def shard(model: nn.Module, mesh: Any) -> None:
-    for block in blocks_of(model):
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+def slices_of(case: Case) -> Any:
+    """Of Flux heads and feed-forward; of Wan, whose norm is over all heads, the latter."""
+    if case.model == "wan":
+        return {"ffn.net.0.proj": ColwiseParallel(), "ffn.net.2": RowwiseParallel()}
+    wide = "to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj"
+    plan = {f"attn.{name}": ColwiseParallel() for name in wide}
+    plan |= {f"attn.{name}": RowwiseParallel() for name in ("to_out.0", "to_add_out")}
+    for name in ("ff", "ff_context"):
+        plan |= {f"{name}.net.0.proj": ColwiseParallel(), f"{name}.net.2": RowwiseParallel()}
+    return plan
 
 
 @pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.stress)])
-def test_a_model_may_be_larger_than_a_rank(every: int) -> None:
-    for found in run_ranks(sharded, 2, every):
-        for name, (error, share, is_ok) in found.items():
-            assert error < 1e-6 and share < 0.6 and is_ok, (name, found[name])
-
-
-def sliced(every: int) -> Found:
+@on_ranks(4)
+def test_slices_of_layers_beside_shares_of_tokens(every: int) -> None:
     """Slices of each block's feed-forward, and of its heads, beside shares of the tokens.
 
     One model on each axis, or both.
@@ -292,22 +302,4 @@ def sliced(every: int) -> Found:
             with torch.no_grad(), parallelize(model, both[axis]) as handle:
                 error = difference(model(**inputs).sample, wanted)
                 found[f"{case.model}, {axis}"] = error, handle.verify(**inputs).ok
-    return found
-
-
-def slices_of(case: Case) -> Any:
-    """Of Flux heads and feed-forward; of Wan, whose norm is over all heads, the latter."""
-    if case.model == "wan":
-        return {"ffn.net.0.proj": ColwiseParallel(), "ffn.net.2": RowwiseParallel()}
-    wide = "to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj"
-    plan = {f"attn.{name}": ColwiseParallel() for name in wide}
-    plan |= {f"attn.{name}": RowwiseParallel() for name in ("to_out.0", "to_add_out")}
-    for name in ("ff", "ff_context"):
-        plan |= {f"{name}.net.0.proj": ColwiseParallel(), f"{name}.net.2": RowwiseParallel()}
-    return plan
-
-
-@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.stress)])
-def test_slices_of_layers_beside_shares_of_tokens(every: int) -> None:
-    for found in run_ranks(sliced, 4, every):
-        assert all(error < 1e-6 and is_ok for error, is_ok in found.values()), found
+    assert all(error < 1e-6 and is_ok for error, is_ok in found.values()), found

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from bascule.diffusers import Cut, Mask, SparseConfig, SplitTable, parallelize
-from tests.helpers.inference_cases import difference, make_mesh
+from tests.helpers.inference_cases import make_mesh, same, same_gradients
 from tests.helpers.inference_toy import (
     CHANNELS,
     TABLE,
@@ -26,12 +26,9 @@ from tests.helpers.inference_toy import (
     make_toy,
     toy_gradients,
     toy_inputs,
-    worst,
 )
-from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.ranks import on_ranks, raised_by
 from tests.helpers.sparse_reference import one_process
-
-Found = dict[str, Any]
 
 
 class Passing(TorchFunctionMode):
@@ -63,18 +60,18 @@ def ended_by(kind: type[BaseException], model: Toy, **inputs: Tensor) -> None:
     raise AssertionError("nothing was interrupted")
 
 
-def own_attention() -> float:
-    """Attention of other code: how far it is from what torch gives."""
+def own_attention() -> None:
+    """Attention of other code is what torch gives."""
     x = torch.randn(1, 2, 7, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    wanted = (x @ x.mT / 2).softmax(-1) @ x
     empty = x[:, :, :0].reshape(1, 2, 0, 2, 2)
     assert empty.shape == (1, 2, 0, 2, 2)
-    return difference(functional.scaled_dot_product_attention(x, x, x), wanted)
+    same(functional.scaled_dot_product_attention(x, x, x), (x @ x.mT / 2).softmax(-1) @ x)
 
 
-def interrupted() -> Found:
+@on_ranks(2)
+def test_what_ends_a_forward_pass_ends_its_attention() -> None:
     inputs, other = toy_inputs(), toy_inputs(text=3, image=8)
-    model, second, found = make_toy(), make_toy(seed=1), Found()
+    model, second = make_toy(), make_toy(seed=1)
     wanted, wanted_second = model(**inputs), second(**inputs)
     x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
     plain = model.head(x)
@@ -82,46 +79,40 @@ def interrupted() -> Found:
     handle = parallelize(model, mesh=mesh, table=TABLE)
     for kind in (KeyboardInterrupt, SystemExit, GeneratorExit):
         ended_by(kind, model, **other)
-        found[f"attention after {kind.__name__}"] = own_attention()
-    found["head after"] = difference(model.head(x), plain)
+        own_attention()
+    same(model.head(x), plain)
     block = raised_by(model.blocks[0], *inputs.values(), None)[1]
-    found["block after"] = "blocks.0 runs outside of the forward pass" in block
-    with handle.parts[0].paused():
-        found["paused after"] = difference(model(**inputs), wanted)
+    assert "blocks.0 runs outside of the forward pass" in block
+    with handle.parts[0].taking(None):
+        same(model(**inputs), wanted, what="paused")
     ended_by(KeyboardInterrupt, model, **other)
-    found["again"] = difference(model(**inputs), wanted)
-    found["left on the stack"] = len(_get_current_function_mode_stack())
+    same(model(**inputs), wanted, what="again")
+    assert not _get_current_function_mode_stack()
     other_mode = Passing()
     with other_mode:
         ended_by(KeyboardInterrupt, model, **other)
-    found["of others on the stack"] = other_mode in _get_current_function_mode_stack()
+    assert other_mode not in _get_current_function_mode_stack()
     with other_mode:
-        found["within another mode"] = difference(model(**inputs), wanted)
+        same(model(**inputs), wanted, what="within another mode")
     with parallelize(second, mesh=mesh, table=TABLE), torch.device("cpu"):
         ended_by(KeyboardInterrupt, model, **other)
-        found["another model"] = difference(second(**inputs), wanted_second)
+        same(second(**inputs), wanted_second, what="another model")
         ended_by(KeyboardInterrupt, model, **other)
         handle.undo()
-        found["after undo"] = difference(model(**inputs), wanted) + own_attention()
-    found["at last"] = own_attention(), len(_get_current_function_mode_stack())
-    return found
+        same(model(**inputs), wanted, what="after undo")
+        own_attention()
+    own_attention()
+    assert not _get_current_function_mode_stack()
 
 
-def test_what_ends_a_forward_pass_ends_its_attention() -> None:
-    for found in run_ranks(interrupted, 2):
-        assert found.pop("block after")
-        assert not found.pop("of others on the stack") and found.pop("left on the stack") == 0
-        assert found.pop("at last")[1] == 0
-        assert max(found.values()) < 1e-12, found
-
-
-def within_itself() -> Found:
+@on_ranks(2)
+def test_a_model_within_itself_and_threads() -> None:
     """A hook that calls the model, a thread that does so meanwhile, and one that does so after."""
     inputs, other = toy_inputs(masked=True), toy_inputs(text=3, image=8)
-    model, found = make_toy(), Found()
+    model = make_toy()
     wanted, wanted_other = model(**inputs), model(**other)
     inner: list[Tensor] = []
-    said: list[tuple[list[str], str]] = []
+    errors: list[tuple[list[str], str]] = []
 
     def within(module: nn.Module, *args: Any) -> None:
         if not inner:
@@ -129,23 +120,23 @@ def within_itself() -> Found:
             inner.append(model(**other))
 
     def aside(module: nn.Module, *args: Any) -> None:
-        if not said:
-            thread = threading.Thread(target=lambda: said.append(raised_by(model, **other)))
+        if not errors:
+            thread = threading.Thread(target=lambda: errors.append(raised_by(model, **other)))
             thread.start()
             thread.join()
 
     with parallelize(model, mesh=make_mesh(1, 2), table=TABLE):
         hook = model.blocks[1].register_forward_pre_hook(within)
-        found["outer"] = difference(model(**inputs), wanted)
-        found["inner"] = difference(inner[1], wanted_other)
+        same(model(**inputs), wanted, what="outer")
+        same(inner[1], wanted_other, what="inner")
         hook.remove()
         hook = model.blocks[0].register_forward_hook(aside)
-        found["beside a thread"] = difference(model(**inputs), wanted)
+        same(model(**inputs), wanted, what="beside a thread")
         hook.remove()
         hook = model.blocks[0].register_forward_hook(
-            lambda *_: said.append(raised_by(model, **inputs, extra=[inputs["text"]]))
+            lambda *_: errors.append(raised_by(model, **inputs, extra=[inputs["text"]]))
         )
-        found["beside what was refused"] = difference(model(**inputs), wanted)
+        same(model(**inputs), wanted, what="beside what was refused")
         hook.remove()
     # One living thread moves rows over a group: first another one, then this one.
     group: Any = dist.new_group()
@@ -159,17 +150,11 @@ def within_itself() -> Found:
             thread = threading.Thread(target=act)
             thread.start()
             thread.join()
-        found["in a thread"] = difference(outputs[0], wanted)
-        found["after a thread was interrupted"] = difference(model(**inputs), wanted)
-    return found | {"said": said}
-
-
-def test_a_model_within_itself_and_threads() -> None:
-    for found in run_ranks(within_itself, 2):
-        said = found.pop("said")
-        assert all("ConfigError" in classes for classes, _ in said) and len(said) == 2
-        assert "Toy runs in another thread" in said[0][1] and "of extra" in said[1][1]
-        assert max(found.values()) < 1e-12, found
+        same(outputs[0], wanted, what="in a thread")
+        same(model(**inputs), wanted, what="after a thread was interrupted")
+    (first, in_thread), (second, extra) = errors
+    assert "ConfigError" in first and "ConfigError" in second
+    assert "Toy runs in another thread" in in_thread and "of extra" in extra
 
 
 class Adapted(nn.Module):
@@ -214,58 +199,54 @@ class NoCross(nn.Module):
         return torch.zeros_like(x)
 
 
-def replaced() -> Found:
+@on_ranks(2)
+def test_hooks_follow_the_names_of_modules() -> None:
     """An adapter on the last layer, loaded while split, trained, and taken away; wrapped blocks."""
-    inputs, model, found = toy_inputs(masked=True), make_toy(), Found()
-    head = model.head
+    inputs, model = toy_inputs(masked=True), make_toy()
+    head: Any = model.head
     plain = model(**inputs)
     torch.manual_seed(3)
-    model.head = adapter = Adapted(head)  # pyright: ignore[reportAttributeAccessIssue]
+    adapter: Any = Adapted(head)
+    model.head = adapter
     wanted, wanted_grads = toy_gradients(model, inputs)
     model.head = head
     with parallelize(model, mesh=make_mesh(1, 2), table=TABLE) as handle:
-        found["before"] = difference(model(**inputs), plain)
-        model.head = adapter  # pyright: ignore[reportAttributeAccessIssue]
+        same(model(**inputs), plain, what="before")
+        model.head = adapter
         output, _ = toy_gradients(model, inputs)
         handle.average_gradients()
-        found["loaded"] = difference(output, wanted)
-        found["trained"] = worst(grads_of(model), wanted_grads)
-        found["verified"] = 0.0 if handle.verify(**inputs).ok else 1.0
+        same(output, wanted, what="loaded")
+        same_gradients(grads_of(model), wanted_grads)
+        assert handle.verify(**inputs).ok
         del model.head
         model.tail = head
-        found["said"] = [raised_by(model, **inputs)[1] for _ in range(2)]
+        first, second = (raised_by(model, **inputs)[1] for _ in range(2))
+        assert first == second and "names 'head', and Toy has no such module" in first
         del model.tail
         model.head = head
-        found["unloaded"] = difference(model(**inputs), plain)
-        model.head = adapter  # pyright: ignore[reportAttributeAccessIssue]
+        same(model(**inputs), plain, what="unloaded")
+        model.head = adapter
         model(**inputs)
-    found["undone"] = difference(model(**inputs), wanted)
-    found["hooks"] = sum("forward" in vars(x) for x in model.modules())
+    same(model(**inputs), wanted, what="undone")
+    assert not any("forward" in vars(module) for module in model.modules())
     for block in model.blocks:
         block.cross = NoCross()
     wanted = model(**inputs)
     with parallelize(model, mesh=make_mesh(1, 2), table=LATE) as handle:
         model.blocks[0] = Wrapped(Wrapped(model.blocks[0]))
-        found["wrapped"] = difference(model(**inputs), wanted)
-        found["wrapped, verified"] = len(handle.verify(**inputs).blocks) - 4
+        same(model(**inputs), wanted, what="wrapped")
+        assert len(handle.verify(**inputs).blocks) == 4
     with parallelize(model, mesh=make_mesh(1, 2), table=LATE):
-        found["wrapped before"] = difference(model(**inputs), wanted)
-    return found
+        same(model(**inputs), wanted, what="wrapped before")
 
 
-def test_hooks_follow_the_names_of_modules() -> None:
-    for found in run_ranks(replaced, 2):
-        said = found.pop("said")
-        assert said[0] == said[1] and "names 'head', and Toy has no such module" in said[0]
-        assert max(found.values()) < 1e-12, found
-
-
-def backward_outside() -> Found:
+@on_ranks(2)
+def test_backward_after_undo_computes_over_the_mesh_again() -> None:
     """Checkpointed blocks that are computed again when the model is not split any more."""
-    model, inputs, found = make_toy(), toy_inputs(masked=True), Found()
+    model, inputs = make_toy(), toy_inputs(masked=True)
     _, wanted = toy_gradients(model, inputs)
     plain = model(**inputs)
-    for name, degrees in (("ring", (2, 1)), ("Ulysses", (1, 2))):
+    for degrees in ((2, 1), (1, 2)):
         model.zero_grad()
         with parallelize(model, mesh=make_mesh(*degrees), table=TABLE) as handle:
             model.run = handle.checkpoint
@@ -273,26 +254,30 @@ def backward_outside() -> Found:
         weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
         (output * weights + output.square()).mean().backward()
         handle.average_gradients()
-        found[name] = worst(grads_of(model), wanted)
+        same_gradients(grads_of(model), wanted)
         model.run = direct
-        found[f"{name}, undone"] = difference(model(**inputs), plain)
+        same(model(**inputs), plain, what=degrees)
     with parallelize(model, mesh=make_mesh(1, 2), table=TABLE):
         model.run = lambda block, *args: checkpoint(block, *args, use_reentrant=False)
-        output = model(**inputs)
-        found["said"] = raised_by(output.sum().backward)[1]
-    return found
+        text = raised_by(model(**inputs).sum().backward)[1]
+        assert "enable_gradient_checkpointing(handle.checkpoint)" in text
 
 
-def test_backward_after_undo_computes_over_the_mesh_again() -> None:
-    for found in run_ranks(backward_outside, 2):
-        assert "enable_gradient_checkpointing(handle.checkpoint)" in found.pop("said")
-        assert max(found.values()) < 1e-12, found
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Identity()
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = image[:, None].expand(-1, 2, -1, -1)
+        return self.head(functional.scaled_dot_product_attention(x, x, x).mean(1))
 
 
-def guided() -> Found:
+@on_ranks(2)
+def test_guidance_shared_blocks_and_models_without_parameters() -> None:
     """Gradients of a pass within another one; blocks that are one module; no parameters at all."""
     inputs, other, model = toy_inputs(masked=True), toy_inputs(text=3, image=6), make_toy()
-    mesh, found, grads = make_mesh(1, 2), Found(), list[Tensor]()
+    mesh, grads = make_mesh(1, 2), list[Tensor]()
     run: Callable[..., Any] = direct
     busy = False
 
@@ -313,9 +298,9 @@ def guided() -> Found:
         run, busy = handle.checkpoint, True
         model(**inputs)  # is compared with one process, of which the hook would be a part
         busy = False
-        found["outer"] = difference(model(**inputs), wanted)
+        same(model(**inputs), wanted, what="outer")
         dist.all_reduce(grads[1])
-        found["inner"] = difference(grads[1] / 2, grads[0])
+        same(grads[1] / 2, grads[0], what="inner")
     hook.remove()
     model.blocks[1] = model.blocks[0]
     sparse_inputs = toy_inputs()
@@ -326,29 +311,12 @@ def guided() -> Found:
     with parallelize(model, mesh=mesh, table=TABLE, sparse=sparse) as handle:
         output, _ = toy_gradients(model, sparse_inputs)
         handle.average_gradients()
-        found["one module, twice"] = difference(output, wanted) + worst(
-            grads_of(model), wanted_grads
-        )
+        same(output, wanted, what="one module, twice")
+        same_gradients(grads_of(model), wanted_grads)
     bare, x = Bare(), inputs["image"]
     wanted = bare(x)
     cut = Cut("image")
     table = SplitTable(("image",), {"": {"image": cut}}, {"head": cut}, {})
     with parallelize(bare, ulysses_degree=2, table=table) as handle:
-        found["bare"] = difference(bare(x), wanted)
-        found["bare, verified"] = 0.0 if handle.verify(image=x).ok else 1.0
-    return found
-
-
-class Bare(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Identity()
-
-    def forward(self, image: Tensor) -> Tensor:
-        x = image[:, None].expand(-1, 2, -1, -1)
-        return self.head(functional.scaled_dot_product_attention(x, x, x).mean(1))
-
-
-def test_guidance_shared_blocks_and_models_without_parameters() -> None:
-    for found in run_ranks(guided, 2):
-        assert max(found.values()) < 1e-12, found
+        same(bare(x), wanted, what="bare")
+        assert handle.verify(image=x).ok

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,12 +13,13 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from bascule.diffusers import ParallelHandle, Verification, parallelize
+from bascule.diffusers.explain import count_work
 from bascule.errors import ConfigError
 from bascule.machine.cluster import HardwareProfile
 from tests.helpers.calls_made import calls_made
 from tests.helpers.inference_cases import make_mesh
 from tests.helpers.inference_toy import TABLE, Toy, make_toy, toy_inputs
-from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.ranks import on_ranks, raised_by, run_ranks
 
 Hook = Callable[[nn.Module, Any, tuple[Tensor, Tensor]], Any]
 
@@ -153,7 +155,15 @@ def test_verify_on_two_ranks(run: Callable[[], None]) -> None:
     run_ranks(run, 2)
 
 
-def explained(ring: int, ulysses: int) -> None:
+@pytest.mark.parametrize(
+    ("ring", "ulysses"),
+    [
+        *[(1, 2), (2, 1), (2, 2)],
+        *(pytest.param(*mesh, marks=pytest.mark.stress) for mesh in ((1, 4), (4, 1))),
+    ],
+)
+@on_ranks(lambda ring, ulysses: ring * ulysses)
+def test_explain_counts_the_bytes_on_the_wire(ring: int, ulysses: int) -> None:
     rows: tuple[Any, ...] = None, None, "int8", "e4m3"
     for kv_heads, comm_dtype in zip((6, 2, 2, 2), rows, strict=True):
         model, mesh = make_toy(heads=6, kv_heads=kv_heads), make_mesh(ring, ulysses)
@@ -173,18 +183,8 @@ def explained(ring: int, ulysses: int) -> None:
             assert line.endswith("about as much" if is_near else "MiB") and "x)" not in line
 
 
-@pytest.mark.parametrize(
-    ("ring", "ulysses"),
-    [
-        *[(1, 2), (2, 1), (2, 2)],
-        *(pytest.param(*mesh, marks=pytest.mark.stress) for mesh in ((1, 4), (4, 1))),
-    ],
-)
-def test_explain_counts_the_bytes_on_the_wire(ring: int, ulysses: int) -> None:
-    run_ranks(explained, ring * ulysses, ring, ulysses)
-
-
-def in_seconds() -> None:
+@on_ranks(2)
+def test_explain_predicts_seconds_and_gains() -> None:
     """FLOPs of products against torch's own count, and predictions for three machines."""
     model, inputs = make_toy(heads=6, kv_heads=6), toy_inputs(text=9, image=13)
     counter = FlopCounterMode(display=False)
@@ -196,19 +196,22 @@ def in_seconds() -> None:
     fast: dict[str, Any] = dict.fromkeys(rates, 1e24) | {"launch_s": 0.0}
     with torch.no_grad(), parallelize(model, make_mesh(1, 2), table=TABLE) as handle:
         model(**inputs)
-        plain, last = handle.explain(), handle.parts[0].last
-        assert last is not None
-        flops = sum(one.token_flops + one.other_flops for one in last.work.values())
+        plain, split = handle.explain(), handle.parts[0]
+        work = count_work(split, partial(model, **inputs))
+        flops = sum(layers.token_flops + layers.other_flops for layers in work.values())
         assert flops == pytest.approx(expected, rel=1e-9)
-        layers = {kind: (x.num_layers, sum(x.shapes.values())) for kind, x in last.work.items()}
+        layers = {kind: (x.num_layers, sum(x.shapes.values())) for kind, x in work.items()}
         assert layers == {"": (1, 0), "blocks.*": (2, 2)}
         assert plain.chosen.seconds == {} and plain.advice == ()
         empty = HardwareProfile(device="empty")
         refusal = "the hardware profile of empty has no matmul_flops_per_s"
-        assert refusal in raised_by(handle.explain, profile=empty)[1]
+        assert refusal in raised_by(handle.explain, profile=empty, **inputs)[1]
+        assert "give it the inputs" in raised_by(handle.explain, profile=empty)[1]
+        assert "are for seconds: give a profile" in raised_by(handle.explain, **inputs)[1]
 
         def on(**numbers: Any) -> Any:
-            return handle.explain(profile=HardwareProfile(device="one", **fast | numbers))
+            profile = HardwareProfile(device="one", **fast | numbers)
+            return handle.explain(profile=profile, **inputs)
 
         launches, wires = on(launch_s=1.0), on(intra_bytes_per_s=1.0)
         compute = on(matmul_flops_per_s=1.0)
@@ -219,10 +222,6 @@ def in_seconds() -> None:
     assert compute.advice == ("compute-bound: no compilation, 8-bit rows or other mesh gains 2 %",)
     for words in ("predicted: ", "  blocks.*: ", " and take "):
         assert words in str(launches)
-
-
-def test_explain_predicts_seconds_and_gains() -> None:
-    run_ranks(in_seconds, 2)
 
 
 class Mixing(nn.Module):
@@ -243,7 +242,9 @@ class Fixed(nn.Module):
         return x * self.scale
 
 
-def first_calls(compiled: bool) -> dict[str, str]:
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.stress)])
+@on_ranks(2)
+def test_a_table_that_does_not_fit_is_refused_at_the_first_call(compiled: bool) -> None:
     """Errors of the first call of models with tables of their own; "" for none."""
     inputs, mesh = toy_inputs(text=5, image=9), make_mesh(1, 2)
     errors: dict[str, str] = {}
@@ -281,19 +282,11 @@ def first_calls(compiled: bool) -> dict[str, str]:
                 model(**inputs)
                 model(**inputs)
             errors[f"passes, {verifies}"] = str(passes)
-    return errors
-
-
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.stress)])
-def test_a_table_that_does_not_fit_is_refused_at_the_first_call(compiled: bool) -> None:
-    for errors in run_ranks(first_calls, 2, compiled):
-        assert not errors["right"] and not errors["8 bits"]
+    assert not errors["right"] and not errors["8 bits"]
+    assert "the table of Toy does not fit: over ranks blocks.1 (text) differs" in errors["mixing"]
+    if not compiled:
+        assert "over ranks head.0 raised RuntimeError" in errors["fixed"]
         assert (
-            "the table of Toy does not fit: over ranks blocks.1 (text) differs" in errors["mixing"]
-        )
-        if not compiled:
-            assert "over ranks head.0 raised RuntimeError" in errors["fixed"]
-            assert (
-                errors["passes, False"] == "[2, 2, 2, 2, 1, 2, 1]"
-            )  # over ranks, alone, over ranks, a call
-            assert errors["passes, True"] == "[2, 1, 2, 1]"  # a few tokens were compared
+            errors["passes, False"] == "[2, 2, 2, 2, 1, 2, 1]"
+        )  # over ranks, alone, over ranks, a call
+        assert errors["passes, True"] == "[2, 1, 2, 1]"  # a few tokens were compared

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from bascule.diffusers import Verification, parallelize
 from tests.helpers.inference_toy import TABLE, make_toy, toy_inputs
 from tests.helpers.pipeline_cases import PIPELINES, TABLES, make_pipeline, prompt_of, seeded
-from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.ranks import on_ranks, raised_by, run_ranks
 
 pytest.importorskip("diffusers")
 pytestmark = pytest.mark.slow
@@ -54,7 +54,8 @@ def test_a_pipeline_agrees_with_one_process(kind: str, degrees: dict[str, int]) 
         assert {"step 1", "step 2", "decode"} <= set(result.blocks)
 
 
-def differing() -> dict[str, str | None]:
+@on_ranks(2)
+def test_the_first_phase_and_block_that_differ_are_named() -> None:
     """The names of what differs, where the second rank has other weights in one place."""
     names = dict[str, str | None]()
     pipeline = make_pipeline("flux")
@@ -73,18 +74,14 @@ def differing() -> dict[str, str | None]:
             assert first is not None and first in str(result)
         result = handle.verify(pipeline, **arguments("flux"))
         assert result.ok and "noise" in result.blocks
-    return names
+    # A rank's own tokens go through its own weights.
+    assert names["block"] == "step 1, transformer: single_transformer_blocks.0 (text)"
+    assert names["outside"] in ("step 1, transformer: output 0", "step 1")
+    assert names["vae"] == "decode"
 
 
-def test_the_first_phase_and_block_that_differ_are_named() -> None:
-    for names in run_ranks(differing, 2):
-        # A rank's own tokens go through its own weights.
-        assert names["block"] == "step 1, transformer: single_transformer_blocks.0 (text)"
-        assert names["outside"] in ("step 1, transformer: output 0", "step 1")
-        assert names["vae"] == "decode"
-
-
-def refused() -> list[tuple[list[str], str]]:
+@on_ranks(2)
+def test_what_cannot_be_compared_or_measured_is_refused() -> None:
     pipeline, model = make_pipeline("flux"), make_toy()
     errors = list[tuple[list[str], str]]()
     with torch.no_grad(), parallelize(pipeline, ulysses_degree=2) as handle:
@@ -96,19 +93,15 @@ def refused() -> list[tuple[list[str], str]]:
         errors.append(raised_by(handle.timed().__enter__))
         model(**toy_inputs())
         errors.append(raised_by(handle.verify, pipeline, **arguments("flux")))
-    return errors
+    kinds, texts = zip(*errors, strict=True)
+    assert [kind[0] for kind in kinds] == ["CommError", *["ConfigError"] * 3]
+    assert "height" in texts[0] and "undo() was called" in texts[1]
+    assert "give parallelize the pipeline" in texts[2]
+    assert "is not one of the models" in texts[3]
 
 
-def test_what_cannot_be_compared_or_measured_is_refused() -> None:
-    for errors in run_ranks(refused, 2):
-        kinds, texts = zip(*errors, strict=True)
-        assert [kind[0] for kind in kinds] == ["CommError", *["ConfigError"] * 3]
-        assert "height" in texts[0] and "undo() was called" in texts[1]
-        assert "give parallelize the pipeline" in texts[2]
-        assert "is not one of the models" in texts[3]
-
-
-def measured() -> None:
+@on_ranks(2)
+def test_phases_are_measured_and_explained() -> None:
     pipeline = make_pipeline("flux")
     pipeline.vae.enable_tiling()
     with torch.no_grad(), parallelize(pipeline, guidance_degree=2, vae="first") as handle:
@@ -124,7 +117,3 @@ def measured() -> None:
     assert any(line.startswith(guidance) for line in lines)
     assert any(line.startswith("denoise: ") and " s measured" in line for line in lines)
     assert any(line.startswith("decode: ") and "items" in line for line in lines)
-
-
-def test_phases_are_measured_and_explained() -> None:
-    run_ranks(measured, 2)

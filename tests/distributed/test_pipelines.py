@@ -36,7 +36,7 @@ from tests.helpers.pipeline_cases import (
     prompt_of,
     seeded,
 )
-from tests.helpers.ranks import by_one_rank, raised_by, run_ranks
+from tests.helpers.ranks import by_one_rank, on_ranks, raised_by, run_ranks
 
 pytest.importorskip("diffusers")
 pytestmark = pytest.mark.slow
@@ -170,7 +170,8 @@ class Drawing:
         return torch.randn(3, generator=generator)
 
 
-def carried() -> list[str]:
+@on_ranks(2)
+def test_what_is_of_the_host_travels_where_the_group_carries_it() -> None:
     """Where tensors are that are broadcast by a group that carries none of the host, as NCCL's."""
     devices = list[str]()
     sent: Any = pipeline_run.broadcast
@@ -195,12 +196,7 @@ def carried() -> list[str]:
     whole = member_of(resolve(None), "world")
     devices.append(verify.of_first_rank(torch.ones(2), whole).device.type + " again")
     verify.errors_of({"x": torch.ones(2)}, whole)
-    return devices
-
-
-def test_what_is_of_the_host_travels_where_the_group_carries_it() -> None:
-    for devices in run_ranks(carried, 2):
-        assert devices == ["meta", "meta", "cpu again", "meta"]
+    assert devices == ["meta", "meta", "cpu again", "meta"]
 
 
 class Device:
@@ -316,7 +312,9 @@ def test_ranks_that_round_unlike_have_the_same_pixels() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def calls_of_samples() -> None:
+@pytest.mark.parametrize("num_groups", [2, 4])
+@on_ranks(lambda num_groups: num_groups)
+def test_samples_of_a_call_are_shared(num_groups: int) -> None:
     """Calls of two samples, with arguments for all; and fewer samples than groups."""
     num_groups, calls = dist.get_world_size(), list[int]()
     for name in ("pixart", "vace"):
@@ -335,11 +333,6 @@ def calls_of_samples() -> None:
         # Of two calls of two samples each, four groups compute one sample each.
         assert len(calls) <= {2: 6, 4: 4}[num_groups]
         calls.clear()
-
-
-@pytest.mark.parametrize("num_groups", [2, 4])
-def test_samples_of_a_call_are_shared(num_groups: int) -> None:
-    run_ranks(calls_of_samples, num_groups)
 
 
 class Meeting:
@@ -617,23 +610,20 @@ def test_a_rank_that_fails_ends_all(run: Any, num_ranks: int) -> None:
         assert "enough of this image" in text
 
 
-def chosen() -> list[str]:
+@on_ranks(4)
+def test_auto_chooses_a_mesh_for_all_ranks() -> None:
     pipeline, meshes = make_pipeline("flux"), list[str]()  # two heads
     for mesh in ("auto", AutoMesh(num_passes=2), AutoMesh(num_passes=2, max_ring_degree=1)):
         with parallelize(pipeline, mesh) as handle:
             assert handle.choice is not None
             meshes.append(str(handle.choice.chosen))
             image(pipeline)
-    return meshes
+    assert meshes[0] == "guidance 1 x ring 2 x Ulysses 2"
+    assert meshes[1:] == ["guidance 2 x ring 1 x Ulysses 2"] * 2
 
 
-def test_auto_chooses_a_mesh_for_all_ranks() -> None:
-    for meshes in run_ranks(chosen, 4):
-        assert meshes[0] == "guidance 1 x ring 2 x Ulysses 2"
-        assert meshes[1:] == ["guidance 2 x ring 1 x Ulysses 2"] * 2
-
-
-def refused() -> None:
+@on_ranks(2)
+def test_what_cannot_be_done_is_refused_on_all_ranks() -> None:
     pipeline, rank = make_pipeline("flux"), dist.get_rank()
     toy = make_toy()
 
@@ -677,7 +667,3 @@ def refused() -> None:
     refuse("disagree on shared parts", parallelize, pipeline, guidance_degree=2)
     fully_shard(toy)
     refuse("Toy is sharded by FSDP", parallelize, toy, guidance_degree=2, table=TABLE)
-
-
-def test_what_cannot_be_done_is_refused_on_all_ranks() -> None:
-    run_ranks(refused, 2)

@@ -34,7 +34,7 @@ from tests.helpers.loader_cases import (
     loader_of,
     loader_threads,
 )
-from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.ranks import on_ranks, raised_by, run_ranks
 
 TEN, GAMMA = Limits(tokens=10), TransformerCost(64, gamma=1.5)
 ELSEWHERE = torch.ones(4, dtype=torch.bool, device="meta")
@@ -451,7 +451,8 @@ def test_the_same_error_on_all_ranks(name: str, of_ranks: list[dict[str, Error]]
         assert "ConfigError" not in classes, "an error of ranks that disagree is no bad input"
 
 
-def other_groups() -> Error:
+@on_ranks(4)
+def test_a_mesh_of_two_axes_is_refused_and_groups_are_independent() -> None:
     """A mesh of two axes is no group; afterwards the two groups of an axis do not wait."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
     rank, group = dist.get_rank(), dist.get_rank() // 2
@@ -480,12 +481,8 @@ def other_groups() -> Error:
     everywhere = SequenceParallel(mesh["sp"], "g2n1", COST, data_group=data_group).plan([])
     everywhere.mean(values).backward()
     assert values.grad is not None and bool((values.grad == 4 / 10).all())
-    return refused
-
-
-def test_a_mesh_of_two_axes_is_refused_and_groups_are_independent() -> None:
-    for classes, text in run_ranks(other_groups, 4):
-        assert "ConfigError" in classes and "('dp', 'sp')" in text and "mesh['name']" in text
+    classes, text = refused
+    assert "ConfigError" in classes and "('dp', 'sp')" in text and "mesh['name']" in text
 
 
 def without_a_world() -> Error:
@@ -497,7 +494,8 @@ def test_torch_distributed_must_be_initialised() -> None:
     assert "init_process_group" in run_ranks(without_a_world, 1)[0][1]
 
 
-def legal() -> None:
+@on_ranks(2)
+def test_what_is_legal_is_planned() -> None:
     """Lengths of any kind of whole number, and of more sequences than the first gather holds."""
     rank = dist.get_rank()
     for lens in ([3.0], np.array([3], np.int32), torch.tensor([3]), (3,)):
@@ -511,7 +509,3 @@ def legal() -> None:
         assert torch.equal(step.restore(step.route(x=x)["x"]), x)
     within = made("g2n1", limits=Limits(tokens=10))
     assert within.plan([20] if rank else []).plan.tokens.tolist() == [10, 10]
-
-
-def test_what_is_legal_is_planned() -> None:
-    run_ranks(legal, 2)

@@ -28,12 +28,11 @@ from bascule.serve import Block, Controller, Engine
 from bascule.serve import engine as engine_module
 from bascule.serve.blocks import shape_of_block
 from bascule.serve.post import pack, unpack
-from tests.helpers.model_case import TEXT_DIM, Case, Draw
-from tests.helpers.other_image_cases import MODELS
 from tests.helpers.pipeline_cases import PIPELINES, make_pipeline, prompt_of
 from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
 from tests.helpers.serving import ENDS, Asked, Script, Served, compared, pipeline_of, serve
 from tests.helpers.sparse_reference import Form, one_process
+from tests.helpers.split_models import TEXT_DIM, Case, Draw, built
 
 pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
@@ -295,7 +294,7 @@ def with_momentum(name: str) -> Any:
         pipeline = diffusers.HunyuanImagePipeline(
             **parts,
             scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-            transformer=MODELS[case.model][0](case).eval(),
+            transformer=built(case).eval(),
             guider=guider,
         )
         pipeline.set_progress_bar_config(disable=True)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.ranks import on_ranks, raised_by
 from tests.helpers.trainer_runs import make_model, make_trainer, shared_folder
 
 pytest.importorskip("transformers")
@@ -38,7 +38,10 @@ def trained(trainer: Any) -> tuple[list[float], Tensor]:
     return losses, torch.cat([p.flatten() for p in whole])
 
 
-def both_runs(accumulate: int) -> dict[str, Any]:
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.stress)])
+@on_ranks(4)
+def test_trains_like_the_trainer(accumulate: int) -> None:
     given = {"gradient_accumulation_steps": accumulate, "num_train_epochs": 1, "num_samples": 24}
     with shared_folder() as folder:
         if dist.get_rank() == 0:
@@ -50,17 +53,11 @@ def both_runs(accumulate: int) -> dict[str, Any]:
         loader = trainer.balanced_loader
         alone = raised_by(run(folder, True, 4, **given).get_train_dataloader)[1]
     facts = loader.metrics() | {"sync": loader.rules.sync, "ranks": loader.ranks.num}
-    return {"plain": plain, "balanced": balanced, "did": facts, "alone": alone}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.stress)])
-def test_trains_like_the_trainer(accumulate: int) -> None:
-    for one in run_ranks(both_runs, 4, accumulate):
-        (losses, weights), (ours, our_weights) = one["plain"], one["balanced"]
-        assert len(losses) == 4 // accumulate
-        assert ours == pytest.approx(losses, rel=1e-5)
-        assert torch.allclose(our_weights, weights, rtol=1e-5, atol=1e-6)
-        assert one["did"]["applied"] > 0.7 * one["did"]["steps"]
-        assert one["did"]["sync"] == "microbatch"
-        assert "one data axis" in one["alone"]
+    one = {"plain": plain, "balanced": balanced, "did": facts, "alone": alone}
+    (losses, weights), (ours, our_weights) = one["plain"], one["balanced"]
+    assert len(losses) == 4 // accumulate
+    assert ours == pytest.approx(losses, rel=1e-5)
+    assert torch.allclose(our_weights, weights, rtol=1e-5, atol=1e-6)
+    assert one["did"]["applied"] > 0.7 * one["did"]["steps"]
+    assert one["did"]["sync"] == "microbatch"
+    assert "one data axis" in one["alone"]

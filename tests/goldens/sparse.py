@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bascule.arrays import Ints
-from bascule.machine.cluster import AttentionLatency
+from bascule.machine.cluster import HardwareProfile
 from bascule.plan.sparse import (
     BlockLayout,
     PlanReuse,
@@ -17,7 +17,7 @@ from bascule.plan.sparse import (
     partition_blocks,
     partition_heads,
 )
-from bascule.plan.sparse.choose import LayerPlans, Strategies, columns_of
+from bascule.plan.sparse.choose import CallSize, LayerPlans, Strategies, columns_of
 from bascule.plan.sparse.layout import coupled_ends, over_mean
 from bascule.plan.sparse.planner import greedy, paper_blocks
 from bascule.plan.topology import all_degrees
@@ -25,7 +25,9 @@ from tests.helpers.sparse_simulation import Bools, clustered_mask, random_mask, 
 
 HEADS, LENS = 12, block_lens((100, 1900), 32)
 MESHES = ((1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (2, 2), (4, 1), (1, 5), (3, 2), (2, 4), (1, 8))
-LATENCY = AttentionLatency(3.0, 0.002, 40.0, 0.001, 0.01, 5.0, 0.0003)
+MACHINE = HardwareProfile(
+    device="slow wires", attention_flops_per_s=2.56e4, intra_bytes_per_s=500.0, launch_s=3.0
+)
 
 
 class Decision(NamedTuple):
@@ -142,11 +144,11 @@ def _chosen() -> Decision:
         for degrees in all_degrees(8)
         for planner in [SparsePlanner(*degrees)]
     }
-    strategies = Strategies(LATENCY, min_gain=0.01, switch_s=10.0)
-    plans = LayerPlans.first(reuses, strategies, start=(1, 8), batch=2, row_bytes=64)
+    strategies = Strategies(MACHINE, min_gain=0.01, switch_s=10.0)
+    plans = LayerPlans.first(reuses, CallSize(2, 64, 64), strategies, start=(1, 8))
     degrees: list[int] = []
     for seed in (2, 0, 1, 2):
-        plans = plans.after(_mask(seed), 2, 64)
+        plans = plans.after(_mask(seed))
         degrees += plans.degrees
     assert plans.choice is not None
     return Decision(np.array(degrees), plans.choice.predicted_s)

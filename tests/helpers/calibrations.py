@@ -3,7 +3,7 @@
 import numpy as np
 
 from bascule.machine.calibration import BYTES, PASSES, TOKENS, Calibration, Fit, Overhead
-from bascule.machine.cluster import AttentionLatency, HardwareProfile
+from bascule.machine.cluster import HardwareProfile
 from bascule.machine.fits import fit_curve
 
 LENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -36,7 +36,7 @@ def calibrated(name: str = "mine", noise: float = 0.01) -> HardwareProfile:
         num_ranks=8,
         settings="a block",
         d_model=1024,
-        measured=("matmul_flops_per_s", "intra_bytes_per_s", "launch_s", "attention"),
+        measured=("matmul_flops_per_s", "intra_bytes_per_s", "launch_s"),
         base="h100-datasheet",
         fits=tuple(fitted(what, noise) for what in CURVES),
         overheads=(Overhead(what="exchange of attention", seconds=5e-5, error=1e-6),),
@@ -50,6 +50,5 @@ def calibrated(name: str = "mine", noise: float = 0.01) -> HardwareProfile:
         inter_bytes_per_s=25e9,
         memory_bytes=80e9,
         launch_s=5e-5,
-        attention=AttentionLatency(4e-5, 6e-12, 3e-5, 5e-12, 2e-12, 1e-5, fit_error=0.05),
         calibration=calibration,
     )

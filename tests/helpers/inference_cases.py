@@ -1,6 +1,7 @@
-"""All tiny models of diffusers with random weights, and inputs of awkward shapes."""
+"""What split models are compared by: meshes, float64 within a model, and differences."""
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -10,16 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tests.helpers import image_cases, other_image_cases, plan_cases, video_cases
-from tests.helpers.model_case import CHANNELS as CHANNELS
-from tests.helpers.model_case import TEXT_DIM as TEXT_DIM
-from tests.helpers.model_case import Case as Case
-from tests.helpers.model_case import Draw
-from tests.helpers.model_case import Inputs as Inputs
-
-_MODULES = image_cases, other_image_cases, video_cases, plan_cases
-CASES = [case for module in _MODULES for case in module.CASES]
-_MODELS = {name: makes for module in _MODULES for name, makes in module.MODELS.items()}
+from bascule.diffusers import parallelize
+from tests.helpers.inference_toy import grads_of
+from tests.helpers.split_models import CASES as CASES
+from tests.helpers.split_models import CHANNELS as CHANNELS
+from tests.helpers.split_models import TEXT_DIM as TEXT_DIM
+from tests.helpers.split_models import Case as Case
+from tests.helpers.split_models import Inputs as Inputs
+from tests.helpers.split_models import make_inputs as make_inputs
+from tests.helpers.split_models import make_model as make_model
 
 Gradients = dict[str, Tensor]
 
@@ -28,22 +28,6 @@ _IN_FLOAT32: list[tuple[Any, str]] = [
     (torch.linalg, "vector_norm"),
 ]
 """Functions that models give a dtype to."""
-
-
-def make_model(case: Case, dtype: torch.dtype = torch.float32) -> Any:
-    """No parameter is left at zero or one, where it could hide a term."""
-    model = _MODELS[case.model][0](case).to(dtype).eval()
-    generator = torch.Generator().manual_seed(len(str(case)))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            std = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.2
-            draw = torch.randn(parameter.shape, generator=generator) * std
-            parameter.copy_(draw if parameter.ndim > 1 else parameter + draw)
-    return model
-
-
-def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -> Inputs:
-    return _MODELS[case.model][1](case, Draw(dtype, seed))
 
 
 def make_mesh(ring: int, ulysses: int) -> Any:
@@ -70,6 +54,71 @@ def in_float64(dtype: torch.dtype) -> Iterator[None]:
                 wide = widened(getattr(owner, name))
                 stack.enter_context(mock.patch.object(owner, name, wide))
         yield
+
+
+def joined(output: Any) -> Tensor:
+    """Return one row of all that a model returns."""
+    if isinstance(output, Tensor):
+        return output.flatten()
+    values = output.values() if isinstance(output, Mapping) else output
+    return torch.cat([joined(value) for value in values if value is not None])
+
+
+def step_of(model: nn.Module, inputs: Inputs) -> tuple[Tensor, Gradients]:
+    """Return all outputs, and gradients of a loss in which no token weighs as another."""
+    model.zero_grad()
+    output = joined(model(**inputs))
+    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype)
+    (output * weights + output.square()).mean().backward()
+    return output.detach(), grads_of(model)
+
+
+def same_as_one_process(
+    model: Any,
+    inputs: Inputs,
+    *,
+    limit: float = 1e-12,
+    grads_limit: float | None = None,
+    verifies: bool = True,
+    **split: Any,
+) -> None:
+    """Assert that a model over ranks gives what it gives in one process, and is whole after it.
+
+    Outputs and gradients by their relative L2 error; `verify()` agrees; undone, to the bit. In
+    float64 also the error of each parameter: at most 1e-10 of its gradient and 1e-13 of all.
+    """
+    hooks = num_hooks(model)
+    wanted, wanted_grads = step_of(model, inputs)
+    with parallelize(model, **split) as handle:
+        output, _ = step_of(model, inputs)
+        handle.average_gradients()
+        is_verified = not verifies or handle.verify(**inputs).ok
+    same(output, wanted, limit, "outputs")
+    same_gradients(grads_of(model), wanted_grads, grads_limit or limit)
+    assert is_verified, "verify found a difference"
+    assert num_hooks(model) == hooks and torch.equal(joined(model(**inputs)), wanted), "undone"
+
+
+def same_gradients(found: Gradients, wanted: Gradients, limit: float = 1e-12) -> None:
+    """Assert that gradients are alike, together and, in float64, of each parameter."""
+    assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
+    total = float(torch.cat([grad.flatten() for grad in wanted.values()]).norm())
+    errors = {name: float((found[name] - grad).norm()) for name, grad in wanted.items()}
+    assert math.hypot(*errors.values()) <= limit * total, (errors, total)
+    for name, grad in wanted.items():
+        allowed = 1e-10 * float(grad.norm()) + 1e-13 * total
+        assert grad.dtype != torch.float64 or errors[name] <= allowed, (name, errors[name])
+
+
+def same(found: Tensor, wanted: Tensor, limit: float = 1e-12, what: object = "") -> None:
+    """Assert that tensors are alike, by their relative L2 difference."""
+    error = difference(found, wanted)
+    assert error <= limit, (what, error)
+
+
+def num_hooks(model: nn.Module) -> int:
+    """Return the number of forward hooks in a model."""
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
 def difference(found: Tensor, wanted: Tensor) -> float:

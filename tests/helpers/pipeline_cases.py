@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bascule.diffusers import Cut, SplitTable
 from bascule.generate import tiny
-from tests.helpers.other_image_cases import CASES, MODELS
+from tests.helpers.split_models import CASES, built
 from tests.helpers.tile_cases import other_vae, tiny_vae
 
 TEXT_DIM = 32
@@ -157,7 +157,7 @@ def _vae(diffusers: Any) -> Any:
 def _ideogram(diffusers: Any) -> Any:
     """Guides with a second model; its prompts are encoded already."""
     case = next(one for one in CASES if one.model == "ideogram4")
-    models: list[Any] = [MODELS["ideogram4"][0](case).eval() for _ in range(2)]
+    models: list[Any] = [built(case).eval() for _ in range(2)]
     width = models[0].config.llm_features_dim
 
     class Encoded(diffusers.Ideogram4Pipeline):

@@ -6,7 +6,9 @@ its process.
 """
 
 import contextlib
+import functools
 import gc
+import importlib
 import math
 import multiprocessing
 import os
@@ -19,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, TypeVar, cast
 
 COLLECTIVE_TIMEOUT_S = 15.0
 """Of worlds in which ranks die."""
@@ -44,7 +46,7 @@ _PRELOAD = [
     "bascule.diffusers.balanced_model",
     "bascule.transformers",
     "bascule.models",
-    "bascule.report.measured",
+    "bascule.report.page",
     "bascule.train",
     "bascule.sim",
     "rich.progress",
@@ -57,6 +59,7 @@ _PRELOAD = [
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.trainer",
 ]
+Test = TypeVar("Test", bound=Callable[..., None])
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOAD)
 
@@ -91,6 +94,28 @@ def run_ranks(
         AssertionError: A rank raised, died or did not end; holds the tracebacks in that order.
     """
     return _values(*_Run(fn, args, world_size, timeout_s, _LONG_TIMEOUT_S, backend).outcomes())
+
+
+def on_ranks(world_size: int | Callable[..., int]) -> Callable[[Test], Test]:
+    """Run the body of a test on every rank of a world, with the arguments of the test.
+
+    Args:
+        world_size: Ranks; or a function of those arguments that gives their number.
+    """
+
+    def decorate(test: Test) -> Test:
+        @functools.wraps(test)
+        def on_all(**arguments: Any) -> None:
+            size = world_size(**arguments) if callable(world_size) else world_size
+            run_ranks(_run_body, size, test.__module__, test.__name__, arguments)
+
+        return cast(Test, on_all)
+
+    return decorate
+
+
+def _run_body(module: str, name: str, arguments: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(**arguments)
 
 
 def run_to_the_end(

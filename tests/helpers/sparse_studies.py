@@ -5,15 +5,24 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from bascule.machine.cluster import AttentionLatency, AttentionLoad
+from bascule.machine.cluster import HardwareProfile
 from bascule.sim.sparse_study import Mesh, Setting
 from bascule.workload.masks import WAN21, synthetic_masks
 
 Bools = NDArray[np.bool_]
 
-LATENCY = AttentionLatency(1e-5, 1e-9, 2e-5, 3e-9, 1e-8, 5e-6)
 
-DEAR_ROUNDS = AttentionLatency(0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
+def machine_of(flops_per_s: float, bytes_per_s: float, launch_s: float) -> HardwareProfile:
+    return HardwareProfile(
+        device="small",
+        source="measured",
+        attention_flops_per_s=flops_per_s,
+        intra_bytes_per_s=bytes_per_s,
+        launch_s=launch_s,
+    )
+
+
+MACHINE, DEAR_LAUNCHES = machine_of(6.4e9, 1e9, 5e-6), machine_of(1e12, 1e12, 1.0)
 
 HEAD_DIM, ITEMSIZE, TOLERANCE = 16, 2, 0.05
 
@@ -25,30 +34,6 @@ def drifting(num_steps: int) -> list[Bools]:
     return [synthetic_masks(model, step=step) for step in range(num_steps)]
 
 
-def setting_of(masks: Bools, *meshes: Mesh, latency: AttentionLatency = LATENCY) -> Setting:
+def setting_of(masks: Bools, *meshes: Mesh, machine: HardwareProfile = MACHINE) -> Setting:
     q_lens, kv_lens = (np.full(size, 8) for size in masks.shape[1:])
-    return Setting(meshes, q_lens, kv_lens, latency, HEAD_DIM, ITEMSIZE, TARGET, 2.0, TOLERANCE)
-
-
-def even_load(
-    degrees: Mesh,
-    *,
-    seq_len: int,
-    num_heads: int,
-    head_dim: int,
-    density: float = 1.0,
-    imbalance: float = 1.0,
-    bytes_per_value: int = 2,
-) -> AttentionLoad:
-    """One sequence whose tokens and heads are shared evenly, in query-key pairs."""
-    ulysses, ring = degrees
-    share = seq_len * num_heads / (ulysses * ring)  # rows of a rank
-    row_bytes = head_dim * bytes_per_value
-    return AttentionLoad(
-        ulysses,
-        ring,
-        imbalance * density * share * seq_len,
-        4.0 * share * row_bytes * (ulysses - 1) / ulysses,
-        2.0 * share * row_bytes if ring > 1 else 0.0,
-        4.0 * share * row_bytes,
-    )
+    return Setting(meshes, q_lens, kv_lens, machine, HEAD_DIM, ITEMSIZE, TARGET, 2.0, TOLERANCE)

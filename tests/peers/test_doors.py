@@ -28,7 +28,7 @@ from bascule.attention.api import AttentionMesh, SequenceLayout, split
 from bascule.peers import in_place_of
 from tests.helpers.mesh_cases import difference, make_mesh, reference
 from tests.helpers.oracle import dense_attention
-from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.ranks import on_ranks, raised_by, run_ranks
 
 MESHES = [
     *[(1, 2), (2, 1), (2, 2)],
@@ -419,8 +419,13 @@ def test_in_place_of_yunchang_in_replicas(ring: int, ulysses: int) -> None:
     assert max(run_ranks(in_replicas, 2 * ring * ulysses, ring, ulysses)) < EXACT
 
 
-def compiled(backend: str) -> list[float]:
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.stress)]
+)
+@on_ranks(2)
+def test_in_place_of_others_in_one_graph(backend: str) -> None:
     """In one graph, where the mesh is given."""
+    pytest.importorskip("yunchang")
     groups(1, 2)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ring", "ulysses"))
     functions = [swapped(in_place_of(layer_of(), mesh=mesh))]
@@ -431,16 +436,8 @@ def compiled(backend: str) -> list[float]:
         functions.append(in_place_of(para_attention(1, 2)[1], mesh=mesh))
     layout = SequenceLayout((24,), 1, 2)
     calls = [torch.compile(one, fullgraph=True, backend=backend) for one in functions]
-    return [error_of(call, layout) for call in calls]
-
-
-@pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.stress)]
-)
-def test_in_place_of_others_in_one_graph(backend: str) -> None:
-    pytest.importorskip("yunchang")
-    for errors in run_ranks(compiled, 2, backend):
-        assert max(errors) < EXACT, errors
+    errors = [error_of(call, layout) for call in calls]
+    assert max(errors) < EXACT, errors
 
 
 def sparse_in_place(ring: int, ulysses: int) -> dict[str, float]:
@@ -473,8 +470,23 @@ def sparse_in_place(ring: int, ulysses: int) -> dict[str, float]:
     return errors
 
 
-def refused() -> list[str]:
+REFUSALS = (
+    *(
+        "dropout_p (0.1)",
+        "alibi_slopes (Tensor)",
+        "return_attn_probs (True)",
+        "window_size without",
+    ),
+    *("causal with sparse (True)", "give it stripe=8", "attn_processor (Identity)"),
+    *("give one of USP", "give one of USP", "as many keys as queries"),
+    "disagree on the form",
+)
+
+
+@on_ranks(2)
+def test_refused_in_place_of_yunchang() -> None:
     """Each refusal, by its call."""
+    pytest.importorskip("yunchang")
     from yunchang import UlyssesAttention  # pyright: ignore[reportMissingImports]
 
     groups(1, 2)
@@ -496,27 +508,9 @@ def refused() -> list[str]:
         lambda: in_place_of(layer)(x, x[:, :5], x),
         lambda: in_place_of(layer)(*[x[:, dist.get_rank() :]] * 3),
     ]
-    return [raised_by(call)[1] for call in calls]
-
-
-REFUSALS = (
-    *(
-        "dropout_p (0.1)",
-        "alibi_slopes (Tensor)",
-        "return_attn_probs (True)",
-        "window_size without",
-    ),
-    *("causal with sparse (True)", "give it stripe=8", "attn_processor (Identity)"),
-    *("give one of USP", "give one of USP", "as many keys as queries"),
-    "disagree on the form",
-)
-
-
-def test_refused_in_place_of_yunchang() -> None:
-    pytest.importorskip("yunchang")
-    for texts in run_ranks(refused, 2):
-        for text, words in zip(texts, REFUSALS, strict=True):
-            assert words in text, texts
+    texts = [raised_by(call)[1] for call in calls]
+    for text, words in zip(texts, REFUSALS, strict=True):
+        assert words in text, texts
 
 
 def refused_of_xdit() -> list[str]:

@@ -13,7 +13,7 @@ from tests.helpers.inference_cases import (
     make_mesh,
     make_model,
 )
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import on_ranks
 
 pytest.importorskip("diffusers")
 pytestmark = pytest.mark.slow
@@ -36,7 +36,8 @@ def theirs(case: Case) -> str:
     return "nothing was refused"
 
 
-def side_by_side() -> dict[str, tuple[float, str]]:
+@on_ranks(2)
+def test_exact_where_diffusers_refuses() -> None:
     mesh, found = make_mesh(1, 2), dict[str, tuple[float, str]]()
     with torch.no_grad():
         for case in ODD:
@@ -44,10 +45,5 @@ def side_by_side() -> dict[str, tuple[float, str]]:
             wanted = model(**inputs).sample
             with parallelize(model, mesh=mesh):
                 found[str(case)] = difference(model(**inputs).sample, wanted), theirs(case)
-    return found
-
-
-def test_exact_where_diffusers_refuses() -> None:
-    for found in run_ranks(side_by_side, 2):
-        for error, peer in found.values():
-            assert error <= 1e-6 and peer in ("AssertionError", "RuntimeError"), found
+    for error, peer in found.values():
+        assert error <= 1e-6 and peer in ("AssertionError", "RuntimeError"), found

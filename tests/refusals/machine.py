@@ -12,20 +12,17 @@ import numpy as np
 
 from bascule import HardwareProfile, Sequences, TransformerCost, plan_batch, simulate
 from bascule.costs import PolynomialCost
-from bascule.machine.cluster import TRAINING, AttentionLoad, Bag, Passes, Work, in_passes, passes_of
+from bascule.machine.cluster import TRAINING, BagShape, Passes, Work, passes_of
 from bascule.machine.fits import fit_item_latency, fit_iterations, fit_latency
 from bascule.machine.mesh_choice import DenoisingStep, choose_mesh
 from bascule.sim import SimulationOptions
 from bascule.sim.seconds import EncoderStage, Sharding
-from bascule.sparse import AttentionLatency
 from tests.helpers.calibrations import calibrated
 
 H100 = HardwareProfile.load("h100-datasheet")
 NEW = HardwareProfile(device="new")
 LACKING = replace(H100, source="given", inter_bytes_per_s=None, launch_s=None)
 CLUSTER = H100.cluster(1, 4)
-LATENCY = AttentionLatency(1e-5, 1e-11, 1e-5, 1e-11, 1e-12, 1e-5)
-LOAD = AttentionLoad(2, 2, 1.0, 1.0, 1.0)
 STEP = DenoisingStep(99, 8, 64, 2)
 
 MADE = calibrated()
@@ -103,20 +100,20 @@ CASES: list[Case] = [
     ("too many ranks", partial(replace, CLUSTER, num_nodes=2**17), ("524288 ranks", "131072")),
     ("another world", planned(3, "g1n3", TransformerCost(8)), ("4 ranks, not 3",)),
     ("no width", planned(4, "g4n1", np.sqrt), ("width of the model", "TransformerCost")),
-    changed(LOAD, "ulysses_degree", 0, "at least 1"),
-    changed(LOAD, "ring_degree", 1.5, "an integer"),
-    changed(LATENCY, "launch_s", -1.0, "at least 0"),
-    changed(LATENCY, "p2p_s_per_byte", math.nan, "finite"),
+    changed(CLUSTER, "passes", "step", "a Passes(..)"),
     *(changed(H100, name, True, "finite") for name in H100.numbers),
     changed(H100, "device", 5, "a text"),
     changed(H100, "note", None, "a text"),
     ("no such profile", partial(HardwareProfile.load, "h200"), ("'h200'", "h200-datasheet")),
     ("a cluster", partial(NEW.cluster, 1, 2), ("new has no matmul_flops_per_s, memory_bytes",)),
-    ("attention of what is not known", partial(NEW.attention_latency, 64), ("new has no",)),
-    ("near", partial(LACKING.forward_seconds, [Work()], Bag.aligned(2, 1, 2)), ("no launch_s: ",)),
+    (
+        "near",
+        partial(LACKING.forward_seconds, [Work()], BagShape.aligned(2, 1, 2)),
+        ("no launch_s: ",),
+    ),
     (
         "far",
-        partial(LACKING.forward_seconds, [Work()], Bag.aligned(4, 1, 2)),
+        partial(LACKING.forward_seconds, [Work()], BagShape.aligned(4, 1, 2)),
         (", inter_bytes_per_s",),
     ),
     changed(STEP, "num_tokens", 0, "at least 1"),
@@ -126,7 +123,7 @@ CASES: list[Case] = [
     ("no rate", partial(choose_mesh, STEP, 2, profile=NEW), ("has no matmul_flops_per_s",)),
     ("passes of nothing", partial(Passes, 0.0, 1.0, 1.0, ""), ("linear=0.0", "at least")),
     ("no such passes", partial(passes_of, "both"), ("'both'", "step-without-recompute")),
-    ("polynomial", partial(in_passes, POLYNOMIAL, CLUSTER, TRAINING), ("a TransformerCost",)),
+    ("polynomial", partial(TRAINING.cost, POLYNOMIAL), ("a TransformerCost",)),
     changed(CURVE, "what", 5, "a text"),
     changed(CURVE, "unit", "words", '"tokens" or "bytes"'),
     ("too many sizes", partial(replace, CURVE, sizes=MANY), ("1001 entries", "at most 1000")),

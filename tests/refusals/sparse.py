@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from bascule.attention.sparse.rules import in_blocks, keep_mass, keep_top_k
-from bascule.machine.cluster import AttentionLatency
+from bascule.machine.cluster import HardwareProfile
 from bascule.plan.sparse import (
     BlockLayout,
     PlanReuse,
@@ -31,7 +31,7 @@ HOME = BlockLayout.striped([5] * 4, 1, 2)
 RUNS = BlockLayout.contiguous([5] * 4, 1, 2)
 PLANNER = SparsePlanner(1, 2)
 PLAN = PLANNER.plan(MASKS, HOME)
-LATENCY = AttentionLatency(1e-5, 1e-11, 1e-5, 1e-11, 1e-12, 1e-5)
+H100 = HardwareProfile.load("h100-datasheet")
 MODEL = MaskModel((2, 4, 4), 2, block=8)
 
 
@@ -52,7 +52,7 @@ def planner(**options: Any) -> Callable[[], object]:
 
 
 def strategies(**options: Any) -> Callable[[], object]:
-    return lambda: Strategies(**{"latency": LATENCY, **options})
+    return lambda: Strategies(**{"machine": H100, **options})
 
 
 def model(**change: Any) -> Callable[[], object]:
@@ -134,7 +134,13 @@ CASES = [
     ),
     ("planner, ring", planner(ring_degree=513), ("ring_degree is 513", "at most 512")),
     ("tolerance", lambda: PlanReuse(PLANNER, PLAN, -0.1), ("PlanReuse(tolerance=-0.1)",)),
-    ("latency", strategies(latency="fast"), ("'fast'", "give an AttentionLatency")),
+    ("machine", strategies(machine="fast"), ("'fast'", "give a HardwareProfile")),
+    ("machine, rates", strategies(machine=HardwareProfile(device="x")), ("x has no attention",)),
+    (
+        "machine, nodes",
+        strategies(machine=replace(H100, inter_bytes_per_s=None), ranks_per_node=2),
+        ("has no inter_bytes_per_s",),
+    ),
     ("min_gain", strategies(min_gain=3), ("Strategies(min_gain=3)", "at most 1")),
     ("meshes", strategies(meshes=("U2R1",)), ("'U2R1'", "give (Ulysses, ring) degrees")),
     ("meshes, degrees", strategies(meshes=((2, 0),)), ("Strategies(meshes[0]=0)",)),

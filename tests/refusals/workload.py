@@ -7,10 +7,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from bascule.train.photos import PhotoOptions, PhotoStream
+from bascule.train.streams import SyntheticStream
 from bascule.workload.codes import check_world, deal, parse_data_codes, read_lengths, sample_lengths
 from bascule.workload.manifest import read_manifest
-from bascule.workload.photos import PhotoOptions, PhotoStream
-from bascule.workload.streams import SyntheticStream
 from bascule.workload.tokens import TokenRule
 from bascule.workload.traces import (
     Segment,

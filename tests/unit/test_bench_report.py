@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from bascule.report.measured import of_bench
+from bascule.cli.bench import report_of
 from bascule.report.page import Report, Rows
 
 ARM = {
@@ -43,7 +43,7 @@ def reported(
     }
     summary |= changes
     step: dict[str, Any] = dict(zip(NAMES, (1.5, 1.0, 0.3, 0.3), strict=True))
-    return of_bench(summary | {"topologies": {"g1n2": summary}}, [step | {"topology": "g1n2"}] * 5)
+    return report_of(summary | {"topologies": {"g1n2": summary}}, [step | {"topology": "g1n2"}] * 5)
 
 
 def test_topologies_stand_in_one_table() -> None:
@@ -63,7 +63,7 @@ def test_topologies_stand_in_one_table() -> None:
         for of_step in ((1.6, 1.0), (1.7, 0.9), (1.6, 1.55))
         for name, seconds in zip(("g1n2", "g2n1"), of_step, strict=True)
     ]
-    report = of_bench(summary, rows)
+    report = report_of(summary, rows)
     table = next(part for part in report.parts if isinstance(part, Rows))
     assert table.title == "Topologies" and "compute only" in list(table.columns)[2]
     assert table.texts == [

@@ -158,7 +158,6 @@ def test_what_makes_a_run_ready_is_not_timed(monkeypatch: pytest.MonkeyPatch) ->
         (("--module", "nocolon"), "give package.module:function"),
         (("--module", "a.b:"), "give package.module:function"),
         (("--module", "no_such_module.x:make"), "there is no no_such_module on the path of Python"),
-        (("--ranks", "1", "--sparse-tokens", "64"), "one rank has no meshes"),
     ],
 )
 def test_options_that_are_refused_before_any_rank_starts(

@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 
 from bascule.calibrate.measuring import refusals, undisturbed
+from bascule.cli.calibrate import report_of
 from bascule.errors import ConfigError
 from bascule.machine.calibration import BYTES, TOKENS, is_held_out, least_points
 from bascule.machine.cluster import (
     TRAINING,
-    AttentionLatency,
-    AttentionLoad,
     HardwareProfile,
     passes_of,
 )
-from bascule.report.measured import of_calibration
 from bascule.report.page import render
 from tests.helpers.browser import opened
 from tests.helpers.calibrations import CURVES, LENS, calibrated, fitted
@@ -92,9 +90,6 @@ def test_a_bad_fit_is_refused_with_its_numbers() -> None:
     assert refused_of(seconds=np.where(held_out, 1.2 * seconds, seconds)) == []
     seen = np.where(held_out, seconds, 1.6 * seconds)  # those that were fitted do not judge
     assert refused_of(seconds=seen) == []
-    attention = replace(AttentionLatency(*[1e-6] * 6), fit_error=0.3)
-    (told,) = refusals(replace(calibrated(noise=0.0), attention=attention), 0.25)
-    assert "block-sparse attention: the fit has an error of 30%" in told
     (told,) = refused_of(coefficients=(1e-4, 0.0, 3e-11), seconds=1e-4 + 3e-11 * np.square(LENS))
     assert "do not grow" in told
     (told,) = refused_of(coefficients=(1e-4, 2e-7, 0.0), seconds=1e-4 + 2e-7 * np.array(LENS))
@@ -117,13 +112,6 @@ def test_gamma_and_passes_are_those_that_were_measured() -> None:
     assert text.endswith("mine, measured 2026-11-23 on 8 ranks with torch 2.13.0")
 
 
-def test_wires_of_attention_are_those_that_were_measured() -> None:
-    latency = replace(calibrated(noise=0.0), attention=None).attention_latency(128)
-    sent, passed = AttentionLoad(2, 1, 0.0, 1e6, 0.0), AttentionLoad(1, 2, 0.0, 0.0, 1e9)
-    assert latency(sent) == pytest.approx(2 * 4e-5 + 6e-12 * 1e6 + 5e-5)
-    assert latency(passed) == pytest.approx(3e-5 + 5e-3 + 5e-5)
-
-
 def test_a_topology_of_a_calibrated_profile(capsys: Console, tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     calibrated().save(path)
@@ -134,9 +122,7 @@ def test_a_topology_of_a_calibrated_profile(capsys: Console, tmp_path: Path) -> 
     code, out, _ = run(capsys, "plan", *arguments, "--kb-per-token", "9")
     told = "Limited by 80 GB of memory a rank; from h100-datasheet, not measured"
     assert code == 0 and told in " ".join(out.split())
-    code, out, _ = run(capsys, "topology", *arguments, "--tflops", "5")
-    assert code == 2  # its attention was measured
-    replace(calibrated(), attention=None, calibration=None).save(path)
+    replace(calibrated(), calibration=None).save(path)
     code, out, _ = run(capsys, "topology", *arguments, "--tflops", "5")
     assert code == 0 and "given, not measured" in " ".join(out.split())
 
@@ -144,7 +130,7 @@ def test_a_topology_of_a_calibrated_profile(capsys: Console, tmp_path: Path) -> 
 def test_the_page_in_the_browser(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     path, profile = tmp_path / "mine.html", calibrated("<b>mine</b>", noise=0.02)
-    path.write_text(render(of_calibration(profile, []), "bascule calibrate"))
+    path.write_text(render(report_of(profile, []), "bascule calibrate"))
     found = opened(path, tmp_path / "profile")
     assert found.errors == [] and found.num_charts == 2
     assert "&lt;b&gt;mine" in found.html and "<b>mine" not in found.html
@@ -152,7 +138,7 @@ def test_the_page_in_the_browser(tmp_path: Path) -> None:
     for fit in profile.calibration.fits:
         assert found.numbers[f"held_out {fit.what}"] == f"{fit.held_out_error:.1%}"
         assert f"<td>{fit.seconds[1]:.4g}</td>" in found.html
-    told = render(of_calibration(profile, ["forward: bad", "backward: too"]), "x")
+    told = render(report_of(profile, ["forward: bad", "backward: too"]), "x")
     assert "Refused: forward: bad." in told and "backward: too" in told
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from bascule.files import MAX_LINE
-from bascule.machine.cluster import AttentionLatency, HardwareProfile
+from bascule.machine.cluster import HardwareProfile
 from tests.helpers.cli import Console, refused, run, sentence
 
 HUGE, LONG, LENGTHS = "9" * 400, "9" * 30, "--lengths 500,400/300,2"
@@ -215,9 +215,8 @@ def test_masks_that_are_none(capsys: Console, tmp_path: Path) -> None:
 
 
 def test_profiles_that_are_none(capsys: Console, tmp_path: Path) -> None:
-    latency = AttentionLatency(1e-5, 1e-11, 1e-5, 1e-11, 1e-12, 1e-5)
     head = '"bascule": "hardware profile", "version": 1'
-    fields = asdict(HardwareProfile(device="x", attention=latency))
+    fields = asdict(HardwareProfile(device="x"))
     values = "1" + "0" * 400, "1e308", "1e999", "-1e-320", "[1]", "9" * 9999
     for place, value in enumerate(values):
         text = json.dumps(fields | {"launch_s": 7.0}).replace("7.0", value)

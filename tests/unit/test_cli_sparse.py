@@ -16,9 +16,8 @@ from bascule.sim.sparse_study import WAYS, Setting
 from tests.helpers.cli import Console, run, sentence
 from tests.helpers.pages import python_of
 from tests.helpers.sparse_studies import (
-    DEAR_ROUNDS,
     HEAD_DIM,
-    LATENCY,
+    MACHINE,
     TARGET,
     Bools,
     drifting,
@@ -50,15 +49,15 @@ def test_printed_numbers_are_those_of_the_study(capsys: Console, tmp_path: Path)
     options = SparseOptions(ulysses=2, ring=2, head_dim=16)
     assert (options.target, options.reward) == (DEFAULT_TARGET, REWARD)
     lens = np.full(24, 4096)
-    latency = HardwareProfile.load("h100-datasheet").attention_latency(16)
-    setting = Setting(options.meshes, lens, lens, latency, 16, 2, TARGET, 2.0, 0.05)
+    machine = HardwareProfile.load("h100-datasheet")
+    setting = Setting(options.meshes, lens, lens, machine, 16, 2, TARGET, 2.0, 0.05)
     balance, exchange = out.split("Rows on other ring ranks")
-    before = setting.latency(setting.load(setting.plan("in order", masks, (2, 2))))
+    before = setting.seconds(setting.plan("in order", masks, (2, 2)))
     for way in WAYS:
         plan = setting.plan(way, masks, (2, 2))
         rho = f"{plan.imbalance:.4f}", f"{plan.critical_path_imbalance:.4f}"
         assert cells_of(balance, way)[1:3] == [*rho]
-        call, sent = setting.latency(setting.load(plan)), plan.wire_bytes(16) / 2**20
+        call, sent = setting.seconds(plan), plan.wire_bytes(16) / 2**20
         moved = [f"{share:.1%}" for share in plan.moved]
         times = f"{call * 1e3:.3f}", f"{before / call:.3f}x"
         assert cells_of(exchange, way)[1:] == [*moved, f"{sent:,.2f}", *times]
@@ -112,37 +111,33 @@ def test_every_ulysses_rank_has_a_head(capsys: Console, tmp_path: Path) -> None:
         assert "use --ulysses 3 at most" in message
 
 
-@pytest.mark.parametrize("fit_error", [None, 0.0412])
-def test_a_measured_machine(capsys: Console, tmp_path: Path, fit_error: float | None) -> None:
+def test_a_measured_machine(capsys: Console, tmp_path: Path) -> None:
     np.save(tmp_path / "one.npy", masks := drifting(1)[0])
-    latency = replace(DEAR_ROUNDS, fit_error=fit_error)
-    profile = HardwareProfile(device="A800", source="measured", attention=latency)
-    profile.save(tmp_path / "a800.json")
-    machine = ("--profile", str(tmp_path / "a800.json"), "--head-dim", str(HEAD_DIM))
+    MACHINE.save(tmp_path / "small.json")
+    machine = ("--profile", str(tmp_path / "small.json"), "--head-dim", str(HEAD_DIM))
     base = ("sparse", "--masks", str(tmp_path / "one.npy"), "--ring", "3", "--block", "8")
     code, out, _ = run(capsys, *base, *machine, "--target", str(TARGET))
     assert code == 0 and "assumed" not in out
-    fit = "" if fit_error is None else " with an error of 4.1%"
-    assert out.endswith(f"Predicted for A800: attention fitted{fit}; measured.\n")
-    setting = setting_of(masks, (1, 3), latency=latency)
-    predicted = latency(setting.load(setting.plan("minimal_move", masks, (1, 3))))
+    assert out.endswith("Predicted for small: 1 GB/s in a node, 5 us a launch; measured.\n")
+    setting = setting_of(masks, (1, 3))
+    predicted = setting.seconds(setting.plan("minimal_move", masks, (1, 3)))
     table = out.split("Rows on other")[1]
     assert cells_of(table, "minimal_move")[4] == f"{predicted * 1e3:.3f}"
+    code, out, _ = run(capsys, *base, *machine, "--intra-gbs", "100")
+    assert code == 0 and "100 GB/s in a node, 5 us a launch; given, not measured" in out
 
 
 def test_a_profile_that_is_none(capsys: Console, tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
-    HardwareProfile(device=str(path), attention=LATENCY).save(path)
+    replace(MACHINE, device=str(path)).save(path)
     fields = json.loads(path.read_text())
     base = ("sparse", *WAN, "--ring", "2", "--profile", str(path))
-    for changes, arguments, said in (
-        ({"launch_s": -1}, "", "launch_s=-1"),
-        ({}, "--intra-gbs 100", "was measured; leave it out"),
-        ({}, "--latency-us 5", "--latency-us 5.0: attention of"),
-        ({"attention": None}, "", "has no attention_flops_per_s"),
+    for changes, said in (
+        ({"launch_s": -1}, "launch_s=-1"),
+        ({"attention_flops_per_s": None}, "has no attention_flops_per_s"),
     ):
         path.write_text(json.dumps(fields | changes))
-        message = sentence(capsys, *base, *arguments.split())
+        message = sentence(capsys, *base)
         assert str(path) in message and said in message
 
 

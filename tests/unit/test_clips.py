@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from bascule.errors import ConfigError
-from bascule.workload.photos import PhotoOptions, PhotoStream
+from bascule.train.photos import PhotoOptions, PhotoStream
 
 
 def grey(folder: Path, name: str, value: int, size: tuple[int, int] = (32, 16)) -> None:

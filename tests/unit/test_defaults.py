@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from bascule.attention import api, layout, mask, packed
-from bascule.attention.sparse import timing
 from bascule.data import cost_tracker, loader, packs, samplers
 
 TOKEN_FIELDS = ("input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids")
@@ -24,7 +23,6 @@ NOT_NONE: dict[Callable[..., Any], dict[str, Any]] = {
         "stripe": 0,
         "fixed_turns": False,
     },
-    timing.measure_attention_latency: {"rounds": 5},
     packs.collate_padded: {"pad_id": 0, "ignore_index": -100, "multiple_of": 1},
     cost_tracker.CostTracker: {
         "warmup": 10,

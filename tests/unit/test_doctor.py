@@ -15,12 +15,12 @@ from bascule.bench.doctor import (
     judge,
     matchings,
     named,
-    report_of,
+    plain_values,
     to_median,
 )
 from bascule.bench.options import DoctorOptions
+from bascule.cli.doctor import report_of
 from bascule.machine.cluster import HardwareProfile
-from bascule.report.measured import of_doctor
 from bascule.report.page import Rows
 from tests.helpers.cli import Console, run
 
@@ -183,9 +183,9 @@ def test_a_report_begins_with_ranks_and_links_that_are_slow() -> None:
     times = np.full(70, 1e-3)
     times[[3, 69]] = 1.7e-3
     given = measured(work_s=times.tolist(), link_s=times.tolist(), hosts="a" * 70)
-    report = report_of(DoctorOptions(), given, found(given))
+    report = plain_values(DoctorOptions(), given, found(given))
     assert report["ranks"][1] | FACTS == report["ranks"][1]
-    shown = of_doctor(report)
+    shown = report_of(report)
     assert shown.answer == "2 findings."
     assert [note.startswith("found (slow rank): rank") for note in shown.notes[:2]] == [True] * 2
     ranks, calls, links = (part for part in shown.parts if isinstance(part, Rows))

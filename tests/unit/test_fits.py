@@ -1,9 +1,7 @@
 """Fits: planted coefficients come back, noise is estimated, outliers and gaps do no harm."""
 
-import itertools
 import math
 from collections.abc import Callable
-from dataclasses import astuple, replace
 from functools import partial
 from typing import Any
 
@@ -13,16 +11,13 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from bascule.errors import ConfigError
-from bascule.machine.cluster import AttentionLatency, AttentionLoad
 from bascule.machine.costs import IterationFit, PolynomialCost, TransformerCost
 from bascule.machine.fits import (
     TERMS,
-    fit_attention_latency,
     fit_item_latency,
     fit_iterations,
     fit_latency,
 )
-from tests.helpers.sparse_studies import even_load
 
 # Latencies of sequences
 
@@ -236,97 +231,6 @@ def test_times_without_relation_to_the_lengths_are_refused(seed: int) -> None:
     lens = draw(11, iterations=30)
     fit = fit_iterations(lens, noisy(rank_seconds(lens).max(axis=1), 0.06, seed))
     assert 0.02 < diagnostics(fit).loo_error < 0.08
-
-
-# Calls of attention
-
-A800 = AttentionLatency(40e-6, 6e-12, 15e-6, 9e-12, 2e-12, 30e-6, 2e-12)
-CPU = AttentionLatency(4e-4, 4e-10, 3e-4, 6e-10, 3e-9, 2e-4, 5e-10)
-MESHES = ((8, 1), (4, 2), (2, 4), (1, 8))
-MACHINES = pytest.mark.parametrize(("model", "scale"), [(A800, 1.0), (CPU, 0.05)])
-
-
-def written_out(model: AttentionLatency, load: AttentionLoad) -> float:
-    """Equation 4, a period at a time, after what a rank lays out."""
-    seconds = model.copy_s_per_byte * load.copied_bytes
-    if load.all_to_all_bytes:
-        for _ in ("to the ranks", "back"):
-            seconds += model.all_to_all_latency_s
-            seconds += model.all_to_all_s_per_byte * load.all_to_all_bytes / 2
-    for period in range(load.ring_degree):
-        compute = model.launch_s + model.compute_s_per_work * load.work / load.ring_degree
-        exchange = model.p2p_latency_s + model.p2p_s_per_byte * load.p2p_bytes
-        seconds += compute if period == load.ring_degree - 1 else max(compute, exchange)
-    return seconds
-
-
-def measured_loads(scale: float, repeats: int = 10) -> list[AttentionLoad]:
-    """Dense calls of some lengths, and calls without work, as a calibration would take them."""
-    loads = [
-        even_load(mesh, seq_len=int(scale * length), num_heads=40, head_dim=128)
-        for mesh in ((1, 1), *MESHES)
-        for length in (2048, 8192, 32768, 65536)
-    ]
-    return (loads + [replace(load, work=0.0) for load in loads]) * repeats
-
-
-def sparse_loads(scale: float) -> list[AttentionLoad]:
-    meshes, lengths = ((1, 1), *MESHES, (3, 2)), (4096, 20000, 75600)
-    drawn = itertools.product(meshes, lengths, (0.1, 0.41, 0.68), (1.0, 1.4))
-    shape = {"num_heads": 40, "head_dim": 128}
-    return [
-        even_load(mesh, seq_len=int(scale * length), density=density, imbalance=rho, **shape)
-        for mesh, length, density, rho in drawn
-    ]
-
-
-@MACHINES
-def test_predictions_follow_the_equation(model: AttentionLatency, scale: float) -> None:
-    """On both sides of the maximum: else the tests of the fit would show little."""
-    for load in sparse_loads(0.1) + measured_loads(0.1, 1):
-        assert model(load) == pytest.approx(written_out(model, load), rel=1e-12)
-    free = replace(model, p2p_latency_s=0.0, p2p_s_per_byte=0.0)
-    rings = [load for load in measured_loads(scale, 1) if load.ring_degree > 1]
-    hidden = [load for load in rings if model(load) == free(load)]
-    assert 0.25 < len(hidden) / len(rings) < 0.75
-
-
-@MACHINES
-def test_exact_calls_give_the_coefficients_back(model: AttentionLatency, scale: float) -> None:
-    loads = measured_loads(scale, 1)
-    fit = fit_attention_latency(loads, [model(load) for load in loads])
-    assert fit.fit_error is not None and fit.fit_error < 1e-6
-    np.testing.assert_allclose(astuple(fit)[:7], astuple(model)[:7], 1e-5)
-
-
-def test_no_bias_under_noise() -> None:
-    """Errors relative to the measured time would predict 2 % less than the mean of the times."""
-    loads = measured_loads(1.0, repeats=60)
-    exact = np.array([A800(load) for load in loads])
-    fit = fit_attention_latency(loads, noisy(exact, 0.1))
-    assert np.mean([fit(load) for load in loads] / exact) == pytest.approx(1.0, abs=0.005)
-
-
-def test_illegal_measurements() -> None:
-    loads = measured_loads(1.0, 1)
-    hidden = replace(A800, p2p_latency_s=0.0, p2p_s_per_byte=0.0)
-    flat, rings = (
-        [load for load in loads if getattr(load, name) == 1]
-        for name in ("ring_degree", "ulysses_degree")
-    )
-    bad: Any = np.where(np.arange(40) == 7, math.nan, 1.0)
-    for some, seconds, match in (
-        (loads, [1.0] * 39, r"40 loads and seconds of shape \(39,\)"),
-        (loads[:5], [1.0] * 5, "5 loads.*at least 7"),
-        ([*loads[:6], 5], [1.0] * 7, r"loads\[6\] is 5: give an AttentionLoad"),
-        (loads, bad, "positive and finite"),
-        (loads, bad * 0.0, "positive and finite"),
-        (flat, [A800(load) for load in flat], "no call with a ring"),
-        (rings, [A800(load) for load in rings], "no call with all-to-alls"),
-        (loads, [hidden(load) for load in loads], "no call waits for the exchange"),
-    ):
-        with pytest.raises(ConfigError, match=match):
-            fit_attention_latency(some, seconds)  # pyright: ignore[reportArgumentType]
 
 
 # What a fit of iteration times must not depend on, over drawn workloads

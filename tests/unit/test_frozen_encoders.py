@@ -14,8 +14,8 @@ from bascule.bench.options import BenchOptions
 from bascule.errors import ConfigError
 from bascule.train.encoders import FrozenEncoders, load_encoders
 from bascule.train.options import RunOptions
-from bascule.workload.photos import PhotoStream
-from bascule.workload.streams import patches
+from bascule.train.photos import PhotoStream
+from bascule.train.streams import patches
 
 diffusers: Any = pytest.importorskip("diffusers")
 transformers: Any = pytest.importorskip("transformers")

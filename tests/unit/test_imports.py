@@ -17,11 +17,12 @@ SOURCE = Path(bascule.__file__).parents[1]
     "args",
     [
         ("-c", "import bascule"),
+        ("-c", "import bascule.machine.fits, bascule.machine.mesh_choice"),
         ("-c", "import bascule.plan"),
         ("-c", "import bascule.workload.traces"),
         ("-c", "import bascule.sim.simulation, bascule.sim.sparse_study"),
         ("-c", "import bascule; bascule.simulate"),
-        ("-c", "import bascule.report.step_picture, bascule.report.sparse_picture"),
+        ("-c", "import bascule.report.step_picture"),
     ],
     ids=" ".join,
 )

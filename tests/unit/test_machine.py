@@ -17,16 +17,13 @@ from bascule.machine.cluster import (
     KNOWN_PROFILES,
     LIMITS,
     TRAINING,
-    AttentionLatency,
-    AttentionLoad,
-    Bag,
+    BagShape,
     Cluster,
     HardwareProfile,
     Passes,
     Seconds,
     Work,
     exposed_ring,
-    in_passes,
     passes_of,
 )
 from bascule.machine.costs import (
@@ -38,7 +35,6 @@ from bascule.machine.costs import (
 )
 from bascule.machine.mesh_choice import DenoisingStep, InferenceMesh, choose_mesh, step_seconds
 from tests.helpers.cli import Console, run
-from tests.helpers.sparse_studies import even_load
 
 WIDTH, LAYERS, TOKENS = 100, 3, 1000
 COST = TransformerCost(WIDTH, num_layers=LAYERS)
@@ -110,18 +106,16 @@ def test_compute_is_measured_or_converted_or_seconds_already() -> None:
 @pytest.mark.parametrize("ring", [1, 2, 5])
 @pytest.mark.parametrize("exchange_s", [0.0, 0.5, 2.0, 9.0])
 def test_all_rounds_but_the_last_hide_an_exchange(ring: int, exchange_s: float) -> None:
-    """Round by round, as in equation 4 of db-SP, for a sum, sequences, and a call of attention."""
+    """Round by round, as in equation 4 of db-SP."""
     compute_s = 3.0
     rounds = [compute_s / ring] * ring
     took = sum(max(one, exchange_s) for one in rounds[:-1]) + rounds[-1]
     assert compute_s + exposed_ring(exchange_s, compute_s, ring) == pytest.approx(took)
-    latency = AttentionLatency(0.0, 0.0, exchange_s, 0.0, 1.0, 0.0)
-    assert latency(AttentionLoad(1, ring, compute_s, 0.0, 0.0)) == pytest.approx(took)
     work = Work(compute_s=compute_s, attention_s=compute_s, ring_bytes=(ring - 1) * exchange_s)
-    machine = Cluster(2, ring, 1.0, 1.0, 1.0, 0.5, 0.0)
-    near, far = Bag(ring, ring), Bag(ring, ring, is_in_node=False)
-    assert machine.seconds(work, near).total == pytest.approx(took)
-    slow = machine.seconds(work, far).total
+    wires = Cluster(2, ring, 1.0, 1.0, 1.0, 0.5, 0.0).wires
+    near, far = BagShape(ring, ring), BagShape(ring, ring, is_in_node=False)
+    assert wires.seconds(work, near).total == pytest.approx(took)
+    slow = wires.seconds(work, far).total
     assert slow == pytest.approx(compute_s + exposed_ring(2 * exchange_s, compute_s, ring))
 
 
@@ -137,16 +131,16 @@ WORK = Work(compute_s=6.0, attention_s=2.0, heads_bytes=30.0, num_exchanges=2, n
 
 
 def test_the_slowest_rank_of_a_mesh() -> None:
-    near = PROFILE.forward_seconds([WORK] * 4, Bag.aligned(4, 1, 4))
+    near = PROFILE.forward_seconds([WORK] * 4, BagShape.aligned(4, 1, 4))
     assert near == Seconds(6.0, 3.0, 0.0, 0.5)
     # Of the three others, one is in the node and two are not.
-    far = PROFILE.forward_seconds([WORK] * 4, Bag.aligned(4, 1, 2))
+    far = PROFILE.forward_seconds([WORK] * 4, BagShape.aligned(4, 1, 2))
     assert far.heads_s == pytest.approx(30.0 / 3 * (1 / 10.0 + 2 / 2.0))
     # Launches show where they take longer than the device.
-    many = PROFILE.forward_seconds([replace(WORK, num_kernels=40)], Bag())
+    many = PROFILE.forward_seconds([replace(WORK, num_kernels=40)], BagShape())
     assert many.launch_s == 0.5 + (10.0 - 6.0)
     idle = replace(WORK, compute_s=2.0)
-    slowest = PROFILE.forward_seconds([WORK, idle, idle, idle], Bag.aligned(4, 1, 4))
+    slowest = PROFILE.forward_seconds([WORK, idle, idle, idle], BagShape.aligned(4, 1, 4))
     assert slowest.total == pytest.approx(9.5) and slowest.waiting_s == pytest.approx(3.0)
     both = slowest + slowest
     assert both.total == pytest.approx(19.0) and "waiting 6e+03" in str(both)
@@ -154,27 +148,29 @@ def test_the_slowest_rank_of_a_mesh() -> None:
 
 def test_a_step_is_its_passes() -> None:
     cluster = replace(CLUSTER, pack_bytes_per_s=1e7, piece_s=1e-4)
-    passes, bag, lens = Passes(4.0, 6.0, 3.0, "step"), Bag.aligned(4, 1, 4), np.array([700])
+    passes, bag = Passes(4.0, 6.0, 3.0, "step"), BagShape.aligned(4, 1, 4)
+    lens = np.array([700])
 
-    def seconds(machine: Cluster, cost: TransformerCost) -> tuple[Seconds, float]:
-        taken = machine.sequence_seconds(cost, bag, lens)
-        return taken, machine.host_seconds(cost, bag)
+    def seconds(cost: TransformerCost, passes: Passes) -> tuple[Seconds, float]:
+        machine = replace(cluster, passes=passes)
+        return machine.sequence_seconds(cost, bag, lens), machine.host_seconds(cost, bag)
 
     linear = cluster.compute_seconds(replace(COST, gamma=0.0), lens)
     attention = cluster.compute_seconds(COST, lens) - linear
-    cost, machine = in_passes(COST, cluster, passes)
-    before, after = seconds(cluster, COST), seconds(machine, cost)
+    before, after = seconds(COST, FORWARD), seconds(COST, passes)
     assert after[0].compute_s == pytest.approx(4 * linear + 6 * attention)
     assert after[0].heads_s == pytest.approx(3 * before[0].heads_s)
     assert after[0].launch_s == pytest.approx(3 * before[0].launch_s)
     assert after[1] == pytest.approx(3 * before[1])
-    measured, slowed = in_passes(replace(COST, seconds_per_unit=2.0), cluster, passes)
+    forward = replace(COST, seconds_per_unit=2.0)
+    step = passes.cost(forward)
+    assert isinstance(step, TransformerCost)
     # Seconds that were measured as a step stay; the wires are those of a forward pass all the same.
-    for cost, machine in ((measured, slowed), in_passes(measured, cluster, passes.over(passes))):
-        found = seconds(machine, cost)[0]
+    for cost, more in ((forward, passes), (step, passes.over(passes))):
+        found = seconds(cost, more)[0]
         assert found.compute_s == pytest.approx((4 * linear + 6 * attention) * 2.0)
         assert found.heads_s == pytest.approx(3 * before[0].heads_s)
-    assert in_passes(COST, cluster, FORWARD) == (COST, cluster)
+    assert FORWARD.cost(COST) is COST
     assert passes_of("step") is TRAINING and TRAINING.linear == 4
 
 
@@ -255,8 +251,7 @@ def test_without_a_profile_guidance_comes_first_then_heads_in_a_node_then_a_ring
 
 # Profiles
 
-FIT = AttentionLatency(40e-6, 6e-12, 15e-6, 9e-12, 2e-12, math.pi / 3e5, 2e-12, fit_error=1 / 3)
-MEASURED = HardwareProfile(device="two cores", source="measured", attention=FIT, host_s=1e-3)
+MEASURED = HardwareProfile(device="two cores", source="measured", launch_s=math.pi / 3e5, host_s=1)
 
 
 @pytest.mark.parametrize("one", [H100, MEASURED, HardwareProfile(device="nothing known")])
@@ -270,25 +265,14 @@ def test_what_is_saved_is_loaded_exactly(tmp_path: Path, one: HardwareProfile) -
     known = {name: value for name, value in saved.items() if value is not None}
     other.write_text(json.dumps(dict(reversed(known.items()))))
     assert HardwareProfile.load(str(other)) == one
-
-
-def test_attention_is_predicted_by_the_fit_or_by_rates() -> None:
-    assert MEASURED.attention_latency(64) is FIT
-    seq_len, num_heads, head_dim = 3000, 8, 64
-    rates = {"attention_flops_per_s": 2e12, "intra_bytes_per_s": 0.5e9, "launch_s": 7e-6}
-    latency = replace(H100, source="given", **rates).attention_latency(head_dim)
-    dense = even_load((1, 1), seq_len=seq_len, num_heads=num_heads, head_dim=head_dim)
-    flops = 2 * 2 * seq_len**2 * num_heads * head_dim  # two products, two FLOPs a term
-    assert latency(dense) == pytest.approx(flops / 2e12 + 7e-6)
-    sent, passed = AttentionLoad(2, 1, 0.0, 1e6, 0.0), AttentionLoad(1, 2, 0.0, 0.0, 1e6)
-    assert latency(sent) == pytest.approx(2 * 7e-6 + 1e6 / 0.5e9 + 7e-6)
-    assert latency(passed) == pytest.approx(7e-6 + 1e6 / 0.5e9 + 7e-6)
+    path.write_text(json.dumps(saved | {"attention": {"launch_s": 1.0}}))  # as once was saved
+    assert HardwareProfile.load(path) == one
 
 
 def test_it_says_whether_anybody_measured_it() -> None:
     assert str(H100).endswith("10 us a launch; assumed from a data sheet, not measured")
     assert "544 TFLOP/s, 180 GB/s in a node, 25 GB/s between nodes" in str(H100)
-    assert str(MEASURED) == "two cores: attention fitted with an error of 33.3%; measured"
+    assert str(MEASURED) == "two cores: 10.47 us a launch; measured"
     assert str(HardwareProfile(device="new")) == "new: no numbers; given, not measured"
 
 
@@ -317,8 +301,6 @@ def test_a_known_profile_says_that_nobody_measured_it(name: str) -> None:
         ({"intra_bytes_per_s": math.nan}, "intra_bytes_per_s=nan"),
         ({"version": 2}, "no hardware profile of version 1"),
         ({"flops": 1.0}, "flops; it must hold device, source, .*, note"),
-        ({"attention": {}}, "AttentionLatency holds no fields; it must hold all_to_all_latency_s"),
-        ({"attention": dataclasses.asdict(FIT) | {"p2p_s_per_byte": math.nan}}, "p2p_s_per_byte=n"),
     ],
 )
 def test_a_file_that_holds_no_profile(tmp_path: Path, content: Any, message: str) -> None:

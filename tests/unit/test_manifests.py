@@ -17,12 +17,12 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from bascule.errors import ConfigError
+from bascule.train.streams import ManifestStream
 from bascule.workload.manifest import read_manifest
 from bascule.workload.options import ManifestOptions, TokenOptions
-from bascule.workload.streams import ManifestStream
 from bascule.workload.tokens import MODELS, TokenRule
 from tests.helpers.inference_cases import CHANNELS, Case, make_inputs, make_model
-from tests.helpers.model_case import built
+from tests.helpers.split_models import built
 from tests.helpers.tables import LAKE, TABLES, Table
 
 
@@ -186,7 +186,7 @@ def most_tokens(name: str, num_text: int) -> int:
     case = Case(name, 4, 1, num_text, (3, 3))
     if name == "mochi":
         sizes = dict.fromkeys(("text_embed_dim", "pooled_projection_dim"), 16)
-        model = built("MochiTransformer3DModel", case, **sizes, time_embed_dim=4)
+        model = built(case, **sizes, time_embed_dim=4)
         inputs = {"encoder_hidden_states": torch.ones(1, num_text, 16), "timestep": torch.ones(1)}
         inputs |= {"hidden_states": torch.ones(1, CHANNELS, 2, 6, 6)}
         inputs |= {"encoder_attention_mask": torch.ones(1, num_text)}

@@ -50,13 +50,9 @@ CONTEXTS = {  # of each command: lines that read every kind of source, in every 
         *(f"{SIMULATED} {source} --steps 1" for source in (CODES, f"{CODES} --vae-us 9", TABLE)),
     ],
     "simulate-requests": [
-        f"--workload random4 {SERVED}",
-        f"--workload gf-dit-wan-inflight {SERVED}",
-        "--arrivals a-requests.jsonl --policies random demote",
-        "--arrivals a-requests.jsonl --policies random demote --costs qwen-h20",
+        "--arrivals a-requests.jsonl --policies srtf balanced --ranks 2",
         MIX,
         f"{MIX} --deadline 2",
-        f"{MIX} --costs qwen-h20",
     ],
     "sparse": [
         f"--masks a.npz --ulysses 2 --ring 2 {MASKED}",
@@ -69,7 +65,7 @@ CONTEXTS = {  # of each command: lines that read every kind of source, in every 
 
 VALUES: dict[str, str] = {  # of each option, so that its command has another result
     "accumulate": "2", "arrivals": "b-requests.jsonl", "batch_size": "2", "block": "512",
-    "bucket": "256:16", "columns": "frames=n2,fps=rate,text=caption", "costs": "wan-synthetic",
+    "bucket": "256:16", "columns": "frames=n2,fps=rate,text=caption",
     "d_model": "512", "data": "g8b1i512f1s0", "deadline": "0.01", "degrees": "1", "density": "0.2",
     "file": "b.txt", "fps": "6", "gamma": "30", "gpu_hour_price": "3", "head_dim": "16",
     "inter_gbs": "900", "intra_gbs": "0.01", "itemsize": "16", "kb_per_token": "1.8e5",
@@ -83,7 +79,7 @@ VALUES: dict[str, str] = {  # of each option, so that its command has another re
     "seeds": "2", "shard_ranks": "2", "slo": "0.01", "step": "3", "steps": "3", "target": "1.3",
     "text_encoder_us": "30", "tflops": "10", "tokenizer": "./no-tokenizer", "tolerance": "0.0001",
     "topologies": "none g2n4", "topology": "g4n2", "traces": "traces", "train_steps": "77",
-    "ulysses": "4", "vae_us": "40", "within": "0.01", "workload": "gf-dit-qwen",
+    "ulysses": "4", "vae_us": "40", "within": "0.01",
     "compare": "", "skip_bad": "", "wires": "",
 }  # fmt: skip
 OTHER_VALUES = {
@@ -135,7 +131,7 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_lines("bad.jsonl", [*rows, rows[0] | {"width": -1}])
     Path("a.txt").write_text("4096,300,700\n512,2000\n900,40\n7\n30\n\n5\n6\n")
     Path("b.txt").write_text("5\n6\n7\n80\n" * 2)
-    sizes = [(512, 10, 0.0), (1024, 20, 1.0), (256, 10, 1.5), (2048, 20, 2.0)]
+    sizes = [(2048, 20, 0.0), (1024, 20, 1.0), (256, 10, 1.5), (512, 10, 2.0)]
     asked = [{"width": w, "height": w, "steps": n, "arrival_s": at} for w, n, at in sizes * 3]
     write_lines("a-requests.jsonl", asked)
     write_lines("b-requests.jsonl", asked[:7])
@@ -250,7 +246,6 @@ def test_every_option_is_set_by_a_test(command: str) -> None:
         ("topology --lengths 5/6 --inter-gbs 1", "--inter-gbs"),
         ("simulate --data g1b1i16f1s0 --vae-us 1 --batch-size 2", "--batch-size 2: only for --man"),
         ("simulate --data g1b1i16f1s0 --vae-us 1 --manifest a", "give one of --lengths"),
-        ("simulate-requests --workload random4 --tflops 9", "--workload has costs of its own"),
         ("simulate-requests --mix 64x64@5 --slo 2", "--slo 2.0: no request has a deadline"),
         ("simulate-requests --mix 64x64@5 --deadline 2 --within 2", "--within 2.0: every request"),
         ("simulate-requests --mix 64x64@5 --loads 1 --rates 1", "--loads 1.0: --rates takes its"),

@@ -11,9 +11,9 @@ import torch
 from PIL import Image
 
 from bascule.errors import ConfigError
-from bascule.workload import photos
-from bascule.workload.photos import PhotoOptions, PhotoStream
-from bascule.workload.streams import SampleBatch, SampleStream, flow_noise, flow_timesteps
+from bascule.train import photos
+from bascule.train.photos import PhotoOptions, PhotoStream
+from bascule.train.streams import SampleBatch, SampleStream, flow_noise, flow_timesteps
 
 
 def picture(width: int, height: int, seed: int = 0) -> np.ndarray:

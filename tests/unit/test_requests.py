@@ -1,48 +1,40 @@
 """Requests on ranks: blocks, policies against each other, published figures, and bounds."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
 
 from bascule.errors import ConfigError
 from bascule.plan.requests import (
+    POLICIES,
     Balanced,
     Block,
-    Dispatch,
-    EarliestDeadline,
-    Elastic,
     Job,
     Policy,
     Queue,
     Request,
     Starts,
     State,
-    SuperP95,
-    TetriServe,
-    best_degrees,
     request_bound,
 )
 from bascule.plan.solver.solve import assign
 from bascule.sim.requests import Served, serve
-from bascule.workload.requests import NAMED
+from benchmarks.published import (
+    NAMED,
+    OTHERS,
+    BestFit,
+    Dispatch,
+    Elastic,
+    Pause,
+    TetriServe,
+    best_degrees,
+    policy_of,
+)
 from tests.helpers.requests import gf_dit, random4
 
 Figures = tuple[float, float, float]  # P95, P99, share within three times its own seconds
-
-POLICIES: dict[str, Callable[[], Policy]] = {
-    **{by: lambda by=by: Dispatch(by) for by in ("random", "round robin", "least in flight")},
-    "least work": lambda: Dispatch("least work"),
-    "replicas of two": lambda: Dispatch("least work", 2),
-    **{order: lambda order=order: Queue(order) for order in ("fifo", "sjf", "srtf", "pause")},
-    "sjf of four": lambda: Queue("sjf", 4),
-    **{by: lambda by=by: Elastic(by) for by in ("load", "demote")},
-    "greedy": lambda: EarliestDeadline("greedy"),
-    "best fit": lambda: EarliestDeadline("best fit"),
-    "super p95": SuperP95,
-    "tetriserve": TetriServe,
-    "balanced": Balanced,
-}
 
 
 def mixed(seed: int) -> list[Request]:
@@ -76,12 +68,13 @@ def check(served: Served) -> None:
     assert served.latency_s.mean() >= bound.mean_latency_s - 1e-9
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", [*POLICIES, *OTHERS, "least-work:2", "sjf:4"])
 def test_every_request_is_served_within_the_bound(name: str) -> None:
     for seed in range(3):
-        served = serve(mixed(seed), POLICIES[name](), 8, move_s=0.05)
+        requests = mixed(seed)
+        served = serve(requests, policy_of(name, requests, 8), 8, move_s=0.05)
         check(served)
-        again = serve(mixed(seed), POLICIES[name](), 8, move_s=0.05)
+        again = serve(requests, policy_of(name, requests, 8), 8, move_s=0.05)
         assert (again.end_s == served.end_s).all() and again.num_moves == served.num_moves
 
 
@@ -128,7 +121,7 @@ def test_orders_by_hand() -> None:
     # The smaller one as it was: the rest of the long one, 3 s, waits for 4 s.
     later = plain(8.0, 4.0, arrivals=(0.0, 5.0))
     assert serve(later, Queue("srtf"), 1).end_s.tolist() == [8, 12]
-    assert serve(later, Queue("pause"), 1).end_s.tolist() == [12, 10]
+    assert serve(later, Pause(), 1).end_s.tolist() == [12, 10]
     two = serve(plain(4.0, 4.0, 4.0), Dispatch("round robin"), 2).end_s.tolist()
     assert sorted(two) == [4, 4, 8]
 
@@ -149,7 +142,7 @@ def test_degrees_by_hand() -> None:
     # takes a step on the rank that is free at 4 s, then both.
     due = [wide(4, deadline_s=2.0), wide(4, deadline_s=4.0), wide(4, deadline_s=4.0)]
     assert serve(due, TetriServe(), 2).end_s.tolist() == [6.5, 4, 4]
-    assert serve(due, EarliestDeadline("best fit"), 2).on_time.tolist() == [1, 1, 0]
+    assert serve(due, BestFit(), 2).on_time.tolist() == [1, 1, 0]
 
 
 def test_many_requests_are_looked_at_from_time_to_time() -> None:
@@ -172,7 +165,7 @@ def test_many_requests_are_looked_at_from_time_to_time() -> None:
 def test_a_recall_is_heard_once() -> None:
     """Those that come while a boundary is near do not put it off."""
 
-    class Restless(Queue):
+    class Restless(Pause):
         def decide(self, state: State, act: Starts) -> None:
             for job in [*state.running.values()][: len(state.waiting)]:
                 act.recall(job)
@@ -180,7 +173,7 @@ def test_a_recall_is_heard_once() -> None:
 
     arrivals = (0.0, 0.1, 0.2, 0.9)
     requests = plain(8.0, 4.0, 4.0, 4.0, arrivals=arrivals)
-    assert serve(requests, Restless("pause"), 1).end_s.tolist() == [20, 6, 10, 14]
+    assert serve(requests, Restless(), 1).end_s.tolist() == [20, 6, 10, 14]
 
 
 def test_the_bound_by_hand() -> None:
@@ -216,17 +209,19 @@ def figures(policy: Callable[[], Policy], rate: float, degrees: Sequence[int] = 
 # Seconds of P95 that vLLM-Omni 3916 publishes of least in flight, on other hardware.
 @pytest.mark.parametrize(("rate", "published"), [(0.3, 49.6), (0.4, 55.1)])
 def test_published_latencies_of_least_in_flight(rate: float, published: float) -> None:
-    assert figures(POLICIES["least in flight"], rate)[0] == pytest.approx(published, rel=0.1)
+    assert figures(partial(Dispatch, "least in flight"), rate)[0] == pytest.approx(
+        published, rel=0.1
+    )
 
 
 @pytest.mark.parametrize("rate", [0.2, 0.4, 0.5, 0.8])
 def test_tails_are_no_longer_than_with_least_work(rate: float) -> None:
-    least_work = figures(POLICIES["least work"], rate)
+    least_work = figures(partial(Dispatch, "least work"), rate)
     p95, p99, share = figures(Balanced, rate, (1, 2, 4))
     assert p95 < least_work[0] and p99 < least_work[1]
     assert share >= least_work[2] - 0.01
     if rate <= 0.4:
-        assert share >= figures(POLICIES["sjf"], rate)[2] - 0.03
+        assert share >= figures(partial(Queue, "sjf"), rate)[2] - 0.03
 
 
 def test_deadlines_of_small_and_large_clips() -> None:
@@ -238,7 +233,7 @@ def test_deadlines_of_small_and_large_clips() -> None:
         check(served)
         for kind, share in served.on_time_by_kind().items():
             of_kind.setdefault(kind, []).append(share)
-        best_fit = serve(requests, EarliestDeadline("best fit"), 8)
+        best_fit = serve(requests, BestFit(), 8)
         assert served.on_time.mean() >= best_fit.on_time.mean()
     assert np.mean(of_kind["S"]) >= 0.92 and min(of_kind["L"]) == 1.0
 
@@ -318,9 +313,11 @@ class Counted(list[Job]):
             yield job
 
 
-@pytest.mark.parametrize("name", ["fifo", "sjf", "srtf", "pause", "greedy", "best fit", "balanced"])
+@pytest.mark.parametrize("name", ["fifo", "sjf", "srtf", "pause", "greedy", "best-fit", "balanced"])
 def test_a_long_queue_is_not_gone_through_at_each_event(name: str) -> None:
-    policy, waiting, num_decisions = POLICIES[name](), Counted(), 0
+    waiting, num_decisions = Counted(), 0
+    requests = [Request(step_s={1: 1.0}, steps=1 + i % 7, arrival_s=i / 100) for i in range(2000)]
+    policy = policy_of(name, requests, 4)
 
     class Watched:
         def decide(self, state: State, act: Starts) -> None:
@@ -331,6 +328,5 @@ def test_a_long_queue_is_not_gone_through_at_each_event(name: str) -> None:
             num_decisions += 1
             policy.decide(state, act)
 
-    requests = [Request(step_s={1: 1.0}, steps=1 + i % 7, arrival_s=i / 100) for i in range(2000)]
     serve(requests, Watched(), 4)
     assert num_decisions > 3000 and waiting.num_seen < 300 * num_decisions

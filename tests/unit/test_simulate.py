@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 import bascule
-from bascule.machine.cluster import TRAINING, HardwareProfile, Passes, in_passes
+from bascule.machine.cluster import TRAINING, HardwareProfile, Passes
 from bascule.machine.costs import TransformerCost
 from bascule.plan.offer import Offer
 from bascule.plan.topology_search import suggest_topology
-from bascule.report.reports import of_simulation
 from bascule.sim.placements import NOTHING, TOKENS, Loaded, Placement, policy_of
+from bascule.sim.results import SimulatedRun
 from bascule.sim.seconds import KINDS, EncoderStage, Sharding, exchange_seconds
-from bascule.sim.simulation import SimulatedRun, SimulationOptions, segments_of, simulate
+from bascule.sim.simulation import SimulationOptions, segments_of, simulate
 from bascule.workload.codes import SampleShape, parse_data_codes, sample_lengths, seq_lens
 from bascule.workload.traces import read_traces, step_parts, write_steps
 from tests.helpers.cli import Console, run
@@ -327,8 +327,8 @@ def test_what_a_run_is_worth() -> None:
 def test_bags_that_the_simulation_chooses() -> None:
     data = [[[9000, 40], [50], [60], [70]]]
     found = simulate(data, profile=FREE, model=MODEL, topologies=["none", "auto"])
-    cost, cluster = in_passes(MODEL, FREE.cluster(1, 4), TRAINING)
-    best = suggest_topology(data, cost, cluster).rows[0].spec
+    cluster = replace(FREE.cluster(1, 4), passes=TRAINING)
+    best = suggest_topology(data, MODEL, cluster).rows[0].spec
     assert found.runs[1].name == f"auto {best}" and best != "g1n4"
     named = simulate(data, profile=FREE, model=MODEL, topologies=["none", best])
     assert found.runs[1].fbl_s == named.runs[1].fbl_s < found.runs[0].fbl_s
@@ -347,9 +347,9 @@ def test_the_headline_is_of_a_run_that_fits() -> None:
         (1.0, fastest, "Nothing here fits into the memory of a rank. If it did: "),
     ):
         tight = replace(MACHINE, memory_bytes=memory)
-        report = of_simulation(simulate(CODES, profile=tight, model=MODEL, topologies=names))
+        report = simulate(CODES, profile=tight, model=MODEL, topologies=names).to_report()
         assert report.facts[0].value == best.name and report.answer.startswith(said)
-    alone = of_simulation(simulate(CODES, profile=MACHINE, model=MODEL, topologies=["none"]))
+    alone = simulate(CODES, profile=MACHINE, model=MODEL, topologies=["none"]).to_report()
     assert alone.answer == "Nothing here is faster than what you do now, none."
 
 
@@ -439,11 +439,10 @@ def test_every_printed_cell(rows: dict[str, tuple[SimulatedRun, ...]], data: str
 
 @pytest.mark.parametrize("data", [LOW, MIXED])
 def test_bascule_topology_ranks_as_the_table_does(data: str) -> None:
-    cluster = HardwareProfile.load("h100-knapformer").cluster(4, 8)
-    cost, cluster = in_passes(FLUX, cluster, TRAINING)
+    cluster = replace(HardwareProfile.load("h100-knapformer").cluster(4, 8), passes=TRAINING)
     codes = parse_data_codes(data)
     batches = [seq_lens(sample_lengths(codes, seed=0, step=step)) for step in range(6)]
-    ranked = [row.spec for row in suggest_topology(batches, cost, cluster).rows]
+    ranked = [row.spec for row in suggest_topology(batches, FLUX, cluster).rows]
     printed = sorted(NAMES[1:], key=lambda name: FBL[data][NAMES.index(name)])
     assert [name for name in ranked if name in NAMES] == printed
 

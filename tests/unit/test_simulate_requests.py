@@ -1,15 +1,19 @@
 """`bascule simulate-requests`: workloads, figures against those by hand, refusals."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from bascule.machine.cluster import HardwareProfile
 from bascule.plan.requests import POLICIES, Request
 from bascule.sim.requests import BOUND, compare
-from bascule.workload.requests import NAMED, Recorded, qwen_h20, synthetic_wan
+from bascule.workload.requests import Recorded, predicted
+from bascule.workload.tokens import model_shape
+from benchmarks.published import NAMED, OTHERS, policy_of, qwen_h20, synthetic_wan
 from tests.helpers.cli import Console, run
 from tests.helpers.pages import ROOT
 
@@ -26,13 +30,16 @@ def simulated(capsys: Console, *words: str) -> dict[str, list[dict[str, float]]]
 
 
 def test_requests_of_a_file_by_hand(capsys: Console, tmp_path: Path) -> None:
-    """Qwen-Image on H20: 155 ms a step of 512 x 512 pixels, 605 of 1024 x 1024, on one rank."""
+    """Steps of 1,024 tokens, and of 4,096, on one rank."""
+    rates = {"matmul_flops_per_s": 1.2e14, "attention_flops_per_s": 1.2e14}
+    machine = replace(HardwareProfile.load("h100-datasheet"), **rates)
+    step_s = predicted(machine, replace(model_shape("flux.1").cost, gamma=machine.gamma))
     path = tmp_path / "arrivals.jsonl"
     path.write_text("\n".join(map(json.dumps, LINES)))
-    words = ("--arrivals", str(path), "--costs", "qwen-h20", "--ranks", "1", "--rates", "1")
+    words = "--arrivals", str(path), "--tflops", "120", "--ranks", "1", "--rates", "1"
     one = simulated(capsys, *words, "--policies", "fifo", "--seeds", "1")
     latency, bound = one["Latency"]
-    small, large = 20 * qwen_h20(1024)[1], 10 * qwen_h20(4096)[1]
+    small, large = 20 * step_s(1024)[1], 10 * step_s(4096)[1]
     assert latency["mean, s"] == pytest.approx((small + small + large - 1) / 2)
     assert latency["slowdown"] == pytest.approx((small + large - 1) / large)
     assert latency["on time"] == bound["on time"] == 1.0  # the second within three times its own
@@ -115,9 +122,10 @@ def test_rows_of_every_policy_are_within_the_bound() -> None:
     def draw(load: float, seed: int) -> list[Request]:
         return mix.draw(mix.scale(load, 8), seed)[:60]
 
-    rows = compare(draw, [0.8], POLICIES, num_ranks=8)
+    names = *POLICIES, *OTHERS
+    rows = compare(draw, [0.8], names, num_ranks=8, make=policy_of)
     of = {row.policy: row.figures for row in rows}
-    assert list(of) == [*POLICIES, BOUND]
+    assert list(of) == [*names, BOUND]
     for figures in of.values():
         assert figures["on_time"] <= of[BOUND]["on_time"]
         assert figures["mean_s"] >= of[BOUND]["mean_s"]
@@ -139,19 +147,17 @@ def test_a_mix_by_predicted_costs(capsys: Console, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "give one of --workload, --arrivals and --mix"),
-        ("--workload random5", "--workload random5: give one of random4, gf-dit-qwen"),
-        ("--workload random4 --policies sjf:8", "the degree of all requests can be 1, 2, 4"),
-        ("--workload random4 --policies srpt", "policy 'srpt' is not known: give one of random"),
-        ("--workload random4 --policies balanced:2", "the first eight may have a degree"),
-        ("--workload random4 --degrees 3", "a request runs on 1, 2, 4 ranks, and there are 8"),
-        ("--workload random4 --loads 0", "--loads"),
-        ("--workload random4 --policies", "give one of --loads at least, and one of --policies"),
-        ("--workload gf-dit-wan --ranks 1 --loads 0.001", "no request comes at 0.001: give a"),
+        ("", "give one of --arrivals and --mix"),
+        ("--mix 64x64@5 --arrivals a", "give one of --arrivals and --mix"),
+        ("--mix 64x64@5 --policies sjf:16", "the degree of all requests can be 1, 2, 4, 8"),
+        ("--mix 64x64@5 --policies srpt", "policy 'srpt' is not known: give one of fifo, sjf"),
+        ("--mix 64x64@5 --policies balanced:2", "the first three may have a degree"),
+        ("--mix 64x64@5 --degrees 3", "a request runs on 1, 2, 4, 8 ranks, and there are 8"),
+        ("--mix 64x64@5 --loads 0", "--loads"),
+        ("--mix 64x64@5 --policies", "give one of --loads at least, and one of --policies"),
         ("--mix 512@20", "'512@20': write a size, steps and a share"),
         ("--mix 512x512@20=0", "all shares are 0"),
         ("--mix 8x8@20", "8x8: has no token"),
-        ("--mix 512x512@20 --costs h20", "--costs h20: give predicted, qwen-h20 or wan-synthetic"),
         ("--arrivals no.jsonl", "cannot read no.jsonl"),
     ],
 )

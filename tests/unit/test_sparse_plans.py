@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bascule.arrays import Bools, Ints
+from bascule.cli.sparse import draw
 from bascule.diffusers.sparse_layers import ROW_WORK, SparseConfig
-from bascule.machine.cluster import AttentionLatency, AttentionLoad, HardwareProfile
+from bascule.machine.cluster import HardwareProfile
 from bascule.plan.sparse import (
     BlockLayout,
     PlanReuse,
@@ -27,11 +28,15 @@ from bascule.plan.sparse import (
     sparse_imbalance,
     turns,
 )
-from bascule.plan.sparse.choose import LayerPlans, Strategies, columns_of
+from bascule.plan.sparse.choose import (
+    CallSize,
+    LayerPlans,
+    Strategies,
+    columns_of,
+)
 from bascule.plan.sparse.partition import BlockPlan
 from bascule.plan.sparse.planner import PLANNERS, greedy, paper_blocks
-from bascule.plan.topology import all_degrees
-from bascule.report.sparse_picture import draw
+from bascule.plan.topology import Degrees, all_degrees
 from bascule.sim.sparse_study import WAYS, Mesh, Setting, run_layer, study
 from tests.helpers.simulation import exchange
 from tests.helpers.sparse_simulation import (
@@ -47,11 +52,12 @@ from tests.helpers.sparse_simulation import (
     tokens_of,
 )
 from tests.helpers.sparse_studies import (
+    DEAR_LAUNCHES,
     HEAD_DIM,
     ITEMSIZE,
     TOLERANCE,
     drifting,
-    even_load,
+    machine_of,
     setting_of,
 )
 
@@ -284,7 +290,8 @@ def test_a_plan_that_cannot_be_even_is_not_made_again_and_again() -> None:
     assert (state.num_planned, state.num_kept) == (1, 3)
 
 
-LATENCY = AttentionLatency(3.0, 0.002, 40.0, 0.001, 0.01, 5.0, 0.0003)
+# A row takes 0.128 s, a pair of tokens 0.01 s.
+SLOW, SIZE = machine_of(2.56e4, 500.0, 3.0), CallSize(2, 64, 64)
 
 
 @pytest.mark.parametrize(
@@ -308,18 +315,13 @@ def test_a_head_is_cut_only_for_more_than_its_keys_and_values_cost(
     assert plan.imbalance == pytest.approx(imbalance)
 
 
-def test_the_work_of_a_row_follows_from_a_latency() -> None:
-    """2.3 ms a byte, of 256 bytes, over 10 ms a pair."""
-    strategies = Strategies(LATENCY)
-    planner = SparseConfig(keep=0.4, strategies=strategies).planner(2, 1, 256)
-    assert planner.row_work == pytest.approx(58.88)
-    assert SparseConfig(keep=0.4).planner(2, 1, 256).row_work == ROW_WORK
-    assert math.isinf(replace(LATENCY, compute_s_per_work=0.0).row_work(256))
+def test_the_work_of_a_row_follows_from_the_machine() -> None:
+    planner = SparseConfig(keep=0.4, strategies=Strategies(SLOW)).planner(2, 1, SIZE)
+    assert planner.row_work == pytest.approx(0.128 / 0.01)
+    assert SparseConfig(keep=0.4).planner(2, 1, SIZE).row_work == ROW_WORK
 
 
 LENS = block_lens((5, 70), 8)
-
-BATCH, ROW_BYTES = 2, 64
 
 
 def random_masks(seed: int, density: float) -> Bools:
@@ -338,32 +340,38 @@ def test_counts_by_rank_are_counts_by_ring_rank_of_any_mesh(degrees: tuple[int, 
     assert columns_of(masks, degrees) is masks
 
 
-@pytest.mark.parametrize(
-    ("degrees", "method", "work", "wires"),
-    [
-        ((4, 1), "minimal_move", 6736, (57600, 0, 76800)),
-        ((4, 1), "in_order", 13170, (42496, 0, 57600)),
-        ((2, 2), "minimal_move", 6852, (34368, 48640, 62400)),
-        ((2, 2), "in_order", 7648, (28800, 29184, 57600)),
-        ((1, 4), "minimal_move", 7880, (10368, 33792, 57600)),
-        ((1, 4), "in_order", 8632, (0, 33792, 0)),
-    ],
-)
-def test_the_load_of_a_plan(
-    degrees: tuple[int, int], method: str, work: int, wires: tuple[int, int, int]
-) -> None:
-    """Counted token by token, from blocks in fixed turns: what ranks send, pass on, and copy."""
-    home = BlockLayout(LENS, np.arange(len(LENS)) % 2 * 2 + np.arange(len(LENS)) // 2 % 2)
+@pytest.mark.parametrize("degrees", all_degrees(4))
+@pytest.mark.parametrize("method", ["minimal_move", "in_order"])
+@pytest.mark.parametrize("per_node", [None, 2])
+def test_the_seconds_of_a_plan(degrees: Degrees, method: str, per_node: int | None) -> None:
+    """By db-SP's equation 4, a round at a time, with rows counted one by one."""
+    home = BlockLayout.striped(LENS, 2, 2)
     plan = SparsePlanner(*degrees, method=method).plan(random_masks(1, 0.5), home)
-    found = astuple(AttentionLoad.of_plan(plan, BATCH, ROW_BYTES))
-    assert found == pytest.approx((*degrees, work, *wires), rel=1e-12)
+    node = [rank // (per_node or 4) for rank in range(4)]
+    near = far = 0
+    for rank, other in itertools.permutations(range(4), 2):
+        num_q, num_kv = (int(rows[rank, other] + rows[other, rank]) for rows in plan.rows_between)
+        if node[rank] == node[other]:
+            near += num_q + num_kv
+        else:
+            far += num_q + num_kv
+    passed = max(int(plan.kv_rows(rank).lens.sum()) for rank in range(4))
+    machine = replace(SLOW, inter_bytes_per_s=50.0)
+    is_near = per_node is None
+    seconds = 2 * 64 * (near / 500 + far / 50) / 4 + (0 if plan.is_local else 2 * 3.0)
+    attention_s = 2 * 0.01 * plan.imbalance * plan.tiles.sum() / 4
+    seconds += attention_s / degrees[1] + max(3.0 * degrees[1] - attention_s, 0)
+    for _ in range(degrees[1] - 1):
+        exchange_s = 2 * 2 * 64 * passed / (500 if is_near else 50)
+        seconds += 3.0 + max(exchange_s, attention_s / degrees[1])
+    assert SIZE.seconds(plan, machine, per_node) == pytest.approx(seconds)
 
 
 def predicted_s(plan: SparsePlan, masks: Bools) -> float:
-    return LATENCY(AttentionLoad.of_plan(plan_under(plan, masks), BATCH, ROW_BYTES))
+    return SIZE.seconds(plan_under(plan, masks), SLOW)
 
 
-def first_plans(work: Any, meshes: list[tuple[int, int]]) -> dict[tuple[int, int], PlanReuse]:
+def first_plans(work: Any, meshes: list[Degrees]) -> dict[Degrees, PlanReuse]:
     home = BlockLayout.striped(LENS, 2, 2)
     planners = {degrees: SparsePlanner(*degrees) for degrees in meshes}
     return {
@@ -381,9 +389,7 @@ def test_every_step_takes_the_mesh_with_the_lowest_prediction(as_counts: bool) -
     steps = [random_masks(seed, density) for seed, density in enumerate((0.9, 0.05, 0.05, 0.9))]
     work: Any = counts_by_rank(steps[0]) if as_counts else steps[0]
     expected = first_plans(work, all_degrees(4))
-    plans = LayerPlans.first(
-        expected, Strategies(LATENCY, min_gain=0.0), start=None, batch=BATCH, row_bytes=ROW_BYTES
-    )
+    plans = LayerPlans.first(expected, SIZE, Strategies(SLOW, min_gain=0.0))
     used = set[tuple[int, int]]()
     for masks, later in itertools.pairwise([steps[0], *steps]):
         predicted = {d: predicted_s(x.plan, later) for d, x in expected.items()}
@@ -392,7 +398,7 @@ def test_every_step_takes_the_mesh_with_the_lowest_prediction(as_counts: bool) -
             assert plans.choice.predicted_s == pytest.approx(min(predicted.values()))
         work = counts_by_rank(later) if as_counts else later
         expected = {d: x.after(columns_of(work, d)) for d, x in expected.items()}
-        plans = plans.after(work, BATCH, ROW_BYTES)
+        plans = plans.after(work)
         assert {d: x.plan for d, x in plans.reuses.items()} == {
             d: x.plan for d, x in expected.items()
         }
@@ -405,26 +411,21 @@ def test_every_step_takes_the_mesh_with_the_lowest_prediction(as_counts: bool) -
 
 def test_a_layer_starts_where_it_is_told_to_and_has_to_be_paid_for_a_switch() -> None:
     masks = random_masks(0, 0.05)
-    given: dict[str, Any] = {"start": (1, 4), "batch": BATCH, "row_bytes": ROW_BYTES}
     reuses = first_plans(masks, all_degrees(4))
-    at_once = LayerPlans.first(reuses, Strategies(LATENCY), **given)
-    assert at_once.degrees == (1, 4)
-    assert at_once.after(masks, BATCH, ROW_BYTES).degrees == (4, 1)
-    unsure = Strategies(replace(LATENCY, fit_error=0.9))
-    assert LayerPlans.first(reuses, unsure, **given).after(masks, BATCH, ROW_BYTES).degrees == (
-        1,
-        4,
-    )
-    dear = LayerPlans.first(reuses, Strategies(LATENCY, switch_s=1e6), **given)
-    assert dear.after(masks, BATCH, ROW_BYTES).degrees == (1, 4)
+
+    def after(**settings: Any) -> Degrees:
+        plans = LayerPlans.first(reuses, SIZE, Strategies(SLOW, **settings), start=(1, 4))
+        assert plans.degrees == (1, 4)
+        return plans.after(masks).degrees
+
+    assert after() == (4, 1)
+    assert after(min_gain=0.9) == after(switch_s=1e6) == (1, 4)
 
 
 def test_one_mesh_is_no_choice() -> None:
     masks, other = random_masks(0, 0.3), random_masks(1, 0.6)
-    plans = LayerPlans.first(
-        first_plans(masks, [(2, 2)]), None, start=None, batch=BATCH, row_bytes=ROW_BYTES
-    )
-    later = plans.after(other, BATCH, ROW_BYTES)
+    plans = LayerPlans.first(first_plans(masks, [(2, 2)]), SIZE, None)
+    later = plans.after(other)
     assert later.choice is None and later.degrees == (2, 2)
     assert later.chosen.plan == plans.chosen.after(other).plan
 
@@ -442,9 +443,6 @@ def test_a_kept_plan_knows_the_work_that_it_was_kept_for() -> None:
 
 
 # Choices of a mesh for block-sparse attention by predicted seconds: switches are damped
-
-
-PER_WORK = AttentionLatency(0.0, 0.0, 0.0, 0.0, 1.0, 0.0)
 
 
 def brute_force(
@@ -475,11 +473,10 @@ def brute_force(
 @pytest.mark.parametrize(("min_gain", "switch_s"), [(0.0, 0.0), (0.1, 0.0), (0.0, 2.5), (0.1, 2.5)])
 def test_choices_against_brute_force(seed: int, min_gain: float, switch_s: float) -> None:
     table = np.random.default_rng(seed).integers(1, 9, (40, 4)).astype(float).tolist()
-    strategies = Strategies(PER_WORK, min_gain=min_gain, switch_s=switch_s)
+    strategies = Strategies(SLOW, min_gain=min_gain, switch_s=switch_s)
     places, last = list[int](), None
     for seconds in table:
-        loads = [AttentionLoad(1 + place, 1, work, 0.0, 0.0) for place, work in enumerate(seconds)]
-        last = strategies.choose(loads, last)
+        last = strategies.choose({(1 + place, 1): x for place, x in enumerate(seconds)}, last)
         assert last.predicted_s == seconds[last.degrees[0] - 1]
         places.append(last.degrees[0] - 1)
     expected, switches = brute_force(table, min_gain, switch_s)
@@ -495,9 +492,6 @@ def test_choices_against_brute_force(seed: int, min_gain: float, switch_s: float
 # The study behind `bascule sparse`, and its picture
 
 
-DEAR_ALL_TO_ALLS = AttentionLatency(1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-
-
 @pytest.mark.parametrize("mesh", [(1, 1), (4, 1), (2, 2), (1, 4), (3, 2)])
 @pytest.mark.parametrize("shape", [(6, 20, 20), (5, 17, 9), (2, 3, 12)])
 def test_every_way_is_as_even_as_it_says(mesh: Mesh, shape: tuple[int, int, int]) -> None:
@@ -510,7 +504,8 @@ def test_every_way_is_as_even_as_it_says(mesh: Mesh, shape: tuple[int, int, int]
         plan = setting.plan(x.way, masks, mesh)
         assert x.imbalance == plan.imbalance
         assert 1.0 <= x.critical_path_imbalance <= x.imbalance + 1e-12
-        assert setting.load(plan) == AttentionLoad.of_plan(plan, 1, HEAD_DIM * ITEMSIZE)
+        size = CallSize(1, HEAD_DIM, HEAD_DIM * ITEMSIZE)
+        assert x.predicted_s == size.seconds(plan, setting.machine)
         assert found.mean(mesh, x.way) == x
         assert x.planning_s > 0 or x.way == "in order"
 
@@ -559,19 +554,26 @@ def test_a_mesh_by_step_gains_where_steps_are_unlike_and_wires_are_slow(
     machine: str, densities: tuple[float, ...], gain: float
 ) -> None:
     """Wan2.1 on 4 ranks. `gain` over the best mesh for all steps, of even shares by hand."""
-    latency = HardwareProfile.load(machine).attention_latency(128)
+    profile = HardwareProfile.load(machine)
     meshes, size, heads = all_degrees(4), 60, 40
     lens = np.full(size, 75600 // size)
     drawn = np.random.default_rng(0).random((heads, size, size))
-    setting = Setting(tuple(meshes), lens, lens, latency, 128, 2, 1.02, 2.0, 0.05)
+    setting = Setting(tuple(meshes), lens, lens, profile, 128, 2, 1.02, 2.0, 0.05)
 
     def seconds_on(meshes: tuple[Mesh, ...]) -> float:
         run = run_layer((drawn < x for x in densities), replace(setting, meshes=meshes), ())
         return sum(choice.predicted_s for choice in run.choices)
 
     def by_hand(mesh: Mesh, density: float) -> float:
-        shape = {"seq_len": 75600, "num_heads": heads, "head_dim": 128}
-        return latency(even_load(mesh, density=density, **shape))
+        (ulysses, ring), rows = mesh, 75600 * heads / 4
+        flops_per_s, bytes_per_s, launch_s = profile.numbers_of(
+            "attention_flops_per_s", "intra_bytes_per_s", "launch_s"
+        )
+        attention_s = density * rows * 75600 * 4 * 128 / flops_per_s
+        round_s = max(2 * rows * 256 / bytes_per_s - attention_s / ring, 0)
+        exchange_s = 4 * rows * 256 * (ulysses - 1) / ulysses / bytes_per_s
+        launches_s = launch_s * (2 * (ulysses > 1) + ring - 1)
+        return attention_s + exchange_s + (ring - 1) * round_s + launches_s
 
     alone = min(seconds_on((mesh,)) for mesh in meshes)
     least = sum(min(by_hand(mesh, x) for mesh in meshes) for x in densities)
@@ -582,8 +584,7 @@ def test_a_mesh_by_step_gains_where_steps_are_unlike_and_wires_are_slow(
 
 def test_a_picture_shows_the_study() -> None:
     steps = drifting(3)
-    setting = setting_of(steps[0], (4, 1), (2, 2), (1, 4), latency=DEAR_ALL_TO_ALLS)
-    setting = replace(setting, target=9.0)  # nothing moves: a ring alone has no all-to-all
+    setting = setting_of(steps[0], (4, 1), (2, 2), (1, 4), machine=DEAR_LAUNCHES)
     tolerances, rewards = (0.0, 0.1), (0.0, 1.0, 4.0)
     found = study("drifting", [steps, steps], setting, tolerances, rewards)
     traces: Any = draw(found, 5).data
@@ -593,7 +594,7 @@ def test_a_picture_shows_the_study() -> None:
     assert chosen.z.shape == (2, 3)
     names = [chosen.colorbar.ticktext[place] for place in chosen.z.ravel()]
     told = [x.degrees for run_of in found.runs for x in run_of.choices]
-    assert names == ["U{}R{}".format(*mesh) for mesh in told] == ["U1R4"] * 6
+    assert names == ["U{}R{}".format(*mesh) for mesh in told] == ["U4R1"] * 6
     assert len(lines) == 2 * 2 * 3
     for place, mesh in enumerate(setting.meshes):
         kept, plans, even, moved = lines[4 * place : 4 * place + 4]

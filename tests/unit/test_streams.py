@@ -2,8 +2,7 @@ import dataclasses
 
 import torch
 
-from bascule.workload.codes import SampleShape, parse_data_codes, sample_lengths, seq_lens
-from bascule.workload.streams import (
+from bascule.train.streams import (
     SampleBatch,
     SampleStream,
     SyntheticStream,
@@ -13,6 +12,7 @@ from bascule.workload.streams import (
     pack_batch,
     sample_normals,
 )
+from bascule.workload.codes import SampleShape, parse_data_codes, sample_lengths, seq_lens
 
 MIX = "g1b3i64f1s0,g1b2i32f7s1,g1b0i256f1s0"
 

@@ -11,7 +11,7 @@ from bascule.machine.costs import TransformerCost
 from bascule.plan.plan import plan_batch
 from bascule.train.model import cost_of, model_config
 from bascule.train.options import RunOptions
-from bascule.workload.streams import SyntheticStream
+from bascule.train.streams import SyntheticStream
 
 CODES = "g1b2i32f1s0,g1b1i64f1s0"
 

@@ -47,9 +47,9 @@ from bascule.train.encoders import (
 )
 from bascule.train.flow import FlowBatch
 from bascule.train.model import PROBED_STEPS, build_model, cost_of, model_config
+from bascule.train.photos import Gather, PhotoStream
 from bascule.train.stopwatch import Stopwatch, watch_blocks
-from bascule.workload.photos import Gather, PhotoStream
-from bascule.workload.streams import (
+from bascule.train.streams import (
     ManifestStream,
     RawBatch,
     SampleBatch,

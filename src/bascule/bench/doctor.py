@@ -328,7 +328,7 @@ def check_up(
             raise
         raise CommError(f"{error}. A cause may be what ranks do not share: {texts}") from error
     findings = judge(measured, options.tolerance, options.link_tolerance, profile)
-    return report_of(options, measured, findings)
+    return plain_values(options, measured, findings)
 
 
 def _gather(
@@ -454,7 +454,7 @@ def matchings(num_ranks: int) -> list[tuple[tuple[int, int], ...]]:
     return [even, odd] if num_ranks % 2 == 0 else [even, odd, (links[-1],)]
 
 
-def report_of(
+def plain_values(
     options: DoctorOptions, measured: Measured, findings: Sequence[Finding]
 ) -> dict[str, Any]:
     """Return a check-up as plain values."""

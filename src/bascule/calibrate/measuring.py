@@ -13,11 +13,9 @@ from hashlib import blake2b
 
 import numpy as np
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from bascule.arrays import Floats
 from bascule.attention import AttentionMesh, AttentionOptions, attention, select_kernel
-from bascule.attention.sparse.timing import CallShape, measure_attention_latency
 from bascule.calibrate.blocks import (
     BlockCall,
     block_of_each_kind,
@@ -40,7 +38,7 @@ from bascule.calibrate.timed import (
 from bascule.comm.agree import agree
 from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup, member_of, resolve
-from bascule.comm.mesh import RING_AXIS, ULYSSES_AXIS, mesh_of_all
+from bascule.comm.mesh import mesh_of_all
 from bascule.errors import ConfigError
 from bascule.machine.calibration import (
     ALL_TO_ALL,
@@ -54,7 +52,7 @@ from bascule.machine.calibration import (
     Overhead,
     block_rates,
 )
-from bascule.machine.cluster import AttentionLatency, HardwareProfile
+from bascule.machine.cluster import HardwareProfile
 from bascule.machine.fits import fit_curve
 from bascule.models import MMDiTConfig
 
@@ -80,7 +78,6 @@ class Measured:
     memory_bytes: float | None  # of a rank; None: not known
     d_model: int  # width of the block
     settings: str  # what was timed, in words
-    attention: AttentionLatency | None  # of block-sparse calls, if they were timed
 
 
 def measure(
@@ -93,7 +90,7 @@ def measure(
     group = member_of(resolve(None), "calibrate")
     error, probes = None, list[Probe]()
     try:
-        options.check(group.size)
+        options.check()
         probes = _passes(options, device)
     except Exception as refusal:  # whatever it is, the others must not wait
         error = refusal
@@ -111,7 +108,6 @@ def measure(
         for number in range(options.rounds):
             rounds[number] = _round(group, device, probes)
             advance()
-        attention = _sparse(options, group, device)
     memory = memory_bytes(device)
     sharing = hosts.count(hosts[group.rank]) if device.type == "cpu" else 1
     return Measured(
@@ -121,7 +117,6 @@ def measure(
         None if memory is None else memory / sharing,
         options.on(device.type, "d_model"),
         _in_words(options, group, device),
-        attention,
     )
 
 
@@ -251,20 +246,6 @@ def _in_a_row(probes: list[Probe], seconds: Floats) -> list[Probe]:
     ]
 
 
-def _sparse(
-    options: CalibrateOptions, group: RankGroup, device: torch.device
-) -> AttentionLatency | None:
-    if options.sparse_tokens is None or group.size == 1:
-        return None
-    dtype = _dtype(options, device)
-    names = (RING_AXIS, ULYSSES_AXIS)
-    mesh = init_device_mesh(device.type, (group.size, 1), mesh_dim_names=names)
-    shape = CallShape(options.sparse_tokens, max(group.size, 2), 64, dtype=dtype)
-    return measure_attention_latency(
-        mesh, shape, device=device, rounds=options.rounds, kernel=options.kernel
-    )
-
-
 def _in_words(options: CalibrateOptions, group: RankGroup, device: torch.device) -> str:
     lens, threads = options.seq_lens(device.type), torch.get_num_threads()
     width, num_heads, dtype = (
@@ -295,7 +276,7 @@ def profile_of(measured: Measured, options: CalibrateOptions) -> HardwareProfile
         num_ranks=measured.seconds.shape[1],
         settings=measured.settings,
         d_model=measured.d_model,
-        measured=(*numbers, *(() if measured.attention is None else ("attention",))),
+        measured=tuple(numbers),
         base=options.base,
         fits=tuple(fits.values()),
         overheads=overheads,
@@ -307,7 +288,6 @@ def profile_of(measured: Measured, options: CalibrateOptions) -> HardwareProfile
         device=measured.device,
         source="measured",
         peak_flops_per_s=base.peak_flops_per_s if base.device == measured.device else None,
-        attention=measured.attention,
         note=f"what was not measured is taken from {options.base}: {base.note}".strip(": "),
         calibration=calibration,
     )
@@ -317,12 +297,6 @@ def refusals(profile: HardwareProfile, limit: float, *, attends: bool = True) ->
     """Name curves that miss held-out points by more than `limit`, or give no rate."""
     assert profile.calibration is not None
     sentences: list[str] = []
-    error = None if profile.attention is None else profile.attention.fit_error
-    if error is not None and error > limit:
-        sentences.append(
-            f"block-sparse attention: the fit has an error of {error:.0%}, and the limit is "
-            f"{limit:.0%}: leave the machine idle, or give more --rounds or --sparse-tokens"
-        )
     for fit in profile.calibration.fits:
         error = fit.held_out_error
         if error is not None and error > limit:

@@ -43,7 +43,6 @@ class CalibrateOptions(Outputs, RankOptions):
         num_heads: Attention heads of the block.
         dtype: Of parameters and activations of the block.
         kernel: Attention kernel of the block; the first that runs on the device if not given.
-        sparse_tokens: Time block-sparse attention on all meshes, too, up to so many tokens.
         base: File or name of the profile that has what is not measured here.
         limit: Of what held-out points are missed by in the median; 0.25 is 25 %.
     """
@@ -59,16 +58,13 @@ class CalibrateOptions(Outputs, RankOptions):
     num_heads: Annotated[int | None, Range(1, 2**16)] = None
     dtype: Literal["float32", "bfloat16", "float64"] | None = None
     kernel: str | None = None
-    sparse_tokens: Annotated[int | None, Range(1, _MOST_TOKENS)] = None
     base: str = "h100-datasheet"
     limit: Annotated[float, Range()] = 0.25
 
-    def check(self, num_ranks: int) -> None:
-        """Refuse options that do not fit each other, or the ranks."""
-        if num_ranks == 1:
-            refuse(self, ("sparse_tokens",), "one rank has no meshes; give --ranks 2 or more")
+    def check(self) -> None:
+        """Refuse options that do not fit each other."""
         if self.module is not None:
-            names = ("num_heads", *(() if self.sparse_tokens else ("dtype", "kernel")))
+            names = "num_heads", "dtype", "kernel"
             refuse(self, names, f"--module {self.module} has its own; leave it out")
         for device in BY_DEVICE:
             self.seq_lens(device)

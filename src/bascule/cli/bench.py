@@ -1,20 +1,28 @@
 """`bascule bench`: measure what balancing is worth, on local ranks or in a job that runs."""
 
 import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from bascule.bench.options import BenchOptions
+from bascule.report.charts import draw_lines
+from bascule.report.page import Fact, Report, Rows, columns, mib
 
 if TYPE_CHECKING:
     import torch
+
+_ARMS = {"unbalanced": "without", "balanced": "with bascule"}
+_MISSED = 0.9  # share of the predicted speed-up, below which a report says why
 
 
 def run(options: BenchOptions, arguments: list[str]) -> int | None:
     """Train all ways, compare, and write the numbers of the run and of its steps."""
     from bascule.cli.command import on_ranks, progress, publish, quietly, saved
-    from bascule.report.measured import of_bench
 
     def compare(device: "torch.device") -> dict[str, Any]:
         from bascule.bench.comparison import Comparison, summarize
@@ -29,7 +37,7 @@ def run(options: BenchOptions, arguments: list[str]) -> int | None:
 
     def finish(result: dict[str, Any]) -> None:
         summary, steps = result["summary"], result["steps"]
-        console = publish(options, of_bench(summary, steps), summary)
+        console = publish(options, report_of(summary, steps))
         options.out.mkdir(parents=True, exist_ok=True)
         files = options.out / "summary.json", options.out / "steps.jsonl"
         for path, place in zip(files, _free_places(*files), strict=True):
@@ -57,3 +65,208 @@ def _free_places(*paths: Path) -> list[Path]:
     """Return where files of an earlier run are kept: in summary.1.json, or with the next number."""
     numbered = ([path.with_suffix(f".{n}{path.suffix}") for path in paths] for n in count(1))
     return next(places for places in numbered if not any(place.exists() for place in places))
+
+
+def report_of(summary: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Report:
+    """Report training without and with balancing, of summary.json and the rows of steps.jsonl.
+
+    Of several topologies, the fastest is compared with training without, and all stand in a table.
+    """
+    setting, before, after = summary["setting"], *(summary[arm] for arm in _ARMS)
+    best, ways = setting["topology"], summary["topologies"]
+    by_way = {name: [one for one in steps if one["topology"] == name] for name in ways}
+    measured, predicted = summary["measured_ratio"], summary["predicted_ratio"]
+    error = measured / predicted - 1
+    ranks = f"{setting['world_size']} ranks ({setting['device']})"
+    is_loader, (low, high) = "loader" in summary, summary["measured_ratio_spread"]
+    is_same = not any(one["moved_tokens"] for one in ways.values()) and "stages" not in summary
+    way = "data loader" if is_loader else f"bags {', '.join(ways)}"
+    labels = {name: name if len(ways) > 1 else _ARMS["balanced"] for name in ways}
+    sent = "sent a step" if is_loader else "sent a step, forward"
+    lines = {
+        key: {_ARMS["unbalanced"]: [one[f"{key}_unbalanced"] for one in by_way[best]]}
+        | {labels[name]: [one[f"{key}_balanced"] for one in by_way[name]] for name in ways}
+        for key in ("seconds", "loss")
+    }
+    without, balanced = (
+        sum(lines["seconds"][name]) for name in (_ARMS["unbalanced"], labels[best])
+    )
+    rows = [
+        (label, *(form.format(*np.atleast_1d(arm[key])) for arm in (before, after)))
+        for label, key, form in _ROWS
+        if before[key] is not None
+    ]
+    rows += [
+        (f"loss, {place} step", *(f"{loss:.6f}" for loss in summary[f"loss_{place}"]))
+        for place in ("first", "last")
+    ]
+    answer = (
+        f"With bascule, training ran {measured:.2f}x as fast (steps {low:.2f}x to {high:.2f}x); "
+        f"predicted were {predicted:.2f}x."
+    )
+    gains = (
+        Fact("measured_ratio", "measured speed-up", measured, "{:.2f}x"),
+        Fact("prediction_error", "measured over predicted", error, "{:+.1%}"),
+        Fact("seconds_saved", "saved in all", without - balanced, "{:.2f} s"),
+    )
+    if len(ways) > 1:
+        answer = f"{best} was the fastest of {len(ways)} topologies. {answer}"
+    if is_same:
+        answer, gains = "Nothing was moved: both ways did the same, and differ by noise alone.", ()
+    return Report(
+        title=f"{ranks}, {way}, {len(by_way[best])} steps",
+        answer=answer,
+        facts=(
+            *gains,
+            Fact("predicted_ratio", "predicted, compute only", predicted, "{:.2f}x"),
+            Fact("wir_unbalanced", "WIR without", before["wir"], "{:.2f}"),
+            Fact("wir_balanced", "WIR with", after["wir"], "{:.2f}"),
+            Fact("fbl_unbalanced", "a step without", before["fbl_median_s"], "{:.3f} s"),
+            Fact("fbl_balanced", "a step with", after["fbl_median_s"], "{:.3f} s"),
+            Fact("sent_bytes", f"{sent}, all ranks", summary["sent_bytes_per_step"], mib),
+            Fact("loss_difference", "losses differ by", summary["loss_difference"], "{:.1e}"),
+        ),
+        parts=(
+            *_topologies(summary, lines["seconds"]),
+            Rows("Both ways", columns("", _ARMS["unbalanced"], labels[best]), rows),
+            *_stages(summary),
+            draw_lines(
+                "Seconds of each step",
+                "Forward and backward of the slowest rank; planning and exchanges are in all lines "
+                "but the first.",
+                ("step", "s"),
+                lines["seconds"],
+            ),
+            draw_lines("Loss", "The curves lie on each other.", ("step", "loss"), lines["loss"]),
+        ),
+        notes=tuple(_notes(summary, is_same)),
+        data=tuple(setting.get("data_lines", ())),
+        values=summary,
+    )
+
+
+_ROWS = (  # of either way: label, key in the summary, form
+    ("workload imbalance (WIR), max/min load", "wir", "{:.2f}"),
+    ("imbalance (max/mean load)", "imbalance", "{:.3f}"),
+    ("forward and backward (FBL), median", "fbl_median_s", "{:.3f} s"),
+    ("forward and backward (FBL), 10% to 90%", "fbl_spread_s", "{:.3f} to {:.3f} s"),
+    ("tokens a second", "tokens_per_s", "{:,.0f}"),
+    ("FLOP a second", "flops_per_s", "{:.3g}"),
+    ("hardware FLOP utilisation (HFU)", "hfu", "{:.1%}"),
+)
+
+
+def _topologies(summary: dict[str, Any], seconds: Mapping[str, Sequence[float]]) -> list[Rows]:
+    """Return a row for each way, of several topologies; by way the seconds of its steps."""
+    if len(summary["topologies"]) == 1:
+        return []
+    firsts = Counter(
+        min(zip(of_step, seconds, strict=True))[1]
+        for of_step in zip(*seconds.values(), strict=True)
+    )
+    without = _ARMS["unbalanced"]
+    rows: list[tuple[Any, ...]] = [
+        (without, summary["unbalanced"]["imbalance"], None, None, None, firsts[without])
+    ]
+    rows += [
+        (
+            name,
+            one["balanced"]["imbalance"],
+            one["predicted_ratio"],
+            "{:.2f}x ({:.2f} to {:.2f})".format(
+                one["measured_ratio"], *one["measured_ratio_spread"]
+            ),
+            one["sent_bytes_per_step"],
+            firsts[name],
+        )
+        for name, one in summary["topologies"].items()
+    ]
+    forms = columns("bags", "imbalance: {:.3f}", "predicted, compute only: {:.2f}x")
+    forms |= columns("measured (10% to 90% of steps)") | {"sent a step, forward": mib}
+    return [Rows("Topologies", forms | columns("steps won"), rows)]
+
+
+def _stages(summary: dict[str, Any]) -> list[Rows]:
+    if "stages" not in summary:
+        return []
+    names = "imbalance without: {:.2f}", "imbalance with: {:.2f}", "s without: {:.3g}"
+    forms = columns("", *names, "s with: {:.3g}", "speed-up: {:.2f}x")
+    return [
+        Rows(
+            f"Stages, {kind}",
+            forms,
+            [
+                (
+                    name.replace("_", " "),
+                    *(stage[arm].get(f"imbalance_{kind}") for arm in _ARMS),
+                    *(stage[arm][f"seconds_{kind}"] for arm in _ARMS),
+                    stage[f"{kind}_ratio"],
+                )
+                for name, stage in summary["stages"].items()
+            ],
+        )
+        for kind in ("predicted", "measured")
+    ]
+
+
+def _notes(summary: dict[str, Any], is_same: bool) -> list[str]:
+    setting, loader, num_steps = summary["setting"], summary.get("loader"), summary["steps"]
+    ways: dict[str, Any] = summary["topologies"]
+    differences = {
+        key: max(one[key] for one in ways.values())
+        for key in ("loss_difference", "grad_difference_first", "grad_difference")
+    }
+    fit, wires = setting["fit_error"], "exchange" if loader else "wires"
+    tokens = ", ".join(f"{tokens:,.0f}" for tokens in summary["tokens_per_rank"][:16])
+    tokens += " ..." if setting["world_size"] > 16 else ""
+    tokens += f" (bags {setting['topology']})" if len(ways) > 1 else ""
+    notes = [
+        f"the prediction counts compute only, not the {wires}: gamma {setting['gamma']:.2f}"
+        + ("" if fit is None else f", fitted within {fit:.0%}"),
+        "same maths: losses differ by {loss_difference:.1e} at most, gradients by "
+        "{grad_difference_first:.1e} at the first step and {grad_difference:.1e} at most "
+        "(relative)".format(**differences),
+        f"tokens a rank with balancing: {tokens}",
+    ]
+    if len(ways) > 1 and setting["device"] == "cpu":
+        shares = ", ".join(f"{name} {one['cpu_ratio']:.2f}x" for name, one in ways.items())
+        notes.append(f"in CPU seconds of the busiest rank, in which nobody waits: {shares}")
+    if loader:
+        reasons = loader["reasons"].items()
+        skipped = ", ".join(f"{n} {why}" for why, n in reasons if why != "balanced")
+        seconds = ", ".join(
+            f"{name} {loader[f'{name}_s_per_step'] * 1e3:.1f} ms"
+            for name in ("exchange", "hidden", "exposed")
+        )
+        notes += [
+            f"the slowest rank, a step: {seconds} ({loader['exposed_share']:.1%} of the step)",
+            f"samples moved in {loader['applied_steps']} of {num_steps} steps"
+            + (f" (others: {skipped})" if skipped else ""),
+        ]
+    if setting["skipped_photos"]:
+        notes.append(f"photos skipped: {setting['skipped_photos']}")
+    if not is_same and summary["measured_ratio"] < _MISSED * summary["predicted_ratio"]:
+        low, high = summary["measured_ratio_spread"]
+        notes.append(
+            f"measured is below predicted: the {wires}, planning, and what both ways have in "
+            "common (collectives of FSDP, launches) are not predicted, and steps this short may "
+            f"differ by noise alone (they range from {low:.2f}x to {high:.2f}x)"
+        )
+    if fit is not None and setting["gamma"] == 0.0:
+        notes.append(
+            "warning: the fitted gamma is 0, attention's time did not show, so plans count linear "
+            "layers only: measure longer sequences or a quieter machine, or give --gamma"
+        )
+    for name, one in ways.items():
+        if not one["single_binds_steps"]:
+            continue
+        advice = (
+            "moving whole samples can shorten: larger bags can, with --topology, not --loader"
+            if loader is not None
+            else f"balancing on bags {name} can shorten: give larger bags with --topology"
+        )
+        notes.append(
+            f"warning: in {one['single_binds_steps']} of {num_steps} steps one sequence alone "
+            f"takes as long as its step, which no {advice}"
+        )
+    return notes

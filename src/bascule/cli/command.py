@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 _MOST_NAMED = 2
 
 
-def publish(options: Outputs, report: Report, data: dict[str, Any] | None = None) -> Console:
-    """Show a report; write `data`, by default its facts and tables, to --json, and --report."""
+def publish(options: Outputs, report: Report) -> Console:
+    """Show a report, and write it to --json and --report."""
     console = Console(stderr=options.json == STDOUT)
     if isinstance(options, InputOptions):
         report = replace(report, data=tuple(options.data_lines))
     report.show(console)
-    text = json.dumps(report.to_dict() if data is None else data, indent=2) + "\n"
+    text = json.dumps(report.to_dict(), indent=2) + "\n"
     if options.json == STDOUT:
         sys.stdout.write(text)
         sys.stdout.flush()

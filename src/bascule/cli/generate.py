@@ -1,6 +1,7 @@
 """`bascule generate`: images and videos from prompts, on local ranks or in a job that runs."""
 
 import logging
+from dataclasses import replace
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ def run(options: GenerateOptions, arguments: list[str]) -> None:
     from bascule.cli.launch import in_a_job
 
     def finish(result: dict[str, Any]) -> None:
-        console = publish(options, _report(options, **result), result)
+        console = publish(options, replace(_report(options, **result), values=result))
         if result["outputs"]:
             saved(console, *(options.out / one["file"] for one in result["outputs"]))
 

@@ -37,7 +37,6 @@ _UNITS: dict[str, tuple[float, tuple[str, ...]]] = {  # unit, fields of a profil
     "memory_gb": (1e9, ("memory_bytes",)),
 }
 _DEFAULT_BATCH = 4
-_OF_ATTENTION = ("tflops", "intra_gbs", "latency_us")  # it is predicted from these if not measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,8 +190,6 @@ class MachineOptions:
     def hardware(self) -> HardwareProfile:
         """Return the profile, with the numbers that options replace."""
         profile, changes = HardwareProfile.load(self.profile), dict[str, float]()
-        if profile.attention is not None:
-            refuse(self, _OF_ATTENTION, f"attention of {self.profile} was measured; leave it out")
         for option, (unit, fields) in _UNITS.items():
             if (value := getattr(self, option, None)) is None:
                 continue

@@ -2,15 +2,26 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from bascule.cli.inputs import BatchOptions, topology_ranks
 from bascule.options import NewFile, Outputs, refuse
+from bascule.report.charts import draw_lengths, draw_loads
+from bascule.report.page import Chart, Fact, Report, Rows, columns, ms
+
+if TYPE_CHECKING:
+    from bascule.arrays import Floats
+    from bascule.machine.cluster import Cluster
+    from bascule.machine.costs import Cost
+    from bascule.plan.plan import Plan
+    from bascule.plan.topology import Topology
 
 _OF_WIRES = "tflops", "intra_gbs", "inter_gbs", "latency_us", "ranks_per_node"
+_WIRE_SHARE = 0.05  # of a bag's time, from which wires are said to bind
+_EVEN = 1.01  # imbalance up to which ranks are said to have the same work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +52,6 @@ def run(options: PlanOptions, arguments: list[str]) -> None:
     from bascule.cli.command import publish, write
     from bascule.plan.plan import Plan, plan_batch, plan_greedily
     from bascule.plan.topology import Topology
-    from bascule.report.reports import of_plan
     from bascule.report.step_picture import draw_step
 
     lens = options.read(topology_ranks(options.topology))
@@ -70,8 +80,8 @@ def run(options: PlanOptions, arguments: list[str]) -> None:
             timed(name, plan_batch, plan.topology, **chosen | x) for name, x in _changes(options)
         ]
     notes = options.notes(is_priced=is_priced)
-    report = of_plan(plan, cost, cluster, notes, plans if options.compare else ())
-    console = publish(options, report, json.loads(plan.to_json()))
+    report = report_of(plan, cost, cluster, notes, plans if options.compare else ())
+    console = publish(options, report)
     if options.picture is not None:
         picture = draw_step(plan, cost, cluster, "TFLOP" if cluster is None else "s")
         write(console, "--picture", options.picture, picture)
@@ -82,3 +92,107 @@ def _changes(options: PlanOptions) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "without the limit", {"limits": None}
     if options.locality_tolerance is not None:
         yield "without the tolerance", {"locality_tolerance": None}
+
+
+def report_of(
+    plan: "Plan",
+    cost: "Cost",
+    cluster: "Cluster | None",
+    notes: Sequence[str],
+    compared: "Sequence[tuple[str, Plan, float]]" = (),
+) -> Report:
+    """Report one batch as loaded and as planned; `compared` are name, plan, planning seconds."""
+    from bascule.report.step_picture import draw_step
+
+    unit = "TFLOP" if cluster is None else "s"
+    before = plan.unbalanced_loads(cost, cluster)
+    speedup = float(before.max() / plan.makespan) if plan.makespan > 0 else 1.0
+    waiting = [float((loads.max() - loads).sum()) for loads in (before, plan.loads)]
+    load, total = f"{{:.6g}} {unit}", int(plan.seq_lens.sum())
+    bags = plan.topology.bag_of_rank.tolist()
+    names = [f"{bag} ({_bag_spec(plan.topology, bag)})" for bag in bags]
+    loads = plan.tokens.tolist(), plan.loads.tolist(), before.tolist()
+    rows = list(zip(range(plan.num_ranks), names, *loads, strict=True))
+    forms = columns("rank", "bag", "tokens: {:,}", f"{unit}: {{:.4g}}", "as loaded: {:.4g}")
+    return Report(
+        title=f"One batch on {plan.num_ranks} ranks, bags {plan.topology}",
+        answer=f"Balanced, this batch is predicted to run {speedup:.2f}x as fast as it was loaded.",
+        facts=(
+            Fact("speedup", "predicted speed-up", speedup, "{:.2f}x"),
+            Fact("makespan", "slowest rank", plan.makespan, load),
+            Fact("lower_bound", "no plan on these bags is below", plan.lower_bound, load),
+            Fact("gap", "from the best plan at most", plan.gap, "{:.3%}"),
+            Fact("imbalance", "imbalance, max / mean", plan.imbalance, "{:.4f}"),
+            Fact("wir", "WIR, max / min", plan.wir, "{:.4f}"),
+            Fact("waiting_before", "all ranks wait, as loaded", waiting[0], load),
+            Fact("waiting", "all ranks wait, balanced", waiting[1], load),
+            Fact("moved_tokens", "tokens that move", plan.moved_tokens, "{:,}"),
+            Fact("tokens", "tokens", total, "{:,}"),
+        ),
+        parts=(
+            *([_compared(compared, before, unit)] if compared else []),
+            draw_loads(before, plan.loads, unit),
+            Chart(
+                "The step, rank by rank",
+                "Above as loaded, below as planned: one bar a rank, one field a sequence.",
+                lambda: draw_step(plan, cost, cluster, unit),
+            ),
+            draw_lengths(plan.seq_lens),
+            Rows("All ranks", forms, rows, bars=loads[1]),
+        ),
+        notes=(
+            f"binds: {_binding(plan, cost, cluster)}",
+            f"Certificate: the plan is at most {plan.gap:.3%} above a lower bound that every plan "
+            "of these bags obeys.",
+            "Loads count the forward pass by the cost model; a backward pass has the same ratios.",
+            *notes,
+        ),
+        values=json.loads(plan.to_json()),
+    )
+
+
+def _bag_spec(topology: "Topology", bag: int) -> str:
+    ring = int(topology.ring_degrees[bag])
+    degree = int(topology.bag_sizes[bag]) // ring
+    return f"g{degree}" if ring == 1 else f"g{degree}r{ring}"
+
+
+def _compared(plans: "Sequence[tuple[str, Plan, float]]", before: "Floats", unit: str) -> Rows:
+    from bascule.plan import metrics
+
+    names = "", f"makespan, {unit}: {{:.6g}}", "gap: {:.3%}", "imbalance: {:.4f}", "WIR: {:.4f}"
+    forms = columns(*names, "tokens moved: {:,}") | {"planning": ms}
+    rows: list[tuple[Any, ...]] = [
+        (name, plan.makespan, plan.gap, plan.imbalance, plan.wir, plan.moved_tokens, seconds)
+        for name, plan, seconds in plans
+    ]
+    loaded = float(before.max()), None, metrics.imbalance(before), metrics.wir(before), 0, None
+    return Rows("Plans compared", forms, [*rows, ("as loaded", *loaded)])
+
+
+def _binding(plan: "Plan", cost: "Cost", cluster: "Cluster | None") -> str:
+    """Return why the step cannot end earlier."""
+    from bascule.machine.costs import in_bag
+
+    if plan.makespan == 0:
+        return "nothing, the batch is idle"
+    reasons: list[str] = []
+    if plan.binding is not None:
+        enough = plan.binding.enough_ranks
+        left = f"+g1n{plan.num_ranks - enough}" if enough < plan.num_ranks else ""
+        reasons.append(f"{plan.binding}, as with --topology g{enough}n1{left}")
+    if cluster is not None:
+        bag, *_, degree = plan.topology.place_of(int(plan.loads.argmax()))
+        lens = plan.seq_lens[plan.bag_of == bag]
+        compute = float(cluster.compute_seconds(in_bag(cost, degree), lens).sum())
+        share = 1.0 - compute / int(plan.topology.bag_sizes[bag]) / plan.makespan
+        if share > _WIRE_SHARE:
+            reasons.append(
+                f"wires: {share:.0%} of the time of the slowest bag; smaller bags have less"
+            )
+    if not reasons and plan.imbalance > _EVEN:
+        reasons.append(
+            f"whole sequences, which do not divide evenly over {plan.topology.num_bags} bags: "
+            "larger bags can be faster, which --topology auto looks for"
+        )
+    return "; ".join(reasons) or "the total work, spread evenly"

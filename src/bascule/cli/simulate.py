@@ -11,8 +11,8 @@ from bascule.options import NewFolder, Outputs, Range
 if TYPE_CHECKING:
     from bascule.machine.cluster import HardwareProfile
     from bascule.machine.costs import TransformerCost
+    from bascule.sim.results import SimulationResult
     from bascule.sim.seconds import EncoderStage, SimulationOptions
-    from bascule.sim.simulation import SimulationResult
 
 _DEFAULT_STEPS = 20
 _DEFAULT_TRAIN_STEPS = 1000
@@ -73,7 +73,6 @@ def run(options: SimulateOptions, arguments: list[str]) -> None:
     """Simulate, and publish what each policy takes."""
     from bascule.cli.command import publish, saved, waiting
     from bascule.machine.cluster import passes_of
-    from bascule.report.reports import of_simulation
     from bascule.sim.seconds import Sharding, SimulationOptions
     from bascule.sim.simulation import segments_of
     from bascule.workload.traces import write_steps
@@ -103,7 +102,7 @@ def run(options: SimulateOptions, arguments: list[str]) -> None:
             gpu_hour_price=options.gpu_hour_price,
         )
         result = _simulated(batches, profile, cost, options.topologies, setting)
-    console = publish(options, of_simulation(result), result.to_dict())
+    console = publish(options, result.to_report())
     if options.traces is not None:
         for one in result.runs:
             folder = options.traces / one.name.replace(" ", "_")

@@ -1,20 +1,27 @@
 """`bascule sparse`: what balancing block-sparse attention is worth. A mesh (4, 2) is U4R2."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
 
 from bascule.cli.inputs import MachineOptions
 from bascule.errors import ConfigError
 from bascule.options import Outputs, Range, flag, refuse
+from bascule.report.page import Chart, Fact, Report, Rows, columns, mib, ms
 
 if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
     from bascule.arrays import Bools, Ints
-    from bascule.sim.sparse_study import Mesh
+    from bascule.sim.sparse_study import Mesh, Study
 
 _TOLERANCES = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1)  # of kept plans, on the page
 _REWARDS = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # of the paper's greedy, on the page
+_SHOWN_BLOCKS = 96  # query blocks to begin with; more are thinner than a pixel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +113,6 @@ def run(options: SparseOptions, arguments: list[str]) -> None:
     """Plan in all ways, and publish the comparison."""
     from bascule.cli.command import progress, publish
     from bascule.plan.sparse import check_degrees
-    from bascule.report.reports import of_sparse
     from bascule.sim.sparse_study import Setting, study
 
     meshes, machine = options.meshes, options.hardware()
@@ -130,7 +136,7 @@ def run(options: SparseOptions, arguments: list[str]) -> None:
         fitting,
         source.q_lens,
         source.kv_lens,
-        machine.attention_latency(options.head_dim),
+        machine,
         options.head_dim,
         options.itemsize,
         options.target,
@@ -140,12 +146,10 @@ def run(options: SparseOptions, arguments: list[str]) -> None:
     swept = () if options.report is None else (_TOLERANCES, _REWARDS)
     with progress("layers", source.num_layers) as advance:
         result = study(source.name, source.layers(advance), setting, *swept)
-    publish(options, of_sparse(result, options.head, [f"Predicted for {machine}."]))
+    publish(options, report_of(result, options.head, [f"Predicted for {machine}."]))
 
 
 def _of_file(options: SparseOptions, path: Path) -> _Source:
-    import numpy as np
-
     from bascule.workload import load_masks
 
     refuse(options, ("density", "seed"), "only for --model; masks are as given")
@@ -187,3 +191,215 @@ def _synthetic(options: SparseOptions) -> _Source:
         drawn.block_lens,
         lambda layer, step: synthetic_masks(drawn, layer=layer, step=step, seed=options.seed),
     )
+
+
+def report_of(study: "Study", head: int, notes: Sequence[str]) -> Report:
+    """Report block masks on meshes by way of planning, and draw the mask of a head."""
+    from bascule.sim.sparse_study import BEFORE, DEFAULT, mesh_name
+
+    setting, num_steps = study.setting, len(study.runs[0].choices)
+    best = min(setting.meshes, key=lambda mesh: study.mean(mesh, DEFAULT).predicted_s)
+    before, after = study.mean(best, BEFORE), study.mean(best, DEFAULT)
+    speedup = before.predicted_s / after.predicted_s
+    heads, q_blocks, kv_blocks = study.masks.shape
+    return Report(
+        title=f"Block-sparse attention: {study.name}",
+        answer=f"On {mesh_name(best)}, balancing makes the call {speedup:.2f}x as fast.",
+        facts=(
+            Fact("speedup", "predicted speed-up of the call", speedup, "{:.3f}x"),
+            Fact("mesh", "fastest mesh", mesh_name(best)),
+            Fact("rho_before", "rho in order", before.imbalance, "{:.4f}"),
+            Fact("rho", "rho balanced", after.imbalance, "{:.4f}"),
+            Fact("call_s", "the call takes", after.predicted_s, ms),
+            Fact("planning_s", "planning", after.planning_s, ms),
+            Fact("sent_bytes", "sent", after.sent_bytes, mib),
+            Fact("density", "blocks computed", float(study.masks.mean()), "{:.1%}"),
+        ),
+        parts=(
+            Chart(
+                "Masks and plans",
+                "The mask, who computes what, the chosen meshes, and what tolerance and reward "
+                "cost.",
+                lambda: draw(study, head),
+            ),
+            *_ways(study),
+            *([_kept(study)] if num_steps > 1 else []),
+            *([_strategies(study)] if len(setting.meshes) > 1 else []),
+        ),
+        notes=(
+            f"Masks: {heads} heads, {q_blocks:,} x {kv_blocks:,} blocks of "
+            f"{setting.q_lens.max():,} tokens; layers: {len(study.runs)}, steps: {num_steps}.",
+            "rho is the slowest rank's work over the mean, where ranks of a ring wait for all "
+            "others after each round; critical path is where they wait for their neighbours alone.",
+            f'Speed-ups are over "{BEFORE}": heads in their order, blocks in runs; of compute '
+            "alone, the ratio of rho.",
+            *notes,
+        ),
+    )
+
+
+def _ways(study: "Study") -> tuple[Rows, Rows]:
+    from bascule.sim.sparse_study import BEFORE, WAYS, mesh_name
+
+    balance: list[Sequence[Any]] = []
+    exchange: list[Sequence[Any]] = []
+    for mesh in study.setting.meshes:
+        before = study.mean(mesh, BEFORE)
+        for way in WAYS:
+            row = study.mean(mesh, way)
+            name = mesh_name(mesh), f"{way} {study.setting.reward:g}" if way == "paper" else way
+            rho, planning_s = row.imbalance, None if way == BEFORE else row.planning_s
+            gain = before.imbalance / rho
+            balance.append((*name, rho, row.critical_path_imbalance, gain, planning_s))
+            gain, moved = before.predicted_s / row.predicted_s, (row.q_moved, row.kv_moved)
+            exchange.append((*name, *moved, row.sent_bytes / 2**20, row.predicted_s * 1e3, gain))
+    names, gains = columns("mesh", "plan"), columns("speed-up: {:.3f}x")
+    rho = columns("rho: {:.4f}", "critical path: {:.4f}") | gains | {"planning": ms}
+    moved = columns("Q rows moved: {:.1%}", "KV: {:.1%}", "sent, MiB: {:,.2f}", "call, ms: {:.3f}")
+    return (
+        Rows("Balance in the first step, compute alone", names | rho, balance),
+        Rows("Rows on other ring ranks, and the whole call", names | moved | gains, exchange),
+    )
+
+
+def _kept(study: "Study") -> Rows:
+    from bascule.sim.sparse_study import DEFAULT, mesh_name
+
+    tolerance = study.setting.tolerance
+    forms = columns("mesh", "plans made", "kept", "rho, mean: {:.4f}", "rho, max: {:.4f}")
+    rows: list[Sequence[Any]] = []
+    for mesh in study.setting.meshes:
+        reuses = [run.reuses[mesh, tolerance] for run in study.runs]
+        rho = [value for reuse in reuses for value in reuse.imbalances]
+        made = sum(reuse.state.num_planned for reuse in reuses)
+        kept = sum(reuse.state.num_kept for reuse in reuses)
+        rows.append((mesh_name(mesh), made, kept, sum(rho) / len(rho), max(rho)))
+    return Rows(f"{DEFAULT} over the steps, plans kept within {tolerance:g}", forms, rows)
+
+
+def _strategies(study: "Study") -> Rows:
+    from bascule.sim.sparse_study import mesh_name
+
+    rows: list[Sequence[Any]] = []
+    for layer, run in enumerate(study.runs):
+        stretches: list[str] = []
+        for mesh, steps in groupby(enumerate(run.choices), lambda step: step[1].degrees):
+            first, *rest = (number for number, _ in steps)
+            last = f" to {rest[-1]}" if rest else ""
+            stretches.append(f"{mesh_name(mesh)} {first}{last}")
+        rows.append((layer, ", ".join(stretches), run.choices[-1].num_switches))
+    title = "Mesh with the lowest prediction, by layer and step"
+    return Rows(title, columns("layer", "steps", "switches"), rows)
+
+
+def draw(study: "Study", head: int) -> "Figure":
+    """Draw the mask of a head, who computes what, strategies, and tolerances and rewards."""
+    from plotly.subplots import make_subplots
+
+    from bascule.sim.sparse_study import DEFAULT, mesh_name
+
+    meshes = study.setting.meshes
+    mesh = meshes[len(meshes) // 2]  # of all meshes of some ranks: heads and blocks are split
+    shown = min(_SHOWN_BLOCKS, study.masks.shape[1])
+    figure = make_subplots(
+        rows=3,
+        cols=2,
+        specs=[[{}, {}], [{"colspan": 2}, None], [{"secondary_y": True}] * 2],
+        row_heights=[0.42, 0.2, 0.38],
+        vertical_spacing=0.09,
+        horizontal_spacing=0.13,
+        subplot_titles=(
+            f"mask of head {head}: {study.masks[head].mean():.0%} of the blocks",
+            f"who computes what: {DEFAULT} on {mesh_name(mesh)}",
+            "mesh with the lowest prediction",
+            f"{DEFAULT}, first layer: plans kept over the steps",
+            "paper, first layer: reward for staying at home",
+        ),
+    )
+    mask, colors = study.masks[head].astype(np.uint8), [(0.0, "white"), (1.0, "#1f3b73")]
+    figure.add_heatmap(z=mask, zmin=0, zmax=1, colorscale=colors, showscale=False, row=1, col=1)
+    plan = study.setting.plan(DEFAULT, study.masks, mesh)
+    _draw_classes(figure, plan.rank_of, [str(x) for x in range(plan.num_ranks)], "rank", (1, 2))
+    chosen = [[meshes.index(choice.degrees) for choice in run.choices] for run in study.runs]
+    _draw_classes(figure, np.array(chosen), [mesh_name(mesh) for mesh in meshes], "mesh", (2, 1))
+    for place, mesh in enumerate(meshes):
+        reuses = sorted(
+            (tolerance, sum(reuse.imbalances) / len(reuse.imbalances), reuse.state.num_planned)
+            for (at, tolerance), reuse in study.runs[0].reuses.items()
+            if at == mesh
+        )
+        rewards = [(x, row.imbalance, row.q_moved) for x, row in study.rewards if row.mesh == mesh]
+        _draw_lines(figure, reuses, place, mesh, 1)
+        _draw_lines(figure, rewards, place, mesh, 2)
+    axes: tuple[tuple[tuple[int, int], str, str, dict[str, Any]], ...] = (
+        ((1, 1), "key block", "query block", {"autorange": "reversed"}),
+        ((1, 2), f"query block, the first {shown}", "head", {"autorange": "reversed"}),
+        ((2, 1), "step", "layer", {"dtick": max(len(chosen) // 8, 1)}),
+        ((3, 1), "tolerance of a kept plan", "rho, mean over the steps", {"secondary_y": False}),
+        ((3, 2), "reward", "rho", {"secondary_y": False}),
+    )
+    for place, x, y, options in axes:
+        figure.update_xaxes(title=x, row=place[0], col=place[1])
+        figure.update_yaxes(title=y, row=place[0], col=place[1], **options)
+    figure.update_xaxes(range=(-0.5, shown - 0.5), row=1, col=2)
+    figure.update_xaxes(dtick=max(len(chosen[0]) // 10, 1), row=2, col=1)
+    right = {"rangemode": "tozero", "tickmode": "auto", "showgrid": False, "secondary_y": True}
+    figure.update_yaxes(title="plans made (dotted)", row=3, col=1, **right)
+    figure.update_yaxes(title="share of query rows moved (dotted)", row=3, col=2, **right)
+    legend = {"orientation": "h", "y": -0.06}
+    figure.update_layout(template="plotly_white", height=1350, legend=legend)
+    return figure
+
+
+def _draw_classes(
+    figure: "Figure", classes: np.ndarray, names: list[str], title: str, place: tuple[int, int]
+) -> None:
+    from plotly.colors import sample_colorscale
+
+    size = len(names)
+    colors = sample_colorscale("Turbo", [(i + 0.5) / size for i in range(size)])
+    edges = [((i / size, color), ((i + 1) / size, color)) for i, color in enumerate(colors)]
+    top, bottom = ((1.0, 0.66), (0.57, 0.42))[place[0] - 1]
+    figure.add_heatmap(
+        z=classes.astype(np.int16),
+        zmin=-0.5,
+        zmax=size - 0.5,
+        colorscale=list(chain.from_iterable(edges)),
+        colorbar={
+            "title": title,
+            "tickvals": list(range(size)),
+            "ticktext": names,
+            "len": top - bottom,
+            "y": (top + bottom) / 2,
+        },
+        row=place[0],
+        col=place[1],
+    )
+
+
+def _draw_lines(
+    figure: "Figure",
+    points: Iterable[tuple[float, float, float]],
+    place: int,
+    mesh: "Mesh",
+    col: int,
+) -> None:
+    """Draw rho of a mesh over a setting, and dotted, on the axis to the right, what it costs."""
+    from plotly.colors import qualitative
+
+    from bascule.sim.sparse_study import mesh_name
+
+    color = qualitative.Plotly[place % len(qualitative.Plotly)]
+    x, *lines = zip(*points, strict=True)
+    for is_cost, y in enumerate(lines):
+        figure.add_scatter(
+            x=x,
+            y=y,
+            name=mesh_name(mesh),
+            legendgroup=mesh_name(mesh),
+            showlegend=col == 1 and not is_cost,
+            line={"color": color, "dash": "dot" if is_cost else "solid"},
+            row=3,
+            col=col,
+            secondary_y=bool(is_cost),
+        )

@@ -7,6 +7,7 @@ own numbers. All ranks then have the same facts, or raise the same error.
 import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import zip_longest
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ _INPUT_ERROR, _OTHER_ERROR = 1, 2
 # A message: status, how many values, digests of the call and of its settings, a sentence, values.
 _STATUS, _COUNT, _CALL, _SETTINGS, _TEXT, _VALUES = 0, 1, 2, 3, 4, 52
 _NO_VALUES = np.zeros(0, np.int64)
+Made = TypeVar("Made")
 
 
 def agree(
@@ -70,6 +72,34 @@ def agree(
     if max(counts) > capacity:
         gathered = _gather(group, np.resize(values, max(counts)), what, step)
     return [row[:count] for row, count in zip(gathered, counts, strict=True)]
+
+
+def agree_on(
+    group: RankGroup | None,
+    make: Callable[[], Made],
+    settings_of: Callable[[Made], Mapping[str, str]] = lambda _: {},
+    *,
+    what: str,
+    step: int = 0,
+) -> Made:
+    """Return what `make` made on this rank, once it worked on all ranks of a group.
+
+    One all-gather also compares the settings of what was made. If `make` fails on a rank, that rank
+    raises its own error, and the others one that quotes it. None: this rank alone.
+    """
+    made, error, settings = list[Made](), None, dict[str, str]()
+    try:
+        made.append(make())
+        settings |= settings_of(made[0])
+    except Exception as failure:  # the other ranks must not wait
+        error = failure
+    try:
+        if group is not None:
+            agree(group.control or group, settings, error, what=what, step=step)
+    finally:
+        if error is not None:
+            raise error from error.__cause__
+    return made[0]
 
 
 def first_use(

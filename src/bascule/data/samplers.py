@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from bascule.arrays import Ints
-from bascule.checks import amounts, choice, fields, ints, number, of_type, shown, whole
+from bascule.checks import MAX_LENGTH, amounts, choice, fields, ints, number, of_type, shown, whole
 from bascule.errors import ConfigError, PlanError
 from bascule.machine.costs import Cost, evaluate
 from bascule.plan.epoch import Deal, DealRules, StepShape, deal_step, epoch_order
 from bascule.plan.limits import Limits, in_tokens
-from bascule.plan.offer import MAX_LENGTH
 from bascule.plan.plan import Sync
 
 History = Sequence[Sequence[int]]

@@ -77,12 +77,10 @@ class SameInputs:
         """End a run: from here on nobody announces runs."""
         self._steps = Steps()
 
-    def due(
-        self, group: RankGroup | None, inputs: Mapping[str, Any], form: object
+    def comparison(
+        self, group: RankGroup, inputs: Mapping[str, Any], form: object
     ) -> Callable[[], None] | None:
-        """Fingerprint inputs of a new form or run; return a function that compares them later."""
-        if group is None:
-            return None
+        """Return a function that compares inputs of a new form or run, as they are now."""
         is_training = self._model.training and torch.is_grad_enabled()
         if self._steps is not None and not is_training and self._steps.may_begin_run(inputs):
             self.seen.clear()
@@ -112,9 +110,19 @@ class Steps:
 
         A second step may be the first one of another run, as of a model that takes one step.
         """
-        tensors = {name: x for name, x in leaves(inputs) if isinstance(x, Tensor)}
-        new = {name for name, x in tensors.items() if not self._knows(name, x)}
-        times = [one for one in _TIMES if isinstance(inputs.get(one), Tensor | int | float)]
+        tensors, new = dict[str, Tensor](), set[str]()
+        for argument, value in inputs.items():
+            if isinstance(value, Tensor):
+                tensors[argument] = value
+            elif not isinstance(value, int | float | str | None):
+                tensors |= {name: x for name, x in leaves(value, argument) if isinstance(x, Tensor)}
+        for name, x in tensors.items():
+            for known, version in self._last.get(name, ()):
+                if known() is x and _version(x) == version:
+                    break
+            else:
+                new.add(name)
+        times = [name for name in _TIMES if isinstance(inputs.get(name), Tensor | int | float)]
         time = float(torch.as_tensor(inputs[times[0]]).float().mean()) if times else 0.0
         moved = time - self._time
         if self._number > 1 and not (moved * self._way >= 0.0 and new <= self._varying):
@@ -125,12 +133,9 @@ class Steps:
         self._number += not self._number or moved != 0.0
         self._time = time
         for name in new:
-            others = [one for one in self._last.get(name, ()) if one[0]() is not None]
+            others = [last for last in self._last.get(name, ()) if last[0]() is not None]
             self._last[name] = [*others, (weakref.ref(tensors[name]), _version(tensors[name]))]
         return bool(new) and self._number < 3
-
-    def _knows(self, name: str, x: Tensor) -> bool:
-        return any(one() is x and _version(x) == at for one, at in self._last.get(name, ()))
 
 
 def _version(x: Tensor) -> int:

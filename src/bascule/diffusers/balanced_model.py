@@ -15,17 +15,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bascule.arrays import Ints, ranges
 from bascule.checks import whole
-from bascule.comm.agree import agree
+from bascule.comm.agree import agree, agree_on
 from bascule.comm.failures import shared
 from bascule.comm.items import ItemMove, Parcel, mapped, move_items, parcel
 from bascule.comm.mesh import AttentionMesh, meshes_over
 from bascule.diffusers.arguments import holds_tensors, parameters_of, required_of
 from bascule.diffusers.degrees import Replica
 from bascule.diffusers.parallelize import ParallelHandle
-from bascule.diffusers.request import Request, agree_on
-from bascule.diffusers.split_model import SplitModel
+from bascule.diffusers.request import Request
+from bascule.diffusers.split_model import SplitModel, Way
 from bascule.diffusers.split_table import SplitTable
-from bascule.diffusers.tables import is_tested, table_of, unwrapped
+from bascule.diffusers.tables import table_of, unwrapped
 from bascule.diffusers.verify import check_table
 from bascule.errors import ConfigError
 from bascule.machine.costs import TransformerCost
@@ -197,19 +197,17 @@ class BalancedModel:
             inner = unwrapped(model)
             return Request(models=[inner], tables=[table_of(inner, table)])
 
-        made = agree_on(group.control, request)
+        made = agree_on(group, request, Request.settings, what="BalancedModel")
         (inner,), (self._table,) = made.models, made.tables
         everyone = group if group.size > 1 else None
         mesh = AttentionMesh(None, everyone, everyone)
         self.handle = ParallelHandle(Replica(everyone, None, mesh), everyone)
-        self._part = SplitModel(inner, self._table, self.handle.mesh)
+        self._split = SplitModel(inner, self._table, None, check=check_table)
         config = getattr(inner, "config", None)
         self._num_heads = next((n for name in _HEADS if (n := getattr(config, name, None))), None)
         if isinstance(parallel.cost, TransformerCost) and parallel.cost.num_heads is None:
             parallel.cost = replace(parallel.cost, num_heads=self._num_heads)
-        self._part.is_alone = True
-        self._part.first_call = None if is_tested(self._table) else check_table
-        self.handle.parts.append(self._part)
+        self.handle.parts.append(self._split)
 
     @property
     def step(self) -> Step:
@@ -251,7 +249,7 @@ class BalancedModel:
         """
         parallel = self._parallel
         with self._failing_together():
-            if not self._part.is_split:
+            if not self._split.is_split:
                 raise ConfigError("undo() was called: make another BalancedModel")
             measured = [self._measure(place, one) for place, one in enumerate(samples)]
         step = self._step = parallel.plan([one.length for one in measured])
@@ -293,7 +291,7 @@ class BalancedModel:
     def _measure(self, place: int, sample: Sample) -> _Measured:
         device = self._parallel.device
         try:
-            check_sample(sample, required_of(self._part.model), self._table)
+            check_sample(sample, required_of(self._split.model), self._table)
             length = whole("length_fn", self._length_fn(sample), 1)
             weight = whole("weight_fn", self._weight_fn(sample))
             form = form_of(sample, self._table, device)
@@ -362,8 +360,8 @@ class BalancedModel:
                 "it the DistributedDataParallel that the BalancedModel was made with"
             )
         batch = batch_of(samples, self._table)
-        names = parameters_of(self._part.model)
-        with self._part.over(mesh):
+        names = parameters_of(self._split.model)
+        with self._split.taking(None if mesh is None else Way(mesh, compares=False)):
             output = model(**{name: x for name, x in batch.items() if name in names})
         output = output.to_tuple() if hasattr(output, "to_tuple") else output
         is_one = isinstance(output, tuple) and len(output) == 1
@@ -379,4 +377,4 @@ class BalancedModel:
 
     @property
     def _is_sharded(self) -> bool:
-        return any(isinstance(module, FSDPModule) for module in self._part.model.modules())
+        return any(isinstance(module, FSDPModule) for module in self._split.model.modules())

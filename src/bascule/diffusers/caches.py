@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from bascule.comm.collectives import all_reduce
 from bascule.comm.groups import RankGroup
-from bascule.comm.mesh import AttentionMesh
 from bascule.diffusers.split_table import SplitTable
 from bascule.errors import ConfigError
 from bascule.stand_in import StandIn
@@ -50,10 +49,9 @@ class Caches:
         self._have_attended = set[str]()  # blocks, since a cache is on
         self._leaders: dict[Any, tuple[StandIn, weakref.WeakSet[Any]]] = {}
 
-    def are_used(self, modules: Iterable[nn.Module], mesh: AttentionMesh) -> bool:
+    def are_used(self, modules: Iterable[nn.Module], is_over: bool) -> bool:
         """Return whether a cache may leave out blocks; refuse hooks that see one rank's tokens."""
         kind, hooks = type(self._model).__name__, hooks_of(self._model, modules)
-        is_over = mesh.whole is not None
         for name, module, hook in hooks if is_over else ():
             what = type(hook).__name__
             if hook._is_stateful and not _is_alike(name, hook, self._table):
@@ -75,11 +73,15 @@ class Caches:
             raise ConfigError(_of_cache_dit(self._model))
         return any(hook._is_stateful for _, _, hook in hooks)
 
-    def prepare(
-        self, modules: Sequence[nn.Module], mesh: AttentionMesh, *, is_sparse: bool
-    ) -> None:
+    def prepare(self, modules: Sequence[nn.Module], is_over: bool, *, is_sparse: bool) -> None:
         """Look at the hooks before a forward pass; refuse those that cannot be used."""
-        was_on, self.is_on = self.is_on, self.are_used(modules, mesh)
+        if not self.is_on and "_is_cached" not in vars(self._model):
+            for module in modules:
+                if "_diffusers_hook" in vars(module):
+                    break
+            else:
+                return
+        was_on, self.is_on = self.is_on, self.are_used(modules, is_over)
         if not self.is_on:
             return
         if is_sparse:
@@ -93,7 +95,7 @@ class Caches:
             registry = block.__dict__.get("_diffusers_hook")
             hook = None if registry is None else registry.get_hook(_LEADER)
             if hook is not None and hook not in self._leaders:
-                # Values cached before are of whole sequences, and count for nothing.
+                # Ignore values cached before the split: they cover whole sequences.
                 known = weakref.WeakSet[Any]()
                 decide = torch.compiler.disable(partial(self._decide, hook, known))
                 stand_in = StandIn(hook, "_should_compute_remaining_blocks", decide)

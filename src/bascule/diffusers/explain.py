@@ -1,18 +1,31 @@
-"""Tokens, bytes and seconds of a forward pass on any mesh, from the counts of an eager pass."""
+"""Tokens, bytes and seconds of a forward pass on any mesh.
 
+Bytes follow from what the last pass attended to. For seconds a pass is made that counts FLOPs and
+kernels by kind of layer.
+"""
+
+import math
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
 
 from bascule.attention.api import AttentionOptions, SequenceLayout
 from bascule.checks import MAX_RANKS, whole
 from bascule.comm.quantized import Quantized
+from bascule.diffusers.forward_pass import AttentionShape, ForwardPass, PassRecord
 from bascule.diffusers.sparse_layers import SparseLayer
 from bascule.diffusers.split_model import SplitModel
-from bascule.diffusers.work import Attended, AttentionShape, LayerWork
 from bascule.errors import ConfigError
-from bascule.machine.cluster import FLOPS_PER_VALUE, Bag, HardwareProfile, Seconds, Work
+from bascule.machine.cluster import FLOPS_PER_VALUE, BagShape, HardwareProfile, Seconds, Work
 from bascule.plan.traffic import HeadShares, Traffic
 
 _MIB = 2**20
@@ -88,27 +101,160 @@ class Explanation:
         return "\n".join([*lines, *self.phases])
 
 
+# Functions that compute nothing, or only where data lies; others are a kernel each.
+_FREE = frozenset(
+    "__get__ __getitem__ __len__ chunk contiguous detach dim expand expand_as flatten is_complex "
+    "is_floating_point narrow numel permute reshape size split split_with_sizes squeeze stride "
+    "swapaxes tensor_split transpose type_as unbind unflatten unsqueeze view view_as".split()
+)
+_PRODUCTS = functional.linear, torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__
+
+
+@dataclass(slots=True)
+class LayerWork:
+    """The work of the layers of a kind in a forward pass."""
+
+    num_layers: int = 0
+    token_flops: float = 0.0  # of products with weights, for the whole sequence
+    other_flops: float = 0.0  # of products that every rank computes
+    num_kernels: int = 0
+    num_products: int = 0  # kernels that are products of matrices or attentions
+    shapes: Counter[AttentionShape] = field(default_factory=Counter[AttentionShape])
+
+
+Works = dict[str, LayerWork]  # by kind of layer, as "blocks.*"; "" for the rest
+
+
+class CountingPass(ForwardPass):
+    """A pass whose mode is around the model and counts what this rank computes."""
+
+    def __init__(self, works: Works, *args: Any, form: object) -> None:
+        super().__init__(*args, form=form)
+        self.is_around, self._works = True, works
+        self.count_for("")
+
+    def count_for(self, kind: str) -> None:
+        """Count for the layers of a kind from here on."""
+        self.work = self._works.setdefault(kind, LayerWork())
+        self.shapes = self.work.shapes
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Count a function of torch, and replace it."""
+        if getattr(func, "__name__", "") not in _FREE:
+            self.work.num_kernels += 1
+            is_product = func in _PRODUCTS and len(args) > 1 and isinstance(args[1], Tensor)
+            self.work.num_products += is_product or func is functional.scaled_dot_product_attention
+            if is_product:
+                columns = args[1].shape[0] if func is functional.linear else args[1].shape[-1]
+                self._multiply(args[0], columns)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _multiply(self, x: Tensor, columns: int) -> None:
+        """Count 2 FLOPs for each value of `x` and column."""
+        # A prompt that happens to be as long as a rank's share is taken for one.
+        whole = self._whole_lengths().get(x.shape[-2]) if x.dim() > 2 else None
+        if whole is None:
+            self.work.other_flops += 2.0 * x.numel() * columns
+        else:
+            self.work.token_flops += 2.0 * math.prod(x.shape[:-2]) * whole * x.shape[-1] * columns
+
+    def _whole_lengths(self) -> dict[int, int]:
+        """Return tokens of the whole by those of this rank, for each segment and for all."""
+        known = [name for name in self._table.segments if name in self._wholes]
+        shares = [self.share(names) for names in [*((name,) for name in known), tuple(known)]]
+        return {share.num_tokens: share.seq_len for share in shares}
+
+    def other_keys(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Count attention to keys that every rank gathers as work of all tokens."""
+        both = super().other_keys(query, key, value)
+        if both is not None and both[0] is not key:
+            whole = self._whole_lengths().get(query.shape[2], query.shape[2])
+            pairs = query.shape[0] * query.shape[1] * whole * both[0].shape[2]
+            self.work.token_flops += 4.0 * pairs * query.shape[3]
+        return both
+
+    def end(self) -> PassRecord | None:
+        """Close the pass; return the attention of all kinds of layers."""
+        self.shapes = sum((work.shapes for work in self._works.values()), Counter())
+        return super().end()
+
+
+def count_work(split: SplitModel, run: Callable[[], object]) -> Works:
+    """Return the work of the first forward pass of a model in a run of it or its pipeline."""
+    works: Works = {"": LayerWork(num_layers=1)}
+    passes = list[CountingPass]()
+
+    def make_pass(*args: Any, form: object) -> ForwardPass:
+        if passes:
+            return ForwardPass(*args, form=form)
+        passes.append(CountingPass(works, *args, form=form))
+        return passes[0]
+
+    def begin(kind: str, *_: object) -> None:
+        if split.forward is passes[0]:
+            passes[0].count_for(kind)
+            works[kind].num_layers += 1
+
+    def end(*_: object) -> None:
+        passes[0].count_for("")
+
+    assert split.way is not None
+    with (
+        ExitStack() as hooks,
+        split.taking(replace(split.way, make_pass=make_pass)),
+        torch.no_grad(),
+        torch.compiler.set_stance("force_eager"),
+    ):
+        for name, (block, _) in split.blocks.items():
+            start = partial(begin, re.sub(r"\d+", "*", name))
+            hooks.callback(block.register_forward_pre_hook(start).remove)
+            hooks.callback(block.register_forward_hook(end).remove)
+        run()
+    return works
+
+
 def explain(
-    part: SplitModel, profile: HardwareProfile | None = None, ranks_per_node: int | None = None
+    split: SplitModel,
+    profile: HardwareProfile | None = None,
+    ranks_per_node: int | None = None,
+    run: Callable[[], object] | None = None,
 ) -> Explanation:
-    """Explain the last forward pass of a model: `ParallelHandle.explain`."""
-    last, (ring, ulysses) = part.last, part.mesh.degrees
+    """Explain the last forward pass of a model; with a profile, the first one of a run."""
+    works: Works = {}
+    if profile is not None:
+        if split.sparse is not None or split.has_cache:
+            raise ConfigError(
+                "explain: seconds of block-sparse attention or of a cache of steps do not follow "
+                "from a profile: leave out profile"
+            )
+        if run is None:
+            raise ConfigError(
+                "explain(profile=..) counts a forward pass that it makes: give it the inputs of "
+                "the model, as to verify, or the pipeline and its arguments"
+            )
+        profile.numbers_of("matmul_flops_per_s", "attention_flops_per_s")
+        works = count_work(split, run)
+    elif run is not None or ranks_per_node is not None:
+        raise ConfigError("explain: inputs and ranks_per_node are for seconds: give a profile")
+    last = split.last
     if last is None:
         raise ConfigError("explain: run the model once, not compiled: lengths follow from inputs")
-    if part.sparse is not None and last.sparse:
-        if profile is not None:
-            raise ConfigError(
-                "explain: seconds of block-sparse attention follow from its plans, not from a "
-                "profile: leave out profile"
-            )
+    ring, ulysses = last.degrees
+    if split.sparse is not None and last.sparse:
         segments = max((layer.key.segments for layer in last.sparse), key=sum)
-        dense = _mesh_cost(segments, ring, ulysses, last.shapes, part.sparse.config.dealt)
+        dense = _mesh_cost(segments, ring, ulysses, last.shapes, split.sparse.config.dealt)
         sent = [
             sum((layer.used.traffic(rank, layer.row_bytes) for layer in last.sparse), traffic)
             for rank, traffic in enumerate(dense.traffic)
         ]
         return Explanation(
-            model=type(part.model).__name__,
+            model=type(split.model).__name__,
             lengths=last.lengths,
             num_attentions=sum(last.shapes.values()) + len(last.sparse),
             chosen=replace(dense, traffic=tuple(sent)),
@@ -126,7 +272,7 @@ def explain(
     predict = None
     if profile is not None:
         in_node = whole("explain: ranks_per_node", ranks_per_node or num_ranks, 1, MAX_RANKS)
-        predict = _Prediction(last, profile, in_node, part.options)
+        predict = _Prediction(works, segments, profile, in_node, split.options)
         for degree, cost in costs.items():
             costs[degree] = replace(cost, seconds=predict.on(cost.ring_degree, degree))
     chosen = costs.pop(ulysses)
@@ -134,7 +280,7 @@ def explain(
         costs.values(), key=lambda cost: (cost.total_s, cost.busiest_bytes, cost.ring_degree)
     )
     return Explanation(
-        model=type(part.model).__name__,
+        model=type(split.model).__name__,
         lengths=last.lengths,
         num_attentions=sum(last.shapes.values()),
         chosen=chosen,
@@ -145,9 +291,10 @@ def explain(
 
 @dataclass(frozen=True, slots=True)
 class _Prediction:
-    """Seconds of the last forward pass on any mesh of as many ranks."""
+    """Seconds of a forward pass on any mesh of as many ranks."""
 
-    last: Attended
+    works: Works
+    longest: tuple[int, ...]  # segments of the longest attention
     profile: HardwareProfile
     ranks_per_node: int
     options: AttentionOptions
@@ -156,31 +303,30 @@ class _Prediction:
         self, ring: int, ulysses: int, *, is_compiled: bool = False, is_quantized: bool = False
     ) -> dict[str, Seconds]:
         """Predict by kind of layer; a compiled model launches products and exchanges alone."""
-        bag = Bag.aligned(ulysses, ring, self.ranks_per_node)
+        bag = BagShape.aligned(ulysses, ring, self.ranks_per_node)
         return {
             kind: self.profile.forward_seconds(
                 self._works(work, bag, is_compiled, is_quantized),
                 bag,
             )
-            for kind, work in self.last.work.items()
+            for kind, work in self.works.items()
         }
 
     def _works(
-        self, work: LayerWork, bag: Bag, is_compiled: bool, is_quantized: bool
+        self, work: LayerWork, bag: BagShape, is_compiled: bool, is_quantized: bool
     ) -> list[Work]:
         """Return the work of each rank in the layers of a kind."""
         ring, ulysses = bag.ring, bag.ulysses
         matmul, attention = self.profile.numbers_of("matmul_flops_per_s", "attention_flops_per_s")
-        longest = max((shape.segments for shape in self.last.shapes), key=sum)
         layouts = {
             segments: SequenceLayout(segments, ring, ulysses)
-            for segments in {longest, *(shape.segments for shape in work.shapes)}
+            for segments in {self.longest, *(shape.segments for shape in work.shapes)}
         }
         calls = sum(times for shape, times in work.shapes.items() if not shape.gathers)
         gathers = sum(work.shapes.values()) - calls
         works: list[Work] = []
         for place in product(range(ring), range(ulysses)):
-            share = layouts[longest].num_tokens(*place) / max(1, sum(longest))
+            share = layouts[self.longest].num_tokens(*place) / max(1, sum(self.longest))
             sent, attention_s = Traffic(), 0.0
             for shape, times in work.shapes.items():
                 layout = layouts[shape.segments]

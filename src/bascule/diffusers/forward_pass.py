@@ -3,12 +3,16 @@
 Shapes: B batch, S tokens of the whole sequence.
 """
 
+import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, overrides
 from torch.nn import functional
 
 from bascule.arrays import Bools
@@ -26,9 +30,31 @@ from bascule.comm.transforms import is_recorded
 from bascule.diffusers import recorded
 from bascule.diffusers.sparse_layers import SparseLayer, SparsePass
 from bascule.diffusers.split_table import Cut, Input, Keys, Mask, SplitTable
-from bascule.diffusers.work import Attended, AttentionShape, WorkCounter
 from bascule.errors import ConfigError
-from bascule.sdpa import SequenceParallelMode, as_it_is, num_modes, refuse_modes, with_layout
+from bascule.sdpa import SequenceParallelMode, as_it_is, num_modes, refuse_modes
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """The sizes that decide the bytes and FLOPs of an attention, apart from the mesh."""
+
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    row_bytes: int  # of one token and head as they travel
+    head_dim: int
+    segments: tuple[int, ...]  # tokens of each, as they follow each other in attention
+    gathers: bool = False  # all keys and values to every rank; nothing else travels
+
+
+@dataclass(frozen=True, slots=True)
+class PassRecord:
+    """The attention of a forward pass over a mesh."""
+
+    degrees: tuple[int, int]  # of the mesh, (R, U)
+    lengths: Mapping[str, int]  # tokens of each segment
+    shapes: Counter[AttentionShape]  # number of dense attentions
+    sparse: tuple[SparseLayer, ...] = ()
 
 
 class Share(NamedTuple):
@@ -60,18 +86,20 @@ class ForwardPass(SequenceParallelMode):
     ) -> None:
         super().__init__(mesh, options=options)
         self.form, self.thread = form, 0  # mesh, names, shapes and dtypes of the inputs
-        # Parts run again, by checkpointing; the mode is around the model, else modules that attend.
-        self.is_recomputed = self.is_around = False
+        # Modules run again, by checkpointing; the mode is around the model, else modules that
+        # attend; it came to be around the model only while that ran.
+        self.is_recomputed = self.is_around = self.is_inserted = False
+        self.depth = 0  # modes that were entered when the pass began
         self.is_whole = mesh.whole is None and sparse is None and options.kernel is None
-        self.work: WorkCounter | None = None
+        self.shapes: Counter[AttentionShape] | None = None  # None: not counted
         self.attended: list[str] = []  # blocks, in the order in which they attended
         self._table, self.sparse = table, sparse
-        # Each segment's first tensor, and its dim: compilers would take numbers for constants.
+        # Each segment's first tensor, and its dim: dynamo would specialise on integers.
         self._wholes: dict[str, tuple[Tensor, int]] = {}
         self._shares: dict[tuple[str, ...], Share] = {}
         self._kept_shares: Shares = {} if kept is None else kept
-        # The segments that are attended to, and above them those of the module around.
-        self.parts: list[tuple[str, ...] | Keys] = [table.segments]
+        # The segments that each module attends to which runs now, the innermost one last.
+        self.scopes: list[tuple[str, ...] | Keys] = [table.segments]
         self._masks: dict[str, tuple[Tensor, Mask]] = {}
         self._joint_masks: dict[tuple[str, ...], Tensor] = {}
         self._keys: tuple[Tensor | None, Bools | None] = None, None  # of the last such mask
@@ -80,9 +108,36 @@ class ForwardPass(SequenceParallelMode):
         """Return whether this mode is entered, and no other mode within it."""
         return num_modes() > 0 and torch._C._get_function_stack_at(num_modes() - 1) is self
 
-    def _counter(self) -> WorkCounter | None:
-        """Return the counter of what is computed for the first time."""
-        return None if self.is_recomputed or torch.compiler.is_compiling() else self.work
+    def surround(self) -> None:
+        """Enter this mode below all that were entered since the pass began.
+
+        A rank without tokens needs it for reshapes, which lengths tell that are met in a module.
+        """
+        self.is_around = self.is_inserted = True
+        self._replace_at_depth(0, self)
+
+    def take_out(self) -> None:
+        """Leave this mode where `surround` entered it."""
+        self.is_inserted = False
+        self._replace_at_depth(1, None)
+
+    def _replace_at_depth(self, num_out: int, mode: SequenceParallelMode | None) -> None:
+        above = [overrides._pop_mode() for _ in range(num_modes() - self.depth - num_out)]
+        for _ in range(num_out):
+            overrides._pop_mode()
+        for entered in ([] if mode is None else [mode]) + above[::-1]:
+            overrides._push_mode(entered)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Compute modules of this pass again within."""
+        before, self.is_recomputed = self.is_recomputed, True
+        self.thread = threading.get_ident()
+        try:
+            with self if self.is_around else nullcontext():
+                yield
+        finally:
+            self.is_recomputed = before
 
     # --- lengths ----------------------------------------------------------------------------------
 
@@ -112,10 +167,12 @@ class ForwardPass(SequenceParallelMode):
             named = dict(zip(segments, lengths, strict=True))
             layout = layout_of(named, self.mesh, self._table, stripe)
             runs, num_tokens = layout.shares(*self.mesh.place), layout.num_tokens(*self.mesh.place)
-            options = with_layout(self.options, layout)
+            options = replace(self.options, layout=layout)
             share = Share(layout, layout.seq_len, num_tokens, runs or [(0, 0)], options)
             if is_kept:
                 self._kept_shares[segments, lengths] = share
+        if is_kept and share.num_tokens == 0 and not (self.is_around or self.is_whole):
+            self.surround()
         return share
 
     def _meet(self, segments: tuple[str, ...], whole: Tensor, dim: int, name: str) -> Share:
@@ -127,7 +184,7 @@ class ForwardPass(SequenceParallelMode):
                 others = [self._wholes[one] for one in segments if one in self._wholes]
                 known = sum([x.shape[place] for x, place in others])
                 rest = whole.narrow(dim, 0, max(0, whole.shape[dim] - known))
-            self._know(unknown[0], rest, dim)
+            self._wholes[unknown[0]] = rest, dim
         share = self.share(segments)
         if whole.shape[dim] != share.seq_len:
             raise ConfigError(
@@ -135,17 +192,6 @@ class ForwardPass(SequenceParallelMode):
                 f"input has {share.seq_len}"
             )
         return share
-
-    def _know(self, segment: str, whole: Tensor, dim: int) -> None:
-        self._wholes[segment] = whole, dim
-        if self.work is not None and not torch.compiler.is_compiling():
-            self.work.wholes = self._by_share()
-
-    def _by_share(self) -> dict[int, int]:
-        """Return tokens of the whole by those of this rank, for each segment and for all."""
-        known = [name for name in self._table.segments if name in self._wholes]
-        shares = [self.share(tuple(names)) for names in [[name] for name in known] + [known]]
-        return {one.num_tokens: one.seq_len for one in shares}
 
     # --- cut and gather ---------------------------------------------------------------------------
 
@@ -173,17 +219,17 @@ class ForwardPass(SequenceParallelMode):
         if isinstance(cut, Mapping):
             if value is None:
                 return None
-            parts = list(value)
-            for place, one in cut.items():
-                parts[place] = self.cut(parts[place], one, f"place {place} of {name}")
-            return tuple(parts)
+            values = list(value)
+            for place, cut_there in cut.items():
+                values[place] = self.cut(values[place], cut_there, f"place {place} of {name}")
+            return tuple(values)
         if isinstance(value, Mapping):
             return {key: self.cut(one, cut, name) for key, one in value.items()}
         if isinstance(value, list | tuple):
             return type(value)(self.cut(one, cut, name) for one in value)
         if isinstance(value, int) and cut.ndim == 0:
             if cut.segments[0] not in self._wholes:
-                self._know(cut.segments[0], torch.empty(value, device="meta"), 0)
+                self._wholes[cut.segments[0]] = torch.empty(value, device="meta"), 0
             runs = self.share(cut.segments).runs
             return sum(max(0, min(stop, value) - start) for start, stop in runs)
         if not isinstance(value, Tensor) or cut.ndim not in (None, value.dim()):
@@ -246,68 +292,67 @@ class ForwardPass(SequenceParallelMode):
             self._joint_masks.clear()
         return take_runs(mask, share.runs, 1) if of.of_pairs else None
 
-    def mask_of(self, query: Tensor, mask: Tensor | None) -> Tensor | None:
-        """Return (B, 1, 1, S), or (B, 1, S, S), from the masks of the modules' inputs."""
-        if not self._masks:
-            return mask
-        part = self._segments()
-        taken = [self._masks[name][1] for name in part if name in self._masks]
-        if not taken:
-            return mask
-        if mask is not None and not any(one.of_pairs for one in taken):
-            raise ConfigError(
-                f"attention with a mask of shape {tuple(mask.shape)}, in a model whose masks of "
-                f"{list(self._masks)} are applied to it already"
-            )
-        if part not in self._joint_masks:
-            self._joint_masks[part] = self._joint_mask(part, query.shape[0])
-        return self._joint_masks[part]
-
-    def _joint_mask(self, part: tuple[str, ...], batch: int) -> Tensor:
-        masks = {name: self._masks[name][0] for name in part if name in self._masks}
+    def _joint_mask(self, segments: tuple[str, ...], batch: int) -> Tensor:
+        masks = {name: self._masks[name][0] for name in segments if name in self._masks}
         first = next(iter(masks.values()))
-        if first.dim() == 3 and len(part) == 1:
+        if first.dim() == 3 and len(segments) == 1:
             return first[:, None]
         if any(mask.dim() == 3 for mask in masks.values()):
             raise ConfigError(
-                f"a mask of pairs of tokens of {list(masks)}, and attention over {list(part)}: "
+                f"a mask of pairs of tokens of {list(masks)}, and attention over {list(segments)}: "
                 "the split table must let these attend to themselves alone"
             )
         every = first.new_ones(batch, 1, dtype=torch.bool)
-        lengths = [self.share((name,)).seq_len for name in part]
-        parts = [
+        lengths = [self.share((name,)).seq_len for name in segments]
+        columns = [
             masks[name].to(torch.bool) if name in masks else every.expand(-1, length)
-            for name, length in zip(part, lengths, strict=True)
+            for name, length in zip(segments, lengths, strict=True)
         ]
-        return torch.cat(parts, dim=1)[:, None, None, :]
+        return torch.cat(columns, dim=1)[:, None, None, :]
 
     # --- attention --------------------------------------------------------------------------------
 
     def _segments(self) -> tuple[str, ...]:
-        part = self.parts[-1]
-        assert not isinstance(part, Keys)
-        return part
+        scope = self.scopes[-1]
+        assert not isinstance(scope, Keys)
+        return scope
 
-    def options_of(self, query: Tensor) -> AttentionOptions:
-        """Return the options with the layout of all that is attended to."""
-        part = self._segments()
-        share = self.share(part)
-        copied = [name for name in part if name in self._table.copied]
-        if not copied or query.shape[2] == share.num_tokens:
-            return share.options
-        more = query.shape[2] - share.num_tokens  # as Mochi takes those of a text that it sees
-        pairs = zip(part, share.layout.segments, strict=True)
-        lengths = [length + more if name == copied[-1] else length for name, length in pairs]
-        return self._share_of(part, tuple(lengths)).options
+    def where(self, query: Tensor, mask: Tensor | None) -> tuple[AttentionOptions, Tensor | None]:
+        """Return the options, with the layout of all that is attended to, and the whole mask.
+
+        The mask is (B, 1, 1, S), or (B, 1, S, S), from the masks of the modules' inputs.
+        """
+        segments = self._segments()
+        share = self.share(segments)
+        options = share.options
+        if self._table.copied and query.shape[2] != share.num_tokens:
+            copied = [name for name in segments if name in self._table.copied]
+            more = query.shape[2] - share.num_tokens  # as Mochi takes those of a text that it sees
+            pairs = zip(segments, share.layout.segments, strict=True)
+            lengths = [length + more if name in copied[-1:] else length for name, length in pairs]
+            options = self._share_of(segments, tuple(lengths)).options if copied else options
+        if not self._masks:
+            return options, mask
+        masks = [self._masks[name][1] for name in segments if name in self._masks]
+        if not masks:
+            return options, mask
+        if mask is not None and not any(known.of_pairs for known in masks):
+            raise ConfigError(
+                f"attention with a mask of shape {tuple(mask.shape)}, in a model whose masks of "
+                f"{list(self._masks)} are applied to it already"
+            )
+        if segments not in self._joint_masks:
+            self._joint_masks[segments] = self._joint_mask(segments, query.shape[0])
+        return options, self._joint_masks[segments]
 
     def attends_locally(self) -> bool:
         """Return whether attention is left as it is."""
-        return not self.parts[-1]
+        return not self.scopes[-1]
 
     def local_layouts(self, query: Tensor, key: Tensor, modes: Any) -> Any:
         """Return the layout of queries if they are cut, and None for keys, which are whole."""
         names = [(name,) for name in self._wholes]
-        whole = [part for part in self.parts if part and not isinstance(part, Keys)][-1]
+        whole = [scope for scope in self.scopes if scope and not isinstance(scope, Keys)][-1]
         names += [whole] if all(name in self._wholes for name in whole) else []
         size, num_keys = query.shape[2], key.shape[2]
         fitting = {share.layout for share in map(self.share, names) if share.num_tokens == size}
@@ -317,17 +362,16 @@ class ForwardPass(SequenceParallelMode):
 
     def other_keys(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
         """Gather keys and values of other segments than the queries'."""
-        part = self.parts[-1]
-        if not isinstance(part, Keys):
+        scope = self.scopes[-1]
+        if not isinstance(scope, Keys):
             return None
         self.has_attended = True
-        copied = tuple([name for name in part.segments if name in self._table.copied])
+        copied = tuple([name for name in scope.segments if name in self._table.copied])
         if copied and query.shape[2] == key.shape[2] == self.share(copied).seq_len:
             return key, value
-        layout = self.share(part.segments).layout
-        if (work := self._counter()) is not None:
-            work.attend(self._shape_of(query, key, layout, gathers=True))
-            work.attend_to_all(query, layout.seq_len)
+        layout = self.share(scope.segments).layout
+        if self.shapes is not None and not self.is_recomputed:
+            self.shapes[self._shape_of(query, key, layout, gathers=True)] += 1
         both = torch.cat([key, value], dim=-1)
         whole = gather(both, self.mesh, layout, 2)
         key, value = whole.split([key.shape[-1], value.shape[-1]], dim=-1)
@@ -365,8 +409,8 @@ class ForwardPass(SequenceParallelMode):
                 qkv, wire = (query, key, value), self.options.quantized
                 out = self.sparse.attend(layer, qkv, lengths, scale, keys, wire)
                 return self.without_unseen(out, mask, layout)
-        if self.work is not None and (work := self._counter()) is not None:
-            work.attend(self._shape_of(query, key, layout))
+        if self.shapes is not None and not self.is_recomputed:
+            self.shapes[self._shape_of(query, key, layout)] += 1
         if self.is_whole:
             dense = functional.scaled_dot_product_attention
             gqa = query.shape[1] != key.shape[1]
@@ -374,7 +418,7 @@ class ForwardPass(SequenceParallelMode):
             return as_it_is(dense, query, key, value, **same)
         settings: Any = {"attn_mask": mask, "is_causal": is_causal, "scale": scale}
         out = attention(query, key, value, self.mesh, options=options, **settings)
-        return self.without_unseen(out, mask, layout)
+        return self.without_unseen(out, mask, layout) if self._masks else out
 
     def attend_recorded(
         self,
@@ -384,14 +428,14 @@ class ForwardPass(SequenceParallelMode):
         lengths: tuple[int, ...],
         *settings: Any,
     ) -> Tensor:
-        """`attend` in compiled code, of which nothing but the arguments is known."""
+        """Attend for the compiled operator, which has only its arguments."""
         self._keys = None, None  # compilers may use the memory of a mask again
-        self.parts.append(segments)
+        self.scopes.append(segments)
         try:
             q, k, v = qkv
             return self.attend(q, k, v, self._share_of(segments, lengths).options, mask, *settings)
         finally:
-            self.parts.pop()
+            self.scopes.pop()
 
     def without_unseen(self, out: Tensor, mask: Tensor | None, layout: SequenceLayout) -> Tensor:
         """Return zeros for tokens that see nothing, where a mask is of pairs."""
@@ -425,31 +469,19 @@ class ForwardPass(SequenceParallelMode):
 
     def begin_block(self, name: str) -> None:
         """Begin a block of the table."""
-        if (work := self._counter()) is not None:
-            work.begin_block(name)
         if self.sparse is not None and not torch.compiler.is_compiling():
             self.sparse.begin_block(name, is_again=self.is_recomputed)
 
-    def end_block(self) -> None:
-        """End a block of the table."""
-        if (work := self._counter()) is not None:
-            work.end_block()
-
-    def end(self) -> Attended | None:
-        """Close the pass; return its attention if it was counted and there was any."""
+    def end(self) -> PassRecord | None:
+        """Close the pass; return its attention if there was any."""
         sparse: tuple[SparseLayer, ...] = ()
         if self.sparse is not None:
             self.sparse.end()
             sparse = tuple(self.sparse.done.values())
-        work = {} if self.work is None else self.work.kinds
-        if not sparse and not [one for one in work.values() if one.shapes]:
+        if not (sparse or self.shapes):
             return None
         lengths = {name: self.share((name,)).seq_len for name in self._wholes}
-        return Attended(lengths, work, sparse)
-
-    def has_empty_share(self) -> bool:
-        """Return whether this rank has no tokens of a segment."""
-        return any(self.share((name,)).num_tokens == 0 for name in self._wholes)
+        return PassRecord(self.mesh.degrees, lengths, self.shapes or Counter(), sparse)
 
     def _shape_of(
         self, query: Tensor, key: Tensor, layout: SequenceLayout, *, gathers: bool = False
@@ -461,26 +493,6 @@ class ForwardPass(SequenceParallelMode):
             row_bytes = quantized.row_bytes(head_dim)
         args = batch, num_heads, num_kv_heads, row_bytes, head_dim
         return AttentionShape(*args, layout.segments, gathers)
-
-
-class CountingPass(ForwardPass):
-    """A pass that counts what is computed, for `explain`; so it sees all of torch's functions."""
-
-    def __init__(self, *args: Any, form: object) -> None:
-        super().__init__(*args, form=form)
-        self.work, self.is_around = WorkCounter(), True
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Count a function of torch, and replace it."""
-        if (work := self._counter()) is not None:
-            work.see(func, args)
-        return super().__torch_function__(func, types, args, kwargs)
 
 
 def layout_of(

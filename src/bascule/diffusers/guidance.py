@@ -33,17 +33,17 @@ from bascule.stand_in import Override
 class GuidedModel(Override):
     """A model whose calls are computed by the guidance groups of a replica."""
 
-    def __init__(self, part: SplitModel, branches: Branches) -> None:
-        self.model, self._part, self.branches = part.model, part, branches
-        self._unbatched, self._names = part.table.unbatched, parameters_of(part.model)
-        self.inputs = SameInputs(part.model, part.inputs.tolerance)
+    def __init__(self, split: SplitModel, branches: Branches) -> None:
+        self.model, self._split, self.branches = split.model, split, branches
+        self._unbatched, self._names = split.table.unbatched, parameters_of(split.model)
+        self.inputs = SameInputs(split.model, split.inputs.tolerance)
         self._cached = list[str]()  # branches that a cache knows, in the order of their first calls
         self._forms: dict[object, Form] = {}  # of outputs
         # Compiled code of the user around the model passes this by: each group computes all calls.
-        super().__init__(part.model, "__call__", self._call)
+        super().__init__(split.model, "__call__", self._call)
 
-    def use(self, branches: Branches | None) -> None:
-        """Share calls among other groups, which know no form of outputs yet; None: share none."""
+    def share_among(self, branches: Branches | None) -> None:
+        """Switch to other groups, None for no sharing, and forget the forms of outputs."""
         self._is_on = branches is not None
         self.branches = branches or self.branches
         self._forms.clear()
@@ -62,9 +62,9 @@ class GuidedModel(Override):
             return self._share(call, ordered | inputs)
 
     def _share(self, call: Callable[..., Any], inputs: Mapping[str, Any]) -> Any:
-        group, sparse = self.branches.group, self._part.sparse
+        group, sparse = self.branches.group, self._split.sparse
         num_passes = 0 if sparse is None else sparse.passes.number
-        compare = self.inputs.due(group, inputs, form_of(inputs))
+        compare = self.inputs.comparison(group, inputs, form_of(inputs))
         samples = samples_of(inputs, self._unbatched)
         num_parts = max(1, min(samples.number, group.size))
         owners = self._owners(num_parts)
@@ -106,7 +106,7 @@ class GuidedModel(Override):
     def _owners(self, num_parts: int) -> list[int]:
         """Return the groups of the next call's parts, in turn; cached branches keep theirs."""
         num_groups = self.branches.group.size
-        modules, forward = self._part.hooked, self._part.plain_forward
+        modules, forward = self._split.hooked, self._split.plain_forward
         cached = branch_of(self.model, forward, modules, num_parts, num_groups)
         first = 0 if num_parts == num_groups else self.branches.num_waiting
         if cached is not None:

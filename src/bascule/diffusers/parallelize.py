@@ -19,7 +19,7 @@ from bascule.arrays import Bools
 from bascule.attention.api import AttentionOptions
 from bascule.attention.kernels.registry import Kernel
 from bascule.checks import MAX_RANKS, of_type, whole
-from bascule.comm.agree import agree
+from bascule.comm.agree import agree, agree_on
 from bascule.comm.collectives import all_reduce
 from bascule.comm.failures import leave, shared
 from bascule.comm.groups import RankGroup
@@ -49,12 +49,12 @@ from bascule.diffusers.pipeline_run import (
     share_parts,
     timed,
 )
-from bascule.diffusers.request import Request, agree_on, models_of
+from bascule.diffusers.request import Request, models_of
 from bascule.diffusers.sparse_layers import SparseConfig
-from bascule.diffusers.split_model import SplitModel
+from bascule.diffusers.split_model import SplitModel, Way
 from bascule.diffusers.split_table import SplitTable
-from bascule.diffusers.tables import is_tested, table_of, unwrapped
-from bascule.diffusers.verify import Comparison, Verification, check_table, verify
+from bascule.diffusers.tables import table_of, unwrapped
+from bascule.diffusers.verify import PipelineComparison, Verification, check_table, verify
 from bascule.errors import ConfigError
 from bascule.machine.cluster import HardwareProfile
 from bascule.machine.mesh_choice import MeshChoice
@@ -149,7 +149,7 @@ def parallelize(
             choice=choice,
         )
 
-    request = agree_on(group, ask)
+    request = agree_on(group, ask, Request.settings, what="parallelize")
     handle = ParallelHandle(replica_of(request.shape, device_mesh), group, request.choice)
     with ExitStack() as undo:
         undo.callback(handle.undo)
@@ -185,16 +185,14 @@ class ParallelHandle:
         """Split models and share the parts of a pipeline, until `undo`."""
         self._request, passes = request, None
         for model, table in zip(request.models, request.tables, strict=True):
-            ways = request.attention, request.sparse, request.input_tolerance
-            split = SplitModel(model, table, self.mesh, *ways)
-            split.first_call = None if is_tested(table) else check_table
+            settings = request.attention, request.sparse, request.input_tolerance
+            split = SplitModel(model, table, self.mesh, *settings, check=check_table)
             if split.sparse is not None:  # steps go on from one model of a pipeline to the next
                 passes = split.sparse.passes = passes or split.sparse.passes
             self.parts.append(split)
         if self.replica.branches is not None:
             branches = Branches(self.replica.branches)
-            for part in self.parts:
-                self._guided.append(GuidedModel(part, branches))
+            self._guided += [GuidedModel(split, branches) for split in self.parts]
         if request.pipeline is not None:
             self._share_pipeline(request.pipeline)
 
@@ -204,13 +202,13 @@ class ParallelHandle:
 
         Its ranks then draw the same noise and compare its arguments. All ranks call this.
         """
-        self._split_part(None, "add")
+        self._split_of(None, "add")
         self._share_pipeline(pipeline)
 
     def _share_pipeline(self, pipeline: Any) -> None:
         request = self._request
         if self.replica.whole is not None and request is not None:
-            models, shares_vae = [part.model for part in self.parts], request.vae != "own"
+            models, shares_vae = [split.model for split in self.parts], request.vae != "own"
             run = partial(self._run_of, pipeline)
             self._runs.append(PipelineRun(pipeline, self.replica.whole, models, run, shares_vae))
             self._share_parts(pipeline)
@@ -227,25 +225,27 @@ class ParallelHandle:
     def _run_of(self, pipeline: Any) -> Iterator[None]:
         """Announce a run of a pipeline; share its VAE if that is new or has tiling turned on."""
         self._share_parts(pipeline)
-        for part in self.parts:
-            part.inputs.restart()
+        for split in self.parts:
+            split.inputs.restart()
         for guided in self._guided:
             guided.restart()
         try:
             yield
         finally:
-            for one in (*self.parts, *self._guided):
-                one.inputs.end()
+            for model in (*self.parts, *self._guided):
+                model.inputs.end()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for one in (*self.parts, *self._guided, *self._shared_parts, *self._runs):
-                stack.enter_context(one.paused())
+            for split in self.parts:
+                stack.enter_context(split.taking(None))
+            for override in (*self._guided, *self._shared_parts, *self._runs):
+                stack.enter_context(override.suspended())
             yield
 
     def __enter__(self) -> "ParallelHandle":
-        if not all(part.is_split for part in self.parts):
+        if not all(split.is_split for split in self.parts):
             raise ConfigError("undo() was called: call parallelize again, for another handle")
         return self
 
@@ -266,15 +266,15 @@ class ParallelHandle:
 
     def undo(self) -> None:
         """Restore the models; not within a forward pass."""
-        for part in self.parts:
-            if part.forward is not None:
+        for split in self.parts:
+            if split.forward is not None:
                 raise ConfigError(
-                    f"undo() within a forward pass of {type(part.model).__name__}: its tokens are "
+                    f"undo() within a forward pass of {type(split.model).__name__}: its tokens are "
                     "shared over the ranks; call it after the forward pass"
                 )
         self._compiled.close()
-        for one in (*self._runs, *self._shared_parts, *self._guided, *self.parts):
-            one.remove()
+        for change in (*self._runs, *self._shared_parts, *self._guided, *self.parts):
+            change.remove()
 
     def compile(self, mode: Mode = "default", *, dynamic: bool | None = None) -> None:
         """Compile the models in place, each as one graph, when they are first called.
@@ -288,17 +288,17 @@ class ParallelHandle:
         Raises:
             ConfigError: Device, back end or `dynamic` exclude the mode.
         """
-        self._split_part(None, "compile")
+        self._split_of(None, "compile")
         check_mode(mode, dynamic, self.mesh, device_of(self.model))
         self._compiled.close()
-        for part in self.parts:
-            self._compiled.callback(compile_in_place(part.model, mode, dynamic, part.prepare))
+        for split in self.parts:
+            self._compiled.callback(compile_in_place(split.model, mode, dynamic, split.prepare))
 
     def restart(self) -> None:
         """Begin another image: the next forward pass is step 0 of block-sparse attention."""
-        for part in self.parts:
-            if part.sparse is not None:
-                part.sparse.restart()
+        for split in self.parts:
+            if split.sparse is not None:
+                split.sparse.restart()
 
     @contextmanager
     def save_masks(self, path: str | Path) -> Iterator[None]:
@@ -312,8 +312,8 @@ class ParallelHandle:
             ConfigError: There is no sparse model, or guidance groups; samples of a batch, layers or
                 passes differ in what a file holds once; the file cannot be written.
         """
-        parts = [part.sparse for part in self.parts if part.sparse is not None]
-        if not parts:
+        sparse = [split.sparse for split in self.parts if split.sparse is not None]
+        if not sparse:
             raise ConfigError("save_masks: no model has sparse=: give it to parallelize")
         if self._guided:
             raise ConfigError(
@@ -321,41 +321,50 @@ class ParallelHandle:
                 "writes: use guidance_degree=1"
             )
         is_first = self.ranks is None or self.ranks.rank == 0
-        file = agree_on(self.ranks, lambda: MaskFile(path) if is_first else None, "save_masks")
+        file = agree_on(self.ranks, lambda: MaskFile(path) if is_first else None, what="save_masks")
 
         def save(layer: int, masks: Bools | None) -> None:
             if file is not None:
                 file.add(layer, masks)
 
-        for one in parts:
-            one.saves = save
+        for layers in sparse:
+            layers.saves = save
         try:
             yield
-            agree_on(self.ranks, lambda: file and file.close(), "save_masks")
+            agree_on(self.ranks, lambda: file and file.close(), what="save_masks")
         finally:
-            for one in parts:
-                one.saves = None
+            for layers in sparse:
+                layers.saves = None
             if file is not None:
                 file.drop()
 
     def explain(
         self,
-        model: nn.Module | None = None,
+        model: Any = None,
         /,
         *,
         profile: HardwareProfile | None = None,
         ranks_per_node: int | None = None,
+        **inputs: Any,
     ) -> Explanation:
         """Return mesh, tokens and bytes of a model's last forward pass, and of other meshes.
 
         Block-sparse attention adds its plans; a pipeline adds phases, with seconds after `timed`.
+        With a profile, all ranks call this, and the model or the pipeline runs once.
 
         Args:
-            model: One of the split models. Default: `model`.
+            model: One of the split models; with a profile, or the pipeline. Default: `model`.
             profile: Adds seconds by kind of layer, and gains of compilation, 8-bit rows and meshes.
             ranks_per_node: Ranks of a node, for seconds. Default: all.
+            inputs: Arguments of the model or pipeline, with a profile.
         """
-        explanation = explain(self._part_of(model, "explain"), profile, ranks_per_node)
+        request = self._request
+        is_pipeline = request is not None and model is not None and model is request.pipeline
+        split = self._model_of(None if is_pipeline else model, "explain")
+        runs: Any = model if is_pipeline else split.model
+        run = partial(runs, **inputs) if inputs else None
+        with nullcontext() if is_pipeline else self._over_mesh(split):
+            explanation = explain(split, profile, ranks_per_node, run)
         branches = None if not self._guided else self._guided[0].branches
         return replace(
             explanation,
@@ -363,6 +372,15 @@ class ParallelHandle:
             num_groups=1 if branches is None else branches.group.size,
             guidance_bytes=0 if branches is None else branches.sent_bytes,
         )
+
+    @contextmanager
+    def _over_mesh(self, split: SplitModel) -> Iterator[None]:
+        """Compute each call of a model on this rank's mesh, also between guidance groups."""
+        with ExitStack() as stack:
+            stack.enter_context(split.taking(split.way or Way(self.mesh)))
+            for guided in self._guided:
+                stack.enter_context(guided.suspended())
+            yield
 
     @contextmanager
     def timed(self) -> Iterator[PhaseTimes]:
@@ -395,32 +413,30 @@ class ParallelHandle:
         """
         request, whole = self._request, self.replica.whole
         if request is not None and model is not None and model is request.pipeline:
-            self._split_part(None, "verify")
+            self._split_of(None, "verify")
             has_pixels = request.vae != "first" or whole is None or whole.rank == 0
-            pipeline = Comparison(model, self.parts, whole, self._alone, has_pixels, self.verify)
-            return pipeline.verify(inputs)
-        part = self._split_part(model, "verify")
-        with ExitStack() as stack:
-            for guided in self._guided:
-                stack.enter_context(guided.paused())
-            return verify(part, inputs, self.replica.whole)
+            ways = whole, self._alone, has_pixels, self.verify
+            return PipelineComparison(model, self.parts, *ways).verify(inputs)
+        split = self._split_of(model, "verify")
+        with self._over_mesh(split):
+            return verify(split, inputs, self.replica.whole)
 
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
         """Checkpoint activations, and recompute them over the mesh.
 
         For `model.enable_gradient_checkpointing(handle.checkpoint)`, or as torch's `checkpoint`.
         """
-        running = [(part, part.forward) for part in self.parts if part.forward or part.is_alone]
+        running = [(split, split.forward) for split in self.parts if split.is_running]
 
         @contextmanager
-        def resumed() -> Iterator[None]:
+        def recomputing() -> Iterator[None]:
             with ExitStack() as stack:
-                for part, forward in running:
-                    stack.enter_context(part.resumed(forward) if forward else part.paused())
+                for split, forward in running:
+                    stack.enter_context(split.recomputing(forward))
                 yield
 
         return checkpoint(
-            function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), resumed())
+            function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), recomputing())
         )
 
     @shared("average_gradients")
@@ -436,7 +452,7 @@ class ParallelHandle:
         group = self.ranks
         if group is None:
             return
-        parameters = [pair for part in self.parts for pair in part.model.named_parameters()]
+        parameters = [pair for split in self.parts for pair in split.model.named_parameters()]
         sharded = [name for name, one in parameters if isinstance(one.grad, DTensor)]
         error = None
         if sharded:
@@ -453,25 +469,25 @@ class ParallelHandle:
             alike = [grad for grad in grads if grad.dtype == dtype]
             flat = torch.cat([grad.flatten() for grad in alike])
             mean = all_reduce(group, "all_reduce (gradients)", flat) / group.size
-            for grad, part in zip(alike, mean.split([x.numel() for x in alike]), strict=True):
-                grad.copy_(part.view_as(grad))
+            for grad, share in zip(alike, mean.split([x.numel() for x in alike]), strict=True):
+                grad.copy_(share.view_as(grad))
 
-    def _part_of(self, model: nn.Module | None, what: str) -> SplitModel:
+    def _model_of(self, model: nn.Module | None, what: str) -> SplitModel:
         inner = None if model is None else unwrapped(model)
-        parts = [part for part in self.parts if inner is None or part.model is inner]
-        if not parts:
-            names = [type(part.model).__name__ for part in self.parts]
+        splits = [split for split in self.parts if inner is None or split.model is inner]
+        if not splits:
+            names = [type(split.model).__name__ for split in self.parts]
             raise ConfigError(
                 f"{what}: {type(model).__name__} is not one of the models that this handle split, "
                 f"{names}: give one of them, or leave the model out for the first"
             )
-        return parts[0]
+        return splits[0]
 
-    def _split_part(self, model: nn.Module | None, what: str) -> SplitModel:
-        part = self._part_of(model, what)
-        if not part.is_split:
+    def _split_of(self, model: nn.Module | None, what: str) -> SplitModel:
+        split = self._model_of(model, what)
+        if not split.is_split:
             raise ConfigError(f"{what}: undo() was called: call parallelize again, then {what}")
-        return part
+        return split
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Make copies that split nothing, as copies of the models are whole."""

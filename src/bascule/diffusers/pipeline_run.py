@@ -50,11 +50,11 @@ class SharedPart:
             one.remove()
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def suspended(self) -> Iterator[None]:
         """Let each rank do all of the work within."""
         with ExitStack() as stack:
-            for one in self.overrides:
-                stack.enter_context(one.paused())
+            for override in self.overrides:
+                stack.enter_context(override.suspended())
             yield
 
 

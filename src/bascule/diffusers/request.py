@@ -1,15 +1,13 @@
 """A request to split a model or pipeline, compared over the ranks before anything is split."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from torch import nn
 
 from bascule.attention.api import AttentionOptions
 from bascule.checks import choice, number, of_type
-from bascule.comm.agree import agree
-from bascule.comm.groups import RankGroup
 from bascule.comm.values import values_digest
 from bascule.diffusers.degrees import ONE_RANK, Shape
 from bascule.diffusers.guidance import check_guided
@@ -22,7 +20,6 @@ from bascule.errors import ConfigError
 from bascule.machine.mesh_choice import MeshChoice
 
 _DEFAULT = AttentionOptions()
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,23 +74,6 @@ class Request:
             "shared parts": ", ".join(map(_size_of, parts)),
             **settings_of(self.sparse),
         }
-
-
-def agree_on(group: RankGroup | None, make: Callable[[], Made], what: str = "parallelize") -> Made:
-    """Make a request, compared over the ranks by one all-gather, or more; all raise one's error."""
-    made, error, settings = list[Made](), None, dict[str, str]()
-    try:
-        made.append(make())
-        settings = made[0].settings() if isinstance(made[0], Request) else settings
-    except Exception as failure:  # the other ranks must not wait
-        error = failure
-    try:
-        if group is not None:
-            agree(group, settings, error, what=what)
-    finally:
-        if error is not None:  # alone, in its own words
-            raise error from error.__cause__
-    return made[0]
 
 
 def models_of(model_or_pipeline: Any) -> list[nn.Module]:

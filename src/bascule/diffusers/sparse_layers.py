@@ -33,16 +33,17 @@ from bascule.checks import array, choice, each, fields, number, of_type, whole
 from bascule.comm.mesh import AttentionMesh, meshes_over
 from bascule.comm.quantized import Quantized
 from bascule.errors import ConfigError
+from bascule.machine.cluster import LIMITS
 from bascule.plan.sparse import BlockLayout, PlanReuse, SparsePlan, block_lens
-from bascule.plan.sparse.choose import LayerPlans, Strategies, columns_of
-from bascule.plan.sparse.layout import Work
+from bascule.plan.sparse.choose import CallSize, LayerPlans, Strategies, columns_of
+from bascule.plan.sparse.layout import Counts
 from bascule.plan.sparse.partition import TARGET
 from bascule.plan.sparse.planner import PLANNERS, SparsePlanner
 from bascule.plan.topology import Degrees
 from bascule.workload import load_masks
 
 STILL_TARGET = 1.02  # imbalance up to which a ring without Ulysses ranks is left as it is
-ROW_WORK = 500.0  # pairs of tokens in the time of a row, where no latency says: see the docs
+ROW_WORK = 500.0  # pairs of tokens in the time of a row, where no machine says: see the docs
 
 _SAMPLED = 32  # masks that ranks compare
 _LEAST_SHARE = 1e-9
@@ -116,7 +117,7 @@ class SparseConfig:
             tolerance=(number, 0.0, np.inf),
             dense_layers=(each, whole),
             passes_per_step=(whole, 1),
-            strategies=(of_type, Strategies, "Strategies(latency)"),
+            strategies=(of_type, Strategies, "Strategies(machine)"),
         )
         check_name(self.kernel)
         if any(self.dealt % size for size in self.blocks):
@@ -153,11 +154,10 @@ class SparseConfig:
         """Tokens of a block of queries, and of keys."""
         return (self.block, self.block) if isinstance(self.block, int) else self.block
 
-    def planner(self, ulysses_degree: int, ring_degree: int, row_bytes: int) -> SparsePlanner:
+    def planner(self, ulysses_degree: int, ring_degree: int, size: CallSize) -> SparsePlanner:
         """Return the planner of a mesh."""
         target = self.target or (STILL_TARGET if ulysses_degree == 1 else TARGET)
-        latency = None if self.strategies is None else self.strategies.latency
-        row_work = ROW_WORK if latency is None else latency.row_work(row_bytes)
+        row_work = ROW_WORK if self.strategies is None else self.strategies.row_work(size)
         options = {"method": self.method, "target": target, "row_work": row_work}
         return SparsePlanner(ulysses_degree, ring_degree, **options)
 
@@ -264,9 +264,12 @@ def settings_of(config: SparseConfig | None) -> dict[str, str]:
         if config.orders is not None:
             checksum = zlib.crc32(config.orders.astype("<i8").tobytes())
             values["orders"] = f"{config.orders.shape}, checksum {checksum:08x}"
-    strategies = values.pop("strategies")
+    strategies: Strategies | None = values.pop("strategies")
     for field in fields_of(Strategies):
         values[f"strategies' {field.name}"] = getattr(strategies, field.name, None)
+    if strategies is not None:
+        rates = {name: getattr(strategies.machine, name) for name in LIMITS}
+        values["strategies' machine"] = rates  # all digits, which its text has not
     texts = {f"sparse: {name}": str(value) for name, value in values.items()}
     return {"sparse": "none" if config is None else "given", **texts}
 
@@ -311,7 +314,13 @@ class LayerKey:
     batch: int
     num_heads: int
     num_kv_heads: int
+    head_dim: int
     row_bytes: int  # of one token of one head of one batch item
+
+    @property
+    def size(self) -> CallSize:
+        """The sizes of its calls."""
+        return CallSize(self.batch, self.head_dim, self.row_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,8 +400,8 @@ class SparseLayers:
         self.passes.number = 0
         self._states.clear()
 
-    def noting(self, mesh: AttentionMesh, masks: dict[int, Bools]) -> "SparseLayers":
-        """Return this step on a mesh; its layers use, or note, masks (B, H, Q, C)."""
+    def replaying(self, mesh: AttentionMesh, masks: dict[int, Bools]) -> "SparseLayers":
+        """Copy the state for another mesh; record masks (B, H, Q, C), or replay recorded ones."""
         made = SparseLayers(self.config, mesh, masks)
         made.passes.number = self.passes.number
         if mesh is self.mesh:
@@ -417,9 +426,9 @@ class SparseLayers:
         """Return the mesh that a plan is for."""
         return self._meshes[plan.ulysses_degree, plan.ring_degree]
 
-    def end(self, key: LayerKey, masks: Work) -> SparseLayer:
+    def end(self, key: LayerKey, masks: Counts) -> SparseLayer:
         """Plan a layer's next step from the masks (B or 1, rows, C) of this rank's rows."""
-        layers, sizes = self._of_form(key), (key.batch, key.row_bytes)
+        layers = self._of_form(key)
         state, next_step = layers[key], self._step(1)
         before = state.plans
         if self.config.array is not None:
@@ -427,7 +436,7 @@ class SparseLayers:
         else:
             plan = before.chosen.plan
             counts = gather_counts(self.mesh_of(plan), plan, masks, by_rank=True)
-            plans = before.after(counts, *sizes)
+            plans = before.after(counts)
             used = plans.reuses[before.degrees].ran or plan
             is_mask = masks.dtype == np.bool_
             if self._noted is not None and is_mask and key.layer not in self._noted:
@@ -460,14 +469,13 @@ class SparseLayers:
         reuses: dict[Degrees, PlanReuse] = {}
         for degrees, mesh in self._meshes.items():
             if mesh is self.mesh or degrees[0] <= key.num_heads:
-                planner = self.config.planner(*degrees, key.row_bytes)
+                planner = self.config.planner(*degrees, key.size)
                 columns = columns_of(work, degrees)
                 plan = planner.plan(columns, *homes, num_kv_heads=key.num_kv_heads)
                 reuses[degrees] = PlanReuse(planner, plan, self.config.tolerance)
         ring, ulysses = self.mesh.degrees
         start = (ulysses, ring) if masks is None else None
-        sizes = {"batch": key.batch, "row_bytes": key.row_bytes}
-        plans = LayerPlans.first(reuses, self._strategies, start=start, **sizes)
+        plans = LayerPlans.first(reuses, key.size, self._strategies, start=start)
         return SparseLayer(key, plans, plans.chosen.plan, self._step(0))
 
     def _planned(self, state: SparseLayer, step: int) -> SparseLayer:
@@ -478,7 +486,7 @@ class SparseLayers:
         blocks = self._blocks(key)
         masks = blocks.with_text(self.config.masks_of(step, key.layer, key.num_heads, blocks))
         assert masks is not None
-        return replace(state, plans=state.plans.after(masks, key.batch, key.row_bytes), step=step)
+        return replace(state, plans=state.plans.after(masks), step=step)
 
     def _step(self, passes_ahead: int) -> int:
         return (self.passes.number + passes_ahead) // self.config.passes_per_step
@@ -558,7 +566,7 @@ class SparsePass:
         head_dim = q.shape[3]
         row_bytes = wire.row_bytes(head_dim) if wire else head_dim * q.element_size()
         sizes = tuple(segments), tuple(segments.values()), q.shape[0], q.shape[1], k.shape[1]
-        key = LayerKey(layer, *sizes, row_bytes)
+        key = LayerKey(layer, *sizes, head_dim, row_bytes)
         with record_function(PLAN_SPAN):
             plan, mesh, seen = layers.begin(key)
         out, masks = attend_sparse(*qkv, mesh, plan, seen, **options)

@@ -2,9 +2,10 @@
 
 import importlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -19,7 +20,7 @@ from bascule.comm.groups import this_world
 from bascule.diffusers import recorded
 from bascule.diffusers.arguments import SameInputs, holds_tensors, parameters_of
 from bascule.diffusers.caches import Caches
-from bascule.diffusers.forward_pass import CountingPass, ForwardPass, Shares
+from bascule.diffusers.forward_pass import ForwardPass, PassRecord, Shares
 from bascule.diffusers.sparse_layers import SparseConfig, SparseLayers, SparsePass
 from bascule.diffusers.split_table import (
     Cut,
@@ -32,30 +33,36 @@ from bascule.diffusers.split_table import (
     links_to,
     modules_of,
 )
-from bascule.diffusers.work import Attended
+from bascule.diffusers.tables import is_tested
 from bascule.errors import ConfigError
-from bascule.sdpa import modes_of_others, refuse_modes
+from bascule.sdpa import modes_of_others, num_modes, refuse_modes
 from bascule.stand_in import StandIn
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """The way in which calls of a split model are computed."""
+
+    mesh: AttentionMesh
+    sparse: SparseLayers | None = None  # plans of block-sparse attention
+    compares: bool = True  # the inputs of ranks, at the first call of a form
+    make_pass: Callable[..., ForwardPass] = ForwardPass
 
 
 @dataclass(slots=True)
 class Role:
-    """The part of a module in a split model, as the table has it."""
+    """What the table asks of a module."""
 
     is_block: bool = False
-    part: tuple[str, ...] | Keys | None = None  # attended to within; None: as in the module around
+    scope: tuple[str, ...] | Keys | None = None  # attended to; None: as in the module around
     names: Sequence[str] = ()  # of its arguments, in order
     inputs: dict[str, Input] = field(default_factory=dict[str, Input])
     outputs: dict[int, Cut] = field(default_factory=dict[int, Cut])
     gather: Cut | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """Facts of calls of one form, from the first of them."""
-
-    attended: Attended | None
-    needs_mode: bool  # anywhere in the model, as reshapes of an empty share do
+Check = Callable[["SplitModel", Callable[[], Any]], None]
+"""Compares a call over the mesh, given by a function that repeats it, with one process."""
 
 
 class SplitModel:
@@ -63,47 +70,58 @@ class SplitModel:
 
     Stand-ins belong to names: what takes the place of a module later, as an adapter does, gets one
     before the next forward pass. Copies of the model are whole.
+
+    Attributes:
+        way: How calls that begin now are computed; None: whole, on this rank.
+        blocks: Modules by name, with the segments of what each returns.
+        forward: The pass over a mesh that runs now, if there is one.
+        is_running: Whether a call of the model runs, over a mesh or alone.
+        last: What the last pass that was not compiled attended to.
+        hooked: Modules that may have hooks of others.
     """
 
     def __init__(
         self,
         model: nn.Module,
         table: SplitTable,
-        mesh: AttentionMesh,
+        mesh: AttentionMesh | None,
         options: AttentionOptions | None = None,
         sparse: SparseConfig | None = None,
         input_tolerance: float = 0.0,
+        *,
+        check: Check | None = None,
     ) -> None:
-        self.model, self.table, self.mesh = model, table, mesh
+        """Split a model; its first call on each mesh is checked if the table is not ours."""
+        self.model, self.table = model, table
         self.options = options or AttentionOptions()
-        own = self.options.kernel
-        self.backend = own.name if isinstance(own, FunctionKernel) else None  # that may be set, too
+        kernel = self.options.kernel
+        # that a module may also be set to
+        self.backend = kernel.name if isinstance(kernel, FunctionKernel) else None
         if sparse is not None and table.copied:
             raise ConfigError(
                 f"block-sparse attention deals tokens to the ranks, and every rank has "
                 f"{' and '.join(table.copied)} of {type(model).__name__} whole: leave out sparse"
             )
-        self.sparse = None if sparse is None else SparseLayers(sparse, mesh)
+        layers = None if sparse is None or mesh is None else SparseLayers(sparse, mesh)
+        self.way = None if mesh is None else Way(mesh, layers)
         # For compiled code: the number by which it finds this, and the pass that the next follows.
         self._number = 0 if sparse is None else this_world().add(self)
         self._last_ticket = torch.zeros(2, dtype=torch.int64)
-        # by name, with the segments of what each returns
         self.blocks: dict[str, tuple[nn.Module, tuple[Output, ...]]] = {}
-        self.forward: ForwardPass | None = None  # that runs over the mesh
-        self.last: Attended | None = None  # by the last pass that ended well, unless compiled
-        # Checks the first call over the mesh, by a function that repeats it; None once it passed.
-        self.first_call: Callable[[SplitModel, Callable[[], Any]], None] | None = None
-        self.is_alone = False  # calls that begin now compute all tokens on this rank
+        self.forward: ForwardPass | None = None
+        self.is_running = False
+        self.last: PassRecord | None = None
         self.inputs = SameInputs(model, input_tolerance)
-        self._is_called = self._is_paused = self._is_over = False
+        self._check = None if is_tested(table) else check
+        self._checked = set[str]()  # names of meshes
         self._names = parameters_of(model)
-        self._known: dict[object, Known] = {}  # by form of inputs
+        self._records: dict[object, PassRecord | None] = {}  # by form of inputs
         self._shares: dict[object, Shares] = {}  # by place on a mesh
         self._caches = Caches(model, table, lambda: self.forward and self.forward.mesh.whole)
         self._links: tuple[Link, ...] = ()
         self._stand_ins: list[StandIn] = []
         self._classes: dict[type[nn.Module], object] = {}  # classes of modules, and their `forward`
-        self.hooked: list[nn.Module] = []  # modules that may have hooks of others
+        self.hooked: list[nn.Module] = []
         self._of_model: StandIn | None = None
         self._backend: Any = None  # of attention, as diffusers names it
         self._install()
@@ -114,9 +132,25 @@ class SplitModel:
         return self._of_model is not None
 
     @property
+    def sparse(self) -> SparseLayers | None:
+        """The plans of block-sparse attention."""
+        return None if self.way is None else self.way.sparse
+
+    @property
+    def is_checked(self) -> bool:
+        """True if the table was compared with one process on this mesh, and fits."""
+        return self.way is not None and self.way.mesh.name in self._checked
+
+    @is_checked.setter
+    def is_checked(self, fits: bool) -> None:
+        assert self.way is not None
+        (self._checked.add if fits else self._checked.discard)(self.way.mesh.name)
+
+    @property
     def has_cache(self) -> bool:
         """True if a cache may leave out blocks; refuses one that ranks cannot use."""
-        return self._caches.are_used(self.hooked, self.mesh)
+        is_over = self.way is not None and self.way.mesh.whole is not None
+        return self._caches.are_used(self.hooked, is_over)
 
     @property
     def plain_forward(self) -> Callable[..., Any]:
@@ -134,57 +168,50 @@ class SplitModel:
                 table.pop(self._backend, None)
             self._backend = None
 
+    def use(self, way: Way) -> None:
+        """Compute on another mesh from now on; its ranks compare their first inputs."""
+        self.way = way
+        self.inputs.restart()
+
     @contextmanager
-    def resumed(self, forward: ForwardPass) -> Iterator[None]:
-        """Compute parts of an earlier forward pass again, also after `remove`."""
-        was_split, before = self.is_split, self.forward
+    def taking(self, way: Way | None) -> Iterator[None]:
+        """Compute the calls within in another way; None: whole, on this rank."""
+        before, self.way = self.way, way
+        try:
+            yield
+        finally:
+            self.way = before
+
+    @contextmanager
+    def recomputing(self, forward: ForwardPass | None) -> Iterator[None]:
+        """Compute modules of an earlier call again: of its pass over a mesh, or alone."""
+        was_split, before = self.is_split, (self.forward, self.is_running)
         if not was_split:
             self._install()
-        was_recomputed, forward.is_recomputed = forward.is_recomputed, True
-        self.forward, forward.thread = forward, threading.get_ident()
+        self.forward, self.is_running = forward, True
         try:
-            with forward if forward.is_around else nullcontext():
+            with nullcontext() if forward is None else forward.again():
                 yield
         except BaseException as error:
             leave(error, f"recomputation of {type(self.model).__name__}")
             raise
         finally:
-            self.forward, forward.is_recomputed = before, was_recomputed
+            self.forward, self.is_running = before
             if not was_split:
                 self.remove()
-
-    @contextmanager
-    def _set(self, **values: Any) -> Iterator[None]:
-        before = {name: getattr(self, name) for name in values}
-        vars(self).update(values)
-        try:
-            yield
-        finally:
-            vars(self).update(before)
-
-    def paused(self) -> AbstractContextManager[None]:
-        """Let the model compute all tokens, without communication."""
-        return self._set(_is_paused=True)
-
-    def over(self, mesh: AttentionMesh | None) -> AbstractContextManager[None]:
-        """Share calls within, of equal inputs, over a mesh; None: compute them alone."""
-        return self._set(mesh=mesh or self.mesh, is_alone=mesh is None, _is_over=True)
-
-    def using(self, sparse: SparseLayers) -> AbstractContextManager[None]:
-        """Use other plans, and their mesh."""
-        return self._set(mesh=sparse.mesh, sparse=sparse)
 
     # --- a call of the model ----------------------------------------------------------------------
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Prepare a compiled call: follow replaced modules and caches, compare inputs."""
-        named = dict(zip(self._names, args, strict=False)) | dict(kwargs)
         if modes := modes_of_others():
             refuse_modes(modes, "a compiled model")
         self._follow()
-        self._compare(named, form_of(named))
-        assert self._of_model is not None
-        self._look_at_first(self._of_model.method, args, kwargs)
+        if self.way is not None:
+            named = dict(zip(self._names, args, strict=False)) | dict(kwargs)
+            self._compare(self.way, named, form_of(named))
+            assert self._of_model is not None
+            self._check_first(self.way, self._of_model.method, args, kwargs)
 
     def _follow(self) -> None:
         """Put stand-ins where modules were replaced, and look at the caches."""
@@ -200,32 +227,32 @@ class SplitModel:
                 return self._place()
         return None
 
-    def _compare(self, named: Mapping[str, Any], form: object) -> None:
-        is_hooked = ["_diffusers_hook" in vars(one) for one in self.hooked]
-        if self._caches.is_on or True in is_hooked or "_is_cached" in vars(self.model):
-            self._caches.prepare(self.hooked, self.mesh, is_sparse=self.sparse is not None)
-        if not (self._is_paused or self._is_over):
-            if (compare := self.inputs.due(self.mesh.whole, named, form)) is not None:
+    def _compare(self, way: Way, named: Mapping[str, Any], form: object) -> None:
+        """Look at the caches, and compare the inputs of ranks where that is to be done."""
+        whole = way.mesh.whole
+        self._caches.prepare(self.hooked, whole is not None, is_sparse=way.sparse is not None)
+        if way.compares and whole is not None:
+            if (compare := self.inputs.comparison(whole, named, form)) is not None:
                 compare()
 
     def _call(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a forward pass of the model; takes the place of its `forward`."""
-        if self._is_paused:
-            return forward(*args, **kwargs)
-        before = self.forward, self._is_called
+        before, way = (self.forward, self.is_running), self.way
+        current: ForwardPass | None = None
         try:
-            if self.is_alone:
-                self.forward, self._is_called = None, True
+            if way is None:
+                self.forward, self.is_running = None, True
                 return forward(*args, **kwargs)
-            current = self._begin(args, kwargs)
+            current = self._begin(way, args, kwargs)
             if not torch.compiler.is_compiling():
                 forward = self.plain_forward  # as it is now: a class may have a new one
                 self.forward = current
-                self._look_at_first(forward, args, kwargs)
+                if self._check is not None:
+                    self._check_first(way, forward, args, kwargs)
             cuts = self.table.inputs.get("", {})
             shares = current.cut_arguments(self._names, cuts, args, kwargs)
-            self.forward, self._is_called = current, True
-            with current if current.is_around else nullcontext():
+            self.forward, self.is_running = current, True
+            with current if current.is_around and not current.is_inserted else nullcontext():
                 output = forward(*shares[0], **shares[1])
             if not torch.compiler.is_compiling():
                 self._end(current)
@@ -233,78 +260,86 @@ class SplitModel:
                 self._last_ticket = recorded.end(current.sparse.ticket)
             return output
         except BaseException as error:  # ranks that wait for this one read that it does not come
-            if not torch.compiler.is_compiling():
+            if way is not None and not torch.compiler.is_compiling():
                 leave(error, f"forward pass of {type(self.model).__name__}")
             raise
         finally:
-            self.forward, self._is_called = before
+            self.forward, self.is_running = before
+            if current is not None and current.is_inserted:
+                current.take_out()
 
-    def _look_at_first(
-        self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    def _check_first(
+        self,
+        way: Way,
+        forward: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
     ) -> None:
-        look = self.first_call
-        if look is not None and self.mesh.whole is not None and not self.has_cache:
-            self.first_call = None
-            sparse, self.sparse = self.sparse, None  # its choice of blocks is not the table's
+        """Check the table by the first call on a mesh; what was refused stays refused."""
+        is_due = self._check is not None and way.mesh.whole is not None
+        if not is_due or self.is_checked or self.has_cache:
+            return
+        with self.taking(replace(way, sparse=None)):  # its choice of blocks is not the table's
+            self.is_checked = True
             try:
-                look(self, partial(self._call, forward, *args, **kwargs))
+                assert self._check is not None
+                self._check(self, partial(self._call, forward, *args, **kwargs))
             except BaseException:
-                self.first_call = look  # the next call is refused, too
+                self.is_checked = False
                 raise
-            finally:
-                self.sparse = sparse
 
-    def _begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ForwardPass:
+    def _begin(self, way: Way, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ForwardPass:
         named = dict(zip(self._names, args, strict=False)) | dict(kwargs)
         if torch.compiler.is_compiling():
-            self._check(named)
+            self._check_inputs(way, named)
             sparse = None
-            if self.sparse is not None:
+            if way.sparse is not None:
                 ticket = recorded.begin(self._last_ticket, self._number)
-                sparse = SparsePass(self.sparse, ticket)
-            current = ForwardPass(self.mesh, self.table, self.options, sparse)
+                sparse = SparsePass(way.sparse, ticket)
+            current = ForwardPass(way.mesh, self.table, self.options, sparse)
             current.is_around = not current.is_whole
             return current
-        sparse = None if self.sparse is None else SparsePass(self.sparse)
         if self.forward is not None and self.forward.thread != threading.get_ident():
             raise ConfigError(
                 f"{type(self.model).__name__} runs in another thread, and its ranks attend "
                 "together: let one thread at a time call it"
             )
-        place = self.mesh.name, sparse is not None
+        sparse = None if way.sparse is None else SparsePass(way.sparse)
+        place = way.mesh.name, sparse is not None
         form = place, form_of(named)
-        known = self._known.get(form)
-        if known is None:
-            self._check(named)
+        if form not in self._records:
+            self._check_inputs(way, named)
         self._follow()
-        self._compare(named, form)
-        settings = self.mesh, self.table, self.options, sparse, self._shares.setdefault(place, {})
+        self._compare(way, named, form)
+        shares = self._shares.setdefault(place, {})
+        current = way.make_pass(way.mesh, self.table, self.options, sparse, shares, form=form)
         # Neither plans of sparse attention nor what a cache leaves out follow from the form.
-        if known is None or sparse is not None or self._caches.is_on:
-            current = CountingPass(*settings, form=form)
-        else:
-            current = ForwardPass(*settings, form=form)
-            current.is_around = not current.is_whole and known.needs_mode
-        current.thread = threading.get_ident()
+        is_counted = sparse is not None or self._caches.is_on or form not in self._records
+        if is_counted and current.shapes is None:
+            current.shapes = Counter()
+        current.thread, current.depth = threading.get_ident(), num_modes()
+        if self._number or not self.blocks:
+            current.is_around = current.shapes is not None or not current.is_whole
         if sparse is not None:
             _numbered(current)
         return current
 
     def begin_recorded(self) -> Tensor:
         """Begin a pass of block-sparse attention in compiled code; return its first ticket."""
-        assert self.sparse is not None
-        current = ForwardPass(self.mesh, self.table, self.options, SparsePass(self.sparse))
-        self.sparse.hold(current)
+        assert self.way is not None and self.way.sparse is not None
+        sparse = SparsePass(self.way.sparse)
+        current = ForwardPass(self.way.mesh, self.table, self.options, sparse)
+        self.way.sparse.hold(current)
         return _numbered(current)
 
-    def _check(self, named: Mapping[str, Any]) -> None:
+    def _check_inputs(self, way: Way, named: Mapping[str, Any]) -> None:
         """Refuse inputs that the table does not know, or excludes."""
         table, name = self.table, type(self.model).__name__
         for argument, value in named.items():
             if argument in table.refused and value is not None:
                 raise ConfigError(f"{name} over ranks, with {argument}: {table.refused[argument]}")
             known = *table.inputs.get("", ()), *table.replicated, *table.refused
-            if argument in known or self.mesh.whole is None or not holds_tensors(value):
+            if argument in known or way.mesh.whole is None or not holds_tensors(value):
                 continue
             advice = "leave it out, or add it to `inputs` or `replicated`"
             if isinstance(value, Mapping):  # as joint_attention_kwargs
@@ -323,14 +358,11 @@ class SplitModel:
             )
 
     def _end(self, current: ForwardPass) -> None:
-        attended = current.end()
-        if isinstance(current, CountingPass):
-            before = self._known.get(current.form)
-            attended = attended or (before and before.attended)
-            needs_mode = not self.blocks or self._number > 0 or current.has_empty_share()
-            self._known[current.form] = Known(attended, needs_mode)
-        known = self._known.get(current.form)  # None where a compiler traced the beginning alone
-        self.last = (known and known.attended) or self.last
+        if current.shapes is not None:
+            record = current.end()
+            self._records[current.form] = record or self._records.get(current.form)
+        # None where a compiler traced the beginning alone
+        self.last = self._records.get(current.form) or self.last
 
     # --- a call of one of its modules -------------------------------------------------------------
 
@@ -339,8 +371,8 @@ class SplitModel:
     ) -> Any:
         """Run a module in its role; takes the place of its `forward`."""
         current = self.forward
-        if current is None or self._is_paused:
-            if role.is_block and not (self._is_paused or self._is_called):
+        if current is None:
+            if role.is_block and not self.is_running:
                 raise ConfigError(
                     f"{name} runs outside of the forward pass of its model, which is split over "
                     "ranks: call the model itself, which must not be a generator; for gradient "
@@ -350,26 +382,24 @@ class SplitModel:
             return forward(*args, **kwargs)
         if role.is_block:
             current.has_attended = False
-            if current.work is not None or self.sparse is not None:
+            if current.sparse is not None:
                 current.begin_block(name)
         inputs: tuple[Sequence[Any], dict[str, Any]] = args, kwargs
         if role.inputs:
             inputs = current.cut_arguments(role.names, role.inputs, args, kwargs)
-        if role.part is not None:
-            current.parts.append(role.part)
+        if role.scope is not None:
+            current.scopes.append(role.scope)
         try:
             output = forward(*inputs[0], **inputs[1])
         finally:
-            if role.part is not None:
-                current.parts.pop()
+            if role.scope is not None:
+                current.scopes.pop()
         if role.is_block:
-            if current.work is not None:
-                current.end_block()
-            has_attended = current.has_attended or (current.is_whole and not current.is_around)
+            has_attended = current.has_attended or current.is_whole
             if has_attended and not torch.compiler.is_compiling():
                 current.attended.append(name)
             if self._caches.is_on or not has_attended:
-                self._caches.end_block(name, has_attended, self.sparse is not None)
+                self._caches.end_block(name, has_attended, current.sparse is not None)
         if role.outputs:
             output = self._cut_outputs(current, name, role.outputs, output)
         return output if role.gather is None else current.gather(output, role.gather)
@@ -388,7 +418,7 @@ class SplitModel:
         Their function modes are then around ours, which shows them what one process would.
         """
         current = self.forward
-        if current is None or current.is_whole or self._is_paused:
+        if current is None or (current.is_whole and current.shapes is None):
             return forward(*args, **kwargs)
         processor: Any = getattr(module, "processor", None)
         backend, is_compiling = getattr(processor, _BACKEND, ""), torch.compiler.is_compiling()
@@ -407,7 +437,7 @@ class SplitModel:
         else:
             with current:
                 output = forward(*args, **kwargs)
-        if not current.has_attended and current.parts[-1]:
+        if not (current.has_attended or current.is_whole) and current.scopes[-1]:
             raise ConfigError(_why_local(name, processor))
         current.has_attended |= before
         return output
@@ -416,10 +446,10 @@ class SplitModel:
         self, current: ForwardPass, name: str, cuts: Mapping[int, Cut], output: Any
     ) -> Any:
         is_one = isinstance(output, Tensor)
-        parts = [output] if is_one else list(output)
+        outputs = [output] if is_one else list(output)
         for place, cut in cuts.items():
-            parts[place] = current.cut(parts[place], cut, f"output {place} of {name}")
-        return parts[0] if is_one else tuple(parts)
+            outputs[place] = current.cut(outputs[place], cut, f"output {place} of {name}")
+        return outputs[0] if is_one else tuple(outputs)
 
     # --- stand-ins --------------------------------------------------------------------------------
 
@@ -461,11 +491,11 @@ class SplitModel:
         for pattern, cut in table.gathers.items():
             for name, module in modules_of(model, pattern).items():
                 role_of(name, module).gather = cut
-        for pattern, part in table.attends.items():
+        for pattern, scope in table.attends.items():
             for name, module in modules_of(model, pattern).items():
-                role_of(name, module).part = part
+                role_of(name, module).scope = scope
         # With sparse, all passes count, so the mode is around the model.
-        inner = [name for name, role in roles.items() if role.is_block or role.part]
+        inner = [name for name, role in roles.items() if role.is_block or role.scope]
         attending = {
             f"{name}.{path}" if path else name: module
             for name in inner
@@ -484,8 +514,8 @@ class SplitModel:
             run = partial(self._run_attention, name, module)
             self._stand_ins.append(StandIn(*_innermost(module), run))
         for name, role in roles.items():
-            # Graphs belong to a code object, which holds a limited number; compilers tell blocks
-            # with stand-ins within apart, so each of these has one of its own.
+            # Dynamo caches graphs by code object, a limited number, and tells blocks with stand-ins
+            # within apart: each of these gets a copy of the code.
             is_apart = any(other.startswith(f"{name}.") for other in (*roles, *attending))
             run = MethodType(_again(SplitModel._run), self) if is_apart else self._run
             self._stand_ins.append(StandIn(modules[name], "forward", partial(run, name, role)))
@@ -562,10 +592,10 @@ def _why_local(name: str, processor: Any) -> str:
     return f"{name} did not call {over}: {how}"
 
 
-def _registered(part: SplitModel) -> Any:
-    """Register a back end of diffusers that enters the mode around its default one."""
+def _registered(split: SplitModel) -> Any:
+    """Register a diffusers back end that runs the default one inside the mode of a pass."""
     diffusers: Any = importlib.import_module("diffusers.models.attention_dispatch")
-    label = f"bascule {id(part)}"
+    label = f"bascule {id(split)}"
     name = str.__new__(diffusers.AttentionBackendName, label)  # this enum is closed
     name._name_ = name._value_ = label
 
@@ -581,8 +611,8 @@ def _registered(part: SplitModel) -> Any:
     ) -> Tensor:
         args = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         # Torch's calls what the mode replaces; a kernel goes before what diffusers has at large.
-        backend = diffusers.AttentionBackendName.NATIVE if part.backend else None
-        forward = part.forward
+        backend = diffusers.AttentionBackendName.NATIVE if split.backend else None
+        forward = split.forward
         if forward is None or (forward.is_around and forward.is_innermost()):
             forward = nullcontext()
         with forward:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from bascule.arrays import Bools
-from bascule.attention.api import AttentionMesh, split
+from bascule.attention import api
+from bascule.attention.api import AttentionMesh
 from bascule.comm.collectives import all_reduce, broadcast
 from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup, device_of
@@ -26,7 +27,7 @@ from bascule.diffusers.pipeline_run import (
     set_random_states,
     watched,
 )
-from bascule.diffusers.split_model import SplitModel
+from bascule.diffusers.split_model import SplitModel, Way
 from bascule.diffusers.split_table import Cut, modules_of
 from bascule.errors import ConfigError
 from bascule.stand_in import as_in_use, module_of
@@ -78,33 +79,37 @@ class Verification:
 
 
 @shared("verify")
-def verify(part: SplitModel, inputs: Mapping[str, Any], group: RankGroup | None) -> Verification:
+def verify(split: SplitModel, inputs: Mapping[str, Any], group: RankGroup | None) -> Verification:
     """Compare a model on each of the meshes that a group of ranks consists of."""
-    if part.has_cache:
+    if split.has_cache:
         raise ConfigError(
             "verify: the model has a cache of steps, which would take each of two passes for a "
             "step: call disable_cache() first"
         )
     if group is not None:
         compare_inputs(Fingerprint.of(inputs), group, "verify")
-    run, look, part.first_call = partial(part.model, **inputs), part.first_call, None
-    result = _compare(part, run, group, by_block=True)
-    if not _of_table(part, result).ok:
-        part.first_call = look
+    was_checked, split.is_checked = split.is_checked, True  # a call within is not checked, too
+    try:
+        result = _compare(split, partial(split.model, **inputs), group, by_block=True)
+        was_checked = was_checked or _of_table(split, result).ok
+    finally:
+        split.is_checked = was_checked
     return result
 
 
-def check_table(part: SplitModel, run: Callable[[], Any]) -> None:
+def check_table(split: SplitModel, run: Callable[[], Any]) -> None:
     """Compare the first call of a model whose table is a user's, or a plan, with one process.
 
     Raises:
         ConfigError: The table does not fit; the error names the first block that differs, or the
             module that failed.
     """
-    kind, advice = type(part.model).__name__, "see docs/sequence_parallel.md (Adding a table)"
+    assert split.way is not None
+    group, kind = split.way.mesh.whole, type(split.model).__name__
+    advice = "see docs/sequence_parallel.md (Adding a table)"
 
-    with as_in_use(part.model):
-        alone, together = _alone_and_together(part)
+    with as_in_use(split.model):
+        alone, together = _alone_and_together(split)
         try:
             with together, torch.no_grad():
                 run()
@@ -113,13 +118,13 @@ def check_table(part: SplitModel, run: Callable[[], Any]) -> None:
         except Exception as error:
             with alone, torch.no_grad():
                 run()  # an error of one process, too, is not the table's
-            where, reason = module_of(error, part.model), " ".join(str(error).split())[:200]
+            where, reason = module_of(error, split.model), " ".join(str(error).split())[:200]
             raise ConfigError(
                 f"the table of {kind} does not fit: over ranks {where or kind} raised "
                 f"{type(error).__name__}: {reason}; {advice}"
             ) from error
         for by_block in (False, True):  # all blocks take much memory, and are seldom needed
-            result = _of_table(part, _compare(part, run, part.mesh.whole, by_block=by_block))
+            result = _of_table(split, _compare(split, run, group, by_block=by_block))
             if result.ok:
                 return
     first = result.first_difference
@@ -130,22 +135,23 @@ def check_table(part: SplitModel, run: Callable[[], Any]) -> None:
     )
 
 
-def _of_table(part: SplitModel, result: Verification) -> Verification:
-    """Return a result that rows at 8 bits and unlike inputs pass where the table fits."""
-    is_exact = part.options.quantized is None and part.inputs.tolerance == 0
+def _of_table(split: SplitModel, result: Verification) -> Verification:
+    """Relax the tolerance if rows are 8-bit or inputs may differ."""
+    is_exact = split.options.quantized is None and split.inputs.tolerance == 0
     return result if is_exact else replace(result, tolerance=_OF_ROUNDED)
 
 
 def _compare(
-    part: SplitModel,
+    split: SplitModel,
     run: Callable[[], Any],
     group: RankGroup | None,
     *,
     by_block: bool,
 ) -> Verification:
     """Compare the outputs of a call over a mesh with one process, and those of blocks."""
-    mesh = part.mesh
-    gathered = {name for one in part.table.gathers for name in modules_of(part.model, one)}
+    assert split.way is not None
+    mesh = split.way.mesh
+    gathered = {name for one in split.table.gathers for name in modules_of(split.model, one)}
     expected: dict[str, Tensor] = {}
     sums: dict[str, Tensor] = {}
 
@@ -153,30 +159,30 @@ def _compare(
         return block in gathered and place == 0
 
     def keep(block: str, place: int, whole: Tensor) -> None:
-        whole, cut = of_first_rank(whole, group), _cut_of(part, block, place)
+        whole, cut = of_first_rank(whole, group), _cut_of(split, block, place)
         if not is_gathered(block, place) and isinstance(cut.segment, str):
-            stripe = 0 if part.sparse is None else part.sparse.config.dealt
-            layout = layout_of({cut.segment: whole.shape[cut.dim]}, mesh, part.table, stripe)
-            whole = split(whole, mesh, layout, cut.dim)
-        expected[_name_of(part, block, place)] = whole.clone()
+            stripe = 0 if split.sparse is None else split.sparse.config.dealt
+            layout = layout_of({cut.segment: whole.shape[cut.dim]}, mesh, split.table, stripe)
+            whole = api.split(whole, mesh, layout, cut.dim)
+        expected[_name_of(split, block, place)] = whole.clone()
 
     def compare(block: str, place: int, share: Tensor) -> None:
-        name, forward = _name_of(part, block, place), part.forward
-        whole, cut = expected.pop(name), _cut_of(part, block, place)
+        name, forward = _name_of(split, block, place), split.forward
+        whole, cut = expected.pop(name), _cut_of(split, block, place)
         if not is_gathered(block, place) and not isinstance(cut.segment, str):  # known by now
             assert forward is not None
-            whole = split(whole, mesh, forward.share(cut.segment).layout, cut.dim)
+            whole = api.split(whole, mesh, forward.share(cut.segment).layout, cut.dim)
         sums[name] = _squares(share, whole)
 
     # A compiled model would trace the hooks, and break its graph.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        alone, together = _alone_and_together(part)
-        with alone, _observed(part, keep) if by_block else nullcontext():
+        alone, together = _alone_and_together(split)
+        with alone, _observed(split, keep) if by_block else nullcontext():
             reference = [of_first_rank(x, group) for x in leaves_of(run())]
-        with together, _observed(part, compare) if by_block else nullcontext():
+        with together, _observed(split, compare) if by_block else nullcontext():
             outputs = leaves_of(run())
     if not outputs and by_block:
-        raise ConfigError(f"verify: {type(part.model).__name__} returns no tensors")
+        raise ConfigError(f"verify: {type(split.model).__name__} returns no tensors")
     if not outputs:
         return Verification({}, {}, 0.0)
     results = {
@@ -191,17 +197,21 @@ def _compare(
     )
 
 
-def _alone_and_together(part: SplitModel) -> tuple[AbstractContextManager[None], ...]:
+def _alone_and_together(split: SplitModel) -> tuple[AbstractContextManager[None], ...]:
     """Return scopes in which the model runs in one process, and over the mesh."""
-    if part.sparse is None:
-        return part.paused(), part.over(part.mesh)
-    blocks: dict[int, Bools] = {}  # computed by a mesh of one rank, so the mesh computes the same
-    meshes = AttentionMesh(None, None, None), part.mesh
-    return tuple([part.using(part.sparse.noting(mesh, blocks)) for mesh in meshes])
+    way = split.way
+    assert way is not None
+    if way.sparse is None:
+        return split.taking(None), split.taking(replace(way, compares=False))
+    masks: dict[int, Bools] = {}  # of a mesh of one rank, so the mesh computes the same blocks
+    states = [
+        way.sparse.replaying(mesh, masks) for mesh in (AttentionMesh(None, None, None), way.mesh)
+    ]
+    return tuple([split.taking(Way(state.mesh, state, compares=False)) for state in states])
 
 
 @contextmanager
-def _observed(part: SplitModel, observe: Callable[[str, int, Tensor], None]) -> Iterator[None]:
+def _observed(split: SplitModel, observe: Callable[[str, int, Tensor], None]) -> Iterator[None]:
     """Observe the name of each block, and the place and value of each of its outputs."""
 
     def hook_of(name: str, segments: tuple[Any, ...]) -> Callable[..., None]:
@@ -214,20 +224,20 @@ def _observed(part: SplitModel, observe: Callable[[str, int, Tensor], None]) -> 
         return hook
 
     with ExitStack() as stack:
-        for name, (block, segments) in part.blocks.items():
+        for name, (block, segments) in split.blocks.items():
             stack.callback(block.register_forward_hook(hook_of(name, segments)).remove)
         yield
 
 
-def _cut_of(part: SplitModel, block: str, place: int) -> Cut:
-    one = part.blocks[block][1][place]
+def _cut_of(split: SplitModel, block: str, place: int) -> Cut:
+    one = split.blocks[block][1][place]
     return one if isinstance(one, Cut) else Cut(one)
 
 
-def _name_of(part: SplitModel, block: str, place: int) -> str:
-    outputs = part.blocks[block][1]
+def _name_of(split: SplitModel, block: str, place: int) -> str:
+    outputs = split.blocks[block][1]
     again = f", output {place}" if outputs.count(outputs[place]) > 1 else ""
-    return f"{block} ({', '.join(_cut_of(part, block, place).segments)}{again})"
+    return f"{block} ({', '.join(_cut_of(split, block, place).segments)}{again})"
 
 
 def _tolerance_of(dtype: torch.dtype) -> float:
@@ -291,11 +301,11 @@ class _Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class PipelineComparison:
     """A pipeline over ranks, to be compared with one process."""
 
     pipeline: Any
-    parts: Sequence[SplitModel]  # its transformers
+    splits: Sequence[SplitModel]  # its transformers
     group: RankGroup | None  # the ranks of the replica; None for one
     alone: Callable[[], AbstractContextManager[None]]  # a scope in which this rank shares nothing
     has_pixels: bool  # whether this rank gets the pixels
@@ -304,12 +314,12 @@ class Comparison:
     @shared("verify")
     def verify(self, arguments: Mapping[str, Any]) -> Verification:
         """Compare all phases of one call, and the blocks of the first step that differs."""
-        for part in self.parts:
-            if part.sparse is not None or part.has_cache:
+        for split in self.splits:
+            if split.sparse is not None or split.has_cache:
                 raise ConfigError(
-                    f"verify: a {type(part.model).__name__} with block-sparse attention or a cache "
-                    "of steps computes other things in one process: verify the model alone, as in "
-                    "handle.verify(pipeline.transformer, ..), or call disable_cache() first"
+                    f"verify: a {type(split.model).__name__} with block-sparse attention or a "
+                    "cache of steps computes other things in one process: verify the model alone, "
+                    "as in handle.verify(pipeline.transformer, ..), or call disable_cache() first"
                 )
         if self.group is not None:
             compare_inputs(Fingerprint.of(arguments), self.group, "verify")
@@ -333,7 +343,7 @@ class Comparison:
 
     def _both(self, arguments: Mapping[str, Any]) -> tuple[_Run, _Run]:
         """Run in one process and over ranks from the same noise; restore the random states."""
-        device = execution_device(self.pipeline, self.parts[0].model)
+        device = execution_device(self.pipeline, self.splits[0].model)
         generators = generators_of(arguments)
         states = random_states(device, generators)
         one, several = _Run(), _Run()

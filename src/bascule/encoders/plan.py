@@ -151,7 +151,7 @@ def _by_rank(ids: list[Ints]) -> tuple[Ints, Ints]:
 def _exchange_seconds(cluster: Cluster, source: Ints, dest: Ints, num_bytes: Floats) -> float:
     """Return the seconds of an all-to-all, until the busiest rank has sent and got its bytes."""
     is_near = source // cluster.ranks_per_node == dest // cluster.ranks_per_node
-    each = cluster.wire_seconds(num_bytes * is_near, num_bytes * ~is_near)
+    each = cluster.wires.sending(num_bytes * is_near, num_bytes * ~is_near)
     busiest = max(np.bincount(ends, each).max(initial=0.0) for ends in (source, dest))
     return cluster.latency_s + float(busiest)
 

@@ -1,4 +1,4 @@
-"""Predict seconds of work on machines: rates of a machine, and one sum that all predictions use.
+"""Predict seconds of work on a machine: its rates, and one sum that all predictions use.
 
 In a bag or a mesh of U R ranks, of which U share heads and R pass keys and values on, a rank takes
 
@@ -16,10 +16,9 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, cast
+from typing import Any, NamedTuple, Self, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -28,20 +27,8 @@ from bascule.arrays import Floats, Ints
 from bascule.checks import MAX_RANKS, choice, fields, number, of_type, rate, shown, whole
 from bascule.errors import ConfigError
 from bascule.files import parse_json, read_lines, to_path
-from bascule.machine.calibration import (
-    ALL_TO_ALL,
-    BACKWARD,
-    PASSES,
-    POINT_TO_POINT,
-    RECOMPUTE,
-    Calibration,
-    built,
-)
+from bascule.machine.calibration import BACKWARD, PASSES, RECOMPUTE, Calibration, built
 from bascule.machine.costs import FLOPS_PER_UNIT, Cost, TransformerCost, evaluate, in_bag
-from bascule.plan.topology import Topology
-
-if TYPE_CHECKING:  # plans are made by the solver, which imports the machines
-    from bascule.plan.sparse.plan import SparsePlan
 
 BYTES_PER_VALUE = 2
 """Activations travel as bf16."""
@@ -53,7 +40,7 @@ FLOPS_PER_VALUE = 4
 """FLOPs of a query-key pair, by value of the head: products with the key and the value."""
 
 Amount: TypeAlias = float | Floats
-"""A number of a rank; or (n,) numbers of sequences, of all ranks of their bag together."""
+"""A scalar of one rank, or (n,) per sequence, summed over its bag's ranks."""
 
 
 def exposed_ring(exchange_s: Amount, attention_s: Amount, ring_degree: int) -> Amount:
@@ -61,7 +48,7 @@ def exposed_ring(exchange_s: Amount, attention_s: Amount, ring_degree: int) -> A
     return (ring_degree - 1) * np.maximum(exchange_s - attention_s / ring_degree, 0.0)
 
 
-class Bag(NamedTuple):
+class BagShape(NamedTuple):
     """The degrees of a bag and where its ranks are: all that decides what its exchanges take."""
 
     size: int = 1
@@ -77,8 +64,8 @@ class Bag(NamedTuple):
         return self.size // self.ring
 
     @classmethod
-    def aligned(cls, ulysses: int, ring: int, ranks_per_node: int) -> "Bag":
-        """Return a bag that begins with a node; neighbours share heads."""
+    def aligned(cls, ulysses: int, ring: int, ranks_per_node: int) -> "BagShape":
+        """Return the shape of a bag that begins with a node; neighbours share heads."""
         size = ulysses * ring
         return cls(size, ring, min(ulysses, ranks_per_node), size <= ranks_per_node)
 
@@ -90,6 +77,8 @@ class Work:
     compute_s: Amount = 0.0
     attention_s: Amount = 0.0  # the part of it that hides what the ring sends
     heads_bytes: Amount = 0.0  # to the other ranks that share heads
+    near_bytes: Amount = 0.0  # to any other rank of its node, before and after attention
+    far_bytes: Amount = 0.0  # to any rank of another node, likewise
     ring_bytes: Amount = 0.0  # passed on in all rounds
     num_exchanges: int = 0
     num_rounds: int = 0
@@ -97,7 +86,7 @@ class Work:
 
     @classmethod
     def of_layers(
-        cls, bag: Bag, num_layers: int, values: Amount, compute_s: Amount, attention_s: Amount
+        cls, bag: BagShape, num_layers: int, values: Amount, compute_s: Amount, attention_s: Amount
     ) -> "Work":
         """Return the work of a rank with so many values of q, in all layers."""
         tensor = BYTES_PER_VALUE * values
@@ -142,6 +131,81 @@ class Seconds:
 
 
 @dataclass(frozen=True, slots=True)
+class Wires:
+    """Rates at which a rank sends and launches; an infinite one takes no time."""
+
+    intra_bytes_per_s: float
+    inter_bytes_per_s: float
+    latency_s: float
+    pack_bytes_per_s: float = math.inf
+
+    def sending(self, near_bytes: Amount, far_bytes: Amount) -> Amount:
+        """Predict the seconds in which a rank sends bytes to ranks of its node, and of others."""
+        return near_bytes / self.intra_bytes_per_s + far_bytes / self.inter_bytes_per_s
+
+    def seconds(self, work: Work, bag: BagShape) -> Seconds:
+        """Predict seconds of work in a bag; a ring sends while it computes."""
+        share = work.heads_bytes / max(bag.ulysses - 1, 1)
+        heads_s = self.sending(
+            share * (bag.ranks_in_node - 1) + work.near_bytes,
+            share * (bag.ulysses - bag.ranks_in_node) + work.far_bytes,
+        )
+        heads_s = heads_s + share * bag.ulysses / self.pack_bytes_per_s
+        passed = work.ring_bytes / max(bag.ring - 1, 1)  # in a round
+        round_s = self.sending(*((passed, 0.0) if bag.is_in_node else (0.0, passed)))
+        launch_s: Amount = self.latency_s * (work.num_exchanges + work.num_rounds)
+        if work.num_kernels:
+            launch_s += np.maximum(self.latency_s * work.num_kernels - work.compute_s, 0.0)
+        ring_s = exposed_ring(round_s, work.attention_s, bag.ring)
+        return Seconds(work.compute_s, heads_s, ring_s, launch_s)
+
+
+_ATTENTION_BACKWARD = 2.5 * 648 / 561
+"""Seconds of the backward of attention over those of its forward: five products of matrices against
+two, at 561 TFLOP/s against 648. Source: FlashAttention-3, speeds on an H100 at a head dimension of
+128 and 16k tokens, not causal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Ratios of a step's seconds to a forward pass's."""
+
+    linear: float  # of the linear layers
+    attention: float
+    exchanges: float  # of all-to-alls and the ring; as many backward as forward
+    name: str  # for tables
+
+    def __post_init__(self) -> None:
+        fields(self, linear=rate, attention=rate, exchanges=rate)
+
+    def over(self, timed: "Passes") -> "Passes":
+        """Return the ratios for a cost model that was timed in other passes; wires were not."""
+        linear, attention = self.linear / timed.linear, self.attention / timed.attention
+        return replace(self, linear=linear, attention=attention)
+
+    def cost(self, cost: Cost) -> Cost:
+        """Return the cost model whose seconds are of a step, on a machine so much slower."""
+        if self == FORWARD:
+            return cost
+        wanted = "a TransformerCost, which tells attention apart"
+        model: TransformerCost = of_type("model", cost, TransformerCost, wanted)
+        unit_s = model.seconds_per_unit
+        return replace(
+            model,
+            gamma=model.gamma * self.attention / self.linear,
+            seconds_per_unit=None if unit_s is None else unit_s * self.linear,
+        )
+
+
+FORWARD = Passes(1.0, 1.0, 1.0, "forward")
+TRAINING = Passes(4.0, 2.0 + _ATTENTION_BACKWARD, 3.0, "step")
+"""Forward, recomputation and backward, which takes two forward passes of the linear layers."""
+
+WITHOUT_RECOMPUTING = Passes(3.0, 1.0 + _ATTENTION_BACKWARD, 2.0, "step-without-recompute")
+"""Forward and backward, no block checkpointed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Cluster:
     """Nodes of equal ranks, numbered node by node, and their speeds.
 
@@ -163,6 +227,8 @@ class Cluster:
         piece_s: Seconds of the host for each piece that an exchange of a layer puts into order, U
             for each sequence of a bag, where software loops over them, as KnapFormer does. They
             delay the step where they take longer than the compute.
+        passes: What is predicted: forward passes, or the passes of a training step, as `TRAINING`.
+            The rates above are those of a forward pass.
 
     Raises:
         ConfigError: A value is out of range.
@@ -177,12 +243,13 @@ class Cluster:
     latency_s: float
     pack_bytes_per_s: float | None = None
     piece_s: float = 0.0
+    passes: Passes = FORWARD
 
     def __post_init__(self) -> None:
         count = whole, 1, MAX_RANKS
         fields(self, num_nodes=count, ranks_per_node=count, flops_per_s=rate, memory_bytes=rate)
         fields(self, intra_bytes_per_s=rate, inter_bytes_per_s=rate, pack_bytes_per_s=rate)
-        fields(self, latency_s=number, piece_s=number)
+        fields(self, latency_s=number, piece_s=number, passes=(of_type, Passes, "a Passes(..)"))
         if self.num_ranks > MAX_RANKS:
             raise ConfigError(
                 f"Cluster(num_nodes={self.num_nodes}, ranks_per_node={self.ranks_per_node}): "
@@ -205,59 +272,48 @@ class Cluster:
     def compute_seconds(
         self, cost: Cost, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None
     ) -> Floats:
-        """Return forward seconds of sequences of these many tokens on one rank, as `evaluate`."""
+        """Predict the compute of sequences of these many tokens on one rank, as `evaluate`."""
+        return self._compute(self.passes.cost(cost), seq_lens, num_pairs)
+
+    def _compute(self, cost: Cost, seq_lens: Any, num_pairs: Any = None) -> Floats:
+        """Predict the compute by a cost model of the passes."""
         if not isinstance(cost, TransformerCost):
             return evaluate(cost, seq_lens, num_pairs)
         if cost.seconds_per_unit is not None:
             return cost.seconds(seq_lens, num_pairs)
-        return cost(seq_lens, num_pairs) * (FLOPS_PER_UNIT / self.flops_per_s)
+        flops_per_s = self.flops_per_s / self.passes.linear
+        return cost(seq_lens, num_pairs) * (FLOPS_PER_UNIT / flops_per_s)
 
-    def wire_seconds(self, near_bytes: Amount, far_bytes: Amount) -> Amount:
-        """Return the seconds in which a rank sends bytes to ranks of its node, and of others."""
-        return near_bytes / self.intra_bytes_per_s + far_bytes / self.inter_bytes_per_s
-
-    def seconds(self, work: Work, bag: Bag) -> Seconds:
-        """Predict seconds of work in a bag; a ring sends while it computes."""
-        each = work.heads_bytes / max(bag.ulysses - 1, 1)
-        heads_s = self.wire_seconds(
-            each * (bag.ranks_in_node - 1), each * (bag.ulysses - bag.ranks_in_node)
+    @property
+    def wires(self) -> Wires:
+        """Rates at which what a forward pass exchanges takes as long as in these passes."""
+        times, pack = self.passes.exchanges, self.pack_bytes_per_s
+        return Wires(
+            self.intra_bytes_per_s / times,
+            self.inter_bytes_per_s / times,
+            self.latency_s * times,
+            math.inf if pack is None else pack / times,
         )
-        if self.pack_bytes_per_s is not None:
-            heads_s = heads_s + each * bag.ulysses / self.pack_bytes_per_s
-        passed = work.ring_bytes / max(bag.ring - 1, 1)  # in a round
-        round_s = self.wire_seconds(*((passed, 0.0) if bag.is_in_node else (0.0, passed)))
-        launch_s: Amount = self.latency_s * (work.num_exchanges + work.num_rounds)
-        if work.num_kernels:
-            launch_s += np.maximum(self.latency_s * work.num_kernels - work.compute_s, 0.0)
-        ring_s = exposed_ring(round_s, work.attention_s, bag.ring)
-        return Seconds(work.compute_s, heads_s, ring_s, launch_s)
 
     def sequence_seconds(
-        self, cost: Cost, bag: Bag, lens: Ints, num_pairs: npt.ArrayLike | None = None
+        self, cost: Cost, bag: BagShape, lens: Ints, num_pairs: npt.ArrayLike | None = None
     ) -> Seconds:
         """Predict seconds of (n,) sequences, times the ranks of their bag, launches aside."""
-        cost = in_bag(cost, bag.ulysses)
-        compute_s = self.compute_seconds(cost, lens, num_pairs)
+        cost = in_bag(self.passes.cost(cost), bag.ulysses)
+        compute_s = self._compute(cost, lens, num_pairs)
         if bag.size == 1:
             return Seconds(compute_s)
         width, num_layers = _shape(cost)
-        attention_s = compute_s - self.compute_seconds(cost, lens, 0 * lens)
+        attention_s = compute_s - self._compute(cost, lens, 0 * lens)
         values = lens.astype(np.float64) * (width * num_layers)
         work = Work.of_layers(bag, num_layers, values, compute_s, attention_s)
-        return self.seconds(work, bag)
+        return self.wires.seconds(work, bag)
 
-    def host_seconds(self, cost: Cost, bag: Bag) -> float:
-        """Return the seconds that the host of a rank spends on the pieces of a sequence."""
+    def host_seconds(self, cost: Cost, bag: BagShape) -> float:
+        """Predict the seconds that the host of a rank spends on the pieces of a sequence."""
         if bag.ulysses == 1 or self.piece_s == 0.0:
             return 0.0
-        return self.piece_s * _shape(cost)[1] * bag.ulysses
-
-    def ranks_in_node(self, topology: Topology) -> Ints:
-        """Return the (num_bags,) fewest ranks of each bag in one node."""
-        first, sizes, per_node = topology.first_ranks, topology.bag_sizes, self.ranks_per_node
-        last = first + sizes - 1
-        at_ends = np.minimum(per_node - first % per_node, last % per_node + 1)
-        return np.where(first // per_node == last // per_node, sizes, at_ends)
+        return self.piece_s * self.passes.exchanges * _shape(cost)[1] * bag.ulysses
 
 
 def _shape(cost: Cost) -> tuple[int, int]:
@@ -268,97 +324,6 @@ def _shape(cost: Cost) -> tuple[int, int]:
             "width of the model: use a TransformerCost, or bags of one rank"
         )
     return cost.d_model, cost.num_layers
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionLoad:
-    """The load of the slowest of U x R ranks in a call of block-sparse attention."""
-
-    ulysses_degree: int
-    ring_degree: int
-    work: float  # of the slowest rank in all rounds, in pairs or blocks: imbalance times the mean
-    all_to_all_bytes: float  # that it sends to others in both all-to-alls; 0 if there are none
-    p2p_bytes: float  # keys and values that it passes on in a round
-    copied_bytes: float = 0.0  # q, k, v and outputs that it lays out; 0 where all rows stay
-
-    def __post_init__(self) -> None:
-        fields(self, ulysses_degree=(whole, 1), ring_degree=(whole, 1))
-        fields(self, work=number, all_to_all_bytes=number, p2p_bytes=number, copied_bytes=number)
-
-    @classmethod
-    def of_plan(cls, plan: "SparsePlan", batch: int, row_bytes: int) -> "AttentionLoad":
-        """Return the load in query-key pairs; bytes other than p2p are means over the ranks."""
-        mean_work = float(plan.tiles.sum()) / plan.num_ranks
-        used = plan.kv_rank_of >= 0
-        lens = np.broadcast_to(plan.kv.lens, used.shape)[used]
-        kv_tokens = np.bincount(plan.kv_rank_of[used], lens, plan.num_ranks)
-        q_tokens = len(plan.ring_of) * int(plan.q.lens.sum())
-        copied = 2.0 * (q_tokens + float(kv_tokens.sum())) / plan.num_ranks
-        return cls(
-            plan.ulysses_degree,
-            plan.ring_degree,
-            batch * plan.imbalance * mean_work,
-            plan.wire_bytes(row_bytes, 1, batch) / plan.num_ranks,
-            2.0 * batch * float(kv_tokens.max()) * row_bytes if plan.ring_degree > 1 else 0.0,
-            0.0 if plan.is_local else batch * copied * row_bytes,
-        )
-
-    @property
-    def degrees(self) -> tuple[int, int]:
-        """(U, R)."""
-        return (self.ulysses_degree, self.ring_degree)
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionLatency:
-    """Seconds of such a call: `copies + exchanges + R compute + (R - 1) max(0, p2p - compute)`.
-
-    With `copies = copy_s_per_byte copied_bytes`, `exchanges = 2 all_to_all_latency_s +
-    all_to_all_s_per_byte all_to_all_bytes`, or 0 where nothing is sent, `compute = launch_s +
-    compute_s_per_work work / R`, and `p2p = p2p_latency_s + p2p_s_per_byte p2p_bytes`. Source:
-    db-SP, equation 4, without the imbalance of exchanges; latencies, bytes and copies are ours.
-
-    Args:
-        all_to_all_latency_s: Seconds to start an all-to-all.
-        all_to_all_s_per_byte: Seconds per byte that a rank sends in it.
-        p2p_latency_s: Seconds to start an exchange with the neighbours in the ring.
-        p2p_s_per_byte: Seconds per byte that a rank passes on.
-        compute_s_per_work: Seconds per unit of work.
-        launch_s: Seconds to start the kernel of a period.
-        copy_s_per_byte: Seconds per byte that a rank lays out.
-        fit_error: Root mean square relative error of the fit that gave the above, if any.
-
-    Raises:
-        ConfigError: A coefficient, or the error, is negative or not finite.
-    """
-
-    all_to_all_latency_s: float
-    all_to_all_s_per_byte: float
-    p2p_latency_s: float
-    p2p_s_per_byte: float
-    compute_s_per_work: float
-    launch_s: float
-    copy_s_per_byte: float = 0.0
-    _: KW_ONLY
-    fit_error: float | None = None
-
-    def __post_init__(self) -> None:
-        fields(self, **dict.fromkeys(self.__dataclass_fields__, number))
-
-    def __call__(self, load: AttentionLoad) -> float:
-        """Predict the seconds of a call."""
-        compute_s = self.launch_s * load.ring_degree + self.compute_s_per_work * load.work
-        p2p_s = self.p2p_latency_s + self.p2p_s_per_byte * load.p2p_bytes
-        exchange_s = self.all_to_all_s_per_byte * load.all_to_all_bytes
-        if load.all_to_all_bytes > 0:
-            exchange_s += NUM_ALL_TO_ALLS * self.all_to_all_latency_s
-        exchange_s += self.copy_s_per_byte * load.copied_bytes
-        return exchange_s + compute_s + float(exposed_ring(p2p_s, compute_s, load.ring_degree))
-
-    def row_work(self, row_bytes: int) -> float:
-        """Return the work that takes as long as one row of an all-to-all."""
-        row_s = (self.all_to_all_s_per_byte + self.copy_s_per_byte) * row_bytes
-        return row_s / self.compute_s_per_work if self.compute_s_per_work else math.inf
 
 
 def _of_datasheet(
@@ -415,9 +380,6 @@ _SOURCES = {
 }
 
 _FORMAT = {"bascule": "hardware profile", "version": 1}  # the first keys in a file of a profile
-_NESTED = {"attention": partial(built, AttentionLatency), "calibration": Calibration.of_dict}
-"""Fields that hold more than a number, and how they are made of what JSON holds."""
-
 LIMITS: dict[str, tuple[float, float]] = {
     "matmul_flops_per_s": (1.0, 1e24),
     "attention_flops_per_s": (1.0, 1e24),
@@ -452,8 +414,6 @@ class HardwareProfile:
         peak_flops_per_s: FLOPs in a second of the data sheet, of which HFU is a share.
         pack_bytes_per_s: See `Cluster`; None: in no time.
         piece_s: See `Cluster`; None: 0.
-        attention: The fit of measured calls of attention, of one width of heads; used in place of
-            the rates above to predict attention.
         note: The origin of the numbers, in words.
         calibration: The measurements of `bascule calibrate`; None: the numbers have another origin.
 
@@ -473,7 +433,6 @@ class HardwareProfile:
     peak_flops_per_s: float | None = None
     pack_bytes_per_s: float | None = None
     piece_s: float | None = None
-    attention: AttentionLatency | None = None
     note: str = ""
     calibration: Calibration | None = None
 
@@ -481,11 +440,7 @@ class HardwareProfile:
         text = of_type, str, "a text"
         fields(self, device=text, note=text, source=(choice, *_SOURCES))
         fields(self, **{name: (number, *limits) for name, limits in LIMITS.items()})
-        fields(
-            self,
-            attention=(of_type, AttentionLatency, "an AttentionLatency, or None"),
-            calibration=(of_type, Calibration, "a Calibration, or None"),
-        )
+        fields(self, calibration=(of_type, Calibration, "a Calibration, or None"))
         number("HardwareProfile: gamma of its calibration", self.gamma, most=1e24)
         if self.calibration is None:
             return
@@ -510,16 +465,12 @@ class HardwareProfile:
             if (value := getattr(self, name)) is not None:
                 is_known = made is None or name in made.measured
                 parts.append(f"{value / unit:.4g} {text}{'' if is_known else ' (not measured)'}")
-        if self.attention is not None:
-            error = self.attention.fit_error
-            fit = "" if error is None else f" with an error of {error:.1%}"
-            parts.append(f"attention fitted{fit}")
         return f"{self.device}: {', '.join(parts) or 'no numbers'}; {self.provenance}"
 
     @property
     def numbers(self) -> list[str]:
         """Names of the fields that hold one."""
-        return [name for name in (*LIMITS, "attention") if getattr(self, name) is not None]
+        return [name for name in LIMITS if getattr(self, name) is not None]
 
     @property
     def provenance(self) -> str:
@@ -561,31 +512,17 @@ class HardwareProfile:
         numbers = num_nodes, ranks_per_node, compute, memory, near, far, launch_s
         return Cluster(*numbers, self.pack_bytes_per_s, self.piece_s or 0.0)
 
-    def forward_seconds(self, ranks: Sequence[Work], bag: Bag) -> Seconds:
-        """Predict seconds of the slowest rank of a bag; wires of unknown rate carry nothing."""
+    def forward_seconds(self, ranks: Sequence[Work], bag: BagShape) -> Seconds:
+        """Predict seconds of the slowest rank of a bag; wires that are not used may be unknown."""
         near = ("intra_bytes_per_s",) if bag.size > 1 else ()
         far = () if bag.is_in_node else ("inter_bytes_per_s",)
         launch_s, *_ = self.numbers_of("launch_s", *near, *far)
-        wires = self.intra_bytes_per_s or 1.0, self.inter_bytes_per_s or 1.0
-        machine = Cluster(1, bag.size, 1.0, 1.0, *wires, launch_s)
-        each = [machine.seconds(work, bag) for work in ranks]
-        slowest = max(each, key=lambda one: float(one.total))
-        mean = sum(float(one.total) for one in each) / len(each)
+        rates = self.intra_bytes_per_s or math.inf, self.inter_bytes_per_s or math.inf
+        wires = Wires(*rates, launch_s)
+        seconds = [wires.seconds(work, bag) for work in ranks]
+        slowest = max(seconds, key=lambda rank_s: float(rank_s.total))
+        mean = sum(float(rank_s.total) for rank_s in seconds) / len(seconds)
         return replace(slowest, waiting_s=slowest.total - mean)
-
-    def attention_latency(self, head_dim: int) -> AttentionLatency:
-        """Predict calls of attention by the fit if there is one, or else by rates and launches."""
-        if self.attention is not None:
-            return self.attention
-        compute, wire, launch_s = self.numbers_of(
-            "attention_flops_per_s", "intra_bytes_per_s", "launch_s"
-        )
-        work_s = FLOPS_PER_VALUE * whole("head_dim", head_dim, 1) / compute
-        made = self.calibration
-        near = [None if made is None else made.fit(what) for what in (ALL_TO_ALL, POINT_TO_POINT)]
-        wires = [(launch_s, 1.0 / wire) if x is None else x.coefficients[:2] for x in near]
-        (all_s, all_byte_s), (next_s, next_byte_s) = wires
-        return AttentionLatency(all_s, all_byte_s, next_s, next_byte_s, work_s, launch_s)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
@@ -619,69 +556,13 @@ class HardwareProfile:
                 f"HardwareProfile.save writes them; by name there is {', '.join(KNOWN_PROFILES)}"
             )
         values = {key: value for key, value in values.items() if key not in _FORMAT}
+        values.pop("attention", None)  # a fit that former versions saved, and nothing reads
         try:
-            for key, build in _NESTED.items():
-                if values.get(key) is not None:
-                    values[key] = build(values[key])
+            if values.get("calibration") is not None:
+                values["calibration"] = Calibration.of_dict(values["calibration"])
             return built(cls, values)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from error
-
-
-_ATTENTION_BACKWARD = 2.5 * 648 / 561
-"""Seconds of the backward of attention over those of its forward: five products of matrices against
-two, at 561 TFLOP/s against 648. Source: FlashAttention-3, speeds on an H100 at a head dimension of
-128 and 16k tokens, not causal."""
-
-
-@dataclass(frozen=True, slots=True)
-class Passes:
-    """Work of a step over that of the forward pass that plans are priced by."""
-
-    linear: float  # seconds of the linear layers over those of a forward pass
-    attention: float  # the same of attention
-    exchanges: float  # the same of all-to-alls and the ring; as many backward as forward
-    name: str  # for tables
-
-    def __post_init__(self) -> None:
-        fields(self, linear=rate, attention=rate, exchanges=rate)
-
-    def over(self, timed: "Passes") -> "Passes":
-        """Return the same for a cost model that was timed in other passes; wires were not."""
-        linear, attention = self.linear / timed.linear, self.attention / timed.attention
-        return replace(self, linear=linear, attention=attention)
-
-
-FORWARD = Passes(1.0, 1.0, 1.0, "forward")
-TRAINING = Passes(4.0, 2.0 + _ATTENTION_BACKWARD, 3.0, "step")
-"""Forward, recomputation and backward, which takes two forward passes of the linear layers."""
-
-WITHOUT_RECOMPUTING = Passes(3.0, 1.0 + _ATTENTION_BACKWARD, 2.0, "step-without-recompute")
-"""Forward and backward, no block checkpointed."""
-
-
-def in_passes(
-    cost: TransformerCost, cluster: Cluster, passes: Passes
-) -> tuple[TransformerCost, Cluster]:
-    """Return a cost model and a cluster whose seconds are of a step, not of a forward pass."""
-    of_type("model", cost, TransformerCost, "a TransformerCost, which tells attention apart")
-    each, exchanges = cost.seconds_per_unit, passes.exchanges
-    priced = replace(
-        cost,
-        gamma=cost.gamma * passes.attention / passes.linear,
-        seconds_per_unit=None if each is None else each * passes.linear,
-    )
-    pack = cluster.pack_bytes_per_s
-    slowed = replace(
-        cluster,
-        flops_per_s=cluster.flops_per_s / passes.linear,
-        intra_bytes_per_s=cluster.intra_bytes_per_s / exchanges,
-        inter_bytes_per_s=cluster.inter_bytes_per_s / exchanges,
-        pack_bytes_per_s=None if pack is None else pack / exchanges,
-        latency_s=cluster.latency_s * exchanges,
-        piece_s=cluster.piece_s * exchanges,
-    )
-    return priced, slowed
 
 
 def passes_of(name: str, profile: HardwareProfile | None = None) -> Passes:
@@ -692,10 +573,10 @@ def passes_of(name: str, profile: HardwareProfile | None = None) -> Passes:
     made = None if profile is None else profile.calibration
     if name == FORWARD.name or made is None:
         return known[name]
-    fits = {one: made.fit(one) for one in PASSES}
-    rates = {one: fit.coefficients[1:] for one, fit in fits.items() if fit is not None}
+    fits = {run: made.fit(run) for run in PASSES}
+    rates = {run: fit.coefficients[1:] for run, fit in fits.items() if fit is not None}
     if len(rates) < len(PASSES) or min(rates[PASSES[0]]) <= 0:  # the noise left nothing of a pass
         return known[name]
-    run = PASSES if name == TRAINING.name else (RECOMPUTE, BACKWARD)
-    linear, attention = np.sum([rates[one] for one in run], axis=0) / rates[PASSES[0]]
+    runs = PASSES if name == TRAINING.name else (RECOMPUTE, BACKWARD)
+    linear, attention = np.sum([rates[run] for run in runs], axis=0) / rates[PASSES[0]]
     return replace(known[name], linear=float(linear), attention=float(attention))

@@ -13,12 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.arrays import Bools, Floats, Ints
-from bascule.checks import MAX_NUMBER, each, floats, listed, of_type
+from bascule.checks import MAX_NUMBER, check_lengths, floats, listed
 from bascule.errors import ConfigError
 from bascule.machine.calibration import NUM_COEFFICIENTS, Fit, is_held_out
-from bascule.machine.cluster import NUM_ALL_TO_ALLS, AttentionLatency, AttentionLoad
 from bascule.machine.costs import IterationFit, PolynomialCost, TransformerCost
-from bascule.plan.offer import check_lengths
 
 CONFIDENCE = 0.95
 """Confidence of the intervals that errors are half of."""
@@ -167,123 +165,6 @@ def _latencies(
 
 def _is_time(values: Floats) -> Bools:
     return (values >= 1.0 / MAX_NUMBER) & (values <= MAX_NUMBER)
-
-
-_NUM_COEFFICIENTS = 7
-
-MIN_SHARE = 0.1
-"""Share of a measured time; a prediction below it counts as this in relative errors."""
-
-_MOST_TURNS = 50
-NUM_STARTS = 9
-
-
-def fit_attention_latency(
-    loads: Sequence[AttentionLoad], seconds: npt.ArrayLike
-) -> AttentionLatency:
-    """Fit the latency model to measured calls.
-
-    Alternates between non-negative least squares and the slower side (exchange or compute) of each
-    call, until both stay; the best of several starts counts. Errors are relative to the predicted
-    time: relative to the measured one, calls that the noise made short would count more.
-
-    Args:
-        loads: Of each call, in ranges as wide as those to predict. Some need so little work (0 is
-            legal) that a ring waits for its exchange; some should be on one rank, to part launches
-            from latencies.
-        seconds: (n,) of each; best the median of some repeats, since a stall counts in full.
-
-    Raises:
-        ConfigError: Fewer than 7 calls, a time that is not positive, no call with all-to-alls or
-            none with a ring, or none that waits for the exchange in the ring.
-    """
-    what = "fit_attention_latency"
-    loads = each(f"{what}: loads", loads, of_type, AttentionLoad, "an AttentionLoad")
-    measured_O = floats(f"{what}: seconds", seconds)
-    if measured_O.shape != (len(loads),) or len(loads) < _NUM_COEFFICIENTS:
-        raise ConfigError(
-            f"{what}: {len(loads)} loads and seconds of shape {measured_O.shape}; give one time "
-            f"for each load, and at least {_NUM_COEFFICIENTS}"
-        )
-    if not _is_time(measured_O).all():
-        raise ConfigError(f"{what}: seconds must be positive and finite")
-    names = _Calls.__dataclass_fields__
-    calls = _Calls(*np.array([[getattr(load, name) for load in loads] for name in names], float))
-    rings = (calls.ring_degree > 1).any()
-    if not rings or not (calls.all_to_all_bytes > 0).any():
-        raise ConfigError(
-            f"{what}: no call with {'all-to-alls' if rings else 'a ring'}; measure some, such as "
-            "all ranks in one Ulysses group, and all in one ring"
-        )
-    results = [_alternate_calls(calls, measured_O, waits_O) for waits_O in calls.starts()]
-    # Rounded, so that of equally good solutions the first is taken, not the luckiest rounding.
-    coefs_K, waits_O, error = min(results, key=lambda result: round(result[2], 9))
-    if not waits_O.any():
-        raise ConfigError(
-            f"{what}: no call waits for the exchange in the ring, so its time is not known: "
-            "measure some calls with little work, or with none"
-        )
-    return AttentionLatency(*coefs_K.tolist(), fit_error=error)
-
-
-@dataclass(frozen=True)
-class _Calls:
-    """The loads of O calls, as arrays (O,)."""
-
-    ring_degree: Floats
-    work: Floats
-    all_to_all_bytes: Floats
-    p2p_bytes: Floats
-    copied_bytes: Floats
-
-    def rows(self, waits_O: Bools) -> Floats:
-        """Return (O, K) factors of the coefficients, where these calls wait for the exchange."""
-        waited_O = np.where(waits_O, self.ring_degree - 1.0, 0.0)
-        computed_O = self.ring_degree - waited_O
-        columns = (
-            np.where(self.all_to_all_bytes > 0, float(NUM_ALL_TO_ALLS), 0.0),
-            self.all_to_all_bytes,
-            waited_O,
-            waited_O * self.p2p_bytes,
-            computed_O * self.work / self.ring_degree,
-            computed_O,
-            self.copied_bytes,
-        )
-        return np.stack(columns, axis=1)
-
-    def waits(self, coefs_K: Floats) -> Bools:
-        """Return the (O,) calls that wait for the exchange by these coefficients."""
-        _, _, p2p_latency_s, p2p_s_per_byte, compute_s_per_work, launch_s, _ = coefs_K.tolist()
-        compute_O = launch_s + compute_s_per_work * self.work / self.ring_degree
-        p2p_O = p2p_latency_s + p2p_s_per_byte * self.p2p_bytes
-        # An exchange as long as the compute is hidden: rounding must not bring it out.
-        return (self.ring_degree > 1) & (p2p_O > (1.0 + 1e-6) * compute_O)
-
-    def starts(self) -> list[Bools]:
-        """Return calls that wait at first: those with the most bytes for their work."""
-        in_ring_O = self.ring_degree > 1
-        work_O = np.maximum(self.work / self.ring_degree, self.work.mean() * 1e-9)
-        bytes_per_work_O = self.p2p_bytes / np.maximum(work_O, np.finfo(np.float64).tiny)
-        cuts = np.quantile(bytes_per_work_O[in_ring_O], np.linspace(0.0, 1.0, NUM_STARTS))
-        return [in_ring_O & (bytes_per_work_O >= cut) for cut in cuts]
-
-
-def _alternate_calls(
-    calls: _Calls, measured_O: Floats, waits_O: Bools
-) -> tuple[Floats, Bools, float]:
-    """Find coefficients (K,), the calls that wait by them (O,), and the relative error."""
-    from scipy.optimize import nnls
-
-    coefs_K, predicted_O = np.zeros(_NUM_COEFFICIENTS), measured_O
-    for _ in range(_MOST_TURNS):
-        last_K, last_O = coefs_K, waits_O
-        rows_OK, units_K = _in_units(calls.rows(waits_O) / predicted_O[:, None])
-        coefs_K = units_K * nnls(rows_OK, measured_O / predicted_O)[0]
-        waits_O = calls.waits(coefs_K)
-        predicted_O = np.maximum(calls.rows(waits_O) @ coefs_K, MIN_SHARE * measured_O)
-        if np.array_equal(waits_O, last_O) and np.allclose(coefs_K, last_K, rtol=1e-9, atol=0.0):
-            break
-    return coefs_K, waits_O, float(np.sqrt(np.mean((measured_O / predicted_O - 1.0) ** 2)))
 
 
 TERMS = ("quadratic", "linear", "constant", "overhead")

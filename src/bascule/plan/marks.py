@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from bascule.checks import is_int
-from bascule.plan.offer import MAX_LENGTH
+from bascule.checks import MAX_LENGTH, is_int
 
 Origin = Literal["", "step", "batch"]
 What = Literal["lens", "loaded"]

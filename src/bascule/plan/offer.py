@@ -7,17 +7,15 @@ that brought them, then as it lists them.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self, cast
+from typing import Self, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from bascule.arrays import Floats, Ints
-from bascule.checks import array, shown
+from bascule.checks import check_lengths
 from bascule.errors import ConfigError
 from bascule.plan.masks import Mask, Masks, masks_of
-
-MAX_LENGTH = 2**40
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -260,50 +258,3 @@ def _contexts(rank: int, context_lens: npt.ArrayLike | None, seq_lens: Ints) -> 
             "for a sequence without a context"
         )
     return lens
-
-
-def check_lengths(
-    seq_lens: Sequence[npt.ArrayLike], num_ranks: int | None = None
-) -> tuple[Ints, Ints]:
-    """Return counts (num_ranks,) and lengths (num_seqs,) of a batch of one list a source rank."""
-    if isinstance(seq_lens, str) or not hasattr(seq_lens, "__len__"):
-        raise ConfigError(f"sequence lengths {shown(seq_lens)}: give one list a source rank")
-    if num_ranks is not None and len(seq_lens) != num_ranks:
-        raise ConfigError(
-            f"{len(seq_lens)} lists of sequence lengths for {num_ranks} ranks: give one list a "
-            "source rank, empty where a rank has no data"
-        )
-    each = [_as_numbers(rank, lens) for rank, lens in enumerate(seq_lens)]
-    counts = np.array([lens.size for lens in each], dtype=np.int64)
-    lens = np.concatenate([*each, np.zeros(0, np.int64)])
-    legal = (lens >= 0) & (lens <= MAX_LENGTH)
-    if lens.dtype.kind == "f":
-        legal &= lens == np.floor(lens)
-    if not legal.all():
-        rank, place = source_of(int(np.argmin(legal)), counts)
-        value = list(cast(Sequence[Any], seq_lens[rank]))[place]
-        raise ConfigError(
-            f"rank {rank}, sequence {place}: length {shown(value)} is "
-            "not a whole number from 0 to 2^40"
-        )
-    return counts, lens.astype(np.int64)
-
-
-def _as_numbers(rank: int, values: npt.ArrayLike) -> npt.NDArray[Any]:
-    """Return the lengths of one rank, as numbers of any kind; NaN for what is none."""
-    lens = array(f"rank {rank}: lengths", values)
-    if lens.ndim != 1:
-        raise ConfigError(
-            f"rank {rank}: lengths must be a flat list of integers, not {shown(values)}"
-        )
-    if lens.dtype.kind in "iuf":
-        return lens
-    each, legal = list(cast(Sequence[Any], values)), (int, float)
-    each = [x if type(x) in legal and 0 <= x <= MAX_LENGTH else np.nan for x in each]
-    return np.array(each, np.float64)
-
-
-def source_of(seq_id: int, counts: Ints) -> tuple[int, int]:
-    """Return the rank that loaded a sequence, and its place there."""
-    rank = int(np.searchsorted(np.cumsum(counts), seq_id, side="right"))
-    return rank, seq_id - int(counts[:rank].sum())

@@ -1,9 +1,8 @@
 """Price each sequence on each kind of bag.
 
 Bags of one *kind* have the same size and the same wires. Without a cluster, P ranks take 1/P of a
-cost; only uneven head shares make further kinds. With one, a
-sequence has a price on each kind (`Cluster.seconds`) and hides only its own exchanges in a ring, so
-that prices add up.
+cost; only uneven head shares make further kinds. With one, a sequence has a price on each kind
+(`Cluster.sequence_seconds`) and hides only its own exchanges in a ring, so that prices add up.
 """
 
 from dataclasses import dataclass
@@ -13,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.arrays import Floats, Ints
-from bascule.checks import amounts, shown
+from bascule.checks import amounts, shown, source_of
 from bascule.errors import ConfigError, PlanError
-from bascule.machine.cluster import Bag, Cluster, Seconds
+from bascule.machine.cluster import BagShape, Cluster, Seconds
 from bascule.machine.costs import Cost, evaluate, heads_of, in_bag
 from bascule.plan.limits import Limits
-from bascule.plan.offer import Offer, source_of
+from bascule.plan.offer import Offer
 from bascule.plan.solver.problem import Problem, build_problem
 from bascule.plan.topology import Topology
 
@@ -119,7 +118,7 @@ def price(
         degrees = bags.bag_sizes // bags.ring_degrees
         uneven = np.where((num_heads or 0) % degrees, degrees, 1)
         degrees, kind_of = np.unique(uneven, return_inverse=True)
-        kinds = list(map(Bag, degrees.tolist()))
+        kinds = list(map(BagShape, degrees.tolist()))
     else:
         cluster.check_world(topology.num_ranks)
         kinds, kind_of = kinds_of(bags, cluster)
@@ -147,15 +146,23 @@ def price(
     )
 
 
-def kinds_of(topology: Topology, cluster: Cluster) -> tuple[list[Bag], Ints]:
+def kinds_of(topology: Topology, cluster: Cluster) -> tuple[list[BagShape], Ints]:
     """Return the kinds of bags, and (num_bags,) that of each, by its worst Ulysses group."""
     groups, sizes = topology.ulysses_groups, topology.bag_sizes
     first_groups = groups.bag_of_rank[topology.first_ranks]
-    in_node = np.minimum.reduceat(cluster.ranks_in_node(groups), first_groups)
-    is_in_node = cluster.ranks_in_node(topology) == sizes
+    in_node = np.minimum.reduceat(_ranks_in_node(groups, cluster), first_groups)
+    is_in_node = _ranks_in_node(topology, cluster) == sizes
     rows = np.stack([sizes, topology.ring_degrees, in_node, is_in_node], axis=1)
     kinds, kind_of = np.unique(rows, axis=0, return_inverse=True)
-    return [Bag(*row) for row in kinds.tolist()], kind_of.ravel()
+    return [BagShape(*row) for row in kinds.tolist()], kind_of.ravel()
+
+
+def _ranks_in_node(topology: Topology, cluster: Cluster) -> Ints:
+    """Return the (num_bags,) fewest ranks of each bag in one node."""
+    first, sizes, per_node = topology.first_ranks, topology.bag_sizes, cluster.ranks_per_node
+    last = first + sizes - 1
+    at_ends = np.minimum(per_node - first % per_node, last % per_node + 1)
+    return np.where(first // per_node == last // per_node, sizes, at_ends)
 
 
 def checked(costs: Floats, offer: Offer) -> Floats:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from bascule.arrays import Bools, Floats, Ints
 from bascule.checks import listed, of_type
 from bascule.errors import ConfigError, PlanError
-from bascule.machine.cluster import Bag, Cluster
+from bascule.machine.cluster import BagShape, Cluster
 from bascule.machine.costs import Cost, heads_of
 from bascule.plan import metrics
 from bascule.plan.limits import Limits, in_tokens
@@ -240,7 +240,7 @@ def _topology(counts: Ints, cluster: Cluster) -> Topology:
     return Topology.parse(Topology(tuple(reversed(bags))), world_size=cluster.num_ranks)
 
 
-def _kinds(sizes: Sequence[int], cost: Cost, cluster: Cluster) -> list[Bag]:
+def _kinds(sizes: Sequence[int], cost: Cost, cluster: Cluster) -> list[BagShape]:
     """Return an aligned bag of each size, smallest first."""
     bags = Topology(tuple((size, 1) for size in sorted(sizes, reverse=True)))
     return kinds_of(bags.for_heads(heads_of(cost)), cluster)[0]

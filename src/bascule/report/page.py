@@ -13,12 +13,10 @@ from importlib.resources import files
 from string import Template
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.markup import escape as plain
-from rich.table import Table
-
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
+    from rich.console import Console
+    from rich.table import Table
 
 _PACKAGES = ("bascule", "torch", "numpy", "plotly")
 _BACKGROUNDS = ("paper_bgcolor", "plot_bgcolor")
@@ -100,9 +98,12 @@ class Report:
     parts: tuple[Chart | Rows, ...] = ()
     notes: tuple[str, ...] = ()  # certificate, sources of the numbers, what is not counted
     data: tuple[str, ...] = ()  # how the data were understood, to be read before the answer
+    values: dict[str, Any] | None = None  # for programs, in place of facts and tables
 
     def to_dict(self) -> dict[str, Any]:
-        """Return facts and tables as plain values, for JSON."""
+        """Return plain values for JSON: those given, or facts and tables."""
+        if self.values is not None:
+            return self.values
         return self._values | {
             part.title: [
                 dict(zip(part.columns, map(_json_value, row), strict=True)) for row in part.rows
@@ -115,8 +116,11 @@ class Report:
     def _values(self) -> dict[str, Any]:
         return {fact.key: _json_value(fact.value) for fact in self.facts}
 
-    def show(self, console: Console) -> None:
+    def show(self, console: "Console") -> None:
         """Print facts, tables and notes. Charts are for pages."""
+        from rich.markup import escape as plain
+        from rich.table import Table
+
         write = partial(console.print, markup=False, highlight=False, emoji=False, soft_wrap=True)
         write("\n".join((*self.data, self.title, self.answer)))
         facts = Table.grid(padding=(0, 3))
@@ -167,7 +171,10 @@ def _json_value(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _console_table(rows: Rows) -> Table:
+def _console_table(rows: Rows) -> "Table":
+    from rich.markup import escape as plain
+    from rich.table import Table
+
     table, hidden = Table(title=plain(rows.title)), len(rows.rows) - rows.num_shown
     if hidden > 0:
         table.caption = f"{hidden:,} more"

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from bascule.arrays import Ints
 from bascule.attention.api import AttentionOptions
-from bascule.comm.agree import agree
+from bascule.comm.agree import agree, agree_on
 from bascule.comm.failures import leave, shared, watch_of_world
 from bascule.comm.groups import member_of, new_group, resolve
 from bascule.comm.items import leaves_of, mapped, rebuilt
@@ -39,10 +39,10 @@ from bascule.diffusers.pipeline_run import (
     random_states,
     set_random_states,
 )
-from bascule.diffusers.request import Request, agree_on, models_of
+from bascule.diffusers.request import Request, models_of
 from bascule.diffusers.sparse_layers import SparseConfig, SparseLayers
-from bascule.diffusers.split_model import SplitModel
-from bascule.diffusers.tables import is_tested, table_of
+from bascule.diffusers.split_model import SplitModel, Way
+from bascule.diffusers.tables import table_of
 from bascule.diffusers.verify import check_table
 from bascule.encoders.encoder import EncoderOptions
 from bascule.encoders.tiled_vae import TiledVAE
@@ -139,7 +139,8 @@ class Engine:
             attention = AttentionOptions(None, None, comm_dtype)
             return _request_of(pipeline, shape=whole, attention=attention, sparse=sparse)
 
-        request = agree_on(world if world.size > 1 else None, ask)
+        group = world if world.size > 1 else None
+        request = agree_on(group, ask, Request.settings, what="the start of an engine")
         self._pipeline, self._rank, every = pipeline, world.rank, range(world.size)
         self._sparse, self._compiles, self._shares_tiles = sparse, compiles, shares_tiles
         pipeline.set_progress_bar_config(disable=True)
@@ -165,7 +166,7 @@ class Engine:
             self.controller = Controller(self._post, world.size // self._size, self._size)
         ways = AttentionMesh(None, None, None), request.attention, sparse
         pairs = zip(request.models, request.tables, strict=True)
-        self._parts = [SplitModel(model, table, *ways) for model, table in pairs]
+        self._parts = [SplitModel(*pair, *ways, check=check_table) for pair in pairs]
         groups = [Branches(one.branches) for one in self._places.values() if one.branches]
         self._guided = [GuidedModel(part, groups[0]) for part in self._parts if groups]
         self._calls: dict[Block, list[Any]] = {}  # of the models, compiled if they are
@@ -458,12 +459,10 @@ class Engine:
         place, is_new = self._places[block], block not in self._calls
         branches = None if place.branches is None else Branches(place.branches)
         for guided in self._guided:
-            guided.use(branches)
+            guided.share_among(branches)
         for part in self._parts:
-            part.mesh = place.mesh
-            part.inputs.restart()
-            part.sparse = None if self._sparse is None else SparseLayers(self._sparse, place.mesh)
-            part.first_call = check_table if is_new and not is_tested(part.table) else None
+            sparse = None if self._sparse is None else SparseLayers(self._sparse, place.mesh)
+            part.use(Way(place.mesh, sparse))
             if is_new and self._compiles:
                 undo = compile_in_place(part.model, "default", None, part.prepare)
                 self._undo.callback(undo)

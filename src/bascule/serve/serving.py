@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from bascule.comm.agree import agree_on
 from bascule.comm.groups import member_of, resolve
-from bascule.diffusers.request import agree_on
 from bascule.errors import ConfigError
 from bascule.generate.generating import load_pipeline
 from bascule.plan.requests import NEVER, Balanced
@@ -40,7 +40,7 @@ def run_server(
     with ExitStack() as stack:
         weights = ", ".join(filter(None, (options.model_name, options.variant, dtype)))
         made = partial(Spool, options.spool, weights)
-        spool = agree_on(world, lambda: made() if world.rank == 0 else None, _START)
+        spool = agree_on(world, lambda: made() if world.rank == 0 else None, what=_START)
         pipeline = load_pipeline(options.model, getattr(torch, dtype), device, options.variant)
         engine = Engine(pipeline, timeout_s=options.timeout_s)
 
@@ -77,7 +77,7 @@ def run_server(
                 if is_stopping():
                     return service.stop()
 
-        if (service := agree_on(world, open_door, _START)) is not None:
+        if (service := agree_on(world, open_door, what=_START)) is not None:
             thread = threading.Thread(target=watch, args=(service,), name="bascule stops")
             thread.start()
             stack.callback(thread.join)

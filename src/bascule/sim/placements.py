@@ -125,11 +125,12 @@ def planned(
 ) -> Iterator[Placement]:
     """Place by `plan_batch`, which counts wires where bags differ: equal ones cost alike."""
     is_mixed = len(set(topology.terms)) > 1
-    terms = Terms(topology, cost, cluster=cluster if is_mixed else None)
+    in_turn = cluster.passes.cost(cost)
+    terms = Terms(topology, cost, cluster=cluster) if is_mixed else Terms(topology, in_turn)
     for loaded in run:
         offer = loaded.batch
         if is_greedy:
-            plan = plan_greedily(offer, topology, cost)
+            plan = plan_greedily(offer, topology, in_turn)
         else:
             plan = terms.priced(offer).plan()
         yield Placement(plan.topology, offer.owner, offer.lens, loaded.kinds, plan.bag_of, moves)
@@ -151,7 +152,7 @@ _ADVICE = (
 
 
 def policy_of(name: str, cost: TransformerCost, cluster: Cluster) -> Policy:
-    """Find the policy of a name, see `simulate`; seconds of cost and cluster are of a step."""
+    """Find the policy of a name, see `simulate`; the cluster's passes are planned for."""
     num_ranks = cluster.num_ranks
     if of_type("topologies: each", name, str, _ADVICE) in _POLICIES:
         return _POLICIES[name]

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bascule.arrays import Floats, Ints
-from bascule.errors import ConfigError
 from bascule.plan.requests import (
     NEVER,
     Block,
@@ -222,34 +221,34 @@ def compare(
     num_seeds: int = 1,
     move_s: float = 0.05,
     within: float = 3.0,
+    make: Callable[[str, Sequence[Request], int, int], Policy] = policy_of,
 ) -> list[Row]:
     """Serve a workload by policies at loads.
 
     Args:
         draw: Gives the requests at a load for a seed.
         loads: Of which there is a row of each policy and of the bound.
-        policies: See `policy_of`.
+        policies: Names that `make` knows.
         num_ranks: Ranks of the cluster.
         num_seeds: Draws at each load.
         move_s: Seconds that a request loses when it goes on with other ranks.
         within: Requests without a deadline count as on time within so many times their seconds on
             the fewest ranks; policies do not know of it.
+        make: Makes a policy of its name, the requests, the number of ranks and the seed.
     """
     rows = list[Row]()
     for load in loads:
         figures = dict[str, list[dict[str, float]]]()
         for seed in range(num_seeds):
             requests = draw(load, seed)
-            if not requests:
-                raise ConfigError(f"no request comes at {load:g}: give a higher load or rate")
             due = [_due(one, within) for one in requests]
             for name in policies:
-                policy = policy_of(name, requests, num_ranks, seed=seed)
+                policy = make(name, requests, num_ranks, seed)
                 served = serve(requests, policy, num_ranks, move_s=move_s)
                 figures.setdefault(name, []).append(replace(served, requests=due).figures())
             bound = request_bound(due, num_ranks)
-            one = {"on_time": bound.on_time, "mean_s": bound.mean_latency_s}
-            figures.setdefault(BOUND, []).append(one)
+            limits = {"on_time": bound.on_time, "mean_s": bound.mean_latency_s}
+            figures.setdefault(BOUND, []).append(limits)
         rows += [Row(load, name, _mean(of_seeds)) for name, of_seeds in figures.items()]
     return rows
 

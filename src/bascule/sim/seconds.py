@@ -11,7 +11,7 @@ import numpy as np
 from bascule.arrays import Floats, Ints
 from bascule.checks import each, fields, number, of_type, rate, whole
 from bascule.errors import ConfigError
-from bascule.machine.cluster import BYTES_PER_VALUE, TRAINING, Cluster, Passes, in_passes
+from bascule.machine.cluster import BYTES_PER_VALUE, TRAINING, Cluster, Passes
 from bascule.machine.costs import FLOPS_PER_UNIT, TransformerCost
 from bascule.plan.offer import Offer
 from bascule.plan.prices import RankState, price
@@ -232,12 +232,12 @@ def microbatch(placed: Placement, setup: Setup) -> Microbatch:
 def _computed(placed: Placement, setup: Setup) -> dict[str, Floats]:
     """Predict the seconds inside the blocks, and of the host."""
     topology, bag_of = placed.topology, placed.bag_of
-    cost, cluster = in_passes(setup.cost, setup.cluster, setup.options.passes)
+    cluster = replace(setup.cluster, passes=setup.options.passes)
     counts = np.bincount(placed.source, minlength=topology.num_ranks)
     prices = price(
         Offer.of(counts[None], placed.computed),
         topology,
-        cost,
+        setup.cost,
         cluster,
         RankState.of(topology.num_ranks),
     )
@@ -267,7 +267,7 @@ def _exposed_sharding(
 def exchange_seconds(placed: Placement, cluster: Cluster, bytes_per_token: float) -> Floats:
     """Return the (N,) seconds in which ranks send sequences to the bags that compute them."""
     near, far = _sent(placed, cluster) * bytes_per_token
-    return np.asarray(cluster.wire_seconds(near, far))
+    return np.asarray(cluster.wires.sending(near, far))
 
 
 def _sent(placed: Placement, cluster: Cluster) -> Floats:

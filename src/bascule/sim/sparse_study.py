@@ -11,9 +11,9 @@ from itertools import chain
 import numpy as np
 
 from bascule.arrays import Bools, Ints
-from bascule.machine.cluster import AttentionLatency, AttentionLoad
+from bascule.machine.cluster import HardwareProfile
 from bascule.plan.sparse import BlockLayout, PlanReuse, SparsePlan, SparsePlanner
-from bascule.plan.sparse.choose import Strategies, StrategyChoice
+from bascule.plan.sparse.choose import CallSize, Strategies, StrategyChoice
 from bascule.plan.topology import Degrees as Mesh
 
 BEFORE = "in order"
@@ -33,7 +33,7 @@ class Setting:
     meshes: tuple[Mesh, ...]  # all that are compared
     q_lens: Ints  # (Q,) tokens of each query block
     kv_lens: Ints  # (K,) tokens of each key block
-    latency: AttentionLatency  # what a call on a mesh is predicted to take
+    machine: HardwareProfile  # by which calls are predicted
     head_dim: int
     itemsize: int  # bytes of a value, as it travels
     target: float  # imbalance that moves are to reach
@@ -55,9 +55,14 @@ class Setting:
         """Plan a layer."""
         return self.planner(way, mesh).plan(masks, *self.layouts(way, mesh))
 
-    def load(self, plan: SparsePlan) -> AttentionLoad:
-        """Compute the load of the slowest rank of a plan."""
-        return AttentionLoad.of_plan(plan, 1, self.head_dim * self.itemsize)
+    @property
+    def size(self) -> CallSize:
+        """The sizes of a call of one sequence."""
+        return CallSize(1, self.head_dim, self.head_dim * self.itemsize)
+
+    def seconds(self, plan: SparsePlan) -> float:
+        """Predict the seconds of a call by a plan."""
+        return self.size.seconds(plan, self.machine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,7 @@ class Outcome:
     kv_moved: float  # the same of keys
     sent_bytes: float  # before and after attention, of all ranks
     planning_s: float  # with counting the masks
-    predicted_s: float  # of the call, by the latency model
+    predicted_s: float  # of the call
 
 
 def outcome(way: str, masks: Bools, mesh: Mesh, setting: Setting) -> Outcome:
@@ -88,7 +93,7 @@ def outcome(way: str, masks: Bools, mesh: Mesh, setting: Setting) -> Outcome:
         *plan.moved,
         plan.wire_bytes(setting.head_dim, setting.itemsize),
         planning_s,
-        setting.latency(setting.load(plan)),
+        setting.seconds(plan),
     )
 
 
@@ -154,7 +159,7 @@ def run_layer(steps: Iterable[Bools], setting: Setting, tolerances: Sequence[flo
     """Follow a layer of (H, Q, K) masks a step; each runs with the plan that the last one left."""
     states: dict[tuple[Mesh, float], PlanReuse] = {}
     imbalances: dict[tuple[Mesh, float], list[float]] = {}
-    choices: list[StrategyChoice] = []
+    strategies, choices = Strategies(setting.machine), list[StrategyChoice]()
     for masks in steps:
         if states:
             states = {key: state.after(masks) for key, state in states.items()}
@@ -166,8 +171,8 @@ def run_layer(steps: Iterable[Bools], setting: Setting, tolerances: Sequence[flo
         ran = {key: state.ran or state.plan for key, state in states.items()}
         for key, plan in ran.items():
             imbalances.setdefault(key, []).append(plan.imbalance)
-        loads = [setting.load(ran[mesh, setting.tolerance]) for mesh in setting.meshes]
-        last = choices[-1] if choices else None
-        choices.append(Strategies(setting.latency, min_gain=0.03).choose(loads, last))
+        plans = {mesh: ran[mesh, setting.tolerance] for mesh in setting.meshes}
+        seconds_of = strategies.seconds_of(plans, setting.size)
+        choices.append(strategies.choose(seconds_of, choices[-1] if choices else None))
     reuses = {key: Reuse(state, tuple(imbalances[key])) for key, state in states.items()}
     return LayerRun(reuses, tuple(choices))

@@ -26,10 +26,9 @@ from bascule.machine.fits import fit_item_latency
 from bascule.options import flag
 from bascule.train.model import mean_over_ranks, median_seconds
 from bascule.train.options import RunOptions
+from bascule.train.photos import PhotoOptions
 from bascule.train.stopwatch import Stopwatch
-from bascule.workload.codes import PATCH_PIXELS
-from bascule.workload.photos import PhotoOptions
-from bascule.workload.streams import (
+from bascule.train.streams import (
     RawBatch,
     SampleBatch,
     Widths,
@@ -37,6 +36,7 @@ from bascule.workload.streams import (
     patches,
     sample_normals,
 )
+from bascule.workload.codes import PATCH_PIXELS
 
 TEXT_ENCODER, VAE, TRANSFORMER = "text_encoder", "vae", "transformer"  # stages
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bascule.models import PackedBatch
-from bascule.workload.streams import SampleBatch, flow_noise, flow_timesteps
+from bascule.train.streams import SampleBatch, flow_noise, flow_timesteps
 
 
 @dataclass(frozen=True, slots=True, eq=False)

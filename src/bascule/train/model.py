@@ -25,7 +25,7 @@ from bascule.machine.costs import TransformerCost
 from bascule.machine.fits import fit_latency
 from bascule.models import MMDiT, MMDiTConfig
 from bascule.train.options import RunOptions
-from bascule.workload.streams import Widths
+from bascule.train.streams import Widths
 
 PROBED_STEPS = 3  # at the begin, whose longest sequence is timed
 _NUM_PROBES, _REPEATS = 5, 3  # lengths that are timed, and runs of each

@@ -15,4 +15,3 @@ from bascule.attention.sparse.rules import sparge as sparge
 from bascule.attention.sparse.rules import spatial_or_temporal as spatial_or_temporal
 from bascule.attention.sparse.rules import top_mass as top_mass
 from bascule.attention.sparse.rules import top_share as top_share
-from bascule.attention.sparse.timing import CallShape as CallShape

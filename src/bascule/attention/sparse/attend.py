@@ -40,7 +40,7 @@ from bascule.comm.transforms import refuse_transforms
 from bascule.errors import ConfigError
 from bascule.plan.routes import Route
 from bascule.plan.sparse import BlockLayout, PackedRows, SparsePlan, block_counts
-from bascule.plan.sparse.layout import Work
+from bascule.plan.sparse.layout import Counts
 
 _ALL = slice(None)
 _FORMS = 8  # batch sizes and devices of a plan whose tables are kept
@@ -272,7 +272,7 @@ def attend_sparse(
     kernel: str | None = None,
     keys: Bools | None = None,
     comm_dtype: CommDtype | None = None,
-) -> tuple[Tensor, Work]:
+) -> tuple[Tensor, Counts]:
     """`sparse_attention`, and (B or 1, X, C) what the rows of this rank saw.
 
     With `Clusters` it is (1, X, ranks): counts of keys, by the rank that has them at home.
@@ -433,7 +433,7 @@ def _chosen(
 
 
 def gather_counts(
-    mesh: AttentionMesh | DeviceMesh, plan: SparsePlan, masks: Work, *, by_rank: bool = False
+    mesh: AttentionMesh | DeviceMesh, plan: SparsePlan, masks: Counts, *, by_rank: bool = False
 ) -> Ints:
     """Count the tokens that each query block sees, (H, Q, R) by ring rank where keys are at home.
 
@@ -450,7 +450,7 @@ def gather_counts(
     return _of_all_rows(mesh, plan, own.astype(np.int64), "counts of blocks")
 
 
-def gather_masks(mesh: AttentionMesh, plan: SparsePlan, masks: Work) -> Bools:
+def gather_masks(mesh: AttentionMesh, plan: SparsePlan, masks: Counts) -> Bools:
     """Return the masks (H, Q, C) of all rows, from those (B or 1, X, C) of this rank.
 
     Raises:
@@ -473,7 +473,9 @@ def gather_masks(mesh: AttentionMesh, plan: SparsePlan, masks: Work) -> Bools:
     return cells[..., 1:]
 
 
-def _of_all_rows(mesh: AttentionMesh | DeviceMesh, plan: SparsePlan, own: Work, what: str) -> Work:
+def _of_all_rows(
+    mesh: AttentionMesh | DeviceMesh, plan: SparsePlan, own: Counts, what: str
+) -> Counts:
     """Return (H, Q, ..) from (X, ..) of each rank."""
     whole = np.zeros((*plan.ring_of.shape, *own.shape[1:]), own.dtype)
     every = _gathered(as_attention_mesh(mesh).whole, torch.from_numpy(own), what)

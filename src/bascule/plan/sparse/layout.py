@@ -16,11 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.arrays import Bools, Floats, Ints, frozen
-from bascule.checks import array, ints, whole
+from bascule.checks import MAX_LENGTH, array, ints, whole
 from bascule.errors import ConfigError
-from bascule.plan.offer import MAX_LENGTH
 
-Work = npt.NDArray[Any]
+Counts = npt.NDArray[Any]
 """(H, Q, C) bool masks, whose columns are key blocks, or counts of `block_counts`."""
 
 Number = TypeVar("Number", int, Ints)
@@ -71,7 +70,7 @@ def _words(masks: Bools) -> npt.NDArray[np.uint64]:
     return np.ascontiguousarray(padded.view(np.uint64).T)
 
 
-def ring_work(work: Work, ring_of: Ints, ulysses_degree: int) -> Floats:
+def ring_work(work: Counts, ring_of: Ints, ulysses_degree: int) -> Floats:
     """Return (U, Q, C): what query blocks see, summed over the heads whose ring (H, Q) is each."""
     masks = work.dtype == np.bool_
     values = np.ascontiguousarray(work).view(np.uint8) if masks else work
@@ -105,7 +104,7 @@ def check_masks(masks: npt.ArrayLike) -> Bools:
     return table
 
 
-def check_work(work: npt.ArrayLike, q_blocks: int, kv_blocks: int, ring_degree: int) -> Work:
+def check_work(work: npt.ArrayLike, q_blocks: int, kv_blocks: int, ring_degree: int) -> Counts:
     """Return masks over these blocks, or counts for this ring, as an array."""
     table = array("work", work)
     is_mask = table.dtype == np.bool_

@@ -163,6 +163,22 @@ class SparsePlan:
         """Bytes that leave a rank of all ranks: q, k and v to where they are used, output back."""
         return int(self.routed_rows.sum()) * batch * head_dim * itemsize
 
+    def rows_sent(self, ranks_per_node: int) -> tuple[int, int]:
+        """Count rows of q, k, v and outputs that ranks send in their node, and to other nodes."""
+        q, kv = self.rows_between
+        rows = q + q.T + 2 * kv
+        node = np.arange(self.num_ranks) // ranks_per_node
+        is_near = node[:, None] == node
+        near, far = int(rows[is_near].sum()), int(rows[~is_near].sum())
+        return near - int(rows.trace()), far
+
+    @property
+    def most_kv_tokens(self) -> int:
+        """Most tokens, over its heads, whose keys start their way around the ring on one rank."""
+        used = self.kv_rank_of >= 0
+        lens = np.broadcast_to(self.kv.lens, used.shape)[used]
+        return int(np.bincount(self.kv_rank_of[used], lens, self.num_ranks).max(initial=0.0))
+
     @cached_property
     def routed_rows(self) -> Ints:
         """(num_ranks,) rows (a head, a token) that each rank sends: q, k and v, outputs home."""

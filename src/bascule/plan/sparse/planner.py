@@ -16,7 +16,7 @@ from bascule.checks import choice, fields, number, of_type, whole
 from bascule.errors import ConfigError
 from bascule.plan.sparse.layout import (
     BlockLayout,
-    Work,
+    Counts,
     block_counts,
     check_degrees,
     check_masks,
@@ -128,7 +128,7 @@ PLANNERS = (*METHODS, "paper", "in_order")
 class Columns:
     """Work (H, Q, C) by query block and column: key blocks, or the keys of each ring rank."""
 
-    work: Work
+    work: Counts
     lens: Ints  # (C,) tokens that a count of one stands for
     home: Ints  # (C,) ring rank of each column at home
     q: BlockLayout

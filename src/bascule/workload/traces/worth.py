@@ -11,14 +11,13 @@ from typing import cast
 import numpy as np
 
 from bascule.arrays import Floats
-from bascule.checks import MAX_RANKS, shown, whole
+from bascule.checks import MAX_RANKS, check_lengths, shown, whole
 from bascule.errors import ConfigError
 from bascule.files import read_json_lines
 from bascule.machine.costs import PolynomialCost
 from bascule.machine.fits import TYPICAL_CROSSOVER_TOKENS, fit_iterations
 from bascule.plan import metrics
 from bascule.plan.marks import What
-from bascule.plan.offer import check_lengths
 from bascule.plan.plan import Plan, plan_batch
 from bascule.plan.topology import Topology
 from bascule.workload.traces.reading import RankTrace

@@ -21,8 +21,7 @@ from bascule.arrays import Ints
 from bascule.checks import fields, function, whole
 from bascule.errors import ConfigError
 from bascule.files import read_json_lines
-from bascule.workload.codes import SampleShape
-from bascule.workload.streams import (
+from bascule.train.streams import (
     EpochOrder,
     RawBatch,
     SampleBatch,
@@ -30,6 +29,7 @@ from bascule.workload.streams import (
     patches,
     sample_normals,
 )
+from bascule.workload.codes import SampleShape
 from bascule.workload.tables import IMAGE_SUFFIXES, VIDEO_SUFFIXES, load_av
 
 _INSTEAD = ", or give folders of frames"

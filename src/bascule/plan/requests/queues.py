@@ -1,0 +1,114 @@
+"""Plain policies, one queue for all ranks; and all policies by their names."""
+
+from collections.abc import Sequence
+
+from bascule.errors import ConfigError
+from bascule.plan.requests.balanced import Balanced
+from bascule.plan.requests.state import Job, Line, Policy, Request, Starts, State
+
+
+class Queue:
+    """One queue for all ranks.
+
+    Args:
+        order: "fifo", "sjf" (the shortest first), or "srtf" (the shortest rest, which recalls
+            longer ones).
+        degree: Of all requests.
+    """
+
+    def __init__(self, order: str, degree: int = 1) -> None:
+        self._order, self._degree = order, degree
+        self._recalls = order == "srtf"
+        self._line = Line(lambda job: self.key(job, 0.0))  # rests of waiting jobs stay
+
+    def degree_of(self, job: Job) -> int:
+        """Return the degree of a job."""
+        return self._degree
+
+    def key(self, job: Job, now_s: float) -> tuple[float, int]:
+        """Return the place of a job in the queue: what is less goes first."""
+        if self._order == "fifo":
+            return 0.0, job.number
+        return job.seconds(self.degree_of(job), now_s), job.number
+
+    def decide(self, state: State, act: Starts) -> None:
+        """Start the first of the queue while there are ranks."""
+        self._line.update(state)
+        while (job := self._line.first(state)) is not None:
+            block = state.free_block(self.degree_of(job))
+            if block is None:
+                if self._recalls:
+                    self._recall(state, act)
+                return
+            self._line.take()
+            act.start(job, block)
+
+    def _recall(self, state: State, act: Starts) -> None:
+        running = [(self.key(job, state.now_s), job) for job in state.running.values()]
+        running.sort(key=lambda entry: entry[0], reverse=True)
+        waiting = self._line.firsts(state, len(running))
+        for job, (key, longer) in zip(waiting, running, strict=False):
+            if self.key(job, state.now_s) < key:
+                act.recall(longer)
+
+
+class EarliestDeadline:
+    """Earliest deadline first, on the fastest free degree; nobody is recalled."""
+
+    def __init__(self) -> None:
+        self._line = Line(lambda job: (job.request.deadline_s, job.number))
+
+    def choose(self, state: State, job: Job, degrees: Sequence[int]) -> int:
+        """Return one of the free degrees, which ascend, for a job."""
+        return min(degrees, key=job.seconds)
+
+    def decide(self, state: State, act: Starts) -> None:
+        """Start in the order of deadlines."""
+        self._line.update(state)
+        while (job := self._line.first(state)) is not None:
+            blocks = {degree: state.free_block(degree) for degree in sorted(job.request.step_s)}
+            free = [degree for degree, block in blocks.items() if block is not None]
+            if not free:
+                return
+            block = blocks[self.choose(state, job, free)]
+            assert block is not None
+            self._line.take()
+            act.start(job, block)
+
+
+POLICIES = "fifo", "sjf", "srtf", "greedy", "balanced"
+"""Names of policies; the first three may end in the degree of all requests: "sjf:4"."""
+
+
+def policy_of(name: str, requests: Sequence[Request], num_ranks: int, seed: int = 0) -> Policy:
+    """Return a new policy by its name.
+
+    Args:
+        name: One of `POLICIES`.
+        requests: That it will serve.
+        num_ranks: Ranks that it will have.
+        seed: Of a random choice, which none of these policies makes.
+
+    Raises:
+        ConfigError: There is no such policy, or requests do not know its degree.
+    """
+    del seed
+    if name in ("greedy", "balanced"):
+        return EarliestDeadline() if name == "greedy" else Balanced()
+    order, _, text = name.partition(":")
+    if order not in ("fifo", "sjf", "srtf") or not (text or "1").isdecimal():
+        raise ConfigError(
+            f"policy {name!r} is not known: give one of {', '.join(POLICIES)}; the first three may "
+            "have a degree, such as sjf:4"
+        )
+    return Queue(order, common_degree(name, int(text or "1"), requests, num_ranks))
+
+
+def common_degree(name: str, degree: int, requests: Sequence[Request], num_ranks: int) -> int:
+    """Return the degree of a policy, or refuse one that not all requests know."""
+    common = {d for request in requests for d in request.step_s if d <= num_ranks}
+    common = {d for d in common if all(d in request.step_s for request in requests)}
+    if degree not in common:
+        degrees = ", ".join(map(str, sorted(common)))
+        raise ConfigError(f"policy {name!r}: the degree of all requests can be {degrees}")
+    return degree
