@@ -21,7 +21,7 @@ from bascule.plan.requests import Balanced, Policy, Request
 from bascule.serve.engine import Engine
 from bascule.serve.service import Service
 from bascule.serve.spool import Spool
-from bascule.serve.status import Status, Submission
+from bascule.serve.status import Status
 from bascule.serve.times import Times
 from bascule.sim.requests import serve
 
@@ -78,11 +78,11 @@ def _run(
 ) -> dict[str, Any] | None:
     """Serve the requests of a seed; return measured and simulated latencies."""
     engine = Engine(pipeline)
-    if engine.controller is None:
+    if engine.orders is None:
         engine.run()
         return None
     spool, statuses = Spool(folder, TINY), list[Status]()
-    service = Service(pipeline, engine.controller, spool, policy=POLICIES[policy](), times=times)
+    service = Service(pipeline, engine.orders, spool, policy=POLICIES[policy](), times=times)
     service.start()
 
     def use() -> None:
@@ -117,7 +117,7 @@ def _client(service: Service, times: Times, random: np.random.Generator, num: in
         many = random.choice(
             len(SIDES), size=min(int(random.integers(1, 9)), num - len(ids)), p=SHARES
         )
-        made = service.submit([Submission(prompt=prompts[k]) for k in many])
+        made = service.submit([prompts[k] for k in many])
         ids += [one.id for one in made]
         due += random.exponential() * len(made) * usual_s
         time.sleep(max(0.0, due - time.monotonic()))

@@ -1,5 +1,6 @@
 """Scripts of the models that people train now, as they are and as the guide changes them."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,24 +23,78 @@ F64 = torch.float64
 GRIDS = [[(3, 5), (1, 3)], [(2, 3), (5, 3)]]  # of each rank's batches
 BATCH_SIZE = 2
 FIRST = {case.model: case for case in reversed(CASES)}
-PLAIN = ("flux2", "z_image", "hunyuan1.5", "ltx2", "minimax")  # in the order of the page
+PLAIN = ("flux2", "z_image", "hunyuan1.5", "ltx2", "minimax")
 CHANGED = {"flux2": 12, "z_image": 12, "hunyuan1.5": 12, "ltx2": 16, "minimax": 16}
 
 
-def changes() -> dict[str, list[str]]:
-    """The lines of each script, each with what becomes of it: " ", "+" or "-"."""
-    blocks = [one.text for one in blocks_of("docs/models.md") if one.language == "text"]
-    first, *others = [text.splitlines() for text in blocks]
-    return {name: first + lines for name, lines in zip(PLAIN, others, strict=True)}
+PAGE = "docs/training_step.md"  # it has Flux
+VIDEO, AUDIO = "(1 - times) * latents + times * noise", "(1 - times) * audio + times * audio_noise"
+TIMES = "timestep=times.flatten() * 1000"
+SCRIPTS = {  # what the loader gives, and arguments of the model
+    "flux2": (
+        "latents, noise, times, prompt, img_ids, txt_ids",
+        f"hidden_states={VIDEO}|timestep=times.flatten()|encoder_hidden_states=prompt"
+        "|img_ids=img_ids|txt_ids=txt_ids",
+    ),
+    "z_image": (
+        "latents, noise, times, prompts",
+        f"x=list({VIDEO})|t=times.flatten()|cap_feats=prompts",
+    ),
+    "hunyuan1.5": (
+        "latents, noise, times, prompts",
+        f"hidden_states={VIDEO}|{TIMES}|**prompts",
+    ),
+    "ltx2": (
+        "latents, noise, audio, audio_noise, times, prompts, sizes",
+        f"hidden_states={VIDEO}|audio_hidden_states={AUDIO}|{TIMES}|audio_{TIMES}"
+        "|**prompts|**sizes",
+    ),
+    "minimax": (
+        "latents, noise, audio, audio_noise, times, prompt, layout",
+        f"hidden_states={VIDEO}|audio_hidden_states={AUDIO}|encoder_hidden_states=prompt|**layout",
+    ),
+}
+OUTPUT = {"z_image": "torch.stack(pred)"}
+SOUND = {  # lines of Flux, and what a script with a sound has in their place
+    '+loss_fn = lambda pred, batch: (pred - batch["target"]).square()': [
+        "+loss_fn = lambda pred, batch: sum(",
+        "+    (one - batch[name]).square().mean((1, 2)) "
+        'for one, name in zip(pred, ("target", "sound"))',
+        "+)",
+    ],
+    "-    )[0]": ["-    )"],
+    "-    loss = (pred - (noise - latents)).square().mean()": [
+        "-    loss = (pred[0] - (noise - latents)).square().mean()",
+        "-    loss = loss + (pred[1] - (audio_noise - audio)).square().mean()",
+    ],
+    "+        target=noise - latents,": [
+        "+        target=noise - latents,",
+        "+        sound=audio_noise - audio,",
+    ],
+}
+
+
+def changes(name: str) -> list[str]:
+    """The lines of a script, each with what becomes of it: " ", "+" or "-"."""
+    (flux,) = (block.text for block in blocks_of(PAGE) if "samples_of(" in block.text)
+    loaded, arguments = SCRIPTS[name]
+    called = "".join(f"         {argument},\n" for argument in arguments.split("|"))
+    text = re.sub(r"length_fn=.*", 'length_fn=lambda one: one["target"].numel() // 8)', flux)
+    text = re.sub(r"for .* in loader:", f"for {loaded} in loader:", text)
+    text = re.sub(r"(samples_of\(\n).*?(?= +return_dict)", rf"\1{called}", text, flags=re.DOTALL)
+    text = text.replace("(pred - ", f"({OUTPUT.get(name, 'pred')} - ")
+    if "audio" not in loaded:
+        return text.splitlines()
+    return [line for plain in text.splitlines() for line in SOUND.get(plain, [plain])]
 
 
 def script(name: str, kinds: str) -> str:
-    return "\n".join(line[1:] for line in changes()[name] if line[:1] in kinds)
+    return "\n".join(line[1:] for line in changes(name) if line[:1] in kinds)
 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_the_changes_are_of_as_many_lines_as_the_page_says(name: str) -> None:
-    kinds = [line[:1] for line in changes()[name]]
+    kinds = [line[:1] for line in changes(name)]
     assert kinds.count("+") + kinds.count("-") == CHANGED[name]
 
 
@@ -65,7 +120,7 @@ def batch_of(case: Case, grid: tuple[int, int], seed: int) -> Inputs:
     if case.model == "minimax":
         named = ("hidden_states", "audio_hidden_states", "encoder_hidden_states")
         layout = {name: x for name, x in inputs.items() if name not in named}
-        return batch | {"time": layout["timestep"][0], "layout": layout}
+        return batch | {"times": layout["timestep"][0], "layout": layout}
     is_prompt = [name for name in inputs if "encoder" in name or name == "image_embeds"]
     sizes = ("num_frames", "height", "width", "audio_num_frames")
     batch["sizes"] = {name: inputs[name] for name in sizes if name in inputs}

@@ -6,7 +6,8 @@ import os
 import signal
 import threading
 from collections import Counter
-from contextlib import ExitStack, closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial, wraps
 from random import Random
@@ -24,13 +25,28 @@ from bascule.diffusers.degrees import Shape
 from bascule.diffusers.tables import table_of
 from bascule.errors import CommError
 from bascule.generate.tiny import TINY, TINY_WAN
-from bascule.serve import Block, Controller, Engine
+from bascule.plan.requests import Block
 from bascule.serve import engine as engine_module
 from bascule.serve.blocks import shape_of_block
+from bascule.serve.engine import Engine
+from bascule.serve.jobs import Jobs, Sink
+from bascule.serve.orders import Event, Orders
 from bascule.serve.post import pack, unpack
+from bascule.serve.scheduling import Scheduler, Task
 from tests.helpers.pipeline_cases import PIPELINES, make_pipeline, prompt_of
 from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
-from tests.helpers.serving import ENDS, Asked, Script, Served, compared, pipeline_of, serve
+from tests.helpers.serving import (
+    Asked,
+    Restless,
+    Script,
+    Scripted,
+    Served,
+    Untaught,
+    compared,
+    pipeline_of,
+    serve,
+    task_of,
+)
 from tests.helpers.sparse_reference import Form, one_process
 from tests.helpers.split_models import TEXT_DIM, Case, Draw, built
 
@@ -48,14 +64,9 @@ SCHEDULERS = "DPMSolverMultistepScheduler", "UniPCMultistepScheduler"
 OTHERS = [one for kind in PIPELINES.values() for one in kind if one not in ("dit", "ernie")]
 
 # After the last step one rank decodes.
-GROWS: Script = {0: ("move", Block(0, 2)), 2: ("move", Block(0, 4)), 3: ("move", Block(2, 1))}
+GROWS: Script = {0: Block(0, 2), 2: Block(0, 4), 3: Block(2, 1)}
 GROWN = [(0, 0, 2), (2, 0, 4), (3, 2, 1)]
-RESTS: Script = {
-    1: ("move", Block(1, 1)),
-    3: ("pause",),
-    "paused": ("resume", Block(2, 2)),
-    6: ("move", Block(0, 2)),
-}
+RESTS: Script = {1: Block(1, 1), 3: "rest", "paused": Block(2, 2), 6: Block(0, 2)}
 RESTED = [(1, 1, 1), (3, 2, 2), (6, 0, 1)]
 
 
@@ -80,16 +91,16 @@ def test_images() -> None:
         {
             "one": Asked(GUIDED, Block(2, 1)),
             "two": Asked(LATENT, Block(0, 2)),
-            "forgotten": Asked(LATENT, Block(3, 1), {1: ("pause",), "paused": ("cancel",)}),
+            "forgotten": Asked(LATENT, Block(3, 1), {1: "rest", "paused": "cancel"}),
         },
         {"four": Asked(GUIDED, Block(0, 4))},
         {"grows": Asked(LATENT, Block(0, 1), GROWS)},
         {
             "rests": Asked(GUIDED, Block(0, 1), RESTS),
-            "cancelled": Asked(LARGE, Block(2, 1), {1: ("cancel",)}),
+            "cancelled": Asked(LARGE, Block(2, 1), {1: "cancel"}),
         },
         {
-            "large": Asked(LARGE, Block(0, 2), {1: ("move", Block(0, 1))}),
+            "large": Asked(LARGE, Block(0, 2), {1: Block(0, 1)}),
             "wrong": Asked({**LATENT, "nothing": 1}, Block(2, 1)),
             "picture": Asked({**IMAGE, "num_inference_steps": 1}, Block(3, 1)),
         },
@@ -107,7 +118,7 @@ def test_images() -> None:
         },
     )
     ends = {name: (served[name].end.kind, served[name].end.step) for name in served}
-    assert ends["cancelled"] == ends["forgotten"] == ("cancelled", 1)
+    assert ends["cancelled"] == ("cancelled", 1) and ends["forgotten"] == ("paused", 1)
     assert ends["wrong"] == ("failed", 0)
     assert "unexpected keyword argument 'nothing'" in served["wrong"].end.reason
     assert ends["picture"] == ("done", 1) and served["picture"].apart <= 1.001 / 255
@@ -199,7 +210,7 @@ def other(name: str) -> dict[str, Served]:
     sides = {"cogvideox": (48, 32), "wan": (48, 80), "hunyuan": (48, 80)}
     height, width = sides.get(name, (44, 36))
     sizes = {"height": height, "width": width, "num_inference_steps": STEPS, "output_type": "pt"}
-    script: Script = {1: ("move", Block(1, 1)), 3: ("move", Block(0, 4))}
+    script: Script = {1: Block(1, 1), 3: Block(0, 4)}
     asked = {name: Asked({**prompt_of(name), **sizes}, Block(0, 1), script)}
     return serve(partial(make_pipeline, name), [asked])
 
@@ -219,17 +230,21 @@ def calls_of_a_block() -> int:
     pipeline, calls = pipeline_of(TINY), Counter[str]()
     pipeline.transformer.proj_out.register_forward_hook(lambda *_: calls.update(["call"]))
     engine = Engine(pipeline, num_groups=2)
-    if engine.controller is not None:
-        engine.controller.start("shared", GUIDED, 0, Block(0, 2))
-        threading.Thread(target=close_after_one, args=(engine.controller,)).start()
+    if engine.orders is not None:
+        begin(engine.orders, "shared", GUIDED, Block(0, 2))
+        threading.Thread(target=stop_after_one, args=(engine.orders,)).start()
     engine.run()
     return calls["call"]
 
 
-def close_after_one(controller: Controller) -> None:
-    while controller.events.get(timeout=100).kind not in ENDS:
+def begin(orders: Orders, name: str, arguments: dict[str, Any], block: Block) -> None:
+    orders.run(name, block, orders.keep(name, arguments, 0))
+
+
+def stop_after_one(orders: Orders) -> None:
+    while orders.events.get(timeout=100).kind != "done":
         pass
-    controller.close()
+    orders.stop()
 
 
 def test_a_guidance_group_computes_a_branch() -> None:
@@ -248,10 +263,10 @@ def test_meshes_of_blocks() -> None:
 
 def on_replicas() -> dict[str, Served]:
     """Two replicas of two ranks each, which are the places of requests."""
-    script: Script = {2: ("pause",), "paused": ("resume", Block(1, 1))}
+    script: Script = {2: "rest", "paused": Block(1, 1)}
     scene = {"rests": Asked(GUIDED, Block(0, 1), script), "one": Asked(LATENT, Block(1, 1))}
     scenes = [
-        scene | {"one": replace(scene["one"], script={1: ("cancel",)})},
+        scene | {"one": replace(scene["one"], script={1: "cancel"})},
         {"two": scene["one"]},
     ]
     return serve(partial(pipeline_of, TINY), scenes, shape=Shape(2, 2, 1, 1))
@@ -348,7 +363,7 @@ def odd_pipeline() -> Any:
 
 
 def test_a_rank_that_cannot_join_fails_the_request_alone() -> None:
-    joins: Script = {1: ("move", Block(0, 2))}
+    joins: Script = {1: Block(0, 2)}
     scenes = [
         {"stays": Asked(LARGE, Block(0, 1), joins)},
         {"fails": Asked(LATENT, Block(0, 1), joins)},
@@ -379,15 +394,15 @@ def failing(kind: str) -> str:
             return forward(*args, **kwargs)
 
         norm.forward = strike
-    if engine.controller is not None:
-        engine.controller.start("shared", LATENT, 0, Block(0, 2))
+    if engine.orders is not None:
+        begin(engine.orders, "shared", LATENT, Block(0, 2))
     error = ""
     try:
         engine.run()
     except (CommError, MemoryError) as failure:
         error = str(failure)
-    if engine.controller is not None:
-        events = [engine.controller.events.get(timeout=60) for _ in range(4)]
+    if engine.orders is not None:
+        events = [engine.orders.events.get(timeout=60) for _ in range(4)]
         assert [one.kind for one in events] == ["step"] * 3 + ["ended"]
         assert events[-1].reason
     return error
@@ -405,7 +420,7 @@ def test_a_rank_that_others_wait_for_ends_the_engine_by_its_name(kind: str) -> N
         assert outcome.error is None and reason in outcome.value, outcome
 
 
-def orders() -> list[str]:
+def strange_orders() -> list[str]:
     """What an engine refuses, and what it leaves out: orders for what has ended, and strangers'."""
     diffusers: Any = importlib.import_module("diffusers")
     cached, hooked = pipeline_of(TINY), pipeline_of(TINY)
@@ -414,48 +429,56 @@ def orders() -> list[str]:
     apply_cache(hooked.transformer, diffusers.FirstBlockCacheConfig(threshold=0.1))
     errors = [raised_by(Engine, one)[1] for one in (make_pipeline("dit"), cached, hooked)]
     engine = Engine(pipeline_of(TINY))
-    controller = engine.controller
-    if controller is None:
+    orders = engine.orders
+    if orders is None:
         engine.run()
         return []
+    policy, events = Scripted(), list[tuple[str, str]]()
+    scheduler = Scheduler(orders, policy, Untaught())
 
-    def schedule(controller: Controller) -> None:
-        errors.append(raised_by(controller.start, "a", {"prompt": object()}, 0, Block(0, 1))[1])
+    def until(kind: str) -> None:
+        while not events or events[-1][1] != kind:
+            event = orders.events.get(timeout=60)
+            if event.kind != "ended":
+                scheduler.handle(event)
+            if event.kind != "step":
+                events.append((event.request_id, event.kind))
+                scheduler.decide()
+
+    def schedule() -> None:
+        errors.append(raised_by(orders.keep, "a", {"prompt": object()}, 0)[1])
         name, store = engine._post._name, engine._mail._store
         stranger = json.dumps({"kind": "over", "reason": "a stranger was here"})
         for rank in range(2):
             store.set(f"{name}/{rank}/{store.add(f'{name}/{rank}', 1)}", stranger)
-        long = {**LATENT, "num_inference_steps": 500}
-        controller.start("a", long, 0, Block(0, 1))
-        controller.start("b", long, 0, Block(1, 1))
-        controller.pause("a")
-        while controller.events.get(timeout=60).kind != "paused":
-            pass
-        controller.pause("b")
-        controller.close()  # with a request that is to rest, and one that does
-        controller.resume("a", Block(0, 1))
-        for order in (controller.pause, controller.halt, controller.go_on, controller.cancel):
-            order("none")
+            for action in ("pause", "halt", "go on", "cancel"):
+                orders.order(Block(rank, 1), "none", action)
+        for number, task in enumerate("ab"):
+            policy.wanted[task] = Block(number, 1)
+            scheduler.add(task_of(task, number, {**LATENT, "num_inference_steps": 500}))
+        a, b = scheduler.decide()
+        policy.wanted["a"] = policy.wanted["b"] = "rest"
+        scheduler.halt(a)
+        until("paused")
+        scheduler.halt(b)
+        until("halted")
+        assert (a.phase, b.phase) == ("paused", "pausing")
+        scheduler.close()  # with a request that is to rest, and one that does
+        until("ended")
+        assert not engine._post._items and not scheduler.decide()
+        assert [(task.phase, task.at) for task in (a, b)] == [("new", None)] * 2
 
-    thread = threading.Thread(target=schedule, args=(controller,))
+    thread = threading.Thread(target=schedule)
     thread.start()
     engine.run()
     thread.join()
-    events = list[tuple[str, str]]()
-    while not controller.events.empty():
-        event = controller.events.get()
-        events.append((event.request_id, event.kind))
-    assert [one for one in events if one[1] != "step"] == [
-        ("a", "cancelled"),
-        ("b", "paused"),
-        ("b", "cancelled"),
-        ("", "ended"),
-    ]
+    wanted = [("a", "halted"), ("a", "paused"), ("b", "halted"), ("b", "paused"), ("", "ended")]
+    assert events == wanted
     return errors
 
 
 def test_what_cannot_be_done_is_refused_or_left_out() -> None:
-    errors = run_ranks(orders, 2)[0]
+    errors = run_ranks(strange_orders, 2)[0]
     wanted = [
         "a DiTPipeline calls nothing at the end of a step",
         "has a cache of steps",
@@ -465,63 +488,53 @@ def test_what_cannot_be_done_is_refused_or_left_out() -> None:
     assert [text in error for text, error in zip(wanted, errors, strict=True)] == [True] * 4
 
 
+class Moving(Sink):
+    """Outputs of requests that change ranks whenever they can; some are cancelled."""
+
+    def __init__(self, scheduler: Scheduler, seed: int) -> None:
+        self._scheduler, self._random = scheduler, Random(seed)
+        self.kinds, self.done = Counter[str](), list[tuple[Task, Event]]()
+
+    def changed(self, task: Task, event: Event | None) -> None:
+        """Count news, and cancel a few."""
+        self.kinds[event.kind if event is not None else "ordered"] += 1
+        if event is not None and event.kind == "step" and self._random.random() < 0.02:
+            self._scheduler.cancel(task)
+            self.kinds["cancelled"] += 1
+
+    def write(self, task: Task, output: Any) -> str:
+        """Keep an output."""
+        assert task.last is not None and task.last.output is output
+        self.done.append((task, task.last))
+        return ""
+
+    def ended(self, task: Task, state: str, reason: str) -> None:
+        """Count failures."""
+        del task, reason
+        self.kinds["failed"] += state == "failed"
+
+
 def at_random(seed: int, num_requests: int, num_groups: int) -> tuple[Counter[str], float]:
     """Requests that change ranks whenever it can be: news by kind, and the largest difference."""
     torch.set_num_threads(1)
     engine = Engine(pipeline_of(TINY), num_groups=num_groups)
-    kinds, asked = Counter[str](), dict[str, Asked]()
-    controller, outputs, random = engine.controller, list[Served](), Random(seed)
-    if controller is None:
+    if engine.orders is None:
         engine.run()
-        return kinds, 0.0
-
-    def block() -> Block | None:
-        """Free ranks, if there are any."""
-        free, degree = set(controller.free_ranks), random.choice((1, 1, 2, 4))
-        firsts = [one for one in range(0, RANKS, degree) if {*range(one, one + degree)} <= free]
-        return Block(random.choice(firsts), degree) if firsts else None
-
-    def schedule() -> None:
-        with closing(controller):
-            paused, running, served = set[str](), set[str](), dict[str, Served]()
-            while len(served) < num_requests or running or paused:
-                where = block()
-                if where is not None and paused and (random.random() < 0.5 or not running):
-                    controller.resume(name := paused.pop(), where)
-                    running.add(name)
-                elif where is not None and len(served) < num_requests:
-                    name, arguments = str(len(served)), random.choice((LATENT, GUIDED, LARGE))
-                    served[name], asked[name] = Served([]), Asked(arguments, where)
-                    controller.start(name, arguments, int(name), where)
-                    running.add(name)
-                event = controller.events.get(timeout=100)
-                kinds[event.kind] += 1
-                served[event.request_id].events.append(event)
-                record = controller._records.get(event.request_id)
-                if event.kind == "step" and record is not None and random.random() < 0.4:
-                    # Its ranks of now: those of the event may have been given to another since.
-                    controller.move(event.request_id, block() or Block(record.block.first, 1))
-                elif event.kind == "step" and random.random() < 0.15:
-                    controller.pause(event.request_id)
-                elif event.kind == "step" and random.random() < 0.02:
-                    controller.cancel(event.request_id)
-                for group in (running, paused) if event.kind in (*ENDS, "paused") else ():
-                    group.discard(event.request_id)
-                if event.kind == "paused":
-                    paused.add(event.request_id)
-            outputs.extend(served.values())
-
-    thread = threading.Thread(target=schedule)
-    thread.start()
-    engine.run()
-    thread.join()
+        return Counter(), 0.0
+    scheduler, random = Scheduler(engine.orders, Restless(seed), Untaught()), Random(seed)
+    sink = Moving(scheduler, seed)
+    for number in range(num_requests):
+        scheduler.add(task_of(str(number), number, random.choice((LATENT, GUIDED, LARGE))))
+    with ThreadPoolExecutor(1) as pool:
+        loop = pool.submit(Jobs(scheduler, sink, until_idle=True).run)
+        engine.run()
+    loop.result()
+    assert not (scheduler.tasks or scheduler._users or scheduler._planned or engine._post._items)
     alone, apart = pipeline_of(TINY), 0.0
-    assert len(outputs) == num_requests
-    for number, one in enumerate(outputs):
-        if one.end.kind == "done":
-            arguments = asked[str(number)].arguments
-            apart = max(apart, compared(one, alone, arguments, number).apart)
-    return kinds, apart
+    for task, event in sink.done:
+        served = compared(Served([event]), alone, task.arguments(), task.prompt.seed)
+        apart = max(apart, served.apart)
+    return sink.kinds, apart
 
 
 @pytest.mark.stress

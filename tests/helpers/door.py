@@ -16,11 +16,22 @@ from uuid import uuid4
 from PIL import Image
 
 from bascule.errors import ConfigError
+from bascule.generate.options import Prompt
 from bascule.serve.door import Door
 from bascule.serve.options import ServeOptions
-from bascule.serve.status import Busy, Closing, Late, Status, Submission, Unknown
+from bascule.serve.status import Busy, Closing, Late, Status, Unknown
 
 STEPS = 3
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a call asked for, by an output."""
+
+    prompt: Prompt
+    image: bytes | None
+    deadline_s: float | None
+    must_meet_deadline: bool
 
 
 @dataclass
@@ -39,39 +50,38 @@ class FakeService:
     reason: str = ""
     fails_with: str = "no memory"
     on_change: Callable[[Status], None] | None = None
-    asked: dict[str, Submission] = field(default_factory=dict[str, Submission])
+    asked: dict[str, Asked] = field(default_factory=dict[str, Asked])
     of: dict[str, Status] = field(default_factory=dict[str, Status])
     on_submit: Callable[[], None] = lambda: None
     on_cancel: Callable[[], None] = lambda: None
     lock: Any = field(default_factory=threading.RLock)
 
-    def submit(self, submissions: Sequence[Submission]) -> list[Status]:
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        image: bytes | None,
+        deadline_s: float | None,
+        *,
+        must_meet_deadline: bool,
+    ) -> list[Status]:
         with self.lock:
             if self.reason:
                 raise Closing(self.reason)
             waiting = sum(not one.has_ended for one in self.of.values())
-            if waiting + len(submissions) > self.room:
+            if waiting + len(prompts) > self.room:
                 raise Busy(2.5)
-            for one in submissions:
-                if one.must_meet_deadline and (one.deadline_s or 9) < 1:
-                    raise Late(4.25)
-                if (one.prompt.width or 8) % 8:
-                    raise ConfigError(f"width {one.prompt.width}: give a multiple of 8")
-            made = [
-                Status(
-                    id=uuid4().hex,
-                    kind=self.kind,
-                    state="waiting",
-                    num_steps=one.prompt.steps or STEPS,
-                    created_at=time.time(),
-                    ends_in_s=1.5,
-                    prompt=one.prompt,
-                )
-                for one in submissions
-            ]
-            for one, submission in zip(made, submissions, strict=True):
-                self.asked[one.id] = submission
-                self._put(one)
+            if must_meet_deadline and (deadline_s or 9) < 1:
+                raise Late(4.25)
+            facts: dict[str, Any] = {"kind": self.kind, "created_at": time.time()}
+            made = list[Status]()
+            for prompt in prompts:
+                if (prompt.width or 8) % 8:
+                    raise ConfigError(f"width {prompt.width}: give a multiple of 8")
+                facts |= {"num_steps": prompt.steps or STEPS, "prompt": prompt, "ends_in_s": 1.5}
+                made.append(Status(id=uuid4().hex, state="waiting", **facts))
+            for status in made:
+                self.asked[status.id] = Asked(status.prompt, image, deadline_s, must_meet_deadline)
+                self._put(status)
             self.on_submit()
             return made
 

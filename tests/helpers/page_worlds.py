@@ -7,22 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bascule import TransformerCost
-from bascule.data import LoaderOptions
-from bascule.plan.sparse import BlockLayout, block_lens
 from tests.helpers.encoder_cases import batch_of, text_encoder
 from tests.helpers.inference_cases import difference, make_mesh
 from tests.helpers.jobs import join_trainer_world
 from tests.helpers.pages import ROOT, run_python
 from tests.helpers.pipeline_cases import make_pipeline, prompt_of
 from tests.helpers.tile_cases import own_tiled, tiny_vae
-from tests.helpers.vlm_models import make_model, make_samples
+from tests.helpers.vlm_models import make_model
 
 Names = dict[str, Any]
 
@@ -190,10 +187,7 @@ def _encoders(folder: str) -> Names:
     counts = torch.tensor([3, 1, 4, 2] if rank else [1])
     vae = tiny_vae("kl").double()
     prompt = {"prompt_embeds": torch.ones(1, 7, 32), "pooled_prompt_embeds": torch.ones(1, 32)}
-    samples = make_samples("qwen2_5_vl")
     return {
-        "local": [samples[1:] if rank else samples[:1]],
-        "options": LoaderOptions(collate_fn=list),
         "vlm": vlm,
         "batch": batch | {"labels": batch["input_ids"]},
         "text_encoder": text_encoder("t5"),
@@ -226,11 +220,6 @@ def _check_encoders(left: Names) -> None:
     for name, found in left["features"].items():
         torch.testing.assert_close(found, expected[name])
     assert left["clips"].last.num_moved
-    (one,), (two,) = left["one_cost"], left["two_costs"]
-    samples = make_samples("qwen2_5_vl")
-    assert one.plan.seq_lens.tolist() == [left["megaflops"](sample) for sample in samples]
-    assert two.plan.seq_lens.tolist() == [len(sample["input_ids"]) for sample in samples]
-    assert one.verdict.applied and two.verdict.applied
 
 
 # --- docs/pipelines.md
@@ -260,18 +249,24 @@ def _split(folder: str) -> Names:
 
 
 def _check_split(left: Names) -> None:
+    assert difference(left["output"], left["model"](**left["inputs"]).sample) <= 1e-6
+    assert "agrees with one process" in str(left["verdict"])
+
+
+# --- docs/context_parallel.md
+
+
+def _nothing(folder: str) -> Names:
+    return {}
+
+
+def _check_attention(left: Names) -> None:
     x, mask, own = left["x"], left["mask"], left["out"]
     text = torch.randn(1, 5, 77, 16, generator=torch.Generator().manual_seed(1))
     attend = nn.functional.scaled_dot_product_attention
     assert difference(own, attend(attend(x, x, x, attn_mask=mask), text, text)) <= 1e-6
-    assert difference(left["output"], left["model"](**left["inputs"]).sample) <= 1e-6
-    assert "agrees with one process" in str(left["verdict"])
-    layer = left["trained"].module
-    gradient = layer.weight.grad.clone()
-    layer.zero_grad()
-    y = layer(x)
-    attend(y, y, y).square().mean().backward()
-    assert difference(gradient, layer.weight.grad) <= 1e-6
+    alone = left["llama"](input_ids=left["ids"], use_cache=False).logits
+    assert difference(left["logits"], alone) <= 1e-5
 
 
 # --- docs/sparse_attention.md
@@ -281,38 +276,18 @@ def _sparse(folder: str) -> Names:
     own_folder = Path(folder) / f"rank {dist.get_rank()}"
     own_folder.mkdir()
     os.chdir(own_folder)  # the page writes files
-    ring, ulysses, text_tokens, video_tokens, num_heads, head_dim = 2, 1, 70, 300, 5, 16
-    lens = block_lens((text_tokens, video_tokens), 64)
-    home = BlockLayout.striped(lens, ulysses, ring).home
-    own = int(lens[home == dist.get_rank()].sum())
-    random = torch.Generator().manual_seed(dist.get_rank())
-    q, k, v = (torch.randn(1, num_heads, own, head_dim, generator=random) for _ in range(3))
-    generator = np.random.default_rng(0)
-    masks = [generator.random((num_heads, lens.size, lens.size)) < 0.6 for _ in range(3)]
     pipeline = _pipeline()
-    pipeline["prompt"] = _short(pipeline["prompt"])
-    return pipeline | {
-        "mesh": make_mesh(ring, ulysses),
-        "device": torch.device("cpu"),
-        "num_heads": num_heads,
-        "ring": ring,
-        "ulysses": ulysses,
-        "text_tokens": text_tokens,
-        "video_tokens": video_tokens,
-        "masks_of_steps": masks,
-        "q": q,
-        "k": k,
-        "v": v,
-    }
+    return pipeline | {"mesh": make_mesh(2, 1), "prompt": _short(pipeline["prompt"])}
 
 
 def _check_sparse(left: Names) -> None:
-    assert left["out"].shape == left["q"].shape and left["out"].isfinite().all()
-    assert left["state"].plan.num_ranks == 2
+    assert len(left["images"]) == 1
+    assert Path("seen.npz").is_file() == (dist.get_rank() == 0)
 
 
 WORLDS = {
     "README.md": World(_readme, _check_readme),
+    "docs/context_parallel.md": World(_nothing, _check_attention),
     "docs/data_loader.md": World(_loader, _check_loader),
     "docs/encoders.md": World(_encoders, _check_encoders),
     "docs/pipelines.md": World(_guided, _check_guided),

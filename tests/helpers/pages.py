@@ -20,6 +20,7 @@ PAGES = sorted(
 )
 ON_RANKS = (
     "README.md",
+    "docs/context_parallel.md",
     "docs/data_loader.md",
     "docs/encoders.md",
     "docs/pipelines.md",

@@ -16,17 +16,19 @@ from torch import Tensor
 
 from bascule.generate import tiny
 from bascule.generate.generating import arguments_of
+from bascule.generate.options import Prompt
 from bascule.machine.cluster import HardwareProfile
-from bascule.plan.requests import Balanced, Policy, Starts, State
-from bascule.serve import Block, Controller, Engine, Event
+from bascule.plan.requests import Balanced, Block, Policy, Request, Starts, State
+from bascule.serve.engine import Engine
+from bascule.serve.orders import Event, Orders
+from bascule.serve.scheduling import Scheduler, Task
 from bascule.serve.service import Service
 from bascule.serve.spool import Spool
 from bascule.serve.status import Status
 from bascule.serve.times import Form, Times
 
-Script = dict[int | str, tuple[Any, ...]]
-
-ENDS = "done", "failed", "cancelled"
+Script = dict[int | str, Block | str]
+"""What becomes of a request after a step, or when it rests: where it goes on, "rest", "cancel"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +38,12 @@ class Asked:
     Attributes:
         arguments: Of the pipeline.
         block: Where it starts.
-        script: Orders by the step after which, or the event at which, they are given: a method of
-            the controller, and what it takes besides the id.
+        script: What becomes of it.
     """
 
     arguments: dict[str, Any]
     block: Block
-    script: Script = field(default_factory=dict[int | str, tuple[Any, ...]])
+    script: Script = field(default_factory=dict[int | str, Block | str])
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,44 +86,78 @@ def values_of(output: Any) -> Tensor:
     return torch.as_tensor(np.array(output)) / 255
 
 
-def play(controller: Controller, asked: dict[str, Asked]) -> dict[str, Served]:
-    """Start requests, give the orders of their scripts, and return what happened.
+class Scripted:
+    """A policy that puts tasks on the blocks that are wanted, once these are free."""
 
-    A request is resumed when its ranks are free.
-    """
-    served, resumed = {name: Served([]) for name in asked}, dict[str, Block]()
+    def __init__(self) -> None:
+        self.wanted: dict[str, Block | str] = {}
+
+    def decide(self, state: State, act: Starts) -> None:
+        """Start what is wanted somewhere."""
+        for task in list(state.waiting):
+            assert isinstance(task, Task)
+            block = self.wanted[task.id]
+            if isinstance(block, Block) and any(
+                set(block.ranks) <= set(free.ranks) for free in state.free
+            ):
+                act.start(task, block)
+
+
+class Untaught(Times):
+    """Seconds of steps that nobody asks for."""
+
+    def __init__(self) -> None:
+        """Know no pipeline."""
+
+    def measure(self, form: Form, degree: int, seconds: float) -> None:
+        """Forget it."""
+
+
+def task_of(name: str, number: int, arguments: dict[str, Any]) -> Task:
+    """A task by its arguments, whose number is its seed."""
+    request = Request(step_s={1: 4.0, 2: 2.0, 4: 1.0}, steps=arguments["num_inference_steps"])
+    facts: dict[str, Any] = {"id": name, "form": Form(1, 1), "arguments": lambda: arguments}
+    prompt = Prompt(prompt="", seed=number)
+    return Task(number, request, request.steps, prompt=prompt, **facts)
+
+
+def play(orders: Orders, asked: dict[str, Asked]) -> dict[str, Served]:
+    """Let requests do what their scripts say, and return what happened."""
+    policy = Scripted()
+    scheduler = Scheduler(orders, policy, Untaught())
+    served = {name: Served([]) for name in asked}
     for seed, (name, one) in enumerate(asked.items()):
-        controller.start(name, one.arguments, seed, one.block)
-    left = set(asked)
-    while left:
-        event = controller.events.get(timeout=100)
+        policy.wanted[name] = one.block
+        scheduler.add(task_of(name, seed, one.arguments))
+    scheduler.decide()
+    while scheduler.tasks:
+        event = orders.events.get(timeout=100)
         assert event.kind != "ended", event.reason
-        served[event.request_id].events.append(event)
-        script = asked[event.request_id].script
-        order = script.get(event.step if event.kind == "step" else event.kind)
-        if order is not None and order[0] == "resume":
-            resumed[event.request_id] = order[1]
-        elif order is not None:
-            getattr(controller, order[0])(event.request_id, *order[1:])
-        elif event.kind == "step":
-            controller.go_on(event.request_id)
-        elif event.kind in ENDS:
-            left.remove(event.request_id)
-        for name, block in list(resumed.items()):
-            if set(block.ranks) <= set(controller.free_ranks):
-                controller.resume(name, resumed.pop(name))
-    assert controller.free_ranks == list(range(controller.num_ranks))
+        task, script = scheduler.tasks[event.request_id], asked[event.request_id].script
+        served[task.id].events.append(event)
+        scheduler.handle(event)
+        wanted = script.get(event.step if event.kind == "step" else event.kind)
+        if event.kind == "done":
+            scheduler.remove(task)
+        elif wanted == "cancel":
+            scheduler.cancel(task)
+        elif wanted is not None:
+            policy.wanted[task.id] = wanted
+        if event.kind == "step" and not task.is_cancelled:
+            if wanted is not None:
+                scheduler.halt(task)
+            elif task.at is not None:
+                orders.order(task.at, task.id, "go on")
+        scheduler.decide()
+    assert not scheduler._users and scheduler.state.num_free == orders.num_ranks
     return served
 
 
 class Patient(Engine):
     """An engine that waits for an order after each step."""
 
-    def _order(self, run: Any) -> Any:
-        while True:
-            order = self._take(100.0)
-            if order["kind"] == "order" and order["id"] == run.id:
-                return order
+    def _take(self, wait_s: float | None = None) -> Any:
+        return super()._take(None if self._run is None else 100.0)
 
 
 def serve(
@@ -133,22 +168,21 @@ def serve(
     engine = Patient(make(), **ways)
     served, errors = dict[str, Served](), list[Exception]()
 
-    def schedule(controller: Controller) -> None:
+    def schedule(orders: Orders) -> None:
         try:
             for asked in scenes:
-                served.update(play(controller, asked))
+                served.update(play(orders, asked))
+            orders.stop()
         except Exception as error:
             errors.append(error)
-        controller.close()
+            orders.abort(str(error))
 
-    controller = engine.controller
-    if controller is not None:
-        threading.Thread(target=schedule, args=(controller,)).start()
+    orders = engine.orders
+    if orders is not None:
+        threading.Thread(target=schedule, args=(orders,)).start()
     engine.run()
-    if errors:
-        raise errors[0]
-    if controller is not None:
-        assert controller.events.get(timeout=60).kind == "ended"
+    if orders is not None:
+        assert orders.events.get(timeout=60).kind == "ended"
         alone = make()
         for asked in scenes:
             for seed, (name, one) in enumerate(asked.items()):
@@ -193,8 +227,7 @@ class Even(Times):
         """As many seconds as tokens, shared by the ranks."""
         return {degree: 0.01 * form.num_tokens / degree for degree in (1, 2, 4)}
 
-    def measure(self, form: Form, degree: int, seconds: float) -> None:
-        """Forget it."""
+    measure = Untaught.measure
 
 
 def with_service(
@@ -211,14 +244,14 @@ def with_service(
     torch.set_num_threads(1)
     pipeline = make()
     engine = Engine(pipeline, timeout_s=timeout_s)
-    if (controller := engine.controller) is None:
+    if (orders := engine.orders) is None:
         engine.run()
         return None
-    size = controller.num_ranks
+    size = orders.num_ranks
     profile = HardwareProfile.load("h100-datasheet")
     service = Service(
         pipeline,
-        controller,
+        orders,
         Spool(folder, "tiny"),
         policy=policy or Balanced(),
         times=kind(pipeline, [1 << k for k in range(size.bit_length())], size, profile),

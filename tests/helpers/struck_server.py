@@ -3,8 +3,9 @@
 `BASCULE_STRIKE` is "RANK PLACE NTH"; the rank kills itself when it comes to the place that often.
 In the folder `BASCULE_FAULTS_IN`, a file "back" sets the clock back by a day, "full" fills the disk
 for outputs, and "struck" says when a rank was killed. The prompt "wrong" fails, and "deadly"
-ends its rank. `BASCULE_RESTLESS` puts requests anywhere. A kill by `BASCULE_STRIKE` is one of all
-that run, as a loss of power: the machine has another boot in each life.
+ends its rank. `BASCULE_RESTLESS` puts requests anywhere. In the file "ran", a line "WHAT ID" says
+that a request is to start ("begins"), that a rank has it ("runs"), that it has ended there
+("ends"), and that its start was forgotten ("forgiven").
 """
 
 import errno
@@ -28,8 +29,8 @@ def start() -> None:
     from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
     from bascule.generate import generating
-    from bascule.serve import engine, service, serving, spool
-    from bascule.serve.controller import Controller
+    from bascule.serve import engine, service, serving
+    from bascule.serve.orders import Orders
     from bascule.serve.post import Post
     from bascule.serve.spool import Spool
     from tests.helpers.serving import Restless
@@ -56,10 +57,15 @@ def start() -> None:
     engine.Engine._encode = encode_or_fail
     time.time = set_back
     generating.os.replace = may_be_full
+    engine.Engine._serve = _told(
+        engine.Engine._serve, folder, "runs", lambda message: message["id"]
+    )
+    engine.Engine._report = _told(engine.Engine._report, folder, "ends", _ended)
+    Spool.begin = _told(Spool.begin, folder, "begins", lambda request_id: request_id)
+    Spool.forgive = _told(
+        Spool.forgive, folder, "forgiven", lambda request_id=None: request_id or "", is_after=True
+    )
     strike = os.environ.get("BASCULE_STRIKE", "").split()
-    if strike:
-        (folder / "boot").write_text(os.environ["BASCULE_STRIKE"])
-        spool._BOOT_ID = folder / "boot"
     if "BASCULE_RESTLESS" in os.environ:
         serving.Balanced = functools.partial(Restless, 0)  # pyright: ignore
     if not strike or strike[0] != os.environ["RANK"]:
@@ -77,7 +83,7 @@ def start() -> None:
         "decoding": (AutoencoderKL, "decode"),
         "accepting": (Spool, "add"),
         "accepted": (Spool, "add"),
-        "ordering": (Controller, "move"),
+        "ordering": (Orders, "order"),
         "writing": (generating.os, "replace"),
         "written": (service, "flush"),
         "ending": (Spool, "end"),
@@ -86,6 +92,31 @@ def start() -> None:
     place, nth = " ".join(strike[1:-1]), int(strike[-1])
     owner, name = places[place]
     setattr(owner, name, _struck(getattr(owner, name), place, nth, folder))
+
+
+def _ended(run: Any, what: str, **_: Any) -> str:
+    return run.id if what in ("done", "failed", "cancelled") else ""
+
+
+def _told(
+    function: Callable[..., Any],
+    folder: Path,
+    what: str,
+    name: Callable[..., str],
+    *,
+    is_after: bool = False,
+) -> Any:
+    """The function of an object, whose calls are written down before or after they are made."""
+
+    @functools.wraps(function)
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = function(self, *args, **kwargs) if is_after else None
+        if request_id := name(*args, **kwargs):
+            with (folder / "ran").open("a") as file:
+                file.write(f"{what} {request_id}\n")
+        return result if is_after else function(self, *args, **kwargs)
+
+    return called
 
 
 def _struck(function: Callable[..., Any], place: str, nth: int, folder: Path) -> Any:

@@ -215,7 +215,7 @@ def beside_yunchang(ring: int, ulysses: int) -> dict[str, float]:
 
 
 def as_in_the_guide(ring: int, ulysses: int) -> dict[str, float]:
-    """The lines of docs/sequence_parallel.md, for a number of tokens that ranks do not divide."""
+    """The lines of docs/context_parallel.md, for a number of tokens that ranks do not divide."""
     from yunchang import (  # pyright: ignore[reportMissingImports]
         LongContextAttention,
         set_seq_parallel_pg,

@@ -32,12 +32,13 @@ from tests.helpers.pages import (
 
 LANGUAGES = {"", "python", "sh", "text", "mermaid"}
 MARKS = {"lines-of", "not-run"}
+PROOFS = "docs/proven.md"
 QUOTES = [block for page in PAGES for block in python_of(page) if "lines-of" in block.marks]
 TARGETS = set((ROOT / "Makefile").read_text().split(".PHONY: ")[1].splitlines()[0].split())
 
 
 def test_there_are_pages() -> None:
-    assert {"README.md", "ARCHITECTURE.md", "docs/glossary.md", *ON_RANKS} <= set(PAGES)
+    assert {"README.md", "ARCHITECTURE.md", "docs/glossary.md", PROOFS, *ON_RANKS} <= set(PAGES)
     assert len(QUOTES) >= 1
 
 
@@ -60,12 +61,23 @@ def test_the_code_of_a_page_runs(
     run_python(page, {})
 
 
-def test_the_tests_that_pages_name_are_there() -> None:
+def test_the_tests_that_pages_name_are_there_and_guides_name_none() -> None:
     files = {path.name: path.read_text() for path in (ROOT / "tests").rglob("*.py")}
     functions = set(re.findall(r"def (test_\w+)", "".join(files.values())))
     for page in PAGES:
-        for name in re.findall(r"\btest_\w+(?:\.py)?", (ROOT / page).read_text()):
-            assert name in functions or name in files or name + ".py" in files, (page, name)
+        lines = (ROOT / page).read_text().splitlines()
+        prose = "\n".join(line for line in lines if not line.startswith("```"))
+        named = set(re.findall(r"\btest_\w+(?:\.py)?", prose))
+        assert named <= functions | {*files} | {name.removesuffix(".py") for name in files}, page
+        assert not named or page == PROOFS or ("/" not in page and page != "README.md"), page
+        assert page != PROOFS or len(named) > 50
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/")])
+def test_lines_of_prose_are_short(page: str) -> None:
+    text = "".join(block.text for block in blocks_of(page))
+    lines = (line for line in (ROOT / page).read_text().splitlines() if line not in text)
+    assert [line for line in lines if len(line) > 130 and line[0] not in "|!`"] == []
 
 
 @pytest.mark.parametrize("block", QUOTES, ids=str)
@@ -196,7 +208,7 @@ def test_the_numbers_of_the_readme_are_those_of_the_results() -> None:
     for source, texts in {
         "wallclock.json": [f"{min(runs):.2f}x to {max(runs):.2f}x", f"{len(runs)} runs"],
         "overhead.json": [f"{planning:.1f} ms"],
-        "test_equality.py": ["1e-10"],
+        "proven.md": ["1e-10"],
         "loader.json": [
             f"{shares[0]:.1%}".replace("%", " %"),
             f"{shares[1]:.1%}".replace("%", " %"),

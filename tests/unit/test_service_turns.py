@@ -4,12 +4,11 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,52 +17,43 @@ from PIL import Image
 
 from bascule.generate.options import Prompt
 from bascule.machine.cluster import HardwareProfile
-from bascule.plan.requests import Balanced
+from bascule.plan.requests import Balanced, Block
 from bascule.serve import service as service_module
-from bascule.serve.blocks import Block, Event
+from bascule.serve.orders import Event, Orders
+from bascule.serve.post import Ticket
 from bascule.serve.service import Service
 from bascule.serve.spool import Spool
-from bascule.serve.status import Closing, Status, Submission, Unknown
+from bascule.serve.status import Closing, Status, Unknown
 from bascule.serve.times import Times
 
 RANKS = 2
 
 
-@dataclass
-class Ranks:
-    """The ranks of an engine, which do what a test says; in place of a controller."""
+class Ranks(Orders):
+    """The ranks of an engine, which do what a test says, and not what they are told."""
 
-    num_ranks: int = RANKS
-    is_closed: bool = False
-    events: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue[Event])
-    running: dict[str, Block] = field(default_factory=dict[str, Block])
+    def __init__(self) -> None:
+        self.num_ranks, self.events = RANKS, queue.SimpleQueue[Event]()
+        self.running, self.is_alive = dict[str, Block](), True
 
-    @property
-    def free_ranks(self) -> list[int]:
-        taken = {rank for block in self.running.values() for rank in block.ranks}
-        return [rank for rank in range(self.num_ranks) if rank not in taken]
-
-    def start(self, name: str, arguments: Mapping[str, Any], seed: int, block: Block) -> None:
+    def keep(self, request_id: str, arguments: dict[str, Any], seed: int) -> Ticket:
         del arguments, seed
-        self.running[name] = block
+        return Ticket(0, request_id, 0)
 
-    def halt(self, name: str) -> None:
+    def run(self, request_id: str, block: Block, ticket: Ticket) -> None:
+        del ticket
+        self.running[request_id] = block
+
+    def _send(self, *_: Any, **__: Any) -> None:
         """Go on: a request ends before its next step."""
 
-    def cancel(self, name: str) -> None:
-        """Go on: a request leaves its ranks after its step."""
+    def are_alive(self) -> bool:
+        return self.is_alive
 
-    def end(self, name: str, kind: str = "done", **facts: Any) -> None:
+    def leave(self, name: str, kind: str = "done", **facts: Any) -> None:
         """Let a request end."""
         facts = {"output": [Image.new("RGB", (8, 8))], "reason": "why"} | facts
         self.events.put(Event(kind, name, time.monotonic(), self.running.pop(name), **facts))
-
-    def close(self) -> None:
-        self.is_closed = True
-
-    def finish(self, reason: str = "") -> None:
-        """Let the engine end, with what it runs."""
-        self.events.put(Event("ended", "", time.monotonic(), Block(0, 1), reason=reason))
 
 
 class Pipeline:
@@ -84,7 +74,7 @@ def serving(folder: Path, *, reason: str = "", **keeps: Any) -> Iterator[tuple[S
     profile = HardwareProfile.load("h100-datasheet")
     service = Service(
         pipeline,
-        cast(Any, ranks),
+        ranks,
         Spool(folder, "one"),
         policy=Balanced(),
         times=Times(pipeline, [1, 2], RANKS, profile),
@@ -94,7 +84,7 @@ def serving(folder: Path, *, reason: str = "", **keeps: Any) -> Iterator[tuple[S
     try:
         yield service, ranks
     finally:
-        ranks.finish(reason)
+        ranks.end(reason)
         service.close()
 
 
@@ -107,8 +97,13 @@ def until(condition: Callable[[], Any]) -> None:
 
 def ask(service: Service, *names: str) -> dict[str, str]:
     """Ids of new requests by prompt."""
-    statuses = service.submit([Submission(prompt=Prompt(prompt=name)) for name in names])
+    statuses = service.submit([Prompt(prompt=name) for name in names])
     return {name: one.id for name, one in zip(names, statuses, strict=True)}
+
+
+def made(service: Service) -> list[str]:
+    """Ids of requests whose outputs are being written."""
+    return [task.id for task in service._scheduler.tasks.values() if task.phase == "made"]
 
 
 def play(service: Service, ranks: Ranks, deadly: str) -> list[list[str]]:
@@ -128,7 +123,7 @@ def play(service: Service, ranks: Ranks, deadly: str) -> list[list[str]]:
         if deadly in ran[-1]:
             return ran
         one = min(ranks.running)
-        ranks.end(one)
+        ranks.leave(one)
         until(lambda one=one: service.status(one).has_ended)
 
 
@@ -165,6 +160,11 @@ def test_a_stop_and_a_loss_of_power_count_against_nobody(tmp_path: Path) -> None
             (tmp_path / boot).write_text(boot)
             with serving(tmp_path, reason="no power") as (service, ranks):
                 until(lambda: ranks.running)
+    with serving(tmp_path, reason="rank 1 is gone") as (service, ranks):
+        until(lambda: ranks.running)
+        ranks.is_alive = False
+        service.stop()  # by the launcher, as a rank has died
+        assert [entry.starts for entry in service._spool.waiting()] == [1]
     with serving(tmp_path) as (service, ranks):
         play(service, ranks, "")
         (status,) = service.statuses()
@@ -179,12 +179,12 @@ def test_a_disk_that_takes_no_outputs_ends_what_begins(tmp_path: Path) -> None:
             ids = ask(service, *map(str, range(12)))
             for _ in range(RANKS + 1):
                 until(lambda: ranks.running)
-                ranks.end(min(ranks.running))
+                ranks.leave(min(ranks.running))
             until(service.health)
             while ranks.running:
-                ranks.end(min(ranks.running))
+                ranks.leave(min(ranks.running))
             time.sleep(0.3)
-            assert not ranks.running and len(service._leaving) <= 2 * RANKS + 1
+            assert not ranks.running and len(made(service)) <= 2 * RANKS + 1
             assert service.health() == "the disk takes no outputs: No space left on device"
         play(service, ranks, "")
         assert {service.status(one).state for one in ids.values()} == {"done"}
@@ -192,7 +192,7 @@ def test_a_disk_that_takes_no_outputs_ends_what_begins(tmp_path: Path) -> None:
             (odd,) = ask(service, "odd").values()
             play(service, ranks, "")
         assert service.status(odd).reason == "its output cannot be written: TypeError: odd"
-        ranks.finish(f"RuntimeError: {tmp_path} is gone")
+        ranks.end(f"RuntimeError: {tmp_path} is gone")
         until(service.health)
         assert service.health() == "the ranks of the server have ended"
 
@@ -232,12 +232,11 @@ def test_a_request_that_is_written_counts_no_start_more(tmp_path: Path) -> None:
             ids = ask(service, "a", "b", "c")
             until(lambda: len(ranks.running) == RANKS)
             first = min(ranks.running)
-            ranks.end(first)
-            until(lambda: first in service._leaving)
+            ranks.leave(first)
+            until(lambda: first in made(service))
             starts = {one.status.id: one.starts for one in service._spool.waiting()}
             assert starts[first] == 0 and all(starts[one] == 1 for one in ranks.running)
-            ranks.events.put(Event("stop", "", 0.0, Block(0, 1)))
-            until(lambda: ranks.is_closed)
+            service.stop()
             assert {one.starts for one in service._spool.waiting()} == {0}
             assert len(ids) == 3
             is_written.set()
@@ -267,7 +266,7 @@ def test_a_damaged_spool_fails_its_requests_and_ends_no_thread(tmp_path: Path) -
         status, news = service._spool.status, list[Status]()
         service.on_change = news.append
         with mock.patch.object(service._spool, "status", side_effect=Closing("damaged")):
-            ranks.end(min(ranks.running))
+            ranks.leave(min(ranks.running))
             until(lambda: any(one.has_ended for one in news))
             with pytest.raises(Closing, match="damaged"):
                 service.status("none")

@@ -22,7 +22,7 @@ def run(options: GenerateOptions, arguments: list[str]) -> None:
     def finish(result: dict[str, Any]) -> None:
         console = publish(options, replace(_report(options, **result), values=result))
         if result["outputs"]:
-            saved(console, *(options.out / one["file"] for one in result["outputs"]))
+            saved(console, *(options.out / output["file"] for output in result["outputs"]))
 
     prompts = read_prompts(options)
     if not in_a_job() and are_made(prompts, options):
@@ -50,7 +50,7 @@ def _work(options: GenerateOptions, device: "torch.device") -> dict[str, Any]:
         with progress("denoising", num_steps) as advance:
             outputs = job.run(lambda place, _: advance(1, f"prompt {place + 1} of {num}"))
     phases = outputs[0]["seconds"] if outputs else ()
-    seconds = {name: mean(one["seconds"][name] for one in outputs) for name in phases}
+    seconds = {name: mean(output["seconds"][name] for output in outputs) for name in phases}
     return {"degrees": options.degrees, "prompts": num, "seconds": seconds, "outputs": outputs}
 
 
@@ -63,7 +63,7 @@ def _report(
 ) -> "Report":
     from bascule.report.page import Fact, Report, Rows
 
-    rows = [(one["file"], *one["seconds"].values()) for one in outputs]
+    rows = [(output["file"], *output["seconds"].values()) for output in outputs]
     columns = {"file": "{}", **dict.fromkeys(seconds, "{:.2f}")}
     answer = f"{len(outputs)} of {prompts} outputs were missing and are in {options.out} now."
     if not outputs:
@@ -72,6 +72,8 @@ def _report(
     return Report(
         title=f"{prompts} outputs of {options.model}{mesh}",
         answer=answer,
-        facts=tuple(Fact(name, f"{name}, mean", one, "{:.2f} s") for name, one in seconds.items()),
+        facts=tuple(
+            Fact(name, f"{name}, mean", mean_s, "{:.2f} s") for name, mean_s in seconds.items()
+        ),
         parts=(Rows("seconds of each phase", columns, rows),) if rows else (),
     )

@@ -91,7 +91,7 @@ def check_prompt(
     if (check := getattr(pipeline, "check_inputs", None)) is not None:
         if picture:
             arguments.setdefault("image", Image.new("RGB", (multiple, multiple)))
-        values = {name: getattr(one, "default", None) for name, one in takes.items()} | arguments
+        values = {name: getattr(x, "default", None) for name, x in takes.items()} | arguments
         try:
             check(**{name: values.get(name) for name in inspect.signature(check).parameters})
         except ValueError as error:

@@ -2,10 +2,9 @@
 
 import inspect
 import tempfile
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -15,7 +14,6 @@ from bascule.comm.agree import agree
 from bascule.comm.failures import shared
 from bascule.comm.groups import member_of, resolve
 from bascule.diffusers.degrees import Shape
-from bascule.diffusers.pipeline_run import PHASES
 from bascule.diffusers.sparse_layers import SparseConfig
 from bascule.errors import ConfigError
 from bascule.generate.generating import (
@@ -30,14 +28,15 @@ from bascule.generate.generating import (
 )
 from bascule.generate.options import IMAGE, VIDEO, GenerateOptions, names_of, read_prompts
 from bascule.plan.requests import Balanced, Queue
-from bascule.serve.controller import Controller
 from bascule.serve.engine import Engine
+from bascule.serve.jobs import Jobs, Sink
+from bascule.serve.orders import Event, Orders
 from bascule.serve.scheduling import Scheduler, Task, num_steps_of
 from bascule.serve.times import Times
 from bascule.workload.tables import load_av
 
 
-class Generation:
+class Generation(Sink):
     """Makes outputs for prompts; all ranks of the job make it, and run it, together.
 
     Attributes:
@@ -58,16 +57,16 @@ class Generation:
         if ending == VIDEO:
             load_av(f"--model {options.model}")  # or refuse at once
         self.names = [name + ending for name in names_of(self.prompts, options)]
-        for place, one in enumerate(self.prompts):
-            picture = None if one.image is None else bool(one.image)
+        for place, prompt in enumerate(self.prompts):
+            picture = None if prompt.image is None else bool(prompt.image)
             try:
-                check_prompt(pipeline, one, self._takes, picture=picture)
+                check_prompt(pipeline, prompt, self._takes, picture=picture)
             except ConfigError as error:
                 raise ConfigError(f"prompt {place + 1}: {error}") from error
         if options.tiles:
             enable_tiles(pipeline)
         sparse = None if options.sparse is None else SparseConfig(keep=options.sparse)
-        are_guided = all(is_guided(one, self._takes) for one in self.prompts)
+        are_guided = all(is_guided(prompt, self._takes) for prompt in self.prompts)
         num_groups = 2 if are_guided else 1  # whose layers exchange nothing
         self._engine = Engine(
             pipeline,
@@ -84,6 +83,7 @@ class Generation:
         self._times = Times(pipeline, self._engine.degrees, num_groups=num_groups)
         self._is_new = False  # the folder, on rank 0
         self.missing = self._find_missing()
+        self._records, self._error = list[dict[str, Any]](), None
 
     def num_steps(self, place: int) -> int:
         """Return the denoising steps of a prompt."""
@@ -100,19 +100,18 @@ class Generation:
             ConfigError: A prompt fails, or an output cannot be written.
             CommError: A rank is gone.
         """
-        controller, records = self._engine.controller, list[dict[str, Any]]()
-        error: Exception | None = None
+        orders, error = self._engine.orders, None
         try:
-            if controller is None:
+            if orders is None:
                 self._engine.run()
             else:
+                self._scheduler, self._on_step = self._scheduled(orders), on_step
+                jobs = Jobs(self._scheduler, self, until_idle=True)
                 with ThreadPoolExecutor(1, "bascule prompts") as pool:
-                    made = pool.submit(self._order, controller, on_step)
+                    loop = pool.submit(jobs.run)
                     self._engine.run()
-                try:
-                    records = made.result()
-                except Exception as failure:  # the other ranks must not wait
-                    error = failure
+                loop.result()
+                error = self._error  # which the other ranks must hear of
             agree(self._world, {}, error, what="the end of bascule generate")
         finally:
             if self._is_new:
@@ -120,7 +119,7 @@ class Generation:
                     self._options.out.rmdir()
             if error is not None:  # alone, in its own words
                 raise error
-        return records
+        return sorted(self._records, key=lambda record: record["file"])
 
     def _find_missing(self) -> list[int]:
         """Find the outputs that do not exist, on rank 0; make their folder."""
@@ -139,45 +138,19 @@ class Generation:
         agree(self._world, {"prompts": str(self.names)}, error, what="the missing outputs")
         return missing
 
-    # --- on rank 0, in a thread -------------------------------------------------------------------
+    # --- on rank 0 --------------------------------------------------------------------------------
 
-    def _order(
-        self, controller: Controller, on_step: Callable[[int, range], None]
-    ) -> list[dict[str, Any]]:
-        """Let the engine make what is missing, the largest first, and write it."""
+    def _scheduled(self, orders: Orders) -> Scheduler:
+        """Return the scheduler of what is missing, the largest first."""
         stays = self._options.degrees or self._options.compile  # which pays for many steps alike
-        fits = [d for d in self._engine.degrees if d * len(self.missing) <= controller.num_ranks]
+        fits = [d for d in self._engine.degrees if d * len(self.missing) <= orders.num_ranks]
         policy = Queue("fifo", max(fits, default=1)) if stays else Balanced()
-        scheduler = Scheduler(controller, policy, self._times)
-        places = {self.names[place]: place for place in self.missing}
-        tasks = sorted(map(self._task, self.missing), key=lambda one: -one.request.work_s)
+        scheduler = Scheduler(orders, policy, self._times)
+        tasks = sorted(map(self._task, self.missing), key=lambda task: -task.request.work_s)
         for number, task in enumerate(tasks):
             task.number = number
             scheduler.add(task)
-        seconds = {name: {str(phase): 0.0 for phase in PHASES} for name in places}
-        size = self._world.size // controller.num_ranks
-        records, writes = list[dict[str, Any]](), deque[Future[dict[str, Any]]]()
-        with closing(controller), ThreadPoolExecutor(1, "bascule outputs") as writer:
-            scheduler.decide()
-            while scheduler.tasks and (event := controller.events.get()).kind != "ended":
-                name, place = event.request_id, places[event.request_id]
-                if scheduler.handle(event):
-                    scheduler.decide()
-                if event.kind == "failed":
-                    raise ConfigError(f"prompt {place + 1}: the pipeline fails with {event.reason}")
-                if event.kind == "step":
-                    seconds[name]["denoise" if event.step else "encode"] += event.seconds
-                    if event.step:
-                        first, num = event.block.first * size, event.block.degree * size
-                        on_step(place, range(first, first + num))
-                elif event.kind == "done":
-                    seconds[name]["decode"] = event.seconds
-                    writes.append(writer.submit(self._write, place, event.output, seconds[name]))
-                # More outputs would fill the memory where the disk is slower than the ranks.
-                while writes and (writes[0].done() or len(writes) > controller.num_ranks):
-                    records.append(writes.popleft().result())
-        records += [one.result() for one in writes]
-        return sorted(records, key=lambda one: one["file"])
+        return scheduler
 
     def _task(self, place: int) -> Task:
         prompt = self.prompts[place]
@@ -187,15 +160,37 @@ class Generation:
 
         return Task.of(place, self.names[place], prompt, self._takes, self._times, arguments)
 
-    def _write(self, place: int, output: Any, seconds: dict[str, float]) -> dict[str, Any]:
-        """Write an output, after its record, which is returned."""
-        name, prompt = self.names[place], self.prompts[place]
-        frames = output[0] if name.endswith(VIDEO) else output[:1]
-        width, height = frames[0].size
-        made = {"width": width, "height": height, "frames": len(frames)}
-        check_size(prompt, made, f"prompt {place + 1}: ")
-        record = {"file": name, **self._settings, **asdict(prompt), "seconds": seconds}
-        path = self._options.out / name
-        write_record(path.with_suffix(".json"), record)
-        write_media(path, frames, self._options.fps)
-        return record
+    def changed(self, task: Task, event: Event | None) -> None:
+        """Report a step."""
+        if event is not None and event.kind == "step" and event.step:
+            size = self._world.size // self._scheduler.orders.num_ranks  # of a replica
+            first, num = event.block.first * size, event.block.degree * size
+            self._on_step(self.names.index(task.id), range(first, first + num))
+
+    def ended(self, task: Task, state: str, reason: str) -> None:
+        """End all if a prompt has failed."""
+        if state == "failed":
+            place = self.names.index(task.id)
+            said = f"prompt {place + 1}: the pipeline fails with {reason}"
+            self._error = self._error or ConfigError(said)
+            self._scheduler.close()
+
+    def write(self, task: Task, output: Any) -> str:
+        """Write an output, after its record."""
+        try:
+            place = self.names.index(task.id)
+            frames = output[0] if task.id.endswith(VIDEO) else output[:1]
+            width, height = frames[0].size
+            made = {"width": width, "height": height, "frames": len(frames)}
+            check_size(task.prompt, made, f"prompt {place + 1}: ")
+            seconds = {"encode": task.encoding_s, "denoise": task.denoising_s}
+            seconds["decode"] = task.last.seconds if task.last is not None else 0.0
+            record = {"file": task.id, **self._settings, **asdict(task.prompt), "seconds": seconds}
+            path = self._options.out / task.id
+            write_record(path.with_suffix(".json"), record)
+            write_media(path, frames, self._options.fps)
+            self._records.append(record)
+        except Exception as error:
+            self._error = self._error or error
+            return repr(error)
+        return ""

@@ -1,13 +1,12 @@
-"""Blocks of ranks that compute a request together, and what is reported of it."""
+"""Blocks of ranks that compute a request together: their meshes, and a rank's place in each."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from bascule.comm.groups import RankGroup
 from bascule.diffusers.degrees import Replica, Shape, replica_over
-from bascule.plan.requests import Block as Block
+from bascule.plan.requests import Block
 
 
 def shape_of_block(degree: int, num_heads: int, num_groups: int = 1) -> Shape:
@@ -37,35 +36,3 @@ def places_of(
             whole = replace(whole, control=control.part(ranks, str(ranks)))
             places[block] = replica_over(whole, shape)
     return places
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """News of a request.
-
-    Attributes:
-        kind: "step": `step` steps are done, and the request may change ranks here; 0 means that
-            its prompts are encoded. "halted": it waits for an order. "moved": it goes on, on
-            `block`. "paused", "cancelled". "done": `output` is there. "failed": for `reason`.
-            "refused": it could not move or pause, for `reason`, and goes on. "ended": the engine
-            ended, for `reason` unless it was closed.
-        request_id: Empty for "ended".
-        time: When rank 0 knew, by its `time.monotonic`.
-        block: The ranks that computed, or after a move compute, it.
-        step: Steps done.
-        num_steps: Of the request; None if the pipeline does not say.
-        seconds: That the step took, or the encoding; for "moved" that the first rank waited for the
-            others, for "done" that decoding took.
-        reason: For people.
-        output: Images of PIL, frames, arrays or tensors, as the pipeline returns them first.
-    """
-
-    kind: str
-    request_id: str
-    time: float
-    block: Block
-    step: int = 0
-    num_steps: int | None = None
-    seconds: float = 0.0
-    reason: str = ""
-    output: Any = None

@@ -14,6 +14,7 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,10 +27,10 @@ from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
 from starlette.requests import ClientDisconnect
 
 from bascule.errors import ConfigError
-from bascule.serve.forms import Form, ImageForm, Refusal, VideoForm, picture, read, submissions
+from bascule.serve.forms import Form, ImageForm, VideoForm, picture, prompts_of, read
 from bascule.serve.guard import ANSWERED, NO_RETRY, Connection, Guard, answer, hide_folders
 from bascule.serve.options import ServeOptions
-from bascule.serve.status import Closing, Status
+from bascule.serve.status import Closing, Refusal, Status
 
 if TYPE_CHECKING:
     from bascule.serve.service import Service
@@ -141,7 +142,7 @@ class Door:
 
     def _close(self) -> None:
         self._is_closing = True
-        for woken in [one for some in self._watchers.values() for one in some]:
+        for woken in [event for events in self._watchers.values() for event in events]:
             woken.set()
 
     def _on_change(self, status: Status) -> None:
@@ -193,8 +194,9 @@ class Door:
         if sent is not None:
             arguments = sent, self._options.max_pixels
             image = await to_thread.run_sync(picture, *arguments, limiter=self._decodes)
-        asked = submissions(form, image, self._options)
-        made = await self._call(self._service.submit, asked)
+        submit = partial(self._service.submit, must_meet_deadline=form.must_meet_deadline)
+        asked = prompts_of(form, self._options), image, form.deadline_s
+        made = await self._call(submit, *asked)
         request.state.is_accepted = True
         self._metrics.accepted.labels(self._service.kind).inc(len(made))
         return form, made
@@ -203,12 +205,12 @@ class Door:
         """Answer when all images of a call are done."""
         with_image = request.url.path.endswith("/edits")
         form, made = await self._submit(request, ImageForm, with_image=with_image)
-        ended = await self._until_done(request, [one.id for one in made])
+        ended = await self._until_done(request, [status.id for status in made])
         data: list[dict[str, Any]] = []
-        for one in ended:
-            row, path = {"id": one.id, "seed": one.prompt.seed}, await self._result(one)
+        for status in ended:
+            row, path = {"id": status.id, "seed": status.prompt.seed}, await self._result(status)
             if form.response_format == "url":
-                row["url"] = f"{request.base_url}v1/requests/{one.id}/content"
+                row["url"] = f"{request.base_url}v1/requests/{status.id}/content"
             else:
                 row["b64_json"] = await self._call(_in_base64, path)
             data.append(row)
@@ -219,7 +221,7 @@ class Door:
 
         async def end_of(request_id: str) -> Status:
             async with aclosing(self._changes(request_id)) as changes:
-                return [one async for one in changes][-1]
+                return [status async for status in changes][-1]
 
         async def is_gone() -> None:
             while (await request.receive())["type"] != "http.disconnect":
@@ -252,10 +254,10 @@ class Door:
 
     async def _make(self, request: Request) -> Any:
         _, made = await self._submit(request, self._form, with_image=None)
-        return JSONResponse(_list_of([_row(one) for one in made]), 202)
+        return JSONResponse(_list_of(list(map(_row, made))), 202)
 
     async def _list(self) -> Any:
-        rows = [_row(one) for one in await self._call(self._service.statuses)]
+        rows = list(map(_row, await self._call(self._service.statuses)))
         model, ranks = self._options.model_name, self._service.num_ranks
         return {**_list_of(rows), "model": model, "num_ranks": ranks}
 
@@ -376,8 +378,8 @@ class _Metrics:
     def text(self, statuses: list[Status]) -> bytes:
         """Return all metrics."""
         for state in ("waiting", "running", "paused"):
-            self._now.labels(state).set(sum(one.state == state for one in statuses))
-        self._busy.set(len({rank for one in statuses for rank in one.ranks}))
+            self._now.labels(state).set(sum(status.state == state for status in statuses))
+        self._busy.set(len({rank for status in statuses for rank in status.ranks}))
         return prometheus.generate_latest(self._registry)
 
 

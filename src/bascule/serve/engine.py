@@ -47,9 +47,10 @@ from bascule.diffusers.verify import check_table
 from bascule.encoders.encoder import EncoderOptions
 from bascule.encoders.tiled_vae import TiledVAE
 from bascule.errors import CommError, ConfigError
-from bascule.serve.blocks import Block, places_of, shape_of_block
-from bascule.serve.controller import Controller
+from bascule.plan.requests import Block
+from bascule.serve.blocks import places_of, shape_of_block
 from bascule.serve.kept import read_kept, write_kept
+from bascule.serve.orders import Orders
 from bascule.serve.post import Message, Post, Ticket
 from bascule.stand_in import Override
 
@@ -95,7 +96,7 @@ class Engine:
 
     Transformers are split by their tables. The prompts of a request are encoded by the ranks that
     start it, and its output is decoded by the first rank alone, as the others leave after the last
-    step. `controller`, on rank 0, starts and moves requests.
+    step. `orders`, on rank 0, starts and moves requests.
 
     Args:
         pipeline: On the device of this rank, with the same weights on all of them.
@@ -150,10 +151,10 @@ class Engine:
         shapes, self._size = {1: replace(request.shape, data=1)}, world.size // request.shape.data
         if shape is None:
             configs: list[Any] = [getattr(model, "config", None) for model in request.models]
-            num_heads = min(getattr(one, "num_attention_heads", None) or 1 for one in configs)
+            num_heads = min(getattr(config, "num_attention_heads", None) or 1 for config in configs)
             degrees = [1 << k for k in range(world.size.bit_length())]
-            shapes = {one: shape_of_block(one, num_heads, num_groups) for one in degrees}
-            shapes = {d: one for d, one in shapes.items() if one.ring <= (longest_ring or d)}
+            shapes = {degree: shape_of_block(degree, num_heads, num_groups) for degree in degrees}
+            shapes = {d: shape for d, shape in shapes.items() if shape.ring <= (longest_ring or d)}
             self._size = 1
         self._places = places_of(self._control, attending, shapes, self._size)
         self.degrees = [block.degree for block in self._places]
@@ -161,13 +162,13 @@ class Engine:
         self._post = Post(post, timeout_s)
         self._mail, self._is_over = self._post.mail(), False
         self._run: _Run | None = None
-        self.controller = None
+        self.orders = None
         if self._rank == 0:
-            self.controller = Controller(self._post, world.size // self._size, self._size)
+            self.orders = Orders(self._post, world.size // self._size, self._size)
         ways = AttentionMesh(None, None, None), request.attention, sparse
         pairs = zip(request.models, request.tables, strict=True)
         self._parts = [SplitModel(*pair, *ways, check=check_table) for pair in pairs]
-        groups = [Branches(one.branches) for one in self._places.values() if one.branches]
+        groups = [Branches(x.branches) for x in self._places.values() if x.branches]
         self._guided = [GuidedModel(part, groups[0]) for part in self._parts if groups]
         self._calls: dict[Block, list[Any]] = {}  # of the models, compiled if they are
         self._tiled: dict[tuple[int, ...], TiledVAE] = {}  # by their ranks
@@ -193,7 +194,7 @@ class Engine:
 
     @shared("the engine")
     def run(self) -> None:
-        """Run what the controller orders, until it closes; call it in the main thread.
+        """Run what is ordered, until that is to stop; call it in the main thread.
 
         Raises:
             CommError: A rank is gone, or failed where others wait for it.
@@ -217,8 +218,8 @@ class Engine:
         finally:
             self._undo.close()
             self._post.end(self._mail)
-            if self.controller is not None:
-                self.controller.end(reason)
+            if self.orders is not None:
+                self.orders.end(reason)
 
     def _take(self, wait_s: float | None = None) -> Message:
         """Return the next message; Empty if there is none in this time."""
@@ -349,7 +350,7 @@ class Engine:
             if run.state is not None and run.num_done + 1 == run.first_step:
                 output = rebuilt(output, iter(run.state["stepped"][len(run.stepped)]))
             run.stepped.append(output)
-            if all(scheduler is not one for one in run.schedulers):
+            if all(scheduler is not known for known in run.schedulers):
                 run.schedulers.append(scheduler)
         return output
 
@@ -391,7 +392,7 @@ class Engine:
         return np.array([action, *block], np.int64), ticket
 
     def _order(self, run: _Run) -> Message:
-        """Return what the controller wants of a request now, leaving out what is of others."""
+        """Return the next order for this request, leaving out those for others."""
         wait_s: float | None = 0.0
         with suppress(Empty):
             while True:
@@ -472,7 +473,7 @@ class Engine:
             part.model._compiled_call_impl = call
 
     def _release(self, run: _Run) -> None:
-        """Let the holder forget what all ranks of the block have fetched."""
+        """Drop the state that all ranks of the block have fetched."""
         if run.ticket is not None and self._leads(run):
             self._post.drop(self._mail, run.ticket)
         run.ticket = None

@@ -9,7 +9,7 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any, Literal
 
 from fastapi import Request
@@ -20,7 +20,7 @@ from python_multipart.multipart import File, FormParser, parse_options_header
 
 from bascule.generate.options import DEFAULTS, Prompt
 from bascule.serve.options import ServeOptions
-from bascule.serve.status import Submission
+from bascule.serve.status import Refusal
 
 _LONGEST_QUOTE = 80
 _MOST_SEED = 2**63 - 1
@@ -32,25 +32,6 @@ _HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
 _ALSO = {"num_inference_steps": "steps", "num_frames": "frames"}  # names on other servers
 _PICTURES = "image", "image[]", "input_reference"
 _FORMATS = "PNG", "JPEG", "WEBP"
-
-
-@dataclass
-class Refusal(Exception):  # noqa: N818 - an answer to a client
-    """A call that is refused.
-
-    Attributes:
-        status: Of HTTP.
-        message: One sentence.
-        param: The field that is wrong.
-        code: A name of the reason for programs.
-        headers: Of the answer.
-    """
-
-    status: int
-    message: str
-    param: str | None = None
-    code: str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 class Form(BaseModel):
@@ -195,8 +176,8 @@ def _field(part: Any) -> tuple[str, str | bytes]:
     return name, part.file_object.read()
 
 
-def submissions(form: Form, image: bytes | None, options: ServeOptions) -> list[Submission]:
-    """Return what the fields ask for; Refusal if that is more than the server's limits."""
+def prompts_of(form: Form, options: ServeOptions) -> list[Prompt]:
+    """Return a prompt for each output; Refusal if they ask for more than the server's limits."""
     if form.model not in (None, options.model, options.model_name):
         said = f"model {_quoted(form.model)} is not served: leave it out, or {options.model_name!r}"
         raise Refusal(404, said, "model", "model_not_found")
@@ -223,15 +204,8 @@ def submissions(form: Form, image: bytes | None, options: ServeOptions) -> list[
     seed = secrets.randbelow(2**31) if form.seed is None else form.seed
     if seed + num - 1 > _MOST_SEED:
         raise Refusal(400, f"seed: {seed} is too large: give at most {_MOST_SEED}", "seed")
-    return [
-        Submission(
-            prompt=Prompt(prompt=form.prompt, **settings, seed=seed + place),
-            image=image,
-            deadline_s=form.deadline_s,
-            must_meet_deadline=form.must_meet_deadline,
-        )
-        for place in range(num)
-    ]
+    first = Prompt(prompt=form.prompt, **settings, seed=seed)
+    return [replace(first, seed=seed + place) for place in range(num)]
 
 
 def picture(sent: Any, max_pixels: int) -> bytes:

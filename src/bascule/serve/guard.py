@@ -2,7 +2,6 @@
 
 import asyncio
 import hmac
-import math
 import re
 import time
 from collections import Counter
@@ -16,9 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from bascule.errors import ConfigError
-from bascule.serve.forms import Refusal
 from bascule.serve.options import ServeOptions
-from bascule.serve.status import Busy, Closing, Late, Unknown
+from bascule.serve.status import Refusal
 
 _HEADERS_S = 20.0  # within which a connection must have sent the headers of a request
 _NEW_S = 1.0  # for which a connection that has sent nothing yet keeps its place
@@ -29,11 +27,10 @@ _LOCAL = {"127.0.0.1", "localhost", "[::1]"}
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _KEY = {"WWW-Authenticate": "Bearer"}
 _SOON = {"Retry-After": "1"}
-_LATER = {"Retry-After": "10"}  # a server that ends, or whose disk is full
 _FOLDERS = re.compile(r"(?<![\w.:/~-])~?/(?:[^\s/:'\"]+/)+")  # the folders of a path in a text
 NO_RETRY = {"x-should-retry": "false"}  # for OpenAI's client: it would make a request twice
 
-ANSWERED = Refusal, Busy, Late, Unknown, Closing, ConfigError, HTTPException, ClientDisconnect
+ANSWERED = Refusal, ConfigError, HTTPException, ClientDisconnect
 """Exceptions that say what a client did; any other is ours."""
 
 
@@ -42,16 +39,6 @@ def answer(request: Request | None, error: Exception) -> JSONResponse:
     match error:
         case Refusal():
             refusal = error
-        case Busy():
-            after = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
-            refusal = Refusal(429, str(error), code="queue_full", headers=after)
-        case Late():
-            refusal = Refusal(422, str(error), "deadline_s", "deadline_too_early")
-        case Unknown():
-            refusal = Refusal(404, str(error) or "there is no such request")
-        case Closing():
-            said = str(error) or "the server is ending"
-            refusal = Refusal(503, said, code="closing", headers=_LATER)
         case ConfigError():
             refusal = Refusal(400, str(error))
         case HTTPException():  # of FastAPI: no such path, or method; a form that is malformed

@@ -140,6 +140,18 @@ class Post:
         """Let the holder forget an item, after all have fetched it."""
         mail.send(ticket.holder, "drop", key=ticket.key)
 
+    def hears_all(self) -> bool:
+        """Wait for a sign of life of each rank; return whether all came before the end."""
+        with suppress(RuntimeError):  # the store is gone
+            mail = self.mail()
+            before = {rank: mail.sign(rank, 0) for rank in self._group.ranks}
+            for _ in range(self._most_silent):
+                if self._is_over.wait(_BEAT_S):
+                    break
+                if all(mail.sign(rank, 0) > signs for rank, signs in before.items()):
+                    return True
+        return False
+
     def end(self, mail: Mail) -> None:
         """End the thread after the messages that are there."""
         self._is_over.set()

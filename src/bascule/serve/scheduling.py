@@ -1,20 +1,21 @@
-"""Requests on the ranks of an engine as a policy wants them: a plan, and how it is carried out."""
+"""The table of requests: where a policy wants them, what their ranks do, and the orders between."""
 
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from bascule.generate.options import Prompt
 from bascule.plan.requests import NEVER, Block, Job, Policy, Request, State
-from bascule.serve.blocks import Event
-from bascule.serve.controller import Controller
+from bascule.serve.orders import Event, Orders
+from bascule.serve.post import Ticket
 from bascule.serve.times import Form, Times
 
 _MOVE_S = 0.05  # until moves are measured
 _USUAL_STEPS = 30  # of a pipeline that does not say how many it takes
+Phase = Literal["new", "running", "halting", "halted", "moving", "pausing", "paused", "made"]
 _READY = "new", "halted", "paused"  # phases in which a task takes the ranks of the plan
 
 
@@ -26,18 +27,31 @@ def num_steps_of(prompt: Prompt, takes: Mapping[str, Any]) -> int:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Task(Job):
-    """A request on its way: `block` is where the plan has it, `at` where it is."""
+    """A request from its arrival until its output is written.
+
+    Its block is planned, and `at` is where it is. It is new, running, halting (at its next
+    boundary), halted, and then runs on, moving to other ranks or pausing; at last it is made.
+    """
 
     id: str
+    prompt: Prompt
     form: Form
-    seed: int
     arguments: Callable[[], dict[str, Any]]
+    created_at: float = 0.0  # Unix seconds
     at: Block | None = None
-    phase: str = "new"  # "running", "halting", "halted", "moving", "pausing", "paused", "leaving"
+    phase: Phase = "new"
+    ticket: Ticket | None = None  # of its state, while it is paused
     last: Event | None = None
     encoding_s: float = 0.0
+    denoising_s: float = 0.0
     stays: bool = False  # it cannot travel
     runs_alone: bool = False  # after requests that came before, and before later ones
+    is_cancelled: bool = False  # it has ended, and leaves its ranks when it can
+
+    @property
+    def is_open(self) -> bool:
+        """True if it is to be computed, or is."""
+        return not (self.is_cancelled or self.phase == "made")
 
     @classmethod
     def of(
@@ -59,7 +73,7 @@ class Task(Job):
             deadline_s=deadline_s,
             once_s=times.once_s(form),
         )
-        facts = {"id": request_id, "form": form, "seed": prompt.seed, "arguments": arguments}
+        facts = {"id": request_id, "prompt": prompt, "form": form, "arguments": arguments}
         return cls(number, request, request.steps, **facts)
 
 
@@ -69,16 +83,22 @@ class Scheduler:
     The plan runs ahead of the ranks: a task whose ranks are still taken starts when they are free.
 
     Args:
-        controller: Of the engine.
+        orders: Of the engine.
         policy: Decides.
         times: Learns the seconds of steps.
+
+    Attributes:
+        tasks: By id, in the order of arrival, until they are removed.
+        is_closed: True if no task gets ranks any more.
     """
 
-    def __init__(self, controller: Controller, policy: Policy, times: Times) -> None:
-        self._controller, self._policy, self._times = controller, policy, times
-        self.state = State.of(controller.num_ranks, move_s=_MOVE_S)
-        self.tasks: dict[str, Task] = {}  # in the order of arrival
+    def __init__(self, orders: Orders, policy: Policy, times: Times) -> None:
+        self.orders, self._policy, self._times = orders, policy, times
+        self.state = State.of(orders.num_ranks, move_s=_MOVE_S)
+        self.tasks: dict[str, Task] = {}
+        self.is_closed = False
         self._planned: dict[Task, None] = {}  # that are not where the plan has them
+        self._users: dict[int, Task] = {}  # that have ranks, or are to get them, by rank
         self._moves_s = deque[float](maxlen=9)
 
     def add(self, task: Task) -> None:
@@ -88,36 +108,54 @@ class Scheduler:
 
     def cancel(self, task: Task) -> None:
         """Forget a task; if ranks have it, when they report that they left it."""
-        if task.phase == "new":
-            return self._remove(task)
-        task.phase = "leaving"
-        self._controller.cancel(task.id)
+        task.is_cancelled = True
+        if task.phase in ("halted", "pausing"):
+            self._leave(task)
+        self._dismiss(task)
 
-    def decide(self, *, may_start: bool = True) -> list[str]:
-        """Ask the policy, give the orders whose ranks are free by now, and return their ids.
+    def remove(self, task: Task) -> None:
+        """Forget a task that no rank has."""
+        self._leave(task)
+        del self.tasks[task.id]
 
-        Without `may_start`, requests that have not started do not start.
+    def close(self) -> None:
+        """End the engine when tasks have left their ranks, after their steps; they wait again."""
+        if not self.is_closed:
+            self.is_closed = True
+            for task in list(self.tasks.values()):
+                self._dismiss(task)
+            if not self._users:
+                self.orders.stop()
+
+    def decide(self) -> list[Task]:
+        """Ask the policy, give the orders whose ranks are free by now, and return their tasks.
+
+        New tasks do not start while more outputs are to be written than there are ranks: they would
+        fill the memory.
         """
-        self.state.now_s, ordered = time.monotonic(), list[str]()
+        ordered = list[Task]()
+        if self.is_closed:
+            return ordered
+        self.state.now_s = time.monotonic()
         here = self._in_turn()
         hidden = [task for task in self.state.waiting if task.number > here]
         del self.state.waiting[len(self.state.waiting) - len(hidden) :]
         self._policy.decide(self.state, self)
         self.state.waiting += hidden
-        free = set(self._controller.free_ranks)
+        num_made = sum(task.phase == "made" for task in self.tasks.values())
         for task in list(self._planned):
             if task.block is None and task.phase == "halted":
+                assert task.at is not None
                 del self._planned[task]
                 task.phase = "pausing"
-                self._controller.pause(task.id)
-            elif task.phase == "new" and not may_start:
+                self.orders.order(task.at, task.id, "pause")
+            elif task.phase == "new" and num_made > self.orders.num_ranks:
                 continue
             elif task.block is not None and task.phase in _READY:
-                if free.union(task.at.ranks if task.at else ()).issuperset(task.block.ranks):
+                if all(self._users.get(rank, task) is task for rank in task.block.ranks):
                     del self._planned[task]
-                    free.difference_update(task.block.ranks)
-                    self._order(task, task.block)
-                    ordered.append(task.id)
+                    self._place(task, task.block)
+                    ordered.append(task)
         return ordered
 
     def ends_s(self, tasks: Sequence[Task]) -> dict[Task, float]:
@@ -136,10 +174,10 @@ class Scheduler:
         free.sort()
         waiting = [*self.state.waiting, *(task for task in tasks if task.id not in self.tasks)]
         share = max(1, len(free) // (len(waiting) + len(ends)))
-        for job in sorted(waiting, key=lambda one: (one.request.deadline_s, one.number)):
+        for job in sorted(waiting, key=lambda job: (job.request.deadline_s, job.number)):
             is_urgent, degrees = job.request.deadline_s < NEVER, job.request.step_s
-            wide = [one for one in degrees if is_urgent or one <= share] or [min(degrees)]
-            ends[job], degree = min((free[one - 1] + job.seconds(one), one) for one in wide)
+            wide = [d for d in degrees if is_urgent or d <= share] or [min(degrees)]
+            ends[job], degree = min((free[d - 1] + job.seconds(d), d) for d in wide)
             free[:degree] = [ends[job]] * degree
             free.sort()
         return {task: ends[task] for task in tasks}
@@ -148,40 +186,61 @@ class Scheduler:
         """Return the number of the last task whose turn it is; a task that runs alone bars more."""
         last = -1
         for task in self.tasks.values():
-            if task.runs_alone:
+            if task.runs_alone and task.phase != "made":
                 return task.number if last == -1 else last
-            last = task.number
+            if task.phase != "made":
+                last = task.number
         return NEVER
 
-    def _order(self, task: Task, block: Block) -> None:
-        phase, task.phase = task.phase, "running"
-        if phase == "new":
-            try:
-                self._controller.start(task.id, task.arguments(), task.seed, block)
-            except Exception as error:  # also one of its picture
-                if not self._controller.is_closed:
-                    now, reason = time.monotonic(), str(error)
-                    self._controller.events.put(Event("failed", task.id, now, block, reason=reason))
-        elif phase == "paused":
-            self._controller.resume(task.id, block)
-        elif task.at == block:
-            self._controller.go_on(task.id)
-        else:
-            task.phase = "moving"
-            self._controller.move(task.id, block)
-        task.at = block
+    # --- orders -----------------------------------------------------------------------------------
 
-    def _remove(self, task: Task) -> None:
-        self._leave(task)
-        self._planned.pop(task, None)
-        del self.tasks[task.id]
+    def _place(self, task: Task, block: Block) -> None:
+        """Let free ranks compute a task from here on."""
+        before, task.phase, ticket = task.phase, "running", task.ticket
+        if before == "new":
+            try:
+                ticket = self.orders.keep(task.id, task.arguments(), task.prompt.seed)
+            except Exception as error:  # also one of its picture
+                task.at = block
+                return self.orders.tell("failed", task.id, str(error))
+        self._users |= dict.fromkeys(block.ranks, task)
+        if ticket is not None:
+            self.orders.run(task.id, block, ticket)
+            task.at, task.ticket = block, None
+        elif task.at == block:
+            self.orders.order(block, task.id, "go on")
+        elif task.at is not None:
+            task.phase = "moving"
+            self.orders.order(task.at, task.id, "move", block)
+
+    def halt(self, task: Task) -> None:
+        """Let a running task wait at its next boundary."""
+        assert task.at is not None
+        task.phase = "halting"
+        self.orders.order(task.at, task.id, "halt")
+
+    def _dismiss(self, task: Task) -> None:
+        """Let a task leave its ranks after its step; while it changes ranks, when it has."""
+        if task.phase == "paused":
+            assert task.ticket is not None
+            self.orders.drop(task.ticket)
+            task.phase, task.ticket = "new", None
+        if task.phase in ("running", "halting", "halted"):
+            assert task.at is not None
+            self.orders.order(task.at, task.id, "cancel")
+        elif task.phase == "new" and task.is_cancelled:
+            self.remove(task)
+
+    # --- the plan ---------------------------------------------------------------------------------
 
     def _leave(self, task: Task) -> None:
         """Take a task out of the plan."""
-        if task.block is None:
-            self.state.waiting.remove(task)
-        else:
+        self._planned.pop(task, None)
+        if task.block is not None:
             self.state.release(task.block)
+            task.block = None
+        elif self.state.waits(task):
+            self.state.leave(task)
 
     def _enter(self, task: Task, block: Block) -> None:
         self.state.take(block)
@@ -195,21 +254,18 @@ class Scheduler:
         task.steps_end_s = time.monotonic() + task.left * task.request.step_s[task.block.degree]
         task.free_s = task.steps_end_s + (task.request.once_s if task.block.degree == 1 else 0.0)
 
-    # --- what the policy decides ------------------------------------------------------------------
-
     def start(self, job: Job, block: Block) -> None:
-        """Plan ranks for a waiting task."""
+        """Plan ranks for a waiting task, as the policy decides."""
         assert isinstance(job, Task)
         self.state.waiting.remove(job)
         self._enter(job, block)
         self._planned[job] = None
 
     def recall(self, job: Job) -> None:
-        """Halt a running task at its next boundary, if it is not on its way anyhow."""
+        """Halt a running task, as the policy decides, if it is not on its way anyhow."""
         assert isinstance(job, Task)
-        if job.phase == "running" and job.left > 1 and not job.stays:
-            job.phase = "halting"
-            self._controller.halt(job.id)
+        if job.phase == "running" and job.left > 1 and not (job.stays or job.is_cancelled):
+            self.halt(job)
 
     # --- news -------------------------------------------------------------------------------------
 
@@ -222,40 +278,71 @@ class Scheduler:
                 self._step(task, event)
                 return False
             case "halted":
-                self._turn(task, "halting", "halted")
-                self.state.wait(task)
-                self._planned[task] = None
+                task.phase = "halted"
+                if not task.is_cancelled:
+                    self.state.wait(task)
+                    self._planned[task] = None
+                return True
             case "paused":
-                task.at = None
-                self._turn(task, "pausing", "paused")
+                self._free(task, None)
+                task.phase, task.ticket = "paused", event.ticket
             case "moved":
                 if task.phase == "moving" and before is not None:
                     self._moves_s.append(event.time - before.time)
                     self.state.move_s = median(self._moves_s)
-                self._turn(task, "moving", "running")
                 self._settle(task, event.block)
             case "refused":
                 task.stays = True
-                self._turn(task, task.phase, "running")
-                for one in [one for one in self._planned if one.block is not None]:
-                    self.state.wait(one)  # it may have been to get these ranks
-                    if one.phase != "halted":
-                        del self._planned[one]
+                for other in [planned for planned in self._planned if planned.block is not None]:
+                    self.state.wait(other)  # it may have been to get these ranks
+                    if other.phase != "halted":
+                        del self._planned[other]
                 self._settle(task, event.block)
-            case _:  # it leaves its ranks
-                if event.kind == "done":
-                    self._measure(task, 0, task.encoding_s + event.seconds)
-                self._remove(task)
+            case _:
+                self._end(task, event)
+                return True
+        if task.is_cancelled or self.is_closed:
+            self._dismiss(task)
         return True
 
-    def _turn(self, task: Task, before: str, phase: str) -> None:
-        if task.phase == before != "leaving":
-            task.phase = phase
+    def _end(self, task: Task, event: Event) -> None:
+        """Take a task from ranks that are done with it."""
+        self._leave(task)
+        if event.kind == "done":
+            self._measure(task, 0, task.encoding_s + event.seconds)
+        if task.is_cancelled or event.kind == "failed":
+            del self.tasks[task.id]
+        elif event.kind == "done":
+            task.phase = "made"
+        else:  # closed
+            task.phase = "new"
+            self.state.wait(task)
+        self._free(task, None)
+
+    def _free(self, task: Task, block: Block | None) -> None:
+        """Free the ranks of a task, but for those of the block where it is."""
+        task.at, users = block, dict[int, Task]()
+        for rank, user in self._users.items():
+            if user is not task or (block is not None and rank in block.ranks):
+                users[rank] = user
+        if self.is_closed and self._users and not users:
+            self.orders.stop()
+        self._users = users
+
+    def _settle(self, task: Task, block: Block) -> None:
+        """Set the planned ranks of a task to those where it is."""
+        if task.phase in ("moving", "pausing"):
+            task.phase = "running"
+        self._free(task, block)
+        if task.block != block:
+            self._leave(task)
+            self._enter(task, block)
 
     def _step(self, task: Task, event: Event) -> None:
         if event.step == 0:
             task.encoding_s = event.seconds
         else:
+            task.denoising_s += event.seconds
             self._measure(task, event.block.degree, event.seconds)
         task.left = max(0, (event.num_steps or task.request.steps) - event.step)
         if task.block == event.block:
@@ -264,11 +351,3 @@ class Scheduler:
     def _measure(self, task: Task, degree: int, seconds: float) -> None:
         self._times.measure(task.form, degree, seconds)
         self.state.num_changes += 1
-
-    def _settle(self, task: Task, block: Block) -> None:
-        """Let the plan have a task where it is."""
-        task.at = block
-        if task.block != block:
-            self._leave(task)
-            task.block = None
-            self._enter(task, block)

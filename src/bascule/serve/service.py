@@ -7,13 +7,12 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
-from queue import Empty
 from typing import Any
 from uuid import uuid4
 
@@ -21,34 +20,35 @@ from PIL import Image
 
 from bascule.errors import ConfigError
 from bascule.generate.generating import arguments_of, check_prompt, write_media
+from bascule.generate.options import Prompt
 from bascule.plan.requests import NEVER, Policy
-from bascule.serve.blocks import Block, Event
-from bascule.serve.controller import Controller
+from bascule.serve.jobs import Jobs, Sink
+from bascule.serve.orders import Event, Orders
 from bascule.serve.scheduling import Scheduler, Task
 from bascule.serve.spool import Entry, Spool, flush
-from bascule.serve.status import Busy, Closing, Late, Status, Submission, Unknown
+from bascule.serve.status import Busy, Closing, Late, Status, Unknown
 from bascule.serve.times import Times
 
 _SHOWN = 20  # requests that have ended, in a list
-_AGAIN_S = 1.0  # between tries to write to a disk that is full
+_RETRY_S = 1.0  # between tries to write to a disk that is full
 _SWEEP_S = 600.0  # between looks for what is too old
 _DAY_S = 86400.0
 _MOST_STARTS = 2  # of a request; at the last one it runs alone
-_NO_ROOM = errno.ENOSPC, errno.EDQUOT
+_DISK_FULL = errno.ENOSPC, errno.EDQUOT
 
 logger = logging.getLogger(__name__)
 
 
-class Service:
+class Service(Sink):
     """Takes requests and lets an engine do them; any thread may call it.
 
-    A thread of its own takes the news of the engine, decides by the policy, and calls `on_change`.
-    Requests of the spool that have not ended begin anew. One whose ranks ended while it ran comes
-    after the others, and runs alone; if they end again, it has failed.
+    A thread of its own runs the loop, whose news comes here with the lock. Requests of the spool
+    that have not ended begin anew. One whose ranks ended while it ran comes after the others, and
+    runs alone; if they end again, it has failed.
 
     Args:
         pipeline: Of the engine.
-        controller: Of the engine.
+        orders: Of the engine.
         spool: Keeps requests and outputs.
         policy: Decides which requests run where.
         times: Predicts seconds of steps.
@@ -61,13 +61,13 @@ class Service:
         kind: "image" or "video".
         num_ranks: Of the engine.
         takes_image: True if a request may begin with an image.
-        on_change: Is called with the status of a request that has changed.
+        on_change: Is called with the status of a request that has changed, and calls nothing here.
     """
 
     def __init__(
         self,
         pipeline: Any,
-        controller: Controller,
+        orders: Orders,
         spool: Spool,
         *,
         policy: Policy,
@@ -77,49 +77,50 @@ class Service:
         keep_days: float = NEVER,
         keep_bytes: float = NEVER,
     ) -> None:
-        self._pipeline, self._controller, self._events = pipeline, controller, controller.events
-        self._spool, self._times = spool, times
+        self._pipeline, self._orders, self._spool, self._times = pipeline, orders, spool, times
         self._takes = inspect.signature(pipeline.__call__).parameters
         self.kind = "video" if "num_frames" in self._takes else "image"
-        self.num_ranks, self.takes_image = controller.num_ranks, "image" in self._takes
+        self.num_ranks, self.takes_image = orders.num_ranks, "image" in self._takes
         self.on_change: Callable[[Status], None] | None = None
         self._most_waiting, self._fps = most_waiting, fps
         self._keep_days, self._keep_bytes = keep_days, keep_bytes
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._reason = ""  # why no more requests are taken
-        self._ends_well: bool | None = None  # of the ranks, once they have ended
         self._full = ""  # why the disk does not take ends
         self._no_room = ""  # why it does not take outputs
         self._error: Exception | None = None  # of the thread
-        self._entries: dict[str, Status] = {}  # of requests that have not ended, as they came
-        self._leaving: dict[str, Status] = {}  # those of them whose output is written now
-        self._unwritten: list[Status] = []  # ends that the disk did not take
-        self._changed: dict[str, Status | None] = {}  # changes to report; how requests ended
-        self._count = 0
-        self._scheduler = Scheduler(controller, policy, times)
-        for entry in sorted(spool.waiting(), key=lambda one: one.starts):
-            self._entries[entry.status.id] = status = entry.status
-            reason = status.reason  # of a row that cannot be read
+        self._unwritten: dict[str, Status] = {}  # ends that the disk did not take
+        self._numbers, self._sweep_at = count(), 0.0
+        self._scheduler = Scheduler(orders, policy, times)
+        self._jobs = Jobs(self._scheduler, self)
+        for entry in sorted(spool.waiting(), key=lambda entry: entry.starts):
+            reason = entry.status.reason  # of a row that cannot be read
             if entry.starts >= _MOST_STARTS:
                 often = f"{entry.starts} times while it ran, at last alone"
                 reason = f"its ranks ended {often}: see why in the log, or ask for less"
             if reason:
-                self._end(status, "failed", reason)
+                status = replace(entry.status, state="failed", reason=reason)
+                self._unwritten[status.id] = status
             else:
-                self._add(self._task(entry), entry)
-        self._writer = ThreadPoolExecutor(1, "bascule outputs")
+                self._scheduler.add(self._task(entry))
         self._thread = threading.Thread(target=self._run, name="bascule service", daemon=True)
 
     def start(self) -> None:
         """Begin with the requests that there are."""
-        self._changed |= dict.fromkeys(self._entries)
         self._thread.start()
-        self._writer.submit(self._sweep)
-        self._tell("asked")
 
     def stop(self) -> None:
-        """Let the engine end after the steps that run; signals may call it."""
-        self._tell("stop")
+        """Let the engine end after the steps that run.
+
+        That ranks which take too long to stop may be killed counts against nobody. But launchers
+        stop a job where a rank has died, too, and that counts.
+        """
+        with self.lock:
+            self._reason = self._reason or "the server is ending"
+            self._scheduler.close()
+        if self._orders.are_alive():
+            with self.lock:
+                self._forgive()
 
     def close(self) -> None:
         """Wait for the thread, when the engine has ended; raises what the thread failed with."""
@@ -128,10 +129,26 @@ class Service:
         if self._error is not None:
             raise self._error
 
+    def _run(self) -> None:
+        try:
+            self._jobs.run()
+        except Exception as error:
+            self._error = error
+
     # --- for users --------------------------------------------------------------------------------
 
-    def submit(self, submissions: Sequence[Submission]) -> list[Status]:
-        """Take requests, all or none; they are on disk when it returns.
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        image: bytes | None = None,
+        deadline_s: float | None = None,
+        *,
+        must_meet_deadline: bool = False,
+    ) -> list[Status]:
+        """Take a request for each prompt, all or none; they are on disk when it returns.
+
+        They begin with an image, which was checked and encoded here as PNG, and should be done in
+        `deadline_s` from now; with `must_meet_deadline` they are refused if one would be late.
 
         Raises:
             ConfigError: The pipeline does not take a setting, or more come than may wait.
@@ -139,41 +156,50 @@ class Service:
             Late: A deadline that must be met would be missed.
             Closing: The server is ending, or its disk takes nothing.
         """
-        for one in submissions:
-            self._check(one)
-        now = time.time()
-        entries = [self._entry(one, now) for one in submissions]
-        with self._lock:
+        for prompt in prompts:
+            check_prompt(self._pipeline, prompt, self._takes, picture=image is not None)
+        if image is not None and not self.takes_image:
+            raise ConfigError("this pipeline takes no image: leave it out")
+        facts: dict[str, Any] = {"kind": self.kind, "state": "waiting", "created_at": time.time()}
+        deadline_at = None if deadline_s is None else facts["created_at"] + deadline_s
+        news = [Status(id=uuid4().hex, prompt=prompt, **facts) for prompt in prompts]
+        entries = [Entry(status, image, deadline_at) for status in news]
+        with self.lock:
             if reason := self._health():
                 raise Closing(reason)
-            tasks = [self._task(entry, place) for place, entry in enumerate(entries)]
-            self._check_room(submissions, tasks)
+            tasks = list(map(self._task, entries))
+            self._check_room(len(tasks))
+            if must_meet_deadline and deadline_s is not None:
+                ends_s = max(self._scheduler.ends_s(tasks).values())
+                if ends_s > deadline_s:
+                    raise Late(ends_s)
             try:
                 self._spool.add(entries)
             except sqlite3.Error as error:
                 raise Closing(f"the spool takes no more requests: {error}") from error
-            for task, entry in zip(tasks, entries, strict=True):
-                self._add(task, entry)
-            self._changed |= dict.fromkeys(task.id for task in tasks)
+            for task in tasks:
+                self._scheduler.add(task)
             statuses = self._statuses([task.id for task in tasks])
-        self._tell("asked")
+        self._orders.tell("asked")
         return statuses
 
     def status(self, request_id: str) -> Status:
         """Return the status of a request, also of one that has ended; Unknown if there is none."""
-        with self._lock:
+        with self.lock:
             return self._statuses([request_id])[0]
 
     def statuses(self) -> list[Status]:
         """Return all that have not ended in the order of arrival, then the latest that have."""
-        with self._lock:
-            return [*self._statuses(list(self._entries)), *self._spool.ended(_SHOWN)]
+        with self.lock:
+            tasks = self._scheduler.tasks.values()
+            here = [task.id for task in tasks if not task.is_cancelled]
+            return [*self._statuses([*here, *self._unwritten]), *self._spool.ended(_SHOWN)]
 
     def cancel(self, request_id: str) -> Status:
         """End a request, unless it has ended or its output is there; Unknown if there is none."""
-        with self._lock:
-            status = self._cancel(request_id)
-        self._tell("asked")
+        with self.lock:
+            status = self._cancel(self._statuses([request_id])[0])
+        self._orders.tell("asked")
         return status
 
     def delete(self, request_id: str) -> Status:
@@ -183,13 +209,13 @@ class Service:
             Unknown: There is no such request.
             Closing: The disk does not remove it.
         """
-        with self._lock:
-            if request_id in self._entries:
-                status = self._cancel(request_id)
-            else:
-                status = self._spool.status(request_id)
+        with self.lock:
+            status = self._statuses([request_id])[0]
+            if status.has_ended:
                 self._remove(status)
-        self._tell("asked")
+            else:
+                status = self._cancel(status)
+        self._orders.tell("asked")
         return status
 
     def result(self, request_id: str) -> Path:
@@ -202,88 +228,45 @@ class Service:
 
     def health(self) -> str:
         """Return why requests are not taken, or done; empty if all is well."""
-        with self._lock:
+        with self.lock:
             return self._health()
 
-    # --- news, in the thread ----------------------------------------------------------------------
+    # --- news, with the lock ----------------------------------------------------------------------
 
-    def _run(self) -> None:
-        try:
-            while not self._take():
-                pass
-            self._writer.shutdown()
-            if self._ends_well:
-                self._forgive()
-            self._tell("ended")
-            self._take()
-        except Exception as error:
-            self._error, self._reason = error, f"the service failed by a {type(error).__name__}"
-            self._controller.close()
+    def turn(self) -> bool:
+        """Try again to write ends, and look from time to time for what is too old."""
+        unwritten = list(self._unwritten.values())
+        for status in unwritten:
+            self._end(status, status.state, status.reason)
+        if time.monotonic() >= self._sweep_at:
+            self._sweep_at = time.monotonic() + _SWEEP_S
+            if not self._reason:
+                self._jobs.writer.submit(self._sweep)
+        return bool(unwritten)
 
-    def _take(self) -> bool:
-        """Take the news that there is, and act; return whether the engine has ended."""
-        events = list[Event]()
-        with suppress(Empty):
-            events.append(self._events.get(timeout=_AGAIN_S if self._unwritten else _SWEEP_S))
-            while True:
-                events.append(self._events.get_nowait())
-        with self._lock:
-            unwritten, self._unwritten = self._unwritten, []
-            for status in unwritten:
-                self._end(status, status.state, status.reason)
-            asks = [self._handle(event) for event in events]
-            if (any(asks) or unwritten) and not self._reason and not self._controller.is_closed:
-                has_room = len(self._leaving) <= self.num_ranks  # else they would fill the memory
-                ordered = self._scheduler.decide(may_start=has_room)
-                self._changed |= dict.fromkeys(ordered)
-            on_change, ended = self.on_change, [one for one in self._changed.values() if one]
-            others = [request_id for request_id, one in self._changed.items() if one is None]
-            statuses = [*ended, *self._statuses(others)] if on_change is not None else []
-            self._changed.clear()
-        if not events:
-            self._writer.submit(self._sweep)
-        for status in statuses:
-            assert on_change is not None
-            on_change(status)
-        return any(event.kind == "ended" for event in events)
+    def changed(self, task: Task, event: Event | None) -> None:
+        """Report a change of a request."""
+        if event is not None and event.kind == "done":
+            self._forgive(task.id)  # others run while its output is written
+        if self.on_change is not None:
+            self.on_change(self._statuses([task.id])[0])
 
-    def _handle(self, event: Event) -> bool:
-        """Take an event; return whether the policy should be asked."""
-        request_id = event.request_id
-        if event.kind in ("stop", "ended"):
-            ended = "the ranks of the server have ended" if event.reason else ""
-            self._reason = self._reason or ended or "the server is ending"
-            if event.kind == "ended" and self._ends_well is None:
-                self._ends_well = not event.reason
-            elif event.kind == "stop":
-                self._forgive()  # ranks that take too long to stop may be killed
-            self._controller.close()
-            return False
-        if event.kind == "asked":
-            return True
-        if request_id in self._entries:
-            self._changed[request_id] = None
-        if event.kind == "written":
-            status = self._leaving[request_id]
-            self._end(status, "failed" if event.reason else "done", event.reason)
-            return True
-        asks = self._scheduler.handle(event)
-        if request_id in self._entries and request_id not in self._leaving:  # nor was cancelled
-            status = replace(self._entries[request_id], state="running")
-            status = replace(status, step=event.step, num_steps=event.num_steps)
-            if event.kind == "done":
-                self._forgive(request_id)  # others run while its output is written
-                self._leaving[request_id] = status
-                self._writer.submit(self._write, status, event)
-            elif event.kind == "failed":
-                self._end(status, "failed", event.reason)
-        return asks
+    def ended(self, task: Task, state: str, reason: str) -> None:
+        """Keep the end of a request, whose output may be one too many."""
+        self._end(self._status(task), state, reason)
+        self._sweep_at = 0.0
+
+    def over(self, reason: str) -> None:
+        """Take no more requests."""
+        self._reason = self._reason or reason or "the server is ending"
+        if not reason:
+            self._forgive()
 
     # --- in the thread of the writer --------------------------------------------------------------
 
-    def _write(self, status: Status, event: Event) -> None:
-        """Write an output as soon as the disk has room for it."""
-        output, path = event.output, self._spool.output(status)
+    def write(self, task: Task, output: Any) -> str | None:
+        """Write an output as soon as the disk has room for it; None if the server ends before."""
+        path = self._spool.output(self._status(task))
         while True:
             reason = no_room = ""
             try:
@@ -292,19 +275,17 @@ class Service:
                 flush(path)
             except Exception as error:
                 cause: Any = error.__cause__ or error
-                said = getattr(cause, "strerror", None) or f"{type(cause).__name__}: {cause}"
-                reason = f"its output cannot be written: {said}"
-                if getattr(cause, "errno", None) in _NO_ROOM:
-                    no_room = f"the disk takes no outputs: {said}"
+                why = getattr(cause, "strerror", None) or f"{type(cause).__name__}: {cause}"
+                reason = f"its output cannot be written: {why}"
+                if getattr(cause, "errno", None) in _DISK_FULL:
+                    no_room = f"the disk takes no outputs: {why}"
             self._no_room = no_room
             if not no_room:
-                break
+                return reason
             if self._reason:
-                return  # it begins anew at the next start
+                return None  # it begins anew at the next start
             self._sweep()  # which may make room
-            time.sleep(_AGAIN_S)
-        self._tell("written", status.id, reason)
-        self._sweep()
+            time.sleep(_RETRY_S)
 
     def _sweep(self) -> None:
         """Remove ended requests, the oldest first, until the others are to be kept."""
@@ -313,7 +294,7 @@ class Service:
             too_many = self._spool.num_bytes() - self._keep_bytes
         with suppress(Closing):  # a later look tries again
             while not self._reason:
-                with self._lock:
+                with self.lock:
                     status = next(iter(self._spool.ended(1, first=True)), None)
                     if status is None or (too_many <= 0 and (status.ended_at or 0.0) >= oldest):
                         return
@@ -321,10 +302,10 @@ class Service:
 
     # --- with the lock ----------------------------------------------------------------------------
 
-    def _cancel(self, request_id: str) -> Status:
+    def _cancel(self, status: Status) -> Status:
         """Cancel a request, unless it has ended, or is ending; return its status."""
-        status, task = self._statuses([request_id])[0], self._scheduler.tasks.get(request_id)
-        if request_id not in self._entries or request_id in self._leaving or task is None:
+        task = self._scheduler.tasks.get(status.id)
+        if task is None or not task.is_open:
             return status
         self._scheduler.cancel(task)
         return self._end(status, "cancelled")
@@ -335,22 +316,21 @@ class Service:
             self._spool.forgive(request_id)
 
     def _end(self, status: Status, state: str, reason: str = "") -> Status:
-        """Keep the end of a request."""
+        """Keep the end of a request, and report it."""
         ended_at = status.ended_at or max(status.created_at, time.time())  # clocks are set back
         status = replace(status, state=state, reason=reason, ended_at=ended_at)
         status = replace(status, ranks=(), ends_in_s=None)
         try:
             self._spool.end(status)
-            self._entries.pop(status.id, None)
-            self._leaving.pop(status.id, None)
-            self._changed[status.id] = status
         except sqlite3.Error as error:
-            self._unwritten.append(status)
-            self._leaving[status.id] = replace(status, state="running", ended_at=None)
+            self._unwritten[status.id] = status
             self._full = f"the spool takes no ends of requests: {error}"
-        else:
-            if state == "failed":
-                logger.warning("request %s failed: %s", status.id, reason.partition("\n")[0])
+            return status
+        self._unwritten.pop(status.id, None)
+        if state == "failed":
+            logger.warning("request %s failed: %s", status.id, reason.partition("\n")[0])
+        if self.on_change is not None:
+            self.on_change(status)
         return status
 
     def _remove(self, status: Status) -> int:
@@ -367,36 +347,13 @@ class Service:
     def _health(self) -> str:
         return self._reason or (self._full if self._unwritten else "") or self._no_room
 
-    def _tell(self, kind: str, request_id: str = "", reason: str = "") -> None:
-        """Put news of our own to that of the engine."""
-        block = Block(0, self.num_ranks)
-        self._events.put(Event(kind, request_id, time.monotonic(), block, reason=reason))
-
-    def _check(self, submission: Submission) -> None:
-        picture = submission.image is not None
-        check_prompt(self._pipeline, submission.prompt, self._takes, picture=picture)
-        if submission.image is not None and not self.takes_image:
-            raise ConfigError("this pipeline takes no image: leave it out")
-
-    def _entry(self, submission: Submission, now: float) -> Entry:
-        deadline_at = None if submission.deadline_s is None else now + submission.deadline_s
-        status = Status(
-            id=uuid4().hex,
-            kind=self.kind,
-            state="waiting",
-            created_at=now,
-            prompt=submission.prompt,
-        )
-        return Entry(status, submission.image, deadline_at)
-
-    def _task(self, entry: Entry, place: int = 0) -> Task:
+    def _task(self, entry: Entry) -> Task:
         status, deadline_s = entry.status, NEVER
         if entry.deadline_at is not None:
             deadline_s = time.monotonic() + entry.deadline_at - time.time()
-        arguments, number = partial(self._arguments, status), self._count + place
-        ways = self._takes, self._times, arguments, deadline_s
-        task = Task.of(number, status.id, status.prompt, *ways)
-        task.runs_alone = entry.starts > 0
+        ways = self._takes, self._times, partial(self._arguments, status), deadline_s
+        task = Task.of(next(self._numbers), status.id, status.prompt, *ways)
+        task.created_at, task.runs_alone = status.created_at, entry.starts > 0
         return task
 
     def _arguments(self, status: Status) -> dict[str, Any]:
@@ -408,46 +365,42 @@ class Service:
             arguments["image"] = Image.open(io.BytesIO(image)).convert("RGB")
         return arguments
 
-    def _add(self, task: Task, entry: Entry) -> None:
-        self._count += 1
-        self._entries[task.id] = entry.status
-        self._scheduler.add(task)
-
-    def _check_room(self, submissions: Sequence[Submission], tasks: Sequence[Task]) -> None:
-        if len(tasks) > self._most_waiting:
+    def _check_room(self, num: int) -> None:
+        if num > self._most_waiting:
             raise ConfigError(
-                f"{len(tasks)} requests at once, of which at most {self._most_waiting} may wait"
+                f"{num} requests at once, of which at most {self._most_waiting} may wait"
             )
-        here = list(self._scheduler.tasks.values())
-        too_many = len(tasks) + len(self._scheduler.state.waiting) - self._most_waiting
+        too_many = num + len(self._scheduler.state.waiting) - self._most_waiting
         if too_many > 0:
-            raise Busy(max(1.0, sorted(self._scheduler.ends_s(here).values())[too_many - 1]))
-        if any(one.must_meet_deadline for one in submissions):
-            ends = self._scheduler.ends_s(tasks)
-            for one, task in zip(submissions, tasks, strict=True):
-                latest_s = NEVER if one.deadline_s is None else one.deadline_s
-                if one.must_meet_deadline and ends[task] > latest_s:
-                    raise Late(ends[task])
+            here = [task for task in self._scheduler.tasks.values() if task.is_open]
+            ends_s = sorted(self._scheduler.ends_s(here).values())
+            raise Busy(max(1.0, ends_s[too_many - 1]))
 
     def _statuses(self, request_ids: Sequence[str]) -> list[Status]:
-        tasks = self._scheduler.tasks
-        ends = self._scheduler.ends_s([tasks[one] for one in request_ids if one in tasks])
-        return [self._status(one, tasks.get(one), ends) for one in request_ids]
+        tasks = [self._scheduler.tasks.get(request_id) for request_id in request_ids]
+        ends_s = self._scheduler.ends_s([task for task in tasks if task and task.is_open])
+        return [
+            self._ended(request_id)
+            if task is None or task.is_cancelled
+            else self._status(task, ends_s.get(task))
+            for request_id, task in zip(request_ids, tasks, strict=True)
+        ]
 
-    def _status(self, request_id: str, task: Task | None, ends: Mapping[Task, float]) -> Status:
-        if request_id in self._leaving:
-            return self._leaving[request_id]
-        if request_id not in self._entries:
-            return self._spool.status(request_id)
-        status = self._entries[request_id]
-        if task is None:  # the engine has ended
-            return status
+    def _ended(self, request_id: str) -> Status:
+        if (status := self._unwritten.get(request_id)) is not None:
+            return replace(status, state="running", ended_at=None)
+        return self._spool.status(request_id)
+
+    def _status(self, task: Task, ends_in_s: float | None = None) -> Status:
         state = {"new": "waiting", "paused": "paused"}.get(task.phase, "running")
-        return replace(
-            status,
+        return Status(
+            id=task.id,
+            kind=self.kind,
             state=state,
             step=0 if task.last is None else task.last.step,
             num_steps=(task.last and task.last.num_steps) or task.request.steps,
             ranks=() if task.at is None else tuple(task.at.ranks),
-            ends_in_s=ends[task],
+            created_at=task.created_at,
+            ends_in_s=ends_in_s,
+            prompt=task.prompt,
         )

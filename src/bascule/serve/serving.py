@@ -21,7 +21,7 @@ from bascule.serve.spool import Spool
 from bascule.serve.times import Times
 from bascule.workload.tables import load_av
 
-_LOOK_S = 0.5
+_POLL_S = 0.5
 _START = "the start of bascule serve"
 
 
@@ -45,14 +45,14 @@ def run_server(
         engine = Engine(pipeline, timeout_s=options.timeout_s)
 
         def open_door() -> Service | None:
-            if engine.controller is None or spool is None:  # not on the first rank
+            if engine.orders is None or spool is None:  # not on the first rank
                 return None
             from bascule.serve.door import Door
 
             times = _times(pipeline, options, world.size)
             service = Service(
                 pipeline,
-                engine.controller,
+                engine.orders,
                 spool,
                 policy=Balanced(),
                 times=times,
@@ -65,7 +65,7 @@ def run_server(
             door.start()
             service.start()
             stack.callback(service.close)
-            stack.callback(engine.controller.end, "its ranks did not start")
+            stack.callback(engine.orders.end, "its ranks did not start")
             stack.callback(door.stop)
             print(
                 f"{options.model_name} at {door.address}, requests in {options.spool}", flush=True
@@ -73,7 +73,7 @@ def run_server(
             return service
 
         def watch(service: Service) -> None:
-            while not is_over.wait(_LOOK_S):
+            while not is_over.wait(_POLL_S):
                 if is_stopping():
                     return service.stop()
 

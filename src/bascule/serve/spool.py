@@ -17,10 +17,11 @@ from bascule.serve.status import STATES, Closing, Status, Unknown
 
 _VERSION = 1  # of the table
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # another one after a loss of power
-_KEPT = [one.name for one in fields(Status) if one.name not in ("ranks", "ends_in_s")]
+_COLUMNS = [x.name for x in fields(Status) if x.name not in ("ranks", "ends_in_s")]
 _KINDS = get_type_hints(Status)
 _TABLE = f"""create table if not exists requests (place integer primary key, model text not null,
-    image blob, deadline_at real, starts integer not null default 0, boot text, {", ".join(_KEPT)});
+    image blob, deadline_at real, starts integer not null default 0, boot text,
+    {", ".join(_COLUMNS)});
     create unique index if not exists by_id on requests (id);
     create index if not exists by_end on requests (ended_at);
     pragma user_version = {_VERSION};"""
@@ -110,8 +111,8 @@ class Spool:
     def add(self, entries: Sequence[Entry]) -> None:
         """Keep requests, all or none."""
         rows = [(self._model, x.image, x.deadline_at, *_row(x.status)) for x in entries]
-        marks = ", ".join("?" * (3 + len(_KEPT)))
-        query = f"insert into requests (model, image, deadline_at, {', '.join(_KEPT)})"
+        marks = ", ".join("?" * (3 + len(_COLUMNS)))
+        query = f"insert into requests (model, image, deadline_at, {', '.join(_COLUMNS)})"
         with self._base:
             self._base.executemany(f"{query} values ({marks})", rows)
 
@@ -130,7 +131,7 @@ class Spool:
 
     def end(self, status: Status) -> bool:
         """Keep the end of a request, unless it has ended before; return whether it had not."""
-        changes = ", ".join(f"{name} = ?" for name in _KEPT)
+        changes = ", ".join(f"{name} = ?" for name in _COLUMNS)
         query = f"update requests set {changes}, image = null where id = ? and ended_at is null"
         with self._base:
             return self._base.execute(query, [*_row(status), status.id]).rowcount == 1
@@ -143,8 +144,8 @@ class Spool:
 
     def waiting(self) -> list[Entry]:
         """Return the requests that have not ended, in the order of their arrival."""
-        kept = f"case when boot = ? then starts else 0 end, deadline_at, {', '.join(_KEPT)}"
-        query = f"select {kept} from requests where ended_at is null order by place"
+        columns = f"case when boot = ? then starts else 0 end, deadline_at, {', '.join(_COLUMNS)}"
+        query = f"select {columns} from requests where ended_at is null order by place"
         rows = self._select(query, self._boot)
         return [Entry(_status(row[2:]), deadline_at=row[1], starts=row[0]) for row in rows]
 
@@ -155,12 +156,12 @@ class Spool:
     def ended(self, num: int, *, first: bool = False) -> list[Status]:
         """Return the latest requests that have ended, newest first; by `first` the earliest."""
         order = "ended_at, place" if first else "ended_at desc, place desc"
-        query = f"select {', '.join(_KEPT)} from requests where ended_at is not null"
+        query = f"select {', '.join(_COLUMNS)} from requests where ended_at is not null"
         return [_status(row) for row in self._select(f"{query} order by {order} limit ?", num)]
 
     def status(self, request_id: str) -> Status:
         """Return a request as it came, or as it ended; Unknown if there is none."""
-        rows = self._select(f"select {', '.join(_KEPT)} from requests where id = ?", request_id)
+        rows = self._select(f"select {', '.join(_COLUMNS)} from requests where id = ?", request_id)
         if not rows:
             raise Unknown(f"there is no request {request_id!r}")
         return _status(rows[0])
@@ -187,8 +188,8 @@ class Spool:
 
 def flush(path: Path) -> None:
     """Wait until a file that was moved into its place is on disk there."""
-    for one in (path, path.parent):
-        descriptor = os.open(one, os.O_RDONLY)
+    for entry in (path, path.parent):
+        descriptor = os.open(entry, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
@@ -205,17 +206,17 @@ def _opened(path: Path) -> int:
 
 
 def _row(status: Status) -> list[Any]:
-    values = [getattr(status, name) for name in _KEPT]
+    values = [getattr(status, name) for name in _COLUMNS]
     return [json.dumps(asdict(x)) if isinstance(x, Prompt) else x for x in values]
 
 
 def _status(row: Sequence[Any]) -> Status:
     """Return the status of a row; if it cannot be read, a failed one with that reason."""
-    values: dict[str, Any] = dict(zip(_KEPT, row, strict=True))
+    values: dict[str, Any] = dict(zip(_COLUMNS, row, strict=True))
     try:
         values["prompt"] = Prompt(**json.loads(values["prompt"]))
         check_options(values["prompt"])
-        wrong = [name for name in _KEPT if not isinstance(values[name], _KINDS[name])]
+        wrong = [name for name in _COLUMNS if not isinstance(values[name], _KINDS[name])]
         wrong += ["state"] if values["state"] not in STATES else []
         wrong += ["id"] if "/" in str(values["id"]) else []  # it names a file
         if wrong:

@@ -1,6 +1,8 @@
-"""The words between service and door: submissions, their status, four refusals."""
+"""Types that the service and its HTTP server share: the status of a request, and refusals."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from bascule.generate.options import Prompt
 
@@ -8,56 +10,62 @@ ENDED = "done", "failed", "cancelled"
 STATES = "waiting", "running", "paused", *ENDED
 
 
-class Busy(Exception):  # noqa: N818 - an answer to a client
-    """The queue is full.
+@dataclass
+class Refusal(Exception):  # noqa: N818 - an answer to a client
+    """A call that is refused.
 
     Attributes:
-        retry_after_s: Predicted seconds until there is room.
+        status: Of HTTP.
+        message: One sentence.
+        param: The field that is wrong.
+        code: A name of the reason for programs.
+        headers: Of the answer.
     """
 
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class Busy(Refusal):
+    """Refuses a request as too many wait; `retry_after_s` is until there is room, as predicted."""
+
     def __init__(self, retry_after_s: float) -> None:
-        super().__init__(f"the queue is full; try again in {retry_after_s:.0f} s")
+        said = f"the queue is full; try again in {retry_after_s:.0f} s"
+        after = {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
+        super().__init__(429, said, code="queue_full", headers=after)
         self.retry_after_s = retry_after_s
 
 
-class Late(Exception):  # noqa: N818 - an answer to a client
-    """A deadline that must be met cannot be.
-
-    Attributes:
-        predicted_s: Predicted seconds until the request would be done.
-    """
+class Late(Refusal):
+    """Refuses a deadline that must be met; `predicted_s` is when the request would be done."""
 
     def __init__(self, predicted_s: float) -> None:
-        super().__init__(
+        said = (
             f"the deadline cannot be met: the request would be done in {predicted_s:.1f} s; give "
             "a later deadline_s, or let it be late: must_meet_deadline false"
         )
+        super().__init__(422, said, "deadline_s", "deadline_too_early")
         self.predicted_s = predicted_s
 
 
-class Unknown(Exception):  # noqa: N818 - an answer to a client
-    """There is no such request."""
+class Unknown(Refusal):
+    """There is no such request, or output."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(404, message)
 
 
-class Closing(Exception):  # noqa: N818 - an answer to a client
-    """The server is ending, or its ranks are gone."""
+class Closing(Refusal):
+    """The server is ending, its ranks are gone, or its disk is full."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submission:
-    """One output to make.
-
-    Attributes:
-        prompt: Its settings.
-        image: PNG that it begins with, which was checked and encoded here.
-        deadline_s: Seconds from now in which it should be done.
-        must_meet_deadline: True refuses it if it would be late.
-    """
-
-    prompt: Prompt
-    image: bytes | None = None
-    deadline_s: float | None = None
-    must_meet_deadline: bool = False
+    def __init__(self, message: str) -> None:
+        super().__init__(503, message, code="closing", headers={"Retry-After": "10"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from bascule.serve.blocks import shape_of_block
 _MOST_FORMS = 64  # that are remembered
 _LATEST = 5  # of which the median counts
 _ONCE = 0  # in place of a degree: encoding and decoding
-_HOPED = 0.75  # of the seconds at half the degree, where it was not tried
+_UNTRIED_SHARE = 0.75  # of the seconds at half the degree, where a degree was not tried
 
 
 class Form(NamedTuple):
@@ -31,8 +31,8 @@ class Times:
     """Seconds of a pipeline's requests by form and degree.
 
     What is predicted for a machine is corrected by the median of what was measured last: at this
-    form and degree, or else at other degrees of the form, or else of all. A degree that was not
-    tried is taken to pay, so that it will be: else a prediction of another machine would stay.
+    form and degree, or else at other degrees of the form, or else of all. Degrees that were
+    not tried are assumed to pay, so that they are: else a prediction of another machine would stay.
 
     Args:
         pipeline: Its configuration.
@@ -86,16 +86,18 @@ class Times:
                 oldest = next(iter(self._tables))
                 for kept in (self._predicted, self._measured, self._tables):
                     kept.pop(oldest, None)
-            self._predicted[form] = {one: self._predict(form, one) for one in self._degrees}
+            self._predicted[form] = {
+                degree: self._predict(form, degree) for degree in self._degrees
+            }
             self._tables[form] = {}
             self._correct([form])
         return self._tables[form]
 
     def once_s(self, form: Form) -> float:
         """Return seconds of what is done once, on one rank; as one step if none was measured."""
-        known = [by[_ONCE] for by in self._measured.values() if _ONCE in by]
-        own = self._measured.get(form, {}).get(_ONCE)
-        return median(own or [median(one) for one in known] or [min(self.step_s(form).values())])
+        of_all = [by[_ONCE] for by in self._measured.values() if _ONCE in by]
+        of_form = self._measured.get(form, {}).get(_ONCE)
+        return median(of_form or list(map(median, of_all)) or [min(self.step_s(form).values())])
 
     def measure(self, form: Form, degree: int, seconds: float) -> None:
         """Take the measured seconds of a step; of degree 0, those of what is done once."""
@@ -117,12 +119,12 @@ class Times:
         }
         usual = median([x for by in ratios.values() for x in by.values()] or [1.0])
         for form in forms:
-            own = ratios.get(form)
+            tried = ratios.get(form)
             for degree, predicted in self._predicted[form].items():
-                ratio = own[min(own, key=lambda one: abs(one - degree))] if own else usual
+                ratio = tried[min(tried, key=lambda d: abs(d - degree))] if tried else usual
                 seconds = predicted * ratio
-                if own and degree not in own and min(own) < degree:
-                    tried = max(one for one in own if one < degree)
-                    hoped = _HOPED ** math.log2(degree / tried)
-                    seconds = min(seconds, hoped * self._predicted[form][tried] * own[tried])
+                if tried and degree not in tried and min(tried) < degree:
+                    last = max(d for d in tried if d < degree)
+                    share = _UNTRIED_SHARE ** math.log2(degree / last)
+                    seconds = min(seconds, share * self._predicted[form][last] * tried[last])
                 self._tables[form][degree] = seconds
