@@ -40,7 +40,8 @@ from bascule.plan.sparse import (
     in_order,
     plan_under,
 )
-from bascule.plan.sparse.choose import CallSize, Strategies, all_degrees
+from bascule.plan.sparse.choose import CallSize, Strategies
+from bascule.plan.topology import all_degrees
 from bascule.sim.sparse_study import Setting, mesh_name, study
 from bascule.workload.masks import COGVIDEOX15, WAN21, MaskModel, synthetic_masks
 

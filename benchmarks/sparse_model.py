@@ -23,7 +23,7 @@ from bascule import HardwareProfile, SparseConfig, parallelize
 from bascule.attention.sparse.attend import EXCHANGE_SPAN, MASKS_SPAN
 from bascule.diffusers import ParallelHandle
 from bascule.diffusers.sparse_layers import PLAN_SPAN
-from bascule.plan.sparse.choose import all_degrees
+from bascule.plan.topology import all_degrees
 from bascule.sim.sparse_study import BEFORE, DEFAULT, Setting, mesh_name
 from bascule.workload.masks import COGVIDEOX15, WAN21, MaskModel, synthetic_masks
 

@@ -17,7 +17,8 @@ import torch
 from measuring import ratio
 from torch import Tensor
 
-from bascule.models import MMDiT, PackedBatch, weights_from_diffusers
+from bascule.diffusers import weights_from_diffusers
+from bascule.models import MMDiT, PackedBatch
 from bascule.parallel import SequenceParallel
 from bascule.workload.codes import SampleShape
 from gpu.diffusers_models import flux_inputs, flux_of, no_diffusers

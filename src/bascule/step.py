@@ -31,8 +31,9 @@ from bascule.attention.usp import (
 )
 from bascule.comm.agree import first_use
 from bascule.comm.collectives import all_reduce, start_all_to_all, table_on
-from bascule.comm.failures import leave, mark_lengths, shared
+from bascule.comm.failures import leave, shared
 from bascule.comm.groups import Kept, RankGroup, this_world
+from bascule.comm.marks import mark_lengths
 from bascule.comm.route import BoundRoute, check_rows, move
 from bascule.comm.shared_row import SharedRow
 from bascule.comm.transforms import refuse_second, refuse_transforms, wants_gradients

@@ -17,9 +17,10 @@ from bascule.plan.sparse import (
     partition_blocks,
     partition_heads,
 )
-from bascule.plan.sparse.choose import CallSize, LayerPlans, Strategies, all_degrees, columns_of
+from bascule.plan.sparse.choose import CallSize, LayerPlans, Strategies, columns_of
 from bascule.plan.sparse.layout import coupled_ends, over_mean
 from bascule.plan.sparse.planner import greedy, paper_blocks
+from bascule.plan.topology import all_degrees
 from tests.helpers.sparse_simulation import Bools, clustered_mask, random_mask, toeplitz_mask
 
 HEADS, LENS = 12, block_lens((100, 1900), 32)

@@ -30,14 +30,13 @@ from bascule.plan.sparse import (
 )
 from bascule.plan.sparse.choose import (
     CallSize,
-    Degrees,
     LayerPlans,
     Strategies,
-    all_degrees,
     columns_of,
 )
 from bascule.plan.sparse.partition import BlockPlan
 from bascule.plan.sparse.planner import PLANNERS, greedy, paper_blocks
+from bascule.plan.topology import Degrees, all_degrees
 from bascule.sim.sparse_study import WAYS, Mesh, Setting, run_layer, study
 from tests.helpers.simulation import exchange
 from tests.helpers.sparse_simulation import (

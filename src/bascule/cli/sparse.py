@@ -70,7 +70,7 @@ class SparseOptions(Outputs, MachineOptions):
     @property
     def meshes(self) -> "tuple[Mesh, ...]":
         """All that are to be compared, those with the largest Ulysses degree first."""
-        from bascule.plan.sparse.choose import all_degrees
+        from bascule.plan.topology import all_degrees
 
         if self.ranks is None:
             if self.ulysses is None and self.ring is None:

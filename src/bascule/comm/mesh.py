@@ -24,7 +24,7 @@ from bascule.comm.groups import (
     timeout_of,
 )
 from bascule.errors import CommError, ConfigError
-from bascule.plan.sparse.choose import Degrees, all_degrees
+from bascule.plan.topology import Degrees, all_degrees
 
 RING_AXIS, ULYSSES_AXIS = "ring", "ulysses"
 _FORMS = 256  # forms of calls that a mesh keeps

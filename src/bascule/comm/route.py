@@ -123,7 +123,7 @@ def move(
     name, num_rows = route.names[back], route.num_rows[not back]
     refuse_transforms(name, *xs)
     needs = wants_gradients(xs)
-    is_odd = [type(x) is not Tensor or x.layout != torch.strided for x in xs]
+    is_odd = [type(x) is not Tensor or x.is_meta or x.layout != torch.strided for x in xs]
     # What operators do not take, `check` refuses on all ranks.
     if route.check is not None and (any(is_odd) or not xs) and not torch.compiler.is_compiling():
         with shared(f"step {route.step}: {name}"):

@@ -16,8 +16,9 @@ from bascule.arrays import Ints
 from bascule.checks import choice, fields, function, number, of_type, whole
 from bascule.comm import groups
 from bascule.comm.agree import agree
-from bascule.comm.failures import leave, mark_lengths, shared
+from bascule.comm.failures import leave, shared
 from bascule.comm.items import mapped, measure_exchange
+from bascule.comm.marks import mark_lengths
 from bascule.data.packs import Pack, make_pack
 from bascule.data.prefetch import PATIENCE_S, Pool, Prefetcher, pool_of, text_of
 from bascule.data.samplers import accumulation_of_accelerate

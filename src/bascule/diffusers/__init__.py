@@ -3,6 +3,9 @@
 from bascule.diffusers.backends import backend_kernel as backend_kernel
 from bascule.diffusers.balanced_model import BalancedModel as BalancedModel
 from bascule.diffusers.degrees import AutoMesh as AutoMesh
+from bascule.diffusers.flux_weights import config_from_diffusers as config_from_diffusers
+from bascule.diffusers.flux_weights import weights_from_diffusers as weights_from_diffusers
+from bascule.diffusers.flux_weights import weights_to_diffusers as weights_to_diffusers
 from bascule.diffusers.parallelize import ParallelHandle as ParallelHandle
 from bascule.diffusers.parallelize import parallelize as parallelize
 from bascule.diffusers.sparse_layers import SparseConfig as SparseConfig

@@ -35,10 +35,11 @@ from bascule.comm.quantized import Quantized
 from bascule.errors import ConfigError
 from bascule.machine.cluster import LIMITS
 from bascule.plan.sparse import BlockLayout, PlanReuse, SparsePlan, block_lens
-from bascule.plan.sparse.choose import CallSize, Degrees, LayerPlans, Strategies, columns_of
+from bascule.plan.sparse.choose import CallSize, LayerPlans, Strategies, columns_of
 from bascule.plan.sparse.layout import Counts
 from bascule.plan.sparse.partition import TARGET
 from bascule.plan.sparse.planner import PLANNERS, SparsePlanner
+from bascule.plan.topology import Degrees
 from bascule.workload import load_masks
 
 STILL_TARGET = 1.02  # imbalance up to which a ring without Ulysses ranks is left as it is

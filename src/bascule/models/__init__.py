@@ -1,8 +1,5 @@
 """The packed MM-DiT and what it needs to run on one process or on many."""
 
-from bascule.models.flux_weights import config_from_diffusers as config_from_diffusers
-from bascule.models.flux_weights import weights_from_diffusers as weights_from_diffusers
-from bascule.models.flux_weights import weights_to_diffusers as weights_to_diffusers
 from bascule.models.layout import TokenLayout as TokenLayout
 from bascule.models.mmdit import Attend as Attend
 from bascule.models.mmdit import Exchange as Exchange

@@ -19,6 +19,15 @@ from bascule.arrays import Ints, frozen
 from bascule.checks import MAX_RANKS, each, fields, of_type, shown, whole
 from bascule.errors import ConfigError
 
+Degrees = tuple[int, int]
+"""Ulysses degree, ring degree."""
+
+
+def all_degrees(num_ranks: int) -> list[Degrees]:
+    """Return the meshes of a number of ranks, most Ulysses ranks first."""
+    return [(num_ranks // ring, ring) for ring in range(1, num_ranks + 1) if num_ranks % ring == 0]
+
+
 _NUMBER = "([1-9][0-9]{0,8})"
 _TERM = re.compile(f"g{_NUMBER}(?:r{_NUMBER})?n{_NUMBER}")
 

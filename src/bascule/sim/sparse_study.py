@@ -14,7 +14,7 @@ from bascule.arrays import Bools, Ints
 from bascule.machine.cluster import HardwareProfile
 from bascule.plan.sparse import BlockLayout, PlanReuse, SparsePlan, SparsePlanner
 from bascule.plan.sparse.choose import CallSize, Strategies, StrategyChoice
-from bascule.plan.sparse.choose import Degrees as Mesh
+from bascule.plan.topology import Degrees as Mesh
 
 BEFORE = "in order"
 WAYS = (BEFORE, "stripe", "minimal_move", "paper")

@@ -23,9 +23,7 @@ from bascule.machine.cluster import (
 from bascule.plan.sparse.layout import MAX_MESH_RANKS, Counts
 from bascule.plan.sparse.plan import SparsePlan
 from bascule.plan.sparse.planner import SparsePlanner, plan_under
-
-Degrees = tuple[int, int]
-"""(U, R)"""
+from bascule.plan.topology import Degrees
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +67,6 @@ class PlanReuse:
             return replace(self, num_kept=self.num_kept + 1, ran=ran)
         made = self.planner.plan(work, plan.q, plan.kv, num_kv_heads=plan.num_kv_heads)
         return replace(self, plan=made, num_planned=self.num_planned + 1, ran=ran)
-
-
-def all_degrees(num_ranks: int) -> list[Degrees]:
-    """Return the meshes of a number of ranks, most Ulysses ranks first."""
-    return [(num_ranks // ring, ring) for ring in range(1, num_ranks + 1) if num_ranks % ring == 0]
 
 
 @dataclass(frozen=True, slots=True)
