@@ -97,7 +97,7 @@ def check_file(option: str, path: Path, suffix: str = "") -> None:
 
 def _check_folder(option: str, path: Path) -> None:
     """Refuse a folder that could not be made, or written to."""
-    there = next(one for one in (path, *path.parents) if os.path.lexists(one))
+    there = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
     if not os.path.isdir(there):
         raise ConfigError(f"{option} {path}: {there} is a file; give a folder")
     if not os.access(there, os.W_OK):

@@ -146,5 +146,5 @@ def module_of(error: BaseException, model: nn.Module) -> str:
     names = {module: name for name, module in model.named_modules()}
     frames = traceback.walk_tb(error.__traceback__)
     owners = [frame.f_locals.get("self") for frame, _ in frames]
-    inside = [names[one] for one in owners if isinstance(one, nn.Module) and one in names]
+    inside = [names[owner] for owner in owners if isinstance(owner, nn.Module) and owner in names]
     return inside[-1] if inside else ""

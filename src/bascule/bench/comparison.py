@@ -324,7 +324,7 @@ class Stages:
         alone = init_device_mesh(samples.device.type, shape, mesh_dim_names=axes)["alone"]
         common = samples.stream, samples.options, samples.device, self._watch
         stages = [EncoderStages(samples.encoders, ranks, *common) for ranks in (alone, mesh)]
-        self.encode, self._balanced = [one.encode for one in stages], stages[1]
+        self.encode, self._balanced = [stage.encode for stage in stages], stages[1]
 
     def watch(self, model: MMDiT) -> None:
         """Time the blocks of a model."""
@@ -395,7 +395,7 @@ def lens_of(batch: SampleBatch | RawBatch) -> tuple[list[int], list[int]]:
     """Return tokens, and image tokens, of each sample of a batch."""
     if isinstance(batch, SampleBatch):
         return batch.seq_lens, batch.image_lens
-    return [one.seq_len for one in batch.shapes], [one.image_tokens for one in batch.shapes]
+    return [shape.seq_len for shape in batch.shapes], [shape.image_tokens for shape in batch.shapes]
 
 
 def split_samples(batch: SampleBatch) -> list[dict[str, Tensor]]:
@@ -653,7 +653,7 @@ def _stages(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
             {
                 arm: {
                     "imbalance_predicted": float(
-                        np.mean([metrics.imbalance(one) for one in costs])
+                        np.mean([metrics.imbalance(cost) for cost in costs])
                     ),
                     "imbalance_measured": float(np.mean([metrics.imbalance(one) for one in work])),
                     "seconds_predicted": rate * float(costs.max(axis=1).mean()),

@@ -186,8 +186,8 @@ def differences(facts: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     """Yield facts that ranks must share and do not, with the ranks that differ from most."""
     for name, (title, advice) in _ALIKE.items():
         ranks_of: dict[str, list[int]] = {}
-        for rank, one in enumerate(facts):
-            ranks_of.setdefault(str(one.get(name)), []).append(rank)
+        for rank, fact in enumerate(facts):
+            ranks_of.setdefault(str(fact.get(name)), []).append(rank)
         if len(ranks_of) == 1:
             continue
         most = max(ranks_of.values(), key=len)  # the first one of the largest
@@ -217,7 +217,7 @@ def to_median(seconds: Floats) -> Floats:
 
 
 def _memory(facts: Sequence[Mapping[str, Any]]) -> Rule:
-    sizes = {rank: one["memory_bytes"] for rank, one in enumerate(facts) if one["memory_bytes"]}
+    sizes = {rank: fact["memory_bytes"] for rank, fact in enumerate(facts) if fact["memory_bytes"]}
     limit = _MEMORY_SHARE * float(np.median(list(sizes.values()))) if sizes else 0.0
     if small := {rank: size for rank, size in sizes.items() if size < limit}:
         what = f"{named(small)}: {min(small.values()) / 1e9:.1f} GB of memory, and others have more"
@@ -286,7 +286,7 @@ def _store(measured: Measured) -> Rule:
 
 def _timeout(measured: Measured) -> Rule:
     # A hang must show on the same day, and a slow call must not count as one.
-    timeouts = [one["timeout_s"] for one in measured.facts if one["timeout_s"] is not None]
+    timeouts = [fact["timeout_s"] for fact in measured.facts if fact["timeout_s"] is not None]
     if not timeouts:
         return
     calls, ranks = [*measured.of(STORE), *measured.of(COLLECTIVE)], range(len(measured.facts))
@@ -324,7 +324,7 @@ def check_up(
         with shared("bascule doctor"):
             measured = _measure(group, device, facts, options, advance)
     except CommError as error:
-        if not (texts := "; ".join(one.text for one in differences(facts))):
+        if not (texts := "; ".join(difference.text for difference in differences(facts))):
             raise
         raise CommError(f"{error}. A cause may be what ranks do not share: {texts}") from error
     findings = judge(measured, options.tolerance, options.link_tolerance, profile)
@@ -395,7 +395,11 @@ def _measure(
             timings += [made(worst, ends) for ends, worst in slower.items()]
         else:
             timings.append(made(seconds))
-    timings.sort(key=lambda one: (one.on, one.ends, one.size) if one.kind == LINK else ("", (), 0))
+    timings.sort(
+        key=lambda timing: (
+            (timing.on, timing.ends, timing.size) if timing.kind == LINK else ("", (), 0)
+        )
+    )
     return Measured(facts, timings)
 
 

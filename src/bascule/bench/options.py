@@ -57,7 +57,9 @@ class BenchOptions(Outputs, RunOptions):
             refuse(self, ("accumulate",), "only with --loader")
         names = self.topologies or (f"g1n{world_size}",)
         topologies = tuple(Topology.parse(name, world_size=world_size) for name in names)
-        bags = [(one.bag_sizes.tolist(), one.ring_degrees.tolist()) for one in topologies]
+        bags = [
+            (topology.bag_sizes.tolist(), topology.ring_degrees.tolist()) for topology in topologies
+        ]
         for place, name in enumerate(names):
             if bags[place] in bags[:place]:
                 raise ConfigError(
@@ -73,7 +75,7 @@ class BenchOptions(Outputs, RunOptions):
     def _check_loader(self, topologies: tuple[Topology, ...]) -> None:
         names = "vae", "text_encoder"
         refuse(self, names, "--loader moves samples before they are encoded; leave one of them out")
-        if any(int(one.bag_sizes.max()) > 1 for one in topologies):
+        if any(int(topology.bag_sizes.max()) > 1 for topology in topologies):
             raise ConfigError(
                 f"--topology {' '.join(self.topologies)}: --loader moves whole samples, so each "
                 "rank is a bag of its own; leave --topology out"

@@ -378,7 +378,7 @@ def _numbers(
     for name, what in wires.items():
         if what in fits:
             numbers[name] = 1.0 / byte_s if (byte_s := fits[what].coefficients[1]) > 0 else None
-    launches = [one.seconds for one in overheads if one.what == _EXCHANGE]
+    launches = [overhead.seconds for overhead in overheads if overhead.what == _EXCHANGE]
     if launches:
         numbers["launch_s"] = launches[0]
     return {name: float(value) for name, value in numbers.items() if value is not None}

@@ -413,13 +413,13 @@ def _with_even_patches(samples: Sequence[Sample]) -> Sequence[Sample]:
     says = [one for one in evened if {"image_sizes", "pixel_attention_mask"} & one.keys()]
     for name, num_dims in _PATCHED_FIELDS.items():
         of_images = [
-            one for one in says if isinstance(x := one.get(name), Tensor) and x.dim() == num_dims
+            say for say in says if isinstance(x := say.get(name), Tensor) and x.dim() == num_dims
         ]
-        most = max((one[name].shape[1] for one in of_images), default=0)
-        for one in of_images:
-            x = one[name]
+        most = max((of_image[name].shape[1] for of_image in of_images), default=0)
+        for of_image in of_images:
+            x = of_image[name]
             zeros = x.new_zeros(x.shape[0], most - x.shape[1], *x.shape[2:])
-            one[name] = torch.cat([x, zeros], dim=1)
+            of_image[name] = torch.cat([x, zeros], dim=1)
     return evened
 
 

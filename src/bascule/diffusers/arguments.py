@@ -39,15 +39,15 @@ def required_of(module: nn.Module) -> tuple[str, ...]:
     required = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     return tuple(
         name
-        for name, one in _parameters(module).items()
-        if one.default is one.empty and one.kind in required
+        for name, parameter in _parameters(module).items()
+        if parameter.default is parameter.empty and parameter.kind in required
     )
 
 
 def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
     parameters = inspect.signature(module.forward).parameters
     within = list(module.children())
-    passes_on = any(one.kind is one.VAR_POSITIONAL for one in parameters.values())
+    passes_on = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values())
     return _parameters(within[0]) if passes_on and len(within) == 1 else parameters
 
 
@@ -187,7 +187,7 @@ def compare_inputs(local: Fingerprint, group: RankGroup, what: str) -> None:
         place = int(places.min())
         raise CommError(
             f"{what}: the values of {local.names[place]} differ between ranks, of ranks "
-            f"{sorted(group.ranks[one] for one in ranks[places == place])} from those of rank "
+            f"{sorted(group.ranks[rank] for rank in ranks[places == place])} from those of rank "
             f"{group.ranks[0]}: give every rank the same, as by seeding its random numbers alike; "
             "in another pipeline with this model, call handle.add(pipeline), or give it a seeded "
             "generator; replicas (data_degree) may have inputs of their own; for unlike GPUs, "

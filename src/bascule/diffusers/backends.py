@@ -102,13 +102,17 @@ def chosen_backend(models: Iterable[nn.Module]) -> FunctionKernel | None:
     Raises:
         ConfigError: Modules were set to several.
     """
-    modules = (one for model in models for one in model.modules())
-    processors: list[Any] = [getattr(one, "processor", None) for one in modules]
-    names = {one._attention_backend for one in processors if hasattr(one, "_attention_backend")}
+    modules = (module for model in models for module in model.modules())
+    processors: list[Any] = [getattr(module, "processor", None) for module in modules]
+    names = {
+        processor._attention_backend
+        for processor in processors
+        if hasattr(processor, "_attention_backend")
+    }
     if None in names:
         diffusers: Any = importlib.import_module("diffusers.models.attention_dispatch")
         names.add(diffusers._AttentionBackendRegistry.get_active_backend()[0])
-    plain = sorted({str(one.value) for one in names if one is not None})
+    plain = sorted({str(name.value) for name in names if name is not None})
     own = [one for one in plain if "native" not in one]
     if len(plain) > 1 and own:
         raise ConfigError(

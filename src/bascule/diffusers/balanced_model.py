@@ -251,7 +251,7 @@ class BalancedModel:
         with self._failing_together():
             if not self._split.is_split:
                 raise ConfigError("undo() was called: make another BalancedModel")
-            measured = [self._measure(place, one) for place, one in enumerate(samples)]
+            measured = [self._measure(place, sample) for place, sample in enumerate(samples)]
         step = self._step = parallel.plan([one.length for one in measured])
         plan, topology = step.plan, step.plan.topology
         forms, num_bytes, weights = self._gather(step, measured)

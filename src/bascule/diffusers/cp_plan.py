@@ -100,8 +100,8 @@ def _attentions(model: nn.Module) -> tuple[list[str], list[str]]:
         if is_pair:
             takes = parameters_of(model.get_submodule(block))
             is_joint = any(
-                getattr(one, name, None) is not None
-                for one in attentions.values()
+                getattr(attention, name, None) is not None
+                for attention in attentions.values()
                 for name in _JOINT
             )
             if is_joint or "encoder_hidden_states" not in takes:
@@ -115,7 +115,9 @@ def _attentions(model: nn.Module) -> tuple[list[str], list[str]]:
 def _tensors(model: nn.Module) -> list[str]:
     """Return the arguments of a model that may be tensors."""
     parameters = inspect.signature(model.forward).parameters
-    plain = {name for name, one in parameters.items() if isinstance(one.default, _PLAIN)}
+    plain = {
+        name for name, parameter in parameters.items() if isinstance(parameter.default, _PLAIN)
+    }
     names = parameters_of(model)
     return [name for name in names if not name.endswith("_kwargs") and name not in plain]
 

@@ -83,17 +83,17 @@ class Explanation:
             )
         if chosen.seconds:
             lines.append(f"predicted: {sum(chosen.seconds.values(), Seconds())} a forward pass")
-            lines += [f"  {kind or 'other'}: {one}" for kind, one in chosen.seconds.items()]
-        for one in self.others:
-            more = one.busiest_bytes / chosen.busiest_bytes if chosen.busiest_bytes else 1.0
+            lines += [f"  {kind or 'other'}: {second}" for kind, second in chosen.seconds.items()]
+        for other in self.others:
+            more = other.busiest_bytes / chosen.busiest_bytes if chosen.busiest_bytes else 1.0
             is_near = 1 / _LEAST_GAIN < more < _LEAST_GAIN
             lines.append(
-                f"ring {one.ring_degree} x Ulysses {one.ulysses_degree} would send "
-                + ("about as much" if is_near else f"{one.busiest_bytes / _MIB:.1f} MiB")
-                + (f" and take {one.total_s * 1e3:.3g} ms" if one.seconds else "")
+                f"ring {other.ring_degree} x Ulysses {other.ulysses_degree} would send "
+                + ("about as much" if is_near else f"{other.busiest_bytes / _MIB:.1f} MiB")
+                + (f" and take {other.total_s * 1e3:.3g} ms" if other.seconds else "")
             )
         lines += self.advice
-        fewest = min((one.busiest_bytes for one in self.others), default=chosen.busiest_bytes)
+        fewest = min((other.busiest_bytes for other in self.others), default=chosen.busiest_bytes)
         if not chosen.seconds and fewest < chosen.busiest_bytes:
             lines.append("fewer bytes are possible; a ring sends while it computes, Ulysses before")
         if self.sparse:
@@ -364,7 +364,7 @@ _LEAST_GAIN = 1.02
 
 
 def _total(seconds: Mapping[str, Seconds]) -> float:
-    return sum(float(one.total) for one in seconds.values())
+    return sum(float(second.total) for second in seconds.values())
 
 
 def _advice(predict: _Prediction, chosen: MeshCost, others: Sequence[MeshCost]) -> tuple[str, ...]:
@@ -375,9 +375,9 @@ def _advice(predict: _Prediction, chosen: MeshCost, others: Sequence[MeshCost]) 
     }
     if predict.options.comm_dtype is None:
         settings['comm_dtype="int8", with fewer bytes'] = predict.on(*mesh, is_quantized=True)
-    for one in others:
-        name = f"ring_degree={one.ring_degree}, ulysses_degree={one.ulysses_degree}"
-        settings[name] = one.seconds
+    for other in others:
+        name = f"ring_degree={other.ring_degree}, ulysses_degree={other.ulysses_degree}"
+        settings[name] = other.seconds
     gains = [
         (chosen.total_s / total, name)
         for name, seconds in settings.items()

@@ -177,11 +177,11 @@ class ForwardPass(SequenceParallelMode):
 
     def _meet(self, segments: tuple[str, ...], whole: Tensor, dim: int, name: str) -> Share:
         """Return the share of a tensor's segments; a first tensor makes a length known."""
-        unknown = [one for one in segments if one not in self._wholes]
+        unknown = [segment for segment in segments if segment not in self._wholes]
         if len(unknown) == 1:
             rest = whole
             if len(segments) > 1:
-                others = [self._wholes[one] for one in segments if one in self._wholes]
+                others = [self._wholes[segment] for segment in segments if segment in self._wholes]
                 known = sum([x.shape[place] for x, place in others])
                 rest = whole.narrow(dim, 0, max(0, whole.shape[dim] - known))
             self._wholes[unknown[0]] = rest, dim

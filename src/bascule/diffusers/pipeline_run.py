@@ -46,8 +46,8 @@ class SharedPart:
 
     def remove(self) -> None:
         """Let each rank do all of the work."""
-        for one in self.overrides:
-            one.remove()
+        for override in self.overrides:
+            override.remove()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -89,7 +89,7 @@ def _shared_text_encoders(pipeline: Any, for_texts: str) -> list[nn.Module]:
     if for_texts == "own":
         return []
     encoders = [getattr(pipeline, name, None) for name in _TEXT_ENCODERS]
-    modules = [one for one in encoders if isinstance(one, nn.Module)]
+    modules = [encoder for encoder in encoders if isinstance(encoder, nn.Module)]
     for module in modules:
         if table_of(module).length is None:
             raise ConfigError(
@@ -281,7 +281,7 @@ class PipelineRun(Override):
         states = random_states(device, generators)
         sent = torch.cat(states).to(groups.device_of(self._group))  # NCCL sends nothing of the host
         first = broadcast(self._group, "broadcast (noise)", sent).cpu()
-        set_random_states(device, generators, first.split([one.numel() for one in states]))
+        set_random_states(device, generators, first.split([state.numel() for state in states]))
         with self._of_run():
             return call(*args, **kwargs)
 
@@ -342,7 +342,7 @@ def random_states(device: torch.device, generators: Sequence[torch.Generator]) -
     states = [torch.get_rng_state()]
     if device.type != "cpu":
         states.append(torch.get_device_module(device).get_rng_state(device))
-    return states + [one.get_state() for one in generators]
+    return states + [generator.get_state() for generator in generators]
 
 
 def set_random_states(
@@ -353,5 +353,5 @@ def set_random_states(
     torch.set_rng_state(next(rest))
     if device.type != "cpu":
         torch.get_device_module(device).set_rng_state(next(rest), device)
-    for one, state in zip(generators, rest, strict=True):
-        one.set_state(state)
+    for generator, state in zip(generators, rest, strict=True):
+        generator.set_state(state)

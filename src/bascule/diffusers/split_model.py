@@ -218,9 +218,11 @@ class SplitModel:
         for parent, key, child in self._links:
             if parent._modules.get(key) is not child:
                 return self._place()
-        for one in self._stand_ins:
-            above = vars(one.owner).get(one.name)  # a hook of others; or another stand-in of ours
-            if above is not one and getattr(above, "method", None) is not one:
+        for stand_in in self._stand_ins:
+            above = vars(stand_in.owner).get(
+                stand_in.name
+            )  # a hook of others; or another stand-in of ours
+            if above is not stand_in and getattr(above, "method", None) is not stand_in:
                 return self._place()
         for kind, forward in self._classes.items():
             if kind.forward is not forward:  # somebody replaced the class's own
@@ -464,9 +466,9 @@ class SplitModel:
             raise
 
     def _take_away(self) -> None:
-        for one in (*reversed(self._stand_ins), self._of_model):
-            if one is not None:
-                one.remove()
+        for stand_in in (*reversed(self._stand_ins), self._of_model):
+            if stand_in is not None:
+                stand_in.remove()
         self._stand_ins, self._of_model = [], None
 
     def _place(self) -> None:
@@ -504,7 +506,7 @@ class SplitModel:
             for path, module in _attending(modules[name]).items()
         }
         processors = [getattr(module, "processor", None) for module in attending.values()]
-        if self._backend is None and any(hasattr(one, _BACKEND) for one in processors):
+        if self._backend is None and any(hasattr(processor, _BACKEND) for processor in processors):
             self._backend = _registered(self)
         self._take_away()
         self._names = parameters_of(model)

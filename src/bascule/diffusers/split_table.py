@@ -123,7 +123,9 @@ def check_table(model: nn.Module, table: SplitTable) -> None:
         for path, module in ({"": model} if not pattern else modules_of(model, pattern)).items():
             arguments += [(path or type(model).__name__, module, name) for name in cuts]
     for path, module, name in arguments:
-        kinds = {one.kind for one in inspect.signature(module.forward).parameters.values()}
+        kinds = {
+            parameter.kind for parameter in inspect.signature(module.forward).parameters.values()
+        }
         if inspect.Parameter.VAR_KEYWORD not in kinds and name not in parameters_of(module):
             raise ConfigError(
                 f"the split table names an argument {name!r} of {path}, and it takes "

@@ -151,7 +151,7 @@ def _compare(
     """Compare the outputs of a call over a mesh with one process, and those of blocks."""
     assert split.way is not None
     mesh = split.way.mesh
-    gathered = {name for one in split.table.gathers for name in modules_of(split.model, one)}
+    gathered = {name for gather in split.table.gathers for name in modules_of(split.model, gather)}
     expected: dict[str, Tensor] = {}
     sums: dict[str, Tensor] = {}
 

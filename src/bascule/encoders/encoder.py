@@ -293,7 +293,7 @@ class BalancedEncoder:
                 most_pieces=most_pieces,
                 travel=not is_shared,
             )
-            tensors = [x for one in local.pieces for x in one.values() if isinstance(x, Tensor)]
+            tensors = [x for piece in local.pieces for x in piece.values() if isinstance(x, Tensor)]
             flags = (records and any(x.requires_grad for x in tensors)) + 2 * trains
             if is_shared and flags:
                 raise ConfigError(
@@ -320,7 +320,7 @@ class BalancedEncoder:
             is_aligned=self._is_sharded,
         )
         words = gathered[:1] if is_shared else gathered
-        return Offer.from_words([one[2:] for one in words]), settings, local
+        return Offer.from_words([word[2:] for word in words]), settings, local
 
     def _gather(
         self, what: str, compared: dict[str, str], error: Exception | None, values: Ints
@@ -376,7 +376,7 @@ class BalancedEncoder:
         if token is not None:
             token = tied(token, computed.unused)
         gets = plan.received(rank).tolist()
-        stayed = [one for one in gets if one in parts]
+        stayed = [get for get in gets if get in parts]
         ids, source, dest = plan.returned
         if ids.size:
             num_bytes = np.zeros_like(plan.owner)
@@ -396,8 +396,8 @@ class BalancedEncoder:
         if token is not None and (plan.brought[0].size or computed.unused):
             # Not views: who gets them may write into them.
             parts |= {one: [x.clone() for x in attach(parts[one], [token])] for one in stayed}
-        leaves = local.whole([parts[one] for one in gets]) if gets else []
-        outputs = [rebuilt(computed.template, iter(one)) for one in leaves]
+        leaves = local.whole([parts[get] for get in gets]) if gets else []
+        outputs = [rebuilt(computed.template, iter(leaf)) for leaf in leaves]
         return Features(outputs, token, computed.template)
 
 

@@ -139,7 +139,7 @@ class TiledVAE:
         outputs = list[Any]()
         for sample, nothing in zip(samples, empty, strict=True):
             rows = sample.split(1) if is_mine and len(sample) else ()
-            results = [answered(self.vae, answers, way, one, *args, **kwargs) for one in rows]
+            results = [answered(self.vae, answers, way, row, *args, **kwargs) for row in rows]
             outputs.append(joined(results) if results else nothing)
         if is_one:
             return features.attach(outputs[0])

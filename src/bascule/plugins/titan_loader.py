@@ -104,9 +104,9 @@ def documents(item: tuple[dict[str, Tensor], Tensor]) -> list[dict[str, Tensor]]
 
 def row(loaded: int, samples: list[dict[str, Tensor]]) -> tuple[dict[str, Tensor], Tensor]:
     """Return documents as one row (1, T); padding, if not as `loaded`, has no labels."""
-    sizes = [len(one["labels"]) for one in samples]
+    sizes = [len(sample["labels"]) for sample in samples]
     num = 0 if sum(sizes) == loaded else -sum(sizes) % _MULTIPLE
-    padding = {name: torch.zeros(num, dtype=one.dtype) for name, one in samples[0].items()}
+    padding = {name: torch.zeros(num, dtype=sample.dtype) for name, sample in samples[0].items()}
     parts = [*samples, padding | {"labels": torch.full((num,), _IGNORED)}]
     fields = {name: torch.cat([part[name] for part in parts])[None] for name in padding}
     fields["positions"] = torch.cat([torch.arange(size) for size in (*sizes, num)])[None]

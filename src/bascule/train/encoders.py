@@ -92,7 +92,7 @@ class LatentEncoder(nn.Module):
 
     def latents(self, features: Sequence[Tensor], normals: Tensor) -> Tensor:
         """Draw the normalised latents (C, f, h, w) of a sample from features and a normal each."""
-        frames = [one[0] if self.is_video else one[0, :, None] for one in features]
+        frames = [feature[0] if self.is_video else feature[0, :, None] for feature in features]
         mean, std = torch.cat(frames, dim=1).chunk(2)
         drawn = mean + std * normals.view_as(mean).to(mean)
         shift, divisor = (drawn.new_tensor(x).view(-1, 1, 1, 1) for x in self._constants)
@@ -272,7 +272,9 @@ class EncoderStages:
         """Encode all microbatches of this rank's step at once."""
         ids = [one for batch in batches for one in batch.ids]
         texts = iter(self._embed([text for batch in batches for text in batch.texts]))
-        images = iter(self._image_tokens([one for batch in batches for one in batch.pixels], ids))
+        images = iter(
+            self._image_tokens([pixel for batch in batches for pixel in batch.pixels], ids)
+        )
         encoded = list[SampleBatch]()
         for batch in batches:
             own = [list(islice(parts, len(batch.ids))) for parts in (images, texts)]
@@ -291,10 +293,10 @@ class EncoderStages:
 
     def _image_tokens(self, pixels: list[Tensor], ids: list[int]) -> list[Tensor]:
         """Return (tokens, in_channels) of each sample."""
-        pixels = [one.to(self._device) for one in pixels]
+        pixels = [pixel.to(self._device) for pixel in pixels]
         if self._vae is None:
-            return [patches(one.float() / 127.5 - 1.0, PATCH_PIXELS) for one in pixels]
-        items = [self._vae.items(one) for one in pixels]
+            return [patches(pixel.float() / 127.5 - 1.0, PATCH_PIXELS) for pixel in pixels]
+        items = [self._vae.items(pixel) for pixel in pixels]
         features = iter(self._run(VAE, [item for sample in items for item in sample]))
         images = list[Tensor]()
         for sample_id, sample in zip(ids, items, strict=True):

@@ -78,7 +78,9 @@ def train_step(
     sync = sync_of(model) if sync is None else sync
     check_sync(sync)
     if not microbatches:
-        return torch.zeros((), device=next((one.device for one in model.parameters()), None))
+        return torch.zeros(
+            (), device=next((parameter.device for parameter in model.parameters()), None)
+        )
     losses: list[Tensor] = []
     with shared(where):
         for number, loss_of in enumerate(microbatches, 1):

@@ -49,7 +49,7 @@ def split_layers(layers: Sequence[nn.Module]) -> Callable[[], None]:
 
 def delta_layers(model: nn.Module) -> list[nn.Module]:
     """Return the modules whose forward calls transformers' convolution and delta rule."""
-    return [one for one in model.modules() if _is_delta_layer(type(one))]
+    return [module for module in model.modules() if _is_delta_layer(type(module))]
 
 
 @cache

@@ -104,7 +104,7 @@ def _positions(packed: Mapping[str, Any], model: nn.Module) -> Tensor:
     """Return (1, T) places in samples, or (4, 1, T) with those in time, height and width below."""
     places = packed["positions"]
     methods = (getattr(part, "get_rope_index", None) for part in model.modules())
-    rope_index = next((one for one in methods if callable(one)), None)
+    rope_index = next((method for method in methods if callable(method)), None)
     if rope_index is None:
         return places[None]
     parts = [_positions_of(sample, rope_index) for sample in unpack(packed)]

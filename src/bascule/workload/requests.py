@@ -82,15 +82,19 @@ class Recorded:
         lasts = self.requests[-1].arrival_s - self.requests[0].arrival_s
         if not lasts:
             raise ConfigError("all requests come at once, which is no load: give --rates 1")
-        return load * num_ranks * lasts / sum(one.work_s for one in self.requests)
+        return load * num_ranks * lasts / sum(request.work_s for request in self.requests)
 
     def draw(self, scale: float, seed: int, *, slo: float = 1.0) -> list[Request]:
         """Return them; time runs so many times as fast up to their arrivals. Nothing is random."""
         del seed
         return [
-            replace(one, arrival_s=one.arrival_s / scale, deadline_s=one.arrival_s / scale + wait)
-            for one in self.requests
-            for wait in [slo * (one.deadline_s - one.arrival_s)]
+            replace(
+                request,
+                arrival_s=request.arrival_s / scale,
+                deadline_s=request.arrival_s / scale + wait,
+            )
+            for request in self.requests
+            for wait in [slo * (request.deadline_s - request.arrival_s)]
         ]
 
 
@@ -154,7 +158,7 @@ class Sizes:
                 raise ConfigError(f"{where}: {error}") from error
         if not requests:
             raise ConfigError(f"{path} has no requests: write a JSON object a line")
-        return Recorded(sorted(requests, key=lambda one: one.arrival_s))
+        return Recorded(sorted(requests, key=lambda request: request.arrival_s))
 
     def mix(self, words: Sequence[str], most: int, deadline: float | None) -> Mix:
         """Return a mix of "1024x1024@25=0.6" (steps, share) or "832x480x49@50".

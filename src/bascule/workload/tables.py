@@ -233,7 +233,9 @@ def _json(path: Path, wanted: Wanted, _: object) -> Iterator[Batch]:
     settings = cast(list[Any], value) if isinstance(value, list) else []
     if is_lines:
         yield from _json_lines(path, wanted, encoding)
-    elif any(isinstance(one, dict) and not _SETTING.isdisjoint(one) for one in settings):
+    elif any(
+        isinstance(setting, dict) and not _SETTING.isdisjoint(setting) for setting in settings
+    ):
         yield from _configured(path, settings, wanted)
     else:
         yield from _batched(path, _rows_in(value, path), wanted)
@@ -424,7 +426,7 @@ def _tables_in(folder: Path) -> list[Path]:
     """Return all tables of the first kind that a folder has, at any depth."""
     state = folder / "state.json"
     if state.is_file():
-        return [folder / one["filename"] for one in json.loads(state.read_text())["_data_files"]]
+        return [folder / load["filename"] for load in json.loads(state.read_text())["_data_files"]]
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     kinds = [[file for file in files if _suffix(file) == kind] for kind in _SHARDS]
     return next((kind for kind in kinds if kind), [])

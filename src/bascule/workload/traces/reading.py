@@ -158,7 +158,7 @@ def _rank_trace(data: dict[str, Any], rank: object) -> RankTrace:
         # Without operators that only hand work to others, and without those of other threads: a
         # step does not wait for the thread of a loader or a collective.
         operators, dispatches = (
-            union(_spans([one for one in events[kind] if one[0] in threads]))
+            union(_spans([event for event in events[kind] if event[0] in threads]))
             for kind in ("operator", "dispatch")
         )
         compute, calls = minus(operators, dispatches), events["host call"]

@@ -135,7 +135,7 @@ def step_parts(traces: Sequence[RankTrace], notes: Sequence[str] = ()) -> StepPa
     return StepParts(
         ranks=np.array([trace.rank for trace in traces], np.int64),
         steps=steps,
-        seconds=np.stack([one.windows[:, 1] - one.windows[:, 0] for one in spans], axis=1),
+        seconds=np.stack([span.windows[:, 1] - span.windows[:, 0] for span in spans], axis=1),
         compute=compute,
         communication=np.maximum(exposed - waiting, 0.0),
         waiting=waiting,
@@ -218,7 +218,11 @@ def _meetings(
 def _clocks(meetings: Sequence[Meeting], num_ranks: int) -> list[float]:
     """Return (R,) seconds that each clock is ahead of the first that it shares calls with."""
     # The root of a broadcast may end before: these count where there is nothing else.
-    sure = [one for one in meetings if _ALL_SIDED.search(one[0]) or not _ONE_SIDED.search(one[0])]
+    sure = [
+        meeting
+        for meeting in meetings
+        if _ALL_SIDED.search(meeting[0]) or not _ONE_SIDED.search(meeting[0])
+    ]
     ahead: dict[int, float] = {}
     for first in range(num_ranks):
         seen = {} if first in ahead else {first: [0.0]}  # begins a part of its own

@@ -51,9 +51,13 @@ def write_steps(folder: str | Path, segments: Iterable[Segment], world_size: int
     """
     events: dict[int, list[dict[str, Any]]] = {}
     busy: dict[int, list[float]] = {}
-    for flow, one in enumerate(sorted(segments, key=lambda one: one.start), 1):
-        lane = _free(busy.setdefault(one.rank, []), one) if one.kind == "communication" else 0
-        events.setdefault(one.rank, []).extend(_events(one, flow, lane))
+    for flow, segment in enumerate(sorted(segments, key=lambda segment: segment.start), 1):
+        lane = (
+            _free(busy.setdefault(segment.rank, []), segment)
+            if segment.kind == "communication"
+            else 0
+        )
+        events.setdefault(segment.rank, []).extend(_events(segment, flow, lane))
     if events and max(events) >= world_size:
         raise ConfigError(f"a segment is of rank {max(events)}, and the run has {world_size} ranks")
     folder = Path(folder)
