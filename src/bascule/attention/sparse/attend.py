@@ -336,7 +336,7 @@ def attend_sparse(
                 index = table_on(np.flatnonzero(of_rows), q.device)
         if index is not None:
             here_k, here_v = (x.index_select(0, index) for x in (here_k, here_v))
-        call = replace(tables.call(q, rows_seen, factor, kernel), quantized=wire)
+        call = replace(tables.call(q, rows_seen, factor, kernel), wire=wire)
     q_X1D, k_X1D, v_X1D = (x[:, None] for x in (here_q, here_k, here_v))
     rows = attend(q_X1D, k_X1D, v_X1D, call)[:, 0]
     if order is not None:
