@@ -164,7 +164,7 @@ def _striped_runs(
     Blocks of a segment are dealt as by `plan.sparse.BlockLayout.striped`, or, in fixed turns, block
     i to ring rank i mod R. The last block of a segment may be short.
     """
-    places = [(ring, one) for ring in range(ring_degree) for one in range(ulysses_degree)]
+    places = list(product(range(ring_degree), range(ulysses_degree)))
     runs_of = {place: [list[Run]() for _ in segments] for place in places}
     first = 0
     for segment, length in enumerate(segments):
@@ -225,7 +225,7 @@ def own_tokens(x: Tensor, layout: SequenceLayout, place: tuple[int, int], dim: i
 def _transposed(runs: Sequence[Sequence[Run]]) -> list[slice]:
     """Return where the runs of some rows lie, one row after the other, by columns."""
     ends = list(accumulate(stop - start for row in runs for start, stop in row))
-    places = [slice(*one) for one in zip([0, *ends], ends, strict=False)]
+    places = list(map(slice, [0, *ends], ends))
     width = len(runs[0])
     return [place for column in range(width) for place in places[column::width]]
 
