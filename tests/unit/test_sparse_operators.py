@@ -23,7 +23,7 @@ def test_outputs_are_in_the_order_of_memory_that_graphs_expect(records: bool) ->
         sparse=SimpleNamespace(ticket=ticket, recorded={}, layers=mock.Mock()),
         attend_recorded=lambda qkv, *_: (qkv[0] + 1).transpose(1, 2).contiguous().transpose(1, 2),
     )
-    world = SimpleNamespace(step=lambda _: running)
+    world = SimpleNamespace(find=lambda _: running)
     with mock.patch.object(recorded, "this_world", lambda: world):
         out, _ = recorded.attend(x, x, x, None, ticket, "image", [5], False, None, records)
     assert torch.equal(out, x + 1) and out.stride() == x.stride()
