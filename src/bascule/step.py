@@ -592,10 +592,10 @@ def _mean(
     values: Tensor, weights: Tensor | None, step: int, is_checked: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the mean over the tokens of all ranks, and the factor of its gradient."""
-    around: Step = this_world().find(step)
+    current: Step = this_world().find(step)
     if not is_checked:
-        around.check_mean(values, weights)
-    return around.mean_and_scale(values, weights)
+        current.check_mean(values, weights)
+    return current.mean_and_scale(values, weights)
 
 
 @torch.library.register_fake("bascule::mean")

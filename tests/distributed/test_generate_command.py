@@ -230,6 +230,7 @@ def made_in_a_graph(
         return make(prompts, out, model=model, compile=True, **job)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("job", [{"sparse": 0.3}, pytest.param({}, marks=pytest.mark.stress)])
 def test_prompts_of_compiled_models_stay(job: dict[str, Any], tmp_path: Path) -> None:
     prompts, out = tmp_path / "first.jsonl", tmp_path / "out"
@@ -240,6 +241,7 @@ def test_prompts_of_compiled_models_stay(job: dict[str, Any], tmp_path: Path) ->
     same_images(out, tmp_path / "alone", 1)
 
 
+@pytest.mark.nightly
 def test_a_saved_folder_gives_the_pixels_of_one_process(
     prompts: Path, alone: Path, tmp_path: Path
 ) -> None:
@@ -256,6 +258,7 @@ def test_a_saved_folder_gives_the_pixels_of_one_process(
         assert np.abs(pixels(out / name) - pixels(of_tiny)).max() <= 1, name
 
 
+@pytest.mark.nightly
 def test_rows_of_8_bits_change_pixels_a_little(prompts: Path, alone: Path, tmp_path: Path) -> None:
     jobs: list[dict[str, Any]] = [{"wire": "int8", "ring": 2}, {"wire": "e4m3", "ulysses": 2}]
     run_ranks(several, 2, prompts, tmp_path, jobs)
@@ -266,6 +269,7 @@ def test_rows_of_8_bits_change_pixels_a_little(prompts: Path, alone: Path, tmp_p
         assert 0 < max(one.max() for one in both) < 32 and max(one.mean() for one in both) < 2
 
 
+@pytest.mark.nightly
 def test_sparse_attention_gives_the_same_pixels_on_any_ranks(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     row = {"prompt": "a large boat", "width": 384, "height": 256, "steps": 2}
@@ -285,6 +289,7 @@ def test_sparse_attention_gives_the_same_pixels_on_any_ranks(tmp_path: Path) -> 
     assert np.abs(sparse[0] - whole).max() > 1  # it leaves blocks out
 
 
+@pytest.mark.nightly
 def test_what_is_there_is_not_made_again(prompts: Path, alone: Path, tmp_path: Path) -> None:
     shutil.copytree(alone, tmp_path / "out")
     lost = sorted((tmp_path / "out").glob("*.png"))[1]
@@ -295,6 +300,7 @@ def test_what_is_there_is_not_made_again(prompts: Path, alone: Path, tmp_path: P
     assert run_ranks(make, 2, prompts, tmp_path / "out") == [([], [0, 0])] * 2
 
 
+@pytest.mark.nightly
 def test_a_video_is_a_file(prompts: Path, tmp_path: Path) -> None:
     av: Any = pytest.importorskip("av")
     jobs: list[dict[str, Any]] = [{"model": "tiny-wan", "frames": 5}]
@@ -307,6 +313,7 @@ def test_a_video_is_a_file(prompts: Path, tmp_path: Path) -> None:
     assert told["prompt"] == ROWS[1]["prompt"] and told["guidance"] == 3.0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_is_one_sentence_that_says_how_to_go_on(
     number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -321,6 +328,7 @@ def test_a_stop_is_one_sentence_that_says_how_to_go_on(
     assert "stopped by a signal, and so were its ranks; what is done is in" in error
 
 
+@pytest.mark.nightly
 def test_no_rank_starts_where_nothing_is_left_to_make(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -337,6 +345,7 @@ def stop_quietly(number: int) -> None:
         time.sleep(60.0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_rank_that_is_stopped_ends_without_a_word(number: int) -> None:
     (rank,) = run_to_the_end(stop_quietly, 1, number)
@@ -426,6 +435,7 @@ def slow(folder: Path, kind: str) -> Any:
     return raised_by(run.run, lambda *_: None)
 
 
+@pytest.mark.nightly
 def test_a_slow_replica_is_waited_for(tmp_path: Path) -> None:
     assert len(run_ranks(slow, 2, tmp_path, "slow")[0]) == 2
 

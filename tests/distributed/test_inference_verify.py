@@ -211,7 +211,7 @@ def test_explain_predicts_seconds_and_gains() -> None:
 
         def on(**numbers: Any) -> Any:
             profile = HardwareProfile(device="one", **fast | numbers)
-            return handle.explain(profile=profile, **inputs)
+            return handle.explain(profile=profile, **inputs)  # pyright: ignore[reportArgumentType]
 
         launches, wires = on(launch_s=1.0), on(intra_bytes_per_s=1.0)
         compute = on(matmul_flops_per_s=1.0)
