@@ -75,12 +75,6 @@ class Caches:
 
     def prepare(self, modules: Sequence[nn.Module], is_over: bool, *, is_sparse: bool) -> None:
         """Look at the hooks before a forward pass; refuse those that cannot be used."""
-        if not self.is_on and "_is_cached" not in vars(self._model):
-            for module in modules:
-                if "_diffusers_hook" in vars(module):
-                    break
-            else:
-                return
         was_on, self.is_on = self.is_on, self.are_used(modules, is_over)
         if not self.is_on:
             return

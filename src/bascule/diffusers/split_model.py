@@ -230,7 +230,9 @@ class SplitModel:
     def _compare(self, way: Way, named: Mapping[str, Any], form: object) -> None:
         """Look at the caches, and compare the inputs of ranks where that is to be done."""
         whole = way.mesh.whole
-        self._caches.prepare(self.hooked, whole is not None, is_sparse=way.sparse is not None)
+        is_hooked = ["_diffusers_hook" in vars(module) for module in self.hooked]
+        if self._caches.is_on or True in is_hooked or "_is_cached" in vars(self.model):
+            self._caches.prepare(self.hooked, whole is not None, is_sparse=way.sparse is not None)
         if way.compares and whole is not None:
             if (compare := self.inputs.comparison(whole, named, form)) is not None:
                 compare()
