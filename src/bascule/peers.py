@@ -148,7 +148,7 @@ def _mesh_of_peer(peer: Any, mesh: DeviceMesh | dist.ProcessGroup | None) -> Att
         known = [x for x in (*groups, resolve(None)) if x is not None]
         same = [x for x in known if {*dist.get_process_group_ranks(x)} == {*ranks}]
         whole = member_of(same[0], "attention", ranks=ranks) if same else group_of(ranks)
-        return mesh_over(whole, len(rows), len(columns))
+        return mesh_over(whole, ring=len(rows), ulysses=len(columns))
 
     return this_world().kept((in_place_of, ranks, len(rows)), make, lambda made: made.exists)
 

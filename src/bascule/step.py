@@ -51,7 +51,7 @@ _NUM_FORMS = 64  # scales may change from call to call
 
 @dataclass(slots=True, eq=False)
 class _Done:
-    """Forward passes of a step so far; attention calls refer to it, and not to their step."""
+    """Counters of a step, apart from it so that calls do not keep the step alive."""
 
     num_attended: int = 0
     traffic: Traffic = field(default_factory=Traffic)
@@ -195,9 +195,12 @@ class Step:
                 "masks that are not plain causal ones: plan without masks"
             )
         layouts = [plan.local(rank) for rank in ranks]
-        ids = np.concatenate([one.seq_ids[one.slots] for one in layouts])
-        order = np.lexsort((np.concatenate([one.positions for one in layouts]), ids))
-        lens, counts = np.unique(ids, return_counts=True)[1], [len(one.slots) for one in layouts]
+        ids = np.concatenate([layout.seq_ids[layout.slots] for layout in layouts])
+        order = np.lexsort((np.concatenate([layout.positions for layout in layouts]), ids))
+        lens, counts = (
+            np.unique(ids, return_counts=True)[1],
+            [len(layout.slots) for layout in layouts],
+        )
         shared = group.part(ranks, "bag") if len(ranks) > 1 else None
         args = counts, order, self.number, self._done.share_heads
         return SharedRow(lens.tolist(), shared, *args)

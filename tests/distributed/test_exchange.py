@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -181,6 +182,20 @@ def gradients_of_rows() -> None:
     assert back.requires_grad and torch.equal(back, y)
 
 
+def graphs_without_steps() -> None:
+    """A graph keeps the routes that its backward takes, and not their step."""
+    parallel = SequenceParallel(None, "g3n1", COST)
+    step, x = parallel.plan([3]), torch.ones(3, requires_grad=True)
+    loss = step.route(x=x)["x"].sum() + step.gather_samples(x[:1]).sum()
+    gone = weakref.ref(step)
+    del step
+    for _ in range(2):  # those of the last two plans are kept
+        parallel.plan([1])
+    assert gone() is None
+    loss.backward()
+    assert x.grad is not None and x.grad.tolist() == [4.0, 1.0, 1.0]
+
+
 def gather_vectors() -> None:
     """Every rank gets the vectors of all samples."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -314,6 +329,8 @@ def means() -> None:
         assert values.grad.tolist() == heavy
 
 
-@pytest.mark.parametrize("check", [gradients_of_rows, gather_vectors, means, wide_gradients])
+@pytest.mark.parametrize(
+    "check", [gradients_of_rows, graphs_without_steps, gather_vectors, means, wide_gradients]
+)
 def test_on_three_ranks(check: Callable[[], None]) -> None:
     run_ranks(check, 3)

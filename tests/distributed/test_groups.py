@@ -68,14 +68,14 @@ def timeouts_of_a_mesh() -> None:
 
 def mesh_after_one_rank_ended_it() -> None:
     """The other one has not noticed, and learns of it."""
-    before = mesh_of_all(1, 2).whole
+    before = mesh_of_all(ring=1, ulysses=2).whole
     assert before is not None
     all_reduce(before, "all_reduce", torch.ones(3))
     if dist.get_rank() == 0:
         watch_of_world().end_all("a failure")
     else:
         time.sleep(2.0)
-    after = mesh_of_all(1, 2).whole
+    after = mesh_of_all(ring=1, ulysses=2).whole
     assert after is not None and after.key != before.key
     assert float(all_reduce(after, "all_reduce", torch.ones(3)).sum()) == 6.0
 

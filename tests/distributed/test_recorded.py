@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from bascule.attention import api, usp
 from bascule.attention.api import AttentionMesh, AttentionOptions, SequenceLayout, attention, split
-from bascule.attention.layout import form_of, gather_tokens, reduce_tokens
+from bascule.attention.layout import gather_tokens, layout_text, reduce_tokens
 from bascule.comm.mesh import place_in
 from bascule.comm.quantized import Quantized
 from bascule.parallel import SequenceParallel, Step
@@ -454,7 +454,7 @@ def check_operators(ring: int, ulysses: int, dtype: torch.dtype) -> None:
         wires = (None, Quantized("int8"))
         for wire, one in [*((wire, None) for wire in wires), *([] if overlap else [(None, sink)])]:
             options = AttentionOptions(layout, comm_dtype=wire, overlap=overlap)
-            form = api._form(q, k, v, mesh, None, False, 0.5, options, one is not None)
+            form = api._prepare(q, k, v, mesh, None, False, 0.5, options, one is not None)
             settings = None, one, form.sizes, form.name
             calls.append((usp.attend_op, (q, k, v, *settings)))
             out, *kept = usp.attend_op(*(x.detach() for x in (q, k, v)), *settings)
@@ -462,7 +462,7 @@ def check_operators(ring: int, ulysses: int, dtype: torch.dtype) -> None:
                 kept = [q.detach(), k.detach(), v.detach(), out, kept[-1]]
             calls.append((torch.ops.bascule.attend_backward.default, (out, kept, *settings)))
     layout = SequenceLayout((5, 18), ring, ulysses)
-    rows, name = torch.randn(layout.num_tokens(*mesh.place), 3), form_of(place_in(mesh), layout)
+    rows, name = torch.randn(layout.num_tokens(*mesh.place), 3), layout_text(place_in(mesh), layout)
     calls.append((gather_tokens, (rows, [5, 18], name)))
     calls.append((reduce_tokens, (torch.randn(23, 3), [5, 18], name)))
     for operator, arguments in calls:

@@ -7,7 +7,7 @@ rank, D head width; R ring ranks, U Ulysses ranks.
 """
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from bascule.attention.kernels.registry import FunctionKernel, Kernel, check_name
 from bascule.attention.layout import (
     SequenceLayout,
-    form_of,
     gather_tokens,
+    layout_text,
     num_tokens,
     own_tokens,
     replicated,
@@ -33,9 +33,9 @@ from bascule.attention.usp import (
     check_settings,
     check_sink,
     check_tensors,
-    look,
     new_call,
     positive_scale,
+    signature,
 )
 from bascule.checks import is_int
 from bascule.comm.failures import leave, shared
@@ -95,8 +95,8 @@ def gather(x: Tensor, mesh: AttentionMesh, layout: SequenceLayout, dim: int) -> 
     if mesh.whole is None:
         return x
     rows = own_tokens(x, layout, mesh.place, dim).movedim(dim, 0)
-    form = form_of(place_in(mesh), layout)
-    return gather_tokens(rows, list(layout.segments), form).movedim(0, dim)
+    placed = layout_text(place_in(mesh), layout)
+    return gather_tokens(rows, list(layout.segments), placed).movedim(0, dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +133,13 @@ class AttentionOptions:
             return
         try:
             check_name(self.kernel)
-            _ = self.quantized
+            _ = self.wire
         except ConfigError as error:  # ranks that go on to attend do not wait for this one
             leave(error, "AttentionOptions")
             raise
 
     @property
-    def quantized(self) -> Quantized | None:
+    def wire(self) -> Quantized | None:
         """The format of rows between ranks; None for rows as they are."""
         return Quantized.of(self.comm_dtype)
 
@@ -170,7 +170,7 @@ def attention(
 
     Two all-to-alls over the Ulysses ranks and R - 1 exchanges around the ring, and twice that
     backward; for replicated tokens one all-gather more, and one reduce-scatter backward. The first
-    call of a form takes one all-gather more, in which ranks agree.
+    call of a kind takes one all-gather more, in which ranks agree.
 
     Args:
         q: (B, H, T, D) queries of this rank's tokens, in the order of the layout's `shares`.
@@ -201,40 +201,40 @@ def attention(
     check_sink("attention", sink, q)
     settings = mesh, attn_mask, is_causal, scale, options
     if torch.compiler.is_compiling():
-        form = _form(q, k, v, *settings, sink is not None)
-        q, k, v = _operands(q, k, v, form)
-        out = attend_op(q, k, v, attn_mask, sink, form.sizes, form.name)[0]
+        prepared = _prepare(q, k, v, *settings, sink is not None)
+        q, k, v = _operands(q, k, v, prepared)
+        out = attend_op(q, k, v, attn_mask, sink, prepared.sizes, prepared.name)[0]
     else:
-        key = look(q, k, v, attn_mask), is_causal, scale, options, sink is not None
+        key = signature(q, k, v, attn_mask), is_causal, scale, options, sink is not None
         ranks = mesh if isinstance(mesh, AttentionMesh) else as_attention_mesh(mesh)
 
-        def first() -> tuple[_Form, AttentionCall]:
-            form = _form(q, k, v, *settings, sink is not None)
-            q_here, k_here, _ = _operands(q, k, v, form)
-            return form, new_call(form.name, form.sizes, q_here, k_here, attn_mask)
+        def first() -> tuple[_Prepared, AttentionCall]:
+            prepared = _prepare(q, k, v, *settings, sink is not None)
+            q_here, k_here, _ = _operands(q, k, v, prepared)
+            return prepared, new_call(prepared.name, prepared.sizes, q_here, k_here, attn_mask)
 
         if isinstance(options.kernel, FunctionKernel):
             # Names of groups come again in a later job.
             groups = tuple(group and group.reference for group in ranks.groups)
-            form, call = options.kernel.calls.get((groups, *key), first)
+            prepared, call = options.kernel.calls.get((groups, *key), first)
         else:
-            form, call = ranks.kept.get(key, first)
-        out = attend(*_operands(q, k, v, form), call, attn_mask, sink)
-    return replicated(out, form.ranks, form.layout) if form.layout.replicated else out
+            prepared, call = ranks.kept.get(key, first)
+        out = attend(*_operands(q, k, v, prepared), call, attn_mask, sink)
+    return replicated(out, prepared.ranks, prepared.layout) if prepared.layout.replicated else out
 
 
-class _Form(NamedTuple):
-    """All that is fixed of calls of one form; compilers make it while they trace."""
+class _Prepared(NamedTuple):
+    """A checked call but for its tensors; compilers make it while they trace."""
 
     ranks: Place  # this rank's place
     layout: SequenceLayout  # which tokens each rank has
     multiplier: float | None  # of the queries, where the scale is not above 0; else None
     num_kv_heads: int  # of keys and values, repeated where ranks are more
-    name: str  # the call's; see `usp.call_of`
+    name: str  # the call's text; see `usp`
     sizes: list[int]  # likewise
 
 
-def _form(
+def _prepare(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -244,9 +244,9 @@ def _form(
     scale: float | None,
     options: AttentionOptions,
     has_sink: bool = False,
-) -> _Form:
-    """Check a call, and name it."""
-    ranks, layout, quantized = place_in(mesh), options.layout, options.quantized
+) -> _Prepared:
+    """Check a call, and write its text."""
+    ranks, layout, wire = place_in(mesh), options.layout, options.wire
     check_settings("attention", causal, scale)
     check_tensors("attention", q, k, v, mask)
     if layout is None:
@@ -266,7 +266,7 @@ def _form(
             f"shortest of {min(documents)}, in {layout.seq_len}: give lengths from 1 that add up"
         )
     if ranks.degrees == (1, 1):
-        quantized = None
+        wire = None
     num_heads, together = _enough_heads(q.shape[1], k.shape[1], ranks.degrees[1]), [0, 0, 0]
     if ranks.degrees[1] > 1:
         own = num_heads // ranks.degrees[1] + (ranks.place[1] < num_heads % ranks.degrees[1])
@@ -276,25 +276,29 @@ def _form(
     if not (has_sink or options.is_packed):
         overlap = _overlaps(options, q, ranks, layout)
     kernel = kernel.key if isinstance(kernel, FunctionKernel) else kernel
+    wire_format = None if wire is None else wire.format
     settings = (
-        f"{layout.replicated}, {causal}, {scale}, {factor}, {kernel!r}, "
-        f"{None if quantized is None else astuple(quantized)}, {overlap}, "
-        f"({', '.join(map(str, scores.key))}), {documents}"
+        f"{{'replicated': {layout.replicated}, 'causal': {causal}, 'scale': {scale}, "
+        f"'factor': {factor}, 'kernel': {kernel!r}, 'wire': {wire_format!r}, "
+        f"'overlap': {overlap}, 'scores': ({', '.join(map(str, scores.key))}), "
+        f"'documents': {documents}}}"
     )
-    name = f"mesh\n{form_of(ranks, layout)}\n{settings}"
+    name = f"mesh\n{layout_text(ranks, layout)}\n{settings}"
     multiplier = None if scale is None or scale > 0 else scale
-    return _Form(ranks, layout, multiplier, num_heads, name, [*together, *layout.segments])
+    return _Prepared(ranks, layout, multiplier, num_heads, name, [*together, *layout.segments])
 
 
-def _operands(q: Tensor, k: Tensor, v: Tensor, form: _Form) -> tuple[Tensor, Tensor, Tensor]:
+def _operands(
+    q: Tensor, k: Tensor, v: Tensor, prepared: _Prepared
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v as they are attended."""
-    ranks, layout = form.ranks, form.layout
-    if form.multiplier is not None:
-        q = q * form.multiplier
+    ranks, layout = prepared.ranks, prepared.layout
+    if prepared.multiplier is not None:
+        q = q * prepared.multiplier
     if layout.replicated:
         q, k, v = (own_tokens(x, layout, ranks.place, 2) for x in (q, k, v))
-    if form.num_kv_heads != k.shape[1]:
-        times = form.num_kv_heads // k.shape[1]
+    if prepared.num_kv_heads != k.shape[1]:
+        times = prepared.num_kv_heads // k.shape[1]
         k, v = (x.repeat_interleave(times, dim=1) for x in (k, v))
     return q, k, v
 
@@ -357,7 +361,7 @@ def _overlaps(options: AttentionOptions, q: Tensor, ranks: Place, layout: Sequen
     if wanted is not None:
         return wanted
     is_long = q.shape[0] * q.shape[1] * q.shape[3] * layout.seq_len >= _OVERLAP_FROM
-    is_plain = ring == 1 and options.quantized is None and not layout.zigzag
+    is_plain = ring == 1 and options.wire is None and not layout.zigzag
     if isinstance(options.kernel, FunctionKernel):
         is_plain = is_plain and options.kernel.gives_lse
     return q.device.type == "cpu" and is_plain and is_long

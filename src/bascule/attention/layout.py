@@ -35,7 +35,19 @@ class SequenceLayout:
     """The tokens of every rank of R x U ranks.
 
     With `zigzag` a segment is cut into 2 R pieces, of which ring rank r has the r-th from each
-    end: under a causal mask all ring ranks then have the same work.
+    end: under a causal mask all ring ranks then have the same work. Eight tokens on two ring ranks,
+    a row a query (before it, its rank), and the pairs that each rank computes::
+
+        contiguous      zigzag          stripe=1
+        0 #.......      0 #.......      0 #.......
+        0 ##......      0 ##......      1 ##......
+        0 ###.....      1 ###.....      0 ###.....
+        0 ####....      1 ####....      1 ####....
+        1 #####...      1 #####...      1 #####...
+        1 ######..      1 ######..      0 ######..
+        1 #######.      0 #######.      0 #######.
+        1 ########      0 ########      1 ########
+        10 and 26       18 and 18       17 and 19
 
     A replicated segment is on every rank, and so is its output; each of its tokens counts once as a
     key, and its work is shared. The sum of its gradients over the ranks is the gradient.
@@ -152,7 +164,7 @@ def _striped_runs(
     Blocks of a segment are dealt as by `plan.sparse.BlockLayout.striped`, or, in fixed turns, block
     i to ring rank i mod R. The last block of a segment may be short.
     """
-    places = [(ring, one) for ring in range(ring_degree) for one in range(ulysses_degree)]
+    places = list(product(range(ring_degree), range(ulysses_degree)))
     runs_of = {place: [list[Run]() for _ in segments] for place in places}
     first = 0
     for segment, length in enumerate(segments):
@@ -213,7 +225,7 @@ def own_tokens(x: Tensor, layout: SequenceLayout, place: tuple[int, int], dim: i
 def _transposed(runs: Sequence[Sequence[Run]]) -> list[slice]:
     """Return where the runs of some rows lie, one row after the other, by columns."""
     ends = list(accumulate(stop - start for row in runs for start, stop in row))
-    places = [slice(*one) for one in zip([0, *ends], ends, strict=False)]
+    places = list(map(slice, [0, *ends], ends))
     width = len(runs[0])
     return [place for column in range(width) for place in places[column::width]]
 
@@ -223,14 +235,14 @@ def num_tokens(runs: list[Run]) -> int:
     return sum(stop - start for start, stop in runs)
 
 
-def form_of(ranks: Place, layout: SequenceLayout) -> str:
-    """Return the name of a layout on a mesh, but for its segments."""
+def layout_text(ranks: Place, layout: SequenceLayout) -> str:
+    """Write a layout on a mesh as text, but for its segments."""
     return f"{ranks.name}\n{layout.zigzag}\n{int(layout.stripe)}\n{layout.fixed_turns}"
 
 
-def layout_on(form: str, segments: Sequence[int]) -> tuple[AttentionMesh, SequenceLayout]:
-    """Return the mesh and the layout of a name; without what is replicated."""
-    name, zigzag, stripe, fixed = form.split("\n")
+def layout_on(text: str, segments: Sequence[int]) -> tuple[AttentionMesh, SequenceLayout]:
+    """Return the mesh and the layout of a text; without what is replicated."""
+    name, zigzag, stripe, fixed = text.split("\n")
     mesh, lens = mesh_named(name), tuple(segments)
     kind = {"zigzag": zigzag == "True", "stripe": int(stripe), "fixed_turns": fixed == "True"}
     return mesh, SequenceLayout(lens, *mesh.degrees, **kind)
@@ -244,7 +256,7 @@ def replicated(own: Tensor, ranks: Place, layout: SequenceLayout) -> Tensor:
     chosen = sorted(layout.replicated)
     segments = [layout.segments[segment] for segment in chosen]
     rows = torch.cat([parts[segment] for segment in chosen], 2).movedim(2, 0)
-    whole = gather_tokens(rows, segments, form_of(ranks, layout)).movedim(0, 2)
+    whole = gather_tokens(rows, segments, layout_text(ranks, layout)).movedim(0, 2)
     for segment, part in zip(chosen, whole.split(segments, 2), strict=True):
         parts[segment] = part
     return torch.cat(parts, 2)
@@ -276,22 +288,22 @@ def gather_rows(
 
 
 @torch.library.custom_op("bascule::gather_tokens", mutates_args=())
-def gather_tokens(x: Tensor, segments: Sequence[int], form: str) -> Tensor:
+def gather_tokens(x: Tensor, segments: Sequence[int], text: str) -> Tensor:
     """Gather (T, ..) tokens of a rank to (S, ..), those of all, in the order of the sequence."""
-    mesh, layout = layout_on(form, segments)
+    mesh, layout = layout_on(text, segments)
     assert mesh.whole is not None
     return gather_rows(x, mesh.whole, layout)[0]
 
 
 @gather_tokens.register_fake
-def _(x: Tensor, segments: Sequence[int], form: str) -> Tensor:
+def _(x: Tensor, segments: Sequence[int], text: str) -> Tensor:
     return x.new_empty(sum(segments), *x.shape[1:])
 
 
 @torch.library.custom_op("bascule::reduce_tokens", mutates_args=())
-def reduce_tokens(x: Tensor, segments: Sequence[int], form: str) -> Tensor:
+def reduce_tokens(x: Tensor, segments: Sequence[int], text: str) -> Tensor:
     """Sum a rank's tokens over the ranks, (S, ..) on all to (T, ..): adjoint of `gather_tokens`."""
-    mesh, layout = layout_on(form, segments)
+    mesh, layout = layout_on(text, segments)
     group = mesh.whole
     assert group is not None
     runs, padded = _gathered_runs(layout)
@@ -305,8 +317,8 @@ def reduce_tokens(x: Tensor, segments: Sequence[int], form: str) -> Tensor:
 
 
 @reduce_tokens.register_fake
-def _(x: Tensor, segments: Sequence[int], form: str) -> Tensor:
-    mesh, layout = layout_on(form, segments)
+def _(x: Tensor, segments: Sequence[int], text: str) -> Tensor:
+    mesh, layout = layout_on(text, segments)
     return x.new_empty(num_tokens(layout.own_runs(*mesh.place)), *x.shape[1:])
 
 

@@ -134,7 +134,7 @@ class BlockRows:
     def block(self) -> int:
         """Tokens of the longest block; 0 without blocks."""
         bounds = self.q_bounds, self.k_bounds
-        return max(int(np.diff(one).max(initial=0)) for one in bounds)
+        return max(int(np.diff(ends).max(initial=0)) for ends in bounds)
 
     @property
     def counts(self) -> Ints:

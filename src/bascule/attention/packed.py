@@ -47,7 +47,9 @@ class Bag:
     pieces: Pieces  # what each of the groups around its ring has together
     masks: Masks | None  # what the tokens of its sequences see of them; None: everything
     context_lens: Ints  # tokens of the context of each sequence, which each rank has whole
-    context_of: Ints  # (n,) which of these is that of a sequence, or document, cut into chunks
+    context_of: (
+        Ints  # (n,) index into `context_lens` of each sequence, or document, cut into chunks
+    )
     _kept: dict[Any, list[list[Tile]]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod

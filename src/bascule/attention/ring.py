@@ -1,4 +1,4 @@
-"""An attention over ranks but for its tensors, and its rings.
+"""`AttentionCall`, a distributed attention without its tensors, and the loop of its ring.
 
 Keys and values travel from rank to rank while each attends to those at hand: Ring Attention
 (arXiv:2310.01889), double-buffered as in FastUSP: the send of the shard in hand is posted before
@@ -27,8 +27,8 @@ from bascule.comm.quantized import Quantized
 class Tile:
     """Queries of this rank that attend to keys of one shard."""
 
-    q: "slice | Tensor"  # which queries of this rank; numbers of rows are int64, each of them once
-    k: "slice | Tensor"  # which keys of the shard; numbers of rows may repeat
+    q: "slice | Tensor"  # queries of this rank: a slice, or int64 rows, each once
+    k: "slice | Tensor"  # keys of the shard: a slice, or int64 rows, which may repeat
     mask: AttentionMask = EVERYTHING  # what those see of these
 
 
@@ -46,10 +46,10 @@ class AttentionCall:
     tiles: Tiles | Callable[[Tensor | None], Tiles]
     kv_lens: Sequence[int]  # (R,) keys that each ring rank has at home
     ring: RankGroup | None = None  # the ranks that pass keys and values on; None for one
-    # how ranks share heads; None: no other rank has tokens of this ring place
+    # how ranks share heads; None: one rank per ring place
     heads: HeadExchange | None = None
     # how rows travel; None: as they are. Gradients always do.
-    quantized: Quantized | None = None
+    wire: Quantized | None = None
     overlap: bool = False  # whether rows travel while the rank attends to its own tokens
     where: str = "attention"  # for errors and profiles
     name: str = ""  # with `sizes`, by which a recorded program finds this; see `usp`
@@ -133,7 +133,7 @@ def _rows(x: Tensor, rows: slice | Tensor) -> Tensor:
 
 
 class Merged:
-    """Attention of all queries to the keys that came so far; wide from the second part on."""
+    """Running output and LSE; float32 at least once two parts were merged."""
 
     def __init__(self, q: Tensor) -> None:
         self._q = q
@@ -172,8 +172,20 @@ class Merged:
 def rotate(
     call: AttentionCall, k: Tensor, v: Tensor, attend: Callable[[int, Tensor, Tensor], None]
 ) -> None:
-    """Call `attend` with the number of each round, and its keys and values; own ones first."""
-    size, quantized = len(call.kv_lens), call.quantized
+    """Call `attend` with the number of each round, and its keys and values; own ones first.
+
+    What a rank then computes follows from the tiles of round t, whose keys are those of rank
+    s = (r - t) mod R::
+
+        plain     s any     all queries to all keys
+        causal    s = r     a triangle
+                  s < r     all queries to all keys
+                  s > r     nothing
+        zigzag    s = r     a triangle
+                  s < r     all queries to the early half of the keys
+                  s > r     the late half of the queries to all keys
+    """
+    size, wire = len(call.kv_lens), call.wire
     at_hand = k if size == 1 else _packed(k, v, call)
     for turn in range(size):
         wait = None
@@ -181,8 +193,8 @@ def rotate(
             coming = _staged(call, turn + 1, _shape_in(call, turn + 1, at_hand), at_hand)
             wait = _shift(call, at_hand, coming, f"keys and values, round {turn + 1}")
         keys, values = (k, v) if turn == 0 else at_hand.unbind(0)
-        if turn and quantized is not None:
-            keys, values = quantized.unpack(keys, k.dtype), quantized.unpack(values, k.dtype)
+        if turn and wire is not None:
+            keys, values = wire.unpack(keys, k.dtype), wire.unpack(values, k.dtype)
         try:
             attend(turn, keys, values)
         finally:  # also after an error: memory that is written to must not be left
@@ -197,8 +209,8 @@ def _shape_in(call: AttentionCall, turn: int, like: Tensor) -> tuple[int, ...]:
 
 def _packed(k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     """Return keys and values as they travel, (2, B, K, Sk, ...); other ranks pass these on."""
-    if call.quantized is not None:
-        k, v = call.quantized.pack(k), call.quantized.pack(v)
+    if call.wire is not None:
+        k, v = call.wire.pack(k), call.wire.pack(v)
     return torch.stack((k, v), out=_staged(call, 0, (2, *k.shape), k))
 
 
@@ -250,13 +262,13 @@ def overlapped_forward(
     xs: Sequence[Tensor], tiles: Tiles, call: AttentionCall
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return what `usp.forward` does, of (B, T, heads, D) q, k and v; the output at home as q."""
-    heads, quantized = call.heads, call.quantized
+    heads, wire = call.heads, call.wire
     assert heads is not None
     own = heads.own_tokens
     mine = [heads.own_heads(x) for x in xs]
-    mine = mine if quantized is None else [_arrived(x, quantized) for x in mine]
+    mine = mine if wire is None else [_arrived(x, wire) for x in mine]
     own_q, own_k, own_v = [x.transpose(1, 2) for x in mine]
-    arrive = heads.start_to_heads(xs, call.where, quantized)
+    arrive = heads.start_to_heads(xs, call.where, wire)
     merged = Merged(own_q)
     try:
         _attend(merged, (own_q, own_k, own_v), own, own, tiles[call.owner(0)], call)
@@ -279,7 +291,7 @@ def overlapped_forward(
             for one, part in zip(theirs, others, strict=True):
                 done, lse[:, :, part] = one.result()
                 out[:, part] = done.transpose(1, 2)
-            leaving.append(heads.start_to_tokens(out, [q.shape[1]], call.where, quantized))
+            leaving.append(heads.start_to_tokens(out, [q.shape[1]], call.where, wire))
         for columns in others if turn == 0 else [every]:
             here = keys[:, :, columns], values[:, :, columns]
             _attend(merged, (own_q, *here), own, columns, seen, call)
@@ -291,14 +303,14 @@ def overlapped_forward(
     done, lse[:, :, own] = merged.result()
     out[:, own] = done.transpose(1, 2)
     ((home,),) = arrived
-    mine = out[:, own] if quantized is None else _arrived(out[:, own], quantized)
+    mine = out[:, own] if wire is None else _arrived(out[:, own], wire)
     heads.own_heads(home).copy_(mine)
     return home, whole, out, lse
 
 
-def _arrived(x: Tensor, quantized: Quantized) -> Tensor:
+def _arrived(x: Tensor, wire: Quantized) -> Tensor:
     """Round (B, T, heads, D) as it would arrive."""
-    return quantized.unpack(quantized.pack(x), x.dtype)
+    return wire.unpack(wire.pack(x), x.dtype)
 
 
 def _attend(

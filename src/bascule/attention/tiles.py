@@ -229,15 +229,15 @@ class Pieces:
             pairs += [(masks.triangles(run), True, False) for run in here]
         for q, k in product(here, there) if window else ():
             *rectangles, turned = masks.before(q, k, window, goes_on)
-            pairs += [*((one, False, False) for one in rectangles), (turned, True, True)]
+            pairs += [*((spans, False, False) for spans in rectangles), (turned, True, True)]
         num_q, num_k = self.kv_lens[self.rank], self.kv_lens[other]
         tiles = list[Tile]()
-        for one, causal, is_turned in pairs:
-            if (one.q_lens * one.k_lens).any():
-                q_rows = self._rows(one.q_rows, one.q_lens, num_q, is_turned)
-                k_rows = self._rows(one.k_rows, one.k_lens, num_k, is_turned)
+        for spans, causal, is_turned in pairs:
+            if (spans.q_lens * spans.k_lens).any():
+                q_rows = self._rows(spans.q_rows, spans.q_lens, num_q, is_turned)
+                k_rows = self._rows(spans.k_rows, spans.k_lens, num_k, is_turned)
                 order = slice(None, None, -1 if is_turned else 1)
-                packed = self._packed(one.q_lens[order], one.k_lens[order], causal)
+                packed = self._packed(spans.q_lens[order], spans.k_lens[order], causal)
                 tiles.append(Tile(q_rows, k_rows, packed))
         return tiles
 

@@ -3,9 +3,10 @@
 Ulysses brings all tokens of some heads to a rank, the ring passes keys and values on, and Ulysses
 takes the output back (USP, arXiv:2405.07719). Autograd records it as one function; compilers, and
 checkpoints that choose what to keep, as one operator, which costs the host three times as much.
-It finds its call by a name, a constant to compilers: the mesh, how tokens lie, and settings. The
-sizes beside it may be symbols: S, this rank's heads of queries and of keys (0 where unshared), then
-the segments, or the number of a step.
+An operator finds its call by two arguments. `call` is text, constant in a graph: the mesh, how
+tokens lie, and settings. `sizes` = [S, own query heads, own key heads, *rest], whose second and
+third are 0 where heads are unshared, may be symbols; the rest is the segment lengths of a mesh, or
+[number of a step].
 
 Shapes: B batch, T tokens of this rank, S of its Ulysses ranks, H heads, K key-value heads, D head
 width. Tensors at home are (T, H, D) of packed sequences, else (B, H, T, D).
@@ -14,7 +15,6 @@ width. Tensors at home are (T, H, D) of packed sequences, else (B, H, T, D).
 import math
 from ast import literal_eval
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ from bascule.comm.failures import shared
 from bascule.comm.groups import this_world
 from bascule.comm.heads import HeadExchange
 from bascule.comm.mesh import AttentionMesh, mesh_named
-from bascule.comm.quantized import Quantized
+from bascule.comm.quantized import Format, Quantized
 from bascule.comm.transforms import NO_SECOND, is_recorded, refuse_second
 from bascule.errors import ConfigError
 from bascule.plan.traffic import HeadShares
@@ -102,8 +102,8 @@ def positive_scale(head_dim: int, scale: float | None) -> float:
     return scale if scale > 0 else 1.0
 
 
-def look(*tensors: Tensor | None) -> tuple[object, ...]:
-    """Return all of some tensors that makes a form of calls."""
+def signature(*tensors: Tensor | None) -> tuple[object, ...]:
+    """Return what of some tensors decides which call attends to them."""
     parts = list[object]()
     for x in tensors:
         if not isinstance(x, Tensor) or x.is_nested:
@@ -114,84 +114,29 @@ def look(*tensors: Tensor | None) -> tuple[object, ...]:
 
 
 class _Settings(NamedTuple):
-    """A call but for its mesh and layout; see `attention` and `AttentionOptions`."""
+    """Settings of a call over a mesh, which stand in its text as a dict."""
 
     replicated: tuple[int, ...]
     causal: bool
     scale: float | None
     factor: float
     kernel: str | None  # or the key of a `FunctionKernel`
-    quantized: tuple[Any, ...] | None  # arguments of a Quantized
+    wire: Format | None
     overlap: bool
     scores: tuple[int, int, float]  # arguments of Scores
     documents: tuple[int, ...]
 
 
-def call_of(
-    name: str, sizes: Sequence[int], q: Tensor, k: Tensor, mask: Tensor | None
-) -> AttentionCall:
-    """Return the call that a recorded program names; it is made at its first use."""
-    key = name, tuple(sizes), q.shape, k.shape, q.dtype, q.device, look(mask)
-    kept = mesh_named(name.split("\n")[1]).kept
-    return kept.get(key, lambda: new_call(name, sizes, q, k, mask))
-
-
 def new_call(
     name: str, sizes: Sequence[int], q: Tensor, k: Tensor, mask: Tensor | None
 ) -> AttentionCall:
-    """Make the call that a name describes; all ranks agree on it."""
-    form, _, text = name.partition("\n")[2].rpartition("\n")
-    (mesh, layout), settings = layout_on(form, sizes[3:]), _Settings(*literal_eval(text))
+    """Make the call over a mesh that a text describes; all ranks agree on it."""
+    placed, _, text = name.partition("\n")[2].rpartition("\n")
+    (mesh, layout), settings = layout_on(placed, sizes[3:]), _Settings(**literal_eval(text))
     _agree(mesh, layout, settings, q, k, mask)
-    call = _made(mesh, layout, settings, q, k, mask is not None)
-    return replace(call, name=name, sizes=tuple(sizes))
-
-
-def _agree(
-    mesh: AttentionMesh,
-    layout: SequenceLayout,
-    settings: _Settings,
-    q: Tensor,
-    k: Tensor,
-    mask: Tensor | None,
-) -> None:
-    """Make sure that all ranks mean the same, and have the tokens of the layout; one all-gather."""
-    sent_as = "" if settings.quantized is None else f" as {Quantized(*settings.quantized)}"
-    seen = "none"
-    if mask is not None:
-        seen = f"of {mask.dim()} dims, {mask.dtype}, {digest_of(mask)}"
-    text = (
-        f"a layout of {layout.segments} tokens on {mesh.degrees[0]} x {mesh.degrees[1]} ranks, "
-        f"zigzag={layout.zigzag}, stripe={layout.stripe}, fixed_turns={layout.fixed_turns}, "
-        f"replicated segments {settings.replicated}, batch {q.shape[0]}, {q.shape[1]} heads for "
-        f"{k.shape[1]}, head_dim {q.shape[3]}, {q.dtype}{sent_as}, causal={settings.causal}, "
-        f"scale={settings.scale}, kernel {named(settings.kernel)}, overlap={settings.overlap}, "
-        f"mask {seen}, {Scores(*settings.scores)}, documents {settings.documents}"
-    )
-
-    def say() -> tuple[str, ConfigError | None]:
-        wanted = num_tokens(layout.own_runs(*mesh.place))
-        if q.shape[2] == wanted:
-            return text, None
-        return text, ConfigError(
-            f"attention: q has {q.shape[2]} tokens, and the layout gives this rank {wanted} of "
-            f"{layout.seq_len}: take them with split(x, mesh, layout, dim)"
-        )
-
-    first_use(mesh.whole, (mesh.name, q.shape[2], text), say, what="attention")
-
-
-def _made(
-    mesh: AttentionMesh,
-    layout: SequenceLayout,
-    settings: _Settings,
-    q: Tensor,
-    k: Tensor,
-    is_masked: bool,
-) -> AttentionCall:
-    """Return the call of a form of tensors, without its name."""
     (ring, ulysses), causal, like = mesh.place, settings.causal, q.new_empty(0)
-    has_bias, scores = is_masked or is_biased(layout, causal), Scores(*settings.scores)
+    has_bias = mask is not None or is_biased(layout, causal)
+    scores = Scores(*settings.scores)
     heads, own = None, slice(None)
     if mesh.ulysses is not None:
         shares, each = HeadShares.split(k.shape[1], mesh.ulysses.size), q.shape[1] // k.shape[1]
@@ -218,9 +163,45 @@ def _made(
         kv_lens=layout.ring_lens,
         ring=mesh.ring,
         heads=heads,
-        quantized=None if settings.quantized is None else Quantized(*settings.quantized),
+        wire=Quantized.of(settings.wire),
         overlap=settings.overlap,
+        name=name,
+        sizes=tuple(sizes),
     )
+
+
+def _agree(
+    mesh: AttentionMesh,
+    layout: SequenceLayout,
+    settings: _Settings,
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+) -> None:
+    """Make sure that all ranks mean the same, and have the tokens of the layout; one all-gather."""
+    sent_as = "" if settings.wire is None else f" as {Quantized(settings.wire)}"
+    seen = "none"
+    if mask is not None:
+        seen = f"of {mask.dim()} dims, {mask.dtype}, {digest_of(mask)}"
+    text = (
+        f"a layout of {layout.segments} tokens on {mesh.degrees[0]} x {mesh.degrees[1]} ranks, "
+        f"zigzag={layout.zigzag}, stripe={layout.stripe}, fixed_turns={layout.fixed_turns}, "
+        f"replicated segments {settings.replicated}, batch {q.shape[0]}, {q.shape[1]} heads for "
+        f"{k.shape[1]}, head_dim {q.shape[3]}, {q.dtype}{sent_as}, causal={settings.causal}, "
+        f"scale={settings.scale}, kernel {named(settings.kernel)}, overlap={settings.overlap}, "
+        f"mask {seen}, {Scores(*settings.scores)}, documents {settings.documents}"
+    )
+
+    def say() -> tuple[str, ConfigError | None]:
+        wanted = num_tokens(layout.own_runs(*mesh.place))
+        if q.shape[2] == wanted:
+            return text, None
+        return text, ConfigError(
+            f"attention: q has {q.shape[2]} tokens, and the layout gives this rank {wanted} of "
+            f"{layout.seq_len}: take them with split(x, mesh, layout, dim)"
+        )
+
+    first_use(mesh.whole, (mesh.name, q.shape[2], text), say, what="attention")
 
 
 def attend(
@@ -307,14 +288,14 @@ def forward(
     if call.overlap:
         own, whole, out, lse = overlapped_forward(xs, tiles, call)
     else:
-        whole = heads.start_to_heads(xs, call.where, call.quantized)()
+        whole = heads.start_to_heads(xs, call.where, call.wire)()
         num_kv = heads.own_kv_heads
         sizes = whole.shape[2] - 2 * num_kv, num_kv, num_kv
         q, k, v = whole.transpose(1, 2).split_with_sizes(sizes, 1)
         out, lse = ring_forward(q, k, v, tiles, call)
         out, lse = _sunk(out, lse, _own_sink(sink, call))
         out = out.transpose(1, 2)
-        (own,) = heads.start_to_tokens(out, [out.shape[2]], call.where, call.quantized)()
+        (own,) = heads.start_to_tokens(out, [out.shape[2]], call.where, call.wire)()
     if call.count is not None:
         call.count()
     return own if heads.is_packed else own.transpose_(1, 2), whole, out, lse
@@ -400,10 +381,12 @@ def _by_head(x: Tensor) -> Tensor:
 def find_call(
     name: str, sizes: Sequence[int], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> AttentionCall:
-    """Return the call of a name: of a mesh, or of a step, which goes by its number."""
-    if name.startswith("mesh"):
-        return call_of(name, sizes, q, k, mask)
-    return this_world().find(sizes[3]).find_call(name, q, k, v)
+    """Return the call of a text, made at its first use: of a step by its number, or of a mesh."""
+    if not name.startswith("mesh"):
+        return this_world().find(sizes[3]).find_call(name, q, k, v)
+    key = name, tuple(sizes), q.shape, k.shape, q.dtype, q.device, signature(mask)
+    calls = mesh_named(name.split("\n")[1]).kept
+    return calls.get(key, lambda: new_call(name, sizes, q, k, mask))
 
 
 # Defined by their schemas: `custom_op` costs 25 microseconds more a call. No output is a part of

@@ -222,7 +222,7 @@ def _attention(group: RankGroup, options: CalibrateOptions, device: torch.device
     alone = AttentionMesh(None, None, None)
     probes = [Probe(HOST, ALONE, device.type, 0, 0.0, partial(attend, alone))]
     if group.size > 1:
-        run = partial(attend, mesh_of_all(1, group.size))
+        run = partial(attend, mesh_of_all(ring=1, ulysses=group.size))
         probes.append(Probe(HOST, ON_RANKS, device.type, 0, 0.0, run))
     return probes
 

@@ -113,8 +113,8 @@ def first_use(
     """Make sure that all ranks mean the same, the first time that a group makes a call of a form.
 
     `describe` returns the call as text, and what is wrong with it. The text must hold all that
-    decides sizes: gloo aborts a process that gets a message of an unexpected size. Once calls of
-    this name were made, an error is raised here alone, and its note ends the others' waits.
+    decides sizes: gloo aborts a process that gets a message of an unexpected size. After the
+    first use an error is raised on this rank only; its note ends the others' waits.
     """
     if group is not None and group.calls.has_agreed((what, form)):
         return

@@ -1,10 +1,10 @@
 """A rank that fails ends the waits of all others, within seconds and with its reason.
 
 An error that leaves `shared` becomes a note in the store of the job, which the watch, a thread of
-each rank, reads once a second. A rank that has begun a call that the failed rank has not waits in
-vain: its watch closes the connections of gloo, and the wait raises CommError with the note. A rank
-that dies leaves no note: the others sign in the store, and the error names the ranks that do not. A
-rank that lives, but comes late on a busy machine, is signed for by its watch.
+each rank, reads once a second. If a rank began a call that the failed rank never began, its wait
+cannot end: its watch closes the connections of gloo, and the wait raises CommError with the note. A
+rank that dies leaves no note: the others sign in the store, and the error names the ranks that do
+not. A rank that lives, but comes late on a busy machine, is signed for by its watch.
 """
 
 import atexit
@@ -71,8 +71,8 @@ class Failure:
     rank: int
     text: str = ""  # empty: the rank only noticed that others are gone
     is_input: bool = False  # whether bad input was the reason
-    at: dict[str, int] = field(default_factory=dict[str, int])  # calls begun when it failed, by key
-    now: dict[str, int] = field(default_factory=dict[str, int])  # the same, with those since
+    at: dict[str, int] = field(default_factory=dict[str, int])  # calls by group when it failed
+    now: dict[str, int] = field(default_factory=dict[str, int])  # calls by group by now
 
     def error(self, message: str) -> CommError:
         """Return the error of a rank that waited for this one."""
@@ -231,7 +231,7 @@ class Watch:
     def __init__(self, world: dist.ProcessGroup) -> None:
         self.groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Calls]]
         self.groups = weakref.WeakKeyDictionary()  # calls by part of the group
-        self.kept: dict[Any, Any] = {}  # of others, that lives as long
+        self.kept: dict[Any, Any] = {}  # objects that other modules tie to this process group
         self.reason: Failure | None = None  # why the calls of this rank were ended
         self.failed_in: int | None = None  # thread that failed and has not gone on; None: none, all
         self._failed: Failure | None = None
@@ -348,7 +348,7 @@ class Watch:
         if failed is None:
             self._end_unlike()
         behind = [] if failed is None else self._behind(failed)
-        self._suspects = Counter({one: self._suspects[one] + 1 for one in behind})
+        self._suspects = Counter({call: self._suspects[call] + 1 for call in behind})
         if failed is None or max(self._suspects.values(), default=0) < 3:
             return
         self.reason = failed
@@ -363,11 +363,13 @@ class Watch:
         or if they made two calls in opposite orders.
         """
         before = time.monotonic() - LOOK_S
-        waits = ((one, since) for one in self.calls if (since := one.since) and since < before)
+        waits = (
+            (calls, since) for calls in self.calls if (since := calls.since) and since < before
+        )
         calls, since = next(waits, (None, None))
         if calls is None or len(calls.ranks) < 2:
             return
-        begun = {one.key: one.number for one in self.calls if one.thread == calls.thread}
+        begun = {each.key: each.number for each in self.calls if each.thread == calls.thread}
         own = [calls.key, begun, list(calls.last)]
         if calls.since != since:  # it goes on
             return
@@ -410,8 +412,8 @@ class Watch:
 
     def _begun(self, thread: int | None) -> dict[str, int]:
         """Return calls begun by group; `_ALL` for a group that another living thread uses."""
-        others = {one.ident for one in threading.enumerate() if thread} - {thread}
-        begun = {one.key: _ALL if one.thread in others else one.number for one in self.calls}
+        others = {living.ident for living in threading.enumerate() if thread} - {thread}
+        begun = {c.key: _ALL if c.thread in others else c.number for c in self.calls}
         if thread in (None, threading.main_thread().ident):
             begun |= _begun_in_torch(self.calls)
         return begun
@@ -479,7 +481,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _gloo_groups() -> list[dist.ProcessGroup]:
-    return [one for one in list(c10d._world.pg_map) if "gloo" in dist.get_backend(one)]
+    return [group for group in list(c10d._world.pg_map) if "gloo" in dist.get_backend(group)]
 
 
 def _begun_in_torch(own: Sequence[Calls]) -> dict[str, int]:

@@ -137,8 +137,9 @@ class World:
 
     def keep(self, mesh: Any) -> None:
         """Let operators find a mesh, for as long as its process groups exist."""
-        self.meshes = {name: one for name, one in self.meshes.items() if one.exists}
-        self.device_meshes = {key: one for key, one in self.device_meshes.items() if one.exists}
+        self.meshes = {name: kept for name, kept in self.meshes.items() if kept.exists}
+        every = self.device_meshes.items()
+        self.device_meshes = {key: kept for key, kept in every if kept.exists}
         self.meshes[mesh.name] = mesh
 
     def kept(self, key: Hashable, make: Callable[[], T], works: Callable[[T], bool]) -> T:
@@ -274,7 +275,7 @@ def member_of(
     key = group.group_name + part
     if part not in parts:
         made = parts[part] = Part(key, chosen, name, dist.get_backend_config(group))
-        made.ended = next((one.ended for one in parts.values() if one.ended), None)
+        made.ended = next((other.ended for other in parts.values() if other.ended), None)
     place_of = {rank: place for place, rank in enumerate(members)}
     return RankGroup(
         reference=weakref.ref(group),

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from bascule.comm.collectives import start_all_to_all
-from bascule.comm.groups import RankGroup
+from bascule.comm.groups import Kept, RankGroup
 from bascule.comm.quantized import Quantized
 from bascule.plan.traffic import HeadShares
 
-_NUM_FORMS = 64
+_NUM_KEPT = 64  # sizes of batches, heads and widths
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,8 +25,8 @@ class _Run:
     """Consecutive ranks with equal shares of the heads."""
 
     start: int  # where what goes to them, or comes from them, begins in the buffer
-    shape: tuple[int, ...]  # (B, T, ranks, share of all heads, D) of that
-    strides: tuple[int, ...]  # in the buffer, which is (ranks, B, T, share, D) there
+    shape: tuple[int, ...]  # of its slice of the buffer: (B, T, ranks, share of all heads, D)
+    strides: tuple[int, ...]  # of this view of the buffer, which lies as (ranks, B, T, share, D)
     heads: list[tuple[int, int]] | None  # of each tensor, their first and how many; None: all
     views: list[tuple[int, ...]]  # of each tensor, (B, T, ranks, share, D) of these
     shares: list[int]  # heads of each tensor that each of the ranks has
@@ -44,7 +44,7 @@ class _Run:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Form:
+class _Sizes:
     """Sizes and views of exchanges of tensors of some shapes, in both directions."""
 
     sent: tuple[int]  # elements of all heads and this rank's tokens, in a row
@@ -70,7 +70,7 @@ class HeadExchange:
     num_kv_heads: int = field(init=False)  # of all ranks
     first_kv_head: int = field(init=False)  # of this rank
     own_kv_heads: int = field(init=False)
-    _forms: dict[Hashable, _Form] = field(default_factory=dict[Hashable, _Form], repr=False)
+    _sizes: Kept[Hashable, _Sizes] = field(default_factory=lambda: Kept(_NUM_KEPT), repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_kv_heads", self.shares.num_kv_heads)
@@ -89,40 +89,41 @@ class HeadExchange:
         return x.narrow(2, self.first_kv_head * each, self.own_kv_heads * each)
 
     def start_to_heads(
-        self, xs: Sequence[Tensor], where: str, quantized: Quantized | None = None
+        self, xs: Sequence[Tensor], where: str, wire: Quantized | None = None
     ) -> Callable[[], Tensor]:
         """Send tensors at home; the result waits for (B, S, share of all heads, D), new memory."""
         order, dtype = self.order, xs[0].dtype
-        if quantized is not None:
-            xs = list(map(quantized.pack, xs))
+        if wire is not None:
+            xs = list(map(wire.pack, xs))
         factors = tuple([x.shape[-2] // self.num_kv_heads for x in xs])
-        form = self._form(xs[0], factors)
-        sent = self.group.calls.staging.take("sent", form.sent, xs[0])
-        for run in form.runs:
+        key = 1 if self.is_packed else xs[0].shape[0], xs[0].shape[-1], factors
+        sizes = self._sizes.get(key, lambda: self._make_sizes(*key))
+        sent = self.group.calls.staging.take("sent", sizes.sent, xs[0])
+        for run in sizes.runs:
             torch.cat(run.of_tensors(xs), dim=3, out=run.of_buffer(sent))
-        batch = form.whole[0]
-        if batch == 1 and order is None and quantized is None:  # it arrives where it stays
-            rows = xs[0].new_empty(form.whole)
+        batch = sizes.whole[0]
+        if batch == 1 and order is None and wire is None:  # it arrives where it stays
+            rows = xs[0].new_empty(sizes.whole)
         else:
-            rows = self.group.calls.staging.take("received", form.whole, xs[0])
+            rows = self.group.calls.staging.take("received", sizes.whole, xs[0])
         received = rows.view(-1)
         where = f"{where}: all_to_all (tokens to heads)"
-        wait = start_all_to_all(self.group, where, received, sent, form.by_tokens, form.by_heads)
+        wait = start_all_to_all(self.group, where, received, sent, sizes.by_tokens, sizes.by_heads)
 
         def finish() -> Tensor:
             wait()
             whole = rows
             if batch > 1:
-                come = [part.view(batch, -1) for part in received.split(form.by_tokens)]
-                whole = torch.cat(come, dim=1).view(form.whole)
-            if quantized is not None:
-                whole = quantized.unpack(whole, dtype)
+                parts = [part.view(batch, -1) for part in received.split(sizes.by_tokens)]
+                whole = torch.cat(parts, dim=1).view(sizes.whole)
+            if wire is not None:
+                whole = wire.unpack(whole, dtype)
             return whole if order is None else _ordered(whole, order)
 
         return finish
 
     def start_to_tokens(
-        self, rows: Tensor, heads: Sequence[int], where: str, quantized: Quantized | None = None
+        self, rows: Tensor, heads: Sequence[int], where: str, wire: Quantized | None = None
     ) -> Callable[[], list[Tensor]]:
         """Send (B, S, share of all heads, D) back; the result waits for tensors at home.
 
@@ -131,42 +132,37 @@ class HeadExchange:
         dtype = rows.dtype
         if self.back is not None:
             rows = _ordered(rows, self.back)
-        if quantized is not None:
-            rows = quantized.pack(rows)
-        form = self._form(rows, tuple([num // self.own_kv_heads for num in heads]))
-        if form.whole[0] > 1:
+        if wire is not None:
+            rows = wire.pack(rows)
+        factors = tuple([num // self.own_kv_heads for num in heads])
+        key = 1 if self.is_packed else rows.shape[0], rows.shape[-1], factors
+        sizes = self._sizes.get(key, lambda: self._make_sizes(*key))
+        if sizes.whole[0] > 1:
             rows = torch.cat([part.reshape(-1) for part in rows.split(list(self.lens), dim=1)])
         sent = rows.contiguous().view(-1)
-        received = self.group.calls.staging.take("received", form.sent, rows)
+        received = self.group.calls.staging.take("received", sizes.sent, rows)
         where = f"{where}: all_to_all (heads to tokens)"
-        wait = start_all_to_all(self.group, where, received, sent, form.by_heads, form.by_tokens)
+        wait = start_all_to_all(self.group, where, received, sent, sizes.by_heads, sizes.by_tokens)
 
         def finish() -> list[Tensor]:
             wait()
-            outs = list(map(received.new_empty, form.homes))
-            for run in form.runs:
+            outs = list(map(received.new_empty, sizes.homes))
+            for run in sizes.runs:
                 block = run.of_buffer(received)
                 parts = [block] if len(outs) == 1 else block.split_with_sizes(run.shares, 3)
                 for out, part in zip(run.of_tensors(outs), parts, strict=True):
                     out.copy_(part)
-            return outs if quantized is None else [quantized.unpack(out, dtype) for out in outs]
+            return outs if wire is None else [wire.unpack(out, dtype) for out in outs]
 
         return finish
 
-    def _form(self, x: Tensor, factors: tuple[int, ...]) -> _Form:
-        """Return the form of tensors with `factors` heads for each key-value head."""
-        batch, width = 1 if self.is_packed else x.shape[0], x.shape[-1]
-        key = batch, width, factors
-        form = self._forms.get(key)
-        if form is not None:
-            return form
-        if len(self._forms) >= _NUM_FORMS:
-            self._forms.clear()
+    def _make_sizes(self, batch: int, width: int, factors: tuple[int, ...]) -> _Sizes:
+        """Return the sizes for tensors with `factors` heads for each key-value head."""
         shares, rank, each = self.shares, self.group.rank, sum(factors)
         lens, own = self.lens, self.own_kv_heads
         tokens = lens[rank]
         home = (tokens,) if self.is_packed else (batch, tokens)
-        form = self._forms[key] = _Form(
+        return _Sizes(
             sent=(batch * tokens * each * width * shares.num_kv_heads,),
             by_heads=[batch * tokens * each * width * shares.of(r) for r in range(shares.size)],
             by_tokens=[batch * num * each * width * own for num in lens],
@@ -174,7 +170,6 @@ class HeadExchange:
             homes=[(*home, num * shares.num_kv_heads, width) for num in factors],
             runs=self._runs(batch, tokens, factors, width),
         )
-        return form
 
     def _runs(self, batch: int, tokens: int, factors: tuple[int, ...], width: int) -> list[_Run]:
         runs: list[_Run] = []

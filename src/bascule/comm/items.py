@@ -5,8 +5,8 @@ parcel it is a header in JSON (nest, plain values, type and shape of each array)
 as they lie in memory: no pickle, so reading runs no code of the sender.
 
 An item that moves must equal one that stays: in types, order of keys, dtypes, shapes, bits, and
-strides as `clone()` keeps them. All else is refused on every rank, also where nothing moves. Lost
-are shared, pinned and read-only memory, gaps between values, and attributes added to a tensor.
+strides as `clone()` keeps them. All else is refused on every rank, also where nothing moves. Not
+preserved: sharing, pinning, read-only flags, padding between values, attributes of a tensor.
 """
 
 import dataclasses
@@ -341,8 +341,8 @@ def move_parcels(move: ItemMove, parcels: Sequence[Parcel], num_bytes: Ints) -> 
     sends, gets = move.source == rank, move.dest == rank
     places, send_splits = _lay_out(move.dest[sends], num_bytes[sends], size)
     sent = torch.empty(sum(send_splits), dtype=torch.uint8, device=device)
-    for one, place in zip(parcels, places, strict=True):
-        one.write(sent[place : place + one.num_bytes])
+    for packed, place in zip(parcels, places, strict=True):
+        packed.write(sent[place : place + packed.num_bytes])
     sizes = num_bytes[gets]
     places, recv_splits = _lay_out(move.source[gets], sizes, size)
     received = torch.empty(sum(recv_splits), dtype=torch.uint8, device=device)
@@ -413,13 +413,13 @@ class _Moved(torch.autograd.Function):
         there: ItemMove = ctx.move
         move = replace(there, source=there.dest, dest=there.source, name=f"{there.name} back")
         runs = _runs(grads[1:], [len(own) for own in ctx.received])
-        parcels = [_of_gradients(*one) for one in zip(runs, ctx.received, strict=True)]
+        parcels = list(map(_of_gradients, runs, ctx.received))
         # The sizes of all others are those of items that neither leave this rank nor reach it.
         num_bytes = np.zeros(move.source.shape, np.int64)
-        num_bytes[move.source == move.group.rank] = [one.num_bytes for one in parcels]
+        num_bytes[move.source == move.group.rank] = [packed.num_bytes for packed in parcels]
         num_bytes[move.dest == move.group.rank] = [_of_gradients(x, x).num_bytes for x in ctx.sent]
         parts = move_parcels(move, parcels, num_bytes)
-        back = [x for one in zip(parts, ctx.sent, strict=True) for x in _gradients(*one)]
+        back = itertools.chain.from_iterable(map(_gradients, parts, ctx.sent))
         return None, None, None, None, None, torch.zeros_like(token), *back
 
 
@@ -454,14 +454,14 @@ def _runs(values: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]
 
 
 def tied(token: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """Return the token, after which the backward passes of these come, with gradients of 0."""
+    """Make the backward pass reach these tensors, with zero gradients, after the token's."""
     for x in tensors:
         token = token + x.reshape(-1)[:0].sum().to(token.dtype)
     return token
 
 
 def attached(tensor: Tensor, token: Tensor) -> Tensor:
-    """Return the same tensor; its backward pass lets what made the token take part."""
+    """Return the tensor; its backward also runs the graph that made the token."""
     return _Attached.apply(tensor, token)
 
 

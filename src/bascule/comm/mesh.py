@@ -160,11 +160,11 @@ def as_attention_mesh(mesh: AttentionMesh | DeviceMesh) -> AttentionMesh:
     return world.device_meshes[key]
 
 
-def mesh_of_all(ring: int, ulysses: int) -> AttentionMesh:
+def mesh_of_all(*, ring: int, ulysses: int) -> AttentionMesh:
     """Return all R x U ranks as a mesh, in a shared group. Rank = ring rank * U + Ulysses rank."""
     if resolve(None).size() == 1:
         return AttentionMesh(None, None, None)
-    return mesh_over(group_of(range(dist.get_world_size())), ring, ulysses)
+    return mesh_over(group_of(range(dist.get_world_size())), ring=ring, ulysses=ulysses)
 
 
 def group_of(ranks: Sequence[int]) -> RankGroup:
@@ -188,19 +188,20 @@ def meshes_over(
     """
     ring, ulysses = mesh.degrees
     made = {(ulysses, ring): mesh}
-    for one in all_degrees(ring * ulysses) if degrees is None else degrees:
-        if one[0] * one[1] != ring * ulysses or min(one) < 1:
+    size = ring * ulysses
+    for pair in all_degrees(size) if degrees is None else degrees:
+        if pair[0] * pair[1] != size or min(pair) < 1:
             raise ConfigError(
-                f"{one[0]} x {one[1]} ranks (Ulysses x ring) of {ring * ulysses}: the product must "
-                f"be {ring * ulysses}; possible are {all_degrees(ring * ulysses)}"
+                f"{pair[0]} x {pair[1]} ranks (Ulysses x ring) of {size}: the product must be "
+                f"{size}; possible are {all_degrees(size)}"
             )
-        if one not in made:
+        if pair not in made:
             assert mesh.whole is not None
-            made[one] = mesh_over(mesh.whole, one[1], one[0])
+            made[pair] = mesh_over(mesh.whole, ring=pair[1], ulysses=pair[0])
     return made
 
 
-def mesh_over(whole: RankGroup, ring: int, ulysses: int) -> AttentionMesh:
+def mesh_over(whole: RankGroup, *, ring: int, ulysses: int) -> AttentionMesh:
     """Return a group of R x U ranks as a mesh. No collective."""
     if ring == 1:
         return AttentionMesh(None, whole, whole)

@@ -67,7 +67,7 @@ class SharedRow:
             bounds, own = self._bounds(num_heads), self.own_heads(num_heads)
             num, places = own.stop - own.start, num_heads * np.arange(self.counts[self.group.rank])
             heads = [np.arange(start, stop) for start, stop in pairwise(bounds)]
-            sent = np.concatenate([np.add.outer(places, one).ravel() for one in heads])
+            sent = np.concatenate([np.add.outer(places, share).ravel() for share in heads])
             received = np.add.outer(self.order * num, np.arange(num)).ravel()
             splits = len(places) * np.diff(bounds), num * np.array(self.counts)
             route = Route(sent, *splits, received)

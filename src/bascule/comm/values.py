@@ -31,9 +31,9 @@ def in_memory(module: nn.Module) -> dict[str, Tensor]:
 
     The module has memory that nobody wrote in their place.
     """
-    hooks = (getattr(one, "_diffusers_hook", None) for one in module.modules())
-    groups = (getattr(one, "hooks", {}).get("group_offloading") for one in hooks)
-    on_disk = (getattr(getattr(one, "group", None), "tensor_to_key", ()) for one in groups)
+    hooks = (getattr(part, "_diffusers_hook", None) for part in module.modules())
+    groups = (getattr(hook, "hooks", {}).get("group_offloading") for hook in hooks)
+    on_disk = (getattr(getattr(hook, "group", None), "tensor_to_key", ()) for hook in groups)
     absent = {id(x) for tensors in on_disk for x in tensors}
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {name: x for name, x in tensors.items() if id(x) not in absent}
@@ -52,7 +52,7 @@ def contents_of(tensors: Sequence[Tensor]) -> str:
         numbers = {device: _places(most, device) for device in {x.device for x in parts}}
         sums = [_sum(x, numbers[x.device]) for x in parts]
         of_device = {
-            device: iter(torch.stack([one for one in sums if one.device == device]).tolist())
+            device: iter(torch.stack([total for total in sums if total.device == device]).tolist())
             for device in numbers
         }
         values = [(str(x.dtype), next(of_device[x.device])) for x in parts]
@@ -82,9 +82,9 @@ def described(value: Any, around: tuple[int, ...] = ()) -> str:
         return "one around it"
     around = (*around, id(value))
     if isinstance(value, Mapping):
-        return str(sorted((str(key), described(one, around)) for key, one in value.items()))
+        return str(sorted((str(key), described(item, around)) for key, item in value.items()))
     if isinstance(value, list | tuple | AbstractSet):
-        parts = [described(one, around) for one in value]
+        parts = [described(part, around) for part in value]
         return str(sorted(parts) if isinstance(value, AbstractSet) else parts)
     if hasattr(value, "__array_interface__"):  # arrays of numpy; pictures of PIL, by colours
         array, palette = np.asarray(value), getattr(value, "getpalette", lambda: None)()
@@ -96,7 +96,7 @@ def described(value: Any, around: tuple[int, ...] = ()) -> str:
     except Exception:  # whatever it raises, no more can be read
         parts = getattr(value, "__qualname__", "")
     if not isinstance(parts, str):
-        parts = [list(one) if hasattr(one, "__next__") else one for one in parts[1:]]
+        parts = [list(part) if hasattr(part, "__next__") else part for part in parts[1:]]
         parts = described(parts, around)
     parts = parts if len(parts) <= _SHOWN else _digest(parts.encode(errors="replace"))
     return f"{type(value).__name__} {parts}".rstrip()
@@ -127,7 +127,7 @@ def _plain(x: Tensor) -> list[Tensor]:
     own = () if type(x) in (Tensor, nn.Parameter, nn.Buffer) else vars(x)
     names = x.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(x) else own
     within = [getattr(x, name) for name in names]
-    parts = [part for one in within if isinstance(one, Tensor) for part in _plain(one)]
+    parts = [part for inner in within if isinstance(inner, Tensor) for part in _plain(inner)]
     kind, plain = cast(Any, type(x)), cast(Any, Tensor)
     if kind.__torch_dispatch__ is not plain.__torch_dispatch__:  # it has no bits of its own
         return parts

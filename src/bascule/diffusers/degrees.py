@@ -168,4 +168,4 @@ def replica_over(whole: RankGroup, shape: Shape) -> Replica:
         return Replica(whole, branches, alone)
     first = group * num_attending
     members = part(range(first, first + num_attending), "attention")
-    return Replica(whole, branches, mesh_over(members, shape.ring, shape.ulysses))
+    return Replica(whole, branches, mesh_over(members, ring=shape.ring, ulysses=shape.ulysses))

@@ -406,7 +406,7 @@ class ForwardPass(SequenceParallelMode):
             if layer is not None:
                 lengths = dict(zip(self._segments(), layout.segments, strict=True))
                 keys = self._keys_of(mask, is_causal)
-                qkv, wire = (query, key, value), self.options.quantized
+                qkv, wire = (query, key, value), self.options.wire
                 out = self.sparse.attend(layer, qkv, lengths, scale, keys, wire)
                 return self.without_unseen(out, mask, layout)
         if self.shapes is not None and not self.is_recomputed:
@@ -488,9 +488,9 @@ class ForwardPass(SequenceParallelMode):
     ) -> AttentionShape:
         (batch, num_heads, _, head_dim), num_kv_heads = query.shape, key.shape[1]
         row_bytes = head_dim * query.element_size()
-        quantized = self.options.quantized
-        if quantized is not None and not gathers:
-            row_bytes = quantized.row_bytes(head_dim)
+        wire = self.options.wire
+        if wire is not None and not gathers:
+            row_bytes = wire.row_bytes(head_dim)
         args = batch, num_heads, num_kv_heads, row_bytes, head_dim
         return AttentionShape(*args, layout.segments, gathers)
 

@@ -137,7 +137,7 @@ def check_table(split: SplitModel, run: Callable[[], Any]) -> None:
 
 def _of_table(split: SplitModel, result: Verification) -> Verification:
     """Relax the tolerance if rows are 8-bit or inputs may differ."""
-    is_exact = split.options.quantized is None and split.inputs.tolerance == 0
+    is_exact = split.options.wire is None and split.inputs.tolerance == 0
     return result if is_exact else replace(result, tolerance=_OF_ROUNDED)
 
 

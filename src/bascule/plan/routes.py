@@ -4,6 +4,13 @@ Two layouts follow the order of global sequence ids: *source*, as loaded, and *c
 rank of a bag has one chunk of each of the bag's sequences. An all-to-all delivers in the order of
 the source ranks: only where a rank has two chunks of a sequence, a second pass puts them in place.
 
+Sequences A of six tokens and B of two, loaded by ranks 0 and 1, in a bag of two ranks::
+
+                     rank 0              rank 1
+    source           A0 A1 A2 A3 A4 A5   B0 B1
+    g2n1             A0 A1 A2 B0         A3 A4 A5 B1
+    g1r2n1, causal   A0 A1 A5 B1         A2 A3 A4 B0
+
 A bag of G * R ranks cuts a sequence into as many chunks: ring rank r, of G ranks that share heads,
 has the G chunks from r G on. Under causal masks there are twice as many, and ring rank r has the
 r-th and the (2 R - 1 - r)-th run of G (zigzag), early chunks first, so that all have the same work;

@@ -138,15 +138,15 @@ class SparseTables:
         return AttentionCall(
             kernel=select_kernel(kernel, q.device.type, **form),
             scale=scale,
-            tiles=[[Tile(_ALL, _ALL, AttentionMask(blocks=one))] for one in seen],
-            kv_lens=[int(one.k_bounds[-1]) for one in seen],
+            tiles=[[Tile(_ALL, _ALL, AttentionMask(blocks=rows))] for rows in seen],
+            kv_lens=[int(rows.k_bounds[-1]) for rows in seen],
             ring=self.ranks.ring,
             where="sparse attention",
         )
 
     def seen(self, masks: Bools, keys: Bools | None) -> list[BlockRows]:
         """Return what the rows of this rank see of the keys of each ring rank."""
-        return [self._blocks(one, self._seen_lens(one, keys), masks) for one in self.kv_rows]
+        return [self._blocks(there, self._seen_lens(there, keys), masks) for there in self.kv_rows]
 
     def _seen_lens(self, there: PackedRows, keys: Bools | None) -> Ints:
         """Return (B, rows) keys of each row that any query may see."""
@@ -336,7 +336,7 @@ def attend_sparse(
                 index = table_on(np.flatnonzero(of_rows), q.device)
         if index is not None:
             here_k, here_v = (x.index_select(0, index) for x in (here_k, here_v))
-        call = replace(tables.call(q, rows_seen, factor, kernel), quantized=wire)
+        call = replace(tables.call(q, rows_seen, factor, kernel), wire=wire)
     q_X1D, k_X1D, v_X1D = (x[:, None] for x in (here_q, here_k, here_v))
     rows = attend(q_X1D, k_X1D, v_X1D, call)[:, 0]
     if order is not None:
@@ -424,7 +424,7 @@ def _chosen(
             sums = all_reduce(everyone, "all_reduce (sums over heads)", sums)
         return sums[:, heads, None]
 
-    no_text = [np.zeros(one.lens.size, np.bool_) for one in (plan.q, plan.kv)]
+    no_text = [np.zeros(layout.lens.size, np.bool_) for layout in (plan.q, plan.kv)]
     where = heads, blocks, plan.q.lens, plan.kv.lens, no_text[0], no_text[1]
     at = RuleCall(*where, scale, q.device, sum_rows, is_ordered=plan.q.order is not None)
     masks = rule.masks(padded, whole[:, heads // group], at)
