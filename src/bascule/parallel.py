@@ -55,7 +55,7 @@ class PlanRequest:
 
 
 class Planning:
-    """The planning of a group of ranks: one plan after another, over the host's network."""
+    """The planner of a group of ranks: makes one plan after another, over gloo."""
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group

@@ -328,7 +328,7 @@ class Step:
         return torch.ops.bascule.mean(per_token, weights, self._key, is_checked)[0]
 
     def metrics(self) -> dict[str, Any]:
-        """Predicted loads before and after balancing, and what moved so far, as plain values."""
+        """Return predicted loads before and after balancing, and bytes sent, as plain values."""
         predicted = self.plan.summary(self._terms.cost, self._terms.cluster)
         return {"step": self.number, **predicted, "sent_bytes": self.traffic.total}
 

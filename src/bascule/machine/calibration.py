@@ -151,7 +151,7 @@ class Calibration:
 
     @property
     def gamma(self) -> float | None:
-        """Forward seconds a FLOP of attention over those of linear layers; None: not measured."""
+        """Forward seconds of an attention FLOP over those of a linear FLOP; None: not measured."""
         forward = self.fit(FORWARD)
         if forward is None or not forward.coefficients[1] > 0:
             return None

@@ -1,4 +1,4 @@
-"""Predict seconds of work on a machine: its rates, and one sum that all predictions use.
+"""Predict seconds of work on a machine, from its rates, by one formula.
 
 In a bag or a mesh of U R ranks, of which U share heads and R pass keys and values on, a rank takes
 
@@ -487,7 +487,7 @@ class HardwareProfile:
 
     @property
     def gamma(self) -> float:
-        """Seconds of a FLOP of attention over those of one of the linear layers; 1 if unknown."""
+        """Seconds of an attention FLOP over those of a linear FLOP; 1 if unknown."""
         if self.calibration is not None and (gamma := self.calibration.gamma) is not None:
             return gamma
         if self.matmul_flops_per_s is None or self.attention_flops_per_s is None:

@@ -35,7 +35,7 @@ def relative_fit(columns: Floats, seconds: Floats) -> tuple[Floats, Floats]:
 
 
 def _in_units(rows: Floats) -> tuple[Floats, Floats]:
-    """Scale columns to a mean of 1, but those of zeros; return them and their units (K,)."""
+    """Scale columns to a mean of 1, except zero columns; return them and (K,) their units."""
     means = rows.mean(axis=0)
     units = np.divide(1.0, means, out=np.zeros_like(means), where=means > 0)
     return rows * units, units
@@ -147,7 +147,7 @@ def fit_item_latency(
 def _latencies(
     what: str, seq_lens: npt.ArrayLike, seconds: npt.ArrayLike, num_lengths: int
 ) -> tuple[Floats, Floats]:
-    """Check latencies of so many different lengths at least."""
+    """Check latencies; refuse fewer than `num_lengths` different lengths."""
     tokens, latency = floats(f"{what}: seq_lens", seq_lens), floats(f"{what}: seconds", seconds)
     few = tokens.ndim != 1 or np.unique(tokens).size < num_lengths
     if few or tokens.shape != latency.shape:
@@ -300,7 +300,7 @@ def fit_iterations(
 def _alternate(
     work_ORK: Floats, seconds_O: Floats, start_K: Sequence[float], robust: bool
 ) -> _Solution:
-    """Find the slowest ranks by the coefficients, and these by those, until both stay.
+    """Alternate between the slowest ranks and the coefficients, until both stay.
 
     If not `robust`, weights stay 1 until the slowest ranks do: while some are wrong, their
     iterations look like outliers. The other way finds its way around true outliers.

@@ -81,7 +81,7 @@ class Limits:
 
 
 def _limit(name: str, value: object) -> int | tuple[int, ...]:
-    """Check one number, or a list of one a rank."""
+    """Check a limit: a number, or a list with an entry a rank."""
     if isinstance(value, Sequence | np.ndarray) and not isinstance(value, str):
         return each(name, cast(object, value), whole, 1)
     return whole(name, value, 1)

@@ -69,7 +69,7 @@ class Masks:
 
     @classmethod
     def alike(cls, seq_lens: Ints, *, causal: bool) -> "Masks":
-        """Return one span a sequence."""
+        """Return masks of one span a sequence."""
         has_tokens = seq_lens > 0
         lens = seq_lens[has_tokens]
         flags = np.full(lens.size, causal), np.ones(lens.size, bool)

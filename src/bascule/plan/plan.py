@@ -1,4 +1,4 @@
-"""Decide who gets what: the bag that computes each sequence, with a certificate and index tables.
+"""Plan a batch: the bag of ranks that computes each sequence, with a bound and index tables.
 
 The makespan comes first, then evenness, then keeping sequences on the ranks that loaded them. Where
 ranks wait for each other in every microbatch, a step takes the sum of the makespans, so each is
@@ -73,7 +73,7 @@ class Binding:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A frozen decision: the bag of every sequence, with its certificate and its index tables.
+    """A frozen plan: the bag of every sequence, with a lower bound and index tables.
 
     Attributes:
         topology: The bags, over the whole world.
@@ -122,7 +122,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """Most that the makespan is above the best one: makespan / lower_bound - 1."""
+        """Bound of the excess over the best makespan: makespan / lower_bound - 1."""
         return self.makespan / self.lower_bound - 1.0 if self.lower_bound > 0 else 0.0
 
     @property
@@ -229,7 +229,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """Hex digest of what decides who computes what; equal on ranks that agree."""
+        """Hex digest of the inputs and the bags of sequences; equal on ranks that agree."""
         terms = np.array(self.topology.terms, dtype=np.int64)
         rings = -np.array(self.topology.rings, dtype=np.int64)  # nothing else is negative
         head = np.array([JSON_VERSION, self.topology.num_replicas, len(terms)], dtype=np.int64)
@@ -355,7 +355,7 @@ def plan_greedily(
 
 
 def step_makespan(plans: Sequence[Plan], *, sync: Sync) -> float:
-    """Return what a step takes: the sum of makespans, or the largest sum of a rank's loads."""
+    """Return the cost of a step: the sum of makespans, or the largest sum of a rank's loads."""
     if check_sync(sync) == "microbatch":
         return sum(plan.makespan for plan in plans)
     return _largest_sum(plans)
@@ -529,7 +529,7 @@ class Verdict:
 
 
 def weigh(before: float, after: float, *, min_gain: float = 0.0, exchange: float = 0.0) -> Reason:
-    """Say whether items should move: makespans without and with, and what the exchange adds.
+    """Say whether items should move, by the makespans without and with, and the exchange's cost.
 
     `min_gain` is a share of the makespan before. Also for bounds of what could be gained.
     """

@@ -147,7 +147,7 @@ class Topology:
 
     @cached_property
     def ring_degrees(self) -> Ints:
-        """(num_bags,) ring degree of each bag; its Ulysses degree is its ranks over that."""
+        """(num_bags,) ring degree of each bag; ranks over ring degree is the Ulysses degree."""
         rings = [np.full(count, ring, np.int64) for _, count, ring in self._terms_with_rings]
         return frozen(np.tile(np.concatenate(rings), self.num_replicas))
 

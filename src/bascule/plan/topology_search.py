@@ -68,7 +68,7 @@ def suggest_topology(
     *,
     limits: Limits | None = None,
 ) -> TopologyRanking:
-    """Rank the topologies of a cluster for batches like these; all bags of one size are among them.
+    """Rank the topologies of a cluster for batches, among them each with bags of one size.
 
     Args:
         batches: Sequences of each batch, as `plan_batch` takes them.
@@ -214,7 +214,7 @@ def _candidates(cluster: Cluster) -> Ints:
 
 @lru_cache(maxsize=64)
 def _fillings(num_ranks: int, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return all numbers of bags of each size that fill so many ranks."""
+    """Return all numbers of bags by size that fill `num_ranks` ranks."""
     if len(sizes) == 1:
         return ((num_ranks,),)
     largest = sizes[-1]
@@ -282,7 +282,7 @@ def _fluid_fits(work: Floats, sums: Floats, bags: Ints, room: Floats) -> Bools:
 
 
 def _slots_fit(work: Floats, bags: Ints, room: Floats) -> Bools:
-    """Mark (num_candidates,) those with k slots as long as the k-th longest sequence, for all k."""
+    """Mark (num_candidates,) candidates with k slots for the k-th longest sequence, for all k."""
     longest = work[:, :_MAX_SLOTS]
     num = longest.shape[1]
     slots = np.zeros((bags.shape[0], num))
@@ -296,7 +296,7 @@ def _slots_fit(work: Floats, bags: Ints, room: Floats) -> Bools:
 def _settle(
     topology: Topology, bag_of: Ints, ranks: Ints, lens: Ints, cluster: Cluster
 ) -> Topology:
-    """Give each set of bags that fills a node the node from which most of its tokens come."""
+    """Put each set of bags that fills a node on the node that loaded most of its tokens."""
     from scipy.optimize import linear_sum_assignment
 
     if not 1 < cluster.num_nodes <= _MAX_NODES:

@@ -79,7 +79,7 @@ def route_of(travels: Sequence[tuple[Travel, int]], rank: int, num_ranks: int) -
 
 @dataclass(frozen=True, eq=False)
 class SparsePlan:
-    """A frozen decision for one mask: who computes what, and where keys and values live."""
+    """A frozen plan for one mask: the rank of every query block, key block and value block."""
 
     ulysses_degree: int
     ring_degree: int
