@@ -1,4 +1,4 @@
-"""Types of numpy arrays, named after what they hold, and what is done with them everywhere."""
+"""Types of numpy arrays, named after their entries, and functions used throughout."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ Ranks = npt.NDArray[np.integer[Any]]
 
 
 def ranges(starts: Ints, lengths: Ints) -> Ints:
-    """The concatenation of `arange(start, start + length)`."""
+    """Return the concatenation of `arange(start, start + length)`."""
     used = lengths > 0
     starts, lengths = starts[used], lengths[used]
     ends = np.cumsum(lengths)
@@ -25,17 +25,17 @@ def ranges(starts: Ints, lengths: Ints) -> Ints:
 
 
 def cumulative(lengths: Ints) -> Ints:
-    """(n + 1,) bounds of consecutive pieces of these lengths."""
+    """Return (n + 1,) bounds of consecutive pieces of these lengths."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
 
 
 def sums_by(groups: Ranks, values: Ints, num_groups: int) -> Ints:
-    """(num_groups,) sum of the values in each group; exact below 2^53."""
+    """Return (num_groups,) the sum of the values in each group; exact below 2^53."""
     return np.bincount(groups, weights=values, minlength=num_groups).astype(np.int64)
 
 
 def frozen(array: Ints) -> Ints:
-    """The same array, read-only from here on."""
+    """Make an array read-only, and return it."""
     array.flags.writeable = False
     return array
 

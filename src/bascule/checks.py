@@ -45,7 +45,7 @@ def fields(owner: Any, **rules: Callable[..., object] | tuple[Any, ...]) -> None
 
 
 def whole(name: str, value: object, least: int = 0, most: int = MAX_WHOLE) -> int:
-    """Return an integer in a range; a bool or a float is none."""
+    """Return an integer in a range; refuse a bool or a float."""
     is_bool = isinstance(value, bool)
     if not is_bool and isinstance(value, Integral) and least <= int(value) <= most:
         return int(value)
@@ -55,7 +55,7 @@ def whole(name: str, value: object, least: int = 0, most: int = MAX_WHOLE) -> in
 
 
 def number(name: str, value: object, least: float = 0.0, most: float = MAX_NUMBER) -> float:
-    """Return a real number in a range; a bool is none."""
+    """Return a real number in a range; refuse a bool."""
     is_real = isinstance(value, Real) and not isinstance(value, bool | np.timedelta64)
     if is_real and least <= cast(float, value) <= most:
         return float(cast(float, value))
@@ -65,12 +65,12 @@ def number(name: str, value: object, least: float = 0.0, most: float = MAX_NUMBE
 
 
 def rate(name: str, value: object) -> float:
-    """Return a number so far above 0 that what is divided by it stays finite."""
+    """Return a number so far above 0 that quotients by it stay finite."""
     return number(name, value, 1.0 / MAX_NUMBER)
 
 
 def choice(name: str, value: object, *legal: str) -> str:
-    """Return one of some words."""
+    """Return a value that is one of the legal words."""
     if not isinstance(value, str) or value not in legal:
         words = " or ".join(f'"{word}"' for word in legal)
         raise ConfigError(f"{_named(name, value)} must be {words}")
@@ -89,7 +89,7 @@ def of_type(
 
 
 def function(name: str, value: object) -> Callable[..., Any]:
-    """Return what can be called."""
+    """Return a value that can be called."""
     if not callable(value):
         raise ConfigError(f"{_named(name, value)} must be a function")
     return value
@@ -102,11 +102,11 @@ def each(
     if not isinstance(values, Iterable) or isinstance(values, str):
         raise ConfigError(f"{_named(name, values)} must be a list")
     entries = enumerate(cast(Iterable[object], values))
-    return tuple(check(f"{name}[{i}]", one, *details) for i, one in entries)
+    return tuple(check(f"{name}[{i}]", entry, *details) for i, entry in entries)
 
 
 def listed(name: str, values: object) -> list[Any]:
-    """Return what can be gone through as a list; a text, a set or a mapping is none."""
+    """Return the entries of an iterable; refuse a text, a set or a mapping."""
     if isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping | AbstractSet):
         return list(cast(Iterable[Any], values))
     raise ConfigError(f"{name} are {shown(cast(object, values))}: give a list of them")
@@ -169,7 +169,7 @@ def amounts(name: str, values: object, num_dims: tuple[int, ...] = (1,)) -> Floa
 def check_lengths(
     seq_lens: Sequence[npt.ArrayLike], num_ranks: int | None = None
 ) -> tuple[Ints, Ints]:
-    """Return counts (num_ranks,) and lengths (num_seqs,) of a batch of one list a source rank."""
+    """Check one list of lengths a source rank; return (num_ranks,) counts, (num_seqs,) lengths."""
     if isinstance(seq_lens, str) or not hasattr(seq_lens, "__len__"):
         raise ConfigError(f"sequence lengths {shown(seq_lens)}: give one list a source rank")
     if num_ranks is not None and len(seq_lens) != num_ranks:
@@ -194,7 +194,7 @@ def check_lengths(
 
 
 def _as_numbers(rank: int, values: npt.ArrayLike) -> npt.NDArray[Any]:
-    """Return the lengths of one rank, as numbers of any kind; NaN for what is none."""
+    """Return the lengths of one rank as numbers of any dtype; NaN for an illegal entry."""
     lens = array(f"rank {rank}: lengths", values)
     if lens.ndim != 1:
         raise ConfigError(
@@ -214,7 +214,7 @@ def source_of(seq_id: int, counts: Ints) -> tuple[int, int]:
 
 
 def called(name: str, function: Callable[..., _Value], *args: object) -> _Value:
-    """Return what a caller's function gives; what it raises becomes a ConfigError."""
+    """Call a user's function; an error of it becomes a ConfigError."""
     try:
         return function(*args)
     except ConfigError:
@@ -237,13 +237,13 @@ def shown(value: object) -> str:
 
 
 def _power(bound: int) -> str:
-    """A bound as people write it."""
+    """Write a bound as people do, powers of two as such."""
     exponent = bound.bit_length() - 1
     return f"2^{exponent}" if exponent > 20 and bound == 1 << exponent else f"{bound}"
 
 
 def _named(name: str, value: object) -> str:
-    """`name is value; it`, for a field `Owner(name=value):`, for a flag `--name value:`."""
+    """Name a value: `name is value; it`, `Owner(name=value):` or `--name value:`."""
     if name.startswith("--"):
         return f"{name} {shown(value)}:"
     return f"{name}={shown(value)}):" if "(" in name else f"{name} is {shown(value)}; it"

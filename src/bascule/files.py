@@ -12,7 +12,7 @@ MAX_LINE = 2**24
 
 
 def to_path(path: str | Path) -> Path:
-    """Return a text or path as a path."""
+    """Return a path from a text or a path."""
     return Path(of_type("path", path, (str, Path), "the name of a file"))
 
 

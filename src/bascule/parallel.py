@@ -1,6 +1,6 @@
-"""SequenceParallel: decide, move and attend, bound to process groups that are built once.
+"""SequenceParallel: plan, move and attend, bound to process groups that are built once.
 
-A thread may plan behind the current step, over another group; gathers come in one order.
+A thread may plan during the current step, over another group; all ranks gather in one order.
 """
 
 import re
@@ -38,11 +38,11 @@ _FIRST_CAPACITY = 68  # numbers in the first gather: four of a microbatch, and o
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """A rank's offer for a plan, and its terms."""
+    """The sequences of a rank for the next plan, and the terms of the plan."""
 
-    number: int  # of the first step planned
+    number: int  # number of the first planned step
     offer: Offer  # its sequences
-    terms: Terms | None  # None: there is an error
+    terms: Terms | None  # None if there is an error
     sync: Sync
     initial_loads: Floats | None  # as for `plan_batch`
     settings: Mapping[str, str]  # all that must be the same on all ranks, as text
@@ -50,12 +50,12 @@ class PlanRequest:
 
     @property
     def where(self) -> str:
-        """Name of the plan in errors."""
+        """The name of the plan in errors."""
         return f"step {self.number}: plan"
 
 
 class Planning:
-    """Plans that ranks make one after the other over a group of the host."""
+    """The planner of a group of ranks: makes one plan after another, over gloo."""
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group
@@ -123,14 +123,14 @@ class PlanFuture:
 
 
 def _offer(microbatches: Iterable[npt.ArrayLike | Sequences]) -> Offer:
-    """Check the sequences of this rank as they come from the user."""
+    """Check the sequences that the user gives on this rank."""
     offers: list[Offer] = []
     each = listed("microbatches", microbatches)
     for place, loaded in enumerate(each):
         try:
             offers.append(offer_of([loaded], 1))
         except ConfigError as error:
-            text = re.sub("^rank 0[,:] ", "", str(error))  # here it is the only one, hence 0
+            text = re.sub("^rank 0[,:] ", "", str(error))  # the only rank in this check
             where = f"microbatch {place}: " if len(each) > 1 else ""
             raise ConfigError(where + text) from None
     if not offers:
@@ -265,7 +265,7 @@ class SequenceParallel:
         return self._plan_now(self._request(microbatches, sync))
 
     def set_speeds(self, speeds: npt.ArrayLike | None) -> None:
-        """Plan later steps for ranks of these speeds: a slow one gets less.
+        """Plan later steps for ranks of these speeds: slow ranks get less work.
 
         Args:
             speeds: (ranks,) as `bascule.train.measure_speeds` returns them, the same on all ranks.
@@ -284,9 +284,9 @@ class SequenceParallel:
         *,
         sync: Sync = "microbatch",
     ) -> PlanFuture:
-        """Begin to plan an optimizer step behind the current one, in a thread; see `plan_step`.
+        """Plan an optimizer step in a thread, during the current step; see `plan_step`.
 
-        All ranks make their plans, later ones or not, in the same order.
+        All ranks call `plan`, `plan_step` and `plan_async` in the same order.
 
         Returns:
             A future: its `result()` returns the steps, and raises the errors of `plan_step`.
@@ -307,7 +307,7 @@ class SequenceParallel:
         try:
             plans = self._planning.plan_now(request)
         except BaseException:
-            self._num_plans = request.number  # the same on all ranks, whatever each requested
+            self._num_plans = request.number  # stays the same on all ranks, whatever each requested
             raise
         return self._steps(request, plans)
 
@@ -327,11 +327,11 @@ class SequenceParallel:
         *,
         initial_loads: npt.ArrayLike | None = None,
     ) -> PlanRequest:
-        """Return this rank's lengths for the next plan, with an error for all ranks to raise."""
+        """Return this rank's request for the next plan, with an error for all ranks to raise."""
         number, offer, loaded = self._num_plans + 1, NO_ITEMS, microbatches
         terms, settings, carried = None, dict[str, str](), None
         try:
-            if isinstance(microbatches, Iterator):  # it can be gone through once
+            if isinstance(microbatches, Iterator):  # it can be read once
                 loaded = list(microbatches)
             terms, settings = self._terms_now()
             check_sync(sync)

@@ -40,13 +40,13 @@ from bascule.comm.transforms import refuse_second, refuse_transforms, wants_grad
 from bascule.errors import ConfigError
 from bascule.plan.plan import Plan, Terms
 from bascule.plan.routes import Route
-from bascule.plan.traffic import Traffic
+from bascule.traffic import Traffic
 
 T = TypeVar("T")
 Settings = tuple[str, bool, float | None, tuple[bool, ...], tuple[int, int, float]]
 """Method, `causal`, `scale`, which of q, k and v want gradients, and arguments of `Scores`."""
 
-_NUM_FORMS = 64  # scales may change from call to call
+_NUM_FORMS = 64  # most signatures that are remembered: scales may change from call to call
 
 
 @dataclass(slots=True, eq=False)
@@ -69,9 +69,9 @@ class _Done:
 
 @dataclass(slots=True, eq=False)
 class _Forms:
-    """Forms of a step's calls, apart from the step: routes that graphs hold check themselves here.
+    """The checked signatures of a step's calls, apart from the step, since graphs hold its routes.
 
-    Each form is checked, and agreed on by all ranks, when it is first used.
+    Each signature is checked, and agreed on by all ranks, at its first use.
     """
 
     group: RankGroup
@@ -79,7 +79,7 @@ class _Forms:
     made: Kept[Hashable, Any] = field(default_factory=lambda: Kept(_NUM_FORMS))
 
     def get(self, form: tuple[Any, ...], xs: Sequence[Any], make: Callable[[], T]) -> T:
-        """Return what `make` gives for a form of call and of tensors; made at the first use."""
+        """Return `make()`, made at the first use of a signature: the form, kinds of tensors."""
 
         def first() -> T:
             with shared(f"step {self.number}: {form[0]}"):
@@ -93,7 +93,7 @@ class _Forms:
         return self.made.get(key, first)
 
     def agree(self, what: str, check: Callable[[], str]) -> None:
-        """Let all ranks agree on the form that a check gives, or on the error that it raises."""
+        """Let all ranks agree on the text that a check returns, or on the error that it raises."""
         text, error = "", None
         try:
             text = check()
@@ -111,10 +111,10 @@ class _Forms:
         xs: Sequence[Any],
         needs: Sequence[bool],
     ) -> None:
-        """Refuse tensors that cannot be moved, or that other ranks do not move."""
+        """Refuse tensors that cannot be moved, or that differ from those of other ranks."""
 
         def check() -> str:
-            """Describe what decides the sizes: names, dtypes, widths and gradients."""
+            """Describe names, dtypes, widths and gradients, which decide the exchange."""
             if not xs:
                 raise ConfigError(f"{way}: give at least one tensor")
             texts: list[str] = []
@@ -129,13 +129,13 @@ class _Forms:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Binding:
-    """The ranks that steps are bound to, and what computes there."""
+    """The groups, device and kernel that steps are bound to."""
 
     group: RankGroup
     data_group: RankGroup  # over which gradients are averaged
     device: torch.device
     kernel: Kernel | None
-    is_mean: bool  # whether the trainer takes the mean of gradients over ranks; else their sum
+    is_mean: bool  # True: the trainer averages gradients over ranks; False: it adds them
 
 
 class Step:
@@ -158,7 +158,7 @@ class Step:
         self.plan = plan
         self._done = _Done()
         self._forms = _Forms(binding.group, number)
-        # Compilers can neither look into arrays nor make tables: what graphs need is made here.
+        # Compilers cannot read numpy arrays: the tensors that graphs need are made here.
         self.local = plan.local(rank)
         self.local_seq_ids = table_on(self.local.seq_ids, binding.device)
         self.token_slot = table_on(self.local.slots, binding.device)
@@ -183,7 +183,7 @@ class Step:
 
     @cached_property
     def row(self) -> SharedRow:
-        """The sequences of this rank's bag, for layers that compute by heads.
+        """The sequences of this rank's bag, for layers that share heads, not tokens.
 
         ConfigError: The plan has other masks than causal ones.
         """
@@ -328,11 +328,11 @@ class Step:
         return torch.ops.bascule.mean(per_token, weights, self._key, is_checked)[0]
 
     def metrics(self) -> dict[str, Any]:
-        """Predicted loads before and after balancing, and what moved so far, as plain values."""
+        """Return predicted loads before and after balancing, and bytes sent, as plain values."""
         predicted = self.plan.summary(self._terms.cost, self._terms.cluster)
         return {"step": self.number, **predicted, "sent_bytes": self.traffic.total}
 
-    # Entry points of eager code. Compilers take names and sizes of an operator as constants.
+    # Entry points of eager code. In compiled code the names and sizes of an operator are constants.
 
     def _move(
         self, way: str, tensors: dict[str, Tensor], *, back: bool = False
@@ -371,7 +371,7 @@ class Step:
     # Methods that operators call.
 
     def find_call(self, name: str, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
-        """Return the call that a recorded program names, see `usp`."""
+        """Return the call that a compiled graph names; see `usp`."""
         return self._call(literal_eval(name.removeprefix("step ")), q, k, v)
 
     def num_marked(self, is_marked: Tensor) -> int:
@@ -415,14 +415,14 @@ class Step:
             scale = inverse * (group.size if self._binding.is_mean else 1)
             return (sums[0] * inverse).to(values.dtype), scale
 
-    # Things that are made, checked and agreed on when they are first used.
+    # Members that are made, checked and agreed on at their first use.
 
     @cached_property
     def _bag(self) -> packed.Bag:
         return packed.Bag.of(self.plan, self._binding.group, self._binding.device)
 
     def check_mean(self, values: Tensor, weights: Tensor | None) -> None:
-        """Refuse what has no mean, or what other ranks do not take the mean of."""
+        """Refuse values without a mean, or that differ in kind from those of other ranks."""
 
         def check() -> str:
             check_mean(values, weights)
@@ -462,7 +462,7 @@ class Step:
         self._check_settings(what, causal, scale, scores)
 
         def check() -> str:
-            """Describe what decides the exchanges: heads, dtype and gradients."""
+            """Describe heads, dtype and gradients, which decide the exchanges."""
             check_tensors("attend", q, k, v)
             packed.check(self.plan.topology, bag, kernel, q, k, v, scores.cap)
             most_sharing = int(self.plan.topology.ulysses_groups.bag_sizes.max())
@@ -550,11 +550,9 @@ def check_mean(values: Any, weights: Any) -> None:
 
 
 def check_weights(weights: Tensor | None) -> None:
-    """Refuse weights that want a gradient."""
+    """Refuse weights that require a gradient."""
     if isinstance(weights, Tensor) and weights.requires_grad:
-        raise ConfigError(
-            "mean: weights want a gradient, and the mean gives them none: pass weights.detach()"
-        )
+        raise ConfigError("mean: weights want a gradient, and get none: pass weights.detach()")
 
 
 def mean_gradient(

@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 
+from bascule.batching import ForwardPass, forward_passes
 from bascule.machine.costs import TransformerCost
-from bascule.plan.batching import ForwardPass, forward_passes
 from bascule.plan.plan import Plan, plan_batch
 
 COST = TransformerCost(64)

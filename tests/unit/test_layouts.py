@@ -17,7 +17,7 @@ from bascule.attention.packed import Bag, check, check_shapes
 from bascule.attention.tiles import Pieces
 from bascule.errors import ConfigError
 from bascule.plan.topology import Topology
-from bascule.plan.traffic import HeadShares
+from bascule.traffic import HeadShares
 
 many = settings(deadline=None, max_examples=75, suppress_health_check=[HealthCheck.too_slow])
 CPU = torch.device("cpu")

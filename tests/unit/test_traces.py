@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from bascule.machine.costs import PolynomialCost
-from bascule.plan.marks import LengthMark, marks_of, read_mark
+from bascule.marks import LengthMark, marks_of, read_mark
 from bascule.workload.traces import StepParts, balancing_worth, read_traces, step_parts, write_steps
 from bascule.workload.traces.spans import minus, seconds_within, spans_of, union, within
 from bascule.workload.traces.steps import segments_of

@@ -35,7 +35,7 @@ from bascule.errors import ConfigError
 from bascule.plan.masks import Masks
 from bascule.plan.plan import Plan
 from bascule.plan.topology import Topology
-from bascule.plan.traffic import HeadShares, Traffic
+from bascule.traffic import HeadShares, Traffic
 
 
 @dataclass(frozen=True)

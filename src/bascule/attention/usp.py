@@ -42,7 +42,7 @@ from bascule.comm.mesh import AttentionMesh, mesh_named
 from bascule.comm.quantized import Format, Quantized
 from bascule.comm.transforms import NO_SECOND, is_recorded, refuse_second
 from bascule.errors import ConfigError
-from bascule.plan.traffic import HeadShares
+from bascule.traffic import HeadShares
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from bascule.comm.collectives import start_all_to_all
 from bascule.comm.groups import Kept, RankGroup
 from bascule.comm.quantized import Quantized
-from bascule.plan.traffic import HeadShares
+from bascule.traffic import HeadShares
 
 _NUM_KEPT = 64  # sizes of batches, heads and widths
 

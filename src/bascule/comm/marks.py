@@ -3,7 +3,7 @@
 import torch
 
 from bascule.comm.failures import is_profiled
-from bascule.plan.marks import Origin, marks_of
+from bascule.marks import Origin, marks_of
 from bascule.plan.plan import Plan
 
 

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from bascule.arrays import Ints, ranges
+from bascule.batching import ForwardPass, forward_passes
 from bascule.checks import whole
 from bascule.comm.agree import agree, agree_on
 from bascule.comm.failures import shared
@@ -30,7 +31,6 @@ from bascule.diffusers.verify import check_table
 from bascule.errors import ConfigError
 from bascule.machine.costs import TransformerCost
 from bascule.parallel import SequenceParallel
-from bascule.plan.batching import ForwardPass, forward_passes
 from bascule.plan.plan import Plan
 from bascule.step import Step
 

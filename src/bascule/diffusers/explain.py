@@ -26,7 +26,7 @@ from bascule.diffusers.sparse_layers import SparseLayer
 from bascule.diffusers.split_model import SplitModel
 from bascule.errors import ConfigError
 from bascule.machine.cluster import FLOPS_PER_VALUE, BagShape, HardwareProfile, Seconds, Work
-from bascule.plan.traffic import HeadShares, Traffic
+from bascule.traffic import HeadShares, Traffic
 
 _MIB = 2**20
 

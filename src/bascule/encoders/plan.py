@@ -6,9 +6,9 @@ from functools import cached_property
 import numpy as np
 
 from bascule.arrays import Floats, Ints
+from bascule.batching import ForwardPass, forward_passes
 from bascule.machine.cluster import WITHOUT_RECOMPUTING, Cluster
 from bascule.machine.costs import Cost, evaluate
-from bascule.plan.batching import ForwardPass, forward_passes
 from bascule.plan.limits import Limits
 from bascule.plan.metrics import imbalance
 from bascule.plan.offer import Offer

@@ -18,7 +18,7 @@ PASSES = (FORWARD, RECOMPUTE, BACKWARD)
 ALL_TO_ALL, POINT_TO_POINT = "all-to-all", "to the next rank"
 TOKENS, BYTES = "tokens", "bytes"
 NUM_COEFFICIENTS = {TOKENS: 3, BYTES: 2}
-"""By unit of the sizes: of attention a square, too."""
+"""Coefficients of a curve by unit of the sizes; attention adds a square to tokens."""
 
 _MOST_POINTS = 1000
 _MOST_S = 1e6
@@ -42,13 +42,13 @@ def _error(name: str, value: object) -> float | None:
 class Fit:
     """Seconds over sizes: `c0 + c1 x` of bytes x, and `+ c2 x^2` of tokens."""
 
-    what: str  # was timed, for example "forward"
+    what: str  # name of the timed thing, for example "forward"
     unit: str  # of the sizes: "tokens" or "bytes"
     coefficients: tuple[float, ...]  # (K,) seconds by power of the size, from 0
     errors: tuple[float | None, ...]  # (K,) half of 95 % intervals; None: not known
     sizes: tuple[float, ...]  # (n,)
     seconds: tuple[float, ...]  # (n,) measured
-    held_out: tuple[bool, ...]  # (n,) true where a point did not fit, but judges
+    held_out: tuple[bool, ...]  # (n,) true where a point was left out of the fit, to judge it
 
     def __post_init__(self) -> None:
         fields(
@@ -85,19 +85,19 @@ class Fit:
 
     @property
     def held_out_error(self) -> float | None:
-        """Median of what the held-out points are missed by, either way; None if there are none."""
+        """Median absolute relative error of the held-out points; None without any."""
         misses = np.abs(self.misses[np.array(self.held_out)])
         return float(np.median(misses)) if misses.size else None
 
 
 def is_held_out(num_points: int) -> Bools:
-    """Mark every third of (n,) points, but not the last: those that judge a curve lie within."""
+    """Mark every third of (n,) points, but not the last: points that judge a curve lie inside."""
     places = np.arange(num_points)
     return (places % 3 == 1) & (places < num_points - 1)
 
 
 def least_points(unit: str) -> int:
-    """Return how many sizes a curve needs: one is held out, and one more fitted than it bends."""
+    """Return the fewest sizes of a curve: one more than coefficients, and one held out."""
     return next(n for n in range(1, 99) if (~is_held_out(n)).sum() > NUM_COEFFICIENTS[unit])
 
 
@@ -142,16 +142,16 @@ class Calibration:
 
     @classmethod
     def of_dict(cls, values: object) -> Self:
-        """Read what JSON holds."""
+        """Read a calibration from the values of a JSON object."""
         rest = dict(cast(dict[str, Any], values)) if isinstance(values, dict) else {}
         for name, kind in (("fits", Fit), ("overheads", Overhead)):
             if isinstance(rest.get(name), list | tuple):
-                rest[name] = [built(kind, one) for one in rest[name]]
+                rest[name] = [built(kind, entry) for entry in rest[name]]
         return built(cls, rest)
 
     @property
     def gamma(self) -> float | None:
-        """Forward seconds a FLOP of attention over those of linear layers; None: not measured."""
+        """Forward seconds of an attention FLOP over those of a linear FLOP; None: not measured."""
         forward = self.fit(FORWARD)
         if forward is None or not forward.coefficients[1] > 0:
             return None
@@ -165,7 +165,7 @@ class Calibration:
         return {} if forward is None else block_rates(forward, self.d_model)
 
     def fit(self, what: str) -> Fit | None:
-        """Return the curve of something, if it was measured."""
+        """Return the curve named `what`, if it was measured."""
         return next((fit for fit in self.fits if fit.what == what), None)
 
 
@@ -180,9 +180,9 @@ def block_rates(forward: Fit, d_model: int) -> dict[str, float]:
 
 
 def built(kind: type[_Built], values: object) -> _Built:
-    """Make a dataclass from what a file holds: fields with a default may be missing, no others."""
+    """Make a dataclass from the values of a file; fields with a default may be missing."""
     known: dict[str, Any] = cast(Any, kind).__dataclass_fields__
-    needed = {name for name, one in known.items() if one.default is MISSING}
+    needed = {name for name, field in known.items() if field.default is MISSING}
     entries = cast(dict[str, Any], values) if isinstance(values, dict) else {}
     if not needed <= entries.keys() <= known.keys():
         text = "".join(char if char.isprintable() else " " for char in ", ".join(entries))

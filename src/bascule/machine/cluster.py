@@ -1,4 +1,4 @@
-"""Predict seconds of work on a machine: its rates, and one sum that all predictions use.
+"""Predict seconds of work on a machine, from its rates, by one formula.
 
 In a bag or a mesh of U R ranks, of which U share heads and R pass keys and values on, a rank takes
 
@@ -49,7 +49,7 @@ def exposed_ring(exchange_s: Amount, attention_s: Amount, ring_degree: int) -> A
 
 
 class BagShape(NamedTuple):
-    """The degrees of a bag and where its ranks are: all that decides what its exchanges take."""
+    """The degrees of a bag and the nodes of its ranks, which decide the time of its exchanges."""
 
     size: int = 1
     ring: int = 1
@@ -75,7 +75,7 @@ class Work:
     """Amounts that a rank of a bag computes, sends and launches."""
 
     compute_s: Amount = 0.0
-    attention_s: Amount = 0.0  # the part of it that hides what the ring sends
+    attention_s: Amount = 0.0  # part of `compute_s` behind which the ring sends
     heads_bytes: Amount = 0.0  # to the other ranks that share heads
     near_bytes: Amount = 0.0  # to any other rank of its node, before and after attention
     far_bytes: Amount = 0.0  # to any rank of another node, likewise
@@ -88,7 +88,7 @@ class Work:
     def of_layers(
         cls, bag: BagShape, num_layers: int, values: Amount, compute_s: Amount, attention_s: Amount
     ) -> "Work":
-        """Return the work of a rank with so many values of q, in all layers."""
+        """Return the work of a rank with `values` elements of q over all layers."""
         tensor = BYTES_PER_VALUE * values
         return cls(
             compute_s=compute_s,
@@ -102,7 +102,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Seconds of work by what they go to; waiting for the slowest rank is none of the total."""
+    """Seconds of work by cause; the total leaves out the waiting for the slowest rank."""
 
     compute_s: Amount = 0.0
     heads_s: Amount = 0.0
@@ -112,7 +112,7 @@ class Seconds:
 
     @property
     def total(self) -> Amount:
-        """All but the waiting."""
+        """Seconds of the work, without the waiting."""
         return self.compute_s + self.heads_s + self.ring_s + self.launch_s
 
     def __add__(self, other: "Seconds") -> "Seconds":
@@ -140,7 +140,7 @@ class Wires:
     pack_bytes_per_s: float = math.inf
 
     def sending(self, near_bytes: Amount, far_bytes: Amount) -> Amount:
-        """Predict the seconds in which a rank sends bytes to ranks of its node, and of others."""
+        """Predict the seconds of a rank that sends bytes within its node, and to other nodes."""
         return near_bytes / self.intra_bytes_per_s + far_bytes / self.inter_bytes_per_s
 
     def seconds(self, work: Work, bag: BagShape) -> Seconds:
@@ -184,7 +184,7 @@ class Passes:
         return replace(self, linear=linear, attention=attention)
 
     def cost(self, cost: Cost) -> Cost:
-        """Return the cost model whose seconds are of a step, on a machine so much slower."""
+        """Return the cost model whose seconds cover all passes."""
         if self == FORWARD:
             return cost
         wanted = "a TransformerCost, which tells attention apart"
@@ -220,7 +220,7 @@ class Cluster:
         memory_bytes: Memory that a rank has for activations: what weights, gradients and optimiser
             states leave. It limits plans if the cost model knows its `bytes_per_token`.
         intra_bytes_per_s: Bytes that a rank sends in a second to ranks of its node.
-        inter_bytes_per_s: The same, to ranks of other nodes.
+        inter_bytes_per_s: Bytes that a rank sends in a second to ranks of other nodes.
         latency_s: Time to launch an all-to-all.
         pack_bytes_per_s: Bytes that a rank brings into order in a second, before and after the
             exchanges; None: in no time.
@@ -276,7 +276,7 @@ class Cluster:
         return self._compute(self.passes.cost(cost), seq_lens, num_pairs)
 
     def _compute(self, cost: Cost, seq_lens: Any, num_pairs: Any = None) -> Floats:
-        """Predict the compute by a cost model of the passes."""
+        """Predict seconds of compute by a cost model that covers all passes."""
         if not isinstance(cost, TransformerCost):
             return evaluate(cost, seq_lens, num_pairs)
         if cost.seconds_per_unit is not None:
@@ -286,7 +286,7 @@ class Cluster:
 
     @property
     def wires(self) -> Wires:
-        """Rates at which what a forward pass exchanges takes as long as in these passes."""
+        """Rates at which a forward pass exchanges for as long as all passes do."""
         times, pack = self.passes.exchanges, self.pack_bytes_per_s
         return Wires(
             self.intra_bytes_per_s / times,
@@ -310,14 +310,14 @@ class Cluster:
         return self.wires.seconds(work, bag)
 
     def host_seconds(self, cost: Cost, bag: BagShape) -> float:
-        """Predict the seconds that the host of a rank spends on the pieces of a sequence."""
+        """Predict the seconds of the host for the pieces of a sequence that exchanges reorder."""
         if bag.ulysses == 1 or self.piece_s == 0.0:
             return 0.0
         return self.piece_s * self.passes.exchanges * _shape(cost)[1] * bag.ulysses
 
 
 def _shape(cost: Cost) -> tuple[int, int]:
-    """Return the width and the layers of the model, which decide what its exchanges carry."""
+    """Return the width and the layers of a model, which decide the bytes of its exchanges."""
     if not isinstance(cost, TransformerCost):
         raise ConfigError(
             f"the wires of a bag carry activations, but {type(cost).__name__} does not know the "
@@ -399,15 +399,13 @@ LIMITS: dict[str, tuple[float, float]] = {
 class HardwareProfile:
     """The rates of a machine, and their source. None: not known.
 
-    Clusters and predictions of attention take their numbers from here.
-
     Args:
         device: Its name.
         source: "measured", "datasheet", "published" or "given".
         matmul_flops_per_s: FLOPs in a second that a rank sustains in products of matrices.
-        attention_flops_per_s: The same in attention, on the blocks that are computed.
+        attention_flops_per_s: FLOPs in a second of attention, on the blocks that are computed.
         intra_bytes_per_s: Bytes that a rank sends in a second to ranks of its node.
-        inter_bytes_per_s: The same, to ranks of other nodes.
+        inter_bytes_per_s: Bytes that a rank sends in a second to ranks of other nodes.
         memory_bytes: Memory of a rank.
         launch_s: Seconds to start a kernel or an exchange.
         host_s: Seconds that the host adds to a step of a rank, whatever its sequences.
@@ -469,7 +467,7 @@ class HardwareProfile:
 
     @property
     def numbers(self) -> list[str]:
-        """Names of the fields that hold one."""
+        """Names of the fields that have a number."""
         return [name for name in LIMITS if getattr(self, name) is not None]
 
     @property
@@ -489,7 +487,7 @@ class HardwareProfile:
 
     @property
     def gamma(self) -> float:
-        """Seconds of a FLOP of attention over those of one of the linear layers; 1 if unknown."""
+        """Seconds of an attention FLOP over those of a linear FLOP; 1 if unknown."""
         if self.calibration is not None and (gamma := self.calibration.gamma) is not None:
             return gamma
         if self.matmul_flops_per_s is None or self.attention_flops_per_s is None:
@@ -497,7 +495,7 @@ class HardwareProfile:
         return self.matmul_flops_per_s / self.attention_flops_per_s
 
     def numbers_of(self, *names: str) -> list[float]:
-        """Return numbers that must be known; those that are not are named in a ConfigError."""
+        """Return numbers by field; a ConfigError names the missing ones."""
         if missing := [name for name in names if getattr(self, name) is None]:
             raise ConfigError(
                 f"the hardware profile of {self.device} has no {', '.join(missing)}: add what is "
@@ -506,14 +504,14 @@ class HardwareProfile:
         return [getattr(self, name) for name in names]
 
     def cluster(self, num_nodes: int, ranks_per_node: int) -> Cluster:
-        """Return nodes of such ranks; a ConfigError names the numbers that are missing."""
+        """Return a cluster of nodes of this machine; a ConfigError names missing numbers."""
         rates = ("matmul_flops_per_s", "memory_bytes", "intra_bytes_per_s", "inter_bytes_per_s")
         compute, memory, near, far, launch_s = self.numbers_of(*rates, "launch_s")
         numbers = num_nodes, ranks_per_node, compute, memory, near, far, launch_s
         return Cluster(*numbers, self.pack_bytes_per_s, self.piece_s or 0.0)
 
     def forward_seconds(self, ranks: Sequence[Work], bag: BagShape) -> Seconds:
-        """Predict seconds of the slowest rank of a bag; wires that are not used may be unknown."""
+        """Predict seconds of the slowest rank of a bag; rates of unused wires may be missing."""
         near = ("intra_bytes_per_s",) if bag.size > 1 else ()
         far = () if bag.is_in_node else ("inter_bytes_per_s",)
         launch_s, *_ = self.numbers_of("launch_s", *near, *far)
@@ -548,7 +546,7 @@ class HardwareProfile:
 
     @classmethod
     def of_dict(cls, values: object, name: str) -> Self:
-        """Read what `to_dict` returned, or JSON of it; messages begin with `name`."""
+        """Read the values of `to_dict`, or of its JSON; messages begin with `name`."""
         values = cast(dict[str, Any], values) if isinstance(values, dict) else {}
         if {key: values.get(key) for key in _FORMAT} != _FORMAT:
             raise ConfigError(

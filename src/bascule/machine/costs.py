@@ -49,7 +49,7 @@ def heads_of(cost: Cost) -> int | None:
 
 
 def in_bag(cost: Cost, num_ranks: int) -> Cost:
-    """Return the cost where ranks share heads: that of the one with the most, times the ranks."""
+    """Return the cost if ranks share heads: of the rank with most heads, times the ranks."""
     if not isinstance(cost, TransformerCost) or cost.num_heads is None:
         return cost
     longer = -(-cost.num_heads // num_ranks) * num_ranks / cost.num_heads
@@ -64,7 +64,7 @@ def unit_seconds(cost: Cost) -> float | None:
 
 
 def describe_cost(cost: Cost) -> str:
-    """Describe a cost model: equal texts mean equal plans, also of functions."""
+    """Describe a cost model, functions included: equal texts mean equal plans."""
     if type(cost) in (TransformerCost, PolynomialCost):
         return repr(cost)
     name = repr(cost) if is_dataclass(cost) else type(cost).__qualname__

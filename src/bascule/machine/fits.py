@@ -19,7 +19,7 @@ from bascule.machine.calibration import NUM_COEFFICIENTS, Fit, is_held_out
 from bascule.machine.costs import IterationFit, PolynomialCost, TransformerCost
 
 CONFIDENCE = 0.95
-"""Confidence of the intervals that errors are half of."""
+"""Confidence of the intervals; errors are half their width."""
 
 
 def relative_fit(columns: Floats, seconds: Floats) -> tuple[Floats, Floats]:
@@ -35,7 +35,7 @@ def relative_fit(columns: Floats, seconds: Floats) -> tuple[Floats, Floats]:
 
 
 def _in_units(rows: Floats) -> tuple[Floats, Floats]:
-    """Scale columns to a mean of 1, but those of zeros; return them and their units (K,)."""
+    """Scale columns to a mean of 1, except zero columns; return them and (K,) their units."""
     means = rows.mean(axis=0)
     units = np.divide(1.0, means, out=np.zeros_like(means), where=means > 0)
     return rows * units, units
@@ -147,7 +147,7 @@ def fit_item_latency(
 def _latencies(
     what: str, seq_lens: npt.ArrayLike, seconds: npt.ArrayLike, num_lengths: int
 ) -> tuple[Floats, Floats]:
-    """Check latencies of so many different lengths at least."""
+    """Check latencies; refuse fewer than `num_lengths` different lengths."""
     tokens, latency = floats(f"{what}: seq_lens", seq_lens), floats(f"{what}: seconds", seconds)
     few = tokens.ndim != 1 or np.unique(tokens).size < num_lengths
     if few or tokens.shape != latency.shape:
@@ -185,7 +185,7 @@ OVERHEAD_SHARE = (0.2, 0.15)
 """Assumed share of the overhead, and its standard deviation."""
 
 CONSTANT_SHARE = (0.005, 0.01)
-"""The same for the launches of sequences, which are packed."""
+"""Assumed share of the constant, launches of packed sequences, and its standard deviation."""
 
 FREEDOM = 8.0
 """Degrees of freedom of Student's t distribution, which we assume the noise to have: nearly normal
@@ -272,9 +272,11 @@ def fit_iterations(
     work_ORK, seconds_O = _observe(seq_lens, seconds)
     # Where each rank has a time of its own, there is nothing to search.
     starts = STARTS_K if work_ORK.shape[1] > 1 else STARTS_K[:1]
-    solutions = [_alternate(work_ORK, seconds_O, *way) for way in product(starts, (False, True))]
+    solutions = [
+        _alternate(work_ORK, seconds_O, *begin) for begin in product(starts, (False, True))
+    ]
     # Rounded, so that of equally good solutions the first is taken, not the luckiest rounding.
-    best = min(solutions, key=lambda one: round(float(np.abs(one.loo).mean()), 6))
+    best = min(solutions, key=lambda fit: round(float(np.abs(fit.loo).mean()), 6))
     errors_K, known_K = _uncertainty(best)
     errors = np.sort(np.abs(best.loo))  # the worst are stalls
     fit = IterationFit(
@@ -298,7 +300,7 @@ def fit_iterations(
 def _alternate(
     work_ORK: Floats, seconds_O: Floats, start_K: Sequence[float], robust: bool
 ) -> _Solution:
-    """Find the slowest ranks by the coefficients, and these by those, until both stay.
+    """Alternate between the slowest ranks and the coefficients, until both stay.
 
     If not `robust`, weights stay 1 until the slowest ranks do: while some are wrong, their
     iterations look like outliers. The other way finds its way around true outliers.
@@ -368,7 +370,7 @@ def _assumptions(scale_K: Floats) -> tuple[Floats, Floats, Floats]:
 
 
 def _uncertainty(solution: _Solution) -> tuple[Floats, Bools]:
-    """Return (K,) standard errors by the measurements, and if each is below the assumed one."""
+    """Return (K,) standard errors by the measurements, and if each is below the assumed error."""
     rows = np.sqrt(solution.weights)[:, None] * solution.design
     noise = max(solution.noise, MIN_NOISE)
     # Rows of zeros give fewer observations than terms all their axes.
@@ -433,7 +435,7 @@ def _observe(
 def _work(seq_lens: Sequence[Sequence[npt.ArrayLike]]) -> Floats:
     """Return (iterations, ranks, K) sum of L^2, sum of L, number of sequences, and 1."""
     seq_lens = listed("fit_iterations: seq_lens", seq_lens)
-    ranks = [listed("fit_iterations: lengths of an iteration", one) for one in seq_lens]
+    ranks = [listed("fit_iterations: lengths of an iteration", lens) for lens in seq_lens]
     num_ranks = len(ranks[0]) if ranks else 0
     work = np.ones((len(ranks), num_ranks, len(TERMS)))
     for iteration, per_rank in enumerate(ranks):

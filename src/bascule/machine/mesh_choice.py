@@ -52,7 +52,7 @@ class MeshChoice:
 
     @property
     def chosen(self) -> InferenceMesh:
-        """The mesh."""
+        """The chosen mesh."""
         return self.meshes[0]
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ def choose_mesh(
     most = num_ranks if max_ring_degree is None else max_ring_degree
     most = whole("choose_mesh: max_ring_degree", most, 1, MAX_RANKS)
     meshes = [
-        InferenceMesh(guidance, ring, num_ranks // guidance // ring)
+        InferenceMesh(guidance, ring=ring, ulysses=num_ranks // guidance // ring)
         for guidance in range(1, min(num_ranks, step.num_passes) + 1)
         if num_ranks % guidance == 0
         for ring in range(1, min(num_ranks, most) + 1)

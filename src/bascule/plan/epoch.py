@@ -1,10 +1,10 @@
 """Deals the samples of an epoch, whose lengths are all known, to ranks and microbatches.
 
 An epoch is cut into optimiser steps, and each is dealt to cells: every rank in every microbatch
-gets a sample at least. Where ranks meet in each microbatch, two deals are tried: all cells alike,
-the heaviest of which meet in one microbatch; and giants together, beside which the next longest
-samples fit. A padded batch costs as many times its dearest sample as it has samples: these are
-consecutive pieces of the samples by descending cost, filled up to a bisected level.
+gets a sample at least. Where ranks wait in each microbatch, two deals are tried: even cells, with
+the heaviest in one microbatch; and the longest samples together, with the next longest beside them.
+A padded batch of n samples costs n times the dearest: batches are consecutive pieces of the samples
+by descending cost, filled up to a bisected level.
 """
 
 from bisect import bisect_left, bisect_right
@@ -27,12 +27,12 @@ from bascule.plan.solver.problem import build_problem
 _MAX_COUNT = 2**31
 _ROUNDING = 1e-12
 
-_MAX_TRIED = 1 << 18  # pieces of all trials of a move; many are within percents without moves
+_MAX_TRIED = 1 << 18  # pieces, over all trials of a move, up to which moves are tried
 _MAX_MOVES = 32
 
 
 def epoch_order(num_samples: int, *, shuffle: bool, seed: int, epoch: int) -> Ints:
-    """(num_samples,) every index once, in an order that seed and epoch alone decide. O(n)."""
+    """Return (num_samples,) every index once, ordered by seed and epoch alone. O(n)."""
     order = np.arange(num_samples)
     if shuffle:
         np.random.default_rng([seed, epoch]).shuffle(order)
@@ -41,7 +41,7 @@ def epoch_order(num_samples: int, *, shuffle: bool, seed: int, epoch: int) -> In
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Numbers of an optimiser step. A (rank, microbatch) is a *cell*: one batch, never empty."""
+    """The sizes of an optimiser step. A (rank, microbatch) is a *cell*: one batch, never empty."""
 
     batch_size: int  # samples of a cell in a full step; where counts vary, their mean
     num_ranks: int
@@ -66,10 +66,10 @@ class StepShape:
         return self.batch_size * self.num_cells
 
     def next_size(self, left: int) -> int:
-        """Return the samples of the next step where so many are left of the epoch.
+        """Return the samples of the next step, with `left` of them left in the epoch.
 
-        A rest too small for all cells is joined with the last full step, and both are halved if
-        each half then fills its cells. Only `left` decides, so a resumed run cuts alike.
+        A remainder too small for all cells joins the last full step; the sum is halved if each half
+        fills its cells. Only `left` decides, so a resumed run cuts the epoch alike.
         """
         over = left - self.full
         if over <= 0 or over >= self.num_cells:
@@ -77,46 +77,46 @@ class StepShape:
         return left if self.batch_size == 1 else -(-left // 2)
 
     def sizes(self, left: int) -> Iterator[int]:
-        """Samples of each step that is left."""
+        """Yield the samples of each remaining step."""
         while left > 0:
             size = self.next_size(left)
             yield size
             left -= size
 
     def _steps(self, left: int) -> tuple[int, list[int]]:
-        """Steps that are full for sure, and the sizes of the few after them."""
+        """Return how many steps are surely full, and the sizes of the few after them."""
         num_full = max(left // self.full - 1, 0)
         return num_full, list(self.sizes(left - num_full * self.full))
 
     def num_steps(self, left: int) -> int:
-        """Steps in so many samples."""
+        """Return how many steps `left` samples make."""
         num_full, rest = self._steps(left)
         return num_full + len(rest)
 
     def samples_in(self, left: int, num_steps: int) -> int:
-        """Samples of the first steps, where so many samples are left before them."""
+        """Return the samples of the next steps, with `left` samples before them."""
         num_full, rest = self._steps(left)
         return self.full * min(num_full, num_steps) + sum(rest[: max(num_steps - num_full, 0)])
 
     def most_in_a_cell(self, left: int) -> int:
-        """Samples of the largest cell of any step, where counts are even."""
+        """Return the samples of the largest cell of any step, if counts are even."""
         num_full, rest = self._steps(left)
         return -(-max([self.full] * (num_full > 0) + rest, default=0) // self.num_cells)
 
 
 @dataclass(frozen=True, slots=True)
 class DealRules:
-    """Limits of a deal, and when ranks meet; n padded samples cost n times the dearest."""
+    """The rules of a deal: its limits, and when ranks wait for each other."""
 
     shape: StepShape  # ranks and microbatches
     sync: Sync = "microbatch"  # when ranks wait for each other, as for `plan_step`
     limits: Limits | None = None  # tokens, and samples, of a cell; hard
     even_counts: bool = True  # cells get as many samples each as can be; else at least one
-    padded: bool = False
+    padded: bool = False  # n samples then cost n times the dearest
     tolerance: float = 0.01  # gap to the bound at which the search stops
 
     def limits_of(self, num_samples: int) -> Limits | None:
-        """Limits of a cell in a step of so many samples."""
+        """Return the limits of a cell in a step of `num_samples`."""
         if not self.even_counts:
             return self.limits
         limits, even = self.limits or Limits(), -(-num_samples // self.shape.num_cells)
@@ -133,7 +133,7 @@ class StepTable:
     home: Ints | None
 
     def loads(self, cells: Ints) -> Floats:
-        """(accumulate, num_ranks) what each cell costs."""
+        """Return (accumulate, num_ranks) the cost of each cell."""
         shape = self.rules.shape
         loads = np.bincount(cells, self.costs, shape.num_cells)
         if self.rules.padded:
@@ -142,7 +142,7 @@ class StepTable:
         return np.asarray(loads, dtype=np.float64).reshape(shape.accumulate, shape.num_ranks)
 
     def makespan(self, cells: Ints) -> float:
-        """Return what a step takes."""
+        """Return the predicted time of the step."""
         loads = self.loads(cells)
         if self.rules.sync == "step":
             return float(loads.sum(axis=0).max())
@@ -198,7 +198,7 @@ class StepTable:
 
 
 def largest_of(cells: Ints, values: npt.NDArray[Any], num_cells: int) -> Floats:
-    """(num_cells,) largest value of each cell."""
+    """Return (num_cells,) the largest value of each cell."""
     largest = np.zeros(num_cells)
     np.maximum.at(largest, cells, values)
     return largest
@@ -216,7 +216,7 @@ class Deal:
     lower_bound: float  # no deal of these samples takes less
 
     def batch(self, rank: int, microbatch: int) -> Ints:
-        """Samples of one cell."""
+        """Return the samples of one cell."""
         return self.samples[(self.rank_of == rank) & (self.microbatch_of == microbatch)]
 
 
@@ -229,13 +229,13 @@ def deal_step(costs: Floats, tokens: Ints, rules: DealRules, home: Ints | None =
     table = StepTable(costs, tokens, rules, home)
     bound, best, least = table.lower_bound(), None, np.inf
     failures: list[PlanError] = []
-    for way in _ways(rules):
+    for deal in _deals(rules):
         try:
-            cells, own_bound = way(table)
+            cells, new_bound = deal(table)
         except PlanError as error:
             failures.append(error)
             continue
-        bound, makespan = max(bound, own_bound), table.makespan(cells)
+        bound, makespan = max(bound, new_bound), table.makespan(cells)
         if makespan < least:
             best, least = cells, makespan
         if least <= bound * (1.0 + rules.tolerance):
@@ -253,8 +253,8 @@ def deal_step(costs: Floats, tokens: Ints, rules: DealRules, home: Ints | None =
     return Deal(*arrays, makespan, min(bound, makespan))
 
 
-def _ways(rules: DealRules) -> list[Callable[[StepTable], tuple[Ints, float]]]:
-    """Return functions that give cells of the samples, and a bound; the first may do."""
+def _deals(rules: DealRules) -> list[Callable[[StepTable], tuple[Ints, float]]]:
+    """Return functions that deal samples to cells, and return a bound; tried in this order."""
     if rules.padded:
         return [_by_length]
     if rules.shape.accumulate == 1:
@@ -267,13 +267,13 @@ def _ways(rules: DealRules) -> list[Callable[[StepTable], tuple[Ints, float]]]:
 
 
 def _to_ranks(table: StepTable) -> tuple[Ints, float]:
-    """One microbatch: samples to ranks."""
+    """Assign the samples of the only microbatch to ranks."""
     num_ranks, num = table.rules.shape.num_ranks, table.costs.size
     return _solved(table, np.arange(num), num_ranks, table.rules.limits_of(num), table.home)
 
 
 def _by_rank(table: StepTable) -> tuple[Ints, float]:
-    """Samples to ranks; then each rank deals its own to its microbatches, longest first."""
+    """Assign samples to ranks, whose samples are then dealt to microbatches, longest first."""
     shape, every = table.rules.shape, np.arange(table.costs.size)
     most = (table.rules.limits_of(every.size) or Limits()).common("items")
     limits = None if most is None else Limits(items=shape.accumulate * most)
@@ -289,14 +289,14 @@ def _by_rank(table: StepTable) -> tuple[Ints, float]:
 
 
 def _cells_to_ranks(table: StepTable) -> tuple[Ints, float]:
-    """Samples to cells, then cells to ranks, so that the sums of the ranks are even."""
+    """Assign samples to cells, then cells to ranks, so that the sums of ranks are even."""
     shape, num = table.rules.shape, table.costs.size
     cells, _ = _solved(table, np.arange(num), shape.num_cells, table.rules.limits_of(num))
     return _grouped(table, cells), 0.0
 
 
 def _all_alike(table: StepTable) -> tuple[Ints, float]:
-    """All cells as even as can be; those that are heavier meet in one microbatch."""
+    """Make all cells as even as possible; put the heaviest into one microbatch."""
     shape, num = table.rules.shape, table.costs.size
     limits = table.rules.limits_of(num)
     cells, _ = _solved(table, np.arange(num), shape.num_cells, limits)
@@ -304,7 +304,7 @@ def _all_alike(table: StepTable) -> tuple[Ints, float]:
 
 
 def _by_room(table: StepTable) -> tuple[Ints, float]:
-    """Giants together, and beside them what brings the other ranks to their level."""
+    """Put the longest samples into one microbatch, and fill its other ranks to their level."""
     rules, cells = table.rules, np.empty(table.costs.size, dtype=np.int64)
     limits, num_ranks = rules.limits_of(table.costs.size), rules.shape.num_ranks
     parts = split_by_room(table.costs, rules.shape, even_counts=rules.even_counts)
@@ -316,7 +316,7 @@ def _by_room(table: StepTable) -> tuple[Ints, float]:
 
 
 def _by_length(table: StepTable) -> tuple[Ints, float]:
-    """Padded batches: consecutive pieces of the samples by descending cost."""
+    """Cut the samples, by descending cost, into consecutive padded batches."""
     rules, shape, num = table.rules, table.rules.shape, table.costs.size
     order, bound = np.argsort(-table.costs, kind="stable"), 0.0
     if rules.even_counts:
@@ -329,17 +329,15 @@ def _by_length(table: StepTable) -> tuple[Ints, float]:
     cells = np.empty(num, dtype=np.int64)
     cells[order] = np.repeat(np.arange(shape.num_cells), pieces)
     if not table.keeps_limits(cells):
-        raise PlanError(
-            f"{num} samples in padded batches of equal counts pass {rules.limits}: raise the "
-            "limits, make batch_size smaller, or let counts differ (even_counts=False)"
-        )
+        wrong = f"{num} samples in padded batches of equal counts pass {rules.limits}"
+        raise PlanError(f"{wrong}: raise them, lower batch_size, or set even_counts=False")
     if rules.sync == "step":
         return _grouped(table, cells), bound
     return _nearer_home(table, _heavy_together(table, cells)), bound
 
 
 def _most_padded(table: StepTable, order: Ints) -> Ints:
-    """(n,) samples that a batch may have at most, if it begins there in this order."""
+    """Return (n,) the most samples of a batch that begins at each place of the order."""
     limits = table.rules.limits or Limits()
     items, tokens = limits.common("items"), limits.common("tokens")
     items = order.size if items is None else items
@@ -350,7 +348,7 @@ def _most_padded(table: StepTable, order: Ints) -> Ints:
 
 
 def _grouped(table: StepTable, cells: Ints) -> Ints:
-    """Whole cells dealt to ranks, as many each, so that the sums of the ranks are even."""
+    """Assign whole cells to ranks, as many to each, so that the sums of ranks are even."""
     shape, loads = table.rules.shape, table.loads(cells).ravel()
     limits = Limits(items=shape.accumulate)
     ranks = assign(loads, shape.num_ranks, limits=limits, tolerance=table.rules.tolerance).bin_of
@@ -361,14 +359,14 @@ def _grouped(table: StepTable, cells: Ints) -> Ints:
 
 
 def _heavy_together(table: StepTable, cells: Ints) -> Ints:
-    """The cells renamed so that the heaviest are in the first microbatch, and so on."""
+    """Renumber cells so that the heaviest are in the first microbatch, the next in the second."""
     place = np.empty(table.rules.shape.num_cells, dtype=np.int64)
     place[np.argsort(-table.loads(cells).ravel(), kind="stable")] = np.arange(place.size)
     return place[cells]
 
 
 def _nearer_home(table: StepTable, cells: Ints) -> Ints:
-    """The ranks of each microbatch renamed so that most samples are at home."""
+    """Swap the cells of each microbatch so that most samples are at home."""
     from scipy.optimize import linear_sum_assignment
 
     shape = table.rules.shape
@@ -389,11 +387,11 @@ def _solved(
     home: Ints | None = None,
     least: int = 1,
 ) -> tuple[Ints, float]:
-    """Bins of the chosen samples, each with at least so many; and the bound."""
+    """Assign the chosen samples to bins, `least` to each at least; return the bound too."""
     costs, tokens, tolerance = table.costs[chosen], table.tokens[chosen], table.rules.tolerance
     if home is None:
-        own = limits or Limits()
-        free, most = Limits(items=own.common("items")), own.common("tokens")
+        limited = limits or Limits()
+        free, most = Limits(items=limited.common("items")), limited.common("tokens")
         result = solve(build_problem(costs, np.ones(num_bins), limits=free), tolerance, quick=True)
         fullest = np.bincount(result.bin_of, tokens, num_bins).max()
         if most is None or fullest <= most:
@@ -420,7 +418,7 @@ def _filled(bin_of: Ints, costs: Floats, num_bins: int, least: int) -> Ints:
 
 
 def split_by_room(costs: Floats, shape: StepShape, *, even_counts: bool) -> list[Ints]:
-    """Return the samples of each microbatch: filled one after the other, from what is longest.
+    """Return the samples of each microbatch: the longest first, one microbatch after another.
 
     Each rank gets the longest sample left, then samples up to the level of the microbatch: the
     longest sample with its company, or the mean of what is left if that is more.
@@ -441,13 +439,13 @@ def split_by_room(costs: Floats, shape: StepShape, *, even_counts: bool) -> list
 
 @dataclass(slots=True)
 class _Pool:
-    """Samples that no microbatch has, by ascending cost."""
+    """Samples that no microbatch has taken, by ascending cost."""
 
     items: list[int]
     costs: list[float]
 
     def take_even(self, num: int, num_ranks: int, even: float) -> list[int]:
-        """So many samples, as many on each rank as can be."""
+        """Take `num` samples, as many on each rank as possible."""
         each, extra = divmod(num, num_ranks)
         level = max(self.costs[-1] + sum(self.costs[: each - 1]), even)
         taken, rooms = self._seeds(num_ranks, level)
@@ -459,7 +457,7 @@ class _Pool:
         return taken
 
     def take(self, num_ranks: int, even: float, reserved: int) -> list[int]:
-        """Any number of samples, one a rank at least, so that the reserved number is left."""
+        """Take any number of samples, one a rank at least, and leave `reserved` of them."""
         taken, rooms = self._seeds(num_ranks, max(self.costs[-1], even))
         for room in rooms:
             while len(self.items) > reserved:
@@ -470,7 +468,7 @@ class _Pool:
         return taken
 
     def _seeds(self, num_ranks: int, level: float) -> tuple[list[int], list[float]]:
-        """The longest sample for each rank, and what room it leaves below the level."""
+        """Take the longest sample for each rank; return the room that each leaves below `level`."""
         taken: list[int] = []
         return taken, [level - self._pop(-1, taken) for _ in range(num_ranks)]
 
@@ -498,20 +496,14 @@ def free_pieces(
     """
     costs, allowed = ranked.tolist(), most.tolist()
     if _pieces(costs, allowed, shape, np.inf) is None:
-        raise PlanError(
-            f"the {ranked.size} samples of a step do not fit into {shape.num_cells} padded batches "
-            "within the limits; raise them, or make batch_size smaller"
-        )
-
-    def below(level: float) -> list[int] | None:
-        return _pieces(costs, allowed, shape, level)
-
+        wrong = f"{ranked.size} samples of a step do not fit into {shape.num_cells} padded batches"
+        raise PlanError(f"{wrong} within the limits; raise them, or lower batch_size")
     low = high = float(ranked.sum()) / shape.num_cells
-    while (pieces := below(high)) is None:
+    while (pieces := _pieces(costs, allowed, shape, high)) is None:
         low, high = high, 2.0 * high
     while high > low * (1.0 + tolerance):
         middle = (low + high) / 2.0
-        trial = below(middle)
+        trial = _pieces(costs, allowed, shape, middle)
         if trial is None:
             low = middle
         else:
@@ -541,7 +533,7 @@ def _improved(pieces: Ints, ranked: Floats, most: Ints, num_ranks: int) -> Ints:
 
 
 def _makespans(pieces: Ints, ranked: Floats, most: Ints, num_ranks: int) -> Floats:
-    """(trials,) ends of steps, whose heaviest pieces meet in one microbatch; inf above limits."""
+    """Return (trials,) times of steps, heaviest pieces in one microbatch; inf above limits."""
     starts = np.cumsum(pieces, axis=1) - pieces
     loads = -np.sort(-ranked[starts] * pieces, axis=1)
     ends = loads[:, ::num_ranks].sum(axis=1)
@@ -551,7 +543,7 @@ def _makespans(pieces: Ints, ranked: Floats, most: Ints, num_ranks: int) -> Floa
 def _pieces(
     costs: list[float], allowed: list[int], shape: StepShape, level: float
 ) -> list[int] | None:
-    """Return pieces below a level, or of one sample; None if samples are left over."""
+    """Cut pieces that cost no more than a level; None if samples are left over."""
     place, pieces, num = 0, list[int](), len(costs)
     for cell in range(shape.num_cells):
         head, spare = costs[place], num - place - (shape.num_cells - cell - 1)

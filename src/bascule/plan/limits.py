@@ -1,4 +1,4 @@
-"""Hard limits of a rank, and those of bytes as tokens."""
+"""Hard limits of a rank; limits on bytes as limits on tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ from bascule.machine.cluster import Cluster
 from bascule.machine.costs import Cost, PolynomialCost, TransformerCost
 
 Limit = int | Sequence[int] | None
-"""Of each rank; or an entry a rank."""
+"""A limit of every rank, or an entry a rank; None: unlimited."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Limits of one rank in one microbatch; None means unlimited.
 
-    A bag of G ranks holds G times the tokens and bytes, but the same number of items: each of its
-    ranks has a part of all of them. Ranks that are not alike have an entry each, as in
-    `Limits(tokens=(1000, 2000))`; of a bag the least of them counts, since its ranks hold as much.
+    A bag of G ranks holds G times the tokens and bytes, but the same number of items: each rank has
+    a part of all of them. Unlike ranks have an entry each, as in `Limits(tokens=(1000, 2000))`; a
+    bag has the least of its ranks' limits, since they hold equal parts.
 
     Args:
         tokens: Most tokens on a rank.
@@ -42,9 +42,7 @@ class Limits:
     @property
     def are_alike(self) -> bool:
         """True if no limit has an entry a rank."""
-        return not any(
-            isinstance(most, tuple) for most in (self.tokens, self.items, self.num_bytes)
-        )
+        return not any(isinstance(m, tuple) for m in (self.tokens, self.items, self.num_bytes))
 
     def common(self, name: str) -> int | None:
         """Return a limit by its name, if ranks are alike."""
@@ -57,14 +55,12 @@ class Limits:
         """Return a limit by its name, (num_ranks,), inf for None."""
         most: Limit = getattr(self, name)
         if isinstance(most, Sequence) and len(most) != num_ranks:
-            raise ConfigError(
-                f"Limits({name}=..) has {len(most)} entries for {num_ranks} ranks: give one number "
-                "for all of them, or one for each"
-            )
+            wrong = f"Limits({name}=..) has {len(most)} entries for {num_ranks} ranks"
+            raise ConfigError(f"{wrong}: give one number, or one a rank")
         return np.full(num_ranks, np.inf if most is None else most, np.float64)
 
     def mapped(self, change: Callable[[Floats], Floats], num_ranks: int) -> "Limits":
-        """Return others that are made of each limit, (num_ranks,); the same where all are alike."""
+        """Apply `change` to the (num_ranks,) room of each limit; limits of alike ranks stay."""
         if self.are_alike:
             return self
         rooms = {
@@ -75,17 +71,17 @@ class Limits:
         return Limits(**rooms)
 
     def of_bags(self, first_ranks: Ints, num_ranks: int) -> "Limits":
-        """Return those of a rank of each bag: of the one with the least room."""
+        """Return the limits of a rank of each bag: the least among its ranks."""
         return self.mapped(lambda room: np.minimum.reduceat(room, first_ranks), num_ranks)
 
     def keeps(self, **sums: npt.NDArray[Any]) -> bool:
-        """True if no rank has more; `sums` (.., ranks) are those of each, by the limits' names."""
+        """True if no rank exceeds a limit; `sums` are (.., ranks) amounts by the limits' names."""
         rooms = ((self.room(name, amounts.shape[-1]), amounts) for name, amounts in sums.items())
         return all(bool((amounts <= room).all()) for room, amounts in rooms)
 
 
 def _limit(name: str, value: object) -> int | tuple[int, ...]:
-    """Check one number, or a list of one a rank."""
+    """Check a limit: a number, or a list with an entry a rank."""
     if isinstance(value, Sequence | np.ndarray) and not isinstance(value, str):
         return each(name, cast(object, value), whole, 1)
     return whole(name, value, 1)
@@ -98,26 +94,26 @@ def in_tokens(limits: Limits | None, cost: Cost, cluster: Cluster | None) -> Lim
     """
     if limits is not None:
         of_type("limits", limits, Limits, "Limits(tokens=..), or None")
-    own = limits or Limits()
+    limited = limits or Limits()
     per_token = cost.bytes_per_token if isinstance(cost, TransformerCost | PolynomialCost) else None
     if per_token is None:
-        if own.num_bytes is not None:
+        if limited.num_bytes is not None:
             raise ConfigError(
-                f"Limits(num_bytes={own.num_bytes}): the cost model does not say how many bytes "
-                "of activations a token takes: use TransformerCost(bytes_per_token=..), or limit "
-                "tokens"
+                f"Limits(num_bytes={limited.num_bytes}): the cost model has no bytes_per_token, "
+                "the bytes of activations of a token: give it, or limit tokens"
             )
         return limits
-    memory = own.num_bytes or (cluster and cluster.memory_bytes)
+    memory = limited.num_bytes or (cluster and cluster.memory_bytes)
     if memory is None:
         return limits
-    num_ranks = max(np.size(memory), np.size(own.tokens or 0))
+    num_ranks = max(np.size(memory), np.size(limited.tokens or 0))
     fitting = np.broadcast_to(np.array(memory) / per_token, np.shape(memory) or num_ranks)
     if fitting.min() < 1:
         raise ConfigError(
             f"a rank's {np.min(memory):,.0f} bytes hold no token of {per_token:,.0f} bytes: raise "
             "Limits(num_bytes=..), or check bytes_per_token"
         )
-    most = np.minimum(np.minimum(fitting, MAX_WHOLE), own.room("tokens", fitting.size))
-    are_alike = np.ndim(memory) == np.ndim(own.tokens or 0) == 0
-    return Limits(tokens=int(most[0]) if are_alike else most.astype(int).tolist(), items=own.items)
+    most = np.minimum(np.minimum(fitting, MAX_WHOLE), limited.room("tokens", fitting.size))
+    are_alike = np.ndim(memory) == np.ndim(limited.tokens or 0) == 0
+    tokens = int(most[0]) if are_alike else most.astype(int).tolist()
+    return Limits(tokens=tokens, items=limited.items)

@@ -1,4 +1,4 @@
-"""What the tokens of sequences see.
+"""Masks of sequences: which tokens each token sees.
 
 Each token sees one run of tokens of its document: up to itself in a causal span, else to its end.
 """
@@ -6,7 +6,7 @@ Each token sees one run of tokens of its document: up to itself in a causal span
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -18,12 +18,12 @@ from bascule.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Neighbouring tokens of a sequence that see alike.
+    """Neighbouring tokens of a sequence under one rule.
 
     Args:
-        num_tokens: Their number.
-        causal: True if each sees up to itself; else it sees up to the end of the span.
-        new_document: True hides what is before from them, and from what follows.
+        num_tokens: Tokens of the span.
+        causal: True if each token sees up to itself; else it sees up to the end of the span.
+        new_document: True hides the tokens before the span from the span and all that follow.
     """
 
     num_tokens: int
@@ -39,14 +39,14 @@ class Span:
 class Stretch:
     """A part of each of n sequences."""
 
-    starts: Ints  # (n,) its first position in the sequence
-    lens: Ints  # (n,) its tokens
-    rows: Ints  # (n,) the row of its first token
+    starts: Ints  # (n,) first position of the part in its sequence
+    lens: Ints  # (n,) tokens of the part
+    rows: Ints  # (n,) row of its first token
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairs:
-    """Ascending runs of queries, apart, and the run of keys that each sees: first rows, lengths."""
+    """Disjoint ascending runs of queries, and the run of keys of each: first rows, lengths."""
 
     q_rows: Ints
     q_lens: Ints
@@ -61,7 +61,7 @@ class Masks:
     counts: Ints  # (n,) spans of each sequence
     lens: Ints  # (m,) tokens of each span, one or more
     is_causal: Bools  # (m,) as `Span.causal`
-    is_first: Bools  # (m,) as `Span.new_document`; of a first span it makes no difference
+    is_first: Bools  # (m,) as `Span.new_document`; ignored for the first span of a sequence
 
     def __post_init__(self) -> None:
         for values in (self.counts, self.lens, self.is_causal, self.is_first):
@@ -69,7 +69,7 @@ class Masks:
 
     @classmethod
     def alike(cls, seq_lens: Ints, *, causal: bool) -> "Masks":
-        """Return one span a sequence."""
+        """Return masks of one span a sequence."""
         has_tokens = seq_lens > 0
         lens = seq_lens[has_tokens]
         flags = np.full(lens.size, causal), np.ones(lens.size, bool)
@@ -88,7 +88,7 @@ class Masks:
 
     def to_lists(self) -> list[list[tuple[int, bool, bool]]]:
         """Return the arguments of each `Span`, by sequence."""
-        columns = [x.tolist() for x in (self.lens, self.is_causal, self.is_first)]
+        columns = [column.tolist() for column in (self.lens, self.is_causal, self.is_first)]
         spans, bounds = list(zip(*columns, strict=True)), cumulative(self.counts).tolist()
         return [spans[first:last] for first, last in pairwise(bounds)]
 
@@ -126,7 +126,7 @@ class Masks:
         return Documents(masks, self.seqs[is_start], self.starts[is_start], lens)
 
     def num_pairs(self) -> Floats:
-        """(n,) pairs of a token and one that it sees, of each sequence."""
+        """Return (n,) pairs of a query and a key that it sees, by sequence."""
         lens, before = self.lens.astype(np.float64), self.starts - self.documents
         within = np.where(self.is_causal, (lens + 1.0) / 2.0, lens)
         pairs: Floats = lens * (before + within)
@@ -138,7 +138,7 @@ class Masks:
         return Masks(self.counts[seqs], self.lens[at], self.is_causal[at], self.is_first[at])
 
     def chunks(self, size: int) -> "tuple[Masks, Bools]":
-        """Cut causal documents into ones of so many tokens; return which go on after another."""
+        """Cut causal documents into pieces of `size` tokens; mark those that continue another."""
         counts = -(-self.lens // size)
         of_span = np.repeat(np.arange(counts.size), counts)
         places = ranges(np.zeros_like(counts), counts)
@@ -149,10 +149,10 @@ class Masks:
     def before(
         self, queries: Stretch, keys: Stretch, window: int, goes_on: Bools
     ) -> tuple[Pairs, Pairs, Pairs]:
-        """Return the keys of the chunk before that a window of a chunk's size still shows.
+        """Return keys of the previous window-sized chunk that each query's window still reaches.
 
-        Two lists of rectangles, and one of triangles whose runs are both to be taken in reverse: a
-        query sees those keys that are less than a window before it.
+        Two lists of rectangles, and one of triangles, whose runs are both read in reverse: a query
+        sees the keys that are less than a window before it.
         """
         q_from, q_to = self._within(queries)
         first = keys.starts[self.seqs]
@@ -164,7 +164,8 @@ class Masks:
 
         def pairs(q_from: Ints, q_to: Ints, k_from: Ints, k_to: Ints) -> Pairs:
             seen = np.flatnonzero((q_to > q_from) & (k_to > k_from))
-            bounds = (x[seen] for x in (q_from, q_to, k_from - window, k_to - window))
+            runs = q_from, q_to, k_from - window, k_to - window
+            bounds = (run[seen] for run in runs)
             q_start, q_end, k_start, k_end = bounds
             seqs = self.seqs[seen]
             return Pairs(*_at(queries, seqs, q_start, q_end), *_at(keys, seqs, k_start, k_end))
@@ -176,7 +177,7 @@ class Masks:
         )
 
     def rectangles(self, queries: Stretch, keys: Stretch) -> Pairs:
-        """Return runs of queries that see one run of keys alike, but for those of `triangles`.
+        """Return runs of queries that all see one run of keys; `triangles` has the other pairs.
 
         Queries and keys are the same tokens of a sequence, or have none in common.
         """
@@ -188,13 +189,13 @@ class Masks:
         return Pairs(*_at(queries, seqs, q_from, q_to), *_at(keys, seqs, k_from, k_to))
 
     def triangles(self, both: Stretch) -> Pairs:
-        """Return runs of queries that see of the same tokens those up to themselves."""
+        """Return runs of queries that see the keys of their own run up to themselves."""
         start, end = self._within(both)
         rows = _at(both, self.seqs, start, np.where(self.is_causal, end, start))
         return Pairs(*rows, *rows)
 
     def _within(self, part: Stretch) -> tuple[Ints, Ints]:
-        """Return where the part of each span in a stretch begins and ends; both are in it."""
+        """Return where each span, clipped to a stretch, begins and ends."""
         first = part.starts[self.seqs]
         last = first + part.lens[self.seqs]
         start = np.clip(self.starts, first, last)
@@ -203,7 +204,7 @@ class Masks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Documents:
-    """(d,) documents of some sequences, each as a sequence of its own, and where it starts."""
+    """(d,) documents of some sequences, each as its own sequence, and where it starts."""
 
     masks: Masks
     seqs: Ints
@@ -222,7 +223,7 @@ _NAMES = ("full", "causal")
 
 
 def masks_of(rank: int, masks: object, seq_lens: Ints) -> Masks | None:
-    """Check the masks of a rank's sequences as its user gave them; None without masks."""
+    """Check the masks that a user gave for a rank's sequences; None without masks."""
     if masks is None:
         return None
     if isinstance(masks, str) and masks in _NAMES:
@@ -239,14 +240,14 @@ def masks_of(rank: int, masks: object, seq_lens: Ints) -> Masks | None:
         _spans(f"rank {rank}, sequence {place}", mask, num_tokens)
         for place, (mask, num_tokens) in enumerate(zip(each, seq_lens.tolist(), strict=True))
     ]
-    rows = [(x.num_tokens, x.causal, x.new_document) for of_seq in spans for x in of_seq]
+    rows = [(span.num_tokens, span.causal, span.new_document) for span in chain(*spans)]
     lens, is_causal, is_first = np.array(rows, np.int64).reshape(-1, 3).T
-    counts = np.array([len(of_seq) for of_seq in spans], np.int64)
+    counts = np.array([*map(len, spans)], np.int64)
     return Masks(counts, lens, is_causal > 0, is_first > 0)
 
 
 def _spans(where: str, mask: object, num_tokens: int) -> Sequence[Span]:
-    """Return the spans of one sequence."""
+    """Check the mask of one sequence; return its spans, neighbouring causal ones joined."""
     if isinstance(mask, str) and mask in _NAMES:
         return [Span(num_tokens, mask == "causal")] if num_tokens else []
     if isinstance(mask, str) or not isinstance(mask, Sequence):
@@ -257,11 +258,9 @@ def _spans(where: str, mask: object, num_tokens: int) -> Sequence[Span]:
     ]
     total = sum(span.num_tokens for span in spans)
     if total != num_tokens:
-        raise ConfigError(
-            f"{where}: spans of {total} tokens together for a sequence of {num_tokens}: give spans "
-            f"that add up to {num_tokens}"
-        )
-    joined: list[Span] = []  # causal ones that follow each other are one
+        wrong = f"{where}: spans of {total} tokens together for a sequence of {num_tokens}"
+        raise ConfigError(f"{wrong}: give spans that add up to it")
+    joined: list[Span] = []
     for span in spans:
         if joined and span.causal and joined[-1].causal and not span.new_document:
             total = joined[-1].num_tokens + span.num_tokens

@@ -1,4 +1,4 @@
-"""What ranks bring to a step (sequences, samples, images, tiles), in integers that a gather takes.
+"""Items that ranks bring to a step (sequences, samples, images), as integers that ranks gather.
 
 Legend: n items, M microbatches, R ranks that bring items. Items lie by microbatch, then by the rank
 that brought them, then as it lists them.
@@ -24,10 +24,9 @@ class Sequences:
 
     Args:
         seq_lens: Tokens of each.
-        masks: The tokens that each token sees: "full", "causal", or the spans of a sequence; one
-            mask for all, or one a sequence. None: all, or those that each attention says. If
-            sequences of one rank have masks, those of all have.
-        context_lens: Tokens of the context that each attends to, as text; None without contexts.
+        masks: "full", "causal", or the spans of a sequence; one mask for all, or one a sequence, on
+            all ranks or on none. None: each call of attention says whether it is causal.
+        context_lens: Tokens of the context of each, such as text; None without contexts.
     """
 
     seq_lens: npt.ArrayLike
@@ -36,17 +35,17 @@ class Sequences:
 
 
 _DEFAULTS = {
-    "lens": -1,  # it always travels
+    "lens": -1,  # no length: this column is always sent
     "num_bytes": 0,
     "weights": 1,
     "forms": 0,
     "pairs": int(np.float64(-1.0).view(np.int64)),
     "context_lens": 0,
 }
-"""Columns of the table; one whose values are all the default does not travel."""
+"""Columns of the table; one that has only its default is not sent."""
 
 _DEFAULT_ROWS = np.array([*_DEFAULTS.values()])[:, None]
-_MASKED = len(_DEFAULTS)  # the bit that says that masks follow
+_MASKED = len(_DEFAULTS)  # number of the bit that tells that masks follow
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,9 +78,9 @@ class Offer:
         """Join the microbatches of the same ranks, one after another."""
         if len(offers) == 1:
             return offers[0]
-        counts, tables = ([getattr(x, name) for x in offers] for name in ("counts", "table"))
-        masks = tuple(x for offer in offers for x in offer.masks)
-        return cls(np.concatenate(counts), np.concatenate(tables, axis=1), masks)
+        counts = np.concatenate([offer.counts for offer in offers])
+        table = np.concatenate([offer.table for offer in offers], axis=1)
+        return cls(counts, table, tuple(mask for offer in offers for mask in offer.masks))
 
     @classmethod
     def from_words(cls, gathered: Sequence[Ints]) -> Self:
@@ -99,34 +98,29 @@ class Offer:
             table[rows, first : first + size] = words[start:end].reshape(len(rows), size)
             first += size
             if present >> _MASKED:
-                for of_micro, own in zip(
-                    masks, _read_masks(words[end:], counts[:, rank]), strict=True
-                ):
-                    of_micro[rank] = own
+                for micro, mask in enumerate(_read_masks(words[end:], counts[:, rank])):
+                    masks[micro][rank] = mask
         if num_micro > 1:
-            micro = [np.repeat(np.arange(num_micro), own) for own in counts.T]
+            micro = [np.repeat(np.arange(num_micro), of_rank) for of_rank in counts.T]
             table = table[:, np.argsort(np.concatenate(micro), kind="stable")]
         return cls(counts, table, tuple(map(_joined, masks, counts)))
 
     def to_words(self) -> Ints:
-        """Describe them in integers, but for who brought what.
-
-        These are M, the columns that follow as bits, M counts, the columns, and the masks.
-        """
+        """Encode the items of a rank: M, bits of the columns sent, M counts, columns, masks."""
         is_present = (self.table != _DEFAULT_ROWS).any(axis=1)
         is_present[0] = True
         present = int(is_present @ (1 << np.arange(_MASKED)))
         spans = list[Ints]()
         if any(self.masks):
             present |= 1 << _MASKED
-            spans.append(np.array([-1 if x is None else x.words.size for x in self.masks]))
-            spans += [part for x in self.masks if x is not None for part in (x.counts, x.words)]
+            spans.append(np.array([-1 if mask is None else mask.words.size for mask in self.masks]))
+            spans += [part for mask in self.masks if mask for part in (mask.counts, mask.words)]
         head = np.array([len(self.counts), present, *self.counts.sum(axis=1)], np.int64)
         return np.concatenate([head, self.table[is_present].ravel(), *spans])
 
     @cached_property
     def microbatches(self) -> "list[Offer]":
-        """Each microbatch by itself."""
+        """The offer of each microbatch."""
         if len(self.counts) == 1:
             return [self]
         tables = np.split(self.table, np.cumsum(self.counts.sum(axis=1))[:-1], axis=1)
@@ -140,12 +134,12 @@ class Offer:
 
     @cached_property
     def lens(self) -> Ints:
-        """(n,) tokens."""
+        """(n,) tokens of each item."""
         return self.table[0]
 
     @cached_property
     def num_bytes(self) -> Ints:
-        """(n,) bytes on the wire."""
+        """(n,) bytes of each item on the wire."""
         return self.table[1]
 
     @cached_property
@@ -155,7 +149,7 @@ class Offer:
 
     @cached_property
     def forms(self) -> Ints:
-        """(n,) items of the same form fit into one call."""
+        """(n,) number of each item's shape: items of one number fit into one call."""
         return self.table[3]
 
     @cached_property
@@ -181,7 +175,7 @@ class Offer:
 
     @cached_property
     def num_pairs(self) -> Floats | None:
-        """(n,) pairs of a query and a key that it sees; None if these are all of an item."""
+        """(n,) pairs of a query and a key that the query sees; None if it sees all of its item."""
         lens, pairs = self.lens.astype(np.float64), self.pairs
         contexts = self.context_lens
         if any(self.masks):
@@ -215,7 +209,7 @@ def _read_masks(words: Ints, counts: Ints) -> Iterator[Masks | None]:
 
 
 def _joined(masks: Sequence[Masks | None], counts: Ints) -> Masks | None:
-    """Join the masks of all ranks: those that have sequences all have masks, or none has."""
+    """Join the masks of all ranks; refuse sequences with masks beside others without."""
     without = [rank for rank in np.flatnonzero(counts).tolist() if masks[rank] is None]
     if len(without) == np.count_nonzero(counts):
         return None
@@ -224,23 +218,22 @@ def _joined(masks: Sequence[Masks | None], counts: Ints) -> Masks | None:
             f"ranks {without} give sequences without masks, and others with: give "
             'Sequences(.., masks=..) on all ranks, "full" where tokens see everything'
         )
-    return Masks.joined([own for own in masks if own is not None])
+    return Masks.joined([mask for mask in masks if mask is not None])
 
 
 def offer_of(loaded: Sequence[npt.ArrayLike | Sequences], num_ranks: int | None = None) -> Offer:
     """Check the sequences of all ranks, given as lengths or `Sequences`, one a rank."""
     is_list = isinstance(loaded, list | tuple)
-    if not is_list or not any(isinstance(own, Sequences) for own in loaded):
+    if not is_list or not any(isinstance(item, Sequences) for item in loaded):
         counts, lens = check_lengths(cast(Sequence[npt.ArrayLike], loaded), num_ranks)
         return Offer.of(counts[None], lens)
-    each = [own if isinstance(own, Sequences) else Sequences(own) for own in loaded]
-    counts, lens = check_lengths([own.seq_lens for own in each], num_ranks)
+    sequences = [item if isinstance(item, Sequences) else Sequences(item) for item in loaded]
+    counts, lens = check_lengths([local.seq_lens for local in sequences], num_ranks)
     masks, contexts = list[Masks | None](), list[Ints]()
-    for rank, (own, own_lens) in enumerate(
-        zip(each, np.split(lens, np.cumsum(counts)[:-1]), strict=True)
-    ):
-        masks.append(masks_of(rank, own.masks, own_lens))
-        contexts.append(_contexts(rank, own.context_lens, own_lens))
+    lens_of = np.split(lens, np.cumsum(counts)[:-1])
+    for rank, local in enumerate(sequences):
+        masks.append(masks_of(rank, local.masks, lens_of[rank]))
+        contexts.append(_contexts(rank, local.context_lens, lens_of[rank]))
     joined = [_joined(masks, counts)]
     return Offer.of(counts[None], lens, joined, context_lens=np.concatenate(contexts))
 
@@ -253,8 +246,6 @@ def _contexts(rank: int, context_lens: npt.ArrayLike | None, seq_lens: Ints) -> 
     except ConfigError as error:
         raise ConfigError(f"context_lens: {str(error).replace('rank 0', f'rank {rank}')}") from None
     if count != seq_lens.size:
-        raise ConfigError(
-            f"rank {rank}: {count} context_lens for {seq_lens.size} sequences: give one each, 0 "
-            "for a sequence without a context"
-        )
+        needed = f"{seq_lens.size} sequences: give one each, 0 without a context"
+        raise ConfigError(f"rank {rank}: {count} context_lens for {needed}")
     return lens

@@ -1,8 +1,8 @@
-"""Decide who gets what: the bag that computes each sequence, with a certificate and index tables.
+"""Plan a batch: the bag of ranks that computes each sequence, with a bound and index tables.
 
-First comes the makespan, then evenness, then staying at home. Where ranks meet in every microbatch,
-a step takes the sum of the makespans, so each microbatch is planned on its own. Where they meet
-once a step, the largest sum of a rank's loads counts.
+The makespan comes first, then evenness, then keeping sequences on the ranks that loaded them. Where
+ranks wait for each other in every microbatch, a step takes the sum of the makespans, so each is
+planned on its own; where they wait once a step, it takes the largest sum of one rank's loads.
 """
 
 import hashlib
@@ -36,19 +36,19 @@ from bascule.plan.topology_search import choose_topology
 
 Sync = Literal["microbatch", "step"]
 
-_Given = TypeVar("_Given")
-_Made = TypeVar("_Made")
+_Input = TypeVar("_Input")
+_Result = TypeVar("_Result")
 
 JSON_VERSION = 2
 MAX_TOKENS = 2**31 - 1
 
 _NODE_TOLERANCE = 0.005  # default share of the makespan that keeping tokens in their node may cost
-_SHARE = 0.99  # share of a bag's tokens from which on a sequence is all that the bag computes
-_EVEN = 1.01  # imbalance up to which the whole work binds, not one sequence
-_MAX_ROUNDS = 3  # of planning each microbatch on top of all others
-_CLOSE = 1.0 + 1e-4  # what such a round gains at least
-_MAX_SEARCHED = 256  # most sequences that are brought home one by one; of more, a part stays
-_RELEASED = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7)  # shares of a bag's time, until it fits
+_SHARE = 0.99  # least share of a bag's tokens that makes a sequence the whole work of the bag
+_EVEN = 1.01  # imbalance up to which no single sequence binds
+_MAX_ROUNDS = 3  # in which each microbatch is planned again on top of all others
+_CLOSE = 1.0 + 1e-4  # least factor by which a round must shorten the step
+_MAX_SEARCHED = 256  # most sequences that a search brings home one by one
+_RELEASED = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7)  # of a bag's time, given away
 _SAME = 1.0 + 1e-4  # makespans this close are certified to be equally good
 _ROUNDING = 1.0 + 1e-9  # makespans this close are equal but for rounding
 
@@ -61,7 +61,7 @@ class Binding:
     num_tokens: int
     bag: int
     bag_size: int
-    enough_ranks: int  # in a bag of them it takes no longer than the mean load, wires aside
+    enough_ranks: int  # ranks on which it takes no longer than the mean load, wires aside
 
     def __str__(self) -> str:
         ranks = "1 rank" if self.bag_size == 1 else f"{self.bag_size} ranks"
@@ -73,7 +73,7 @@ class Binding:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A frozen decision: the bag of every sequence, with its certificate and its index tables.
+    """A frozen plan: the bag of every sequence, with a lower bound and index tables.
 
     Attributes:
         topology: The bags, over the whole world.
@@ -122,17 +122,17 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """Most that the makespan is above the best one: makespan / lower_bound - 1."""
+        """Bound of the excess over the best makespan: makespan / lower_bound - 1."""
         return self.makespan / self.lower_bound - 1.0 if self.lower_bound > 0 else 0.0
 
     @property
     def imbalance(self) -> float:
-        """Max over mean of the loads."""
+        """Largest load over the mean load."""
         return metrics.imbalance(self.loads)
 
     @property
     def wir(self) -> float:
-        """Max over min of the loads; infinite if a rank is idle, 1 if all are."""
+        """Largest load over the least; infinite if a rank is idle, 1 if all are."""
         return metrics.wir(self.loads)
 
     @property
@@ -157,13 +157,13 @@ class Plan:
 
     @property
     def offer(self) -> Offer:
-        """The sequences that it is for."""
+        """The sequences that the plan is for."""
         counts, contexts = self.source_counts[None], self.context_lens
         return Offer.of(counts, self.seq_lens, [self.masks], context_lens=contexts)
 
     @cached_property
     def chunks(self) -> Chunks:
-        """Tokens of its sequences that each rank has."""
+        """The chunk of each sequence that each rank computes on."""
         return Chunks.of(self.topology, self.seq_lens, self.bag_of, self.masks)
 
     @cached_property
@@ -182,7 +182,7 @@ class Plan:
         return loads if self.speeds is None else loads / self.speeds
 
     def summary(self, cost: Cost, cluster: Cluster | None = None) -> dict[str, Any]:
-        """Return what it predicts, before balancing and after it, as plain values."""
+        """Return the predicted loads before and after balancing, as plain values."""
         before = self.unbalanced_loads(cost, cluster)
         return {
             "makespan": self.makespan,
@@ -203,7 +203,7 @@ class Plan:
         return int(self.seq_lens.sum()) - self.chunks.num_at(self.source_ranks)
 
     def local(self, rank: int) -> LocalLayout:
-        """Return what `rank` computes on. O(num_seqs + tokens of the rank)."""
+        """Return the chunks that `rank` computes on. O(num_seqs + tokens of the rank)."""
         return self.chunks.local(rank)
 
     def bag_lens(self, rank: int) -> Ints:
@@ -229,7 +229,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """Hex digest of what decides who computes what; equal on ranks that agree."""
+        """Hex digest of the inputs and the bags of sequences; equal on ranks that agree."""
         terms = np.array(self.topology.terms, dtype=np.int64)
         rings = -np.array(self.topology.rings, dtype=np.int64)  # nothing else is negative
         head = np.array([JSON_VERSION, self.topology.num_replicas, len(terms)], dtype=np.int64)
@@ -278,19 +278,18 @@ def plan_batch(
 
     Args:
         seq_lens: One list of token counts a source rank, may be empty; or `Sequences` with masks.
-        topology: The bags, or their spec; replicas fill the world that `seq_lens` describes. With
-            a cluster, "auto" chooses bags for this batch among aligned power-of-two subgroups of
-            each node.
-        cost: Predicts the cost of a sequence on one rank; a bag of G ranks takes a G-th of it.
-        limits: Most that a rank holds; hard. Bytes are those of activations, and need a cost model
-            with `bytes_per_token`; with a cluster its memory is a limit too.
+        topology: The bags, or their spec, repeated to fill the ranks of `seq_lens`. "auto", which
+            needs a cluster, chooses among aligned power-of-two subgroups of each node.
+        cost: Predicts the cost of a sequence on one rank; G ranks take a G-th of it.
+        limits: Hard limits of a rank. Bytes are of activations and need a cost model with
+            `bytes_per_token`; the memory of a cluster is then a limit too.
         initial_loads: (num_ranks,) cost that each rank has already, as of earlier microbatches.
-        speeds: (num_ranks,) of each rank, 1 by default; a bag is as fast as its slowest rank.
-        cluster: With one, costs are seconds of a forward pass, wires and launches included, and
-            tokens that leave their node count before those that leave their rank.
-        locality_tolerance: By how much the makespan may pass the best one so that more tokens stay
-            where they were loaded; 0.01 is 1 %, 0 gives up evenness alone. None: nothing may, but
-            with a cluster of several nodes it means 0.005.
+        speeds: (num_ranks,) 1 by default; a bag is as fast as its slowest rank.
+        cluster: Makes costs seconds of a forward pass, wires and launches included; tokens that
+            leave their node count before those that leave their rank.
+        locality_tolerance: Share by which the makespan may pass the best so that more tokens stay
+            where they were loaded; 0 gives up evenness alone. Default: neither is given up, but
+            with a cluster of several nodes 0.005.
 
     Returns:
         The plan; the same on every rank that gives the same arguments.
@@ -314,20 +313,12 @@ def plan_step(
     cluster: Cluster | None = None,
     locality_tolerance: float | None = None,
 ) -> tuple[Plan, ...]:
-    """Plan all microbatches of an optimiser step at once; other arguments as for `plan_batch`.
+    """Plan all microbatches of an optimiser step at once; see `plan_batch`.
 
-    `microbatches` are what each source rank loaded for each; limits hold, and "auto" chooses bags,
-    in each of them. `sync` says when ranks wait for each other: "microbatch" (FSDP that reshards;
-    minimises the sum of the makespans) or "step" (DDP under `no_sync`; minimises the largest sum of
-    a rank).
-
-    Returns:
-        One plan a microbatch, in their order, with its own loads and bound. A step takes
-        `step_makespan(plans, sync=sync)`.
-
-    Raises:
-        ConfigError: An argument is wrong; an illegal length names its microbatch.
-        PlanError: The limits cannot be kept; names the microbatch.
+    `sync` says when ranks wait for each other: "microbatch" (FSDP that reshards; minimises the sum
+    of the makespans) or "step" (DDP under `no_sync`; minimises the largest sum of a rank). Returns
+    one plan a microbatch, with its own loads and bound; the step takes `step_makespan(plans, ..)`.
+    Errors are those of `plan_batch`, and name the microbatch.
     """
     terms = Terms(topology, cost, limits, speeds, cluster, locality_tolerance)
     offers: list[Offer] = []
@@ -351,8 +342,8 @@ def plan_greedily(
 ) -> Plan:
     """Plan by the greedy of KnapFormer (section 3.3), the baseline that plans are compared with.
 
-    Longest first, to the least occupied bag whose remaining capacity suffices. It knows no limits,
-    no homes, and one cost a sequence: the least that it can have.
+    Longest first, to the least occupied bag whose remaining capacity suffices. It knows no limits
+    and no homes; a sequence costs what it does on the cheapest kind of bag.
     """
     offer = seq_lens if isinstance(seq_lens, Offer) else offer_of(seq_lens)
     priced = Terms(topology, cost, cluster=cluster).priced(offer)
@@ -364,23 +355,23 @@ def plan_greedily(
 
 
 def step_makespan(plans: Sequence[Plan], *, sync: Sync) -> float:
-    """Return the sum of the makespans, or the largest sum of a rank's loads."""
+    """Return the cost of a step: the sum of makespans, or the largest sum of a rank's loads."""
     if check_sync(sync) == "microbatch":
         return sum(plan.makespan for plan in plans)
     return _largest_sum(plans)
 
 
 def check_sync(sync: str) -> Sync:
-    """Return when ranks wait for each other, if it is one of the two."""
+    """Return `sync`, or refuse another word."""
     return "step" if choice("sync", sync, "microbatch", "step") == "step" else "microbatch"
 
 
-# --- on which terms -------------------------------------------------------------------------------
+# --- terms -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """All that decides besides the offer, alike on all ranks; fields as for `plan_batch`."""
+    """Everything but the offer that decides a plan, alike on all ranks; see `plan_batch`."""
 
     topology: Topology | str
     cost: Cost
@@ -406,7 +397,7 @@ class Terms:
         return in_tokens(self.limits, self.cost, self.cluster)
 
     def priced(self, offer: Offer, initial_loads: npt.ArrayLike | None = None) -> "Priced":
-        """Price a microbatch on its bags, on top of what each rank has already."""
+        """Price a microbatch on its bags, on top of the ranks' initial loads."""
         limits, cluster, num_ranks = self.token_limits, self.cluster, offer.num_ranks
         ranks = RankState.of(num_ranks, initial_loads, self.speeds)
         if self.topology != "auto":
@@ -424,7 +415,7 @@ class Terms:
         return [_of_microbatch(place, self.priced, offer) for place, offer in enumerate(offers)]
 
 
-# --- who gets what --------------------------------------------------------------------------------
+# --- decisions ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -436,7 +427,7 @@ class Priced:
     prices: Prices
 
     def plan(self) -> Plan:
-        """Find the plan."""
+        """Solve for the plan."""
         problem = self.prices.problem(self.terms.token_limits)
         cluster, tolerance = self.terms.cluster, self.terms.locality_tolerance
         if tolerance is None and cluster is not None and cluster.num_nodes > 1:
@@ -451,7 +442,7 @@ class Priced:
         return self.plan_of(owner, self.prices.loads(owner), 0.0)
 
     def on_top(self, carried: Floats) -> Plan:
-        """Find a plan on top of (num_ranks,) carried loads, with loads of its own."""
+        """Plan on top of (num_ranks,) carried loads, which the plan's loads do not include."""
         topology = self.prices.topology
         most = np.maximum.reduceat(carried, topology.first_ranks)
         prices = replace(self.prices, carried=most + self.prices.carried)
@@ -461,17 +452,10 @@ class Priced:
     def plan_of(self, bag_of: Ints, bag_loads: Floats, bound: float) -> Plan:
         """Make the plan of a decision; refuse more tokens on a rank than can be counted."""
         offer, topology, state = self.offer, self.prices.topology, self.prices.ranks
-        plan = Plan(
-            topology,
-            offer.counts[0],
-            offer.lens,
-            bag_of,
-            bag_loads[topology.bag_of_rank],
-            bound,
-            offer.masks[0],
-            offer.context_lens,
-            None if (state.speeds == 1.0).all() else state.speeds,
-        )
+        loads, masks = bag_loads[topology.bag_of_rank], offer.masks[0]
+        speeds = None if (state.speeds == 1.0).all() else state.speeds
+        sequences = topology, offer.counts[0], offer.lens
+        plan = Plan(*sequences, bag_of, loads, bound, masks, offer.context_lens, speeds)
         if offer.lens.sum(dtype=np.float64) > MAX_TOKENS and plan.tokens.max() > MAX_TOKENS:
             fullest = int(plan.tokens.argmax())
             raise PlanError(
@@ -484,10 +468,10 @@ class Priced:
 def plan_jointly(microbatches: Sequence[Priced], sync: Sync) -> tuple[Plan, ...]:
     """Plan the microbatches of a step.
 
-    Where ranks meet once a step: the longest first, each on top of those before; then on top of all
-    others.
+    If ranks wait for each other once a step, the longest microbatch is planned first, the others on
+    top of those before; then each again on top of all others.
     """
-    alone = tuple(_of_microbatch(place, Priced.plan, x) for place, x in enumerate(microbatches))
+    alone = tuple(_of_microbatch(place, Priced.plan, m) for place, m in enumerate(microbatches))
     if sync == "microbatch" or len(alone) < 2:
         return alone
     plans = list(alone)
@@ -519,8 +503,8 @@ def _largest_sum(plans: Sequence[Plan]) -> float:
     return float(np.sum([plan.loads for plan in plans], axis=0).max()) if plans else 0.0
 
 
-def _of_microbatch(place: int, make: Callable[[_Given], _Made], microbatch: _Given) -> _Made:
-    """Make something of a microbatch; an error names it."""
+def _of_microbatch(place: int, make: Callable[[_Input], _Result], microbatch: _Input) -> _Result:
+    """Call `make` with a microbatch; errors name its place."""
     try:
         return make(microbatch)
     except (ConfigError, PlanError) as error:
@@ -545,7 +529,7 @@ class Verdict:
 
 
 def weigh(before: float, after: float, *, min_gain: float = 0.0, exchange: float = 0.0) -> Reason:
-    """Say whether items should move: makespans without and with, and what the exchange adds.
+    """Say whether items should move, by the makespans without and with, and the exchange's cost.
 
     `min_gain` is a share of the makespan before. Also for bounds of what could be gained.
     """
@@ -575,15 +559,15 @@ class Source:
 
     def homes(self, ceiling: float) -> Homes:
         """Return the bags that sequences prefer, by tokens that leave their node, then rank."""
-        lens, kept = self.lens.astype(np.float64), 1.0 / self.topology.bag_sizes
+        lens, staying = self.lens.astype(np.float64), 1.0 / self.topology.bag_sizes
         if self.cluster is None or self.cluster.num_nodes == 1:
-            return Homes(self.home, lens, ceiling, kept)
+            return Homes(self.home, lens, ceiling, staying)
         bags, per_node = self.topology.bag_of_rank, self.cluster.ranks_per_node
         shares = np.zeros((self.topology.num_bags, self.cluster.num_nodes))  # of a bag's ranks
         np.add.at(shares, (bags, np.arange(bags.size) // per_node), 1.0)
         shares /= self.topology.bag_sizes[:, None]
         regions = Regions(lens, self.ranks // per_node, shares)
-        return Homes(self.home, lens / (2.0 * lens.sum() + 1.0), ceiling, kept, regions)
+        return Homes(self.home, lens / (2.0 * lens.sum() + 1.0), ceiling, staying, regions)
 
 
 def bring_home(
@@ -611,9 +595,9 @@ def bring_home(
     else:
         bag_of = relabel(problem, decision.bin_of, homes)
         if tolerance is not None and not problem.limited:
-            kept = (_keep_part(problem, homes, rank) for rank in (-problem.work, problem.work))
-            mostly = [part for part in kept if part is not None]
-            relabelled = [relabel(problem, part, homes) for part in mostly]
+            trials = (_keep_part(problem, homes, rank) for rank in (-problem.work, problem.work))
+            mostly = [trial for trial in trials if trial is not None]
+            relabelled = [relabel(problem, trial, homes) for trial in mostly]
             bag_of = min([bag_of, *mostly, *relabelled], key=homes.total_away)
     return Assignment.of(problem, bag_of, decision.lower_bound)
 
@@ -626,7 +610,7 @@ def _is_as_even(first: Assignment, second: Assignment) -> bool:
 
 
 def _keep_part(problem: Problem, homes: Homes, rank: Floats) -> Ints | None:
-    """Keep the sequences of lowest rank in each bag, as long as the others have a place.
+    """Keep the sequences of lowest `rank` in each bag, while the others still fit elsewhere.
 
     None if nothing ends by the ceiling. Knows no limits.
     """
@@ -639,15 +623,15 @@ def _keep_part(problem: Problem, homes: Homes, rank: Floats) -> Ints | None:
     tried = np.ones(home.size, dtype=bool)
     for share in _RELEASED:
         room = (1.0 - share) * homes.ceiling * problem.speeds - problem.carried_work
-        kept = np.zeros(home.size, dtype=bool)
-        kept[order] = within <= np.maximum(room, 0.0)[home[order]]
-        if np.array_equal(kept, tried):
+        stays = np.zeros(home.size, dtype=bool)
+        stays[order] = within <= np.maximum(room, 0.0)[home[order]]
+        if np.array_equal(stays, tried):
             continue
-        tried, rest = kept, problem.without(kept, home)
+        tried, rest = stays, problem.without(stays, home)
         if not may_end_by(rest, homes.ceiling):
             continue
         bag_of = home.copy()
-        bag_of[~kept] = solve(rest, enough=homes.ceiling, quick=True).bin_of
+        bag_of[~stays] = solve(rest, enough=homes.ceiling, quick=True).bin_of
         if problem.makespan(bag_of) <= homes.ceiling:
             return bag_of
     return None

@@ -1,4 +1,4 @@
-"""Price each sequence on each kind of bag.
+"""Predict what each sequence costs on each kind of bag.
 
 Bags of one *kind* have the same size and the same wires. Without a cluster, P ranks take 1/P of a
 cost; only uneven head shares make further kinds. With one, a sequence has a price on each kind
@@ -21,7 +21,7 @@ from bascule.plan.offer import Offer
 from bascule.plan.solver.problem import Problem, build_problem
 from bascule.plan.topology import Topology
 
-_SLOWEST = 1e-3  # speed below which a rank counts as broken; as many times faster, others as wrong
+_SLOWEST = 1e-3  # least speed of a rank that is not broken; 1 / _SLOWEST is the highest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,15 +38,13 @@ class RankState:
         initial_loads: npt.ArrayLike | None = None,
         speeds: npt.ArrayLike | None = None,
     ) -> "RankState":
-        """Check what users know of each rank."""
+        """Check the initial loads and speeds that users give."""
         carried, fast = np.zeros(num_ranks), np.ones(num_ranks)
         if initial_loads is not None:
             carried = amounts("initial_loads", initial_loads)
             if carried.size != num_ranks:
-                raise ConfigError(
-                    f"initial_loads of shape {carried.shape}: give a finite cost of at least 0 "
-                    f"for each of the {num_ranks} ranks"
-                )
+                needed = f"give one cost for each of the {num_ranks} ranks"
+                raise ConfigError(f"initial_loads of shape {carried.shape}: {needed}")
         if speeds is not None:
             fast = amounts("speeds", speeds)
             is_legal = ((fast >= _SLOWEST) & (fast <= 1 / _SLOWEST)).all()
@@ -57,15 +55,10 @@ class RankState:
                 )
         return cls(carried, fast)
 
-    def bag_speeds(self, topology: Topology) -> Floats:
-        """Return the (num_bags,) ranks of each bag, times the speed of the slowest of them."""
-        slowest: Floats = np.minimum.reduceat(self.speeds, topology.first_ranks)
-        return slowest * topology.bag_sizes
-
 
 @dataclass(frozen=True, eq=False)
 class Prices:
-    """Sequences with a price a kind of bag, times its ranks, and the bags."""
+    """The price of each sequence on each kind of bag, times its ranks; and the bags."""
 
     lens: Ints  # (num_seqs,) tokens
     topology: Topology  # the bags
@@ -84,19 +77,19 @@ class Prices:
         return self.parts.sum(axis=0)
 
     def loads(self, bag_of: Ints) -> Floats:
-        """Return the (num_bags,) true cost of each bag."""
+        """Return (num_bags,) the cost of each bag under an assignment."""
         work = self.work[self.kinds[bag_of], np.arange(bag_of.size)]
         return self.carried + np.bincount(bag_of, work, self.speeds.size) / self.speeds
 
     def exposed_host(self, bag_of: Ints) -> Floats:
-        """Return the (num_bags,) seconds by which hosts are behind: no sum over sequences."""
+        """Return (num_bags,) the seconds by which hosts lag behind; no sum over sequences."""
         host = np.bincount(bag_of, minlength=self.speeds.size) * self.host[self.kinds]
         compute = self.parts[0, self.kinds[bag_of], np.arange(bag_of.size)]
         compute = np.bincount(bag_of, compute, self.speeds.size) / self.speeds
         return np.where(host > 0, np.maximum(host - compute, 0.0), 0.0)
 
     def problem(self, limits: Limits | None) -> Problem:
-        """Return the sequences as items and the bags as bins, within limits."""
+        """Return the assignment problem: sequences are items, bags are bins."""
         return build_problem(
             self.work,
             self.speeds,
@@ -132,22 +125,15 @@ def price(
         parts[0, place] = checked(np.asarray(seconds.compute_s), offer)
         parts[1, place], parts[2, place] = seconds.heads_s, seconds.ring_s
         launch[place] = seconds.launch_s
-    # The others of a bag wait for the rank that carries most.
-    carried: Floats = np.maximum.reduceat(ranks.carried, topology.first_ranks)
-    return Prices(
-        lens,
-        topology,
-        ranks,
-        ranks.bag_speeds(topology),
-        kind_of,
-        parts,
-        carried + launch[kind_of],
-        host,
-    )
+    # All ranks of a bag wait for the rank that carries most.
+    carried: Floats = np.maximum.reduceat(ranks.carried, topology.first_ranks) + launch[kind_of]
+    slowest: Floats = np.minimum.reduceat(ranks.speeds, topology.first_ranks)
+    speeds = slowest * topology.bag_sizes
+    return Prices(lens, topology, ranks, speeds, kind_of, parts, carried, host)
 
 
 def kinds_of(topology: Topology, cluster: Cluster) -> tuple[list[BagShape], Ints]:
-    """Return the kinds of bags, and (num_bags,) that of each, by its worst Ulysses group."""
+    """Return the kinds of bags, told apart by the worst Ulysses group; (num_bags,) kind of each."""
     groups, sizes = topology.ulysses_groups, topology.bag_sizes
     first_groups = groups.bag_of_rank[topology.first_ranks]
     in_node = np.minimum.reduceat(_ranks_in_node(groups, cluster), first_groups)
@@ -158,7 +144,7 @@ def kinds_of(topology: Topology, cluster: Cluster) -> tuple[list[BagShape], Ints
 
 
 def _ranks_in_node(topology: Topology, cluster: Cluster) -> Ints:
-    """Return the (num_bags,) fewest ranks of each bag in one node."""
+    """Return (num_bags,) the fewest ranks that a bag has in one of its nodes."""
     first, sizes, per_node = topology.first_ranks, topology.bag_sizes, cluster.ranks_per_node
     last = first + sizes - 1
     at_ends = np.minimum(per_node - first % per_node, last % per_node + 1)
@@ -171,12 +157,10 @@ def checked(costs: Floats, offer: Offer) -> Floats:
     if not legal.all():
         bad = int(np.argmin(legal))
         rank, place = source_of(bad, offer.counts[0])
-        raise ConfigError(
-            f"rank {rank}, sequence {place}: the cost model gave {costs[bad]} for "
-            f"{offer.lens[bad]} tokens; a cost is finite and at least 0"
-        )
+        wrong = f"the cost model gave {costs[bad]} for {offer.lens[bad]} tokens"
+        raise ConfigError(f"rank {rank}, sequence {place}: {wrong}; give finite costs >= 0")
     with np.errstate(over="ignore"):
-        if costs.sum() > 1e300:  # so that what follows stays finite
+        if costs.sum() > 1e300:  # later sums must stay finite
             raise ConfigError(f"costs up to {costs.max()} overflow in a sum; use a larger unit")
     return costs
 
@@ -193,6 +177,5 @@ def check_sizes(offer: Offer, topology: Topology, limits: Limits | None) -> None
         rank, place = source_of(worst, offer.counts[0])
         raise PlanError(
             f"rank {rank}, sequence {place}: {longest} tokens miss the limit of the largest bag, "
-            f"{room} ({fewest} a rank), by {longest - room}: use a larger bag, raise the "
-            "limit, or shorten the sequence"
+            f"{room} ({fewest} a rank), by {longest - room}: use a larger bag, or raise the limit"
         )

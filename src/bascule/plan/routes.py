@@ -1,8 +1,10 @@
 """Chunks of sequences on ranks, and the index tables that move their tokens there.
 
-Two layouts follow the order of global sequence ids: *source*, as loaded, and *compute*, in which a
-rank of a bag has one chunk of each of the bag's sequences. An all-to-all delivers in the order of
-the source ranks: only where a rank has two chunks of a sequence, a second pass puts them in place.
+Both layouts follow the order of global sequence ids: *source*, as loaded, and *compute*, in which
+each rank of a bag has one chunk of each of its sequences. Sequences a and b in a bag of two ranks:
+
+    source   rank 0: a0 a1 a2 a3 a4   rank 1: b0 b1 b2
+    compute  rank 0: a0 a1 a2 b0      rank 1: a3 a4 b1 b2
 
 Sequences A of six tokens and B of two, loaded by ranks 0 and 1, in a bag of two ranks::
 
@@ -13,8 +15,14 @@ Sequences A of six tokens and B of two, loaded by ranks 0 and 1, in a bag of two
 
 A bag of G * R ranks cuts a sequence into as many chunks: ring rank r, of G ranks that share heads,
 has the G chunks from r G on. Under causal masks there are twice as many, and ring rank r has the
-r-th and the (2 R - 1 - r)-th run of G (zigzag), early chunks first, so that all have the same work;
-documents that do not see each other are cut one by one.
+r-th and the (2 R - 1 - r)-th run of G, early chunks first (zigzag), so that all have the same work;
+documents that do not see each other are cut one by one. With R = 2 and G = 1, causal:
+
+    source   rank 0: a0 a1 a2 a3 a4 a5 a6 a7
+    compute  rank 0: a0 a1 a6 a7      rank 1: a2 a3 a4 a5
+
+An all-to-all delivers in the order of source ranks: only where a rank has two chunks of a sequence,
+a second pass puts them in place.
 """
 
 from dataclasses import dataclass
@@ -67,7 +75,7 @@ class Route:
         )
 
     def inverse(self) -> "Route":
-        """Return the exchange that brings every row back."""
+        """Return the exchange that brings every row back to its sender."""
         return Route(
             send_index=_inverse_permutation(self.recv_index),
             send_splits=self.recv_splits,
@@ -84,9 +92,9 @@ class LocalLayout:
     """
 
     seq_ids: Ints  # (n,) global ids of the sequences, ascending; alike on all ranks of the bag
-    seq_lens: Ints  # (n,) whole lengths of these sequences
+    seq_lens: Ints  # (n,) tokens of each whole sequence
     chunk_starts: Ints  # (n,) position of each chunk in its sequence
-    chunk_lens: Ints  # (n,) tokens of it; may be 0
+    chunk_lens: Ints  # (n,) tokens of each chunk; may be 0
     cu_seqlens: npt.NDArray[np.int32]  # (n + 1,) bounds of the chunks on this rank
     positions: Ints  # (T,) position of each local token in its sequence
     slots: Ints  # (T,) index into `seq_ids` of each local token
@@ -105,17 +113,18 @@ def chunk_starts(seq_lens: Ints, bag_sizes: Ints, rotations: Ints, index: npt.Ar
 
 
 def rotations(seq_lens: Ints, bag_of: Ints, bag_sizes: Ints) -> Ints:
-    """Return the rank in its bag at which each sequence's remainder starts: after the previous one.
+    """Return the rank in its bag that gets the first spare token of each sequence.
 
-    Hence the tokens of the ranks of a bag differ by at most one.
+    It follows the rank with the last spare token of the sequence before, so that the tokens of the
+    ranks of a bag differ by at most one.
     """
     if bag_sizes.max() == 1:
         return np.zeros_like(seq_lens)
     sizes = bag_sizes[bag_of]
     extra = seq_lens % sizes
-    # Numbers of 16 bits are sorted in linear time.
-    few = bag_of.astype(np.int16) if bag_sizes.size < 1 << 15 else bag_of
-    order = np.argsort(few, kind="stable")
+    # Integers of 16 bits are sorted in linear time.
+    keys = bag_of.astype(np.int16) if bag_sizes.size < 1 << 15 else bag_of
+    order = np.argsort(keys, kind="stable")
     before = np.cumsum(extra[order]) - extra[order]
     sorted_bags = bag_of[order]
     is_first = np.ones(sorted_bags.size, dtype=bool)
@@ -127,7 +136,7 @@ def rotations(seq_lens: Ints, bag_of: Ints, bag_sizes: Ints) -> Ints:
 
 
 def sending(first: Ints, lens: Ints, dest: Ranks, num_ranks: int) -> tuple[Ints, Ints]:
-    """Return the row to send at each place, by destination, then as listed; rows to each rank."""
+    """Return the row to send at each place, by destination; rows to each rank."""
     order = np.argsort(dest, kind="stable")
     return ranges(first[order], lens[order]), sums_by(dest, lens, num_ranks)
 
@@ -142,15 +151,15 @@ def _inverse_permutation(index: Ints | None) -> Ints | None:
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """The chunks of a plan's sequences, or of their documents; here both are called parts."""
+    """Chunks of a plan's parts: its sequences, or their documents where these are cut alone."""
 
     topology: Topology
     seq_lens: Ints  # (n,) tokens of each part
-    bag_of: Ints  # (n,) its bag
+    bag_of: Ints  # (n,) bag of each part
     is_zigzag: bool  # whether rings have an early and a late chunk of each part on a rank
-    seqs: Ints  # (n,) the sequence of each part, ascending
-    begins: Ints  # (n,) its first position in the sequence
-    whole_lens: Ints  # (n,) tokens of the sequence
+    seqs: Ints  # (n,) sequence of each part, ascending
+    begins: Ints  # (n,) first position of each part in its sequence
+    whole_lens: Ints  # (n,) tokens of the sequence of each part
 
     @classmethod
     def of(cls, topology: Topology, seq_lens: Ints, bag_of: Ints, masks: Masks | None) -> Self:
@@ -174,7 +183,7 @@ class Chunks:
         return rotations(self.seq_lens, self.bag_of, self.counts)
 
     def num_on_a_rank(self, bag: int) -> int:
-        """Chunks of a sequence that each rank of a bag has."""
+        """Return how many chunks of a sequence each rank of a bag has."""
         return int(self.counts[bag] // self.topology.bag_sizes[bag])
 
     def _starts(self, seqs: Ints | slice, index: Ints | int) -> Ints:
@@ -183,14 +192,14 @@ class Chunks:
         return chunk_starts(self.seq_lens[seqs], counts, self._rotations[seqs], index)
 
     def _places(self, bags: Ints, chunks: Ints) -> Ints:
-        """The rank in its bag that has a chunk."""
+        """Return the rank in its bag that has a chunk."""
         rings, sizes = self.topology.ring_degrees[bags], self.topology.bag_sizes[bags]
         degrees = sizes // rings
         run = chunks // degrees
         return np.minimum(run, 2 * rings - 1 - run) * degrees + chunks % degrees
 
     def _late(self, bags: Ints, places: Ints) -> Ints:
-        """The late chunk of a rank of a bag that has two."""
+        """Return the second chunk of ranks whose bags give each two."""
         degrees = self.topology.bag_sizes[bags] // self.topology.ring_degrees[bags]
         return self.counts[bags] - degrees * (1 + places // degrees) + places % degrees
 
@@ -199,7 +208,7 @@ class Chunks:
         return {}
 
     def _cut(self, bag: int) -> tuple[Ints, Ints]:
-        """The parts of a bag, and (chunks + 1, m) where the chunks of each begin; last, its end."""
+        """Return the m parts of a bag, and (chunks + 1, m) bounds of the chunks of each."""
         if bag not in self._cut_bags:
             parts, counts = np.flatnonzero(self.bag_of == bag), self.counts[bag : bag + 1]
             index = np.arange(int(counts[0]) + 1)[:, None]
@@ -208,14 +217,13 @@ class Chunks:
         return self._cut_bags[bag]
 
     def _of_rank(self, rank: int) -> tuple[Ints, Ints, Ints]:
-        """The parts of a rank's bag, and (1 or 2, m) where the rank's chunks of each begin, end."""
+        """Return the m parts of a rank's bag, and (1 or 2, m) starts and ends of its chunks."""
         bag = self.topology.bag_of_rank[rank : rank + 1]
         place = rank - self.topology.first_ranks[bag]
         parts, starts = self._cut(int(bag[0]))
-        chunks = (
-            place if self.num_on_a_rank(bag[0]) == 1 else np.append(place, self._late(bag, place))
-        )
-        return parts, starts[chunks], starts[chunks + 1]
+        if self.num_on_a_rank(bag[0]) > 1:
+            place = np.append(place, self._late(bag, place))
+        return parts, starts[place], starts[place + 1]
 
     @cached_property
     def tokens(self) -> Ints:
@@ -224,7 +232,7 @@ class Chunks:
         chunks = ranges(np.zeros_like(self.counts), self.counts)
         counts = self.counts[self.bag_of]
         base = sums_by(self.bag_of, self.seq_lens // counts, self.counts.size)
-        # The remainders of a bag are dealt in turn, so their sum tells how many each chunk got.
+        # Spare tokens of a bag are dealt in turn, so their sum tells how many each chunk got.
         extra = sums_by(self.bag_of, self.seq_lens % counts, self.counts.size)[bags]
         size = self.counts[bags]
         lens = base[bags] + extra // size + (chunks < extra % size)
@@ -232,7 +240,7 @@ class Chunks:
         return sums_by(ranks, lens, self.topology.num_ranks)
 
     def num_at(self, source_ranks: Ints) -> int:
-        """Tokens that are computed where their sequences were loaded."""
+        """Count the tokens that are computed where their sequences were loaded."""
         ranks, bags, everything = source_ranks[self.seqs], self.bag_of, slice(None)
         sizes, place = self.topology.bag_sizes[bags], ranks - self.topology.first_ranks[bags]
         is_in_bag = (place >= 0) & (place < sizes)
@@ -250,12 +258,11 @@ class Chunks:
         if self.num_on_a_rank(bag) == 1:
             return lens
         places = np.arange(int(self.topology.bag_sizes[bag]))
-        return np.concatenate(
-            [lens[places], lens[self._late(np.full_like(places, bag), places)]], 1
-        )
+        late = self._late(np.full_like(places, bag), places)
+        return np.concatenate([lens[places], lens[late]], axis=1)
 
     def local(self, rank: int) -> LocalLayout:
-        """Return what a rank computes on."""
+        """Return the chunks that a rank computes on."""
         parts, first, end = self._of_rank(rank)
         at, lens = np.tile(parts, len(first)), (end - first).ravel()
         starts = first.ravel() + self.begins[at]
@@ -277,22 +284,22 @@ class Chunks:
         lens = end - first
         received = sums_by(source[parts], lens.sum(axis=0), num_ranks)
         recv_index = None
-        if len(lens) > 1:  # they arrive by sequence
+        if len(lens) > 1:  # both chunks of a sequence arrive together
             first = cumulative(lens.T.ravel())[:-1].reshape(lens.T.shape)
             recv_index = ranges(first.T.ravel(), lens.ravel())
         return Route(*self._sent(rank, source_counts), received, recv_index)
 
     def _sent(self, rank: int, source_counts: Ints) -> tuple[Ints, Ints]:
-        """Row to send at each place, and rows to each rank: by destination, then sequence."""
+        """Return the row to send at each place, by destination and sequence; rows to each rank."""
         first = int(source_counts[:rank].sum())
-        own = np.arange(first, first + int(source_counts[rank]))
-        counts = self.counts[self.bag_of[own]]
-        piece_seq, chunk = np.repeat(own, counts), ranges(np.zeros_like(counts), counts)
+        loaded = np.arange(first, first + int(source_counts[rank]))
+        counts = self.counts[self.bag_of[loaded]]
+        piece_seq, chunk = np.repeat(loaded, counts), ranges(np.zeros_like(counts), counts)
         starts = self._starts(piece_seq, chunk)
         ends = np.empty_like(starts)
         ends[:-1] = starts[1:]
-        ends[np.cumsum(counts) - 1] = self.seq_lens[own]
+        ends[np.cumsum(counts) - 1] = self.seq_lens[loaded]
         lens, bags = ends - starts, self.bag_of[piece_seq]
         dest = self.topology.first_ranks[bags] + self._places(bags, chunk)
-        rows = cumulative(self.seq_lens[own])[piece_seq - first] + starts
+        rows = cumulative(self.seq_lens[loaded])[piece_seq - first] + starts
         return sending(rows, lens, dest, self.topology.num_ranks)

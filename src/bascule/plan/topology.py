@@ -24,7 +24,7 @@ Degrees = tuple[int, int]
 
 
 def all_degrees(num_ranks: int) -> list[Degrees]:
-    """Return the meshes of a number of ranks, most Ulysses ranks first."""
+    """Return the (Ulysses, ring) degrees of all meshes of so many ranks, most Ulysses first."""
     return [(num_ranks // ring, ring) for ring in range(1, num_ranks + 1) if num_ranks % ring == 0]
 
 
@@ -33,12 +33,12 @@ _TERM = re.compile(f"g{_NUMBER}(?:r{_NUMBER})?n{_NUMBER}")
 
 
 class BagPlace(NamedTuple):
-    """Place of a rank in its bag."""
+    """The place of a rank in its bag."""
 
-    bag: int  # number in the topology
+    bag: int  # number of the bag in the topology
     ring: int  # ring rank
     ulysses: int  # Ulysses rank
-    ulysses_degree: int  # ranks that share heads with it
+    ulysses_degree: int  # ranks that share heads, this one included
 
 
 @dataclass(frozen=True)
@@ -59,28 +59,22 @@ class Topology:
         fields(self, terms=(each, _term), num_replicas=(whole, 1), rings=(each, whole, 1))
         if not self.terms:
             raise ConfigError("topology without terms: needs at least one bag")
-        if self.rings and (
-            len(self.rings) != len(self.terms)
-            or any(size % ring for size, _, ring in self._terms_with_rings)
-        ):
-            raise ConfigError(
-                f"topology {shown(self.terms)} with rings {shown(self.rings)}: needs one ring "
-                "degree a term, a divisor of the ranks of its bags"
-            )
+        is_short = bool(self.rings) and len(self.rings) != len(self.terms)
+        if is_short or any(size % ring for size, _, ring in self._terms_with_rings):
+            wrong = f"topology {shown(self.terms)} with rings {shown(self.rings)}"
+            raise ConfigError(f"{wrong}: give a divisor of the ranks of a bag for each term")
         if max(self.rings, default=1) == 1:
             object.__setattr__(self, "rings", ())
         if self.num_ranks > MAX_RANKS:
-            raise ConfigError(
-                f"topology {self} has {shown(self.num_ranks)} ranks; at most {MAX_RANKS} can be "
-                "planned for: use fewer bags, or smaller ones"
-            )
+            wrong = f"topology {self} has {shown(self.num_ranks)} ranks, at most {MAX_RANKS}"
+            raise ConfigError(f"{wrong} can be planned for: use fewer bags, or smaller ones")
 
     @classmethod
     def parse(cls, spec: "str | Topology", *, world_size: int | None = None) -> "Topology":
         """Read terms joined by `+`; with `world_size`, replicas of the unit fill that world.
 
         Args:
-            spec: For example "g1n8+g4r2n3". A Topology is taken as the unit that it describes.
+            spec: For example "g1n8+g4r2n3". Of a Topology the unit is taken.
             world_size: Number of ranks to fill; None keeps one unit.
 
         Raises:
@@ -100,14 +94,13 @@ class Topology:
         size, world_size = unit.unit_size, whole("world_size", world_size)
         if world_size < 1 or world_size % size:
             legal = size * max(1, (2 * world_size + size) // (2 * size))
-            raise ConfigError(
-                f"topology {unit} has units of {size} ranks, which do not fill a world of "
-                f"{world_size}: use {legal} ranks, or bags that add up to a divisor of {world_size}"
-            )
+            wrong = f"topology {unit} has units of {size} ranks, which do not fill a world of"
+            fix = f"use {legal} ranks, or bags that add up to a divisor of {world_size}"
+            raise ConfigError(f"{wrong} {world_size}: {fix}")
         return replace(unit, num_replicas=world_size // size)
 
     def __str__(self) -> str:
-        """The spec of one unit."""
+        """Return the spec of one unit."""
         return "+".join(
             f"g{size // ring}{f'r{ring}' if ring > 1 else ''}n{count}"
             for size, count, ring in self._terms_with_rings
@@ -154,13 +147,13 @@ class Topology:
 
     @cached_property
     def ring_degrees(self) -> Ints:
-        """(num_bags,) ring degree of each bag; its Ulysses degree is its ranks over that."""
+        """(num_bags,) ring degree of each bag; ranks over ring degree is the Ulysses degree."""
         rings = [np.full(count, ring, np.int64) for _, count, ring in self._terms_with_rings]
         return frozen(np.tile(np.concatenate(rings), self.num_replicas))
 
     @cached_property
     def ulysses_groups(self) -> "Topology":
-        """The consecutive ranks that share heads, each such group as a bag of its own."""
+        """The topology whose bags are the groups of consecutive ranks that share heads."""
         terms = tuple((size // ring, count * ring) for size, count, ring in self._terms_with_rings)
         return Topology(terms, self.num_replicas)
 
@@ -168,7 +161,8 @@ class Topology:
         """Return where a rank is in its bag."""
         bag = int(self.bag_of_rank[rank])
         degree = int(self.bag_sizes[bag]) // int(self.ring_degrees[bag])
-        return BagPlace(bag, *divmod(rank - int(self.first_ranks[bag]), degree), degree)
+        ring, ulysses = divmod(rank - int(self.first_ranks[bag]), degree)
+        return BagPlace(bag, ring=ring, ulysses=ulysses, ulysses_degree=degree)
 
     def ring(self, rank: int) -> range:
         """Return the ranks of the ring of `rank` in ring order: one of each Ulysses group."""
@@ -177,7 +171,7 @@ class Topology:
         return range(first + ulysses, first + int(self.bag_sizes[bag]), degree)
 
     def for_heads(self, num_heads: int | None) -> "Topology":
-        """Return the same bags, with longer rings where a Ulysses group has too few heads."""
+        """Return the bags with longer rings where a Ulysses group would have too few heads."""
         if num_heads is None:
             return self
         rings: list[int] = []
@@ -207,8 +201,7 @@ def _parse_term(term: str, spec: str) -> tuple[int, int, int]:
     if match is None:
         place = "" if term == spec else f" {shown(term)} is not a term;"
         raise ConfigError(
-            f"topology {shown(spec)}:{place} write gGnN (N bags of G ranks) or gGrRnN (N "
-            "bags of G * R ranks, R the ring degree), all at least one, joined by "
-            '"+", for example g1n8+g4r2n3'
+            f"topology {shown(spec)}:{place} write gGnN (N bags of G ranks) or gGrRnN (of G * R "
+            'ranks, R the ring degree), all at least one, joined by "+", as in g1n8+g4r2n3'
         )
     return int(match[1]), int(match[2] or 1), int(match[3])

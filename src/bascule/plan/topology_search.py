@@ -1,7 +1,7 @@
 """Search for the topology on which a batch ends first, among aligned bags of 2^k ranks.
 
-A fluid bound ranks every multiset of such bags that fills a unit of a few nodes; the solver then
-looks at the most promising, until the next bound is no better than the best answer.
+A unit is a few nodes. A bound that lets sequences be cut at will ranks all sets of bags that fill a
+unit; the solver plans the most promising, until the next bound is no better than the best plan.
 """
 
 import math
@@ -26,42 +26,34 @@ from bascule.plan.solver.portfolio import solve
 from bascule.plan.solver.problem import Assignment
 from bascule.plan.topology import Topology
 
-_UNIT_RANKS = 32
-"""Most ranks in a unit of several nodes."""
-
-_MAX_SOLVED = 8
-"""Most candidates that the solver looks at, for a batch and for a ranking."""
-
-_WORTH = 5e-4
-"""Smallest share of the makespan for which the search goes on."""
-
-_TIE = 0.005
-"""Share of the seconds within which topologies count as equally fast: no prediction is as exact."""
-
-_HALVINGS = 24
-_MAX_SLOTS = 64
-_MAX_NODES = 512
+_UNIT_RANKS = 32  # most ranks in a unit of several nodes
+_MAX_SOLVED = 8  # most candidates that the solver plans, for a batch and for a ranking
+_WORTH = 5e-4  # least share of the makespan for which the search goes on
+_TIE = 0.005  # share of the seconds below which no prediction tells topologies apart
+_HALVINGS = 24  # of the interval in which a bound lies
+_MAX_SLOTS = 64  # longest sequences that are compared with the slots of bags
+_MAX_NODES = 512  # most nodes among which bags are swapped
 
 
 @dataclass(frozen=True, slots=True)
 class RankedTopology:
-    """A unit of bags, and its predicted means over the batches; seconds are of a forward pass."""
+    """A unit of bags, with predicted means over the batches."""
 
     spec: str
-    seconds: float  # makespan, with wires, launches and exposed host
+    seconds: float  # makespan of a forward pass, with wires, launches and exposed host
     imbalance: float  # max over mean of the ranks' seconds
     gap: float  # how far a batch may be from the best on these bags: makespan / bound - 1
-    reasons: tuple[str, ...]  # sequences that forced bags, by size of these
+    reasons: tuple[str, ...]  # the sequences that forced each size of bags, in words
 
 
 @dataclass(frozen=True, slots=True)
 class TopologyRanking:
-    """Unit topologies, fastest first; of those within 0.5 % of each other, the one of fewest bags.
+    """Unit topologies, fastest first; within 0.5 %, fewest bags first.
 
     Attributes:
-        best: The first, over the whole cluster.
-        rows: All that were solved.
-        num_candidates: How many were ranked by their bound.
+        best: The first topology, over the whole cluster.
+        rows: The topologies that were solved.
+        num_candidates: Topologies that were ranked by their bound.
     """
 
     best: Topology
@@ -76,39 +68,38 @@ def suggest_topology(
     *,
     limits: Limits | None = None,
 ) -> TopologyRanking:
-    """Rank the topologies of a cluster for batches like these; all bags of one size are among them.
+    """Rank the topologies of a cluster for batches, among them each with bags of one size.
 
     Args:
-        batches: Each one list of token counts a source rank, as for `plan_batch`.
-        cost: As for `plan_batch` with a cluster.
+        batches: Sequences of each batch, as `plan_batch` takes them.
+        cost: Predicts the cost of a sequence on one rank.
         cluster: The machines.
-        limits: What a rank can hold; topologies that cannot keep it are left out.
+        limits: Hard limits of a rank; topologies that cannot keep them are left out.
 
     Raises:
-        ConfigError: There is no batch, or one does not fit the cluster.
-        PlanError: No topology keeps the limits.
+        ConfigError: No batch, or one for another cluster. PlanError: No topology keeps the limits.
     """
     of_type("cluster", cluster, Cluster, "a Cluster(num_nodes, ranks_per_node, ..)")
     limits = in_tokens(limits, cost, cluster)
-    read: list[Offer] = []
+    offers: list[Offer] = []
     for batch in listed("batches", batches):
         if not isinstance(batch, Offer):
             cluster.check_world(len(listed("sequence lengths", batch)))
             batch = offer_of(batch, cluster.num_ranks)
-        read.append(batch)
-    if not read:
+        offers.append(batch)
+    if not offers:
         raise ConfigError("no batches to rank topologies for: give at least one")
     units = _candidates(cluster)
-    bounds = np.mean([_bounds(batch, cost, cluster, units, 0.0) for batch in read], axis=0)
+    bounds = np.mean([_bounds(batch, cost, cluster, units, 0.0) for batch in offers], axis=0)
     order = np.argsort(bounds, kind="stable")
     even = np.flatnonzero((units > 0).sum(axis=1) == 1)
     rows: list[RankedTopology] = []
     error = PlanError("no candidate")
     for candidate in np.unique(np.concatenate([even, order[:_MAX_SOLVED]])).tolist():
         try:
-            rows.append(_rank(_topology(units[candidate], cluster), read, cost, cluster, limits))
-        except PlanError as met:
-            error = met
+            rows.append(_rank(_topology(units[candidate], cluster), offers, cost, cluster, limits))
+        except PlanError as failure:
+            error = failure
     if not rows:
         raise error
     rows = _in_order(rows)
@@ -117,7 +108,7 @@ def suggest_topology(
 
 
 def _in_order(rows: Sequence[RankedTopology]) -> list[RankedTopology]:
-    """Sort as `TopologyRanking` is: each place goes to one of those in a tie with the fastest."""
+    """Sort rows: of those tied with the fastest left, the one with the fewest bags comes next."""
     left, order = sorted(rows, key=lambda row: row.seconds), list[RankedTopology]()
     while left:
         tied = [row for row in left if row.seconds <= left[0].seconds * (1.0 + _TIE)]
@@ -138,15 +129,15 @@ def _rank(
     loads: list[Floats] = []
     for batch in batches:
         prices = price(batch, topology, cost, cluster, idle)
-        decisions.append(one := solve(prices.problem(limits)))
-        loads.append(one.loads + prices.exposed_host(one.bin_of))
-    imbalances = [metrics.imbalance(one[topology.bag_of_rank]) for one in loads]
+        decisions.append(decision := solve(prices.problem(limits)))
+        loads.append(decision.loads + prices.exposed_host(decision.bin_of))
+    imbalances = [metrics.imbalance(of_bags[topology.bag_of_rank]) for of_bags in loads]
     sizes = np.unique(topology.bag_sizes)[::-1].tolist()
     return RankedTopology(
         spec=str(topology.for_heads(heads_of(cost))),
-        seconds=float(np.mean([one.max() for one in loads])),
+        seconds=float(np.mean([of_bags.max() for of_bags in loads])),
         imbalance=float(np.mean(imbalances)),
-        gap=float(np.mean([one.gap for one in decisions])),
+        gap=float(np.mean([decision.gap for decision in decisions])),
         reasons=tuple(_reason(size, topology, batches, decisions, cost, cluster) for size in sizes),
     )
 
@@ -164,11 +155,11 @@ def _reason(
         return "g1: pays for no wires"
     smaller, forced = size // 2, list[int]()
     (bag,) = _kinds([smaller], cost, cluster)
-    for batch, one in zip(batches, decisions, strict=True):
-        lens = batch.lens[topology.bag_sizes[one.bin_of] == size]
+    for batch, decision in zip(batches, decisions, strict=True):
+        lens = batch.lens[topology.bag_sizes[decision.bin_of] == size]
         each = cluster.sequence_seconds(cost, bag, lens)
         taken = (each.compute_s + each.heads_s + each.ring_s) / smaller
-        forced += lens[taken > one.makespan].tolist()
+        forced += lens[taken > decision.makespan].tolist()
     if not forced:
         return f"g{size}: no sequence needs it; it evens out loads"
     return (
@@ -180,7 +171,7 @@ def _reason(
 def choose_topology(
     batch: Offer, cost: Cost, cluster: Cluster, limits: Limits | None, ranks: RankState
 ) -> Topology:
-    """Choose the bags of one batch; each node's are the ones that suit what was loaded there."""
+    """Choose the bags of one batch; each node gets the set that suits what it loaded."""
     units = _candidates(cluster)
     largest = int(units.sum(axis=1).argmin())
     check_sizes(batch, _topology(units[largest], cluster), limits)
@@ -198,21 +189,21 @@ def choose_topology(
         try:
             prices = price(batch, topology, cost, cluster, ranks)
             decision = solve(prices.problem(limits), quick=quickly)
-        except PlanError as met:
-            error = met
+        except PlanError as failure:
+            error = failure
             continue
         solved.append((decision.makespan, topology, decision.bin_of))
         shortest = min(shortest, decision.makespan)
     if not solved:
         raise error
-    _, topology, bag_of = min(solved, key=lambda one: one[0])
-    if limits is None or limits.are_alike:  # else others of these bags might not hold it
+    _, topology, bag_of = min(solved, key=lambda answer: answer[0])
+    if limits is None or limits.are_alike:  # otherwise a swapped bag might pass its limits
         topology = _settle(topology, bag_of, batch.owner, batch.lens, cluster)
     return topology.for_heads(heads_of(cost))
 
 
 def _candidates(cluster: Cluster) -> Ints:
-    """Return (num_candidates, K) bags of 1, 2, .. 2^(K - 1) ranks in a unit."""
+    """Return (num_candidates, K) numbers of bags of 1, 2, .. 2^(K - 1) ranks in a unit."""
     per_node, sizes = cluster.ranks_per_node, [1]
     while per_node % (sizes[-1] * 2) == 0:
         sizes.append(sizes[-1] * 2)
@@ -223,7 +214,7 @@ def _candidates(cluster: Cluster) -> Ints:
 
 @lru_cache(maxsize=64)
 def _fillings(num_ranks: int, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return all numbers of bags of each size that fill so many ranks."""
+    """Return all numbers of bags by size that fill `num_ranks` ranks."""
     if len(sizes) == 1:
         return ((num_ranks,),)
     largest = sizes[-1]
@@ -247,20 +238,20 @@ def _kinds(sizes: Sequence[int], cost: Cost, cluster: Cluster) -> list[BagShape]
 
 
 def _bounds(batch: Offer, cost: Cost, cluster: Cluster, units: Ints, carried: float) -> Floats:
-    """Return the (num_candidates,) bounds of the makespans, all bisected at once.
+    """Return (num_candidates,) lower bounds of the makespan, all bisected at once.
 
-    A makespan is too short if a fluid does not fit, or if the bags do not have k slots for
-    sequences like the k-th longest.
+    A makespan is too short if sequences, cut at will, do not fit, or if the bags do not have k
+    slots for sequences as long as the k-th longest, for any k.
     """
     sizes = np.left_shift(np.int64(1), np.arange(units.shape[1], dtype=np.int64))
     num_units = cluster.num_ranks // int((units[0] * sizes).sum())
     lens, pairs = batch.lens, batch.num_pairs
-    seconds = checked(cluster.compute_seconds(cost, lens, pairs), batch)
-    order = np.argsort(-lens if pairs is None else -seconds, kind="stable")
+    compute_s = checked(cluster.compute_seconds(cost, lens, pairs), batch)
+    order = np.argsort(-lens if pairs is None else -compute_s, kind="stable")
     kinds = _kinds(sizes.tolist(), cost, cluster)
-    each = [cluster.sequence_seconds(cost, bag, lens, pairs) for bag in kinds]
-    work = np.stack([one.compute_s + one.heads_s + one.ring_s for one in each])[:, order]
-    before = carried + np.array([one.launch_s for one in each])
+    seconds_of = [cluster.sequence_seconds(cost, bag, lens, pairs) for bag in kinds]
+    work = np.stack([s.compute_s + s.heads_s + s.ring_s for s in seconds_of])[:, order]
+    before = carried + np.array([seconds.launch_s for seconds in seconds_of])
     sums = np.concatenate([np.zeros((sizes.size, 1)), np.cumsum(work, axis=1)], axis=1)
     bags = units * num_units
     low: Floats = np.where(bags > 0, before, 0.0).max(axis=1)
@@ -274,7 +265,7 @@ def _bounds(batch: Offer, cost: Cost, cluster: Cluster, units: Ints, carried: fl
 
 
 def _fluid_fits(work: Floats, sums: Floats, bags: Ints, room: Floats) -> Bools:
-    """Mark the (num_candidates,) that hold the work, cut at will; largest bags first."""
+    """Mark (num_candidates,) the candidates that hold the work, cut at will; largest bags first."""
     index = np.arange(sums.shape[1], dtype=np.float64)
     done = np.zeros(room.shape[0])  # sequences, the last one in part
     legal = np.ones(done.size, dtype=bool)
@@ -291,7 +282,7 @@ def _fluid_fits(work: Floats, sums: Floats, bags: Ints, room: Floats) -> Bools:
 
 
 def _slots_fit(work: Floats, bags: Ints, room: Floats) -> Bools:
-    """Mark the (num_candidates,) with k slots for sequences like the k-th longest, for all k."""
+    """Mark (num_candidates,) candidates with k slots for the k-th longest sequence, for all k."""
     longest = work[:, :_MAX_SLOTS]
     num = longest.shape[1]
     slots = np.zeros((bags.shape[0], num))
@@ -305,7 +296,7 @@ def _slots_fit(work: Floats, bags: Ints, room: Floats) -> Bools:
 def _settle(
     topology: Topology, bag_of: Ints, ranks: Ints, lens: Ints, cluster: Cluster
 ) -> Topology:
-    """Give each set of bags that fills a node the node from which most of its tokens come."""
+    """Put each set of bags that fills a node on the node that loaded most of its tokens."""
     from scipy.optimize import linear_sum_assignment
 
     if not 1 < cluster.num_nodes <= _MAX_NODES:

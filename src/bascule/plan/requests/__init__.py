@@ -1,4 +1,4 @@
-"""Requests in balance: which one runs next, on which ranks, at which degree.
+"""Schedule requests: which request runs next, on which ranks, at which degree.
 
 Ranks form blocks: aligned runs of 1, 2, 4, .. of them. A request takes its denoising steps on one
 block, and may go on with another one at a step boundary. A policy is asked when a request arrives,

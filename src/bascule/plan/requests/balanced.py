@@ -1,4 +1,4 @@
-"""The policy of bascule: degrees by deadlines and by the load, and latest starts."""
+"""The policy of bascule: degrees by deadlines and load, and a latest start for each request."""
 
 import heapq
 from bisect import bisect_left, insort
@@ -9,58 +9,57 @@ from typing import NamedTuple
 
 from bascule.plan.requests.state import NEVER, Job, Request, Starts, State
 
-Order = tuple[int, float, int]  # of urgency: what is less goes first
+Order = tuple[int, float, int]  # by urgency; the least goes first
 
 
 @dataclass(slots=True)
 class _Known:
-    """The facts of a request that a policy keeps from its arrival on."""
+    """The facts about a request that stay from its arrival on."""
 
-    step_s: dict[int, float]  # seconds of a step at degrees, each faster than those before
-    narrow: int  # the first of these degrees
+    step_s: dict[int, float]  # seconds of a step by degree, each faster than those before
+    narrow: int  # the least degree
     due_s: float
     later_s: float  # when it is due once `due_s` is lost
 
 
 class _View(NamedTuple):
-    """A job at a decision."""
+    """The figures of a job at a decision."""
 
     need: int  # the least degree that meets its deadline, else the fastest
-    own_s: float  # what is left to do, at its least degree
-    narrow_slack_s: float  # by which it meets its deadline there
-    slack_s: float  # the same at its fastest degree
-    work: float  # rank-seconds at the degree that it needs
+    left_s: float  # seconds left at its least degree
+    narrow_slack_s: float  # seconds before its deadline at which it ends there
+    slack_s: float  # seconds before its deadline at which it ends at its fastest degree
+    work: float  # rank-seconds left at the degree `need`
 
 
 class Balanced:
-    """Meets deadlines with the fewest ranks, and spends ranks that nobody waits for on speed.
+    """A policy that meets deadlines with the fewest ranks, and speeds requests up with the others.
 
-    At each decision it sets a target for all requests, waiting or running: in the order of urgency
-    each gets the smallest degree that meets its deadline, and ranks that are left widen those that
-    gain the most. Then it starts what has ranks, and recalls what holds more than its target while
-    others wait. With hundreds of jobs it sets targets from time to time, and in between starts what
-    waits in the order of the last time.
+    At each decision every request gets a target: in the order of urgency, the smallest degree that
+    meets its deadline; ranks left over widen the requests that gain the most. Then requests with
+    ranks start, and those above their targets are recalled while others wait. With hundreds of jobs
+    targets are set from time to time, and jobs start in the last order in between.
 
-    A request without a deadline gets two. The first is three times its own time. When that is lost
-    on its fewest ranks, the second is what first come, first served on these would have done for
-    it, or for 95 % of the last thousand. When its latest start comes it goes before all others. A
-    deadline of a user that no degree can meet any more, or that costs others theirs, is lost: the
-    request waits for others, until it has waited 30 times its own time.
+    A request without a deadline gets two. The first is three times its time at its least degree.
+    Once that is lost there, the second is its end under first come, first served, or that of 95 %
+    of the last thousand. From its latest start on it goes before all others. A user's deadline that
+    no degree can meet any more, or that costs others theirs, is lost: the request waits for others,
+    until it has waited 30 times its own time.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}  # by number of the job
         self._last = -1
-        self._virtual: list[float] = []  # when ranks would be free, first come first served
-        self._recent: deque[float] = deque()  # latencies there, of the last requests
-        self._latencies: list[float] = []  # the same, sorted
-        self._line: list[tuple[Order, Job]] = []  # what waits, as of the last targets
+        self._virtual: list[float] = []  # times at which ranks would be free under fifo
+        self._recent: deque[float] = deque()  # latencies of the last requests under fifo
+        self._latencies: list[float] = []  # `_recent`, sorted
+        self._line: list[tuple[Order, Job]] = []  # waiting jobs, as of the last targets
         self._beside: list[Job] = []  # jobs outside the line, which may wait
         self._turns = 0  # decisions until new targets
-        self._num_changes = 0  # of seconds that are known
+        self._num_changes = 0  # as of the last decision
 
     def decide(self, state: State, act: Starts) -> None:
-        """Set targets, start what fits, and recall what has more than its target."""
+        """Set targets, start the jobs that fit, and recall those above their targets."""
         if self._num_changes != state.num_changes:
             self._num_changes = state.num_changes
             for job in (*state.waiting, *state.running.values()):
@@ -88,10 +87,10 @@ class Balanced:
             self._turns = len(jobs) // 32 if len(jobs) > _MANY else 0
             self._line = sorted((order[job], job) for job in state.waiting) if self._turns else []
             self._beside = list(state.running.values())
-        else:  # nobody need be recalled
+        else:  # all waiting jobs fit
             self._widen(state, needs, room)
         missing = 0
-        for job in sorted(state.waiting, key=lambda one: -needs[one]):
+        for job in sorted(state.waiting, key=lambda job: -needs[job]):
             if needs[job] and not self._start(state, act, job, needs[job]):
                 missing += needs[job]
         if missing and order:
@@ -100,7 +99,7 @@ class Balanced:
             self._use_idle(state, act)
 
     def _start(self, state: State, act: Starts, job: Job, degree: int) -> bool:
-        """Start a job at a degree, or at a smaller one if there is no such block."""
+        """Start a job at a degree, or at a smaller one if no block of that degree is free."""
         block = state.free_block(degree)
         while block is None and degree > 1:
             degree //= 2
@@ -111,7 +110,7 @@ class Balanced:
         return block is not None
 
     def _start_next(self, state: State, act: Starts) -> None:
-        """Start the first of the line while there are ranks."""
+        """Start the first jobs of the line while ranks are free."""
         if not state.num_free:
             return
         for job in filter(state.waits, self._beside):
@@ -128,7 +127,7 @@ class Balanced:
     def _targets(
         self, state: State, jobs: Sequence[Job]
     ) -> tuple[dict[Job, int], dict[Job, Order]]:
-        """Return the degree that each job should have, 0 to wait, and its order."""
+        """Return the target degree of each job, 0 to wait, and its order."""
         views = {job: self._view(state, job) for job in jobs}
         lost = self._without_hope(state, views)
         order = {job: self._order(state, job, view, job in lost) for job, view in views.items()}
@@ -184,9 +183,9 @@ class Balanced:
         if due == NEVER:
             self._virtual = self._virtual or [0.0] * state.num_ranks
             fewest = min(request.step_s)
-            own = request.seconds(fewest)
+            alone_s = request.seconds(fewest)
             free_s = [heapq.heappop(self._virtual) for _ in range(min(fewest, state.num_ranks))]
-            end = max(free_s[-1], request.arrival_s) + own
+            end = max(free_s[-1], request.arrival_s) + alone_s
             for _ in free_s:
                 heapq.heappush(self._virtual, end)
             self._recent.append(end - request.arrival_s)
@@ -195,10 +194,10 @@ class Balanced:
                 del self._latencies[bisect_left(self._latencies, self._recent.popleft())]
             usual = self._latencies[int(0.95 * (len(self._latencies) - 1))]
             later = request.arrival_s + _TAIL * max(usual, end - request.arrival_s)
-            due = min(later, request.arrival_s + _SOFT * own)
+            due = min(later, request.arrival_s + _SOFT * alone_s)
         num_here = len(state.waiting) + len(state.running)
-        if len(self._known) > 2 * num_here + _MANY:  # forget those that ended
-            here = {one.number for one in (*state.waiting, *state.running.values())}
+        if len(self._known) > 2 * num_here + _MANY:  # forget ended requests
+            here = {job.number for job in (*state.waiting, *state.running.values())}
             self._known = {number: self._known[number] for number in here & self._known.keys()}
         self._known[job.number] = _Known(step_s, min(step_s), due, later)
 
@@ -218,25 +217,25 @@ class Balanced:
         if request.deadline_s < NEVER:  # idle ranks widen others
             fits = (d for d, slack in zip(step_s, slacks, strict=True) if slack >= 0)
             need = next(fits, max(step_s))
-        own_s = rest * step_s[known.narrow] + request.once_s
+        left_s = rest * step_s[known.narrow] + request.once_s
         work = need * rest * step_s[need] + request.once_s
-        return _View(need, own_s, slacks[0], max(slacks), work)
+        return _View(need, left_s, slacks[0], max(slacks), work)
 
     def _without_hope(self, state: State, views: Mapping[Job, _View]) -> set[Job]:
         """Return jobs whose deadlines are lost, or cost others theirs (Moore and Hodgson)."""
         lost = set[Job]()
-        load, kept = 0.0, list[tuple[float, int, Job]]()
+        load, chosen = 0.0, list[tuple[float, int, Job]]()
         due = {job: self._known[job.number].due_s for job in views}
-        for job in sorted(views, key=lambda one: (due[one], one.number)):
+        for job in sorted(views, key=lambda job: (due[job], job.number)):
             if job.request.deadline_s == NEVER:
                 continue
             if views[job].slack_s < 0:
                 lost.add(job)
                 continue
-            heapq.heappush(kept, (-views[job].work, job.number, job))
+            heapq.heappush(chosen, (-views[job].work, job.number, job))
             load += views[job].work
-            while load > state.num_ranks * max(due[job] - state.now_s, 1e-9) and kept:
-                work, _, dropped = heapq.heappop(kept)
+            while load > state.num_ranks * max(due[job] - state.now_s, 1e-9) and chosen:
+                work, _, dropped = heapq.heappop(chosen)
                 load += work
                 lost.add(dropped)
         return lost
@@ -247,18 +246,18 @@ class Balanced:
             alone = request.seconds(known.narrow)
             if state.now_s - request.arrival_s - alone > _PATIENCE * alone:
                 return 0, request.arrival_s, job.number
-            return 3, view.own_s, job.number
+            return 3, view.left_s, job.number
         if request.deadline_s < NEVER:
             return 1, known.due_s, job.number
-        if job.block is not None:  # its latest start, as when it waited
+        if job.block is not None:  # the latest start that it had when it waited
             return 1, known.due_s - request.seconds(known.narrow), job.number
         slack = view.slack_s
         if view.narrow_slack_s < 0:
             slack += known.later_s - known.due_s
             known.due_s = known.later_s
-        if slack >= view.own_s:
-            return 2, view.own_s, job.number
-        return 1, known.due_s - view.own_s, job.number
+        if slack >= view.left_s:
+            return 2, view.left_s, job.number
+        return 1, known.due_s - view.left_s, job.number
 
     def _widen(self, state: State, targets: dict[Job, int], room: int) -> None:
         """Double degrees where that gains the most seconds, while there are ranks."""
@@ -283,7 +282,7 @@ class Balanced:
 
 
 def _fast(request: Request) -> dict[int, float]:
-    """Return the seconds of a step at degrees that are each faster than those before."""
+    """Return the seconds of a step by degree, without degrees that are no faster."""
     step_s = dict[int, float]()
     for degree, seconds in sorted(request.step_s.items()):
         if seconds < min(step_s.values(), default=NEVER):
@@ -291,8 +290,8 @@ def _fast(request: Request) -> dict[int, float]:
     return step_s
 
 
-_SOFT = 3.0  # times of its own after which a request without a deadline should be done
-_TAIL = 0.97  # of its second deadline
-_PATIENCE = 30.0  # times of its own that a request waits at most for those who came later
-_MANY = 256  # jobs for which targets are set at each decision
-_RECENT = 1000
+_SOFT = 3.0  # first deadline of a request without one, in times of its own
+_TAIL = 0.97  # share of the fifo latency that is its second deadline
+_PATIENCE = 30.0  # longest wait of a request with a lost deadline, in times of its own
+_MANY = 256  # most jobs for which targets are set at each decision
+_RECENT = 1000  # latencies that are remembered

@@ -1,4 +1,4 @@
-"""A bound on what any policy can reach."""
+"""Bound the latency and the kept deadlines of any policy."""
 
 import heapq
 from collections.abc import Sequence
@@ -14,36 +14,36 @@ from bascule.plan.requests.state import NEVER, Request
 
 @dataclass(frozen=True, slots=True)
 class RequestBound:
-    """Figures that no policy exceeds; see `request_bound`."""
+    """Bounds that no policy beats; see `request_bound`."""
 
     on_time: float  # share of requests within their deadlines
     mean_latency_s: float
 
 
-_MOST_GROUPS = 4000  # of requests that one linear program tells apart
+_MOST_GROUPS = 4000  # of equal requests in one linear program
 
 
 def request_bound(requests: Sequence[Request], num_ranks: int) -> RequestBound:
     """Bound the deadlines kept and the mean latency of any policy.
 
     The relaxation: all ranks are one machine that takes a request's cheapest rank-seconds in parts,
-    at any time between arrival and deadline; nobody is faster than alone at its fastest degree.
-    Deadlines: a linear program in which a part of a request counts in part. Latency: the shortest
-    rest first is optimal on one machine.
+    at any time between arrival and deadline; no request is faster than alone at its fastest degree.
+    Deadlines: a linear program in which a part of a request counts in part. Latency: shortest
+    remaining time first, which is optimal on one machine.
     """
     if not requests:
         return RequestBound(1.0, 0.0)
-    arrival = np.array([one.arrival_s for one in requests])
-    deadline = np.array([one.deadline_s for one in requests])
-    alone = np.array([one.alone_s for one in requests])
-    work = np.array([one.work_s for one in requests]) / num_ranks
+    arrival = np.array([request.arrival_s for request in requests])
+    deadline = np.array([request.deadline_s for request in requests])
+    alone = np.array([request.alone_s for request in requests])
+    work = np.array([request.work_s for request in requests]) / num_ranks
     order = np.argsort(arrival, kind="stable")
     mean = max(_shortest_rest_first(arrival[order], work[order]), float(alone.mean()))
     return RequestBound(_most_on_time(arrival, deadline, alone, work), mean)
 
 
 def _shortest_rest_first(arrival: Floats, work: Floats) -> float:
-    """Return the mean latency on one machine."""
+    """Return the mean latency of shortest remaining time first on one machine."""
     now, total, rest = 0.0, 0.0, list[tuple[float, float]]()
     upcoming = [*arrival[1:].tolist(), NEVER]
     for begin, needs, following in zip(arrival.tolist(), work.tolist(), upcoming, strict=True):
@@ -80,9 +80,7 @@ def _most_on_time(arrival: Floats, deadline: Floats, alone: Floats, work: Floats
     rows = np.stack([first, last, np.round(work[chosen], 12)], axis=1)
     groups, counts = np.unique(rows, axis=0, return_counts=True)
     if len(groups) > _MOST_GROUPS:
-        raise ConfigError(
-            f"a bound for {len(groups)} unlike requests: at most {_MOST_GROUPS} can be told apart"
-        )
+        raise ConfigError(f"{len(groups)} unlike requests: at most {_MOST_GROUPS} have a bound")
     spans = np.diff(grid)
     starts, stops = groups[:, 0].astype(int), np.maximum(groups[:, 1].astype(int), 1)
     lens = stops - starts
@@ -91,23 +89,15 @@ def _most_on_time(arrival: Floats, deadline: Floats, alone: Floats, work: Floats
     # Variables: requests on time of each group, then its work in each slot.
     num = len(groups)
     variables = num + slot.size
-    enough = sparse.csr_array(
-        (
-            np.concatenate([groups[:, 2], -np.ones(slot.size)]),
-            (
-                np.concatenate([np.arange(num), of_group]),
-                np.concatenate([np.arange(num), num + np.arange(slot.size)]),
-            ),
-        ),
-        (num, variables),
-    )
-    fits = sparse.csr_array(
-        (np.ones(slot.size), (slot, num + np.arange(slot.size))), (spans.size, variables)
-    )
-    upper = np.concatenate([counts, np.full(slot.size, np.inf)])
+    ones, in_slots = np.ones(slot.size), num + np.arange(slot.size)
+    rows, columns = np.append(np.arange(num), of_group), np.append(np.arange(num), in_slots)
+    values = np.append(groups[:, 2], -ones)
+    enough = sparse.csr_array((values, (rows, columns)), (num, variables))
+    fits = sparse.csr_array((ones, (slot, in_slots)), (spans.size, variables))
+    upper = np.append(counts, np.inf * ones)
     solve: Any = optimize.linprog
     result = solve(
-        -np.concatenate([np.ones(num), np.zeros(slot.size)]),
+        -np.append(np.ones(num), 0.0 * ones),
         A_ub=sparse.vstack([enough, fits], format="csr"),
         b_ub=np.concatenate([np.zeros(num), spans]),
         bounds=np.stack([np.zeros(variables), upper], axis=1).tolist(),

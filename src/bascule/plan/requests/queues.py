@@ -1,4 +1,4 @@
-"""Plain policies, one queue for all ranks; and all policies by their names."""
+"""Plain policies, with one queue for all ranks; and all policies by name."""
 
 from collections.abc import Sequence
 
@@ -8,31 +8,30 @@ from bascule.plan.requests.state import Job, Line, Policy, Request, Starts, Stat
 
 
 class Queue:
-    """One queue for all ranks.
+    """A policy with one queue for all ranks.
 
     Args:
-        order: "fifo", "sjf" (the shortest first), or "srtf" (the shortest rest, which recalls
-            longer ones).
-        degree: Of all requests.
+        order: "fifo", "sjf" (shortest first), or "srtf" (least left first; recalls others).
+        degree: Degree of all requests.
     """
 
     def __init__(self, order: str, degree: int = 1) -> None:
         self._order, self._degree = order, degree
         self._recalls = order == "srtf"
-        self._line = Line(lambda job: self.key(job, 0.0))  # rests of waiting jobs stay
+        self._line = Line(lambda job: self.key(job, 0.0))  # waiting jobs do not change
 
     def degree_of(self, job: Job) -> int:
         """Return the degree of a job."""
         return self._degree
 
     def key(self, job: Job, now_s: float) -> tuple[float, int]:
-        """Return the place of a job in the queue: what is less goes first."""
+        """Return the sort key of a job in the queue; the least goes first."""
         if self._order == "fifo":
             return 0.0, job.number
         return job.seconds(self.degree_of(job), now_s), job.number
 
     def decide(self, state: State, act: Starts) -> None:
-        """Start the first of the queue while there are ranks."""
+        """Start the first jobs of the queue while ranks are free."""
         self._line.update(state)
         while (job := self._line.first(state)) is not None:
             block = state.free_block(self.degree_of(job))
@@ -53,17 +52,17 @@ class Queue:
 
 
 class EarliestDeadline:
-    """Earliest deadline first, on the fastest free degree; nobody is recalled."""
+    """A policy: earliest deadline first, on the fastest free degree; never recalls."""
 
     def __init__(self) -> None:
         self._line = Line(lambda job: (job.request.deadline_s, job.number))
 
     def choose(self, state: State, job: Job, degrees: Sequence[int]) -> int:
-        """Return one of the free degrees, which ascend, for a job."""
+        """Return the degree for a job, one of the free ones, which ascend."""
         return min(degrees, key=job.seconds)
 
     def decide(self, state: State, act: Starts) -> None:
-        """Start in the order of deadlines."""
+        """Start jobs in the order of deadlines."""
         self._line.update(state)
         while (job := self._line.first(state)) is not None:
             blocks = {degree: state.free_block(degree) for degree in sorted(job.request.step_s)}
@@ -81,33 +80,24 @@ POLICIES = "fifo", "sjf", "srtf", "greedy", "balanced"
 
 
 def policy_of(name: str, requests: Sequence[Request], num_ranks: int, seed: int = 0) -> Policy:
-    """Return a new policy by its name.
+    """Return a new policy by its name, one of `POLICIES`, for these requests and ranks.
 
-    Args:
-        name: One of `POLICIES`.
-        requests: That it will serve.
-        num_ranks: Ranks that it will have.
-        seed: Of a random choice, which none of these policies makes.
-
-    Raises:
-        ConfigError: There is no such policy, or requests do not know its degree.
+    None of them uses the seed. ConfigError: no such policy, or requests do not know its degree.
     """
     del seed
     if name in ("greedy", "balanced"):
         return EarliestDeadline() if name == "greedy" else Balanced()
     order, _, text = name.partition(":")
     if order not in ("fifo", "sjf", "srtf") or not (text or "1").isdecimal():
-        raise ConfigError(
-            f"policy {name!r} is not known: give one of {', '.join(POLICIES)}; the first three may "
-            "have a degree, such as sjf:4"
-        )
+        names = f"{', '.join(POLICIES)}; the first three may have a degree, such as sjf:4"
+        raise ConfigError(f"policy {name!r} is not known: give one of {names}")
     return Queue(order, common_degree(name, int(text or "1"), requests, num_ranks))
 
 
 def common_degree(name: str, degree: int, requests: Sequence[Request], num_ranks: int) -> int:
-    """Return the degree of a policy, or refuse one that not all requests know."""
-    common = {d for request in requests for d in request.step_s if d <= num_ranks}
-    common = {d for d in common if all(d in request.step_s for request in requests)}
+    """Return the degree, or refuse one that not all requests know."""
+    every = {d for request in requests for d in request.step_s if d <= num_ranks}
+    common = {d for d in every if all(d in request.step_s for request in requests)}
     if degree not in common:
         degrees = ", ".join(map(str, sorted(common)))
         raise ConfigError(f"policy {name!r}: the degree of all requests can be {degrees}")

@@ -15,9 +15,9 @@ NEVER = float("inf")
 
 
 class Block(NamedTuple):
-    """Ranks `first`, `first` + 1, ..: a power of two of them, from a multiple of it on.
+    """A power of two of consecutive ranks, the first a multiple of their number.
 
-    So two blocks have no rank in common, or one lies within the other. The first rank leads.
+    Two blocks are disjoint, or one lies within the other. The first rank leads.
     """
 
     first: int
@@ -25,7 +25,7 @@ class Block(NamedTuple):
 
     @property
     def ranks(self) -> range:
-        """Its ranks, the leader first."""
+        """The ranks of the block, the leader first."""
         return range(self.first, self.first + self.degree)
 
     def __str__(self) -> str:
@@ -40,9 +40,9 @@ class Request:
     Attributes:
         step_s: Seconds of a denoising step by degree, all guidance passes included.
         steps: Denoising steps.
-        arrival_s: When it is asked for.
-        deadline_s: When it should be done; `NEVER` if that is not said.
-        once_s: Seconds of its text and its pixels, on one rank.
+        arrival_s: Time at which it arrives.
+        deadline_s: Time by which it should end; `NEVER` without a deadline.
+        once_s: Seconds of its text encoder and its decoder, on one rank.
         kind: Name of its class, for reports.
     """
 
@@ -62,46 +62,46 @@ class Request:
             )
 
     def seconds(self, degree: int, steps: int | None = None) -> float:
-        """Return the seconds of some steps (default: all) at a degree, and of what is done once."""
+        """Return the seconds of some steps (default: all) at a degree, plus `once_s`."""
         return (self.steps if steps is None else steps) * self.step_s[degree] + self.once_s
 
     @property
     def alone_s(self) -> float:
-        """Seconds at its fastest degree."""
+        """Seconds of the request at its fastest degree."""
         return min(map(self.seconds, self.step_s))
 
     @property
     def work_s(self) -> float:
-        """Rank-seconds at its cheapest degree."""
+        """Rank-seconds of the request at its cheapest degree."""
         return self.steps * min(d * s for d, s in self.step_s.items()) + self.once_s
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request on its way."""
+    """A request that waits or runs."""
 
     number: int  # in the order of arrival
     request: Request
-    left: int  # steps to take; of a running one when it came to its block
-    block: Block | None = None  # where it runs; None: it waits
-    steps_end_s: float = 0.0  # of a running one: when its steps are done, as it is
-    free_s: float = 0.0  # of a running one: when its block is free, as it is
+    left: int  # steps to take; of a running job, when it began on its block
+    block: Block | None = None  # ranks on which it runs; None: it waits
+    steps_end_s: float = 0.0  # predicted end of a running job's steps on this block
+    free_s: float = 0.0  # predicted time at which a running job frees this block
 
     def rest(self, now_s: float) -> int:
-        """Return the steps to take from its next boundary on; one that runs takes one before."""
-        if self.block is None or not self.left:  # at last one rank makes the pixels
+        """Return the steps from the next step boundary on; a running job takes one until then."""
+        if self.block is None or not self.left:  # it waits, or one rank decodes
             return self.left
         to_end = (self.steps_end_s - now_s) / self.request.step_s[self.block.degree]
         return max(0, min(math.floor(to_end + 1e-9), self.left - 1))
 
     def boundary_s(self, now_s: float) -> float:
-        """Return the next boundary of one that runs."""
+        """Return the time of the next step boundary of a running job."""
         assert self.block is not None
         rest = self.rest(now_s)
         return self.steps_end_s - (rest and rest * self.request.step_s[self.block.degree])
 
     def seconds(self, degree: int, now_s: float = 0.0) -> float:
-        """Return the seconds from its next boundary on, at a degree."""
+        """Return the seconds from the next step boundary on, at a degree."""
         return self.request.seconds(degree, self.rest(now_s))
 
 
@@ -110,20 +110,20 @@ _number = attrgetter("number")
 
 @dataclass(slots=True)
 class State:
-    """The requests of a job, and its ranks."""
+    """The waiting and running jobs, and the free ranks."""
 
     num_ranks: int
     now_s: float = 0.0
     waiting: list[Job] = field(default_factory=list[Job])  # in the order of arrival
     running: dict[int, Job] = field(default_factory=dict[int, Job])  # by the first of its ranks
     free: set[Block] = field(default_factory=set[Block])  # the largest free blocks
-    num_free: int = 0  # ranks of theirs
-    move_s: float = 0.0  # that a request loses when it goes on with other ranks
-    num_changes: int = 0  # of the seconds of requests, which a server measures
+    num_free: int = 0  # free ranks
+    move_s: float = 0.0  # seconds that a request loses when it goes on with other ranks
+    num_changes: int = 0  # updates of the measured seconds of requests
 
     @classmethod
     def of(cls, num_ranks: int, *, move_s: float = 0.0) -> "State":
-        """Return a state without requests."""
+        """Return a state without jobs."""
         state = cls(whole("num_ranks", num_ranks, 1), move_s=move_s)
         first = 0
         while first < num_ranks:
@@ -134,11 +134,11 @@ class State:
         return state
 
     def after(self, number: int) -> list[Job]:
-        """Return those that wait and came after a number, in that order."""
+        """Return the waiting jobs with a higher number, ascending."""
         return self.waiting[bisect_right(self.waiting, number, key=_number) :]
 
     def wait(self, job: Job) -> None:
-        """Add a job that waits; free its block."""
+        """Let a job wait; free its block."""
         if job.block is not None:
             self.release(job.block)
         job.block = None
@@ -150,7 +150,7 @@ class State:
         return at < len(self.waiting) and self.waiting[at] is job
 
     def leave(self, job: Job) -> None:
-        """Take out a waiting job."""
+        """Remove a waiting job."""
         del self.waiting[bisect_left(self.waiting, job.number, key=_number)]
 
     def runs(self, job: Job) -> bool:
@@ -158,7 +158,7 @@ class State:
         return job.block is not None and self.running.get(job.block.first) is job
 
     def release(self, block: Block) -> None:
-        """Free the ranks of a block; join neighbours."""
+        """Free a block, and join it with free neighbours."""
         self.running.pop(block.first, None)
         self.num_free += block.degree
         while (other := Block(block.first ^ block.degree, block.degree)) in self.free:
@@ -167,7 +167,7 @@ class State:
         self.free.add(block)
 
     def take(self, block: Block) -> None:
-        """Take free ranks."""
+        """Take free ranks, and split a larger free block."""
         around = block
         while around not in self.free:
             if around.degree > self.num_ranks:
@@ -184,28 +184,28 @@ class State:
 
     def free_block(self, degree: int) -> Block | None:
         """Return free ranks of a degree, from the smallest free block that has them."""
-        wide = [(one.degree, one.first) for one in self.free if one.degree >= degree]
+        wide = [(block.degree, block.first) for block in self.free if block.degree >= degree]
         return Block(min(wide)[1], degree) if wide else None
 
 
 class Line:
-    """Waiting jobs, in an order that stays while they wait: a heap, for thousands of jobs."""
+    """A heap of waiting jobs, for thousands, in an order that stays while they wait."""
 
     def __init__(self, key: Callable[[Job], tuple[float, int]]) -> None:
         self._key = key
         self._heap: list[tuple[tuple[float, int], Job]] = []
-        self._away: list[Job] = []  # jobs that were taken, and may come back
+        self._away: list[Job] = []  # taken jobs, which may wait again
         self._last = -1
-        self._num_changes = 0  # how often known seconds changed
+        self._num_changes = 0  # as of the last update
 
     def update(self, state: State) -> None:
-        """Add the jobs that came, or came back."""
-        came = [*state.after(self._last), *filter(state.waits, self._away)]
-        self._last = max([self._last, *(job.number for job in came)])
+        """Add the jobs that wait for the first time, or again."""
+        new = [*state.after(self._last), *filter(state.waits, self._away)]
+        self._last = max([self._last, *(job.number for job in new)])
         self._away = list(filter(state.runs, self._away))
         if self._num_changes != state.num_changes:
-            self._num_changes, self._heap, came = state.num_changes, [], state.waiting
-        for job in came:
+            self._num_changes, self._heap, new = state.num_changes, [], state.waiting
+        for job in new:
             heapq.heappush(self._heap, (self._key(job), job))
 
     def first(self, state: State) -> Job | None:
@@ -215,11 +215,11 @@ class Line:
         return self._heap[0][1] if self._heap else None
 
     def take(self) -> None:
-        """Take out the first job, which starts."""
+        """Remove the first job, which starts."""
         self._away.append(heapq.heappop(self._heap)[1])
 
     def firsts(self, state: State, most: int) -> list[Job]:
-        """Return the first few waiting jobs, which stay in the line."""
+        """Return up to `most` first waiting jobs, which stay in the line."""
         seen = list[tuple[tuple[float, int], Job]]()
         while len(seen) < most and self.first(state) is not None:
             seen.append(heapq.heappop(self._heap))
@@ -229,17 +229,17 @@ class Line:
 
 
 class Starts(Protocol):
-    """Takes what a policy decides."""
+    """The receiver of a policy's decisions."""
 
     def start(self, job: Job, block: Block) -> None:
         """Let a waiting job run on free ranks."""
 
     def recall(self, job: Job) -> None:
-        """Let a running job wait at its next boundary, and ask again then."""
+        """Let a running job wait at its next step boundary, and decide again then."""
 
 
 class Policy(Protocol):
-    """Decides which requests run where."""
+    """A rule that decides which requests run on which ranks."""
 
     def decide(self, state: State, act: Starts) -> None:
         """Start waiting jobs on free ranks, and recall running ones."""

@@ -1,10 +1,10 @@
-"""Keep the plans of a layer over denoising steps, and choose the mesh of its next step.
+"""Reuse the plans of a layer over denoising steps, and choose the mesh of its next step.
 
-db-SP chooses the Ulysses and ring degrees by a latency model (section 4.3). Here each mesh keeps
-its plan, whose seconds the machine predicts. Legend: see `sparse`; N = U R ranks.
+db-SP chooses the Ulysses and ring degrees by a latency model (section 4.3). Here each mesh has a
+plan, and a hardware profile predicts its seconds. Legend: see `sparse`; N = U R ranks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -28,15 +28,14 @@ from bascule.plan.topology import Degrees
 
 @dataclass(frozen=True, slots=True)
 class PlanReuse:
-    """A layer's plan, kept across denoising steps while it is even enough. Immutable.
+    """A layer's plan, reused across denoising steps while it is even enough. Immutable.
 
-    A step runs with `plan`; then `after` takes that step's work and gives the next state.
+    A step runs with `plan`; then `after` takes the step's work and returns the next state.
 
     Args:
         planner: Makes plans.
-        plan: The plan for the next step.
-        tolerance: It is kept while its imbalance under the new work is at most 1 + tolerance. The
-            paper has 0.10.
+        plan: The plan of the next step.
+        tolerance: Excess over 1 of the imbalance up to which a plan is kept; 0.10 in the paper.
     """
 
     planner: SparsePlanner
@@ -44,20 +43,20 @@ class PlanReuse:
     tolerance: float = 0.05
     num_planned: int = 1
     num_kept: int = 0
-    ran: SparsePlan | None = None  # the plan of the last step, that step's work in its tiles
+    ran: SparsePlan | None = None  # plan of the last step, with that step's work in its tiles
 
     def __post_init__(self) -> None:
         fields(self, tolerance=(number, 0.0, np.inf))
 
     @property
     def ahead(self) -> SparsePlan:
-        """The plan for the next step, the last known work in its tiles."""
+        """The plan of the next step, with the latest work in its tiles."""
         if self.ran is None or self.ran.ring_of is not self.plan.ring_of:
             return self.plan
         return self.ran
 
     def after(self, work: npt.ArrayLike) -> "PlanReuse":
-        """Return the state after a step with this work, as `SparsePlanner.plan` takes it.
+        """Return the state after a step whose work was `work`; see `SparsePlanner.plan`.
 
         A plan whose imbalance has not grown is kept: the same method would not improve it.
         """
@@ -71,19 +70,16 @@ class PlanReuse:
 
 @dataclass(frozen=True, slots=True)
 class CallSize:
-    """Sizes of a call of attention that neither its blocks nor its mesh say."""
+    """The sizes of an attention call besides its blocks and its mesh."""
 
-    batch: int  # sequences that are attended alike
+    batch: int  # sequences with the same masks
     head_dim: int
-    row_bytes: int  # of a token of a head, as it travels
+    row_bytes: int  # bytes on the wire of a token of a head
 
     def seconds(
         self, plan: SparsePlan, machine: HardwareProfile, ranks_per_node: int | None = None
     ) -> float:
-        """Predict the seconds of a call by a plan; work and keys are those of the slowest rank.
-
-        Rows before and after attention are a mean over the ranks. All are in one node by default.
-        """
+        """Predict the seconds of a call, with the attention of the slowest rank; None: one node."""
         (flops_per_s,) = machine.numbers_of("attention_flops_per_s")
         degrees, num_ranks = (plan.ulysses_degree, plan.ring_degree), plan.num_ranks
         pairs = plan.imbalance * float(plan.tiles.sum()) / num_ranks
@@ -116,15 +112,15 @@ class StrategyChoice:
 
 @dataclass(frozen=True, slots=True)
 class Strategies:
-    """Choose the mesh of each layer in each step: the fastest, but no switch for nothing.
+    """Choose the mesh of each layer in each step: the fastest, once a switch pays.
 
-    Gains above `min_gain` are summed as long as the layer stays where it is; once the sum pays for
-    a switch, it switches to the mesh that is fastest then.
+    Gains above `min_gain` are summed while a layer stays on its mesh; once the sum exceeds
+    `switch_s`, the layer switches to the mesh that is fastest then.
 
     Args:
-        machine: The profile by which calls are predicted, the same on every rank.
+        machine: The profile that predicts calls, the same on every rank.
         meshes: (Ulysses, ring) degrees to choose from, besides the mesh on which layers start.
-            Default: all of as many ranks.
+            Default: all meshes of so many ranks.
         min_gain: Least relative gain that counts.
         switch_s: Seconds that a switch costs: new plans and index tables, cold caches.
         ranks_per_node: Ranks in a node. Default: all.
@@ -144,26 +140,22 @@ class Strategies:
         self.machine.numbers_of("attention_flops_per_s", "intra_bytes_per_s", "launch_s", *far)
 
     def row_work(self, size: CallSize) -> float:
-        """Return the pairs of tokens that a rank computes in the time that a row takes to come."""
-        flops_per_s, bytes_per_s = self.machine.numbers_of(
-            "attention_flops_per_s", "intra_bytes_per_s"
-        )
-        row_s = size.row_bytes / bytes_per_s
-        return row_s * flops_per_s / (FLOPS_PER_VALUE * size.head_dim)
+        """Return the pairs of tokens that a rank computes while it receives a row."""
+        names = "attention_flops_per_s", "intra_bytes_per_s"
+        flops_per_s, bytes_per_s = self.machine.numbers_of(*names)
+        return size.row_bytes / bytes_per_s * flops_per_s / (FLOPS_PER_VALUE * size.head_dim)
 
     def seconds_of(
         self, plans: Mapping[Degrees, SparsePlan], size: CallSize
     ) -> dict[Degrees, float]:
         """Predict the seconds of a layer's call on each mesh."""
-        per_node = self.ranks_per_node
-        return {
-            degrees: size.seconds(plan, self.machine, per_node) for degrees, plan in plans.items()
-        }
+        where = self.machine, self.ranks_per_node
+        return {degrees: size.seconds(plan, *where) for degrees, plan in plans.items()}
 
     def choose(
         self, seconds_of: Mapping[Degrees, float], last: StrategyChoice | None = None
     ) -> StrategyChoice:
-        """Choose the fastest of all meshes by their seconds; `last` is the choice before."""
+        """Choose by the seconds on each mesh; `last` is the choice of the step before."""
         best = min(seconds_of, key=lambda degrees: seconds_of[degrees])
         if last is None:
             return StrategyChoice(best, seconds_of[best])
@@ -176,18 +168,18 @@ class Strategies:
         return StrategyChoice(last.degrees, current_s, foregone_s, last.num_switches)
 
 
-def _mesh(name: str, mesh: object) -> Degrees:
-    if not isinstance(mesh, list | tuple) or len(cast(list[object], mesh)) != 2:
-        raise ConfigError(
-            f"{name}={shown(cast(object, mesh))}): give (Ulysses, ring) degrees, as in (4, 2)"
-        )
-    ulysses, ring = (whole(name, degree, 1, MAX_MESH_RANKS) for degree in cast(list[object], mesh))
+def _mesh(name: str, value: object) -> Degrees:
+    degrees = cast(Sequence[object], value) if isinstance(value, list | tuple) else ()
+    if len(degrees) != 2:
+        wrong = f"{name}={shown(cast(object, value))})"
+        raise ConfigError(f"{wrong}: give (Ulysses, ring) degrees, as in (4, 2)")
+    ulysses, ring = (whole(name, degree, 1, MAX_MESH_RANKS) for degree in degrees)
     return ulysses, ring
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPlans:
-    """The plans of a layer for its next step, one a mesh; immutable, the same on every rank."""
+    """The plans of a layer's next step, one a mesh; immutable, the same on every rank."""
 
     reuses: Mapping[Degrees, PlanReuse]
     size: CallSize
@@ -222,12 +214,12 @@ class LayerPlans:
 
     @property
     def chosen(self) -> PlanReuse:
-        """The plan of the next step, and its history."""
+        """The plan of the next step on the chosen mesh, and its history."""
         return self.reuses[self.degrees]
 
     def after(self, work: Counts) -> "LayerPlans":
-        """Take a step's work, (H, Q, K) masks or (H, Q, N) counts by home rank; choose again."""
-        reuses = {d: reuse.after(columns_of(work, d)) for d, reuse in self.reuses.items()}
+        """Return the plans after a step with (H, Q, K) masks, or (H, Q, N) counts by home rank."""
+        reuses = {mesh: old.after(columns_of(work, mesh)) for mesh, old in self.reuses.items()}
         made = replace(self, reuses=reuses)
         if self.strategies is None:
             return made
@@ -235,11 +227,12 @@ class LayerPlans:
         return replace(made, choice=self.strategies.choose(seconds_of, self.choice))
 
     def _seconds_of(self, strategies: Strategies) -> dict[Degrees, float]:
-        return strategies.seconds_of({d: x.ahead for d, x in self.reuses.items()}, self.size)
+        plans = {mesh: reuse.ahead for mesh, reuse in self.reuses.items()}
+        return strategies.seconds_of(plans, self.size)
 
 
 def columns_of(work: Counts, degrees: Degrees) -> Counts:
-    """Return work as a mesh counts it: masks as they are, counts by rank summed by ring rank."""
+    """Sum counts by rank into counts by ring rank of a mesh; masks stay as they are."""
     if work.dtype == np.bool_:
         return work
     ulysses, ring = degrees

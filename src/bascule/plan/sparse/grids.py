@@ -1,4 +1,4 @@
-"""Block masks that follow from the places of tokens on the grid of a video, in raster order.
+"""Make block masks from the places of tokens on the grid of a video, in raster order.
 
 A block sees another if any of its tokens does. Shapes: N query blocks, M key blocks; p parts of
 blocks that lie in one frame.
@@ -17,12 +17,10 @@ Grid = tuple[int, int, int]
 
 
 def sliding_tiles(q_lens: Ints, kv_lens: Ints, grid: Grid, tile: Grid, window: Grid) -> Bools:
-    """Return (N, M): tokens see the tiles of a window around their own, which stays inside."""
+    """Return (N, M): tokens see the tiles of a window around their tile; it stays in the grid."""
     if min(*tile, *window) < 1 or not all(size % 2 for size in window):
-        raise ConfigError(
-            f"sliding_tiles: tiles {tile} and a window {window}: give three sizes each, at least "
-            "1, and odd ones of the window"
-        )
+        wrong = f"sliding_tiles: tiles {tile} and a window {window}"
+        raise ConfigError(f"{wrong}: give three sizes each, at least 1, odd in the window")
     sees = np.ones((1, 1), np.bool_)
     for length, size, width in zip(grid, tile, window, strict=True):
         num, half = -(-length // size), width // 2
@@ -42,14 +40,15 @@ def sliding_tiles(q_lens: Ints, kv_lens: Ints, grid: Grid, tile: Grid, window: G
 def by_frames(
     q_lens: Ints, kv_lens: Ints, grid: Grid, sees: Callable[[Ints, Ints], Bools]
 ) -> Bools:
-    """Return (N, M) from what tokens see at a distance in frames, and one of places, or the first.
+    """Return (N, M): tokens see the first frame, and where `sees(frames apart, places apart)`.
 
-    `sees` must not see more at a larger distance of places.
+    `sees` must not allow more at a larger distance of places.
     """
     size = grid[1] * grid[2]
     q_starts, q_bounds = _parts(q_lens, size)
     kv_starts, kv_bounds = _parts(kv_lens, size)
-    (q_frame, q_first), (frame, first) = (divmod(x[:-1], size) for x in (q_bounds, kv_bounds))
+    q_frame, q_first = divmod(q_bounds[:-1], size)
+    frame, first = divmod(kv_bounds[:-1], size)
     q_last, last = q_first + np.diff(q_bounds) - 1, first + np.diff(kv_bounds) - 1
     far = np.abs(q_frame[:, None] - frame)
     gap = np.maximum(np.maximum(q_first[:, None] - last, first - q_last[:, None]), 0)

@@ -1,4 +1,15 @@
-"""The blocks of a sequence: their tokens, their ranks, the work in their masks, how uneven it is.
+"""Blocks of a sequence: their tokens, their ranks, the work in their masks, how uneven it is.
+
+A causal mask of six blocks on a ring of three ranks. A number is the ring rank that computes:
+
+    runs of blocks           blocks in turns (`BlockLayout.striped`)
+    q0  0 . . . . .          q0  0 . . . . .
+    q1  0 0 . . . .          q1  1 1 . . . .
+    q2  1 1 1 . . .          q2  2 2 2 . . .
+    q3  1 1 1 1 . .          q3  1 1 1 1 . .
+    q4  2 2 2 2 2 .          q4  2 2 2 2 2 .
+    q5  2 2 2 2 2 2          q5  0 0 0 0 0 0
+    work of ranks 3, 7, 11   work of ranks 7, 6, 8
 
 A query block and a key block that a head computes are q_len x kv_len of work, in tokens; without
 lengths 1, as in db-SP. All sums are of integers below 2^53 in float64, the same on every machine.
@@ -20,7 +31,7 @@ from bascule.checks import MAX_LENGTH, array, ints, whole
 from bascule.errors import ConfigError
 
 Counts = npt.NDArray[Any]
-"""(H, Q, C) bool masks, whose columns are key blocks, or counts of `block_counts`."""
+"""(H, Q, C) bool masks over key blocks, or counts of keys as `block_counts` returns them."""
 
 Number = TypeVar("Number", int, Ints)
 
@@ -34,14 +45,14 @@ def block_counts(
     kv_of: npt.ArrayLike | None = None,
     ring_degree: int = 1,
 ) -> Ints:
-    """Count the keys (H, Q, R) that a query block of a head sees, by the ring rank that has them.
+    """Count the keys (H, Q, R) that each query block of a head sees, by the ring rank of the keys.
 
-    Ranks send each other these counts instead of masks: each counts for the query blocks it has.
+    Ranks exchange these counts instead of masks; each counts for its query blocks.
 
     Args:
         masks: (H, Q, K) bool, True is computed. Fastest in C order.
-        kv_lens: (K,) tokens of each key block. Default: 1 each, so that blocks are counted.
-        kv_of: (K,) ring rank of each key block. Default: all on rank 0.
+        kv_lens: (K,) tokens of each key block. Default: 1, which counts blocks.
+        kv_of: (K,) ring rank of each key block. Default: 0.
         ring_degree: R.
     """
     masks, ring_degree = check_masks(masks), whole("ring_degree", ring_degree, 1)
@@ -62,7 +73,7 @@ def block_counts(
 
 
 def _words(masks: Bools) -> npt.NDArray[np.uint64]:
-    """Return (words, ...): the last dim as bits, words first, so that sums run over long rows."""
+    """Pack the last dim into bits, (words, rows): words first, so that sums run over long rows."""
     rows = np.packbits(masks.reshape(math.prod(masks.shape[:-1]), masks.shape[-1]), axis=-1)
     words = -(-masks.shape[-1] // _BITS_PER_WORD)
     padded = np.zeros((rows.shape[0], words * 8), np.uint8)
@@ -71,7 +82,7 @@ def _words(masks: Bools) -> npt.NDArray[np.uint64]:
 
 
 def ring_work(work: Counts, ring_of: Ints, ulysses_degree: int) -> Floats:
-    """Return (U, Q, C): what query blocks see, summed over the heads whose ring (H, Q) is each."""
+    """Return (U, Q, C): `work` summed over the heads of each ring; `ring_of` is (H, Q)."""
     masks = work.dtype == np.bool_
     values = np.ascontiguousarray(work).view(np.uint8) if masks else work
     # Bytes are summed eight times as fast as words, as long as no sum passes 255.
@@ -88,7 +99,7 @@ def ring_work(work: Counts, ring_of: Ints, ulysses_degree: int) -> Floats:
 
 
 def tile_work(matrix: Floats, q_of: Ints, kv_of: Ints, ring_degree: int) -> Floats:
-    """Return (R, R) from (Q, C): work of the queries of each ring rank on the keys of each."""
+    """Return (R, R) from (Q, C): work of each ring rank's queries on each rank's keys."""
     places = np.eye(ring_degree)
     return places[q_of].T @ (matrix @ places[kv_of])
 
@@ -97,24 +108,20 @@ def check_masks(masks: npt.ArrayLike) -> Bools:
     """Return the masks as an array, if they are bool with three dims."""
     table = array("masks", masks)
     if table.dtype != np.bool_ or table.ndim != 3:
-        raise ConfigError(
-            f"masks of shape {table.shape} and dtype {table.dtype}: give bool (heads, q_blocks, "
-            "kv_blocks), True where a block is computed"
-        )
+        wrong = f"masks of shape {table.shape} and dtype {table.dtype}"
+        raise ConfigError(f"{wrong}: give bool (heads, q_blocks, kv_blocks), True is computed")
     return table
 
 
 def check_work(work: npt.ArrayLike, q_blocks: int, kv_blocks: int, ring_degree: int) -> Counts:
-    """Return masks over these blocks, or counts for this ring, as an array."""
+    """Check masks over the blocks, or counts by ring rank; return an array."""
     table = array("work", work)
     is_mask = table.dtype == np.bool_
     shape = q_blocks, kv_blocks if is_mask else ring_degree
     if table.ndim != 3 or table.shape[1:] != shape or table.dtype.kind not in "biu":
-        raise ConfigError(
-            f"work of shape {table.shape} and dtype {table.dtype}: give bool masks (heads, "
-            f"{q_blocks}, {kv_blocks}), or counts (heads, {q_blocks}, {ring_degree}) of "
-            "block_counts"
-        )
+        masks, counts = (f"(heads, {q_blocks}, {num})" for num in (kv_blocks, ring_degree))
+        needed = f"give bool masks {masks}, or counts {counts} of block_counts"
+        raise ConfigError(f"work of shape {table.shape} and dtype {table.dtype}: {needed}")
     if not is_mask and int(table.min(initial=0)) < 0:
         raise ConfigError(f"work of {table.min()}: counts must be at least 0")
     return table if is_mask else table.astype(np.int64)
@@ -128,12 +135,12 @@ def rounds_of(tiles: Floats) -> Floats:
 
 
 def barrier_ends(tiles: Floats) -> Floats:
-    """Return (...) when a ring ends whose ranks wait for each other in every round (db-SP)."""
+    """Return (...) the end of each ring if its ranks wait for each other every round (db-SP)."""
     return rounds_of(tiles).max(-2, initial=0.0).sum(-1)
 
 
 def coupled_ends(tiles: Floats) -> Floats:
-    """Return (...) when a ring ends whose ranks wait for their neighbours' transfers alone.
+    """Return (...) the end of each ring if its ranks wait for their neighbours' transfers alone.
 
     A transfer is posted when its round starts, at both ends, and takes no time:
     S_i(t+1) = max(S_i(t) + w_i(t), S_{i-1}(t), S_{i+1}(t)).
@@ -147,13 +154,13 @@ def coupled_ends(tiles: Floats) -> Floats:
 
 
 def over_mean(ends: Floats, tiles: Floats) -> float:
-    """Return the last end over the mean work of a rank, of (.., R, R) tiles; at least 1."""
+    """Return the last end over the mean work of a rank in (.., R, R) tiles; at least 1."""
     mean = float(tiles.sum()) / (tiles.size // tiles.shape[-1])
     return max(float(ends.max()) / mean, 1.0) if mean > 0.0 else 1.0
 
 
 def turns(blocks: Number, ring_degree: int) -> Number:
-    """Return the ring rank of each block, of numbers below 2^32: a turn deals one to each rank.
+    """Return the ring rank of blocks, by their numbers below 2^32: a turn deals one to each rank.
 
     Turn t begins at rank floor(R frac(t sqrt 2)). If all began at rank 0, a rank would get the same
     rows of all frames wherever a frame has a multiple of R blocks. Steps by sqrt 2 repeat with no
@@ -165,26 +172,22 @@ def turns(blocks: Number, ring_degree: int) -> Number:
 
 _SQRT_2 = 889_516_852  # its fraction, times 2^31
 
-MAX_RING = 2**9
-"""Most ranks of a ring: placing its blocks takes time by the cube of them."""
-
-MAX_MESH_RANKS = 2**15
-"""Most ranks of a mesh: their numbers are 16 bits wide where they are sorted."""
+MAX_RING = 2**9  # most ranks of a ring: placing its blocks takes time by their cube
+MAX_MESH_RANKS = 2**15  # most ranks of a mesh: their numbers are sorted as 16 bits
 
 
 @dataclass(frozen=True, eq=False)
 class BlockLayout:
-    """The blocks of a sequence at home: a rank has the tokens of a block for all heads.
+    """The blocks of a sequence, and the rank that has the tokens of each, for all heads.
 
-    Tokens are in the order of the sequence. Rank = ring rank * U + Ulysses rank. Where heads have
-    token orders of their own, as in PAROAttention, tokens stay at home, but blocks are cut from the
-    head's order: their tokens come from many ranks, and `home` is where it is computed by default.
+    Tokens are in the order of the sequence. Where each head has its own order of tokens, as in
+    PAROAttention, blocks are cut from that order: their tokens come from many ranks, and `home` is
+    the rank that computes a block by default.
 
     Attributes:
         lens: (n,) tokens of each block.
-        home: (n,) rank that has them.
-        order: (heads, tokens) token of the sequence at each place of each head. None: all heads
-            have the order of the sequence.
+        home: (n,) rank of each block: ring rank * U + Ulysses rank.
+        order: (heads, tokens) token of the sequence at each place of each head. None: in order.
     """
 
     lens: Ints
@@ -200,9 +203,9 @@ class BlockLayout:
 
     @classmethod
     def striped(cls, lens: npt.ArrayLike, ulysses_degree: int, ring_degree: int) -> Self:
-        """Deal blocks to the ring as `turns` does, turn t to its ranks with Ulysses rank t mod U.
+        """Deal blocks to ring ranks by `turns`, and turn t to Ulysses rank t mod U.
 
-        Neighbouring blocks see about as much as each other: work is nearly even without masks.
+        Neighbouring blocks see about equally much, so work is nearly even under any mask.
         """
         check_degrees(ulysses_degree, ring_degree)
         lens = ints("lens", lens, None, MAX_LENGTH)
@@ -228,7 +231,7 @@ class BlockLayout:
 
     @cached_property
     def digest(self) -> bytes:
-        """Return a digest of all its integers, equal on ranks that agree."""
+        """Digest of all integers of the layout, equal on ranks that agree."""
         parts = (self.lens, self.home) if self.order is None else (self.lens, self.home, self.order)
         digest = hashlib.blake2b(digest_size=16)
         for part in parts:
@@ -257,10 +260,8 @@ def check_degrees(ulysses_degree: int, ring_degree: int) -> None:
 def _order_of(values: npt.ArrayLike, num_tokens: int) -> Ints:
     order = array("order", values)
     if order.ndim != 2 or order.shape[1] != num_tokens or order.dtype.kind not in "iu":
-        raise ConfigError(
-            f"order of shape {order.shape} and dtype {order.dtype}: give integers (heads, "
-            f"{num_tokens}), the token at each place of each head"
-        )
+        wrong = f"order of shape {order.shape} and dtype {order.dtype}"
+        raise ConfigError(f"{wrong}: give integers (heads, {num_tokens}), tokens by place")
     wrong = np.flatnonzero((np.sort(order, axis=1) != np.arange(num_tokens)).any(axis=1))
     if wrong.size:
         raise ConfigError(f"order[{wrong[0]}] is not an order of the {num_tokens} tokens")

@@ -1,12 +1,10 @@
-"""Heads over rings, and blocks over the ranks of a ring.
+"""Assign heads to rings, and blocks to the ranks of a ring.
 
-Heads stay whole where that is even, and are cut along their queries where it is not. In a ring,
-queries stay on their rank, keys travel from theirs.
+Heads stay whole where that is even, and are cut along their queries where it is not. Blocks dealt
+in turns (stripes) are nearly even; else they move one at a time, from the rank that its ring waits
+for longest to the rank where that shortens the ring most.
 
-Blocks dealt in turns (stripes) are nearly even. Where that is not enough, blocks move one at a time
-from the rank that its ring waits for longest, to where the end of the ring falls most.
-
-Legend: Q query blocks, K key blocks, R ranks of the ring; n blocks of one kind, m of the other.
+Legend: Q query blocks, K key blocks, R ranks of the ring; n blocks of one side, m of the other.
 """
 
 from dataclasses import dataclass
@@ -23,10 +21,9 @@ from bascule.plan.sparse.layout import barrier_ends, over_mean, rounds_of, tile_
 METHODS = ("stripe", "minimal_move")
 
 TARGET = 1.005
-"""Imbalance at which moves end, if no other is given."""
+"""Default imbalance at which moves end."""
 
-_LEAST_FALL = 1e-4
-"""Share of the mean work of a rank by which a move must lower the end, so that moves end."""
+_LEAST_FALL = 1e-4  # least share of a rank's mean work by which a move must shorten the ring
 
 Placement = tuple[Ints, Ints]
 """Ring rank of each query block and of each key block."""
@@ -66,13 +63,12 @@ def partition_blocks(
         block_matrix: (Q, K) work of each query block on each key block, of all heads of the ring.
             Integers, so that all ranks get the same plan.
         ring_degree: R.
-        method: "stripe": blocks in `turns`, wherever they come from. "minimal_move": from
-            home, one move after another while the end of the ring falls and is above `target`.
+        method: "stripe": blocks in `turns`, wherever they are. "minimal_move": moves from home, one
+            after another, while each shortens the ring and the imbalance is above `target`.
         q_home: (Q,) ring rank where each query block is. Default: `turns`.
-        kv_home: (K,) the same of key blocks; may be the ranks themselves, for columns of
-            `block_counts`.
-        target: For "minimal_move": imbalance at which moves end.
-        keys_stay: For "minimal_move": whether only query blocks may move.
+        kv_home: (K,) ring rank where each key block is. Default: `turns`.
+        target: Imbalance at which "minimal_move" ends.
+        keys_stay: Lets "minimal_move" move query blocks only.
     """
     matrix = amounts("block_matrix", block_matrix, (2,))
     ring_degree, target = whole("ring_degree", ring_degree, 1), number("target", target)
@@ -93,12 +89,12 @@ def partition_blocks(
 
 @dataclass(slots=True)
 class _Side:
-    """Query blocks, or key blocks with everything transposed."""
+    """The query blocks of a ring; or the key blocks, with all tables transposed."""
 
-    matrix: Floats  # (n, m) work of each block on each of the other kind
-    profiles: Floats  # (n, R) work of each block on those of each rank
+    matrix: Floats  # (n, m) work of each block on each block of the other side
+    profiles: Floats  # (n, R) work of each block on the other side's blocks of each rank
     tiles: Floats  # (R, R) work between ranks; a view, shared by both sides
-    rank_of: Ints  # (n,) where each block is
+    rank_of: Ints  # (n,) rank of each block
 
 
 def _moved(
@@ -127,7 +123,7 @@ def _moved(
 
 
 def _best_move(side: _Side) -> tuple[float, int, int]:
-    """Return the least end of the ring by one move (inf: none), its block, its rank. O(n R^2)."""
+    """Return the earliest end by one move (inf: none), the block, its new rank. O(n R^2)."""
     rounds, size = rounds_of(side.tiles), len(side.tiles)
     ranked: Floats = np.sort(rounds, axis=0)
     waits: Floats = np.where(rounds == ranked[-1], ranked[-1] - ranked[-2], 0.0).sum(axis=1)
@@ -178,12 +174,11 @@ def partition_heads(
     """Assign attention heads to ranks so that all ranks have the same work.
 
     Ranks may get unequal numbers of heads, or none. A head is cut only where whole heads leave the
-    last rank more than `cut_above` over the mean: its keys and values then travel to each of its
-    ranks, of its queries the last ones. At most num_ranks - 1 cuts even out all but a block.
+    last rank more than `cut_above` over the mean: other ranks then take its last queries, and get
+    its keys and values. At most num_ranks - 1 cuts even out all but a block.
 
     Args:
-        block_counts: (heads,) work of each head, or (heads, q_blocks) of each query block of it,
-            without which no head can be cut.
+        block_counts: (heads,) work of each head, never cut; or (heads, q_blocks) work by block.
         num_ranks: Ranks.
         cut_above: Imbalance of whole heads, less 1, above which heads are cut. Inf: never.
     """
@@ -201,12 +196,12 @@ def partition_heads(
     makespan = float(loads.max())
     for array in (rank_of, loads):
         array.flags.writeable = False
-    # Both are sums of rounded numbers: where they meet, the bound may be an ulp above.
+    # The bound is a sum of rounded numbers, and may be an ulp above the makespan.
     return HeadPlan(whole.bin_of, loads, makespan, min(bound, makespan), rank_of)
 
 
 def _cut(counts: Floats, rank_of: Ints, loads: Floats, limit: float) -> None:
-    """Cut the surplus of ranks above the limit off, in `rank_of` (heads, q_blocks) and `loads`."""
+    """Move query blocks off ranks above the limit, in `rank_of` (heads, q_blocks) and `loads`."""
     mean = loads.mean()
     while loads.max() > limit:
         giver, taker = int(loads.argmax()), int(loads.argmin())
@@ -221,7 +216,7 @@ def _cut(counts: Floats, rank_of: Ints, loads: Floats, limit: float) -> None:
 
 
 def _piece(counts: Floats, amount: float) -> tuple[int, Ints]:
-    """Return the last query blocks, within the amount, of the heaviest head; or the lightest."""
+    """Return a head, heaviest first, and its last blocks within the amount; else the lightest."""
     for head in np.argsort(-counts.sum(axis=1), kind="stable").tolist():
         blocks = np.flatnonzero(counts[head])[::-1]
         fitting = np.searchsorted(np.cumsum(counts[head, blocks]), amount, side="right")

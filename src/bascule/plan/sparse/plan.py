@@ -1,4 +1,4 @@
-"""A plan for block-sparse attention, and its index tables. Legend: see `sparse`."""
+"""Plans for block-sparse attention, and their index tables. Legend: see `sparse`."""
 
 import hashlib
 from collections.abc import Sequence
@@ -10,19 +10,19 @@ import numpy as np
 from bascule.arrays import Floats, Ints, Ranks, cumulative, frozen, ranges, sums_by
 from bascule.plan.routes import Route
 from bascule.plan.sparse.layout import BlockLayout, barrier_ends, coupled_ends, over_mean
-from bascule.plan.traffic import Traffic
+from bascule.traffic import Traffic
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedRows:
-    """The (head, block) rows of a rank, in their order; every batch item has them."""
+    """The (head, block) pairs of a rank, in order; the same for every batch item."""
 
-    heads: Ints  # (rows,) query head or key-value head
-    blocks: Ints  # (rows,) block of the sequence
-    lens: Ints  # (rows,) tokens of it
+    heads: Ints  # (pairs,) query head or key-value head
+    blocks: Ints  # (pairs,) block of the sequence
+    lens: Ints  # (pairs,) tokens of the block
 
     def tokens(self, layout: BlockLayout) -> Ints:
-        """Return the token of the sequence at each place of the rows."""
+        """Return the token of the sequence at each row."""
         places = ranges(cumulative(layout.lens)[self.blocks], self.lens)
         if layout.order is None:
             return places
@@ -31,15 +31,15 @@ class PackedRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Travel:
-    """Destinations of the blocks of some heads of a tensor. A head may have several."""
+    """The ranks to which the blocks of a tensor's heads travel. A head may go to several."""
 
     layout: BlockLayout  # the blocks at home
     num_heads: int  # heads of the tensor
     heads: Ints  # (X,) head of each row of the table
-    rank_of: Ints  # (X, n) rank to which each block of it goes
+    rank_of: Ints  # (X, n) rank to which each block of the head goes
 
     def runs(self) -> tuple[Ints, Ints, Ranks, Ranks]:
-        """Return (S,) lengths of runs of tokens; (X, S) which run, who has it, who gets it."""
+        """Return (S,) lengths of runs of tokens; (X, S) the run, its sender, its receiver."""
         layout, dest = self.layout, self.rank_of.astype(np.int16)
         home, lens = layout.home.astype(np.int16), layout.lens
         if layout.order is None:
@@ -58,7 +58,7 @@ class Travel:
 
 
 def route_of(travels: Sequence[tuple[Travel, int]], rank: int, num_ranks: int) -> Route:
-    """Return one rank's part in the exchange of several tensors, each with a number of copies."""
+    """Return a rank's part in one exchange of several tensors, each with a number of copies."""
     parts = list[tuple[Ints, Ints, Ranks, Ranks]]()
     base = np.zeros(num_ranks, np.int64)  # first row of a tensor on each rank
     for travel, copies in travels:
@@ -79,7 +79,7 @@ def route_of(travels: Sequence[tuple[Travel, int]], rank: int, num_ranks: int) -
 
 @dataclass(frozen=True, eq=False)
 class SparsePlan:
-    """A frozen decision for one mask: who computes what, and where keys and values live."""
+    """A frozen plan for one mask: the rank of every query block, key block and value block."""
 
     ulysses_degree: int
     ring_degree: int
@@ -103,7 +103,7 @@ class SparsePlan:
 
     @property
     def num_ranks(self) -> int:
-        """U R."""
+        """U R, the ranks of the mesh."""
         return self.ulysses_degree * self.ring_degree
 
     @cached_property
@@ -134,13 +134,13 @@ class SparsePlan:
 
     @property
     def critical_path_imbalance(self) -> float:
-        """The same where ranks of a ring wait for their neighbours alone."""
+        """Slowest rank over the mean if ranks of a ring wait for their neighbours alone."""
         return over_mean(coupled_ends(self.tiles), self.tiles)
 
     @cached_property
     def rows_between(self) -> tuple[Ints, Ints]:
         """(num_ranks, num_ranks) rows that go from rank to rank, of q and of k; v goes as k."""
-        q, kv = (x.rows_between(self.num_ranks) for x in (self._q_travel, self._kv_travel))
+        q, kv = (t.rows_between(self.num_ranks) for t in (self._q_travel, self._kv_travel))
         return frozen(q), frozen(kv)
 
     @cached_property
@@ -150,17 +150,14 @@ class SparsePlan:
 
     @property
     def moved(self) -> tuple[float, float]:
-        """Shares of the rows of queries, and of keys, on another ring rank than home."""
-        ring, ulysses = self.ring_degree, self.ulysses_degree
-        shape = ring, ulysses, ring, ulysses
+        """Shares of the rows of queries, and of keys, that leave their ring rank."""
+        shape = (self.ring_degree, self.ulysses_degree) * 2
         by_ring = [rows.reshape(shape).sum(axis=(1, 3)) for rows in self.rows_between]
-        q, kv = (
-            float(rows.sum() - np.trace(rows)) / max(float(rows.sum()), 1.0) for rows in by_ring
-        )
-        return q, kv
+        q, kv = ((rows.sum() - rows.trace()) / max(int(rows.sum()), 1) for rows in by_ring)
+        return float(q), float(kv)
 
     def wire_bytes(self, head_dim: int, itemsize: int = 2, batch: int = 1) -> int:
-        """Bytes that leave a rank of all ranks: q, k and v to where they are used, output back."""
+        """Return the bytes that all ranks send: q, k and v to where they are used, output back."""
         return int(self.routed_rows.sum()) * batch * head_dim * itemsize
 
     def rows_sent(self, ranks_per_node: int) -> tuple[int, int]:
@@ -174,7 +171,7 @@ class SparsePlan:
 
     @property
     def most_kv_tokens(self) -> int:
-        """Most tokens, over its heads, whose keys start their way around the ring on one rank."""
+        """Most rows of keys, over all heads, that start their way around the ring on one rank."""
         used = self.kv_rank_of >= 0
         lens = np.broadcast_to(self.kv.lens, used.shape)[used]
         return int(np.bincount(self.kv_rank_of[used], lens, self.num_ranks).max(initial=0.0))
@@ -186,7 +183,7 @@ class SparsePlan:
         return q.sum(axis=1) + q.sum(axis=0) + 2 * kv.sum(axis=1)
 
     def traffic(self, rank: int, row_bytes: int) -> Traffic:
-        """Return what a rank sends in a forward pass: routed rows, and keys and values."""
+        """Count the bytes that a rank sends in a forward pass: routed rows, keys and values."""
         passed = sum(int(self.kv_rows(owner).lens.sum()) for owner in self.owners(rank)[:-1])
         return Traffic(routed=int(self.routed_rows[rank]) * row_bytes, ring=2 * passed * row_bytes)
 
@@ -201,7 +198,7 @@ class SparsePlan:
         return PackedRows(heads, blocks, self.kv.lens[blocks])
 
     def owners(self, rank: int) -> list[int]:
-        """Return (R,) rank whose keys and values a rank works on in each round, its own first."""
+        """Return (R,) rank whose keys and values `rank` attends to in each round, itself first."""
         ring_rank, ring = divmod(rank, self.ulysses_degree)
         ring_ranks = [(ring_rank - turn) % self.ring_degree for turn in range(self.ring_degree)]
         return [owner * self.ulysses_degree + ring for owner in ring_ranks]
@@ -209,8 +206,8 @@ class SparsePlan:
     def route(self, rank: int, *, batch: int = 1) -> Route:
         """Return one rank's part in the exchange of q, k and v from home to where they are used.
 
-        Rows are those of q (batch, H, tokens, D), then of k and of v (batch, num_kv_heads, tokens,
-        D); they arrive by tensor, batch item, head and block. Keys may go to several rings.
+        Rows are of q (batch, H, tokens, D), then of k and v (batch, num_kv_heads, tokens, D); they
+        arrive by tensor, batch item, head and block. Keys may go to several rings.
         """
         travels = ((self._q_travel, batch), (self._kv_travel, 2 * batch))
         return route_of(travels, rank, self.num_ranks)

@@ -1,7 +1,7 @@
-"""Make plans for block-sparse attention, and put other work under a plan. Legend: see `sparse`.
+"""Make plans for block-sparse attention, and weigh a plan under other masks. Legend: see `sparse`.
 
-The method of db-SP (section 4.2) is a baseline, and so is no plan at all. The paper has no rule for
-ties; here the first item and the first rank win.
+Baselines: the method of db-SP (section 4.2), and no plan at all. The paper has no rule for ties;
+here the first item and the first rank win.
 """
 
 import math
@@ -37,7 +37,7 @@ from bascule.plan.sparse.partition import (
 from bascule.plan.sparse.plan import SparsePlan
 
 REWARD = 2.0
-"""How much less loaded a block's home rank counts, in blocks like it: the best in the paper."""
+"""Weight of a block by which its home rank counts as less loaded: the best in the paper."""
 
 
 def greedy(
@@ -50,8 +50,8 @@ def greedy(
 ) -> Ints:
     """Return (n,) rank of each item, heaviest first, on the least loaded. O(n (log n + ranks)).
 
-    An item's home rank (n,) counts as `reward` times its weight less loaded. The paper's text has
-    no capacity of a rank; its public code needs equal numbers of items.
+    The home rank of an item counts as less loaded, by `reward` times the item's weight. The paper's
+    text has no capacity of a rank; its public code needs equal numbers of items.
     """
     loads, room = [0.0] * num_ranks, [capacity] * num_ranks
     values: list[float] = weights.tolist()
@@ -79,7 +79,7 @@ def paper_blocks(
     reward: float = REWARD,
     capacity: tuple[float, float] | None = None,
 ) -> BlockPlan:
-    """Place query blocks by the sums of the rows, key blocks by those of the columns (4.2.2).
+    """Place query blocks by the sums of rows, key blocks by the sums of columns (4.2.2).
 
     Without `homes` blocks are in runs, as the paper assumes. `capacity` is the most query blocks
     and key blocks of a rank; default: an R-th of them, rounded up, as in the public code.
@@ -104,33 +104,27 @@ def in_order(
     ring_degree: int,
     num_kv_heads: int | None = None,
 ) -> SparsePlan:
-    """Return heads in their order, and blocks where they are; its tiles are 0."""
-    ring_of = np.arange(num_heads) * ulysses_degree // max(num_heads, 1)
+    """Return the plan with heads in order and blocks where they are; its tiles are 0."""
+    rings = np.arange(num_heads) * ulysses_degree // max(num_heads, 1)
+    ring_of = np.tile(rings, (q.lens.size, 1)).T
     q_of, kv_of = (np.tile(x.home // ulysses_degree, (ulysses_degree, 1)) for x in (q, kv))
-    return SparsePlan(
-        ulysses_degree,
-        ring_degree,
-        num_heads if num_kv_heads is None else num_kv_heads,
-        q,
-        kv,
-        np.tile(ring_of, (q.lens.size, 1)).T,
-        q_of,
-        kv_of,
-        np.zeros((ulysses_degree, ring_degree, ring_degree)),
-    )
+    where = ring_of, q_of, kv_of
+    tiles = np.zeros((ulysses_degree, ring_degree, ring_degree))
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    return SparsePlan(ulysses_degree, ring_degree, num_kv_heads, q, kv, *where, tiles)
 
 
 PLANNERS = (*METHODS, "paper", "in_order")
-"""The methods, and what they are compared with."""
+"""The methods, and two baselines."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
-    """Work (H, Q, C) by query block and column: key blocks, or the keys of each ring rank."""
+    """The work (H, Q, C) of query blocks, by column: key blocks, or the keys of each ring rank."""
 
     work: Counts
-    lens: Ints  # (C,) tokens that a count of one stands for
-    home: Ints  # (C,) ring rank of each column at home
+    lens: Ints  # (C,) tokens of a count of 1
+    home: Ints  # (C,) ring rank at which each column is
     q: BlockLayout
     kv: BlockLayout
     ulysses_degree: int
@@ -158,7 +152,7 @@ class Columns:
 
     @property
     def q_home(self) -> Ints:
-        """(Q,) ring rank of each query block at home."""
+        """(Q,) ring rank at which each query block is."""
         return self.q.home // self.ulysses_degree
 
     def per_block(self) -> Ints:
@@ -175,17 +169,14 @@ class Columns:
 
 
 def plan_under(plan: SparsePlan, work: npt.ArrayLike) -> SparsePlan:
-    """Return the same decision with other work, masks or counts, in its tiles."""
+    """Return the plan with other work, masks or counts, in its tiles."""
     columns = Columns.of(work, plan.q, plan.kv, plan.ulysses_degree, plan.ring_degree)
     if len(columns.work) != len(plan.ring_of):
         raise ConfigError(f"work of {len(columns.work)} heads for a plan of {len(plan.ring_of)}")
     column_of = plan.kv_of
     if not columns.are_blocks:
         if (plan.kv_of != plan.kv.home // plan.ulysses_degree).any():
-            raise ConfigError(
-                "this plan moves keys, and counts are by the ring rank where keys are at home: "
-                "give the masks, or make plans from counts"
-            )
+            raise ConfigError("this plan moves keys, and counts are by their homes: give the masks")
         column_of = np.tile(columns.home, (plan.ulysses_degree, 1))
     rings = zip(columns.matrices(plan.ring_of), plan.q_of, column_of, strict=True)
     return replace(plan, tiles=np.stack([tile_work(*ring, plan.ring_degree) for ring in rings]))
@@ -203,8 +194,8 @@ def sparse_imbalance(
         masks: (H, Q, K) bool.
         ulysses_degree: U; 1 is ring attention.
         ring_degree: R; 1 is Ulysses.
-        plan: Who computes what; work is then in pairs of tokens. Default: heads in their order, and
-            runs of blocks on each ring rank, as even as their numbers allow; blocks count 1.
+        plan: Makes work count in pairs of tokens. Default: heads in order, and runs of blocks on
+            each ring rank, as even as their numbers allow; blocks count 1.
     """
     masks, degrees = check_masks(masks), (ulysses_degree, ring_degree)
     check_degrees(*degrees)
@@ -213,10 +204,8 @@ def sparse_imbalance(
         q, kv = (BlockLayout.contiguous(lens, *degrees) for lens in ones)
         plan = in_order(len(masks), q, kv, *degrees)
     if (plan.ulysses_degree, plan.ring_degree) != degrees:
-        raise ConfigError(
-            f"a plan for {plan.ulysses_degree} x {plan.ring_degree} ranks (Ulysses x ring) on a "
-            f"mesh of {ulysses_degree} x {ring_degree}"
-        )
+        planned = f"{plan.ulysses_degree} x {plan.ring_degree} ranks (Ulysses x ring)"
+        raise ConfigError(f"a plan for {planned} on a mesh of {ulysses_degree} x {ring_degree}")
     return plan_under(plan, masks).imbalance
 
 
@@ -227,15 +216,14 @@ class SparsePlanner:
     Args:
         ulysses_degree: U.
         ring_degree: R.
-        method: How blocks are placed: "stripe" or "minimal_move", as for `partition_blocks`. To
-            compare with: "paper" is the method of db-SP, "in_order" leaves heads in their order and
-            blocks where they are, as without a plan.
-        target: Imbalance at which "minimal_move" moves no more, over the mean work of all ranks. It
-            moves nothing on a ring without Ulysses ranks whose critical path is as short as that.
+        method: "stripe" or "minimal_move", as for `partition_blocks`; or a baseline: "paper" of
+            db-SP, or "in_order": heads in order, blocks where they are.
+        target: Imbalance over the mean work of all ranks at which "minimal_move" ends. Without
+            Ulysses ranks it moves nothing if the critical path is as short as that.
         cut_above: See `partition_heads`.
-        row_work: Pairs of tokens that a rank computes in the time that a row takes to come. A cut
-            brings a rank the keys and values of a head, so no head is cut for less than these.
-        reward: For "paper": how much less loaded a block's home rank counts, in blocks like it.
+        row_work: Pairs of tokens that a rank computes while it receives a row. No head is cut for
+            less work than the keys and values that a cut sends to another rank.
+        reward: See `REWARD`; of "paper".
     """
 
     ulysses_degree: int = 1
@@ -259,13 +247,13 @@ class SparsePlanner:
         *,
         num_kv_heads: int | None = None,
     ) -> SparsePlan:
-        """Decide who computes what.
+        """Decide which rank computes which query blocks of which heads.
 
         Args:
-            work: (H, Q, K) masks, or (H, Q, R) counts by home ring rank: `block_counts` with
-                the lengths of `kv`. With counts, keys stay at home.
+            work: (H, Q, K) masks, or (H, Q, R) counts: `block_counts` with the lengths and homes
+                of `kv`. With counts, keys stay at home.
             q: The query blocks at home.
-            kv: The key blocks at home. Default: those of the queries.
+            kv: The key blocks at home. Default: `q`.
             num_kv_heads: Key-value heads. Default: H.
         """
         kv, degrees = q if kv is None else kv, (self.ulysses_degree, self.ring_degree)
@@ -281,9 +269,9 @@ class SparsePlanner:
         matrices = columns.matrices(ring_of)
         if self.method == "paper":  # places blocks alike in all rings
             ring, homes = self.ring_degree, (columns.q_home, columns.home)
-            shared = paper_blocks(matrices.sum(axis=0), ring, homes, reward=self.reward)
-            placed = shared.q_of, shared.kv_of, ring
-            rings = [replace(shared, tiles=tile_work(matrix, *placed)) for matrix in matrices]
+            alike = paper_blocks(matrices.sum(axis=0), ring, homes, reward=self.reward)
+            where = alike.q_of, alike.kv_of, ring
+            rings = [replace(alike, tiles=tile_work(matrix, *where)) for matrix in matrices]
         else:
             rings = self._placed(columns, matrices)
         q_of, column_of, tiles = (
@@ -296,24 +284,18 @@ class SparsePlanner:
     def _check(self, columns: Columns, num_kv_heads: int) -> None:
         num_heads, num_ranks = len(columns.work), self.ulysses_degree * self.ring_degree
         if num_heads % num_kv_heads:
-            raise ConfigError(
-                f"{num_heads} heads and {num_kv_heads} key-value heads: the former must be a "
-                "multiple of the latter"
-            )
+            heads = f"{num_heads} heads and {num_kv_heads} key-value heads"
+            raise ConfigError(f"{heads}: the former must be a multiple of the latter")
         sides = ("q", columns.q, num_heads), ("kv", columns.kv, num_kv_heads)
         for name, layout, heads in sides:
             if (most := int(layout.home.max(initial=0))) >= num_ranks:
                 raise ConfigError(f"{name}.home names rank {most}: there are {num_ranks} ranks")
             if layout.order is not None and len(layout.order) != heads:
-                raise ConfigError(
-                    f"{name}.order of {len(layout.order)} heads for {heads} heads of {name}: give "
-                    "each its order"
-                )
+                wrong = f"{name}.order of {len(layout.order)} heads for {heads} heads of {name}"
+                raise ConfigError(f"{wrong}: give each its order")
         if self.method == "paper" and self.ring_degree > 1 and not columns.are_blocks:
-            raise ConfigError(
-                'method "paper" moves keys, and counts are by the ring rank where keys are at '
-                'home: give the masks, or use "minimal_move"'
-            )
+            wrong = 'method "paper" moves keys, and counts are by their homes'
+            raise ConfigError(f'{wrong}: give the masks, or use "minimal_move"')
 
     def _rings(self, columns: Columns) -> Ints:
         """Return (H, Q) ring of every query block of every head."""
@@ -321,7 +303,7 @@ class SparsePlanner:
         if self.method == "paper":
             rings_H = greedy(per_block.sum(axis=1), self.ulysses_degree)
             return np.repeat(rings_H[:, None], per_block.shape[1], axis=1)
-        # In turns from the ring ranks, so that every rank of a ring gets its share of a cut head.
+        # Query blocks take turns by ring rank, so that all ranks of a ring share a cut head.
         order = np.lexsort((columns.q_home, num_before(columns.q_home)))
         num_rows = 2 * int(columns.kv.lens.sum())  # keys and values of a head
         cost = self.row_work * num_rows * self.ulysses_degree / max(int(per_block.sum()), 1)
@@ -334,8 +316,8 @@ class SparsePlanner:
     def _placed(self, columns: Columns, matrices: Floats) -> list[BlockPlan]:
         """Place the blocks of each ring, from its work (U, Q, C)."""
         if self.method == "minimal_move" and self.ulysses_degree == 1:
-            # Without Ulysses ranks moves are an exchange more. They must shorten what ranks wait
-            # for, which is their neighbours alone.
+            # Without Ulysses ranks, moves cost an extra exchange: they must shorten the critical
+            # path, on which ranks wait for their neighbours alone.
             homes = columns.q_home, columns.home
             tiles = tile_work(matrices[0], *homes, self.ring_degree)
             if over_mean(coupled_ends(tiles), tiles) <= self.target:

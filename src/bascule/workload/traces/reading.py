@@ -20,7 +20,7 @@ from bascule.arrays import Ints
 from bascule.checks import MAX_RANKS, is_int, shown
 from bascule.errors import ConfigError
 from bascule.files import check_regular, parse_json
-from bascule.plan.marks import LengthMark, read_mark
+from bascule.marks import LengthMark, read_mark
 from bascule.workload.traces.spans import Spans, minus, spans_of, union
 
 NumberedBy = Literal["ProfilerStep", "bascule's train_step", "Optimizer.step"]

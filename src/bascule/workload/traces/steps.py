@@ -18,8 +18,8 @@ import numpy as np
 from bascule.arrays import Floats, Ints
 from bascule.checks import shown
 from bascule.errors import ConfigError
+from bascule.marks import LengthMark
 from bascule.plan import metrics
-from bascule.plan.marks import LengthMark
 from bascule.workload.traces.reading import RankTrace
 from bascule.workload.traces.spans import Spans, minus, seconds_within, union, within
 from bascule.workload.traces.writing import Kind, Segment

@@ -16,8 +16,8 @@ from bascule.errors import ConfigError
 from bascule.files import read_json_lines
 from bascule.machine.costs import PolynomialCost
 from bascule.machine.fits import TYPICAL_CROSSOVER_TOKENS, fit_iterations
+from bascule.marks import What
 from bascule.plan import metrics
-from bascule.plan.marks import What
 from bascule.plan.plan import Plan, plan_batch
 from bascule.plan.topology import Topology
 from bascule.workload.traces.reading import RankTrace

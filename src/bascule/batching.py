@@ -1,4 +1,4 @@
-"""Forward passes over samples of one shape, as many of them as the ranks need."""
+"""Split samples into forward passes over samples of one shape, as many as each rank needs."""
 
 from dataclasses import dataclass
 
@@ -26,11 +26,11 @@ def forward_passes(
     max_items: int | None = None,
     is_aligned: bool,
 ) -> list[list[ForwardPass]]:
-    """Part samples into the forward passes of each bag, the longest first.
+    """Split samples into the forward passes of each bag, the longest first.
 
-    Samples of a pass have the same form, and at most `max_tokens` on a rank; a longer one goes
-    alone. Each bag has a pass, and if `is_aligned`, as under FSDP, as many as the others: passes
-    are halved, or the shortest sample is computed once more.
+    Samples of a pass have the same shape (a number in `forms`), and at most `max_tokens` on a rank;
+    longer ones go alone. Each bag has a pass, and if `is_aligned`, as under FSDP, as many as the
+    others: passes are halved, or the shortest sample is computed once more.
     """
     by_bag = np.argsort(bag_of, kind="stable")
     parts = np.split(by_bag, np.cumsum(np.bincount(bag_of, minlength=bag_sizes.size))[:-1])
@@ -42,7 +42,7 @@ def forward_passes(
     shortest = np.array([lens.argmin()])
     for passes in bags:
         _fill(passes, wanted, lens, shortest)
-        passes.sort(key=lambda one: (one.is_dummy, -one.num_tokens))
+        passes.sort(key=lambda batch: (batch.is_dummy, -batch.num_tokens))
     return bags
 
 
@@ -61,14 +61,14 @@ def _by_form(
 
 
 def _fill(passes: list[ForwardPass], wanted: int, lens: Ints, shortest: Ints) -> None:
-    """Make as many passes as are wanted."""
+    """Add passes until there are as many as are wanted."""
     while len(passes) < wanted:
-        several = [one for one in passes if one.ids.size > 1]
-        if several:
-            longest = max(several, key=lambda one: one.num_tokens)
+        if divisible := [batch for batch in passes if batch.ids.size > 1]:
+            longest = max(divisible, key=lambda batch: batch.num_tokens)
             passes.remove(longest)
             halves = np.array_split(longest.ids, 2)
             passes += [ForwardPass(half, int(lens[half].sum())) for half in halves]
         else:
-            own = min((one.ids for one in passes), key=lambda ids: lens[ids[0]], default=shortest)
-            passes.append(ForwardPass(own, int(lens[own].sum()), is_dummy=True))
+            samples = (batch.ids for batch in passes)
+            copied = min(samples, key=lambda ids: lens[ids[0]], default=shortest)
+            passes.append(ForwardPass(copied, int(lens[copied].sum()), is_dummy=True))

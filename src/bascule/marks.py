@@ -20,10 +20,10 @@ _MARK = re.compile(r"bascule::(?:(step|batch) )?(lens|loaded)(?:/([0-9]{1,6}))? 
 
 @dataclass(frozen=True, slots=True)
 class LengthMark:
-    """Lengths as the name of a range."""
+    """The lengths in the name of a range."""
 
     lens: tuple[int, ...]
-    what: What = "lens"  # that the rank computes on, or those that it "loaded"
+    what: What = "lens"  # lengths that the rank computes on, or that it "loaded"
     origin: Origin = ""  # a "step" of `SequenceParallel`, a "batch" of a loader, or a user
     shared_by: int = 1  # ranks that share each sequence
 
@@ -36,7 +36,7 @@ class LengthMark:
 def marks_of(
     origin: Origin, lens: Sequence[int], loaded: Sequence[int], shared_by: int = 1
 ) -> list[str]:
-    """Name a rank's part in a step; what it loaded only if that is something else."""
+    """Name a rank's part in a step; the loaded lengths only if they differ."""
     computed = LengthMark(tuple(lens), "lens", origin, shared_by)
     if shared_by == 1 and sorted(lens) == sorted(loaded):
         return [str(computed)]

@@ -1,4 +1,4 @@
-"""Bytes that a rank sends to others, counted from lengths and heads alone."""
+"""Count the bytes that a rank sends to others, from lengths and heads alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,20 +8,18 @@ from bascule.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class HeadShares:
-    """The key-value heads of each Ulysses rank, as even as possible, and their query heads."""
+    """The key-value heads of each Ulysses rank, as even as possible."""
 
-    base: int  # key-value heads of a rank
-    num_more: int  # the first ranks that have one more
+    base: int  # key-value heads that every rank has
+    num_more: int  # first ranks, each with one more
     size: int  # ranks
 
     @classmethod
     def split(cls, num_kv_heads: int, size: int) -> "HeadShares":
         """Share the heads of a layer among some ranks, each of which must get one."""
         if num_kv_heads < size:
-            raise ConfigError(
-                f"a bag of {size} ranks cannot share {num_kv_heads} key-value heads: Ulysses gives "
-                f"every rank at least one, so use bags of at most {num_kv_heads} ranks"
-            )
+            wrong = f"a bag of {size} ranks cannot share {num_kv_heads} key-value heads"
+            raise ConfigError(f"{wrong}, one a rank: use bags of at most {num_kv_heads} ranks")
         return cls(num_kv_heads // size, num_kv_heads % size, size)
 
     @property
@@ -30,17 +28,17 @@ class HeadShares:
         return self.base * self.size + self.num_more
 
     def of(self, rank: int) -> int:
-        """Key-value heads of one rank."""
+        """Return the number of key-value heads of a rank."""
         return self.base + (rank < self.num_more)
 
     def first(self, rank: int) -> int:
-        """The first key-value head of one rank."""
+        """Return the first key-value head of a rank."""
         return self.base * rank + min(rank, self.num_more)
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that a rank sends to other ranks, by what they are for."""
+    """Bytes that a rank sends to other ranks, by purpose."""
 
     routed: int = 0  # rows of items, to where they are computed and back
     heads: int = 0  # the exchanges of Ulysses, and of other layers that share heads
@@ -48,7 +46,7 @@ class Traffic:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Bytes for all purposes."""
         return self.routed + self.heads + self.ring
 
     def __add__(self, other: "Traffic") -> "Traffic":
@@ -68,14 +66,14 @@ class Traffic:
         queries: int,
         row_bytes: int,
     ) -> "Traffic":
-        """Count what a rank sends in the forward of one attention.
+        """Count the bytes that a rank sends in the forward of one attention.
 
-        `tokens` are those of each Ulysses rank, `passed_tokens` those whose keys and values it
-        sends around the ring, over all rounds, `queries` the query heads of a key-value head.
-        `row_bytes` are of a head of a token.
+        `tokens` has the tokens of each Ulysses rank. The rank passes keys and values of
+        `passed_tokens` around the ring, over all rounds. A key-value head serves `queries` query
+        heads, and a head of a token has `row_bytes`.
         """
-        own, home = shares.of(rank), tokens[rank]
-        into = home * (shares.num_kv_heads - own) * (queries + 2)
-        back = (sum(tokens) - home) * own * queries
-        around = 2 * passed_tokens * own
+        local, home = shares.of(rank), tokens[rank]
+        into = home * (shares.num_kv_heads - local) * (queries + 2)
+        back = (sum(tokens) - home) * local * queries
+        around = 2 * passed_tokens * local
         return cls(heads=(into + back) * row_bytes, ring=around * row_bytes)
