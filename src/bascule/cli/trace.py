@@ -97,10 +97,9 @@ def report_of(parts: "StepParts", worth: "Worth | None", unknown: str) -> Report
     """Report what ranks waited for, and the worth of balancing, or why it is `unknown`."""
     num_steps, num_ranks = parts.seconds.shape
     is_known = parts.waited is not None
+    answer = f"{parts.missing}, so what ranks wait and their imbalance are not known"
     if is_known:
         answer = f"Ranks wait {parts.waited:.1%} of the time"
-    else:
-        answer = f"{parts.missing}, so what ranks wait and their imbalance are not known"
     if worth is None:
         answer += f". What balancing would be worth is not known: {unknown}."
     else:

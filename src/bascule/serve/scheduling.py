@@ -183,7 +183,7 @@ class Scheduler:
         return {task: ends[task] for task in tasks}
 
     def _in_turn(self) -> float:
-        """Return the number of the last task that may start; one that runs alone bars later ones."""
+        """Return the number of the last task that may start; one that runs alone bars the rest."""
         last = -1
         for task in self.tasks.values():
             if task.runs_alone and task.phase != "made":

@@ -86,9 +86,7 @@ class Times:
                 oldest = next(iter(self._tables))
                 for table in (self._predicted, self._measured, self._tables):
                     table.pop(oldest, None)
-            self._predicted[size] = {
-                degree: self._predict(size, degree) for degree in self._degrees
-            }
+            self._predicted[size] = {d: self._predict(size, d) for d in self._degrees}
             self._tables[size] = {}
             self._correct([size])
         return self._tables[size]
