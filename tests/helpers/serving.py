@@ -25,7 +25,7 @@ from bascule.serve.scheduling import Scheduler, Task
 from bascule.serve.service import Service
 from bascule.serve.spool import Spool
 from bascule.serve.status import Status
-from bascule.serve.times import Form, Times
+from bascule.serve.times import RequestSize, Times
 
 Script = dict[int | str, Block | str]
 """What becomes of a request after a step, or when it rests: where it goes on, "rest", "cancel"."""
@@ -109,14 +109,14 @@ class Untaught(Times):
     def __init__(self) -> None:
         """Know no pipeline."""
 
-    def measure(self, form: Form, degree: int, seconds: float) -> None:
+    def measure(self, size: RequestSize, degree: int, seconds: float) -> None:
         """Forget it."""
 
 
 def task_of(name: str, number: int, arguments: dict[str, Any]) -> Task:
     """A task by its arguments, whose number is its seed."""
     request = Request(step_s={1: 4.0, 2: 2.0, 4: 1.0}, steps=arguments["num_inference_steps"])
-    facts: dict[str, Any] = {"id": name, "form": Form(1, 1), "arguments": lambda: arguments}
+    facts: dict[str, Any] = {"id": name, "size": RequestSize(1, 1), "arguments": lambda: arguments}
     prompt = Prompt(prompt="", seed=number)
     return Task(number, request, request.steps, prompt=prompt, **facts)
 
@@ -223,9 +223,9 @@ class Restless:
 class Even(Times):
     """Seconds of steps by which ranks gain all that they could; nothing is measured."""
 
-    def step_s(self, form: Form) -> dict[int, float]:
+    def step_s(self, size: RequestSize) -> dict[int, float]:
         """As many seconds as tokens, shared by the ranks."""
-        return {degree: 0.01 * form.num_tokens / degree for degree in (1, 2, 4)}
+        return {degree: 0.01 * size.num_tokens / degree for degree in (1, 2, 4)}
 
     measure = Untaught.measure
 

@@ -8,9 +8,9 @@ import torch
 
 from bascule.generate.options import Prompt
 from bascule.machine.cluster import HardwareProfile
-from bascule.serve.times import Form, Times
+from bascule.serve.times import RequestSize, Times
 
-LARGE, SMALL, TINY = Form(4096, 1), Form(1024, 2), Form(16, 1)
+LARGE, SMALL, TINY = RequestSize(4096, 1), RequestSize(1024, 2), RequestSize(16, 1)
 
 
 def times(**factors: int) -> Times:
@@ -40,7 +40,7 @@ def takes(**defaults: object) -> dict[str, Any]:
     ],
 )
 def test_forms(factors: Any, defaults: Any, settings: Any, form: tuple[int, int]) -> None:
-    assert times(**factors).form(Prompt(prompt="a", **settings), takes(**defaults)) == form
+    assert times(**factors).request_size(Prompt(prompt="a", **settings), takes(**defaults)) == form
 
 
 def test_what_is_not_measured_scales_as_what_is() -> None:
@@ -80,5 +80,5 @@ def test_few_forms_are_remembered() -> None:
     one = times()
     one.measure(LARGE, 1, 2.0)
     for num_tokens in range(1, 201):
-        one.measure(Form(num_tokens, 1), 0, 1.0)
+        one.measure(RequestSize(num_tokens, 1), 0, 1.0)
     assert max(map(len, (one._tables, one._predicted, one._measured))) == 64

@@ -74,23 +74,22 @@ def report_of(summary: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Repor
     """
     setting, before, after = summary["setting"], *(summary[arm] for arm in _ARMS)
     best, ways = setting["topology"], summary["topologies"]
-    by_way = {name: [one for one in steps if one["topology"] == name] for name in ways}
+    by_way = {name: [step for step in steps if step["topology"] == name] for name in ways}
     measured, predicted = summary["measured_ratio"], summary["predicted_ratio"]
     error = measured / predicted - 1
     ranks = f"{setting['world_size']} ranks ({setting['device']})"
     is_loader, (low, high) = "loader" in summary, summary["measured_ratio_spread"]
-    is_same = not any(one["moved_tokens"] for one in ways.values()) and "stages" not in summary
+    is_same = not any(ways[name]["moved_tokens"] for name in ways) and "stages" not in summary
     way = "data loader" if is_loader else f"bags {', '.join(ways)}"
     labels = {name: name if len(ways) > 1 else _ARMS["balanced"] for name in ways}
     sent = "sent a step" if is_loader else "sent a step, forward"
     lines = {
-        key: {_ARMS["unbalanced"]: [one[f"{key}_unbalanced"] for one in by_way[best]]}
-        | {labels[name]: [one[f"{key}_balanced"] for one in by_way[name]] for name in ways}
+        key: {_ARMS["unbalanced"]: [step[f"{key}_unbalanced"] for step in by_way[best]]}
+        | {labels[name]: [step[f"{key}_balanced"] for step in by_way[name]] for name in ways}
         for key in ("seconds", "loss")
     }
-    without, balanced = (
-        sum(lines["seconds"][name]) for name in (_ARMS["unbalanced"], labels[best])
-    )
+    arms = _ARMS["unbalanced"], labels[best]
+    without, balanced = (sum(lines["seconds"][arm]) for arm in arms)
     rows = [
         (label, *(form.format(*np.atleast_1d(arm[key])) for arm in (before, after)))
         for label, key, form in _ROWS
@@ -171,30 +170,30 @@ def _topologies(summary: dict[str, Any], seconds: Mapping[str, Sequence[float]])
     rows += [
         (
             name,
-            one["balanced"]["imbalance"],
-            one["predicted_ratio"],
+            topology["balanced"]["imbalance"],
+            topology["predicted_ratio"],
             "{:.2f}x ({:.2f} to {:.2f})".format(
-                one["measured_ratio"], *one["measured_ratio_spread"]
+                topology["measured_ratio"], *topology["measured_ratio_spread"]
             ),
-            one["sent_bytes_per_step"],
+            topology["sent_bytes_per_step"],
             firsts[name],
         )
-        for name, one in summary["topologies"].items()
+        for name, topology in summary["topologies"].items()
     ]
-    forms = columns("bags", "imbalance: {:.3f}", "predicted, compute only: {:.2f}x")
-    forms |= columns("measured (10% to 90% of steps)") | {"sent a step, forward": mib}
-    return [Rows("Topologies", forms | columns("steps won"), rows)]
+    formats = columns("bags", "imbalance: {:.3f}", "predicted, compute only: {:.2f}x")
+    formats |= columns("measured (10% to 90% of steps)") | {"sent a step, forward": mib}
+    return [Rows("Topologies", formats | columns("steps won"), rows)]
 
 
 def _stages(summary: dict[str, Any]) -> list[Rows]:
     if "stages" not in summary:
         return []
     names = "imbalance without: {:.2f}", "imbalance with: {:.2f}", "s without: {:.3g}"
-    forms = columns("", *names, "s with: {:.3g}", "speed-up: {:.2f}x")
+    formats = columns("", *names, "s with: {:.3g}", "speed-up: {:.2f}x")
     return [
         Rows(
             f"Stages, {kind}",
-            forms,
+            formats,
             [
                 (
                     name.replace("_", " "),
@@ -213,7 +212,7 @@ def _notes(summary: dict[str, Any], is_same: bool) -> list[str]:
     setting, loader, num_steps = summary["setting"], summary.get("loader"), summary["steps"]
     ways: dict[str, Any] = summary["topologies"]
     differences = {
-        key: max(one[key] for one in ways.values())
+        key: max(topology[key] for topology in ways.values())
         for key in ("loss_difference", "grad_difference_first", "grad_difference")
     }
     fit, wires = setting["fit_error"], "exchange" if loader else "wires"
@@ -229,7 +228,7 @@ def _notes(summary: dict[str, Any], is_same: bool) -> list[str]:
         f"tokens a rank with balancing: {tokens}",
     ]
     if len(ways) > 1 and setting["device"] == "cpu":
-        shares = ", ".join(f"{name} {one['cpu_ratio']:.2f}x" for name, one in ways.items())
+        shares = ", ".join(f"{name} {ways[name]['cpu_ratio']:.2f}x" for name in ways)
         notes.append(f"in CPU seconds of the busiest rank, in which nobody waits: {shares}")
     if loader:
         reasons = loader["reasons"].items()
@@ -257,8 +256,8 @@ def _notes(summary: dict[str, Any], is_same: bool) -> list[str]:
             "warning: the fitted gamma is 0, attention's time did not show, so plans count linear "
             "layers only: measure longer sequences or a quieter machine, or give --gamma"
         )
-    for name, one in ways.items():
-        if not one["single_binds_steps"]:
+    for name, topology in ways.items():
+        if not topology["single_binds_steps"]:
             continue
         advice = (
             "moving whole samples can shorten: larger bags can, with --topology, not --loader"
@@ -266,7 +265,7 @@ def _notes(summary: dict[str, Any], is_same: bool) -> list[str]:
             else f"balancing on bags {name} can shorten: give larger bags with --topology"
         )
         notes.append(
-            f"warning: in {one['single_binds_steps']} of {num_steps} steps one sequence alone "
+            f"warning: in {topology['single_binds_steps']} of {num_steps} steps one sequence alone "
             f"takes as long as its step, which no {advice}"
         )
     return notes

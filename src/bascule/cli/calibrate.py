@@ -89,7 +89,7 @@ def report_of(profile: HardwareProfile, refused: Sequence[str]) -> Report:
         ),
         notes=(
             *(f"refused: {line}" for line in refused),
-            *(f"{one.what}: {_with_error(one.seconds, one.error)}" for one in made.overheads),
+            *(f"{item.what}: {_with_error(item.seconds, item.error)}" for item in made.overheads),
             f"measured {made.date} with torch {made.torch}: {', '.join(made.measured)}; "
             f"{made.settings}",
             f"not measured, taken from {made.base}: {', '.join(base) or 'nothing'}",
@@ -101,7 +101,7 @@ def report_of(profile: HardwareProfile, refused: Sequence[str]) -> Report:
 
 def _with_error(seconds: float, error: float | None) -> str:
     largest = max(seconds, error or 0.0)
-    unit, name = next((x for x in _UNITS if largest >= x[0]), _UNITS[-1])
+    unit, name = next((pair for pair in _UNITS if largest >= pair[0]), _UNITS[-1])
     spread = "unknown" if error is None else f"{error / unit:.2g}"
     return f"{seconds / unit:.3g} ± {spread} {name}"
 
@@ -136,7 +136,7 @@ def _draw(fits: list[Fit]) -> "Figure":
 
 def _points(fits: Sequence[Fit]) -> Rows:
     seconds = "measured, s: {:.4g}", "predicted, s: {:.4g}"
-    forms = columns("", "size: {:,.0f}", "unit", *seconds, "missed by: {:+.1%}", "held out")
+    formats = columns("", "size: {:,.0f}", "unit", *seconds, "missed by: {:+.1%}", "held out")
     rows = [
         (fit.what, size, fit.unit, took, took * (1.0 + miss), miss, "yes" if out else None)
         for fit in fits
@@ -144,4 +144,4 @@ def _points(fits: Sequence[Fit]) -> Rows:
             fit.sizes, fit.seconds, fit.misses.tolist(), fit.held_out, strict=True
         )
     ]
-    return Rows("All points", forms, rows)
+    return Rows("All points", formats, rows)

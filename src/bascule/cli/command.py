@@ -110,7 +110,7 @@ def waiting(task: str) -> Status:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Silence bascule's log, where the first rank will log the same."""
+    """Mute bascule's log in the launcher: rank 0 logs the same again."""
     logger = logging.getLogger("bascule")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -35,9 +35,9 @@ def run(options: DoctorOptions, arguments: list[str]) -> int | None:
 def report_of(report: dict[str, Any]) -> Report:
     """Report a check-up of ranks; of many ranks and links, the slow ones stand first."""
     first, findings = report["ranks"][0], report["findings"]
-    forms = columns("rank", "host", "device", "GB: {:.1f}", "threads", "store, ms: {:.2f}")
+    formats = columns("rank", "host", "device", "GB: {:.1f}", "threads", "store, ms: {:.2f}")
     for work in first["work"]:
-        forms |= columns(f"{work}, GFLOP/s: {{:,.1f}}", f"{work}, over median: {{:.2f}}x")
+        formats |= columns(f"{work}, GFLOP/s: {{:,.1f}}", f"{work}, over median: {{:.2f}}x")
     ranks = [
         (
             *(row[name] for name in ("rank", "host", "device")),
@@ -82,12 +82,12 @@ def report_of(report: dict[str, Any]) -> Report:
         answer=f"{len(findings)} findings." if findings else "nothing was found",
         facts=(),
         parts=(
-            Rows("Ranks", forms, ranks),
+            Rows("Ranks", formats, ranks),
             Rows("Collectives", of_calls, calls),
             Rows("Neighbours", of_links, neighbours),
         ),
         notes=(
-            *(f"found ({one['kind']}): {one['text']}" for one in findings),
+            *(f"found ({finding['kind']}): {finding['text']}" for finding in findings),
             f"rank 0: {versions}, back end {first['backend']}, timeout {first['timeout_s']} s",
             "GB/s count what a rank has to send at least, on the slowest rank",
         ),

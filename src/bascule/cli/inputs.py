@@ -41,7 +41,7 @@ _DEFAULT_BATCH = 4
 
 @dataclass(frozen=True, kw_only=True)
 class InputOptions(ManifestOptions):
-    """The lengths, from one of four sources, and the model.
+    """Lengths, from one of four sources, and the model.
 
     Attributes:
         lengths: Tokens of each sequence, ranks separated by "/", for example 4096,300/512/900,40/.
@@ -124,20 +124,19 @@ class InputOptions(ManifestOptions):
         if self.manifest is None:
             raise ConfigError("lengths do not tell texts from images: give --data or --manifest")
         if num_ranks is None:
-            raise ConfigError(
-                "--manifest needs --ranks, such as --ranks 8: a list of samples has no ranks"
-            )
+            why = "a list of samples has no ranks"
+            raise ConfigError(f"--manifest needs --ranks, such as --ranks 8: {why}")
         return deal(self._drawn(num_ranks, step), num_ranks)
 
     def epoch_batches(self, num_ranks: int) -> int | None:
-        """Return the batches of an epoch of --manifest; None of others."""
+        """Return the batches of an epoch of --manifest; None for other sources."""
         if self.manifest is None:
             return None
         return max(len(self._manifest) // self._step_size(num_ranks), 1)
 
     def _check_source(self) -> None:
         sources = self.lengths, self.file, self.manifest, self.data
-        if (num_sources := sum(one is not None for one in sources)) != 1:
+        if (num_sources := sum(source is not None for source in sources)) != 1:
             raise ConfigError(
                 f"give one of --lengths, --file, --manifest and --data, not {num_sources} of them"
             )

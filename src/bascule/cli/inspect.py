@@ -49,7 +49,7 @@ def report_of(manifest: "Manifest") -> Report:
     total = int(lens.sum())
     longest = np.sort(lens)[-max(len(lens) // 10, 1) :].sum() / max(total, 1)
     bins = zip(edges[:-1].tolist(), (edges[1:] - 1).tolist(), counts, strict=True)
-    forms = columns("tokens from: {:,}", "to: {:,}", "samples: {:,}")
+    formats = columns("tokens from: {:,}", "to: {:,}", "samples: {:,}")
     return Report(
         title=f"Samples of {manifest.path}",
         answer=f"The longest tenth of the samples has {longest:.0%} of the tokens.",
@@ -62,6 +62,6 @@ def report_of(manifest: "Manifest") -> Report:
                 "over_mean", "longest over mean", float(lens.max() / max(lens.mean(), 1)), "{:.1f}x"
             ),
         ),
-        parts=(draw_lengths(lens), Rows("Lengths", forms, list(bins), bars=counts)),
+        parts=(draw_lengths(lens), Rows("Lengths", formats, list(bins), bars=counts)),
         data=tuple(manifest.summary()),
     )

@@ -81,7 +81,7 @@ def result_of_ranks(num_ranks: int, arguments: list[str]) -> str:
         master_listen_fd=listening.detach(),
     )
     launcher = ["--nproc-per-node", str(num_ranks), "--master-addr", _HOST]
-    free = [one.name for one in _SIGNALS if signal.getsignal(one) in _DEFAULTS]
+    free = [number.name for number in _SIGNALS if signal.getsignal(number) in _DEFAULTS]
     # Under nohup in a script none is free, and of no names torchrun would warn.
     launcher += ["--signals-to-handle", ",".join(free) or signal.SIGUSR2.name]
     with tempfile.TemporaryDirectory() as folder:

@@ -59,10 +59,7 @@ def run(options: PlanOptions, arguments: list[str]) -> None:
     if not (is_priced := options.wires or topology == "auto"):
         refuse(options, _OF_WIRES, "changes nothing without --wires, which counts seconds")
     cluster = options.machines(len(lens)) if is_priced else None
-    chosen = {
-        "limits": options.limits,
-        "locality_tolerance": options.locality_tolerance,
-    }
+    chosen = {"limits": options.limits, "locality_tolerance": options.locality_tolerance}
 
     def timed(
         name: str, make: Callable[..., Plan], bags: Topology | str, **keywords: Any
@@ -113,7 +110,7 @@ def report_of(
     names = [f"{bag} ({_bag_spec(plan.topology, bag)})" for bag in bags]
     loads = plan.tokens.tolist(), plan.loads.tolist(), before.tolist()
     rows = list(zip(range(plan.num_ranks), names, *loads, strict=True))
-    forms = columns("rank", "bag", "tokens: {:,}", f"{unit}: {{:.4g}}", "as loaded: {:.4g}")
+    formats = columns("rank", "bag", "tokens: {:,}", f"{unit}: {{:.4g}}", "as loaded: {:.4g}")
     return Report(
         title=f"One batch on {plan.num_ranks} ranks, bags {plan.topology}",
         answer=f"Balanced, this batch is predicted to run {speedup:.2f}x as fast as it was loaded.",
@@ -138,7 +135,7 @@ def report_of(
                 lambda: draw_step(plan, cost, cluster, unit),
             ),
             draw_lengths(plan.seq_lens),
-            Rows("All ranks", forms, rows, bars=loads[1]),
+            Rows("All ranks", formats, rows, bars=loads[1]),
         ),
         notes=(
             f"binds: {_binding(plan, cost, cluster)}",
@@ -161,13 +158,13 @@ def _compared(plans: "Sequence[tuple[str, Plan, float]]", before: "Floats", unit
     from bascule.plan import metrics
 
     names = "", f"makespan, {unit}: {{:.6g}}", "gap: {:.3%}", "imbalance: {:.4f}", "WIR: {:.4f}"
-    forms = columns(*names, "tokens moved: {:,}") | {"planning": ms}
+    formats = columns(*names, "tokens moved: {:,}") | {"planning": ms}
     rows: list[tuple[Any, ...]] = [
         (name, plan.makespan, plan.gap, plan.imbalance, plan.wir, plan.moved_tokens, seconds)
         for name, plan, seconds in plans
     ]
     loaded = float(before.max()), None, metrics.imbalance(before), metrics.wir(before), 0, None
-    return Rows("Plans compared", forms, [*rows, ("as loaded", *loaded)])
+    return Rows("Plans compared", formats, [*rows, ("as loaded", *loaded)])
 
 
 def _binding(plan: "Plan", cost: "Cost", cluster: "Cluster | None") -> str:

@@ -104,9 +104,9 @@ def run(options: SimulateOptions, arguments: list[str]) -> None:
         result = _simulated(batches, profile, cost, options.topologies, setting)
     console = publish(options, result.to_report())
     if options.traces is not None:
-        for one in result.runs:
-            folder = options.traces / one.name.replace(" ", "_")
-            saved(console, *write_steps(folder, segments_of(one), result.num_ranks))
+        for run in result.runs:
+            folder = options.traces / run.name.replace(" ", "_")
+            saved(console, *write_steps(folder, segments_of(run), result.num_ranks))
 
 
 def _simulated(
@@ -122,9 +122,8 @@ def _simulated(
     result = simulate(batches, profile=profile, model=cost, topologies=topologies, options=setting)
     if not setting.stages:
         return result
-    even = replace(
-        setting, stages=tuple(replace(stage, is_balanced=True) for stage in setting.stages)
-    )
+    stages = tuple(replace(stage, is_balanced=True) for stage in setting.stages)
+    even = replace(setting, stages=stages)
     runs = simulate(batches, profile=profile, model=cost, topologies=topologies, options=even).runs
-    named = tuple(replace(one, name=f"{one.name} + encoders") for one in runs)
+    named = tuple(replace(run, name=f"{run.name} + encoders") for run in runs)
     return replace(result, runs=(*result.runs, *named))

@@ -79,7 +79,7 @@ class SparseOptions(Outputs, MachineOptions):
                 )
             return ((self.ulysses or 1, self.ring or 1),)
         legal = all_degrees(self.ranks)
-        fitting = [x for x in legal if self.ulysses in (None, x[0]) and self.ring in (None, x[1])]
+        fitting = [(u, r) for u, r in legal if self.ulysses in (None, u) and self.ring in (None, r)]
         if not fitting:
             degrees = {"--ulysses": self.ulysses, "--ring": self.ring}
             words = ", ".join(f"{name} {value}" for name, value in degrees.items() if value)
@@ -160,13 +160,13 @@ def _of_file(options: SparseOptions, path: Path) -> _Source:
             raise ConfigError(f"{flag(name)} {getattr(options, name)}: {path} has {size}")
 
     def of_layer(layer: int, step: int) -> "Bools":
-        one = masks[step, layer]
-        if not one.any():
+        mask = masks[step, layer]
+        if not mask.any():
             raise ConfigError(
                 f"{path}: nothing is computed in step {step} of layer {layer}: look at fewer with "
                 "--steps or --layers, or save ~masks if they say what is hidden"
             )
-        return one
+        return mask
 
     q_lens, kv_lens = (np.full(size, options.block) for size in masks.shape[3:])
     looked_at = options.layers or num_layers, options.steps or num_steps
@@ -266,7 +266,7 @@ def _kept(study: "Study") -> Rows:
     from bascule.sim.sparse_study import DEFAULT, mesh_name
 
     tolerance = study.setting.tolerance
-    forms = columns("mesh", "plans made", "kept", "rho, mean: {:.4f}", "rho, max: {:.4f}")
+    formats = columns("mesh", "plans made", "kept", "rho, mean: {:.4f}", "rho, max: {:.4f}")
     rows: list[Sequence[Any]] = []
     for mesh in study.setting.meshes:
         reuses = [run.reuses[mesh, tolerance] for run in study.runs]
@@ -274,7 +274,7 @@ def _kept(study: "Study") -> Rows:
         made = sum(reuse.state.num_planned for reuse in reuses)
         kept = sum(reuse.state.num_kept for reuse in reuses)
         rows.append((mesh_name(mesh), made, kept, sum(rho) / len(rho), max(rho)))
-    return Rows(f"{DEFAULT} over the steps, plans kept within {tolerance:g}", forms, rows)
+    return Rows(f"{DEFAULT} over the steps, plans kept within {tolerance:g}", formats, rows)
 
 
 def _strategies(study: "Study") -> Rows:
@@ -319,7 +319,7 @@ def draw(study: "Study", head: int) -> "Figure":
     mask, colors = study.masks[head].astype(np.uint8), [(0.0, "white"), (1.0, "#1f3b73")]
     figure.add_heatmap(z=mask, zmin=0, zmax=1, colorscale=colors, showscale=False, row=1, col=1)
     plan = study.setting.plan(DEFAULT, study.masks, mesh)
-    _draw_classes(figure, plan.rank_of, [str(x) for x in range(plan.num_ranks)], "rank", (1, 2))
+    _draw_classes(figure, plan.rank_of, list(map(str, range(plan.num_ranks))), "rank", (1, 2))
     chosen = [[meshes.index(choice.degrees) for choice in run.choices] for run in study.runs]
     _draw_classes(figure, np.array(chosen), [mesh_name(mesh) for mesh in meshes], "mesh", (2, 1))
     for place, mesh in enumerate(meshes):

@@ -78,8 +78,8 @@ def report_of(
     """Report a ranking of bags for batches with sequences like `lens`, and why."""
     first, last = ranking.rows[0], ranking.rows[-1]
     ratio = last.seconds / first.seconds if first.seconds > 0 else 1.0
-    forms = columns("bags", "seconds: {:.4g}", "imbalance: {:.4f}", "gap: {:.2%}", "why")
-    forms["why"] = "\n".join
+    formats = columns("bags", "seconds: {:.4g}", "imbalance: {:.4f}", "gap: {:.2%}", "why")
+    formats["why"] = "\n".join
     rows = [(row.spec, row.seconds, row.imbalance, row.gap, row.reasons) for row in ranking.rows]
     best = f"{first.spec} is the fastest: {'; '.join(first.reasons)}."
     return Report(
@@ -102,7 +102,7 @@ def report_of(
                 {"seconds": [row.seconds for row in ranking.rows[:_MOST_BARS]]},
                 "s",
             ),
-            Rows("Ranking", forms, rows, num_shown=num_shown),
+            Rows("Ranking", formats, rows, num_shown=num_shown),
             draw_lengths(lens),
         ),
         notes=(

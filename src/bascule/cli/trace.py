@@ -66,7 +66,7 @@ def run(options: TraceOptions, arguments: list[str]) -> None:
         lens, unknown = manifest or RunLengths({}, {}), str(error)
     console = publish(options, report_of(parts, worth, unknown))
     if options.out is not None:
-        sizes = [one.world_size for one in traces if one.world_size is not None]
+        sizes = [trace.world_size for trace in traces if trace.world_size is not None]
         world_size = max([*sizes, int(parts.ranks.max()) + 1])
         saved(console, *write_steps(options.out, segments_of(parts, lens.computed), world_size))
 
@@ -97,10 +97,9 @@ def report_of(parts: "StepParts", worth: "Worth | None", unknown: str) -> Report
     """Report what ranks waited for, and the worth of balancing, or why it is `unknown`."""
     num_steps, num_ranks = parts.seconds.shape
     is_known = parts.waited is not None
+    answer = f"{parts.missing}, so what ranks wait and their imbalance are not known"
     if is_known:
         answer = f"Ranks wait {parts.waited:.1%} of the time"
-    else:
-        answer = f"{parts.missing}, so what ranks wait and their imbalance are not known"
     if worth is None:
         answer += f". What balancing would be worth is not known: {unknown}."
     else:
@@ -110,10 +109,10 @@ def report_of(parts: "StepParts", worth: "Worth | None", unknown: str) -> Report
         )
     names = [name for name in _PARTS if name != "waiting" or is_known]
     means = [getattr(parts, name).mean(axis=0) * 1e3 for name in ("seconds", *names)]
-    forms = {"rank": "{}"} | dict.fromkeys(("step", *names), "{:.4g}")
+    formats = {"rank": "{}"} | dict.fromkeys(("step", *names), "{:.4g}")
     if is_known:
         means.append(np.array([np.sum(parts.slowest == rank) for rank in parts.ranks]))
-        forms["slowest"] = "{:.0f} steps"
+        formats["slowest"] = "{:.0f} steps"
     rows = list(zip(*(column.tolist() for column in (parts.ranks, *means)), strict=True))
     compute = "kernels of a device" if parts.on_device else "operators of the host"
     return Report(
@@ -141,7 +140,7 @@ def report_of(parts: "StepParts", worth: "Worth | None", unknown: str) -> Report
                 ("step", "s"),
                 {"slowest rank": parts.own.max(axis=1), "mean": parts.own.mean(axis=1)},
             ),
-            Rows("All ranks, ms a step", forms, rows),
+            Rows("All ranks, ms a step", formats, rows),
             *([] if worth is None else [_worth_of_steps(worth)]),
         ),
         notes=(
@@ -171,7 +170,7 @@ def _worth_facts(worth: "Worth | None") -> list[Fact]:
 
 def _worth_of_steps(worth: "Worth") -> Rows:
     times = "step, ms: {:.4g}", "by the model, ms: {:.4g}"
-    forms = columns("", *times, "model's imbalance: {:.4f}")
+    formats = columns("", *times, "model's imbalance: {:.4f}")
     rows: list[Sequence[Any]] = [
         ("as run", worth.measured_s * 1e3, worth.model_s * 1e3, worth.imbalance)
     ]
@@ -179,4 +178,4 @@ def _worth_of_steps(worth: "Worth") -> Rows:
         rows.append(("without the run's own plan", None, worth.as_loaded_s * 1e3, None))
     times = worth.predicted_s * 1e3, worth.balanced_s * 1e3
     rows.append(("balanced, predicted", *times, worth.balanced_imbalance))
-    return Rows(f"What balancing is worth, {worth.num_steps} steps", forms, rows)
+    return Rows(f"What balancing is worth, {worth.num_steps} steps", formats, rows)

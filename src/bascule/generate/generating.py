@@ -63,7 +63,8 @@ def enable_tiles(pipeline: Any) -> None:
 def _multiple_of(pipeline: Any) -> int:
     """Return what sides of images are multiples of; 1 if it is not known."""
     processors = (getattr(pipeline, f"{kind}_processor", None) for kind in ("image", "video"))
-    factors = (getattr(getattr(x, "config", None), "vae_scale_factor", None) for x in processors)
+    configs = (getattr(processor, "config", None) for processor in processors)
+    factors = (getattr(config, "vae_scale_factor", None) for config in configs)
     return next((factor for factor in factors if isinstance(factor, int)), 1)
 
 
@@ -91,7 +92,7 @@ def check_prompt(
     if (check := getattr(pipeline, "check_inputs", None)) is not None:
         if picture:
             arguments.setdefault("image", Image.new("RGB", (multiple, multiple)))
-        values = {name: getattr(x, "default", None) for name, x in takes.items()} | arguments
+        values = {name: getattr(takes[name], "default", None) for name in takes} | arguments
         try:
             check(**{name: values.get(name) for name in inspect.signature(check).parameters})
         except ValueError as error:

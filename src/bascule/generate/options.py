@@ -174,7 +174,7 @@ def names_of(prompts: Sequence[Prompt], options: GenerateOptions) -> list[str]:
 def are_made(prompts: Sequence[Prompt], options: GenerateOptions) -> bool:
     """Return whether all outputs exist, as images or as videos."""
     paths = [options.out / name for name in names_of(prompts, options)]
-    return all(any(os.path.exists(f"{x}{end}") for end in (IMAGE, VIDEO)) for x in paths)
+    return all(any(os.path.exists(f"{path}{end}") for end in (IMAGE, VIDEO)) for path in paths)
 
 
 def _digest(*parts: bytes) -> str:

@@ -25,11 +25,11 @@ _FEWEST_TO_FOLD = 12  # rows of a table that is folded at first
 _MOST_ROWS = 200
 _BAR_WIDTH = 28
 
-Form = str | Callable[[Any], str]  # a form of `str.format`, or a function
+Format = str | Callable[[Any], str]  # a pattern of `str.format`, or a function
 
 
-def columns(*headings: str) -> dict[str, Form]:
-    """Return columns of a table by "heading" or "heading: form", such as "gap: {:.2%}"."""
+def columns(*headings: str) -> dict[str, Format]:
+    """Return columns of a table by "heading" or "heading: format", such as "gap: {:.2%}"."""
     pairs = (heading.partition(": ") for heading in headings)
     return {name: form or "{}" for name, _, form in pairs}
 
@@ -51,7 +51,7 @@ class Fact:
     key: str  # its name where a program reads it
     label: str  # its name for readers
     value: float | str | None
-    form: Form = "{}"
+    form: Format = "{}"
 
     @property
     def text(self) -> str:
@@ -73,7 +73,7 @@ class Rows:
     """A table."""
 
     title: str
-    columns: Mapping[str, Form]  # by heading
+    columns: Mapping[str, Format]  # by heading
     rows: Sequence[Sequence[Any]]  # values; None is an empty cell
     num_shown: int = 64  # rows on a console
     bars: Sequence[float] = ()  # drawn beside the rows on a console, where a page has a chart
@@ -81,9 +81,9 @@ class Rows:
     @property
     def texts(self) -> list[list[str]]:
         """All cells as text."""
-        forms = self.columns.values()
+        formats = self.columns.values()
         return [
-            ["" if x is None else _text(x, form) for x, form in zip(row, forms, strict=True)]
+            ["" if x is None else _text(x, form) for x, form in zip(row, formats, strict=True)]
             for row in self.rows
         ]
 
@@ -162,7 +162,7 @@ def render(report: Report, command: str | None = None) -> str:
     )
 
 
-def _text(value: Any, form: Form) -> str:
+def _text(value: Any, form: Format) -> str:
     return form.format(value) if isinstance(form, str) else form(value)
 
 

@@ -83,7 +83,7 @@ class _Run:
     is_begun: bool = False  # its transformer was called
     encoded: list[Any] = field(default_factory=list[Any])  # by calls of encoders
     num_encoded: int = 0
-    forms: dict[str, Any] = field(default_factory=dict[str, Any])  # of outputs, by transformer
+    specs: dict[str, Any] = field(default_factory=dict[str, Any])  # of outputs, by transformer
     schedulers: list[Any] = field(default_factory=list[Any])  # that took steps; some are copies
     stepped: list[Any] = field(default_factory=list[Any])  # what they returned in this step
     latents: list[Tensor] = field(default_factory=list[Tensor])  # after the last step
@@ -168,7 +168,7 @@ class Engine:
         ways = AttentionMesh(None, None, None), request.attention, sparse
         pairs = zip(request.models, request.tables, strict=True)
         self._parts = [SplitModel(*pair, *ways, check=check_table) for pair in pairs]
-        groups = [Branches(x.branches) for x in self._places.values() if x.branches]
+        groups = [Branches(place.branches) for place in self._places.values() if place.branches]
         self._guided = [GuidedModel(part, groups[0]) for part in self._parts if groups]
         self._calls: dict[Block, list[Any]] = {}  # of the models, compiled if they are
         self._tiled: dict[tuple[int, ...], TiledVAE] = {}  # by their ranks
@@ -194,7 +194,7 @@ class Engine:
 
     @shared("the engine")
     def run(self) -> None:
-        """Run what is ordered, until that is to stop; call it in the main thread.
+        """Run requests as ordered, until the order to stop; call it in the main thread.
 
         Raises:
             CommError: A rank is gone, or failed where others wait for it.
@@ -236,7 +236,7 @@ class Engine:
         run = _Run(block=Block(*message["block"]), ticket=ticket, **item)
         if run.state is not None:
             run.first_step, run.encoded = run.state["step"], run.state["encoded"]
-            run.forms = run.state["forms"]
+            run.specs = run.state["specs"]
         self._use(run.block)
         self._run = run
         try:
@@ -275,7 +275,7 @@ class Engine:
         )[0]
 
     def _fail(self, run: _Run, error: Exception) -> None:
-        """End a request on all ranks of its block; raises if they do not come to know of it."""
+        """End a request on all ranks of its block; raises if they cannot be told."""
         if self._is_over:
             raise error
         reason = str(error)
@@ -317,17 +317,17 @@ class Engine:
                 self._join(run)
         run.num_called += 1  # also of what other ranks computed
         if run.num_done < run.first_step:
-            return mapped(run.forms[name], self._zeros, lambda nest: isinstance(nest, dict))
+            return mapped(run.specs[name], self._zeros, lambda nest: isinstance(nest, dict))
         for part in self._parts:
             if part.sparse is not None:
                 part.sparse.passes.number = run.num_called - 1
         output = call(*args, **kwargs)
-        run.forms.setdefault(name, output)  # whose sizes may be of other ranks, and not known yet
+        run.specs.setdefault(name, output)  # whose sizes may be of other ranks, and not known yet
         return output
 
-    def _zeros(self, form: Mapping[str, Any]) -> Tensor:
-        dtype = getattr(torch, form["dtype"])
-        return torch.zeros(form["shape"], dtype=dtype, device=self._device)
+    def _zeros(self, spec: Mapping[str, Any]) -> Tensor:
+        dtype = getattr(torch, spec["dtype"])
+        return torch.zeros(spec["shape"], dtype=dtype, device=self._device)
 
     def _decode(self, decode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         run = self._run
@@ -350,14 +350,14 @@ class Engine:
             if run.state is not None and run.num_done + 1 == run.first_step:
                 output = rebuilt(output, iter(run.state["stepped"][len(run.stepped)]))
             run.stepped.append(output)
-            if all(scheduler is not known for known in run.schedulers):
+            if all(scheduler is not other for other in run.schedulers):
                 run.schedulers.append(scheduler)
         return output
 
     # --- between two steps ------------------------------------------------------------------------
 
     def _boundary(self, run: _Run, carried: Mapping[str, Any]) -> None:
-        """Go on, go on on other ranks, or end here, as the first rank of the block says."""
+        """Continue, move to other ranks or end here, as the first rank of the block decides."""
         decision, ticket = np.zeros(3, np.int64), None
         if self._leads(run):
             self._synchronize()
@@ -374,7 +374,7 @@ class Engine:
         run.since = time.perf_counter()
 
     def _decide(self, run: _Run, carried: Mapping[str, Any]) -> tuple[Ints, Ticket | None]:
-        """Return action and block, and where the state is that others need."""
+        """Return action and block, and the ticket of the state for joining ranks."""
         order, block, ticket = self._order(run), run.block, None
         action = _ACTIONS[order["action"]]
         if action == _MOVE:
@@ -418,7 +418,7 @@ class Engine:
         self._enter(run, waits=bool(joining))
 
     def _join(self, run: _Run) -> dict[str, Any]:
-        """Take over what the steps before left; return what the pipeline goes on with."""
+        """Restore the state after the earlier steps; return the tensors the pipeline needs next."""
         state, run.state = run.state, None
         assert state is not None
         write_kept(self._keepers(run), state["kept"])
@@ -427,7 +427,7 @@ class Engine:
         return state["carried"]
 
     def _enter(self, run: _Run, *, waits: bool) -> None:
-        """Begin to compute on a block, when all of its ranks have come."""
+        """Begin to compute on a block; `waits`: once all of its ranks are here."""
         since = time.perf_counter()
         if waits:
             self._meet(run)
@@ -456,7 +456,7 @@ class Engine:
             raise _Failed(str(failed).removeprefix("step 0, ")) from None
 
     def _use(self, block: Block) -> None:
-        """Let models compute on a block; what they kept of another one is gone."""
+        """Let models compute on a block; their caches of another block are dropped."""
         place, is_new = self._places[block], block not in self._calls
         branches = None if place.branches is None else Branches(place.branches)
         for guided in self._guided:
@@ -479,17 +479,17 @@ class Engine:
         run.ticket = None
 
     def _state(self, run: _Run, carried: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a request as another rank goes on with it."""
+        """Return what another rank needs to continue a request."""
         if self._num_steps is not None and run.num_done > self._num_steps:
             raise ConfigError(
                 f"a {type(self._pipeline).__name__} denoises in several loops, whose results do "
                 "not travel: leave such requests where they start"
             )
-        there = {id(x) for x in leaves_of([run.encoded, run.stepped])}  # with those who join
+        there = {id(tensor) for tensor in leaves_of([run.encoded, run.stepped])}  # sent anyhow
         state = {
             "step": run.num_done,
             "encoded": run.encoded,
-            "forms": mapped(run.forms, _form_of),
+            "specs": mapped(run.specs, _spec_of),
             "carried": {
                 name: value
                 for name, value in carried.items()
@@ -538,12 +538,13 @@ def _request_of(pipeline: Any, **ways: Any) -> Request:
 
 def _check_numbers(what: str, tensors: list[Tensor]) -> None:
     """Refuse an output of NaN or infinity, which would be written as black."""
-    if not all(x.sum(dtype=torch.float64).isfinite() for x in tensors if x.is_floating_point()):
+    floats = filter(torch.is_floating_point, tensors)
+    if not all(tensor.sum(dtype=torch.float64).isfinite() for tensor in floats):
         raise ConfigError(
             f"the picture has no number: its {what} are NaN or infinite, as where float16 "
             "overflows: give --dtype bfloat16 or float32"
         )
 
 
-def _form_of(output: Tensor) -> dict[str, Any]:
+def _spec_of(output: Tensor) -> dict[str, Any]:
     return {"shape": list(output.shape), "dtype": str(output.dtype).removeprefix("torch.")}

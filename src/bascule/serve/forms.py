@@ -141,7 +141,7 @@ def _checked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise Refusal(400, f"{_quoted(name)} comes several times: give it once", shown)
         if isinstance(value, bool) and name not in ("must_meet_deadline", "stream"):
             raise Refusal(400, f"{_quoted(name)} is {value}: give a number or text", shown)
-        texts = [x for x in (name, value) if isinstance(x, str) and not x.isascii()]
+        texts = [text for text in (name, value) if isinstance(text, str) and not text.isascii()]
         if any(map(_HALF.search, texts)):
             said = f"{_quoted(name)} holds half of a surrogate pair: send whole characters"
             raise Refusal(400, said, shown)

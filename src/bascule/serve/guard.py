@@ -160,10 +160,10 @@ class Connection(H11Protocol):
         self.host = self.client[0] if self.client else ""
         self.loop.call_later(_HEADERS_S, self._close_if_silent, None)
         if (num := len(self.connections) - self._most_open) > 0:
-            every = [x for x in self.connections if isinstance(x, Connection)]
-            others = [x for x in every if x is not self and x.is_incomplete]
-            nums, now_s = Counter(x.host for x in others), self.loop.time()
-            others.sort(key=lambda x: (-nums[x.host], x.opened_s))
+            every = [other for other in self.connections if isinstance(other, Connection)]
+            others = [other for other in every if other is not self and other.is_incomplete]
+            nums, now_s = Counter(other.host for other in others), self.loop.time()
+            others.sort(key=lambda other: (-nums[other.host], other.opened_s))
             for other in others[:num]:
                 if now_s - other.opened_s > _NEW_S or len(self.connections) > 2 * self._most_open:
                     self.connections.discard(other)

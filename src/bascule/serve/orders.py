@@ -99,7 +99,7 @@ class Orders:
         return self._post.hears_all()
 
     def tell(self, kind: str, request_id: str = "", reason: str = "") -> None:
-        """Put news of rank 0 itself to those of the ranks."""
+        """Queue news of rank 0 itself after those of the ranks."""
         block = Block(0, self.num_ranks)
         self.events.put(Event(kind, request_id, time.monotonic(), block, reason=reason))
 

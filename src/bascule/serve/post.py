@@ -163,7 +163,7 @@ class Post:
         return member_of(self._group.process_group, name, ranks=(holder, to))
 
     def _beat(self) -> None:
-        """Give a sign of life once a second, and look for those of the next rank."""
+        """Give a sign of life once a second, and watch the next rank's signs."""
         mail, signs, num_silent = self.mail(), 0, 0
         with suppress(RuntimeError):  # the store is gone, as the other thread says
             while True:
@@ -204,8 +204,8 @@ class Post:
 @torch.inference_mode(False)
 def pack(item: Any) -> Tensor:
     """Return an item with tensors, arrays and pictures as bytes; ConfigError if it cannot go."""
-    on_device = [not x.is_cpu for x in leaves_of(item)]
-    on_host = mapped(mapped(item, lambda x: x.detach().cpu()), _of_picture, _is_picture)
+    on_device = [not tensor.is_cpu for tensor in leaves_of(item)]
+    on_host = mapped(mapped(item, lambda tensor: tensor.detach().cpu()), _of_picture, _is_picture)
     made = parcel({"item": on_host, "on_device": on_device})
     packed = torch.zeros(made.num_bytes, dtype=torch.uint8)
     made.write(packed)
@@ -216,7 +216,7 @@ def unpack(packed: Tensor, device: torch.device) -> Any:
     """Return the item that was packed, with tensors of its own on the host or this device."""
     made = read(packed)
     on_device = iter(made["on_device"])
-    item = mapped(made["item"], lambda x: x.to(device) if next(on_device) else x.clone())
+    item = mapped(made["item"], lambda leaf: leaf.to(device) if next(on_device) else leaf.clone())
     return mapped(item, _to_picture, lambda nest: isinstance(nest, dict) and "picture" in nest)
 
 

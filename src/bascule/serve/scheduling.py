@@ -11,7 +11,7 @@ from bascule.generate.options import Prompt
 from bascule.plan.requests import NEVER, Block, Job, Policy, Request, State
 from bascule.serve.orders import Event, Orders
 from bascule.serve.post import Ticket
-from bascule.serve.times import Form, Times
+from bascule.serve.times import RequestSize, Times
 
 _MOVE_S = 0.05  # until moves are measured
 _USUAL_STEPS = 30  # of a pipeline that does not say how many it takes
@@ -29,13 +29,13 @@ def num_steps_of(prompt: Prompt, takes: Mapping[str, Any]) -> int:
 class Task(Job):
     """A request from its arrival until its output is written.
 
-    Its block is planned, and `at` is where it is. It is new, running, halting (at its next
+    `block` is where the plan has it, `at` where it runs. It is new, running, halting (at its next
     boundary), halted, and then runs on, moving to other ranks or pausing; at last it is made.
     """
 
     id: str
     prompt: Prompt
-    form: Form
+    size: RequestSize
     arguments: Callable[[], dict[str, Any]]
     created_at: float = 0.0  # Unix seconds
     at: Block | None = None
@@ -65,15 +65,15 @@ class Task(Job):
         deadline_s: float = NEVER,
     ) -> "Task":
         """Return the task of a prompt that comes now, for a pipeline that takes these arguments."""
-        form = times.form(prompt, takes)
+        size = times.request_size(prompt, takes)
         request = Request(
-            step_s=times.step_s(form),
+            step_s=times.step_s(size),
             steps=num_steps_of(prompt, takes),
             arrival_s=time.monotonic(),
             deadline_s=deadline_s,
-            once_s=times.once_s(form),
+            once_s=times.once_s(size),
         )
-        facts = {"id": request_id, "prompt": prompt, "form": form, "arguments": arguments}
+        facts = {"id": request_id, "prompt": prompt, "size": size, "arguments": arguments}
         return cls(number, request, request.steps, **facts)
 
 
@@ -107,7 +107,7 @@ class Scheduler:
         self.state.wait(task)
 
     def cancel(self, task: Task) -> None:
-        """Forget a task; if ranks have it, when they report that they left it."""
+        """Forget a task, at once or when its ranks report that they left it."""
         task.is_cancelled = True
         if task.phase in ("halted", "pausing"):
             self._leave(task)
@@ -159,10 +159,10 @@ class Scheduler:
         return ordered
 
     def ends_s(self, tasks: Sequence[Task]) -> dict[Task, float]:
-        """Predict in how many seconds tasks are done, those with them that are not here yet.
+        """Predict in how many seconds tasks are done, also new ones that were not added yet.
 
-        Those that run go on as they are; the others follow, deadlines first, then as they came,
-        each on ranks that it need not share if there are enough for all.
+        Running tasks stay as they are; waiting ones follow, by deadline, then by arrival, each on
+        ranks of its own if there are enough for all.
         """
         now, running = time.monotonic(), self.state.running.values()
         if all(task.block is not None for task in tasks):
@@ -183,7 +183,7 @@ class Scheduler:
         return {task: ends[task] for task in tasks}
 
     def _in_turn(self) -> float:
-        """Return the number of the last task whose turn it is; a task that runs alone bars more."""
+        """Return the number of the last task that may start; one that runs alone bars the rest."""
         last = -1
         for task in self.tasks.values():
             if task.runs_alone and task.phase != "made":
@@ -320,7 +320,7 @@ class Scheduler:
         self._free(task, None)
 
     def _free(self, task: Task, block: Block | None) -> None:
-        """Free the ranks of a task, but for those of the block where it is."""
+        """Free the ranks of a task outside the block where it runs."""
         task.at, users = block, dict[int, Task]()
         for rank, user in self._users.items():
             if user is not task or (block is not None and rank in block.ranks):
@@ -349,5 +349,5 @@ class Scheduler:
             self._predict(task)
 
     def _measure(self, task: Task, degree: int, seconds: float) -> None:
-        self._times.measure(task.form, degree, seconds)
+        self._times.measure(task.size, degree, seconds)
         self.state.num_changes += 1

@@ -106,7 +106,7 @@ class Service(Sink):
         self._thread = threading.Thread(target=self._run, name="bascule service", daemon=True)
 
     def start(self) -> None:
-        """Begin with the requests that there are."""
+        """Start the thread, first with the requests of the spool."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -189,7 +189,7 @@ class Service(Sink):
             return self._statuses([request_id])[0]
 
     def statuses(self) -> list[Status]:
-        """Return all that have not ended in the order of arrival, then the latest that have."""
+        """Return open requests in the order of arrival, then the latest that have ended."""
         with self.lock:
             tasks = self._scheduler.tasks.values()
             here = [task.id for task in tasks if not task.is_cancelled]
@@ -234,7 +234,7 @@ class Service(Sink):
     # --- news, with the lock ----------------------------------------------------------------------
 
     def turn(self) -> bool:
-        """Try again to write ends, and look from time to time for what is too old."""
+        """Retry to write ends that the disk refused, and look at times for what is too old."""
         unwritten = list(self._unwritten.values())
         for status in unwritten:
             self._end(status, status.state, status.reason)
@@ -252,7 +252,7 @@ class Service(Sink):
             self.on_change(self._statuses([task.id])[0])
 
     def ended(self, task: Task, state: str, reason: str) -> None:
-        """Keep the end of a request, whose output may be one too many."""
+        """Record the end of a request, and let outputs beyond the limits be removed soon."""
         self._end(self._status(task), state, reason)
         self._sweep_at = 0.0
 
@@ -288,7 +288,7 @@ class Service(Sink):
             time.sleep(_RETRY_S)
 
     def _sweep(self) -> None:
-        """Remove ended requests, the oldest first, until the others are to be kept."""
+        """Remove ended requests, the oldest first, until the others keep the limits."""
         too_many, oldest = 0.0, time.time() - self._keep_days * _DAY_S
         if self._keep_bytes < NEVER:
             too_many = self._spool.num_bytes() - self._keep_bytes
@@ -316,7 +316,7 @@ class Service(Sink):
             self._spool.forgive(request_id)
 
     def _end(self, status: Status, state: str, reason: str = "") -> Status:
-        """Keep the end of a request, and report it."""
+        """Record the end of a request, and report it."""
         ended_at = status.ended_at or max(status.created_at, time.time())  # clocks are set back
         status = replace(status, state=state, reason=reason, ended_at=ended_at)
         status = replace(status, ranks=(), ends_in_s=None)
@@ -340,8 +340,8 @@ class Service(Sink):
         try:
             self._spool.remove(status)
         except (OSError, sqlite3.Error) as error:
-            said = getattr(error, "strerror", None) or error
-            raise Closing(f"request {status.id} cannot be removed: {said}") from error
+            reason = getattr(error, "strerror", None) or error
+            raise Closing(f"request {status.id} cannot be removed: {reason}") from error
         return num_bytes
 
     def _health(self) -> str:

@@ -17,7 +17,7 @@ from bascule.serve.status import STATES, Closing, Status, Unknown
 
 _VERSION = 1  # of the table
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # another one after a loss of power
-_COLUMNS = [x.name for x in fields(Status) if x.name not in ("ranks", "ends_in_s")]
+_COLUMNS = [column.name for column in fields(Status) if column.name not in ("ranks", "ends_in_s")]
 _KINDS = get_type_hints(Status)
 _TABLE = f"""create table if not exists requests (place integer primary key, model text not null,
     image blob, deadline_at real, starts integer not null default 0, boot text,
@@ -110,7 +110,8 @@ class Spool:
 
     def add(self, entries: Sequence[Entry]) -> None:
         """Keep requests, all or none."""
-        rows = [(self._model, x.image, x.deadline_at, *_row(x.status)) for x in entries]
+        model = self._model
+        rows = [(model, entry.image, entry.deadline_at, *_row(entry.status)) for entry in entries]
         marks = ", ".join("?" * (3 + len(_COLUMNS)))
         query = f"insert into requests (model, image, deadline_at, {', '.join(_COLUMNS)})"
         with self._base:
@@ -207,7 +208,7 @@ def _opened(path: Path) -> int:
 
 def _row(status: Status) -> list[Any]:
     values = [getattr(status, name) for name in _COLUMNS]
-    return [json.dumps(asdict(x)) if isinstance(x, Prompt) else x for x in values]
+    return [json.dumps(asdict(value)) if isinstance(value, Prompt) else value for value in values]
 
 
 def _status(row: Sequence[Any]) -> Status:
@@ -224,7 +225,7 @@ def _status(row: Sequence[Any]) -> Status:
         return Status(**values)
     except (ConfigError, TypeError, ValueError) as error:  # of a newer version, or damaged
         facts: dict[str, Any] = {"kind": "image", "created_at": 0.0}
-        facts |= {name: x for name, x in values.items() if isinstance(x, _KINDS[name])}
+        facts |= {name: value for name, value in values.items() if isinstance(value, _KINDS[name])}
         facts |= {"id": str(values["id"]).replace("/", "?"), "prompt": Prompt(prompt="")}
         reason = f"its row in the spool cannot be read: {error}: ask for it anew"
         facts |= {"state": "failed", "reason": reason}

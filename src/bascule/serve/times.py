@@ -14,13 +14,13 @@ from bascule.machine.cluster import HardwareProfile
 from bascule.machine.mesh_choice import DenoisingStep, InferenceMesh, step_seconds
 from bascule.serve.blocks import shape_of_block
 
-_MOST_FORMS = 64  # that are remembered
+_MOST_SIZES = 64  # that are remembered
 _LATEST = 5  # of which the median counts
 _ONCE = 0  # in place of a degree: encoding and decoding
 _UNTRIED_SHARE = 0.75  # of the seconds at half the degree, where a degree was not tried
 
 
-class Form(NamedTuple):
+class RequestSize(NamedTuple):
     """The facts that the seconds of a request depend on."""
 
     num_tokens: int  # without those of the text
@@ -28,15 +28,15 @@ class Form(NamedTuple):
 
 
 class Times:
-    """Seconds of a pipeline's requests by form and degree.
+    """Seconds of a pipeline's requests by size and degree.
 
-    What is predicted for a machine is corrected by the median of what was measured last: at this
-    form and degree, or else at other degrees of the form, or else of all. Degrees that were
-    not tried are assumed to pay, so that they are: else a prediction of another machine would stay.
+    The median of the latest measurements corrects a prediction: at this size and degree, else at
+    other degrees of the size, else at all sizes. Untried degrees are assumed to pay, so that they
+    are tried: else a prediction for another machine would stay.
 
     Args:
         pipeline: Its configuration.
-        degrees: Those that are allowed.
+        degrees: Allowed degrees of blocks.
         ranks_per_node: Within which wires are fast. Default: as torchrun says, or all.
         profile: Speeds of the machine. Default: a data sheet, which measuring corrects.
         num_groups: Guidance groups of a block that has as many ranks.
@@ -63,68 +63,66 @@ class Times:
         in_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", max(degrees)))
         self._degrees, self._in_node, self._num_groups = degrees, in_node, num_groups
         self._profile = profile or HardwareProfile.load("h100-datasheet")
-        self._predicted: dict[Form, dict[int, float]] = {}
-        self._measured: dict[Form, dict[int, deque[float]]] = {}
-        self._tables: dict[Form, dict[int, float]] = {}
+        self._predicted: dict[RequestSize, dict[int, float]] = {}
+        self._measured: dict[RequestSize, dict[int, deque[float]]] = {}
+        self._tables: dict[RequestSize, dict[int, float]] = {}
 
-    def form(self, prompt: Prompt, takes: Mapping[str, Any]) -> Form:
-        """Return the form of a prompt, for a pipeline that takes these arguments."""
+    def request_size(self, prompt: Prompt, takes: Mapping[str, Any]) -> RequestSize:
+        """Return tokens and passes of a prompt, for a pipeline that takes these arguments."""
 
-        def size(asked: int | None, name: str, default: int) -> int:
-            own = getattr(takes.get(name), "default", None)
-            return asked or (own if isinstance(own, int) else default)
+        def pick(asked: int | None, name: str, default: int) -> int:
+            preset = getattr(takes.get(name), "default", None)
+            return asked or (preset if isinstance(preset, int) else default)
 
-        width, height = size(prompt.width, "width", 1024), size(prompt.height, "height", 1024)
-        num_frames = (size(prompt.frames, "num_frames", 1) - 1) // self._frames + 1
+        width, height = pick(prompt.width, "width", 1024), pick(prompt.height, "height", 1024)
+        num_frames = (pick(prompt.frames, "num_frames", 1) - 1) // self._frames + 1
         num_tokens = -(-width // self._side) * -(-height // self._side) * num_frames
-        return Form(num_tokens, 2 if is_guided(prompt, takes) else 1)
+        return RequestSize(num_tokens, 2 if is_guided(prompt, takes) else 1)
 
-    def step_s(self, form: Form) -> dict[int, float]:
+    def step_s(self, size: RequestSize) -> dict[int, float]:
         """Return seconds of a step by degree; they change in place as more is measured."""
-        if form not in self._tables:
-            if len(self._tables) == _MOST_FORMS:
+        if size not in self._tables:
+            if len(self._tables) == _MOST_SIZES:
                 oldest = next(iter(self._tables))
-                for kept in (self._predicted, self._measured, self._tables):
-                    kept.pop(oldest, None)
-            self._predicted[form] = {
-                degree: self._predict(form, degree) for degree in self._degrees
-            }
-            self._tables[form] = {}
-            self._correct([form])
-        return self._tables[form]
+                for table in (self._predicted, self._measured, self._tables):
+                    table.pop(oldest, None)
+            self._predicted[size] = {d: self._predict(size, d) for d in self._degrees}
+            self._tables[size] = {}
+            self._correct([size])
+        return self._tables[size]
 
-    def once_s(self, form: Form) -> float:
-        """Return seconds of what is done once, on one rank; as one step if none was measured."""
+    def once_s(self, size: RequestSize) -> float:
+        """Return seconds to encode and decode on one rank; those of a step if none was measured."""
         of_all = [by[_ONCE] for by in self._measured.values() if _ONCE in by]
-        of_form = self._measured.get(form, {}).get(_ONCE)
-        return median(of_form or list(map(median, of_all)) or [min(self.step_s(form).values())])
+        of_size = self._measured.get(size, {}).get(_ONCE)
+        return median(of_size or list(map(median, of_all)) or [min(self.step_s(size).values())])
 
-    def measure(self, form: Form, degree: int, seconds: float) -> None:
-        """Take the measured seconds of a step; of degree 0, those of what is done once."""
-        if degree in (_ONCE, *self.step_s(form)):
-            latest = self._measured.setdefault(form, {})
+    def measure(self, size: RequestSize, degree: int, seconds: float) -> None:
+        """Note measured seconds of a step; degree 0 stands for encoding and decoding."""
+        if degree in (_ONCE, *self.step_s(size)):
+            latest = self._measured.setdefault(size, {})
             latest.setdefault(degree, deque(maxlen=_LATEST)).append(max(seconds, 1e-6))
             self._correct(self._tables)
 
-    def _predict(self, form: Form, degree: int) -> float:
-        step = DenoisingStep(num_tokens=form.num_tokens, num_passes=form.num_passes, **self._model)
+    def _predict(self, size: RequestSize, degree: int) -> float:
+        step = DenoisingStep(num_tokens=size.num_tokens, num_passes=size.num_passes, **self._model)
         shape = shape_of_block(degree, self._model["num_heads"], self._num_groups)
         mesh = InferenceMesh(shape.guidance, shape.ring, shape.ulysses)
         return step_seconds(step, mesh, self._in_node, self._profile)
 
-    def _correct(self, forms: Iterable[Form]) -> None:
+    def _correct(self, sizes: Iterable[RequestSize]) -> None:
         ratios = {
-            form: {d: median(x) / self._predicted[form][d] for d, x in by.items() if d != _ONCE}
-            for form, by in self._measured.items()
+            size: {d: median(by[d]) / self._predicted[size][d] for d in by if d != _ONCE}
+            for size, by in self._measured.items()
         }
-        usual = median([x for by in ratios.values() for x in by.values()] or [1.0])
-        for form in forms:
-            tried = ratios.get(form)
-            for degree, predicted in self._predicted[form].items():
+        usual = median([ratio for by in ratios.values() for ratio in by.values()] or [1.0])
+        for size in sizes:
+            tried = ratios.get(size)
+            for degree, predicted in self._predicted[size].items():
                 ratio = tried[min(tried, key=lambda d: abs(d - degree))] if tried else usual
                 seconds = predicted * ratio
                 if tried and degree not in tried and min(tried) < degree:
                     last = max(d for d in tried if d < degree)
                     share = _UNTRIED_SHARE ** math.log2(degree / last)
-                    seconds = min(seconds, share * self._predicted[form][last] * tried[last])
-                self._tables[form][degree] = seconds
+                    seconds = min(seconds, share * self._predicted[size][last] * tried[last])
+                self._tables[size][degree] = seconds

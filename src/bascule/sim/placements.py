@@ -58,16 +58,17 @@ Policy = Callable[[Sequence[Loaded]], Iterator[Placement]]
 
 def as_loaded(run: Sequence[Loaded]) -> Iterator[Placement]:
     """Place what each rank loaded on it."""
-    for one in run:
-        yield _dealt(one.batch.lens, one.kinds, one.batch.owner, one.batch.counts.size)
+    for microbatch in run:
+        batch = microbatch.batch
+        yield _dealt(batch.lens, microbatch.kinds, batch.owner, batch.counts.size)
 
 
 def padded(run: Sequence[Loaded]) -> Iterator[Placement]:
     """Place what each rank loaded on it, padded to its longest sequence."""
-    for one in as_loaded(run):
-        longest = np.zeros(one.topology.num_ranks, dtype=np.int64)
-        np.maximum.at(longest, one.source, one.lens)
-        yield replace(one, padding=longest[one.source] - one.lens)
+    for microbatch in as_loaded(run):
+        longest = np.zeros(microbatch.topology.num_ranks, dtype=np.int64)
+        np.maximum.at(longest, microbatch.source, microbatch.lens)
+        yield replace(microbatch, padding=longest[microbatch.source] - microbatch.lens)
 
 
 def buckets(run: Sequence[Loaded]) -> Iterator[Placement]:
@@ -111,8 +112,8 @@ def packs(run: Sequence[Loaded]) -> Iterator[Placement]:
         none = np.zeros_like(used)  # a sequence of padding ends each pack
         lens_of = np.concatenate([lens[inside], none])
         kinds_of = np.concatenate([kinds[inside], np.stack([none, none], axis=1)])
-        one = _dealt(lens_of, kinds_of, np.concatenate([rank_of, used]), num_ranks)
-        yield replace(one, padding=np.concatenate([rank_of * 0, free]))
+        packs = _dealt(lens_of, kinds_of, np.concatenate([rank_of, used]), num_ranks)
+        yield replace(packs, padding=np.concatenate([rank_of * 0, free]))
 
 
 def planned(
@@ -171,7 +172,7 @@ def _dealt(lens: Ints, kinds: Ints, rank_of: Ints, num_ranks: int) -> Placement:
 
 def _joined(run: Sequence[Loaded]) -> tuple[Ints, Ints, int, float]:
     """Return tokens and kinds of all sequences, ranks, and mean tokens of a rank and microbatch."""
-    lens = np.concatenate([one.batch.lens for one in run])
-    kinds = np.concatenate([one.kinds for one in run])
+    lens = np.concatenate([microbatch.batch.lens for microbatch in run])
+    kinds = np.concatenate([microbatch.kinds for microbatch in run])
     num_ranks = run[0].batch.counts.size
     return lens, kinds, num_ranks, float(lens.sum()) / (len(run) * num_ranks)

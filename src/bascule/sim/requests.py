@@ -47,12 +47,12 @@ class Served:
     @property
     def latency_s(self) -> Floats:
         """Seconds from arrival to the end, (n,)."""
-        return self.end_s - np.array([one.arrival_s for one in self.requests])
+        return self.end_s - np.array([request.arrival_s for request in self.requests])
 
     @property
     def on_time(self) -> Floats:
         """1.0 for each request that was done by its deadline, (n,)."""
-        deadlines = np.array([one.deadline_s for one in self.requests])
+        deadlines = np.array([request.deadline_s for request in self.requests])
         return (self.end_s <= deadlines + 1e-9).astype(float)
 
     def on_time_by_kind(self) -> dict[str, float]:
@@ -61,14 +61,14 @@ class Served:
 
     def _kinds(self) -> dict[str, Ints]:
         """Return the places of each class, the least work first."""
-        kinds = np.array([one.kind for one in self.requests])
-        work = {one.kind: (one.work_s, one.kind) for one in self.requests}
+        kinds = np.array([request.kind for request in self.requests])
+        work = {request.kind: (request.work_s, request.kind) for request in self.requests}
         return {kind: np.flatnonzero(kinds == kind) for kind in sorted(work, key=work.__getitem__)}
 
     def figures(self) -> dict[str, float]:
         """Return the figures of a `Row`, by name."""
         late = self.latency_s
-        alone = np.array([one.alone_s for one in self.requests])
+        alone = np.array([request.alone_s for request in self.requests])
         p50, p95, p99 = np.percentile(late, [50, 95, 99]).tolist()
         lasts = self.end_s.max() - self.requests[0].arrival_s
         degrees = {k: self.rank_s_of[of] / self.run_s_of[of] for k, of in self._kinds().items()}
@@ -162,7 +162,7 @@ def serve(
     """
     cluster = _Cluster(len(requests), num_ranks, move_s)
     state = cluster.state
-    jobs = [Job(i, one, one.steps) for i, one in enumerate(requests)]
+    jobs = [Job(i, request, request.steps) for i, request in enumerate(requests)]
     end = np.full(len(jobs), NEVER)
     upcoming = 0
     while upcoming < len(jobs) or cluster.events:
@@ -241,7 +241,7 @@ def compare(
         figures = dict[str, list[dict[str, float]]]()
         for seed in range(num_seeds):
             requests = draw(load, seed)
-            due = [_due(one, within) for one in requests]
+            due = [_due(request, within) for request in requests]
             for name in policies:
                 policy = make(name, requests, num_ranks, seed)
                 served = serve(requests, policy, num_ranks, move_s=move_s)
@@ -253,13 +253,14 @@ def compare(
     return rows
 
 
-def _due(one: Request, within: float) -> Request:
-    if one.deadline_s < NEVER:
-        return one
-    return replace(one, deadline_s=one.arrival_s + within * one.seconds(min(one.step_s)))
+def _due(request: Request, within: float) -> Request:
+    if request.deadline_s < NEVER:
+        return request
+    fastest_s = request.seconds(min(request.step_s))
+    return replace(request, deadline_s=request.arrival_s + within * fastest_s)
 
 
 def _mean(of_seeds: Sequence[dict[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for one in of_seeds for name in one)
-    values = {name: [one[name] for one in of_seeds if name in one] for name in names}
+    names = dict.fromkeys(name for result in of_seeds for name in result)
+    values = {name: [result[name] for result in of_seeds if name in result] for name in names}
     return {name: float(np.mean(of_name)) for name, of_name in values.items()}

@@ -98,7 +98,7 @@ class SimulatedRun:
         """Return the metrics, and mean seconds of a rank and step; an infinite `wir` is None."""
         slowest = self.stage_s.max(axis=2).mean(axis=0) * self.accumulate
         imbalances = [
-            float(np.mean([metrics.imbalance(one) for one in spent]))
+            float(np.mean([metrics.imbalance(seconds) for seconds in spent]))
             for spent in self.stage_s.swapaxes(0, 1)
         ]
         stages = zip(self.stages, imbalances, slowest.tolist(), strict=True)
@@ -150,7 +150,7 @@ class SimulationResult:
         )
 
     def speedup(self, run: SimulatedRun) -> float:
-        """Return tokens a second over those of the first run."""
+        """Return the ratio of tokens a second to the first run's."""
         return run.tokens_per_s / self.runs[0].tokens_per_s
 
     def gpu_hours(self, run: SimulatedRun) -> float:
@@ -159,7 +159,7 @@ class SimulationResult:
         return seconds * self.num_ranks / 3600
 
     def saved_gpu_hours(self, run: SimulatedRun) -> float:
-        """Return GPU-hours of the first run less those of this one."""
+        """Return the GPU-hours that a run saves over the first one."""
         return self.gpu_hours(self.runs[0]) - self.gpu_hours(run)
 
     def saved_money(self, run: SimulatedRun) -> float | None:
@@ -175,7 +175,8 @@ class SimulationResult:
     @property
     def warnings(self) -> list[str]:
         """Sentences on runs that exceed the memory, and what would help."""
-        memory, large = self.profile.memory_bytes, [x for x in self.runs if self.fits(x) is False]
+        memory = self.profile.memory_bytes
+        large = [run for run in self.runs if self.fits(run) is False]
         if memory is None or not large:
             return []
         fitting = ", ".join(run.name for run in self.runs if self.fits(run))
@@ -302,24 +303,24 @@ class SimulationResult:
 def _worth_rows(result: SimulationResult) -> Rows:
     options = result.options
     hours = f"GPU-hours, {options.train_steps:,} steps: {_4G}", f"saved: {_4G}"
-    forms = columns("against the first", "speed-up: {:.2f}x", *hours)
+    formats = columns("against the first", "speed-up: {:.2f}x", *hours)
     if (price := options.gpu_hour_price) is not None:
-        forms[f"saved, at {price:g} an hour"] = _4G
+        formats[f"saved, at {price:g} an hour"] = _4G
     rows: list[Sequence[Any]] = []
     for run in result.runs:
         name = f"{run.name}: what you do now" if run is result.runs[0] else run.name
         amounts = result.gpu_hours(run), result.saved_gpu_hours(run), result.saved_money(run)
-        rows.append((name, result.speedup(run), *amounts)[: len(forms)])
-    return Rows("What it is worth", forms, rows)
+        rows.append((name, result.speedup(run), *amounts)[: len(formats)])
+    return Rows("What it is worth", formats, rows)
 
 
 def _metric_rows(result: SimulationResult) -> Rows:
     speeds = "FBL, s: {:.3g}", "TPS, k: {:.4g}", "HFU: {:.1%}", "idle: {:.1%}"
-    forms = columns("", "WIR: {:.2f}", *speeds, "activations, GB")
+    formats = columns("", "WIR: {:.2f}", *speeds, "activations, GB")
     rows: list[Sequence[Any]] = []
     for run in result.runs:
         large = " (too much)" if result.fits(run) is False else ""
         memory = f"{run.most_activation_bytes / 1e9:.3g}{large}"
         speed = run.fbl_s, run.tokens_per_s / 1e3, run.hfu, run.idle_share
         rows.append((run.name, run.wir, *speed, memory))
-    return Rows("Metrics", forms, rows)
+    return Rows("Metrics", formats, rows)

@@ -95,7 +95,7 @@ def simulate(
                 stages=tuple(stage.name for stage in options.stages),
             )
         )
-    sequences = float(np.mean([one.batch.lens.size for one in run])) / num_ranks
+    sequences = float(np.mean([microbatch.batch.lens.size for microbatch in run])) / num_ranks
     num_steps = len(run) // options.accumulate
     return SimulationResult(profile, tuple(runs), model, options, sequences, num_steps)
 
@@ -110,7 +110,7 @@ def _cluster(profile: HardwareProfile, num_ranks: int, per_node: int | None) -> 
 def _suggested(run: list[Loaded], cost: TransformerCost, cluster: Cluster) -> tuple[str, Policy]:
     """Choose the bags that suit the first batches best; return their name and policy."""
     most = max(_MOST_RANKED // max(run[0].batch.lens.size, 1), 1)
-    batches = [one.batch for one in run[: min(most, _MOST_BATCHES)]]
+    batches = [microbatch.batch for microbatch in run[: min(most, _MOST_BATCHES)]]
     ranking = suggest_topology(batches, cost, cluster)
     policy = partial(planned, ranking.best, False, TOKENS, cost, cluster)
     return f"{AUTO} {ranking.rows[0].spec}", policy
@@ -126,7 +126,7 @@ def _check_batches(run: list[Loaded], num_ranks: int, options: SimulationOptions
         raise ConfigError(
             f"accumulate={options.accumulate}: {len(run)} batches are no whole steps of so many"
         )
-    if not sum(one.batch.lens.sum() for one in run):
+    if not sum(microbatch.batch.lens.sum() for microbatch in run):
         raise ConfigError("the data has no tokens: there is nothing to simulate")
 
 
@@ -153,7 +153,7 @@ def _read(data: object) -> list[Loaded]:
     for batch in listed("data", data):
         ranks = listed("data: each batch", batch)
         lists = cast(list[list[object]], [own for own in ranks if isinstance(own, list)])
-        if any(isinstance(one, SampleShape) for own in lists for one in own):
+        if any(isinstance(sample, SampleShape) for samples in lists for sample in samples):
             run.append(_of_shapes(cast(Sequence[Sequence[SampleShape]], ranks)))
             continue
         loaded = offer_of(ranks, run[0].batch.num_ranks if run else len(ranks))

@@ -74,7 +74,7 @@ class Outcome:
     imbalance: float  # rho by the paper's barriers
     critical_path_imbalance: float  # rho where ranks wait for their neighbours alone
     q_moved: float  # share of the (head, block) rows of queries that leave their ring rank
-    kv_moved: float  # the same of keys
+    kv_moved: float  # share of the rows of keys that do
     sent_bytes: float  # before and after attention, of all ranks
     planning_s: float  # with counting the masks
     predicted_s: float  # of the call
@@ -126,7 +126,7 @@ class Study:
 
     def mean(self, mesh: Mesh, way: str) -> Outcome:
         """Return an outcome with the means over the layers."""
-        rows = [astuple(x)[2:] for x in self.outcomes if (x.mesh, x.way) == (mesh, way)]
+        rows = [astuple(row)[2:] for row in self.outcomes if (row.mesh, row.way) == (mesh, way)]
         return Outcome(mesh, way, *np.mean(rows, axis=0).tolist())
 
 
