@@ -71,7 +71,7 @@ def _entries(model: nn.Module, plan: Mapping[str, Any]) -> Iterator[tuple[str, s
         named = entry.items() if isinstance(entry, Mapping) else [(0, entry)]
         for name, value in named:
             values = list(value) if isinstance(value, list | tuple) else [value]
-            if not values or any(one != values[0] for one in values):
+            if not values or any(value != values[0] for value in values):
                 raise _refusal(model, f"its plan treats the parts of {name!r} of {pattern!r} apart")
             if len(values) > 1 and hasattr(values[0], "gather_dim"):
                 raise _refusal(model, f"its plan gathers several outputs of {pattern!r}")
@@ -79,7 +79,7 @@ def _entries(model: nn.Module, plan: Mapping[str, Any]) -> Iterator[tuple[str, s
 
 
 def _attentions(model: nn.Module) -> tuple[list[str], list[str]]:
-    """Return the names of attentions over all that is cut, and of those to a prompt."""
+    """Return the names of attentions over all cut tokens, and of cross-attentions to a prompt."""
     by_block: dict[str, dict[str, nn.Module]] = {}
     for name, module in model.named_modules():
         if name and callable(getattr(module, "set_processor", None)):
@@ -100,8 +100,8 @@ def _attentions(model: nn.Module) -> tuple[list[str], list[str]]:
         if is_pair:
             takes = parameters_of(model.get_submodule(block))
             is_joint = any(
-                getattr(one, name, None) is not None
-                for one in attentions.values()
+                getattr(attention, name, None) is not None
+                for attention in attentions.values()
                 for name in _JOINT
             )
             if is_joint or "encoder_hidden_states" not in takes:
@@ -115,7 +115,7 @@ def _attentions(model: nn.Module) -> tuple[list[str], list[str]]:
 def _tensors(model: nn.Module) -> list[str]:
     """Return the arguments of a model that may be tensors."""
     parameters = inspect.signature(model.forward).parameters
-    plain = {name for name, one in parameters.items() if isinstance(one.default, _PLAIN)}
+    plain = {name for name, p in parameters.items() if isinstance(p.default, _PLAIN)}
     names = parameters_of(model)
     return [name for name in names if not name.endswith("_kwargs") and name not in plain]
 
