@@ -30,7 +30,7 @@ _NUM_INPUTS = 32  # tensors whose fingerprints fit into the first all-gather
 
 
 def parameters_of(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of a module's arguments, in order; of a wrapper those of what it wraps."""
+    """Return the names of a module's arguments, in order; look through a wrapper's `*args`."""
     return tuple(_parameters(module))
 
 
@@ -46,9 +46,9 @@ def required_of(module: nn.Module) -> tuple[str, ...]:
 
 def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
     parameters = inspect.signature(module.forward).parameters
-    within = list(module.children())
-    passes_on = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values())
-    return _parameters(within[0]) if passes_on and len(within) == 1 else parameters
+    children = list(module.children())
+    passes_on = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+    return _parameters(children[0]) if passes_on and len(children) == 1 else parameters
 
 
 def holds_tensors(value: Any) -> bool:
@@ -117,8 +117,8 @@ class Steps:
             elif not isinstance(value, int | float | str | None):
                 tensors |= {name: x for name, x in leaves(value, argument) if isinstance(x, Tensor)}
         for name, x in tensors.items():
-            for known, version in self._last.get(name, ()):
-                if known() is x and _version(x) == version:
+            for earlier, version in self._last.get(name, ()):
+                if earlier() is x and _version(x) == version:
                     break
             else:
                 new.add(name)
@@ -154,7 +154,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, inputs: Mapping[str, Any], tolerance: float = 0.0) -> "Fingerprint":
-        """Return that of nested inputs; floats may differ by a tolerance, relative to the norm."""
+        """Return the fingerprint of inputs; floats may differ by a tolerance times the norm."""
         values = sorted(leaves(inputs), key=lambda leaf: leaf[0])
         text = ", ".join(
             f"{name} {f'{tuple(x.shape)} {x.dtype}' if isinstance(x, Tensor) else described(x)}"

@@ -87,7 +87,7 @@ def _why_not_recorded(mesh: AttentionMesh, device_type: str) -> str | None:
         if group is None:
             continue
         config = dist.get_backend_config(group.process_group)  # as "cpu:gloo,cuda:nccl"
-        backend = dict(one.split(":") for one in config.split(","))[device_type]
+        backend = dict(entry.split(":") for entry in config.split(","))[device_type]
         if backend == "gloo":
             return "gloo exchanges on the host, which a graph cannot record"
         if backend != "nccl":

@@ -71,7 +71,7 @@ def _entries(model: nn.Module, plan: Mapping[str, Any]) -> Iterator[tuple[str, s
         named = entry.items() if isinstance(entry, Mapping) else [(0, entry)]
         for name, value in named:
             values = list(value) if isinstance(value, list | tuple) else [value]
-            if not values or any(one != values[0] for one in values):
+            if not values or any(value != values[0] for value in values):
                 raise _refusal(model, f"its plan treats the parts of {name!r} of {pattern!r} apart")
             if len(values) > 1 and hasattr(values[0], "gather_dim"):
                 raise _refusal(model, f"its plan gathers several outputs of {pattern!r}")
@@ -79,7 +79,7 @@ def _entries(model: nn.Module, plan: Mapping[str, Any]) -> Iterator[tuple[str, s
 
 
 def _attentions(model: nn.Module) -> tuple[list[str], list[str]]:
-    """Return the names of attentions over all that is cut, and of those to a prompt."""
+    """Return the names of attentions over all cut tokens, and of cross-attentions to a prompt."""
     by_block: dict[str, dict[str, nn.Module]] = {}
     for name, module in model.named_modules():
         if name and callable(getattr(module, "set_processor", None)):
@@ -115,9 +115,7 @@ def _attentions(model: nn.Module) -> tuple[list[str], list[str]]:
 def _tensors(model: nn.Module) -> list[str]:
     """Return the arguments of a model that may be tensors."""
     parameters = inspect.signature(model.forward).parameters
-    plain = {
-        name for name, parameter in parameters.items() if isinstance(parameter.default, _PLAIN)
-    }
+    plain = {name for name, p in parameters.items() if isinstance(p.default, _PLAIN)}
     names = parameters_of(model)
     return [name for name in names if not name.endswith("_kwargs") and name not in plain]
 
