@@ -13,12 +13,7 @@ from torch.utils.data import DataLoader
 from bascule.data import prefetch
 from bascule.data.steps import Batch
 from bascule.errors import ConfigError
-from tests.helpers.loader_cases import (
-    PER_RANK,
-    loader_of,
-    loader_threads,
-    sample_of,
-)
+from tests.helpers.loader_cases import PER_RANK, loader_of, loader_threads, sample_of
 from tests.helpers.ranks import run_ranks
 
 

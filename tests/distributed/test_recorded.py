@@ -78,11 +78,7 @@ def assert_same(got: tuple[Tensor, Grads], want: tuple[Tensor, Grads]) -> None:
 
 
 def compiled(
-    spec: str,
-    backend: str = "aot_eager",
-    hostile: bool = True,
-    num_steps: int = 4,
-    **settings: Any,
+    spec: str, backend: str = "aot_eager", hostile: bool = True, num_steps: int = 4, **settings: Any
 ) -> int:
     """Steps of unlike plans; the graphs that these took."""
     parallel, block = SequenceParallel(None, spec, COST), Block(**settings)
@@ -322,13 +318,7 @@ def with_projection(
     """Attention with something before and after it for the compiler to fuse."""
     q, k = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) for x in (q, k))
     out = attention(
-        q,
-        k,
-        v,
-        mesh,
-        attn_mask=mask,
-        is_causal=causal,
-        options=AttentionOptions(layout=layout),
+        q, k, v, mesh, attn_mask=mask, is_causal=causal, options=AttentionOptions(layout=layout)
     )
     return torch.nn.functional.gelu(out.transpose(1, 2).flatten(2)).sin()
 

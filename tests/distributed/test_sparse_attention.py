@@ -12,12 +12,7 @@ from torch import Tensor
 
 from bascule.arrays import Ints
 from bascule.attention.sparse import Clusters
-from bascule.attention.sparse.attend import (
-    attend_sparse,
-    gather_counts,
-    rows_of,
-    sparse_attention,
-)
+from bascule.attention.sparse.attend import attend_sparse, gather_counts, rows_of, sparse_attention
 from bascule.attention.sparse.rules import BlockRule, keep_top_k
 from bascule.comm.mesh import AttentionMesh
 from bascule.comm.quantized import Quantized

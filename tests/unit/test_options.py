@@ -253,10 +253,7 @@ def test_every_option_is_set_by_a_test(command: str) -> None:
         ("bench --data g1b1i16f1s0 --ranks 1 --strict", "--strict: only photos have pixels"),
         ("bench --data g1b1i16f1s0 --ranks 1 --max-tokens 9", "--max-tokens 9: data codes say"),
         ("bench --data g1b1i16f1s0 --ranks 1 --accumulate 2", "--accumulate 2: only with --load"),
-        (
-            "serve --model tiny --variant fp16",
-            "--variant fp16: the variants of tiny are none",
-        ),
+        ("serve --model tiny --variant fp16", "--variant fp16: the variants of tiny are none"),
         ("serve --model tiny --keep-gb -1", "--keep-gb -1.0: must be"),
         ("bench --data g1b1i16f1s0 --ranks 1 --clip-frames 3", "--clip-frames 3: only photos"),
     ),
