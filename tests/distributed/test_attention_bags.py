@@ -24,7 +24,7 @@ from bascule.comm.groups import Staging
 from bascule.train import keep_exchanges
 from tests.helpers.cases import COST, averaged
 from tests.helpers.oracle import packed_attention
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import on_ranks, run_ranks
 
 WIDTH, HEAD_DIM = 16, 6
 # World size: topology, query heads and key-value heads, kernel. Some heads do not divide.
@@ -263,7 +263,8 @@ def test_blocks_are_recorded_and_sharded(
     run_ranks(compare, world_size, kinds, seeds, run, is_sharded, 2)
 
 
-def attend_in_new_memory() -> None:
+@on_ranks(2)
+def test_each_request_for_memory_may_bring_another_as_on_devices() -> None:
     step = SequenceParallel(None, "g2n1", COST).plan([5, 3])
     q = torch.randn(step.local.positions.size, 3, 2, generator=torch.Generator().manual_seed(1))
     expected = step.attend(q, q, q)
@@ -273,7 +274,3 @@ def attend_in_new_memory() -> None:
 
     with mock.patch.object(Staging, "take", take):
         assert torch.equal(step.attend(q, q, q), expected)
-
-
-def test_each_request_for_memory_may_bring_another_as_on_devices() -> None:
-    run_ranks(attend_in_new_memory, 2)

@@ -31,7 +31,7 @@ from tests.helpers.mesh_cases import (
     summed,
     three,
 )
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import on_ranks, run_ranks
 
 MESHES = {
     2: [(1, 2), (2, 1)],
@@ -176,7 +176,8 @@ def test_exact_in_float64(world_size: int, every: int) -> None:
     assert wanted >= len(CASES)
 
 
-def gathered_gradients() -> None:
+@on_ranks(4)
+def test_gather_gives_each_token_its_gradient_as_a_mean() -> None:
     """All ranks compute the same loss of the gathered tokens; its gradient is the ranks' mean."""
     for replicated in ((), (0,), (0, 1)):
         mesh, layout = make_mesh(2, 2), SequenceLayout((4, 9), 2, 2, True, replicated)
@@ -186,10 +187,6 @@ def gathered_gradients() -> None:
         local = split(whole, mesh, layout, 2).requires_grad_()
         (grad,) = torch.autograd.grad(gather(local, mesh, layout, -2), local, weight)
         assert torch.equal(summed(mesh, layout, grad)[0] / 4, weight)
-
-
-def test_gather_gives_each_token_its_gradient_as_a_mean() -> None:
-    run_ranks(gathered_gradients, 4)
 
 
 # Masks that hide by adding a number, values that are no numbers, and numbers of 16 bits: compared
@@ -347,14 +344,6 @@ def cut_once(ring: int, ulysses: int) -> None:
             assert [*counts, count(mask)] == [first, 0, first]
 
 
-def numbers_of_all_kinds(ring: int, ulysses: int, every: int) -> None:
-    hidden_rows(ring, ulysses, every)
-    for check in (float32_masks, not_numbers, cut_once):
-        check(ring, ulysses)
-    if ulysses == 1:
-        errors_in_16_bits(ring, ulysses)
-
-
 @pytest.mark.parametrize(
     ("ring", "ulysses", "every"),
     [
@@ -365,6 +354,11 @@ def numbers_of_all_kinds(ring: int, ulysses: int, every: int) -> None:
         ),
     ],
 )
+@on_ranks(lambda ring, ulysses, **_: ring * ulysses)
 def test_masks_and_numbers_of_all_kinds(ring: int, ulysses: int, every: int) -> None:
     """Daily each mask that hides on one of two meshes."""
-    run_ranks(numbers_of_all_kinds, ring * ulysses, ring, ulysses, every)
+    hidden_rows(ring, ulysses, every)
+    for check in (float32_masks, not_numbers, cut_once):
+        check(ring, ulysses)
+    if ulysses == 1:
+        errors_in_16_bits(ring, ulysses)

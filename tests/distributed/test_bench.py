@@ -56,8 +56,7 @@ def test_a_corrupt_photo_stops_a_strict_run(photos: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "options",
-    [("--checkpoint",), *(pytest.param(o, marks=pytest.mark.stress) for o in ((), BF16))],
+    "options", [("--checkpoint",), *(pytest.param(o, marks=pytest.mark.stress) for o in ((), BF16))]
 )
 def test_streams_with_an_idle_rank_and_a_bag(tmp_path: Path, options: tuple[str, ...]) -> None:
     done = bench(

@@ -96,7 +96,6 @@ def test_photos_train_alike(photos: Path, tmp_path: Path) -> None:
             ("--loader", "--topologies", "g1n2", "g2n1"),
             "--topology g1n2 g2n1: --loader moves whole",
         ),
-        (("--loader", "--accumulate", "0"), "--accumulate 0"),
         (("--accumulate", "2"), "--accumulate 2: only with --loader"),
         (("--loader", "--data", "g2b0i64f1s0"), "no rank loads a sample"),
     ],

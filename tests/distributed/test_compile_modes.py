@@ -14,14 +14,7 @@ from bascule.diffusers import Cut, SplitTable, parallelize
 from bascule.diffusers.compiling import check_mode
 from bascule.errors import ConfigError
 from tests.helpers.inference_cases import difference
-from tests.helpers.inference_toy import (
-    TABLE,
-    grads_of,
-    make_toy,
-    toy_gradients,
-    toy_inputs,
-    worst,
-)
+from tests.helpers.inference_toy import TABLE, grads_of, make_toy, toy_gradients, toy_inputs, worst
 from tests.helpers.ranks import on_ranks, run_ranks
 
 GRAPH_MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
@@ -111,8 +104,7 @@ def compiled(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "number",
-    [0, *(pytest.param(one, marks=pytest.mark.stress) for one in range(1, 5))],
+    "number", [0, *(pytest.param(one, marks=pytest.mark.stress) for one in range(1, 5))]
 )
 def test_one_graph_gives_what_eager_mode_gives(number: int) -> None:
     for found in run_ranks(compiled, 2, *SETTINGS[number]):

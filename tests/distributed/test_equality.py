@@ -31,7 +31,7 @@ from tests.helpers.cases import (
     reference_step,
     sharded_gradients,
 )
-from tests.helpers.ranks import by_one_rank, run_ranks
+from tests.helpers.ranks import by_one_rank, on_ranks, run_ranks
 
 Layouts = dict[tuple[int, int], list[str]]
 # World size: (query heads, key-value heads): topologies. Some heads do not divide among the ranks.
@@ -215,10 +215,7 @@ def two_plans_alive(topology: str, checkpoint: bool) -> None:
     assert_same((0.0, averaged(named_gradients(model))), (0.0, both), "both at once")
 
 
-def several_plans() -> None:
+@on_ranks(3)
+def test_two_plans_alive() -> None:
     for topology, checkpoint in (("g3n1", False), ("g1n1+g2n1", True), ("g1r3n1", True)):
         two_plans_alive(topology, checkpoint)
-
-
-def test_two_plans_alive() -> None:
-    run_ranks(several_plans, 3)

@@ -143,8 +143,7 @@ def move_everything(topologies: list[str]) -> int:
             assert step.count_routed(tensors["bool_0"]) == int(arrived["bool_0"].sum())
             if topology in ("g2r2n1", "g1r3n1") and seed == 2:
                 count = torch.compile(
-                    lambda x, step=step: x.new_ones(step.count_routed(x)).sum(),
-                    backend="aot_eager",
+                    lambda x, step=step: x.new_ones(step.count_routed(x)).sum(), backend="aot_eager"
                 )
                 assert int(count(tensors["bool_0"])) == int(arrived["bool_0"].sum())
     return moved

@@ -32,7 +32,7 @@ from tests.helpers.cases import COST
 from tests.helpers.faults import Fault, Striker, cause_of, ended_by, look_often
 from tests.helpers.loader_cases import sample_of
 from tests.helpers.loader_checks import loader_of
-from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
+from tests.helpers.ranks import on_ranks, raised_by, run_ranks, run_to_the_end
 
 VICTIM, RANKS = 1, 3
 SOON_S = 120.0
@@ -322,7 +322,16 @@ def test_errors_of_every_kind_are_known_to_the_others(name: str) -> None:
     assert ("ConfigError" in classes) == (name == "input")
 
 
-def ended_stays_ended() -> None:
+def raised(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__
+    return ""
+
+
+@on_ranks(2)
+def test_what_a_failure_ended_stays_ended_and_new_groups_work() -> None:
     """And new groups can be made, in which slow ranks are waited for."""
     rank = dist.get_rank()
     parallel = SequenceParallel(None, "g1n2", COST, timeout_s=LONG_S)
@@ -344,18 +353,6 @@ def ended_stays_ended() -> None:
         if rank == late:
             time.sleep(6 * look_s)
         assert float(all_reduce(again, "all_reduce", torch.ones(1))) == 2.0
-
-
-def raised(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__
-    return ""
-
-
-def test_what_a_failure_ended_stays_ended_and_new_groups_work() -> None:
-    run_ranks(ended_stays_ended, 2)
 
 
 # --- the thread -----------------------------------------------------------------------------------

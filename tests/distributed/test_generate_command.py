@@ -131,10 +131,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("num_ranks", "kinds"),
-    [
-        (2, RESTLESS[1:]),
-        *(pytest.param(num, RESTLESS, marks=pytest.mark.stress) for num in (2, 4)),
-    ],
+    [(2, RESTLESS[1:]), *(pytest.param(num, RESTLESS, marks=pytest.mark.stress) for num in (2, 4))],
 )
 def test_the_same_pixels_whatever_the_scheduler_does(
     num_ranks: int, kinds: list[dict[str, Any]], mixed: Path, tmp_path: Path

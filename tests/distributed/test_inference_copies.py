@@ -9,13 +9,7 @@ from torch import nn
 
 from bascule.diffusers import parallelize
 from tests.helpers.inference_cases import make_mesh, same, same_gradients
-from tests.helpers.inference_toy import (
-    TABLE,
-    direct,
-    make_toy,
-    toy_gradients,
-    toy_inputs,
-)
+from tests.helpers.inference_toy import TABLE, direct, make_toy, toy_gradients, toy_inputs
 from tests.helpers.ranks import on_ranks
 
 

@@ -12,13 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from bascule.diffusers import parallelize
 from bascule.errors import ConfigError
-from tests.helpers.inference_cases import (
-    Case,
-    difference,
-    make_inputs,
-    make_mesh,
-    make_model,
-)
+from tests.helpers.inference_cases import Case, difference, make_inputs, make_mesh, make_model
 from tests.helpers.inference_toy import TABLE, make_toy, toy_inputs
 from tests.helpers.jobs import run_example
 from tests.helpers.ranks import on_ranks, run_ranks

@@ -22,13 +22,7 @@ from tests.helpers.inference_cases import (
     same_as_one_process,
     same_gradients,
 )
-from tests.helpers.inference_toy import (
-    TABLE,
-    grads_of,
-    make_toy,
-    toy_gradients,
-    toy_inputs,
-)
+from tests.helpers.inference_toy import TABLE, grads_of, make_toy, toy_gradients, toy_inputs
 from tests.helpers.ranks import on_ranks
 
 MESHES = [  # ring, Ulysses

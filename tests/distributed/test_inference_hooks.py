@@ -274,10 +274,7 @@ def test_what_changes_after_a_call_is_followed() -> None:
     ways: dict[str, tuple[Callable[[Any], object], Callable[[], Any]]] = {
         "processor": (lambda model: model.set_attn_processor(Own()), nullcontext),
         "fused": (lambda model: model.fuse_qkv_projections(), nullcontext),
-        "blocks of a class": (
-            lambda _: None,
-            patched(flux.FluxSingleTransformerBlock, doubled),
-        ),
+        "blocks of a class": (lambda _: None, patched(flux.FluxSingleTransformerBlock, doubled)),
         "model of a class": (lambda _: None, patched(flux.FluxTransformer2DModel, negative)),
     }
     with torch.no_grad():

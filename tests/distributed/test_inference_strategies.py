@@ -45,8 +45,7 @@ def used_in(found: dict[str, Any]) -> list[list[tuple[int, int]]]:
 
 
 @pytest.mark.parametrize(
-    ("ring", "ulysses"),
-    [(4, 1), (1, 4), pytest.param(2, 2, marks=pytest.mark.stress)],
+    ("ring", "ulysses"), [(4, 1), (1, 4), pytest.param(2, 2, marks=pytest.mark.stress)]
 )
 def test_layers_change_meshes_as_their_work_changes(ring: int, ulysses: int) -> None:
     num_ranks = ring * ulysses

@@ -33,7 +33,7 @@ from tests.helpers.loader_cases import (
     same,
     sample_of,
 )
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import on_ranks, run_ranks
 
 EDGES = {
     "one rank has everything": Schedule((((5, 9, 1, 2), (30, 2)), (), ()), accumulate=2),
@@ -184,7 +184,8 @@ def test_tuples_lists_and_arrays_are_collated_after_they_moved() -> None:
     assert of_rank[0] != list(range(6))
 
 
-def gradients_come_home() -> None:
+@on_ranks(2)
+def test_restore_is_differentiable_and_checks_its_rows() -> None:
     """What restore brings back is differentiable: gradients go to where a sample was computed."""
     rank = dist.get_rank()
     groups = [[(PER_RANK * rank + k, n) for k, n in enumerate([30, 40, 2, 9][: 4 - 2 * rank])]]
@@ -203,10 +204,6 @@ def gradients_come_home() -> None:
         classes, text = heard_by(batch.restore, torch.zeros(len(ids) + 1))
         assert "ConfigError" in classes and f"each of the {len(ids)} samples" in text
         assert "ConfigError" in heard_by(batch.restore, ids.tolist())[0]
-
-
-def test_restore_is_differentiable_and_checks_its_rows() -> None:
-    run_ranks(gradients_come_home, 2)
 
 
 def weighed() -> list[tuple[str, dict[str, Any], list[int]]]:

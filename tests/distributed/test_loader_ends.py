@@ -13,13 +13,8 @@ from torch.utils.data import DataLoader
 from bascule.data import prefetch
 from bascule.data.steps import Batch
 from bascule.errors import ConfigError
-from tests.helpers.loader_cases import (
-    PER_RANK,
-    loader_of,
-    loader_threads,
-    sample_of,
-)
-from tests.helpers.ranks import run_ranks
+from tests.helpers.loader_cases import PER_RANK, loader_of, loader_threads, sample_of
+from tests.helpers.ranks import on_ranks, run_ranks
 
 
 def ids_of(batch: Batch) -> list[int]:
@@ -115,7 +110,8 @@ def test_training_and_validation_alternate_and_overlap() -> None:
         assert ids == expected, (kind, step)
 
 
-def no_data_anywhere() -> None:
+@on_ranks(2)
+def test_no_data_on_any_rank() -> None:
     for ends in ("drop_last", "pad_empty", "finish"):
         for samples in ([], None):
             loader = loader_of(samples, ends=ends)
@@ -123,10 +119,6 @@ def no_data_anywhere() -> None:
             assert loader.metrics()["steps"] == 0
             assert loader.state_dict()["epoch"] == 2
     assert not loader_threads()
-
-
-def test_no_data_on_any_rank() -> None:
-    run_ranks(no_data_anywhere, 2)
 
 
 def bounded() -> list[tuple[int, int]]:

@@ -20,7 +20,7 @@ from tests.helpers.cases import (
     random_batch,
     reference_step,
 )
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import on_ranks
 
 CONFIG = config_of(4, 4)
 
@@ -56,7 +56,18 @@ def vectors(model: MMDiT, samples: Samples, step: Step) -> Tensor:
     return vec.index_select(0, step.local_seq_ids)
 
 
-def pipelined() -> None:
+def gathered(model: MMDiT) -> Gradients:
+    """Averaged over the ranks that balance, added up over stages."""
+    found: Gradients = {}
+    for name, parameter in model.named_parameters():
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad / 2
+        dist.all_reduce(grad)
+        found[name] = grad
+    return found
+
+
+@on_ranks(4)
+def test_stages_of_a_pipeline_have_the_gradients_of_one_process() -> None:
     """Forward of two microbatches, then their backwards, first in, first out."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "balance"))
     stage, peer = mesh.get_local_rank("stage"), (dist.get_rank() + 2) % 4
@@ -92,17 +103,3 @@ def pipelined() -> None:
     total = {name: grad + want[1][1][name] for name, grad in want[0][1].items()}
     loss = sum(loss.item() for loss in losses) if stage else want[0][0] + want[1][0]
     assert_same((loss, got), (want[0][0] + want[1][0], total), f"stage {stage}")
-
-
-def gathered(model: MMDiT) -> Gradients:
-    """Averaged over the ranks that balance, added up over stages."""
-    found: Gradients = {}
-    for name, parameter in model.named_parameters():
-        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad / 2
-        dist.all_reduce(grad)
-        found[name] = grad
-    return found
-
-
-def test_stages_of_a_pipeline_have_the_gradients_of_one_process() -> None:
-    run_ranks(pipelined, 4)

@@ -24,7 +24,7 @@ from bascule.train import keep_exchanges
 from tests.helpers.calls_made import calls_made
 from tests.helpers.cases import COST
 from tests.helpers.mesh_cases import Three, difference, make_mask, make_mesh, three
-from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.ranks import on_ranks, raised_by, run_ranks
 
 Grads = list[Tensor]
 HEADS, WIDTH, MODEL = (6, 3), 4, 24
@@ -78,11 +78,7 @@ def assert_same(got: tuple[Tensor, Grads], want: tuple[Tensor, Grads]) -> None:
 
 
 def compiled(
-    spec: str,
-    backend: str = "aot_eager",
-    hostile: bool = True,
-    num_steps: int = 4,
-    **settings: Any,
+    spec: str, backend: str = "aot_eager", hostile: bool = True, num_steps: int = 4, **settings: Any
 ) -> int:
     """Steps of unlike plans; the graphs that these took."""
     parallel, block = SequenceParallel(None, spec, COST), Block(**settings)
@@ -235,15 +231,12 @@ def twice_derived() -> None:
 PROGRAMS = dropped, many_in_flight, on_a_mesh, checkpointed, refused_when_compiled, twice_derived
 
 
-def all_programs() -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_recorded_programs() -> None:
     for program in PROGRAMS:
         torch._dynamo.reset()
         program()
-
-
-@pytest.mark.slow
-def test_recorded_programs() -> None:
-    run_ranks(all_programs, 2)
 
 
 @pytest.mark.stress
@@ -322,13 +315,7 @@ def with_projection(
     """Attention with something before and after it for the compiler to fuse."""
     q, k = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) for x in (q, k))
     out = attention(
-        q,
-        k,
-        v,
-        mesh,
-        attn_mask=mask,
-        is_causal=causal,
-        options=AttentionOptions(layout=layout),
+        q, k, v, mesh, attn_mask=mask, is_causal=causal, options=AttentionOptions(layout=layout)
     )
     return torch.nn.functional.gelu(out.transpose(1, 2).flatten(2)).sin()
 
@@ -470,13 +457,10 @@ def check_operators(ring: int, ulysses: int, dtype: torch.dtype) -> None:
         assert set(found.values()) == {"SUCCESS"}, found
 
 
-def check_all_operators(ring: int, ulysses: int) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        check_operators(ring, ulysses, dtype)
-
-
 @pytest.mark.parametrize(
     ("ring", "ulysses"), [(2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.stress)]
 )
+@on_ranks(lambda ring, ulysses, **_: ring * ulysses)
 def test_operators_are_what_their_schemas_say(ring: int, ulysses: int) -> None:
-    run_ranks(check_all_operators, ring * ulysses, ring, ulysses)
+    for dtype in (torch.float32, torch.bfloat16):
+        check_operators(ring, ulysses, dtype)

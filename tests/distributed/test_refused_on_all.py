@@ -10,13 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from bascule import (
-    BalancedLoader,
-    Limits,
-    SequenceParallel,
-    Sequences,
-    TransformerCost,
-)
+from bascule import BalancedLoader, Limits, SequenceParallel, Sequences, TransformerCost
 from bascule.attention.api import AttentionMesh, AttentionOptions, SequenceLayout, attention
 from bascule.attention.sparse.attend import rows_of, sparse_attention
 from bascule.comm.agree import agree

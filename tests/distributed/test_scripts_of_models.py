@@ -40,10 +40,7 @@ SCRIPTS = {  # what the loader gives, and arguments of the model
         "latents, noise, times, prompts",
         f"x=list({VIDEO})|t=times.flatten()|cap_feats=prompts",
     ),
-    "hunyuan1.5": (
-        "latents, noise, times, prompts",
-        f"hidden_states={VIDEO}|{TIMES}|**prompts",
-    ),
+    "hunyuan1.5": ("latents, noise, times, prompts", f"hidden_states={VIDEO}|{TIMES}|**prompts"),
     "ltx2": (
         "latents, noise, audio, audio_noise, times, prompts, sizes",
         f"hidden_states={VIDEO}|audio_hidden_states={AUDIO}|{TIMES}|audio_{TIMES}"

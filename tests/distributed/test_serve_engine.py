@@ -71,9 +71,7 @@ RESTED = [(1, 1, 1), (3, 2, 2), (6, 0, 1)]
 
 
 def check(
-    served: dict[str, Served],
-    moves: dict[str, list[tuple[int, int, int]]],
-    tolerance: float = 1e-5,
+    served: dict[str, Served], moves: dict[str, list[tuple[int, int, int]]], tolerance: float = 1e-5
 ) -> None:
     """All requests with moves are done, and are those of one process."""
     for name, wanted in moves.items():
@@ -265,10 +263,7 @@ def on_replicas() -> dict[str, Served]:
     """Two replicas of two ranks each, which are the places of requests."""
     script: Script = {2: "rest", "paused": Block(1, 1)}
     scene = {"rests": Asked(GUIDED, Block(0, 1), script), "one": Asked(LATENT, Block(1, 1))}
-    scenes = [
-        scene | {"one": replace(scene["one"], script={1: "cancel"})},
-        {"two": scene["one"]},
-    ]
+    scenes = [scene | {"one": replace(scene["one"], script={1: "cancel"})}, {"two": scene["one"]}]
     return serve(partial(pipeline_of, TINY), scenes, shape=Shape(2, 2, 1, 1))
 
 

@@ -12,18 +12,13 @@ from torch import Tensor
 
 from bascule.arrays import Ints
 from bascule.attention.sparse import Clusters
-from bascule.attention.sparse.attend import (
-    attend_sparse,
-    gather_counts,
-    rows_of,
-    sparse_attention,
-)
+from bascule.attention.sparse.attend import attend_sparse, gather_counts, rows_of, sparse_attention
 from bascule.attention.sparse.rules import BlockRule, keep_top_k
 from bascule.comm.mesh import AttentionMesh
 from bascule.comm.quantized import Quantized
 from bascule.plan.sparse import BlockLayout, SparsePlan, SparsePlanner, block_counts, block_lens
 from tests.helpers.mesh_cases import Three, difference, make_mesh, reference, three
-from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.ranks import on_ranks, raised_by
 from tests.helpers.rows import FORMATS, there_and_back
 from tests.helpers.sparse_reference import means
 from tests.helpers.sparse_simulation import dense_masks
@@ -267,7 +262,15 @@ def in_order(x: Tensor, layout: BlockLayout) -> Tensor:
     return x.gather(2, order)
 
 
-def compare_all(is_whole: bool) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "is_whole"),
+    [
+        *[(1, True), (3, False), (4, False)],
+        *(pytest.param(num, True, marks=pytest.mark.stress) for num in (3, 4, 8)),
+    ],
+)
+@on_ranks(lambda world_size, **_: world_size)
+def test_exact_in_float64(world_size: int, is_whole: bool) -> None:
     """Compare every case on every mesh and wire, or half of them on one each, in turn.
 
     Odd worlds have one half, and even ones the other.
@@ -299,14 +302,3 @@ def compare_all(is_whole: bool) -> None:
             assert by_clusters(mesh, case) < 1e-10, (mesh.degrees, case)
     for mesh in meshes:
         assert other_samples(mesh) < 1e-10
-
-
-@pytest.mark.parametrize(
-    ("world_size", "is_whole"),
-    [
-        *[(1, True), (3, False), (4, False)],
-        *(pytest.param(num, True, marks=pytest.mark.stress) for num in (3, 4, 8)),
-    ],
-)
-def test_exact_in_float64(world_size: int, is_whole: bool) -> None:
-    run_ranks(compare_all, world_size, is_whole)

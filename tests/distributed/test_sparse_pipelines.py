@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bascule.diffusers import SparseConfig, parallelize
 from tests.helpers.pipeline_cases import generated, make_pipeline, prompt_of, seeded
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import on_ranks
 from tests.helpers.sparse_reference import Form, lens_of, one_process
 
 pytest.importorskip("diffusers")
@@ -84,11 +84,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def some_cases(places: list[int], degrees: dict[str, Any]) -> None:
-    for place in places:
-        compare(*CASES[place], degrees)
-
-
 WAYS: list[tuple[int, dict[str, int], list[int]]] = [  # ranks, and which cases run daily
     (1, {}, []),
     (2, {"ring_degree": 2}, [2, 5]),
@@ -111,7 +106,9 @@ WAYS: list[tuple[int, dict[str, int], list[int]]] = [  # ranks, and which cases 
     ],
     ids=str,
 )
+@on_ranks(lambda num_ranks, **_: num_ranks)
 def test_pixels_are_those_of_one_process(
     num_ranks: int, degrees: dict[str, int], places: list[int]
 ) -> None:
-    run_ranks(some_cases, num_ranks, places, degrees)
+    for place in places:
+        compare(*CASES[place], degrees)

@@ -34,7 +34,7 @@ from tests.helpers.cases import (
     reference_step,
 )
 from tests.helpers.oracle import packed_attention
-from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.ranks import on_ranks, raised_by, run_ranks
 
 LENS: list[list[list[int]]] = [[[9, 1], [5]], [[], [7, 7, 2]], [[3], []], [[1], [12]]]
 
@@ -236,7 +236,8 @@ def loaded() -> None:
     assert fast == pytest.approx(2 * slow, rel=0.1)
 
 
-def on_two_ranks() -> None:
+@on_ranks(2)
+def test_steps_of_two_ranks() -> None:
     planned()
     planned_behind()
     measured()
@@ -244,7 +245,3 @@ def on_two_ranks() -> None:
     assert sync_of(nn.Linear(2, 2)) == "step"
     for is_sharded in (False, True):
         trained(is_sharded)
-
-
-def test_steps_of_two_ranks() -> None:
-    run_ranks(on_two_ranks, 2)

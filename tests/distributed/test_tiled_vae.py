@@ -14,12 +14,7 @@ from tests.helpers.encoder_cases import check_gradients, gradients_of
 from tests.helpers.pages import ROOT
 from tests.helpers.pipeline_cases import generated, make_pipeline, prompt_of, seeded
 from tests.helpers.ranks import raised_by, run_ranks
-from tests.helpers.tile_cases import (
-    own_tiled,
-    sample_of,
-    tiny_vae,
-    values_of,
-)
+from tests.helpers.tile_cases import own_tiled, sample_of, tiny_vae, values_of
 
 pytest.importorskip("diffusers")
 

@@ -24,7 +24,7 @@ from bascule.data.packs import collate_padded
 from bascule.data.samplers import ResumableSampler
 from bascule.errors import ConfigError
 from tests.helpers.jobs import join_trainer_world
-from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
+from tests.helpers.ranks import on_ranks, raised_by, run_ranks, run_to_the_end
 from tests.helpers.trainer_runs import (
     BATCH_SIZE,
     COST,
@@ -245,9 +245,10 @@ def test_others_are_waited_for_as_long_as_the_trainer_says() -> None:
     assert waiting.error is not None and "beginning an iteration" in waiting.error, waiting.error
 
 
-def trains_as_before(folder: Path) -> None:
+@on_ranks(1)
+def test_one_process_trains_as_before(tmp_path: Path) -> None:
     dist.destroy_process_group()
-    trainer = make_trainer(str(folder), "qwen2", balanced=True, max_steps=2)
+    trainer = make_trainer(str(tmp_path), "qwen2", balanced=True, max_steps=2)
     trainer.train()
     assert trainer.balanced_loader is None
     with pytest.raises(ConfigError, match="balance"):
@@ -255,25 +256,18 @@ def trains_as_before(folder: Path) -> None:
     assert not trainer.args.ignore_data_skip
 
 
-def test_one_process_trains_as_before(tmp_path: Path) -> None:
-    run_ranks(trains_as_before, 1, tmp_path)
-
-
-def scales_one_loss(folder: Path) -> None:
+@on_ranks(1)
+def test_the_scale_of_a_loss_ends_with_its_training_step(tmp_path: Path) -> None:
     from bascule.transformers.trainer import ASIDE, Aside
 
     dist.destroy_process_group()
-    trainer = make_trainer(str(folder), "scorer", balanced=True, max_steps=1)
+    trainer = make_trainer(str(tmp_path), "scorer", balanced=True, max_steps=1)
     trainer.train()
     inputs = next(iter(trainer.get_train_dataloader()))
     plain = trainer.training_step(trainer.model, dict(inputs))
     scaled = trainer.training_step(trainer.model, {**inputs, ASIDE: Aside(0.5, {})})
     assert float(scaled) == pytest.approx(0.5 * float(plain))
     assert trainer.loss_scale == 1.0
-
-
-def test_the_scale_of_a_loss_ends_with_its_training_step(tmp_path: Path) -> None:
-    run_ranks(scales_one_loss, 1, tmp_path)
 
 
 def with_accelerate(accumulate: int) -> dict[str, Any]:

@@ -9,13 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from bascule.attention.api import (
-    AttentionMesh,
-    SequenceLayout,
-    attention,
-    gather,
-    split,
-)
+from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather, split
 from bascule.parallel import SequenceParallel
 from tests.helpers.cases import COST
 from tests.helpers.inference_cases import make_mesh

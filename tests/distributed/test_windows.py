@@ -21,7 +21,7 @@ from bascule.attention import (
 )
 from bascule.errors import ConfigError
 from tests.helpers.inference_cases import make_mesh
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import on_ranks, run_ranks
 
 NUM_TOKENS = 37
 DOCUMENTS = (1, 20, 3, 13)
@@ -64,8 +64,21 @@ def operands(batch: int, num_tokens: int, has_sink: bool) -> list[Tensor]:
     return [torch.randn(x, generator=random, dtype=torch.float64).requires_grad_() for x in shapes]
 
 
-def over_meshes(ring: int, ulysses: int, backend: str, every: int) -> None:
-    """Compare with one process; compiled by a backend, if it has a name."""
+ALL = [(2, 1, "", 1), (1, 2, "aot_eager", 7), (2, 2, "", 1), (4, 1, "", 1)]
+
+
+@pytest.mark.parametrize(
+    ("ring", "ulysses", "backend", "every"),
+    [
+        *[(2, 1, "", 7), (1, 2, "eager", 19), (2, 2, "", 11), (4, 1, "", 7)],
+        *(pytest.param(*one, marks=pytest.mark.stress) for one in ALL),
+    ],
+)
+@on_ranks(lambda ring, ulysses, **_: ring * ulysses)
+def test_meshes_give_what_one_process_gives(
+    ring: int, ulysses: int, backend: str, every: int
+) -> None:
+    """One case of `every`, which shares no factor with how many a choice has: all of them occur."""
     mesh, world = AttentionMesh.of(make_mesh(ring, ulysses)), ring * ulysses
     attend = torch.compile(attention, fullgraph=True, backend=backend) if backend else attention
     more = [(0.5, True)] if backend else [(0.0, False), (0.5, False), (0.5, True)]
@@ -88,23 +101,6 @@ def over_meshes(ring: int, ulysses: int, backend: str, every: int) -> None:
             mean = mean.clone()
             dist.all_reduce(mean)
             torch.testing.assert_close(mean / world, of_whole, rtol=0, atol=1e-11)
-
-
-ALL = [(2, 1, "", 1), (1, 2, "aot_eager", 7), (2, 2, "", 1), (4, 1, "", 1)]
-
-
-@pytest.mark.parametrize(
-    ("ring", "ulysses", "backend", "every"),
-    [
-        *[(2, 1, "", 7), (1, 2, "eager", 19), (2, 2, "", 11), (4, 1, "", 7)],
-        *(pytest.param(*one, marks=pytest.mark.stress) for one in ALL),
-    ],
-)
-def test_meshes_give_what_one_process_gives(
-    ring: int, ulysses: int, backend: str, every: int
-) -> None:
-    """One case of `every`, which shares no factor with how many a choice has: all of them occur."""
-    run_ranks(over_meshes, ring * ulysses, ring, ulysses, backend, every)
 
 
 @pytest.mark.parametrize("near", NEAR)

@@ -32,7 +32,7 @@ from tests.helpers.mesh_cases import (
     summed,
     three,
 )
-from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.ranks import on_ranks, raised_by
 from tests.helpers.rows import WIRES
 
 # Shapes are batch, heads, key-value heads, width.
@@ -222,15 +222,6 @@ def disagreements(mesh: AttentionMesh) -> None:
         assert "CommError" in names and words in text and "disagree on the form" in text, text
 
 
-def all_of_a_mesh(ring: int, ulysses: int, every: int) -> None:
-    mesh = make_mesh(ring, ulysses)
-    forward_rounds_and_backward_does_not(mesh, every)
-    half_the_bytes(mesh)
-    if ulysses == 1:
-        packed_once(mesh)
-    disagreements(mesh)
-
-
 ALL = [(1, 2), (2, 2), (3, 1), (2, 1), (1, 3), (4, 1), (2, 3)]
 
 
@@ -238,8 +229,14 @@ ALL = [(1, 2), (2, 2), (3, 1), (2, 1), (1, 3), (4, 1), (2, 3)]
     ("ring", "ulysses", "every"),
     [*[(1, 2, 2), (3, 1, 2)], *(pytest.param(*x, 1, marks=pytest.mark.stress) for x in ALL)],
 )
+@on_ranks(lambda ring, ulysses, **_: ring * ulysses)
 def test_attention_on_a_wire_of_8_bits(ring: int, ulysses: int, every: int) -> None:
-    run_ranks(all_of_a_mesh, ring * ulysses, ring, ulysses, every)
+    mesh = make_mesh(ring, ulysses)
+    forward_rounds_and_backward_does_not(mesh, every)
+    half_the_bytes(mesh)
+    if ulysses == 1:
+        packed_once(mesh)
+    disagreements(mesh)
 
 
 def test_one_rank_needs_no_wire() -> None:

@@ -1,10 +1,11 @@
 """Runs the command line, and looks at what a program imports."""
 
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -12,6 +13,12 @@ from bascule.cli import main
 
 Console = pytest.CaptureFixture[str]
 _GOLDENS = Path(__file__).parents[1] / "goldens" / "console"
+
+
+def options_of(command: str) -> Any:
+    """The dataclass of a command's options."""
+    module = importlib.import_module(f"bascule.cli.{command.replace('-', '_')}")
+    return get_type_hints(module.run)["options"]
 
 
 def run(capsys: Console, *arguments: str) -> tuple[int, str, str]:

@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from bascule.comm import failures
 from bascule.comm.failures import Calls, watch_of_world
-from tests.helpers.ranks import Outcome, run_to_the_end
 
 Kind = Literal["kill", "stop", "raise", "full", "cut", "late"]
 """Killed; stopped for good; an error in the user's code; a full disk; a link cut; slow once."""
@@ -172,43 +171,12 @@ def _wait(is_done: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def check_fault(
-    fault: Fault, folder: Path, program: Callable[[Fault, Striker], None], most_s: float
-) -> None:
-    """All other ranks end in time, with an error that names the rank and what befell it.
-
-    Every rank runs the program; `most_s` seconds after the fault the last of them has ended.
-    """
-    stopped = (fault.victim,) if fault.kind == "stop" else ()
-    outcomes = run_to_the_end(
-        ended_by, fault.ranks, fault, folder, program, timeout_s=most_s + 30.0, stopped=stopped
-    )
-    assert (folder / "struck").exists(), f"no rank came to the place: {outcomes}"
-    struck = float((folder / "struck").read_text())
-    victim = outcomes.pop(fault.victim)
-    others = [_ended(outcome) for outcome in outcomes]
-    write_down(fault, max(one.at_s for one in others) - struck)
-    for one in others:
-        assert cause_of(fault) in one.error, f"without the cause: {one.error!r}"
-        assert one.threads == (), one.threads
-        assert one.at_s - struck < most_s, one
-    if fault.kind in ("kill", "stop"):
-        assert victim.error is not None  # killed, by itself or when all others had ended
-    else:
-        assert _ended(victim).threads == ()
-
-
 def cause_of(fault: Fault) -> str:
     """What the error of every other rank says."""
     return {
         "raise": f"OwnError: the fault of rank {fault.victim}",
         "full": "No space left on device",
     }.get(fault.kind, f"no report from ranks [{fault.victim}]")
-
-
-def _ended(outcome: Outcome) -> Ended:
-    assert outcome.error is None, outcome.error
-    return outcome.value
 
 
 def write_down(fault: Fault, seconds: float) -> None:

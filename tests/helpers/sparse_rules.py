@@ -24,11 +24,7 @@ def spans(lens: Lens) -> list[range]:
 
 
 def on_grid(
-    sees: Callable[[Any, Any], bool],
-    grid: Grid,
-    q_lens: Lens,
-    kv_lens: Lens,
-    is_text: Tensor,
+    sees: Callable[[Any, Any], bool], grid: Grid, q_lens: Lens, kv_lens: Lens, is_text: Tensor
 ) -> Tensor:
     """A block sees another if a token of one sees a token of the other."""
     place = dict(zip((~is_text).nonzero()[:, 0].tolist(), np.ndindex(*grid), strict=True))
@@ -105,13 +101,7 @@ def sparge(
 
 
 def top_share(
-    keep: float,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_lens: Lens,
-    kv_lens: Lens,
-    is_text: Tensor,
+    keep: float, q: Tensor, k: Tensor, v: Tensor, q_lens: Lens, kv_lens: Lens, is_text: Tensor
 ) -> Tensor:
     """The highest products of means; a row's own blocks and those of text come first.
 

@@ -594,10 +594,7 @@ _VIDEOS = {
         _FRAMES,
         {
             **_WAN_OPTIONS,
-            "frame_times": (
-                "",
-                "timestep=draw(B, F).abs() * 100, enable_diffusion_forcing=True",
-            ),
+            "frame_times": ("", "timestep=draw(B, F).abs() * 100, enable_diffusion_forcing=True"),
             "causal": ("", ""),
             "fps": ("inject_sample_info=True", "fps=[1] * B"),
         },
@@ -702,10 +699,7 @@ _VIDEOS = {
                 "perturbation_mask=torch.arange(B).eq(0).to(draw.dtype)",
             ),
             "isolated": ("", "isolate_modalities=True"),
-            "references": (
-                "",
-                "video_self_attention_mask=1 - draw(B, V, V).abs() / 10_000",
-            ),
+            "references": ("", "video_self_attention_mask=1 - draw(B, V, V).abs() / 10_000"),
         },
     ),
     "minimax": Model(
@@ -757,10 +751,7 @@ _VIDEOS = {
                 "img_context_dim_in=16",
                 "encoder_hidden_states=(draw(B, T, D), draw(B, 4, 16))",
             ),
-            "controlnet": (
-                "",
-                "block_controlnet_hidden_states=[draw(B, V, E), draw(B, V, E)]",
-            ),
+            "controlnet": ("", "block_controlnet_hidden_states=[draw(B, V, E), draw(B, V, E)]"),
             "fps": ("", "fps=16"),
         },
     ),
@@ -816,7 +807,7 @@ _BY_PLAN = {
         _LTX_INPUTS.replace("counts(T)", "torch.ones(B, T, dtype=torch.long)"),
         {"mask": ("", "encoder_attention_mask=seen().long()")},
         frames=2,
-    ),
+    )
 }
 MODELS = _IMAGES | _VIDEOS | _BY_PLAN
 

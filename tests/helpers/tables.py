@@ -331,9 +331,7 @@ TABLES = [
     Table(
         "caption_extension",
         folder(
-            **FOLDER,
-            img___b__caption=LAKE,
-            data__toml=KOHYA + '  caption_extension = ".caption"\n',
+            **FOLDER, img___b__caption=LAKE, data__toml=KOHYA + '  caption_extension = ".caption"\n'
         ),
         [960, 967] * 2,
         inner="data.toml",

@@ -6,11 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bascule.diffusers import (
-    config_from_diffusers,
-    weights_from_diffusers,
-    weights_to_diffusers,
-)
+from bascule.diffusers import config_from_diffusers, weights_from_diffusers, weights_to_diffusers
 from bascule.errors import ConfigError
 from bascule.models import LocalExchange, MMDiT, MMDiTConfig, PackedBatch
 

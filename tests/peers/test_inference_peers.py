@@ -6,13 +6,7 @@ import pytest
 import torch
 
 from bascule.diffusers import parallelize
-from tests.helpers.inference_cases import (
-    Case,
-    difference,
-    make_inputs,
-    make_mesh,
-    make_model,
-)
+from tests.helpers.inference_cases import Case, difference, make_inputs, make_mesh, make_model
 from tests.helpers.ranks import on_ranks
 
 pytest.importorskip("diffusers")

@@ -13,11 +13,7 @@ from bascule.calibrate.measuring import refusals, undisturbed
 from bascule.cli.calibrate import report_of
 from bascule.errors import ConfigError
 from bascule.machine.calibration import BYTES, TOKENS, is_held_out, least_points
-from bascule.machine.cluster import (
-    TRAINING,
-    HardwareProfile,
-    passes_of,
-)
+from bascule.machine.cluster import TRAINING, HardwareProfile, passes_of
 from bascule.report.page import render
 from tests.helpers.browser import opened
 from tests.helpers.calibrations import CURVES, LENS, calibrated, fitted

@@ -15,14 +15,7 @@ from bascule.plan.sparse.planner import REWARD
 from bascule.sim.sparse_study import WAYS, Setting
 from tests.helpers.cli import Console, run, sentence
 from tests.helpers.pages import python_of
-from tests.helpers.sparse_studies import (
-    HEAD_DIM,
-    MACHINE,
-    TARGET,
-    Bools,
-    drifting,
-    setting_of,
-)
+from tests.helpers.sparse_studies import HEAD_DIM, MACHINE, TARGET, Bools, drifting, setting_of
 
 GUIDE = Path(__file__).parents[2] / "docs" / "sparse_attention.md"
 WAN = ("--model", "wan2.1", "--block", "1280")

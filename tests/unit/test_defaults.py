@@ -31,10 +31,7 @@ NOT_NONE: dict[Callable[..., Any], dict[str, Any]] = {
         "max_drift": 0.1,
         "timeout_s": 600.0,
     },
-    loader.BalancedLoader: {
-        "sync": "microbatch",
-        "options": loader.LoaderOptions(),
-    },
+    loader.BalancedLoader: {"sync": "microbatch", "options": loader.LoaderOptions()},
     loader.LoaderOptions: {
         "ends": "drop_last",
         "min_gain": 0.02,

@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 
 from bascule.errors import ConfigError
 from bascule.machine.costs import IterationFit, PolynomialCost, TransformerCost
-from bascule.machine.fits import (
-    TERMS,
-    fit_item_latency,
-    fit_iterations,
-    fit_latency,
-)
+from bascule.machine.fits import TERMS, fit_item_latency, fit_iterations, fit_latency
 
 # Latencies of sequences
 

@@ -40,11 +40,7 @@ from bascule.plan.topology import Topology
 
 SECONDS = PolynomialCost(2.1e-10, 7.5e-6, 4e-4)
 RULES = Rules(
-    accumulate=1,
-    sync="microbatch",
-    ends="finish",
-    min_gain=0.02,
-    max_bytes_in_flight=None,
+    accumulate=1, sync="microbatch", ends="finish", min_gain=0.02, max_bytes_in_flight=None
 )
 Lens = list[list[list[int]]]
 """By rank, microbatch and sample."""

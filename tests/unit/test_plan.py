@@ -17,7 +17,7 @@ from bascule.machine.cluster import Cluster
 from bascule.machine.costs import TransformerCost
 from bascule.plan import metrics
 from bascule.plan.limits import Limits, in_tokens
-from bascule.plan.plan import Plan, Sync, plan_batch, plan_greedily, plan_step, step_makespan
+from bascule.plan.plan import Sync, plan_batch, plan_greedily, plan_step, step_makespan
 from bascule.plan.topology import Topology
 from bascule.plan.topology_search import suggest_topology
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
@@ -65,13 +65,6 @@ def test_whole_numbers_of_other_types_are_legal() -> None:
     expected = plan_batch([[1, 2], [3]], "g1n2", COST).digest
     for kind in (np.uint8, np.int32, np.float32, np.float64):
         assert plan_batch([kind([1, 2]), (3.0,)], "g1n2", COST).digest == expected  # type: ignore[arg-type]
-
-
-# Plans as text.
-
-
-def _plan() -> Plan:
-    return plan_batch([[100, 200], [300], [], [50]], "g1n2+g2n1", COST)
 
 
 def test_limits_are_kept_or_refused() -> None:

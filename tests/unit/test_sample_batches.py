@@ -23,10 +23,7 @@ BATCH: dict[str, Any] = {
 }
 UNBATCHED = ("img_ids", "grid")
 TABLE = SplitTable(
-    *((), {}, {}, {}),
-    unbatched=UNBATCHED,
-    listed=("captions",),
-    batch_dims={"of_layers": 1},
+    *((), {}, {}, {}), unbatched=UNBATCHED, listed=("captions",), batch_dims={"of_layers": 1}
 )
 
 

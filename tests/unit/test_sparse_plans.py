@@ -28,12 +28,7 @@ from bascule.plan.sparse import (
     sparse_imbalance,
     turns,
 )
-from bascule.plan.sparse.choose import (
-    CallSize,
-    LayerPlans,
-    Strategies,
-    columns_of,
-)
+from bascule.plan.sparse.choose import CallSize, LayerPlans, Strategies, columns_of
 from bascule.plan.sparse.partition import BlockPlan
 from bascule.plan.sparse.planner import PLANNERS, greedy, paper_blocks
 from bascule.plan.topology import Degrees, all_degrees

@@ -170,16 +170,10 @@ VIDEO = "resolution = [832, 480]\n"
             ),
             [10] * (9 + 4 + 9),  # of 40 frames, 4 places are unlike
         ),
-        (
-            musubi(VIDEO + "frame_extraction = 'full'\nmax_frames = 100", "video"),
-            [25, 10, 5, 25],
-        ),
+        (musubi(VIDEO + "frame_extraction = 'full'\nmax_frames = 100", "video"), [25, 10, 5, 25]),
         (musubi(VIDEO + "frame_extraction = 'half'", "video"), "frame_extraction is 'half'"),
         (musubi(VIDEO + "source_fps = 30.0", "video"), "source_fps = 30.0"),
-        (
-            simpletuner(dataset_type="video", resolution=480, video={"num_frames": 41}),
-            [11] * 2,
-        ),
+        (simpletuner(dataset_type="video", resolution=480, video={"num_frames": 41}), [11] * 2),
         (
             simpletuner(
                 dataset_type="video",
