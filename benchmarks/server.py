@@ -127,8 +127,8 @@ def _client(service: Service, times: Times, random: np.random.Generator, num: in
 
 
 def _request(times: Times, prompt: Prompt, arrival_s: float) -> Request:
-    form = times.form(prompt, {})
-    step_s, once_s = dict(times.step_s(form)), times.once_s(form)
+    size = times.request_size(prompt, {})
+    step_s, once_s = times.step_s(size), times.once_s(size)
     return Request(step_s=step_s, steps=STEPS, arrival_s=arrival_s, once_s=once_s)
 
 

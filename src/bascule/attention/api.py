@@ -277,10 +277,11 @@ def _prepare(
         overlap = _overlaps(options, q, ranks, layout)
     kernel = kernel.key if isinstance(kernel, FunctionKernel) else kernel
     wire_format = None if wire is None else wire.format
+    window, chunk, cap = scores.key  # perhaps symbols: dynamo formats each, but no tuple of them
     settings = (
         f"{{'replicated': {layout.replicated}, 'causal': {causal}, 'scale': {scale}, "
         f"'factor': {factor}, 'kernel': {kernel!r}, 'wire': {wire_format!r}, "
-        f"'overlap': {overlap}, 'scores': ({', '.join(map(str, scores.key))}), "
+        f"'overlap': {overlap}, 'scores': ({window}, {chunk}, {cap}), "
         f"'documents': {documents}}}"
     )
     name = f"mesh\n{layout_text(ranks, layout)}\n{settings}"
