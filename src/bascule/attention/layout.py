@@ -193,7 +193,7 @@ def positions_on(layout: SequenceLayout, ring: int, device: torch.device) -> Ten
 
 
 def take_runs(x: Tensor, runs: list[Run], dim: int) -> Tensor:
-    """The tokens of these runs, one run after another. Differentiable."""
+    """Take runs of tokens, one run after another. Differentiable."""
     if torch.compiler.is_compiling() and len(runs) > _MANY:
         starts, lens = [start for start, _ in runs], [stop - start for start, stop in runs]
         total, before = num_tokens(runs), [0, *accumulate(lens)][:-1]

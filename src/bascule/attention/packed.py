@@ -85,7 +85,7 @@ class Bag:
         return self.pieces.device
 
     def tiles(self, causal: bool, scores: Scores) -> list[list[Tile]]:
-        """Return pairs of tokens here with those of each ring rank that they see."""
+        """Return, by ring rank, the tiles of local queries and the keys there that they see."""
         key = causal, scores.window, scores.chunk
         if key not in self._kept:
             masks = Masks.alike(self.pieces.seq_lens, causal=True) if causal else self.masks

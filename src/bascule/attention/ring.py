@@ -245,7 +245,7 @@ class _Travelling:
 
 
 def _shift(call: AttentionCall, sent: Tensor, received: Tensor, name: str) -> Callable[[], Tensor]:
-    """Send a tensor to the next rank of the ring; the result waits for that of the rank before."""
+    """Send a tensor to the next rank of the ring; the result waits for the previous rank's."""
     assert call.ring is not None
     ring, where = call.ring, f"{call.where}: ring ({name})"
     after, before = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size

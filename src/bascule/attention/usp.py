@@ -321,7 +321,7 @@ def _sunk(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor
 def _sink_gradient(
     grad: Tensor, out: Tensor, lse: Tensor, sink: Tensor, call: AttentionCall
 ) -> Tensor:
-    """Return that of all sinks, from (B, heads of this rank, S, D); 0 for heads of others."""
+    """Return the gradient of all sinks from (B, local heads, S, D); 0 for heads of other ranks."""
     own = _own_sink(sink, call)
     assert own is not None
     weights, wide = (own.to(lse.dtype)[:, None] - lse).exp(), wide_dtype(out)

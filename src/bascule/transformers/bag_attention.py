@@ -111,7 +111,7 @@ def note(step: Any) -> None:
 
 
 class OverMesh(NamedTuple):
-    """Attends over a mesh, in place of a step, within documents of these tokens."""
+    """Attends over a mesh, in place of a step, within given documents."""
 
     mode: SequenceParallelMode
     layout: SequenceLayout

@@ -629,7 +629,7 @@ class LoaderProgress(TrainerCallback, ExportableState):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Leave the time of saving, evaluating and beginning an epoch out of that of a step."""
+        """Leave saving, evaluating and beginning an epoch out of the time of a step."""
         if self._loader is not None:
             self._loader.gain.pause()
 

@@ -55,7 +55,7 @@ class AttentionKernel(Protocol):
         ...
 
     def backward(self, grad: Tensor, done: Attended) -> Grads:
-        """Gradients of q, k and v from that of the output."""
+        """Return the gradients of q, k and v from the gradient of the output."""
         ...
 
 

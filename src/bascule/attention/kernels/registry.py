@@ -100,7 +100,7 @@ class _Blocks:
         self._parts = tokens.tensor_split(rows.k_bounds[1:-1].tolist(), dim=2)
 
     def take(self, columns: Ints) -> Tensor:
-        """The tokens of these blocks, next to each other; a view if they already are."""
+        """Gather the tokens of blocks, next to each other; a view if they already are."""
         run = self._run(columns)
         return torch.cat(self._pick(columns), dim=2) if run is None else self._tokens[:, :, run]
 

@@ -28,7 +28,7 @@ from bascule.plan.sparse import grids
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RuleCall:
-    """Where and when a rule is called; the same for q, k and masks of one call."""
+    """Where and when a rule is called: one value for q, k and masks of a call."""
 
     heads: Ints  # (h,) query head
     blocks: Ints  # (h, P) query block of each row; heads with fewer repeat one, which is not used
