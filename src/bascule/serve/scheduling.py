@@ -145,10 +145,8 @@ class Scheduler:
         num_made = sum(task.phase == "made" for task in self.tasks.values())
         for task in list(self._planned):
             if task.block is None and task.phase == "halted":
-                assert task.at is not None
                 del self._planned[task]
-                task.phase = "pausing"
-                self.orders.order(task.at, task.id, "pause")
+                self._pause(task)
             elif task.phase == "new" and num_made > self.orders.num_ranks:
                 continue
             elif task.block is not None and task.phase in _READY:
@@ -156,6 +154,8 @@ class Scheduler:
                     del self._planned[task]
                     self._place(task, task.block)
                     ordered.append(task)
+        if (locked := self._locked()) is not None:
+            self._pause(locked)
         return ordered
 
     def ends_s(self, tasks: Sequence[Task]) -> dict[Task, float]:
@@ -181,6 +181,18 @@ class Scheduler:
             free[:degree] = [ends[job]] * degree
             free.sort()
         return {task: ends[task] for task in tasks}
+
+    def _locked(self) -> Task | None:
+        """Return a halted task of several that wait for each other's ranks, as in a swap."""
+        blockers = {
+            task: {self._users.get(rank, task) for rank in task.block.ranks} - {task}
+            for task in self._planned
+            if task.phase == "halted" and task.block is not None
+        }
+        while free := [task for task, users in blockers.items() if users.isdisjoint(blockers)]:
+            for task in free:
+                del blockers[task]
+        return next(iter(blockers), None)
 
     def _in_turn(self) -> float:
         """Return the number of the last task that may start; one that runs alone bars the rest."""
@@ -218,6 +230,12 @@ class Scheduler:
         assert task.at is not None
         task.phase = "halting"
         self.orders.order(task.at, task.id, "halt")
+
+    def _pause(self, task: Task) -> None:
+        """Let a halted task leave its ranks, with its state."""
+        assert task.at is not None
+        task.phase = "pausing"
+        self.orders.order(task.at, task.id, "pause")
 
     def _dismiss(self, task: Task) -> None:
         """Let a task leave its ranks after its step; while it changes ranks, when it has."""

@@ -1,0 +1,125 @@
+"""The table of requests on ranks that are played, and do what they are told."""
+
+import queue
+import time
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import pytest
+
+from bascule.plan.requests import Block
+from bascule.serve.orders import Event, Orders
+from bascule.serve.post import Ticket
+from bascule.serve.scheduling import Scheduler, Task
+from tests.helpers.serving import Restless, Scripted, Untaught, task_of
+
+
+class Obedient(Orders):
+    """Ranks that halt, move and pause requests as ordered; some states cannot travel."""
+
+    def __init__(self, num_ranks: int, stuck: Sequence[str] = ()) -> None:
+        self.num_ranks, self.events, self._stuck = num_ranks, queue.SimpleQueue[Event](), stuck
+        self.at, self.steps, self.said = dict[str, Block](), dict[str, int](), list[str]()
+        self._halting, self._resting = set[str](), set[str]()
+
+    def keep(self, request_id: str, arguments: dict[str, Any], seed: int) -> Ticket:
+        del arguments, seed
+        return Ticket(0, request_id, 0)
+
+    def run(self, request_id: str, block: Block, ticket: Ticket) -> None:
+        del ticket
+        self._take(request_id, block)
+        self._report("moved" if request_id in self.steps else "step", request_id)
+        self.steps.setdefault(request_id, 0)
+
+    def order(self, at: Block, request_id: str, action: str, block: Block | None = None) -> None:
+        if self.at.get(request_id) != at:  # it has ended
+            return
+        self.said.append(f"{action} {request_id}")
+        self._resting.discard(request_id)
+        if action == "halt":
+            self._halting.add(request_id)
+        elif action in ("pause", "move") and request_id in self._stuck:
+            self._report("refused", request_id)
+        elif action == "move":
+            assert block is not None
+            del self.at[request_id]
+            self._take(request_id, block)
+            self._report("moved", request_id)
+        elif action == "pause":
+            self._report("paused", request_id, ticket=Ticket(0, request_id, 0))
+            del self.at[request_id]
+
+    def step(self) -> None:
+        """Let requests that do not rest take a step; at the fourth they have ended."""
+        for name in self.at.keys() - self._resting:
+            self.steps[name] += 1
+            self._report("step", name)
+            if self.steps[name] == 4:
+                self._report("done", name)
+                del self.at[name]
+            elif name in self._halting:
+                self._resting.add(name)
+                self._report("halted", name)
+        self._halting.clear()
+
+    def _take(self, name: str, block: Block) -> None:
+        taken = {rank for other in self.at.values() for rank in other.ranks}
+        assert taken.isdisjoint(block.ranks)
+        self.at[name] = block
+
+    def _report(self, kind: str, name: str, **facts: Any) -> None:
+        facts |= {"step": self.steps.get(name, 0), "num_steps": 4}
+        self.events.put(Event(kind, name, time.monotonic(), self.at[name], **facts))
+
+
+def take(scheduler: Scheduler, orders: Orders, num: int) -> None:
+    """Take up to so many events before the policy is asked."""
+    for _ in range(min(num, orders.events.qsize())):
+        event = orders.events.get()
+        scheduler.handle(event)
+        if event.kind == "done":
+            scheduler.remove(scheduler.tasks[event.request_id])
+    scheduler.decide()
+
+
+def tasks_of(scheduler: Scheduler, num: int) -> list[Task]:
+    tasks = [task_of(f"r{k}", k, {"num_inference_steps": 4}) for k in range(num)]
+    for task in tasks:
+        scheduler.add(task)
+    return tasks
+
+
+def test_requests_that_swap_their_ranks_do_not_wait_for_each_other() -> None:
+    """The news of both arrive before the policy is asked, as on a busy machine."""
+    policy, orders = Scripted(), Obedient(3)
+    scheduler = Scheduler(orders, policy, Untaught())
+    tasks = tasks_of(scheduler, 3)
+    policy.wanted = {f"r{k}": Block(k, 1) for k in range(3)}
+    scheduler.decide()
+    take(scheduler, orders, 9)
+    for task in tasks:
+        scheduler.halt(task)
+    orders.step()
+    policy.wanted = {f"r{k}": Block((k + 1) % 3, 1) for k in range(3)}
+    while orders.events.qsize():
+        take(scheduler, orders, 9)
+    assert [str(said) for said in orders.said if "pause" in said] == ["pause r0"]
+    assert orders.at == policy.wanted
+    assert {task.phase for task in tasks} == {"running"}
+
+
+@pytest.mark.parametrize("stuck", [(), ("r1", "r4")])
+def test_requests_end_wherever_a_policy_puts_them(stuck: Sequence[str]) -> None:
+    """In each turn requests that run take a step, and any number of events arrive."""
+    for seed in range(200):
+        orders, random = Obedient(4, stuck), Random(seed)
+        scheduler = Scheduler(orders, Restless(seed), Untaught())
+        tasks_of(scheduler, 6)
+        for _ in range(200):
+            orders.step()
+            take(scheduler, orders, random.randint(0, 8))
+        take(scheduler, orders, orders.events.qsize())
+        assert not scheduler.tasks, seed
+        assert not scheduler._users and scheduler.state.num_free == 4
