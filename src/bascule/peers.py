@@ -25,7 +25,7 @@ from bascule.diffusers.sparse_layers import SparseConfig, SparseLayers, SparsePa
 from bascule.errors import ConfigError
 
 _MODULES = ("LongContextAttention", "LongContextAttentionQKVPacked", "xFuserLongContextAttention")
-_KNOWN = ("USP", "ring_attn_func", "ulysses_attn_func", *(f"{one}.forward" for one in _MODULES))
+_KNOWN = ("USP", "ring_attn_func", "ulysses_attn_func", *(f"{name}.forward" for name in _MODULES))
 _WITHOUT_EFFECT = ("attn", "backend", "combine_qkv_a2a", "deterministic", "kv_head_repeat", "mesh")
 _ROLES = ("query", "key", "value")
 
@@ -196,7 +196,8 @@ def _sparse(
     """Attend to the blocks that a layer's masks or rule show, and plan its next call."""
     if layout.stripe != layers.config.dealt:
         raise ConfigError(f"{layout} with sparse: give it stripe={layers.config.dealt}")
-    one, segments = SparsePass(layers), enumerate(layout.segments)
-    out = one.attend(one.next_layer() or 0, qkv, {str(x): num for x, num in segments}, scale, None)
-    one.end()
+    this, segments = SparsePass(layers), enumerate(layout.segments)
+    lens = {str(number): length for number, length in segments}
+    out = this.attend(this.next_layer() or 0, qkv, lens, scale, None)
+    this.end()
     return out

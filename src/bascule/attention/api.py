@@ -166,7 +166,7 @@ def attention(
     options: AttentionOptions = _DEFAULT,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """Exact attention of tokens that are shared over a mesh; (B, H, T, D) as q.
+    """Attend exactly over tokens that are shared over a mesh; return (B, H, T, D) as q.
 
     Two all-to-alls over the Ulysses ranks and R - 1 exchanges around the ring, and twice that
     backward; for replicated tokens one all-gather more, and one reduce-scatter backward. The first

@@ -91,11 +91,11 @@ class SequenceLayout:
         return [self.ring_len(ring) for ring in range(self.ring_degree)]
 
     def ring_len(self, ring: int) -> int:
-        """Tokens of all Ulysses ranks of a ring rank, replicated ones counted once."""
+        """Count the tokens of all Ulysses ranks of a ring rank, replicated ones counted once."""
         return num_tokens(self.pieces(ring))
 
     def pieces(self, ring: int) -> list[Run]:
-        """The runs in the sequence of the tokens that a ring rank works on."""
+        """Return the runs in the sequence of the tokens that a ring rank works on."""
         if self.stripe:
             return self.lying(ring)
         num = 2 * self.ring_degree if self.zigzag else self.ring_degree
@@ -114,18 +114,18 @@ class SequenceLayout:
         return [runs[i : i + per_segment] for i in range(0, len(runs), per_segment)]
 
     def own_runs(self, ring: int, ulysses: int) -> list[Run]:
-        """The runs of `own`, of all segments."""
+        """Return the runs of `own`, of all segments."""
         return list(chain.from_iterable(self.own(ring, ulysses)))
 
     def shares(self, ring: int, ulysses: int) -> list[Run]:
-        """The runs in the sequence of the tokens of a rank, in the order in which they lie."""
+        """Return the runs in the sequence of a rank's tokens, in the order in which they lie."""
         runs, bounds = self.own(ring, ulysses), self.bounds()
         for segment in self.replicated:
             runs[segment] = [bounds[segment]]
         return list(chain.from_iterable(runs))
 
     def num_tokens(self, ring: int, ulysses: int) -> int:
-        """T of a rank, with all replicated tokens."""
+        """Count the tokens T of a rank, with all replicated ones."""
         return num_tokens(self.shares(ring, ulysses))
 
     def exchanged(self, ring: int) -> tuple[list[int], list[slice] | None, list[slice] | None]:
@@ -138,13 +138,13 @@ class SequenceLayout:
         return lens, _transposed(by_rank), _transposed(by_piece)
 
     def lying(self, ring: int) -> list[Run]:
-        """The runs in the sequence of the tokens that a ring rank works on, as it has them."""
+        """Return the runs in the sequence that a ring rank works on, in its order."""
         if self.zigzag:
             return self.pieces(ring)
         return [run for u in range(self.ulysses_degree) for run in self.own_runs(ring, u)]
 
     def bounds(self) -> list[Run]:
-        """The run in the sequence of each segment."""
+        """Return the run in the sequence of each segment."""
         ends = list(accumulate(self.segments))
         return list(zip([0, *ends], ends, strict=False))
 
@@ -231,7 +231,7 @@ def _transposed(runs: Sequence[Sequence[Run]]) -> list[slice]:
 
 
 def num_tokens(runs: list[Run]) -> int:
-    """Tokens of some runs."""
+    """Count the tokens of some runs."""
     return sum(stop - start for start, stop in runs)
 
 
@@ -289,7 +289,7 @@ def gather_rows(
 
 @torch.library.custom_op("bascule::gather_tokens", mutates_args=())
 def gather_tokens(x: Tensor, segments: Sequence[int], text: str) -> Tensor:
-    """Gather (T, ..) tokens of a rank to (S, ..), those of all, in the order of the sequence."""
+    """Gather (T, ..) tokens of a rank to (S, ..) tokens of all, in the order of the sequence."""
     mesh, layout = layout_on(text, segments)
     assert mesh.whole is not None
     return gather_rows(x, mesh.whole, layout)[0]

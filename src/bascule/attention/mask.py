@@ -28,7 +28,7 @@ class Scores:
 
     Args:
         window: In causal attention a token sees the last so many tokens, itself included.
-        chunk: Likewise, those of its chunk, counted from the start of its sequence or document.
+        chunk: Likewise, the keys of its chunk, counted from the start of its sequence or document.
         cap: Scores become cap * tanh(score / cap), after their factor.
 
     Raises:
@@ -161,7 +161,7 @@ class BlockRows:
         return [(slice(*bounds[n : n + 2]), rows[start]) for n, start in enumerate(starts)]
 
     def on(self, device: torch.device) -> BlockTables:
-        """The arrays on a device."""
+        """Return the arrays on a device."""
         arrays = (self.q_bounds, self.k_bounds, self.row_bounds, self.columns)
         return self.keep(
             device, lambda: BlockTables(*(table_on(x.astype(np.int32), device) for x in arrays))

@@ -99,7 +99,7 @@ class Bag:
 
     @cached_property
     def order(self) -> tuple[Tensor | None, Tensor | None]:
-        """Indices from the order of ranks to that of sequences, and back; None: the same order."""
+        """Indices from rank order to sequence order, and back; None: the orders are equal."""
         if self.degree == 1 or (self.chunk_lens.sum(axis=0) > 0).sum() <= 1:
             return None, None
         whole, back = _rows_of(self.chunk_lens.T), _rows_of(self.chunk_lens)
@@ -171,7 +171,7 @@ def attend_packed(
     """Attend within each packed sequence on one rank; (T, H, D) as q. Differentiable.
 
     H is a multiple of K. Without a name, the first kernel that runs here is used. The scale is
-    D^-0.5 if None; `scores` and `sink` are those of `Step.attend`.
+    D^-0.5 if None; `scores` and `sink` as in `Step.attend`.
     """
     check_settings("attend_packed", causal, scale)
     check_tensors("attend_packed", q_THD, k_TKD, v_TKD)
@@ -217,7 +217,7 @@ def check(
 
 
 def check_shapes(bag: Bag, q: Tensor, k: Tensor, v: Tensor, *, num_keys: int | None = None) -> None:
-    """Refuse shapes that do not fit; keys are those of the tokens, or so many of contexts."""
+    """Refuse shapes that do not fit; keys are the tokens' own, or so many of contexts."""
     tokens = bag.tokens[bag.mesh.place[1]]
     what = "attend" if num_keys is None else "attend_contexts"
     for x in (q, k, v):

@@ -29,7 +29,7 @@ class Tile:
 
     q: "slice | Tensor"  # queries of this rank: a slice, or int64 rows, each once
     k: "slice | Tensor"  # keys of the shard: a slice, or int64 rows, which may repeat
-    mask: AttentionMask = EVERYTHING  # what those see of these
+    mask: AttentionMask = EVERYTHING  # what the queries see of the keys
 
 
 Tiles = Sequence[Sequence[Tile]]
@@ -58,7 +58,7 @@ class AttentionCall:
     count: Callable[[], object] | None = None  # called after each forward
 
     def owner(self, turn: int) -> int:
-        """Ring rank whose keys are at hand in a round."""
+        """Return the ring rank whose keys are at hand in a round."""
         return ((0 if self.ring is None else self.ring.rank) - turn) % len(self.kv_lens)
 
 
@@ -128,7 +128,7 @@ def _is_one_tile(tiles: Tiles) -> bool:
 
 
 def _rows(x: Tensor, rows: slice | Tensor) -> Tensor:
-    """Some rows of (B, H, S, ...)."""
+    """Return some rows of (B, H, S, ...)."""
     return x[:, :, rows] if isinstance(rows, slice) else x.index_select(2, rows)
 
 
@@ -157,7 +157,7 @@ class Merged:
         self._out, self._lse = out, lse
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Out in the dtype of the queries, and LSE; 0 and -inf where no key came."""
+        """Return out in the dtype of the queries, and LSE; 0 and -inf where no key came."""
         out, lse = self._state()
         return out.to(self._q.dtype), lse
 
@@ -285,11 +285,11 @@ def overlapped_forward(
 
     def attend(turn: int, keys: Tensor, values: Tensor) -> None:
         every, seen = slice(0, keys.shape[2]), tiles[call.owner(turn)]
-        for one, part in zip(theirs, others, strict=True):
-            _attend(one, (q[:, :, part], keys, values), part, every, seen, call)
+        for partial, part in zip(theirs, others, strict=True):
+            _attend(partial, (q[:, :, part], keys, values), part, every, seen, call)
         if turn == len(call.kv_lens) - 1:
-            for one, part in zip(theirs, others, strict=True):
-                done, lse[:, :, part] = one.result()
+            for partial, part in zip(theirs, others, strict=True):
+                done, lse[:, :, part] = partial.result()
                 out[:, part] = done.transpose(1, 2)
             leaving.append(heads.start_to_tokens(out, [q.shape[1]], call.where, wire))
         for columns in others if turn == 0 else [every]:
@@ -299,7 +299,7 @@ def overlapped_forward(
     try:
         rotate(call, k, v, attend)
     finally:
-        arrived = [one() for one in leaving]
+        arrived = [finish() for finish in leaving]
     done, lse[:, :, own] = merged.result()
     out[:, own] = done.transpose(1, 2)
     ((home,),) = arrived

@@ -199,7 +199,7 @@ class Pieces:
         return np.concatenate(starts, axis=1)
 
     def _runs(self, rank: int) -> list[Stretch]:
-        """The early runs of a ring rank, and its late ones."""
+        """Return the early runs of a ring rank, and its late ones."""
         parts = self._starts[rank], self.lens[rank], cumulative(self.lens[rank])[:-1]
         split = (np.split(part, self.num_runs) for part in parts)
         return [Stretch(*run) for run in zip(*split, strict=True)]
@@ -242,7 +242,7 @@ class Pieces:
         return tiles
 
     def _rows(self, first: Ints, lens: Ints, num_rows: int, is_turned: bool) -> slice | Tensor:
-        """The rows of some runs, one after the other or in reverse: a slice where they lie so."""
+        """Return the rows of runs, one after the other or in reverse: a slice where they lie so."""
         first, lens = first[lens > 0], lens[lens > 0]
         if is_turned:
             return table_on(ranges(first, lens)[::-1].copy(), self.device)

@@ -212,7 +212,7 @@ def attend(
     mask: Tensor | None = None,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """Exact attention of this rank's tokens, at home as q. Differentiable.
+    """Attend exactly for this rank's tokens; return out, at home as q. Differentiable.
 
     `sink` is (H,), one more score in each softmax, with a value of 0.
     """

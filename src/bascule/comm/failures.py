@@ -116,7 +116,7 @@ class shared:  # noqa: N801 - called as a function, and a decorator
 class Calls:
     """Calls of a process group, or of a part of it, on this rank: each is posted, then awaited.
 
-    Messages carry the number of their call as tag, so those of two calls in flight are never mixed.
+    Messages carry the number of their call as tag, so two calls in flight never mix messages.
     """
 
     def __init__(self, key: str = "", ranks: Sequence[int] = (), name: str = "") -> None:
@@ -428,7 +428,7 @@ class Watch:
         return None if text is None else Failure(**json.loads(text))
 
     def _cause(self, ranks: Sequence[int]) -> Failure:
-        """Return why another rank failed, or who of these gives no sign."""
+        """Return why another rank failed, or which of the ranks give no sign."""
         start, missing = time.monotonic(), list(ranks)
         while time.monotonic() - start < (ROLL_CALL_S if missing else ROLL_CALL_S / 4):
             if (failed := self.ask(self._last)) is not None and failed.text:

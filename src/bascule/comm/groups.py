@@ -59,7 +59,7 @@ class Staging(threading.local):
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
-        self._views: dict[Hashable, Tensor] = {}  # of these; a view costs more than a small copy
+        self._views: dict[Hashable, Tensor] = {}  # a view costs more than a small copy
 
     def take(self, role: str, shape: Sequence[int], like: Tensor) -> Tensor:
         """Return a tensor of that shape without values, of the dtype and device of `like`."""

@@ -48,7 +48,7 @@ class _Sizes:
     """Sizes and views of exchanges of tensors of some shapes, in both directions."""
 
     sent: tuple[int]  # elements of all heads and this rank's tokens, in a row
-    by_heads: list[int]  # (U,) of these, those of each rank's heads
+    by_heads: list[int]  # (U,) bytes of each rank's heads
     by_tokens: list[int]  # (U,) elements of each rank's tokens and this rank's heads
     whole: tuple[int, int, int, int]  # (B, S, this rank's heads of all tensors, D)
     homes: list[tuple[int, ...]]  # shape of each tensor at home
@@ -66,7 +66,7 @@ class HeadExchange:
     # slices of them one after another; None: as they arrive. `back` is the inverse.
     order: "Tensor | Sequence[slice] | None" = None
     back: "Tensor | Sequence[slice] | None" = None
-    is_packed: bool = False  # whether tensors at home are those of packed sequences
+    is_packed: bool = False  # whether tensors at home hold packed sequences
     num_kv_heads: int = field(init=False)  # of all ranks
     first_kv_head: int = field(init=False)  # of this rank
     own_kv_heads: int = field(init=False)

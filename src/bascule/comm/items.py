@@ -71,12 +71,12 @@ def leaves_of(nest: Any) -> list[Tensor]:
 
 
 def rebuilt(nest: Any, leaves: Iterator[Tensor]) -> Any:
-    """Return the nest around the next of these tensors."""
+    """Return the nest around the next tensors."""
     return mapped(nest, lambda _: next(leaves))
 
 
 def joined(nests: Sequence[Any]) -> Any:
-    """Return one nest whose tensors are those of all, joined along their first dim."""
+    """Return one nest whose tensors join the tensors of all nests along their first dim."""
     columns = zip(*map(leaves_of, nests), strict=True)
     return rebuilt(nests[0], iter([torch.cat(column) for column in columns]))
 
@@ -109,17 +109,14 @@ class Parcel:
     @classmethod
     def of(cls, parts: Sequence[Tensor]) -> "Parcel":
         """Lay the parts out one after the other, each at a multiple of `ALIGNMENT`."""
-        *starts, end = itertools.accumulate(map(_padded, map(Tensor.numel, parts)), initial=0)
+        sizes = [part.numel() + -part.numel() % ALIGNMENT for part in parts]
+        *starts, end = itertools.accumulate(sizes, initial=0)
         return cls(parts, starts, end)
 
     def write(self, buffer: Tensor) -> None:
         """Write into a uint8 tensor of `num_bytes`; what pads the parts stays as it is."""
         for start, part in zip(self.starts, self.parts, strict=True):
             buffer[start : start + part.numel()] = part
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def parcel(sample: object, device: torch.device = HOST) -> Parcel:
@@ -139,8 +136,8 @@ def read(buffer: Tensor) -> Any:
     The buffer begins at a multiple of `ALIGNMENT`. All but tensors is copied to the host.
     """
     reader = _Reader(buffer)
-    (length,) = _LENGTH.unpack(reader.bytes(_LENGTH.size, end=_LENGTH.size))
-    text = reader.bytes(length, end=_padded(_LENGTH.size + length))
+    (length,) = _LENGTH.unpack(reader.bytes(_LENGTH.size, pads=False))
+    text = reader.bytes(length)
     return reader.build(json.loads(text.decode(errors="surrogatepass")))
 
 
@@ -207,7 +204,7 @@ class _Writer:
         return ["t", str(tensor.dtype).removeprefix("torch."), list(tensor.shape), strides]
 
     def _array(self, array: np.ndarray, place: str) -> list[Any]:
-        """Refuse dtypes that a name does not define: objects, fields, those of other packages."""
+        """Refuse dtypes that a name does not define: objects, fields, dtypes of other packages."""
         dtype = array.dtype
         try:
             named = np.dtype(dtype.str)
@@ -298,9 +295,9 @@ class _Reader:
             return _NESTS[rest[0]](part.tolist())
         return part[()] if kind == "g" else np.bytes_(part)
 
-    def bytes(self, num_bytes: int, end: int | None = None) -> bytes:
+    def bytes(self, num_bytes: int, *, pads: bool = True) -> bytes:
         """Take bytes to the host."""
-        return self._take(num_bytes, end).numpy(force=True).tobytes()
+        return self._take(num_bytes, pads).numpy(force=True).tobytes()
 
     def _tensor(
         self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int] | None
@@ -314,10 +311,10 @@ class _Reader:
         taken = self._take(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
         return np.ndarray(shape, dtype, taken.numpy(force=True).data, strides=strides)
 
-    def _take(self, num_bytes: int, end: int | None = None) -> Tensor:
-        start = self._next
-        self._next = start + _padded(num_bytes) if end is None else end
-        return self._buffer[start : start + num_bytes]
+    def _take(self, num_bytes: int, pads: bool = True) -> Tensor:
+        start, end = self._next, self._next + num_bytes
+        self._next = end + -end % ALIGNMENT if pads else end
+        return self._buffer[start:end]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -414,7 +411,7 @@ class _Moved(torch.autograd.Function):
         move = replace(there, source=there.dest, dest=there.source, name=f"{there.name} back")
         runs = _runs(grads[1:], [len(own) for own in ctx.received])
         parcels = list(map(_of_gradients, runs, ctx.received))
-        # The sizes of all others are those of items that neither leave this rank nor reach it.
+        # All other sizes belong to items that neither leave this rank nor reach it.
         num_bytes = np.zeros(move.source.shape, np.int64)
         num_bytes[move.source == move.group.rank] = [packed.num_bytes for packed in parcels]
         num_bytes[move.dest == move.group.rank] = [_of_gradients(x, x).num_bytes for x in ctx.sent]
@@ -443,7 +440,7 @@ def _gradients(buffer: Tensor, wanted: Sequence[Tensor | None]) -> list[Tensor |
         num_bytes = 0 if form is None else form.nbytes
         part = buffer[at : at + num_bytes]
         gradients.append(None if form is None else part.view(form.dtype).view(form.shape))
-        at += _padded(num_bytes)
+        at += num_bytes + -num_bytes % ALIGNMENT
     return gradients
 
 

@@ -44,7 +44,7 @@ class Quantized:
         return cls(comm_dtype) if isinstance(comm_dtype, str) else comm_dtype
 
     def row_bytes(self, head_dim: int) -> int:
-        """Bytes of one row."""
+        """Return the bytes of one row."""
         return head_dim + PEAK_BYTES
 
     def pack(self, x: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ CommDtype = Format | Quantized
 class Deviation:
     """Distance of a tensor from its reference."""
 
-    relative_l2: float  # norm of the difference over that of the reference
+    relative_l2: float  # norm of the difference over the reference's norm
     # The same over the reference less its mean over the tokens: a large constant in some channels
     # makes `relative_l2` small, whatever happens to the rest.
     relative_to_spread: float

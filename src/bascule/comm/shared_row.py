@@ -24,7 +24,7 @@ class SharedRow:
     seq_lens: Sequence[int]  # one after the other
     group: RankGroup | None = None  # None: one rank has all tokens, in this order
     counts: Sequence[int] = (0,)  # (ranks,) tokens of each
-    order: Ints | None = None  # (S,) places in the order of ranks, in that of the sequences
+    order: Ints | None = None  # (S,) place in rank order of each token in sequence order
     step: int = 0  # for errors
     count: Callable[[int], None] = lambda num_bytes: None  # that left this rank in a forward
     _routes: dict[tuple[int, torch.device], BoundRoute] = field(default_factory=dict, init=False)

@@ -79,10 +79,11 @@ class Microbatches:
 
 def words_of(state: Any) -> Ints:
     """Return the state of a loader as words that travel; no words for None."""
-    own = parcel(state)
-    buffer = torch.zeros(0 if state is None else own.num_bytes, dtype=torch.uint8)
-    if state is not None:
-        own.write(buffer)
+    if state is None:
+        return np.zeros(0, np.int64)
+    local = parcel(state)
+    buffer = torch.zeros(local.num_bytes, dtype=torch.uint8)
+    local.write(buffer)
     return buffer.view(torch.int64).numpy()
 
 

@@ -124,7 +124,7 @@ class Calibration:
     num_ranks: int  # that measured together
     settings: str  # block, widths, dtype, kernel, rounds, in words
     d_model: int  # width for which costs count FLOPs
-    measured: tuple[str, ...]  # fields of the profile; the others are those of `base`
+    measured: tuple[str, ...]  # fields of the profile; the others come from `base`
     base: str
     fits: tuple[Fit, ...]
     overheads: tuple[Overhead, ...] = ()
@@ -151,7 +151,7 @@ class Calibration:
 
     @property
     def gamma(self) -> float | None:
-        """Forward seconds of an attention FLOP over those of a linear FLOP; None: not measured."""
+        """Ratio of an attention FLOP's forward seconds to a linear FLOP's; None: not measured."""
         forward = self.fit(FORWARD)
         if forward is None or not forward.coefficients[1] > 0:
             return None

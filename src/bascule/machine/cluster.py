@@ -161,7 +161,7 @@ class Wires:
 
 
 _ATTENTION_BACKWARD = 2.5 * 648 / 561
-"""Seconds of the backward of attention over those of its forward: five products of matrices against
+"""Ratio of attention's backward seconds to its forward seconds: five products of matrices against
 two, at 561 TFLOP/s against 648. Source: FlashAttention-3, speeds on an H100 at a head dimension of
 128 and 16k tokens, not causal."""
 
@@ -228,7 +228,7 @@ class Cluster:
             for each sequence of a bag, where software loops over them, as KnapFormer does. They
             delay the step where they take longer than the compute.
         passes: What is predicted: forward passes, or the passes of a training step, as `TRAINING`.
-            The rates above are those of a forward pass.
+            The rates above hold for a forward pass.
 
     Raises:
         ConfigError: A value is out of range.
@@ -452,7 +452,7 @@ class HardwareProfile:
                 )
 
     def __str__(self) -> str:
-        """One line: the numbers, and whether anybody measured them."""
+        """Return one line: the numbers, and whether anybody measured them."""
         made, parts = self.calibration, list[str]()
         for name, unit, text in (
             ("matmul_flops_per_s", 1e12, "TFLOP/s"),
@@ -487,7 +487,7 @@ class HardwareProfile:
 
     @property
     def gamma(self) -> float:
-        """Seconds of an attention FLOP over those of a linear FLOP; 1 if unknown."""
+        """Ratio of an attention FLOP's seconds to a linear FLOP's; 1 if unknown."""
         if self.calibration is not None and (gamma := self.calibration.gamma) is not None:
             return gamma
         if self.matmul_flops_per_s is None or self.attention_flops_per_s is None:

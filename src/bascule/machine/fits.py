@@ -257,7 +257,7 @@ def fit_iterations(
     Args:
         seq_lens: ``seq_lens[iteration][rank]`` lists the tokens of each sequence that the rank
             computed in the iteration, over all its microbatches. Ranks and iterations may be empty.
-        seconds: (iterations,) time of each iteration, which is that of its slowest rank; or
+        seconds: (iterations,) time of each iteration, its slowest rank's; or
             (iterations, ranks) each rank's own compute time, NaN where it was not measured.
         max_loo_error: Leave-one-out error above which the fit is refused.
 

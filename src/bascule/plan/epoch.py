@@ -262,7 +262,7 @@ def _deals(rules: DealRules) -> list[Callable[[StepTable], tuple[Ints, float]]]:
     if rules.sync == "microbatch":
         return [_all_alike, _by_room]
     if rules.limits is not None and rules.limits.tokens is not None:
-        return [_cells_to_ranks]  # limits are those of a microbatch
+        return [_cells_to_ranks]  # limits hold for a microbatch
     return [_by_rank, _cells_to_ranks]
 
 

@@ -75,7 +75,7 @@ class Limits:
         return self.mapped(lambda room: np.minimum.reduceat(room, first_ranks), num_ranks)
 
     def keeps(self, **sums: npt.NDArray[Any]) -> bool:
-        """True if no rank exceeds a limit; `sums` are (.., ranks) amounts by the limits' names."""
+        """Return whether no rank exceeds a limit; `sums` are (.., ranks) amounts by limit."""
         rooms = ((self.room(name, amounts.shape[-1]), amounts) for name, amounts in sums.items())
         return all(bool((amounts <= room).all()) for room, amounts in rooms)
 

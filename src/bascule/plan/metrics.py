@@ -4,13 +4,13 @@ from bascule.arrays import Floats
 
 
 def imbalance(loads: Floats) -> float:
-    """Max over mean, at least 1: by how much the slowest rank stretches the step."""
+    """Return max over mean, at least 1: by how much the slowest rank stretches the step."""
     mean = float(loads.mean()) if loads.size else 0.0
     return max(float(loads.max()) / mean, 1.0) if mean > 0 else 1.0
 
 
 def wir(loads: Floats) -> float:
-    """KnapFormer's workload imbalance ratio, max over min; inf if a rank is idle, 1 if all are."""
+    """Return KnapFormer's imbalance ratio, max over min; inf if a rank is idle, 1 if all are."""
     most = float(loads.max()) if loads.size else 0.0
     least = float(loads.min()) if loads.size else 0.0
     if most == 0.0:

@@ -84,7 +84,7 @@ class Offer:
 
     @classmethod
     def from_words(cls, gathered: Sequence[Ints]) -> Self:
-        """Join the words of R ranks, in their order; other words may follow those of an offer."""
+        """Join the words of R ranks, in their order; other words may follow an offer's."""
         num_micro = int(gathered[0][0])
         counts = np.stack([words[2 : 2 + num_micro] for words in gathered], axis=1)
         sizes = counts.sum(axis=0).tolist()

@@ -174,7 +174,7 @@ class Plan:
     def unbalanced_loads(
         self, cost: Cost, cluster: Cluster | None = None
     ) -> npt.NDArray[np.float64]:
-        """(num_ranks,) cost of each rank if every sequence stayed home, in the unit of `loads`."""
+        """Return (num_ranks,) costs if every sequence stayed home, in the unit of `loads`."""
         costs_of = evaluate if cluster is None else cluster.compute_seconds
         costs = costs_of(cost, self.seq_lens, self.offer.num_pairs)
         loads = np.zeros(self.num_ranks)
@@ -207,7 +207,7 @@ class Plan:
         return self.chunks.local(rank)
 
     def bag_lens(self, rank: int) -> Ints:
-        """(bag size, m) tokens of each chunk of `local(rank)` on each rank of `rank`'s bag."""
+        """Return (bag size, m) tokens of the chunks of `local(rank)` on the ranks of its bag."""
         return self.chunks.bag_lens(rank)
 
     def route(self, rank: int) -> Route:

@@ -252,7 +252,7 @@ class Chunks:
         return int(np.where(is_in_bag, lens, 0).sum())
 
     def bag_lens(self, rank: int) -> Ints:
-        """(bag size, m) tokens of each chunk that `LocalLayout` lists, on each rank of the bag."""
+        """Return (bag size, m) tokens of the chunks of `LocalLayout`, on the ranks of the bag."""
         bag = int(self.topology.bag_of_rank[rank])
         lens = np.diff(self._cut(bag)[1], axis=0)
         if self.num_on_a_rank(bag) == 1:

@@ -87,7 +87,7 @@ class Sharding:
         fields(self, num_params=(whole, 1), shard_ranks=(whole, 1))
 
     def params_of(self, cost: TransformerCost) -> int:
-        """Return `num_params`, or those of the model's blocks."""
+        """Return `num_params`, or the parameters of the model's blocks."""
         return self.num_params or 12 * cost.d_model**2 * cost.num_layers  # of 24 L d^2 FLOPs
 
     def seconds(self, cost: TransformerCost, cluster: Cluster) -> tuple[float, float]:
@@ -117,7 +117,7 @@ class SimulationOptions:
 
     Args:
         num_steps: Of data codes; lists of batches are as long as they are.
-        num_ranks: Of data codes; None: those of the mix.
+        num_ranks: Of data codes; None: the mix's.
         ranks_per_node: None: at most 8.
         accumulate: Microbatches of a step; ranks meet at the end of each, as under FSDP2.
         seed: Of data codes.
@@ -181,7 +181,7 @@ class Setup:
 
 
 class Microbatch(NamedTuple):
-    """A microbatch of a run; tokens and FLOPs are those of all ranks, without padding."""
+    """A microbatch of a run; tokens and FLOPs of all ranks, without padding."""
 
     seconds: Floats  # (len(KINDS), N) of each rank, by what they are spent on
     hidden: Floats  # (len(HIDDEN), N) of exchanges that nobody waited for
@@ -201,7 +201,7 @@ def microbatch(placed: Placement, setup: Setup) -> Microbatch:
     if placed.moves == TOKENS:
         routed = options.routed_bytes_per_token or NUM_ROUTES * BYTES_PER_VALUE * cost.d_model
         routing = exchange_seconds(placed, setup.cluster, routed)
-        # The launches are those of all ranks, as soon as one token moves.
+        # All ranks launch, as soon as one token moves.
         spent["routing"] = routing + NUM_ROUTES * setup.cluster.latency_s * bool(routing.any())
     gather, reduce = options.sharding.seconds(cost, setup.cluster)
     spent |= _exposed_sharding(spent, setup, gather, reduce)

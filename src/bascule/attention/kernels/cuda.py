@@ -221,7 +221,7 @@ def _bounds(seqs: PackedSequences) -> tuple[Tensor, Tensor, int, int]:
 
 
 def _without_keys(out: Tensor, lse: Tensor, seqs: PackedSequences) -> OutLse:
-    """Out 0 and LSE -inf in sequences without keys here, for which flash attention gives inf."""
+    """Set out to 0 and LSE to -inf in sequences without keys here; flash attention gives inf."""
     is_empty = seqs.without_keys
     if is_empty is None:
         return out, lse

@@ -51,7 +51,7 @@ class AttentionKernel(Protocol):
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
-        """Out (B, H, Sq, D) and LSE."""
+        """Return out (B, H, Sq, D) and LSE."""
         ...
 
     def backward(self, grad: Tensor, done: Attended) -> Grads:
@@ -127,7 +127,7 @@ def backward_each(
 def _by_sequence(
     mask: AttentionMask, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]
 ) -> Iterable[tuple[Tensor, ...]]:
-    """Return, by sequence, its parts of (1, H, S, ...) tensors: those of queries, then of keys."""
+    """Return, by sequence, its parts of (1, H, S, ...) tensors: parts of queries, then of keys."""
     assert mask.packed is not None
     q_lens, k_lens = mask.packed.seq_lens, mask.packed.kv_lens
     queries, keys = [x.split(q_lens, 2) for x in of_queries], [x.split(k_lens, 2) for x in of_keys]
@@ -142,13 +142,13 @@ def no_module(name: str) -> str | None:
 
 
 def blocks_of(mask: AttentionMask) -> BlockRows:
-    """The blocks that are seen: of kernels for block-sparse attention, every mask has some."""
+    """Return the blocks that are seen; masks of block-sparse kernels have some."""
     assert mask.blocks is not None
     return mask.blocks
 
 
 def nothing_seen(q: Tensor) -> OutLse:
-    """Out 0 and LSE -inf for every query."""
+    """Return out 0 and LSE -inf for every query."""
     lse = torch.full(q.shape[:3], -math.inf, dtype=wide_dtype(q), device=q.device)
     return torch.zeros_like(q, memory_format=torch.contiguous_format), lse
 
@@ -176,7 +176,7 @@ def with_adjacent_values(x: Tensor) -> Tensor:
 
 
 def without_empty_rows(out: Tensor, lse: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Out 0 and LSE -inf for queries that a bias hides all keys from: operators differ there."""
+    """Set out to 0 and LSE to -inf for queries whose keys a bias hides: operators differ."""
     if bias is None:
         return out, lse
     is_empty = torch.isneginf(bias).all(dim=-1).expand(lse.shape)
@@ -184,7 +184,7 @@ def without_empty_rows(out: Tensor, lse: Tensor, bias: Tensor | None) -> tuple[T
 
 
 def finite(lse: Tensor) -> Tensor:
-    """0 for -inf: under any number a query without keys has weights of 0, under -inf nan."""
+    """Replace -inf by 0: under any number a query without keys has weights of 0, under -inf nan."""
     return lse.masked_fill(torch.isneginf(lse), 0.0)
 
 

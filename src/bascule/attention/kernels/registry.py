@@ -363,7 +363,7 @@ def named(name: str | None) -> Kernel | None:
     return name if name is None else _by_key().get(name, name)
 
 
-# The first kernel that fits is chosen: those of a device stand fastest first.
+# The first kernel that fits is chosen: kernels of a device stand fastest first.
 KERNELS: dict[str, AttentionKernel] = {
     "cpu_flash": CpuFlashKernel(),
     "cpu_loop": CpuLoopKernel(),
@@ -443,7 +443,7 @@ def _scores(q: Tensor, k: Tensor, mask: AttentionMask, scale: float, cap: float 
 
 
 def _by_highest(out: Tensor, lse: Tensor, scores: Tensor) -> OutLse:
-    """Out 0 and LSE -inf for queries that see no key, and nan where a score is nan."""
+    """Set out to 0 and LSE to -inf for queries that see no key, nan where a score is nan."""
     highest = scores.amax(dim=-1)
     is_empty, is_none = torch.isneginf(highest), highest.isnan()
     out = out.masked_fill(is_empty[..., None], 0.0).masked_fill(is_none[..., None], math.nan)
@@ -451,5 +451,5 @@ def _by_highest(out: Tensor, lse: Tensor, scores: Tensor) -> OutLse:
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """Softmax by an LSE; 0 for a query without keys."""
+    """Return the softmax by an LSE; 0 for a query without keys."""
     return (scores - finite(lse)[..., None]).exp()

@@ -37,7 +37,7 @@ def sizes_of(dtype: torch.dtype, block: int | None = None) -> dict[str, int]:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, rows: BlockRows, scale: float) -> OutLse:
-    """Out and LSE of the blocks that are seen."""
+    """Return out and LSE over the blocks that are seen."""
     sizes, tables = sizes_of(q.dtype, rows.block), rows.on(q.device)
     q, k, v = (x.contiguous() for x in (q, k, v))
     out, lse = nothing_seen(q)
@@ -61,7 +61,7 @@ def gradients(
     rows: BlockRows,
     scale: float,
 ) -> Grads:
-    """Gradients of q, k and v, where `out` and `lse` are those over all keys."""
+    """Return the gradients of q, k and v, where `out` and `lse` are those over all keys."""
     options = {"D": q.shape[3], **sizes_of(q.dtype)}
     by_queries, by_keys = (triton.cdiv(rows.block, options[x]) for x in ("QUERIES", "KEYS"))
     grad, q, k, v, lse = (x.contiguous() for x in (grad, q, k, v, lse))
@@ -85,7 +85,7 @@ def gradients(
 
 @triton.jit
 def _tile(bounds, block, part, SIZE: tl.constexpr):
-    """First token of a part of a block, and which of SIZE from there on are in the block."""
+    """Return the first token of a tile, and which of the SIZE from there on are in the block."""
     first = tl.load(bounds + block) + part * SIZE
     return first.to(tl.int64), first + tl.arange(0, SIZE) < tl.load(bounds + block + 1)
 
@@ -99,7 +99,7 @@ def _load(tokens, first, inside, SIZE: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _store(tokens, first, inside, values, SIZE: tl.constexpr, D: tl.constexpr):
-    """The inverse of `_load`, in the dtype of the tokens."""
+    """Store what `_load` loads, in the dtype of the tokens."""
     at = tl.arange(0, SIZE)[:, None] * D + tl.arange(0, D)[None, :]
     values = values.to(tokens.dtype.element_ty)
     tl.store(tokens + first * D + at, values, mask=inside[:, None])

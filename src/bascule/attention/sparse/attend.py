@@ -181,7 +181,7 @@ def _taken(rows: Tensor, index: Tensor | None) -> Tensor:
 
 
 def _composed(route: Route) -> Ints:
-    """A route of one rank as one index."""
+    """Return a route of one rank as one index."""
     assert route.send_index is not None
     assert route.recv_index is not None
     return route.send_index[route.recv_index]
@@ -212,7 +212,7 @@ class WholeMasks:
 
 
 def rows_of(masks: Bools | Tensor) -> WholeMasks:
-    """Rows of masks (H, Q, C) that every rank has, as those of a file; of a tensor, on the host."""
+    """Return rows of masks (H, Q, C) that all ranks have, as of a file; a tensor's on the host."""
     array = masks.cpu().numpy() if isinstance(masks, Tensor) else masks
     return WholeMasks(array, zlib.crc32(np.packbits(array != 0).tobytes()))
 
@@ -230,7 +230,7 @@ def sparse_attention(
     keys: Bools | None = None,
     comm_dtype: CommDtype | None = None,
 ) -> Tensor:
-    """Exact block-sparse attention of tokens that are at home as the plan says; as q.
+    """Attend exactly to the blocks of a mask; tokens are at home as the plan says. Return as q.
 
     Two all-to-alls over all ranks, but none if the plan needs no row of another rank; R - 1
     exchanges around the ring; and twice that backward. The first call with a plan takes an
@@ -273,7 +273,7 @@ def attend_sparse(
     keys: Bools | None = None,
     comm_dtype: CommDtype | None = None,
 ) -> tuple[Tensor, Counts]:
-    """`sparse_attention`, and (B or 1, X, C) what the rows of this rank saw.
+    """Do `sparse_attention`; return also (B or 1, X, C) what the rows of this rank saw.
 
     With `Clusters` it is (1, X, ranks): counts of keys, by the rank that has them at home.
     """

@@ -1,7 +1,7 @@
 """Clusters of tokens that are alike as the blocks of attention, on any mesh: Sparse VideoGen 2.
 
 A plan moves blocks of the sequence, whatever the clusters. Ranks that share a head add up their
-parts of each cluster's mean, so that clusters are those of one process; then each orders the tokens
+parts of each cluster's mean, so that clusters equal one process's; then each orders the tokens
 that it has by cluster.
 
 Shapes: B batch, h heads that ranks share, X rows (head, block) of this rank with T tokens, D head
@@ -106,7 +106,7 @@ def cluster(
         kv_lens = all_gather(ranks.ring, "all_gather (sizes of clusters)", own_lens)
     q_lens = q_lens[:, place].cpu().numpy()
     sizes = int(plan.q.lens.max(initial=1)), int(plan.kv.lens.max(initial=1))
-    seen = [_seen(q_lens, one, kv_place, chosen, sizes) for one in kv_lens.cpu().numpy()]
+    seen = [_seen(q_lens, row, kv_place, chosen, sizes) for row in kv_lens.cpu().numpy()]
     homes = of_k.by_home(k_labels[0], plan.num_ranks)
     if ranks.ring is not None:
         homes = all_reduce(ranks.ring, "all_reduce (homes of clusters)", homes)
@@ -167,8 +167,8 @@ class _Side:
         tokens, of_text = rows.tokens(layout), np.repeat(is_text, layout.lens)
         counted = np.ones((len(x), tokens.size), np.bool_) if keys is None else keys[:, tokens]
         self.is_visible, self.is_text, self.head_of, self.home = (
-            torch.from_numpy(np.ascontiguousarray(one)).to(x.device)
-            for one in (
+            torch.from_numpy(np.ascontiguousarray(array)).to(x.device)
+            for array in (
                 counted,
                 np.repeat(is_text[rows.blocks], rows.lens),
                 np.searchsorted(heads, np.repeat(rows.heads, rows.lens)),

@@ -283,7 +283,7 @@ def sliding_tiles(grid: grids.Grid, tile: grids.Grid, window: grids.Grid) -> Blo
     """See the tiles of a window around one's own, which stays within the video.
 
     Source: Sliding Tile Attention (arXiv:2502.04507), 3. A block is computed if some of its tokens
-    see each other: tokens are in raster order, not in that of tiles.
+    see each other: tokens are in raster order, not in tile order.
 
     Args:
         grid: Frames, height and width of the video's tokens.
@@ -298,7 +298,7 @@ def sliding_tiles(grid: grids.Grid, tile: grids.Grid, window: grids.Grid) -> Blo
 def _of_grid(grid: grids.Grid, make: Callable[[Ints, Ints], Bools]) -> Callable[[RuleCall], Tensor]:
     """Return rows (1, h, P, C) of what `make` gives for the video's blocks, and of text."""
     ints("grid", grid, 3)
-    kept = lru_cache(maxsize=8)(lambda *lens: make(*(np.array(one) for one in lens)))
+    kept = lru_cache(maxsize=8)(lambda *lens: make(*(np.array(seq_lens) for seq_lens in lens)))
 
     def rows(at: RuleCall) -> Tensor:
         q, kv = ~at.q_is_text, ~at.kv_is_text

@@ -36,7 +36,7 @@ def lower_bound(problem: Problem, makespan: float = np.inf) -> float:
 
 
 def mean_bound(problem: Problem) -> float:
-    """All work over all speeds, carried loads included; and the largest carried load. O(n + m)."""
+    """Bound by all work over all speeds, carried loads included, and by the largest. O(n + m)."""
     pooled = _pooled(float(problem.costs.sum()), problem.speeds, problem.carried)
     return max(pooled, float(problem.carried.max()))
 
@@ -59,7 +59,7 @@ def counting_bound(problem: Problem) -> float:
 
 
 def pigeonhole_bound(problem: Problem) -> float:
-    """One of m identical bins gets k + 1 of the k m + 1 longest items: at least the shortest.
+    """Bound for m identical bins: one gets k + 1 of the k m + 1 longest items.
 
     Source: Dell'Amico and Martello 1995, bound L3 for identical machines. O(n).
     """
@@ -110,7 +110,7 @@ def crowding_bound(problem: Problem) -> float:
 
 
 def _costly(problem: Problem) -> Floats:
-    """Costs that are not 0, longest first: what is bound without the others holds with them."""
+    """Return the costs above 0, longest first: a bound without the others holds with them."""
     return problem.ranked[: np.count_nonzero(problem.costs)]
 
 
@@ -191,7 +191,7 @@ def _pooled(work: float, speeds: Floats, carried: Floats) -> float:
 
 
 def _slot_times(speeds: Floats, num_slots: int) -> Floats:
-    """The `num_slots` smallest of all numbers j / s_b, j = 1, 2, .., in ascending order."""
+    """Return the `num_slots` smallest of all numbers j / s_b, j = 1, 2, .., in ascending order."""
     # In time t the bins hold between t sum(s) - m and t sum(s) slots: enough at (n + m) / sum(s).
     horizon = (num_slots + speeds.size) / float(speeds.sum())
     counts = np.minimum(np.ceil(speeds * horizon), num_slots).astype(np.int64)
@@ -201,7 +201,7 @@ def _slot_times(speeds: Floats, num_slots: int) -> Floats:
 
 
 def _best_times(problem: Problem, among: np.ndarray) -> Floats:
-    """Earliest completion of each item, alone, on the bins `among` that can hold it."""
+    """Return the earliest completion of each item, alone, on the bins `among` that can hold it."""
     best = np.full(problem.num_items, np.inf)
     alike = np.stack([problem.speeds, *problem.room])
     kinds = np.unique(alike[:, among], axis=1) if problem.limited else np.unique(alike[:, among])
@@ -214,7 +214,7 @@ def _best_times(problem: Problem, among: np.ndarray) -> Floats:
 
 
 def _cheapest(costs: Floats, sizes: Floats, size: float) -> float:
-    """Least cost of fractions of items whose sizes add up to `size`."""
+    """Return the least cost of fractions of items whose sizes add up to `size`."""
     if size <= 0.0:
         return 0.0
     used = np.flatnonzero(sizes > 0.0)
@@ -229,11 +229,11 @@ def _cheapest(costs: Floats, sizes: Floats, size: float) -> float:
 
 
 def price_bound(problem: Problem, weights: Floats, makespan: float) -> float:
-    """Linear programming duality: any weights of the kinds' time give a bound. O(kinds n).
+    """Bound by duality: any weights of the kinds' time give a bound. O(kinds n).
 
     With the work of kind k at most S_k T - R_k (speeds S, carried work R), and weights w with
     sum w S = 1: T >= sum_k w_k R_k + sum_i min_k w_k cost_ki, the minimum over the kinds on which
-    item i alone ends by `makespan`: that of an answer at hand, in the caller's units.
+    item i alone ends by `makespan`, an answer's at hand, in the caller's units.
     """
     earliest = np.full(problem.kind_costs.shape, np.inf)
     first = np.zeros(problem.num_kinds)

@@ -30,7 +30,7 @@ class Homes:
     regions: Regions | None = None  # what else is preferred
 
     def away(self, items: Ints, bins: Ints) -> Floats:
-        """Weight that is away if each item is in its bin of `bins`; broadcasts."""
+        """Return the weight that is away if each item is in its bin of `bins`; broadcasts."""
         at_home = self.bins[items] == bins
         saved = at_home if self.home_share is None else at_home * self.home_share[bins]
         away = self.weights[items] * (1.0 - saved)
@@ -46,7 +46,7 @@ class Homes:
         return max(float(self.weights.sum()) + far, 1e-300)
 
     def total_away(self, bin_of: Ints) -> float:
-        """Weight away from home under an assignment."""
+        """Return the weight away from home under an assignment."""
         return float(self.away(np.arange(bin_of.size), bin_of).sum())
 
 
@@ -74,7 +74,7 @@ def relabel(problem: Problem, bin_of: Ints, homes: Homes) -> Ints:
 
 
 def _gains(bin_of: Ints, bins: Ints, homes: Homes) -> Floats:
-    """(k, k) weight that comes home if the bin of a row takes the place of a column."""
+    """Return the (k, k) weight that comes home if the bin of a row takes the place of a column."""
     num = bins.size
     row_of = np.full(max(int(bins.max()), int(bin_of.max()), int(homes.bins.max())) + 2, -1)
     row_of[bins] = np.arange(num)
@@ -95,7 +95,7 @@ def _gains(bin_of: Ints, bins: Ints, homes: Homes) -> Floats:
 
 
 def _match(bin_of: Ints, bins: Ints, homes: Homes, num_bins: int) -> Ints:
-    """Labels for many equal bins: in rounds, pairs that are each other's best choice."""
+    """Label many equal bins: in rounds, pairs that are each other's best choice."""
     member = np.zeros(num_bins + 1, dtype=bool)
     member[bins] = True
     useful = member[bin_of] & member[homes.bins]

@@ -51,7 +51,7 @@ class Candidate:
 
     @staticmethod
     def of(problem: Problem, method: str, bin_of: Ints) -> "Candidate":
-        """An assignment with its makespan."""
+        """Return an assignment with its makespan."""
         return Candidate(bin_of, method, problem.makespan(bin_of))
 
     def improved(self, problem: Problem, target: float) -> "Candidate":
@@ -109,7 +109,7 @@ def may_end_by(problem: Problem, makespan: float) -> bool:
 
 
 def _target(problem: Problem, bound: float, tolerance: float) -> float:
-    """Completion time at which a search may stop, in units of work per unit of speed."""
+    """Return the completion time at which a search may stop, in units of work per unit of speed."""
     return bound / problem.unit * (1.0 + tolerance) if bound else np.inf
 
 
@@ -255,7 +255,7 @@ def near_home(problem: Problem, bin_of: Ints, homes: Homes) -> tuple[Ints, str]:
 
 
 def longest_first(problem: Problem) -> Ints:
-    """LPT by completion time, without limits. For m identical bins O(n log m)."""
+    """Assign by LPT, by completion time, without limits. O(n log m) for m identical bins."""
     if not problem.identical:
         return by_speed(problem, fill_first=False)
     # At least 1 unit an item, so that items without cost spread too.
@@ -410,7 +410,7 @@ def _fill(sums: Floats, room: Floats) -> tuple[Ints, bool]:
 
 
 def _weights(costs: Floats, ends: Ints, speeds: Floats) -> Floats:
-    """Prices at which the item between two kinds costs both the same; last kind first."""
+    """Return prices at which the item between two kinds costs both alike; last kind first."""
     num_kinds, num_items = costs.shape
     weights = np.ones(num_kinds)
     for turn, kind in enumerate(reversed(range(num_kinds - 1))):

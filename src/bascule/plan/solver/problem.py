@@ -84,19 +84,19 @@ class Problem:
         return self.costs[self.order]
 
     def bin_work(self, bin_of: Ints) -> Floats:
-        """(bins,) work under an assignment, carried work included; exact."""
+        """Return (bins,) work under an assignment, carried work included; exact."""
         return self.carried_work + self._sums(self.kind_work, bin_of)
 
     def makespan(self, bin_of: Ints) -> float:
-        """Latest completion time under an assignment, in units of work per unit of speed."""
+        """Return the latest completion time, in units of work per unit of speed."""
         return float((self.bin_work(bin_of) / self.speeds).max())
 
     def loads(self, bin_of: Ints) -> Floats:
-        """(bins,) completion times under an assignment, in the caller's units."""
+        """Return (bins,) completion times under an assignment, in the caller's units."""
         return self.carried + self._sums(self.kind_costs, bin_of) / self.speeds
 
     def used(self, bin_of: Ints) -> Floats:
-        """(limits, bins) what an assignment takes of what is limited."""
+        """Return (limits, bins) what an assignment takes of what is limited."""
         sums = [np.bincount(bin_of, use, self.num_bins) for use in self.use]
         return np.array(sums, dtype=np.float64).reshape(self.room.shape)
 
@@ -180,7 +180,7 @@ class Assignment:
 
 
 def excess(used: Floats, room: Floats) -> Floats:
-    """(...) by how much (limits, ...) amounts pass the room, relative to it, summed; 0 is legal."""
+    """Return (...) by how much (limits, ...) amounts pass the room, relative, summed; 0: legal."""
     return np.maximum(used / room - 1.0, 0.0).sum(axis=0)
 
 
@@ -198,7 +198,7 @@ def build_problem(
 
     `costs` are (items,), or with `kind_of` (kinds, items); all else is (bins,). `sizes` are those
     of "tokens", "bytes", or "" for whichever is limited; `ranks` of bins are their speeds if None.
-    Limits are those of a rank of each bin.
+    Limits hold for a rank of each bin.
     """
     costs, speeds = np.atleast_2d(np.asarray(costs, np.float64)), np.asarray(speeds, np.float64)
     num_items, num_bins = costs.shape[1], speeds.size

@@ -91,7 +91,7 @@ class Groups:
     sums: Floats  # (kinds + limits, groups + 1) sums of the members in the rows of `Score.table`
 
     def take(self, index: Ints) -> "Groups":
-        """Some of the groups, and no group."""
+        """Return some of the groups, and no group."""
         columns = np.append(index, -1)
         parts = np.take(self.members, columns, axis=1), np.take(self.sums, columns, axis=1)
         return Groups(self.slot[index], *parts)
@@ -108,12 +108,12 @@ class Exchanges:
     take: Ints
 
     def at(self, index: Ints) -> "Exchanges":
-        """Some of the exchanges."""
+        """Return some of the exchanges."""
         parts = self.source[index], self.dest[index], self.give[index], self.take[index]
         return Exchanges(self.groups, *parts)
 
     def moves(self) -> Moves:
-        """The items that change places."""
+        """Return the items that change places."""
         members = self.groups.members
         items = np.concatenate((*members[:, self.give], *members[:, self.take]))
         bins = np.concatenate((self.dest, self.dest, self.source, self.source))
@@ -166,7 +166,7 @@ class Score:
         return np.where(over > 0.0, _PENALTY * (1.0 + over), times / self.target)
 
     def after(self, state: State, options: Exchanges) -> Floats:
-        """Excess of both bins first; then the later completion, or the weight newly away."""
+        """Return scores after exchanges: excess, else the later completion or weight newly away."""
         problem, source, dest = self.problem, options.source, options.dest
         sums, give, take = options.groups.sums, options.give, options.take
         here, there = problem.kind_of[source], problem.kind_of[dest]
@@ -231,7 +231,7 @@ def _pair(score: Score, state: State, *, alone: bool) -> Pairing | None:
 
 
 def _ranked(rank: Floats, chosen: NDArray[np.bool_]) -> Ints:
-    """Indices of the chosen bins by ascending rank; ties by index."""
+    """Return the chosen bins by ascending rank; ties by index."""
     index = np.flatnonzero(chosen)
     return index[np.argsort(rank[index], kind="stable")]
 
@@ -246,7 +246,7 @@ def _match(late: Ints, early: Ints) -> Pairing | None:
 
 
 def _exchange(score: Score, state: State, pairing: Pairing, *, in_twos: bool) -> Moves | None:
-    """The best exchange of every late bin that lowers its score; None if there is none."""
+    """Return the best exchange of every late bin that lowers its score; None if there is none."""
     bins = np.concatenate((pairing.late, pairing.early.ravel()))
     slots = np.full(score.problem.num_bins, -1)  # 0..K-1 for the late bins, then the early ones
     slots[bins] = np.arange(bins.size)
@@ -262,7 +262,7 @@ def _exchange(score: Score, state: State, pairing: Pairing, *, in_twos: bool) ->
 
 
 def _groups(score: Score, slots: Ints, *, in_twos: bool) -> Groups:
-    """Groups of the items in the bins compared; negative slots of items are not."""
+    """Return groups of the items in the bins compared; negative slots of items are not."""
     num_items = slots.size
     keys = slots[score.ascending] * num_items + np.arange(num_items)
     keys = np.sort(keys[keys >= 0])
@@ -291,7 +291,7 @@ def _in_twos(singles: Groups) -> Groups:
 
 
 def _sample(slot: Ints, most: int) -> Ints:
-    """Indices of at most `most` evenly spaced entries of each slot; slots ascend."""
+    """Return indices of at most `most` evenly spaced entries of each slot; slots ascend."""
     counts = np.bincount(slot)
     within = np.arange(slot.size) - (np.cumsum(counts) - counts)[slot]
     span = np.maximum(counts, most)[slot]
@@ -299,7 +299,7 @@ def _sample(slot: Ints, most: int) -> Ints:
 
 
 def _all_options(score: Score, pairing: Pairing, groups: Groups, *, in_twos: bool) -> Exchanges:
-    """Every group of a late bin against those of its early bins, and against nothing."""
+    """Return every group of a late bin against those of its early bins, and against nothing."""
     num_late, budget = pairing.late.size, score.budget
     # Of a bin, so that one row of the pairing is affordable; twos are tried last, and more of them.
     most = isqrt((score.budget_of_twos if in_twos else budget) // num_late)
@@ -366,13 +366,13 @@ def _nearest(
 
 
 def _spread(counts: Ints) -> tuple[Ints, Ints]:
-    """Each index as often as counted, and its number among its equals."""
+    """Return each index as often as counted, and its number among its equals."""
     cell = np.repeat(np.arange(counts.size), counts)
     return cell, np.arange(cell.size) - (np.cumsum(counts) - counts)[cell]
 
 
 def _first_best(scores: Floats, lane: Ints) -> Ints:
-    """Per lane (ascending, all present), the place of its lowest score; ties to the first."""
+    """Return for each lane (ascending, all present) the place of its lowest score, the first."""
     starts = np.flatnonzero(np.diff(lane, prepend=-1))
     best = np.minimum.reduceat(scores, starts)
     hits = np.flatnonzero(scores == best[lane])[::-1]

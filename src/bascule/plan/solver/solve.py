@@ -106,7 +106,7 @@ def _speeds(num_bins: int | None, speeds: ArrayLike | None) -> Floats:
 def _sizes(
     sizes: ArrayLike | Mapping[str, ArrayLike] | None, num_items: int, limits: Limits | None
 ) -> dict[str, Floats]:
-    """(items,) sizes by what they count; one array counts whatever is limited: its key is ""."""
+    """Return (items,) sizes by what they count; "" is one array for whatever is limited."""
     named = sizes if isinstance(sizes, Mapping) else {} if sizes is None else {"": sizes}
     checked = {
         name: _vector(f"sizes[{name!r}]" if name else "sizes", values, num_items)

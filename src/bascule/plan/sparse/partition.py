@@ -162,7 +162,7 @@ def _move(side: _Side, other: _Side, block: int, rank: int) -> None:
 class HeadPlan(Assignment):
     """An `Assignment` of heads to ranks, in which heads may be cut along their queries.
 
-    `bin_of` is the rank that a cut head was cut from; `lower_bound` is then that of cut heads.
+    `bin_of` is the rank that a cut head was cut from; `lower_bound` then holds for cut heads.
     """
 
     rank_of: Ints  # (heads, q_blocks) rank of each block of a head; (heads, 1) of whole heads

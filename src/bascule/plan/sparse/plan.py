@@ -15,7 +15,7 @@ from bascule.traffic import Traffic
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedRows:
-    """The (head, block) pairs of a rank, in order; the same for every batch item."""
+    """The (head, block) pairs of a rank, in order, alike for every batch item."""
 
     heads: Ints  # (pairs,) query head or key-value head
     blocks: Ints  # (pairs,) block of the sequence
