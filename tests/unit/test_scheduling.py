@@ -21,7 +21,10 @@ class Obedient(Orders):
     def __init__(self, num_ranks: int, stuck: Sequence[str] = ()) -> None:
         self.num_ranks, self.events, self._stuck = num_ranks, queue.SimpleQueue[Event](), stuck
         self.at, self.steps, self.said = dict[str, Block](), dict[str, int](), list[str]()
-        self._halting, self._resting = set[str](), set[str]()
+        self._halting, self._resting, self._cancelled = set[str](), set[str](), set[str]()
+
+    def drop(self, ticket: Ticket) -> None:
+        """Hold no states."""
 
     def keep(self, request_id: str, arguments: dict[str, Any], seed: int) -> Ticket:
         del arguments, seed
@@ -37,9 +40,15 @@ class Obedient(Orders):
         if self.at.get(request_id) != at:  # it has ended
             return
         self.said.append(f"{action} {request_id}")
-        self._resting.discard(request_id)
         if action == "halt":
             self._halting.add(request_id)
+            return
+        if action == "cancel" and request_id not in self._resting:
+            self._cancelled.add(request_id)
+            return
+        self._resting.discard(request_id)
+        if action == "cancel":
+            self._leave(request_id, "cancelled")
         elif action in ("pause", "move") and request_id in self._stuck:
             self._report("refused", request_id)
         elif action == "move":
@@ -48,21 +57,25 @@ class Obedient(Orders):
             self._take(request_id, block)
             self._report("moved", request_id)
         elif action == "pause":
-            self._report("paused", request_id, ticket=Ticket(0, request_id, 0))
-            del self.at[request_id]
+            self._leave(request_id, "paused", ticket=Ticket(0, request_id, 0))
 
     def step(self) -> None:
         """Let requests that do not rest take a step; at the fourth they have ended."""
-        for name in self.at.keys() - self._resting:
+        for name in [name for name in self.at if name not in self._resting]:
             self.steps[name] += 1
             self._report("step", name)
             if self.steps[name] == 4:
-                self._report("done", name)
-                del self.at[name]
+                self._leave(name, "done")
+            elif name in self._cancelled:
+                self._leave(name, "cancelled")
             elif name in self._halting:
                 self._resting.add(name)
                 self._report("halted", name)
         self._halting.clear()
+
+    def _leave(self, name: str, kind: str, **facts: Any) -> None:
+        self._report(kind, name, **facts)
+        del self.at[name]
 
     def _take(self, name: str, block: Block) -> None:
         taken = {rank for other in self.at.values() for rank in other.ranks}
@@ -78,8 +91,9 @@ def take(scheduler: Scheduler, orders: Orders, num: int) -> None:
     """Take up to so many events before the policy is asked."""
     for _ in range(min(num, orders.events.qsize())):
         event = orders.events.get()
-        scheduler.handle(event)
-        if event.kind == "done":
+        if event.request_id in scheduler.tasks:
+            scheduler.handle(event)
+        if event.kind == "done" and event.request_id in scheduler.tasks:
             scheduler.remove(scheduler.tasks[event.request_id])
     scheduler.decide()
 
@@ -119,6 +133,8 @@ def test_requests_end_wherever_a_policy_puts_them(stuck: Sequence[str]) -> None:
         tasks_of(scheduler, 6)
         for _ in range(200):
             orders.step()
+            if scheduler.tasks and random.random() < 0.02:
+                scheduler.cancel(random.choice(list(scheduler.tasks.values())))
             take(scheduler, orders, random.randint(0, 8))
         take(scheduler, orders, orders.events.qsize())
         assert not scheduler.tasks, seed
