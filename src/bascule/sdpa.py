@@ -324,8 +324,8 @@ class SequenceParallelMode(TorchFunctionMode):
             if scores is None:
                 return self.attend(query, key, value, options, mask, is_causal, scale)
             options = replace(options, scores=scores, documents=documents)
-            more: Any = {"is_causal": is_causal, "scale": scale, "sink": sink}
-            return attention(query, key, value, self.mesh, options=options, **more)
+            settings: Any = {"is_causal": is_causal, "scale": scale, "sink": sink}
+            return attention(query, key, value, self.mesh, options=options, **settings)
 
     def _watch(self, numbers: set[int], num: int) -> None:
         """Add to the counts of local tokens or the sizes of softmaxes; refuse a number in both."""

@@ -29,7 +29,9 @@ class StandIn:
             method = method.method
         self.owner, self.name, self.around = owner, name, around
         self.method = self.__wrapped__ = method  # `inspect.signature` reads `__wrapped__`
-        self.is_plain = is_of_class(method, owner, name)
+        is_bound = getattr(method, "__self__", None) is owner
+        function = getattr(method, "__func__", None)
+        self.is_plain = is_bound and function is getattr(type(owner), name, None)  # the class's own
         self.is_on = True  # calls go to `around`
         setattr(owner, name, self)
 
@@ -59,12 +61,6 @@ class StandIn:
 
 # Compilers inline the call, but must not compile it alone: a break within would break twice.
 skip_code(StandIn.__call__.__code__)
-
-
-def is_of_class(method: Any, owner: Any, name: str) -> bool:
-    """Return whether a method of an object is the one of its class."""
-    is_bound = getattr(method, "__self__", None) is owner
-    return is_bound and method.__func__ is getattr(type(owner), name, None)
 
 
 def _method_itself(method: Any) -> Any:

@@ -45,7 +45,7 @@ class MeshCost:
     @property
     def total_s(self) -> float:
         """Seconds of a forward pass; 0 without a profile."""
-        return _total(self.seconds)
+        return sum(float(parts.total) for parts in self.seconds.values())
 
     @property
     def busiest_bytes(self) -> int:
@@ -111,7 +111,6 @@ _PRODUCTS = functional.linear, torch.matmul, torch.bmm, Tensor.matmul, Tensor.__
 class LayerWork:
     """Work in a forward pass of all layers of one kind."""
 
-    num_layers: int = 0
     token_flops: float = 0.0  # matrix products that ranks share, for the whole sequence
     other_flops: float = 0.0  # matrix products that every rank computes
     num_kernels: int = 0
@@ -184,8 +183,7 @@ class CountingPass(ForwardPass):
 
 def count_work(split: SplitModel, run: Callable[[], object]) -> Works:
     """Count the work of a model's first forward pass in `run`, a call of it or its pipeline."""
-    works: Works = {"": LayerWork(num_layers=1)}
-    passes = list[CountingPass]()
+    works, passes = Works(), list[CountingPass]()
 
     def make_pass(*args: Any, signature: object) -> ForwardPass:
         if passes:
@@ -196,7 +194,6 @@ def count_work(split: SplitModel, run: Callable[[], object]) -> Works:
     def begin(kind: str, *_: object) -> None:
         if split.forward is passes[0]:
             passes[0].count_for(kind)
-            works[kind].num_layers += 1
 
     def end(*_: object) -> None:
         passes[0].count_for("")
@@ -241,6 +238,13 @@ def explain(
     if last is None:
         raise ConfigError("explain: run the model once, not compiled: lengths follow from inputs")
     ring, ulysses = last.degrees
+    explanation = partial(
+        Explanation,
+        model=type(split.model).__name__,
+        lengths=last.lengths,
+        num_attentions=sum(last.shapes.values()) + len(last.sparse),
+        sparse=last.sparse,
+    )
     if split.sparse is not None and last.sparse:
         segments = max((layer.key.segments for layer in last.sparse), key=sum)
         dense = _mesh_cost(segments, ring, ulysses, last.shapes, split.sparse.config.dealt)
@@ -248,13 +252,7 @@ def explain(
             sum((layer.used.traffic(rank, layer.row_bytes) for layer in last.sparse), traffic)
             for rank, traffic in enumerate(dense.traffic)
         ]
-        return Explanation(
-            model=type(split.model).__name__,
-            lengths=last.lengths,
-            num_attentions=sum(last.shapes.values()) + len(last.sparse),
-            chosen=replace(dense, traffic=tuple(sent)),
-            sparse=last.sparse,
-        )
+        return explanation(chosen=replace(dense, traffic=tuple(sent)))
     num_ranks = ring * ulysses
     heads = [shape.num_heads for shape in last.shapes if not shape.gathers]
     most = min(heads, default=num_ranks)
@@ -274,14 +272,8 @@ def explain(
     others = sorted(
         costs.values(), key=lambda cost: (cost.total_s, cost.busiest_bytes, cost.ring_degree)
     )
-    return Explanation(
-        model=type(split.model).__name__,
-        lengths=last.lengths,
-        num_attentions=sum(last.shapes.values()),
-        chosen=chosen,
-        others=tuple(others),
-        advice=() if prediction is None else _advice(prediction, chosen, others),
-    )
+    advice = () if prediction is None else _advice(prediction, chosen, others)
+    return explanation(chosen=chosen, others=tuple(others), advice=advice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,27 +347,21 @@ def _attention_flops(
 _LEAST_GAIN = 1.02
 
 
-def _total(seconds: Mapping[str, Seconds]) -> float:
-    return sum(float(second.total) for second in seconds.values())
-
-
 def _advice(
     prediction: _Prediction, chosen: MeshCost, others: Sequence[MeshCost]
 ) -> tuple[str, ...]:
     """Return the settings that would be faster for this forward pass, best first."""
     predict = partial(prediction.seconds, chosen.ring_degree, chosen.ulysses_degree)
-    settings: dict[str, Mapping[str, Seconds]] = {
-        "handle.compile(), which launches fewer kernels": predict(is_compiled=True)
-    }
+    compiled = replace(chosen, seconds=predict(is_compiled=True))
+    settings = {"handle.compile(), which launches fewer kernels": compiled}
     if prediction.options.comm_dtype is None:
-        settings['comm_dtype="int8", with fewer bytes'] = predict(is_quantized=True)
+        quantized = replace(chosen, seconds=predict(is_quantized=True))
+        settings['comm_dtype="int8", with fewer bytes'] = quantized
     for other in others:
         name = f"ring_degree={other.ring_degree}, ulysses_degree={other.ulysses_degree}"
-        settings[name] = other.seconds
+        settings[name] = other
     gains = [
-        (chosen.total_s / total, name)
-        for name, seconds in settings.items()
-        if (total := _total(seconds))
+        (chosen.total_s / cost.total_s, name) for name, cost in settings.items() if cost.total_s
     ]
     lines = [
         f"{gain:.2f}x predicted with {name}"

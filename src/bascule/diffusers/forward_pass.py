@@ -299,10 +299,10 @@ class ForwardPass(SequenceParallelMode):
                 f"a mask of pairs of tokens of {list(masks)}, and attention over {list(segments)}: "
                 "the split table must let these attend to themselves alone"
             )
-        every = first.new_ones(batch, 1, dtype=torch.bool)
+        seen = first.new_ones(batch, 1, dtype=torch.bool)
         lengths = [self.share((name,)).seq_len for name in segments]
         columns = [
-            masks[name].to(torch.bool) if name in masks else every.expand(-1, length)
+            masks[name].to(torch.bool) if name in masks else seen.expand(-1, length)
             for name, length in zip(segments, lengths, strict=True)
         ]
         return torch.cat(columns, dim=1)[:, None, None, :]
@@ -452,13 +452,6 @@ class ForwardPass(SequenceParallelMode):
             keys = mask.reshape(-1, shape[-1]).cpu().numpy()
             self._keys = mask, None if keys.all() else keys
         return self._keys[1]
-
-    # --- blocks and the end -----------------------------------------------------------------------
-
-    def begin_block(self, name: str) -> None:
-        """Begin a block of the table."""
-        if self.sparse is not None and not torch.compiler.is_compiling():
-            self.sparse.begin_block(name, is_again=self.is_recomputed)
 
     def end(self) -> PassRecord | None:
         """Close the pass; return its attention if there was any."""

@@ -370,7 +370,10 @@ class SparseLayers:
     """States of a model's layers, for the lengths and batches of the latest passes."""
 
     def __init__(
-        self, config: SparseConfig, mesh: AttentionMesh, noted: dict[int, Bools] | None = None
+        self,
+        config: SparseConfig,
+        mesh: AttentionMesh,
+        recorded: dict[int, Bools] | None = None,
     ) -> None:
         strategies = config.strategies if mesh.whole else None
         self.config, self.mesh = config, mesh
@@ -379,7 +382,7 @@ class SparseLayers:
         self._strategies = strategies if len(self._meshes) > 1 else None
         # By segments and batch: the states of all layers.
         self._states: dict[tuple[tuple[int, ...], int], dict[LayerKey, SparseLayer]] = {}
-        self._noted = noted  # masks (B, H, Q, C) by layer, see `replaying`
+        self._recorded = recorded  # masks (B, H, Q, C) by layer, see `replaying`
         self.saves: Callable[[int, Bools | None], None] | None = None  # layer and masks (H, Q, C)
         self._running = deque[object](maxlen=2)  # passes of compiled code, alive for their backward
 
@@ -411,11 +414,11 @@ class SparseLayers:
         layers = self._states_of(key)
         if key not in layers:
             layers[key] = self._first_state(key, blocks.with_text(masks))
-        layers[key] = self._planned(layers[key], step)  # a group may have skipped steps
+        layers[key] = self._planned(layers[key], step)  # guidance groups skip steps
         plan = layers[key].plans.chosen.plan
-        noted = None if self._noted is None else self._noted.get(key.layer)
-        if noted is not None:
-            return plan, self.mesh_of(plan), lambda rows: noted[:, rows.heads, rows.blocks]
+        replayed = None if self._recorded is None else self._recorded.get(key.layer)
+        if replayed is not None:
+            return plan, self.mesh_of(plan), lambda rows: replayed[:, rows.heads, rows.blocks]
         return plan, self.mesh_of(plan), self.config.seen(masks, key.layer, step, blocks)
 
     def mesh_of(self, plan: SparsePlan) -> AttentionMesh:
@@ -435,9 +438,9 @@ class SparseLayers:
             plans = before.after(counts)
             used = plans.reuses[before.degrees].ran or plan
             is_mask = masks.dtype == np.bool_
-            if self._noted is not None and is_mask and key.layer not in self._noted:
+            if self._recorded is not None and is_mask and key.layer not in self._recorded:
                 shape = len(masks), key.num_heads, -1, masks.shape[-1]
-                self._noted[key.layer] = masks.reshape(shape)
+                self._recorded[key.layer] = masks.reshape(shape)
             state = SparseLayer(key, plans, used, next_step)
         layers[key] = state
         return state
@@ -488,13 +491,12 @@ class SparseLayers:
         return (self.passes.number + passes_ahead) // self.config.passes_per_step
 
     def _blocks(self, key: LayerKey) -> Blocks:
-        def of(size: int) -> tuple[Ints, Bools]:
-            counts = [-(-length // size) for length in key.segments]
-            is_text = np.repeat([name == TEXT for name in key.names], counts)
-            return block_lens(key.segments, size), is_text
-
-        (q_lens, q_is_text), (kv_lens, kv_is_text) = map(of, self.config.blocks)
-        return Blocks(q_lens, kv_lens, q_is_text, kv_is_text)
+        is_text = [name == TEXT for name in key.names]
+        q_counts, kv_counts = (
+            [-(-length // size) for length in key.segments] for size in self.config.blocks
+        )
+        q_lens, kv_lens = (block_lens(key.segments, size) for size in self.config.blocks)
+        return Blocks(q_lens, kv_lens, np.repeat(is_text, q_counts), np.repeat(is_text, kv_counts))
 
     def _homes(self, key: LayerKey) -> tuple[BlockLayout, BlockLayout]:
         """Return the layouts of query blocks and key blocks, dealt to ranks as `SequenceLayout`."""

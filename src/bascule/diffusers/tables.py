@@ -520,11 +520,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return unwrapped(wrapper.get_base_model()) if is_of_peft else model
 
 
-def is_tested(table: SplitTable) -> bool:
-    """Return whether a table is one of `TABLES`, which bascule's tests compare with one process."""
-    return any(table is tested for tested in TABLES.values())
-
-
 def table_of(model: nn.Module, table: SplitTable | Mapping[str, Any] | None = None) -> SplitTable:
     """Return the user's table or that of the user's plan; by default that of the model's class."""
     if isinstance(table, SplitTable):
