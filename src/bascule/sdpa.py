@@ -464,7 +464,7 @@ def _check_whole(mesh: AttentionMesh, key: Tensor, value: Tensor) -> None:
 
 
 def as_it_is(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function without any mode, also without those of another model that runs this one."""
+    """Call a function outside all modes, including the mode of a model around this one."""
     with torch._C.DisableTorchFunction():
         return func(*args, **kwargs)
 

@@ -98,7 +98,7 @@ class ForwardPass(SequenceParallelMode):
         self._lengths: dict[str, tuple[Tensor, int]] = {}
         self._shares: dict[tuple[str, ...], Share] = {}
         self._cached_shares: Shares = {} if cached_shares is None else cached_shares
-        # Segments that running modules attend to, those of the innermost module last.
+        # Segments that running modules attend to; the last entry is the innermost module's.
         self.scopes: list[tuple[str, ...] | Keys] = [table.segments]
         self._masks: dict[str, tuple[Tensor, Mask]] = {}
         self._joint_masks: dict[tuple[str, ...], Tensor] = {}
@@ -315,7 +315,7 @@ class ForwardPass(SequenceParallelMode):
         return scope
 
     def resolve(self, query: Tensor, mask: Tensor | None) -> tuple[AttentionOptions, Tensor | None]:
-        """Return a call's options with its layout, and its mask or that of the modules' inputs."""
+        """Return a call's options with its layout, and its mask or the mask of modules' inputs."""
         segments = self._segments()
         share = self.share(segments)
         options = share.options

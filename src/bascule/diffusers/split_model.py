@@ -212,8 +212,7 @@ class SplitModel:
         if self.way is not None:
             named = dict(zip(self._names, args, strict=False)) | dict(kwargs)
             self._check_call(self.way, named, signature_of(named))
-            assert self._model_stand_in is not None
-            self._check_first(self.way, self._model_stand_in.method, args, kwargs)
+            self._check_first(self.way, self.plain_forward, args, kwargs)
 
     def _follow(self) -> None:
         """Renew all stand-ins if a module, a `forward` or a class's `forward` was replaced."""
@@ -252,8 +251,7 @@ class SplitModel:
             if not torch.compiler.is_compiling():
                 forward = self.plain_forward  # read again: the class may have another by now
                 self.forward = current
-                if self._check is not None:
-                    self._check_first(way, forward, args, kwargs)
+                self._check_first(way, forward, args, kwargs)
             cuts = self.table.inputs.get("", {})
             shares = current.cut_arguments(self._names, cuts, args, kwargs)
             self.forward, self.is_running = current, True
@@ -286,14 +284,13 @@ class SplitModel:
         kwargs: Mapping[str, Any],
     ) -> None:
         """Check the table by the first call on a mesh; after a refusal, by the next one, too."""
-        is_due = self._check is not None and way.mesh.whole is not None
-        if not is_due or self.is_checked or self.has_cache:
+        check = self._check
+        if check is None or way.mesh.whole is None or self.is_checked or self.has_cache:
             return
         with self.taking(replace(way, sparse=None)):  # the table says nothing about sparse blocks
             self.is_checked = True
             try:
-                assert self._check is not None
-                self._check(self, partial(self._call, forward, *args, **kwargs))
+                check(self, partial(self._call, forward, *args, **kwargs))
             except BaseException:
                 self.is_checked = False
                 raise

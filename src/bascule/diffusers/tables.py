@@ -521,7 +521,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def table_of(model: nn.Module, table: SplitTable | Mapping[str, Any] | None = None) -> SplitTable:
-    """Return the user's table or that of the user's plan; by default that of the model's class."""
+    """Return the given table, the table of a diffusers plan, or the table of the model's class."""
     if isinstance(table, SplitTable):
         return table
     if table is not None:

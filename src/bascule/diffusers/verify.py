@@ -146,7 +146,7 @@ def _compare(
     *,
     by_block: bool,
 ) -> Verification:
-    """Compare a call's outputs, and with `by_block` those of all blocks, with one process."""
+    """Compare a call's outputs with one process, and with `by_block` the outputs of all blocks."""
     assert split.way is not None
     mesh = split.way.mesh
     gathered = {name for gather in split.table.gathers for name in modules_of(split.model, gather)}
