@@ -82,8 +82,7 @@ class Verification:
 def verify(split: SplitModel, inputs: Mapping[str, Any], group: RankGroup | None) -> Verification:
     """Compare a model with one process, on each of the meshes that the ranks of a group form."""
     if split.has_cache:
-        advice = "call disable_cache() first"
-        raise ConfigError(f"verify: a cache of steps would take two passes for two steps: {advice}")
+        raise ConfigError("verify: the model has a cache of steps: call disable_cache() first")
     if group is not None:
         compare_inputs(Fingerprint.of(inputs), group, "verify")
     was_checked, split.is_checked = split.is_checked, True  # calls within need no check
