@@ -1,7 +1,7 @@
-"""Context parallelism for any code that calls torch's attention function.
+"""Context parallelism for any code that calls torch's scaled_dot_product_attention.
 
-A function mode of torch replaces calls of scaled_dot_product_attention. Shapes: as in
-`attention.api`; T tokens of this rank, S of the whole sequence.
+A function mode of torch replaces the calls. Shapes: as in `attention.api`; T tokens of this rank,
+S of the whole sequence.
 """
 
 import math
@@ -39,23 +39,23 @@ from bascule.errors import ConfigError
 
 _DENSE = functional.scaled_dot_product_attention
 num_modes = torch._C._len_torch_function_stack
-"""Count the entered function modes, but not a mode that is replacing a function just now."""
+"""Return the number of entered function modes, without one that is replacing a function now."""
 
-_HIDING = (  # they call scaled_dot_product_attention where no mode sees it
+_HIDING = (  # functions that attend where no mode sees it
     functional.multi_head_attention_forward,
     torch._native_multi_head_attention,  # pyright: ignore[reportPrivateImportUsage]
     torch._transformer_encoder_layer_fwd,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-_SOFTMAX = (functional.softmax, torch.softmax, Tensor.softmax)  # of layers that attend alone
+_SOFTMAX = (functional.softmax, torch.softmax, Tensor.softmax)  # of layers with own attention code
 _RESHAPES = (torch.reshape, Tensor.reshape, Tensor.view, torch.unflatten)
 
-# All others, hundreds in a forward pass, are called at once. A tuple: compilers trace it.
+# All other functions, hundreds in a forward pass, are called at once. Compilers trace tuples.
 _REPLACED = (_DENSE, Tensor.unflatten, *_RESHAPES, *_HIDING, *_SOFTMAX)
 
-_MOST_CHECKED = 64  # calls of a form whose replicated keys are compared: one pass of most models
-_SAMPLES = 128  # numbers that are compared of the keys, and as many of the values
-_MOST_APART = 0.05  # of their norm: ranks may round otherwise, and other tokens are 1 apart
+_MAX_CHECKED = 64  # compared calls with replicated keys of one shape: a pass of most models
+_SAMPLES = 128  # compared numbers of the keys, and as many of the values
+_MAX_DISTANCE = 0.05  # of the norm: kinds of GPUs round unlike, and other tokens are 1 apart
 
 _AMBIGUOUS = (
     "{0} keys can be this rank's own tokens or those of a sequence declared as replicated: compute "
@@ -64,7 +64,7 @@ _AMBIGUOUS = (
 
 
 class SequenceParallelMode(TorchFunctionMode):
-    """While entered, scaled_dot_product_attention is attention over a mesh."""
+    """A function mode within which scaled_dot_product_attention attends over a mesh."""
 
     def __init__(
         self,
@@ -77,15 +77,15 @@ class SequenceParallelMode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.mesh, self.options = mesh, options or AttentionOptions()
-        self.has_attended = False  # anything, over the mesh
+        self.has_attended = False  # at least once, over the mesh
         self.sparse: Any = None  # plans of block-sparse attention, if the model has them
         self._layout, self._replicated = layout, frozenset(replicated)
-        self._is_named = False  # whether the last call named q, k and v, for modes of others
-        self._num_local, self._watches = 0, watches  # for layers with a softmax of their own
+        self._is_named = False  # the last call named q, k and v, so modes of others see it so
+        self._num_local = 0  # entered `local` scopes
+        self._watches = watches  # look for layers with a softmax of their own
         self._options: dict[int, AttentionOptions] = {}  # by tokens of this rank
-        # Tokens of this rank, and keys of softmaxes over as many queries. Compilers trace `set()`,
-        # not `set[int]()`.
-        self._own_tokens: set[int] = set() if layout is None else {layout.num_tokens(*mesh.place)}
+        # Tokens of this rank, and sizes of square softmaxes. Compilers trace no `set[int]()`.
+        self._local_tokens: set[int] = set() if layout is None else {layout.num_tokens(*mesh.place)}
         self._softmax_sizes: set[int] = set()
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -136,18 +136,18 @@ class SequenceParallelMode(TorchFunctionMode):
         return self.over_mesh(*args, **kwargs)
 
     def over_mesh(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Attend as `scaled_dot_product_attention`, and with `scores`, a `sink` and `documents`."""
+        """Attend as `scaled_dot_product_attention` does, also with scores, a sink and documents."""
         if torch.compiler.is_compiling():
             return self._attend(*args, **kwargs)
         try:
             return self._attend(*args, **kwargs)
-        except Exception as error:  # of what is refused before ranks attend together
+        except Exception as error:  # a refusal on this rank ends the waits of others
             leave(error, "scaled_dot_product_attention over a mesh")
             raise
 
     @contextmanager
     def local(self) -> Iterator[None]:
-        """Leave attention within as it is: every rank has its keys and values whole."""
+        """Leave attention within this scope as it is: every rank has all keys and values."""
         self._num_local += 1
         try:
             yield
@@ -155,7 +155,7 @@ class SequenceParallelMode(TorchFunctionMode):
             self._num_local -= 1
 
     def local_layouts(self, query: Tensor, key: Tensor, modes: Sequence[TorchFunctionMode]) -> Any:
-        """Return the layouts that `_show` takes where attention is left as it is."""
+        """Return layouts of queries and keys for `_show`, where attention is left as it is."""
         return None, None
 
     def _show(
@@ -168,22 +168,18 @@ class SequenceParallelMode(TorchFunctionMode):
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
-        **more: Any,
+        **settings: Any,
     ) -> Tensor:
-        """Attend to all tokens on every rank, modes of others first; return this rank's output.
+        """Attend to all tokens within the modes of others; return this rank's tokens of the output.
 
         `layouts` has one for queries, one for keys and values; None: every rank has all of them.
         """
         of_queries, of_keys = layouts or self.local_layouts(query, key, modes)
         pairs = (query, of_queries), (key, of_keys), (value, of_keys)
-        qkv = [x if one is None else as_it_is(gather, x, self.mesh, one, 2) for x, one in pairs]
+        qkv = [x if at is None else as_it_is(gather, x, self.mesh, at, 2) for x, at in pairs]
         names = ("query", "key", "value") if self._is_named else ()
-        named = dict[str, Any](zip(names, qkv, strict=False)) | {
-            "attn_mask": attn_mask,
-            "dropout_p": dropout_p,
-            "is_causal": is_causal,
-            **more,
-        }
+        named = dict[str, Any](zip(names, qkv, strict=False)) | settings
+        named |= {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
         before = overrides._get_current_function_mode_stack()
         for _ in before:
             overrides._pop_mode()
@@ -198,18 +194,18 @@ class SequenceParallelMode(TorchFunctionMode):
                 overrides._push_mode(mode)
         return out if of_queries is None else as_it_is(split, out, self.mesh, of_queries, 2)
 
-    def without_unseen(self, out: Tensor, mask: Tensor | None, layout: SequenceLayout) -> Tensor:
-        """Return the output, with zeros for tokens that see nothing if the model wants them."""
+    def zero_unseen(self, out: Tensor, mask: Tensor | None, layout: SequenceLayout) -> Tensor:
+        """Zero the output of tokens that see nothing, if the model needs that."""
         return out
 
-    # No property: compilers do not trace those of a mode that a graph is entered with.
+    # No property: compilers trace none of a mode that was entered before the graph.
     def attends_locally(self) -> bool:
         """Return whether attention is left as it is."""
         return self._num_local > 0
 
     def refuse(self, module: nn.Module, args: object) -> None:
-        """Refuse a model of transformers, whose attention depends on more than this sees."""
-        # Its models alone have this method, so transformers need not be imported.
+        """Refuse a model of transformers; the hook before every module's forward."""
+        # Only such models have this method, so transformers need not be imported.
         if not hasattr(module, "set_attn_implementation") or torch.compiler.is_compiling():
             return
         if not self.attends_locally():
@@ -217,15 +213,11 @@ class SequenceParallelMode(TorchFunctionMode):
             raise ConfigError(
                 f"context_parallel: {name} is a model of transformers, whose windows and positions "
                 "follow from the tokens that it gets: enter bascule.transformers.context_parallel("
-                "model, mesh), which compares it with one process; or .local(), if every rank has "
-                "all its tokens"
+                "model, mesh); or .local(), if every rank has all its tokens"
             )
 
-    def where(self, query: Tensor, mask: Tensor | None) -> tuple[AttentionOptions, Tensor | None]:
-        """Return the options of a call, with the layout of all that is attended to, and its mask.
-
-        The mask is that of the whole sequence.
-        """
+    def resolve(self, query: Tensor, mask: Tensor | None) -> tuple[AttentionOptions, Tensor | None]:
+        """Return a call's options, with the layout of its sequence, and the whole mask."""
         num_tokens, is_compiling = query.shape[2], torch.compiler.is_compiling()
         options = None if is_compiling else self._options.get(num_tokens)
         if options is None:
@@ -237,7 +229,7 @@ class SequenceParallelMode(TorchFunctionMode):
         return options, mask
 
     def other_keys(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return all keys and values of another sequence that is cut; None for local ones."""
+        """Return all keys and values if they are of another, cut sequence; None otherwise."""
         return None
 
     def attend(
@@ -274,10 +266,9 @@ class SequenceParallelMode(TorchFunctionMode):
                 f"attention over a mesh has no dropout, dropout_p is {dropout_p}: set it to 0"
             )
         if query.dim() != 4 or key.dim() != 4:
-            raise ConfigError(
-                f"attention over a mesh: q {tuple(query.shape)}, k {tuple(key.shape)}: give "
-                "(batch, heads, tokens, head_dim) each"
-            )
+            shapes = f"q {tuple(query.shape)}, k {tuple(key.shape)}"
+            legal = "give (batch, heads, tokens, head_dim) each"
+            raise ConfigError(f"attention over a mesh: {shapes}: {legal}")
         if query.shape[1] != key.shape[1] and not enable_gqa:
             raise ConfigError(
                 f"{query.shape[1]} query heads for {key.shape[1]} key heads: set enable_gqa=True"
@@ -290,21 +281,20 @@ class SequenceParallelMode(TorchFunctionMode):
                 shape = None if attn_mask is None else tuple(attn_mask.shape)
                 raise ConfigError(
                     f"attention to the keys of another sequence that is cut, is_causal={is_causal} "
-                    f"and a mask of shape {shape}: give a mask of its keys, (batch, 1, 1, keys), "
-                    "the same on every rank"
+                    f"and a mask of shape {shape}: give a mask of its keys, (batch, 1, 1, keys)"
                 )
         num_tokens, num_keys = query.shape[2], key.shape[2]
-        is_odd = self._replicated or num_keys != num_tokens
+        may_be_cross = self._replicated or num_keys != num_tokens
         modes = modes_of_others() if num_modes() else ()
         whole: Any = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        is_cross = others is None and is_odd and self._is_cross(num_tokens, num_keys)
+        is_cross = others is None and may_be_cross and self._is_cross(num_tokens, num_keys)
         if is_cross and self._watches and self.mesh.whole and not torch.compiler.is_compiling():
             _check_whole(self.mesh, key, value)
         if others is not None or is_cross:
             if modes and others is not None:
                 refuse_modes(modes, "attention to the keys of another sequence that is cut")
             if modes:
-                layouts = self.where(query, None)[0].layout, None
+                layouts = self.resolve(query, None)[0].layout, None
                 return self._show(modes, layouts, query, key, value, attn_mask, **whole)
             return as_it_is(_DENSE, query, key, value, attn_mask, **whole)
         device = query.device.type
@@ -312,14 +302,12 @@ class SequenceParallelMode(TorchFunctionMode):
         if is_cast:
             dtype = torch.get_autocast_dtype(device)
             query, key, value, attn_mask = [_cast(x, dtype) for x in (query, key, value, attn_mask)]
-        options, mask = self.where(query, attn_mask)
+        options, mask = self.resolve(query, attn_mask)
         assert options.layout is not None
         if mask is not None and (mask.dim() < 1 or mask.shape[-1] != options.layout.seq_len):
             raise ConfigError(
-                f"attention over a mesh: a mask of shape {tuple(mask.shape)} for "
-                f"{options.layout.seq_len} "
-                "tokens: give the mask of the whole sequence, the same on every rank, not this "
-                "rank's part"
+                f"attention over a mesh: a mask {tuple(mask.shape)} for {options.layout.seq_len} "
+                "tokens: give the mask of the whole sequence, the same on every rank"
             )
         self.has_attended = True
         if modes:
@@ -327,54 +315,51 @@ class SequenceParallelMode(TorchFunctionMode):
                 refuse_modes(modes, "block-sparse attention, or one with windows or a sink")
             layouts = options.layout, options.layout
             out = self._show(modes, layouts, query, key, value, mask, **whole)
-            return self.without_unseen(out, mask, options.layout)
+            return self.zero_unseen(out, mask, options.layout)
         is_watched = self._watches and not torch.compiler.is_compiling()
-        if is_watched and query.shape[2] not in self._own_tokens:
-            self._watch(self._own_tokens, query.shape[2])
+        if is_watched and query.shape[2] not in self._local_tokens:
+            self._watch(self._local_tokens, query.shape[2])
+        # Inputs are cast: autocast within would cast the steps of attention, too.
         with torch.autocast(device, enabled=False) if is_cast else nullcontext():
-            # Autocast is not of what attention is made of.
             if scores is None:
                 return self.attend(query, key, value, options, mask, is_causal, scale)
             options = replace(options, scores=scores, documents=documents)
-            more: Any = {"is_causal": is_causal, "scale": scale, "sink": sink}
-            return attention(query, key, value, self.mesh, options=options, **more)
+            settings: Any = {"is_causal": is_causal, "scale": scale, "sink": sink}
+            return attention(query, key, value, self.mesh, options=options, **settings)
 
     def _watch(self, numbers: set[int], num: int) -> None:
-        """Add to the tokens of this rank or the sizes of softmaxes; refuse what is both."""
+        """Add to the counts of local tokens or the sizes of softmaxes; refuse a number in both."""
         numbers.add(num)
-        if sizes := self._softmax_sizes & self._own_tokens:
+        if sizes := self._softmax_sizes & self._local_tokens:
             raise ConfigError(
-                f"context_parallel: a softmax over {min(sizes)} keys of as many queries, and this "
-                "rank has as many tokens: a layer computes attention without "
-                "F.scaled_dot_product_attention, among the tokens of one rank only. Choose torch's "
-                "back end for it, or compute it within .local() if every rank has all its tokens"
+                f"context_parallel: a softmax over {min(sizes)} keys, the tokens of one rank only: "
+                "a layer computes attention without F.scaled_dot_product_attention: let it call "
+                "that, or compute it within .local() if every rank has all its tokens"
             )
 
     def _is_cross(self, num_queries: int, num_keys: int) -> bool:
         """Return whether the keys are those of another sequence, which every rank has whole."""
-        # `in` would fix a symbolic number.
-        if self._replicated and any(num_keys == one for one in self._replicated):
+        # `in` would make compilers fix a symbolic number.
+        if self._replicated and any(num_keys == number for number in self._replicated):
             if self._layout is None and num_queries == num_keys:
                 raise ConfigError(_AMBIGUOUS.format(num_keys))
             return True
         if num_keys != num_queries:
             if self.mesh.whole is None:  # the only rank has all tokens
                 return True
-            whole = f"compute it within .local(), as some ranks have {num_keys} tokens"
+            way_out = f"compute it within .local(), as some ranks have {num_keys} tokens"
             if self._layout is None or num_keys not in _tokens_of(self._layout):
-                whole = f"say so with context_parallel(..., replicated=({num_keys},))"
+                way_out = f"say so with context_parallel(..., replicated=({num_keys},))"
             raise ConfigError(
                 f"attention of {num_queries} queries to {num_keys} keys: a rank's own tokens are "
-                "as many keys as queries. Keys of a cache (past_key_values, kv_cache) are of some "
-                "ranks' tokens only: run the model without it, as with use_cache=False. Only if "
-                f"every rank has the same keys whole, as of a prompt, {whole} or in the table's "
-                "`attends`"
+                "as many keys as queries. Run the model without a cache of keys (use_cache=False); "
+                f"if every rank has all keys, as of a prompt, {way_out} or in the table's `attends`"
             )
         return False
 
 
-# Compilers trace it as a part, never by itself: where a graph breaks within the mode, torch 2.13
-# would compile it for the first function, and use that for others: `x.dtype` gave a shape.
+# Compilers inline it, but must not compile it alone: where a graph breaks within the mode, torch
+# 2.13 would use the code for the first function for others, too: `x.dtype` gave a shape.
 skip_code(SequenceParallelMode.__torch_function__.__code__)
 
 
@@ -397,34 +382,34 @@ def context_parallel(
 
     Only calls of torch's function are replaced, and layers with a softmax of their own refused. A
     model that calls flash-attn, xformers or flex attention directly keeps its local attention. So
-    does one that leaves out a mask because its own tokens need none, as for windows longer than
-    this rank's part, or packed documents that end where it ends: give it the whole mask.
+    does a model that leaves out a mask because this rank's tokens need none, as for a window longer
+    than this rank's part, or packed documents that end with it: give the model the whole mask.
 
-    With `gather` at its end, gradients of parameters are right as their mean over ranks, which DDP
-    and FSDP take.
+    With `gather` at the end of the model, the mean of the ranks' gradients of parameters, which DDP
+    and FSDP take, is the gradient.
 
     Args:
         mesh: The ranks.
         layout: Which tokens each rank has. Default: one segment, the same number on every rank.
-        replicated: Numbers of keys that every rank has whole, as those of a prompt; attention to
-            them is left as it is, and so is any within `.local()` of what this yields.
-        comm_dtype: As in `AttentionOptions`, and so are the next two.
+        replicated: Numbers of keys that every rank has whole, as those of a prompt. Attention to
+            them is left as it is; so is all attention within `.local()` of the yielded mode.
+        comm_dtype: Dtype on the wire, as in `AttentionOptions`.
         kernel: Name of the block kernel, or your own.
         overlap: True lets Ulysses exchange while it computes.
         checked: A model that was compared with one process. Default: models of transformers are
-            refused, as their windows and positions follow from the tokens that they get; see
-            `bascule.transformers.context_parallel`.
+            refused; see `bascule.transformers.context_parallel`.
 
     Raises:
         ConfigError: A call cannot be split, a number of keys is ambiguous, or nothing within called
             scaled_dot_product_attention.
     """
-    place = AttentionMesh.of(mesh) if isinstance(mesh, DeviceMesh) else mesh
+    if isinstance(mesh, DeviceMesh):
+        mesh = AttentionMesh.of(mesh)
     if layout is not None:
-        for both in _tokens_of(layout).intersection(replicated):
-            raise ConfigError(_AMBIGUOUS.format(both))
+        for num_keys in _tokens_of(layout).intersection(replicated):
+            raise ConfigError(_AMBIGUOUS.format(num_keys))
     options = AttentionOptions(None, kernel, comm_dtype, overlap)
-    mode = SequenceParallelMode(place, layout, replicated, options, watches=True)
+    mode = SequenceParallelMode(mesh, layout, replicated, options, watches=True)
     hook = None if checked is not None else register_module_forward_pre_hook(mode.refuse)
     try:
         with mode:
@@ -440,7 +425,7 @@ def context_parallel(
 
 
 def _tokens_of(layout: SequenceLayout) -> set[int]:
-    """Return each number of tokens that some rank has."""
+    """Return all numbers of tokens that ranks have in a layout."""
     places = product(range(layout.ring_degree), range(layout.ulysses_degree))
     return {layout.num_tokens(*place) for place in places}
 
@@ -448,47 +433,44 @@ def _tokens_of(layout: SequenceLayout) -> set[int]:
 def _check_whole(mesh: AttentionMesh, key: Tensor, value: Tensor) -> None:
     """Refuse keys declared as replicated that differ between ranks in some sampled values.
 
-    The first calls of a form take one all-gather each; later calls are trusted.
+    The first calls with keys of a shape take one all-gather each; later calls are trusted.
     """
     if key.is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    form, group = ("replicated keys", key.shape, value.shape), mesh.whole
-    calls = mesh.kept.get(form, Counter[str])
+    group = mesh.whole
+    calls = mesh.kept.get(("replicated keys", key.shape, value.shape), Counter[str])
     calls["checked"] += 1
-    if group is None or calls["checked"] > _MOST_CHECKED or is_fake(key):
+    if group is None or calls["checked"] > _MAX_CHECKED or is_fake(key):
         return
     samples = [
         x.detach().flatten()[:: x.numel() // _SAMPLES | 1].double().nan_to_num()
         for x in (key, value)
     ]
-    own = torch.cat(samples).cpu().numpy().view(np.int64)
-    text = f"keys {tuple(key.shape)}, values {tuple(value.shape)}"
-    every = agree(
+    gathered = agree(
         group.control or group,
-        {"replicated keys": text},
+        {"replicated keys": f"keys {tuple(key.shape)}, values {tuple(value.shape)}"},
         what="attention to replicated keys",
-        values=own,
+        values=torch.cat(samples).cpu().numpy().view(np.int64),
         capacity=4 * _SAMPLES,
     )
-    first, *others = (x.view(np.float64) for x in every)
-    for rank, seen in enumerate(others, 1):
-        if not np.linalg.norm(seen - first) <= _MOST_APART * np.linalg.norm(first):
+    first, *others = (numbers.view(np.float64) for numbers in gathered)
+    for rank, numbers in enumerate(others, 1):
+        if not np.linalg.norm(numbers - first) <= _MAX_DISTANCE * np.linalg.norm(first):
             raise ConfigError(
                 f"attention to {key.shape[2]} keys, declared as replicated={key.shape[2]}, and "
-                f"rank {rank} has others than rank 0: keys of a cache, or of a rank's own tokens, "
-                "are not whole on every rank: leave the number out of `replicated`, and run the "
-                "model without a cache"
+                f"rank {rank} has others than rank 0: leave the number out of `replicated`, and "
+                "run the model without a cache"
             )
 
 
 def as_it_is(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call without any mode: also not that of another model, which may run this one."""
+    """Call a function outside all modes, including the mode of a model around this one."""
     with torch._C.DisableTorchFunction():
         return func(*args, **kwargs)
 
 
 def modes_of_others() -> list[TorchFunctionMode]:
-    """Return the entered modes, without ours and torch's own, such as a default device's."""
+    """Return the entered modes but for ours and those of torch, such as a default device's."""
     return [
         mode
         for mode in overrides._get_current_function_mode_stack()
@@ -498,7 +480,7 @@ def modes_of_others() -> list[TorchFunctionMode]:
 
 
 def refuse_modes(modes: Sequence[TorchFunctionMode], what: str) -> NoReturn:
-    """Refuse modes of others around attention if no rank can show them all its tokens."""
+    """Refuse modes of others around attention that cannot show them all tokens."""
     names = " and ".join([type(mode).__name__ for mode in modes])
     raise ConfigError(
         f"{names} (a TorchFunctionMode) is entered around {what}, where it would see one rank's "
@@ -507,7 +489,7 @@ def refuse_modes(modes: Sequence[TorchFunctionMode], what: str) -> NoReturn:
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
-    """Cast an argument as torch casts those of scaled_dot_product_attention: all but float64."""
+    """Cast an argument as autocast does for scaled_dot_product_attention: float64 stays."""
     if x is None or x.dtype == torch.float64 or not x.is_floating_point():
         return x
     return x.to(dtype)
@@ -519,9 +501,9 @@ def _cast(x: Any, dtype: torch.dtype) -> Any:
 def _reshape_empty(
     func: Callable[..., Tensor], x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor:
-    """Reshape a tensor without elements, of which torch cannot infer a -1.
+    """Reshape a tensor without elements, for which torch cannot infer a -1.
 
-    Models split by (..., tokens, -1, 2) and (-1, tokens): the other dims on that side imply it.
+    As in (..., tokens, -1, 2) or (-1, tokens): dims on the same side of the tokens imply it.
     """
     kwargs = {name: value for name, value in kwargs.items() if name not in ("input", "self")}
     if func is torch.unflatten:
@@ -540,19 +522,19 @@ def _reshape_empty(
 
 
 def _inferred(shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
-    """Infer the -1 from the dims on its side of the tokens, of size 0; else leave the error."""
+    """Infer a -1 from the dims on its side of the tokens, whose size is 0; else return `sizes`."""
     sizes = tuple(sizes)
     if -1 not in sizes or 0 not in sizes:
         return sizes
-    at, zeros = sizes.index(-1), [place for place, size in enumerate(sizes) if size == 0]
-    has = [place for place, size in enumerate(shape) if size == 0]
+    at, zeros = sizes.index(-1), [dim for dim, size in enumerate(sizes) if size == 0]
+    before = [dim for dim, size in enumerate(shape) if size == 0]
     if at > zeros[-1]:
-        whole, others = shape[has[-1] + 1 :], sizes[zeros[-1] + 1 :]
+        whole, others = shape[before[-1] + 1 :], sizes[zeros[-1] + 1 :]
     elif at < zeros[0]:
-        whole, others = shape[: has[0]], sizes[: zeros[0]]
+        whole, others = shape[: before[0]], sizes[: zeros[0]]
     else:
         return sizes
-    elements, known = math.prod(whole), math.prod([size for size in others if size != -1])
-    if known == 0 or elements % known:
+    elements, divisor = math.prod(whole), math.prod([size for size in others if size != -1])
+    if divisor == 0 or elements % divisor:
         return sizes
-    return tuple([elements // known if size == -1 else size for size in sizes])
+    return tuple([elements // divisor if size == -1 else size for size in sizes])

@@ -1,4 +1,4 @@
-"""Other people's models: a method of one replaced by a function around it, and a call tried out."""
+"""Reversible replacements of one method of one object, and helpers for trial calls of models."""
 
 import traceback
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from torch._dynamo.eval_frame import skip_code
 
 
 class StandIn:
-    """The replacement of one method of one object; copies and pickles have their own.
+    """A replacement of one method of one object; copies and pickles have the object's method.
 
     Others may replace the method later, as diffusers and accelerate do with `forward`. `remove`
     then leaves theirs in place, and the stand-in below only calls the method.
@@ -28,22 +28,25 @@ class StandIn:
         while isinstance(method, StandIn) and not method.is_on:
             method = method.method
         self.owner, self.name, self.around = owner, name, around
-        self.method = self.__wrapped__ = method  # `inspect.signature` looks for the latter
-        self.is_plain = is_of_class(method, owner, name)
+        self.method = self.__wrapped__ = method  # `inspect.signature` reads `__wrapped__`
+        is_bound = getattr(method, "__self__", None) is owner
+        function = getattr(method, "__func__", None)
+        self.is_plain = is_bound and function is getattr(type(owner), name, None)  # the class's own
         self.is_on = True  # calls go to `around`
         setattr(owner, name, self)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Call `around`, or after `remove` the method."""
+        """Call `around`; after `remove`, the method."""
         if not self.is_on:
             return self.method(*args, **kwargs)
         return self.around(self.method, *args, **kwargs)
 
     def remove(self) -> None:
-        """Give the owner its method back; below the stand-in of somebody else, become passive."""
+        """Give the owner its method back; below a replacement of others, only stop."""
         self.is_on = False
         owners, bound = [self.owner], getattr(self.method, "__self__", None)
-        if isinstance(bound, nn.Module) and bound is not self.owner:  # hooks put it there, and left
+        # hooks of others may have moved the stand-in to the module, and be gone
+        if isinstance(bound, nn.Module) and bound is not self.owner:
             owners.append(bound)
         for owner in owners:
             for name in [name for name, value in vars(owner).items() if value is self]:
@@ -53,32 +56,26 @@ class StandIn:
                     setattr(owner, name, self.method)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _same, (self.method,)  # a bound method is copied with the object
+        return _method_itself, (self.method,)  # a bound method is copied with the object
 
 
-# Compilers inline a call, but do not trace it alone: a graph that breaks within would break twice.
+# Compilers inline the call, but must not compile it alone: a break within would break twice.
 skip_code(StandIn.__call__.__code__)
 
 
-def is_of_class(method: Any, owner: Any, name: str) -> bool:
-    """Return whether a method is the one that the owner's class gives it."""
-    is_bound = getattr(method, "__self__", None) is owner
-    return is_bound and method.__func__ is getattr(type(owner), name, None)
-
-
-def _same(method: Any) -> Any:
+def _method_itself(method: Any) -> Any:
     return method
 
 
-_OVERRIDES: Any = "_bascule_override"
+_OVERRIDE: Any = "_bascule_override"
 
 
 class Override:
-    """A subclass of the same name for one object, in which one of its methods is replaced.
+    """A replacement of one method of one object by a subclass of its class, of the same name.
 
-    In contrast to `StandIn` it replaces special methods as `__call__`, and leaves the state of the
-    object alone. Copies and pickles have the former class, unless `with_copies`, and compiled code
-    calls the method.
+    In contrast to `StandIn` it replaces special methods such as `__call__`, and does not change
+    the object's attributes. Copies and pickles have the former class, unless `with_copies`.
+    Compiled code calls the replaced method.
     """
 
     def __init__(
@@ -97,17 +94,17 @@ class Override:
                 return around(partial(method, this), *args, **kwargs)
 
         def reduce(this: Any, protocol: Any) -> tuple[Any, ...]:
-            return object.__new__, (_original(base),), base.__reduce_ex__(this, protocol)[2]
+            return object.__new__, (_class_below(base),), base.__reduce_ex__(this, protocol)[2]
 
         members = {"__module__": base.__module__, "__qualname__": base.__qualname__, name: call}
-        members |= {"__doc__": base.__doc__, _OVERRIDES: self}
+        members |= {"__doc__": base.__doc__, _OVERRIDE: self}
         if not with_copies:
             members["__reduce_ex__"] = reduce
         owner.__class__ = type(base.__name__, (base,), members)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Call the method itself within."""
+        """Call the replaced method within this scope."""
         before, self._is_on = self._is_on, False
         try:
             yield
@@ -115,22 +112,22 @@ class Override:
             self._is_on = before
 
     def remove(self) -> None:
-        """Give the object its class back; at once, or with the overrides since."""
+        """Give the object its class back: at once, or as soon as later overrides are removed."""
         self.is_removed = True
-        while (last := vars(type(self._owner)).get(_OVERRIDES)) is not None and last.is_removed:
+        while (last := vars(type(self._owner)).get(_OVERRIDE)) is not None and last.is_removed:
             self._owner.__class__ = type(self._owner).__base__
 
 
-def _original(cls: Any) -> Any:
+def _class_below(cls: Any) -> Any:
     """Return the class below all overrides."""
-    while _OVERRIDES in vars(cls):
+    while _OVERRIDE in vars(cls):
         cls = cls.__base__
     return cls
 
 
 @contextmanager
 def as_in_use(model: nn.Module) -> Iterator[None]:
-    """Turn off what is random in training, and compilers, which would fix these few shapes."""
+    """Run a model in eval mode and eagerly: compilers would specialise on the trial's shapes."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:

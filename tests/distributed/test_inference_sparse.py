@@ -20,7 +20,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 from bascule.attention.sparse import Clusters, RuleCall
 from bascule.diffusers import Cut, SparseConfig, SplitTable, parallelize
-from bascule.diffusers.sparse_layers import NUM_FORMS
+from bascule.diffusers.sparse_layers import NUM_SIZES
 from bascule.diffusers.verify import leaves_of
 from bascule.errors import ConfigError
 from bascule.plan.sparse import sparse_imbalance
@@ -402,7 +402,7 @@ def of_many_lengths() -> dict[str, Any]:
 
 def test_plans_are_kept_for_the_latest_lengths() -> None:
     for found in run_ranks(of_many_lengths, 2):
-        most = NUM_FORMS * LAYERS
+        most = NUM_SIZES * LAYERS
         assert found["sizes"] == [min(LAYERS * (n + 1), most) for n in range(20)], found
         assert found["kept"] == [3] * LAYERS, found  # in each of three passes
         assert found["planned"] == [LAYERS] * 16, found

@@ -1,7 +1,7 @@
 """Arguments of modules: their names, the tensors among them, and a comparison over ranks.
 
 Tensors are compared by fingerprints in float64: the norm, and products with waves of a few lengths.
-Any other value or order changes these; kinds of GPUs only sum them in another order.
+Another value or order changes these; another kind of GPU only sums in another order.
 """
 
 import inspect
@@ -24,18 +24,18 @@ from bascule.errors import CommError
 
 _WAVES = 0.7390851, 1.4142136, 1.9106332, 2.5029079  # radians from one value to the next
 _WIDTH = 1 + len(_WAVES)
-_ROW = 1024  # values of a row; the wave of a tensor is that of a row times that of a column
+_ROW_SIZE = 1024  # values of a row: waves of tensors are products of waves of rows and of columns
 _EXACT = 1e-12  # of the norm, for sums in another order
-_NUM_INPUTS = 32  # tensors whose fingerprints fit into the first all-gather
+_NUM_INPUTS = 32  # fingerprints that fit into the first all-gather
 
 
 def parameters_of(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of a module's arguments, in order; look through a wrapper's `*args`."""
+    """Return the names of a module's arguments, in order; of a wrapper's child for `*args`."""
     return tuple(_parameters(module))
 
 
 def required_of(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the arguments without which a module cannot be called."""
+    """Return the names of a module's required arguments."""
     required = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     return tuple(
         name
@@ -57,15 +57,15 @@ def holds_tensors(value: Any) -> bool:
 
 
 class SameInputs:
-    """A comparison of a model's inputs over ranks, at the first call of each form in a run.
+    """A comparison of a model's inputs over ranks, at the first call of each signature in a run.
 
-    A pipeline that was split announces its runs. In other calls, as of another pipeline with the
-    same model, `Steps` finds where a run begins. While a model trains, its steps are one run.
+    A split pipeline announces its runs. In other calls, as of another pipeline with the same model,
+    `Steps` finds where a run begins. While a model trains, its steps are one run.
     """
 
     def __init__(self, model: nn.Module, tolerance: float) -> None:
         self._model, self.tolerance = model, tolerance
-        self.seen = set[object]()  # keys of groups and forms
+        self.seen = set[object]()  # keys of groups, with signatures
         self._steps: Steps | None = Steps()
 
     def restart(self) -> None:
@@ -74,39 +74,40 @@ class SameInputs:
         self._steps = None
 
     def end(self) -> None:
-        """End a run: from here on nobody announces runs."""
+        """End a run: later runs are not announced."""
         self._steps = Steps()
 
     def comparison(
-        self, group: RankGroup, inputs: Mapping[str, Any], form: object
+        self, group: RankGroup, inputs: Mapping[str, Any], signature: object
     ) -> Callable[[], None] | None:
-        """Return a function that compares inputs of a new form or run, as they are now."""
+        """Return a function that compares these inputs if their signature or the run is new."""
         is_training = self._model.training and torch.is_grad_enabled()
         if self._steps is not None and not is_training and self._steps.may_begin_run(inputs):
             self.seen.clear()
-        if (group.key, form) in self.seen:
+        if (group.key, signature) in self.seen:
             return None
-        self.seen.add((group.key, form))
-        what = f"inputs of {type(self._model).__name__}"
-        return partial(compare_inputs, Fingerprint.of(inputs, self.tolerance), group, what)
+        self.seen.add((group.key, signature))
+        title = f"inputs of {type(self._model).__name__}"
+        return partial(compare_inputs, Fingerprint.of(inputs, self.tolerance), group, title)
 
 
 _TIMES = "timestep", "timesteps", "t", "sigma", "time"  # names of arguments
 
 
 class Steps:
-    """The denoising steps of unannounced calls, by which runs are told apart.
+    """The denoising steps of unannounced calls, which show where a run begins.
 
-    In a run, times go one way, and tensors that two steps have in common stay the same objects.
+    In a run, times go one way, and tensors that two steps share stay the same objects.
     """
 
     def __init__(self) -> None:
-        self._number, self._time, self._way = 0, 0.0, 0.0
-        self._last: dict[str, list[tuple[weakref.ref[Tensor], int]]] = {}  # in the run, by name
+        self._number, self._time, self._direction = 0, 0.0, 0.0
+        # By argument: its tensors in this run, with versions.
+        self._last: dict[str, list[tuple[weakref.ref[Tensor], int]]] = {}
         self._varying = set[str]()  # names of tensors that differ between steps
 
     def may_begin_run(self, inputs: Mapping[str, Any]) -> bool:
-        """Take a call; return False if nothing is new, or if it is in a third or later step.
+        """Take a call; return False if no tensor is new, or from the third step on.
 
         A second step may be the first one of another run, as of a model that takes one step.
         """
@@ -125,11 +126,11 @@ class Steps:
         times = [name for name in _TIMES if isinstance(inputs.get(name), Tensor | int | float)]
         time = float(torch.as_tensor(inputs[times[0]]).float().mean()) if times else 0.0
         moved = time - self._time
-        if self._number > 1 and not (moved * self._way >= 0.0 and new <= self._varying):
+        if self._number > 1 and not (moved * self._direction >= 0.0 and new <= self._varying):
             self._number, new = 0, set(tensors)
             self._last.clear()
         elif self._number == 1 and moved:
-            self._way, self._varying = moved, new
+            self._direction, self._varying = moved, new
         self._number += not self._number or moved != 0.0
         self._time = time
         for name in new:
@@ -139,36 +140,33 @@ class Steps:
 
 
 def _version(x: Tensor) -> int:
-    """Return how often a tensor was written to, as far as that is counted."""
+    """Return how often a tensor was written to; inference tensors do not count that."""
     return 0 if x.is_inference() else x._version
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fingerprint:
-    """The part of some inputs that ranks compare."""
+    """A digest of inputs that ranks compare."""
 
-    described: str  # names, shapes, dtypes, numbers and texts: the same on all ranks
+    described: str  # names, shapes, dtypes, numbers and texts, which must be the same
     names: Sequence[str]  # of the tensors with values
-    values: Floats  # (tensors, 1 + waves) the norm of each, and its products with waves
-    limits: Floats  # (tensors,) how far these may be apart, relative to the norm
+    values: Floats  # (tensors, 1 + waves) norm of each tensor, and its products with waves
+    limits: Floats  # (tensors,) allowed difference of these, relative to the norm
 
     @classmethod
     def of(cls, inputs: Mapping[str, Any], tolerance: float = 0.0) -> "Fingerprint":
         """Return the fingerprint of inputs; floats may differ by a tolerance times the norm."""
-        values = sorted(leaves(inputs), key=lambda leaf: leaf[0])
-        text = ", ".join(
-            f"{name} {f'{tuple(x.shape)} {x.dtype}' if isinstance(x, Tensor) else described(x)}"
-            for name, x in values
-        )
-        # A rank has neither all values of a DTensor, nor any of a tensor on the meta device.
-        tensors = {
-            name: x.detach()
-            for name, x in values
-            if isinstance(x, Tensor) and not isinstance(x, DTensor) and not x.is_meta and x.numel()
-        }
-        numbers = [_numbers(x).cpu().numpy() for x in tensors.values()]
+        texts, tensors = list[str](), dict[str, Tensor]()
+        for name, x in sorted(leaves(inputs), key=lambda leaf: leaf[0]):
+            is_tensor = isinstance(x, Tensor)
+            texts.append(f"{name} {f'{tuple(x.shape)} {x.dtype}' if is_tensor else described(x)}")
+            # A rank has neither all values of a DTensor, nor any of a tensor on the meta device.
+            if is_tensor and not isinstance(x, DTensor) and not x.is_meta and x.numel():
+                tensors[name] = x.detach()
+        numbers = [_norm_and_waves(x).cpu().numpy() for x in tensors.values()]
         limits = [max(_EXACT, tolerance * x.is_floating_point()) for x in tensors.values()]
-        return cls(text, list(tensors), np.reshape(numbers, (-1, _WIDTH)), np.array(limits))
+        values = np.reshape(numbers, (-1, _WIDTH))
+        return cls(", ".join(texts), list(tensors), values, np.array(limits))
 
 
 def compare_inputs(local: Fingerprint, group: RankGroup, what: str) -> None:
@@ -188,10 +186,9 @@ def compare_inputs(local: Fingerprint, group: RankGroup, what: str) -> None:
         raise CommError(
             f"{what}: the values of {local.names[place]} differ between ranks, of ranks "
             f"{sorted(group.ranks[rank] for rank in ranks[places == place])} from those of rank "
-            f"{group.ranks[0]}: give every rank the same, as by seeding its random numbers alike; "
-            "in another pipeline with this model, call handle.add(pipeline), or give it a seeded "
-            "generator; replicas (data_degree) may have inputs of their own; for unlike GPUs, "
-            "which round prompts differently, give an input_tolerance"
+            f"{group.ranks[0]}: seed random numbers alike; in another pipeline with this model, "
+            "call handle.add(pipeline), or give it a seeded generator; for unlike GPUs, give an "
+            "input_tolerance; for inputs of each rank's own, a data_degree"
         )
 
 
@@ -209,13 +206,14 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 @torch.no_grad()
-def _numbers(x: Tensor) -> Tensor:
+def _norm_and_waves(x: Tensor) -> Tensor:
+    """Return (1 + waves,): the norm of a tensor, and its products with waves."""
     x = torch.view_as_real(x) if x.is_complex() else x
     values = x.flatten().double().nan_to_num(3.0, 5.0, -7.0)
-    rows = nn.functional.pad(values, (0, -values.numel() % _ROW)).view(-1, _ROW)
+    rows = nn.functional.pad(values, (0, -values.numel() % _ROW_SIZE)).view(-1, _ROW_SIZE)
     radians = torch.tensor(_WAVES, dtype=torch.float64, device=x.device)
-    of_column = torch.outer(torch.arange(_ROW, device=x.device), radians)
-    of_row = torch.outer(torch.arange(0, rows.numel(), _ROW, device=x.device), radians)
+    of_column = torch.outer(torch.arange(_ROW_SIZE, device=x.device), radians)
+    of_row = torch.outer(torch.arange(0, rows.numel(), _ROW_SIZE, device=x.device), radians)
     cosines, sines = rows @ of_column.cos(), rows @ of_column.sin()
     waves = (of_row.cos() * cosines - of_row.sin() * sines).sum(dim=0)
     return torch.cat([values.norm()[None], waves])

@@ -1,8 +1,8 @@
 """Step caches of diffusers, for ranks that share a sequence and for guidance groups.
 
-A cache leaves out blocks, or their attention. All ranks must leave out the same, or some wait for
-others. Caches that count steps do. The first-block cache looks at tokens, so the ranks add up what
-it looks at. Others are refused, and those that keep something else in a guidance group.
+A cache skips blocks, or their attention. All ranks must skip the same, or some wait for others.
+Caches that count steps do. The first-block cache compares tokens, so ranks sum its norms. Caches
+that decide by other values of one rank, or by other calls of a guidance group, are refused.
 """
 
 import weakref
@@ -31,57 +31,56 @@ _BY_VIDEO = "sea_cache_root"
 _LEADER = "fbc_leader_block_hook"
 _BY_FIRST_BLOCK = _LEADER, "fbc_block_hook"
 
-_HARMLESS = frozenset(  # modules of hooks that move or cast weights, or skip what all ranks skip
+_HARMLESS = frozenset(  # modules whose hooks move or cast weights, or skip alike on all ranks
     "layerwise_casting group_offloading components_manager layer_skip first_block_cache mag_cache "
     "sea_cache".split()
 )
-_SEE_ALL = "faster_cache", "fbc_", "sea_cache"  # beginnings: hooks that see all samples together
+_SEE_ALL = "faster_cache", "fbc_", "sea_cache"  # prefixes of hooks that see all samples together
 
 
 class Caches:
-    """The step caches of a split model, and the blocks that have attended since one is on."""
+    """The step caches of a split model, and the blocks that attended since one is on."""
 
     def __init__(
         self, model: nn.Module, table: SplitTable, group: Callable[[], RankGroup | None]
     ) -> None:
         self._model, self._table, self._group = model, table, group
         self.is_on = False  # at the last `prepare`
-        self._have_attended = set[str]()  # blocks, since a cache is on
+        self._have_attended = set[str]()  # names of blocks, since a cache is on
+        # First-block caches by hook: the stand-in, and states that were filled while split.
         self._leaders: dict[Any, tuple[StandIn, weakref.WeakSet[Any]]] = {}
 
-    def are_used(self, modules: Iterable[nn.Module], is_over: bool) -> bool:
-        """Return whether a cache may leave out blocks; refuse hooks that see one rank's tokens."""
+    def any_used(self, modules: Iterable[nn.Module], is_shared: bool) -> bool:
+        """Return whether a cache may skip blocks; refuse hooks that look at one rank's tokens."""
         kind, hooks = type(self._model).__name__, hooks_of(self._model, modules)
-        for name, module, hook in hooks if is_over else ():
-            what = type(hook).__name__
+        for name, module, hook in hooks if is_shared else ():
+            hook_name = type(hook).__name__
             if hook._is_stateful and not _is_alike(name, hook, self._table):
                 raise ConfigError(
-                    f"{kind} over ranks, with a cache ({what}) that decides by the tokens of a "
-                    "rank what it leaves out, so that ranks may wait for each other: call "
-                    "disable_cache(), or take FirstBlockCache, or one that counts steps: "
-                    "TaylorSeer, PyramidAttentionBroadcast, FasterCache, MagCache"
+                    f"{kind} over ranks, with a cache ({hook_name}) that decides by the tokens of "
+                    "a rank what it leaves out: call disable_cache(), or take TaylorSeer, "
+                    "MagCache, FasterCache, PyramidAttentionBroadcast or FirstBlockCache"
                 )
             is_random = 0.0 < getattr(hook, "dropout", 0.0) < 1.0
             is_known = hook._is_stateful or type(hook).__module__.rpartition(".")[2] in _HARMLESS
             if module is not self._model and (is_random or not is_known):
                 raise ConfigError(
-                    f"{kind} over ranks, with the hook {what} on a {type(module).__name__}, which "
-                    "would see only one rank's tokens: remove the hook (for example leave its "
-                    "guidance out), or call undo() first"
+                    f"{kind} over ranks, with the hook {hook_name} on a {type(module).__name__}, "
+                    "which would see only one rank's tokens: remove it, or call undo() first"
                 )
-        if is_over and "_is_cached" in vars(self._model):
-            raise ConfigError(_of_cache_dit(self._model))
+        if is_shared and "_is_cached" in vars(self._model):
+            raise _cache_dit_error(self._model)
         return any(hook._is_stateful for _, _, hook in hooks)
 
-    def prepare(self, modules: Sequence[nn.Module], is_over: bool, *, is_sparse: bool) -> None:
-        """Look at the hooks before a forward pass; refuse those that cannot be used."""
-        was_on, self.is_on = self.is_on, self.are_used(modules, is_over)
+    def prepare(self, modules: Sequence[nn.Module], is_shared: bool, *, is_sparse: bool) -> None:
+        """Check the hooks before a forward pass, and replace decisions of first-block caches."""
+        was_on, self.is_on = self.is_on, self.any_used(modules, is_shared)
         if not self.is_on:
             return
         if is_sparse:
             raise ConfigError(
-                f"{type(self._model).__name__} with block-sparse attention and a cache of steps, "
-                "which leaves out layers that count: call disable_cache(), or leave out sparse"
+                f"{type(self._model).__name__} with block-sparse attention and a cache of steps: "
+                "call disable_cache(), or leave out sparse"
             )
         if not was_on:
             self._have_attended.clear()
@@ -90,51 +89,50 @@ class Caches:
             hook = None if registry is None else registry.get_hook(_LEADER)
             if hook is not None and hook not in self._leaders:
                 # Ignore values cached before the split: they cover whole sequences.
-                known = weakref.WeakSet[Any]()
-                decide = torch.compiler.disable(partial(self._decide, hook, known))
+                filled = weakref.WeakSet[Any]()
+                decide = torch.compiler.disable(partial(self._decide, hook, filled))
                 stand_in = StandIn(hook, "_should_compute_remaining_blocks", decide)
-                self._leaders[hook] = stand_in, known
+                self._leaders[hook] = stand_in, filled
 
     def end_block(self, name: str, has_attended: bool, is_sparse: bool) -> None:
-        """Note that a block ran; refuse a block left out where its output cannot be right."""
+        """Note that a block ran; refuse a skipped block if its output cannot be right."""
         if has_attended:
             if self.is_on:
                 self._have_attended.add(name)
         elif is_sparse:
             raise ConfigError(
                 f"{name} did not call F.scaled_dot_product_attention, and block-sparse attention "
-                "counts the calls of a pass: let it call that function, by "
-                "set_attention_backend('native'), take away hooks that skip it, or leave out sparse"
+                "counts calls: call set_attention_backend('native'), remove hooks that skip it, or "
+                "leave out sparse"
             )
         elif self.is_on and name not in self._have_attended:
             raise ConfigError(
-                f"a cache left out {name}, which has not attended while split: empty caches that "
-                "were filled before parallelize"
+                f"a cache left out {name}: empty caches that were filled before parallelize"
             )
 
     def leave(self) -> None:
-        """Let caches decide as before; what they keep is of a rank's tokens, and is dropped."""
-        for stand_in, known in self._leaders.values():
+        """Let caches decide as before; drop cached values, which cover one rank's tokens."""
+        for stand_in, filled in self._leaders.values():
             stand_in.remove()
-            for state in known:
+            for state in filled:
                 state.head_block_residual = None
         self._leaders.clear()
 
     def _decide(
-        self, hook: Any, known: weakref.WeakSet[Any], method: object, hidden_states_residual: Tensor
+        self, hook: Any, filled: weakref.WeakSet[Any], _: object, hidden_states_residual: Tensor
     ) -> bool:
         """Decide as one process that has all tokens; one small all-reduce."""
         state, now = hook.state_manager.get_state(), hidden_states_residual
         before = state.head_block_residual
-        if before is None or state not in known:
-            known.add(state)
+        if before is None or state not in filled:
+            filled.add(state)
             return True
         sums = [x.abs().sum(dtype=torch.float64) for x in (now - before, before)]
         numbers, group = torch.stack([*sums, sums[0].new_tensor(now.numel())]), self._group()
         if group is not None:
             numbers = all_reduce(group, "all_reduce (first-block cache)", numbers)
         change, size, count = numbers.unbind()
-        # Rounded like means of the whole.
+        # Rounded as the means of the whole sequence would be.
         ratio = (change / count).to(now.dtype) / (size / count).to(now.dtype)
         return ratio.item() > hook.threshold
 
@@ -146,35 +144,34 @@ def branch_of(
     num_parts: int,
     num_groups: int,
 ) -> str | None:
-    """Return a cache's name for the branch of a call; None without a cache.
+    """Return a cache's name for the guidance branch of a call; None without a cache.
 
-    `forward` is the model's own, below hooks.
+    `forward` is the model's method, without hooks.
     """
     if "_is_cached" in vars(model):
-        raise ConfigError(_of_cache_dit(model))
-    owner = next(one for one in type(model).__mro__ if "forward" in vars(one))
+        raise _cache_dit_error(model)
+    owner = next(cls for cls in type(model).__mro__ if "forward" in vars(cls))
     module = getattr(forward, "__module__", None)
     if module != owner.__module__:
         raise ConfigError(
             f"{type(model).__name__} with guidance over ranks and a forward of {module} in place "
-            f"of that of {owner.__module__}: if it keeps something from call to call, as TeaCache "
-            "does, groups that compute some calls each would keep other things: use "
-            "guidance_degree=1, or a subclass if it keeps nothing"
+            f"of that of {owner.__module__}, which may cache values from call to call, as TeaCache "
+            "does: use guidance_degree=1, or a subclass if it caches nothing"
         )
     for name, _, hook in hooks_of(model, modules):
         if not hook._is_stateful:
             continue
         manager = getattr(hook, "state_manager", None)
-        why = None
+        reason = None
         if num_parts > 1 and name.startswith(_SEE_ALL):
-            why = "decides by all samples of a batch, which groups share"
+            reason = "decides by all samples of a batch, which groups share"
         elif num_parts < num_groups and manager is None:
-            why = "keeps one state for all guidance branches"
-        if why is not None:
+            reason = "keeps one state for all guidance branches"
+        if reason is not None:
             raise ConfigError(
                 f"{type(model).__name__} with guidance over ranks and a cache "
-                f"({type(hook).__name__}) that {why}: call disable_cache(), use guidance_degree=1, "
-                "or take TaylorSeer or MagCache"
+                f"({type(hook).__name__}) that {reason}: use guidance_degree=1, TaylorSeer or "
+                "MagCache, or call disable_cache()"
             )
         context = None if manager is None else manager._context
         if context is not None:
@@ -182,16 +179,16 @@ def branch_of(
     return None
 
 
-def _of_cache_dit(model: nn.Module) -> str:
-    return (
-        f"{type(model).__name__} over ranks, with the cache of cache-dit, which decides by the "
-        "tokens and calls of one rank what it leaves out: call cache_dit.disable_cache(pipeline) "
-        "first, or use a cache of diffusers, as TaylorSeer"
+def _cache_dit_error(model: nn.Module) -> ConfigError:
+    return ConfigError(
+        f"{type(model).__name__} over ranks, with the cache of cache-dit, which decides by one "
+        "rank's tokens: call cache_dit.disable_cache(pipeline), or take a cache of diffusers"
     )
 
 
 def _is_alike(name: str, hook: Any, table: SplitTable) -> bool:
-    if name == _BY_VIDEO:  # by the video that the model is given, if it looks at one
+    """Return whether a cache's hook decides alike on all ranks."""
+    if name == _BY_VIDEO:  # decides by the model's input, if it looks at one
         is_cut = "hidden_states" in table.inputs.get("", {})
         return not is_cut or hook.raw_vision_callback is None
     calibrates = getattr(getattr(hook, "config", None), "calibrate", False)
@@ -199,7 +196,7 @@ def _is_alike(name: str, hook: Any, table: SplitTable) -> bool:
 
 
 def hooks_of(model: nn.Module, modules: Iterable[nn.Module]) -> list[tuple[str, nn.Module, Any]]:
-    """Return the hooks of diffusers, with their names and modules."""
+    """Return name, module and hook of diffusers' hooks, on all modules if a cache is enabled."""
     is_enabled = bool(getattr(model, "is_cache_enabled", False))
     return [
         (name, module, hook)

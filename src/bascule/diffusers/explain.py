@@ -1,7 +1,7 @@
 """Tokens, bytes and seconds of a forward pass on any mesh.
 
-Bytes follow from what the last pass attended to. For seconds a pass is made that counts FLOPs and
-kernels by kind of layer.
+Bytes follow from the sizes of the last pass's attention calls. For seconds, one more pass counts
+FLOPs and kernels by kind of layer.
 """
 
 import math
@@ -37,15 +37,15 @@ class MeshCost:
 
     ring_degree: int
     ulysses_degree: int
-    tokens: tuple[int, ...]  # of each rank, in the longest attended sequence
+    tokens: tuple[int, ...]  # of each rank, in the longest sequence of an attention
     traffic: tuple[Traffic, ...]  # from each rank to others in all attentions
-    # Predicted by kind of layer, as "blocks.*", with "" for the rest; none without a profile.
+    # Predicted by kind of layer, as "blocks.*", with "" for the rest; empty without a profile.
     seconds: Mapping[str, Seconds] = field(default_factory=dict[str, Seconds])
 
     @property
     def total_s(self) -> float:
         """Seconds of a forward pass; 0 without a profile."""
-        return _total(self.seconds)
+        return sum(float(parts.total) for parts in self.seconds.values())
 
     @property
     def busiest_bytes(self) -> int:
@@ -61,7 +61,7 @@ class Explanation:
     lengths: Mapping[str, int]  # tokens of each segment
     num_attentions: int  # over the mesh, in the forward pass
     chosen: MeshCost  # the mesh in use
-    others: tuple[MeshCost, ...] = ()  # that the heads allow, by seconds or bytes; sparse: none
+    others: tuple[MeshCost, ...] = ()  # other legal meshes, best first; none if sparse
     advice: tuple[str, ...] = ()  # settings that would be faster; none without a profile
     sparse: tuple[SparseLayer, ...] = ()  # layers of block-sparse attention, in their order
     phases: tuple[str, ...] = ()  # of a pipeline
@@ -83,26 +83,23 @@ class Explanation:
             )
         if chosen.seconds:
             lines.append(f"predicted: {sum(chosen.seconds.values(), Seconds())} a forward pass")
-            lines += [f"  {kind or 'other'}: {second}" for kind, second in chosen.seconds.items()]
+            lines += [f"  {kind or 'other'}: {parts}" for kind, parts in chosen.seconds.items()]
         for other in self.others:
-            more = other.busiest_bytes / chosen.busiest_bytes if chosen.busiest_bytes else 1.0
-            is_near = 1 / _LEAST_GAIN < more < _LEAST_GAIN
+            ratio = other.busiest_bytes / chosen.busiest_bytes if chosen.busiest_bytes else 1.0
+            is_near = 1 / _LEAST_GAIN < ratio < _LEAST_GAIN
             lines.append(
                 f"ring {other.ring_degree} x Ulysses {other.ulysses_degree} would send "
                 + ("about as much" if is_near else f"{other.busiest_bytes / _MIB:.1f} MiB")
                 + (f" and take {other.total_s * 1e3:.3g} ms" if other.seconds else "")
             )
         lines += self.advice
-        fewest = min((other.busiest_bytes for other in self.others), default=chosen.busiest_bytes)
-        if not chosen.seconds and fewest < chosen.busiest_bytes:
-            lines.append("fewer bytes are possible; a ring sends while it computes, Ulysses before")
         if self.sparse:
             lines.append(_sparse_line(self.sparse))
         return "\n".join([*lines, *self.phases])
 
 
-# Functions that compute nothing, or only where data lies; others are a kernel each.
-_FREE = frozenset(
+# Functions that read metadata or make views; all others are a kernel each.
+_WITHOUT_KERNEL = frozenset(
     "__get__ __getitem__ __len__ chunk contiguous detach dim expand expand_as flatten is_complex "
     "is_floating_point narrow numel permute reshape size split split_with_sizes squeeze stride "
     "swapaxes tensor_split transpose type_as unbind unflatten unsqueeze view view_as".split()
@@ -112,13 +109,12 @@ _PRODUCTS = functional.linear, torch.matmul, torch.bmm, Tensor.matmul, Tensor.__
 
 @dataclass(slots=True)
 class LayerWork:
-    """The work of the layers of a kind in a forward pass."""
+    """Work in a forward pass of all layers of one kind."""
 
-    num_layers: int = 0
-    token_flops: float = 0.0  # of products with weights, for the whole sequence
-    other_flops: float = 0.0  # of products that every rank computes
+    token_flops: float = 0.0  # matrix products that ranks share, for the whole sequence
+    other_flops: float = 0.0  # matrix products that every rank computes
     num_kernels: int = 0
-    num_products: int = 0  # kernels that are products of matrices or attentions
+    num_products: int = 0  # kernels that are matrix products or attentions
     shapes: Counter[AttentionShape] = field(default_factory=Counter[AttentionShape])
 
 
@@ -126,15 +122,15 @@ Works = dict[str, LayerWork]  # by kind of layer, as "blocks.*"; "" for the rest
 
 
 class CountingPass(ForwardPass):
-    """A pass whose mode is around the model and counts what this rank computes."""
+    """A pass that counts this rank's FLOPs and kernels, by a mode around the model."""
 
-    def __init__(self, works: Works, *args: Any, form: object) -> None:
-        super().__init__(*args, form=form)
+    def __init__(self, works: Works, *args: Any, signature: object) -> None:
+        super().__init__(*args, signature=signature)
         self.is_around, self._works = True, works
         self.count_for("")
 
     def count_for(self, kind: str) -> None:
-        """Count for the layers of a kind from here on."""
+        """Add what follows to the work of a kind of layer."""
         self.work = self._works.setdefault(kind, LayerWork())
         self.shapes = self.work.shapes
 
@@ -146,7 +142,7 @@ class CountingPass(ForwardPass):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Count a function of torch, and replace it."""
-        if getattr(func, "__name__", "") not in _FREE:
+        if getattr(func, "__name__", "") not in _WITHOUT_KERNEL:
             self.work.num_kernels += 1
             is_product = func in _PRODUCTS and len(args) > 1 and isinstance(args[1], Tensor)
             self.work.num_products += is_product or func is functional.scaled_dot_product_attention
@@ -157,7 +153,7 @@ class CountingPass(ForwardPass):
 
     def _multiply(self, x: Tensor, columns: int) -> None:
         """Count 2 FLOPs for each value of `x` and column."""
-        # A prompt that happens to be as long as a rank's share is taken for one.
+        # A prompt that happens to be as long as a rank's share counts as one.
         whole = self._whole_lengths().get(x.shape[-2]) if x.dim() > 2 else None
         if whole is None:
             self.work.other_flops += 2.0 * x.numel() * columns
@@ -165,19 +161,19 @@ class CountingPass(ForwardPass):
             self.work.token_flops += 2.0 * math.prod(x.shape[:-2]) * whole * x.shape[-1] * columns
 
     def _whole_lengths(self) -> dict[int, int]:
-        """Return tokens of the whole by those of this rank, for each segment and for all."""
-        known = [name for name in self._table.segments if name in self._wholes]
-        shares = [self.share(names) for names in [*((name,) for name in known), tuple(known)]]
+        """Return the whole length for each length of a rank's share, of each segment and of all."""
+        segments = tuple([name for name in self._table.segments if name in self._lengths])
+        shares = [self.share(names) for names in [*((name,) for name in segments), segments]]
         return {share.num_tokens: share.seq_len for share in shares}
 
     def other_keys(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Count attention to keys that every rank gathers as work of all tokens."""
-        both = super().other_keys(query, key, value)
-        if both is not None and both[0] is not key:
+        """Gather keys and values, and count attention to them as work that ranks share."""
+        gathered = super().other_keys(query, key, value)
+        if gathered is not None and gathered[0] is not key:
             whole = self._whole_lengths().get(query.shape[2], query.shape[2])
-            pairs = query.shape[0] * query.shape[1] * whole * both[0].shape[2]
+            pairs = query.shape[0] * query.shape[1] * whole * gathered[0].shape[2]
             self.work.token_flops += 4.0 * pairs * query.shape[3]
-        return both
+        return gathered
 
     def end(self) -> PassRecord | None:
         """Close the pass; return the attention of all kinds of layers."""
@@ -186,20 +182,18 @@ class CountingPass(ForwardPass):
 
 
 def count_work(split: SplitModel, run: Callable[[], object]) -> Works:
-    """Return the work of the first forward pass of a model in a run of it or its pipeline."""
-    works: Works = {"": LayerWork(num_layers=1)}
-    passes = list[CountingPass]()
+    """Count the work of a model's first forward pass in `run`, a call of it or its pipeline."""
+    works, passes = Works(), list[CountingPass]()
 
-    def make_pass(*args: Any, form: object) -> ForwardPass:
+    def make_pass(*args: Any, signature: object) -> ForwardPass:
         if passes:
-            return ForwardPass(*args, form=form)
-        passes.append(CountingPass(works, *args, form=form))
+            return ForwardPass(*args, signature=signature)
+        passes.append(CountingPass(works, *args, signature=signature))
         return passes[0]
 
     def begin(kind: str, *_: object) -> None:
         if split.forward is passes[0]:
             passes[0].count_for(kind)
-            works[kind].num_layers += 1
 
     def end(*_: object) -> None:
         passes[0].count_for("")
@@ -225,18 +219,16 @@ def explain(
     ranks_per_node: int | None = None,
     run: Callable[[], object] | None = None,
 ) -> Explanation:
-    """Explain the last forward pass of a model; with a profile, the first one of a run."""
+    """Explain the last forward pass of a model; with a profile, the first one of `run`."""
     works: Works = {}
     if profile is not None:
         if split.sparse is not None or split.has_cache:
-            raise ConfigError(
-                "explain: seconds of block-sparse attention or of a cache of steps do not follow "
-                "from a profile: leave out profile"
-            )
+            reason = "seconds of block-sparse attention or a cache do not follow from a profile"
+            raise ConfigError(f"explain: {reason}: leave out profile")
         if run is None:
             raise ConfigError(
-                "explain(profile=..) counts a forward pass that it makes: give it the inputs of "
-                "the model, as to verify, or the pipeline and its arguments"
+                "explain(profile=..) counts a pass of its own: give it the inputs of the model, or "
+                "the pipeline and its arguments"
             )
         profile.numbers_of("matmul_flops_per_s", "attention_flops_per_s")
         works = count_work(split, run)
@@ -246,6 +238,13 @@ def explain(
     if last is None:
         raise ConfigError("explain: run the model once, not compiled: lengths follow from inputs")
     ring, ulysses = last.degrees
+    explanation = partial(
+        Explanation,
+        model=type(split.model).__name__,
+        lengths=last.lengths,
+        num_attentions=sum(last.shapes.values()) + len(last.sparse),
+        sparse=last.sparse,
+    )
     if split.sparse is not None and last.sparse:
         segments = max((layer.key.segments for layer in last.sparse), key=sum)
         dense = _mesh_cost(segments, ring, ulysses, last.shapes, split.sparse.config.dealt)
@@ -253,13 +252,7 @@ def explain(
             sum((layer.used.traffic(rank, layer.row_bytes) for layer in last.sparse), traffic)
             for rank, traffic in enumerate(dense.traffic)
         ]
-        return Explanation(
-            model=type(split.model).__name__,
-            lengths=last.lengths,
-            num_attentions=sum(last.shapes.values()) + len(last.sparse),
-            chosen=replace(dense, traffic=tuple(sent)),
-            sparse=last.sparse,
-        )
+        return explanation(chosen=replace(dense, traffic=tuple(sent)))
     num_ranks = ring * ulysses
     heads = [shape.num_heads for shape in last.shapes if not shape.gathers]
     most = min(heads, default=num_ranks)
@@ -269,54 +262,44 @@ def explain(
         for degree in range(1, num_ranks + 1)
         if num_ranks % degree == 0 and (degree <= most or degree == ulysses)
     }
-    predict = None
+    prediction = None
     if profile is not None:
         in_node = whole("explain: ranks_per_node", ranks_per_node or num_ranks, 1, MAX_RANKS)
-        predict = _Prediction(works, segments, profile, in_node, split.options)
+        prediction = _Prediction(works, segments, profile, in_node, split.options)
         for degree, cost in costs.items():
-            costs[degree] = replace(cost, seconds=predict.on(cost.ring_degree, degree))
+            costs[degree] = replace(cost, seconds=prediction.seconds(cost.ring_degree, degree))
     chosen = costs.pop(ulysses)
     others = sorted(
         costs.values(), key=lambda cost: (cost.total_s, cost.busiest_bytes, cost.ring_degree)
     )
-    return Explanation(
-        model=type(split.model).__name__,
-        lengths=last.lengths,
-        num_attentions=sum(last.shapes.values()),
-        chosen=chosen,
-        others=tuple(others),
-        advice=() if predict is None else _advice(predict, chosen, others),
-    )
+    advice = () if prediction is None else _advice(prediction, chosen, others)
+    return explanation(chosen=chosen, others=tuple(others), advice=advice)
 
 
 @dataclass(frozen=True, slots=True)
 class _Prediction:
-    """Seconds of a forward pass on any mesh of as many ranks."""
+    """A prediction of a forward pass's seconds, on any mesh of these ranks."""
 
     works: Works
-    longest: tuple[int, ...]  # segments of the longest attention
+    longest: tuple[int, ...]  # tokens of the segments of the longest attention
     profile: HardwareProfile
     ranks_per_node: int
     options: AttentionOptions
 
-    def on(
+    def seconds(
         self, ring: int, ulysses: int, *, is_compiled: bool = False, is_quantized: bool = False
     ) -> dict[str, Seconds]:
-        """Predict by kind of layer; a compiled model launches products and exchanges alone."""
-        bag = BagShape.aligned(ulysses, ring, self.ranks_per_node)
-        return {
-            kind: self.profile.forward_seconds(
-                self._works(work, bag, is_compiled, is_quantized),
-                bag,
-            )
-            for kind, work in self.works.items()
-        }
+        """Predict seconds by kind of layer; compiled, only products and exchanges are launched."""
+        bag, seconds = BagShape.aligned(ulysses, ring, self.ranks_per_node), dict[str, Seconds]()
+        for kind, work in self.works.items():
+            works = self._work_of_ranks(work, ring, ulysses, is_compiled, is_quantized)
+            seconds[kind] = self.profile.forward_seconds(works, bag)
+        return seconds
 
-    def _works(
-        self, work: LayerWork, bag: BagShape, is_compiled: bool, is_quantized: bool
+    def _work_of_ranks(
+        self, work: LayerWork, ring: int, ulysses: int, is_compiled: bool, is_quantized: bool
     ) -> list[Work]:
         """Return the work of each rank in the layers of a kind."""
-        ring, ulysses = bag.ring, bag.ulysses
         matmul, attention = self.profile.numbers_of("matmul_flops_per_s", "attention_flops_per_s")
         layouts = {
             segments: SequenceLayout(segments, ring, ulysses)
@@ -330,10 +313,11 @@ class _Prediction:
             sent, attention_s = Traffic(), 0.0
             for shape, times in work.shapes.items():
                 layout = layouts[shape.segments]
-                sent += (
-                    _traffic(layout, place, _quantized(shape) if is_quantized else shape) * times
-                )
                 attention_s += times * _attention_flops(layout, place, shape) / attention
+                if is_quantized and not shape.gathers:
+                    row_bytes = Quantized("int8").row_bytes(shape.head_dim)
+                    shape = replace(shape, row_bytes=row_bytes)
+                sent += _traffic(layout, place, shape) * times
             works.append(
                 Work(
                     compute_s=(work.token_flops * share + work.other_flops) / matmul + attention_s,
@@ -353,7 +337,7 @@ def _attention_flops(
 ) -> float:
     """Return 4 FLOPs for each pair of tokens, value of a head, and head of this rank."""
     if shape.gathers:
-        return 0.0  # counted with the tokens
+        return 0.0  # `LayerWork.token_flops` has them
     num_kv = _kv_heads(shape, layout.ulysses_degree)
     heads = shape.num_heads // num_kv * HeadShares.split(num_kv, layout.ulysses_degree).of(place[1])
     pairs = layout.ring_len(place[0]) * layout.seq_len
@@ -363,29 +347,25 @@ def _attention_flops(
 _LEAST_GAIN = 1.02
 
 
-def _total(seconds: Mapping[str, Seconds]) -> float:
-    return sum(float(second.total) for second in seconds.values())
-
-
-def _advice(predict: _Prediction, chosen: MeshCost, others: Sequence[MeshCost]) -> tuple[str, ...]:
+def _advice(
+    prediction: _Prediction, chosen: MeshCost, others: Sequence[MeshCost]
+) -> tuple[str, ...]:
     """Return the settings that would be faster for this forward pass, best first."""
-    mesh = chosen.ring_degree, chosen.ulysses_degree
-    settings: dict[str, Mapping[str, Seconds]] = {
-        "handle.compile(), which launches fewer kernels": predict.on(*mesh, is_compiled=True)
-    }
-    if predict.options.comm_dtype is None:
-        settings['comm_dtype="int8", with fewer bytes'] = predict.on(*mesh, is_quantized=True)
+    predict = partial(prediction.seconds, chosen.ring_degree, chosen.ulysses_degree)
+    compiled = replace(chosen, seconds=predict(is_compiled=True))
+    settings = {"handle.compile(), which launches fewer kernels": compiled}
+    if prediction.options.comm_dtype is None:
+        quantized = replace(chosen, seconds=predict(is_quantized=True))
+        settings['comm_dtype="int8", with fewer bytes'] = quantized
     for other in others:
         name = f"ring_degree={other.ring_degree}, ulysses_degree={other.ulysses_degree}"
-        settings[name] = other.seconds
+        settings[name] = other
     gains = [
-        (chosen.total_s / total, name)
-        for name, seconds in settings.items()
-        if (total := _total(seconds))
+        (chosen.total_s / cost.total_s, name) for name, cost in settings.items() if cost.total_s
     ]
     lines = [
         f"{gain:.2f}x predicted with {name}"
-        for gain, name in sorted(gains, key=lambda one: -one[0])
+        for gain, name in sorted(gains, key=lambda pair: -pair[0])
         if gain >= _LEAST_GAIN
     ]
     return tuple(lines) or ("compute-bound: no compilation, 8-bit rows or other mesh gains 2 %",)
@@ -421,14 +401,17 @@ def _mesh_cost(
     shapes: Mapping[AttentionShape, int],
     stripe: int = 0,
 ) -> MeshCost:
-    """Return tokens and bytes of each rank for attentions of these shapes, each so many times."""
+    """Return tokens and bytes of each rank; `shapes` has a number of attentions by shape."""
     layouts = {
         lengths: SequenceLayout(lengths, ring, ulysses, stripe=stripe)
         for lengths in {segments, *(shape.segments for shape in shapes)}
     }
     places = list(product(range(ring), range(ulysses)))
     sent = [
-        sum((_traffic(layouts[x.segments], place, x) * n for x, n in shapes.items()), Traffic())
+        sum(
+            (_traffic(layouts[shape.segments], place, shape) * n for shape, n in shapes.items()),
+            Traffic(),
+        )
         for place in places
     ]
     tokens = [layouts[segments].num_tokens(*place) for place in places]
@@ -436,7 +419,7 @@ def _mesh_cost(
 
 
 def _traffic(layout: SequenceLayout, place: tuple[int, int], shape: AttentionShape) -> Traffic:
-    """Return the bytes from a rank to others in the forward of one attention."""
+    """Return the bytes that a rank sends to others in the forward pass of one attention."""
     ring, ulysses = place
     if shape.gathers:
         others = layout.ring_degree * layout.ulysses_degree - 1
@@ -454,16 +437,8 @@ def _traffic(layout: SequenceLayout, place: tuple[int, int], shape: AttentionSha
     )
 
 
-def _quantized(shape: AttentionShape) -> AttentionShape:
-    """Return the attention with 8 bits a value on the wire."""
-    rows = Quantized("int8")
-    if shape.gathers:
-        return shape
-    return replace(shape, row_bytes=rows.row_bytes(shape.head_dim))
-
-
 def _kv_heads(shape: AttentionShape, ulysses: int) -> int:
-    """Return the key-value heads, repeated until each Ulysses rank has one."""
+    """Return the number of key-value heads, repeated until each Ulysses rank has one."""
     for num in range(shape.num_kv_heads, shape.num_heads + 1, shape.num_kv_heads):
         if shape.num_heads % num == 0 and num >= ulysses:
             return num

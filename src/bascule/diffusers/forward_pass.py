@@ -20,7 +20,6 @@ from bascule.attention.api import (
     AttentionMesh,
     AttentionOptions,
     SequenceLayout,
-    attention,
     gather,
     split,
 )
@@ -41,10 +40,10 @@ class AttentionShape:
     batch: int
     num_heads: int
     num_kv_heads: int
-    row_bytes: int  # of one token and head as they travel
+    row_bytes: int  # of one token of one head, as it is sent
     head_dim: int
-    segments: tuple[int, ...]  # tokens of each, as they follow each other in attention
-    gathers: bool = False  # all keys and values to every rank; nothing else travels
+    segments: tuple[int, ...]  # tokens of each, in the order of attention
+    gathers: bool = False  # every rank gathers all keys and values, and nothing else is sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +57,12 @@ class PassRecord:
 
 
 class Share(NamedTuple):
-    """This rank's part of some segments, one after the other."""
+    """This rank's tokens of a sequence that consists of some segments."""
 
     layout: SequenceLayout
     seq_len: int  # S
     num_tokens: int  # of this rank
-    runs: list[tuple[int, int]]  # in the sequence, of this rank's tokens
+    runs: list[tuple[int, int]]  # start and stop of each run of its tokens in the sequence
     options: AttentionOptions  # with the layout
 
 
@@ -72,7 +71,7 @@ Shares = dict[tuple[tuple[str, ...], tuple[int, ...]], Share]
 
 
 class ForwardPass(SequenceParallelMode):
-    """A forward pass and the tensors it has cut; while entered, it attends over the mesh."""
+    """A forward pass of a split model: a function mode that attends over the mesh."""
 
     def __init__(
         self,
@@ -80,29 +79,30 @@ class ForwardPass(SequenceParallelMode):
         table: SplitTable,
         options: AttentionOptions,
         sparse: SparsePass | None = None,
-        kept: Shares | None = None,
+        cached_shares: Shares | None = None,
         *,
-        form: object = None,
+        signature: object = None,
     ) -> None:
         super().__init__(mesh, options=options)
-        self.form, self.thread = form, 0  # mesh, names, shapes and dtypes of the inputs
-        # Modules run again, by checkpointing; the mode is around the model, else modules that
-        # attend; it came to be around the model only while that ran.
-        self.is_recomputed = self.is_around = self.is_inserted = False
-        self.depth = 0  # modes that were entered when the pass began
+        self.signature, self.thread = signature, 0  # mesh, names, shapes and dtypes of the inputs
+        self.is_recomputed = False  # checkpointing runs modules a second time
+        # Whether the mode is around the model, else around attention modules; and whether it was
+        # entered there only while the model ran.
+        self.is_around = self.is_inserted = False
+        self.depth = 0  # number of modes that were entered when the pass began
         self.is_whole = mesh.whole is None and sparse is None and options.kernel is None
         self.shapes: Counter[AttentionShape] | None = None  # None: not counted
         self.attended: list[str] = []  # blocks, in the order in which they attended
         self._table, self.sparse = table, sparse
-        # Each segment's first tensor, and its dim: dynamo would specialise on integers.
-        self._wholes: dict[str, tuple[Tensor, int]] = {}
+        # A tensor and a dim that have each segment's length: dynamo would specialise on integers.
+        self._lengths: dict[str, tuple[Tensor, int]] = {}
         self._shares: dict[tuple[str, ...], Share] = {}
-        self._kept_shares: Shares = {} if kept is None else kept
-        # The segments that each module attends to which runs now, the innermost one last.
+        self._cached_shares: Shares = {} if cached_shares is None else cached_shares
+        # Segments that running modules attend to; the last entry is the innermost module's.
         self.scopes: list[tuple[str, ...] | Keys] = [table.segments]
         self._masks: dict[str, tuple[Tensor, Mask]] = {}
         self._joint_masks: dict[tuple[str, ...], Tensor] = {}
-        self._keys: tuple[Tensor | None, Bools | None] = None, None  # of the last such mask
+        self._keys: tuple[Tensor | None, Bools | None] = None, None  # last mask of `_keys_of`
 
     def is_innermost(self) -> bool:
         """Return whether this mode is entered, and no other mode within it."""
@@ -111,13 +111,13 @@ class ForwardPass(SequenceParallelMode):
     def surround(self) -> None:
         """Enter this mode below all that were entered since the pass began.
 
-        A rank without tokens needs it for reshapes, which lengths tell that are met in a module.
+        It infers the -1 in reshapes of empty tensors, for a rank that turns out to have no tokens.
         """
         self.is_around = self.is_inserted = True
         self._replace_at_depth(0, self)
 
     def take_out(self) -> None:
-        """Leave this mode where `surround` entered it."""
+        """Leave this mode at the depth where `surround` entered it."""
         self.is_inserted = False
         self._replace_at_depth(1, None)
 
@@ -129,8 +129,8 @@ class ForwardPass(SequenceParallelMode):
             overrides._push_mode(entered)
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """Compute modules of this pass again within."""
+    def recomputing(self) -> Iterator[None]:
+        """Recompute modules of this pass within this scope."""
         before, self.is_recomputed = self.is_recomputed, True
         self.thread = threading.get_ident()
         try:
@@ -142,17 +142,17 @@ class ForwardPass(SequenceParallelMode):
     # --- lengths ----------------------------------------------------------------------------------
 
     def share(self, segments: tuple[str, ...]) -> Share:
-        """Return this rank's share of these segments, one after the other."""
+        """Return this rank's share of the sequence of these segments."""
         if not torch.compiler.is_compiling() and segments in self._shares:
             return self._shares[segments]
         lengths: list[int] = []  # dynamo traces no `list[int]()`
         for name in segments:
-            if name not in self._wholes:
+            if name not in self._lengths:
                 raise ConfigError(
-                    f"the length of {name} is not known yet: let the table cut an input or output "
-                    "of a module that comes earlier"
+                    f"the length of {name} is not known yet: let the table cut it in an input or "
+                    "output of an earlier module"
                 )
-            whole, dim = self._wholes[name]
+            whole, dim = self._lengths[name]
             lengths.append(whole.shape[dim])
         share = self._share_of(segments, tuple(lengths))
         if not torch.compiler.is_compiling():
@@ -160,8 +160,8 @@ class ForwardPass(SequenceParallelMode):
         return share
 
     def _share_of(self, segments: tuple[str, ...], lengths: tuple[int, ...]) -> Share:
-        is_kept = not torch.compiler.is_compiling()  # graphs keep shares of their own
-        share = self._kept_shares.get((segments, lengths)) if is_kept else None
+        is_eager = not torch.compiler.is_compiling()  # graphs make their own shares
+        share = self._cached_shares.get((segments, lengths)) if is_eager else None
         if share is None:
             stripe = 0 if self.sparse is None else self.sparse.layers.config.dealt
             named = dict(zip(segments, lengths, strict=True))
@@ -169,22 +169,22 @@ class ForwardPass(SequenceParallelMode):
             runs, num_tokens = layout.shares(*self.mesh.place), layout.num_tokens(*self.mesh.place)
             options = replace(self.options, layout=layout)
             share = Share(layout, layout.seq_len, num_tokens, runs or [(0, 0)], options)
-            if is_kept:
-                self._kept_shares[segments, lengths] = share
-        if is_kept and share.num_tokens == 0 and not (self.is_around or self.is_whole):
+            if is_eager:
+                self._cached_shares[segments, lengths] = share
+        if is_eager and share.num_tokens == 0 and not (self.is_around or self.is_whole):
             self.surround()
         return share
 
-    def _meet(self, segments: tuple[str, ...], whole: Tensor, dim: int, name: str) -> Share:
-        """Return the share of a tensor's segments; a first tensor makes a length known."""
-        unknown = [segment for segment in segments if segment not in self._wholes]
-        if len(unknown) == 1:
+    def _share_from(self, segments: tuple[str, ...], whole: Tensor, dim: int, name: str) -> Share:
+        """Return the share of a tensor's segments; learn the length of a segment from it."""
+        new = [name for name in segments if name not in self._lengths]
+        if len(new) == 1:
             rest = whole
             if len(segments) > 1:
-                others = [self._wholes[segment] for segment in segments if segment in self._wholes]
-                known = sum([x.shape[place] for x, place in others])
-                rest = whole.narrow(dim, 0, max(0, whole.shape[dim] - known))
-            self._wholes[unknown[0]] = rest, dim
+                others = [self._lengths[name] for name in segments if name in self._lengths]
+                num_others = sum([tensor.shape[place] for tensor, place in others])
+                rest = whole.narrow(dim, 0, max(0, whole.shape[dim] - num_others))
+            self._lengths[new[0]] = rest, dim
         share = self.share(segments)
         if whole.shape[dim] != share.seq_len:
             raise ConfigError(
@@ -202,7 +202,7 @@ class ForwardPass(SequenceParallelMode):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Return a module's arguments with this rank's shares; `names` are those by place."""
+        """Return a module's arguments with this rank's shares; `names` are its parameters."""
         args, kwargs = list(args), dict(kwargs)
         for name, cut in cuts.items():
             if name in kwargs:
@@ -213,7 +213,7 @@ class ForwardPass(SequenceParallelMode):
         return args, kwargs
 
     def cut(self, value: Any, cut: Input, name: str) -> Any:
-        """Return this rank's share of a tensor, of each in a list or mapping, or of a count."""
+        """Return this rank's share of a tensor, of tensors in a list or mapping, or of a count."""
         if isinstance(cut, Mask):
             return self._take_mask(value, cut, name) if isinstance(value, Tensor) else value
         if isinstance(cut, Mapping):
@@ -224,12 +224,12 @@ class ForwardPass(SequenceParallelMode):
                 values[place] = self.cut(values[place], cut_there, f"place {place} of {name}")
             return tuple(values)
         if isinstance(value, Mapping):
-            return {key: self.cut(one, cut, name) for key, one in value.items()}
+            return {key: self.cut(entry, cut, name) for key, entry in value.items()}
         if isinstance(value, list | tuple):
-            return type(value)(self.cut(one, cut, name) for one in value)
+            return type(value)(self.cut(entry, cut, name) for entry in value)
         if isinstance(value, int) and cut.ndim == 0:
-            if cut.segments[0] not in self._wholes:
-                self._wholes[cut.segments[0]] = torch.empty(value, device="meta"), 0
+            if cut.segments[0] not in self._lengths:
+                self._lengths[cut.segments[0]] = torch.empty(value, device="meta"), 0
             runs = self.share(cut.segments).runs
             return sum(max(0, min(stop, value) - start) for start, stop in runs)
         if not isinstance(value, Tensor) or cut.ndim not in (None, value.dim()):
@@ -239,9 +239,8 @@ class ForwardPass(SequenceParallelMode):
                 f"{name} has the shape {tuple(value.shape)}: its tokens are dim {cut.dim}, after "
                 "the batch"
             )
-        segments = (cut.segment,) if isinstance(cut.segment, str) else cut.segment
-        if segments:
-            share = self._meet(segments, value, cut.dim, name)
+        if cut.segments:
+            share = self._share_from(cut.segments, value, cut.dim, name)
         else:
             share = self._share_of(("",), (value.shape[cut.dim],))
         if len(share.runs) > 1:
@@ -250,18 +249,17 @@ class ForwardPass(SequenceParallelMode):
         return value.narrow(cut.dim, start, stop - start)
 
     def gather(self, x: Any, cut: Cut) -> Any:
-        """Return the tokens of all ranks; gradients are summed over the copies of all ranks.
+        """Gather the tokens of all ranks; the backward sums the gradients of all ranks' copies.
 
         Every rank computes the same loss, so the mean that FSDP and DDP take is the gradient.
         """
         if isinstance(x, tuple):
             return self.gather(x[0], cut), *x[1:]
-        share = self.share((cut.segment,) if isinstance(cut.segment, str) else cut.segment)
+        share = self.share(cut.segments)
         if x.shape[cut.dim] != share.num_tokens:
             raise ConfigError(
-                f"a tensor {tuple(x.shape)} to be gathered has {x.shape[cut.dim]} tokens of "
-                f"{' and '.join(cut.segments)}, and this rank has {share.num_tokens}: the table "
-                "does not fit the model"
+                f"the table does not fit the model: a tensor {tuple(x.shape)} to be gathered over "
+                f"dim {cut.dim}, and this rank has {share.num_tokens} tokens of {cut.segments}"
             )
         is_plain = not share.layout.replicated and not (torch.is_grad_enabled() and x.requires_grad)
         group = self.mesh.whole
@@ -271,28 +269,27 @@ class ForwardPass(SequenceParallelMode):
         mark = zlib.crc32(blocks.encode())
         rows, is_same = gather_rows(x.movedim(cut.dim, 0), group, share.layout, mark)
         if not is_same:
-            what = "the blocks that attended, as if a cache decided by each rank's own tokens"
-            agree(group.control or group, {what: blocks}, what="forward pass")
+            name = "the blocks that attended, as if a cache decided by each rank's own tokens"
+            agree(group.control or group, {name: blocks}, what="forward pass")
         return rows.movedim(0, cut.dim)
 
     # --- masks ------------------------------------------------------------------------------------
 
-    def _take_mask(self, mask: Tensor, of: Mask, name: str) -> Tensor | None:
-        """Keep a whole mask for attention; return the module's share of it, None for no mask."""
+    def _take_mask(self, mask: Tensor, entry: Mask, name: str) -> Tensor | None:
+        """Store a whole mask for attention; return what the module gets: its share, or None."""
         if mask.dim() not in (2, 3):
-            raise ConfigError(
-                f"{name} has the shape {tuple(mask.shape)}: give (batch, tokens), or (batch, "
-                "tokens, tokens)"
-            )
-        share = self._meet((of.segment,), mask, 1, name)
+            legal = "give (batch, tokens), or (batch, tokens, tokens)"
+            raise ConfigError(f"{name} has the shape {tuple(mask.shape)}: {legal}")
+        share = self._share_from((entry.segment,), mask, 1, name)
         if self.is_whole:
             return mask
-        if self._masks.get(of.segment, (None,))[0] is not mask:
-            self._masks[of.segment] = mask, of
+        if self._masks.get(entry.segment, (None,))[0] is not mask:
+            self._masks[entry.segment] = mask, entry
             self._joint_masks.clear()
-        return take_runs(mask, share.runs, 1) if of.of_pairs else None
+        return take_runs(mask, share.runs, 1) if entry.of_pairs else None
 
     def _joint_mask(self, segments: tuple[str, ...], batch: int) -> Tensor:
+        """Return the mask of all keys, (B, 1, 1, S), or one of pairs of tokens, (B, 1, S, S)."""
         masks = {name: self._masks[name][0] for name in segments if name in self._masks}
         first = next(iter(masks.values()))
         if first.dim() == 3 and len(segments) == 1:
@@ -302,10 +299,10 @@ class ForwardPass(SequenceParallelMode):
                 f"a mask of pairs of tokens of {list(masks)}, and attention over {list(segments)}: "
                 "the split table must let these attend to themselves alone"
             )
-        every = first.new_ones(batch, 1, dtype=torch.bool)
+        seen = first.new_ones(batch, 1, dtype=torch.bool)
         lengths = [self.share((name,)).seq_len for name in segments]
         columns = [
-            masks[name].to(torch.bool) if name in masks else every.expand(-1, length)
+            masks[name].to(torch.bool) if name in masks else seen.expand(-1, length)
             for name, length in zip(segments, lengths, strict=True)
         ]
         return torch.cat(columns, dim=1)[:, None, None, :]
@@ -317,26 +314,21 @@ class ForwardPass(SequenceParallelMode):
         assert not isinstance(scope, Keys)
         return scope
 
-    def where(self, query: Tensor, mask: Tensor | None) -> tuple[AttentionOptions, Tensor | None]:
-        """Return the options, with the layout of all that is attended to, and the whole mask.
-
-        The mask is (B, 1, 1, S), or (B, 1, S, S), from the masks of the modules' inputs.
-        """
+    def resolve(self, query: Tensor, mask: Tensor | None) -> tuple[AttentionOptions, Tensor | None]:
+        """Return a call's options with its layout, and its mask or the mask of modules' inputs."""
         segments = self._segments()
         share = self.share(segments)
         options = share.options
         if self._table.copied and query.shape[2] != share.num_tokens:
             copied = [name for name in segments if name in self._table.copied]
-            more = query.shape[2] - share.num_tokens  # as Mochi takes those of a text that it sees
+            more = query.shape[2] - share.num_tokens  # Mochi attends to some tokens of the text
             pairs = zip(segments, share.layout.segments, strict=True)
             lengths = [length + more if name in copied[-1:] else length for name, length in pairs]
             options = self._share_of(segments, tuple(lengths)).options if copied else options
-        if not self._masks:
-            return options, mask
         masks = [self._masks[name][1] for name in segments if name in self._masks]
         if not masks:
             return options, mask
-        if mask is not None and not any(known.of_pairs for known in masks):
+        if mask is not None and not any(entry.of_pairs for entry in masks):
             raise ConfigError(
                 f"attention with a mask of shape {tuple(mask.shape)}, in a model whose masks of "
                 f"{list(self._masks)} are applied to it already"
@@ -346,22 +338,22 @@ class ForwardPass(SequenceParallelMode):
         return options, self._joint_masks[segments]
 
     def attends_locally(self) -> bool:
-        """Return whether attention is left as it is."""
+        """Return whether the running module's attention is left as it is."""
         return not self.scopes[-1]
 
     def local_layouts(self, query: Tensor, key: Tensor, modes: Any) -> Any:
-        """Return the layout of queries if they are cut, and None for keys, which are whole."""
-        names = [(name,) for name in self._wholes]
+        """Return the layout of the queries, or None if these are whole, and None for whole keys."""
+        names = [(name,) for name in self._lengths]
         whole = [scope for scope in self.scopes if scope and not isinstance(scope, Keys)][-1]
-        names += [whole] if all(name in self._wholes for name in whole) else []
+        names += [whole] if all(name in self._lengths for name in whole) else []
         size, num_keys = query.shape[2], key.shape[2]
         fitting = {share.layout for share in map(self.share, names) if share.num_tokens == size}
-        if len(fitting) != int(size != num_keys):  # else these may be one rank's tokens, or all
+        if len(fitting) != int(size != num_keys):  # ambiguous: the tokens of one rank, or of all
             refuse_modes(modes, f"attention of {size} tokens to {num_keys} that every rank has")
         return fitting.pop() if fitting else None, None
 
     def other_keys(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Gather keys and values of other segments than the queries'."""
+        """Gather keys and values if the running module attends to another segment, by `Keys`."""
         scope = self.scopes[-1]
         if not isinstance(scope, Keys):
             return None
@@ -398,9 +390,9 @@ class ForwardPass(SequenceParallelMode):
                 )
             qkv, lengths = (query, key, value), list(layout.segments)
             records = torch.is_grad_enabled() and any([x.requires_grad for x in qkv])
-            of_call = "\n".join(self._segments()), lengths, is_causal, scale, records
-            out, self.sparse.ticket = recorded.attend(*qkv, mask, self.sparse.ticket, *of_call)
-            return self.without_unseen(out, mask, layout)
+            settings = "\n".join(self._segments()), lengths, is_causal, scale, records
+            out, self.sparse.ticket = recorded.attend(*qkv, mask, self.sparse.ticket, *settings)
+            return self.zero_unseen(out, mask, layout)
         if self.sparse is not None:
             layer = self.sparse.next_layer()
             if layer is not None:
@@ -408,7 +400,7 @@ class ForwardPass(SequenceParallelMode):
                 keys = self._keys_of(mask, is_causal)
                 qkv, wire = (query, key, value), self.options.wire
                 out = self.sparse.attend(layer, qkv, lengths, scale, keys, wire)
-                return self.without_unseen(out, mask, layout)
+                return self.zero_unseen(out, mask, layout)
         if self.shapes is not None and not self.is_recomputed:
             self.shapes[self._shape_of(query, key, layout)] += 1
         if self.is_whole:
@@ -416,9 +408,8 @@ class ForwardPass(SequenceParallelMode):
             gqa = query.shape[1] != key.shape[1]
             same = {"attn_mask": mask, "is_causal": is_causal, "scale": scale, "enable_gqa": gqa}
             return as_it_is(dense, query, key, value, **same)
-        settings: Any = {"attn_mask": mask, "is_causal": is_causal, "scale": scale}
-        out = attention(query, key, value, self.mesh, options=options, **settings)
-        return self.without_unseen(out, mask, layout) if self._masks else out
+        out = super().attend(query, key, value, options, mask, is_causal, scale)
+        return self.zero_unseen(out, mask, layout)
 
     def attend_recorded(
         self,
@@ -429,7 +420,7 @@ class ForwardPass(SequenceParallelMode):
         *settings: Any,
     ) -> Tensor:
         """Attend for the compiled operator, which has only its arguments."""
-        self._keys = None, None  # compilers may use the memory of a mask again
+        self._keys = None, None  # compilers may put another mask into the same memory
         self.scopes.append(segments)
         try:
             q, k, v = qkv
@@ -437,19 +428,17 @@ class ForwardPass(SequenceParallelMode):
         finally:
             self.scopes.pop()
 
-    def without_unseen(self, out: Tensor, mask: Tensor | None, layout: SequenceLayout) -> Tensor:
-        """Return zeros for tokens that see nothing, where a mask is of pairs."""
-        if not self._masks:
-            return out
+    def zero_unseen(self, out: Tensor, mask: Tensor | None, layout: SequenceLayout) -> Tensor:
+        """Zero the output of tokens that see nothing, where a mask is of pairs."""
         masks = [self._masks[name][1] for name in self._segments() if name in self._masks]
-        if not any(one.of_pairs for one in masks):
+        if not any([entry.of_pairs for entry in masks]):
             return out
         assert mask is not None
         seen = split(mask, self.mesh, layout, 3)
         return out.masked_fill(~seen.mT, 0.0)
 
     def _keys_of(self, mask: Tensor | None, is_causal: bool) -> Bools | None:
-        """Return the keys that block-sparse attention may see, (B or 1, S); None: all."""
+        """Return bool (B or 1, S), the keys that block-sparse attention may see; None: all."""
         if mask is None and not is_causal:
             return None
         shape = [1] if mask is None else [*(1,) * (4 - mask.dim()), *mask.shape]
@@ -457,20 +446,12 @@ class ForwardPass(SequenceParallelMode):
             setting = "is_causal=True" if mask is None else f"a mask of {shape}, {mask.dtype}"
             raise ConfigError(
                 f"block-sparse attention, and the model gives it {setting}: it takes masks of keys "
-                "alone, bool (batch, 1, 1, keys): take it out of the model's inputs, or leave out "
-                "sparse"
+                "alone, bool (batch, 1, 1, keys): change its inputs, or leave out sparse"
             )
         if mask is not self._keys[0]:  # the same in all layers
             keys = mask.reshape(-1, shape[-1]).cpu().numpy()
             self._keys = mask, None if keys.all() else keys
         return self._keys[1]
-
-    # --- blocks and the end -----------------------------------------------------------------------
-
-    def begin_block(self, name: str) -> None:
-        """Begin a block of the table."""
-        if self.sparse is not None and not torch.compiler.is_compiling():
-            self.sparse.begin_block(name, is_again=self.is_recomputed)
 
     def end(self) -> PassRecord | None:
         """Close the pass; return its attention if there was any."""
@@ -480,7 +461,7 @@ class ForwardPass(SequenceParallelMode):
             sparse = tuple(self.sparse.done.values())
         if not (sparse or self.shapes):
             return None
-        lengths = {name: self.share((name,)).seq_len for name in self._wholes}
+        lengths = {name: self.share((name,)).seq_len for name in self._lengths}
         return PassRecord(self.mesh.degrees, lengths, self.shapes or Counter(), sparse)
 
     def _shape_of(
@@ -498,16 +479,16 @@ class ForwardPass(SequenceParallelMode):
 def layout_of(
     lengths: Mapping[str, int], mesh: AttentionMesh, table: SplitTable, stripe: int
 ) -> SequenceLayout:
-    """Return the layout of these segments on a mesh; `stripe` as in `SequenceLayout`."""
+    """Return the layout of segments of these lengths on a mesh; `stripe`: see `SequenceLayout`."""
     num_ranks = mesh.degrees[0] * mesh.degrees[1]
     replicated: list[int] = []  # dynamo traces no `list[int]()`
     for place, (name, length) in enumerate(lengths.items()):
         is_short = name in table.nonempty and length <= (num_ranks - 1) * max(stripe, 1)
         if is_short and stripe:
+            most = max((length - 1) // (num_ranks - 1), 1)
             raise ConfigError(
                 f"sparse: {length} tokens of {name}, dealt {stripe} at a time, leave some of "
-                f"{num_ranks} ranks without any, which this model does not take: use blocks of "
-                f"{max((length - 1) // (num_ranks - 1), 1)} or fewer tokens, or fewer ranks"
+                f"{num_ranks} ranks without any: use blocks of {most} or fewer tokens"
             )
         if is_short or name in table.copied:
             replicated.append(place)

@@ -25,7 +25,7 @@ from bascule.diffusers.pending import (
     samples_of,
     share_of,
 )
-from bascule.diffusers.split_model import SplitModel, form_of
+from bascule.diffusers.split_model import SplitModel, signature_of
 from bascule.errors import ConfigError
 from bascule.stand_in import Override
 
@@ -64,7 +64,7 @@ class GuidedModel(Override):
     def _share(self, call: Callable[..., Any], inputs: Mapping[str, Any]) -> Any:
         group, sparse = self.branches.group, self._split.sparse
         num_passes = 0 if sparse is None else sparse.passes.number
-        compare = self.inputs.comparison(group, inputs, form_of(inputs))
+        compare = self.inputs.comparison(group, inputs, signature_of(inputs))
         samples = samples_of(inputs, self._unbatched)
         num_parts = max(1, min(samples.number, group.size))
         owners = self._owners(num_parts)

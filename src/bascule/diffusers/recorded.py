@@ -1,7 +1,7 @@
 """Block-sparse attention in compiled code: operators that find the running pass by its number.
 
-Plans change from step to step, so no graph may hold one, nor a layer or a step. A ticket goes from
-one attention to the next, and keeps their order: the numbers of the pass and of its next layer.
+Plans change from step to step, so no graph may hold one, nor a layer or a step. Each attention
+passes a ticket on to the next, which orders them: the numbers of the pass and of its next layer.
 CUDA graphs leave these operators out.
 """
 
@@ -24,7 +24,7 @@ _operator = partial(torch.library.custom_op, mutates_args=(), tags=_tags)
 
 @_operator("bascule::sparse_begin")
 def begin(last: Tensor, model: int) -> Tensor:
-    """Begin a pass of a split model, after the pass of another ticket."""
+    """Start a pass of a split model; `last` only orders it after the previous one."""
     return this_world().find(model).begin_recorded()
 
 
@@ -41,10 +41,10 @@ def attend(
     scale: float | None,
     records: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Attend as the pass of a ticket does; return the output, (B, H, T, D), and the next ticket."""
+    """Attend in the pass of a ticket; return the output, (B, H, T, D), and the next ticket."""
     with shared("sparse attention"), _autograd(records):
         current = this_world().find(int(ticket[0]))
-        # The backward reads copies: graphs use memory of arguments and outputs again.
+        # The backward reads copies: graphs reuse the memory of arguments and outputs.
         qkv = [x.clone().requires_grad_() if records else x for x in (q, k, v)]
         names = tuple(segments.split("\n"))
         current.sparse.ticket = ticket
@@ -69,7 +69,7 @@ def end(ticket: Tensor) -> Tensor:
     """End the pass of a ticket."""
     with shared("end of sparse attention"), torch.inference_mode(False):
         this_world().find(int(ticket[0])).sparse.end()
-        return torch.tensor(ticket.tolist())  # the same kind of tensor in inference mode
+        return torch.tensor(ticket.tolist())  # no inference tensor, as the graph expects
 
 
 @contextmanager
@@ -86,7 +86,7 @@ def _(grad: Tensor, ticket: Tensor, num_kv_heads: int) -> tuple[Tensor, ...]:
     return grad.new_empty(grad.shape), grad.new_empty(of_keys), grad.new_empty(of_keys)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(inputs[4])
     ctx.num_kv_heads = inputs[1].shape[1]
 
@@ -98,6 +98,6 @@ def _gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
 begin.register_fake(lambda last, model: last.clone())
 attend.register_fake(lambda q, k, v, mask, ticket, *_: (q.new_empty(q.shape), ticket.clone()))
 end.register_fake(torch.clone)
-attend.register_autograd(_gradients, setup_context=_keep)
+attend.register_autograd(_gradients, setup_context=_save)
 for _name in ("attend", "backward", "end"):
     has_side_effect(getattr(torch.ops.bascule, f"sparse_{_name}").default)

@@ -1,4 +1,4 @@
-"""A request to split a model or pipeline, compared over the ranks before anything is split."""
+"""A request to split a model or pipeline, which ranks compare before anything is split."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ _DEFAULT = AttentionOptions()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A split that `parallelize` makes, checked as far as one rank can."""
+    """The arguments of `parallelize`, checked as far as one rank can."""
 
     models: Sequence[nn.Module]
     tables: Sequence[SplitTable]  # of each model
@@ -46,32 +46,30 @@ class Request:
         for model, table in zip(self.models, self.tables, strict=True):
             name, ulysses = type(model).__name__, self.shape.ulysses
             if getattr(model, "_parallel_config", None) is not None:
-                raise ConfigError(
-                    f"{name} was split by diffusers' enable_parallelism(..): leave that out, or "
-                    "parallelize"
-                )
+                way_out = "leave that out, or parallelize"
+                raise ConfigError(f"{name} was split by diffusers' enable_parallelism: {way_out}")
             num_heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
             if num_heads is not None and num_heads < ulysses:
                 raise ConfigError(
-                    f"{name} has too few heads, {num_heads} for {ulysses} Ulysses ranks, which "
-                    f"take one each at least: use ulysses_degree={num_heads} at most, and a ring"
+                    f"{name} has too few heads, {num_heads} for {ulysses} Ulysses ranks: use "
+                    f"ulysses_degree={num_heads} at most, and a ring"
                 )
             check_model(model, table)
             if self.shape.guidance > 1:
                 check_guided(model)
 
     def settings(self) -> dict[str, str]:
-        """Return all that must be the same on all ranks, as text by name."""
+        """Return the settings that must be the same on all ranks, as text by name."""
         parts = shared_parts(self.pipeline, self.vae, self.text_encoders)
         return {
-            "models": ", ".join(map(_size_of, self.models)),
+            "models": ", ".join(map(_size_text, self.models)),
             "weights": ", ".join(map(values_digest, self.models)),
             "tables": str(self.tables),
             "mesh": str(self.shape),
             "attention": str(self.attention),
             "input_tolerance": str(self.input_tolerance),
             "vae and text_encoders": f"{self.vae}, {self.text_encoders}",
-            "shared parts": ", ".join(map(_size_of, parts)),
+            "shared parts": ", ".join(map(_size_text, parts)),
             **settings_of(self.sparse),
         }
 
@@ -83,13 +81,12 @@ def models_of(model_or_pipeline: Any) -> list[nn.Module]:
     parts = [getattr(model_or_pipeline, name, None) for name in TRANSFORMERS]
     models = [unwrapped(part) for part in parts if isinstance(part, nn.Module)]
     if not models:
-        raise ConfigError(
-            "parallelize takes a model, or a pipeline with a `transformer`, and "
-            f"{type(model_or_pipeline).__name__} has none: give the model itself"
-        )
+        name = type(model_or_pipeline).__name__
+        takes = "parallelize takes a model, or a pipeline with a `transformer`"
+        raise ConfigError(f"{takes}, and {name} has none: give the model itself")
     return models
 
 
-def _size_of(model: nn.Module) -> str:
+def _size_text(model: nn.Module) -> str:
     sizes = [parameter.numel() for parameter in model.parameters()]
     return f"{type(model).__name__} with {sum(sizes)} values in {len(sizes)} parameters"

@@ -1,9 +1,9 @@
-"""Block-sparse attention of a model over a mesh: a plan for every layer, kept from step to step.
+"""Block-sparse attention of a model over a mesh: a plan for every layer, reused in later steps.
 
 Blocks are dealt to the ranks in turns, so that work is nearly even before anything is planned.
 After a layer's attention its next step is planned: from the masks of that step, else from counts
-of the blocks that this step's rule kept. A plan is kept while it is even enough, as in db-SP. With
-several meshes, each layer attends on the fastest by prediction.
+of the blocks that this step's rule chose. A plan is reused while it is even enough, as in db-SP.
+With several meshes, each layer attends on the one that is predicted to be fastest.
 
 Shapes: B batch, H query heads, T tokens of this rank, D head width; Q query blocks and C key
 blocks of the sequence.
@@ -42,10 +42,15 @@ from bascule.plan.sparse.planner import PLANNERS, SparsePlanner
 from bascule.plan.topology import Degrees
 from bascule.workload import load_masks
 
+logger = logging.getLogger(__name__)
+
+TEXT = "text"  # the segment whose tokens see all, and are seen by all
+PLAN_SPAN = "bascule: sparse attention planned"  # in profiles, with the exchange of counts
+NUM_SIZES = 4  # lengths and batches whose states are cached: two prompts at two resolutions
 STILL_TARGET = 1.02  # imbalance up to which a ring without Ulysses ranks is left as it is
 ROW_WORK = 500.0  # pairs of tokens in the time of a row, where no machine says: see the docs
 
-_SAMPLED = 32  # masks that ranks compare
+_NUM_SAMPLED = 32  # masks that ranks compare
 _LEAST_SHARE = 1e-9
 
 
@@ -60,22 +65,22 @@ class SparseConfig:
         masks: (steps, layers, heads, blocks, blocks) bool, True where computed, or a file for
             `workload.load_masks`. Leading dims may be missing; one step or layer stands for all.
         keep: Share of the key blocks that a query block sees: those with the highest products of
-            mean queries and keys, its own block among them.
-        mass: Least share of the softmax of these products that it sees.
+            mean queries and keys, and its own block.
+        mass: Least share of the softmax of these products that a query block sees.
         rule: A function (q, k, at) of mean queries (B, h, P, D) and keys (B, h, C, D), for h heads
-            with P query blocks on this rank and C key blocks of the sequence, that returns what is
-            computed, bool (B, h, P, C); `at` is a `RuleCall`. Or a `BlockRule`, as those of
+            with P query blocks on this rank and C key blocks of the sequence. It returns bool
+            (B, h, P, C), True where computed; `at` is a `RuleCall`. Or a `BlockRule` of
             `attention.sparse`: `sparge`, `spatial_or_temporal`, `radial`, `sliding_tiles`. Or
-            `Clusters`, which are blocks of their own.
-        block: Tokens of a block; or those of queries and those of keys, as (64, 128).
+            `Clusters`, which form blocks of similar tokens.
+        block: Tokens of a block; or of query blocks and of key blocks, as (64, 128).
         orders: (heads, tokens), or (layers, heads, tokens): the token at each place of a head, as
-            in PAROAttention; blocks are cut from it. Of all tokens but those of text, which stay.
+            in PAROAttention; blocks are cut in this order. Text tokens have no entry, and stay.
         method: Placement of blocks, as for `SparsePlanner`; "paper" needs masks, or no ring;
             "in_order" is without balance, to compare with.
-        stripe: Tokens that a rank gets at a time, a multiple of `block`. Default: the least, which
-            is the most even.
-        target: Imbalance at which "minimal_move" moves no more. Default: 1.005; 1.02 on a ring
-            without Ulysses ranks, which needs no exchange as long as nothing moves.
+        stripe: Tokens that a rank gets at a time, a multiple of `block`. Default: the smallest,
+            which is the most even.
+        target: Imbalance at which "minimal_move" stops. Default: 1.005; 1.02 on a ring without
+            Ulysses ranks, which needs no exchange as long as nothing moves.
         tolerance: A layer keeps its plan while its imbalance is at most 1 + tolerance.
         dense_layers: Layers that attend to everything, by the order of attention calls.
         passes_per_step: Forward passes of a denoising step: 2 with guidance in a pass of its own.
@@ -102,15 +107,13 @@ class SparseConfig:
         names = ("masks", "keep", "mass", "rule")
         rules = [name for name in names if getattr(self, name) is not None]
         if len(rules) != 1:
-            raise ConfigError(
-                f"SparseConfig with {' and '.join(rules) or 'nothing'}: give one of masks, keep, "
-                "mass and rule"
-            )
+            names = " and ".join(rules) or "nothing"
+            raise ConfigError(f"SparseConfig with {names}: give one of masks, keep, mass and rule")
         fields(
             self,
             keep=(number, _LEAST_SHARE, 1.0),
             mass=(number, _LEAST_SHARE, 1.0),
-            block=_block_of,
+            block=_checked_block,
             method=(choice, *PLANNERS),
             stripe=(whole, 1),
             target=(number, 1.0),
@@ -125,7 +128,7 @@ class SparseConfig:
                 f"SparseConfig(stripe={self.stripe!r}): must be a multiple of block, {self.block}"
             )
         if self.masks is not None:
-            object.__setattr__(self, "masks", _loaded(self.masks))
+            object.__setattr__(self, "masks", _masks_of(self.masks))
         if self.rule is not None and not isinstance(self.rule, Clusters):
             object.__setattr__(self, "rule", rule_of(self.rule))
         if self.orders is not None:
@@ -140,7 +143,7 @@ class SparseConfig:
 
     @property
     def array(self) -> Bools | None:
-        """The masks, if these decide."""
+        """The masks as an array; None if a rule decides."""
         assert not isinstance(self.masks, str | Path)
         return self.masks
 
@@ -151,7 +154,7 @@ class SparseConfig:
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """Tokens of a block of queries, and of keys."""
+        """Tokens of a query block, and of a key block."""
         return (self.block, self.block) if isinstance(self.block, int) else self.block
 
     def planner(self, ulysses_degree: int, ring_degree: int, size: CallSize) -> SparsePlanner:
@@ -176,33 +179,32 @@ class SparseConfig:
         if steps > 1 and step >= steps:
             raise ConfigError(
                 f"sparse: step {step} of masks for steps 0 to {steps - 1}: call handle.restart() "
-                "before another image, and give passes_per_step where a step has several forward "
-                "passes"
+                "before another image; give passes_per_step if a step has several passes"
             )
         return self.array[step if steps > 1 else 0, layer if layers > 1 else 0]
 
     def order_of(self, key: "LayerKey", num_heads: int) -> Ints | None:
-        """Return (heads, tokens of the sequence) of a layer's heads, or of its key heads."""
+        """Return a layer's order of tokens, (num_heads, S), of its query heads or its key heads."""
         if self.orders is None:
             return None
         bounds = cumulative(np.array(key.segments))
-        parts = [slice(*bounds[i : i + 2]) for i, name in enumerate(key.names) if name != TEXT]
+        segments = [slice(*bounds[i : i + 2]) for i, name in enumerate(key.names) if name != TEXT]
         orders = self.orders[key.layer % len(self.orders)]
-        wanted = [(key.num_heads, part.stop - part.start) for part in parts]
+        shapes = [(key.num_heads, segment.stop - segment.start) for segment in segments]
         group = key.num_heads // num_heads
-        if wanted != [orders.shape] or (np.repeat(orders[::group], group, axis=0) != orders).any():
+        if shapes != [orders.shape] or (np.repeat(orders[::group], group, axis=0) != orders).any():
             raise ConfigError(
                 f"sparse: orders (heads, tokens) of shape {orders.shape} for layer {key.layer}, "
                 f"whose segments {key.names} have {key.segments} tokens, {key.num_heads} heads: "
                 "give orders of the only segment besides text, one to heads with the same keys"
             )
         order = np.tile(np.arange(bounds[-1]), (num_heads, 1))
-        order[:, parts[0]] = orders[::group] + parts[0].start
+        order[:, segments[0]] = orders[::group] + segments[0].start
         return order
 
     @property
     def block_rule(self) -> BlockRule | Clusters | None:
-        """The rule, if masks do not decide."""
+        """The rule; None if masks decide."""
         if self.keep is not None:
             return top_share(self.keep)
         if self.mass is not None:
@@ -210,7 +212,7 @@ class SparseConfig:
         return self.rule if isinstance(self.rule, BlockRule | Clusters) else None
 
     def seen(self, masks: Bools | None, layer: int, step: int, blocks: "Blocks") -> Seen:
-        """Return the masks of rows, from the masks (H, Q, C) or by the rule, with those of text."""
+        """Return what rows see: by the masks (H, Q, C) or by the rule, and with all text."""
         dense = blocks.dense
         if masks is not None:
             return lambda rows: masks[rows.heads, rows.blocks] | dense[rows.blocks]
@@ -231,22 +233,22 @@ class SparseConfig:
 class Blocks:
     """The blocks of a layer's sequence."""
 
-    q_lens: Ints  # (Q,) tokens
-    kv_lens: Ints  # (C,)
+    q_lens: Ints  # (Q,) tokens of each query block
+    kv_lens: Ints  # (C,) tokens of each key block
     q_is_text: Bools
     kv_is_text: Bools
 
     @property
     def dense(self) -> Bools:
-        """(Q, C) rows and columns of text, which sees all, and which all see."""
+        """(Q, C), True in rows and columns of text."""
         return self.q_is_text[:, None] | self.kv_is_text
 
     def with_text(self, masks: Bools | None) -> Bools | None:
-        """Return masks (H, Q, C), with those of text."""
+        """Return masks (H, Q, C) in which text sees all, and is seen by all."""
         return masks if masks is None or not self.q_is_text.any() else masks | self.dense
 
 
-def _block_of(name: str, value: object) -> int | tuple[int, ...]:
+def _checked_block(name: str, value: object) -> int | tuple[int, ...]:
     if not isinstance(value, list | tuple):
         return whole(name, value, 1)
     sizes = each(name, cast(list[object], value), whole, 1)
@@ -256,7 +258,7 @@ def _block_of(name: str, value: object) -> int | tuple[int, ...]:
 
 
 def settings_of(config: SparseConfig | None) -> dict[str, str]:
-    """Return the settings that ranks compare, under the same names for any; of masks a sample."""
+    """Return the settings that ranks compare, with the same names for every config."""
     values = {field.name: getattr(config, field.name, None) for field in fields_of(SparseConfig)}
     if config is not None:
         values["masks"] = None if config.array is None else _fingerprint(config.array)
@@ -269,22 +271,22 @@ def settings_of(config: SparseConfig | None) -> dict[str, str]:
         values[f"strategies' {field.name}"] = getattr(strategies, field.name, None)
     if strategies is not None:
         rates = {name: getattr(strategies.machine, name) for name in LIMITS}
-        values["strategies' machine"] = rates  # all digits, which its text has not
+        values["strategies' machine"] = rates  # the text of a machine rounds its rates
     texts = {f"sparse: {name}": str(value) for name, value in values.items()}
     return {"sparse": "none" if config is None else "given", **texts}
 
 
 def _fingerprint(masks: Bools) -> str:
-    """Return shape and checksum of some steps and layers: all may exceed memory."""
+    """Return the shape, and a checksum of some steps and layers: all may exceed memory."""
     steps, layers = masks.shape[:2]
-    checksum, count = 0, min(steps * layers, _SAMPLED)
-    for place in np.linspace(0, steps * layers - 1, count).round().astype(int).tolist():
-        checksum = zlib.crc32(np.packbits(masks[divmod(place, layers)]).tobytes(), checksum)
+    checksum, count = 0, min(steps * layers, _NUM_SAMPLED)
+    for index in np.linspace(0, steps * layers - 1, count).round().astype(int).tolist():
+        checksum = zlib.crc32(np.packbits(masks[divmod(index, layers)]).tobytes(), checksum)
     return f"{masks.shape}, checksum {checksum:08x}"
 
 
-def _loaded(masks: Bools | str | Path) -> Bools:
-    """Return (steps, layers, H, N, N)."""
+def _masks_of(masks: Bools | str | Path) -> Bools:
+    """Return an array or the masks of a file, (steps, layers, H, Q, C)."""
     if isinstance(masks, str | Path):
         return load_masks(masks)
     array = np.asarray(masks)
@@ -292,16 +294,9 @@ def _loaded(masks: Bools | str | Path) -> Bools:
         raise ConfigError(
             f"SparseConfig: masks of shape {array.shape} and dtype {array.dtype}, "
             f"{np.count_nonzero(array)} of them True: give bool (steps, layers, heads, blocks, "
-            "blocks), of which steps and layers may be missing; True means computed"
+            "blocks), True where computed; steps and layers may be missing"
         )
     return array.reshape((1,) * (5 - array.ndim) + array.shape)
-
-
-logger = logging.getLogger(__name__)
-
-TEXT = "text"  # the segment that sees all, and that all see
-PLAN_SPAN = "bascule: sparse attention planned"  # in profiles, with the exchange of counts
-NUM_FORMS = 4  # lengths and batches whose states are kept: two prompts at two resolutions
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +304,7 @@ class LayerKey:
     """A layer, and the sizes that its plan is for."""
 
     layer: int  # by the order of attention calls
-    names: tuple[str, ...]  # of the segments that are attended to
+    names: tuple[str, ...]  # of the segments of its sequence
     segments: tuple[int, ...]  # tokens of each
     batch: int
     num_heads: int
@@ -319,18 +314,18 @@ class LayerKey:
 
     @property
     def size(self) -> CallSize:
-        """The sizes of its calls."""
+        """Sizes of the layer's attention calls."""
         return CallSize(self.batch, self.head_dim, self.row_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class SparseLayer:
-    """The state of a layer between two forward passes. Immutable: a pass makes the next one."""
+    """The state of a layer between two forward passes. Immutable: each pass makes a new one."""
 
     key: LayerKey
     plans: LayerPlans  # for the next pass, with their history
-    used: SparsePlan  # of the last pass, with the work of its first batch item in the tiles
-    step: int  # whose masks the plans are for, if masks decide
+    used: SparsePlan  # plan of the last pass; its tiles have the work of the first batch item
+    step: int  # the plans are for the masks of this step, if masks decide
 
     @property
     def row_bytes(self) -> int:
@@ -339,7 +334,7 @@ class SparseLayer:
 
     @property
     def density(self) -> float:
-        """Share of the pairs of tokens that the last pass computed."""
+        """Computed share of all pairs of tokens, in the last pass."""
         pairs = self.key.num_heads * sum(self.key.segments) ** 2
         return float(self.used.tiles.sum()) / max(pairs, 1)
 
@@ -350,12 +345,12 @@ class SparseLayer:
 
     @property
     def num_planned(self) -> int:
-        """Number of plans that were made, on all meshes."""
+        """Number of plans made so far, on all meshes."""
         return sum(reuse.num_planned for reuse in self.plans.reuses.values())
 
     @property
     def num_kept(self) -> int:
-        """Number of times that a plan was kept for other masks."""
+        """Number of times that a plan was reused for other masks."""
         return sum(reuse.num_kept for reuse in self.plans.reuses.values())
 
     @property
@@ -366,34 +361,38 @@ class SparseLayer:
 
 @dataclass(slots=True)
 class Passes:
-    """Forward passes since the first step, of all models of a pipeline."""
+    """A count of forward passes since the first step, shared by all models of a pipeline."""
 
     number: int = 0
 
 
 class SparseLayers:
-    """The states of a model's layers, for the lengths and batches of the latest passes."""
+    """States of a model's layers, for the lengths and batches of the latest passes."""
 
     def __init__(
-        self, config: SparseConfig, mesh: AttentionMesh, noted: dict[int, Bools] | None = None
+        self,
+        config: SparseConfig,
+        mesh: AttentionMesh,
+        recorded: dict[int, Bools] | None = None,
     ) -> None:
         strategies = config.strategies if mesh.whole else None
         self.config, self.mesh = config, mesh
         self.passes = Passes()
         self._meshes = meshes_over(mesh, () if strategies is None else strategies.meshes)
         self._strategies = strategies if len(self._meshes) > 1 else None
+        # By segments and batch: the states of all layers.
         self._states: dict[tuple[tuple[int, ...], int], dict[LayerKey, SparseLayer]] = {}
-        self._noted = noted
+        self._recorded = recorded  # masks (B, H, Q, C) by layer, see `replaying`
         self.saves: Callable[[int, Bools | None], None] | None = None  # layer and masks (H, Q, C)
-        self._running = deque[object](maxlen=2)  # passes of compiled code, for their backward
+        self._running = deque[object](maxlen=2)  # passes of compiled code, alive for their backward
 
     def __len__(self) -> int:
         return sum(map(len, self._states.values()))
 
-    def hold(self, one: object) -> None:
-        """Hold a pass that compiled code comes back to."""
-        if one not in self._running:
-            self._running.append(one)
+    def hold(self, forward: object) -> None:
+        """Keep a pass alive, which compiled code finds by its number."""
+        if forward not in self._running:
+            self._running.append(forward)
 
     def restart(self) -> None:
         """Make the next forward pass the first step of another image."""
@@ -402,24 +401,24 @@ class SparseLayers:
 
     def replaying(self, mesh: AttentionMesh, masks: dict[int, Bools]) -> "SparseLayers":
         """Copy the state for another mesh; record masks (B, H, Q, C), or replay recorded ones."""
-        made = SparseLayers(self.config, mesh, masks)
-        made.passes.number = self.passes.number
+        copy = SparseLayers(self.config, mesh, masks)
+        copy.passes.number = self.passes.number
         if mesh is self.mesh:
-            made._states = {form: dict(layers) for form, layers in self._states.items()}
-        return made
+            copy._states = {sizes: dict(layers) for sizes, layers in self._states.items()}
+        return copy
 
     def begin(self, key: LayerKey) -> tuple[SparsePlan, AttentionMesh, Seen]:
-        """Return plan, mesh and masks of a layer in this step."""
+        """Return plan and mesh of a layer in this step, and what its rows see."""
         blocks, step = self._blocks(key), self._step(0)
         masks = self.config.masks_of(step, key.layer, key.num_heads, blocks)
-        layers = self._of_form(key)
+        layers = self._states_of(key)
         if key not in layers:
-            layers[key] = self._first(key, blocks.with_text(masks))
-        layers[key] = self._planned(layers[key], step)  # of turns, not all come here
+            layers[key] = self._first_state(key, blocks.with_text(masks))
+        layers[key] = self._planned(layers[key], step)  # guidance groups skip steps
         plan = layers[key].plans.chosen.plan
-        noted = None if self._noted is None else self._noted.get(key.layer)
-        if noted is not None:
-            return plan, self.mesh_of(plan), lambda rows: noted[:, rows.heads, rows.blocks]
+        replayed = None if self._recorded is None else self._recorded.get(key.layer)
+        if replayed is not None:
+            return plan, self.mesh_of(plan), lambda rows: replayed[:, rows.heads, rows.blocks]
         return plan, self.mesh_of(plan), self.config.seen(masks, key.layer, step, blocks)
 
     def mesh_of(self, plan: SparsePlan) -> AttentionMesh:
@@ -428,7 +427,7 @@ class SparseLayers:
 
     def end(self, key: LayerKey, masks: Counts) -> SparseLayer:
         """Plan a layer's next step from the masks (B or 1, rows, C) of this rank's rows."""
-        layers = self._of_form(key)
+        layers = self._states_of(key)
         state, next_step = layers[key], self._step(1)
         before = state.plans
         if self.config.array is not None:
@@ -439,27 +438,27 @@ class SparseLayers:
             plans = before.after(counts)
             used = plans.reuses[before.degrees].ran or plan
             is_mask = masks.dtype == np.bool_
-            if self._noted is not None and is_mask and key.layer not in self._noted:
+            if self._recorded is not None and is_mask and key.layer not in self._recorded:
                 shape = len(masks), key.num_heads, -1, masks.shape[-1]
-                self._noted[key.layer] = masks.reshape(shape)
+                self._recorded[key.layer] = masks.reshape(shape)
             state = SparseLayer(key, plans, used, next_step)
         layers[key] = state
         return state
 
-    def _of_form(self, key: LayerKey) -> dict[LayerKey, SparseLayer]:
-        """Return the states of these sizes; drop the least recently used ones."""
-        form = key.segments, key.batch
-        layers = self._states[form] = self._states.pop(form, {})
-        while len(self._states) > NUM_FORMS:
+    def _states_of(self, key: LayerKey) -> dict[LayerKey, SparseLayer]:
+        """Return the states of a layer's segments and batch; drop the least recently used ones."""
+        sizes = key.segments, key.batch
+        layers = self._states[sizes] = self._states.pop(sizes, {})
+        while len(self._states) > NUM_SIZES:
             del self._states[next(iter(self._states))]
         return layers
 
-    def _first(self, key: LayerKey, masks: Bools | None) -> SparseLayer:
-        """Return the first state; with a rule, as if all was seen."""
+    def _first_state(self, key: LayerKey, masks: Bools | None) -> SparseLayer:
+        """Return a layer's first state; a rule is planned for as if all blocks were computed."""
         q, kv = homes = self._homes(key)
         num_ranks = math.prod(self.mesh.degrees)
         tokens = np.bincount(kv.home, kv.lens, num_ranks).astype(np.int64)
-        if tokens.min() == 0 and not self._of_form(key):  # said once, not for each layer
+        if tokens.min() == 0 and not self._states_of(key):  # for the first layer only
             logger.warning(
                 "sparse: %d blocks, %d tokens to a rank at a time, leave some of %d ranks without "
                 "tokens: use smaller blocks or stripes",
@@ -479,7 +478,7 @@ class SparseLayers:
         return SparseLayer(key, plans, plans.chosen.plan, self._step(0))
 
     def _planned(self, state: SparseLayer, step: int) -> SparseLayer:
-        """Return a layer with plans for the masks of a step, if these are others."""
+        """Return the state with plans for the masks of a step, if masks decide and differ."""
         array, key = self.config.array, state.key
         if array is None or step == state.step or step >= len(array):
             return state
@@ -492,39 +491,42 @@ class SparseLayers:
         return (self.passes.number + passes_ahead) // self.config.passes_per_step
 
     def _blocks(self, key: LayerKey) -> Blocks:
-        def of(size: int) -> tuple[Ints, Bools]:
-            counts = [-(-length // size) for length in key.segments]
-            is_text = np.repeat([name == TEXT for name in key.names], counts)
-            return block_lens(key.segments, size), is_text
-
-        (q_lens, q_is_text), (kv_lens, kv_is_text) = map(of, self.config.blocks)
-        return Blocks(q_lens, kv_lens, q_is_text, kv_is_text)
+        is_text = [name == TEXT for name in key.names]
+        q_counts, kv_counts = (
+            [-(-length // size) for length in key.segments] for size in self.config.blocks
+        )
+        q_lens, kv_lens = (block_lens(key.segments, size) for size in self.config.blocks)
+        return Blocks(q_lens, kv_lens, np.repeat(is_text, q_counts), np.repeat(is_text, kv_counts))
 
     def _homes(self, key: LayerKey) -> tuple[BlockLayout, BlockLayout]:
-        """Return blocks of queries and keys as a `SequenceLayout` with `stripe` cuts a segment."""
+        """Return the layouts of query blocks and key blocks, dealt to ranks as `SequenceLayout`."""
         ring, ulysses = self.mesh.degrees
-        made: list[BlockLayout] = []
-        for size, heads in zip(self.config.blocks, (key.num_heads, key.num_kv_heads), strict=True):
-            lens = [block_lens([length], size) for length in key.segments]
-            width = self.config.dealt // size
-            stripes = [BlockLayout.striped(one[::width], ulysses, ring).home for one in lens]
-            home = [x.repeat(width)[: one.size] for x, one in zip(stripes, lens, strict=True)]
-            layout = np.concatenate(lens), np.concatenate(home)
-            made.append(BlockLayout(*layout, self.config.order_of(key, heads)))
-        return made[0], made[1]
+
+        def layout_of(size: int, num_heads: int) -> BlockLayout:
+            lens, homes = list[Ints](), list[Ints]()
+            width = self.config.dealt // size  # blocks of a stripe
+            for length in key.segments:
+                lens.append(block_lens([length], size))
+                stripes = BlockLayout.striped(lens[-1][::width], ulysses, ring)
+                homes.append(stripes.home.repeat(width)[: lens[-1].size])
+            order = self.config.order_of(key, num_heads)
+            return BlockLayout(np.concatenate(lens), np.concatenate(homes), order)
+
+        q_size, kv_size = self.config.blocks
+        return layout_of(q_size, key.num_heads), layout_of(kv_size, key.num_kv_heads)
 
 
 class SparsePass:
-    """The attention of one forward pass, with its recomputations."""
+    """The block-sparse attention of one forward pass, with its recomputations."""
 
     def __init__(self, layers: SparseLayers, ticket: Tensor | None = None) -> None:
         self.layers = layers
-        # Numbers of the pass, by which operators find it, and of its next layer.
+        # Number of the pass, by which operators find it, and number of its next layer.
         self.ticket = torch.zeros(2, dtype=torch.int64) if ticket is None else ticket
         self.done: dict[int, SparseLayer] = {}  # by layer, after its attention
         self._seen: dict[int, Seen] = {}
-        self._first_of: dict[str, int] = {}
-        # By layer, q, k, v and the output in compiled code, for its backward.
+        self._first_of: dict[str, int] = {}  # first layer of each block
+        # In compiled code, by layer: q, k, v and the output, for the backward.
         self.recorded: dict[int, tuple[list[Tensor], Tensor]] = {}
         self._is_ended = False
 
@@ -537,7 +539,7 @@ class SparsePass:
         self.ticket = torch.tensor([int(self.ticket[0]), layer])
 
     def begin_block(self, name: str, is_again: bool) -> None:
-        """Begin a block; a recomputed one has the layers of the first time."""
+        """Begin a block; a recomputed block counts its layers from its first one again."""
         first = self._first_of.setdefault(name, self._next)
         self._next = first if is_again else self._next
 
@@ -556,7 +558,7 @@ class SparsePass:
         keys: Bools | None,
         wire: Quantized | None = None,
     ) -> Tensor:
-        """Return (B, H, T, D) by the plan of a layer; the first time, plan its next step."""
+        """Attend by the plan of a layer, (B, H, T, D); the first time, plan its next step."""
         layers, (q, k, _) = self.layers, qkv
         options: Any = {"scale": scale, "kernel": layers.config.kernel, "keys": keys}
         options["comm_dtype"] = wire
@@ -579,16 +581,14 @@ class SparsePass:
 
     def end(self) -> None:
         """End the forward pass; refuse masks or dense layers that do not fit its layers."""
-        if self._is_ended:  # graphs of a backward may repeat what is in the forward's
+        if self._is_ended:  # a compiled backward may repeat this call of the forward
             return
         self._is_ended = True
         config = self.layers.config
         dense = max(config.dense_layers, default=-1)
         if dense >= self._next:
-            raise ConfigError(
-                f"sparse: layer {dense} is to be dense, and the model has the attention calls 0 to "
-                f"{self._next - 1}"
-            )
+            calls = f"the model has the attention calls 0 to {self._next - 1}"
+            raise ConfigError(f"sparse: layer {dense} is to be dense, and {calls}")
         for name, table, axis in (("masks", config.array, 1), ("orders", config.orders, 0)):
             if table is not None and table.shape[axis] not in (1, self._next):
                 raise ConfigError(

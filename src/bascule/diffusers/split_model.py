@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from bascule.diffusers.split_table import (
     links_to,
     modules_of,
 )
-from bascule.diffusers.tables import is_tested
+from bascule.diffusers.tables import TABLES
 from bascule.errors import ConfigError
 from bascule.sdpa import modes_of_others, num_modes, refuse_modes
 from bascule.stand_in import StandIn
@@ -41,43 +41,44 @@ from bascule.stand_in import StandIn
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The way in which calls of a split model are computed."""
+    """The mesh and the settings by which a split model computes a call."""
 
     mesh: AttentionMesh
     sparse: SparseLayers | None = None  # plans of block-sparse attention
-    compares: bool = True  # the inputs of ranks, at the first call of a form
+    compares: bool = True  # ranks compare their inputs when these have a new signature
     make_pass: Callable[..., ForwardPass] = ForwardPass
 
 
 @dataclass(slots=True)
 class Role:
-    """What the table asks of a module."""
+    """The tasks of a module, as the table has them."""
 
     is_block: bool = False
-    scope: tuple[str, ...] | Keys | None = None  # attended to; None: as in the module around
-    names: Sequence[str] = ()  # of its arguments, in order
+    scope: tuple[str, ...] | Keys | None = None  # segments attended to; None: as the module around
+    names: Sequence[str] = ()  # of the module's arguments, in order
     inputs: dict[str, Input] = field(default_factory=dict[str, Input])
     outputs: dict[int, Cut] = field(default_factory=dict[int, Cut])
     gather: Cut | None = None
 
 
+_Value = TypeVar("_Value")
 Check = Callable[["SplitModel", Callable[[], Any]], None]
-"""Compares a call over the mesh, given by a function that repeats it, with one process."""
+"""Compares a call over the mesh with one process; its second argument repeats the call."""
 
 
 class SplitModel:
     """A model that is split by a table.
 
-    Stand-ins belong to names: what takes the place of a module later, as an adapter does, gets one
-    before the next forward pass. Copies of the model are whole.
+    Stand-ins belong to names of modules: a module that replaces another later, such as an adapter,
+    gets one before the next forward pass. Copies of the model are not split.
 
     Attributes:
         way: How calls that begin now are computed; None: whole, on this rank.
-        blocks: Modules by name, with the segments of what each returns.
-        forward: The pass over a mesh that runs now, if there is one.
-        is_running: Whether a call of the model runs, over a mesh or alone.
-        last: What the last pass that was not compiled attended to.
-        hooked: Modules that may have hooks of others.
+        blocks: By name, each block and the segments of its outputs.
+        forward: The running pass over a mesh, if there is one.
+        is_running: Whether a call of the model runs, over a mesh or on this rank alone.
+        last: The attention of the last pass that was not compiled.
+        hooked: Modules that may have hooks of other libraries.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class SplitModel:
         self.model, self.table = model, table
         self.options = options or AttentionOptions()
         kernel = self.options.kernel
-        # that a module may also be set to
+        # a back end of diffusers that is the kernel: attention modules may be set to it, too
         self.backend = kernel.name if isinstance(kernel, FunctionKernel) else None
         if sparse is not None and table.copied:
             raise ConfigError(
@@ -104,7 +105,7 @@ class SplitModel:
             )
         layers = None if sparse is None or mesh is None else SparseLayers(sparse, mesh)
         self.way = None if mesh is None else Way(mesh, layers)
-        # For compiled code: the number by which it finds this, and the pass that the next follows.
+        # For compiled code: the number by which operators find this model, and the last pass.
         self._number = 0 if sparse is None else this_world().add(self)
         self._last_ticket = torch.zeros(2, dtype=torch.int64)
         self.blocks: dict[str, tuple[nn.Module, tuple[Output, ...]]] = {}
@@ -112,33 +113,34 @@ class SplitModel:
         self.is_running = False
         self.last: PassRecord | None = None
         self.inputs = SameInputs(model, input_tolerance)
-        self._check = None if is_tested(table) else check
+        is_tested = any(table is tested for tested in TABLES.values())  # by tests of bascule
+        self._check = None if is_tested else check
         self._checked = set[str]()  # names of meshes
         self._names = parameters_of(model)
-        self._records: dict[object, PassRecord | None] = {}  # by form of inputs
-        self._shares: dict[object, Shares] = {}  # by place on a mesh
+        self._records: dict[object, PassRecord | None] = {}  # by mesh and signature of the inputs
+        self._shares: dict[object, Shares] = {}  # by mesh, sparse or dense
         self._caches = Caches(model, table, lambda: self.forward and self.forward.mesh.whole)
         self._links: tuple[Link, ...] = ()
         self._stand_ins: list[StandIn] = []
-        self._classes: dict[type[nn.Module], object] = {}  # classes of modules, and their `forward`
+        self._classes: dict[type[nn.Module], object] = {}  # the `forward` of each module's class
         self.hooked: list[nn.Module] = []
-        self._of_model: StandIn | None = None
-        self._backend: Any = None  # of attention, as diffusers names it
+        self._model_stand_in: StandIn | None = None
+        self._backend: Any = None  # name of ours among diffusers' attention back ends
         self._install()
 
     @property
     def is_split(self) -> bool:
-        """True while its stand-ins are there."""
-        return self._of_model is not None
+        """True while the stand-ins are in place."""
+        return self._model_stand_in is not None
 
     @property
     def sparse(self) -> SparseLayers | None:
-        """The plans of block-sparse attention."""
+        """The plans of block-sparse attention, if calls use it."""
         return None if self.way is None else self.way.sparse
 
     @property
     def is_checked(self) -> bool:
-        """True if the table was compared with one process on this mesh, and fits."""
+        """True if the table agreed with one process on this mesh."""
         return self.way is not None and self.way.mesh.name in self._checked
 
     @is_checked.setter
@@ -149,17 +151,17 @@ class SplitModel:
     @property
     def has_cache(self) -> bool:
         """True if a cache may leave out blocks; refuses one that ranks cannot use."""
-        is_over = self.way is not None and self.way.mesh.whole is not None
-        return self._caches.are_used(self.hooked, is_over)
+        is_shared = self.way is not None and self.way.mesh.whole is not None
+        return self._caches.any_used(self.hooked, is_shared)
 
     @property
     def plain_forward(self) -> Callable[..., Any]:
-        """The `forward` that is split, below hooks."""
-        return self.model.forward if self._of_model is None else self._of_model.method
+        """The model's `forward` without stand-in and hooks."""
+        return self.model.forward if self._model_stand_in is None else self._model_stand_in.method
 
     def remove(self) -> None:
-        """Take the stand-ins away; the model is as it was."""
-        self._take_away()
+        """Remove all stand-ins: the model is as it was before the split."""
+        self._remove_stand_ins()
         self._caches.leave()
         if self._backend is not None:
             diffusers: Any = importlib.import_module("diffusers.models.attention_dispatch")
@@ -168,14 +170,14 @@ class SplitModel:
                 table.pop(self._backend, None)
             self._backend = None
 
-    def use(self, way: Way) -> None:
-        """Compute on another mesh from now on; its ranks compare their first inputs."""
+    def switch(self, way: Way) -> None:
+        """Switch later calls to another mesh, whose ranks compare their first inputs."""
         self.way = way
         self.inputs.restart()
 
     @contextmanager
     def taking(self, way: Way | None) -> Iterator[None]:
-        """Compute the calls within in another way; None: whole, on this rank."""
+        """Compute calls within this scope in another way; None: whole, on this rank."""
         before, self.way = self.way, way
         try:
             yield
@@ -184,13 +186,13 @@ class SplitModel:
 
     @contextmanager
     def recomputing(self, forward: ForwardPass | None) -> Iterator[None]:
-        """Compute modules of an earlier call again: of its pass over a mesh, or alone."""
+        """Recompute modules of an earlier call, in its pass over a mesh; None: on this rank."""
         was_split, before = self.is_split, (self.forward, self.is_running)
         if not was_split:
             self._install()
         self.forward, self.is_running = forward, True
         try:
-            with nullcontext() if forward is None else forward.again():
+            with nullcontext() if forward is None else forward.recomputing():
                 yield
         except BaseException as error:
             leave(error, f"recomputation of {type(self.model).__name__}")
@@ -209,38 +211,36 @@ class SplitModel:
         self._follow()
         if self.way is not None:
             named = dict(zip(self._names, args, strict=False)) | dict(kwargs)
-            self._compare(self.way, named, form_of(named))
-            assert self._of_model is not None
-            self._check_first(self.way, self._of_model.method, args, kwargs)
+            self._check_call(self.way, named, signature_of(named))
+            self._check_first(self.way, self.plain_forward, args, kwargs)
 
     def _follow(self) -> None:
-        """Put stand-ins where modules were replaced, and look at the caches."""
+        """Renew all stand-ins if a module, a `forward` or a class's `forward` was replaced."""
         for parent, key, child in self._links:
             if parent._modules.get(key) is not child:
-                return self._place()
+                return self._attach()
         for stand_in in self._stand_ins:
-            above = vars(stand_in.owner).get(
-                stand_in.name
-            )  # a hook of others; or another stand-in of ours
+            above = vars(stand_in.owner).get(stand_in.name)
+            # a second stand-in of ours may lie above it; anything else is a hook of others
             if above is not stand_in and getattr(above, "method", None) is not stand_in:
-                return self._place()
+                return self._attach()
         for kind, forward in self._classes.items():
-            if kind.forward is not forward:  # somebody replaced the class's own
-                return self._place()
+            if kind.forward is not forward:
+                return self._attach()
         return None
 
-    def _compare(self, way: Way, named: Mapping[str, Any], form: object) -> None:
-        """Look at the caches, and compare the inputs of ranks where that is to be done."""
+    def _check_call(self, way: Way, named: Mapping[str, Any], signature: object) -> None:
+        """Check the hooks of step caches, and compare the ranks' inputs if that is due."""
         whole = way.mesh.whole
-        is_hooked = ["_diffusers_hook" in vars(module) for module in self.hooked]
-        if self._caches.is_on or True in is_hooked or "_is_cached" in vars(self.model):
+        is_hooked = any(["_diffusers_hook" in vars(module) for module in self.hooked])
+        if self._caches.is_on or is_hooked or "_is_cached" in vars(self.model):
             self._caches.prepare(self.hooked, whole is not None, is_sparse=way.sparse is not None)
         if way.compares and whole is not None:
-            if (compare := self.inputs.comparison(whole, named, form)) is not None:
+            if (compare := self.inputs.comparison(whole, named, signature)) is not None:
                 compare()
 
     def _call(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run a forward pass of the model; takes the place of its `forward`."""
+        """Run a forward pass of the model; the stand-in for its `forward`."""
         before, way = (self.forward, self.is_running), self.way
         current: ForwardPass | None = None
         try:
@@ -249,21 +249,25 @@ class SplitModel:
                 return forward(*args, **kwargs)
             current = self._begin(way, args, kwargs)
             if not torch.compiler.is_compiling():
-                forward = self.plain_forward  # as it is now: a class may have a new one
+                forward = self.plain_forward  # read again: the class may have another by now
                 self.forward = current
-                if self._check is not None:
-                    self._check_first(way, forward, args, kwargs)
+                self._check_first(way, forward, args, kwargs)
             cuts = self.table.inputs.get("", {})
             shares = current.cut_arguments(self._names, cuts, args, kwargs)
             self.forward, self.is_running = current, True
             with current if current.is_around and not current.is_inserted else nullcontext():
                 output = forward(*shares[0], **shares[1])
             if not torch.compiler.is_compiling():
-                self._end(current)
+                signature = current.signature
+                if current.shapes is not None:
+                    record = current.end()
+                    self._records[signature] = record or self._records.get(signature)
+                # without a record, a compiler traced only the beginning of the pass
+                self.last = self._records.get(signature) or self.last
             elif current.sparse is not None:
                 self._last_ticket = recorded.end(current.sparse.ticket)
             return output
-        except BaseException as error:  # ranks that wait for this one read that it does not come
+        except BaseException as error:  # ranks that wait for this one read the reason
             if way is not None and not torch.compiler.is_compiling():
                 leave(error, f"forward pass of {type(self.model).__name__}")
             raise
@@ -279,15 +283,14 @@ class SplitModel:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> None:
-        """Check the table by the first call on a mesh; what was refused stays refused."""
-        is_due = self._check is not None and way.mesh.whole is not None
-        if not is_due or self.is_checked or self.has_cache:
+        """Check the table by the first call on a mesh; after a refusal, by the next one, too."""
+        check = self._check
+        if check is None or way.mesh.whole is None or self.is_checked or self.has_cache:
             return
-        with self.taking(replace(way, sparse=None)):  # its choice of blocks is not the table's
+        with self.taking(replace(way, sparse=None)):  # the table says nothing about sparse blocks
             self.is_checked = True
             try:
-                assert self._check is not None
-                self._check(self, partial(self._call, forward, *args, **kwargs))
+                check(self, partial(self._call, forward, *args, **kwargs))
             except BaseException:
                 self.is_checked = False
                 raise
@@ -309,23 +312,24 @@ class SplitModel:
                 "together: let one thread at a time call it"
             )
         sparse = None if way.sparse is None else SparsePass(way.sparse)
-        place = way.mesh.name, sparse is not None
-        form = place, form_of(named)
-        if form not in self._records:
+        mesh_key = way.mesh.name, sparse is not None
+        signature = mesh_key, signature_of(named)
+        if signature not in self._records:
             self._check_inputs(way, named)
         self._follow()
-        self._compare(way, named, form)
-        shares = self._shares.setdefault(place, {})
-        current = way.make_pass(way.mesh, self.table, self.options, sparse, shares, form=form)
-        # Neither plans of sparse attention nor what a cache leaves out follow from the form.
-        is_counted = sparse is not None or self._caches.is_on or form not in self._records
+        self._check_call(way, named, signature)
+        shares = self._shares.setdefault(mesh_key, {})
+        settings = way.mesh, self.table, self.options, sparse, shares
+        current = way.make_pass(*settings, signature=signature)
+        # Neither plans of sparse attention nor what a cache leaves out follow from the signature.
+        is_counted = sparse is not None or self._caches.is_on or signature not in self._records
         if is_counted and current.shapes is None:
             current.shapes = Counter()
         current.thread, current.depth = threading.get_ident(), num_modes()
         if self._number or not self.blocks:
             current.is_around = current.shapes is not None or not current.is_whole
         if sparse is not None:
-            _numbered(current)
+            _register(current)
         return current
 
     def begin_recorded(self) -> Tensor:
@@ -334,7 +338,7 @@ class SplitModel:
         sparse = SparsePass(self.way.sparse)
         current = ForwardPass(self.way.mesh, self.table, self.options, sparse)
         self.way.sparse.hold(current)
-        return _numbered(current)
+        return _register(current)
 
     def _check_inputs(self, way: Way, named: Mapping[str, Any]) -> None:
         """Refuse inputs that the table does not know, or excludes."""
@@ -342,52 +346,42 @@ class SplitModel:
         for argument, value in named.items():
             if argument in table.refused and value is not None:
                 raise ConfigError(f"{name} over ranks, with {argument}: {table.refused[argument]}")
-            known = *table.inputs.get("", ()), *table.replicated, *table.refused
-            if argument in known or way.mesh.whole is None or not holds_tensors(value):
+            in_table = *table.inputs.get("", ()), *table.replicated, *table.refused
+            if argument in in_table or way.mesh.whole is None or not holds_tensors(value):
                 continue
             advice = "leave it out, or add it to `inputs` or `replicated`"
             if isinstance(value, Mapping):  # as joint_attention_kwargs
-                key = next(key for key, x in value.items() if holds_tensors(x))
-                argument = f"{argument}[{key!r}]"
-                advice = "leave it out"
+                key = next(key for key, entry in value.items() if holds_tensors(entry))
+                argument, advice = f"{argument}[{key!r}]", "leave it out"
             if "ip_" in argument:
                 advice = (
-                    "IP adapters attend to the tokens of a picture, which no table knows: call the "
-                    "pipeline without ip_adapter_image after unload_ip_adapter(), or share its "
-                    "branches (guidance_degree) and images (data_degree) over the ranks instead"
+                    "call unload_ip_adapter() and leave out ip_adapter_image, or share branches "
+                    "(guidance_degree) and images (data_degree) over the ranks instead"
                 )
             raise ConfigError(
                 f"{name} over ranks: the split table does not say what to do with the tensors of "
                 f"{argument}; {advice}"
             )
 
-    def _end(self, current: ForwardPass) -> None:
-        if current.shapes is not None:
-            record = current.end()
-            self._records[current.form] = record or self._records.get(current.form)
-        # None where a compiler traced the beginning alone
-        self.last = self._records.get(current.form) or self.last
-
     # --- a call of one of its modules -------------------------------------------------------------
 
     def _run(
         self, name: str, role: Role, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Run a module in its role; takes the place of its `forward`."""
+        """Run a module in its role; the stand-in for its `forward`."""
         current = self.forward
         if current is None:
             if role.is_block and not self.is_running:
                 raise ConfigError(
                     f"{name} runs outside of the forward pass of its model, which is split over "
-                    "ranks: call the model itself, which must not be a generator; for gradient "
-                    "checkpointing use handle.checkpoint, as in "
+                    "ranks: call the model itself, which must not be a generator; to checkpoint, "
                     "enable_gradient_checkpointing(handle.checkpoint)"
                 )
             return forward(*args, **kwargs)
         if role.is_block:
             current.has_attended = False
-            if current.sparse is not None:
-                current.begin_block(name)
+            if current.sparse is not None and not torch.compiler.is_compiling():
+                current.sparse.begin_block(name, is_again=current.is_recomputed)
         inputs: tuple[Sequence[Any], dict[str, Any]] = args, kwargs
         if role.inputs:
             inputs = current.cut_arguments(role.names, role.inputs, args, kwargs)
@@ -405,7 +399,8 @@ class SplitModel:
             if self._caches.is_on or not has_attended:
                 self._caches.end_block(name, has_attended, current.sparse is not None)
         if role.outputs:
-            output = self._cut_outputs(current, name, role.outputs, output)
+            cuts = role.outputs[0] if isinstance(output, Tensor) else role.outputs
+            output = current.cut(output, cuts, f"the output of {name}")
         return output if role.gather is None else current.gather(output, role.gather)
 
     def _run_attention(
@@ -417,9 +412,9 @@ class SplitModel:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Run a module that attends within our mode, below the hooks of others.
+        """Run an attention module within the pass's mode, below the hooks of others.
 
-        Their function modes are then around ours, which shows them what one process would.
+        Function modes that these hooks enter are then around ours, which shows them all tokens.
         """
         current = self.forward
         if current is None or (current.is_whole and current.shapes is None):
@@ -430,7 +425,7 @@ class SplitModel:
         if is_compiling and (modes := modes_of_others()):
             refuse_modes(modes, "compiled attention")
         before, current.has_attended = current.has_attended, False
-        if is_ours:  # our back end enters the mode, which then sees few functions of torch
+        if is_ours:  # our back end enters the mode only around its one attention call
             processor._attention_backend = self._backend
             try:
                 output = forward(*args, **kwargs)
@@ -446,59 +441,45 @@ class SplitModel:
         current.has_attended |= before
         return output
 
-    def _cut_outputs(
-        self, current: ForwardPass, name: str, cuts: Mapping[int, Cut], output: Any
-    ) -> Any:
-        is_one = isinstance(output, Tensor)
-        outputs = [output] if is_one else list(output)
-        for place, cut in cuts.items():
-            outputs[place] = current.cut(outputs[place], cut, f"output {place} of {name}")
-        return outputs[0] if is_one else tuple(outputs)
-
     # --- stand-ins --------------------------------------------------------------------------------
 
     def _install(self) -> None:
         check_model(self.model, self.table)
         try:
-            self._place()
+            self._attach()
         except BaseException:
             self.remove()
             raise
 
-    def _take_away(self) -> None:
-        for stand_in in (*reversed(self._stand_ins), self._of_model):
+    def _remove_stand_ins(self) -> None:
+        for stand_in in (*reversed(self._stand_ins), self._model_stand_in):
             if stand_in is not None:
                 stand_in.remove()
-        self._stand_ins, self._of_model = [], None
+        self._stand_ins, self._model_stand_in = [], None
 
-    def _place(self) -> None:
-        """Put stand-ins on the modules that now have the names of the table, and those alone."""
+    def _attach(self) -> None:
+        """Replace all stand-ins by new ones, for the modules that the table names now."""
         model, table, roles = self.model, self.table, dict[str, Role]()
         modules: dict[str, nn.Module] = {}
 
-        def role_of(name: str, module: nn.Module) -> Role:
-            modules[name] = module
-            return roles.setdefault(name, Role())
+        def roles_in(patterns: Mapping[str, _Value]) -> Iterator[tuple[str, Role, _Value]]:
+            for pattern, value in patterns.items():
+                for name, module in modules_of(model, pattern).items():
+                    modules[name] = module
+                    yield name, roles.setdefault(name, Role()), value
 
         self.blocks = {}
-        for pattern, segments in table.blocks.items():
-            for name, module in modules_of(model, pattern).items():
-                self.blocks[name] = module, segments
-                role_of(name, module).is_block = True
-        for pattern, cuts in table.inputs.items():
-            for name, module in modules_of(model, pattern).items() if pattern else ():
-                role = role_of(name, module)
-                role.names, role.inputs = parameters_of(module), role.inputs | dict(cuts)
-        for pattern, places in table.outputs.items():
-            for name, module in modules_of(model, pattern).items():
-                role_of(name, module).outputs |= places
-        for pattern, cut in table.gathers.items():
-            for name, module in modules_of(model, pattern).items():
-                role_of(name, module).gather = cut
-        for pattern, scope in table.attends.items():
-            for name, module in modules_of(model, pattern).items():
-                role_of(name, module).scope = scope
-        # With sparse, all passes count, so the mode is around the model.
+        for name, role, segments in roles_in(table.blocks):
+            role.is_block, self.blocks[name] = True, (modules[name], segments)
+        of_modules = {pattern: cuts for pattern, cuts in table.inputs.items() if pattern}
+        for name, role, cuts in roles_in(of_modules):
+            role.names, role.inputs = parameters_of(modules[name]), role.inputs | dict(cuts)
+        for _, role, places in roles_in(table.outputs):
+            role.outputs |= places
+        for _, role, cut in roles_in(table.gathers):
+            role.gather = cut
+        for _, role, scope in roles_in(table.attends):
+            role.scope = scope
         inner = [name for name, role in roles.items() if role.is_block or role.scope]
         attending = {
             f"{name}.{path}" if path else name: module
@@ -507,51 +488,50 @@ class SplitModel:
         }
         processors = [getattr(module, "processor", None) for module in attending.values()]
         if self._backend is None and any(hasattr(processor, _BACKEND) for processor in processors):
-            self._backend = _registered(self)
-        self._take_away()
+            self._backend = _register_backend(self)
+        self._remove_stand_ins()
         self._names = parameters_of(model)
-        self._of_model = StandIn(*_innermost(model), self._call)
+        self._model_stand_in = StandIn(*_forward_holder(model), self._call)
         within = [child for module in attending.values() for child in module.children()]
         self.hooked = [model, *modules.values(), *attending.values(), *within]
-        self._classes = {type(one): type(one).forward for one in (model, *modules.values())}
+        kinds = {type(module) for module in (model, *modules.values())}
+        self._classes = {kind: kind.forward for kind in kinds}
+        # With block-sparse attention every call counts, so the mode is around the whole model.
         for name, module in attending.items() if not self._number else ():
             run = partial(self._run_attention, name, module)
-            self._stand_ins.append(StandIn(*_innermost(module), run))
+            self._stand_ins.append(StandIn(*_forward_holder(module), run))
         for name, role in roles.items():
-            # Dynamo caches graphs by code object, a limited number, and tells blocks with stand-ins
-            # within apart: each of these gets a copy of the code.
+            # Dynamo caches a limited number of graphs for each code object, and needs one for each
+            # module with stand-ins within: these get copies of the code.
             is_apart = any(other.startswith(f"{name}.") for other in (*roles, *attending))
-            run = MethodType(_again(SplitModel._run), self) if is_apart else self._run
+            run = MethodType(_copy_of(SplitModel._run), self) if is_apart else self._run
             self._stand_ins.append(StandIn(modules[name], "forward", partial(run, name, role)))
         self._links = links_to(model, [*roles, *attending])
 
 
-def _numbered(current: ForwardPass) -> Tensor:
-    """Let operators find a pass of block-sparse attention by its ticket."""
+def _register(current: ForwardPass) -> Tensor:
+    """Register a pass of block-sparse attention for operators; return its first ticket."""
     assert current.sparse is not None
     current.sparse.ticket[0] = this_world().add(current)
     return current.sparse.ticket.clone()
 
 
-def _again(function: Any) -> Any:
-    """Return the same function with a code object of its own."""
+def _copy_of(function: Any) -> Any:
+    """Return a copy of a function, with a code object of its own."""
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
-def form_of(inputs: Any) -> object:
-    """Return names, shapes and dtypes; not numbers, of which some change with every step."""
+def signature_of(inputs: Any) -> object:
+    """Return names, types, shapes and dtypes of inputs; numbers may change with every step."""
     if isinstance(inputs, Tensor):
-        return inputs.shape, inputs.dtype
+        return type(inputs), inputs.shape, inputs.dtype
     if isinstance(inputs, Mapping):
         parts = list[object]()
-        for name, x in inputs.items():
-            is_nested = isinstance(x, Mapping | list | tuple)
-            parts += [name, form_of(x)] if is_nested else [name, type(x)]
-            if isinstance(x, Tensor):
-                parts += [x.shape, x.dtype]
+        for name, value in inputs.items():
+            parts += [name, signature_of(value)]
         return tuple(parts)
     if isinstance(inputs, list | tuple):
-        return tuple([form_of(x) for x in inputs])
+        return tuple([signature_of(value) for value in inputs])
     return type(inputs)
 
 
@@ -570,10 +550,9 @@ def check_model(model: nn.Module, table: SplitTable) -> None:
 
 
 def _attending(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of diffusers within that attend, by path; without any, the module."""
-    within = {
-        path: one for path, one in module.named_modules() if hasattr(one, "set_processor") and path
-    }
+    """Return the attention modules of diffusers within a module, by path; without any, itself."""
+    named = module.named_modules()
+    within = {path: part for path, part in named if path and hasattr(part, "set_processor")}
     return within or {"": module}
 
 
@@ -581,22 +560,22 @@ _BACKEND = "_attention_backend"
 
 
 def _why_local(name: str, processor: Any) -> str:
-    """Return why a module ran without attention over the mesh, and what to do."""
-    how, backend = "let it call that function", getattr(processor, _BACKEND, "")
+    """Explain why a module did not attend over the mesh, and say what to do."""
+    advice, backend = "let it call that function", getattr(processor, _BACKEND, "")
     if processor is not None:
-        kind, other = type(processor).__name__, "or give the model another by set_attn_processor"
-        how = f"its processor {kind} attends by itself: let it call that function, {other}"
+        kind = type(processor).__name__
+        advice = f"its processor {kind} attends by itself: {advice}, or use set_attn_processor"
     if backend is None:  # the one that is active in all of diffusers
         diffusers: Any = importlib.import_module("diffusers.models.attention_dispatch")
         backend = diffusers._AttentionBackendRegistry.get_active_backend()[0]
     backend = str(getattr(backend, "value", backend))
     if backend and "native" not in backend:
-        how = f"its back end is {backend}: call set_attention_backend('native')"
-    over = "F.scaled_dot_product_attention, so its attention was not over the mesh"
-    return f"{name} did not call {over}: {how}"
+        advice = f"its back end is {backend}: call set_attention_backend('native')"
+    cause = "F.scaled_dot_product_attention, so its attention was not over the mesh"
+    return f"{name} did not call {cause}: {advice}"
 
 
-def _registered(split: SplitModel) -> Any:
+def _register_backend(split: SplitModel) -> Any:
     """Register a diffusers back end that runs the default one inside the mode of a pass."""
     diffusers: Any = importlib.import_module("diffusers.models.attention_dispatch")
     label = f"bascule {id(split)}"
@@ -614,7 +593,8 @@ def _registered(split: SplitModel) -> Any:
         enable_gqa: bool = False,
     ) -> Tensor:
         args = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-        # Torch's calls what the mode replaces; a kernel goes before what diffusers has at large.
+        # NATIVE calls the function that the mode replaces. A kernel wins over the back end that is
+        # active in all of diffusers.
         backend = diffusers.AttentionBackendName.NATIVE if split.backend else None
         forward = split.forward
         if forward is None or (forward.is_around and forward.is_innermost()):
@@ -626,8 +606,8 @@ def _registered(split: SplitModel) -> Any:
     return name
 
 
-def _innermost(model: nn.Module) -> tuple[Any, str]:
-    """Return the holder of a model's `forward` below hooks, which drop what is above them."""
+def _forward_holder(model: nn.Module) -> tuple[Any, str]:
+    """Return owner and name of a module's `forward` below hooks, which undo stand-ins above."""
     for owner, name in _holders(model):
         method = getattr(owner, name, None)
         while isinstance(method, StandIn):

@@ -1,8 +1,7 @@
 """Split tables: the places in a model where tokens are cut, attended to and gathered.
 
-A table names modules as `model.named_modules()` does; `*` stands for one part of a name, a `-1` at
-its end for the last of a list, and "" is the model itself. Only the tokens of a segment (text,
-image) are cut, and no other dims.
+A table names modules as `model.named_modules()` does; `*` stands for one part of a name, a final
+`-1` for the last module of a list, and "" for the model itself. Only dims of tokens are cut.
 """
 
 import inspect
@@ -18,49 +17,49 @@ from bascule.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The tokens of a segment in a tensor, or in each tensor of a list or mapping."""
+    """A cut of a segment's tokens in a tensor, or in each tensor of a list or mapping."""
 
-    # The segment; or several that follow each other, with lengths known from earlier cuts, but for
-    # one, which is the rest. () is a tensor cut by its number of tokens alone.
+    # A segment; or consecutive ones, whose lengths earlier cuts gave, but for one at most. With (),
+    # a tensor is cut evenly.
     segment: str | tuple[str, ...]
     dim: int = 1  # of tokens
-    # Dims of tensors that hold tokens. Default: any. 0: a whole number, which counts the first
-    # tokens of the segment; a rank gets its share of them. All of them, if this comes first.
+    # Only tensors with so many dims are cut. Default: all. 0: a whole number, which counts first
+    # tokens of the segment, and its length if no cut gave that; a rank gets its share of them.
     ndim: int | None = None
 
     @property
     def segments(self) -> tuple[str, ...]:
-        """Names of its segments."""
+        """Names of the segments."""
         return (self.segment,) if isinstance(self.segment, str) else self.segment
 
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """A mask of a segment, which attention sees whole, and the module not at all.
+    """A mask of a segment, which goes to attention whole, and not to the module.
 
-    (B, tokens), where nonzero is seen; or, for attention to this segment alone, (B, tokens, tokens)
-    as torch takes it.
+    (B, tokens), nonzero where seen; or, for attention to this segment alone, (B, tokens, tokens) as
+    torch takes it.
     """
 
     segment: str
-    # The module makes a mask of pairs of its tokens, as of the outer product: it gets its share of
-    # (B, tokens), and tokens that are not seen see nothing either.
+    # The module makes a mask of pairs itself, as by an outer product: it gets this rank's share of
+    # (B, tokens), and hidden tokens see nothing.
     of_pairs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Attention to another segment that is cut: its keys and values are gathered.
+    """Attention to another segment that is cut, whose keys and values are gathered.
 
-    Of several segments too, where the queries are those of one of them; tokens of copied ones may
-    also attend to themselves.
+    Of several segments, the queries are tokens of one; those of copied segments may also attend to
+    themselves.
     """
 
     segment: str | tuple[str, ...]
 
     @property
     def segments(self) -> tuple[str, ...]:
-        """Names of its segments."""
+        """Names of the segments."""
         return (self.segment,) if isinstance(self.segment, str) else self.segment
 
 
@@ -73,41 +72,40 @@ Output = str | tuple[str, ...] | Cut
 class SplitTable:
     """Tensors of a model that are cut into the ranks' shares, and tensors that are gathered."""
 
-    # in the order of the sequence that is attended to, unless `attends` has another
+    # segments of the sequence, in its order, that modules attend to unless `attends` names them
     segments: tuple[str, ...]
     # arguments that are cut, in this order, and masks that go to attention, by module and argument
     inputs: Mapping[str, Mapping[str, Input]]
     gathers: Mapping[str, Cut]  # outputs of modules that are made whole; of a tuple, the first
     # Modules that attend over the mesh, with the segments of each tensor that they return: one, or
-    # several that follow each other, of dim 1 or in a `Cut`. `verify` leaves out a module of none.
+    # consecutive ones, of dim 1 or in a `Cut`. `verify` leaves out modules with ().
     blocks: Mapping[str, tuple[Output, ...]]
     replicated: tuple[str, ...] = ()  # other arguments with tensors: every rank has all of them
     # outputs that are cut, by module and place in its tuple; a single tensor is at place 0
     outputs: Mapping[str, Mapping[int, Cut]] = field(default_factory=dict)
-    # Modules whose attention is over other segments, in this order; over none, every rank has all
-    # keys, and attention is left as it is. The innermost module counts.
+    # Modules that attend to other segments, in this order; (): every rank has all keys, and
+    # attention is left local. The innermost matching module wins.
     attends: Mapping[str, tuple[str, ...] | Keys] = field(default_factory=dict)
     nonempty: tuple[str, ...] = ()  # segments that every rank has whole if ranks outnumber tokens
-    # segments that every rank has whole, of which a call may attend to some tokens only
+    # segments that every rank has whole, and of which a call may attend to only some tokens
     copied: tuple[str, ...] = ()
     unbatched: tuple[str, ...] = ()  # arguments that all samples of a batch share
-    # For training: lists with an entry for each sample, which holds tensors; arguments of which the
-    # model takes the first sample's for all, or asks something of all; dims of batches, else 0.
-    listed: tuple[str, ...] = ()
-    alike: tuple[str, ...] = ()
-    batch_dims: Mapping[str, int] = field(default_factory=dict)
+    # For training:
+    listed: tuple[str, ...] = ()  # lists with an entry for each sample, which holds tensors
+    alike: tuple[str, ...] = ()  # arguments that must be equal in all samples of a batch
+    batch_dims: Mapping[str, int] = field(default_factory=dict)  # dim of the batch, if not 0
     # arguments that must be None, and advice
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
-Link = tuple[nn.Module, str, nn.Module]  # a module, a name in it, and what has this name
+Link = tuple[nn.Module, str, nn.Module]  # a module, a name in it, and the child of this name
 
 
 def modules_of(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    """Return the modules of a pattern, in order; only empty lists and None may match none."""
+    """Return the modules that match a pattern; refuse none, but for empty lists or None."""
     modules = dict(model.named_modules())
     matching = _matching(modules, pattern)
-    if not matching and not _is_left_out(modules, pattern):
+    if not matching and not _is_absent(modules, pattern):
         raise ConfigError(
             f"the split table names {pattern!r}, and {type(model).__name__} has no such module"
         )
@@ -115,7 +113,7 @@ def modules_of(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
 
 
 def check_table(model: nn.Module, table: SplitTable) -> None:
-    """Refuse a table that names an argument or a segment that is not there."""
+    """Refuse a table that names an argument that a module lacks, or a segment that is not cut."""
     of_model = *table.replicated, *table.unbatched, *table.refused, *table.listed, *table.alike
     of_model += tuple(table.batch_dims)
     arguments = [(type(model).__name__, model, name) for name in of_model]
@@ -123,10 +121,9 @@ def check_table(model: nn.Module, table: SplitTable) -> None:
         for path, module in ({"": model} if not pattern else modules_of(model, pattern)).items():
             arguments += [(path or type(model).__name__, module, name) for name in cuts]
     for path, module, name in arguments:
-        kinds = {
-            parameter.kind for parameter in inspect.signature(module.forward).parameters.values()
-        }
-        if inspect.Parameter.VAR_KEYWORD not in kinds and name not in parameters_of(module):
+        parameters = inspect.signature(module.forward).parameters.values()
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        if not takes_any and name not in parameters_of(module):
             raise ConfigError(
                 f"the split table names an argument {name!r} of {path}, and it takes "
                 f"{', '.join(parameters_of(module))}: correct the table, or use the version of "
@@ -134,24 +131,25 @@ def check_table(model: nn.Module, table: SplitTable) -> None:
             )
     inputs = [cut for cuts in table.inputs.values() for cut in cuts.values()]
     cuts = [cut for cut in inputs if isinstance(cut, Cut)]
-    by_place = [*table.outputs.values(), *(one for one in inputs if isinstance(one, Mapping))]
+    by_place = [*table.outputs.values(), *(cut for cut in inputs if isinstance(cut, Mapping))]
     cuts += [cut for places in by_place for cut in places.values()]
-    known = {name for cut in cuts for name in cut.segments}
+    cut_segments = {name for cut in cuts for name in cut.segments}
     used = [*table.segments, *table.nonempty, *table.copied]
     used += [name for cut in table.gathers.values() for name in cut.segments]
-    used += [one.segment for one in inputs if isinstance(one, Mask)]
-    for parts in table.attends.values():
-        used += parts.segments if isinstance(parts, Keys) else parts
+    used += [mask.segment for mask in inputs if isinstance(mask, Mask)]
+    for scope in table.attends.values():
+        used += scope.segments if isinstance(scope, Keys) else scope
     for name in used:
-        if name not in known:
+        if name not in cut_segments:
+            names = ", ".join(sorted(cut_segments)) or "none"
             raise ConfigError(
-                f"the split table names the segment {name!r}, and cuts "
-                f"{', '.join(sorted(known)) or 'none'}: let an input or output hold its tokens"
+                f"the split table names the segment {name!r}, and cuts {names}: let an input or "
+                "output hold its tokens"
             )
 
 
 def links_to(model: nn.Module, names: Iterable[str]) -> tuple[Link, ...]:
-    """Return each step on the way from a model to modules of these names, once."""
+    """Return the links on the paths from a model to modules of these names, each once."""
     links: dict[tuple[int, str], Link] = {}
     for name in names:
         parent = model
@@ -163,20 +161,21 @@ def links_to(model: nn.Module, names: Iterable[str]) -> tuple[Link, ...]:
     return tuple(links.values())
 
 
-def _is_left_out(modules: Mapping[str, nn.Module], pattern: str) -> bool:
+def _is_absent(modules: Mapping[str, nn.Module], pattern: str) -> bool:
+    """Return whether a pattern matches nothing because its module is None, or its list is empty."""
     parent, _, last = pattern.rpartition(".")
     parents = _matching(modules, parent).values()
     if not parents:
-        return bool(parent) and _is_left_out(modules, parent)
+        return bool(parent) and _is_absent(modules, parent)
     if last == "*":
-        return all(isinstance(one, nn.ModuleList) and len(one) == 0 for one in parents)
-    return all(getattr(one, last, one) is None for one in parents)
+        return all(isinstance(parent, nn.ModuleList) and len(parent) == 0 for parent in parents)
+    return all(getattr(parent, last, parent) is None for parent in parents)
 
 
 def _matching(modules: Mapping[str, nn.Module], pattern: str) -> dict[str, nn.Module]:
     if pattern.endswith(".-1"):
         lists = _matching(modules, pattern.removesuffix(".-1"))
-        numbered = {f"{name}.{len([*one.children()]) - 1}" for name, one in lists.items()}
+        numbered = {f"{name}.{len([*items.children()]) - 1}" for name, items in lists.items()}
         return {name: module for name, module in modules.items() if name in numbered}
     regex = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
     return {name: module for name, module in modules.items() if regex.fullmatch(name)}

@@ -1,4 +1,4 @@
-"""Split tables of models of diffusers, by class: what is cut, attended to and gathered."""
+"""Split tables of diffusers models, by class: tensors that are cut, attended to and gathered."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -29,11 +29,7 @@ _PROMPT_2 = "encoder_hidden_states_2", "encoder_attention_mask_2"
 _BLOCKS, _FIRST = "transformer_blocks.*", "transformer_blocks.0"
 _BOTH_BLOCKS = _BLOCKS, "single_transformer_blocks.*"
 _JOINED = {_BLOCKS: _TEXT_IMAGE, "single_transformer_blocks.*": (_TEXT_IMAGE,)}
-_NO_KV_CACHE = (
-    "a cache of keys would be of a rank's own tokens: leave it out, so that reference tokens are "
-    "attended to in every step"
-)
-
+_NO_KV_CACHE = "a cache of keys would hold one rank's tokens: leave it out"
 _PADDED_MASK = "the model pads it to a rank's own tokens: leave it out"
 
 
@@ -56,10 +52,10 @@ _LIKE_FLUX = SplitTable(
     replicated=("timestep",),
     unbatched=("img_ids", "txt_ids"),
 )
-_OF_CONTROL = dict.fromkeys(("controlnet_block_samples", "controlnet_single_block_samples"), _IMAGE)
+_RESIDUALS = dict.fromkeys(("controlnet_block_samples", "controlnet_single_block_samples"), _IMAGE)
 FLUX = replace(
     _LIKE_FLUX,
-    inputs={"": {**_FLUX_INPUTS, **_OF_CONTROL}},
+    inputs={"": {**_FLUX_INPUTS, **_RESIDUALS}},
     replicated=("pooled_projections", "timestep", "guidance"),
 )
 _QWEN_IMAGE = SplitTable(
@@ -109,24 +105,14 @@ _HUNYUAN_VIDEO = SplitTable(
     attends={"context_embedder": ()},
     nonempty=("text",),
 )
+_COSMOS3_NAMES = "tokens sequence_indexes mse_loss_indexes timesteps noisy_frame_indexes".split()
 _COSMOS3_PACKED = (
-    *("input_ids", "text_indexes", "position_ids"),
-    *(
-        f"{kind}_{name}"
-        for kind in ("vision", "sound", "action")
-        for name in (
-            *("tokens", "sequence_indexes", "mse_loss_indexes", "timesteps"),
-            "noisy_frame_indexes",
-        )
-    ),
-    "action_domain_ids",
+    *("input_ids", "text_indexes", "position_ids", "action_domain_ids"),
+    *(f"{kind}_{name}" for kind in ("vision", "sound", "action") for name in _COSMOS3_NAMES),
 )
 _VACE_CONTROL = "control_hidden_states", "control_hidden_states_scale"
-_HELIOS_HISTORY = (
-    *("latents_history_short", "latents_history_mid", "latents_history_long"),
-    *("indices_hidden_states", "indices_latents_history_short"),
-    *("indices_latents_history_mid", "indices_latents_history_long"),
-)
+_HELIOS_LATENTS = "latents_history_short", "latents_history_mid", "latents_history_long"
+_HELIOS_INDICES = "indices_hidden_states", *(f"indices_{name}" for name in _HELIOS_LATENTS)
 _FRAMEPACK_HISTORY = "latents_clean", "latents_history_2x", "latents_history_4x"
 _FRAMEPACK_INDICES = "indices_latents", *(f"indices_{name}" for name in _FRAMEPACK_HISTORY)
 _H3_REPLICATED = (
@@ -164,8 +150,8 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
         inputs={"": {**_FLUX_INPUTS, "controlnet_block_samples": _IMAGE}},
         replicated=FLUX.replicated,
         refused={
-            "controlnet_single_block_samples": "the model adds them from the image's token on "
-            "whose number is the length of the text: leave them out"
+            "controlnet_single_block_samples": "the model adds them behind as many tokens of the "
+            "image as the text has: leave them out"
         },
     ),
     "ChromaTransformer2DModel": replace(
@@ -195,7 +181,7 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
             "attention_mask": "the model adds it to the scores, which hides nothing: leave it out"
         },
     ),
-    "Cosmos3OmniTransformer": SplitTable(  # tokens of what it makes after those of the prompt
+    "Cosmos3OmniTransformer": SplitTable(  # tokens of the prompt, then of video, sound and actions
         segments=_TEXT_VIDEO,
         inputs={
             "": {"und_len": Cut("text", ndim=0)},
@@ -214,7 +200,7 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
         inputs={
             "": {"block_controlnet_hidden_states": _VIDEO},
             _FIRST: {_HIDDEN: _VIDEO},
-            **dict.fromkeys(  # times of a sample, or of each token
+            **dict.fromkeys(  # times of each token; those of a sample have fewer dims
                 (_BLOCKS, "norm_out"), dict.fromkeys(("embedded_timestep", "temb"), _VIDEO_TOKENS)
             ),
         },
@@ -259,9 +245,9 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
             },
             "blocks.0": {_HIDDEN: Cut(_HISTORY_VIDEO)},
         },
-        gathers={"blocks.-1": Cut(_HISTORY_VIDEO)},  # what follows takes the last tokens of all
+        gathers={"blocks.-1": Cut(_HISTORY_VIDEO)},  # later modules take the last tokens of all
         blocks={"blocks.*": (_HISTORY_VIDEO,)},
-        replicated=(*_LATENTS, *_HELIOS_HISTORY),
+        replicated=(*_LATENTS, *_HELIOS_LATENTS, *_HELIOS_INDICES),
         attends={"blocks.*.attn2": ()},
     ),
     "HiDreamImageTransformer2DModel": SplitTable(
@@ -277,7 +263,7 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
             *(_HIDDEN, "hidden_states_masks", "img_ids", "img_sizes", "timesteps"),
             *("pooled_embeds", "encoder_hidden_states_t5", "encoder_hidden_states_llama3"),
         ),
-        copied=("text",),  # each block joins others to it, and takes them away
+        copied=("text",),  # each block appends other tokens to it, and removes them again
         batch_dims={"encoder_hidden_states_llama3": 1},
     ),
     "HunyuanImageTransformer2DModel": SplitTable(
@@ -298,7 +284,7 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
         },
         blocks={_BLOCKS: _VIDEO_TEXT},
         replicated=(_HIDDEN, *_PROMPT_MASK, *_PROMPT_2, "image_embeds", "timestep", "timestep_r"),
-        alike=("image_embeds",),  # if those of all samples are 0, none attends to its own
+        alike=("image_embeds",),  # only if all samples' are 0, none attends to them
     ),
     "HunyuanVideoFramepackTransformer3DModel": replace(
         _HUNYUAN_VIDEO,
@@ -308,7 +294,7 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
             "single_transformer_blocks.*": {"image_rotary_emb": _VIDEO_ROWS},
         },
         outputs={},
-        # Later modules take the last tokens of all: those before them are the history.
+        # Later modules take the last tokens of all; the history lies before them.
         gathers={"single_transformer_blocks.-1": _VIDEO},
         replicated=(
             *(_HIDDEN, *_PROMPT_MASK, "timestep", "pooled_projections", "guidance"),
@@ -395,7 +381,7 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
         attends={"noise_refiner.*": ("image",), "context_refiner.*": ()},
     ),
     "MiniMaxH3Transformer3DModel": SplitTable(
-        segments=("packed",),  # text, video and audio, in the order that their indices say
+        segments=("packed",),  # text, video and audio, in the order of their indices
         inputs={
             _FIRST: {_HIDDEN: _PACKED},
             _BLOCKS: {"adaln_indices": _PACKED_ROWS},
@@ -468,11 +454,9 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
             },
             _FIRST: {_HIDDEN: Cut(_MEMORY_AUDIO)},
         },
-        gathers={"transformer_blocks.-1": Cut(_MEMORY_AUDIO)},  # what follows drops the memory
+        gathers={"transformer_blocks.-1": Cut(_MEMORY_AUDIO)},  # the model then drops the memory
         blocks={_BLOCKS: (_MEMORY_AUDIO,)},
-        replicated=(
-            *(*_LATENTS, "encoder_attention_mask", "global_hidden_states", "local_add_cond"),
-        ),
+        replicated=(*_LATENTS, _PROMPT_MASK[1], "global_hidden_states", "local_add_cond"),
         attends={"transformer_blocks.*.cross_attn": ()},
     ),
     "WanAnimateTransformer3DModel": replace(
@@ -512,15 +496,11 @@ TABLES: Mapping[str, SplitTable] = {  # by name of a class of diffusers
     ),
 }
 
-_LINEAR = (
-    "its linear attention sums over all tokens by products of matrices, and its feed-forwards are "
-    "convolutions over the whole grid"
-)
+_LINEAR = "its linear attention sums over all tokens, and its feed-forwards are convolutions"
 WITHOUT_TABLE: Mapping[str, str] = {  # reasons, by name of a class of diffusers
     "SanaTransformer2DModel": _LINEAR,
     "SanaVideoTransformer3DModel": _LINEAR,
-    "WanAnimate2Transformer3DModel": "it attends by flex attention, in a buffer of all tokens and "
-    "a cache of all keys of the reference",
+    "WanAnimate2Transformer3DModel": "it attends by flex attention, in a buffer of all tokens",
 }
 
 
@@ -529,8 +509,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
     wrapper: Any = model
     if isinstance(model, FullyShardedDataParallel):
         raise ConfigError(
-            f"FullyShardedDataParallel (FSDP 1) shards a {type(model.module).__name__} in a way "
-            "that cannot be split: use fully_shard(model) (FSDP 2)"
+            f"FSDP 1 shards a {type(model.module).__name__} in a way that cannot be split: use "
+            "fully_shard(model) (FSDP 2)"
         )
     if isinstance(model, DistributedDataParallel):
         return unwrapped(wrapper.module)
@@ -540,47 +520,36 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return unwrapped(wrapper.get_base_model()) if is_of_peft else model
 
 
-def is_tested(table: SplitTable) -> bool:
-    """Return whether a table is one of bascule's own, which its tests compare with one process."""
-    return any(table is one for one in TABLES.values())
-
-
 def table_of(model: nn.Module, table: SplitTable | Mapping[str, Any] | None = None) -> SplitTable:
-    """Return a table, or the table of a plan of diffusers, or of the model's nearest class."""
+    """Return the given table, the table of a diffusers plan, or the table of the model's class."""
     if isinstance(table, SplitTable):
         return table
     if table is not None:
         return table_from_plan(model, table)
-    name = _name_in((*TABLES, *WITHOUT_TABLE), model)
+    name = _class_name((*TABLES, *WITHOUT_TABLE), model)
     if getattr(model, "union", False):
         raise ConfigError(
-            f"no split table for a {type(model).__name__} that is a union, whose text gets one "
-            "token more for its mode: do not split it; whole, it goes with a split transformer"
+            f"no split table for a {type(model).__name__} that is a union, whose text gets a token "
+            "for its mode: leave it whole, beside a split transformer"
         )
     if name in TABLES:
         return TABLES[name]
+    kind = f"no split table for {type(model).__name__}"
     if name in WITHOUT_TABLE:
-        raise ConfigError(
-            f"no split table for {type(model).__name__}: {WITHOUT_TABLE[name]}, which ranks cannot "
-            "share: run it on each rank, with prompts of its own"
-        )
+        raise ConfigError(f"{kind}: {WITHOUT_TABLE[name]}: run it on each rank, with other prompts")
     plan = getattr_static(model, "_cp_plan", None)  # not one that a wrapper passes on
     if plan is not None:
         return table_from_plan(model, plan)
-    for path, part in model.named_modules():
-        if name := _name_in(TABLES, part):
-            raise ConfigError(
-                f"no split table for {type(model).__name__}, which holds a {name}: give that, its "
-                f"{path!r}"
-            )
+    for path, module in model.named_modules():
+        if name := _class_name(TABLES, module):
+            raise ConfigError(f"{kind}, which holds a {name}: give that, its {path!r}")
     raise ConfigError(
-        f"no split table for {type(model).__name__}: write one for "
-        "parallelize(.., table=SplitTable(..)), as docs/sequence_parallel.md shows (Adding a "
-        "table; Models lists those that have one), or use context_parallel(mesh) around its calls"
+        f"{kind}: write one for parallelize(.., table=SplitTable(..)), as in Adding a table of "
+        "docs/sequence_parallel.md, or use context_parallel(mesh) around its calls"
     )
 
 
-def _name_in(names: Collection[str], model: nn.Module) -> str:
-    """Return the name of a model's nearest diffusers class in `names`; else an empty text."""
+def _class_name(names: Collection[str], model: nn.Module) -> str:
+    """Return the first diffusers class of a model's MRO that is in `names`; "" if none is."""
     of_diffusers = (cls for cls in type(model).__mro__ if cls.__module__.startswith("diffusers."))
     return next((cls.__name__ for cls in of_diffusers if cls.__name__ in names), "")

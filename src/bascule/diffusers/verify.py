@@ -33,8 +33,8 @@ from bascule.errors import ConfigError
 from bascule.stand_in import as_in_use, module_of
 
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
-"""Relative L2 errors that pass: sums of attention are in another order on a mesh."""
-_OF_ROUNDED = 0.1  # of rows at 8 bits or inputs that differ, for a table that may not fit
+"""Relative L2 errors that pass, by dtype: a mesh sums attention in another order."""
+_ROUNDED_TOLERANCE = 0.1  # passes in a check of a table if rows are 8-bit or inputs may differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,9 @@ class Verification:
     """Relative L2 errors of a model on a mesh against one process; the same on every rank.
 
     Attributes:
-        blocks: By block and segment, as they ran; of a pipeline by phase, and of the first step
-            that differs also by block.
-        outputs: By place in the output of the model; none of a pipeline.
+        blocks: Errors by block and segment, as they ran; of a pipeline, by phase, and by block in
+            the first step that differs.
+        outputs: Errors by place in the output of the model; none of a pipeline.
         tolerance: Largest error that passes, by the dtype of the first output or the latents.
     """
 
@@ -80,25 +80,22 @@ class Verification:
 
 @shared("verify")
 def verify(split: SplitModel, inputs: Mapping[str, Any], group: RankGroup | None) -> Verification:
-    """Compare a model on each of the meshes that a group of ranks consists of."""
+    """Compare a model with one process, on each of the meshes that the ranks of a group form."""
     if split.has_cache:
-        raise ConfigError(
-            "verify: the model has a cache of steps, which would take each of two passes for a "
-            "step: call disable_cache() first"
-        )
+        raise ConfigError("verify: the model has a cache of steps: call disable_cache() first")
     if group is not None:
         compare_inputs(Fingerprint.of(inputs), group, "verify")
-    was_checked, split.is_checked = split.is_checked, True  # a call within is not checked, too
+    was_checked, split.is_checked = split.is_checked, True  # calls within need no check
     try:
         result = _compare(split, partial(split.model, **inputs), group, by_block=True)
-        was_checked = was_checked or _of_table(split, result).ok
+        was_checked = was_checked or _relaxed(split, result).ok
     finally:
         split.is_checked = was_checked
     return result
 
 
 def check_table(split: SplitModel, run: Callable[[], Any]) -> None:
-    """Compare the first call of a model whose table is a user's, or a plan, with one process.
+    """Compare the first call of a model with one process, if its table is none of bascule's.
 
     Raises:
         ConfigError: The table does not fit; the error names the first block that differs, or the
@@ -117,14 +114,14 @@ def check_table(split: SplitModel, run: Callable[[], Any]) -> None:
             raise
         except Exception as error:
             with alone, torch.no_grad():
-                run()  # an error of one process, too, is not the table's
+                run()  # raises if the error is not the table's
             where, reason = module_of(error, split.model), " ".join(str(error).split())[:200]
             raise ConfigError(
                 f"the table of {kind} does not fit: over ranks {where or kind} raised "
                 f"{type(error).__name__}: {reason}; {advice}"
             ) from error
-        for by_block in (False, True):  # all blocks take much memory, and are seldom needed
-            result = _of_table(split, _compare(split, run, group, by_block=by_block))
+        for by_block in (False, True):  # only a difference is worth the memory of all blocks
+            result = _relaxed(split, _compare(split, run, group, by_block=by_block))
             if result.ok:
                 return
     first = result.first_difference
@@ -135,10 +132,10 @@ def check_table(split: SplitModel, run: Callable[[], Any]) -> None:
     )
 
 
-def _of_table(split: SplitModel, result: Verification) -> Verification:
+def _relaxed(split: SplitModel, result: Verification) -> Verification:
     """Relax the tolerance if rows are 8-bit or inputs may differ."""
     is_exact = split.options.wire is None and split.inputs.tolerance == 0
-    return result if is_exact else replace(result, tolerance=_OF_ROUNDED)
+    return result if is_exact else replace(result, tolerance=_ROUNDED_TOLERANCE)
 
 
 def _compare(
@@ -148,7 +145,7 @@ def _compare(
     *,
     by_block: bool,
 ) -> Verification:
-    """Compare the outputs of a call over a mesh with one process, and those of blocks."""
+    """Compare a call's outputs with one process, and with `by_block` the outputs of all blocks."""
     assert split.way is not None
     mesh = split.way.mesh
     gathered = {name for gather in split.table.gathers for name in modules_of(split.model, gather)}
@@ -158,7 +155,7 @@ def _compare(
     def is_gathered(block: str, place: int) -> bool:
         return block in gathered and place == 0
 
-    def keep(block: str, place: int, whole: Tensor) -> None:
+    def save(block: str, place: int, whole: Tensor) -> None:
         whole, cut = of_first_rank(whole, group), _cut_of(split, block, place)
         if not is_gathered(block, place) and isinstance(cut.segment, str):
             stripe = 0 if split.sparse is None else split.sparse.config.dealt
@@ -169,21 +166,21 @@ def _compare(
     def compare(block: str, place: int, share: Tensor) -> None:
         name, forward = _name_of(split, block, place), split.forward
         whole, cut = expected.pop(name), _cut_of(split, block, place)
-        if not is_gathered(block, place) and not isinstance(cut.segment, str):  # known by now
-            assert forward is not None
+        if not is_gathered(block, place) and not isinstance(cut.segment, str):
+            assert forward is not None  # the pass has all lengths by now
             whole = api.split(whole, mesh, forward.share(cut.segment).layout, cut.dim)
         sums[name] = _squares(share, whole)
 
     # A compiled model would trace the hooks, and break its graph.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         alone, together = _alone_and_together(split)
-        with alone, _observed(split, keep) if by_block else nullcontext():
+        with alone, _observed(split, save) if by_block else nullcontext():
             reference = [of_first_rank(x, group) for x in leaves_of(run())]
         with together, _observed(split, compare) if by_block else nullcontext():
             outputs = leaves_of(run())
-    if not outputs and by_block:
-        raise ConfigError(f"verify: {type(split.model).__name__} returns no tensors")
     if not outputs:
+        if by_block:
+            raise ConfigError(f"verify: {type(split.model).__name__} returns no tensors")
         return Verification({}, {}, 0.0)
     results = {
         f"output {place}": _squares(output, whole)
@@ -198,21 +195,20 @@ def _compare(
 
 
 def _alone_and_together(split: SplitModel) -> tuple[AbstractContextManager[None], ...]:
-    """Return scopes in which the model runs in one process, and over the mesh."""
+    """Return two scopes: in the first the model runs in one process, in the second on the mesh."""
     way = split.way
     assert way is not None
     if way.sparse is None:
         return split.taking(None), split.taking(replace(way, compares=False))
-    masks: dict[int, Bools] = {}  # of a mesh of one rank, so the mesh computes the same blocks
-    states = [
-        way.sparse.replaying(mesh, masks) for mesh in (AttentionMesh(None, None, None), way.mesh)
-    ]
+    masks: dict[int, Bools] = {}  # recorded on one rank, replayed on the mesh
+    meshes = AttentionMesh(None, None, None), way.mesh
+    states = [way.sparse.replaying(mesh, masks) for mesh in meshes]
     return tuple([split.taking(Way(state.mesh, state, compares=False)) for state in states])
 
 
 @contextmanager
 def _observed(split: SplitModel, observe: Callable[[str, int, Tensor], None]) -> Iterator[None]:
-    """Observe the name of each block, and the place and value of each of its outputs."""
+    """Call `observe` with the name of each block, and the place and value of each output."""
 
     def hook_of(name: str, segments: tuple[Any, ...]) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -230,11 +226,12 @@ def _observed(split: SplitModel, observe: Callable[[str, int, Tensor], None]) ->
 
 
 def _cut_of(split: SplitModel, block: str, place: int) -> Cut:
-    one = split.blocks[block][1][place]
-    return one if isinstance(one, Cut) else Cut(one)
+    output = split.blocks[block][1][place]
+    return output if isinstance(output, Cut) else Cut(output)
 
 
 def _name_of(split: SplitModel, block: str, place: int) -> str:
+    """Name an output of a block by its segments, and by its place if another has the same."""
     outputs = split.blocks[block][1]
     again = f", output {place}" if outputs.count(outputs[place]) > 1 else ""
     return f"{block} ({', '.join(_cut_of(split, block, place).segments)}{again})"
@@ -249,7 +246,7 @@ def _tolerance_of(dtype: torch.dtype) -> float:
 
 
 def _squares(x: Tensor, expected: Tensor) -> Tensor:
-    """Return (2,): squared norms of the difference and of the expected values."""
+    """Return (2,) squared norms: of the difference, and of the expected values."""
     expected = expected.double()
     norm = expected.square().sum()
     if x.shape != expected.shape:
@@ -258,7 +255,7 @@ def _squares(x: Tensor, expected: Tensor) -> Tensor:
 
 
 def errors_of(sums: Mapping[str, Tensor], group: RankGroup | None) -> dict[str, float]:
-    """Return relative L2 errors over all ranks by name, from squares; one all-reduce."""
+    """Return relative L2 errors over all ranks by name, from squared norms; one all-reduce."""
     table = torch.stack(list(sums.values()))
     if group is not None:
         table = all_reduce(group, "all_reduce (verify)", _carried(table, group))
@@ -267,14 +264,14 @@ def errors_of(sums: Mapping[str, Tensor], group: RankGroup | None) -> dict[str, 
 
 
 def of_first_rank(x: Tensor, group: RankGroup | None) -> Tensor:
-    """Return the first rank's tensor, on the device of this rank's; a broadcast."""
+    """Broadcast the first rank's tensor, to the device of this rank's tensor."""
     if group is None:
         return x
     return broadcast(group, "broadcast (verify)", _carried(x, group)).to(x.device)
 
 
 def _carried(x: Tensor, group: RankGroup) -> Tensor:
-    """Return the tensor on the device of the group: NCCL sends nothing of the host."""
+    """Return the tensor on the device of the group: NCCL sends no tensors of the host."""
     return x.to(device_of(group)) if x.is_cpu else x
 
 
@@ -289,24 +286,25 @@ class _Run:
     passes: dict[str, list[_Pass]] = field(default_factory=dict[str, list[_Pass]])  # by step
     num_steps: int = 0
 
-    def observe(self, what: str, args: Any, kwargs: Any, output: Any) -> None:
-        if what in TRANSFORMERS:
+    def observe(self, part: str, args: Any, kwargs: Any, output: Any) -> None:
+        """Record a call of a transformer, or the outputs of another part of the pipeline."""
+        if part in TRANSFORMERS:
             step = f"step {self.num_steps + 1}"
-            self.passes.setdefault(step, []).append((what, args, kwargs))
+            self.passes.setdefault(step, []).append((part, args, kwargs))
             return
-        self.num_steps += what == "step"
-        name = f"{what} {self.num_steps}" if what == "step" else what
+        self.num_steps += part == "step"
+        name = f"{part} {self.num_steps}" if part == "step" else part
         leaves = [leaf.detach().clone() for leaf in leaves_of(output)]
         self.outputs.setdefault(name, []).extend(leaves)
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineComparison:
-    """A pipeline over ranks, to be compared with one process."""
+    """A comparison of a pipeline over ranks with one process."""
 
     pipeline: Any
-    splits: Sequence[SplitModel]  # its transformers
-    group: RankGroup | None  # the ranks of the replica; None for one
+    splits: Sequence[SplitModel]  # the pipeline's transformers
+    group: RankGroup | None  # the ranks of the replica; None: one rank
     alone: Callable[[], AbstractContextManager[None]]  # a scope in which this rank shares nothing
     has_pixels: bool  # whether this rank gets the pixels
     verify_model: Callable[..., Verification]  # `ParallelHandle.verify`, of a transformer
@@ -318,45 +316,45 @@ class PipelineComparison:
             if split.sparse is not None or split.has_cache:
                 raise ConfigError(
                     f"verify: a {type(split.model).__name__} with block-sparse attention or a "
-                    "cache of steps computes other things in one process: verify the model alone, "
-                    "as in handle.verify(pipeline.transformer, ..), or call disable_cache() first"
+                    "cache of steps computes other values in one process: verify it alone, as "
+                    "handle.verify(pipeline.transformer, ..), or call disable_cache() first"
                 )
         if self.group is not None:
             compare_inputs(Fingerprint.of(arguments), self.group, "verify")
-        one, several = self._both(arguments)
+        alone, together = self._run_twice(arguments)
         sums = {
-            name: self._squares_of(name, expected, several.outputs.get(name, []))
-            for name, expected in one.outputs.items()
+            name: self._squares_of(name, expected, together.outputs.get(name, []))
+            for name, expected in alone.outputs.items()
             if expected
         }
         errors = errors_of(sums, self.group)
-        latents = one.outputs.get("step 1") or next(iter(one.outputs.values()))
+        latents = alone.outputs.get("step 1") or next(iter(alone.outputs.values()))
         phases = Verification(errors, {}, _tolerance_of(latents[0].dtype))
         first = phases.first_difference
-        if first is None or first not in one.passes:
+        if first is None or first not in alone.passes:
             return phases
-        blocks = self._blocks_of(first, one)
+        blocks = self._errors_of_blocks(first, alone)
         detailed = dict[str, float]()
         for name, error in errors.items():
             detailed |= (blocks if name == first else {}) | {name: error}
         return Verification(detailed, {}, phases.tolerance)
 
-    def _both(self, arguments: Mapping[str, Any]) -> tuple[_Run, _Run]:
+    def _run_twice(self, arguments: Mapping[str, Any]) -> tuple[_Run, _Run]:
         """Run in one process and over ranks from the same noise; restore the random states."""
         device = execution_device(self.pipeline, self.splits[0].model)
         generators = generators_of(arguments)
         states = random_states(device, generators)
-        one, several = _Run(), _Run()
+        alone, together = _Run(), _Run()
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             try:
-                with self.alone(), watched(self.pipeline, one.observe):
+                with self.alone(), watched(self.pipeline, alone.observe):
                     self.pipeline(**arguments)
                 set_random_states(device, generators, states)
-                with watched(self.pipeline, several.observe):
+                with watched(self.pipeline, together.observe):
                     self.pipeline(**arguments)
             finally:
                 set_random_states(device, generators, states)
-        return one, several
+        return alone, together
 
     def _squares_of(self, name: str, expected: Sequence[Tensor], local: Sequence[Tensor]) -> Tensor:
         wholes = [of_first_rank(x, self.group) for x in expected]
@@ -364,18 +362,18 @@ class PipelineComparison:
             local = wholes
         if len(local) != len(wholes):
             local = [x.new_empty(0) for x in wholes]
-        each = [_squares(x, y).cpu() for x, y in zip(local, wholes, strict=True)]  # of any devices
-        return torch.stack(each).sum(dim=0)
+        pairs = zip(local, wholes, strict=True)
+        return sum((_squares(x, y).cpu() for x, y in pairs), torch.zeros(2, dtype=torch.float64))
 
-    def _blocks_of(self, step: str, one: _Run) -> dict[str, float]:
-        """Return errors of the blocks of a step's first pass that differs; else of all passes."""
+    def _errors_of_blocks(self, step: str, run: _Run) -> dict[str, float]:
+        """Return errors by block, up to the step's first pass that differs."""
         blocks = dict[str, float]()
-        for what, args, kwargs in one.passes[step]:
-            model: nn.Module = getattr(self.pipeline, what)
+        for part, args, kwargs in run.passes[step]:
+            model: nn.Module = getattr(self.pipeline, part)
             inputs = dict(zip(parameters_of(model), args, strict=False)) | kwargs
             inputs = mapped(inputs, lambda x: of_first_rank(x, self.group))
             result = self.verify_model(model, **inputs)
-            blocks |= {f"{step}, {what}: {name}": error for name, error in result.errors.items()}
+            blocks |= {f"{step}, {part}: {name}": error for name, error in result.errors.items()}
             if not result.ok:
                 break
         return blocks

@@ -463,7 +463,7 @@ class Engine:
             guided.share_among(branches)
         for part in self._parts:
             sparse = None if self._sparse is None else SparseLayers(self._sparse, place.mesh)
-            part.use(Way(place.mesh, sparse))
+            part.switch(Way(place.mesh, sparse))
             if is_new and self._compiles:
                 undo = compile_in_place(part.model, "default", None, part.prepare)
                 self._undo.callback(undo)
