@@ -32,14 +32,15 @@ def test_tables(table: Table, tmp_path: Path) -> None:
     table.write(path)
     path = path / table.inner
     rule = TokenRule.of_model(table.model, **table.rule)
+    options: dict[str, Any] = {"columns": table.columns, "skip_bad": table.skip_bad}
     if isinstance(table.tokens, list):
-        manifest = read_manifest(path, rule, **table.options)
+        manifest = read_manifest(path, rule, **options)
         assert manifest.lens.tolist() == table.tokens
         shapes = [manifest.shape(k) for k in range(len(manifest))]
         assert [shape.seq_len for shape in shapes] == table.tokens
     else:
         with pytest.raises(ConfigError) as raised:
-            read_manifest(path, rule, **table.options)
+            read_manifest(path, rule, **options)
         message = str(raised.value)
         assert table.tokens in message and message.startswith(str(path)) and "\n" not in message
 
