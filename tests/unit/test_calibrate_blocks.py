@@ -18,11 +18,9 @@ from bascule.calibrate.blocks import (
 )
 from bascule.calibrate.options import CalibrateOptions
 from bascule.calibrate.timed import Probe, seconds_of
-from bascule.cli import launch
 from bascule.errors import ConfigError
 from bascule.models import MMDiTConfig
 from tests.helpers import own_blocks
-from tests.helpers.cli import Console, run
 from tests.helpers.pages import python_of
 
 CPU = torch.device("cpu")
@@ -125,47 +123,6 @@ def test_what_makes_a_run_ready_is_not_timed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 # Options
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--lengths", "100"), "--lengths '100': give the shortest and the longest"),
-        (("--lengths", "a:b"), "--lengths"),
-        (("--lengths", "0:100"), "--lengths: tokens 0: must be an integer, at least 1"),
-        (("--lengths", "512:64"), "--lengths 512:64"),
-        (("--lengths", "10:14"), "5 lengths for --points 9; give a wider range"),
-        (("--lengths", "1:999999999"), "--lengths: tokens"),
-        (("--points", "4"), "--points 4: must be an integer, at least 5"),
-        (("--rounds", "0"), "--rounds 0:"),
-        (("--mib", "0"), "--mib 0:"),
-        (("--ranks", "0"), "--ranks 0:"),
-        (("--limit", "nan"), "--limit nan: must be finite"),
-        (("--limit", "-1"), "--limit"),
-        (("--timeout-s", "0"), "--timeout-s"),
-        (("--d-model", "0"), "--d-model 0:"),
-        (("--num-heads", "9999999"), "--num-heads"),
-        (("--sparse-tokens", "-1"), "--sparse-tokens"),
-        (("--base", "h900"), "there is no profile 'h900'"),
-        (("--module", "a:b", "--num-heads", "2"), "--num-heads 2: --module a:b has its own"),
-        (("--module", "a:b", "--dtype", "float64"), "--dtype float64: --module a:b has its own"),
-        (("--out", "/nowhere/at/all/x.json"), "there is no folder /nowhere/at/all"),
-        (("--report", "x.pdf"), "--report x.pdf: must end in .html"),
-        (("--kernel", "magic"), "kernel 'magic': choose one of"),
-        (("--kernel", "flash_attn"), "flash_attn"),
-        (("--d-model", "100", "--num-heads", "7"), "such as --d-model 112"),
-        (("--d-model", "12", "--num-heads", "4"), "--d-model 12 and --num-heads 4: a head must"),
-        (("--module", "nocolon"), "give package.module:function"),
-        (("--module", "a.b:"), "give package.module:function"),
-        (("--module", "no_such_module.x:make"), "there is no no_such_module on the path of Python"),
-    ],
-)
-def test_options_that_are_refused_before_any_rank_starts(
-    capsys: Console, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
-) -> None:
-    monkeypatch.setattr(launch, "result_of_ranks", lambda *_: pytest.fail("ranks were started"))
-    code, _, err = run(capsys, "calibrate", *arguments)
-    assert code == 2 and message in err and len(err.strip().splitlines()) == 1
 
 
 def test_lengths_are_spread_evenly_from_end_to_end() -> None:

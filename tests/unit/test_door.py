@@ -29,7 +29,6 @@ from bascule.generate.options import Prompt
 from bascule.serve import guard
 from bascule.serve.options import ServeOptions
 from tests.helpers import browser
-from tests.helpers.cli import Console, run
 from tests.helpers.door import Open, multipart, opened_door, png, stepping
 from tests.helpers.pages import ROOT, commands_of
 
@@ -532,29 +531,6 @@ def test_pages_of_others_cannot_call_without_a_key(images: Open) -> None:
     assert len(images.service.asked) == 2
     for path in ("/health", "/"):  # they hold no data
         assert images.call("GET", path, Host="evil.example")[0] == 200
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("--host 0.0.0.0", "--host 0.0.0.0: others can reach this address: give --api-key-file"),
-        ("--host example.org", "others can reach this address"),
-        ("--api-key-file nowhere", "cannot read nowhere"),
-        ("--api-key-file empty", "--api-key-file empty: give one line of 16 ASCII characters"),
-        ("--model nowhere", "--model nowhere: no nowhere/model_index.json"),
-        ("--degrees 1 3", "--degrees 3: give powers of two"),
-        ("--port 70000", "--port 70000: must be an integer, at least 0 and at most 65535"),
-        ("--max-steps 0", "--max-steps 0: must be an integer, at least 1"),
-        ("--spool empty", "--spool empty: empty is a file; give a folder"),
-    ],
-)
-def test_wrong_options_are_one_sentence(
-    arguments: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Console
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").write_text("short\n")
-    code, out, err = run(capsys, "serve", *arguments.split())
-    assert (code, out) == (2, "") and said in err and err.count("\n") == 1
 
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ from PIL import Image
 
 from bascule.errors import ConfigError
 from bascule.generate.options import GenerateOptions, Prompt, names_of, read_prompts, variant_of
-from tests.helpers.cli import Console, run
 
 
 def test_prompts_of_the_command_and_of_files(tmp_path: Path) -> None:
@@ -142,28 +141,6 @@ def test_bad_lines_are_refused(line: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as met:
         read_prompts(GenerateOptions(prompts=path))
     assert said in str(met.value)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "give either --prompt TEXT, once or more, or --prompts FILE"),
-        (["--prompt", "x", "--prompts", "y"], "give either --prompt TEXT"),
-        (["--prompts", "nowhere.txt"], "cannot read nowhere.txt"),
-        (["--prompt", "x", "--model", "nowhere"], "give the folder of a pipeline of diffusers"),
-        (["--prompt", "x", "--ring", "0"], "--ring 0: must be an integer, at least 1"),
-        (["--prompt", "x", "--ring", "2", "--longest-ring", "2"], "--longest-ring: is for a mesh"),
-        (["--prompt", "x", "--sparse", "1.5"], "--sparse 1.5: must be"),
-        (["--prompt", "x", "--height", "-8"], "--height -8: must be an integer, at least 1"),
-        (["--prompt", "x", "--guidance", "inf"], "--guidance inf: must be finite"),
-        (["--prompt", "x", "--fps", "0"], "--fps 0: must be an integer, at least 1"),
-        (["--prompt", "x", "--json", "no/where.json"], "--json no/where.json: cannot be written"),
-    ],
-)
-def test_wrong_uses_are_one_sentence(arguments: list[str], said: str, capsys: Console) -> None:
-    code, out, err = run(capsys, "generate", *arguments)
-    assert (code, out) == (2, "")
-    assert said in err and err.startswith("bascule: ") and err.count("\n") == 1
 
 
 def test_a_pipeline_without_an_argument_refuses_what_needs_it() -> None:
