@@ -77,6 +77,17 @@ def inlined(width: int, height: int) -> dict[str, Any]:
     return {"bytes": image(width, height), "path": None}
 
 
+def configured(
+    name: str,
+    toml: str,
+    tokens: list[int] | str,
+    files: Mapping[str, bytes | str] | None = None,
+    model: str = "flux.1",
+) -> Table:
+    """A folder that the configuration of a trainer describes."""
+    return Table(name, {"data.toml": toml, **(files or {})}, tokens, model, inner="data.toml")
+
+
 def shard(path: Path) -> None:
     with tarfile.open(path, "w") as tar:
         for number, (width, height, caption) in enumerate(TWO):
@@ -101,7 +112,11 @@ def dataset_on_disk(path: Path) -> None:
 WH, WHC, WHF = "width height", "width height caption", "width height frames"
 VIDEO = "path num_frames height width text"
 VIDEOS = [("/v/0.mp4", 81, 720, 1280, BOAT), ("/v/1.mp4", 17, 480, 832, LAKE)]
-SQUARE = {"width": 64, "height": 64}
+OF_MUSUBI = jsonl(*rows(f"{WHC} frames", (832, 480, LAKE, 40), (832, 480, "", 24)))
+NO_FRAMES = jsonl(*rows(WHC, (832, 480, LAKE)))
+LISTED = {"bucket": "1024x1024,1152x768"}
+WAN, AT_16, AT_25 = "wan2.1", {"fps": 16}, {"fps": 25}
+SIZED, SQUARE = {"width": 320, "height": 512}, {"width": 64, "height": 64}
 TALK = [{"role": "user", "content": f"<image>{BOAT}"}, {"role": "assistant", "content": LAKE}]
 SHAREGPT = [{"from": "human", "value": f"<image>\n{BOAT}"}, {"from": "gpt", "value": LAKE}]
 KOHYA = """[general]
@@ -149,6 +164,8 @@ SOUND = [
     {"audio_filepath": "a.wav", "duration": 3.5, "text": BOAT},
     {"audio_filepath": "b.wav", "duration": 2, "text": LAKE},
 ]
+GERMAN = {"width": "B", "height": "H", "text": "titel"}
+OF_B = {"width": "b.width", "height": "b.height"}
 ORIGINAL = {"width": "original_width", "height": "original_height"}
 DATACOMP = arrow(*rows("uid text original_width original_height", ("0", BOAT, 320, 512)))
 TWO_OF_HUB = [(320, 512)], [(320, 512), (64, 64)]
@@ -218,16 +235,8 @@ TABLES = [
     Table(
         "resolution.csv", 'resolution,caption\n320x512,a red boat\n"[1280, 720]",\n', [643, 3600]
     ),
-    Table(
-        "sizes.jsonl",
-        jsonl({"resolution": {"height": 512, "width": 320}, "cap": [BOAT]}),
-        OF_TWO[:1],
-    ),
-    Table(
-        "cogvlm.jsonl",
-        jsonl({"cogvlm_caption": BOAT, "tags": "b", "width": 320, "height": 512}),
-        OF_TWO[:1],
-    ),
+    Table("sizes.jsonl", jsonl({"resolution": SIZED, "cap": [BOAT]}), OF_TWO[:1]),
+    Table("cogvlm.jsonl", jsonl({"cogvlm_caption": BOAT, "tags": "b"} | SIZED), OF_TWO[:1]),
     Table("several.jsonl", jsonl(SQUARE | {"caption": ["a", LAKE]}), [23]),
     Table("chinese.csv", csv(WHC, (64, 64, "一艘红色的船在湖面上航行")), [16 + 9]),
     Table("ids.jsonl", jsonl({"input_ids": [1] * 9}, {"input_ids": [1] * 4}), [9, 4]),
@@ -250,55 +259,35 @@ TABLES = [
         [2 * 20 * 32 + 10, 10],
     ),
     # Trainers.
-    Table("kohya", FOLDER | {"data.toml": KOHYA}, [963, 960] * 2, inner="data.toml"),
-    Table(
-        "musubi",
-        {
-            "clips.jsonl": jsonl(*rows(f"{WHC} frames", (832, 480, LAKE, 40), (832, 480, "", 24))),
-            "data.toml": MUSUBI,
-        },
-        [52 * 30, 52 * 30, 52 * 30 * 7],  # the second clip is shorter than 25 frames
-        "wan2.1",
-        inner="data.toml",
-    ),
+    configured("kohya", KOHYA, [963, 960] * 2, FOLDER),
+    # The second clip is shorter than 25 frames.
+    configured("musubi", MUSUBI, [52 * 30, 52 * 30, 52 * 30 * 7], {"clips.jsonl": OF_MUSUBI}, WAN),
     Table(
         "simpletuner",
         FOLDER | {"backend.json": json.dumps(SIMPLETUNER)},
         [963, 44 * 24],  # 384 x 640 and 704 x 384
         inner="backend.json",
     ),
-    Table("no_data", {"data.toml": KOHYA}, "img are not here", inner="data.toml"),
-    Table(
-        "musubi_without_frames",
-        {"clips.jsonl": jsonl(*rows(WHC, (832, 480, LAKE))), "data.toml": MUSUBI},
-        "--columns frames=F",
-        "wan2.1",
-        inner="data.toml",
+    configured("no_data", KOHYA, "img are not here"),
+    configured(
+        "musubi_without_frames", MUSUBI, "--columns frames=F", {"clips.jsonl": NO_FRAMES}, WAN
     ),
-    Table(
+    configured(
         "diffusion_pipe",
-        {"data.toml": "resolutions = [512]\n[[directory]]\npath = 'img'\n"},
+        "resolutions = [512]\n[[directory]]\npath = 'img'\n",
         "[[directory]] of diffusion-pipe are not applied: give the folder of its path",
-        inner="data.toml",
     ),
-    Table("other", {"data.toml": "[model]\n"}, "has no [[datasets]]", inner="data.toml"),
-    Table("list", {"data.toml": "datasets = [1]\n"}, "where keys belong", inner="data.toml"),
+    configured("other", "[model]\n", "has no [[datasets]]"),
+    configured("list", "datasets = [1]\n", "where keys belong"),
     Table("ai_toolkit.yaml", "job: extension\n", "the folder_path of a configuration of ai-"),
-    Table(
+    configured(
         "caption_extension",
-        {
-            **FOLDER,
-            "img/b.caption": LAKE,
-            "data.toml": KOHYA + '  caption_extension = ".caption"\n',
-        },
+        KOHYA + '  caption_extension = ".caption"\n',
         [960, 967] * 2,
-        inner="data.toml",
+        FOLDER | {"img/b.caption": LAKE},
     ),
-    Table(
-        "only_captioned",
-        {**FOLDER, "img/deep/c.png": image(64, 64), "data.toml": ONLY_TXT},
-        [32 * 32 + 3],
-        inner="data.toml",
+    configured(
+        "only_captioned", ONLY_TXT, [32 * 32 + 3], FOLDER | {"img/deep/c.png": image(64, 64)}
     ),
     # Pictures beside the sample's own.
     *(
@@ -344,33 +333,21 @@ TABLES = [
     # Sound.
     Table("sound.jsonl", jsonl(*SOUND), "has duration and no sizes: say how many"),
     Table("hub_sound.jsonl", jsonl({"audio": "a.wav", "text": BOAT}), "has audio and no sizes"),
-    Table(
-        "hub_sound_left.jsonl",
-        jsonl({"audio": "a.wav", "text": BOAT}),
-        [3],
-        columns={"duration": ""},
-    ),
+    Table("hub_left.jsonl", jsonl({"audio": "a.wav", "text": BOAT}), [3], columns={"duration": ""}),
     Table(
         "two_sizes.jsonl",
         jsonl({"source": SQUARE, "target": SQUARE}),
         "has the columns 'source.width', 'target.width': say which: --columns width=NAME",
     ),
-    Table(
-        "one_of_two_sizes.jsonl",
-        jsonl({"a": SQUARE, "b": {"width": 128, "height": 64}}),
-        [32],
-        columns={"width": "b.width", "height": "b.height"},
-    ),
-    Table("sound_25.jsonl", jsonl(*SOUND), [87 + 3, 50 + 7], rule={"fps": 25}),
+    Table("one_of_sizes.jsonl", jsonl({"a": SIZED, "b": SQUARE}), [16], columns=OF_B),
+    Table("sound_25.jsonl", jsonl(*SOUND), [87 + 3, 50 + 7], rule=AT_25),
     Table("sound_left.jsonl", jsonl(*SOUND), [3, 7], columns={"duration": ""}),
-    Table(
-        "no_text.jsonl", jsonl({"audio_filepath": "a.wav", "duration": 2}), [50], rule={"fps": 25}
-    ),
+    Table("no_text.jsonl", jsonl({"audio_filepath": "a.wav", "duration": 2}), [50], rule=AT_25),
     Table(
         "zero.jsonl",
         jsonl(*({"text": BOAT, "duration": duration} for duration in (None, 0))),
         "row 1: duration is missing; zero.jsonl, row 2: duration is 0",
-        rule={"fps": 25},
+        rule=AT_25,
     ),
     # Clips.
     Table(
@@ -379,33 +356,17 @@ TABLES = [
         [80 * 45 * 33 + 3],
         "hunyuanvideo",
     ),
-    Table(
-        "at_16_fps.csv",
-        csv("width height duration", (1280, 720, 5.1)),
-        [80 * 45 * 21],
-        "wan2.1",
-        {"fps": 16},
-    ),
+    Table("at_16.csv", csv(f"{WH} duration", (1280, 720, 5.1)), [80 * 45 * 21], WAN, AT_16),
     Table("no_rate.csv", csv("width height duration", (1280, 720, 5)), "--fps 16"),
-    Table(
-        "half_rate.csv",
-        csv(f"{WHF} fps", (1280, 720, 99, 32)),
-        [80 * 45 * 13],  # 49 frames
-        "wan2.1",
-        {"fps": 16},
-    ),
-    Table("most.csv", csv(WHF, (1280, 720, 300)), [80 * 45 * 21], "wan2.1", {"max_frames": 81}),
+    # 49 frames of the half.
+    Table("half_rate.csv", csv(f"{WHF} fps", (1280, 720, 99, 32)), [80 * 45 * 13], WAN, AT_16),
+    Table("most.csv", csv(WHF, (1280, 720, 300)), [80 * 45 * 21], WAN, {"max_frames": 81}),
     Table("ltx.csv", csv(WHF, (768, 512, 121)), [24 * 16 * 16], "ltx"),
     Table("no_frames.jsonl", jsonl(SQUARE | {"frames": None}), [16]),
     # Buckets.
     Table("bucket.csv", csv(WH, (2048, 1536)), [74 * 55], rule={"bucket": "1024:16"}),
     Table("wan_bucket.csv", csv(WH, (1920, 1080)), [3600], rule={"bucket": "720p"}),
-    Table(
-        "listed.csv",
-        csv(WH, (300, 200), (200, 300)),
-        [72 * 48, 64 * 64],
-        rule={"bucket": "1024x1024,1152x768"},
-    ),
+    Table("listed.csv", csv(WH, (300, 200), (200, 300)), [72 * 48, 64 * 64], rule=LISTED),
     # Doubt, and what cannot be read.
     Table("seconds_or_tokens.csv", csv("width height length", (1280, 720, 5)), "tokens=length"),
     Table("n_sec.csv", csv("width height clip_seconds", (64, 64, 5)), "'clip_seconds'"),
@@ -427,12 +388,7 @@ TABLES = [
     ),
     Table("images_of_wan.csv", csv(WH, (1280, 720)), [80 * 45], "wan2.1", columns={"frames": ""}),
     Table("german.csv", csv("width height titel", (64, 64, LAKE)), "text=titel"),
-    Table(
-        "chosen.csv",
-        csv("B H titel", (320, 512, BOAT)),
-        [643],
-        columns={"width": "B", "height": "H", "text": "titel"},
-    ),
+    Table("chosen.csv", csv("B H titel", (320, 512, BOAT)), [643], columns=GERMAN),
     Table("no_text.csv", csv("width height titel", (64, 64, LAKE)), [16], columns={"text": ""}),
     Table("no_such.csv", csv(WHC, *TWO), "no column 'W'", columns={"width": "W"}),
     Table("twice.csv", "width,height,width\n1,2,3\n", "two columns are named 'width'"),

@@ -230,5 +230,6 @@ def test_profiles_that_are_none(capsys: Console, tmp_path: Path) -> None:
         (f"plan {LENGTHS} --kb-per-token 1", "tells no memory"),
         (f"plan {LENGTHS} --wires", "new has no matmul_flops"),
         (f"topology {LENGTHS}", "new has no matmul_flops"),
+        ("sparse --model wan2.1 --block 1280 --ring 2", "new has no attention_flops_per_s"),
     ):
         assert said in sentence(capsys, *command.split(), "--profile", str(path))

@@ -1,8 +1,6 @@
 """`bascule sparse`: what it prints is what was planned, and which masks and machines it refuses."""
 
-import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -118,20 +116,6 @@ def test_a_measured_machine(capsys: Console, tmp_path: Path) -> None:
     assert cells_of(table, "minimal_move")[4] == f"{predicted * 1e3:.3f}"
     code, out, _ = run(capsys, *base, *machine, "--intra-gbs", "100")
     assert code == 0 and "100 GB/s in a node, 5 us a launch; given, not measured" in out
-
-
-def test_a_profile_that_is_none(capsys: Console, tmp_path: Path) -> None:
-    path = tmp_path / "machine.json"
-    replace(MACHINE, device=str(path)).save(path)
-    fields = json.loads(path.read_text())
-    base = ("sparse", *WAN, "--ring", "2", "--profile", str(path))
-    for changes, said in (
-        ({"launch_s": -1}, "launch_s=-1"),
-        ({"attention_flops_per_s": None}, "has no attention_flops_per_s"),
-    ):
-        path.write_text(json.dumps(fields | changes))
-        message = sentence(capsys, *base)
-        assert str(path) in message and said in message
 
 
 def test_the_guide_runs(capsys: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,34 +1,18 @@
 """Split tables from diffusers' plans: what is read, and what a plan does not say is refused."""
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from diffusers.models._modeling_parallel import ContextParallelInput as In
+from diffusers.models._modeling_parallel import ContextParallelOutput as Out
 from torch import Tensor, nn
 
 from bascule.diffusers import Cut, SplitTable
 from bascule.diffusers.cp_plan import table_from_plan
 from bascule.diffusers.tables import FLUX, table_of
 from bascule.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class In:
-    """As diffusers' ContextParallelInput."""
-
-    split_dim: int
-    expected_dims: int | None = None
-    split_output: bool = False
-
-
-@dataclass(frozen=True)
-class Out:
-    """As diffusers' ContextParallelOutput."""
-
-    gather_dim: int
-    expected_dims: int | None = None
 
 
 class Attention(nn.Module):
