@@ -9,16 +9,8 @@ import torch
 from bascule.models import LocalExchange, MMDiT, MMDiTConfig, PackedBatch
 from bascule.models.layout import Interleaving
 
-CONFIG = MMDiTConfig(
-    in_channels=6,
-    text_dim=10,
-    vec_dim=5,
-    d_model=24,
-    num_heads=2,
-    num_double=1,
-    num_single=1,
-    axes_dim=(4, 4, 4),
-)
+SIZES: dict[str, Any] = {"in_channels": 6, "text_dim": 10, "vec_dim": 5, "num_heads": 2}
+CONFIG = MMDiTConfig(**SIZES, d_model=24, num_double=1, num_single=1, axes_dim=(4, 4, 4))
 
 
 def sizes(**change: Any) -> Callable[[], object]:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,16 +55,8 @@ def test_the_block_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_our_blocks_are_one_of_each_kind() -> None:
-    config = MMDiTConfig(
-        in_channels=4,
-        text_dim=4,
-        vec_dim=4,
-        d_model=8,
-        num_heads=1,
-        num_double=5,
-        num_single=3,
-        axes_dim=(8,),
-    )
+    sizes: dict[str, Any] = {"in_channels": 4, "text_dim": 4, "vec_dim": 4, "num_heads": 1}
+    config = MMDiTConfig(**sizes, d_model=8, num_double=5, num_single=3, axes_dim=(8,))
     model = block_of_each_kind(config, CPU, torch.float64)
     calls = calls_of_model(model, (0.25, 0.75, 0.125), [10, 6], torch.float64)
     assert [call.weight for call in calls] == [0.25, 0.75, 0.125]
@@ -74,12 +67,9 @@ def test_our_blocks_are_one_of_each_kind() -> None:
     assert len(calls_of_model(model, (0.0, 1.0, 0.0), [16], torch.float64)) == 1
     for call in calls:
         call.backward()()
-    found = [
-        x.grad
-        for blocks in (model.double_blocks, model.single_blocks)
-        for x in blocks[0].parameters()
-    ]
-    assert len(found) > 10 and all(x is not None for x in found)
+    blocks = model.double_blocks[0], model.single_blocks[0]
+    found = [weight.grad for block in blocks for weight in block.parameters()]
+    assert len(found) > 10 and all(grad is not None for grad in found)
 
 
 @pytest.mark.parametrize(
