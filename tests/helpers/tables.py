@@ -120,6 +120,7 @@ SIZED, SQUARE = {"height": 512, "width": 320}, {"width": 64, "height": 64}
 TALK = [{"role": "user", "content": f"<image>{BOAT}"}, {"role": "assistant", "content": LAKE}]
 SHAREGPT = [{"from": "human", "value": f"<image>\n{BOAT}"}, {"from": "gpt", "value": LAKE}]
 MANY = "64,64\n" * 100_000
+NO_COMMA = "and numbers have no comma: write"
 KOHYA = """[general]
 enable_bucket = true
 resolution = 512
@@ -422,17 +423,13 @@ TABLES = [
     ),
     # Where a row is: by its line, too, where each row is a line and the numbers differ.
     Table("line.csv", f"width,height\n{MANY}0,64\n", "row 100001 (line 100002): width is 0;"),
-    Table(
-        "of_crlf.csv", f"width,height\r\n{MANY}0,64\r\n", "row 100001 (line 100002): width is 0;"
-    ),
+    Table("cr.csv", f"width,height\r\n{MANY}0,64\r\n", "row 100001 (line 100002): width is 0;"),
     Table("quotes.csv", 'width,height,note\n64,64,"a\nb"\n0,64,c\n', "row 2: width is 0;"),
     Table("blank.csv", "width,height\n64,64\n\n0,64\n", "row 2: width is 0;"),
     Table("blank_first.csv", "\nwidth,height\n64,64\n0,64\n", "row 2: width is 0;"),
     Table("row.jsonl", jsonl(SQUARE, SQUARE | {"width": 0}), "row 2: width is 0;"),
     Table("blank.jsonl", "\n".join([jsonl(SQUARE), jsonl({"width": 0})]), "row 2: width is 0;"),
-    Table(
-        "comma.csv", 'width,height\n"1280,0",64\n', "is 1280,0, and numbers have no comma: write"
-    ),
-    Table("half.csv", "width;height\n1280;3,5\n", "is 3,5, and numbers have no comma: write 1280"),
+    Table("comma.csv", 'width,height\n"1280,0",64\n', f"width is 1280,0, {NO_COMMA}"),
+    Table("half.csv", "width;height\n1280;3,5\n", f"height is 3,5, {NO_COMMA} 1280"),
     Table("none", lambda _: None, "no such file"),
 ]

@@ -42,9 +42,8 @@ def test_tables(table: Table, tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as raised:
             read_manifest(path, rule, **options)
         message = str(raised.value)
-        assert (
-            table.tokens in f"{message};" and message.startswith(str(path)) and "\n" not in message
-        )
+        assert table.tokens in f"{message};"
+        assert message.startswith(str(path)) and "\n" not in message
 
 
 def test_what_was_understood_is_said(tmp_path: Path) -> None:
