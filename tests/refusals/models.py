@@ -19,14 +19,9 @@ def sizes(**change: Any) -> Callable[[], object]:
 
 def forward(**change: Any) -> Callable[[], object]:
     """A batch of 3 text and 5 image tokens, with something else in place of some of it."""
-    tensors: dict[str, Any] = {
-        "image_tokens": torch.ones(5, 6),
-        "text_tokens": torch.ones(3, 10),
-        "is_image": torch.arange(8) >= 3,
-        "pos": torch.zeros(8, 3),
-        "timestep": torch.ones(1),
-        "pooled": torch.ones(1, 5),
-    }
+    tensors: dict[str, Any] = {"image_tokens": torch.ones(5, 6), "text_tokens": torch.ones(3, 10)}
+    tensors |= {"is_image": torch.arange(8) >= 3, "pos": torch.zeros(8, 3)}
+    tensors |= {"timestep": torch.ones(1), "pooled": torch.ones(1, 5)}
     return lambda: MMDiT(CONFIG)(PackedBatch(**tensors | change), LocalExchange([8]))
 
 

@@ -320,13 +320,8 @@ def samplers_of(world: StepShape, lengths: list[int], **options: Any) -> list[Ba
 
 
 WORLDS = st.builds(StepShape, st.integers(1, 4), st.integers(1, 5), st.integers(1, 3))
-OPTIONS = st.builds(
-    SamplerOptions,
-    sync=st.sampled_from(SYNCS),
-    even_counts=st.booleans(),
-    padded=st.booleans(),
-    shuffle=st.booleans(),
-)
+SWITCHES = dict.fromkeys(("even_counts", "padded", "shuffle"), st.booleans())
+OPTIONS = st.builds(SamplerOptions, sync=st.sampled_from(SYNCS), **SWITCHES)
 
 
 def outcomes_of(costs: Array, cells: Array, rules: DealRules) -> tuple[Array, Array]:

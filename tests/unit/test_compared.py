@@ -226,13 +226,10 @@ def test_weights_on_a_disk_are_not_in_memory(tmp_path: Path) -> None:
     diffusers = pytest.importorskip("diffusers")
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     other = copy.deepcopy(model)
-    for place, one in enumerate((model, other)):
-        diffusers.hooks.apply_group_offloading(
-            one,
-            onload_device=torch.device("cpu"),
-            offload_type="leaf_level",
-            offload_to_disk_path=str(tmp_path / str(place)),
-        )
+    for place, offloaded in enumerate((model, other)):
+        to = {"onload_device": torch.device("cpu"), "offload_type": "leaf_level"}
+        path = str(tmp_path / str(place))
+        diffusers.hooks.apply_group_offloading(offloaded, offload_to_disk_path=path, **to)
     for parameter in other.parameters():
         parameter.data.fill_(7.0)  # as in memory that was freed
     assert values_digest(model) == values_digest(other)

@@ -54,15 +54,9 @@ class Model(nn.Module):
     ) -> None: ...
 
 
-PLAN = {
-    "": {
-        "hidden_states": In(1, 3),
-        "encoder_hidden_states": In(1, 3),
-        "encoder_attention_mask": In(1, 2),
-    },
-    "rope": {0: In(0, 2, split_output=True)},
-    "proj_out": Out(1, 3),
-}
+INPUTS = {"hidden_states": In(1, 3), "encoder_hidden_states": In(1, 3)}
+INPUTS |= {"encoder_attention_mask": In(1, 2)}
+PLAN = {"": INPUTS, "rope": {0: In(0, 2, split_output=True)}, "proj_out": Out(1, 3)}
 
 
 def test_one_attention_in_each_block_is_over_text_and_image() -> None:

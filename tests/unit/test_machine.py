@@ -187,15 +187,8 @@ def test_the_choice_is_the_fastest_of_all_factorizations(
     num_ranks: int, tokens: int, heads: int, passes: int, most: int | None
 ) -> None:
     step = DenoisingStep(tokens, heads, 128, 30, passes)
-    degrees = range(1, num_ranks + 1)
-    possible = [
-        InferenceMesh(*mesh)
-        for mesh in itertools.product(degrees, repeat=3)
-        if mesh[0] * mesh[1] * mesh[2] == num_ranks
-        and mesh[0] <= passes
-        and mesh[1] <= (most or num_ranks)
-        and mesh[2] <= heads
-    ]
+    meshes = itertools.product(*(range(1, end + 1) for end in (passes, most or num_ranks, heads)))
+    possible = [InferenceMesh(*mesh) for mesh in meshes if math.prod(mesh) == num_ranks]
     if not possible:
         with pytest.raises(ConfigError, match="raise max_ring_degree"):
             choose_mesh(step, num_ranks, max_ring_degree=most)

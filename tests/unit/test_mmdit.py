@@ -35,14 +35,11 @@ def random_sample(
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
-    sample = {
-        "image_tokens": draw(num_image, config.in_channels),
-        "text_tokens": draw(num_text, config.text_dim),
-        "is_image": torch.randperm(total, generator=generator) < num_image,
-        "pos": torch.randint(0, 64, (total, 3), generator=generator),
-        "timestep": torch.rand(1, generator=generator),
-        "pooled": draw(1, config.vec_dim),
-    }
+    sample = {"image_tokens": draw(num_image, config.in_channels)}
+    sample |= {"text_tokens": draw(num_text, config.text_dim)}
+    sample |= {"is_image": torch.randperm(total, generator=generator) < num_image}
+    sample |= {"pos": torch.randint(0, 64, (total, 3), generator=generator)}
+    sample |= {"timestep": torch.rand(1, generator=generator), "pooled": draw(1, config.vec_dim)}
     return sample | ({"guidance": torch.full((1,), 3.5)} if config.guidance else {})
 
 

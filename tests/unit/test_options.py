@@ -83,13 +83,10 @@ VALUES: dict[str, str] = {  # of each option, so that its command has another re
     "compare": "", "skip_bad": "", "wires": "",
 }  # fmt: skip
 OTHER_VALUES = {
-    ("simulate-requests", "passes"): "2",
-    ("simulate-requests", "ranks"): "4",
-    ("sparse", "model"): "wan2.1",
-    ("sparse", "ranks"): "4",
-    ("sparse", "steps"): "1",
+    ("simulate-requests", "passes"): "2", ("simulate-requests", "ranks"): "4",
+    ("sparse", "model"): "wan2.1", ("sparse", "ranks"): "4", ("sparse", "steps"): "1",
     ("trace", "topology"): "g2n1",
-}
+}  # fmt: skip
 WITH = {"memory_gb": "--kb-per-token 5e7"}  # what must stand beside an option
 PRINTED = {"compare", "rows"}  # these change what is printed, not the JSON
 # The last two by the test of a head below, and by test_manifests.py

@@ -2,6 +2,7 @@ import json
 import logging
 import struct
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -245,12 +246,8 @@ def test_ranks_share_one_global_batch(tmp_path: Path) -> None:
     for step in range(4):
         one = whole.batch(step)
         for world_size in (2, 3, 6):
-            parts = [
-                PhotoStream(
-                    tmp_path, 6 // world_size, rank=rank, world_size=world_size, seed=2
-                ).batch(step)
-                for rank in range(world_size)
-            ]
+            of_rank = partial(PhotoStream, tmp_path, 6 // world_size, world_size=world_size, seed=2)
+            parts = [of_rank(rank=rank).batch(step) for rank in range(world_size)]
             for name in ("image", "pos", "is_image", "pooled", "sample_ids"):
                 joined = torch.cat([getattr(part, name) for part in parts])
                 assert torch.equal(joined, getattr(one, name)), name
