@@ -9,14 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from bascule.calibrate.blocks import (
-    BlockCall,
-    block_of_each_kind,
-    calls_of_model,
-    calls_of_user,
-    check_name,
-    find,
-)
+from bascule.calibrate import blocks
 from bascule.calibrate.options import CalibrateOptions
 from bascule.calibrate.timed import Probe, seconds_of
 from bascule.errors import ConfigError
@@ -28,8 +21,8 @@ CPU = torch.device("cpu")
 HERE = "tests.helpers.own_blocks"
 
 
-def call_of(name: str, length: int = 8) -> BlockCall:
-    (call,) = calls_of_user(name, find(name), length, CPU)
+def call_of(name: str, length: int = 8) -> blocks.BlockCall:
+    (call,) = blocks.calls_of_user(name, blocks.find(name), length, CPU)
     return call
 
 
@@ -57,18 +50,18 @@ def test_the_block_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_our_blocks_are_one_of_each_kind() -> None:
     sizes: dict[str, Any] = {"in_channels": 4, "text_dim": 4, "vec_dim": 4, "num_heads": 1}
     config = MMDiTConfig(**sizes, d_model=8, num_double=5, num_single=3, axes_dim=(8,))
-    model = block_of_each_kind(config, CPU, torch.float64)
-    calls = calls_of_model(model, (0.25, 0.75, 0.125), [10, 6], torch.float64)
+    model = blocks.block_of_each_kind(config, CPU, torch.float64)
+    calls = blocks.calls_of_model(model, (0.25, 0.75, 0.125), [10, 6], torch.float64)
     assert [call.weight for call in calls] == [0.25, 0.75, 0.125]
     double, single, last = (call.forward() for call in calls)
     assert isinstance(double, tuple) and [x.shape for x in double] == [(2, 8), (14, 8)]
     assert isinstance(single, torch.Tensor) and single.shape == (16, 8)
     assert isinstance(last, torch.Tensor) and last.shape == (16, 4)
-    assert len(calls_of_model(model, (0.0, 1.0, 0.0), [16], torch.float64)) == 1
+    assert len(blocks.calls_of_model(model, (0.0, 1.0, 0.0), [16], torch.float64)) == 1
     for call in calls:
         call.backward()()
-    blocks = model.double_blocks[0], model.single_blocks[0]
-    found = [weight.grad for block in blocks for weight in block.parameters()]
+    pair = model.double_blocks[0], model.single_blocks[0]
+    found = [weight.grad for block in pair for weight in block.parameters()]
     assert len(found) > 10 and all(grad is not None for grad in found)
 
 
@@ -132,4 +125,4 @@ def test_what_ranks_must_share_is_what_changes_their_calls() -> None:
 def test_a_module_of_this_folder_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "in_this_folder.py").write_text("raise ValueError")
     monkeypatch.chdir(tmp_path)
-    check_name("in_this_folder:make")  # and it is not imported
+    blocks.check_name("in_this_folder:make")  # and it is not imported

@@ -7,17 +7,8 @@ import numpy as np
 import pytest
 
 from bascule.arrays import Floats
-from bascule.bench.doctor import (
-    Finding,
-    Measured,
-    Timing,
-    differences,
-    judge,
-    matchings,
-    named,
-    plain_values,
-    to_median,
-)
+from bascule.bench import doctor
+from bascule.bench.doctor import Finding, Measured, Timing, judge, named
 from bascule.bench.options import DoctorOptions
 from bascule.cli.doctor import report_of
 from bascule.machine.cluster import HardwareProfile
@@ -138,13 +129,13 @@ def test_what_is_slow_in_some_rounds_is_noise(num_slow: int, is_found: bool) -> 
 @pytest.mark.parametrize("field", [name for name in FACTS if name not in ("host", "memory_bytes")])
 def test_what_differs_is_named_with_its_ranks(field: str) -> None:
     facts = (FACTS, FACTS, FACTS | {field: "other"}, FACTS)
-    (finding,) = differences(facts)
+    (finding,) = doctor.differences(facts)
     assert finding.kind == "difference" and finding.ranks == (2,)
     assert f"{FACTS[field]} on ranks 0 to 1, 3; other on rank 2" in finding.text
 
 
 def test_ratios_cancel_what_slows_all_ranks() -> None:
-    ratios = to_median(seconds((1.0, 2.0, 3.0, 4.0)))
+    ratios = doctor.to_median(seconds((1.0, 2.0, 3.0, 4.0)))
     for one in (ratios.mean(axis=0), ratios[3]):
         assert one == pytest.approx([0.5, 1.0, 1.5, 2.0], rel=0.05)
 
@@ -157,7 +148,7 @@ def test_ranks_are_named_in_runs() -> None:
 
 @pytest.mark.parametrize("num_ranks", range(1, 10))
 def test_every_link_of_the_ring_is_in_one_matching(num_ranks: int) -> None:
-    sets = matchings(num_ranks)
+    sets = doctor.matchings(num_ranks)
     links = [frozenset(link) for links in sets for link in links]
     ring = {frozenset({rank, (rank + 1) % num_ranks}) for rank in range(num_ranks)}
     assert set(links) == (ring if num_ranks > 1 else set()) and len(links) == len(set(links))
@@ -168,7 +159,7 @@ def test_a_report_begins_with_ranks_and_links_that_are_slow() -> None:
     times = np.full(70, 1e-3)
     times[[3, 69]] = 1.7e-3
     given = measured(work_s=times.tolist(), link_s=times.tolist(), hosts="a" * 70)
-    report = plain_values(DoctorOptions(), given, found(given))
+    report = doctor.plain_values(DoctorOptions(), given, found(given))
     assert report["ranks"][1] | FACTS == report["ranks"][1]
     shown = report_of(report)
     assert shown.answer == "2 findings."

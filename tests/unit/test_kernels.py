@@ -16,21 +16,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bascule.attention.api import AttentionMesh, AttentionOptions, attention
-from bascule.attention.kernels import protocol
+from bascule.attention.kernels import protocol, registry
 from bascule.attention.kernels.cuda import AtenEfficientKernel, AtenFlashKernel
-from bascule.attention.kernels.protocol import (
-    Attended,
-    AttentionKernel,
-    KernelQuery,
-    without_empty_rows,
-)
-from bascule.attention.kernels.registry import (
-    KERNELS,
-    CpuLoopKernel,
-    FunctionKernel,
-    gradients_by_recomputation,
-    select_kernel,
-)
+from bascule.attention.kernels.protocol import Attended, AttentionKernel, KernelQuery
+from bascule.attention.kernels.registry import KERNELS, CpuLoopKernel, FunctionKernel, select_kernel
 from bascule.attention.mask import AttentionMask, BlockRows, PackedSequences
 from bascule.attention.packed import attend_packed
 from bascule.attention.ring import Merged
@@ -238,7 +227,7 @@ def test_scores_that_are_no_numbers_are_not_those_of_hidden_keys(
             out, lse = KERNELS["plain"].forward(
                 wide_q, wide_k, wide_v, AttentionMask(mask.causal, bias), SCALE
             )
-            want = without_empty_rows(out, lse, mask.bias)
+            want = protocol.without_empty_rows(out, lse, mask.bias)
             tolerance = 1e-5 if dtype != torch.bfloat16 else 2e-2
             close = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
             torch.testing.assert_close([x.double() for x in found], [*want], **close)
@@ -256,7 +245,9 @@ def test_gradients_by_recomputation_are_those_of_the_whole(kind: str) -> None:
         part = None if bias is None else bias[..., at]
         attend = partial(dense_attention, mask=part, scale=SCALE)
         whole = want.detach(), lse.detach()
-        more = gradients_by_recomputation(attend, grad, q, k[:, :, at], v[:, :, at], *whole)
+        more = registry.gradients_by_recomputation(
+            attend, grad, q, k[:, :, at], v[:, :, at], *whole
+        )
         dq += more[0]
         dk[:, :, at] += more[1]
         dv[:, :, at] += more[2]
