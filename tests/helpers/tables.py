@@ -119,6 +119,7 @@ WAN, AT_16, AT_25 = "wan2.1", {"fps": 16}, {"fps": 25}
 SIZED, SQUARE = {"height": 512, "width": 320}, {"width": 64, "height": 64}
 TALK = [{"role": "user", "content": f"<image>{BOAT}"}, {"role": "assistant", "content": LAKE}]
 SHAREGPT = [{"from": "human", "value": f"<image>\n{BOAT}"}, {"from": "gpt", "value": LAKE}]
+LINES = jsonl(*rows(WHC, *TWO))
 MANY = "64,64\n" * 100_000
 NO_COMMA = "and numbers have no comma: write"
 KOHYA = """[general]
@@ -186,12 +187,10 @@ TABLES = [
     Table("quoted.csv", 'width,height,caption\n64,64,"a, ""b""\nc"\n64,64,\n', [18, 16]),
     Table("pandas.csv", ",width,height,caption\n0,320.0,512.0,a red boat\n", OF_TWO[:1]),
     Table("a.csv.gz", gzip.compress(csv(WHC, *TWO).encode()), OF_TWO),
-    Table("a.jsonl.bz2", bz2.compress(jsonl(*rows(WHC, *TWO)).encode()), OF_TWO),
-    Table(
-        "a.jsonl.zst", pa.compress(jsonl(*rows(WHC, *TWO)).encode(), "zstd", asbytes=True), OF_TWO
-    ),
-    Table("lines.jsonl", jsonl(*rows(WHC, *TWO)), OF_TWO),
-    Table("lines.json", jsonl(*rows(WHC, *TWO)), OF_TWO),
+    Table("a.jsonl.bz2", bz2.compress(LINES.encode()), OF_TWO),
+    Table("a.jsonl.zst", pa.compress(LINES.encode(), "zstd", asbytes=True), OF_TWO),
+    Table("lines.jsonl", LINES, OF_TWO),
+    Table("lines.json", LINES, OF_TWO),
     Table("list.json", json.dumps(rows(WHC, *TWO), indent=1), OF_TWO),
     Table("data.json", json.dumps({"version": 1, "data": rows(WHC, *TWO)}), OF_TWO),
     Table("table.parquet", arrow(*rows(WHC, *TWO)), OF_TWO),
@@ -234,9 +233,7 @@ TABLES = [
         json.dumps({"a.png": {"caption": BOAT, "train_resolution": [320, 512]}}),
         OF_TWO[:1],
     ),
-    Table(
-        "resolution.csv", 'resolution,caption\n320x512,a red boat\n"[1280, 720]",\n', [643, 3600]
-    ),
+    Table("sizes.csv", 'resolution,caption\n320x512,a red boat\n"[1280, 720]",\n', [643, 3600]),
     Table("sizes.jsonl", jsonl({"resolution": SIZED, "cap": [BOAT]}), OF_TWO[:1]),
     Table("cogvlm.jsonl", jsonl({"cogvlm_caption": BOAT, "tags": "b"} | SIZED), OF_TWO[:1]),
     Table("several.jsonl", jsonl(SQUARE | {"caption": ["a", LAKE]}), [23]),
@@ -271,9 +268,7 @@ TABLES = [
         inner="backend.json",
     ),
     configured("no_data", KOHYA, "img are not here"),
-    configured(
-        "musubi_without_frames", MUSUBI, "--columns frames=F", {"clips.jsonl": NO_FRAMES}, WAN
-    ),
+    configured("musubi_no_frames", MUSUBI, "--columns frames=F", {"clips.jsonl": NO_FRAMES}, WAN),
     configured(
         "diffusion_pipe",
         "resolutions = [512]\n[[directory]]\npath = 'img'\n",
@@ -288,9 +283,7 @@ TABLES = [
         [960, 967] * 2,
         FOLDER | {"img/b.caption": LAKE},
     ),
-    configured(
-        "only_captioned", ONLY_TXT, [32 * 32 + 3], FOLDER | {"img/deep/c.png": image(64, 64)}
-    ),
+    configured("only_captioned", ONLY_TXT, [1024 + 3], FOLDER | {"img/deep/c.png": image(64, 64)}),
     # Pictures beside the sample's own.
     *(
         Table(
@@ -373,9 +366,7 @@ TABLES = [
     Table("seconds_or_tokens.csv", csv("width height length", (1280, 720, 5)), "tokens=length"),
     Table("n_sec.csv", csv("width height clip_seconds", (64, 64, 5)), "'clip_seconds'"),
     Table("two_texts.csv", csv(f"{WHC} text", (64, 64, "a", "b")), "text=text"),
-    Table(
-        "one_of_two.csv", csv(f"{WHC} text", (64, 64, "a", LAKE)), [23], columns={"text": "text"}
-    ),
+    Table("one_of.csv", csv(f"{WHC} text", (64, 64, "a", LAKE)), [23], columns={"text": "text"}),
     Table(
         "one_of_two_unknown.csv",
         csv("width height long_caption short_caption", (64, 64, LAKE, "a")),

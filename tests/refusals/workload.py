@@ -25,25 +25,26 @@ from tests.helpers.trace_cases import Run, event
 
 CODES = parse_data_codes("g1b1i16f1s0")
 HERE = Path(__file__).parent
+Call = Callable[[], object]
 
 
-def photos(**options: Any) -> Callable[[], object]:
+def photos(**options: Any) -> Call:
     return lambda: PhotoOptions(**options)
 
 
-def segment(**change: Any) -> Callable[[], object]:
+def segment(**change: Any) -> Call:
     fields = {"rank": 0, "kind": "compute", "name": "blocks", "start": 0.0, "seconds": 1.0}
     return lambda: Segment(**fields | change)
 
 
-def stream(codes: str, rank: int = 0, world_size: int = 1) -> Callable[[], object]:
+def stream(codes: str, rank: int = 0, world_size: int = 1) -> Call:
     return lambda: SyntheticStream(codes, rank=rank, world_size=world_size)
 
 
 Reader = Callable[[Path], object]
 
 
-def on(read: Reader, **files: str) -> Callable[[], object]:
+def on(read: Reader, **files: str) -> Call:
     """Read a file, or a folder of several; "__" in a name is a dot."""
 
     def call() -> object:
@@ -59,9 +60,7 @@ def on(read: Reader, **files: str) -> Callable[[], object]:
 OWN = ((0.10, 0.30, 0.20), (0.25, 0.15, 0.20), (0.12, 0.36, 0.24), (0.10, 0.20, 0.30))
 
 
-def traces(
-    read: Reader, other: Run | None = None, name: str = "", **change: object
-) -> Callable[[], object]:
+def traces(read: Reader, other: Run | None = None, name: str = "", **change: object) -> Call:
     """Read three ranks' traces; that of rank 1 may be of another run, and have one more range.
 
     With a change, there is a file like that of rank 0 besides.

@@ -182,9 +182,7 @@ def test_nodes_are_as_large_as_eight_ranks_allow(num_ranks: int) -> None:
         ({"ranks_per_node": 2}, {"num_nodes": 3, "ranks_per_node": 2}),
     ],
 )
-def test_an_option_replaces_one_number_of_a_machine(
-    options: dict[str, Any], changed: dict[str, Any]
-) -> None:
+def test_an_option_replaces_a_number(options: dict[str, Any], changed: dict[str, Any]) -> None:
     known = HardwareProfile.load("h100-datasheet").cluster(1, 6)
     assert PlanOptions(**options).machines(6) == replace(known, **changed)
 

@@ -96,9 +96,7 @@ def test_text_that_is_attended_to_alone_is_not_cut_nor_its_mask() -> None:
         (Model(Block("attn")), {**PLAN, "head": Out(1)}, "names 'head', and Model has no such"),
     ],
 )
-def test_what_a_plan_does_not_say_is_refused(
-    model: nn.Module, plan: dict[str, Any], said: str
-) -> None:
+def test_gaps_of_a_plan_are_refused(model: nn.Module, plan: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said.replace(".", r"\.").replace("*", r"\*")):
         table_from_plan(model, plan)
 

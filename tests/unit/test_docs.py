@@ -42,9 +42,7 @@ def test_every_block_is_of_a_known_language_and_says_why_it_does_not_run(page: s
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if python_of(page) and page not in ON_RANKS]
 )
-def test_the_code_of_a_page_runs(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one process; pages that need ranks are run by tests/distributed/test_pages.py."""
     monkeypatch.chdir(tmp_path)
     pages.run_python(page, {})

@@ -641,9 +641,7 @@ def test_answers_name_no_folders_and_the_log_no_mistakes_of_clients(
     assert not caplog.records
 
 
-def test_a_key_that_others_can_read_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_key_that_others_read_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (path := tmp_path / "key").write_text(KEY)
     for mode, num in ((0o600, 0), (0o400, 0), (0o640, 1), (0o604, 2)):
         path.chmod(mode)

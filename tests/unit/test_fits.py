@@ -71,9 +71,8 @@ def draw(seed: int, *, iterations: int = 12, ranks: int = 8, count: Ends = (0, 2
 
 
 def rank_seconds(lens: Lens, cost: PolynomialCost = TRUTH) -> np.ndarray:
-    return np.array(
-        [[cost.overhead + math.fsum(cost(rank)) for rank in iteration] for iteration in lens]
-    )
+    seconds = [[math.fsum(cost(rank)) for rank in iteration] for iteration in lens]
+    return cost.overhead + np.array(seconds)
 
 
 def noisy(seconds: np.ndarray, noise: float, seed: int = 0) -> np.ndarray:
@@ -255,9 +254,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @given(cases(), st.sampled_from([1e-6, 1e-3, 1e3]))
 @settings(max_examples=40, deadline=None)
-def test_same_input_same_fit_and_legal_values_in_any_unit_of_time(
-    case: Case, factor: float
-) -> None:
+def test_same_input_same_fit_and_legal_values_in_any_unit(case: Case, factor: float) -> None:
     lens, seconds = case
     try:
         fit = fit_iterations(lens, seconds)

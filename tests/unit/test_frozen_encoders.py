@@ -107,9 +107,7 @@ def test_other_text_encoders(folders: Path, kind: str, most: int) -> None:
         ({"text_encoder": "alone"}, "--text-encoder .*alone: has no tokenizer: put its files"),
     ],
 )
-def test_what_is_no_encoder_is_one_sentence(
-    folders: Path, settings: dict[str, str], said: str
-) -> None:
+def test_wrong_encoders_are_refused(folders: Path, settings: dict[str, str], said: str) -> None:
     places = {name: str(folders / folder) for name, folder in settings.items()}
     with pytest.raises(ConfigError, match=said) as raised:
         loaded(**places)

@@ -236,9 +236,7 @@ REFUSED: list[tuple[Any, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("sample", "words"), REFUSED, ids=range(len(REFUSED)))
-def test_what_would_not_arrive_as_it_is_is_refused_by_its_place(
-    sample: Any, words: tuple[str, ...]
-) -> None:
+def test_what_would_not_arrive_is_refused_by_its_place(sample: Any, words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
         parcel(sample)
     assert all(word in str(caught.value) for word in words), caught.value

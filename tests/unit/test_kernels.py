@@ -209,9 +209,7 @@ def test_out_lse_and_gradients(name: str, kind: str, causal: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("columns", [1, 2, 13])
-def test_scores_that_are_no_numbers_are_not_those_of_hidden_keys(
-    dtype: torch.dtype, columns: int
-) -> None:
+def test_scores_of_nan_are_not_those_of_hidden_keys(dtype: torch.dtype, columns: int) -> None:
     """Torch's operator takes few keys of nan for none, and the LSE of no key for 0."""
     q, k, v = (x.detach().to(dtype) for x in dense_inputs(rows=columns, columns=columns))
     some_q, some_k, no_k = q.clone(), k.clone(), k.clone()
@@ -245,9 +243,8 @@ def test_gradients_by_recomputation_are_those_of_the_whole(kind: str) -> None:
         part = None if bias is None else bias[..., at]
         attend = partial(dense_attention, mask=part, scale=SCALE)
         whole = want.detach(), lse.detach()
-        more = registry.gradients_by_recomputation(
-            attend, grad, q, k[:, :, at], v[:, :, at], *whole
-        )
+        part_kv = k[:, :, at], v[:, :, at]
+        more = registry.gradients_by_recomputation(attend, grad, q, *part_kv, *whole)
         dq += more[0]
         dk[:, :, at] += more[1]
         dv[:, :, at] += more[2]

@@ -61,9 +61,7 @@ def test_many_bags_are_matched_nearly_as_well(seed: int, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("spec", ["g1n4", "g2n2", "g4n1", "g1n2+g2n1"])
 @pytest.mark.parametrize("tolerance", [None, 0.0, 0.01])
-def test_nothing_moves_between_bags_where_nothing_is_to_gain(
-    spec: str, tolerance: float | None
-) -> None:
+def test_nothing_moves_where_nothing_is_to_gain(spec: str, tolerance: float | None) -> None:
     batch = [[1000, 500], [500, 1000], [1000, 500], [500, 1000]]
     plan = plan_batch(batch, spec, COST, locality_tolerance=tolerance)
     if spec != "g4n1":

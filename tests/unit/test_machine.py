@@ -84,9 +84,7 @@ def test_seconds_are_flops_times_the_measured_rate() -> None:
 
 
 def test_what_ranks_compare_of_a_fitted_cost_is_what_they_plan_by() -> None:
-    fits = [
-        IterationFit((error, error, error, error), (), error, 9, 0) for error in (0.1, 0.1 + 1e-15)
-    ]
+    fits = [IterationFit((off, off, off, off), (), off, 9, 0) for off in (0.1, 0.1 + 1e-15)]
     own, other = (PolynomialCost(1e-9, 1e-6, 0.0, fit=fit) for fit in fits)
     assert own.fit != other.fit
     assert describe_cost(own) == describe_cost(other)
@@ -228,9 +226,8 @@ def test_without_a_profile_guidance_comes_first_then_heads_in_a_node_then_a_ring
     assert chosen(3) == (1, 1, 3)
     assert chosen(16, ranks_per_node=4) == (2, 2, 4)
     assert chosen(64) == (2, 2, 16)
-    assert str(choose_mesh(STEP, 8)).startswith(
-        "guidance 2 x ring 1 x Ulysses 4: guidance groups first"
-    )
+    told = str(choose_mesh(STEP, 8))
+    assert told.startswith("guidance 2 x ring 1 x Ulysses 4: guidance groups first")
     uneven = DenoisingStep(num_tokens=99, num_heads=8, head_dim=64, num_layers=2, num_passes=3)
     assert choose_mesh(uneven, 4).chosen == InferenceMesh(1, 1, 4)  # 2 groups would wait
     assert choose_mesh(STEP, 8, profile=H100).chosen.guidance == 2
@@ -300,9 +297,7 @@ def test_a_file_that_holds_no_profile(tmp_path: Path, content: Any, message: str
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_an_extreme_number_is_named_by_file_and_key(
-    capsys: Console, tmp_path: Path, name: str
-) -> None:
+def test_an_extreme_is_named_by_file_and_key(capsys: Console, tmp_path: Path, name: str) -> None:
     """Not by what is computed of it: a step has three passes of the launches, for example."""
     path, (least, most) = tmp_path / "mine.json", LIMITS[name]
     values = HardwareProfile.load("h100-knapformer").to_dict()

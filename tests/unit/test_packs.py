@@ -207,9 +207,7 @@ def sample_lists(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 @some
 @given(sample_lists(), st.booleans(), st.integers(0, 3))
-def test_unpack_is_the_inverse_of_make_pack(
-    samples: list[dict[str, Any]], fixed: bool, room: int
-) -> None:
+def test_unpack_inverts_make_pack(samples: list[dict[str, Any]], fixed: bool, room: int) -> None:
     before = make_pack(samples, Pack(64))
     total = sum(len(sample["input_ids"]) for sample in samples)
     pack = make_pack(samples, Pack(max(total + room, 1), fixed=fixed, pad_id=1))

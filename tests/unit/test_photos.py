@@ -151,9 +151,7 @@ def damaged(folder: Path) -> list[str]:
     return ["bomb.png", "cut.jpg", "cut.png", "empty.png", "flipped.png", "gone.jpg", "text.jpg"]
 
 
-def test_damaged_photos_are_left_out_and_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_photos_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     bad = damaged(tmp_path)
     save(tmp_path, "other.png", 48, 48)
     with caplog.at_level(logging.WARNING):
@@ -220,9 +218,7 @@ def test_long_and_odd_captions(
     assert only(tmp_path, **options).seq_lens == [4 + num_tokens]
 
 
-def test_captions_of_missing_photos_are_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_captions_of_no_photo_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path, "a.png")
     (tmp_path / "captions.jsonl").write_text('{"file": "b.png", "caption": "\\ud800"}')
     assert only(tmp_path).seq_lens == [4]

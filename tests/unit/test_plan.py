@@ -78,9 +78,8 @@ def test_limits_of_unlike_ranks_are_kept_or_refused(data: st.DataObject) -> None
     """Against all assignments; a bag holds what its rank with the least room holds, times ranks."""
     spec = data.draw(st.sampled_from(("g1n4", "g2n1+g1n2", "g1n2+g2n1", "g2n2", "g1r2n1+g2n1")))
     lens = data.draw(st.lists(st.lists(st.integers(0, 20), max_size=2), min_size=4, max_size=4))
-    room, items = (
-        data.draw(st.lists(st.integers(1, most), min_size=4, max_size=4)) for most in (25, 4)
-    )
+    room = data.draw(st.lists(st.integers(1, 25), min_size=4, max_size=4))
+    items = data.draw(st.lists(st.integers(1, 4), min_size=4, max_size=4))
     speeds = data.draw(st.sampled_from((None, (1.0, 0.5, 1.0, 2.0))))
     if data.draw(st.booleans()):  # one number for all ranks
         room, items = [room[0]] * 4, [items[0]] * 4
@@ -128,9 +127,8 @@ def test_limits_of_unlike_ranks_are_as_many_as_ranks() -> None:
     plan = plan_batch(lens, "auto", COST, cluster=tight, limits=Limits((700, 100, 900, 900)))
     assert (plan.tokens <= (700, 100, 900, 900)).all()
     for sync in ("microbatch", "step"):
-        for plan in plan_step(
-            [lens, lens], "g1n4", COST, sync=sync, limits=Limits((800,) * 3 + (7,))
-        ):
+        limits = Limits((800,) * 3 + (7,))
+        for plan in plan_step([lens, lens], "g1n4", COST, sync=sync, limits=limits):
             assert (plan.tokens <= (800, 800, 800, 7)).all()
     held = np.array([[5, 7], [6, 8]])
     assert Limits(tokens=(6, 8)).keeps(tokens=held) and not Limits((5, 8)).keeps(tokens=held)
@@ -381,13 +379,10 @@ def test_the_unit_of_the_cost_does_not_matter(batch: Drawn, exponent: int) -> No
 
 @few
 @given(batches(), st.data())
-def test_a_bag_ends_its_work_after_what_its_busiest_rank_carries(
-    batch: Drawn, data: st.DataObject
-) -> None:
+def test_a_bag_ends_after_what_its_busiest_rank_carries(batch: Drawn, data: st.DataObject) -> None:
     spec, lens = batch
-    carried = np.array(
-        data.draw(st.lists(st.integers(0, 10**5), min_size=len(lens), max_size=len(lens)))
-    )
+    num = len(lens)
+    carried = np.array(data.draw(st.lists(st.integers(0, 10**5), min_size=num, max_size=num)))
     plan = plan_batch(lens, spec, squares, initial_loads=carried)
     costs = squares(flat(lens))
     for bag, ranks in enumerate(plan.topology.bags):
