@@ -141,11 +141,7 @@ CASES: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
         partial(plan_batch, [Sequences([4], "causal")], "g1n1", by_lengths_alone),
         ("called with tokens and, as there are masks",),
     ),
-    (
-        "a cluster of others",
-        partial(plan_batch, [[1]] * 4, "auto", COST, cluster=EIGHT),
-        ("8 ranks, not 4",),
-    ),
+    ("a cluster of others", planned([], "auto", cluster=EIGHT), ("8 ranks, not 2",)),
     (
         "no bags within limits",
         partial(plan_batch, [[1000]] * 8, "auto", COST, cluster=EIGHT, limits=Limits(tokens=10)),

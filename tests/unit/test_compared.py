@@ -106,10 +106,8 @@ MAKES: dict[str, tuple[Callable[[], Any], ...]] = {
     "complex": (lambda: torch.ones(2) * 1j, lambda: (torch.ones(2) * 1j).conj()),
     "signs": tuple(lambda n=n: torch.ones(4).double() * n for n in (1, -1)),
     "halves": tuple(lambda n=n: torch.tensor([1.0, n, 1.0, n]).half() for n in (1, -1)),
-    "nest": (
-        lambda: {"a": (1, {"b": [MASK]})},
-        lambda: {"a": (1, {"b": [MASK.T]})},
-        lambda: {"a": (1, {"c": [MASK]})},
+    "nest": tuple(
+        lambda k=k, v=v: {"a": (1, {k: [v]})} for k, v in (("b", MASK), ("b", MASK.T), ("c", MASK))
     ),
 }
 

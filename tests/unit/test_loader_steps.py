@@ -156,11 +156,8 @@ def check_mean(loaded: Offer, decision: Decision, ranks: DataRanks) -> None:
 def test_limits_are_kept_or_refused(lens: Lens, tokens: int, items: int, more: int) -> None:
     """Also where the batch as loaded breaks them; what it keeps is never refused."""
     most = [tokens + more * rank for rank in range(len(lens))]  # of each rank
-    is_legal = all(
-        sum(group) <= most[rank] and len(group) <= items
-        for rank, groups in enumerate(lens)
-        for group in groups
-    )
+    pairs = [(room, group) for room, groups in zip(most, lens, strict=True) for group in groups]
+    is_legal = all(sum(group) <= room and len(group) <= items for room, group in pairs)
     limits = Limits(most if more else tokens, items)
     try:
         _, plans, verdict, _ = decide(lens, accumulate=2, limits=limits)
