@@ -256,9 +256,8 @@ def test_states_that_are_refused(change: dict[str, Any], told: str) -> None:
 def test_limits_hold_in_every_batch() -> None:
     lengths = np.array(drawn(120, seed=5, spread=0.3))
     for sync, padded in itertools.product(SYNCS, (False, True)):
-        options = SamplerOptions(
-            limits=Limits(tokens=800), sync=sync, padded=padded, even_counts=not padded
-        )
+        rules: dict[str, Any] = {"sync": sync, "padded": padded, "even_counts": not padded}
+        options = SamplerOptions(limits=Limits(tokens=800), **rules)
         steps = steps_of(ranks_of(lengths, 3, accumulate=2, batch_size=3, options=options))
         assert sorted(flat(steps)) == list(range(120))
         for batch in (lengths[batch] for step in steps for row in step for batch in row):

@@ -429,10 +429,7 @@ CODES = "bench --data g1b1i256f1s0"
         ("bench --data g1b1i16f1s0 --ranks 1 --strict", "--strict: only photos have pixels"),
         ("bench --data g1b1i16f1s0 --ranks 1 --max-tokens 9", "--max-tokens 9: data codes say"),
         ("bench --data g1b1i16f1s0 --ranks 1 --accumulate 2", "--accumulate 2: only with --load"),
-        (
-            "serve --model tiny --variant fp16",
-            "--variant fp16: the variants of tiny are none",
-        ),
+        ("serve --model tiny --variant fp16", "--variant fp16: the variants of tiny are none"),
         ("serve --model tiny --keep-gb -1", "--keep-gb -1.0: must be"),
         ("bench --data g1b1i16f1s0 --ranks 1 --clip-frames 3", "--clip-frames 3: only photos"),
         # What the parser refuses is one sentence, too

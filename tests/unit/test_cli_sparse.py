@@ -54,13 +54,11 @@ def test_printed_numbers_are_those_of_the_study(capsys: Console, tmp_path: Path)
         assert cells_of(exchange, way)[1:] == [*moved, f"{sent:,.2f}", *times]
 
 
-@pytest.mark.parametrize(
-    ("model", "heads", "blocks"), [("wan2.1", 40, 60), ("cogvideox1.5", 48, 68)]
-)
-def test_synthetic_masks(capsys: Console, model: str, heads: int, blocks: int) -> None:
+@pytest.mark.parametrize(("model", "heads", "num"), [("wan2.1", 40, 60), ("cogvideox1.5", 48, 68)])
+def test_synthetic_masks(capsys: Console, model: str, heads: int, num: int) -> None:
     arguments = ("--model", model, "--block", "1280", "--density", "0.3", "--ulysses", "4")
     code, out, _ = run(capsys, "sparse", *arguments, "--steps", "2", "--seed", "3")
-    assert code == 0 and f"{heads} heads, {blocks} x {blocks} blocks of 1,280 tokens" in out
+    assert code == 0 and f"{heads} heads, {num} x {num} blocks of 1,280 tokens" in out
     assert "steps: 2" in out and re.search(r"blocks computed +30\.", out)
 
 

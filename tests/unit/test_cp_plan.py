@@ -29,9 +29,7 @@ class Blind(nn.Module):
 
 
 class Block(Blind):
-    def forward(
-        self, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None
-    ) -> None: ...
+    def forward(self, hidden_states: Tensor, encoder_hidden_states: Any = None) -> None: ...
 
 
 class Model(nn.Module):

@@ -1,5 +1,6 @@
 """Which rank encodes which item, and whether moving pays."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,7 @@ from bascule.plan.solver.solve import assign
 TOKENS = PolynomialCost(0.0, 1.0, 0.0)
 
 
-def given_of(
-    lens: list[list[int]], pairs: list[float] | None = None, num_bytes: int = 512
-) -> Offer:
+def given_of(lens: Sequence[Any], pairs: Sequence[float] = (), num_bytes: int = 512) -> Offer:
     left, words = iter(pairs or [-1.0] * sum(map(len, lens))), list[Any]()
     for own in lens:
         columns = {"num_bytes": [num_bytes] * len(own), "pairs": [next(left) for _ in own]}

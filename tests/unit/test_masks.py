@@ -26,9 +26,8 @@ from tests.helpers.simulation import assert_delivery
 CPU = torch.device("cpu")
 COST = TransformerCost(64)
 
-spans = st.lists(
-    st.builds(Span, st.sampled_from([1, 2, 3, 7]), st.booleans(), st.booleans()), max_size=5
-)
+span = st.builds(Span, st.sampled_from([1, 2, 3, 7]), st.booleans(), st.booleans())
+spans = st.lists(span, max_size=5)
 
 
 def masks_of(sequences: Sequence[Sequence[Span]]) -> Masks:
