@@ -3,6 +3,7 @@
 import http.client
 import io
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -125,25 +126,22 @@ class FakeService:
         """Run a step of the first requests that have not ended."""
         with self.lock:
             left = [one for one in self.of.values() if not one.has_ended]
-            for rank, one in enumerate(left[: self.num_ranks]):
-                done = one.step + 1
-                if one.prompt.prompt == "fail":
-                    ended = replace(
-                        one, state="failed", reason=self.fails_with, ended_at=time.time()
-                    )
-                elif done == one.num_steps:
-                    self._write(one)
-                    ended = replace(one, state="done", step=done, ranks=(), ended_at=time.time())
-                else:
-                    ended = replace(one, state="running", step=done, ranks=(rank,), ends_in_s=1.0)
-                self._put(ended)
+            for rank, status in enumerate(left[: self.num_ranks]):
+                running = replace(status, state="running", step=status.step + 1, ranks=(rank,))
+                if status.prompt.prompt == "fail":
+                    running = replace(status, state="failed", reason=self.fails_with)
+                elif running.step == status.num_steps:
+                    self._write(status)
+                    running = replace(running, state="done", ranks=())
+                ended_at = time.time() if running.has_ended else None
+                self._put(replace(running, ended_at=ended_at, ends_in_s=1.0))
 
-    def _write(self, one: Status) -> None:
-        path = self.result(one.id)
+    def _write(self, status: Status) -> None:
+        path, seed = self.result(status.id), status.prompt.seed
         if self.kind == "video":
-            path.write_bytes(b"a video of %d" % one.prompt.seed)
+            path.write_bytes(b"a video of %d" % seed)
         else:
-            color = one.prompt.seed % 256, one.num_steps or 0, 7
+            color = seed % 256, status.num_steps or 0, 7
             Image.new("RGB", (1, 1), color).save(path)
 
 
@@ -158,12 +156,22 @@ class Open:
     def url(self) -> str:
         return self.door.address
 
+    @property
+    def _address(self) -> tuple[str, int]:
+        target = urlsplit(self.url)
+        return target.hostname or "", target.port or 0
+
+    def connect(self, sent: bytes) -> socket.socket:
+        """A connection over which these bytes were sent."""
+        connection = socket.create_connection(self._address, timeout=60)
+        connection.sendall(sent)
+        return connection
+
     def call(
         self, method: str, path: str, body: Any = None, **headers: str
     ) -> tuple[int, Any, dict[str, str]]:
         """Status, body (of JSON: its value) and headers of an answer; bytes go as they are."""
-        target = urlsplit(self.url)
-        connection = http.client.HTTPConnection(target.hostname or "", target.port, timeout=60)
+        connection = http.client.HTTPConnection(*self._address, timeout=60)
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         if body is not None and not isinstance(body, bytes):
             body = json.dumps(body).encode()

@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from bascule import BalancedSampler, LoaderOptions, Pack
+from bascule import BalancedSampler, Limits, LoaderOptions, Pack
 from bascule.costs import PolynomialCost
 from bascule.data import ResumableSampler, SamplerOptions
 from bascule.data.loader import (
@@ -169,6 +169,14 @@ CASES = [
     ("too few weights", sampler(weights=[1, 2]), ("2 weights for 4 lengths",)),
     ("weight of nan", sampler(weights=[1, 2, 3, math.nan]), ("weights)[3] is nan",)),
     ("shard below 0", sampler(shards=[0, 1, 2, -1]), ("has -1",)),
+    ("above", sampler(limits=Limits(3)), ("sample 3 has 4 tokens, above the limit of 3",)),
+    (
+        "few items",
+        sampler(limits=Limits(items=1), batch_size=2),
+        ("Limits(items=1): batches have up to 2 samples",),
+    ),
+    ("bytes", sampler(limits=Limits(num_bytes=5)), ("bytes",)),
+    ("limit a rank", sampler(limits=Limits(tokens=(5, 9))), ("are alike: give one number",)),
     ("no state", lambda: Progress.from_state({}, ()), NO_STATE),
     *(
         (f"packed {n}", partial(make_pack, [FIRST, other], Pack(10)), words)

@@ -69,17 +69,14 @@ CASES = [
     ("arguments without names", lambda: called_with(packed, (1, 2), {}), ("without names",)),
     ("no VAE", lambda: settings_of(TileCalls(nn.Linear(2, 2))), ("a Linear has no tiles",)),
 ]
+SMALL, STILL = torch.zeros(1, 4, 1, 8, 8), torch.zeros(1, 3, 8, 8)
 if find_spec("diffusers"):
     CASES += [
         ("tile of text", no_number, ("tile_latent_min_size of the AutoencoderKL is '8'",)),
         (
             "tiles below a latent",
-            tiles("decode", torch.zeros(1, 4, 1, 8, 8), 1, 1, 1, 1),
-            ("cannot decode a sample of shape",),
+            tiles("decode", SMALL, 1, 1, 1, 1),
+            ("cannot decode a sample of",),
         ),
-        (
-            "a video without frames",
-            tiles("encode", torch.zeros(1, 3, 8, 8)),
-            ("cannot encode a sample of shape",),
-        ),
+        ("a video without frames", tiles("encode", STILL), ("cannot encode a sample of shape",)),
     ]

@@ -23,12 +23,13 @@ H100 = HardwareProfile.load("h100-datasheet")
 NEW = HardwareProfile(device="new")
 LACKING = replace(H100, source="given", inter_bytes_per_s=None, launch_s=None)
 CLUSTER = H100.cluster(1, 4)
+NEAR, FAR = (BagShape.aligned(num, 1, 2) for num in (2, 4))
 STEP = DenoisingStep(99, 8, 64, 2)
 
 MADE = calibrated()
 assert MADE.calibration is not None
 CALIBRATION, CURVE = MADE.calibration, MADE.calibration.fits[0]
-MANY = [1.0] * 1001
+MANY, FASTER = [1.0] * 1001, {"matmul_flops_per_s": 1e15}
 
 
 def simulating(**changes: Any) -> Callable[[], object]:
@@ -106,16 +107,8 @@ CASES: list[Case] = [
     changed(H100, "note", None, "a text"),
     ("no such profile", partial(HardwareProfile.load, "h200"), ("'h200'", "h200-datasheet")),
     ("a cluster", partial(NEW.cluster, 1, 2), ("new has no matmul_flops_per_s, memory_bytes",)),
-    (
-        "near",
-        partial(LACKING.forward_seconds, [Work()], BagShape.aligned(2, 1, 2)),
-        ("no launch_s: ",),
-    ),
-    (
-        "far",
-        partial(LACKING.forward_seconds, [Work()], BagShape.aligned(4, 1, 2)),
-        (", inter_bytes_per_s",),
-    ),
+    ("near", partial(LACKING.forward_seconds, [Work()], NEAR), ("no launch_s: ",)),
+    ("far", partial(LACKING.forward_seconds, [Work()], FAR), (", inter_bytes_per_s",)),
     changed(STEP, "num_tokens", 0, "at least 1"),
     changed(STEP, "num_passes", 1.5, "an integer"),
     ("a mesh of no ranks", partial(choose_mesh, STEP, 0), ("num_ranks is 0",)),
@@ -133,11 +126,7 @@ CASES: list[Case] = [
     ("nothing fitted", partial(replace, CURVE, held_out=(True,) * 9), ("fit some of them",)),
     changed(CALIBRATION, "num_ranks", 0, "at least 1"),
     changed(CALIBRATION, "d_model", 1.5, "an integer"),
-    (
-        "edited",
-        partial(replace, MADE, matmul_flops_per_s=1e15),
-        ('take "calibration" out and say',),
-    ),
+    ("edited", partial(replace, MADE, **FASTER), ('take "calibration" out and say',)),
     changed(EncoderStage("T5"), "name", 5, "a text"),
     changed(EncoderStage("T5"), "sample_s", -1.0, "at least 0"),
     changed(Sharding(), "num_params", 0, "at least 1"),

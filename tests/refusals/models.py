@@ -9,16 +9,8 @@ import torch
 from bascule.models import LocalExchange, MMDiT, MMDiTConfig, PackedBatch
 from bascule.models.layout import Interleaving
 
-CONFIG = MMDiTConfig(
-    in_channels=6,
-    text_dim=10,
-    vec_dim=5,
-    d_model=24,
-    num_heads=2,
-    num_double=1,
-    num_single=1,
-    axes_dim=(4, 4, 4),
-)
+SIZES: dict[str, Any] = {"in_channels": 6, "text_dim": 10, "vec_dim": 5, "num_heads": 2}
+CONFIG = MMDiTConfig(**SIZES, d_model=24, num_double=1, num_single=1, axes_dim=(4, 4, 4))
 
 
 def sizes(**change: Any) -> Callable[[], object]:
@@ -27,14 +19,9 @@ def sizes(**change: Any) -> Callable[[], object]:
 
 def forward(**change: Any) -> Callable[[], object]:
     """A batch of 3 text and 5 image tokens, with something else in place of some of it."""
-    tensors: dict[str, Any] = {
-        "image_tokens": torch.ones(5, 6),
-        "text_tokens": torch.ones(3, 10),
-        "is_image": torch.arange(8) >= 3,
-        "pos": torch.zeros(8, 3),
-        "timestep": torch.ones(1),
-        "pooled": torch.ones(1, 5),
-    }
+    tensors: dict[str, Any] = {"image_tokens": torch.ones(5, 6), "text_tokens": torch.ones(3, 10)}
+    tensors |= {"is_image": torch.arange(8) >= 3, "pos": torch.zeros(8, 3)}
+    tensors |= {"timestep": torch.ones(1), "pooled": torch.ones(1, 5)}
     return lambda: MMDiT(CONFIG)(PackedBatch(**tensors | change), LocalExchange([8]))
 
 

@@ -18,10 +18,16 @@ def planned(lens: Any, topology: Any = "g2n1", **settings: Any) -> Callable[[], 
     return partial(plan_batch, [lens, [1]], topology, COST, **settings)
 
 
+def steps(second: Any) -> Callable[[], object]:
+    """Two microbatches, of which the first is right."""
+    return partial(plan_step, [[[1], [2]], second], "g1n2", COST)
+
+
 def by_cost(cost: Callable[[Any], Any]) -> Callable[[], object]:
     return partial(plan_batch, [[9], [10]], "g1n2", cost)
 
 
+MEETINGS = '"microbatch" or "step"'
 BYTES, BOTH = Limits(num_bytes=10), Limits(tokens=9, num_bytes=9)
 ITEMS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"costs": [1.0, -2.0]}, ("costs[1] is -2",)),
@@ -104,7 +110,9 @@ CASES: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
     ("no cluster", planned([1], cluster=5), ("cluster=5", "a Cluster(")),
     ("tolerance", planned([1], locality_tolerance=-1.0), ("locality_tolerance=-1.0", "at least 0")),
     ("bags without a cluster", planned([1], "auto"), ("auto", "needs a cluster")),
-    ("no meeting", partial(plan_step, [[[1]]], "g1n1", COST, sync="never"), ("'never'", "step")),  # pyright: ignore[reportArgumentType]
+    ("no meeting", partial(plan_step, [], "g1n1", COST, sync="never"), ("'never'", MEETINGS)),  # pyright: ignore[reportArgumentType]
+    ("a length of a step", steps([[-1], [2]]), ("microbatch 1: rank 0, sequence 0: length -1",)),
+    ("a step of two worlds", steps([[1]]), ("same world",)),
     ("causal of text", partial(Span, 1, "yes"), ("causal='yes'", "True or False")),  # pyright: ignore[reportArgumentType]
     ("above its limit", planned([50], limits=Limits(tokens=20)), ("rank 0", "50 tokens", "20")),
     *(
@@ -133,11 +141,7 @@ CASES: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
         partial(plan_batch, [Sequences([4], "causal")], "g1n1", by_lengths_alone),
         ("called with tokens and, as there are masks",),
     ),
-    (
-        "a cluster of others",
-        partial(plan_batch, [[1]] * 4, "auto", COST, cluster=EIGHT),
-        ("8 ranks, not 4",),
-    ),
+    ("a cluster of others", planned([], "auto", cluster=EIGHT), ("8 ranks, not 2",)),
     (
         "no bags within limits",
         partial(plan_batch, [[1000]] * 8, "auto", COST, cluster=EIGHT, limits=Limits(tokens=10)),

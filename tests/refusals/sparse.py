@@ -71,7 +71,7 @@ def moves_keys() -> object:
 SCORES = torch.zeros(1, 4, 10, 3)
 CASES = [
     (
-        "blocks of tokens",
+        "blocks",
         lambda: in_blocks(SCORES, [4, 5]),
         ("2 blocks have [4, 5] tokens, and there are 10",),
     ),
@@ -87,11 +87,7 @@ CASES = [
     ("method", blocks(method="best"), ("method is 'best'", '"stripe" or "minimal_move"')),
     ("q_home", blocks(q_home=[0, 5, 0, 1]), ("q_home has 5", "at most 1")),
     ("kv_home", blocks(kv_home=[0, 1]), ("kv_home of shape (2,)", "4 integers")),
-    (
-        "masks",
-        rho(MASKS.astype(int)),
-        ("(2, 4, 4) and dtype int64", "(heads, q_blocks, kv_blocks)"),
-    ),
+    ("masks", rho(MASKS * 1), ("(2, 4, 4) and dtype int64", "(heads, q_blocks, kv_blocks)")),
     ("tensor", rho(torch.ones(2, 4, 4, dtype=torch.bfloat16)), ("masks of type Tensor",)),
     ("mesh", lambda: sparse_imbalance(MASKS, 0, 2), ("ulysses_degree is 0", "at least 1")),
     ("mesh of a plan", rho(MASKS, 2, 1, PLAN), ("a plan for 1 x 2 ranks", "mesh of 2 x 1")),

@@ -25,25 +25,26 @@ from tests.helpers.trace_cases import Run, event
 
 CODES = parse_data_codes("g1b1i16f1s0")
 HERE = Path(__file__).parent
+Call = Callable[[], object]
 
 
-def photos(**options: Any) -> Callable[[], object]:
+def photos(**options: Any) -> Call:
     return lambda: PhotoOptions(**options)
 
 
-def segment(**change: Any) -> Callable[[], object]:
+def segment(**change: Any) -> Call:
     fields = {"rank": 0, "kind": "compute", "name": "blocks", "start": 0.0, "seconds": 1.0}
     return lambda: Segment(**fields | change)
 
 
-def stream(codes: str, rank: int = 0, world_size: int = 1) -> Callable[[], object]:
+def stream(codes: str, rank: int = 0, world_size: int = 1) -> Call:
     return lambda: SyntheticStream(codes, rank=rank, world_size=world_size)
 
 
 Reader = Callable[[Path], object]
 
 
-def on(read: Reader, **files: str) -> Callable[[], object]:
+def on(read: Reader, **files: str) -> Call:
     """Read a file, or a folder of several; "__" in a name is a dot."""
 
     def call() -> object:
@@ -59,9 +60,7 @@ def on(read: Reader, **files: str) -> Callable[[], object]:
 OWN = ((0.10, 0.30, 0.20), (0.25, 0.15, 0.20), (0.12, 0.36, 0.24), (0.10, 0.20, 0.30))
 
 
-def traces(
-    read: Reader, other: Run | None = None, name: str = "", **change: object
-) -> Callable[[], object]:
+def traces(read: Reader, other: Run | None = None, name: str = "", **change: object) -> Call:
     """Read three ranks' traces; that of rank 1 may be of another run, and have one more range.
 
     With a change, there is a file like that of rank 0 besides.
@@ -145,7 +144,6 @@ LENGTHS = [
 ROWS_OF_CSV = [
     ("width,height\n64,64\n64,x\n", "a.csv, row 2 (line 3): height is x"),
     ('caption,width,height\n"two\nlines",64,64\na,64,-1\n', "row 2: height is -1"),
-    ("width,height\n64\n", "Expected 2 columns, got 1"),
     ("width\n64\n", "has width, but no height among width"),
     ("width,height\n64,\n", "row 1 (line 2): height is missing"),
     ("width,height\n64,0\n", "row 1 (line 2): height is 0"),
@@ -154,7 +152,6 @@ ROWS_OF_CSV = [
     ('width,height\n64,"64\n', "does not end with one"),
     ("width,height\n999999999,999999999\n", "row 1 (line 2): more than 2147483647 tokens"),
     ("width,height,text_tokens\n64,64,99999999999\n", "row 1 (line 2): more than"),
-    ("width,height\n", "holds no samples"),
     ("id,depth\n1,2\n", "none of its columns (id, depth) is known: say which: --columns"),
     ("length,x\n,1\n", "row 1 (line 2): length is missing"),
     ("seq_len\n-1\n", "row 1 (line 2): seq_len is -1"),
@@ -162,7 +159,6 @@ ROWS_OF_CSV = [
     ("tokens,height, tokens\n10,2,20\n", "two columns are named 'tokens'"),
 ]
 ROWS_OF_JSON = [
-    ('{"width": 64, "height": 64}\n{"width": 64\n', "a.jsonl, line 2: not valid"),
     ("\n[64, 64]\n", "give a list of rows with names; for lists of lengths use --file"),
     ("10\n20\n", "is 10: give a list of rows with names; for lists of lengths use --file"),
     ("", "holds no samples"),
@@ -224,7 +220,6 @@ CASES = [
     ("name of a step", segment(kind="step", name="x"), ("the name of a step is its number",)),
     ("seconds", segment(seconds=-1.0), ("Segment(seconds=-1.0)", "at least 0")),
     ("lines", on(lambda path: read_lengths(path, num_ranks=4), a__txt="1\n2\n3\n"), ("not fit 4",)),
-    ("manifest, missing", lambda: read_manifest(HERE / "m.csv"), ("no such file", "m.csv")),
     ("manifest, suffix", on(read_manifest, a__xls="x"), ("cannot read .xls: give one of",)),
     ("model", lambda: TokenRule.of_model("wan9"), ("'wan9' is not known", "wan2.1")),
     ("bucket", lambda: TokenRule(bucket="big"), ("bucket 'big'", "1024:64")),

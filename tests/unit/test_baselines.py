@@ -65,9 +65,8 @@ def test_policies_keep_every_sample_of_a_step(kind: str, data: str) -> None:
             step = policy.step(number)
             samples = cases.samples_of(step)
             if policy.epoch.reordered:
-                assert all(
-                    len(set(case.bucket_of[np.concatenate(ranks)].tolist())) == 1 for ranks in step
-                )
+                buckets = [case.bucket_of[np.concatenate(ranks)].tolist() for ranks in step]
+                assert all(len(set(of_step)) == 1 for of_step in buckets)
             else:
                 first = number * size
                 assert sorted(samples.tolist()) == list(range(first, first + size)), policy.name
@@ -83,9 +82,8 @@ def test_shared_samples_cost_what_the_plan_says() -> None:
     plan = policies.plan_batch(policies.by_rank(case, 1), "auto", case.cost, cluster=case.cluster)
     step = policies.planned(case, "auto", case.cluster)(1)
     assert cases.shared_makespan(case, step) == pytest.approx(plan.makespan)
-    assert cases.moved(case, step) == pytest.approx(
-        plan.moved_tokens / plan.seq_lens.sum(), abs=1e-3
-    )
+    share = plan.moved_tokens / plan.seq_lens.sum()
+    assert cases.moved(case, step) == pytest.approx(share, abs=1e-3)
     assert plan.makespan >= cases.shared_bound(case, cases.samples_of(step))
 
 

@@ -7,15 +7,9 @@ import pytest
 from bascule.cli.bench import report_of
 from bascule.report.page import Report, Rows
 
-ARM = {
-    "wir": 2.0,
-    "imbalance": 1.5,
-    "fbl_median_s": 1.5,
-    "fbl_spread_s": [1.4, 1.6],
-    "tokens_per_s": 9.0,
-    "flops_per_s": 9e9,
-    "hfu": None,
-}
+ARM: dict[str, Any] = {"wir": 2.0, "imbalance": 1.5, "fbl_median_s": 1.5, "hfu": None}
+ARM |= {"fbl_spread_s": [1.4, 1.6], "tokens_per_s": 9.0, "flops_per_s": 9e9}
+LOSSES = {"loss_first": [0.3, 0.3], "loss_last": [0.2, 0.2], "tokens_per_rank": [4.0, 5.0]}
 SETTING = {"world_size": 2, "device": "cpu", "topology": "g1n2", "skipped_photos": 0}
 NAMES = ("seconds_unbalanced", "seconds_balanced", "loss_unbalanced", "loss_balanced")
 
@@ -23,24 +17,11 @@ NAMES = ("seconds_unbalanced", "seconds_balanced", "loss_unbalanced", "loss_bala
 def reported(
     gamma: float = 0.4, fit_error: float | None = 0.1, binding: int = 0, **changes: Any
 ) -> Report:
-    summary = {
-        "setting": SETTING | {"gamma": gamma, "fit_error": fit_error},
-        "steps": 5,
-        "unbalanced": ARM,
-        "balanced": ARM | {"wir": 1.1, "fbl_median_s": 1.0},
-        "measured_ratio": 1.5,
-        "predicted_ratio": 1.6,
-        "measured_ratio_spread": [1.4, 1.6],
-        "single_binds_steps": binding,
-        "sent_bytes_per_step": 2**20,
-        "moved_tokens": 9,
-        "tokens_per_rank": [4.0, 5.0],
-        "loss_first": [0.3, 0.3],
-        "loss_last": [0.2, 0.2],
-        "loss_difference": 1e-9,
-        "grad_difference": 1e-8,
-        "grad_difference_first": 1e-8,
-    }
+    summary = {"setting": SETTING | {"gamma": gamma, "fit_error": fit_error}, "steps": 5, **LOSSES}
+    summary |= {"unbalanced": ARM, "balanced": ARM | {"wir": 1.1, "fbl_median_s": 1.0}}
+    summary |= {"measured_ratio": 1.5, "predicted_ratio": 1.6, "measured_ratio_spread": [1.4, 1.6]}
+    summary |= {"single_binds_steps": binding, "sent_bytes_per_step": 2**20, "moved_tokens": 9}
+    summary |= {"loss_difference": 1e-9, "grad_difference": 1e-8, "grad_difference_first": 1e-8}
     summary |= changes
     step: dict[str, Any] = dict(zip(NAMES, (1.5, 1.0, 0.3, 0.3), strict=True))
     return report_of(summary | {"topologies": {"g1n2": summary}}, [step | {"topology": "g1n2"}] * 5)
@@ -55,8 +36,7 @@ def test_topologies_stand_in_one_table() -> None:
     two |= {"balanced": ARM | {"imbalance": 1.0}, "sent_bytes_per_step": 2.0**20}
     two |= {"single_binds_steps": 0, "grad_difference": 1e-8, "moved_tokens": 5}
     summary = two | {"setting": SETTING | {"topology": "g2n1", "gamma": 1.0, "fit_error": None}}
-    summary |= {"unbalanced": ARM, "steps": 3, "tokens_per_rank": [4.0, 5.0]}
-    summary |= {"loss_first": [0.3, 0.3], "loss_last": [0.2, 0.2]}
+    summary |= {"unbalanced": ARM, "steps": 3, **LOSSES}
     summary["topologies"] = {"g1n2": one | {"moved_tokens": 0}, "g2n1": two}
     rows = [
         dict(zip(NAMES, (1.5, seconds, 0.3, 0.3), strict=True)) | {"topology": name}

@@ -4,33 +4,25 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from bascule.calibrate.blocks import (
-    BlockCall,
-    block_of_each_kind,
-    calls_of_model,
-    calls_of_user,
-    check_name,
-    find,
-)
+from bascule.calibrate import blocks
 from bascule.calibrate.options import CalibrateOptions
 from bascule.calibrate.timed import Probe, seconds_of
-from bascule.cli import launch
 from bascule.errors import ConfigError
 from bascule.models import MMDiTConfig
 from tests.helpers import own_blocks
-from tests.helpers.cli import Console, run
 from tests.helpers.pages import python_of
 
 CPU = torch.device("cpu")
 HERE = "tests.helpers.own_blocks"
 
 
-def call_of(name: str, length: int = 8) -> BlockCall:
-    (call,) = calls_of_user(name, find(name), length, CPU)
+def call_of(name: str, length: int = 8) -> blocks.BlockCall:
+    (call,) = blocks.calls_of_user(name, blocks.find(name), length, CPU)
     return call
 
 
@@ -56,32 +48,21 @@ def test_the_block_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_our_blocks_are_one_of_each_kind() -> None:
-    config = MMDiTConfig(
-        in_channels=4,
-        text_dim=4,
-        vec_dim=4,
-        d_model=8,
-        num_heads=1,
-        num_double=5,
-        num_single=3,
-        axes_dim=(8,),
-    )
-    model = block_of_each_kind(config, CPU, torch.float64)
-    calls = calls_of_model(model, (0.25, 0.75, 0.125), [10, 6], torch.float64)
+    sizes: dict[str, Any] = {"in_channels": 4, "text_dim": 4, "vec_dim": 4, "num_heads": 1}
+    config = MMDiTConfig(**sizes, d_model=8, num_double=5, num_single=3, axes_dim=(8,))
+    model = blocks.block_of_each_kind(config, CPU, torch.float64)
+    calls = blocks.calls_of_model(model, (0.25, 0.75, 0.125), [10, 6], torch.float64)
     assert [call.weight for call in calls] == [0.25, 0.75, 0.125]
     double, single, last = (call.forward() for call in calls)
     assert isinstance(double, tuple) and [x.shape for x in double] == [(2, 8), (14, 8)]
     assert isinstance(single, torch.Tensor) and single.shape == (16, 8)
     assert isinstance(last, torch.Tensor) and last.shape == (16, 4)
-    assert len(calls_of_model(model, (0.0, 1.0, 0.0), [16], torch.float64)) == 1
+    assert len(blocks.calls_of_model(model, (0.0, 1.0, 0.0), [16], torch.float64)) == 1
     for call in calls:
         call.backward()()
-    found = [
-        x.grad
-        for blocks in (model.double_blocks, model.single_blocks)
-        for x in blocks[0].parameters()
-    ]
-    assert len(found) > 10 and all(x is not None for x in found)
+    pair = model.double_blocks[0], model.single_blocks[0]
+    found = [weight.grad for block in pair for weight in block.parameters()]
+    assert len(found) > 10 and all(grad is not None for grad in found)
 
 
 @pytest.mark.parametrize(
@@ -127,47 +108,6 @@ def test_what_makes_a_run_ready_is_not_timed(monkeypatch: pytest.MonkeyPatch) ->
 # Options
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--lengths", "100"), "--lengths '100': give the shortest and the longest"),
-        (("--lengths", "a:b"), "--lengths"),
-        (("--lengths", "0:100"), "--lengths: tokens 0: must be an integer, at least 1"),
-        (("--lengths", "512:64"), "--lengths 512:64"),
-        (("--lengths", "10:14"), "5 lengths for --points 9; give a wider range"),
-        (("--lengths", "1:999999999"), "--lengths: tokens"),
-        (("--points", "4"), "--points 4: must be an integer, at least 5"),
-        (("--rounds", "0"), "--rounds 0:"),
-        (("--mib", "0"), "--mib 0:"),
-        (("--ranks", "0"), "--ranks 0:"),
-        (("--limit", "nan"), "--limit nan: must be finite"),
-        (("--limit", "-1"), "--limit"),
-        (("--timeout-s", "0"), "--timeout-s"),
-        (("--d-model", "0"), "--d-model 0:"),
-        (("--num-heads", "9999999"), "--num-heads"),
-        (("--sparse-tokens", "-1"), "--sparse-tokens"),
-        (("--base", "h900"), "there is no profile 'h900'"),
-        (("--module", "a:b", "--num-heads", "2"), "--num-heads 2: --module a:b has its own"),
-        (("--module", "a:b", "--dtype", "float64"), "--dtype float64: --module a:b has its own"),
-        (("--out", "/nowhere/at/all/x.json"), "there is no folder /nowhere/at/all"),
-        (("--report", "x.pdf"), "--report x.pdf: must end in .html"),
-        (("--kernel", "magic"), "kernel 'magic': choose one of"),
-        (("--kernel", "flash_attn"), "flash_attn"),
-        (("--d-model", "100", "--num-heads", "7"), "such as --d-model 112"),
-        (("--d-model", "12", "--num-heads", "4"), "--d-model 12 and --num-heads 4: a head must"),
-        (("--module", "nocolon"), "give package.module:function"),
-        (("--module", "a.b:"), "give package.module:function"),
-        (("--module", "no_such_module.x:make"), "there is no no_such_module on the path of Python"),
-    ],
-)
-def test_options_that_are_refused_before_any_rank_starts(
-    capsys: Console, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
-) -> None:
-    monkeypatch.setattr(launch, "result_of_ranks", lambda *_: pytest.fail("ranks were started"))
-    code, _, err = run(capsys, "calibrate", *arguments)
-    assert code == 2 and message in err and len(err.strip().splitlines()) == 1
-
-
 def test_lengths_are_spread_evenly_from_end_to_end() -> None:
     options = CalibrateOptions(lengths="256:16384", points=7)
     assert options.seq_lens("cpu") == [256, 512, 1024, 2048, 4096, 8192, 16384]
@@ -185,4 +125,4 @@ def test_what_ranks_must_share_is_what_changes_their_calls() -> None:
 def test_a_module_of_this_folder_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "in_this_folder.py").write_text("raise ValueError")
     monkeypatch.chdir(tmp_path)
-    check_name("in_this_folder:make")  # and it is not imported
+    blocks.check_name("in_this_folder:make")  # and it is not imported

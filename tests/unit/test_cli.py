@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bascule.cli import COMMANDS, parse
+from bascule.cli import COMMANDS, launch, parse
 from bascule.cli.inputs import ClusterOptions, InputOptions
 from bascule.cli.plan import PlanOptions
 from bascule.errors import ConfigError
@@ -182,9 +182,7 @@ def test_nodes_are_as_large_as_eight_ranks_allow(num_ranks: int) -> None:
         ({"ranks_per_node": 2}, {"num_nodes": 3, "ranks_per_node": 2}),
     ],
 )
-def test_an_option_replaces_one_number_of_a_machine(
-    options: dict[str, Any], changed: dict[str, Any]
-) -> None:
+def test_an_option_replaces_a_number(options: dict[str, Any], changed: dict[str, Any]) -> None:
     known = HardwareProfile.load("h100-datasheet").cluster(1, 6)
     assert PlanOptions(**options).machines(6) == replace(known, **changed)
 
@@ -356,18 +354,94 @@ CODES = "bench --data g1b1i256f1s0"
         (f"{CODES} --ranks 4 --topologies g2n1 g4n1 g2n2", "g2n2 has the bags of g2n1; leave one"),
         (f"{CODES} --ranks 1 --kernel aten_flash", "use one of cpu_flash"),
         (f"{CODES} --ranks 1 --kernel magic", "cpu_flash"),
+        # Of serve, generate, doctor and calibrate, before any rank starts
+        (f"serve --api-key-file {__file__}", "give one line of 16 ASCII characters"),
+        ("serve --host 0.0.0.0", "--host 0.0.0.0: others can reach this address: give --api-key"),
+        ("serve --host example.org", "others can reach this address"),
+        ("serve --api-key-file nowhere", "cannot read nowhere"),
+        ("serve --model nowhere", "--model nowhere: no nowhere/model_index.json"),
+        ("serve --degrees 1 3", "--degrees 3: give powers of two"),
+        ("serve --port 70000", "--port 70000: must be an integer, at least 0 and at most 65535"),
+        ("serve --max-steps 0", "--max-steps 0: must be an integer, at least 1"),
+        ("generate", "give either --prompt TEXT, once or more, or --prompts FILE"),
+        ("generate --prompt x --prompts y", "give either --prompt TEXT"),
+        ("generate --prompts nowhere.txt", "cannot read nowhere.txt"),
+        ("generate --prompt x --model nowhere", "give the folder of a pipeline of diffusers"),
+        ("generate --prompt x --ring 0", "--ring 0: must be an integer, at least 1"),
+        ("generate --prompt x --ring 2 --longest-ring 2", "--longest-ring: is for a mesh"),
+        ("generate --prompt x --sparse 1.5", "--sparse 1.5: must be"),
+        ("generate --prompt x --height -8", "--height -8: must be an integer, at least 1"),
+        ("generate --prompt x --guidance inf", "--guidance inf: must be finite"),
+        ("generate --prompt x --fps 0", "--fps 0: must be an integer, at least 1"),
+        ("generate --prompt x --json no/where.json", "--json no/where.json: cannot be written"),
+        ("doctor --ranks 0", "--ranks 0"),
+        ("doctor --ranks 999999999", "--ranks"),
+        ("doctor --rounds 0", "--rounds 0"),
+        ("doctor --mib 0", "--mib 0"),
+        ("doctor --mib 100000", "at most 1024"),
+        ("doctor --tolerance -1", "--tolerance -1"),
+        ("doctor --tolerance nan", "--tolerance nan"),
+        ("doctor --link-tolerance 1", "--link-tolerance 1"),
+        ("doctor --timeout-s 0", "--timeout-s 0"),
+        ("doctor --profile /nonexistent/profile.json", "/nonexistent/profile.json"),
+        ("calibrate --lengths 100", "--lengths '100': give the shortest and the longest"),
+        ("calibrate --lengths a:b", "--lengths"),
+        ("calibrate --lengths 0:100", "--lengths: tokens 0: must be an integer, at least 1"),
+        ("calibrate --lengths 512:64", "--lengths 512:64"),
+        ("calibrate --lengths 10:14", "5 lengths for --points 9; give a wider range"),
+        ("calibrate --lengths 1:999999999", "--lengths: tokens"),
+        ("calibrate --points 4", "--points 4: must be an integer, at least 5"),
+        ("calibrate --rounds 0", "--rounds 0:"),
+        ("calibrate --mib 0", "--mib 0:"),
+        ("calibrate --ranks 0", "--ranks 0:"),
+        ("calibrate --limit nan", "--limit nan: must be finite"),
+        ("calibrate --limit -1", "--limit"),
+        ("calibrate --timeout-s 0", "--timeout-s"),
+        ("calibrate --d-model 0", "--d-model 0:"),
+        ("calibrate --num-heads 9999999", "--num-heads"),
+        ("calibrate --sparse-tokens -1", "--sparse-tokens"),
+        ("calibrate --base h900", "there is no profile 'h900'"),
+        ("calibrate --module a:b --num-heads 2", "--num-heads 2: --module a:b has its own"),
+        ("calibrate --module a:b --dtype float64", "--dtype float64: --module a:b has its own"),
+        ("calibrate --out /nowhere/at/all/x.json", "there is no folder /nowhere/at/all"),
+        ("calibrate --report x.pdf", "--report x.pdf: must end in .html"),
+        ("calibrate --kernel magic", "kernel 'magic': choose one of"),
+        ("calibrate --kernel flash_attn", "flash_attn"),
+        ("calibrate --d-model 100 --num-heads 7", "such as --d-model 112"),
+        ("calibrate --d-model 12 --num-heads 4", "--d-model 12 and --num-heads 4: a head must"),
+        ("calibrate --module nocolon", "give package.module:function"),
+        ("calibrate --module a.b:", "give package.module:function"),
+        ("calibrate --module no_such.x:make", "there is no no_such on the path of Python"),
+        # What would be ignored
+        ("plan --lengths 5/6 --d-model 0", "--d-model 0: must be an integer, at least 1"),
+        ("plan --lengths 5/6 --num-layers 0", "--num-layers 0: must be an integer, at least 1"),
+        ("plan --lengths 5/6 --step 5", "--step 5: lengths are as given"),
+        ("topology --lengths 5/6 --seed 5", "--seed 5: lengths are as given"),
+        ("plan --lengths 5/6 --tflops 100", "--tflops 100.0: changes nothing without --wires"),
+        ("plan --lengths 5/6 --memory-gb 1", "--memory-gb 1.0: limits nothing without --kb-per"),
+        ("topology --lengths 5/6 --inter-gbs 1", "--inter-gbs"),
+        ("simulate --data g1b1i16f1s0 --vae-us 1 --batch-size 2", "--batch-size 2: only for --man"),
+        ("simulate --data g1b1i16f1s0 --vae-us 1 --manifest a", "give one of --lengths"),
+        ("simulate-requests --mix 64x64@5 --slo 2", "--slo 2.0: no request has a deadline"),
+        ("simulate-requests --mix 64x64@5 --deadline 2 --within 2", "--within 2.0: every request"),
+        ("simulate-requests --mix 64x64@5 --loads 1 --rates 1", "--loads 1.0: --rates takes its"),
+        ("bench --data g1b1i16f1s0 --ranks 1 --batch-size 3", "--batch-size 3: --data says"),
+        ("bench --data g1b1i16f1s0 --ranks 1 --strict", "--strict: only photos have pixels"),
+        ("bench --data g1b1i16f1s0 --ranks 1 --max-tokens 9", "--max-tokens 9: data codes say"),
+        ("bench --data g1b1i16f1s0 --ranks 1 --accumulate 2", "--accumulate 2: only with --load"),
+        ("serve --model tiny --variant fp16", "--variant fp16: the variants of tiny are none"),
+        ("serve --model tiny --keep-gb -1", "--keep-gb -1.0: must be"),
+        ("bench --data g1b1i16f1s0 --ranks 1 --clip-frames 3", "--clip-frames 3: only photos"),
         # What the parser refuses is one sentence, too
         (f"{PLAN} --rnaks 3", "Unrecognized options: --rnaks, 3 Perhaps you meant: --ranks"),
         (f"{PLAN} --ranks x", "could be instantiated from ['x']. Argument helptext: --ranks"),
         ("plan --lengths", "Missing value for argument '--lengths'"),
         # Folders, before ranks
         *(
-            (f"{command} --{option} {path}", f"--{option} {path}: {said}")
-            for command, option in (
-                (CODES, "out"),
-                ("generate --prompt x", "out"),
-                ("trace .", "out"),
-                ("simulate --lengths 5", "traces"),
+            (f"{line} {path}", f"{line.split()[-1]} {path}: {said}")
+            for line in (
+                *(f"{CODES} --out", "generate --prompt x --out", "trace . --out"),
+                *("simulate --lengths 5 --traces", "serve --spool"),
             )
             for path, said in (
                 (__file__, f"{__file__} is a file; give a folder"),
@@ -385,5 +459,8 @@ CODES = "bench --data g1b1i256f1s0"
         ("bench --data g1b1i64f1s0 --out a.html --report a.html", "--report and --out both name"),
     ),
 )
-def test_a_users_error_is_one_sentence(capsys: Console, arguments: list[str], said: str) -> None:
+def test_a_users_error_is_one_sentence(
+    capsys: Console, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
+    monkeypatch.setattr(launch, "result_of_ranks", lambda *_: pytest.fail("ranks were started"))
     assert said in sentence(capsys, *arguments)

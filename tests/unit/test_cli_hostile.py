@@ -126,18 +126,10 @@ def test_options_at_the_end_of_their_range(capsys: Console) -> None:
 
 def lengths_files(folder: Path) -> Iterator[tuple[str, str]]:
     """Names of files that hold no lengths, and what a sentence says of each."""
-    texts = {
-        "empty": "",
-        "word": "x" * 300_000,
-        "float": "1e30\n",
-        "nul": "1,2\0,3\n",
-        "inf.json": "[Infinity, 1]",
-        "null.json": "[null]",
-        "object.json": '{"a": 1}',
-        "line": "1," * (MAX_LINE // 2 + 1),
-        "many": "5 " * (2**20 + 1),
-        "ranks": "\n" * (2**17 + 1),
-    }
+    texts = {"empty": "", "word": "x" * 300_000, "float": "1e30\n", "nul": "1,2\0,3\n"}
+    texts |= {"inf.json": "[Infinity, 1]", "null.json": "[null]", "object.json": '{"a": 1}'}
+    texts |= {"line": "1," * (MAX_LINE // 2 + 1), "many": "5 " * (2**20 + 1)}
+    texts |= {"ranks": "\n" * (2**17 + 1)}
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
         yield name, name
@@ -230,5 +222,6 @@ def test_profiles_that_are_none(capsys: Console, tmp_path: Path) -> None:
         (f"plan {LENGTHS} --kb-per-token 1", "tells no memory"),
         (f"plan {LENGTHS} --wires", "new has no matmul_flops"),
         (f"topology {LENGTHS}", "new has no matmul_flops"),
+        ("sparse --model wan2.1 --block 1280 --ring 2", "new has no attention_flops_per_s"),
     ):
         assert said in sentence(capsys, *command.split(), "--profile", str(path))

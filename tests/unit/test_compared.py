@@ -73,14 +73,9 @@ MAKES: dict[str, tuple[Callable[[], Any], ...]] = {
     "photo": (photo, partial(photo, 1), partial(photo, mode="L"), partial(photo, mode="YCbCr")),
     "palette": (partial(coloured, 0), partial(coloured, 1)),
     "video": tuple(lambda k=k: [photo(seed) for seed in k] for k in ((1, 2), (2, 1), (1,), (1, 3))),
-    "sigmas": tuple(
-        lambda values=values, dtype=dtype: np.array(values, dtype)
-        for values, dtype in [
-            ([1, 0.5], "f8"),
-            ([0.5, 1], "f8"),
-            ([1, 0.5], "f4"),
-            ([[1, 0.5]], "f8"),
-        ]
+    "sigmas": (
+        *(partial(np.array, values, "f8") for values in ([1, 0.5], [0.5, 1], [[1, 0.5]])),
+        partial(np.array, [1, 0.5], "f4"),
     ),
     "objects": (lambda: np.array([None, "a"]), lambda: np.array([None, "b"])),
     "scalar": (lambda: np.float32(0.5), lambda: np.float32(0.25), lambda: np.int64(1)),
@@ -111,10 +106,8 @@ MAKES: dict[str, tuple[Callable[[], Any], ...]] = {
     "complex": (lambda: torch.ones(2) * 1j, lambda: (torch.ones(2) * 1j).conj()),
     "signs": tuple(lambda n=n: torch.ones(4).double() * n for n in (1, -1)),
     "halves": tuple(lambda n=n: torch.tensor([1.0, n, 1.0, n]).half() for n in (1, -1)),
-    "nest": (
-        lambda: {"a": (1, {"b": [MASK]})},
-        lambda: {"a": (1, {"b": [MASK.T]})},
-        lambda: {"a": (1, {"c": [MASK]})},
+    "nest": tuple(
+        lambda k=k, v=v: {"a": (1, {k: [v]})} for k, v in (("b", MASK), ("b", MASK.T), ("c", MASK))
     ),
 }
 
@@ -231,13 +224,10 @@ def test_weights_on_a_disk_are_not_in_memory(tmp_path: Path) -> None:
     diffusers = pytest.importorskip("diffusers")
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     other = copy.deepcopy(model)
-    for place, one in enumerate((model, other)):
-        diffusers.hooks.apply_group_offloading(
-            one,
-            onload_device=torch.device("cpu"),
-            offload_type="leaf_level",
-            offload_to_disk_path=str(tmp_path / str(place)),
-        )
+    for place, offloaded in enumerate((model, other)):
+        to = {"onload_device": torch.device("cpu"), "offload_type": "leaf_level"}
+        path = str(tmp_path / str(place))
+        diffusers.hooks.apply_group_offloading(offloaded, offload_to_disk_path=path, **to)
     for parameter in other.parameters():
         parameter.data.fill_(7.0)  # as in memory that was freed
     assert values_digest(model) == values_digest(other)
@@ -281,15 +271,12 @@ def guided(*times: float) -> list[dict[str, Any]]:
 DOWN, UP = (900.0, 600.0, 300.0, 100.0), (0.0, 0.3, 0.6, 0.9)
 LATENTS = torch.ones(2)
 RUNS: dict[str, tuple[list[dict[str, Any]], str]] = {  # + is compared
-    "one image after the other": (
-        [*run_of(*DOWN, text=TEXT), *run_of(*DOWN, text=TEXT)],
-        "++--" * 2,
-    ),
-    "ascending times": ([*run_of(*UP, text=TEXT), *run_of(*UP, text=TEXT)], "++--" * 2),
-    "guidance": ([*guided(*DOWN), *guided(*DOWN)], "+++-----" * 2),
-    "one step": ([*run_of(999.0, text=TEXT), *run_of(999.0, text=TEXT)], "++"),
-    "one guided step": ([*guided(999.0), *guided(999.0)], "+++-"),
-    "two steps": ([*run_of(999.0, 500.0), *run_of(999.0, 500.0)], "++++"),
+    "one image after the other": (run_of(*DOWN, *DOWN, text=TEXT), "++--" * 2),
+    "ascending times": (run_of(*UP, *UP, text=TEXT), "++--" * 2),
+    "guidance": (guided(*DOWN, *DOWN), "+++-----" * 2),
+    "one step": (run_of(999.0, 999.0, text=TEXT), "++"),
+    "one guided step": (guided(999.0, 999.0), "+++-"),
+    "two steps": (run_of(999.0, 500.0, 999.0, 500.0), "++++"),
     "an edit": ([*run_of(*DOWN, ids=IDS), *run_of(600.0, 300.0, 100.0, ids=IDS)], "++--++-"),
     # A run that was broken off, and one that begins later on the way, with positions of its own.
     "an edit after a break": (
@@ -300,10 +287,7 @@ RUNS: dict[str, tuple[list[dict[str, Any]], str]] = {  # + is compared
         [*run_of(900.0, 800.0, 700.0), *run_of(600.0, 500.0, 400.0, control=TEXT)],
         "++-++-",
     ),
-    "positions made in each step": (
-        [call(time, ids=torch.ones(3)) for time in (*DOWN, *DOWN)],
-        "++--++--",
-    ),
+    "positions of each step": ([call(time, ids=IDS.clone()) for time in DOWN * 2], "++--" * 2),
     "no times": ([*[call(None, text=TEXT)] * 2, call(None, text=TEXT)], "+-+"),
     "the same arguments": ([call(5.0, LATENTS, text=TEXT)] * 3, "+--"),
 }

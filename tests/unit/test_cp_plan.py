@@ -1,34 +1,18 @@
 """Split tables from diffusers' plans: what is read, and what a plan does not say is refused."""
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from diffusers.models._modeling_parallel import ContextParallelInput as In
+from diffusers.models._modeling_parallel import ContextParallelOutput as Out
 from torch import Tensor, nn
 
 from bascule.diffusers import Cut, SplitTable
 from bascule.diffusers.cp_plan import table_from_plan
 from bascule.diffusers.tables import FLUX, table_of
 from bascule.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class In:
-    """As diffusers' ContextParallelInput."""
-
-    split_dim: int
-    expected_dims: int | None = None
-    split_output: bool = False
-
-
-@dataclass(frozen=True)
-class Out:
-    """As diffusers' ContextParallelOutput."""
-
-    gather_dim: int
-    expected_dims: int | None = None
 
 
 class Attention(nn.Module):
@@ -45,9 +29,7 @@ class Blind(nn.Module):
 
 
 class Block(Blind):
-    def forward(
-        self, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None
-    ) -> None: ...
+    def forward(self, hidden_states: Tensor, encoder_hidden_states: Any = None) -> None: ...
 
 
 class Model(nn.Module):
@@ -70,15 +52,9 @@ class Model(nn.Module):
     ) -> None: ...
 
 
-PLAN = {
-    "": {
-        "hidden_states": In(1, 3),
-        "encoder_hidden_states": In(1, 3),
-        "encoder_attention_mask": In(1, 2),
-    },
-    "rope": {0: In(0, 2, split_output=True)},
-    "proj_out": Out(1, 3),
-}
+INPUTS = {"hidden_states": In(1, 3), "encoder_hidden_states": In(1, 3)}
+INPUTS |= {"encoder_attention_mask": In(1, 2)}
+PLAN = {"": INPUTS, "rope": {0: In(0, 2, split_output=True)}, "proj_out": Out(1, 3)}
 
 
 def test_one_attention_in_each_block_is_over_text_and_image() -> None:
@@ -118,9 +94,7 @@ def test_text_that_is_attended_to_alone_is_not_cut_nor_its_mask() -> None:
         (Model(Block("attn")), {**PLAN, "head": Out(1)}, "names 'head', and Model has no such"),
     ],
 )
-def test_what_a_plan_does_not_say_is_refused(
-    model: nn.Module, plan: dict[str, Any], said: str
-) -> None:
+def test_gaps_of_a_plan_are_refused(model: nn.Module, plan: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said.replace(".", r"\.").replace("*", r"\*")):
         table_from_plan(model, plan)
 

@@ -44,14 +44,9 @@ def test_steps_keep_their_samples(num: int, padded: bool, even: bool, drop_last:
         assert of_step[0] == of_step[1]
     assert not even or {len(batch) for rank in ours for batch in rank} <= {size}
     for number, (before, after, mean) in enumerate(dealt.steps):
-        of_rank = [
-            max(1, len(b) if padded else 1) * COST(lengths[b]).max()
-            if padded
-            else COST(lengths[b]).sum()
-            for rank in ours
-            for b in rank[number * accumulate : (number + 1) * accumulate]
-        ]
-        by_rank = np.array(of_rank).reshape(num_ranks, accumulate)
+        step = slice(number * accumulate, (number + 1) * accumulate)
+        costs = [[COST(lengths[batch]) for batch in rank[step]] for rank in ours]
+        by_rank = np.array([[x.max() * x.size if padded else x.sum() for x in y] for y in costs])
         assert after == pytest.approx(by_rank.max(axis=0).sum()) and after <= before
         assert mean == pytest.approx(by_rank.sum() / num_ranks)
 

@@ -16,19 +16,8 @@ from typing import Any
 import pytest
 
 from bascule.cli import parse
-from tests.helpers.pages import (
-    ON_RANKS,
-    PAGES,
-    ROOT,
-    Block,
-    anchors_of,
-    blocks_of,
-    code_lines,
-    commands_of,
-    links_of,
-    python_of,
-    run_python,
-)
+from tests.helpers import pages
+from tests.helpers.pages import ON_RANKS, PAGES, ROOT, Block, blocks_of, python_of
 
 LANGUAGES = {"", "python", "sh", "text", "mermaid"}
 MARKS = {"lines-of", "not-run"}
@@ -53,12 +42,10 @@ def test_every_block_is_of_a_known_language_and_says_why_it_does_not_run(page: s
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if python_of(page) and page not in ON_RANKS]
 )
-def test_the_code_of_a_page_runs(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one process; pages that need ranks are run by tests/distributed/test_pages.py."""
     monkeypatch.chdir(tmp_path)
-    run_python(page, {})
+    pages.run_python(page, {})
 
 
 def test_the_tests_that_pages_name_are_there_and_guides_name_none() -> None:
@@ -82,13 +69,13 @@ def test_lines_of_prose_are_short(page: str) -> None:
 
 @pytest.mark.parametrize("block", QUOTES, ids=str)
 def test_quoted_lines_are_lines_of_their_file(block: Block) -> None:
-    lines = set(code_lines((ROOT / block.marks["lines-of"]).read_text()))
-    assert [line for line in code_lines(block.text) if line not in lines] == []
+    lines = set(pages.code_lines((ROOT / block.marks["lines-of"]).read_text()))
+    assert [line for line in pages.code_lines(block.text) if line not in lines] == []
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_can_be_given(page: str) -> None:
-    for words in commands_of(page):
+    for words in pages.commands_of(page):
         command = " ".join(words)
         if words[0] == "make":
             targets = [word for word in words[1:] if "=" not in word]
@@ -119,10 +106,10 @@ def arguments_of(words: list[str]) -> list[str] | None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_link_leads_somewhere(page: str) -> None:
-    for file, anchor in links_of(page):
+    for file, anchor in pages.links_of(page):
         path = (ROOT / page).parent / file if file else ROOT / page
         assert path.is_file(), f"{page} links to {file}, which does not exist"
-        assert not anchor or anchor in anchors_of(path), f"{page}: {file} has no #{anchor}"
+        assert not anchor or anchor in pages.anchors_of(path), f"{page}: {file} has no #{anchor}"
 
 
 def test_the_readme_is_short() -> None:

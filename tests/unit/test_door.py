@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from unittest import mock
 
@@ -29,25 +30,16 @@ from bascule.generate.options import Prompt
 from bascule.serve import guard
 from bascule.serve.options import ServeOptions
 from tests.helpers import browser
-from tests.helpers.cli import Console, run
 from tests.helpers.door import Open, multipart, opened_door, png, stepping
 from tests.helpers.pages import ROOT, commands_of
 
 GENERATE, EDIT, VIDEOS = "/v1/images/generations", "/v1/images/edits", "/v1/videos"
 KEY = "0123456789abcdef"
-SIZES: dict[str, Any] = {
-    "width": 256,
-    "height": 256,
-    "steps": 4,
-}  # of the tiny model, where a client says none
-LIMITS = {
-    "max_pixels": 256 * 256,
-    "max_steps": 50,
-    "max_prompt_chars": 100,
-    "max_body_bytes": 20_000,
-    "max_images": 3,
-    "max_frames": 30,
-}
+SIZES: dict[str, Any] = {"width": 256, "height": 256, "steps": 4}  # where a client says none
+LIMITS = {"max_pixels": 256 * 256, "max_steps": 50, "max_prompt_chars": 100}
+LIMITS |= {"max_body_bytes": 20_000, "max_images": 3, "max_frames": 30}
+JSON = "application/json"
+HEAD = f"POST {GENERATE} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: {JSON}\r\n"
 
 
 @pytest.fixture
@@ -90,15 +82,9 @@ def test_images_by_openais_client(images: Open) -> None:
     assert [pixel(base64.b64decode(one.b64_json)) for one in made.data] == [(5, 2, 7), (6, 2, 7)]
     assert [one.seed for one in made.data] == [5, 6]
     first, second, third = images.service.asked.values()
-    asked: dict[str, Any] = {
-        "negative_prompt": "fog",
-        "width": 64,
-        "height": 32,
-        "steps": 2,
-        "guidance": 1.5,
-    }
-    assert first.prompt == Prompt(prompt="a boat", seed=5, **asked)
-    assert second.prompt == Prompt(prompt="a boat", seed=6, **asked)
+    asked: dict[str, Any] = {"width": 64, "height": 32, "steps": 2, "guidance": 1.5}
+    asked |= {"prompt": "a boat", "negative_prompt": "fog"}
+    assert (first.prompt, second.prompt) == (Prompt(seed=5, **asked), Prompt(seed=6, **asked))
     assert (first.deadline_s, first.must_meet_deadline, first.image) == (60.0, False, None)
     assert third.prompt == Prompt(prompt="é", seed=linked.data[0].seed, **SIZES)
     path = linked.data[0].url.removeprefix(images.url)
@@ -245,6 +231,7 @@ _BROKEN: list[tuple[str, bytes, int]] = [  # Content-Type, body, status
     ("application/json; charset=latin-1", b'{"prompt": "x"}', 415),
     ("application/json; charset=utf-16", '{"prompt": "x"}'.encode("utf-16"), 415),
 ]
+SOON = {"prompt": "x", "deadline_s": 0.5, "must_meet_deadline": True}
 _REFUSED: list[tuple[str, Any, int, str, str | None]] = [
     (GENERATE, b"{", 400, "the body is not valid JSON", None),
     (GENERATE, b"\xff\xfe", 400, "the body is not valid JSON", None),
@@ -297,13 +284,7 @@ _REFUSED: list[tuple[str, Any, int, str, str | None]] = [
     ("/nowhere", {}, 404, "POST /nowhere: Not Found", None),
     ("/health", {}, 405, "POST /health: Method Not Allowed", None),
     (GENERATE, {"prompt": "x" * 20_000}, 413, "larger than 20,000 bytes", None),
-    (
-        GENERATE,
-        {"prompt": "x", "deadline_s": 0.5, "must_meet_deadline": True},
-        422,
-        "the request would be done in 4.2 s",
-        "deadline_s",
-    ),
+    (GENERATE, SOON, 422, "the request would be done in 4.2 s", "deadline_s"),
 ]
 
 
@@ -356,31 +337,28 @@ def test_bodies_are_counted_as_they_come(limited: Open, monkeypatch: pytest.Monk
         for _ in range(30):
             yield b"x" * 1000
 
-    head = f"POST {GENERATE} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     lines = b"".join(b"%x\r\n%s\r\n" % (len(one), one) for one in chunk()) + b"0\r\n\r\n"
-    answer = exchanged(limited, f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + lines)
-    assert answer.startswith(b"HTTP/1.1 413 ")
-    answer = exchanged(limited, f"{head}Content-Length: 99999999999\r\n\r\n".encode())
-    assert answer.startswith(b"HTTP/1.1 413 ")
+    for sent in (f"{HEAD}Transfer-Encoding: chunked\r\n\r\n".encode() + lines, sized(99999999999)):
+        assert exchanged(limited, sent).startswith(b"HTTP/1.1 413 "), sent[:200]
     monkeypatch.setattr(guard, "_BODIES", 0)  # another client's bytes are on their way
-    answer = exchanged(limited, f"{head}Content-Length: 900\r\n\r\n".encode() + b" " * 100)
+    answer = exchanged(limited, sized(900) + b" " * 100)
     assert answer.startswith(b"HTTP/1.1 429 ") and b"retry-after: 1" in answer
     monkeypatch.setattr(guard, "_BODY_S", 0.2)
     monkeypatch.setattr(guard, "_BODIES", 9)
-    answer = exchanged(limited, f"{head}Content-Length: 900\r\n\r\n".encode() + b" " * 100)
+    answer = exchanged(limited, sized(900) + b" " * 100)
     assert answer.startswith(b"HTTP/1.1 408 ") and not limited.service.asked
 
 
-def asking(door: Open, *asked: tuple[str, Any, str]) -> list[tuple[threading.Thread, list[Any]]]:
+def asking(door: Open, *asked: tuple[str, Any, str]) -> list[tuple[Thread, list[Any]]]:
     """Calls that wait in the queue, by their threads and what they will be answered."""
-    calls: list[tuple[threading.Thread, list[Any]]] = []
+    calls: list[tuple[Thread, list[Any]]] = []
     for path, body, media in asked:
         answers: list[Any] = []
 
         def call(path: str = path, body: Any = body, media: str = media, to: Any = answers) -> None:
             to.extend(door.call("POST", path, body, Content_Type=media))
 
-        calls.append((threading.Thread(target=call), answers))
+        calls.append((Thread(target=call), answers))
         calls[-1][0].start()
         while len(door.service.asked) < len(calls):
             assert calls[-1][0].is_alive(), answers
@@ -399,9 +377,6 @@ def test_bodies_count_while_they_are_held(tmp_path: Path, monkeypatch: pytest.Mo
                 thread.join(60)
                 assert answers[0] == 200
         assert door.call("POST", "/v1/requests", form, Content_Type=media)[0] == 202
-
-
-JSON = "application/json"
 
 
 def body_of(num_bytes: int) -> dict[str, str]:
@@ -429,11 +404,14 @@ def test_images_that_are_not_done_are_errors(form: str, images: Open) -> None:
         assert headers["x-should-retry"] == "false"
 
 
+def sized(num_bytes: int) -> bytes:
+    """The head of a request whose body is to have so many bytes."""
+    return f"{HEAD}Content-Length: {num_bytes}\r\n\r\n".encode()
+
+
 def exchanged(door: Open, sent: bytes) -> bytes:
     """The first answer on a connection of bytes."""
-    host, port = door.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as connection:
-        connection.sendall(sent)
+    with door.connect(sent) as connection:
         return connection.recv(4096)
 
 
@@ -455,12 +433,9 @@ def test_many_connections_keep_no_other_client_out(
     with opened_door(tmp_path, {"most_waiting": 1}) as door, ExitStack() as stack:  # 1002
         made = door.call("POST", "/v1/requests", {"prompt": "x"})[1]["data"][0]["id"]
         follow = b"GET /v1/requests/%s/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" % made.encode()
-        host, port = door.url.removeprefix("http://").split(":")
 
         def connect(data: bytes) -> socket.socket:
-            one = stack.enter_context(socket.create_connection((host, int(port)), timeout=60))
-            one.sendall(data)
-            return one
+            return stack.enter_context(door.connect(data))
 
         follower = connect(follow)
         assert follower.recv(12) == b"HTTP/1.1 200"
@@ -534,29 +509,6 @@ def test_pages_of_others_cannot_call_without_a_key(images: Open) -> None:
         assert images.call("GET", path, Host="evil.example")[0] == 200
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("--host 0.0.0.0", "--host 0.0.0.0: others can reach this address: give --api-key-file"),
-        ("--host example.org", "others can reach this address"),
-        ("--api-key-file nowhere", "cannot read nowhere"),
-        ("--api-key-file empty", "--api-key-file empty: give one line of 16 ASCII characters"),
-        ("--model nowhere", "--model nowhere: no nowhere/model_index.json"),
-        ("--degrees 1 3", "--degrees 3: give powers of two"),
-        ("--port 70000", "--port 70000: must be an integer, at least 0 and at most 65535"),
-        ("--max-steps 0", "--max-steps 0: must be an integer, at least 1"),
-        ("--spool empty", "--spool empty: empty is a file; give a folder"),
-    ],
-)
-def test_wrong_options_are_one_sentence(
-    arguments: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Console
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").write_text("short\n")
-    code, out, err = run(capsys, "serve", *arguments.split())
-    assert (code, out) == (2, "") and said in err and err.count("\n") == 1
-
-
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bascule.serve.options.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=re.escape("pip install 'bascule[serve]'")):
@@ -579,19 +531,14 @@ def test_a_client_that_vanishes_cancels_its_requests(images: Open) -> None:
     seen, cancelled = threading.Event(), threading.Semaphore(0)
     images.service.on_cancel, images.service.on_submit = cancelled.release, seen.set
     body = json.dumps({"prompt": "x", "n": 2}).encode()
-    head = f"POST {GENERATE} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-    sent = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
-    host, port = images.url.removeprefix("http://").split(":")
     _, other, _ = images.call("POST", "/v1/requests", {"prompt": "other"})
     seen.clear()
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(sent)
+    with images.connect(sized(len(body)) + body):
         assert seen.wait(60)
     assert all(cancelled.acquire(timeout=60) for _ in range(2))
     states = [one.state for one in images.service.of.values()]
     assert states == ["waiting", "cancelled", "cancelled"]
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(sent[:-5])  # it goes while it sends
+    images.connect(sized(len(body)) + body[:-5]).close()  # it goes while it sends
     with stepping(images.service):
         assert client(images).images.generate(prompt="x").data
     assert images.call("GET", f"/v1/requests/{other['data'][0]['id']}")[1]["state"] == "done"
@@ -600,8 +547,7 @@ def test_a_client_that_vanishes_cancels_its_requests(images: Open) -> None:
 
 def test_a_thousand_clients_at_once(tmp_path: Path) -> None:
     body = b'{"prompt": "x", "steps": 1, "size": "8x8"}'
-    head = f"POST {GENERATE} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
-    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"{HEAD}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
 
     async def asks(door: Open, sent: bytes) -> tuple[int, bytes]:
         host, port = door.url.removeprefix("http://").split(":")
@@ -626,10 +572,9 @@ def test_a_thousand_clients_at_once(tmp_path: Path) -> None:
         answers = asyncio.run(all_ask(door))
         assert Counter(status for status, _ in answers) == {200: 600, 429: 400}
         assert all(b"retry-after: 3" in answer for status, answer in answers if status == 429)
-        ids = {
-            re.findall(rb'"id":"(\w+)"', answer)[0] for status, answer in answers if status == 200
-        }
-        assert ids == {name.encode() for name in door.service.of}
+        made = [answer for status, answer in answers if status == 200]
+        ids = {re.findall(rb'"id":"(\w+)"', answer)[0].decode() for answer in made}
+        assert ids == door.service.of.keys()
         assert threading.active_count() - threads < 60  # not 600
         assert door.door._watchers == {}
         assert door.call("GET", "/health")[0] == 200
@@ -639,18 +584,14 @@ def test_the_end_answers_who_waits(tmp_path: Path) -> None:
     with opened_door(tmp_path) as door:
         made = door.call("POST", "/v1/requests", {"prompt": "x"})[1]["data"][0]["id"]
         answers: list[Any] = []
-        waits = threading.Thread(
-            target=lambda: answers.append(door.call("POST", GENERATE, {"prompt": "x"}))
-        )
-        follows = threading.Thread(
-            target=lambda: answers.append(door.call("GET", f"/v1/requests/{made}/events"))
-        )
-        waits.start()
-        follows.start()
+        calls: Any = ("POST", GENERATE, {"prompt": "x"}), ("GET", f"/v1/requests/{made}/events")
+        threads = [Thread(target=lambda to=to: answers.append(door.call(*to))) for to in calls]
+        for thread in threads:
+            thread.start()
         while len(door.door._watchers) < 2:
-            threading.Event().wait(0.01)
-    waits.join(60)
-    follows.join(60)
+            time.sleep(0.01)
+    for thread in threads:
+        thread.join(60)
     ends = {status: body for status, body, _ in answers}
     assert "goes on at its next start" in ends[503]["error"]["message"]
     (headers,) = (headers for status, _, headers in answers if status == 503)
@@ -668,9 +609,9 @@ def test_the_service_says_that_it_is_ill(images: Open, monkeypatch: pytest.Monke
     assert (status, answer["error"]["code"]) == (503, "closing")
     assert headers["retry-after"] == "10" and "x-should-retry" not in headers
     images.service.reason = "OSError: no space: '/srv/my/spool/outputs/a.png'"
-    for path in ("/health", "/v1/requests"):
-        method = "GET" if path == "/health" else "POST"
-        status, answer, _ = images.call(method, path, {"prompt": "x"} if method == "POST" else None)
+    calls: list[Any] = [("GET", "/health"), ("POST", "/v1/requests", {"prompt": "x"})]
+    for call in calls:
+        status, answer, _ = images.call(*call)
         assert (status, answer["error"]["message"]) == (503, "OSError: no space: 'a.png'")
     monkeypatch.setattr("bascule.serve.door._HEALTH_S", 0.1)
     slow = threading.Event()
@@ -700,9 +641,7 @@ def test_answers_name_no_folders_and_the_log_no_mistakes_of_clients(
     assert not caplog.records
 
 
-def test_a_key_that_others_can_read_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_key_that_others_read_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (path := tmp_path / "key").write_text(KEY)
     for mode, num in ((0o600, 0), (0o400, 0), (0o640, 1), (0o604, 2)):
         path.chmod(mode)
@@ -746,11 +685,8 @@ def test_the_page_moves(images: Open, tmp_path: Path) -> None:
     assert page.errors == []
     assert "2 running, 1 waiting, 0 paused; 2 of 2 ranks compute." in page.text
     assert page.html.count('<span class="busy"') == 2 and "<img" not in page.html
-    assert re.findall(r'<progress[^>]*title="([^"]*)"', page.html) == [
-        "1 of 4 steps",
-        "1 of 4 steps",
-        "0 of 4 steps",
-    ]
+    titles = re.findall(r'<progress[^>]*title="([^"]*)"', page.html)
+    assert titles == ["1 of 4 steps", "1 of 4 steps", "0 of 4 steps"]
     with stepping(images.service, 0.05):
         assert "0 running, 0 waiting" in browser.opened(images.url, tmp_path / "profile").text
 

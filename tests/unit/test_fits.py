@@ -53,26 +53,26 @@ def test_an_item_that_is_a_call_has_a_constant() -> None:
 
 TRUTH = PolynomialCost(2.1e-10, 7.5e-6, 4e-4, 0.35)
 Lens = list[list[list[int]]]
+Ends = tuple[int, int]
 
 
-def draw(
-    seed: int, *, iterations: int = 12, ranks: int = 8, count: tuple[int, int] = (0, 24)
-) -> Lens:
-    """Log-normal lengths, and from `count[0]` to `count[1]` of them a rank."""
-    rng = np.random.default_rng(seed)
+def drawn(rng: np.random.Generator, iterations: int, ranks: int, count: Ends, ends: Ends) -> Lens:
+    """Log-normal lengths between two ends, and from `count[0]` to `count[1]` of them a rank."""
 
     def rank() -> list[int]:
-        num = rng.integers(count[0], count[1] + 1)
-        lens = np.clip(rng.lognormal(math.log(2048), 1.2, num), 64, 32768)
-        return lens.astype(np.int64).tolist()
+        lens = rng.lognormal(math.log(2048), 1.2, rng.integers(count[0], count[1] + 1))
+        return np.clip(lens, *ends).astype(np.int64).tolist()
 
     return [[rank() for _ in range(ranks)] for _ in range(iterations)]
 
 
+def draw(seed: int, *, iterations: int = 12, ranks: int = 8, count: Ends = (0, 24)) -> Lens:
+    return drawn(np.random.default_rng(seed), iterations, ranks, count, (64, 32768))
+
+
 def rank_seconds(lens: Lens, cost: PolynomialCost = TRUTH) -> np.ndarray:
-    return np.array(
-        [[cost.overhead + math.fsum(cost(rank)) for rank in iteration] for iteration in lens]
-    )
+    seconds = [[math.fsum(cost(rank)) for rank in iteration] for iteration in lens]
+    return cost.overhead + np.array(seconds)
 
 
 def noisy(seconds: np.ndarray, noise: float, seed: int = 0) -> np.ndarray:
@@ -240,15 +240,7 @@ def cases(draw: st.DrawFn) -> Case:
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     iterations, ranks = draw(st.integers(8, 20)), draw(st.integers(1, 12))
     most = draw(st.integers(2, 12))
-    lens = [
-        [
-            np.clip(rng.lognormal(7.5, 1.2, rng.integers(0, most + 1)), 1, 2**16)
-            .astype(np.int64)
-            .tolist()
-            for _ in range(ranks)
-        ]
-        for _ in range(iterations)
-    ]
+    lens = drawn(rng, iterations, ranks, (0, most), (1, 2**16))
     truth = PolynomialCost(
         draw(st.sampled_from([0.0, 1e-11, 3e-10])),
         draw(st.sampled_from([1e-6, 1e-5])),
@@ -262,9 +254,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @given(cases(), st.sampled_from([1e-6, 1e-3, 1e3]))
 @settings(max_examples=40, deadline=None)
-def test_same_input_same_fit_and_legal_values_in_any_unit_of_time(
-    case: Case, factor: float
-) -> None:
+def test_same_input_same_fit_and_legal_values_in_any_unit(case: Case, factor: float) -> None:
     lens, seconds = case
     try:
         fit = fit_iterations(lens, seconds)

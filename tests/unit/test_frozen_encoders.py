@@ -51,14 +51,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
     }.items():
         model.save_pretrained(home / name)
-    for name, most in {
-        "tokenizer_2": 12,
-        "small": None,
-        "clip": None,
-        "wan/tokenizer": None,
-    }.items():
-        limit = {} if most is None else {"model_max_length": most}
-        transformers.ByT5Tokenizer(**limit).save_pretrained(home / name)
+    transformers.ByT5Tokenizer(model_max_length=12).save_pretrained(home / "tokenizer_2")
+    for name in ("small", "clip", "wan/tokenizer"):
+        transformers.ByT5Tokenizer().save_pretrained(home / name)
     (home / "empty").mkdir()
     (home / "broken").mkdir()
     (home / "broken" / "config.json").write_text('{"_class_name": "AutoencoderKL"}')
@@ -112,9 +107,7 @@ def test_other_text_encoders(folders: Path, kind: str, most: int) -> None:
         ({"text_encoder": "alone"}, "--text-encoder .*alone: has no tokenizer: put its files"),
     ],
 )
-def test_what_is_no_encoder_is_one_sentence(
-    folders: Path, settings: dict[str, str], said: str
-) -> None:
+def test_wrong_encoders_are_refused(folders: Path, settings: dict[str, str], said: str) -> None:
     places = {name: str(folders / folder) for name, folder in settings.items()}
     with pytest.raises(ConfigError, match=said) as raised:
         loaded(**places)
@@ -141,16 +134,12 @@ def test_options_of_bench_that_do_not_fit() -> None:
 @pytest.fixture
 def album(tmp_path: Path) -> Path:
     draw = np.random.default_rng(0)
-    for k, (width, height) in enumerate(((50, 40), (16, 33))):
-        Image.fromarray(draw.integers(0, 256, (height, width, 3), np.uint8)).save(
-            tmp_path / f"{k}.png"
-        )
     (tmp_path / "0.txt").write_text("a caption of many words")
     (tmp_path / "clip").mkdir()
-    for k in range(7):
-        Image.fromarray(draw.integers(0, 256, (32, 16, 3), np.uint8)).save(
-            tmp_path / "clip" / f"{k}.png"
-        )
+    sizes = {"0": (50, 40), "1": (16, 33)} | {f"clip/{frame}": (16, 32) for frame in range(7)}
+    for name, (width, height) in sizes.items():
+        pixels = draw.integers(0, 256, (height, width, 3), np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{name}.png")
     return tmp_path
 
 
@@ -181,9 +170,8 @@ def test_raw_pixels_are_those_of_the_photo(album: Path) -> None:
     data = PhotoStream(album, 1)
     place = data.files.index("0.png")
     raw, samples = data.raw(range(2)), data.samples(range(2))
-    assert raw.ids == samples.sample_ids.tolist() and [s.seq_len for s in raw.shapes] == list(
-        samples.seq_lens
-    )
+    assert raw.ids == samples.sample_ids.tolist()
+    assert [shape.seq_len for shape in raw.shapes] == list(samples.seq_lens)
     found = next(p for p in raw.pixels if tuple(p.shape) == (3, 1, 32, 48))
     with Image.open(album / data.files[place]) as photo:
         wanted = np.asarray(photo)[4:36, 1:49]

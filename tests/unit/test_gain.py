@@ -34,9 +34,8 @@ def test_a_line_says_what_steps_would_have_taken(rate: float, constant: float) -
     gain = (rate * before + steps * constant) / (rate * after + steps * constant)
     found = run(on_a_line(rate, constant), WORKS).metrics()
     assert found.pop("fitted_gain_error") == pytest.approx(0.0, abs=1e-6)
-    assert found == pytest.approx(
-        {"imbalance": 1.25, "predicted_gain": 28.0 / 15.0, "fitted_gain": gain}
-    )
+    wanted = {"imbalance": 1.25, "predicted_gain": 28.0 / 15.0, "fitted_gain": gain}
+    assert found == pytest.approx(wanted)
     assert (gain < 1.0) == (rate < 0.0)
 
 

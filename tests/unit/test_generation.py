@@ -12,7 +12,6 @@ from PIL import Image
 
 from bascule.errors import ConfigError
 from bascule.generate.options import GenerateOptions, Prompt, names_of, read_prompts, variant_of
-from tests.helpers.cli import Console, run
 
 
 def test_prompts_of_the_command_and_of_files(tmp_path: Path) -> None:
@@ -58,9 +57,8 @@ def test_names_change_with_whatever_changes_the_files(tmp_path: Path) -> None:
     changes: list[dict[str, Any]] = [{"fps": 30}, {"dtype": "float16"}, {"tiles": True}]
     changes += [{"wire": "int8"}, {"sparse": 0.5}, {"variant": "fp16"}, {"model": "tiny"}]
     names |= {name(**change) for change in changes}
-    names |= {
-        name(replace(prompt, **{k: v})) for k, v in (("steps", 3), ("seed", 3), ("image", ""))
-    }
+    prompts = replace(prompt, steps=3), replace(prompt, seed=3), replace(prompt, image="")
+    names |= {name(other) for other in prompts}
     assert name(ranks=3, timeout_s=9.0, out=tmp_path) == first and first not in names
     (Path(model) / "out" / "x.json").write_text("an output")
     assert len(names) == 10 and name() == first
@@ -144,28 +142,6 @@ def test_bad_lines_are_refused(line: str, said: str, tmp_path: Path) -> None:
     assert said in str(met.value)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "give either --prompt TEXT, once or more, or --prompts FILE"),
-        (["--prompt", "x", "--prompts", "y"], "give either --prompt TEXT"),
-        (["--prompts", "nowhere.txt"], "cannot read nowhere.txt"),
-        (["--prompt", "x", "--model", "nowhere"], "give the folder of a pipeline of diffusers"),
-        (["--prompt", "x", "--ring", "0"], "--ring 0: must be an integer, at least 1"),
-        (["--prompt", "x", "--ring", "2", "--longest-ring", "2"], "--longest-ring: is for a mesh"),
-        (["--prompt", "x", "--sparse", "1.5"], "--sparse 1.5: must be"),
-        (["--prompt", "x", "--height", "-8"], "--height -8: must be an integer, at least 1"),
-        (["--prompt", "x", "--guidance", "inf"], "--guidance inf: must be finite"),
-        (["--prompt", "x", "--fps", "0"], "--fps 0: must be an integer, at least 1"),
-        (["--prompt", "x", "--json", "no/where.json"], "--json no/where.json: cannot be written"),
-    ],
-)
-def test_wrong_uses_are_one_sentence(arguments: list[str], said: str, capsys: Console) -> None:
-    code, out, err = run(capsys, "generate", *arguments)
-    assert (code, out) == (2, "")
-    assert said in err and err.startswith("bascule: ") and err.count("\n") == 1
-
-
 def test_a_pipeline_without_an_argument_refuses_what_needs_it() -> None:
     pytest.importorskip("torch")
     from bascule.generate.generating import arguments_of, is_guided
@@ -187,21 +163,21 @@ def test_a_pipeline_without_an_argument_refuses_what_needs_it() -> None:
     assert not is_guided(Prompt(prompt="x"), {**takes, "negative_prompt": None})  # of no scale
 
 
+FLUXES = "2", "Control", "Fill"
+Guidance = tuple[float | None, str | None]
+
+
 @pytest.mark.parametrize(
     ("pipeline", "guided", "plain"),
     [
         ("FluxPipeline", [(3.0, "y")], [(None, None), (3.0, None), (None, "y"), (1.0, "y")]),
-        ("Flux2Pipeline", [], [(None, None), (3.0, None)]),
-        ("FluxControlPipeline", [], [(None, None), (3.0, None)]),
-        ("FluxFillPipeline", [], [(None, None), (3.0, None)]),
+        *((f"Flux{kind}Pipeline", [], [(None, None), (3.0, None)]) for kind in FLUXES),
         ("QwenImagePipeline", [(None, "y"), (3.0, "")], [(None, None), (3.0, None), (1.0, "y")]),
         ("WanPipeline", [(None, None), (3.0, None), (None, "y")], [(1.0, None), (1.0, "y")]),
     ],
 )
 def test_guided_is_what_computes_two_branches(
-    pipeline: str,
-    guided: list[tuple[float | None, str | None]],
-    plain: list[tuple[float | None, str | None]],
+    pipeline: str, guided: list[Guidance], plain: list[Guidance]
 ) -> None:
     diffusers: Any = pytest.importorskip("diffusers")
     from bascule.generate.generating import is_guided
@@ -267,9 +243,8 @@ def test_sound_that_is_not_written_is_told(
     for kind, num in ((Quiet, 0), (Loud, 1)):
         monkeypatch.setattr(generating.tiny, "pipeline", lambda *_, kind=kind: kind())
         generating.load_pipeline("tiny", torch.float32, torch.device("cpu"))
-        assert [one.getMessage() for one in caplog.records] == [
-            "Loud makes sound, which is not written"
-        ] * num
+        said = ["Loud makes sound, which is not written"] * num
+        assert [record.getMessage() for record in caplog.records] == said
 
 
 def test_files_are_there_whole_or_not_at_all(tmp_path: Path) -> None:

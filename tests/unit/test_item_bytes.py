@@ -90,6 +90,7 @@ def test_layouts_with_gaps_and_overlaps_arrive_dense() -> None:
         assert not copied(lazy).is_conj() and not copied(lazy).is_neg()
 
 
+SHAPES = st.lists(st.integers(0, 3), max_size=3).map(tuple)
 PLAIN = st.one_of(
     st.none(),
     st.booleans(),
@@ -98,17 +99,8 @@ PLAIN = st.one_of(
     st.text(),
     st.characters(codec=None).map(str),  # lone surrogates among them
     st.binary(max_size=40),
-    st.builds(
-        bits,
-        st.sampled_from(DTYPES),
-        st.lists(st.integers(0, 3), max_size=3).map(tuple),
-        st.integers(0, 9),
-    ),
-    st.builds(
-        lambda dtype, shape: np.zeros(shape, dtype),
-        st.sampled_from(NUMPY_DTYPES),
-        st.lists(st.integers(0, 3), max_size=3).map(tuple),
-    ),
+    st.builds(bits, st.sampled_from(DTYPES), SHAPES, st.integers(0, 9)),
+    st.builds(np.zeros, SHAPES, st.sampled_from(NUMPY_DTYPES)),
     st.sampled_from([np.float32(0.1), np.int8(-3), np.bool_(True), np.complex64(1j)]),
 )
 SAMPLES = st.recursive(
@@ -127,15 +119,12 @@ SAMPLES = st.recursive(
 def test_nested_samples_arrive_side_by_side(samples: list[Any]) -> None:
     parcels = [parcel(sample) for sample in samples]
     buffer = torch.full((sum(p.num_bytes for p in parcels),), 255, dtype=torch.uint8)
-    end = 0
-    for one in parcels:
-        assert one.num_bytes % ALIGNMENT == 0
-        one.write(buffer[end : end + one.num_bytes])
-        end += one.num_bytes
-    end = 0
-    for sample, one in zip(samples, parcels, strict=True):
-        assert same(read(buffer[end : end + one.num_bytes]), sample)
-        end += one.num_bytes
+    places = buffer.split([p.num_bytes for p in parcels])
+    for written, place in zip(parcels, places, strict=True):
+        assert written.num_bytes % ALIGNMENT == 0
+        written.write(place)
+    for sample, place in zip(samples, places, strict=True):
+        assert same(read(place), sample)
 
 
 def test_values_that_the_header_could_lose() -> None:
@@ -193,7 +182,7 @@ class Items(list[int]): ...
 
 
 Point = namedtuple("Point", "x y")
-LEAF = torch.ones(2, requires_grad=True)
+LEAF, PLAIN_LEAF = torch.ones(2, requires_grad=True), torch.ones(2)
 
 
 class Encoding(UserDict[str, Any]):
@@ -229,10 +218,7 @@ REFUSED: list[tuple[Any, tuple[str, ...]]] = [
     ({"c": Counter("ab")}, ("sample['c'] is a Counter", "dict(..)")),
     ({"m": MappingProxyType({})}, ("sample['m'] is a mappingproxy", "dict(..)")),
     ({"p": torch.nn.Parameter(torch.ones(2))}, ("sample['p'] requires a gradient", "token ids")),
-    (
-        {"p": torch.nn.Parameter(torch.ones(2), requires_grad=False)},
-        ("sample['p'] is a Parameter", "detach()"),
-    ),
+    ({"p": torch.nn.Parameter(PLAIN_LEAF, False)}, ("sample['p'] is a Parameter", "detach()")),
     ({"x": Tokens(2)}, ("sample['x'] is a Tokens", "as_subclass(torch.Tensor)")),
     ({"g": LEAF}, ("sample['g'] requires a gradient", "within the model")),
     ({"g": [LEAF * 2]}, ("sample['g'][0] requires a gradient", "within the model")),
@@ -250,9 +236,7 @@ REFUSED: list[tuple[Any, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("sample", "words"), REFUSED, ids=range(len(REFUSED)))
-def test_what_would_not_arrive_as_it_is_is_refused_by_its_place(
-    sample: Any, words: tuple[str, ...]
-) -> None:
+def test_what_would_not_arrive_is_refused_by_its_place(sample: Any, words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
         parcel(sample)
     assert all(word in str(caught.value) for word in words), caught.value

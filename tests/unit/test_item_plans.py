@@ -1,5 +1,6 @@
 """Which rank encodes which item, and whether moving pays."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +23,19 @@ from bascule.plan.solver.solve import assign
 TOKENS = PolynomialCost(0.0, 1.0, 0.0)
 
 
-def given_of(
-    lens: list[list[int]], pairs: list[float] | None = None, num_bytes: int = 512
-) -> Offer:
-    left = iter(pairs or [-1.0] * sum(map(len, lens)))
-    words = [
-        Offer.of(
-            [[len(own)]], own, num_bytes=[num_bytes] * len(own), pairs=[next(left) for _ in own]
-        ).to_words()
-        for own in lens
-    ]
+def given_of(lens: Sequence[Any], pairs: Sequence[float] = (), num_bytes: int = 512) -> Offer:
+    left, words = iter(pairs or [-1.0] * sum(map(len, lens))), list[Any]()
+    for own in lens:
+        columns = {"num_bytes": [num_bytes] * len(own), "pairs": [next(left) for _ in own]}
+        words.append(Offer.of([[len(own)]], own, **columns).to_words())
     return Offer.from_words(words)
 
 
 def spread(items: Offer, cost: Any, *, flags: int = 0, **more: Any) -> tuple[ItemPlan, Encoding]:
     """Flags are 1 if an item requires a gradient, 2 if a parameter does."""
-    settings = CallSettings(
-        items.counts.shape[1],
-        items_need_gradient=flags == 1,
-        needs_gradient=flags > 0,
-        is_aligned=more.pop("is_aligned", False),
-    )
+    gradients = {"items_need_gradient": flags == 1, "needs_gradient": flags > 0}
+    is_aligned = more.pop("is_aligned", False)
+    settings = CallSettings(items.counts.shape[1], is_aligned=is_aligned, **gradients)
     return plan_items(items, settings, cost, **more)
 
 
@@ -134,9 +127,8 @@ def test_a_cluster_prices_flops_and_the_wires_between_nodes() -> None:
         made = Cluster(num_nodes, 4 // num_nodes, 1e15, 1.0, 1e11, 1e7, 0.0)
         _, report = spread(loaded, cost, cluster=made)
         assert report.num_moved == num_moved
-        assert max(report.loads) == pytest.approx(
-            (2 - num_moved) * float(cost(4096)) * 1e-3, rel=1e-3
-        )
+        wanted = (2 - num_moved) * float(cost(4096)) * 1e-3
+        assert max(report.loads) == pytest.approx(wanted, rel=1e-3)
 
 
 # How items are cut from a call and put together, and how long they are
@@ -193,9 +185,7 @@ def test_a_module_of_no_known_class_has_one_row_an_item_and_no_length() -> None:
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 8])
-def test_a_video_is_cut_into_runs_of_frames_that_the_tower_computes_by_themselves(
-    most: int,
-) -> None:
+def test_a_video_is_cut_into_runs_of_frames_that_the_tower_computes_alone(most: int) -> None:
     model = qwen().double().eval()
     table, grid = table_of(model), torch.tensor([(5, 4, 6)])
     patches = torch.randn(120, 3 * 2 * 4 * 4, dtype=torch.float64)

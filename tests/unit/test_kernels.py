@@ -16,21 +16,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bascule.attention.api import AttentionMesh, AttentionOptions, attention
-from bascule.attention.kernels import protocol
+from bascule.attention.kernels import protocol, registry
 from bascule.attention.kernels.cuda import AtenEfficientKernel, AtenFlashKernel
-from bascule.attention.kernels.protocol import (
-    Attended,
-    AttentionKernel,
-    KernelQuery,
-    without_empty_rows,
-)
-from bascule.attention.kernels.registry import (
-    KERNELS,
-    CpuLoopKernel,
-    FunctionKernel,
-    gradients_by_recomputation,
-    select_kernel,
-)
+from bascule.attention.kernels.protocol import Attended, AttentionKernel, KernelQuery
+from bascule.attention.kernels.registry import KERNELS, CpuLoopKernel, FunctionKernel, select_kernel
 from bascule.attention.mask import AttentionMask, BlockRows, PackedSequences
 from bascule.attention.packed import attend_packed
 from bascule.attention.ring import Merged
@@ -51,19 +40,23 @@ from tests.helpers.sparse_blocks import (
 ON_CPU = ["plain", "cpu_flash"]
 CPU = torch.device("cpu")
 SEQ_LENS = (5, 1, 33, 2)
+Shape = tuple[int, ...]
+Three = tuple[Tensor, Tensor, Tensor]
+
+
+def drawn(of_queries: Shape, of_keys: Shape, dtype: torch.dtype = torch.float64) -> Three:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for shape in (of_queries, of_keys, of_keys)
+    )
+    return q, k, v
 
 
 def inputs(
-    seq_lens: Sequence[int],
-    num_heads: int = 4,
-    num_kv_heads: int = 4,
-    dtype: torch.dtype = torch.float64,
-    head_dim: int = 8,
-) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(sum(seq_lens), heads, head_dim) for heads in (num_heads, num_kv_heads, num_kv_heads)]
-    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-    return q.to(dtype).requires_grad_(), k.to(dtype).requires_grad_(), v.to(dtype).requires_grad_()
+    seq_lens: Sequence[int], num_heads: int = 4, num_kv_heads: int = 4, dtype: Any = torch.float64
+) -> Three:
+    return drawn((sum(seq_lens), num_heads, 8), (sum(seq_lens), num_kv_heads, 8), dtype)
 
 
 def gradients(out: Tensor, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -142,10 +135,7 @@ def test_dtypes(name: str, dtype: torch.dtype) -> None:
     pairs = [(out, want), *zip(gradients(out, leaves), gradients(want, leaves), strict=True)]
     for got, ref in pairs:
         assert got.dtype == dtype
-        error = (
-            got.detach().double() - ref.detach().double()
-        ).norm() / ref.detach().double().norm()
-        assert error.item() < ERRORS[dtype]
+        assert relative(got, ref.detach().double()) < ERRORS[dtype]
     lse = lse_of(name, leaves, SEQ_LENS, 8**-0.5)
     assert lse.dtype == torch.float32
     # In half precision the scores may be rounded before the sum.
@@ -179,13 +169,8 @@ def test_queries_that_see_no_key_give_nothing_whatever_an_operator_gave() -> Non
 # Tiles of dense attention, and the signatures of kernels for CUDA
 
 
-def dense_inputs(
-    heads: int = 4, kv_heads: int = 2, rows: int = 5, columns: int = 7, dim: int = 8
-) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(2, heads, rows, dim), (2, kv_heads, columns, dim), (2, kv_heads, columns, dim)]
-    q, k, v = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
-    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+def dense_inputs(rows: int = 5, columns: int = 7) -> Three:
+    return drawn((2, 4, rows, 8), (2, 2, columns, 8))
 
 
 def make_bias(kind: str, rows: int, columns: int) -> Tensor | None:
@@ -224,9 +209,7 @@ def test_out_lse_and_gradients(name: str, kind: str, causal: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("columns", [1, 2, 13])
-def test_scores_that_are_no_numbers_are_not_those_of_hidden_keys(
-    dtype: torch.dtype, columns: int
-) -> None:
+def test_scores_of_nan_are_not_those_of_hidden_keys(dtype: torch.dtype, columns: int) -> None:
     """Torch's operator takes few keys of nan for none, and the LSE of no key for 0."""
     q, k, v = (x.detach().to(dtype) for x in dense_inputs(rows=columns, columns=columns))
     some_q, some_k, no_k = q.clone(), k.clone(), k.clone()
@@ -242,7 +225,7 @@ def test_scores_that_are_no_numbers_are_not_those_of_hidden_keys(
             out, lse = KERNELS["plain"].forward(
                 wide_q, wide_k, wide_v, AttentionMask(mask.causal, bias), SCALE
             )
-            want = without_empty_rows(out, lse, mask.bias)
+            want = protocol.without_empty_rows(out, lse, mask.bias)
             tolerance = 1e-5 if dtype != torch.bfloat16 else 2e-2
             close = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
             torch.testing.assert_close([x.double() for x in found], [*want], **close)
@@ -260,7 +243,8 @@ def test_gradients_by_recomputation_are_those_of_the_whole(kind: str) -> None:
         part = None if bias is None else bias[..., at]
         attend = partial(dense_attention, mask=part, scale=SCALE)
         whole = want.detach(), lse.detach()
-        more = gradients_by_recomputation(attend, grad, q, k[:, :, at], v[:, :, at], *whole)
+        part_kv = k[:, :, at], v[:, :, at]
+        more = registry.gradients_by_recomputation(attend, grad, q, *part_kv, *whole)
         dq += more[0]
         dk[:, :, at] += more[1]
         dv[:, :, at] += more[2]
@@ -459,14 +443,6 @@ def test_no_queries_or_no_keys(num_q: int, num_k: int) -> None:
     grads = kernel.backward(torch.ones_like(q), Attended(q, k, v, out, lse, seen, SCALE))
     assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]
     assert not any(bool(x.any()) for x in grads)
-
-
-def table(counts: Tensor, indices: Tensor, num_columns: int) -> Tensor:
-    """Bool (rows, columns) of ordered indices."""
-    seen = torch.zeros(counts.shape[2], num_columns, dtype=torch.bool)
-    for row, count in enumerate(counts[0, 0].tolist()):
-        seen[row, indices[0, 0, row, :count].long()] = True
-    return seen
 
 
 def test_a_function_goes_with_its_model() -> None:

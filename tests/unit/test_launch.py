@@ -21,9 +21,7 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", os.environ.copy())
 
 
-def test_there_is_a_rank_for_each_core_whatever_the_threads(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_there_is_a_rank_for_each_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(10**6, 10**6 + 8)))

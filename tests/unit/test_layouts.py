@@ -3,7 +3,7 @@
 from functools import partial
 from itertools import chain
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,14 +86,8 @@ def shares(most: int = 4) -> st.SearchStrategy[Lens]:
 def bag_of(lens: Lens, rank: int = 0, pieces: Pieces | None = None) -> Bag:
     chunks = np.array(lens, dtype=np.int64).reshape(len(lens), -1)
     pieces = pieces or Pieces(chunks.sum(axis=0)[None], 1, None, CPU)
-    return Bag(
-        cast(Any, SimpleNamespace(place=(0, rank))),
-        chunks,
-        pieces,
-        None,
-        np.zeros_like(chunks[0]),
-        np.arange(chunks.shape[1]),
-    )
+    mesh: Any = SimpleNamespace(place=(0, rank))
+    return Bag(mesh, chunks, pieces, None, 0 * chunks[0], np.arange(chunks.shape[1]))
 
 
 def test_what_does_not_fit_the_bag_is_refused() -> None:
@@ -102,12 +96,7 @@ def test_what_does_not_fit_the_bag_is_refused() -> None:
     check_shapes(bag, q, k, k)
     check(pairs, bag, None, q, k, k)
     wrong = [(q[0], k, k), (q, k[0], k[0]), (q, k, k[:2]), (q, k, k[:, :1]), (q[:2], k, k)]
-    wrong += [
-        (q, k[..., :4], k[..., :4]),
-        (q, k[:2], k[:2]),
-        (q[:, :3], k, k),
-        (q, *[k[:, :0]] * 2),
-    ]
+    wrong += [(q, x, x) for x in (k[..., :4], k[:2], k[:, :0])] + [(q[:, :3], k, k)]
     wrong += [(torch.ones(5, 4, 8), *[torch.ones(5, 2, 8)] * 2), (q.to("meta"), k, k)]
     calls = [partial(check_shapes, bag, *tensors) for tensors in wrong]
     calls += [partial(check, pairs, bag, "none", q, k, k), partial(check_name, "")]

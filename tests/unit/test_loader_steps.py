@@ -58,11 +58,8 @@ def loaded_of(lens: Lens, accumulate: int) -> Offer:
         flat = [n for group in micros for n in group]
         counts = [*map(len, micros), *[0] * (accumulate - len(micros))]
         weights, num_bytes = [1 + n % 3 for n in flat], [16 * (n + 1) for n in flat]
-        words.append(
-            Offer.of(
-                np.array(counts)[:, None], flat, num_bytes=num_bytes, weights=weights
-            ).to_words()
-        )
+        columns: dict[str, Any] = {"num_bytes": num_bytes, "weights": weights}
+        words.append(Offer.of(np.array(counts)[:, None], flat, **columns).to_words())
     return Offer.from_words(words)
 
 
@@ -100,12 +97,7 @@ def test_every_sample_goes_to_one_rank_of_its_microbatch(data: st.DataObject) ->
     loaded, plans, verdict, redistributor = decide(
         lens, peers=peers, accumulate=accumulate, sync=sync, ends=ends, min_gain=0.0
     )
-    flat = [
-        n
-        for m in range(accumulate)
-        for micros in lens
-        for n in (micros[m] if m < len(micros) else [])
-    ]
+    flat = [n for m in range(accumulate) for micros in lens for of in micros[m : m + 1] for n in of]
     assert loaded.lens.tolist() == flat and len(plans) == accumulate
     assert verdict.after <= verdict.before * (1 + 1e-12) or not verdict.applied
     for micro, plan in enumerate(plans):
@@ -164,11 +156,8 @@ def check_mean(loaded: Offer, decision: Decision, ranks: DataRanks) -> None:
 def test_limits_are_kept_or_refused(lens: Lens, tokens: int, items: int, more: int) -> None:
     """Also where the batch as loaded breaks them; what it keeps is never refused."""
     most = [tokens + more * rank for rank in range(len(lens))]  # of each rank
-    is_legal = all(
-        sum(group) <= most[rank] and len(group) <= items
-        for rank, groups in enumerate(lens)
-        for group in groups
-    )
+    pairs = [(room, group) for room, groups in zip(most, lens, strict=True) for group in groups]
+    is_legal = all(sum(group) <= room and len(group) <= items for room, group in pairs)
     limits = Limits(most if more else tokens, items)
     try:
         _, plans, verdict, _ = decide(lens, accumulate=2, limits=limits)
@@ -195,11 +184,8 @@ def test_items_are_read_as_they_were_described(data: st.DataObject) -> None:
             for name, of in draw.items()
         }
         lens = [data.draw(st.integers(0, 2**40)) for _ in range(sum(counts))]
-        words.append(
-            Offer.of(
-                np.array(counts)[:, None], lens, num_bytes=[7] * len(lens), **columns
-            ).to_words()
-        )
+        offer = Offer.of(np.array(counts)[:, None], lens, num_bytes=[7] * len(lens), **columns)
+        words.append(offer.to_words())
         defaults = {"weights": 1, "forms": 0, "pairs": -1.0}
         for place, micro in enumerate(np.repeat(np.arange(num_micro), counts).tolist()):
             own = [(columns[k] or [defaults[k]] * len(lens))[place] for k in defaults]
@@ -236,11 +222,7 @@ def test_an_exchange_is_weighed_in_seconds_whatever_the_unit_of_the_cost() -> No
         ([[[101]], [[99]]], {"min_gain": 0.0}, (False, "even", 101.0, 101.0)),
         ([[[51, 50]], [[50, 49]]], {"min_gain": 0.009}, (True, "balanced", 101.0, 100.0)),
         ([[[70, 30]], [[100]]], {}, (False, "even", 100.0, 100.0)),
-        (
-            [[[52, 50]], [[49, 49]]],
-            {"limits": Limits(tokens=101)},
-            (True, "balanced", 102.0, 101.0),
-        ),
+        ([[[52, 50]], [[49, 49]]], {"limits": Limits(101)}, (True, "balanced", 102.0, 101.0)),
         ([[[101]], [[99]], [[100]]], {"sync": "step"}, (False, "gain", 101.0, 100.0)),
     ],
 )
@@ -258,9 +240,8 @@ def test_samples_of_none_are_left_out_and_counted() -> None:
     loaded = load(Source(samples, None).begin((), 0, 1, None), rules, loads=True)
     assert loaded.samples == [[4, 5], [], [], [6]] and loaded.num_items == [3, 1, 0, 2]
     assert loaded.num_missing == 3 and loaded.offer is not None
-    assert loaded.offer.lens.tolist() == [4, 5, 6] and loaded.offer.counts.T.tolist() == [
-        [2, 0, 0, 1]
-    ]
+    assert loaded.offer.lens.tolist() == [4, 5, 6]
+    assert loaded.offer.counts.T.tolist() == [[2, 0, 0, 1]]
     packs = Source(samples, Microbatches(None, 9, int)).begin((), 0, 1, None)
     loaded = load(packs, dataclasses.replace(rules, accumulate=2), loads=True)
     assert loaded.samples == [[4, 5], [6]] and loaded.num_items == [5, 1]
@@ -272,8 +253,12 @@ def test_samples_of_none_are_left_out_and_counted() -> None:
 @pytest.mark.parametrize(
     "ids",
     [
-        *(torch.zeros(4, 7), np.zeros((4, 7)), [[1, 2], [3]], [(1, 2)]),
-        *(torch.zeros(1, 7), np.zeros((0, 7))),
+        torch.zeros(4, 7),
+        np.zeros((4, 7)),
+        [[1, 2], [3]],
+        [(1, 2)],
+        torch.zeros(1, 7),
+        np.zeros((0, 7)),
     ],
 )
 def test_a_batch_has_no_length_by_default(ids: Any) -> None:
@@ -415,63 +400,37 @@ def test_steps_are_counted_with_what_the_training_waited_for() -> None:
 
     balanced, even = Verdict(True, "balanced", 10.0, 6.0), Verdict(False, "even", 5.0, 3.0)
     metrics = LoaderMetrics()
-    # Waited for the middle of an exchange, its end, nothing of it, and until long after it.
+    # Waited for the middle of an exchange (1 s), its end (1 s), nothing of it, until long after it
+    # (4 s); then for none of an exchange, and for half a second of it.
     for waited in ((2.0, 3.0), (4.0, 7.0), (5.5, 8.0), (0.0, 9.0)):
         metrics.count(step(1, balanced, 16, 48, start=1.0, end=5.0), waited)
     metrics.count(step(0, even, 1, 2, start=10.0, end=12.0), (2.0, 3.0))
     metrics.count(step(0, even, 0, 0, start=10.0, end=12.0), (9.0, 10.5))
-    assert metrics == LoaderMetrics(
-        steps=6,
-        applied=4,
-        skipped={"even": 2},
-        padded=4,
-        none_samples=18,
-        sent_bytes=65,
-        received_bytes=194,
-        exchange_s=20.0,
-        exposed_s=1.0 + 1.0 + 0.0 + 4.0 + 0.0 + 0.5,
-        hidden_s=20.0 - 6.5,
-        predicted_before=50.0,
-        predicted_after=4 * 6.0 + 2 * 5.0,
-    )
+    wanted: dict[str, Any] = {"exchange_s": 20.0, "exposed_s": 6.5, "hidden_s": 20.0 - 6.5}
+    wanted |= {"steps": 6, "applied": 4, "skipped": {"even": 2}, "padded": 4, "none_samples": 18}
+    wanted |= {"sent_bytes": 65, "received_bytes": 194}
+    wanted |= {"predicted_before": 50.0, "predicted_after": 4 * 6.0 + 2 * 5.0}
+    assert metrics == LoaderMetrics(**wanted)
 
 
 # What a balanced loader makes of its arguments; no ranks. Wrong ones: `tests/refusals/data.py`
-
-
-GIVEN: dict[str, Any] = {
-    "loader": (),
-    "cost": PolynomialCost(0.0, 1.0, 0.0),
-    "length_fn": len,
-    "accumulate": 1,
-    "sync": "microbatch",
-    "pack": None,
-}
 
 
 def made(**changes: Any) -> _Setup:
     """The settings with some of them changed."""
     names = LoaderOptions.__dataclass_fields__.keys() & changes.keys()
     options = LoaderOptions(**{name: changes.pop(name) for name in names})
-    return _set_up(**{**GIVEN, **changes}, options=options)
+    settings: dict[str, Any] = {"loader": (), "cost": PolynomialCost(0.0, 1.0, 0.0), "pack": None}
+    settings |= {"length_fn": len, "accumulate": 1, "sync": "microbatch", **changes}
+    return _set_up(**settings, options=options)
 
 
 def test_all_settings_but_those_of_a_rank_alone_are_compared() -> None:
     """Ranks may load and collate as they like, and as many steps ahead."""
-    changes = {
-        "accumulate": 2,
-        "sync": "step",
-        "limits": Limits(tokens=5),
-        "ends": "finish",
-        "min_gain": 0.03,
-        "max_bytes_in_flight": 9,
-        "bytes_per_s": 1e9,
-        "timeout_s": 61.0,
-        "length_fn": sum,
-        "weight_fn": len,
-        "unpack": list,
-        "cost": PolynomialCost(0.0, 2.0, 0.0),
-    }
+    changes = {"accumulate": 2, "sync": "step", "limits": Limits(tokens=5), "ends": "finish"}
+    changes |= {"length_fn": sum, "weight_fn": len, "unpack": list, "timeout_s": 61.0}
+    changes |= {"min_gain": 0.03, "max_bytes_in_flight": 9, "bytes_per_s": 1e9}
+    changes |= {"cost": PolynomialCost(0.0, 2.0, 0.0)}
     base = made().settings
     for name, value in changes.items():
         settings = made(**{name: value}).settings

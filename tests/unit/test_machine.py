@@ -84,9 +84,7 @@ def test_seconds_are_flops_times_the_measured_rate() -> None:
 
 
 def test_what_ranks_compare_of_a_fitted_cost_is_what_they_plan_by() -> None:
-    fits = [
-        IterationFit((error, error, error, error), (), error, 9, 0) for error in (0.1, 0.1 + 1e-15)
-    ]
+    fits = [IterationFit((off, off, off, off), (), off, 9, 0) for off in (0.1, 0.1 + 1e-15)]
     own, other = (PolynomialCost(1e-9, 1e-6, 0.0, fit=fit) for fit in fits)
     assert own.fit != other.fit
     assert describe_cost(own) == describe_cost(other)
@@ -119,28 +117,22 @@ def test_all_rounds_but_the_last_hide_an_exchange(ring: int, exchange_s: float) 
     assert slow == pytest.approx(compute_s + exposed_ring(2 * exchange_s, compute_s, ring))
 
 
-PROFILE = HardwareProfile(
-    device="paper",
-    matmul_flops_per_s=100.0,
-    attention_flops_per_s=50.0,
-    intra_bytes_per_s=10.0,
-    inter_bytes_per_s=2.0,
-    launch_s=0.25,
-)
 WORK = Work(compute_s=6.0, attention_s=2.0, heads_bytes=30.0, num_exchanges=2, num_kernels=8)
 
 
 def test_the_slowest_rank_of_a_mesh() -> None:
-    near = PROFILE.forward_seconds([WORK] * 4, BagShape.aligned(4, 1, 4))
+    wires = {"intra_bytes_per_s": 10.0, "inter_bytes_per_s": 2.0, "launch_s": 0.25}
+    paper = profile(matmul_flops_per_s=100.0, attention_flops_per_s=50.0, **wires)
+    near = paper.forward_seconds([WORK] * 4, BagShape.aligned(4, 1, 4))
     assert near == Seconds(6.0, 3.0, 0.0, 0.5)
     # Of the three others, one is in the node and two are not.
-    far = PROFILE.forward_seconds([WORK] * 4, BagShape.aligned(4, 1, 2))
+    far = paper.forward_seconds([WORK] * 4, BagShape.aligned(4, 1, 2))
     assert far.heads_s == pytest.approx(30.0 / 3 * (1 / 10.0 + 2 / 2.0))
     # Launches show where they take longer than the device.
-    many = PROFILE.forward_seconds([replace(WORK, num_kernels=40)], BagShape())
+    many = paper.forward_seconds([replace(WORK, num_kernels=40)], BagShape())
     assert many.launch_s == 0.5 + (10.0 - 6.0)
     idle = replace(WORK, compute_s=2.0)
-    slowest = PROFILE.forward_seconds([WORK, idle, idle, idle], BagShape.aligned(4, 1, 4))
+    slowest = paper.forward_seconds([WORK, idle, idle, idle], BagShape.aligned(4, 1, 4))
     assert slowest.total == pytest.approx(9.5) and slowest.waiting_s == pytest.approx(3.0)
     both = slowest + slowest
     assert both.total == pytest.approx(19.0) and "waiting 6e+03" in str(both)
@@ -193,15 +185,8 @@ def test_the_choice_is_the_fastest_of_all_factorizations(
     num_ranks: int, tokens: int, heads: int, passes: int, most: int | None
 ) -> None:
     step = DenoisingStep(tokens, heads, 128, 30, passes)
-    degrees = range(1, num_ranks + 1)
-    possible = [
-        InferenceMesh(*mesh)
-        for mesh in itertools.product(degrees, repeat=3)
-        if mesh[0] * mesh[1] * mesh[2] == num_ranks
-        and mesh[0] <= passes
-        and mesh[1] <= (most or num_ranks)
-        and mesh[2] <= heads
-    ]
+    meshes = itertools.product(*(range(1, end + 1) for end in (passes, most or num_ranks, heads)))
+    possible = [InferenceMesh(*mesh) for mesh in meshes if math.prod(mesh) == num_ranks]
     if not possible:
         with pytest.raises(ConfigError, match="raise max_ring_degree"):
             choose_mesh(step, num_ranks, max_ring_degree=most)
@@ -241,9 +226,8 @@ def test_without_a_profile_guidance_comes_first_then_heads_in_a_node_then_a_ring
     assert chosen(3) == (1, 1, 3)
     assert chosen(16, ranks_per_node=4) == (2, 2, 4)
     assert chosen(64) == (2, 2, 16)
-    assert str(choose_mesh(STEP, 8)).startswith(
-        "guidance 2 x ring 1 x Ulysses 4: guidance groups first"
-    )
+    told = str(choose_mesh(STEP, 8))
+    assert told.startswith("guidance 2 x ring 1 x Ulysses 4: guidance groups first")
     uneven = DenoisingStep(num_tokens=99, num_heads=8, head_dim=64, num_layers=2, num_passes=3)
     assert choose_mesh(uneven, 4).chosen == InferenceMesh(1, 1, 4)  # 2 groups would wait
     assert choose_mesh(STEP, 8, profile=H100).chosen.guidance == 2
@@ -313,9 +297,7 @@ def test_a_file_that_holds_no_profile(tmp_path: Path, content: Any, message: str
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_an_extreme_number_is_named_by_file_and_key(
-    capsys: Console, tmp_path: Path, name: str
-) -> None:
+def test_an_extreme_is_named_by_file_and_key(capsys: Console, tmp_path: Path, name: str) -> None:
     """Not by what is computed of it: a step has three passes of the launches, for example."""
     path, (least, most) = tmp_path / "mine.json", LIMITS[name]
     values = HardwareProfile.load("h100-knapformer").to_dict()

@@ -26,9 +26,8 @@ from tests.helpers.simulation import assert_delivery
 CPU = torch.device("cpu")
 COST = TransformerCost(64)
 
-spans = st.lists(
-    st.builds(Span, st.sampled_from([1, 2, 3, 7]), st.booleans(), st.booleans()), max_size=5
-)
+span = st.builds(Span, st.sampled_from([1, 2, 3, 7]), st.booleans(), st.booleans())
+spans = st.lists(span, max_size=5)
 
 
 def masks_of(sequences: Sequence[Sequence[Span]]) -> Masks:
@@ -78,22 +77,19 @@ def test_tiles_pair_each_query_once_with_what_it_sees(
     lens = [sum(span.num_tokens for span in mask) for mask in sequences]
     cuts = [sorted(random.choices(range(n + 1), k=ring * num_runs - 1)) for n in lens]
     bounds = [[0, *cut, n] for cut, n in zip(cuts, lens, strict=True)]
+    numbered = list(enumerate(bounds))
     owned = [[(r, 2 * ring - 1 - r)[:num_runs] for _ in sequences] for r in range(ring)]
     positions = [  # (sequence, position) of each row, early runs first
         [
             (seq, position)
             for run in range(num_runs)
-            for seq, bound in enumerate(bounds)
+            for seq, bound in numbered
             for position in range(bound[owned[r][seq][run]], bound[owned[r][seq][run] + 1])
         ]
         for r in range(ring)
     ]
     runs = [
-        [
-            bound[owned[r][seq][run] + 1] - bound[owned[r][seq][run]]
-            for run in range(num_runs)
-            for seq, bound in enumerate(bounds)
-        ]
+        [np.diff(bound)[owned[r][seq][run]] for run in range(num_runs) for seq, bound in numbered]
         for r in range(ring)
     ]
     every = [place for of_rank in positions for place in of_rank]
@@ -155,9 +151,8 @@ def test_a_cost_counts_the_pairs_that_are_computed() -> None:
         plan = plan_batch(loaded, "g1n2", cost)
         wanted = cost([89, 30, 16], [pairs + 89 * 7, 900, 256])
         assert plan.loads.sum() == pytest.approx(wanted.sum(), rel=1e-12)
-        assert plan.unbalanced_loads(cost).tolist() == pytest.approx(
-            [*wanted[:2].sum(keepdims=True), wanted[2]]
-        )
+        unbalanced = [wanted[:2].sum(), wanted[2]]
+        assert plan.unbalanced_loads(cost).tolist() == pytest.approx(unbalanced)
     assert COST(89) == pytest.approx(COST(89, 89 * 89), rel=1e-12)
     cluster = Cluster(1, 2, 1e12, 1e12, 1e11, 1e10, 1e-6)
     whole = plan_batch([[89, 30], [16]], "g2n1", COST, cluster=cluster)

@@ -40,9 +40,7 @@ def in_order(pairs: list[tuple[int, int]], most: int, dp_size: int) -> list[list
 
 @pytest.mark.parametrize(("cp_size", "dp_size", "multiple"), [(1, 4, None), (2, 2, 3), (4, 1, 2)])
 @pytest.mark.parametrize("seed", range(4))
-def test_packs_are_legal_and_even(
-    seed: int, cp_size: int, dp_size: int, multiple: int | None
-) -> None:
+def test_legal_packs_are_even(seed: int, cp_size: int, dp_size: int, multiple: int | None) -> None:
     most, pairs = 4096, lengths_of(seed, 64, 4096)
     scheduler = BalancedPackingScheduler(most // cp_size, cp_size, dp_size, multiple, COST)
     groups, lengths = scheduler.get_groups_and_subsamples(pairs), dict(pairs)
@@ -78,9 +76,7 @@ class Theirs:
         return self.get_groups_and_subsamples([(i, s["tokens"]) for i, s in enumerate(batch)])
 
 
-def test_a_script_of_megatron_plans_with_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_scripts_of_megatron_plan_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     module: Any = ModuleType("megatron.core.datasets.data_schedule")
     module.DpBalancedScheduler, module.PackingSchedulerEnum = Theirs, Kind
     module.scheduler_map = {Kind.DP_BALANCED: Theirs}

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,16 +13,8 @@ from bascule.models import LocalExchange, MMDiT, MMDiTConfig, PackedBatch
 from bascule.models.layout import look_up, permute_rows, scale_rows, sum_rows, sum_rows_by_matmul
 from bascule.models.mmdit import sinusoid
 
-CONFIG = MMDiTConfig(
-    in_channels=6,
-    text_dim=10,
-    vec_dim=5,
-    d_model=24,
-    num_heads=2,
-    num_double=2,
-    num_single=2,
-    axes_dim=(4, 4, 4),
-)
+SIZES: dict[str, Any] = {"in_channels": 6, "text_dim": 10, "vec_dim": 5, "num_heads": 2}
+CONFIG = MMDiTConfig(**SIZES, d_model=24, num_double=2, num_single=2, axes_dim=(4, 4, 4))
 Sample = tuple[int, int]  # text tokens, image tokens
 
 
@@ -42,14 +35,11 @@ def random_sample(
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
-    sample = {
-        "image_tokens": draw(num_image, config.in_channels),
-        "text_tokens": draw(num_text, config.text_dim),
-        "is_image": torch.randperm(total, generator=generator) < num_image,
-        "pos": torch.randint(0, 64, (total, 3), generator=generator),
-        "timestep": torch.rand(1, generator=generator),
-        "pooled": draw(1, config.vec_dim),
-    }
+    sample = {"image_tokens": draw(num_image, config.in_channels)}
+    sample |= {"text_tokens": draw(num_text, config.text_dim)}
+    sample |= {"is_image": torch.randperm(total, generator=generator) < num_image}
+    sample |= {"pos": torch.randint(0, 64, (total, 3), generator=generator)}
+    sample |= {"timestep": torch.rand(1, generator=generator), "pooled": draw(1, config.vec_dim)}
     return sample | ({"guidance": torch.full((1,), 3.5)} if config.guidance else {})
 
 

@@ -21,7 +21,7 @@ from bascule.plan.plan import Sync, plan_batch, plan_greedily, plan_step, step_m
 from bascule.plan.topology import Topology
 from bascule.plan.topology_search import suggest_topology
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
-from tests.helpers.simulation import assert_sound, flat, squares
+from tests.helpers.simulation import assert_delivery, assert_sound, flat, squares
 
 COST = TransformerCost(3072, gamma=0.426)
 PLANNERS = [plan_batch, plan_greedily]
@@ -67,35 +67,26 @@ def test_whole_numbers_of_other_types_are_legal() -> None:
         assert plan_batch([kind([1, 2]), (3.0,)], "g1n2", COST).digest == expected  # type: ignore[arg-type]
 
 
-def test_limits_are_kept_or_refused() -> None:
-    lens = [[500, 500], [100] * 10, [], [300]]
-    plan = plan_batch(lens, "g1n2+g2n1", COST, limits=Limits(tokens=600, items=7))
-    assert_sound(plan, lens, COST)
-    assert plan.tokens.max() <= 600
-    assert np.bincount(plan.bag_of, minlength=3).max() <= 7  # a rank has a part of each
-    with pytest.raises(PlanError, match="tokens"):
-        plan_batch(lens, "g1n2+g2n1", COST, limits=Limits(tokens=200))
-
-
-def in_full(seq_lens: ArrayLike) -> np.ndarray:
+def tokens(seq_lens: ArrayLike) -> np.ndarray:
     """A token costs 1."""
     return np.asarray(seq_lens, dtype=np.float64)
 
 
-@settings(deadline=None, max_examples=75)
+@settings(deadline=None, max_examples=120)
 @given(st.data())
 def test_limits_of_unlike_ranks_are_kept_or_refused(data: st.DataObject) -> None:
     """Against all assignments; a bag holds what its rank with the least room holds, times ranks."""
     spec = data.draw(st.sampled_from(("g1n4", "g2n1+g1n2", "g1n2+g2n1", "g2n2", "g1r2n1+g2n1")))
     lens = data.draw(st.lists(st.lists(st.integers(0, 20), max_size=2), min_size=4, max_size=4))
-    tokens, items = (
-        data.draw(st.lists(st.integers(1, most), min_size=4, max_size=4)) for most in (25, 4)
-    )
+    room = data.draw(st.lists(st.integers(1, 25), min_size=4, max_size=4))
+    items = data.draw(st.lists(st.integers(1, 4), min_size=4, max_size=4))
     speeds = data.draw(st.sampled_from((None, (1.0, 0.5, 1.0, 2.0))))
-    limits, topology = (
-        Limits(tokens, data.draw(st.sampled_from((None, items)))),
-        Topology.parse(spec),
-    )
+    if data.draw(st.booleans()):  # one number for all ranks
+        room, items = [room[0]] * 4, [items[0]] * 4
+        limits = Limits(room[0], data.draw(st.sampled_from((None, items[0]))))
+    else:
+        limits = Limits(room, data.draw(st.sampled_from((None, items))))
+    topology = Topology.parse(spec)
     firsts, sizes = topology.first_ranks.tolist(), topology.bag_sizes.tolist()
     best, flattened = math.inf, [one for rank in lens for one in rank]
     for bag_of in itertools.product(range(len(sizes)), repeat=len(flattened)):
@@ -104,7 +95,7 @@ def test_limits_of_unlike_ranks_are_kept_or_refused(data: st.DataObject) -> None
             own = [one for one, at in zip(flattened, bag_of, strict=True) if at == bag]
             ranks = slice(first, first + size)
             most = min(items[ranks]) if limits.items else math.inf
-            if -(-sum(own) // size) > min(tokens[ranks]) or len(own) > most:
+            if -(-sum(own) // size) > min(room[ranks]) or len(own) > most:
                 break
             slowest = min(speeds[ranks]) if speeds else 1.0
             ends.append(sum(own) / (size * slowest))
@@ -112,11 +103,12 @@ def test_limits_of_unlike_ranks_are_kept_or_refused(data: st.DataObject) -> None
             best = min(best, max(ends))
     if best == math.inf:
         with pytest.raises(PlanError):
-            plan_batch(lens, spec, in_full, limits=limits, speeds=speeds)
+            plan_batch(lens, spec, tokens, limits=limits, speeds=speeds)
         return
-    plan = plan_batch(lens, spec, in_full, limits=limits, speeds=speeds)
+    plan = plan_batch(lens, spec, tokens, limits=limits, speeds=speeds)
     counts = np.bincount(plan.bag_of, minlength=len(sizes))[topology.bag_of_rank]
-    assert (plan.tokens <= tokens).all()
+    assert_delivery(plan)
+    assert (plan.tokens <= room).all()
     assert limits.items is None or (counts <= items).all()
     assert plan.lower_bound <= best * (1 + 1e-9) and plan.makespan >= best * (1 - 1e-9)
 
@@ -135,9 +127,8 @@ def test_limits_of_unlike_ranks_are_as_many_as_ranks() -> None:
     plan = plan_batch(lens, "auto", COST, cluster=tight, limits=Limits((700, 100, 900, 900)))
     assert (plan.tokens <= (700, 100, 900, 900)).all()
     for sync in ("microbatch", "step"):
-        for plan in plan_step(
-            [lens, lens], "g1n4", COST, sync=sync, limits=Limits((800,) * 3 + (7,))
-        ):
+        limits = Limits((800,) * 3 + (7,))
+        for plan in plan_step([lens, lens], "g1n4", COST, sync=sync, limits=limits):
             assert (plan.tokens <= (800, 800, 800, 7)).all()
     held = np.array([[5, 7], [6, 8]])
     assert Limits(tokens=(6, 8)).keeps(tokens=held) and not Limits((5, 8)).keeps(tokens=held)
@@ -184,10 +175,6 @@ def test_the_memory_of_a_cluster_is_a_limit() -> None:
 
 
 SYNCS: list[Sync] = ["microbatch", "step"]
-
-
-def tokens(seq_lens: Any) -> np.ndarray:
-    return np.asarray(seq_lens, dtype=np.float64)
 
 
 def random_step(seed: int, num_microbatches: int, num_ranks: int, most: int) -> list[Any]:
@@ -249,17 +236,11 @@ def test_automatic_topologies(sync: Sync) -> None:
     assert plans[1].topology.bag_sizes.max() > 1
 
 
-def test_edges_and_errors() -> None:
+def test_steps_of_nothing() -> None:
     assert plan_step([], "g1n2", tokens) == ()
     assert step_makespan((), sync="step") == 0.0
     empty: list[list[int]] = [[], []]
     assert step_makespan(plan_step([empty, empty], "g1n2", tokens, sync="step"), sync="step") == 0
-    with pytest.raises(ConfigError, match="microbatch 1: rank 0, sequence 0: length -1"):
-        plan_step([[[1], [2]], [[-1], [2]]], "g1n2", tokens)
-    with pytest.raises(ConfigError, match="same world"):
-        plan_step([[[1], [2]], [[1]]], "g1n1", tokens)
-    with pytest.raises(ConfigError, match='"microbatch" or "step"'):
-        plan_step([], "g1n2", tokens, sync="never")  # pyright: ignore[reportArgumentType]
 
 
 BAGS = ("none", "g1n32", "g2n16", "g4n8", "g8n4")
@@ -398,13 +379,10 @@ def test_the_unit_of_the_cost_does_not_matter(batch: Drawn, exponent: int) -> No
 
 @few
 @given(batches(), st.data())
-def test_a_bag_ends_its_work_after_what_its_busiest_rank_carries(
-    batch: Drawn, data: st.DataObject
-) -> None:
+def test_a_bag_ends_after_what_its_busiest_rank_carries(batch: Drawn, data: st.DataObject) -> None:
     spec, lens = batch
-    carried = np.array(
-        data.draw(st.lists(st.integers(0, 10**5), min_size=len(lens), max_size=len(lens)))
-    )
+    num = len(lens)
+    carried = np.array(data.draw(st.lists(st.integers(0, 10**5), min_size=num, max_size=num)))
     plan = plan_batch(lens, spec, squares, initial_loads=carried)
     costs = squares(flat(lens))
     for bag, ranks in enumerate(plan.topology.bags):

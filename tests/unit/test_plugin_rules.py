@@ -60,6 +60,5 @@ def test_what_cannot_be_balanced_is_refused() -> None:
     for data in (Stream(), [1, 2, 3]):  # neither was prepared by accelerate
         loader: Any = DataLoader(data)  # pyright: ignore[reportArgumentType]
         with pytest.raises(ConfigError, match="even_batches"):
-            BalanceCallback().on_train_begin(
-                arguments(), None, None, model=Counts(), train_dataloader=loader
-            )
+            of_run: Any = {"model": Counts(), "train_dataloader": loader}
+            BalanceCallback().on_train_begin(arguments(), None, None, **of_run)
