@@ -22,6 +22,13 @@ from tests.helpers.split_models import make_inputs as make_inputs
 from tests.helpers.split_models import make_model as make_model
 
 Gradients = dict[str, Tensor]
+USED = [
+    Case("flux", 4, 2, 7, (3, 5)),
+    Case("qwen", 4, 2, 7, (3, 5), ("mask",)),
+    Case("wan", 4, 2, 7, (3, 5)),
+    Case("cogvideox", 4, 2, 7, (3, 5)),
+]
+"""Models that people use in many ways."""
 
 _IN_FLOAT32: list[tuple[Any, str]] = [
     *((Tensor, "to"), (torch, "arange"), (torch, "linspace")),
@@ -32,6 +39,12 @@ _IN_FLOAT32: list[tuple[Any, str]] = [
 
 def make_mesh(ring: int, ulysses: int) -> Any:
     return init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+
+
+def seeded_model(case: Case, dtype: torch.dtype = torch.float32) -> Any:
+    """Return the same for every call, also the biases that its class draws."""
+    torch.manual_seed(0)
+    return make_model(case, dtype)
 
 
 @contextmanager
@@ -68,6 +81,7 @@ def step_of(model: nn.Module, inputs: Inputs) -> tuple[Tensor, Gradients]:
     """Return all outputs, and gradients of a loss in which no token weighs as another."""
     model.zero_grad()
     output = joined(model(**inputs))
+    output = output.to(torch.promote_types(output.dtype, torch.float32))
     weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype)
     (output * weights + output.square()).mean().backward()
     return output.detach(), grads_of(model)
