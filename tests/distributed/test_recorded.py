@@ -23,7 +23,7 @@ from bascule.parallel import SequenceParallel, Step
 from bascule.train import keep_exchanges
 from tests.helpers.calls_made import calls_made
 from tests.helpers.cases import COST
-from tests.helpers.mesh_cases import Three, difference, make_mask, make_mesh, three
+from tests.helpers.mesh_cases import Three, difference, draw, make_mask, make_mesh, three
 from tests.helpers.ranks import on_ranks, raised_by, run_ranks
 
 Grads = list[Tensor]
@@ -321,12 +321,7 @@ def with_projection(
 
 
 def tensors(case: dict[str, Any], mesh: AttentionMesh, layout: SequenceLayout) -> Three:
-    batch, heads, kv_heads, dim = case["shape"]
-    generator = torch.Generator().manual_seed(layout.seq_len)
-    wholes = [
-        torch.randn(batch, num, layout.seq_len, dim, generator=generator)
-        for num in (heads, kv_heads, kv_heads)
-    ]
+    wholes = draw(case["shape"], layout.seq_len, layout.seq_len, torch.float32)
     return three(split(x, mesh, layout, 2).requires_grad_() for x in wholes)
 
 

@@ -19,6 +19,18 @@ def three(tensors: Iterable[Tensor]) -> Three:
     return q, k, v
 
 
+def draw(
+    shape: tuple[int, int, int, int], length: int, seed: int, dtype: torch.dtype = torch.float64
+) -> Three:
+    """Queries, keys and values of a batch, query heads, key-value heads and their width."""
+    batch, heads, kv_heads, dim = shape
+    generator = torch.Generator().manual_seed(seed)
+    return three(
+        torch.randn(batch, num, length, dim, generator=generator).to(dtype)
+        for num in (heads, kv_heads, kv_heads)
+    )
+
+
 def make_mesh(ring: int, ulysses: int) -> AttentionMesh:
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
     return AttentionMesh.of(mesh)
