@@ -190,13 +190,16 @@ def prompt_of(
 
 
 def generated(name: str, pipeline: Any, prompt: dict[str, Any], **others: Any) -> Tensor:
-    """Pixels of odd sizes; for one prompt, or several images of it."""
+    """Pixels for one prompt, or several images of it."""
+    return pipeline(**{**sizes_of(name), **prompt, **others})[0]
+
+
+def sizes_of(name: str) -> dict[str, Any]:
+    """Arguments of a pipeline besides its prompt: two steps of pixels of odd sizes."""
     sides = {"cogvideox": (48, 32), "wan": (48, 80), "hunyuan": (48, 80), "ideogram": (32, 32)}
     height, width = sides.get(name, (44, 36))
-    sizes = {"height": height, "width": width, "num_inference_steps": 2, "output_type": "pt"}
-    if name == "dit":
-        sizes = {key: sizes[key] for key in ("num_inference_steps", "output_type")}
-    return pipeline(**{**sizes, **prompt, **others})[0]
+    sizes = {} if name == "dit" else {"height": height, "width": width}
+    return {**sizes, "num_inference_steps": 2, "output_type": "pt"}
 
 
 def seeded(seed: int) -> torch.Generator:
