@@ -13,8 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from bascule.diffusers import BalancedModel
@@ -32,6 +30,7 @@ from tests.helpers.inference_cases import (
     make_inputs,
     make_model,
     worst,
+    wrapped,
 )
 from tests.helpers.inference_toy import grads_of
 from tests.helpers.jobs import join_trainer_world
@@ -46,7 +45,8 @@ COST = TransformerCost(64)
 GRIDS = [(3, 5), (5, 3), (3, 5), (9, 11), (1, 1), (3, 5)]
 OPTIONS = {"qwen": ("mask",)}
 HEADS = {"wan": 3}  # fewer than the ranks of the largest bag, which then has a ring
-BLOCKS = {"flux": ("transformer_blocks", "single_transformer_blocks"), "wan": ("blocks",)}
+LEAVES_TEXT = "qwen", "cogvideox"
+"""Models of which nobody uses the text of the last block."""
 
 
 def cases_of(model: str) -> list[Case]:
@@ -106,18 +106,6 @@ def one_process(name: str, weights: tuple[int, ...]) -> tuple[Gradients, float]:
     return by_one_rank(alone, model_of(name), samples_of(name)[: len(weights)], weights)
 
 
-def wrapped(kind: str, name: str, model: nn.Module) -> nn.Module:
-    if kind == "ddp":  # of Qwen-Image and CogVideoX, the last block's text is used by nobody
-        return DistributedDataParallel(model, find_unused_parameters=name not in BLOCKS)
-    if kind == "fsdp2":
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for blocks in BLOCKS.get(name, ("transformer_blocks",)):
-            for block in getattr(model, blocks):
-                fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    return model
-
-
 def check_trained(
     name: str,
     topology: str,
@@ -141,7 +129,7 @@ def check_trained(
         mine = [] if rank == 0 else samples[rank - 1 :: num_ranks - 1]
         weight_fn = settings.get("weight_fn", lambda _: 1)
         wanted, mean = one_process(name, tuple(weight_fn(one) for one in samples))
-        outer = wrapped(kind, name, model)
+        outer = wrapped(kind, model, name in LEAVES_TEXT)
         balanced = BalancedModel(outer, parallel(topology), length_fn=num_tokens, **settings)
         loss = train_step(outer, balanced.microbatches(mine, loss_of))
         if kind == "plain":
@@ -211,7 +199,7 @@ def test_a_step_without_samples_has_no_passes() -> None:
     wanted, mean = one_process("flux", (1,))
     for kind in KINDS:
         model = model_of("flux")
-        outer = wrapped(kind, "flux", model)
+        outer = wrapped(kind, model, finds_unused=False)
         balanced = BalancedModel(outer, parallel("g1n2"), length_fn=num_tokens)
         for own in ([], samples_of("flux")[: dist.get_rank()], []):
             parts = balanced.microbatches(own, loss_of)

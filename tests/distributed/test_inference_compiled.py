@@ -6,25 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack
 
 from bascule.diffusers import parallelize
 from tests.helpers.inference_cases import difference, make_mesh, same
-from tests.helpers.inference_toy import CHANNELS, TABLE, WIDTH, make_toy, toy_inputs
+from tests.helpers.inference_toy import TABLE, Adapted, make_toy, toy_inputs
 from tests.helpers.ranks import on_ranks
-
-
-class Adapted(nn.Module):
-    """What an adapter puts in the place of a layer."""
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.base_layer, self.more = base, nn.Linear(WIDTH, CHANNELS).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base_layer(x) + self.more(x)
 
 
 @on_ranks(2)

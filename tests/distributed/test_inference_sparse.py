@@ -37,6 +37,7 @@ from tests.helpers.inference_cases import (
     make_inputs,
     make_mesh,
     make_model,
+    needs_diffusers,
     same,
     same_gradients,
     step_of,
@@ -188,6 +189,7 @@ def first_size(meshes: list[tuple[int, int]], **_: Any) -> int:
     return meshes[0][0] * meshes[0][1]
 
 
+@needs_diffusers
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("meshes", "is_whole"),
@@ -223,6 +225,7 @@ def dense_with_blocks(
     return outputs
 
 
+@needs_diffusers
 @pytest.mark.parametrize(
     ("meshes", "is_whole"),
     [

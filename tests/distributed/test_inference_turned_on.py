@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from bascule.diffusers import parallelize
@@ -24,6 +23,7 @@ from tests.helpers.inference_cases import (
     make_mesh,
     same,
     seeded_model,
+    shard,
 )
 from tests.helpers.ranks import on_ranks, raised_by, run_ranks
 
@@ -198,12 +198,6 @@ def test_scales_of_all_tokens_are_found_to_differ() -> None:
         quantize_dynamic(block, {nn.Linear}, torch.qint8, inplace=True)
     with torch.no_grad(), parallelize(model, make_mesh(1, 2)) as handle:
         assert not handle.verify(**make_inputs(FLUX)).ok
-
-
-def shard(model: nn.Module, mesh: Any) -> None:
-    for block in blocks_of(model):
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
 
 
 @pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.stress)])

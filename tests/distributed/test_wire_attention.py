@@ -27,6 +27,7 @@ from tests.helpers.mesh_cases import (
     Three,
     difference,
     draw,
+    layout_of,
     make_mask,
     make_mesh,
     reference,
@@ -101,11 +102,6 @@ def normal(case: dict[str, Any], length: int, dtype: torch.dtype) -> Three:
     k[:, :, 1:, 3] += 8.0
     v[:, :, 1:, 5] -= 8.0
     return three(x.to(dtype) for x in (q, k, v))
-
-
-def layout_of(case: dict[str, Any], mesh: AttentionMesh) -> SequenceLayout:
-    zigzag, replicated = case.get("zigzag", False), case.get("replicated", ())
-    return SequenceLayout(case["segments"], *mesh.degrees, zigzag, replicated)
 
 
 def compare(mesh: AttentionMesh, case: dict[str, Any], wire: Quantized) -> None:

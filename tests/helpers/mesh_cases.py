@@ -1,6 +1,7 @@
 """Cases of attention over a mesh, and the same in one process."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,12 @@ def draw(
 def make_mesh(ring: int, ulysses: int) -> AttentionMesh:
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
     return AttentionMesh.of(mesh)
+
+
+def layout_of(case: Mapping[str, Any], mesh: AttentionMesh) -> SequenceLayout:
+    """Segments of a case, and perhaps how they are dealt."""
+    zigzag, replicated = case.get("zigzag", False), case.get("replicated", ())
+    return SequenceLayout(case["segments"], *mesh.degrees, zigzag, replicated)
 
 
 def make_mask(kind: str, batch: int, heads: int, length: int, dtype: torch.dtype) -> Tensor | None:
