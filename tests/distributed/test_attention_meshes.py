@@ -25,13 +25,14 @@ from bascule.attention.api import (
 from tests.helpers.mesh_cases import (
     Three,
     difference,
+    draw,
     make_mask,
     make_mesh,
     reference,
     summed,
     three,
 )
-from tests.helpers.ranks import on_ranks, run_ranks
+from tests.helpers.ranks import on_ranks
 
 MESHES = {
     2: [(1, 2), (2, 1)],
@@ -111,16 +112,12 @@ CASES = [
 ]
 
 
-def error_of(mesh: AttentionMesh, layout: SequenceLayout, case: Case) -> float:
-    """Return the largest error of the output and the gradients.
+def compare(mesh: AttentionMesh, layout: SequenceLayout, case: Case) -> None:
+    """Compare the output and the gradients with one process.
 
     Every rank gives a gradient of its own to its copy of replicated tokens; they add up.
     """
-    generator = torch.Generator().manual_seed(1)
-    wholes = three(
-        torch.randn(case.batch, num, layout.seq_len, 4, generator=generator, dtype=torch.float64)
-        for num in (*case.heads, case.heads[1])
-    )
+    wholes = draw((case.batch, *case.heads, 4), layout.seq_len, seed=1)
     mask = make_mask(case.mask, case.batch, case.heads[0], layout.seq_len, torch.float64)
     leaves = three(split(x, mesh, layout, 2) for x in wholes)
     leaves = three(x.mT.contiguous().mT.requires_grad_() for x in leaves)  # with odd strides
@@ -134,46 +131,34 @@ def error_of(mesh: AttentionMesh, layout: SequenceLayout, case: Case) -> float:
         out: Any = checkpoint(attend, *leaves, use_reentrant=False)
     else:
         out = attend(*leaves)
-    generator.manual_seed(100 + dist.get_rank())
-    own_grad = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    own_grad = torch.randn(out.shape, generator=torch.manual_seed(100 + dist.get_rank())).to(out)
     grads = torch.autograd.grad(out, leaves, own_grad)
 
     wholes = three(x.requires_grad_() for x in wholes)
     expected = reference(*wholes, mask, case.mask == "causal")
     grad, *found = summed(mesh, layout, own_grad, *grads)
     wanted = torch.autograd.grad(expected, wholes, grad)
-    errors = [difference(x, y) for x, y in zip(found, wanted, strict=True)]
-    errors.append(difference(out.detach(), split(expected.detach(), mesh, layout, 2)))
-    errors.append(difference(gather(out.detach(), mesh, layout, 2), expected.detach()))
-    return max(errors)
-
-
-def compare(every: int) -> int:
-    """Every so-manieth case on each mesh of a world, other ones in turn."""
-    compared = 0
-    for place, (ring, ulysses) in enumerate(MESHES[dist.get_world_size()]):
-        mesh = make_mesh(ring, ulysses)
-        for case in CASES[place % every :: every]:
-            if case.heads[0] >= ulysses:
-                error = error_of(mesh, case.layout(ring, ulysses), case)
-                assert error < 1e-10, (ring, ulysses, case, error)
-                compared += 1
-    return compared
+    found += [out.detach(), gather(out.detach(), mesh, layout, 2)]
+    whole = expected.detach()
+    for x, y in zip(found, (*wanted, split(whole, mesh, layout, 2), whole), strict=True):
+        assert (error := difference(x, y)) < 1e-10, (mesh.degrees, case, error)
 
 
 @pytest.mark.parametrize(
     ("world_size", "every"),
     [(2, 1), (3, 2), (4, 3), *(pytest.param(n, 1, marks=pytest.mark.stress) for n in MESHES)],
 )
+@on_ranks(lambda world_size, **_: world_size)
 def test_exact_in_float64(world_size: int, every: int) -> None:
-    """Daily on two ranks all cases on both meshes, on more each on one."""
-    wanted = sum(
-        case.heads[0] >= ulysses
-        for place, (_, ulysses) in enumerate(MESHES[world_size])
-        for case in CASES[place % every :: every]
-    )
-    assert run_ranks(compare, world_size, every) == [wanted] * world_size
-    assert wanted >= len(CASES)
+    """Daily on two ranks all cases on both meshes, on more each on one, other ones in turn."""
+    compared = 0
+    for place, (ring, ulysses) in enumerate(MESHES[world_size]):
+        mesh = make_mesh(ring, ulysses)
+        for case in CASES[place % every :: every]:
+            if case.heads[0] >= ulysses:
+                compare(mesh, case.layout(ring, ulysses), case)
+                compared += 1
+    assert compared >= len(CASES)
 
 
 @on_ranks(4)
@@ -200,9 +185,7 @@ MASKS = ["keys", "rows", "heads", "keys and causal", "rows and causal"]
 
 
 def normal(seed: int, length: int, dtype: torch.dtype) -> Three:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(2, heads, length, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    return three(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    return draw((2, HEADS, KV_HEADS, WIDTH), length, seed, dtype)
 
 
 def hiding(kind: str, number: float | None, length: int, seed: int, dtype: torch.dtype) -> Tensor:

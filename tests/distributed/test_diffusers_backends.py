@@ -12,7 +12,16 @@ from torch import Tensor
 from bascule import parallelize
 from bascule.diffusers import backend_kernel
 from bascule.errors import ConfigError
-from tests.helpers.inference_cases import make_inputs, make_model
+from tests.helpers.inference_cases import (
+    Gradients,
+    joined,
+    make_inputs,
+    make_model,
+    same,
+    same_gradients,
+    step_of,
+)
+from tests.helpers.inference_toy import grads_of
 from tests.helpers.misuse import FLUX
 from tests.helpers.oracle import dense_attention
 from tests.helpers.ranks import on_ranks, raised_by, run_ranks
@@ -89,34 +98,29 @@ def as_kernel(name: str, model: Any) -> dict[str, Any]:
     return {"kernel": backend_kernel(name)}
 
 
-def errors(name: str, how: Any, ring: int, ulysses: int, learns: bool = True) -> dict[str, float]:
-    """Largest errors over outputs and gradients, of two calls, against one process's own."""
+def check(label: str, name: str, how: Any, ring: int, ulysses: int, learns: bool = True) -> None:
+    """Compare outputs and gradients of two calls with one process's own."""
     install()
     model, inputs = make_model(FLUX).double(), make_inputs(FLUX, torch.float64)
-    weight = next(p for n, p in model.named_parameters() if "attn.to_k.weight" in n)
 
-    def call() -> list[Tensor]:
-        model.zero_grad()
-        with torch.set_grad_enabled(learns):
-            out = model(**inputs, return_dict=False)[0]
+    def call() -> tuple[Tensor, Gradients]:
         if learns:
-            (out * torch.arange(out.numel()).view(out.shape).sin()).sum().backward()
-        return [out.detach(), *([weight.grad.clone()] if learns else [])]
+            return step_of(model, inputs)
+        with torch.no_grad():
+            return joined(model(**inputs)), {}
 
-    wanted, found = call(), dict[str, float]()
+    wanted, wanted_grads = call()
     settings = how(name, model)
     with parallelize(model, ring_degree=ring, ulysses_degree=ulysses, **settings) as handle:
         for turn in ("first", "second"):
-            got = call()
+            output, _ = call()
+            same(output, wanted, 1e-10, (label, turn))
             if learns:
                 handle.average_gradients()
-                got[1] = weight.grad.clone()
-            pairs = zip(got, wanted, strict=True)
-            found[turn] = max(float((a - b).norm() / b.norm()) for a, b in pairs)
+                same_gradients(grads_of(model), wanted_grads, 1e-10)
     kept = {one._attention_backend for one in model.attn_processors.values()}
-    assert kept == {name if how is set_model else None}
-    found["calls"] = len(CALLS)
-    return found
+    assert kept == {name if how is set_model else None}, label
+    assert bool(CALLS) == (label.split(", ")[0] not in ("native", "math", "flex")), label
 
 
 CASES: dict[str, tuple[Any, ...]] = {  # back end, how it is chosen, ring, Ulysses, gradients
@@ -138,15 +142,9 @@ CASES: dict[str, tuple[Any, ...]] = {  # back end, how it is chosen, ring, Ulyss
 
 @on_ranks(2)
 def test_back_ends_attend_over_ranks_as_one_process() -> None:
-    found = dict[str, dict[str, float]]()
     for label, case in CASES.items():
         with AnyDispatch.attention_backend("native"):  # which `set_attention_backend` changes
-            found[label] = errors(*case)
-    each = found
-    wrong = {k: x for k, x in each.items() if not max(x["first"], x["second"]) < 1e-10}
-    assert len(each) == len(CASES) and wrong == {}
-    called = {k for k, x in each.items() if x["calls"]}
-    assert called == {k for k in CASES if k.split(", ")[0] not in ("native", "math", "flex")}
+            check(label, *case)
 
 
 def refused(name: str, how: Any, learns: bool = False, **degrees: Any) -> None:

@@ -21,7 +21,7 @@ from tests.helpers.encoder_cases import (
     items_of,
 )
 from tests.helpers.oracle import packed_attention
-from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.ranks import by_one_rank, on_ranks, raised_by, run_ranks
 from tests.helpers.vlm_models import QWENS
 
 NUM_RANKS = [3, pytest.param(4, marks=pytest.mark.stress)]
@@ -119,31 +119,28 @@ def test_a_vlm_that_is_not_edited_trains_alike(name: str, size: int, ways: list[
     assert all("items moved: imbalance" in one for one in said[0]), said[0]
 
 
-def of_transformers() -> tuple[list[str], list[str], tuple[list[str], str]]:
+def of_transformers() -> tuple[list[str], list[str], str]:
     """Padded texts; a video that ranks share, and one above the limit; a wrong image."""
     texts = [check_padded_texts(kind) for kind in ("t5", "umt5", "clip")]
     limits, video = (None, bascule.Limits(tokens=3 * 16)), [(9, 4, 4)]
     videos = [check_items(name, [video, [], []], limits=one) for name in QWENS for one in limits]
-    return texts, videos, check_failing_image()
+    return texts, videos, check_failing_image()[1]
 
 
 def test_texts_are_padded_videos_are_cut_and_images_refused() -> None:
     pytest.importorskip("transformers")
     said = run_ranks(of_transformers, 3)
     assert said[0] == said[1] == said[2]
-    texts, videos, (_, refused) = said[0]
+    texts, videos, refused = said[0]
     assert texts == ["3 of 6 items moved: imbalance 1.00 instead of 2.50"] * 3
     assert all(one.endswith("imbalance 1.00 instead of 3.00") for one in videos), videos
     assert "do not hold as many items each" in refused and "rank 1" in refused
 
 
-Errors = list[tuple[str, list[str], str]]
-"""Words of an error, its classes and its text."""
-
-
-def refused() -> tuple[Errors, str]:
+@on_ranks(3)
+def test_what_is_wrong_on_one_rank_is_the_same_error_on_all() -> None:
     """Items of rank 1, calls and weights that are refused; last an item of one that is sharded."""
-    rank, toy, said = torch.distributed.get_rank(), Toy(), Errors()
+    rank, toy = torch.distributed.get_rank(), Toy()
     encoder = balanced("toy", toy)
     x, ids = torch.ones(1, 4, 4, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.int64)
     good = [{"x": x, "ids": ids}] * 3
@@ -157,7 +154,10 @@ def refused() -> tuple[Errors, str]:
     }
 
     def refuse(words: str, call: Any, *args: Any) -> None:
-        said.append((words, *raised_by(call, *args)))
+        said = kinds, text = raised_by(call, *args)
+        assert words in text, text
+        assert {"CommError", "ConfigError"} & set(kinds)
+        assert said == by_one_rank(lambda: said)
 
     for words, items in bad.items():
         refuse(words, encoder, items if rank == 1 else good)
@@ -175,46 +175,30 @@ def refused() -> tuple[Errors, str]:
         refuse("disagree on weights", balanced, "toy", other)
     fully_shard(toy.inner)
     fully_shard(toy)
-    return said, raised_by(balanced("toy", toy), fails if rank == 1 else good)[1]
+    said = raised_by(balanced("toy", toy), fails if rank == 1 else good)[1]
+    assert "item 13" in said, said
 
 
-def test_what_is_wrong_on_one_rank_is_the_same_error_on_all() -> None:
-    said = run_ranks(refused, 3)
-    assert said[0][0] == said[1][0] == said[2][0]
-    for words, kinds, text in said[0][0]:
-        assert words in text, text
-        assert {"CommError", "ConfigError"} & set(kinds)
-    assert all("item 13" in sharded for _, sharded in said), said
-
-
-def choices() -> list[str]:
+@on_ranks(3)
+def test_items_stay_where_moving_does_not_pay_and_limits_hold() -> None:
     """How items move by default, by choices, and within limits; also groups that are made."""
     items, toy = items_of("toy", [[6, 4, 2], [4, 4, 4], []][torch.distributed.get_rank()]), Toy()
 
     def encode(**options: Any) -> str:
         encoder = balanced("toy", toy, **options)
         encoder(items)
+        assert str(encoder.last) == by_one_rank(str, encoder.last)
         return str(encoder.last)
 
     groups = torch.distributed.distributed_c10d._world.pg_map
     before = len(groups)
-    said = [encode()]
+    assert encode().endswith(even := "items moved: imbalance 1.00 instead of 1.50")
     assert len(groups) - before == 1, "one process group can do all"
-    said += [encode(locality_tolerance=0.5), encode(limits=bascule.Limits(tokens=8))]
+    stays = "none of 6 items moved: no plan gains enough over the imbalance of 1.50 as given"
+    assert encode(locality_tolerance=0.5) == stays
+    assert encode(limits=bascule.Limits(tokens=8)).endswith(even)
     for limits in (bascule.Limits(tokens=7), bascule.Limits(num_bytes=400)):
-        said.append(raised_by(encode, limits=limits)[0][0])
-    return said
-
-
-def test_items_stay_where_moving_does_not_pay_and_limits_hold() -> None:
-    said = run_ranks(choices, 3)
-    assert said[0] == said[1] == said[2]
-    even = "items moved: imbalance 1.00 instead of 1.50"
-    assert said[0][0].endswith(even) and said[0][2].endswith(even)
-    assert said[0][1] == (
-        "none of 6 items moved: no plan gains enough over the imbalance of 1.50 as given"
-    )
-    assert said[0][3:] == ["PlanError", "PlanError"]
+        assert raised_by(encode, limits=limits)[0][0] == "PlanError"
 
 
 class Backbone(nn.Module):

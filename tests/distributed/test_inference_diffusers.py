@@ -1,6 +1,6 @@
 """What users of diffusers do to a split model: autocast, caches, adapters, offload, pipelines."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,70 +10,53 @@ from torch import Tensor
 
 from bascule.diffusers import SparseConfig, parallelize
 from tests.helpers.inference_cases import (
+    USED,
     Case,
     Inputs,
     difference,
+    joined,
     make_inputs,
     make_mesh,
-    make_model,
+    same,
+    same_gradients,
+    seeded_model,
+    step_of,
 )
-from tests.helpers.ranks import on_ranks, raised_by, run_ranks
+from tests.helpers.inference_toy import grads_of
+from tests.helpers.ranks import on_ranks, raised_by
 
 pytest.importorskip("diffusers")
 pytestmark = pytest.mark.slow
 
-MODELS = [
-    Case("flux", 4, 2, 7, (3, 5)),
-    Case("qwen", 4, 2, 7, (3, 5), ("mask",)),
-    Case("wan", 4, 2, 7, (3, 5)),
-    Case("cogvideox", 4, 2, 7, (3, 5)),
-]
+FLUX, QWEN, WAN, _ = USED
 STEPS = 8
 OF_FLUX = "TaylorSeer", "MagCache", "first block, often"
 """Caches that Flux has daily; Wan has all."""
 _times = [1000]  # of the step that runs
-Found = dict[str, Any]
 
 
-def seeded_model(case: Case) -> Any:
-    """The same for every call, also the biases that its class draws."""
-    torch.manual_seed(0)
-    return make_model(case)
-
-
-def step_of(model: Any, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Output, and all gradients, of a loss in float32."""
-    model.zero_grad()
-    output = model(**inputs).sample.float()
-    weights = torch.linspace(-1, 1, output.numel()).view(output.shape)
-    (output * weights + output.square()).mean().backward()
-    grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-    return output.detach(), torch.cat(grads)
-
-
-def under_autocast() -> Found:
-    """By model: errors of one process and of a mesh, and the bytes of a value."""
-    found: Found = {}
-    for place, case in enumerate(MODELS):
+@on_ranks(2)
+def test_autocast_casts_what_is_attended() -> None:
+    """Rows travel as bfloat16, and errors are those that one process has with it, too."""
+    for place, case in enumerate(USED):
         model, inputs = seeded_model(case), make_inputs(case)
         truth = step_of(model, inputs)
         with torch.autocast("cpu", torch.bfloat16):
-            one = [difference(*pair) for pair in zip(step_of(model, inputs), truth, strict=True)]
+            alone = step_of(model, inputs)
         with parallelize(model, mesh=make_mesh(1 + place % 2, 2 - place % 2)) as handle:
             with torch.autocast("cpu", torch.bfloat16):
                 output, _ = step_of(model, inputs)
             handle.average_gradients()
-            grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-            pairs = zip((output, torch.cat(grads)), truth, strict=True)
+            found = output, grads_of(model)
             last = handle.parts[0].last
             with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-                verified = handle.verify(**inputs)
+                assert handle.verify(**inputs).ok, case
         assert last is not None
         head_dim = 12 if case.model == "wan" else 16
-        widths = {shape.row_bytes / head_dim for shape in last.shapes}
-        several = [difference(*pair) for pair in pairs]
-        found[case.model] = one, several, widths, verified.ok
-    return found
+        assert {shape.row_bytes / head_dim for shape in last.shapes} == {2.0}, case
+        for several, one, wanted in zip(found, alone, truth, strict=True):
+            error = difference(joined(several), joined(wanted))
+            assert 0 < error < 1.5 * difference(joined(one), joined(wanted)), case
 
 
 def caches() -> dict[str, Callable[[], Any]]:
@@ -145,83 +128,87 @@ def steps_of(case: Case, num_steps: int) -> list[Inputs]:
     ]
 
 
-def with_caches(names: dict[str, Sequence[str]]) -> Found:
-    """By model and cache, of these names: the error, and what the cache changes."""
-    torch.set_num_threads(1)
-    mesh, found = make_mesh(1, 2), Found()
-    for case in (one for one in MODELS if one.model in names):
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.stress)])
+@on_ranks(2)
+def test_caches_give_what_one_process_gives(every: bool) -> None:
+    """Caches of all models, or those of Wan and a few of Flux."""
+    mesh = make_mesh(1, 2)
+    for case in USED if every else (WAN, FLUX):
         steps = steps_of(case, STEPS)
         plain = denoise(seeded_model(case), steps)
-        for name in names[case.model]:
-            make = caches()[name]
+        for name, make in caches().items():
+            if not every and case == FLUX and name not in OF_FLUX:
+                continue
             model = seeded_model(case)
             model.enable_cache(make())
             wanted = denoise(model, steps)
             model.disable_cache()
             model.enable_cache(make())
             with parallelize(model, mesh=mesh):
-                error = difference(denoise(model, steps), wanted)
-            found[f"{case.model}, {name}"] = error, difference(wanted, plain)
-    return found
+                same(denoise(model, steps), wanted, 1e-6, (case, name))
+            # Only Wan has cross attention and a SeaCache.
+            is_idle = case != WAN and ("cross" in name or "SeaCache" in name)
+            assert is_idle or difference(wanted, plain) > 0, (case, name)
 
 
-def kept_caches(mesh: Any) -> list[float]:
+@on_ranks(2)
+def test_caches_are_kept_when_a_model_is_split_and_undone() -> None:
     """A first-block cache that was filled before, and one that is used when undone."""
-    case, make = MODELS[0], caches()["first block, often"]
-    steps = steps_of(case, STEPS)
-    whole, model = seeded_model(case), seeded_model(case)
+    make, mesh = caches()["first block, often"], make_mesh(1, 2)
+    steps = steps_of(FLUX, STEPS)
+    whole, model = seeded_model(FLUX), seeded_model(FLUX)
     whole.enable_cache(make())
     model.enable_cache(make())
     wanted = denoise(whole, steps)
     denoise(model, steps[:4])
     with parallelize(model, mesh=mesh):
-        errors = [difference(denoise(model, steps), wanted)]
+        same(denoise(model, steps), wanted, 1e-6, "filled before")
         model.disable_cache()
         model.enable_cache(make())
-        errors.append(difference(denoise(model, steps), wanted))
-    errors.append(difference(denoise(model, steps), wanted))
+        same(denoise(model, steps), wanted, 1e-6, "enabled while split")
+    same(denoise(model, steps), wanted, 1e-6, "undone")
     model.disable_cache()
-    return [*errors, difference(model(**steps[0]).sample, seeded_model(case)(**steps[0]).sample)]
+    plain = seeded_model(FLUX)(**steps[0]).sample
+    same(model(**steps[0]).sample, plain, 1e-6, "without a cache")
 
 
-def refused_caches(mesh: Any) -> dict[str, tuple[list[str], str]]:
-    """What is said of caches that ranks cannot use, or not for this."""
+@on_ranks(2)
+def test_other_caches_are_refused_before_anything_is_computed() -> None:
     from diffusers.hooks.mag_cache import MagCacheConfig
     from diffusers.hooks.sea_cache import SeaCacheConfig, apply_sea_cache
 
-    said: dict[str, tuple[list[str], str]] = {}
-    by_tokens = SeaCacheConfig(raw_vision_callback=lambda *_: None)
-    for case in MODELS[:2]:
-        model, inputs = seeded_model(case), make_inputs(case)
-        apply_sea_cache(model, by_tokens)
-        with parallelize(model, mesh=mesh), model.cache_context("cond"):
-            said[f"{case.model}, by tokens"] = raised_by(model, **inputs)
-    model, inputs = seeded_model(MODELS[2]), make_inputs(MODELS[2])
+    mesh, mag = make_mesh(1, 2), caches()["MagCache"]
+
+    def refuse(words: str, model: Any, case: Case, *, verifies: bool = False, **split: Any) -> None:
+        with parallelize(model, mesh=mesh, **split) as handle, model.cache_context("cond"):
+            call = handle.verify if verifies else model
+            classes, text = raised_by(call, **make_inputs(case))
+        assert "ConfigError" in classes and words in text, text
+
+    by_tokens = "decides by the tokens of a rank what it leaves out"
+    for case in (FLUX, QWEN):
+        model = seeded_model(case)
+        apply_sea_cache(model, SeaCacheConfig(raw_vision_callback=lambda *_: None))
+        refuse(by_tokens, model, case)
+    model = seeded_model(WAN)
     model.enable_cache(MagCacheConfig(num_inference_steps=STEPS, calibrate=True))
-    with parallelize(model, mesh=mesh), model.cache_context("cond"):
-        said["calibrated"] = raised_by(model, **inputs)
+    refuse(by_tokens, model, WAN)
     model.disable_cache()
-    model.enable_cache(caches()["MagCache"]())
-    with parallelize(model, mesh=mesh) as handle, model.cache_context("cond"):
-        said["verify"] = raised_by(handle.verify, **inputs)
+    model.enable_cache(mag())
+    refuse("the model has a cache", model, WAN, verifies=True)
     sparse = SparseConfig(keep=0.5, block=4)
-    with parallelize(model, mesh=mesh, sparse=sparse), model.cache_context("cond"):
-        said["sparse"] = raised_by(model, **inputs)
-    model = seeded_model(MODELS[2])
-    model.enable_cache(caches()["MagCache"]())
-    denoise(model, steps_of(MODELS[2], 2))
-    with parallelize(model, mesh=mesh), model.cache_context("cond"):
-        said["filled before"] = raised_by(model, **inputs)
-    return said
+    refuse("block-sparse attention and a cache", model, WAN, sparse=sparse)
+    model = seeded_model(WAN)
+    model.enable_cache(mag())
+    denoise(model, steps_of(WAN, 2))
+    refuse("empty caches that were filled before parallelize", model, WAN)
 
 
-def offloaded() -> Found:
-    """Parameters that are loaded when they are needed; a pipeline with two transformers."""
+@on_ranks(2)
+def test_parameters_are_loaded_when_they_are_needed() -> None:
     from accelerate import cpu_offload
 
-    found: Found = {}
-    case = MODELS[2]
-    model, inputs = seeded_model(case), make_inputs(case)
+    model, inputs = seeded_model(WAN), make_inputs(WAN)
     with torch.no_grad():
         wanted = model(**inputs).sample
         cpu_offload(model, execution_device=torch.device("cpu"))
@@ -229,25 +216,8 @@ def offloaded() -> Found:
         given: list[dict[str, Any]] = [{"mesh": make_mesh(1, 2)}, {"ring_degree": 2}]
         for options in given:
             with parallelize(model, **options) as handle:
-                error = difference(model(**inputs).sample, wanted)
-                found[f"offload {list(options)}"] = error
-                found[f"offload {list(options)}, verified"] = handle.verify(**inputs).ok
-    pipeline = Pipeline(case)
-    with parallelize(pipeline, mesh=make_mesh(1, 2)) as handle, torch.no_grad():
-        first, second = pipeline.transformer, pipeline.transformer_2
-        scale = 1.0 + 0.1 * dist.get_rank()
-        hook = second.blocks[0].register_forward_hook(lambda *args: args[2] * scale)
-        found["first"] = handle.verify(**inputs).ok and handle.verify(first, **inputs).ok
-        found["second is found to differ"] = not handle.verify(second, **inputs).ok
-        hook.remove()
-        found["second"] = handle.verify(second, **inputs).ok
-        second(**make_inputs(Case("wan", 4, 1, 3, (2, 2))))
-        first(**inputs)
-        found["lengths"] = [handle.explain(one).lengths["video"] for one in (second, first)] + [
-            handle.explain().lengths["video"]
-        ]
-    assert handle.explain(second).lengths == {"video": 8}
-    return found
+                same(model(**inputs).sample, wanted, 1e-6, options)
+                assert handle.verify(**inputs).ok, options
 
 
 class Pipeline:
@@ -257,70 +227,23 @@ class Pipeline:
         self.transformer, self.transformer_2 = seeded_model(case), seeded_model(case)
 
 
-def all_of_it() -> dict[str, Found]:
-    """Importing diffusers takes six seconds a rank, so all share a world."""
-    torch.set_num_threads(1)
-    mesh = make_mesh(1, 2)
-    return {
-        "autocast": under_autocast(),
-        "caches": with_caches({"wan": list(caches()), "flux": OF_FLUX}),
-        "said": refused_caches(mesh),
-        "kept": {"errors": kept_caches(mesh)},
-        "offload": offloaded(),
-    }
-
-
-@pytest.fixture(scope="module")
-def results() -> list[dict[str, Found]]:
-    return run_ranks(all_of_it, 2)
-
-
-def test_autocast_casts_what_is_attended(results: list[dict[str, Found]]) -> None:
-    for found in (by_part["autocast"] for by_part in results):
-        for one, several, widths, is_ok in found.values():
-            assert widths == {2.0} and is_ok, found
-            for error, of_one in zip(several, one, strict=True):
-                assert 0 < error < 1.5 * of_one, found
-
-
-def check_caches(results: list[Found]) -> None:
-    for errors in results:
-        assert max(error for error, _ in errors.values()) < 1e-6, errors
-        idle = {name for name, (_, effect) in errors.items() if effect == 0}
-        # Only Wan has cross attention and a SeaCache.
-        assert all("cross" in name or "SeaCache" in name for name in idle), errors
-        assert not any("wan" in name for name in idle), errors
-
-
-def test_caches_give_what_one_process_gives(results: list[dict[str, Found]]) -> None:
-    check_caches([by_part["caches"] for by_part in results])
-    assert max(max(by_part["kept"]["errors"]) for by_part in results) < 1e-6, results
-
-
-@pytest.mark.stress
-def test_caches_of_all_models() -> None:
-    check_caches(run_ranks(with_caches, 2, {one.model: list(caches()) for one in MODELS}))
-
-
-def test_other_caches_are_refused_before_anything_is_computed(
-    results: list[dict[str, Found]],
-) -> None:
-    texts = {"sparse": "block-sparse attention and a cache"}
-    texts["filled before"] = "empty caches that were filled before parallelize"
-    by_tokens = "decides by the tokens of a rank what it leaves out"
-    for found in (by_part["said"] for by_part in results):
-        assert len(found) == 6
-        for name, (classes, text) in found.items():
-            wanted = "the model has a cache" if "verify" in name else texts.get(name, by_tokens)
-            assert "ConfigError" in classes and wanted in text, (name, text)
-
-
-def test_offload_and_pipelines(results: list[dict[str, Found]]) -> None:
-    for found in (by_part["offload"] for by_part in results):
-        assert found.pop("lengths") == [8, 30, 30]
-        errors = [one for one in found.values() if isinstance(one, float)]
-        assert max(errors) < 1e-6 and len(errors) == 2
-        assert all(one is True for one in found.values() if isinstance(one, bool)), found
+@on_ranks(2)
+def test_a_pipeline_with_two_transformers() -> None:
+    """Each is verified and explained by itself."""
+    pipeline, inputs = Pipeline(WAN), make_inputs(WAN)
+    first, second = pipeline.transformer, pipeline.transformer_2
+    with parallelize(pipeline, mesh=make_mesh(1, 2)) as handle, torch.no_grad():
+        scale = 1.0 + 0.1 * dist.get_rank()
+        hook = second.blocks[0].register_forward_hook(lambda *args: args[2] * scale)
+        assert handle.verify(**inputs).ok and handle.verify(first, **inputs).ok
+        assert not handle.verify(second, **inputs).ok
+        hook.remove()
+        assert handle.verify(second, **inputs).ok
+        second(**make_inputs(Case("wan", 4, 1, 3, (2, 2))))
+        first(**inputs)
+        explained = handle.explain(second), handle.explain(first), handle.explain()
+        assert [one.lengths["video"] for one in explained] == [8, 30, 30]
+    assert handle.explain(second).lengths == {"video": 8}
 
 
 @on_ranks(2)
@@ -329,10 +252,8 @@ def test_adapters_on_all_layers() -> None:
     pytest.importorskip("peft")
     import peft  # pyright: ignore[reportMissingImports]
 
-    torch.set_num_threads(1)
     config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    found: dict[str, list[float]] = {}
-    for case in MODELS:
+    for case in USED:
         model, inputs = seeded_model(case), make_inputs(case)
         plain = model(**inputs).sample.detach()
         with parallelize(model, mesh=make_mesh(1, 2)) as handle:
@@ -340,17 +261,12 @@ def test_adapters_on_all_layers() -> None:
             model.add_adapter(config)
             output, _ = step_of(model, inputs)
             handle.average_gradients()
-            grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-            verified = handle.verify(**inputs).ok
+            grads = grads_of(model)
+            assert handle.verify(**inputs).ok, case
             model.unload_lora()
-            unloaded = difference(model(**inputs).sample, plain)
+            same(model(**inputs).sample, plain, 1e-5, (case, "unloaded"))
             torch.manual_seed(1)
             model.add_adapter(config)
         wanted, wanted_grads = step_of(model, inputs)
-        found[case.model] = [
-            difference(output, wanted),
-            difference(torch.cat(grads), wanted_grads),
-            unloaded,
-            0.0 if verified else 1.0,
-        ]
-    assert max(max(errors) for errors in found.values()) < 1e-5, found
+        same(output, wanted, 1e-5, case)
+        same_gradients(grads, wanted_grads, 1e-5)

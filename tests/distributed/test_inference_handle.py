@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
@@ -21,6 +20,7 @@ from tests.helpers.inference_cases import (
     same,
     same_as_one_process,
     same_gradients,
+    shard,
 )
 from tests.helpers.inference_toy import TABLE, grads_of, make_toy, toy_gradients, toy_inputs
 from tests.helpers.ranks import on_ranks
@@ -88,9 +88,7 @@ def test_gradients_are_right_under_the_averaging_of_ddp_and_fsdp() -> None:
         assert handle.model is wrapped.module and handle.explain(wrapped).model == "Toy"
     same_gradients(grads_of(wrapped.module), wanted)
     model = make_toy()
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    shard(model)
     with parallelize(model, mesh=mesh["ulysses"], table=TABLE) as handle:
         toy_gradients(model, mine)
         grads = {name: grad.full_tensor() for name, grad in grads_of(model).items()}  # pyright: ignore
@@ -161,9 +159,6 @@ def test_an_error_in_the_middle_leaves_nothing_behind() -> None:
     def fail(module: nn.Module, *args: Any) -> None:
         raise ValueError("in the middle")
 
-    def interrupt(module: nn.Module, *args: Any) -> None:
-        raise KeyboardInterrupt
-
     with parallelize(model, ulysses_degree=2, table=TABLE):
         for name in ("blocks.1", "blocks.1.cross", "head", ""):
             module = model.get_submodule(name)
@@ -171,10 +166,6 @@ def test_an_error_in_the_middle_leaves_nothing_behind() -> None:
                 hook = register(fail)
                 assert refused(lambda: model(**inputs)) == "in the middle"
                 hook.remove()
-        hook = model.blocks[1].register_forward_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt):  # calls no hooks: the next forward pass tidies up
-            model(**inputs)
-        hook.remove()
         same(model(**inputs), wanted)
         assert not _get_current_function_mode_stack()
     assert torch.equal(model(**inputs), wanted) and num_hooks(model) == 0

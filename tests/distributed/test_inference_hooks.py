@@ -17,12 +17,13 @@ from torch.overrides import TorchFunctionMode
 
 from bascule.diffusers import SparseConfig, context_parallel, parallelize
 from tests.helpers.inference_cases import (
+    USED,
     Case,
     difference,
     make_inputs,
-    make_model,
     same,
     same_gradients,
+    seeded_model,
 )
 from tests.helpers.inference_toy import (
     TABLE,
@@ -33,10 +34,12 @@ from tests.helpers.inference_toy import (
     toy_gradients,
     toy_inputs,
 )
+from tests.helpers.misuse import Softmax
 from tests.helpers.ranks import on_ranks, raised_by
 
 pytest.importorskip("diffusers")
 
+FLUX = USED[0]
 MESHES: list[dict[str, Any]] = [{"ulysses_degree": 2}, {"ring_degree": 2}]
 
 
@@ -98,9 +101,7 @@ def test_modes_of_others_see_what_one_process_shows_them() -> None:
     Without masks: torch's own attention is then of any kernel.
     """
     inputs = toy_inputs()
-    flux, of_flux = Case("flux", 4, 2, 7, (3, 5)), make_inputs(Case("flux", 4, 2, 7, (3, 5)))
-    torch.manual_seed(0)
-    plain: Any = make_model(flux)
+    plain, of_flux = seeded_model(FLUX), make_inputs(FLUX)
 
     def passes(model: nn.Module, mode: Seeing, given: Any, where: str, first: bool) -> list[Tensor]:
         """The outputs without the mode, or only once it is around it, and what it kept."""
@@ -214,8 +215,7 @@ def test_guidance_that_skips_layers_or_scores() -> None:
     model, inputs = nn.Module(), dict[str, Any]()
     with torch.no_grad():
         for place, case in enumerate(GUIDED):
-            torch.manual_seed(0)
-            model, inputs = make_model(case), make_inputs(case) | {"return_dict": False}
+            model, inputs = seeded_model(case), make_inputs(case) | {"return_dict": False}
             for number, (name, skips) in enumerate(kinds.items()):
                 if place and name == "attention":  # which diffusers cannot leave out there
                     continue
@@ -237,19 +237,11 @@ def test_guidance_that_skips_layers_or_scores() -> None:
             assert "hook TransformerBlockSkipHook" in raised_by(model, **inputs)[1]
 
 
-class Softmax:
-    """A processor that computes attention by itself."""
-
-    def __call__(self, attn: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return hidden_states, args[0]
-
-
 @on_ranks(2)
 def test_what_changes_after_a_call_is_followed() -> None:
     """Processors, and the forward of a class."""
     flux: Any = importlib.import_module("diffusers.models.transformers.transformer_flux")
-    case = Case("flux", 4, 2, 7, (3, 5))
-    inputs = make_inputs(case) | {"return_dict": False}
+    inputs = make_inputs(FLUX) | {"return_dict": False}
 
     class Own(flux.FluxAttnProcessor):
         """Doubles what attention adds."""
@@ -279,8 +271,7 @@ def test_what_changes_after_a_call_is_followed() -> None:
     }
     with torch.no_grad():
         for place, (name, (change, patch)) in enumerate(ways.items()):
-            torch.manual_seed(0)
-            model: Any = make_model(case)
+            model = seeded_model(FLUX)
             plain = model(**inputs)[0]
             with parallelize(model, **MESHES[place % 2]):
                 first = model(**inputs)[0]
@@ -293,8 +284,7 @@ def test_what_changes_after_a_call_is_followed() -> None:
             all_same([first, made, again], [plain, wanted, model(**inputs)[0]])
             assert name == "fused" or difference(wanted, plain) > 1e-4, name
             assert "forward" not in vars(model), name
-        torch.manual_seed(0)
-        model = make_model(case)
+        model = seeded_model(FLUX)
         with parallelize(model, ulysses_degree=2):
             model(**inputs)
             model.transformer_blocks[1].attn.set_processor(Softmax())

@@ -4,11 +4,11 @@ import json
 import logging
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack
 
 from bascule.attention.sparse import Clusters, RuleCall
-from bascule.diffusers import Cut, SparseConfig, SplitTable, parallelize
+from bascule.diffusers import Cut, ParallelHandle, SparseConfig, SplitTable, parallelize
 from bascule.diffusers.sparse_layers import NUM_SIZES
 from bascule.diffusers.verify import leaves_of
 from bascule.errors import ConfigError
@@ -30,23 +30,30 @@ from tests.helpers.calls_made import ALL_TO_ALL, calls_made
 from tests.helpers.cli import Console, run
 from tests.helpers.inference_cases import (
     Case,
-    difference,
+    Gradients,
+    Inputs,
     in_float64,
+    joined,
     make_inputs,
     make_mesh,
     make_model,
+    needs_diffusers,
+    same,
+    same_gradients,
+    step_of,
 )
-from tests.helpers.inference_toy import TABLE, grads_of, make_toy, toy_gradients, toy_inputs, worst
-from tests.helpers.ranks import by_one_rank, raised_by, run_ranks
+from tests.helpers.inference_toy import TABLE, grads_of, make_toy, toy_gradients, toy_inputs
+from tests.helpers.ranks import by_one_rank, on_ranks, raised_by, run_ranks
 from tests.helpers.sparse_reference import Form, lens_of, one_process
-from tests.helpers.sparse_rules import RULES, clusters, top_share
+from tests.helpers.sparse_rules import RULES, clusters
 from tests.helpers.sparse_studies import MACHINE
 from tests.helpers.sparse_toy import BLOCK, LAYERS, STEPS, make_masks, run_steps, split_toy
 
+F64 = torch.float64
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2)]  # ring, Ulysses
 LARGE_MESHES = [(4, 1), (1, 4), (3, 1), (1, 3), (4, 2), (2, 4)]
 ORDERS = np.random.default_rng(5).permuted(np.tile(np.arange(19), (6, 1)), axis=1)
-BY_SHARE = {"rule": {"keep": 0.6}, "brute": partial(top_share, 0.6)}
+BY_SHARE = {"rule": {"keep": 0.6}}
 CLUSTERS = {
     "rule": {"rule": Clusters(4, 5, 0.5)},
     "brute": partial(clusters, 4, 5, 0.5, 2),
@@ -58,7 +65,7 @@ TOYS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "masks, paper": ((5, 19), {"method": "paper"}),
     "masks, stripe, no text": ((0, 18), {"method": "stripe"}),
     "fewer blocks than ranks": ((1, 3), {}),
-    "keep": ((5, 19), {"rule": {"keep": 0.6}}),
+    "keep": ((5, 19), BY_SHARE),
     "keep, groups of heads": ((5, 19), {"rule": {"keep": 0.7}, "kv_heads": 3}),
     "mass": ((3, 22), {"rule": {"mass": 0.5}}),
     "masks, orders": ((5, 19), {"orders": ORDERS}),
@@ -106,19 +113,6 @@ def masks_for(segments: tuple[int, int], case: dict[str, Any]) -> Any:
     return make_masks(6, max(q, kv))[..., :q, :kv]
 
 
-def compare_toys(
-    ring: int, ulysses: int, toys: list[str], num_steps: int
-) -> dict[str, dict[str, Any]]:
-    """Compare so many steps of each toy, and of that with masks alone all, and recomputed."""
-    mesh, found = make_mesh(ring, ulysses), dict[str, dict[str, Any]]()
-    for name in toys:
-        segments, case = TOYS[name]
-        is_whole = num_steps == STEPS or name in RECOMPUTED
-        masks = masks_for(segments, case)[: STEPS if name == "masks" else num_steps]
-        found[name] = run_steps(mesh, segments, masks=masks, recomputes=is_whole, **case)
-    return found
-
-
 @pytest.mark.parametrize(
     ("ring", "ulysses", "toys", "num_steps"),
     [
@@ -136,80 +130,66 @@ def compare_toys(
         ),
     ],
 )
+@on_ranks(lambda ring, ulysses, **_: ring * ulysses)
 def test_own_model_forward_backward_verify_recompute_and_undo(
     ring: int, ulysses: int, toys: list[str], num_steps: int
 ) -> None:
-    by_rank = run_ranks(compare_toys, ring * ulysses, ring, ulysses, toys, num_steps)
-    for results in by_rank:
-        for name, found in results.items():
-            assert max(found["errors"]) < 1e-10, (name, found)
-            assert found["undone"] and all(found["ok"]), (name, found)
-            assert found["states"] == by_rank[0][name]["states"], name
-    if ring * ulysses > 1:
-        assert max(planned for *_, planned, _ in by_rank[0]["masks"]["states"][-1]) > 1
+    """Compare so many steps of each toy, and of that with masks alone all."""
+    mesh = make_mesh(ring, ulysses)
+    for name in toys:
+        segments, case = TOYS[name]
+        masks = masks_for(segments, case)[: STEPS if name == "masks" else num_steps]
+        is_whole = num_steps == STEPS or name in RECOMPUTED
+        states, _ = run_steps(mesh, segments, masks=masks, recomputes=is_whole, what=name, **case)
+        if name == "masks" and ring * ulysses > 1:
+            assert max(state.num_planned for state in states[-1]) > 1
 
 
-def compare_model(case: Case, mesh: Any, rule: dict[str, float] | None) -> dict[str, Any]:
-    """Three steps; the last one with gradients."""
-    model = make_model(case, torch.float64)
-    steps = [make_inputs(case, torch.float64, seed) for seed in range(STEPS)]
+def compare_model(case: Case, mesh: Any, rule: dict[str, float] | None) -> None:
+    """Compare three steps."""
+    model = make_model(case, F64)
+    steps = [make_inputs(case, F64, seed) for seed in range(STEPS)]
     tokens = 2 * case.grid[0] * case.grid[1]
     segments = (tokens,) if case.model == "wan" else (case.text, tokens)
     masks = make_masks(case.heads, len(lens_of(segments, BLOCK)))
 
-    def run() -> tuple[list[Tensor], dict[str, Tensor]]:
-        model.zero_grad()
-        outputs: list[Tensor] = []
+    def run(within: Callable[[int], Any]) -> list[tuple[Tensor, Gradients]]:
+        outputs = list[tuple[Tensor, Gradients]]()
         for step, inputs in enumerate(steps):
-            with one_process(segments, BLOCK, masks=None if rule else masks[step], rule=rule):
-                outputs.append(model(**inputs).sample)
-        return outputs, grads(outputs[-1])
+            with within(step):
+                outputs.append(step_of(model, inputs))
+        return outputs
 
-    def grads(output: Tensor) -> dict[str, Tensor]:
-        weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
-        (output * weights + output.square()).mean().backward()
-        return grads_of(model)
+    def alone(step: int) -> Any:
+        return one_process(segments, BLOCK, masks=None if rule else masks[step], rule=rule)
 
-    wanted, wanted_grads = by_one_rank(run)
-    model.zero_grad()
-    with torch.no_grad():
-        before = model(**steps[0]).sample
+    wanted = by_one_rank(run, alone)
+    before = joined(model(**steps[0]))
     seen: dict[str, Any] = dict(rule or {"masks": masks})
     config = SparseConfig(**seen, block=BLOCK, tolerance=0.0, target=1.005)
-    found: dict[str, Any] = {"new plans are worth it": rule is None and case in MODELS}
     with parallelize(model, mesh=mesh, sparse=config) as handle:
-        outputs = [model(**inputs).sample for inputs in steps]
-        found["out"] = [difference(*pair) for pair in zip(outputs, wanted, strict=True)]
-        grads(outputs[-1])
+        for step, (found, (output, _)) in enumerate(zip(run(nullcontext), wanted, strict=True)):
+            same(found[0], output, 1e-9, (case, rule, step))
         handle.average_gradients()
-        found["grads"] = worst(grads_of(model), wanted_grads)
-        found["planned"] = sum(layer.num_planned for layer in handle.explain().sparse)
-        found["explained"] = str(handle.explain())
+        same_gradients(grads_of(model), wanted[-1][1], 1e-9)
+        planned = sum(layer.num_planned for layer in handle.explain().sparse)
+        assert planned > LAYERS or rule or case not in MODELS, case
+        assert "sparse: 2 layers of density" in str(handle.explain())
         handle.restart()
-        found["verified"] = handle.verify(**steps[0])
-    with torch.no_grad():
-        return found | {"undone": torch.equal(model(**steps[0]).sample, before)}
+        assert (verified := handle.verify(**steps[0])).ok, str(verified)
+    assert torch.equal(joined(model(**steps[0])), before), (case, rule)
 
 
-def in_turn(meshes: list[Any], place: int, is_whole: bool) -> list[Any]:
+def in_turn(meshes: list[tuple[int, int]], place: int, is_whole: bool) -> list[tuple[int, int]]:
     """Return all meshes, or the one whose turn it is."""
     return meshes if is_whole else [meshes[place % len(meshes)]]
 
 
-def compare_models(meshes: list[tuple[int, int]], is_whole: bool) -> list[dict[str, Any]]:
-    """The models compute angles, norms and gates in float32: here `.float()` means float64."""
-    torch.set_num_threads(1)
-    found: list[dict[str, Any]] = []
-    rules: list[dict[str, float] | None] = [None, {"keep": 0.5}]
-    jobs = [(MODELS[0], rules[0]), (MODELS[0], rules[1]), (MODELS[1], rules[1])]
-    jobs += [(MODELS[1], rules[0]), *((case, None) for case in SMALL)]
-    made = [make_mesh(*degrees) for degrees in meshes]
-    with mock.patch.object(Tensor, "float", Tensor.double):
-        for place, (case, rule) in enumerate(jobs):
-            found += [compare_model(case, one, rule) for one in in_turn(made, place, is_whole)]
-    return found
+def first_size(meshes: list[tuple[int, int]], **_: Any) -> int:
+    return meshes[0][0] * meshes[0][1]
 
 
+@needs_diffusers
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("meshes", "is_whole"),
@@ -222,56 +202,30 @@ def compare_models(meshes: list[tuple[int, int]], is_whole: bool) -> list[dict[s
     ],
     ids=str,
 )
+@on_ranks(first_size)
 def test_wan_and_cogvideox_over_three_steps(meshes: list[tuple[int, int]], is_whole: bool) -> None:
-    pytest.importorskip("diffusers")
-    for results in run_ranks(compare_models, meshes[0][0] * meshes[0][1], meshes, is_whole):
-        for found in results:
-            assert max(found["out"]) < 1e-9 and found["grads"] < 1e-9, found
-            assert found["undone"] and found["verified"].ok, str(found["verified"])
-            assert "sparse: 2 layers of density" in found["explained"], found["explained"]
-            if found["new plans are worth it"]:
-                assert found["planned"] > LAYERS, found
-
-
-def compare_joint(meshes: list[tuple[int, int]], is_whole: bool) -> dict[str, float]:
-    """Output of one step against dense attention with the blocks and the model's own mask."""
-    torch.set_num_threads(1)
-    found: dict[str, float] = {}
+    rules: list[dict[str, float] | None] = [None, {"keep": 0.5}]
+    jobs = [(MODELS[0], rules[0]), (MODELS[0], rules[1]), (MODELS[1], rules[1])]
+    jobs += [(MODELS[1], rules[0]), *((case, None) for case in SMALL)]
     made = {degrees: make_mesh(*degrees) for degrees in meshes}
-    by_clusters = SparseConfig(block=BLOCK, **CLUSTERS["rule"]), 1, CLUSTERS["brute"]
-    by_share = SparseConfig(keep=0.4, block=BLOCK), BLOCK, partial(top_share, 0.4)
-    jobs = [*((case, by_share) for case in JOINT), (JOINT[0], by_clusters)]
-    for place, (case, (config, block, rule)) in enumerate(jobs):
-        for degrees in in_turn(meshes, place, is_whole):
-            mesh = made[degrees]
-            with in_float64(torch.float64):
-                model = make_model(case, torch.float64)
-                inputs = make_inputs(case, torch.float64)
-                with torch.no_grad(), parallelize(model, mesh=mesh, sparse=config) as handle:
-                    outputs = leaves_of(model(**inputs))
-                    keys = [layer.key for layer in handle.explain().sparse]
-                    assert (verified := handle.verify(**inputs)).ok, str(verified)
-                forms = [Form(key.segments, tuple(n == "text" for n in key.names)) for key in keys]
-
-                def alone(
-                    model: Any = model,
-                    inputs: Any = inputs,
-                    forms: Any = forms,
-                    block: int = block,
-                    rule: Any = rule,
-                ) -> list[Tensor]:
-                    with torch.no_grad(), one_process(forms, block, rule=rule) as used:
-                        outputs = leaves_of(model(**inputs))
-                    assert len(used) == len(forms), (forms, [one.shape for one in used])
-                    assert min(float(one.double().mean()) for one in used) < 0.9
-                    return outputs
-
-                wanted = by_one_rank(alone)
-            pairs = zip(outputs, wanted, strict=True)
-            found[f"{degrees} {case} {rule}"] = max(difference(*pair) for pair in pairs)
-    return found
+    with in_float64(F64):
+        for place, (case, rule) in enumerate(jobs):
+            for degrees in in_turn(meshes, place, is_whole):
+                compare_model(case, made[degrees], rule)
 
 
+def dense_with_blocks(
+    model: Any, inputs: Inputs, forms: list[Form], block: int, rule: Any
+) -> list[Tensor]:
+    """Return outputs of dense attention with the blocks and the model's own mask."""
+    with torch.no_grad(), one_process(forms, block, rule=rule) as used:
+        outputs = leaves_of(model(**inputs))
+    assert len(used) == len(forms), (forms, [one.shape for one in used])
+    assert min(float(one.double().mean()) for one in used) < 0.9
+    return outputs
+
+
+@needs_diffusers
 @pytest.mark.parametrize(
     ("meshes", "is_whole"),
     [
@@ -283,160 +237,150 @@ def compare_joint(meshes: list[tuple[int, int]], is_whole: bool) -> dict[str, fl
     ],
     ids=str,
 )
+@on_ranks(first_size)
 def test_models_with_masks_and_joint_text(meshes: list[tuple[int, int]], is_whole: bool) -> None:
     """Text sees all and is seen by all, pads are not seen; audio and video apart."""
-    pytest.importorskip("diffusers")
-    for found in run_ranks(compare_joint, meshes[0][0] * meshes[0][1], meshes, is_whole):
-        assert max(found.values()) < 1e-9, found
+    made = {degrees: make_mesh(*degrees) for degrees in meshes}
+    by_clusters = CLUSTERS["rule"], 1, CLUSTERS["brute"]
+    by_share: Any = {"keep": 0.4}, BLOCK, {"keep": 0.4}
+    jobs = [*((case, by_share) for case in JOINT), (JOINT[0], by_clusters)]
+    for place, (case, (seen, block, rule)) in enumerate(jobs):
+        config = SparseConfig(block=BLOCK, **seen)
+        for degrees in in_turn(meshes, place, is_whole):
+            with in_float64(F64):
+                model, inputs = make_model(case, F64), make_inputs(case, F64)
+                split = parallelize(model, mesh=made[degrees], sparse=config)
+                with torch.no_grad(), split as handle:
+                    outputs = leaves_of(model(**inputs))
+                    keys = [layer.key for layer in handle.explain().sparse]
+                    assert (verified := handle.verify(**inputs)).ok, str(verified)
+                forms = [Form(key.segments, tuple(n == "text" for n in key.names)) for key in keys]
+                wanted = by_one_rank(dense_with_blocks, model, inputs, forms, block, rule)
+            for found, whole in zip(outputs, wanted, strict=True):
+                same(found, whole, 1e-9, (degrees, case, seen))
 
 
-def options(ring: int, ulysses: int) -> dict[str, Any]:
+@pytest.mark.some(1)
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
+@on_ranks(lambda ring, ulysses: ring * ulysses)
+def test_layers_steps_resolutions_and_bytes(ring: int, ulysses: int) -> None:
     """A dense layer, two passes a step, one mask for all, resolutions, and bytes on the wire."""
-    mesh, found = make_mesh(ring, ulysses), dict[str, Any]()
+    mesh, rank = make_mesh(ring, ulysses), dist.get_rank()
     inputs = [toy_inputs(text=5, image=19, seed=seed) for seed in range(2)]
     masks = make_masks(6, len(lens_of((5, 19), BLOCK)))
 
-    def error(model: nn.Module, given: dict[str, Tensor], **seen: Any) -> float:
+    def compare(model: nn.Module, given: dict[str, Tensor], **seen: Any) -> None:
         with torch.no_grad():
             with one_process((given["text"].shape[1], given["image"].shape[1]), BLOCK, **seen):
                 wanted = make_toy(num_blocks=LAYERS)(**given)
-            return difference(model(**given), wanted)
+            same(model(**given), wanted, 1e-10, seen)
 
     with split_toy(mesh, masks=masks, dense_layers=(1,)) as (model, handle):
-        found["dense layer"] = error(model, inputs[0], masks=masks[0], dense_layers=(1,))
-        found["dense layer is none"] = float(len(handle.explain().sparse) - 1)
+        compare(model, inputs[0], masks=masks[0], dense_layers=(1,))
+        assert len(handle.explain().sparse) == 1
     with split_toy(mesh, masks=masks, passes_per_step=2) as (model, handle):
         for number, step in enumerate((0, 0, 1, 1, 2)):
-            found[f"pass {number}"] = error(model, inputs[number % 2], masks=masks[step])
+            compare(model, inputs[number % 2], masks=masks[step])
     with split_toy(mesh, masks=masks[2, 1]) as (model, handle):
-        for seed in range(2):
-            found[f"one mask {seed}"] = error(model, inputs[seed], masks=masks[2, 1:])
-        found["kept"] = float(sum(layer.num_planned - 1 for layer in handle.explain().sparse))
+        for given in inputs:
+            compare(model, given, masks=masks[2, 1:])
+        assert all(layer.num_planned == 1 for layer in handle.explain().sparse)
     with split_toy(mesh, keep=0.6) as (model, handle):
         for number, image in enumerate((10, 19, 10)):
             other = toy_inputs(text=5, image=image, seed=number)
-            found[f"resolution {number}"] = error(model, other, rule={"keep": 0.6})
+            compare(model, other, rule={"keep": 0.6})
         with calls_made() as sent, torch.no_grad():
             model(**inputs[0])
         cost = handle.explain().chosen
-        found["bytes"] = float(sent.moved_bytes - cost.traffic[dist.get_rank()].total)
-        found["tokens"] = float(sum(cost.tokens) - 24)
-    if ulysses > 1:  # rows that a plan moves travel with those of heads
-        numbers = list[int]()
-        ways: list[dict[str, Any]] = [{}, {"method": "stripe"}]
-        for settings in ways:
-            with split_toy(mesh, masks=masks, **settings) as (model, handle), torch.no_grad():
+        assert sent.moved_bytes == cost.traffic[rank].total and sum(cost.tokens) == 24
+    # Rows that a plan moves travel with those of heads.
+    ways: list[dict[str, Any]] = [{}, {"method": "stripe"}] if ulysses > 1 else []
+    for settings in ways:
+        with split_toy(mesh, masks=masks, **settings) as (model, handle), torch.no_grad():
+            model(**inputs[0])
+            with calls_made() as sent:
                 model(**inputs[0])
-                with calls_made() as sent:
-                    model(**inputs[0])
-                numbers.append(sent.counts[ALL_TO_ALL])
-                layers = handle.explain().sparse
-            moved = sum(sum(layer.used.moved) for layer in layers)
-            found[f"moved {settings}"] = float((moved > 0) != (ring > 1 and not settings))
-        found["exchanges"] = float(numbers != [2 * LAYERS, 2 * LAYERS])
+            assert sent.counts[ALL_TO_ALL] == 2 * LAYERS, settings
+            moved = sum(sum(layer.used.moved) for layer in handle.explain().sparse)
+            assert (moved > 0) == (ring > 1 and not settings), settings
     model, config = make_toy(num_blocks=LAYERS), SparseConfig(masks=masks, block=BLOCK)
     args: Any = {"mesh": mesh, "table": TABLE, "sparse": config, "comm_dtype": "int8"}
     with torch.no_grad(), parallelize(model, **args) as handle:
         model(**inputs[0])
         with calls_made() as sent:
             model(**inputs[0])
-        cost = handle.explain().chosen
-        found["bytes at 8 bits"] = float(sent.moved_bytes - cost.traffic[dist.get_rank()].total)
-        worst_error = max(handle.verify(**inputs[0]).errors.values())
-        found["8 bits are seen"] = float(not 1e-4 < worst_error < 0.05)
-    return found
-
-
-@pytest.mark.some(1)
-@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
-def test_layers_steps_resolutions_and_bytes(ring: int, ulysses: int) -> None:
-    for found in run_ranks(options, ring * ulysses, ring, ulysses):
-        assert max(map(abs, found.values())) < 1e-10, found
-
-
-def unbalanced(ring: int, ulysses: int) -> list[tuple[float, float, tuple[int, ...]]]:
-    """Error, mean imbalance and tokens of the ranks, without and with balance."""
-    segments, found = (5, 19), list[tuple[float, float, tuple[int, ...]]]()
-    masks = make_masks(6, len(lens_of(segments, BLOCK)), steps=1)
-    inputs = toy_inputs(text=5, image=19, seed=0)
-    with one_process(segments, BLOCK, masks=masks[0]):
-        wanted = toy_gradients(make_toy(num_blocks=LAYERS), inputs)[0]
-    for settings in ({"method": "in_order", "stripe": 3 * BLOCK}, {}):
-        with split_toy(make_mesh(ring, ulysses), masks=masks, **settings) as (model, handle):
-            error = difference(toy_gradients(model, inputs)[0], wanted)
-            explained = handle.explain()
-            rho = sum(layer.imbalance for layer in explained.sparse) / LAYERS
-            found.append((error, rho, explained.chosen.tokens))
-    return found
+        assert sent.moved_bytes == handle.explain().chosen.traffic[rank].total
+        assert 1e-4 < max(handle.verify(**inputs[0]).errors.values()) < 0.05
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
+@on_ranks(2)
 def test_without_balance_it_is_as_exact_and_less_even(ring: int, ulysses: int) -> None:
-    for without, balanced in run_ranks(unbalanced, 2, ring, ulysses):
-        assert max(without[0], balanced[0]) < 1e-10
-        assert without[1] > balanced[1] + 0.02
-        assert without[2] == (5 + 12, 7)  # text and three blocks of the image, and the rest
-        # On a ring, the third turn of the image begins at rank 1.
-        assert balanced[2] == ((4 + 8, 1 + 11) if ring == 2 else (4 + 11, 1 + 8))
+    segments, rhos = (5, 19), list[float]()
+    masks = make_masks(6, len(lens_of(segments, BLOCK)), steps=1)
+    inputs, mesh = toy_inputs(text=5, image=19, seed=0), make_mesh(ring, ulysses)
+    with one_process(segments, BLOCK, masks=masks[0]):
+        wanted = toy_gradients(make_toy(num_blocks=LAYERS), inputs)[0]
+    # Text and three blocks of the image, and the rest; balanced on a ring, the third turn of the
+    # image begins at rank 1.
+    balanced = (4 + 8, 1 + 11) if ring == 2 else (4 + 11, 1 + 8)
+    ways: list[tuple[dict[str, Any], tuple[int, int]]] = [
+        ({"method": "in_order", "stripe": 3 * BLOCK}, (5 + 12, 7)),
+        ({}, balanced),
+    ]
+    for settings, tokens in ways:
+        with split_toy(mesh, masks=masks, **settings) as (model, handle):
+            same(toy_gradients(model, inputs)[0], wanted, 1e-10, settings)
+            explained = handle.explain()
+            assert explained.chosen.tokens == tokens, settings
+            rhos.append(sum(layer.imbalance for layer in explained.sparse) / LAYERS)
+    assert rhos[0] > rhos[1] + 0.02
 
 
-def of_many_lengths() -> dict[str, Any]:
-    """Plans that are kept while lengths come back, and not for ever."""
-    found = dict[str, Any]()
+@on_ranks(2)
+def test_plans_are_kept_for_the_latest_lengths() -> None:
+    """Plans are kept while lengths come back, and not for ever."""
+    most = NUM_SIZES * LAYERS
     with torch.no_grad(), split_toy(make_mesh(2, 1), keep=0.5, tolerance=9.0) as (model, handle):
-        layers, sizes = handle.parts[0].sparse, list[int]()
+        layers = handle.parts[0].sparse
         assert layers is not None
-        for image in range(8, 28):
+        for number, image in enumerate(range(8, 28)):
             model(**toy_inputs(text=3, image=image))
-            sizes.append(len(layers))
+            assert len(layers) == min(LAYERS * (number + 1), most), number
         for image in (50, 51, 52, 53, 50, 54, 50):
             model(**toy_inputs(text=3, image=image))
-        found = {"sizes": sizes, "kept": [layer.num_kept for layer in handle.explain().sparse]}
-        found["planned"] = planned = list[int]()
+        # In each of three passes.
+        assert [layer.num_kept for layer in handle.explain().sparse] == [3] * LAYERS
         for turn in range(4):  # two prompts, at two resolutions
             for text, image in ((3, 10), (3, 19), (5, 10), (5, 19)):
                 model(**toy_inputs(text=text, image=image, seed=turn))
-                planned.append(sum(layer.num_planned for layer in handle.explain().sparse))
-    return found
+                planned = sum(layer.num_planned for layer in handle.explain().sparse)
+                assert planned == LAYERS, (turn, text, image)
 
 
-def test_plans_are_kept_for_the_latest_lengths() -> None:
-    for found in run_ranks(of_many_lengths, 2):
-        most = NUM_SIZES * LAYERS
-        assert found["sizes"] == [min(LAYERS * (n + 1), most) for n in range(20)], found
-        assert found["kept"] == [3] * LAYERS, found  # in each of three passes
-        assert found["planned"] == [LAYERS] * 16, found
-
-
-def restarted() -> dict[str, Any]:
+@on_ranks(2)
+def test_restart_forgets_plans() -> None:
     """The first step of another image plans as the first of all did, with a rule and with masks."""
-    found: dict[str, Any] = {}
     rules: list[dict[str, Any]] = [
         {"mass": 0.3},
         {"masks": make_masks(6, len(lens_of((5, 19), BLOCK)))},
     ]
     for settings in rules:
         with torch.no_grad(), split_toy(make_mesh(1, 2), **settings) as (model, handle):
-            images: list[list[tuple[str, int]]] = [[], []]
+            first, second = images = list[tuple[str, int]](), list[tuple[str, int]]()
             for states in images:
                 for seed in range(STEPS):
                     model(**toy_inputs(text=5, image=19, seed=seed))
                     layers = handle.explain().sparse
                     states += [(layer.used.digest, layer.num_planned) for layer in layers]
                 handle.restart()
-        found[str(list(settings))] = images
-    return found
+        assert first == second, list(settings)
+        assert len({digest for digest, _ in first}) > 1, list(settings)  # else nothing is shown
 
 
-def test_restart_forgets_plans() -> None:
-    for found in run_ranks(restarted, 2):
-        for first, second in found.values():
-            assert first == second, found
-            assert len({digest for digest, _ in first}) > 1, found  # else nothing is shown
-
-
-def of_one_block() -> list[str]:
-    """What is said of a block that leaves one of two ranks without tokens."""
+@on_ranks(2)
+def test_ranks_without_tokens_are_told_of_once_and_not_by_each_layer() -> None:
+    """A block leaves one of two ranks without tokens."""
     heard: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
@@ -444,12 +388,8 @@ def of_one_block() -> list[str]:
     with torch.no_grad(), split_toy(make_mesh(2, 1), keep=0.5) as (model, _):
         for _ in range(2):
             model(**toy_inputs(text=0, image=BLOCK - 1))
-    return heard
-
-
-def test_ranks_without_tokens_are_told_of_once_and_not_by_each_layer() -> None:
-    for (said,) in run_ranks(of_one_block, 2):
-        assert said.startswith("sparse: 1 blocks, 4 tokens to a rank at a time, leave some of 2")
+    (said,) = heard
+    assert said.startswith("sparse: 1 blocks, 4 tokens to a rank at a time, leave some of 2")
 
 
 class Causal(nn.Module):
@@ -477,14 +417,15 @@ def wrong(q: Tensor, k: Tensor, at: RuleCall) -> Tensor:
     return torch.ones(1, 2)
 
 
-def refused() -> list[tuple[str, tuple[list[str], str]]]:
-    """Words, and what was raised."""
+@on_ranks(2)
+def test_refusals_on_all_ranks() -> None:
     mesh, inputs, rank = make_mesh(2, 1), toy_inputs(text=5, image=19), dist.get_rank()
     masks = make_masks(6, 7)
-    found: list[tuple[str, tuple[list[str], str]]] = []
 
     def expect(words: str, call: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-        found.append((words, raised_by(call, *args, **kwargs)))
+        classes, text = raised_by(call, *args, **kwargs)
+        assert words in text, text
+        assert "ConfigError" in classes or "CommError" in classes, classes
 
     orders = "orders (heads, tokens) of shape (6, 18) for layer 0, whose segments ('text', 'image')"
     blocks = "masks of 6 heads and 6 x 6 blocks, and the model has 6 heads and 7 blocks of 4 tokens"
@@ -544,14 +485,6 @@ def refused() -> list[tuple[str, tuple[list[str], str]]]:
     for words, config in at_once:
         expect(words, parallelize, make_toy(), sparse=config, **split)
     assert not _get_current_function_mode_stack()
-    return found
-
-
-def test_refusals_on_all_ranks() -> None:
-    for found in run_ranks(refused, 2):
-        for words, (classes, text) in found:
-            assert words in text, text
-            assert "ConfigError" in classes or "CommError" in classes, classes
 
 
 @pytest.mark.parametrize(
@@ -587,11 +520,20 @@ def test_settings_that_are_refused(settings: dict[str, Any], words: str) -> None
         SparseConfig(**settings)
 
 
-def save_and_use(path: Path, ring: int, ulysses: int) -> dict[str, Any]:
+def save_and_use(path: Path, ring: int, ulysses: int) -> None:
     """Save what a rule chose in three steps, a layer of three being dense, and compute by it."""
     mesh, kinds = make_mesh(ring, ulysses), {"dense_layers": (1,)}
     inputs = [toy_inputs(text=5, image=19, seed=seed, batch=1) for seed in range(STEPS)]
-    found: dict[str, Any] = {}
+
+    def refuse(words: str, handle: ParallelHandle, target: Any, *given: Inputs) -> None:
+        def save() -> None:
+            with handle.save_masks(target):
+                for one in given:
+                    handle.model(**one)
+
+        text = raised_by(save)[1]
+        assert words in text, text
+
     with torch.no_grad():
         with split_toy(mesh, 6, 3, mass=0.6, **kinds) as (model, handle):
             with handle.save_masks(path):
@@ -599,35 +541,20 @@ def save_and_use(path: Path, ring: int, ulysses: int) -> dict[str, Any]:
                 handle.verify(**inputs[0])  # is no step
             model(**inputs[0])
         with split_toy(mesh, 6, 3, masks=path, **kinds) as (model, _):
-            pairs = zip([model(**one) for one in inputs], outputs, strict=True)
-            found["again"] = max(difference(*pair) for pair in pairs)
-        with split_toy(mesh, 6, 3, **CLUSTERS["rule"]) as (model, handle):
-
-            def run_clusters() -> None:
-                with handle.save_masks(path.with_name("clusters.npz")):
-                    model(**inputs[0])
-
-            found["Clusters are other blocks in each step"] = raised_by(run_clusters)[1]
-        with split_toy(mesh, 6, 3, mass=0.6) as (model, handle):
+            for step, (given, wanted) in enumerate(zip(inputs, outputs, strict=True)):
+                same(model(**given), wanted, 1e-10, step)
+        with split_toy(mesh, 6, 3, **CLUSTERS["rule"]) as (_, handle):
+            target = path.with_name("clusters.npz")
+            refuse("Clusters are other blocks in each step", handle, target, inputs[0])
+        with split_toy(mesh, 6, 3, mass=0.6) as (_, handle):
             both = toy_inputs(text=5, image=19, batch=2)
-            for words, call, target in (
-                ("samples of a batch see other blocks", lambda: model(**both), path),
-                ("are an .npz file", lambda: None, "masks.npy"),
-                ("cannot write masks to", lambda: None, path.parent / "missing" / "x.npz"),
-                ("0 masks of shape (0, 0, 0), and 0 layers", lambda: None, path),
-                (
-                    "a mask of shape (6, 5, 5) after those of (6, 7, 7)",
-                    lambda: (model(**inputs[0]), model(**toy_inputs(text=5, image=9, batch=1))),
-                    path,
-                ),
-            ):
-
-                def run(call: Callable[[], object] = call, target: Any = target) -> None:
-                    with handle.save_masks(target):
-                        call()
-
-                found[words] = raised_by(run)[1]
-    return found
+            refuse("samples of a batch see other blocks", handle, path, both)
+            refuse("are an .npz file", handle, "masks.npy")
+            refuse("cannot write masks to", handle, path.parent / "missing" / "x.npz")
+            refuse("0 masks of shape (0, 0, 0), and 0 layers", handle, path)
+            other = toy_inputs(text=5, image=9, batch=1)
+            sizes = "a mask of shape (6, 5, 5) after those of (6, 7, 7)"
+            refuse(sizes, handle, path, inputs[0], other)
 
 
 @pytest.mark.some(1)
@@ -637,10 +564,7 @@ def test_masks_that_a_running_model_saves(
 ) -> None:
     """They are those of one process, and give the outputs again; the command reads them."""
     path = tmp_path / "masks.npz"
-    for found in run_ranks(save_and_use, ring * ulysses, path, ring, ulysses):
-        assert found.pop("again") < 1e-10
-        for words, text in found.items():
-            assert words in text, text
+    run_ranks(save_and_use, ring * ulysses, path, ring, ulysses)
     masks = load_masks(path)
     assert masks.shape == (STEPS, 3, 6, 7, 7) and not (tmp_path / "masks.npz.part").exists()
     for step in range(STEPS):

@@ -11,35 +11,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from bascule.diffusers import parallelize
 from tests.helpers.inference_cases import (
+    USED,
     Case,
     difference,
     in_float64,
     make_inputs,
     make_mesh,
-    make_model,
+    same,
+    seeded_model,
+    shard,
 )
 from tests.helpers.ranks import on_ranks, raised_by, run_ranks
 
 pytest.importorskip("diffusers")
 pytestmark = pytest.mark.slow
 
-MODELS = [
-    Case("flux", 4, 2, 7, (3, 5)),
-    Case("qwen", 4, 2, 7, (3, 5), ("mask",)),
-    Case("wan", 4, 2, 7, (3, 5)),
-    Case("cogvideox", 4, 2, 7, (3, 5)),
-]
-Found = dict[str, Any]
-
-
-def seeded_model(case: Case, dtype: torch.dtype = torch.float32) -> Any:
-    torch.manual_seed(0)
-    return make_model(case, dtype)
+FLUX, _, WAN, _ = USED
 
 
 def blocks_of(model: Any) -> list[nn.Module]:
@@ -114,13 +105,13 @@ WAYS: dict[str, Callable[[Any], None]] = {
 }
 
 
-def turned_on(models: list[Case], ways: dict[str, Callable[[Any], None]], every: int) -> Found:
-    """By model and what is turned on, before and after parallelize: the error, and the effect.
+def check_turned_on(
+    models: list[Case], ways: dict[str, Callable[[Any], None]], every: int = 1
+) -> None:
+    """Compare each model with what is turned on, before and after parallelize, with one process.
 
     Every so-manieth of the ways, other ones for each model.
     """
-    torch.set_num_threads(1)
-    found = Found()
     meshes = make_mesh(1, 2), make_mesh(2, 1)
     for (place, case), (number, (way, turn_on)) in product(
         enumerate(models), enumerate(ways.items())
@@ -132,20 +123,17 @@ def turned_on(models: list[Case], ways: dict[str, Callable[[Any], None]], every:
         with torch.no_grad(), in_float64(dtype):
             inputs = make_inputs(case, dtype)
             plain = seeded_model(case, dtype)(**inputs).sample
-            model = seeded_model(case, dtype)
+            model, late = seeded_model(case, dtype), seeded_model(case, dtype)
             turn_on(model)
             wanted = model(**inputs).sample
-            effect = difference(wanted, plain)
+            assert "offload" in way or difference(wanted, plain) > 1e-4, (case, way)
             with parallelize(model, meshes[0]) as handle:
-                error = difference(model(**inputs).sample, wanted)
-                found[f"{case.model}, {way}"] = error, effect, handle.verify(**inputs).ok
-            undone = difference(model(**inputs).sample, wanted) == 0
-            late = seeded_model(case, dtype)
+                same(model(**inputs).sample, wanted, 1e-5, (case, way))
+                assert handle.verify(**inputs).ok, (case, way)
+            same(model(**inputs).sample, wanted, 0.0, (case, way, "undone"))
             with parallelize(late, meshes[1]):
                 turn_on(late)
-                error = difference(late(**inputs).sample, wanted)
-            found[f"{case.model}, {way}, later"] = error, effect, undone
-    return found
+                same(late(**inputs).sample, wanted, 1e-5, (case, way, "later"))
 
 
 def add_lora(model: Any) -> None:
@@ -176,63 +164,40 @@ LIBRARIES: dict[str, Callable[[Any], None]] = {
 
 
 @pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.stress)])
+@on_ranks(2)
 def test_what_is_turned_on_gives_what_one_process_gives(every: int) -> None:
-    check_turned_on(MODELS, WAYS, every)
+    check_turned_on(USED, WAYS, every)
 
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_adapters_and_quantised_weights_of_libraries(library: str) -> None:
     pytest.importorskip(library.split()[0].replace("quanto", "optimum.quanto"))
-    check_turned_on([MODELS[0], MODELS[2]], {library: LIBRARIES[library]})
+    run_ranks(check_turned_on, 2, [FLUX, WAN], {library: LIBRARIES[library]})
 
 
-def check_turned_on(
-    models: list[Case], ways: dict[str, Callable[[Any], None]], every: int = 1
-) -> None:
-    for found in run_ranks(turned_on, 2, models, ways, every):
-        for name, (error, effect, is_ok) in found.items():
-            assert error < 1e-5 and is_ok, (name, found[name])
-            assert "offload" in name or effect > 1e-4, (name, found[name])
-
-
-def unlike_adapters() -> Found:
-    model, inputs, mesh = seeded_model(MODELS[0]), make_inputs(MODELS[0]), make_mesh(1, 2)
+@on_ranks(2)
+def test_ranks_with_different_adapters_are_refused_or_found() -> None:
+    model, mesh = seeded_model(FLUX), make_mesh(1, 2)
     adapt(model, seed=dist.get_rank())
-    said = {"before": raised_by(parallelize, model, mesh)}
-    model = seeded_model(MODELS[0])
+    classes, text = raised_by(parallelize, model, mesh)
+    assert "CommError" in classes and "disagree on weights" in text
+    model = seeded_model(FLUX)
     with torch.no_grad(), parallelize(model, mesh) as handle:
         adapt(model, seed=dist.get_rank())
-        return said | {"after": handle.verify(**inputs).ok}
+        assert not handle.verify(**make_inputs(FLUX)).ok
 
 
-def test_ranks_with_different_adapters_are_refused_or_found() -> None:
-    for found in run_ranks(unlike_adapters, 2):
-        classes, text = found["before"]
-        assert "CommError" in classes and "disagree on weights" in text
-        assert not found["after"]
-
-
-def quantised_by_tensor() -> list[bool]:
+@on_ranks(2)
+def test_scales_of_all_tokens_are_found_to_differ() -> None:
     """Torch's own 8-bit products scale what a layer is given by all tokens that a rank has."""
     from torch.ao.quantization import quantize_dynamic
 
-    model, inputs = seeded_model(MODELS[0]), make_inputs(MODELS[0])
+    model = seeded_model(FLUX)
     for block in blocks_of(model):
         quantize_dynamic(block, {nn.Linear}, torch.qint8, inplace=True)
     with torch.no_grad(), parallelize(model, make_mesh(1, 2)) as handle:
-        return [handle.verify(**inputs).ok]
-
-
-def test_scales_of_all_tokens_are_found_to_differ() -> None:
-    for found in run_ranks(quantised_by_tensor, 2):
-        assert found == [False]
-
-
-def shard(model: nn.Module, mesh: Any) -> None:
-    for block in blocks_of(model):
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        assert not handle.verify(**make_inputs(FLUX)).ok
 
 
 @pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.stress)])
@@ -242,11 +207,9 @@ def test_a_model_may_be_larger_than_a_rank(every: int) -> None:
 
     Each model before or after parallelize, in turn; or both.
     """
-    torch.set_num_threads(1)
-    found = Found()
     flat = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
     times = ("before", (1, 2)), ("after", (2, 1))
-    for place, case in enumerate(MODELS):
+    for place, case in enumerate(USED):
         inputs = make_inputs(case)
         with torch.no_grad():
             wanted = seeded_model(case)(**inputs).sample
@@ -260,16 +223,14 @@ def test_a_model_may_be_larger_than_a_rank(every: int) -> None:
                 parameters: list[Any] = list(model.parameters())
                 share = sum(p.to_local().numel() for p in parameters)
                 whole = sum(p.numel() for p in parameters)
-                error = difference(model(**inputs).sample, wanted)
-                is_ok = handle.verify(**inputs).ok
-            found[f"{case.model}, {when}"] = error, share / whole, is_ok
-    for name, (error, share, is_ok) in found.items():
-        assert error < 1e-6 and share < 0.6 and is_ok, (name, found[name])
+                assert share < 0.6 * whole, (case, when)
+                same(model(**inputs).sample, wanted, 1e-6, (case, when))
+                assert handle.verify(**inputs).ok, (case, when)
 
 
 def slices_of(case: Case) -> Any:
     """Of Flux heads and feed-forward; of Wan, whose norm is over all heads, the latter."""
-    if case.model == "wan":
+    if case == WAN:
         return {"ffn.net.0.proj": ColwiseParallel(), "ffn.net.2": RowwiseParallel()}
     wide = "to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj"
     plan = {f"attn.{name}": ColwiseParallel() for name in wide}
@@ -286,11 +247,9 @@ def test_slices_of_layers_beside_shares_of_tokens(every: int) -> None:
 
     One model on each axis, or both.
     """
-    torch.set_num_threads(1)
-    found, models = Found(), (MODELS[0], MODELS[2])
     for place, axis in enumerate(("ulysses", "ring")):
         both = init_device_mesh("cpu", (2, 2), mesh_dim_names=(axis, "slices"))
-        for case in models[place % every :: every]:
+        for case in (FLUX, WAN)[place % every :: every]:
             inputs = make_inputs(case)
             with torch.no_grad():
                 wanted = seeded_model(case)(**inputs).sample
@@ -300,6 +259,5 @@ def test_slices_of_layers_beside_shares_of_tokens(every: int) -> None:
                     block.attn.heads //= 2
                 parallelize_module(block, both["slices"], slices_of(case))
             with torch.no_grad(), parallelize(model, both[axis]) as handle:
-                error = difference(model(**inputs).sample, wanted)
-                found[f"{case.model}, {axis}"] = error, handle.verify(**inputs).ok
-    assert all(error < 1e-6 and is_ok for error, is_ok in found.values()), found
+                same(model(**inputs).sample, wanted, 1e-6, (case, axis))
+                assert handle.verify(**inputs).ok, (case, axis)

@@ -17,12 +17,13 @@ from torch.utils.checkpoint import checkpoint
 from bascule.diffusers import Cut, Mask, SparseConfig, SplitTable, parallelize
 from tests.helpers.inference_cases import make_mesh, same, same_gradients
 from tests.helpers.inference_toy import (
-    CHANNELS,
     TABLE,
     WIDTH,
+    Adapted,
     Toy,
     direct,
     grads_of,
+    loss_of,
     make_toy,
     toy_gradients,
     toy_inputs,
@@ -157,19 +158,6 @@ def test_a_model_within_itself_and_threads() -> None:
     assert "Toy runs in another thread" in in_thread and "of extra" in extra
 
 
-class Adapted(nn.Module):
-    """What adapters put in the place of a layer, calling it as `base_layer`."""
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.base_layer = base
-        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, CHANNELS, bias=False)
-        self.double()
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return self.base_layer(x, *args, **kwargs) + self.up(self.down(x))
-
-
 class Wrapped(nn.Module):
     """What passes its arguments on, as wrappers for checkpointing do."""
 
@@ -251,8 +239,7 @@ def test_backward_after_undo_computes_over_the_mesh_again() -> None:
         with parallelize(model, mesh=make_mesh(*degrees), table=TABLE) as handle:
             model.run = handle.checkpoint
             output = model(**inputs)
-        weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
-        (output * weights + output.square()).mean().backward()
+        loss_of(output).backward()
         handle.average_gradients()
         same_gradients(grads_of(model), wanted)
         model.run = direct

@@ -19,7 +19,7 @@ from bascule.machine.cluster import HardwareProfile
 from tests.helpers.calls_made import calls_made
 from tests.helpers.inference_cases import make_mesh
 from tests.helpers.inference_toy import TABLE, Toy, make_toy, toy_inputs
-from tests.helpers.ranks import on_ranks, raised_by, run_ranks
+from tests.helpers.ranks import by_one_rank, on_ranks, raised_by, run_ranks
 
 Hook = Callable[[nn.Module, Any, tuple[Tensor, Tensor]], Any]
 
@@ -48,43 +48,35 @@ def hooked(model: Toy, block: int, hook: Hook, applies: bool) -> Iterator[None]:
         handle.remove()
 
 
-def verdicts(ring: int, ulysses: int) -> dict[str, Verification]:
-    results: dict[str, Verification] = {}
-    inputs, own = toy_inputs(text=5, image=9, masked=True), dist.get_rank()
-    with split_toy(ring, ulysses) as (model, handle):
-        results["whole"] = handle.verify(**inputs)
-        for rank in range(dist.get_world_size()):
-            with hooked(model, 1, times(1.0, 1.001), own == rank):
-                results[f"perturbed on {rank}"] = handle.verify(**inputs)
-        with hooked(model, 2, minus_mean, True):
-            results["mean"] = handle.verify(**inputs)
-        with hooked(model, 0, times(float("nan"), 1.0), own == 1):
-            results["nan"] = handle.verify(**inputs)
-        with torch.no_grad():
-            model.head.weight[0, 0] += 0.1 * own
-        results["weights"] = handle.verify(**inputs)
-    return results
-
-
 @pytest.mark.parametrize(
     ("ring", "ulysses"), [(2, 1), (2, 2), pytest.param(1, 4, marks=pytest.mark.stress)]
 )
+@on_ranks(lambda ring, ulysses: ring * ulysses)
 def test_verify_names_the_first_block_that_differs(ring: int, ulysses: int) -> None:
-    first, *others = run_ranks(verdicts, ring * ulysses, ring, ulysses)
-    texts = {name: str(one) for name, one in first.items()}
-    for results in others:
-        assert {name: str(one) for name, one in results.items()} == texts
-    whole = first["whole"]
-    assert whole.ok and len(whole.blocks) == 6 and len(whole.outputs) == 1, str(whole)
-    assert not dataclasses.replace(whole, tolerance=0.0).ok
-    for rank in range(ring * ulysses):
-        result = first[f"perturbed on {rank}"]
-        assert result.first_difference == "blocks.1 (image)", str(result)
-        assert max(list(result.blocks.values())[:3]) < 1e-12
-    assert first["mean"].first_difference == "blocks.2 (image)"
-    assert first["nan"].first_difference == "blocks.0 (text)"
-    assert first["weights"].first_difference == "output 0"
-    assert "first in output 0" in texts["weights"]
+    inputs, own = toy_inputs(text=5, image=9, masked=True), dist.get_rank()
+
+    def verified() -> Verification:
+        found = handle.verify(**inputs)
+        assert str(found) == by_one_rank(str, found)
+        return found
+
+    with split_toy(ring, ulysses) as (model, handle):
+        whole = verified()
+        assert whole.ok and len(whole.blocks) == 6 and len(whole.outputs) == 1, str(whole)
+        assert not dataclasses.replace(whole, tolerance=0.0).ok
+        for rank in range(dist.get_world_size()):
+            with hooked(model, 1, times(1.0, 1.001), own == rank):
+                result = verified()
+            assert result.first_difference == "blocks.1 (image)", str(result)
+            assert max(list(result.blocks.values())[:3]) < 1e-12
+        with hooked(model, 2, minus_mean, True):
+            assert verified().first_difference == "blocks.2 (image)"
+        with hooked(model, 0, times(float("nan"), 1.0), own == 1):
+            assert verified().first_difference == "blocks.0 (text)"
+        with torch.no_grad():
+            model.head.weight[0, 0] += 0.1 * own
+        weights = verified()
+        assert weights.first_difference == "output 0" and "first in output 0" in str(weights)
 
 
 def in_low_precision() -> None:
@@ -245,11 +237,10 @@ class Fixed(nn.Module):
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.stress)])
 @on_ranks(2)
 def test_a_table_that_does_not_fit_is_refused_at_the_first_call(compiled: bool) -> None:
-    """Errors of the first call of models with tables of their own; "" for none."""
     inputs, mesh = toy_inputs(text=5, image=9), make_mesh(1, 2)
-    errors: dict[str, str] = {}
 
-    def call(name: str, model: nn.Module, **options: Any) -> None:
+    def error_of(model: nn.Module, **options: Any) -> str:
+        """Return that of the first call of a model; "" for none."""
         with torch.no_grad(), parallelize(model, mesh, table=TABLE, **options) as handle:
             if compiled:
                 handle.compile()
@@ -261,32 +252,26 @@ def test_a_table_that_does_not_fit_is_refused_at_the_first_call(compiled: bool) 
                 except ConfigError as error:
                     texts.append(str(error))
             assert texts[0] == texts[1], texts
-            errors[name] = texts[0]
+            return texts[0]
 
     mixing: Any = make_toy()
     fixed: Any = make_toy()
     mixing.blocks[1].mlp = nn.Sequential(mixing.blocks[1].mlp, Mixing())
     fixed.head = nn.Sequential(Fixed(), fixed.head)
-    call("right", make_toy())
-    call("8 bits", make_toy(), comm_dtype="int8")
-    call("mixing", mixing)
-    if not compiled:
-        call("fixed", fixed)
-        for verifies in (False, True):
-            model, passes = make_toy(), []
-            with torch.no_grad(), parallelize(model, mesh, table=TABLE) as handle:
-                if verifies:
-                    handle.verify(**toy_inputs(text=2, image=3))
-                model.register_forward_hook(lambda *_, seen=passes: seen.append(1))
-                model.blocks[0].register_forward_hook(lambda *_, seen=passes: seen.append(2))
-                model(**inputs)
-                model(**inputs)
-            errors[f"passes, {verifies}"] = str(passes)
-    assert not errors["right"] and not errors["8 bits"]
-    assert "the table of Toy does not fit: over ranks blocks.1 (text) differs" in errors["mixing"]
-    if not compiled:
-        assert "over ranks head.0 raised RuntimeError" in errors["fixed"]
-        assert (
-            errors["passes, False"] == "[2, 2, 2, 2, 1, 2, 1]"
-        )  # over ranks, alone, over ranks, a call
-        assert errors["passes, True"] == "[2, 1, 2, 1]"  # a few tokens were compared
+    assert not error_of(make_toy()) and not error_of(make_toy(), comm_dtype="int8")
+    first = "the table of Toy does not fit: over ranks blocks.1 (text) differs"
+    assert first in error_of(mixing)
+    if compiled:
+        return
+    assert "over ranks head.0 raised RuntimeError" in error_of(fixed)
+    # Over ranks, alone, over ranks, a call; without the first three, a few tokens were compared.
+    for verifies, wanted in ((False, [2, 2, 2, 2, 1, 2, 1]), (True, [2, 1, 2, 1])):
+        model, passes = make_toy(), list[int]()
+        with torch.no_grad(), parallelize(model, mesh, table=TABLE) as handle:
+            if verifies:
+                handle.verify(**toy_inputs(text=2, image=3))
+            model.register_forward_hook(lambda *_, seen=passes: seen.append(1))
+            model.blocks[0].register_forward_hook(lambda *_, seen=passes: seen.append(2))
+            model(**inputs)
+            model(**inputs)
+        assert passes == wanted

@@ -8,7 +8,14 @@ import torch.distributed as dist
 
 from bascule.diffusers import Verification, parallelize
 from tests.helpers.inference_toy import TABLE, make_toy, toy_inputs
-from tests.helpers.pipeline_cases import PIPELINES, TABLES, make_pipeline, prompt_of, seeded
+from tests.helpers.pipeline_cases import (
+    PIPELINES,
+    TABLES,
+    make_pipeline,
+    prompt_of,
+    seeded,
+    sizes_of,
+)
 from tests.helpers.ranks import on_ranks, raised_by, run_ranks
 
 pytest.importorskip("diffusers")
@@ -17,10 +24,7 @@ pytestmark = pytest.mark.slow
 
 def arguments(name: str) -> dict[str, Any]:
     """Of a call; ranks have generators of their own."""
-    sides = {} if name == "dit" else {"height": 48, "width": 32}
-    sides |= {"height": 44, "width": 36} if name == "control" else {}
-    random = {"generator": seeded(1 + dist.get_rank())}
-    return {**prompt_of(name), "num_inference_steps": 2, "output_type": "pt"} | sides | random
+    return {**sizes_of(name), **prompt_of(name), "generator": seeded(1 + dist.get_rank())}
 
 
 def agreeing(kind: str, degrees: dict[str, Any]) -> list[Verification]:
@@ -32,14 +36,12 @@ def agreeing(kind: str, degrees: dict[str, Any]) -> list[Verification]:
         with parallelize(pipeline, table=TABLES.get(name), **degrees) as handle, handle.timed():
             values = arguments(name)
             state = values["generator"].get_state(), torch.get_rng_state()
-            kinds = [type(one) for one in (pipeline.vae, pipeline.scheduler, pipeline.transformer)]
+            parts = pipeline.vae, pipeline.scheduler, pipeline.transformer
+            kinds = [type(one) for one in parts]
             results.append(handle.verify(pipeline, **values))
-            assert all(
-                map(torch.equal, state, (values["generator"].get_state(), torch.get_rng_state()))
-            )
-            assert kinds == [
-                type(one) for one in (pipeline.vae, pipeline.scheduler, pipeline.transformer)
-            ]
+            after = values["generator"].get_state(), torch.get_rng_state()
+            assert all(map(torch.equal, state, after))
+            assert kinds == [type(one) for one in parts]
     return results
 
 
@@ -57,47 +59,41 @@ def test_a_pipeline_agrees_with_one_process(kind: str, degrees: dict[str, int]) 
 @on_ranks(2)
 def test_the_first_phase_and_block_that_differ_are_named() -> None:
     """The names of what differs, where the second rank has other weights in one place."""
-    names = dict[str, str | None]()
     pipeline = make_pipeline("flux")
-    model = pipeline.transformer
-    places = {
-        "block": model.single_transformer_blocks[0].proj_mlp.weight,
-        "outside": model.norm_out.linear.weight,
-        "vae": pipeline.vae.decoder.conv_in.weight,
-    }
+    model, block = pipeline.transformer, "step 1, transformer: single_transformer_blocks.0 (text)"
+    places = [  # a rank's own tokens go through its own weights
+        (model.single_transformer_blocks[0].proj_mlp.weight, {block}),
+        (model.norm_out.linear.weight, {"step 1, transformer: output 0", "step 1"}),
+        (pipeline.vae.decoder.conv_in.weight, {"decode"}),
+    ]
     with torch.no_grad(), parallelize(pipeline, ulysses_degree=2) as handle:
-        for name, weight in places.items():
+        for weight, names in places:
             weight.add_(0.1 * dist.get_rank())
             result = handle.verify(pipeline, **arguments("flux"))
             weight.sub_(0.1 * dist.get_rank())
-            names[name] = first = result.first_difference
-            assert first is not None and first in str(result)
+            first = result.first_difference
+            assert first in names and str(first) in str(result), result
         result = handle.verify(pipeline, **arguments("flux"))
         assert result.ok and "noise" in result.blocks
-    # A rank's own tokens go through its own weights.
-    assert names["block"] == "step 1, transformer: single_transformer_blocks.0 (text)"
-    assert names["outside"] in ("step 1, transformer: output 0", "step 1")
-    assert names["vae"] == "decode"
 
 
 @on_ranks(2)
 def test_what_cannot_be_compared_or_measured_is_refused() -> None:
     pipeline, model = make_pipeline("flux"), make_toy()
-    errors = list[tuple[list[str], str]]()
+
+    def refuse(kind: str, words: str, call: Any, *args: Any, **values: Any) -> None:
+        kinds, text = raised_by(call, *args, **values)
+        assert kinds[0] == kind and words in text, (kinds, text)
+
     with torch.no_grad(), parallelize(pipeline, ulysses_degree=2) as handle:
-        values = arguments("flux")
-        values["height"] += 16 * dist.get_rank()
-        errors.append(raised_by(handle.verify, pipeline, **values))
-    errors.append(raised_by(handle.verify, pipeline, **arguments("flux")))
+        unlike = arguments("flux") | {"height": 48 + 16 * dist.get_rank()}
+        refuse("CommError", "height", handle.verify, pipeline, **unlike)
+    refuse("ConfigError", "undo() was called", handle.verify, pipeline, **arguments("flux"))
     with torch.no_grad(), parallelize(model, ulysses_degree=2, table=TABLE) as handle:
-        errors.append(raised_by(handle.timed().__enter__))
+        refuse("ConfigError", "give parallelize the pipeline", handle.timed().__enter__)
         model(**toy_inputs())
-        errors.append(raised_by(handle.verify, pipeline, **arguments("flux")))
-    kinds, texts = zip(*errors, strict=True)
-    assert [kind[0] for kind in kinds] == ["CommError", *["ConfigError"] * 3]
-    assert "height" in texts[0] and "undo() was called" in texts[1]
-    assert "give parallelize the pipeline" in texts[2]
-    assert "is not one of the models" in texts[3]
+        other = "is not one of the models"
+        refuse("ConfigError", other, handle.verify, pipeline, **arguments("flux"))
 
 
 @on_ranks(2)

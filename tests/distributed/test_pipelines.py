@@ -140,8 +140,9 @@ def drawn_alike() -> None:
         check(both, generated(name, pipeline, pair, generator=[seeded(3), seeded(4)]))
 
 
-def replicas() -> tuple[int, ...]:
-    """Two, each of two guidance groups, with prompts and noise of their own."""
+@on_ranks(4)
+def test_replicas_have_prompts_and_noise_of_their_own() -> None:
+    """Two, each of two guidance groups."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "guidance"))
     data, name = mesh.get_local_rank("data"), "wan"
     pipeline, prompt = make_pipeline(name), prompt_of(name, seed=data)
@@ -151,11 +152,7 @@ def replicas() -> tuple[int, ...]:
         generator = seeded(10 + data + 5 * mesh.get_local_rank("guidance"))
         check(generated(name, pipeline, prompt, generator=generator), expected)
         assert handle.replica.whole is not None
-        return handle.replica.whole.ranks
-
-
-def test_replicas_have_prompts_and_noise_of_their_own() -> None:
-    assert run_ranks(replicas, 4) == [(0, 1), (0, 1), (2, 3), (2, 3)]
+        assert handle.replica.whole.ranks == (2 * data, 2 * data + 1)
 
 
 class Drawing:
@@ -212,7 +209,8 @@ class Device:
         self.generator.set_state(state)
 
 
-def offloaded() -> float:
+@on_ranks(2)
+def test_ranks_draw_alike_on_the_device_that_a_pipeline_names_later() -> None:
     """Weights are on the host, and noise is drawn elsewhere, as is known later."""
     device: Any = Device()
     torch.get_device_module = lambda *_: device
@@ -220,12 +218,8 @@ def offloaded() -> float:
     with parallelize(pipeline, ulysses_degree=2, table=TABLE):
         pipeline._execution_device = torch.device("xpu")
         pipeline()
-    return float(torch.rand(1, generator=device.generator))
-
-
-def test_ranks_draw_alike_on_the_device_that_a_pipeline_names_later() -> None:
-    first, second = run_ranks(offloaded, 2)
-    assert first == second
+    drawn = torch.rand(1, generator=device.generator)
+    assert torch.equal(drawn, by_one_rank(lambda: drawn))
 
 
 def guided_by_two_models() -> None:
@@ -250,7 +244,8 @@ def guided_by_two_models() -> None:
             assert len(calls) == share * alone
 
 
-def direct_calls() -> int:
+@on_ranks(2)
+def test_a_result_is_exchanged_when_it_is_used() -> None:
     """Results that wait, of a model that returns a tensor and of one that returns an output."""
     toy, counted = make_toy(), list[int]()
     inputs = [toy_inputs(text=length, batch=1, seed=length) for length in (5, 3, 4)]
@@ -267,7 +262,7 @@ def direct_calls() -> int:
         count = toy.register_forward_hook(lambda *_: counted.append(1))
         with parallelize(toy, guidance_degree=2, table=TABLE) as handle:
             outputs = [toy(**one) for one in inputs]  # all know the form after the first
-            num_computed = len(counted)
+            assert len(counted) == 2  # of three calls, the first by both
             part, sign = outputs[1][:, :1], -outputs[1]
             other = outputs[1][torch.tensor([0])]  # made of what may change: it is fetched
             waits = [type(one) is Pending for one in (*outputs, part, sign, other)]
@@ -286,16 +281,11 @@ def direct_calls() -> int:
             for one, sample in zip(both, samples, strict=True):
                 assert type(one).__name__ == "Transformer2DModelOutput"
                 check(one.sample, sample, 1e-6)
-    return num_computed
 
 
-def test_a_result_is_exchanged_when_it_is_used() -> None:
-    assert run_ranks(direct_calls, 2) == [2, 2]  # of three calls, the first by both
-
-
-def round_unlike() -> list[Tensor]:
-    """Pixels where a rank rounds otherwise, as another GPU does, or a kernel tuned there."""
-    pixels = list[Tensor]()
+@on_ranks(2)
+def test_ranks_that_round_unlike_have_the_same_pixels() -> None:
+    """A rank rounds otherwise, as another GPU does, or a kernel tuned there."""
     for tiles in (False, True):
         pipeline = make_pipeline("flux")
         if tiles:
@@ -303,13 +293,8 @@ def round_unlike() -> list[Tensor]:
         if dist.get_rank() == 1:
             pipeline.transformer.proj_out.register_forward_hook(lambda _, __, out: out * (1 + 1e-6))
         with parallelize(pipeline, guidance_degree=2):
-            pixels.append(image(pipeline))
-    return pixels
-
-
-def test_ranks_that_round_unlike_have_the_same_pixels() -> None:
-    first, second = run_ranks(round_unlike, 2)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+            pixels = image(pipeline)
+        assert torch.equal(pixels, by_one_rank(lambda made=pixels: made)), tiles
 
 
 @pytest.mark.parametrize("num_groups", [2, 4])

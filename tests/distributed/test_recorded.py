@@ -23,7 +23,15 @@ from bascule.parallel import SequenceParallel, Step
 from bascule.train import keep_exchanges
 from tests.helpers.calls_made import calls_made
 from tests.helpers.cases import COST
-from tests.helpers.mesh_cases import Three, difference, make_mask, make_mesh, three
+from tests.helpers.mesh_cases import (
+    Three,
+    difference,
+    draw,
+    layout_of,
+    make_mask,
+    make_mesh,
+    three,
+)
 from tests.helpers.ranks import on_ranks, raised_by, run_ranks
 
 Grads = list[Tensor]
@@ -321,12 +329,7 @@ def with_projection(
 
 
 def tensors(case: dict[str, Any], mesh: AttentionMesh, layout: SequenceLayout) -> Three:
-    batch, heads, kv_heads, dim = case["shape"]
-    generator = torch.Generator().manual_seed(layout.seq_len)
-    wholes = [
-        torch.randn(batch, num, layout.seq_len, dim, generator=generator)
-        for num in (heads, kv_heads, kv_heads)
-    ]
+    wholes = draw(case["shape"], layout.seq_len, layout.seq_len, torch.float32)
     return three(split(x, mesh, layout, 2).requires_grad_() for x in wholes)
 
 
@@ -343,12 +346,8 @@ def compare_to_eager(
     for case in (MESH_CASES[number] for number in numbers):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        layout = SequenceLayout(
-            case["segments"], ring, ulysses, case.get("zigzag", False), case.get("replicated", ())
-        )
-        mask = make_mask(
-            case["mask"], case["shape"][0], case["shape"][1], layout.seq_len, torch.float32
-        )
+        layout, (batch, heads, _, _) = layout_of(case, mesh), case["shape"]
+        mask = make_mask(case["mask"], batch, heads, layout.seq_len, torch.float32)
         leaves, others = tensors(case, mesh, layout), (mask, mesh, layout, case["mask"] == "causal")
         compiled = torch.compile(with_projection, fullgraph=True, backend=backend)
         want = outcome(with_projection, leaves, *others)
@@ -391,15 +390,11 @@ def graphs_over_resolutions(
         leaves = tensors(case, mesh, layout)
         others = mask if has_layout else None, mesh, layout if has_layout else None, False
         if trains:
-            pairs = zip(
-                outcome(compiled, leaves, *others),
-                outcome(with_projection, leaves, *others),
-                strict=True,
-            )
+            found, wanted = (outcome(fn, leaves, *others) for fn in (compiled, with_projection))
         else:
             with torch.no_grad():
-                pairs = [(compiled(*leaves, *others), with_projection(*leaves, *others))]
-        assert max(difference(a, b) for a, b in pairs) < 1e-6
+                found, wanted = ([fn(*leaves, *others)] for fn in (compiled, with_projection))
+        assert max(map(difference, found, wanted)) < 1e-6
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 

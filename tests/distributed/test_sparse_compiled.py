@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,22 @@ from torch import Tensor
 
 from bascule.attention.sparse import Clusters
 from bascule.diffusers import SparseConfig, parallelize
-from bascule.diffusers.verify import leaves_of
 from bascule.workload import load_masks
-from tests.helpers.inference_cases import Case, difference, make_inputs, make_mesh, make_model
-from tests.helpers.inference_toy import toy_gradients, toy_inputs, worst
-from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.inference_cases import (
+    Case,
+    difference,
+    joined,
+    loss_of,
+    make_inputs,
+    make_mesh,
+    make_model,
+    needs_diffusers,
+    same,
+    same_gradients,
+    step_of,
+)
+from tests.helpers.inference_toy import grads_of, toy_inputs
+from tests.helpers.ranks import on_ranks, raised_by, run_ranks
 from tests.helpers.sparse_toy import STEPS, make_masks, split_toy
 
 pytestmark = pytest.mark.slow
@@ -62,31 +74,6 @@ def graphs() -> Any:
         yield lambda: (counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
 
 
-def compare(
-    ring: int, ulysses: int, rules: list[str], ways: list[str], masked: bool
-) -> dict[str, Any]:
-    """By rule and way: errors, relative, of outputs and gradients of all steps, graphs by step."""
-    mesh, found = make_mesh(ring, ulysses), dict[str, Any]()
-    steps = [toy_inputs(text=5, image=19, seed=step, masked=masked) for step in range(STEPS)]
-    for rule in rules:
-        for way in ways:
-            with split_toy(mesh, **RULES[rule]) as (model, handle), graphs() as counted:
-                wanted = [toy_gradients(model, inputs) for inputs in steps]
-                planned = sum(one.num_planned for one in handle.explain().sparse)
-                handle.restart()
-                call, errors, by_step = WAYS[way][0](model, handle), list[float](), list[Any]()
-                for inputs, (output, grads) in zip(steps, wanted, strict=True):
-                    model.zero_grad()
-                    out = call(**inputs)
-                    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
-                    (out * weights + out.square()).mean().backward()
-                    of = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-                    errors += [difference(out, output), worst(of, grads)]
-                    by_step.append(counted())
-            found[f"{rule}, {way}"] = max(errors), by_step, planned
-    return found
-
-
 @pytest.mark.parametrize(
     ("ring", "ulysses", "rules", "ways", "masked"),
     [
@@ -99,93 +86,95 @@ def compare(
         ),
     ],
 )
+@on_ranks(lambda ring, ulysses, **_: ring * ulysses)
 def test_outputs_and_gradients_are_those_of_eager_mode(
     ring: int, ulysses: int, rules: list[str], ways: list[str], masked: bool
 ) -> None:
     """One graph of a model, or of each block, serves all steps, whose plans differ."""
-    for found in run_ranks(compare, ring * ulysses, ring, ulysses, rules, ways, masked):
-        for name, (error, by_step, planned) in found.items():
-            assert error < 1e-10, (name, error)
-            assert by_step == [(WAYS[name.rpartition(", ")[2]][1], 0)] * STEPS, (name, by_step)
-            if ring * ulysses > 1 and "masks of each" in name:
-                assert planned > 2, name
+    mesh = make_mesh(ring, ulysses)
+    steps = [toy_inputs(text=5, image=19, seed=step, masked=masked) for step in range(STEPS)]
+    for rule, way in product(rules, ways):
+        compiled, num_graphs = WAYS[way]
+        with split_toy(mesh, **RULES[rule]) as (model, handle), graphs() as counted:
+            wanted = [step_of(model, inputs) for inputs in steps]
+            planned = sum(one.num_planned for one in handle.explain().sparse)
+            assert ring * ulysses == 1 or "masks of each" not in rule or planned > 2
+            handle.restart()
+            call = compiled(model, handle)
+            for step, (inputs, (output, grads)) in enumerate(zip(steps, wanted, strict=True)):
+                model.zero_grad()
+                out = joined(call(**inputs))
+                loss_of(out).backward()
+                same(out, output, 1e-10, (rule, way, step))
+                same_gradients(grads_of(model), grads, 1e-10)
+                assert counted() == (num_graphs, 0), (rule, way, step)
 
 
 CASES = [Case("flux", 4, 2, 7, (4, 5)), Case("wan", 4, 2, 7, (4, 5))]
 
 
-def compare_models(ring: int, ulysses: int) -> dict[str, float]:
-    """Errors in float32, of the whole model and of its repeated blocks."""
-    mesh, found = make_mesh(ring, ulysses), dict[str, float]()
-    for case in CASES:
-        steps = [make_inputs(case, seed=seed) for seed in range(STEPS)]
-        for is_whole in (True, False):
-            config, model = SparseConfig(keep=0.5, block=4), make_model(case)
-            with torch.no_grad(), parallelize(model, mesh=mesh, sparse=config) as handle:
-                wanted = [leaves_of(model(**inputs)) for inputs in steps]
-                handle.restart()
-                numbers = list[tuple[int, int]]()
-                with graphs() as counted:
-                    if is_whole:
-                        call = torch.compile(model, fullgraph=True, backend="aot_eager")
-                    else:
-                        model.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
-                        call = model
-                    for place, (inputs, one) in enumerate(zip(steps, wanted, strict=True)):
-                        pairs = zip(leaves_of(call(**inputs)), one, strict=True)
-                        error = max(difference(*pair) for pair in pairs)
-                        found[f"{case} {is_whole} {place}"] = error
-                        numbers.append(counted())
-                    found[f"{case} {is_whole}, more graphs"] = float(len(set(numbers)) - 1)
-    return found
-
-
+@needs_diffusers
 @pytest.mark.stress  # daily: blocks above, and Flux where a command generates in a graph
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
+@on_ranks(lambda ring, ulysses: ring * ulysses)
 def test_flux_and_wan(ring: int, ulysses: int) -> None:
-    pytest.importorskip("diffusers")
-    for found in run_ranks(compare_models, ring * ulysses, ring, ulysses):
-        assert max(found.values()) < 1e-5, found
-
-
-def others(path: Path, ring: int) -> dict[str, Any]:
-    """What else there is: masks saved, a failed step, a verification, and what is refused."""
-    found, inputs = dict[str, Any](), toy_inputs(text=5, image=19, batch=1)
-    with (
-        split_toy(make_mesh(ring, 1), masks=MASKS[:, :1], num_blocks=1) as (model, handle),
-        torch.no_grad(),
-    ):
-        call = torch.compile(model, fullgraph=True, backend="aot_eager")
-        with handle.save_masks(path):
-            first = call(**inputs)
-            call(**inputs)
-        found["verified"] = handle.verify(**inputs).ok  # of the step that comes
-        third = call(**inputs)
-        found["past the file"] = raised_by(call, **inputs)[1]
-        handle.restart()
-        found["again"] = difference(call(**inputs), first)
-        found["unlike"] = difference(third, first)
-    with split_toy(make_mesh(ring, 1), keep=0.5, num_blocks=1) as (model, handle):
-        for block in model.blocks:
-            block.compile(backend="aot_eager", fullgraph=True)
-        model.run = handle.checkpoint
-        found["checkpoint"] = raised_by(lambda: model(**inputs).sum().backward())[1]
-    return found
+    """In float32, the whole model and its repeated blocks; the first step makes all graphs."""
+    mesh, config = make_mesh(ring, ulysses), SparseConfig(keep=0.5, block=4)
+    for case, is_whole in product(CASES, (True, False)):
+        steps, model = [make_inputs(case, seed=seed) for seed in range(STEPS)], make_model(case)
+        with torch.no_grad(), parallelize(model, mesh=mesh, sparse=config) as handle:
+            wanted = [joined(model(**inputs)) for inputs in steps]
+            handle.restart()
+            numbers = set[tuple[int, int]]()
+            with graphs() as counted:
+                if is_whole:
+                    call = torch.compile(model, fullgraph=True, backend="aot_eager")
+                else:
+                    model.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
+                    call = model
+                for place, (inputs, output) in enumerate(zip(steps, wanted, strict=True)):
+                    same(joined(call(**inputs)), output, 1e-5, (case, is_whole, place))
+                    numbers.add(counted())
+                assert len(numbers) == 1, (case, is_whole, numbers)
 
 
 @pytest.mark.parametrize("ring", [1, pytest.param(2, marks=pytest.mark.stress)])
 def test_masks_saved_steps_counted_and_what_is_refused(ring: int, tmp_path: Path) -> None:
-    for found in run_ranks(others, ring, tmp_path / "masks.npz", ring):
-        assert found["verified"] and found["again"] == 0 and found["unlike"] > 0.01, found
-        assert "step 3 of masks for steps 0 to 2: call handle.restart()" in found["past the file"]
-        assert "handle.checkpoint around compiled blocks" in found["checkpoint"], found
+    run_ranks(save_and_refuse, ring, tmp_path / "masks.npz", ring)
     masks = load_masks(tmp_path / "masks.npz")
     dense = np.zeros((7, 7), bool)
     dense[:2], dense[:, :2] = True, True  # text
     np.testing.assert_array_equal(masks, MASKS[:2, :1] | dense)
 
 
-def two_passes() -> tuple[float, Any]:
+def save_and_refuse(path: Path, ring: int) -> None:
+    """Masks saved, a failed step, a verification, and what is refused."""
+    inputs, mesh = toy_inputs(text=5, image=19, batch=1), make_mesh(ring, 1)
+    with (
+        split_toy(mesh, masks=MASKS[:, :1], num_blocks=1) as (model, handle),
+        torch.no_grad(),
+    ):
+        call = torch.compile(model, fullgraph=True, backend="aot_eager")
+        with handle.save_masks(path):
+            first = call(**inputs)
+            call(**inputs)
+        assert handle.verify(**inputs).ok  # of the step that comes
+        assert difference(call(**inputs), first) > 0.01
+        past = "step 3 of masks for steps 0 to 2: call handle.restart()"
+        assert past in raised_by(call, **inputs)[1]
+        handle.restart()
+        assert torch.equal(call(**inputs), first)
+    with split_toy(mesh, keep=0.5, num_blocks=1) as (model, handle):
+        for block in model.blocks:
+            block.compile(backend="aot_eager", fullgraph=True)
+        model.run = handle.checkpoint
+        said = raised_by(lambda: model(**inputs).sum().backward())[1]
+        assert "handle.checkpoint around compiled blocks" in said
+
+
+@pytest.mark.stress
+@on_ranks(2)
+def test_two_passes_of_one_graph_are_two_steps() -> None:
     """Inductor may order what does not depend on each other as it likes."""
     first, second = (toy_inputs(text=5, image=19, batch=1, seed=seed) for seed in range(2))
     masks = np.concatenate([MASKS, MASKS])[:, :1]
@@ -198,13 +187,9 @@ def two_passes() -> tuple[float, Any]:
         call = torch.compile(lambda x, y: (model(**x), model(**y)), fullgraph=True)
         with graphs() as counted:
             outputs = *call(first, second), *call(first, second)
-            return max(map(difference, outputs, wanted)), counted()
-
-
-@pytest.mark.stress
-def test_two_passes_of_one_graph_are_two_steps() -> None:
-    for error, numbers in run_ranks(two_passes, 2):
-        assert error < 1e-10 and numbers == (1, 0), (error, numbers)
+            for place, (output, whole) in enumerate(zip(outputs, wanted, strict=True)):
+                same(output, whole, 1e-10, place)
+            assert counted() == (1, 0)
 
 
 def test_graphs_of_cuda_leave_attention_out() -> None:

@@ -13,7 +13,7 @@ from bascule.encoders import EncoderOptions, EncoderTable, TiledVAE
 from tests.helpers.encoder_cases import check_gradients, gradients_of
 from tests.helpers.pages import ROOT
 from tests.helpers.pipeline_cases import generated, make_pipeline, prompt_of, seeded
-from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.ranks import by_one_rank, on_ranks, raised_by, run_ranks
 from tests.helpers.tile_cases import own_tiled, sample_of, tiny_vae, values_of
 
 pytest.importorskip("diffusers")
@@ -188,14 +188,18 @@ class Refusing:
             raise ValueError("this tile cannot be decoded")
 
 
-def wrong_calls() -> list[tuple[str, list[str], str]]:
-    """Words of an error, and the error; most calls are wrong on the last rank alone."""
+@on_ranks(3)
+def test_wrong_uses_are_one_sentence_on_all_ranks() -> None:
+    """Most calls are wrong on the last rank alone."""
     is_last = dist.get_rank() == dist.get_world_size() - 1
     vae, other = tiny_vae("kl"), tiny_vae("wan")
-    vae.post_quant_conv, said = None, list[Any]()
+    vae.post_quant_conv = None
 
     def refuse(words: str, call: Any, *args: Any, **kwargs: Any) -> None:
-        said.append((words, *raised_by(call, *args, **kwargs)))
+        said = kinds, text = raised_by(call, *args, **kwargs)
+        assert words in text, text
+        assert {"CommError", "ConfigError"} & set(kinds)
+        assert said == by_one_rank(lambda: said)
 
     def made(words: str, change: Any, model: Any = vae, **options: Any) -> None:
         if is_last:
@@ -232,15 +236,6 @@ def wrong_calls() -> list[tuple[str, list[str], str]]:
         assert len(shared.decode(z).sample) == 1
     refuse("features_for='all' has no gradients: encode under torch.no_grad()", shared.decode, z)
     refuse("a Linear does not have this AutoencoderKL", shared.install, nn.Linear(2, 2))
-    return said
-
-
-def test_wrong_uses_are_one_sentence_on_all_ranks() -> None:
-    said = run_ranks(wrong_calls, 3)
-    assert said[0] == said[1] == said[2]
-    for words, kinds, text in said[0]:
-        assert words in text, text
-        assert {"CommError", "ConfigError"} & set(kinds)
 
 
 def peaks(kind: str) -> list[dict[str, int]]:

@@ -26,6 +26,8 @@ from bascule.comm.quantized import Quantized
 from tests.helpers.mesh_cases import (
     Three,
     difference,
+    draw,
+    layout_of,
     make_mask,
     make_mesh,
     reference,
@@ -96,29 +98,19 @@ def straight_through(
 
 def normal(case: dict[str, Any], length: int, dtype: torch.dtype) -> Three:
     """Queries, keys and values, with a large offset in one channel of the last two but a token."""
-    batch, heads, kv_heads, dim = case["shape"]
-    generator = torch.Generator().manual_seed(length)
-    q, k, v = (
-        torch.randn(batch, num, length, dim, generator=generator, dtype=torch.float64)
-        for num in (heads, kv_heads, kv_heads)
-    )
+    q, k, v = draw(case["shape"], length, seed=length)
     k[:, :, 1:, 3] += 8.0
     v[:, :, 1:, 5] -= 8.0
     return three(x.to(dtype) for x in (q, k, v))
 
 
-def layout_of(case: dict[str, Any], mesh: AttentionMesh) -> SequenceLayout:
-    zigzag, replicated = case.get("zigzag", False), case.get("replicated", ())
-    return SequenceLayout(case["segments"], *mesh.degrees, zigzag, replicated)
-
-
-def compare(mesh: AttentionMesh, case: dict[str, Any], wire: Quantized) -> dict[str, float]:
-    """Differences to the straight-through estimate, and what comes of no key at all."""
+def compare(mesh: AttentionMesh, case: dict[str, Any], wire: Quantized) -> None:
+    """Compare with the straight-through estimate; of no key at all comes nothing."""
     layout, kind = layout_of(case, mesh), case.get("mask", "none")
     batch, heads, _, _ = case["shape"]
-    whole = normal(case, layout.seq_len, torch.float64)
+    wholes = normal(case, layout.seq_len, torch.float64)
     mask = make_mask(kind, batch, heads, layout.seq_len, torch.float64)
-    leaves = three(split(x, mesh, layout, 2).requires_grad_() for x in whole)
+    leaves = three(split(x, mesh, layout, 2).requires_grad_() for x in wholes)
     causal = kind == "causal"
     out = attention(
         *leaves,
@@ -131,21 +123,12 @@ def compare(mesh: AttentionMesh, case: dict[str, Any], wire: Quantized) -> dict[
     grads = torch.autograd.grad(out, leaves, own_grad)
     all_grad, *sums = summed(mesh, layout, own_grad, *grads)
     found = [gather(out.detach(), mesh, layout, 2), *sums]
-    want = straight_through(whole, all_grad, mask, causal, layout, wire)
-    names = ("out", "dq", "dk", "dv")
-    errors = {name: difference(a, b) for name, a, b in zip(names, found, want, strict=True)}
-    sees_nothing = (reference(*whole, mask, causal) == 0).all(-1)
-    errors["empty"] = float(found[0][sees_nothing].abs().sum())
-    return errors
-
-
-def forward_rounds_and_backward_does_not(mesh: AttentionMesh, every: int) -> None:
-    """Compare every so-manieth case on each wire, others for another wire."""
-    pairs = itertools.product(enumerate(WIRES), enumerate(CASES, mesh.degrees[1]))
-    for wire, case in [(x, y) for (i, x), (j, y) in pairs if (i + j) % every == 0]:
-        errors = compare(mesh, case, wire)
+    want = straight_through(wholes, all_grad, mask, causal, layout, wire)
+    for name, got, whole in zip(("out", "dq", "dk", "dv"), found, want, strict=True):
         # Values that arrive are float32; what ranks compute themselves is float64.
-        assert errors.pop("empty") == 0.0 and max(errors.values()) < 1e-6, (wire, case, errors)
+        assert (error := difference(got, whole)) < 1e-6, (wire, case, name, error)
+    sees_nothing = (reference(*wholes, mask, causal) == 0).all(-1)
+    assert not found[0][sees_nothing].any(), (wire, case)
 
 
 @contextmanager
@@ -231,8 +214,11 @@ ALL = [(1, 2), (2, 2), (3, 1), (2, 1), (1, 3), (4, 1), (2, 3)]
 )
 @on_ranks(lambda ring, ulysses, **_: ring * ulysses)
 def test_attention_on_a_wire_of_8_bits(ring: int, ulysses: int, every: int) -> None:
+    """Forward rounds, and backward does not: every so-manieth case, others for another wire."""
     mesh = make_mesh(ring, ulysses)
-    forward_rounds_and_backward_does_not(mesh, every)
+    pairs = itertools.product(enumerate(WIRES), enumerate(CASES, ulysses))
+    for wire, case in [(x, y) for (i, x), (j, y) in pairs if (i + j) % every == 0]:
+        compare(mesh, case, wire)
     half_the_bytes(mesh)
     if ulysses == 1:
         packed_once(mesh)

@@ -19,7 +19,15 @@ from bascule.costs import PolynomialCost
 from bascule.encoders import BalancedEncoder, EncoderOptions
 from tests.helpers.ranks import raised_by
 from tests.helpers.tile_cases import tiny_vae
-from tests.helpers.vlm_models import IMAGE, PATCH_VALUES, QWENS, TEXT, VIDEO, make_model
+from tests.helpers.vlm_models import (
+    IMAGE,
+    PATCH_VALUES,
+    QWENS,
+    VIDEO,
+    make_model,
+    make_sample,
+    with_video,
+)
 
 COST = bascule.TransformerCost(16)
 TEXTS = ("t5", "umt5", "clip")
@@ -49,35 +57,13 @@ class Toy(nn.Module):
 
 
 def batch_of(name: str, rank: int, sizes: list[tuple[int, int]], has_video: bool) -> dict[str, Any]:
-    """One sample: text, images of rows x columns merged patches, of InternVL as many tiles; and a
-    video of two frames of 2 x 2 merged patches."""
-    generator = torch.Generator().manual_seed(100 + rank)
-    tiles = 4 if name == "internvl" else 1
-    ids = [torch.randint(0, 50, (4,), generator=generator)]
-    for rows, columns in sizes:
-        ids += [torch.full((rows * columns * tiles,), IMAGE)]
-        ids += [torch.randint(0, 50, (2,), generator=generator)]
-    batch = dict[str, Any]()
-    if sizes:
-        num = sum(rows * columns for rows, columns in sizes)
-        shape = (num, 3, 8, 8) if name == "internvl" else (4 * num, PATCH_VALUES)
-        batch["pixel_values"] = torch.randn(shape, generator=generator, dtype=torch.float64)
-    if sizes and name != "internvl":
-        grids = [(1, 2 * rows, 2 * columns) for rows, columns in sizes]
-        batch["image_grid_thw"] = torch.tensor(grids)
+    """One sample of `make_sample`, perhaps with a video, as a batch."""
+    sample = make_sample(name, 100 + rank, sizes, 4)
     if has_video:
-        video = torch.randn(32, PATCH_VALUES, generator=generator, dtype=torch.float64)
-        batch |= {"pixel_values_videos": video, "video_grid_thw": torch.tensor([(2, 4, 4)])}
-        frames = [4, 4] if name == "qwen3_vl" else [8]  # Qwen3-VL has times between frames
-        for num in frames:
-            ids += [torch.full((num,), VIDEO), torch.randint(0, 50, (1,), generator=generator)]
-    input_ids = torch.cat(ids).clamp_max(VIDEO)
-    types = (input_ids == IMAGE).long() + 2 * (input_ids == VIDEO)
-    return {
-        "input_ids": input_ids[None],
-        **({} if name == "internvl" else {"mm_token_type_ids": types[None]}),
-        **batch,
-    }
+        sample = with_video(name, sample, 200 + rank)
+    del sample["labels"]
+    rows = {key: x[None] for key, x in sample.items() if key in ("input_ids", "mm_token_type_ids")}
+    return sample | rows
 
 
 def loss_of(model: Any, batch: dict[str, Any], rank: int) -> Tensor:
@@ -270,34 +256,6 @@ def check_padded_texts(kind: str) -> str:
     return str(encoder.last)
 
 
-def llava() -> Any:
-    """A tiny LLaVA-OneVision, whose images are tiles of 8 x 8 pixels, as many as they need."""
-    import transformers
-
-    tf: Any = transformers
-    vision: dict[str, Any] = {
-        "model_type": "siglip_vision_model",
-        "hidden_size": 16,
-        "intermediate_size": 24,
-    }
-    vision |= {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
-    vision |= {"vision_use_head": False}
-    config = tf.LlavaOnevisionConfig(
-        text_config={"model_type": "qwen2", **TEXT},
-        vision_config=vision,
-        image_token_index=IMAGE,
-        video_token_index=VIDEO,
-        image_grid_pinpoints=[[8, 8], [8, 16], [16, 8], [16, 16]],
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    config._attn_implementation = "sdpa"
-    model = tf.LlavaOnevisionForConditionalGeneration(config).double().eval()
-    for parameter in model.parameters():
-        parameter.data.normal_(std=0.2)
-    return model
-
-
 def llava_batch(rank: int, sizes: list[tuple[int, int]], has_video: bool) -> dict[str, Any]:
     """One sample: images of rows x columns tiles and one of the whole; a video of 3 frames."""
     generator = torch.Generator().manual_seed(100 + rank)
@@ -322,12 +280,9 @@ def llava_batch(rank: int, sizes: list[tuple[int, int]], has_video: bool) -> dic
 def check_vlm(name: str, shapes: list[list[tuple[int, int]]], videos: list[bool], way: str) -> str:
     """A step with a balanced encoder is the same as without; what the encoder said at its end."""
     rank = dist.get_rank()
-    if name == "llava_onevision":
-        batch, make = llava_batch(rank, shapes[rank], videos[rank]), llava
-    else:
-        batch = batch_of(name, rank, shapes[rank], videos[rank])
-        make = partial(make_model, name)
-    plain, model = make(), make()
+    make = llava_batch if name == "llava_onevision" else partial(batch_of, name)
+    batch = make(rank, shapes[rank], videos[rank])
+    plain, model = make_model(name), make_model(name)
     expected = loss_of(plain, batch, rank)
     expected.backward()
     if way == "frozen":

@@ -3,16 +3,22 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from bascule.diffusers import parallelize
 from tests.helpers.inference_toy import grads_of
+from tests.helpers.inference_toy import loss_of as loss_of
 from tests.helpers.split_models import CASES as CASES
 from tests.helpers.split_models import CHANNELS as CHANNELS
 from tests.helpers.split_models import TEXT_DIM as TEXT_DIM
@@ -22,6 +28,13 @@ from tests.helpers.split_models import make_inputs as make_inputs
 from tests.helpers.split_models import make_model as make_model
 
 Gradients = dict[str, Tensor]
+USED = [
+    Case("flux", 4, 2, 7, (3, 5)),
+    Case("qwen", 4, 2, 7, (3, 5), ("mask",)),
+    Case("wan", 4, 2, 7, (3, 5)),
+    Case("cogvideox", 4, 2, 7, (3, 5)),
+]
+"""Models that people use in many ways."""
 
 _IN_FLOAT32: list[tuple[Any, str]] = [
     *((Tensor, "to"), (torch, "arange"), (torch, "linspace")),
@@ -30,8 +43,34 @@ _IN_FLOAT32: list[tuple[Any, str]] = [
 """Functions that models give a dtype to."""
 
 
+needs_diffusers = pytest.mark.skipif(find_spec("diffusers") is None, reason="needs diffusers")
+
+
 def make_mesh(ring: int, ulysses: int) -> Any:
     return init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+
+
+def seeded_model(case: Case, dtype: torch.dtype = torch.float32) -> Any:
+    """Return the same for every call, also the biases that its class draws."""
+    torch.manual_seed(0)
+    return make_model(case, dtype)
+
+
+def shard(model: nn.Module, mesh: Any = None) -> None:
+    """Shard a model's blocks, and what is left of it, by a mesh or over all ranks."""
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    for blocks in (one for one in model.children() if isinstance(one, nn.ModuleList)):
+        for block in blocks:
+            fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def wrapped(kind: str, model: nn.Module, finds_unused: bool = True) -> nn.Module:
+    if kind == "ddp":
+        return DistributedDataParallel(model, find_unused_parameters=finds_unused)
+    if kind == "fsdp2":
+        shard(model)
+    return model
 
 
 @contextmanager
@@ -68,8 +107,7 @@ def step_of(model: nn.Module, inputs: Inputs) -> tuple[Tensor, Gradients]:
     """Return all outputs, and gradients of a loss in which no token weighs as another."""
     model.zero_grad()
     output = joined(model(**inputs))
-    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype)
-    (output * weights + output.square()).mean().backward()
+    loss_of(output.to(torch.promote_types(output.dtype, torch.float32))).backward()
     return output.detach(), grads_of(model)
 
 

@@ -92,6 +92,19 @@ class Toy(nn.Module):
         return self.head(image)
 
 
+class Adapted(nn.Module):
+    """What adapters put in the place of a layer, calling it as `base_layer`."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, CHANNELS, bias=False)
+        self.double()
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self.base_layer(x, *args, **kwargs) + self.up(self.down(x))
+
+
 def make_toy(seed: int = 0, **sizes: int) -> Toy:
     torch.manual_seed(seed)
     return Toy(**sizes).double()
@@ -117,21 +130,18 @@ def toy_inputs(
 
 
 def toy_gradients(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Output, and gradients of a loss in which no token weighs as another."""
+    """Output, and gradients of `loss_of` it."""
     model.zero_grad()
     output = model(**inputs)
-    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
-    (output * weights + output.square()).mean().backward()
+    loss_of(output).backward()
     return output.detach(), grads_of(model)
+
+
+def loss_of(output: Tensor) -> Tensor:
+    """A loss in which no token weighs as another."""
+    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
+    return (output * weights + output.square()).mean()
 
 
 def grads_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """Largest difference of a parameter's gradient, relative to all gradients; inf if one lacks."""
-    if set(found) != set(wanted):
-        return float("inf")
-    total = torch.cat([grad.flatten() for grad in wanted.values()]).norm()
-    return max(float((found[n] - grad).norm() / total) for n, grad in wanted.items())

@@ -1,6 +1,7 @@
 """Cases of attention over a mesh, and the same in one process."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,27 @@ def three(tensors: Iterable[Tensor]) -> Three:
     return q, k, v
 
 
+def draw(
+    shape: tuple[int, int, int, int], length: int, seed: int, dtype: torch.dtype = torch.float64
+) -> Three:
+    """Queries, keys and values of a batch, query heads, key-value heads and their width."""
+    batch, heads, kv_heads, dim = shape
+    generator = torch.Generator().manual_seed(seed)
+    return three(
+        torch.randn(batch, num, length, dim, generator=generator).to(dtype)
+        for num in (heads, kv_heads, kv_heads)
+    )
+
+
 def make_mesh(ring: int, ulysses: int) -> AttentionMesh:
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
     return AttentionMesh.of(mesh)
+
+
+def layout_of(case: Mapping[str, Any], mesh: AttentionMesh) -> SequenceLayout:
+    """Segments of a case, and perhaps how they are dealt."""
+    zigzag, replicated = case.get("zigzag", False), case.get("replicated", ())
+    return SequenceLayout(case["segments"], *mesh.degrees, zigzag, replicated)
 
 
 def make_mask(kind: str, batch: int, heads: int, length: int, dtype: torch.dtype) -> Tensor | None:

@@ -9,13 +9,9 @@ from torch import Tensor
 
 from bascule.diffusers import Cut, SplitTable
 from bascule.generate import tiny
-from tests.helpers.split_models import CASES, built
+from tests.helpers.split_models import CASES, TEXT_DIM, Case, built
 from tests.helpers.tile_cases import other_vae, tiny_vae
 
-TEXT_DIM = 32
-_CHANNELS: dict[str, Any] = {"in_channels": 4, "out_channels": 4}
-_HEADS: dict[str, Any] = {"attention_head_dim": 16, "num_attention_heads": 2, "num_layers": 1}
-_FLUX: dict[str, Any] = {"joint_attention_dim": TEXT_DIM, "axes_dims_rope": (4, 6, 6), **_HEADS}
 _DIT = SplitTable(
     segments=("image",),
     inputs={},
@@ -30,6 +26,34 @@ _VAE: dict[str, Any] = {
     "latent_channels": 4,
     "down_block_types": ("DownEncoderBlock2D",) * 2,
     "up_block_types": ("UpDecoderBlock2D",) * 2,
+}
+_FOUR: dict[str, Any] = {"in_channels": 4, "out_channels": 4, "num_layers": 1}
+_SIXTEEN: dict[str, Any] = {"in_channels": 16, "out_channels": 16, "num_layers": 1}
+_FLUX = {**_SIXTEEN, "num_single_layers": 1}
+_QWEN = {**_SIXTEEN, "out_channels": 4, "patch_size": 2}
+_WAN = {**_FOUR, "ffn_dim": 16, "rope_max_seq_len": 1024}
+_SD3 = {**_FOUR, "num_layers": 2, "sample_size": 32, "pos_embed_max_size": 32}
+_Z_IMAGE = {"in_channels": 4, "n_layers": 1, "n_refiner_layers": 1, "axes_lens": [96, 32, 32]}
+_HUNYUAN = {**_FOUR, "num_single_layers": 1, "guidance_embeds": True}
+_KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {  # class, model, and sizes unlike `built`'s
+    "flux": ("FluxPipeline", "flux", _FLUX),
+    "kontext": ("FluxKontextPipeline", "flux", _FLUX),
+    # Samples the latents of its control image before it draws noise.
+    "control": ("FluxControlPipeline", "flux", {**_FLUX, "in_channels": 32}),
+    "qwen": ("QwenImagePipeline", "qwen", _QWEN),
+    "wan": ("WanPipeline", "wan", _WAN),
+    "cogvideox": ("CogVideoXPipeline", "cogvideox", _FOUR),  # one call of two samples
+    "sd3": ("StableDiffusion3Pipeline", "sd3", _SD3),  # one call of two samples
+    # One call; takes and gives a list with an entry for each sample.
+    "zimage": ("ZImagePipeline", "z_image", _Z_IMAGE),
+    "hunyuan": ("HunyuanVideoPipeline", "hunyuan", _HUNYUAN),  # a call a branch, masked prompts
+    "dit": ("DiTPipeline", "", {**_FOUR, "out_channels": 8, "sample_size": 10}),
+    "ernie": ("ErnieImagePipeline", "ernie", {**_SIXTEEN, "ffn_hidden_size": 32}),
+}
+_SCHEDULERS = {  # other than Flux has; that of CogVideoX draws in every step
+    "wan": "UniPCMultistepScheduler",
+    "cogvideox": "CogVideoXDPMScheduler",
+    "dit": "DDIMScheduler",
 }
 TABLES = {"dit": _DIT}
 """Tables of models that bascule does not know."""
@@ -50,7 +74,8 @@ def make_pipeline(name: str, **scheduling: Any) -> Any:
     if name == "texts":  # encodes prompts itself
         pipeline = tiny.pipeline(diffusers, importlib.import_module("transformers"), tiny.TINY)
     else:
-        pipeline = _assembled(diffusers, name)
+        make = _ideogram if name == "ideogram" else _assembled
+        pipeline = make(diffusers, name)
     if scheduling:
         config = {**pipeline.scheduler.config, **scheduling}
         pipeline.scheduler = type(pipeline.scheduler).from_config(config)
@@ -60,101 +85,41 @@ def make_pipeline(name: str, **scheduling: Any) -> Any:
 
 def _assembled(diffusers: Any, name: str) -> Any:
     """A pipeline of parts; those that are not named are None."""
-    scheduler, more = "FlowMatchEulerDiscreteScheduler", dict[str, Any]()
-    if name in ("flux", "kontext", "control"):
-        kind, vae = f"Flux{name.title().replace('Flux', '')}Pipeline", _vae(diffusers)
-        sizes: dict[str, Any] = {"in_channels": 16, "pooled_projection_dim": TEXT_DIM}
-        if name == "control":  # samples the latents of its control image before it draws noise
-            sizes |= {"in_channels": 32, "out_channels": 16}
-        model = diffusers.FluxTransformer2DModel(**_FLUX, **sizes, num_single_layers=1)
-    elif name == "qwen":
-        kind, vae = "QwenImagePipeline", tiny_vae("qwen")
-        model = diffusers.QwenImageTransformer2DModel(**_FLUX, in_channels=16, out_channels=4)
-    elif name == "wan":  # one model for the first half of the noise, and one for the rest
-        kind, vae, scheduler = "WanPipeline", tiny_vae("wan"), "UniPCMultistepScheduler"
-        sizes = {**_CHANNELS, **_HEADS, "attention_head_dim": 12, "freq_dim": 16, "ffn_dim": 16}
-        model, other = (
-            diffusers.WanTransformer3DModel(text_dim=TEXT_DIM, **sizes).eval() for _ in range(2)
-        )
-        more = {"transformer_2": other, "boundary_ratio": 0.8}
-    elif name == "cogvideox":  # one call of two samples; its scheduler draws in every step
-        kind, vae, scheduler = "CogVideoXPipeline", other_vae(name), "CogVideoXDPMScheduler"
-        model = diffusers.CogVideoXTransformer3DModel(
-            **_CHANNELS,
-            **_HEADS,
-            time_embed_dim=16,
-            text_embed_dim=TEXT_DIM,
-            max_text_seq_length=7,
-            use_rotary_positional_embeddings=True,
-        )
-    elif name == "sd3":  # one call of two samples
-        kind, vae = "StableDiffusion3Pipeline", _vae(diffusers)
-        model = diffusers.SD3Transformer2DModel(
-            **_CHANNELS,
-            **{**_HEADS, "num_layers": 2},
-            sample_size=32,
-            patch_size=2,
-            joint_attention_dim=TEXT_DIM,
-            caption_projection_dim=32,
-            pooled_projection_dim=TEXT_DIM,
-            pos_embed_max_size=32,
-        )
-    elif name == "zimage":  # one call; takes and gives a list with an entry for each sample
-        kind, vae = "ZImagePipeline", _vae(diffusers)
-        sizes = {"dim": 32, "n_layers": 1, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2}
-        axes: dict[str, Any] = {"axes_dims": [4, 6, 6], "axes_lens": [96, 32, 32]}
-        model = diffusers.ZImageTransformer2DModel(
-            in_channels=4, cap_feat_dim=TEXT_DIM, **sizes, **axes
-        )
-    elif name == "hunyuan":  # a call for each branch, with masked prompts
-        kind, vae = "HunyuanVideoPipeline", other_vae(name)
-        model = diffusers.HunyuanVideoTransformer3DModel(
-            **_CHANNELS,
-            **_HEADS,
-            num_single_layers=1,
-            num_refiner_layers=1,
-            guidance_embeds=True,
-            text_embed_dim=TEXT_DIM,
-            pooled_projection_dim=TEXT_DIM,
-            rope_axes_dim=(4, 6, 6),
-        )
-    elif name == "dit":
-        kind, vae, scheduler = "DiTPipeline", _vae(diffusers), "DDIMScheduler"
-        model = diffusers.DiTTransformer2DModel(
-            in_channels=4, out_channels=8, **_HEADS, sample_size=10
-        )
-    elif name == "ernie":
-        kind, vae = "ErnieImagePipeline", diffusers.AutoencoderKLFlux2(**_VAE).eval()
-        model = diffusers.ErnieImageTransformer2DModel(
-            hidden_size=32,
-            num_attention_heads=2,
-            num_layers=1,
-            ffn_hidden_size=32,
-            in_channels=16,
-            out_channels=16,
-            text_in_dim=TEXT_DIM,
-            rope_axes_dim=(4, 6, 6),
-        )
+    kind, model_name, sizes = _KINDS[name]
+    vae, more = _vae(diffusers, name), dict[str, Any]()
+    if name == "dit":
+        heads = {"num_attention_heads": 2, "attention_head_dim": 16}
+        model = diffusers.DiTTransformer2DModel(**sizes, **heads)
     else:
-        return _ideogram(diffusers)
+        case = Case(model_name, 2, 1, 7, (2, 2))
+        model = built(case, **sizes)
+        if name == "wan":  # one model for the first half of the noise, and one for the rest
+            more = {"transformer_2": built(case, **sizes).eval(), "boundary_ratio": 0.8}
     with torch.no_grad():
         for parameter in model.parameters() if name in ("zimage", "dit", "ernie") else ():
             parameter.add_(torch.randn_like(parameter) * 0.02)  # some begin as zeros
     cls = getattr(diffusers, kind)
     required = inspect.signature(cls).parameters.values()
     absent = {one.name: None for one in required if one.default is one.empty}
-    parts = {"transformer": model.eval(), "vae": vae, "scheduler": getattr(diffusers, scheduler)()}
+    scheduler = getattr(diffusers, _SCHEDULERS.get(name, "FlowMatchEulerDiscreteScheduler"))()
+    parts = {"transformer": model.eval(), "vae": vae, "scheduler": scheduler}
     return cls(**(absent | parts | more))
 
 
-def _vae(diffusers: Any) -> Any:
-    """Of 2 x 2 pixels a latent."""
+def _vae(diffusers: Any, name: str) -> Any:
+    """Of 2 x 2 pixels a latent, unless the class says otherwise."""
+    if name in ("cogvideox", "hunyuan"):
+        return other_vae(name)
+    if name in ("qwen", "wan"):
+        return tiny_vae(name)
+    if name == "ernie":
+        return diffusers.AutoencoderKLFlux2(**_VAE).eval()
     vae = diffusers.AutoencoderKL(**_VAE, shift_factor=0.1).eval()
     vae.tile_sample_min_size, vae.tile_latent_min_size = 16, 8
     return vae
 
 
-def _ideogram(diffusers: Any) -> Any:
+def _ideogram(diffusers: Any, name: str) -> Any:
     """Guides with a second model; its prompts are encoded already."""
     case = next(one for one in CASES if one.model == "ideogram4")
     models: list[Any] = [built(case).eval() for _ in range(2)]
@@ -170,7 +135,7 @@ def _ideogram(diffusers: Any) -> Any:
 
     return Encoded(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-        vae=_vae(diffusers),
+        vae=_vae(diffusers, name),
         text_encoder=None,
         tokenizer=None,
         transformer=models[0],
@@ -225,13 +190,16 @@ def prompt_of(
 
 
 def generated(name: str, pipeline: Any, prompt: dict[str, Any], **others: Any) -> Tensor:
-    """Pixels of odd sizes; for one prompt, or several images of it."""
+    """Pixels for one prompt, or several images of it."""
+    return pipeline(**{**sizes_of(name), **prompt, **others})[0]
+
+
+def sizes_of(name: str) -> dict[str, Any]:
+    """Arguments of a pipeline besides its prompt: two steps of pixels of odd sizes."""
     sides = {"cogvideox": (48, 32), "wan": (48, 80), "hunyuan": (48, 80), "ideogram": (32, 32)}
     height, width = sides.get(name, (44, 36))
-    sizes = {"height": height, "width": width, "num_inference_steps": 2, "output_type": "pt"}
-    if name == "dit":
-        sizes = {key: sizes[key] for key in ("num_inference_steps", "output_type")}
-    return pipeline(**{**sizes, **prompt, **others})[0]
+    sizes = {} if name == "dit" else {"height": height, "width": width}
+    return {**sizes, "num_inference_steps": 2, "output_type": "pt"}
 
 
 def seeded(seed: int) -> torch.Generator:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.helpers.oracle import dense_attention
-from tests.helpers.sparse_rules import Brute
+from tests.helpers.sparse_rules import Brute, brute_of
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 _attend = functional.scaled_dot_product_attention
@@ -26,56 +26,15 @@ def lens_of(segments: tuple[int, ...], block: int) -> list[int]:
     return lens
 
 
-def text_blocks(segments: tuple[int, ...], block: int) -> int:
-    """Of a text and what it is about; 0 without text."""
-    return len(lens_of(segments[:-1], block))
-
-
-def with_text(masks: Any, num_text: int) -> Any:
-    """(..., N, N): text sees all, and all see it."""
-    masks = masks.copy() if isinstance(masks, np.ndarray) else masks.clone()
-    masks[..., :num_text, :] = True
-    masks[..., :num_text] = True
-    return masks
-
-
-def means(x: Tensor, lens: list[int]) -> Tensor:
-    """(B, H, N, D)."""
-    return torch.stack([part.double().mean(dim=2) for part in x.split(lens, dim=2)], dim=2)
-
-
-def by_rule(
-    q: Tensor, k: Tensor, segments: tuple[int, ...], block: int, rule: dict[str, float]
-) -> Tensor:
-    """(B, H, N, N) what a rule keeps; every row by itself."""
-    lens = lens_of(segments, block)
-    scores = means(q, lens) @ means(k, lens).mT * q.shape[-1] ** -0.5
-    num_blocks, masks = len(lens), torch.zeros(scores.shape, dtype=torch.bool)
-    num_text = text_blocks(segments, block)
-    for b, h, row in np.ndindex(*scores.shape[:3]):
-        one = scores[b, h, row].detach().clone()
-        if "keep" in rule:
-            one[row] = one[:num_text] = torch.inf
-            number = int(np.ceil(rule["keep"] * num_blocks))
-            masks[b, h, row, one.argsort(descending=True)[:number]] = True
-        else:
-            shares = (one.exp() * torch.tensor(lens)) / (one.exp() * torch.tensor(lens)).sum()
-            total = 0.0
-            for place in shares.argsort(descending=True).tolist():
-                masks[b, h, row, place] = total < rule["mass"]
-                total += float(shares[place])
-        masks[b, h, row, row] = True
-    return with_text(masks, num_text)
-
-
 def by_brute(
     q: Tensor, k: Tensor, v: Tensor, form: "Form", blocks: tuple[int, int], brute: Brute
 ) -> Tensor:
-    """(B, H, Q, C) of a rule by brute force."""
+    """(B, H, Q, C) of a rule by brute force, in float64."""
+    q, k, v = (x.detach().double() for x in (q, k, v))
     q_lens, kv_lens = (lens_of(form.segments, block) for block in blocks)
     masks = [
         [brute(*one, q_lens, kv_lens, form.is_text(1)) for one in zip(*heads, strict=True)]
-        for heads in zip(q.detach(), k.detach(), v.detach(), strict=True)
+        for heads in zip(q, k, v, strict=True)
     ]
     return torch.stack([torch.stack(one) for one in masks])
 
@@ -130,14 +89,13 @@ def one_process(
             found = torch.ones(1, heads, *map(len, lens), dtype=torch.bool)
         elif masks is not None:
             found = torch.from_numpy(masks[len(used) if len(masks) > 1 else 0].copy())[None]
-        elif callable(rule):
+        else:
             seen = torch.ones(1, 1, size, dtype=torch.bool)
             if attn_mask is not None:
                 seen = attn_mask.any(dim=-2)
             q, k = (x.masked_fill(~seen[..., None], torch.nan) for x in (q, k))
-            found = by_brute(q, k, v, form, blocks, rule)
-        else:
-            found = by_rule(q, k, form.segments, blocks[0], rule or {})
+            brute = rule if callable(rule) else brute_of(rule or {})
+            found = by_brute(q, k, v, form, blocks, brute)
         is_text = [form.is_text(one) for one in blocks]
         found = found | is_text[0][:, None] | is_text[1]
         used.append(found)

@@ -1,7 +1,7 @@
 """Rules of block-sparse attention by brute force: token by token, in one process."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -69,6 +69,11 @@ def tiles(grid: Grid, tile: Grid, window: Grid, a: Any, b: Any) -> bool:
     return True
 
 
+def brute_of(rule: Mapping[str, float]) -> Brute:
+    """Return what keeps a share of the blocks, or a mass of which none is left out as unlike."""
+    return partial(top_share, rule["keep"]) if "keep" in rule else partial(sparge, rule["mass"], -1)
+
+
 def sparge(
     mass: float,
     alike: float,
@@ -80,6 +85,8 @@ def sparge(
     is_text: Tensor,
 ) -> Tensor:
     def cosine(x: Tensor) -> float:
+        if alike <= -1.0:
+            return 1.0
         pairs = [float(torch.cosine_similarity(a, b, dim=0)) for a in x for b in x]
         return sum(pairs) / len(pairs)
 
@@ -108,10 +115,10 @@ def top_share(
     Tokens of NaN, which none sees, do not count.
     """
     mask = torch.zeros(len(q_lens), len(kv_lens), dtype=torch.bool)
+    means = torch.stack([x.nanmean(0).nan_to_num() for x in k.split(kv_lens)])
     for i, rows in enumerate(spans(q_lens)):
         own = [bool(is_text[x.start]) or bool(set(rows) & set(x)) for x in spans(kv_lens)]
-        mean, keys = q[rows].nanmean(0).nan_to_num(), k.split(kv_lens)
-        scores = torch.stack([mean @ x.nanmean(0).nan_to_num() for x in keys])
+        scores = means @ q[rows].nanmean(0).nan_to_num()
         scores[torch.tensor(own)] = torch.inf
         mask[i, scores.argsort(descending=True)[: int(np.ceil(keep * len(own)))]] = True
         mask[i, own] = True

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from bascule.diffusers import ParallelHandle, SparseConfig, parallelize
-from tests.helpers.inference_cases import difference
+from tests.helpers.inference_cases import same, same_gradients
 from tests.helpers.inference_toy import (
     TABLE,
     Toy,
@@ -17,8 +17,8 @@ from tests.helpers.inference_toy import (
     make_toy,
     toy_gradients,
     toy_inputs,
-    worst,
 )
+from tests.helpers.ranks import by_one_rank
 from tests.helpers.sparse_reference import Bools, one_process
 from tests.helpers.sparse_rules import Brute
 
@@ -34,6 +34,16 @@ def make_masks(heads: int, num_blocks: int, steps: int = STEPS) -> Bools:
         masks[step, :, step % heads] = True
         masks[step, :, (step + 1) % heads, ::2] = False
     return masks
+
+
+class State(NamedTuple):
+    """Of a layer after a step."""
+
+    digest: str
+    ulysses: int
+    ring: int
+    num_planned: int
+    num_switches: int
 
 
 @contextmanager
@@ -56,46 +66,49 @@ def run_steps(
     brute_block: int | None = None,
     kv_heads: int = 6,
     recomputes: bool = True,
+    what: str = "",
     **settings: Any,
-) -> dict[str, Any]:
-    """Errors of all steps against one process, and of the first with recomputation; layer states.
+) -> tuple[list[list[State]], str]:
+    """Compare all steps with one process, and the first with recomputation.
 
-    States are (digest, Ulysses, ring, plans made, switches) of each layer after each step.
+    Return the states of the layers after each step, alike on all ranks, and what is explained.
     """
     text, image = segments
     steps = [toy_inputs(text=text, image=image, seed=step) for step in range(len(masks))]
     before = make_toy(kv_heads=kv_heads, num_blocks=LAYERS)(**steps[0])
-    found: dict[str, Any] = {"errors": [], "states": [], "ok": []}
-    seen: dict[str, Any] = dict(rule or {"masks": masks})
+    states, seen = list[list[State]](), dict[str, Any](rule or {"masks": masks})
 
     def compare(model: Toy, handle: ParallelHandle, step: int) -> None:
         of_step = None if rule else masks[step]
-        cut: dict[str, Any] = {"orders": settings.get("orders")}
         block = brute_block or settings.get("block", BLOCK)
-        with one_process(segments, block, masks=of_step, rule=brute or rule, **cut):
-            wanted = toy_gradients(make_toy(kv_heads=kv_heads, num_blocks=LAYERS), steps[step])
-        found["errors"].append(difference(toy_gradients(model, steps[step])[0], wanted[0]))
+        orders, kept = settings.get("orders"), brute or rule
+        with one_process(segments, block, masks=of_step, rule=kept, orders=orders):
+            whole = make_toy(kv_heads=kv_heads, num_blocks=LAYERS)
+            wanted, wanted_grads = toy_gradients(whole, steps[step])
+        same(toy_gradients(model, steps[step])[0], wanted, 1e-10, (what, step))
         handle.average_gradients()
-        found["errors"].append(worst(grads_of(model), wanted[1]))
+        same_gradients(grads_of(model), wanted_grads, 1e-10)
 
     with split_toy(mesh, kv_heads, **seen, **settings) as (model, handle):
         for step in range(len(steps)):
             if step:  # a verification is no step
-                found["ok"].append(handle.verify(**steps[step]).ok)
+                assert handle.verify(**steps[step]).ok, (what, step)
             compare(model, handle, step)
-            found["states"].append(
+            states.append(
                 [
-                    (
+                    State(
                         *(one.used.digest, one.used.ulysses_degree, one.used.ring_degree),
                         *(one.num_planned, one.num_switches),
                     )
                     for one in handle.explain().sparse
                 ]
             )
-        found["explained"] = str(handle.explain())
+        assert states == by_one_rank(lambda: states), what
+        explained = str(handle.explain())
         if recomputes:
             handle.restart()
             model.run = handle.checkpoint
             compare(model, handle, 0)
             model.run = direct
-    return found | {"undone": torch.equal(model(**steps[0]), before)}
+    assert torch.equal(model(**steps[0]), before), (what, "undone")
+    return states, explained

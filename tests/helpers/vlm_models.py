@@ -1,5 +1,6 @@
 """The VLM classes of transformers, tiny, with random weights in float64; and samples for them."""
 
+import importlib
 from typing import Any
 
 import torch
@@ -30,34 +31,40 @@ MODELS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl"]
 QWENS = MODELS[:3]
 
 
+SMALL = {"hidden_size": 16, "intermediate_size": 24}
+TOWER = SMALL | {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8}
+QWEN_TEXT: dict[str, Any] = TEXT | {"rope_parameters": ROPE}
+QWEN_TOWER = QWEN_VISION | SMALL | {"out_hidden_size": WIDTH}
+QWEN2: dict[str, Any] = {"model_type": "qwen2", **TEXT}
+CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    # The name of its classes, its text, its vision, and the rest.
+    "qwen2_vl": ("Qwen2VL", QWEN_TEXT, QWEN_VISION | {"embed_dim": 16, "hidden_size": WIDTH}, {}),
+    "qwen2_5_vl": (
+        *("Qwen2_5_VL", QWEN_TEXT),
+        *(QWEN_TOWER | {"window_size": 16, "fullatt_block_indexes": [1]}, {}),
+    ),
+    "qwen3_vl": (
+        *("Qwen3VL", QWEN_TEXT | {"head_dim": 8}),
+        *(QWEN_TOWER | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}, {}),
+    ),
+    "internvl": ("InternVL", QWEN2, TOWER | {"patch_size": 2}, {"image_seq_length": 4}),
+    "llava_onevision": (  # images are tiles of 8 x 8 pixels, as many as they need
+        *("LlavaOnevision", QWEN2),
+        TOWER | {"model_type": "siglip_vision_model", "patch_size": 4, "vision_use_head": False},
+        {"image_grid_pinpoints": [[8, 8], [8, 16], [16, 8], [16, 16]]},
+    ),
+}
+
+
 def make_model(name: str) -> Any:
     """A tiny model in float64."""
-    import transformers as tf
-
-    text: dict[str, Any] = TEXT | {"rope_parameters": ROPE}
-    small = {"hidden_size": 16, "intermediate_size": 24}
-    qwen = QWEN_VISION | small | {"out_hidden_size": WIDTH}
-    config: Any
-    if name == "qwen2_vl":
-        vision = QWEN_VISION | {"embed_dim": 16, "hidden_size": WIDTH}
-        make, config = tf.Qwen2VLForConditionalGeneration, tf.Qwen2VLConfig
-    elif name == "qwen2_5_vl":
-        vision = qwen | {"window_size": 16, "fullatt_block_indexes": [1]}
-        make, config = tf.Qwen2_5_VLForConditionalGeneration, tf.Qwen2_5_VLConfig
-    elif name == "qwen3_vl":
-        vision = qwen | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
-        text |= {"head_dim": 8}
-        make, config = tf.Qwen3VLForConditionalGeneration, tf.Qwen3VLConfig
-    else:
-        vision = small | {"num_hidden_layers": 2, "num_attention_heads": 2}
-        vision |= {"image_size": 8, "patch_size": 2}
-        text = {"model_type": "qwen2", **TEXT}
-        make, config = tf.InternVLForConditionalGeneration, tf.InternVLConfig
-    ids = IDS if name in QWENS else IDS | {"image_seq_length": 4}
-    settings = config(text_config=text, vision_config=vision, **ids)
+    tf: Any = importlib.import_module("transformers")
+    classes, text, vision, others = CONFIGS[name]
+    make = getattr(tf, f"{classes}Config")
+    config = make(text_config=text, vision_config=vision, **IDS, **others)
     torch.manual_seed(0)
-    settings._attn_implementation = "sdpa"
-    model: Any = make(settings).double().eval()
+    config._attn_implementation = "sdpa"
+    model = getattr(tf, f"{classes}ForConditionalGeneration")(config).double().eval()
     for parameter in model.parameters():
         parameter.data.normal_(std=0.2)  # no zero that could hide a wrong image or position
     return model
