@@ -528,7 +528,7 @@ TABLES = [
     Table(
         "nan.csv",
         text(csv("width height frames", [(64, 64, "nan"), (64, 64, 1)])),
-        "row 1 (line 2): frames is nan",
+        "row 1: frames is nan",
     ),
     Table(
         "nan_skipped.csv",
