@@ -131,10 +131,10 @@ class Samples:
         return self.gather(np.array(seconds), "seconds", step).max(axis=-1).tolist()
 
 
-class AsLoaded:
+class Unbalanced:
     """Training in which ranks compute what they loaded.
 
-    All ranks call each method once a step, in the order in which they stand here.
+    All ranks call the methods in the order of this class, in each step.
     """
 
     def __init__(self, samples: Samples, encode: Encode | None = None) -> None:
@@ -149,7 +149,7 @@ class AsLoaded:
         tokens = sum(sum(lens_of(batch)[1]) for batch in batches)
         (total,) = self.samples.sum_over_ranks([tokens], "image tokens", step + 1)
         factor = self.samples.group.size / max(total, 1.0)
-        return [partial(self.loss, self._maker(batch), factor) for batch in batches]
+        return [partial(self.loss, self._inputs_maker(batch), factor) for batch in batches]
 
     def begin(self) -> None:
         """Start what overlaps with the step; counts as time of the step."""
@@ -174,7 +174,7 @@ class AsLoaded:
         predicted = model(flow.inputs, self.exchange(flow.seq_lens))
         return flow.per_token_loss(predicted).double().sum() * factor
 
-    def _maker(self, batch: Any) -> Callable[[], FlowBatch]:
+    def _inputs_maker(self, batch: Any) -> Callable[[], FlowBatch]:
         """Return a function that makes the model's inputs; with encoders it encodes when called."""
         if self._encode is not None:
             encode = self._encode
@@ -183,7 +183,7 @@ class AsLoaded:
         return lambda: flow
 
 
-class InTheModel(AsLoaded):
+class BalancedInModel(Unbalanced):
     """Training with `SequenceParallel`: bags of ranks share sequences inside the model."""
 
     step: Step | None  # the last one
@@ -220,7 +220,7 @@ class InTheModel(AsLoaded):
         return {"plan": self.step.metrics() | _totals([self.step.plan], self.cost, sent)}
 
 
-class InTheLoader(AsLoaded):
+class BalancedInLoader(Unbalanced):
     """Training with `BalancedLoader`: whole samples change ranks.
 
     The loader's thread gets the samples of the next step when a step begins, and the step ends when
@@ -262,7 +262,7 @@ class InTheLoader(AsLoaded):
         for batch in self._dealt:
             data = self._no_samples() if batch.data is None else cast(SampleBatch, batch.data)
             mean = batch.loss_scale / self.samples.options.accumulate / max(sum(data.image_lens), 1)
-            losses.append(partial(self.loss, self._maker(data), mean))
+            losses.append(partial(self.loss, self._inputs_maker(data), mean))
         return losses
 
     def begin(self) -> None:
@@ -311,7 +311,7 @@ class InTheLoader(AsLoaded):
         return pack_batch([], **empty, ids=[])
 
 
-class Stages:
+class StageTimes:
     """Encoders in front of all ways, local to a rank or balanced, with a clock on every stage."""
 
     def __init__(self, samples: Samples, mesh: DeviceMesh, num_ways: int) -> None:
@@ -321,8 +321,8 @@ class Stages:
         watch_encoders(samples.encoders, self._watch)
         shape, axes = (samples.group.size, 1), ("ranks", "alone")
         alone = init_device_mesh(samples.device.type, shape, mesh_dim_names=axes)["alone"]
-        common = samples.stream, samples.options, samples.device, self._watch
-        stages = [EncoderStages(samples.encoders, ranks, *common) for ranks in (alone, mesh)]
+        shared = samples.stream, samples.options, samples.device, self._watch
+        stages = [EncoderStages(samples.encoders, ranks, *shared) for ranks in (alone, mesh)]
         self.encode, self._balanced = [stage.encode for stage in stages], stages[1]
 
     def watch(self, model: MMDiT) -> None:
@@ -336,9 +336,9 @@ class Stages:
         work = [laps[f"{name} work"] for name in self._names[:-1]]
         self._times[way] = np.array([[*seconds, total - sum(seconds)], [*work, laps["work"]]]).T
 
-    def facts(self, way: int, model: AsLoaded, step: int) -> dict[str, Any]:
+    def facts(self, way: int, model: Unbalanced, step: int) -> dict[str, Any]:
         """Return "stages": of way 0 and of a way, by stage and measure, a number for each rank."""
-        assert isinstance(model, InTheModel) and model.step is not None
+        assert isinstance(model, BalancedInModel) and model.step is not None
         plan, none = model.step.plan, [0.0] * self._samples.group.size
         loads = {TRANSFORMER: (plan.unbalanced_loads(model.cost).tolist(), plan.loads.tolist())}
         for name, encoding in self._balanced.last.items():
@@ -438,14 +438,14 @@ class Comparison:
         config = model_config(options, samples.stream)
         cost = cost_of(options, config, samples.longest, device)
         num_ways = 1 + len(topologies)
-        self._stages = Stages(samples, mesh, num_ways) if options.encodes else None
+        self._stages = StageTimes(samples, mesh, num_ways) if options.encodes else None
         encode = (None, None) if self._stages is None else self._stages.encode
-        self._ways = [AsLoaded(samples, encode[0])]
+        self._ways = [Unbalanced(samples, encode[0])]
         for topology in topologies:
             if options.loader:
-                self._ways.append(InTheLoader(samples, mesh, cost))
+                self._ways.append(BalancedInLoader(samples, mesh, cost))
             else:
-                self._ways.append(InTheModel(samples, mesh, topology, cost, encode[1]))
+                self._ways.append(BalancedInModel(samples, mesh, topology, cost, encode[1]))
         building = {"seed": options.seed, "checkpoint": options.checkpoint, "dtype": samples.dtype}
         self._models = [build_model(config, mesh, **building) for _ in self._ways]
         if self._stages is not None:
@@ -516,15 +516,15 @@ class Comparison:
 
         Gradients stay, for `_grad_difference`.
         """
-        of_way, device = self._ways[way], self.samples.device
-        microbatches = of_way.prepare(step)
+        training, device = self._ways[way], self.samples.device
+        microbatches = training.prepare(step)
         self._optimizers[way].zero_grad(set_to_none=True)
         self.samples.sum_over_ranks([0.0], "before a measured step", step + 1)
         start, cpu_start = now(device), time.process_time()
-        of_way.begin()
+        training.begin()
         loss = train_step(self._models[way], microbatches)
         now(device)  # so that `finish` waits for the loader alone
-        of_way.finish()
+        training.finish()
         seconds, cpu_seconds = now(device) - start, time.process_time() - cpu_start
         self._optimizers[way].step()
         return float(loss), seconds, cpu_seconds
@@ -572,7 +572,7 @@ def _summarize_way(
     flops = passes.linear * sum(plans["forward_flops"])  # of attention, too, as in `simulate`
     spread, ratios = (0.1, 0.9), seconds[:, 0] / seconds[:, 1]
 
-    def of_arm(place: int, suffix: str) -> dict[str, Any]:
+    def numbers_of(place: int, suffix: str) -> dict[str, Any]:
         times, total = seconds[:, place], float(seconds[:, place].sum())
         peak = setting["peak_flops"]
         return {
@@ -587,8 +587,8 @@ def _summarize_way(
 
     summary = {
         "steps": len(records),
-        "unbalanced": of_arm(0, "_unbalanced"),
-        "balanced": of_arm(1, ""),
+        "unbalanced": numbers_of(0, "_unbalanced"),
+        "balanced": numbers_of(1, ""),
         "measured_ratio": float(seconds[:, 0].sum() / seconds[:, 1].sum()),
         "measured_ratio_spread": np.quantile(ratios, spread).tolist(),
         "cpu_ratio": float(cpu_seconds[:, 0].sum() / cpu_seconds[:, 1].sum()),

@@ -44,10 +44,9 @@ _FORMAT = {"bascule": "doctor report", "version": 1}
 _CAPACITY = 128  # integers of a rank's facts, 1 KiB; ranks gather a second time if one has more
 _SIZES = (2**10, 2**18)  # bytes of messages, besides the largest
 _STORE_REQUESTS = 10
-_HEAD_DIM = {"cpu": 64, "cuda": 128}
-_WORK = {  # dtype, width of matrices, heads and lengths of attention: milliseconds of work
-    "cpu": (torch.float32, 512, 4, (512, 256, 256)),
-    "cuda": (torch.bfloat16, 8192, 24, (4096, 2048, 2048)),
+_WORK = {  # some milliseconds: dtype, width of matrices, heads, head_dim and lengths of attention
+    "cpu": (torch.float32, 512, 4, 64, (512, 256, 256)),
+    "cuda": (torch.bfloat16, 8192, 24, 128, (4096, 2048, 2048)),
 }
 _SAME = "install the same version everywhere"
 _SAME_BUILD = "install the same build of torch everywhere"
@@ -407,7 +406,7 @@ def _probes(group: RankGroup, device: torch.device, largest: int) -> list[Probe]
 
 
 def _work(device: torch.device) -> list[Probe]:
-    (dtype, width, num_heads, seq_lens), head_dim = _WORK[device.type], _HEAD_DIM[device.type]
+    dtype, width, num_heads, head_dim, seq_lens = _WORK[device.type]
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:

@@ -136,11 +136,10 @@ def check_block(options: CalibrateOptions, device: torch.device) -> None:
 
 def _config(options: CalibrateOptions, device: torch.device) -> MMDiTConfig:
     width, num_heads = (options.on(device.type, name) for name in ("d_model", "num_heads"))
-    if width % (2 * num_heads):
+    if width % (step := 2 * num_heads):
         raise ConfigError(
-            f"--d-model {width} and --num-heads {num_heads}: a head must have an even width, so "
-            f"give a multiple of {2 * num_heads}, such as --d-model "
-            f"{-(-width // (2 * num_heads)) * 2 * num_heads}"
+            f"--d-model {width} and --num-heads {num_heads}: a head must have an even width: give "
+            f"a multiple of {step}, such as --d-model {-(-width // step) * step}"
         )
     return MMDiTConfig(
         in_channels=4,

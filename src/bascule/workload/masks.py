@@ -1,4 +1,4 @@
-"""Block masks of sparse attention: synthetic ones like those of video models, and their files.
+"""Block masks of sparse attention: synthetic masks in the likeness of video models, and files.
 
 A mask is bool (heads, q_blocks, kv_blocks), True where a block is computed. A block has tokens of
 one segment, text or video. Shapes: H heads, N blocks, V of them video, P points.
@@ -94,18 +94,16 @@ class MaskModel:
 
 
 WAN21 = MaskModel((21, 45, 80), 40)
-"""Wan2.1 with PAROAttention. `sparse_imbalance` of 8 ranks in db-SP's table 1, and of these masks:
-mean of layers 0 to 9 of seed 0, or of 40 layers. From layer to layer it deviates by up to 0.1:
+"""Wan2.1 with PAROAttention. `sparse_imbalance` of 8 ranks in db-SP's table 1, and of these masks
+in the mean of layers 0 to 9 of seed 0; single layers deviate by up to 0.1:
 
 | | Ulysses 8 | 4 x ring 2 | 2 x ring 4 | ring 8 |
 |---|---|---|---|---|
 | table 1 | 1.355 | 1.253 | 1.246 | 1.255 |
-| density 0.41 | 1.355 | 1.250 | 1.248 | 1.230 |
-| the same, 40 layers | 1.354 | 1.261 | 1.260 | 1.281 |
-| density 0.68 | 1.296 | 1.161 | 1.099 | 1.061 |
+| masks | 1.355 | 1.250 | 1.248 | 1.230 |
 
-The table does not say the density of its rows. With SpargeAttn it has 1.428 for Ulysses alone:
-`replace(WAN21, head_imbalance=1.428)`. At density 0.68 full heads limit the imbalance.
+The table does not say its densities. With SpargeAttn it has 1.428 for Ulysses alone:
+`replace(WAN21, head_imbalance=1.428)`.
 """
 
 COGVIDEOX15 = MaskModel(
@@ -117,14 +115,12 @@ COGVIDEOX15 = MaskModel(
     field_spread=0.04,
     first_frame=0.62,
 )
-"""CogVideoX1.5 with PAROAttention, as above (SpargeAttn: 1.513 for Ulysses):
+"""CogVideoX1.5 with PAROAttention, measured like `WAN21` (SpargeAttn: 1.513 for Ulysses):
 
 | | Ulysses 8 | 4 x ring 2 | 2 x ring 4 | ring 8 |
 |---|---|---|---|---|
 | table 1 | 1.447 | 1.201 | 1.159 | 1.269 |
-| density 0.41 | 1.447 | 1.212 | 1.187 | 1.266 |
-| the same, 40 layers | 1.445 | 1.198 | 1.184 | 1.269 |
-| density 0.68 | 1.387 | 1.130 | 1.093 | 1.061 |
+| masks | 1.447 | 1.212 | 1.187 | 1.266 |
 """
 
 

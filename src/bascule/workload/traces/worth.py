@@ -10,7 +10,6 @@ from typing import cast
 
 import numpy as np
 
-from bascule.arrays import Floats
 from bascule.checks import MAX_RANKS, check_lengths, shown, whole
 from bascule.errors import ConfigError
 from bascule.files import read_json_lines
@@ -18,7 +17,7 @@ from bascule.machine.costs import PolynomialCost
 from bascule.machine.fits import TYPICAL_CROSSOVER_TOKENS, fit_iterations
 from bascule.marks import What
 from bascule.plan import metrics
-from bascule.plan.plan import Plan, plan_batch
+from bascule.plan.plan import plan_batch
 from bascule.plan.topology import Topology
 from bascule.workload.traces.reading import RankTrace
 from bascule.workload.traces.steps import StepParts
@@ -141,16 +140,17 @@ def balancing_worth(parts: StepParts, lens: RunLengths, topology: str | None = N
     )
     cost = fit_iterations(computed, parts.own[places], max_loo_error=MAX_ERROR)
     bags = Topology.parse(topology or f"g1n{len(ranks)}", world_size=len(ranks))
-    plans = [plan_batch(each, bags, cost) for each in loaded]
-    work = np.array([_work(computed), _work(loaded), [_planned_work(plan) for plan in plans]])
-    coefficients = np.array([cost.quadratic, cost.linear, cost.constant, cost.overhead])
-    as_run_s, as_loaded_s, balanced_s = _step_seconds(coefficients, work).tolist()
+    plans = [plan_batch(step, bags, cost) for step in loaded]
+    as_run, as_loaded = (
+        np.array([[float(cost(seq_lens).sum()) for seq_lens in step] for step in lens_of_steps])
+        for lens_of_steps in (computed, loaded)
+    )
+    balanced = np.array([plan.loads for plan in plans])
+    as_run_s, as_loaded_s, balanced_s = (
+        float(loads.max(axis=1).mean()) + cost.overhead for loads in (as_run, as_loaded, balanced)
+    )
     if not balanced_s > 0:
         raise ConfigError("the cost model gives every step 0 s: measure steps that compute")
-    imbalances = [
-        float(np.mean([metrics.imbalance(step) for step in each]))
-        for each in work[[0, 2]] @ coefficients[:3]
-    ]
     tokens = sum(int(plan.seq_lens.sum()) for plan in plans)
     worth = Worth(
         cost=cost,
@@ -160,8 +160,8 @@ def balancing_worth(parts: StepParts, lens: RunLengths, topology: str | None = N
         model_s=as_run_s,
         as_loaded_s=as_loaded_s,
         balanced_s=balanced_s,
-        imbalance=imbalances[0],
-        balanced_imbalance=imbalances[1],
+        imbalance=float(np.mean([metrics.imbalance(loads) for loads in as_run])),
+        balanced_imbalance=float(np.mean([metrics.imbalance(loads) for loads in balanced])),
         moved_share=sum(plan.moved_tokens for plan in plans) / tokens if tokens else 0.0,
     )
     if abs(worth.model_error) > MAX_MODEL_ERROR:
@@ -190,28 +190,3 @@ def _known_places(parts: StepParts, computed: Lengths) -> list[int]:
             )
         raise ConfigError(f"of no step are the lengths of all ranks known: {advice}")
     return places
-
-
-def _work(seq_lens: Sequence[Sequence[Sequence[int]]]) -> Floats:
-    """Return, (S, R, 3), each rank's sums of L^2 and of L, and its number of sequences."""
-    return np.array(
-        [[_terms(np.asarray(lens, np.float64)).sum(axis=0) for lens in step] for step in seq_lens]
-    )
-
-
-def _terms(lens: Floats) -> Floats:
-    """Return L^2, L and 1 of each sequence, (n, 3): the factors of a cost's coefficients."""
-    return np.stack([lens**2, lens, np.ones_like(lens)], axis=1)
-
-
-def _planned_work(plan: Plan) -> Floats:
-    """Return `_work` of a plan, (R, 3): ranks of a bag have equal parts of its sequences."""
-    topology = plan.topology
-    each = _terms(plan.seq_lens.astype(np.float64))
-    sums = [np.bincount(plan.bag_of, column, topology.num_bags) for column in each.T]
-    return (np.stack(sums, axis=1) / topology.bag_sizes[:, None])[topology.bag_of_rank]
-
-
-def _step_seconds(coefficients: Floats, work: Floats) -> Floats:
-    """Return the mean seconds of a step, which its slowest rank decides, of work (.., S, R, 3)."""
-    return (work @ coefficients[:3]).max(axis=-1).mean(axis=-1) + coefficients[3]
