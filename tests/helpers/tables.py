@@ -390,7 +390,7 @@ TABLES = [
     Table("unknown.csv", csv("a b", (1, 2)), "a, b"),
     Table("empty.csv", "", "it has none"),
     Table("no_rows.csv", csv(WHC), "holds no samples"),
-    Table("nan.csv", csv(WHF, (64, 64, "nan"), (64, 64, 1)), "row 1 (line 2): frames is nan"),
+    Table("nan.csv", csv(WHF, (64, 64, "nan"), (64, 64, 1)), "row 1: frames is nan"),
     Table("nan_skipped.csv", csv(WHF, (64, 64, "nan"), (64, 64, 1)), [16], skip_bad=True),
     Table(
         "missing.jsonl",
@@ -412,9 +412,8 @@ TABLES = [
         {"data/train_0.csv": "tokens\n1\n", "data/test_0.csv": "tokens\n2\n"},
         "has the splits test, train: give one of them alone",
     ),
-    # Where a row is: by its line, too, where each row is a line and the numbers differ.
-    Table("line.csv", f"width,height\n{MANY}0,64\n", "row 100001 (line 100002): width is 0;"),
-    Table("cr.csv", f"width,height\r\n{MANY}0,64\r\n", "row 100001 (line 100002): width is 0;"),
+    Table("line.csv", f"width,height\n{MANY}0,64\n", "row 100001: width is 0;"),
+    Table("cr.csv", f"width,height\r\n{MANY}0,64\r\n", "row 100001: width is 0;"),
     Table("quotes.csv", 'width,height,note\n64,64,"a\nb"\n0,64,c\n', "row 2: width is 0;"),
     Table("blank.csv", "width,height\n64,64\n\n0,64\n", "row 2: width is 0;"),
     Table("blank_first.csv", "\nwidth,height\n64,64\n0,64\n", "row 2: width is 0;"),

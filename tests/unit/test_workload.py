@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from bascule.workload.codes import (
     MAX_TEXT_TOKENS,
     DataCode,
-    latent_frames,
     parse_data_codes,
     rank_lengths,
     read_lengths,
@@ -34,8 +33,8 @@ def test_visual_tokens_of_a_data_code() -> None:
 
 def test_latent_frames_are_those_of_the_printed_formula() -> None:
     for num_frames in range(1, 2000):
-        assert latent_frames(num_frames, compressed=True) == max(int(num_frames / 3.4), 1)
-        assert latent_frames(num_frames, compressed=False) == num_frames
+        for compressed, latent in ((True, max(int(num_frames / 3.4), 1)), (False, num_frames)):
+            assert DataCode(1, 1, 16, num_frames, compressed).latent_frames == latent
 
 
 @given(

@@ -1,11 +1,12 @@
-"""Train without balancing, and with it on each topology, on the same batches, in turns.
+"""Train on the same batches without balancing, and with it on each topology, in turns.
 
-Way 0 is without. Shapes: N steps, W ways, S stages, R ranks.
+A *way* is a model with its optimizer and its placement of samples; way 0 does not balance. Shapes:
+N steps, S stages, R ranks.
 """
 
 import queue
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
@@ -21,10 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from bascule.arrays import Floats
-from bascule.attention import PackedSequences, attend_packed
 from bascule.bench.options import BenchOptions
+from bascule.calibrate.blocks import local_exchange
 from bascule.calibrate.timed import now
-from bascule.comm.agree import agree
+from bascule.comm.agree import agree, agree_on
 from bascule.comm.collectives import all_gather, all_reduce
 from bascule.comm.groups import RankGroup, device_of, member_of, resolve
 from bascule.data.loader import BalancedLoader, LoaderOptions
@@ -32,7 +33,7 @@ from bascule.data.steps import Batch
 from bascule.errors import ConfigError
 from bascule.machine.cluster import KNOWN_PROFILES, TRAINING, WITHOUT_RECOMPUTING
 from bascule.machine.costs import FLOPS_PER_UNIT, TransformerCost
-from bascule.models import Exchange, LocalExchange, MMDiT
+from bascule.models import Exchange, MMDiT
 from bascule.parallel import SequenceParallel, Step
 from bascule.plan import metrics
 from bascule.plan.plan import Plan
@@ -65,39 +66,36 @@ LossOf = Callable[[nn.Module], Tensor]
 
 
 class Samples:
-    """The samples of this rank, step by step, and sums over all ranks of the job."""
+    """Samples of this rank by step, and collectives of the numbers that are compared."""
 
     def __init__(self, options: BenchOptions, device: torch.device, group: RankGroup) -> None:
         self.options, self.device, self.group = options, device, group
         self.dtype: torch.dtype = getattr(torch, options.dtype)
-        self.encoders = self._agreed_encoders()
-        gather = partial(agree, group, what="bascule bench")
+        what = "bascule bench"
+        self.encoders = FrozenEncoders()
+        if options.encodes:
+            self.encoders = agree_on(
+                group,
+                lambda: load_encoders(options),
+                lambda encoders: {"encoders": str(encoders.settings)},
+                what=what,
+            )
+        gather = partial(agree, group, what=what)
         self.stream = open_stream(options, self.encoders, group.rank, group.size, gather)
         self._loaded: dict[int, list[Any]] = {}
 
-    def _agreed_encoders(self) -> FrozenEncoders:
-        encoders, error = FrozenEncoders(), None
-        if not self.options.encodes:
-            return encoders
-        try:
-            encoders = load_encoders(self.options)
-        except ConfigError as refusal:
-            error = refusal
-        agree(self.group, {"encoders": str(encoders.settings)}, error, what="bascule bench")
-        return encoders
-
     def load(self, step: int) -> list[Any]:
-        """Return the microbatches of a step, raw before encoders; a rank's error ends all ranks."""
+        """Return the microbatches of a step, not yet encoded; an error on a rank ends all ranks."""
         if step in self._loaded:
             return self._loaded[step]
-        batches, error, accumulate = [], None, self.options.accumulate
+        batches, error, count = [], None, self.options.accumulate
         try:
-            batches = [self._read(step * accumulate + micro) for micro in range(accumulate)]
+            batches = [*map(self._read, range(step * count, (step + 1) * count))]
         except (ConfigError, OSError) as refusal:
             error = refusal
         agree(self.group, {}, error, what="loading a batch", step=step + 1)
-        kept = {old: x for old, x in self._loaded.items() if old == step - 1}
-        self._loaded = kept | {step: batches}
+        before = {step - 1: self._loaded[step - 1]} if step - 1 in self._loaded else {}
+        self._loaded = before | {step: batches}
         return batches
 
     def _read(self, number: int) -> SampleBatch | RawBatch:
@@ -107,68 +105,68 @@ class Samples:
         return photos.raw(photos.numbers(number))
 
     def longest(self) -> int:
-        """Return the tokens of the longest sample of all ranks in the first steps."""
+        """Return the tokens of the longest sample of all ranks in the first `PROBED_STEPS`."""
         lens = [lens_of(batch)[0] for step in range(PROBED_STEPS) for batch in self.load(step)]
         longest = torch.tensor([max([0, *(n for each in lens for n in each)])])
         call = "all_gather (longest sequence)"
         return int(all_gather(self.group, call, longest.to(device_of(self.group))).max())
 
     def flow(self, batch: SampleBatch) -> FlowBatch:
-        """Add noise to a batch, and bring it to the device."""
+        """Add noise to a batch and copy it to the device."""
         return FlowBatch.build(batch, seed=self.options.seed, device=self.device, dtype=self.dtype)
 
-    def reduced(self, numbers: Sequence[float], what: str, step: int) -> list[float]:
-        """Return the sums of numbers over all ranks."""
+    def sum_over_ranks(self, numbers: Sequence[float], what: str, step: int) -> list[float]:
+        """Return the sum of each number over all ranks."""
         values = torch.tensor(numbers, dtype=torch.float64, device=device_of(self.group))
         return all_reduce(self.group, f"step {step}: all_reduce ({what})", values).tolist()
 
-    def gathered(self, numbers: Floats, what: str, step: int) -> Floats:
-        """Return (.., R) numbers of all ranks."""
+    def gather(self, numbers: Floats, what: str, step: int) -> Floats:
+        """Gather an array of each rank; return (.., R), with the ranks as last dim."""
         values = torch.from_numpy(numbers.reshape(-1)).to(device_of(self.group))
         table = all_gather(self.group, f"step {step}: all_gather ({what})", values).cpu().numpy()
         return np.moveaxis(table.reshape(-1, *numbers.shape), 0, -1)
 
-    def slowest(self, seconds: Sequence[float], step: int) -> list[float]:
-        """Return each of some seconds on the rank where it is largest."""
-        return self.gathered(np.array(seconds), "seconds", step).max(axis=-1).tolist()
+    def max_over_ranks(self, seconds: Sequence[float], step: int) -> list[float]:
+        """Return the maximum of each number of seconds over all ranks."""
+        return self.gather(np.array(seconds), "seconds", step).max(axis=-1).tolist()
 
 
-class AsLoaded:
-    """Training on samples as loaded. All ranks call each method, in the order of this class."""
+class Unbalanced:
+    """Training in which ranks compute what they loaded.
+
+    All ranks call the methods in the order of this class, in each step.
+    """
 
     def __init__(self, samples: Samples, encode: Encode | None = None) -> None:
         self.samples, self._encode = samples, encode
 
     def prepare(self, step: int) -> list[LossOf]:
-        """Load a step; return losses: their sum's mean over ranks is the mean over image tokens."""
+        """Load a step; return a loss function a microbatch, to be summed and averaged over ranks.
+
+        The average over ranks is then the mean loss of an image token.
+        """
         batches = self.samples.load(step)
         tokens = sum(sum(lens_of(batch)[1]) for batch in batches)
-        (total,) = self.samples.reduced([tokens], "image tokens", step + 1)
+        (total,) = self.samples.sum_over_ranks([tokens], "image tokens", step + 1)
         factor = self.samples.group.size / max(total, 1.0)
-        return [partial(self.loss, self._maker(batch), factor) for batch in batches]
+        return [partial(self.loss, self._inputs_maker(batch), factor) for batch in batches]
 
     def begin(self) -> None:
-        """Start what shall run behind the step. Timed, as the step is."""
+        """Start what overlaps with the step; counts as time of the step."""
 
     def finish(self) -> None:
-        """Wait for what ran behind the step. Timed."""
+        """Wait for what overlapped with the step; counts as time of the step."""
 
     def facts(self, step: int) -> dict[str, Any]:
-        """Return "plan" of the step, and more to record; the same on every rank."""
+        """Return what to record of the step, "plan" among it; the same on every rank."""
         return {}
 
     def close(self) -> None:
-        """End what runs behind the steps."""
+        """Stop threads."""
 
     def exchange(self, seq_lens: list[int]) -> Exchange:
-        """Return the exchange with which a model computes these sequences."""
-        device, kernel = self.samples.device, self.samples.options.kernel
-        seqs = PackedSequences.build(seq_lens, device)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, /) -> Tensor:
-            return attend_packed(q, k, v, seqs, kernel=kernel)
-
-        return LocalExchange(seq_lens, attend=attend, device=device)
+        """Return the exchange that a model attends with, of sequences of these lengths."""
+        return local_exchange(seq_lens, self.samples.device, self.samples.options.kernel)
 
     def loss(self, make: Callable[[], FlowBatch], factor: float, model: nn.Module) -> Tensor:
         """Return the sum of the losses of all tokens, times a factor."""
@@ -176,8 +174,8 @@ class AsLoaded:
         predicted = model(flow.inputs, self.exchange(flow.seq_lens))
         return flow.per_token_loss(predicted).double().sum() * factor
 
-    def _maker(self, batch: Any) -> Callable[[], FlowBatch]:
-        """Return a function that makes the inputs of the model; encoding is a part of the step."""
+    def _inputs_maker(self, batch: Any) -> Callable[[], FlowBatch]:
+        """Return a function that makes the model's inputs; with encoders it encodes when called."""
         if self._encode is not None:
             encode = self._encode
             return lambda: self.samples.flow(encode([batch])[0])
@@ -185,8 +183,8 @@ class AsLoaded:
         return lambda: flow
 
 
-class InTheModel(AsLoaded):
-    """Balance inside the model: bags of ranks share sequences."""
+class BalancedInModel(Unbalanced):
+    """Training with `SequenceParallel`: bags of ranks share sequences inside the model."""
 
     step: Step | None  # the last one
 
@@ -211,22 +209,23 @@ class InTheModel(AsLoaded):
         )
 
     def exchange(self, seq_lens: list[int]) -> Exchange:
-        """Plan these sequences over all ranks."""
+        """Plan sequences of these lengths, and those of the other ranks; return the step."""
         self.step = self._parallel.plan(seq_lens)
         return self.step
 
     def facts(self, step: int) -> dict[str, Any]:
-        """Return the metrics of the plan, with what all ranks sent."""
+        """Return "plan": its metrics, and the bytes that all ranks sent."""
         assert self.step is not None
-        (sent,) = self.samples.reduced([self.step.traffic.total], "sent bytes", step + 1)
+        (sent,) = self.samples.sum_over_ranks([self.step.traffic.total], "sent bytes", step + 1)
         return {"plan": self.step.metrics() | _totals([self.step.plan], self.cost, sent)}
 
 
-class InTheLoader(AsLoaded):
-    """Balance in the data loader: whole samples change ranks, and a bag is one rank.
+class BalancedInLoader(Unbalanced):
+    """Training with `BalancedLoader`: whole samples change ranks.
 
-    The loader's thread gets the next step when a step begins, which ends when that is made: what
-    compute does not hide is measured, and the thread rests while the other way is timed.
+    The loader's thread gets the samples of the next step when a step begins, and the step ends when
+    these are dealt. So time that compute does not hide is measured, and the thread is idle while
+    way 0 is timed.
     """
 
     def __init__(self, samples: Samples, mesh: DeviceMesh, cost: TransformerCost) -> None:
@@ -252,7 +251,7 @@ class InTheLoader(AsLoaded):
         self._before: dict[str, Any] = {}
 
     def prepare(self, step: int) -> list[LossOf]:
-        """Return the microbatches that the loader dealt; a loss is scaled as in a user's loop."""
+        """Take the microbatches that the loader dealt; return their losses, scaled as users do."""
         if not self._ready:
             self._feed.put(self.samples.load(step))
             self.finish()
@@ -263,7 +262,7 @@ class InTheLoader(AsLoaded):
         for batch in self._dealt:
             data = self._no_samples() if batch.data is None else cast(SampleBatch, batch.data)
             mean = batch.loss_scale / self.samples.options.accumulate / max(sum(data.image_lens), 1)
-            losses.append(partial(self.loss, self._maker(data), mean))
+            losses.append(partial(self.loss, self._inputs_maker(data), mean))
         return losses
 
     def begin(self) -> None:
@@ -275,22 +274,22 @@ class InTheLoader(AsLoaded):
         self._ready = [next(self._batches) for _ in range(self.samples.options.accumulate)]
 
     def facts(self, step: int) -> dict[str, Any]:
-        """Return "plan", and "exchange": seconds of the slowest rank, all, exposed and hidden."""
+        """Return "plan", and "exchange": its seconds on the slowest rank, in all and not hidden."""
         plans = [batch.plan for batch in self._dealt]
         before = [plan.unbalanced_loads(self._cost) for plan in plans]
         after, verdict = self._loader.metrics(), self._dealt[0].verdict
         names = ("exchange_s", "exposed_s", "hidden_s")
         spent = [after[name] - self._before[name] for name in names]
-        seconds = self.samples.slowest(spent, step + 1)
+        seconds = self.samples.max_over_ranks(spent, step + 1)
         local = after["sent_bytes"] - self._before["sent_bytes"]
-        (sent,) = self.samples.reduced([local], "sent bytes", step + 1)
+        (sent,) = self.samples.sum_over_ranks([local], "sent bytes", step + 1)
         plan = {
             "makespan": sum(plan.makespan for plan in plans),
             "makespan_unbalanced": sum(float(loads.max()) for loads in before),
-            "imbalance": float(np.mean([plan.imbalance for plan in plans])),
-            "imbalance_unbalanced": float(np.mean([metrics.imbalance(loads) for loads in before])),
-            "wir": float(np.mean([plan.wir for plan in plans])),
-            "wir_unbalanced": float(np.mean([metrics.wir(loads) for loads in before])),
+            "imbalance": _mean(plan.imbalance for plan in plans),
+            "imbalance_unbalanced": _mean(map(metrics.imbalance, before)),
+            "wir": _mean(plan.wir for plan in plans),
+            "wir_unbalanced": _mean(map(metrics.wir, before)),
             "tokens": np.sum([plan.tokens for plan in plans], axis=0).tolist(),
             "moved_tokens": sum(plan.moved_tokens for plan in plans),
             "applied": verdict.applied,
@@ -312,8 +311,8 @@ class InTheLoader(AsLoaded):
         return pack_batch([], **empty, ids=[])
 
 
-class Stages:
-    """Encoders before all ways, of each rank alone or of all, with a clock on every stage."""
+class StageTimes:
+    """Encoders in front of all ways, local to a rank or balanced, with a clock on every stage."""
 
     def __init__(self, samples: Samples, mesh: DeviceMesh, num_ways: int) -> None:
         self._samples, self._watch = samples, Stopwatch(samples.device)
@@ -322,31 +321,31 @@ class Stages:
         watch_encoders(samples.encoders, self._watch)
         shape, axes = (samples.group.size, 1), ("ranks", "alone")
         alone = init_device_mesh(samples.device.type, shape, mesh_dim_names=axes)["alone"]
-        common = samples.stream, samples.options, samples.device, self._watch
-        stages = [EncoderStages(samples.encoders, ranks, *common) for ranks in (alone, mesh)]
+        shared = samples.stream, samples.options, samples.device, self._watch
+        stages = [EncoderStages(samples.encoders, ranks, *shared) for ranks in (alone, mesh)]
         self.encode, self._balanced = [stage.encode for stage in stages], stages[1]
 
     def watch(self, model: MMDiT) -> None:
-        """Time the blocks of a model."""
+        """Time the transformer blocks of a model."""
         watch_blocks([*model.double_blocks, *model.single_blocks], self._watch)
 
     def read(self, way: int, total: float) -> None:
-        """Keep the seconds of the stages of a step of this rank, which took so long in all."""
+        """Store this rank's seconds of each stage of a step that took `total` seconds."""
         laps = self._watch.read()
         seconds = [laps[name] for name in self._names[:-1]]
         work = [laps[f"{name} work"] for name in self._names[:-1]]
         self._times[way] = np.array([[*seconds, total - sum(seconds)], [*work, laps["work"]]]).T
 
-    def facts(self, way: int, model: AsLoaded, step: int) -> dict[str, Any]:
-        """Return "stages", without and in a way: by stage and measure, a number for each rank."""
-        assert isinstance(model, InTheModel) and model.step is not None
+    def facts(self, way: int, model: Unbalanced, step: int) -> dict[str, Any]:
+        """Return "stages": of way 0 and of a way, by stage and measure, a number for each rank."""
+        assert isinstance(model, BalancedInModel) and model.step is not None
         plan, none = model.step.plan, [0.0] * self._samples.group.size
         loads = {TRANSFORMER: (plan.unbalanced_loads(model.cost).tolist(), plan.loads.tolist())}
         for name, encoding in self._balanced.last.items():
             loads[name] = none, none
             if encoding is not None:
                 loads[name] = list(encoding.loads_as_given), list(encoding.loads)
-        times_2S2R = self._samples.gathered(self._times[[0, way]], "seconds of stages", step + 1)
+        times_2S2R = self._samples.gather(self._times[[0, way]], "seconds of stages", step + 1)
         return {
             "stages": {
                 name: {
@@ -392,7 +391,7 @@ def _totals(plans: Sequence[Plan], cost: TransformerCost, sent: float) -> dict[s
 
 
 def lens_of(batch: SampleBatch | RawBatch) -> tuple[list[int], list[int]]:
-    """Return tokens, and image tokens, of each sample of a batch."""
+    """Return the tokens and the image tokens of each sample of a batch."""
     if isinstance(batch, SampleBatch):
         return batch.seq_lens, batch.image_lens
     return [shape.seq_len for shape in batch.shapes], [shape.image_tokens for shape in batch.shapes]
@@ -415,7 +414,7 @@ def split_samples(batch: SampleBatch) -> list[dict[str, Tensor]]:
 def join_samples(samples: Sequence[dict[str, Tensor]]) -> SampleBatch:
     """Return one or more samples as a batch."""
     joined = {
-        name: torch.cat([one[name] for one in samples])
+        name: torch.cat([sample[name] for sample in samples])
         for name in ("image", "text", "is_image", "pos")
     }
     return SampleBatch(
@@ -428,10 +427,10 @@ def join_samples(samples: Sequence[dict[str, Tensor]]) -> SampleBatch:
 
 
 class Comparison:
-    """Models of the same weights, one for each way, trained on the same samples by all ranks."""
+    """Models of equal initial weights, one for each way, trained on the same samples."""
 
     def __init__(self, options: BenchOptions, device: torch.device) -> None:
-        import_module("scipy.optimize")  # which planning imports late: no step shall wait for it
+        import_module("scipy.optimize")  # planning imports it lazily: keep that out of timed steps
         topologies = options.check(dist.get_world_size())
         self.options, self.names = options, [str(topology) for topology in topologies]
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -439,14 +438,14 @@ class Comparison:
         config = model_config(options, samples.stream)
         cost = cost_of(options, config, samples.longest, device)
         num_ways = 1 + len(topologies)
-        self._stages = Stages(samples, mesh, num_ways) if options.encodes else None
+        self._stages = StageTimes(samples, mesh, num_ways) if options.encodes else None
         encode = (None, None) if self._stages is None else self._stages.encode
-        self._ways = [AsLoaded(samples, encode[0])]
+        self._ways = [Unbalanced(samples, encode[0])]
         for topology in topologies:
             if options.loader:
-                self._ways.append(InTheLoader(samples, mesh, cost))
+                self._ways.append(BalancedInLoader(samples, mesh, cost))
             else:
-                self._ways.append(InTheModel(samples, mesh, topology, cost, encode[1]))
+                self._ways.append(BalancedInModel(samples, mesh, topology, cost, encode[1]))
         building = {"seed": options.seed, "checkpoint": options.checkpoint, "dtype": samples.dtype}
         self._models = [build_model(config, mesh, **building) for _ in self._ways]
         if self._stages is not None:
@@ -484,7 +483,8 @@ class Comparison:
     def _step(self, step: int) -> list[dict[str, Any]]:
         """Train a step all ways, another one first each time; return a record of each topology.
 
-        It has the losses of an image token and the seconds of the slowest rank, also without.
+        A record compares the topology with way 0: loss of an image token, seconds of the slowest
+        rank.
         """
         samples, num_ways = self.samples, len(self._ways)
         losses, seconds, cpu_seconds = ([0.0] * num_ways for _ in range(3))
@@ -493,11 +493,11 @@ class Comparison:
             losses[way], seconds[way], cpu_seconds[way] = self._train(way, step)
             if self._stages is not None:
                 self._stages.read(way, seconds[way])
-        losses = [x / samples.group.size for x in samples.reduced(losses, "losses", step + 1)]
+        sums = samples.sum_over_ranks(losses, "losses", step + 1)
         measured = {
-            "loss": losses,
-            "seconds": samples.slowest(seconds, step + 1),
-            "cpu_seconds": samples.slowest(cpu_seconds, step + 1),
+            "loss": [loss / samples.group.size for loss in sums],
+            "seconds": samples.max_over_ranks(seconds, step + 1),
+            "cpu_seconds": samples.max_over_ranks(cpu_seconds, step + 1),
         }
         records = list[dict[str, Any]]()
         for way, name in enumerate(self.names, start=1):
@@ -512,19 +512,19 @@ class Comparison:
         return records
 
     def _train(self, way: int, step: int) -> tuple[float, float, float]:
-        """Return this rank's part of the loss, its seconds, and those of its CPU.
+        """Train one step; return this rank's part of the loss, its seconds and its CPU seconds.
 
-        Gradients stay for comparison.
+        Gradients stay, for `_grad_difference`.
         """
-        of_way, device = self._ways[way], self.samples.device
-        microbatches = of_way.prepare(step)
+        training, device = self._ways[way], self.samples.device
+        microbatches = training.prepare(step)
         self._optimizers[way].zero_grad(set_to_none=True)
-        self.samples.reduced([0.0], "before a measured step", step + 1)
+        self.samples.sum_over_ranks([0.0], "before a measured step", step + 1)
         start, cpu_start = now(device), time.process_time()
-        of_way.begin()
+        training.begin()
         loss = train_step(self._models[way], microbatches)
-        now(device)  # `finish` shall not wait for the device
-        of_way.finish()
+        now(device)  # so that `finish` waits for the loader alone
+        training.finish()
         seconds, cpu_seconds = now(device) - start, time.process_time() - cpu_start
         self._optimizers[way].step()
         return float(loss), seconds, cpu_seconds
@@ -536,18 +536,18 @@ class Comparison:
             reference, other = _local_grad(a), _local_grad(b)
             squares[0] += (reference - other).square().sum().cpu()
             squares[1] += reference.square().sum().cpu()
-        difference, norm = self.samples.reduced(squares.tolist(), "gradient norms", step + 1)
+        difference, norm = self.samples.sum_over_ranks(squares.tolist(), "gradient norms", step + 1)
         return (difference / max(norm, 1e-300)) ** 0.5
 
 
 def summarize(
     records: Sequence[dict[str, Any]], setting: dict[str, Any], options: BenchOptions
 ) -> dict[str, Any]:
-    """Return the numbers of a finished run: its fastest topology's, and each one's by its name."""
-    ways = {
-        name: _of_way(_on(name, records), setting, options)
-        for name in dict.fromkeys(record["topology"] for record in records)
-    }
+    """Summarize a run: numbers of its fastest topology, and under "topologies" of each by name."""
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        by_name.setdefault(record["topology"], []).append(record)
+    ways = {name: _summarize_way(steps, setting, options) for name, steps in by_name.items()}
     best = max(ways, key=lambda name: ways[name]["measured_ratio"])
     head = {
         "setting": setting | {"topology": best},
@@ -559,10 +559,10 @@ def summarize(
     return head | ways[best] | {"topologies": ways}
 
 
-def _of_way(
+def _summarize_way(
     records: Sequence[dict[str, Any]], setting: dict[str, Any], options: BenchOptions
 ) -> dict[str, Any]:
-    """Return the numbers of a topology, without and with it: their ratios, loader and stages."""
+    """Compare the steps of a topology with those of way 0."""
     seconds, cpu_seconds, losses = (
         np.array([[record[f"{name}_{arm}"] for arm in ARMS] for record in records])
         for name in ("seconds", "cpu_seconds", "loss")
@@ -572,12 +572,12 @@ def _of_way(
     flops = passes.linear * sum(plans["forward_flops"])  # of attention, too, as in `simulate`
     spread, ratios = (0.1, 0.9), seconds[:, 0] / seconds[:, 1]
 
-    def of_arm(place: int, suffix: str) -> dict[str, Any]:
+    def numbers_of(place: int, suffix: str) -> dict[str, Any]:
         times, total = seconds[:, place], float(seconds[:, place].sum())
         peak = setting["peak_flops"]
         return {
-            "wir": float(np.mean(plans[f"wir{suffix}"])),
-            "imbalance": float(np.mean(plans[f"imbalance{suffix}"])),
+            "wir": _mean(plans[f"wir{suffix}"]),
+            "imbalance": _mean(plans[f"imbalance{suffix}"]),
             "fbl_median_s": float(np.median(times)),
             "fbl_spread_s": np.quantile(times, spread).tolist(),
             "tokens_per_s": sum(plans["total_tokens"]) / total,
@@ -585,22 +585,21 @@ def _of_way(
             "hfu": None if peak is None else flops / total / (peak * setting["world_size"]),
         }
 
-    predicted = sum(plans["makespan_unbalanced"]) / sum(plans["makespan"])
     summary = {
         "steps": len(records),
-        "unbalanced": of_arm(0, "_unbalanced"),
-        "balanced": of_arm(1, ""),
+        "unbalanced": numbers_of(0, "_unbalanced"),
+        "balanced": numbers_of(1, ""),
         "measured_ratio": float(seconds[:, 0].sum() / seconds[:, 1].sum()),
         "measured_ratio_spread": np.quantile(ratios, spread).tolist(),
         "cpu_ratio": float(cpu_seconds[:, 0].sum() / cpu_seconds[:, 1].sum()),
         "single_binds_steps": sum(plans["single_binds"]),
-        "predicted_ratio": float(predicted),
+        "predicted_ratio": float(sum(plans["makespan_unbalanced"]) / sum(plans["makespan"])),
         "loss_first": losses[0].tolist(),
         "loss_last": losses[-1].tolist(),
         "loss_difference": float(np.max(np.abs(1.0 - losses[:, 1] / losses[:, 0]))),
         "grad_difference_first": records[0]["grad_difference"],
         "grad_difference": max(record["grad_difference"] for record in records),
-        "sent_bytes_per_step": float(np.mean(plans["sent_bytes"])),
+        "sent_bytes_per_step": _mean(plans["sent_bytes"]),
         "moved_tokens": sum(plans["moved_tokens"]),
         "tokens_per_rank": np.mean(plans["tokens"], axis=0).tolist(),
     }
@@ -617,10 +616,9 @@ def _loader(
 ) -> dict[str, Any]:
     names, reasons = ("exchange_s", "exposed_s", "hidden_s"), plans["reason"]
     means = {
-        f"{name}_per_step": float(np.mean([record["exchange"][name] for record in records]))
-        for name in names
+        f"{name}_per_step": _mean(record["exchange"][name] for record in records) for name in names
     }
-    step_s = float(np.mean([record["seconds_balanced"] for record in records]))
+    step_s = _mean(record["seconds_balanced"] for record in records)
     return {
         "accumulate": options.accumulate,
         "applied_steps": sum(plans["applied"]),
@@ -633,9 +631,9 @@ def _loader(
 def _stages(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return imbalance and mean seconds of each stage, predicted and measured.
 
-    Predicted seconds are costs times the rate of ranks without balancing. These wait for each other
-    once, behind all encoders; with balancing, behind every stage. Seconds of the transformer begin
-    when the last rank has encoded.
+    Predicted seconds are costs times the rate of way 0. Without balancing ranks wait for each other
+    once, behind all encoders; with it, behind every stage. Seconds of the transformer begin when
+    the last rank has encoded.
     """
     stages, predicted = dict[str, Any](), dict[str, tuple[Floats, ...]]()
     for name in records[0]["stages"][ARMS[0]]:
@@ -652,10 +650,8 @@ def _stages(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         stages[name] = _with_ratios(
             {
                 arm: {
-                    "imbalance_predicted": float(
-                        np.mean([metrics.imbalance(cost) for cost in costs])
-                    ),
-                    "imbalance_measured": float(np.mean([metrics.imbalance(one) for one in work])),
+                    "imbalance_predicted": _mean(map(metrics.imbalance, costs)),
+                    "imbalance_measured": _mean(map(metrics.imbalance, work)),
                     "seconds_predicted": rate * float(costs.max(axis=1).mean()),
                     "seconds_measured": float(last(seconds, axis=1).mean()),
                 }
@@ -671,14 +667,16 @@ def _stages(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         {
             arm: {
                 "seconds_predicted": float(costs.mean()),
-                "seconds_measured": float(
-                    np.mean([record[f"seconds_{arm}"] for record in records])
-                ),
+                "seconds_measured": _mean(record[f"seconds_{arm}"] for record in records),
             }
             for arm, costs in zip(ARMS, (before, after), strict=True)
         }
     )
     return stages
+
+
+def _mean(values: Iterable[float]) -> float:
+    return float(np.mean(list(values)))
 
 
 def _with_ratios(arms: dict[str, dict[str, float]]) -> dict[str, Any]:
@@ -689,20 +687,16 @@ def _with_ratios(arms: dict[str, dict[str, float]]) -> dict[str, Any]:
     }
 
 
-def _on(topology: str, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [record for record in records if record["topology"] == topology]
-
-
 def peak_flops(device_name: str) -> float | None:
-    """Return the dense bf16 peak of one device by its data sheet; None if no profile is of it."""
+    """Return the dense bf16 FLOP/s of a device by its data sheet; None if no profile has it."""
     for profile in KNOWN_PROFILES.values():
         model = profile["device"].split()[1]  # of "NVIDIA H100 SXM"
-        if model in device_name and "H100 PCIe" not in device_name:  # which is slower
+        if model in device_name and "H100 PCIe" not in device_name:  # PCIe cards are slower
             return profile["peak_flops_per_s"]
     return None
 
 
-def _local_grad(parameter: torch.Tensor) -> torch.Tensor:
+def _local_grad(parameter: Tensor) -> Tensor:
     grad = parameter.grad
     assert grad is not None
     return (grad.to_local() if isinstance(grad, DTensor) else grad).double()

@@ -1,4 +1,4 @@
-"""The check-up of the ranks of a job: gather facts, time work, links and collectives, judge.
+"""`bascule doctor`: gather facts of all ranks, time work, links and collectives, report findings.
 
 Shapes: N rounds, R ranks.
 """
@@ -8,7 +8,7 @@ import json
 import platform
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, groupby
 from typing import Any
@@ -41,18 +41,16 @@ from bascule.machine.cluster import FLOPS_PER_VALUE, HardwareProfile
 STORE, WORK, COLLECTIVE, LINK = "store", "work", "collective", "link"
 
 _FORMAT = {"bascule": "doctor report", "version": 1}
-_SETTINGS = ("rounds", "tolerance", "link_tolerance", "profile")
-_CAPACITY = 128  # 1 KiB of text; the ranks gather a second time if one has more
+_CAPACITY = 128  # integers of a rank's facts, 1 KiB; ranks gather a second time if one has more
 _SIZES = (2**10, 2**18)  # bytes of messages, besides the largest
 _STORE_REQUESTS = 10
-_HEAD_DIM = {"cpu": 64, "cuda": 128}
-_WORK = {  # dtype, width of matrices, heads and lengths of attention: milliseconds of work
-    "cpu": (torch.float32, 512, 4, (512, 256, 256)),
-    "cuda": (torch.bfloat16, 8192, 24, (4096, 2048, 2048)),
+_WORK = {  # some milliseconds: dtype, width of matrices, heads, head_dim and lengths of attention
+    "cpu": (torch.float32, 512, 4, 64, (512, 256, 256)),
+    "cuda": (torch.bfloat16, 8192, 24, 128, (4096, 2048, 2048)),
 }
 _SAME = "install the same version everywhere"
 _SAME_BUILD = "install the same build of torch everywhere"
-_ALIKE = {  # by fact that ranks must share: its name, and what to do
+_ALIKE = {  # facts that all ranks must share: title and advice
     **{name.lower(): (name, _SAME) for name in ("Python", "torch", "bascule", "numpy")},
     "cuda": ("CUDA of torch", _SAME_BUILD),
     "nccl": ("NCCL", _SAME_BUILD),
@@ -72,17 +70,17 @@ _ADVICE = {  # by kind of finding
     "short timeout": "give a longer --timeout-s, and as long a timeout to init_process_group",
     "long timeout": "give a shorter --timeout-s",
 }
-_MEMORY_SHARE = 0.9
-_STORE_LIMIT_S = 0.05
-_CALLS_IN_TIMEOUT = 100
+_MEMORY_SHARE = 0.9  # of the median memory, below which a device is a finding
+_STORE_LIMIT_S = 0.05  # of a request to the store
+_CALLS_IN_TIMEOUT = 100  # slowest calls that must fit into the timeout
 _LONGEST_TIMEOUT_S = 3600.0
-_MOST_NAMED = 8
-_OFTEN = 0.75  # share of the rounds in which a finding must show: noise is less steady
+_MOST_NAMED = 8  # runs of ranks in a sentence
+_STEADY_SHARE = 0.75  # of the rounds in which a finding must show: noise is less steady
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timing:
-    """Seconds of one call or piece of work."""
+    """Seconds of a probe in all rounds."""
 
     kind: str  # STORE, WORK, COLLECTIVE or LINK
     name: str
@@ -93,58 +91,58 @@ class Timing:
     ends: tuple[int, int] = (0, 0)  # ranks of a link
 
     @property
-    def of_slowest(self) -> float:
-        """Seconds of the slowest rank of each round, in the median of the rounds."""
+    def slowest_s(self) -> float:
+        """Seconds of each round's slowest rank, median over the rounds."""
         return float(np.median(self.seconds.max(axis=1)))
 
     @property
-    def of_ranks(self) -> Floats:
-        """(R,) medians over the rounds."""
+    def rank_seconds(self) -> Floats:
+        """(R,) seconds of each rank, median over the rounds."""
         return np.median(self.seconds, axis=0)
 
     @property
     def ratios(self) -> Floats:
-        """(R,) seconds over those of the median rank of the round, medians over the rounds."""
+        """(R,) seconds of each rank over the round's median rank, median over the rounds."""
         return np.median(to_median(self.seconds), axis=0)
 
     @property
     def rate(self) -> float:
-        """FLOPs or bytes in a second, of the slowest rank."""
-        return self.amount / self.of_slowest
+        """FLOPs or bytes a second of the slowest rank."""
+        return self.amount / self.slowest_s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Measured:
-    """Everything about a cluster that findings follow from."""
+    """Facts and timings of all ranks, from which findings follow."""
 
     facts: Sequence[Mapping[str, Any]]  # of each rank: versions, device, memory, and `_ALIKE`
-    timings: Sequence[Timing]  # sizes of a name, and of a link, ascend
+    timings: Sequence[Timing]  # those of a name, or of a link, ascend by size
 
     def of(self, kind: str) -> list[Timing]:
         """Return the timings of a kind."""
         return [timing for timing in self.timings if timing.kind == kind]
 
     def largest_links(self) -> list[Timing]:
-        """Return the largest message of each link, which shows its bandwidth."""
+        """Return the timing of each link's largest message, which shows its bandwidth."""
         return list({(link.ends, link.on): link for link in self.of(LINK)}.values())
 
     def is_near(self, link: Timing) -> bool:
         """Return whether the ends of a link are on one host."""
         return len({self.facts[rank]["host"] for rank in link.ends}) == 1
 
-    def where(self, link: Timing) -> str:
-        """Return the kind of a link."""
+    def place_of(self, link: Timing) -> str:
+        """Say whether a link is within a host."""
         return "within a host" if self.is_near(link) else "between hosts"
 
-    def rate_of(self, link: Timing) -> str:
-        """Return ends and bandwidth of a link, for a sentence."""
+    def describe(self, link: Timing) -> str:
+        """Name the ends and the bandwidth of a link."""
         ends = " and ".join(f"rank {rank} on {self.facts[rank]['host']}" for rank in link.ends)
         return f"{ends} exchange {link.rate / 1e9:.3g} GB/s"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that should be looked at before a run."""
+    """A fault of the cluster to look at before a run."""
 
     kind: str  # "difference", "memory", "slow rank", "slow link", "profile", "store" or "timeout"
     ranks: tuple[int, ...]
@@ -160,7 +158,7 @@ def judge(
     link_tolerance: float,
     profile: HardwareProfile | None = None,
 ) -> list[Finding]:
-    """Return all findings; ranks and links must reach the profile's rates, if there is one."""
+    """Return all findings; with a profile, ranks and links must reach its rates."""
     rules = (
         _memory(measured.facts),
         _slow_ranks(measured, 1.0 + tolerance),
@@ -183,7 +181,7 @@ def judge(
 
 
 def differences(facts: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Yield facts that ranks must share and do not, with the ranks that differ from most."""
+    """Yield a finding for each fact in which ranks must agree and do not."""
     for name, (title, advice) in _ALIKE.items():
         ranks_of: dict[str, list[int]] = {}
         for rank, fact in enumerate(facts):
@@ -198,7 +196,7 @@ def differences(facts: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Return ranks for a sentence, runs of them as such: "rank 3", "ranks 0 to 3, 7"."""
+    """Name ranks in a sentence, with runs shortened: "rank 3", "ranks 0 to 3, 7"."""
     ranks = sorted(ranks)
     runs = [
         [rank for _, rank in run]
@@ -210,7 +208,7 @@ def named(ranks: Iterable[int]) -> str:
 
 
 def to_median(seconds: Floats) -> Floats:
-    """Return (N, n) seconds over the median of each round: what slows all down cancels."""
+    """Divide (N, n) seconds by the median of each round, so that a load on all of them cancels."""
     # The lower middle: with the mean of two ranks, one 22 % slower would be 10 % above the median.
     middle = (seconds.shape[1] - 1) // 2
     return seconds / np.sort(seconds, axis=1)[:, middle : middle + 1]
@@ -239,13 +237,13 @@ def _slow_ranks(measured: Measured, limit: float) -> Rule:
 def _slow_links(measured: Measured, limit: float) -> Rule:
     kinds: dict[tuple[str, str], list[Timing]] = {}
     for link in measured.largest_links():
-        kinds.setdefault((link.on, measured.where(link)), []).append(link)
+        kinds.setdefault((link.on, measured.place_of(link)), []).append(link)
     for (on, where), links in kinds.items():
         shares = 1.0 / to_median(np.concatenate([link.seconds for link in links], axis=1))
         for place in _often(shares < limit):
             link, share = links[place], shares[:, place]
             what = (
-                f"{measured.rate_of(link)} in messages of {link.size / 2**20:.3g} MiB on {on}, "
+                f"{measured.describe(link)} in messages of {link.size / 2**20:.3g} MiB on {on}, "
                 f"{np.median(share):.2f} times the median link {where}, and too little in "
                 f"{_rounds(share < limit)}"
             )
@@ -259,9 +257,10 @@ def _below(measured: Measured, profile: HardwareProfile, slower: float, share: f
             continue
         limit, source = expected / slower, profile.provenance_of(f"{work.name}_flops_per_s")
         if slow := _often(work.amount / work.seconds < limit):
+            rate = work.amount / work.rank_seconds[slow].max()
             what = (
-                f"{named(slow)}: {(work.amount / work.of_ranks[slow]).min() / 1e12:.4g} TFLOP/s in "
-                f"{work.name}, the profile of {profile.device} ({source}) has {expected / 1e12:.4g}"
+                f"{named(slow)}: {rate / 1e12:.4g} TFLOP/s in {work.name}, the profile of "
+                f"{profile.device} ({source}) has {expected / 1e12:.4g}"
             )
             yield "profile", slow, what, f"{limit / 1e12:.4g}"
     for link in measured.largest_links():
@@ -270,15 +269,16 @@ def _below(measured: Measured, profile: HardwareProfile, slower: float, share: f
         if expected is None or link.on != measured.of(WORK)[0].on:
             continue
         if _often(link.amount / link.seconds < share * expected):
+            source = profile.provenance_of(name)
             what = (
-                f"{measured.rate_of(link)}, the profile of {profile.device} "
-                f"({profile.provenance_of(name)}) has {expected / 1e9:.3g} {measured.where(link)}"
+                f"{measured.describe(link)}, the profile of {profile.device} ({source}) has "
+                f"{expected / 1e9:.3g} {measured.place_of(link)}"
             )
             yield "profile", link.ends, what, f"{share * expected / 1e9:.3g}"
 
 
 def _store(measured: Measured) -> Rule:
-    seconds = measured.of(STORE)[0].of_ranks
+    seconds = measured.of(STORE)[0].rank_seconds
     if slow := np.flatnonzero(seconds > _STORE_LIMIT_S).tolist():
         what = f"{named(slow)}: a request to the store takes {seconds.max() * 1e3:.1f} ms"
         yield "store", slow, what, f"{_STORE_LIMIT_S * 1e3:g} ms"
@@ -290,8 +290,8 @@ def _timeout(measured: Measured) -> Rule:
     if not timeouts:
         return
     calls, ranks = [*measured.of(STORE), *measured.of(COLLECTIVE)], range(len(measured.facts))
-    slowest = max(calls, key=lambda call: call.of_slowest)
-    seconds, shortest, longest = slowest.of_slowest, min(timeouts), max(timeouts)
+    slowest = max(calls, key=lambda call: call.slowest_s)
+    seconds, shortest, longest = slowest.slowest_s, min(timeouts), max(timeouts)
     if shortest < _CALLS_IN_TIMEOUT * seconds:
         what = f"the timeout of {shortest:g} s is short: {slowest.name} alone takes {seconds:.3g} s"
         limit = f"{_CALLS_IN_TIMEOUT * seconds:.3g} s, {_CALLS_IN_TIMEOUT} times that"
@@ -302,8 +302,8 @@ def _timeout(measured: Measured) -> Rule:
 
 
 def _often(is_slow: Bools) -> list[int]:
-    """Return the columns of (N, n) that are so in most rounds."""
-    return np.flatnonzero(is_slow.mean(axis=0) >= _OFTEN).tolist()
+    """Return the columns of (N, n) that are True in most rounds."""
+    return np.flatnonzero(is_slow.mean(axis=0) >= _STEADY_SHARE).tolist()
 
 
 def _rounds(is_slow: Bools) -> str:
@@ -315,8 +315,8 @@ def check_up(
 ) -> dict[str, Any]:
     """Check the ranks of the default group; return a report of plain values, the same on all.
 
-    Collectives: a gather of facts; then in each round, and in one that does not count, the probes.
-    The error of a failed rank says also what differs between the ranks.
+    Collectives: a gather of facts; then the probes in each round, and in a round to warm up. The
+    error of a failed rank also names the facts in which the ranks differ.
     """
     group = member_of(resolve(None), "doctor")
     facts, profile = _gather(group, options, device)
@@ -335,23 +335,16 @@ def _gather(
     group: RankGroup, options: DoctorOptions, device: torch.device
 ) -> tuple[list[Mapping[str, Any]], HardwareProfile | None]:
     values, profile, error = np.zeros(0, np.int64), None, None
-    settings = options.settings
     try:
         profile = None if options.profile is None else HardwareProfile.load(options.profile)
-        settings["numbers of --profile"] = repr(profile)
-        values = _to_integers(json.dumps(_facts(group, device)))
-    except Exception as refusal:  # whatever it is, the others must not wait
+        text = json.dumps(_facts(group, device)).encode()
+        padded = text.ljust(-(-len(text) // 8) * 8)  # with spaces, which JSON ignores
+        values = np.frombuffer(padded, dtype="<i8").astype(np.int64)
+    except Exception as refusal:  # the other ranks must not wait
         error = refusal
-        settings["numbers of --profile"] = "not read"
-    what = "bascule doctor"
+    settings, what = options.settings | {"numbers of --profile": repr(profile)}, "bascule doctor"
     rows = agree(group, settings, error, what=what, values=values, capacity=_CAPACITY)
     return [json.loads(row.astype("<i8").tobytes()) for row in rows], profile
-
-
-def _to_integers(text: str) -> np.ndarray:
-    """Pad ASCII with spaces, which JSON ignores, and read it as integers."""
-    encoded = text.encode()
-    return np.frombuffer(encoded.ljust(-(-len(encoded) // 8) * 8), dtype="<i8").astype(np.int64)
 
 
 def _facts(group: RankGroup, device: torch.device) -> dict[str, Any]:
@@ -380,32 +373,28 @@ def _measure(
     advance: Callable[[], object],
 ) -> Measured:
     probes = _probes(group, device, options.mib * 2**20)
-    time_round(group, device, probes)  # connections, memory and kernels: does not count
+    time_round(group, device, probes)  # warms up connections, memory and kernels
     advance()
     rounds = np.empty((options.rounds, group.size, len(probes)))
     for number in range(options.rounds):
         rounds[number] = time_round(group, device, probes)
         advance()
-    timings = list[Timing]()
+    timings, links = list[Timing](), list[Timing]()
     for place, probe in enumerate(probes):
         seconds = rounds[:, :, place]
-        made = partial(Timing, probe.kind, probe.name, probe.on, probe.size, probe.amount)
-        if probe.kind == LINK:
-            slower = {ends: seconds[:, ends].max(axis=1, keepdims=True) for ends in probe.ends}
-            timings += [made(worst, ends) for ends, worst in slower.items()]
-        else:
-            timings.append(made(seconds))
-    timings.sort(
-        key=lambda timing: (
-            (timing.on, timing.ends, timing.size) if timing.kind == LINK else ("", (), 0)
-        )
-    )
-    return Measured(facts, timings)
+        timing = Timing(probe.kind, probe.name, probe.on, probe.size, probe.amount, seconds)
+        if probe.kind != LINK:
+            timings.append(timing)
+        for ends in probe.ends:
+            slower_s = seconds[:, ends].max(axis=1, keepdims=True)
+            links.append(replace(timing, seconds=slower_s, ends=ends))
+    links.sort(key=lambda link: (link.on, link.ends, link.size))
+    return Measured(facts, timings + links)
 
 
 def _probes(group: RankGroup, device: torch.device, largest: int) -> list[Probe]:
-    """Make everything that is timed, in the same order on all ranks. No collective."""
-    request = partial(ask, lambda store: read(store, "doctor"))  # of a note that no rank writes
+    """Make all probes, in the same order on all ranks. No collective."""
+    request = partial(ask, lambda store: read(store, "doctor"))  # a note that no rank writes
     probes = [Probe(STORE, "store", "cpu", 0, 0, request, _STORE_REQUESTS), *_work(device)]
     if group.size == 1:
         return probes
@@ -417,7 +406,7 @@ def _probes(group: RankGroup, device: torch.device, largest: int) -> list[Probe]
 
 
 def _work(device: torch.device) -> list[Probe]:
-    (dtype, width, num_heads, seq_lens), head_dim = _WORK[device.type], _HEAD_DIM[device.type]
+    dtype, width, num_heads, head_dim, seq_lens = _WORK[device.type]
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -440,8 +429,8 @@ def _links(group: RankGroup, where: torch.device, size: int) -> list[Probe]:
 
     def exchange(links: tuple[tuple[int, int], ...]) -> None:
         peers = [b if group.rank == a else a for a, b in links if group.rank in (a, b)]
-        to, come = dict.fromkeys(peers, sent), dict.fromkeys(peers, received)
-        Transfers(group, "exchange of neighbours (timing)", to, come).wait()
+        outgoing, incoming = dict.fromkeys(peers, sent), dict.fromkeys(peers, received)
+        Transfers(group, "exchange of neighbours (timing)", outgoing, incoming).wait()
 
     return [
         Probe(LINK, "link", where.type, size, size, partial(exchange, links), in_a_row(size), links)
@@ -450,7 +439,7 @@ def _links(group: RankGroup, where: torch.device, size: int) -> list[Probe]:
 
 
 def matchings(num_ranks: int) -> list[tuple[tuple[int, int], ...]]:
-    """Return the links of the ring of all ranks, in sets in which no link waits for another."""
+    """Return the links of the ring of all ranks, in sets of links without a common rank."""
     if num_ranks < 3:
         return [((0, 1),)][: num_ranks - 1]
     links = [(rank, (rank + 1) % num_ranks) for rank in range(num_ranks)]
@@ -461,20 +450,23 @@ def matchings(num_ranks: int) -> list[tuple[tuple[int, int], ...]]:
 def plain_values(
     options: DoctorOptions, measured: Measured, findings: Sequence[Finding]
 ) -> dict[str, Any]:
-    """Return a check-up as plain values."""
+    """Return a check-up as plain values for JSON."""
     (store,) = measured.of(STORE)
     return {
         **_FORMAT,
         "num_ranks": len(measured.facts),
-        **{name: getattr(options, name) for name in _SETTINGS},
+        "rounds": options.rounds,
+        "tolerance": options.tolerance,
+        "link_tolerance": options.link_tolerance,
+        "profile": options.profile,
         "ranks": [
             {
                 "rank": rank,
                 **facts,
-                "store_s": float(store.of_ranks[rank]),
+                "store_s": float(store.rank_seconds[rank]),
                 "work": {
                     work.name: {
-                        "seconds": (seconds := float(work.of_ranks[rank])),
+                        "seconds": (seconds := float(work.rank_seconds[rank])),
                         "flops_per_s": work.amount / seconds,
                         "times_median": float(work.ratios[rank]),
                     }
@@ -489,9 +481,9 @@ def plain_values(
                 "on": call.on,
                 "size_bytes": call.size,
                 "sent_bytes": call.amount,
-                "seconds": call.of_slowest,
+                "seconds": call.slowest_s,
                 "bytes_per_s": call.rate,
-                "slowest_rank": int(call.of_ranks.argmax()),
+                "slowest_rank": int(call.rank_seconds.argmax()),
             }
             for call in measured.of(COLLECTIVE)
         ],
@@ -501,7 +493,7 @@ def plain_values(
                 "same_host": measured.is_near(link),
                 "on": link.on,
                 "num_bytes": link.size,
-                "seconds": link.of_slowest,
+                "seconds": link.slowest_s,
                 "bytes_per_s": link.rate,
             }
             for link in measured.of(LINK)

@@ -15,7 +15,7 @@ from bascule.workload.codes import check_world, parse_data_codes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions(Outputs, RunOptions):
-    """Train on the same batches without and with balancing, step by step, and compare.
+    """Train on the same batches without and with balancing, step by step, and compare both.
 
     Balancing moves tokens inside the model, or whole samples before it with --loader.
 
@@ -41,7 +41,7 @@ class BenchOptions(Outputs, RunOptions):
     peak_tflops: Annotated[float | None, Range(1e-6, 1e12)] = None
 
     def check(self, world_size: int) -> tuple[Topology, ...]:
-        """Refuse what does not fit; return the bags of the world, of each topology."""
+        """Refuse options that do not fit each other or the world; return the topologies."""
         self.check_source()
         codes = () if self.data is None else parse_data_codes(self.data)
         if codes:
@@ -50,22 +50,22 @@ class BenchOptions(Outputs, RunOptions):
         for code in codes:
             if (tokens := code.batch_size * code.image_tokens) > MAX_TOKENS:
                 raise ConfigError(
-                    f"--data {code}: a rank has {tokens:,} visual tokens, and the most is "
-                    f"{MAX_TOKENS:,}: use fewer samples, pixels or frames"
+                    f"--data {code}: {tokens:,} visual tokens a rank, at most {MAX_TOKENS:,}: use "
+                    "fewer samples, pixels or frames"
                 )
         if not self.loader:
             refuse(self, ("accumulate",), "only with --loader")
         names = self.topologies or (f"g1n{world_size}",)
         topologies = tuple(Topology.parse(name, world_size=world_size) for name in names)
-        bags = [
-            (topology.bag_sizes.tolist(), topology.ring_degrees.tolist()) for topology in topologies
-        ]
-        for place, name in enumerate(names):
-            if bags[place] in bags[:place]:
+        first: dict[tuple[bytes, bytes], str] = {}  # topologies by their bags
+        for name, topology in zip(names, topologies, strict=True):
+            bags = topology.bag_sizes.tobytes(), topology.ring_degrees.tobytes()
+            if bags in first:
                 raise ConfigError(
-                    f"--topologies {' '.join(names)}: {name} has the bags of "
-                    f"{names[bags.index(bags[place])]}; leave one of them out"
+                    f"--topologies {' '.join(names)}: {name} has the bags of {first[bags]}; leave "
+                    "one of them out"
                 )
+            first[bags] = name
         if self.loader:
             self._check_loader(topologies)
             if codes and not any(code.batch_size for code in codes):
@@ -77,8 +77,8 @@ class BenchOptions(Outputs, RunOptions):
         refuse(self, names, "--loader moves samples before they are encoded; leave one of them out")
         if any(int(topology.bag_sizes.max()) > 1 for topology in topologies):
             raise ConfigError(
-                f"--topology {' '.join(self.topologies)}: --loader moves whole samples, so each "
-                "rank is a bag of its own; leave --topology out"
+                f"--topology {' '.join(self.topologies)}: --loader moves whole samples between "
+                "bags of one rank; leave --topology out"
             )
         if topologies[0].num_ranks == 1:
             raise ConfigError("--loader on 1 rank: samples have nowhere to move; use --ranks 2")
@@ -93,11 +93,11 @@ class DoctorOptions(Outputs, RankOptions):
 
     Attributes:
         profile: File of a hardware profile, or h100-datasheet, whose rates the ranks and the links
-            must reach; they are compared with each other alone if not given.
+            must reach; if not given, ranks and links are only compared with each other.
         rounds: Measured rounds; medians count. What is slow in three quarters is a finding.
         mib: Largest message, in MiB.
         tolerance: By how much a rank may be slower than the median, or the profile; 0.1 is 10 %.
-        link_tolerance: The same of the bandwidth of a link; 0.5 is half of it.
+        link_tolerance: By how much of its bandwidth a link may be slower; 0.5 is half of it.
     """
 
     profile: str | None = None

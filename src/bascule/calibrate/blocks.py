@@ -1,4 +1,4 @@
-"""Make blocks that are timed by length, ours or the user's. Shapes: T tokens, C width."""
+"""Make the transformer blocks that are timed, ours or a user's. Shapes: T tokens, C width."""
 
 import importlib
 import os
@@ -21,38 +21,32 @@ Make = Callable[[int], Any]  # from tokens, a function or module and its input o
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockCall:
-    """A block at one length; gradients of floating inputs are computed, too."""
+    """A block and its inputs; backward computes gradients of floating inputs, too."""
 
     run: Callable[..., object]
     inputs: tuple[object, ...]
-    weight: float = 1.0  # how much its seconds count
+    weight: float = 1.0  # factor of its seconds in a sum over blocks
 
     def forward(self) -> object:
-        """Run the forward pass that keeps nothing."""
+        """Run the forward pass without autograd."""
         with torch.no_grad():
             return self.run(*self.inputs)
 
     def recompute(self) -> list[Tensor]:
-        """Run the forward pass that backward needs; return the outputs with gradients."""
+        """Run the forward pass with autograd; return the outputs that require gradients."""
         leaves = [
             x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
             for x in self.inputs
         ]
-        return [out for out in _tensors(self.run(*leaves)) if out.requires_grad]
+        outputs = self.run(*leaves)
+        listed = cast(list[object], outputs if isinstance(outputs, list | tuple) else [outputs])
+        return [x for x in listed if isinstance(x, Tensor) and x.requires_grad]
 
     def backward(self) -> Callable[[], object]:
-        """Make a backward pass ready."""
+        """Run the forward pass; return a function that runs backward."""
         outputs = self.recompute()
         gradients = [torch.ones_like(out) for out in outputs]
         return lambda: torch.autograd.backward(outputs, gradients)
-
-
-def _tensors(outputs: object) -> list[Tensor]:
-    if isinstance(outputs, Tensor):
-        return [outputs]
-    if isinstance(outputs, list | tuple):
-        return [x for x in cast(list[object], outputs) if isinstance(x, Tensor)]
-    return []
 
 
 def block_of_each_kind(config: MMDiTConfig, device: torch.device, dtype: torch.dtype) -> MMDiT:
@@ -65,6 +59,18 @@ def block_of_each_kind(config: MMDiTConfig, device: torch.device, dtype: torch.d
     return model
 
 
+def local_exchange(
+    seq_lens: Sequence[int], device: torch.device, kernel: str | None
+) -> LocalExchange:
+    """Return the exchange of one process that attends with a kernel."""
+    seqs = PackedSequences.build(seq_lens, device)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, /) -> Tensor:
+        return attend_packed(q, k, v, seqs, kernel=kernel)
+
+    return LocalExchange(seq_lens, attend=attend, device=device)
+
+
 def calls_of_model(
     model: MMDiT,
     weights: tuple[float, float, float],
@@ -72,14 +78,10 @@ def calls_of_model(
     dtype: torch.dtype,
     kernel: str | None = None,
 ) -> list[BlockCall]:
-    """Make the first block of each kind, and what follows the last; weight 0 leaves one out."""
+    """Make calls of a double block, a single block and the final layer; weight 0 omits one."""
     device, num_tokens = next(model.parameters()).device, sum(seq_lens)
-    seqs = PackedSequences.build(seq_lens, device)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, /) -> Tensor:
-        return attend_packed(q, k, v, seqs, kernel=kernel)
-
-    exchange = LocalExchange(seq_lens, attend=attend, device=device)
+    exchange = local_exchange(seq_lens, device, kernel)
+    attend = exchange.attend
     is_image = torch.arange(num_tokens, device=device) % 8 > 0  # an eighth is text
     pos = torch.zeros(num_tokens, len(model.config.axes_dim), device=device)
     layout = model.layout(is_image, pos, exchange.token_slot)
@@ -102,7 +104,7 @@ def _with(block: nn.Module, *args: object) -> Callable[..., object]:
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that no rank, started in this folder, could find; import nothing."""
+    """Refuse a name whose package ranks started in this folder cannot find; import nothing."""
     first = _parts(name)[0].partition(".")[0]
     if find_spec(first) is None and PathFinder.find_spec(first, [os.getcwd()]) is None:
         raise ConfigError(
@@ -125,7 +127,7 @@ def find(name: str) -> Make:
     module_name, path = _parts(name)
     try:
         target: object = importlib.import_module(module_name)
-    except Exception as error:  # what a module raises when it is imported is its own affair
+    except Exception as error:  # an import may raise anything
         text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ConfigError(
             f"--module {name}: {module_name} cannot be imported: {text}; it must be on the path of "
@@ -143,7 +145,7 @@ def find(name: str) -> Make:
 
 
 def calls_of_user(name: str, make: Make, length: int, device: torch.device) -> list[BlockCall]:
-    """Call the user's function for a length, and try its result once, forward and backward."""
+    """Call the user's function for a length; run what it returns forward and backward once."""
     at = f"--module {name} at {length} tokens"
     with device:
         made = called(at, make, length)
@@ -159,10 +161,10 @@ def calls_of_user(name: str, make: Make, length: int, device: torch.device) -> l
 
     def has_gradient() -> bool:
         call.forward()
-        if not call.recompute():
-            return False
-        call.backward()()
-        return True
+        has_outputs = bool(call.recompute())
+        if has_outputs:
+            call.backward()()
+        return has_outputs
 
     if not called(f"{at}: what it returned", has_gradient):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Time blocks, messages and attention on all ranks; make a profile of the times, or refuse.
+"""Time blocks, messages and attention on all ranks; make a hardware profile from the times.
 
 Shapes: N ranks, P probes.
 """
@@ -61,16 +61,16 @@ ALONE, ON_RANKS = "call of attention", "call of attention on all ranks"
 BETWEEN_NODES = ", between nodes"
 
 _EXCHANGE = "exchange of attention"
-_MORE_TIMES = 3  # of messages in a round: they are short, and a busy machine disturbs them most
-_LEAST_S = 0.02  # of a round, in which short calls are repeated
+_MORE_TIMES = 3  # messages again in a round: they are short, and a busy machine disturbs them most
+_LEAST_S = 0.02  # of a measurement: shorter calls are repeated
 _QUARTILE = 0.25
-_DRAWS = 200
+_DRAWS = 200  # of the bootstrap
 _NORMAL = 1.96  # standard errors on either side hold 95 %
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Measured:
-    """Times of all ranks; the same on all of them, but for the device."""
+    """Times of all ranks, equal on all of them, and facts about this rank's device."""
 
     probes: tuple[Probe, ...]
     seconds: Floats  # (rounds, N, P)
@@ -83,16 +83,17 @@ class Measured:
 def measure(
     options: CalibrateOptions, device: torch.device, advance: Callable[[], object] = lambda: None
 ) -> Measured:
-    """Time everything on the ranks of the default group, which must have like options.
+    """Time all probes on the ranks of the default group, which must have equal options.
 
-    Collectives: an agreement; then the probes in each round, and in two that do not count.
+    Collectives: a comparison of options; then the probes in two rounds to warm up, and in each
+    round that counts.
     """
     group = member_of(resolve(None), "calibrate")
     error, probes = None, list[Probe]()
     try:
         options.check()
         probes = _passes(options, device)
-    except Exception as refusal:  # whatever it is, the others must not wait
+    except Exception as refusal:  # the other ranks must not wait
         error = refusal
     host = np.frombuffer(blake2b(socket.gethostname().encode(), digest_size=8).digest(), np.int64)
     what = "bascule calibrate"
@@ -100,7 +101,7 @@ def measure(
     hosts = [int(row[0]) for row in rows]
     with shared("bascule calibrate"):
         probes += [*_messages(group, hosts, options, device), *_attention(group, options, device)]
-        time_round(group, device, probes)  # makes connections, memory and kernels ready
+        time_round(group, device, probes)  # warms up connections, memory and kernels
         advance()
         probes = _in_a_row(probes, time_round(group, device, probes))
         advance()
@@ -135,11 +136,10 @@ def check_block(options: CalibrateOptions, device: torch.device) -> None:
 
 def _config(options: CalibrateOptions, device: torch.device) -> MMDiTConfig:
     width, num_heads = (options.on(device.type, name) for name in ("d_model", "num_heads"))
-    if width % (2 * num_heads):
+    if width % (step := 2 * num_heads):
         raise ConfigError(
-            f"--d-model {width} and --num-heads {num_heads}: a head must have an even width, so "
-            f"give a multiple of {2 * num_heads}, such as --d-model "
-            f"{-(-width // (2 * num_heads)) * 2 * num_heads}"
+            f"--d-model {width} and --num-heads {num_heads}: a head must have an even width: give "
+            f"a multiple of {step}, such as --d-model {-(-width // step) * step}"
         )
     return MMDiTConfig(
         in_channels=4,
@@ -154,7 +154,7 @@ def _config(options: CalibrateOptions, device: torch.device) -> MMDiTConfig:
 
 
 def _passes(options: CalibrateOptions, device: torch.device) -> list[Probe]:
-    """Make probes of all passes and lengths: our blocks compute packs, those of a user do not."""
+    """Make probes of all passes by length: packs for our blocks, one sequence for a user's."""
     dtype = _dtype(options, device)
     lens = options.seq_lens(device.type)
     if options.module is not None:
@@ -165,14 +165,11 @@ def _passes(options: CalibrateOptions, device: torch.device) -> list[Probe]:
         model = block_of_each_kind(_config(options, device), device, dtype)
         packs = [[length] * (lens[-1] // length) for length in lens]
         calls = [calls_of_model(model, (0.5, 0.5, 0.0), p, dtype, options.kernel) for p in packs]
-    return [
-        probe
-        for pack, of_pack in zip(packs, calls, strict=True)
-        for probe in _passes_of(of_pack, pack, device.type)
-    ]
+    pairs = zip(calls, packs, strict=True)
+    return [probe for pair in pairs for probe in _passes_of_pack(*pair, device.type)]
 
 
-def _passes_of(calls: list[BlockCall], pack: list[int], on: str) -> list[Probe]:
+def _passes_of_pack(calls: list[BlockCall], pack: list[int], on: str) -> list[Probe]:
     def run(functions: Sequence[Callable[[], object]]) -> None:
         for function in functions:
             function()
@@ -191,15 +188,15 @@ def _passes_of(calls: list[BlockCall], pack: list[int], on: str) -> list[Probe]:
 def _messages(
     group: RankGroup, hosts: list[int], options: CalibrateOptions, device: torch.device
 ) -> list[Probe]:
-    """Make probes of collectives among the ranks of each host, and among one rank of each."""
-    places = [[p for p in range(group.size) if hosts[p] == host] for host in dict.fromkeys(hosts)]
-    local = next(some for some in places if group.rank in some)
-    counts, groups = {len(some) for some in places}, dict[str, RankGroup]()
-    if min(counts) > 1:
+    """Make probes of collectives within each host, and among one rank of each host."""
+    nodes = [[p for p in range(group.size) if hosts[p] == host] for host in dict.fromkeys(hosts)]
+    local = next(ranks for ranks in nodes if group.rank in ranks)
+    sizes, groups = {len(ranks) for ranks in nodes}, dict[str, RankGroup]()
+    if min(sizes) > 1:
         groups[""] = group.part(local, "calibrate in a node")
-    if len(places) > 1 and len(counts) == 1:
-        mine = local.index(group.rank)
-        groups[BETWEEN_NODES] = group.part([some[mine] for some in places], "between nodes")
+    if len(nodes) > 1 and len(sizes) == 1:
+        place = local.index(group.rank)
+        groups[BETWEEN_NODES] = group.part([ranks[place] for ranks in nodes], "between nodes")
     return [
         replace(probe, name=probe.name + where)
         for where, ranks in groups.items()
@@ -210,7 +207,7 @@ def _messages(
 
 
 def _attention(group: RankGroup, options: CalibrateOptions, device: torch.device) -> list[Probe]:
-    """Make probes of attention of one token a rank: next to no data, so that the host shows."""
+    """Make probes of attention on one token a rank, whose time is that of the host alone."""
     dtype = _dtype(options, device)
     q = torch.randn(1, group.size, 1, 64, device=device, dtype=dtype)
     in_turn = AttentionOptions(overlap=False)
@@ -228,7 +225,7 @@ def _attention(group: RankGroup, options: CalibrateOptions, device: torch.device
 
 
 def _round(group: RankGroup, device: torch.device, probes: list[Probe]) -> Floats:
-    """Return (N, P) seconds; of short probes those of the quickest of several times."""
+    """Return (N, P) seconds of a round; of short probes the quickest of several times."""
     seconds = time_round(group, device, probes)
     places = [place for place, probe in enumerate(probes) if probe.kind != PASS]
     for _ in range(_MORE_TIMES):
@@ -239,7 +236,7 @@ def _round(group: RankGroup, device: torch.device, probes: list[Probe]) -> Float
 
 
 def _in_a_row(probes: list[Probe], seconds: Floats) -> list[Probe]:
-    """Repeat short ones; on all ranks alike, since all know the same seconds."""
+    """Let short probes run several times in a row; equally often on all ranks."""
     times = np.clip(np.ceil(_LEAST_S / seconds.max(axis=0)), 1, MOST_IN_A_ROW).astype(int)
     return [
         replace(probe, in_a_row=count) for probe, count in zip(probes, times.tolist(), strict=True)
@@ -266,7 +263,7 @@ def _in_words(options: CalibrateOptions, group: RankGroup, device: torch.device)
 
 
 def profile_of(measured: Measured, options: CalibrateOptions) -> HardwareProfile:
-    """Make the profile of the measurements and the base."""
+    """Make a hardware profile of what was measured, and of the base for the rest."""
     fits, overheads = _fits(measured), _overheads(measured)
     numbers = _numbers(measured, fits, overheads)
     calibration = Calibration(
@@ -294,7 +291,7 @@ def profile_of(measured: Measured, options: CalibrateOptions) -> HardwareProfile
 
 
 def refusals(profile: HardwareProfile, limit: float, *, attends: bool = True) -> list[str]:
-    """Name curves that miss held-out points by more than `limit`, or give no rate."""
+    """Explain which curves miss held-out points by more than `limit`, or give no rate."""
     assert profile.calibration is not None
     sentences: list[str] = []
     for fit in profile.calibration.fits:
@@ -319,15 +316,15 @@ def refusals(profile: HardwareProfile, limit: float, *, attends: bool = True) ->
 
 
 def _fits(measured: Measured) -> dict[str, Fit]:
-    kinds: dict[str, list[int]] = {}
+    places: dict[str, list[int]] = {}
     for place, probe in enumerate(measured.probes):
         if probe.kind in (PASS, COLLECTIVE):
-            kinds.setdefault(probe.name, []).append(place)
-    return {name: _fit(name, places, measured) for name, places in kinds.items()}
+            places.setdefault(probe.name, []).append(place)
+    return {name: _fit(name, same, measured) for name, same in places.items()}
 
 
 def _fit(name: str, places: list[int], measured: Measured) -> Fit:
-    """Fit a curve: to messages of the slowest rank, to a block in the mean over the ranks."""
+    """Fit a curve: to the slowest rank's messages, or to a block's mean over the ranks."""
     probes, seconds = [measured.probes[place] for place in places], measured.seconds[:, :, places]
     amounts = np.array([probe.amount for probe in probes])
     if probes[0].kind == COLLECTIVE:
@@ -340,9 +337,8 @@ def _fit(name: str, places: list[int], measured: Measured) -> Fit:
 def undisturbed(times: Floats) -> tuple[Floats, Floats]:
     """Return (n,) lower quartiles of (rounds, n) times, and relative errors by bootstrap.
 
-    Least times are luck, and medians follow other work. Of 18 rounds of messages on two busy cores,
-    held-out sizes were missed by 8.8 % with least times, 8.1 % with medians, and 4.8 % with
-    quartiles (median of 480 fits).
+    Of 18 rounds of messages on two busy cores, held-out sizes were missed by 8.8 % with least
+    times, 8.1 % with medians, and 4.8 % with quartiles (median of 480 fits).
     """
     drawn = np.random.default_rng(0).integers(len(times), size=(_DRAWS, len(times)))
     again = np.quantile(times[drawn], _QUARTILE, axis=1)
@@ -357,7 +353,7 @@ def _overheads(measured: Measured) -> tuple[Overhead, ...]:
             slowest = measured.seconds[:, :, place].max(axis=1, keepdims=True)
             (seconds,), (noise,) = undisturbed(slowest)
             times[probe.name] = float(seconds), float(seconds * noise)
-    if ON_RANKS in times:  # to the heads, and back
+    if ON_RANKS in times:  # its two exchanges are on top of attention alone
         (both_s, both_error), (alone_s, error) = times.pop(ON_RANKS), times[ALONE]
         half = max(both_s - alone_s, 0.0) / 2
         times[_EXCHANGE] = half, float(np.hypot(both_error, error)) / 2
@@ -378,7 +374,6 @@ def _numbers(
     for name, what in wires.items():
         if what in fits:
             numbers[name] = 1.0 / byte_s if (byte_s := fits[what].coefficients[1]) > 0 else None
-    launches = [overhead.seconds for overhead in overheads if overhead.what == _EXCHANGE]
-    if launches:
-        numbers["launch_s"] = launches[0]
-    return {name: float(value) for name, value in numbers.items() if value is not None}
+    launches = {overhead.what: overhead.seconds for overhead in overheads}
+    numbers["launch_s"] = launches.get(_EXCHANGE)
+    return {name: float(number) for name, number in numbers.items() if number is not None}

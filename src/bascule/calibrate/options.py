@@ -15,7 +15,7 @@ from bascule.options import NewFile, Outputs, Range, RankOptions, flag, refuse
 
 _MOST_TOKENS = 2**24
 _RANGE = re.compile("([0-9]{1,9}):([0-9]{1,9})")
-BY_DEVICE: dict[str, dict[str, Any]] = {  # defaults
+BY_DEVICE: dict[str, dict[str, Any]] = {  # defaults of options by device type
     "cpu": {"lengths": "64:4096", "d_model": 256, "num_heads": 4, "dtype": "float32"},
     "cuda": {"lengths": "256:32768", "d_model": 3072, "num_heads": 24, "dtype": "bfloat16"},
 }
@@ -43,8 +43,8 @@ class CalibrateOptions(Outputs, RankOptions):
         num_heads: Attention heads of the block.
         dtype: Of parameters and activations of the block.
         kernel: Attention kernel of the block; the first that runs on the device if not given.
-        base: File or name of the profile that has what is not measured here.
-        limit: Of what held-out points are missed by in the median; 0.25 is 25 %.
+        base: File or name of the profile that numbers are taken from which are not measured.
+        limit: Largest median error at held-out points; 0.25 is 25 %.
     """
 
     out: Annotated[Path, NewFile()] = Path("profile.json")
@@ -71,12 +71,12 @@ class CalibrateOptions(Outputs, RankOptions):
         HardwareProfile.load(self.base)
 
     def on(self, device: str, name: str) -> Any:
-        """Return an option, or what is timed on a type of device if it is not given."""
+        """Return the value of an option, by default that of the device type."""
         value = getattr(self, name)
         return BY_DEVICE[device][name] if value is None else value
 
     def seq_lens(self, device: str) -> list[int]:
-        """Return ascending tokens of the sequences that are timed."""
+        """Return the ascending lengths that are timed, in tokens."""
         text = self.on(device, "lengths")
         match = _RANGE.fullmatch(text)
         if match is None:
@@ -95,7 +95,7 @@ class CalibrateOptions(Outputs, RankOptions):
         return lens.tolist()
 
     def message_bytes(self) -> list[int]:
-        """Return ascending bytes of the messages that are timed."""
+        """Return the ascending sizes of the messages that are timed, in bytes."""
         return np.geomspace(2**12, self.mib * 2**20, self.points).round().astype(int).tolist()
 
     @property

@@ -1,4 +1,4 @@
-"""Time calls on all ranks, in rounds: what disturbs for a moment disturbs one of many."""
+"""Time calls on all ranks, in rounds, so that a short disturbance affects one of many."""
 
 import os
 import platform
@@ -30,21 +30,21 @@ _ITEM_BYTES = 4  # float32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Probe:
-    """Something to time; all ranks call it, also those with no part in it."""
+    """A call to time; all ranks call it, also those that take no part in its exchange."""
 
-    kind: str  # which reports tell apart, for example "work" or "collective"
+    kind: str  # for example "work" or "collective"
     name: str  # in reports
-    on: str  # where its tensors are, by torch's name
-    size: int  # bytes that a rank holds, or tokens; 0 for what has one size
+    on: str  # device type of its tensors
+    size: int  # bytes of a rank, or tokens; 0 if the probe has one size
     amount: float  # FLOPs of a rank, or bytes that it has to send
     run: Callable[[], object]
-    in_a_row: int = 1  # runs of one measurement, so that ranks that begin apart matter less
-    ends: tuple[tuple[int, int], ...] = ()  # of links, the pairs that exchange at the same time
-    prepare: Callable[[], Callable[[], object]] | None = None  # makes the run that is timed
+    in_a_row: int = 1  # runs of one measurement: an unequal start of ranks then matters less
+    ends: tuple[tuple[int, int], ...] = ()  # pairs of ranks that exchange at the same time
+    prepare: Callable[[], Callable[[], object]] | None = None  # makes the call that is timed
 
 
 def time_round(group: RankGroup, device: torch.device, probes: Sequence[Probe]) -> Floats:
-    """Return (ranks, probes) seconds of each probe; all ranks begin it together."""
+    """Time each probe, which all ranks begin together; return (ranks, probes) seconds."""
     seconds = np.zeros(len(probes))
     for place, probe in enumerate(probes):
         together = torch.zeros(1)
@@ -54,7 +54,7 @@ def time_round(group: RankGroup, device: torch.device, probes: Sequence[Probe]) 
 
 
 def seconds_of(probe: Probe, device: torch.device) -> float:
-    """Return the seconds of a run on this rank, the mean of those in a row."""
+    """Return the seconds of a probe on this rank, in the mean of its runs in a row."""
     runs = [probe.run] * probe.in_a_row
     if probe.prepare is not None:
         runs = [probe.prepare() for _ in runs]
@@ -65,14 +65,14 @@ def seconds_of(probe: Probe, device: torch.device) -> float:
 
 
 def now(device: torch.device) -> float:
-    """Return the time when a device has done all that it was given."""
+    """Synchronize a device, and return the time."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def collectives(group: RankGroup, where: torch.device, size: int) -> list[Probe]:
-    """Make probes of the collectives of bascule; bytes to send are nccl-tests' bus bytes."""
+    """Make probes of bascule's collectives; bytes to send are the bus bytes of nccl-tests."""
     share = -(-size // (group.size * _ITEM_BYTES))  # items of a rank's part
     size = share * group.size * _ITEM_BYTES
     sent = torch.ones(group.size * share, device=where)
@@ -103,12 +103,12 @@ def collectives(group: RankGroup, where: torch.device, size: int) -> list[Probe]
 
 
 def in_a_row(size: int) -> int:
-    """Count the messages of so many bytes in one measurement."""
+    """Return how many messages of a size one measurement has."""
     return max(2, min(MOST_IN_A_ROW, 2**20 // size))
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the device of this rank, as its maker calls it."""
+    """Return the product name of a device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     path = Path("/proc/cpuinfo")  # Linux; elsewhere Python's own name must do
@@ -118,7 +118,7 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """Return the memory of the device of this rank; of a CPU that of the host. None: not known."""
+    """Return the bytes of memory of a GPU, or of the host for a CPU; None: not known."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     try:

@@ -1,4 +1,4 @@
-"""Charts that several reports have: loads of ranks, lengths, bars, lines over steps."""
+"""Charts shared by reports: loads of ranks, lengths of sequences, bars, and lines over steps."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -40,7 +40,7 @@ def draw_loads(before: npt.ArrayLike, after: npt.ArrayLike, unit: str) -> Chart:
 
 
 def draw_lengths(seq_lens: npt.ArrayLike) -> Chart:
-    """Draw how many sequences are how long, on a logarithmic axis."""
+    """Draw a histogram of lengths, on a logarithmic axis."""
     lens = np.asarray(seq_lens, float)
     shown = lens[lens > 0]
 
@@ -68,7 +68,7 @@ def draw_lengths(seq_lens: npt.ArrayLike) -> Chart:
 def draw_bars(
     title: str, words: str, names: Sequence[str], parts: Mapping[str, npt.ArrayLike], unit: str
 ) -> Chart:
-    """Draw a bar for each name, of stacked parts: (bars,) values of each part by its name."""
+    """Draw a bar for each name, stacked of parts; `parts` has the (bars,) values of each."""
 
     def draw() -> "Figure":
         figure = new_figure(max(240, 90 + 26 * len(names)), unit, "")
@@ -94,9 +94,9 @@ def draw_lines(
     lines: Mapping[str, npt.ArrayLike],
     across: npt.ArrayLike | None = None,
 ) -> Chart:
-    """Draw lines over the same steps: (steps,) values of each by its name; axes across and up.
+    """Draw lines of (steps,) values by name, at the places `across`, by default 0, 1, ..
 
-    `across` has the (steps,) places of the steps; 0, 1, .. by default.
+    `axes` are the names of the horizontal and the vertical axis.
     """
 
     def draw() -> "Figure":
@@ -113,7 +113,7 @@ def draw_lines(
 
 
 def new_figure(height: int, across: str, up: str) -> "Figure":
-    """Make an empty figure with the names of its axes."""
+    """Make an empty figure with names of its horizontal and its vertical axis."""
     from plotly.graph_objects import Figure
 
     figure = Figure()

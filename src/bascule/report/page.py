@@ -1,4 +1,4 @@
-"""Reports, on a console and as one self-contained page, which loads nothing from anywhere."""
+"""Reports of commands, for a console and as one HTML page that loads nothing from the network."""
 
 import json
 import math
@@ -29,9 +29,9 @@ Format = str | Callable[[Any], str]  # a pattern of `str.format`, or a function
 
 
 def columns(*headings: str) -> dict[str, Format]:
-    """Return columns of a table by "heading" or "heading: format", such as "gap: {:.2%}"."""
+    """Return formats by heading from "heading" or "heading: format", such as "gap: {:.2%}"."""
     pairs = (heading.partition(": ") for heading in headings)
-    return {name: form or "{}" for name, _, form in pairs}
+    return {name: pattern or "{}" for name, _, pattern in pairs}
 
 
 def ms(seconds: float) -> str:
@@ -46,25 +46,25 @@ def mib(num_bytes: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A number that matters."""
+    """A number of a report."""
 
-    key: str  # its name where a program reads it
-    label: str  # its name for readers
+    key: str  # name in JSON
+    label: str  # name on a console and page
     value: float | str | None
-    form: Format = "{}"
+    format: Format = "{}"
 
     @property
     def text(self) -> str:
-        """The value for readers."""
-        return "not known" if self.value is None else _text(self.value, self.form)
+        """The formatted value."""
+        return "not known" if self.value is None else _text(self.value, self.format)
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A drawing, made when a page shows it."""
+    """A drawing, made only for a page."""
 
     title: str
-    words: str  # what is to be seen in it, for those who do not see it too
+    words: str  # caption, which also says what it shows to readers who cannot see it
     draw: "Callable[[], Figure | str]"  # a figure of plotly, or a whole SVG element
 
 
@@ -73,17 +73,17 @@ class Rows:
     """A table."""
 
     title: str
-    columns: Mapping[str, Format]  # by heading
+    columns: Mapping[str, Format]  # formats by heading
     rows: Sequence[Sequence[Any]]  # values; None is an empty cell
     num_shown: int = 64  # rows on a console
-    bars: Sequence[float] = ()  # drawn beside the rows on a console, where a page has a chart
+    bars: Sequence[float] = ()  # lengths of bars beside the rows, on a console
 
     @property
     def texts(self) -> list[list[str]]:
-        """All cells as text."""
+        """The formatted cells."""
         formats = self.columns.values()
         return [
-            ["" if x is None else _text(x, form) for x, form in zip(row, formats, strict=True)]
+            ["" if x is None else _text(x, how) for x, how in zip(row, formats, strict=True)]
             for row in self.rows
         ]
 
@@ -93,31 +93,32 @@ class Report:
     """The result of a command, for a console, a page and programs."""
 
     title: str
-    answer: str  # what the numbers mean, in a sentence or two
+    answer: str  # a sentence or two on what the numbers mean
     facts: tuple[Fact, ...]  # the most important first
     parts: tuple[Chart | Rows, ...] = ()
     notes: tuple[str, ...] = ()  # certificate, sources of the numbers, what is not counted
-    data: tuple[str, ...] = ()  # how the data were understood, to be read before the answer
-    values: dict[str, Any] | None = None  # for programs, in place of facts and tables
+    data: tuple[str, ...] = ()  # sentences on how the user's data were read; shown first
+    values: dict[str, Any] | None = None  # the JSON, in place of facts and tables
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON: those given, or facts and tables."""
+        """Return plain values for JSON: `values`, or facts and tables."""
         if self.values is not None:
             return self.values
-        return self._values | {
+        tables = {
             part.title: [
                 dict(zip(part.columns, map(_json_value, row), strict=True)) for row in part.rows
             ]
             for part in self.parts
             if isinstance(part, Rows)
         }
+        return self._values_of_facts | tables
 
     @property
-    def _values(self) -> dict[str, Any]:
+    def _values_of_facts(self) -> dict[str, Any]:
         return {fact.key: _json_value(fact.value) for fact in self.facts}
 
     def show(self, console: "Console") -> None:
-        """Print facts, tables and notes. Charts are for pages."""
+        """Print facts, tables and notes, no charts."""
         from rich.markup import escape as plain
         from rich.table import Table
 
@@ -136,7 +137,7 @@ class Report:
 
 
 def render(report: Report, command: str | None = None) -> str:
-    """Return a report as HTML, escaped, with the command that made it, by default this process."""
+    """Return a report as an HTML page, with the command that made it (default: this process's)."""
     from plotly.offline import get_plotlyjs
 
     parts = "\n".join(
@@ -158,16 +159,16 @@ def render(report: Report, command: str | None = None) -> str:
         command=escape(command or shlex.join(["bascule", *sys.argv[1:]])),
         versions=escape(f"Python {sys.version.split()[0]}, {made_with}"),
         plotly=get_plotlyjs() if "Plotly.newPlot" in parts else "",
-        data=_script_json(report._values),
+        data=_script_json(report._values_of_facts),
     )
 
 
-def _text(value: Any, form: Format) -> str:
-    return form.format(value) if isinstance(form, str) else form(value)
+def _text(value: Any, how: Format) -> str:
+    return how.format(value) if isinstance(how, str) else how(value)
 
 
 def _json_value(value: Any) -> Any:
-    """Return None for a number that JSON lacks, as the WIR of a batch with an idle rank."""
+    """Return None for numbers that JSON lacks, such as the WIR of a batch with an idle rank."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -221,7 +222,7 @@ def _chart(chart: Chart, name: str) -> str:
 
 
 def _script_json(value: object) -> str:
-    """Return JSON that cannot end its script element."""
+    """Return JSON in which no text can close the HTML script element."""
     text = json.dumps(value, allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 

@@ -1,4 +1,4 @@
-"""Draw one training step, before and after balancing, as an SVG."""
+"""Draw the ranks' work in one training step, before and after balancing, as an SVG."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ _COLORS = ("#9ecae9", "#4c9bd6", "#1f6fb2", "#f2a541", "#d1495b")
 _LEFT, _PLOT, _RIGHT = 118.0, 620.0, 22.0
 _BAR, _PITCH, _HEAD, _FOOT = 18.0, 23.0, 54.0, 20.0
 _WIDTH = _LEFT + _PLOT + _RIGHT
-_THINNEST = 0.005  # less is a rounding error
+_THINNEST = 0.005  # width below which a segment is a rounding error
 _WIRES, _WAIT = 'class="wires"', 'class="wait"'
 
-# The card has a background of its own, so that it reads the same on white and on dark pages.
+# The card sets its background, so that it reads the same on white and on dark pages.
 _STYLE = """\
 <style>
 text { font: 13px system-ui, sans-serif; fill: #1f2328; }
@@ -35,12 +35,12 @@ text { font: 13px system-ui, sans-serif; fill: #1f2328; }
 patternTransform="rotate(45)"><rect width="6" height="6" fill="#eceae4"/>\
 <rect width="2" height="6" fill="#b4b9c1"/></pattern></defs>"""
 
-_Segment = tuple[str, str, float]  # look, title and length of a part of a bar
+_Segment = tuple[str, str, float]  # SVG attributes, title and length of a part of a bar
 
 
 @dataclass(frozen=True)
 class _Bar:
-    """The work of one rank, one part after the other."""
+    """The bar of a rank, and the segments of its load."""
 
     label: str
     segments: Sequence[_Segment]
@@ -50,8 +50,8 @@ class _Bar:
 def draw_step(plan: Plan, cost: Cost, cluster: Cluster | None = None, unit: str = "TFLOP") -> str:
     """Draw a batch as it was loaded, and below it as planned; return the SVG.
 
-    A bar is a rank, a segment a sequence or a share of one: its width is the cost, its colour the
-    length. Wires, launches and carried loads are grey; the hatched rest is waiting.
+    A bar is a rank, a segment a sequence or a rank's share of one: its width is the cost, its
+    colour the length. Wires, launches and carried loads are grey; waiting is hatched.
     """
     bounds = _bounds(plan.seq_lens)
     costs_of = evaluate if cluster is None else cluster.compute_seconds
@@ -69,23 +69,37 @@ def draw_step(plan: Plan, cost: Cost, cluster: Cluster | None = None, unit: str 
         load, shares = float(plan.loads[rank]), costs_of(in_bag(cost, degree), plan.seq_lens) / size
         after.append(_bar_of(label, plan, bounds, plan.bag_of == bag, shares, load))
     speed_up = max(bar.load for bar in before) / plan.makespan if plan.makespan > 0 else 1.0
-    words = (
-        f"Before: each rank computes what it loaded. {_waiting(before)}",
-        f"After: {speed_up:.2f}x as fast (predicted). {_waiting(after)}",
-    )
+    longest = max(bar.load for bar in (*before, *after))
+    scale = _PLOT / longest if longest > 0 else 0.0  # the longest bar fills the width
     used = {_color(bounds, seq_len) for seq_len in plan.seq_lens.tolist() if seq_len}
     shown = [bound for bound in bounds if _color(bounds, bound) in used]
     legend = [(_work(_color(bounds, bound)), f"to {bound:,}") for bound in shown]
     wires = [length for bar in after for look, _, length in bar.segments if look == _WIRES]
-    legend += [(_WIRES, "wires")] * (max(wires) * _scale(before, after) >= _THINNEST)
+    legend += [(_WIRES, "wires")] * (max(wires) * scale >= _THINNEST)
     legend.append((_WAIT, "waiting for the slowest rank"))
-    return _drawn((before, after), words, unit, legend)
+    first = f"Before: each rank computes what it loaded. {_waiting(before)}"
+    second = f"After: {speed_up:.2f}x as fast (predicted). {_waiting(after)}"
+    height = _HEAD + _PITCH * min(len(ranks), MOST_RANKS) + _FOOT
+    total = 2 * height + 62.0
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH:g} {total:g}" '
+        f'width="{_WIDTH:g}" height="{total:g}" role="img">',
+        f"<title>{escape(f'One step on {len(ranks)} ranks, before and after')}</title>",
+        _STYLE,
+        f'<rect class="card" x="0.5" y="0.5" width="{_WIDTH - 1:g}" rx="8" '
+        f'height="{total - 1:g}"/>',
+        *_panel("before", first, before, 0.0, scale, unit),
+        *_panel("after", second, after, height, scale, unit),
+        *_legend(2 * height, legend, len(ranks)),
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
 
 
 def _bar_of(
     label: str, plan: Plan, bounds: Sequence[int], mask: np.ndarray, costs: Floats, load: float
 ) -> _Bar:
-    """Make the bar of the sequences of a mask, the longest first; then what is not compute."""
+    """Make a bar of the sequences in `mask`, the longest first, then of what is not compute."""
     ids = np.flatnonzero(mask)
     ids = ids[np.argsort(-plan.seq_lens[ids], kind="stable")]
     rows = zip(ids.tolist(), plan.seq_lens[ids].tolist(), costs[ids].tolist(), strict=True)
@@ -104,7 +118,7 @@ def _waiting(bars: Sequence[_Bar]) -> str:
 
 
 def _bounds(seq_lens: Ints) -> list[int]:
-    """Return the longest sequence of each colour, ascending; powers of a common ratio."""
+    """Return the longest length of each colour, ascending by about a common ratio."""
     lens = seq_lens[seq_lens > 0]
     if lens.size == 0:
         return [0]
@@ -125,42 +139,10 @@ def _work(color: str) -> str:
     return f'class="work" fill="{color}"'
 
 
-def _scale(*panels: list[_Bar]) -> float:
-    """Return the scale of a picture in which the longest bar fills the width."""
-    longest = max(bar.load for bars in panels for bar in bars)
-    return _PLOT / longest if longest > 0 else 0.0
-
-
-def _drawn(
-    panels: tuple[list[_Bar], list[_Bar]],
-    words: tuple[str, str],
-    unit: str,
-    legend: list[tuple[str, str]],
-) -> str:
-    """Draw two panels of one scale, and the legend."""
-    scale, num_ranks = _scale(*panels), len(panels[0])
-    height = _HEAD + _PITCH * min(num_ranks, MOST_RANKS) + _FOOT
-    total = 2 * height + 62.0
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH:g} {total:g}" '
-        f'width="{_WIDTH:g}" height="{total:g}" role="img">',
-        f"<title>{escape(f'One step on {num_ranks} ranks, before and after')}</title>",
-        _STYLE,
-        f'<rect class="card" x="0.5" y="0.5" width="{_WIDTH - 1:g}" rx="8" '
-        f'height="{total - 1:g}"/>',
-        *_panel("before", words[0], panels[0], (0.0, scale, unit)),
-        *_panel("after", words[1], panels[1], (height, scale, unit)),
-        *_legend(2 * height, legend, num_ranks),
-        "</svg>",
-    ]
-    return "\n".join(parts) + "\n"
-
-
 def _panel(
-    name: str, title: str, bars: Sequence[_Bar], frame: tuple[float, float, str]
+    name: str, title: str, bars: Sequence[_Bar], top: float, scale: float, unit: str
 ) -> list[str]:
-    """Draw a heading and one bar for each rank; `frame` is its top, the scale and the unit."""
-    top, scale, unit = frame
+    """Draw a heading and a bar for each rank, below `top`."""
     end, shown = max(bar.load for bar in bars), bars[:MOST_RANKS]
     x, bottom = _LEFT + end * scale, top + _HEAD + _PITCH * len(shown)
     rows = enumerate(shown)

@@ -1,4 +1,4 @@
-"""Lengths of sequences from data codes and length files; for manifests see ``manifest``.
+"""Sequence lengths from data codes and from files of lengths.
 
 A *data code* ``g16b4i256f1s0`` is a stream of synthetic samples: 16 ranks, 4 samples a rank and
 step, 256 x 256 pixels, 1 frame, not compressed in time. Commas join codes to a mix. Source of the
@@ -21,7 +21,7 @@ from bascule.files import parse_json, read_lines
 
 PATCH_PIXELS = 16  # along one side of a visual token: VAE stride 8 times DiT patch 2
 MAX_TEXT_TOKENS = 392  # of a sample that a data code draws
-ASPECT_RANGE = (0.96, 1.04)  # of the factor on a rank's visual tokens, for aspect ratio buckets
+ASPECT_RANGE = (0.96, 1.04)  # factors on a rank's visual tokens, as by buckets of aspect ratios
 MAX_LENGTH = 2**31 - 1  # of a sequence, in tokens: cumulative lengths are int32
 MAX_SEQUENCES = 2**20  # of a batch that is drawn or read
 
@@ -37,36 +37,34 @@ _Item = TypeVar("_Item")
 class SampleShape:
     """Token counts of one sample, whose visual tokens lie on a grid in raster order."""
 
-    text_tokens: int  # in front of the visual ones
-    image_tokens: int  # of all frames, alike in each
-    frames: int = 1  # latent ones
+    text_tokens: int  # in front of the visual tokens
+    image_tokens: int  # of all frames, equally many in each
+    frames: int = 1  # latent frames
     grid_width: int = 1  # visual tokens in a row; the last row of a frame may be partly filled
-    cross_tokens: int = 0  # of text, too, but attended to crosswise: no part of the sequence
+    cross_tokens: int = 0  # text tokens of cross-attention: no part of the sequence
 
     def __post_init__(self) -> None:
-        if (
-            min(self.text_tokens, self.image_tokens, self.cross_tokens) < 0
-            or min(self.frames, self.grid_width) < 1
-        ):
+        sizes = self.frames, self.grid_width
+        if min(self.text_tokens, self.image_tokens, self.cross_tokens) < 0 or min(sizes) < 1:
             raise ConfigError(f"token counts must be >= 0, frames and grid_width >= 1: {self}")
         if self.image_tokens % self.frames:
             raise ConfigError(f"image_tokens must be a multiple of frames: {self}")
 
     @property
     def seq_len(self) -> int:
-        """Tokens of the packed sequence: text and visual."""
+        """Tokens of the packed sequence: text and visual tokens."""
         return self.text_tokens + self.image_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class DataCode:
-    """One stream of a data mix, ``g{G}b{B}i{R}f{F}s{S}``; ``str()`` gives the code back."""
+    """A stream of a data mix, ``g{G}b{B}i{R}f{F}s{S}``, which ``str()`` gives back."""
 
     num_ranks: int  # ranks that read this stream (G)
     batch_size: int  # samples a rank and step (B); 0 makes ranks that only compute
     resolution: int  # pixels along each side of a frame (R)
     num_frames: int  # frames before compression (F)
-    compressed: bool  # in time, by 3.4 (S)
+    compressed: bool  # True if frames are compressed in time, by 3.4 (S)
 
     def __post_init__(self) -> None:
         fields(self, num_ranks=(whole, 1, MAX_RANKS), batch_size=whole, num_frames=(whole, 1))
@@ -93,24 +91,19 @@ class DataCode:
 
     @property
     def latent_frames(self) -> int:
-        """Frames that become tokens."""
-        return latent_frames(self.num_frames, compressed=self.compressed)
+        """Frames that become tokens: all, or ``max(int(num_frames / 3.4), 1)`` if compressed."""
+        return max(self.num_frames * 10 // 34, 1) if self.compressed else self.num_frames
 
     @property
     def image_tokens(self) -> int:
-        """Visual tokens of one sample before the factor for aspect ratios."""
+        """Visual tokens of a sample before the factor of `ASPECT_RANGE`."""
         return self.grid_width**2 * self.latent_frames
 
 
-def latent_frames(num_frames: int, *, compressed: bool) -> int:
-    """Return all frames, or ``max(int(num_frames / 3.4), 1)`` if they are compressed in time."""
-    return max(num_frames * 10 // 34, 1) if compressed else num_frames
-
-
 def keyed_generator(seed: int, stream: str, *key: int) -> np.random.Generator:
-    """Make a random generator: Philox counts from the key, so no two keys share numbers.
+    """Make a random generator of Philox, which counts from the key: no two keys share numbers.
 
-    A stream has at most 8 ASCII characters, a key at most two numbers.
+    `stream` has at most 8 ASCII characters, a key at most two numbers.
     """
     if not all(0 <= word < 2**64 for word in (seed, *key)):
         raise ConfigError(f"seed, step and rank must be in 0..2^64-1, got {(seed, *key)}")
@@ -141,7 +134,7 @@ def parse_data_codes(spec: str) -> tuple[DataCode, ...]:
 
 
 def check_world(codes: Sequence[DataCode], world_size: int) -> None:
-    """Refuse a world that is not one or more whole replicas of the mix."""
+    """Refuse a world size that is no multiple of the ranks of the mix."""
     unit = num_ranks_of(codes)
     whole("world_size", world_size, 0, MAX_RANKS)
     if world_size < unit or world_size % unit:
@@ -155,14 +148,14 @@ def check_world(codes: Sequence[DataCode], world_size: int) -> None:
 
 
 def num_ranks_of(codes: Sequence[DataCode]) -> int:
-    """Count the ranks of one replica of a mix."""
+    """Count the ranks of a mix."""
     return sum(code.num_ranks for code in codes)
 
 
 def rank_lengths(
     codes: Sequence[DataCode], rank: int, *, seed: int, step: int
 ) -> list[SampleShape]:
-    """Draw the samples of a rank, with a factor in `ASPECT_RANGE`; replicas follow each other."""
+    """Draw the samples of a rank, with a factor in `ASPECT_RANGE`; more ranks repeat the mix."""
     ends = list(accumulate(code.num_ranks for code in codes))
     code = codes[bisect(ends, rank % ends[-1])]
     generator = keyed_generator(seed, "lengths", step, rank)
@@ -178,14 +171,14 @@ def rank_lengths(
 def sample_lengths(
     codes: Sequence[DataCode], *, seed: int, step: int, world_size: int | None = None
 ) -> list[list[SampleShape]]:
-    """Draw the samples of each rank in one step; by default for one replica of the mix."""
+    """Draw the samples of each rank in a step; by default of the ranks of the mix."""
     world_size = num_ranks_of(codes) if world_size is None else world_size
     check_world(codes, world_size)
     return [rank_lengths(codes, rank, seed=seed, step=step) for rank in range(world_size)]
 
 
 def seq_lens(shapes: Sequence[Sequence[SampleShape]]) -> list[list[int]]:
-    """Return packed lengths in tokens, one list per rank, as ``plan_batch`` takes them."""
+    """Return the lengths of packed sequences, a list a rank, as ``plan_batch`` takes them."""
     return [[shape.seq_len for shape in rank] for rank in shapes]
 
 
@@ -196,11 +189,11 @@ def deal(items: Sequence[_Item], num_ranks: int) -> list[list[_Item]]:
 
 
 def read_lengths(path: str | Path, *, num_ranks: int | None = None) -> list[list[int]]:
-    """Read sequence lengths, one list per source rank.
+    """Read sequence lengths, a list for each source rank.
 
-    Text: a line is a source rank, maybe without lengths, which spaces or commas separate; ``#``
-    begins a comment, and a line with only a comment is skipped. JSON: a list of lists, or one flat
-    list. With ``num_ranks``, one line or flat list is dealt (see ``deal``).
+    Text: a line is a source rank, its lengths separated by spaces or commas, or none; ``#`` begins
+    a comment, and a line with only a comment is skipped. JSON: a list of lists, or one flat list.
+    With ``num_ranks``, a single line or list is dealt (see ``deal``).
     """
     lines = list(islice(read_lines(path), MAX_SEQUENCES + 1))
     text = "".join(lines)

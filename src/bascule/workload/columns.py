@@ -1,4 +1,4 @@
-"""Columns of a table by their names: which of them say pixels, frames, seconds or text."""
+"""The role of each column of a table, by its name: pixels, frames, seconds, text, .."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,25 +23,21 @@ ROLES: dict[str, tuple[str, ...]] = {
     "talk": ("messages", "conversations"),
     "reference": (),
 }
-"""The names of each role in lower case; the first that a table has counts."""
+"""Names of columns by role, in lower case; the first that a table has counts."""
 
 TEXTS = frozenset(("text", "talk", "text_tokens", "tokens"))
 """Roles that say how much text a sample has."""
 
-_INSTEAD = (  # where a table has the first, it does not need the second
+_INSTEAD = (  # the second is not used in a table that has the first
     *(("width", "size"), ("width", "image"), ("size", "image"), ("frames", "duration")),
     *(("text_tokens", "text"), ("text_tokens", "talk"), ("text", "talk")),
 )
 _TEXT = re.compile("(?!negative).*(caption|prompt)s?(_.*)?")
 _CLIP = re.compile(".*(frame|duration|second|length|(^|_)(sec|time|dur)s?(_|$)).*")
-_PICTURE = re.compile(  # pictures beside the sample's own: of editing, first frames, ..
+_PICTURE = re.compile(  # pictures beside the sample itself: for editing, first frames, ..
     "(?!.*(mask|thumb)|(num|n|has|is|no|with|total)_)(.*_)?((image|img|picture|video|control|"
     "conditioning|reference|ref|kontext)s?(_(path|file|name|[0-9]+))*|"
     "(condition|(first|last|start|end)_frame)_(image|img|path|file))"
-)
-_OWN_IMAGE, _OWN_VIDEO, _OWN = (  # the sample itself
-    re.compile(f"({kind})s?(_(path|file|name))*")
-    for kind in ("image|img|picture", "video", "image|img|picture|video")
 )
 _NEITHER = re.compile(".*(stamp|date|created|path|url|file|name|key|(^|_)id|score|len|tokens)s?$")
 _SEEN = re.compile(".*(image|img|video|clip|youtube|photo|picture|url|width|height|pixel|frame).*")
@@ -53,24 +49,24 @@ _MOST_NAMED = 20
 def roles_of(
     names: Sequence[str], chosen: Mapping[str, str], *, has_rate: bool = False
 ) -> dict[str, str]:
-    """Return the column of each role that is used, by its role.
+    """Return the names of the columns that are used, by role.
 
     Case, and signs between words, do not matter; of "size.width" the last part counts as well.
 
     Args:
         names: All columns of a table.
-        chosen: The column of a role where names do not say it; "" uses none.
-        has_rate: The trainer takes frames at a rate of its own.
+        chosen: Columns by role, for roles that names do not tell; "" uses none.
+        has_rate: True if the trainer resamples clips to a frame rate.
 
     Raises:
-        ConfigError: No column says a length, or one that seems to say frames, seconds or text
-            would not be used; says which to choose.
+        ConfigError: No column has lengths, or one that seems to have frames, seconds or text is not
+            used.
     """
     plain = {plain_name(name.rsplit(".")[-1]): name for name in reversed(names)}
     plain |= {plain_name(name): name for name in reversed(names) if "." not in name}
     roles = {
-        role: next((plain[name] for name in known if name in plain), "")
-        for role, known in ROLES.items()
+        role: next((plain[name] for name in candidates if name in plain), "")
+        for role, candidates in ROLES.items()
     }
     if not (roles["talk"] or roles["text_tokens"] or "text" in chosen):
         roles["text"] = _text_column(plain)
@@ -84,8 +80,8 @@ def roles_of(
             raise ConfigError(f"has the columns {named(same)}: say which: --columns {role}=NAME")
     if missing := [column for column in roles.values() if column not in names]:
         raise ConfigError(f"has no column {shown(missing[0])}; it has {named(names)}")
-    for known, spare in _INSTEAD:
-        if known in roles and spare not in chosen:
+    for role, spare in _INSTEAD:
+        if role in roles and spare not in chosen:
             roles.pop(spare, None)
     if not roles.keys() & {"width", "height", "size", "image"}:
         sound = {"duration"} if "tokens" not in roles else set[str]()
@@ -97,30 +93,30 @@ def roles_of(
 
 
 def plain_name(name: str) -> str:
-    """Return a name in lower case, with one "_" for all that is neither letter nor digit."""
+    """Return a name in lower case, with "_" for each run of other signs than letters and digits."""
     return re.sub("[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
 def may_be_text(name: str) -> bool:
-    """False for a column that has no text to train on by its name, such as a path."""
+    """Return False for the name of a column without text to train on, such as a path."""
     return not _NEITHER.fullmatch(plain_name(name))
 
 
 def named(names: Iterable[str]) -> str:
-    """Join names of columns for a message on one line, and not all of many."""
+    """Join names of columns for a message, up to `_MOST_NAMED`."""
     texts = [name if name.isidentifier() else shown(name) for name in names]
     left = len(texts) - _MOST_NAMED
     return ", ".join([*texts[:_MOST_NAMED], *([f"{left} others"] if left > 0 else [])])
 
 
 def _text_column(plain: Mapping[str, str]) -> str:
-    """Return the one column that is a text by its name; refuse several."""
-    texts = [
-        column
+    """Return the one column whose name says text; refuse several."""
+    columns = {
+        column: None
         for name, column in plain.items()
         if name in ROLES["text"] or (_TEXT.fullmatch(name) and may_be_text(name))
-    ]
-    texts = list(dict.fromkeys(texts))
+    }
+    texts = list(columns)
     if len(texts) > 1:
         flags = " or ".join(f"--columns text={column}" for column in texts[:_MOST_NAMED])
         raise ConfigError(f"has {len(texts)} columns of text, so say which is used: {flags}")
@@ -128,32 +124,35 @@ def _text_column(plain: Mapping[str, str]) -> str:
 
 
 def _numbered(name: str, names: Sequence[str]) -> list[str]:
-    """Return the columns of a name, with and without a number: control_path_0, .."""
+    """Return the columns of a name with any number or none: control_path, control_path_0, .."""
     plain = re.compile(re.escape(re.sub("_[0-9]+$", "", name)) + "(_[0-9]+)?")
     return [column for column in names if name and plain.fullmatch(column)]
 
 
 def _pictures(roles: Mapping[str, str], names: Sequence[str]) -> list[str]:
-    """Return the columns whose names say pictures beside the sample's own."""
-    plain = {name: plain_name(name) for name in names if name not in roles.values()}
+    """Return the columns whose names say pictures beside the sample itself."""
     trained = plain_name(roles.get("image", ""))
-    own = _OWN if not trained else _OWN_VIDEO if trained.startswith("video") else _OWN_IMAGE
-    return [x for x, one in plain.items() if _PICTURE.fullmatch(one) and not own.fullmatch(one)]
+    kinds = "image|img|picture|video"  # of the sample itself
+    if trained:
+        kinds = "video" if trained.startswith("video") else "image|img|picture"
+    sample = re.compile(f"({kinds})s?(_(path|file|name))*")
+    pairs = [(name, plain_name(name)) for name in names if name not in roles.values()]
+    return [name for name, text in pairs if _PICTURE.fullmatch(text) and not sample.fullmatch(text)]
 
 
 def _check(
     roles: Mapping[str, str], names: Sequence[str], chosen: Mapping[str, str], has_rate: bool
 ) -> None:
-    """Refuse a table without lengths, or with a column that may say more than is used."""
+    """Refuse a table without lengths, or with an unused column that may have lengths."""
     if not roles:
         hint = "say which: --columns width=W,height=H,frames=F,text=T, or tokens=N"
         if any(_A_VALUE.fullmatch(name.strip()) for name in names):
             hint = f"if its first line has no names, add such a line, else {hint}"
         raise ConfigError(f"none of its columns ({named(names) or 'it has none'}) is known: {hint}")
-    for one, other in (("width", "height"), ("height", "width")):
-        if one in roles and other not in roles:
+    for side, other in (("width", "height"), ("height", "width")):
+        if side in roles and other not in roles:
             raise ConfigError(
-                f"has {one}, but no {other} among {named(names)}: say which: --columns {other}=.."
+                f"has {side}, but no {other} among {named(names)}: say which: --columns {other}=.."
             )
     if not roles.keys() & {"width", "size", "image"}:
         seen = [name for name in names if _SEEN.fullmatch(plain_name(name))]

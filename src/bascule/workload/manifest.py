@@ -1,4 +1,4 @@
-"""Samples of a data set from its table: columns that are known by name become tokens."""
+"""Read the samples of a data set from its table, and count their tokens."""
 
 import importlib
 import io
@@ -17,16 +17,17 @@ from bascule.errors import ConfigError
 from bascule.workload.codes import MAX_LENGTH, SampleShape
 from bascule.workload.columns import ROLES, TEXTS, may_be_text, named, roles_of
 from bascule.workload.tables import VIDEO_SUFFIXES, Batch, image_size, read_batches, video_size
-from bascule.workload.tokens import TokenRule
+from bascule.workload.tokens import BYTES_PER_TOKEN, TokenRule
 from bascule.workload.trainers import Take
 
 _NUMBER = r"^\s*[+]?[0-9]+(\.[0-9]*)?([eE][+]?[0-9]+)?\s*$"
 _COMMA = re.compile("[0-9]+,[0-9]+")
 _PAIR = re.compile(r"\s*[\[(]?\s*([0-9]+)\s*[x×*,; ]\s*([0-9]+)\s*[\])]?\s*")
 _OTHERWISE = "say which columns have sizes, or text alone, by --columns width=W,height=H, or image="
-_CONTENTS = ("content", "value", "text")  # of a turn of a conversation
-_SPEAKERS = frozenset(("system", "user", "assistant", "question", "answer"))  # a pair in one turn
-_MOST_SHOWN, _FEW_WORDS, _SAMPLED = 3, 3.0, 100
+_CONTENTS = ("content", "value", "text")  # keys of a turn of a conversation
+_SPEAKERS = frozenset(("system", "user", "assistant", "question", "answer"))  # or its texts by them
+_MOST_SHOWN = 3  # rows that cannot be read
+_FEW_WORDS, _SAMPLED = 3.0, 100  # words of a text in the mean of a sample, below which it is none
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,14 +37,14 @@ class Manifest:
     Attributes:
         path: The file or folder.
         text_tokens: (n,) text tokens of each sample, in the order of the file.
-        cross_tokens: (n,) those that the model attends to crosswise: no part of the sequence.
-        grids: (n, 3) latent frames, rows and columns of its visual tokens.
-        columns: The columns that were used, by what they say.
-        ignored: Names of the others.
+        cross_tokens: (n,) text tokens of cross-attention: no part of the sequence.
+        grids: (n, 3) latent frames, rows and columns of visual tokens.
+        columns: The columns that were used, by role.
+        ignored: Names of the columns that were not used.
         skipped: The first rows that could not be read, with place and reason.
-        num_skipped: The number of all of them.
-        example: A row and what it became.
-        num_left_out: Samples that the trainer leaves out by its configuration.
+        num_skipped: Number of rows that could not be read.
+        example: A row and its tokens.
+        num_left_out: Samples that the trainer's configuration leaves out.
     """
 
     path: Path
@@ -62,17 +63,17 @@ class Manifest:
 
     @cached_property
     def lens(self) -> Ints:
-        """(n,) tokens of each sample, text and visual."""
+        """(n,) text and visual tokens of each sample."""
         return self.text_tokens + self.grids.prod(axis=1)
 
     def shape(self, sample: int) -> SampleShape:
-        """Return the token counts of a sample by its number."""
+        """Return the token counts of a sample."""
         frames, rows, columns = self.grids[sample].tolist()
         text, cross = int(self.text_tokens[sample]), int(self.cross_tokens[sample])
         return SampleShape(text, frames * rows * columns, max(frames, 1), max(columns, 1), cross)
 
     def summary(self) -> list[str]:
-        """Return sentences on how the data set was understood, for a person to check."""
+        """Return sentences on how the table was read, for a person to check."""
         five = np.percentile(self.lens, (0, 25, 50, 75, 100), method="nearest")
         least, low, middle, high, most = five.astype(int).tolist()
         pairs = self.columns.items()
@@ -98,7 +99,7 @@ def read_manifest(
     columns: Mapping[str, str] | None = None,
     skip_bad: bool = False,
 ) -> Manifest:
-    """Read the samples of a data set from its table, in its order.
+    """Read the samples of a data set from its table, in the order of its rows.
 
     Formats are those of `tables.read_batches`, names of columns those of `ROLES`. A row has
     `tokens` (a number, or a list of ids), which count as text. Or it has `width` and `height` in
@@ -108,13 +109,13 @@ def read_manifest(
 
     Args:
         path: The file or folder.
-        rule: Makes tokens of sizes and texts; by default images of 16 pixels a token.
-        columns: The column of a role where names do not say it, {"width": "W"}; "" uses none.
-        skip_bad: Leave out rows that cannot be read, and count them; they are refused otherwise.
+        rule: Turns sizes and texts into tokens; by default images of 16 pixels a token.
+        columns: Columns by role, for roles that names do not tell: {"width": "W"}; "" uses none.
+        skip_bad: Leave out and count rows that cannot be read, which are refused otherwise.
 
     Raises:
-        ConfigError: A column that says frames, seconds or text would not be used, rows cannot be
-            read, or nothing says a length.
+        ConfigError: Rows cannot be read, no column has lengths, or one that seems to have frames,
+            seconds or text is not used.
     """
     if unknown := (columns or {}).keys() - ROLES.keys():
         raise ConfigError(f"columns {min(unknown)}=..: there are {', '.join(ROLES)}")
@@ -129,23 +130,23 @@ def read_manifest(
         left = f": {reading.num_left_out} are left out by its keys" if reading.num_left_out else ""
         raise ConfigError(f"{path} holds no samples{left}: give the file or folder that has them")
     has_size = reading.used.keys() & {"width", "size"}
-    says_frames = reading.used.keys() & {"frames", "duration"} or "frames" in (columns or {})
-    ignored = tuple(x for x in reading.names if x.strip() and x not in reading.used.values())
-    if has_size and not says_frames and reading.reads_clips:
+    has_frames = reading.used.keys() & {"frames", "duration"} or "frames" in (columns or {})
+    used = reading.used.values()
+    ignored = tuple(name for name in reading.names if name.strip() and name not in used)
+    if has_size and not has_frames and reading.reads_clips:
         raise ConfigError(
             f"{path}: has no column of frames that is known, and the model reads clips: say which "
             f"by --columns frames=F{f', of {named(ignored)}' if ignored else ''}, or that all are "
             "images by --columns frames="
         )
     text, cross, grids = (np.concatenate(parts) for parts in zip(*counts, strict=True))
-    left_out = tuple(reading.bad), reading.num_bad
-    tokens = text, cross, grids
-    said = reading.example, reading.num_left_out
-    return Manifest(reading.path, *tokens, reading.used, ignored, *left_out, *said)
+    tokens, skipped = (text, cross, grids), (tuple(reading.bad), reading.num_bad)
+    rest = reading.example, reading.num_left_out
+    return Manifest(reading.path, *tokens, reading.used, ignored, *skipped, *rest)
 
 
 class _Reading:
-    """One pass over a data set, and what it met."""
+    """A pass over the rows of a data set, with notes for its summary."""
 
     def __init__(
         self, path: Path, rule: TokenRule, chosen: Mapping[str, str], wrong: list[str] | None
@@ -159,10 +160,10 @@ class _Reading:
         self.num_left_out = 0
         self.reads_clips = rule.frame_stride is not None
         self._rule, self._chosen, self._wrong = rule, chosen, wrong
-        self._roles: dict[str, str] = {}  # of the newest batch: rows of JSON have what they have
+        self._roles: dict[str, str] = {}  # of the newest batch: rows of JSON may differ in columns
 
     def counts(self) -> Iterator[tuple[Ints, Ints, Ints]]:
-        """Yield text tokens (n,), crosswise (n,) and grids (n, 3) of each batch's good rows."""
+        """Yield text tokens (n,), cross tokens (n,) and grids (n, 3) of each batch's good rows."""
         num_rows: dict[Path, int] = {}
         for batch in read_batches(self.path, self._wanted, self._wrong):
             first = num_rows.get(batch.file, 0)
@@ -176,7 +177,7 @@ class _Reading:
         self.bad = [*self.bad, *(self._wrong or ())][:_MOST_SHOWN]
 
     def _wanted(self, names: Sequence[str]) -> Collection[str]:
-        """Return the columns to read: those with a role, and those that may be a text unknown."""
+        """Return the columns to read: those with a role, and those that may be text unnamed."""
         self.names |= dict.fromkeys(names)
         try:
             self._roles = roles_of(names, self._chosen, has_rate=self._rule.fps is not None)
@@ -188,7 +189,7 @@ class _Reading:
         return [name for name in names if name in needed]
 
     def _count(self, batch: Batch, first: int) -> tuple[Ints, Ints, Ints]:
-        """Count the rows of a batch, which begins with row `first` of its file."""
+        """Count the tokens of a batch, which begins with row `first` of its file."""
         self._look_for_texts(batch)
         rows = _Rows(batch, self._roles, self._rule)
         try:
@@ -199,10 +200,7 @@ class _Reading:
         except ConfigError as error:
             raise ConfigError(f"{self.path}: {error}") from None
         for row in sorted(rows.reasons)[: _MOST_SHOWN - len(self.bad)]:
-            place = f"row {first + row}"
-            if batch.line is not None and batch.line != first:
-                place += f" (line {batch.line + row})"
-            self.bad.append(f"{batch.file.name}, {place}: {rows.reasons[row]}")
+            self.bad.append(f"{batch.file.name}, row {first + row}: {rows.reasons[row]}")
         good = ~rows.is_wrong
         self.num_bad += int(rows.is_wrong.sum())
         for grid, times in takes:
@@ -218,7 +216,7 @@ class _Reading:
         return text, cross, grid
 
     def _look_for_texts(self, batch: Batch) -> None:
-        """Refuse a column that is text by its values and would not be used."""
+        """Refuse an unused column whose values are text."""
         for name in batch.columns.keys() - set(self._roles.values()):
             sample = _listed(batch.columns[name][:_SAMPLED])
             texts = [value for value in sample if isinstance(value, str)]
@@ -231,19 +229,19 @@ class _Reading:
 
 
 class _Rows:
-    """The rows of a batch: their tokens, and what is wrong with some."""
+    """The rows of a batch: their tokens, and why some cannot be read."""
 
     def __init__(self, batch: Batch, roles: Mapping[str, str], rule: TokenRule) -> None:
         self._batch, self._roles, self._rule = batch, roles, rule
         self.text, self.cross = np.zeros((2, batch.num_rows), dtype=np.int64)
         self.is_wrong = np.zeros(batch.num_rows, dtype=bool)
         self.reasons: dict[int, str] = {}  # of the first rows that are wrong
-        self._sound = np.zeros(batch.num_rows, dtype=np.int64)
-        self._owners = np.zeros(0, dtype=np.int64)  # the row of each picture, its own one first
+        self._sound = np.zeros(batch.num_rows, dtype=np.int64)  # tokens of a duration without sizes
+        self._owners = np.zeros(0, dtype=np.int64)  # row of each picture, the sample itself first
         self._sizes = np.zeros((0, 4))  # width, height, frames and their rate of each picture
 
     def read(self) -> None:
-        """Read texts and sizes, and the reasons why rows have none."""
+        """Read tokens of texts and sizes of pictures; note rows that cannot be read."""
         tokens = self._whole("tokens", 0)
         by_shape = np.isnan(tokens)
         self.text[~by_shape] = tokens[~by_shape]
@@ -253,7 +251,7 @@ class _Rows:
             self._read_shapes(by_shape)
 
     def taken(self, take: Take | None) -> tuple[Ints, Ints]:
-        """Return the grid of each row (n, 3), and how many such samples it gives (n,)."""
+        """Return the grid of each row (n, 3), and how many samples a trainer makes of it (n,)."""
         grid = np.zeros((self._batch.num_rows, 3), dtype=np.int64)
         times = np.ones(self._batch.num_rows, dtype=np.int64)
         grid[:, :] = np.stack([self._sound, self._sound > 0, self._sound > 0], axis=1)
@@ -294,16 +292,19 @@ class _Rows:
                 self._read_headers(role, by_shape & ~self.is_wrong)
 
     def example(self, row: int, grid: Ints) -> str:
-        """Return what a row says, and what it became."""
+        """Describe the cells of a row and its tokens."""
         facts = ", ".join(f"{role} {self._shown(role, row)}" for role in self._roles)
         frames, rows, columns = grid.tolist()
-        said = [f"{frames} x {rows} x {columns} = {grid.prod():,} visual tokens"][: grid.prod()]
+        counts, notes = list[str](), list[str]()
+        if grid.prod():
+            counts.append(f"{frames} x {rows} x {columns} = {grid.prod():,} visual tokens")
         if texts := int(self.text[row] + self.cross[row]):
-            is_by_bytes = self._rule.tokenize is None and self._roles.keys() & {"text", "talk"}
-            how = [f"estimated: {self._rule.bytes_per_token:g} UTF-8 bytes a token"]
-            how = [*["used by cross-attention alone"][: self.cross[row]], *how * bool(is_by_bytes)]
-            said.append(f"{texts:,} text tokens" + f" ({', '.join(how)})" * bool(how))
-        return f"{facts}: {'; '.join(said) or 'no tokens'}"
+            if self.cross[row]:
+                notes.append("used by cross-attention alone")
+            if self._rule.tokenize is None and self._roles.keys() & {"text", "talk"}:
+                notes.append(f"estimated: {BYTES_PER_TOKEN} UTF-8 bytes a token")
+            counts.append(f"{texts:,} text tokens" + f" ({', '.join(notes)})" * bool(notes))
+        return f"{facts}: {'; '.join(counts) or 'no tokens'}"
 
     def _shown(self, role: str, row: int) -> str:
         value = _listed(self._batch.columns[self._roles[role]][row : row + 1])[0]
@@ -311,23 +312,23 @@ class _Rows:
         return text if role in ("text", "talk", "size", "image") else text.strip("'")
 
     def _refuse(self, role: str, is_wrong: Any, reason: str = "") -> None:
-        """Leave out rows, by default for what their column says."""
+        """Mark rows as wrong; the default reason is the value of a role's column."""
         is_new = is_wrong & ~self.is_wrong
         for row in np.flatnonzero(is_new)[:_MOST_SHOWN].tolist():
-            said = "" if reason else self._shown(role, row)
-            self.reasons[row] = reason or f"{self._roles[role]} is {said}"
-            if _COMMA.fullmatch(said):
+            value = "" if reason else self._shown(role, row)
+            self.reasons[row] = reason or f"{self._roles[role]} is {value}"
+            if _COMMA.fullmatch(value):
                 self.reasons[row] += ", and numbers have no comma: write 1280 or 3.5"
         self.is_wrong |= is_new
 
     def _numbers(self, role: str) -> Floats:
-        """Return the numbers of a column, NaN where it is empty or there is none."""
+        """Return the numbers of a role's column, NaN for empty cells and without a column."""
         if role not in self._roles:
             return np.full(self._batch.num_rows, np.nan)
         return _numbers(self._batch.columns[self._roles[role]])
 
     def _whole(self, role: str, least: int) -> Floats:
-        """Return the whole numbers of a column, NaN where it is empty; refuse others."""
+        """Return the whole numbers of a role's column, NaN for empty cells; refuse others."""
         values = self._numbers(role)
         most = 2.0**53 if least == 0 else MAX_LENGTH
         is_wrong = (values < least) | (values > most) | (np.floor(values) < values)
@@ -343,13 +344,13 @@ class _Rows:
             return self.text
         column = self._batch.columns[self._roles[role]]
         if self._rule.tokenize is None and (sizes := _byte_lengths(column)) is not None:
-            return np.ceil(sizes / self._rule.bytes_per_token).astype(np.int64)
+            return np.ceil(sizes / BYTES_PER_TOKEN).astype(np.int64)
         texts = [_texts_in(value, role) for value in _listed(column)]
         counts = iter(self._rule.count([text for row in texts for text in row]))
         return np.array([max((next(counts) for _ in row), default=0) for row in texts], np.int64)
 
     def _measure(self, by_shape: Any) -> None:
-        """Fill in the grids of rows that say their size."""
+        """Read the sizes of rows from their columns."""
         if "width" in self._roles:
             sides = self._whole("width", 1), self._whole("height", 1)
             self._refuse("width", by_shape & np.isnan(sides[0]))
@@ -374,24 +375,24 @@ class _Rows:
         self._sizes = np.stack([*sides, frames, fps], axis=1)[good]
 
     def _read_headers(self, role: str, by_shape: Any) -> None:
-        """Read sizes from the files of each row; pictures of one sample are counted together."""
+        """Read sizes from the headers of the files of each row, which may have several."""
         values = _listed(self._batch.columns[self._roles[role]])
-        own = dict(zip(self._owners.tolist()[::-1], self._sizes.tolist()[::-1], strict=True))
+        size_of = dict(zip(self._owners.tolist()[::-1], self._sizes.tolist()[::-1], strict=True))
         owners: list[int] = []
         sizes: list[Sequence[float]] = []
         missing: dict[int, str] = {}
         for row in np.flatnonzero(by_shape).tolist():
             value = values[row]
-            for one in value if isinstance(value, list) else [value]:
+            for picture in value if isinstance(value, list) else [value]:
                 if role == "image" or self._batch.data is None:
-                    size = _visual_size(one, self._batch.folder)
+                    size = _visual_size(picture, self._batch.folder)
                 else:  # trainers scale references to the size of their image
-                    size = own.get(row) if one else None
+                    size = size_of.get(row) if picture else None
                 if size is not None:
                     owners.append(row)
                     sizes.append(size)
-                elif one or (role == "image" and "talk" not in self._roles):
-                    missing.setdefault(row, f"there is no image, nor a size, of {shown(one)}")
+                elif picture or (role == "image" and "talk" not in self._roles):
+                    missing.setdefault(row, f"there is no image, nor a size, of {shown(picture)}")
         self.reasons |= dict(list(missing.items())[:_MOST_SHOWN])
         self.is_wrong[list(missing)] = True
         self._owners = np.append(self._owners, np.array(owners, dtype=np.int64))
@@ -416,7 +417,7 @@ def _listed(column: Any) -> list[Any]:
 
 
 def _numbers(column: Any) -> Floats:
-    """Return a column as numbers: NaN where it is empty, -inf where it is none; lists by length."""
+    """Return a column as numbers: of a list its length, NaN if empty, -inf for other values."""
     if hasattr(column, "type"):
         import pyarrow as pa
 
@@ -452,32 +453,31 @@ def _number(value: Any) -> float:
 
 
 def _byte_lengths(column: Any) -> Floats | None:
-    """Return the UTF-8 bytes of each text of an arrow column; None of any other column."""
+    """Count the UTF-8 bytes of each text of an arrow column; return None for other columns."""
     if not hasattr(column, "type"):
         return None
     import pyarrow as pa
 
-    compute: Any = importlib.import_module("pyarrow.compute")
-    is_text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
-    if not is_text:
+    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
         return None
+    compute: Any = importlib.import_module("pyarrow.compute")
     return np.array(compute.binary_length(column).fill_null(0), dtype=np.float64)
 
 
 def _texts_in(value: Any, role: str) -> list[str]:
-    """Return a row's texts: each text of a list, or one text of a conversation's turns."""
+    """Return the texts of a cell: those of a list, or the joined turns of a conversation."""
     if value is None:
         return []
     if not isinstance(value, list | tuple):
         return [str(value)]
-    if role == "text" and not any(isinstance(one, dict) for one in value):
-        return [str(one) for one in value]
+    if role == "text" and not any(isinstance(item, dict) for item in value):
+        return [str(item) for item in value]
     parts = [part for turn in value for part in _parts(turn, role)]
     return [re.sub("<(image|video|audio)>", "", "".join(parts))]
 
 
 def _parts(turn: Any, role: str) -> list[str]:
-    """Return the texts of a turn, as sharegpt, chat templates and the_cauldron have them."""
+    """Return the texts of a turn in the formats of sharegpt, chat templates and the_cauldron."""
     if not isinstance(turn, dict):
         return [str(turn)]
     names = next(([name] for name in _CONTENTS if name in turn), _SPEAKERS & turn.keys())
@@ -487,12 +487,12 @@ def _parts(turn: Any, role: str) -> list[str]:
             f"--columns {role}="
         )
     contents = [turn[name] for name in sorted(names)]
-    listed = [one for part in contents for one in (part if isinstance(part, list) else [part])]
-    return [str(one.get("text", "") if isinstance(one, dict) else one or "") for one in listed]
+    parts = [part for text in contents for part in (text if isinstance(text, list) else [text])]
+    return [str(part.get("text", "") if isinstance(part, dict) else part or "") for part in parts]
 
 
 def _pair(value: Any) -> tuple[float, float]:
-    """Return two sides in pixels from "1024x576" or [1024, 576]; NaN where they are not said."""
+    """Return two sides in pixels from "1024x576" or [1024, 576], or two NaN."""
     if isinstance(value, list | tuple) and len(value) == 2:
         value = "{}x{}".format(*value)
     match = _PAIR.fullmatch(value) if isinstance(value, str) else None

@@ -1,7 +1,7 @@
-"""Block masks of sparse attention, drawn at random in the likeness of video models'.
+"""Block masks of sparse attention: synthetic masks in the likeness of video models, and files.
 
-A mask is bool (heads, q_blocks, kv_blocks), True is computed. No block is in two segments (text,
-video). Legend: H heads, N blocks, V of them video, P points.
+A mask is bool (heads, q_blocks, kv_blocks), True where a block is computed. A block has tokens of
+one segment, text or video. Shapes: H heads, N blocks, V of them video, P points.
 """
 
 import math
@@ -29,41 +29,39 @@ FIELD_LENGTHS = (0.2, 0.5, 0.5)  # shares of the grid over which the popularity 
 SHARED_VARIANCE = 0.7  # of popularity and breadth, the part that heads of a layer have in common
 NOISE = 0.5  # standard deviation, of a block
 NUM_WAVES = 32
-MAX_CELLS = 2**29  # of masks that are drawn: half a gigabyte, and minutes
+MAX_CELLS = 2**29  # of a mask that is drawn: half a gigabyte, and minutes
 MAX_SPREAD = 8.0  # of the logits of the densities: then most heads are empty or full
-_RAREST = 1e-9  # least share of blocks that are computed, or not
+_RAREST = 1e-9  # least density, and least share of blocks that are left out
 
 
 @dataclass(frozen=True, slots=True)
 class MaskModel:
     """Random block masks with the sizes, the densities and the imbalance of a video model's.
 
-    Of each head the blocks with the highest scores are computed. A score is the sum of closeness on
-    the grid, with a width per head and axis; of the key's popularity and the query's breadth,
-    smooth over the video and partly shared by heads; of a bonus for keys in the first frame; and of
-    noise. Text and the diagonal are always computed. Heads have the raster order of the tokens.
+    A head computes the blocks with the highest scores. A score is the sum of closeness on the grid,
+    with a width per head and axis; of the key's popularity and the query's breadth, smooth over the
+    video and partly shared by heads; of a bonus for keys in the first frame; and of noise. Text and
+    the diagonal are always computed. Tokens are in raster order.
 
-    Real masks are not published: this is a likeness, fitted to averages. Densities of heads are
-    logistic-normal, of the same imbalance in every layer. Over layers and steps all but the noise
-    drifts, as Gaussian processes: n steps apart their correlation is `exp(-(n step_drift)^2 / 2)`,
+    Real masks are not published: this model is fitted to averages. Densities of heads are
+    logistic-normal, of the same imbalance in every layer. All but the noise drifts over layers and
+    steps, as Gaussian processes: n steps apart their correlation is `exp(-(n step_drift)^2 / 2)`,
     an assumption. The default drift is fitted to db-SP's account of SpargeAttn on Wan2.1: at a
-    threshold of 1.10, greedy plans are made in 5 of 50 steps (here 5.1, mean of 40 layers, 8
-    ranks).
+    threshold of 1.10, greedy plans are made in 5 of 50 steps on 8 ranks.
     """
 
     grid: tuple[int, int, int]  # (frames, height, width) of the latent tokens
     num_heads: int
-    text_tokens: int = 0  # before the video; they see all and are seen by all
+    text_tokens: int = 0  # before the video; they attend to all and are attended to by all
     density: float = 0.41  # share of the blocks that are computed, mean of the heads
-    # Max over mean of the densities of eighths of the heads, as 8 Ulysses ranks have them; nearly.
+    # Max over mean of the densities of eighths of the heads, which 8 Ulysses ranks compute; nearly.
     head_imbalance: float = 1.355
     # Tendency of neighbouring eighths to opposite densities; 0: independent heads.
     head_contrast: float = 0.15
     field_spread: float = 0.15  # standard deviation of popularity and breadth; closeness is <= 1
     first_frame: float = 0.6  # bonus of keys in the first frame
-    row_top_k: bool = False  # equally many blocks in each row of a head; else one threshold a head
     step_drift: float = 0.015  # from step to step; 0 for static masks, such as PAROAttention's
-    layer_drift: float = 3.0  # from layer to layer; above 3 layers are practically independent
+    layer_drift: float = 3.0  # from layer to layer; from 3 on, layers are practically independent
     block: int = 64  # tokens of a block
 
     def __post_init__(self) -> None:
@@ -77,14 +75,13 @@ class MaskModel:
         num_blocks = sum(-(-segment // self.block) for segment in self.segments)
         if (cells := self.num_heads * num_blocks**2) > MAX_CELLS:
             raise ConfigError(
-                f"MaskModel: {num_blocks:,} blocks of {self.block} tokens are masks of {cells:,} "
-                f"cells in {self.num_heads} heads, at most {MAX_CELLS:,} can be drawn: use larger "
-                "blocks"
+                f"MaskModel: {num_blocks:,} blocks of {self.block} tokens in {self.num_heads} "
+                f"heads are {cells:,} cells, at most {MAX_CELLS:,}: use larger blocks"
             )
 
     @property
     def segments(self) -> tuple[int, ...]:
-        """Tokens of text, if there is any, and of video."""
+        """Tokens of the text segment, if there is one, and of the video segment."""
         video = math.prod(self.grid)
         return (self.text_tokens, video) if self.text_tokens else (video,)
 
@@ -97,19 +94,16 @@ class MaskModel:
 
 
 WAN21 = MaskModel((21, 45, 80), 40)
-"""Wan2.1 with PAROAttention. `sparse_imbalance` of 8 ranks in db-SP's table 1, and of these masks:
-mean of layers 0 to 9 of seed 0, or of 40 layers. From layer to layer it deviates by up to 0.1:
+"""Wan2.1 with PAROAttention. `sparse_imbalance` of 8 ranks in db-SP's table 1, and of these masks
+in the mean of layers 0 to 9 of seed 0; single layers deviate by up to 0.1:
 
 | | Ulysses 8 | 4 x ring 2 | 2 x ring 4 | ring 8 |
 |---|---|---|---|---|
 | table 1 | 1.355 | 1.253 | 1.246 | 1.255 |
-| density 0.41 | 1.355 | 1.250 | 1.248 | 1.230 |
-| the same, 40 layers | 1.354 | 1.261 | 1.260 | 1.281 |
-| density 0.68 | 1.296 | 1.161 | 1.099 | 1.061 |
+| masks | 1.355 | 1.250 | 1.248 | 1.230 |
 
-The table does not say which density its rows are of. With SpargeAttn it has 1.428 for Ulysses, and
-nothing else: `replace(WAN21, head_imbalance=1.428, row_top_k=True)`. At density 0.68 full heads
-limit the imbalance, and the same fields decide about fewer blocks.
+The table does not say its densities. With SpargeAttn it has 1.428 for Ulysses alone:
+`replace(WAN21, head_imbalance=1.428)`.
 """
 
 COGVIDEOX15 = MaskModel(
@@ -121,14 +115,12 @@ COGVIDEOX15 = MaskModel(
     field_spread=0.04,
     first_frame=0.62,
 )
-"""CogVideoX1.5 with PAROAttention, as above (SpargeAttn: 1.513 for Ulysses):
+"""CogVideoX1.5 with PAROAttention, measured like `WAN21` (SpargeAttn: 1.513 for Ulysses):
 
 | | Ulysses 8 | 4 x ring 2 | 2 x ring 4 | ring 8 |
 |---|---|---|---|---|
 | table 1 | 1.447 | 1.201 | 1.159 | 1.269 |
-| density 0.41 | 1.447 | 1.212 | 1.187 | 1.266 |
-| the same, 40 layers | 1.445 | 1.198 | 1.184 | 1.269 |
-| density 0.68 | 1.387 | 1.130 | 1.093 | 1.061 |
+| masks | 1.447 | 1.212 | 1.187 | 1.266 |
 """
 
 
@@ -156,24 +148,20 @@ def synthetic_masks(model: MaskModel, *, layer: int = 0, step: int = 0, seed: in
         noise = keyed_generator(seed, "masknois", layer, head)
         scores += NOISE * cast(Singles, noise.standard_normal(scores.shape, np.float32))
         np.fill_diagonal(scores, np.inf)
-        masks[head, video, video] = _highest(scores, density, num_blocks, model.row_top_k)
+        masks[head, video, video] = _highest(scores, density, num_blocks)
     return masks
 
 
-def _highest(scores: Singles, density: float, num_blocks: int, row_top_k: bool) -> Bools:
-    """Return the computed video blocks: with all of text they are this share of all blocks."""
+def _highest(scores: Singles, density: float, num_blocks: int) -> Bools:
+    """Choose the video blocks that, with all blocks of text, are this share of all blocks."""
     num_rows = scores.shape[0]
-    if row_top_k:
-        keep = round(density * num_blocks) - (num_blocks - num_rows)
-        place = num_rows - min(max(keep, 1), num_rows)
-        return scores >= np.partition(scores, place, axis=1)[:, place, None]
     keep = round(density * num_blocks**2) - (num_blocks**2 - num_rows**2)
     place = scores.size - min(max(keep, num_rows), scores.size)
     return scores >= np.partition(scores.ravel(), place)[place]
 
 
 def _head_densities(model: MaskModel, normal_H: Floats) -> Floats:
-    """Return (H,) shares of blocks, with the mean and the imbalance of the model."""
+    """Return the (H,) densities of heads, with the mean and the imbalance of the model."""
     from scipy.optimize import brentq
     from scipy.special import expit
 
@@ -181,7 +169,7 @@ def _head_densities(model: MaskModel, normal_H: Floats) -> Floats:
     offsets_H = normal_H + model.head_contrast * (-1.0) ** eighth_H
     sizes = np.bincount(eighth_H)
 
-    def spread_by(spread: float) -> Floats:
+    def densities(spread: float) -> Floats:
         logits_H = spread * offsets_H
         centre = brentq(
             lambda shift: float(expit(logits_H + shift).mean()) - model.density,
@@ -191,16 +179,16 @@ def _head_densities(model: MaskModel, normal_H: Floats) -> Floats:
         return expit(logits_H + centre)
 
     def excess(spread: float) -> float:
-        means = np.bincount(eighth_H, spread_by(spread))[sizes > 0] / sizes[sizes > 0]
+        means = np.bincount(eighth_H, densities(spread))[sizes > 0] / sizes[sizes > 0]
         return float(means.max()) / model.density - model.head_imbalance
 
     if excess(MAX_SPREAD) <= 0.0:
-        return spread_by(MAX_SPREAD)
-    return spread_by(brentq(excess, 0.0, MAX_SPREAD) if excess(0.0) < 0.0 else 0.0)
+        return densities(MAX_SPREAD)
+    return densities(brentq(excess, 0.0, MAX_SPREAD) if excess(0.0) < 0.0 else 0.0)
 
 
 def _block_centres(model: MaskModel) -> Floats:
-    """Return (V, 3) mean place of the tokens of each video block, every axis from 0 to 1."""
+    """Return the (V, 3) mean positions of the tokens of video blocks, every axis from 0 to 1."""
     tokens = np.arange(math.prod(model.grid))
     places = np.stack(np.unravel_index(tokens, model.grid), axis=1) / model.grid
     starts = tokens[:: model.block]
@@ -208,7 +196,7 @@ def _block_centres(model: MaskModel) -> Floats:
 
 
 def _closeness(places_V3: Floats) -> Singles:
-    """Return (V, V) exp(-distance^2 / 2): one small matrix product, the squares ride along."""
+    """Return exp(-distance^2 / 2), (V, V), by one product of matrices that hold the squares too."""
     squares, ones = -0.5 * (places_V3**2).sum(axis=1, keepdims=True), np.ones((len(places_V3), 1))
     left = np.hstack([places_V3, squares, ones]).astype(np.float32)
     right = np.hstack([places_V3, ones, squares]).astype(np.float32)
@@ -216,7 +204,7 @@ def _closeness(places_V3: Floats) -> Singles:
 
 
 def _head_fields(generator: np.random.Generator, model: MaskModel, points: Floats) -> Singles:
-    """Return (H, P) smooth functions with the standard deviation of the model, partly shared."""
+    """Draw (H, P) smooth functions with the model's standard deviation, partly shared by heads."""
     waves = _waves(generator, 1 + model.num_heads, points)
     waves -= waves.mean(axis=1, keepdims=True)
     waves /= np.maximum(waves.std(axis=1, keepdims=True), 1e-9)
@@ -225,7 +213,7 @@ def _head_fields(generator: np.random.Generator, model: MaskModel, points: Float
 
 
 def _waves(generator: np.random.Generator, num: int, points: Floats) -> Floats:
-    """Return (num, P) random functions: Gaussian, unit variance, correlation exp(-distance^2 / 2).
+    """Draw (num, P) Gaussian functions of unit variance and correlation exp(-distance^2 / 2).
 
     Source: Rahimi and Recht, Random Features for Large-Scale Kernel Machines, 2007.
     """
@@ -235,12 +223,10 @@ def _waves(generator: np.random.Generator, num: int, points: Floats) -> Floats:
 
 
 def load_masks(path: str | Path) -> Bools:
-    """Read masks from an `.npy` or `.npz` file, in one of three forms.
+    """Read masks (steps, layers, heads, q_blocks, kv_blocks); the file may lack the first two dims.
 
-    An `.npy` file holds the bool array, and is mapped, not read. An `.npz` file holds it as
-    `masks`, or as `save_masks` wrote it: `packed`, its bits (`numpy.packbits`), and `shape`.
-
-    Returns (steps, layers, heads, q_blocks, kv_blocks); the file may lack the first two dims.
+    An `.npy` file holds the bool array, and is memory-mapped. An `.npz` file holds it as `masks`,
+    or as `save_masks` wrote it: `packed`, its bits (`numpy.packbits`), and `shape`.
     """
     path = Path(path)
     if path.suffix not in (".npy", ".npz"):
@@ -251,7 +237,7 @@ def load_masks(path: str | Path) -> Bools:
         masks = np.lib.format.open_memmap(path, mode="r") if is_array else _from_archive(path)
     except ConfigError:
         raise
-    except Exception as error:  # numpy raises what it likes where a file is damaged
+    except Exception as error:  # numpy may raise anything on a damaged file
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"cannot read masks from {path}: {reason}") from error
     if masks.dtype != np.bool_:
@@ -281,23 +267,24 @@ def save_masks(path: str | Path, masks: Bools) -> None:
 
 
 class MaskFile:
-    """Masks that are written layer by layer, for `load_masks`; a file after `close`."""
+    """Writer of masks layer by layer, for `load_masks`; `close` makes the file."""
 
     def __init__(self, path: str | Path) -> None:
         self._path, self._shape = path, (0, 0, 0)  # heads, query blocks, key blocks
-        self._num_masks = self._num_layers = self._num_before = 0  # before this forward pass
-        self._rest = np.zeros(0, np.bool_)  # cells that fill no byte yet
+        self._num_masks = 0  # written
+        self._num_layers = 0  # of the last forward pass
+        self._num_before = 0  # masks before this forward pass
+        self._rest = np.zeros(0, np.bool_)  # cells that do not fill a byte yet
         with _writing(path):
             self._bits = Path(f"{path}.part").open("wb")
 
     def add(self, layer: int, masks: Bools | None) -> None:
-        """Write the mask of a layer, those left out before it being full; None ends the pass."""
+        """Write the mask of a layer, after full masks for skipped layers; None ends the pass."""
         shape = self._shape if masks is None else masks.shape
         if shape != self._shape and self._num_masks:
             raise ConfigError(
-                f"{self._path}: a mask of shape {shape} after those of {self._shape}, and a file "
-                "has one shape: name layers of other sizes in dense_layers, and save each "
-                "resolution to a file of its own"
+                f"{self._path}: a mask of shape {shape} after masks of {self._shape}: name layers "
+                "of other sizes in dense_layers, and save each resolution to a file of its own"
             )
         self._shape = shape
         full = [np.ones(shape, np.bool_)] * (self._num_before + layer - self._num_masks)
@@ -311,7 +298,7 @@ class MaskFile:
             self._num_layers, self._num_before = layer, self._num_masks
 
     def close(self) -> None:
-        """Write the file."""
+        """Write the file from the masks that were added."""
         steps, rest = divmod(self._num_masks, max(self._num_layers, 1))
         if rest or not steps or 0 in self._shape:
             raise ConfigError(
@@ -322,13 +309,13 @@ class MaskFile:
         with _writing(self._path):
             self._bits.write(np.packbits(self._rest).tobytes())
             self._bits.flush()
-            packed = np.memmap(self._bits.name, np.uint8, "r")  # never in memory at once
+            packed = np.memmap(self._bits.name, np.uint8, "r")  # larger than memory, maybe
             np.savez(
                 self._path, packed=packed, shape=np.array([steps, self._num_layers, *self._shape])
             )
 
     def drop(self) -> None:
-        """Remove what is not needed after `close`, or an error."""
+        """Remove the temporary file."""
         self._bits.close()
         Path(self._bits.name).unlink()
 

@@ -1,4 +1,4 @@
-"""Options of every command that reads a data set from its table."""
+"""Options of commands that read a data set from its table."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from bascule.workload.tokens import TokenRule
 
 @dataclass(frozen=True, kw_only=True)
 class TokenOptions:
-    """The rules by which a trainer makes tokens of a data set.
+    """Options on how a trainer makes tokens of a data set.
 
     Attributes:
-        model: Model that reads them, for tokens of images and clips: flux.1, wan2.1, ltx2, ..
-        columns: Columns whose names do not say it: width=W,height=H,text=T; text= for none.
+        model: Model that reads the tokens of images and clips: flux.1, wan2.1, ltx2, ..
+        columns: Columns by role, if names do not tell: width=W,height=H,text=T; text= for none.
         bucket: Sizes that images are scaled to: 1024:64 (area:step), 720p, or 1024x1024,832x1216.
         fps: Frames a second that are taken of a clip; all of them if not given.
         max_frames: Most frames that are taken of a clip.
@@ -51,7 +51,7 @@ class TokenOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ManifestOptions(TokenOptions):
-    """A data set by its table, or none.
+    """Options on the table of a data set.
 
     Attributes:
         manifest: Table of your samples (.parquet, .csv, .json, .jsonl, .tar, .toml), or a folder.
@@ -60,7 +60,7 @@ class ManifestOptions(TokenOptions):
     manifest: Path | None = None
 
     def read_manifest(self, max_tokens: int | None = None) -> Manifest:
-        """Read the samples of --manifest; refuse one of more tokens."""
+        """Read the samples of --manifest; refuse samples of more than `max_tokens`."""
         assert self.manifest is not None
         manifest = self.read_table(self.manifest)
         if max_tokens is not None and (longest := int(manifest.lens.max())) > max_tokens:
@@ -70,15 +70,15 @@ class ManifestOptions(TokenOptions):
             )
         return manifest
 
-    def check_manifest(self, *more: str) -> None:
-        """Refuse, without --manifest, its options and `more` of a command."""
+    def check_manifest(self, *others: str) -> None:
+        """Refuse options of --manifest, and `others` of a command, if it is not given."""
         if self.manifest is None:
-            names = "columns", "bucket", "fps", "max_frames", "tokenizer", "skip_bad", *more
+            names = "columns", "bucket", "fps", "max_frames", "tokenizer", "skip_bad", *others
             refuse(self, names, "only for --manifest")
 
 
 def _tokenizer(name: str) -> Callable[[Sequence[str]], Sequence[int]]:
-    """Return the function that counts tokens by a tokenizer of transformers."""
+    """Return a function that counts tokens of texts by a tokenizer of transformers."""
     try:
         from transformers import AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""Requests as a file lists them, or by a mix of sizes."""
+"""Requests for pictures and clips: read from a file, or drawn from a mix of sizes."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -18,13 +18,14 @@ from bascule.plan.requests import NEVER, Request
 from bascule.workload.tokens import TokenRule
 
 Costs = Callable[[int], Mapping[int, float]]
-"""Gives the seconds of a step by degree, of so many tokens."""
+"""Returns the seconds of a step by degree, from its tokens."""
 
 _MOST_DEGREE = 8
+_CLASS = re.compile(r"(\d{1,7})x(\d{1,7})(?:x(\d{1,7}))?@(\d{1,7})(?:=(\d{1,7}(?:\.\d{1,7})?))?")
 
 
 def predicted(profile: HardwareProfile, cost: TransformerCost, passes: int = 1) -> Costs:
-    """Return the costs of a model on a machine with nodes of eight ranks."""
+    """Return the predicted costs of a model on nodes of eight ranks."""
     cluster = profile.cluster(1, _MOST_DEGREE)
 
     def step(tokens: int) -> dict[int, float]:
@@ -43,12 +44,12 @@ def predicted(profile: HardwareProfile, cost: TransformerCost, passes: int = 1) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
-    """Classes of requests that arrive by chance, as a Poisson process of one a second.
+    """Classes of requests that arrive as a Poisson process, at rate 1 a second.
 
     Attributes:
         kinds: A request of each class, as if it arrived at 0.
         shares: The share of each class.
-        most: Requests.
+        most: Number of requests.
     """
 
     kinds: Sequence[Request]
@@ -56,12 +57,12 @@ class Mix:
     most: int
 
     def scale(self, load: float, num_ranks: int) -> float:
-        """Return the factor of the rate at which the ranks have a load, at cheapest degrees."""
+        """Return the rate at which the ranks have a load, if requests run at cheapest degrees."""
         work = float(np.dot(self.shares, [kind.work_s for kind in self.kinds]))
         return load * num_ranks / work
 
     def draw(self, scale: float, seed: int, *, slo: float = 1.0) -> list[Request]:
-        """Return requests at so many times the rate; `slo` scales the time until deadlines."""
+        """Draw requests at a rate of `scale` a second; `slo` scales the time until deadlines."""
         random, requests, now = np.random.default_rng(seed), list[Request](), 0.0
         for _ in range(self.most):
             now += float(random.exponential(1.0 / scale))
@@ -73,29 +74,25 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Requests that came once; with the methods of a `Mix`, to come again faster or slower."""
+    """Requests of a file, with the methods of a `Mix`, to replay them faster or slower."""
 
     requests: Sequence[Request]
 
     def scale(self, load: float, num_ranks: int) -> float:
-        """Return how many times as fast they must come for a load."""
-        lasts = self.requests[-1].arrival_s - self.requests[0].arrival_s
-        if not lasts:
+        """Return how many times as fast the requests must arrive for a load."""
+        duration_s = self.requests[-1].arrival_s - self.requests[0].arrival_s
+        if not duration_s:
             raise ConfigError("all requests come at once, which is no load: give --rates 1")
-        return load * num_ranks * lasts / sum(request.work_s for request in self.requests)
+        return load * num_ranks * duration_s / sum(request.work_s for request in self.requests)
 
     def draw(self, scale: float, seed: int, *, slo: float = 1.0) -> list[Request]:
-        """Return them; time runs so many times as fast up to their arrivals. Nothing is random."""
-        del seed
-        return [
-            replace(
-                request,
-                arrival_s=request.arrival_s / scale,
-                deadline_s=request.arrival_s / scale + wait,
-            )
-            for request in self.requests
-            for wait in [slo * (request.deadline_s - request.arrival_s)]
-        ]
+        """Return the requests, arriving `scale` times as fast; `seed` changes nothing."""
+        requests = list[Request]()
+        for request in self.requests:
+            arrival_s = request.arrival_s / scale
+            due = arrival_s + slo * (request.deadline_s - request.arrival_s)
+            requests.append(replace(request, arrival_s=arrival_s, deadline_s=due))
+        return requests
 
 
 Workload = Mix | Recorded
@@ -103,10 +100,10 @@ Workload = Mix | Recorded
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Makes requests of sizes.
+    """Maker of requests from their sizes.
 
     Attributes:
-        rule: Makes tokens of pixels.
+        rule: Turns pixels into tokens.
         costs: Seconds of a step.
     """
 
@@ -124,7 +121,7 @@ class Sizes:
         deadline_s: float = NEVER,
         kind: str = "",
     ) -> Request:
-        """Return a request; its deadline counts from its arrival."""
+        """Make a request; `deadline_s` counts from its arrival."""
         sides = {"width": width, "height": height, "frames": frames}
         w, h, f = (np.array([whole(name, n, 1, 2**20)], float) for name, n in sides.items())
         tokens = int(self.rule.grids(w, h, f, np.ones(1)).prod())
@@ -141,7 +138,7 @@ class Sizes:
         )
 
     def read(self, path: Path) -> Recorded:
-        """Read a JSON object a line, with the names that `request` takes."""
+        """Read a JSON object a line, with the arguments of `request`."""
         requests, names = list[Request](), signature(self.request).parameters
         for where, line in read_json_lines(path):
             values = cast(dict[str, Any], line) if isinstance(line, dict) else {}
@@ -165,25 +162,21 @@ class Sizes:
 
         Args:
             words: One for each class.
-            most: Requests.
-            deadline: Times of its seconds on one rank that a request may take; None: any time.
+            most: Number of requests.
+            deadline: Multiple of its seconds on one rank that a request may take; None: no limit.
         """
         kinds, shares = list[Request](), list[float]()
         for word in words:
-            match = _OF_MIX.fullmatch(word)
+            match = _CLASS.fullmatch(word)
             if match is None:
                 raise ConfigError(
-                    f"{word!r}: write a size, steps and a share, such as 1024x1024@25=0.6 or "
-                    "832x480x49@50=0.1"
+                    f"{word!r}: write a size, steps and a share, such as 1024x1024@25=0.6"
                 )
             width, height, frames, steps = (int(text or 1) for text in match.groups()[:4])
-            one = self.request(width=width, height=height, frames=frames, steps=steps)
-            due = NEVER if deadline is None else deadline * one.seconds(1)
-            kinds.append(replace(one, deadline_s=due))
+            kind = self.request(width=width, height=height, frames=frames, steps=steps)
+            due = NEVER if deadline is None else deadline * kind.seconds(1)
+            kinds.append(replace(kind, deadline_s=due))
             shares.append(float(match[5] or 1))
         if not sum(shares):
             raise ConfigError(f"{' '.join(words)}: all shares are 0")
         return Mix(kinds=kinds, shares=(np.array(shares) / sum(shares)).tolist(), most=most)
-
-
-_OF_MIX = re.compile(r"(\d{1,7})x(\d{1,7})(?:x(\d{1,7}))?@(\d{1,7})(?:=(\d{1,7}(?:\.\d{1,7})?))?")

@@ -1,7 +1,7 @@
-"""Rows of data sets as people keep them: Parquet, Arrow, CSV, JSON, tar shards, and folders.
+"""Read rows of data sets from Parquet, Arrow, CSV, JSON, tar shards, and folders.
 
-Tables are read in batches of rows and of the wanted columns alone, so that memory stays constant
-where the format allows. A configuration of a trainer is read as the data sets that it names.
+Only the wanted columns are read, in batches of rows, so that memory stays constant where the format
+allows. A configuration of a trainer stands for the data sets that it names.
 """
 
 import csv
@@ -25,7 +25,7 @@ from bascule.files import check_regular, to_path
 from bascule.workload.trainers import DataSet, data_sets
 
 Wanted = Callable[[Sequence[str]], Collection[str]]
-"""Chooses columns by the names of all."""
+"""Chooses columns from the names of all columns."""
 
 IMAGE_SUFFIXES = frozenset(
     ".avif .bmp .gif .jfif .jpeg .jpg .pbm .pgm .png .ppm .tga .tif .tiff .webp".split()
@@ -37,7 +37,7 @@ _BATCH_ROWS = 2**16
 _HEAD_BYTES = 2**20
 _BLOCK_CHARS = 2**22
 _MOST_NESTS = 1000
-_SETTING = frozenset(("instance_data_dir", "dataset_type"))  # of SimpleTuner's configurations
+_SETTING = frozenset(("instance_data_dir", "dataset_type"))  # keys of SimpleTuner's configurations
 _SPLIT = re.compile("(train|test|validation|valid|val|dev)(?![a-z])")
 
 
@@ -46,16 +46,14 @@ class Batch:
     """Some rows of one file.
 
     Attributes:
-        file: The file or folder; relative paths in its rows begin at `folder`.
-        columns: A pyarrow array or a list of values a column, all of one length.
-        data: The data set of a trainer's configuration that names these rows, if one does.
-        line: Of the file, which begins the first row; None where a row may be several lines.
+        file: The file or folder.
+        columns: Columns by name, of equal length: pyarrow arrays, or lists of values.
+        data: The data set of a trainer's configuration that has these rows, if one has.
     """
 
     file: Path
     columns: Mapping[str, Any]
     data: DataSet | None = None
-    line: int | None = None
 
     @property
     def num_rows(self) -> int:
@@ -64,7 +62,7 @@ class Batch:
 
     @property
     def folder(self) -> Path:
-        """The folder in which relative paths begin."""
+        """The folder in which relative paths of rows begin."""
         return self.file if self.file.is_dir() else self.file.parent
 
 
@@ -74,11 +72,10 @@ def read_batches(
     """Yield the wanted columns of a data set in batches of rows.
 
     Args:
-        path: A .parquet, .arrow, .csv, .tsv, .json, .jsonl, .tar or .toml file, the texts maybe
+        path: A .parquet, .arrow, .csv, .tsv, .json, .jsonl, .tar or .toml file, text files maybe
             compressed as .gz, .zst, .bz2 or .lz4; or a folder of such files, or of images.
-        wanted: Is called with all names of columns; those that it returns are read.
-        wrong: Lines of a CSV file with too few or too many cells are added here, where they are
-            errors otherwise.
+        wanted: Returns the columns to read, from the names of all columns.
+        wrong: Receives lines of a CSV file with too few or too many cells; None: these are errors.
     """
     path = to_path(path)
     if not path.exists():
@@ -109,14 +106,14 @@ def _suffix(path: Path) -> str:
 
 
 def _open(path: Path) -> Any:
-    """Open a file's bytes, decompressed."""
+    """Open a file to read its bytes, decompressed."""
     import pyarrow as pa
 
     return pa.input_stream(str(path), compression="detect")
 
 
 def _encoding(head: bytes) -> str:
-    """Return the encoding of a text, of which this is the beginning."""
+    """Guess the encoding of a text from its first bytes."""
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "utf-16"
     try:
@@ -151,12 +148,13 @@ def _arrow(path: Path, wanted: Wanted, _: object) -> Iterator[Batch]:
 
 
 def _flat(table: Any) -> dict[str, Any]:
-    """Return the columns of a table by name, the fields of structs as "struct.field"."""
+    """Return the columns of a table by name, with fields of structs as "struct.field"."""
     import pyarrow as pa
 
     columns: dict[str, Any] = {}
     for field, column in zip(table.schema, table.columns, strict=True):
-        if pa.types.is_struct(field.type) and not _is_picture([one.name for one in field.type]):
+        is_struct = pa.types.is_struct(field.type)
+        if is_struct and not _is_picture([inner.name for inner in field.type]):
             columns |= _flat(pa.Table.from_arrays([column], [field.name]).flatten())
         else:
             columns[field.name] = column.combine_chunks()
@@ -164,7 +162,7 @@ def _flat(table: Any) -> dict[str, Any]:
 
 
 def _is_picture(names: Collection[str]) -> bool:
-    """True for the fields of a picture, as data sets of the Hub have them."""
+    """Return True for the fields of a picture in data sets of the Hugging Face Hub."""
     return "bytes" in names and {*names} <= {"bytes", "path"}
 
 
@@ -174,17 +172,13 @@ def _csv(path: Path, wanted: Wanted, wrong: list[str] | None) -> Iterator[Batch]
 
     with _open(path) as file:
         parts = iter(partial(file.read, _HEAD_BYTES), b"")
-        head, num_quotes, has_blank, end = next(parts, b""), 0, False, b"\n"
-        for part in chain([head], parts):
-            num_quotes += part.count(b'"')
-            has_blank |= any(blank in end + part for blank in (b"\n\n", b"\n\r\n"))
-            end = part[-2:]
+        head = next(parts, b"")
+        num_quotes = sum(part.count(b'"') for part in chain([head], parts))
     encoding = _encoding(head)
-    first = None if num_quotes or has_blank or encoding == "utf-16" else 2
     if num_quotes % 2 and encoding != "utf-16":
         raise ConfigError(
-            f"{path}: a text begins with a double quote and does not end with one, so that rows "
-            "would be taken for its text: write quotes within texts twice"
+            f"{path}: a text begins with a double quote and does not end with one: write quotes "
+            "within texts twice"
         )
     text = head.decode(encoding, "replace")
     line = next((line for line in text.splitlines() if line.strip()), "")
@@ -212,9 +206,7 @@ def _csv(path: Path, wanted: Wanted, wrong: list[str] | None) -> Iterator[Batch]
             ),
         )
         for batch in reader:
-            first = None if wrong else first
-            yield Batch(path, dict(zip(batch.schema.names, batch.columns, strict=True)), line=first)
-            first = first and first + batch.num_rows
+            yield Batch(path, dict(zip(batch.schema.names, batch.columns, strict=True)))
 
 
 def _json(path: Path, wanted: Wanted, _: object) -> Iterator[Batch]:
@@ -242,7 +234,7 @@ def _json(path: Path, wanted: Wanted, _: object) -> Iterator[Batch]:
 
 
 def _json_lines(path: Path, wanted: Wanted, encoding: str) -> Iterator[Batch]:
-    """Read lines in blocks by pyarrow; a block that it refuses, as of mixed types, by Python."""
+    """Read blocks of lines by pyarrow, or by Python if pyarrow refuses, as on mixed types."""
     import pyarrow as pa
     from pyarrow import json as arrow_json
 
@@ -250,24 +242,19 @@ def _json_lines(path: Path, wanted: Wanted, encoding: str) -> Iterator[Batch]:
     with _open(path) as file, io.TextIOWrapper(file, encoding) as text:
         for part in chain(iter(partial(text.read, _BLOCK_CHARS), ""), ["\n"]):
             lines, end, rest = (rest + part).rpartition("\n")
-            if not lines.strip():
-                num_lines += (lines + end).count("\n")
-                continue
             block = None
-            if all(map(_is_flat, lines.split("\n"))):
+            if lines.strip() and all(map(_is_flat, lines.split("\n"))):
                 with suppress(pa.ArrowInvalid):
                     block = _flat(arrow_json.read_json(pa.BufferReader(lines.encode())))
             if block is None:
                 yield from _batched(path, _parsed(lines, path, num_lines), wanted)
             else:
-                columns = {name: block[name] for name in wanted(list(block))}
-                first = num_lines + 1 if "\n\n" not in f"\n{lines}\n" else None
-                yield Batch(path, columns, line=first)
+                yield Batch(path, {name: block[name] for name in wanted(list(block))})
             num_lines += (lines + end).count("\n")
 
 
 def _is_flat(line: str) -> bool:
-    """True for an empty line, and an object of few others: pyarrow 26 crashes on nests and null."""
+    """Return False for null and for deep nests of objects, on which pyarrow 26 crashes."""
     return line.lstrip()[:1] in ("", "{") and line.count("{") + line.count("[") < _MOST_NESTS
 
 
@@ -286,12 +273,12 @@ def _parsed(lines: str, path: Path, num_before: int) -> Iterator[Mapping[str, An
 
 
 def _rows_in(value: Any, path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of a document: of its list, of its one list, or of its values by path."""
+    """Yield the rows of a JSON document: of a list, of an object with one list, or by path."""
     if isinstance(value, dict):
-        lists = [one for one in value.values() if isinstance(one, list)]
+        lists = [item for item in value.values() if isinstance(item, list)]
         if len(lists) == 1:
             value = lists[0]
-        elif value and all(isinstance(one, dict) for one in value.values()):
+        elif value and all(isinstance(item, dict) for item in value.values()):
             value = [{"file_name": name, **row} for name, row in value.items()]
     if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
         raise ConfigError(
@@ -303,17 +290,17 @@ def _rows_in(value: Any, path: Path) -> Iterator[Mapping[str, Any]]:
 
 def _batched(path: Path, rows: Iterator[Mapping[str, Any]], wanted: Wanted) -> Iterator[Batch]:
     while part := list(islice(rows, _BATCH_ROWS)):
-        flat = [_without_nests(row) for row in part]
+        flat = [_flat_row(row) for row in part]
         names = wanted(list(dict.fromkeys(name for row in flat for name in row)))
         yield Batch(path, {name: [row.get(name) for row in flat] for name in names})
 
 
-def _without_nests(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat_row(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in row.items():
         key = prefix + name
-        is_nest = isinstance(value, dict) and not _is_picture(value)
-        flat |= _without_nests(value, f"{key}.") if is_nest else {key: value}
+        is_nested = isinstance(value, dict) and not _is_picture(value)
+        flat |= _flat_row(value, f"{key}.") if is_nested else {key: value}
     return flat
 
 
@@ -322,7 +309,7 @@ def _tar(path: Path, wanted: Wanted, _: object) -> Iterator[Batch]:
 
 
 def _shard_rows(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield a row a sample of a WebDataset shard; of images the headers alone are read."""
+    """Yield a row for each sample of a WebDataset shard; only headers of images are read."""
 
     def key(member: tarfile.TarInfo) -> str:
         folder, _, name = member.name.rpartition("/")
@@ -346,7 +333,7 @@ def _shard_rows(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def image_size(file: Any) -> tuple[int, int] | None:
-    """Read width and height from the header of an image, a path or an open file; None if none."""
+    """Read width and height from the header of an image, a path or an open file; None: no image."""
     from PIL import Image
 
     try:
@@ -357,7 +344,7 @@ def image_size(file: Any) -> tuple[int, int] | None:
 
 
 def load_av(where: object, instead: str = "") -> Any:
-    """Return PyAV, for videos; ConfigError if it is not installed, with what to do `instead`."""
+    """Import PyAV, which reads videos; ConfigError if it is missing, which ends in `instead`."""
     try:
         return importlib.import_module("av")
     except ImportError as error:
@@ -367,7 +354,7 @@ def load_av(where: object, instead: str = "") -> Any:
 
 
 def video_size(path: Path) -> tuple[float, ...] | None:
-    """Read width, height, frames and their rate from the header of a video; None if it has none."""
+    """Read width, height, frames and frame rate from the header of a video; None: no video."""
     av = load_av(path, ", or give a table with frames, width and height")
     try:
         with av.open(str(path)) as video:
@@ -385,13 +372,14 @@ def _toml(path: Path, wanted: Wanted, _: object) -> Iterator[Batch]:
 
 
 def _configured(path: Path, value: Any, wanted: Wanted) -> Iterator[Batch]:
-    """Yield the rows of the data sets of a trainer's configuration."""
+    """Yield rows of all data sets that a trainer's configuration names."""
     try:
         sets = list(data_sets(path, value))
     except (TypeError, AttributeError) as error:
         raise ConfigError(f"{path}: has a list, or a value, where keys belong: {error}") from error
     for data in sets:
-        place = next((x for x in (path.parent / name for name in data.places) if x.exists()), None)
+        places = (path.parent / name for name in data.places)
+        place = next((place for place in places if place.exists()), None)
         if place is None:
             raise ConfigError(
                 f"{path}: its data {data.places[0]} are not here: run where they are, or give a "
@@ -423,7 +411,7 @@ def _folder(path: Path, wanted: Wanted, wrong: list[str] | None) -> Iterator[Bat
 
 
 def _tables_in(folder: Path) -> list[Path]:
-    """Return all tables of the first kind that a folder has, at any depth."""
+    """Return all tables of one format in a folder, at any depth, of the first that is there."""
     state = folder / "state.json"
     if state.is_file():
         return [folder / load["filename"] for load in json.loads(state.read_text())["_data_files"]]
@@ -435,10 +423,11 @@ def _tables_in(folder: Path) -> list[Path]:
 def _image_rows(
     folder: Path, captions: Sequence[str] = (".txt",), is_deep: bool = True
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield a row for each image or clip, with the caption of the first such file beside it."""
+    """Yield a row for each image or clip, with the caption of a file beside it."""
     for file in sorted(folder.rglob("*") if is_deep else folder.iterdir()):
         if file.suffix.lower() in IMAGE_SUFFIXES | VIDEO_SUFFIXES:
-            beside = next((x for x in map(file.with_suffix, captions) if x.is_file()), None)
+            texts = (text for text in map(file.with_suffix, captions) if text.is_file())
+            beside = next(texts, None)
             caption = beside and beside.read_text("utf-8", "replace").strip()
             yield {"path": str(file.relative_to(folder)), "caption": caption}
 

@@ -1,4 +1,4 @@
-"""Tokens of images, clips and texts: rules of models, of trainers' buckets and of frame rates."""
+"""Tokens of images, clips and texts, by models, by buckets of trainers and by frame rates."""
 
 import math
 import re
@@ -16,20 +16,21 @@ _NAMED = {"480p": "832x480:16", "720p": "1280x720:16", "1080p": "1920x1080:16"}
 _BUCKETS = re.compile("([0-9]{1,5}x)?[0-9]{1,5}:[0-9]{1,4}")
 _SIZES = re.compile("[0-9]{1,5}x[0-9]{1,5}(,[0-9]{1,5}x[0-9]{1,5})*")
 _MOST_ASPECT = 4.0
+BYTES_PER_TOKEN = 4  # UTF-8 bytes of text, about right for English
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of a model that is known by name.
+    """Sizes of a named model.
 
     Attributes:
         width: Model width.
         num_blocks: Blocks of the transformer.
         num_heads: Heads of keys and values.
         pixels: Side of a visual token in pixels: stride of the VAE times patch.
-        frame_stride: Frames after the first that become one latent frame; None has no clips.
-        areas: Least and most pixels to which a picture is scaled; None keeps its size.
-        is_crosswise: Text is attended to crosswise: it is no part of the sequence.
+        frame_stride: Frames after the first that become one latent frame; None: images only.
+        areas: Least and most pixels to which an image is scaled; None keeps its size.
+        is_crosswise: True if text is no part of the sequence, but of cross-attention.
     """
 
     width: int
@@ -42,7 +43,7 @@ class ModelShape:
 
     @property
     def cost(self) -> TransformerCost:
-        """The cost of its sequences."""
+        """The cost of a sequence."""
         return TransformerCost(self.width, num_layers=self.num_blocks, num_heads=self.num_heads)
 
 
@@ -72,18 +73,17 @@ class TokenRule:
     """The rules by which a trainer makes tokens of images, clips and texts.
 
     Attributes:
-        pixels: Side of a visual token in pixels; what is left at an edge is cut off.
-        frame_stride: f frames become 1 + (f - 1) // frame_stride latent ones; None has no clips.
+        pixels: Side of a visual token in pixels; a remainder at an edge is cut off.
+        frame_stride: f frames become 1 + (f - 1) // frame_stride latent ones; None: images only.
         areas: Least and most pixels; sides are rounded to whole tokens within them. None: as is.
-        bucket: Sizes that images are scaled to: "1024:64" has all sides in steps of 64 of at most
-            1024 x 1024 pixels and 4:1, "1280x720:16" and "720p" the same of another area,
-            "1024x1024,1152x896" those alone. The one of nearest aspect ratio is taken.
+        bucket: Sizes that images are scaled to, by the nearest aspect ratio: "1024:64" has all
+            sides in steps of 64 of at most 1024 x 1024 pixels and 4:1, "1280x720:16" and "720p"
+            have another area, "1024x1024,1152x896" lists the sizes.
         fps: Frames a second that are taken of a clip; all of them if None.
         max_frames: Most frames that are taken of a clip.
-        bytes_per_token: UTF-8 bytes of text that make a token: about 4 for English.
-        tokenize: Counts the tokens of each text, in place of `bytes_per_token`.
-        is_crosswise: Text beside images and clips is attended to crosswise, and no part of the
-            sequence.
+        tokenize: Counts the tokens of each text; None estimates them by `BYTES_PER_TOKEN`.
+        is_crosswise: True if text beside images and clips is no part of the sequence, but of
+            cross-attention.
     """
 
     pixels: int = 16
@@ -92,19 +92,18 @@ class TokenRule:
     bucket: str | None = None
     fps: float | None = None
     max_frames: int | None = None
-    bytes_per_token: float = 4.0
     tokenize: Callable[[Sequence[str]], Sequence[int]] | None = None
     is_crosswise: bool = False
 
     def __post_init__(self) -> None:
         fields(self, pixels=(whole, 1), frame_stride=(whole, 1), max_frames=(whole, 1))
-        fields(self, fps=rate, bytes_per_token=rate)
+        fields(self, fps=rate)
         if self.bucket is not None:
             bucket_sizes(self.bucket)
 
     @classmethod
     def of_model(cls, name: str, **options: object) -> "TokenRule":
-        """Return the rule of a model of `MODELS`, with other options."""
+        """Return the rule of a model of `MODELS`; `options` are other fields of the rule."""
         model = model_shape(name)
         rule = cls(model.pixels, model.frame_stride, model.areas, is_crosswise=model.is_crosswise)
         return replace(rule, **options)  # pyright: ignore[reportArgumentType]
@@ -114,7 +113,7 @@ class TokenRule:
         if self.tokenize is not None:
             return self.tokenize(texts)
         sizes = (len(text.encode("utf-8", "replace")) for text in texts)
-        return [math.ceil(size / self.bytes_per_token) for size in sizes]
+        return [math.ceil(size / BYTES_PER_TOKEN) for size in sizes]
 
     def frames_taken(self, frames: Floats, fps: Floats) -> Floats:
         """Return the frames that are taken of each clip, (n,), by `fps` and `max_frames`."""
@@ -130,10 +129,10 @@ class TokenRule:
             width: (n,) pixels.
             height: (n,) pixels.
             frames: (n,) frames of each clip, 1 of an image.
-            fps: (n,) frames of a second of each clip; counts only if the rule has another one.
+            fps: (n,) frames a second of each clip; used only if the rule has `fps`.
 
         Raises:
-            ConfigError: A clip, and no rule for its frames.
+            ConfigError: There is a clip, and the rule has no `frame_stride`.
         """
         frames = self.frames_taken(frames, fps)
         if self.frame_stride is None and frames.max(initial=1) > 1:
@@ -182,7 +181,7 @@ def bucket_sizes(bucket: str) -> Ints:
 def nearest(
     sizes: Ints, width: Floats, height: Floats, scale: Callable[[Floats], Floats] = np.abs
 ) -> tuple[Floats, Floats]:
-    """Return the size of nearest aspect ratio, on a scale, of each; of two alike the larger."""
+    """Return the size whose aspect ratio is nearest on a scale; of equal ratios the larger size."""
     order = np.lexsort((-sizes.prod(axis=1), sizes[:, 0] / sizes[:, 1]))
     sides = sizes[order].astype(np.float64)
     aspects, first = np.unique(scale(sides[:, 0] / sides[:, 1]), return_index=True)
@@ -194,7 +193,7 @@ def nearest(
 def _within(
     areas: tuple[int, int], pixels: int, width: Floats, height: Floats
 ) -> tuple[Floats, Floats]:
-    """Round to whole tokens, within areas; source: `smart_resize` of Qwen2-VL."""
+    """Round sides to whole tokens, within least and most pixels, as `smart_resize` of Qwen2-VL."""
     least, most = areas
     rounded = [np.maximum(np.round(side / pixels), 1.0) * pixels for side in (width, height)]
     area = rounded[0] * rounded[1]

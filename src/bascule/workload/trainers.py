@@ -1,6 +1,6 @@
-"""Configurations of trainers: the data sets that they name, and what becomes of their samples.
+"""Read configurations of trainers: the data sets that they name, and the samples made of rows.
 
-A key is applied as its trainer applies it, or is listed as harmless, or ends the command by name.
+A key is applied as its trainer applies it, or is listed as harmless, or is refused by name.
 Sources: `library/train_util.py` of sd-scripts, `dataset/bucket.py` and `image_video_dataset.py` of
 musubi-tuner, `multiaspect/image.py` and `metadata/backends/base.py` of SimpleTuner.
 """
@@ -20,9 +20,10 @@ from bascule.errors import ConfigError
 from bascule.workload.tokens import nearest
 
 Clip = Callable[[Floats], tuple[Floats, Floats]]
+"""Turns frames of rows into frames of samples, and the number of samples of each row."""
 Taken = tuple[Floats, Floats, Floats, Floats]
 Take = Callable[[Floats, Floats, Floats], Taken]
-"""Turns a row's width, height and frames into a sample's, and says how many samples it gives."""
+"""Turns width, height and frames of rows into sizes of samples, and their number for each row."""
 
 _LISTS = ("metadata_file", "image_jsonl_file", "video_jsonl_file")
 _FOLDERS = ("image_dir", "image_directory", "video_directory", "instance_data_dir")
@@ -44,14 +45,14 @@ _HARMLESS = frozenset(
     vae_cache_clear_each_epoch vae_cache_disable vae_cache_ondemand validation_seed
     video.frame_interval video.is_i2v""".split()
 )
-_NEUTRAL: dict[str, object] = {  # keys that change nothing with this value, or if they are off
+_NEUTRAL: dict[str, object] = {  # keys that are harmless with this value, or if they are off
     **dict.fromkeys("is_reg multiple_target no_resize_control validation_split".split()),
     **dict.fromkeys("end_epoch end_step max_num_samples start_step".split()),
     **{"probability": 1, "start_epoch": 1, "type": "local", "metadata_backend": "discovery"},
     "video.bucket_strategy": "aspect_ratio",
 }
 _REFERENCES = ("control_directory", "conditioning", "conditioning_data")
-_SQUARES = {0.25: 512, 0.5: 768, 1.0: 1024, 2.0: 1536, 4.0: 2048}  # SimpleTuner's, by megapixels
+_SQUARES = {0.25: 512, 0.5: 768, 1.0: 1024, 2.0: 1536, 4.0: 2048}  # of SimpleTuner, by megapixels
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +60,12 @@ class DataSet:
     """A folder or a table that a configuration names.
 
     Attributes:
-        places: Where its data may be; the first that exists is read.
-        takes: What the trainer makes of each row; an entry for each time that it is trained.
-        captions: Endings of the files with captions.
-        only_captioned: Images without such a file are no samples.
-        is_deep: Images in folders of the folder are samples.
-        has_clips: It has clips, whose frames must be known.
+        places: Paths of its data; the first that exists is read.
+        takes: Functions from rows to samples; one for each time that rows are trained.
+        captions: Suffixes of the files with captions.
+        only_captioned: True if images without such a file are no samples.
+        is_deep: True if images in folders within the folder are samples.
+        has_clips: True if it has clips, whose frames must be known.
     """
 
     places: list[str]
@@ -76,12 +77,12 @@ class DataSet:
 
 
 class _Keys:
-    """The keys of a data set; a key that nothing reads must be harmless."""
+    """The keys of a data set; keys that nothing reads must be harmless."""
 
     def __init__(self, path: Path, values: dict[str, Any]) -> None:
         inner = {f"video.{key}": value for key, value in values.get("video", {}).items()}
-        nests = ("datasets", "subsets", "video")
-        self.path, self._left = path, {k: v for k, v in values.items() if k not in nests} | inner
+        outer = values.keys() - {"datasets", "subsets", "video"}
+        self.path, self._left = path, {k: v for k, v in values.items() if k in outer} | inner
         self.names = [name for name in (*_LISTS, *_FOLDERS) if self._left.get(name)]
         self.places = [str(self._left.pop(name)) for name in self.names]
 
@@ -120,7 +121,7 @@ class _Keys:
         )
 
     def end(self, takes: list[Take], times: int, **fields: Any) -> DataSet:
-        """Return the data set; refuse a key that nothing read, unless it is harmless."""
+        """Make the data set; refuse keys that nothing read, unless they are harmless."""
         for key, value in self._left.items():
             is_off = key in _NEUTRAL and (not value or value == _NEUTRAL[key])
             if key not in _HARMLESS and not is_off:
@@ -131,10 +132,10 @@ class _Keys:
 
 
 def data_sets(path: Path, value: Any) -> Iterator[DataSet]:
-    """Yield the data sets of a configuration, as it was read from .toml or .json."""
+    """Yield the data sets of a configuration; `value` is the content of the .toml or .json file."""
     if isinstance(value, list):
-        kinds = {one.get("id"): one.get("conditioning_type") for one in value}
-        sets = [_simpletuner(_Keys(path, one), kinds) for one in value]
+        kinds = {entry.get("id"): entry.get("conditioning_type") for entry in value}
+        sets = [_simpletuner(_Keys(path, entry), kinds) for entry in value]
     elif "directory" in value:
         raise ConfigError(
             f"{path}: the areas and buckets of [[directory]] of diffusion-pipe are not applied: "
@@ -142,22 +143,21 @@ def data_sets(path: Path, value: Any) -> Iterator[DataSet]:
         )
     elif "datasets" in value:
         general = value.pop("general", {})
-        merged = [
-            _Keys(path, value | general | one | subset)
-            for one in value["datasets"]
-            for subset in one.get("subsets", ({},))
+        sets = [
+            _kohya(_Keys(path, value | general | entry | subset))
+            for entry in value["datasets"]
+            for subset in entry.get("subsets", ({},))
         ]
-        sets = [_of_kohya(keys) for keys in merged]
     else:
         raise ConfigError(
             f"{path}: has no [[datasets]], as configurations of sd-scripts and musubi-tuner have: "
             "give the folder or the table of your data"
         )
-    yield from (one for one in sets if one is not None and one.takes)
+    yield from (data for data in sets if data is not None and data.takes)
 
 
-def _of_kohya(keys: _Keys) -> DataSet:
-    """Read a data set of sd-scripts, or of musubi-tuner, whose keys for data differ."""
+def _kohya(keys: _Keys) -> DataSet:
+    """Read a data set of sd-scripts or musubi-tuner, which differ in the keys of their data."""
     is_musubi = not {"metadata_file", "image_dir"}.intersection(keys.names)
     has_clips = any(name.startswith("video") for name in keys.names)
     default = [960, 544] if is_musubi else None
@@ -172,7 +172,7 @@ def _of_kohya(keys: _Keys) -> DataSet:
         sizes = [(w, min(most, area // w // step * step)) for w in range(least, most + 1, step)]
         sizes = [(side // step * step,) * 2, *(pair for pair in sizes if pair[1] >= least)]
     is_bucketed, no_upscale = keys.pop("enable_bucket"), keys.pop("bucket_no_upscale")
-    if has_clips:  # musubi-tuner reads neither key for clips
+    if has_clips:  # for clips musubi-tuner reads neither key
         is_bucketed, no_upscale = True, False
     if is_bucketed and not least <= min(width, height) <= max(width, height) <= most:
         raise ConfigError(
@@ -185,11 +185,10 @@ def _of_kohya(keys: _Keys) -> DataSet:
 
     def take(clip: Clip, wide: Floats, tall: Floats, frames: Floats) -> Taken:
         after = nearest(table, wide, tall)
-        if is_bucketed and no_upscale:  # small images are cut
-            after = after if is_musubi else _shrunk(area, step, wide, tall)
-            is_small = wide * tall <= area
-            pairs = zip((wide, tall), after, strict=True)
-            wide, tall = (np.where(is_small, one // step * step, other) for one, other in pairs)
+        if is_bucketed and no_upscale:  # small images are cut, not scaled
+            after = after if is_musubi else _shrink(area, step, wide, tall)
+            pairs, is_small = zip((wide, tall), after, strict=True), wide * tall <= area
+            wide, tall = (np.where(is_small, old // step * step, new) for old, new in pairs)
             after = wide, tall
         return *after, *clip(frames)
 
@@ -208,7 +207,7 @@ def _whole_clip(frames: Floats) -> tuple[Floats, Floats]:
 
 
 def _extractions(keys: _Keys) -> list[Clip]:
-    """Return how musubi-tuner cuts clips of each length out of a longer one."""
+    """Return the functions by which musubi-tuner cuts clips of each length out of longer ones."""
     kinds = ("head", "chunk", "slide", "uniform", "full")
     kind = choice(f"{keys.path}: frame_extraction", keys.pop("frame_extraction", "head"), *kinds)
     most, stride = keys.whole("max_frames", 129), keys.whole("frame_stride", 1)
@@ -219,7 +218,7 @@ def _extractions(keys: _Keys) -> list[Clip]:
             return (np.minimum(frames, most) - 1) // 4 * 4 + 1, np.ones_like(frames)
         left = frames - target
         times = {"chunk": frames // target, "slide": left // stride + 1}
-        times["uniform"] = np.minimum(left + 1, num)  # clips at one place are one sample
+        times["uniform"] = np.minimum(left + 1, num)  # equal clips are one sample
         return np.full_like(frames, target), np.where(left < 0, 0.0, times.get(kind, 1.0))
 
     targets = sorted({(target - 1) // 4 * 4 + 1 for target in targets})
@@ -227,27 +226,27 @@ def _extractions(keys: _Keys) -> list[Clip]:
 
 
 def _simpletuner(keys: _Keys, kinds: dict[object, object]) -> DataSet | None:
-    """Read a data set of SimpleTuner; None if it is off, or has no samples of its own."""
+    """Read a data set of SimpleTuner; None if it is off, or has no samples to train on."""
     kind, is_off = keys.pop("dataset_type", "image"), keys.pop("disabled") or keys.pop("disable")
     if is_off or kind not in ("image", "video", "audio", "caption"):
         return None
     unit, crop = keys.pop("resolution_type", "pixel_area"), keys.pop("crop")
     aspect, linked = keys.pop("crop_aspect", "square"), keys.pop("conditioning_data", [])
-    loose = {kinds.get(one) for one in np.ravel(linked).tolist()} - {"controlnet", "mask"}
-    for key, value, is_known in (
+    links = {kinds.get(name) for name in np.ravel(linked).tolist()}
+    for key, value, is_legal in (
         ("dataset_type", kind, kind in ("image", "video")),
-        ("conditioning_data", linked, not loose),
+        ("conditioning_data", linked, links <= {"controlnet", "mask"}),
         ("resolution_type", unit, unit in ("pixel_area", "area", "pixel")),
         ("crop_aspect", aspect, not crop or aspect in ("square", "preserve")),
     ):
-        if not is_known:
+        if not is_legal:
             raise keys.refusal(key, value)
     is_square, is_edge = bool(crop) and aspect == "square", unit == "pixel"
     resolution, least = keys.number("resolution"), keys.number("minimum_image_size", 0.0)
     low, high = keys.number("minimum_aspect_ratio", 0.0), keys.number("maximum_aspect_ratio", 0.0)
     area = resolution * 1e6 if unit == "area" else resolution**2
     least *= 1e6 if unit == "area" or (unit == "pixel_area" and least <= 10.0) else least
-    edge = resolution if is_edge else _aligned(math.isqrt(int(area)))
+    edge = resolution if is_edge else _align(math.isqrt(int(area)))
     named = [side for size, side in _SQUARES.items() if abs(area / 1e6 - size) < 0.05]
     square = named[0] if named and not is_edge else edge
     num, shortest, longest = 1, 1, 2**16
@@ -257,27 +256,27 @@ def _simpletuner(keys: _Keys, kinds: dict[object, object]) -> DataSet | None:
         longest = keys.whole("video.max_frames", longest)
 
     def take(wide: Floats, tall: Floats, frames: Floats) -> Taken:
-        is_kept = (wide * tall >= least) | is_edge
-        is_kept &= (np.minimum(wide, tall) >= math.isqrt(int(least))) | (not (is_edge or is_square))
-        is_kept &= (frames >= shortest) & (frames <= longest)
+        is_used = (wide * tall >= least) | is_edge
+        is_used &= (np.minimum(wide, tall) >= math.isqrt(int(least))) | (not (is_edge or is_square))
+        is_used &= (frames >= shortest) & (frames <= longest)
         ratio, is_upright = np.maximum(np.round(wide / tall, 2), 0.01), wide < tall
-        if is_edge:  # of the shorter side
+        if is_edge:  # the resolution is that of the shorter side
             wide = np.where(is_upright, edge, np.floor(edge * ratio))
             tall = np.where(is_upright, np.floor(edge / ratio), edge)
         else:
             wide, tall = edge * np.sqrt(ratio), edge / np.sqrt(ratio)
-        wide, tall = _aligned(wide), _aligned(tall)
+        wide, tall = _align(wide), _align(tall)
         ratio = np.where(is_square, 1.0, np.round(wide / tall, 2))
-        is_kept &= (ratio >= low) & (ratio <= (high or np.inf))
+        is_used &= (ratio >= low) & (ratio <= (high or np.inf))
         wide, tall = (np.where(ratio == 1.0, square, side) for side in (wide, tall))
-        return wide, tall, np.full_like(frames, num), is_kept.astype(np.float64)
+        return wide, tall, np.full_like(frames, num), is_used.astype(np.float64)
 
     times = keys.whole("repeats", 0, 0) + 1
     return keys.end([take], times, is_deep=True, has_clips=kind == "video")
 
 
-def _shrunk(area: int, step: int, wide: Floats, tall: Floats) -> tuple[Floats, Floats]:
-    """Scale to an area, one side in steps: the side that keeps the aspect ratio better."""
+def _shrink(area: int, step: int, wide: Floats, tall: Floats) -> tuple[Floats, Floats]:
+    """Scale to an area; the side that keeps the aspect ratio better is in whole steps."""
 
     def stepped(side: Floats) -> Floats:
         return np.maximum(np.floor(side + 0.5) // step * step, 1.0)
@@ -291,6 +290,6 @@ def _shrunk(area: int, step: int, wide: Floats, tall: Floats) -> tuple[Floats, F
     return wide // step * step, tall // step * step
 
 
-def _aligned(side: Any) -> Any:
-    """Return sides in whole steps of SimpleTuner."""
+def _align(side: Any) -> Any:
+    """Round sides to whole steps of SimpleTuner."""
     return np.maximum(np.round(side / 64), 1.0) * 64

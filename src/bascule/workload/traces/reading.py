@@ -1,7 +1,7 @@
-"""The traces of a run's ranks, read from the JSON that torch.profiler writes: one file a rank.
+"""Read the JSON that torch.profiler writes, one file a rank, as steps, compute and collectives.
 
-Kernels of a device, where there are any, are compute and collectives. On a host, operators are
-compute, and the events of gloo's threads are collectives.
+With a device, its kernels are compute and collectives. Without one, operators are compute, and
+events of gloo's threads are collectives.
 """
 
 import gzip
@@ -26,14 +26,14 @@ from bascule.workload.traces.spans import Spans, minus, spans_of, union
 NumberedBy = Literal["ProfilerStep", "bascule's train_step", "Optimizer.step"]
 
 TRAIN_STEP = "bascule::a training step"
-MAX_BYTES = 2**32  # of a trace, unpacked
+MAX_BYTES = 2**32  # of a trace, decompressed
 
 _RANK_IN_NAME = re.compile(r"rank[-_. ]?([0-9]{1,6})(?![0-9])", re.IGNORECASE)
 _STEP = re.compile(r"ProfilerStep\s*#\s*([0-9]{1,15})")
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _HOST_CALL = re.compile(
     r"(?:gloo|ucc|mpi):"
-    # bascule's own, which are messages to gloo; not those of a bag, whose ranks no name tells.
+    # collectives of bascule made of messages; not those of a bag, whose ranks their names omit
     r"|bascule::(?:all_to_all|all_gather|all_reduce|reduce_scatter|barrier) \((?!tokens|heads)"
 )
 _DISPATCH = re.compile(r"(?:c10d|_c10d_functional|c10d_functional|fsdp|symm_mem|bascule)::")
@@ -43,34 +43,34 @@ _ON_TRAINING_THREADS = {"wrapper", "step", "train step", "optimizer"}
 _ENDINGS = (".json", ".json.gz", ".json.zst")
 _MOST_US, _MOST_LASTING_US = 1e17, 1e12
 
-Event = tuple[Any, float, float]  # name, number, thread or mark; start and end in seconds
+Event = tuple[Any, float, float]  # a value that depends on the kind; start and end in seconds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankTrace:
-    """The steps of one rank. Times are seconds of its own clock."""
+    """The steps of a rank, in seconds of its clock."""
 
     rank: int
-    world_size: int | None  # ranks of the run, if the trace says so
+    world_size: int | None  # ranks of the run, if the trace has it
     num_left_out: int  # events without a usable time
     numbered_by: NumberedBy  # the ranges that show the steps
-    on_device: bool  # compute and collectives are those of a device
+    on_device: bool  # True if compute and collectives are those of a device
     numbers: Ints  # (S,) of the steps, ascending
-    host: Spans  # (S, 2) when each began and ended on the host
-    windows: Spans  # (S, 2) the same where compute and collectives are: on the device or the host
-    compute: Spans  # (n, 2) union
-    calls: Spans  # (c, 2) its collectives, by their start
-    call_keys: tuple[str, ...]  # (c,); other ranks' calls with the same key are the same calls
-    marks: tuple[tuple[float, LengthMark], ...]  # lengths, and when they were said, on the host
+    host: Spans  # (S, 2) when each step began and ended on the host
+    windows: Spans  # (S, 2) when each step began and ended on the device, if there is one
+    compute: Spans  # (n, 2)
+    calls: Spans  # (c, 2) collectives, by their start
+    call_keys: tuple[str, ...]  # (c,) equal on all ranks of a collective
+    marks: tuple[tuple[float, LengthMark], ...]  # lengths, and the time of their mark on the host
 
 
 def read_traces(path: str | Path) -> tuple[tuple[RankTrace, ...], tuple[str, ...]]:
     """Read a run's folder of ``*.json``, ``*.json.gz`` or ``*.json.zst`` files, or one such file.
 
-    They may be in folders of it, such as one a rank. A rank may have several of other steps, if
-    these are ProfilerStep ranges. Its number is that of `distributedInfo`, else behind "rank" in
-    the name of the file, or of its folder; that of one file alone may be missing.
-    Returns the ranks in order, and sentences on omissions.
+    Files may be in folders within it. A rank may have several files of different steps, if these
+    are ProfilerStep ranges. Its number is that of `distributedInfo`, else behind "rank" in the name
+    of the file, or of its folder; a file alone needs none. Returns the ranks in order, and
+    sentences on omissions.
     """
     by_rank, notes = dict[int, list[RankTrace]](), list[str]()
     for files in _files(Path(path)):
@@ -93,22 +93,24 @@ def read_traces(path: str | Path) -> tuple[tuple[RankTrace, ...], tuple[str, ...
             f"{path}: no trace in it: give the folder into which torch.profiler wrote one "
             ".json, .json.gz or .json.zst file a rank"
         )
-    traces = tuple(_joined(by_rank[rank]) for rank in sorted(by_rank))
+    traces = tuple(_join(by_rank[rank]) for rank in sorted(by_rank))
     return traces, (*notes, *_missing(traces))
 
 
 def _files(path: Path) -> tuple[list[Path], ...]:
-    """Return the files of a folder, and those of all folders in it, for want of traces there."""
+    """Return the files of a folder, and the files of folders within, for want of traces in it."""
     try:
         if not path.is_dir():
             return ([path],)
-        there = path.iterdir(), path.rglob("*/*")
-        return tuple(sorted(one for one in x if one.name.endswith(_ENDINGS)) for x in there)
+        places = path.iterdir(), path.rglob("*/*")
+        return tuple(
+            sorted(file for file in files if file.name.endswith(_ENDINGS)) for files in places
+        )
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
 
 
-def _opened(file: Path) -> Any:
+def _open(file: Path) -> Any:
     if file.suffix == ".zst":
         import pyarrow as pa
 
@@ -120,8 +122,8 @@ def _load(file: Path) -> dict[str, Any] | None:
     """Return the content of a file; None if it is not a trace."""
     try:
         check_regular(file)
-        with _opened(file) as opened:
-            content = cast(bytes, opened.read(MAX_BYTES + 1))
+        with _open(file) as stream:
+            content = cast(bytes, stream.read(MAX_BYTES + 1))
     except (OSError, EOFError, ValueError, zlib.error, MemoryError) as error:
         raise ConfigError(f"cannot read {file}: {error or 'too large for the memory'}") from error
     if len(content) > MAX_BYTES:
@@ -129,14 +131,14 @@ def _load(file: Path) -> dict[str, Any] | None:
     match parse_json(content.decode("utf-8", "replace"), str(file)):
         case {"traceEvents": list()} as data:
             return cast(dict[str, Any], data)
-        case list() as events:  # the other form of the format: events alone
+        case list() as events:  # the format allows events alone
             return {"traceEvents": events}
         case _:
             return None
 
 
 def _rank_trace(data: dict[str, Any], rank: object) -> RankTrace:
-    """Read the content of a file; the rank is for one that does not say its own."""
+    """Parse the content of a file; `rank` is for one without a rank in its `distributedInfo`."""
     info = data.get("distributedInfo")
     info = cast(dict[str, object], info) if isinstance(info, dict) else {}
     rank, size = info.get("rank", rank), info.get("world_size")
@@ -155,8 +157,8 @@ def _rank_trace(data: dict[str, Any], rank: object) -> RankTrace:
         if numbered_by == "ProfilerStep":
             windows = _device_windows(events["device step"], numbers, host)
     else:
-        # Without operators that only hand work to others, and without those of other threads: a
-        # step does not wait for the thread of a loader or a collective.
+        # Operators that only dispatch do not count, nor those of threads of loaders or collectives,
+        # for which a step does not wait.
         operators, dispatches = (
             union(_spans([event for event in events[kind] if event[0] in threads]))
             for kind in ("operator", "dispatch")
@@ -180,7 +182,7 @@ def _rank_trace(data: dict[str, Any], rank: object) -> RankTrace:
 
 
 def _sorted(events: Iterable[Any]) -> tuple[dict[str, list[Event]], set[object], int]:
-    """Sort events by their kind; return also the threads that train, and how many have no time."""
+    """Sort events by kind; return also the threads that train, and the number without a time."""
     kinds: dict[str, list[Event]] = defaultdict(list)
     threads, num_left_out = set[object](), 0
     for event in events:
@@ -201,7 +203,7 @@ def _sorted(events: Iterable[Any]) -> tuple[dict[str, list[Event]], set[object],
 
 
 def _kind_of(category: str, name: str, thread: object, args: object) -> tuple[str, Any]:
-    """Return the kind of an event, and its name, number, thread or mark."""
+    """Return the kind of an event and its value: a name, step number, thread or mark."""
     step = _STEP.fullmatch(name)
     if category in _DEVICE:
         is_call = category == "kernel" and "nccl" in name.lower()
@@ -229,7 +231,7 @@ def _kind_of(category: str, name: str, thread: object, args: object) -> tuple[st
 
 
 def _key_of(name: str, args: object) -> str:
-    """Identify a collective of NCCL by its name, and the group if the trace says so."""
+    """Identify a collective of NCCL by its name, and its group if the trace has it."""
     facts = cast(dict[str, object], args) if isinstance(args, dict) else {}
     group = (facts.get(key) for key in ("Process Group Name", "Process Group Ranks"))
     what = facts.get("Collective name")
@@ -242,13 +244,13 @@ def _spans(events: Sequence[Event]) -> Spans:
 
 
 def _steps(events: dict[str, list[Event]]) -> tuple[NumberedBy, Ints, Spans]:
-    """Return the ranges that show the steps, the numbers of the steps, and their times."""
+    """Return which ranges show the steps, and the steps' numbers and times."""
     names = {event[0] for event in events["optimizer"]}
     if steps := sorted(events["step"], key=lambda event: event[0]):
         numbers = np.array([event[0] for event in steps], np.int64)
         if (twice := numbers[1:][np.diff(numbers) == 0]).size:
             raise ConfigError(f"step {twice[0]} is in it twice: it is of several runs")
-        return "ProfilerStep", numbers, _until_the_next(numbers, _spans(steps))
+        return "ProfilerStep", numbers, _extend_to_next(numbers, _spans(steps))
     numbered_by: NumberedBy = "bascule's train_step"
     spans = _spans(sorted(events["train step"], key=lambda event: event[1]))
     if not len(spans) and len(names) == 1 and len(events["optimizer"]) > 1:
@@ -257,14 +259,14 @@ def _steps(events: dict[str, list[Event]]) -> tuple[NumberedBy, Ints, Spans]:
     if not len(spans):
         raise ConfigError(
             "it does not show where steps begin: profile with a schedule, and call profiler.step() "
-            "after each step, so that it has ProfilerStep ranges"
+            "after each step"
         )
     numbers = np.arange(len(spans), dtype=np.int64)
-    return numbered_by, numbers, _until_the_next(numbers, spans)
+    return numbered_by, numbers, _extend_to_next(numbers, spans)
 
 
 def _device_windows(events: Sequence[Event], numbers: Ints, host: Spans) -> Spans:
-    """Return when each step began and ended on the device; on the host if a range is missing."""
+    """Return the times of steps on the device, or on the host if the range of a step is missing."""
     starts, ends = dict[int, float](), dict[int, float]()
     for number, start, end in events:
         starts[number] = min(start, starts.get(number, start))
@@ -273,13 +275,13 @@ def _device_windows(events: Sequence[Event], numbers: Ints, host: Spans) -> Span
     if not starts.keys() >= set(steps):
         return host
     windows = spans_of([starts[step] for step in steps], [ends[step] for step in steps])
-    # No later step says where the last one ends: it lasts at least as long as on the host.
+    # The last step has no next step that bounds it: it lasts at least as long as on the host.
     windows[:, 1] = np.maximum(windows[:, 1], windows[:, 0] + (host[:, 1] - host[:, 0]))
-    return _until_the_next(numbers, windows)
+    return _extend_to_next(numbers, windows)
 
 
-def _until_the_next(numbers: Ints, windows: Spans) -> Spans:
-    """Let each step last until the next one begins, if that was recorded too."""
+def _extend_to_next(numbers: Ints, windows: Spans) -> Spans:
+    """Let each step last until the next step begins, if that was recorded too."""
     starts, ends = windows.T
     if (np.diff(starts) < 0).any():
         raise ConfigError("its steps do not follow each other in the order of their numbers")
@@ -287,15 +289,15 @@ def _until_the_next(numbers: Ints, windows: Spans) -> Spans:
     return spans_of(starts, np.where(follows, np.roll(starts, -1), ends))
 
 
-def _joined(cycles: Sequence[RankTrace]) -> RankTrace:
-    """Join the cycles of a profiler, of one rank, each of later steps than the one before."""
+def _join(cycles: Sequence[RankTrace]) -> RankTrace:
+    """Join the files of a rank, one for each cycle of its profiler."""
     cycles = sorted(cycles, key=lambda cycle: cycle.numbers[0])
-    first, ways = cycles[0], {(cycle.numbered_by, cycle.on_device) for cycle in cycles}
+    first, kinds = cycles[0], {(cycle.numbered_by, cycle.on_device) for cycle in cycles}
     numbers, host, windows, compute, calls = (
         np.concatenate([getattr(cycle, name) for cycle in cycles])
         for name in ("numbers", "host", "windows", "compute", "calls")
     )
-    if len(ways) > 1 or (np.diff(numbers) <= 0).any() or (np.diff(host[:, 0]) < 0).any():
+    if len(kinds) > 1 or (np.diff(numbers) <= 0).any() or (np.diff(host[:, 0]) < 0).any():
         raise ConfigError(
             f"the files of rank {first.rank} have the same steps, or show steps in unlike ways: "
             "keep the files of one run in the folder"
@@ -317,10 +319,8 @@ def _missing(traces: Sequence[RankTrace]) -> Iterator[str]:
     """Yield sentences on ranks without a trace, and on events that were left out."""
     sizes = {trace.world_size for trace in traces if trace.world_size is not None}
     if len(sizes) > 1:
-        raise ConfigError(
-            f"the traces are of worlds of {', '.join(map(str, sorted(sizes)))} ranks: keep the "
-            "files of one run in the folder"
-        )
+        worlds = ", ".join(map(str, sorted(sizes)))
+        raise ConfigError(f"the traces are of worlds of {worlds} ranks: keep the files of one run")
     ranks = {trace.rank for trace in traces}
     if missing := sorted(set(range(max(sizes, default=max(ranks) + 1))) - ranks):
         named = ", ".join(map(str, missing[:8])) + (" .." if len(missing) > 8 else "")

@@ -1,4 +1,4 @@
-"""Sets of time, as sorted spans that do not touch: (n, 2) starts and ends in seconds."""
+"""Operations on sets of times. A set is (n, 2) starts and ends, sorted, without overlap."""
 
 import numpy as np
 import numpy.typing as npt
@@ -9,12 +9,12 @@ Spans = npt.NDArray[np.float64]
 
 
 def spans_of(starts: npt.ArrayLike, ends: npt.ArrayLike) -> Spans:
-    """Return (n, 2) from starts and ends."""
+    """Stack starts and ends to (n, 2)."""
     return np.stack([np.asarray(starts, np.float64), np.asarray(ends, np.float64)], axis=1)
 
 
 def union(spans: Spans) -> Spans:
-    """Return all time that is in any of some spans; those may overlap, in any order. O(n log n)."""
+    """Make a set of spans in any order, which may overlap. O(n log n)."""
     spans = spans[np.argsort(spans[:, 0], kind="stable")]
     if not len(spans):
         return spans
@@ -25,7 +25,7 @@ def union(spans: Spans) -> Spans:
 
 
 def minus(spans: Spans, others: Spans) -> Spans:
-    """Return the time of one set that is not in another; both are unions. O(n log n)."""
+    """Subtract a set from another. O(n log n)."""
     edges = np.unique(np.concatenate([spans.ravel(), others.ravel()]))
     middles = (edges[:-1] + edges[1:]) / 2
     left = _holds(spans, middles) & ~_holds(others, middles)
@@ -33,13 +33,13 @@ def minus(spans: Spans, others: Spans) -> Spans:
 
 
 def within(spans: Spans, start: float, end: float) -> Spans:
-    """Return the part of a union between two times; O(log n) and the spans that remain."""
+    """Cut a set to the time from start to end. O(log n) and the spans that remain."""
     first, last = np.searchsorted(spans[:, 1], start, "right"), np.searchsorted(spans[:, 0], end)
     return np.clip(spans[first:last], start, end)
 
 
 def seconds_within(spans: Spans, windows: Spans) -> npt.NDArray[np.float64]:
-    """Return (w,) seconds of a union in each window. O((n + w) log n)."""
+    """Return the (w,) seconds of a set within each window. O((n + w) log n)."""
     if not len(spans):
         return np.zeros(len(windows))
     before = np.r_[0.0, np.cumsum(spans[:, 1] - spans[:, 0])]

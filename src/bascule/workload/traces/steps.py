@@ -4,8 +4,8 @@
 where no compute hides them: **waiting** until the last rank begins, then **communication**. The
 **rest** is launches, Python, data. A rank's *own* time is that of its step without the waiting.
 
-A collective ends everywhere at once, so clocks are aligned by the median difference of ends. The
-k-th calls of a name and group in a step belong together. Legend: S steps, R ranks.
+A collective ends on all ranks at once, so clocks are aligned by the median difference of ends. The
+k-th calls with the same name and group in a step are one collective. Shapes: S steps, R ranks.
 """
 
 import re
@@ -24,92 +24,92 @@ from bascule.workload.traces.reading import RankTrace
 from bascule.workload.traces.spans import Spans, minus, seconds_within, union, within
 from bascule.workload.traces.writing import Kind, Segment
 
-_DUST = 1e-9  # share of a step below which a difference is rounding
+_ROUNDING = 1e-9  # share of a step below which a difference is zero
 _ONE_SIDED = re.compile(r"broadcast|reduce(?!_?scatter)|scatter|gather|send|recv", re.IGNORECASE)
 _ALL_SIDED = re.compile(r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|barrier", re.I)
 _TWO_RANKS = re.compile(r"(?:gloo:|nccl:)?(?:send|recv)", re.IGNORECASE)
 
-Call = tuple[int, float, float]  # a rank's place, and begin and end of a collective on its clock
+Call = tuple[int, float, float]  # index of the rank, begin and end of a collective on its clock
 Meeting = tuple[str, tuple[Call, ...]]  # the key of a collective, and its calls by rank
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankSpans:
-    """Times of a rank."""
+    """Spans of a rank, on the clock that all ranks share."""
 
     windows: Spans  # (S, 2) of the common steps
     compute: Spans  # (n, 2)
     calls: Spans  # (c, 2)
     call_keys: tuple[str, ...]
-    waiting: Spans  # union of the parts of its calls before all of their ranks had begun them
+    waiting: Spans  # parts of calls before the last rank began
 
 
 @dataclass(frozen=True, eq=False)
 class StepParts:
     """The parts of all steps that all ranks have."""
 
-    ranks: Ints  # (R,) their numbers
-    steps: Ints  # (S,) their numbers
-    seconds: Floats  # (S, R) how long each step took
-    compute: Floats  # (S, R) seconds of it
+    ranks: Ints  # (R,) numbers of ranks
+    steps: Ints  # (S,) numbers of steps
+    seconds: Floats  # (S, R) of each step
+    compute: Floats  # (S, R) seconds of compute
     communication: Floats  # (S, R) seconds in collectives that no compute hides, without waiting
     waiting: Floats  # (S, R) seconds in which the rank waited for others
     hidden: Floats  # (S, R) seconds in collectives behind compute; within `compute`
-    spans: tuple[RankSpans, ...]  # (R,) where these parts are, on one clock
-    on_device: bool  # they are those of a device
+    spans: tuple[RankSpans, ...]  # (R,) of these parts
+    on_device: bool  # True if compute and collectives are those of a device
     numbered_by: str  # the ranges that show the steps
     notes: tuple[str, ...]  # sentences on calls and files that could not be used
-    num_missing: int = 0  # ranks of the run that have no trace
+    num_missing: int = 0  # ranks of the run without a trace
 
     @property
     def rest(self) -> Floats:
         """(S, R) seconds of a step that are in no other part."""
         left = self.seconds - self.compute - self.communication - self.waiting
-        return np.where(left > _DUST * self.seconds, left, 0.0)
+        return np.where(left > _ROUNDING * self.seconds, left, 0.0)
 
     @property
     def missing(self) -> str:
-        """A sentence on the ranks without a trace."""
+        """The number of ranks without a trace, in words."""
         verb = "rank has" if self.num_missing == 1 else "ranks have"
         return f"{self.num_missing} {verb} no trace"
 
     @property
     def own(self) -> Floats:
-        """(S, R) seconds that a step takes a rank by itself: without waiting for others."""
+        """(S, R) seconds of a step without waiting for other ranks."""
         return self.seconds - self.waiting
 
     @property
     def step_seconds(self) -> Floats:
-        """(S,) seconds of a step: the mean over its ranks, which meet in every step."""
+        """(S,) seconds of a step, in the mean over its ranks, which meet in every step."""
         return self.seconds.mean(axis=1)
 
     @property
     def waited(self) -> float | None:
-        """Share of the time in which ranks waited; None where ranks have no trace."""
+        """Share of the time in which ranks waited; None if a rank has no trace."""
         if self.num_missing:
             return None
         return float(self.waiting.sum() / max(float(self.seconds.sum()), 1e-30))
 
     @property
     def imbalance(self) -> float | None:
-        """Max over mean of the compute of the ranks, mean over the steps; None as for `waited`."""
+        """Max over mean of the ranks' compute, mean over steps; None if a rank has no trace."""
         if self.num_missing:
             return None
         return float(np.mean([metrics.imbalance(loads) for loads in self.compute]))
 
     @cached_property
     def slowest(self) -> Ints:
-        """(S,) number of the rank with the most time of its own in each step."""
+        """(S,) number of the rank with the most own time in each step."""
         return self.ranks[self.own.argmax(axis=1)]
 
     @property
     def slowest_rank(self) -> int:
-        """The rank with the most time of its own, over all steps."""
+        """Number of the rank with the most own time over all steps."""
         return int(self.ranks[self.own.sum(axis=0).argmax()])
 
 
 def step_parts(traces: Sequence[RankTrace], notes: Sequence[str] = ()) -> StepParts:
-    """Divide the steps that all ranks have, and add to the notes. O(events log events)."""
+    """Divide the steps that all ranks have into parts; append to the notes. O(n log n) events."""
     steps = _common_steps(traces)
     windows = [trace.windows[np.searchsorted(trace.numbers, steps)] for trace in traces]
     meetings, unmatched = _meetings(traces, windows)
@@ -130,7 +130,7 @@ def step_parts(traces: Sequence[RankTrace], notes: Sequence[str] = ()) -> StepPa
         for rank, trace in enumerate(traces)
     )
     compute, exposed, waiting, hidden = (
-        np.stack(part, axis=1) for part in zip(*map(_divided, spans), strict=True)
+        np.stack(part, axis=1) for part in zip(*map(_divide, spans), strict=True)
     )
     return StepParts(
         ranks=np.array([trace.rank for trace in traces], np.int64),
@@ -144,12 +144,12 @@ def step_parts(traces: Sequence[RankTrace], notes: Sequence[str] = ()) -> StepPa
         on_device=traces[0].on_device,
         numbered_by=traces[0].numbered_by,
         notes=(*notes, *unmatched),
-        num_missing=max(max(one.world_size or 0, one.rank + 1) for one in traces) - len(traces),
+        num_missing=max(max(x.world_size or 0, x.rank + 1) for x in traces) - len(traces),
     )
 
 
-def _divided(spans: RankSpans) -> tuple[Floats, Floats, Floats, Floats]:
-    """Return (S,) seconds of compute, of collectives beside it, of waiting in these, and hidden."""
+def _divide(spans: RankSpans) -> tuple[Floats, Floats, Floats, Floats]:
+    """Return (S,) seconds of compute, of exposed collectives, of waiting, of hidden collectives."""
     compute, called, either, waits = (
         seconds_within(union(np.concatenate(parts)), spans.windows)
         for parts in (
@@ -161,18 +161,18 @@ def _divided(spans: RankSpans) -> tuple[Floats, Floats, Floats, Floats]:
     )
     exposed, waiting = np.maximum(either - compute, 0.0), np.maximum(waits - compute, 0.0)
     hidden = called - exposed
-    hidden = np.where(hidden > _DUST * (spans.windows[:, 1] - spans.windows[:, 0]), hidden, 0.0)
+    seconds = spans.windows[:, 1] - spans.windows[:, 0]
+    hidden = np.where(hidden > _ROUNDING * seconds, hidden, 0.0)
     return compute, exposed, waiting, hidden
 
 
 def _common_steps(traces: Sequence[RankTrace]) -> Ints:
     first, steps = traces[0], traces[0].numbers
     for trace in traces[1:]:
-        ways = [f"{one.numbered_by}{_where(one)}" for one in (first, trace)]
-        if ways[0] != ways[1]:
+        if _kind_of(first) != _kind_of(trace):
             raise ConfigError(
-                f"rank {first.rank} shows steps by {ways[0]}, rank {trace.rank} by {ways[1]}: "
-                "profile all ranks alike, with the same activities"
+                f"rank {first.rank} shows steps by {_kind_of(first)}, rank {trace.rank} by "
+                f"{_kind_of(trace)}: profile all ranks alike, with the same activities"
             )
         if first.numbered_by != "ProfilerStep" and first.numbers.size != trace.numbers.size:
             raise ConfigError(
@@ -186,28 +186,29 @@ def _common_steps(traces: Sequence[RankTrace]) -> Ints:
     return steps
 
 
-def _where(trace: RankTrace) -> str:
-    return " with kernels of a device" if trace.on_device else ", without kernels of a device"
+def _kind_of(trace: RankTrace) -> str:
+    kernels = " with" if trace.on_device else ", without"
+    return f"{trace.numbered_by}{kernels} kernels of a device"
 
 
 def _meetings(
     traces: Sequence[RankTrace], windows: Sequence[Spans]
 ) -> tuple[list[Meeting], list[str]]:
-    """Return the calls of common steps that all of their ranks made, and sentences on others."""
+    """Return the collectives of common steps, and sentences on calls that do not match."""
     calls: dict[tuple[int, str], dict[int, list[Call]]] = {}
-    for rank, (trace, own) in enumerate(zip(traces, windows, strict=True)):
-        steps = np.searchsorted(own[:, 0], trace.calls[:, 0], "right") - 1
-        is_inside = (steps >= 0) & (trace.calls[:, 0] < own[steps, 1])
+    for rank, (trace, spans) in enumerate(zip(traces, windows, strict=True)):
+        steps = np.searchsorted(spans[:, 0], trace.calls[:, 0], "right") - 1
+        is_inside = (steps >= 0) & (trace.calls[:, 0] < spans[steps, 1])
         rows = zip(trace.call_keys, trace.calls.tolist(), steps.tolist(), is_inside, strict=True)
         for key, (begin, end), step, inside in rows:
             if inside and not _TWO_RANKS.match(key):
                 calls.setdefault((step, key), {}).setdefault(rank, []).append((rank, begin, end))
     meetings, uneven = list[Meeting](), set[str]()
-    for (_, key), of_ranks in calls.items():
-        if len({len(own) for own in of_ranks.values()}) > 1:
+    for (_, key), by_rank in calls.items():
+        if len(set(map(len, by_rank.values()))) > 1:
             uneven.add(key)
         else:
-            meetings += [(key, group) for group in zip(*of_ranks.values(), strict=True)]
+            meetings += [(key, group) for group in zip(*by_rank.values(), strict=True)]
     return meetings, [
         f"ranks made unlike numbers of calls of {shown(key.partition('|')[0])} in a step: waiting "
         "in these counts as communication"
@@ -216,8 +217,8 @@ def _meetings(
 
 
 def _clocks(meetings: Sequence[Meeting], num_ranks: int) -> list[float]:
-    """Return (R,) seconds that each clock is ahead of the first that it shares calls with."""
-    # The root of a broadcast may end before: these count where there is nothing else.
+    """Return (R,) seconds that each clock is ahead of the first rank it is aligned with."""
+    # The root of a broadcast may end before the others: it counts where there is nothing else.
     sure = [
         meeting
         for meeting in meetings
@@ -225,7 +226,7 @@ def _clocks(meetings: Sequence[Meeting], num_ranks: int) -> list[float]:
     ]
     ahead: dict[int, float] = {}
     for first in range(num_ranks):
-        seen = {} if first in ahead else {first: [0.0]}  # begins a part of its own
+        seen = {} if first in ahead else {first: [0.0]}  # the reference of those it shares with
         while seen:
             ahead |= {rank: float(np.median(seconds)) for rank, seconds in seen.items()}
             seen = dict[int, list[float]]()
@@ -252,11 +253,10 @@ def segments_of(
             if (step, rank) in lens:
                 mark = LengthMark(tuple(lens[step, rank]))
                 yield Segment(rank, "lengths", str(mark), start - first, 0.0)
-            for kind, every in shown:
-                for begin, stop in within(every, start, end).tolist():
+            for kind, times in shown:
+                for begin, stop in within(times, start, end).tolist():
                     yield Segment(rank, kind, kind, begin - first, stop - begin)
-            one, last = np.searchsorted(spans.calls[:, 0], [start, end])
-            for key, (begin, stop) in zip(
-                spans.call_keys[one:last], spans.calls[one:last].tolist(), strict=True
-            ):
+            here = slice(*np.searchsorted(spans.calls[:, 0], [start, end]).tolist())
+            calls = zip(spans.call_keys[here], spans.calls[here].tolist(), strict=True)
+            for key, (begin, stop) in calls:
                 yield Segment(rank, "communication", key, begin - first, stop - begin)

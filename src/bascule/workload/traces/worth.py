@@ -1,6 +1,6 @@
-"""The worth of balancing in a run: its steps' times and lengths, a cost model, a plan.
+"""Predict what balancing is worth in a run, by a cost model fitted to its times and lengths.
 
-Legend: S steps, R ranks.
+Shapes: S steps, R ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,6 @@ from typing import cast
 
 import numpy as np
 
-from bascule.arrays import Floats
 from bascule.checks import MAX_RANKS, check_lengths, shown, whole
 from bascule.errors import ConfigError
 from bascule.files import read_json_lines
@@ -18,21 +17,20 @@ from bascule.machine.costs import PolynomialCost
 from bascule.machine.fits import TYPICAL_CROSSOVER_TOKENS, fit_iterations
 from bascule.marks import What
 from bascule.plan import metrics
-from bascule.plan.plan import Plan, plan_batch
+from bascule.plan.plan import plan_batch
 from bascule.plan.topology import Topology
 from bascule.workload.traces.reading import RankTrace
 from bascule.workload.traces.steps import StepParts
 
 Lengths = Mapping[tuple[int, int], Sequence[int]]  # tokens of sequences, by step and rank
 
-# Error with which steps may predict each other: they are few, and noisy on shared machines.
-MAX_ERROR = 0.3
+MAX_ERROR = 0.3  # of a step that the fit leaves out: steps are few, and noisy on shared machines
 MAX_MODEL_ERROR = 0.15  # share by which the model may miss the mean step as it was run
 
 
 @dataclass(frozen=True, slots=True)
 class RunLengths:
-    """Lengths that ranks computed on, and those that they had loaded, by step and rank."""
+    """Lengths that ranks computed, and lengths that they had loaded, by step and rank."""
 
     computed: Lengths
     loaded: Lengths
@@ -40,28 +38,27 @@ class RunLengths:
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """The steps whose lengths are known, as measured, by the model, and with a plan."""
+    """The mean step of known lengths: as measured, by the cost model, and with a plan."""
 
-    cost: PolynomialCost  # seconds of a sequence on a rank; its `fit` says how well the steps agree
+    cost: PolynomialCost  # seconds of a sequence on a rank; its `fit` has the errors
     topology: str  # the bags that were planned for
-    num_steps: int  # S, of which lengths are known
+    num_steps: int  # S, steps of known lengths
     measured_s: float  # mean seconds of a step, as measured
-    model_s: float  # the same by the cost model
-    as_loaded_s: float  # by the model, if every rank had computed its own samples
-    balanced_s: float  # by the model, with the plan
+    model_s: float  # mean seconds of a step, by the model
+    as_loaded_s: float  # mean seconds by the model, if every rank had computed what it loaded
+    balanced_s: float  # mean seconds by the model, with the plan
     imbalance: float  # max over mean of the model's loads, as run; mean over the steps
-    balanced_imbalance: float  # the same with the plan
+    balanced_imbalance: float  # max over mean of the model's loads, with the plan
     moved_share: float  # share of the tokens that the plan moves
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """Coefficients that the steps do not show, so that assumptions of the fit decide."""
-        fit = self.cost.fit
-        return () if fit is None else fit.unidentified
+        """Coefficients that the steps do not determine, and the fit assumes."""
+        return () if self.cost.fit is None else self.cost.fit.unidentified
 
     @property
     def assumed_in_words(self) -> str | None:
-        """A sentence on them; None if the steps show all."""
+        """A sentence on `assumed`; None if the steps determine all coefficients."""
         if not self.assumed:
             return None
         crossover = f", attention to outweigh the rest from {TYPICAL_CROSSOVER_TOKENS:,} tokens on"
@@ -73,24 +70,24 @@ class Worth:
 
     @property
     def speedup(self) -> float:
-        """Measured step over predicted step; moving is not priced."""
+        """The model's step as run over its balanced step; moving is not priced."""
         return self.model_s / self.balanced_s
 
     @property
     def predicted_s(self) -> float:
-        """Predicted seconds of a balanced step: the measured ones over the speed-up."""
+        """Predicted seconds of a balanced step: the measured seconds over the speed-up."""
         return self.measured_s / self.speedup
 
     @property
     def model_error(self) -> float:
-        """The share by which the model's steps as run are longer than measured."""
+        """Share by which the model's step as run is longer than measured."""
         return self.model_s / self.measured_s - 1.0
 
 
 def lengths_of(traces: Sequence[RankTrace]) -> RunLengths:
-    """Read lengths from names of ranges: of `SequenceParallel`, else loaders, else users."""
+    """Read lengths from the ranges of `SequenceParallel`, else of loaders, else of the user."""
     origins = {mark.origin for trace in traces for _, mark in trace.marks}
-    origin = next((one for one in ("step", "batch", "") if one in origins), "")
+    origin = next((name for name in ("step", "batch") if name in origins), "")
     lens: dict[What, dict[tuple[int, int], list[int]]] = {"lens": {}, "loaded": {}}
     for trace in traces:
         for time, mark in trace.marks:
@@ -109,7 +106,7 @@ def lengths_of(traces: Sequence[RankTrace]) -> RunLengths:
 
 
 def read_lens(path: str | Path) -> RunLengths:
-    """Read rows ``{"step": 3, "rank": 0, "lens": [512, 64]}`` of a JSONL file; they add up."""
+    """Read rows ``{"step": 3, "rank": 0, "lens": [512, 64]}`` of a JSONL file; rows add up."""
     lens: dict[tuple[int, int], list[int]] = {}
     for where, row in read_json_lines(path):
         match row:
@@ -128,10 +125,10 @@ def read_lens(path: str | Path) -> RunLengths:
 
 
 def balancing_worth(parts: StepParts, lens: RunLengths, topology: str | None = None) -> Worth:
-    """Fit the cost model to the ranks' own seconds, plan the steps again, and compare.
+    """Fit a cost model to the ranks' own seconds, plan the steps again, and compare.
 
     A step takes as long as its slowest rank; moving is not priced. Steps without the lengths of a
-    rank are left out. `topology` has the bags; default: one rank each.
+    rank are left out. `topology` has the bags, by default of one rank each.
     """
     if parts.num_missing:
         raise ConfigError(f"{parts.missing}: give those of all ranks")
@@ -143,16 +140,17 @@ def balancing_worth(parts: StepParts, lens: RunLengths, topology: str | None = N
     )
     cost = fit_iterations(computed, parts.own[places], max_loo_error=MAX_ERROR)
     bags = Topology.parse(topology or f"g1n{len(ranks)}", world_size=len(ranks))
-    plans = [plan_batch(each, bags, cost) for each in loaded]
-    work = np.array([_work(computed), _work(loaded), [_planned_work(plan) for plan in plans]])
-    coefficients = np.array([cost.quadratic, cost.linear, cost.constant, cost.overhead])
-    as_run_s, as_loaded_s, balanced_s = _step_seconds(coefficients, work).tolist()
+    plans = [plan_batch(step, bags, cost) for step in loaded]
+    as_run, as_loaded = (
+        np.array([[float(cost(seq_lens).sum()) for seq_lens in step] for step in lens_of_steps])
+        for lens_of_steps in (computed, loaded)
+    )
+    balanced = np.array([plan.loads for plan in plans])
+    as_run_s, as_loaded_s, balanced_s = (
+        float(loads.max(axis=1).mean()) + cost.overhead for loads in (as_run, as_loaded, balanced)
+    )
     if not balanced_s > 0:
         raise ConfigError("the cost model gives every step 0 s: measure steps that compute")
-    imbalances = [
-        float(np.mean([metrics.imbalance(step) for step in each]))
-        for each in work[[0, 2]] @ coefficients[:3]
-    ]
     tokens = sum(int(plan.seq_lens.sum()) for plan in plans)
     worth = Worth(
         cost=cost,
@@ -162,8 +160,8 @@ def balancing_worth(parts: StepParts, lens: RunLengths, topology: str | None = N
         model_s=as_run_s,
         as_loaded_s=as_loaded_s,
         balanced_s=balanced_s,
-        imbalance=imbalances[0],
-        balanced_imbalance=imbalances[1],
+        imbalance=float(np.mean([metrics.imbalance(loads) for loads in as_run])),
+        balanced_imbalance=float(np.mean([metrics.imbalance(loads) for loads in balanced])),
         moved_share=sum(plan.moved_tokens for plan in plans) / tokens if tokens else 0.0,
     )
     if abs(worth.model_error) > MAX_MODEL_ERROR:
@@ -176,7 +174,7 @@ def balancing_worth(parts: StepParts, lens: RunLengths, topology: str | None = N
 
 
 def _known_places(parts: StepParts, computed: Lengths) -> list[int]:
-    """Return the places of the steps of which the lengths of all ranks are known."""
+    """Return the indices of the steps with known lengths of all ranks."""
     ranks, steps = parts.ranks.tolist(), parts.steps.tolist()
     places = [p for p, step in enumerate(steps) if all((step, rank) in computed for rank in ranks)]
     if not places:
@@ -192,28 +190,3 @@ def _known_places(parts: StepParts, computed: Lengths) -> list[int]:
             )
         raise ConfigError(f"of no step are the lengths of all ranks known: {advice}")
     return places
-
-
-def _work(seq_lens: Sequence[Sequence[Sequence[int]]]) -> Floats:
-    """Return (S, R, 3) sums of L^2 and of L, and number of the sequences of each rank."""
-    return np.array(
-        [[_terms(np.asarray(lens, np.float64)).sum(axis=0) for lens in step] for step in seq_lens]
-    )
-
-
-def _terms(lens: Floats) -> Floats:
-    """Return the factors (n, 3) of a cost's coefficients, of each sequence."""
-    return np.stack([lens**2, lens, np.ones_like(lens)], axis=1)
-
-
-def _planned_work(plan: Plan) -> Floats:
-    """Return (R, 3), the same as planned: ranks of a bag have equal parts of its sequences."""
-    topology = plan.topology
-    each = _terms(plan.seq_lens.astype(np.float64))
-    sums = [np.bincount(plan.bag_of, column, topology.num_bags) for column in each.T]
-    return (np.stack(sums, axis=1) / topology.bag_sizes[:, None])[topology.bag_of_rank]
-
-
-def _step_seconds(coefficients: Floats, work: Floats) -> Floats:
-    """Return mean seconds of a step by its slowest rank, from work (.., S, R, 3)."""
-    return (work @ coefficients[:3]).max(axis=-1).mean(axis=-1) + coefficients[3]

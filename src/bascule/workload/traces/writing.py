@@ -1,4 +1,4 @@
-"""Steps as Chrome-trace JSON, one file a rank, as torch.profiler would write those of a GPU.
+"""Write steps as Chrome-trace JSON, a file a rank, as torch.profiler does for a GPU.
 
 Perfetto, HolisticTraceAnalysis and `read_traces` read them. Compute and collectives are kernels of
 two streams, with launches on the host; waiting is a range within its collective.
@@ -27,11 +27,11 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Something that a rank did for a while."""
+    """A span of time in which a rank did one thing."""
 
     rank: int
-    # "communication" is a whole collective, "waiting" its part before the last rank begins it,
-    # "lengths" are computed in the step around them.
+    # "communication" is a whole collective, "waiting" its part before the last rank begins it, and
+    # "lengths" name the sequences of the step around them.
     kind: Kind
     name: str  # a step's number; a `LengthMark`; or a collective's name, the same on all its ranks
     start: float  # seconds, on a clock that all ranks share
@@ -45,18 +45,16 @@ class Segment:
 
 
 def write_steps(folder: str | Path, segments: Iterable[Segment], world_size: int) -> list[Path]:
-    """Write `rank0.json`, `rank1.json`, ..: one file for each rank with segments, in any order.
+    """Write `rank0.json`, `rank1.json`, ..: a file for each rank with segments, in any order.
 
-    The folder is made if needed; files of these names are replaced, other traces are refused.
+    The folder is made if needed; files of these names are replaced. A folder with other traces is
+    refused.
     """
     events: dict[int, list[dict[str, Any]]] = {}
     busy: dict[int, list[float]] = {}
     for flow, segment in enumerate(sorted(segments, key=lambda segment: segment.start), 1):
-        lane = (
-            _free(busy.setdefault(segment.rank, []), segment)
-            if segment.kind == "communication"
-            else 0
-        )
+        ends = busy.setdefault(segment.rank, [])
+        lane = _free_lane(ends, segment) if segment.kind == "communication" else 0
         events.setdefault(segment.rank, []).extend(_events(segment, flow, lane))
     if events and max(events) >= world_size:
         raise ConfigError(f"a segment is of rank {max(events)}, and the run has {world_size} ranks")
@@ -78,7 +76,7 @@ def write_steps(folder: str | Path, segments: Iterable[Segment], world_size: int
 
 
 def _file(rank: int, world_size: int, events: list[dict[str, Any]]) -> str:
-    """Return one rank's file. HolisticTraceAnalysis takes the first "rank" in the text."""
+    """Return a rank's file; HolisticTraceAnalysis searches its text for the first "rank"."""
     used = {event["tid"] for event in events}
     lanes = {tid: f"{_NAMES[_CALLS]} {tid - _CALLS + 1}" for tid in used if tid > _CALLS}
     rows = [
@@ -101,8 +99,8 @@ def _file(rank: int, world_size: int, events: list[dict[str, Any]]) -> str:
     )
 
 
-def _free(ends: list[float], call: Segment) -> int:
-    """Return the first row without another collective at this time: rows do not overlap."""
+def _free_lane(ends: list[float], call: Segment) -> int:
+    """Return the first row that is free when a call starts, and occupy it until its end."""
     free = [lane for lane, end in enumerate(ends) if end <= call.start]
     lane = free[0] if free else len(ends)
     ends[lane : lane + 1] = [call.start + call.seconds]
@@ -113,27 +111,27 @@ def _pid(tid: int) -> int:
     return 1 if tid == _HOST else 0
 
 
-def _events(one: Segment, number: int, lane: int) -> list[dict[str, Any]]:
-    """Return the events of one segment; `number` ties a kernel to its launch."""
-    start, lasting = one.start * 1e6, one.seconds * 1e6
+def _events(segment: Segment, number: int, lane: int) -> list[dict[str, Any]]:
+    """Return the events of a segment; `number` ties a kernel to its launch."""
+    start, lasting = segment.start * 1e6, segment.seconds * 1e6
 
     def event(category: str, name: str, tid: int, /, **args: object) -> dict[str, Any]:
         row = {"ph": "X", "cat": category, "name": name, "pid": _pid(tid), "tid": tid}
         return row | {"ts": start, "dur": lasting, "args": args}
 
-    if one.kind == "step":
-        name = f"ProfilerStep#{one.name}"
+    if segment.kind == "step":
+        name = f"ProfilerStep#{segment.name}"
         host = event("user_annotation", name, _HOST)
         return [host, event("gpu_user_annotation", name, _STEPS)]
-    if one.kind == "lengths":
-        return [event("user_annotation", one.name, _HOST)]
-    if one.kind == "waiting":
-        return [event("gpu_user_annotation", one.name, _WAITS)]
+    if segment.kind == "lengths":
+        return [event("user_annotation", segment.name, _HOST)]
+    if segment.kind == "waiting":
+        return [event("gpu_user_annotation", segment.name, _WAITS)]
     launch = event("cuda_runtime", "cudaLaunchKernel", _HOST, correlation=number) | {"dur": 0}
     args: dict[str, object] = {"device": 0, "correlation": number}
-    if one.kind == "communication":
-        tid, name = _CALLS + lane, f"ncclDevKernel_{one.name}"
-        args["Collective name"] = one.name
+    if segment.kind == "communication":
+        tid, name = _CALLS + lane, f"ncclDevKernel_{segment.name}"
+        args["Collective name"] = segment.name
     else:
-        tid, name = _COMPUTE, one.name
+        tid, name = _COMPUTE, segment.name
     return [launch, event("kernel", name, tid, stream=tid, **args)]
