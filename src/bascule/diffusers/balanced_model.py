@@ -141,8 +141,7 @@ class BalancedModel:
     """A model of diffusers, trained in balance on samples of any shape.
 
     A sample is computed by another rank, or by a bag of ranks that split it as `parallelize` does.
-    Calls of the model outside `microbatches` are as before. All ranks make it at the same point,
-    with the same model.
+    Other calls of the model are as before. All ranks make it at the same point, with one model.
 
     Attributes:
         handle: `undo()`, `checkpoint`, and, without DDP or FSDP, `average_gradients()`.

@@ -67,9 +67,8 @@ class EncoderOptions:
         device: Where the tensors are. Default: the mesh's, or that of the group's back end.
         timeout_s: Longest wait of a collective.
         features_for: "owner": each rank gives its own items and gets their features. "all": every
-            rank gives the same items, as in inference, and gets all features. "first": every rank
-            gives the same items, and the first rank gets the features. "all" and "first" have no
-            gradients.
+            rank gives the same items, as in inference, and gets all features. "first": as "all",
+            but only the first rank gets them. "all" and "first" have no gradients.
     """
 
     table: EncoderTable | None = None
@@ -170,9 +169,8 @@ class BalancedEncoder:
     def __call__(self, items: Sequence[Item]) -> Features:
         """Encode items, each on a rank that has time; return their outputs in the same order.
 
-        An item holds the arguments of a call of the module for it alone, by name. A rank without
-        items attaches its loss, see `Features.attach`. Two small gathers, and two all-to-alls where
-        an item moves.
+        An item holds the module's arguments for it alone, by name. Ranks without items attach their
+        loss, see `Features.attach`. Two small gathers, and two all-to-alls where an item moves.
         """
         return self.encode(items)
 
@@ -253,8 +251,7 @@ class BalancedEncoder:
 
     def _length_by_table(self) -> Callable[[Item], Length]:
         if self.table.length is None:
-            name = type(self._inner).__name__
-            raise ConfigError(f"no table counts the tokens of a {name}: give length_fn")
+            raise ConfigError(f"no table has lengths of {type(self._inner)}: give length_fn")
         return partial(self.table.length, self._inner)
 
     def _settings(self) -> dict[str, str]:

@@ -58,8 +58,7 @@ class TiledVAE:
 
     The model's own code chooses tile sizes, cuts and blends. The tiles of all ranks are spread by
     pixels. Results are those of the model with tiling, whether or not `enable_tiling()` was called.
-    A tile of a causal video VAE spans all frames. All ranks make it, and call it, at the same
-    points.
+    A tile of a causal video VAE spans all frames. All ranks make and call it at the same points.
 
     Args:
         vae: Has tiles; the same weights, configuration and tiles on all ranks. It is not edited.
@@ -98,9 +97,8 @@ class TiledVAE:
     def encode(self, x: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
         """Encode x (B, C, .., H, W) as `vae.encode` with tiling; B may be 0.
 
-        A sequence of tensors of unlike sizes gives `Features`, with an output for each; with
-        gradients, every rank attaches its loss, see `Features.attach`. Three small gathers, and two
-        all-to-alls where tiles move.
+        A sequence of tensors of unlike sizes gives `Features`, see `Features.attach` for gradients.
+        Three small gathers, and two all-to-alls where tiles move.
         """
         return self._run("encode", x, args, kwargs)
 
@@ -262,7 +260,7 @@ class _TiledPart(nn.Module):
         self.part = "encoder" if method == "encode" else "decoder"
         self.real: Any = vae._modules[self.part]
         modules = {
-            name: None if child is None else _SkipEmpty(child)
+            name: child if child is None else _SkipEmpty(child)
             for name, child in vae._modules.items()
         }
         model: Any = object.__new__(type(vae))
