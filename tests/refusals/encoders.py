@@ -21,7 +21,7 @@ def cut(table: EncoderTable, **call: Any) -> Callable[[], object]:
 
 
 def parts(output: torch.Tensor, table: EncoderTable, **call: Any) -> Callable[[], object]:
-    return lambda: table.parts(output, table.cut(call))
+    return lambda: table.cut_output(output, table.cut(call))
 
 
 def encode(x: int, y: int | None = None) -> None: ...

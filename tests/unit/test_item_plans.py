@@ -54,7 +54,7 @@ def test_a_rank_without_items_needs_the_cheapest_one() -> None:
     dummies = [[of.is_dummy for of in own] for own in decided.passes]
     assert sorted(dummies) == [[False], [False], [True]]
     assert sorted(ids.tolist() for ids in decided.needed) == [[0], [1], [1]]
-    assert decided.brought[0].size and "1 of 2 items moved" in str(report)
+    assert decided.item_moves[0].size and "1 of 2 items moved" in str(report)
     assert sorted(report.loads) == [0.0, 3.0, 7.0]
 
 
@@ -63,10 +63,10 @@ def test_what_all_ranks_gave_is_spread_and_goes_to_who_gets_it() -> None:
     for num_getting in (3, 1):
         decided, report = plan_items(items, CallSettings(3, num_getting, at_once=1), TOKENS)
         assert decided.first(2) == 0
-        assert not decided.brought[0].size and report.loaded == 3.0 and report.num_moved == 4
+        assert not decided.item_moves[0].size and report.loaded == 3.0 and report.num_moved == 4
         assert np.bincount(decided.rank_of, [4, 3, 2, 1]).tolist() == [4, 3, 3]
         assert [[of.ids.size for of in own] for own in decided.passes] == [[1], [1], [1, 1]]
-        ids, source, dest = decided.returned
+        ids, source, dest = decided.feature_moves
         assert (source == decided.rank_of[ids]).all() and (source != dest).all()
         assert ids.size == (8 if num_getting == 3 else 3)
 

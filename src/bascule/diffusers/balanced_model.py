@@ -1,6 +1,5 @@
-"""BalancedModel: an unmodified model of diffusers, trained on samples of any shape in balance."""
+"""BalancedModel: train an unmodified model of diffusers on samples of any shape, in balance."""
 
-import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from bascule.diffusers.split_model import SplitModel, Way
 from bascule.diffusers.split_table import SplitTable
 from bascule.diffusers.tables import table_of, unwrapped
 from bascule.diffusers.verify import check_table
+from bascule.encoders.items import batch_key
 from bascule.errors import ConfigError
 from bascule.machine.costs import TransformerCost
 from bascule.parallel import SequenceParallel
@@ -38,11 +38,11 @@ Sample = dict[str, Any]
 
 
 def check_sample(sample: Sample, required: Collection[str], table: SplitTable) -> None:
-    """Refuse a sample that lacks a keyword of the model, or that is no batch of one."""
+    """Refuse a sample that lacks an argument of the model, or that is no batch of one."""
     missing = [name for name in required if name not in sample]
     if missing:
         raise ConfigError(f"has no {missing[0]!r}, which the model's forward needs: add it")
-    for name in (one for one in sample if one not in table.unbatched):
+    for name in (key for key in sample if key not in table.unbatched):
         value, dim = sample[name], table.batch_dims.get(name, 0)
         _refuse_array(name, value)
         if isinstance(value, Tensor):
@@ -54,8 +54,7 @@ def check_sample(sample: Sample, required: Collection[str], table: SplitTable) -
         elif holds_tensors(value) and not (isinstance(value, list) and name in table.listed):
             raise ConfigError(
                 f"{name!r} is a {type(value).__name__} that holds tensors, of which the batch is "
-                "not known: give tensors (1, ..), or name it in the `unbatched` of a table, or in "
-                "`listed`, if it is a list with an entry for each sample"
+                "not known: give tensors (1, ..), or name it in a table's `unbatched` or `listed`"
             )
         elif isinstance(value, list) and len(value) != 1:
             raise ConfigError(
@@ -71,30 +70,26 @@ def form_of(sample: Sample, table: SplitTable, device: torch.device) -> int:
         if (isinstance(x, Tensor) or name in table.listed)
         and name not in (*table.unbatched, *table.alike)
     }
-    digest = hashlib.blake2b(repr(shapes).encode(), digest_size=8)
-    # Equal values: positions of another aspect ratio are others, though there are as many.
-    rest = {name: sample[name] for name in sorted(sample.keys() - shapes.keys())}
-    for part in parcel(rest, device).parts:
-        digest.update(part.numpy(force=True).tobytes())
-    return int.from_bytes(digest.digest(), "little", signed=True)
+    # Other values must be equal: as many positions may belong to another aspect ratio.
+    return batch_key(shapes, sample.keys() - shapes.keys(), sample, device)
 
 
 def batch_of(samples: Sequence[Sample], table: SplitTable) -> Sample:
-    """Return one batch of samples of the same form."""
+    """Return one batch of samples that have the same `form_of`."""
     batch = dict(samples[0])
-    for name in (one for one in batch if one not in table.unbatched):
+    for name in (key for key in batch if key not in table.unbatched):
         values = [sample[name] for sample in samples]
         if isinstance(values[0], Tensor):
             batch[name] = torch.cat(values, table.batch_dims.get(name, 0))
         elif isinstance(values[0], list):
-            batch[name] = [one for value in values for one in value]
+            batch[name] = [entry for value in values for entry in value]
     return batch
 
 
 def samples_in(batch: Sample, table: SplitTable) -> list[Sample]:
-    """Return the samples of a batch, the inverse of `batch_of`; tensors are views."""
+    """Cut a batch into its samples, the inverse of `batch_of`; tensors are views."""
     sizes: dict[str, int] = {}
-    for name in (one for one in batch if one not in table.unbatched):
+    for name in (key for key in batch if key not in table.unbatched):
         value, dim = batch[name], table.batch_dims.get(name, 0)
         _refuse_array(name, value)
         if isinstance(value, Tensor) and value.dim() <= dim:
@@ -120,19 +115,18 @@ def samples_in(batch: Sample, table: SplitTable) -> list[Sample]:
 
 
 def _refuse_array(name: str, value: Any) -> None:
-    """Refuse an array, which every sample would have whole, as it has plain values."""
+    """Refuse an array of numpy, which would be passed on whole like a plain value."""
     if isinstance(value, np.ndarray):
         raise ConfigError(
             f"{name!r} is an array of numpy of the shape {value.shape}: give "
-            f"torch.from_numpy({name}), which is cut into samples, or name what has no batch in "
-            "the `unbatched` of a table"
+            f"torch.from_numpy({name}), or name what has no batch in the `unbatched` of a table"
         )
 
 
-Loss = Callable[[Any, dict[str, Any]], Tensor]  # of output and batch; returns (batch, ..)
+Loss = Callable[[Any, dict[str, Any]], Tensor]  # from output and batch to losses (batch, ..)
 
-_FIRST_CAPACITY = 256  # integers a rank that the first gather has room for
-_HEADS = "num_attention_heads", "n_heads", "num_heads"  # in configurations
+_FIRST_CAPACITY = 256  # integers of each rank for which the first gather has room
+_HEADS = "num_attention_heads", "n_heads", "num_heads"  # names in configurations
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,21 +140,21 @@ class _Measured:
 class BalancedModel:
     """A model of diffusers, trained in balance on samples of any shape.
 
-    Samples change ranks, or a bag of ranks shares one, split as by `parallelize`. Other calls are
-    as before. All ranks make it at the same point, with the same model.
+    A sample is computed by another rank, or by a bag of ranks that split it as `parallelize` does.
+    Other calls of the model are as before. All ranks make it at the same point, with one model.
 
     Attributes:
         handle: `undo()`, `checkpoint`, and, without DDP or FSDP, `average_gradients()`.
 
     Args:
         model: The transformer; plain, in DistributedDataParallel, or sharded by FSDP2.
-        parallel: The ranks, the bags and the costs. A TransformerCost gets the model's heads, if
-            it has none.
+        parallel: The ranks, the bags and the costs. A TransformerCost without a number of heads
+            gets the model's.
         length_fn: Tokens of a sample, as the model attends to them; at least one.
         weight_fn: Weight of a sample in the mean of the losses, a whole number. Default: 1.
         max_tokens: Most tokens of a forward pass on a rank; a longer sample goes alone. Default:
-            all samples of a shape that a rank has go together.
-        table: A split table, or a plan of diffusers. Default: as for `parallelize`.
+            a rank's samples of a shape share one pass.
+        table: A split table, or a plan of diffusers. Default: see `parallelize`.
 
     Raises:
         ConfigError: No table fits the model, or an argument is wrong, on any rank.
@@ -190,9 +184,8 @@ class BalancedModel:
                 whole("max_tokens", max_tokens, 1)
             if parallel.data_group is not group:
                 raise ConfigError(
-                    "BalancedModel with a data_group of more ranks, which may have unlike numbers "
-                    "of forward passes: give SequenceParallel all ranks whose gradients are "
-                    "averaged"
+                    "BalancedModel with a data_group of more ranks: give SequenceParallel all "
+                    "ranks whose gradients are averaged"
                 )
             inner = unwrapped(model)
             return Request(models=[inner], tables=[table_of(inner, table)])
@@ -211,7 +204,7 @@ class BalancedModel:
 
     @property
     def step(self) -> Step:
-        """The step that was planned last; see its `metrics()`."""
+        """The last planned step; see its `metrics()`."""
         if self._step is None:
             raise ConfigError("no step was planned yet: call microbatches(..) first")
         return self._step
@@ -219,8 +212,8 @@ class BalancedModel:
     def samples_of(self, **batch: Any) -> list[Sample]:
         """Return the samples of a batch of one shape, as views.
 
-        A batch has the arguments of the model and of the loss: tensors (batch, ..), lists of as
-        many, other values as they are.
+        A batch has the arguments of the model and of the loss: tensors (batch, ..) and lists with
+        an entry for each sample are cut; every sample gets other values as they are.
         """
         with self._failing_together():
             return samples_in(batch, self._table)
@@ -231,17 +224,17 @@ class BalancedModel:
     ) -> list[Callable[[nn.Module], Tensor]]:
         """Return this rank's forward passes of an optimizer step, for `train_step`.
 
-        Samples move to the ranks that compute them; those of one form share a forward pass.
-        Gradients, averaged over ranks (with `gradients="sum"`, summed), are those of the weighted
-        mean of the losses of all samples. The results of `train_step` average to that mean too.
+        Samples move to the ranks that compute them; samples of one shape share a forward pass.
+        Gradients, averaged over ranks (with `gradients="sum"`, summed), equal those of the weighted
+        mean of all samples' losses. The results of `train_step` also average to that mean.
         Two small gathers and one all-to-all. Where no rank has a sample, there are no passes.
 
         Args:
             samples: Samples that this rank loaded, or none. Each has the arguments of the model for
-                a batch of one, and those of the loss; noise and times travel with it.
+                a batch of one, and of the loss, as noise and times.
             loss_fn: Loss of each sample, (batch,), or element, (batch, ..), from output and batch.
-                A model of several outputs, as video and audio, gives them as a tuple. All ranks of
-                a bag call it, so it must not draw random numbers.
+                Several outputs of a model, as video and audio, are a tuple. All ranks of a bag call
+                it, so it must not draw random numbers.
 
         Raises:
             ConfigError: A sample is wrong (on all ranks).
@@ -252,7 +245,7 @@ class BalancedModel:
             if not self._split.is_split:
                 raise ConfigError("undo() was called: make another BalancedModel")
             measured = [self._measure(place, sample) for place, sample in enumerate(samples)]
-        step = self._step = parallel.plan([one.length for one in measured])
+        step = self._step = parallel.plan([sample.length for sample in measured])
         plan, topology = step.plan, step.plan.topology
         forms, num_bytes, weights = self._gather(step, measured)
         if not forms.size:
@@ -262,26 +255,26 @@ class BalancedModel:
             max_tokens=self._max_tokens,
             is_aligned=self._is_sharded,
         )
-        arrived = self._exchange(step, bags, num_bytes, [one.parcel for one in measured])
+        arrived = self._exchange(step, bags, num_bytes, [sample.parcel for sample in measured])
         bag = int(topology.bag_of_rank[parallel.rank])
         divisor = parallel.group.size if parallel.gradients == "mean" else 1
-        # All ranks of a bag have the loss of its samples, and each counts a part of it.
+        # All ranks of a bag compute the loss of its samples, and each adds an equal part of it.
         total = int(topology.bag_sizes[bag]) * max(1, int(weights.sum()))
         scales, mesh = weights * (divisor / total), self._mesh_of(plan, bag)
         return [
             partial(
                 self._loss,
-                [arrived[one] for one in of.ids.tolist()],
-                scales[of.ids] * (not of.is_dummy),
+                [arrived[sample] for sample in forward_pass.ids.tolist()],
+                scales[forward_pass.ids] * (not forward_pass.is_dummy),
                 mesh,
                 loss_fn,
             )
-            for of in bags[bag]
+            for forward_pass in bags[bag]
         ]
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
-        """Raise an error of this rank on all ranks, in place of the gather of the next plan."""
+        """Raise an error of this rank on all ranks, instead of the next plan's gather."""
         try:
             yield
         except Exception as error:
@@ -304,10 +297,10 @@ class BalancedModel:
         """Return (num_seqs,) form, bytes and weight of all ranks' samples; one gather."""
         group = self._parallel.group.control
         assert group is not None
-        numbers = [n for one in measured for n in (one.form, one.parcel.num_bytes, one.weight)]
+        numbers = [(sample.form, sample.parcel.num_bytes, sample.weight) for sample in measured]
         settings = {"max_tokens": str(self._max_tokens), "is sharded": str(self._is_sharded)}
-        values, place = np.array(numbers, np.int64), {"what": "samples", "step": step.number}
-        parts = agree(group, settings, values=values, capacity=self._capacity, **place)
+        values, names = np.array(numbers, np.int64), {"what": "samples", "step": step.number}
+        parts = agree(group, settings, values=values.ravel(), capacity=self._capacity, **names)
         self._capacity = max(self._capacity, *(part.size for part in parts))
         forms, num_bytes, weights = np.concatenate(parts).reshape(-1, 3).T
         return forms, num_bytes, weights
@@ -321,14 +314,14 @@ class BalancedModel:
     ) -> dict[int, Sample]:
         """Return the samples of this rank's bag, by global id; one all-to-all."""
         parallel, plan = self._parallel, step.plan
-        needed = [np.unique(np.concatenate([of.ids for of in passes])) for passes in bags]
+        needed = [np.unique(np.concatenate([part.ids for part in passes])) for passes in bags]
         bag_of = np.repeat(np.arange(len(needed)), [ids.size for ids in needed])
         sizes = plan.topology.bag_sizes[bag_of]
         ids = np.repeat(np.concatenate(needed), sizes)
         dest = ranges(plan.topology.first_ranks[bag_of], sizes)
         source = plan.source_ranks[ids]
         first = int(np.count_nonzero(plan.source_ranks < parallel.rank))
-        sent = [parcels[one - first] for one in ids[source == parallel.rank].tolist()]
+        sent = [parcels[sample - first] for sample in ids[source == parallel.rank].tolist()]
         move = ItemMove(source, dest, parallel.group, parallel.device, step.number, "samples")
         arrived = move_items(move, sent, num_bytes[ids])
         return dict(zip(ids[dest == parallel.rank].tolist(), arrived, strict=True))
@@ -356,8 +349,8 @@ class BalancedModel:
     ) -> Tensor:
         if self._wrapper is not None and model is not self._wrapper:
             raise ConfigError(
-                f"train_step with a {type(model).__name__}, whose gradients are not averaged: give "
-                "it the DistributedDataParallel that the BalancedModel was made with"
+                f"train_step with a {type(model).__name__}: give it the DistributedDataParallel "
+                "that the BalancedModel was made with, which averages gradients"
             )
         batch = batch_of(samples, self._table)
         names = parameters_of(self._split.model)

@@ -16,12 +16,12 @@ from bascule.errors import ConfigError
 
 Mode = Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"]
 
-# Modes that record CUDA graphs, and the nearest ones that do not.
+# Modes that record CUDA graphs, and the nearest modes that do not.
 _WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device that a model computes on; the host without parameters that stay."""
+    """Return the device of a model's parameters; the host without any, or if they are offloaded."""
     first = next(model.parameters(), None)
     if first is None or first.device.type == "meta":
         return torch.device("cpu")
@@ -46,9 +46,8 @@ def check_mode(mode: str, dynamic: bool | None, mesh: AttentionMesh, device: tor
         )
     if dynamic:
         raise ConfigError(
-            f"compile: mode {mode!r} records a graph for each shape, and all ranks must record at "
-            "the same call, which dynamic=True does not promise: use dynamic=False, or "
-            f"mode={_WITHOUT_GRAPHS[mode]!r}"
+            f"compile: mode {mode!r} records a graph for each shape, which dynamic=True excludes: "
+            f"use dynamic=False, or mode={_WITHOUT_GRAPHS[mode]!r}"
         )
 
 
@@ -58,17 +57,17 @@ def compile_in_place(
     """Compile a model with its hooks, called after `prepare`; return what undoes it."""
     before = model._compiled_call_impl
 
-    # In contrast to `model.compile()`, the hooks that cut inputs are in the graph.
+    # Unlike `model.compile()`, this takes the hooks that cut inputs into the graph.
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)
 
-    # Graphs belong to a code object, which holds a limited number: each model has one of its own.
+    # dynamo limits the graphs of a code object: each model gets its own copy.
     call.__code__ = call.__code__.replace()
 
     def undo() -> None:
         model._compiled_call_impl = before
 
-    # A share of one token has a graph of its own, so ranks would not record all graphs at once.
+    # A share of one token takes another graph, so with `dynamic` ranks would not record together.
     dynamic = False if mode in _WITHOUT_GRAPHS else dynamic
     compiled = torch.compile(call, fullgraph=True, mode=mode, dynamic=dynamic)
 

@@ -1,7 +1,7 @@
 """Split tables from the plans that diffusers' models have for its own context parallelism.
 
-A plan (`_cp_plan`) lists what is cut and gathered, and not the tokens that an attention is over.
-These follow from the conventions of diffusers; other models are refused.
+A plan (`_cp_plan`) lists the tensors that are cut and gathered, and not which tokens an attention
+module attends to. That follows from diffusers' conventions; other models are refused.
 """
 
 import inspect
@@ -15,13 +15,13 @@ from bascule.diffusers.split_table import Cut, SplitTable, modules_of
 from bascule.errors import ConfigError
 
 _IMAGE, _TEXT = "image", "text"
-_OF_TEXT = "encoder_", "txt_", "text_", "caption_", "prompt_"
-_JOINT = "add_q_proj", "to_added_qkv"  # of an attention that takes text to the image's tokens
+_TEXT_PREFIXES = "encoder_", "txt_", "text_", "caption_", "prompt_"
+_JOINT = "add_q_proj", "to_added_qkv"  # modules of an attention over both text and image
 _PLAIN = bool, int, float, str
 
 
 def table_from_plan(model: nn.Module, plan: Mapping[str, Any]) -> SplitTable:
-    """Return the split table of a plan, with text, by the names of arguments, and image."""
+    """Make a split table from a plan; arguments' names say which of them hold text."""
     attends, crosses = _attentions(model)
     if not attends:
         raise _refusal(model, "it has no attention of diffusers in a list of blocks or layers")
@@ -35,16 +35,16 @@ def table_from_plan(model: nn.Module, plan: Mapping[str, Any]) -> SplitTable:
         ndim = getattr(value, "expected_dims", None)
         if isinstance(name, int):
             outputs.setdefault(pattern, {})[name] = Cut((), value.split_dim, ndim)
-        elif not (crosses and name.startswith(_OF_TEXT)) and "mask" not in name:
-            segment = _TEXT if name.startswith(_OF_TEXT) else _IMAGE
+        elif not (crosses and name.startswith(_TEXT_PREFIXES)) and "mask" not in name:
+            segment = _TEXT if name.startswith(_TEXT_PREFIXES) else _IMAGE
             inputs.setdefault(pattern, {})[name] = Cut(segment, value.split_dim, ndim)
     for name in {name for pattern in gathers for name in modules_of(model, pattern)}:
         if name in attends:
             raise _refusal(model, f"its plan gathers after {name}, which may look at all tokens")
-    known = {cut.segment for cuts in inputs.values() for cut in cuts.values()}
-    if _IMAGE not in known or not gathers:
+    cut_segments = {cut.segment for cuts in inputs.values() for cut in cuts.values()}
+    if _IMAGE not in cut_segments or not gathers:
         raise _refusal(model, "its plan does not say where the image is cut, and where gathered")
-    segments = (_TEXT, _IMAGE) if _TEXT in known else (_IMAGE,)
+    segments = (_TEXT, _IMAGE) if _TEXT in cut_segments else (_IMAGE,)
     others = [name for name in _tensors(model) if name not in inputs.get("", {})]
     refused = {name: why for name in others if (why := _why_refused(name, len(segments)))}
     return SplitTable(
@@ -60,7 +60,7 @@ def table_from_plan(model: nn.Module, plan: Mapping[str, Any]) -> SplitTable:
 
 
 def _entries(model: nn.Module, plan: Mapping[str, Any]) -> Iterator[tuple[str, str | int, Any]]:
-    """Yield the modules of a model, with an argument or the place of an output, and its entry."""
+    """Yield a plan's patterns, each with an argument or an output index, and its entry."""
     for pattern, entry in plan.items():
         try:
             modules_of(model, pattern)
@@ -90,7 +90,7 @@ def _attentions(model: nn.Module) -> tuple[list[str], list[str]]:
     for block, attentions in by_block.items():
         container, _, index = block.rpartition(".")
         is_listed = index.isdecimal() and container.endswith(("blocks", "layers"))
-        is_pair = attentions.keys() == {"attn1", "attn2"}  # to its tokens, and to a prompt
+        is_pair = attentions.keys() == {"attn1", "attn2"}  # self-attention, and to a prompt
         if not is_listed or "." in container or not (is_pair or len(attentions) == 1):
             raise _refusal(
                 model, f"its plan does not say what {', '.join(attentions)} of {block} attend to"
@@ -98,13 +98,13 @@ def _attentions(model: nn.Module) -> tuple[list[str], list[str]]:
         first, *others = (f"{block}.{name}" for name in sorted(attentions))
         attends.append(first)
         if is_pair:
-            takes = parameters_of(model.get_submodule(block))
+            arguments = parameters_of(model.get_submodule(block))
             is_joint = any(
                 getattr(attention, name, None) is not None
                 for attention in attentions.values()
                 for name in _JOINT
             )
-            if is_joint or "encoder_hidden_states" not in takes:
+            if is_joint or "encoder_hidden_states" not in arguments:
                 raise _refusal(model, f"its plan does not say what {others[0]} attends to")
             crosses.extend(others)
     if crosses and len(crosses) < len(attends):

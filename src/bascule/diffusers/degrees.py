@@ -1,4 +1,4 @@
-"""Degrees along the axes of a mesh, and this rank's place in them."""
+"""Degrees of a mesh, and the groups of this rank's replica."""
 
 import os
 from dataclasses import astuple, dataclass, replace
@@ -40,22 +40,22 @@ ONE_RANK = Shape()
 class Replica:
     """The ranks that make the same images together."""
 
-    whole: RankGroup | None  # by guidance group, ring rank and Ulysses rank; None for one rank
-    branches: RankGroup | None  # a rank of each group, at this rank's place; None for one group
+    whole: RankGroup | None  # ordered by guidance, ring and Ulysses rank; None for one rank
+    branches: RankGroup | None  # the rank at this rank's place in each guidance group; None for one
     mesh: AttentionMesh  # this rank's guidance group
 
 
 @dataclass(frozen=True, slots=True)
 class AutoMesh:
-    """Facts by which `parallelize` chooses the degrees of all ranks, as one replica.
+    """Facts by which `parallelize` chooses degrees, with all ranks in one replica.
 
     Attributes:
         num_passes: Forward passes of one sample in a step: 2 with guidance, times the images of a
             prompt where these share a call.
-        num_tokens: Of a sample, text included; needed with a profile.
+        num_tokens: Tokens of a sample, text included; needed with a profile.
         profile: Speeds of the machine. Default: a rule chooses, see `choose_mesh`.
         max_ring_degree: Longest ring. Default: any.
-        ranks_per_node: Default: as torchrun says (LOCAL_WORLD_SIZE), or all.
+        ranks_per_node: Ranks of a node. Default: torchrun's LOCAL_WORLD_SIZE, else all ranks.
     """
 
     num_passes: int = 1
@@ -65,7 +65,7 @@ class AutoMesh:
     ranks_per_node: int | None = None
 
     def choose(self, model: nn.Module, num_ranks: int) -> tuple[Shape, MeshChoice]:
-        """Return the mesh of a model on so many ranks, and the reason."""
+        """Choose the degrees for a model on `num_ranks`; also return the reasons."""
         config: Any = getattr(model, "config", None)
         counts = "num_layers", "num_single_layers", "num_refiner_layers"
         num_layers = sum(getattr(config, name, None) or 0 for name in counts)
@@ -88,13 +88,13 @@ class AutoMesh:
             num_layers=num_layers or 1,
             num_passes=self.num_passes,
         )
-        in_node = self.ranks_per_node
-        if in_node is None:
-            in_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+        ranks_per_node = self.ranks_per_node
+        if ranks_per_node is None:
+            ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
         choice = choose_mesh(
             step,
             num_ranks,
-            ranks_per_node=in_node,
+            ranks_per_node=ranks_per_node,
             max_ring_degree=self.max_ring_degree,
             profile=self.profile,
         )
@@ -103,7 +103,7 @@ class AutoMesh:
 
 
 def ranks_of(mesh: DeviceMesh | None) -> RankGroup | None:
-    """Return the ranks of a mesh, or all; None for one."""
+    """Return the group of a mesh's ranks, or of all ranks; None for one rank."""
     if mesh is None:
         group = member_of(resolve(None), "world")
         return group if group.size > 1 else None
@@ -125,7 +125,7 @@ def ranks_of(mesh: DeviceMesh | None) -> RankGroup | None:
 
 
 def shape_of(mesh: DeviceMesh | None, degrees: Shape) -> Shape:
-    """Return the shape of a mesh, or degrees that fit the number of ranks."""
+    """Return the shape of a mesh; without a mesh, the degrees, if they fit the number of ranks."""
     if mesh is not None:
         return Shape(**dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=True)))
     num_ranks = dist.get_world_size()
@@ -138,7 +138,7 @@ def shape_of(mesh: DeviceMesh | None, degrees: Shape) -> Shape:
 
 
 def replica_of(shape: Shape, mesh: DeviceMesh | None) -> Replica:
-    """Return this rank's replica; all its ranks call this, which may make a process group."""
+    """Return this rank's replica; its ranks call this together, as it may make a process group."""
     if mesh is not None and set(mesh.mesh_dim_names or ()) <= {RING_AXIS, ULYSSES_AXIS}:
         attending = AttentionMesh.of(mesh)
         return Replica(attending.whole, None, attending)
@@ -151,7 +151,7 @@ def replica_of(shape: Shape, mesh: DeviceMesh | None) -> Replica:
 
 
 def replica_over(whole: RankGroup, shape: Shape) -> Replica:
-    """Return the replica of some ranks. No collective."""
+    """Return the replica that consists of a group's ranks, without a collective."""
     num_attending, alone = shape.ring * shape.ulysses, AttentionMesh(None, None, None)
     if whole.size == 1:
         return Replica(None, None, alone)

@@ -1,4 +1,4 @@
-"""Weights of FLUX by diffusers' names and by the packed MM-DiT's; neither way rounds."""
+"""Convert weights of FLUX between diffusers' model and the packed MM-DiT, without rounding."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 from bascule.errors import ConfigError
 from bascule.models.mmdit import MMDiTConfig
 
-# Ours: theirs; of several, the rows one after the other.
+# Our module: diffusers' module, or several whose rows are concatenated.
 _Names = Mapping[str, str | tuple[str, ...]]
 
 _TOP: _Names = {
@@ -73,7 +73,7 @@ def config_from_diffusers(config: Mapping[str, Any]) -> MMDiTConfig:
     if out not in (None, channels) or config.get("patch_size", 1) != 1:
         raise ConfigError(
             f"in_channels={channels}, out_channels={out}, patch_size={config.get('patch_size', 1)}:"
-            " the packed model gives a token the width that it had, and takes patches of 1"
+            " the packed model needs out_channels equal to in_channels, and patches of 1"
         )
     return sizes
 
@@ -94,7 +94,7 @@ def weights_from_diffusers(theirs: Mapping[str, Tensor], config: MMDiTConfig) ->
 
 
 def weights_to_diffusers(ours: Mapping[str, Tensor], config: MMDiTConfig) -> dict[str, Tensor]:
-    """Invert `weights_from_diffusers`; diffusers' model has as many key-value as query heads."""
+    """Make diffusers' state dict from one of `MMDiT`, the inverse of `weights_from_diffusers`."""
     if config.kv_heads != config.num_heads:
         raise ConfigError(
             f"{config.kv_heads} key-value heads for {config.num_heads}: a FluxTransformer2DModel "
@@ -112,7 +112,7 @@ def weights_to_diffusers(ours: Mapping[str, Tensor], config: MMDiTConfig) -> dic
 
 
 def _tensors(config: MMDiTConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield each of our tensors, and the names of theirs."""
+    """Yield the name of each tensor of `MMDiT`, with the names of diffusers' tensors for it."""
     tables: list[tuple[str, str, _Names]] = [("", "", _TOP)]
     tables += [("", "", _GUIDANCE)] if config.guidance else []
     for kind, theirs, num, names in (
@@ -129,7 +129,7 @@ def _tensors(config: MMDiTConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _with_swapped_final(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Swap the halves of the last modulation: theirs alone has the scale first."""
+    """Swap shift and scale of the final modulation, which diffusers has in the other order."""
     swapped = dict(weights)
     for part in ("weight", "bias"):
         name = f"final.modulation.linear.{part}"

@@ -1,7 +1,7 @@
-"""Guidance over groups of ranks: each computes a part of a batch, or every so many-th call.
+"""Guidance over groups of ranks: each group computes a part of a batch, or every n-th call.
 
-A pipeline calls its model once, with negative and positive samples: groups share the batch. Or it
-calls it once for each: groups take turns, and results of other groups are `Pending`.
+Groups share the batch of a pipeline that calls its model once with negative and positive samples.
+If it calls the model once for each, groups take turns; results of other groups are `Pending`.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,9 +37,9 @@ class GuidedModel(Override):
         self.model, self._split, self.branches = split.model, split, branches
         self._unbatched, self._names = split.table.unbatched, parameters_of(split.model)
         self.inputs = SameInputs(split.model, split.inputs.tolerance)
-        self._cached = list[str]()  # branches that a cache knows, in the order of their first calls
-        self._forms: dict[object, Form] = {}  # of outputs
-        # Compiled code of the user around the model passes this by: each group computes all calls.
+        self._cached = list[str]()  # branches of a diffusers cache, in the order of first calls
+        self._forms: dict[object, Form] = {}  # structures of outputs, by kind of call
+        # In a user's compiled code around the model, each group computes all calls.
         super().__init__(split.model, "__call__", self._call)
 
     def share_among(self, branches: Branches | None) -> None:
@@ -51,7 +51,7 @@ class GuidedModel(Override):
         self.restart()
 
     def restart(self) -> None:
-        """Begin a run: compare its first calls, and forget pending results of the last one."""
+        """Begin a run: compare its first calls, and forget pending results of the last run."""
         self.inputs.restart()
         self.branches.forget()
 
@@ -68,18 +68,18 @@ class GuidedModel(Override):
         samples = samples_of(inputs, self._unbatched)
         num_parts = max(1, min(samples.number, group.size))
         owners = self._owners(num_parts)
-        # Switches as `return_dict` decide the form of the output.
+        # Boolean arguments as `return_dict` decide the form of the output.
         kinds = tuple((name, x if isinstance(x, bool) else type(x)) for name, x in inputs.items())
         kind = samples.number if samples.are_listed else 0, kinds
         form = self._forms.get(kind)
         if compare is not None and (form is None or num_parts == group.size):
             compare()
-            compare = None  # else with the results: a comparison here would end the turns
+            compare = None  # else `exchange` compares: to wait here would let no group compute
         parts = [samples.part(place, num_parts) for place in range(num_parts)]
         counts = [part.stop - part.start for part in parts]
         computed: Mapping[int, list[Tensor]] = {}
         error, output = self.branches.failure, None
-        if form is None or group.rank in owners:  # all compute the first call, to know its form
+        if form is None or group.rank in owners:  # all groups compute the first call of a kind
             place = owners.index(group.rank) if group.rank in owners else 0
             try:
                 if num_parts > 1:
@@ -90,13 +90,13 @@ class GuidedModel(Override):
                         "guidance over ranks has no gradients: call the pipeline, or the model, "
                         "under torch.no_grad()"
                     )
-            except Exception as failure:  # others may not meet it: it goes with the results
+            except Exception as failure:  # others may not have it: the exchange tells them
                 error = failure
             computed = {place: leaves_of(output)} if group.rank in owners else {}
             if form is None:
                 agree_or_raise(group, error, what="first call of a guidance branch")
                 form = self._forms[kind] = Form.of(output, samples, counts[place])
-        if sparse is not None:  # passes of other groups count, too
+        if sparse is not None:  # also count passes that other groups compute
             sparse.passes.number = num_passes + 1
         branch = Branch(owners, counts, computed, form, compare, failure=error)
         self.branches.add(branch)
@@ -104,7 +104,7 @@ class GuidedModel(Override):
         return mapped(form.nest, lambda _: Pending.of(self.branches, branch, next(places)))
 
     def _owners(self, num_parts: int) -> list[int]:
-        """Return the groups of the next call's parts, in turn; cached branches keep theirs."""
+        """Return the group of each part of the next call, in turn; a cached branch stays."""
         num_groups = self.branches.group.size
         modules, forward = self._split.hooked, self._split.plain_forward
         cached = branch_of(self.model, forward, modules, num_parts, num_groups)

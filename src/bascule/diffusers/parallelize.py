@@ -1,4 +1,4 @@
-"""parallelize: split the sequences of a model over ranks, and take it back."""
+"""parallelize: split the sequences of a model over ranks, and undo it."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -79,32 +79,32 @@ def parallelize(
     text_encoders: Literal["all", "own"] = "own",
     input_tolerance: float = 0.0,
 ) -> "ParallelHandle":
-    """Share a model, or a pipeline, over ranks: same inputs, same outputs, on every rank.
+    """Split a model, or a pipeline, over ranks, which all get the outputs of one process.
 
     Weights and inputs must be the same on every rank. Inputs are cut into the ranks' shares,
-    attention is over all of them, and outputs are gathered. Any lengths and head counts. Ranks also
-    share a pipeline's guidance branches and the tiles of its VAE, and draw one noise.
+    attention is over all shares, and outputs are gathered. Any lengths and head counts. Ranks also
+    share a pipeline's guidance branches and the tiles of its VAE, and draw the same noise.
 
     Args:
         model_or_pipeline: A model, or a pipeline of diffusers, of which all transformers are split.
         mesh: Instead of degrees: a mesh with axes "data", "guidance", "ring" and "ulysses", in this
             order, or some of these; other axes are replicas. "auto" or an `AutoMesh` chooses
             degrees for all ranks.
-        data_degree: Replicas of all that follows, with prompts of their own.
+        data_degree: Number of replicas, each with other prompts.
         guidance_degree: Groups of ranks that share guidance branches.
         ring_degree: Ranks of a group that pass keys and values around.
         ulysses_degree: Ranks of a group that share heads.
         table: The tensors that are cut and gathered; or a plan of diffusers, as in `_cp_plan`.
-            Default: the table for the class of the model, else its plan. The first call with a
-            table of yours or a plan is compared with one process, unless `verify` was called.
+            Default: the table for the class of the model, else its plan. The first call with your
+            table or a plan is compared with one process, unless `verify` was called.
         sparse: The blocks of attention that are computed. Default: all.
-        kernel: Name of attention's kernel, your own, or `backend_kernel`'s. Default: the back end
-            that `set_attention_backend` chose, else the first that runs here.
+        kernel: An attention kernel: its name, a function, or a `backend_kernel`. Default: the back
+            end that `set_attention_backend` chose, else the first that runs here.
         comm_dtype: "int8" or "e4m3" sends attention's rows at 8 bits, at an error that `verify`
-            shows. Default: as they are.
+            shows. Default: the rows' dtype.
         overlap: True lets Ulysses exchange while it computes. Default: where that measures faster.
         vae: "all": the ranks share the tiles of a VAE with tiling, and all get the pixels. "first":
-            the first rank of a replica gets them alone. "own": every rank computes all tiles.
+            only the first rank of a replica gets them. "own": every rank computes all tiles.
         text_encoders: "all": the ranks share the prompts of a batch, which pays for several long
             ones. "own": every rank encodes all prompts.
         input_tolerance: Largest difference of the ranks' inputs, relative to their norm, for unlike
@@ -116,13 +116,13 @@ def parallelize(
     Raises:
         ConfigError: No table fits, no model is there, the degrees fit neither ranks nor heads, this
             rank is not in the mesh, or settings exclude each other.
-        CommError: The requests of ranks differ. One all-gather compares them.
+        CommError: The arguments of ranks differ, as one all-gather shows.
     """
     auto = AutoMesh() if mesh == "auto" else mesh
     device_mesh = named_part(auto, AXES) if isinstance(auto, DeviceMesh) else None
     group = ranks_of(device_mesh)
 
-    def ask() -> Request:
+    def checked_request() -> Request:
         names = [f"{axis.name}_degree" for axis in fields(Shape)]
         sizes = data_degree, guidance_degree, ring_degree, ulysses_degree
         degrees, choice = Shape(*map(whole, names, sizes, repeat(1), repeat(MAX_RANKS))), None
@@ -134,13 +134,13 @@ def parallelize(
         models = models_of(model_or_pipeline)
         if isinstance(auto, AutoMesh):
             degrees, choice = auto.choose(models[0], 1 if group is None else group.size)
-        shape, own = shape_of(device_mesh, degrees), kernel or chosen_backend(models)
-        check_merges(own, shape.ring, overlap)
+        shape, used_kernel = shape_of(device_mesh, degrees), kernel or chosen_backend(models)
+        check_merges(used_kernel, shape.ring, overlap)
         return Request(
             models=models,
             tables=[table_of(model, table) for model in models],
             shape=shape,
-            attention=AttentionOptions(None, own, comm_dtype, overlap),
+            attention=AttentionOptions(None, used_kernel, comm_dtype, overlap),
             sparse=sparse,
             vae=vae,
             text_encoders=text_encoders,
@@ -149,7 +149,7 @@ def parallelize(
             choice=choice,
         )
 
-    request = agree_on(group, ask, Request.settings, what="parallelize")
+    request = agree_on(group, checked_request, Request.settings, what="parallelize")
     handle = ParallelHandle(replica_of(request.shape, device_mesh), group, request.choice)
     with ExitStack() as undo:
         undo.callback(handle.undo)
@@ -187,7 +187,7 @@ class ParallelHandle:
         for model, table in zip(request.models, request.tables, strict=True):
             settings = request.attention, request.sparse, request.input_tolerance
             split = SplitModel(model, table, self.mesh, *settings, check=check_table)
-            if split.sparse is not None:  # steps go on from one model of a pipeline to the next
+            if split.sparse is not None:  # a pipeline's models count their passes together
                 passes = split.sparse.passes = passes or split.sparse.passes
             self.parts.append(split)
         if self.replica.branches is not None:
@@ -198,9 +198,9 @@ class ParallelHandle:
 
     @shared("ParallelHandle.add")
     def add(self, pipeline: Any) -> None:
-        """Treat another pipeline of the split models, as one of `from_pipe`, like the first one.
+        """Treat another pipeline with the split models, as made by `from_pipe`, like the first one.
 
-        Its ranks then draw the same noise and compare its arguments. All ranks call this.
+        Ranks then draw the same noise and compare the pipeline's arguments. All ranks call this.
         """
         self._split_of(None, "add")
         self._share_pipeline(pipeline)
@@ -209,7 +209,7 @@ class ParallelHandle:
         request = self._request
         if self.replica.whole is not None and request is not None:
             models, shares_vae = [split.model for split in self.parts], request.vae != "own"
-            run = partial(self._run_of, pipeline)
+            run = partial(self._run_scope, pipeline)
             self._runs.append(PipelineRun(pipeline, self.replica.whole, models, run, shares_vae))
             self._share_parts(pipeline)
 
@@ -217,13 +217,14 @@ class ParallelHandle:
         """Share the VAE and text encoders of a pipeline that are not shared yet."""
         group, request = self.replica.whole, self._request
         assert group is not None and request is not None
-        known = [part.module for part in self._shared_parts]
-        ways = request.vae, request.text_encoders, execution_device(pipeline, self.model), known
-        self._shared_parts.extend(share_parts(pipeline, group, *ways))
+        shared_before = [part.module for part in self._shared_parts]
+        device = execution_device(pipeline, self.model)
+        settings = request.vae, request.text_encoders, device, shared_before
+        self._shared_parts.extend(share_parts(pipeline, group, *settings))
 
     @contextmanager
-    def _run_of(self, pipeline: Any) -> Iterator[None]:
-        """Announce a run of a pipeline; share its VAE if that is new or has tiling turned on."""
+    def _run_scope(self, pipeline: Any) -> Iterator[None]:
+        """Compare inputs anew in a run of a pipeline; share its VAE if tiling was turned on."""
         self._share_parts(pipeline)
         for split in self.parts:
             split.inputs.restart()
@@ -237,6 +238,7 @@ class ParallelHandle:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
+        """Compute everything on each rank within."""
         with ExitStack() as stack:
             for split in self.parts:
                 stack.enter_context(split.taking(None))
@@ -255,7 +257,7 @@ class ParallelHandle:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is not None:  # the user's, which nothing else tells to ranks that wait
+        if error is not None:  # ends the wait of ranks that did not fail in the user's code
             leave(error, f"a call of {type(self.model).__name__}")
         self.undo()
 
@@ -302,23 +304,23 @@ class ParallelHandle:
 
     @contextmanager
     def save_masks(self, path: str | Path) -> Iterator[None]:
-        """Write the blocks that layers see within, for `SparseConfig(masks=path)` and the command.
+        """Write layers' block masks to a file, for `SparseConfig(masks=path)` and `bascule sparse`.
 
-        The first of all ranks writes while models run: (forward passes, layers, heads, query
-        blocks, key blocks), of layers by the order of attention calls; dense ones see all. Blocks
-        are those of the heads' `orders`. If this is left by an error, there is no file.
+        The first rank writes while models run within: (forward passes, layers, heads, query blocks,
+        key blocks), with layers in the order of attention calls; all blocks of dense layers are
+        set. Blocks are in the heads' `orders`. After an error there is no file.
 
         Raises:
-            ConfigError: There is no sparse model, or guidance groups; samples of a batch, layers or
-                passes differ in what a file holds once; the file cannot be written.
+            ConfigError: There is no sparse model, or there are guidance groups; shapes or orders
+                differ between samples, layers or passes; the file cannot be written.
         """
         sparse = [split.sparse for split in self.parts if split.sparse is not None]
         if not sparse:
             raise ConfigError("save_masks: no model has sparse=: give it to parallelize")
         if self._guided:
             raise ConfigError(
-                "save_masks: guidance groups compute some forward passes each, and the first one "
-                "writes: use guidance_degree=1"
+                "save_masks: guidance groups compute some forward passes each: use "
+                "guidance_degree=1"
             )
         is_first = self.ranks is None or self.ranks.rank == 0
         file = agree_on(self.ranks, lambda: MaskFile(path) if is_first else None, what="save_masks")
@@ -347,10 +349,10 @@ class ParallelHandle:
         ranks_per_node: int | None = None,
         **inputs: Any,
     ) -> Explanation:
-        """Return mesh, tokens and bytes of a model's last forward pass, and of other meshes.
+        """Explain a model's last forward pass: mesh, tokens and bytes, also for other meshes.
 
-        Block-sparse attention adds its plans; a pipeline adds phases, with seconds after `timed`.
-        With a profile, all ranks call this, and the model or the pipeline runs once.
+        Includes plans of block-sparse attention, and phases of a pipeline, with seconds after
+        `timed`. With a profile, all ranks call this, and the model or the pipeline runs once.
 
         Args:
             model: One of the split models; with a profile, or the pipeline. Default: `model`.
@@ -361,8 +363,8 @@ class ParallelHandle:
         request = self._request
         is_pipeline = request is not None and model is not None and model is request.pipeline
         split = self._model_of(None if is_pipeline else model, "explain")
-        runs: Any = model if is_pipeline else split.model
-        run = partial(runs, **inputs) if inputs else None
+        called: Any = model if is_pipeline else split.model
+        run = partial(called, **inputs) if inputs else None
         with nullcontext() if is_pipeline else self._over_mesh(split):
             explanation = explain(split, profile, ranks_per_node, run)
         branches = None if not self._guided else self._guided[0].branches
@@ -384,12 +386,10 @@ class ParallelHandle:
 
     @contextmanager
     def timed(self) -> Iterator[PhaseTimes]:
-        """Measure the phases of a pipeline's call; the host waits after each step."""
+        """Measure the phases of a pipeline's call within; the host waits after each step."""
         if self._request is None or self._request.pipeline is None:
-            raise ConfigError(
-                f"timed: a {type(self.model).__name__} alone was split, which has no phases: give "
-                "parallelize the pipeline"
-            )
+            name = type(self.model).__name__
+            raise ConfigError(f"timed: a {name} alone was split: give parallelize the pipeline")
         pipeline = self._request.pipeline
         with timed(pipeline, execution_device(pipeline, self.model)) as times:
             yield times
@@ -400,8 +400,8 @@ class ParallelHandle:
 
         A pipeline is compared phase by phase (prompts, noise, every step, pixels), and the first
         step that differs block by block. Every rank also computes the whole sequence, and is
-        compared with the first rank: so unlike weights are noticed. The model must be
-        deterministic. There are no gradients, compiled code or steps of block-sparse attention.
+        compared with the first rank, which shows unlike weights. The model must be deterministic.
+        Gradients, compiled code and steps of block-sparse attention are not compared.
 
         Args:
             model: One of the split models, or the pipeline. Default: `model`.
@@ -415,8 +415,8 @@ class ParallelHandle:
         if request is not None and model is not None and model is request.pipeline:
             self._split_of(None, "verify")
             has_pixels = request.vae != "first" or whole is None or whole.rank == 0
-            ways = whole, self._alone, has_pixels, self.verify
-            return PipelineComparison(model, self.parts, *ways).verify(inputs)
+            settings = whole, self._alone, has_pixels, self.verify
+            return PipelineComparison(model, self.parts, *settings).verify(inputs)
         split = self._split_of(model, "verify")
         with self._over_mesh(split):
             return verify(split, inputs, self.replica.whole)
@@ -453,24 +453,24 @@ class ParallelHandle:
         if group is None:
             return
         parameters = [pair for split in self.parts for pair in split.model.named_parameters()]
-        sharded = [name for name, one in parameters if isinstance(one.grad, DTensor)]
+        sharded = [name for name, weight in parameters if isinstance(weight.grad, DTensor)]
         error = None
         if sharded:
             error = ConfigError(
                 f"average_gradients: the gradient of {sharded[0]} is sharded, as by FSDP, which "
                 "averages gradients itself: leave out this call"
             )
-        kinds = [f"{name} {tuple(one.shape)} {one.dtype}" for name, one in parameters]
-        missing = [name for name, one in parameters if one.grad is None]
+        kinds = [f"{name} {tuple(weight.shape)} {weight.dtype}" for name, weight in parameters]
+        missing = [name for name, weight in parameters if weight.grad is None]
         settings = {"parameters": str(kinds), "parameters without gradients": str(missing)}
         agree(group, settings, error, what="average_gradients")
-        grads = [one.grad for _, one in parameters if one.grad is not None]
+        grads = [weight.grad for _, weight in parameters if weight.grad is not None]
         for dtype in dict.fromkeys(grad.dtype for grad in grads):
             alike = [grad for grad in grads if grad.dtype == dtype]
             flat = torch.cat([grad.flatten() for grad in alike])
             mean = all_reduce(group, "all_reduce (gradients)", flat) / group.size
-            for grad, share in zip(alike, mean.split([x.numel() for x in alike]), strict=True):
-                grad.copy_(share.view_as(grad))
+            for grad, part in zip(alike, mean.split([x.numel() for x in alike]), strict=True):
+                grad.copy_(part.view_as(grad))
 
     def _model_of(self, model: nn.Module | None, what: str) -> SplitModel:
         inner = None if model is None else unwrapped(model)
@@ -490,5 +490,5 @@ class ParallelHandle:
         return split
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Make copies that split nothing, as copies of the models are whole."""
+        """Let a copy or pickle be a handle without models, as copies of models are not split."""
         return ParallelHandle, (Replica(None, None, AttentionMesh(None, None, None)), None)

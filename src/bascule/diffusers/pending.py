@@ -1,4 +1,4 @@
-"""Results of calls that other ranks compute, exchanged when they are first used.
+"""Results of model calls that other ranks compute, exchanged when a result is first used.
 
 All ranks run the same program, so they exchange at the same point. A pipeline calls its model for
 each guidance branch before it uses results, so groups compute branches at the same time.
@@ -26,23 +26,23 @@ class Samples:
     """The samples of a call: rows of tensors, or entries of lists, which may have unlike sizes."""
 
     number: int
-    are_listed: bool = False  # as those of Z-Image
+    are_listed: bool = False  # entries of lists, as for Z-Image
 
     def part(self, place: int, num_parts: int) -> slice:
-        """Return the samples of a part; parts differ by one at most."""
+        """Return the samples of a part; the numbers of samples of parts differ by one at most."""
         return slice(self.number * place // num_parts, self.number * (place + 1) // num_parts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Form:
-    """The output of a call without its values."""
+    """The structure of a call's output, without its values."""
 
-    nest: Any  # around empty tensors
-    are_lists: tuple[bool, ...]  # of each tensor or list of samples in it, whether it is a list
+    nest: Any  # the output with empty tensors
+    are_lists: tuple[bool, ...]  # True for each leaf that is a list with one entry a sample
 
     @classmethod
     def of(cls, output: Any, samples: Samples, num_local: int) -> "Form":
-        """Return the form for all samples, from the output for some."""
+        """Return the form of the output for all samples, from the output for `num_local`."""
         are_lists = list[bool]()
 
         def is_column(value: Any) -> bool:
@@ -59,7 +59,7 @@ class Form:
 
 
 def samples_of(inputs: Mapping[str, Any], unbatched: Collection[str]) -> Samples:
-    """Return the samples of the first argument that has some; one sample if none has."""
+    """Return the samples of the first argument with a batch; one sample without such arguments."""
     for name, value in inputs.items():
         if name in unbatched:
             continue
@@ -73,7 +73,7 @@ def samples_of(inputs: Mapping[str, Any], unbatched: Collection[str]) -> Samples
 def share_of(
     inputs: Mapping[str, Any], unbatched: Collection[str], samples: Samples, part: slice
 ) -> dict[str, Any]:
-    """Return the arguments for a part of the samples; tensors are views."""
+    """Cut the arguments of a call to a part of its samples; tensors are views."""
     return {
         name: value if name in unbatched else _cut(name, value, samples, part)
         for name, value in inputs.items()
@@ -87,13 +87,12 @@ def _cut(name: str, value: Any, samples: Samples, part: slice) -> Any:
             return value
         if value.shape[0] != batch:
             raise ConfigError(
-                f"{name} has the shape {tuple(value.shape)} in a call of {batch} samples, and "
-                "nothing says which of it is for which sample: give (batch, ..), or name it in the "
-                "`unbatched` of a table"
+                f"{name} has the shape {tuple(value.shape)} in a call of {batch} samples: give "
+                "(batch, ..), or name it in the `unbatched` of a table"
             )
         return value[part]
     if isinstance(value, Mapping):
-        return {key: _cut(f"{name}.{key}", one, samples, part) for key, one in value.items()}
+        return {key: _cut(f"{name}.{key}", x, samples, part) for key, x in value.items()}
     if not isinstance(value, list | tuple) or not value:
         return value
     is_listed = isinstance(value[0], list | tuple | Tensor) and len(value) == batch
@@ -105,14 +104,14 @@ def _cut(name: str, value: Any, samples: Samples, part: slice) -> Any:
 
 
 _DEFERRED = frozenset(
-    (  # what pipelines make of a result before the next call of the model
+    (  # functions that pipelines apply to a result before the next call of the model
         *(Tensor.__getitem__, Tensor.to, Tensor.float, Tensor.neg, Tensor.__neg__),
         *(Tensor.squeeze, Tensor.unsqueeze),
     )
 )
 
-_PLACEHOLDER = torch.empty((0,) * 9, device="meta")  # fails in code that does not ask torch
-_Item = tuple[int, int]  # number of a call, and of one of its parts
+_PLACEHOLDER = torch.empty((0,) * 9, device="meta")  # code that bypasses torch functions fails
+_Item = tuple[int, int]  # number of a call, and number of a part in it
 _Make = Callable[[Sequence[Tensor]], Tensor]  # from the values of a call
 
 
@@ -124,19 +123,19 @@ class Branch:
     counts: Sequence[int]  # samples of each part
     computed: Mapping[int, list[Tensor]]  # tensors of this rank's parts, by number of the part
     form: Form  # of the output
-    compare: Callable[[], None] | None = None  # compares the inputs on all ranks, if that is due
+    compare: Callable[[], None] | None = None  # compares the inputs of ranks before the exchange
     deferred: list[_Make] = field(default_factory=list[_Make])
-    values: list[Tensor] | None = None  # of the output, and those that were made of them
-    failure: Exception | None = None  # of this rank's parts; the others are told
+    values: list[Tensor] | None = None  # tensors of the output, then results of `deferred`
+    failure: Exception | None = None  # an error of this rank, which the exchange tells to others
     error: BaseException | None = None  # why there will be no values
 
     def defer(self, make: _Make) -> int:
-        """Make a tensor of the values when they are here; return its place among them."""
+        """Make a tensor from the values once they arrive; return its place in `values`."""
         self.deferred.append(make)
         return len(leaves_of(self.form.nest)) + len(self.deferred) - 1
 
     def finish(self, parts: Sequence[Sequence[Tensor]]) -> None:
-        """Join the parts, and make what was deferred before other code changes them in place."""
+        """Join the parts, and make deferred tensors before other code changes values in place."""
         values, rest = list[Tensor](), [iter(leaves) for leaves in parts]
         for is_list in self.form.are_lists:
             if is_list:  # an entry for each sample
@@ -151,7 +150,7 @@ class Branch:
 
 
 class Branches:
-    """The calls of a replica whose results were not used yet."""
+    """The calls of a replica whose results were not exchanged yet."""
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group  # one rank of each guidance group
@@ -161,16 +160,16 @@ class Branches:
 
     @property
     def num_waiting(self) -> int:
-        """Parts of calls that wait: groups compute them in turn."""
+        """Number of parts whose results wait for the exchange; groups compute parts in turn."""
         return sum(len(branch.owners) for branch in self._waiting)
 
     @property
     def failure(self) -> Exception | None:
-        """The failure that keeps this rank from sending results, until the others are told."""
+        """This rank's first failure since the last exchange, which other ranks do not know yet."""
         return next((branch.failure for branch in self._waiting if branch.failure), None)
 
     def add(self, branch: Branch) -> None:
-        """Exchange a call together with the others."""
+        """Add a call to the next exchange."""
         self._waiting.append(branch)
 
     @shared("an exchange of guidance branches")
@@ -188,7 +187,7 @@ class Branches:
             raise
 
     def forget(self) -> None:
-        """Drop results of a run that ended before it used them."""
+        """Drop results that the last run did not use."""
         error = "the result of a guidance branch, of a run that ended: use it before the next run"
         for branch in self._waiting:
             branch.error = ConfigError(error)
@@ -197,7 +196,7 @@ class Branches:
     def _exchange(self, waiting: Sequence[Branch]) -> None:
         group, owners = self.group, dict[_Item, int]()
         leaves, parcels = dict[_Item, list[Tensor]](), list[Parcel]()
-        error = next((one.failure for one in waiting if one.failure), None)
+        error = next((branch.failure for branch in waiting if branch.failure), None)
         for number, branch in enumerate(waiting):
             owners |= {(number, part): owner for part, owner in enumerate(branch.owners)}
             leaves |= {(number, part): values for part, values in branch.computed.items()}
@@ -208,7 +207,7 @@ class Branches:
             parcels = [] if error else [parcel(leaves[item], device) for item in local]
         except Exception as failure:  # the others must not wait
             error = failure
-        sizes = np.array([one.num_bytes for one in parcels], dtype=np.int64)
+        sizes = np.array([sent.num_bytes for sent in parcels], dtype=np.int64)
         self._num_exchanges += 1
         by_rank = agree_or_raise(
             group,
@@ -219,11 +218,11 @@ class Branches:
             values=sizes,
             capacity=self._capacity,
         )
-        self._capacity = max(self._capacity, *(one.size for one in by_rank))
+        self._capacity = max(self._capacity, *(received.size for received in by_rank))
         source = np.array([*owners.values()])
         num_bytes = np.zeros_like(source)
-        for rank, one in enumerate(by_rank):
-            num_bytes[source == rank] = one
+        for rank, received in enumerate(by_rank):
+            num_bytes[source == rank] = received
         # Each item goes to all other ranks.
         others = group.size - 1
         sources, dests = np.repeat(source, group.size), np.tile(np.arange(group.size), source.size)
@@ -231,8 +230,8 @@ class Branches:
         step, name = self._num_exchanges, "guidance branches"
         move = ItemMove(sources[copies], dests[copies], group, device, step, name)
         self.sent_bytes = int(sizes.sum()) * others
-        sent = [one for one in parcels for _ in range(others)]
-        arrived = move_items(move, sent, np.repeat(num_bytes, others))
+        outgoing = [sent for sent in parcels for _ in range(others)]
+        arrived = move_items(move, outgoing, np.repeat(num_bytes, others))
         remote = [item for item, owner in owners.items() if owner != group.rank]
         leaves |= zip(remote, arrived, strict=True)
         for number, branch in enumerate(waiting):
@@ -242,7 +241,7 @@ class Branches:
 def agree_or_raise(
     group: RankGroup, error: Exception | None, settings: Mapping[str, str] = {}, **more: Any
 ) -> list[Ints]:
-    """Agree as `agree` does; a rank that failed raises its own error."""
+    """Call `agree`; a rank that failed raises its error unchanged."""
     try:
         return agree(group.control or group, settings, error, **more)
     except Exception:
@@ -252,7 +251,7 @@ def agree_or_raise(
 
 
 class Pending(Tensor):
-    """A tensor that may still be on other ranks; its first use fetches it."""
+    """A tensor that other ranks may still compute; its first use exchanges the results."""
 
     _branches: Branches
     _branch: Branch
@@ -260,13 +259,13 @@ class Pending(Tensor):
 
     @classmethod
     def of(cls, branches: Branches, branch: Branch, place: int) -> "Pending":
-        """Return the value at a place of a call's output."""
+        """Return a stand-in for the tensor at a place in a call's `values`."""
         made = Tensor._make_subclass(cls, _PLACEHOLDER)
         made._branches, made._branch, made._place = branches, branch, place
         return made
 
     def fetched(self) -> Tensor:
-        """Return the tensor itself, after an exchange if it is not here yet."""
+        """Return the tensor itself, after an exchange if it has not arrived."""
         branch = self._branch
         if branch.values is None and branch.error is None:
             with torch.no_grad():
@@ -289,7 +288,7 @@ class Pending(Tensor):
         if func in _DEFERRED and isinstance(first, Pending):
             branch, place, others = first._branch, first._place, args[1:]
             is_open = branch.values is None and branch.error is None
-            # Other arguments may change meanwhile.
+            # Arguments that are not constants may change before the exchange.
             if is_open and all(map(_is_constant, tree_leaves((others, named)))):
                 made = branch.defer(lambda values: func(values[place], *others, **named))
                 return Pending.of(first._branches, branch, made)
@@ -305,5 +304,5 @@ def _is_constant(value: object) -> bool:
 
 
 def fetched(nest: Any) -> Any:
-    """Return the nest with the tensors themselves."""
+    """Replace pending tensors in a nest by the tensors themselves."""
     return tree_map_only(Pending, Pending.fetched, nest)

@@ -1,7 +1,7 @@
-"""A pipeline's call as a scope: one noise on all ranks, its phases timed, its other models shared.
+"""Calls of a pipeline: draw the same noise on all ranks, time phases, share VAE and text encoders.
 
 All ranks of a replica run the same program, so random states that are equal when it starts stay
-equal. The ranks share the work of the VAE and of the text encoders.
+equal.
 """
 
 import inspect
@@ -37,12 +37,12 @@ _TOKENS = PolynomialCost(quadratic=0.0, linear=1.0, constant=0.0)
 
 @dataclass(frozen=True, slots=True)
 class SharedPart:
-    """A part of a pipeline whose work ranks share, until `remove`."""
+    """A module of a pipeline whose work the ranks share, until `remove`."""
 
     module: nn.Module
-    phase: str  # that has most of the work: "encode" or "decode"
+    phase: str  # with most of the work: "encode" or "decode"
     encoder: BalancedEncoder | TiledVAE
-    overrides: tuple[Override, ...]  # of the part's methods
+    overrides: tuple[Override, ...]  # of the module's methods
 
     def remove(self) -> None:
         """Let each rank do all of the work."""
@@ -60,8 +60,6 @@ class SharedPart:
 
 def shared_parts(pipeline: Any, for_vae: str, for_texts: str) -> list[nn.Module]:
     """Return the modules that ranks share besides the transformers."""
-    if pipeline is None:
-        return []
     vae = _shared_vae(pipeline, for_vae)
     return [*([] if vae is None else [vae]), *_shared_text_encoders(pipeline, for_texts)]
 
@@ -105,24 +103,24 @@ def share_parts(
     for_vae: Literal["all", "first", "own"],
     for_texts: Literal["all", "own"],
     device: torch.device,
-    known: Sequence[nn.Module],
+    shared_before: Sequence[nn.Module],
 ) -> Iterator[SharedPart]:
-    """Share tiles of the VAE and prompts of a batch among ranks; yield new parts, not `known`."""
+    """Share a VAE's tiles and a batch's prompts, unless they are; yield what is newly shared."""
     ranks = group.process_group
     vae = _shared_vae(pipeline, for_vae)
-    if vae is not None and for_vae != "own" and vae not in known:
+    if vae is not None and for_vae != "own" and vae not in shared_before:
         settings = EncoderOptions(features_for=for_vae, device=device)
         tiled = encoding = TiledVAE(vae, mesh_or_group=ranks, options=settings)
-        if for_vae == "first":  # the first rank alone gets pixels; all get latents
+        if for_vae == "first":  # only the first rank gets pixels; all ranks get latents
             for_all = replace(settings, features_for="all")
             encoding = TiledVAE(vae, mesh_or_group=ranks, options=for_all)
-        ways = {"encode": encoding.encode, "decode": tiled.decode}
-        tiles: Any = vae
-        both = [_override(vae, *way, lambda: tiles.use_tiling) for way in ways.items()]
+        methods = {"encode": encoding.encode, "decode": tiled.decode}
+        model: Any = vae
+        both = [_override(vae, *method, lambda: model.use_tiling) for method in methods.items()]
         yield SharedPart(vae, "decode", tiled, tuple(both))
     settings = EncoderOptions(features_for="all", device=device)
     for module in _shared_text_encoders(pipeline, for_texts):
-        if module not in known:
+        if module not in shared_before:
             encoder = BalancedEncoder(module, cost=_TOKENS, mesh_or_group=ranks, options=settings)
             override = _override(module, "__call__", encoder.call)
             yield SharedPart(module, "encode", encoder, (override,))
@@ -168,13 +166,13 @@ def watched(pipeline: Any, observe: Observer) -> Iterator[None]:
             owner = getattr(pipeline, part, None) if part else pipeline
             if getattr(owner, name, None) is not None:
                 # Some pipelines take steps with copies of their scheduler.
-                one = Override(owner, name, partial(around, what), with_copies=what == "step")
-                stack.callback(one.remove)
+                override = Override(owner, name, partial(around, what), with_copies=what == "step")
+                stack.callback(override.remove)
         yield
 
 
 def execution_device(pipeline: Any, model: nn.Module) -> torch.device:
-    """Return the device on which a pipeline computes and draws, also if weights are offloaded."""
+    """Return the pipeline's execution device, with offloading too."""
     device = getattr(pipeline, "_execution_device", None)
     if isinstance(device, torch.device) and device.type != "meta":
         return device
@@ -185,16 +183,16 @@ def execution_device(pipeline: Any, model: nn.Module) -> torch.device:
 class PhaseTimes:
     """Seconds of the phases of the last call of a pipeline, on this rank."""
 
-    begun: float = 0.0  # of one clock, as the next three
+    begun: float = 0.0  # seconds of `time.perf_counter`, as are the next three
     encoded: float = 0.0  # when the noise was drawn
     denoised: float = 0.0  # when the last step ended
     ended: float = 0.0
     num_steps: int = 0  # calls of the scheduler
-    num_passes: int = 0  # calls of the transformers, for all branches of guidance
+    num_passes: int = 0  # calls of the transformers, those for guidance included
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds by phase, after the call."""
+        """Seconds of each phase, complete after the call."""
         times = self.begun, self.encoded, self.denoised, self.ended
         return {
             phase: after - before
@@ -204,7 +202,7 @@ class PhaseTimes:
 
 @contextmanager
 def timed(pipeline: Any, device: torch.device) -> Iterator[PhaseTimes]:
-    """Measure one call of a pipeline, made within; after each step the host waits."""
+    """Measure the call of a pipeline that is made within; the host waits after each step."""
     times = PhaseTimes()
 
     def now() -> float:
@@ -217,7 +215,7 @@ def timed(pipeline: Any, device: torch.device) -> Iterator[PhaseTimes]:
             times.denoised, times.num_steps = now(), times.num_steps + 1
         elif what in TRANSFORMERS:
             times.num_passes += 1
-        elif what != "decode" and not times.num_passes:  # some draw again between steps
+        elif what != "decode" and not times.num_passes:  # some pipelines draw again between steps
             times.encoded = times.denoised = now()
 
     with watched(pipeline, observe):
@@ -229,22 +227,23 @@ def timed(pipeline: Any, device: torch.device) -> Iterator[PhaseTimes]:
 
 
 def phase_lines(times: PhaseTimes | None, shared: Sequence[SharedPart]) -> tuple[str, ...]:
-    """Describe the phases of the last call: measured seconds, and the work that ranks shared."""
+    """Describe the phases of the last call: measured seconds, and reports of shared work."""
     lines = list[str]()
     for name in PHASES:
         facts = [] if times is None else [f"{times.seconds[name]:.3g} s measured"]
-        parts = [one.encoder.last for one in shared if one.phase == name]
-        facts += [str(encoding) for encoding in parts if encoding is not None]
+        reports = [part.encoder.last for part in shared if part.phase == name]
+        facts += [str(report) for report in reports if report is not None]
         if facts:
             lines.append(f"{name}: {'; '.join(facts)}")
     return tuple(lines)
 
 
-_OF_A_RANK = "output_type", "return_dict", "callback"  # beginnings of names; ranks may differ
+# Prefixes of arguments that may differ between ranks.
+_MAY_DIFFER = "output_type", "return_dict", "callback"
 
 
 class PipelineRun(Override):
-    """Calls of a pipeline that all ranks of a replica make together, each within a `run`."""
+    """Calls of a pipeline that all ranks of a replica make together, each in a `run` scope."""
 
     def __init__(
         self,
@@ -254,14 +253,14 @@ class PipelineRun(Override):
         run: Callable[[], AbstractContextManager[None]],
         shares_vae: bool,
     ) -> None:
-        self._pipeline, self._group, self._models, self._of_run = pipeline, group, models, run
+        self._pipeline, self._group, self._models, self._run_scope = pipeline, group, models, run
         self._shares_vae = shares_vae
         self._check_models()
         super().__init__(pipeline, "__call__", self._run)
 
     @shared("a call of a pipeline")
     def _run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Compare the arguments by a small all-gather, and broadcast a few kilobytes of states."""
+        """Compare arguments by a small all-gather, broadcast random states, and call."""
         self._check_models()
         bound = inspect.signature(call).bind(*args, **kwargs)
         bound.apply_defaults()
@@ -269,7 +268,7 @@ class PipelineRun(Override):
         settings = {
             name: described(value)
             for name, value in bound.arguments.items()
-            if not name.startswith(_OF_A_RANK)
+            if not name.startswith(_MAY_DIFFER)
         }
         settings |= {"adapters": _adapters_of(self._pipeline), "device": device.type}
         settings |= _configured(self._pipeline)
@@ -279,14 +278,14 @@ class PipelineRun(Override):
         agree(self._group, settings, what=f"a call of a {type(self._pipeline).__name__}")
         generators = generators_of(bound.arguments)
         states = random_states(device, generators)
-        sent = torch.cat(states).to(groups.device_of(self._group))  # NCCL sends nothing of the host
+        sent = torch.cat(states).to(groups.device_of(self._group))  # NCCL sends no host memory
         first = broadcast(self._group, "broadcast (noise)", sent).cpu()
         set_random_states(device, generators, first.split([state.numel() for state in states]))
-        with self._of_run():
+        with self._run_scope():
             return call(*args, **kwargs)
 
     def _check_models(self) -> None:
-        """Refuse a transformer that is not split, and does not wrap a split model."""
+        """Refuse a transformer that neither is nor wraps a split model."""
         for name in TRANSFORMERS:
             model = getattr(self._pipeline, name, None)
             if isinstance(model, nn.Module) and not {*self._models} & {*model.modules()}:
@@ -297,25 +296,25 @@ class PipelineRun(Override):
 
 
 def _configured(pipeline: Any) -> dict[str, str]:
-    """Describe the configurations of a pipeline and its parts, as of schedulers and guiders."""
+    """Describe the configurations of a pipeline and of its parts that are no modules."""
     texts = dict[str, str]()
     for name, part in {**vars(pipeline), "pipeline": pipeline}.items():
         config: Any = getattr(part, "config", None)
         if isinstance(part, nn.Module) or not isinstance(config, Mapping):
             continue
-        # Names with _ belong to a rank, as paths; a scheduler's other numbers to its last run.
+        # Attributes of a scheduler are those of its last run; names with _ are a rank's, as paths.
         others = {} if part is pipeline or hasattr(part, "step") else vars(part)
         settings = {key: value for key, value in others.items() if isinstance(value, int | float)}
         settings |= {"shift of now": getattr(part, "shift", None), **config}
-        kept = {key: value for key, value in settings.items() if not key.startswith("_")}
+        settings = {key: value for key, value in settings.items() if not key.startswith("_")}
         if part is pipeline:  # its lists name the classes of parts, which a rank may lack
-            kept = {key: x for key, x in kept.items() if not isinstance(x, list | tuple)}
-        texts[name] = f"{type(part).__name__} {described(kept)}"
+            settings = {key: x for key, x in settings.items() if not isinstance(x, list | tuple)}
+        texts[name] = f"{type(part).__name__} {described(settings)}"
     return texts
 
 
 def _adapters_of(pipeline: Any) -> str:
-    """Describe the LoRA layers of peft, often loaded or scaled after `parallelize`."""
+    """Describe the LoRA layers of peft, which are often loaded or scaled after `parallelize`."""
     parts = [getattr(pipeline, name, None) for name in TRANSFORMERS]
     models = [part for part in parts if isinstance(part, nn.Module)]
     layers = [
@@ -338,7 +337,7 @@ def generators_of(nest: Any) -> list[torch.Generator]:
 
 
 def random_states(device: torch.device, generators: Sequence[torch.Generator]) -> list[Tensor]:
-    """Return the states of torch's generators, on the host and the device, and of these."""
+    """Return the random states of the host, of the device (if another), and of `generators`."""
     states = [torch.get_rng_state()]
     if device.type != "cpu":
         states.append(torch.get_device_module(device).get_rng_state(device))
@@ -348,10 +347,10 @@ def random_states(device: torch.device, generators: Sequence[torch.Generator]) -
 def set_random_states(
     device: torch.device, generators: Sequence[torch.Generator], states: Sequence[Tensor]
 ) -> None:
-    """Draw from these states on, which `random_states` returned."""
-    rest = (state.clone() for state in states)
-    torch.set_rng_state(next(rest))
+    """Set the random states that `random_states` returned, on this rank or another."""
+    copies = (state.clone() for state in states)
+    torch.set_rng_state(next(copies))
     if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(next(rest), device)
-    for generator, state in zip(generators, rest, strict=True):
+        torch.get_device_module(device).set_rng_state(next(copies), device)
+    for generator, state in zip(generators, copies, strict=True):
         generator.set_state(state)

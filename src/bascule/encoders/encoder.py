@@ -1,8 +1,8 @@
-"""BalancedEncoder: items go to the ranks that have time to encode them, and their features back."""
+"""BalancedEncoder: ranks that have time encode the items, and send the features to the owners."""
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -42,33 +42,33 @@ from bascule.encoders.items import (
     prepare,
     table_of,
 )
-from bascule.encoders.plan import CallSettings, Encoding, ItemPlan, plan_items
+from bascule.encoders.plan import CallSettings, Encoding, ItemPlan, Moves, plan_items
 from bascule.errors import ConfigError
 from bascule.machine.cluster import Cluster
 from bascule.machine.costs import Cost, describe_cost
 from bascule.plan.limits import Limits
 from bascule.plan.offer import Offer
 
-_FIRST_CAPACITY = 128  # integers a rank that the first gather has room for
-_PIECES_A_RANK = 4  # of a long item: as even as whole items of that size would be
+_FIRST_CAPACITY = 128  # integers of each rank for which the first gather has room
+_PIECES_A_RANK = 4  # most pieces into which a long item is cut, for each rank
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderOptions:
-    """Options of a BalancedEncoder, where the defaults do not fit.
+    """Options of a BalancedEncoder.
 
     Attributes:
-        table: The items of a call. Default: the one for the module's class.
+        table: How a call is cut into items. Default: the table for the module's class.
         limits: Hard limits of a rank: tokens, items, and bytes of items.
         locality_tolerance: Share by which the slowest rank may exceed the best plan, so that fewer
             items move.
-        cluster: Prices of computing and exchanging: items move only where that pays. Costs are in
-            seconds, or those of a TransformerCost. Default: moving is free.
-        device: Where the tensors are. Default: the mesh's, or the group's back end's.
+        cluster: Prices of computing and exchanging: items move only where that pays. The cost must
+            be in seconds, or a TransformerCost. Default: moving is free.
+        device: Where the tensors are. Default: the mesh's, or that of the group's back end.
         timeout_s: Longest wait of a collective.
         features_for: "owner": each rank gives its own items and gets their features. "all": every
-            rank gives the same items, as in inference, and gets all features. "first": likewise,
-            for the first rank alone. The last two have no gradients.
+            rank gives the same items, as in inference, and gets all features. "first": as "all",
+            but only the first rank gets them. "all" and "first" have no gradients.
     """
 
     table: EncoderTable | None = None
@@ -79,7 +79,7 @@ class EncoderOptions:
     timeout_s: float = 600.0
     features_for: Literal["owner", "all", "first"] = "owner"
 
-    @shared("EncoderOptions")  # ranks that go on to encode do not wait for this one
+    @shared("EncoderOptions")  # its note ends the wait of ranks that go on to encode
     def __post_init__(self) -> None:
         fields(
             self,
@@ -97,34 +97,34 @@ _DEFAULT = EncoderOptions()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Computed:
-    """The features that a rank computed."""
+    """The features that this rank computed."""
 
-    parts: dict[int, list[Tensor]]  # of each item, by id
-    unused: list[Tensor]  # computed so that others do not wait
+    features: dict[int, list[Tensor]]  # tensors of each item, by its id
+    unused: list[Tensor]  # outputs of dummy calls, with gradients
     template: Any  # an output of the module
-    parcels: dict[int, Parcel]  # of the features that leave, by id
+    parcels: dict[int, Parcel]  # features that leave this rank, by the item's id
 
 
 class BalancedEncoder:
     """An encoder whose items are encoded by the ranks that have time, in place of their owners.
 
-    Features come back to the rank that gave the item, in its order; so do gradients, both ways. All
-    ranks make it, and call it, at the same points. A rank without an item encodes the cheapest one
-    once more, without counting it, so that ranks of FSDP and DDP always meet. Gradients of
-    parameters are right after averaging over the ranks. None are recorded where neither the
-    parameters nor the items of any rank require them.
+    The owner of an item, the rank that gave it, gets its features back, in the order of its items.
+    Gradients travel back in the same way. All ranks make it, and call it, at the same points. A
+    rank without an item encodes the cheapest item once more, without counting it, so that ranks of
+    FSDP and DDP always meet. Gradients of parameters are right after averaging over the ranks. No
+    gradients are recorded where neither the parameters nor the items of any rank require them.
 
     Attributes:
-        last: Report of the last step, see `Encoding`; None if no rank had an item. Where installed,
-            that of the last kind with items; `Installed.encodings` has those of all kinds.
+        last: Report of the last step, see `Encoding`; None if no rank had an item. Of an installed
+            encoder, the report of the last kind with items; see `Installed.encodings`.
 
     Args:
         module: Maps items to features; plain, in DistributedDataParallel, or sharded by FSDP2, with
             the same weights on all ranks. Its arguments and outputs hold items along the first dim;
             see `EncoderTable`.
-        length_fn: Tokens of an item, at least 1, from its arguments by name; or tokens, and pairs
-            of a query and a key in attention. Default: that of the table for the module's class.
-        cost: Predicts the cost of an item by its tokens, and pairs, if there are any.
+        length_fn: Tokens of an item, at least 1, from its arguments by name; or tokens, and mean
+            query-key pairs of a layer. Default: `length` of the table for the module's class.
+        cost: Predicts the cost of an item from its tokens, and from its pairs, if given.
         mesh_or_group: A one-axis DeviceMesh, a process group, or None for the default group.
 
     Raises:
@@ -143,21 +143,21 @@ class BalancedEncoder:
         options: EncoderOptions = _DEFAULT,
     ) -> None:
         self.module, self.cost, self.options = module, cost, options
-        self.table, self.last = options.table or EncoderTable(), cast(Encoding | None, None)
-        self._step, self._capacity = 0, _FIRST_CAPACITY
         self._inner = module.module if isinstance(module, DistributedDataParallel) else module
+        self.table, self.last = options.table or table_of(self._inner), cast(Encoding | None, None)
+        self._step, self._capacity = 0, _FIRST_CAPACITY
         group = resolve(mesh_or_group)
         ranks, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
         self._host = new_group(ranks, "encoder", options.timeout_s, backend="gloo")
-        self._group, error, settings = self._host, None, dict[str, str]()
+        self._group = self._host
+        # Ranks of FSDP meet in every forward pass.
+        self._is_sharded = any(isinstance(part, FSDPModule) for part in self._inner.modules())
+        error, settings = None, dict[str, str]()
         try:
-            self.table = options.table or table_of(self._inner)
-            self._length = length_fn or self._length_by_table()
-            self._device = device_for(options.device, mesh_or_group, group)
-            # Ranks of FSDP meet in every forward pass.
-            self._is_sharded = any(isinstance(part, FSDPModule) for part in self._inner.modules())
             if options.cluster is not None:
                 options.cluster.check_world(self._host.size)
+            self._length = length_fn or self._length_by_table()
+            self._device = device_for(options.device, mesh_or_group, group)
             settings = self._settings()
         except Exception as failure:  # whatever it is, the others must not wait
             error = failure
@@ -167,22 +167,22 @@ class BalancedEncoder:
             self._group = replace(made, control=self._host)
 
     def __call__(self, items: Sequence[Item]) -> Features:
-        """Encode items, each on the rank that has time; return the outputs in their order.
+        """Encode items, each on a rank that has time; return their outputs in the same order.
 
-        An item is the arguments of the module for it alone, by name. See `Features.attach`. Two
-        small gathers; two all-to-alls where an item moves.
+        An item holds the module's arguments for it alone, by name. Ranks without items attach their
+        loss, see `Features.attach`. Two small gathers, and two all-to-alls where an item moves.
         """
         return self.encode(items)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's output for these arguments, each item by the rank that has time.
+        """Return the module's output for these arguments; each item is encoded where there is time.
 
         If a rank's loss depends on the output, every rank's must.
         """
         return self.call_after(None, args, kwargs).together
 
     def call_after(self, token: Tensor | None, args: Sequence[Any], kwargs: Item) -> Features:
-        """Make a `call`, item by item, whose backward pass comes before that of the token."""
+        """Encode the items of a `call`; the backward pass runs before that of the token."""
         items, error = list[Item](), None
         function = getattr(self._inner, self.table.method or "forward")
         try:
@@ -194,8 +194,8 @@ class BalancedEncoder:
     def install(self, model: nn.Module) -> "Installed":
         """Use this encoder in every forward pass of a model that has the module, until `undo()`.
 
-        The model is not edited: a stand-in is in the module's place while its parent computes.
-        Ranks without images, or videos, take part. Shard or wrap the model before.
+        The module is replaced by a stand-in only while its parent computes. Ranks without images,
+        or videos, take part. Shard or wrap the model first.
         """
         return Installed(self, model)
 
@@ -210,10 +210,10 @@ class BalancedEncoder:
         inputs: Any = None,
         at_once: int = 0,
     ) -> Features:
-        """Encode items; this backward pass comes before that of `after`.
+        """Encode items; the backward pass runs before that of the token `after`.
 
-        All ranks raise if one has an `error`, or if `call` differs. The items were made of
-        `inputs`, by default they are these; `at_once` are at most in a call, 0: any number.
+        All ranks raise if one has an `error`, or if `call` or, with shared items, the tensors in
+        `inputs` (default: the items) differ. A call of the module has `at_once` items at most.
         """
         self._step += 1
         offer, settings, local = self._agree(items, error, call, inputs or items, at_once)
@@ -240,7 +240,7 @@ class BalancedEncoder:
             is_over = isinstance(error, STOPS_RECOMPUTING)  # for this rank; others may need more
             if error is not None and self._is_sharded and not is_over:
                 raise error  # others may wait within the module, which the note of this rank ends
-            sizes = np.array([one.num_bytes for one in computed.parcels.values()], np.int64)
+            sizes = np.array([sent.num_bytes for sent in computed.parcels.values()], np.int64)
             num_bytes = self._gather("encoding", {}, None if is_over else error, sizes)
             if error is not None:
                 raise error
@@ -251,10 +251,7 @@ class BalancedEncoder:
 
     def _length_by_table(self) -> Callable[[Item], Length]:
         if self.table.length is None:
-            raise ConfigError(
-                f"no lengths are known for a {type(self._inner).__name__}: give length_fn, which "
-                "says the tokens of an item"
-            )
+            raise ConfigError(f"no table has lengths of {type(self._inner)}: give length_fn")
         return partial(self.table.length, self._inner)
 
     def _settings(self) -> dict[str, str]:
@@ -333,35 +330,58 @@ class BalancedEncoder:
     ) -> tuple[dict[int, Item], Tensor | None]:
         """Return the items that this rank computes, by id, and the token of their gradients."""
         rank, first = self._group.rank, plan.first(self._group.rank)
-        here = [one for one in plan.needed[rank].tolist() if plan.owner[one] in (rank, -1)]
-        items = {one: local.pieces[one - first] for one in here}
-        ids, source, dest = plan.brought
+        parcels, pieces = (
+            dict(enumerate(local.parcels, first)),
+            dict(enumerate(local.pieces, first)),
+        )
+        here = [item for item in plan.needed[rank].tolist() if plan.owner[item] in (rank, -1)]
+        before = token if plan.settings.items_need_gradient else None
+        arrived, after = self._move(
+            "items", plan.item_moves, plan.offer.num_bytes, parcels, pieces, before
+        )
+        return {item: pieces[item] for item in here} | arrived, token if after is None else after
+
+    def _move(
+        self,
+        what: str,
+        moves: Moves,
+        num_bytes: Ints,
+        parcels: Mapping[int, Parcel],
+        values: Mapping[int, Any],
+        token: Tensor | None,
+    ) -> tuple[dict[int, Any], Tensor | None]:
+        """Move values over the ranks; return what arrives here, by id, and the token after it.
+
+        Without a token, no gradients travel back. All mappings, and `num_bytes`, are by item id.
+        """
+        ids, source, dest = moves
         if not ids.size:
-            return items, token
-        sent = (ids[source == rank] - first).tolist()
-        move = ItemMove(source, dest, self._group, self._device, self._step, "items")
-        parcels, num_bytes = [local.parcels[one] for one in sent], plan.offer.num_bytes[ids]
-        if token is None or not plan.settings.items_need_gradient:
-            arrived = move_items(move, parcels, num_bytes)
+            return {}, token
+        move = ItemMove(source, dest, self._group, self._device, self._step, what)
+        sent = ids[source == self._group.rank].tolist()
+        leaving = [parcels[item] for item in sent]
+        if token is None:
+            arrived = move_items(move, leaving, num_bytes[ids])
         else:
-            leaving = [local.pieces[one] for one in sent]
-            arrived, token = move_items_with_gradients(move, leaving, parcels, num_bytes, token)
-        return items | dict(zip(ids[dest == rank].tolist(), arrived, strict=True)), token
+            nests = [values[item] for item in sent]
+            arrived, token = move_items_with_gradients(move, nests, leaving, num_bytes[ids], token)
+        return dict(zip(ids[dest == self._group.rank].tolist(), arrived, strict=True)), token
 
     def _compute(self, plan: ItemPlan, items: dict[int, Item]) -> _Computed:
         function = getattr(self.module, self.table.method or "__call__")
-        parts, unused, template = dict[int, list[Tensor]](), list[Tensor](), None
-        for of in plan.passes[self._group.rank]:
-            inputs = [items[one] for one in of.ids.tolist()]
+        features, unused, template = dict[int, list[Tensor]](), list[Tensor](), None
+        for forward_pass in plan.passes[self._group.rank]:
+            ids = forward_pass.ids.tolist()
+            inputs = [items[item] for item in ids]
             template = function(**self.table.join(inputs))
-            outputs = self.table.parts(template, inputs)
-            if of.is_dummy:
+            outputs = self.table.cut_output(template, inputs)
+            if forward_pass.is_dummy:
                 unused += [x for output in outputs for x in output if x.requires_grad]
             else:
-                parts |= dict(zip(of.ids.tolist(), outputs, strict=True))
+                features |= zip(ids, outputs, strict=True)
         leaving = plan.leaving(self._group.rank).tolist()
-        parcels = [parcel([x.detach() for x in parts[one]], self._device) for one in leaving]
-        return _Computed(parts, unused, template, dict(zip(leaving, parcels, strict=True)))
+        parcels = [parcel([x.detach() for x in features[item]], self._device) for item in leaving]
+        return _Computed(features, unused, template, dict(zip(leaving, parcels, strict=True)))
 
     def _return(
         self,
@@ -371,48 +391,40 @@ class BalancedEncoder:
         sizes: Sequence[Ints],
         token: Tensor | None,
     ) -> Features:
-        """Send features, of `sizes` from each rank by id, and restore the order of the items."""
-        rank, parts = self._group.rank, dict(computed.parts)
+        """Move features, of which `sizes` bytes leave each rank; restore the order of the items."""
+        rank, features = self._group.rank, dict(computed.features)
         if token is not None:
             token = tied(token, computed.unused)
-        gets = plan.received(rank).tolist()
-        stayed = [get for get in gets if get in parts]
-        ids, source, dest = plan.returned
-        if ids.size:
-            num_bytes = np.zeros_like(plan.owner)
-            for place, own_sizes in enumerate(sizes):
-                num_bytes[plan.leaving(place)] = own_sizes
-            sent = ids[source == rank].tolist()
-            move = ItemMove(source, dest, self._group, self._device, self._step, "features")
-            parcels = [computed.parcels[one] for one in sent]
-            if token is None:
-                arrived = move_items(move, parcels, num_bytes[ids])
-            else:
-                leaving = [parts[one] for one in sent]
-                arrived, token = move_items_with_gradients(
-                    move, leaving, parcels, num_bytes[ids], token
-                )
-            parts |= dict(zip(ids[dest == rank].tolist(), arrived, strict=True))
-        if token is not None and (plan.brought[0].size or computed.unused):
-            # Not views: who gets them may write into them.
-            parts |= {one: [x.clone() for x in attach(parts[one], [token])] for one in stayed}
-        leaves = local.whole([parts[get] for get in gets]) if gets else []
+        wanted = plan.wanted(rank).tolist()
+        stayed = [item for item in wanted if item in features]
+        num_bytes = np.zeros_like(plan.owner)
+        for sender, sent_bytes in enumerate(sizes):
+            num_bytes[plan.leaving(sender)] = sent_bytes
+        arrived, token = self._move(
+            "features", plan.feature_moves, num_bytes, computed.parcels, features, token
+        )
+        features |= arrived
+        if token is not None and (plan.item_moves[0].size or computed.unused):
+            # Clones, as callers may write into features in place.
+            for item in stayed:
+                features[item] = [x.clone() for x in attach(features[item], [token])]
+        leaves = local.join_pieces([features[item] for item in wanted]) if wanted else []
         outputs = [rebuilt(computed.template, iter(leaf)) for leaf in leaves]
         return Features(outputs, token, computed.template)
 
 
 class Installed:
-    """A balanced encoder in its place within a model; made by `BalancedEncoder.install`.
+    """A balanced encoder within a model; made by `BalancedEncoder.install`.
 
-    The model calls its encoder once for each kind of items in its batch. Every rank takes part for
-    every kind, in the same order, also for those that it does not have.
+    The model calls its encoder once for each kind of items in its batch, as images and videos.
+    Every rank takes part for every kind, in the same order, also for kinds that it does not have.
     """
 
     def __init__(self, encoder: "BalancedEncoder", model: nn.Module) -> None:
         self._encoder = encoder
         self._parent, self._name = _holder(model, encoder.module)
         self._kinds = encoder.table.sources
-        self._left: list[bool] = []  # of the kinds that are left: True if the model calls for it
+        self._left: list[bool] = []  # for each kind still to come: whether this rank has items
         self._tokens: list[Tensor | None] = [None]
         self.encodings: list[Encoding | None] = []  # of the last forward pass, by kind
         self._stand_in = _StandIn(encoder.module, self)
@@ -422,7 +434,7 @@ class Installed:
         ]
 
     def undo(self) -> None:
-        """Take the encoder out: the model calls its own again."""
+        """Let the model call its own encoder again."""
         for hook in self._hooks:
             hook.remove()
 
@@ -447,11 +459,11 @@ class Installed:
                 f"the model did not call its encoder for all of {self._kinds} that it was given: "
                 "name the arguments with items in EncoderTable(sources=..)"
             )
-        # The last one comes first in the backward pass, and the others after it.
+        # The last call's backward pass runs first, and leads to those of the calls before.
         return None if output is None else attach(output, tokens[-1:])
 
     def _take_part(self) -> None:
-        """Join calls of other ranks before this rank's next one, or after its last."""
+        """Join other ranks' calls for the next kinds of which this rank has no items."""
         while self._left and not self._left[0]:
             self._left.pop(0)
             self._keep(self._encoder.encode([], self._tokens[-1]))
@@ -476,7 +488,7 @@ class Installed:
 
 
 class _StandIn(nn.Module):
-    """Stands in for the encoder: is called in its place, and has all else from it."""
+    """Stand-in for the encoder: calls go to the balanced encoder, attributes are the encoder's."""
 
     def __init__(self, module: nn.Module, installed: Installed) -> None:
         super().__init__()
@@ -491,7 +503,7 @@ class _StandIn(nn.Module):
 
 
 def _holder(model: nn.Module, module: nn.Module) -> tuple[nn.Module, str]:
-    """Find the part of the model that has the module, and the module's name there."""
+    """Find the parent of a module within a model, and the module's name there."""
     for parent in model.modules():
         for name, child in parent.named_children():
             if child is module:

@@ -1,11 +1,11 @@
-"""Items of encoders: a call cut into items, their lengths, and their features.
+"""Items of encoders: cut a call into items, count their tokens, and join their features.
 
-Items lie along the first dim of all tensors of a call, in one row each, or several, as patches.
+Items lie along the first dim of all tensors of a call: one row each, or several, as of patches.
 """
 
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -28,18 +28,18 @@ Length = int | tuple[int, float]
 
 @dataclass(frozen=True)
 class EncoderTable:
-    """Rules by which the items of a call are cut apart and put together.
+    """Rules by which a call is cut into items, and items are joined to a call.
 
     Attributes:
-        length: Tokens of an item, from the module and the item; None: the user gives `length_fn`.
-        packed: Arguments in which an item has as many rows as its size; the others have one.
-        sizes: The sizes of the items of a call, from its arguments; None: all are 1.
-        method: The method of the module that is called, where it is not the module itself.
-        split: Cuts an item into at most so many pieces that are computed each by itself; their
-            outputs one after another are those of the item. None: items stay whole.
-        sources: Arguments of the model around the module that hold items. The module is called once
-            for each that is there, in this order.
-        settings: Text of the module that must be the same on all ranks, in each call.
+        length: Counts tokens, from the module and an item; None: the user gives `length_fn`.
+        packed: Arguments in which an item has as many rows as its size; in others it has one row.
+        sizes: Returns the sizes of a call's items, from its arguments; None: all sizes are 1.
+        method: Name of the method that is called; None: the module itself is called.
+        split: Cuts an item into at most so many pieces, whose concatenated outputs are the item's.
+            None: items stay whole.
+        sources: Arguments with items of the model around the module, which calls the module once
+            for each that is not None, in this order.
+        settings: Describes what must be the same of the module on all ranks, in each call.
     """
 
     length: Callable[[nn.Module, Item], Length] | None = None
@@ -51,7 +51,7 @@ class EncoderTable:
     settings: Callable[[nn.Module], str] | None = None
 
     def cut(self, arguments: Mapping[str, Any]) -> list[Item]:
-        """Cut a call into its items; views."""
+        """Cut a call into its items, whose tensors are views."""
         sizes = self.sizes_of(arguments)
         parts = {
             name: x.split(sizes if name in self.packed else 1)
@@ -78,7 +78,7 @@ class EncoderTable:
         return sizes
 
     def join(self, items: Sequence[Item]) -> Item:
-        """Return the arguments of one call for items of the same form."""
+        """Return the arguments of one call for items with the same `form_of`."""
         first = items[0]
         if len(items) == 1:
             return dict(first)
@@ -86,15 +86,15 @@ class EncoderTable:
         tensors = first.keys() - alike.keys()
         return alike | {name: torch.cat([item[name] for item in items]) for name in tensors}
 
-    def parts(self, output: Any, items: Sequence[Item]) -> list[list[Tensor]]:
-        """Return the tensors of an output that belong to each item, in the order of the nest."""
+    def cut_output(self, output: Any, items: Sequence[Item]) -> list[list[Tensor]]:
+        """Return each item's tensors of an output, in the order of `leaves_of`."""
         sizes = [1 if self.sizes is None else self.sizes(item)[0] for item in items]
-        columns = [_cut(leaf, sizes) for leaf in leaves_of(output)]
+        columns = [_cut_rows(leaf, sizes) for leaf in leaves_of(output)]
         return [list(row) for row in zip(*columns, strict=True)] if columns else [[] for _ in items]
 
 
-def _cut(leaf: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-    """Cut a tensor into one row an item, or rows in proportion to their sizes."""
+def _cut_rows(leaf: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Cut a tensor into one row for each item, or into rows in proportion to the items' sizes."""
     num, total = leaf.shape[0] if leaf.dim() else -1, sum(sizes)
     if num == len(sizes):
         return leaf.split(1)
@@ -110,15 +110,20 @@ def form_of(item: Item, device: torch.device) -> int:
     """Return a number that is equal for items that fit into one call."""
     tensors = {name: x for name, x in item.items() if isinstance(x, Tensor)}
     shapes = sorted((name, str(x.dtype), *x.shape[1:]) for name, x in tensors.items())
+    return batch_key(shapes, item.keys() - tensors.keys(), item, device)
+
+
+def batch_key(shapes: object, equal: Collection[str], item: Item, device: torch.device) -> int:
+    """Return a number that items share if their shapes, and the values named in `equal`, agree."""
     digest = hashlib.blake2b(repr(shapes).encode(), digest_size=8)
-    rest = {name: item[name] for name in sorted(item.keys() - tensors.keys())}
+    rest = {name: item[name] for name in sorted(equal)}
     for part in parcel(rest, device).parts if rest else ():
         digest.update(part.numpy(force=True).tobytes())
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
 def called_with(function: Callable[..., Any], args: Sequence[Any], kwargs: Item) -> Item:
-    """Return the arguments of a call by name, without those that are None."""
+    """Return the arguments of a call by name, without arguments that are None."""
     try:
         bound = inspect.signature(function).bind(*args, **kwargs)
     except TypeError as error:
@@ -132,10 +137,10 @@ def called_with(function: Callable[..., Any], args: Sequence[Any], kwargs: Item)
     return {name: value for name, value in named.items() if value is not None}
 
 
-def of_patches(module: nn.Module, item: Mapping[str, Any]) -> tuple[int, float]:
-    """Count patches of an image or a video of Qwen-VL, and pairs on the mean of all layers.
+def _qwen_length(module: nn.Module, item: Mapping[str, Any]) -> tuple[int, float]:
+    """Count the patches of an image or a video of Qwen-VL, and its mean query-key pairs a layer.
 
-    Frames attend to themselves; layers not in `fullatt_block_indexes` of Qwen2.5-VL within windows.
+    A frame attends to itself; in Qwen2.5-VL, layers not in `fullatt_block_indexes` use windows.
     """
     config: Any = module.config
     frames, height, width = (int(n) for n in item["grid_thw"][0].tolist())
@@ -152,12 +157,12 @@ def of_patches(module: nn.Module, item: Mapping[str, Any]) -> tuple[int, float]:
 
 
 def _squares(length: int, side: int) -> int:
-    """Sum the squares of a length cut into pieces of a side."""
+    """Cut a length into pieces of `side`, and sum the squares of the pieces' lengths."""
     return length // side * side**2 + (length % side) ** 2
 
 
-def of_image(module: nn.Module, item: Mapping[str, Any]) -> int:
-    """Count patches of an image, or a tile, of pixels (1, C, H, W)."""
+def _image_length(module: nn.Module, item: Mapping[str, Any]) -> int:
+    """Count the patches of an image, or a tile, of pixels (1, C, H, W)."""
     config: Any = module.config
     patch = config.patch_size
     sides = (patch, patch) if isinstance(patch, int) else patch
@@ -165,14 +170,14 @@ def of_image(module: nn.Module, item: Mapping[str, Any]) -> int:
     return max(1, (height // sides[0]) * (width // sides[1]))
 
 
-def of_text(module: nn.Module, item: Mapping[str, Any]) -> int:
-    """Count tokens of a text as it is padded: padding is computed as well."""
+def _text_length(module: nn.Module, item: Mapping[str, Any]) -> int:
+    """Count the tokens of a text with its padding, which is computed as well."""
     tokens = item.get("input_ids")
     return int((item["inputs_embeds"] if tokens is None else tokens).shape[1])
 
 
-def of_pixels(module: nn.Module, item: Mapping[str, Any]) -> int:
-    """Count pixels of an image or video (1, C, .., H, W): convolutions take as long as these."""
+def _pixel_length(module: nn.Module, item: Mapping[str, Any]) -> int:
+    """Count the pixels of an image or video (1, C, .., H, W), to which convolutions' time grows."""
     return int(item["x"].shape[2:].numel())
 
 
@@ -180,8 +185,8 @@ def _grid_sizes(arguments: Mapping[str, Any]) -> list[int]:
     return arguments["grid_thw"].prod(-1).tolist()
 
 
-def _by_frames(item: Item, most: int) -> list[Item]:
-    """Cut a video into runs of frames: patches attend to those of their frame alone."""
+def _split_frames(item: Item, most: int) -> list[Item]:
+    """Cut a video into runs of frames, as patches attend to patches of the same frame alone."""
     frames, height, width = item["grid_thw"][0].tolist()
     short, num_long = divmod(frames, num := min(frames, most))
     counts = [short + (place < num_long) for place in range(num)]
@@ -194,11 +199,11 @@ def _by_frames(item: Item, most: int) -> list[Item]:
 
 
 _QWEN = EncoderTable(
-    length=of_patches, packed=("hidden_states",), sizes=_grid_sizes, split=_by_frames
+    length=_qwen_length, packed=("hidden_states",), sizes=_grid_sizes, split=_split_frames
 )
-_IMAGES = EncoderTable(length=of_image)
-_TEXTS = EncoderTable(length=of_text, sources=())
-_VAE = EncoderTable(length=of_pixels, method="encode", sources=())
+_IMAGES = EncoderTable(length=_image_length)
+_TEXTS = EncoderTable(length=_text_length, sources=())
+_VAE = EncoderTable(length=_pixel_length, method="encode", sources=())
 
 TABLES: Mapping[str, EncoderTable] = {
     f"{library}.models.{name}": table
@@ -223,7 +228,7 @@ TABLES: Mapping[str, EncoderTable] = {
     }.items()
     for name, table in tables.items()
 }
-"""By the path of the module's class."""
+"""Tables by the path of the module's class."""
 
 
 def table_of(module: nn.Module) -> EncoderTable:
@@ -234,15 +239,15 @@ def table_of(module: nn.Module) -> EncoderTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalItems:
-    """Items of this rank, or pieces of them, ready to travel."""
+    """The items of this rank, or pieces of items, ready to travel."""
 
     pieces: Sequence[Item] = ()
     num_pieces: Sequence[int] = ()  # of each item
     parcels: Sequence[Parcel] = ()
     offer: Offer = NO_ITEMS
 
-    def whole(self, leaves: Sequence[list[Tensor]]) -> list[list[Tensor]]:
-        """Join the tensors of the pieces of each item, one after another."""
+    def join_pieces(self, leaves: Sequence[list[Tensor]]) -> list[list[Tensor]]:
+        """Concatenate the output tensors of the pieces of each item."""
         pieces = iter(leaves)
         groups = [list(islice(pieces, num)) for num in self.num_pieces]
         return [
@@ -260,7 +265,7 @@ def prepare(
     most_pieces: int,
     travel: bool,
 ) -> LocalItems:
-    """Cut this rank's items into pieces; if they do not `travel`, parcels have no contents."""
+    """Cut this rank's items into pieces, and pack the pieces into parcels, if they `travel`."""
     pieces, counts, parcels = list[Item](), list[int](), list[Parcel]()
     lens, pairs, forms = list[int](), list[float](), list[int]()
     for place, item in enumerate(items):
@@ -299,7 +304,7 @@ class Features(list[Any]):
 
     @property
     def together(self) -> Any:
-        """The output of the module for all items in one call; without rows where there are none."""
+        """The output of the module for all items in one call; without items it has no rows."""
         if self.template is None:
             raise ConfigError("no rank has an item to encode: give one on one rank at least")
         if not self:
@@ -309,7 +314,7 @@ class Features(list[Any]):
     def attach(self, output: Any) -> Any:
         """Return the same output; its backward pass takes part in the encoder's.
 
-        For the loss of every rank: that of one without items has no other way to the encoder.
+        Every rank attaches its loss, which without items does not depend on the encoder otherwise.
         """
         return attach(output, [self.token])
 

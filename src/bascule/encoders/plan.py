@@ -1,4 +1,4 @@
-"""Plans of items over the ranks that encode them; numpy only, the same on every rank."""
+"""Plans of which rank encodes which item; numpy only, the same on every rank."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,38 +15,38 @@ from bascule.plan.offer import Offer
 from bascule.plan.plan import weigh
 from bascule.plan.solver.solve import assign
 
-Trip = tuple[Ints, Ints, Ints]
-"""Ids of items that move, the ranks that have them, and those that get them: (n,) each."""
+Moves = tuple[Ints, Ints, Ints]
+"""Ids of items that move, their source ranks, and their destination ranks: (n,) each."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallSettings:
-    """The settings of a call, alike on all ranks."""
+    """The settings of a call, the same on all ranks."""
 
     num_ranks: int
-    # The first ranks that get the features, where all ranks have the same items. 0: each rank has
-    # items of its own, and gets their features.
+    # Where all ranks have the same items: how many of the first ranks get the features. 0: each
+    # rank has other items, and gets their features.
     num_getting: int = 0
-    items_need_gradient: bool = False  # those of some rank do
-    needs_gradient: bool = False  # an item or a parameter does
+    items_need_gradient: bool = False  # an item of some rank requires a gradient
+    needs_gradient: bool = False  # an item or a parameter requires a gradient
     at_once: int | None = None  # most items of one call of the module; None: any number
-    is_aligned: bool = False  # every rank makes as many calls, as under FSDP
+    is_aligned: bool = False  # all ranks make the same number of calls, as under FSDP
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """The items that a step of a balanced encoder moved, or why none.
+    """Report of a step of a balanced encoder: the items that it moved, or why it moved none.
 
-    Gain, seconds and bytes are those of the plan that was weighed, even if items then stay.
+    Gain, seconds and bytes are those of the plan that was weighed, even if its items then stayed.
     """
 
     num_items: int  # of all ranks
-    num_moved: int  # to another rank than their owner; all, where all ranks have the same items
-    loads_as_given: tuple[float, ...]  # cost of the items of each rank, before any moves
-    loads: tuple[float, ...]  # as encoded; in seconds with a cluster, else in the cost model's unit
-    gain_s: float | None = None  # of the slowest rank, backward pass included; None without a price
-    exchange_s: float | None = None  # more than without moving; None without a price
-    exchange_bytes: int = 0  # of all ranks, more than without moving
+    num_moved: int  # to another rank than the owner; all, where all ranks have the same items
+    loads_as_given: tuple[float, ...]  # cost of each rank's items before moves
+    loads: tuple[float, ...]  # cost of what each rank encodes; seconds with a cluster
+    gain_s: float | None = None  # saved by the slowest rank, with its backward pass; None: no price
+    exchange_s: float | None = None  # beyond those without moving; None without a price
+    exchange_bytes: int = 0  # of all ranks, beyond those without moving
 
     @property
     def loaded(self) -> float:
@@ -55,7 +55,7 @@ class Encoding:
 
     @property
     def balanced(self) -> float:
-        """Imbalance as they were encoded."""
+        """Imbalance (slowest rank over the mean) as the items were encoded."""
         return imbalance(np.array(self.loads))
 
     def __str__(self) -> str:
@@ -79,8 +79,8 @@ class ItemPlan:
 
     offer: Offer
     settings: CallSettings
-    owner: Ints  # (n,) rank that has an item, and gets its features; -1 where all ranks have it
-    rank_of: Ints  # (n,) rank that encodes it
+    owner: Ints  # (n,) rank that gave the item, and gets its features; -1: all ranks have it
+    rank_of: Ints  # (n,) rank that encodes the item
 
     @cached_property
     def passes(self) -> list[list[ForwardPass]]:
@@ -95,46 +95,46 @@ class ItemPlan:
         )
 
     def first(self, rank: int) -> int:
-        """Return the id of the first item that a rank has, if it has any."""
+        """Return the id of the first item that a rank gave, if it gave any."""
         return int(np.argmax((self.owner == rank) | (self.owner < 0))) if self.owner.size else 0
 
     @cached_property
     def needed(self) -> list[Ints]:
-        """Ids of the items that each rank encodes, be it once more."""
-        return [np.unique(np.concatenate([of.ids for of in calls])) for calls in self.passes]
+        """Ids of the items that each rank encodes, those of dummy calls included."""
+        return [np.unique(np.concatenate([call.ids for call in calls])) for calls in self.passes]
 
     @cached_property
-    def brought(self) -> Trip:
-        """The items that leave their owner."""
+    def item_moves(self) -> Moves:
+        """Moves of items from their owners to the ranks that encode them."""
         ids, dest = _by_rank(self.needed)
         source = self.owner[ids]
         away = (source != dest) & (source >= 0)
         return ids[away], source[away], dest[away]
 
-    def received(self, rank: int) -> Ints:
+    def wanted(self, rank: int) -> Ints:
         """Return the ids of the items whose features a rank gets."""
         num = self.settings.num_getting
         return np.flatnonzero((self.owner < 0) & (rank < num) if num else self.owner == rank)
 
     @cached_property
-    def returned(self) -> Trip:
-        """The items whose features leave the rank that encoded them."""
-        ids, dest = _by_rank([self.received(rank) for rank in range(self.settings.num_ranks)])
+    def feature_moves(self) -> Moves:
+        """Moves of features from the ranks that encoded them to the ranks that get them."""
+        ids, dest = _by_rank([self.wanted(rank) for rank in range(self.settings.num_ranks)])
         source = self.rank_of[ids]
         away = source != dest
         return ids[away], source[away], dest[away]
 
     def leaving(self, rank: int) -> Ints:
-        """Return ids of the items whose features leave a rank."""
-        ids, source, _ = self.returned
+        """Return the ids of the items whose features leave a rank."""
+        ids, source, _ = self.feature_moves
         return np.unique(ids[source == rank])
 
     def exchange(self, cluster: Cluster) -> tuple[float, int]:
-        """Return seconds and bytes of all exchanges of a step; features count as their items."""
+        """Return seconds and bytes of a step's exchanges; features are taken as large as items."""
         seconds, num_bytes = 0.0, 0.0
         for times, (ids, source, dest) in (
-            (1 + self.settings.items_need_gradient, self.brought),
-            (1 + self.settings.needs_gradient, self.returned),
+            (1 + self.settings.items_need_gradient, self.item_moves),
+            (1 + self.settings.needs_gradient, self.feature_moves),
         ):
             if ids.size:
                 each = self.offer.num_bytes[ids].astype(np.float64)
@@ -144,12 +144,12 @@ class ItemPlan:
 
 
 def _by_rank(ids: list[Ints]) -> tuple[Ints, Ints]:
-    """Return the ids of each rank, rank by rank, and these ranks."""
-    return np.concatenate(ids), np.repeat(np.arange(len(ids)), [one.size for one in ids])
+    """Return the ids of all ranks one after another, and the rank of each id."""
+    return np.concatenate(ids), np.repeat(np.arange(len(ids)), [part.size for part in ids])
 
 
 def _exchange_seconds(cluster: Cluster, source: Ints, dest: Ints, num_bytes: Floats) -> float:
-    """Return the seconds of an all-to-all, until the busiest rank has sent and got its bytes."""
+    """Return the seconds of an all-to-all, in which the busiest rank sends or gets most bytes."""
     is_near = source // cluster.ranks_per_node == dest // cluster.ranks_per_node
     each = cluster.wires.sending(num_bytes * is_near, num_bytes * ~is_near)
     busiest = max(np.bincount(ends, each).max(initial=0.0) for ends in (source, dest))
@@ -172,7 +172,7 @@ def plan_items(
     owner = np.full_like(offer.lens, -1) if is_shared else offer.owner
     before = after = np.bincount(np.maximum(owner, 0), costs, num_ranks).astype(np.float64)
     sizes = {"tokens": offer.lens, "bytes": offer.num_bytes}
-    may_stay = not is_shared and (limits is None or _keeps(limits, offer))
+    may_stay = not is_shared and (limits is None or _are_kept(limits, offer))
     least = max(before.mean(), costs.max())
     min_gain = 1.0 - 1.0 / (1.0 + locality_tolerance)  # a share of the makespan as given
     plan = stays = ItemPlan(offer, settings, owner, owner)
@@ -189,7 +189,7 @@ def plan_items(
         plan, after = ItemPlan(offer, settings, owner, np.asarray(result.bin_of)), result.loads
     if cluster is not None and (plan.rank_of != owner).any() and not is_shared:
         (more_s, more_bytes), (least_s, least_bytes) = (
-            each.exchange(cluster) for each in (plan, stays)
+            candidate.exchange(cluster) for candidate in (plan, stays)
         )
         exchange_s, exchange_bytes = float(more_s - least_s), more_bytes - least_bytes
         passes = WITHOUT_RECOMPUTING.linear if settings.needs_gradient else 1.0
@@ -202,7 +202,7 @@ def plan_items(
     return plan, Encoding(offer.lens.size, num_moved, *loads, gain_s, exchange_s, exchange_bytes)
 
 
-def _keeps(limits: Limits, offer: Offer) -> bool:
-    """True if every rank can encode the items that it has."""
+def _are_kept(limits: Limits, offer: Offer) -> bool:
+    """Return whether every rank may encode the items that it gave."""
     tokens, num_bytes = (offer.sums(offer.owner, x) for x in (offer.lens, offer.num_bytes))
     return limits.keeps(tokens=tokens, items=offer.counts, num_bytes=num_bytes)

@@ -1,7 +1,7 @@
 """TiledVAE: the tiles of a VAE's images and videos are computed by the ranks that have time.
 
-The model cuts an image into tiles and blends them. It runs twice, with a stand-in for its encoder,
-or decoder: one notes the calls of each tile, the other returns the tiles that ranks computed.
+The model cuts an image into tiles and blends them. It runs twice, with a stand-in for its encoder
+or decoder: the first records the calls for each tile, the second returns the computed tiles.
 """
 
 import copy
@@ -29,11 +29,9 @@ _DEFAULT = EncoderOptions()
 
 
 class InPlace:
-    """Puts `methods`, which take no `self`, in place of a module's, by a stand-in of its class."""
+    """A stand-in for a pipeline's module, of the same class and state, with other `methods`."""
 
-    def __init__(
-        self, pipeline: Any, module: nn.Module, methods: Mapping[str, Callable[..., Any]]
-    ) -> None:
+    def __init__(self, pipeline: Any, module: nn.Module, **methods: Callable[..., Any]) -> None:
         names = [name for name, value in vars(pipeline).items() if value is module]
         if isinstance(pipeline, nn.Module):
             names += [name for name, child in pipeline.named_children() if child is module]
@@ -44,30 +42,29 @@ class InPlace:
             )
         self._pipeline, self._name, self._module = pipeline, names[0], module
         cls = type(module)
-        members = {name: staticmethod(method) for name, method in methods.items()}
-        members = {"__module__": cls.__module__, **members}
+        members: dict[str, Any] = {"__module__": cls.__module__}
+        members |= {name: staticmethod(method) for name, method in methods.items()}
         stand_in = object.__new__(type(cls.__name__, (cls,), members))
         stand_in.__dict__ = vars(module)
         setattr(pipeline, names[0], stand_in)
 
     def undo(self) -> None:
-        """Put the module back into its place."""
+        """Give the pipeline its module back."""
         setattr(self._pipeline, self._name, self._module)
 
 
 class TiledVAE:
-    """A VAE of diffusers whose tiles are items of a BalancedEncoder, encoded and decoded alike.
+    """A VAE of diffusers whose tiles are encoded, or decoded, by the ranks that have time.
 
-    The model's own code cuts and blends tiles, whose sizes are its own. Those of all ranks are one
-    pool, spread by pixels. Results are the model's tiled ones, whether or not it has
-    `enable_tiling()`. A tile of a causal video VAE is all of its frames. All ranks make it, and
-    call it, at the same points.
+    The model's own code chooses tile sizes, cuts and blends. The tiles of all ranks are spread by
+    pixels. Results are those of the model with tiling, whether or not `enable_tiling()` was called.
+    A tile of a causal video VAE spans all frames. All ranks make and call it at the same points.
 
     Args:
         vae: Has tiles; the same weights, configuration and tiles on all ranks. It is not edited.
         mesh_or_group: A one-axis DeviceMesh, a process group, or None for the default group.
-        options: Those of the BalancedEncoder. With `features_for="first"`, other ranks get an
-            output without rows.
+        options: As for a BalancedEncoder. With `features_for="first"`, other ranks get an output
+            without rows.
 
     Raises:
         ConfigError: An argument is wrong here. RemoteConfigError: on another rank.
@@ -94,64 +91,64 @@ class TiledVAE:
 
     @property
     def last(self) -> Encoding | None:
-        """The items that the last call moved."""
+        """The report of the last call."""
         return self._tiles.last
 
     def encode(self, x: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Return the output of `vae.encode` of x (B, C, .., H, W), made of tiles; B may be 0.
+        """Encode x (B, C, .., H, W) as `vae.encode` with tiling; B may be 0.
 
-        A sequence of tensors of unlike sizes gives `Features`, one output each; with gradients,
-        `attach` the loss of a rank without samples. Three small gathers, two all-to-alls where
-        tiles move.
+        A sequence of tensors of unlike sizes gives `Features`, see `Features.attach` for gradients.
+        Three small gathers, and two all-to-alls where tiles move.
         """
         return self._run("encode", x, args, kwargs)
 
     def decode(self, z: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Return the output of `vae.decode` of latents, made of tiles; as `encode`."""
+        """Decode latents as `vae.decode` with tiling; see `encode`."""
         return self._run("decode", z, args, kwargs)
 
     def install(self, pipeline: Any) -> InPlace:
-        """Use this in a pipeline, or whatever has the VAE as an attribute, until `undo()`.
+        """Use this in a pipeline, or another object with the VAE as an attribute, until `undo()`.
 
-        Neither is edited: an object of the VAE's class, with the same state, is in its place.
+        The VAE is not edited: the attribute becomes an object of its class with the same state.
         """
-        return InPlace(pipeline, self.vae, {"encode": self.encode, "decode": self.decode})
+        return InPlace(pipeline, self.vae, encode=self.encode, decode=self.decode)
 
     @shared("a call of a TiledVAE")
     def _run(
-        self, way: str, x: Tensor | Sequence[Tensor], args: tuple[Any, ...], kwargs: Item
+        self, method: str, x: Tensor | Sequence[Tensor], args: tuple[Any, ...], kwargs: Item
     ) -> Any:
-        is_one = isinstance(x, Tensor)
         samples, tiles, empty = list[Tensor](), list[Item](), list[Any]()
         error = None
         try:
             samples = [x] if isinstance(x, Tensor) else list(x)
             for sample in samples:
-                cut, output = noted(self.vae, way, sample, *args, **kwargs)
+                cut, output = noted(self.vae, method, sample, *args, **kwargs)
                 tiles += cut
                 empty.append(mapped(output, lambda leaf: leaf[:0]))
         except Exception as failure:  # whatever it is, the others must not wait
             error = failure
-        most = max(map(len, samples), default=0)  # as many as the model itself has in a call
-        features = self._tiles.encode(tiles, None, error, call=way, inputs=samples, at_once=most)
-        answers, is_mine = deque[Tensor](features), bool(features)
-        features.clear()
+        most = max(map(len, samples), default=0)  # tiles of a call, as in the model's own calls
+        features = self._tiles.encode(tiles, None, error, call=method, inputs=samples, at_once=most)
+        answers, has_answers = deque[Tensor](features), bool(features)
+        features.clear()  # each tile is freed once it was blended
         outputs = list[Any]()
         for sample, nothing in zip(samples, empty, strict=True):
-            rows = sample.split(1) if is_mine and len(sample) else ()
-            results = [answered(self.vae, answers, way, row, *args, **kwargs) for row in rows]
+            rows = sample.split(1) if has_answers and len(sample) else ()
+            results = [answered(self.vae, answers, method, row, *args, **kwargs) for row in rows]
             outputs.append(joined(results) if results else nothing)
-        if is_one:
+        if isinstance(x, Tensor):
             return features.attach(outputs[0])
         return Features(features.attach(outputs), features.token, None)
 
 
-_CACHE = "feat_cache"  # a list that causal VAEs hand to a tile's next frames, and calls change
-_HANDED = "conv_cache"  # argument that a call gives back beside its output, for the next one
+_CACHE = "feat_cache"  # argument: a list that calls for a tile's next frames share and change
+_HANDED = (
+    "conv_cache"  # argument: what the call for a tile's frames before returned with its output
+)
 
 
 class TileCalls(nn.Module):
-    """Computes a tile: the calls that the VAE makes of its encoder, or decoder, for it."""
+    """Computes a tile by the calls that the VAE makes of its encoder, or decoder, for it."""
 
     def __init__(self, vae: nn.Module) -> None:
         super().__init__()
@@ -160,7 +157,7 @@ class TileCalls(nn.Module):
     def forward(self, part: str, calls: Sequence[Item], **tensors: Tensor) -> Tensor:
         """Call the "encoder" or "decoder" several times; join outputs along time: (1, C, .., h, w).
 
-        Tensors of a call come as "NUMBER.NAME", its first argument as "NUMBER."; others in `calls`.
+        Tensors of a call are named "NUMBER.NAME", its first argument "NUMBER."; `calls` has others.
         """
         module, arguments = getattr(self.vae, part), copy.deepcopy(list(calls))
         for name, x in tensors.items():
@@ -177,7 +174,7 @@ class TileCalls(nn.Module):
 
 
 def settings_of(calls: nn.Module) -> str:
-    """Describe the settings that VAEs of all ranks must have in common."""
+    """Check a VAE's tiles, and describe the settings that must be the same on all ranks."""
     vae: Any = calls.vae
     name = type(vae).__name__
     parts = getattr(vae, "_modules", {})
@@ -195,49 +192,51 @@ def settings_of(calls: nn.Module) -> str:
         least = sizes.get(key.replace("_stride_", "_min_"), size)
         if size > least:
             raise ConfigError(
-                f"{key} of the {name} is {size}, more than its tiles of {least}, which would leave "
-                "gaps: choose a smaller stride in enable_tiling"
+                f"{key} of the {name} is {size}, more than its tiles of {least}: choose a smaller "
+                "stride in enable_tiling"
             )
     config = {k: v for k, v in vae.config.items() if not k.startswith(("_", "latents_"))}
     return f"{name} with {sizes}, {dict(sorted(config.items()))}"
 
 
 def pixels_of(calls: nn.Module, tile: Mapping[str, Any]) -> int:
-    """Count the pixels, or latents, of a tile, by which its convolutions take their time."""
+    """Count the pixels, or latents, of a tile, to which the time of its convolutions grows."""
     vae: Any = calls.vae
     firsts = [x for name, x in tile.items() if name.endswith(".")]
     frames = sum(x.shape[2] if x.dim() == 5 else 1 for x in firsts)
-    if tile["part"] == "decoder":  # a causal one makes one frame of the first latent
+    if tile["part"] == "decoder":  # a causal decoder makes one frame of the first latent
         frames = 1 + (frames - 1) * 2 ** sum(getattr(vae, "temperal_downsample", ()))
     return frames * firsts[0].shape[-2:].numel()
 
 
-def noted(vae: nn.Module, way: str, x: Tensor, *args: Any, **kwargs: Any) -> tuple[list[Item], Any]:
-    """Return the tiles that the model makes of samples (B, C, .., H, W), and its output of none."""
+def noted(
+    vae: nn.Module, method: str, x: Tensor, *args: Any, **kwargs: Any
+) -> tuple[list[Item], Any]:
+    """Return the tiles that the model cuts from samples (B, C, .., H, W), and an empty output."""
     tiles: list[Item] = []
     output = None
     for sample in x.split(1) if len(x) else [x]:
-        notes = _Notes(vae, way)
+        recorder = _Recorder(vae, method)
         try:
-            output = getattr(notes.model, way)(sample, *args, **kwargs)
+            output = getattr(recorder.model, method)(sample, *args, **kwargs)
         except Exception as error:
             raise ConfigError(
-                f"the {type(vae).__name__} cannot {way} a sample of shape {tuple(x.shape)} in its "
-                f"tiles: {error}"
+                f"the {type(vae).__name__} cannot {method} a sample of shape {tuple(x.shape)} in "
+                f"its tiles: {error}"
             ) from error
-        tiles += [_as_item(notes.part, calls) for calls in notes.tiles if len(x)]
+        tiles += [_as_item(recorder.part, calls) for calls in recorder.tiles if len(x)]
     return tiles, output
 
 
 def answered(
-    vae: nn.Module, answers: deque[Tensor], way: str, sample: Tensor, *args: Any, **kwargs: Any
+    vae: nn.Module, answers: deque[Tensor], method: str, sample: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Return the model's output of a sample, with tiles from the answers."""
-    return getattr(_Answers(vae, way, answers).model, way)(sample, *args, **kwargs)
+    """Return the model's output for a sample, blended from the computed tiles in `answers`."""
+    return getattr(_Player(vae, method, answers).model, method)(sample, *args, **kwargs)
 
 
 def _as_item(part: str, calls: Sequence[Item]) -> Item:
-    """Return a tile that can travel."""
+    """Return a tile as arguments of `TileCalls`."""
     tensors, plain = Item(), list[Item]()
     for number, call in enumerate(calls):
         moving = {name: x for name, x in call.items() if isinstance(x, Tensor)}
@@ -254,14 +253,15 @@ def _as_item(part: str, calls: Sequence[Item]) -> Item:
 
 
 class _TiledPart(nn.Module):
-    """The encoder or decoder of `model`, a copy of the VAE that tiles; models look into `real`."""
+    """A stand-in for the `real` encoder or decoder, in `model`, a shallow copy of the VAE."""
 
-    def __init__(self, vae: nn.Module, way: str) -> None:
+    def __init__(self, vae: nn.Module, method: str) -> None:
         super().__init__()
-        self.part = "encoder" if way == "encode" else "decoder"
+        self.part = "encoder" if method == "encode" else "decoder"
         self.real: Any = vae._modules[self.part]
         modules = {
-            name: None if child is None else _Around(child) for name, child in vae._modules.items()
+            name: child if child is None else _SkipEmpty(child)
+            for name, child in vae._modules.items()
         }
         model: Any = object.__new__(type(vae))
         model.__dict__ |= {**vars(vae), "_modules": {**modules, self.part: self}}
@@ -271,25 +271,25 @@ class _TiledPart(nn.Module):
         self._hands = _HANDED in inspect.signature(type(self.real).forward).parameters
 
     def _begins(self, call: Item) -> bool:
-        """Return True if a call begins a tile: it takes nothing of the call before."""
+        """Return whether a call begins a tile: it takes no cache from the call before."""
         if self._hands:
             return _HANDED not in call
         before, self._cache = self._cache, call.get(_CACHE)
         return self._cache is None or self._cache is not before
 
     def _output(self, x: Tensor) -> Any:
-        """Return an output in the form of the real part's."""
+        """Return an output as the real part does: alone, or with what the next call takes."""
         return (x, {}) if self._hands else x
 
     def _named(self, args: Sequence[Any], kwargs: Item) -> Item:
-        """Return the arguments by name, but for the first."""
+        """Return the arguments by name; the first one's name is empty."""
         named = called_with(type(self.real).forward.__get__(self.real), args, kwargs)
         first, *others = named
         return {"": named[first], **{name: named[name] for name in others}}
 
 
-class _Around(nn.Module):
-    """Stands around another part of the model: is not called where there is nothing to compute."""
+class _SkipEmpty(nn.Module):
+    """A wrapper of another part of the model, which is not called for a tensor without values."""
 
     def __init__(self, real: nn.Module) -> None:
         super().__init__()
@@ -299,11 +299,11 @@ class _Around(nn.Module):
         return self.real(x, *args, **kwargs) if x.numel() else x
 
 
-class _Notes(_TiledPart):
-    """Notes the calls of every tile, and returns outputs without pixels: nothing to blend."""
+class _Recorder(_TiledPart):
+    """A stand-in that records the calls for every tile, and returns outputs without pixels."""
 
-    def __init__(self, vae: nn.Module, way: str) -> None:
-        super().__init__(vae, way)
+    def __init__(self, vae: nn.Module, method: str) -> None:
+        super().__init__(vae, method)
         self.tiles: list[list[Item]] = []
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -315,16 +315,16 @@ class _Notes(_TiledPart):
         return self._output(x.new_empty(len(x), channels, *x.shape[2:-2], 0, 0))
 
 
-class _Answers(_TiledPart):
-    """Gives a whole tile in place of its first frames, and no frames in place of the others."""
+class _Player(_TiledPart):
+    """A stand-in that returns all frames of a tile at the tile's first call, and then no frames."""
 
-    def __init__(self, vae: nn.Module, way: str, answers: deque[Tensor]) -> None:
-        super().__init__(vae, way)
-        self._left, self._rest = answers, torch.empty(0)
+    def __init__(self, vae: nn.Module, method: str, answers: deque[Tensor]) -> None:
+        super().__init__(vae, method)
+        self._answers, self._no_frames = answers, torch.empty(0)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self._begins(self._named(args, kwargs)):
-            return self._output(self._rest)
-        tile = self._left.popleft()
-        self._rest = tile.new_empty(*tile.shape[:2], 0, *tile.shape[3:])
+            return self._output(self._no_frames)
+        tile = self._answers.popleft()
+        self._no_frames = tile.new_empty(*tile.shape[:2], 0, *tile.shape[3:])
         return self._output(tile)
