@@ -1,6 +1,5 @@
 """The pages of `--report`: what a browser shows is what the library computed, whatever the data."""
 
-import importlib.util
 import json
 import os
 import re
@@ -84,12 +83,7 @@ def test_a_plan_in_the_browser(capsys: Console, tmp_path: Path) -> None:
     ],
 )
 def test_the_page_has_what_the_console_has(
-    capsys: Console,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    command: str,
-    num_charts: int,
-    said: str,
+    capsys: Console, tmp_path: Path, monkeypatch: Any, command: str, num_charts: int, said: str
 ) -> None:
     monkeypatch.chdir(TracedRun(OWN).write(tmp_path))
     monkeypatch.setenv("COLUMNS", "200")
@@ -114,9 +108,8 @@ def test_text_of_the_user_is_shown_as_text(tmp_path: Path) -> None:
 
 def test_a_page_can_ask_the_network_for_nothing(tmp_path: Path) -> None:
     shown = tmp_path / "asks.html"
-    report = report_with("x")
     asking = Chart("asks", "asks", lambda: '<img src="https://example.com/x.png">')
-    shown.write_text(render(replace(report, parts=(asking,)), "bascule"))
+    shown.write_text(render(replace(report_with("x"), parts=(asking,)), "bascule"))
     found = opened(shown, tmp_path / "profile")
     assert any("Content Security Policy" in line for line in found.errors)
 
@@ -145,16 +138,12 @@ def test_what_a_report_needs_is_said_before_any_work(
 ) -> None:
     plan = ("plan", "--lengths", "4,5/6", "--report")
     for path, said in (
-        ("out.pdf", "must end in .html"),
-        (str(tmp_path / "none" / "out.html"), "there is no folder"),
-        (str(tmp_path), "must end in .html"),
+        *((place, "must end in .html") for place in ("out.pdf", tmp_path)),
+        (tmp_path / "none" / "out.html", "there is no folder"),
     ):
-        code, _, err = run(capsys, *plan, path)
+        code, _, err = run(capsys, *plan, str(path))
         assert code == 2 and said in err.replace("\n", " ")
-    known = importlib.util.find_spec
-    monkeypatch.setattr(
-        options, "find_spec", lambda name: None if name == "plotly" else known(name)
-    )
+    monkeypatch.setattr(options, "find_spec", lambda _: None)
     code, _, err = run(capsys, *plan, str(tmp_path / "out.html"))
     assert code == 2 and "pip install plotly" in err
 

@@ -48,19 +48,19 @@ def test_a_batch_is_cut_into_views_and_joined_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("batch", "words"),
     [
-        ({"timestep": torch.ones(2)}, "'img_shapes': 3, 'of_layers': 3, 'timestep': 2}"),
-        ({"img_shapes": [1, 2]}, "'img_shapes': 2"),
-        ({"timestep": np.ones(3)}, r"'timestep' is an array of numpy of the shape \(3,\): give"),
-        ({"guidance": torch.tensor(3.5)}, "'guidance' of a batch is a tensor of one number"),
+        (BATCH | {"timestep": torch.ones(2)}, "'img_shapes': 3, 'of_layers': 3, 'timestep': 2}"),
+        (BATCH | {"img_shapes": [1, 2]}, "'img_shapes': 2"),
+        (
+            BATCH | {"timestep": np.ones(3)},
+            r"'timestep' is an array of numpy of the shape \(3,\): give",
+        ),
+        (BATCH | {"guidance": torch.ones(())}, "'guidance' of a batch is a tensor of one number"),
+        ({"img_ids": torch.zeros(4, 3), "return_dict": False}, r"by keyword, are \{\}"),
     ],
+    ids=["two numbers", "a shorter list", "numpy", "one number", "no number"],
 )
-def test_batches_that_are_refused(changed: dict[str, Any], words: str) -> None:
+def test_batches_that_are_refused(batch: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        samples_in(BATCH | changed, TABLE)
-
-
-def test_a_batch_of_nothing_has_no_number_of_samples() -> None:
-    with pytest.raises(ConfigError, match=r"by keyword, are \{\}"):
-        samples_in({"img_ids": torch.zeros(4, 3), "return_dict": False}, TABLE)
+        samples_in(batch, TABLE)

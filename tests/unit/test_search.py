@@ -28,20 +28,14 @@ TWO_NODES = Cluster(2, 4, *H100)
 FOUR_NODES = Cluster(4, 8, *H100)
 
 
-def num_bags(spec: str) -> int:
-    return Topology.parse(spec).num_bags
-
-
 def random_batch(rng: np.random.Generator, num_ranks: int, num_seqs: int) -> list[list[int]]:
     lens = rng.lognormal(np.log(4000), 1.0, num_seqs).astype(int)
     return [lens[rank::num_ranks].tolist() for rank in range(num_ranks)]
 
 
 def test_auto_takes_single_ranks_where_everything_is_short() -> None:
-    batch = [[500] * 8] * 32
-    plan = plan_batch(batch, "auto", COST, cluster=FOUR_NODES)
-    assert str(plan.topology) == "g1n32"
-    assert plan.moved_tokens == 0
+    plan = plan_batch([[500] * 8] * 32, "auto", COST, cluster=FOUR_NODES)
+    assert (str(plan.topology), plan.moved_tokens) == ("g1n32", 0)
 
 
 def test_auto_gives_the_long_sequence_the_node_that_loaded_it() -> None:
@@ -63,19 +57,10 @@ def test_auto_is_as_good_as_every_topology_of_a_small_world(
     if num_heads is not None:  # heads count for more where there is more of attention
         cost = dataclasses.replace(COST, num_heads=num_heads, gamma=3.0)
     plan = plan_batch(batch, "auto", cost, cluster=TWO_NODES, locality_tolerance=0.0)
-    specs = [
-        "+".join(
-            f"g{size}n{count}" for size, count in ((4, a), (2, b), (1, 8 - 4 * a - 2 * b)) if count
-        )
-        for a in range(3)
-        for b in range((8 - 4 * a) // 2 + 1)
-    ]
-    assert len(specs) == 9
-    others = [
-        plan_batch(batch, spec, cost, cluster=TWO_NODES, locality_tolerance=0.0).makespan
-        for spec in specs
-    ]
-    assert plan.makespan <= min(others) * 1.001
+    specs = "g1n8 g2n1+g1n6 g2n2+g1n4 g2n3+g1n2 g2n4 g4n1+g1n4 g4n1+g2n1+g1n2 g4n1+g2n2 g4n2"
+    for spec in specs.split():
+        other = plan_batch(batch, spec, cost, cluster=TWO_NODES, locality_tolerance=0.0)
+        assert plan.makespan <= other.makespan * 1.001, spec
 
 
 def test_advice_knows_heads_that_a_bag_cannot_share_evenly() -> None:
@@ -91,8 +76,7 @@ def test_advice_knows_heads_that_a_bag_cannot_share_evenly() -> None:
 
 
 def test_auto_of_an_idle_batch() -> None:
-    empty: list[list[int]] = [[]] * 8
-    plan = plan_batch(empty, "auto", COST, cluster=TWO_NODES)
+    plan = plan_batch([[]] * 8, "auto", COST, cluster=TWO_NODES)
     assert (plan.makespan, plan.imbalance) == (0.0, 1.0)
 
 
@@ -104,7 +88,8 @@ def test_a_ranking_is_sorted_and_says_why() -> None:
     for place, row in enumerate(ranking.rows):
         later = ranking.rows[place:]
         tied = [one for one in later if one.seconds <= min(o.seconds for o in later) * 1.005]
-        assert row in tied and all(num_bags(row.spec) <= num_bags(one.spec) for one in tied)
+        num_bags = {one.spec: Topology.parse(one.spec).num_bags for one in tied}
+        assert num_bags[row.spec] == min(num_bags.values())
         plan: Any = partial(plan_batch, cluster=TWO_NODES, locality_tolerance=0.0)
         made = [plan(batch, row.spec, COST).makespan for batch in batches]
         assert row.seconds == pytest.approx(np.mean(made), rel=2e-4)
@@ -222,18 +207,14 @@ def test_text_and_back(spec: str, canonical: str, bag_sizes: list[int], rings: l
         assert not array.flags.writeable
 
 
-SPECS = st.lists(
-    st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3)), min_size=1, max_size=3
-)
+TERMS = st.builds("g{}r{}n{}".format, st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
+SPECS = st.lists(TERMS, min_size=1, max_size=3).map("+".join)
 few = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
 
 @few
 @given(SPECS, st.integers(1, 3))
-def test_groups_and_rings_are_the_rows_and_columns_of_a_bag(
-    terms: list[tuple[int, int, int]], num_replicas: int
-) -> None:
-    spec = "+".join("g{}r{}n{}".format(*term) for term in terms)
+def test_groups_and_rings_are_the_rows_and_columns_of_a_bag(spec: str, num_replicas: int) -> None:
     unit = Topology.parse(spec)
     topology = Topology.parse(spec, world_size=unit.num_ranks * num_replicas)
     groups = topology.ulysses_groups
@@ -245,15 +226,13 @@ def test_groups_and_rings_are_the_rows_and_columns_of_a_bag(
         for row, column in itertools.product(rows, columns):
             assert len(set(row) & set(column)) == 1
         for column in columns:  # in the order of their groups, hence of the chunks
-            assert [groups.bag_of_rank[rank] for rank in column] == sorted(
-                groups.bag_of_rank[rank] for rank in column
-            )
+            assert (np.diff(groups.bag_of_rank[list(column)]) >= 0).all()
 
 
 @few
 @given(SPECS, st.integers(1, 9))
-def test_bags_for_a_number_of_heads(terms: list[tuple[int, int, int]], num_heads: int) -> None:
-    topology = Topology.parse("+".join("g{}r{}n{}".format(*term) for term in terms))
+def test_bags_for_a_number_of_heads(spec: str, num_heads: int) -> None:
+    topology = Topology.parse(spec)
     fitting = topology.for_heads(num_heads)
     assert fitting.bags == topology.bags
     assert fitting.ulysses_groups.bag_sizes.max() <= num_heads
@@ -266,15 +245,7 @@ def test_bags_for_a_number_of_heads(terms: list[tuple[int, int, int]], num_heads
 
 # Seconds on a cluster, by hand.
 
-CLUSTER = Cluster(
-    num_nodes=2,
-    ranks_per_node=4,
-    flops_per_s=1e12,
-    memory_bytes=80e9,
-    intra_bytes_per_s=1e9,
-    inter_bytes_per_s=1e8,
-    latency_s=0.25,
-)
+CLUSTER = Cluster(2, 4, 1e12, 80e9, intra_bytes_per_s=1e9, inter_bytes_per_s=1e8, latency_s=0.25)
 WIDTH, LAYERS = 100, 3
 SMALL = TransformerCost(WIDTH, num_layers=LAYERS)
 

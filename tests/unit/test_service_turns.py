@@ -70,16 +70,9 @@ class Pipeline:
 @contextmanager
 def serving(folder: Path, *, reason: str = "", **keeps: Any) -> Iterator[tuple[Service, Ranks]]:
     """A service on the spool of a folder, whose ranks end for a reason, or well."""
-    ranks, pipeline = Ranks(), Pipeline()
-    profile = HardwareProfile.load("h100-datasheet")
-    service = Service(
-        pipeline,
-        ranks,
-        Spool(folder, "one"),
-        policy=Balanced(),
-        times=Times(pipeline, [1, 2], RANKS, profile),
-        **keeps,
-    )
+    ranks, pipeline, spool = Ranks(), Pipeline(), Spool(folder, "one")
+    times = Times(pipeline, [1, 2], RANKS, HardwareProfile.load("h100-datasheet"))
+    service = Service(pipeline, ranks, spool, policy=Balanced(), times=times, **keeps)
     service.start()
     try:
         yield service, ranks
@@ -108,17 +101,13 @@ def made(service: Service) -> list[str]:
 
 def play(service: Service, ranks: Ranks, deadly: str) -> list[list[str]]:
     """Run requests until all have ended or the deadly one runs; who ran together, in order."""
-    ran, of = list[list[str]](), lambda: {one.id: one.prompt.prompt for one in service.statuses()}
-
-    def here() -> bool:
-        return bool(ranks.running) or all(one.has_ended for one in service.statuses())
-
+    ran = list[list[str]]()
     while True:
-        until(here)
+        until(lambda: ranks.running or all(one.has_ended for one in service.statuses()))
         time.sleep(0.05)  # others may start, too
         if not ranks.running:
             return ran
-        names = of()
+        names = {one.id: one.prompt.prompt for one in service.statuses()}
         ran.append(sorted(names[one] for one in ranks.running))
         if deadly in ran[-1]:
             return ran
@@ -242,9 +231,7 @@ def test_a_request_that_is_written_counts_no_start_more(tmp_path: Path) -> None:
             is_written.set()
 
 
-def test_a_cancelled_request_that_the_disk_does_not_take_may_be_cancelled_again(
-    tmp_path: Path,
-) -> None:
+def test_a_cancelled_request_that_the_disk_refuses_may_be_cancelled_again(tmp_path: Path) -> None:
     with serving(tmp_path) as (service, ranks):
         ids = ask(service, "a", "b")
         until(lambda: ranks.running)

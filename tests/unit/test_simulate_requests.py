@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bascule.machine.cluster import HardwareProfile
-from bascule.plan.requests import POLICIES, Request
+from bascule.plan.requests import POLICIES
 from bascule.sim.requests import BOUND, compare
 from bascule.workload.requests import Recorded, predicted
 from bascule.workload.tokens import model_shape
@@ -83,9 +83,7 @@ def lines_of(results: dict[str, Any]) -> list[str]:
         lines.append(f"| {load:g} | {' | '.join(cells)} | {four[load, BOUND]['on_time']:.1%} |")
     for row in results["gf-dit-qwen"]:
         if row["load"] == 0.8 and row["policy"] in QUOTED:
-            kinds = [
-                f"{row[f'on_time of {kind}']:.0%}" for kind in "SML" if f"on_time of {kind}" in row
-            ]
+            kinds = [f"{row[x]:.0%}" for x in map("on_time of {}".format, "SML") if x in row]
             shares = f"{row['on_time']:.1%} | {' / '.join(kinds)} | {row['mean_s']:.0f}"
             lines.append(f"| `{row['policy']}` | {shares} |")
     return lines
@@ -114,13 +112,8 @@ def test_costs_are_those_published() -> None:
 
 
 def test_rows_of_every_policy_are_within_the_bound() -> None:
-    mix = NAMED["gf-dit-qwen"]()
-
-    def draw(load: float, seed: int) -> list[Request]:
-        return mix.draw(mix.scale(load, 8), seed)[:60]
-
-    names = *POLICIES, *OTHERS
-    rows = compare(draw, [0.8], names, num_ranks=8, make=policy_of)
+    mix, names = replace(NAMED["gf-dit-qwen"](), most=60), (*POLICIES, *OTHERS)
+    rows = compare(mix.draw, [mix.scale(0.8, 8)], names, num_ranks=8, make=policy_of)
     of = {row.policy: row.figures for row in rows}
     assert list(of) == [*names, BOUND]
     for figures in of.values():

@@ -116,10 +116,8 @@ def test_items_without_cost_spread_evenly(num_bins: int):
 
 
 def test_many_bins_with_few_empty_ones_finish_on_the_heap():
-    carried = np.full(100, 50.0)
-    carried[7] = 0.0
-    plan = assign(np.ones(30), 100, initial_loads=carried)
-    assert (plan.bin_of == 7).all()
+    carried = np.where(np.arange(100) == 7, 0.0, 50.0)
+    assert (assign(np.ones(30), 100, initial_loads=carried).bin_of == 7).all()
 
 
 @pytest.mark.parametrize("fill_first", [False, True])
@@ -182,13 +180,8 @@ def test_whole_costs_have_whole_sums():
 
 def test_spill_counts_the_part_of_an_item_that_does_not_fit():
     """12 tokens, 10 of which the fast bin holds: half of an item at least is on the slow one."""
-    problem = build_problem(
-        np.array([4.0, 4.0, 6.0]),
-        np.array([1.0, 8.0]),
-        limits=Limits(tokens=10),
-        sizes={"": np.full(3, 4.0)},
-        ranks=np.ones(2),
-    )
+    held: Any = {"limits": Limits(tokens=10), "sizes": {"": np.full(3, 4.0)}, "ranks": np.ones(2)}
+    problem = build_problem(np.array([4.0, 4.0, 6.0]), np.array([1.0, 8.0]), **held)
     assert spill_bound(problem) == 2.0
 
 
@@ -218,9 +211,8 @@ def test_limits_know_what_ranks_hold_without_a_plan() -> None:
     tokens, items = np.array([[10.0, 7.0], [3.0, 10.0]]), np.array([[2, 1], [1, 2]])
     assert Limits(tokens=10, items=2).keeps(tokens=tokens, items=items)
     assert Limits().keeps(tokens=tokens, items=items, num_bytes=tokens)
-    assert not Limits(tokens=9).keeps(tokens=tokens, items=items)
-    assert not Limits(items=1).keeps(tokens=tokens, items=items)
-    assert not Limits(num_bytes=9).keeps(num_bytes=tokens)
+    for limits in (Limits(tokens=9), Limits(items=1), Limits(num_bytes=9)):
+        assert not limits.keeps(tokens=tokens, items=items, num_bytes=tokens), limits
 
 
 # Against brute force, on small cases
@@ -237,24 +229,14 @@ class Case:
     limits: Limits
 
     def problem(self):
-        return build_problem(
-            np.array(self.costs, np.float64),
-            np.array(self.speeds, np.float64),
-            carried=np.array(self.carried, np.float64),
-            limits=self.limits,
-            sizes={"": np.array(self.sizes, np.float64)},
+        costs, speeds, carried, sizes = (
+            np.array(x, np.float64) for x in (self.costs, self.speeds, self.carried, self.sizes)
         )
+        return build_problem(costs, speeds, carried=carried, limits=self.limits, sizes={"": sizes})
 
-    def assign(self, **extra: object):
-        return assign(
-            self.costs,
-            speeds=self.speeds,
-            initial_loads=self.carried,
-            sizes=self.sizes,
-            limits=self.limits,
-            tolerance=0.0,
-            **extra,  # type: ignore[arg-type]
-        )
+    def assign(self, **more: Any):
+        more |= {"sizes": self.sizes, "limits": self.limits, "tolerance": 0.0}
+        return assign(self.costs, speeds=self.speeds, initial_loads=self.carried, **more)
 
     def loads(self, bin_of: np.ndarray) -> np.ndarray:
         work = np.bincount(bin_of, weights=self.costs, minlength=len(self.speeds))
@@ -284,25 +266,17 @@ SPEED = st.sampled_from([1.0, 1.0, 2.0, 4.0, 8.0, 0.7])
 
 @st.composite
 def cases(draw: st.DrawFn, *, limited: bool = False, max_items: int = 6) -> Case:
-    num_items = draw(st.integers(0 if not limited else 1, max_items))
-    num_bins = draw(st.integers(1, 3))
-    same = draw(st.booleans())
-    speeds = [1.0] * num_bins if same else draw(_lists(SPEED, num_bins))
+    num_items, num_bins = draw(st.integers(int(limited), max_items)), draw(st.integers(1, 3))
+    speeds = [1.0] * num_bins if draw(st.booleans()) else draw(_lists(SPEED, num_bins))
     carried = draw(st.one_of(st.just([0.0] * num_bins), _lists(st.floats(0.0, 30.0), num_bins)))
-    limits = Limits()
-    if limited:
-        tokens, items = st.integers(1, 30), st.integers(1, 4)
-        limits = Limits(
-            tokens=draw(st.one_of(st.none(), tokens, _lists(tokens, num_bins))),
-            items=draw(st.one_of(st.none(), items, _lists(items, num_bins))),
-        )
-    return Case(
-        draw(_lists(COST, num_items)),
-        speeds,
-        carried,
-        draw(_lists(st.integers(0, 20), num_items)),
-        limits,
-    )
+
+    def limit(most: int) -> Any:
+        number = st.integers(1, most)
+        return draw(st.one_of(st.none(), number, _lists(number, num_bins)))
+
+    limits = Limits(tokens=limit(30), items=limit(4)) if limited else Limits()
+    costs, sizes = draw(_lists(COST, num_items)), draw(_lists(st.integers(0, 20), num_items))
+    return Case(costs, speeds, carried, sizes, limits)
 
 
 def _lists(elements: st.SearchStrategy, size: int):

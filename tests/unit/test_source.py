@@ -1,7 +1,7 @@
 """What one rank loads: grouped, dealt over ranks, and taken up where a run stopped."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -16,14 +16,17 @@ from bascule.errors import ConfigError
 
 
 def deal(size: int, num_ranks: int, history: History = (), **settings: Any) -> list[list[int]]:
-    samplers = [
-        ResumableSampler(size, rank=rank, num_ranks=num_ranks, **settings)
-        for rank in range(num_ranks)
-    ]
-    for sampler in samplers:
+    dealt: list[list[int]] = []
+    for rank in range(num_ranks):
+        sampler = ResumableSampler(size, rank=rank, num_ranks=num_ranks, **settings)
         sampler.resume(history)
-        assert len(sampler) == len(list(sampler))
-    return [list(sampler) for sampler in samplers]
+        dealt.append(list(sampler))
+        assert len(sampler) == len(dealt[-1])
+    return dealt
+
+
+def flat(lists: Iterable[list[Any]]) -> list[Any]:
+    return [one for items in lists for one in items]
 
 
 @pytest.mark.parametrize("size", [0, 1, 5, 12, 13])
@@ -31,7 +34,7 @@ def deal(size: int, num_ranks: int, history: History = (), **settings: Any) -> l
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_dataset_is_dealt_once(size: int, num_ranks: int, shuffle: bool) -> None:
     dealt = deal(size, num_ranks, shuffle=shuffle)
-    assert sorted(i for share in dealt for i in share) == list(range(size))
+    assert sorted(flat(dealt)) == list(range(size))
     assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
     if not shuffle:
         assert dealt[0] == list(range(size))[::num_ranks]
@@ -53,16 +56,14 @@ def test_the_order_depends_on_seed_and_epoch_alone() -> None:
 def test_what_is_left_is_dealt_over_any_number_of_ranks() -> None:
     draw = random.Random(0)
     for trial in range(200):
-        size = draw.randint(0, 40)
-        history: list[list[int]] = []
-        taken: list[int] = []
+        size, history, taken = draw.randint(0, 40), list[list[int]](), list[int]()
         for _ in range(draw.randint(1, 4)):
             dealt = deal(size, draw.randint(1, 5), history, seed=trial)
             counts = [draw.randint(0, len(share)) for share in dealt]
-            taken += [i for share, n in zip(dealt, counts, strict=True) for i in share[:n]]
+            taken += flat(share[:n] for share, n in zip(dealt, counts, strict=True))
             history.append(counts)
         rest = deal(size, draw.randint(1, 5), history, seed=trial)
-        assert sorted([*taken, *(i for share in rest for i in share)]) == list(range(size))
+        assert sorted(taken + flat(rest)) == list(range(size))
 
 
 def test_more_than_there_is_was_not_delivered() -> None:
@@ -109,8 +110,7 @@ class Counting(Dataset[int]):
 
 
 class Stream(IterableDataset[int]):
-    def __init__(self) -> None:
-        self.epoch = -1
+    epoch = -1
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -149,11 +149,8 @@ def test_whatever_shuffles_hears_of_the_epoch() -> None:
     assert stream.epoch == 4
     sampler = DistributedSampler(Counting(), 2, 0, seed=1)
     source = Source(DataLoader(Counting(), 3, sampler=sampler), None)
-    orders = []
-    for epoch in (0, 1, 0):
-        source.set_epoch(epoch)
-        orders.append(read(source))
-    assert orders[0] == orders[2] != orders[1]
+    first, second, again = (source.set_epoch(epoch) or read(source) for epoch in (0, 1, 0))
+    assert first == again != second
 
 
 @pytest.mark.parametrize("grouping", [None, 1, 2, 3, 5])
@@ -163,10 +160,8 @@ def test_a_plain_loader_goes_on_after_what_was_delivered(grouping: int | None) -
     for skip in range(11):
         source = Source(lists, groups)
         left = read(source, [[skip]])
-        assert [i for group in left for i in group] == list(range(skip, 10))
-        assert [i for group in read(source, [[skip // 2], [skip - skip // 2]]) for i in group] == [
-            i for group in left for i in group
-        ]
+        twice = read(source, [[skip // 2], [skip - skip // 2]])
+        assert flat(left) == flat(twice) == list(range(skip, 10))
         if grouping is not None:
             assert all(len(group) == grouping for group in left[:-1])
     with pytest.raises(ConfigError, match=r"3 loaders .* this one has 1: .* ResumableSampler"):
@@ -222,14 +217,13 @@ def test_a_loader_with_a_state_goes_on_from_it(groups: Microbatches | None) -> N
         before = reading.saved()
     for taken, saved in points:
         again = Source(WithState(lists), groups).begin([[len(taken)]], 0, 1, saved)
-        left = [i for group in again for i in group]
-        assert taken + left == list(range(10))
+        assert taken + flat(again) == list(range(10))
         # And once more, from the middle of that.
         second = Source(WithState(lists), groups).begin([[len(taken)]], 0, 1, saved)
         first = next(second, [])
         state, twice = after(second.saved(), first), [[len(taken)], [len(first)]]
         third = Source(WithState(lists), groups).begin(twice, 0, 1, state)
-        assert taken + first + [i for group in third for i in group] == list(range(10))
+        assert taken + first + flat(third) == list(range(10))
     # The state spares what is far behind from being loaded again.
     loader = WithState(lists)
     list(Source(loader, groups).begin([[9]], 0, 1, points[-3][1]))
@@ -307,24 +301,18 @@ class CountsSamples(DataLoader[Any]):
         self.first = state["seen"]
 
 
-class CountsField(CountsSamples):
-    def count(self, batch: Any) -> int:
-        return len(batch["ids"])
+def count_field(_: CountsSamples, batch: Any) -> int:
+    return len(batch["ids"])
 
 
-class CountsBatch(CountsSamples):
-    def count(self, batch: Any) -> int:
-        return len(batch)
-
-
-@pytest.mark.parametrize("loader", [CountsSamples, CountsField, CountsBatch])
+@pytest.mark.parametrize("count", [CountsSamples.count, count_field, lambda _, batch: len(batch)])
 @pytest.mark.parametrize("sample", [{"ids": 1, "b": 2, "c": 3}, (1, 2, 3), torch.zeros(5), 7])
-def test_a_loader_that_counts_its_batches_counts_samples(loader: Any, sample: Any) -> None:
+def test_a_loader_that_counts_its_batches_counts_samples(count: Any, sample: Any) -> None:
     """Its `collate_fn` makes batches of what it likes; here they are lists of samples."""
+    loader: Any = type("Loader", (CountsSamples,), {"count": count})
     numbered = cast(Any, [(number, sample) for number in range(9)])
     for stop in range(1, 5):
-        source = Source(loader(numbered, 2), None)
-        reading = source.begin((), 0, 1, None)
+        reading = Source(loader(numbered, 2), None).begin((), 0, 1, None)
         taken = [number for _ in range(stop) for number, _ in next(reading)]
         saved = after(reading.saved(), taken)
         rest = Source(loader(numbered, 2), None).begin([[len(taken)]], 0, 1, saved)
@@ -347,7 +335,7 @@ def test_a_loader_whose_batches_were_collated_before_is_refused() -> None:
         with pytest.raises(ConfigError, match="gives a Tensor, which may be a collated batch"):
             read(Source(Collates(Counting(), 4), groups))
         told = Collates(Counting(), 4, False, None, None, 0, list)
-        assert [i for group in read(Source(told, groups)) for i in group] == list(range(11))
+        assert flat(read(Source(told, groups))) == list(range(11))
 
 
 def test_workers_that_live_on_collate_no_longer() -> None:
@@ -370,7 +358,7 @@ def test_an_order_that_no_other_run_draws_is_not_resumed() -> None:
     saved, taken = reading.saved(), next(reading)
     fresh: Any = StatefulDataLoader(Counting(), 4, shuffle=True)
     rest = read(Source(fresh, None), [[4]], after(saved, taken))
-    assert sorted(taken + [i for group in rest for i in group]) == list(range(11))
+    assert sorted(taken + flat(rest)) == list(range(11))
 
 
 def test_a_state_that_cannot_travel_is_counted(caplog: pytest.LogCaptureFixture) -> None:
@@ -381,10 +369,8 @@ def test_a_state_that_cannot_travel_is_counted(caplog: pytest.LogCaptureFixture)
     lists = [[0, 1], [2], [3, 4]]
     reading = Source(Odd(lists), None).begin((), 0, 1, None)
     first, words = reading.saved()
-    assert (first, words.size) == (
-        0,
-        0,
-    ) and "state_dict() of the Odd: sample['place']" in caplog.text
+    assert first == words.size == 0
+    assert "state_dict() of the Odd: sample['place']" in caplog.text
     assert next(reading) == [0, 1]
     assert read(Source(Odd(lists), None), [[2]], (0, words)) == [[2], [3, 4]]
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bascule.arrays import Ints
 from bascule.attention.api import AttentionMesh
 from bascule.attention.sparse import Clusters
 from bascule.attention.sparse.attend import attend_sparse, sparse_attention
@@ -136,9 +137,8 @@ def test_files(tmp_path: Path, shape: tuple[int, ...], form: str) -> None:
     masks = np.random.default_rng(0).random(shape) < 0.4
     masks.flat[-1] = True
     path = tmp_path / f"masks.{'npy' if form == 'npy' else 'npz'}"
-    {"npy": np.save, "npz": lambda to, x: np.savez(to, masks=x), "packed": save_masks}[form](
-        path, masks
-    )
+    ways = {"npy": np.save, "npz": lambda to, x: np.savez(to, masks=x), "packed": save_masks}
+    ways[form](path, masks)
     loaded = load_masks(path)
     assert loaded.dtype == np.bool_ and isinstance(loaded, np.memmap) == (form == "npy")
     assert form != "packed" or path.stat().st_size < 700 + masks.size // 8
@@ -181,9 +181,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     masks = np.ones((2, 30, 30), np.bool_)
     np.save(tmp_path / "cut.npy", masks)
     np.savez(tmp_path / "damaged.npz", masks=masks)
-    npy, damaged = (
-        bytearray((tmp_path / name).read_bytes()) for name in ("cut.npy", "damaged.npz")
-    )
+    npy, damaged = (bytearray((tmp_path / x).read_bytes()) for x in ("cut.npy", "damaged.npz"))
     with zipfile.ZipFile(tmp_path / "damaged.npz") as archive:
         damaged[archive.getinfo("masks.npy").header_offset + 500] ^= 255  # not its checksum's
     contents = {"cut.npy": npy[:-9], "text.npy": b"no masks", "empty.npz": b"", "npy.npz": npy}
@@ -200,16 +198,12 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 # Masks from pooled queries and keys, and from the grid
 
 
-LENS = (4, 3, 8, 8, 8, 1, 8, 2)
+LENS, KV_LENS = (4, 3, 8, 8, 8, 1, 8, 2), (8, 8, 5, 8, 1)
 
 
-KV_LENS = (8, 8, 5, 8, 1)
-
-
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(
-        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    ).to(dtype)
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def brute_scores(q: Tensor, k: Tensor, lens: Any, scale: float) -> Tensor:
@@ -316,25 +310,36 @@ def test_a_rule_gets_means_of_heads_and_the_scale(kv_heads: int) -> None:
     torch.testing.assert_close(scores, brute_scores(q, k, lens, 0.3))
 
 
+LONG, WIDE = (17, 1, 3), ((3, 4, 5), (2, 3, 2), (3, 1, 3))
+FAR, TILES = partial(rules.radial, LONG), partial(rules.tiles, *WIDE)
+EITHER = partial(rules.either, (5, 3, 4), 0, 2, 3)
 BRUTE_CASES = {
     **{name: (*pair, rules.GRID, (5,)) for name, pair in rules.RULES.items()},
-    "radial, far": (
-        *(radial((17, 1, 3)), rules.of_places(partial(rules.radial, (17, 1, 3)), (17, 1, 3))),
-        *((17, 1, 3), ()),
-    ),
+    "radial, far": (radial(LONG), rules.of_places(FAR, LONG), LONG, ()),
     "tiles, a wide window": (
-        sliding_tiles((3, 4, 5), (2, 3, 2), (3, 1, 3)),
-        rules.of_places(partial(rules.tiles, (3, 4, 5), (2, 3, 2), (3, 1, 3)), (3, 4, 5)),
-        *((3, 4, 5), (5, 1)),
+        *(sliding_tiles(*WIDE), rules.of_places(TILES, WIDE[0]), WIDE[0], (5, 1)),
     ),
     "temporal or spatial, wider": (
-        spatial_or_temporal((5, 3, 4), near=0, width=2, every=3),
-        partial(rules.either, (5, 3, 4), 0, 2, 3),
-        *((5, 3, 4), (2,)),
+        *(spatial_or_temporal((5, 3, 4), near=0, width=2, every=3), EITHER, (5, 3, 4), (2,)),
     ),
     "sparge, all unlike": (sparge(0.5, 0.99), partial(rules.sparge, 0.5, 0.99), (2, 3, 4), ()),
     "sparge, all alike": (sparge(0.7, -1.0), partial(rules.sparge, 0.7, -1.0), (2, 3, 4), (3,)),
 }
+
+
+def attended(
+    rule: Any, blocks: tuple[int, int], text: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor
+) -> tuple[list[Ints], list[Any], Any]:
+    """Lengths of blocks of text and the rest, which are text, and attention under a rule."""
+    segments = (*text, q.shape[2] - sum(text))
+    lens = [block_lens(segments, block) for block in blocks]
+    homes = [BlockLayout.striped(one, 1, 1) for one in lens]
+    plan = in_order(q.shape[1], homes[0], homes[1], 1, 1, num_kv_heads=k.shape[1])
+    num_text = [block_lens(text, block).size for block in blocks]
+    is_text = [np.arange(one.size) < num for one, num in zip(lens, num_text, strict=True)]
+    of_blocks: Any = Blocks(lens[0], lens[1], *is_text)
+    seen = SparseConfig(rule=rule).seen(None, 0, 0, of_blocks)
+    return lens, is_text, attend_sparse(q, k, v, AttentionMesh(None, None, None), plan, seen)
 
 
 @pytest.mark.parametrize("case", BRUTE_CASES.values(), ids=BRUTE_CASES)
@@ -344,15 +349,8 @@ def test_rules_against_brute_force(
 ) -> None:
     rule, brute, grid, text = case
     segments = (*text, math.prod(grid))
-    size, lens = sum(segments), [block_lens(segments, block) for block in blocks]
-    homes = [BlockLayout.striped(one, 1, 1) for one in lens]
-    plan = in_order(2, homes[0], homes[1], 1, 1)
-    text_blocks = [block_lens(text, block).size for block in blocks]
-    is_text = [np.arange(len(one)) < num for one, num in zip(lens, text_blocks, strict=True)]
-    q, k, v = (normal(2, 2, size, 8, seed=seed) for seed in range(3))
-    of_blocks = Blocks(lens[0], lens[1], is_text[0], is_text[1])
-    seen = SparseConfig(rule=rule).seen(None, 0, 0, of_blocks)
-    masks = attend_sparse(q, k, v, AttentionMesh(None, None, None), plan, seen)[1]
+    q, k, v = (normal(2, 2, sum(segments), 8, seed=seed) for seed in range(3))
+    _, is_text, (_, masks) = attended(rule, blocks, text, q, k, v)
     form = Form(segments, (*(True for _ in text), False))
     wanted = by_brute(q, k, v, form, blocks, brute)
     wanted |= torch.from_numpy(is_text[0][:, None] | is_text[1])
@@ -373,16 +371,11 @@ CLUSTERS = {
 @pytest.mark.parametrize("rule", CLUSTERS.values(), ids=CLUSTERS)
 def test_clusters_against_brute_force(rule: Clusters, text: tuple[int, ...]) -> None:
     """Outputs, and the keys that a query block sees on average, by which heads are dealt."""
-    segments, size = (*text, 23), sum(text) + 23
-    lens = block_lens(segments, 4)
-    home = BlockLayout.striped(lens, 1, 1)
-    plan = in_order(4, home, home, 1, 1, num_kv_heads=2)
+    size = sum(text) + 23
     q, k, v = (normal(2, heads, size, 8, seed=seed) for seed, heads in enumerate((4, 2, 2)))
-    is_text = np.arange(lens.size) < block_lens(text, 4).size
-    seen = SparseConfig(rule=rule).seen(None, 0, 0, Blocks(lens, lens, is_text, is_text))
-    out, counts = attend_sparse(q, k, v, AttentionMesh(None, None, None), plan, seen)
+    (lens, _), _, (out, counts) = attended(rule, (4, 4), text, q, k, v)
     brute = partial(rules.clusters, rule.num_q, rule.num_kv, rule.mass, rule.rounds)
-    form = Form(segments, (*(True for _ in text), False))
+    form = Form((*text, 23), (*(True for _ in text), False))
     k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
     mask = by_brute(q, k, v, form, (1, 1), brute)
     of_text = form.is_text(1)

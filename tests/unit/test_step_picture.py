@@ -22,21 +22,16 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def panel_of(svg: str, name: str) -> list[dict[str, list[Element]]]:
     """The rectangles of each rank, by their class."""
-    root = ElementTree.fromstring(svg)
-    panel = next(group for group in root.iter(f"{SVG}g") if group.get("class") == name)
+    groups = ElementTree.fromstring(svg).iter(f"{SVG}g")
+    panel = next(group for group in groups if group.get("class") == name)
     bars = [group for group in panel if group.get("class") == "rank"]
-    return [
-        {kind: [x for x in bar if x.get("class") == kind] for kind in ("work", "wires", "wait")}
-        for bar in bars
-    ]
-
-
-def width(rects: list[Element]) -> float:
-    return sum(float(rect.get("width", "nan")) for rect in rects)
+    kinds = "work", "wires", "wait"
+    return [{kind: [x for x in bar if x.get("class") == kind] for kind in kinds} for bar in bars]
 
 
 def widths(bars: list[dict[str, list[Element]]], *kinds: str) -> np.ndarray:
-    return np.array([sum(width(bar[kind]) for kind in kinds) for bar in bars])
+    rects = [[rect for kind in kinds for rect in bar[kind]] for bar in bars]
+    return np.array([sum(float(rect.get("width", "nan")) for rect in bar) for bar in rects])
 
 
 @pytest.mark.parametrize("topology", ["g1n4", "g1n2+g2n1", "g4n1", "g2r2n1"])
@@ -57,9 +52,8 @@ def test_widths_are_loads_and_waiting_is_what_the_slowest_rank_has_more(
         np.testing.assert_allclose(widths(bars, "wait"), waiting, atol=0.02)
         np.testing.assert_allclose(drawn + widths(bars, "wait"), expected.max() * scale, atol=0.05)
     assert [len(bar["work"]) for bar in before] == [len(lens) for lens in LENS]
-    assert [len(bar["work"]) for bar in after] == [
-        plan.local(rank).seq_ids.size for rank in range(plan.num_ranks)
-    ]
+    held = [plan.local(rank).seq_ids.size for rank in range(plan.num_ranks)]
+    assert [len(bar["work"]) for bar in after] == held
 
 
 def test_segments_follow_each_other_and_colours_grow_with_lengths() -> None:

@@ -24,15 +24,10 @@ def stream(rank: int, *, seed: int = 0, world_size: int = 3) -> SyntheticStream:
 
 
 def make_batch(shapes: list[SampleShape], ids: list[int]) -> SampleBatch:
-    image_tokens = sum(shape.image_tokens for shape in shapes)
-    text_tokens = sum(shape.text_tokens for shape in shapes)
-    return pack_batch(
-        shapes,
-        image=torch.zeros(image_tokens, 4),
-        text=torch.zeros(text_tokens, 3),
-        pooled=torch.zeros(len(shapes), 2),
-        ids=ids,
-    )
+    image = torch.zeros(sum(shape.image_tokens for shape in shapes), 4)
+    text = torch.zeros(sum(shape.text_tokens for shape in shapes), 3)
+    pooled = torch.zeros(len(shapes), 2)
+    return pack_batch(shapes, image=image, text=text, pooled=pooled, ids=ids)
 
 
 def assert_same(first: SampleBatch, second: SampleBatch) -> None:
@@ -42,9 +37,8 @@ def assert_same(first: SampleBatch, second: SampleBatch) -> None:
 
 
 def test_packed_order_and_positions() -> None:
-    batch = make_batch(
-        [SampleShape(2, 5, 1, 3), SampleShape(0, 4, 2, 2), SampleShape(1, 0)], [7, 8, 2**40]
-    )
+    shapes = [SampleShape(2, 5, 1, 3), SampleShape(0, 4, 2, 2), SampleShape(1, 0)]
+    batch = make_batch(shapes, [7, 8, 2**40])
     T, F = True, False
     assert batch.is_image.tolist() == [F, F, T, T, T, T, T, T, T, T, T, F]
     assert batch.seq_lens == [7, 4, 1]
@@ -146,7 +140,6 @@ def test_timesteps_fill_the_unit_interval() -> None:
 def test_the_images_can_be_learned_from_position_and_prompt() -> None:
     source = SyntheticStream("g1b64i64f1s0", channels=16)
     train, test = source.batch(0), source.batch(1)
-
     basis = torch.linalg.svd(train.pooled.double()).Vh[:8].T
 
     def features(batch: SampleBatch) -> torch.Tensor:

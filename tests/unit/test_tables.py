@@ -1,6 +1,7 @@
 """Split tables: they fit the installed models."""
 
 import inspect
+import itertools
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -19,28 +20,20 @@ from bascule.diffusers.tables import TABLES, WITHOUT_TABLE, table_of
 from bascule.errors import ConfigError
 from tests.helpers.inference_cases import CASES, make_inputs, make_model
 
-# Sizes, and what a model has only if asked for.
+LAYERS = """num_layers num_mmdit_layers num_single_dit_layers num_single_layers n_layers depth
+    num_hidden_layers""".split()
+# What a model has only if asked for.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "AuraFlowTransformer2DModel": {"num_mmdit_layers": 2, "num_single_dit_layers": 2},
-    "SD3Transformer2DModel": {"num_layers": 2, "dual_attention_layers": (0, 1)},
-    "SD3ControlNetModel": {"num_layers": 2, "dual_attention_layers": (0, 1)},
-    "ZImageTransformer2DModel": {"n_layers": 2, "siglip_feat_dim": 8},
-    "WanVACETransformer3DModel": {"num_layers": 2, "vace_layers": [0, 1]},
-    "WanAnimateTransformer3DModel": {"num_layers": 2, "inject_face_latents_blocks": 1},
-    "HunyuanVideoTransformer3DModel": {"num_layers": 2, "image_condition_type": "token_replace"},
-    "HunyuanVideoFramepackTransformer3DModel": {
-        "num_layers": 2,
-        "has_image_proj": True,
-        "has_clean_x_embedder": True,
-    },
-    "HiDreamImageTransformer2DModel": {
-        "num_layers": 2,
-        "num_single_layers": 2,
-        "patch_size": 2,
-        "caption_channels": [8, 8],
-    },
-    "StableAudio3DiTModel": {"depth": 2},
-    "Cosmos3OmniTransformer": {"num_hidden_layers": 2},
+    "SD3Transformer2DModel": {"dual_attention_layers": (0, 1)},
+    "SD3ControlNetModel": {"dual_attention_layers": (0, 1)},
+    "ZImageTransformer2DModel": {"siglip_feat_dim": 8},
+    "WanVACETransformer3DModel": {"vace_layers": [0, 1]},
+    "WanAnimateTransformer3DModel": {"inject_face_latents_blocks": 1},
+    "HunyuanVideoTransformer3DModel": {"image_condition_type": "token_replace"},
+    "HunyuanVideoFramepackTransformer3DModel": dict.fromkeys(
+        ("has_image_proj", "has_clean_x_embedder"), True
+    ),
+    "HiDreamImageTransformer2DModel": {"patch_size": 2, "caption_channels": [8, 8]},
 }
 
 
@@ -57,10 +50,11 @@ PLAIN = set(
 
 @cache
 def make(name: str) -> nn.Module:
-    """A model without storage."""
-    diffusers = pytest.importorskip("diffusers")
+    """A model without storage, of two layers of each kind."""
+    kind = getattr(pytest.importorskip("diffusers"), name)
+    layers = dict.fromkeys({*LAYERS} & {*inspect.signature(kind).parameters}, 2)
     with torch.device("meta"):
-        return getattr(diffusers, name)(**OPTIONS.get(name, {"num_layers": 2}))
+        return kind(**layers | OPTIONS.get(name, {}))
 
 
 @pytest.mark.slow
@@ -75,17 +69,15 @@ def test_a_table_names_arguments_and_modules_that_exist(name: str) -> None:
     assert {*table.replicated, *table.refused, *table.unbatched} <= arguments
     for pattern in (*table.outputs, *table.gathers, *table.blocks, *table.attends):
         assert modules_of(model, pattern)
-    cuts = [*table.gathers.values(), *(c for one in table.inputs.values() for c in one.values())]
-    by_place = [one for one in cuts if isinstance(one, Mapping)] + [*table.outputs.values()]
-    cuts = [one for one in cuts if not isinstance(one, Mapping)]
-    cuts += [cut for one in by_place for cut in one.values()]
-    named = [one.segment if isinstance(one, Mask) else one.segments for one in cuts]
+    cuts = [cut for one in (table.outputs, *table.inputs.values()) for cut in one.values()]
+    cuts += table.gathers.values()  # some by the place of an argument
+    parts = [part for cut in cuts for part in (cut.values() if isinstance(cut, Mapping) else [cut])]
+    named = [one.segment if isinstance(one, Mask) else one.segments for one in parts]
     segments = {name for one in named for name in ((one,) if isinstance(one, str) else one)}
-    over = [one for one in table.attends.values() if not isinstance(one, Keys)]
-    assert segments == {*table.segments, *(name for one in over for name in one)}
     keys = [one.segments for one in table.attends.values() if isinstance(one, Keys)]
-    assert {name for names in keys for name in names} <= segments
-    assert set(table.nonempty) <= segments
+    over = [one for one in table.attends.values() if not isinstance(one, Keys)]
+    assert segments == {*table.segments, *itertools.chain(*over)}
+    assert {*itertools.chain(*keys), *table.nonempty} <= segments
 
 
 @pytest.mark.slow

@@ -25,18 +25,16 @@ def takes(**defaults: object) -> dict[str, Any]:
     return {name: SimpleNamespace(default=value) for name, value in defaults.items()}
 
 
+CLIP = {"width": 832, "height": 480, "num_frames": 81, "negative_prompt": None}
+SPATIAL = {"vae_scale_factor_spatial": 8, "vae_scale_factor_temporal": 4}
+
+
 @pytest.mark.parametrize(
     ("factors", "defaults", "settings", "form"),
     [
         ({"vae_scale_factor": 8}, {"height": None}, {"width": 512, "height": 768}, (32 * 48, 1)),
         ({"vae_scale_factor": 32}, {}, {}, (32 * 32, 1)),
-        (
-            {"vae_scale_factor_spatial": 8, "vae_scale_factor_temporal": 4},
-            {"width": 832, "height": 480, "num_frames": 81, "negative_prompt": None}
-            | {"guidance_scale": 5.0},
-            {},
-            (52 * 30 * 21, 2),
-        ),
+        (SPATIAL, CLIP | {"guidance_scale": 5.0}, {}, (52 * 30 * 21, 2)),
     ],
 )
 def test_forms(factors: Any, defaults: Any, settings: Any, form: tuple[int, int]) -> None:

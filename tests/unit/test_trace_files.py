@@ -21,9 +21,8 @@ from tests.helpers.trace_cases import Run
 from tests.helpers.trace_format import check_format
 
 needs_hta = pytest.mark.skipif(
-    importlib.util.find_spec("hta") is None or importlib.util.find_spec("pandas") is None,
-    reason="NOT TESTED: HolisticTraceAnalysis is not installed "
-    "(pip install pandas && pip install --no-deps HolisticTraceAnalysis)",
+    None in map(importlib.util.find_spec, ("hta", "pandas")),
+    reason="NOT TESTED: pip install pandas && pip install --no-deps HolisticTraceAnalysis",
 )
 
 BY_HTA = """

@@ -45,9 +45,8 @@ def test_the_parts_of_steps(tmp_path: Path, on_device: bool, clocks: tuple[float
     last = own.max(axis=1, keepdims=True)
     close(parts.compute, own)
     close(parts.waiting, last - own)
-    close(parts.communication, np.full_like(own, TRANSFER_S))
-    close(parts.rest, np.full_like(own, GAP_S))
-    close(parts.hidden, np.zeros_like(own))
+    for found, seconds in (("communication", TRANSFER_S), ("rest", GAP_S), ("hidden", 0.0)):
+        close(getattr(parts, found), np.full_like(own, seconds))
     close(parts.own, parts.compute + parts.communication + parts.rest)
     assert parts.slowest.tolist() == own.argmax(axis=1).tolist()
     assert parts.slowest_rank == int(own.sum(axis=0).argmax())
@@ -127,9 +126,8 @@ def test_a_folder_for_each_rank_and_files_of_zstandard(tmp_path: Path) -> None:
     for rank in range(3):
         (runs / f"rank_{rank}").mkdir(parents=True)
         trace = {"traceEvents": run.trace(rank)["traceEvents"]}
-        with pa.output_stream(
-            str(runs / f"rank_{rank}" / "a.json.zst"), compression="zstd"
-        ) as file:
+        path = str(runs / f"rank_{rank}" / "a.json.zst")
+        with pa.output_stream(path, compression="zstd") as file:
             file.write(json.dumps(trace).encode())
     (runs / "settings.json").write_text('{"lr": 1}')
     parts = parts_of(runs)
@@ -214,14 +212,13 @@ def test_a_run_that_is_balanced_says_what_it_gained(tmp_path: Path) -> None:
     run = Run([[float(COST(lens).sum()) for lens in step] for step in computed])
     starts = run.starts()
     for rank in range(2):
-        run.extra[rank] = [
-            event("user_annotation", name, starts[step], starts[step] + 1e-6, 1)
+        marks = [
+            (starts[step], name)
             for step in range(3)
             for name in marks_of("step", computed[step][rank], loaded[step][rank])
         ]
-        run.extra[rank].append(
-            event("user_annotation", "bascule::batch lens [7]", starts[1], starts[1], 1)
-        )
+        marks.append((starts[1], "bascule::batch lens [7]"))
+        run.extra[rank] = [event("user_annotation", name, at, at + 1e-6, 1) for at, name in marks]
     traces, _ = read_traces(run.write(tmp_path))
     worth = balancing_worth(step_parts(traces), lengths_of(traces))
     assert worth.as_loaded_s > 1.5 * worth.model_s
@@ -229,17 +226,12 @@ def test_a_run_that_is_balanced_says_what_it_gained(tmp_path: Path) -> None:
 
 
 def test_marks_are_read_as_they_are_written() -> None:
-    for mark in (
-        LengthMark(()),
-        LengthMark((3, 2**40), "lens", "step", 4),
-        LengthMark((5,), "loaded", "batch"),
-    ):
+    marks = LengthMark((3, 2**40), "lens", "step", 4), LengthMark((5,), "loaded", "batch")
+    for mark in (LengthMark(()), *marks):
         assert read_mark(str(mark)) == mark
     assert marks_of("step", [2, 1], [1, 2]) == ["bascule::step lens [2,1]"]
-    assert marks_of("step", [2], [1, 1], 2) == [
-        "bascule::step lens/2 [2]",
-        "bascule::step loaded [1,1]",
-    ]
+    both = ["bascule::step lens/2 [2]", "bascule::step loaded [1,1]"]
+    assert marks_of("step", [2], [1, 1], 2) == both
     assert read_mark("bascule::lens [512, 64]") == LengthMark((512, 64))
     for wrong in ("lens [1]", "bascule::lens [-1]", "bascule::lens [1 2]", "bascule::lens [1.5]"):
         assert read_mark(wrong) is None
@@ -275,9 +267,8 @@ def test_the_command(tmp_path: Path, capsys: Console) -> None:
     code, out, err = run(capsys, "trace", str(tmp_path / "out"), "--json", "-")
     found = json.loads(out)
     assert code == 0 and "balanced, predicted" in err
-    assert (
-        found["worth"]["speedup"] > 1.1 and found["worth"]["cost"]["fit"]["num_observations"] == 12
-    )
+    assert found["worth"]["speedup"] > 1.1
+    assert found["worth"]["cost"]["fit"]["num_observations"] == 12
     close(found["compute"], seconds)
     code, out, _ = run(capsys, "trace", str(Run(OWN).write(tmp_path)))
     assert code == 0 and "is not known: of no step" in " ".join(out.split())

@@ -56,7 +56,7 @@ class ManyWords(Words):
 def test_a_dataset_without_columns_is_else_the_same(kind: type[Words]) -> None:
     dataset = kind()
     columns = Columns(dataset, frozenset({"input_ids", "labels"}))
-    expected = [{"input_ids": [0]}, {"input_ids": [1]}, {"input_ids": [2]}, {"input_ids": [3]}, 4]
+    expected = [*({"input_ids": [number]} for number in range(4)), 4]
     assert len(columns) == 5 and [columns[index] for index in range(5)] == expected
     assert columns.__getitems__([3, 0, 4]) == [expected[3], expected[0], 4]
     columns.set_epoch(2)
@@ -74,6 +74,8 @@ def test_ready_made_packs_lose_columns_once_they_are_unpacked() -> None:
 
 
 LIMITED = LoaderOptions(weight_fn=len, limits=Limits(tokens=9), prefetch=3, min_gain=0.1)
+OTHERS: dict[str, Any] = {"axis": "dp", "batch_size": 2, "collate_fn": list, "pin_memory": True}
+OTHERS["timeout_s"] = 6
 CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"cost": 3}, "cost=3"),
     ({}, "learns=True"),
@@ -83,10 +85,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"learns": True, "options": LoaderOptions(ends="finish")}, "ends='finish'.* without a pack"),
     *(
         ({"learns": True, "options": LoaderOptions(**{name: value})}, rf"LoaderOptions\({name}=")
-        for name, value in cast(
-            dict[str, Any],
-            {"axis": "dp", "batch_size": 2, "collate_fn": list, "pin_memory": True, "timeout_s": 6},
-        ).items()
+        for name, value in OTHERS.items()
     ),
 ]
 
@@ -137,17 +136,11 @@ def test_trainers_that_are_refused(
     facts: dict[str, Any], arguments: dict[str, Any], words: str | None
 ) -> None:
     usual = {"train_sampling_strategy": "random", "n_gpu": 0, "average_tokens_across_devices": True}
-    trainer: Any = SimpleNamespace(
-        **{
-            "args": SimpleNamespace(**usual | arguments),
-            "train_dataset": Words(),
-            "model_accepts_loss_kwargs": False,
-            "compute_loss_func": None,
-            "accelerator": SimpleNamespace(torch_device_mesh=None),
-            **{f"get_{axis}_size": lambda: 1 for axis in ("tp", "cp", "sp")},
-            **facts,
-        }
-    )
+    told = {"args": SimpleNamespace(**usual | arguments), "train_dataset": Words()}
+    told |= {"model_accepts_loss_kwargs": False, "compute_loss_func": None}
+    told |= {"accelerator": SimpleNamespace(torch_device_mesh=None)}
+    told |= {f"get_{axis}_size": lambda: 1 for axis in ("tp", "cp", "sp")}
+    trainer: Any = SimpleNamespace(**told | facts)
     if words is None:
         assert checked_dataset(trainer, BALANCE) is trainer.train_dataset
         return

@@ -17,12 +17,6 @@ from bascule.workload.codes import (
 MIXED = "g16b4i256f1s0,g4b5i512f1s0,g4b5i1024f1s0,g8b1i2048f1s0"
 
 
-def write(folder: Path, name: str, text: str) -> Path:
-    path = folder / name
-    path.write_text(text, encoding="utf-8")
-    return path
-
-
 def test_visual_tokens_of_a_data_code() -> None:
     of_code = {"i256f1s0": 256, "i512f1s0": 1024, "i1024f1s0": 4096, "i2048f1s0": 16384}
     of_code |= {"i256f4s0": 256 * 4, "i256f85s1": 256 * 25, "i512f85s1": 1024 * 25}
@@ -37,15 +31,11 @@ def test_latent_frames_are_those_of_the_printed_formula() -> None:
             assert DataCode(1, 1, 16, num_frames, compressed).latent_frames == latent
 
 
-@given(
-    st.integers(1, 999),
-    st.integers(0, 999),
-    st.integers(16, 9999),
-    st.integers(1, 999),
-    st.booleans(),
-)
-def test_a_code_survives_printing(g: int, b: int, i: int, f: int, s: bool) -> None:
-    code = DataCode(g, b, i, f, s)
+NUMBERS = st.integers(1, 999), st.integers(0, 999), st.integers(16, 9999), st.integers(1, 999)
+
+
+@given(st.builds(DataCode, *NUMBERS, st.booleans()))
+def test_a_code_survives_printing(code: DataCode) -> None:
     assert parse_data_codes(str(code)) == (code,)
 
 
@@ -95,11 +85,14 @@ def test_a_larger_world_is_replicas_with_other_samples() -> None:
     ],
 )
 def test_length_files(tmp_path: Path, text: str, lengths: list[list[int]]) -> None:
-    assert read_lengths(write(tmp_path, "some lengths.txt", text)) == lengths
+    path = tmp_path / "some lengths.txt"
+    path.write_text(text, encoding="utf-8")
+    assert read_lengths(path) == lengths
 
 
 @pytest.mark.parametrize("text", ["1 2 3 4 5", "[1, 2, 3, 4, 5]", "[[1, 2, 3, 4, 5]]"])
 def test_one_list_is_dealt(tmp_path: Path, text: str) -> None:
-    path = write(tmp_path, "lengths", text)
+    path = tmp_path / "lengths"
+    path.write_text(text)
     assert read_lengths(path, num_ranks=2) == [[1, 3, 5], [2, 4]]
     assert read_lengths(path, num_ranks=1) == [[1, 2, 3, 4, 5]]
