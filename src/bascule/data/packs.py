@@ -39,10 +39,6 @@ MADE = ("cu_seqlens", "positions", "shift_labels", "first_labels", "cu_items", "
 """Fields that `make_pack` adds to those of the samples."""
 
 _MAX_TOKENS = 2**31 - 1  # cu_seqlens is int32, as attention kernels take it
-_GRID_FIELDS = {  # fields of grids, of their patches, and others with one row a grid
-    "image": ("image_grid_thw", "pixel_values", ()),
-    "video": ("video_grid_thw", "pixel_values_videos", ("second_per_grid_ts",)),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,42 +148,23 @@ def make_pack(samples: Iterable[Sample], pack: Pack) -> dict[str, Any]:
     }
 
 
-def unpack(
-    pack: Mapping[str, Any],
-    *,
-    token_fields: Sequence[str] = TOKEN_FIELDS,
-    cu_items: Mapping[str, Sequence[int] | Tensor] | None = None,
-    image_token_id: int | None = None,
-    video_token_id: int | None = None,
-    merge_size: int = 2,
-) -> list[dict[str, Any]]:
+def unpack(pack: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Split a pack into its samples, whose tensors are views of the pack's, except labels.
 
-    A pack of `make_pack` is restored bit for bit. A foreign pack needs ``cu_seqlens``; each segment
-    is a sample. A field with T rows is split like the tokens; one with n rows has one row a sample:
-    0-dim of a 1-dim tensor, else dim 0 stays. Fields that are None are left out.
-
-    Args:
-        pack: Tensors, arrays or lists by name.
-        token_fields: Fields of a foreign pack that have T rows, also where T is n.
-        cu_items: For other fields of a foreign pack, (n + 1,) bounds of the samples' rows. An entry
-            ``cu_items`` in the pack does the same.
-        image_token_id: Token that stands for a merged patch of an image in ``input_ids``, as in
-            Qwen-VL. Counting it splits ``image_grid_thw`` and ``pixel_values``.
-        video_token_id: Token of a merged patch of a video; it splits ``video_grid_thw`` and
-            ``pixel_values_videos``.
-        merge_size: Patches a side that become one token.
+    A pack of `make_pack` is restored bit for bit. A foreign pack, of tensors, arrays or lists by
+    name, needs ``cu_seqlens``; each segment is a sample. `TOKEN_FIELDS` and other fields with T
+    rows are split like the tokens; a field with n rows has one row a sample: 0-dim of a 1-dim
+    tensor, else dim 0 stays. An entry ``cu_items`` has the (n + 1,) bounds of the samples' rows of
+    other fields, by name. Fields that are None are left out.
 
     Raises:
-        ConfigError: No valid ``cu_seqlens``, a field whose rows belong to no sample, or image
-            tokens that do not match the grids.
+        ConfigError: No valid ``cu_seqlens``, or a field whose rows belong to no sample.
     """
-    whole("merge_size", merge_size, 1)
     (pack,) = mappings([pack])
     is_ours = _MARK in pack
     bounds = _checked("cu_seqlens", pack.get("cu_seqlens"))
     num_samples = pack["num_samples"] if is_ours else len(bounds) - 1
-    cu_rows = {**(pack.get("cu_items") or {}), **(cu_items or {})}
+    cu_rows = pack.get("cu_items") or {}
     fields = {
         name: value
         for name, value in pack.items()
@@ -196,9 +173,6 @@ def unpack(
     if is_ours and "first_labels" in pack:
         fields["labels"], starts = fields["labels"].clone(), cu_rows["labels"]
         fields["labels"][starts[:-1][starts.diff() > 0]] = pack["first_labels"]
-    for kind, token_id in (("image", image_token_id), ("video", video_token_id)):
-        if token_id is not None and not is_ours:
-            cu_rows = _grid_items(fields, kind, bounds, token_id, merge_size) | cu_rows
     gaps = pack.get(_MARK, {})
     samples: list[dict[str, Any]] = [{} for _ in range(num_samples)]
     for name, value in fields.items():
@@ -207,7 +181,7 @@ def unpack(
         elif is_ours:
             parts = _one_each(name, value, num_samples)
         else:
-            parts = _attribute(name, value, bounds, name in token_fields)
+            parts = _attribute(name, value, bounds)
         if len(parts) != num_samples:
             raise ConfigError(
                 f"cu_items[{name!r}] is for {len(parts)} samples, and the pack has {num_samples}"
@@ -264,15 +238,15 @@ def _checked(what: str, numbers: Sequence[int] | Tensor | None) -> list[int]:
     return values.tolist()
 
 
-def _attribute(name: str, value: Any, bounds: list[int], is_token_field: bool) -> Sequence[Any]:
+def _attribute(name: str, value: Any, bounds: list[int]) -> Sequence[Any]:
     """Split a field of a foreign pack by its number of rows."""
     num_rows, num_samples, num_tokens = _rows(name, value), len(bounds) - 1, bounds[-1]
-    if is_token_field:
+    if name in TOKEN_FIELDS:
         return _split(name, value, bounds)
     if num_rows == num_samples == num_tokens and num_samples:
         raise ConfigError(
-            f"{name} has {num_rows} rows, and the pack as many tokens as samples: name it in "
-            "token_fields, or give the cumulative counts of its rows in cu_items"
+            f"{name} has {num_rows} rows, and the pack as many tokens as samples: give the "
+            "cumulative counts of its rows in cu_items"
         )
     if num_rows == num_tokens:
         return _split(name, value, bounds)
@@ -294,7 +268,7 @@ def _one_each(name: str, value: Any, num_samples: int) -> Sequence[Any]:
     if num_rows != num_samples:
         raise ConfigError(
             f"{name} has {num_rows} rows, neither one a token nor one a sample: give their "
-            "cumulative counts in cu_items, or image_token_id for the fields of Qwen-VL"
+            "cumulative counts in cu_items"
         )
     keeps_dim = not isinstance(value, list | tuple) and value.ndim > 1
     return [value[i : i + 1] if keeps_dim else value[i] for i in range(num_samples)]
@@ -307,37 +281,6 @@ def _rows(name: str, value: Any) -> int:
         f"{name} is one {type(value).__name__} for the whole pack: drop it, or give a list with a "
         "value for each sample"
     )
-
-
-def _grid_items(
-    fields: Mapping[str, Any], kind: str, bounds: list[int], token_id: int, merge_size: int
-) -> dict[str, Tensor]:
-    """Return the bounds of each sample's grids and patches, from tokens for merged patches."""
-    grid_name, pixels, others = _GRID_FIELDS[kind]
-    if grid_name not in fields:
-        return {}
-    if "input_ids" not in fields:
-        raise ConfigError(f"{kind}_token_id is looked for in input_ids, which the pack lacks")
-    _split("input_ids", fields["input_ids"], bounds)
-    is_item = torch.as_tensor(fields["input_ids"]) == token_id
-    cu_tokens = torch.cat([is_item.new_zeros(1, dtype=torch.int64), is_item.cumsum(0)])[bounds]
-    patches = torch.as_tensor(fields[grid_name]).long().prod(1)
-    if (patches <= 0).any() or (patches % merge_size**2).any():
-        raise ConfigError(
-            f"{grid_name} has grids of {patches.tolist()} patches; each must be a positive "
-            f"multiple of merge_size squared, {merge_size**2}"
-        )
-    cu_patches = torch.cat([patches.new_zeros(1), patches.cumsum(0)])
-    cu_grids = torch.searchsorted(cu_patches, cu_tokens * merge_size**2)
-    fits = cu_patches[cu_grids.clamp(max=len(patches))] == cu_tokens * merge_size**2
-    if not fits.all() or cu_grids[-1] != len(patches):
-        wrong = int((~fits).int().argmax()) if not fits.all() else len(bounds) - 1
-        raise ConfigError(
-            f"{grid_name} does not match input_ids: up to sample {wrong - 1} there are "
-            f"{int(cu_tokens[wrong])} {kind} tokens ({token_id}), and grids end after "
-            f"{(cu_patches // merge_size**2).tolist()}"
-        )
-    return {pixels: cu_patches[cu_grids], **dict.fromkeys((grid_name, *others), cu_grids)}
 
 
 # --- fields of samples, joined --------------------------------------------------------------------
