@@ -327,13 +327,15 @@ class _Sources(NamedTuple):
             if num_shares and (share, num_shares) != (index, places.size):
                 raise ConfigError(
                     f"the ResumableSampler of data-parallel rank {place} has rank={share} and "
-                    f"num_ranks={num_shares}: give it rank={index} and num_ranks={places.size}, "
-                    "counted over ranks whose loader is not None"
+                    f"num_ranks={num_shares}, so samples would be lost or repeated: give it "
+                    f"rank={index} and num_ranks={places.size}, of the ranks whose loader is not "
+                    "None"
                 )
             if tuple(other) != deal:
                 raise ConfigError(
                     f"the ResumableSamplers of data-parallel ranks {places[0]} and {place} have "
-                    f"(num_samples, shuffle, seed) = {deal} and {tuple(other)}: give all the same"
+                    f"(num_samples, shuffle, seed) = {deal} and {tuple(other)}, so samples would "
+                    "be lost or repeated: give all ranks the same"
                 )
         if numbers.min() < 0:
             return cls(places, None, deal)
