@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
-from bascule.data.packs import VISUAL_FIELDS, Pack, collate_padded, make_pack, unpack
+from bascule.data.packs import VISUAL_FIELDS, Pack, collate_padded, make_pack
 from bascule.transformers import inputs_of_pack
 from tests.helpers.vlm_models import MODELS, QWENS, make_model, make_samples, make_videos
 
@@ -105,22 +105,6 @@ def test_a_pack_has_the_mean_loss_of_its_samples(
     shift_labels = pack["shift_labels"][None]
     again = model(**inputs, labels=shift_labels, shift_labels=shift_labels, use_cache=False)
     torch.testing.assert_close(again.loss, theirs, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("name", QWENS)
-def test_images_of_a_foreign_pack_follow_their_image_tokens(name: str) -> None:
-    model = make_model(name)
-    samples = make_samples(name)
-    pack = make_pack(samples, Pack(96))
-    names = ("input_ids", "mm_token_type_ids", "pixel_values", "image_grid_thw")
-    foreign = {name: pack[name] for name in names}
-    foreign["labels"] = torch.cat([sample["labels"] for sample in samples])
-    foreign["cu_seqlens"] = pack["cu_seqlens"].tolist()
-    again = unpack(foreign, image_token_id=model.config.image_token_id, merge_size=2)
-    backwards = [{name: x for name, x in sample.items() if len(x)} for sample in again[::-1]]
-    expected, _, _ = alone(model, samples[::-1])
-    found, _, _ = alone(model, backwards)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_an_internvl_pack_joins_the_tiles_as_a_batch_does() -> None:

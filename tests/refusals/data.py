@@ -66,14 +66,6 @@ def number(value: Any) -> Callable[[], object]:
 IDS = torch.tensor([1, 2, 3])
 FIRST = {"input_ids": IDS[:2], "image": torch.zeros(1, 2), "weight": IDS[0]}
 ONE, BYTES = {"input_ids": IDS[:1]}, IDS[:2].to(torch.uint8)
-IMAGES = {
-    "input_ids": torch.tensor([1, 9, 9, 2, 1, 2, 1, 9, 2]),
-    "pixel_values": torch.zeros(12, 1),
-    "image_grid_thw": torch.tensor([[1, 2, 2]] * 3),
-    "cu_seqlens": [0, 4, 6, 9],
-}
-FEW, MANY = (torch.tensor([1, 9, x, y, 1, 2, 1, 9, 2]) for x, y in ((1, 2), (9, 9)))
-NO_MATCH = "image_grid_thw does not match input_ids: up to sample {} there are {} image tokens"
 PACKED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"input_ids": torch.zeros(9, dtype=torch.int64)}, ("together 11 tokens", "pack of 10")),
     ({"input_ids": IDS[:2], "labels": IDS[:1]}, ("labels of sample 1 has 1 rows",)),
@@ -98,16 +90,6 @@ UNPACKED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"cu_items": {"image": [0, 2, 4]}, "image": torch.zeros(5)}, ("image has 5 rows",)),
     ({"max_seqlen": 2}, ("max_seqlen is one int for the whole pack",)),
     ({"cu_seqlens": [0, 1, 2, 3], "weight": torch.zeros(3)}, ("as many tokens as samples",)),
-]
-OF_IMAGES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-    ({"input_ids": FEW}, (NO_MATCH.format(2, 2),)),
-    ({"input_ids": MANY}, (NO_MATCH.format(2, 4),)),
-    ({"image_grid_thw": torch.tensor([[1, 2, 2], [1, 4, 2]])}, (NO_MATCH.format(0, 2),)),
-    ({"image_grid_thw": torch.tensor([[1, 1, 2]])}, ("multiple of merge_size squared, 4",)),
-    ({"image_grid_thw": torch.tensor([[0, 2, 2]])}, ("positive multiple",)),
-    ({"pixel_values": torch.zeros(11, 1)}, ("pixel_values has 11 rows, but its samples have 12",)),
-    ({"input_ids": torch.full((3,), 9)}, ("input_ids has 3 rows, but its samples have 9",)),
-    ({"input_ids": None}, ("looked for in input_ids",)),
 ]
 PADDED: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
     (ONE, {"multiple_of": 0}, ("multiple_of is 0", "at least 1")),
@@ -185,10 +167,6 @@ CASES = [
     *(
         (f"unpacked {n}", partial(unpack, {"input_ids": IDS, "cu_seqlens": [0, 1, 3]} | x), words)
         for n, (x, words) in enumerate(UNPACKED)
-    ),
-    *(
-        (f"images {n}", partial(unpack, IMAGES | change, image_token_id=9), words)
-        for n, (change, words) in enumerate(OF_IMAGES)
     ),
     *(
         (f"padded {n}", partial(collate_padded, [{"input_ids": IDS}, other], **options), words)

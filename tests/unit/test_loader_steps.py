@@ -356,7 +356,7 @@ def tracker_of(places: list[int]) -> Any:
     """A tracker of costs on rank 0 of a group, as it is once all ranks have agreed on it."""
     tracker: Any = CostTracker.__new__(CostTracker)
     tracker._ranks = ranks_at(places)
-    tracker._left_out, tracker._wanted, tracker._units = 0, 99, []
+    tracker._num_discarded, tracker._num_wanted, tracker._units = 0, 99, []
     tracker._num_gathered, tracker._device = 0, torch.device("cpu")
     return tracker
 

@@ -210,16 +210,6 @@ def test_init_is_the_same_for_a_seed_and_dtype() -> None:
     assert not torch.equal(first.image_in.weight.bfloat16(), second.image_in.weight)
 
 
-def test_adaln_zero_starts_at_zero_and_still_learns() -> None:
-    model = make_model()
-    model.init_weights(0, adaln_zero=True)
-    batch, exchange = pack([(3, 5)])
-    assert not model(batch, exchange).any()
-    (model(batch, exchange) - 1).square().sum().backward()
-    grad = model.final.linear.bias.grad
-    assert grad is not None and grad.all()
-
-
 def test_flux_has_its_twelve_billion_parameters() -> None:
     with torch.device("meta"):
         model = MMDiT(MMDiTConfig.flux())

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from bascule.arrays import Floats
+from bascule.arrays import Floats, Ints
 from bascule.checks import number, whole
 from bascule.comm.agree import agree
 from bascule.comm.collectives import all_gather, broadcast
@@ -19,19 +18,18 @@ from bascule.comm.groups import set_timeout
 from bascule.data.loader import DEFAULT_TIMEOUT_S, BalancedLoader
 from bascule.data.steps import Batch
 from bascule.errors import ConfigError
-from bascule.machine.costs import IterationFit, PolynomialCost
+from bascule.machine.costs import PolynomialCost
 from bascule.machine.fits import MIN_OBSERVATIONS, TERMS, fit_iterations
 
 logger = logging.getLogger(__name__)
 
 STATE_VERSION = 1
-_NUM_WORDS = 1 + 15  # the drift, and a fitted cost model
 
 _Moment = float | torch.cuda.Event
 
 
 def _now(device: torch.device) -> _Moment:
-    """Return this moment: in CPU time of this thread, or on the device's stream, without a wait."""
+    """Return this thread's CPU time; on a GPU an event of the stream, without a wait."""
     if device.type != "cuda":
         return time.thread_time()
     event = torch.cuda.Event(enable_timing=True)
@@ -50,13 +48,13 @@ def _seconds(start: _Moment, end: _Moment) -> float:
 class _Unit:
     """A microbatch or a step, after which ranks wait for each other."""
 
-    seq_lens: list[npt.NDArray[np.int64]]  # of each data-parallel rank
-    laps: list[tuple[_Moment, _Moment]]  # of this rank's own compute, one a microbatch
-    is_odd: bool  # this rank computed on something that the plan does not show: padding
+    seq_lens: list[Ints]  # of each data-parallel rank
+    laps: list[tuple[_Moment, _Moment]]  # begin and end of this rank's compute of each microbatch
+    is_padded: bool  # this rank computed on padding, which the plan does not have
 
     def seconds(self) -> float:
-        """Return the seconds of this rank; nan if they mean nothing."""
-        return math.nan if self.is_odd else sum(_seconds(*lap) for lap in self.laps)
+        """Return this rank's compute time; nan with padding, whose length is not in the plan."""
+        return math.nan if self.is_padded else sum(_seconds(*lap) for lap in self.laps)
 
 
 class CostTracker:
@@ -102,11 +100,11 @@ class CostTracker:
         self._loader, self._ranks = loader, loader.ranks
         numbers = {"warmup": warmup, "discard": discard, "window": window, "max_drift": max_drift}
         numbers["timeout_s"] = timeout_s
-        text = f"CostTracker({', '.join(f'{name}={one!r}' for name, one in numbers.items())})"
+        text = f"CostTracker({', '.join(f'{name}={value!r}' for name, value in numbers.items())})"
         error: ConfigError | None = None
         try:
-            for name, least in (("warmup", MIN_OBSERVATIONS), ("window", MIN_OBSERVATIONS)):
-                whole(f"CostTracker({name}", numbers[name], least)
+            whole("CostTracker(warmup", warmup, MIN_OBSERVATIONS)
+            whole("CostTracker(window", window, MIN_OBSERVATIONS)
             whole("CostTracker(discard", discard)
             number("CostTracker(max_drift", max_drift, 1e-6)
             number("CostTracker(timeout_s", timeout_s, 1e-3, 1e7)
@@ -117,7 +115,7 @@ class CostTracker:
         self._device = torch.device(default if device is None else device)
         self._timeout_s = float(timeout_s)
         self._window, self._max_drift = window, max_drift
-        self._left_out, self._wanted = discard, warmup
+        self._num_discarded, self._num_wanted = discard, warmup  # measurements still to take
         self._units: list[_Unit] = []
         self._num_gathered = 0
         self.cost: PolynomialCost | None = None
@@ -164,19 +162,18 @@ class CostTracker:
 
     def metrics(self) -> dict[str, Any]:
         """Return coefficients, number of fits, and the last drift."""
-        cost = {} if self.cost is None else {n: getattr(self.cost, n) for n in TERMS}
+        cost = {} if self.cost is None else {name: getattr(self.cost, name) for name in TERMS}
         return cost | {"num_fits": self.num_fits, "drift": self.drift}
 
     def _use(self, cost: PolynomialCost) -> None:
-        kept = getattr(self._loader.cost, "bytes_per_token", None)  # a fit of seconds says no bytes
-        cost = replace(cost, bytes_per_token=kept)
-        self.cost = cost
-        self._wanted = self._window
-        self._loader.set_cost(cost)
+        num_bytes = getattr(self._loader.cost, "bytes_per_token", None)  # which no fit measures
+        self.cost = replace(cost, bytes_per_token=num_bytes)
+        self._num_wanted = self._window
+        self._loader.set_cost(self.cost)
 
     def _observe(self, batches: list[Batch], laps: list[tuple[_Moment, _Moment]]) -> None:
-        if self._left_out:
-            self._left_out -= 1
+        if self._num_discarded:
+            self._num_discarded -= 1
             return
         num_ranks = self._ranks.num
         lens = [
@@ -184,68 +181,45 @@ class CostTracker:
             for rank in range(num_ranks)
         ]
         self._units.append(_Unit(lens, laps, any(batch.is_padding for batch in batches)))
-        if len(self._units) == self._wanted:
+        if len(self._units) == self._num_wanted:
             self._learn()
             self._units = []
 
     def _learn(self) -> None:
-        """Gather the times and, where the cost model does not explain them, fit another."""
+        """Gather the times, and fit a new cost model if the old one does not predict them."""
         set_timeout(self._ranks.group, self._timeout_s)
         seconds = self._gather()
-        answer = np.full(_NUM_WORDS, np.nan)
+        fitted = np.full(1 + len(TERMS), np.nan)  # the drift, and the coefficients of a new fit
         if self._ranks.group.rank == 0:  # processors may round a fit differently
             lens = [unit.seq_lens for unit in self._units]
             if self.cost is not None:
-                answer[0] = _drift(self.cost, lens, seconds)
-            if self.cost is None or answer[0] > self._max_drift:
+                fitted[0] = _drift(self.cost, lens, seconds)
+            if self.cost is None or fitted[0] > self._max_drift:
                 try:
-                    answer[1:] = _to_words(fit_iterations(lens, seconds))
+                    cost = fit_iterations(lens, seconds)
+                    fitted[1:] = [getattr(cost, name) for name in TERMS]
                 except ConfigError as error:
                     logger.warning("the cost model stays as it is: %s", error)
         where = f"step {self._num_gathered}: broadcast (cost model)"
-        answer = broadcast(self._ranks.group, where, torch.from_numpy(answer)).numpy()
-        self.drift = None if math.isnan(answer[0]) else float(answer[0])
-        if not math.isnan(answer[1]):
+        drift, *terms = broadcast(self._ranks.group, where, torch.from_numpy(fitted)).tolist()
+        self.drift = None if math.isnan(drift) else drift
+        if not math.isnan(terms[0]):
             self.num_fits += 1
-            self._use(_of_words(answer[1:]))
+            self._use(PolynomialCost(*terms))
 
     def _gather(self) -> Floats:
-        """Return own times (units, D) on a CPU; of the slowest rank (units,) on a GPU."""
+        """Return times (units, D) of all ranks on CPUs; of the slowest rank (units,) on GPUs."""
         self._num_gathered += 1
-        own = torch.tensor([unit.seconds() for unit in self._units], dtype=torch.float64)
+        seconds = torch.tensor([unit.seconds() for unit in self._units], dtype=torch.float64)
         call = f"step {self._num_gathered}: all_gather (seconds)"
-        times = all_gather(self._ranks.group, call, own).numpy()
+        times = all_gather(self._ranks.group, call, seconds).numpy()
         if self._device.type == "cuda":
             return np.nanmax(times, axis=0)
-        places = [times[self._ranks.place == place] for place in range(self._ranks.num)]
-        return np.stack([np.max(part, axis=0) for part in places], axis=1)
+        place_of = self._ranks.place
+        return np.stack([times[place_of == i].max(axis=0) for i in range(self._ranks.num)], axis=1)
 
 
-def _to_words(cost: PolynomialCost) -> Floats:
-    """Return all numbers of a fitted cost model."""
-    fit = cost.fit
-    assert fit is not None
-    terms = [getattr(cost, name) for name in TERMS]
-    is_open = [name in fit.unidentified for name in TERMS]
-    quality = fit.loo_error, fit.num_observations, fit.num_outliers
-    return np.concatenate([terms, fit.standard_errors, is_open, quality])
-
-
-def _of_words(words: Floats) -> PolynomialCost:
-    terms, errors, is_open, quality = np.split(words, [4, 8, 12])
-    fit = IterationFit(
-        tuple(errors.tolist()),
-        tuple(name for name, flag in zip(TERMS, is_open, strict=True) if flag),
-        float(quality[0]),
-        int(quality[1]),
-        int(quality[2]),
-    )
-    return PolynomialCost(*terms.tolist(), fit=fit)
-
-
-def _drift(
-    cost: PolynomialCost, seq_lens: list[list[npt.NDArray[np.int64]]], seconds: Floats
-) -> float:
+def _drift(cost: PolynomialCost, seq_lens: list[list[Ints]], seconds: Floats) -> float:
     """Return the median relative error of the cost model's prediction."""
     predicted = np.array([[cost(lens).sum() for lens in unit] for unit in seq_lens])
     predicted = predicted + cost.overhead

@@ -11,10 +11,10 @@ _FEWEST_STEPS = 20  # timed steps before a line is fitted
 
 @dataclass(slots=True)
 class Gain:
-    """Sums over the steps of a run.
+    """Sums over the steps of a run, from which it estimates the gain.
 
-    A run shows only balanced steps. A line is fitted, by least squares, to their seconds over their
-    predicted work, and read at their work before balancing. What balancing costs is not in it.
+    Only balanced steps are measured. Least squares fit their seconds to a line over their predicted
+    work, which is read at the work before balancing. The cost of balancing is not in the result.
     """
 
     _work: Floats = field(default_factory=lambda: np.zeros(3))  # before, after, mean of ranks
@@ -22,7 +22,7 @@ class Gain:
     _last: float | None = None
 
     def add(self, before: float, after: float, mean: float, now: float) -> None:
-        """Add makespans of a step that ended now, by a clock in seconds, and its mean work."""
+        """Add a step that ended `now` (seconds): makespans before and after, and mean work."""
         self._work += (before, after, mean)
         if self._last is not None:
             s = now - self._last
@@ -30,7 +30,7 @@ class Gain:
         self._last = now
 
     def pause(self) -> None:
-        """Leave out the time until the next step ends: it is not of training alone."""
+        """Leave out the time until the next step ends, which is not training alone."""
         self._last = None
 
     def metrics(self) -> dict[str, float]:

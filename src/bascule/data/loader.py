@@ -93,7 +93,7 @@ class Progress:
     saved: tuple[Saved, ...] = ()  # of each source rank; empty if no loader has a state
 
     def after(self, step: int, counts: Sequence[int], saved: Sequence[Saved]) -> "Progress":
-        """Return it after a microbatch of a step, with so many items of each source rank."""
+        """Return the progress after a microbatch with these numbers of items by source rank."""
         done = self.counts or (0,) * len(counts)
         sums = tuple(map(sum, zip(done, counts, strict=True)))
         saved = tuple(saved) or self.saved
@@ -111,7 +111,7 @@ class Progress:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], deal: Sequence[int]) -> "Progress":
-        """Go on from a state: the run that wrote it becomes the last one of the history."""
+        """Read a state; the run that wrote it becomes the last one of the history."""
         try:
             version, its_deal = state["version"], tuple(state["deal"])
             history = [_counts(counts) for counts in state["history"]]
@@ -119,8 +119,8 @@ class Progress:
                 history.append(_counts(state["counts"]))
             epoch, step = (whole_number(state[name], name) for name in ("epoch", "step"))
             saved = tuple(
-                (-whole_number(offset, "an offset"), words_of(own))
-                for own, offset in state["saved"] or ()
+                (-whole_number(offset, "an offset"), words_of(loader_state))
+                for loader_state, offset in state["saved"] or ()
             )
         except (LookupError, TypeError, ValueError) as error:
             raise ConfigError(
@@ -132,15 +132,14 @@ class Progress:
             )
         if its_deal != tuple(deal):
             raise ConfigError(
-                f"a state of samplers with (num_samples, shuffle, seed) = {its_deal}, and these "
-                f"have {tuple(deal)} (zeros: no ResumableSampler): samples would be lost or "
-                "repeated"
+                f"the state's samplers have (num_samples, shuffle, seed) = {its_deal}, and these "
+                f"{tuple(deal)} (zeros: no ResumableSampler): samples would be lost or repeated"
             )
         return cls(epoch, step, tuple(history), saved=saved)
 
 
 def _counts(values: Sequence[int]) -> tuple[int, ...]:
-    """Check the items of each source rank: there is one at least."""
+    """Check a state's numbers of items by source rank, of which there is one at least."""
     counts = tuple(whole_number(count, "a count of the state") for count in values)
     if not counts:
         raise ValueError("no counts in the history")
@@ -239,13 +238,12 @@ def _set_up(
     batch_size, unpack, limits = options.batch_size, options.unpack, options.limits
     if batch_size is not None and (pack or unpack):
         raise ConfigError(
-            f"LoaderOptions(batch_size={batch_size}): a pack holds samples up to its tokens, and "
-            "ready-made packs come in the loader's lists; leave batch_size out"
+            f"LoaderOptions(batch_size={batch_size}): packs hold samples up to their tokens; leave "
+            "batch_size out"
         )
     if options.collate_fn is not None and pack is not None:
         raise ConfigError(
-            "LoaderOptions(collate_fn=..): a pack is one sequence of all its samples, and is "
-            "collated by nothing else; leave collate_fn out, or pack"
+            "LoaderOptions(collate_fn=..): packs are not collated; leave collate_fn out, or pack"
         )
     grouping = None
     if unpack is None and (pack is not None or batch_size is not None):
@@ -292,7 +290,7 @@ def _described(value: Any) -> str:
 def _join(
     mesh_or_group: "DeviceMesh | dist.ProcessGroup | None", axis: str | None, timeout_s: float
 ) -> tuple[DataRanks, Pool]:
-    """Return the ranks that load or have peers that do, and the groups that their loaders share."""
+    """Return the data-parallel ranks, and the pool of groups that their loaders share."""
     if axis is None:
         along = groups.member_of(groups.resolve(mesh_or_group), "data-parallel")
         by_place = torch.tensor(along.ranks)[:, None]
@@ -347,7 +345,7 @@ class _Sources(NamedTuple):
 
 
 class BalancedLoader:
-    """Balances the samples of any loader over data-parallel ranks, some steps ahead.
+    """Loader that balances the samples of any loader over data-parallel ranks, some steps ahead.
 
     A thread gathers what all ranks loaded, plans, moves samples in one all-to-all of bytes, and
     collates. Each sample is delivered once. Its rank depends on samples, cost model and step alone.
@@ -405,12 +403,12 @@ class BalancedLoader:
         self._timeout_s, self._depth = options.timeout_s, options.prefetch
         self.ranks, self._pool = _join(mesh_or_group, options.axis, self._timeout_s)
         is_first = self.ranks.leaders[self.ranks.index] == self.ranks.group.rank
-        own = loader if is_first else None
+        local = loader if is_first else None
         length_fn = num_input_ids if length_fn is None else length_fn
         accumulate = accumulation_of_accelerate() if accumulate is None else accumulate
         setup, error = None, None
         try:
-            setup = _set_up(own, cost, length_fn, accumulate, sync, pack, options)
+            setup = _set_up(local, cost, length_fn, accumulate, sync, pack, options)
         except Exception as failure:  # the others must not wait
             error = failure
         settings, words = dict[str, str](), np.zeros(7, dtype=np.int64)
@@ -432,7 +430,7 @@ class BalancedLoader:
         self._metrics = LoaderMetrics()
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the microbatches that are left of the epoch; after its end, those of the next.
+        """Yield the rest of the epoch's microbatches; after its end, those of the next epoch.
 
         All ranks raise a CommError if one failed or left, a PlanError if limits cannot be kept.
         """
@@ -474,8 +472,8 @@ class BalancedLoader:
         reading, error = None, None
         try:
             self._source.set_epoch(first.epoch)
-            own = first.saved[index] if index < len(first.saved) else None
-            reading = self._source.begin(first.history, index, places.size, own)
+            saved = first.saved[index] if index < len(first.saved) else None
+            reading = self._source.begin(first.history, index, places.size, saved)
         except Exception as failure:
             error = named(failure, "its loader")
         begins = f"epoch={first.epoch}, step={first.step}, after {first.history}"
@@ -498,7 +496,7 @@ class BalancedLoader:
         )
 
     def __len__(self) -> int:
-        """Return the microbatches of a whole epoch; TypeError where a rank does not know them."""
+        """Return the number of microbatches of an epoch; TypeError if a rank does not know it."""
         if self._sources.num_microbatches is None:
             raise TypeError("the number of microbatches is known only when they were loaded")
         return self._sources.num_microbatches
@@ -517,7 +515,7 @@ class BalancedLoader:
             self.leave(error)
 
     def leave(self, error: BaseException) -> None:
-        """End an iteration because of an error of this rank, as one that leaves a `with`."""
+        """End the iteration because of an error of this rank, as `__exit__` does."""
         prefetcher = self._prefetcher
         if prefetcher is None:
             return

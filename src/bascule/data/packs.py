@@ -1,7 +1,7 @@
-"""Samples side by side in one pack, and back again, bit for bit; and padded batches of them.
+"""Packs of samples side by side, which `unpack` restores bit for bit; and padded batches.
 
-Legend: n samples; T tokens of a pack; S segments of a pack: n, and one more before padding. In a
-padded batch, B samples of L tokens.
+Legend: n samples; T tokens of a pack; S segments of a pack: n, and one more if there is padding. In
+a padded batch, B samples of L tokens.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from bascule.checks import MAX_WHOLE, each, fields, listed, of_type, whole
 from bascule.errors import ConfigError
@@ -31,30 +32,25 @@ VISUAL_FIELDS = (
 Sample = Mapping[str, Any]
 
 _PATCHED_FIELDS = {"pixel_values": 5, "pixel_attention_mask": 4}
-"""Fields with a row an image, and in dim 1 its patches or tiles, by their number of dims."""
+"""Number of dims of fields with one row an image, and its patches or tiles in dim 1."""
 
-_MARK = "gaps"  # every pack of `make_pack` has it, and nobody else's
+_MARK = "gaps"  # every pack of `make_pack` has this field, and no other pack
 MADE = ("cu_seqlens", "positions", "shift_labels", "first_labels", "cu_items", "num_samples", _MARK)
 """Fields that `make_pack` adds to those of the samples."""
 
 _MAX_TOKENS = 2**31 - 1  # cu_seqlens is int32, as attention kernels take it
-_GRID_FIELDS = {  # grids, patches, others with a row a grid
-    "image": ("image_grid_thw", "pixel_values", ()),
-    "video": ("video_grid_thw", "pixel_values_videos", ("second_per_grid_ts",)),
-}
 
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """The form of packs: their size, and the fields with tokens.
+    """Size and padding of packs, and their fields with one row a token.
 
     Attributes:
         tokens: Most tokens of a pack.
-        fixed: True pads every pack to exactly `tokens`, with a last segment that no attention
-            reaches.
+        fixed: True pads every pack to exactly `tokens`; the padding is a last segment of its own.
         pad_id: Token in the padding.
         ignore_index: Label that adds nothing to the loss.
-        token_fields: Fields with one row a token. The first that a sample has is its length.
+        token_fields: Fields with one row a token. The first that a sample has gives its length.
     """
 
     tokens: int
@@ -79,7 +75,7 @@ class Pack:
 
 
 def make_pack(samples: Iterable[Sample], pack: Pack) -> dict[str, Any]:
-    """Put samples side by side.
+    """Put samples side by side in one pack.
 
     Token fields and other tensors with a dim are concatenated along dim 0, 0-dim tensors are
     stacked to (n,), and plain values become lists of n. A sample without a concatenated field, or
@@ -106,9 +102,9 @@ def make_pack(samples: Iterable[Sample], pack: Pack) -> dict[str, Any]:
           `unpack`.
 
     Raises:
-        ConfigError: More tokens than the budget, a token field of another length, a field of
-            another dtype, shape or kind in some samples, one that some lack and that has no neutral
-            value, or one with a name of those above.
+        ConfigError: More tokens than the budget; token fields of unlike lengths; a field whose
+            dtype, shape or kind differs between samples, that some lack and that has no neutral
+            value, or that is named like one of those above.
     """
     samples = mappings(samples)
     lens = token_lengths(samples, pack.token_fields)
@@ -152,42 +148,23 @@ def make_pack(samples: Iterable[Sample], pack: Pack) -> dict[str, Any]:
     }
 
 
-def unpack(
-    pack: Mapping[str, Any],
-    *,
-    token_fields: Sequence[str] = TOKEN_FIELDS,
-    cu_items: Mapping[str, Sequence[int] | Tensor] | None = None,
-    image_token_id: int | None = None,
-    video_token_id: int | None = None,
-    merge_size: int = 2,
-) -> list[dict[str, Any]]:
-    """Take a pack apart. The tensors of the samples are views of the pack's, except labels.
+def unpack(pack: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Split a pack into its samples, whose tensors are views of the pack's, except labels.
 
-    A pack of `make_pack` is restored bit for bit. Another one needs ``cu_seqlens``; each segment is
-    a sample. A field with T rows is split like the tokens; one with n rows has one row a sample:
-    0-dim of a 1-dim tensor, else dim 0 stays. None is left out.
-
-    Args:
-        pack: Tensors, arrays or lists by name.
-        token_fields: Fields of a pack of others that have T rows, also where T is n.
-        cu_items: For other fields of such a pack, (n + 1,) bounds of the samples' rows. An entry
-            ``cu_items`` in the pack does the same.
-        image_token_id: Token that stands for a merged patch of an image in ``input_ids``, as in
-            Qwen-VL. ``image_grid_thw`` and ``pixel_values`` are then split by counting these
-            tokens.
-        video_token_id: The same for ``video_grid_thw`` and ``pixel_values_videos``.
-        merge_size: Patches a side that become one token.
+    A pack of `make_pack` is restored bit for bit. A foreign pack, of tensors, arrays or lists by
+    name, needs ``cu_seqlens``; each segment is a sample. `TOKEN_FIELDS` and other fields with T
+    rows are split like the tokens; a field with n rows has one row a sample: 0-dim of a 1-dim
+    tensor, else dim 0 stays. An entry ``cu_items`` has the (n + 1,) bounds of the samples' rows of
+    other fields, by name. Fields that are None are left out.
 
     Raises:
-        ConfigError: No valid ``cu_seqlens``, a field whose rows belong to no sample, or image
-            tokens that do not match the grids.
+        ConfigError: No valid ``cu_seqlens``, or a field whose rows belong to no sample.
     """
-    whole("merge_size", merge_size, 1)
     (pack,) = mappings([pack])
     is_ours = _MARK in pack
     bounds = _checked("cu_seqlens", pack.get("cu_seqlens"))
     num_samples = pack["num_samples"] if is_ours else len(bounds) - 1
-    cu_rows = {**(pack.get("cu_items") or {}), **(cu_items or {})}
+    cu_rows = pack.get("cu_items") or {}
     fields = {
         name: value
         for name, value in pack.items()
@@ -196,9 +173,6 @@ def unpack(
     if is_ours and "first_labels" in pack:
         fields["labels"], starts = fields["labels"].clone(), cu_rows["labels"]
         fields["labels"][starts[:-1][starts.diff() > 0]] = pack["first_labels"]
-    for kind, token_id in (("image", image_token_id), ("video", video_token_id)):
-        if token_id is not None and not is_ours:
-            cu_rows = _grid_items(fields, kind, bounds, token_id, merge_size) | cu_rows
     gaps = pack.get(_MARK, {})
     samples: list[dict[str, Any]] = [{} for _ in range(num_samples)]
     for name, value in fields.items():
@@ -207,11 +181,10 @@ def unpack(
         elif is_ours:
             parts = _one_each(name, value, num_samples)
         else:
-            parts = _attribute(name, value, bounds, name in token_fields)
+            parts = _attribute(name, value, bounds)
         if len(parts) != num_samples:
             raise ConfigError(
-                f"cu_items[{name!r}] is for {len(parts)} samples, the pack has {num_samples}; give "
-                f"{num_samples + 1} numbers"
+                f"cu_items[{name!r}] is for {len(parts)} samples, and the pack has {num_samples}"
             )
         lacking, nones = (frozenset(gap) for gap in gaps.get(name, ((), ())))
         for i, part in enumerate(parts):
@@ -221,23 +194,23 @@ def unpack(
 
 
 def _separate(labels: Tensor, cu_samples: Tensor, ignore_index: int) -> dict[str, Tensor]:
-    """Return labels with the first of each sample ignored, these first ones, and shifted labels."""
+    """Ignore the first label of each sample in place; return labels, first and shifted labels."""
     starts = cu_samples[:-1][cu_samples.diff() > 0]
     ignored = padding("labels", labels[:0], max(len(starts), min(len(labels), 1)), 0, ignore_index)
     first_labels = labels[starts]
     labels[starts] = ignored[: len(starts)]
-    # Behind the last label of a sample stands the first of the next, or padding: ignored already.
+    # After the last label of a sample comes the first of the next, or padding: already ignored.
     shift_labels = torch.cat([labels[1:], ignored[:1]])
     return {"labels": labels, "shift_labels": shift_labels, "first_labels": first_labels}
 
 
 def _cumulative(counts: Sequence[int]) -> Tensor:
-    """Return the bounds (n + 1,) int64, beginning with 0."""
+    """Return the cumulative counts, (n + 1,) int64, which begin with 0."""
     return torch.tensor([0, *counts], dtype=torch.int64).cumsum(0)
 
 
 def _gap(name: str, samples: Sequence[Sample]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the samples without a field, and those that have None there."""
+    """Return the indices of samples without a field, and of samples where it is None."""
     lacking = tuple(i for i, sample in enumerate(samples) if name not in sample)
     nones = tuple(i for i, sample in enumerate(samples) if sample.get(name, 0) is None)
     return lacking, nones
@@ -265,16 +238,15 @@ def _checked(what: str, numbers: Sequence[int] | Tensor | None) -> list[int]:
     return values.tolist()
 
 
-def _attribute(name: str, value: Any, bounds: list[int], is_token_field: bool) -> Sequence[Any]:
-    """Split a field by its number of rows, in a pack that others made."""
+def _attribute(name: str, value: Any, bounds: list[int]) -> Sequence[Any]:
+    """Split a field of a foreign pack by its number of rows."""
     num_rows, num_samples, num_tokens = _rows(name, value), len(bounds) - 1, bounds[-1]
-    if is_token_field:
+    if name in TOKEN_FIELDS:
         return _split(name, value, bounds)
     if num_rows == num_samples == num_tokens and num_samples:
         raise ConfigError(
-            f"{name} has {num_rows} rows, and the pack as many tokens as samples, so it is unknown "
-            "which it follows; name it in token_fields, or give its rows a sample in cu_items: "
-            f"{{{name!r}: (n + 1 cumulative counts)}}"
+            f"{name} has {num_rows} rows, and the pack as many tokens as samples: give the "
+            "cumulative counts of its rows in cu_items"
         )
     if num_rows == num_tokens:
         return _split(name, value, bounds)
@@ -285,8 +257,8 @@ def _split(name: str, value: Any, bounds: list[int], may_be_longer: bool = False
     num_rows = _rows(name, value)
     if num_rows != bounds[-1] and not (may_be_longer and num_rows > bounds[-1]):
         raise ConfigError(
-            f"{name} has {num_rows} rows, but its samples have {bounds[-1]} (cu_seqlens or "
-            "cu_items); the last of these numbers must be its rows"
+            f"{name} has {num_rows} rows, but its samples have {bounds[-1]}: the last number of "
+            "cu_seqlens or cu_items must be its rows"
         )
     return [value[start:end] for start, end in pairwise(bounds)]
 
@@ -295,9 +267,8 @@ def _one_each(name: str, value: Any, num_samples: int) -> Sequence[Any]:
     num_rows = _rows(name, value)
     if num_rows != num_samples:
         raise ConfigError(
-            f"{name} has {num_rows} rows, which are neither the pack's tokens nor its "
-            f"{num_samples} samples; give its rows a sample in cu_items: {{{name!r}: (n + 1 "
-            "cumulative counts)}, or image_token_id for the fields of Qwen-VL"
+            f"{name} has {num_rows} rows, neither one a token nor one a sample: give their "
+            "cumulative counts in cu_items"
         )
     keeps_dim = not isinstance(value, list | tuple) and value.ndim > 1
     return [value[i : i + 1] if keeps_dim else value[i] for i in range(num_samples)]
@@ -307,40 +278,9 @@ def _rows(name: str, value: Any) -> int:
     if isinstance(value, list | tuple) or (isinstance(value, Tensor | np.ndarray) and value.ndim):
         return len(value)
     raise ConfigError(
-        f"{name} is one {type(value).__name__} for the whole pack and has no rows to give to "
-        "samples; drop it, or give a list with one value a sample"
+        f"{name} is one {type(value).__name__} for the whole pack: drop it, or give a list with a "
+        "value for each sample"
     )
-
-
-def _grid_items(
-    fields: Mapping[str, Any], kind: str, bounds: list[int], token_id: int, merge_size: int
-) -> dict[str, Tensor]:
-    """Count grids and patches up to each sample, from tokens that stand for merged patches."""
-    grid_name, pixels, others = _GRID_FIELDS[kind]
-    if grid_name not in fields:
-        return {}
-    if "input_ids" not in fields:
-        raise ConfigError(f"{kind}_token_id is looked for in input_ids, which the pack lacks")
-    _split("input_ids", fields["input_ids"], bounds)
-    is_item = torch.as_tensor(fields["input_ids"]) == token_id
-    cu_tokens = torch.cat([is_item.new_zeros(1, dtype=torch.int64), is_item.cumsum(0)])[bounds]
-    patches = torch.as_tensor(fields[grid_name]).long().prod(1)
-    if (patches <= 0).any() or (patches % merge_size**2).any():
-        raise ConfigError(
-            f"{grid_name} has grids of {patches.tolist()} patches; each must be a positive "
-            f"multiple of merge_size squared, {merge_size**2}"
-        )
-    cu_patches = torch.cat([patches.new_zeros(1), patches.cumsum(0)])
-    cu_grids = torch.searchsorted(cu_patches, cu_tokens * merge_size**2)
-    fits = cu_patches[cu_grids.clamp(max=len(patches))] == cu_tokens * merge_size**2
-    if not fits.all() or cu_grids[-1] != len(patches):
-        wrong = int((~fits).int().argmax()) if not fits.all() else len(bounds) - 1
-        raise ConfigError(
-            f"{grid_name} does not match input_ids: up to sample {wrong - 1} there are "
-            f"{int(cu_tokens[wrong])} {kind} tokens ({token_id}), which is not where a grid ends, "
-            f"or not the last of them; grids end after {(cu_patches // merge_size**2).tolist()}"
-        )
-    return {pixels: cu_patches[cu_grids], **dict.fromkeys((grid_name, *others), cu_grids)}
 
 
 # --- fields of samples, joined --------------------------------------------------------------------
@@ -353,10 +293,10 @@ def collate_padded(
 
     Token fields are padded to (B, L), other tensors with a dim are concatenated along dim 0, 0-dim
     tensors are stacked to (B,) and plain values become lists of B. Fields that are None everywhere,
-    or visual without rows, are left out. A sample without a token field other than ``input_ids``
-    gets neutral values, as in `make_pack`. Images of any resolution, ``pixel_values`` (images,
-    patches, C, H, W) beside ``image_sizes`` or ``pixel_attention_mask``, which say how many
-    patches count, get patches of zeros up to the most of an image, as by their processors.
+    and visual fields without rows, are left out. A sample without a token field other than
+    ``input_ids`` gets neutral values, as in `make_pack`. Images of any resolution, ``pixel_values``
+    (images, patches, C, H, W) whose patches ``image_sizes`` or ``pixel_attention_mask`` count, are
+    padded with patches of zeros to the most patches of an image, as their processors do.
 
     Args:
         samples: Tensors and plain values by name; an empty list gives a batch of shape (0, 0).
@@ -368,9 +308,9 @@ def collate_padded(
         The fields of the samples, and ``attention_mask`` (1 token, 0 padding) if they have none.
 
     Raises:
-        ConfigError: A token field has another length, a field's dtype, shape or kind differs
-            between samples, some lack one that has no neutral value, or a visual field is not a
-            tensor.
+        ConfigError: Token fields of unlike lengths; a field whose dtype, shape or kind differs
+            between samples, or that some lack and that has no neutral value; a visual field that
+            is no tensor.
     """
     whole("pad_id", pad_id)
     whole("ignore_index", ignore_index, -MAX_WHOLE)
@@ -391,45 +331,45 @@ def collate_padded(
         if all(sample.get(name) is None for sample in samples):
             continue
         if name in TOKEN_FIELDS:
-            parts = token_rows(name, samples, lens, ignore_index)
-            num_padding = [length - num_tokens for num_tokens in lens]
-            pads = [padding(name, parts[0], n, pad_id, ignore_index) for n in num_padding]
-            rows = zip(parts, pads, strict=True)
-            batch[name] = torch.stack([torch.cat(row) for row in rows])
+            padded = [
+                torch.cat([rows, padding(name, rows, length - len(rows), pad_id, ignore_index)])
+                for rows in token_rows(name, samples, lens, ignore_index)
+            ]
+            batch[name] = torch.stack(padded)
             continue
         value = join(name, samples)[0]
-        if name not in VISUAL_FIELDS:
-            batch[name] = value
-        elif not isinstance(value, Tensor):
+        if name in VISUAL_FIELDS and not isinstance(value, Tensor):
             raise ConfigError(f"{name} must be a tensor for the model; use torch.as_tensor")
-        elif value.shape[:1].numel():
+        if name not in VISUAL_FIELDS or value.shape[:1].numel():
             batch[name] = value
     return batch
 
 
 def _with_even_patches(samples: Sequence[Sample]) -> Sequence[Sample]:
-    """Return samples whose images have as many patches, zeros where another field says so."""
-    evened = [dict(sample) for sample in samples]
-    says = [one for one in evened if {"image_sizes", "pixel_attention_mask"} & one.keys()]
+    """Pad images with zero patches to the most patches of one, where a field counts patches."""
+    samples = [dict(sample) for sample in samples]
     for name, num_dims in _PATCHED_FIELDS.items():
-        of_images = [
-            say for say in says if isinstance(x := say.get(name), Tensor) and x.dim() == num_dims
+        padded = [
+            sample
+            for sample in samples
+            if {"image_sizes", "pixel_attention_mask"} & sample.keys()
+            and isinstance(value := sample.get(name), Tensor)
+            and value.dim() == num_dims
         ]
-        most = max((of_image[name].shape[1] for of_image in of_images), default=0)
-        for of_image in of_images:
-            x = of_image[name]
-            zeros = x.new_zeros(x.shape[0], most - x.shape[1], *x.shape[2:])
-            of_image[name] = torch.cat([x, zeros], dim=1)
-    return evened
+        most = max((sample[name].shape[1] for sample in padded), default=0)
+        for sample in padded:
+            num_missing = most - sample[name].shape[1]
+            sample[name] = functional.pad(sample[name], (0, 0) * (num_dims - 2) + (0, num_missing))
+    return samples
 
 
 def mappings(samples: Iterable[object]) -> list[Sample]:
-    """Return samples, or packs, as a list of mappings."""
-    every = listed("samples", samples)
-    for i, sample in enumerate(every):
+    """Return samples, or packs, as a list; refuse those that are no mapping."""
+    samples = listed("samples", samples)
+    for i, sample in enumerate(samples):
         if not isinstance(sample, Mapping):
             raise ConfigError(f"sample {i} is a {type(sample).__name__}; give dicts of fields")
-    return every
+    return samples
 
 
 def field_names(samples: Sequence[Sample]) -> list[str]:
@@ -477,13 +417,13 @@ def token_rows(
 
 
 def padding(name: str, like: Tensor, num_rows: int, pad_id: int, ignore_index: int) -> Tensor:
-    """Return rows of a token field for no token, with dtype and trailing shape of `like`."""
-    values = {"input_ids": pad_id, "labels": ignore_index}
-    return _filled(name, like, num_rows, values.get(name, 0))
+    """Return padding rows of a token field, with dtype and trailing shape of `like`."""
+    value = {"input_ids": pad_id, "labels": ignore_index}.get(name, 0)
+    return _filled(name, like, num_rows, value)
 
 
 def join(name: str, samples: Sequence[Sample]) -> tuple[Any, list[int] | None]:
-    """Join a field without a row a token: tensors with a dim, and their rows; others, and None."""
+    """Join a field that has no row a token; return also its rows a sample, None if it has none."""
     if not any(isinstance(sample.get(name), Tensor) for sample in samples):
         return [sample.get(name) for sample in samples], None
     tensors = _tensors(name, samples)
@@ -491,7 +431,7 @@ def join(name: str, samples: Sequence[Sample]) -> tuple[Any, list[int] | None]:
         counts = [len(tensors[i]) if i in tensors else 0 for i in range(len(samples))]
         return torch.cat(list(tensors.values())), counts
     if len(tensors) < len(samples):
-        # The rows of the others would move up, to samples that are not theirs.
+        # Stacked without it, the values would belong to the wrong samples.
         i = min(set(range(len(samples))) - tensors.keys())
         raise ConfigError(f"sample {i} lacks {name}, one number in others; give it to all or none")
     return torch.stack(list(tensors.values())), None
@@ -500,24 +440,23 @@ def join(name: str, samples: Sequence[Sample]) -> tuple[Any, list[int] | None]:
 def _tensors(name: str, samples: Sequence[Sample]) -> dict[int, Tensor]:
     """Return a field's tensors by sample, of one dtype and shape: torch.cat would promote them."""
     tensors: dict[int, Tensor] = {}
-    forms: dict[tuple[Any, ...], int] = {}
+    first_with: dict[tuple[Any, ...], int] = {}  # first sample of each dtype and shape
     for i, sample in enumerate(samples):
         if (value := sample.get(name)) is None:
             continue
         if not isinstance(value, Tensor):
-            raise ConfigError(
-                f"{name} of sample {i} is a {type(value).__name__}, of others a tensor; use "
-                "torch.as_tensor"
-            )
+            kind = type(value).__name__
+            raise ConfigError(f"{name} of sample {i} is a {kind}, of others a tensor")
         tensors[i] = value
-        forms.setdefault((value.dtype, value.dim(), value.shape[1:]), i)
-    if len(forms) > 1:
-        one, other = [
-            f"{tensors[i].dtype} {tuple(tensors[i].shape)} in sample {i}" for i in forms.values()
-        ][:2]
+        first_with.setdefault((value.dtype, value.dim(), value.shape[1:]), i)
+    if len(first_with) > 1:
+        unlike = [
+            f"{tensors[i].dtype} {tuple(tensors[i].shape)} in sample {i}"
+            for i in first_with.values()
+        ]
         raise ConfigError(
-            f"{name} is {one} and {other}; all samples need the same dtype and the same shape "
-            "behind dim 0"
+            f"{name} is {unlike[0]} and {unlike[1]}; all samples need the same dtype and the same "
+            "shape behind dim 0"
         )
     return tensors
 
@@ -530,8 +469,7 @@ def _num_rows(i: int, name: str, value: object) -> int:
         )
     if value.dim() == 0 or (name == "input_ids" and value.dim() > 1):
         raise ConfigError(
-            f"{name} of sample {i} has the shape {tuple(value.shape)}, needed is (L,), one row a "
-            "token and no dim for the batch"
+            f"{name} of sample {i} has the shape {tuple(value.shape)}: give (L,), no batch dim"
         )
     return len(value)
 

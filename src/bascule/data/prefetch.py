@@ -1,10 +1,10 @@
-"""The thread that makes steps of a balanced loader ahead, its process group, and how it is left.
+"""The thread that makes steps of a balanced loader ahead, its process group, and its end.
 
 Two threads in one group of gloo get each other's bytes, and torch never frees a group alone. So
-iterations borrow groups of a pool, which a gather finds free on all ranks.
+iterations borrow from a pool a group that is free on all ranks, by a gather.
 
-A rank that leaves sends a flag in its next gather, and a note to the store, for threads that are
-far ahead. They read it once a second, and go on up to the microbatch in the note.
+A rank that leaves sends a flag in its next gather, and a note to the store. Threads of other ranks
+that are far ahead read the note once a second, and go on up to the microbatch in it.
 """
 
 import atexit
@@ -57,18 +57,18 @@ class Departure(NamedTuple):
 
 
 class Lease:
-    """A group of a pool; while it is lent, an iteration of this rank uses it."""
+    """Group of a pool, and whether an iteration of this rank uses it."""
 
     def __init__(self, group: RankGroup) -> None:
         self.group, self.is_lent = group, False
-        self.use = 0  # how often it was lent, alike on all ranks
+        self.use = 0  # number of times it was lent, alike on all ranks
 
     @property
     def _note(self) -> str:
         return f"left/{self.group.process_group.group_name} {self.use}"
 
     def announce(self, reason: str, after: Position) -> None:
-        """Leave a note that this rank leaves; of several ranks the first one counts."""
+        """Write the note that this rank leaves, unless another rank's note is there already."""
         text = json.dumps([self.group.rank, after, reason])
         with suppress(RuntimeError, ValueError):  # the store is gone, and so are connections
             key = f"bascule/{self._note}"
@@ -89,7 +89,7 @@ class Pool:
     """The groups of some global ranks that loaders share. All of these ranks construct it."""
 
     def __init__(self, members: Sequence[int], timeout_s: float) -> None:
-        # Of the thread that trains, to construct loaders and to borrow.
+        # The training thread constructs loaders and borrows in this group.
         self.control = new_group(members, "loader", timeout_s, backend="gloo")
         self.num_loaders = 0
         self._leases: list[Lease] = []
@@ -99,7 +99,7 @@ class Pool:
     ) -> Lease:
         """Return a group that is free on all ranks. All call it, in the same order."""
         set_timeout(self.control, timeout_s)
-        is_free = [not one.is_lent and one.group.calls.ended is None for one in self._leases]
+        is_free = [not lease.is_lent and lease.group.calls.ended is None for lease in self._leases]
         gathered = agree(
             self.control,
             settings,
@@ -119,7 +119,7 @@ class Pool:
 
 
 def pool_of(members: Sequence[int], timeout_s: float) -> Pool:
-    """Return the pool of these global ranks, made where there is none that works. All call it."""
+    """Return the pool of these global ranks; make one if there is none, or it has failed."""
     pool = this_world().kept(
         (Pool, tuple(members)),
         lambda: Pool(members, timeout_s),
@@ -160,7 +160,7 @@ class Prefetcher:
     # --- the thread that trains -------------------------------------------------------------------
 
     def take(self) -> tuple[ReadyStep | None, tuple[float, float]]:
-        """Return the next step, None at the end, and begin and end of this thread's wait."""
+        """Return the next step (None at the end), and when this thread's wait began and ended."""
         start = time.perf_counter()
         with self._changed:
             self._bytes -= 0 if self._taken is None else self._taken.received_bytes
@@ -169,13 +169,13 @@ class Prefetcher:
             waited = start, time.perf_counter()
             self._check_open()
             self._taken = self._ready.popleft() if self._ready else None
-            self._changed.notify_all()  # and now for another step
+            self._changed.notify_all()  # there is room for another step
             if self._taken is None and self._error is not None:
                 raise self._error
             return self._taken, waited
 
     def hand_out(self, position: Position) -> None:
-        """Note the microbatch that is used next; raise as `take`, also if a rank left before it."""
+        """Note the microbatch that is used next; raise as `take`, or if a rank left before it."""
         with self._changed:
             self._check_open()
             if self._left is not None and position > self._left.after and self._error is not None:
@@ -183,17 +183,17 @@ class Prefetcher:
             self._handed = position
 
     def _check_open(self) -> None:
-        """Raise the error that comes before any step that is ready."""
+        """Raise an error that must not wait until the ready steps are used."""
         if self._is_closing:
             raise ConfigError(
                 "this iteration was ended by close(), or by another iteration of the same loader: "
-                "leave the loop first, or make a loader for each"
+                "make a loader for each"
             )
         if self._left is not None and self._left.reason and self._error is not None:
             raise self._error
 
     def leave(self, reason: str = "") -> None:
-        """Want no further step, and let the other ranks know why; waits for nothing."""
+        """Ask for no further step, and tell the other ranks why, without waiting."""
         if not self._has_ended:
             self._lease.announce(reason, self._handed)
         with self._changed:
@@ -201,8 +201,8 @@ class Prefetcher:
             self._changed.notify_all()
 
     def join(self, patience_s: float | None = None) -> bool:
-        """Wait for the thread, which ends with those of the other ranks; return True if it did."""
-        if self._thread is threading.current_thread():  # it collects an iteration as garbage
+        """Wait for this thread, which ends with those of other ranks; return True if it ended."""
+        if self._thread is threading.current_thread():  # which collects an iteration as garbage
             return False
         with self._changed:
             if not self._changed.wait_for(lambda: self._has_ended, patience_s):
@@ -233,7 +233,7 @@ class Prefetcher:
         except (CommError, PlanError) as error:
             self._error = error
         except BaseException as error:
-            # The others wait in a call that it never makes. So nobody uses the group again.
+            # Other ranks wait in a collective that this thread never enters: the group is lost.
             is_alike, self._error = False, error
             leave(error, "the thread of the loader")
         if is_alike:
@@ -242,7 +242,7 @@ class Prefetcher:
         with self._changed:
             self._has_ended = True
             self._changed.notify_all()
-        # Iterators with workers end here: as garbage they would end in any thread, for seconds.
+        # Ends the loader's workers here; garbage collection would end them in any thread.
         self._reading.close()
         atexit.unregister(self._close_at_exit)
 
@@ -279,7 +279,7 @@ class Prefetcher:
                 return True
 
     def _who_left(self, error: ClosedError) -> CommError:
-        """Return the error with who left first, where, and why."""
+        """Return the error with the rank that left first, after which step, and why."""
         self._left, group = self._lease.departure(), self._lease.group
         if self._left is None:
             return error

@@ -1,4 +1,4 @@
-"""Samplers for plain DataLoaders deal indices to ranks. Nothing moves between ranks."""
+"""Samplers for plain DataLoaders, which deal indices to ranks; nothing moves between ranks."""
 
 import hashlib
 import sys
@@ -21,11 +21,11 @@ from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.plan import Sync
 
 History = Sequence[Sequence[int]]
-"""Samples that each source rank had delivered when a run stopped; one entry a run of an epoch."""
+"""Number of samples delivered by each rank that loads, for each earlier run of an epoch."""
 
 
 class ResumableSampler(Sampler[int]):
-    """Deals a dataset, or the rest that earlier runs left of it, over any number of ranks.
+    """Sampler of a dataset, or of what earlier runs left of it, for any number of ranks.
 
     The order of an epoch depends on seed and epoch alone; rank r of N takes every N-th index from
     the r-th on. Nothing is padded or dropped: `BalancedLoader` handles the end.
@@ -51,19 +51,20 @@ class ResumableSampler(Sampler[int]):
         self._epoch = whole("epoch", epoch)
 
     def resume(self, history: History) -> None:
-        """Deal only the rest after these runs of the epoch."""
+        """Deal only the samples that these earlier runs of the epoch did not deliver."""
         delivered = sum(map(sum, history))
         if delivered > self._num_samples:
             raise too_many(delivered, self._num_samples)
         self._history = history
 
     def __len__(self) -> int:
-        return len(range(self._rank, self._left().size, self._num_ranks))
+        return len(range(self._rank, self._remaining().size, self._num_ranks))
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._left()[self._rank :: self._num_ranks].tolist())
+        return iter(self._remaining()[self._rank :: self._num_ranks].tolist())
 
-    def _left(self) -> Ints:
+    def _remaining(self) -> Ints:
+        """Return the indices of the epoch that no earlier run delivered, in order."""
         order = epoch_order(
             self._num_samples, shuffle=self._shuffle, seed=self._seed, epoch=self._epoch
         )
@@ -75,7 +76,7 @@ class ResumableSampler(Sampler[int]):
 
 
 def too_many(num_delivered: int, num_samples: int) -> ConfigError:
-    """Refuse a state of more samples than there are."""
+    """Return the error for a state with more samples than there are."""
     return ConfigError(
         f"{num_delivered} samples were delivered when the state was saved, and there are "
         f"{num_samples}: resume with the samples that the state was saved with"
@@ -83,7 +84,7 @@ def too_many(num_delivered: int, num_samples: int) -> ConfigError:
 
 
 def accumulation_of_accelerate() -> int:
-    """Return over how many batches accelerate accumulates; it does not see our epochs end."""
+    """Return over how many batches accelerate accumulates, 1 where it is not used."""
     module = sys.modules.get("accelerate.state")
     state = None if module is None else module.GradientState()
     return state.num_steps if state is not None and state.sync_with_dataloader else 1
@@ -142,17 +143,17 @@ DEFAULT_SAMPLING = SamplerOptions()
 class _Run:
     """One pass over the rest of an epoch."""
 
-    start: int  # samples before it
-    scales: "array[float]" = field(default_factory=lambda: array("d"))  # of batches handed out
+    start: int  # samples of the epoch before this pass
+    scales: "array[float]" = field(default_factory=lambda: array("d"))  # of each yielded batch
 
 
 class BalancedSampler(Sampler[list[int]]):
-    """Gives each rank its batches of indices, so that all ranks have the same work in every step.
+    """Batch sampler whose batches give all ranks the same work in every step.
 
-    A *batch sampler*: `DataLoader(dataset, batch_sampler=sampler)`. An epoch is shuffled by seed
-    and epoch, and cut into steps of batch_size * num_ranks * accumulate samples. Predicted cost
-    deals these to ranks and microbatches. All ranks compute the same deal, when a step is asked
-    for; nothing is communicated.
+    Use it as `DataLoader(dataset, batch_sampler=sampler)`. An epoch is shuffled by seed and epoch,
+    and cut into steps of batch_size * num_ranks * accumulate samples, which are dealt to ranks and
+    microbatches by predicted cost. All ranks compute the same deal of a step; nothing is
+    communicated.
 
     Every epoch has each sample once, and all ranks have as many batches, a multiple of
     `accumulate`, none of them empty. The rest at the end makes a shorter step; where it is too
@@ -203,9 +204,8 @@ class BalancedSampler(Sampler[list[int]]):
         num = self._lengths.size
         if num < self._shape.num_cells:
             raise ConfigError(
-                f"{num} lengths for {num_ranks} ranks with accumulate={accumulate}: every batch of "
-                f"a step needs a sample, so there must be at least {self._shape.num_cells}; use "
-                "fewer ranks, less accumulation, or more data"
+                f"{num} lengths for {num_ranks} ranks with accumulate={accumulate}: give at least "
+                f"{self._shape.num_cells}, one for each batch of a step"
             )
         self._costs = amounts("costs of the samples", evaluate(cost, self._lengths))
         limits = in_tokens(options.limits, cost, None)
@@ -223,9 +223,7 @@ class BalancedSampler(Sampler[list[int]]):
         if options.weights is not None:
             self._weights = amounts("SamplerOptions(weights)", options.weights)
             if self._weights.size != num:
-                raise ConfigError(
-                    f"{self._weights.size} weights for {num} lengths: give one a sample"
-                )
+                raise ConfigError(f"{self._weights.size} weights for {num} lengths: give {num}")
         if options.shards is not None:
             self._home = ints("SamplerOptions(shards)", options.shards, num) % num_ranks
         self._epoch, self._start = 0, 0
@@ -237,18 +235,18 @@ class BalancedSampler(Sampler[list[int]]):
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that is dealt next; the one of a loaded state goes on where it was."""
+        """Choose the next epoch; the epoch of a loaded state continues where the state ended."""
         epoch = whole("epoch", epoch)
         if epoch != self._epoch:
             self._epoch, self._start, self._run = epoch, 0, None
 
     def __len__(self) -> int:
-        """Batches of this rank in the next iteration: as many as on every other rank."""
+        """Return the number of batches in the next iteration, the same on every rank."""
         left = self._lengths.size - self._start
         return self._shape.num_steps(left) * self._shape.accumulate
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield this rank's batches of the rest of the epoch; after a `break` the same again."""
+        """Yield this rank's batches of the rest of the epoch, anew after a `break`."""
         self._run = _Run(self._start)
         return self._batches(self._run)
 
@@ -271,16 +269,16 @@ class BalancedSampler(Sampler[list[int]]):
         place = whole("number of the batch", number)
         if place >= len(scales):
             raise ConfigError(
-                f"loss_scale({place}): {len(scales)} batches were handed out since this iteration "
-                "began; count them from 0, as enumerate(loader) does"
+                f"loss_scale({place}): {len(scales)} batches were handed out in this iteration; "
+                "count them from 0, as enumerate(loader) does"
             )
         return scales[place]
 
     def state_dict(self, num_batches: int | None = None) -> dict[str, Any]:
         """Return the progress of training, as counts; the same on all ranks.
 
-        `num_batches` are those that training finished since this iteration began. Default: all that
-        were handed out, which is right without workers. A step that was begun is dealt again.
+        `num_batches` counts the batches that training finished in this iteration. Default: all
+        that were yielded, which is right without workers. An unfinished step is dealt again.
         """
         delivered = self._start
         handed = 0 if self._run is None else len(self._run.scales)
@@ -300,10 +298,10 @@ class BalancedSampler(Sampler[list[int]]):
                 f"the state of a BalancedSampler has the entries {_STATE}, not "
                 f"{shown(list(state))}: give what state_dict() gave"
             )
-        for name, own in self._identity().items():
-            if state[name] != own:
+        for name, value in self._identity().items():
+            if state[name] != value:
                 raise ConfigError(
-                    f"the state has {name}={shown(state[name])}, and this sampler {own}: samples "
+                    f"the state has {name}={shown(state[name])}, and this sampler {value}: samples "
                     "would be lost or repeated; use the dataset and settings of the state"
                 )
         epoch = whole("epoch of the state", state["epoch"])
@@ -319,7 +317,7 @@ class BalancedSampler(Sampler[list[int]]):
         self._epoch, self._start, self._run = epoch, delivered, None
 
     def _identity(self) -> dict[str, Any]:
-        """Return all that decides the order of an epoch: lengths of another dataset do."""
+        """Return the values that decide the order of an epoch, lengths as a digest."""
         digest = hashlib.blake2b(self._lengths.tobytes(), digest_size=8).hexdigest()
         return {
             "version": _VERSION,
@@ -346,7 +344,7 @@ class BalancedSampler(Sampler[list[int]]):
                 yield batch.tolist()
             first += size
         if self._run is run:
-            self._start = 0  # of the next iteration
+            self._start = 0  # the next iteration is a whole epoch
 
     def _weight(self, samples: Ints) -> float:
         return float(samples.size if self._weights is None else self._weights[samples].sum())
@@ -378,7 +376,7 @@ def _place(num_ranks: int | None, rank: int | None) -> tuple[int, int]:
 def _check_limits(
     limits: Limits | None, lengths: Ints, shape: StepShape, options: SamplerOptions
 ) -> None:
-    """Refuse limits that would end training in the middle of an epoch, as far as that shows."""
+    """Refuse limits that a sample, or an even number of samples, would exceed in mid-epoch."""
     if limits is None:
         return
     longest, tokens, items = int(lengths.argmax()), limits.common("tokens"), limits.common("items")
@@ -391,6 +389,5 @@ def _check_limits(
     if items is not None and items < most:
         raise ConfigError(
             f"Limits(items={items}): batches have up to {most} samples with "
-            f"batch_size={shape.batch_size} and {lengths.size} samples; raise the limit, or make "
-            "batch_size smaller"
+            f"batch_size={shape.batch_size}; raise the limit, or make batch_size smaller"
         )

@@ -51,14 +51,14 @@ def whole_number(value: Any, what: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Microbatches:
-    """Groups samples that come one by one: a number of them, or as many as fit into some tokens."""
+    """Groups of samples from a loader that gives them one by one, by number or by tokens."""
 
     num_samples: int | None
-    num_tokens: int | None  # a longer sample comes alone
+    num_tokens: int | None  # most tokens of a group; a longer sample is a group of its own
     length_fn: Callable[[Sample], int]
 
     def split(self, samples: Iterator[Sample]) -> Generator[list[Sample], None, None]:
-        """Group them in the order in which they come."""
+        """Group samples in their order."""
         if self.num_tokens is None:
             while group := list(itertools.islice(samples, self.num_samples)):
                 yield group
@@ -66,7 +66,7 @@ class Microbatches:
         group: list[Sample] = []
         total = 0
         for sample in samples:
-            is_missing = sample is None  # left out later, but it counts as read
+            is_missing = sample is None  # left out later, but counted as read
             length = 0 if is_missing else whole_number(self.length_fn(sample), "length_fn")
             if group and total + length > self.num_tokens:
                 yield group
@@ -95,9 +95,9 @@ def state_of(words: Ints) -> Any:
 
 
 class Uncollated:
-    """An uncollated batch, for use as a `collate_fn`; any way of counting finds a row a sample.
+    """An uncollated batch, for use as a `collate_fn`.
 
-    Loaders that iterate in their own way count samples by looking at batches.
+    Its length, and that of each of its fields, is the number of samples: some loaders count them.
     """
 
     __iter__ = None
@@ -148,14 +148,14 @@ class Source:
 
     @property
     def num_microbatches(self) -> int:
-        """Those of an epoch; -1 where the loader does not know, or samples are grouped anew."""
+        """Microbatches of an epoch; -1 if the loader does not know, or samples are regrouped."""
         if self.is_empty or self._grouping is None:
             with suppress(TypeError, NotImplementedError):
                 return len(self._loader)  # pyright: ignore[reportArgumentType]
         return -1
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of whatever shuffles."""
+        """Set the epoch of the loader, its samplers and its dataset, if they have one."""
         parts = (getattr(self._loader, name, None) for name in ("batch_sampler", "dataset"))
         for part in (self._loader, self._sampler, *parts):
             set_epoch = getattr(part, "set_epoch", None)
@@ -201,7 +201,7 @@ class Source:
         is_list = isinstance(item, list)
         if not is_list and self._form != "lists":
             return [item]
-        bare = [one for one in item if isinstance(one, _BARE)] if is_list else [item]
+        bare = [entry for entry in item if isinstance(entry, _BARE)] if is_list else [item]
         if not bare or self._form == "packs":
             return item
         raise ConfigError(
@@ -254,11 +254,11 @@ class Reading:
 
     @property
     def num_unread(self) -> int:
-        """Samples that were not taken so far; 0 where the loader does not know."""
+        """Number of samples not yet read; 0 where the loader does not know."""
         return max(self._num_left - self._taken, 0)
 
     def close(self) -> None:
-        """Refer to the loader's iterator no longer, so that its workers end here and now."""
+        """Drop the loader's iterator, so that its workers end now."""
         self._groups.close()
         self._items = iter(())
 
@@ -277,7 +277,7 @@ class Reading:
             return 0, words_of(None)
 
     def _lists(self) -> Generator[list[Sample], None, None]:
-        """Yield the loader's lists from the start; a sample that comes alone is a list of one."""
+        """Yield the loader's items as lists of samples, after the skipped samples."""
         first, skip = -self._skip, self._skip
         for item in self._items:
             samples = self._samples_of(item)

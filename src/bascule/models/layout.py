@@ -1,7 +1,7 @@
 """Modality, sample and angles of each packed token, and gathers of rows with cheap gradients.
 
-A gather's backward is one operation, not a scatter of atomics. Rotary embedding goes FLUX's way:
-over several axes, neighbouring channels form a pair.
+A gather's backward is one operation, not a scatter of atomics. Rotary embedding is FLUX's: over
+several axes, with pairs of neighbouring channels.
 
 Shapes: T tokens, of which t are text and i are image tokens; N samples, C channels; A axes, H
 heads, D head_dim, P = D/2 pairs.
@@ -25,7 +25,7 @@ def sum_rows(values_TC: Tensor, slot_T: Tensor, num_rows: int) -> Tensor:
 
 
 def sum_rows_by_matmul(values_TC: Tensor, slot_T: Tensor, num_rows: int) -> Tensor:
-    """Return the same as a one-hot product: no atomics, whose order and rounding vary."""
+    """Add up the rows of each slot by a one-hot product: atomics vary in order and rounding."""
     rows_N1 = torch.arange(num_rows, device=slot_T.device).unsqueeze(1)
     return (rows_N1 == slot_T).to(values_TC.dtype) @ values_TC
 
@@ -74,7 +74,7 @@ def look_up(table_NC: Tensor, slot_T: Tensor) -> Tensor:
 
 
 def scale_rows(x_TC: Tensor, table_NC: Tensor, slot_T: Tensor) -> Tensor:
-    """Return `x * table[slot]`; the backward gathers again, to keep no (T, C) factor."""
+    """Return `x * table[slot]`; the backward gathers again instead of saving a (T, C) factor."""
     return _Scale.apply(x_TC, table_NC, slot_T)
 
 
@@ -108,7 +108,7 @@ def apply_rotary(x_THD: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> Tensor:
 
 
 class Interleaving:
-    """Text and image rows of a packed tensor; without `num_text` the host waits to count."""
+    """Order of text and image rows in a packed tensor; the host counts text if not given it."""
 
     def __init__(self, is_image_T: Tensor, num_text: int | None = None) -> None:
         _check(is_image_T)
@@ -121,7 +121,7 @@ class Interleaving:
         return permute_rows(torch.cat([text, image]), self.inverse, self.order)
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Part packed rows into the text and the image stream; the inverse of `pack`."""
+        """Split packed rows into text and image; the inverse of `pack`."""
         rows = permute_rows(x, self.order, self.inverse)
         return rows[: self.num_text], rows[self.num_text :]
 
@@ -140,7 +140,7 @@ def _check(is_image_T: Tensor) -> None:
 
 
 class TokenLayout:
-    """Rows, samples and angles of tokens for all blocks; no dataclass, which FSDP2 would cast."""
+    """Rows, samples and angles of tokens for all blocks; FSDP2 would cast those of a dataclass."""
 
     def __init__(
         self,

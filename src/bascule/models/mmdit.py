@@ -1,6 +1,6 @@
 """The packed MM-DiT: FLUX's blocks on one flat tensor of interleaved text and image tokens.
 
-Blocks run without rows too, and then give zero gradients.
+Blocks also run on zero rows, and then give zero gradients.
 
 Shapes: T tokens (t text, i image), N samples, C model width, H heads, D head_dim, F features.
 """
@@ -36,15 +36,15 @@ class Exchange(Protocol):
     All methods are differentiable. No implementation is a dataclass: FSDP2 would cast its tensors.
     """
 
-    local_seq_ids: Tensor  # int64 (n,), global ids of the sequences with tokens here after routing
-    token_slot: Tensor  # int64 (T,), of each routed token its sequence's place in `local_seq_ids`
+    local_seq_ids: Tensor  # int64 (n,), global ids of sequences with routed tokens on this rank
+    token_slot: Tensor  # int64 (T,), index in `local_seq_ids` of each routed token's sequence
 
     def route(self, **tensors: Tensor) -> Mapping[str, Tensor]:
         """Move rows, tokens first, to the ranks that compute them; same names, any dtypes."""
         ...
 
     def count_routed(self, is_marked: Tensor, /) -> int:
-        """Count the marked rows, bool (T before) on the host, that `route` brings here."""
+        """Count the rows that `route` brings here, of those marked in a bool mask on the host."""
         ...
 
     def gather_samples(self, vec: Tensor, /) -> Tensor:
@@ -61,7 +61,7 @@ class Exchange(Protocol):
 
 
 class LocalExchange:
-    """The exchange of one process. Its own attention is a reference, quadratic in all tokens."""
+    """The exchange of one process; its default attention is quadratic in all tokens."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class LocalExchange:
         return tensors
 
     def count_routed(self, is_marked: Tensor, /) -> int:
-        """Return how many there are."""
+        """Count the marked rows."""
         return int(is_marked.sum())
 
     def gather_samples(self, vec: Tensor, /) -> Tensor:
@@ -96,9 +96,9 @@ class LocalExchange:
     def _attend_masked(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, /) -> Tensor:
         same_TT = self.token_slot.unsqueeze(1) == self.token_slot
         q_1HTD, k_1HTD, v_1HTD = (x.transpose(0, 1).unsqueeze(0) for x in (q_THD, k_THD, v_THD))
-        gqa = q_THD.shape[1] != k_THD.shape[1]
+        is_grouped = q_THD.shape[1] != k_THD.shape[1]
         out_1HTD = functional.scaled_dot_product_attention(
-            q_1HTD, k_1HTD, v_1HTD, attn_mask=same_TT, enable_gqa=gqa
+            q_1HTD, k_1HTD, v_1HTD, attn_mask=same_TT, enable_gqa=is_grouped
         )
         return out_1HTD.squeeze(0).transpose(0, 1)
 
@@ -121,9 +121,9 @@ class MMDiTConfig:
     guidance: bool = False  # a sample also carries a guidance scale (distilled models)
 
     def __post_init__(self) -> None:
-        one = (whole, 1)
-        fields(self, in_channels=one, text_dim=one, vec_dim=one, d_model=one, num_heads=one)
-        fields(self, num_kv_heads=one, num_double=whole, num_single=whole, theta=rate)
+        names = "in_channels", "text_dim", "vec_dim", "d_model", "num_heads", "num_kv_heads"
+        fields(self, **dict.fromkeys(names, (whole, 1)))
+        fields(self, num_double=whole, num_single=whole, theta=rate)
         fields(self, mlp_ratio=(number, 1 / self.d_model), axes_dim=(each, whole, 2))
         if self.d_model % self.num_heads:
             raise ConfigError(f"num_heads {self.num_heads} does not divide d_model {self.d_model}")
@@ -139,7 +139,7 @@ class MMDiTConfig:
 
     @classmethod
     def flux(cls, *, guidance: bool = True) -> "MMDiTConfig":
-        """FLUX.1, 12 billion parameters (`guidance=False` is FLUX.1-schnell)."""
+        """Return the sizes of FLUX.1, 12 billion parameters (schnell with `guidance=False`)."""
         return cls(
             in_channels=64,
             text_dim=4096,
@@ -154,7 +154,7 @@ class MMDiTConfig:
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads, as a number."""
+        """Number of key and value heads."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
@@ -205,7 +205,7 @@ class VectorMLP(nn.Module):
 
 
 class Modulation(nn.Module):
-    """adaLN tables: `num_tables` vectors a sample, computed a sample and looked up a token."""
+    """adaLN tables: `num_tables` vectors for each sample, which its tokens look up."""
 
     def __init__(self, d_model: int, num_tables: int) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ class DoubleBlock(nn.Module):
     def forward(
         self, text_tC: Tensor, image_iC: Tensor, vec_NC: Tensor, layout: TokenLayout, attend: Attend
     ) -> tuple[Tensor, Tensor]:
-        """Run the block on both streams, each in packed order; vectors go by the layout's slots."""
+        """Run the block on both streams, each in packed order."""
         text_tables, image_tables = self.text.modulation(vec_NC), self.image.modulation(vec_NC)
         text_qkv = self.text.project(text_tC, text_tables, layout.text_slot)
         image_qkv = self.image.project(image_iC, image_tables, layout.image_slot)
@@ -355,7 +355,7 @@ class PackedBatch:
 
 
 class MMDiT(nn.Module):
-    """Packed multimodal diffusion transformer, parameter for parameter a FLUX.
+    """Packed multimodal diffusion transformer with the parameters of FLUX.
 
     Shard and checkpoint the members of `double_blocks` and `single_blocks`.
     """
@@ -441,11 +441,8 @@ class MMDiT(nn.Module):
         return self.final(x_TC, vec_NC, layout.slot)
 
     @torch.no_grad()
-    def init_weights(self, seed: int, *, adaln_zero: bool = False) -> None:
-        """Draw all parameters before sharding, the same on every machine and in every dtype.
-
-        With `adaln_zero`, modulations and the last projection are zero, and so is the output.
-        """
+    def init_weights(self, seed: int) -> None:
+        """Draw all parameters before sharding, the same on every machine and in every dtype."""
         generator = torch.Generator().manual_seed(seed)
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -455,18 +452,14 @@ class MMDiT(nn.Module):
                     parameter.copy_(draw * std)
             elif isinstance(module, nn.RMSNorm):
                 nn.init.ones_(module.weight)
-        linears = [m.linear for m in self.modules() if isinstance(m, Modulation)]
-        for linear in [*linears, self.final.linear] if adaln_zero else []:
-            nn.init.zeros_(linear.weight)
-            nn.init.zeros_(linear.bias)
 
 
 def _routed_text(batch: PackedBatch, routed: Tensor, exchange: Exchange) -> int:
     """Count routed text tokens, on the device only where the host cannot know."""
     if batch.is_image.is_cpu and not routed.is_cpu:
         return exchange.count_routed(~batch.is_image)
-    num_own, num_text = torch.stack([(~batch.is_image).sum(), (~routed).sum()]).tolist()
-    _check_text(num_own, batch.is_image, batch.text_tokens)
+    num_local, num_text = torch.stack([(~batch.is_image).sum(), (~routed).sum()]).tolist()
+    _check_text(num_local, batch.is_image, batch.text_tokens)
     return num_text
 
 

@@ -95,11 +95,11 @@ class LatentEncoder(nn.Module):
         frames = [feature[0] if self.is_video else feature[0, :, None] for feature in features]
         mean, std = torch.cat(frames, dim=1).chunk(2)
         drawn = mean + std * normals.view_as(mean).to(mean)
-        shift, divisor = (drawn.new_tensor(x).view(-1, 1, 1, 1) for x in self._constants)
+        shift, divisor = (drawn.new_tensor(row).view(-1, 1, 1, 1) for row in self._constants)
         return (drawn - shift) / divisor
 
     def digest(self) -> str:
-        """Return the class, with a digest of weights and constants."""
+        """Return the name of the VAE's class, with a digest of weights and constants."""
         return _digest(self.vae, repr(self._constants))
 
 
@@ -133,7 +133,7 @@ class TextEncoder(nn.Module):
         return tokens, len(whole) > len(tokens)
 
     def digest(self) -> str:
-        """Return the class, with a digest of weights."""
+        """Return the name of the encoder's class, with a digest of weights."""
         return _digest(self.encoder, "")
 
 
@@ -158,8 +158,8 @@ class FrozenEncoders:
     @property
     def stages(self) -> dict[str, Any]:
         """The encoders by the names of their stages, in the order in which they run."""
-        both = {TEXT_ENCODER: self.text, VAE: self.vae}
-        return {name: module for name, module in both.items() if module is not None}
+        stages = {TEXT_ENCODER: self.text, VAE: self.vae}
+        return {name: module for name, module in stages.items() if module is not None}
 
     @property
     def settings(self) -> dict[str, str]:
@@ -215,10 +215,10 @@ def _load_text(name: str, dtype: torch.dtype, transformers: Any) -> TextEncoder:
         raise ConfigError(f"holds a model of type {kind}: give {_one_of(tuple(_TEXTS.values()))}")
     load = getattr(transformers, _TEXTS[kind]).from_pretrained
     beside = folder.with_name(folder.name.replace("text_encoder", "tokenizer"))
-    home = folder if (folder / "tokenizer_config.json").exists() else beside
-    if not (home / "tokenizer_config.json").exists():
+    source = folder if (folder / "tokenizer_config.json").exists() else beside
+    if not (source / "tokenizer_config.json").exists():
         raise ConfigError("has no tokenizer: put its files into the folder, or into one beside it")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(home, local_files_only=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source, local_files_only=True)
     return TextEncoder(load(name, dtype=dtype, local_files_only=True), tokenizer).to(dtype)
 
 
@@ -238,7 +238,7 @@ def _one_of(names: Sequence[str]) -> str:
 
 
 class EncoderStages:
-    """Encodes samples in balance, text first; latents do not depend on the encoding rank."""
+    """Balanced encoding of samples, text first; latents do not depend on the encoding rank."""
 
     def __init__(
         self,
@@ -270,19 +270,19 @@ class EncoderStages:
     @torch.no_grad()
     def encode(self, batches: Sequence[RawBatch]) -> list[SampleBatch]:
         """Encode all microbatches of this rank's step at once."""
-        ids = [one for batch in batches for one in batch.ids]
+        ids = [sample_id for batch in batches for sample_id in batch.ids]
+        pixels = [frames for batch in batches for frames in batch.pixels]
         texts = iter(self._embed([text for batch in batches for text in batch.texts]))
-        images = iter(
-            self._image_tokens([pixel for batch in batches for pixel in batch.pixels], ids)
-        )
+        images = iter(self._image_tokens(pixels, ids))
         encoded = list[SampleBatch]()
         for batch in batches:
-            own = [list(islice(parts, len(batch.ids))) for parts in (images, texts)]
-            encoded.append(pack_encoded(batch, own[0], own[1], self._widths))
+            num = len(batch.ids)
+            parts = list(islice(images, num)), list(islice(texts, num))
+            encoded.append(pack_encoded(batch, *parts, self._widths))
         return encoded
 
     def _embed(self, texts: list[Tensor]) -> list[Tensor]:
-        """Return (tokens, text_dim) of each text; one without tokens is not encoded."""
+        """Return embeddings (tokens, text_dim) of each text; the encoder skips empty texts."""
         texts = [text.to(self._device) for text in texts]
         if TEXT_ENCODER not in self._balanced:
             return texts
@@ -292,16 +292,16 @@ class EncoderStages:
         return [_widen(next(features)[0]) if len(text) else none for text in texts]
 
     def _image_tokens(self, pixels: list[Tensor], ids: list[int]) -> list[Tensor]:
-        """Return (tokens, in_channels) of each sample."""
-        pixels = [pixel.to(self._device) for pixel in pixels]
+        """Return image tokens (tokens, in_channels) of each sample."""
+        pixels = [frames.to(self._device) for frames in pixels]
         if self._vae is None:
-            return [patches(pixel.float() / 127.5 - 1.0, PATCH_PIXELS) for pixel in pixels]
-        items = [self._vae.items(pixel) for pixel in pixels]
+            return [patches(frames.float() / 127.5 - 1.0, PATCH_PIXELS) for frames in pixels]
+        items = [self._vae.items(frames) for frames in pixels]
         features = iter(self._run(VAE, [item for sample in items for item in sample]))
         images = list[Tensor]()
         for sample_id, sample in zip(ids, items, strict=True):
             encoded = [_widen(next(features)) for _ in sample]
-            num = sum(one.numel() for one in encoded) // 2
+            num = sum(feature.numel() for feature in encoded) // 2
             normals = sample_normals([sample_id], [num], 1, seed=self._seed, stream="latent")
             images.append(patches(self._vae.latents(encoded, normals), _LATENT_PATCH))
         return images
@@ -313,8 +313,8 @@ class EncoderStages:
 
 def _size_of(item: Mapping[str, Any]) -> int:
     """Return the tokens or pixels of an item."""
-    (x,) = item.values()
-    return x.shape[1:].numel()
+    (tensor,) = item.values()
+    return tensor.shape[1:].numel()
 
 
 def _cost_of(module: LatentEncoder | TextEncoder, device: torch.device, mesh: DeviceMesh) -> Cost:
@@ -332,7 +332,7 @@ def _cost_of(module: LatentEncoder | TextEncoder, device: torch.device, mesh: De
 
 
 def watch_encoders(encoders: FrozenEncoders, watch: Stopwatch) -> None:
-    """Time the forwards on this rank as "vae work" and so on; the rest of a stage is moves."""
+    """Time the forwards on this rank ("vae work" ..); the rest of a stage is communication."""
     for name, module in encoders.stages.items():
         module.forward = watch.timed(f"{name} work")(module.forward)
 

@@ -16,7 +16,7 @@ from bascule.train.streams import SampleBatch, flow_noise, flow_timesteps
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlowBatch:
-    """The samples of one rank with their noise, which is seeded by sample and so by no rank."""
+    """The samples of one rank with their noise, whose seed depends on the sample, not the rank."""
 
     inputs: PackedBatch  # of the model
     target: Tensor  # (i, C) velocity of the image tokens, float32 at least

@@ -1,4 +1,4 @@
-"""The model that the commands train: an MM-DiT under FSDP2, and what its sequences cost."""
+"""The model that the commands train: an MM-DiT under FSDP2, and the cost of its sequences."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,12 +27,12 @@ from bascule.models import MMDiT, MMDiTConfig
 from bascule.train.options import RunOptions
 from bascule.train.streams import Widths
 
-PROBED_STEPS = 3  # at the begin, whose longest sequence is timed
-_NUM_PROBES, _REPEATS = 5, 3  # lengths that are timed, and runs of each
+PROBED_STEPS = 3  # first steps, up to whose longest sequence attention is timed
+_NUM_PROBES, _REPEATS = 5, 3  # lengths that are timed, and runs of each length
 
 
 def model_config(options: RunOptions, data: Widths) -> MMDiTConfig:
-    """Return the model for some data; rotary axes share a head as in FLUX (1 : 3.5 : 3.5)."""
+    """Return the sizes of the model; rotary axes split a head as in FLUX (1 : 3.5 : 3.5)."""
     head_dim = options.d_model // options.num_heads
     plane = 2 * (head_dim * 7 // 32)
     if head_dim % 2 or plane < 2 or head_dim - 2 * plane < 2:
@@ -84,8 +84,8 @@ def cost_of(
 ) -> TransformerCost:
     """Return the cost of a sequence: fitted to times of the blocks, unless gamma is given.
 
-    All ranks time packs of equal sequences at once, up to the `longest`. Each has about as many
-    tokens as that, so only attention differs.
+    All ranks time packs of equal sequences at once, up to the `longest`. All packs have about as
+    many tokens as the longest sequence, so only attention differs.
     """
     num_blocks = config.num_double + config.num_single
     sizes = {"num_layers": num_blocks, "num_heads": config.kv_heads}
@@ -113,7 +113,7 @@ def _forward_backward(call: BlockCall) -> None:
 
 
 def median_seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Return the median of the repeats, after a run to warm up."""
+    """Return the median seconds of the repeated runs, after one to warm up."""
     probe = Probe("work", "run", device.type, 0, 0.0, run)
     return median([seconds_of(probe, device) for _ in range(repeats + 1)][1:])
 
@@ -121,7 +121,7 @@ def median_seconds(run: Callable[[], object], device: torch.device, repeats: int
 def mean_over_ranks(
     mesh_or_group: "DeviceMesh | dist.ProcessGroup | None", seconds: Sequence[float]
 ) -> Floats:
-    """Return the mean of each entry over the ranks, in one all-reduce."""
+    """Return the mean over ranks of each number of seconds, by one all-reduce."""
     group = member_of(resolve(mesh_or_group), "data")
     local = torch.tensor(seconds, dtype=torch.float64, device=device_of(group))
     return (all_reduce(group, "all_reduce (measured seconds)", local).cpu() / group.size).numpy()

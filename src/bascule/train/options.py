@@ -61,7 +61,7 @@ class RunOptions(RankOptions, ManifestOptions):
 
     def check_source(self) -> None:
         """Refuse a run without data, or with two sorts of it."""
-        if sum(one is not None for one in (self.photos, self.data, self.manifest)) != 1:
+        if [self.photos, self.data, self.manifest].count(None) != 2:
             raise ConfigError("give one of --photos FOLDER, --manifest TABLE and --data CODES")
         self.check_manifest()
         if self.manifest is None:

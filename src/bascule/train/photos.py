@@ -42,30 +42,28 @@ Gather = Callable[..., Sequence[Ints]]
 
 @dataclass(frozen=True, slots=True)
 class _Photo:
-    """A photo, or a clip; its grid is (frames, rows, columns), and its shape that of its tokens."""
+    """A photo, or a clip."""
 
     path: Path
-    caption: Sequence[int]
-    grid: tuple[int, int, int]
-    shape: SampleShape
+    caption: Sequence[int]  # text tokens
+    grid: tuple[int, int, int]  # frames, and rows and columns of patches
+    shape: SampleShape  # numbers of its tokens
 
 
 @dataclass(frozen=True, slots=True)
 class PhotoOptions:
-    """Options of the tokens of photos and captions, where the defaults do not fit."""
+    """Options that decide how photos and captions become tokens."""
 
     patch: int = 16  # side P of a patch in pixels
     max_tokens: int = 4096  # most image tokens of a photo or clip
     max_text_tokens: int = 512  # most text tokens; the rest of a caption is cut off
     text_dim: int = 64  # width of a text embedding, and of the pooled vector, which is their mean
     strict: bool = False  # refuse a folder with a photo that cannot be decoded
-    # room for decoded photos in memory, filled by name while they fit
-    cache_bytes: int = 256 * 2**20
+    cache_bytes: int = 256 * 2**20  # memory for decoded photos, filled in the order of names
     clip_frames: int = 0  # most frames of a clip; 0 takes photos alone
     # frames of a clip, after its first, that become one latent frame; the rest is not taken
     frame_group: int = 1
-    # channels of an image token where it is not the pixels of a patch
-    token_channels: int | None = None
+    token_channels: int | None = None  # channels of an image token; None: pixels of a patch
     # the text tokens of a caption, and True if some were cut; None takes its bytes
     tokenize: Callable[[str], tuple[Sequence[int], bool]] | None = None
 
@@ -126,7 +124,7 @@ class PhotoStream:
         return self.samples(self.numbers(step))
 
     def numbers(self, step: int) -> range:
-        """Return the numbers of this rank's samples of a step, see `batch`."""
+        """Return the numbers of this rank's samples of a step."""
         first = (step * self.world_size + self.rank) * self.batch_size
         return range(first, first + self.batch_size)
 
@@ -137,7 +135,7 @@ class PhotoStream:
     def raw(self, numbers: Sequence[int]) -> RawBatch:
         """Read the pixels and captions of the samples with these numbers, to be encoded."""
         photos = self._draw(numbers)
-        texts = [torch.tensor(list(p.caption), dtype=torch.int64) for p in photos]
+        texts = [torch.tensor(list(photo.caption), dtype=torch.int64) for photo in photos]
         if self._options.tokenize is None:
             texts = [self._embedding[text] for text in texts]
         pixels = [torch.from_numpy(self._pixels(photo)) for photo in photos]
@@ -169,8 +167,8 @@ class PhotoStream:
                 self._cache[paths[place]] = pixels
         if gather is not None:
             names = hashlib.blake2b(repr([path.name for path in paths]).encode(), digest_size=8)
-            own = grids[self.rank :: share].ravel()
-            for rank, part in enumerate(gather({"photos": names.hexdigest()}, error, values=own)):
+            local = grids[self.rank :: share].ravel()
+            for rank, part in enumerate(gather({"photos": names.hexdigest()}, error, values=local)):
                 grids[rank::share] = part.reshape(-1, 3)
         elif error is not None:
             raise error
@@ -215,14 +213,12 @@ class PhotoStream:
             return self._cache[photo.path]
         pixels, grid = _decode(photo.path, self._options)
         if grid != photo.grid:
-            raise ConfigError(
-                f"{photo.path} has changed its size since the run began: start it anew"
-            )
+            raise ConfigError(f"{photo.path} has changed its size since the run began")
         return pixels
 
 
 def _sample_paths(folder: Path, options: PhotoOptions) -> list[Path]:
-    """Return photos, and clips if wanted, in an order that does not depend on the file system."""
+    """Return photos, and clips if wanted, sorted by path."""
     try:
         visible = [path for path in folder.iterdir() if not path.name.startswith(".")]
         kinds = {path: _kind_of(path) for path in visible}
@@ -315,7 +311,7 @@ def _fit(image: Image.Image, patch: int, max_tokens: int) -> NDArray[np.uint8]:
 
 
 def _read_clip(path: Path, options: PhotoOptions) -> list[Image.Image]:
-    """Read frames of a clip, of one size: one, and as many whole groups of frames as fit."""
+    """Read the chosen frames of a clip; refuse frames of unlike sizes."""
     frames = _read_folder(path, options) if path.is_dir() else _read_video(path, options)
     if not frames:
         raise ConfigError(f"{path} has no frame")
@@ -356,7 +352,7 @@ def _read_video(path: Path, options: PhotoOptions) -> list[Image.Image]:
 
 
 def _chosen(num_frames: int, options: PhotoOptions) -> set[int]:
-    """Choose frames, evenly spaced, whose tokens are within the limits."""
+    """Choose evenly spaced frames: one, and as many whole groups of frames as limits allow."""
     group = options.frame_group
     num = min(num_frames, options.clip_frames, 1 + (options.max_tokens - 1) * group)
     num -= (num - 1) % group if num else 0

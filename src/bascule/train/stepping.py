@@ -1,4 +1,4 @@
-"""One optimizer step, with averaged gradients, and the speed of each rank just now."""
+"""One optimizer step, with averaged gradients, and the measured speed of each rank."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ def measure_speeds(
 ) -> tuple[float, ...]:
     """Return the speed of each rank over the median rank's; the same on all ranks.
 
-    Each takes the fastest of five runs. A difference of less than 3 % counts as none.
+    Each rank takes the fastest of five runs. Less than 3 % off the median counts as equal.
 
     Args:
         mesh_or_group: A one-axis DeviceMesh, a process group, or None for the default group.
@@ -92,14 +92,14 @@ def train_step(
 
 
 def sync_of(model: nn.Module) -> Sync:
-    """Return `sync` for `plan_step`: FSDP's ranks wait in each "microbatch", others in a "step"."""
+    """Return `sync` for `plan_step`: "microbatch" for a model sharded by FSDP2, else "step"."""
     is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     return "microbatch" if is_sharded else "step"
 
 
 @contextmanager
 def _averaging(model: nn.Module, is_on: bool) -> Iterator[None]:
-    """Let the backward within average gradients over ranks, or only add them up."""
+    """Let the enclosed backward average gradients over ranks, or only add them up."""
     if is_on:
         yield
     elif isinstance(model, DistributedDataParallel):

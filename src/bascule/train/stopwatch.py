@@ -29,7 +29,7 @@ class Stopwatch:
         return event
 
     def lap(self, name: str, start: Moment) -> Moment:
-        """End a part that began at `start`; return the moment."""
+        """End a part that began at `start`; return the moment of its end."""
         end = self.now()
         self._laps.append((name, start, end))
         return end
@@ -54,7 +54,7 @@ class Stopwatch:
 def watch_blocks(blocks: Iterable[nn.Module], watch: Stopwatch) -> None:
     """Time sharded blocks: their "work", and "waiting" for parameters and for sums of gradients.
 
-    Call it after `fully_shard`, whose hooks then run between the two of a block.
+    Call it after `fully_shard`: FSDP's hooks then run between the first and last hooks of a block.
     """
     hooks = _BlockHooks(watch)
     for block in blocks:
@@ -65,7 +65,7 @@ def watch_blocks(blocks: Iterable[nn.Module], watch: Stopwatch) -> None:
 
 
 class _BlockHooks:
-    """Hooks of blocks; those of a tensor run in the backward, in the order of registration."""
+    """Hooks of blocks; hooks of a tensor run in the backward, in the order of registration."""
 
     def __init__(self, watch: Stopwatch) -> None:
         self._watch = watch
@@ -77,17 +77,17 @@ class _BlockHooks:
 
     def begin(self, block: nn.Module, args: tuple[Any, ...]) -> None:
         self._since = self._watch.lap("waiting", self._since)
-        for x in _with_gradients(args):
-            x.register_hook(self._end_backward)
+        for tensor in _with_gradients(args):
+            tensor.register_hook(self._end_backward)
 
     def end(self, block: nn.Module, args: object, result: Any) -> None:
         self._watch.lap("work", self._since)
-        for x in _with_gradients(result):
-            x.register_hook(self._start_backward)
+        for tensor in _with_gradients(result):
+            tensor.register_hook(self._start_backward)
 
     def after_reshard(self, block: nn.Module, args: object, result: Any) -> None:
-        for x in _with_gradients(result):
-            x.register_hook(self._begin_backward)
+        for tensor in _with_gradients(result):
+            tensor.register_hook(self._begin_backward)
 
     def _start_backward(self, grad: Tensor) -> None:
         if self._place == "forward":  # the last block of the model

@@ -54,9 +54,8 @@ class RawBatch:
 
     shapes: list[SampleShape]  # of each sample, once it is encoded
     ids: list[int]  # of each sample, unique over ranks and steps of a run
-    pixels: list[Tensor]  # of each, (3, frames, height, width) uint8
-    # of each, (text tokens,) int64 to be encoded; or (text tokens, text_dim) embeddings
-    texts: list[Tensor]
+    pixels: list[Tensor]  # of each sample, (3, frames, height, width) uint8
+    texts: list[Tensor]  # of each, (L,) int64 tokens to be encoded, or (L, text_dim) embeddings
 
 
 class Widths(Protocol):
@@ -68,7 +67,7 @@ class Widths(Protocol):
 
 
 class SampleStream(Widths, Protocol):
-    """One rank's batches; each a pure function of its step."""
+    """Batches of one rank; each is a pure function of its step."""
 
     def batch(self, step: int) -> SampleBatch:
         """Return this rank's batch of a step (0 or more)."""
@@ -83,7 +82,7 @@ def pack_batch(
     pooled: Tensor,
     ids: Sequence[int],
 ) -> SampleBatch:
-    """Join the tensors of a `SampleBatch`: token order and positions are from the shapes."""
+    """Make a `SampleBatch` of packed tensors; the shapes give token order and positions."""
     text_lens = [shape.text_tokens for shape in shapes]
     image_lens = [shape.image_tokens for shape in shapes]
     runs = torch.tensor([text_lens, image_lens], dtype=torch.int64).T.flatten()
@@ -108,7 +107,7 @@ def pack_encoded(
     """Join image tokens and text embeddings of each sample; its pooled vector is their mean."""
     means = [text.sum(dim=0, keepdim=True) / max(len(text), 1) for text in texts]
     parts = (images, widths.in_channels), (texts, widths.text_dim), (means, widths.vec_dim)
-    image, text, pooled = (torch.cat(x) if x else torch.empty(0, width) for x, width in parts)
+    image, text, pooled = (torch.cat(rows) if rows else torch.empty(0, dim) for rows, dim in parts)
     return pack_batch(raw.shapes, image=image, text=text, pooled=pooled, ids=raw.ids)
 
 
@@ -122,7 +121,7 @@ def patches(image: Tensor, side: int) -> Tensor:
 def image_positions(shapes: Sequence[SampleShape]) -> Tensor:
     """Return raster positions (frame, row, column) of all image tokens, (Ti, 3) float32."""
     lens = np.array([shape.image_tokens for shape in shapes], dtype=np.int64)
-    frame_lens = np.array([s.image_tokens // s.frames for s in shapes], dtype=np.int64)
+    frame_lens = np.array([shape.image_tokens // shape.frames for shape in shapes], dtype=np.int64)
     widths = np.array([shape.grid_width for shape in shapes], dtype=np.int64)
     index = np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
     frame, in_frame = np.divmod(index, np.repeat(frame_lens, lens))
@@ -133,7 +132,7 @@ def image_positions(shapes: Sequence[SampleShape]) -> Tensor:
 def sample_normals(
     sample_ids: Sequence[int], lens: Sequence[int], channels: int, *, seed: int, stream: str
 ) -> Tensor:
-    """Draw normal rows (sum(lens), channels) float32; a sample's depend on seed, stream and id."""
+    """Draw normal rows (sum(lens), channels) float32, which depend on seed, stream and id alone."""
     rows = np.empty((sum(lens), channels), dtype=np.float32)
     start = 0
     for sample_id, num_rows in zip(sample_ids, lens, strict=True):
@@ -265,7 +264,7 @@ class EpochOrder:
 
     def __init__(self, num_samples: int, seed: int) -> None:
         self._num_samples, self._seed = num_samples, seed
-        self._orders: dict[int, Ints] = {}  # of the epochs asked for last
+        self._orders: dict[int, Ints] = {}  # by epoch, of the epochs of the last call
 
     def samples(self, numbers: Sequence[int]) -> list[int]:
         """Return the sample at each place of the order."""
@@ -285,7 +284,7 @@ def _first_id(step: int, rank: int) -> int:
 
 
 def _product(rows: Tensor, table: Tensor) -> Tensor:
-    """Multiply by a small matrix; each row rounds alike, however many there are (BLAS may not)."""
+    """Multiply rows by a small matrix; rounding does not depend on the number of rows (as BLAS)."""
     product = rows[:, :1] * table[0]
     for column in range(1, len(table)):
         product = torch.addcmul(product, rows[:, column : column + 1], table[column])
@@ -293,5 +292,5 @@ def _product(rows: Tensor, table: Tensor) -> Tensor:
 
 
 def _table(name: str, rows: int, columns: int) -> Tensor:
-    """A fixed table of normals, the same in every run."""
+    """Return a fixed table of normals, the same in every run."""
     return sample_normals([0], [rows], columns, seed=0, stream=f"t_{name}")
