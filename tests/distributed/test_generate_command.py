@@ -154,7 +154,7 @@ def shares(prompts: Path, out: Path, factor: int, **settings: Any) -> list[float
     torch.set_num_threads(1)
     options = GenerateOptions(prompts=prompts, out=out, **settings)
     run, size = Generation(options, torch.device("cpu")), dist.get_world_size()
-    model: Any = run._engine._parts[0].model
+    model: Any = run._engine._splits[0].model
     forward, is_last = model.norm_out.forward, dist.get_rank() == size - 1
 
     def slow(hidden: Any, *args: Any) -> Any:
@@ -414,7 +414,7 @@ def slow(folder: Path, kind: str) -> Any:
     )
     run = Generation(options, torch.device("cpu"))
     set_timeout(member_of(resolve(None), "world"), 2.0)
-    model: Any = run._engine._parts[0].model
+    model: Any = run._engine._splits[0].model
     forward = model.proj_out.forward
 
     def strike(*args: Any, **kwargs: Any) -> Any:

@@ -75,7 +75,7 @@ VALUES: dict[str, str] = {  # of each option, so that its command has another re
     "model": "ltx2", "move_ms": "50000", "num_heads": "7", "num_layers": "7", "out": "out",
     "params_b": "0.5", "passes": "forward", "picture": "picture.svg",
     "policies": "sjf fifo", "profile": "b-profile.json", "ranks": "16", "ranks_per_node": "2",
-    "rates": "0.01", "requests": "11", "reward": "9", "ring": "4", "rows": "2", "seed": "5",
+    "rates": "0.01", "requests": "11", "ring": "4", "rows": "2", "seed": "5",
     "seeds": "2", "shard_ranks": "2", "slo": "0.01", "step": "3", "steps": "3", "target": "1.3",
     "text_encoder_us": "30", "tflops": "10", "tokenizer": "./no-tokenizer", "tolerance": "0.0001",
     "topologies": "none g2n4", "topology": "g4n2", "traces": "traces", "train_steps": "77",

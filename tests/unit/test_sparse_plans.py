@@ -555,27 +555,20 @@ def test_a_mesh_by_step_gains_where_steps_are_unlike_and_wires_are_slow(
 def test_a_picture_shows_the_study() -> None:
     steps = drifting(3)
     setting = setting_of(steps[0], (4, 1), (2, 2), (1, 4), machine=DEAR_LAUNCHES)
-    tolerances, rewards = (0.0, 0.1), (0.0, 1.0, 4.0)
-    found = study("drifting", [steps, steps], setting, tolerances, rewards)
+    found = study("drifting", [steps, steps], setting, (0.0, 0.1), (0.0, 1.0, 4.0))
     traces: Any = draw(found, 5).data
-    mask, ranks, chosen, *lines = traces
+    mask, ranks, chosen = traces
     assert (mask.z == steps[0][5]).all()
     assert (ranks.z == setting.plan("minimal_move", steps[0], (2, 2)).rank_of).all()
     assert chosen.z.shape == (2, 3)
     names = [chosen.colorbar.ticktext[place] for place in chosen.z.ravel()]
     told = [x.degrees for run_of in found.runs for x in run_of.choices]
     assert names == ["U{}R{}".format(*mesh) for mesh in told] == ["U4R1"] * 6
-    assert len(lines) == 2 * 2 * 3
-    for place, mesh in enumerate(setting.meshes):
-        kept, plans, even, moved = lines[4 * place : 4 * place + 4]
-        reuses = [found.runs[0].reuses[mesh, x] for x in (0.0, TOLERANCE, 0.1)]
-        assert kept.x == (0.0, TOLERANCE, 0.1) and kept.yaxis != plans.yaxis
-        assert kept.y == pytest.approx([np.mean(x.imbalances) for x in reuses])
-        assert plans.y == tuple(x.state.num_planned for x in reuses)
-        assert even.x == moved.x == rewards
-        by_reward = [replace(setting, reward=x).plan("paper", steps[0], mesh) for x in rewards]
-        assert even.y == pytest.approx([plan.imbalance for plan in by_reward])
-        assert moved.y == pytest.approx([plan.moved[0] for plan in by_reward])
+    assert {x for _, x in found.runs[0].reuses} == {0.0, TOLERANCE, 0.1}
+    assert len(found.rewards) == 3 * 3
+    for reward, row in found.rewards:
+        plan = replace(setting, reward=reward).plan("paper", steps[0], row.mesh)
+        assert (row.imbalance, row.q_moved) == pytest.approx((plan.imbalance, plan.moved[0]))
 
 
 # What holds for every mask, mesh, layout and method

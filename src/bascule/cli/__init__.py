@@ -1,4 +1,4 @@
-"""The command line: looks up the command, imports its module alone, runs it, reports errors."""
+"""The command line: imports the module of the command alone, runs it, and reports errors."""
 
 import importlib
 import io
@@ -24,17 +24,17 @@ COMMANDS = {  # the module is `bascule.cli.NAME`, "_" for "-", and its `run` tak
     "calibrate": "Measure this machine, and save a profile that predictions are made from.",
 }
 
-_LONGEST = 1200
+_LONGEST = 1200  # characters of an error
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; exits with 2 for a user's error, 1 if a rank or a check failed."""
+    """Run a command; exit with 2 for a user's error, 1 if a rank or a check failed."""
     try:
         try:
             status = _run(sys.argv[1:] if arguments is None else arguments)
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head`, has had enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     if status:
@@ -74,19 +74,19 @@ def parse(arguments: list[str]) -> tuple[Callable[..., int | None], Any]:
     from bascule.errors import ConfigError
 
     module = arguments[0].replace("-", "_")
-    command, said = importlib.import_module(f"bascule.cli.{module}").run, io.StringIO()
+    command, errors = importlib.import_module(f"bascule.cli.{module}").run, io.StringIO()
     kind = get_type_hints(command)["options"]
     try:
-        with redirect_stderr(said):
+        with redirect_stderr(errors):
             return command, tyro.cli(kind, prog=f"bascule {arguments[0]}", args=arguments[1:])
     except SystemExit as stop:
         if not stop.code:
             raise
-        _, _, box = said.getvalue().partition("\n")  # without its title
-        text = re.sub(r"\x1b\[[0-9;]*m", "", box)  # nor colours, nor frame
+        _, _, box = errors.getvalue().partition("\n")  # without its title
+        text = re.sub(r"\x1b\[[0-9;]*m", "", box)  # without colours and frame
         text = re.sub(r"[─-╿]|^\||\|$|[-+]{4,}", " ", text, flags=re.MULTILINE)
-        said_once = re.sub(r" Got errors: .*(?= Argument helptext)", "", " ".join(text.split()))
-        raise ConfigError(said_once) from None
+        text = re.sub(r" Got errors: .*(?= Argument helptext)", "", " ".join(text.split()))
+        raise ConfigError(text) from None
 
 
 def _usage() -> str:
@@ -100,9 +100,9 @@ def _usage() -> str:
 
 
 def _fail(message: str, status: int) -> int:
-    """Print an error on one line, whatever of the input it quotes; return the status."""
+    """Print an error on one line, also if it quotes control characters; return the status."""
     text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in message)
-    if len(text) > _LONGEST:  # what is wrong stands first, the advice last
+    if len(text) > _LONGEST:  # the fault stands first, the advice last
         text = f"{text[: _LONGEST // 2]} .. {text[-_LONGEST // 2 :]}"
     print(f"bascule: {text}", file=sys.stderr)
     return status

@@ -1,4 +1,4 @@
-"""`bascule bench`: measure what balancing is worth, on local ranks or in a job that runs."""
+"""`bascule bench`: measure what balancing is worth, on local ranks or in a running job."""
 
 import json
 from collections import Counter
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     import torch
 
 _ARMS = {"unbalanced": "without", "balanced": "with bascule"}
-_MISSED = 0.9  # share of the predicted speed-up, below which a report says why
+_MISSED = 0.9  # measured over predicted speed-up below which a note says why
 
 
 def run(options: BenchOptions, arguments: list[str]) -> int | None:
-    """Train all ways, compare, and write the numbers of the run and of its steps."""
+    """Train with and without balancing, compare, and write the numbers of the run and its steps."""
     from bascule.cli.command import on_ranks, progress, publish, quietly, saved
 
     def compare(device: "torch.device") -> dict[str, Any]:
@@ -29,8 +29,8 @@ def run(options: BenchOptions, arguments: list[str]) -> int | None:
 
         comparison, records = Comparison(options, device), []
         with progress("training all ways", options.steps) as advance:
-            for of_step in comparison.run():
-                records.extend(of_step)
+            for step_records in comparison.run():
+                records.extend(step_records)
                 advance()
         summary = summarize(records, comparison.setting, options)
         return {"summary": summary, "steps": records}
@@ -40,10 +40,10 @@ def run(options: BenchOptions, arguments: list[str]) -> int | None:
         console = publish(options, report_of(summary, steps))
         options.out.mkdir(parents=True, exist_ok=True)
         files = options.out / "summary.json", options.out / "steps.jsonl"
-        for path, place in zip(files, _free_places(*files), strict=True):
+        for path, backup in zip(files, _backups(*files), strict=True):
             if path.exists():
-                path.replace(place)
-                console.print(f"kept: {place}", markup=False, highlight=False, soft_wrap=True)
+                path.replace(backup)
+                console.print(f"kept: {backup}", markup=False, highlight=False, soft_wrap=True)
         files[0].write_text(json.dumps(summary, indent=2) + "\n")
         files[1].write_text("".join(json.dumps(step) + "\n" for step in steps))
         saved(console, *files)
@@ -54,50 +54,51 @@ def run(options: BenchOptions, arguments: list[str]) -> int | None:
         from bascule.train.model import check_kernel, model_config
 
         options.check(num_ranks)
-        with quietly():  # the first rank warns of the same photos
+        with quietly():  # rank 0 warns of the same photos
             stream = open_stream(options, load_encoders(options), 0, num_ranks)
         check_kernel(options, model_config(options, stream))
 
     return on_ranks(options, arguments, compare, finish, prepare)
 
 
-def _free_places(*paths: Path) -> list[Path]:
-    """Return where files of an earlier run are kept: in summary.1.json, or with the next number."""
+def _backups(*paths: Path) -> list[Path]:
+    """Return names for an earlier run's files: summary.1.json, or with the next free number."""
     numbered = ([path.with_suffix(f".{n}{path.suffix}") for path in paths] for n in count(1))
-    return next(places for places in numbered if not any(place.exists() for place in places))
+    return next(backups for backups in numbered if not any(path.exists() for path in backups))
 
 
 def report_of(summary: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Report:
-    """Report training without and with balancing, of summary.json and the rows of steps.jsonl.
+    """Report training without and with balancing, from summary.json and the rows of steps.jsonl.
 
-    Of several topologies, the fastest is compared with training without, and all stand in a table.
+    The fastest of several topologies is compared with training without; a table has all of them.
     """
     setting, before, after = summary["setting"], *(summary[arm] for arm in _ARMS)
-    best, ways = setting["topology"], summary["topologies"]
-    by_way = {name: [step for step in steps if step["topology"] == name] for name in ways}
+    best, topologies = setting["topology"], summary["topologies"]
+    steps_of = {name: [row for row in steps if row["topology"] == name] for name in topologies}
     measured, predicted = summary["measured_ratio"], summary["predicted_ratio"]
     error = measured / predicted - 1
     ranks = f"{setting['world_size']} ranks ({setting['device']})"
     is_loader, (low, high) = "loader" in summary, summary["measured_ratio_spread"]
-    is_same = not any(ways[name]["moved_tokens"] for name in ways) and "stages" not in summary
-    way = "data loader" if is_loader else f"bags {', '.join(ways)}"
-    labels = {name: name if len(ways) > 1 else _ARMS["balanced"] for name in ways}
+    moved = any(topology["moved_tokens"] for topology in topologies.values())
+    is_same = not moved and "stages" not in summary
+    way = "data loader" if is_loader else f"bags {', '.join(topologies)}"
+    labels = {name: name if len(topologies) > 1 else _ARMS["balanced"] for name in topologies}
     sent = "sent a step" if is_loader else "sent a step, forward"
     lines = {
-        key: {_ARMS["unbalanced"]: [step[f"{key}_unbalanced"] for step in by_way[best]]}
-        | {labels[name]: [step[f"{key}_balanced"] for step in by_way[name]] for name in ways}
+        key: {_ARMS["unbalanced"]: [row[f"{key}_unbalanced"] for row in steps_of[best]]}
+        | {labels[name]: [row[f"{key}_balanced"] for row in steps_of[name]] for name in topologies}
         for key in ("seconds", "loss")
     }
     arms = _ARMS["unbalanced"], labels[best]
     without, balanced = (sum(lines["seconds"][arm]) for arm in arms)
     rows = [
-        (label, *(form.format(*np.atleast_1d(arm[key])) for arm in (before, after)))
-        for label, key, form in _ROWS
+        (label, *(template.format(*np.atleast_1d(arm[key])) for arm in (before, after)))
+        for label, key, template in _ROWS
         if before[key] is not None
     ]
     rows += [
-        (f"loss, {place} step", *(f"{loss:.6f}" for loss in summary[f"loss_{place}"]))
-        for place in ("first", "last")
+        (f"loss, {which} step", *(f"{loss:.6f}" for loss in summary[f"loss_{which}"]))
+        for which in ("first", "last")
     ]
     answer = (
         f"With bascule, training ran {measured:.2f}x as fast (steps {low:.2f}x to {high:.2f}x); "
@@ -108,12 +109,12 @@ def report_of(summary: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Repor
         Fact("prediction_error", "measured over predicted", error, "{:+.1%}"),
         Fact("seconds_saved", "saved in all", without - balanced, "{:.2f} s"),
     )
-    if len(ways) > 1:
-        answer = f"{best} was the fastest of {len(ways)} topologies. {answer}"
+    if len(topologies) > 1:
+        answer = f"{best} was the fastest of {len(topologies)} topologies. {answer}"
     if is_same:
         answer, gains = "Nothing was moved: both ways did the same, and differ by noise alone.", ()
     return Report(
-        title=f"{ranks}, {way}, {len(by_way[best])} steps",
+        title=f"{ranks}, {way}, {len(steps_of[best])} steps",
         answer=answer,
         facts=(
             *gains,
@@ -144,7 +145,7 @@ def report_of(summary: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Repor
     )
 
 
-_ROWS = (  # of either way: label, key in the summary, form
+_ROWS = (  # label, key in an arm's summary, format
     ("workload imbalance (WIR), max/min load", "wir", "{:.2f}"),
     ("imbalance (max/mean load)", "imbalance", "{:.3f}"),
     ("forward and backward (FBL), median", "fbl_median_s", "{:.3f} s"),
@@ -156,12 +157,12 @@ _ROWS = (  # of either way: label, key in the summary, form
 
 
 def _topologies(summary: dict[str, Any], seconds: Mapping[str, Sequence[float]]) -> list[Rows]:
-    """Return a row for each way, of several topologies; by way the seconds of its steps."""
+    """Return the table of topologies, if there are several; `seconds` of their steps, by label."""
     if len(summary["topologies"]) == 1:
         return []
     firsts = Counter(
-        min(zip(of_step, seconds, strict=True))[1]
-        for of_step in zip(*seconds.values(), strict=True)
+        min(zip(step_seconds, seconds, strict=True))[1]
+        for step_seconds in zip(*seconds.values(), strict=True)
     )
     without = _ARMS["unbalanced"]
     rows: list[tuple[Any, ...]] = [
@@ -210,15 +211,15 @@ def _stages(summary: dict[str, Any]) -> list[Rows]:
 
 def _notes(summary: dict[str, Any], is_same: bool) -> list[str]:
     setting, loader, num_steps = summary["setting"], summary.get("loader"), summary["steps"]
-    ways: dict[str, Any] = summary["topologies"]
+    topologies: dict[str, Any] = summary["topologies"]
     differences = {
-        key: max(topology[key] for topology in ways.values())
+        key: max(topology[key] for topology in topologies.values())
         for key in ("loss_difference", "grad_difference_first", "grad_difference")
     }
     fit, wires = setting["fit_error"], "exchange" if loader else "wires"
     tokens = ", ".join(f"{tokens:,.0f}" for tokens in summary["tokens_per_rank"][:16])
     tokens += " ..." if setting["world_size"] > 16 else ""
-    tokens += f" (bags {setting['topology']})" if len(ways) > 1 else ""
+    tokens += f" (bags {setting['topology']})" if len(topologies) > 1 else ""
     notes = [
         f"the prediction counts compute only, not the {wires}: gamma {setting['gamma']:.2f}"
         + ("" if fit is None else f", fitted within {fit:.0%}"),
@@ -227,9 +228,9 @@ def _notes(summary: dict[str, Any], is_same: bool) -> list[str]:
         "(relative)".format(**differences),
         f"tokens a rank with balancing: {tokens}",
     ]
-    if len(ways) > 1 and setting["device"] == "cpu":
-        shares = ", ".join(f"{name} {ways[name]['cpu_ratio']:.2f}x" for name in ways)
-        notes.append(f"in CPU seconds of the busiest rank, in which nobody waits: {shares}")
+    if len(topologies) > 1 and setting["device"] == "cpu":
+        ratios = [f"{name} {topology['cpu_ratio']:.2f}x" for name, topology in topologies.items()]
+        notes.append(f"in CPU seconds of the busiest rank, without waits: {', '.join(ratios)}")
     if loader:
         reasons = loader["reasons"].items()
         skipped = ", ".join(f"{n} {why}" for why, n in reasons if why != "balanced")
@@ -256,7 +257,7 @@ def _notes(summary: dict[str, Any], is_same: bool) -> list[str]:
             "warning: the fitted gamma is 0, attention's time did not show, so plans count linear "
             "layers only: measure longer sequences or a quieter machine, or give --gamma"
         )
-    for name, topology in ways.items():
+    for name, topology in topologies.items():
         if not topology["single_binds_steps"]:
             continue
         advice = (

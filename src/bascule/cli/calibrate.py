@@ -1,4 +1,4 @@
-"""`bascule calibrate`: measure this machine on local ranks or in a job, and save a profile."""
+"""`bascule calibrate`: measure this machine, on local ranks or in a job, and save a profile."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _CURVE_POINTS = 100
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"), (1e-12, "ps"), (1e-15, "fs"))
 _FORMAT = {"bascule": "calibration report", "version": 1}
-_ROUNDS_THAT_DO_NOT_COUNT = 2
+_WARM_UP_ROUNDS = 2
 
 
 def run(options: CalibrateOptions, arguments: list[str]) -> int | None:
@@ -30,7 +30,7 @@ def run(options: CalibrateOptions, arguments: list[str]) -> int | None:
     def measure(device: "torch.device") -> dict[str, Any]:
         from bascule.calibrate.measuring import measure, profile_of, refusals
 
-        with progress("measuring", options.rounds + _ROUNDS_THAT_DO_NOT_COUNT) as advance:
+        with progress("measuring", options.rounds + _WARM_UP_ROUNDS) as advance:
             profile = profile_of(measure(options, device, advance), options)
         refused = refusals(profile, options.limit, attends=options.module is None)
         return {"refused": refused, "profile": profile.to_dict()}
@@ -58,16 +58,16 @@ def run(options: CalibrateOptions, arguments: list[str]) -> int | None:
 
 
 def report_of(profile: HardwareProfile, refused: Sequence[str]) -> Report:
-    """Report curves of blocks and messages, measured and predicted, and what is wrong with them."""
-    made = profile.calibration
-    assert made is not None
-    base = [name for name in profile.numbers if name not in made.measured]
+    """Report measured and predicted curves of blocks and messages, and why they were `refused`."""
+    calibration = profile.calibration
+    assert calibration is not None
+    base = [name for name in profile.numbers if name not in calibration.measured]
     return Report(
-        title=f"{made.name}: {profile.device}, {made.num_ranks} ranks",
+        title=f"{calibration.name}: {profile.device}, {calibration.num_ranks} ranks",
         answer=f"Refused: {refused[0]}." if refused else f"{profile}.",
         facts=tuple(
             Fact(f"held_out {fit.what}", f"{fit.what}, held out missed by", error, "{:.1%}")
-            for fit in made.fits
+            for fit in calibration.fits
             if (error := fit.held_out_error) is not None
         ),
         parts=(
@@ -80,19 +80,19 @@ def report_of(profile: HardwareProfile, refused: Sequence[str]) -> Report:
                         *map(_with_error, fit.coefficients, fit.errors),
                         *[None] * (fit.unit == BYTES),
                     )
-                    for fit in made.fits
+                    for fit in calibration.fits
                 ],
             ),
-            *_curves("Passes of a block", [fit for fit in made.fits if fit.unit == TOKENS]),
-            *_curves("Messages", [fit for fit in made.fits if fit.unit == BYTES]),
-            _points(made.fits),
+            *_curves("Passes of a block", [fit for fit in calibration.fits if fit.unit == TOKENS]),
+            *_curves("Messages", [fit for fit in calibration.fits if fit.unit == BYTES]),
+            _points(calibration.fits),
         ),
         notes=(
             *(f"refused: {line}" for line in refused),
-            *(f"{item.what}: {_with_error(item.seconds, item.error)}" for item in made.overheads),
-            f"measured {made.date} with torch {made.torch}: {', '.join(made.measured)}; "
-            f"{made.settings}",
-            f"not measured, taken from {made.base}: {', '.join(base) or 'nothing'}",
+            *(f"{x.what}: {_with_error(x.seconds, x.error)}" for x in calibration.overheads),
+            f"measured {calibration.date} with torch {calibration.torch}: "
+            f"{', '.join(calibration.measured)}; {calibration.settings}",
+            f"not measured, taken from {calibration.base}: {', '.join(base) or 'nothing'}",
             "every third size was held out of the fits; errors are medians over these",
         ),
         values={**_FORMAT, "refused": list(refused), "profile": profile.to_dict()},
@@ -122,13 +122,13 @@ def _draw(fits: list[Fit]) -> "Figure":
 
     figure = new_figure(420, fits[0].unit, "seconds")
     for fit, color in zip(fits, cycle(qualitative.Plotly), strict=False):
-        sizes, named = np.geomspace(min(fit.sizes), max(fit.sizes), _CURVE_POINTS), fit.what
-        both = {"name": named, "legendgroup": named}
-        figure.add_scatter(x=sizes, y=fit(sizes), line_color=color, **both)
-        symbols = ["circle-open" if out else "circle" for out in fit.held_out]
+        sizes = np.geomspace(min(fit.sizes), max(fit.sizes), _CURVE_POINTS)
+        legend = {"name": fit.what, "legendgroup": fit.what}
+        figure.add_scatter(x=sizes, y=fit(sizes), line_color=color, **legend)
+        symbols = ["circle-open" if held_out else "circle" for held_out in fit.held_out]
         marker = {"color": color, "symbol": symbols, "size": 9}
         points = {"x": fit.sizes, "y": fit.seconds, "mode": "markers", "marker": marker}
-        figure.add_scatter(**points, **both, showlegend=False)
+        figure.add_scatter(**points, **legend, showlegend=False)
     figure.update_xaxes(type="log")
     figure.update_yaxes(type="log", exponentformat="SI")
     return figure
@@ -138,9 +138,9 @@ def _points(fits: Sequence[Fit]) -> Rows:
     seconds = "measured, s: {:.4g}", "predicted, s: {:.4g}"
     formats = columns("", "size: {:,.0f}", "unit", *seconds, "missed by: {:+.1%}", "held out")
     rows = [
-        (fit.what, size, fit.unit, took, took * (1.0 + miss), miss, "yes" if out else None)
+        (fit.what, size, fit.unit, took, took * (1.0 + miss), miss, "yes" if held_out else None)
         for fit in fits
-        for size, took, miss, out in zip(
+        for size, took, miss, held_out in zip(
             fit.sizes, fit.seconds, fit.misses.tolist(), fit.held_out, strict=True
         )
     ]

@@ -1,8 +1,8 @@
 """The skeleton of all commands: checked options in, one report out.
 
 A module `bascule.cli.NAME` has `run(options, arguments)`, which returns the exit status. `main`
-parses and checks the options by their type. `publish` writes the report of a command; `on_ranks`
-runs one on ranks. `progress` is the bar, `waiting` the spinner, `saved` the line on written files.
+parses and checks the options by their type. `publish` writes the command's report; `on_ranks` runs
+it on ranks. `progress` is the bar, `waiting` the spinner, `saved` names the written files.
 """
 
 import json
@@ -26,7 +26,7 @@ from bascule.report.page import Report, render
 if TYPE_CHECKING:
     import torch
 
-_MOST_NAMED = 2
+_MOST_NAMED = 2  # written files
 
 
 def publish(options: Outputs, report: Report) -> Console:
@@ -57,9 +57,9 @@ def write(console: Console, option: str, path: Path, text: str) -> None:
 
 
 def saved(console: Console, *paths: Path) -> None:
-    """Print which files a command wrote; of many, their folder."""
-    many = f"{paths[0].parent} ({len(paths)} files)" if len(paths) > _MOST_NAMED else ""
-    text = f"written: {many or ', '.join(map(str, paths))}"
+    """Print the names of written files, or their folder if there are many."""
+    folder = f"{paths[0].parent} ({len(paths)} files)" if len(paths) > _MOST_NAMED else ""
+    text = f"written: {folder or ', '.join(map(str, paths))}"
     console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
@@ -72,8 +72,8 @@ def on_ranks(
 ) -> int | None:
     """Run `work` on every rank, of a job or launched here; return the exit status of `finish`.
 
-    `prepare` gets the number of ranks before they start. `finish` gets the first rank's result,
-    which must be JSON, where the command was started: in the launcher, or on that rank of a job.
+    `prepare` gets the number of ranks before they start. `finish` gets rank 0's result, which must
+    be JSON, in the process of the user's command: the launcher, or rank 0 of a job.
     """
     from bascule.cli import launch
 
@@ -87,8 +87,7 @@ def on_ranks(
 
     if options.ranks is not None and options.ranks != (size := int(os.environ["WORLD_SIZE"])):
         raise ConfigError(
-            f"--ranks {options.ranks}: the launcher of this job started {size} ranks; leave it "
-            "out, it is for ranks that bascule starts"
+            f"--ranks {options.ranks}: the launcher of this job started {size} ranks; leave it out"
         )
     status, error = None, None
     with launch.joined(options.timeout_s) as device:
@@ -98,13 +97,13 @@ def on_ranks(
                 status = finish(json.loads(text))
             except ConfigError as refusal:
                 error = refusal
-        # A launcher ends all ranks when one ends with an error: not before this one has finished.
+        # Waits for rank 0: a launcher ends all ranks when one ends with an error.
         agree(group, {}, error, what=f"bascule {arguments[0]}, its report")
     return status
 
 
 def waiting(task: str) -> Status:
-    """Show on standard error that a task goes on; for `with`."""
+    """Show a spinner on standard error within the `with`."""
     return Console(stderr=True).status(task)
 
 
@@ -122,7 +121,7 @@ def quietly() -> Iterator[None]:
 
 @contextmanager
 def progress(task: str, total: int, *, done: int = 0) -> Iterator[Callable[..., None]]:
-    """Show a bar on standard error, on the first rank; yield `advance(steps=1, task=None)`."""
+    """Show a bar on standard error, on rank 0; yield `advance(steps=1, task=None)`."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as Remaining
 

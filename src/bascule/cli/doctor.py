@@ -1,4 +1,4 @@
-"""`bascule doctor`: check the ranks before a run, on local ranks or in a job that runs."""
+"""`bascule doctor`: check the ranks before a run, on local ranks or in a running job."""
 
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def run(options: DoctorOptions, arguments: list[str]) -> int | None:
-    """Check the ranks; return 1 if something was found."""
+    """Check the ranks; return 1 if there are findings."""
     from bascule.cli.command import on_ranks, progress, publish
     from bascule.machine.cluster import HardwareProfile
 
@@ -33,7 +33,7 @@ def run(options: DoctorOptions, arguments: list[str]) -> int | None:
 
 
 def report_of(report: dict[str, Any]) -> Report:
-    """Report a check-up of ranks; of many ranks and links, the slow ones stand first."""
+    """Report a check-up of ranks; the slow ranks and links stand first."""
     first, findings = report["ranks"][0], report["findings"]
     formats = columns("rank", "host", "device", "GB: {:.1f}", "threads", "store, ms: {:.2f}")
     for work in first["work"]:
@@ -52,13 +52,13 @@ def report_of(report: dict[str, Any]) -> Report:
     ]
     ranks.sort(key=lambda row: -max(row[7::2]))
     sizes = {"a rank holds": _size, "time": _time}
-    of_calls = columns("", "on") | sizes | {"GB/s": _giga} | columns("slowest rank")
+    call_columns = columns("", "on") | sizes | {"GB/s": _giga} | columns("slowest rank")
     order = [row["name"] for row in report["collectives"]]
     fields = "name", "on", "size_bytes", "seconds", "bytes_per_s", "slowest_rank"
     calls = [[row[field] for field in fields] for row in report["collectives"]]
     calls.sort(key=lambda row: (row[1], order.index(row[0])))
     sizes = {"message": _size, "time": _time, "large message": _size}
-    of_links = columns("ranks", "on", "where") | sizes | {"GB/s": _giga}
+    link_columns = columns("ranks", "on", "where") | sizes | {"GB/s": _giga}
     links: dict[tuple[str, tuple[int, int]], list[dict[str, Any]]] = {}
     for row in report["links"]:
         links.setdefault((row["on"], tuple(row["ranks"])), []).append(row)
@@ -83,8 +83,8 @@ def report_of(report: dict[str, Any]) -> Report:
         facts=(),
         parts=(
             Rows("Ranks", formats, ranks),
-            Rows("Collectives", of_calls, calls),
-            Rows("Neighbours", of_links, neighbours),
+            Rows("Collectives", call_columns, calls),
+            Rows("Neighbours", link_columns, neighbours),
         ),
         notes=(
             *(f"found ({finding['kind']}): {finding['text']}" for finding in findings),

@@ -1,4 +1,4 @@
-"""`bascule generate`: images and videos from prompts, on local ranks or in a job that runs."""
+"""`bascule generate`: images and videos from prompts, on local ranks or in a running job."""
 
 import logging
 from dataclasses import replace
@@ -16,8 +16,20 @@ if TYPE_CHECKING:
 
 def run(options: GenerateOptions, arguments: list[str]) -> None:
     """Make the missing outputs on all ranks, and publish the seconds of each phase."""
-    from bascule.cli.command import on_ranks, publish, saved
-    from bascule.cli.launch import in_a_job
+    from bascule.cli.command import on_ranks, progress, publish, saved
+    from bascule.cli.launch import in_a_job, stopping_quietly
+
+    def generate(device: "torch.device") -> dict[str, Any]:
+        from bascule.generate.generation import Generation
+
+        with stopping_quietly():
+            job = Generation(options, device)
+            num_steps, num = sum(map(job.num_steps, job.missing)), len(job.prompts)
+            with progress("denoising", num_steps) as advance:
+                outputs = job.run(lambda index, _: advance(1, f"prompt {index + 1} of {num}"))
+        phases = outputs[0]["seconds"] if outputs else ()
+        seconds = {name: mean(output["seconds"][name] for output in outputs) for name in phases}
+        return {"degrees": options.degrees, "prompts": num, "seconds": seconds, "outputs": outputs}
 
     def finish(result: dict[str, Any]) -> None:
         console = publish(options, replace(_report(options, **result), values=result))
@@ -27,31 +39,13 @@ def run(options: GenerateOptions, arguments: list[str]) -> None:
     prompts = read_prompts(options)
     if not in_a_job() and are_made(prompts, options):
         return finish({"degrees": {}, "prompts": len(prompts), "seconds": {}, "outputs": []})
-
-    def prepare(num_ranks: int) -> None:
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # a repetition
-
+    logger = logging.getLogger("torch.distributed.elastic")  # repeats the ranks' errors
     try:
-        on_ranks(options, arguments, lambda device: _work(options, device), finish, prepare)
+        on_ranks(options, arguments, generate, finish, lambda _: logger.setLevel(logging.CRITICAL))
     except CommError as error:
         raise CommError(
             f"{error}; what is done is in {options.out}, and the same command makes the rest"
         ) from error
-
-
-def _work(options: GenerateOptions, device: "torch.device") -> dict[str, Any]:
-    from bascule.cli.command import progress
-    from bascule.cli.launch import stopping_quietly
-    from bascule.generate.generation import Generation
-
-    with stopping_quietly():
-        job = Generation(options, device)
-        num_steps, num = sum(map(job.num_steps, job.missing)), len(job.prompts)
-        with progress("denoising", num_steps) as advance:
-            outputs = job.run(lambda place, _: advance(1, f"prompt {place + 1} of {num}"))
-    phases = outputs[0]["seconds"] if outputs else ()
-    seconds = {name: mean(output["seconds"][name] for output in outputs) for name in phases}
-    return {"degrees": options.degrees, "prompts": num, "seconds": seconds, "outputs": outputs}
 
 
 def _report(

@@ -1,4 +1,4 @@
-"""Local ranks, launched by torch's own launcher; or this process as a rank of a job that runs."""
+"""Local ranks, launched by torch's own launcher; or this process as a rank of a running job."""
 
 import logging
 import os
@@ -7,7 +7,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,10 +20,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from bascule.errors import CommError, ConfigError
 
 USER_ERROR = 2  # exit code
-_PIDS_IN = "BASCULE_PIDS_IN"  # in the environment: the folder of the process ids of local ranks
-_RESULT_TO = "BASCULE_RESULT_TO"  # in the environment: the file for the first rank's result
-_STOP = "stop"
-_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT  # that torchrun takes
+_PIDS_IN = "BASCULE_PIDS_IN"  # environment variable: folder of the local ranks' process ids
+_RESULT_TO = "BASCULE_RESULT_TO"  # environment variable: file for the result of rank 0
+_STOP = "stop"  # file in the folder of process ids
+_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT  # torchrun handles these
 _HOST = "127.0.0.1"
 _DEFAULTS = signal.SIG_DFL, signal.default_int_handler
 
@@ -34,20 +34,16 @@ def in_a_job() -> bool:
 
 
 def device_type() -> str:
-    """Return the type of device of the ranks here."""
+    """Return the device type of local ranks."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def num_ranks_here(num_ranks: int | None) -> int:
     """Return how many ranks to launch: by default one a GPU, else one a core, two at least."""
     num_gpus = torch.cuda.device_count()
-    default = num_gpus or max(2, _num_cores())
     if num_gpus and num_ranks is not None and num_ranks > num_gpus:
-        raise ConfigError(
-            f"--ranks {num_ranks}: this host has {num_gpus} GPUs, one for each rank: give at most "
-            f"{num_gpus}"
-        )
-    return num_ranks or default
+        raise ConfigError(f"--ranks {num_ranks}: this host has {num_gpus} GPUs, its limit")
+    return num_ranks or num_gpus or max(2, _num_cores())
 
 
 def _num_cores() -> int:
@@ -60,18 +56,18 @@ def _num_cores() -> int:
 
 
 def result_of_ranks(num_ranks: int, arguments: list[str]) -> str:
-    """Run `python -m bascule.cli ARGUMENTS` in local ranks; return what the first rank gives.
+    """Run `python -m bascule.cli ARGUMENTS` in local ranks; return the result of rank 0.
 
     The ranks meet over loopback alone, as torch's store asks no password.
     """
-    # torchrun would warn, and choose 1, if this were not set.
+    # Unset, torchrun would choose 1 and warn.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // num_ranks)))
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
     listening = socket.socket()
     listening.bind((_HOST, 0))
     port = listening.getsockname()[1]
-    # Kept until the ranks end: torchrun uses this store, and opens none on all addresses.
+    # torchrun uses this store while it lives, instead of opening one on all addresses.
     _store = TCPStore(
         _HOST,
         port,
@@ -81,9 +77,9 @@ def result_of_ranks(num_ranks: int, arguments: list[str]) -> str:
         master_listen_fd=listening.detach(),
     )
     launcher = ["--nproc-per-node", str(num_ranks), "--master-addr", _HOST]
-    free = [number.name for number in _SIGNALS if signal.getsignal(number) in _DEFAULTS]
-    # Under nohup in a script none is free, and of no names torchrun would warn.
-    launcher += ["--signals-to-handle", ",".join(free) or signal.SIGUSR2.name]
+    names = [number.name for number in _SIGNALS if signal.getsignal(number) in _DEFAULTS]
+    # Under nohup in a script there may be none, and torchrun would warn of an empty list.
+    launcher += ["--signals-to-handle", ",".join(names) or signal.SIGUSR2.name]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result"
         os.environ[_RESULT_TO] = str(path)
@@ -94,9 +90,9 @@ def result_of_ranks(num_ranks: int, arguments: list[str]) -> str:
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             kind = ConfigError if failure.exitcode == USER_ERROR else CommError
-            said, text = path.with_name(str(rank)), f"failed with exit code {failure.exitcode}"
-            if said.exists():  # the text may blame another rank, which hangs and fails later
-                text = f"ended: {said.read_text(encoding='utf-8')}"
+            note, text = path.with_name(str(rank)), f"failed with exit code {failure.exitcode}"
+            if note.exists():  # of `joined`; it may name another rank, which hangs
+                text = f"ended: {note.read_text(encoding='utf-8')}"
             raise kind(f"rank {rank} {text}") from error
         finally:
             del os.environ[_RESULT_TO]
@@ -104,7 +100,7 @@ def result_of_ranks(num_ranks: int, arguments: list[str]) -> str:
 
 
 def hand_over(result: str) -> bool:
-    """Give the result of the ranks to our launcher; return False if another started this job."""
+    """Give the result to `result_of_ranks`; return False if another launcher started this job."""
     if (path := os.environ.get(_RESULT_TO)) is None:
         return False
     Path(path).write_text(result, encoding="utf-8")
@@ -115,11 +111,9 @@ def hand_over(result: str) -> bool:
 def joined(timeout_s: float) -> Iterator[torch.device]:
     """Join the job of RANK and WORLD_SIZE; yield this rank's device."""
     logging.getLogger("bascule.comm.failures").setLevel(logging.CRITICAL)  # `main` prints errors
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cpu")
-    backend = "gloo"
+    device, backend = torch.device("cpu"), "gloo"
     if device_type() == "cuda":
-        device = torch.device("cuda", local_rank)
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     try:
@@ -141,20 +135,24 @@ def joined(timeout_s: float) -> Iterator[torch.device]:
 
 
 @contextmanager
-def stopping_quietly() -> Iterator[None]:
-    """Exit at once on SIGINT or SIGTERM, without a traceback."""
-    numbers = signal.SIGINT, signal.SIGTERM
-    before = [signal.signal(number, lambda *_: os._exit(130)) for number in numbers]
+def _on_stops(handler: Callable[..., None]) -> Iterator[None]:
+    """Handle SIGINT and SIGTERM by a function, within the `with`."""
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+def stopping_quietly() -> AbstractContextManager[None]:
+    """Exit at once on SIGINT or SIGTERM, without a traceback, within the `with`."""
+    return _on_stops(lambda *_: os._exit(130))
 
 
 @contextmanager
-def forwarding_stops(*numbers: signal.Signals) -> Iterator[None]:
-    """Forward signals as SIGTERM to the ranks launched within: torch would kill them after 30 s."""
+def forwarding_stops() -> Iterator[None]:
+    """Forward SIGINT and SIGTERM to the ranks launched within: torch would kill them after 30 s."""
     with tempfile.TemporaryDirectory() as folder:
 
         def forward(*_: object) -> None:
@@ -163,28 +161,21 @@ def forwarding_stops(*numbers: signal.Signals) -> Iterator[None]:
                 with suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGTERM)
 
-        before = {number: signal.signal(number, forward) for number in numbers}
         os.environ[_PIDS_IN] = folder
         try:
-            yield
+            with _on_stops(forward):
+                yield
         finally:
             del os.environ[_PIDS_IN]
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 @contextmanager
-def stop_asked(*numbers: signal.Signals) -> Iterator[Callable[[], bool]]:
+def stop_asked() -> Iterator[Callable[[], bool]]:
     """Yield a function that says if this rank must stop: by a signal, or as its launcher ended."""
-    asked, launcher = threading.Event(), os.getppid()
-    before = {number: signal.signal(number, lambda *_: asked.set()) for number in numbers}
-    folder = os.environ.get(_PIDS_IN)
-    try:
+    asked, launcher, folder = threading.Event(), os.getppid(), os.environ.get(_PIDS_IN)
+    with _on_stops(lambda *_: asked.set()):
         if folder is not None:
             Path(folder, str(os.getpid())).touch()
             if Path(folder, _STOP).exists():
                 asked.set()
         yield lambda: asked.is_set() or (folder is not None and os.getppid() != launcher)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

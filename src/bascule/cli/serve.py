@@ -1,7 +1,6 @@
-"""`bascule serve`: a pipeline behind HTTP, on local ranks or in a job that runs."""
+"""`bascule serve`: a pipeline behind HTTP, on local ranks or in a running job."""
 
 import os
-import signal
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -12,21 +11,18 @@ if TYPE_CHECKING:
 
 
 def run(options: ServeOptions, arguments: list[str]) -> None:
-    """Serve on all ranks until a signal; what is not done then is in the spool."""
+    """Serve on all ranks until a signal; requests that are not done then stay in the spool."""
     options.check()
-    # Before torch loads: its store would log each second in which no message comes.
+    # Before torch loads: its store would log each second without a message.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from bascule.cli.command import on_ranks
-    from bascule.cli.launch import forwarding_stops, in_a_job
+    from bascule.cli.launch import forwarding_stops, in_a_job, stop_asked
 
-    stops = nullcontext() if in_a_job() else forwarding_stops(signal.SIGTERM, signal.SIGINT)
-    with stops:
-        on_ranks(options, arguments, lambda device: _work(options, device), lambda _: None)
+    def serve(device: "torch.device") -> None:
+        from bascule.serve.serving import run_server
 
+        with stop_asked() as is_stopping:
+            run_server(options, device, is_stopping)
 
-def _work(options: ServeOptions, device: "torch.device") -> None:
-    from bascule.cli.launch import stop_asked
-    from bascule.serve.serving import run_server
-
-    with stop_asked(signal.SIGTERM, signal.SIGINT) as is_stopping:
-        run_server(options, device, is_stopping)
+    with nullcontext() if in_a_job() else forwarding_stops():
+        on_ranks(options, arguments, serve, lambda _: None)

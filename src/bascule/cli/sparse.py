@@ -1,6 +1,6 @@
 """`bascule sparse`: what balancing block-sparse attention is worth. A mesh (4, 2) is U4R2."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from pathlib import Path
@@ -19,25 +19,23 @@ if TYPE_CHECKING:
     from bascule.arrays import Bools, Ints
     from bascule.sim.sparse_study import Mesh, Study
 
-_TOLERANCES = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1)  # of kept plans, on the page
-_REWARDS = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # of the paper's greedy, on the page
-_SHOWN_BLOCKS = 96  # query blocks to begin with; more are thinner than a pixel
+_SHOWN_BLOCKS = 96  # query blocks of the figure at first; more are thinner than a pixel
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparseOptions(Outputs, MachineOptions):
     """Show how uneven block-sparse attention is on a mesh, and what each way of planning gains.
 
-    Masks come from a file or are drawn at random in the likeness of a video model.
+    Masks come from a file, or are drawn at random like those of a video model.
 
     Attributes:
         masks: File of bool masks (heads, q_blocks, kv_blocks), .npy or .npz; layers, or steps and
             layers, may stand before.
         model: Synthetic masks instead: wan2.1 or cogvideox1.5.
         density: Share of the blocks that synthetic masks compute; 0.41 by default.
-        layers: Layers to look at; all of a file, 1 of a model by default.
-        steps: Denoising steps to look at; all of a file, 1 of a model by default.
-        seed: Of synthetic masks.
+        layers: Layers to plan; all of a file, 1 of a model by default.
+        steps: Denoising steps to plan; all of a file, 1 of a model by default.
+        seed: Seed of synthetic masks.
         block: Tokens of a block.
         ulysses: Ulysses degree: ranks that share the heads.
         ring: Ring degree: ranks that pass keys and values around.
@@ -45,8 +43,7 @@ class SparseOptions(Outputs, MachineOptions):
         head_dim: Values of a head.
         itemsize: Bytes of a value, as it travels.
         target: Imbalance that minimal_move is to reach.
-        reward: For staying at home, of the paper's greedy.
-        tolerance: A plan is kept while its imbalance is at most 1 + tolerance.
+        tolerance: A plan is reused while its imbalance is at most 1 + tolerance.
         head: Head whose mask is drawn on the page.
     """
 
@@ -63,13 +60,12 @@ class SparseOptions(Outputs, MachineOptions):
     head_dim: Annotated[int, Range(1, 2**16)] = 128
     itemsize: Annotated[int, Range(1, 16)] = 2
     target: Annotated[float, Range()] = 1.005
-    reward: Annotated[float, Range()] = 2.0
     tolerance: Annotated[float, Range()] = 0.05
     head: int = 0
 
     @property
     def meshes(self) -> "tuple[Mesh, ...]":
-        """All that are to be compared, those with the largest Ulysses degree first."""
+        """Meshes to compare, (Ulysses, ring) degrees; the largest Ulysses degree first."""
         from bascule.plan.topology import all_degrees
 
         if self.ranks is None:
@@ -83,9 +79,9 @@ class SparseOptions(Outputs, MachineOptions):
         if not fitting:
             degrees = {"--ulysses": self.ulysses, "--ring": self.ring}
             words = ", ".join(f"{name} {value}" for name, value in degrees.items() if value)
-            known = ", ".join(f"{ulysses} x {ring}" for ulysses, ring in legal)
+            products = ", ".join(f"{ulysses} x {ring}" for ulysses, ring in legal)
             raise ConfigError(
-                f"{words} and --ranks {self.ranks}: the ranks are Ulysses x ring, one of {known}"
+                f"{words} and --ranks {self.ranks}: the ranks are Ulysses x ring, one of {products}"
             )
         return tuple(fitting)
 
@@ -96,14 +92,14 @@ class _Source:
 
     name: str  # for titles
     num_heads: int  # of a layer
-    num_layers: int  # to look at
-    num_steps: int  # to look at
+    num_layers: int  # to plan
+    num_steps: int  # to plan
     q_lens: "Ints"  # tokens of each query block
     kv_lens: "Ints"  # tokens of each key block
     masks: "Callable[[int, int], Bools]"  # of a layer in a step
 
     def layers(self, advance: Callable[[], None]) -> "Iterator[Iterator[Bools]]":
-        """Yield masks of each step of each layer, read or drawn when they are looked at."""
+        """Yield each layer's masks by step; they are read or drawn lazily."""
         for layer in range(self.num_layers):
             yield (self.masks(layer, step) for step in range(self.num_steps))
             advance()
@@ -113,6 +109,7 @@ def run(options: SparseOptions, arguments: list[str]) -> None:
     """Plan in all ways, and publish the comparison."""
     from bascule.cli.command import progress, publish
     from bascule.plan.sparse import check_degrees
+    from bascule.plan.sparse.planner import REWARD
     from bascule.sim.sparse_study import Setting, study
 
     meshes, machine = options.meshes, options.hardware()
@@ -140,12 +137,11 @@ def run(options: SparseOptions, arguments: list[str]) -> None:
         options.head_dim,
         options.itemsize,
         options.target,
-        options.reward,
+        REWARD,
         options.tolerance,
     )
-    swept = () if options.report is None else (_TOLERANCES, _REWARDS)
     with progress("layers", source.num_layers) as advance:
-        result = study(source.name, source.layers(advance), setting, *swept)
+        result = study(source.name, source.layers(advance), setting)
     publish(options, report_of(result, options.head, [f"Predicted for {machine}."]))
 
 
@@ -163,14 +159,14 @@ def _of_file(options: SparseOptions, path: Path) -> _Source:
         mask = masks[step, layer]
         if not mask.any():
             raise ConfigError(
-                f"{path}: nothing is computed in step {step} of layer {layer}: look at fewer with "
+                f"{path}: nothing is computed in step {step} of layer {layer}: look at fewer "
                 "--steps or --layers, or save ~masks if they say what is hidden"
             )
         return mask
 
     q_lens, kv_lens = (np.full(size, options.block) for size in masks.shape[3:])
-    looked_at = options.layers or num_layers, options.steps or num_steps
-    return _Source(path.name, num_heads, *looked_at, q_lens, kv_lens, of_layer)
+    planned = options.layers or num_layers, options.steps or num_steps
+    return _Source(path.name, num_heads, *planned, q_lens, kv_lens, of_layer)
 
 
 def _synthetic(options: SparseOptions) -> _Source:
@@ -218,12 +214,11 @@ def report_of(study: "Study", head: int, notes: Sequence[str]) -> Report:
         parts=(
             Chart(
                 "Masks and plans",
-                "The mask, who computes what, the chosen meshes, and what tolerance and reward "
-                "cost.",
+                "The mask, who computes what, and the chosen meshes.",
                 lambda: draw(study, head),
             ),
             *_ways(study),
-            *([_kept(study)] if num_steps > 1 else []),
+            *([_reused(study)] if num_steps > 1 else []),
             *([_strategies(study)] if len(setting.meshes) > 1 else []),
         ),
         notes=(
@@ -262,7 +257,7 @@ def _ways(study: "Study") -> tuple[Rows, Rows]:
     )
 
 
-def _kept(study: "Study") -> Rows:
+def _reused(study: "Study") -> Rows:
     from bascule.sim.sparse_study import DEFAULT, mesh_name
 
     tolerance = study.setting.tolerance
@@ -271,9 +266,9 @@ def _kept(study: "Study") -> Rows:
     for mesh in study.setting.meshes:
         reuses = [run.reuses[mesh, tolerance] for run in study.runs]
         rho = [value for reuse in reuses for value in reuse.imbalances]
-        made = sum(reuse.state.num_planned for reuse in reuses)
-        kept = sum(reuse.state.num_kept for reuse in reuses)
-        rows.append((mesh_name(mesh), made, kept, sum(rho) / len(rho), max(rho)))
+        num_planned = sum(reuse.state.num_planned for reuse in reuses)
+        num_reused = sum(reuse.state.num_kept for reuse in reuses)
+        rows.append((mesh_name(mesh), num_planned, num_reused, sum(rho) / len(rho), max(rho)))
     return Rows(f"{DEFAULT} over the steps, plans kept within {tolerance:g}", formats, rows)
 
 
@@ -293,73 +288,56 @@ def _strategies(study: "Study") -> Rows:
 
 
 def draw(study: "Study", head: int) -> "Figure":
-    """Draw the mask of a head, who computes what, strategies, and tolerances and rewards."""
+    """Draw the mask of a head, the rank of each block, and the chosen meshes."""
     from plotly.subplots import make_subplots
 
     from bascule.sim.sparse_study import DEFAULT, mesh_name
 
     meshes = study.setting.meshes
-    mesh = meshes[len(meshes) // 2]  # of all meshes of some ranks: heads and blocks are split
+    mesh = meshes[len(meshes) // 2]  # where there are many, it splits heads and blocks
     shown = min(_SHOWN_BLOCKS, study.masks.shape[1])
     figure = make_subplots(
-        rows=3,
+        rows=2,
         cols=2,
-        specs=[[{}, {}], [{"colspan": 2}, None], [{"secondary_y": True}] * 2],
-        row_heights=[0.42, 0.2, 0.38],
-        vertical_spacing=0.09,
+        specs=[[{}, {}], [{"colspan": 2}, None]],
+        row_heights=[0.68, 0.32],
+        vertical_spacing=0.14,
         horizontal_spacing=0.13,
         subplot_titles=(
             f"mask of head {head}: {study.masks[head].mean():.0%} of the blocks",
             f"who computes what: {DEFAULT} on {mesh_name(mesh)}",
             "mesh with the lowest prediction",
-            f"{DEFAULT}, first layer: plans kept over the steps",
-            "paper, first layer: reward for staying at home",
         ),
     )
     mask, colors = study.masks[head].astype(np.uint8), [(0.0, "white"), (1.0, "#1f3b73")]
     figure.add_heatmap(z=mask, zmin=0, zmax=1, colorscale=colors, showscale=False, row=1, col=1)
     plan = study.setting.plan(DEFAULT, study.masks, mesh)
-    _draw_classes(figure, plan.rank_of, list(map(str, range(plan.num_ranks))), "rank", (1, 2))
+    _draw_classes(figure, plan.rank_of, list(map(str, range(plan.num_ranks))), "rank", 1, 2)
     chosen = [[meshes.index(choice.degrees) for choice in run.choices] for run in study.runs]
-    _draw_classes(figure, np.array(chosen), [mesh_name(mesh) for mesh in meshes], "mesh", (2, 1))
-    for place, mesh in enumerate(meshes):
-        reuses = sorted(
-            (tolerance, sum(reuse.imbalances) / len(reuse.imbalances), reuse.state.num_planned)
-            for (at, tolerance), reuse in study.runs[0].reuses.items()
-            if at == mesh
-        )
-        rewards = [(x, row.imbalance, row.q_moved) for x, row in study.rewards if row.mesh == mesh]
-        _draw_lines(figure, reuses, place, mesh, 1)
-        _draw_lines(figure, rewards, place, mesh, 2)
+    _draw_classes(figure, np.array(chosen), [mesh_name(mesh) for mesh in meshes], "mesh", 2, 1)
     axes: tuple[tuple[tuple[int, int], str, str, dict[str, Any]], ...] = (
         ((1, 1), "key block", "query block", {"autorange": "reversed"}),
         ((1, 2), f"query block, the first {shown}", "head", {"autorange": "reversed"}),
         ((2, 1), "step", "layer", {"dtick": max(len(chosen) // 8, 1)}),
-        ((3, 1), "tolerance of a kept plan", "rho, mean over the steps", {"secondary_y": False}),
-        ((3, 2), "reward", "rho", {"secondary_y": False}),
     )
-    for place, x, y, options in axes:
-        figure.update_xaxes(title=x, row=place[0], col=place[1])
-        figure.update_yaxes(title=y, row=place[0], col=place[1], **options)
+    for (row, col), x, y, options in axes:
+        figure.update_xaxes(title=x, row=row, col=col)
+        figure.update_yaxes(title=y, row=row, col=col, **options)
     figure.update_xaxes(range=(-0.5, shown - 0.5), row=1, col=2)
     figure.update_xaxes(dtick=max(len(chosen[0]) // 10, 1), row=2, col=1)
-    right = {"rangemode": "tozero", "tickmode": "auto", "showgrid": False, "secondary_y": True}
-    figure.update_yaxes(title="plans made (dotted)", row=3, col=1, **right)
-    figure.update_yaxes(title="share of query rows moved (dotted)", row=3, col=2, **right)
-    legend = {"orientation": "h", "y": -0.06}
-    figure.update_layout(template="plotly_white", height=1350, legend=legend)
+    figure.update_layout(template="plotly_white", height=840)
     return figure
 
 
 def _draw_classes(
-    figure: "Figure", classes: np.ndarray, names: list[str], title: str, place: tuple[int, int]
+    figure: "Figure", classes: np.ndarray, names: list[str], title: str, row: int, col: int
 ) -> None:
     from plotly.colors import sample_colorscale
 
     size = len(names)
     colors = sample_colorscale("Turbo", [(i + 0.5) / size for i in range(size)])
     edges = [((i / size, color), ((i + 1) / size, color)) for i, color in enumerate(colors)]
-    top, bottom = ((1.0, 0.66), (0.57, 0.42))[place[0] - 1]
+    top, bottom = ((1.0, 0.42), (0.28, 0.0))[row - 1]
     figure.add_heatmap(
         z=classes.astype(np.int16),
         zmin=-0.5,
@@ -372,34 +350,6 @@ def _draw_classes(
             "len": top - bottom,
             "y": (top + bottom) / 2,
         },
-        row=place[0],
-        col=place[1],
+        row=row,
+        col=col,
     )
-
-
-def _draw_lines(
-    figure: "Figure",
-    points: Iterable[tuple[float, float, float]],
-    place: int,
-    mesh: "Mesh",
-    col: int,
-) -> None:
-    """Draw rho of a mesh over a setting, and dotted, on the axis to the right, what it costs."""
-    from plotly.colors import qualitative
-
-    from bascule.sim.sparse_study import mesh_name
-
-    color = qualitative.Plotly[place % len(qualitative.Plotly)]
-    x, *lines = zip(*points, strict=True)
-    for is_cost, y in enumerate(lines):
-        figure.add_scatter(
-            x=x,
-            y=y,
-            name=mesh_name(mesh),
-            legendgroup=mesh_name(mesh),
-            showlegend=col == 1 and not is_cost,
-            line={"color": color, "dash": "dot" if is_cost else "solid"},
-            row=3,
-            col=col,
-            secondary_y=bool(is_cost),
-        )

@@ -10,7 +10,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def entered(table: MutableMapping[Any, Any], name: Any, value: Any) -> Iterator[None]:
-    """Within, a table of a trainer has this entry; afterwards it is as it was."""
+    """Add an entry to a table of a trainer, and restore the table at the end of the `with`."""
     before = dict(table)
     table[name] = value
     try:

@@ -39,8 +39,8 @@ class BalancedBuckets(BatchSampler):
         self._num_ranks = whole("BalancedBuckets(num_ranks", num_ranks, 1)
         self._rank = whole("BalancedBuckets(rank", rank, 0, num_ranks - 1)
         sizes = [height * width for height, width in batches.dataset.buckets]
-        by_size = sorted(zip(sizes, buckets, strict=True), key=lambda one: -one[0])
-        self._buckets = [np.array(one, dtype=np.int64) for _, one in by_size if one]
+        by_size = sorted(zip(sizes, buckets, strict=True), key=lambda pair: -pair[0])
+        self._buckets = [np.array(bucket, dtype=np.int64) for _, bucket in by_size if bucket]
         self._epoch, self._scales = 0, list[float]()
 
     def __len__(self) -> int:

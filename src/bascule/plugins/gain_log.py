@@ -10,18 +10,18 @@ from bascule.plugins.dealt_batches import DealtBatches
 
 
 class GainLog(TrainerCallback):
-    """Adds `Gain.metrics` to what the Trainer logs with each loss, while batches are dealt."""
+    """Callback that adds `Gain.metrics` to each logged loss, while batches are dealt."""
 
     def __init__(self) -> None:
         self.dealt: DealtBatches | None = None
         self._gain = Gain()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin to count."""
+        """Reset the gain."""
         self._gain = Gain()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count the step that ends now."""
+        """Add the step that ends now to the gain."""
         if self.dealt is not None:
             place = (state.global_step - 1) % self.dealt.num_steps
             if place < len(self.dealt.steps):
@@ -29,14 +29,14 @@ class GainLog(TrainerCallback):
                 self._gain.add(before, after, mean, time.perf_counter())
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave out the time of saving, evaluating, and between epochs."""
+        """Exclude saving, evaluation and the start of an epoch from the time of a step."""
         self._gain.pause()
 
     on_evaluate = on_epoch_begin = on_save
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Add to the Trainer's log, and to that of the callbacks after this one."""
+        """Add the gain to the logs of the Trainer and of later callbacks."""
         if self.dealt is not None and "loss" in kwargs["logs"]:
-            did = {f"bascule_{name}": value for name, value in self._gain.metrics().items()}
-            kwargs["logs"].update(did)
-            state.log_history[-1].update(did)
+            metrics = {f"bascule_{name}": value for name, value in self._gain.metrics().items()}
+            kwargs["logs"].update(metrics)
+            state.log_history[-1].update(metrics)

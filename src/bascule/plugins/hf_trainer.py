@@ -29,7 +29,7 @@ class BalanceCallback(GainLog):
         self._replaced: tuple[Any, Any, Any] = (None, None, None)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Put dealt batches in the place of the Trainer's own, until training ends."""
+        """Replace the Trainer's batches by dealt ones, until training ends."""
         super().on_train_begin(args, state, control)
         model, loader = kwargs["model"], kwargs["train_dataloader"]
         shard: Any = getattr(loader, "batch_sampler", None)
@@ -54,7 +54,7 @@ class BalanceCallback(GainLog):
         shard.batch_sampler, shard.batch_size = self.dealt, None  # batches of any size
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Give the Trainer its own batches back."""
+        """Restore the Trainer's batches."""
         if self.dealt is not None:
             shard, shard.batch_sampler, shard.batch_size = self._replaced
             self.dealt = None

@@ -36,7 +36,7 @@ class BalancedSeq2SeqTrainer(Seq2SeqTrainer):
         if args.world_size == 1:
             return loader
         try:
-            lengths = [max(one) if isinstance(one, list) else one for one in dataset["lengths"]]
+            lengths = [max(n) if isinstance(n, list) else n for n in dataset["lengths"]]
         except (KeyError, TypeError, AttributeError, NotImplementedError):
             lengths = None
         if lengths is None or not isinstance(loader, DataLoaderShard):

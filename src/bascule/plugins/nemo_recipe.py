@@ -78,7 +78,7 @@ class BalancedFinetuneRecipe(TrainFinetuneRecipeForNextTokenPrediction):
         """Set all up as NeMo does, with the balanced loader."""
         plain, cost = self.cfg.dataloader, self.cfg.get("bascule", None)
         self.cfg.dataloader = BalancedDataloaderConfig(
-            **{one.name: getattr(plain, one.name) for one in fields(DataloaderConfig)},
+            **{option.name: getattr(plain, option.name) for option in fields(DataloaderConfig)},
             cost=TransformerCost(**cost.to_dict()) if cost else TransformerCost(),
             global_batch_size=self.cfg.get("step_scheduler.global_batch_size", 1),
         )

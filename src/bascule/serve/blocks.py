@@ -1,4 +1,4 @@
-"""Blocks of ranks that compute a request together: their meshes, and a rank's place in each."""
+"""Blocks of ranks that compute a request together: their meshes, and a rank's place in them."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from bascule.plan.requests import Block
 
 
 def shape_of_block(degree: int, num_heads: int, num_groups: int = 1) -> Shape:
-    """Return the mesh of a block: guidance groups, whose ranks share heads; the rest is a ring."""
+    """Return the mesh of a block: guidance groups, then Ulysses within the heads, then a ring."""
     groups = math.gcd(degree, num_groups)
     ulysses = min(degree // groups, 1 << (max(num_heads, 1).bit_length() - 1))
     return Shape(1, groups, degree // groups // ulysses, ulysses)
@@ -22,10 +22,10 @@ def places_of(
     """Return this rank's place in each of its blocks. No collective.
 
     Args:
-        control: All ranks, on the host.
-        attending: All ranks, for attention.
-        shapes: The mesh of a block by its degree.
-        size: Ranks that a block counts as one.
+        control: Group of all ranks, on the host.
+        attending: Group of all ranks, for attention.
+        shapes: Mesh of a block by its degree.
+        size: Ranks of a replica, where blocks count replicas.
     """
     unit, places = control.rank // size, dict[Block, Replica]()
     for degree, shape in shapes.items():

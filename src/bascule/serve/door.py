@@ -1,7 +1,7 @@
-"""The door of a server: HTTP in OpenAI's form, a page and metrics, in front of the service.
+"""The HTTP server of a service: OpenAI's API, a page and metrics.
 
-It runs in a thread of its own and decides nothing. Clients that wait are coroutines, which the
-service's thread wakes; what blocks runs in a few threads. FastAPI routes, uvicorn speaks HTTP.
+It runs in a thread of its own and decides nothing. Waiting clients are coroutines, which the
+service's thread wakes; blocking calls run in a few threads. FastAPI routes, uvicorn speaks HTTP.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import logging
 import resource
 import socket
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import asdict
 from functools import partial
@@ -28,16 +28,16 @@ from starlette.requests import ClientDisconnect
 
 from bascule.errors import ConfigError
 from bascule.serve.forms import Form, ImageForm, VideoForm, picture, prompts_of, read
-from bascule.serve.guard import ANSWERED, NO_RETRY, Connection, Guard, answer, hide_folders
+from bascule.serve.guard import CLIENT_ERRORS, NO_RETRY, Connection, Guard, answer, hide_folders
 from bascule.serve.options import ServeOptions
 from bascule.serve.status import Closing, Refusal, Status
 
 if TYPE_CHECKING:
     from bascule.serve.service import Service
 
-_HEARTBEAT_S = 15.0  # between events where nothing happens: else proxies end the connection
-_HEALTH_S = 5.0
-_GRACE_S = 3  # for answers at the end
+_HEARTBEAT_S = 15.0  # between events without a change: else proxies end the connection
+_HEALTH_S = 5.0  # longest wait for the service in /health
+_GRACE_S = 3  # for open answers at the end
 _VIDEO_STATUS = {"waiting": "queued", "running": "in_progress", "paused": "in_progress"}
 _VIDEO_STATUS |= {"done": "completed", "failed": "failed", "cancelled": "failed"}
 _MEDIA = {".png": "image/png", ".mp4": "video/mp4"}
@@ -62,7 +62,7 @@ class Door:
         self._calls, self._decodes, self._health_calls = map(CapacityLimiter, (16, 2, 4))
         self._metrics = _Metrics(service.num_ranks)
         app = FastAPI(openapi_url=None, lifespan=self._lifespan)
-        for kind in (*ANSWERED, Exception):
+        for kind in (*CLIENT_ERRORS, Exception):
             app.add_exception_handler(kind, answer)
         for method, path, handler in (
             ("POST", "/v1/images/generations", self._images),
@@ -85,19 +85,19 @@ class Door:
             app.add_api_route(path, handler, methods=[method], response_model=None)
         self._app = app
 
-    # --- its life ---------------------------------------------------------------------------------
+    # --- start and end ----------------------------------------------------------------------------
 
     def start(self) -> None:
         """Listen, and answer in a thread; ConfigError if the address is taken."""
         most_open = 2 * self._options.most_waiting + 1000
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = max(soft, 3 * most_open)
+        num_files = max(soft, 3 * most_open)  # a connection is a file
         if hard != resource.RLIM_INFINITY:
-            wanted = min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))  # a connection is a file
-        most_open = min(most_open, wanted // 3)
+            num_files = min(num_files, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, hard))
+        most_open = min(most_open, num_files // 3)
         path = self._options.api_key_file
-        if path is not None and path.stat().st_mode & 0o077:  # as containers mount secrets
+        if path is not None and path.stat().st_mode & 0o077:  # not refused: container mounts are so
             _log.warning("other users of this machine can read %s: chmod 600 %s", path, path)
         listener = _listen(self._options)
         host, port = listener.getsockname()[:2]
@@ -116,11 +116,10 @@ class Door:
             timeout_graceful_shutdown=_GRACE_S,
         )
         for name in ("uvicorn.error", "python_multipart.multipart"):
-            logging.getLogger(name).setLevel(logging.ERROR)  # a client's mistake is no fault here
+            logging.getLogger(name).setLevel(logging.ERROR)  # they warn of clients' mistakes
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(
-            target=self._server.run, args=([listener],), name="bascule door", daemon=True
-        )
+        serve = partial(self._server.run, [listener])
+        self._thread = threading.Thread(target=serve, name="bascule door", daemon=True)
         self._thread.start()
         while not self._is_open.wait(0.1):
             if not self._thread.is_alive():
@@ -128,7 +127,7 @@ class Door:
         self._service.on_change = self._on_change
 
     def stop(self) -> None:
-        """End all answers that wait, by 503, and the thread."""
+        """End all waiting answers by 503, and the thread."""
         self._service.on_change = None
         self._loop.call_soon_threadsafe(self._close)
         self._server.should_exit = True
@@ -142,92 +141,91 @@ class Door:
 
     def _close(self) -> None:
         self._is_closing = True
-        for woken in [event for events in self._watchers.values() for event in events]:
-            woken.set()
+        for request_id in self._watchers:
+            self._wake(request_id)
 
     def _on_change(self, status: Status) -> None:
-        """Wake who waits for a request; in the service's thread."""
+        """Wake the clients that wait for a request; in the service's thread."""
         self._metrics.count(status)
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._wake, status.id)
 
     def _wake(self, request_id: str) -> None:
-        for woken in self._watchers.get(request_id, ()):
-            woken.set()
+        for has_changed in self._watchers.get(request_id, ()):
+            has_changed.set()
 
     async def _call(self, function: Callable[..., _Result], *arguments: Any) -> _Result:
         return await to_thread.run_sync(function, *arguments, limiter=self._calls)
 
     async def _changes(self, request_id: str) -> AsyncGenerator[Status, None]:
         """Yield the status of a request, now and at each change, until it has ended."""
-        woken = asyncio.Event()
-        self._watchers.setdefault(request_id, set()).add(woken)
+        has_changed = asyncio.Event()
+        self._watchers.setdefault(request_id, set()).add(has_changed)
         try:
             while not self._is_closing:
-                woken.clear()
+                has_changed.clear()
                 yield (status := await self._call(self._service.status, request_id))
                 if status.has_ended:
                     return
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(woken.wait(), _HEARTBEAT_S)
+                    await asyncio.wait_for(has_changed.wait(), _HEARTBEAT_S)
             raise Closing(f"the server is ending; request {request_id} goes on at its next start")
         finally:
-            self._watchers[request_id].discard(woken)
+            self._watchers[request_id].discard(has_changed)
             if not self._watchers[request_id]:
                 del self._watchers[request_id]
 
     # --- requests ---------------------------------------------------------------------------------
 
     async def _submit(self, request: Request, kind: type[Form], *, with_image: bool | None) -> Any:
-        """Submit what a call asks for; return its fields, and the status of each output."""
+        """Submit the requests of a call; return its fields, and the status of each request."""
+        name = self._options.model_name
         if kind is not self._form:
             path = "/v1/images/generations" if self._form is ImageForm else "/v1/videos"
-            said = f"{self._options.model_name} makes {self._service.kind}s: use {path}"
-            raise Refusal(404, said)
+            raise Refusal(404, f"{name} makes {self._service.kind}s: use {path}")
         form, sent = await read(request, kind, self._options)
         if sent is not None and (with_image is False or not self._service.takes_image):
             why = "use /v1/images/edits" if self._service.takes_image else "its pipeline takes none"
-            raise Refusal(400, f"{self._options.model_name} takes no image here: {why}", "image")
+            raise Refusal(400, f"{name} takes no image here: {why}", "image")
         if sent is None and with_image:
             raise Refusal(400, "image is missing: give it", "image")
         image = None
         if sent is not None:
-            arguments = sent, self._options.max_pixels
-            image = await to_thread.run_sync(picture, *arguments, limiter=self._decodes)
+            decode = partial(picture, sent, self._options.max_pixels)
+            image = await to_thread.run_sync(decode, limiter=self._decodes)
         submit = partial(self._service.submit, must_meet_deadline=form.must_meet_deadline)
-        asked = prompts_of(form, self._options), image, form.deadline_s
-        made = await self._call(submit, *asked)
+        prompts = prompts_of(form, self._options)
+        statuses = await self._call(submit, prompts, image, form.deadline_s)
         request.state.is_accepted = True
-        self._metrics.accepted.labels(self._service.kind).inc(len(made))
-        return form, made
+        self._metrics.accepted.labels(self._service.kind).inc(len(statuses))
+        return form, statuses
 
     async def _images(self, request: Request) -> Any:
         """Answer when all images of a call are done."""
         with_image = request.url.path.endswith("/edits")
-        form, made = await self._submit(request, ImageForm, with_image=with_image)
-        ended = await self._until_done(request, [status.id for status in made])
+        form, statuses = await self._submit(request, ImageForm, with_image=with_image)
         data: list[dict[str, Any]] = []
-        for status in ended:
+        for status in await self._until_done(request, [status.id for status in statuses]):
             row, path = {"id": status.id, "seed": status.prompt.seed}, await self._result(status)
             if form.response_format == "url":
                 row["url"] = f"{request.base_url}v1/requests/{status.id}/content"
             else:
                 row["b64_json"] = await self._call(_in_base64, path)
             data.append(row)
-        return {"created": int(made[0].created_at), "output_format": "png", "data": data}
+        return {"created": int(statuses[0].created_at), "output_format": "png", "data": data}
 
     async def _until_done(self, request: Request, ids: list[str]) -> list[Status]:
-        """Wait for requests; cancel them if the client that waits for them goes away."""
+        """Wait for requests; cancel them if the waiting client disconnects."""
 
         async def end_of(request_id: str) -> Status:
             async with aclosing(self._changes(request_id)) as changes:
                 return [status async for status in changes][-1]
 
-        async def is_gone() -> None:
+        async def disconnect() -> None:
             while (await request.receive())["type"] != "http.disconnect":
                 pass
 
-        ends, gone = asyncio.gather(*map(end_of, ids)), asyncio.ensure_future(is_gone())
+        ends, gone = asyncio.gather(*map(end_of, ids)), asyncio.ensure_future(disconnect())
         try:
             await asyncio.wait({ends, gone}, return_when=asyncio.FIRST_COMPLETED)
             if ends.done():
@@ -241,25 +239,24 @@ class Door:
             await asyncio.gather(ends, gone, return_exceptions=True)  # else asyncio logs them
 
     async def _result(self, status: Status) -> Path:
-        """Return the file of a request; Refusal if there is none."""
+        """Return the output's path of a request; Refusal if there is none."""
         if status.state == "failed":
-            said = f"request {status.id} failed: {status.reason}"
-            raise Refusal(500, said, code="request_failed", headers=NO_RETRY)
+            message = f"request {status.id} failed: {status.reason}"
+            raise Refusal(500, message, code="request_failed", headers=NO_RETRY)
         if status.state == "cancelled":
             raise Refusal(410, f"request {status.id} was cancelled", code="request_cancelled")
         if status.state != "done":
-            said = f"request {status.id} is {status.state}: ask again when it is done"
-            raise Refusal(409, said, code="request_not_done", headers=NO_RETRY)
+            message = f"request {status.id} is {status.state}: ask again when it is done"
+            raise Refusal(409, message, code="request_not_done", headers=NO_RETRY)
         return await self._call(self._service.result, status.id)
 
     async def _make(self, request: Request) -> Any:
-        _, made = await self._submit(request, self._form, with_image=None)
-        return JSONResponse(_list_of(list(map(_row, made))), 202)
+        _, statuses = await self._submit(request, self._form, with_image=None)
+        return JSONResponse(_list_of(map(_row, statuses)), 202)
 
     async def _list(self) -> Any:
-        rows = list(map(_row, await self._call(self._service.statuses)))
-        model, ranks = self._options.model_name, self._service.num_ranks
-        return {**_list_of(rows), "model": model, "num_ranks": ranks}
+        rows = _list_of(map(_row, await self._call(self._service.statuses)))
+        return rows | {"model": self._options.model_name, "num_ranks": self._service.num_ranks}
 
     async def _get(self, request_id: str) -> Any:
         return _row(await self._call(self._service.status, request_id))
@@ -280,7 +277,7 @@ class Door:
                     async for status in changes:
                         yield f"data: {json.dumps(_row(status))}\n\n"
 
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the latter: nginx
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the second for nginx
         return StreamingResponse(lines(), headers=headers, media_type="text/event-stream")
 
     async def _make_video(self, request: Request) -> Any:
@@ -297,8 +294,8 @@ class Door:
     def _video(self, status: Status) -> dict[str, Any]:
         prompt, error, ended = status.prompt, None, status.ended_at
         if status.state in ("failed", "cancelled"):
-            said = hide_folders(status.reason) or f"request {status.id} was {status.state}"
-            error = {"code": f"request_{status.state}", "message": said}
+            message = hide_folders(status.reason) or f"request {status.id} was {status.state}"
+            error = {"code": f"request_{status.state}", "message": message}
         frames = prompt.frames and (prompt.frames - 1) / self._options.fps
         progress = 100 * status.step // (status.num_steps or 1)
         return {
@@ -318,9 +315,8 @@ class Door:
     # --- the server -------------------------------------------------------------------------------
 
     async def _models(self) -> Any:
-        return _list_of(
-            [{"id": self._options.model_name, "object": "model", "owned_by": "bascule"}]
-        )
+        model = {"id": self._options.model_name, "object": "model", "owned_by": "bascule"}
+        return _list_of([model])
 
     async def _health(self) -> Any:
         try:
@@ -343,29 +339,29 @@ class Door:
 
 
 class _Metrics:
-    """The metrics that Prometheus reads, in a registry of their own."""
+    """Metrics for Prometheus, in a registry of their own."""
 
     def __init__(self, num_ranks: int) -> None:
-        self._registry = registry = prometheus.CollectorRegistry()
+        self._registry = prometheus.CollectorRegistry()
+        in_registry: Any = {"registry": self._registry}
         self.accepted = prometheus.Counter(
-            "bascule_requests_accepted", "Requests accepted", ["kind"], registry=registry
+            "bascule_requests_accepted", "Requests accepted", ["kind"], **in_registry
         )
         self._ended = prometheus.Counter(
-            "bascule_requests_ended", "Requests ended", ["kind", "state"], registry=registry
+            "bascule_requests_ended", "Requests ended", ["kind", "state"], **in_registry
         )
         self._seconds = prometheus.Histogram(
             "bascule_request_seconds",
             "Seconds from arrival to the end of requests that are done",
             ["kind"],
             buckets=[2**power for power in range(-2, 13)],
-            registry=registry,
+            **in_registry,
         )
         self._now = prometheus.Gauge(
-            "bascule_requests", "Requests by state", ["state"], registry=registry
+            "bascule_requests", "Requests by state", ["state"], **in_registry
         )
-        self._busy = prometheus.Gauge("bascule_busy_ranks", "Ranks that compute", registry=registry)
-        ranks = prometheus.Gauge("bascule_ranks", "Ranks", registry=registry)
-        ranks.set(num_ranks)
+        self._busy = prometheus.Gauge("bascule_busy_ranks", "Ranks that compute", **in_registry)
+        prometheus.Gauge("bascule_ranks", "Ranks", **in_registry).set(num_ranks)
 
     def count(self, status: Status) -> None:
         """Count a request that has ended."""
@@ -393,12 +389,12 @@ def _listen(options: ServeOptions) -> socket.socket:
             f"--host {host} --port {port}: cannot listen there: {error.strerror or error}; give "
             "another --port, or 0 for one that is free"
         ) from error
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # clients that lost their power
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # detects clients without power
     return listener
 
 
-def _list_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"object": "list", "data": rows}
+def _list_of(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    return {"object": "list", "data": list(rows)}
 
 
 def _row(status: Status) -> dict[str, Any]:

@@ -1,10 +1,9 @@
-"""The engine: requests of one pipeline run on blocks of ranks, and change them.
+"""The engine: requests of one pipeline run on blocks of ranks, and move between blocks.
 
-Every rank runs one request at a time, through the pipeline as it is. Between two steps the ranks of
-a block learn from the first of them how to go on. A rank that joins makes the same call, with zeros
-in place of what the transformer gave in the steps before, and takes over what the last of these
-steps gave, and the states of schedulers and generators. A rank that leaves ends its call by an
-exception.
+Every rank runs one request at a time, by the pipeline's unchanged `__call__`. Between two steps the
+first rank of a block tells the others how to go on. A rank that joins makes the same call: zeros
+replace the transformer's outputs of earlier steps, then it takes over the last step's result and
+the states of schedulers and generators. A rank that leaves ends its call by an exception.
 """
 
 import inspect
@@ -49,7 +48,7 @@ from bascule.encoders.tiled_vae import TiledVAE
 from bascule.errors import CommError, ConfigError
 from bascule.plan.requests import Block
 from bascule.serve.blocks import places_of, shape_of_block
-from bascule.serve.kept import read_kept, write_kept
+from bascule.serve.kept import read_state, write_state
 from bascule.serve.orders import Orders
 from bascule.serve.post import Message, Post, Ticket
 from bascule.stand_in import Override
@@ -60,11 +59,11 @@ _ACTIONS = {"go on": _GO_ON, "move": _MOVE, "pause": _PAUSE, "cancel": _CANCEL}
 
 
 class _Left(Exception):  # noqa: N818 - no error
-    """This rank leaves a request, which goes on elsewhere or ends."""
+    """This rank leaves a request, which continues elsewhere or ends."""
 
 
-class _Failed(Exception):  # noqa: N818 - noticed by all
-    """A request fails, as all of its ranks know."""
+class _Failed(Exception):  # noqa: N818 - an outcome of a request
+    """A request fails, and all of its ranks know."""
 
 
 @dataclass(slots=True)
@@ -73,39 +72,39 @@ class _Run:
 
     id: str
     block: Block
-    ticket: Ticket | None  # of what it came from, until all ranks have it
+    ticket: Ticket | None  # of its stored state, until all ranks have fetched it
     arguments: dict[str, Any]
     seed: int
-    state: dict[str, Any] | None  # that this rank is to take over, when it joins
-    first_step: int = 0  # steps that were done when this rank joined
+    state: dict[str, Any] | None  # for this rank to take over when it joins
+    first_step: int = 0  # number of steps done before this rank joined
     generator: torch.Generator = field(default_factory=torch.Generator)
-    num_done: int = 0
+    num_done: int = 0  # steps
     is_begun: bool = False  # its transformer was called
-    encoded: list[Any] = field(default_factory=list[Any])  # by calls of encoders
-    num_encoded: int = 0
+    encoded: list[Any] = field(default_factory=list[Any])  # results of encoder calls, in order
+    num_encoded: int = 0  # encoder calls of this rank
     specs: dict[str, Any] = field(default_factory=dict[str, Any])  # of outputs, by transformer
     schedulers: list[Any] = field(default_factory=list[Any])  # that took steps; some are copies
-    stepped: list[Any] = field(default_factory=list[Any])  # what they returned in this step
+    stepped: list[Any] = field(default_factory=list[Any])  # results of schedulers in this step
     latents: list[Tensor] = field(default_factory=list[Tensor])  # after the last step
-    since: float = 0.0
+    since: float = 0.0  # perf_counter at the last report
     num_called: int = 0  # calls of its transformers
 
 
 class Engine:
-    """Runs requests of a pipeline on blocks of ranks; all ranks of the job make and run it.
+    """Runner of a pipeline's requests on blocks of ranks; all ranks of the job make and run it.
 
-    Transformers are split by their tables. The prompts of a request are encoded by the ranks that
-    start it, and its output is decoded by the first rank alone, as the others leave after the last
-    step. `orders`, on rank 0, starts and moves requests.
+    Transformers are split by their tables. The ranks that start a request encode its prompts, and
+    its first rank alone decodes the output, as the others leave after the last step. `orders`, on
+    rank 0, starts and moves requests.
 
     Args:
-        pipeline: On the device of this rank, with the same weights on all of them.
-        timeout_s: Longest wait of a rank for another one of its block.
-        shape: Splits all ranks into `data` replicas, which take the place of ranks in blocks: a
-            request stays on one. Default: blocks of 1, 2, 4, .. ranks.
-        num_groups: Guidance groups of a block, where its ranks are as many; without a shape.
+        pipeline: On the device of this rank, with the same weights on all ranks.
+        timeout_s: Longest wait of a rank for another rank of its block.
+        shape: Splits all ranks into `data` replicas, and a request stays on one replica; blocks
+            then count replicas. Default: blocks of 1, 2, 4, .. ranks.
+        num_groups: Guidance groups of a block that has as many ranks; without a shape.
         longest_ring: Most ranks of a ring, which limits blocks without a shape. Default: any.
-        sparse: The blocks of attention that are computed. Default: all.
+        sparse: Which blocks of attention are computed. Default: all.
         comm_dtype: Sends attention's rows at 8 bits, as in `parallelize`.
         compiles: True compiles the transformers, for each degree.
         shares_tiles: True lets all ranks of a request stay to decode the tiles of its VAE.
@@ -114,8 +113,8 @@ class Engine:
         degrees: Ranks of the blocks that this rank can be in; on rank 0, of all blocks.
 
     Raises:
-        ConfigError: A pipeline without a callback after each step, or with a cache of steps; or no
-            split table fits, or the shape does not; or settings exclude each other.
+        ConfigError: The pipeline has no callback after each step, or a cache of steps; no split
+            table fits, or the shape does not; or settings exclude each other.
         CommError: The weights of ranks differ.
     """
 
@@ -134,20 +133,16 @@ class Engine:
         shares_tiles: bool = False,
     ) -> None:
         world = member_of(resolve(None), "world")
-
-        def ask() -> Request:
-            whole = Shape(guidance=num_groups) if shape is None else shape_of(None, shape)
-            attention = AttentionOptions(None, None, comm_dtype)
-            return _request_of(pipeline, shape=whole, attention=attention, sparse=sparse)
-
+        attention = AttentionOptions(None, None, comm_dtype)
+        ask = partial(_request_of, pipeline, shape, num_groups, attention, sparse)
         group = world if world.size > 1 else None
         request = agree_on(group, ask, Request.settings, what="the start of an engine")
-        self._pipeline, self._rank, every = pipeline, world.rank, range(world.size)
+        self._pipeline, self._rank, ranks = pipeline, world.rank, range(world.size)
         self._sparse, self._compiles, self._shares_tiles = sparse, compiles, shares_tiles
         pipeline.set_progress_bar_config(disable=True)
         self._device = execution_device(pipeline, request.models[0])
-        self._control = new_group(every, "serve", timeout_s, backend="gloo")
-        attending = new_group(every, "serve attention", timeout_s)
+        self._control = new_group(ranks, "serve", timeout_s, backend="gloo")
+        attending = new_group(ranks, "serve attention", timeout_s)
         shapes, self._size = {1: replace(request.shape, data=1)}, world.size // request.shape.data
         if shape is None:
             configs: list[Any] = [getattr(model, "config", None) for model in request.models]
@@ -158,23 +153,22 @@ class Engine:
             self._size = 1
         self._places = places_of(self._control, attending, shapes, self._size)
         self.degrees = [block.degree for block in self._places]
-        post = new_group(every, "serve post", timeout_s, backend="gloo")
-        self._post = Post(post, timeout_s)
+        self._post = Post(new_group(ranks, "serve post", timeout_s, backend="gloo"), timeout_s)
         self._mail, self._is_over = self._post.mail(), False
         self._run: _Run | None = None
         self.orders = None
         if self._rank == 0:
             self.orders = Orders(self._post, world.size // self._size, self._size)
-        ways = AttentionMesh(None, None, None), request.attention, sparse
+        settings = AttentionMesh(None, None, None), request.attention, sparse
         pairs = zip(request.models, request.tables, strict=True)
-        self._parts = [SplitModel(*pair, *ways, check=check_table) for pair in pairs]
+        self._splits = [SplitModel(*pair, *settings, check=check_table) for pair in pairs]
         groups = [Branches(place.branches) for place in self._places.values() if place.branches]
-        self._guided = [GuidedModel(part, groups[0]) for part in self._parts if groups]
-        self._calls: dict[Block, list[Any]] = {}  # of the models, compiled if they are
-        self._tiled: dict[tuple[int, ...], TiledVAE] = {}  # by their ranks
+        self._guided = [GuidedModel(split, groups[0]) for split in self._splits if groups]
+        self._compiled: dict[Block, list[Any]] = {}  # compiled calls of the models, if any
+        self._tiled: dict[tuple[int, ...], TiledVAE] = {}  # by ranks
         self._undo = ExitStack()
-        for part in (*self._guided, *self._parts):
-            self._undo.callback(part.remove)
+        for split in (*self._guided, *self._splits):
+            self._undo.callback(split.remove)
         for owner, name, around in self._overrides():
             with_copies = name == "step"
             self._undo.callback(Override(owner, name, around, with_copies=with_copies).remove)
@@ -194,10 +188,10 @@ class Engine:
 
     @shared("the engine")
     def run(self) -> None:
-        """Run requests as ordered, until the order to stop; call it in the main thread.
+        """Run requests as ordered until the order to stop; call it in the main thread.
 
         Raises:
-            CommError: A rank is gone, or failed where others wait for it.
+            CommError: A rank is gone, or failed while others wait for it.
         """
         reason = ""
         try:
@@ -205,10 +199,10 @@ class Engine:
                 while (message := self._take())["kind"] != "stop":
                     if message["kind"] == "run":
                         self._serve(message)
-            agree(self._control, {}, what="the end of the engine")  # all news is on its way
+            agree(self._control, {}, what="the end of the engine")  # all events are sent
             if self._rank == 0:
                 self._post.end(self._mail)
-            agree(self._control, {}, what="the end of the engine")  # and has arrived
+            agree(self._control, {}, what="the end of the engine")  # rank 0 has read them
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
             with suppress(RuntimeError):  # the store is gone
@@ -222,7 +216,7 @@ class Engine:
                 self.orders.end(reason)
 
     def _take(self, wait_s: float | None = None) -> Message:
-        """Return the next message; Empty if there is none in this time."""
+        """Return the next message; raises Empty if none arrives in this time."""
         message = self._post.inbox.get(timeout=wait_s)
         if message["kind"] == "over":
             self._is_over = True
@@ -232,8 +226,8 @@ class Engine:
     def _serve(self, message: Message) -> None:
         """Run a request until it ends or leaves this rank."""
         ticket = Ticket(*message["ticket"])
-        item = self._post.fetch(self._mail, ticket, self._device)
-        run = _Run(block=Block(*message["block"]), ticket=ticket, **item)
+        fields = self._post.fetch(self._mail, ticket, self._device)
+        run = _Run(block=Block(*message["block"]), ticket=ticket, **fields)
         if run.state is not None:
             run.first_step, run.encoded = run.state["step"], run.state["encoded"]
             run.specs = run.state["specs"]
@@ -264,7 +258,7 @@ class Engine:
             run.stepped.clear()
             return carried
 
-        torch.manual_seed(run.seed)  # of what is drawn without the generator
+        torch.manual_seed(run.seed)  # for draws without the generator
         run.since = time.perf_counter()
         return self._pipeline(
             **run.arguments,
@@ -275,7 +269,7 @@ class Engine:
         )[0]
 
     def _fail(self, run: _Run, error: Exception) -> None:
-        """End a request on all ranks of its block; raises if they cannot be told."""
+        """End a request on all ranks of its block; raises if the engine has ended."""
         if self._is_over:
             raise error
         reason = str(error)
@@ -286,7 +280,7 @@ class Engine:
                 leave(error, f"request {run.id!r}")
             with suppress(_Failed):
                 self._meet(run, error=error)
-        watch_of_world().forget()  # the ranks go on: no note stays
+        watch_of_world().forget()  # the ranks go on, so no failure note may stay
         if self._leads(run):
             self._report(run, "failed", reason=reason)
             self._release(run)
@@ -294,7 +288,7 @@ class Engine:
     def _leads(self, run: _Run) -> bool:
         return run.block.first * self._size == self._rank
 
-    # --- in place of methods of the pipeline ------------------------------------------------------
+    # --- stand-ins for methods of the pipeline ----------------------------------------------------
 
     def _encode(self, encode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         run = self._run
@@ -315,19 +309,18 @@ class Engine:
                 self._boundary(run, {})
             elif run.first_step == 0:  # joins before the first step
                 self._join(run)
-        run.num_called += 1  # also of what other ranks computed
+        run.num_called += 1  # calls whose result other ranks computed count, too
         if run.num_done < run.first_step:
             return mapped(run.specs[name], self._zeros, lambda nest: isinstance(nest, dict))
-        for part in self._parts:
-            if part.sparse is not None:
-                part.sparse.passes.number = run.num_called - 1
+        for split in self._splits:
+            if split.sparse is not None:
+                split.sparse.passes.number = run.num_called - 1
         output = call(*args, **kwargs)
-        run.specs.setdefault(name, output)  # whose sizes may be of other ranks, and not known yet
+        run.specs.setdefault(name, output)  # `_state` takes its shapes and dtypes
         return output
 
     def _zeros(self, spec: Mapping[str, Any]) -> Tensor:
-        dtype = getattr(torch, spec["dtype"])
-        return torch.zeros(spec["shape"], dtype=dtype, device=self._device)
+        return torch.zeros(spec["shape"], dtype=getattr(torch, spec["dtype"]), device=self._device)
 
     def _decode(self, decode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         run = self._run
@@ -357,7 +350,7 @@ class Engine:
     # --- between two steps ------------------------------------------------------------------------
 
     def _boundary(self, run: _Run, carried: Mapping[str, Any]) -> None:
-        """Continue, move to other ranks or end here, as the first rank of the block decides."""
+        """Continue, move to other ranks or leave, as the first rank of the block decides."""
         decision, ticket = np.zeros(3, np.int64), None
         if self._leads(run):
             self._synchronize()
@@ -374,7 +367,7 @@ class Engine:
         run.since = time.perf_counter()
 
     def _decide(self, run: _Run, carried: Mapping[str, Any]) -> tuple[Ints, Ticket | None]:
-        """Return action and block, and the ticket of the state for joining ranks."""
+        """Return [action, *block], and the ticket of the state for joining ranks."""
         order, block, ticket = self._order(run), run.block, None
         action = _ACTIONS[order["action"]]
         if action == _MOVE:
@@ -392,7 +385,7 @@ class Engine:
         return np.array([action, *block], np.int64), ticket
 
     def _order(self, run: _Run) -> Message:
-        """Return the next order for this request, leaving out those for others."""
+        """Return the next order for this request; drop stale ones of other requests."""
         wait_s: float | None = 0.0
         with suppress(Empty):
             while True:
@@ -406,9 +399,8 @@ class Engine:
         return {"action": "go on"}
 
     def _move(self, run: _Run, block: Block, ticket: Ticket | None) -> None:
-        old = run.block
-        joining = sorted(set(block.ranks) - set(old.ranks))
-        if old.first == self._rank:
+        joining = sorted(set(block.ranks) - set(run.block.ranks))
+        if run.block.first == self._rank:
             for rank in joining:
                 self._mail.send(rank, "run", id=run.id, ticket=ticket, block=block)
         if self._rank not in block.ranks:
@@ -418,16 +410,16 @@ class Engine:
         self._enter(run, waits=bool(joining))
 
     def _join(self, run: _Run) -> dict[str, Any]:
-        """Restore the state after the earlier steps; return the tensors the pipeline needs next."""
+        """Restore the state after the earlier steps; return tensors for the pipeline's next one."""
         state, run.state = run.state, None
         assert state is not None
-        write_kept(self._keepers(run), state["kept"])
+        write_state(self._keepers(run), state["kept"])
         set_random_states(self._device, [run.generator], state["random"])
         self._enter(run, waits=True)
         return state["carried"]
 
     def _enter(self, run: _Run, *, waits: bool) -> None:
-        """Begin to compute on a block; `waits`: once all of its ranks are here."""
+        """Begin to compute on a block; with `waits` once all of its ranks are ready."""
         since = time.perf_counter()
         if waits:
             self._meet(run)
@@ -440,52 +432,52 @@ class Engine:
         self, run: _Run, decision: Ints | None = None, error: Exception | None = None
     ) -> Ints:
         """Return the decision of the block's first rank; _Failed on all ranks if one failed."""
-        own = np.zeros(0, np.int64) if decision is None else decision
+        local = np.zeros(0, np.int64) if decision is None else decision
         whole = self._places[run.block].whole
         control = None if whole is None else whole.control
         if control is None:
             if error is not None:
                 raise _Failed(str(error))
-            return own
+            return local
         try:
             what = f"request {run.id!r}"
-            return agree(control, {}, error, what=what, values=own, capacity=3)[0]
-        except CommError as failed:
-            if control.calls.ended is not None:  # nor do the others come to know
+            return agree(control, {}, error, what=what, values=local, capacity=3)[0]
+        except CommError as failure:
+            if control.calls.ended is not None:  # the group is broken: the others cannot know
                 raise
-            raise _Failed(str(failed).removeprefix("step 0, ")) from None
+            raise _Failed(str(failure).removeprefix("step 0, ")) from None
 
     def _use(self, block: Block) -> None:
-        """Let models compute on a block; their caches of another block are dropped."""
-        place, is_new = self._places[block], block not in self._calls
+        """Let models compute on a block, and drop their caches of another block."""
+        place, is_new = self._places[block], block not in self._compiled
         branches = None if place.branches is None else Branches(place.branches)
         for guided in self._guided:
             guided.share_among(branches)
-        for part in self._parts:
+        for split in self._splits:
             sparse = None if self._sparse is None else SparseLayers(self._sparse, place.mesh)
-            part.switch(Way(place.mesh, sparse))
+            split.switch(Way(place.mesh, sparse))
             if is_new and self._compiles:
-                undo = compile_in_place(part.model, "default", None, part.prepare)
+                undo = compile_in_place(split.model, "default", None, split.prepare)
                 self._undo.callback(undo)
         if is_new:
-            self._calls[block] = [part.model._compiled_call_impl for part in self._parts]
-        for part, call in zip(self._parts, self._calls[block], strict=True):
-            part.model._compiled_call_impl = call
+            self._compiled[block] = [split.model._compiled_call_impl for split in self._splits]
+        for split, call in zip(self._splits, self._compiled[block], strict=True):
+            split.model._compiled_call_impl = call
 
     def _release(self, run: _Run) -> None:
-        """Drop the state that all ranks of the block have fetched."""
+        """Drop the stored state: all ranks of the block have fetched it."""
         if run.ticket is not None and self._leads(run):
             self._post.drop(self._mail, run.ticket)
         run.ticket = None
 
     def _state(self, run: _Run, carried: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what another rank needs to continue a request."""
+        """Return the state that another rank needs to continue a request."""
         if self._num_steps is not None and run.num_done > self._num_steps:
             raise ConfigError(
                 f"a {type(self._pipeline).__name__} denoises in several loops, whose results do "
                 "not travel: leave such requests where they start"
             )
-        there = {id(tensor) for tensor in leaves_of([run.encoded, run.stepped])}  # sent anyhow
+        sent = {id(tensor) for tensor in leaves_of([run.encoded, run.stepped])}
         state = {
             "step": run.num_done,
             "encoded": run.encoded,
@@ -493,10 +485,10 @@ class Engine:
             "carried": {
                 name: value
                 for name, value in carried.items()
-                if not there.issuperset(map(id, leaves_of(value)))
+                if not sent.issuperset(map(id, leaves_of(value)))
             },
             "stepped": [leaves_of(output) for output in run.stepped],
-            "kept": read_kept(self._keepers(run)),
+            "kept": read_state(self._keepers(run)),
             "random": random_states(self._device, [run.generator]),
         }
         return {"id": run.id, "arguments": run.arguments, "seed": run.seed, "state": state}
@@ -518,7 +510,15 @@ class Engine:
         self._mail.send(0, "event", what=what, id=run.id, block=run.block, **facts)
 
 
-def _request_of(pipeline: Any, **ways: Any) -> Request:
+def _request_of(
+    pipeline: Any,
+    shape: Shape | None,
+    num_groups: int,
+    attention: AttentionOptions,
+    sparse: SparseConfig | None,
+) -> Request:
+    """Return the checked models, tables and settings; refuse pipelines that cannot change ranks."""
+    whole = Shape(guidance=num_groups) if shape is None else shape_of(None, shape)
     models = models_of(pipeline)
     takes = inspect.signature(pipeline.__call__).parameters
     name = type(pipeline).__name__
@@ -533,7 +533,8 @@ def _request_of(pipeline: Any, **ways: Any) -> Request:
             f"the transformer of this {name} has a cache of steps ({type(hook).__name__}), which "
             "would be filled by other requests: call disable_cache(), or remove that hook"
         )
-    return Request(models=models, tables=[table_of(model, None) for model in models], **ways)
+    tables = [table_of(model, None) for model in models]
+    return Request(models=models, tables=tables, shape=whole, attention=attention, sparse=sparse)
 
 
 def _check_numbers(what: str, tensors: list[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Read what clients send: fields in OpenAI's form and pictures, or refuse in one sentence."""
+"""Bodies of calls: the fields of OpenAI's API and pictures, read or refused in one sentence."""
 
 import base64
 import binascii
@@ -24,18 +24,18 @@ from bascule.serve.status import Refusal
 
 _LONGEST_QUOTE = 80
 _MOST_SEED = 2**63 - 1
-_MOST_PARTS = 68  # of a form
-_MOST_VALUES = 10_000  # of JSON, beside what a text may hold
+_MOST_PARTS = 68  # of a multipart form
+_MOST_VALUES = 10_000  # in JSON, beside commas and brackets in texts
 _LONGEST_SIDE = 2**15
 _CHARSETS = "utf-8", "utf8", "us-ascii", "ascii"
-_HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
-_ALSO = {"num_inference_steps": "steps", "num_frames": "frames"}  # names on other servers
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_ALIASES = {"num_inference_steps": "steps", "num_frames": "frames"}  # as on other servers
 _PICTURES = "image", "image[]", "input_reference"
 _FORMATS = "PNG", "JPEG", "WEBP"
 
 
 class Form(BaseModel):
-    """The fields of every request; None leaves a value to the pipeline."""
+    """Fields of every request; None leaves a value to the pipeline."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -48,11 +48,11 @@ class Form(BaseModel):
     seed: int | None = Field(None, ge=0, le=_MOST_SEED)
     deadline_s: float | None = Field(None, gt=0, le=1e9)
     must_meet_deadline: bool = False
-    user: str | None = None  # this and all below `n` of images: OpenAI's, where we do the same
+    user: str | None = None  # ignored, like all fields of images below `response_format`
 
 
 class ImageForm(Form):
-    """The fields of images."""
+    """Fields of images; OpenAI's settings have the values that change nothing here."""
 
     n: int = Field(1, ge=1)
     response_format: Literal["b64_json", "url"] = "b64_json"
@@ -64,13 +64,13 @@ class ImageForm(Form):
 
 
 class VideoForm(Form):
-    """The fields of a video."""
+    """Fields of a video."""
 
     seconds: float | None = Field(None, gt=0, le=1e4)
     frames: int | None = Field(None, ge=1)
 
     def num_frames(self, fps: int) -> int | None:
-        """Return the frames of the output; the first one is at 0 s, as video models count."""
+        """Return the frames of the output, of which the first is at 0 s."""
         if self.seconds is None:
             return self.frames
         if self.frames is not None:
@@ -79,38 +79,36 @@ class VideoForm(Form):
 
 
 async def read(request: Request, kind: type[Form], options: ServeOptions) -> tuple[Form, Any]:
-    """Return the fields of a call, and the picture with them, as it was sent, or None."""
+    """Return the fields of a call, and its picture as it was sent, or None."""
     media, settings = parse_options_header(request.headers.get("content-type"))
     _check_charset(settings)
     if media == b"multipart/form-data":
         pairs = await _fields_of(request, settings.get(b"boundary", b""))
     elif media == b"application/json":
-        body = b"".join([chunk async for chunk in request.stream()])  # not kept, unlike body()
+        body = b"".join([chunk async for chunk in request.stream()])  # body() would cache it
         pairs = _members(body, 2 * options.max_prompt_chars + _MOST_VALUES)
     else:
-        said = f"Content-Type {_quoted(media.decode('latin-1'))}: send application/json or "
-        raise Refusal(415, f"{said}multipart/form-data")
+        sent = _quoted(media.decode("latin-1"))
+        raise Refusal(415, f"Content-Type {sent}: send application/json or multipart/form-data")
     pictures = [value for name, value in pairs if name in _PICTURES and value is not None]
     if len(pictures) > 1:
         raise Refusal(400, f"image: {len(pictures)} pictures are too many: give one", "image")
-    pairs = [(_ALSO.get(name, name), value) for name, value in pairs if name not in _PICTURES]
+    pairs = [(_ALIASES.get(name, name), value) for name, value in pairs if name not in _PICTURES]
     fields = {name: value for name, value in _checked(pairs).items() if value is not None}
     try:
         return kind.model_validate(fields), pictures[0] if pictures else None
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        name = ".".join(map(str, first["loc"]))
+        name, value = ".".join(map(str, first["loc"])), _quoted(first["input"])
+        message = f"{name}: {first['msg']}, not {value}"
         if first["type"] == "extra_forbidden":
-            names = ", ".join(kind.model_fields)
-            said = f"{_quoted(name)} is not known: give some of {names}"
+            message = f"{_quoted(name)} is not known: give some of {', '.join(kind.model_fields)}"
         elif name == "size":
-            said = f"size {_quoted(first['input'])}: give WxH in pixels, such as 512x768, or auto; "
-            said += f"at most {options.max_pixels:,} pixels"
+            message = f"size {value}: give WxH in pixels, such as 512x768, or auto; "
+            message += f"at most {options.max_pixels:,} pixels"
         elif first["type"] == "missing":
-            said = f"{name} is missing: give it"
-        else:
-            said = f"{name}: {first['msg']}, not {_quoted(first['input'])}"
-        raise Refusal(400, said, name) from None
+            message = f"{name} is missing: give it"
+        raise Refusal(400, message, name) from None
 
 
 def _check_charset(settings: Mapping[bytes, bytes]) -> None:
@@ -120,8 +118,8 @@ def _check_charset(settings: Mapping[bytes, bytes]) -> None:
 
 
 def _members(body: bytes, most: int) -> list[tuple[str, Any]]:
-    """Return the members of a JSON object."""
-    if sum(map(body.count, (b",", b"[", b"{"))) > most:  # nothing else runs while JSON is read
+    """Return the members of a JSON object, of at most so many values."""
+    if sum(map(body.count, (b",", b"[", b"{"))) > most:  # parsing blocks all other calls
         raise Refusal(400, f"the body has more than {most:,} values: send the fields of a request")
     try:
         fields = json.loads(body, object_pairs_hook=_checked)
@@ -133,7 +131,7 @@ def _members(body: bytes, most: int) -> list[tuple[str, Any]]:
 
 
 def _checked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return fields; Refusal if one comes twice, or holds what no file or answer can hold."""
+    """Return fields; Refusal if one is repeated, a wrong bool, or not encodable as UTF-8."""
     nums = Counter(name for name, _ in pairs)
     for name, value in pairs:
         shown = name.encode(errors="backslashreplace").decode()
@@ -142,19 +140,20 @@ def _checked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if isinstance(value, bool) and name not in ("must_meet_deadline", "stream"):
             raise Refusal(400, f"{_quoted(name)} is {value}: give a number or text", shown)
         texts = [text for text in (name, value) if isinstance(text, str) and not text.isascii()]
-        if any(map(_HALF.search, texts)):
-            said = f"{_quoted(name)} holds half of a surrogate pair: send whole characters"
-            raise Refusal(400, said, shown)
+        if any(map(_SURROGATE.search, texts)):
+            message = f"{_quoted(name)} holds half of a surrogate pair: send whole characters"
+            raise Refusal(400, message, shown)
     return dict(pairs)
 
 
 async def _fields_of(request: Request, boundary: bytes) -> list[tuple[str, Any]]:
-    """Return the fields of a form: names, and texts or the bytes of files."""
+    """Return the fields of a multipart form: names, and texts or the bytes of files."""
     parts, ends = list[Any](), list[bool]()
     settings = {"MAX_MEMORY_FILE_SIZE": math.inf, "UPLOAD_ERROR_ON_BAD_CTE": True}
-    ways: Any = parts.append, parts.append, lambda: ends.append(True), boundary, None, settings
+    callbacks: Any = parts.append, parts.append, lambda: ends.append(True)
+    options: Any = boundary, None, settings
     try:
-        parser = FormParser("multipart/form-data", *ways)
+        parser = FormParser("multipart/form-data", *callbacks, *options)
         async for chunk in request.stream():
             parser.write(chunk)
             if len(parts) > _MOST_PARTS:
@@ -177,10 +176,11 @@ def _field(part: Any) -> tuple[str, str | bytes]:
 
 
 def prompts_of(form: Form, options: ServeOptions) -> list[Prompt]:
-    """Return a prompt for each output; Refusal if they ask for more than the server's limits."""
-    if form.model not in (None, options.model, options.model_name):
-        said = f"model {_quoted(form.model)} is not served: leave it out, or {options.model_name!r}"
-        raise Refusal(404, said, "model", "model_not_found")
+    """Return a prompt for each output; Refusal beyond the server's limits."""
+    name = options.model_name
+    if form.model not in (None, options.model, name):
+        message = f"model {_quoted(form.model)} is not served: leave it out, or {name!r}"
+        raise Refusal(404, message, "model", "model_not_found")
     size = {}
     if form.size != "auto":
         size = dict(zip(("width", "height"), map(int, form.size.split("x")), strict=True))
@@ -196,26 +196,27 @@ def prompts_of(form: Form, options: ServeOptions) -> list[Prompt]:
         ("n", num, options.max_images, "images"),
     ):
         if value is not None and value > most:
-            said = f"{name}: {value:,} {unit} are too many for this server: give at most {most:,}"
-            raise Refusal(400, said, name)
-    own = {name: getattr(form, name) for name in ("negative_prompt", "steps", "guidance")}
-    own |= {**size, "frames": frames}
-    settings = DEFAULTS.get(options.model, {}) | {k: v for k, v in own.items() if v is not None}
+            message = f"{name}: {value:,} {unit} are too many: give at most {most:,} here"
+            raise Refusal(400, message, name)
+    fields = {name: getattr(form, name) for name in ("negative_prompt", "steps", "guidance")}
+    fields |= {**size, "frames": frames}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    settings = DEFAULTS.get(options.model, {}) | fields
     seed = secrets.randbelow(2**31) if form.seed is None else form.seed
     if seed + num - 1 > _MOST_SEED:
         raise Refusal(400, f"seed: {seed} is too large: give at most {_MOST_SEED}", "seed")
     first = Prompt(prompt=form.prompt, **settings, seed=seed)
-    return [replace(first, seed=seed + place) for place in range(num)]
+    return [replace(first, seed=seed + number) for number in range(num)]
 
 
 def picture(sent: Any, max_pixels: int) -> bytes:
-    """Return a picture that was sent, decoded and encoded anew as PNG; Refusal if it is none."""
+    """Decode a picture as sent and encode it as PNG; Refusal if that fails."""
     if isinstance(sent, dict):  # as OpenAI's clients write it in JSON
         sent = sent.get("image_url")
     if isinstance(sent, str):
         if sent.strip().lower().startswith(("http:", "https:", "file:", "ftp:")):
-            said = "image: no URL is opened here: send the picture itself, as a file or in base64"
-            raise Refusal(400, said, "image")
+            message = "image: no URL is opened here: send the picture, as a file or in base64"
+            raise Refusal(400, message, "image")
         try:
             sent = base64.b64decode(sent.rpartition(",")[2], validate=True)
         except (binascii.Error, ValueError):
@@ -224,18 +225,18 @@ def picture(sent: Any, max_pixels: int) -> bytes:
         raise Refusal(400, "image: send a file, or text in base64", "image")
     try:
         with Image.open(io.BytesIO(sent), formats=_FORMATS) as opened:
-            if opened.width * opened.height <= max_pixels:  # as its head says: none is decoded yet
+            if opened.width * opened.height <= max_pixels:  # by its header: nothing is decoded yet
                 plain = ImageOps.exif_transpose(opened).convert("RGB")
                 plain.info.clear()
-                plain.save(made := io.BytesIO(), "PNG", compress_level=1)
-                return made.getvalue()
+                plain.save(png := io.BytesIO(), "PNG", compress_level=1)
+                return png.getvalue()
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         pass
     except Exception:  # PIL raises anything on damaged files
-        said = f"image: cannot be read: send one of {', '.join(_FORMATS)}, whole"
-        raise Refusal(400, said, "image") from None
-    said = f"image: has more than {max_pixels:,} pixels, this server's limit: make it smaller"
-    raise Refusal(400, said, "image")
+        message = f"image: cannot be read: send one of {', '.join(_FORMATS)}, whole"
+        raise Refusal(400, message, "image") from None
+    message = f"image: has more than {max_pixels:,} pixels, this server's limit: make it smaller"
+    raise Refusal(400, message, "image")
 
 
 def _quoted(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Checks before the door: keys, limits of bodies and connections; errors in OpenAI's form."""
+"""Checks in front of the HTTP server: keys, limits of bodies and connections; error answers."""
 
 import asyncio
 import hmac
@@ -18,80 +18,79 @@ from bascule.errors import ConfigError
 from bascule.serve.options import ServeOptions
 from bascule.serve.status import Refusal
 
-_HEADERS_S = 20.0  # within which a connection must have sent the headers of a request
-_NEW_S = 1.0  # for which a connection that has sent nothing yet keeps its place
-_BODY_S = 120.0  # within which a body must be there
-_BODIES = 16  # of the largest size, that may be on their way at once
-_OPEN = "/", "/health"  # without a key; the page holds no data
+_HEADERS_S = 20.0  # longest wait for a request's headers
+_NEW_S = 1.0  # age up to which a silent connection is not closed for others
+_BODY_S = 120.0  # longest wait for a body
+_BODIES = 16  # bodies of the largest size that may be in memory at once
+_OPEN = "/", "/health"  # need no key; the page holds no data
 _LOCAL = {"127.0.0.1", "localhost", "[::1]"}
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _KEY = {"WWW-Authenticate": "Bearer"}
 _SOON = {"Retry-After": "1"}
 _FOLDERS = re.compile(r"(?<![\w.:/~-])~?/(?:[^\s/:'\"]+/)+")  # the folders of a path in a text
-NO_RETRY = {"x-should-retry": "false"}  # for OpenAI's client: it would make a request twice
+NO_RETRY = {"x-should-retry": "false"}  # else OpenAI's client would make a request twice
 
-ANSWERED = Refusal, ConfigError, HTTPException, ClientDisconnect
-"""Exceptions that say what a client did; any other is ours."""
+CLIENT_ERRORS = Refusal, ConfigError, HTTPException, ClientDisconnect
+"""Exceptions that a client caused; any other is the server's."""
 
 
 def answer(request: Request | None, error: Exception) -> JSONResponse:
-    """Return an exception in OpenAI's form."""
+    """Return an exception as an error answer of OpenAI's API."""
     match error:
         case Refusal():
             refusal = error
         case ConfigError():
             refusal = Refusal(400, str(error))
-        case HTTPException():  # of FastAPI: no such path, or method; a form that is malformed
+        case HTTPException():  # of FastAPI: unknown path or method, or a malformed form
             path = f"{request.method} {request.url.path}: " if request else ""
-            refusal = Refusal(
-                error.status_code, f"{path}{error.detail}", headers=error.headers or {}
-            )
+            text, headers = f"{path}{error.detail}", error.headers or {}
+            refusal = Refusal(error.status_code, text, headers=headers)
         case ClientDisconnect():
             refusal = Refusal(400, "the client is gone")
         case _:
-            said = "the server failed at this call; its log says why"
-            refusal = Refusal(500, said, headers=NO_RETRY)
-    status, said, headers = refusal.status, refusal.message, refusal.headers
+            text = "the server failed at this call; its log says why"
+            refusal = Refusal(500, text, headers=NO_RETRY)
+    status, text, headers = refusal.status, refusal.message, refusal.headers
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     if status >= 500:
-        said = hide_folders(said)
+        text = hide_folders(text)
     if request is not None and getattr(request.state, "is_accepted", False):
         headers = NO_RETRY  # whatever went wrong, the request is in the spool
-    text = {"message": said, "type": kind, "param": refusal.param, "code": refusal.code}
-    return JSONResponse({"error": text}, status, dict(headers))
+    body = {"message": text, "type": kind, "param": refusal.param, "code": refusal.code}
+    return JSONResponse({"error": body}, status, dict(headers))
 
 
 def hide_folders(text: str) -> str:
-    """Return a text with files of this machine named without their folders."""
+    """Return a text with the folders of this machine's paths left out."""
     return _FOLDERS.sub("", text)
 
 
 class Guard:
-    """Refuses calls without the key, calls of foreign pages, and more than a server can hold."""
+    """ASGI app that refuses calls without the key, of foreign pages, or beyond the limits."""
 
     def __init__(self, app: ASGIApp, options: ServeOptions, most_open: int) -> None:
         self._app, self._key, self._names = app, options.api_key(), _LOCAL | {options.host}
-        self._most, self._held_bytes = options.max_body_bytes, 0
+        self._max_body_bytes, self._body_bytes = options.max_body_bytes, 0  # of a body; of all
         self._most_open, self._num_open = most_open, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse a call, or let it in, and count it and its body."""
+        """Refuse a call, or pass it on and count it and its body."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers, size, is_read = dict(scope["headers"]), 0, False
         deadline = time.monotonic() + _BODY_S
 
-        async def counted() -> Message:
+        async def receive_counted() -> Message:
             nonlocal size, is_read
-            if is_read:  # the app took the body, holds it no more, and waits for the client's end
-                self._held_bytes, size = self._held_bytes - size, 0
+            if is_read:  # the app has dropped the body, and waits for the client to disconnect
+                self._body_bytes, size = self._body_bytes - size, 0
                 return await receive()
             try:
                 message = await asyncio.wait_for(receive(), deadline - time.monotonic())
             except TimeoutError:
                 raise Refusal(408, f"the body did not arrive within {_BODY_S:.0f} s") from None
-            size += (more := len(message.get("body", b"")))
-            self._held_bytes += more
+            size += (num_bytes := len(message.get("body", b"")))
+            self._body_bytes += num_bytes
             self._check_size(size)
             is_read = not message.get("more_body", False)
             return message
@@ -101,8 +100,8 @@ class Guard:
             declared = headers.get(b"content-length", b"0")
             self._check_size(int(declared) if declared.isdigit() else 0)
             if self._num_open >= self._most_open and scope["path"] not in _OPEN:
-                said = f"{self._num_open:,} calls are open, this server's limit: try again"
-                raise Refusal(503, said, headers=_SOON)
+                message = f"{self._num_open:,} calls are open, this server's limit: try again"
+                raise Refusal(503, message, headers=_SOON)
             query = scope["query_string"].decode("latin-1")
             matters = scope["method"] == "POST" or scope["path"].endswith("/content")
             if matters and query not in ("", "variant=video"):
@@ -111,16 +110,15 @@ class Guard:
             return await answer(None, refusal)(scope, receive, send)
         self._num_open += 1
         try:
-            await self._app(scope, counted, send)
+            await self._app(scope, receive_counted, send)
         finally:
             self._num_open -= 1
-            self._held_bytes -= size
+            self._body_bytes -= size
 
     def _check_size(self, size: int) -> None:
-        if size > self._most:
-            said = f"the body is larger than {self._most:,} bytes, which is this server's limit"
-            raise Refusal(413, said)
-        if self._held_bytes > _BODIES * self._most:
+        if size > (most := self._max_body_bytes):
+            raise Refusal(413, f"the body is larger than {most:,} bytes, this server's limit")
+        if self._body_bytes > _BODIES * most:
             raise Refusal(429, "too many large bodies are on their way: try again", headers=_SOON)
 
     def _check_caller(self, path: str, headers: dict[bytes, bytes]) -> None:
@@ -130,10 +128,10 @@ class Guard:
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
             is_right = hmac.compare_digest(key.strip(), self._key)
             if not (is_right and scheme.lower() == b"bearer"):
-                said = "the key is missing or wrong: send the header Authorization: Bearer KEY"
-                raise Refusal(401, said, code="invalid_api_key", headers=_KEY)
+                message = "the key is missing or wrong: send the header Authorization: Bearer KEY"
+                raise Refusal(401, message, code="invalid_api_key", headers=_KEY)
             return
-        # Without a key, pages of other sites in a browser here could send calls.
+        # Without a key, pages of other sites in a browser on this machine could send calls.
         host = headers.get(b"host", b"").decode("latin-1").lower()
         origin = headers.get(b"origin", b"").decode("latin-1").lower()
         if re.sub(r":\d+$", "", host) not in self._names:
@@ -143,35 +141,38 @@ class Guard:
 
 
 class Connection(H11Protocol):
-    """A connection that is closed if it has no whole request for long, or if there are too many.
+    """HTTP connection that is closed if it sends no whole request in time, or to make room.
 
-    If there are too many, the address that has the most of them loses its oldest.
+    If there are too many connections, the address with the most of them loses its oldest.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._most_open = self.limit_concurrency or 0
-        self.limit_concurrency = None  # uvicorn would answer whoever comes next, and in plain text
+        self.limit_concurrency = None  # else uvicorn refuses the newest, in plain text
         self.opened_s, self.host = self.loop.time(), ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore
-        """Look after a connection that was made."""
+        """Watch a new connection, and close others if there are too many."""
         super().connection_made(transport)
         self.host = self.client[0] if self.client else ""
         self.loop.call_later(_HEADERS_S, self._close_if_silent, None)
-        if (num := len(self.connections) - self._most_open) > 0:
-            every = [other for other in self.connections if isinstance(other, Connection)]
-            others = [other for other in every if other is not self and other.is_incomplete]
+        if (excess := len(self.connections) - self._most_open) > 0:
+            others = [
+                other
+                for other in self.connections
+                if isinstance(other, Connection) and other is not self and other.is_waiting
+            ]
             nums, now_s = Counter(other.host for other in others), self.loop.time()
             others.sort(key=lambda other: (-nums[other.host], other.opened_s))
-            for other in others[:num]:
+            for other in others[:excess]:
                 if now_s - other.opened_s > _NEW_S or len(self.connections) > 2 * self._most_open:
                     self.connections.discard(other)
                     other.transport.close()
 
     @property
-    def is_incomplete(self) -> bool:
-        """True if no request or a part of one came, or if the last one was answered."""
+    def is_waiting(self) -> bool:
+        """True if the server waits for a request, or for the rest of its body."""
         return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
     def _close_if_silent(self, before: Any) -> None:

@@ -19,13 +19,13 @@ _SHORTEST_KEY = 16
 class ServeOptions(RankOptions):
     """Serve a pipeline of diffusers over HTTP, in OpenAI's form, on all local ranks.
 
-    Requests and results are in the spool: after a stop, the same command goes on.
+    Requests and results are in the spool: after a stop, the same command continues.
 
     Attributes:
         model: Folder of a pipeline of diffusers; or tiny, or tiny-wan for videos (random weights).
         variant: Of the folder's weights, such as fp16; found by itself if there are no others.
-        host: Address to listen at. Any that others can reach needs a key.
-        port: Port to listen at; 0 for one that is free.
+        host: Address to listen at. One that other machines can reach needs a key.
+        port: Port to listen at; 0 for a free one.
         api_key_file: File with the key that clients send as "Authorization: Bearer KEY".
         spool: Folder of requests and results; one server at a time.
         keep_days: Days after which ended requests are removed, with their outputs. Default: never.
@@ -35,7 +35,7 @@ class ServeOptions(RankOptions):
         max_frames: Frames of a video.
         max_steps: Denoising steps.
         max_prompt_chars: Characters of a prompt.
-        max_body_bytes: Bytes of what a client sends at once.
+        max_body_bytes: Bytes of the body of a call.
         max_images: Images of a call.
         degrees: Numbers of ranks that may share a request: 1, 2, 4, ..; by default all.
         fps: Frames a second of a video.
@@ -75,7 +75,7 @@ class ServeOptions(RankOptions):
         return Path(self.model).resolve().name.encode(errors="backslashreplace").decode()
 
     def api_key(self) -> bytes | None:
-        """Return the key that clients must send; ConfigError if it is needed and not there."""
+        """Return the key that clients must send; ConfigError if it is needed but not given."""
         if self.api_key_file is None:
             if not self.is_local:
                 raise ConfigError(
@@ -92,7 +92,7 @@ class ServeOptions(RankOptions):
         return lines[0].encode()
 
     def check(self) -> None:
-        """Refuse what no rank could serve."""
+        """Refuse settings that no rank could serve."""
         check_model(self.model, self.variant)
         self.api_key()
         for degree in self.degrees:

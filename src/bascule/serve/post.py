@@ -1,7 +1,7 @@
-"""Messages between ranks by the store of their job, and items that a rank keeps for others.
+"""Messages between ranks over the job's store, and items that a rank stores for others to fetch.
 
-A thread of each rank waits for its messages. It hands items out itself, so a rank that computes
-need not stop for others, and two ranks may fetch from each other.
+A thread of each rank waits for messages and sends the items, so a rank need not stop computing for
+others, and two ranks may fetch from each other.
 """
 
 import hmac
@@ -29,14 +29,14 @@ from bascule.comm.items import leaves_of, mapped, parcel, read
 Message = dict[str, Any]
 logger = logging.getLogger(__name__)
 
-_LONG = timedelta(hours=1)  # of one wait; the next follows
+_WAIT = timedelta(hours=1)  # longest wait in the store, repeated without end
 _BEAT_S = 1.0  # between two signs of life
-_SILENT_S = 30.0  # without them, after which a rank is given up
-_SIGNED = 32  # bytes of a signature
+_SILENT_S = 30.0  # without signs of life, after which a rank is given up
+_SIGNATURE_BYTES = 32
 
 
 class Ticket(NamedTuple):
-    """An item that a rank keeps."""
+    """Address of an item that a rank stores."""
 
     holder: int
     key: str
@@ -44,9 +44,9 @@ class Ticket(NamedTuple):
 
 
 class Mail:
-    """The boxes of all ranks, over a connection to the store; each thread has its own object.
+    """Message boxes of all ranks in the store; each thread needs an object of its own.
 
-    Messages are signed, as the store takes them from anybody who reaches its port.
+    Messages are signed, as the store accepts them from anybody who reaches its port.
     """
 
     def __init__(self, name: str, secret: bytes) -> None:
@@ -54,60 +54,60 @@ class Mail:
         self._name, self._secret, self._store = name, secret, job.clone()
 
     def send(self, rank: int, kind: str, **message: Any) -> None:
-        """Put a message into the box of a rank; all of one sender are read in order."""
+        """Put a message into the box of a rank, which reads those of a sender in order."""
         key = f"{self._name}/{rank}/{self._store.add(f'{self._name}/{rank}', 1)}"
         text = json.dumps({"kind": kind, **message}).encode()
         self._store.set(key, self._signature(key, text) + text)
 
-    def take(self, rank: int, place: int) -> Message:
-        """Wait for the message of a place, counted from 1, and take it out; {} from a stranger."""
-        key = f"{self._name}/{rank}/{place}"
+    def take(self, rank: int, number: int) -> Message:
+        """Wait for a rank's message by number, from 1, and remove it; {} if its signature fails."""
+        key = f"{self._name}/{rank}/{number}"
         while True:
             try:
-                self._store.wait([key], _LONG)
+                self._store.wait([key], _WAIT)
                 break
             except dist.DistNetworkError:
                 raise
-            except RuntimeError as error:  # the stores of torch have errors of their own for this
+            except RuntimeError as error:  # each store of torch has its own error for a timeout
                 if "timeout" not in str(error).lower():
                     raise
-        sent: bytes = self._store.get(key)
+        message: bytes = self._store.get(key)
         self._store.delete_key(key)
-        text = sent[_SIGNED:]
-        is_ours = hmac.compare_digest(sent[:_SIGNED], self._signature(key, text))
+        signature, text = message[:_SIGNATURE_BYTES], message[_SIGNATURE_BYTES:]
+        is_ours = hmac.compare_digest(signature, self._signature(key, text))
         return json.loads(text) if is_ours else {}
 
     def _signature(self, key: str, text: bytes) -> bytes:
         return hmac.digest(self._secret, f"{key} ".encode() + text, "sha256")
 
-    def sign(self, rank: int, more: int) -> int:
-        """Add to the signs of life of a rank, and return how many there are."""
-        return self._store.add(f"{self._name}/life/{rank}", more)
+    def count_signs(self, rank: int, num_new: int = 0) -> int:
+        """Add to the signs of life of a rank; return how many it has given."""
+        return self._store.add(f"{self._name}/life/{rank}", num_new)
 
 
 class Post:
-    """The box of this rank, read by a thread, and the items it keeps.
+    """Message box of this rank, read by a thread, and the items that it stores for others.
 
-    Another thread gives signs of life, and tells all ranks if those of the next rank stop.
+    Another thread gives signs of life, and tells all ranks if the next rank gives none.
 
     Args:
-        group: All ranks, over a group of gloo of its own.
+        group: All ranks, over a gloo group for this purpose alone.
         silent_s: Seconds without a sign of life, 30 at most, after which a rank is given up.
 
     Attributes:
         inbox: Messages for the rank.
-        on_event: Gets events in the thread, with its mail.
+        on_event: Called with each event and the thread's `Mail`, in the thread.
     """
 
     def __init__(self, group: RankGroup, silent_s: float = _SILENT_S) -> None:
         self._group, self._name = group, f"bascule/serve/{group.key}"
         self._rank = group.ranks[group.rank]
         self._neighbour = group.ranks[(group.rank + 1) % group.size]
-        # Beats are counted, not clocked: a machine that was paused lost no time.
+        # Beats are counted, not timed, so that a suspended machine gives nobody up.
         self._most_silent = max(2, round(min(silent_s, _SILENT_S) / _BEAT_S))
         self.on_event: Callable[[Mail, Message], None] | None = None
-        own = torch.frombuffer(bytearray(secrets.token_bytes(_SIGNED)), dtype=torch.uint8)
-        self._secret = bytes(broadcast(group, "the secret of the post", own).tolist())
+        secret = torch.frombuffer(bytearray(secrets.token_bytes(32)), dtype=torch.uint8)
+        self._secret = bytes(broadcast(group, "the secret of the post", secret).tolist())
         self._items: dict[str, Tensor] = {}
         self._numbers = count()
         self.inbox = queue.SimpleQueue[Message]()
@@ -121,14 +121,13 @@ class Post:
         return Mail(self._name, self._secret)
 
     def keep(self, item: Any) -> Ticket:
-        """Keep a copy of an item on the host; ConfigError if something in it cannot travel."""
-        packed = pack(item)
-        key = str(next(self._numbers))
+        """Store a copy of an item on the host; ConfigError if something in it cannot travel."""
+        packed, key = pack(item), str(next(self._numbers))
         self._items[key] = packed
         return Ticket(self._rank, key, packed.numel())
 
     def fetch(self, mail: Mail, ticket: Ticket, device: torch.device, name: str = "state") -> Any:
-        """Return an item. Threads of a rank that fetch do so under names of their own."""
+        """Return an item. Each thread of a rank that fetches needs another `name`."""
         if ticket.holder == self._rank:
             return unpack(self._items[ticket.key], device)
         mail.send(ticket.holder, "fetch", key=ticket.key, to=self._rank, name=name)
@@ -137,23 +136,23 @@ class Post:
         return unpack(received, device)
 
     def drop(self, mail: Mail, ticket: Ticket) -> None:
-        """Let the holder forget an item, after all have fetched it."""
+        """Let the rank that stores an item drop it, after all have fetched it."""
         mail.send(ticket.holder, "drop", key=ticket.key)
 
     def hears_all(self) -> bool:
-        """Wait for a sign of life of each rank; return whether all came before the end."""
+        """Wait for a sign of life of each rank; return False if one gives none, or at the end."""
         with suppress(RuntimeError):  # the store is gone
             mail = self.mail()
-            before = {rank: mail.sign(rank, 0) for rank in self._group.ranks}
+            before = {rank: mail.count_signs(rank) for rank in self._group.ranks}
             for _ in range(self._most_silent):
                 if self._is_over.wait(_BEAT_S):
                     break
-                if all(mail.sign(rank, 0) > signs for rank, signs in before.items()):
+                if all(mail.count_signs(rank) > signs for rank, signs in before.items()):
                     return True
         return False
 
     def end(self, mail: Mail) -> None:
-        """End the thread after the messages that are there."""
+        """End the threads, after the messages sent so far."""
         self._is_over.set()
         with suppress(RuntimeError):  # the store is gone, and the thread with it
             mail.send(self._rank, "end")
@@ -167,8 +166,8 @@ class Post:
         mail, signs, num_silent = self.mail(), 0, 0
         with suppress(RuntimeError):  # the store is gone, as the other thread says
             while True:
-                mail.sign(self._rank, 1)
-                before, signs = signs, mail.sign(self._neighbour, 0)
+                mail.count_signs(self._rank, 1)
+                before, signs = signs, mail.count_signs(self._neighbour)
                 num_silent = num_silent + 1 if signs == before > 0 else 0
                 if num_silent == self._most_silent:
                     reason = f"no sign of life from rank {self._neighbour} for {num_silent} s"
@@ -180,8 +179,8 @@ class Post:
     def _run(self) -> None:
         try:
             mail = self.mail()
-            for place in count(1):
-                message = mail.take(self._rank, place)
+            for number in count(1):
+                message = mail.take(self._rank, number)
                 match message.get("kind"):
                     case None:
                         logger.warning("a message that no rank of this job sent is left out")
@@ -197,7 +196,7 @@ class Post:
                         self.on_event(mail, message)
                     case _:
                         self.inbox.put(message)
-        except BaseException as error:  # of the store or of a rank that is gone
+        except BaseException as error:  # the store or a rank is gone
             self.inbox.put({"kind": "over", "reason": f"{type(error).__name__}: {error}"})
 
 
@@ -205,27 +204,24 @@ class Post:
 def pack(item: Any) -> Tensor:
     """Return an item with tensors, arrays and pictures as bytes; ConfigError if it cannot go."""
     on_device = [not tensor.is_cpu for tensor in leaves_of(item)]
-    on_host = mapped(mapped(item, lambda tensor: tensor.detach().cpu()), _of_picture, _is_picture)
-    made = parcel({"item": on_host, "on_device": on_device})
-    packed = torch.zeros(made.num_bytes, dtype=torch.uint8)
-    made.write(packed)
+    on_host = mapped(item, lambda tensor: tensor.detach().cpu())
+    on_host = mapped(on_host, _of_picture, lambda nest: isinstance(nest, Image.Image))
+    content = parcel({"item": on_host, "on_device": on_device})
+    packed = torch.zeros(content.num_bytes, dtype=torch.uint8)
+    content.write(packed)
     return packed
 
 
 def unpack(packed: Tensor, device: torch.device) -> Any:
-    """Return the item that was packed, with tensors of its own on the host or this device."""
-    made = read(packed)
-    on_device = iter(made["on_device"])
-    item = mapped(made["item"], lambda leaf: leaf.to(device) if next(on_device) else leaf.clone())
+    """Return a packed item; its tensors are copies, on the host or this device as before."""
+    content = read(packed)
+    item, on_device = content["item"], iter(content["on_device"])
+    item = mapped(item, lambda leaf: leaf.to(device) if next(on_device) else leaf.clone())
     return mapped(item, _to_picture, lambda nest: isinstance(nest, dict) and "picture" in nest)
 
 
-def _is_picture(nest: Any) -> bool:
-    return isinstance(nest, Image.Image)
-
-
 def _of_picture(picture: Image.Image) -> Message:
-    if picture.mode == "P":  # its colors are not in its bytes
+    if picture.mode == "P":  # a palette is not in its bytes
         picture = picture.convert("RGBA")
     return {"picture": picture.tobytes(), "mode": picture.mode, "size": list(picture.size)}
 

@@ -1,4 +1,4 @@
-"""The table of requests: where a policy wants them, what their ranks do, and the orders between."""
+"""The scheduler of requests: a policy plans their ranks, and orders bring the ranks to the plan."""
 
 import time
 from collections import deque
@@ -13,14 +13,14 @@ from bascule.serve.orders import Event, Orders
 from bascule.serve.post import Ticket
 from bascule.serve.times import RequestSize, Times
 
-_MOVE_S = 0.05  # until moves are measured
-_USUAL_STEPS = 30  # of a pipeline that does not say how many it takes
+_MOVE_S = 0.05  # assumed until moves are measured
+_USUAL_STEPS = 30  # assumed for a pipeline without a default
 Phase = Literal["new", "running", "halting", "halted", "moving", "pausing", "paused", "made"]
 _READY = "new", "halted", "paused"  # phases in which a task takes the ranks of the plan
 
 
 def num_steps_of(prompt: Prompt, takes: Mapping[str, Any]) -> int:
-    """Return the steps that a prompt is planned with, for a pipeline that takes these arguments."""
+    """Return the steps to plan a prompt with, given the parameters of the pipeline's call."""
     default = getattr(takes.get("num_inference_steps"), "default", None)
     return prompt.steps or (default if isinstance(default, int) else _USUAL_STEPS)
 
@@ -29,8 +29,8 @@ def num_steps_of(prompt: Prompt, takes: Mapping[str, Any]) -> int:
 class Task(Job):
     """A request from its arrival until its output is written.
 
-    `block` is where the plan has it, `at` where it runs. It is new, running, halting (at its next
-    boundary), halted, and then runs on, moving to other ranks or pausing; at last it is made.
+    `block` has its planned ranks, `at` those where it runs. It is new, running, halting (at the end
+    of its step), halted, then running again, moving to other ranks or pausing; at last made.
     """
 
     id: str
@@ -44,13 +44,13 @@ class Task(Job):
     last: Event | None = None
     encoding_s: float = 0.0
     denoising_s: float = 0.0
-    stays: bool = False  # it cannot travel
-    runs_alone: bool = False  # after requests that came before, and before later ones
+    stays: bool = False  # its state cannot travel
+    runs_alone: bool = False  # starts after all earlier requests, and before all later ones
     is_cancelled: bool = False  # it has ended, and leaves its ranks when it can
 
     @property
     def is_open(self) -> bool:
-        """True if it is to be computed, or is."""
+        """True if it waits for ranks or runs."""
         return not (self.is_cancelled or self.phase == "made")
 
     @classmethod
@@ -64,7 +64,7 @@ class Task(Job):
         arguments: Callable[[], dict[str, Any]],
         deadline_s: float = NEVER,
     ) -> "Task":
-        """Return the task of a prompt that comes now, for a pipeline that takes these arguments."""
+        """Return the task of a prompt that arrives now; `takes` as in `num_steps_of`."""
         size = times.request_size(prompt, takes)
         request = Request(
             step_s=times.step_s(size),
@@ -78,13 +78,13 @@ class Task(Job):
 
 
 class Scheduler:
-    """Asks a policy where tasks should be, and gives the orders; for one thread at a time.
+    """Table of tasks and their planned ranks, and sender of the orders; not thread-safe.
 
-    The plan runs ahead of the ranks: a task whose ranks are still taken starts when they are free.
+    The plan runs ahead of the ranks: a task whose ranks are still in use starts when they are free.
 
     Args:
-        orders: Of the engine.
-        policy: Decides.
+        orders: Orders of the engine.
+        policy: Plans the ranks.
         times: Learns the seconds of steps.
 
     Attributes:
@@ -97,29 +97,29 @@ class Scheduler:
         self.state = State.of(orders.num_ranks, move_s=_MOVE_S)
         self.tasks: dict[str, Task] = {}
         self.is_closed = False
-        self._planned: dict[Task, None] = {}  # that are not where the plan has them
-        self._users: dict[int, Task] = {}  # that have ranks, or are to get them, by rank
+        self._planned: dict[Task, None] = {}  # tasks that are not on their planned ranks yet
+        self._users: dict[int, Task] = {}  # by rank, the task that has it, or is about to
         self._moves_s = deque[float](maxlen=9)
 
     def add(self, task: Task) -> None:
-        """Let a task wait."""
+        """Add a task, which waits for ranks."""
         self.tasks[task.id] = task
         self.state.wait(task)
 
     def cancel(self, task: Task) -> None:
-        """Forget a task, at once or when its ranks report that they left it."""
+        """Cancel a task; it is removed at once, or when its ranks report that they left it."""
         task.is_cancelled = True
         if task.phase in ("halted", "pausing"):
             self._leave(task)
         self._dismiss(task)
 
     def remove(self, task: Task) -> None:
-        """Forget a task that no rank has."""
+        """Remove a task that no rank computes."""
         self._leave(task)
         del self.tasks[task.id]
 
     def close(self) -> None:
-        """End the engine when tasks have left their ranks, after their steps; they wait again."""
+        """Take all tasks from their ranks after their steps, to wait again; then end the engine."""
         if not self.is_closed:
             self.is_closed = True
             for task in list(self.tasks.values()):
@@ -128,10 +128,10 @@ class Scheduler:
                 self.orders.stop()
 
     def decide(self) -> list[Task]:
-        """Ask the policy, give the orders whose ranks are free by now, and return their tasks.
+        """Ask the policy, send orders for ranks that are free, and return the tasks that got them.
 
-        New tasks do not start while more outputs are to be written than there are ranks: they would
-        fill the memory.
+        New tasks do not start while more outputs wait to be written than there are ranks, as they
+        would fill the memory.
         """
         ordered = list[Task]()
         if self.is_closed:
@@ -159,10 +159,10 @@ class Scheduler:
         return ordered
 
     def ends_s(self, tasks: Sequence[Task]) -> dict[Task, float]:
-        """Predict in how many seconds tasks are done, also new ones that were not added yet.
+        """Predict in how many seconds tasks are done; they may be new ones, not added yet.
 
-        Running tasks stay as they are; waiting ones follow, by deadline, then by arrival, each on
-        ranks of its own if there are enough for all.
+        Running tasks stay on their ranks; waiting ones follow, by deadline, then by arrival, each
+        on ranks of its own if there are enough for all.
         """
         now, running = time.monotonic(), self.state.running.values()
         if all(task.block is not None for task in tasks):
@@ -183,7 +183,7 @@ class Scheduler:
         return {task: ends[task] for task in tasks}
 
     def _locked(self) -> Task | None:
-        """Return a halted task of several that wait for each other's ranks, as in a swap."""
+        """Return one of several halted tasks that wait for each other's ranks, as in a swap."""
         blockers = {
             task: {self._users.get(rank, task) for rank in task.block.ranks} - {task}
             for task in self._planned
@@ -195,7 +195,7 @@ class Scheduler:
         return next(iter(blockers), None)
 
     def _in_turn(self) -> float:
-        """Return the number of the last task that may start; one that runs alone bars the rest."""
+        """Return the number of the last task that may start before the next that runs alone."""
         last = -1
         for task in self.tasks.values():
             if task.runs_alone and task.phase != "made":
@@ -207,7 +207,7 @@ class Scheduler:
     # --- orders -----------------------------------------------------------------------------------
 
     def _place(self, task: Task, block: Block) -> None:
-        """Let free ranks compute a task from here on."""
+        """Let idle ranks start or continue a task."""
         before, task.phase, ticket = task.phase, "running", task.ticket
         if before == "new":
             try:
@@ -226,19 +226,19 @@ class Scheduler:
             self.orders.order(task.at, task.id, "move", block)
 
     def halt(self, task: Task) -> None:
-        """Let a running task wait at its next boundary."""
+        """Let a running task wait at the end of its step."""
         assert task.at is not None
         task.phase = "halting"
         self.orders.order(task.at, task.id, "halt")
 
     def _pause(self, task: Task) -> None:
-        """Let a halted task leave its ranks, with its state."""
+        """Let a halted task leave its ranks, which store its state."""
         assert task.at is not None
         task.phase = "pausing"
         self.orders.order(task.at, task.id, "pause")
 
     def _dismiss(self, task: Task) -> None:
-        """Let a task leave its ranks after its step; while it changes ranks, when it has."""
+        """Let a task leave its ranks after its step; one that changes ranks leaves afterwards."""
         if task.phase == "paused":
             assert task.ticket is not None
             self.orders.drop(task.ticket)
@@ -252,7 +252,7 @@ class Scheduler:
     # --- the plan ---------------------------------------------------------------------------------
 
     def _leave(self, task: Task) -> None:
-        """Take a task out of the plan."""
+        """Remove a task from the plan."""
         self._planned.pop(task, None)
         if task.block is not None:
             self.state.release(task.block)
@@ -267,7 +267,7 @@ class Scheduler:
         self._predict(task)
 
     def _predict(self, task: Task) -> None:
-        """Predict from now on when a task that runs is done."""
+        """Predict the end of a running task from now."""
         assert task.block is not None
         task.steps_end_s = time.monotonic() + task.left * task.request.step_s[task.block.degree]
         task.free_s = task.steps_end_s + (task.request.once_s if task.block.degree == 1 else 0.0)
@@ -285,10 +285,10 @@ class Scheduler:
         if job.phase == "running" and job.left > 1 and not (job.stays or job.is_cancelled):
             self.halt(job)
 
-    # --- news -------------------------------------------------------------------------------------
+    # --- events -----------------------------------------------------------------------------------
 
     def handle(self, event: Event) -> bool:
-        """Take news of a task; return whether the plan may change."""
+        """Handle an event of a task; return whether the plan may change."""
         task = self.tasks[event.request_id]
         before, task.last = task.last, event
         match event.kind:
@@ -324,7 +324,7 @@ class Scheduler:
         return True
 
     def _end(self, task: Task, event: Event) -> None:
-        """Take a task from ranks that are done with it."""
+        """Free the ranks of a task that they are done with."""
         self._leave(task)
         if event.kind == "done":
             self._measure(task, 0, task.encoding_s + event.seconds)
@@ -348,7 +348,7 @@ class Scheduler:
         self._users = users
 
     def _settle(self, task: Task, block: Block) -> None:
-        """Set the planned ranks of a task to those where it is."""
+        """Set the planned ranks of a task to its actual ones."""
         if task.phase in ("moving", "pausing"):
             task.phase = "running"
         self._free(task, block)

@@ -1,4 +1,4 @@
-"""Requests of users: taken to disk, done on the ranks of an engine, and answered."""
+"""The service: stores users' requests on disk, runs them by an engine, and reports on them."""
 
 import errno
 import inspect
@@ -29,39 +29,39 @@ from bascule.serve.spool import Entry, Spool, flush
 from bascule.serve.status import Busy, Closing, Late, Status, Unknown
 from bascule.serve.times import Times
 
-_SHOWN = 20  # requests that have ended, in a list
-_RETRY_S = 1.0  # between tries to write to a disk that is full
-_SWEEP_S = 600.0  # between looks for what is too old
+_MOST_LISTED = 20  # ended requests in a list
+_RETRY_S = 1.0  # between tries to write to a full disk
+_SWEEP_S = 600.0  # between removals of old requests
 _DAY_S = 86400.0
-_MOST_STARTS = 2  # of a request; at the last one it runs alone
+_MOST_STARTS = 2  # of a request; at the last start it runs alone
 _DISK_FULL = errno.ENOSPC, errno.EDQUOT
 
 logger = logging.getLogger(__name__)
 
 
 class Service(Sink):
-    """Takes requests and lets an engine do them; any thread may call it.
+    """Queue of requests that an engine runs; any thread may call it.
 
-    A thread of its own runs the loop, whose news comes here with the lock. Requests of the spool
-    that have not ended begin anew. One whose ranks ended while it ran comes after the others, and
-    runs alone; if they end again, it has failed.
+    The loop has a thread of its own. Requests of the spool that have not ended start again. If the
+    ranks died during a request, it comes after the others, and runs alone; if they die again, it
+    has failed.
 
     Args:
-        pipeline: Of the engine.
-        orders: Of the engine.
-        spool: Keeps requests and outputs.
+        pipeline: Pipeline of the engine.
+        orders: Orders of the engine.
+        spool: Storage of requests and outputs.
         policy: Decides which requests run where.
         times: Predicts seconds of steps.
-        most_waiting: Requests that may wait.
+        most_waiting: Most requests that may wait.
         fps: Frames a second of videos.
-        keep_days: Days after which a request that has ended is removed, with its output.
-        keep_bytes: Bytes of outputs, of which the oldest are removed beyond.
+        keep_days: Days after which an ended request is removed, with its output.
+        keep_bytes: Bytes of outputs beyond which the oldest are removed.
 
     Attributes:
         kind: "image" or "video".
-        num_ranks: Of the engine.
+        num_ranks: Ranks of the engine.
         takes_image: True if a request may begin with an image.
-        on_change: Is called with the status of a request that has changed, and calls nothing here.
+        on_change: Called with the status of a changed request; must not call the service.
     """
 
     def __init__(
@@ -85,19 +85,21 @@ class Service(Sink):
         self._most_waiting, self._fps = most_waiting, fps
         self._keep_days, self._keep_bytes = keep_days, keep_bytes
         self.lock = threading.Lock()
-        self._reason = ""  # why no more requests are taken
-        self._full = ""  # why the disk does not take ends
-        self._no_room = ""  # why it does not take outputs
+        self._closed = ""  # why no more requests are accepted
+        self._full = ""  # why the disk does not store ends
+        self._no_room = ""  # why the disk does not store outputs
         self._error: Exception | None = None  # of the thread
-        self._unwritten: dict[str, Status] = {}  # ends that the disk did not take
+        self._unwritten: dict[str, Status] = {}  # ends that the disk did not store
         self._numbers, self._sweep_at = count(), 0.0
         self._scheduler = Scheduler(orders, policy, times)
         self._jobs = Jobs(self._scheduler, self)
         for entry in sorted(spool.waiting(), key=lambda entry: entry.starts):
-            reason = entry.status.reason  # of a row that cannot be read
+            reason = entry.status.reason  # of an unreadable row
             if entry.starts >= _MOST_STARTS:
-                often = f"{entry.starts} times while it ran, at last alone"
-                reason = f"its ranks ended {often}: see why in the log, or ask for less"
+                reason = (
+                    f"its ranks ended {entry.starts} times while it ran, at last alone: see why in "
+                    "the log, or ask for less"
+                )
             if reason:
                 status = replace(entry.status, state="failed", reason=reason)
                 self._unwritten[status.id] = status
@@ -106,24 +108,24 @@ class Service(Sink):
         self._thread = threading.Thread(target=self._run, name="bascule service", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, first with the requests of the spool."""
+        """Start the thread, which begins with the requests of the spool."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Let the engine end after the steps that run.
+        """Let the engine end after the running steps.
 
-        That ranks which take too long to stop may be killed counts against nobody. But launchers
-        stop a job where a rank has died, too, and that counts.
+        If all ranks are alive, running requests are forgiven: being killed during a slow stop is
+        not their fault. But launchers also stop a job whose rank has died, and then they count.
         """
         with self.lock:
-            self._reason = self._reason or "the server is ending"
+            self._closed = self._closed or "the server is ending"
             self._scheduler.close()
         if self._orders.are_alive():
             with self.lock:
                 self._forgive()
 
     def close(self) -> None:
-        """Wait for the thread, when the engine has ended; raises what the thread failed with."""
+        """Wait for the thread, after the engine's end; raise its error, if it failed."""
         self._thread.join()
         self._spool.close()
         if self._error is not None:
@@ -145,16 +147,16 @@ class Service(Sink):
         *,
         must_meet_deadline: bool = False,
     ) -> list[Status]:
-        """Take a request for each prompt, all or none; they are on disk when it returns.
+        """Accept a request for each prompt, all or none; they are on disk when it returns.
 
-        They begin with an image, which was checked and encoded here as PNG, and should be done in
-        `deadline_s` from now; with `must_meet_deadline` they are refused if one would be late.
+        `image` is a checked PNG that all begin with. They should be done `deadline_s` from now;
+        with `must_meet_deadline` they are refused if one would be late.
 
         Raises:
-            ConfigError: The pipeline does not take a setting, or more come than may wait.
-            Busy: Too many wait.
+            ConfigError: The pipeline does not take a setting, or there are more than may wait.
+            Busy: Too many requests wait.
             Late: A deadline that must be met would be missed.
-            Closing: The server is ending, or its disk takes nothing.
+            Closing: The server is ending, or its disk is full.
         """
         for prompt in prompts:
             check_prompt(self._pipeline, prompt, self._takes, picture=image is not None)
@@ -162,8 +164,10 @@ class Service(Sink):
             raise ConfigError("this pipeline takes no image: leave it out")
         facts: dict[str, Any] = {"kind": self.kind, "state": "waiting", "created_at": time.time()}
         deadline_at = None if deadline_s is None else facts["created_at"] + deadline_s
-        news = [Status(id=uuid4().hex, prompt=prompt, **facts) for prompt in prompts]
-        entries = [Entry(status, image, deadline_at) for status in news]
+        entries = [
+            Entry(Status(id=uuid4().hex, prompt=prompt, **facts), image, deadline_at)
+            for prompt in prompts
+        ]
         with self.lock:
             if reason := self._health():
                 raise Closing(reason)
@@ -184,19 +188,19 @@ class Service(Sink):
         return statuses
 
     def status(self, request_id: str) -> Status:
-        """Return the status of a request, also of one that has ended; Unknown if there is none."""
+        """Return the status of a request, open or ended; Unknown if there is none."""
         with self.lock:
             return self._statuses([request_id])[0]
 
     def statuses(self) -> list[Status]:
-        """Return open requests in the order of arrival, then the latest that have ended."""
+        """Return open requests in the order of arrival, then the latest ended ones."""
         with self.lock:
             tasks = self._scheduler.tasks.values()
-            here = [task.id for task in tasks if not task.is_cancelled]
-            return [*self._statuses([*here, *self._unwritten]), *self._spool.ended(_SHOWN)]
+            ids = [task.id for task in tasks if not task.is_cancelled]
+            return [*self._statuses([*ids, *self._unwritten]), *self._spool.ended(_MOST_LISTED)]
 
     def cancel(self, request_id: str) -> Status:
-        """End a request, unless it has ended or its output is there; Unknown if there is none."""
+        """Cancel a request, unless it has ended or is decoded; Unknown if there is none."""
         with self.lock:
             status = self._cancel(self._statuses([request_id])[0])
         self._orders.tell("asked")
@@ -207,7 +211,7 @@ class Service(Sink):
 
         Raises:
             Unknown: There is no such request.
-            Closing: The disk does not remove it.
+            Closing: It cannot be removed from disk.
         """
         with self.lock:
             status = self._statuses([request_id])[0]
@@ -219,7 +223,7 @@ class Service(Sink):
         return status
 
     def result(self, request_id: str) -> Path:
-        """Return the output of a request that is done, PNG or MP4; else Unknown."""
+        """Return the path of a done request's output, PNG or MP4; else raise Unknown."""
         status = self.status(request_id)
         path = self._spool.output(status)
         if status.state != "done" or not path.is_file():
@@ -227,45 +231,45 @@ class Service(Sink):
         return path
 
     def health(self) -> str:
-        """Return why requests are not taken, or done; empty if all is well."""
+        """Return why requests are not accepted or done; empty if all is well."""
         with self.lock:
             return self._health()
 
-    # --- news, with the lock ----------------------------------------------------------------------
+    # --- a sink of the loop, with the lock --------------------------------------------------------
 
-    def turn(self) -> bool:
-        """Retry to write ends that the disk refused, and look at times for what is too old."""
+    def poll(self) -> bool:
+        """Retry to store ends that the disk refused, and from time to time remove old requests."""
         unwritten = list(self._unwritten.values())
         for status in unwritten:
             self._end(status, status.state, status.reason)
         if time.monotonic() >= self._sweep_at:
             self._sweep_at = time.monotonic() + _SWEEP_S
-            if not self._reason:
+            if not self._closed:
                 self._jobs.writer.submit(self._sweep)
         return bool(unwritten)
 
     def changed(self, task: Task, event: Event | None) -> None:
-        """Report a change of a request."""
+        """Report a changed request."""
         if event is not None and event.kind == "done":
-            self._forgive(task.id)  # others run while its output is written
+            self._forgive(task.id)  # a later death of ranks is not its fault
         if self.on_change is not None:
             self.on_change(self._statuses([task.id])[0])
 
     def ended(self, task: Task, state: str, reason: str) -> None:
-        """Record the end of a request, and let outputs beyond the limits be removed soon."""
+        """Store the end of a request; outputs beyond the limits are removed soon."""
         self._end(self._status(task), state, reason)
         self._sweep_at = 0.0
 
-    def over(self, reason: str) -> None:
-        """Take no more requests."""
-        self._reason = self._reason or reason or "the server is ending"
+    def stopped(self, reason: str) -> None:
+        """Accept no more requests."""
+        self._closed = self._closed or reason or "the server is ending"
         if not reason:
             self._forgive()
 
     # --- in the thread of the writer --------------------------------------------------------------
 
     def write(self, task: Task, output: Any) -> str | None:
-        """Write an output as soon as the disk has room for it; None if the server ends before."""
+        """Write an output as soon as the disk has room; None if the server ends before."""
         path = self._spool.output(self._status(task))
         while True:
             reason = no_room = ""
@@ -282,28 +286,28 @@ class Service(Sink):
             self._no_room = no_room
             if not no_room:
                 return reason
-            if self._reason:
-                return None  # it begins anew at the next start
+            if self._closed:
+                return None  # the request starts again with the next server
             self._sweep()  # which may make room
             time.sleep(_RETRY_S)
 
     def _sweep(self) -> None:
-        """Remove ended requests, the oldest first, until the others keep the limits."""
-        too_many, oldest = 0.0, time.time() - self._keep_days * _DAY_S
+        """Remove ended requests, the oldest first, until the rest is within the limits."""
+        excess_bytes, oldest = 0.0, time.time() - self._keep_days * _DAY_S
         if self._keep_bytes < NEVER:
-            too_many = self._spool.num_bytes() - self._keep_bytes
-        with suppress(Closing):  # a later look tries again
-            while not self._reason:
+            excess_bytes = self._spool.num_bytes() - self._keep_bytes
+        with suppress(Closing):  # a later sweep tries again
+            while not self._closed:
                 with self.lock:
                     status = next(iter(self._spool.ended(1, first=True)), None)
-                    if status is None or (too_many <= 0 and (status.ended_at or 0.0) >= oldest):
+                    if status is None or (excess_bytes <= 0 and (status.ended_at or 0.0) >= oldest):
                         return
-                    too_many -= self._remove(status)
+                    excess_bytes -= self._remove(status)
 
     # --- with the lock ----------------------------------------------------------------------------
 
     def _cancel(self, status: Status) -> Status:
-        """Cancel a request, unless it has ended, or is ending; return its status."""
+        """Cancel a request, unless it has ended or is ending; return its status."""
         task = self._scheduler.tasks.get(status.id)
         if task is None or not task.is_open:
             return status
@@ -311,15 +315,15 @@ class Service(Sink):
         return self._end(status, "cancelled")
 
     def _forgive(self, request_id: str | None = None) -> None:
-        """Forget how often a request began, or each one, if the disk takes it."""
+        """Reset the count of starts of a request, or of all, unless the disk is full."""
         with suppress(sqlite3.Error):
             self._spool.forgive(request_id)
 
     def _end(self, status: Status, state: str, reason: str = "") -> Status:
-        """Record the end of a request, and report it."""
+        """Store the end of a request, and report it."""
         ended_at = status.ended_at or max(status.created_at, time.time())  # clocks are set back
-        status = replace(status, state=state, reason=reason, ended_at=ended_at)
-        status = replace(status, ranks=(), ends_in_s=None)
+        ended = {"state": state, "reason": reason, "ended_at": ended_at}
+        status = replace(status, ranks=(), ends_in_s=None, **ended)
         try:
             self._spool.end(status)
         except sqlite3.Error as error:
@@ -334,7 +338,7 @@ class Service(Sink):
         return status
 
     def _remove(self, status: Status) -> int:
-        """Remove a request that has ended; return how many bytes its output had."""
+        """Remove an ended request; return the bytes of its output."""
         path = self._spool.output(status)
         num_bytes = path.stat().st_size if path.is_file() else 0
         try:
@@ -345,19 +349,20 @@ class Service(Sink):
         return num_bytes
 
     def _health(self) -> str:
-        return self._reason or (self._full if self._unwritten else "") or self._no_room
+        return self._closed or (self._full if self._unwritten else "") or self._no_room
 
     def _task(self, entry: Entry) -> Task:
         status, deadline_s = entry.status, NEVER
         if entry.deadline_at is not None:
             deadline_s = time.monotonic() + entry.deadline_at - time.time()
-        ways = self._takes, self._times, partial(self._arguments, status), deadline_s
-        task = Task.of(next(self._numbers), status.id, status.prompt, *ways)
+        arguments = partial(self._arguments, status)
+        request = next(self._numbers), status.id, status.prompt
+        task = Task.of(*request, self._takes, self._times, arguments, deadline_s)
         task.created_at, task.runs_alone = status.created_at, entry.starts > 0
         return task
 
     def _arguments(self, status: Status) -> dict[str, Any]:
-        """Return what ranks get; first note on disk, if it has room, that ranks may die of it."""
+        """Return the pipeline's arguments; first count a start on disk, as the ranks may die."""
         with suppress(sqlite3.Error):
             self._spool.begin(status.id)
         arguments = arguments_of(status.prompt, self._takes) | {"output_type": "pil"}
@@ -367,36 +372,32 @@ class Service(Sink):
 
     def _check_room(self, num: int) -> None:
         if num > self._most_waiting:
-            raise ConfigError(
-                f"{num} requests at once, of which at most {self._most_waiting} may wait"
-            )
-        too_many = num + len(self._scheduler.state.waiting) - self._most_waiting
-        if too_many > 0:
-            here = [task for task in self._scheduler.tasks.values() if task.is_open]
-            ends_s = sorted(self._scheduler.ends_s(here).values())
-            raise Busy(max(1.0, ends_s[too_many - 1]))
+            most = self._most_waiting
+            raise ConfigError(f"{num} requests at once, of which at most {most} may wait")
+        excess = num + len(self._scheduler.state.waiting) - self._most_waiting
+        if excess > 0:
+            tasks = [task for task in self._scheduler.tasks.values() if task.is_open]
+            ends_s = sorted(self._scheduler.ends_s(tasks).values())
+            raise Busy(max(1.0, ends_s[excess - 1]))
 
     def _statuses(self, request_ids: Sequence[str]) -> list[Status]:
         tasks = [self._scheduler.tasks.get(request_id) for request_id in request_ids]
         ends_s = self._scheduler.ends_s([task for task in tasks if task and task.is_open])
-        return [
-            self._ended(request_id)
-            if task is None or task.is_cancelled
-            else self._status(task, ends_s.get(task))
-            for request_id, task in zip(request_ids, tasks, strict=True)
-        ]
-
-    def _ended(self, request_id: str) -> Status:
-        if (status := self._unwritten.get(request_id)) is not None:
-            return replace(status, state="running", ended_at=None)
-        return self._spool.status(request_id)
+        statuses = list[Status]()
+        for request_id, task in zip(request_ids, tasks, strict=True):
+            if task is not None and not task.is_cancelled:
+                statuses.append(self._status(task, ends_s.get(task)))
+            elif (status := self._unwritten.get(request_id)) is not None:
+                statuses.append(replace(status, state="running", ended_at=None))
+            else:
+                statuses.append(self._spool.status(request_id))
+        return statuses
 
     def _status(self, task: Task, ends_in_s: float | None = None) -> Status:
-        state = {"new": "waiting", "paused": "paused"}.get(task.phase, "running")
         return Status(
             id=task.id,
             kind=self.kind,
-            state=state,
+            state={"new": "waiting", "paused": "paused"}.get(task.phase, "running"),
             step=0 if task.last is None else task.last.step,
             num_steps=(task.last and task.last.num_steps) or task.request.steps,
             ranks=() if task.at is None else tuple(task.at.ranks),

@@ -1,11 +1,10 @@
-"""A server on all ranks of a job: the engine on each, the service and its door on the first."""
+"""A server on all ranks of a job: the engine on each, the service and its HTTP server on rank 0."""
 
 import inspect
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -28,34 +27,38 @@ _START = "the start of bascule serve"
 def run_server(
     options: ServeOptions, device: torch.device, is_stopping: Callable[[], bool]
 ) -> None:
-    """Serve on all ranks until the first is told to stop; end after the steps that run then.
+    """Serve on all ranks until rank 0 is told to stop, and end after the running steps.
 
     Raises:
-        ConfigError: The model cannot be served, the spool is another server's, or the address is
+        ConfigError: The model cannot be served, another server has the spool, or the address is
             taken.
-        CommError: A rank is gone; requests that are not done are in the spool.
+        CommError: A rank is gone; requests that are not done stay in the spool.
     """
-    world, is_over = member_of(resolve(None), "world"), threading.Event()
+    world, has_ended = member_of(resolve(None), "world"), threading.Event()
     dtype = options.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     with ExitStack() as stack:
         weights = ", ".join(filter(None, (options.model_name, options.variant, dtype)))
-        made = partial(Spool, options.spool, weights)
-        spool = agree_on(world, lambda: made() if world.rank == 0 else None, what=_START)
+        open_spool = partial(Spool, options.spool, weights)
+        spool = agree_on(world, lambda: open_spool() if world.rank == 0 else None, what=_START)
         pipeline = load_pipeline(options.model, getattr(torch, dtype), device, options.variant)
         engine = Engine(pipeline, timeout_s=options.timeout_s)
 
         def open_door() -> Service | None:
-            if engine.orders is None or spool is None:  # not on the first rank
+            if engine.orders is None or spool is None:  # not on rank 0
                 return None
             from bascule.serve.door import Door
 
-            times = _times(pipeline, options, world.size)
+            if "num_frames" in inspect.signature(pipeline.__call__).parameters:
+                load_av(f"--model {options.model}")  # refuses if it is not installed
+            degrees = options.degrees or [1 << k for k in range(world.size.bit_length())]
+            if max(degrees) > world.size:
+                raise ConfigError(f"--degrees {max(degrees)}: this job has {world.size} ranks")
             service = Service(
                 pipeline,
                 engine.orders,
                 spool,
                 policy=Balanced(),
-                times=times,
+                times=Times(pipeline, degrees),
                 most_waiting=options.most_waiting,
                 fps=options.fps,
                 keep_days=NEVER if options.keep_days is None else options.keep_days,
@@ -67,13 +70,12 @@ def run_server(
             stack.callback(service.close)
             stack.callback(engine.orders.end, "its ranks did not start")
             stack.callback(door.stop)
-            print(
-                f"{options.model_name} at {door.address}, requests in {options.spool}", flush=True
-            )
+            name = options.model_name
+            print(f"{name} at {door.address}, requests in {options.spool}", flush=True)
             return service
 
         def watch(service: Service) -> None:
-            while not is_over.wait(_POLL_S):
+            while not has_ended.wait(_POLL_S):
                 if is_stopping():
                     return service.stop()
 
@@ -81,14 +83,5 @@ def run_server(
             thread = threading.Thread(target=watch, args=(service,), name="bascule stops")
             thread.start()
             stack.callback(thread.join)
-            stack.callback(is_over.set)
+            stack.callback(has_ended.set)
         engine.run()
-
-
-def _times(pipeline: Any, options: ServeOptions, num_ranks: int) -> Times:
-    if "num_frames" in inspect.signature(pipeline.__call__).parameters:
-        load_av(f"--model {options.model}")  # or refuse at once
-    degrees = options.degrees or [1 << k for k in range(num_ranks.bit_length())]
-    if max(degrees) > num_ranks:
-        raise ConfigError(f"--degrees {max(degrees)}: this job has {num_ranks} ranks")
-    return Times(pipeline, degrees)

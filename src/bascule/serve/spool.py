@@ -1,4 +1,4 @@
-"""Requests on disk: what was accepted is done once, whatever ends the server in between."""
+"""Requests on disk: an accepted one is done once, whatever ends the server in between."""
 
 import fcntl
 import json
@@ -16,7 +16,7 @@ from bascule.options import check_options
 from bascule.serve.status import STATES, Closing, Status, Unknown
 
 _VERSION = 1  # of the table
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # another one after a loss of power
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # changes with a loss of power
 _COLUMNS = [column.name for column in fields(Status) if column.name not in ("ranks", "ends_in_s")]
 _KINDS = get_type_hints(Status)
 _TABLE = f"""create table if not exists requests (place integer primary key, model text not null,
@@ -29,13 +29,13 @@ _TABLE = f"""create table if not exists requests (place integer primary key, mod
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A request as it is kept until it ends.
+    """A stored request that has not ended.
 
     Attributes:
-        status: Its status when it came; "failed" if its row cannot be read.
-        image: PNG that it begins with; None if it has none, or when it is read again.
+        status: Its status at arrival; "failed" if its row cannot be read.
+        image: PNG that it begins with; None if it has none, and in `Spool.waiting`.
         deadline_at: Unix seconds.
-        starts: How often its ranks ended while it ran, since this machine was started.
+        starts: How often its ranks ended while it ran, since this machine booted.
     """
 
     status: Status
@@ -45,19 +45,18 @@ class Entry:
 
 
 class Spool:
-    """A folder with the requests of a server, in SQLite, and their outputs; one thread at a time.
+    """Folder of a server's requests, in SQLite, and their outputs; not thread-safe.
 
-    Requests are on disk when `add` returns, and their ends when `end` does. `sqlite3.Error` says
-    that the disk is full or broken, and that nothing was changed. Only this user may read its
-    files.
+    Requests are on disk when `add` returns, and their ends when `end` does. On `sqlite3.Error` the
+    disk is full or broken, and nothing was changed. Only this user may read the files.
 
     Args:
         folder: Made if it does not exist.
-        model: The pipeline: requests that wait for another one are not made by it.
+        model: Name of the pipeline, so that another one does not run its requests.
 
     Raises:
         ConfigError: Another server has the folder, it cannot be used, is of another version, or
-            holds requests for another model.
+            has requests for another model.
     """
 
     def __init__(self, folder: Path, model: str) -> None:
@@ -70,7 +69,7 @@ class Spool:
                 lock = _opened(folder / "lock")
                 stack.callback(os.close, lock)
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.close(_opened(folder / "requests.sqlite"))  # SQLite's other files get its mode
+                os.close(_opened(folder / "requests.sqlite"))  # SQLite copies its mode
                 base = sqlite3.connect(folder / "requests.sqlite", check_same_thread=False)
                 self._base = stack.enter_context(closing(base))
                 base.execute("pragma journal_mode = wal")
@@ -81,8 +80,7 @@ class Spool:
                 if version != _VERSION and not is_new:
                     raise ConfigError(
                         f"--spool {folder}: version {version} of bascule's spools, and this is "
-                        f"{_VERSION}: let the bascule that made it finish its requests, or give "
-                        "another folder"
+                        f"{_VERSION}: let the bascule of it finish, or give another folder"
                     )
                 base.executescript(_TABLE)
                 query = "select model from requests where ended_at is null and model != ?"
@@ -105,11 +103,11 @@ class Spool:
             self._open = stack.pop_all()
 
     def close(self) -> None:
-        """Let another server have the folder."""
+        """Release the folder to other servers."""
         self._open.close()
 
     def add(self, entries: Sequence[Entry]) -> None:
-        """Keep requests, all or none."""
+        """Store requests, all or none."""
         model = self._model
         rows = [(model, entry.image, entry.deadline_at, *_row(entry.status)) for entry in entries]
         marks = ", ".join("?" * (3 + len(_COLUMNS)))
@@ -118,33 +116,33 @@ class Spool:
             self._base.executemany(f"{query} values ({marks})", rows)
 
     def begin(self, request_id: str) -> None:
-        """Count a start, before ranks get the request, as they may end while it runs."""
+        """Count a start, before ranks get the request, as they may die of it."""
         starts = "starts = case when boot = ? then starts + 1 else 1 end, boot = ?"
         with self._base:
             query = f"update requests set {starts} where id = ?"
             self._base.execute(query, [self._boot, self._boot, request_id])
 
     def forgive(self, request_id: str | None = None) -> None:
-        """Forget how often a request began, or each one: ranks will not end by it any more."""
+        """Reset the count of starts of a request, or of all."""
         query = "update requests set starts = 0 where ended_at is null and id = coalesce(?, id)"
         with self._base:
             self._base.execute(query, [request_id])
 
     def end(self, status: Status) -> bool:
-        """Keep the end of a request, unless it has ended before; return whether it had not."""
+        """Store the end of a request; return False if it had ended before."""
         changes = ", ".join(f"{name} = ?" for name in _COLUMNS)
         query = f"update requests set {changes}, image = null where id = ? and ended_at is null"
         with self._base:
             return self._base.execute(query, [*_row(status), status.id]).rowcount == 1
 
     def remove(self, status: Status) -> None:
-        """Remove a request that has ended, and its output; OSError if the output stays."""
+        """Remove an ended request and its output; OSError if the output stays."""
         self.output(status).unlink(missing_ok=True)
         with self._base:
             self._base.execute("delete from requests where id = ?", [status.id])
 
     def waiting(self) -> list[Entry]:
-        """Return the requests that have not ended, in the order of their arrival."""
+        """Return the requests that have not ended, in the order of arrival."""
         columns = f"case when boot = ? then starts else 0 end, deadline_at, {', '.join(_COLUMNS)}"
         query = f"select {columns} from requests where ended_at is null order by place"
         rows = self._select(query, self._boot)
@@ -155,20 +153,20 @@ class Spool:
         return self._select("select image from requests where id = ?", request_id)[0][0]
 
     def ended(self, num: int, *, first: bool = False) -> list[Status]:
-        """Return the latest requests that have ended, newest first; by `first` the earliest."""
+        """Return the latest ended requests, newest first; with `first` the earliest."""
         order = "ended_at, place" if first else "ended_at desc, place desc"
         query = f"select {', '.join(_COLUMNS)} from requests where ended_at is not null"
         return [_status(row) for row in self._select(f"{query} order by {order} limit ?", num)]
 
     def status(self, request_id: str) -> Status:
-        """Return a request as it came, or as it ended; Unknown if there is none."""
+        """Return the status of a request at its arrival or end; Unknown if there is none."""
         rows = self._select(f"select {', '.join(_COLUMNS)} from requests where id = ?", request_id)
         if not rows:
             raise Unknown(f"there is no request {request_id!r}")
         return _status(rows[0])
 
     def output(self, status: Status) -> Path:
-        """Return where the output of a request is, or is to be."""
+        """Return the path of a request's output, which may not exist yet."""
         return self._outputs / f"{status.id}{VIDEO if status.kind == 'video' else IMAGE}"
 
     def num_bytes(self) -> int:
@@ -188,7 +186,7 @@ class Spool:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file that was moved into its place is on disk there."""
+    """Wait until a renamed file and its folder's entry are on disk."""
     for entry in (path, path.parent):
         descriptor = os.open(entry, os.O_RDONLY)
         try:
@@ -198,7 +196,7 @@ def flush(path: Path) -> None:
 
 
 def _opened(path: Path) -> int:
-    """Open a file of the spool, or make it; OSError for a link, whose target would change."""
+    """Open or make a file of the spool; OSError for a link, whose target would change."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:

@@ -12,14 +12,14 @@ STATES = "waiting", "running", "paused", *ENDED
 
 @dataclass
 class Refusal(Exception):  # noqa: N818 - an answer to a client
-    """A call that is refused.
+    """A refused call.
 
     Attributes:
-        status: Of HTTP.
+        status: HTTP status code.
         message: One sentence.
-        param: The field that is wrong.
-        code: A name of the reason for programs.
-        headers: Of the answer.
+        param: Name of the wrong field.
+        code: Name of the reason, for programs.
+        headers: HTTP headers of the answer.
     """
 
     status: int
@@ -33,36 +33,34 @@ class Refusal(Exception):  # noqa: N818 - an answer to a client
 
 
 class Busy(Refusal):
-    """Refuses a request as too many wait; `retry_after_s` is until there is room, as predicted."""
+    """Refusal as too many requests wait; there is room in `retry_after_s`, as predicted."""
 
     def __init__(self, retry_after_s: float) -> None:
-        said = f"the queue is full; try again in {retry_after_s:.0f} s"
-        after = {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
-        super().__init__(429, said, code="queue_full", headers=after)
-        self.retry_after_s = retry_after_s
+        message = f"the queue is full; try again in {retry_after_s:.0f} s"
+        headers = {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
+        super().__init__(429, message, code="queue_full", headers=headers)
 
 
 class Late(Refusal):
-    """Refuses a deadline that must be met; `predicted_s` is when the request would be done."""
+    """Refusal of a deadline that must be met, by the predicted seconds until the request's end."""
 
     def __init__(self, predicted_s: float) -> None:
-        said = (
+        message = (
             f"the deadline cannot be met: the request would be done in {predicted_s:.1f} s; give "
             "a later deadline_s, or let it be late: must_meet_deadline false"
         )
-        super().__init__(422, said, "deadline_s", "deadline_too_early")
-        self.predicted_s = predicted_s
+        super().__init__(422, message, "deadline_s", "deadline_too_early")
 
 
 class Unknown(Refusal):
-    """There is no such request, or output."""
+    """Refusal as there is no such request, or no output."""
 
     def __init__(self, message: str) -> None:
         super().__init__(404, message)
 
 
 class Closing(Refusal):
-    """The server is ending, its ranks are gone, or its disk is full."""
+    """Refusal as the server is ending, its ranks are gone, or its disk is full."""
 
     def __init__(self, message: str) -> None:
         super().__init__(503, message, code="closing", headers={"Retry-After": "10"})
@@ -73,7 +71,7 @@ class Status:
     """The status of a request.
 
     Attributes:
-        id: Its name, which the service made.
+        id: Made by the service.
         kind: "image" or "video".
         state: "waiting", "running", "paused", "done", "failed" or "cancelled".
         step: Denoising steps done.

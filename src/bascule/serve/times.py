@@ -14,31 +14,31 @@ from bascule.machine.cluster import HardwareProfile
 from bascule.machine.mesh_choice import DenoisingStep, InferenceMesh, step_seconds
 from bascule.serve.blocks import shape_of_block
 
-_MOST_SIZES = 64  # that are remembered
-_LATEST = 5  # of which the median counts
-_ONCE = 0  # in place of a degree: encoding and decoding
-_UNTRIED_SHARE = 0.75  # of the seconds at half the degree, where a degree was not tried
+_MOST_SIZES = 64  # remembered
+_LATEST = 5  # measurements whose median counts
+_ONCE = 0  # key of encoding and decoding, in place of a degree
+_UNTRIED_SHARE = 0.75  # assumed seconds of an untried degree over those at half the degree
 
 
 class RequestSize(NamedTuple):
     """The facts that the seconds of a request depend on."""
 
-    num_tokens: int  # without those of the text
-    num_passes: int  # of a step
+    num_tokens: int  # without text tokens
+    num_passes: int  # forward passes of a step
 
 
 class Times:
     """Seconds of a pipeline's requests by size and degree.
 
-    The median of the latest measurements corrects a prediction: at this size and degree, else at
-    other degrees of the size, else at all sizes. Untried degrees are assumed to pay, so that they
-    are tried: else a prediction for another machine would stay.
+    Measurements correct predictions by a ratio: their median at this size and degree, else at the
+    nearest degree of the size, else over all sizes. Untried degrees are assumed to pay, so that
+    they get tried: else a wrong prediction would never be corrected.
 
     Args:
-        pipeline: Its configuration.
+        pipeline: Gives the sizes of its model.
         degrees: Allowed degrees of blocks.
-        ranks_per_node: Within which wires are fast. Default: as torchrun says, or all.
-        profile: Speeds of the machine. Default: a data sheet, which measuring corrects.
+        ranks_per_node: Ranks in a node. Default: LOCAL_WORLD_SIZE of torchrun, or all.
+        profile: Speeds of the machine. Default: a datasheet, which measurements correct.
         num_groups: Guidance groups of a block that has as many ranks.
     """
 
@@ -59,7 +59,7 @@ class Times:
         }
         scales = "vae_scale_factor", "vae_scale_factor_spatial", "vae_scale_factor_temporal"
         factors = [getattr(pipeline, name, None) or 0 for name in scales]
-        self._side, self._frames = max(16, *factors[:2]), factors[2] or 4  # of a token, in pixels
+        self._side, self._frames = max(16, *factors[:2]), factors[2] or 4  # pixels, frames a token
         in_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", max(degrees)))
         self._degrees, self._in_node, self._num_groups = degrees, in_node, num_groups
         self._profile = profile or HardwareProfile.load("h100-datasheet")
@@ -68,11 +68,11 @@ class Times:
         self._tables: dict[RequestSize, dict[int, float]] = {}
 
     def request_size(self, prompt: Prompt, takes: Mapping[str, Any]) -> RequestSize:
-        """Return tokens and passes of a prompt, for a pipeline that takes these arguments."""
+        """Return tokens and passes of a prompt, given the parameters of the pipeline's call."""
 
-        def pick(asked: int | None, name: str, default: int) -> int:
+        def pick(value: int | None, name: str, default: int) -> int:
             preset = getattr(takes.get(name), "default", None)
-            return asked or (preset if isinstance(preset, int) else default)
+            return value or (preset if isinstance(preset, int) else default)
 
         width, height = pick(prompt.width, "width", 1024), pick(prompt.height, "height", 1024)
         num_frames = (pick(prompt.frames, "num_frames", 1) - 1) // self._frames + 1
@@ -80,7 +80,7 @@ class Times:
         return RequestSize(num_tokens, 2 if is_guided(prompt, takes) else 1)
 
     def step_s(self, size: RequestSize) -> dict[int, float]:
-        """Return seconds of a step by degree; they change in place as more is measured."""
+        """Return seconds of a step by degree; measurements update the dict in place."""
         if size not in self._tables:
             if len(self._tables) == _MOST_SIZES:
                 oldest = next(iter(self._tables))
@@ -92,13 +92,13 @@ class Times:
         return self._tables[size]
 
     def once_s(self, size: RequestSize) -> float:
-        """Return seconds to encode and decode on one rank; those of a step if none was measured."""
-        of_all = [by[_ONCE] for by in self._measured.values() if _ONCE in by]
+        """Return seconds to encode and decode on one rank; until measured, those of a step."""
+        of_all = [latest[_ONCE] for latest in self._measured.values() if _ONCE in latest]
         of_size = self._measured.get(size, {}).get(_ONCE)
         return median(of_size or list(map(median, of_all)) or [min(self.step_s(size).values())])
 
     def measure(self, size: RequestSize, degree: int, seconds: float) -> None:
-        """Note measured seconds of a step; degree 0 stands for encoding and decoding."""
+        """Record measured seconds of a step; degree 0 stands for encoding and decoding."""
         if degree in (_ONCE, *self.step_s(size)):
             latest = self._measured.setdefault(size, {})
             latest.setdefault(degree, deque(maxlen=_LATEST)).append(max(seconds, 1e-6))
@@ -112,10 +112,10 @@ class Times:
 
     def _correct(self, sizes: Iterable[RequestSize]) -> None:
         ratios = {
-            size: {d: median(by[d]) / self._predicted[size][d] for d in by if d != _ONCE}
-            for size, by in self._measured.items()
+            size: {d: median(latest[d]) / self._predicted[size][d] for d in latest if d != _ONCE}
+            for size, latest in self._measured.items()
         }
-        usual = median([ratio for by in ratios.values() for ratio in by.values()] or [1.0])
+        usual = median([x for by_degree in ratios.values() for x in by_degree.values()] or [1.0])
         for size in sizes:
             tried = ratios.get(size)
             for degree, predicted in self._predicted[size].items():

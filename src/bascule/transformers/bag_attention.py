@@ -1,6 +1,6 @@
-"""Attention of a step inside the models of transformers, through the interfaces that these offer.
+"""Attention of a balanced step in models of transformers, through its AttentionInterface.
 
-Shapes: T tokens that this rank computes on, H heads, K key-value heads, D head width.
+Shapes: T tokens that this rank computes, H heads, K key-value heads, D head_dim.
 """
 
 import inspect
@@ -29,7 +29,7 @@ NAME = "bascule"
 
 
 def register_attention() -> None:
-    """Make `attn_implementation="bascule"` known to transformers, for models of `call_packed`."""
+    """Register `attn_implementation="bascule"` with transformers, for models of `call_packed`."""
     AttentionInterface.register(NAME, attend_in_bags)
     AttentionMaskInterface.register(NAME, _keep_mask)
 
@@ -43,10 +43,10 @@ def call_packed(
     position_ids: Tensor | None = None,
     output_router_logits: bool = False,
 ) -> Any:
-    """Call a model of transformers on the tokens that this rank computes on, as one row.
+    """Call a model of transformers on the tokens that this rank computes, as one row.
 
-    Compute the loss from the logits with `step.mean`, over routed labels. The output has
-    (1, max(T, 1), ..), since a rank without tokens computes one, of zeros; its `aux_loss` is 0.
+    Compute the loss from the logits with `step.mean`, over routed labels. The output has shape
+    (1, max(T, 1), ..): a rank without tokens computes a token of zeros, and its `aux_loss` is 0.
 
     Args:
         model: A model with `attn_implementation="bascule"`.
@@ -54,11 +54,11 @@ def call_packed(
         input_ids: (T,), from `step.route`.
         inputs_embeds: (T, ..), from `step.route`, in place of `input_ids`.
         position_ids: (axes, T). Default: the position of each token in its sequence.
-        output_router_logits: True lets a mixture of experts return its `aux_loss`, that of all
-            tokens of the row; bags of one rank only. Default: as its configuration says.
+        output_router_logits: True lets a mixture of experts return the `aux_loss` of all tokens of
+            the row; for bags of one rank. Default: as the model's configuration says.
 
     Raises:
-        ConfigError: The model would mix sequences, or count positions otherwise than in each alone.
+        ConfigError: The model would mix sequences, or count positions across them.
     """
     device, num_tokens = step.token_slot.device, step.token_slot.shape[0]
     if position_ids is None:
@@ -67,7 +67,7 @@ def call_packed(
     rows = {name: x for name, x in rows.items() if x is not None}
     if not torch.compiler.is_compiling():
         reach, layers = _tried.get(model) or (None, delta_layers(model))
-        split_layers(layers)  # each time: they may have been given back
+        split_layers(layers)  # each time, as an undo may have come between
         if reach is None:
             reach = _try(model, rows, position_ids)
             _tried[model] = reach, layers
@@ -76,42 +76,42 @@ def call_packed(
     if not num_tokens:
         rows = {name: x.new_zeros(1, *x.shape[1:]) for name, x in rows.items()}
         position_ids = position_ids.new_zeros(*position_ids.shape[:-1], 1)
-    more = {"output_router_logits": True} if output_router_logits else {}
-    out = _call(model, step, rows, position_ids, **more)
+    options = {"output_router_logits": True} if output_router_logits else {}
+    out = _call(model, step, rows, position_ids, **options)
     if not num_tokens and getattr(out, "aux_loss", None) is not None:
         out.aux_loss = out.aux_loss * 0.0
     return out
 
 
 def _call(
-    model: nn.Module, step: Any, rows: dict[str, Tensor], positions: Tensor | None, **more: bool
+    model: nn.Module, step: Any, rows: dict[str, Tensor], positions: Tensor | None, **options: bool
 ) -> Any:
     """Call a model on one row; without positions it counts them itself."""
     inputs: dict[str, Any] = {name: x[None] for name, x in rows.items()}
     if positions is not None:
         inputs["position_ids"] = positions[..., None, :]
-    note(step)
+    set_step(step)
     try:
-        return model(**inputs, use_cache=False, bascule_step=step, **more)
+        return model(**inputs, use_cache=False, bascule_step=step, **options)
     finally:
-        note(None)
+        set_step(None)
 
 
 _tried: "WeakKeyDictionary[nn.Module, tuple[Reach, list[nn.Module]]]" = WeakKeyDictionary()
-"""The reach of each model, and its gated delta layers."""
+"""The reach of each tried model, and its gated delta layers."""
 
 
 _step_of_call: "ContextVar[Any]" = ContextVar("bascule step", default=None)
 
 
-def note(step: Any) -> None:
-    """Let masks that are made from here on carry a step, to layers that pass no arguments on."""
+def set_step(step: Any) -> None:
+    """Attach the step to masks made from now on, for layers that drop keyword arguments."""
     if not torch.compiler.is_compiling():
         _step_of_call.set(step)
 
 
 class OverMesh(NamedTuple):
-    """Attends over a mesh, in place of a step, within given documents."""
+    """Attention over a mesh, in place of a step, within documents of these lengths."""
 
     mode: SequenceParallelMode
     layout: SequenceLayout
@@ -119,23 +119,23 @@ class OverMesh(NamedTuple):
 
     @property
     def row(self) -> SharedRow:
-        """The documents, for layers that compute by heads."""
-        layout, whole, kept = self.layout, self.mode.mesh.whole, self.mode.mesh.kept
+        """Documents and their shards, for layers that split heads over the mesh."""
+        layout, mesh = self.layout, self.mode.mesh
         self.mode.has_attended, lens = True, self.documents or (layout.seq_len,)
         if layout.replicated:
             raise ConfigError("gated delta layers and tokens that every rank has: leave out one")
 
         def make() -> SharedRow:
-            places = list(product(range(layout.ring_degree), range(layout.ulysses_degree)))
-            runs = [run for place in places for run in layout.shares(*place)]
+            ranks = list(product(range(layout.ring_degree), range(layout.ulysses_degree)))
+            runs = [run for rank in ranks for run in layout.shares(*rank)]
             order = np.argsort(np.concatenate([np.arange(*run) for run in runs]))
-            return SharedRow(lens, whole, [layout.num_tokens(*place) for place in places], order)
+            return SharedRow(lens, mesh.whole, [layout.num_tokens(*rank) for rank in ranks], order)
 
-        return kept.get(("row", layout, lens), make)
+        return mesh.kept.get(("row", layout, lens), make)
 
 
 class Alone:
-    """Attends within a few whole sequences on this rank, in place of a step."""
+    """Attention within a few whole sequences on this rank, in place of a step."""
 
     def __init__(self, lens: list[int], device: torch.device) -> None:
         self._seqs, self.row = PackedSequences.build(lens, device), SharedRow(lens)
@@ -150,21 +150,20 @@ class Alone:
 
 
 def _try(model: nn.Module, rows: dict[str, Tensor], positions: Tensor) -> Reach:
-    """Refuse a model that would mix sequences, by a few tokens; return what it reaches."""
+    """Refuse a model that mixes a few tokens of sequences in a row; return its reach."""
     (like,) = rows.values()
-    named = inspect.signature(model.forward).parameters.get("position_ids")
-    needs_positions = positions.dim() > 1 or (named is not None and named.default is named.empty)
+    option = inspect.signature(model.forward).parameters.get("position_ids")
+    needs_positions = positions.dim() > 1 or (option is not None and option.default is option.empty)
 
     def run(sequences: Sequence[Tensor], has_positions: bool) -> Any:
         lens = [len(tokens) for tokens in sequences]
         x = torch.cat(list(sequences)).to(like.device)
-        if "inputs_embeds" in rows:  # of whatever makes them
+        if "inputs_embeds" in rows:  # random embeddings, one a token id
             noise = torch.randn(10, like.shape[1], generator=torch.Generator().manual_seed(0))
             x = noise.to(like.device, like.dtype)[x]
-        places = torch.cat([torch.arange(n, device=like.device) for n in lens])
-        places = places.expand(*positions.shape[:-1], -1)
-        placed = places if has_positions or needs_positions else None
-        return _call(model, Alone(lens, like.device), dict.fromkeys(rows, x), placed)
+        ids = torch.cat([torch.arange(n, device=like.device) for n in lens])
+        ids = ids.expand(*positions.shape[:-1], -1) if has_positions or needs_positions else None
+        return _call(model, Alone(lens, like.device), dict.fromkeys(rows, x), ids)
 
     check_separates(model, run, "such a model cannot be called packed: train it on padded batches")
     return reach_of(model)
@@ -178,7 +177,7 @@ def attend_in_bags(
     attention_mask: Tensor | None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Attend in a step or over a mesh, called by transformers: (B, H, T, D) to (B, T, H, D)."""
+    """Attend in a step or over a mesh; transformers calls it. (B, H, T, D) to (B, T, H, D)."""
     step = settings.get("bascule_step") or getattr(attention_mask, _STEP, None)
     if not isinstance(step, Step | Alone | OverMesh):
         raise ConfigError(
@@ -206,11 +205,11 @@ def attend_in_bags(
     if isinstance(step, Alone) and step.is_one:
         _check_mask(module, attention_mask, bool(is_causal), query.device)
     scale, sink, width = settings.get("scaling"), settings.get("s_aux"), value.shape[-1]
-    if width != query.shape[-1]:  # as in multi-head latent attention: exchanges take one width
+    if width != query.shape[-1]:  # as in multi-head latent attention; exchanges need equal widths
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        most = max(width, query.shape[-1])
+        widest = max(width, query.shape[-1])
         query, key, value = (
-            functional.pad(x, (0, most - x.shape[-1])) for x in (query, key, value)
+            functional.pad(x, (0, widest - x.shape[-1])) for x in (query, key, value)
         )
     if isinstance(step, OverMesh):
         options = {"is_causal": bool(is_causal), "scale": scale, "enable_gqa": True}
@@ -220,7 +219,7 @@ def attend_in_bags(
     num_rows, num_tokens = query.shape[2], step.token_slot.shape[0]
     is_padded = num_rows == 1 and num_tokens == 0
     q, k, v = (x[0, :, : 0 if is_padded else None].transpose(0, 1) for x in (query, key, value))
-    causal = bool(is_causal) and step.plan.masks is None  # masks of a plan hold for its sequences
+    causal = bool(is_causal) and step.plan.masks is None  # a plan's masks replace the layer's
     out = step.attend(q, k, v, causal=causal, scale=scale, scores=scores, sink=sink)
     if is_padded:
         out = torch.cat([out, out.new_zeros(1, *out.shape[1:])])
@@ -228,7 +227,7 @@ def attend_in_bags(
 
 
 def _shares_tokens(step: Step | Alone | OverMesh) -> bool:
-    """Return whether this rank has a part of some sequence."""
+    """Return True if ranks share sequences."""
     if isinstance(step, OverMesh):
         return step.mode.mesh.whole is not None
     return isinstance(step, Step) and int(step.plan.topology.bag_sizes.max()) > 1
@@ -242,9 +241,9 @@ def _keep_mask(
     config: Any = None,
     **others: Any,
 ) -> Tensor:
-    """Return the caller's mask, which attention refuses if it hides any token; else an empty one.
+    """Return the caller's mask if it hides tokens, which attention refuses; else an empty one.
 
-    Its shape is (window or size of chunks, or 0, and 1 more; 2 of chunks, else 1; 0; 0).
+    The empty mask's shape encodes window and kind: (size + 1, 2 if chunked else 1, 0, 0).
     """
     is_compiled = torch.compiler.is_compiling()
     if attention_mask is not None and (is_compiled or not attention_mask.all()):
@@ -258,20 +257,20 @@ def _keep_mask(
 
 
 _STEP = "bascule_step"
-_FUNCTION = "bascule_function"  # of transformers, by which a model's masks are compared with ours
+_FUNCTION = "bascule_function"  # mask function of transformers, to compare with our masks
 
-_UNDERSTOOD = tuple(  # of the settings of attention; others are refused, unless they are off
+_SETTINGS = tuple(  # of attention that are understood; others are refused, unless they are off
     "bascule_step is_causal scaling softcap s_aux position_ids cache_position logits_to_keep "
     "use_cache num_items_in_batch output_hidden_states output_router_logits return_dict".split()
 )
 
 
 def _scores_of(mask: Tensor | None, settings: dict[str, Any]) -> Scores:
-    """Return what a layer's mask and its settings say; refuse settings that are not understood."""
+    """Return the window, chunks and soft cap of a layer; refuse settings not understood."""
     size, kind = (0, 1) if mask is None else (mask.shape[0] - 1, mask.shape[1])
     for name, value in settings.items():
         is_off = value is None or value is False or (name == "dropout" and value == 0)
-        if is_off or name in _UNDERSTOOD or (name == "sliding_window" and value == size):
+        if is_off or name in _SETTINGS or (name == "sliding_window" and value == size):
             continue
         shown = f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else value
         raise ConfigError(
@@ -283,7 +282,7 @@ def _scores_of(mask: Tensor | None, settings: dict[str, Any]) -> Scores:
 
 
 def _check_mask(module: nn.Module, mask: Tensor | None, causal: bool, device: torch.device) -> None:
-    """Refuse a mask that shows other keys than `Scores` would, to some queries of a long text."""
+    """Refuse a mask function that differs from `Scores` for sampled queries of a long text."""
     function = getattr(mask, _FUNCTION, None)
     if function is None or mask is None:
         return
@@ -297,7 +296,7 @@ def _check_mask(module: nn.Module, mask: Tensor | None, causal: bool, device: to
         wanted = wanted & (rows // size == columns // size if is_chunk else rows - columns < size)
     try:
         is_alike = torch.equal(function(zero, zero, rows, columns).expand_as(wanted), wanted)
-    except IndexError:  # of a mask that depends on what the tokens are
+    except IndexError:  # the mask depends on token values
         is_alike = False
     if not is_alike:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""context_parallel for models of transformers, which are compared with one process first."""
+"""`context_parallel` for models of transformers, which are first compared with one process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,7 +18,7 @@ from bascule.comm.agree import agree
 from bascule.comm.failures import shared
 from bascule.errors import ConfigError
 from bascule.stand_in import as_in_use, module_of
-from bascule.transformers.bag_attention import NAME, Alone, OverMesh, note, register_attention
+from bascule.transformers.bag_attention import NAME, Alone, OverMesh, register_attention, set_step
 from bascule.transformers.delta_rule import delta_layers, split_delta_layers
 from bascule.transformers.separation import (
     NOISE,
@@ -29,8 +29,8 @@ from bascule.transformers.separation import (
     reach_of,
 )
 
-_TOKENS = 4  # of each rank, for the comparison
-_tried: "WeakKeyDictionary[nn.Module, dict[str, Reach]]" = WeakKeyDictionary()  # by mesh
+_TOKENS = 4  # of each rank in the comparison
+_tried: "WeakKeyDictionary[nn.Module, dict[str, Reach]]" = WeakKeyDictionary()  # by mesh name
 
 
 @contextmanager
@@ -42,66 +42,66 @@ def context_parallel(
 ) -> Iterator[sdpa.SequenceParallelMode]:
     """Let a model of transformers attend over the mesh, within the `with`.
 
-    Call it with this rank's part of the tokens, and with `position_ids`, their positions in the
-    whole sequence. Positions that begin at 0 again begin another document, which sees none before;
-    one small all-gather a call finds them. At first use a few tokens over the mesh are compared
-    with one process.
+    Call it with this rank's shard of the tokens, and with `position_ids`, their positions in the
+    whole sequence. A position of 0 begins another document, which attends to none before; one small
+    all-gather a call finds them. At first use a few tokens over the mesh are compared with one
+    process.
 
     Args:
         model: With any `attn_implementation`; it may be wrapped by DDP or FSDP.
-        mesh: The ranks.
+        mesh: Mesh of the ranks that share sequences.
         layout: As in `bascule.context_parallel`.
         options: As in `bascule.context_parallel`.
 
     Raises:
-        ConfigError: The model computes something else over ranks (the error names its first module
-            that does), has masks or settings of attention that are not understood, or positions
-            are missing, or are not those of one sequence or of documents.
+        ConfigError: The model's results differ over ranks (the error names the first module that
+            does), it has masks or settings of attention that are not understood, or positions are
+            missing, or are not those of one sequence or of documents.
     """
-    place = AttentionMesh.of(mesh) if isinstance(mesh, DeviceMesh) else mesh
+    mesh = AttentionMesh.of(mesh) if isinstance(mesh, DeviceMesh) else mesh
     inner = getattr(model, "module", model)
     kind = type(inner).__name__
     by_mesh = _tried.setdefault(inner, {})
-    if place.name not in by_mesh:
+    if mesh.name not in by_mesh:
         with shared(f"first use of {kind} in context_parallel"):
-            by_mesh[place.name] = _try(inner, place)
-    reach = by_mesh[place.name]
+            by_mesh[mesh.name] = _try(inner, mesh)
+    reach = by_mesh[mesh.name]
 
     @torch.compiler.disable(reason="positions tell documents apart")
     @shared(f"positions of {kind}")
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        places = kwargs.get("position_ids")
-        if places is None:
+        positions = kwargs.get("position_ids")
+        if positions is None:
             raise ConfigError(
-                f"{kind} without position_ids would count this rank's tokens from 0: give their "
-                "positions in the whole sequence, as in split(torch.arange(S)[None], mesh, layout, "
-                "1)"
+                f"{kind} without position_ids would count this rank's tokens from 0: give those of "
+                "the whole sequence, split(torch.arange(S)[None], mesh, layout, 1)"
             )
-        ring, ulysses = place.degrees
-        of = layout or SequenceLayout((places.shape[-1] * ring * ulysses,), ring, ulysses)
-        documents = (of.seq_len,)
-        if places.dim() == 3 and places.shape[0] == 4:  # of text, then of three axes
-            places = places[0]
-        if places.dim() == 2:
-            documents = _documents(kind, gather(places, place, of, 1), of.seq_len)
-        rows = [of.num_tokens(r, u) for r in range(ring) for u in range(ulysses)]
+        ring, ulysses = mesh.degrees
+        split_by = layout or SequenceLayout((positions.shape[-1] * ring * ulysses,), ring, ulysses)
+        documents = (split_by.seq_len,)
+        if positions.dim() == 3 and positions.shape[0] == 4:  # text, then three axes
+            positions = positions[0]
+        if positions.dim() == 2:
+            documents = _documents(kind, gather(positions, mesh, split_by, 1))
+        rows = [split_by.num_tokens(r, u) for r in range(ring) for u in range(ulysses)]
         reach.check(kind, max(documents, default=0), max(rows))
-        step = OverMesh(mode, of, documents if len(documents) > 1 else ())
-        note(step)
+        step = OverMesh(mode, split_by, documents if len(documents) > 1 else ())
+        set_step(step)
         return args, {**kwargs, "bascule_step": step}
 
     with (
         inner.register_forward_pre_hook(enter, with_kwargs=True),
-        inner.register_forward_hook(lambda *_: note(None), always_call=True),
+        inner.register_forward_hook(lambda *_: set_step(None), always_call=True),
         _attending(inner),
-        sdpa.context_parallel(place, layout, checked=inner, **options) as mode,
+        sdpa.context_parallel(mesh, layout, checked=inner, **options) as mode,
     ):
         yield mode
 
 
-def _documents(kind: str, places: Tensor, num_tokens: int) -> tuple[int, ...]:
-    """Return the tokens of each document, from (B, S) positions; refuse what are none."""
-    rows = places.cpu().numpy()
+def _documents(kind: str, positions: Tensor) -> tuple[int, ...]:
+    """Return the length of each document, from (B, S) positions; refuse other positions."""
+    rows = positions.cpu().numpy()
+    num_tokens = rows.shape[1]
     starts = np.flatnonzero(rows[0] == 0)
     lens = np.diff(starts, append=num_tokens)
     if lens.sum() != num_tokens or (rows != ranges(np.zeros_like(lens), lens)).any():
@@ -115,31 +115,30 @@ def _documents(kind: str, places: Tensor, num_tokens: int) -> tuple[int, ...]:
 
 @contextmanager
 def _attending(model: Any, name: str = NAME) -> Iterator[None]:
-    """Let a model attend by `attend_in_bags`, or otherwise, within the `with`."""
+    """Set the model's attention implementation, within the `with`."""
     register_attention()
-    parts = {name: getattr(model.config, name, None) for name in model.config.sub_configs}
+    configs = {name: getattr(model.config, name, None) for name in model.config.sub_configs}
     before = {"": model.config._attn_implementation}
-    before |= {name: x._attn_implementation for name, x in parts.items() if x is not None}
+    before |= {name: x._attn_implementation for name, x in configs.items() if x is not None}
     split_delta_layers(model)
     model.set_attn_implementation(name)
     try:
         yield
     finally:
-        note(None)
+        set_step(None)
         model.set_attn_implementation(before)
 
 
 def _try(model: Any, mesh: AttentionMesh) -> Reach:
-    """Refuse a model that computes something else over a mesh; return what it reaches."""
+    """Refuse a model whose results differ over a mesh; return its reach."""
     kind, device = type(model).__name__, next(model.parameters()).device
     ring, ulysses = mesh.degrees
     layout = SequenceLayout((_TOKENS * ring * ulysses,), ring, ulysses)
-    ids = torch.arange(layout.seq_len, device=device)[None] % 7 + 1
-    places = torch.arange(layout.seq_len, device=device)[None]
-    own_ids, own_places = (split(x, mesh, layout, 1) for x in (ids, places))
+    positions = torch.arange(layout.seq_len, device=device)[None]
+    ids = positions % 7 + 1
 
     def call(ids: Tensor, **inputs: Any) -> Any:
-        note(inputs.get("bascule_step"))
+        set_step(inputs.get("bascule_step"))
         try:
             return model(input_ids=ids, use_cache=False, **inputs)
         except Exception as error:
@@ -149,24 +148,21 @@ def _try(model: Any, mesh: AttentionMesh) -> Reach:
                 f"raised {reason}{' '.join(str(error).split())[:300]}"
             ) from error
 
-    def own(x: Tensor) -> Tensor | None:
+    def shard(x: Tensor) -> Tensor | None:
         return split(x, mesh, layout, 1) if x.shape[1] == layout.seq_len else None
 
     with as_in_use(model), torch.no_grad():
         is_ours = model.config._attn_implementation == NAME
         with _attending(model, "eager") if is_ours else nullcontext():
-            whole = outputs_of(model, partial(call, ids), own)  # counts positions itself
+            whole = outputs_of(model, partial(call, ids), shard)  # the model counts positions
         with _attending(model), sdpa.SequenceParallelMode(mesh, watches=True) as mode:
-            over_ranks = partial(
-                call, own_ids, position_ids=own_places, bascule_step=OverMesh(mode, layout)
-            )
-            parts = outputs_of(model, over_ranks, lambda x: x)
-    fault, last = None, list(parts)[-1]
-    # Of float32 at least: to it models round their softmax, whatever their dtype.
-    dtypes = parts[last].dtype, torch.float32
-    noise = NOISE * max(torch.finfo(dtype).eps for dtype in dtypes)
-    if last not in whole or ratio(parts[last] - whole[last], whole[last]) > noise:
-        at = first_difference(parts, whole, noise) or last
+            inputs = {"position_ids": shard(positions), "bascule_step": OverMesh(mode, layout)}
+            shards = outputs_of(model, partial(call, shard(ids), **inputs), lambda x: x)
+    fault, last = None, list(shards)[-1]
+    # At least float32's: models round their softmax to it, whatever their dtype.
+    noise = NOISE * max(torch.finfo(dtype).eps for dtype in (shards[last].dtype, torch.float32))
+    if last not in whole or ratio(shards[last] - whole[last], whole[last]) > noise:
+        at = first_difference(shards, whole, noise) or last
         fault = ConfigError(
             f"{kind} computes something else over ranks: {at or kind} differs from one process; "
             "context_parallel splits attention alone, so a layer that mixes tokens or counts "

@@ -1,8 +1,8 @@
-"""Gated delta layers of transformers over ranks and in rows of sequences, by heads.
+"""Gated delta layers of transformers over ranks and in packed rows, split by heads.
 
-Their convolution and their state run along a sequence, each head by itself. So between two
+Their convolution and their state run along a sequence, separately for each head. So between two
 exchanges each rank computes some heads of all tokens, one sequence after another. Shapes: B batch,
-T tokens of this rank, K key heads, V value heads (a multiple of K), D head width.
+T tokens of this rank, K key heads, V value heads (a multiple of K), D head_dim.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,21 +24,22 @@ from bascule.comm.shared_row import SharedRow
 from bascule.errors import ConfigError
 from bascule.stand_in import StandIn
 
-_CONV, _DELTA = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"  # of transformers, or kernels
+_CONV, _DELTA = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"  # globals of transformers' code
 
 
 def split_delta_layers(model: nn.Module) -> Callable[[], None]:
-    """Let gated delta layers follow the step that a call carries; return what undoes it.
+    """Let gated delta layers keep the sequences of a row apart; return an undo function.
 
-    Or bounds of samples, ``cu_seq_lens_q``, where transformers lacks the packages for these; other
-    calls compute as before. `call_packed` and `context_parallel` do this for good, as checkpoints
-    compute layers again in backward; training with `BalanceConfig(pack=..)` undoes it at its end.
+    They follow the step of a call, or bounds of samples, ``cu_seq_lens_q``, if transformers lacks
+    the packages for these; other calls compute as before. `call_packed` and `context_parallel`
+    never undo it, as checkpoints recompute layers in backward; training with
+    `BalanceConfig(pack=..)` undoes it at its end.
     """
     return split_layers(delta_layers(model))
 
 
 def split_layers(layers: Sequence[nn.Module]) -> Callable[[], None]:
-    """Let these gated delta layers follow the step of a call; return what undoes it."""
+    """Replace the forward of gated delta layers by `_forward`; return an undo function."""
     undo = ExitStack()
     for layer in layers:
         if not getattr(layer.forward, "is_on", False):
@@ -59,17 +60,17 @@ def _is_delta_layer(kind: type[nn.Module]) -> bool:
 
 
 def _forward(
-    layer: nn.Module, has_packages: bool, own: Callable[..., Tensor], *args: Any, **kwargs: Any
+    layer: nn.Module, has_packages: bool, forward: Callable[..., Tensor], *args: Any, **kwargs: Any
 ) -> Tensor:
     step, bounds = kwargs.get("bascule_step"), kwargs.get("cu_seq_lens_q")
     if step is None and (bounds is None or has_packages):
-        return own(*args, **kwargs)
+        return forward(*args, **kwargs)
     return _split(layer, step, bounds, *args, **kwargs)
 
 
 @torch.compiler.disable(reason="gated delta layers exchange heads")
 def _split(layer: nn.Module, step: Any, bounds: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Call the code of a layer with other functions under the names of the two that mix tokens."""
+    """Run a layer's code with its two functions that mix tokens replaced in its globals."""
     code: Any = unwrap(type(layer).forward)
     names = code.__globals__
     row = SharedRow(bounds.diff().tolist()) if step is None else step.row
@@ -81,7 +82,7 @@ def _split(layer: nn.Module, step: Any, bounds: Any, *args: Any, **kwargs: Any) 
 
 @dataclass
 class _Heads:
-    """One call of a layer: its convolution and its delta rule, for some heads of all tokens."""
+    """Convolution and delta rule of one call of a layer, for some heads of all tokens."""
 
     row: SharedRow
     conv: Callable[..., Tensor]
@@ -90,13 +91,13 @@ class _Heads:
     activation: Any = None
 
     def convolve(self, x: Tensor, weight: Tensor, bias: None = None, **settings: Any) -> Tensor:
-        """Leave the tokens to `scan`, which gets those of all ranks."""
-        assert bias is None  # in all of transformers
+        """Record the weight and return x: `scan` convolves the tokens of all ranks."""
+        assert bias is None  # in all models of transformers
         self.weight, self.activation = weight, settings["activation"]
         return x
 
     def scan(self, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Tensor, None]:
-        """Return (B, T, V, D), of q and k (B, T, K, D), v (B, T, V, D), g and beta (B, T, V)."""
+        """Map q and k (B, T, K, D), v (B, T, V, D), g and beta (B, T, V) to (B, T, V, D)."""
         if settings["output_final_state"]:
             raise ConfigError(
                 "a gated delta layer with a cache, where ranks share its heads or a row has "
@@ -105,8 +106,8 @@ class _Heads:
         gates, is_normed = (settings["g"], settings["beta"]), settings["use_qk_l2norm_in_kernel"]
         row, (num_tokens, num_heads, dk), (num_values, dv) = self.row, k.shape[1:], v.shape[2:]
         sizes = [num_heads * dk, num_heads * dk, num_values * dv]
-        kernels = [one.unflatten(0, (num_heads, -1)) for one in self.weight.split(sizes)]
-        if num_heads < len(row.counts):  # value heads with keys of their own
+        kernels = [kernel.unflatten(0, (num_heads, -1)) for kernel in self.weight.split(sizes)]
+        if num_heads < len(row.counts):  # too few key heads: repeat them for each value head
             each, num_heads = num_values // num_heads, num_values
             q, k = (x.repeat_interleave(each, 2) for x in (q, k))
             kernels[:2] = (x.repeat_interleave(each, 0) for x in kernels[:2])
@@ -123,9 +124,9 @@ class _Heads:
                 x = self.conv(mixed[:, :, at], kernel, None, activation=self.activation)
                 parts = zip(x.transpose(1, 2).split(widths, 2), (dk, dk, dv), strict=True)
                 xs: Any = [x.unflatten(2, (-1, width)) for x, width in parts]
-                own: Any = {"g": g[:, at], "beta": beta[:, at]}
-                outs.append(self.delta(*xs, **own, use_qk_l2norm_in_kernel=is_normed)[0])
-        # Without heads or tokens it is empty, but of all inputs: backward exchanges what others do.
+                seq_gates: Any = {"g": g[:, at], "beta": beta[:, at]}
+                outs.append(self.delta(*xs, **seq_gates, use_qk_l2norm_in_kernel=is_normed)[0])
+        # Without heads or tokens it is empty, but in the graph: all ranks exchange in backward.
         out = torch.cat(outs, 1) if outs else qkv[2] + kernel.sum()
         out = row.to_tokens(out.reshape(qkv[2].shape), num_heads).reshape(len(v), -1, *v.shape[2:])
         # A rank without tokens computes one, of zeros.

@@ -1,4 +1,4 @@
-"""A trial of a model on sequences in a row, with a few tokens, and up to which length it holds."""
+"""Tests on a few tokens whether a model keeps packed sequences apart, and up to which length."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,42 +15,40 @@ from bascule.stand_in import as_in_use, module_of
 Run = Callable[[Sequence[Tensor], bool], Any]
 """Calls the model on sequences of ids in one row; True gives their positions, False none."""
 
-_A, _B, _C = (1, 2, 3, 4, 5), (6, 2, 7, 1), (5, 1, 6, 3, 2)  # tokens that any vocabulary has
-_MOST_MIXED = 0.05  # of what one text would mix
-NOISE = 30.0  # of the outputs, in units of their rounding: experts compute on other rows
-_MOST_MOVED = 0.1  # of what standing behind another text would change
-_ROPES = {"default", "linear", "yarn", "llama3", "proportional"}  # a token's depends on its place
+_A, _B, _C = (1, 2, 3, 4, 5), (6, 2, 7, 1), (5, 1, 6, 3, 2)  # token ids of any vocabulary
+_MOST_MIXED = 0.05  # change by the sequence in front, over the change if both were one text
+NOISE = 30.0  # tolerance of outputs, in units of their rounding: experts see other batches
+_MOST_MOVED = 0.1  # change by standing behind a sequence, over the change if both were one text
+_ROPES = {"default", "linear", "yarn", "llama3", "proportional"}  # depend on the position alone
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Lengths up to which a model that was tried computes each sequence as alone."""
+    """Lengths up to which a tested model computes each packed sequence as if alone."""
 
-    rope: float  # of ropes that change with the longest sequence of a call
-    row: float  # of scales that count the tokens of a row
+    rope: float  # longest sequence before a rope changes for all sequences of a call
+    row: float  # longest row before scales that count its tokens change
 
     @property
     def is_endless(self) -> bool:
-        """True if any length is computed as alone."""
+        """True if there is no such limit."""
         return math.isinf(min(self.rope, self.row))
 
     def check(self, name: str, longest: int, row: int) -> None:
-        """Refuse a longest sequence, or a rank's longest row of tokens, beyond these limits."""
+        """Refuse a longest sequence, or a rank's longest row of tokens, beyond the limits."""
         rope = "has another rope for all where the longest is above {} tokens"
         scale = "scales scores by the place in the row, right up to {} tokens in bags and packs"
-        for limit, length, fact in (
-            (self.rope, longest, rope),
-            (self.row, max(longest, row), scale),
-        ):
+        limits = (self.rope, longest, rope), (self.row, max(longest, row), scale)
+        for limit, length, reason in limits:
             if length > limit:
                 raise ConfigError(
-                    f"{name} {fact.format(int(limit))}, and has {length} here: sequences would not "
-                    "be computed as alone; give shorter ones"
+                    f"{name} {reason.format(int(limit))}, and has {length} here: sequences would "
+                    "not be computed as alone; give shorter ones"
                 )
 
 
 def reach_of(model: nn.Module) -> Reach:
-    """Return what a model reaches, from its modules."""
+    """Return the reach of a model, by its modules."""
     ropes, scales = [math.inf], [math.inf]
     for module in model.modules():
         kinds: Any = getattr(module, "rope_type", "default")
@@ -68,14 +66,14 @@ def reach_of(model: nn.Module) -> Reach:
 
 
 def check_separates(model: nn.Module, run: Run, advice: str) -> None:
-    """Refuse a model that mixes the sequences of a row, or counts their positions otherwise.
+    """Refuse a model that mixes the sequences of a row, or counts positions across them.
 
-    Another sequence in front must not change the outputs of the second, as it does where both are
-    one text; and the second must be as alone, with the positions that the model gives it. Errors
-    end with the advice.
+    The sequence in front must not change the second one's outputs, as it does if both are one text;
+    and these must be as if it were alone, with positions that the model counts. Errors end with the
+    advice.
 
     Raises:
-        ConfigError: Names the first module whose output differs, or the one that failed.
+        ConfigError: Names the first module whose output differs, or that failed.
     """
     inner = getattr(model, "module", model)
     a, b, c = (torch.tensor(tokens) for tokens in (_A, _B, _C))
@@ -120,7 +118,7 @@ def check_separates(model: nn.Module, run: Run, advice: str) -> None:
 
 
 def ratio(difference: Tensor, scale: Tensor) -> float:
-    """Return a norm over another; 0 of no difference."""
+    """Return the norm of a difference over the norm of `scale`; 0 for no difference."""
     norm = float(difference.double().norm())
     return norm / max(float(scale.double().norm()), 1e-30) if norm else 0.0
 
@@ -136,7 +134,7 @@ def _rows(out: Any) -> Tensor:
 def outputs_of(
     model: nn.Module, call: Callable[[], object], rows_of: Callable[[Tensor], Tensor | None]
 ) -> dict[str, Tensor]:
-    """Return some rows of each module's output in a call, in the order in which they end."""
+    """Return `rows_of` each module's output in a call, in the order in which modules end."""
     outputs: dict[str, Tensor] = {}
 
     def keep(name: str, out: Any) -> None:
@@ -157,7 +155,7 @@ def outputs_of(
     return outputs
 
 
-def first_difference(one: dict[str, Tensor], other: dict[str, Tensor], noise: float) -> str:
-    """Return the first module whose outputs differ, "" if none does."""
-    alike = (name for name in one if name in other and one[name].shape == other[name].shape)
-    return next((name for name in alike if ratio(one[name] - other[name], one[name]) > noise), "")
+def first_difference(a: dict[str, Tensor], b: dict[str, Tensor], noise: float) -> str:
+    """Return the first module of `a` whose output in `b` differs, "" if none does."""
+    common = (name for name in a if name in b and a[name].shape == b[name].shape)
+    return next((name for name in common if ratio(a[name] - b[name], a[name]) > noise), "")

@@ -44,11 +44,11 @@ _GRIDS = ("image_grid_thw", "video_grid_thw")
 
 
 def inputs_of_pack(packed: Mapping[str, Any], pack: Pack, model: nn.Module | None = None) -> Inputs:
-    """Return a pack as a causal language model of transformers takes it, or one that sees images.
+    """Return a pack as the inputs of a causal or vision-language model of transformers.
 
     Token fields become (1, T, ..), and ``position_ids`` separate samples. Packs with images need
-    the model, wrapped or not, because it counts their positions; and so do packs for gated delta
-    layers, which get the bounds of samples as ``cu_seq_lens_q`` and ``seq_idx``: transformers needs
+    the model, wrapped or not, because it counts their positions. So do packs for gated delta
+    layers, which get the bounds of samples as ``cu_seq_lens_q`` and ``seq_idx``; transformers needs
     two packages for these, or `split_delta_layers(model)`.
     """
     for name in VISUAL_FIELDS:
@@ -70,20 +70,20 @@ def inputs_of_pack(packed: Mapping[str, Any], pack: Pack, model: nn.Module | Non
     }
     if model is not None and not (reach := reach_of(model)).is_endless:
         bounds, num = packed["cu_seqlens"].tolist(), int(packed["num_samples"])
-        if len(bounds) > 2:  # one segment is as alone; padding is one, whose places count for ropes
+        if len(bounds) > 2:  # several segments; padding is one, and its positions count for ropes
             longest = max(end - start for start, end in pairwise(bounds))
             reach.check(type(getattr(model, "module", model)).__name__, longest, bounds[num])
     positions = packed["positions"][None] if model is None else _positions(packed, model)
     if model is not None and delta_layers(model):
         lens = packed["cu_seqlens"].diff()
-        places = torch.arange(len(lens), dtype=torch.int32, device=lens.device)
+        numbers = torch.arange(len(lens), dtype=torch.int32, device=lens.device)
         inputs["cu_seq_lens_q"] = packed["cu_seqlens"]
-        inputs["seq_idx"] = places.repeat_interleave(lens)[None]
+        inputs["seq_idx"] = numbers.repeat_interleave(lens)[None]
     return inputs | {"position_ids": positions, "use_cache": False}
 
 
 def check_packs(model: nn.Module, device: torch.device) -> None:
-    """Refuse a model that mixes the samples of a pack, which none of them reports."""
+    """Refuse a model that mixes the samples of a pack: models do not report it themselves."""
 
     def run(sequences: Sequence[Tensor], has_positions: bool) -> Any:
         inputs: Inputs = {"input_ids": torch.cat(list(sequences))[None], "use_cache": False}
@@ -93,28 +93,24 @@ def check_packs(model: nn.Module, device: torch.device) -> None:
             inputs = inputs_of_pack(make_pack(samples, pack), pack, model)
         return model(**{k: x.to(device) if isinstance(x, Tensor) else x for k, x in inputs.items()})
 
-    advice = (
-        "leave out pack, or override packed_inputs of the Trainer so that the model gets the "
-        "bounds of samples"
-    )
+    advice = "leave out pack, or override packed_inputs to give the model the bounds of samples"
     check_separates(model, run, advice)
 
 
 def _positions(packed: Mapping[str, Any], model: nn.Module) -> Tensor:
-    """Return (1, T) places in samples, or (4, 1, T) with those in time, height and width below."""
-    places = packed["positions"]
-    methods = (getattr(part, "get_rope_index", None) for part in model.modules())
+    """Return (1, T) positions in samples, or (4, 1, T) if the model adds time, height and width."""
+    positions = packed["positions"]
+    methods = (getattr(module, "get_rope_index", None) for module in model.modules())
     rope_index = next((method for method in methods if callable(method)), None)
     if rope_index is None:
-        return places[None]
-    parts = [_positions_of(sample, rope_index) for sample in unpack(packed)]
-    num_real = sum(part.shape[2] for part in parts)
-    padding = places[num_real:].expand(3, 1, -1)
-    return torch.cat([places.expand(1, 1, -1), torch.cat([*parts, padding], dim=2)])
+        return positions[None]
+    samples = [_positions_of(sample, rope_index) for sample in unpack(packed)]
+    padding = positions[sum(x.shape[2] for x in samples) :].expand(3, 1, -1)
+    return torch.cat([positions.expand(1, 1, -1), torch.cat([*samples, padding], dim=2)])
 
 
 def _positions_of(sample: Mapping[str, Any], rope_index: Any) -> Tensor:
-    """Return positions (3, 1, tokens of the sample)."""
+    """Return a sample's positions in time, height and width, (3, 1, tokens)."""
     ids, types = sample["input_ids"], sample.get("mm_token_type_ids")
     if not any(sample.get(name) is not None and len(sample[name]) for name in _GRIDS):
         return torch.arange(len(ids), device=ids.device).expand(3, 1, -1)
@@ -131,9 +127,9 @@ def _positions_of(sample: Mapping[str, Any], rope_index: Any) -> Tensor:
 ASIDE = "bascule_aside"  # travels among the inputs from the loader to `training_step`
 
 _log = logging.getLogger(__name__)
-_IGNORED = -100  # the Trainer counts labels that differ from it
+_IGNORED = -100  # label that the Trainer does not count
 
-_DECIDED = {  # options that follow from the Trainer's arguments
+_DECIDED = {  # options that the Trainer's arguments decide, and what to set instead
     "axis": "the Trainer's own mesh decides; use BalancedLoader in a training loop",
     "batch_size": "set per_device_train_batch_size",
     "collate_fn": "give the Trainer a data_collator",
@@ -147,11 +143,12 @@ class BalanceConfig:
     """Settings of balancing, the same on all processes of a Trainer.
 
     Attributes:
-        cost: Predicted cost of a sample by its tokens. None, with `learns`: its tokens at first.
-        length_fn: Tokens of a sample. Default: those of its "input_ids".
-        sync: As for `plan_step`. None: each "microbatch" with FSDP and DeepSpeed, else the "step".
-        pack: Makes each microbatch one pack, of this many tokens; ``max_steps`` ends training.
-        learns: Fits costs to the steps of the run (`BalancedTrainerMixin.cost_tracker`).
+        cost: Predicted cost of a sample by its tokens. None, with `learns`: at first its tokens.
+        length_fn: Tokens of a sample. Default: the length of its "input_ids".
+        sync: As for `plan_step`. Default: "microbatch" with FSDP and DeepSpeed, else "step".
+        pack: Tokens of a pack, or its settings: each microbatch is one pack, and ``max_steps`` ends
+            training.
+        learns: True fits costs to the steps of the run (`BalancedTrainerMixin.cost_tracker`).
         options: Options of the loader that the Trainer's arguments do not decide. Of `ends`, only
             "pad_empty" and "finish" count.
     """
@@ -181,8 +178,7 @@ class BalanceConfig:
         if self.options.ends == "finish" and self.pack is None:
             raise ConfigError(
                 "LoaderOptions(ends='finish') in a BalanceConfig without a pack: a process without "
-                "samples must still run the model, and only a pack can be padding alone; give a "
-                "pack, or ends='pad_empty'"
+                "samples must run the model on padding alone; give a pack, or ends='pad_empty'"
             )
         for name, advice in _DECIDED.items():
             value = getattr(self.options, name)
@@ -191,7 +187,7 @@ class BalanceConfig:
 
     @property
     def fills_packs(self) -> bool:
-        """True where samples are loaded until a pack is full: an epoch has no known length."""
+        """True if samples are loaded until a pack is full, so that epochs have no known length."""
         return self.pack is not None and self.options.unpack is None
 
 
@@ -201,14 +197,14 @@ _Base = Trainer if TYPE_CHECKING else object
 class BalancedTrainerMixin(_Base):
     """A Trainer whose training samples are balanced over its processes.
 
-    Each optimiser step has the same samples as without, in another order, and the same mean loss:
-    by ``num_items_in_batch``, or by `loss_scale`. A resumed run begins with the next sample.
+    Each optimiser step has the same samples as without it, in another order, and the same mean
+    loss: by ``num_items_in_batch``, or by `loss_scale`. A resumed run begins with the next sample.
     With one process and no packs nothing changes, and ``balanced_loader`` is None.
 
     Args:
-        *args: Those of the Trainer.
-        balance: Settings; training refuses those that do not go with the Trainer's arguments.
-        **kwargs: Those of the Trainer.
+        *args: Arguments of the Trainer.
+        balance: Settings; training refuses conflicts with the Trainer's arguments.
+        **kwargs: Keyword arguments of the Trainer.
     """
 
     def __init__(self, *args: Any, balance: BalanceConfig, **kwargs: Any) -> None:
@@ -225,7 +221,7 @@ class BalancedTrainerMixin(_Base):
 
     @property
     def loss_scale(self) -> float:
-        """Factor of the mean loss of a microbatch, for a `compute_loss` that replaces this one."""
+        """Factor of a microbatch's mean loss, which a `compute_loss` of your own must apply."""
         self._scale_was_used = True
         return 1.0 if self._aside is None else self._aside.loss_scale
 
@@ -261,17 +257,18 @@ class BalancedTrainerMixin(_Base):
         )
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log what balancing does beside each loss of training: `Gain.metrics`, and bytes."""
+        """Log `Gain.metrics` and moved bytes beside each loss of training."""
         loader: object = self.callback_handler.train_dataloader
         if isinstance(loader, TrainLoader) and "loss" in logs:
-            did = loader.gain.metrics() | {"moved_bytes": loader.balanced.metrics()["sent_bytes"]}
-            logs |= {f"bascule_{name}": value for name, value in did.items()}
+            sent_bytes = loader.balanced.metrics()["sent_bytes"]
+            metrics = loader.gain.metrics() | {"moved_bytes": sent_bytes}
+            logs |= {f"bascule_{name}": value for name, value in metrics.items()}
         super().log(logs, *args, **kwargs)
 
     def packed_inputs(self, packed: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a pack as the model takes it; override it for other models.
+        """Return a pack as the model's inputs; override it for other models.
 
-        Padding alone has ``input_ids`` and ``labels``, and no other field of the samples.
+        A pack of padding alone has ``input_ids`` and ``labels``, and no other field of the samples.
         """
         return inputs_of_pack(packed, cast(Pack, self.balance.pack), self.model)
 
@@ -280,7 +277,7 @@ class BalancedTrainerMixin(_Base):
         try:
             return super().train(*args, **kwargs)
         except BaseException as error:
-            # The error keeps the Trainer's loop alive, and in it the iteration.
+            # Its traceback keeps the Trainer's loop alive, so the loader would not be closed.
             if self.balanced_loader is not None:
                 self.balanced_loader.leave(error)
             raise
@@ -303,7 +300,7 @@ class BalancedTrainerMixin(_Base):
             check_packs(model, self.args.device)
         self._aside, self._scale_was_used = inputs.pop(ASIDE, None), False
         if self._aside is not None:
-            inputs |= self._aside.labels  # the Trainer has counted labels by now
+            inputs |= self._aside.labels  # the Trainer has counted labels already
         try:
             loss = super().training_step(model, inputs, num_items_in_batch)
             is_mean = num_items_in_batch is None or self.loss_is_scaled_for_ga is False
@@ -325,9 +322,9 @@ class BalancedTrainerMixin(_Base):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Return the Trainer's loss, times `loss_scale` where it does not count labels."""
-        # Outputs may cost the host another pass of the model.
-        named: Any = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
-        result: Any = super().compute_loss(model, inputs, **named)
+        # Only with outputs if asked for: a Trainer may run the model again for them.
+        options: Any = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
+        result: Any = super().compute_loss(model, inputs, **options)
         loss, *outputs = result if return_outputs else (result,)
         if num_items_in_batch is None:
             loss = loss * self.loss_scale
@@ -337,7 +334,7 @@ class BalancedTrainerMixin(_Base):
 
 
 def checked_dataset(trainer: Trainer, balance: BalanceConfig) -> Dataset[Any]:
-    """Return the dataset of a trainer whose arguments go with balancing; refuse others."""
+    """Return the Trainer's dataset; refuse arguments that conflict with balancing."""
     args, dataset = trainer.args, trainer.train_dataset
     if dataset is None or isinstance(dataset, IterableDataset) or not len(dataset):  # pyright: ignore[reportArgumentType]
         raise ConfigError(
@@ -352,10 +349,9 @@ def checked_dataset(trainer: Trainer, balance: BalanceConfig) -> Dataset[Any]:
     shares_layers = trainer.get_tp_size() > 1 and data_axis_of(trainer) is None
     if shares_layers or trainer.get_cp_size() * trainer.get_sp_size() > 1 or args.n_gpu > 1:
         raise ConfigError(
-            "balancing needs processes with one device and one data axis: with context or sequence "
-            "parallelism, or tensor parallelism over all processes, use BalancedLoader with "
-            "LoaderOptions(axis=...) in a training loop; instead of DataParallel, start with "
-            "torchrun"
+            "balancing needs processes with one device and one data axis: for other parallelism "
+            "use BalancedLoader with LoaderOptions(axis=...) in a training loop; instead of "
+            "DataParallel, start with torchrun"
         )
     if counts_labels(trainer) and not args.average_tokens_across_devices:
         raise ConfigError(
@@ -371,12 +367,12 @@ def checked_dataset(trainer: Trainer, balance: BalanceConfig) -> Dataset[Any]:
 
 
 def data_axis_of(trainer: Trainer) -> tuple[DeviceMesh, str] | None:
-    """Return the mesh of tensor-parallel processes with its data axis; None if it has not one."""
+    """Return the mesh and data axis of tensor-parallel processes; None without such an axis."""
     mesh = trainer.accelerator.torch_device_mesh
     names = () if mesh is None else mesh.mesh_dim_names or ()
     axes = [name for name in names if name.startswith("dp_")]
-    is_one = trainer.get_tp_size() > 1 and len(axes) == 1
-    return (cast(DeviceMesh, mesh), axes[0]) if is_one else None
+    has_axis = trainer.get_tp_size() > 1 and len(axes) == 1
+    return (cast(DeviceMesh, mesh), axes[0]) if has_axis else None
 
 
 def counts_labels(trainer: Trainer) -> bool:
@@ -385,22 +381,21 @@ def counts_labels(trainer: Trainer) -> bool:
 
 
 def sync_of(trainer: Trainer, balance: BalanceConfig) -> Sync:
-    """Return what the processes wait for; refuse to learn costs where no step can be timed."""
-    meets_often = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    meets_often = meets_often or data_axis_of(trainer) is not None  # sharded by FSDP2
-    sync = balance.sync or ("microbatch" if meets_often else "step")
+    """Return how often processes wait for each other; refuse to learn costs of microbatches."""
+    is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    is_sharded = is_sharded or data_axis_of(trainer) is not None  # by FSDP2
+    sync = balance.sync or ("microbatch" if is_sharded else "step")
     accumulate = trainer.args.gradient_accumulation_steps
     if balance.learns and sync != "step" and accumulate > 1:
         raise ConfigError(
             "BalanceConfig(learns=True) with processes that wait for each other in each of "
-            f"{accumulate} microbatches: the Trainer takes them all at once, so only steps can be "
-            "timed; give a cost, or sync='step'"
+            f"{accumulate} microbatches: only steps can be timed; give a cost, or sync='step'"
         )
     return sync
 
 
 def options_of(trainer: Trainer, balance: BalanceConfig) -> LoaderOptions:
-    """Return the options of the loader, with those that the Trainer's arguments decide."""
+    """Return the options of the loader, completed by the Trainer's arguments."""
     args, ends = trainer.args, balance.options.ends
     if ends == "drop_last":  # the default
         ends = "drop_last" if args.dataloader_drop_last else "pad_empty"
@@ -421,16 +416,16 @@ def options_of(trainer: Trainer, balance: BalanceConfig) -> LoaderOptions:
 def balanced_loader(
     trainer: Trainer, balance: BalanceConfig, columns: frozenset[str] | None
 ) -> BalancedLoader:
-    """Return the loader of this process; its samples have these columns only, or all."""
+    """Return the loader of this process; its samples have these columns, or with None all."""
     args, options = trainer.args, options_of(trainer, balance)
     dataset = checked_dataset(trainer, balance)
     if columns is not None and options.unpack is None:
         dataset = Columns(dataset, columns)
     elif columns is not None and options.unpack is not None:
         options = replace(options, unpack=unpacked_columns(options.unpack, columns))
-    mesh, axis, rank, num_ranks = None, None, args.process_index, args.world_size
-    if (along := data_axis_of(trainer)) is not None:
-        mesh, axis = along
+    mesh, axis = data_axis_of(trainer) or (None, None)
+    rank, num_ranks = args.process_index, args.world_size
+    if mesh is not None and axis is not None:
         rank, num_ranks = mesh.get_local_rank(axis), mesh[axis].size()
     sampler = ResumableSampler(
         len(dataset),  # pyright: ignore[reportArgumentType]
@@ -444,7 +439,7 @@ def balanced_loader(
         dataset,
         batch_size=trainer._train_batch_size,
         sampler=sampler,
-        # Packs take samples from batches of any size, so the last one counts as well.
+        # Packs are filled from batches of any size, so the last one is used as well.
         drop_last=args.dataloader_drop_last and not balance.fills_packs,
         num_workers=num_workers,
         worker_init_fn=partial(seed_worker, num_workers=num_workers, rank=args.process_index),
@@ -466,30 +461,30 @@ def balanced_loader(
 
 
 def _tokens(seq_lens: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """Return the tokens, as the cost of samples of which no step is known yet."""
+    """Return the tokens, the cost of samples until steps were measured."""
     return np.asarray(seq_lens, dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Aside:
-    """Facts of a microbatch that `training_step` needs and the model does not take."""
+    """Data of a microbatch for `training_step`, not for the model."""
 
     loss_scale: float  # factor of its mean loss
-    labels: Inputs  # of padding: hidden from the count of labels, but a mean needs some
+    labels: Inputs  # of padding: hidden from the count of labels, restored for the mean
 
 
 @dataclass(eq=False)
 class TrainLoader:
-    """The batches of a balanced loader as a Trainer takes them."""
+    """Loader of balanced batches in the form of a Trainer's inputs."""
 
     dataset: Dataset[Any]
     balanced: BalancedLoader
-    tracker: CostTracker | None  # learns what samples cost
+    tracker: CostTracker | None  # learns costs of samples
     pack: Pack | None
     inputs_of: Callable[[Any], Inputs]
-    counts_labels: bool  # by the Trainer, over all processes
+    counts_labels: bool  # the Trainer divides by the labels of all processes
     gain: Gain = field(default_factory=Gain, init=False)
-    _step: list[Batch] = field(default_factory=list[Batch], init=False)  # given out, not counted
+    _step: list[Batch] = field(default_factory=list[Batch], init=False)  # yielded, not counted yet
     # Without a length, the Trainer counts epochs from 0 in every resumed run, and knows no end.
     _first_epoch: int = field(default=0, init=False)
     _may_be_over: bool = field(default=False, init=False)
@@ -500,7 +495,7 @@ class TrainLoader:
 
     @property
     def num_microbatches(self) -> int | None:
-        """Microbatches of a whole epoch, if their number is known."""
+        """Microbatches of a whole epoch; None if unknown."""
         try:
             return len(self)
         except TypeError:
@@ -508,7 +503,7 @@ class TrainLoader:
 
     @property
     def num_epochs(self) -> float:
-        """Epochs so far, with the share of this one's steps, or of its samples (packs)."""
+        """Epochs so far, with the fraction of this epoch's steps (with packs: samples)."""
         progress, num_microbatches = self.balanced.state_dict(), self.num_microbatches
         if num_microbatches is not None:
             num_steps = num_microbatches // self.balanced.rules.accumulate
@@ -526,7 +521,7 @@ class TrainLoader:
             yield from self._epoch()
 
     def count(self) -> None:
-        """Count the step that ends now."""
+        """Add the step that ends now to the gain."""
         step, self._step = self._step, []
         verdict, work = step[0].verdict, sum(float(np.mean(batch.plan.loads)) for batch in step)
         work += float(getattr(self.balanced.cost, "overhead", 0.0))
@@ -534,13 +529,13 @@ class TrainLoader:
         self.gain.add(verdict.before, after, work, time.perf_counter())
 
     def resume(self, progress: Mapping[str, Any]) -> None:
-        """Go to the place of a checkpoint, by the `state_dict` of its loader."""
+        """Continue at a checkpoint, by the `state_dict` of its loader."""
         self.balanced.load_state_dict(progress)
         if self.num_microbatches is None:
             self._first_epoch, self._may_be_over = progress["epoch"], True
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin this epoch with the next iteration; keep the place in it, if it was resumed."""
+        """Begin this epoch with the next iteration; a resumed one begins at its saved position."""
         self.balanced.close()
         self.balanced.set_epoch(self._first_epoch + epoch)
 
@@ -557,7 +552,7 @@ class TrainLoader:
                     "process without samples has labels; give labels, or ends='pad_empty'"
                 )
             if not data["positions"].shape[0]:
-                # Models cannot compute none. Of two tokens, a causal model predicts the second.
+                # Models need tokens: two, of which a causal model predicts the second.
                 tokens, is_padding = torch.full((2,), self.pack.pad_id), True
                 padding = [{"input_ids": tokens, "labels": tokens}]
                 data = make_pack(padding, replace(self.pack, tokens=2, fixed=False))
@@ -573,7 +568,7 @@ class TrainLoader:
         return inputs
 
     def _warn_of_no_label(self, packed: Mapping[str, Any], ignored: int) -> None:
-        """Warn once: one pack may have no label by chance, and a run of them learns nothing."""
+        """Warn once of a pack without labels: if there are many, the run learns nothing."""
         labels = packed.get("shift_labels")
         if labels is None or self._has_warned or bool((labels != ignored).any()):
             return
@@ -587,13 +582,13 @@ class TrainLoader:
 
 
 class LoaderProgress(TrainerCallback, ExportableState):
-    """Saves the loader's place with each checkpoint, in ``trainer_state.json``; resumes there."""
+    """Callback that saves the loader's progress in ``trainer_state.json``, and resumes there."""
 
     def __init__(self) -> None:
         self._loader: TrainLoader | None = None
 
     def state(self) -> dict[str, Any]:
-        """Return the place, in the form that the Trainer saves."""
+        """Return the loader's progress, as the Trainer saves it."""
         attributes: dict[str, Any] = {}
         if (loader := self._loader) is not None:
             attributes["progress"] = loader.balanced.state_dict()
@@ -605,7 +600,7 @@ class LoaderProgress(TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Resume at the place of the checkpoint, if there is one; refuse one that does not fit."""
+        """Resume at the checkpoint, if there is one; refuse one that does not fit."""
         loader = kwargs["train_dataloader"]
         states = cast(dict[str, Any], state.stateful_callbacks)
         saved = states.setdefault(type(self).__name__, {"args": {}, "attributes": {}})["attributes"]
@@ -621,7 +616,7 @@ class LoaderProgress(TrainerCallback, ExportableState):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Count epochs as the loader does: the Trainer counts neither resumed ones nor packs."""
+        """Set the epoch of the loader: the Trainer counts neither resumed epochs nor packs."""
         if self._loader is not None:
             self._loader.count()
             state.epoch = self._loader.num_epochs
@@ -629,7 +624,7 @@ class LoaderProgress(TrainerCallback, ExportableState):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Leave saving, evaluating and beginning an epoch out of the time of a step."""
+        """Exclude saving, evaluation and the start of an epoch from the time of a step."""
         if self._loader is not None:
             self._loader.gain.pause()
 
@@ -644,7 +639,7 @@ class LoaderProgress(TrainerCallback, ExportableState):
 
 
 def _resume(loader: TrainLoader, saved: dict[str, Any], num_trained: int) -> None:
-    """Go to the place that was saved after this many steps, unless steps are counted otherwise."""
+    """Resume at the progress saved after so many steps; refuse an epoch of another length."""
     num_microbatches = loader.num_microbatches
     if not saved:
         num_steps = (num_microbatches or 0) // loader.balanced.rules.accumulate
@@ -669,7 +664,7 @@ def _resume(loader: TrainLoader, saved: dict[str, Any], num_trained: int) -> Non
 
 
 class Columns(Dataset[Any]):
-    """A dataset whose samples have the named columns only."""
+    """Dataset whose samples have the named columns only."""
 
     def __init__(self, dataset: Dataset[Any], names: frozenset[str]) -> None:
         self._dataset, self._names = dataset, names
@@ -678,12 +673,12 @@ class Columns(Dataset[Any]):
         return len(self._dataset)  # pyright: ignore[reportArgumentType]
 
     def __getitem__(self, index: int) -> Any:
-        return _kept(self._dataset[index], self._names)
+        return _select(self._dataset[index], self._names)
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
-        read = getattr(self._dataset, "__getitems__", None)  # as DataLoader looks for it
+        read = getattr(self._dataset, "__getitems__", None)  # as DataLoader does
         samples = [self._dataset[index] for index in indices] if read is None else read(indices)
-        return [_kept(sample, self._names) for sample in samples]
+        return [_select(sample, self._names) for sample in samples]
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the epoch on to a dataset that takes it."""
@@ -694,16 +689,16 @@ class Columns(Dataset[Any]):
 def unpacked_columns(
     unpack: Callable[[Any], list[Any]], names: frozenset[str]
 ) -> Callable[[Any], list[Any]]:
-    """Return an `unpack` whose samples have the named columns only; it reads the others itself."""
+    """Return an `unpack` whose samples have the named columns only; it may read the others."""
 
     @wraps(unpack)  # ranks compare its name
-    def unpacked(item: Any) -> list[Any]:
-        return [_kept(sample, names) for sample in unpack(item)]
+    def unpack_columns(item: Any) -> list[Any]:
+        return [_select(sample, names) for sample in unpack(item)]
 
-    return unpacked
+    return unpack_columns
 
 
-def _kept(sample: Any, names: frozenset[str]) -> Any:
+def _select(sample: Any, names: frozenset[str]) -> Any:
     if not isinstance(sample, Mapping):
         return sample
     return {name: value for name, value in sample.items() if name in names}
