@@ -47,7 +47,7 @@ from bascule.workload.masks import COGVIDEOX15, WAN21, MaskModel, synthetic_mask
 
 # --- sparse_plan --------------------------------------------------------------------------------
 
-PLANNED = ((8, 1), (4, 2), (2, 4), (1, 8))
+PLANNED = ((1, 8), (2, 4), (4, 2), (8, 1))
 """(Ulysses degree, ring degree)"""
 RHO_TARGETS = {"stripe": 1.012, "minimal": 1.005}
 
@@ -98,14 +98,14 @@ def qualities(
         rho, critical, moved_q, moved_kv = np.mean(rows, axis=0).tolist()
         worst, target = max(row[0] for row in rows), RHO_TARGETS.get(method)
         say(
-            f"{name} U{mesh[0]}R{mesh[1]} {method}: rho {rho:.4f} ({worst:.4f} at most), critical "
+            f"{name} U{mesh[1]}R{mesh[0]} {method}: rho {rho:.4f} ({worst:.4f} at most), critical "
             f"path {critical:.4f}, Q moved {moved_q:.1%}, KV {moved_kv:.1%}",
             None if target is None else rho <= target,
         )
         yield {
             "model": name,
-            "ulysses": mesh[0],
-            "ring": mesh[1],
+            "ulysses": mesh[1],
+            "ring": mesh[0],
             "method": method,
             "rho_mean": rho,
             "rho_max": worst,
@@ -132,7 +132,7 @@ def sweeps(
     studies = [study(name, [steps], setting, TOLERANCES, REWARDS) for steps in layers]
     kept, rewards = list[dict[str, Any]](), list[dict[str, Any]]()
     for mesh in PLANNED:
-        where = {"model": name, "ulysses": mesh[0], "ring": mesh[1]}
+        where = {"model": name, "ulysses": mesh[1], "ring": mesh[0]}
         for tolerance in TOLERANCES:
             reuses = [one.runs[0].reuses[mesh, tolerance] for one in studies]
             rhos = [rho for reuse in reuses for rho in reuse.imbalances]
@@ -287,7 +287,7 @@ def _sparse_on_rank(rounds: int) -> list[dict[str, Any]]:
         for density in DENSITIES:
             model = replace(WAN21, grid=GRID, num_heads=NUM_HEADS, density=density)
             masks, lens = synthetic_masks(model), model.block_lens
-            plans = _both_plans(masks, lens, ulysses, ring)
+            plans = _both_plans(masks, lens, ring, ulysses)
             masks_of = dict.fromkeys(plans, masks)
             if ulysses == 1:
                 plans["split"], masks_of["split"] = _split(masks, lens, ring)
@@ -317,13 +317,13 @@ def _sparse_on_rank(rounds: int) -> list[dict[str, Any]]:
     return cases
 
 
-def _both_plans(masks: Any, lens: Any, ulysses: int, ring: int) -> dict[str, SparsePlan]:
+def _both_plans(masks: Any, lens: Any, ring: int, ulysses: int) -> dict[str, SparsePlan]:
     """Return what a library does that does not look at masks, and what `parallelize` does."""
-    home, planner = BlockLayout.contiguous(lens, ulysses, ring), SparseConfig(keep=1.0).planner
+    home, planner = BlockLayout.contiguous(lens, ring, ulysses), SparseConfig(keep=1.0).planner
     return {
-        "without": plan_under(in_order(len(masks), home, home, ulysses, ring), masks),
-        "with": planner(ulysses, ring, CallSize(1, HEAD_DIM, 4 * HEAD_DIM)).plan(
-            masks, BlockLayout.striped(lens, ulysses, ring)
+        "without": plan_under(in_order(len(masks), home, home, ring, ulysses), masks),
+        "with": planner(ring, ulysses, CallSize(1, HEAD_DIM, 4 * HEAD_DIM)).plan(
+            masks, BlockLayout.striped(lens, ring, ulysses)
         ),
     }
 
@@ -332,8 +332,8 @@ def _split(masks: Any, lens: Any, num_ranks: int) -> tuple[SparsePlan, Any]:
     """Return the plan of a ring whose ranks have a part of every block, and its masks."""
     parts = np.stack([(lens + rank) // num_ranks for rank in range(num_ranks)], axis=1).ravel()
     masks = masks.repeat(num_ranks, axis=1).repeat(num_ranks, axis=2)
-    home = BlockLayout.striped(parts, 1, num_ranks)
-    return plan_under(in_order(len(masks), home, home, 1, num_ranks), masks), masks
+    home = BlockLayout.striped(parts, num_ranks, 1)
+    return plan_under(in_order(len(masks), home, home, num_ranks, 1), masks), masks
 
 
 def _sparse_times(
@@ -461,7 +461,7 @@ def _rho_on_rank(rhos: tuple[float, ...], tokens: int, rounds: int) -> list[dict
         mesh = AttentionMesh.of(init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=names))
         for wanted in rhos:
             masks = _masks_of_rho(what, wanted, lens.size)
-            plans = _both_plans(masks, lens, ulysses, ring)
+            plans = _both_plans(masks, lens, ring, ulysses)
             times, parts, error = _sparse_times(
                 mesh, plans, dict.fromkeys(plans, masks), rounds, RHO_CHECKED
             )

@@ -357,7 +357,7 @@ def _planned(of: str, model: MaskModel, head_dim: int, itemsize: int) -> Iterato
             row = {
                 "rho": statistics.mean(plan.imbalance for plan in plans),
                 "exchanged_mib": sent / num_ranks / 2**20,
-                "passed_mib": passed * (mesh[1] - 1) / 2**20,  # around the ring
+                "passed_mib": passed * (mesh[0] - 1) / 2**20,  # around the ring
                 "call_ms": {
                     name: 1e3 * statistics.mean(setting.size.seconds(x, machine) for x in plans)
                     for name, machine in machines.items()

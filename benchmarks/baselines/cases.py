@@ -192,7 +192,7 @@ def shared_makespan(case: Case, step: Step) -> float:
 
 def _bag_seconds(case: Case, lens: Ints, size: int) -> Seconds:
     """Of (n,) sequences on an aligned bag, of all of its ranks together."""
-    bag = BagShape.aligned(size, 1, case.cluster.ranks_per_node)
+    bag = BagShape.aligned(1, size, case.cluster.ranks_per_node)
     return case.cluster.sequence_seconds(case.cost, bag, lens)
 
 

@@ -248,11 +248,11 @@ def test_ranks_that_differ_in_sparse_attention_end_at_its_first_use(what: str) -
     """Rank 1 differs from the other in one thing, with a plan that both have not used before."""
     mesh, is_odd = mesh_of(1, 2), dist.get_rank() == 1
     lens = block_lens((32,), 8)
-    layout = BlockLayout.striped(lens, 2, 1)
+    layout = BlockLayout.striped(lens, 1, 2)
     masks = np.tril(np.ones((2, lens.size, lens.size), bool))
     others = np.ones_like(masks)
     planned = others if is_odd and what == "plan" else masks
-    plan = SparsePlanner(2, 1).plan(planned, layout, layout, num_kv_heads=2)
+    plan = SparsePlanner(1, 2).plan(planned, layout, layout, num_kv_heads=2)
     seen = rows_of(others if is_odd and what in ("plan", "masks") else masks)
     given: dict[str, Any] = {}
     if is_odd and what in ("scale", "kernel"):

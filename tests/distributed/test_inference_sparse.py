@@ -477,8 +477,8 @@ def test_refusals_on_all_ranks() -> None:
             SparseConfig(keep=1, strategies=Strategies(slower)),
         ),
         (
-            "3 x 1 ranks (Ulysses x ring) of 2: the product must be 2",
-            SparseConfig(keep=0.5, strategies=Strategies(MACHINE, meshes=((3, 1),))),
+            "1 x 3 ranks (ring x Ulysses) of 2: the product must be 2",
+            SparseConfig(keep=0.5, strategies=Strategies(MACHINE, meshes=((1, 3),))),
         ),
     ]
     split: dict[str, Any] = {"mesh": mesh, "table": TABLE}

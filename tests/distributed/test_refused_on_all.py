@@ -116,9 +116,9 @@ def sparse(**call: Any) -> object:
         init_device_mesh("cpu", call.get("degrees", (2, 1)), mesh_dim_names=("ring", "ulysses"))
     )
     lens = block_lens((32,), 4)
-    layout = BlockLayout.striped(lens, 1, 2)
+    layout = BlockLayout.striped(lens, 2, 1)
     masks = np.tril(np.ones((2, 8, 8), bool)) if "kind" not in call else np.ones((2, 8, 8), bool)
-    plan = SparsePlanner(1, 2).plan(masks, layout, layout, num_kv_heads=2)
+    plan = SparsePlanner(2, 1).plan(masks, layout, layout, num_kv_heads=2)
     seen = (lambda _: masks) if call.get("masks") == "whole" else rows_of(masks)
     q = torch.zeros(1, 2, int(lens[layout.home == dist.get_rank()].sum()), 8)
     v = q[:, :, call.get("first", 0) :]

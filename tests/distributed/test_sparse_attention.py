@@ -103,8 +103,8 @@ def make_plan(ring: int, ulysses: int, case: dict[str, Any]) -> tuple[SparsePlan
     kv_heads = case.get("kv_heads", heads)
     masks = make_masks(case.get("kind", "random"), heads, lens)
     make = BlockLayout.contiguous if "home" in case else BlockLayout.striped
-    planner = SparsePlanner(ulysses, ring, method=case.get("method", "minimal_move"))
-    q = kv = make(lens, ulysses, ring)
+    planner = SparsePlanner(ring, ulysses, method=case.get("method", "minimal_move"))
+    q = kv = make(lens, ring, ulysses)
     if "order" in case:  # queries and keys have different ones
         q = replace(q, order=make_orders(case["order"], heads, segments, 1))
         kv = replace(kv, order=make_orders(case["order"], kv_heads, segments, 2))

@@ -23,7 +23,7 @@ H100 = HardwareProfile.load("h100-datasheet")
 NEW = HardwareProfile(device="new")
 LACKING = replace(H100, source="given", inter_bytes_per_s=None, launch_s=None)
 CLUSTER = H100.cluster(1, 4)
-NEAR, FAR = (BagShape.aligned(num, 1, 2) for num in (2, 4))
+NEAR, FAR = (BagShape.aligned(1, num, 2) for num in (2, 4))
 STEP = DenoisingStep(99, 8, 64, 2)
 
 MADE = calibrated()

@@ -27,9 +27,9 @@ from bascule.workload.masks import MaskModel, synthetic_masks
 
 MASKS, MATRIX = np.ones((2, 4, 4), bool), np.arange(16.0).reshape(4, 4)
 COUNTS = np.ones((2, 4, 2), np.int64)
-HOME = BlockLayout.striped([5] * 4, 1, 2)
-RUNS = BlockLayout.contiguous([5] * 4, 1, 2)
-PLANNER = SparsePlanner(1, 2)
+HOME = BlockLayout.striped([5] * 4, 2, 1)
+RUNS = BlockLayout.contiguous([5] * 4, 2, 1)
+PLANNER = SparsePlanner(2, 1)
 PLAN = PLANNER.plan(MASKS, HOME)
 H100 = HardwareProfile.load("h100-datasheet")
 MODEL = MaskModel((2, 4, 4), 2, block=8)
@@ -44,7 +44,7 @@ def blocks(matrix: Any = MATRIX, ring: int = 2, **options: Any) -> Callable[[], 
 
 
 def rho(masks: Any, ulysses: int = 1, ring: int = 2, *plan: Any) -> Callable[[], object]:
-    return lambda: sparse_imbalance(masks, ulysses, ring, *plan)
+    return lambda: sparse_imbalance(masks, ring, ulysses, *plan)
 
 
 def planner(**options: Any) -> Callable[[], object]:
@@ -64,7 +64,7 @@ def ordered(order: Any) -> BlockLayout:
 
 
 def moves_keys() -> object:
-    moving = SparsePlanner(1, 2, method="stripe")
+    moving = SparsePlanner(2, 1, method="stripe")
     return plan_under(moving.plan(MASKS, HOME, RUNS), COUNTS)
 
 
@@ -89,8 +89,8 @@ CASES = [
     ("kv_home", blocks(kv_home=[0, 1]), ("kv_home of shape (2,)", "4 integers")),
     ("masks", rho(MASKS * 1), ("(2, 4, 4) and dtype int64", "(heads, q_blocks, kv_blocks)")),
     ("tensor", rho(torch.ones(2, 4, 4, dtype=torch.bfloat16)), ("masks of type Tensor",)),
-    ("mesh", lambda: sparse_imbalance(MASKS, 0, 2), ("ulysses_degree is 0", "at least 1")),
-    ("mesh of a plan", rho(MASKS, 2, 1, PLAN), ("a plan for 1 x 2 ranks", "mesh of 2 x 1")),
+    ("mesh", lambda: sparse_imbalance(MASKS, 2, 0), ("ulysses_degree is 0", "at least 1")),
+    ("mesh of a plan", rho(MASKS, 2, 1, PLAN), ("a plan for 2 x 1 ranks", "mesh of 1 x 2")),
     ("heads of a plan", rho(MASKS[[0, 0, 1]], 1, 2, PLAN), ("work of 3 heads for a plan of 2",)),
     ("blocks of a plan", rho(np.ones((2, 5, 4), bool), 1, 2, PLAN), ("work of shape (2, 5, 4)",)),
     ("counts, kv_of", lambda: block_counts(MASKS, kv_of=[0, 0, 0, 2], ring_degree=2), ("has 2",)),
@@ -115,7 +115,7 @@ CASES = [
     ("counts where keys moved", moves_keys, ("this plan moves keys", "give the masks")),
     (
         "counts for the paper",
-        lambda: SparsePlanner(1, 2, method="paper").plan(COUNTS, HOME),
+        lambda: SparsePlanner(2, 1, method="paper").plan(COUNTS, HOME),
         ('use "minimal_move"',),
     ),
     ("planner, method", planner(method="best"), ("SparsePlanner(method='best')", '"in_order"')),
@@ -138,7 +138,7 @@ CASES = [
         ("has no inter_bytes_per_s",),
     ),
     ("min_gain", strategies(min_gain=3), ("Strategies(min_gain=3)", "at most 1")),
-    ("meshes", strategies(meshes=("U2R1",)), ("'U2R1'", "give (Ulysses, ring) degrees")),
+    ("meshes", strategies(meshes=("U2R1",)), ("'U2R1'", "give (ring, Ulysses) degrees")),
     ("meshes, degrees", strategies(meshes=((2, 0),)), ("Strategies(meshes[0]=0)",)),
     ("grid", model(grid=(0, 4, 4)), ("MaskModel(grid", "0", "at least 1")),
     ("model, density", model(density=1.0), ("MaskModel(density=1.0)", "at most")),

@@ -57,7 +57,7 @@ def test_topologies_stand_in_one_table() -> None:
     assert saved == pytest.approx(3 * 1.5 - (1.0 + 0.9 + 1.55))
     warnings = [note for note in report.notes if note.startswith("warning")]
     assert len(warnings) == 1 and "bags g1n2 can shorten" in warnings[0]
-    assert any(note.endswith("nobody waits: g1n2 1.20x, g2n1 1.20x") for note in report.notes)
+    assert any(note.endswith("without waits: g1n2 1.20x, g2n1 1.20x") for note in report.notes)
     assert any("gradients by 1.0e-08 at the first step and 3.0e-08" in x for x in report.notes)
 
 

@@ -331,7 +331,7 @@ CODES = "bench --data g1b1i256f1s0"
         ("sparse --masks /nonexistent/masks.npz --ranks 8", "/nonexistent/masks.npz"),
         ("sparse --masks masks.txt --ranks 8", ".npz"),
         (WAN, "--ranks"),
-        (f"{WAN} --ranks 8 --ulysses 3", "8 x 1, 4 x 2, 2 x 4, 1 x 8"),
+        (f"{WAN} --ranks 8 --ulysses 3", "1 x 8, 2 x 4, 4 x 2, 8 x 1"),
         (f"{WAN} --ranks 8 --ulysses 4 --ring 4", "--ulysses 4, --ring 4"),
         (f"{WAN} --ring 0", "--ring 0"),
         (f"{WAN} --ranks 2 --layers 0", "--layers 0"),

@@ -108,8 +108,8 @@ def test_a_measured_machine(capsys: Console, tmp_path: Path) -> None:
     code, out, _ = run(capsys, *base, *machine, "--target", str(TARGET))
     assert code == 0 and "assumed" not in out
     assert out.endswith("Predicted for small: 1 GB/s in a node, 5 us a launch; measured.\n")
-    setting = setting_of(masks, (1, 3))
-    predicted = setting.seconds(setting.plan("minimal_move", masks, (1, 3)))
+    setting = setting_of(masks, (3, 1))
+    predicted = setting.seconds(setting.plan("minimal_move", masks, (3, 1)))
     table = out.split("Rows on other")[1]
     assert cells_of(table, "minimal_move")[4] == f"{predicted * 1e3:.3f}"
     code, out, _ = run(capsys, *base, *machine, "--intra-gbs", "100")

@@ -123,16 +123,16 @@ WORK = Work(compute_s=6.0, attention_s=2.0, heads_bytes=30.0, num_exchanges=2, n
 def test_the_slowest_rank_of_a_mesh() -> None:
     wires = {"intra_bytes_per_s": 10.0, "inter_bytes_per_s": 2.0, "launch_s": 0.25}
     paper = profile(matmul_flops_per_s=100.0, attention_flops_per_s=50.0, **wires)
-    near = paper.forward_seconds([WORK] * 4, BagShape.aligned(4, 1, 4))
+    near = paper.forward_seconds([WORK] * 4, BagShape.aligned(1, 4, 4))
     assert near == Seconds(6.0, 3.0, 0.0, 0.5)
     # Of the three others, one is in the node and two are not.
-    far = paper.forward_seconds([WORK] * 4, BagShape.aligned(4, 1, 2))
+    far = paper.forward_seconds([WORK] * 4, BagShape.aligned(1, 4, 2))
     assert far.heads_s == pytest.approx(30.0 / 3 * (1 / 10.0 + 2 / 2.0))
     # Launches show where they take longer than the device.
     many = paper.forward_seconds([replace(WORK, num_kernels=40)], BagShape())
     assert many.launch_s == 0.5 + (10.0 - 6.0)
     idle = replace(WORK, compute_s=2.0)
-    slowest = paper.forward_seconds([WORK, idle, idle, idle], BagShape.aligned(4, 1, 4))
+    slowest = paper.forward_seconds([WORK, idle, idle, idle], BagShape.aligned(1, 4, 4))
     assert slowest.total == pytest.approx(9.5) and slowest.waiting_s == pytest.approx(3.0)
     both = slowest + slowest
     assert both.total == pytest.approx(19.0) and "waiting 6e+03" in str(both)
@@ -140,7 +140,7 @@ def test_the_slowest_rank_of_a_mesh() -> None:
 
 def test_a_step_is_its_passes() -> None:
     cluster = replace(CLUSTER, pack_bytes_per_s=1e7, piece_s=1e-4)
-    passes, bag = Passes(4.0, 6.0, 3.0, "step"), BagShape.aligned(4, 1, 4)
+    passes, bag = Passes(4.0, 6.0, 3.0, "step"), BagShape.aligned(1, 4, 4)
     lens = np.array([700])
 
     def seconds(cost: TransformerCost, passes: Passes) -> tuple[Seconds, float]:

@@ -46,7 +46,7 @@ SMALL = MaskModel((5, 6, 8), 16, text_tokens=21, block=8)
 def imbalances(model: MaskModel, num_layers: int) -> np.ndarray:
     """(4,) mean over layers of Ulysses 8, 4 x ring 2, 2 x ring 4 and ring 8."""
     per_layer = [
-        [sparse_imbalance(masks, ulysses, 8 // ulysses) for ulysses in (8, 4, 2, 1)]
+        [sparse_imbalance(masks, 8 // ulysses, ulysses) for ulysses in (8, 4, 2, 1)]
         for masks in (synthetic_masks(model, layer=layer) for layer in range(num_layers))
     ]
     return np.mean(per_layer, axis=0)
@@ -69,7 +69,7 @@ def test_the_imbalance_of_table_1_at_full_size(name: str) -> None:
 @pytest.mark.parametrize(("name", "heads_only"), [("wan", 1.428), ("cog", 1.513)])
 def test_the_imbalance_of_dynamic_masks(name: str, heads_only: float) -> None:
     model = replace(MODELS[name], block=640, head_imbalance=heads_only)
-    measured = [sparse_imbalance(synthetic_masks(model, layer=layer), 8, 1) for layer in range(20)]
+    measured = [sparse_imbalance(synthetic_masks(model, layer=layer), 1, 8) for layer in range(20)]
     assert np.mean(measured) == pytest.approx(heads_only, abs=0.03)
 
 

@@ -176,7 +176,7 @@ def test_from_a_stripe_a_few_moves_reach_the_target(ring: int) -> None:
 def test_a_ring_alone_moves_nothing_where_its_critical_path_is_even() -> None:
     """Work (3, 1) and (1, 3) by round: 6 with a barrier after each, 4 where ranks pass by."""
     masks = np.array([[[1, 0], [1, 0]], [[1, 0], [1, 0]], [[1, 1], [1, 1]]], bool)
-    plan = SparsePlanner(1, 2).plan(masks, BlockLayout.striped([1, 1], 1, 2))
+    plan = SparsePlanner(2, 1).plan(masks, BlockLayout.striped([1, 1], 2, 1))
     assert (plan.imbalance, plan.critical_path_imbalance, plan.moved) == (1.5, 1.0, (0.0, 0.0))
 
 
@@ -187,7 +187,7 @@ def test_ranks_of_the_largest_mesh_are_not_confused() -> None:
     """They are numbered in 16 bits where they are sorted."""
     most = 2**15
     home = BlockLayout(np.ones(4, np.int64), np.array([0, 1, most - 2, most - 1]))
-    plan = SparsePlanner(most, 1, method="in_order").plan(np.ones((2, 4, 4), bool), home)
+    plan = SparsePlanner(1, most, method="in_order").plan(np.ones((2, 4, 4), bool), home)
     sent = plan.route(most - 1).send_splits  # q, k and v of one token of two heads
     assert np.flatnonzero(sent).tolist() == [0, most // 2] and sent.sum() == 6
 
@@ -214,14 +214,14 @@ def test_any_change_has_another_digest() -> None:
 def test_masks_and_matrices_lie_in_memory_as_they_like() -> None:
     rng = np.random.default_rng(0)
     masks, matrix = rng.random((4, 8, 8)) < 0.5, rng.integers(0, 9, (8, 8)).astype(float)
-    home = BlockLayout.striped([3] * 8, 1, 2)
-    expected = SparsePlanner(1, 2).plan(masks, home)
+    home = BlockLayout.striped([3] * 8, 2, 1)
+    expected = SparsePlanner(2, 1).plan(masks, home)
     moved = partition_blocks(matrix, 2, method="minimal_move")
     wide, tall = np.zeros((4, 16, 16), bool), np.zeros((16, 8))
     wide[:, ::2, ::2], tall[::2] = masks, matrix
     as_tensor: Any = torch.from_numpy(masks)
     for other in (np.asfortranarray(masks), wide[:, ::2, ::2], masks.tolist(), as_tensor):
-        assert SparsePlanner(1, 2).plan(other, home) == expected
+        assert SparsePlanner(2, 1).plan(other, home) == expected
     read_only = np.frombuffer(matrix.tobytes()).reshape(8, 8)
     for other in (np.asfortranarray(matrix), tall[::2], read_only, matrix.tolist()):
         again = partition_blocks(other, 2, method="minimal_move")
@@ -234,7 +234,7 @@ def test_masks_and_matrices_lie_in_memory_as_they_like() -> None:
 def test_a_sequence_of_no_blocks_has_a_plan(mesh: tuple[int, int], blocks: tuple[int, int]) -> None:
     q, kv = (BlockLayout.striped([5] * number, *mesh) for number in blocks)
     masks = np.zeros((2, *blocks), bool)
-    assert block_counts(masks, ring_degree=mesh[1]).shape == (2, blocks[0], mesh[1])
+    assert block_counts(masks, ring_degree=mesh[0]).shape == (2, blocks[0], mesh[0])
     for method in PLANNERS:
         planner = SparsePlanner(*mesh, method=method)
         plan = planner.plan(masks, q, kv)
@@ -267,20 +267,20 @@ def test_a_plan_is_kept_up_to_its_tolerance(tolerance: float, is_kept: bool) -> 
     """Two heads on two ranks with 15 blocks each; then one has 17: 1.0625 of the mean."""
     masks = np.zeros((2, 1, 17), bool)
     masks[:, :, :15] = True
-    planner = SparsePlanner(2, 1, cut_above=math.inf)
-    q, kv = BlockLayout.striped([1], 2, 1), BlockLayout.striped([1] * 17, 2, 1)
+    planner = SparsePlanner(1, 2, cut_above=math.inf)
+    q, kv = BlockLayout.striped([1], 1, 2), BlockLayout.striped([1] * 17, 1, 2)
     state = PlanReuse(planner, planner.plan(masks, q, kv), tolerance)
     assert state.plan.imbalance == 1.0
     masks[0] = True
-    assert sparse_imbalance(masks, 2, 1, state.plan) == 1.0625
+    assert sparse_imbalance(masks, 1, 2, state.plan) == 1.0625
     assert (state.after(masks).num_kept == 1) == is_kept
 
 
 def test_a_plan_that_cannot_be_even_is_not_made_again_and_again() -> None:
     masks = np.zeros((1, 4, 4), bool)
     masks[0, 0, 0] = True
-    planner = SparsePlanner(1, 4)
-    state = PlanReuse(planner, planner.plan(masks, BlockLayout.striped([1] * 4, 1, 4)))
+    planner = SparsePlanner(4, 1)
+    state = PlanReuse(planner, planner.plan(masks, BlockLayout.striped([1] * 4, 4, 1)))
     for _ in range(3):
         state = state.after(masks)
     assert (state.num_planned, state.num_kept) == (1, 3)
@@ -306,15 +306,15 @@ def test_a_head_is_cut_only_for_more_than_its_keys_and_values_cost(
 ) -> None:
     """Two heads of 20 x 20 blocks of 256 on two ranks: 2 x 5120 rows over 200 x 256 x 256 pairs."""
     masks = np.arange(400).reshape(20, 20).T < np.reshape(seen, (2, 1, 1))
-    planner = SparsePlanner(2, 1, row_work=row_work)
-    plan = planner.plan(masks, BlockLayout.striped([256] * 20, 2, 1))
+    planner = SparsePlanner(1, 2, row_work=row_work)
+    plan = planner.plan(masks, BlockLayout.striped([256] * 20, 1, 2))
     assert plan.imbalance == pytest.approx(imbalance)
 
 
 def test_the_work_of_a_row_follows_from_the_machine() -> None:
-    planner = SparseConfig(keep=0.4, strategies=Strategies(SLOW)).planner(2, 1, SIZE)
+    planner = SparseConfig(keep=0.4, strategies=Strategies(SLOW)).planner(1, 2, SIZE)
     assert planner.row_work == pytest.approx(0.128 / 0.01)
-    assert SparseConfig(keep=0.4).planner(2, 1, SIZE).row_work == ROW_WORK
+    assert SparseConfig(keep=0.4).planner(1, 2, SIZE).row_work == ROW_WORK
 
 
 LENS = block_lens((5, 70), 8)
@@ -329,9 +329,9 @@ def random_masks(seed: int, density: float) -> Bools:
 
 @pytest.mark.parametrize("degrees", all_degrees(6))
 def test_counts_by_rank_are_counts_by_ring_rank_of_any_mesh(degrees: tuple[int, int]) -> None:
-    masks, home = random_masks(0, 0.4), BlockLayout.striped(LENS, 3, 2).home
+    masks, home = random_masks(0, 0.4), BlockLayout.striped(LENS, 2, 3).home
     by_rank = block_counts(masks, kv_lens=LENS, kv_of=home, ring_degree=6)
-    ulysses, ring = degrees
+    ring, ulysses = degrees
     expected = block_counts(masks, kv_lens=LENS, kv_of=home // ulysses, ring_degree=ring)
     np.testing.assert_array_equal(columns_of(by_rank, degrees), expected)
     assert columns_of(masks, degrees) is masks
@@ -349,10 +349,10 @@ def test_the_seconds_of_a_plan(degrees: Degrees, method: str, per_node: int | No
     seconds = 2 * 64 * (moved / bytes_per_s).sum() / 4 + (0 if plan.is_local else 2 * 3.0)
     passed = max(int(plan.kv_rows(rank).lens.sum()) for rank in range(4))
     attention_s = 2 * 0.01 * plan.imbalance * plan.tiles.sum() / 4
-    seconds += attention_s / degrees[1] + max(3.0 * degrees[1] - attention_s, 0)
-    for _ in range(degrees[1] - 1):
+    seconds += attention_s / degrees[0] + max(3.0 * degrees[0] - attention_s, 0)
+    for _ in range(degrees[0] - 1):
         exchange_s = 2 * 2 * 64 * passed / (50 if per_node else 500)
-        seconds += 3.0 + max(exchange_s, attention_s / degrees[1])
+        seconds += 3.0 + max(exchange_s, attention_s / degrees[0])
     machine = replace(SLOW, inter_bytes_per_s=50.0)
     assert SIZE.seconds(plan, machine, per_node) == pytest.approx(seconds)
 
@@ -392,7 +392,7 @@ def test_every_step_takes_the_mesh_with_the_lowest_prediction(as_counts: bool) -
         assert plans_of(plans.reuses) == plans_of(expected)
         seconds = predicted(masks)
         assert seconds[plans.degrees] == pytest.approx(min(seconds.values()))
-        assert plans.chosen.plan.ulysses_degree == plans.degrees[0]
+        assert plans.chosen.plan.ulysses_degree == plans.degrees[1]
         used.add(plans.degrees)
     assert len(used) > 1 and plans.choice is not None and plans.choice.num_switches > 1
 
@@ -402,12 +402,12 @@ def test_a_layer_starts_where_it_is_told_to_and_has_to_be_paid_for_a_switch() ->
     reuses = first_plans(masks, all_degrees(4))
 
     def after(**settings: Any) -> Degrees:
-        plans = LayerPlans.first(reuses, SIZE, Strategies(SLOW, **settings), start=(1, 4))
-        assert plans.degrees == (1, 4)
+        plans = LayerPlans.first(reuses, SIZE, Strategies(SLOW, **settings), start=(4, 1))
+        assert plans.degrees == (4, 1)
         return plans.after(masks).degrees
 
-    assert after() == (4, 1)
-    assert after(min_gain=0.9) == after(switch_s=1e6) == (1, 4)
+    assert after() == (1, 4)
+    assert after(min_gain=0.9) == after(switch_s=1e6) == (4, 1)
 
 
 def test_one_mesh_is_no_choice() -> None:
@@ -452,9 +452,9 @@ def test_choices_against_brute_force(seed: int, min_gain: float, switch_s: float
     strategies = Strategies(SLOW, min_gain=min_gain, switch_s=switch_s)
     places, last = list[int](), None
     for seconds in table:
-        last = strategies.choose({(1 + place, 1): x for place, x in enumerate(seconds)}, last)
-        assert last.predicted_s == seconds[last.degrees[0] - 1]
-        places.append(last.degrees[0] - 1)
+        last = strategies.choose({(1, 1 + place): x for place, x in enumerate(seconds)}, last)
+        assert last.predicted_s == seconds[last.degrees[1] - 1]
+        places.append(last.degrees[1] - 1)
     assert places == brute_force(table, min_gain, switch_s)
     assert last is not None
     assert last.num_switches == sum(a != b for a, b in itertools.pairwise(places))
@@ -485,8 +485,8 @@ def test_every_way_is_as_even_as_it_says(mesh: Mesh, shape: tuple[int, int, int]
 def test_in_order_is_heads_and_blocks_in_runs(mesh: Mesh) -> None:
     masks = np.ones((5, 13, 11), bool)
     plan = setting_of(masks, mesh).plan("in order", masks, mesh)
-    ring_rank, ring = np.divmod(plan.rank_of, mesh[0])
-    for table, size in ((ring, mesh[0]), (ring_rank.T, mesh[1]), (plan.kv_of.T, mesh[1])):
+    ring_rank, ring = np.divmod(plan.rank_of, mesh[1])
+    for table, size in ((ring, mesh[1]), (ring_rank.T, mesh[0]), (plan.kv_of.T, mesh[0])):
         assert (table == table[:, :1]).all() and (np.diff(table[:, 0]) >= 0).all()
         counts = np.bincount(table[:, 0], minlength=size)
         assert counts.max() - counts.min() <= 1
@@ -535,7 +535,7 @@ def test_a_mesh_by_step_gains_where_steps_are_unlike_and_wires_are_slow(
         return sum(choice.predicted_s for choice in run.choices)
 
     def by_hand(mesh: Mesh, density: float) -> float:
-        (ulysses, ring), rows = mesh, 75600 * heads / 4
+        (ring, ulysses), rows = mesh, 75600 * heads / 4
         flops_per_s, bytes_per_s, launch_s = profile.numbers_of(
             "attention_flops_per_s", "intra_bytes_per_s", "launch_s"
         )
@@ -554,7 +554,7 @@ def test_a_mesh_by_step_gains_where_steps_are_unlike_and_wires_are_slow(
 
 def test_a_picture_shows_the_study() -> None:
     steps = drifting(3)
-    setting = setting_of(steps[0], (4, 1), (2, 2), (1, 4), machine=DEAR_LAUNCHES)
+    setting = setting_of(steps[0], (1, 4), (2, 2), (4, 1), machine=DEAR_LAUNCHES)
     found = study("drifting", [steps, steps], setting, (0.0, 0.1), (0.0, 1.0, 4.0))
     traces: Any = draw(found, 5).data
     mask, ranks, chosen = traces
@@ -563,7 +563,7 @@ def test_a_picture_shows_the_study() -> None:
     assert chosen.z.shape == (2, 3)
     names = [chosen.colorbar.ticktext[place] for place in chosen.z.ravel()]
     told = [x.degrees for run_of in found.runs for x in run_of.choices]
-    assert names == ["U{}R{}".format(*mesh) for mesh in told] == ["U4R1"] * 6
+    assert names == [f"U{ulysses}R{ring}" for ring, ulysses in told] == ["U4R1"] * 6
     assert {x for _, x in found.runs[0].reuses} == {0.0, TOLERANCE, 0.1}
     assert len(found.rewards) == 3 * 3
     for reward, row in found.rewards:
@@ -611,13 +611,13 @@ def layouts(
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[Bools, SparsePlan]:
     """A mask, and a plan of any method on any mesh from any home and of any token orders."""
-    mask, (ulysses, ring) = draw(masks()), draw(MESHES)
+    mask, (ring, ulysses) = draw(masks()), draw(MESHES)
     groups = [n for n in range(1, len(mask) + 1) if len(mask) % n == 0]
     num_kv_heads = draw(st.sampled_from(groups))
     q = draw(layouts(mask.shape[1], ulysses * ring, len(mask)))
     kv = draw(layouts(mask.shape[2], ulysses * ring, num_kv_heads))
     cut_above = draw(st.sampled_from([0.0, 0.1, np.inf]))
-    planner = SparsePlanner(ulysses, ring, method=draw(METHODS), cut_above=cut_above)
+    planner = SparsePlanner(ring, ulysses, method=draw(METHODS), cut_above=cut_above)
     return mask, planner.plan(mask, q, kv, num_kv_heads=num_kv_heads)
 
 
@@ -641,7 +641,7 @@ def test_tiles_are_what_ranks_compute_round_by_round(case: tuple[Bools, SparsePl
     by_ring = work.reshape(plan.ring_degree, plan.ulysses_degree, plan.ring_degree)
     mean = max(work.sum() / plan.num_ranks, 1e-300)
     rho = max(by_ring[:, ring].max(axis=0).sum() for ring in range(plan.ulysses_degree)) / mean
-    degrees = plan.ulysses_degree, plan.ring_degree
+    degrees = plan.ring_degree, plan.ulysses_degree
     assert plan.imbalance == pytest.approx(max(rho, 1.0), rel=1e-12)
     assert sparse_imbalance(mask, *degrees, plan) == plan.imbalance
     ends = [_coupled_end(by_ring[:, ring]) for ring in range(plan.ulysses_degree)]
@@ -718,15 +718,15 @@ def test_bytes_and_moved_rows_are_those_that_travel(
 @given(masks(), MESHES, st.data())
 def test_counts_plan_as_masks_do(mask: Bools, mesh: tuple[int, int], data: st.DataObject) -> None:
     """What ranks exchange leads to the same plan as the masks, where keys stay at home."""
-    ulysses, ring = mesh
+    ring, ulysses = mesh
     layout = data.draw(layouts(mask.shape[1], ulysses * ring))
-    kv = BlockLayout.striped(data.draw(layouts(mask.shape[2], 1)).lens, ulysses, ring)
+    kv = BlockLayout.striped(data.draw(layouts(mask.shape[2], 1)).lens, ring, ulysses)
     counts = block_counts(mask, kv_lens=kv.lens, kv_of=kv.home // ulysses, ring_degree=ring)
     method = data.draw(st.sampled_from(["stripe", "minimal_move"]))
-    planner = SparsePlanner(ulysses, ring, method=method)
+    planner = SparsePlanner(ring, ulysses, method=method)
     plan = planner.plan(counts, layout, kv)
     np.testing.assert_array_equal(plan.kv_of, np.tile(kv.home // ulysses, (ulysses, 1)))
-    assert sparse_imbalance(mask, ulysses, ring, plan) == plan.imbalance
+    assert sparse_imbalance(mask, ring, ulysses, plan) == plan.imbalance
     if method == "stripe":
         assert plan == planner.plan(mask, layout, kv)
 
@@ -735,7 +735,7 @@ def test_counts_plan_as_masks_do(mask: Bools, mesh: tuple[int, int], data: st.Da
 @given(plans())
 def test_a_plan_is_the_same_for_the_same_input_and_frozen(case: tuple[Bools, SparsePlan]) -> None:
     mask, plan = case
-    planner = SparsePlanner(plan.ulysses_degree, plan.ring_degree, cut_above=0.0)
+    planner = SparsePlanner(plan.ring_degree, plan.ulysses_degree, cut_above=0.0)
     layout = plan.q, plan.kv
     first, again = (planner.plan(mask, *layout, num_kv_heads=plan.num_kv_heads) for _ in range(2))
     assert first == again and hash(first) == hash(again)

@@ -1,4 +1,4 @@
-"""`bascule sparse`: what balancing block-sparse attention is worth. A mesh (4, 2) is U4R2."""
+"""`bascule sparse`: what balancing block-sparse attention is worth. A mesh (2, 4) is U4R2."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -73,15 +73,15 @@ class SparseOptions(Outputs, MachineOptions):
                 raise ConfigError(
                     "give a mesh with --ulysses and --ring, or --ranks to compare all meshes"
                 )
-            return ((self.ulysses or 1, self.ring or 1),)
+            return ((self.ring or 1, self.ulysses or 1),)
         legal = all_degrees(self.ranks)
-        fitting = [(u, r) for u, r in legal if self.ulysses in (None, u) and self.ring in (None, r)]
+        fitting = [(r, u) for r, u in legal if self.ulysses in (None, u) and self.ring in (None, r)]
         if not fitting:
             degrees = {"--ulysses": self.ulysses, "--ring": self.ring}
             words = ", ".join(f"{name} {value}" for name, value in degrees.items() if value)
-            products = ", ".join(f"{ulysses} x {ring}" for ulysses, ring in legal)
+            products = ", ".join(f"{ring} x {ulysses}" for ring, ulysses in legal)
             raise ConfigError(
-                f"{words} and --ranks {self.ranks}: the ranks are Ulysses x ring, one of {products}"
+                f"{words} and --ranks {self.ranks}: the ranks are ring x Ulysses, one of {products}"
             )
         return tuple(fitting)
 
@@ -121,10 +121,10 @@ def run(options: SparseOptions, arguments: list[str]) -> None:
         raise ConfigError(f"--head {options.head}: there are heads 0 to {source.num_heads - 1}")
     if options.report is None:
         refuse(options, ("head",), "drawn on the page alone; give --report, too")
-    fitting = tuple(mesh for mesh in meshes if mesh[0] <= source.num_heads)
+    fitting = tuple(mesh for mesh in meshes if mesh[1] <= source.num_heads)
     if not fitting:
         raise ConfigError(
-            f"{source.name}: {source.num_heads} heads for {meshes[-1][0]} Ulysses ranks, which "
+            f"{source.name}: {source.num_heads} heads for {meshes[-1][1]} Ulysses ranks, which "
             f"take one each at least: use --ulysses {source.num_heads} at most, and --ring"
         )
     for mesh in fitting:

@@ -1,5 +1,6 @@
 """Meshes of ranks that attend together, and this rank's place in them."""
 
+import math
 import weakref
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -105,7 +106,7 @@ class AttentionMesh:
         return self.ring, self.ulysses, self.whole
 
     @property
-    def degrees(self) -> tuple[int, int]:
+    def degrees(self) -> Degrees:
         """(R, U)."""
         return (self.ring.size if self.ring else 1, self.ulysses.size if self.ulysses else 1)
 
@@ -135,7 +136,7 @@ def named_part(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
 class Place(NamedTuple):
     """Facts about a mesh for a traced program: numbers, and the name of the rest."""
 
-    degrees: tuple[int, int]  # (R, U)
+    degrees: Degrees  # (R, U)
     place: tuple[int, int]  # (ring rank, Ulysses rank) of this rank
     name: str  # of the `AttentionMesh`
 
@@ -182,22 +183,21 @@ def group_of(ranks: Sequence[int]) -> RankGroup:
 def meshes_over(
     mesh: AttentionMesh, degrees: Iterable[Degrees] | None = None
 ) -> dict[Degrees, AttentionMesh]:
-    """Return meshes of other degrees over the ranks of a mesh, and that mesh itself, by (U, R).
+    """Return meshes of other degrees over the ranks of a mesh, and that mesh itself, by (R, U).
 
     No collective. A rank keeps its number and its tokens. Default: all degrees with as many ranks.
     """
-    ring, ulysses = mesh.degrees
-    made = {(ulysses, ring): mesh}
-    size = ring * ulysses
+    made = {mesh.degrees: mesh}
+    size = math.prod(mesh.degrees)
     for pair in all_degrees(size) if degrees is None else degrees:
         if pair[0] * pair[1] != size or min(pair) < 1:
             raise ConfigError(
-                f"{pair[0]} x {pair[1]} ranks (Ulysses x ring) of {size}: the product must be "
+                f"{pair[0]} x {pair[1]} ranks (ring x Ulysses) of {size}: the product must be "
                 f"{size}; possible are {all_degrees(size)}"
             )
         if pair not in made:
             assert mesh.whole is not None
-            made[pair] = mesh_over(mesh.whole, ring=pair[1], ulysses=pair[0])
+            made[pair] = mesh_over(mesh.whole, ring=pair[0], ulysses=pair[1])
     return made
 
 

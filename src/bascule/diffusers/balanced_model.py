@@ -334,7 +334,7 @@ class BalancedModel:
             return None
         if (first, size, ring) not in self._meshes:
             ranks = self._parallel.group.part(range(first, first + size), "attention")
-            degrees = size // ring, ring
+            degrees = ring, size // ring
             meshes = meshes_over(AttentionMesh(None, ranks, ranks), [degrees])
             self._meshes[first, size, ring] = meshes[degrees]
         return self._meshes[first, size, ring]

@@ -290,7 +290,7 @@ class _Prediction:
         self, ring: int, ulysses: int, *, is_compiled: bool = False, is_quantized: bool = False
     ) -> dict[str, Seconds]:
         """Predict seconds by kind of layer; compiled, only products and exchanges are launched."""
-        bag, seconds = BagShape.aligned(ulysses, ring, self.ranks_per_node), dict[str, Seconds]()
+        bag, seconds = BagShape.aligned(ring, ulysses, self.ranks_per_node), dict[str, Seconds]()
         for kind, work in self.works.items():
             works = self._work_of_ranks(work, ring, ulysses, is_compiled, is_quantized)
             seconds[kind] = self.profile.forward_seconds(works, bag)

@@ -157,12 +157,12 @@ class SparseConfig:
         """Tokens of a query block, and of a key block."""
         return (self.block, self.block) if isinstance(self.block, int) else self.block
 
-    def planner(self, ulysses_degree: int, ring_degree: int, size: CallSize) -> SparsePlanner:
+    def planner(self, ring_degree: int, ulysses_degree: int, size: CallSize) -> SparsePlanner:
         """Return the planner of a mesh."""
         target = self.target or (STILL_TARGET if ulysses_degree == 1 else TARGET)
         row_work = ROW_WORK if self.strategies is None else self.strategies.row_work(size)
         options = {"method": self.method, "target": target, "row_work": row_work}
-        return SparsePlanner(ulysses_degree, ring_degree, **options)
+        return SparsePlanner(ring_degree, ulysses_degree, **options)
 
     def masks_of(self, step: int, layer: int, num_heads: int, blocks: "Blocks") -> Bools | None:
         """Return the masks (H, Q, C) of a layer in a step, or None if a rule decides."""
@@ -423,7 +423,7 @@ class SparseLayers:
 
     def mesh_of(self, plan: SparsePlan) -> AttentionMesh:
         """Return the mesh that a plan is for."""
-        return self._meshes[plan.ulysses_degree, plan.ring_degree]
+        return self._meshes[plan.ring_degree, plan.ulysses_degree]
 
     def end(self, key: LayerKey, masks: Counts) -> SparseLayer:
         """Plan a layer's next step from the masks (B or 1, rows, C) of this rank's rows."""
@@ -467,13 +467,12 @@ class SparseLayers:
         work = np.tile(tokens, (key.num_heads, q.lens.size, 1)) if masks is None else masks
         reuses: dict[Degrees, PlanReuse] = {}
         for degrees, mesh in self._meshes.items():
-            if mesh is self.mesh or degrees[0] <= key.num_heads:
+            if mesh is self.mesh or degrees[1] <= key.num_heads:
                 planner = self.config.planner(*degrees, key.size)
                 columns = columns_of(work, degrees)
                 plan = planner.plan(columns, *homes, num_kv_heads=key.num_kv_heads)
                 reuses[degrees] = PlanReuse(planner, plan, self.config.tolerance)
-        ring, ulysses = self.mesh.degrees
-        start = (ulysses, ring) if masks is None else None
+        start = self.mesh.degrees if masks is None else None
         plans = LayerPlans.first(reuses, key.size, self._strategies, start=start)
         return SparseLayer(key, plans, plans.chosen.plan, self._step(0))
 
@@ -500,14 +499,13 @@ class SparseLayers:
 
     def _homes(self, key: LayerKey) -> tuple[BlockLayout, BlockLayout]:
         """Return the layouts of query blocks and key blocks, dealt to ranks as `SequenceLayout`."""
-        ring, ulysses = self.mesh.degrees
 
         def layout_of(size: int, num_heads: int) -> BlockLayout:
             lens, homes = list[Ints](), list[Ints]()
             width = self.config.dealt // size  # blocks of a stripe
             for length in key.segments:
                 lens.append(block_lens([length], size))
-                stripes = BlockLayout.striped(lens[-1][::width], ulysses, ring)
+                stripes = BlockLayout.striped(lens[-1][::width], *self.mesh.degrees)
                 homes.append(stripes.home.repeat(width)[: lens[-1].size])
             order = self.config.order_of(key, num_heads)
             return BlockLayout(np.concatenate(lens), np.concatenate(homes), order)

@@ -64,7 +64,7 @@ class BagShape(NamedTuple):
         return self.size // self.ring
 
     @classmethod
-    def aligned(cls, ulysses: int, ring: int, ranks_per_node: int) -> "BagShape":
+    def aligned(cls, ring: int, ulysses: int, ranks_per_node: int) -> "BagShape":
         """Return the shape of a bag that begins with a node; neighbours share heads."""
         size = ulysses * ring
         return cls(size, ring, min(ulysses, ranks_per_node), size <= ranks_per_node)

@@ -113,7 +113,7 @@ def step_seconds(
     step: DenoisingStep, mesh: InferenceMesh, ranks_per_node: int, profile: HardwareProfile
 ) -> float:
     """Predict the seconds of a step on a mesh, without launches of kernels, which are not known."""
-    bag = BagShape.aligned(mesh.ulysses, mesh.ring, ranks_per_node)
+    bag = BagShape.aligned(mesh.ring, mesh.ulysses, ranks_per_node)
     width, tokens = step.num_heads * step.head_dim, step.num_tokens / bag.size
     heads = -(-step.num_heads // bag.ulysses) / step.num_heads
     calls = -(-step.num_passes // mesh.guidance) * step.num_layers

@@ -20,12 +20,12 @@ from bascule.checks import MAX_RANKS, each, fields, of_type, shown, whole
 from bascule.errors import ConfigError
 
 Degrees = tuple[int, int]
-"""Ulysses degree, ring degree."""
+"""Ring degree, Ulysses degree: the order of a mesh's axes, the last of which changes fastest."""
 
 
 def all_degrees(num_ranks: int) -> list[Degrees]:
-    """Return the (Ulysses, ring) degrees of all meshes of so many ranks, most Ulysses first."""
-    return [(num_ranks // ring, ring) for ring in range(1, num_ranks + 1) if num_ranks % ring == 0]
+    """Return the (ring, Ulysses) degrees of all meshes of so many ranks, most Ulysses first."""
+    return [(ring, num_ranks // ring) for ring in range(1, num_ranks + 1) if num_ranks % ring == 0]
 
 
 _NUMBER = "([1-9][0-9]{0,8})"

@@ -1,6 +1,6 @@
 """Compare ways of planning block masks on meshes, over layers and steps.
 
-Legend: H heads, Q query blocks, K key blocks. A mesh is (U, R): Ulysses and ring degree.
+Legend: H heads, Q query blocks, K key blocks. A mesh is (R, U): ring and Ulysses degree.
 """
 
 import time
@@ -23,7 +23,8 @@ DEFAULT = "minimal_move"
 
 def mesh_name(mesh: Mesh) -> str:
     """Return the name of a mesh, such as U4R2."""
-    return "U{}R{}".format(*mesh)
+    ring, ulysses = mesh
+    return f"U{ulysses}R{ring}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ def predicted(profile: HardwareProfile, cost: TransformerCost, passes: int = 1) 
         lens = np.array([tokens])
         seconds = dict[int, float]()
         for degree in (1, 2, 4, 8):
-            bag = BagShape.aligned(degree, 1, _MOST_DEGREE)
+            bag = BagShape.aligned(1, degree, _MOST_DEGREE)
             each = cluster.sequence_seconds(cost, bag, lens)
             spread = float(np.sum(each.compute_s + each.heads_s)) / degree
             once = float(np.sum(each.launch_s)) + cluster.host_seconds(cost, bag)

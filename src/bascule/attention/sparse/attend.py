@@ -350,11 +350,11 @@ def _misfit(
     ranks: AttentionMesh, plan: SparsePlan, shapes: list[tuple[int, ...]]
 ) -> ConfigError | None:
     """Return why tensors of these shapes cannot be attended by a plan here."""
-    ring, ulysses = ranks.degrees
-    if (plan.ring_degree, plan.ulysses_degree) != (ring, ulysses):
+    degrees = plan.ring_degree, plan.ulysses_degree
+    if degrees != ranks.degrees:
         return ConfigError(
-            f"sparse_attention: a plan for {plan.ulysses_degree} x {plan.ring_degree} ranks "
-            f"(Ulysses x ring) on a mesh of {ulysses} x {ring}"
+            f"sparse_attention: a plan for {degrees[0]} x {degrees[1]} ranks (ring x Ulysses) "
+            "on a mesh of {} x {}".format(*ranks.degrees)
         )
     q, k, v = shapes
     num_q, num_kv = (int(x.lens[x.home == ranks.rank].sum()) for x in (plan.q, plan.kv))

@@ -81,7 +81,7 @@ class CallSize:
     ) -> float:
         """Predict the seconds of a call, with the attention of the slowest rank; None: one node."""
         (flops_per_s,) = machine.numbers_of("attention_flops_per_s")
-        degrees, num_ranks = (plan.ulysses_degree, plan.ring_degree), plan.num_ranks
+        degrees, num_ranks = (plan.ring_degree, plan.ulysses_degree), plan.num_ranks
         pairs = plan.imbalance * float(plan.tiles.sum()) / num_ranks
         attention_s = self.batch * pairs * FLOPS_PER_VALUE * self.head_dim / flops_per_s
         per_node = ranks_per_node or num_ranks
@@ -119,7 +119,7 @@ class Strategies:
 
     Args:
         machine: The profile that predicts calls, the same on every rank.
-        meshes: (Ulysses, ring) degrees to choose from, besides the mesh on which layers start.
+        meshes: (ring, Ulysses) degrees to choose from, besides the mesh on which layers start.
             Default: all meshes of so many ranks.
         min_gain: Least relative gain that counts.
         switch_s: Seconds that a switch costs: new plans and index tables, cold caches.
@@ -172,9 +172,9 @@ def _mesh(name: str, value: object) -> Degrees:
     degrees = cast(Sequence[object], value) if isinstance(value, list | tuple) else ()
     if len(degrees) != 2:
         wrong = f"{name}={shown(cast(object, value))})"
-        raise ConfigError(f"{wrong}: give (Ulysses, ring) degrees, as in (4, 2)")
-    ulysses, ring = (whole(name, degree, 1, MAX_MESH_RANKS) for degree in degrees)
-    return ulysses, ring
+        raise ConfigError(f"{wrong}: give (ring, Ulysses) degrees, as in (2, 4)")
+    ring, ulysses = (whole(name, degree, 1, MAX_MESH_RANKS) for degree in degrees)
+    return ring, ulysses
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ class LayerPlans:
 
     @property
     def degrees(self) -> Degrees:
-        """(U, R) of the next step."""
+        """(R, U) of the next step."""
         if self.choice is None:
             (only,) = self.reuses
             return only
@@ -235,5 +235,4 @@ def columns_of(work: Counts, degrees: Degrees) -> Counts:
     """Sum counts by rank into counts by ring rank of a mesh; masks stay as they are."""
     if work.dtype == np.bool_:
         return work
-    ulysses, ring = degrees
-    return work.reshape(*work.shape[:2], ring, ulysses).sum(axis=3)
+    return work.reshape(*work.shape[:2], *degrees).sum(axis=3)

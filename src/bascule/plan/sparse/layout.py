@@ -202,21 +202,21 @@ class BlockLayout:
             object.__setattr__(self, name, value if value is None else frozen(value))
 
     @classmethod
-    def striped(cls, lens: npt.ArrayLike, ulysses_degree: int, ring_degree: int) -> Self:
+    def striped(cls, lens: npt.ArrayLike, ring_degree: int, ulysses_degree: int) -> Self:
         """Deal blocks to ring ranks by `turns`, and turn t to Ulysses rank t mod U.
 
         Neighbouring blocks see about equally much, so work is nearly even under any mask.
         """
-        check_degrees(ulysses_degree, ring_degree)
+        check_degrees(ring_degree, ulysses_degree)
         lens = ints("lens", lens, None, MAX_LENGTH)
         place = np.arange(lens.size, dtype=np.int64)
         ulysses = place // ring_degree % ulysses_degree
         return cls(lens, turns(place, ring_degree) * ulysses_degree + ulysses)
 
     @classmethod
-    def contiguous(cls, lens: npt.ArrayLike, ulysses_degree: int, ring_degree: int) -> Self:
+    def contiguous(cls, lens: npt.ArrayLike, ring_degree: int, ulysses_degree: int) -> Self:
         """Put a run of blocks on each rank; runs differ by one block at most."""
-        check_degrees(ulysses_degree, ring_degree)
+        check_degrees(ring_degree, ulysses_degree)
         lens = ints("lens", lens, None, MAX_LENGTH)
         return cls(lens, np.arange(lens.size) * (ulysses_degree * ring_degree) // max(lens.size, 1))
 
@@ -250,7 +250,7 @@ def block_lens(segments: npt.ArrayLike, block: int) -> Ints:
     return lens
 
 
-def check_degrees(ulysses_degree: int, ring_degree: int) -> None:
+def check_degrees(ring_degree: int, ulysses_degree: int) -> None:
     """Refuse a mesh without ranks, or with more than can be planned for."""
     ring = whole("ring_degree", ring_degree, 1, MAX_RING)
     ranks = whole("ulysses_degree", ulysses_degree, 1) * ring

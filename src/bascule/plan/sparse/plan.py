@@ -81,8 +81,8 @@ def route_of(travels: Sequence[tuple[Travel, int]], rank: int, num_ranks: int) -
 class SparsePlan:
     """A frozen plan for one mask: the rank of every query block, key block and value block."""
 
-    ulysses_degree: int
     ring_degree: int
+    ulysses_degree: int
     num_kv_heads: int  # each serves H // num_kv_heads query heads in a row
     q: BlockLayout  # the query blocks at home
     kv: BlockLayout  # the key blocks at home

@@ -100,8 +100,8 @@ def in_order(
     num_heads: int,
     q: BlockLayout,
     kv: BlockLayout,
-    ulysses_degree: int,
     ring_degree: int,
+    ulysses_degree: int,
     num_kv_heads: int | None = None,
 ) -> SparsePlan:
     """Return the plan with heads in order and blocks where they are; its tiles are 0."""
@@ -111,7 +111,7 @@ def in_order(
     where = ring_of, q_of, kv_of
     tiles = np.zeros((ulysses_degree, ring_degree, ring_degree))
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    return SparsePlan(ulysses_degree, ring_degree, num_kv_heads, q, kv, *where, tiles)
+    return SparsePlan(ring_degree, ulysses_degree, num_kv_heads, q, kv, *where, tiles)
 
 
 PLANNERS = (*METHODS, "paper", "in_order")
@@ -127,8 +127,8 @@ class Columns:
     home: Ints  # (C,) ring rank at which each column is
     q: BlockLayout
     kv: BlockLayout
-    ulysses_degree: int
     ring_degree: int
+    ulysses_degree: int
     are_blocks: bool  # columns are key blocks, which may be moved
 
     @classmethod
@@ -137,12 +137,12 @@ class Columns:
         work: npt.ArrayLike,
         q: BlockLayout,
         kv: BlockLayout,
-        ulysses_degree: int,
         ring_degree: int,
+        ulysses_degree: int,
     ) -> Self:
         """Check masks, or counts by home ring rank, and make their columns."""
         work = check_work(work, q.lens.size, kv.lens.size, ring_degree)
-        where = q, kv, ulysses_degree, ring_degree
+        where = q, kv, ring_degree, ulysses_degree
         if work.dtype == np.bool_:
             if ring_degree > 1:
                 return cls(work, kv.lens, kv.home // ulysses_degree, *where, True)
@@ -170,7 +170,7 @@ class Columns:
 
 def plan_under(plan: SparsePlan, work: npt.ArrayLike) -> SparsePlan:
     """Return the plan with other work, masks or counts, in its tiles."""
-    columns = Columns.of(work, plan.q, plan.kv, plan.ulysses_degree, plan.ring_degree)
+    columns = Columns.of(work, plan.q, plan.kv, plan.ring_degree, plan.ulysses_degree)
     if len(columns.work) != len(plan.ring_of):
         raise ConfigError(f"work of {len(columns.work)} heads for a plan of {len(plan.ring_of)}")
     column_of = plan.kv_of
@@ -183,7 +183,7 @@ def plan_under(plan: SparsePlan, work: npt.ArrayLike) -> SparsePlan:
 
 
 def sparse_imbalance(
-    masks: npt.ArrayLike, ulysses_degree: int, ring_degree: int, plan: SparsePlan | None = None
+    masks: npt.ArrayLike, ring_degree: int, ulysses_degree: int, plan: SparsePlan | None = None
 ) -> float:
     """Return rho of db-SP: the slowest rank's work over the mean, summed over rounds.
 
@@ -192,30 +192,30 @@ def sparse_imbalance(
 
     Args:
         masks: (H, Q, K) bool.
-        ulysses_degree: U; 1 is ring attention.
         ring_degree: R; 1 is Ulysses.
+        ulysses_degree: U; 1 is ring attention.
         plan: Makes work count in pairs of tokens. Default: heads in order, and runs of blocks on
             each ring rank, as even as their numbers allow; blocks count 1.
     """
-    masks, degrees = check_masks(masks), (ulysses_degree, ring_degree)
+    masks, degrees = check_masks(masks), (ring_degree, ulysses_degree)
     check_degrees(*degrees)
     if plan is None:
         ones = (np.ones(size, np.int64) for size in masks.shape[1:])
         q, kv = (BlockLayout.contiguous(lens, *degrees) for lens in ones)
         plan = in_order(len(masks), q, kv, *degrees)
-    if (plan.ulysses_degree, plan.ring_degree) != degrees:
-        planned = f"{plan.ulysses_degree} x {plan.ring_degree} ranks (Ulysses x ring)"
-        raise ConfigError(f"a plan for {planned} on a mesh of {ulysses_degree} x {ring_degree}")
+    if (plan.ring_degree, plan.ulysses_degree) != degrees:
+        planned = f"{plan.ring_degree} x {plan.ulysses_degree} ranks (ring x Ulysses)"
+        raise ConfigError(f"a plan for {planned} on a mesh of {ring_degree} x {ulysses_degree}")
     return plan_under(plan, masks).imbalance
 
 
 @dataclass(frozen=True, slots=True)
 class SparsePlanner:
-    """Plan block-sparse attention on a mesh of Ulysses x ring ranks.
+    """Plan block-sparse attention on a mesh of ring x Ulysses ranks.
 
     Args:
-        ulysses_degree: U.
         ring_degree: R.
+        ulysses_degree: U.
         method: "stripe" or "minimal_move", as for `partition_blocks`; or a baseline: "paper" of
             db-SP, or "in_order": heads in order, blocks where they are.
         target: Imbalance over the mean work of all ranks at which "minimal_move" ends. Without
@@ -226,8 +226,8 @@ class SparsePlanner:
         reward: See `REWARD`; of "paper".
     """
 
-    ulysses_degree: int = 1
     ring_degree: int = 1
+    ulysses_degree: int = 1
     method: str = "minimal_move"
     target: float = TARGET
     cut_above: float = 0.01
@@ -235,7 +235,7 @@ class SparsePlanner:
     reward: float = REWARD
 
     def __post_init__(self) -> None:
-        check_degrees(self.ulysses_degree, self.ring_degree)
+        check_degrees(self.ring_degree, self.ulysses_degree)
         rules = {name: (number, 0.0, np.inf) for name in ("cut_above", "row_work")}
         fields(self, method=(choice, *PLANNERS), target=number, reward=number, **rules)
 
@@ -256,7 +256,7 @@ class SparsePlanner:
             kv: The key blocks at home. Default: `q`.
             num_kv_heads: Key-value heads. Default: H.
         """
-        kv, degrees = q if kv is None else kv, (self.ulysses_degree, self.ring_degree)
+        kv, degrees = q if kv is None else kv, (self.ring_degree, self.ulysses_degree)
         for name, layout in (("q", q), ("kv", kv)):
             of_type(name, layout, BlockLayout, "a BlockLayout")
         columns = Columns.of(work, q, kv, *degrees)
