@@ -302,7 +302,7 @@ def test_layers_steps_resolutions_and_bytes(ring: int, ulysses: int) -> None:
                 model(**inputs[0])
             assert sent.counts[ALL_TO_ALL] == 2 * LAYERS, settings
             moved = sum(sum(layer.used.moved) for layer in handle.explain().sparse)
-            assert (moved > 0) == (ring > 1 and not settings), settings
+            assert (moved > 0) == (ring > 1), settings  # homes begin anew with each segment
     model, config = make_toy(num_blocks=LAYERS), SparseConfig(masks=masks, block=BLOCK)
     args: Any = {"mesh": mesh, "table": TABLE, "sparse": config, "comm_dtype": "int8"}
     with torch.no_grad(), parallelize(model, **args) as handle:
