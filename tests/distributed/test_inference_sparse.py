@@ -553,7 +553,7 @@ def save_and_use(path: Path, ring: int, ulysses: int) -> None:
             refuse("cannot write masks to", handle, path.parent / "missing" / "x.npz")
             refuse("0 masks of shape (0, 0, 0), and 0 layers", handle, path)
             other = toy_inputs(text=5, image=9, batch=1)
-            sizes = "a mask of shape (6, 5, 5) after those of (6, 7, 7)"
+            sizes = "a mask of shape (6, 5, 5) after masks of (6, 7, 7)"
             refuse(sizes, handle, path, inputs[0], other)
 
 

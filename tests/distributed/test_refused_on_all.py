@@ -370,7 +370,7 @@ WRONG: dict[str, Row] = {
     "mesh: tokens": (on_mesh, both(layout=SequenceLayout((7,), 2, 1), tokens=4), "3 of 7"),
     "mesh: an axis": (on_an_axis, both(name="dp"), "('dp', 'tp')"),
     "sparse: values of one rank": (sparse, one("first", 1), "the plan has"),
-    "sparse: degrees": (sparse, both(degrees=(1, 2)), "a plan for 1 x 2 ranks (Ulysses x ring)"),
+    "sparse: degrees": (sparse, both(degrees=(1, 2)), "a plan for 2 x 1 ranks (ring x Ulysses)"),
     "sparse: whole masks": (sparse, both(masks="whole"), "rows of a mask"),
     "a mean of a scalar": (averaged, one("values", ()), "rank 1", "mean"),
     "loader: counts": (resumed, both(counts=(90, 90)), "and there are 5"),

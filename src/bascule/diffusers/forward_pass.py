@@ -20,6 +20,7 @@ from bascule.attention.api import (
     AttentionMesh,
     AttentionOptions,
     SequenceLayout,
+    attention,
     gather,
     split,
 )
@@ -239,8 +240,9 @@ class ForwardPass(SequenceParallelMode):
                 f"{name} has the shape {tuple(value.shape)}: its tokens are dim {cut.dim}, after "
                 "the batch"
             )
-        if cut.segments:
-            share = self._share_from(cut.segments, value, cut.dim, name)
+        segments = (cut.segment,) if isinstance(cut.segment, str) else cut.segment
+        if segments:
+            share = self._share_from(segments, value, cut.dim, name)
         else:
             share = self._share_of(("",), (value.shape[cut.dim],))
         if len(share.runs) > 1:
@@ -255,7 +257,7 @@ class ForwardPass(SequenceParallelMode):
         """
         if isinstance(x, tuple):
             return self.gather(x[0], cut), *x[1:]
-        share = self.share(cut.segments)
+        share = self.share((cut.segment,) if isinstance(cut.segment, str) else cut.segment)
         if x.shape[cut.dim] != share.num_tokens:
             raise ConfigError(
                 f"the table does not fit the model: a tensor {tuple(x.shape)} to be gathered over "
@@ -325,6 +327,8 @@ class ForwardPass(SequenceParallelMode):
             pairs = zip(segments, share.layout.segments, strict=True)
             lengths = [length + more if name in copied[-1:] else length for name, length in pairs]
             options = self._share_of(segments, tuple(lengths)).options if copied else options
+        if not self._masks:
+            return options, mask
         masks = [self._masks[name][1] for name in segments if name in self._masks]
         if not masks:
             return options, mask
@@ -408,8 +412,9 @@ class ForwardPass(SequenceParallelMode):
             gqa = query.shape[1] != key.shape[1]
             same = {"attn_mask": mask, "is_causal": is_causal, "scale": scale, "enable_gqa": gqa}
             return as_it_is(dense, query, key, value, **same)
-        out = super().attend(query, key, value, options, mask, is_causal, scale)
-        return self.zero_unseen(out, mask, layout)
+        settings: Any = {"attn_mask": mask, "is_causal": is_causal, "scale": scale}
+        out = attention(query, key, value, self.mesh, options=options, **settings)
+        return self.zero_unseen(out, mask, layout) if self._masks else out
 
     def attend_recorded(
         self,

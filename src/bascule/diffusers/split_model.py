@@ -528,7 +528,10 @@ def signature_of(inputs: Any) -> object:
     if isinstance(inputs, Mapping):
         parts = list[object]()
         for name, value in inputs.items():
-            parts += [name, signature_of(value)]
+            if isinstance(value, Tensor):  # without a call
+                parts += [name, type(value), value.shape, value.dtype]
+            else:
+                parts += [name, signature_of(value)]
         return tuple(parts)
     if isinstance(inputs, list | tuple):
         return tuple([signature_of(value) for value in inputs])
