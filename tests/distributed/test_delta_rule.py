@@ -1,8 +1,9 @@
 """Gated delta layers of transformers over ranks and in bags, against one process."""
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -27,7 +28,7 @@ from bascule.transformers import (
 from tests.helpers.calls_made import ALL_TO_ALL, calls_made
 from tests.helpers.cases import COST
 from tests.helpers.inference_cases import make_mesh
-from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.ranks import on_ranks, raised_by, run_ranks
 
 Wanted = tuple[Tensor, dict[str, Tensor]]
 
@@ -75,6 +76,9 @@ def in_float64() -> Iterator[None]:
         Tensor.float = narrow
         for place in places:
             place.torch = torch
+
+
+stressed = partial(pytest.param, marks=pytest.mark.stress)
 
 
 def modeling(name: str) -> str:
@@ -188,9 +192,10 @@ def mesh_errors(names: Sequence[str], rings: Sequence[int]) -> dict[str, float]:
 
 
 @in_float64()
-def bag_errors(name: str, specs: Sequence[str]) -> dict[str, float]:
+def bag_errors(specs: Sequence[str]) -> dict[str, float]:
     """Also with few heads, of which some ranks have none, and with DDP: it wants all gradients."""
     register_attention()
+    name = "qwen3_next"
     wanted, found = alone(name, LENS), dict[str, float]()
     for spec, masks in product(specs, MASKS):
         found[f"{spec} {masks}"] = bag_error(name, wanted, make(name, "bascule"), spec, masks)
@@ -248,68 +253,53 @@ def recomputed_without_attention(name: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("world", "names", "rings"),
+    ("world", "errors", "args"),
     [
-        *[(1, list(MODELS), [1]), (2, list(MODELS), [1, 2]), (4, ["qwen3_next"], [2])],
-        pytest.param(4, ["qwen3_next"], [1, 4], marks=pytest.mark.stress),
+        pytest.param(1, mesh_errors, (list(MODELS), [1]), id="heads, 1 rank"),
+        pytest.param(2, mesh_errors, (list(MODELS), [1, 2]), id="heads, 2 ranks"),
+        pytest.param(4, mesh_errors, (["qwen3_next"], [2]), id="heads, 4 ranks"),
+        stressed(4, mesh_errors, (["qwen3_next"], [1, 4]), id="heads, other rings"),
+        pytest.param(1, bag_errors, (["g1n1"],), id="bags, 1 rank"),
+        pytest.param(2, bag_errors, (["g2n1", "g1n2", "g1r2n1"],), id="bags, 2 ranks"),
+        pytest.param(4, bag_errors, (["g2r2n1"],), id="bags, 4 ranks"),
+        stressed(4, bag_errors, (["g2n2"],), id="bags, two of two ranks"),
+        pytest.param(1, pack_errors, (list(MODELS),), id="pack"),
+        *(
+            pytest.param(2, recomputed, (name,), id=f"checkpoints, {name}")
+            for name in ("qwen3_next", "olmo_hybrid")
+        ),
+        *(
+            pytest.param(2, recomputed_without_attention, (name,), id=f"after the mesh, {name}")
+            for name in ("qwen3_next", "qwen3_5")
+        ),
     ],
 )
-def test_layers_by_heads_are_as_one_process(world: int, names: list[str], rings: list[int]) -> None:
-    for each in run_ranks(mesh_errors, world, names, rings):
+def test_layers_by_heads_are_as_one_process(
+    world: int, errors: Callable[..., dict[str, float]], args: tuple[Any, ...]
+) -> None:
+    for each in run_ranks(errors, world, *args):
         assert {case: x for case, x in each.items() if not x < 1e-10} == {}
 
 
-@pytest.mark.parametrize(
-    ("world", "specs"),
-    [
-        *[(1, ["g1n1"]), (2, ["g2n1", "g1n2", "g1r2n1"]), (4, ["g2r2n1"])],
-        pytest.param(4, ["g2n2"], marks=pytest.mark.stress),
-    ],
-)
-def test_sequences_of_a_bag_do_not_mix(world: int, specs: list[str]) -> None:
-    for each in run_ranks(bag_errors, world, "qwen3_next", specs):
-        assert {case: x for case, x in each.items() if not x < 1e-10} == {}
-
-
-def test_samples_of_a_pack_do_not_mix() -> None:
-    for each in run_ranks(pack_errors, 1, list(MODELS)):
-        assert {case: x for case, x in each.items() if not x < 1e-10} == {}
-
-
-@pytest.mark.parametrize("name", ["qwen3_next", "olmo_hybrid"])
-def test_checkpoints_compute_layers_again_by_heads(name: str) -> None:
-    for each in run_ranks(recomputed, 2, name):
-        assert {case: x for case, x in each.items() if not x < 1e-10} == {}
-
-
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
-def test_a_mesh_that_ended_computes_layers_again_by_heads(name: str) -> None:
-    for each in run_ranks(recomputed_without_attention, 2, name):
-        assert {case: x for case, x in each.items() if not x < 1e-10} == {}
-
-
-def batch_of_two(name: str) -> float:
-    """In bfloat16, in which decays are float32: the error of the logits of two rows."""
-    model, rows = make(name).bfloat16(), ids_of([20, 20]).view(2, 20)
+@on_ranks(2)
+def test_rows_of_a_batch_and_narrow_dtypes() -> None:
+    """Logits of two rows in bfloat16, in which decays are float32."""
+    model, rows = make("qwen3_next").bfloat16(), ids_of([20, 20]).view(2, 20)
     wanted = model(input_ids=rows, use_cache=False).logits
     mesh = AttentionMesh.of(make_mesh(2, 1))
     layout = SequenceLayout((20,), *mesh.degrees)
     own, places = (split(x, mesh, layout, 1) for x in (rows, torch.arange(20).expand(2, -1)))
     with torch.no_grad(), context_parallel(model, mesh, layout):
         logits = model(input_ids=own, position_ids=places, use_cache=False).logits
-    return float((gather(logits, mesh, layout, 1) - wanted).norm() / wanted.norm())
+    assert (gather(logits, mesh, layout, 1) - wanted).norm() < 0.02 * wanted.norm()
 
 
-def test_rows_of_a_batch_and_narrow_dtypes() -> None:
-    assert max(run_ranks(batch_of_two, 2, "qwen3_next")) < 0.02
-
-
+@on_ranks(2)
 @in_float64()
 @torch.no_grad()
-def traffic(name: str) -> tuple[list[int], int, int]:
-    """Tokens of the ranks, and bytes between them in a forward pass: counted, and sent."""
+def test_traffic_counts_what_layers_by_heads_exchange() -> None:
     register_attention()
-    model, rank = make(name, "bascule"), dist.get_rank()
+    model, rank = make("qwen3_next", "bascule"), dist.get_rank()
     step = SequenceParallel(None, "g2n1", COST).plan(LENS if rank == 0 else [])
     own = step.route(x=ids_of(LENS) if rank == 0 else torch.zeros(0, dtype=torch.int64))["x"]
     call_packed(model, step, input_ids=own)
@@ -318,25 +308,23 @@ def traffic(name: str) -> tuple[list[int], int, int]:
         call_packed(model, step, input_ids=own)
     after = step.traffic
     assert after.routed == before.routed and after.ring == 0
-    return step.plan.tokens.tolist(), after.heads - before.heads, made.sent_bytes[ALL_TO_ALL]
-
-
-def test_traffic_counts_what_layers_by_heads_exchange() -> None:
-    for rank, (tokens, counted, sent) in enumerate(run_ranks(traffic, 2, "qwen3_next")):
-        own, other = tokens[rank], tokens[1 - rank]
-        # Each of two layers: a key head has 8 + 8 values, its two value heads 6 + 1 + 1 each, and
-        # 6 each come back. Attention: two query heads, a key and a value head of 8 each, and two.
-        values = 2 * (32 * own + 12 * other) + 4 * 8 * own + 2 * 8 * other
-        assert counted == sent == 8 * values and min(tokens) > 0
+    own, other = (int(step.plan.tokens[place]) for place in (rank, 1 - rank))
+    # Each of two layers: a key head has 8 + 8 values, its two value heads 6 + 1 + 1 each, and
+    # 6 each come back. Attention: two query heads, a key and a value head of 8 each, and two.
+    values = 2 * (32 * own + 12 * other) + 4 * 8 * own + 2 * 8 * other
+    assert after.heads - before.heads == made.sent_bytes[ALL_TO_ALL] == 8 * values
+    assert min(own, other) > 0
 
 
 def replaced(model: Any) -> list[str]:
     return [name for name, module in model.named_modules() if "forward" in vars(module)]
 
 
+@on_ranks(2)
 @in_float64()
-def undone(name: str) -> None:
+def test_undo_leaves_nothing_and_other_calls_are_as_before() -> None:
     register_attention()
+    name = "qwen3_5"
     place: Any = importlib.import_module(modeling(name))
     before, model, ids = dict(vars(place)), make(name), ids_of(LENS)[None]
 
@@ -362,15 +350,13 @@ def undone(name: str) -> None:
     assert dict(vars(place)) == before
 
 
-def test_undo_leaves_nothing_and_other_calls_are_as_before() -> None:
-    run_ranks(undone, 2, "qwen3_5")
-
-
+@on_ranks(2)
 @in_float64()
-def kernels(name: str) -> list[tuple[int, ...]]:
-    """Sizes of what whatever transformers calls gets: tokens, channels, and heads of values."""
-    place: Any = importlib.import_module(modeling(name))
-    conv, delta, sizes = place.causal_conv1d_fn, place.torch_chunk_gated_delta_rule, []
+def test_kernels_of_transformers_get_one_sequence_and_some_heads() -> None:
+    """So they need no bounds: two layers, each key head with two value heads."""
+    place: Any = importlib.import_module(modeling("qwen3_next"))
+    conv, delta = place.causal_conv1d_fn, place.torch_chunk_gated_delta_rule
+    sizes: list[tuple[int, ...]] = []  # tokens, channels, and heads of values
 
     def convolve(x: Tensor, *args: Any, **settings: Any) -> Tensor:
         sizes.append((x.shape[2], x.shape[1]))
@@ -381,23 +367,18 @@ def kernels(name: str) -> list[tuple[int, ...]]:
         assert settings.keys() == {"g", "beta", "use_qk_l2norm_in_kernel"}
         return delta(q, k, v, **settings)
 
-    model = make(name)
+    model = make("qwen3_next")
     over_mesh(model, 1, LENS, False)  # compares at first use
     with patch.multiple(place, causal_conv1d_fn=convolve, torch_chunk_gated_delta_rule=scan):
         over_mesh(model, 1, LENS, False)
-    return sizes
+    assert sizes == [(length, 8 + 8 + 2 * 6, 2) for length in LENS] * 2
 
 
-def test_kernels_of_transformers_get_one_sequence_and_some_heads() -> None:
-    """So they need no bounds: two layers, each key head with two value heads."""
-    for sizes in run_ranks(kernels, 2, "qwen3_next"):
-        assert sizes == [(length, 8 + 8 + 2 * 6, 2) for length in LENS] * 2
-
-
-def refusals(name: str) -> list[str]:
+@on_ranks(2)
+def test_refusals() -> None:
     register_attention()
-    model, ids = make(name, "bascule"), torch.ones(1, 4, dtype=torch.int64)
-    mesh, texts = AttentionMesh.of(make_mesh(1, 2)), list[str]()
+    model, ids = make("qwen3_next", "bascule"), torch.ones(1, 4, dtype=torch.int64)
+    mesh, apart = AttentionMesh.of(make_mesh(1, 2)), make("qwen3_next")
 
     def within(replicated: tuple[int, ...], use_cache: bool) -> None:
         layout = SequenceLayout((2, 4), 1, 2, replicated=replicated)
@@ -405,24 +386,18 @@ def refusals(name: str) -> list[str]:
         with context_parallel(model, mesh, layout):
             model(own, position_ids=places, use_cache=use_cache)
 
+    def two_texts() -> None:
+        apart(ids, cu_seq_lens_q=torch.tensor([0, 1, 4]), use_cache=False)
+
     within((), False)
-    texts.append(raised_by(within, (), True)[1])
-    texts.append(raised_by(within, (0,), False)[1])
-    texts.append(raised_by(in_bags, model, "g2n1", "full")[1])
-    model, bounds = make(name), torch.tensor([0, 1, 4])
-    texts.append(raised_by(model, ids, cu_seq_lens_q=bounds, use_cache=False)[1])
-    undo = split_delta_layers(model)
-    model(ids, cu_seq_lens_q=bounds, use_cache=False)
+    cannot = "can't keep packed sequences apart"  # transformers, which has no packages for it here
+    assert "use_cache=False" in raised_by(within, (), True)[1]
+    assert "that every rank has" in raised_by(within, (0,), False)[1]
+    assert "plan without masks" in raised_by(in_bags, model, "g2n1", "full")[1]
+    assert cannot in raised_by(two_texts)[1]
+    undo = split_delta_layers(apart)
+    two_texts()
     undo()
     with patch.multiple(delta_rule, has_conv=lambda: True, has_fla=lambda: True):
-        split_delta_layers(model)
-        texts.append(raised_by(model, ids, cu_seq_lens_q=bounds, use_cache=False)[1])
-    return texts
-
-
-def test_refusals() -> None:
-    apart = "can't keep packed sequences apart"  # transformers, which has no packages for it here
-    wanted = ["use_cache=False", "that every rank has", "plan without masks", apart, apart]
-    for texts in run_ranks(refusals, 2, "qwen3_next"):
-        for text, words in zip(texts, wanted, strict=True):
-            assert words in text
+        split_delta_layers(apart)
+        assert cannot in raised_by(two_texts)[1]

@@ -15,9 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from bascule import BalancedSampler, TransformerCost
-from bascule.data import SamplerOptions, collate_padded
+from bascule.data import SamplerOptions
 from tests.helpers.jobs import join_trainer_world
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import on_ranks, run_ranks
+from tests.helpers.trainer_runs import make_trainer
 
 WIDTH, NUM_SAMPLES, EPOCHS = 4, 29, 2
 COST = TransformerCost(16)
@@ -91,18 +92,11 @@ def trained(kind: str, batch_size: int) -> list[Tensor]:
     return parameters_of(model)
 
 
-def all_kinds() -> int:
-    compared = 0
+@on_ranks(2)
+def test_two_ranks_train_as_one_process_on_the_same_samples() -> None:
     for kind, batch_size in itertools.product(KINDS, (3, 1)):  # a short step; two in a batch
         want, got = reference(kind, batch_size), trained(kind, batch_size)
-        for one, two in zip(got, want, strict=True):
-            torch.testing.assert_close(one, two, rtol=1e-11, atol=1e-13, msg=f"{kind} {batch_size}")
-            compared += 1
-    return compared
-
-
-def test_two_ranks_train_as_one_process_on_the_same_samples() -> None:
-    assert run_ranks(all_kinds, 2) == [4 * 2 * len(KINDS)] * 2
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-13, msg=f"{kind} {batch_size}")
 
 
 # --- accelerate
@@ -153,8 +147,7 @@ def test_accelerate_with_a_loader_that_is_not_prepared(is_shard: bool, tmp_path:
     want = reference("even", 3)
     for got, num_batches in run_ranks(with_accelerate, 2, is_shard, str(tmp_path)):
         assert num_batches == EPOCHS * 6
-        for one, two in zip(got, want, strict=True):
-            torch.testing.assert_close(one, two, rtol=1e-11, atol=1e-13)
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-13)
 
 
 # --- the Trainer
@@ -176,9 +169,9 @@ class Texts(torch.utils.data.Dataset[Any]):
         return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
-def make_trainer(folder: str, batch_sampler: bool, **given: Any) -> Any:
+def trainer_of(folder: str, batch_sampler: bool, **given: Any) -> Any:
     from accelerate.data_loader import DataLoaderShard
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainingArguments
+    from transformers import Trainer
 
     class SampledTrainer(Trainer):
         def get_train_dataloader(self) -> Any:
@@ -195,37 +188,19 @@ def make_trainer(folder: str, batch_sampler: bool, **given: Any) -> Any:
                 self.train_dataset, batch_sampler=sampler, collate_fn=self.data_collator
             )
 
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
-    config: Any = Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=2)  # pyright: ignore
-    settings: dict[str, Any] = {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "num_train_epochs": 2,
-        "learning_rate": 0.1,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    return (SampledTrainer if batch_sampler else Trainer)(
-        Qwen2ForCausalLM(config),
-        TrainingArguments(folder, **(settings | given)),
-        train_dataset=Texts(),
-        data_collator=collate_padded,
-    )
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    base = SampledTrainer if batch_sampler else Trainer
+    given = {"train_sampling_strategy": "random", "dataset": Texts(), **settings, **given}
+    return make_trainer(folder, "qwen2", balanced=False, base=base, **given)
 
 
 def the_trainer(folder: str) -> dict[str, Any]:
     join_trainer_world()
     in_order = {"train_sampling_strategy": "sequential", "max_steps": 3}
-    plain = make_trainer(folder, False, **in_order)
-    balanced = make_trainer(folder, True, **in_order)
-    whole = make_trainer(folder, True, save_strategy="steps", save_steps=6)
-    again = make_trainer(folder, True)
+    plain = trainer_of(folder, False, **in_order)
+    balanced = trainer_of(folder, True, **in_order)
+    whole = trainer_of(folder, True, save_strategy="steps", save_steps=6)
+    again = trainer_of(folder, True)
     for trainer in (plain, balanced, whole):
         trainer.train()
     again.train(resume_from_checkpoint=f"{folder}/checkpoint-6")
@@ -240,8 +215,7 @@ def test_the_trainer_takes_it_in_a_loader_that_accelerate_does_not_shard() -> No
         ranks = run_ranks(the_trainer, 2, folder)
     for left in ranks:
         for pair in (("balanced", "plain"), ("again", "whole")):
-            for one, two in zip(*map(left.get, pair), strict=True):  # pyright: ignore
-                torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(*map(left.get, pair), rtol=1e-4, atol=1e-5)
     read = np.concatenate([left["read"] for left in ranks])
     assert np.array_equal(np.bincount(read), np.full(NUM_SAMPLES, EPOCHS))
     halves = [left["read"][: len(left["read"]) // 2] for left in ranks]

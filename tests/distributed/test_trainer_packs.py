@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bascule.data.loader import LoaderOptions
 from bascule.data.packs import Pack, make_pack, unpack
-from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.ranks import on_ranks, raised_by
 from tests.helpers.trainer_runs import (
     COST,
     Texts,
@@ -153,7 +153,11 @@ def trained(kind: str, folder: str, *, owns_loss: bool = False, **given: Any) ->
     }
 
 
-def run_case(case: str) -> dict[str, Any]:
+@pytest.mark.some(3)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["finish", "own loss", "ready-made", "no packs"])
+@on_ranks(2)
+def test_steps_are_those_of_one_process(case: str) -> None:
     packed = {"dataset": Uneven(), "max_steps": 12}
     finish, asked = LoaderOptions(ends="finish"), LoaderOptions(weight_fn=num_asked)
     cases: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -172,34 +176,35 @@ def run_case(case: str) -> dict[str, Any]:
         given["gradient_accumulation_steps"] = 2
     given["balance"] = {"cost": COST, **balance}
     with shared_folder() as folder:
-        found = trained(kind, folder, owns_loss=case == "own loss", **given)
-    return found | {"texts": texts_of(Texts(43) if case == "no packs" else Uneven())}
+        run = trained(kind, folder, owns_loss=case == "own loss", **given)
+    check_steps(run)
+    steps, epochs = run["steps"], run["epochs"]
+    of_first = [
+        text for step, epoch in zip(steps, epochs, strict=True) if epoch <= 1.0 for text in step
+    ]
+    texts = texts_of(Texts(43) if case == "no packs" else Uneven())
+    assert Counter(of_first) == Counter(texts) and 1.0 in epochs
+    assert epochs == sorted(epochs) and epochs[-1] > 1.5
+    first, second = run["microbatches"]
+    assert len(first) == len(second)
+    assert run["did"]["applied"] > 0 and run["did"]["dropped_samples"] == 0
+    if case == "finish":
+        assert 0 in first + second
+        assert max(map(max, run["tokens"])) <= BUDGET
+        assert run["did"]["padded"] == 0
 
 
-@pytest.mark.some(3)
+def check_steps(run: dict[str, Any]) -> None:
+    (losses, weights), (wanted, wanted_weights) = run["run"], run["alone"]
+    assert losses == pytest.approx(wanted, rel=1e-5)
+    assert torch.allclose(weights, wanted_weights, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.some(1)
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["finish", "own loss", "ready-made", "no packs"])
-def test_steps_are_those_of_one_process(case: str) -> None:
-    for run in run_ranks(run_case, 2, case):
-        (losses, weights), (wanted, wanted_weights) = run["run"], run["alone"]
-        assert losses == pytest.approx(wanted, rel=1e-5)
-        assert torch.allclose(weights, wanted_weights, rtol=1e-5, atol=1e-6)
-        steps, epochs = run["steps"], run["epochs"]
-        of_first = [
-            text for step, epoch in zip(steps, epochs, strict=True) if epoch <= 1.0 for text in step
-        ]
-        assert Counter(of_first) == Counter(run["texts"]) and 1.0 in epochs
-        assert epochs == sorted(epochs) and epochs[-1] > 1.5
-        first, second = run["microbatches"]
-        assert len(first) == len(second)
-        assert run["did"]["applied"] > 0 and run["did"]["dropped_samples"] == 0
-        if case == "finish":
-            assert 0 in first + second
-            assert max(map(max, run["tokens"])) <= BUDGET
-            assert run["did"]["padded"] == 0
-
-
-def resumed_packs(ends: str) -> dict[Any, Any]:
+@pytest.mark.parametrize("ends", ["finish", "drop_last"])
+@on_ranks(2)
+def test_packs_go_on_in_an_epoch_and_where_one_ended(ends: str) -> None:
     """A whole run; then one that goes on in an epoch, where one ended, and one without packs."""
     given: dict[str, Any] = {
         "max_steps": 9,
@@ -228,52 +233,36 @@ def resumed_packs(ends: str) -> dict[Any, Any]:
     with shared_folder() as folder:
         whole = run(f"{folder}/0")
         ended = sum(epoch <= 1.0 for epoch in whole["epochs"])
-        found: dict[Any, Any] = {"whole": whole, "ended": ended}
-        for stop in (ended - 2, ended):
-            checkpoint = f"{folder}/0/checkpoint-{stop}"
-            found[stop] = run(f"{folder}/{stop}", resume_from_checkpoint=checkpoint)
+        again, within = (
+            run(f"{folder}/{stop}", resume_from_checkpoint=f"{folder}/0/checkpoint-{stop}")
+            for stop in (ended, ended - 2)
+        )
         other = make_trainer(f"{folder}/other", "qwen2", balanced=True, **given)
-        refused = raised_by(other.train, resume_from_checkpoint=f"{folder}/0/checkpoint-1")
-    return found | {"refused": refused[1]}
-
-
-@pytest.mark.some(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("ends", ["finish", "drop_last"])
-def test_packs_go_on_in_an_epoch_and_where_one_ended(ends: str) -> None:
-    for run in run_ranks(resumed_packs, 2, ends):
-        whole, ended = run["whole"], run["ended"]
-        assert 2 < ended < len(whole["losses"]) == 9
-        assert (whole["epochs"][ended - 1] == 1.0) == (ends == "finish")
-        again = run[ended]
-        assert again["losses"] == whole["losses"] and again["epochs"] == whole["epochs"]
-        assert torch.equal(again["weights"], whole["weights"])  # bit for bit
-        # In an epoch, the samples that are left are dealt anew: none is lost or repeated.
-        before = [text for _, step, text in whole["texts"] if step < ended - 2]
-        after = [text for is_first, _, text in run[ended - 2]["texts"] if is_first]
-        texts = Counter(before + after)
-        assert set(texts.values()) == {1} and before and after
-        if ends == "finish":
-            assert texts == Counter(texts_of(Uneven()))
-        epochs = run[ended - 2]["epochs"]
-        assert len(epochs) == 9 and epochs == sorted(epochs) and epochs[-1] > 1.0
-        assert "written with packs of unknown number" in run["refused"]
-
-
-def packs_of_one_process(kind: str) -> dict[str, Any]:
-    balance = {"cost": COST, "pack": BUDGET}
-    given: dict[str, Any] = {"max_steps": 3, "dataset": Uneven(), "balance": balance}
-    with shared_folder() as folder:
-        found = trained(kind, folder, **given)
-        forever = make_trainer(folder, kind, balanced=True, **(given | {"max_steps": -1}))
-        return found | {"forever": raised_by(forever.train)[1]}
+        refused = raised_by(other.train, resume_from_checkpoint=f"{folder}/0/checkpoint-1")[1]
+    assert 2 < ended < len(whole["losses"]) == 9
+    assert (whole["epochs"][ended - 1] == 1.0) == (ends == "finish")
+    assert again["losses"] == whole["losses"] and again["epochs"] == whole["epochs"]
+    assert torch.equal(again["weights"], whole["weights"])  # bit for bit
+    # In an epoch, the samples that are left are dealt anew: none is lost or repeated.
+    before = [text for _, step, text in whole["texts"] if step < ended - 2]
+    after = [text for is_first, _, text in within["texts"] if is_first]
+    texts = Counter(before + after)
+    assert set(texts.values()) == {1} and before and after
+    if ends == "finish":
+        assert texts == Counter(texts_of(Uneven()))
+    epochs = within["epochs"]
+    assert len(epochs) == 9 and epochs == sorted(epochs) and epochs[-1] > 1.0
+    assert "written with packs of unknown number" in refused
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3_next"])  # the other has gated delta layers
+@on_ranks(1)
 def test_one_process_packs_too_and_must_know_when_to_stop(kind: str) -> None:
-    (run,) = run_ranks(packs_of_one_process, 1, kind)
-    (losses, weights), (wanted, wanted_weights) = run["run"], run["alone"]
-    assert losses == pytest.approx(wanted, rel=1e-5)
-    assert torch.allclose(weights, wanted_weights, rtol=1e-5, atol=1e-6)
+    balance = {"cost": COST, "pack": BUDGET}
+    given: dict[str, Any] = {"max_steps": 3, "dataset": Uneven(), "balance": balance}
+    with shared_folder() as folder:
+        run = trained(kind, folder, **given)
+        forever = make_trainer(folder, kind, balanced=True, **(given | {"max_steps": -1}))
+        assert "max_steps=-1 with BalanceConfig(pack=..)" in raised_by(forever.train)[1]
+    check_steps(run)
     assert max(run["microbatches"][0]) > 1 and run["replaced"] == []
-    assert "max_steps=-1 with BalanceConfig(pack=..)" in run["forever"]
