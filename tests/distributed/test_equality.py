@@ -76,24 +76,16 @@ def train_everywhere(layouts: Layouts, batches: dict[str, Batch], every: int = 1
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world_size", "every"),
-    [(3, 3), *(pytest.param(n, 1, marks=pytest.mark.stress) for n in (2, 3, 4, 6, 8))],
+    ("world_size", "every", "num_random"),
+    [(3, 3, 1), *(pytest.param(n, 1, 60, marks=pytest.mark.stress) for n in LAYOUTS)],
 )
-def test_loss_and_gradients_equal_one_process(world_size: int, every: int) -> None:
-    layouts = LAYOUTS[world_size]
-    batches = all_batches(world_size, num_random=1)
-    compared = run_ranks(train_everywhere, world_size, layouts, batches, every)
+def test_loss_and_gradients_equal_one_process(world_size: int, every: int, num_random: int) -> None:
+    layouts, batches = LAYOUTS[world_size], all_batches(world_size, num_random)
+    compared = run_ranks(train_everywhere, world_size, layouts, batches, every, timeout_s=1500.0)
     places = [n % every for n in range(len(batches))]
     assert compared[0] == sum(
         len(specs[place::every]) for place in places for specs in layouts.values()
     )
-
-
-@pytest.mark.stress
-@pytest.mark.parametrize("world_size", LAYOUTS)
-def test_loss_and_gradients_equal_one_process_at_length(world_size: int) -> None:
-    batches = all_batches(world_size, num_random=60)
-    run_ranks(train_everywhere, world_size, LAYOUTS[world_size], batches, timeout_s=1500.0)
 
 
 def errors_in_bf16(topology: str, num_batches: int, is_sharded: bool) -> tuple[float, float]:

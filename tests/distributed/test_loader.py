@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from bascule.comm import items
 from bascule.data.steps import Ends
@@ -86,8 +86,7 @@ def peers() -> dict[str, Any]:
         records = []
         for batch in loader:
             records.append(note(batch))
-            for sample in batch.data or []:
-                i = int(sample["id"])
+            for i, sample in zip(records[-1].ids, batch.data or [], strict=True):
                 assert same(sample, sample_of(i, 20 + i % 7))
             first = PER_RANK * index + 10 * batch.step
             last = first + (1 + 3 * index if batch.step < 4 + 2 * index else 0)
@@ -117,24 +116,11 @@ def test_peers_on_another_axis_of_the_mesh_get_the_same_batches() -> None:
     assert "ConfigError" in classes and "('dp', 'tp')" in text
 
 
-class Numbered(Dataset[Any]):
-    """A map-style dataset of samples of `sample_of`."""
-
-    def __init__(self, ids: list[int]) -> None:
-        self.ids = ids
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, place: int) -> dict[str, Any]:
-        sample_id = self.ids[place]
-        return sample_of(sample_id, 1 + sample_id * 7919 % 60)
-
-
 def with_workers() -> list[list[Record]]:
     allow_workers()
     rank = dist.get_rank()
-    data = Numbered(list(range(PER_RANK * rank, PER_RANK * rank + 13 + 4 * rank)))
+    ids = range(PER_RANK * rank, PER_RANK * rank + 13 + 4 * rank)
+    data: Any = [sample_of(i, 1 + i * 7919 % 60) for i in ids]
     runs = []
     for num_workers in (0, 2):
         torch.manual_seed(rank)
@@ -233,13 +219,14 @@ def test_samples_move_where_it_pays_which_all_ranks_count() -> None:
         assert sums[0] == sums[1] and (sums[0] > 0) == moved
 
 
-def measured() -> float:
+@on_ranks(3)
+def test_the_slowest_rank_says_how_fast_an_exchange_is() -> None:
     """On a clock that ticks once a look: a thousandth of a second, on one rank a whole one."""
-    tick = (0.001, 1.0, 0.001)[dist.get_rank()]
-    ticks = itertools.count()
+    tick, ticks = (0.001, 1.0, 0.001)[dist.get_rank()], itertools.count()
     clock = SimpleNamespace(perf_counter=lambda: next(ticks) * tick)
     with mock.patch.object(items, "time", clock):
-        return items.measure_exchange(loader_of(None).ranks.group).byte_s
+        speed = items.measure_exchange(loader_of(None).ranks.group)
+    assert speed.byte_s == 2.0**-20  # a second for a mebibyte
 
 
 SECONDS = PolynomialCost(0.0, 1e-4, 0.0)
@@ -274,10 +261,6 @@ def test_a_new_cost_takes_effect_on_all_ranks_at_the_same_step() -> None:
     assert tokens[1] <= 70 and len(one) == 12
 
 
-def unlike_new_costs() -> tuple[list[str], str]:
-    return heard_by(new_costs, False)
-
-
 def test_unlike_new_costs_are_refused_on_all_ranks_alike() -> None:
-    one, other = run_ranks(unlike_new_costs, 2, timeout_s=20.0)
+    one, other = run_ranks(heard_by, 2, new_costs, False, timeout_s=20.0)
     assert one == other and "cost" in one[1] and "disagree" in one[1]

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -20,7 +20,7 @@ from bascule.data.loader import BalancedLoader
 from bascule.data.packs import Pack, collate_padded, unpack
 from tests.helpers.inference_cases import Gradients, in_float64, worst
 from tests.helpers.loader_cases import COST, FAST, loader_with
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import on_ranks
 from tests.helpers.trainer_runs import make_model as make_llama
 from tests.helpers.vlm_models import IMAGE, TEXT
 
@@ -103,13 +103,9 @@ def any_res_samples(model: Any) -> list[Sample]:
     return samples
 
 
-def with_images() -> tuple[float, float, float]:
-    """The error of the loss, the worst of a gradient, and the samples that moved."""
-    with in_float64(F64):
-        return trained_on_images()
-
-
-def trained_on_images() -> tuple[float, float, float]:
+@on_ranks(2)
+@in_float64(F64)
+def test_images_of_any_resolution_train_in_padded_batches() -> None:
     rank, model, whole = dist.get_rank(), llava_onevision(), llava_onevision()
     with torch.no_grad():
         samples = any_res_samples(model)
@@ -125,26 +121,13 @@ def trained_on_images() -> tuple[float, float, float]:
     (batch,) = loader_of([mine], collate_fn=collate_padded)
     loss = model(**batch.data).loss * batch.loss_scale
     loss.backward()
-    return compared(model, float(loss.detach()), wanted, grads, num_moved=batch.verdict.applied)
-
-
-def compared(
-    model: nn.Module, loss: float, wanted: float, grads: Gradients, num_moved: int
-) -> tuple[float, float, float]:
-    """Of a rank's loss and gradients, averaged over all ranks, against those of one process."""
-    numbers = torch.tensor(loss, dtype=F64)
-    dist.all_reduce(numbers)
     for parameter in model.parameters():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()
-    return abs(float(numbers) / dist.get_world_size() - wanted), worst(model, grads), num_moved
-
-
-def test_images_of_any_resolution_train_in_padded_batches() -> None:
-    for loss_error, error, num_moved in run_ranks(with_images, 2):
-        assert loss_error < 1e-12 and error <= 1.0 and num_moved
+        parameter.grad /= 2
+    assert abs(mean_over(dist.group.WORLD, loss) - wanted) < 1e-12
+    assert worst(model, grads) <= 1.0 and batch.verdict.applied
 
 
 # --- tensor parallelism ---------------------------------------------------------------------------
@@ -167,46 +150,39 @@ def texts(index: int, num_steps: int) -> list[list[Sample]]:
     return made
 
 
-def beside_tensor_parallelism() -> list[tuple[float, float]]:
+@on_ranks(4)
+@in_float64(F64)
+def test_a_model_split_by_tensor_parallelism() -> None:
     """Llama, of which pairs of ranks share layers and FSDP2 shards over the pairs."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    with in_float64(F64):
-        model, whole = make_llama("llama").double(), make_llama("llama").double()
-        for block in model.model.layers:
-            for part in (block.self_attn, block.mlp):
-                plan = {key: one for key, one in TENSOR_PLAN.items() if hasattr(part, key)}
-                parallelize_module(part, mesh["tensor"], plan)
-            fully_shard(block, mesh=mesh["data"])
-        fully_shard(model, mesh=mesh["data"])
+    model, whole = make_llama("llama").double(), make_llama("llama").double()
+    for block in model.model.layers:
+        for part in (block.self_attn, block.mlp):
+            plan = {key: one for key, one in TENSOR_PLAN.items() if hasattr(part, key)}
+            parallelize_module(part, mesh["tensor"], plan)
+        fully_shard(block, mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
 
-        def loss_of(sample: Sample) -> Tensor:
-            return whole(**{name: x[None] for name, x in sample.items()}).loss
+    def loss_of(sample: Sample) -> Tensor:
+        return whole(**{name: x[None] for name, x in sample.items()}).loss
 
-        steps = [[*one, *two] for one, two in zip(texts(0, 3), texts(1, 3), strict=True)]
-        mine = texts(mesh.get_local_rank("data"), 3)
-        loader = loader_of(mine, mesh_or_group=mesh, axis="data", collate_fn=collate_padded)
-        errors: list[tuple[float, float]] = []
-        for batch, samples in zip(loader, steps, strict=True):
-            model.zero_grad()
-            whole.zero_grad()
-            wanted, grads = alone(whole, samples, loss_of)
-            loss = model(**batch.data).loss * batch.loss_scale
-            loss.backward()
-            assert batch.verdict.applied
-            errors.append((worst(model, grads), mean_over(mesh["data"], loss) - wanted))
-    return errors
+    steps = [[*one, *two] for one, two in zip(texts(0, 3), texts(1, 3), strict=True)]
+    mine = texts(mesh.get_local_rank("data"), 3)
+    loader = loader_of(mine, mesh_or_group=mesh, axis="data", collate_fn=collate_padded)
+    for batch, samples in zip(loader, steps, strict=True):
+        model.zero_grad()
+        whole.zero_grad()
+        wanted, grads = alone(whole, samples, loss_of)
+        loss = model(**batch.data).loss * batch.loss_scale
+        loss.backward()
+        assert batch.verdict.applied and worst(model, grads) <= 1.0
+        assert abs(mean_over(mesh["data"].get_group(), loss) - wanted) < 1e-12
 
 
-def mean_over(mesh: DeviceMesh, loss: Tensor) -> float:
+def mean_over(group: Any, loss: Tensor) -> float:
     number = loss.detach().clone()
-    dist.all_reduce(number, group=mesh.get_group())
-    return float(number) / mesh.size()
-
-
-def test_a_model_split_by_tensor_parallelism() -> None:
-    for errors in run_ranks(beside_tensor_parallelism, 4):
-        assert len(errors) == 3
-        assert all(error <= 1.0 and abs(loss_error) < 1e-12 for error, loss_error in errors)
+    dist.all_reduce(number, group=group)
+    return float(number) / dist.get_world_size(group)
 
 
 # --- a pipeline -----------------------------------------------------------------------------------
@@ -238,7 +214,8 @@ def stages() -> nn.ModuleList:
     return nn.ModuleList(Stage(index) for index in range(2))
 
 
-def beside_a_pipeline() -> dict[str, list[float]]:
+@on_ranks(4)
+def test_a_model_split_into_the_stages_of_a_pipeline() -> None:
     """Packs of a fixed size are the microbatches of torch's schedule."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stage"))
     index, data = mesh.get_local_rank("stage"), mesh["data"].get_group()
@@ -259,7 +236,7 @@ def beside_a_pipeline() -> dict[str, list[float]]:
     mine = [sample for step in texts(rank, 40 if rank else 8) for sample in step]
     pack = Pack(tokens=NUM_TOKENS, fixed=True)
     options = {"mesh_or_group": mesh, "axis": "data", "accumulate": NUM_PACKS, "pack": pack}
-    errors: dict[str, list[float]] = {"loss": [], "gradients": [], "samples": [], "moved": []}
+    num_steps = num_moved = 0
     batches: list[Any] = []
     for batch in loader_of(mine, **options):  # pyright: ignore[reportArgumentType]
         batches.append(batch)
@@ -284,20 +261,11 @@ def beside_a_pipeline() -> dict[str, list[float]]:
             assert parameter.grad is not None
             dist.all_reduce(parameter.grad, group=data)
             parameter.grad /= 2
-        errors["gradients"].append(worst(own, of_stage))
-        errors["samples"].append(sum(map(len, samples)))
-        errors["moved"].append(batches[0].verdict.applied)
+        assert worst(own, of_stage) <= 1.0
         if index:
-            loss = mean_over(mesh["data"], torch.stack(losses).mean())
-            errors["loss"].append(loss - wanted)
+            assert abs(mean_over(data, torch.stack(losses).mean()) - wanted) < 1e-12
+        num_steps, num_moved = num_steps + 1, num_moved + batches[0].verdict.applied
         batches = []
         own.zero_grad()
         whole.zero_grad()
-    return errors
-
-
-def test_a_model_split_into_the_stages_of_a_pipeline() -> None:
-    for rank, errors in enumerate(run_ranks(beside_a_pipeline, 4)):
-        assert len(errors["gradients"]) > 1 and max(errors["gradients"]) <= 1.0
-        assert max(map(abs, errors["loss"]), default=0.0) < 1e-12
-        assert bool(errors["loss"]) == bool(rank % 2) and any(errors["moved"])
+    assert num_steps > 1 and num_moved

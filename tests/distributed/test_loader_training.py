@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.helpers.loader_cases import COST, FAST, TIMEOUT_S, Schedule, loader_with, sample_of
+from tests.helpers.loader_cases import TIMEOUT_S, Schedule, loader_of, sample_of
 from tests.helpers.ranks import run_ranks
 
 
@@ -66,16 +66,12 @@ def train(schedule: Schedule, by_token: bool) -> float:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     model, alone = Tiny(), Tiny()
     lists = schedule.lists(rank)
-    loader = loader_with(
+    loader = loader_of(
         lists and [[sample_of(*one) for one in group] for group in lists],
-        cost=COST,
         accumulate=schedule.accumulate,
         sync=schedule.sync,
         ends=schedule.ends,
-        min_gain=0.0,
-        bytes_per_s=FAST,
         timeout_s=TIMEOUT_S,
-        collate_fn=list,
         weight_fn=(lambda sample: len(sample["input_ids"]) - 1) if by_token else None,
     )
     worst, num_moved, done, steps = 0.0, 0, 0, schedule.steps()
