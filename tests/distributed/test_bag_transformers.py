@@ -4,7 +4,7 @@ The reference is torch's attention in transformers, one sequence at a time. Norm
 rotations of transformers round to float32, whatever the dtype of the model.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -25,7 +25,7 @@ from bascule.attention import AttentionMesh, SequenceLayout, gather, split
 from bascule.transformers import call_packed, context_parallel, register_attention
 from tests.helpers.cases import COST
 from tests.helpers.inference_cases import make_mesh
-from tests.helpers.ranks import on_ranks, raised_by, run_ranks
+from tests.helpers.ranks import on_ranks, raised_by
 
 VOCABULARY = 19
 SIZES: dict[str, Any] = {
@@ -38,9 +38,8 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
-NEAR: dict[
-    str, dict[str, Any]
-] = {  # what is not plain: windows, chunks, caps, sinks, unlike widths
+# What is not plain: windows, chunks, caps, sinks, unlike widths.
+NEAR: dict[str, dict[str, Any]] = {
     "Mistral": {"sliding_window": 6},
     "Gemma2": {"sliding_window": 6, "attn_logit_softcapping": 0.2, "head_dim": 4},
     "GptOss": {"sliding_window": 6, "head_dim": 4, "num_local_experts": 4, **EXPERTS},
@@ -194,37 +193,6 @@ def test_gradients_are_those_of_each_sequence_alone(world_size: int) -> None:
 DOCUMENTS = [3, 7, 1, 12, 2, 9]  # whichever ranks have them
 
 
-def documents_over_ranks(cases: Sequence[tuple[str, int]]) -> None:
-    """Compare kinds of attention, each with a ring of so many ranks."""
-    ids, grad = torch.arange(sum(DOCUMENTS))[None] % VOCABULARY, torch.Generator().manual_seed(1)
-    places = torch.cat([torch.arange(one) for one in DOCUMENTS])[None]
-    size = dist.get_world_size()
-    for kind, ring in cases:
-        mesh = AttentionMesh.of(make_mesh(ring, size // ring))
-        attention, error = OVER_RANKS[kind]
-        model: Any = make(kind, attention).eval()
-        alone = [
-            model(own, position_ids=torch.arange(own.shape[1])[None])
-            for own in ids.split(DOCUMENTS, 1)
-        ]
-        wanted = torch.cat(alone, 1)
-        if (kind, ring) == ("OPT", 1):  # positions tell documents apart outside of graphs
-            model.model.compile(backend="aot_eager")
-        layout = SequenceLayout((ids.shape[1],), *mesh.degrees, zigzag=ring == size)
-        own, own_places = (split(x, mesh, layout, 1) for x in (ids, places))
-        with context_parallel(model.model, mesh, layout):
-            logits = model(own, position_ids=own_places, use_cache=False)
-        logits = gather(logits, mesh, layout, 1)
-        torch.testing.assert_close(logits, wanted, rtol=error, atol=error)
-        factors = torch.randn(wanted.shape, generator=grad, dtype=torch.float64)
-        pairs = (
-            torch.autograd.grad(x, list(model.parameters()), factors) for x in (logits, wanted)
-        )
-        for got, want in zip(*pairs, strict=True):
-            dist.all_reduce(got)
-            torch.testing.assert_close(got / size, want, rtol=error, atol=error)
-
-
 @pytest.mark.parametrize(
     ("world_size", "pairs"),
     [
@@ -236,10 +204,37 @@ def documents_over_ranks(cases: Sequence[tuple[str, int]]) -> None:
         ),
     ],
 )
+@on_ranks(lambda world_size, pairs: world_size)
 def test_documents_cut_between_ranks_are_as_alone(
     world_size: int, pairs: list[tuple[str, int]]
 ) -> None:
-    run_ranks(documents_over_ranks, world_size, pairs)
+    """Kinds of attention, each with a ring of so many ranks."""
+    ids, grad = torch.arange(sum(DOCUMENTS))[None] % VOCABULARY, torch.Generator().manual_seed(1)
+    places = torch.cat([torch.arange(one) for one in DOCUMENTS])[None]
+    for kind, ring in pairs:
+        mesh = AttentionMesh.of(make_mesh(ring, world_size // ring))
+        attention, error = OVER_RANKS[kind]
+        model: Any = make(kind, attention).eval()
+        alone = [
+            model(own, position_ids=torch.arange(own.shape[1])[None])
+            for own in ids.split(DOCUMENTS, 1)
+        ]
+        wanted = torch.cat(alone, 1)
+        if (kind, ring) == ("OPT", 1):  # positions tell documents apart outside of graphs
+            model.model.compile(backend="aot_eager")
+        layout = SequenceLayout((ids.shape[1],), *mesh.degrees, zigzag=ring == world_size)
+        own, own_places = (split(x, mesh, layout, 1) for x in (ids, places))
+        with context_parallel(model.model, mesh, layout):
+            logits = model(own, position_ids=own_places, use_cache=False)
+        logits = gather(logits, mesh, layout, 1)
+        torch.testing.assert_close(logits, wanted, rtol=error, atol=error)
+        factors = torch.randn(wanted.shape, generator=grad, dtype=torch.float64)
+        grads = [
+            torch.autograd.grad(x, list(model.parameters()), factors) for x in (logits, wanted)
+        ]
+        for got, want in zip(*grads, strict=True):
+            dist.all_reduce(got)
+            torch.testing.assert_close(got / world_size, want, rtol=error, atol=error)
 
 
 @on_ranks(2)

@@ -30,7 +30,7 @@ from bascule.transformers import (
 from bascule.transformers.trainer import check_packs
 from tests.helpers.cases import COST
 from tests.helpers.inference_cases import make_mesh
-from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.ranks import on_ranks, raised_by, run_ranks
 
 LENS = [23, 14]
 WINDOW = 8
@@ -203,40 +203,32 @@ def test_families(way: str, expected: dict[str, str]) -> None:
             assert words in answers[name], answers[name]
 
 
-def calls_of_llama() -> list[str]:
+@on_ranks(2)
+def test_positions_and_a_comparison_are_asked_for() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model = build(LlamaForCausalLM, LlamaConfig, "sdpa")
     mesh = AttentionMesh.of(make_mesh(1, 2))
     ids = torch.ones(1, 5, dtype=torch.int64)
 
-    def within(scope: Any) -> None:
+    rank, places, mask = dist.get_rank(), torch.arange(5)[None], torch.arange(5)[None] > 0
+
+    def call(scope: Any, **given: Any) -> None:
         with scope:
-            model(ids)
+            model(ids, **given)
 
-    def misplaced() -> None:
-        with context_parallel(model, mesh):
-            model(ids, position_ids=torch.arange(5)[None] + dist.get_rank(), use_cache=False)
-
-    def padded() -> None:
-        positions, mask = torch.arange(5)[None] + 5 * dist.get_rank(), torch.arange(5)[None] > 0
-        with context_parallel(model, mesh):
-            model(ids, position_ids=positions, attention_mask=mask, use_cache=False)
-
-    scopes = bascule.context_parallel(mesh), context_parallel(model, mesh)
-    texts = [str(raised_by(within, scope)) for scope in scopes]
-    texts += [str(raised_by(misplaced)), str(raised_by(padded))]
-    return [*texts, model.config._attn_implementation]
-
-
-def test_positions_and_a_comparison_are_asked_for() -> None:
-    answers = run_ranks(calls_of_llama, 2)
-    for undeclared, without_positions, misplaced, padded, after in answers:
-        assert "enter bascule.transformers.context_parallel(model, mesh)" in undeclared
-        assert "without position_ids would count this rank's tokens from 0" in without_positions
-        assert "position_ids are not those of one sequence from 0" in misplaced
-        assert "with a mask" in padded
-        assert after == "sdpa"
+    undeclared = bascule.context_parallel(mesh)
+    ours, bare = partial(context_parallel, model, mesh), {"use_cache": False}
+    misplaced = bare | {"position_ids": places + rank}
+    padded = bare | {"position_ids": places + 5 * rank, "attention_mask": mask}
+    for words, scope, given in (
+        ("enter bascule.transformers.context_parallel(model, mesh)", undeclared, {}),
+        ("without position_ids would count this rank's tokens from 0", ours(), {}),
+        ("position_ids are not those of one sequence from 0", ours(), misplaced),
+        ("with a mask", ours(), padded),
+    ):
+        assert words in raised_by(call, scope, **given)[1]
+    assert model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.stress

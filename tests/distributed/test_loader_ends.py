@@ -11,14 +11,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from bascule.data import prefetch
-from bascule.data.steps import Batch
 from bascule.errors import ConfigError
 from tests.helpers.loader_cases import PER_RANK, loader_of, loader_threads, sample_of
+from tests.helpers.loader_checks import ids_of
 from tests.helpers.ranks import on_ranks, run_ranks
-
-
-def ids_of(batch: Batch) -> list[int]:
-    return [] if batch.is_padding else [int(sample["id"]) for sample in batch.data or []]
 
 
 def left_over() -> list[tuple[list[int], int]]:
@@ -64,11 +60,9 @@ def two_loaders() -> list[Any]:
     rank = dist.get_rank()
 
     def lists(first: int, num: int) -> list[list[dict[str, Any]]]:
-        return [
-            [sample_of(first + PER_RANK * rank + 2 * k + j, 4 + (k * 7 + rank * 9) % 30)
-             for j in range(2)]
-            for k in range(num)
-        ]  # fmt: skip
+        ids = [first + PER_RANK * rank + k for k in range(2 * num)]
+        made = [sample_of(i, 4 + (k // 2 * 7 + rank * 9) % 30) for k, i in enumerate(ids)]
+        return [made[k : k + 2] for k in range(0, 2 * num, 2)]
 
     training = loader_of(lists(0, 6 + rank), ends="finish", prefetch=4)
     validation = loader_of(lists(50_000, 3 - rank), ends="pad_empty", prefetch=4)
@@ -101,13 +95,8 @@ def test_training_and_validation_alternate_and_overlap() -> None:
     for k, (kind, _, step, _) in enumerate(of_rank[0]):
         ids = sorted(i for seen in of_rank for i in seen[k][3])
         first, num = (0, (6, 7)) if kind == "training" else (50_000, (3, 2))
-        expected = [
-            first + PER_RANK * rank + 2 * step + j
-            for rank in range(2)
-            if step < num[rank]
-            for j in range(2)
-        ]
-        assert ids == expected, (kind, step)
+        starts = [first + PER_RANK * rank + 2 * step for rank in range(2) if step < num[rank]]
+        assert ids == [start + j for start in starts for j in range(2)], (kind, step)
 
 
 @on_ranks(2)
@@ -125,11 +114,8 @@ def bounded() -> list[tuple[int, int]]:
     """Steps wait for room in `max_bytes_in_flight`; a rank that gets none does not."""
     rank = dist.get_rank()
     num_bytes = 40_000
-    lists = [
-        [{"id": torch.tensor(PER_RANK * rank + k), "input_ids": torch.zeros(9), "big": torch.zeros(
-            num_bytes // 4)}]
-        for k in range(8)
-    ]  # fmt: skip
+    sample = {"input_ids": torch.zeros(9), "big": torch.zeros(num_bytes // 4)}
+    lists = [[sample | {"id": PER_RANK * rank + k}] for k in range(8)]
     loader = loader_of(
         lists if rank == 0 else None,
         batch_size=4,
@@ -149,13 +135,10 @@ def test_bytes_in_flight_are_bounded_without_a_deadlock() -> None:
     assert sorted(of_rank[0] + of_rank[1]) == list(range(8)) and of_rank[1]
 
 
-def made_ahead() -> list[int]:
-    """How many steps were loaded while the first one is used, at 1 to 3 steps ahead.
-
-    The thread is told of the room for another one, rather than finds it at its next look.
-    """
+@on_ranks(1)
+def test_as_many_steps_are_made_ahead_as_were_asked_for() -> None:
+    """The thread is told of the room for another one, rather than finds it at its next look."""
     prefetch._LOOK_S = 1000.0  # pyright: ignore[reportPrivateUsage]
-    counts: list[int] = []
     for ahead in (1, 2, 3):
         loaded: list[int] = []
 
@@ -171,15 +154,11 @@ def made_ahead() -> list[int]:
             while len(loaded) < 1 + ahead and time.monotonic() < deadline:
                 time.sleep(0.01)
             time.sleep(0.2)  # one more would come at once, most of the time
-            counts.append(len(loaded))
-    return counts
+            assert len(loaded) == 1 + ahead
 
 
-def test_as_many_steps_are_made_ahead_as_were_asked_for() -> None:
-    assert run_ranks(made_ahead, 1) == [[2, 3, 4]]
-
-
-def an_older_iteration() -> list[Any]:
+@on_ranks(1)
+def test_an_older_iteration_ends_without_the_newer_one() -> None:
     """It is dropped when the next one of the same loader is under way."""
     training = loader_of([[sample_of(k, 4)] for k in range(6)], ends="finish")
     older: Any = iter(training)
@@ -190,6 +169,7 @@ def an_older_iteration() -> list[Any]:
     with pytest.raises(ConfigError):  # the newer one goes on
         training.load_state_dict(training.state_dict())
     seen += [ids_of(batch) for batch in newer]
+    assert seen == [[0], [0], [1], [2], [3], [4], [5]]
     assert not loader_threads() and training.metrics()["dropped_samples"] == 0
     training.load_state_dict(training.state_dict())
     # What a `with` leaves to its end, a loop behind it does not.
@@ -199,8 +179,3 @@ def an_older_iteration() -> list[Any]:
     for _ in training:
         break
     assert not loader_threads()
-    return seen
-
-
-def test_an_older_iteration_ends_without_the_newer_one() -> None:
-    assert run_ranks(an_older_iteration, 1) == [[[0], [0], [1], [2], [3], [4], [5]]]

@@ -40,7 +40,7 @@ from tests.helpers.loader_cases import (
     sample_of,
 )
 from tests.helpers.loader_checks import await_word, tell
-from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
+from tests.helpers.ranks import on_ranks, raised_by, run_ranks, run_to_the_end
 
 BAD_RANK = 1
 
@@ -373,10 +373,10 @@ def test_an_error_of_one_rank_ends_all_at_once() -> None:
         assert ends[0].text == ends[2].text, ends
 
 
-def unlike_speeds() -> list[list[int]]:
+@on_ranks(2)
+def test_leaving_alike_at_unlike_moments_is_no_error() -> None:
     """All leave alike, one long before the other; nothing that is due is taken away."""
     hurry()
-    runs: list[list[int]] = []
     for stop, slow in itertools.product((0, 1, 4), (0, 1)):
         seen: list[int] = []
         for batch in without_end(prefetch=4):
@@ -386,14 +386,8 @@ def unlike_speeds() -> list[list[int]]:
             if batch.step == stop:
                 break
         tell(f"unlike speeds {stop} {slow}")
-        runs.append(seen)
+        assert seen == [*range(stop + 1)]
     assert loader_threads() == []
-    return runs
-
-
-def test_leaving_alike_at_unlike_moments_is_no_error() -> None:
-    for runs in run_ranks(unlike_speeds, 2):
-        assert runs == [list(range(stop + 1)) for stop in (0, 1, 4) for _ in range(2)]
 
 
 def behind(has_reason: bool, end: End) -> None:

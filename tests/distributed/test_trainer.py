@@ -39,56 +39,29 @@ from tests.helpers.trainer_runs import (
 pytest.importorskip("transformers")
 
 
-def both_runs(kind: str, accumulate: int) -> dict[str, Any]:
-    with shared_folder() as folder:
-        given = {"gradient_accumulation_steps": accumulate}
-        plain = train(make_trainer(folder, kind, balanced=False, **given))
-        trainer = make_trainer(folder, kind, balanced=True, **given)
-        balanced = train(trainer)
-        did = trainer.balanced_loader.metrics()
-        logged = [entry for entry in trainer.state.log_history if "loss" in entry][-1]
-        return {"plain": plain, "balanced": balanced, "did": did, "logged": logged}
-
-
 @pytest.mark.some(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("kind", ["qwen2", "scorer"])
+@on_ranks(2)
 def test_trains_like_the_trainer(kind: str, accumulate: int) -> None:
-    for run in run_ranks(both_runs, 2, kind, accumulate):
-        (losses, epochs, weights), (ours, our_epochs, our_weights) = run["plain"], run["balanced"]
-        assert len(losses) == 16 // accumulate
-        assert ours == pytest.approx(losses, rel=1e-5)
-        assert our_epochs == pytest.approx(epochs)
-        assert torch.allclose(our_weights, weights, rtol=1e-5, atol=1e-6)
-        assert run["did"]["applied"] > 0.7 * run["did"]["steps"]
-        assert run["did"]["predicted_after"] < 0.8 * run["did"]["predicted_before"]
-        logged, gain = run["logged"], run["did"]["predicted_before"] / run["did"]["predicted_after"]
-        assert logged["bascule_predicted_gain"] == pytest.approx(gain)
-        assert logged["bascule_moved_bytes"] == run["did"]["sent_bytes"]
-        assert 1.0 <= logged["bascule_imbalance"] < 1.5
-
-
-def resumed(kind: str, stops: list[int], given: dict[str, Any]) -> dict[str, Any]:
-    """A whole run, and one that is stopped after these steps and goes on from checkpoints."""
-    given = {
-        "gradient_accumulation_steps": 2,
-        "train_sampling_strategy": "random",
-        "num_samples": 43,
-        "optim": "adamw_torch",
-        "learning_rate": 1e-2,
-        "save_strategy": "steps",
-        "save_steps": 1,
-    } | given
+    given = {"gradient_accumulation_steps": accumulate}
     with shared_folder() as folder:
-        whole = train(make_trainer(f"{folder}/0", kind, balanced=True, **given))
-        again = whole
-        for number, stop in enumerate(stops):
-            trainer = make_trainer(f"{folder}/{number + 1}", kind, balanced=True, **given)
-            again = train(trainer, resume_from_checkpoint=f"{folder}/{number}/checkpoint-{stop}")
-        checkpoint = Path(folder, f"{len(stops) - 1}/checkpoint-{stops[-1]}")
-        state = json.loads((checkpoint / "trainer_state.json").read_text())
-    return {"whole": whole, "again": again, "saved": state["stateful_callbacks"]["LoaderProgress"]}
+        losses, epochs, weights = train(make_trainer(folder, kind, balanced=False, **given))
+        trainer = make_trainer(folder, kind, balanced=True, **given)
+        ours, our_epochs, our_weights = train(trainer)
+    assert len(losses) == 16 // accumulate
+    assert ours == pytest.approx(losses, rel=1e-5)
+    assert our_epochs == pytest.approx(epochs)
+    assert torch.allclose(our_weights, weights, rtol=1e-5, atol=1e-6)
+    did = trainer.balanced_loader.metrics()
+    assert did["applied"] > 0.7 * did["steps"]
+    assert did["predicted_after"] < 0.8 * did["predicted_before"]
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry][-1]
+    gain = did["predicted_before"] / did["predicted_after"]
+    assert logged["bascule_predicted_gain"] == pytest.approx(gain)
+    assert logged["bascule_moved_bytes"] == did["sent_bytes"]
+    assert 1.0 <= logged["bascule_imbalance"] < 1.5
 
 
 @pytest.mark.some(2)
@@ -103,18 +76,36 @@ def resumed(kind: str, stops: list[int], given: dict[str, Any]) -> dict[str, Any
         ("scorer", [7], {"max_steps": 9, "restore_callback_states_from_checkpoint": True}, 4),
     ],
 )
+@on_ranks(2)
 def test_a_resumed_run_equals_the_whole(
     kind: str, stops: list[int], given: dict[str, Any], per_epoch: int
 ) -> None:
-    for run in run_ranks(resumed, 2, kind, stops, given):
-        (losses, epochs, weights), (ours, our_epochs, our_weights) = run["whole"], run["again"]
-        assert len(losses) == given.get("max_steps", 2 * per_epoch)
-        assert ours == losses  # bit for bit; the log of the first run comes with the checkpoint
-        assert our_epochs == pytest.approx(epochs)
-        assert torch.equal(our_weights, weights)
-        progress, last = run["saved"]["attributes"]["progress"], stops[-1] - 1
-        assert (progress["epoch"], progress["step"]) == (last // per_epoch, last % per_epoch + 1)
-        assert len(progress["history"]) == len(stops) - 1
+    """A whole run, and one that is stopped after these steps and goes on from checkpoints."""
+    given = {
+        "gradient_accumulation_steps": 2,
+        "train_sampling_strategy": "random",
+        "num_samples": 43,
+        "optim": "adamw_torch",
+        "learning_rate": 1e-2,
+        "save_strategy": "steps",
+        "save_steps": 1,
+    } | given
+    with shared_folder() as folder:
+        whole = again = train(make_trainer(f"{folder}/0", kind, balanced=True, **given))
+        for number, stop in enumerate(stops):
+            trainer = make_trainer(f"{folder}/{number + 1}", kind, balanced=True, **given)
+            again = train(trainer, resume_from_checkpoint=f"{folder}/{number}/checkpoint-{stop}")
+        checkpoint = Path(folder, f"{len(stops) - 1}/checkpoint-{stops[-1]}")
+        state = json.loads((checkpoint / "trainer_state.json").read_text())
+    (losses, epochs, weights), (ours, our_epochs, our_weights) = whole, again
+    assert len(losses) == given.get("max_steps", 2 * per_epoch)
+    assert ours == losses  # bit for bit; the log of the first run comes with the checkpoint
+    assert our_epochs == pytest.approx(epochs)
+    assert torch.equal(our_weights, weights)
+    progress = state["stateful_callbacks"]["LoaderProgress"]["attributes"]["progress"]
+    last = stops[-1] - 1
+    assert (progress["epoch"], progress["step"]) == (last // per_epoch, last % per_epoch + 1)
+    assert len(progress["history"]) == len(stops) - 1
 
 
 def known_seconds(unit: Any) -> float:
@@ -270,7 +261,10 @@ def test_the_scale_of_a_loss_ends_with_its_training_step(tmp_path: Path) -> None
     assert trainer.loss_scale == 1.0
 
 
-def with_accelerate(accumulate: int) -> dict[str, Any]:
+@pytest.mark.some(1)
+@pytest.mark.parametrize("accumulate", [1, 2])
+@on_ranks(2)
+def test_trains_with_accelerate(accumulate: int) -> None:
     """The recipe of docs/data_loader.md; stops in the middle, and goes on from a checkpoint."""
     from accelerate import Accelerator
 
@@ -323,14 +317,6 @@ def with_accelerate(accumulate: int) -> dict[str, Any]:
         alone_optimizer.zero_grad()
         expected.append(loss.item())
     pairs = zip(accelerator.unwrap_model(model).parameters(), alone.parameters(), strict=True)
-    worst = max(float((a - b).abs().max()) for a, b in pairs)
-    return {"losses": (losses, expected), "worst": worst, "applied": loader.metrics()["applied"]}
-
-
-@pytest.mark.some(1)
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_trains_with_accelerate(accumulate: int) -> None:
-    for run in run_ranks(with_accelerate, 2, accumulate):
-        losses, expected = run["losses"]
-        assert len(losses) == 8 // accumulate and losses == pytest.approx(expected, rel=1e-5)
-        assert run["worst"] < 1e-5 and run["applied"] > 0
+    assert max(float((a - b).abs().max()) for a, b in pairs) < 1e-5
+    assert len(losses) == 8 // accumulate and losses == pytest.approx(expected, rel=1e-5)
+    assert loader.metrics()["applied"] > 0

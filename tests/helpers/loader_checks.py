@@ -15,20 +15,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import (
     _get_default_store,  # pyright: ignore[reportPrivateUsage]
 )
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from bascule.data.loader import BalancedLoader
 from bascule.data.samplers import ResumableSampler
 from bascule.data.steps import Batch
-from tests.helpers.loader_cases import (
-    COST,
-    FAST,
-    TIMEOUT_S,
-    endless,
-    heard_by,
-    loader_of,
-    loader_with,
-)
+from tests.helpers.loader_cases import TIMEOUT_S, endless, heard_by, loader_of
 from tests.helpers.ranks import run_ranks, run_to_the_end
 
 Heard = tuple[list[str], str]
@@ -95,22 +87,14 @@ State = dict[str, Any]
 Delivered = list[tuple[tuple[int, int, int], list[int]]]
 
 
-class Numbers(Dataset[Any]):
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, place: int) -> dict[str, Any]:
-        return {"id": place, "input_ids": torch.zeros(1 + place * 7919 % 50, dtype=torch.int64)}
+def numbers(size: int) -> Any:
+    """A dataset of samples of unlike lengths."""
+    return [{"id": k, "input_ids": torch.zeros(1 + k * 7919 % 50).long()} for k in range(size)]
 
 
 def balanced(inner: Any, group: Any, **settings: Any) -> BalancedLoader:
-    given: dict[str, Any] = {"cost": COST, "ends": "finish", "bytes_per_s": FAST, "min_gain": 0.0}
-    return loader_with(
-        inner, mesh_or_group=group, collate_fn=list, timeout_s=TIMEOUT_S, **{**given, **settings}
-    )
+    given: dict[str, Any] = {"mesh_or_group": group, "ends": "finish", "timeout_s": TIMEOUT_S}
+    return loader_of(inner, **given | settings)
 
 
 def over(
@@ -121,13 +105,13 @@ def over(
         size, rank=dist.get_rank(group), num_ranks=dist.get_world_size(group)
     )
     inner: DataLoader[Any] = DataLoader(
-        Numbers(size), batch_size, sampler=sampler, num_workers=num_workers, collate_fn=list
+        numbers(size), batch_size, sampler=sampler, num_workers=num_workers, collate_fn=list
     )
     return balanced(inner, group, **settings)
 
 
 def ids_of(batch: Batch) -> list[int]:
-    return [] if batch.is_padding else [sample["id"] for sample in batch.data or []]
+    return [] if batch.is_padding else [int(sample["id"]) for sample in batch.data or []]
 
 
 def run(loader: BalancedLoader, stop: int | None = None) -> tuple[Delivered, list[State]]:
