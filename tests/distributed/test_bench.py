@@ -16,7 +16,7 @@ from bascule.bench.comparison import Comparison
 from bascule.bench.options import BenchOptions
 from bascule.cli import main
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
-from tests.helpers.bench import bench, summary
+from tests.helpers.bench import bench, benched
 from tests.helpers.browser import data_of
 from tests.helpers.jobs import in_a_job
 from tests.helpers.ranks import run_ranks
@@ -28,12 +28,8 @@ BF16 = ("--dtype", "bfloat16")
 
 @pytest.mark.nightly
 def test_loss_falls_and_both_curves_coincide(photos: Path, tmp_path: Path) -> None:
-    done = bench(
-        tmp_path, "--photos", str(photos), "--batch-size", "3", "--steps", "16", "--lr", "0.005"
-    )
-    assert done.returncode == 0, done.stderr
-    result = summary(tmp_path)
-    steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    options = ("--batch-size", "3", "--steps", "16", "--lr", "0.005")
+    done, result, steps = benched(tmp_path, "--photos", str(photos), *options)
     assert len(steps) == 16
     assert sum(step["plan"]["moved_tokens"] > 0 for step in steps) > 8
     assert result["balanced"]["imbalance"] < result["unbalanced"]["imbalance"]
@@ -59,18 +55,8 @@ def test_a_corrupt_photo_stops_a_strict_run(photos: Path, tmp_path: Path) -> Non
     "options", [("--checkpoint",), *(pytest.param(o, marks=pytest.mark.stress) for o in ((), BF16))]
 )
 def test_streams_with_an_idle_rank_and_a_bag(tmp_path: Path, options: tuple[str, ...]) -> None:
-    done = bench(
-        tmp_path,
-        "--data",
-        "g1b0i64f1s0,g1b3i128f1s0",
-        "--topology",
-        "g2n1",
-        "--steps",
-        "2",
-        *options,
-    )
-    assert done.returncode == 0, done.stderr
-    result = summary(tmp_path)
+    some = ("--data", "g1b0i64f1s0,g1b3i128f1s0", "--topology", "g2n1", "--steps", "2")
+    done, result, steps = benched(tmp_path, *some, *options)
     assert result["balanced"]["wir"] == pytest.approx(1.0)
     assert result["unbalanced"]["imbalance"] == pytest.approx(2.0)
     assert result["predicted_ratio"] == pytest.approx(2.0)
@@ -81,7 +67,6 @@ def test_streams_with_an_idle_rank_and_a_bag(tmp_path: Path, options: tuple[str,
     assert "compute only" in done.stdout and "one sequence alone" not in done.stdout
     assert "(FBL)" in done.stdout and "unknown" not in done.stdout
     assert result["balanced"]["hfu"] is None and "HFU" not in done.stdout  # no peak is known
-    steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     done_flops = result["balanced"]["flops_per_s"] * sum(step["seconds_balanced"] for step in steps)
     forward = sum(step["plan"]["forward_flops"] for step in steps)
     assert done_flops == pytest.approx((4 if "--checkpoint" in options else 3) * forward)
@@ -145,10 +130,8 @@ def test_every_topology_has_the_gradients_of_training_without() -> None:
 def test_topologies_are_compared_in_one_run(tmp_path: Path) -> None:
     data, page = "g1b0i64f1s0,g1b2i128f1s0", tmp_path / "page.html"
     some = ("--steps", "3", "--gamma", "0.5", "--dtype", "float64", "--report", str(page))
-    done = bench(tmp_path, "--data", data, "--topologies", "g1n2", "g2n1", *some)
-    assert done.returncode == 0, done.stderr
-    result = summary(tmp_path)
-    steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    bags = ("--topologies", "g1n2", "g2n1")
+    done, result, steps = benched(tmp_path, "--data", data, *bags, *some)
     ways = result["topologies"]
     assert list(ways) == ["g1n2", "g2n1"] == result["options"]["topologies"]
     codes, cost = parse_data_codes(data), TransformerCost(32, gamma=0.5)
@@ -223,11 +206,11 @@ def test_a_sequence_that_binds_is_told_once(tmp_path: Path) -> None:
     table = tmp_path / "samples.csv"
     table.write_text("width,height\n64,64\n256,256\n")
     data = "--manifest", str(table), "--batch-size", "1", "--steps", "1", "--gamma", "0"
-    done = bench(tmp_path, *data, "--report", str(page), "--peak-tflops", "0.01")
-    assert done.returncode == 0, done.stderr
+    options = ("--report", str(page), "--peak-tflops", "0.01")
+    done, result, _ = benched(tmp_path, *data, *options)
     assert done.stdout.count("warning: ") == 1
     assert "warning: in 1 of 1 steps one sequence alone" in done.stdout
-    result, shown = summary(tmp_path), data_of(page.read_text())
+    shown = data_of(page.read_text())
     assert result["single_binds_steps"] == 1
     assert "measured_ratio" not in shown and "Nothing was moved" in done.stdout
     assert shown["wir_balanced"] == result["balanced"]["wir"]
@@ -253,9 +236,8 @@ def test_stages_of_several_topologies(photos: Path, tmp_path: Path) -> None:
     encoders = ("--vae", "tiny", "--dtype", "float64")
     some = ("--batch-size", "2", "--steps", "2", "--gamma", "1", "--max-tokens", "256")
     bags = ("--topologies", "g1n2", "g2n1")
-    done = bench(tmp_path, "--photos", str(photos), *some, *encoders, *bags)
-    assert done.returncode == 0, done.stderr
-    ways = summary(tmp_path)["topologies"]
+    _, result, _ = benched(tmp_path, "--photos", str(photos), *some, *encoders, *bags)
+    ways = result["topologies"]
     stages = [ways[name]["stages"] for name in bags[1:]]
     assert stages[0]["vae"]["balanced"] != stages[1]["vae"]["balanced"]  # each has a clock
     before, after = (
@@ -274,11 +256,9 @@ def test_stages_of_steps_from_pixels_and_captions(photos: Path, tmp_path: Path) 
     pytest.importorskip("diffusers")
     encoders = ("--vae", "tiny", "--text-encoder", "tiny", "--dtype", "float64")
     page = tmp_path / "page.html"
-    files = ("--report", str(page))
     some = ("--batch-size", "2", "--steps", "2", "--gamma", "1", "--max-tokens", "256")
-    done = bench(tmp_path, "--photos", str(photos), *some, *encoders, *files)
-    assert done.returncode == 0, done.stderr
-    result = summary(tmp_path)
+    options = ("--photos", str(photos), *some, *encoders, "--report", str(page))
+    done, result, steps = benched(tmp_path, *options)
     assert result["loss_difference"] < 1e-12 and result["grad_difference"] < 1e-10
     stages = result["stages"]
     assert list(stages) == ["text_encoder", "vae", "transformer", "step"]
@@ -291,10 +271,8 @@ def test_stages_of_steps_from_pixels_and_captions(photos: Path, tmp_path: Path) 
     vae = stages["vae"]
     assert vae["balanced"]["imbalance_predicted"] < vae["unbalanced"]["imbalance_predicted"]
     assert vae["predicted_ratio"] > 1
-    lines = (tmp_path / "steps.jsonl").read_text().splitlines()
-    steps = [json.loads(line)["stages"] for line in lines]
     for step in steps:
-        for arm in step.values():
+        for arm in step["stages"].values():
             for one in arm.values():
                 both = zip(one["work"], one["seconds"], strict=True)
                 assert len(one["predicted"]) == 2 and all(work <= whole for work, whole in both)

@@ -1,8 +1,6 @@
 """`bascule bench --loader`, as a user starts it: whole samples change ranks, the maths stays."""
 
-import json
 import math
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 from bascule.bench.comparison import Comparison, join_samples, split_samples
 from bascule.bench.options import BenchOptions
 from bascule.train.streams import SampleBatch, SampleStream, SyntheticStream
-from tests.helpers.bench import bench, summary
+from tests.helpers.bench import benched
 from tests.helpers.cli import run
 from tests.helpers.ranks import run_ranks
 
@@ -26,14 +24,8 @@ def stressed(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.stress)
 
 
-def bench_loader(
-    folder: Path, *arguments: str
-) -> tuple[subprocess.CompletedProcess[str], dict[str, Any], list[dict[str, Any]]]:
-    """A run of a tiny model with a given cost; its summary and its steps."""
-    done = bench(folder, "--loader", "--gamma", "0.5", *arguments)
-    assert done.returncode == 0, done.stderr
-    lines = (folder / "steps.jsonl").read_text().splitlines()
-    return done, summary(folder), [json.loads(line) for line in lines]
+def bench_loader(folder: Path, *arguments: str) -> Any:
+    return benched(folder, "--loader", "--gamma", "0.5", *arguments)
 
 
 @pytest.mark.some(1)

@@ -21,6 +21,17 @@ def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return in_a_job(_main, "bench", *SMALL, "--out", str(folder), *arguments)
 
 
+def benched(
+    folder: Path, *arguments: str
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any], list[dict[str, Any]]]:
+    """A run without an error, its summary and its steps."""
+    done = bench(folder, *arguments)
+    assert done.returncode == 0, done.stderr
+    lines = (folder / "steps.jsonl").read_text().splitlines()
+    result = json.loads((folder / "summary.json").read_text())
+    return done, result, [json.loads(line) for line in lines]
+
+
 def _main(*arguments: str) -> None:
     """Fit the cost model to blocks' times that no other process disturbs; the blocks do run."""
 
@@ -30,7 +41,3 @@ def _main(*arguments: str) -> None:
 
     with mock.patch.object(model, "fit_latency", fitted):
         main(list(arguments))
-
-
-def summary(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "summary.json").read_text())
