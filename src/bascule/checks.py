@@ -173,10 +173,8 @@ def check_lengths(
     if isinstance(seq_lens, str) or not hasattr(seq_lens, "__len__"):
         raise ConfigError(f"sequence lengths {shown(seq_lens)}: give one list a source rank")
     if num_ranks is not None and len(seq_lens) != num_ranks:
-        raise ConfigError(
-            f"{len(seq_lens)} lists of sequence lengths for {num_ranks} ranks: give one list a "
-            "source rank, empty where a rank has no data"
-        )
+        what = f"{len(seq_lens)} lists of sequence lengths for {num_ranks} ranks"
+        raise ConfigError(f"{what}: give one list a source rank, which may be empty")
     by_rank = [_as_numbers(rank, lens) for rank, lens in enumerate(seq_lens)]
     counts = np.array([lens.size for lens in by_rank], dtype=np.int64)
     lens = np.concatenate([*by_rank, np.zeros(0, np.int64)])

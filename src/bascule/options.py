@@ -76,10 +76,8 @@ def check_options(options: Any) -> None:
         if isinstance(value, Path) and value != STDOUT and not os.path.isdir(value):
             other = files.setdefault(os.path.abspath(value), flag(name))
             if other != flag(name):
-                raise ConfigError(
-                    f"{other} and {flag(name)} both name {value}, and one would be written over "
-                    "the other: give each a file of its own"
-                )
+                names = f"{other} and {flag(name)}"
+                raise ConfigError(f"{names} both name {value}: give each a file of its own")
 
 
 def check_file(option: str, path: Path, suffix: str = "") -> None:
