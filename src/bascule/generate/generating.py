@@ -103,16 +103,15 @@ def check_size(prompt: Prompt, made: Mapping[str, int], where: str = "") -> None
     """Refuse a prompt if the sizes that the pipeline makes are not those that it asks for."""
     for name, size in made.items():
         if (asked := getattr(prompt, name)) not in (None, size):
-            raise ConfigError(
-                f"{where}{name} is {asked}, and this pipeline makes it {size}: give {size}"
-            )
+            what = f"{where}{name} is {asked}"
+            raise ConfigError(f"{what}, and this pipeline makes it {size}: give {size}")
 
 
 def is_guided(prompt: Prompt, takes: Mapping[str, Any]) -> bool:
     """Return whether a pipeline computes two branches; a distilled model's scale is an input."""
-    if "negative_prompt" not in takes or (
-        "true_cfg_scale" in takes and prompt.negative_prompt is None
-    ):
+    if "negative_prompt" not in takes:
+        return False
+    if "true_cfg_scale" in takes and prompt.negative_prompt is None:
         return False
     default = getattr(takes.get(_scale_of(prompt, takes)), "default", None)
     scale = default if prompt.guidance is None else prompt.guidance
@@ -120,7 +119,7 @@ def is_guided(prompt: Prompt, takes: Mapping[str, Any]) -> bool:
 
 
 def _scale_of(prompt: Prompt, takes: Mapping[str, Any]) -> str:
-    """Return the argument for guidance; `true_cfg_scale` is meant by a negative prompt."""
+    """Return the argument for guidance; with a negative prompt prefer `true_cfg_scale`."""
     names = ["guidance_scale", "true_cfg_scale"]
     if prompt.negative_prompt is not None:
         names.reverse()

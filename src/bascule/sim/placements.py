@@ -126,7 +126,7 @@ def planned(
     cluster: Cluster,
     run: Sequence[Loaded],
 ) -> Iterator[Placement]:
-    """Place as `plan_batch` or `plan_greedily` does; wires count only if bags differ in size."""
+    """Place as `plan_batch` or `plan_greedily` does; wires count only if bags differ."""
     is_mixed = len(set(topology.terms)) > 1
     step_cost = cluster.passes.cost(cost)
     terms = Terms(topology, cost, cluster=cluster) if is_mixed else Terms(topology, step_cost)

@@ -61,7 +61,7 @@ class EncoderStage:
         fields(self, sample_s=number, text_token_s=number, image_token_s=number)
 
     def seconds(self, placed: Placement) -> Floats:
-        """Return (N,) seconds of ranks: those that loaded samples, or to which the loader moves."""
+        """Return (N,) seconds of ranks: those that loaded samples, or got them from the loader."""
         num_ranks = placed.topology.num_ranks
         seconds = self.sample_s * (placed.lens > 0)
         seconds = seconds + placed.kinds @ np.array([self.text_token_s, self.image_token_s])
@@ -249,7 +249,7 @@ def _computed(placed: Placement, setup: Setup) -> dict[str, Floats]:
 def _exposed_sharding(
     spent: dict[str, Floats], setup: Setup, gather: float, reduce: float
 ) -> dict[str, Floats]:
-    """Return the sharding that compute does not hide: a layer's hides behind the next layer."""
+    """Return seconds of FSDP's collectives that are not hidden behind a neighbouring layer."""
     passes, first = setup.options.passes, 1 / setup.cost.num_layers
     wires = spent["ulysses"] + spent["ring"]
     forward = spent["compute"] / passes.linear + wires / passes.exchanges
