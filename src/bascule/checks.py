@@ -18,7 +18,7 @@ MAX_WHOLE = 2**53
 """Largest whole number that is taken: all up to it are exact in float64."""
 
 MAX_NUMBER = 1e30
-"""Largest real number that is taken where a bound is no loss: products of a few stay finite."""
+"""Largest real number that is taken by default: products of a few such stay finite."""
 
 MAX_RANKS = 2**17
 """Most ranks of a world; every plan has tables of one entry a rank."""
@@ -26,7 +26,7 @@ MAX_RANKS = 2**17
 MAX_LENGTH = 2**40
 """Most tokens of a sequence."""
 
-_SHOWN = 80
+_MOST_SHOWN = 80  # characters of a value in a message
 
 _Value = TypeVar("_Value")
 
@@ -55,7 +55,7 @@ def whole(name: str, value: object, least: int = 0, most: int = MAX_WHOLE) -> in
 
 
 def number(name: str, value: object, least: float = 0.0, most: float = MAX_NUMBER) -> float:
-    """Return a real number in a range; refuse a bool."""
+    """Return a real number in a range; refuse a bool, infinity and NaN."""
     is_real = isinstance(value, Real) and not isinstance(value, bool | np.timedelta64)
     if is_real and least <= cast(float, value) <= most:
         return float(cast(float, value))
@@ -65,7 +65,7 @@ def number(name: str, value: object, least: float = 0.0, most: float = MAX_NUMBE
 
 
 def rate(name: str, value: object) -> float:
-    """Return a number so far above 0 that quotients by it stay finite."""
+    """Return a number that is far enough above 0 to divide by."""
     return number(name, value, 1.0 / MAX_NUMBER)
 
 
@@ -80,7 +80,7 @@ def choice(name: str, value: object, *legal: str) -> str:
 def of_type(
     name: str, value: object, kind: type[_Value] | tuple[type[_Value], ...], advice: str
 ) -> _Value:
-    """Return a value of this type; the advice says what to give instead."""
+    """Return a value that has a type; `advice` says what to give instead."""
     if not isinstance(value, kind):
         is_field = "(" in name and not name.endswith(")")
         subject = f"{name}={shown(value)})" if is_field else f"{name} is {shown(value)}"
@@ -89,7 +89,7 @@ def of_type(
 
 
 def function(name: str, value: object) -> Callable[..., Any]:
-    """Return a value that can be called."""
+    """Return a value that is callable."""
     if not callable(value):
         raise ConfigError(f"{_named(name, value)} must be a function")
     return value
@@ -98,7 +98,7 @@ def function(name: str, value: object) -> Callable[..., Any]:
 def each(
     name: str, values: object, check: Callable[..., _Value], *details: object
 ) -> tuple[_Value, ...]:
-    """Check each entry of a list by a check of this module; return them as a tuple."""
+    """Check each entry of a list by another check; return the entries as a tuple."""
     if not isinstance(values, Iterable) or isinstance(values, str):
         raise ConfigError(f"{_named(name, values)} must be a list")
     entries = enumerate(cast(Iterable[object], values))
@@ -113,7 +113,7 @@ def listed(name: str, values: object) -> list[Any]:
 
 
 def array(name: str, values: object) -> npt.NDArray[Any]:
-    """Return the values as an array, of whatever dtype."""
+    """Return values as an array of any dtype."""
     try:
         return np.asarray(cast(Any, values))
     except Exception as error:  # a tensor raises what it likes
@@ -125,7 +125,7 @@ def array(name: str, values: object) -> npt.NDArray[Any]:
 
 
 def ints(name: str, values: object, size: int | None = None, most: int = MAX_WHOLE) -> Ints:
-    """Return whole numbers from 0 to a bound as an int64 array of its own, (size,)."""
+    """Return whole numbers from 0 to `most` as a new int64 array, (size,)."""
     table = array(name, values)
     if table.ndim != 1 or (size is not None and table.size != size):
         needed = "one dim" if size is None else f"{size} integers"
@@ -141,7 +141,7 @@ def ints(name: str, values: object, size: int | None = None, most: int = MAX_WHO
 
 
 def floats(name: str, values: object, num_dims: tuple[int, ...] | None = None) -> Floats:
-    """Return real numbers, in any range, as a float64 array of their own."""
+    """Return real numbers in any range as a new float64 array."""
     table = array(name, values)
     if table.dtype.kind not in "biuf":
         raise ConfigError(
@@ -154,7 +154,7 @@ def floats(name: str, values: object, num_dims: tuple[int, ...] | None = None) -
 
 
 def amounts(name: str, values: object, num_dims: tuple[int, ...] = (1,)) -> Floats:
-    """Return finite numbers of at least 0 as a read-only float64 array of their own."""
+    """Return finite numbers of at least 0 as a new, read-only float64 array."""
     numbers = floats(name, values, num_dims)
     if numbers.size and not (numbers.min() >= 0.0 and numbers.max() < np.inf):  # NaN is neither
         place = np.argwhere(~((numbers >= 0.0) & (numbers < np.inf)))[0].tolist()
@@ -173,23 +173,19 @@ def check_lengths(
     if isinstance(seq_lens, str) or not hasattr(seq_lens, "__len__"):
         raise ConfigError(f"sequence lengths {shown(seq_lens)}: give one list a source rank")
     if num_ranks is not None and len(seq_lens) != num_ranks:
-        raise ConfigError(
-            f"{len(seq_lens)} lists of sequence lengths for {num_ranks} ranks: give one list a "
-            "source rank, empty where a rank has no data"
-        )
-    each = [_as_numbers(rank, lens) for rank, lens in enumerate(seq_lens)]
-    counts = np.array([lens.size for lens in each], dtype=np.int64)
-    lens = np.concatenate([*each, np.zeros(0, np.int64)])
+        what = f"{len(seq_lens)} lists of sequence lengths for {num_ranks} ranks"
+        raise ConfigError(f"{what}: give one list a source rank, which may be empty")
+    by_rank = [_as_numbers(rank, lens) for rank, lens in enumerate(seq_lens)]
+    counts = np.array([lens.size for lens in by_rank], dtype=np.int64)
+    lens = np.concatenate([*by_rank, np.zeros(0, np.int64)])
     legal = (lens >= 0) & (lens <= MAX_LENGTH)
     if lens.dtype.kind == "f":
         legal &= lens == np.floor(lens)
     if not legal.all():
         rank, place = source_of(int(np.argmin(legal)), counts)
         value = list(cast(Sequence[Any], seq_lens[rank]))[place]
-        raise ConfigError(
-            f"rank {rank}, sequence {place}: length {shown(value)} is "
-            "not a whole number from 0 to 2^40"
-        )
+        what = f"rank {rank}, sequence {place}: length {shown(value)}"
+        raise ConfigError(f"{what} is not a whole number from 0 to 2^40")
     return counts, lens.astype(np.int64)
 
 
@@ -197,24 +193,23 @@ def _as_numbers(rank: int, values: npt.ArrayLike) -> npt.NDArray[Any]:
     """Return the lengths of one rank as numbers of any dtype; NaN for an illegal entry."""
     lens = array(f"rank {rank}: lengths", values)
     if lens.ndim != 1:
-        raise ConfigError(
-            f"rank {rank}: lengths must be a flat list of integers, not {shown(values)}"
-        )
+        needed = "must be a flat list of integers"
+        raise ConfigError(f"rank {rank}: lengths {needed}, not {shown(values)}")
     if lens.dtype.kind in "iuf":
         return lens
-    each, legal = list(cast(Sequence[Any], values)), (int, float)
-    each = [x if type(x) in legal and 0 <= x <= MAX_LENGTH else np.nan for x in each]
-    return np.array(each, np.float64)
+    entries, legal = list(cast(Sequence[Any], values)), (int, float)
+    numbers = [n if type(n) in legal and 0 <= n <= MAX_LENGTH else np.nan for n in entries]
+    return np.array(numbers, np.float64)
 
 
 def source_of(seq_id: int, counts: Ints) -> tuple[int, int]:
-    """Return the rank that loaded a sequence, and its place there."""
+    """Return the rank that loaded a sequence, and the index of the sequence there."""
     rank = int(np.searchsorted(np.cumsum(counts), seq_id, side="right"))
     return rank, seq_id - int(counts[:rank].sum())
 
 
 def called(name: str, function: Callable[..., _Value], *args: object) -> _Value:
-    """Call a user's function; an error of it becomes a ConfigError."""
+    """Call a user's function; turn an error that it raises into a ConfigError."""
     try:
         return function(*args)
     except ConfigError:
@@ -225,7 +220,7 @@ def called(name: str, function: Callable[..., _Value], *args: object) -> _Value:
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """True for an `int` that is no `bool`."""
+    """Return whether a value is an `int` and no `bool`."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -233,17 +228,17 @@ def shown(value: object) -> str:
     """Return a value as a message shows it: on one line, and short."""
     plain = cast(Any, value).item() if isinstance(value, np.generic) else value
     text = " ".join(repr(plain).split())
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 20]}..{text[-15:]}"
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 20]}..{text[-15:]}"
 
 
 def _power(bound: int) -> str:
-    """Write a bound as people do, powers of two as such."""
+    """Format a bound, a large power of two as 2^n."""
     exponent = bound.bit_length() - 1
     return f"2^{exponent}" if exponent > 20 and bound == 1 << exponent else f"{bound}"
 
 
 def _named(name: str, value: object) -> str:
-    """Name a value: `name is value; it`, `Owner(name=value):` or `--name value:`."""
+    """Return how a message begins: `name is value; it`, `Owner(name=value):`, `--name value:`."""
     if name.startswith("--"):
         return f"{name} {shown(value)}:"
     return f"{name}={shown(value)}):" if "(" in name else f"{name} is {shown(value)}; it"

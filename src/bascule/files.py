@@ -1,4 +1,4 @@
-"""Text files that a user names: read line by line, or refused with the reason."""
+"""Read text files that a user names, or raise a ConfigError with the reason."""
 
 import json
 from collections.abc import Iterator
@@ -12,12 +12,12 @@ MAX_LINE = 2**24
 
 
 def to_path(path: str | Path) -> Path:
-    """Return a path from a text or a path."""
+    """Return a `Path` of a text or path; ConfigError for another type."""
     return Path(of_type("path", path, (str, Path), "the name of a file"))
 
 
 def read_lines(path: str | Path) -> Iterator[str]:
-    """Yield the lines of a UTF-8 file, their ends as they are."""
+    """Yield the lines of a UTF-8 file with their line ends."""
     path = to_path(path)
     try:
         check_regular(path)
@@ -33,7 +33,7 @@ def read_lines(path: str | Path) -> Iterator[str]:
 
 
 def read_json_lines(path: str | Path) -> Iterator[tuple[str, object]]:
-    """Yield the value of each line that is not empty, behind its place ("FILE, line 3")."""
+    """Yield where each line that is not empty stands ("FILE, line 3"), and its JSON value."""
     for number, line in enumerate(read_lines(path), start=1):
         if line.strip():
             where = f"{path}, line {number}"
@@ -41,7 +41,7 @@ def read_json_lines(path: str | Path) -> Iterator[tuple[str, object]]:
 
 
 def check_regular(path: Path) -> None:
-    """Refuse pipes and devices, since reading one may wait for ever."""
+    """Refuse pipes and devices, since reading from them may wait for ever."""
     if not path.is_file() and not path.is_dir() and path.exists():
         raise ConfigError(
             f"cannot read {path}: it is a pipe or a device, so save what it gives to a file first"
@@ -49,7 +49,7 @@ def check_regular(path: Path) -> None:
 
 
 def parse_json(text: str, where: str) -> object:
-    """Parse JSON, or refuse the text; `where` names its file and line."""
+    """Parse JSON; ConfigError begins with `where`, a file and line."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Options of commands: ranges on their fields, files that they write, and one check of them all."""
+"""Options of commands as dataclasses: annotations of their fields, and a check of all of them."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,7 @@ from bascule.checks import MAX_NUMBER, MAX_WHOLE, number, whole
 from bascule.errors import ConfigError
 
 STDOUT = Path("-")
-LONGEST_S = 1e7  # of a timeout
+LONGEST_S = 1e7  # longest timeout, in seconds
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Range:
     """Bounds of a field: `Annotated[int | None, Range(1, 256)]`; None passes."""
 
     least: float = 0
-    most: float | None = None  # the largest that bascule takes at all
+    most: float | None = None  # None: the largest number that `checks` takes
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class RankOptions:
 
 def check_options(options: Any) -> None:
     """Refuse fields of a dataclass that are out of range, and files that cannot be written."""
+    files: dict[str, str] = {}
     for name, value, rules, is_whole in _fields(options):
         for rule in rules if value not in (None, STDOUT) else ():
             if isinstance(rule, NewFile):
@@ -72,15 +73,11 @@ def check_options(options: Any) -> None:
                 whole(flag(name), value, int(rule.least), int(rule.most or MAX_WHOLE))
             elif isinstance(rule, Range):
                 number(flag(name), value, rule.least, rule.most or MAX_NUMBER)
-    files: dict[str, str] = {}
-    for name, value, *_ in _fields(options):
         if isinstance(value, Path) and value != STDOUT and not os.path.isdir(value):
             other = files.setdefault(os.path.abspath(value), flag(name))
             if other != flag(name):
-                raise ConfigError(
-                    f"{other} and {flag(name)} both name {value}, and one would be written over "
-                    "the other: give each a file of its own"
-                )
+                names = f"{other} and {flag(name)}"
+                raise ConfigError(f"{names} both name {value}: give each a file of its own")
 
 
 def check_file(option: str, path: Path, suffix: str = "") -> None:
@@ -97,15 +94,15 @@ def check_file(option: str, path: Path, suffix: str = "") -> None:
 
 def _check_folder(option: str, path: Path) -> None:
     """Refuse a folder that could not be made, or written to."""
-    there = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
-    if not os.path.isdir(there):
-        raise ConfigError(f"{option} {path}: {there} is a file; give a folder")
-    if not os.access(there, os.W_OK):
-        raise ConfigError(f"{option} {path}: cannot be written: no permission in {there}")
+    folder = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+    if not os.path.isdir(folder):
+        raise ConfigError(f"{option} {path}: {folder} is a file; give a folder")
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"{option} {path}: cannot be written: no permission in {folder}")
 
 
 def refuse(options: Any, names: Iterable[str], reason: str) -> None:
-    """Refuse options that were given, but would change nothing; `reason` says when they do."""
+    """Refuse options that were given but have no effect; `reason` says when they have one."""
     for name in names:
         value: Any = getattr(options, name)
         if value != type(options).__dataclass_fields__[name].default:
@@ -114,7 +111,7 @@ def refuse(options: Any, names: Iterable[str], reason: str) -> None:
 
 
 def flag(name: str) -> str:
-    """Return the option of a field: "--max-tokens" for "max_tokens"."""
+    """Return the command-line option of a field: "--max-tokens" for "max_tokens"."""
     return f"--{name.replace('_', '-')}"
 
 

@@ -225,17 +225,17 @@ def test_tails_are_no_longer_than_with_least_work(rate: float) -> None:
 
 def test_deadlines_of_small_and_large_clips() -> None:
     """GF-DiT's trace at load 0.8: their best have 92 % of the small and none of the large."""
-    of_kind: dict[str, list[float]] = {}
+    by_name: dict[str, list[float]] = {}
     mix = NAMED["gf-dit-wan"]()
     for seed in (42, 43, 44):
         requests = mix.draw(mix.scale(0.8, 8), seed)
         served = serve(requests, Balanced(), 8, move_s=0.05)
         check(served)
-        for kind, share in served.on_time_by_kind().items():
-            of_kind.setdefault(kind, []).append(share)
+        for name, figure in served.figures().items():
+            by_name.setdefault(name, []).append(figure)
         best_fit = serve(requests, BestFit(), 8)
         assert served.on_time.mean() >= best_fit.on_time.mean()
-    assert np.mean(of_kind["S"]) >= 0.92 and min(of_kind["L"]) == 1.0
+    assert np.mean(by_name["on_time of S"]) >= 0.92 and min(by_name["on_time of L"]) == 1.0
 
 
 @pytest.mark.parametrize(

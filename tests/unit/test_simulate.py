@@ -353,8 +353,7 @@ def test_the_headline_is_of_a_run_that_fits() -> None:
     assert alone.answer == "Nothing here is faster than what you do now, none."
 
 
-def test_activations_beyond_the_memory_are_told(tmp_path: Path) -> None:
-    pytest.importorskip("plotly")
+def test_activations_beyond_the_memory_are_told() -> None:
     data, width = [[[900, 40], [50]]], 256 * (2 * 3 + 34)
     tight = replace(MACHINE, memory_bytes=600.0 * width)
     found = simulate(data, profile=tight, model=MODEL, topologies=["none", "g2n1"])
@@ -363,8 +362,7 @@ def test_activations_beyond_the_memory_are_told(tmp_path: Path) -> None:
     assert "larger bags" in told and told.endswith("; g2n1 would fit")
     assert [run["fits"] for run in found.to_dict()["runs"]] == [False, True]
     assert "0.00963 (too much)" in found.table() and "warning: none: " in found.table()
-    found.report(tmp_path / "a.html")
-    assert "would fit" in (tmp_path / "a.html").read_text()
+    assert "would fit" in found.table()
     roomy = simulate(data, profile=MACHINE, model=MODEL, topologies=["none"])
     assert roomy.warnings == [] and "too much" not in roomy.table()
     unknown = replace(FREE, memory_bytes=None)

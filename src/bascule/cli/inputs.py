@@ -93,7 +93,7 @@ class InputOptions(ManifestOptions):
         return [] if self.manifest is None else self._manifest.summary()
 
     def check_steps(self, **counts: int | None) -> None:
-        """Refuse a count, by its option, of more batches than the source has."""
+        """Refuse a count above 1, named as its option, of batches of a source with one batch."""
         for name, value in counts.items():
             if value is not None and value > 1 and not self.has_steps:
                 raise ConfigError(
@@ -101,7 +101,7 @@ class InputOptions(ManifestOptions):
                 )
 
     def read(self, default_ranks: int | None = None, *, steps_after: int = 0) -> list[list[int]]:
-        """Read one list of lengths a source rank, of the batch so many steps after --step."""
+        """Read the batch `steps_after` steps after --step: one list of lengths a source rank."""
         num_ranks = default_ranks if self.ranks is None else self.ranks
         if self.has_steps:
             return seq_lens(self.read_shapes(num_ranks, steps_after=steps_after))
@@ -115,7 +115,7 @@ class InputOptions(ManifestOptions):
     def read_shapes(
         self, num_ranks: int | None = None, *, steps_after: int = 0
     ) -> list[list[SampleShape]]:
-        """Read the samples of each source rank, of --manifest or --data: text apart from images."""
+        """Read a batch of --manifest or --data: samples of each source rank, texts and images."""
         self._check_source()
         step = self.step + steps_after
         if self.data is not None:
@@ -124,9 +124,9 @@ class InputOptions(ManifestOptions):
         if self.manifest is None:
             raise ConfigError("lengths do not tell texts from images: give --data or --manifest")
         if num_ranks is None:
-            why = "a list of samples has no ranks"
-            raise ConfigError(f"--manifest needs --ranks, such as --ranks 8: {why}")
-        return deal(self._drawn(num_ranks, step), num_ranks)
+            reason = "a list of samples has no ranks"
+            raise ConfigError(f"--manifest needs --ranks, such as --ranks 8: {reason}")
+        return deal(self._draw(num_ranks, step), num_ranks)
 
     def epoch_batches(self, num_ranks: int) -> int | None:
         """Return the batches of an epoch of --manifest; None for other sources."""
@@ -147,7 +147,7 @@ class InputOptions(ManifestOptions):
         return self.read_manifest()
 
     def _step_size(self, num_ranks: int) -> int:
-        """Return the samples of a step; without --batch-size all of a small data set."""
+        """Return how many samples a step has; without --batch-size at most the data set."""
         size, num_samples = (self.batch_size or _DEFAULT_BATCH) * num_ranks, len(self._manifest)
         if self.batch_size is not None and size > num_samples:
             raise ConfigError(
@@ -155,13 +155,11 @@ class InputOptions(ManifestOptions):
                 f"and {self.manifest} has {num_samples}: use a smaller one"
             )
         if size > MAX_SEQUENCES:
-            raise ConfigError(
-                f"{size} samples a step are more than can be planned for, {MAX_SEQUENCES}: use a "
-                "smaller --batch-size"
-            )
+            limit = f"more than can be planned for, {MAX_SEQUENCES}"
+            raise ConfigError(f"{size} samples a step are {limit}: use a smaller --batch-size")
         return min(size, num_samples)
 
-    def _drawn(self, num_ranks: int, step: int) -> list[SampleShape]:
+    def _draw(self, num_ranks: int, step: int) -> list[SampleShape]:
         """Draw the samples of a step; every epoch has another order, and drops incomplete steps."""
         manifest, size = self._manifest, self._step_size(num_ranks)
         epoch, place = divmod(step, len(manifest) // size)
@@ -226,17 +224,17 @@ class ClusterOptions(MachineOptions):
         memory_bytes = self.hardware().memory_bytes
         if memory_bytes is None:
             raise ConfigError(f"--kb-per-token: {self.profile} tells no memory: give --memory-gb")
-        each = rate("--kb-per-token", self.kb_per_token) * 1e3
-        if each > int(memory_bytes):
+        bytes_per_token = rate("--kb-per-token", self.kb_per_token) * 1e3
+        if bytes_per_token > int(memory_bytes):
             raise ConfigError(
                 f"--kb-per-token {self.kb_per_token:g}: a rank has {memory_bytes / 1e3:g} KB of "
                 "memory, which hold no token: give a smaller number, or --memory-gb"
             )
         limits = Limits(tokens=self.max_tokens, num_bytes=int(memory_bytes))
-        return in_tokens(limits, TransformerCost(bytes_per_token=each), None)
+        return in_tokens(limits, TransformerCost(bytes_per_token=bytes_per_token), None)
 
     def machines(self, num_ranks: int) -> Cluster:
-        """Return whole nodes for so many ranks."""
+        """Return a cluster of whole nodes with `num_ranks` ranks."""
         per_node = self.ranks_per_node
         if per_node is None:
             per_node = max(size for size in range(1, 9) if num_ranks % size == 0)
@@ -249,7 +247,7 @@ class BatchOptions(ClusterOptions, InputOptions):
     """Batches, and the machines that they are planned for."""
 
     def notes(self, *, is_priced: bool = True) -> list[str]:
-        """Return sentences on the model, the machine and the batch that numbers are for."""
+        """Return sentences that say for which model, machine and batch numbers are predicted."""
         machine = self.hardware()
         notes = [
             f"Model: {self.cost.shape}.",
@@ -266,7 +264,7 @@ class BatchOptions(ClusterOptions, InputOptions):
 
 
 def topology_ranks(spec: str | None) -> int | None:
-    """Return the ranks in a unit of a topology; None if it does not say."""
+    """Return the ranks that a topology lists; None for "auto" or no topology."""
     return None if spec is None or spec == "auto" else Topology.parse(spec).num_ranks
 
 

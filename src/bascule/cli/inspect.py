@@ -47,12 +47,12 @@ def report_of(manifest: "Manifest") -> Report:
     edges = np.unique([lens.min(), *edges[1:]])
     counts = np.histogram(lens, edges)[0].tolist()
     total = int(lens.sum())
-    longest = np.sort(lens)[-max(len(lens) // 10, 1) :].sum() / max(total, 1)
+    longest_share = np.sort(lens)[-max(len(lens) // 10, 1) :].sum() / max(total, 1)
     bins = zip(edges[:-1].tolist(), (edges[1:] - 1).tolist(), counts, strict=True)
     formats = columns("tokens from: {:,}", "to: {:,}", "samples: {:,}")
     return Report(
         title=f"Samples of {manifest.path}",
-        answer=f"The longest tenth of the samples has {longest:.0%} of the tokens.",
+        answer=f"The longest tenth of the samples has {longest_share:.0%} of the tokens.",
         facts=(
             Fact("samples", "samples", len(manifest), "{:,}"),
             Fact("tokens", "tokens", total, "{:,}"),

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from bascule.plan.plan import Plan
     from bascule.plan.topology import Topology
 
-_OF_WIRES = "tflops", "intra_gbs", "inter_gbs", "latency_us", "ranks_per_node"
-_WIRE_SHARE = 0.05  # of a bag's time, from which wires are said to bind
-_EVEN = 1.01  # imbalance up to which ranks are said to have the same work
+_WIRE_OPTIONS = "tflops", "intra_gbs", "inter_gbs", "latency_us", "ranks_per_node"
+_WIRE_SHARE = 0.05  # of a bag's time: from here on wires are named as what binds
+_EVEN = 1.01  # imbalance: up to here the total work is named as what binds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +57,9 @@ def run(options: PlanOptions, arguments: list[str]) -> None:
     lens = options.read(topology_ranks(options.topology))
     cost, topology = options.cost, options.topology or f"g1n{len(lens)}"
     if not (is_priced := options.wires or topology == "auto"):
-        refuse(options, _OF_WIRES, "changes nothing without --wires, which counts seconds")
+        refuse(options, _WIRE_OPTIONS, "changes nothing without --wires, which counts seconds")
     cluster = options.machines(len(lens)) if is_priced else None
-    chosen = {"limits": options.limits, "locality_tolerance": options.locality_tolerance}
+    rules = {"limits": options.limits, "locality_tolerance": options.locality_tolerance}
 
     def timed(
         name: str, make: Callable[..., Plan], bags: Topology | str, **keywords: Any
@@ -68,27 +68,21 @@ def run(options: PlanOptions, arguments: list[str]) -> None:
         plan = make(lens, bags, cost, cluster=cluster, **keywords)
         return name, plan, time.perf_counter() - start
 
-    plans = [timed("lpt", plan_batch, topology, **chosen)]
+    plans = [timed("lpt", plan_batch, topology, **rules)]
     plan = plans[0][1]
     if options.compare:
         name = "knapsack" if options.limits is None else "knapsack, without the limit"
-        plans.append(timed(name, plan_greedily, plan.topology))  # it knows no limits
-        plans += [
-            timed(name, plan_batch, plan.topology, **chosen | x) for name, x in _changes(options)
-        ]
+        plans.append(timed(name, plan_greedily, plan.topology))  # the greedy has no limits
+        for rule, name in (("limits", "limit"), ("locality_tolerance", "tolerance")):
+            if rules[rule] is not None:
+                without = rules | {rule: None}
+                plans.append(timed(f"without the {name}", plan_batch, plan.topology, **without))
     notes = options.notes(is_priced=is_priced)
     report = report_of(plan, cost, cluster, notes, plans if options.compare else ())
     console = publish(options, report)
     if options.picture is not None:
         picture = draw_step(plan, cost, cluster, "TFLOP" if cluster is None else "s")
         write(console, "--picture", options.picture, picture)
-
-
-def _changes(options: PlanOptions) -> Iterator[tuple[str, dict[str, Any]]]:
-    if options.limits is not None:
-        yield "without the limit", {"limits": None}
-    if options.locality_tolerance is not None:
-        yield "without the tolerance", {"locality_tolerance": None}
 
 
 def report_of(
@@ -168,7 +162,7 @@ def _compared(plans: "Sequence[tuple[str, Plan, float]]", before: "Floats", unit
 
 
 def _binding(plan: "Plan", cost: "Cost", cluster: "Cluster | None") -> str:
-    """Return why the step cannot end earlier."""
+    """Name what keeps the step from ending earlier."""
     from bascule.machine.costs import in_bag
 
     if plan.makespan == 0:

@@ -1,18 +1,15 @@
 """`bascule simulate`: predict training steps on machines that need not exist."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from bascule.cli.inputs import InputOptions, MachineOptions
 from bascule.options import NewFolder, Outputs, Range
 
 if TYPE_CHECKING:
-    from bascule.machine.cluster import HardwareProfile
-    from bascule.machine.costs import TransformerCost
-    from bascule.sim.results import SimulationResult
-    from bascule.sim.seconds import EncoderStage, SimulationOptions
+    from bascule.sim.seconds import EncoderStage
 
 _DEFAULT_STEPS = 20
 _DEFAULT_TRAIN_STEPS = 1000
@@ -59,7 +56,7 @@ class SimulateOptions(Outputs, MachineOptions, InputOptions):
 
     @property
     def stages(self) -> "tuple[EncoderStage, ...]":
-        """Encoders before the model, as `bascule bench` names them."""
+        """Encoders before the model, under the names that `bascule bench` uses."""
         from bascule.sim.seconds import EncoderStage
 
         text, image = self.text_encoder_us, self.vae_us
@@ -70,11 +67,11 @@ class SimulateOptions(Outputs, MachineOptions, InputOptions):
 
 
 def run(options: SimulateOptions, arguments: list[str]) -> None:
-    """Simulate, and publish what each policy takes."""
+    """Simulate each topology, with encoders also in balance, and publish what each takes."""
     from bascule.cli.command import publish, saved, waiting
     from bascule.machine.cluster import passes_of
     from bascule.sim.seconds import Sharding, SimulationOptions
-    from bascule.sim.simulation import segments_of
+    from bascule.sim.simulation import segments_of, simulate
     from bascule.workload.traces import write_steps
 
     options.check_steps(steps=options.steps, accumulate=options.accumulate)
@@ -101,29 +98,17 @@ def run(options: SimulateOptions, arguments: list[str]) -> None:
             train_steps=train_steps or _DEFAULT_TRAIN_STEPS,
             gpu_hour_price=options.gpu_hour_price,
         )
-        result = _simulated(batches, profile, cost, options.topologies, setting)
+        compare = partial(
+            simulate, batches, profile=profile, model=cost, topologies=options.topologies
+        )
+        result = compare(options=setting)
+        if setting.stages:
+            balanced = tuple(replace(stage, is_balanced=True) for stage in setting.stages)
+            others = compare(options=replace(setting, stages=balanced)).runs
+            others = tuple(replace(other, name=f"{other.name} + encoders") for other in others)
+            result = replace(result, runs=(*result.runs, *others))
     console = publish(options, result.to_report())
     if options.traces is not None:
-        for run in result.runs:
-            folder = options.traces / run.name.replace(" ", "_")
-            saved(console, *write_steps(folder, segments_of(run), result.num_ranks))
-
-
-def _simulated(
-    batches: Sequence[Any],
-    profile: "HardwareProfile",
-    cost: "TransformerCost",
-    topologies: Sequence[str],
-    setting: "SimulationOptions",
-) -> "SimulationResult":
-    """Simulate each topology; with encoders, also with these in balance."""
-    from bascule.sim.simulation import simulate
-
-    result = simulate(batches, profile=profile, model=cost, topologies=topologies, options=setting)
-    if not setting.stages:
-        return result
-    stages = tuple(replace(stage, is_balanced=True) for stage in setting.stages)
-    even = replace(setting, stages=stages)
-    runs = simulate(batches, profile=profile, model=cost, topologies=topologies, options=even).runs
-    named = tuple(replace(run, name=f"{run.name} + encoders") for run in runs)
-    return replace(result, runs=(*result.runs, *named))
+        for simulated in result.runs:
+            folder = options.traces / simulated.name.replace(" ", "_")
+            saved(console, *write_steps(folder, segments_of(simulated), result.num_ranks))

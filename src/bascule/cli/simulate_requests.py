@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from bascule.sim.requests import Row
     from bascule.workload.requests import Workload
 
-_MOST_REQUESTS = 10**6
+_MAX_REQUESTS = 10**6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class SimulateRequestsOptions(Outputs, MachineOptions):
     deadline: Annotated[float | None, Range(1e-3, 1e6)] = None
     slo: Annotated[float, Range(1e-3, 1e6)] = 1.0
     within: Annotated[float, Range(1e-3, 1e6)] = 3.0
-    requests: Annotated[int | None, Range(1, _MOST_REQUESTS)] = None
+    requests: Annotated[int | None, Range(1, _MAX_REQUESTS)] = None
     ranks: Annotated[int, Range(1, 2**14)] = 8
     degrees: tuple[int, ...] = ()
     loads: tuple[float, ...] = (0.4, 0.6, 0.8, 1.0, 1.2)
@@ -61,7 +61,7 @@ class SimulateRequestsOptions(Outputs, MachineOptions):
     seeds: Annotated[int, Range(1, 1000)] = 3
 
     def read(self) -> "Workload":
-        """Return the requests of --arrivals or --mix."""
+        """Return the workload of --arrivals or --mix, on allowed degrees alone."""
         from bascule.plan.requests import NEVER
         from bascule.workload.requests import Recorded, Sizes, predicted
         from bascule.workload.tokens import TokenRule, model_shape
@@ -73,12 +73,12 @@ class SimulateRequestsOptions(Outputs, MachineOptions):
         sizes = Sizes(TokenRule.of_model(self.model), predicted(profile, cost, self.passes))
         if self.arrivals is None:
             mix = sizes.mix(self.mix, self.requests or 500, self.deadline)
-            requests = [*map(self._allowed, mix.kinds)]
+            requests = [*map(self._restrict, mix.kinds)]
             workload = replace(mix, kinds=requests)
         else:
             refuse(self, ("deadline",), "only for --mix; others have deadlines of their own")
             refuse(self, ("requests",), "--arrivals lists all requests; leave it out")
-            requests = [*map(self._allowed, sizes.read(self.arrivals).requests)]
+            requests = [*map(self._restrict, sizes.read(self.arrivals).requests)]
             workload = Recorded(requests)
         due = [request.deadline_s < NEVER for request in requests]
         if not any(due):
@@ -87,7 +87,8 @@ class SimulateRequestsOptions(Outputs, MachineOptions):
             refuse(self, ("within",), "every request has a deadline of its own; leave it out")
         return workload
 
-    def _allowed(self, request: "Request") -> "Request":
+    def _restrict(self, request: "Request") -> "Request":
+        """Leave out the degrees that are not allowed; ConfigError if none is left."""
         step_s = request.step_s
         degrees = [d for d in step_s if d in (self.degrees or (d,)) and d <= self.ranks]
         if not degrees:
@@ -137,21 +138,24 @@ def report_of(rows: "Sequence[Row]", source: str, num_ranks: int, axis: str) -> 
 
     loads = list(dict.fromkeys(row.load for row in rows))
     names = [row.policy for row in rows if row.load == loads[0] and row.policy != BOUND]
-    at = {(row.policy, row.load): row.figures for row in rows}
+    figures_of = {(row.policy, row.load): row.figures for row in rows}
 
     def line(name: str, figure: str) -> list[float]:
-        return [at[name, load][figure] for load in loads]
+        return [figures_of[name, load][figure] for load in loads]
 
     best = max(names, key=lambda name: (sum(line(name, "on_time")), -sum(line(name, "p95_s"))))
     load = max((load for load in loads if load <= 1), default=loads[0])
-    shown, bound = at[best, load], at[BOUND, load]
+    shown, bound = figures_of[best, load], figures_of[BOUND, load]
     kinds = [key.removeprefix("degree of ") for key in shown if key.startswith("degree of ")]
     ranks = ", ".join(f"{kind} {shown[f'degree of {kind}']:.2g}" for kind in kinds)
     first = columns(axis + ": {:.4g}", "policy")
 
     def table(title: str, figures: dict[str, str]) -> Rows:
-        known = [row for row in rows if row.figures.keys() & figures.keys()]
-        cells = [(row.load, row.policy, *map(row.figures.get, figures)) for row in known]
+        cells = [
+            (row.load, row.policy, *map(row.figures.get, figures))
+            for row in rows
+            if row.figures.keys() & figures.keys()
+        ]
         return Rows(title, first | columns(*figures.values()), cells)
 
     return Report(

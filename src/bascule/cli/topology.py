@@ -1,4 +1,4 @@
-"""`bascule topology`: rank the bags that suit batches like these."""
+"""`bascule topology`: rank topologies by the time that they take for a stream of batches."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _DEFAULT_STEPS = 20
 _DEFAULT_SEQUENCES = 20_000
 _MAX_SEQUENCES = 2**18
-_MOST_BARS = 200
+_MAX_BARS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +36,12 @@ class TopologyOptions(Outputs, BatchOptions):
 
 
 def run(options: TopologyOptions, arguments: list[str]) -> None:
-    """Rank, and publish the ranking."""
+    """Rank topologies, and publish the ranking."""
     from bascule.cli.command import publish, waiting
     from bascule.machine.cluster import passes_of
     from bascule.plan.topology_search import suggest_topology
 
-    batches, hardware = _batches(options), options.hardware()
+    batches, hardware = _read_batches(options), options.hardware()
     passes = passes_of(options.passes, hardware)
     cluster = replace(options.machines(len(batches[0])), passes=passes)
     with waiting("solving topologies"):
@@ -58,24 +58,22 @@ def run(options: TopologyOptions, arguments: list[str]) -> None:
     publish(options, replace(report, values=values))
 
 
-def _batches(options: TopologyOptions) -> list[list[list[int]]]:
+def _read_batches(options: TopologyOptions) -> list[list[list[int]]]:
     options.check_steps(steps=options.steps)
     first, steps = options.read(), options.steps
-    each = max(sum(map(len, first)), 1)
+    size = max(sum(map(len, first)), 1)
     if steps is None:
-        steps = min(_DEFAULT_STEPS, max(_DEFAULT_SEQUENCES // each, 1)) if options.has_steps else 1
-    if steps * each > _MAX_SEQUENCES:
-        raise ConfigError(
-            f"{steps} steps of {each} sequences: at most {_MAX_SEQUENCES} in all can be ranked, so "
-            "use fewer --steps, or smaller batches"
-        )
+        steps = min(_DEFAULT_STEPS, max(_DEFAULT_SEQUENCES // size, 1)) if options.has_steps else 1
+    if steps * size > _MAX_SEQUENCES:
+        what = f"{steps} steps of {size} sequences: at most {_MAX_SEQUENCES} in all can be ranked"
+        raise ConfigError(f"{what}, so use fewer --steps, or smaller batches")
     return [first, *(options.read(steps_after=step) for step in range(1, steps))]
 
 
 def report_of(
     ranking: "TopologyRanking", lens: Sequence[int], notes: Sequence[str], num_shown: int
 ) -> Report:
-    """Report a ranking of bags for batches with sequences like `lens`, and why."""
+    """Report a ranking of topologies with reasons; `lens` are the sequences of a batch."""
     first, last = ranking.rows[0], ranking.rows[-1]
     ratio = last.seconds / first.seconds if first.seconds > 0 else 1.0
     formats = columns("bags", "seconds: {:.4g}", "imbalance: {:.4f}", "gap: {:.2%}", "why")
@@ -98,8 +96,8 @@ def report_of(
             draw_bars(
                 "Seconds of a step",
                 f"{first.spec} takes {first.seconds:.4g} s, {last.spec} {last.seconds:.4g} s.",
-                [row.spec for row in ranking.rows[:_MOST_BARS]],
-                {"seconds": [row.seconds for row in ranking.rows[:_MOST_BARS]]},
+                [row.spec for row in ranking.rows[:_MAX_BARS]],
+                {"seconds": [row.seconds for row in ranking.rows[:_MAX_BARS]]},
                 "s",
             ),
             Rows("Ranking", formats, rows, num_shown=num_shown),

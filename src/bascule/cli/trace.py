@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from bascule.workload.traces import StepParts, Worth
 
 _PARTS = ("compute", "communication", "waiting", "rest", "hidden")
-_MOST_RANKS = 64  # bars of a chart
+_MAX_BARS = 64  # ranks of a chart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class TraceOptions(Outputs):
 
 
 def run(options: TraceOptions, arguments: list[str]) -> None:
-    """Read and compare, and publish the comparison."""
+    """Read traces, and publish what ranks waited for and what balancing would be worth."""
     from bascule.cli.command import publish, saved
     from bascule.plan.topology import Topology
     from bascule.workload.traces import balancing_worth, read_traces, step_parts, write_steps
@@ -49,10 +49,8 @@ def run(options: TraceOptions, arguments: list[str]) -> None:
 
     source = options.folder if options.folder.is_dir() else options.folder.parent
     if options.out is not None and options.out.resolve() == source.resolve():
-        raise ConfigError(
-            f"--out {options.out}: the traces are read from there, and would be written over; give "
-            "another folder"
-        )
+        reason = "the traces are read from there, and would be written over"
+        raise ConfigError(f"--out {options.out}: {reason}; give another folder")
     traces, notes = read_traces(options.folder)
     parts = step_parts(traces, notes)
     if options.topology is not None:
@@ -72,7 +70,7 @@ def run(options: TraceOptions, arguments: list[str]) -> None:
 
 
 def _to_dict(parts: "StepParts", worth: "Worth | None", unknown: str) -> dict[str, Any]:
-    is_known = not parts.num_missing
+    is_complete = not parts.num_missing
     names = ("speedup", "predicted_s", "model_error", "assumed")
     priced = worth and asdict(worth) | {name: getattr(worth, name) for name in names}
     return {
@@ -83,10 +81,10 @@ def _to_dict(parts: "StepParts", worth: "Worth | None", unknown: str) -> dict[st
         "step_seconds": parts.step_seconds.tolist(),
         "seconds": parts.seconds.tolist(),
         **{name: getattr(parts, name).tolist() for name in _PARTS},
-        **({} if is_known else {"waiting": None}),
+        **({} if is_complete else {"waiting": None}),
         "imbalance": parts.imbalance,
-        "slowest": parts.slowest.tolist() if is_known else None,
-        "slowest_rank": parts.slowest_rank if is_known else None,
+        "slowest": parts.slowest.tolist() if is_complete else None,
+        "slowest_rank": parts.slowest_rank if is_complete else None,
         "notes": list(parts.notes),
         "worth": json.loads(json.dumps(priced)),
         "worth_unknown": unknown or None,
@@ -96,9 +94,9 @@ def _to_dict(parts: "StepParts", worth: "Worth | None", unknown: str) -> dict[st
 def report_of(parts: "StepParts", worth: "Worth | None", unknown: str) -> Report:
     """Report what ranks waited for, and the worth of balancing, or why it is `unknown`."""
     num_steps, num_ranks = parts.seconds.shape
-    is_known = parts.waited is not None
+    is_complete = parts.waited is not None
     answer = f"{parts.missing}, so what ranks wait and their imbalance are not known"
-    if is_known:
+    if is_complete:
         answer = f"Ranks wait {parts.waited:.1%} of the time"
     if worth is None:
         answer += f". What balancing would be worth is not known: {unknown}."
@@ -107,10 +105,10 @@ def report_of(parts: "StepParts", worth: "Worth | None", unknown: str) -> Report
             f"; balanced on {worth.topology}, steps are predicted to run {worth.speedup:.2f}x as "
             f"fast, by a model that is {worth.model_error:+.1%} off in the steps as run."
         )
-    names = [name for name in _PARTS if name != "waiting" or is_known]
+    names = [name for name in _PARTS if name != "waiting" or is_complete]
     means = [getattr(parts, name).mean(axis=0) * 1e3 for name in ("seconds", *names)]
     formats = {"rank": "{}"} | dict.fromkeys(("step", *names), "{:.4g}")
-    if is_known:
+    if is_complete:
         means.append(np.array([np.sum(parts.slowest == rank) for rank in parts.ranks]))
         formats["slowest"] = "{:.0f} steps"
     rows = list(zip(*(column.tolist() for column in (parts.ranks, *means)), strict=True))
@@ -122,16 +120,16 @@ def report_of(parts: "StepParts", worth: "Worth | None", unknown: str) -> Report
             Fact("step_s", "a step takes", float(parts.step_seconds.mean()), ms),
             Fact("waiting", "ranks wait", parts.waited, "{:.1%}"),
             Fact("imbalance", "compute, max / mean", parts.imbalance, "{:.4f}"),
-            Fact("slowest_rank", "slowest rank", parts.slowest_rank if is_known else None),
+            Fact("slowest_rank", "slowest rank", parts.slowest_rank if is_complete else None),
             *_worth_facts(worth),
         ),
         parts=(
             draw_bars(
                 "Seconds of a step by rank",
                 f"Means of {num_steps} steps."
-                + (f" Rank {parts.slowest_rank} is the slowest." if is_known else ""),
-                [f"rank {rank}" for rank in parts.ranks[:_MOST_RANKS]],
-                {name: getattr(parts, name).mean(axis=0)[:_MOST_RANKS] for name in names[:-1]},
+                + (f" Rank {parts.slowest_rank} is the slowest." if is_complete else ""),
+                [f"rank {rank}" for rank in parts.ranks[:_MAX_BARS]],
+                {name: getattr(parts, name).mean(axis=0)[:_MAX_BARS] for name in names[:-1]},
                 "s",
             ),
             draw_lines(

@@ -1,4 +1,4 @@
-"""Pipelines that make outputs for prompts, their arguments, and files of outputs."""
+"""Load pipelines, turn prompts into arguments of their calls, and write outputs to files."""
 
 import inspect
 import json
@@ -21,7 +21,7 @@ from bascule.generate import tiny
 from bascule.generate.options import IMAGE, Prompt, read_picture, variant_of
 from bascule.workload.tables import load_av
 
-_NAMES = {"frames": "num_frames", "steps": "num_inference_steps"}  # of a pipeline's arguments
+_ARGUMENTS = {"frames": "num_frames", "steps": "num_inference_steps"}  # by field of a `Prompt`
 _FROM_PICTURES = re.compile("Img2Img|I2I|I2V|ImageToVideo|Image2Video|Edit|Inpaint|Refiner")
 _FRAME_FACTORS = "vae_scale_factor_temporal", "vae_temporal_compression_ratio"
 _log = logging.getLogger(__name__)
@@ -30,17 +30,14 @@ _log = logging.getLogger(__name__)
 def load_pipeline(
     model: str, dtype: torch.dtype, device: torch.device, variant: str | None = None
 ) -> Any:
-    """Load a pipeline from a folder of this machine, or make a tiny one."""
+    """Load a pipeline from a local folder, or make a tiny one with random weights."""
 
     def load(diffusers: Any, transformers: Any) -> Any:
         transformers.logging.set_verbosity_error()  # advice to install unused packages
         if model in (tiny.TINY, tiny.TINY_WAN):
-            pipeline = tiny.pipeline(diffusers, transformers, model)
-            return pipeline if dtype == torch.float32 else pipeline.to(dtype)
-        ways: Any = {"torch_dtype": dtype, "local_files_only": True}
-        if (name := variant_of(model, variant)) is not None:
-            ways["variant"] = name
-        return diffusers.DiffusionPipeline.from_pretrained(model, **ways)
+            return tiny.pipeline(diffusers, transformers, model).to(dtype)
+        settings: Any = {"torch_dtype": dtype, "variant": variant_of(model, variant)}
+        return diffusers.DiffusionPipeline.from_pretrained(model, local_files_only=True, **settings)
 
     pipeline = tiny.load(f"--model {model}", load, "diffusers", "transformers").to(device)
     if {"audio_vae", "vocoder"} & pipeline.components.keys() and os.environ.get("RANK", "0") == "0":
@@ -49,7 +46,7 @@ def load_pipeline(
 
 
 def enable_tiles(pipeline: Any) -> None:
-    """Let the VAE work in tiles, or refuse a pipeline whose VAE cannot."""
+    """Switch on tiles in a pipeline's VAE; ConfigError if it has none."""
     vae: Any = getattr(pipeline, "vae", None)
     try:
         vae.enable_tiling()
@@ -61,7 +58,7 @@ def enable_tiles(pipeline: Any) -> None:
 
 
 def _multiple_of(pipeline: Any) -> int:
-    """Return what sides of images are multiples of; 1 if it is not known."""
+    """Return the pixels that a side must be a multiple of; 1 if the pipeline does not tell."""
     processors = (getattr(pipeline, f"{kind}_processor", None) for kind in ("image", "video"))
     configs = (getattr(processor, "config", None) for processor in processors)
     factors = (getattr(config, "vae_scale_factor", None) for config in configs)
@@ -71,16 +68,17 @@ def _multiple_of(pipeline: Any) -> int:
 def check_prompt(
     pipeline: Any, prompt: Prompt, takes: Mapping[str, Any], *, picture: bool | None
 ) -> None:
-    """Refuse a prompt from which a pipeline would make something else, or nothing.
+    """Refuse a prompt that a pipeline would fail at, or make another output from than asked for.
 
-    `picture` is True if there is one, False if there is none on purpose, and else None.
+    `takes` are the parameters of the pipeline's call. `picture` is True if the prompt has an image,
+    False if it has none on purpose ("image" is ""), and None if it does not say.
     """
     arguments, kind = arguments_of(prompt, takes), type(pipeline).__name__
     if "image" in takes and not picture:
         needed = takes["image"].default is inspect.Parameter.empty or _FROM_PICTURES.search(kind)
         if needed or (picture is None and "Kontext" in kind):
-            way = "" if needed else ", or an empty one to do without"
-            raise ConfigError(f"a {kind} makes outputs from a picture: give image{way}")
+            advice = "give image" if needed else "give image, or an empty one to do without"
+            raise ConfigError(f"a {kind} makes outputs from a picture: {advice}")
     multiple, sides = _multiple_of(pipeline), {"width": prompt.width, "height": prompt.height}
     if "max_area" in takes and len(set(map(bool, sides.values()))) > 1:
         raise ConfigError(f"a {kind} would scale both sides: give width and height, or neither")
@@ -102,15 +100,15 @@ def check_prompt(
 
 
 def check_size(prompt: Prompt, made: Mapping[str, int], where: str = "") -> None:
-    """Refuse a size that the pipeline rounds, where it is known before, or as the output shows."""
+    """Refuse a prompt if the sizes that the pipeline makes are not those that it asks for."""
     for name, size in made.items():
         if (asked := getattr(prompt, name)) not in (None, size):
-            said = f"{name} is {asked}, and this pipeline makes it {size}: give {size}"
-            raise ConfigError(where + said)
+            what = f"{where}{name} is {asked}"
+            raise ConfigError(f"{what}, and this pipeline makes it {size}: give {size}")
 
 
 def is_guided(prompt: Prompt, takes: Mapping[str, Any]) -> bool:
-    """Return True if a pipeline computes two branches; a distilled model's scale is an input."""
+    """Return whether a pipeline computes two branches; a distilled model's scale is an input."""
     if "negative_prompt" not in takes:
         return False
     if "true_cfg_scale" in takes and prompt.negative_prompt is None:
@@ -121,16 +119,16 @@ def is_guided(prompt: Prompt, takes: Mapping[str, Any]) -> bool:
 
 
 def _scale_of(prompt: Prompt, takes: Mapping[str, Any]) -> str:
-    """Name the scale of a prompt: `true_cfg_scale` if there is a negative prompt, if possible."""
-    scales = ["guidance_scale", "true_cfg_scale"]
+    """Return the argument for guidance; with a negative prompt prefer `true_cfg_scale`."""
+    names = ["guidance_scale", "true_cfg_scale"]
     if prompt.negative_prompt is not None:
-        scales.reverse()
-    return next((name for name in scales if name in takes), "guidance_scale")
+        names.reverse()
+    return next((name for name in names if name in takes), "guidance_scale")
 
 
 def arguments_of(prompt: Prompt, takes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a prompt as the arguments of a pipeline; ConfigError if it does not take one."""
-    names = _NAMES | {"guidance": _scale_of(prompt, takes)}
+    """Return a prompt as arguments of a pipeline; ConfigError names one that it does not take."""
+    names = _ARGUMENTS | {"guidance": _scale_of(prompt, takes)}
     arguments = dict[str, Any]()
     for name, value in asdict(prompt).items():
         if value is None or name == "seed" or (name == "image" and not value):
@@ -148,7 +146,7 @@ def arguments_of(prompt: Prompt, takes: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_media(path: Path, frames: Sequence[Image.Image], fps: int) -> None:
     """Write an image, or the frames of a video (H.264, sides cut to even numbers)."""
-    with _appearing(path) as partial:
+    with _replacing(path) as partial:
         if path.suffix == IMAGE:
             frames[0].save(partial, format="PNG")
         else:
@@ -157,13 +155,13 @@ def write_media(path: Path, frames: Sequence[Image.Image], fps: int) -> None:
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
     """Write the settings and times of an output, as JSON."""
-    with _appearing(path) as partial:
+    with _replacing(path) as partial:
         partial.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager
-def _appearing(path: Path) -> Iterator[Path]:
-    """Yield where to write a file, then move it into its place; remove it if writing fails."""
+def _replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path; rename its file to `path` at the end, or remove it on an error."""
     partial = path.with_name(f".{path.name}")
     try:
         yield partial

@@ -1,4 +1,4 @@
-"""A list of prompts, made by all ranks of a job together; each output once, whole or not at all."""
+"""Outputs of a list of prompts, made by all ranks of a job; each once, whole or not at all."""
 
 import inspect
 import tempfile
@@ -37,12 +37,12 @@ from bascule.workload.tables import load_av
 
 
 class Generation(Sink):
-    """Makes outputs for prompts; all ranks of the job make it, and run it, together.
+    """A run that makes outputs for prompts; all ranks of the job construct and run it together.
 
     Attributes:
-        prompts: All of them.
-        names: Of their outputs.
-        missing: Places of the prompts whose outputs do not exist, on rank 0.
+        prompts: All prompts, in order.
+        names: File names of their outputs.
+        missing: Indices of the prompts whose outputs do not exist, on rank 0.
     """
 
     @shared("the start of bascule generate")
@@ -67,7 +67,7 @@ class Generation(Sink):
             enable_tiles(pipeline)
         sparse = None if options.sparse is None else SparseConfig(keep=options.sparse)
         are_guided = all(is_guided(prompt, self._takes) for prompt in self.prompts)
-        num_groups = 2 if are_guided else 1  # whose layers exchange nothing
+        num_groups = 2 if are_guided else 1  # of ranks, one for each guidance branch
         self._engine = Engine(
             pipeline,
             timeout_s=options.timeout_s,
@@ -81,7 +81,7 @@ class Generation(Sink):
         )
         self._world = member_of(resolve(None), "world")
         self._times = Times(pipeline, self._engine.degrees, num_groups=num_groups)
-        self._is_new = False  # the folder, on rank 0
+        self._made_folder = False  # True on rank 0 if it did
         self.missing = self._find_missing()
         self._records, self._error = list[dict[str, Any]](), None
 
@@ -105,33 +105,32 @@ class Generation(Sink):
             if orders is None:
                 self._engine.run()
             else:
-                self._scheduler, self._on_step = self._scheduled(orders), on_step
+                self._scheduler, self._on_step = self._make_scheduler(orders), on_step
                 jobs = Jobs(self._scheduler, self, until_idle=True)
                 with ThreadPoolExecutor(1, "bascule prompts") as pool:
                     loop = pool.submit(jobs.run)
                     self._engine.run()
                 loop.result()
-                error = self._error  # which the other ranks must hear of
+                error = self._error  # `agree` below tells the other ranks
             agree(self._world, {}, error, what="the end of bascule generate")
         finally:
-            if self._is_new:
-                with suppress(OSError):  # it is not empty
+            if self._made_folder:
+                with suppress(OSError):  # raised if it is not empty
                     self._options.out.rmdir()
-            if error is not None:  # alone, in its own words
+            if error is not None:  # in place of the CommError that `agree` raises
                 raise error
         return sorted(self._records, key=lambda record: record["file"])
 
     def _find_missing(self) -> list[int]:
-        """Find the outputs that do not exist, on rank 0; make their folder."""
+        """Make the folder of the outputs, and return the indices of missing ones, on rank 0."""
         missing, error, folder = list[int](), None, self._options.out
         try:
             if self._world.rank == 0:
-                self._is_new = not folder.exists()
+                self._made_folder = not folder.exists()
                 folder.mkdir(parents=True, exist_ok=True)
                 missing = [k for k, name in enumerate(self.names) if not (folder / name).exists()]
-                if missing:
-                    with tempfile.TemporaryFile(dir=folder):  # fails if nobody may write there
-                        pass
+                if missing:  # the next line raises if this process may not write there
+                    tempfile.TemporaryFile(dir=folder).close()
         except OSError as refusal:
             reason = refusal.strerror or refusal
             error = ConfigError(f"--out {folder}: cannot be written: {reason}")
@@ -140,19 +139,20 @@ class Generation(Sink):
 
     # --- on rank 0 --------------------------------------------------------------------------------
 
-    def _scheduled(self, orders: Orders) -> Scheduler:
-        """Return the scheduler of what is missing, the largest first."""
-        stays = self._options.degrees or self._options.compile  # which pays for many steps alike
+    def _make_scheduler(self, orders: Orders) -> Scheduler:
+        """Return a scheduler of the missing outputs, the most work first."""
+        # Compiled code and a mesh that is given pay over many steps of one size.
+        stays = self._options.degrees or self._options.compile
         fits = [d for d in self._engine.degrees if d * len(self.missing) <= orders.num_ranks]
         policy = Queue("fifo", max(fits, default=1)) if stays else Balanced()
         scheduler = Scheduler(orders, policy, self._times)
-        tasks = sorted(map(self._task, self.missing), key=lambda task: -task.request.work_s)
+        tasks = sorted(map(self._make_task, self.missing), key=lambda task: -task.request.work_s)
         for number, task in enumerate(tasks):
             task.number = number
             scheduler.add(task)
         return scheduler
 
-    def _task(self, place: int) -> Task:
+    def _make_task(self, place: int) -> Task:
         prompt = self.prompts[place]
 
         def arguments() -> dict[str, Any]:
@@ -161,28 +161,28 @@ class Generation(Sink):
         return Task.of(place, self.names[place], prompt, self._takes, self._times, arguments)
 
     def changed(self, task: Task, event: Event | None) -> None:
-        """Report a step."""
+        """Pass a finished step on to `on_step`."""
         if event is not None and event.kind == "step" and event.step:
             size = self._world.size // self._scheduler.orders.num_ranks  # of a replica
             first, num = event.block.first * size, event.block.degree * size
             self._on_step(self.names.index(task.id), range(first, first + num))
 
     def ended(self, task: Task, state: str, reason: str) -> None:
-        """End all if a prompt has failed."""
+        """Stop the run if a prompt failed."""
         if state == "failed":
             place = self.names.index(task.id)
-            said = f"prompt {place + 1}: the pipeline fails with {reason}"
-            self._error = self._error or ConfigError(said)
+            error = ConfigError(f"prompt {place + 1}: the pipeline fails with {reason}")
+            self._error = self._error or error
             self._scheduler.close()
 
     def write(self, task: Task, output: Any) -> str:
-        """Write an output, after its record."""
+        """Write the record of an output, then the output; return what went wrong, or ""."""
         try:
             place = self.names.index(task.id)
             frames = output[0] if task.id.endswith(VIDEO) else output[:1]
             width, height = frames[0].size
-            made = {"width": width, "height": height, "frames": len(frames)}
-            check_size(task.prompt, made, f"prompt {place + 1}: ")
+            sizes = {"width": width, "height": height, "frames": len(frames)}
+            check_size(task.prompt, sizes, f"prompt {place + 1}: ")
             seconds = {"encode": task.encoding_s, "denoise": task.denoising_s}
             seconds["decode"] = task.last.seconds if task.last is not None else 0.0
             record = {"file": task.id, **self._settings, **asdict(task.prompt), "seconds": seconds}

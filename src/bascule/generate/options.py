@@ -28,8 +28,8 @@ _WEIGHTS = re.compile(  # of diffusers and transformers, in one file or in piece
     r"(diffusion_pytorch_|pytorch_)?model(\.(?P<variant>\w+))?(-\d+-of-\d+(\.(?P<legacy>\w+))?)?"
     r"\.(safetensors|bin)"
 )
-_SETTINGS = "model", "variant", "dtype", "tiles", "wire", "sparse", "fps"  # change any output
-_SAMPLES, _SAMPLE_BYTES = 16, 2**12  # of a file of weights
+_SETTINGS = "model", "variant", "dtype", "tiles", "wire", "sparse", "fps"  # change all outputs
+_SAMPLES, _SAMPLE_BYTES = 16, 2**12  # that a digest reads of a file of weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ class GenerateOptions(Outputs, RankOptions):
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Degrees of a `Shape` that are given."""
+        """The degrees that options give, as arguments of a `Shape`."""
         degrees = {
             "data": self.replicas,
             "guidance": self.guidance_ranks,
@@ -111,7 +111,7 @@ class GenerateOptions(Outputs, RankOptions):
         return {name: degree for name, degree in degrees.items() if degree is not None}
 
     def check_source(self) -> None:
-        """Refuse options without prompts, or without a pipeline."""
+        """Refuse options that name no prompts or no pipeline, or contradict each other."""
         if bool(self.prompt) == (self.prompts is not None):
             raise ConfigError("give either --prompt TEXT, once or more, or --prompts FILE")
         if self.longest_ring is not None and self.degrees:
@@ -123,24 +123,22 @@ def check_model(model: str, variant: str | None) -> None:
     """Refuse a model that is no pipeline, or lacks this variant of its weights."""
     index = Path(model) / "model_index.json"
     if model not in (TINY, TINY_WAN) and not index.is_file():
-        raise ConfigError(
-            f"--model {model}: no {index}: give the folder of a pipeline of diffusers, "
-            f"or {TINY}, or {TINY_WAN}"
-        )
+        advice = f"give the folder of a pipeline of diffusers, or {TINY}, or {TINY_WAN}"
+        raise ConfigError(f"--model {model}: no {index}: {advice}")
     variant_of(model, variant)
 
 
 def variant_of(model: str, variant: str | None) -> str | None:
-    """Return the variant of a folder's weights to load; refuse one that is not there."""
-    plain, variants = set[str](), dict[str, set[str]]()  # components; and of each variant
+    """Return the variant of a folder's weights to load; refuse a variant that is not there."""
+    plain, variants = set[str](), dict[str, set[str]]()  # components without, with each variant
     for path in Path(model).glob("*/*"):
         if match := _WEIGHTS.fullmatch(path.name):
             name = match["variant"] or match["legacy"]
             (variants.setdefault(name, set()) if name else plain).add(path.parent.name)
     needed = sorted(name for name, components in variants.items() if not components <= plain)
     if variant is not None and variant not in variants:
-        there = ", ".join(sorted(variants)) or "none: leave it out"
-        raise ConfigError(f"--variant {variant}: the variants of {model} are {there}")
+        names = ", ".join(sorted(variants)) or "none: leave it out"
+        raise ConfigError(f"--variant {variant}: the variants of {model} are {names}")
     if variant is None and len(needed) > 1:
         raise ConfigError(f"--variant: {model} has weights of {', '.join(needed)}: give one")
     return variant or next(iter(needed), None)
@@ -162,7 +160,7 @@ class Prompt:
 
 
 def names_of(prompts: Sequence[Prompt], options: GenerateOptions) -> list[str]:
-    """Return the names of outputs, without an ending; they change with what changes the files."""
+    """Return file names of outputs without suffix; what changes an output changes its name."""
     common, names = (options.settings, _digest(*_samples(options.model))), list[str]()
     for place, prompt in enumerate(prompts):
         image = prompt.image and _digest(Path(prompt.image).read_bytes())
@@ -182,11 +180,11 @@ def _digest(*parts: bytes) -> str:
 
 
 def _samples(model: str) -> Iterator[bytes]:
-    """Yield bytes that change with a folder's weights and settings, but not with its place."""
+    """Yield bytes that identify a folder's weights and settings, wherever the folder lies."""
     index = Path(model) / "model_index.json"
-    yield (parts := index.read_bytes() if index.is_file() else b"")
+    yield (components := index.read_bytes() if index.is_file() else b"")
     for path in sorted(Path(model).glob("*/*")):
-        if path.is_file() and f'"{path.parent.name}"'.encode() in parts:  # else it is no part of it
+        if path.is_file() and f'"{path.parent.name}"'.encode() in components:
             yield f"{path.parent.name}/{path.name} {(size := path.stat().st_size)}".encode()
             with path.open("rb") as file:
                 for k in range(_SAMPLES):
@@ -207,7 +205,7 @@ def read_picture(path: str) -> Any:
 
 
 def read_prompts(options: GenerateOptions) -> list[Prompt]:
-    """Return the prompts of the options, in order; ConfigError names a line that is wrong."""
+    """Read the prompts that options give, in order; ConfigError names a line that is wrong."""
     options.check_source()
     common = dict(DEFAULTS.get(options.model, {}))
     for field in fields(Prompt)[1:-1]:
@@ -223,7 +221,7 @@ def read_prompts(options: GenerateOptions) -> list[Prompt]:
 
 
 def _rows(options: GenerateOptions) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the settings of each line of the file, after its place."""
+    """Yield where each line of the file stands ("FILE, line 3"), and its settings."""
     path = options.prompts
     assert path is not None
     if path.suffix not in (".jsonl", ".json"):
@@ -235,8 +233,9 @@ def _rows(options: GenerateOptions) -> Iterator[tuple[str, dict[str, Any]]]:
         if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
             raise ConfigError(f'{where}: give a JSON object with a "prompt" of text')
         if unknown := sorted(row.keys() - set(names)):
-            said = f"{', '.join(map(repr, unknown))} {'is' if len(unknown) == 1 else 'are'}"
-            raise ConfigError(f"{where}: {said} not known: give some of {', '.join(names)}")
+            verb = "is" if len(unknown) == 1 else "are"
+            words = ", ".join(map(repr, unknown))
+            raise ConfigError(f"{where}: {words} {verb} not known: give some of {', '.join(names)}")
         row = {name: value for name, value in row.items() if value is not None}
         for name, kind in (("negative_prompt", "text"), ("image", "the path of a picture")):
             if not isinstance(row.get(name, ""), str):

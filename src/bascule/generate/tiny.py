@@ -1,4 +1,4 @@
-"""Tiny models with random weights, to try a command without files; torch loads when needed."""
+"""Tiny models with random weights, to try a command without files. Importing it loads no torch."""
 
 import importlib
 from collections.abc import Callable
@@ -6,17 +6,17 @@ from typing import Any, TypeVar
 
 from bascule.errors import ConfigError
 
-TINY, TINY_WAN = "tiny", "tiny-wan"  # in place of a folder: as Flux, or as Wan for videos
+TINY, TINY_WAN = "tiny", "tiny-wan"  # in place of a folder: a Flux, and a Wan for videos
 
 _TEXT_DIM = 64
-_TOKENS = 64  # of a prompt
-_IDS = 384  # bytes, special tokens and the spare ids of ByT5's tokenizer
+_TOKENS = 64  # most of a prompt
+_VOCAB_SIZE = 384  # bytes, special tokens and spare ids of ByT5's tokenizer
 
 _Made = TypeVar("_Made")
 
 
 def load(what: str, make: Callable[..., _Made], *libraries: str) -> _Made:
-    """Call a loader with some libraries; weights are reproducible, and errors begin with `what`."""
+    """Import libraries and call `make` with them, torch seeded by 0; errors begin with `what`."""
     try:
         import torch
 
@@ -33,12 +33,12 @@ def load(what: str, make: Callable[..., _Made], *libraries: str) -> _Made:
     except ConfigError as error:
         raise ConfigError(f"{what}: {error}") from error
     except Exception as error:  # loaders raise anything on damaged files
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ConfigError(f"{what}: cannot be loaded: {reason}") from error
 
 
 def vae(diffusers: Any, name: str) -> Any:
-    """Make a VAE of 8 x 8 pixels a latent; that of Wan has 4 frames a latent too."""
+    """Make a VAE with 8 x 8 pixels a latent; Wan's also has 4 frames a latent."""
     if name == TINY_WAN:
         sizes = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
         constants = {"latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}
@@ -55,25 +55,25 @@ def vae(diffusers: Any, name: str) -> Any:
 
 
 def t5(transformers: Any, kind: str = "T5") -> Any:
-    """Make a T5 or UMT5 encoder for the ids of a tokenizer of bytes."""
+    """Make a T5 or UMT5 encoder for the token ids of `tokenizer`."""
     sizes = {"d_model": _TEXT_DIM, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
-    config = getattr(transformers, f"{kind}Config")(vocab_size=_IDS, **sizes)
+    config = getattr(transformers, f"{kind}Config")(vocab_size=_VOCAB_SIZE, **sizes)
     return getattr(transformers, f"{kind}EncoderModel")(config).eval()
 
 
 def tokenizer(transformers: Any, num_tokens: int = _TOKENS) -> Any:
-    """Make a tokenizer of bytes."""
+    """Make a tokenizer that takes bytes as tokens."""
     return transformers.ByT5Tokenizer(model_max_length=num_tokens)
 
 
 def pipeline(diffusers: Any, transformers: Any, name: str) -> Any:
-    """Make a pipeline as Flux, or as Wan."""
-    bytes_of = tokenizer(transformers)
+    """Make a Flux or a Wan pipeline."""
+    byte_tokenizer = tokenizer(transformers)
     if name == TINY_WAN:
         return diffusers.WanPipeline(
             scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
             text_encoder=t5(transformers, "UMT5"),
-            tokenizer=bytes_of,
+            tokenizer=byte_tokenizer,
             vae=vae(diffusers, name),
             transformer=diffusers.WanTransformer3DModel(
                 num_attention_heads=4,
@@ -90,7 +90,7 @@ def pipeline(diffusers: Any, transformers: Any, name: str) -> Any:
         hidden_size=_TEXT_DIM,
         intermediate_size=64,
         max_position_embeddings=_TOKENS,
-        vocab_size=_IDS,
+        vocab_size=_VOCAB_SIZE,
         bos_token_id=2,
         eos_token_id=1,
         pad_token_id=0,
@@ -100,9 +100,9 @@ def pipeline(diffusers: Any, transformers: Any, name: str) -> Any:
     return diffusers.FluxPipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
         text_encoder=transformers.CLIPTextModel(clip).eval(),
-        tokenizer=bytes_of,
+        tokenizer=byte_tokenizer,
         text_encoder_2=t5(transformers),
-        tokenizer_2=bytes_of,
+        tokenizer_2=byte_tokenizer,
         vae=vae(diffusers, name),
         transformer=diffusers.FluxTransformer2DModel(
             in_channels=16,

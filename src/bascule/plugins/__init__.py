@@ -1,1 +1,1 @@
-"""Adapters that switch balancing on inside other trainers, by their arguments. One file a host."""
+"""Adapters that switch balancing on in other trainers by arguments alone; one file a trainer."""

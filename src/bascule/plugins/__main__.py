@@ -1,4 +1,4 @@
-"""Runs a script with the callback "bascule" among those that ``--report_to`` of a Trainer names."""
+"""Run a script whose Trainer knows the callback "bascule" as a value of ``--report_to``."""
 
 import contextlib
 import runpy
@@ -10,7 +10,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def entered(table: MutableMapping[Any, Any], name: Any, value: Any) -> Iterator[None]:
-    """Add an entry to a table of a trainer, and restore the table at the end of the `with`."""
+    """Add an entry to a trainer's table, and restore the table at the end of the `with`."""
     before = dict(table)
     table[name] = value
     try:
@@ -21,7 +21,7 @@ def entered(table: MutableMapping[Any, Any], name: Any, value: Any) -> Iterator[
 
 
 def run_script() -> None:
-    """Run the file that the arguments name, with the others, as Python does."""
+    """Run the script that the first argument names, with the other arguments."""
     sys.argv = sys.argv[1:]
     if not Path(sys.argv[0]).is_file():
         sys.exit(f"bascule: there is no script {sys.argv[0]}")
@@ -30,7 +30,7 @@ def run_script() -> None:
 
 
 def main() -> None:
-    """Run a script; without one, print the folder of the adapters."""
+    """Run a script; without arguments print the folder of the adapters."""
     if len(sys.argv) < 2:
         sys.stdout.write(f"{Path(__file__).parent}\n")
         return

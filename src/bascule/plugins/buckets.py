@@ -1,4 +1,4 @@
-"""Scripts with buckets of shapes, as diffusers' dreambooth: all ranks get one bucket in a step."""
+"""A sampler for scripts with buckets of shapes: all ranks get the same bucket in a step."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,28 +13,26 @@ from bascule.errors import ConfigError
 
 
 class BalancedBuckets(BatchSampler):
-    """Yields this rank's batches of a script's bucket sampler; no sample is dropped.
+    """A sampler of this rank's batches from a script's buckets; no sample is dropped.
 
-    The ranks of a step have batches of one bucket, of as many samples where they suffice. Samples
-    left of several buckets meet in steps of like shapes. A rank without a sample repeats one, which
-    `loss_scale` leaves out. The order of an epoch depends on the seed and its number. An epoch
-    ends with an optimizer step of the script's Accelerator: the largest batches are halved for it.
+    In a step all ranks have batches of one bucket, as in diffusers' dreambooth. Samples left over
+    are put into steps of similar shapes. A rank without a sample repeats one, which `loss_scale`
+    leaves out. The order of an epoch depends on the seed and the epoch's number. An epoch ends with
+    an optimizer step of the script's Accelerator: the largest batches are halved for it.
 
     Args:
         batches: The script's sampler: ``bucket_indices`` has the samples of each bucket,
             ``dataset.buckets`` its height and width.
-        num_ranks: Processes.
-        rank: This one.
+        num_ranks: Number of processes.
+        rank: Rank of this process.
         seed: Seed of the order.
     """
 
     def __init__(self, batches: Any, num_ranks: int, rank: int, *, seed: int = 0) -> None:
         buckets = getattr(batches, "bucket_indices", ())
         if not any(buckets):
-            raise ConfigError(
-                f"{type(batches).__name__} has no samples in bucket_indices: give the script's "
-                "sampler, which lists the indices of each bucket there"
-            )
+            what = f"{type(batches).__name__} has no samples in bucket_indices"
+            raise ConfigError(f"{what}: give the script's sampler, which lists each bucket there")
         self.batch_size, self._seed = batches.batch_size, seed
         self._num_ranks = whole("BalancedBuckets(num_ranks", num_ranks, 1)
         self._rank = whole("BalancedBuckets(rank", rank, 0, num_ranks - 1)
@@ -51,24 +49,24 @@ class BalancedBuckets(BatchSampler):
         self._epoch, self._scales = self._epoch + 1, []
         steps, size = self._steps(random), accumulation_of_accelerate()
         order = random.permutation(len(steps)).reshape(-1, size)
-        for together in [[steps[place] for place in places] for places in order]:
-            total = max(1, sum(part.size for parts in together for part in parts))
-            for parts in together:
-                own = parts[self._rank]
-                self._scales.append(own.size * self._num_ranks * size / total)
-                repeated = parts[0] if parts[0].size else self._buckets[-1]
-                yield (own if own.size else repeated[:1]).tolist()
+        for accumulated in [[steps[index] for index in indices] for indices in order]:
+            total = max(1, sum(batch.size for by_rank in accumulated for batch in by_rank))
+            for by_rank in accumulated:
+                batch = by_rank[self._rank]
+                self._scales.append(batch.size * self._num_ranks * size / total)
+                repeated = by_rank[0] if by_rank[0].size else self._buckets[-1]
+                yield (batch if batch.size else repeated[:1]).tolist()
 
     def loss_scale(self, number: int) -> float:
-        """Return the factor of the mean loss of a batch, by its number since the epoch began.
+        """Return the factor for the mean loss of a batch, by its number since the epoch began.
 
-        With it, the division by the batches of an optimizer step and the mean of gradients over
-        ranks, the gradient of a step is that of the mean over all its samples.
+        With it, averaging over the batches of an optimizer step and over ranks gives the gradient
+        of the mean loss of all samples of the step.
         """
         return self._scales[number]
 
     def _steps(self, random: np.random.Generator) -> list[list[Ints]]:
-        """Return the samples of each rank in each batch; the batches fill whole steps."""
+        """Return the samples of each rank in each batch, of whole optimizer steps."""
         num, full = self._num_ranks, self.batch_size * self._num_ranks
         steps, few = list[list[Ints]](), list[Ints]()
         for bucket in self._buckets:
@@ -78,7 +76,7 @@ class BalancedBuckets(BatchSampler):
                 few.append(groups.pop())
             steps += [np.array_split(group, num) for group in groups]
         rest = np.concatenate([*few, np.zeros(0, dtype=np.int64)])
-        # Each sample of a small group is alone on its rank; the last ranks have none.
+        # A rank has at most one sample of the rest; the last ranks may have none.
         steps += [
             np.array_split(rest[first : first + num], num) for first in range(0, rest.size, num)
         ]

@@ -1,4 +1,4 @@
-"""The batches of all ranks, dealt again so that their work is even: a batch sampler for others."""
+"""A batch sampler for other trainers, which deals the samples of a step evenly over ranks."""
 
 from collections.abc import Iterator
 
@@ -13,10 +13,10 @@ from bascule.plan.epoch import DealRules, StepTable, deal_step
 
 
 class DealtBatches(BatchSampler):
-    """Yields the batches of a rank or, without one, of all: in each microbatch, rank by rank.
+    """A sampler of the batches of `rank`, or of all ranks, microbatch by microbatch.
 
-    A step keeps its samples. At the end of an epoch a group of batches, one a rank, is filled up
-    with the first samples, as accelerate does; what is then less than a step stays as it is.
+    A step keeps its samples. The last microbatch of an epoch is filled up with the first samples,
+    as accelerate does; microbatches that are then less than a step are not dealt.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class DealtBatches(BatchSampler):
         num = len(plain.sampler)  # pyright: ignore[reportArgumentType]
         self._lengths, self._rules, self._rank = ints("lengths", lengths, num), rules, rank
         self._costs = amounts("costs of the samples", evaluate(cost, self._lengths))
-        self.steps: list[tuple[float, float, float]] = []  # before, after, mean of this epoch
+        self.steps: list[tuple[float, float, float]] = []  # makespans before, after; mean load
 
     @property
     def num_steps(self) -> int:
@@ -40,7 +40,7 @@ class DealtBatches(BatchSampler):
 
     @property
     def _num_groups(self) -> int:
-        """Batches of one rank in an epoch."""
+        """Batches of a rank in an epoch."""
         group = self.batch_size * self._rules.shape.num_ranks
         num = len(self.sampler)  # pyright: ignore[reportArgumentType]
         return num // group if self.drop_last else -(-num // group)
@@ -58,10 +58,11 @@ class DealtBatches(BatchSampler):
         order = np.fromiter(self.sampler, dtype=np.int64)
         order = np.resize(order, self._num_groups * self.batch_size * shape.num_ranks)
         for first in range(0, order.size, shape.full):
-            batches = self._dealt(order[first : first + shape.full])
+            batches = self._deal(order[first : first + shape.full])
             yield from batches if self._rank is None else batches[self._rank :: shape.num_ranks]
 
-    def _dealt(self, samples: Ints) -> list[list[int]]:
+    def _deal(self, samples: Ints) -> list[list[int]]:
+        """Return the batches of samples in order; those of a full step are dealt evenly."""
         shape = self._rules.shape
         cells = np.arange(samples.size) // shape.batch_size
         if samples.size == shape.full:

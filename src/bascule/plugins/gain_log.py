@@ -1,4 +1,4 @@
-"""The gain of balancing, in a Trainer's own log."""
+"""A callback that writes the gain of balancing to the log of a Trainer."""
 
 import time
 from typing import Any
@@ -29,7 +29,7 @@ class GainLog(TrainerCallback):
                 self._gain.add(before, after, mean, time.perf_counter())
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Exclude saving, evaluation and the start of an epoch from the time of a step."""
+        """Keep saving, evaluation and the start of an epoch out of the time of a step."""
         self._gain.pause()
 
     on_evaluate = on_epoch_begin = on_save

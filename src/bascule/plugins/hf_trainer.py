@@ -1,4 +1,4 @@
-"""transformers' Trainer by arguments alone: a callback deals the samples of each step again."""
+"""A callback for transformers' Trainer that deals the samples of each step evenly."""
 
 import inspect
 from typing import Any
@@ -16,11 +16,11 @@ from bascule.plugins.gain_log import GainLog
 
 
 class BalanceCallback(GainLog):
-    """Gives all processes of a Trainer the same work; each step keeps its samples and its loss.
+    """A callback that gives processes even work; a step keeps its samples and its loss.
 
     Args:
-        lengths: Tokens of each sample. None: of its "input_ids"; all are read once, at the start.
-        cost: Cost of a sample. None: of a transformer of the model's width and layers.
+        lengths: Tokens of each sample. None: those of "input_ids", all read at the start.
+        cost: Cost of a sample. None: a transformer with the model's width and layers.
     """
 
     def __init__(self, lengths: npt.ArrayLike | None = None, cost: Cost | None = None) -> None:
@@ -29,14 +29,14 @@ class BalanceCallback(GainLog):
         self._replaced: tuple[Any, Any, Any] = (None, None, None)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Replace the Trainer's batches by dealt ones, until training ends."""
+        """Replace the Trainer's batch sampler until training ends."""
         super().on_train_begin(args, state, control)
         model, loader = kwargs["model"], kwargs["train_dataloader"]
         shard: Any = getattr(loader, "batch_sampler", None)
         if args.world_size == 1:
             return
-        is_known = isinstance(shard, BatchSamplerShard) and shard.even_batches
-        if not is_known or shard.split_batches or type(shard.batch_sampler) is not BatchSampler:
+        is_even = isinstance(shard, BatchSamplerShard) and shard.even_batches
+        if not is_even or shard.split_batches or type(shard.batch_sampler) is not BatchSampler:
             raise ConfigError(
                 "--report_to bascule deals the batches of a dataset with a length, with "
                 "even_batches and without split_batches, dispatch_batches and batch_rebalance: "
@@ -54,17 +54,17 @@ class BalanceCallback(GainLog):
         shard.batch_sampler, shard.batch_size = self.dealt, None  # batches of any size
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Restore the Trainer's batches."""
+        """Restore the Trainer's batch sampler."""
         if self.dealt is not None:
             shard, shard.batch_sampler, shard.batch_size = self._replaced
             self.dealt = None
 
 
 def rules_of(args: Any, model: Any, *, num_ranks: int, padded: bool) -> DealRules:
-    """Return how samples may be dealt by the arguments of a Trainer and the loss of its model."""
+    """Return the rules by which samples may be dealt, given a Trainer's arguments and model."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     kinds = [parameter.kind for parameter in inspect.signature(base.forward).parameters.values()]
-    # The Trainer decides so if it divides the loss by the labels of all processes.
+    # The Trainer decides in the same way whether to divide the loss by all labels.
     counts_labels = getattr(base, "accepts_loss_kwargs", inspect.Parameter.VAR_KEYWORD in kinds)
     if counts_labels and not args.average_tokens_across_devices:
         raise ConfigError(
@@ -74,13 +74,13 @@ def rules_of(args: Any, model: Any, *, num_ranks: int, padded: bool) -> DealRule
     return DealRules(
         StepShape(args.train_batch_size, num_ranks, args.gradient_accumulation_steps),
         sync="microbatch" if args.fsdp or args.deepspeed else "step",
-        even_counts=not counts_labels,  # else the loss is the mean of a batch
+        even_counts=not counts_labels,  # else the loss is a mean over each batch
         padded=padded,
     )
 
 
 def cost_of(model: Any) -> TransformerCost:
-    """Return the cost of a transformer of the model's width and layers."""
+    """Return a cost with the width and the number of layers of a model's config."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     width, depth = (getattr(text, name, None) for name in ("hidden_size", "num_hidden_layers"))

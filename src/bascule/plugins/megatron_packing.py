@@ -1,6 +1,6 @@
-"""Megatron's packing, planned: ``torchrun .. -m bascule.plugins.megatron_packing pretrain.py``.
+"""A packing scheduler: ``torchrun .. -m bascule.plugins.megatron_packing pretrain.py``.
 
-The script gets this scheduler for ``--sequence-packing-scheduler dp_balanced``.
+Megatron's script gets this scheduler for ``--sequence-packing-scheduler dp_balanced``.
 """
 
 # pyright: reportMissingImports=false
@@ -27,7 +27,7 @@ class BalancedPackingScheduler:
         cp_size: Ranks that share each pack.
         dp_size: Data-parallel ranks.
         microbatch_group_size_per_vp_stage: The number of microbatches is a multiple of it.
-        cost: Cost of a sequence. None: of a transformer of the model's size, which `run` knows.
+        cost: Cost of a sequence. None: a transformer of the size in the config that `run` gets.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class BalancedPackingScheduler:
     def get_groups_and_subsamples(
         self, sample_id_seqlens: Sequence[tuple[int, int]]
     ) -> list[list[list[int]]]:
-        """Return the sequences of each microbatch and rank, in as few microbatches as fit.
+        """Return ids of the sequences of each microbatch and rank, in the fewest microbatches.
 
-        `sample_id_seqlens` has id and tokens of each. PlanError: one is longer than a pack, or
-        there are fewer than packs.
+        `sample_id_seqlens` has id and tokens of each sequence. PlanError: a sequence is longer than
+        a pack, or there are fewer sequences than packs.
         """
         ids, lengths = np.array(sample_id_seqlens, dtype=np.int64).reshape(-1, 2).T
         costs = evaluate(self._cost or TransformerCost(4096), lengths)
@@ -74,7 +74,7 @@ class BalancedPackingScheduler:
         )
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Fetch, plan, exchange and pack as Megatron does; arguments and results are its own."""
+        """Fetch, plan, exchange and pack as Megatron's `DpBalancedScheduler.run` does."""
         from megatron.core.datasets.data_schedule import DpBalancedScheduler
 
         config = kwargs["config"] if "config" in kwargs else args[-1]
@@ -83,7 +83,7 @@ class BalancedPackingScheduler:
 
 
 def main() -> None:
-    """Run a script of Megatron."""
+    """Run a script of Megatron with this scheduler."""
     from megatron.core.datasets.data_schedule import PackingSchedulerEnum, scheduler_map
 
     with entered(scheduler_map, PackingSchedulerEnum.DP_BALANCED, BalancedPackingScheduler):

@@ -1,4 +1,4 @@
-"""ms-swift by arguments alone: ``--external_plugins`` names this file, for its trainer."""
+"""A trainer for ms-swift, which loads this file by ``--external_plugins``."""
 
 # pyright: reportMissingImports=false
 
@@ -15,14 +15,14 @@ from bascule.plugins.dealt_batches import DealtBatches
 from bascule.plugins.gain_log import GainLog
 from bascule.plugins.hf_trainer import cost_of, rules_of
 
-_KEPT = (
+_SETTINGS = (
     *("device", "collate_fn", "num_workers", "pin_memory", "persistent_workers"),
     *("prefetch_factor", "multiprocessing_context", "worker_init_fn"),
 )
 
 
 class BalancedSeq2SeqTrainer(Seq2SeqTrainer):
-    """The trainer of ms-swift for causal models; all processes have the same work in a step."""
+    """ms-swift's trainer of causal models, with even work of all processes in a step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._gain_log = GainLog()
@@ -30,7 +30,7 @@ class BalancedSeq2SeqTrainer(Seq2SeqTrainer):
         self.callback_handler.callbacks.insert(1, self._gain_log)  # before those that report
 
     def get_train_dataloader(self, skip_batches: int = 0) -> Any:
-        """Return the loader of ms-swift, with batches that are dealt over all processes."""
+        """Return ms-swift's loader, with batches that are dealt evenly over processes."""
         loader: Any = super().get_train_dataloader(skip_batches)
         args, dataset = self.args, self.train_dataset
         if args.world_size == 1:
@@ -55,7 +55,7 @@ class BalancedSeq2SeqTrainer(Seq2SeqTrainer):
         if skip_batches:
             batches = SkipBatchSampler(dealt, skip_batches=skip_batches)
         return DataLoaderShard(
-            dataset, batch_sampler=batches, **{name: getattr(loader, name) for name in _KEPT}
+            dataset, batch_sampler=batches, **{name: getattr(loader, name) for name in _SETTINGS}
         )
 
 

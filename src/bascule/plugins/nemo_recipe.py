@@ -1,4 +1,4 @@
-"""NeMo AutoModel by its YAML: ``recipe: bascule.plugins.nemo_recipe.BalancedFinetuneRecipe``."""
+"""For NeMo AutoModel's YAML: ``recipe: bascule.plugins.nemo_recipe.BalancedFinetuneRecipe``."""
 
 # pyright: reportMissingImports=false
 
@@ -16,7 +16,7 @@ from bascule.machine.costs import Cost, TransformerCost
 
 
 class EpochAfterEpoch(BalancedSampler):
-    """A balanced batch sampler that goes on to the next epoch by itself."""
+    """A balanced batch sampler that sets the next epoch at the end of each."""
 
     def __iter__(self) -> Iterator[list[int]]:
         yield from super().__iter__()
@@ -29,7 +29,7 @@ class BalancedBatchSampler:
 
     lengths: npt.ArrayLike  # tokens of each sample
     cost: Cost
-    batch_size: int  # in the mean
+    batch_size: int  # mean samples of a batch
     global_batch_size: int
     seed: int
     options: SamplerOptions
@@ -69,13 +69,13 @@ class BalancedDataloaderConfig(DataloaderConfig):
 
 
 class BalancedFinetuneRecipe(TrainFinetuneRecipeForNextTokenPrediction):
-    """NeMo's recipe, whose data-parallel ranks have the same work in each step.
+    """NeMo's recipe, with even work of the data-parallel ranks in each step.
 
     A section ``bascule: {d_model: .., num_layers: ..}`` of the YAML gives the cost.
     """
 
     def setup(self) -> None:
-        """Set all up as NeMo does, with the balanced loader."""
+        """Set up the recipe with a balanced loader."""
         plain, cost = self.cfg.dataloader, self.cfg.get("bascule", None)
         self.cfg.dataloader = BalancedDataloaderConfig(
             **{option.name: getattr(plain, option.name) for option in fields(DataloaderConfig)},

@@ -1,4 +1,4 @@
-"""torchtitan's loader, balanced: documents change ranks, so that attention costs all the same."""
+"""A loader for torchtitan that moves documents, so that attention takes ranks equally long."""
 
 # pyright: reportMissingImports=false
 
@@ -23,23 +23,23 @@ from bascule.plan.limits import Limits
 logger = logging.getLogger(__name__)
 
 _IGNORED = -100  # torchtitan's IGNORE_INDEX
-_MULTIPLE = 128  # of the tokens of a row that changed: a block of flex attention
-_MIN_GAIN = 0.02  # besides that padding
+_MULTIPLE = 128  # to which rows that changed are padded: a block of flex attention
+_MIN_GAIN = 0.02  # share of a step, beside the padding
 
 
 class BalancedDataLoader(BaseDataLoader):
-    """Deals the documents of another loader over the data-parallel ranks.
+    """A loader that deals the documents of another loader over the data-parallel ranks.
 
     A batch is one row (1, T) of documents, told apart by "positions", for flex and varlen
-    attention. torchtitan divides the sum of losses by the labels of all ranks: it stays as it is.
-    Rows have equal tokens as loaded. They stay so where uneven attention costs less than padding.
+    attention. The loss does not change: torchtitan divides its sum by the labels of all ranks.
+    Loaded rows have equal tokens; a step keeps its rows where moving documents gains too little.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
         """The loader, the model's size, and most tokens of a rank over those of its batch.
 
-        `gamma` is that of a `TransformerCost`; causal attention computes half of the pairs.
+        `gamma` is a `TransformerCost`'s; 0.5 since causal attention computes half of the pairs.
         """
 
         inner: BaseDataLoader.Config = field(default_factory=BaseDataLoader.Config)
@@ -51,10 +51,8 @@ class BalancedDataLoader(BaseDataLoader):
     def __init__(self, config: Config, **runtime: Any) -> None:
         rank, num_ranks = runtime["dp_rank"], runtime["dp_world_size"]
         if num_ranks != dist.get_world_size():
-            raise ConfigError(
-                f"dp_world_size={num_ranks} of {dist.get_world_size()} processes: "
-                "BalancedDataLoader is for data parallelism alone"
-            )
+            what = f"dp_world_size={num_ranks} of {dist.get_world_size()} processes"
+            raise ConfigError(f"{what}: BalancedDataLoader is for data parallelism alone")
         tokens = runtime["seq_len"] * runtime["local_batch_size"]
         self._name, self._is_silent = f"dp_rank_{rank}", rank > 0
         self._min_gain = min(_MIN_GAIN + (_MULTIPLE - 1) / tokens, 1.0)
@@ -84,17 +82,17 @@ class BalancedDataLoader(BaseDataLoader):
             yield batch.data
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place of this rank, as torchtitan saves it."""
+        """Return this rank's place in the data, as torchtitan saves it."""
         return {self._name: pickle.dumps(self._loader.state_dict())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on at the place of a checkpoint."""
+        """Restore this rank's place in the data."""
         if state_dict:
             self._loader.load_state_dict(pickle.loads(state_dict[self._name]))
 
 
 def documents(item: tuple[dict[str, Tensor], Tensor]) -> list[dict[str, Tensor]]:
-    """Return the documents of a row (S,), each with its labels; positions follow from lengths."""
+    """Split a row (S,) into documents with their labels, without positions."""
     fields = item[0] | {"labels": item[1]}
     starts = torch.nonzero(fields.pop("positions") == 0).flatten().tolist()
     bounds = [*([0] if starts[:1] != [0] else []), *starts, len(item[1])]
@@ -103,7 +101,7 @@ def documents(item: tuple[dict[str, Tensor], Tensor]) -> list[dict[str, Tensor]]
 
 
 def row(loaded: int, samples: list[dict[str, Tensor]]) -> tuple[dict[str, Tensor], Tensor]:
-    """Return documents as one row (1, T); padding, if not as `loaded`, has no labels."""
+    """Join documents to a row (1, T), padded without labels unless it has `loaded` tokens."""
     sizes = [len(sample["labels"]) for sample in samples]
     num = 0 if sum(sizes) == loaded else -sum(sizes) % _MULTIPLE
     padding = {name: torch.zeros(num, dtype=sample.dtype) for name, sample in samples[0].items()}

@@ -1,4 +1,4 @@
-"""Place the samples of each microbatch of a run: as loaded, as others deal samples, as planned.
+"""Place the samples of a run's microbatches: as loaded, as trainers deal them, or as planned.
 
 Legend: n sequences of a microbatch, N ranks.
 """
@@ -19,12 +19,12 @@ from bascule.plan.plan import Terms, plan_greedily
 from bascule.plan.topology import Topology
 
 NOTHING, SAMPLES, TOKENS = "nothing", "samples", "tokens"
-"""Moves between ranks: the loader's samples, or tokens within the step."""
+"""What moves between ranks: nothing, the loader's samples, or tokens within the step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
-    """The sequences that ranks loaded for a microbatch."""
+    """Sequences that ranks loaded for a microbatch."""
 
     batch: Offer
     kinds: Ints  # (n, 2) text and other tokens of each, for encoders
@@ -32,39 +32,40 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """Who computes what in a microbatch."""
+    """An assignment of the sequences of a microbatch to bags."""
 
     topology: Topology
     source: Ints  # (n,) rank that loaded each sequence
     lens: Ints  # (n,) tokens of each
     kinds: Ints  # (n, 2) text and other tokens of each, for encoders
     bag_of: Ints  # (n,) bag that computes each
-    moves: str = NOTHING  # for it
-    padding: Ints | int = 0  # (n,) tokens that are computed besides
+    moves: str = NOTHING  # what moves between ranks for it
+    padding: Ints | int = 0  # (n,) tokens that are computed beside `lens`
 
     @property
     def computed(self) -> Ints:
-        """(n,) tokens that are computed, padding included."""
+        """(n,) tokens that are computed, with padding."""
         return self.lens + self.padding
 
     def by_rank(self, work: Floats) -> Floats:
-        """Return (N,) sums of (n,) work in each rank's bag, a share for each of its ranks."""
+        """Sum (n,) work over each bag; return (N,) an even share of it for each rank."""
         sums = np.bincount(self.bag_of, work, self.topology.num_bags) / self.topology.bag_sizes
         return sums[self.topology.bag_of_rank]
 
 
 Policy = Callable[[Sequence[Loaded]], Iterator[Placement]]
+"""A function from the microbatches of a run to their placements."""
 
 
 def as_loaded(run: Sequence[Loaded]) -> Iterator[Placement]:
-    """Place what each rank loaded on it."""
+    """Leave sequences on the ranks that loaded them."""
     for microbatch in run:
         batch = microbatch.batch
-        yield _dealt(batch.lens, microbatch.kinds, batch.owner, batch.counts.size)
+        yield _place(batch.lens, microbatch.kinds, batch.owner, batch.counts.size)
 
 
 def padded(run: Sequence[Loaded]) -> Iterator[Placement]:
-    """Place what each rank loaded on it, padded to its longest sequence."""
+    """Leave sequences on the ranks that loaded them, each padded to the longest of its rank."""
     for microbatch in as_loaded(run):
         longest = np.zeros(microbatch.topology.num_ranks, dtype=np.int64)
         np.maximum.at(longest, microbatch.source, microbatch.lens)
@@ -76,16 +77,17 @@ def buckets(run: Sequence[Loaded]) -> Iterator[Placement]:
 
     A microbatch has as many as fill the mean tokens, at least one a rank; the rest is dropped.
     """
-    lens, kinds, num_ranks, budget = _joined(run)
+    lens, kinds, num_ranks, budget = _concatenated(run)
     order, first = np.argsort(lens, kind="stable")[::-1], 0
     lens, kinds = lens[order], kinds[order]
     while first < lens.size:
-        each = max(round(budget / max(int(lens[first]), 1)), 1)
-        some = slice(first, first + each * num_ranks)
-        if first and some.stop > lens.size:
+        batch_size = max(round(budget / max(int(lens[first]), 1)), 1)
+        bucket = slice(first, first + batch_size * num_ranks)
+        if first and bucket.stop > lens.size:
             return
-        yield _dealt(lens[some], kinds[some], np.arange(lens[some].size) % num_ranks, num_ranks)
-        first = some.stop
+        rank_of = np.arange(lens[bucket].size) % num_ranks
+        yield _place(lens[bucket], kinds[bucket], rank_of, num_ranks)
+        first = bucket.stop
 
 
 def packs(run: Sequence[Loaded]) -> Iterator[Placement]:
@@ -94,7 +96,7 @@ def packs(run: Sequence[Loaded]) -> Iterator[Placement]:
     A pack is as long as a rank's mean tokens, or the longest sample. Padding attends to itself;
     packs that do not fill the last microbatch are dropped.
     """
-    lens, kinds, num_ranks, budget = _joined(run)
+    lens, kinds, num_ranks, budget = _concatenated(run)
     length = max(int(np.ceil(budget)), int(lens.max(initial=0)))
     pack_of, pack, filled = np.zeros(lens.size, dtype=np.int64), 0, 0
     for place, tokens in enumerate(lens.tolist()):
@@ -109,10 +111,10 @@ def packs(run: Sequence[Loaded]) -> Iterator[Placement]:
         rank_of = pack_of[inside] - first
         used = np.unique(rank_of)
         free = length - np.bincount(rank_of, lens[inside], num_ranks)[used].astype(np.int64)
-        none = np.zeros_like(used)  # a sequence of padding ends each pack
-        lens_of = np.concatenate([lens[inside], none])
-        kinds_of = np.concatenate([kinds[inside], np.stack([none, none], axis=1)])
-        packs = _dealt(lens_of, kinds_of, np.concatenate([rank_of, used]), num_ranks)
+        zeros = np.zeros_like(used)  # a sequence of padding alone ends each pack
+        lens_of = np.concatenate([lens[inside], zeros])
+        kinds_of = np.concatenate([kinds[inside], np.stack([zeros, zeros], axis=1)])
+        packs = _place(lens_of, kinds_of, np.concatenate([rank_of, used]), num_ranks)
         yield replace(packs, padding=np.concatenate([rank_of * 0, free]))
 
 
@@ -124,14 +126,14 @@ def planned(
     cluster: Cluster,
     run: Sequence[Loaded],
 ) -> Iterator[Placement]:
-    """Place by `plan_batch`, which counts wires where bags differ: equal ones cost alike."""
+    """Place as `plan_batch` or `plan_greedily` does; wires count only if bags differ."""
     is_mixed = len(set(topology.terms)) > 1
-    in_turn = cluster.passes.cost(cost)
-    terms = Terms(topology, cost, cluster=cluster) if is_mixed else Terms(topology, in_turn)
+    step_cost = cluster.passes.cost(cost)
+    terms = Terms(topology, cost, cluster=cluster) if is_mixed else Terms(topology, step_cost)
     for loaded in run:
         offer = loaded.batch
         if is_greedy:
-            plan = plan_greedily(offer, topology, in_turn)
+            plan = plan_greedily(offer, topology, step_cost)
         else:
             plan = terms.priced(offer).plan()
         yield Placement(plan.topology, offer.owner, offer.lens, loaded.kinds, plan.bag_of, moves)
@@ -145,7 +147,7 @@ _POLICIES: dict[str, Policy] = {
 }
 
 AUTO = "auto"
-"""The name of the bags that `suggest_topology` chooses for the run."""
+"""Name of the topology that `suggest_topology` chooses for the run."""
 
 _ADVICE = (
     f"{', '.join(_POLICIES)}, loader, {AUTO}, a topology such as g4n8, or knapsack and a topology"
@@ -153,7 +155,7 @@ _ADVICE = (
 
 
 def policy_of(name: str, cost: TransformerCost, cluster: Cluster) -> Policy:
-    """Find the policy of a name, see `simulate`; the cluster's passes are planned for."""
+    """Return the policy of a name (see `simulate`); plans are for the cluster's passes."""
     num_ranks = cluster.num_ranks
     if of_type("topologies: each", name, str, _ADVICE) in _POLICIES:
         return _POLICIES[name]
@@ -166,12 +168,12 @@ def policy_of(name: str, cost: TransformerCost, cluster: Cluster) -> Policy:
     return partial(planned, topology, bool(planner), TOKENS, cost, cluster)
 
 
-def _dealt(lens: Ints, kinds: Ints, rank_of: Ints, num_ranks: int) -> Placement:
+def _place(lens: Ints, kinds: Ints, rank_of: Ints, num_ranks: int) -> Placement:
     return Placement(Topology(((1, num_ranks),)), rank_of, lens, kinds, rank_of)
 
 
-def _joined(run: Sequence[Loaded]) -> tuple[Ints, Ints, int, float]:
-    """Return tokens and kinds of all sequences, ranks, and mean tokens of a rank and microbatch."""
+def _concatenated(run: Sequence[Loaded]) -> tuple[Ints, Ints, int, float]:
+    """Return lens and kinds of all sequences, ranks, and mean tokens of a rank and microbatch."""
     lens = np.concatenate([microbatch.batch.lens for microbatch in run])
     kinds = np.concatenate([microbatch.kinds for microbatch in run])
     num_ranks = run[0].batch.counts.size

@@ -1,4 +1,4 @@
-"""A cluster that serves requests, on paper, from event to event: hundreds of thousands fit."""
+"""Simulate a cluster that serves requests, event by event; fast enough for 100,000s of them."""
 
 import heapq
 from collections.abc import Callable, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bascule.arrays import Floats, Ints
+from bascule.arrays import Floats
 from bascule.plan.requests import (
     NEVER,
     Block,
@@ -21,15 +21,15 @@ from bascule.plan.requests import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Served:
-    """The ends of requests under a policy.
+    """A run of a cluster that served n requests by a policy.
 
     Attributes:
-        requests: In the order of arrival.
-        end_s: When each was done, (n,).
-        num_ranks: Of the cluster.
-        rank_s_of: Rank-seconds that each took, (n,).
-        run_s_of: Seconds that each ran, (n,).
-        num_moves: Times that a request went on with other ranks.
+        requests: The requests in the order of arrival.
+        end_s: Time at which each request was done, (n,).
+        num_ranks: Ranks of the cluster.
+        rank_s_of: Rank-seconds that each request took, (n,).
+        run_s_of: Seconds that each request ran, (n,).
+        num_moves: How often a request went on with other ranks.
     """
 
     requests: Sequence[Request]
@@ -41,7 +41,7 @@ class Served:
 
     @property
     def rank_s(self) -> float:
-        """Rank-seconds that were spent."""
+        """Rank-seconds of all requests."""
         return float(self.rank_s_of.sum())
 
     @property
@@ -55,50 +55,42 @@ class Served:
         deadlines = np.array([request.deadline_s for request in self.requests])
         return (self.end_s <= deadlines + 1e-9).astype(float)
 
-    def on_time_by_kind(self) -> dict[str, float]:
-        """Return the share within deadlines of each class."""
-        return {kind: float(self.on_time[of].mean()) for kind, of in self._kinds().items()}
-
-    def _kinds(self) -> dict[str, Ints]:
-        """Return the places of each class, the least work first."""
+    def figures(self) -> dict[str, float]:
+        """Return the figures of a `Row`, by name; kinds of requests with the least work first."""
+        latency, on_time, degree = self.latency_s, self.on_time, self.rank_s_of / self.run_s_of
+        alone = np.array([request.alone_s for request in self.requests])
+        p50, p95, p99 = np.percentile(latency, [50, 95, 99]).tolist()
+        duration = self.end_s.max() - self.requests[0].arrival_s
         kinds = np.array([request.kind for request in self.requests])
         work = {request.kind: (request.work_s, request.kind) for request in self.requests}
-        return {kind: np.flatnonzero(kinds == kind) for kind in sorted(work, key=work.__getitem__)}
-
-    def figures(self) -> dict[str, float]:
-        """Return the figures of a `Row`, by name."""
-        late = self.latency_s
-        alone = np.array([request.alone_s for request in self.requests])
-        p50, p95, p99 = np.percentile(late, [50, 95, 99]).tolist()
-        lasts = self.end_s.max() - self.requests[0].arrival_s
-        degrees = {k: self.rank_s_of[of] / self.run_s_of[of] for k, of in self._kinds().items()}
+        masks = {kind: kinds == kind for kind in sorted(work, key=work.__getitem__)}
         return {
-            "on_time": float(self.on_time.mean()),
-            **{f"on_time of {kind}": share for kind, share in self.on_time_by_kind().items()},
-            "mean_s": float(late.mean()),
+            "on_time": float(on_time.mean()),
+            **{f"on_time of {kind}": float(on_time[mask].mean()) for kind, mask in masks.items()},
+            "mean_s": float(latency.mean()),
             "p50_s": p50,
             "p95_s": p95,
             "p99_s": p99,
-            "slowdown": float((late / alone).max()),
-            "rank_s": self.rank_s / late.size,
-            "idle": float(1.0 - self.rank_s / (self.num_ranks * lasts)),
-            "moves": self.num_moves / late.size,
-            **{f"degree of {kind}": float(of.mean()) for kind, of in degrees.items()},
+            "slowdown": float((latency / alone).max()),
+            "rank_s": self.rank_s / latency.size,
+            "idle": float(1.0 - self.rank_s / (self.num_ranks * duration)),
+            "moves": self.num_moves / latency.size,
+            **{f"degree of {kind}": float(degree[mask].mean()) for kind, mask in masks.items()},
         }
 
 
 class _Cluster:
-    """Runs what a policy starts."""
+    """A simulated cluster whose jobs a policy starts and recalls."""
 
     def __init__(self, num_requests: int, num_ranks: int, move_s: float) -> None:
         self.state = State.of(num_ranks, move_s=move_s)
         self.events: list[tuple[float, int, str, Job, int]] = []
-        self.spent = [np.zeros(num_requests), np.zeros(num_requests)]  # rank-seconds, seconds
+        self.rank_s, self.run_s = np.zeros(num_requests), np.zeros(num_requests)
         self.num_moves = 0
         self._num_events = 0
-        self._versions: dict[int, int] = {}  # of a job's event: a later one takes its place
-        self._since: dict[int, float] = {}  # when a job came to its block
-        self._before: dict[int, Block] = {}  # the block that a job had last
+        self._versions: dict[int, int] = {}  # of a job's valid event; earlier events are stale
+        self._since: dict[int, float] = {}  # time at which a job started on its block
+        self._before: dict[int, Block] = {}  # the block on which a job ran last
 
     def start(self, job: Job, block: Block) -> None:
         """Let a waiting job run on free ranks."""
@@ -112,7 +104,7 @@ class _Cluster:
         self._place(job, block)
 
     def finish(self, job: Job) -> None:
-        """Let a job whose steps are done make its pixels, on the first of its ranks."""
+        """Let a job whose steps are done decode, on the first of its ranks."""
         assert job.block is not None
         job.left = 0
         self._place(job, Block(job.block.first, 1))
@@ -132,15 +124,15 @@ class _Cluster:
             self._push(job.boundary_s(self.state.now_s), "recalled", job)
 
     def next_event(self) -> tuple[str, Job] | None:
-        """Go to the next event; None if another one took its place."""
+        """Pop an event and advance the clock to it; None if a later event replaced it."""
         time_s, _, what, job, version = heapq.heappop(self.events)
         if self._versions[job.number] != version:
             return None
         self.state.now_s = time_s
         assert job.block is not None
         seconds = time_s - self._since[job.number]
-        for spent, by in zip(self.spent, (job.block.degree, 1), strict=True):
-            spent[job.number] += by * seconds
+        self.rank_s[job.number] += job.block.degree * seconds
+        self.run_s[job.number] += seconds
         return what, job
 
     def _push(self, time_s: float, what: str, job: Job) -> None:
@@ -152,11 +144,11 @@ class _Cluster:
 def serve(
     requests: Sequence[Request], policy: Policy, num_ranks: int, *, move_s: float = 0.0
 ) -> Served:
-    """Serve requests by a policy; deterministic.
+    """Simulate a cluster that serves requests by a policy; deterministic.
 
     Args:
-        requests: In the order of arrival.
-        policy: A new one; it remembers what it saw.
+        requests: The requests in the order of arrival.
+        policy: A new policy, since policies have state.
         num_ranks: Ranks of the cluster.
         move_s: Seconds that a request loses when it goes on with other ranks.
     """
@@ -172,7 +164,7 @@ def serve(
             state.wait(jobs[upcoming])
             upcoming += 1
             if upcoming < len(jobs) and jobs[upcoming].request.arrival_s <= state.now_s:
-                continue  # all that come at once are decided about together
+                continue  # the policy decides once about all that arrive together
         else:
             event = cluster.next_event()
             if event is None:
@@ -190,8 +182,7 @@ def serve(
                 else:
                     end[job.number] = state.now_s
         policy.decide(state, cluster)
-    rank_s, run_s = cluster.spent
-    return Served(requests, end, num_ranks, rank_s, run_s, cluster.num_moves)
+    return Served(requests, end, num_ranks, cluster.rank_s, cluster.run_s, cluster.num_moves)
 
 
 BOUND = "bound"
@@ -203,8 +194,8 @@ class Row:
 
     Attributes:
         load: The load, or the requests a second.
-        policy: Its name; `BOUND` for what no policy can exceed.
-        figures: Those of `Served.figures`, means over seeds; of the bound fewer.
+        policy: The name of the policy; `BOUND` for what no policy can exceed.
+        figures: Means over seeds of `Served.figures`; of the bound on_time and mean_s alone.
     """
 
     load: float
@@ -223,25 +214,25 @@ def compare(
     within: float = 3.0,
     make: Callable[[str, Sequence[Request], int, int], Policy] = policy_of,
 ) -> list[Row]:
-    """Serve a workload by policies at loads.
+    """Simulate a workload under each policy at each load, and return the rows of a table.
 
     Args:
         draw: Gives the requests at a load for a seed.
-        loads: Of which there is a row of each policy and of the bound.
+        loads: Loads; each has a row for every policy and for the bound.
         policies: Names that `make` knows.
         num_ranks: Ranks of the cluster.
         num_seeds: Draws at each load.
         move_s: Seconds that a request loses when it goes on with other ranks.
         within: Requests without a deadline count as on time within so many times their seconds on
             the fewest ranks; policies do not know of it.
-        make: Makes a policy of its name, the requests, the number of ranks and the seed.
+        make: Makes a policy from its name, the requests, the number of ranks and the seed.
     """
     rows = list[Row]()
     for load in loads:
         figures = dict[str, list[dict[str, float]]]()
         for seed in range(num_seeds):
             requests = draw(load, seed)
-            due = [_due(request, within) for request in requests]
+            due = [_with_deadline(request, within) for request in requests]
             for name in policies:
                 policy = make(name, requests, num_ranks, seed)
                 served = serve(requests, policy, num_ranks, move_s=move_s)
@@ -249,18 +240,21 @@ def compare(
             bound = request_bound(due, num_ranks)
             limits = {"on_time": bound.on_time, "mean_s": bound.mean_latency_s}
             figures.setdefault(BOUND, []).append(limits)
-        rows += [Row(load, name, _mean(of_seeds)) for name, of_seeds in figures.items()]
+        rows += [Row(load, name, _mean(by_seed)) for name, by_seed in figures.items()]
     return rows
 
 
-def _due(request: Request, within: float) -> Request:
+def _with_deadline(request: Request, within: float) -> Request:
     if request.deadline_s < NEVER:
         return request
     fastest_s = request.seconds(min(request.step_s))
     return replace(request, deadline_s=request.arrival_s + within * fastest_s)
 
 
-def _mean(of_seeds: Sequence[dict[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for result in of_seeds for name in result)
-    values = {name: [result[name] for result in of_seeds if name in result] for name in names}
-    return {name: float(np.mean(of_name)) for name, of_name in values.items()}
+def _mean(by_seed: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Average each figure over the seeds that have it: a draw may lack a kind of requests."""
+    names = dict.fromkeys(name for figures in by_seed for name in figures)
+    return {
+        name: float(np.mean([figures[name] for figures in by_seed if name in figures]))
+        for name in names
+    }

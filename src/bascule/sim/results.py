@@ -3,36 +3,32 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bascule.arrays import Floats, Ints
 from bascule.checks import choice
-from bascule.errors import ConfigError
-from bascule.files import to_path
 from bascule.machine.cluster import HardwareProfile
 from bascule.machine.costs import TransformerCost
-from bascule.options import check_file
 from bascule.plan import metrics
 from bascule.report.charts import draw_bars
-from bascule.report.page import Fact, Report, Rows, columns, render
+from bascule.report.page import Fact, Report, Rows, columns
 from bascule.sim.seconds import HIDDEN, KINDS, SimulationOptions
 
-_WIDTH = 120
+_WIDTH = 120  # of a table as text
 _4G = "{:,.4g}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulatedRun:
-    """A run of some steps under a policy. N ranks; M microbatches, `accumulate` make a step."""
+    """A simulation of one policy: N ranks, M microbatches, of which `accumulate` make a step."""
 
     name: str  # of the policy
     accumulate: int
-    seconds: Floats  # (M, len(KINDS), N) of each rank, by what they are spent on
-    hidden: Floats  # (M, len(HIDDEN), N) of exchanges that nobody waited for
-    stage_s: Floats  # (M, len(stages), N) of each encoder; "encoders" is their sum
+    seconds: Floats  # (M, len(KINDS), N) of each rank, by kind
+    hidden: Floats  # (M, len(HIDDEN), N) seconds of exchanges that no rank waited for
+    stage_s: Floats  # (M, len(stages), N) of each encoder; their sum is the kind "encoders"
     tokens: Ints  # (M,) without padding
     flops: Floats  # (M,) of all passes, without padding, attention in full, as KnapFormer, 4.2
     workloads: Floats  # (M, N) cost of each rank by the model: forward, without wires
@@ -50,11 +46,11 @@ class SimulatedRun:
         return dict(zip(self.stages, self._mean(self.stage_s), strict=True)) | kinds
 
     def _mean(self, seconds: Floats) -> list[float]:
-        """Return means of a rank and step of (M, K, N) seconds of microbatches."""
+        """Return (K,) mean seconds of a rank and step from (M, K, N) of microbatches."""
         return (seconds.mean(axis=(0, 2)) * self.accumulate).tolist()
 
     def spent_on(self, kind: str) -> Floats:
-        """Return the (M, N) seconds of each rank."""
+        """Return the (M, N) seconds of a kind."""
         return self.seconds[:, KINDS.index(choice("kind", kind, *KINDS))]
 
     @property
@@ -74,7 +70,7 @@ class SimulatedRun:
 
     @property
     def hfu(self) -> float | None:
-        """FLOPs over what the ranks could compute at their peak; None if that is not known."""
+        """FLOPs over those at the peak of all ranks; None if the profile has no peak."""
         if self.peak_flops_per_s is None:
             return None
         return float(self.flops.sum() / self.microbatch_s.sum()) / self.peak_flops_per_s
@@ -86,16 +82,16 @@ class SimulatedRun:
 
     @property
     def idle_share(self) -> float:
-        """Share of all seconds in which a rank waits for another one."""
+        """Share of all seconds in which ranks wait for others."""
         return float(self.spent_on("waiting").sum() / self.seconds.sum())
 
     @property
     def most_activation_bytes(self) -> float:
-        """Most that a rank ever holds."""
+        """Most bytes of activations that a rank holds in any microbatch."""
         return float(self.activation_bytes.max())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the metrics, and mean seconds of a rank and step; an infinite `wir` is None."""
+        """Return metrics and mean seconds of a rank and step; an infinite `wir` is None."""
         slowest = self.stage_s.max(axis=2).mean(axis=0) * self.accumulate
         imbalances = [
             float(np.mean([metrics.imbalance(seconds) for seconds in spent]))
@@ -121,18 +117,18 @@ class SimulatedRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulationResult:
-    """Runs of the same data under each policy; the first one is compared with the others."""
+    """Runs of the same data under each policy, which are compared with the first run."""
 
     profile: HardwareProfile
     runs: tuple[SimulatedRun, ...]
     model: TransformerCost
     options: SimulationOptions
-    sequences: float  # of a rank and microbatch, in the mean
+    sequences: float  # mean number on a rank in a microbatch
     num_steps: int
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of each run."""
+        """Ranks of the simulated cluster."""
         return self.runs[0].seconds.shape[2]
 
     @property
@@ -140,26 +136,17 @@ class SimulationResult:
         """Parameters of the model."""
         return self.options.sharding.params_of(self.model)
 
-    @property
-    def setting(self) -> str:
-        """The model and the data in one line."""
-        return (
-            f"{self.model.shape}, {self.num_params / 1e9:.3g} billion parameters; "
-            f"{self.sequences:.3g} sequences a rank and microbatch in the mean; "
-            f"steps simulated: {self.num_steps}, microbatches of each: {self.options.accumulate}"
-        )
-
     def speedup(self, run: SimulatedRun) -> float:
-        """Return the ratio of tokens a second to the first run's."""
+        """Return a run's tokens a second over those of the first run."""
         return run.tokens_per_s / self.runs[0].tokens_per_s
 
     def gpu_hours(self, run: SimulatedRun) -> float:
-        """Return GPU-hours of all ranks, for as many tokens as the first run trains on."""
+        """Return GPU-hours for the tokens on which the first run trains in `train_steps`."""
         seconds = self.options.train_steps * self.runs[0].fbl_s / self.speedup(run)
         return seconds * self.num_ranks / 3600
 
     def saved_gpu_hours(self, run: SimulatedRun) -> float:
-        """Return the GPU-hours that a run saves over the first one."""
+        """Return the GPU-hours that a run saves against the first run."""
         return self.gpu_hours(self.runs[0]) - self.gpu_hours(run)
 
     def saved_money(self, run: SimulatedRun) -> float | None:
@@ -168,13 +155,13 @@ class SimulationResult:
         return None if price is None else self.saved_gpu_hours(run) * price
 
     def fits(self, run: SimulatedRun) -> bool | None:
-        """Return whether activations alone fit into the memory of a rank; None if not known."""
+        """Return whether activations alone fit into a rank's memory; None if that is not known."""
         memory = self.profile.memory_bytes
         return None if memory is None else run.most_activation_bytes <= memory
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences on runs that exceed the memory, and what would help."""
+        """A sentence on the runs that exceed the memory and on what would help, if any do."""
         memory = self.profile.memory_bytes
         large = [run for run in self.runs if self.fits(run) is False]
         if memory is None or not large:
@@ -190,7 +177,7 @@ class SimulationResult:
         ]
 
     def to_report(self) -> Report:
-        """Report what each policy takes, and on what machine."""
+        """Return a report of what each policy takes."""
         runs, first = self.runs, self.runs[0]
         fitting, options = [run for run in runs if self.fits(run) is not False], self.options
         best = max(fitting or runs, key=lambda run: run.tokens_per_s)
@@ -199,7 +186,8 @@ class SimulationResult:
             () if price is None else (Fact("saved_money", "worth", self.saved_money(best), _4G),)
         )
         kinds = [name for name in first.means if any(run.means[name] > 0 for run in runs)]
-        per_token = [run.tokens.size / run.accumulate / run.tokens.sum() * 1e6 for run in runs]
+        # Steps that hold a million tokens, by run.
+        steps = [run.tokens.size / run.accumulate / run.tokens.sum() * 1e6 for run in runs]
         answer = f"{best.name}: {ratio:.2f}x the tokens a second of what you do now, {first.name}."
         if best is first:
             answer = f"Nothing here is faster than what you do now, {first.name}."
@@ -229,8 +217,8 @@ class SimulationResult:
                     "buckets hold other numbers of tokens, so that steps would not compare.",
                     [run.name for run in runs],
                     {
-                        k: [run.means[k] * x for run, x in zip(runs, per_token, strict=True)]
-                        for k in kinds
+                        kind: [run.means[kind] * s for run, s in zip(runs, steps, strict=True)]
+                        for kind in kinds
                     },
                     "s",
                 ),
@@ -246,7 +234,9 @@ class SimulationResult:
                 *(f"warning: {line}" for line in self.warnings),
                 f"Simulated, not measured, on {self.num_ranks} ranks of {self.profile}.",
                 *([self.profile.note] if self.profile.note else []),
-                f"Model and data: {self.setting}.",
+                f"Model and data: {self.model.shape}, {self.num_params / 1e9:.3g} billion "
+                f"parameters; {self.sequences:.3g} sequences a rank and microbatch in the mean; "
+                f"steps simulated: {self.num_steps}, microbatches of each: {options.accumulate}.",
                 f"GPU-hours are what {options.train_steps:,} steps of your run (--train-steps) "
                 f"take, times {self.num_ranks} ranks. A way whose steps hold more or fewer tokens "
                 "is counted for as many steps as train on the same tokens.",
@@ -255,21 +245,12 @@ class SimulationResult:
         )
 
     def table(self) -> str:
-        """Return everything as text."""
+        """Return the report as text, with its tables."""
         from rich.console import Console
 
         text = StringIO()
         self.to_report().show(Console(file=text, width=_WIDTH, color_system=None))
         return text.getvalue()
-
-    def report(self, path: str | Path) -> None:
-        """Write a page of it all, as `bascule simulate --report` does."""
-        path = to_path(path)
-        check_file("path", path, ".html")
-        try:
-            path.write_text(render(self.to_report(), "bascule.simulate(..)"), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""

@@ -1,4 +1,4 @@
-"""Predict the seconds of each rank in a microbatch, by what they are spent on.
+"""Predict the seconds of each rank in a microbatch, by kind.
 
 Legend: N ranks, S ranks that share the parameters, R replicas of them.
 """
@@ -25,16 +25,16 @@ KINDS = (
 """Kinds of seconds of a rank in a microbatch; their sum is the same on all ranks."""
 
 HIDDEN = ("sharding", "loader")
-"""Exchanges that go on meanwhile."""
+"""Kinds of exchanges that computing hides, at least in part."""
 
 NUM_ROUTES = 4
-"""Exchanges of all tokens: to where they are computed and back, and the backward of both."""
+"""Exchanges of all tokens: to the ranks that compute them, back, and the backward of both."""
 
 _MOST_MICROBATCHES = 100_000
 
 _BLOCK_VALUES = 34
-"""Bytes a token and unit of width that the block that is recomputed holds, without the scores of
-attention. Source: Korthikanti et al. (arXiv:2205.05198), equation 1."""
+"""Bytes a token and unit of width that a block holds while it is recomputed, without attention
+scores. Source: Korthikanti et al. (arXiv:2205.05198), equation 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +42,12 @@ class EncoderStage:
     """An encoder that runs before the model on every sample, as a T5 or a VAE.
 
     Args:
-        name: For tables.
-        sample_s: Seconds of a sample, as of a text that is padded.
+        name: Name in tables.
+        sample_s: Seconds of a sample whatever its length, as for padded texts.
         text_token_s: Seconds of a text token.
         image_token_s: Seconds of any other token.
-        is_balanced: Samples go where there is time, at no price; ranks wait for each other at its
-            end.
+        is_balanced: Samples are spread evenly over ranks, which costs nothing; ranks wait for each
+            other at the end of the encoder.
     """
 
     name: str
@@ -61,22 +61,22 @@ class EncoderStage:
         fields(self, sample_s=number, text_token_s=number, image_token_s=number)
 
     def seconds(self, placed: Placement) -> Floats:
-        """Return (N,) seconds of ranks: where samples were loaded, or the loader brought them."""
+        """Return (N,) seconds of ranks: those that loaded samples, or got them from the loader."""
         num_ranks = placed.topology.num_ranks
         seconds = self.sample_s * (placed.lens > 0)
         seconds = seconds + placed.kinds @ np.array([self.text_token_s, self.image_token_s])
         if self.is_balanced and seconds.size:
             return assign(seconds, num_ranks).loads
-        at = placed.bag_of if placed.moves == SAMPLES else placed.source
-        return np.bincount(at, seconds, num_ranks).astype(np.float64)
+        rank_of = placed.bag_of if placed.moves == SAMPLES else placed.source
+        return np.bincount(rank_of, seconds, num_ranks).astype(np.float64)
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """FSDP2: parameters over S ranks, and whole replicas of them over the rest (HSDP).
+    """Parameters that FSDP2 shards over S ranks, with R replicas of them (HSDP).
 
     Args:
-        num_params: None: 12 d^2 a layer.
+        num_params: Parameters; None: 12 d^2 a layer.
         shard_ranks: S; None: the ranks of a node.
     """
 
@@ -87,11 +87,11 @@ class Sharding:
         fields(self, num_params=(whole, 1), shard_ranks=(whole, 1))
 
     def params_of(self, cost: TransformerCost) -> int:
-        """Return `num_params`, or the parameters of the model's blocks."""
+        """Return `num_params`, or by default the parameters of the model's blocks."""
         return self.num_params or 12 * cost.d_model**2 * cost.num_layers  # of 24 L d^2 FLOPs
 
     def seconds(self, cost: TransformerCost, cluster: Cluster) -> tuple[float, float]:
-        """Predict one all-gather of parameters in bf16, and the reduction of gradients in float32.
+        """Predict seconds of an all-gather of bf16 parameters and of reducing float32 gradients.
 
         Over nodes, (S - 1) / S of the bytes travel at min(intra, inter * ranks per node). Replicas
         all-reduce 1 / S of the gradients, 2 (R - 1) / R of its bytes. Source: NCCL's rings.
@@ -116,20 +116,19 @@ class SimulationOptions:
     """Settings of a simulation besides data, model and machine.
 
     Args:
-        num_steps: Of data codes; lists of batches are as long as they are.
-        num_ranks: Of data codes; None: the mix's.
-        ranks_per_node: None: at most 8.
+        num_steps: Steps to draw from data codes; lists of batches say it by their length.
+        num_ranks: Ranks of data codes; None: those that the codes name.
+        ranks_per_node: Ranks in a node; None: at most 8.
         accumulate: Microbatches of a step; ranks meet at the end of each, as under FSDP2.
-        seed: Of data codes.
-        passes: Of a microbatch; by default forward, recomputation and backward.
+        seed: Seed of data codes.
+        passes: Passes of a microbatch; by default forward, recomputation and backward.
         stages: Encoders before the model.
         loader_bytes_per_s: Bytes that a rank's loader sends in a second; assumed, as of gloo.
-        sample_bytes_per_token: Bytes that it sends for a token; by default a latent of FLUX, in
-            bf16.
+        sample_bytes_per_token: Bytes that it sends for a token; by default FLUX's latent in bf16.
         routed_bytes_per_token: Bytes of a token in all exchanges that route it in a microbatch; by
             default four times the model's width in bf16.
         train_steps: Steps of the user's own run or epoch, for which GPU-hours are computed.
-        gpu_hour_price: Of one GPU-hour, in any currency; None: no money is computed.
+        gpu_hour_price: Price of a GPU-hour, in any currency; None: no money is computed.
     """
 
     num_steps: int = 20
@@ -147,44 +146,43 @@ class SimulationOptions:
     gpu_hour_price: float | None = None
 
     def __post_init__(self) -> None:
-        count, some = (whole, 1, _MOST_MICROBATCHES), (whole, 1)
-        fields(self, num_steps=count, accumulate=count, num_ranks=some, ranks_per_node=some)
-        fields(self, train_steps=some, gpu_hour_price=number, loader_bytes_per_s=rate)
+        count, positive = (whole, 1, _MOST_MICROBATCHES), (whole, 1)
+        fields(self, num_steps=count, accumulate=count, num_ranks=positive)
+        fields(self, ranks_per_node=positive, train_steps=positive, gpu_hour_price=number)
         fields(self, sample_bytes_per_token=rate, routed_bytes_per_token=rate)
         fields(
             self,
+            loader_bytes_per_s=rate,
             passes=(of_type, Passes, "TRAINING, or a Passes(..)"),
             sharding=(of_type, Sharding, "a Sharding(..)"),
             stages=(each, of_type, EncoderStage, "an EncoderStage(..)"),
         )
         if self.num_steps * self.accumulate > _MOST_MICROBATCHES:
+            what = f"{self.num_steps} steps of {self.accumulate} microbatches"
             raise ConfigError(
-                f"SimulationOptions: {self.num_steps} steps of {self.accumulate} microbatches are "
-                f"more than {_MOST_MICROBATCHES}: use fewer"
+                f"SimulationOptions: {what} are more than {_MOST_MICROBATCHES}: use fewer"
             )
         names = [stage.name for stage in self.stages]
         if len({*names, *KINDS}) < len(names) + len(KINDS):
-            raise ConfigError(
-                f"SimulationOptions(stages: names {names} must differ from each other, and from "
-                f"{', '.join(KINDS)}"
-            )
+            advice = f"must differ from each other, and from {', '.join(KINDS)}"
+            raise ConfigError(f"SimulationOptions(stages: names {names} {advice}")
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Everything but the placement that decides seconds; cost and cluster of a forward pass."""
+    """Model, machine and options of a simulation; cost and cluster are of a forward pass."""
 
     cost: TransformerCost
     cluster: Cluster
-    host_s: float  # that the host adds to a microbatch
+    host_s: float  # seconds that the host adds to a microbatch
     options: SimulationOptions
 
 
 class Microbatch(NamedTuple):
-    """A microbatch of a run; tokens and FLOPs of all ranks, without padding."""
+    """The prediction of a microbatch; tokens and FLOPs of all ranks, without padding."""
 
-    seconds: Floats  # (len(KINDS), N) of each rank, by what they are spent on
-    hidden: Floats  # (len(HIDDEN), N) of exchanges that nobody waited for
+    seconds: Floats  # (len(KINDS), N) of each rank, by kind
+    hidden: Floats  # (len(HIDDEN), N) seconds of exchanges that no rank waited for
     stage_s: Floats  # (stages, N) of each encoder
     tokens: int
     flops: float  # of all passes, attention in full, as KnapFormer, 4.2
@@ -193,7 +191,7 @@ class Microbatch(NamedTuple):
 
 
 def microbatch(placed: Placement, setup: Setup) -> Microbatch:
-    """Predict a microbatch with all passes; ranks meet at its end, as under FSDP2."""
+    """Predict all passes of a microbatch; ranks wait for each other at its end, as in FSDP2."""
     cost, options, none = setup.cost, setup.options, np.zeros(placed.topology.num_ranks)
     spent = dict.fromkeys(KINDS, none) | _computed(placed, setup)
     stages = np.array([stage.seconds(placed) for stage in options.stages]).reshape(-1, none.size)
@@ -201,18 +199,18 @@ def microbatch(placed: Placement, setup: Setup) -> Microbatch:
     if placed.moves == TOKENS:
         routed = options.routed_bytes_per_token or NUM_ROUTES * BYTES_PER_VALUE * cost.d_model
         routing = exchange_seconds(placed, setup.cluster, routed)
-        # All ranks launch, as soon as one token moves.
+        # All ranks launch the exchanges if any token moves.
         spent["routing"] = routing + NUM_ROUTES * setup.cluster.latency_s * bool(routing.any())
     gather, reduce = options.sharding.seconds(cost, setup.cluster)
     spent |= _exposed_sharding(spent, setup, gather, reduce)
     exposed = spent["all_gather"] + spent["reduce_scatter"]
     moved = none
-    if placed.moves == SAMPLES:  # while the step before computes, which is taken to be as long
+    if placed.moves == SAMPLES:  # while the step before computes, which is assumed as long
         sent = _sent(placed, setup.cluster).sum(axis=0)
         moved = sent * options.sample_bytes_per_token / options.loader_bytes_per_s
     spent["loader"] = np.maximum(moved - sum(spent.values(), none).max(), 0.0)
-    balanced = [own for own, stage in zip(stages, options.stages, strict=True) if stage.is_balanced]
-    waits = sum((own.max() - own for own in balanced), none)
+    staged = zip(stages, options.stages, strict=True)
+    waits = sum((by_rank.max() - by_rank for by_rank, stage in staged if stage.is_balanced), none)
     busy = sum(spent.values(), none) + waits
     spent["waiting"] = waits + busy.max() - busy
     hidden = np.stack([2 * gather + reduce - exposed, moved - spent["loader"]])
@@ -230,7 +228,7 @@ def microbatch(placed: Placement, setup: Setup) -> Microbatch:
 
 
 def _computed(placed: Placement, setup: Setup) -> dict[str, Floats]:
-    """Predict the seconds inside the blocks, and of the host."""
+    """Predict the seconds of compute, Ulysses and ring in the blocks, and of the host."""
     topology, bag_of = placed.topology, placed.bag_of
     cluster = replace(setup.cluster, passes=setup.options.passes)
     counts = np.bincount(placed.source, minlength=topology.num_ranks)
@@ -251,7 +249,7 @@ def _computed(placed: Placement, setup: Setup) -> dict[str, Floats]:
 def _exposed_sharding(
     spent: dict[str, Floats], setup: Setup, gather: float, reduce: float
 ) -> dict[str, Floats]:
-    """Return what passes do not hide: a layer's exchange hides behind its neighbour alone."""
+    """Return seconds of FSDP's collectives that are not hidden behind a neighbouring layer."""
     passes, first = setup.options.passes, 1 / setup.cost.num_layers
     wires = spent["ulysses"] + spent["ring"]
     forward = spent["compute"] / passes.linear + wires / passes.exchanges
@@ -265,29 +263,29 @@ def _exposed_sharding(
 
 
 def exchange_seconds(placed: Placement, cluster: Cluster, bytes_per_token: float) -> Floats:
-    """Return the (N,) seconds in which ranks send sequences to the bags that compute them."""
+    """Return (N,) seconds in which ranks send sequences to the bags that compute them."""
     near, far = _sent(placed, cluster) * bytes_per_token
     return np.asarray(cluster.wires.sending(near, far))
 
 
 def _sent(placed: Placement, cluster: Cluster) -> Floats:
-    """Return (2, N) tokens that each rank sends or receives, the larger: in its node, to others."""
+    """Return (2, N) tokens that ranks send or receive, the larger: in their node, across nodes."""
     topology, source, per_node = placed.topology, placed.source, cluster.ranks_per_node
     num_ranks, bag_of_rank = topology.num_ranks, topology.bag_of_rank
     first: Ints = topology.first_ranks[placed.bag_of]
     size: Ints = topology.bag_sizes[placed.bag_of]
     share, node = placed.computed / size, source // per_node * per_node
-    is_own = (source >= first) & (source < first + size)
+    is_home = (source >= first) & (source < first + size)  # the source is a rank of the bag
     in_node = np.minimum(first + size, node + per_node) - np.maximum(first, node)
     in_node = np.maximum(in_node, 0)
     ranks = np.arange(num_ranks)
     starts = np.diff(bag_of_rank, prepend=-1) + (ranks % per_node == 0) > 0
-    part = np.cumsum(starts) - 1  # the ranks of a bag in one node
+    part = np.cumsum(starts) - 1  # (N,) index of a bag's ranks in one node
     near = in_node > 0
     taken = np.bincount(part[np.maximum(first, node)[near]], share[near], num_ranks)[part]
-    own = np.bincount(source[is_own], share[is_own], num_ranks)
+    stays = np.bincount(source[is_home], share[is_home], num_ranks)
     whole = np.bincount(placed.bag_of, share, topology.num_bags)[bag_of_rank]
-    sent_near = np.bincount(source, share * (in_node - is_own), num_ranks)
+    sent_near = np.bincount(source, share * (in_node - is_home), num_ranks)
     sent_far = np.bincount(source, share * (size - in_node), num_ranks)
-    sums = np.stack([np.maximum(sent_near, taken - own), np.maximum(sent_far, whole - taken)])
+    sums = np.stack([np.maximum(sent_near, taken - stays), np.maximum(sent_far, whole - taken)])
     return np.maximum(sums, 0.0)  # differences of sums may be a rounding below

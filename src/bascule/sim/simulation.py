@@ -1,4 +1,4 @@
-"""Training on machines that nobody has to start: what a step takes, and what balancing is worth."""
+"""Simulate training steps on a cluster: what they take, and what balancing them is worth."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ from bascule.workload.codes import SampleShape, parse_data_codes, sample_lengths
 from bascule.workload.traces.writing import Kind, Segment
 
 _MOST_BATCHES, _MOST_RANKED = 20, 20_000
-"""Batches for which bags are chosen, and sequences of them: they are ranked in some seconds."""
+"""Most batches and sequences for which `auto` ranks topologies, so that it takes seconds."""
 
 _ORDER: tuple[tuple[str, Kind], ...] = (
     ("loader", "communication"),
@@ -32,9 +32,9 @@ _ORDER: tuple[tuple[str, Kind], ...] = (
     ("ulysses", "communication"),
     ("ring", "communication"),
 )
-"""Work of a rank in a microbatch, one after the other: the simulator knows sums, not an order.
-Encoders come after the first. Before it all the host is at work, which shows as a gap; at its end
-ranks meet to reduce gradients."""
+"""Assumed order of a rank's work in a trace of a microbatch; the simulator predicts sums alone.
+Encoders follow the loader. The host works before, which shows as a gap; gradients are reduced at
+the end."""
 
 
 def simulate(
@@ -51,15 +51,15 @@ def simulate(
     collectives do not hide, and the host. Linear in steps and ranks, in time and memory.
 
     Args:
-        data: Data codes, of which steps are drawn; or batches, the microbatches in order. A batch
-            has a list of token counts, or of `SampleShape`, a rank.
+        data: Data codes, from which steps are drawn; or the microbatches in order, each with a list
+            of token counts, or of `SampleShape`, for every rank.
         profile: The machine; or its file or name, as for `HardwareProfile.load`.
-        model: The model, and what is planned by. Its `gamma` is of the forward pass.
+        model: The cost model of a forward pass, by which plans are made, too.
         topologies: The runs to compare with the first one: topologies ("g4n8"), which bascule
             plans; "knapsack g4n8", the paper's greedy; "loader", samples moved by the data loader;
             "none", "padded", "buckets" and "packs", today's practice; "auto", the choice of
             `suggest_topology` for the first batches.
-        options: Everything else.
+        options: All other settings.
 
     Raises:
         ConfigError: A value is out of range, or something does not fit.
@@ -70,7 +70,7 @@ def simulate(
     of_type("model", model, TransformerCost, "a TransformerCost(..)")
     if not isinstance(profile, HardwareProfile):
         profile = HardwareProfile.load(profile)
-    run = _drawn(data, options) if isinstance(data, str) else _read(data)
+    run = _draw(data, options) if isinstance(data, str) else _read(data)
     num_ranks = run[0].batch.counts.size
     _check_batches(run, num_ranks, options)
     names = listed("topologies", topologies)
@@ -82,9 +82,7 @@ def simulate(
     peak = profile.peak_flops_per_s
     runs: list[SimulatedRun] = []
     for name in names:
-        label, policy = (
-            _suggested(run, *priced) if name == AUTO else (name, policy_of(name, *priced))
-        )
+        label, policy = _suggest(run, *priced) if name == AUTO else (name, policy_of(name, *priced))
         columns = zip(*(microbatch(placed, setup) for placed in policy(run)), strict=True)
         runs.append(
             SimulatedRun(
@@ -107,8 +105,8 @@ def _cluster(profile: HardwareProfile, num_ranks: int, per_node: int | None) -> 
     return profile.cluster(num_ranks // per_node, per_node)
 
 
-def _suggested(run: list[Loaded], cost: TransformerCost, cluster: Cluster) -> tuple[str, Policy]:
-    """Choose the bags that suit the first batches best; return their name and policy."""
+def _suggest(run: list[Loaded], cost: TransformerCost, cluster: Cluster) -> tuple[str, Policy]:
+    """Choose the fastest topology for the first batches; return its name and policy."""
     most = max(_MOST_RANKED // max(run[0].batch.lens.size, 1), 1)
     batches = [microbatch.batch for microbatch in run[: min(most, _MOST_BATCHES)]]
     ranking = suggest_topology(batches, cost, cluster)
@@ -118,10 +116,8 @@ def _suggested(run: list[Loaded], cost: TransformerCost, cluster: Cluster) -> tu
 
 def _check_batches(run: list[Loaded], num_ranks: int, options: SimulationOptions) -> None:
     if options.num_ranks not in (None, num_ranks):
-        raise ConfigError(
-            f"SimulationOptions(num_ranks={options.num_ranks}): the batches are of {num_ranks} "
-            "ranks; leave it out, it is for data codes"
-        )
+        what = f"SimulationOptions(num_ranks={options.num_ranks})"
+        raise ConfigError(f"{what}: the batches are of {num_ranks} ranks; leave it out")
     if len(run) % options.accumulate:
         raise ConfigError(
             f"accumulate={options.accumulate}: {len(run)} batches are no whole steps of so many"
@@ -130,7 +126,7 @@ def _check_batches(run: list[Loaded], num_ranks: int, options: SimulationOptions
         raise ConfigError("the data has no tokens: there is nothing to simulate")
 
 
-def _drawn(data: str, options: SimulationOptions) -> list[Loaded]:
+def _draw(data: str, options: SimulationOptions) -> list[Loaded]:
     codes = parse_data_codes(data)
     return [
         _of_shapes(
@@ -148,20 +144,18 @@ def _of_shapes(ranks: Sequence[Sequence[SampleShape]]) -> Loaded:
 
 
 def _read(data: object) -> list[Loaded]:
-    """Check batches of users: token counts or shapes of each rank."""
+    """Check a user's batches: token counts or `SampleShape`s of each rank."""
     run: list[Loaded] = []
     for batch in listed("data", data):
         ranks = listed("data: each batch", batch)
-        lists = cast(list[list[object]], [own for own in ranks if isinstance(own, list)])
+        lists = cast(list[list[object]], [entry for entry in ranks if isinstance(entry, list)])
         if any(isinstance(sample, SampleShape) for samples in lists for sample in samples):
             run.append(_of_shapes(cast(Sequence[Sequence[SampleShape]], ranks)))
             continue
         loaded = offer_of(ranks, run[0].batch.num_ranks if run else len(ranks))
         if loaded.num_pairs is not None:
-            raise ConfigError(
-                f"data: batch {len(run)} has masks or contexts, which are not simulated: give "
-                "lengths alone"
-            )
+            what = f"batch {len(run)} has masks or contexts"
+            raise ConfigError(f"data: {what}, which are not simulated: give lengths alone")
         run.append(Loaded(loaded, np.stack([loaded.lens * 0, loaded.lens], axis=1)))
     if not run or not run[0].batch.counts.size:
         raise ConfigError("no batches, or no ranks, to simulate: give at least one")
@@ -169,7 +163,7 @@ def _read(data: object) -> list[Loaded]:
 
 
 def segments_of(run: SimulatedRun) -> Iterator[Segment]:
-    """Yield the work of each rank in each step, on one clock, as of measured steps."""
+    """Yield the work of each rank in each step on one clock, like traces of measured steps."""
     ends, ranks = np.cumsum(run.microbatch_s), range(run.seconds.shape[2])
     begins = ends - run.microbatch_s
     for step, (begin, end) in enumerate(
@@ -183,7 +177,7 @@ def segments_of(run: SimulatedRun) -> Iterator[Segment]:
         now = float(begins[m]) + spent["host"]
         stages: list[tuple[str, Kind]] = [(name, "compute") for name in run.stages]
         for name, kind in (_ORDER[0], *stages, *_ORDER[1:]):
-            if spent[name] > 0:  # its name keeps readers from matching calls of unlike bags
+            if spent[name] > 0:  # "of rank": else readers match exchanges of unlike bags
                 shown = name if kind == "compute" else f"{name} of rank {rank}"
                 yield Segment(rank, kind, shown, now, spent[name])
             now += spent[name]

@@ -29,31 +29,31 @@ def mesh_name(mesh: Mesh) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Meshes, blocks and settings that are planned for."""
+    """What a study plans for: meshes, block lengths, machine and settings of the planner."""
 
-    meshes: tuple[Mesh, ...]  # all that are compared
+    meshes: tuple[Mesh, ...]  # (ring, Ulysses) degrees that are compared
     q_lens: Ints  # (Q,) tokens of each query block
     kv_lens: Ints  # (K,) tokens of each key block
-    machine: HardwareProfile  # by which calls are predicted
+    machine: HardwareProfile  # predicts the seconds of calls
     head_dim: int
     itemsize: int  # bytes of a value, as it travels
     target: float  # imbalance that moves are to reach
     reward: float  # of the paper's greedy
-    tolerance: float  # of plans that are kept
+    tolerance: float  # excess of imbalance over 1 up to which a plan is reused
 
     def layouts(self, way: str, mesh: Mesh) -> tuple[BlockLayout, BlockLayout]:
-        """Lay out query and key blocks: striped, or in runs for the paper's greedy."""
+        """Lay out query and key blocks: striped, or contiguous for the paper's greedy."""
         is_striped = way in ("stripe", "minimal_move")
         make = BlockLayout.striped if is_striped else BlockLayout.contiguous
         return make(self.q_lens, *mesh), make(self.kv_lens, *mesh)
 
     def planner(self, way: str, mesh: Mesh) -> SparsePlanner:
-        """Make the planner of a way on a mesh."""
+        """Make the planner of one of `WAYS` on a mesh."""
         method = way.replace(" ", "_")
         return SparsePlanner(*mesh, method=method, target=self.target, reward=self.reward)
 
     def plan(self, way: str, masks: Bools, mesh: Mesh) -> SparsePlan:
-        """Plan a layer."""
+        """Plan a layer of (H, Q, K) masks in one of `WAYS`."""
         return self.planner(way, mesh).plan(masks, *self.layouts(way, mesh))
 
     @property
@@ -62,13 +62,13 @@ class Setting:
         return CallSize(1, self.head_dim, self.head_dim * self.itemsize)
 
     def seconds(self, plan: SparsePlan) -> float:
-        """Predict the seconds of a call by a plan."""
+        """Predict the seconds of an attention call under a plan."""
         return self.size.seconds(plan, self.machine)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A layer on a mesh, planned in one way."""
+    """The measures of a layer's plan on a mesh."""
 
     mesh: Mesh
     way: str  # one of `WAYS`
@@ -82,7 +82,7 @@ class Outcome:
 
 
 def outcome(way: str, masks: Bools, mesh: Mesh, setting: Setting) -> Outcome:
-    """Plan a layer of (H, Q, K) masks in one of `WAYS`, and measure what comes of it."""
+    """Plan a layer of (H, Q, K) masks in one of `WAYS`, and measure the plan."""
     start = time.perf_counter()
     plan = setting.plan(way, masks, mesh)
     planning_s = 0.0 if way == BEFORE else time.perf_counter() - start
@@ -100,15 +100,15 @@ def outcome(way: str, masks: Bools, mesh: Mesh, setting: Setting) -> Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """A layer's plan over the steps, on one mesh at one tolerance."""
+    """The reuse of a layer's plan over the steps, on one mesh at one tolerance."""
 
-    state: PlanReuse  # with the counters
+    state: PlanReuse  # the last plan, and counters
     imbalances: tuple[float, ...] = ()  # of each step, under the plan that it ran with
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRun:
-    """A layer over the steps."""
+    """The plans and meshes of a layer over the steps."""
 
     reuses: dict[tuple[Mesh, float], Reuse]  # by mesh and tolerance
     choices: tuple[StrategyChoice, ...]  # mesh of each step, at the setting's tolerance
@@ -116,17 +116,17 @@ class LayerRun:
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """Everything that a study shows."""
+    """The results of a study."""
 
     name: str  # where the masks come from
     setting: Setting
     masks: Bools  # (H, Q, K) of the first layer in the first step
-    outcomes: tuple[Outcome, ...]  # of every layer in its first step, on every mesh, of all ways
+    outcomes: tuple[Outcome, ...]  # of every layer's first step, on every mesh, in all `WAYS`
     runs: tuple[LayerRun, ...]  # of every layer
     rewards: tuple[tuple[float, Outcome], ...]  # of the paper's greedy, in the first layer
 
     def mean(self, mesh: Mesh, way: str) -> Outcome:
-        """Return an outcome with the means over the layers."""
+        """Return an outcome with means over the layers."""
         rows = [astuple(row)[2:] for row in self.outcomes if (row.mesh, row.way) == (mesh, way)]
         return Outcome(mesh, way, *np.mean(rows, axis=0).tolist())
 
@@ -138,7 +138,7 @@ def study(
     tolerances: Sequence[float] = (),
     rewards: Sequence[float] = (),
 ) -> Study:
-    """Plan all layers in all ways, and follow them; the first also at `tolerances`, `rewards`."""
+    """Plan all layers over their steps; the first also at other `tolerances` and `rewards`."""
     outcomes: list[Outcome] = []
     runs: list[LayerRun] = []
     first: Bools | None = None
@@ -157,7 +157,7 @@ def study(
 
 
 def run_layer(steps: Iterable[Bools], setting: Setting, tolerances: Sequence[float]) -> LayerRun:
-    """Follow a layer of (H, Q, K) masks a step; each runs with the plan that the last one left."""
+    """Plan a layer of (H, Q, K) masks a step; a step runs with the plan of the step before."""
     states: dict[tuple[Mesh, float], PlanReuse] = {}
     imbalances: dict[tuple[Mesh, float], list[float]] = {}
     strategies, choices = Strategies(setting.machine), list[StrategyChoice]()
