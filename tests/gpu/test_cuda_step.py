@@ -29,7 +29,11 @@ BOTH = "cpu:gloo,cuda:nccl"
         (torch.bfloat16, "aten_flash", 0.1),
     ],
 )
-@pytest.mark.parametrize(("mask", "backend"), [(False, BOTH), (True, BOTH), (True, "nccl")])
+@pytest.mark.parametrize(
+    ("mask", "backend"),
+    [(False, BOTH), (True, BOTH), (True, "nccl")],
+    ids=["mask on the host", "mask on the device", "NCCL alone"],
+)
 def test_the_packed_model_and_its_gradients(
     dtype: torch.dtype, kernel: str | None, allowed: float, mask: bool, backend: str
 ) -> None:
