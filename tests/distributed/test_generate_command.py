@@ -30,7 +30,8 @@ pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
 
-ROWS: list[dict[str, Any]] = [
+Settings = dict[str, Any]
+ROWS: list[Settings] = [
     {"prompt": "a boat", "width": 80, "height": 48, "steps": 2},
     {"prompt": "two boats on a lake", "negative_prompt": "fog", "guidance": 3.0, "steps": 2},
     {"prompt": "", "seed": 11, "width": 48, "height": 80, "steps": 3},
@@ -44,7 +45,7 @@ def make(
     from bascule.generate import generation
 
     torch.set_num_threads(1)
-    chosen: dict[str, Any] = {"width": 64, "height": 64} | settings
+    chosen: Settings = {"width": 64, "height": 64} | settings
     options = GenerateOptions(prompts=prompts, out=out, **chosen)
     run, steps = generation.Generation(options, torch.device("cpu")), Counter[int]()
     policy = generation.Balanced if restless is None else partial(Restless, restless)
@@ -55,16 +56,20 @@ def make(
     return [one["file"] for one in made], [steps[rank] for rank in range(dist.get_world_size())]
 
 
-def several(prompts: Path, folder: Path, jobs: list[dict[str, Any]]) -> list[Any]:
+def several(prompts: Path, folder: Path, jobs: list[Settings]) -> list[Any]:
     """Each of the jobs into a folder of its own, in one world."""
     return [make(prompts, folder / str(place), **job) for place, job in enumerate(jobs)]
 
 
+def written(folder: Path, *rows: Settings) -> Path:
+    path = folder / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return path
+
+
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    path.write_text("\n".join(map(json.dumps, ROWS)), encoding="utf-8")
-    return path
+    return written(tmp_path_factory.mktemp("prompts"), *ROWS)
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +83,11 @@ def alone(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pixels(path: Path) -> Any:
     with Image.open(path) as image:
         return np.asarray(image).astype(int)
+
+
+def images(folder: Path) -> list[Any]:
+    """Pixels of all images in a folder, in the order of their paths."""
+    return [pixels(path) for path in sorted(folder.glob("**/*.png"))]
 
 
 def same_images(found: Path, wanted: Path, num: int = len(ROWS)) -> None:
@@ -99,7 +109,7 @@ def same_images(found: Path, wanted: Path, num: int = len(ROWS)) -> None:
     ],
 )
 def test_the_same_pixels_on_any_ranks(
-    num_ranks: int, jobs: list[dict[str, Any]], prompts: Path, alone: Path, tmp_path: Path
+    num_ranks: int, jobs: list[Settings], prompts: Path, alone: Path, tmp_path: Path
 ) -> None:
     found = run_ranks(several, num_ranks, prompts, tmp_path, jobs)[0]
     for place, (job, (names, steps)) in enumerate(zip(jobs, found, strict=True)):
@@ -111,22 +121,15 @@ def test_the_same_pixels_on_any_ranks(
             assert 7 <= sum(steps) <= 7 * num_ranks
 
 
-MIXED: list[dict[str, Any]] = [
+MIXED: list[Settings] = [
     {"prompt": f"boat {k}", "width": side, "height": side, "steps": steps}
     for k, (side, steps) in enumerate([(128, 5), (32, 2), (64, 3), (32, 6), (96, 3), (48, 1)])
 ]
-RESTLESS: list[dict[str, Any]] = [
+RESTLESS: list[Settings] = [
     {},
     {"negative_prompt": "fog", "guidance": 3.0, "tiles": True},  # of all: two guidance groups
     {"sparse": 0.3},
 ]
-
-
-@pytest.fixture(scope="module")
-def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("mixed") / "prompts.jsonl"
-    path.write_text("\n".join(map(json.dumps, MIXED)), encoding="utf-8")
-    return path
 
 
 @pytest.mark.parametrize(
@@ -134,8 +137,9 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [(2, RESTLESS[1:]), *(pytest.param(num, RESTLESS, marks=pytest.mark.stress) for num in (2, 4))],
 )
 def test_the_same_pixels_whatever_the_scheduler_does(
-    num_ranks: int, kinds: list[dict[str, Any]], mixed: Path, tmp_path: Path
+    num_ranks: int, kinds: list[Settings], tmp_path: Path
 ) -> None:
+    mixed = written(tmp_path, *MIXED)
     run_ranks(several, 1, mixed, tmp_path / "alone", kinds)
     jobs = [job | {"restless": seed} for seed, job in enumerate(kinds)]
     found = run_ranks(several, num_ranks, mixed, tmp_path / "moved", jobs)[0]
@@ -181,22 +185,20 @@ def shares(prompts: Path, out: Path, factor: int, **settings: Any) -> list[float
     ],
 )
 def test_ranks_take_work_as_they_can(
-    settings: dict[str, Any], factor: int, wanted: list[float], tmp_path: Path
+    settings: Settings, factor: int, wanted: list[float], tmp_path: Path
 ) -> None:
     rows = [
         {"prompt": "boat", "width": side, "height": side, "steps": steps}
         for side, steps in [(96, 2), (80, 3), (64, 4), (48, 6), (48, 2), (32, 3)] * 2
     ]
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    found = run_ranks(partial(shares, **settings), 2, prompts, tmp_path / "out", factor)[0]
+    arguments = written(tmp_path, *rows), tmp_path / "out", factor
+    found = run_ranks(partial(shares, **settings), 2, *arguments)[0]
     assert found == pytest.approx(wanted, abs=0.13)  # the share of the largest prompt
 
 
 @pytest.mark.stress  # daily: below, without inductor
 def test_sparse_attention_is_compiled(tmp_path: Path) -> None:
-    prompts, job = tmp_path / "first.jsonl", {"sparse": 0.3}
-    prompts.write_text(json.dumps({"prompt": "boat", "steps": 2}), encoding="utf-8")
+    prompts, job = written(tmp_path, {"prompt": "boat", "steps": 2}), {"sparse": 0.3}
     for jobs, out in ([job], "eager"), ([job | {"compile": True}], "compiled"):
         run_ranks(several, 2, prompts, tmp_path / out, jobs)
     same_images(tmp_path / "compiled" / "0", tmp_path / "eager" / "0", 1)
@@ -213,14 +215,14 @@ def save_tiny(folder: Path, **sizes: int) -> None:
     pipeline.save_pretrained(folder)
 
 
-def of_few_blocks(prompts: Path, folder: Path, job: dict[str, Any]) -> None:
+def of_few_blocks(prompts: Path, folder: Path, job: Settings) -> None:
     """Save a pipeline that compiles soon, and make what it makes alone."""
     save_tiny(folder / "model", num_layers=1, num_single_layers=0)
     make(prompts, folder / "alone", model=str(folder / "model"), **job)
 
 
 def made_in_a_graph(
-    prompts: Path, out: Path, model: str, job: dict[str, Any]
+    prompts: Path, out: Path, model: str, job: Settings
 ) -> tuple[list[str], list[int]]:
     """As `make`, compiled without inductor, which takes long."""
     with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
@@ -229,9 +231,8 @@ def made_in_a_graph(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("job", [{"sparse": 0.3}, pytest.param({}, marks=pytest.mark.stress)])
-def test_prompts_of_compiled_models_stay(job: dict[str, Any], tmp_path: Path) -> None:
-    prompts, out = tmp_path / "first.jsonl", tmp_path / "out"
-    prompts.write_text(json.dumps(ROWS[0]), encoding="utf-8")
+def test_prompts_of_compiled_models_stay(job: Settings, tmp_path: Path) -> None:
+    prompts, out = written(tmp_path, ROWS[0]), tmp_path / "out"
     run_ranks(of_few_blocks, 1, prompts, tmp_path, job)
     _, steps = run_ranks(made_in_a_graph, 2, prompts, out, str(tmp_path / "model"), job)[0]
     assert steps == [2, 2]  # it has as many ranks as there are
@@ -244,44 +245,38 @@ def test_a_saved_folder_gives_the_pixels_of_one_process(
 ) -> None:
     folder, out = tmp_path / "saved", tmp_path / "one" / "0"
     run_ranks(save_tiny, 1, folder)
-    jobs: list[dict[str, Any]] = [{"model": str(folder)}, {"model": str(folder), "ring": 2}]
+    jobs: list[Settings] = [{"model": str(folder)}, {"model": str(folder), "ring": 2}]
     ((one,),) = run_ranks(several, 1, prompts, out.parent, jobs[:1])
     found = run_ranks(several, 2, prompts, tmp_path, jobs)
-    wanted = sorted(alone.glob("*.png"))
     for place in range(len(jobs)):
-        assert found[0][place][0] == one[0] and len(one[0]) == len(wanted)
+        assert found[0][place][0] == one[0]
         same_images(tmp_path / str(place), out)
-    for name, of_tiny in zip(sorted(one[0]), wanted, strict=True):  # whose weights are the same
-        assert np.abs(pixels(out / name) - pixels(of_tiny)).max() <= 1, name
+    for name, of_tiny in zip(sorted(one[0]), images(alone), strict=True):  # of the same weights
+        assert np.abs(pixels(out / name) - of_tiny).max() <= 1, name
 
 
 @pytest.mark.nightly
 def test_rows_of_8_bits_change_pixels_a_little(prompts: Path, alone: Path, tmp_path: Path) -> None:
-    jobs: list[dict[str, Any]] = [{"wire": "int8", "ring": 2}, {"wire": "e4m3", "ulysses": 2}]
+    jobs: list[Settings] = [{"wire": "int8", "ring": 2}, {"wire": "e4m3", "ulysses": 2}]
     run_ranks(several, 2, prompts, tmp_path, jobs)
-    wanted = sorted(alone.glob("*.png"))
+    wanted = images(alone)
     for place in range(len(jobs)):
-        images = sorted((tmp_path / str(place)).glob("*.png"))
-        both = [np.abs(pixels(a) - pixels(b)) for a, b in zip(images, wanted, strict=True)]
+        pairs = zip(images(tmp_path / str(place)), wanted, strict=True)
+        both = [np.abs(a - b) for a, b in pairs]
         assert 0 < max(one.max() for one in both) < 32 and max(one.mean() for one in both) < 2
 
 
 @pytest.mark.nightly
 def test_sparse_attention_gives_the_same_pixels_on_any_ranks(tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.jsonl"
     row = {"prompt": "a large boat", "width": 384, "height": 256, "steps": 2}
-    prompts.write_text(json.dumps(row))
-    jobs: list[dict[str, Any]] = [{"sparse": 0.3}, {"sparse": 0.3, "longest_ring": 1}]
-    guided: dict[str, Any] = {"sparse": 0.3, "negative_prompt": "fog", "guidance": 3.0}
+    prompts = written(tmp_path, row)
+    jobs: list[Settings] = [{"sparse": 0.3}, {"sparse": 0.3, "longest_ring": 1}]
+    guided: Settings = {"sparse": 0.3, "negative_prompt": "fog", "guidance": 3.0}
     run_ranks(several, 1, prompts, tmp_path / "one", [*jobs, guided, {}])
     jobs = [{"sparse": 0.3, "ring": 2}, jobs[1], guided | {"guidance_ranks": 2}]
     run_ranks(several, 2, prompts, tmp_path / "two", jobs)
-    one, two = (
-        [pixels(path) for path in sorted((tmp_path / name).glob("*/*.png"))]
-        for name in ("one", "two")
-    )
-    *sparse, whole = one
-    for a, b in zip(sparse, two, strict=True):
+    *sparse, whole = images(tmp_path / "one")
+    for a, b in zip(sparse, images(tmp_path / "two"), strict=True):
         assert np.abs(a - b).max() <= 1
     assert np.abs(sparse[0] - whole).max() > 1  # it leaves blocks out
 
@@ -300,7 +295,7 @@ def test_what_is_there_is_not_made_again(prompts: Path, alone: Path, tmp_path: P
 @pytest.mark.nightly
 def test_a_video_is_a_file(prompts: Path, tmp_path: Path) -> None:
     av: Any = pytest.importorskip("av")
-    jobs: list[dict[str, Any]] = [{"model": "tiny-wan", "frames": 5}]
+    jobs: list[Settings] = [{"model": "tiny-wan", "frames": 5}]
     files = run_ranks(several, 2, prompts, tmp_path, jobs)[0][0][0]
     folder = tmp_path / "0"
     with av.open(str(folder / files[0])) as file:
@@ -357,7 +352,7 @@ def refusals(prompts: Path, folder: Path) -> dict[str, tuple[list[str], str]]:
     if rank == 0:
         one.write_text('{"prompt": "x", "steps": 1}', encoding="utf-8")
     dist.barrier()
-    wrong: dict[str, dict[str, Any]] = {
+    wrong: dict[str, Settings] = {
         "this pipeline takes no num_frames, and frames is 5: leave it out": {"frames": 5},
         "prompt 1: width is 3, and this pipeline makes it 16: give 16": {"width": 3},
         "Ulysses 8 on 2 ranks: the product of degrees must be 2": {"ulysses": 8},

@@ -1,7 +1,7 @@
 """A function of the user's as attention kernel: bags, meshes, rings, compiled; in float64."""
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -145,7 +145,7 @@ def plainly(attend: Any) -> Any:
     return attend
 
 
-compiled = functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
+compiled = partial(torch.compile, fullgraph=True, backend="aot_eager")
 MASKS = ("none", "bool", "empty rows", "by head", "causal")
 
 
@@ -216,13 +216,13 @@ def other_names() -> None:
 
 MIXED = [[Span(2, causal=False), Span(2, causal=True)]]
 REFUSED: dict[str, tuple[Callable[[], None], str]] = {
-    "ring": (functools.partial(on_mesh, "out", 2, 1), "kernel 'out' gives no log-sum-exp"),
-    "overlap": (functools.partial(on_mesh, "out", 1, 2, overlap=True), "gives no log-sum-exp"),
-    "ring of a bag": (functools.partial(in_bags, "out", "g1r2n1"), "gives no log-sum-exp"),
-    "parts of a mask": (functools.partial(in_bags, "out", "g2n1", MIXED), "gives no log-sum-exp"),
-    "ring of a model": (functools.partial(in_model, "out"), "say gives_lse=True"),
+    "ring": (partial(on_mesh, "out", 2, 1), "kernel 'out' gives no log-sum-exp"),
+    "overlap": (partial(on_mesh, "out", 1, 2, overlap=True), "gives no log-sum-exp"),
+    "ring of a bag": (partial(in_bags, "out", "g1r2n1"), "gives no log-sum-exp"),
+    "parts of a mask": (partial(in_bags, "out", "g2n1", MIXED), "gives no log-sum-exp"),
+    "ring of a model": (partial(in_model, "out"), "say gives_lse=True"),
     "mask": (
-        functools.partial(on_mesh, "out", 1, 2, attn_mask=torch.ones(1, 1, 16, 16).bool()),
+        partial(on_mesh, "out", 1, 2, attn_mask=torch.ones(1, 1, 16, 16).bool()),
         "kernel 'out' takes no mask (takes_mask=True says so)",
     ),
     "names": (other_names, "'mine 0'"),

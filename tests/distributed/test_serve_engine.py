@@ -70,6 +70,12 @@ RESTS: Script = {1: Block(1, 1), 3: "rest", "paused": Block(2, 2), 6: Block(0, 2
 RESTED = [(1, 1, 1), (3, 2, 2), (6, 0, 1)]
 
 
+def moving(arguments: dict[str, Any]) -> list[dict[str, Asked]]:
+    """One request whose ranks grow, and then one that rests and moves."""
+    scripts = {"grows": GROWS, "rests": RESTS}
+    return [{name: Asked(arguments, Block(0, 1), script)} for name, script in scripts.items()]
+
+
 def check(
     served: dict[str, Served], moves: dict[str, list[tuple[int, int, int]]], tolerance: float = 1e-5
 ) -> None:
@@ -126,10 +132,7 @@ def test_images() -> None:
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.slow
 def test_videos_by_schedulers_of_many_steps(scheduler: str) -> None:
-    scenes = [
-        {"grows": Asked({**VIDEO, "output_type": "latent"}, Block(0, 1), GROWS)},
-        {"rests": Asked(VIDEO, Block(0, 1), RESTS)},
-    ]
+    scenes = [moving({**VIDEO, "output_type": "latent"})[0], moving(VIDEO)[1]]
     served = run_ranks(serve, RANKS, partial(pipeline_of, TINY_WAN, scheduler), scenes)[0]
     check(served, {"grows": GROWN, "rests": RESTED})
 
@@ -166,11 +169,7 @@ def test_ways_to_share_a_request(
     rested: list[tuple[int, int, int]],
     apart: float,
 ) -> None:
-    scenes = [
-        {"grows": Asked(arguments, Block(0, 1), GROWS)},
-        {"rests": Asked(arguments, Block(0, 1), RESTS)},
-    ]
-    served = run_ranks(partial(serve, **ways), RANKS, make, scenes)[0]
+    served = run_ranks(partial(serve, **ways), RANKS, make, moving(arguments))[0]
     check(served, {"grows": GROWN, "rests": rested}, apart)
     assert (served["grows"].apart > 1e-5) == ("comm_dtype" in ways)
 
@@ -187,8 +186,7 @@ def with_masks(names: list[str]) -> dict[str, Served]:
             context.enter_context(one_process([form], 8, masks=np.tile(flat, (2, 1, 1, 1))))
         return made[-1]
 
-    scripts = {"grows": GROWS, "rests": RESTS}
-    scenes = [{name: Asked(LARGE, Block(0, 1), scripts[name])} for name in names]
+    scenes = [scene for scene in moving(LARGE) if scene.keys() <= set(names)]
     with ExitStack() as context:
         return serve(make, scenes, sparse=SparseConfig(masks=masks, block=8))
 

@@ -167,16 +167,13 @@ def started(folder: Path, *options: str, restless: bool = False, strike: str = "
         stderr=subprocess.STDOUT,
         text=True,
     )
-    job = Job(process, folder)
-    assert process.stdout is not None
-    lines = process.stdout
+    job, lines = Job(process, folder), process.stdout
+    assert lines is not None
     reader = threading.Thread(target=lambda: job.lines.extend(lines))
     reader.start()
     try:
-        job.until(lambda: re.search(r" at (http://\S+), requests in ", job.text), 120)
-        found = re.search(r" at (http://\S+), requests in ", job.text)
-        assert found is not None
-        job.url = found[1]
+        job.until(lambda: re.search(r" at http://\S+, requests in ", job.text), 120)
+        (job.url,) = re.findall(r" at (http://\S+), requests in ", job.text)
         yield job
     except BaseException:
         print(job.text)

@@ -3,7 +3,7 @@
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -45,6 +45,11 @@ class Diary:
         self.service, self.news = service, list[Status]()
         service.on_change = self.news.append
 
+    def apart(self, ids: Iterable[str]) -> float:
+        """The largest difference of an output from that of one process."""
+        pipeline, service = pipeline_of(TINY), self.service
+        return max(apart(service.status(one), service.result(one), pipeline) for one in ids)
+
     def until_ended(self, ids: Sequence[str]) -> None:
         def have_ended() -> bool:
             assert not self.service.health()
@@ -74,15 +79,11 @@ def bursts(service: Service, seed: int, num: int) -> tuple[Counter[str], float]:
     assert not (scheduler._users or scheduler.state.waiting)
     assert sum(one.degree for one in scheduler.state.free) == RANKS
     until(lambda: not scheduler.orders._post._items)  # the post drops the last ones in its thread
-    counts, pipeline, most = Counter[str](), pipeline_of(TINY), 0.0
-    for one in map(service.status, ids):
-        counts[one.state] += 1
-        if one.state == "done":
-            most = max(most, apart(one, service.result(one.id), pipeline))
+    counts = Counter(service.status(one).state for one in ids)
     places = {one: {x.ranks for x in diary.news if x.id == one and x.ranks} for one in ids}
     counts["moved"] = sum(len({len(x) for x in seen}) > 1 for seen in places.values())
     counts["paused"] = len({one.id for one in diary.news if one.state == "paused"})
-    return counts, most
+    return counts, diary.apart(one for one in ids if service.status(one).state == "done")
 
 
 def in_bursts(folder: Path, seed: int, num: int) -> Any:
@@ -116,10 +117,8 @@ def shared(service: Service) -> tuple[list[int], float]:
     small = service.submit([boat(k, 32, 3) for k in (1, 2)], deadline_s=2.0)
     ids = [large.id, *(one.id for one in small)]
     diary.until_ended(ids)
-    pipeline = pipeline_of(TINY)
-    most = max(apart(service.status(one), service.result(one), pipeline) for one in ids)
     seen = [len(one.ranks) for one in diary.news if one.id == large.id and one.ranks]
-    return [b for a, b in zip([0, *seen], seen, strict=False) if a != b], most
+    return [b for a, b in zip([0, *seen], seen, strict=False) if a != b], diary.apart(ids)
 
 
 def sharing(folder: Path) -> Any:
@@ -200,8 +199,7 @@ def odds(service: Service) -> float:
     assert "is ending" in str(refused(Closing, service.submit, [boat(11)]))
     states = Counter(service.status(one).state for one in ids)
     assert states == {"done": 4, "failed": 1, "cancelled": most}
-    done, pipeline = [one for one in ids if service.status(one).state == "done"], pipeline_of(TINY)
-    return max(apart(service.status(one), service.result(one), pipeline) for one in done)
+    return diary.apart(one for one in ids if service.status(one).state == "done")
 
 
 def full(_: Status) -> bool:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from bascule.attention.kernels.protocol import Attended, AttentionKernel, merge
+from bascule.attention.kernels.protocol import Attended, merge
 from bascule.attention.kernels.registry import KERNELS, select_kernel
 from bascule.attention.mask import AttentionMask
-from bascule.errors import ConfigError
+from tests.helpers.device_runs import kernel_or_skip
 from tests.helpers.oracle import dense_attention
 
 SCALE = 0.4
@@ -27,13 +27,6 @@ ON_CUDA = [name for name in KERNELS if name not in ("cpu_flash", "cpu_loop", "tr
 # Of torch's operators these must run on any supported device: a skip of all would test nothing.
 ALWAYS = ["plain", "aten_flash", "efficient"]
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 2e-2}
-
-
-def kernel_or_skip(name: str, dtype: torch.dtype, head_dim: int, has_bias: bool) -> AttentionKernel:
-    try:
-        return select_kernel(name, "cuda", dtype=dtype, head_dim=head_dim, has_bias=has_bias)
-    except ConfigError as reason:
-        pytest.skip(str(reason))
 
 
 def inputs(
@@ -75,7 +68,7 @@ def test_two_blocks_are_the_whole(
     name: str, dtype: torch.dtype, kind: str, shape: tuple[int, int, int, int, int]
 ) -> None:
     """Out, LSE and gradients of keys in two blocks, merged, with the LSE of all."""
-    kernel = kernel_or_skip(name, dtype, shape[4], kind != "none")
+    kernel = kernel_or_skip(name, dtype, shape[4], has_bias=kind != "none")
     q, k, v = inputs(dtype, shape)
     bias = make_bias(kind, shape[2], shape[3], dtype)
     exact = [x.double().requires_grad_() for x in (q, k, v)]
@@ -112,22 +105,17 @@ def test_two_blocks_are_the_whole(
 @pytest.mark.parametrize("name", ON_CUDA)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_causal_block(name: str, dtype: torch.dtype) -> None:
-    kernel = kernel_or_skip(name, dtype, 64, False)
+    kernel = kernel_or_skip(name, dtype, 64, has_bias=False)
     q, k, v = inputs(dtype, (4, 2, 133, 133, 64))
     exact = [x.double().requires_grad_() for x in (q, k, v)]
-    place = torch.arange(133, device="cuda")
-    hidden = place[:, None] < place[None, :]
-    bias = torch.zeros(1, 1, 133, 133, dtype=torch.float64, device="cuda")
-    bias = bias.masked_fill(hidden, -math.inf)
-    want, _ = dense_attention(exact[0], exact[1], exact[2], bias, scale=SCALE)
+    want, _ = dense_attention(exact[0], exact[1], exact[2], causal=True, scale=SCALE)
     grad = torch.linspace(-1, 1, want.numel(), device="cuda").view(want.shape).to(dtype)
     wanted = torch.autograd.grad(want, exact, grad.double())
     with torch.no_grad():
-        out, lse = kernel.forward(q, k, v, AttentionMask(causal=True), SCALE)
+        mask = AttentionMask(causal=True)
+        out, lse = kernel.forward(q, k, v, mask, SCALE)
         assert close(out, want.detach(), TOLERANCE[dtype])
-        grads = kernel.backward(
-            grad, Attended(q, k, v, out, lse, AttentionMask(causal=True), SCALE)
-        )
+        grads = kernel.backward(grad, Attended(q, k, v, out, lse, mask, SCALE))
     assert all(close(a, b, 2 * TOLERANCE[dtype]) for a, b in zip(grads, wanted, strict=True))
 
 

@@ -26,15 +26,20 @@ BOTH = "cpu:gloo,cuda:nccl"
         (torch.float32, "plain", 1e-4),
         (torch.float32, None, 2e-2),
         (torch.bfloat16, None, 0.1),
+        (torch.bfloat16, "aten_flash", 0.1),
     ],
 )
-@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize(
+    ("mask", "backend"),
+    [(False, BOTH), (True, BOTH), (True, "nccl")],
+    ids=["mask on the host", "mask on the device", "NCCL alone"],
+)
 def test_the_packed_model_and_its_gradients(
-    dtype: torch.dtype, kernel: str | None, allowed: float, mask: bool
+    dtype: torch.dtype, kernel: str | None, allowed: float, mask: bool, backend: str
 ) -> None:
     """With the mask on the host, and on the device, where it is read."""
     args = "cuda", dtype, kernel, mask
-    (found,) = run_ranks(packed_errors, 1, *args, backend=BOTH, timeout_s=300.0)
+    (found,) = run_ranks(packed_errors, 1, *args, backend=backend, timeout_s=300.0)
     assert all(max(errors) < allowed for _, *errors in found), found
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bascule.attention.kernels.registry import select_kernel
-from bascule.errors import ConfigError
+from tests.helpers.device_runs import kernel_or_skip
 from tests.helpers.sparse_blocks import (
     NAMES,
     attend,
@@ -50,10 +50,7 @@ def test_out_lse_and_gradients(
 ) -> None:
     if call is attend_in_halves and case_name == "single block":
         pytest.skip("one block has no halves")
-    try:
-        kernel = select_kernel(name, "cuda", dtype=dtype, head_dim=dim, block=block)
-    except ConfigError as reason:
-        pytest.skip(str(reason))
+    kernel = kernel_or_skip(name, dtype, dim, block=block)
     case = make_case(case_name, block)
     tensors = case.inputs(dtype, dim)
     want, want_lse, wanted, grad = reference(case, tensors)

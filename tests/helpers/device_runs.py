@@ -8,14 +8,18 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
+import pytest
 import torch
 from torch import Tensor
 
+from bascule.attention.kernels.protocol import AttentionKernel
+from bascule.attention.kernels.registry import select_kernel
 from bascule.comm import stage_cuda
 from bascule.comm.quantized import CommDtype, Quantized
 from bascule.data.cost_tracker import CostTracker
 from bascule.data.loader import BalancedLoader, LoaderOptions
 from bascule.diffusers import parallelize
+from bascule.errors import ConfigError
 from bascule.machine.costs import PolynomialCost
 from bascule.models import LocalExchange, PackedBatch
 from bascule.parallel import SequenceParallel
@@ -56,6 +60,13 @@ def on_device(samples: Samples, device: torch.device, *, mask: bool = False) -> 
         if x is not None and (mask or name != "is_image"):
             given[name] = x.to(device)
     return Samples(PackedBatch(**given), samples.target.to(device), samples.seq_lens)
+
+
+def kernel_or_skip(name: str, dtype: torch.dtype, head_dim: int, **form: Any) -> AttentionKernel:
+    try:
+        return select_kernel(name, "cuda", dtype=dtype, head_dim=head_dim, **form)
+    except ConfigError as reason:
+        pytest.skip(str(reason))
 
 
 def side_stream(device: torch.device) -> AbstractContextManager[Any]:

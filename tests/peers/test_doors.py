@@ -50,13 +50,12 @@ def flash(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> tuple[
 
 
 def has(package: str) -> bool:
+    """Whether it is installed; it need not import here."""
     return importlib.util.find_spec(package) is not None
 
 
-def need(package: str) -> None:
-    """Skip where a package is not installed; it need not import here."""
-    if not has(package):
-        pytest.skip(f"{package} is not installed")
+# Marks, as ranks cannot skip.
+pytestmark = pytest.mark.skipif(not has("yunchang"), reason="yunchang is not installed")
 
 
 def xdit() -> tuple[Any, Any]:
@@ -398,7 +397,6 @@ def with_peers(ring: int, ulysses: int) -> list[tuple[dict[str, float], float]]:
 
 @pytest.mark.parametrize(("ring", "ulysses"), MESHES)
 def test_in_place_of_peers(ring: int, ulysses: int) -> None:
-    pytest.importorskip("yunchang")
     for parts in run_ranks(with_peers, ring * ulysses, ring, ulysses):
         for errors, limit in parts:
             assert max(errors.values()) < limit, errors
@@ -415,7 +413,6 @@ def in_replicas(ring: int, ulysses: int) -> float:
     ("ring", "ulysses"), [(1, 2), (2, 1), pytest.param(2, 2, marks=pytest.mark.stress)]
 )
 def test_in_place_of_yunchang_in_replicas(ring: int, ulysses: int) -> None:
-    pytest.importorskip("yunchang")
     assert max(run_ranks(in_replicas, 2 * ring * ulysses, ring, ulysses)) < EXACT
 
 
@@ -425,7 +422,6 @@ def test_in_place_of_yunchang_in_replicas(ring: int, ulysses: int) -> None:
 @on_ranks(2)
 def test_in_place_of_others_in_one_graph(backend: str) -> None:
     """In one graph, where the mesh is given."""
-    pytest.importorskip("yunchang")
     groups(1, 2)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ring", "ulysses"))
     functions = [swapped(in_place_of(layer_of(), mesh=mesh))]
@@ -470,57 +466,51 @@ def sparse_in_place(ring: int, ulysses: int) -> dict[str, float]:
     return errors
 
 
-REFUSALS = (
-    *(
-        "dropout_p (0.1)",
-        "alibi_slopes (Tensor)",
-        "return_attn_probs (True)",
-        "window_size without",
-    ),
-    *("causal with sparse (True)", "give it stripe=8", "attn_processor (Identity)"),
-    *("give one of USP", "give one of USP", "as many keys as queries"),
-    "disagree on the form",
-)
+def assert_refused(calls: list[tuple[str, Callable[[], object]]]) -> None:
+    texts = [(words, raised_by(call)[1]) for words, call in calls]
+    for words, text in texts:
+        assert words in text, texts
 
 
 @on_ranks(2)
 def test_refused_in_place_of_yunchang() -> None:
-    """Each refusal, by its call."""
-    pytest.importorskip("yunchang")
     from yunchang import UlyssesAttention  # pyright: ignore[reportMissingImports]
 
     groups(1, 2)
-    x, layer = normal(1, 6, 4, 8), layer_of()
+    x, layer, other = normal(1, 6, 4, 8), layer_of(), layer_of()
     slopes, sparse = torch.zeros(4), SparseConfig(keep=0.5, block=8)
     stripes = SequenceLayout((12,), 1, 2, stripe=4)
-    other = layer_of()
     other.attn_processor = torch.nn.Identity()
-    calls: list[Callable[[], object]] = [
-        lambda: in_place_of(layer)(x, x, x, 0.1),
-        lambda: in_place_of(layer)(x, x, x, alibi_slopes=slopes),
-        lambda: in_place_of(layer)(x, x, x, return_attn_probs=True),
-        lambda: in_place_of(layer)(x, x, x, window_size=(4, 4)),
-        lambda: in_place_of(layer, sparse=sparse)(x, x, x, causal=True),
-        lambda: in_place_of(layer, layout=stripes, sparse=sparse)(x, x, x),
-        lambda: in_place_of(other),
-        lambda: in_place_of(UlyssesAttention(attn_type=layer.attn_type)),
-        lambda: in_place_of(scaled_dot_product_attention),
-        lambda: in_place_of(layer)(x, x[:, :5], x),
-        lambda: in_place_of(layer)(*[x[:, dist.get_rank() :]] * 3),
-    ]
-    texts = [raised_by(call)[1] for call in calls]
-    for text, words in zip(texts, REFUSALS, strict=True):
-        assert words in text, texts
+    own, with_sparse = in_place_of(layer), in_place_of(layer, sparse=sparse)
+    dealt = in_place_of(layer, layout=stripes, sparse=sparse)
+    ulysses = UlyssesAttention(attn_type=layer.attn_type)
+    assert_refused(
+        [
+            ("dropout_p (0.1)", lambda: own(x, x, x, 0.1)),
+            ("alibi_slopes (Tensor)", lambda: own(x, x, x, alibi_slopes=slopes)),
+            ("return_attn_probs (True)", lambda: own(x, x, x, return_attn_probs=True)),
+            ("window_size without", lambda: own(x, x, x, window_size=(4, 4))),
+            ("causal with sparse (True)", lambda: with_sparse(x, x, x, causal=True)),
+            ("give it stripe=8", lambda: dealt(x, x, x)),
+            ("attn_processor (Identity)", lambda: in_place_of(other)),
+            ("give one of USP", lambda: in_place_of(ulysses)),
+            ("give one of USP", lambda: in_place_of(scaled_dot_product_attention)),
+            ("as many keys as queries", lambda: own(x, x[:, :5], x)),
+            ("disagree on the form", lambda: own(*[x[:, dist.get_rank() :]] * 3)),
+        ]
+    )
 
 
-def refused_of_xdit() -> list[str]:
+@pytest.mark.skipif(not has("xfuser"), reason="xfuser is not installed")
+@on_ranks(2)
+def test_refused_in_place_of_xdit() -> None:
     from yunchang.globals import PROCESS_GROUP  # pyright: ignore[reportMissingImports]
 
     usp, layers = xdit()
     x, text = normal(1, 4, 6, 8), normal(1, 4, 3, 8)
     attend = in_place_of(usp.USP)
     PROCESS_GROUP.RING_PG = PROCESS_GROUP.ULYSSES_PG = None
-    texts = [raised_by(attend, x, x, x)[1]]
+    assert_refused([("no process groups yet", lambda: attend(x, x, x))])
     groups(1, 2)
     caches = importlib.import_module("xfuser.core.cache_manager.cache_manager")
     cached = torch.nn.Identity()
@@ -528,27 +518,12 @@ def refused_of_xdit() -> list[str]:
         cached, layer_type="attn", cache_type="sequence_parallel_attn_cache"
     )
     sana = layers.xFuserSanaLinearLongContextAttention
-    calls: list[Callable[[], object]] = [
-        lambda: attend(x, x, x, attention_kwargs={"valid_kv_len": 3}),
-        lambda: attend(x, x, x, joint_query=text, joint_strategy="rear"),
-        lambda: attend(x, x, x, 0.0, False, text, text, text, "middle"),
-        lambda: attend(x, x, x, attn_layer=cached),
-        lambda: in_place_of(sana.forward),
-    ]
-    return texts + [raised_by(call)[1] for call in calls]
-
-
-def test_refused_in_place_of_xdit() -> None:
-    pytest.importorskip("yunchang")
-    need("xfuser")
-    words = (
-        "no process groups yet",
-        "valid_kv_len",
-        "1 joint tensors",
-        "'middle'",
-        "PipeFusion",
-        "give one of USP",
+    assert_refused(
+        [
+            ("valid_kv_len", lambda: attend(x, x, x, attention_kwargs={"valid_kv_len": 3})),
+            ("1 joint tensors", lambda: attend(x, x, x, joint_query=text, joint_strategy="rear")),
+            ("'middle'", lambda: attend(x, x, x, 0.0, False, text, text, text, "middle")),
+            ("PipeFusion", lambda: attend(x, x, x, attn_layer=cached)),
+            ("give one of USP", lambda: in_place_of(sana.forward)),
+        ]
     )
-    for texts in run_ranks(refused_of_xdit, 2):
-        for text, word in zip(texts, words, strict=True):
-            assert word in text, texts
