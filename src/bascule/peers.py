@@ -150,7 +150,7 @@ def _mesh_of_peer(peer: Any, mesh: DeviceMesh | dist.ProcessGroup | None) -> Att
         whole = member_of(same[0], "attention", ranks=ranks) if same else group_of(ranks)
         return mesh_over(whole, ring=len(rows), ulysses=len(columns))
 
-    return this_world().kept((in_place_of, ranks, len(rows)), make, lambda made: made.exists)
+    return this_world().cached((in_place_of, ranks, len(rows)), make, lambda made: made.exists)
 
 
 def _layout(

@@ -32,7 +32,7 @@ from bascule.attention.usp import (
 from bascule.comm.agree import first_use
 from bascule.comm.collectives import all_reduce, start_all_to_all, table_on
 from bascule.comm.failures import leave, shared
-from bascule.comm.groups import Kept, RankGroup, this_world
+from bascule.comm.groups import Cache, RankGroup, this_world
 from bascule.comm.marks import mark_lengths
 from bascule.comm.route import BoundRoute, check_rows, move
 from bascule.comm.shared_row import SharedRow
@@ -46,7 +46,7 @@ T = TypeVar("T")
 Settings = tuple[str, bool, float | None, tuple[bool, ...], tuple[int, int, float]]
 """Method, `causal`, `scale`, which of q, k and v want gradients, and arguments of `Scores`."""
 
-_NUM_FORMS = 64  # most signatures that are remembered: scales may change from call to call
+_NUM_SIGNATURES = 64  # most that a step remembers: scales may change from call to call
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +68,7 @@ class _Done:
 
 
 @dataclass(slots=True, eq=False)
-class _Forms:
+class _Signatures:
     """The checked signatures of a step's calls, apart from the step, since graphs hold its routes.
 
     Each signature is checked, and agreed on by all ranks, at its first use.
@@ -76,17 +76,17 @@ class _Forms:
 
     group: RankGroup
     number: int  # of the step, for errors
-    made: Kept[Hashable, Any] = field(default_factory=lambda: Kept(_NUM_FORMS))
+    made: Cache[Hashable, Any] = field(default_factory=lambda: Cache(_NUM_SIGNATURES))
 
-    def get(self, form: tuple[Any, ...], xs: Sequence[Any], make: Callable[[], T]) -> T:
-        """Return `make()`, made at the first use of a signature: the form, kinds of tensors."""
+    def get(self, call: tuple[Any, ...], xs: Sequence[Any], make: Callable[[], T]) -> T:
+        """Return `make()`, made at the first use of a call's settings with such tensors."""
 
         def first() -> T:
-            with shared(f"step {self.number}: {form[0]}"):
+            with shared(f"step {self.number}: {call[0]}"):
                 return make()
 
         try:
-            key = form, *[(type(x), x.shape, x.dtype, x.device, x.layout) for x in xs]
+            key = call, *[(type(x), x.shape, x.dtype, x.device, x.layout) for x in xs]
             hash(key)
         except (AttributeError, TypeError, RuntimeError):  # no dense tensors: `make` refuses them
             return first()
@@ -97,10 +97,10 @@ class _Forms:
         text, error = "", None
         try:
             text = check()
-        except Exception as met:  # whatever it is, the others must not wait
-            error = met
-        form = text if error is None else error  # which no rank has agreed on
-        first_use(self.group, form, lambda: (text, error), what=what, step=self.number)
+        except Exception as failure:  # whatever it is, the others must not wait
+            error = failure
+        signature = text if error is None else error  # an error has never been agreed on
+        first_use(self.group, signature, lambda: (text, error), what=what, step=self.number)
 
     def check_move(
         self,
@@ -157,7 +157,7 @@ class Step:
         self._binding, self._terms, self.number = binding, terms, number
         self.plan = plan
         self._done = _Done()
-        self._forms = _Forms(binding.group, number)
+        self._signatures = _Signatures(binding.group, number)
         # Compilers cannot read numpy arrays: the tensors that graphs need are made here.
         self.local = plan.local(rank)
         self.local_seq_ids = table_on(self.local.seq_ids, binding.device)
@@ -165,8 +165,8 @@ class Step:
         place = plan.topology.place_of(rank)
         self._place, self._degree = place.ulysses, place.ulysses_degree
         first = rank - self._place
-        self._num_together = int(plan.tokens[first : first + self._degree].sum())
-        self._routes = _bound_routes(plan, place.bag, binding, self._forms, self._done)
+        self._num_group_tokens = int(plan.tokens[first : first + self._degree].sum())
+        self._routes = _bound_routes(plan, place.bag, binding, self._signatures, self._done)
         self._key = this_world().add(self, *self._routes.values())
         for number, route in enumerate(self._routes.values(), self._key + 1):
             route.number = number
@@ -389,8 +389,8 @@ class Step:
             return "rows of a bool tensor"
 
         with shared(where):
-            agreed = partial(self._forms.agree, "count_routed", check)
-            self._forms.get(("count_routed",), [is_marked], agreed)
+            agreed = partial(self._signatures.agree, "count_routed", check)
+            self._signatures.get(("count_routed",), [is_marked], agreed)
             send_index, marks = route.route.send_index, is_marked.numpy()
             marks = marks if send_index is None else marks[send_index]
             dest = np.repeat(np.arange(group.size), route.route.send_splits)
@@ -429,7 +429,7 @@ class Step:
             return f"{tuple(values.shape[1:])}, {values.dtype}, weights {weights is not None}"
 
         xs = [values] if weights is None else [values, weights]
-        self._forms.get(("mean",), xs, partial(self._forms.agree, "mean", check))
+        self._signatures.get(("mean",), xs, partial(self._signatures.agree, "mean", check))
 
     def _check_settings(self, what: str, causal: bool, scale: float | None, scores: Scores) -> None:
         check_settings(what, causal, scale)
@@ -450,10 +450,10 @@ class Step:
             return [0, 0, 0, self._key]
         base, more = k.shape[1] // self._degree, k.shape[1] % self._degree
         own = base + (self._place < more)
-        return [self._num_together, q.shape[1] // k.shape[1] * own, own, self._key]
+        return [self._num_group_tokens, q.shape[1] // k.shape[1] * own, own, self._key]
 
     def _call(self, settings: Settings, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
-        return self._forms.get(settings, [q, k, v], lambda: self._make_call(settings, q, k, v))
+        return self._signatures.get(settings, [q, k, v], lambda: self._make_call(settings, q, k, v))
 
     def _make_call(self, settings: Settings, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
         what, causal, scale, _, key = settings
@@ -470,7 +470,7 @@ class Step:
             return f"{most_sharing} ranks, {shapes}, {q.dtype}, {_name_of(settings)}"
 
         if what == "attend":
-            self._forms.agree(what, check)
+            self._signatures.agree(what, check)
             fixed["count"] = partial(self._done.attend, packed.traffic(bag, q, k))
         else:
             check_tensors(what, q, k, v)
@@ -487,7 +487,7 @@ def _name_of(settings: Settings) -> str:
 
 
 def _bound_routes(
-    plan: Plan, bag: int, binding: Binding, forms: _Forms, done: _Done
+    plan: Plan, bag: int, binding: Binding, signatures: _Signatures, done: _Done
 ) -> dict[str, BoundRoute]:
     """Return the moves of a step by name; a route is made at its first use."""
     group, rank, lens = binding.group, binding.group.rank, plan.seq_lens
@@ -512,9 +512,9 @@ def _bound_routes(
         ("route_contexts", "contexts back"): (of_contexts, num_contexts, True, routed),
         ("gather_samples", "samples back"): (of_samples, (num_own, lens.size), True, None),
     }
-    where, check = (group, binding.device), partial(forms.check_move, binding.device)
+    where, check = (group, binding.device), partial(signatures.check_move, binding.device)
     return {
-        names[0]: BoundRoute(make, *where, rows, forms.number, names, has_copies, check, count)
+        names[0]: BoundRoute(make, *where, rows, signatures.number, names, has_copies, check, count)
         for names, (make, rows, has_copies, count) in ways.items()
     }
 

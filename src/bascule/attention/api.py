@@ -218,7 +218,7 @@ def attention(
             groups = tuple(group and group.reference for group in ranks.groups)
             prepared, call = options.kernel.calls.get((groups, *key), first)
         else:
-            prepared, call = ranks.kept.get(key, first)
+            prepared, call = ranks.cache.get(key, first)
         out = attend(*_operands(q, k, v, prepared), call, attn_mask, sink)
     return replicated(out, prepared.ranks, prepared.layout) if prepared.layout.replicated else out
 

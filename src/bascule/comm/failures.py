@@ -231,7 +231,7 @@ class Watch:
     def __init__(self, world: dist.ProcessGroup) -> None:
         self.groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Calls]]
         self.groups = weakref.WeakKeyDictionary()  # calls by part of the group
-        self.kept: dict[Any, Any] = {}  # objects that other modules tie to this process group
+        self.objects: dict[Any, Any] = {}  # objects that other modules tie to this process group
         self.reason: Failure | None = None  # why the calls of this rank were ended
         self.failed_in: int | None = None  # thread that failed and has not gone on; None: none, all
         self._failed: Failure | None = None

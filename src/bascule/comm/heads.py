@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bascule.comm.collectives import start_all_to_all
-from bascule.comm.groups import Kept, RankGroup
+from bascule.comm.groups import Cache, RankGroup
 from bascule.comm.quantized import Quantized
 from bascule.traffic import HeadShares
 
@@ -70,7 +70,7 @@ class HeadExchange:
     num_kv_heads: int = field(init=False)  # of all ranks
     first_kv_head: int = field(init=False)  # of this rank
     own_kv_heads: int = field(init=False)
-    _sizes: Kept[Hashable, _Sizes] = field(default_factory=lambda: Kept(_NUM_KEPT), repr=False)
+    _sizes: Cache[Hashable, _Sizes] = field(default_factory=lambda: Cache(_NUM_KEPT), repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_kv_heads", self.shares.num_kv_heads)

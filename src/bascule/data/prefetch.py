@@ -120,7 +120,7 @@ class Pool:
 
 def pool_of(members: Sequence[int], timeout_s: float) -> Pool:
     """Return the pool of these global ranks; make one if there is none, or it has failed."""
-    pool = this_world().kept(
+    pool = this_world().cached(
         (Pool, tuple(members)),
         lambda: Pool(members, timeout_s),
         lambda pool: not pool.control.is_ended,
