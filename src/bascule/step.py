@@ -105,26 +105,26 @@ class _Signatures:
     def check_move(
         self,
         device: torch.device,
-        way: str,
+        name: str,
         num_rows: int,
         names: str,
         xs: Sequence[Any],
         needs: Sequence[bool],
     ) -> None:
-        """Refuse tensors that cannot be moved, or that differ from those of other ranks."""
+        """Refuse tensors that cannot be moved, or whose dtype or width differs between ranks."""
 
         def check() -> str:
             """Describe names, dtypes, widths and gradients, which decide the exchange."""
             if not xs:
-                raise ConfigError(f"{way}: give at least one tensor")
+                raise ConfigError(f"{name}: give at least one tensor")
             texts: list[str] = []
-            for name, x, is_needed in zip(names.split(","), xs, needs, strict=True):
-                check_rows(way, name, x, num_rows, device)
+            for of_x, x, is_needed in zip(names.split(","), xs, needs, strict=True):
+                check_rows(name, of_x, x, num_rows, device)
                 dtype, end = str(x.dtype).removeprefix("torch."), " with gradient" * is_needed
-                texts.append(f"{name} {dtype}{list(x.shape[1:])}{end}")
-            return f"{way}({', '.join(texts)})"
+                texts.append(f"{of_x} {dtype}{list(x.shape[1:])}{end}")
+            return f"{name}({', '.join(texts)})"
 
-        self.get((way, names, *needs), xs, lambda: self.agree(way, check))
+        self.get((name, names, *needs), xs, lambda: self.agree(name, check))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,13 +197,10 @@ class Step:
         layouts = [plan.local(rank) for rank in ranks]
         ids = np.concatenate([layout.seq_ids[layout.slots] for layout in layouts])
         order = np.lexsort((np.concatenate([layout.positions for layout in layouts]), ids))
-        lens, counts = (
-            np.unique(ids, return_counts=True)[1],
-            [len(layout.slots) for layout in layouts],
-        )
+        lens = np.unique(ids, return_counts=True)[1].tolist()
+        counts = [len(layout.slots) for layout in layouts]
         shared = group.part(ranks, "bag") if len(ranks) > 1 else None
-        args = counts, order, self.number, self._done.share_heads
-        return SharedRow(lens.tolist(), shared, *args)
+        return SharedRow(lens, shared, counts, order, self.number, self._done.share_heads)
 
     def __enter__(self) -> "Step":
         """Begin a block in which an error of the user's code ends the waits of other ranks."""
@@ -251,7 +248,7 @@ class Step:
     def attend_contexts(
         self, q_CHD: Tensor, k_EKD: Tensor, v_EKD: Tensor, *, scale: float | None = None
     ) -> Tensor:
-        """Exact attention of each token to all of its sequence's context; (C, H, D). No exchange.
+        """Attend exactly from each token to all of its sequence's context; (C, H, D). No exchange.
 
         Tokens of a sequence without a context get 0.
 
@@ -274,7 +271,7 @@ class Step:
         scores: Scores = PLAIN,
         sink: Tensor | None = None,
     ) -> Tensor:
-        """Exact attention within each whole sequence; (C, H, D).
+        """Attend exactly within each whole sequence; (C, H, D).
 
         Two all-to-alls forward and two backward where ranks share heads; R - 1 exchanges with the
         neighbours forward and 2 R - 1 backward where there is a ring.
@@ -312,7 +309,7 @@ class Step:
         return self._move("gather_samples", {"tensor": tensor})["tensor"]
 
     def mean(self, per_token: Tensor, *, weights: Tensor | None = None) -> Tensor:
-        """Mean over the tokens of all ranks, right where gradients are averaged (or summed).
+        """Return the mean over all ranks' tokens, for gradients averaged (or summed) over ranks.
 
         One all-reduce of two numbers.
 
@@ -321,7 +318,7 @@ class Step:
             weights: Factor of each value; broadcasts to the values. None counts each once.
         """
         refuse_transforms("mean", per_token)
-        check_weights(weights)  # within an operator nothing has one
+        check_weights(weights)  # within an operator no tensor requires a gradient
         is_checked = not torch.compiler.is_compiling()
         if is_checked:
             self.check_mean(per_token, weights)
@@ -335,12 +332,12 @@ class Step:
     # Entry points of eager code. In compiled code the names and sizes of an operator are constants.
 
     def _move(
-        self, way: str, tensors: dict[str, Tensor], *, back: bool = False
+        self, name: str, tensors: dict[str, Tensor], *, back: bool = False
     ) -> dict[str, Tensor]:
         names = ",".join(tensors)
-        if not names.isascii():  # which operators do not take
+        if not names.isascii():  # operators take ASCII alone
             names = ",".join(map(ascii, tensors))
-        moved = move(self._routes[way], list(tensors.values()), names=names, back=back)
+        moved = move(self._routes[name], list(tensors.values()), names=names, back=back)
         return dict(zip(tensors, moved, strict=True))
 
     def _attend(
@@ -422,7 +419,7 @@ class Step:
         return packed.Bag.of(self.plan, self._binding.group, self._binding.device)
 
     def check_mean(self, values: Tensor, weights: Tensor | None) -> None:
-        """Refuse values without a mean, or that differ in kind from those of other ranks."""
+        """Refuse values without a mean, or whose dtype or shape differs between ranks."""
 
         def check() -> str:
             check_mean(values, weights)
@@ -448,9 +445,8 @@ class Step:
     def _sizes_of(self, what: str, q: Tensor, k: Tensor) -> list[int]:
         if self._degree == 1 or what == "attend_contexts":
             return [0, 0, 0, self._key]
-        base, more = k.shape[1] // self._degree, k.shape[1] % self._degree
-        own = base + (self._place < more)
-        return [self._num_group_tokens, q.shape[1] // k.shape[1] * own, own, self._key]
+        num_kv = k.shape[1] // self._degree + (self._place < k.shape[1] % self._degree)
+        return [self._num_group_tokens, q.shape[1] // k.shape[1] * num_kv, num_kv, self._key]
 
     def _call(self, settings: Settings, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
         return self._signatures.get(settings, [q, k, v], lambda: self._make_call(settings, q, k, v))
@@ -493,29 +489,30 @@ def _bound_routes(
     group, rank, lens = binding.group, binding.group.rank, plan.seq_lens
     counts, contexts = plan.source_counts, plan.context_lens
     first, size = int(counts[:rank].sum()), group.size
-    own, num_own = slice(first, first + int(counts[rank])), int(counts[rank])
+    num_local = int(counts[rank])
+    local = slice(first, first + num_local)
 
     def of_tokens() -> Route:
         mark_lengths("step", plan, rank)
         return plan.route(rank)
 
     def of_samples() -> Route:  # each to all ranks
-        index = np.tile(np.arange(num_own), size)
-        return Route(index, np.full(size, num_own), counts, None)
+        index = np.tile(np.arange(num_local), size)
+        return Route(index, np.full(size, num_local), counts, None)
 
-    num_tokens, num_contexts = (int(lens[own].sum()), int(plan.tokens[rank])), (0, 0)
+    num_tokens, num_contexts = (int(lens[local].sum()), int(plan.tokens[rank])), (0, 0)
     if contexts is not None:
-        num_contexts = int(contexts[own].sum()), int(contexts[plan.bag_of == bag].sum())
+        num_contexts = int(contexts[local].sum()), int(contexts[plan.bag_of == bag].sum())
     routed, of_contexts = done.route, partial(plan.context_route, rank)
-    ways = {  # what makes the route, (rows here, rows there), whether rows have copies, who counts
+    moves = {  # maker of the route, (rows here, rows there), whether rows have copies, counter
         ("route", "restore"): (of_tokens, num_tokens, False, routed),
         ("route_contexts", "contexts back"): (of_contexts, num_contexts, True, routed),
-        ("gather_samples", "samples back"): (of_samples, (num_own, lens.size), True, None),
+        ("gather_samples", "samples back"): (of_samples, (num_local, lens.size), True, None),
     }
     where, check = (group, binding.device), partial(signatures.check_move, binding.device)
     return {
         names[0]: BoundRoute(make, *where, rows, signatures.number, names, has_copies, check, count)
-        for names, (make, rows, has_copies, count) in ways.items()
+        for names, (make, rows, has_copies, count) in moves.items()
     }
 
 
@@ -553,17 +550,6 @@ def check_weights(weights: Tensor | None) -> None:
     """Refuse weights that require a gradient."""
     if isinstance(weights, Tensor) and weights.requires_grad:
         raise ConfigError("mean: weights want a gradient, and get none: pass weights.detach()")
-
-
-def mean_gradient(
-    grad: Tensor, weights: Tensor | None, scale: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Return the gradient of the values; it broadcasts to them."""
-    wide = torch.promote_types(dtype, torch.float32)
-    each = (grad.double() * scale).to(wide)
-    if weights is not None:
-        each = each * weights.to(wide)
-    return each.to(dtype)
 
 
 _SCHEMAS = {
@@ -611,7 +597,11 @@ def _keep_mean(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
 def _mean_gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     refuse_second(grad)
     weights, scale = ctx.saved_tensors
-    return mean_gradient(grad, weights, scale, ctx.dtype).expand(ctx.shape), None, None, None
+    wide = torch.promote_types(ctx.dtype, torch.float32)
+    each = (grad.double() * scale).to(wide)
+    if weights is not None:
+        each = each * weights.to(wide)
+    return each.to(ctx.dtype).expand(ctx.shape), None, None, None
 
 
 torch.library.register_autograd("bascule::mean", _mean_gradients, setup_context=_keep_mean)
