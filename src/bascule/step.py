@@ -162,11 +162,10 @@ class Step:
         self.local = plan.local(rank)
         self.local_seq_ids = table_on(self.local.seq_ids, binding.device)
         self.token_slot = table_on(self.local.slots, binding.device)
-        place = plan.topology.place_of(rank)
-        self._place, self._degree = place.ulysses, place.ulysses_degree
-        first = rank - self._place
+        bag, _, self._ulysses, self._degree = plan.topology.place_of(rank)
+        first = rank - self._ulysses
         self._num_group_tokens = int(plan.tokens[first : first + self._degree].sum())
-        self._routes = _bound_routes(plan, place.bag, binding, self._signatures, self._done)
+        self._routes = _bound_routes(plan, bag, binding, self._signatures, self._done)
         self._key = this_world().add(self, *self._routes.values())
         for number, route in enumerate(self._routes.values(), self._key + 1):
             route.number = number
@@ -445,7 +444,7 @@ class Step:
     def _sizes_of(self, what: str, q: Tensor, k: Tensor) -> list[int]:
         if self._degree == 1 or what == "attend_contexts":
             return [0, 0, 0, self._key]
-        num_kv = k.shape[1] // self._degree + (self._place < k.shape[1] % self._degree)
+        num_kv = k.shape[1] // self._degree + (self._ulysses < k.shape[1] % self._degree)
         return [self._num_group_tokens, q.shape[1] // k.shape[1] * num_kv, num_kv, self._key]
 
     def _call(self, settings: Settings, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:

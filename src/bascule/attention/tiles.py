@@ -65,7 +65,7 @@ class _MaskCache:
         return True
 
 
-_caches: "WeakIdKeyDictionary" = WeakIdKeyDictionary()
+_of_masks: "WeakIdKeyDictionary" = WeakIdKeyDictionary()
 """A `_MaskCache` by mask: all layers of a model use the same mask."""
 
 
@@ -76,9 +76,9 @@ def cached_by_mask(mask: Tensor | None, key: Hashable, make: Callable[[], Made])
     """
     if mask is None or is_fake(mask) or not (mask.is_cpu or _is_cached_on_device(mask)):
         return make()
-    cache = _caches.get(mask)
+    cache = _of_masks.get(mask)
     if cache is None or not cache.is_valid(mask):
-        cache = _caches[mask] = _MaskCache(mask)
+        cache = _of_masks[mask] = _MaskCache(mask)
     return cache.made.get(key, make)
 
 

@@ -165,9 +165,9 @@ class RankGroup:
     """
 
     reference: Callable[[], dist.ProcessGroup | None]  # None once it was destroyed
-    rank: int  # this rank's place in `ranks`
+    rank: int  # index of this rank in `ranks`
     ranks: tuple[int, ...]  # global ranks in any order, the same on all of them
-    places: tuple[int, ...]  # of each member, in the process group's own order
+    places: tuple[int, ...]  # rank of each member in the process group
     name: str  # for errors
     key: str = ""  # unique among the groups of this rank, and the same on all members
     calls: Part = field(default_factory=Part, compare=False, repr=False)
@@ -209,7 +209,7 @@ class RankGroup:
 
     @property
     def others(self) -> list[int]:
-        """Places of all members but this one."""
+        """Ranks of all members but this one, as indices into `ranks`."""
         return [place for place in range(self.size) if place != self.rank]
 
     @property

@@ -249,13 +249,13 @@ class Prefetcher:
     def _make_all(self) -> None:
         rules, saves = self._redistributor.rules, self._redistributor.saves
         for step in itertools.count(self._first):
-            is_left, own = self._wait_until(lambda: len(self._ready) < self._depth), CLOSING
+            is_left, loaded = self._wait_until(lambda: len(self._ready) < self._depth), CLOSING
             if not is_left:
-                own = load(self._reading, rules, loads=self._loads, saves=saves(step))
-            made = self._redistributor.step(step, own, self._reserve)
+                loaded = load(self._reading, rules, loads=self._loads, saves=saves(step))
+            made = self._redistributor.step(step, loaded, self._reserve)
             if made is None:
-                if rules.ends == "drop_last" and own.offer is not None:
-                    self.num_dropped = own.offer.lens.size + self._reading.num_unread
+                if rules.ends == "drop_last" and loaded.offer is not None:
+                    self.num_dropped = loaded.offer.lens.size + self._reading.num_unread
                 return
             with self._changed:
                 self._ready.append(made)
